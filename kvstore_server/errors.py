@@ -1,0 +1,129 @@
+"""The one error tree, and the code under which each class travels between processes.
+
+    KVStoreError
+    ├── ConfigurationError (ValueError)      a wrong argument, option or environment variable
+    │   ├── UnknownNameError                 no store or optimizer of that name; lists the valid ones
+    │   └── PlanMismatchError                workers have different models, or disagree on a number
+    ├── KeyNotFoundError (KeyError)          push or pull of a key that was never initialised
+    ├── ShapeMismatchError (ValueError)      wrong shape or dtype for a key
+    ├── ProtocolError                        a malformed or unexpected message
+    │   └── VersionMismatchError             the peer speaks another protocol version
+    ├── DeadlineError (TimeoutError)         a wait reached its deadline; names who was missing
+    │   ├── ConnectTimeoutError              no server answered at that address
+    │   └── ServerUnreachableError           a server stopped answering in the middle of the job
+    ├── WorkerLostError                      a member of the round left, died or was not heard from
+    ├── RoundAbortedError                    a member raised in the middle of the round
+    ├── FencedError                          another process took this rank over
+    ├── ServerLostState                      the server was restarted and no longer holds this job
+    ├── ServerStoppingError                  the server is draining and takes no new round
+    └── OptimizerError                       the optimizer raised while a round was applied
+
+This module knows nothing about sockets or tensors.
+"""
+
+from __future__ import annotations
+
+
+class KVStoreError(Exception):
+    """Base of every error that this project raises on purpose."""
+
+    def __str__(self) -> str:
+        # KeyError would print the repr of its message.
+        return str(self.args[0]) if self.args else type(self).__name__
+
+
+class ConfigurationError(KVStoreError, ValueError):
+    """An argument, option or environment variable is wrong."""
+
+
+class UnknownNameError(ConfigurationError):
+    """No store or optimizer is registered under that name."""
+
+
+class PlanMismatchError(ConfigurationError):
+    """Workers of one job disagree: on their model, their optimizer, a learning rate or the topology."""
+
+
+class KeyNotFoundError(KVStoreError, KeyError):
+    """A key was used before it was initialised."""
+
+
+class ShapeMismatchError(KVStoreError, ValueError):
+    """A value does not have the shape or dtype under which its key was initialised."""
+
+
+class ProtocolError(KVStoreError):
+    """A message could not be understood, or came out of turn."""
+
+
+class VersionMismatchError(ProtocolError):
+    """The peer speaks another version of the protocol."""
+
+
+class DeadlineError(KVStoreError, TimeoutError):
+    """A wait reached its deadline."""
+
+
+class ConnectTimeoutError(DeadlineError):
+    """No server answered at an address within the deadline."""
+
+
+class ServerUnreachableError(DeadlineError):
+    """A server that answered before has stopped answering."""
+
+
+class WorkerLostError(KVStoreError):
+    """A worker that a round or a barrier needs has left, died or fallen silent."""
+
+
+class RoundAbortedError(KVStoreError):
+    """A worker raised in the middle of a round, so nobody's contribution was applied."""
+
+
+class FencedError(KVStoreError):
+    """Another process has taken over this rank; this one may no longer write."""
+
+
+class ServerLostState(KVStoreError):
+    """The server at this address is not the one that holds this job's state."""
+
+
+class ServerStoppingError(KVStoreError):
+    """The server is draining before it stops and accepts no new round."""
+
+
+class OptimizerError(KVStoreError):
+    """The optimizer raised while a round was being applied; the weights are as before the round."""
+
+
+WIRE_ERRORS: dict[str, type[KVStoreError]] = {
+    cls.__name__: cls
+    for cls in (
+        KVStoreError,
+        ConfigurationError,
+        UnknownNameError,
+        PlanMismatchError,
+        KeyNotFoundError,
+        ShapeMismatchError,
+        ProtocolError,
+        VersionMismatchError,
+        DeadlineError,
+        WorkerLostError,
+        RoundAbortedError,
+        FencedError,
+        ServerLostState,
+        ServerStoppingError,
+        OptimizerError,
+    )
+}
+
+
+def to_wire(error: KVStoreError) -> tuple[str, str]:
+    """Return the code and the text under which `error` travels to a peer."""
+    code = type(error).__name__
+    return (code if code in WIRE_ERRORS else KVStoreError.__name__), str(error)
+
+
+def from_wire(code: str, text: str) -> KVStoreError:
+    """Rebuild an error that a peer reported; an unknown code becomes the base class."""
+    return WIRE_ERRORS.get(code, KVStoreError)(text)

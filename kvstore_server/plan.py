@@ -1,0 +1,256 @@
+"""The Plan: where every element of every key lies, a pure function of names, shapes, dtypes and topology.
+
+Keys of one dtype share one flat arena. It is cut into slices, the unit that is sent, reduced, updated and
+placed on a server: a slice holds several small keys (a bucket) or one piece of a big key. Slice boundaries
+depend on shapes and dtypes alone, never on the number of servers, so results do not either. Keys and slices
+start on 64-byte boundaries, because fused kernels treat the tail of a vector differently from its body.
+
+Nothing here touches a tensor, a socket or the clock.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kvstore_server.errors import ConfigurationError, PlanMismatchError
+
+ALIGNMENT = 64
+MIN_SLICE = 16 * 1024
+MAX_SLICE = 1024 * 1024
+SLICES_PER_TABLE = 16
+"""A table is cut into about this many slices while they stay between MIN_SLICE and MAX_SLICE bytes."""
+
+ITEM_SIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+"""The dtypes that can be stored, and their size in bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Name, shape and dtype of one key, and the index of the parameter group that it belongs to."""
+
+    key: str
+    shape: tuple[int, ...]
+    dtype: str
+    group: int = 0
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * ITEM_SIZE[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """The part of one key that lies in one slice; all numbers count elements."""
+
+    key: int
+    """Index of the key in `Plan.specs`."""
+    start: int
+    """Where the segment begins, from the start of its slice."""
+    key_start: int
+    """Where the segment begins, from the start of its key."""
+    numel: int
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """A contiguous, 64-byte aligned piece of one dtype's arena; the unit of transfer and update."""
+
+    index: int
+    dtype: str
+    offset: int
+    """Start in the arena of this dtype, in elements."""
+    length: int
+    """Elements including padding up to the next 64-byte boundary."""
+    used: int
+    """Elements up to the end of the last segment: what is sent."""
+    segments: tuple[Segment, ...]
+    server: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.used * ITEM_SIZE[self.dtype]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The layout of one table. Equal inputs give equal plans, and equal digests, in every process."""
+
+    specs: tuple[TensorSpec, ...]
+    num_servers: int
+    slices: tuple[Slice, ...]
+    arena_sizes: dict[str, int]
+    """Elements in the arena of each dtype, padding included."""
+    key_offsets: tuple[int, ...]
+    """Where each key begins in the arena of its dtype, in elements."""
+    digest: str
+    servers: tuple[int, ...] = field(init=False)
+    """The servers that hold at least one slice, in ascending order."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "servers", tuple(sorted({piece.server for piece in self.slices})))
+
+    def slices_of(self, server: int) -> tuple[Slice, ...]:
+        return tuple(piece for piece in self.slices if piece.server == server)
+
+
+def make_plan(specs: Sequence[TensorSpec], num_servers: int) -> Plan:
+    """Lay out `specs` over `num_servers` servers.
+
+    Raises:
+        ConfigurationError: no keys, a key twice, a dtype that cannot be stored, or a shape with a negative size.
+    """
+    specs = tuple(specs)
+    _check(specs, num_servers)
+    piece_bytes = _slice_bytes(sum(spec.nbytes for spec in specs))
+    drafts: list[_Draft] = []
+    arena_sizes: dict[str, int] = {}
+    key_offsets = [0] * len(specs)
+    for dtype in sorted({spec.dtype for spec in specs}):
+        layout = _ArenaLayout(dtype, piece_bytes)
+        members = [i for i, spec in enumerate(specs) if spec.dtype == dtype]
+        small = [i for i in members if specs[i].nbytes < piece_bytes]
+        big = [i for i in members if specs[i].nbytes >= piece_bytes]
+        for i in small:
+            key_offsets[i] = layout.add_small(i, specs[i].numel)
+        layout.close()
+        for i in big:
+            key_offsets[i] = layout.add_big(i, specs[i].numel)
+        drafts.extend(layout.drafts)
+        arena_sizes[dtype] = layout.end
+    servers = _place(drafts, num_servers, zlib.crc32(specs[0].key.encode()))
+    slices = tuple(draft.freeze(i, servers[i]) for i, draft in enumerate(drafts))
+    return Plan(specs, num_servers, slices, arena_sizes, tuple(key_offsets), _digest(specs, num_servers))
+
+
+def check_same(mine: Sequence[TensorSpec], theirs: Sequence[TensorSpec], who_mine: str, who_theirs: str) -> None:
+    """Raise PlanMismatchError naming the first key in which two lists of keys differ; return if none does."""
+    for i in range(max(len(mine), len(theirs))):
+        a = mine[i] if i < len(mine) else None
+        b = theirs[i] if i < len(theirs) else None
+        if a != b:
+            raise PlanMismatchError(
+                f"workers have different models: key {i} is {_describe(b)} on {who_theirs} but {_describe(a)} on "
+                f"{who_mine}; build the same model, in the same order, on every worker"
+            )
+
+
+@dataclass
+class _Draft:
+    """A slice before its number and its server are known."""
+
+    dtype: str
+    offset: int
+    segments: list[Segment]
+    used: int = 0
+
+    @property
+    def length(self) -> int:
+        return _align(self.used, self.dtype)
+
+    def append(self, key: int, key_start: int, numel: int) -> None:
+        start = self.length
+        self.segments.append(Segment(key, start, key_start, numel))
+        self.used = start + numel
+
+    def freeze(self, index: int, server: int) -> Slice:
+        return Slice(index, self.dtype, self.offset, self.length, self.used, tuple(self.segments), server)
+
+
+class _ArenaLayout:
+    """Fills the arena of one dtype from front to back: buckets of small keys first, then the big keys."""
+
+    def __init__(self, dtype: str, piece_bytes: int) -> None:
+        self.dtype = dtype
+        self.limit = piece_bytes // ITEM_SIZE[dtype]
+        self.drafts: list[_Draft] = []
+        self.end = 0
+        self._bucket: _Draft | None = None
+
+    def add_small(self, key: int, numel: int) -> int:
+        if self._bucket is not None and self._bucket.length + numel > self.limit:
+            self.close()
+        if self._bucket is None:
+            self._bucket = _Draft(self.dtype, self.end, [])
+        self._bucket.append(key, 0, numel)
+        return self._bucket.offset + self._bucket.segments[-1].start
+
+    def close(self) -> None:
+        if self._bucket is not None:
+            self._finish(self._bucket)
+            self._bucket = None
+
+    def add_big(self, key: int, numel: int) -> int:
+        offset = self.end
+        for start in range(0, numel, self.limit):
+            draft = _Draft(self.dtype, self.end, [])
+            draft.append(key, start, min(self.limit, numel - start))
+            self._finish(draft)
+        return offset
+
+    def _finish(self, draft: _Draft) -> None:
+        self.drafts.append(draft)
+        self.end += draft.length
+
+
+def _check(specs: tuple[TensorSpec, ...], num_servers: int) -> None:
+    if num_servers < 1:
+        raise ConfigurationError(f"a plan needs at least one server, got {num_servers}")
+    if not specs:
+        raise ConfigurationError("a plan needs at least one key, got none")
+    seen: set[str] = set()
+    for spec in specs:
+        if spec.key in seen:
+            raise ConfigurationError(f"key {spec.key!r} appears twice; every key must be named once")
+        seen.add(spec.key)
+        if spec.dtype not in ITEM_SIZE:
+            raise ConfigurationError(
+                f"key {spec.key!r} has dtype {spec.dtype}; a store holds {', '.join(ITEM_SIZE)} only"
+            )
+        if any(size < 0 for size in spec.shape):
+            raise ConfigurationError(f"key {spec.key!r} has the impossible shape {spec.shape}")
+
+
+def _slice_bytes(total: int) -> int:
+    wanted = math.ceil(total / SLICES_PER_TABLE / ALIGNMENT) * ALIGNMENT
+    return min(max(wanted, MIN_SLICE), MAX_SLICE)
+
+
+def _align(numel: int, dtype: str) -> int:
+    unit = ALIGNMENT // ITEM_SIZE[dtype]
+    return -(-numel // unit) * unit
+
+
+def _place(drafts: Sequence[_Draft], num_servers: int, seed: int) -> list[int]:
+    """Give each slice to the server that holds the fewest bytes so far, biggest slice first.
+
+    `seed` only rotates who is asked first, so that many one-key tables do not all land on server 0.
+    """
+    loads = [0] * num_servers
+    placed = [0] * len(drafts)
+    by_size = sorted(range(len(drafts)), key=lambda i: (-drafts[i].used * ITEM_SIZE[drafts[i].dtype], i))
+    for i in by_size:
+        server = min(range(num_servers), key=lambda s: (loads[s], (s - seed) % num_servers))
+        loads[server] += drafts[i].used * ITEM_SIZE[drafts[i].dtype]
+        placed[i] = server
+    return placed
+
+
+def _digest(specs: tuple[TensorSpec, ...], num_servers: int) -> str:
+    layout = [ALIGNMENT, MIN_SLICE, MAX_SLICE, SLICES_PER_TABLE, num_servers]
+    rows = [[spec.key, list(spec.shape), spec.dtype, spec.group] for spec in specs]
+    return hashlib.sha256(json.dumps([layout, rows]).encode()).hexdigest()
+
+
+def _describe(spec: TensorSpec | None) -> str:
+    if spec is None:
+        return "missing"
+    return f"{spec.key!r} {spec.dtype}{list(spec.shape)} in group {spec.group}"
