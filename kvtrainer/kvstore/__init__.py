@@ -1,0 +1,13 @@
+"""Key-value stores: where weights live and where gradients meet.
+
+    kv = kvtrainer.kvstore.create("local")
+    kv.init("w", torch.zeros(3))
+    kv.push("w", torch.ones(3))
+    kv.pull("w", out=w)
+"""
+
+from kvtrainer.kvstore.base import KVStoreBase, create, register
+from kvtrainer.kvstore.dist import DistKVStore
+from kvtrainer.kvstore.local import LocalKVStore
+
+__all__ = ["DistKVStore", "KVStoreBase", "LocalKVStore", "create", "register"]

@@ -1,0 +1,162 @@
+"""The command line of a server: flags and environment in, an exit code out.
+
+Exit codes: 0 drained after SIGTERM or SIGINT, 1 a server-side failure, 2 wrong flags.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import ipaddress
+import logging
+import os
+import secrets
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from urllib.parse import urlsplit
+
+import torch
+
+from kvstore_server.cpu import capability
+from kvstore_server.engine import EngineConfig
+from kvstore_server.errors import KVStoreError
+from kvstore_server.server import Server, ServerOptions
+from kvstore_server.version import __version__
+
+_log = logging.getLogger("kvstore_server")
+
+
+def build_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
+    """The flags; each has a twin in the environment, which gives its default."""
+    parser = argparse.ArgumentParser(
+        prog="kvstore-server",
+        description="Hold weights and optimizer state for the workers of a training job, until SIGTERM.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = _Adder(parser, environ)
+    add("--bind", "KVSTORE_BIND", "tcp://127.0.0.1:0", str, "address to listen on; port 0 lets the system choose")
+    add("--index", "KVSTORE_SERVER_INDEX", 0, int, "which server of the job this is, from 0")
+    add("--num-servers", "KVSTORE_NUM_SERVERS", 1, int, "how many servers the job has")
+    add("--dead-after", "KVSTORE_DEAD_AFTER", 20.0, float, "seconds of silence after which a worker counts as lost")
+    add("--drain-timeout", "KVSTORE_DRAIN_TIMEOUT", 10.0, float, "seconds that rounds get to finish after SIGTERM")
+    add("--max-table-bytes", "KVSTORE_MAX_TABLE_BYTES", 1 << 40, int, "largest part of a table that is accepted")
+    add("--threads", "KVSTORE_THREADS", 1, int, "threads for sums and updates; more than one helps on idle cores only")
+    add("--log", "KVSTORE_LOG", "warning", str, "debug, info, warning or error; goes to standard error")
+    parser.add_argument(
+        "--import",
+        dest="imports",
+        action="append",
+        metavar="MODULE",
+        default=[name for name in environ.get("KVSTORE_IMPORT", "").split(",") if name],
+        help="import this module first, so that optimizers it registers are known; may be repeated [KVSTORE_IMPORT]",
+    )
+    parser.add_argument(
+        "--allow-mixed-cpu",
+        action="store_true",
+        default=environ.get("KVSTORE_ALLOW_MIXED_CPU", "") == "1",
+        help="accept workers whose CPU has another instruction set; last bits may differ [KVSTORE_ALLOW_MIXED_CPU=1]",
+    )
+    parser.add_argument(
+        "--allow-public-bind",
+        action="store_true",
+        default=environ.get("KVSTORE_ALLOW_PUBLIC_BIND", "") == "1",
+        help="listen on an address that other hosts can reach, although traffic is neither authenticated nor "
+        "encrypted; for networks that you trust only [KVSTORE_ALLOW_PUBLIC_BIND=1]",
+    )
+    parser.add_argument(
+        "--ready-fd",
+        type=int,
+        help="write the address and a newline to this file descriptor once the server listens, then close it",
+    )
+    parser.add_argument("--version", action="version", version=__version__)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one server until SIGTERM or SIGINT; return its exit code."""
+    parser = build_parser(os.environ)
+    flags = parser.parse_args(argv)
+    _check(parser, flags)
+    logging.basicConfig(
+        level=flags.log.upper(), format=f"%(asctime)s server {flags.index} %(levelname)s %(message)s", stream=sys.stderr
+    )
+    torch.set_num_threads(flags.threads)
+    try:
+        sys.path.insert(0, os.getcwd())
+        for module in flags.imports:
+            importlib.import_module(module)
+        server = Server(_engine_config(flags), ServerOptions(flags.bind, flags.drain_timeout))
+    except (KVStoreError, ImportError) as error:
+        print(f"kvstore-server: {error}", file=sys.stderr)
+        return 1
+    return _serve(server, flags.ready_fd)
+
+
+def _serve(server: Server, ready_fd: int | None) -> int:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: server.request_stop())
+    _announce(server.endpoint, ready_fd)
+    try:
+        server.run()
+    except Exception:
+        _log.exception("the server failed")
+        return 1
+    finally:
+        server.close()
+    return 0
+
+
+class _Adder:
+    def __init__(self, parser: argparse.ArgumentParser, environ: Mapping[str, str]) -> None:
+        self._parser = parser
+        self._environ = environ
+
+    def __call__(self, flag: str, variable: str, default: object, kind: type, text: str) -> None:
+        # argparse converts a default that is a string like an argument, so a bad variable is a usage error too.
+        value = self._environ.get(variable, default)
+        self._parser.add_argument(flag, type=kind, default=value, help=f"{text} [{variable}]")
+
+
+def _check(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> None:
+    if flags.num_servers < 1 or not 0 <= flags.index < flags.num_servers:
+        parser.error(f"--index {flags.index} is not one of {flags.num_servers} servers")
+    for name in ("dead_after", "drain_timeout", "threads", "max_table_bytes"):
+        if getattr(flags, name) <= 0:
+            parser.error(f"--{name.replace('_', '-')} must be above 0, got {getattr(flags, name)}")
+    if flags.log.upper() not in ("DEBUG", "INFO", "WARNING", "ERROR"):
+        parser.error(f"--log must be debug, info, warning or error, got {flags.log!r}")
+    if not (flags.allow_public_bind or _is_loopback(flags.bind)):
+        parser.error(
+            f"--bind {flags.bind} can be reached from other hosts; add --allow-public-bind on a trusted network"
+        )
+
+
+def _is_loopback(address: str) -> bool:
+    if address.startswith("ipc://"):
+        return True
+    host = urlsplit(address).hostname or ""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _engine_config(flags: argparse.Namespace) -> EngineConfig:
+    return EngineConfig(
+        server=flags.index,
+        num_servers=flags.num_servers,
+        run=secrets.randbits(62) | 1,
+        dead_after=flags.dead_after,
+        capability=capability(),
+        allow_mixed_cpu=flags.allow_mixed_cpu,
+        max_table_bytes=flags.max_table_bytes,
+    )
+
+
+def _announce(endpoint: str, ready_fd: int | None) -> None:
+    if ready_fd is None:
+        print(f"kvstore-server: listening on {endpoint}", flush=True)
+        return
+    with os.fdopen(ready_fd, "w") as ready:
+        ready.write(endpoint + "\n")

@@ -1,0 +1,242 @@
+"""The dense table: the weights of the slices that one server holds, their sums and their updates.
+
+Sums are left folds in rank order, half precision accumulates in float32, and every slice is reduced and updated
+on its own, so the bits do not depend on arrival order or on the number of servers. Nothing here knows a message,
+a clock or a socket.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from kvstore_server.errors import OptimizerError, ProtocolError, ShapeMismatchError
+from kvstore_server.optimizer import Optimizer, SliceState, update_slice
+from kvstore_server.plan import Plan, Slice
+from kvstore_server.protocol.messages import Payload
+
+Updater = Callable[[str, Tensor, Tensor], None]
+"""`updater(key, merged, stored)` changes `stored` in place."""
+
+
+class Leases(Protocol):
+    """Knows which buffers are still being sent, and so may not be written."""
+
+    def is_busy(self, buffer: Tensor) -> bool: ...
+
+
+@dataclass(frozen=True)
+class Addend:
+    """One rank's part in the sum of a round."""
+
+    slices: Mapping[int, Payload]
+    scale: float
+    absent: frozenset[int]
+    """Keys (by index) that this rank left out."""
+
+
+@dataclass
+class _Undo:
+    """What a table looked like before its last round."""
+
+    weights: list[Tensor]
+    states: list[SliceState]
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The torch dtype of a dtype name of the Plan."""
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+class DenseTable:
+    """Weights, optimizer state and arithmetic of the part of a table that lives on `server`."""
+
+    def __init__(self, plan: Plan, server: int, leases: Leases | None = None) -> None:
+        self.plan = plan
+        self.slices = plan.slices_of(server)
+        self.by_index = {piece.index: at for at, piece in enumerate(self.slices)}
+        self.keys = frozenset(segment.key for piece in self.slices for segment in piece.segments)
+        self.arenas, self.weights = _allocate(self.slices)
+        self.states = [SliceState(piece) for piece in self.slices]
+        self._leases = leases
+        self._scratch: dict[torch.dtype, Tensor] = {}
+        self._undo: _Undo | None = None
+
+    def check_payload(self, index: int, payload: Payload) -> Tensor:
+        """View a payload as the flat tensor of its slice.
+
+        Raises:
+            ProtocolError: this server does not hold that slice.
+            ShapeMismatchError: the payload has another size or dtype.
+        """
+        at = self.by_index.get(index)
+        if at is None:
+            raise ProtocolError(f"slice {index} of the table is not on this server")
+        piece = self.slices[at]
+        if isinstance(payload, Tensor):
+            if payload.numel() != piece.used or payload.dtype != torch_dtype(piece.dtype):
+                raise ShapeMismatchError(_wrong_size(self.plan, piece, f"{payload.dtype}[{payload.numel()}]"))
+            return payload
+        if payload.nbytes != piece.nbytes:
+            raise ShapeMismatchError(_wrong_size(self.plan, piece, f"{payload.nbytes} bytes"))
+        if not piece.used:
+            return torch.empty(0, dtype=torch_dtype(piece.dtype))
+        return torch.frombuffer(payload, dtype=torch_dtype(piece.dtype))
+
+    def visible(self, index: int) -> Tensor:
+        """The weights of a slice without its padding, as they are sent; not a copy."""
+        at = self.by_index[index]
+        return self.weights[at][: self.slices[at].used]
+
+    def assign(self, slices: Mapping[int, Payload]) -> None:
+        """Replace the weights of the given slices."""
+        for index, payload in slices.items():
+            at = self.by_index[index]
+            self._writable(at)[: self.slices[at].used].copy_(payload)
+
+    def assign_sum(self, addends: Sequence[Addend]) -> None:
+        """Without an optimizer the sum replaces the weights; keys that every rank left out stay."""
+        for at, piece in enumerate(self.slices):
+            present = self._present(piece, addends)
+            if not any(present):
+                continue
+            total = self._reduce(piece, addends)
+            weight = self._writable(at)
+            for segment, here in zip(piece.segments, present, strict=True):
+                if here:
+                    end = segment.start + segment.numel
+                    weight[segment.start : end].copy_(total[segment.start : end])
+
+    def update(self, addends: Sequence[Addend], optimizer: Optimizer, hypers: Sequence[Mapping[str, Any]]) -> None:
+        """Sum the contributions and apply the optimizer. `hypers[i]` holds for key i.
+
+        Raises:
+            OptimizerError: the optimizer raised; weights and state are as before.
+        """
+        self._undo = self._snapshot() if optimizer.may_raise else None
+        try:
+            for at, piece in enumerate(self.slices):
+                present = self._present(piece, addends)
+                if not any(present):
+                    continue
+                total = self._reduce(piece, addends)
+                rows = [hypers[segment.key] for segment in piece.segments]
+                update_slice(optimizer, piece, self._writable(at), total, self.states[at], rows, present)
+        except Exception as error:
+            if self._undo is None:
+                raise
+            self.undo()
+            raise OptimizerError(
+                f"optimizer {optimizer.spec()['name']!r} raised {type(error).__name__}: {error}; "
+                "the round was not applied"
+            ) from error
+
+    def call_updater(self, addends: Sequence[Addend], updater: Updater) -> None:
+        """Sum the contributions and let a user's function change each key; the table holds all slices.
+
+        Raises:
+            OptimizerError: the function raised; the weights are as before.
+        """
+        self._undo = self._snapshot()
+        sums = {dtype: torch.zeros_like(arena) for dtype, arena in self.arenas.items()}
+        for piece in self.slices:
+            total = self._reduce(piece, addends)
+            sums[piece.dtype][piece.offset : piece.offset + piece.length] = total
+        try:
+            for key, spec in enumerate(self.plan.specs):
+                if all(key in addend.absent for addend in addends):
+                    continue
+                begin = self.plan.key_offsets[key]
+                end = begin + spec.numel
+                merged = sums[spec.dtype][begin:end].view(spec.shape)
+                updater(spec.key, merged, self.arenas[spec.dtype][begin:end].view(spec.shape))
+        except Exception as error:
+            self.undo()
+            raise OptimizerError(f"the updater raised {type(error).__name__}: {error}") from error
+
+    @property
+    def can_undo(self) -> bool:
+        """Whether the last round can still be taken back."""
+        return self._undo is not None
+
+    def undo(self) -> None:
+        """Take the last round back; allowed while `can_undo`."""
+        assert self._undo is not None
+        for at, weight in enumerate(self._undo.weights):
+            self._writable(at).copy_(weight)
+        self.states = self._undo.states
+        self._undo = None
+
+    def forget_undo(self) -> None:
+        """The next round has begun: the last one is final."""
+        self._undo = None
+
+    def reset_states(self) -> None:
+        """Drop all optimizer state."""
+        self.states = [SliceState(piece) for piece in self.slices]
+
+    def _snapshot(self) -> _Undo:
+        return _Undo([w.clone() for w in self.weights], [state.copy() for state in self.states])
+
+    def _writable(self, at: int) -> Tensor:
+        # A buffer that a slow peer is still being sent is left to it; the table goes on with a copy.
+        weight = self.weights[at]
+        if self._leases is not None and self._leases.is_busy(weight):
+            self.weights[at] = weight = weight.clone()
+        return weight
+
+    def _present(self, piece: Slice, addends: Sequence[Addend]) -> list[bool]:
+        given = [a for a in addends if piece.index in a.slices]
+        return [any(segment.key not in a.absent for a in given) for segment in piece.segments]
+
+    def _reduce(self, piece: Slice, addends: Sequence[Addend]) -> Tensor:
+        """Σ over ranks of scale · payload, in rank order, into a scratch buffer with zero padding.
+
+        Equal scales, the usual case, are applied once to the sum: then the result has the same bits whether
+        ranks or the replicas of one process were summed.
+        """
+        dtype = torch_dtype(piece.dtype)
+        compute = torch.float32 if dtype.itemsize < 4 else dtype
+        scratch = self._scratch.get(compute)
+        if scratch is None or scratch.numel() < piece.length:
+            scratch = self._scratch[compute] = torch.empty(piece.length, dtype=compute)
+        total = scratch[: piece.length]
+        total[piece.used :].zero_()
+        body = total[: piece.used]
+        given = [a for a in addends if piece.index in a.slices]
+        common = given[0].scale if len({a.scale for a in given}) == 1 else None
+        payloads = [a.slices[piece.index].to(compute) for a in given]
+        if common is None:
+            payloads = [payload * a.scale for payload, a in zip(payloads, given, strict=True)]
+        if len(payloads) == 1:
+            body.copy_(payloads[0])
+        else:
+            torch.add(payloads[0], payloads[1], out=body)
+            for payload in payloads[2:]:
+                body.add_(payload)
+        if common is not None and common != 1.0:
+            body.mul_(common)
+        return total
+
+
+def _allocate(slices: Sequence[Slice]) -> tuple[dict[str, Tensor], list[Tensor]]:
+    """One zeroed buffer per dtype, and the piece of it that belongs to each slice."""
+    sizes: dict[str, int] = {}
+    starts = []
+    for piece in slices:
+        starts.append(sizes.get(piece.dtype, 0))
+        sizes[piece.dtype] = starts[-1] + piece.length
+    arenas = {dtype: torch.zeros(size, dtype=torch_dtype(dtype)) for dtype, size in sizes.items()}
+    views = [arenas[piece.dtype][start : start + piece.length] for piece, start in zip(slices, starts, strict=True)]
+    return arenas, views
+
+
+def _wrong_size(plan: Plan, piece: Slice, got: str) -> str:
+    names = ", ".join(repr(plan.specs[segment.key].key) for segment in piece.segments[:3])
+    return f"slice {piece.index} (of {names}) takes {piece.dtype}[{piece.used}], got {got}"

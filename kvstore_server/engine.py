@@ -1,0 +1,329 @@
+"""The store without its sockets: a message and the time go in, replies come out.
+
+The engine owns namespaces, their members and their tables. It never waits: a request that cannot be answered yet
+is answered later, out of the handling of another message or out of `tick`. Errors of one request never harm
+another: whatever a request raises goes back as `Failed`, and the engine goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from kvstore_server.consistency import Accepted, Applied, Contribution, Lost, Refused
+from kvstore_server.dense import Leases, Updater
+from kvstore_server.errors import (
+    ConfigurationError,
+    DeadlineError,
+    FencedError,
+    KeyNotFoundError,
+    KVStoreError,
+    PlanMismatchError,
+    ProtocolError,
+    RoundAbortedError,
+    ServerLostState,
+    ServerStoppingError,
+    to_wire,
+)
+from kvstore_server.namespace import Namespace
+from kvstore_server.protocol import messages as m
+from kvstore_server.table import Table, Waiter
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """What an engine has to know about its place.
+
+    Args:
+        server: Index of this server, from 0.
+        num_servers: How many servers hold the job together.
+        run: A number that no other server process has; 0 is not allowed.
+        dead_after: Seconds of silence after which a worker counts as lost.
+        capability: Instruction set of this CPU; workers of another kind are refused, because their bits differ.
+        allow_mixed_cpu: Let them in all the same.
+        max_table_bytes: Largest part of a table that this server accepts.
+    """
+
+    server: int = 0
+    num_servers: int = 1
+    run: int = 1
+    dead_after: float = 20.0
+    capability: str = ""
+    allow_mixed_cpu: bool = False
+    max_table_bytes: int = 1 << 40
+
+
+class Engine:
+    """All state of one server. Not thread-safe: one caller at a time."""
+
+    def __init__(self, config: EngineConfig, leases: Leases | None = None) -> None:
+        self.config = config
+        self.updater: Updater | None = None
+        """A user's function in place of an optimizer; in-process use only."""
+        self.namespaces: dict[str, Namespace] = {}
+        self.is_stopping = False
+        self._leases = leases
+        self._sessions: dict[int, tuple[Namespace, int]] = {}
+        self._fenced: dict[int, str] = {}
+        self._next_session = 1
+
+    def handle(self, peer: bytes, request: m.Request, now: float) -> list[m.Outgoing]:
+        """Take one request of `peer` at time `now` (seconds, monotonic); return what to send, to whom."""
+        try:
+            return self._dispatch(peer, request, now)
+        except KVStoreError as error:
+            return [_failed(peer, request.number, error)]
+        except Exception as error:
+            _log.exception("request %s failed", type(request.body).__name__)
+            fault = KVStoreError(f"server {self.config.server} failed with {type(error).__name__}: {error}")
+            return [_failed(peer, request.number, fault)]
+
+    def tick(self, now: float) -> list[m.Outgoing]:
+        """Fail the waits whose deadline has passed, or that need a rank which is lost."""
+        out: list[m.Outgoing] = []
+        for space in list(self.namespaces.values()):
+            for table in space.tables.values():
+                if table.rounds.is_waiting():
+                    error = self._hopeless(space, table, now)
+                    if error is not None:
+                        out += _tell(table, table.rounds.number, table.fail(error), error)
+            out += [_failed(peer, number, error) for peer, number, error in space.expired_barriers(now, self.config.dead_after)]
+        return out
+
+    def stop(self) -> None:
+        """Begin to drain: rounds that have begun may end, new ones are refused."""
+        self.is_stopping = True
+
+    def is_idle(self) -> bool:
+        """Whether no rank waits for an answer."""
+        return not any(space.is_waiting() for space in self.namespaces.values())
+
+    def _dispatch(self, peer: bytes, request: m.Request, now: float) -> list[m.Outgoing]:
+        body = request.body
+        if isinstance(body, m.Hello):
+            return [m.Outgoing(peer, m.Reply(request.number, self._hello(body, now)))]
+        space, rank = self._session(request)
+        space.membership.members[rank].last_heard = now
+        if isinstance(body, m.PushBatch):
+            for push in body.pushes:
+                space.table(push.table).push(rank, push)
+            return []
+        if isinstance(body, m.CommitBatch):
+            return self._commits(space, rank, body, Waiter(peer, request.number), now)
+        if isinstance(body, m.Abort):
+            return self._abort(space, rank, body, Waiter(peer, request.number))
+        if isinstance(body, m.Barrier):
+            return self._barrier(space, rank, body, peer, request.number, now)
+        if isinstance(body, m.Leave):
+            return self._leave(space, rank, body, request.session, now)
+        if isinstance(body, m.Heartbeat):
+            return []
+        if isinstance(body, m.Register):
+            return self._register(space, rank, body, Waiter(peer, request.number))
+        return _reply(Waiter(peer, request.number), self._control(space, rank, body, now))
+
+    def _register(self, space: Namespace, rank: int, register: m.Register, waiter: Waiter) -> list[m.Outgoing]:
+        try:
+            table = space.register(rank, register, self.config, self._leases)
+        except PlanMismatchError as error:
+            told = [_failed(waiter.peer, waiter.number, error)]
+            for table in space.tables.values():
+                if table.conflict is error and table.rounds.is_waiting():
+                    told += _tell(table, table.rounds.number, table.fail(error), error)
+            return told
+        return _reply(waiter, m.Registered(table.number, table.rounds.number))
+
+    def _control(self, space: Namespace, rank: int, body: m.RequestBody, now: float) -> m.ReplyBody:
+        if isinstance(body, m.Pull):
+            return m.Weights(tuple(part for number in body.tables for part in _parts(_ready(space.table(number)))))
+        if isinstance(body, m.SetOptimizer):
+            space.set_optimizer(rank, body.spec)
+            return m.Info()
+        if isinstance(body, m.Stats):
+            return m.Info(space.stats(now, self.config))
+        raise ProtocolError(f"{type(body).__name__} is not a request")
+
+    def _hello(self, hello: m.Hello, now: float) -> m.Welcome:
+        self._check_hello(hello)
+        space = self.namespaces.get(hello.namespace)
+        if space is None:
+            space = Namespace(hello.namespace, hello.num_workers)
+        session = self._next_session
+        replaced = space.membership.join(hello, session, now)
+        self._next_session += 1
+        self.namespaces[hello.namespace] = space
+        self._sessions[session] = (space, hello.rank)
+        if replaced is not None:
+            self._sessions.pop(replaced.session, None)
+            self._fenced[replaced.session] = f"rank {hello.rank} was taken over by {hello.address}"
+            for table in space.tables.values():
+                table.rounds.replace_process(hello.rank)
+        return m.Welcome(self.config.run, session)
+
+    def _check_hello(self, hello: m.Hello) -> None:
+        config = self.config
+        if self.is_stopping:
+            raise ServerStoppingError(f"server {config.server} is stopping and takes no new workers")
+        if (hello.server, hello.num_servers) != (config.server, config.num_servers):
+            raise ConfigurationError(
+                f"this is server {config.server} of {config.num_servers}, but rank {hello.rank} has it as server "
+                f"{hello.server} of {hello.num_servers}; give every worker the same KVSTORE_SERVERS, in index order"
+            )
+        if hello.capability != config.capability and not config.allow_mixed_cpu:
+            raise ConfigurationError(
+                f"rank {hello.rank} runs on {hello.capability}, server {config.server} on {config.capability}; results "
+                "would differ in their last bits. Start the servers with --allow-mixed-cpu to accept that"
+            )
+
+    def _session(self, request: m.Request) -> tuple[Namespace, int]:
+        if request.run != self.config.run:
+            raise ServerLostState(
+                f"server {self.config.server} was restarted and no longer holds this job's weights; "
+                "restart the job from its last saved states"
+            )
+        known = self._sessions.get(request.session)
+        if known is None:
+            reason = self._fenced.get(request.session, "the session has ended")
+            raise FencedError(f"this process may no longer write to server {self.config.server}: {reason}")
+        return known
+
+    def _commits(
+        self, space: Namespace, rank: int, batch: m.CommitBatch, waiter: Waiter, now: float
+    ) -> list[m.Outgoing]:
+        out: list[m.Outgoing] = []
+        for commit in batch.commits:
+            try:
+                table = space.table(commit.table)
+                out += self._commit(space, table, rank, batch, commit, waiter, now)
+            except KVStoreError as error:
+                out.append(_failed(waiter.peer, waiter.number, error, commit.table, commit.round))
+        return out
+
+    def _commit(
+        self,
+        space: Namespace,
+        table: Table,
+        rank: int,
+        batch: m.CommitBatch,
+        commit: m.Commit,
+        waiter: Waiter,
+        now: float,
+    ) -> list[m.Outgoing]:
+        if self.is_stopping and commit.round == table.rounds.number and not table.rounds.is_waiting():
+            raise ServerStoppingError(f"server {self.config.server} is stopping and takes no new round")
+        if table.conflict is not None:
+            raise table.conflict
+        verdict = table.rounds.commit(rank, commit, waiter, now)
+        if isinstance(verdict, Applied):
+            return _over(table, commit, waiter)
+        if isinstance(verdict, Lost):
+            number = table.rounds.number
+            return [_failed(waiter.peer, waiter.number, verdict.error, table.number, commit.round, number)]
+        if isinstance(verdict, Refused):
+            return _reply(waiter, m.Missing(table.number, commit.round, verdict.slices))
+        assert isinstance(verdict, Accepted)
+        missing = table.rounds.missing_ranks()
+        if verdict.repeated:
+            return _reply(waiter, m.Pending(tuple(missing)))
+        table.absent[rank] = frozenset(batch.absent)
+        if batch.hyper:
+            table.hyper.set(rank, batch.hyper)
+        if missing:
+            error = self._hopeless(space, table, now)
+            return [] if error is None else _tell(table, commit.round, table.fail(error), error)
+        return self._finish(space, table)
+
+    def _finish(self, space: Namespace, table: Table) -> list[m.Outgoing]:
+        """Every rank has committed: apply the round and answer them all, or fail it for them all."""
+        number = table.rounds.number
+        try:
+            ended = table.apply(space.optimizer.agreed(), self.updater)
+        except KVStoreError as error:
+            return _tell(table, number, table.fail(error), error)
+        except Exception as error:
+            _log.exception("round %d of table %r failed", number, table.name)
+            fault = KVStoreError(f"server {self.config.server} failed with {type(error).__name__}: {error}")
+            return _tell(table, number, table.fail(fault), fault)
+        return [reply for _, mine in ended for reply in _outcome(table, mine)]
+
+    def _hopeless(self, space: Namespace, table: Table, now: float) -> KVStoreError | None:
+        missing = table.rounds.missing_ranks()
+        what = f"round {table.rounds.number} of {table.name!r}"
+        lost = space.membership.lost_error(missing, what, now, self.config.dead_after)
+        if lost is not None:
+            return lost
+        if now < table.rounds.earliest_deadline():
+            return None
+        who = "; ".join(space.membership.describe(rank, now) for rank in missing)
+        return DeadlineError(
+            f"{what} reached its deadline while waiting for {who}; is it stuck or only slow? "
+            "(timeout=… of the kvstore or KVSTORE_TIMEOUT raises the limit)"
+        )
+
+    def _abort(self, space: Namespace, rank: int, abort: m.Abort, waiter: Waiter) -> list[m.Outgoing]:
+        table = space.table(abort.table)
+        error = RoundAbortedError(f"rank {rank} aborted round {abort.round} of {table.name!r}: {abort.reason}")
+        out = _tell(table, abort.round, table.abort(rank, abort.round, error), error)
+        return out + _reply(waiter, m.Info({"applied": table.rounds.was_applied(abort.round)}))
+
+    def _barrier(
+        self, space: Namespace, rank: int, barrier: m.Barrier, peer: bytes, number: int, now: float
+    ) -> list[m.Outgoing]:
+        released = space.enter_barrier(rank, barrier, peer, number, now, self.config.dead_after)
+        if released is None:
+            return [m.Outgoing(peer, m.Reply(number, m.Pending(tuple(space.absent_from_barrier()))))]
+        return [m.Outgoing(to, m.Reply(n, m.Info())) for to, n in released]
+
+    def _leave(
+        self, space: Namespace, rank: int, leave: m.Leave, session: int, now: float
+    ) -> list[m.Outgoing]:
+        del self._sessions[session]
+        space.membership.leave(rank, leave.reason)
+        if space.membership.is_over():
+            del self.namespaces[space.name]
+            return []
+        return self.tick(now)
+
+
+def _ready(table: Table) -> Table:
+    if not table.is_initialised:
+        raise KeyNotFoundError(f"table {table.name!r} has not been initialised yet; call init on every worker first")
+    return table
+
+
+def _parts(table: Table) -> tuple[m.WeightsPart, ...]:
+    number = table.rounds.number - 1
+    return tuple(
+        m.WeightsPart(table.number, piece.index, number, table.dense.visible(piece.index))
+        for piece in table.dense.slices
+    )
+
+
+def _outcome(table: Table, mine: Contribution[Waiter]) -> list[m.Outgoing]:
+    if mine.waiter is None or mine.commit is None:
+        return []
+    return _over(table, mine.commit, mine.waiter)
+
+
+def _over(table: Table, commit: m.Commit, waiter: Waiter) -> list[m.Outgoing]:
+    if commit.want_weights:
+        return _reply(waiter, m.Weights(_parts(table)))
+    return _reply(waiter, m.Done(((table.number, commit.round),)))
+
+
+def _tell(table: Table, number: int, waiters: list[Waiter], error: KVStoreError) -> list[m.Outgoing]:
+    following = table.rounds.number
+    return [_failed(w.peer, w.number, error, table.number, number, following) for w in waiters]
+
+
+def _reply(waiter: Waiter, body: m.ReplyBody) -> list[m.Outgoing]:
+    return [m.Outgoing(waiter.peer, m.Reply(waiter.number, body))]
+
+
+def _failed(
+    peer: bytes, number: int, error: KVStoreError, table: int = -1, round_: int = -1, next_round: int = -1
+) -> m.Outgoing:
+    code, text = to_wire(error)
+    return m.Outgoing(peer, m.Reply(number, m.Failed(code, text, table, round_, next_round)))

@@ -1,0 +1,170 @@
+"""Which optimizer and which hyper-parameters hold for a round, agreed between the ranks.
+
+Each rank says what it believes; the lowest rank's belief is in force and a rank that disagrees is named. A rank
+sends its hyper-parameters only when they change, so the last ones it sent stay its belief.
+
+The hyper-parameters of a table travel as msgpack of {"groups": [{name: number, …}, …], "lr_mult": {key index:
+factor}, "wd_mult": {…}}; a key without a factor has 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from kvstore_server.errors import ConfigurationError, PlanMismatchError
+from kvstore_server.optimizer import Optimizer, create_from_spec
+from kvstore_server.plan import Plan
+from kvstore_server.protocol.frames import pack_control, unpack_control
+
+
+class OptimizerBelief:
+    """The optimizer of one namespace, as each rank named it."""
+
+    def __init__(self) -> None:
+        self._specs: dict[int, bytes] = {}
+        self._built: tuple[bytes, Optimizer] | None = None
+
+    def set(self, rank: int, spec: bytes) -> str | None:
+        """Note a rank's belief; return the name of the optimizer that a different one replaces, if any.
+
+        Raises:
+            UnknownNameError: no optimizer of that name is registered here.
+            ConfigurationError: the numbers are not valid for it.
+        """
+        before = self._built[1] if self._built is not None else None
+        if self._built is None or self._built[0] != spec:
+            values = unpack_control(spec)
+            if not isinstance(values, dict) or "name" not in values:
+                raise ConfigurationError(f"an optimizer travels as a map with a name, got {values!r:.80}")
+            self._built = (spec, create_from_spec(_tuples(values)))
+        self._specs[rank] = spec
+        assert self._built is not None
+        changed = before is not None and before.spec()["name"] != self._built[1].spec()["name"]
+        return str(before.spec()["name"]) if changed and before is not None else None
+
+    def agreed(self) -> Optimizer | None:
+        """The optimizer in force; None when no rank has set one.
+
+        Raises:
+            PlanMismatchError: two ranks set different ones.
+        """
+        if self._built is None:
+            return None
+        lowest = min(self._specs)
+        for rank, spec in sorted(self._specs.items()):
+            if spec != self._specs[lowest]:
+                raise PlanMismatchError(
+                    f"ranks set different optimizers: rank {lowest} {unpack_control(self._specs[lowest])}, "
+                    f"rank {rank} {unpack_control(spec)}; set the same one on every worker"
+                )
+        return self._built[1]
+
+
+class HyperBelief:
+    """The hyper-parameters of one table, as each rank last sent them."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._sent: dict[int, bytes] = {}
+        self._cached: tuple[Any, list[Mapping[str, Any]]] | None = None
+
+    def set(self, rank: int, packed: bytes) -> None:
+        """Note what a rank sent with its commit.
+
+        Raises:
+            ConfigurationError: the bytes are not hyper-parameters of this table.
+        """
+        if packed != self._sent.get(rank):
+            _check(unpack_control(packed), self._plan)
+            self._sent[rank] = packed
+
+    def agreed(self, optimizer: Optimizer) -> list[Mapping[str, Any]]:
+        """The effective hyper-parameters of each key, multipliers applied.
+
+        Raises:
+            PlanMismatchError: two ranks disagree on a number.
+        """
+        packed = self._common()
+        token = (packed, id(optimizer))
+        if self._cached is None or self._cached[0] != token:
+            values = _tuples(unpack_control(packed)) if packed else {"groups": None}
+            self._cached = (token, effective_hypers(self._plan, optimizer, values))
+        return self._cached[1]
+
+    def _common(self) -> bytes:
+        if not self._sent:
+            return b""
+        lowest = min(self._sent)
+        reference = self._sent[lowest]
+        for rank, packed in sorted(self._sent.items()):
+            if packed != reference:
+                raise PlanMismatchError(
+                    f"ranks disagree on hyper-parameters: "
+                    f"{_first_difference(unpack_control(reference), unpack_control(packed), lowest, rank)}; "
+                    "change them in the same step on every worker"
+                )
+        return reference
+
+
+def pack_hypers(
+    groups: list[dict[str, Any]], lr_mult: Mapping[int, float], wd_mult: Mapping[int, float]
+) -> bytes:
+    """The bytes under which the hyper-parameters of a table travel; equal values give equal bytes."""
+    return pack_control(
+        {
+            "groups": [dict(sorted(group.items())) for group in groups],
+            "lr_mult": dict(sorted(lr_mult.items())),
+            "wd_mult": dict(sorted(wd_mult.items())),
+        }
+    )
+
+
+def effective_hypers(plan: Plan, optimizer: Optimizer, values: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Per key: its group's numbers with `lr` and `weight_decay` multiplied by the key's factors.
+
+    Keys with equal numbers share one mapping, so a caller may compare by identity.
+    """
+    groups = values.get("groups") or [optimizer.hyper]
+    lr_mult, wd_mult = values.get("lr_mult", {}), values.get("wd_mult", {})
+    shared: dict[tuple[int, float, float], Mapping[str, Any]] = {}
+    rows = []
+    for key, spec in enumerate(plan.specs):
+        factors = (spec.group if len(groups) > 1 else 0, lr_mult.get(key, 1.0), wd_mult.get(key, 1.0))
+        if factors not in shared:
+            row = {**optimizer.hyper, **groups[factors[0]]}
+            row["lr"] = row["lr"] * factors[1]
+            if "weight_decay" in row:
+                row["weight_decay"] = row["weight_decay"] * factors[2]
+            shared[factors] = row
+        rows.append(shared[factors])
+    return rows
+
+
+def _check(values: Any, plan: Plan) -> None:
+    ok = isinstance(values, dict) and set(values) == {"groups", "lr_mult", "wd_mult"}
+    if ok:
+        groups = values["groups"]
+        needed = 1 + max(spec.group for spec in plan.specs)
+        ok = isinstance(groups, list) and len(groups) >= needed and all(isinstance(g, dict) for g in groups)
+        ok = ok and all(isinstance(values[name], dict) for name in ("lr_mult", "wd_mult"))
+    if not ok:
+        raise ConfigurationError(f"these are no hyper-parameters of this table: {values!r:.120}")
+
+
+def _first_difference(a: dict[str, Any], b: dict[str, Any], rank_a: int, rank_b: int) -> str:
+    for i, (left, right) in enumerate(zip(a["groups"], b["groups"], strict=False)):
+        for name in sorted(set(left) | set(right)):
+            if left.get(name) != right.get(name):
+                return f"group {i} has {name}={left.get(name)} on rank {rank_a} and {right.get(name)} on rank {rank_b}"
+    for name in ("lr_mult", "wd_mult"):
+        if a[name] != b[name]:
+            return f"{name} is {a[name]} on rank {rank_a} and {b[name]} on rank {rank_b} (key index: factor)"
+    return f"rank {rank_a} has {len(a['groups'])} groups, rank {rank_b} has {len(b['groups'])}"
+
+
+def _tuples(value: Any) -> Any:
+    """msgpack knows no tuples; `betas` must be one again."""
+    if isinstance(value, dict):
+        return {name: _tuples(item) if name != "groups" else [_tuples(g) for g in item] for name, item in value.items()}
+    return tuple(value) if isinstance(value, list) else value

@@ -1,0 +1,106 @@
+"""Who takes part: the ranks of one namespace, their sessions, when they were last heard, and their barriers.
+
+A session is one process in the place of one rank. A newer process of the same rank fences the older one. All
+times are given by the caller, in seconds of one monotonic clock.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvstore_server.errors import ConfigurationError, KVStoreError, WorkerLostError
+from kvstore_server.protocol.messages import Hello
+
+
+@dataclass
+class Member:
+    """The process that now stands for a rank."""
+
+    rank: int
+    session: int
+    address: str
+    last_heard: float
+
+
+@dataclass
+class BarrierWait:
+    """One rank that waits at a barrier."""
+
+    sequence: int
+    deadline: float
+    peer: bytes
+    number: int
+
+
+class Membership:
+    """The members of one namespace. Membership is static: ranks 0 … num_workers − 1."""
+
+    def __init__(self, namespace: str, num_workers: int) -> None:
+        self.namespace = namespace
+        self.num_workers = num_workers
+        self.members: dict[int, Member] = {}
+        self.departed: dict[int, str] = {}
+        """Rank → why it left."""
+        self.barrier_sequence = 0
+        self.barrier: dict[int, BarrierWait] = {}
+        self.barrier_failure: KVStoreError | None = None
+
+    def join(self, hello: Hello, session: int, now: float) -> Member | None:
+        """Let a process stand for its rank; return the member that it replaces, if any.
+
+        Raises:
+            ConfigurationError: the process disagrees about the number of workers, or its rank is out of range.
+        """
+        if hello.num_workers != self.num_workers:
+            raise ConfigurationError(
+                f"rank {hello.rank} ({hello.address}) believes in {hello.num_workers} workers, the ranks before it "
+                f"in {self.num_workers}; start all workers of a job with the same number"
+            )
+        if not 0 <= hello.rank < self.num_workers:
+            raise ConfigurationError(f"rank {hello.rank} is not in 0 … {self.num_workers - 1}")
+        replaced = self.members.get(hello.rank)
+        self.members[hello.rank] = Member(hello.rank, session, hello.address, now)
+        self.departed.pop(hello.rank, None)
+        return replaced
+
+    def leave(self, rank: int, reason: str) -> None:
+        self.members.pop(rank, None)
+        self.departed[rank] = reason
+
+    def is_over(self) -> bool:
+        """Whether every rank that ever came has left."""
+        return not self.members
+
+    def silent(self, now: float, dead_after: float) -> list[int]:
+        """Members that were not heard from for longer than `dead_after` seconds."""
+        return [rank for rank, m in sorted(self.members.items()) if now - m.last_heard > dead_after]
+
+    def num_dead(self, now: float, dead_after: float) -> int:
+        """How many ranks came and are no longer there: departed or silent."""
+        return len(self.departed) + len(self.silent(now, dead_after))
+
+    def lost_error(self, waiting_for: list[int], what: str, now: float, dead_after: float) -> WorkerLostError | None:
+        """The error of a wait that can never end because a rank it needs is gone, or None."""
+        for rank in waiting_for:
+            if rank in self.departed:
+                return WorkerLostError(
+                    f"{what} cannot complete: rank {rank} has left ({self.departed[rank]}); "
+                    "restart the job from its last saved states"
+                )
+        silent = set(self.silent(now, dead_after))
+        for rank in waiting_for:
+            if rank in silent:
+                return WorkerLostError(
+                    f"{what} cannot complete: {self.describe(rank, now)}; "
+                    f"a worker counts as lost after {dead_after:g} s of silence (--dead-after)"
+                )
+        return None
+
+    def describe(self, rank: int, now: float) -> str:
+        """Name a rank for an error message: where it runs and when it was last heard."""
+        member = self.members.get(rank)
+        if member is not None:
+            return f"rank {rank} ({member.address}) was last heard {now - member.last_heard:.1f} s ago"
+        if rank in self.departed:
+            return f"rank {rank} has left ({self.departed[rank]})"
+        return f"rank {rank} never connected"

@@ -1,0 +1,168 @@
+"""One namespace: the members of one Trainer or kvstore object, its tables, its optimizer and its barrier.
+
+Namespaces share a server without seeing each other: each has its own keys, rounds and optimizer.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from kvstore_server.dense import Leases
+from kvstore_server.errors import (
+    ConfigurationError,
+    DeadlineError,
+    KVStoreError,
+    PlanMismatchError,
+    ProtocolError,
+)
+from kvstore_server.hyper import OptimizerBelief
+from kvstore_server.membership import BarrierWait, Membership
+from kvstore_server.plan import TensorSpec, check_same, make_plan
+from kvstore_server.protocol import messages as m
+from kvstore_server.table import Table
+
+_log = logging.getLogger(__name__)
+
+
+class PlaceConfig(Protocol):
+    """What a namespace needs to know of the engine that it lives in."""
+
+    @property
+    def server(self) -> int: ...
+    @property
+    def num_servers(self) -> int: ...
+    @property
+    def dead_after(self) -> float: ...
+    @property
+    def max_table_bytes(self) -> int: ...
+
+
+class Namespace:
+    """Members, tables, optimizer and barrier of one name."""
+
+    def __init__(self, name: str, num_workers: int) -> None:
+        if num_workers < 1:
+            raise ConfigurationError(f"a job needs at least one worker, got num_workers={num_workers}")
+        self.name = name
+        self.membership = Membership(name, num_workers)
+        self.optimizer = OptimizerBelief()
+        self.tables: dict[int, Table] = {}
+        self._numbers: dict[str, int] = {}
+        self._registered_by: dict[str, int] = {}
+
+    def register(self, rank: int, register: m.Register, config: PlaceConfig, leases: Leases | None) -> Table:
+        """Return the table of that name, made now if this rank is the first to name it.
+
+        Raises:
+            PlanMismatchError: another rank declared different keys under this name; from then on the table
+                is in conflict.
+        """
+        specs = [TensorSpec(*spec) for spec in register.specs]
+        number = self._numbers.get(register.table)
+        if number is not None:
+            table = self.tables[number]
+            first = self._registered_by[register.table]
+            try:
+                check_same(table.plan.specs, specs, f"rank {first}", f"rank {rank}")
+            except PlanMismatchError as error:
+                table.conflict = error
+                raise
+            return table
+        plan = make_plan(specs, config.num_servers)
+        size = sum(piece.nbytes for piece in plan.slices_of(config.server))
+        if size > config.max_table_bytes:
+            raise ConfigurationError(
+                f"table {register.table!r} needs {size} bytes on server {config.server}, which accepts "
+                f"{config.max_table_bytes} (--max-table-bytes)"
+            )
+        number = len(self.tables)
+        table = Table(number, register.table, plan, config.server, self.membership.num_workers, leases)
+        self.tables[number] = table
+        self._numbers[register.table] = number
+        self._registered_by[register.table] = rank
+        return table
+
+    def table(self, number: int) -> Table:
+        """The table of that number.
+
+        Raises:
+            ProtocolError: there is none.
+        """
+        table = self.tables.get(number)
+        if table is None:
+            raise ProtocolError(f"namespace {self.name!r} has no table {number}; register it first")
+        return table
+
+    def set_optimizer(self, rank: int, spec: bytes) -> None:
+        """Note the optimizer that a rank names; another algorithm than before starts with fresh state."""
+        replaced = self.optimizer.set(rank, spec)
+        if replaced is not None:
+            _log.warning("namespace %r: the state of optimizer %r is dropped for another one", self.name, replaced)
+            for table in self.tables.values():
+                table.dense.reset_states()
+
+    def enter_barrier(
+        self, rank: int, barrier: m.Barrier, peer: bytes, number: int, now: float, dead_after: float
+    ) -> list[tuple[bytes, int]] | None:
+        """Let a rank wait; return whom to release (peer, request number), or None while somebody is missing.
+
+        Raises:
+            WorkerLostError: a rank that the barrier needs is gone.
+            ProtocolError: the rank is at another barrier than the others.
+        """
+        members = self.membership
+        if barrier.sequence < members.barrier_sequence:
+            return [(peer, number)]
+        if barrier.sequence > members.barrier_sequence:
+            raise ProtocolError(
+                f"rank {rank} is at barrier {barrier.sequence} while barrier {members.barrier_sequence} is open"
+            )
+        members.barrier[rank] = BarrierWait(barrier.sequence, now + barrier.timeout, peer, number)
+        absent = self.absent_from_barrier()
+        if absent:
+            lost = members.lost_error(absent, f"barrier {barrier.sequence}", now, dead_after)
+            if lost is not None:
+                raise lost
+            return None
+        released = [(wait.peer, wait.number) for wait in members.barrier.values()]
+        members.barrier.clear()
+        members.barrier_sequence += 1
+        return released
+
+    def absent_from_barrier(self) -> list[int]:
+        members = self.membership
+        return [rank for rank in range(members.num_workers) if rank not in members.barrier]
+
+    def expired_barriers(self, now: float, dead_after: float) -> list[tuple[bytes, int, KVStoreError]]:
+        """Waits at the barrier that have no hope any more, with the error to send; they are dropped."""
+        members = self.membership
+        if not members.barrier:
+            return []
+        absent = self.absent_from_barrier()
+        what = f"barrier {members.barrier_sequence}"
+        error: KVStoreError | None = members.lost_error(absent, what, now, dead_after)
+        if error is None and now >= min(wait.deadline for wait in members.barrier.values()):
+            who = "; ".join(members.describe(rank, now) for rank in absent)
+            error = DeadlineError(f"{what} reached its deadline while waiting for {who}")
+        if error is None:
+            return []
+        waits = list(members.barrier.values())
+        members.barrier.clear()
+        return [(wait.peer, wait.number, error) for wait in waits]
+
+    def is_waiting(self) -> bool:
+        """Whether a rank waits for a round or at the barrier."""
+        return bool(self.membership.barrier) or any(t.rounds.is_waiting() for t in self.tables.values())
+
+    def stats(self, now: float, config: PlaceConfig) -> Mapping[str, Any]:
+        """Counters of every table and the state of every member."""
+        members = self.membership
+        return {
+            "server": config.server,
+            "namespace": self.name,
+            "num_workers": members.num_workers,
+            "num_dead": members.num_dead(now, config.dead_after),
+            "tables": [dict(table.counters()) for table in self.tables.values()],
+        }

@@ -1,0 +1,135 @@
+"""Which optimizer a name, a class or an instance means, and the names that users add.
+
+The dictionary of names is the only state; it changes through `register` alone.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import torch
+
+from kvstore_server.errors import ConfigurationError, UnknownNameError
+from kvstore_server.optimizer import gluon
+from kvstore_server.optimizer.base import Optimizer
+from kvstore_server.optimizer.torch_family import ELEMENTWISE, TorchClass, TorchOptimizer, torch_name
+
+_log = logging.getLogger(__name__)
+
+AnyClass = type[Optimizer] | TorchClass
+_Registered = TypeVar("_Registered", bound=AnyClass)
+
+_registry: dict[str, AnyClass] = {
+    **{cls.name: cls for cls in (gluon.SGD, gluon.Adam, gluon.Test)},
+    **{torch_name(cls).lower(): cls for cls in ELEMENTWISE},
+}
+
+
+def register(cls: _Registered) -> _Registered:
+    """Make an optimizer class known by name; a decorator.
+
+    A subclass of `Optimizer` is known by its `name`, or else by its class name in lower case. A subclass of
+    torch.optim.Optimizer is known as 'torch:ClassName', and by registering it you declare that it is
+    elementwise. A name that exists is replaced, with a warning in the log. A server needs the same
+    registration: start it with --import MODULE.
+    """
+    if issubclass(cls, Optimizer):
+        _check_elementwise(cls)
+        name = vars(cls).get("name") or cls.__name__
+    else:
+        name = torch_name(cls)
+    known = _registry.get(name.lower())
+    if known is not None and known is not cls:
+        _log.warning("optimizer %r is now %s; it was %s", name.lower(), _where(cls), _where(known))
+    _registry[name.lower()] = cls
+    return cls
+
+
+def create(optimizer: str | AnyClass | Optimizer | torch.optim.Optimizer, /, **options: Any) -> Optimizer:
+    """Return the optimizer that a name (in any case), a class or an instance means.
+
+    A plain name is Gluon's; 'torch:SGD', a torch.optim class or an instance of one is torch's. An instance
+    brings its own options.
+
+    Raises:
+        UnknownNameError: no optimizer of that name; lists the valid ones.
+        ConfigurationError: a bad option, options beside an instance, or a class that is not elementwise.
+    """
+    if isinstance(optimizer, Optimizer | torch.optim.Optimizer):
+        if options:
+            raise ConfigurationError(
+                "optimizer_params must be None if optimizer is an instance, which brings its own options; "
+                f"got {', '.join(options)} beside a {type(optimizer).__name__}"
+            )
+        if isinstance(optimizer, Optimizer):
+            _check_elementwise(type(optimizer))
+            return optimizer
+        return TorchOptimizer.from_instance(optimizer, not _is_declared(type(optimizer)))
+    if isinstance(optimizer, str):
+        return _from_class(_lookup(optimizer), options)
+    if isinstance(optimizer, type) and issubclass(optimizer, Optimizer | torch.optim.Optimizer):
+        return _from_class(optimizer, options)
+    raise ConfigurationError(
+        "an optimizer is a name, a class (Optimizer or torch.optim.Optimizer) or an instance of one, got "
+        f"{optimizer!r}"
+    )
+
+
+def create_from_spec(spec: Mapping[str, Any]) -> Optimizer:
+    """Rebuild the optimizer that `Optimizer.spec` described.
+
+    Raises:
+        UnknownNameError: the name is not known in this process.
+        ConfigurationError: the description is malformed or has a bad value.
+    """
+    name, hyper = spec.get("name"), spec.get("hyper")
+    if not isinstance(name, str) or not isinstance(hyper, Mapping):
+        raise ConfigurationError(
+            f"an optimizer's description needs a name and its numbers, got {dict(spec)!r}"
+        )
+    options = {key: tuple(value) if isinstance(value, list) else value for key, value in hyper.items()}
+    for key in ("rescale_grad", "multi_precision"):
+        if key in spec:
+            options[key] = spec[key]
+    return _from_class(_lookup(name), options)
+
+
+def _from_class(cls: AnyClass, options: dict[str, Any]) -> Optimizer:
+    if issubclass(cls, Optimizer):
+        _check_elementwise(cls)
+        return cls(**options)
+    return TorchOptimizer(cls, not _is_declared(cls), **options)
+
+
+def _lookup(name: str) -> AnyClass:
+    cls = _registry.get(name.lower())
+    if cls is None:
+        # A name such as 'torch:Muon' deserves the reason, which the constructor gives.
+        prefix, _, own = name.partition(":")
+        known = getattr(torch.optim, own, None) if prefix.lower() == "torch" else None
+        if isinstance(known, type) and issubclass(known, torch.optim.Optimizer):
+            return known
+        raise UnknownNameError(
+            f"there is no optimizer {name!r}; known are {', '.join(sorted(_registry))}. A user-defined one must "
+            "be registered in every process: start the servers with --import MODULE"
+        )
+    return cls
+
+
+def _check_elementwise(cls: type[Optimizer]) -> None:
+    if not cls.elementwise:
+        raise ConfigurationError(
+            f"{_where(cls)} has elementwise=False; a store updates slices of a model, which may hold a part of "
+            "a parameter, so it can only run elementwise optimizers"
+        )
+
+
+def _is_declared(cls: TorchClass) -> bool:
+    """Whether a user, not we, vouches that a torch class is elementwise."""
+    return cls not in ELEMENTWISE and _registry.get(torch_name(cls).lower()) is cls
+
+
+def _where(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"

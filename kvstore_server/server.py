@@ -1,0 +1,273 @@
+"""The server's socket and clock around the engine; the only file here that knows ZeroMQ.
+
+One ROUTER socket, one thread. Sends never block: what a peer does not take is kept in a queue of its own, so a
+stopped worker delays nobody. Weights are sent without a copy; the engine asks `_Leases` before it writes to them.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import zmq
+from torch import Tensor
+
+from kvstore_server.engine import Engine, EngineConfig
+from kvstore_server.errors import ConfigurationError, KVStoreError, to_wire
+from kvstore_server.protocol import messages as m
+from kvstore_server.protocol.frames import MAX_FRAME, MAX_PAYLOAD, decode_request, encode_reply
+
+_log = logging.getLogger(__name__)
+
+TICK = 0.1
+"""Seconds between two looks at deadlines."""
+_BURST = 64
+"""Messages taken before the queues of slow peers get a turn."""
+_ZERO_COPY = 64 * 1024
+"""Frames below this size are copied: that is cheaper than keeping track of them."""
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """How a server talks to the network.
+
+    Args:
+        bind: Address to listen on; port 0 lets the system choose.
+        drain_timeout: Seconds that rounds which have begun get to finish after SIGTERM.
+        max_backlog: Bytes that may wait for one slow peer before it is cut off.
+    """
+
+    bind: str = "tcp://127.0.0.1:0"
+    drain_timeout: float = 10.0
+    max_backlog: int = 4 << 30
+
+
+class Server:
+    """Serves one engine until it is told to stop."""
+
+    def __init__(self, config: EngineConfig, options: ServerOptions, clock: Callable[[], float] = time.monotonic) -> None:
+        self._options = options
+        self._clock = clock
+        self._leases = _Leases()
+        self.engine = Engine(config, self._leases)
+        self._backlog: dict[bytes, deque[list[Any]]] = {}
+        self._backlog_bytes: dict[bytes, int] = {}
+        self._stop_requested = False
+        self._drain_until = float("inf")
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._set_options()
+        try:
+            self._socket.bind(options.bind)
+        except zmq.ZMQError as error:
+            self.close()
+            raise ConfigurationError(f"cannot listen on {options.bind}: {error}; choose another --bind") from None
+
+    @property
+    def endpoint(self) -> str:
+        """The address on which the server listens, with the port that the system chose."""
+        return str(self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
+
+    def request_stop(self) -> None:
+        """Ask the server to drain and return from `run`; may be called from a signal handler."""
+        self._stop_requested = True
+
+    def run(self) -> None:
+        """Serve until `request_stop`; returns when rounds that had begun are over and replies are sent."""
+        next_tick = self._clock()
+        while not self._is_drained():
+            timeout = 0.005 if self._backlog else TICK
+            if self._socket.poll(int(timeout * 1000), zmq.POLLIN):
+                self._receive_burst()
+            now = self._clock()
+            if now >= next_tick:
+                self._send_all(self.engine.tick(now))
+                next_tick = now + TICK
+            self._retry_backlog()
+            if self._stop_requested and not self.engine.is_stopping:
+                _log.info("stopping; waiting up to %g s for rounds that have begun", self._options.drain_timeout)
+                self.engine.stop()
+                self._drain_until = self._clock() + self._options.drain_timeout
+
+    def close(self) -> None:
+        """Give the socket back; replies that are still queued get a moment to leave."""
+        self._socket.close(linger=1000)
+        self._context.term()
+
+    def _set_options(self) -> None:
+        socket = self._socket
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME)
+        socket.setsockopt(zmq.RCVHWM, 1000)
+        socket.setsockopt(zmq.SNDHWM, 64)
+        socket.setsockopt(zmq.HEARTBEAT_IVL, 2000)
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 30000)
+        socket.setsockopt(zmq.HANDSHAKE_IVL, 5000)
+        socket.setsockopt(zmq.BACKLOG, 512)
+
+    def _is_drained(self) -> bool:
+        if not self.engine.is_stopping:
+            return False
+        return (self.engine.is_idle() and not self._backlog) or self._clock() >= self._drain_until
+
+    def _receive_burst(self) -> None:
+        for _ in range(_BURST):
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            peer = frames[0].bytes
+            try:
+                request = decode_request(frames[1:])
+            except KVStoreError as error:
+                _log.warning("refused a message: %s", error)
+                code, text = to_wire(error)
+                self._send(peer, encode_reply(m.Reply(0, m.Failed(code, text))))
+                continue
+            self._send_all(self.engine.handle(peer, request, self._clock()))
+
+    def _send_all(self, replies: Iterable[m.Outgoing]) -> None:
+        for out in _packed(replies):
+            self._send(out.peer, encode_reply(out.reply), _payload_of(out.reply.body))
+
+    def _send(self, peer: bytes, frames: list[Any], payload: Tensor | None = None) -> None:
+        waiting = self._backlog.get(peer)
+        if waiting is None and self._try_send(peer, frames, payload):
+            return
+        if waiting is None:
+            if peer not in self._backlog_bytes:
+                return  # the peer is gone
+            waiting = self._backlog[peer] = deque()
+        size = sum(len(frame) for frame in frames)
+        if self._backlog_bytes[peer] + size > self._options.max_backlog:
+            _log.error("a peer does not read; %d bytes for it are dropped", self._backlog_bytes[peer])
+            self._forget(peer)
+            return
+        if payload is not None:
+            self._leases.hold(payload)
+        waiting.append([frames, payload])
+        self._backlog_bytes[peer] += size
+
+    def _try_send(self, peer: bytes, frames: list[Any], payload: Tensor | None) -> bool:
+        """Send now if the peer takes it. On False the peer is either slow (has a backlog entry) or gone."""
+        zero_copy = payload is not None and payload.nbytes >= _ZERO_COPY
+        try:
+            if zero_copy:
+                head = [zmq.Frame(frame) for frame in (peer, *frames[:-1])]
+                last = zmq.Frame(frames[-1], track=True, copy=False)
+                self._socket.send_multipart([*head, last], zmq.NOBLOCK, copy=False)
+                assert payload is not None and last.tracker is not None
+                self._leases.track(payload, last.tracker)
+            else:
+                self._socket.send_multipart([peer, *frames], zmq.NOBLOCK, copy=True)
+        except zmq.Again:
+            self._backlog_bytes.setdefault(peer, 0)
+            return False
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            _log.info("a peer went away before its reply")
+            self._forget(peer)
+            return False
+        return True
+
+    def _retry_backlog(self) -> None:
+        for peer in list(self._backlog):
+            waiting = self._backlog[peer]
+            while waiting:
+                frames, payload = waiting[0]
+                if not self._try_send(peer, frames, payload):
+                    break
+                if peer not in self._backlog:
+                    break
+                waiting.popleft()
+                self._backlog_bytes[peer] -= sum(len(frame) for frame in frames)
+                if payload is not None:
+                    self._leases.release(payload)
+            if not waiting:
+                self._forget(peer)
+
+    def _forget(self, peer: bytes) -> None:
+        for _, payload in self._backlog.pop(peer, ()):
+            if payload is not None:
+                self._leases.release(payload)
+        self._backlog_bytes.pop(peer, None)
+
+
+class _Leases:
+    """Buffers that the socket or a queue still reads from, by address."""
+
+    def __init__(self) -> None:
+        self._trackers: dict[int, list[zmq.MessageTracker]] = {}
+        self._held: dict[int, int] = {}
+
+    def hold(self, buffer: Tensor) -> None:
+        self._held[buffer.data_ptr()] = self._held.get(buffer.data_ptr(), 0) + 1
+
+    def release(self, buffer: Tensor) -> None:
+        left = self._held[buffer.data_ptr()] - 1
+        if left:
+            self._held[buffer.data_ptr()] = left
+        else:
+            del self._held[buffer.data_ptr()]
+
+    def track(self, buffer: Tensor, tracker: zmq.MessageTracker) -> None:
+        self._trackers.setdefault(buffer.data_ptr(), []).append(tracker)
+
+    def is_busy(self, buffer: Tensor) -> bool:
+        address = buffer.data_ptr()
+        if address in self._held:
+            return True
+        trackers = self._trackers.get(address)
+        if trackers is None:
+            return False
+        if all(tracker.done for tracker in trackers):
+            del self._trackers[address]
+            return False
+        return True
+
+
+def _payload_of(body: m.ReplyBody) -> Tensor | None:
+    """The one buffer that a reply would send without a copy."""
+    if isinstance(body, m.Weights) and len(body.parts) == 1 and isinstance(body.parts[0].payload, Tensor):
+        return body.parts[0].payload
+    return None
+
+
+def _packed(replies: Iterable[m.Outgoing]) -> Iterable[m.Outgoing]:
+    """Join what goes to one request into messages of at most MAX_PAYLOAD bytes; order within a request is kept."""
+    joined: dict[tuple[bytes, int], list[m.WeightsPart]] = {}
+    done: dict[tuple[bytes, int], list[tuple[int, int]]] = {}
+    others: list[m.Outgoing] = []
+    for out in replies:
+        where = (out.peer, out.reply.number)
+        if isinstance(out.reply.body, m.Weights):
+            joined.setdefault(where, []).extend(out.reply.body.parts)
+        elif isinstance(out.reply.body, m.Done):
+            done.setdefault(where, []).extend(out.reply.body.rounds)
+        else:
+            others.append(out)
+    for (peer, number), parts in joined.items():
+        for group in _groups(parts):
+            yield m.Outgoing(peer, m.Reply(number, m.Weights(tuple(group))))
+    for (peer, number), rounds in done.items():
+        yield m.Outgoing(peer, m.Reply(number, m.Done(tuple(rounds))))
+    yield from others
+
+
+def _groups(parts: Iterable[m.WeightsPart]) -> Iterable[list[m.WeightsPart]]:
+    group: list[m.WeightsPart] = []
+    size = 0
+    for part in parts:
+        nbytes = part.payload.nbytes
+        if group and size + nbytes > MAX_PAYLOAD:
+            yield group
+            group, size = [], 0
+        group.append(part)
+        size += nbytes
+    if group:
+        yield group

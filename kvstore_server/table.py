@@ -1,0 +1,133 @@
+"""One table of one namespace: its rounds, its weights and what its ranks believe, tied together.
+
+A table takes messages of known ranks and says whom to answer; sessions, sockets and the clock are elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kvstore_server.consistency import Contribution, SyncRounds
+from kvstore_server.dense import Addend, DenseTable, Leases, Updater
+from kvstore_server.errors import KVStoreError, ProtocolError
+from kvstore_server.hyper import HyperBelief
+from kvstore_server.optimizer import Optimizer
+from kvstore_server.plan import Plan
+from kvstore_server.protocol.messages import Payload, Push
+
+
+@dataclass(frozen=True)
+class Waiter:
+    """The request that is answered when a round is over."""
+
+    peer: bytes
+    number: int
+
+
+class Table:
+    """A table and the state of its rounds on one server."""
+
+    def __init__(self, number: int, name: str, plan: Plan, server: int, num_workers: int, leases: Leases | None) -> None:
+        self.number = number
+        self.name = name
+        self.plan = plan
+        self.dense = DenseTable(plan, server, leases)
+        self.rounds: SyncRounds[Waiter] = SyncRounds(num_workers, _same)
+        self.hyper = HyperBelief(plan)
+        self.absent: dict[int, frozenset[int]] = {}
+        """What each rank leaves out of the open round."""
+        self.conflict: KVStoreError | None = None
+        """Set when ranks declared different keys: every rank that uses the table is told."""
+        self.rounds_applied = 0
+        self.keys_applied = 0
+        self.undone = 0
+
+    @property
+    def is_initialised(self) -> bool:
+        return self.rounds.number > 0
+
+    def push(self, rank: int, push: Push) -> None:
+        """Take a provisional slice, after checking that it fits."""
+        payload = self.dense.check_payload(push.slice, push.payload)
+        if push.round == self.rounds.number:
+            self.dense.forget_undo()
+        self.rounds.push(rank, Push(push.table, push.slice, push.round, push.generation, payload))
+
+    def apply(self, optimizer: Optimizer | None, updater: Updater | None) -> list[tuple[int, Contribution[Waiter]]]:
+        """Apply the open round, which every rank has committed, and begin the next one.
+
+        Returns the contributions that went in, in rank order.
+
+        Raises:
+            KVStoreError: the round cannot be applied; nothing has changed and the round is still open.
+        """
+        given = self.rounds.contributions()
+        if not self.is_initialised:
+            first = given[0][1]
+            self._check_complete(first)
+            self.dense.assign({s: payload for s, (_, payload) in first.slices.items()})
+        else:
+            addends = [self._addend(rank, mine, optimizer) for rank, mine in given]
+            if updater is not None:
+                self.dense.call_updater(addends, updater)
+            elif optimizer is not None:
+                self.dense.update(addends, optimizer, self.hyper.agreed(optimizer))
+            else:
+                self.dense.assign_sum(addends)
+            self.rounds_applied += 1
+            self.keys_applied += len(self._keys_in(addends))
+        self.absent.clear()
+        return self.rounds.finish()
+
+    def fail(self, error: KVStoreError) -> list[Waiter]:
+        """End the open round without effect; return whom to tell now."""
+        self.absent.clear()
+        return self.rounds.fail(error)
+
+    def abort(self, rank: int, number: int, error: KVStoreError) -> list[Waiter]:
+        """A rank gives a round up: fail it if it is open, take it back if it was the last one and can be."""
+        if number == self.rounds.number:
+            return self.fail(error)
+        if number == self.rounds.number - 1 and self.dense.can_undo:
+            self.dense.undo()
+            self.rounds.undo(error, rank)
+            self.undone += 1
+        elif number < self.rounds.number:
+            self.rounds.give_up(rank, number)
+        return []
+
+    def counters(self) -> Mapping[str, Any]:
+        """What this table has done so far, as plain numbers."""
+        return {
+            "table": self.name,
+            "round": self.rounds.number,
+            "rounds_applied": self.rounds_applied,
+            "keys": len(self.dense.keys),
+            "keys_applied": self.keys_applied,
+            "payload_mismatches": self.rounds.mismatches,
+            "rounds_undone": self.undone,
+        }
+
+    def _addend(self, rank: int, mine: Contribution[Waiter], optimizer: Optimizer | None) -> Addend:
+        assert mine.commit is not None
+        scale = mine.commit.rescale
+        if scale is None:
+            scale = optimizer.rescale_grad if optimizer is not None else 1.0
+        slices: dict[int, Payload] = {s: payload for s, (_, payload) in mine.slices.items()}
+        return Addend(slices, scale, self.absent.get(rank, frozenset()))
+
+    def _keys_in(self, addends: list[Addend]) -> set[int]:
+        return {key for key in self.dense.keys if any(key not in a.absent for a in addends)}
+
+    def _check_complete(self, first: Contribution[Waiter]) -> None:
+        missing = [piece.index for piece in self.dense.slices if piece.index not in first.slices]
+        if missing:
+            raise ProtocolError(f"rank 0 initialised table {self.name!r} without its slices {missing[:8]}")
+
+
+def _same(a: Payload, b: Payload) -> bool:
+    return a is b or bool(torch.equal(a.view(torch.uint8), b.view(torch.uint8)))

@@ -1,0 +1,267 @@
+"""The life of a launched job: servers, then workers, then the orderly end of all of them.
+
+`Launcher.run` reads from top to bottom; wherever it waits, it runs the event loop. The first failure, or signal,
+decides the exit code, and everything after it is about leaving nothing behind.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from kvstore_server.errors import ConfigurationError
+from kvtrainer._child import Child
+from kvtrainer._events import Events
+from kvtrainer._guardian import KILL_WAIT, Guardian
+from kvtrainer.env import NUM_WORKERS, RANK, SERVERS, parse_address
+
+MARK = "KVLAUNCH_MARK"
+"""Environment variable that marks every process of a job; nested jobs append theirs."""
+_MAX_READY_LINE = 1024
+_LAST_OUTPUT_WAIT = 1.0
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How long the launcher waits, in seconds."""
+
+    start: float = 60.0
+    """For all servers to be ready."""
+    linger: float = 2.0
+    """After the first failure, for the others to report it in their own words."""
+    grace: float = 5.0
+    """Between SIGTERM and SIGKILL."""
+
+
+class Launcher:
+    """Runs one job on this machine.
+
+    Args:
+        worker_command: what every worker runs; rank, count and servers are in its environment.
+        num_workers: at least 1.
+        server_command: (index, file descriptor) -> what that server runs; it must write its address and a newline
+            to the descriptor when it is ready.
+        num_servers: 0 starts none and leaves KVSTORE_SERVERS unset.
+        environ: the environment that all processes inherit.
+    """
+
+    def __init__(
+        self,
+        worker_command: Sequence[str],
+        num_workers: int,
+        server_command: Callable[[int, int], Sequence[str]],
+        num_servers: int,
+        environ: Mapping[str, str],
+        limits: Limits,
+    ) -> None:
+        self._worker_command = worker_command
+        self._num_workers = num_workers
+        self._server_command = server_command
+        self._num_servers = num_servers
+        self._limits = limits
+        self._mark = secrets.token_hex(16)
+        self._environ = {k: v for k, v in environ.items() if k not in (RANK, NUM_WORKERS, SERVERS)}
+        self._environ["PYTHONUNBUFFERED"] = environ.get("PYTHONUNBUFFERED", "1")
+        self._environ[MARK] = ":".join(filter(None, (environ.get(MARK), self._mark)))
+        self._events = Events()
+        self._servers: list[Child] = []
+        self._workers: list[Child] = []
+        self._addresses: dict[int, str] = {}
+        self._code: int | None = None
+        self._stopping = False
+        self._hurry = False
+
+    def run(self) -> int:
+        """Run the job and return its exit code; blocks until no process of it is left. Main thread only."""
+        with self._events:
+            self._guardian = Guardian(self._mark, self._limits.grace)
+            try:
+                self._start_and_work()
+                self._stop()
+            finally:
+                for child in self._alive():  # none, unless the lines above raised
+                    child.signal(signal.SIGKILL)
+                self._guardian.close()
+            self._sweep()
+        return self._code or 0
+
+    # The phases.
+
+    def _start_and_work(self) -> None:
+        for index in range(self._num_servers):
+            self._start_server(index)
+        if not self._wait(lambda: len(self._addresses) == self._num_servers, self._limits.start):
+            self._fail_unready()
+        for rank in range(self._num_workers):
+            if self._code is None:
+                self._spawn(self._workers, "worker", rank, self._worker_command, self._worker_environ(rank))
+        self._wait(self._workers_done, None)
+
+    def _stop(self) -> None:
+        if self._code is not None and not self._events.stop_signals:
+            self._wait(self._workers_done, self._limits.linger, until=lambda: bool(self._events.stop_signals))
+        self._stopping = True
+        draining = [] if self._code is not None else self._alive()
+        for number, seconds in ((signal.SIGTERM, self._limits.grace), (signal.SIGKILL, KILL_WAIT)):
+            for child in self._alive():
+                child.signal(number)
+            self._wait(lambda: not self._alive(), seconds, until=lambda: self._hurry)
+            self._hurry = False
+        for server in draining:
+            if server.returncode is not None and server.returncode != 0:
+                self._fail(server.shell_code(), f"{server.describe_exit()} while it was stopping")
+
+    def _sweep(self) -> None:
+        """Wait until the guardian has ended what children left behind, and print what is still in the pipes."""
+        patience = self._limits.grace + KILL_WAIT + 1.0
+        self._wait(self._guardian.closed, patience, until=lambda: False)
+        children = self._servers + self._workers
+        self._wait(lambda: not any(c.streams for c in children), _LAST_OUTPUT_WAIT, until=lambda: False)
+        for child in children:
+            for fd, stream in list(child.streams.items()):
+                stream.flush()
+                self._close_stream(child, fd)
+        self._wait(lambda: self._events.output.target is None, _LAST_OUTPUT_WAIT, until=lambda: False)
+
+    # Starting.
+
+    def _start_server(self, index: int) -> None:
+        if self._code is not None:
+            return
+        reading, writing = os.pipe()
+        try:
+            command = self._server_command(index, writing)
+            self._spawn(self._servers, "server", index, command, self._environ, (writing,))
+        finally:
+            os.close(writing)
+        received = bytearray()
+        self._events.add_reader(reading, lambda: self._read_address(index, reading, received), pausable=False)
+
+    def _read_address(self, index: int, fd: int, received: bytearray) -> None:
+        data = os.read(fd, _MAX_READY_LINE)
+        received += data
+        if data and b"\n" not in received and len(received) < _MAX_READY_LINE:
+            return
+        self._events.remove_reader(fd)
+        os.close(fd)
+        if not received:
+            return  # it has exited, which is reported as that
+        text = received.decode(errors="replace")
+        try:
+            self._addresses[index] = parse_address(text.partition("\n")[0])
+        except ConfigurationError as error:
+            self._fail(1, f"server {index} did not report its address: {error}")
+
+    def _fail_unready(self) -> None:
+        missing = [str(i) for i in range(self._num_servers) if i not in self._addresses]
+        self._fail(
+            1,
+            f"server {', '.join(missing)} did not report an address within {self._limits.start:g} s; "
+            "allow more with --start-timeout",
+        )
+
+    def _worker_environ(self, rank: int) -> dict[str, str]:
+        environ = {**self._environ, RANK: str(rank), NUM_WORKERS: str(self._num_workers)}
+        if self._num_servers:
+            environ[SERVERS] = ",".join(self._addresses[i] for i in range(self._num_servers))
+        # Each worker would start a thread per core, and the threads of all of them would fight for the cores.
+        cores = len(os.sched_getaffinity(0))
+        environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // self._num_workers)))
+        return environ
+
+    def _spawn(
+        self,
+        group: list[Child],
+        role: str,
+        index: int,
+        command: Sequence[str],
+        environ: Mapping[str, str],
+        pass_fds: Sequence[int] = (),
+    ) -> None:
+        name, tag = f"{role} {index}", f"{role[0]}{index}"
+        try:
+            child = Child(name, tag, command, environ, self._events.output.put, pass_fds)
+        except (OSError, ValueError) as error:
+            # As a shell does: 127 for a command that does not exist, 126 for one that cannot be run.
+            self._fail(127 if isinstance(error, FileNotFoundError) else 126, f"cannot start {name}: {error}")
+            return
+        self._guardian.watch(child.pid)
+        group.append(child)
+        for fd in child.streams:
+            self._events.add_reader(fd, lambda fd=fd: self._read(child, fd), pausable=True)  # type: ignore[misc]
+
+    # While it runs.
+
+    def _wait(
+        self, done: Callable[[], bool], seconds: float | None, until: Callable[[], bool] | None = None
+    ) -> bool:
+        """Run the loop until `done`, or `until` (by default: the job has failed), or the time is over."""
+        interrupted = until or (lambda: self._code is not None)
+        deadline = float("inf") if seconds is None else time.monotonic() + seconds
+        while not done() and not interrupted():
+            left = deadline - time.monotonic()
+            if left <= 0:
+                break
+            self._events.turn(left)
+            self._look()
+        return done()
+
+    def _look(self) -> None:
+        """Draw the consequences of what one turn of the loop has brought."""
+        if self._events.child_changed:
+            self._events.child_changed = False
+            self._reap()
+            if not self._stopping and not self._guardian.ensure():
+                self._fail(
+                    1, "the guardian process keeps dying, and a killed launcher would leave processes behind"
+                )
+        signals = self._events.stop_signals
+        if signals:
+            self._hurry = self._hurry or (len(signals) > 1 and signals[-1] == signal.SIGINT)
+            self._fail(128 + signals[0], f"received {signals[0].name}")
+        error = self._events.write_error
+        if error is not None:
+            self._fail(128 + signal.SIGPIPE, f"cannot write the output: {error.strerror}")
+
+    def _reap(self) -> None:
+        gone = [child for child in self._alive() if child.reap()]
+        for child in gone:
+            self._guardian.forget_if_empty(child.pid)
+            for fd, stream in list(child.streams.items()):
+                if not stream.drain():
+                    self._close_stream(child, fd)
+        if self._stopping or (self._workers_done() and not any(w.returncode for w in self._workers)):
+            return
+        # When both exited since the last look, the server is the likelier cause.
+        for child in sorted(gone, key=lambda child: child not in self._servers):
+            if child in self._servers:
+                self._fail(child.shell_code() or 1, f"{child.describe_exit()} before the workers were done")
+            elif child.returncode:
+                self._fail(child.shell_code(), child.describe_exit())
+
+    def _read(self, child: Child, fd: int) -> None:
+        if not child.streams[fd].read():
+            self._close_stream(child, fd)
+
+    def _close_stream(self, child: Child, fd: int) -> None:
+        self._events.remove_reader(fd)
+        child.close_stream(fd)
+
+    def _fail(self, code: int, text: str) -> None:
+        """Note the first failure and say so; later ones are its consequences."""
+        if self._code is None:
+            self._code = code
+            suffix = "; stopping the others" if self._alive() else ""
+            self._events.output.put(2, "kvlaunch: ", f"{text}{suffix}".encode())
+
+    def _alive(self) -> list[Child]:
+        return [child for child in self._servers + self._workers if child.returncode is None]
+
+    def _workers_done(self) -> bool:
+        return len(self._workers) == self._num_workers and all(
+            w.returncode is not None for w in self._workers
+        )

@@ -1,0 +1,102 @@
+"""All that a worker can ask of its servers, in one object: tables, rounds, optimizer, barrier, counters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from kvstore_server.errors import ConfigurationError
+from kvstore_server.plan import TensorSpec, make_plan
+from kvstore_server.protocol import messages as m
+from kvstore_server.protocol.frames import pack_control
+from kvtrainer.comm.rounds import RemoteTable, Rounds
+from kvtrainer.comm.session import Session, SessionOptions, Transport
+
+
+class Client:
+    """One worker's connection to the store, wherever the store is. Not thread-safe.
+
+    `rounds` runs exchanges and pulls; the methods here are control requests, each blocking until it is answered.
+    """
+
+    def __init__(self, transport: Transport, options: SessionOptions, clock: Callable[[], float]) -> None:
+        self.options = options
+        self._session = Session(transport, options, clock)
+        self.rounds = Rounds(self._session)
+        self._tables: dict[str, RemoteTable] = {}
+        self._barriers = 0
+
+    @property
+    def num_servers(self) -> int:
+        return self._session.num_servers
+
+    @property
+    def is_closed(self) -> bool:
+        return self._session.is_closed
+
+    def connect(self) -> None:
+        """Say hello to every server; blocks up to `connect_timeout`. Raises as `Session.connect`."""
+        self._session.connect()
+
+    def register(self, name: str, specs: Sequence[TensorSpec]) -> RemoteTable:
+        """Declare a table on every server that holds a part of it; its round 0 must follow on every worker.
+
+        Raises:
+            PlanMismatchError: another worker declared other keys under this name.
+            ConfigurationError: the servers hold this table from an earlier run.
+        """
+        if name in self._tables:
+            raise ConfigurationError(f"table {name!r} is registered already")
+        plan = make_plan(specs, self.num_servers)
+        declared = tuple((spec.key, tuple(spec.shape), spec.dtype, spec.group) for spec in specs)
+        table = RemoteTable(name, plan, {})
+        for server in plan.servers:
+            reply = self._session.call(server, m.Register(name, declared))
+            assert isinstance(reply, m.Registered)
+            if reply.next_round:
+                raise ConfigurationError(
+                    f"{self._session.describe(server)} holds {name!r} at round {reply.next_round} from an earlier run "
+                    f"of namespace {self.options.namespace!r}; restart the servers, or give another namespace=…"
+                )
+            table.numbers[server] = reply.table
+        self._tables[name] = table
+        return table
+
+    def set_optimizer(self, spec: Mapping[str, Any]) -> None:
+        """Name the optimizer on every server; naming the same one again changes nothing there.
+
+        Raises:
+            UnknownNameError: a server does not know it.
+            ConfigurationError: a server does not accept its numbers.
+        """
+        packed = pack_control(dict(spec))
+        self.settle()
+        for server in range(self.num_servers):
+            self._session.call(server, m.SetOptimizer(packed))
+
+    def barrier(self) -> None:
+        """Block until every worker of the namespace has come to the same barrier.
+
+        Raises:
+            DeadlineError: some did not come in time; names them.
+            WorkerLostError: one of them is gone.
+        """
+        self.settle()
+        timeout = self.options.timeout + self.options.dead_after
+        self._session.call(0, m.Barrier(self._barriers, self.options.timeout), timeout)
+        self._barriers += 1
+
+    def stats(self) -> list[dict[str, Any]]:
+        """Each server's counters for this namespace, in server order."""
+        replies = [self._session.call(server, m.Stats()) for server in range(self.num_servers)]
+        return [dict(reply.values) for reply in replies if isinstance(reply, m.Info)]
+
+    def settle(self) -> None:
+        """Wait for every round in flight; raises what the first failed one raises."""
+        for table in list(self._tables.values()):
+            if table.ticket is not None:
+                self.rounds.wait(table.ticket)
+
+    def close(self, reason: str = "finished") -> None:
+        """Leave the job: rounds of others that still need this worker fail with `reason`. Idempotent."""
+        self._session.close(reason)

@@ -1,0 +1,141 @@
+"""Sockets of a worker: one DEALER per server, and a second, silent one per server for heartbeats.
+
+The only file of the trainer that knows ZeroMQ. A process that was forked from the one that made a connection (a
+DataLoader's worker, say) must leave it alone: every method that would touch a socket does nothing there.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import zmq
+from torch import Tensor
+
+from kvstore_server.protocol import messages as m
+from kvstore_server.protocol.frames import MAX_FRAME, decode_reply, encode_request
+
+HEARTBEAT_INTERVAL = 1.0
+"""Seconds between two signs of life to every server."""
+_ZERO_COPY = 64 * 1024
+_LINGER_MS = 2000
+
+
+class Connection:
+    """A transport over ZeroMQ to the servers at `addresses`, in index order.
+
+    Large payloads are sent from the caller's memory, which must not change until the request is answered.
+    """
+
+    def __init__(self, addresses: Sequence[str]) -> None:
+        self.num_servers = len(addresses)
+        self._addresses = list(addresses)
+        self._pid = os.getpid()
+        self._context = zmq.Context()
+        self._sockets = [_dealer(self._context, address) for address in addresses]
+        self._index = {socket: server for server, socket in enumerate(self._sockets)}
+        self._poller = zmq.Poller()
+        for socket in self._sockets:
+            self._poller.register(socket, zmq.POLLIN)
+        self._ready: deque[int] = deque()
+        self._heartbeats: _Heartbeats | None = None
+        self._is_closed = False
+
+    def send(self, server: int, request: m.Request) -> None:
+        if not self._is_usable():
+            return
+        frames = encode_request(request)
+        body = request.body
+        if isinstance(body, m.PushBatch) and len(body.pushes) == 1 and _is_large(body.pushes[0].payload):
+            head = [zmq.Frame(frame) for frame in frames[:-1]]
+            self._sockets[server].send_multipart([*head, zmq.Frame(frames[-1], copy=False)], copy=False)
+        else:
+            self._sockets[server].send_multipart(frames, copy=True)
+
+    def receive(self, timeout: float) -> tuple[int, m.Reply] | None:
+        if not self._is_usable():
+            return None
+        if not self._ready:
+            events = self._poller.poll(max(0, int(timeout * 1000)))
+            self._ready.extend(self._index[socket] for socket, _ in events)
+        while self._ready:
+            server = self._ready[0]
+            try:
+                frames = self._sockets[server].recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                self._ready.popleft()
+                continue
+            self._ready.rotate(-1)
+            return server, decode_reply(frames)
+        return None
+
+    def describe(self, server: int) -> str:
+        return f"server {server} ({self._addresses[server]})"
+
+    def start_heartbeats(self, sessions: Sequence[tuple[int, int]]) -> None:
+        self._heartbeats = _Heartbeats(self._context, self._addresses, sessions)
+
+    def close(self) -> None:
+        if not self._is_usable():
+            return
+        self._is_closed = True
+        if self._heartbeats is not None:
+            self._heartbeats.stop()
+        for socket in self._sockets:
+            socket.close(linger=_LINGER_MS)
+        self._context.term()
+
+    def _is_usable(self) -> bool:
+        return not self._is_closed and os.getpid() == self._pid
+
+
+class _Heartbeats:
+    """A thread with sockets of its own, because ZeroMQ sockets belong to one thread."""
+
+    def __init__(self, context: Any, addresses: Sequence[str], sessions: Sequence[tuple[int, int]]) -> None:
+        self._context = context
+        self._addresses = list(addresses)
+        self._frames = [encode_request(m.Request(run, session, 0, m.Heartbeat())) for run, session in sessions]
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kvstore-heartbeat", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stop.set()
+        self._thread.join(timeout=5.0)
+
+    def _run(self) -> None:
+        sockets = [_dealer(self._context, address, queue=2) for address in self._addresses]
+        try:
+            while not self._stop.wait(HEARTBEAT_INTERVAL):
+                for socket, frames in zip(sockets, self._frames, strict=True):
+                    try:
+                        socket.send_multipart(frames, zmq.NOBLOCK)
+                        while socket.poll(0):  # a server that has lost our session answers; the main thread finds out
+                            socket.recv_multipart(zmq.NOBLOCK)
+                    except zmq.Again:
+                        continue  # the server is away; there is nothing to queue up for it
+        finally:
+            for socket in sockets:
+                socket.close(linger=0)
+
+
+def _dealer(context: Any, address: str, queue: int = 0) -> Any:
+    """A connected socket that queues up to `queue` messages in each direction; 0 means any number."""
+    socket = context.socket(zmq.DEALER)
+    socket.setsockopt(zmq.SNDHWM, queue)
+    socket.setsockopt(zmq.RCVHWM, queue)
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME)
+    socket.setsockopt(zmq.RECONNECT_IVL, 50)
+    socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, 2000)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 30000)
+    socket.connect(address)
+    return socket
+
+
+def _is_large(payload: m.Payload) -> bool:
+    return isinstance(payload, Tensor) and payload.nbytes >= _ZERO_COPY

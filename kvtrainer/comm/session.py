@@ -1,0 +1,220 @@
+"""A worker's sessions with all servers: requests go out under numbers, replies come back to whom they belong.
+
+The session does not know whether its transport is a socket or the engine in this process. It waits only with a
+deadline, and sends a request again when it hears nothing, which the protocol makes harmless. Not thread-safe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvstore_server.errors import (
+    ConnectTimeoutError,
+    DeadlineError,
+    KVStoreError,
+    ServerUnreachableError,
+    from_wire,
+)
+from kvstore_server.protocol import messages as m
+
+REPEAT_AFTER = 2.0
+"""Seconds without an answer after which a request is sent again."""
+
+
+class Transport(Protocol):
+    """Carries requests to servers and replies back."""
+
+    num_servers: int
+
+    def send(self, server: int, request: m.Request) -> None:
+        """Hand a request over without blocking; payload memory must not change until it is answered."""
+
+    def receive(self, timeout: float) -> tuple[int, m.Reply] | None:
+        """Wait up to `timeout` seconds for a reply of any server."""
+
+    def describe(self, server: int) -> str:
+        """The server's name in error messages."""
+
+    def start_heartbeats(self, sessions: Sequence[tuple[int, int]]) -> None:
+        """Begin to tell every server, from time to time, that this process is alive: (run, session) each."""
+
+    def close(self) -> None:
+        """Send what is queued, for a short while, and give all resources back."""
+
+
+@dataclass(frozen=True)
+class SessionOptions:
+    """Who this worker is and how long it waits.
+
+    Args:
+        namespace: Workers with equal names form one group on the servers.
+        rank: 0 … num_workers − 1.
+        num_workers: How many workers take part in every round.
+        timeout: Seconds to wait for the other workers in a round or at a barrier.
+        connect_timeout: Seconds to wait for a server to answer the first time.
+        dead_after: Seconds of silence after which a server that must answer counts as unreachable.
+        capability: Instruction set of this CPU.
+        address: `host:pid`, for error messages on the other side.
+    """
+
+    namespace: str
+    rank: int
+    num_workers: int
+    timeout: float = 600.0
+    connect_timeout: float = 30.0
+    dead_after: float = 20.0
+    capability: str = ""
+    address: str = ""
+
+
+Handler = Callable[[int, m.ReplyBody], None]
+"""Takes (server, reply) of a request that was sent."""
+
+
+class Session:
+    """Sends requests and hands replies to those who wait for them."""
+
+    def __init__(self, transport: Transport, options: SessionOptions, clock: Callable[[], float]) -> None:
+        self.options = options
+        self.clock = clock
+        self.is_closed = False
+        self._transport = transport
+        self._tokens = [(0, 0)] * transport.num_servers
+        self._heard = [clock()] * transport.num_servers
+        self._handlers: dict[int, Handler] = {}
+        self._last_number = 0
+
+    @property
+    def num_servers(self) -> int:
+        return self._transport.num_servers
+
+    def connect(self) -> None:
+        """Say hello to every server; blocks up to `connect_timeout`.
+
+        Raises:
+            ConnectTimeoutError: a server did not answer.
+            KVStoreError: a server refused this worker.
+        """
+        o = self.options
+        for server in range(self.num_servers):
+            hello = m.Hello(
+                o.namespace, o.rank, o.num_workers, server, self.num_servers, o.capability, o.address
+            )
+            welcome = self._call(server, hello, o.connect_timeout, repeat=None)
+            assert isinstance(welcome, m.Welcome)
+            self._tokens[server] = (welcome.run, welcome.session)
+        self._transport.start_heartbeats(self._tokens)
+
+    def describe(self, server: int) -> str:
+        """The server's name in error messages."""
+        return self._transport.describe(server)
+
+    def next_number(self, handler: Handler | None = None) -> int:
+        """A new request number; its replies go to `handler` until `forget` is called."""
+        self._last_number += 1
+        if handler is not None:
+            self._handlers[self._last_number] = handler
+        return self._last_number
+
+    def forget(self, number: int) -> None:
+        """Drop replies to a request from now on."""
+        self._handlers.pop(number, None)
+
+    def send(self, server: int, number: int, body: m.RequestBody) -> None:
+        """Hand a request over without blocking."""
+        if self.is_closed:
+            raise KVStoreError("this kvstore is closed; create a new one")
+        run, session = self._tokens[server]
+        self._transport.send(server, m.Request(run, session, number, body))
+
+    def call(self, server: int, body: m.RequestBody, timeout: float | None = None) -> m.ReplyBody:
+        """Send one control request and block for its answer, up to `timeout` (default `dead_after`) seconds.
+
+        Raises:
+            KVStoreError: what the server answered.
+            ServerUnreachableError: it did not answer.
+        """
+        limit = self.options.dead_after if timeout is None else timeout
+        return self._call(server, body, limit, repeat=body)
+
+    def wait(self, is_over: Callable[[], bool], deadline: float, repeat: Callable[[float], None]) -> None:
+        """Hand out replies until `is_over`; call `repeat(now)` whenever nothing came for a while.
+
+        Raises:
+            DeadlineError: `deadline` has passed.
+        """
+        while not is_over():
+            now = self.clock()
+            if now >= deadline:
+                raise DeadlineError("no answer before the deadline")
+            got = self._transport.receive(min(REPEAT_AFTER, deadline - now))
+            if got is None:
+                repeat(self.clock())
+            else:
+                self._hand_out(*got)
+
+    def check_heard(self, server: int, since: float, now: float) -> None:
+        """Raise ServerUnreachableError if a server that must answer has said nothing for too long."""
+        silence = now - max(self._heard[server], since)
+        if silence > self.options.dead_after:
+            raise ServerUnreachableError(
+                f"{self.describe(server)} has not answered for {silence:.1f} s; is it still running? "
+                "Restart the job from its last saved states"
+            )
+
+    def close(self, reason: str) -> None:
+        """Leave the job on every server and give the transport back. Idempotent."""
+        if self.is_closed:
+            return
+        for server, (run, session) in enumerate(self._tokens):
+            if session:
+                leave = m.Request(run, session, self.next_number(), m.Leave(reason))
+                self._transport.send(server, leave)
+        self.is_closed = True
+        self._transport.close()
+
+    def _call(self, server: int, body: m.RequestBody, timeout: float, repeat: m.RequestBody | None) -> m.ReplyBody:
+        answers: list[m.ReplyBody] = []
+
+        def take(_: int, reply: m.ReplyBody) -> None:
+            if not isinstance(reply, m.Pending):
+                answers.append(reply)
+
+        def again(now: float) -> None:
+            if repeat is not None:
+                self.check_heard(server, started, now)
+                self.send(server, number, repeat)
+
+        number = self.next_number(take)
+        started = self.clock()
+        try:
+            self.send(server, number, body)
+            self.wait(lambda: bool(answers), started + timeout, again)
+        except DeadlineError as error:
+            raise self._no_answer(server, body, timeout) if type(error) is DeadlineError else error from None
+        finally:
+            self.forget(number)
+        if isinstance(answers[0], m.Failed):
+            raise from_wire(answers[0].code, answers[0].text)
+        return answers[0]
+
+    def _no_answer(self, server: int, body: m.RequestBody, timeout: float) -> KVStoreError:
+        if isinstance(body, m.Hello):
+            return ConnectTimeoutError(
+                f"{self.describe(server)} did not answer within {timeout:g} s; is it running, and is KVSTORE_SERVERS "
+                "right? (connect_timeout=… or KVSTORE_CONNECT_TIMEOUT raises the limit)"
+            )
+        return ServerUnreachableError(
+            f"{self.describe(server)} did not answer {type(body).__name__} within {timeout:g} s; is it still running?"
+        )
+
+    def _hand_out(self, server: int, reply: m.Reply) -> None:
+        self._heard[server] = self.clock()
+        if reply.number == 0 and isinstance(reply.body, m.Failed):
+            # The server could not even read the request, so no handler can be named.
+            raise from_wire(reply.body.code, reply.body.text)
+        handler = self._handlers.get(reply.number)
+        if handler is not None:
+            handler(server, reply.body)

@@ -1,0 +1,113 @@
+"""The store on parameter servers: this process is one worker of a job."""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import os
+import socket
+import sys
+import time
+import weakref
+from collections.abc import Sequence
+
+from kvstore_server.cpu import capability
+from kvtrainer.comm.client import Client
+from kvtrainer.comm.connection import Connection
+from kvtrainer.comm.session import SessionOptions
+from kvtrainer.env import CONNECT_TIMEOUT, DEAD_AFTER, TIMEOUT, read_timeout, read_topology
+from kvtrainer.kvstore.base import register
+from kvtrainer.kvstore.store import TableKVStore
+
+_created = itertools.count()
+"""Numbers the stores of this process: the n-th store of every worker meets the n-th of the others."""
+
+
+@register("dist_sync", "dist")
+class DistKVStore(TableKVStore):
+    """Synchronous rounds over servers: each round takes one part from every worker.
+
+    Args:
+        type: The name under which it was created.
+        rank, num_workers, servers: The topology; read from KVSTORE_RANK, KVSTORE_NUM_WORKERS and KVSTORE_SERVERS
+            when absent, as `kvlaunch` sets them.
+        timeout: Seconds to wait for the other workers (KVSTORE_TIMEOUT, 600).
+        connect_timeout: Seconds to wait for the servers at first (KVSTORE_CONNECT_TIMEOUT, 30).
+        dead_after: Seconds of silence after which a server counts as gone (KVSTORE_DEAD_AFTER, 20).
+        namespace: Stores of equal namespaces work together; by default the n-th store that each worker creates.
+    """
+
+    def __init__(
+        self,
+        type: str = "dist_sync",
+        *,
+        rank: int | None = None,
+        num_workers: int | None = None,
+        servers: str | Sequence[str] | None = None,
+        timeout: float | None = None,
+        connect_timeout: float | None = None,
+        dead_after: float | None = None,
+        namespace: str | None = None,
+    ) -> None:
+        self._topology = read_topology(os.environ, rank=rank, num_workers=num_workers, servers=servers)
+        self._timeouts = (
+            read_timeout(os.environ, TIMEOUT, timeout),
+            read_timeout(os.environ, CONNECT_TIMEOUT, connect_timeout),
+            read_timeout(os.environ, DEAD_AFTER, dead_after),
+        )
+        self._namespace = f"store{next(_created)}" if namespace is None else namespace
+        self._clients: weakref.WeakSet[Client] = weakref.WeakSet()
+        self._trainers = 0
+        super().__init__(type, self._connect(self._namespace))
+
+    def open_client(self) -> Client:
+        """A client with a namespace of its own, for a Trainer; blocks until the servers answer."""
+        self._trainers += 1
+        return self._connect(f"{self._namespace}/trainer{self._trainers}")
+
+    def close(self) -> None:
+        try:
+            super().close()
+        finally:
+            for client in list(self._clients):
+                client.close()
+
+    def _connect(self, namespace: str) -> Client:
+        timeout, connect_timeout, dead_after = self._timeouts
+        options = SessionOptions(
+            namespace,
+            self._topology.rank,
+            self._topology.num_workers,
+            timeout,
+            connect_timeout,
+            dead_after,
+            capability(),
+            f"{socket.gethostname()}:{os.getpid()}",
+        )
+        client = Client(Connection(self._topology.servers), options, time.monotonic)
+        self._clients.add(client)
+        _leave_at_exit(client)
+        try:
+            client.connect()
+        except BaseException:
+            client.close("could not connect")
+            raise
+        return client
+
+
+def _leave_at_exit(client: Client) -> None:
+    """Tell the servers when this process ends, and why, so that no other worker waits for it in vain."""
+    reference = weakref.ref(client)
+    pid = os.getpid()
+
+    def leave() -> None:
+        living = reference()
+        if living is not None and os.getpid() == pid:
+            living.close(_why_ending())
+
+    atexit.register(leave)
+
+
+def _why_ending() -> str:
+    error = getattr(sys, "last_value", None)
+    return "its program ended" if error is None else f"{type(error).__name__}: {error}"[:500]

@@ -1,0 +1,67 @@
+"""The store of one process: the servers' engine, called in place of a server."""
+
+from __future__ import annotations
+
+import time
+
+import torch.distributed
+from torch import Tensor
+
+from kvstore_server.dense import Updater
+from kvstore_server.engine import Engine, EngineConfig
+from kvstore_server.errors import ConfigurationError
+from kvtrainer.comm.client import Client
+from kvtrainer.comm.loopback import Loopback
+from kvtrainer.comm.session import SessionOptions
+from kvtrainer.kvstore.base import Key, register
+from kvtrainer.kvstore.store import TableKVStore
+
+
+@register("local", "local_update_cpu", "local_allreduce_cpu", "device", "local_allreduce_device")
+class LocalKVStore(TableKVStore):
+    """Keeps keys in this process; several replicas of a value are summed. Rank 0 of 1 worker.
+
+    Sums and updates run on the CPU for every name, so results are the same bit for bit.
+    """
+
+    def __init__(self, type: str = "local") -> None:
+        if "device" in type.lower():
+            refuse_process_group(type)
+        self._engine = Engine(EngineConfig())
+        super().__init__(type, self._connect("keys"))
+        self._trainers = 0
+
+    def set_updater(self, updater: Updater) -> None:
+        """Call `updater(key, merged, stored)` in place of an optimizer; it changes `stored` in place.
+
+        An error that it raises is raised by the push (as OptimizerError) and leaves the values as they were.
+        """
+        keys: dict[str, Key] = {}
+
+        def call(name: str, merged: Tensor, stored: Tensor) -> None:
+            if name not in keys:
+                keys.update({str(key): key for key in self._entries})
+            updater(keys[name], merged, stored)  # type: ignore[arg-type]
+
+        self._engine.updater = call
+
+    def open_client(self) -> Client:
+        """A client with a namespace of its own, for a Trainer."""
+        self._trainers += 1
+        return self._connect(f"trainer{self._trainers}")
+
+    def _connect(self, namespace: str) -> Client:
+        options = SessionOptions(namespace, rank=0, num_workers=1)
+        client = Client(Loopback([self._engine], time.monotonic), options, time.monotonic)
+        client.connect()
+        return client
+
+
+def refuse_process_group(type: str) -> None:
+    """Raise ConfigurationError inside a torch.distributed job, where this store would not reach the other ranks."""
+    is_group = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if is_group and torch.distributed.get_world_size() > 1:
+        raise ConfigurationError(
+            f"kvstore {type!r} sums within one process, but torch.distributed has "
+            f"{torch.distributed.get_world_size()} ranks; use 'dist_sync' with servers, or kvstore=None around DDP"
+        )

@@ -1,0 +1,240 @@
+"""The kvstore verbs over a client, the same for every store that keeps its tables in engines.
+
+Each key is a table of its own, so workers may push keys in any order and any subset of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvstore_server.errors import ConfigurationError, KeyNotFoundError
+from kvstore_server.optimizer import Optimizer
+from kvstore_server.plan import TensorSpec
+from kvtrainer.comm.client import Client
+from kvtrainer.comm.rounds import RemoteTable, RoundItem
+from kvtrainer.kvstore.base import Key, KVStoreBase
+from kvtrainer.kvstore.values import check_fits, check_key, merge, pair, spec_of
+from kvtrainer.optimizer import create as create_optimizer
+
+
+@dataclass
+class _Entry:
+    spec: TensorSpec
+    table: RemoteTable
+
+
+@dataclass
+class _Target:
+    """Where pulled weights go: straight into the caller's tensor when it is flat memory of the right kind."""
+
+    outs: list[Tensor]
+    flat: Tensor
+    is_direct: bool
+
+    def finish(self) -> None:
+        for out in self.outs[1:] if self.is_direct else self.outs:
+            out.copy_(self.flat.view(out.shape))
+
+
+class TableKVStore(KVStoreBase):
+    """init, push, pull, pushpull and broadcast as MXNet defines them, with errors raised at once.
+
+    Not thread-safe. `push` returns at once and its error is raised by the next call that concerns the key, by
+    `barrier` or by `close`; everything else blocks. A `pull` sees this worker's own earlier pushes. Keys are all
+    int or all str within one store.
+    """
+
+    def __init__(self, type: str, client: Client) -> None:
+        self._type = type
+        self._client = client
+        self._entries: dict[Key, _Entry] = {}
+        self._optimizer: Optimizer | None = None
+        self._sent_spec: dict[str, Any] | None = None
+
+    @property
+    def type(self) -> str:
+        return self._type
+
+    @property
+    def rank(self) -> int:
+        return self._client.options.rank
+
+    @property
+    def num_workers(self) -> int:
+        return self._client.options.num_workers
+
+    @property
+    def num_servers(self) -> int:
+        """How many servers hold the keys."""
+        return self._client.num_servers
+
+    def is_capable(self, capability: str) -> bool:
+        return self._capability(capability) == "optimizer"
+
+    def init(self, key: Any, value: Any) -> None:
+        """Create keys with rank 0's values; blocks until every worker has called it.
+
+        Raises:
+            ConfigurationError: a key exists already, or is of another type than the keys before it.
+            PlanMismatchError: workers give different shapes or dtypes.
+        """
+        self._create(pair(key, value, "value"), None)
+
+    def broadcast(self, key: Any, value: Any, out: Any, priority: int = 0) -> None:
+        """Create keys with rank 0's values and write those to `out` on every worker; blocks as `init` does."""
+        self._create(pair(key, value, "value"), pair(key, out, "out"))
+
+    def push(self, key: Any, value: Any, priority: int = 0) -> None:
+        """Give this worker's part to the next round of each key and return; `value` may be changed at once.
+
+        Replicas and repeated keys are summed. When every worker has pushed, the optimizer is applied to the sum, or
+        without one the sum replaces the value.
+
+        Raises:
+            KeyNotFoundError: a key was never initialised.
+            ShapeMismatchError: a value does not fit its key. Nothing has been sent then.
+        """
+        self._refresh_optimizer()
+        items = []
+        for entry, replicas in self._lookup(pair(key, value, "value"), same_dtype=True):
+            flat, is_own = merge(replicas)
+            items.append(RoundItem(entry.table, {entry.spec.dtype: flat if is_own else flat.clone()}, None))
+        self._client.rounds.start(items)
+
+    def pull(self, key: Any, out: Any = None, priority: int = 0, ignore_sparse: bool = True) -> None:
+        """Write the present values of keys to `out`, after this worker's own pushes; blocks."""
+        wanted = self._lookup(self._outs(key, out), same_dtype=False)
+        targets = [_target(entry, outs) for entry, outs in wanted]
+        arenas = [{entry.spec.dtype: target.flat} for (entry, _), target in zip(wanted, targets, strict=True)]
+        self._client.rounds.pull([(entry.table, arena) for (entry, _), arena in zip(wanted, arenas, strict=True)])
+        for target in targets:
+            target.finish()
+
+    def pushpull(self, key: Any, value: Any, out: Any = None, priority: int = 0) -> None:
+        """Push, wait for the round, and write the new values to `out`, or back to `value`; blocks.
+
+        All workers must come to the same keys before their deadline; a worker that pushes only counts as well.
+        """
+        pushed = self._lookup(pair(key, value, "value"), same_dtype=True)
+        pulled = self._lookup(pair(key, value if out is None else out, "out"), same_dtype=False)
+        self._refresh_optimizer()
+        outs: dict[Key, list[Tensor]] = {}
+        for entry, tensors in pulled:
+            outs.setdefault(entry.spec.key, []).extend(tensors)
+        items, targets = [], []
+        for entry, replicas in pushed:
+            flat, _ = merge(replicas)
+            target = _target(entry, outs[entry.spec.key])
+            targets.append(target)
+            items.append(RoundItem(entry.table, {entry.spec.dtype: flat}, {entry.spec.dtype: target.flat}))
+        self._client.rounds.wait(self._client.rounds.start(items))
+        for target in targets:
+            target.finish()
+
+    def set_optimizer(self, optimizer: Any) -> None:
+        """Apply this optimizer to every round from now on, where the keys live.
+
+        Call it on every worker (those that call it must name the same one), with what `kvtrainer.optimizer.create`
+        returns, a name, or a torch.optim class. Later changes of its numbers (`set_learning_rate`) are sent
+        with the next push. Naming the same optimizer again keeps its state. Blocks.
+        """
+        self._optimizer = create_optimizer(optimizer)
+        self._refresh_optimizer()
+
+    def barrier(self) -> None:
+        """Block until every worker has come here."""
+        self._client.barrier()
+
+    def num_dead_nodes(self) -> int:
+        """How many workers came and have since left or fallen silent; asks the servers."""
+        return max(int(stats["num_dead"]) for stats in self._client.stats())
+
+    def server_stats(self) -> list[dict[str, Any]]:
+        """Each server's counters for this store, in server order; waits for this worker's own pushes."""
+        self._client.settle()
+        return self._client.stats()
+
+    def close(self) -> None:
+        """Wait for this worker's pushes and leave; idempotent. Other workers' rounds that need it fail."""
+        if not self._client.is_closed:
+            try:
+                self._client.settle()
+            finally:
+                self._client.close()
+
+    def __enter__(self) -> TableKVStore:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _create(self, values: Sequence[tuple[Key, list[Tensor]]], outs: Sequence[tuple[Key, list[Tensor]]] | None) -> None:
+        specs = []
+        for key, replicas in values:
+            self._check_new(key, [spec.key for spec in specs])
+            specs.append(spec_of(key, replicas[0]))
+        for spec, (_, tensors) in zip(specs, outs or (), strict=False):
+            for tensor in tensors:
+                check_fits(spec, tensor, any_dtype=True)
+        items, targets = [], []
+        for at, ((key, replicas), spec) in enumerate(zip(values, specs, strict=True)):
+            entry = _Entry(spec, self._client.register(spec.key, [spec]))
+            self._entries[key] = entry
+            flat, _ = merge(replicas[:1])
+            target = _target(entry, outs[at][1]) if outs is not None else None
+            if target is not None:
+                targets.append(target)
+            mine = {spec.dtype: flat} if self.rank == 0 else None
+            items.append(RoundItem(entry.table, mine, None if target is None else {spec.dtype: target.flat}))
+        self._client.rounds.wait(self._client.rounds.start(items))
+        for target in targets:
+            target.finish()
+
+    def _check_new(self, key: Key, also: Sequence[str]) -> None:
+        self._check_type(key)
+        if key in self._entries or str(key) in also:
+            raise ConfigurationError(f"key {key!r} is initialised already; call init or broadcast once per key")
+
+    def _check_type(self, key: Key) -> None:
+        known = next(iter(self._entries), key)
+        if type(known) is not type(check_key(key)):
+            raise ConfigurationError(f"this store has {type(known).__name__} keys, so {key!r} cannot be one of them")
+
+    def _lookup(self, pairs: Sequence[tuple[Key, list[Tensor]]], same_dtype: bool) -> list[tuple[_Entry, list[Tensor]]]:
+        """Find the entries of keys, values of a repeated key joined; everything is checked before anything is sent."""
+        found: dict[Key, tuple[_Entry, list[Tensor]]] = {}
+        for key, tensors in pairs:
+            self._check_type(key)
+            entry = self._entries.get(key)
+            if entry is None:
+                raise KeyNotFoundError(f"key {key!r} has not been initialised; call init or broadcast first")
+            for tensor in tensors:
+                check_fits(entry.spec, tensor, any_dtype=not same_dtype)
+            found.setdefault(key, (entry, []))[1].extend(tensors)
+        return list(found.values())
+
+    def _outs(self, key: Any, out: Any) -> list[tuple[Key, list[Tensor]]]:
+        if out is None:
+            raise ConfigurationError("pull needs out=…: the tensor, or list of tensors, to write to")
+        return pair(key, out, "out")
+
+    def _refresh_optimizer(self) -> None:
+        if self._optimizer is None:
+            return
+        spec = self._optimizer.spec()
+        if spec != self._sent_spec:
+            self._client.set_optimizer(spec)
+            self._sent_spec = spec
+
+
+def _target(entry: _Entry, outs: list[Tensor]) -> _Target:
+    first = outs[0].detach()
+    name = str(first.dtype).removeprefix("torch.")
+    is_direct = first.device.type == "cpu" and first.is_contiguous() and name == entry.spec.dtype
+    flat = first.view(-1) if is_direct else torch.empty(entry.spec.numel, dtype=getattr(torch, entry.spec.dtype))
+    return _Target([out.detach() for out in outs], flat, is_direct)

@@ -1,0 +1,88 @@
+"""Keys and values of the kvstore methods, brought into one form: pairs of (key, list of replicas)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvstore_server.errors import ConfigurationError, ShapeMismatchError
+from kvstore_server.plan import ITEM_SIZE, TensorSpec
+from kvtrainer.kvstore.base import Key
+
+
+def pair(key: Any, value: Any, what: str) -> list[tuple[Key, list[Tensor]]]:
+    """Bring (key, value) or (keys, values) into a list of pairs; a key may appear more than once.
+
+    Raises:
+        ConfigurationError: keys of an unexpected or mixed type, or lists of different lengths.
+    """
+    if not isinstance(key, list | tuple):
+        return [(check_key(key), _replicas(key, value, what))]
+    keys = [check_key(one) for one in key]
+    if len({type(one) for one in keys}) > 1:
+        raise ConfigurationError(f"the keys of one call must all be int or all be str, got {keys!r}")
+    if not isinstance(value, list | tuple) or len(value) != len(keys):
+        got = f"{len(value)} values" if isinstance(value, list | tuple) else f"{type(value).__name__}"
+        raise ConfigurationError(f"{len(keys)} keys need a list of {len(keys)} values in {what}, got {got}")
+    return [(one, _replicas(one, item, what)) for one, item in zip(keys, value, strict=True)]
+
+
+def check_key(key: Any) -> Key:
+    """Return the key if it is an int or a str, the two types that a key can have."""
+    if isinstance(key, bool) or not isinstance(key, int | str):
+        raise ConfigurationError(f"a key must be an int or a str, got {key!r} of type {type(key).__name__}")
+    return key
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """torch.float32 → "float32"."""
+    return str(dtype).removeprefix("torch.")
+
+
+def spec_of(key: Key, value: Tensor) -> TensorSpec:
+    """The spec under which a key of this first value is stored.
+
+    Raises:
+        ConfigurationError: the dtype cannot be stored.
+    """
+    name = dtype_name(value.dtype)
+    if name not in ITEM_SIZE:
+        raise ConfigurationError(f"key {key!r} has dtype {name}; a store holds {', '.join(ITEM_SIZE)} only")
+    return TensorSpec(str(key), tuple(value.shape), name)
+
+
+def check_fits(spec: TensorSpec, value: Tensor, any_dtype: bool = False) -> None:
+    """Raise ShapeMismatchError unless a value has the shape (and dtype) of its key."""
+    same_dtype = any_dtype or dtype_name(value.dtype) == spec.dtype
+    if tuple(value.shape) != spec.shape or not same_dtype:
+        raise ShapeMismatchError(
+            f"key {spec.key!r} holds {spec.dtype}{list(spec.shape)}, got {dtype_name(value.dtype)}{list(value.shape)}"
+        )
+
+
+def merge(replicas: Sequence[Tensor]) -> tuple[Tensor, bool]:
+    """Sum replicas from left to right on the CPU; half precision accumulates in float32.
+
+    Returns the flat sum, and whether it is a tensor of its own rather than the caller's memory.
+    """
+    first = replicas[0].detach()
+    if len(replicas) == 1:
+        flat = first.to("cpu").contiguous().view(-1)
+        return flat, flat.untyped_storage().data_ptr() != first.untyped_storage().data_ptr()
+    compute = torch.float32 if first.dtype.itemsize < 4 else first.dtype
+    total = first.to("cpu", compute, copy=True, memory_format=torch.contiguous_format)
+    for other in replicas[1:]:
+        total += other.detach().to("cpu", compute)
+    return total.to(first.dtype).view(-1), True
+
+
+def _replicas(key: Key, value: Any, what: str) -> list[Tensor]:
+    tensors = list(value) if isinstance(value, list | tuple) else [value]
+    if not tensors or not all(isinstance(one, Tensor) for one in tensors):
+        raise ConfigurationError(f"{what} of key {key!r} must be a tensor or a list of tensors, got {value!r:.80}")
+    if any(one.layout != torch.strided for one in tensors):
+        raise ConfigurationError(f"{what} of key {key!r} is sparse; this store takes dense tensors only")
+    return tensors

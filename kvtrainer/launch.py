@@ -1,0 +1,148 @@
+"""`kvlaunch`: the command line that starts servers and workers of one job on this machine."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+from kvtrainer._launcher import Launcher, Limits
+
+_DESCRIPTION = """\
+Start parameter servers and workers on this machine, and end them together.
+
+Servers start first; when all are ready, COMMAND is started once for every worker. When a worker fails, or a server
+exits before the workers are done, the others are stopped, and kvlaunch exits with the code of that first failure
+(128 + n for signal n). When all workers are done, the servers are stopped in good order. No process is left behind,
+even when kvlaunch itself is killed.
+"""
+
+_EPILOG = """\
+environment that a worker finds:
+  KVSTORE_RANK         which worker it is, from 0
+  KVSTORE_NUM_WORKERS  how many workers there are
+  KVSTORE_SERVERS      comma-separated tcp://HOST:PORT of the servers; unset with -s 0
+  OMP_NUM_THREADS      cores divided by workers, at least 1, unless you have set it
+  PYTHONUNBUFFERED     1, unless you have set it
+
+environment that kvlaunch leaves to you, and that workers read:
+  KVSTORE_TIMEOUT          longest wait for a round, a pull or a barrier, in seconds (600)
+  KVSTORE_CONNECT_TIMEOUT  longest wait for the first answer of a server, in seconds (30)
+  KVSTORE_DEAD_AFTER       a peer not heard from for so many seconds counts as dead (20)
+
+output: each line begins with [w0] for worker 0, [s1] for server 1, and so on; standard output and standard
+error stay apart. Commands read no standard input.
+
+example:
+  kvlaunch -n 4 -s 2 -- python train.py --epochs 3
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line (`sys.argv` by default) and return its exit code; blocks until the job is over.
+
+    Wrong usage exits with code 2 through SystemExit.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    options, command = _parse(arguments)
+    limits = Limits(options.start_timeout, options.linger, options.grace)
+    server_command = _server_command(options.servers, [*options.server_arg, *_import_flags(options.imports)])
+    return Launcher(command, options.workers, server_command, options.servers, os.environ, limits).run()
+
+
+def _server_command(count: int, extra: Sequence[str]) -> Callable[[int, int], list[str]]:
+    def command(index: int, ready_fd: int) -> list[str]:
+        base = [sys.executable, "-m", "kvstore_server", "--bind", "tcp://127.0.0.1:0"]
+        own = ["--index", str(index), "--num-servers", str(count), "--ready-fd", str(ready_fd)]
+        return [*base, *own, *extra]
+
+    return command
+
+
+def _import_flags(modules: Sequence[str]) -> list[str]:
+    return [part for module in modules for part in ("--import", module)]
+
+
+def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    cut = arguments.index("--") if "--" in arguments else len(arguments)
+    parser = _make_parser()
+    options, unknown = parser.parse_known_args(arguments[:cut])
+    command = arguments[cut + 1 :]
+    if unknown:
+        parser.error(f"unknown arguments: {' '.join(unknown)}; the command of the workers comes after '--'")
+    if not command:
+        parser.error(
+            "no command for the workers; give it after '--', as in: kvlaunch -n 2 -s 1 -- python train.py"
+        )
+    return options, command
+
+
+def _make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="kvlaunch",
+        usage="kvlaunch -n W [-s S] [options] -- COMMAND [ARG ...]",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("-n", "--workers", type=_at_least(1), required=True, metavar="W", help="how many workers to start")
+    add("-s", "--servers", type=_at_least(0), default=1, metavar="S", help="how many servers to start (1)")
+    add(
+        "--import",
+        dest="imports",
+        action="append",
+        default=[],
+        metavar="MODULE",
+        help="let every server import MODULE, for optimizers of your own; may be repeated",
+    )
+    add(
+        "--server-arg",
+        action="append",
+        default=[],
+        metavar="ARG",
+        help="pass ARG to every server; may be repeated; write --server-arg=--flag when ARG begins with a dash",
+    )
+    waits = parser.add_argument_group("waits, in seconds")
+    waits.add_argument(
+        "--start-timeout",
+        type=_seconds,
+        default=Limits.start,
+        help="for the servers to be ready (%(default)g)",
+    )
+    waits.add_argument(
+        "--linger",
+        type=_seconds,
+        default=Limits.linger,
+        help="after the first failure, for the others to report it in their own words (%(default)g)",
+    )
+    waits.add_argument(
+        "--grace", type=_seconds, default=Limits.grace, help="between SIGTERM and SIGKILL (%(default)g)"
+    )
+    return parser
+
+
+def _at_least(least: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
+        return int(text)
+
+    return parse
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
+    return seconds
+
+
+if __name__ == "__main__":
+    sys.exit(main())
