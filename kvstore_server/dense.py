@@ -63,7 +63,7 @@ class DenseTable:
         self.by_index = {piece.index: at for at, piece in enumerate(self.slices)}
         self.keys = frozenset(segment.key for piece in self.slices for segment in piece.segments)
         self.arenas, self.weights = _allocate(self.slices)
-        self.states = [SliceState(piece) for piece in self.slices]
+        self.states = [SliceState.empty(piece) for piece in self.slices]
         self._leases = leases
         self._scratch: dict[torch.dtype, Tensor] = {}
         self._undo: _Undo | None = None
@@ -179,7 +179,7 @@ class DenseTable:
 
     def reset_states(self) -> None:
         """Drop all optimizer state."""
-        self.states = [SliceState(piece) for piece in self.slices]
+        self.states = [SliceState.empty(piece) for piece in self.slices]
 
     def _snapshot(self) -> _Undo:
         return _Undo([w.clone() for w in self.weights], [state.copy() for state in self.states])

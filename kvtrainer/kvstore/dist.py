@@ -51,9 +51,9 @@ class DistKVStore(TableKVStore):
     ) -> None:
         self._topology = read_topology(os.environ, rank=rank, num_workers=num_workers, servers=servers)
         self._timeouts = (
-            read_timeout(os.environ, TIMEOUT, timeout),
-            read_timeout(os.environ, CONNECT_TIMEOUT, connect_timeout),
-            read_timeout(os.environ, DEAD_AFTER, dead_after),
+            read_timeout(os.environ, TIMEOUT, value=timeout),
+            read_timeout(os.environ, CONNECT_TIMEOUT, value=connect_timeout),
+            read_timeout(os.environ, DEAD_AFTER, value=dead_after),
         )
         self._namespace = f"store{next(_created)}" if namespace is None else namespace
         self._clients: weakref.WeakSet[Client] = weakref.WeakSet()

@@ -1,0 +1,258 @@
+"""Flat storage for the weights and gradients of a list of parameters, laid out by a Plan.
+
+A fused update, a reduction or a transfer then works on one long tensor. Each parameter stays the same object and
+gets a storage of its own that aliases its piece, so that saving one layer writes one layer, not the whole arena.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from kvstore_server.plan import ALIGNMENT, Plan
+from kvtrainer.errors import ConfigurationError, ParameterMovedError
+
+
+class Arena:
+    """Weights and gradients of one list of parameters: one flat tensor per dtype, all on one device.
+
+    Construction moves the values of the parameters into the arena and lets `parameter.data` alias them, row-major
+    whatever the memory format was before. The Parameter objects keep their identity, hooks and attributes.
+
+    Args:
+        parameters: on one device, in the order of `plan.specs`; none may share memory with another.
+        names: one name per parameter, for messages.
+        plan: gives each key its place.
+
+    Raises:
+        ConfigurationError: a parameter does not fit; nothing has been changed then.
+    """
+
+    weights: dict[str, Tensor]
+    """Dtype name to a flat tensor of `plan.arena_sizes[dtype]` elements that starts on a 64-byte boundary.
+    Padding is zero."""
+
+    def __init__(self, parameters: Sequence[Parameter], names: Sequence[str], plan: Plan) -> None:
+        _check_parameters(parameters, names, plan)
+        self._parameters = list(parameters)
+        self._names = list(names)
+        self._plan = plan
+        self.device = parameters[0].device
+        self.weights = self._allocate()
+        self._grads: dict[str, Tensor] = {}
+        self._grad_pieces: list[Tensor] = []
+        pieces = [self._own_piece(i) for i in range(len(plan.specs))]
+        _copy(pieces, [p.detach() for p in self._parameters])
+        for parameter, piece in zip(self._parameters, pieces, strict=True):
+            parameter.data = piece
+        self._addresses = [p.data_ptr() for p in self._parameters]
+
+    @property
+    def grads(self) -> dict[str, Tensor]:
+        """Gradients in the layout of `weights`; allocated, as zeros, at first use."""
+        if not self._grads:
+            self._grads = self._allocate()
+            self._grad_pieces = [self._piece(self._grads, i) for i in range(len(self._plan.specs))]
+        return self._grads
+
+    def gather_grads(self, present: Sequence[bool]) -> None:
+        """Copy `.grad` of the parameters that are `present` into `grads`, and zero the pieces of the others.
+
+        A present parameter must have a dense gradient; any memory format will do.
+        """
+        pieces = self._pieces_of_grads()
+        here = [i for i, is_present in enumerate(present) if is_present]
+        _copy([pieces[i] for i in here], [self._grad(i) for i in here])
+        absent = [pieces[i] for i, is_present in enumerate(present) if not is_present]
+        if absent:
+            torch._foreach_zero_(absent)
+
+    def scatter_grads(self, present: Sequence[bool]) -> None:
+        """Copy `grads` into `.grad` of the parameters that are `present`, in place.
+
+        A present parameter without a gradient gets a new tensor: other workers had one.
+        """
+        pieces = self._pieces_of_grads()
+        here = [i for i, is_present in enumerate(present) if is_present]
+        with_grad = [i for i in here if self._parameters[i].grad is not None]
+        _copy([self._grad(i) for i in with_grad], [pieces[i] for i in with_grad])
+        for i in here:
+            if self._parameters[i].grad is None:
+                self._parameters[i].grad = pieces[i].clone()
+
+    def mark_updated(self, present: Sequence[bool] | None) -> None:
+        """Tell autograd that the parameters that are `present` (None: all) were written through `weights`.
+
+        A backward pass through a graph that saved their former values then raises, as after a torch optimizer.
+        """
+        marked: Iterable[bool] = [True] * len(self._parameters) if present is None else present
+        torch.autograd.graph.increment_version(
+            [p for p, is_in in zip(self._parameters, marked, strict=True) if is_in]
+        )
+
+    def check_in_place(self) -> None:
+        """Check that the data of every parameter still lie where the constructor put them.
+
+        Raises:
+            ParameterMovedError: names every parameter whose data do not.
+        """
+        moved = [
+            name
+            for name, parameter, address in zip(self._names, self._parameters, self._addresses, strict=True)
+            if parameter.data_ptr() != address or not parameter.is_contiguous()
+        ]
+        if moved:
+            raise ParameterMovedError(
+                f"the data of {len(moved)} of {len(self._names)} parameters were replaced after the Trainer was "
+                f"built, so an update would not reach the model: {', '.join(moved)}. Call model.to(...), "
+                "model.half() and the like before building the Trainer (or build a new Trainer now); to set "
+                "values, write in place: parameter.data.copy_(values) or model.load_state_dict(...)"
+            )
+
+    def _allocate(self) -> dict[str, Tensor]:
+        return {
+            dtype: _aligned_zeros(size, dtype, self.device) for dtype, size in self._plan.arena_sizes.items()
+        }
+
+    def _own_piece(self, i: int) -> Tensor:
+        spec = self._plan.specs[i]
+        return _alias(self.weights[spec.dtype], self._plan.key_offsets[i], spec.numel).view(spec.shape)
+
+    def _piece(self, arenas: dict[str, Tensor], i: int) -> Tensor:
+        spec = self._plan.specs[i]
+        return arenas[spec.dtype].narrow(0, self._plan.key_offsets[i], spec.numel).view(spec.shape)
+
+    def _pieces_of_grads(self) -> list[Tensor]:
+        _ = self.grads
+        return self._grad_pieces
+
+    def _grad(self, i: int) -> Tensor:
+        grad = self._parameters[i].grad
+        assert grad is not None, f"{self._names[i]} counts as present but has no gradient"
+        return grad
+
+
+class _CudaPiece:
+    """Some memory of a CUDA tensor, in the form that `torch.as_tensor` aliases; keeps the tensor alive.
+
+    The protocol has no name for bfloat16, so the elements are declared as integers of the same size.
+    """
+
+    def __init__(self, flat: Tensor, offset: int, numel: int) -> None:
+        self._flat = flat
+        size = flat.element_size()
+        self.__cuda_array_interface__ = {
+            "data": (flat.data_ptr() + offset * size, False),
+            "shape": (numel,),
+            "strides": None,
+            "typestr": f"<i{size}",
+            "version": 2,
+        }
+
+
+@torch.inference_mode(False)
+def _aligned_zeros(numel: int, dtype: str, device: torch.device) -> Tensor:
+    """A flat tensor of zeros that starts on a 64-byte boundary; written once, so that its pages are there."""
+    torch_dtype: torch.dtype = getattr(torch, dtype)
+    nbytes = numel * torch_dtype.itemsize
+    raw = torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8, device=device).zero_()
+    start = -raw.data_ptr() % ALIGNMENT
+    return raw[start : start + nbytes].view(torch_dtype)
+
+
+@torch.inference_mode(False)
+def _alias(flat: Tensor, offset: int, numel: int) -> Tensor:
+    """`numel` elements of `flat` from `offset` on, as a tensor with a storage object of its own size."""
+    if numel == 0:
+        return flat.new_empty(0)
+    if flat.device.type == "cuda":
+        return torch.as_tensor(_CudaPiece(flat, offset, numel), device=flat.device).view(flat.dtype)
+    memory = memoryview(flat.view(torch.uint8).numpy())
+    return torch.frombuffer(memory, dtype=flat.dtype, count=numel, offset=offset * flat.element_size())
+
+
+@torch.no_grad()
+def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
+    if targets:
+        torch._foreach_copy_(targets, sources)
+
+
+def _check_parameters(parameters: Sequence[Parameter], names: Sequence[str], plan: Plan) -> None:
+    if not len(parameters) == len(names) == len(plan.specs):
+        raise ConfigurationError(
+            f"{len(parameters)} parameters, {len(names)} names and {len(plan.specs)} keys of the plan; "
+            "there must be as many of each"
+        )
+    problems: list[str] = []
+    for parameter, name, spec in zip(parameters, names, plan.specs, strict=True):
+        problem = _problem_with(parameter)
+        actual = (tuple(parameter.shape), str(parameter.dtype).removeprefix("torch."))
+        if problem is None and actual != (spec.shape, spec.dtype):
+            problem = f"is {actual[1]}{list(actual[0])} but was planned as {spec.dtype}{list(spec.shape)}"
+        if problem is not None:
+            problems.append(f"{name!r} {problem}")
+    problems += _off_device(parameters, names) or _overlaps(parameters, names)
+    if problems:
+        raise ConfigurationError(f"the trainer cannot hold these parameters: {'; '.join(problems)}")
+
+
+def _problem_with(parameter: Parameter) -> str | None:
+    """Why this parameter's data cannot be moved into an arena; None if they can."""
+    kind = type(parameter.data)
+    if kind is not Tensor:
+        return f"holds a {kind.__name__}; only plain tensors can be stored"
+    if parameter.device.type not in ("cpu", "cuda"):
+        return f"is on device {parameter.device}; move the model to cpu or cuda first"
+    if parameter.layout is not torch.strided:
+        return f"has layout {parameter.layout}; call .to_dense() first"
+    if not _is_dense(parameter):
+        return (
+            f"has shape {list(parameter.shape)} but strides {list(parameter.stride())}, so its elements repeat or "
+            "leave gaps; set parameter.data = parameter.data.contiguous() first"
+        )
+    return None
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether the elements fill one block of memory, each place once, in whatever order of dimensions."""
+    expected = 1
+    dimensions = zip(tensor.stride(), tensor.shape, strict=True)
+    for stride, size in sorted(pair for pair in dimensions if pair[1] != 1):
+        if stride != expected:
+            return tensor.numel() == 0
+        expected *= size
+    return True
+
+
+def _off_device(parameters: Sequence[Parameter], names: Sequence[str]) -> list[str]:
+    """The parameters that are not where the first one is."""
+    home = parameters[0].device
+    return [
+        f"{name!r} is on {p.device} but {names[0]!r} is on {home}; one trainer works on one device"
+        for p, name in zip(parameters, names, strict=True)
+        if p.device != home
+    ]
+
+
+def _overlaps(parameters: Sequence[Parameter], names: Sequence[str]) -> list[str]:
+    """Neighbours in memory that share some of it; all are dense and on one device."""
+    blocks = sorted(
+        (p.data_ptr(), p.data_ptr() + p.numel() * p.element_size(), i) for i, p in enumerate(parameters)
+    )
+    found: list[str] = []
+    last_end, last = 0, 0
+    for start, end, i in blocks:
+        if start == end:
+            continue
+        if start < last_end:
+            found.append(
+                f"{names[i]!r} shares memory with {names[last]!r}; give each its own, or tie them by using one "
+                "Parameter object in both places"
+            )
+        if end > last_end:
+            last_end, last = end, i
+    return found

@@ -1,0 +1,145 @@
+"""Which gradients are new since the last step, and when old ones are dropped.
+
+One hook per parameter does both. It sits on the parameter's AccumulateGrad node and runs just before a backward
+pass adds to `.grad`; `torch.autograd.grad` never executes that node, whereas it does run hooks of the tensor.
+Nothing is attached to the parameter itself, so copying or pickling a model neither carries nor meets a hook.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterable, Sequence
+from functools import partial
+
+from torch import Tensor
+from torch.autograd.graph import Node, get_gradient_edge
+from torch.nn import Parameter
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import TensorWeakRef
+
+from kvtrainer.errors import ConfigurationError
+
+GRAD_REQS = ("write", "add", "null")
+"""What `parameter.grad_req` may be; without that attribute a parameter follows the default rule."""
+
+
+class GradientTracker:
+    """Tells fresh gradients from used-up ones, and drops the used-up ones when the next backward pass begins.
+
+    `parameter.grad_req` is read each time that it matters, so it may change while training:
+
+    * absent: gradients stay readable after a step; the first backward pass afterwards drops all of those and
+      starts afresh; further ones before the next step add up.
+    * 'write': every backward pass overwrites. A parameter shared by several segments of reentrant activation
+      checkpointing keeps the last segment's part only, because torch runs one backward pass per segment.
+    * 'add': never dropped; the caller zeroes.
+    * 'null': takes no part in training, and `.grad` is left alone.
+    """
+
+    def __init__(self, parameters: Sequence[Parameter], names: Sequence[str]) -> None:
+        self._parameters = list(parameters)
+        self._names = list(names)
+        count = len(self._parameters)
+        # A parameter refers to its node only weakly: the node, and the hook on it, live while we hold them.
+        self._nodes: list[Node | None] = [None] * count
+        self._handles: list[RemovableHandle] = []
+        self._fired = [False] * count
+        # Weak, so that `zero_grad(set_to_none=True)` frees the memory of the gradients.
+        self._used: list[TensorWeakRef | None] = [None] * count
+        self._to_drop: set[int] = set()
+        # One backward pass runs hooks in one thread per device.
+        self._dropping = threading.Lock()
+
+    def attach(self) -> None:
+        """Watch every parameter that requires a gradient and is not watched yet; cheap when there is none."""
+        for i, node in enumerate(self._nodes):
+            if node is None and self._parameters[i].requires_grad:
+                node = get_gradient_edge(self._parameters[i]).node
+                hook = partial(_before_accumulation, weakref.ref(self), i)
+                self._handles.append(node.register_prehook(hook))
+                self._nodes[i] = node
+
+    def is_fresh(self, i: int) -> bool:
+        """Whether parameter `i` has a gradient that came after the last `consume` of it.
+
+        Fresh is a gradient that a backward pass has added to, or another object than the one that was consumed
+        (so one that the caller assigned). Edits in place change nothing: clipping, unscaling, zeroing.
+        """
+        grad = self._parameters[i].grad
+        if grad is None:
+            return False
+        return self._fired[i] or not self._is_used(i, grad)
+
+    def stale(self) -> list[int]:
+        """The participating parameters without a fresh gradient, in ascending order.
+
+        Raises:
+            ConfigurationError: a parameter has an unknown `grad_req`.
+        """
+        return [i for i, takes_part in enumerate(self.participating()) if takes_part and not self.is_fresh(i)]
+
+    def participating(self) -> list[bool]:
+        """For each parameter, whether it requires a gradient and its `grad_req` is not 'null'.
+
+        Raises:
+            ConfigurationError: a parameter has an unknown `grad_req`.
+        """
+        modes = [self._mode(i) for i in range(len(self._parameters))]
+        return [p.requires_grad and mode != "null" for p, mode in zip(self._parameters, modes, strict=True)]
+
+    def consume(self, indices: Iterable[int]) -> None:
+        """Take the present gradients of these parameters as used up: not fresh, and due to be dropped."""
+        for i in indices:
+            grad = self._parameters[i].grad
+            self._fired[i] = False
+            self._used[i] = None if grad is None else TensorWeakRef(grad)
+            self._to_drop.add(i)
+
+    def close(self) -> None:
+        """Remove the hooks. Gradients are left as they are; `attach` starts watching again."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._nodes = [None] * len(self._parameters)
+
+    def _mode(self, i: int) -> str | None:
+        mode: str | None = getattr(self._parameters[i], "grad_req", None)
+        if mode is not None and mode not in GRAD_REQS:
+            raise ConfigurationError(
+                f"parameter {self._names[i]!r} has grad_req={mode!r}; set it to one of "
+                f"{', '.join(map(repr, GRAD_REQS))}, or delete the attribute for the default rule"
+            )
+        return mode
+
+    def _is_used(self, i: int, grad: Tensor) -> bool:
+        used = self._used[i]
+        return used is not None and used() is grad
+
+    def _drop_used(self) -> None:
+        with self._dropping:
+            for i in self._to_drop:
+                parameter = self._parameters[i]
+                grad = parameter.grad
+                if grad is not None and self._is_used(i, grad) and self._mode(i) in (None, "write"):
+                    parameter.grad = None
+            # Last: until then other threads must wait, or they would add to a gradient that is to be dropped.
+            self._to_drop.clear()
+
+
+def _before_accumulation(
+    tracker_ref: weakref.ref[GradientTracker], i: int, grads: tuple[Tensor | None, ...]
+) -> None:
+    """Runs in a backward pass, just before `grads[0]` is added to the gradient of parameter `i`."""
+    tracker = tracker_ref()
+    if tracker is None:
+        return
+    if tracker._to_drop:
+        tracker._drop_used()
+    if grads[0] is None:
+        # A custom autograd function returned no gradient: torch will leave `.grad` as it is.
+        return
+    tracker._fired[i] = True
+    parameter = tracker._parameters[i]
+    if getattr(parameter, "grad_req", None) == "write":
+        parameter.grad = None
