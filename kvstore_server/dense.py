@@ -18,6 +18,7 @@ from kvstore_server.errors import OptimizerError, ProtocolError, ShapeMismatchEr
 from kvstore_server.optimizer import Optimizer, SliceState, update_slice
 from kvstore_server.plan import Plan, Slice
 from kvstore_server.protocol.messages import Payload
+from kvstore_server.state_blob import pack_state, unpack_state
 
 Updater = Callable[[str, Tensor, Tensor], None]
 """`updater(key, merged, stored)` changes `stored` in place."""
@@ -75,10 +76,7 @@ class DenseTable:
             ProtocolError: this server does not hold that slice.
             ShapeMismatchError: the payload has another size or dtype.
         """
-        at = self.by_index.get(index)
-        if at is None:
-            raise ProtocolError(f"slice {index} of the table is not on this server")
-        piece = self.slices[at]
+        piece = self.slices[self._at(index)]
         if isinstance(payload, Tensor):
             if payload.numel() != piece.used or payload.dtype != torch_dtype(piece.dtype):
                 raise ShapeMismatchError(_wrong_size(self.plan, piece, f"{payload.dtype}[{payload.numel()}]"))
@@ -177,9 +175,29 @@ class DenseTable:
         """The next round has begun: the last one is final."""
         self._undo = None
 
+    def export_state(self, index: int) -> tuple[dict[str, Any], bytes]:
+        """The optimizer state of one slice, as `state_blob` packs it."""
+        return pack_state(self.states[self._at(index)])
+
+    def import_state(self, index: int, summary: Mapping[str, Any], data: bytes) -> None:
+        """Replace the optimizer state of one slice.
+
+        Raises:
+            ProtocolError: the bytes are no state of a slice of this shape; nothing has changed then.
+        """
+        at = self._at(index)
+        self.states[at] = unpack_state(self.slices[at], summary, data)
+        self._undo = None
+
     def reset_states(self) -> None:
         """Drop all optimizer state."""
         self.states = [SliceState.empty(piece) for piece in self.slices]
+
+    def _at(self, index: int) -> int:
+        at = self.by_index.get(index)
+        if at is None:
+            raise ProtocolError(f"slice {index} of the table is not on this server")
+        return at
 
     def _snapshot(self) -> _Undo:
         return _Undo([w.clone() for w in self.weights], [state.copy() for state in self.states])

@@ -141,6 +141,12 @@ class Engine:
         if isinstance(body, m.SetOptimizer):
             space.set_optimizer(rank, body.spec)
             return m.Info()
+        if isinstance(body, m.GetState):
+            summary, data = space.table(body.table).dense.export_state(body.slice)
+            return m.State(body.table, body.slice, summary, data)
+        if isinstance(body, m.State):
+            space.table(body.table).dense.import_state(body.slice, body.summary, body.data)
+            return m.Info()
         if isinstance(body, m.Stats):
             return m.Info(space.stats(now, self.config))
         raise ProtocolError(f"{type(body).__name__} is not a request")
@@ -308,9 +314,12 @@ def _outcome(table: Table, mine: Contribution[Waiter]) -> list[m.Outgoing]:
 
 
 def _over(table: Table, commit: m.Commit, waiter: Waiter) -> list[m.Outgoing]:
+    out: list[m.Outgoing] = []
+    if table.left_out:
+        out += _reply(waiter, m.Absent(table.number, commit.round, table.left_out))
     if commit.want_weights:
-        return _reply(waiter, m.Weights(_parts(table)))
-    return _reply(waiter, m.Done(((table.number, commit.round),)))
+        return out + _reply(waiter, m.Weights(_parts(table)))
+    return out + _reply(waiter, m.Done(((table.number, commit.round),)))
 
 
 def _tell(table: Table, number: int, waiters: list[Waiter], error: KVStoreError) -> list[m.Outgoing]:

@@ -40,6 +40,8 @@ class Table:
         self.hyper = HyperBelief(plan)
         self.absent: dict[int, frozenset[int]] = {}
         """What each rank leaves out of the open round."""
+        self.left_out: tuple[int, ...] = ()
+        """The keys here that no rank contributed to in the last applied round."""
         self.conflict: KVStoreError | None = None
         """Set when ranks declared different keys: every rank that uses the table is told."""
         self.rounds_applied = 0
@@ -78,8 +80,10 @@ class Table:
                 self.dense.update(addends, optimizer, self.hyper.agreed(optimizer))
             else:
                 self.dense.assign_sum(addends)
+            given_keys = self._keys_in(addends)
+            self.left_out = tuple(sorted(self.dense.keys - given_keys))
             self.rounds_applied += 1
-            self.keys_applied += len(self._keys_in(addends))
+            self.keys_applied += len(given_keys)
         self.absent.clear()
         return self.rounds.finish()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import select
@@ -97,7 +98,7 @@ class Child:
 
     @property
     def returncode(self) -> int | None:
-        """The exit code, minus the number of the signal that killed it, or None as long as `reap` was not True."""
+        """The exit code, or minus the number of the signal that killed it; None until `reap` is True."""
         return self._process.returncode
 
     def reap(self) -> bool:
@@ -108,7 +109,8 @@ class Child:
         """Send a signal to the process and all others of its group, unless it has been reaped."""
         # A reaped leader's number may already be a stranger's.
         if self._process.returncode is None:
-            os.killpg(self.pid, number)
+            with contextlib.suppress(PermissionError):  # it runs as another user now
+                os.killpg(self.pid, number)
 
     def close_stream(self, fd: int) -> None:
         del self.streams[fd]

@@ -18,7 +18,7 @@ _MAX_WAIT = 1.0
 
 
 class Events:
-    """Waits for and hands out events; a context manager that takes over signal handling (main thread only)."""
+    """Waits for events and hands them out; a context that takes over signal handling (main thread only)."""
 
     def __init__(self) -> None:
         self.output = Output()
@@ -52,7 +52,7 @@ class Events:
         os.close(self._wake_writer)
 
     def add_reader(self, fd: int, callback: Callable[[], None], *, pausable: bool) -> None:
-        """Call `callback` whenever `fd` is readable or at its end; not while output is full, if `pausable`."""
+        """Call `callback` when `fd` is readable or at its end; if `pausable`, not while output is full."""
         self._readers[fd] = callback
         if pausable:
             self._pausable.add(fd)

@@ -1,15 +1,16 @@
 """The guardian: a small process that ends a launched job when its launcher is gone, however it went.
 
-The launcher holds the writing end of a pipe and nobody else does, so the guardian, which reads it, sees its end as
-soon as the launcher has exited or was killed. It then sends SIGTERM to every process of the job, and SIGKILL to
-what is left after a while. A process belongs to the job when it is in one of the sessions that the launcher told
-about, or carries the job's mark in its environment, which grandchildren in a session of their own still do.
+The launcher holds the writing end of a pipe and nobody else does, so the guardian, which reads it, sees its
+end as soon as the launcher has exited or was killed. It then sends SIGTERM to every process of the job, and
+SIGKILL to what is left after a while. A process belongs to the job when it is in one of the sessions that the
+launcher told about, or carries the job's mark in its environment, as a grandchild in a session of its own does.
 
 This file is also run as a program, by its path, and so imports nothing outside the standard library.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -18,7 +19,7 @@ import time
 from collections.abc import Collection
 
 KILL_WAIT = 5.0
-"""Seconds to wait for processes to vanish after SIGKILL; longer only if the kernel holds them in a system call."""
+"""Seconds to wait for processes to vanish after SIGKILL, which only one stuck in the kernel does not do."""
 MAX_RESTARTS = 3
 _POLL = 0.02
 
@@ -31,6 +32,7 @@ class Guardian:
         self._grace = grace
         self._sessions: set[int] = set()
         self._restarts = 0
+        self._pipe = -1
         self._start()
 
     def watch(self, session: int) -> None:
@@ -59,7 +61,7 @@ class Guardian:
         return True
 
     def close(self) -> None:
-        """Let the guardian end whatever is left of the job, and then itself; returns at once, see `closed`."""
+        """Let the guardian end what is left of the job, and then itself; returns at once, see `closed`."""
         if self._pipe >= 0:
             os.close(self._pipe)
             self._pipe = -1
@@ -85,17 +87,15 @@ class Guardian:
             self._tell(f"+{session}\n")
 
     def _tell(self, line: str) -> None:
-        try:
+        # A dead guardian is replaced by `ensure`, and the new one is told everything.
+        with contextlib.suppress(BrokenPipeError):
             os.write(self._pipe, line.encode())
-        except BrokenPipeError:
-            # `ensure` starts another one, which is told everything.
-            pass
 
 
 def survivors(mark: str, sessions: Collection[int]) -> list[int]:
-    """Return the pids of all living processes (no zombies) in one of `sessions` or with `mark` in the environment.
+    """Return the pids of all processes in one of `sessions` or with `mark` in their environment.
 
-    An empty mark matches nothing. Linux only: reads /proc.
+    Zombies are left out. An empty mark matches nothing. Reads /proc.
     """
     needle = mark.encode()
     return [int(name) for name in os.listdir("/proc") if name.isdigit() and _belongs(name, needle, sessions)]
@@ -119,7 +119,7 @@ def _belongs(pid: str, mark: bytes, sessions: Collection[int]) -> bool:
 
 
 def end_all(mark: str, sessions: Collection[int], grace: float) -> None:
-    """SIGTERM all survivors once, wait up to `grace` seconds, then SIGKILL until none is left (or KILL_WAIT is over)."""
+    """SIGTERM each survivor once; after `grace` seconds SIGKILL until none is left or KILL_WAIT is over."""
     asked: set[int] = set()
     deadline = time.monotonic() + grace
     while (left := survivors(mark, sessions)) and time.monotonic() < deadline:
@@ -135,10 +135,8 @@ def end_all(mark: str, sessions: Collection[int], grace: float) -> None:
 
 def _send(pids: Collection[int], number: signal.Signals) -> None:
     for pid in pids:
-        try:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, number)
-        except (ProcessLookupError, PermissionError):
-            pass
 
 
 def _stand_guard(mark: str, grace: float) -> None:

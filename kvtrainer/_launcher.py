@@ -1,7 +1,7 @@
 """The life of a launched job: servers, then workers, then the orderly end of all of them.
 
-`Launcher.run` reads from top to bottom; wherever it waits, it runs the event loop. The first failure, or signal,
-decides the exit code, and everything after it is about leaving nothing behind.
+`Launcher.run` reads from top to bottom; wherever it waits, it runs the event loop. The first failure, or
+signal, decides the exit code, and everything after it is about leaving nothing behind.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Launcher:
     Args:
         worker_command: what every worker runs; rank, count and servers are in its environment.
         num_workers: at least 1.
-        server_command: (index, file descriptor) -> what that server runs; it must write its address and a newline
-            to the descriptor when it is ready.
+        server_command: (index, file descriptor) -> what that server runs; it must write its address and a
+            newline to the descriptor when it is ready.
         num_servers: 0 starts none and leaves KVSTORE_SERVERS unset.
         environ: the environment that all processes inherit.
     """
@@ -72,8 +72,9 @@ class Launcher:
         self._workers: list[Child] = []
         self._addresses: dict[int, str] = {}
         self._code: int | None = None
+        self._unread: set[int] = set()
+        """Pipes of servers that have not reported an address yet."""
         self._stopping = False
-        self._hurry = False
 
     def run(self) -> int:
         """Run the job and return its exit code; blocks until no process of it is left. Main thread only."""
@@ -83,9 +84,10 @@ class Launcher:
                 self._start_and_work()
                 self._stop()
             finally:
-                for child in self._alive():  # none, unless the lines above raised
-                    child.signal(signal.SIGKILL)
+                self._signal_all(signal.SIGKILL)  # none is left, unless the lines above raised
                 self._guardian.close()
+                for fd in list(self._unread):
+                    self._close_ready_pipe(fd)
             self._sweep()
         return self._code or 0
 
@@ -102,30 +104,30 @@ class Launcher:
         self._wait(self._workers_done, None)
 
     def _stop(self) -> None:
-        if self._code is not None and not self._events.stop_signals:
-            self._wait(self._workers_done, self._limits.linger, until=lambda: bool(self._events.stop_signals))
+        if self._code is not None:
+            self._wait(
+                self._no_worker_left, self._limits.linger, until=lambda: bool(self._events.stop_signals)
+            )
         self._stopping = True
-        draining = [] if self._code is not None else self._alive()
-        for number, seconds in ((signal.SIGTERM, self._limits.grace), (signal.SIGKILL, KILL_WAIT)):
-            for child in self._alive():
-                child.signal(number)
-            self._wait(lambda: not self._alive(), seconds, until=lambda: self._hurry)
-            self._hurry = False
-        for server in draining:
-            if server.returncode is not None and server.returncode != 0:
+        self._signal_all(signal.SIGTERM)
+        self._wait(self._no_child_left, self._limits.grace, until=self._in_a_hurry)
+        self._signal_all(signal.SIGKILL)
+        self._wait(self._no_child_left, KILL_WAIT, until=_never)
+        for server in self._servers:
+            if server.returncode:
                 self._fail(server.shell_code(), f"{server.describe_exit()} while it was stopping")
 
     def _sweep(self) -> None:
-        """Wait until the guardian has ended what children left behind, and print what is still in the pipes."""
+        """Wait until the guardian has ended what children left behind; print what is still in the pipes."""
         patience = self._limits.grace + KILL_WAIT + 1.0
-        self._wait(self._guardian.closed, patience, until=lambda: False)
+        self._wait(self._guardian.closed, patience, until=_never)
         children = self._servers + self._workers
-        self._wait(lambda: not any(c.streams for c in children), _LAST_OUTPUT_WAIT, until=lambda: False)
+        self._wait(lambda: not any(c.streams for c in children), _LAST_OUTPUT_WAIT, until=_never)
         for child in children:
             for fd, stream in list(child.streams.items()):
                 stream.flush()
                 self._close_stream(child, fd)
-        self._wait(lambda: self._events.output.target is None, _LAST_OUTPUT_WAIT, until=lambda: False)
+        self._wait(lambda: self._events.output.target is None, _LAST_OUTPUT_WAIT, until=_never)
 
     # Starting.
 
@@ -138,6 +140,7 @@ class Launcher:
             self._spawn(self._servers, "server", index, command, self._environ, (writing,))
         finally:
             os.close(writing)
+        self._unread.add(reading)
         received = bytearray()
         self._events.add_reader(reading, lambda: self._read_address(index, reading, received), pausable=False)
 
@@ -146,8 +149,7 @@ class Launcher:
         received += data
         if data and b"\n" not in received and len(received) < _MAX_READY_LINE:
             return
-        self._events.remove_reader(fd)
-        os.close(fd)
+        self._close_ready_pipe(fd)
         if not received:
             return  # it has exited, which is reported as that
         text = received.decode(errors="replace")
@@ -155,6 +157,11 @@ class Launcher:
             self._addresses[index] = parse_address(text.partition("\n")[0])
         except ConfigurationError as error:
             self._fail(1, f"server {index} did not report its address: {error}")
+
+    def _close_ready_pipe(self, fd: int) -> None:
+        self._unread.discard(fd)
+        self._events.remove_reader(fd)
+        os.close(fd)
 
     def _fail_unready(self) -> None:
         missing = [str(i) for i in range(self._num_servers) if i not in self._addresses]
@@ -221,7 +228,6 @@ class Launcher:
                 )
         signals = self._events.stop_signals
         if signals:
-            self._hurry = self._hurry or (len(signals) > 1 and signals[-1] == signal.SIGINT)
             self._fail(128 + signals[0], f"received {signals[0].name}")
         error = self._events.write_error
         if error is not None:
@@ -258,10 +264,27 @@ class Launcher:
             suffix = "; stopping the others" if self._alive() else ""
             self._events.output.put(2, "kvlaunch: ", f"{text}{suffix}".encode())
 
+    def _in_a_hurry(self) -> bool:
+        """Whether the user pressed Ctrl-C once more, while the job was being stopped for a signal."""
+        signals = self._events.stop_signals
+        return len(signals) > 1 and signals[-1] == signal.SIGINT
+
+    def _signal_all(self, number: signal.Signals) -> None:
+        for child in self._alive():
+            child.signal(number)
+
     def _alive(self) -> list[Child]:
         return [child for child in self._servers + self._workers if child.returncode is None]
 
+    def _no_child_left(self) -> bool:
+        return not self._alive()
+
+    def _no_worker_left(self) -> bool:
+        return all(worker.returncode is not None for worker in self._workers)
+
     def _workers_done(self) -> bool:
-        return len(self._workers) == self._num_workers and all(
-            w.returncode is not None for w in self._workers
-        )
+        return len(self._workers) == self._num_workers and self._no_worker_left()
+
+
+def _never() -> bool:
+    return False

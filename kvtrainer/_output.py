@@ -1,8 +1,8 @@
 """Forwarding the output of many processes: whole lines, each with the tag of its process, in bounded memory.
 
-`LineSplitter` turns what one stream of one process wrote into lines. `Output` holds lines until they can be written
-to the launcher's own standard output and error without blocking, so that a paused terminal cannot make the
-launcher deaf to signals and exits.
+`LineSplitter` turns what one stream of one process wrote into lines. `Output` holds lines until they can be
+written to the launcher's own standard output and error without blocking, so that a paused terminal cannot
+make the launcher deaf to signals and exits.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from collections.abc import Callable
 MAX_LINE = 64 * 1024
 """A longer line is cut into pieces of about this many bytes, each printed as a line."""
 PROGRESS_INTERVAL = 1.0
-"""A progress bar that rewrites its line is shown this often, in seconds, and once more when the line ends."""
+"""Seconds between two states of a progress bar that are shown; the state in which its line ends always is."""
 HIGH_WATER = 256 * 1024
-"""Above this many waiting bytes the launcher stops reading, so writers have to wait, as at a slow terminal."""
+"""Above this many waiting bytes the launcher stops reading, and writers wait, as at a slow terminal."""
 
 # poll() reports a pipe as writable only when this much can be written at once.
 _CHUNK = 4096

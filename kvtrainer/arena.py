@@ -1,13 +1,12 @@
 """Flat storage for the weights and gradients of a list of parameters, laid out by a Plan.
 
-A fused update, a reduction or a transfer then works on one long tensor. Each parameter stays the same object and
-gets a storage of its own that aliases its piece, so that saving one layer writes one layer, not the whole arena.
+A fused update, a reduction or a transfer then works on one long tensor. Each parameter stays the same object
+and gets a storage of its own that aliases its piece, so that saving one layer writes that layer alone.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -20,8 +19,9 @@ from kvtrainer.errors import ConfigurationError, ParameterMovedError
 class Arena:
     """Weights and gradients of one list of parameters: one flat tensor per dtype, all on one device.
 
-    Construction moves the values of the parameters into the arena and lets `parameter.data` alias them, row-major
-    whatever the memory format was before. The Parameter objects keep their identity, hooks and attributes.
+    Construction moves the values of the parameters into the arena and lets `parameter.data` alias them,
+    row-major whatever the memory format was before. The Parameter objects keep their identity, hooks and
+    attributes.
 
     Args:
         parameters: on one device, in the order of `plan.specs`; none may share memory with another.
@@ -87,7 +87,8 @@ class Arena:
     def mark_updated(self, present: Sequence[bool] | None) -> None:
         """Tell autograd that the parameters that are `present` (None: all) were written through `weights`.
 
-        A backward pass through a graph that saved their former values then raises, as after a torch optimizer.
+        A backward pass through a graph that saved their former values then raises, as after a torch
+        optimizer's step.
         """
         marked: Iterable[bool] = [True] * len(self._parameters) if present is None else present
         torch.autograd.graph.increment_version(
@@ -107,9 +108,9 @@ class Arena:
         ]
         if moved:
             raise ParameterMovedError(
-                f"the data of {len(moved)} of {len(self._names)} parameters were replaced after the Trainer was "
-                f"built, so an update would not reach the model: {', '.join(moved)}. Call model.to(...), "
-                "model.half() and the like before building the Trainer (or build a new Trainer now); to set "
+                f"the data of {len(moved)} of {len(self._names)} parameters were replaced after the Trainer "
+                f"was built, so updates would not reach the model: {', '.join(moved)}. Call model.to(...), "
+                "model.half() and the like before building the Trainer, or build a new Trainer now; to set "
                 "values, write in place: parameter.data.copy_(values) or model.load_state_dict(...)"
             )
 
@@ -171,7 +172,7 @@ def _alias(flat: Tensor, offset: int, numel: int) -> Tensor:
         return flat.new_empty(0)
     if flat.device.type == "cuda":
         return torch.as_tensor(_CudaPiece(flat, offset, numel), device=flat.device).view(flat.dtype)
-    memory = memoryview(flat.view(torch.uint8).numpy())
+    memory = flat.view(torch.uint8).numpy().data
     return torch.frombuffer(memory, dtype=flat.dtype, count=numel, offset=offset * flat.element_size())
 
 
@@ -187,17 +188,23 @@ def _check_parameters(parameters: Sequence[Parameter], names: Sequence[str], pla
             f"{len(parameters)} parameters, {len(names)} names and {len(plan.specs)} keys of the plan; "
             "there must be as many of each"
         )
-    problems: list[str] = []
+    # Each of these relies on the ones before it having found nothing.
+    problems = list(_off_device(parameters, names))
+    problems = problems or list(_unfit(parameters, names, plan))
+    problems = problems or list(_overlaps(parameters, names))
+    if problems:
+        raise ConfigurationError(f"the trainer cannot hold these parameters: {'; '.join(problems)}")
+
+
+def _unfit(parameters: Sequence[Parameter], names: Sequence[str], plan: Plan) -> Iterator[str]:
+    """What is wrong with single parameters."""
     for parameter, name, spec in zip(parameters, names, plan.specs, strict=True):
         problem = _problem_with(parameter)
         actual = (tuple(parameter.shape), str(parameter.dtype).removeprefix("torch."))
         if problem is None and actual != (spec.shape, spec.dtype):
             problem = f"is {actual[1]}{list(actual[0])} but was planned as {spec.dtype}{list(spec.shape)}"
         if problem is not None:
-            problems.append(f"{name!r} {problem}")
-    problems += _off_device(parameters, names) or _overlaps(parameters, names)
-    if problems:
-        raise ConfigurationError(f"the trainer cannot hold these parameters: {'; '.join(problems)}")
+            yield f"{name!r} {problem}"
 
 
 def _problem_with(parameter: Parameter) -> str | None:
@@ -211,8 +218,8 @@ def _problem_with(parameter: Parameter) -> str | None:
         return f"has layout {parameter.layout}; call .to_dense() first"
     if not _is_dense(parameter):
         return (
-            f"has shape {list(parameter.shape)} but strides {list(parameter.stride())}, so its elements repeat or "
-            "leave gaps; set parameter.data = parameter.data.contiguous() first"
+            f"has shape {list(parameter.shape)} but strides {list(parameter.stride())}, so its elements "
+            "repeat or leave gaps; set parameter.data = parameter.data.contiguous() first"
         )
     return None
 
@@ -228,31 +235,26 @@ def _is_dense(tensor: Tensor) -> bool:
     return True
 
 
-def _off_device(parameters: Sequence[Parameter], names: Sequence[str]) -> list[str]:
+def _off_device(parameters: Sequence[Parameter], names: Sequence[str]) -> Iterator[str]:
     """The parameters that are not where the first one is."""
     home = parameters[0].device
-    return [
-        f"{name!r} is on {p.device} but {names[0]!r} is on {home}; one trainer works on one device"
-        for p, name in zip(parameters, names, strict=True)
-        if p.device != home
-    ]
+    for parameter, name in zip(parameters, names, strict=True):
+        if parameter.device != home:
+            yield (
+                f"{name!r} is on {parameter.device} but {names[0]!r} is on {home}; one trainer works on one "
+                "device, so move the whole model there first"
+            )
 
 
-def _overlaps(parameters: Sequence[Parameter], names: Sequence[str]) -> list[str]:
-    """Neighbours in memory that share some of it; all are dense and on one device."""
-    blocks = sorted(
-        (p.data_ptr(), p.data_ptr() + p.numel() * p.element_size(), i) for i, p in enumerate(parameters)
-    )
-    found: list[str] = []
+def _overlaps(parameters: Sequence[Parameter], names: Sequence[str]) -> Iterator[str]:
+    """The parameters that share memory with one before them; all are dense and on one device."""
+    blocks = sorted((p.data_ptr(), p.data_ptr() + p.nbytes, i) for i, p in enumerate(parameters) if p.numel())
     last_end, last = 0, 0
     for start, end, i in blocks:
-        if start == end:
-            continue
         if start < last_end:
-            found.append(
-                f"{names[i]!r} shares memory with {names[last]!r}; give each its own, or tie them by using one "
-                "Parameter object in both places"
+            yield (
+                f"{names[i]!r} shares memory with {names[last]!r}; give each its own, or tie them by using "
+                "one Parameter object in both places"
             )
         if end > last_end:
             last_end, last = end, i
-    return found

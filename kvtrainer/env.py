@@ -1,8 +1,8 @@
 """The topology of a job, and its time limits, as read from options and environment variables.
 
 A worker has to know three things: which worker it is, how many there are, and where the servers listen. An
-option given in code wins over the environment; what neither of them says is an error, never a guess. Nothing here
-opens a socket, and the environment is an argument, so nothing is read on import.
+option given in code wins over the environment; what neither of them says is an error, never a guess. Nothing
+here opens a socket, and the environment is an argument, so nothing is read on import.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _ADDRESS = re.compile(r"(?:tcp://)?(?P<host>[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.%A-Za-
 
 @dataclass(frozen=True)
 class Topology:
-    """Which worker this process is, among how many, and the servers' addresses in the order of their index."""
+    """Which worker this process is, among how many, and the addresses of the servers by their index."""
 
     rank: int
     num_workers: int
@@ -54,15 +54,15 @@ def read_topology(
     a bare `host:port` means tcp). An empty variable counts as missing.
 
     Raises:
-        ConfigurationError: a part is missing, not a number, out of range, a malformed address or one given twice.
+        ConfigurationError: a part is missing, not a number or out of range, or an address is malformed or repeated.
     """
+    own = _read_int(environ, RANK, "rank", rank)
     count = _read_int(environ, NUM_WORKERS, "num_workers", num_workers)
     if count < 1:
         raise ConfigurationError(f"num_workers ({NUM_WORKERS}) is {count}; a job has at least 1 worker")
-    own = _read_int(environ, RANK, "rank", rank)
     if not 0 <= own < count:
         raise ConfigurationError(
-            f"rank ({RANK}) is {own}, but with num_workers ({NUM_WORKERS}) {count} it must lie in 0..{count - 1}"
+            f"rank ({RANK}) is {own}; with num_workers ({NUM_WORKERS}) {count} it must lie in 0..{count - 1}"
         )
     listed = _pick(environ, SERVERS, "servers", servers)
     return Topology(own, count, _parse_servers(listed))
@@ -120,14 +120,11 @@ def _parse_servers(listed: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def _read_int(environ: Mapping[str, str], variable: str, option: str, given: int | None) -> int:
-    value: object = _pick(environ, variable, option, given)
-    try:
-        if isinstance(value, str):
-            return int(value)
-        if isinstance(value, int) and not isinstance(value, bool):
-            return value
-    except ValueError:
-        pass
+    value = _pick(environ, variable, option, given)
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    if isinstance(value, str) and re.fullmatch(r"-?[0-9]+", value):
+        return int(value)
     raise ConfigurationError(f"{option} ({variable}) is {value!r}; it must be a whole number")
 
 

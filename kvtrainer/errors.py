@@ -1,4 +1,4 @@
-"""Every error that `kvtrainer` raises on purpose: the store's error tree, and two that only a training loop knows."""
+"""Every error that `kvtrainer` raises on purpose: the store's, and two that only a training loop knows."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ __all__ = [
 
 
 class ParameterMovedError(KVStoreError):
-    """A parameter's data was replaced after the trainer took it over, so updates would not reach the model."""
+    """A parameter's data were replaced after the trainer took it over: updates would not reach the model."""
 
 
 class StaleGradientError(KVStoreError, UserWarning):

@@ -1,8 +1,9 @@
 """Which gradients are new since the last step, and when old ones are dropped.
 
-One hook per parameter does both. It sits on the parameter's AccumulateGrad node and runs just before a backward
-pass adds to `.grad`; `torch.autograd.grad` never executes that node, whereas it does run hooks of the tensor.
-Nothing is attached to the parameter itself, so copying or pickling a model neither carries nor meets a hook.
+One hook per parameter does both. It sits on the parameter's AccumulateGrad node and runs just before a
+backward pass adds to `.grad`; `torch.autograd.grad` never executes that node, whereas it does run hooks of
+the tensor. Nothing is attached to the parameter itself, so copying or pickling a model neither carries nor
+meets a hook.
 """
 
 from __future__ import annotations
@@ -63,8 +64,9 @@ class GradientTracker:
     def is_fresh(self, i: int) -> bool:
         """Whether parameter `i` has a gradient that came after the last `consume` of it.
 
-        Fresh is a gradient that a backward pass has added to, or another object than the one that was consumed
-        (so one that the caller assigned). Edits in place change nothing: clipping, unscaling, zeroing.
+        Fresh is a gradient that a backward pass has added to, or another object than the one that was
+        consumed (so one that the caller assigned). Edits in place change nothing: clipping, unscaling,
+        zeroing.
         """
         grad = self._parameters[i].grad
         if grad is None:

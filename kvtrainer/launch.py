@@ -13,10 +13,10 @@ from kvtrainer._launcher import Launcher, Limits
 _DESCRIPTION = """\
 Start parameter servers and workers on this machine, and end them together.
 
-Servers start first; when all are ready, COMMAND is started once for every worker. When a worker fails, or a server
-exits before the workers are done, the others are stopped, and kvlaunch exits with the code of that first failure
-(128 + n for signal n). When all workers are done, the servers are stopped in good order. No process is left behind,
-even when kvlaunch itself is killed.
+Servers start first; when all are ready, COMMAND is started once for every worker. When a worker fails, or a
+server exits before the workers are done, the others are stopped, and kvlaunch exits with the code of that first
+failure (128 + n for signal n). When all workers are done, the servers are stopped in good order. No process is
+left behind, even when kvlaunch itself is killed.
 """
 
 _EPILOG = """\
@@ -104,7 +104,7 @@ def _make_parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="ARG",
-        help="pass ARG to every server; may be repeated; write --server-arg=--flag when ARG begins with a dash",
+        help="pass ARG to every server; may be repeated; --server-arg=--flag if it begins with a dash",
     )
     waits = parser.add_argument_group("waits, in seconds")
     waits.add_argument(

@@ -1,7 +1,7 @@
 """The optimizers of a training script: make one with `create`, or define your own.
 
-A user-defined optimizer names its options in `defaults`, defines `update` on flat tensors, and is registered so
-that it can be asked for by name. It must be elementwise, for it sees arbitrary pieces of the model::
+A user-defined optimizer names its options in `defaults`, defines `update` on flat tensors, and is registered
+so that it can be asked for by name. It must be elementwise, for it sees arbitrary pieces of the model::
 
     @kvtrainer.optimizer.register
     class Signum(kvtrainer.optimizer.Optimizer):

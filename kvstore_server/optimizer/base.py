@@ -21,6 +21,7 @@ StateValue = Tensor | float
 ALIASES = {"learning_rate": "lr", "wd": "weight_decay", "epsilon": "eps"}
 """Gluon's spelling of an option -> the name of the group key, which is torch's."""
 
+_GLUONS = {key: gluon for gluon, key in ALIASES.items()} | {"betas": "beta1 and beta2"}
 _COMMON: Mapping[str, Any] = {"lr": 0.01, "weight_decay": 0.0, "clip_gradient": None}
 _NEVER_NEGATIVE = frozenset({"weight_decay", "clip_gradient", "momentum", "eps"})
 
@@ -48,10 +49,12 @@ class Optimizer:
     """The class's own options with their defaults; subclasses inherit them."""
     elementwise: ClassVar[bool] = True
     """Whether each element's update needs nothing but that element's weight, gradient and state."""
+    clips: ClassVar[bool] = True
+    """Whether gradients are clipped to `clip_gradient` before `update`."""
     may_raise: bool = True
     """Whether `update` can raise on valid input, so that the state must be kept for a rollback."""
     verified: bool = False
-    """Whether tests show that bits do not depend on where a vector is cut, and that zero padding stays zero."""
+    """Tests show that zero padding stays zero and that bits do not depend on where a vector is cut."""
 
     hyper: dict[str, Any]
     """The live numbers under torch's group keys ('lr', 'weight_decay', 'momentum', ...); may be replaced."""
@@ -93,7 +96,8 @@ class Optimizer:
 
     @property
     def wd(self) -> float:
-        return float(self.hyper["weight_decay"])
+        """Weight decay; 0.0 for a torch class that has none (Rprop)."""
+        return float(self.hyper.get("weight_decay", 0.0))
 
     @property
     def clip_gradient(self) -> float | None:
@@ -122,8 +126,8 @@ class Optimizer:
         `weight` and `grad` are flat, both float32 or both float64, and hold neighbouring elements of one or
         several keys; `grad` is already rescaled and clipped, and may be overwritten. A state entry may be
         changed in place or assigned anew; the names 'step' and 'master' are reserved. `hyper` holds
-        `self.hyper` with the multipliers applied to 'lr' and 'weight_decay', and 'step': which update of these
-        keys this is, from 1. The result for an element must not depend on which other elements come with it.
+        `self.hyper` with the multipliers applied to 'lr' and 'weight_decay', and 'step': which update of
+        these keys this is, from 1. The result for an element must not depend on its neighbours.
         """
         raise NotImplementedError(f"{type(self).__name__} must define update(weight, grad, state, hyper)")
 
@@ -163,9 +167,11 @@ def canonical_options(options: Mapping[str, Any], valid: Mapping[str, Any], who:
 
 
 def _listing(valid: Mapping[str, Any]) -> str:
-    spelled = {key: gluon for gluon, key in ALIASES.items()} | {"betas": "beta1 and beta2"}
-    names = [f"{key} (or {spelled[key]})" if key in spelled else key for key in valid]
-    return ", ".join([*names, "rescale_grad", "multi_precision"])
+    return ", ".join([*map(_both_spellings, valid), "rescale_grad", "multi_precision"])
+
+
+def _both_spellings(key: str) -> str:
+    return f"{key} (or {_GLUONS[key]})" if key in _GLUONS else key
 
 
 def _checked(who: str, name: str, value: Any, default: Any) -> Any:
@@ -180,17 +186,18 @@ def _checked(who: str, name: str, value: Any, default: Any) -> Any:
         return value
     if value is None and default is None:
         return None
+    label = f"{who}: {_both_spellings(name)}"
     if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
-        raise ConfigurationError(f"{who}: {name} must be a finite number, got {value!r}")
+        raise ConfigurationError(f"{label} must be a finite number, got {value!r}")
     if name in _NEVER_NEGATIVE and value < 0:
-        raise ConfigurationError(f"{who}: {name} must not be negative, got {value!r}")
+        raise ConfigurationError(f"{label} must not be negative, got {value!r}")
     if name == "betas" and not 0 <= float(value) < 1:
-        raise ConfigurationError(f"{who}: betas must be at least 0 and less than 1, got {value!r}")
+        raise ConfigurationError(f"{label} must be at least 0 and less than 1, got {value!r}")
     return int(value) if isinstance(default, int) and isinstance(value, Integral) else float(value)
 
 
 def _plain(value: Any) -> Any:
-    """Return what msgpack carries without change: a number for a tensor of one element, a list for a tuple."""
+    """Return what msgpack carries without change: a number for a 0-d tensor, a list for a tuple."""
     if isinstance(value, Tensor):
         return value.item()
     if isinstance(value, tuple | list):

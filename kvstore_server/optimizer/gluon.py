@@ -72,7 +72,7 @@ class Adam(Optimizer):
             [mean],
             [square],
             [],
-            [torch.tensor(float(step), device=weight.device)],
+            [torch.scalar_tensor(step, device=weight.device)],
             lr=hyper["lr"],
             beta1=beta1,
             beta2=beta2,
@@ -85,9 +85,13 @@ class Adam(Optimizer):
 
 
 class Test(Optimizer):
-    """`w -= lr * (grad + wd * w)`: MXNet's optimizer for tests. Options: learning_rate 0.01. No state."""
+    """`w -= lr * (grad + wd * w)`: MXNet's optimizer for tests, which ignores clip_gradient.
+
+    Options: learning_rate 0.01. No state.
+    """
 
     __test__ = False  # keeps pytest from collecting a class of this name
+    clips = False
     name = "test"
     may_raise = False
     verified = True

@@ -112,8 +112,8 @@ def _lookup(name: str) -> AnyClass:
         if isinstance(known, type) and issubclass(known, torch.optim.Optimizer):
             return known
         raise UnknownNameError(
-            f"there is no optimizer {name!r}; known are {', '.join(sorted(_registry))}. A user-defined one must "
-            "be registered in every process: start the servers with --import MODULE"
+            f"there is no optimizer {name!r}; known are {', '.join(sorted(_registry))}. A user-defined one "
+            "must be registered in every process: start the servers with --import MODULE"
         )
     return cls
 
@@ -121,8 +121,8 @@ def _lookup(name: str) -> AnyClass:
 def _check_elementwise(cls: type[Optimizer]) -> None:
     if not cls.elementwise:
         raise ConfigurationError(
-            f"{_where(cls)} has elementwise=False; a store updates slices of a model, which may hold a part of "
-            "a parameter, so it can only run elementwise optimizers"
+            f"{_where(cls)} has elementwise=False; a store updates slices of a model, which may hold a part "
+            "of a parameter, so it can only run elementwise optimizers"
         )
 
 

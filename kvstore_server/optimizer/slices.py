@@ -38,7 +38,7 @@ class SliceState:
     steps: list[int] = field(default_factory=list)
     """Per segment: the number of updates applied."""
     master: Tensor | None = None
-    """float32 weights of a half-precision slice under multi_precision; set to None when weights are replaced."""
+    """float32 weights of a half-precision slice (multi_precision); set to None when weights are replaced."""
 
     @classmethod
     def empty(cls, piece: Slice) -> SliceState:
@@ -76,8 +76,8 @@ class SliceState:
         """Replace the state of one segment by what `state_of` returned, there or elsewhere.
 
         Tensors are flattened; a 0-d tensor or a number is a scalar, unless the slice has a tensor of that
-        name. `weight`, the slice's flat weights, gives the device of tensors that the slice does not have yet,
-        and the other segments' part of a new master; without it, these are the given tensors' device and zero.
+        name. `weight`, the slice's flat weights, gives the device of tensors that the slice does not have
+        yet, and the other segments' part of a new master; without it: the given tensors' device, and zero.
 
         Raises:
             ShapeMismatchError: a tensor has another number of elements than the segment.
@@ -104,7 +104,7 @@ class SliceState:
         self.scalars[index] = scalars
 
     def tensor(self, name: str, piece: Slice, like: Tensor, weight: Tensor | None) -> Tensor:
-        """The slice's tensor of that name; a missing one is made, on the device and in the dtype to compute in."""
+        """The slice's tensor of that name; a missing one is made, zero, in the dtype to compute in."""
         if name == "master":
             if self.master is None:
                 device = like.device
@@ -217,7 +217,7 @@ def _update_run(
         target = stored.float() if kept is None else kept[run.start : run.end]
     change = grad[run.start : run.end]
     bound = run.hyper.get("clip_gradient")
-    if bound is not None:
+    if bound is not None and optimizer.clips:
         change.clamp_(-bound, bound)
     whole = optimizer.verified or weight.device.type != "cpu"
     size = run.end - run.start if whole else _BLOCK
@@ -274,7 +274,7 @@ def _bad_state(optimizer: Optimizer, name: str, value: object, weight: Tensor) -
         else f"a {type(value).__name__}"
     )
     return (
-        f"optimizer {optimizer.registered_name} put {got} into its state as {name!r}; an entry is a tensor of "
-        f"the weights' shape {tuple(weight.shape)}, a 0-d tensor or a number, and not called "
+        f"optimizer {optimizer.registered_name} put {got} into its state as {name!r}; an entry is a tensor "
+        f"of the weights' shape {tuple(weight.shape)}, a 0-d tensor or a number, and not called "
         f"{' or '.join(_RESERVED)}"
     )

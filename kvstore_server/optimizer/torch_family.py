@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -54,11 +54,15 @@ class TorchOptimizer(Optimizer):
         self._options = canonical_options(options, self._valid_options(), self.registered_name)
         if self._options.get("differentiable"):
             raise ConfigurationError(
-                f"{self.registered_name}: differentiable=True needs autograd through the update, which a store "
-                "does not record; leave it out"
+                f"{self.registered_name}: differentiable=True needs autograd through the update, which a "
+                "store does not record; leave it out"
             )
         self._template = self._build(torch.zeros(1))
         self.hyper = _group_of(self._template)
+        # torch wraps step in profiling and in the user's hooks, meant for the user's own optimizers.
+        self._step: Callable[[torch.optim.Optimizer], object] = (
+            inspect.unwrap(cls.step) if trusted else cls.step
+        )
 
     @classmethod
     def from_instance(cls, instance: torch.optim.Optimizer, trusted: bool = True) -> TorchOptimizer:
@@ -90,13 +94,13 @@ class TorchOptimizer(Optimizer):
             if given["step"] is None:
                 on_device = group.get("fused") or group.get("capturable")
                 device = weight.device if on_device else torch.device("cpu")
-                given["step"] = torch.tensor(hyper["step"] - 1.0, device=device)
+                given["step"] = torch.scalar_tensor(hyper["step"] - 1, device=device)
         kernel = self.cls.__new__(self.cls)
         kernel.__dict__.update(self._template.__dict__)
         kernel.param_groups = [group]
         kernel.state = defaultdict(dict, {weight: given})
         weight.grad = grad
-        kernel.step()
+        self._step(kernel)
         weight.grad = None
         result = kernel.state[weight]
         step = result.pop("step", None)

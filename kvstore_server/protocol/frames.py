@@ -17,6 +17,7 @@ from typing import Any
 
 import msgpack
 import numpy as np
+import torch
 
 from kvstore_server.errors import ProtocolError, VersionMismatchError
 from kvstore_server.protocol import messages as m
@@ -31,6 +32,7 @@ _PUSH = 0x80
 _COMMIT = 0x81
 _WEIGHTS = 0x82
 _DONE = 0x83
+_STATE = 0x84
 _RECORD = {_PUSH: 5, _WEIGHTS: 4, _DONE: 2}
 """64-bit words in one record of the body."""
 _COMMIT_WORDS = 6
@@ -43,12 +45,12 @@ _CONTROL: tuple[type[Any], ...] = (
     m.SetOptimizer,
     m.Barrier,
     m.GetState,
-    m.PutState,
     m.Heartbeat,
     m.Leave,
     m.Stats,
     m.Welcome,
     m.Registered,
+    m.Absent,
     m.Missing,
     m.Pending,
     m.Failed,
@@ -67,6 +69,8 @@ def encode_request(request: m.Request) -> list[Frame]:
         kind, frames = _PUSH, _encode_pushes(body.pushes)
     elif isinstance(body, m.CommitBatch):
         kind, frames = _COMMIT, _encode_commits(body)
+    elif isinstance(body, m.State):
+        kind, frames = _STATE, _encode_state(body)
     else:
         kind, frames = _encode_control(body)
     return [_HEADER.pack(_MAGIC, PROTOCOL_VERSION, kind, request.session, request.number, request.run), *frames]
@@ -85,6 +89,8 @@ def decode_request(frames: Sequence[Frame]) -> m.Request:
         body = _decode_pushes(frames)
     elif kind == _COMMIT:
         body = _decode_commits(frames)
+    elif kind == _STATE:
+        body = _decode_state(frames)
     else:
         body = _decode_control(kind, frames)
     return m.Request(run, session, number, body)
@@ -98,6 +104,8 @@ def encode_reply(reply: m.Reply) -> list[Frame]:
         kind, frames = _WEIGHTS, [_pack(records), _join([p.payload for p in body.parts])]
     elif isinstance(body, m.Done):
         kind, frames = _DONE, [_pack(body.rounds)]
+    elif isinstance(body, m.State):
+        kind, frames = _STATE, _encode_state(body)
     else:
         kind, frames = _encode_control(body)
     return [_HEADER.pack(_MAGIC, PROTOCOL_VERSION, kind, 0, reply.number, 0), *frames]
@@ -118,6 +126,8 @@ def decode_reply(frames: Sequence[Frame]) -> m.Reply:
         )
     elif kind == _DONE:
         body = m.Done(tuple((t, r) for t, r in _records(frames, kind, 2).tolist()))
+    elif kind == _STATE:
+        body = _decode_state(frames)
     else:
         body = _decode_control(kind, frames)
     return m.Reply(number, body)
@@ -155,14 +165,7 @@ def payload_bytes(payload: m.Payload) -> memoryview:
         return payload.cast("B") if payload.format != "B" else payload
     if isinstance(payload, bytes | bytearray):
         return memoryview(payload)
-    array = payload.view(_byte_dtype(payload)).numpy()
-    return memoryview(array)
-
-
-def _byte_dtype(tensor: Any) -> Any:
-    import torch
-
-    return torch.uint8 if tensor.numel() else tensor.dtype
+    return memoryview(payload.view(torch.uint8).numpy())
 
 
 def _nbytes(payload: m.Payload) -> int:
@@ -235,6 +238,23 @@ def _decode_commits(frames: Sequence[Frame]) -> m.CommitBatch:
             )
         )
     return m.CommitBatch(tuple(commits), extra[0], tuple(extra[1]))
+
+
+def _encode_state(state: m.State) -> list[Frame]:
+    data = memoryview(state.data)
+    chunks = [data[at : at + MAX_PAYLOAD] for at in range(0, len(data), MAX_PAYLOAD)]
+    return [pack_control([state.table, state.slice, dict(state.summary), len(data)]), *chunks]
+
+
+def _decode_state(frames: Sequence[Frame]) -> m.State:
+    head = unpack_control(_buffer(frames[1])) if len(frames) > 1 else None
+    kinds = (int, int, dict, int)
+    if not (isinstance(head, list) and len(head) == 4 and all(map(isinstance, head, kinds))):
+        raise ProtocolError("a state message must begin with [table, slice, summary, size]")
+    data = b"".join(_buffer(frame) for frame in frames[2:])
+    if len(data) != head[3]:
+        raise ProtocolError(f"a state message names {head[3]} bytes and brings {len(data)}")
+    return m.State(head[0], head[1], head[2], data)
 
 
 def _encode_control(body: Any) -> tuple[int, list[Frame]]:

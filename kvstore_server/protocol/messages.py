@@ -127,17 +127,21 @@ class Barrier:
 
 @dataclass(frozen=True, slots=True)
 class GetState:
-    """Asks for the optimizer state of the part of a table that this server holds."""
+    """Asks for the optimizer state of one slice; answered by State."""
 
     table: int
+    slice: int
 
 
 @dataclass(frozen=True, slots=True)
-class PutState:
-    """Replaces the optimizer state of the part of a table that this server holds."""
+class State:
+    """The optimizer state of one slice: as a request it replaces the state, as a reply it answers GetState."""
 
     table: int
-    state: Mapping[str, Any]
+    slice: int
+    summary: Mapping[str, Any]
+    """Numbers, and the names and sizes of the tensors in `data`; see `state_blob`."""
+    data: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +171,7 @@ RequestBody: TypeAlias = (
     | SetOptimizer
     | Barrier
     | GetState
-    | PutState
+    | State
     | Heartbeat
     | Leave
     | Stats
@@ -226,6 +230,15 @@ class Done:
 
 
 @dataclass(frozen=True, slots=True)
+class Absent:
+    """Comes before the Weights or Done of a round that left out keys (by index) because no rank gave any."""
+
+    table: int
+    round: int
+    keys: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Missing:
     """Refuses a Commit that names slices which never arrived; send them again, then commit again."""
 
@@ -259,7 +272,7 @@ class Info:
     values: Mapping[str, Any] = field(default_factory=dict)
 
 
-ReplyBody: TypeAlias = Welcome | Registered | Weights | Done | Missing | Pending | Failed | Info
+ReplyBody: TypeAlias = Welcome | Registered | Weights | Done | Absent | Missing | Pending | Failed | Info | State
 
 
 @dataclass(frozen=True, slots=True)

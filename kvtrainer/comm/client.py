@@ -6,9 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kvstore_server.errors import ConfigurationError
-from kvstore_server.plan import TensorSpec, make_plan
+from kvstore_server.optimizer import SliceState
+from kvstore_server.plan import Slice, TensorSpec, make_plan
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import pack_control
+from kvstore_server.state_blob import pack_state, unpack_state
 from kvtrainer.comm.rounds import RemoteTable, Rounds
 from kvtrainer.comm.session import Session, SessionOptions, Transport
 
@@ -73,6 +75,19 @@ class Client:
         self.settle()
         for server in range(self.num_servers):
             self._session.call(server, m.SetOptimizer(packed))
+
+    def get_state(self, table: RemoteTable, piece: Slice) -> SliceState:
+        """Fetch the optimizer state of one slice, as of this worker's last round."""
+        self.rounds.settle(table)
+        reply = self._session.call(piece.server, m.GetState(table.numbers[piece.server], piece.index))
+        assert isinstance(reply, m.State)
+        return unpack_state(piece, reply.summary, reply.data)
+
+    def put_state(self, table: RemoteTable, piece: Slice, state: SliceState) -> None:
+        """Replace the optimizer state of one slice."""
+        self.rounds.settle(table)
+        summary, data = pack_state(state)
+        self._session.call(piece.server, m.State(table.numbers[piece.server], piece.index, summary, data))
 
     def barrier(self) -> None:
         """Block until every worker of the namespace has come to the same barrier.

@@ -58,9 +58,15 @@ class Connection:
     def receive(self, timeout: float) -> tuple[int, m.Reply] | None:
         if not self._is_usable():
             return None
-        if not self._ready:
-            events = self._poller.poll(max(0, int(timeout * 1000)))
-            self._ready.extend(self._index[socket] for socket, _ in events)
+        got = self._take_ready()
+        if got is None:
+            # Only what a new poll reports is ready: after the last look every socket was empty.
+            self._ready.extend(self._index[socket] for socket, _ in self._poller.poll(max(0, int(timeout * 1000))))
+            got = self._take_ready()
+        return got
+
+    def _take_ready(self) -> tuple[int, m.Reply] | None:
+        """Take one reply from the sockets that had some, in turn, so that no server is starved."""
         while self._ready:
             server = self._ready[0]
             try:

@@ -84,6 +84,8 @@ class Ticket:
     """(server, table number there) → slices still to come; an empty set waits for a plain acknowledgement."""
     tables: dict[tuple[int, int], RoundItem] = field(default_factory=dict)
     error: KVStoreError | None = None
+    absent: dict[str, set[int]] = field(default_factory=dict)
+    """Table → keys that no worker contributed to."""
     next_rounds: dict[str, int] = field(default_factory=dict)
     is_over: bool = False
 
@@ -214,8 +216,8 @@ class Rounds:
     def _await(self, ticket: Ticket, repeat: Callable[[int], None]) -> None:
         def again(now: float) -> None:
             for server in sorted({server for server, _ in ticket.outstanding}):
-                self._session.check_heard(server, ticket.started, now)
-                repeat(server)
+                if self._session.is_silent(server, ticket.started, now):
+                    repeat(server)
 
         def is_over() -> bool:
             return not ticket.outstanding or ticket.error is not None
@@ -233,13 +235,16 @@ class Rounds:
         elif isinstance(reply, m.Done):
             for table, _ in reply.rounds:
                 ticket.outstanding.pop((server, table), None)
+        elif isinstance(reply, m.Absent):
+            item = ticket.tables[server, reply.table]
+            ticket.absent.setdefault(item.table.name, set()).update(reply.keys)
         elif isinstance(reply, m.Missing):
             self._send_again(ticket, server, reply)
         elif isinstance(reply, m.Failed):
             ticket.error = ticket.error or from_wire(reply.code, reply.text)
-            item = ticket.tables.get((server, reply.table))
-            if item is not None:
-                name = item.table.name
+            failed = ticket.tables.get((server, reply.table))
+            if failed is not None:
+                name = failed.table.name
                 ticket.next_rounds[name] = max(ticket.next_rounds.get(name, 0), reply.next_round)
 
     def _take_part(self, ticket: Ticket, server: int, part: m.WeightsPart) -> None:

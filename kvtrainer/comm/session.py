@@ -155,14 +155,21 @@ class Session:
             else:
                 self._hand_out(*got)
 
-    def check_heard(self, server: int, since: float, now: float) -> None:
-        """Raise ServerUnreachableError if a server that must answer has said nothing for too long."""
+    def is_silent(self, server: int, since: float, now: float) -> bool:
+        """Whether a server that must answer has said nothing for long enough to be asked again.
+
+        A server that is still sending a large answer is not: asking it again would make it send all of it twice.
+
+        Raises:
+            ServerUnreachableError: it has said nothing for too long.
+        """
         silence = now - max(self._heard[server], since)
         if silence > self.options.dead_after:
             raise ServerUnreachableError(
                 f"{self.describe(server)} has not answered for {silence:.1f} s; is it still running? "
                 "Restart the job from its last saved states"
             )
+        return silence >= REPEAT_AFTER
 
     def close(self, reason: str) -> None:
         """Leave the job on every server and give the transport back. Idempotent."""
@@ -183,8 +190,7 @@ class Session:
                 answers.append(reply)
 
         def again(now: float) -> None:
-            if repeat is not None:
-                self.check_heard(server, started, now)
+            if repeat is not None and self.is_silent(server, started, now):
                 self.send(server, number, repeat)
 
         number = self.next_number(take)

@@ -1,0 +1,339 @@
+"""Flat storage: values, aliasing, what saving and copying a model sees, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_model, save_model
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from kvstore_server.plan import ALIGNMENT, Plan, TensorSpec, make_plan
+from kvtrainer.arena import Arena
+from kvtrainer.errors import ConfigurationError, ParameterMovedError
+
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+
+
+def plan_for(parameters: list[Parameter]) -> Plan:
+    return make_plan(
+        [
+            TensorSpec(f"p{i}", tuple(p.shape), str(p.dtype).removeprefix("torch."))
+            for i, p in enumerate(parameters)
+        ],
+        num_servers=1,
+    )
+
+
+def arena_of(parameters: list[Parameter]) -> Arena:
+    return Arena(parameters, [f"p{i}" for i in range(len(parameters))], plan_for(parameters))
+
+
+def small_model() -> nn.Sequential:
+    torch.manual_seed(7)
+    return nn.Sequential(nn.Linear(5, 3), nn.ReLU(), nn.Linear(3, 2))
+
+
+def mixed_parameters() -> list[Parameter]:
+    """Every dtype, odd sizes, a scalar, an empty one and one that is cut into several slices."""
+    torch.manual_seed(1)
+    shapes: list[tuple[int, ...]] = [(3, 5), (), (0, 4), (17,), (70, 300)]
+    return [Parameter(torch.randn(shape).to(dtype)) for dtype in DTYPES for shape in shapes]
+
+
+def expected_arenas(plan: Plan, values: list[Tensor]) -> dict[str, Tensor]:
+    """The arenas that hold `values` in their places and zero everywhere else, written by plain indexing."""
+    arenas = {
+        dtype: torch.zeros(size, dtype=getattr(torch, dtype)) for dtype, size in plan.arena_sizes.items()
+    }
+    for spec, offset, value in zip(plan.specs, plan.key_offsets, values, strict=True):
+        arenas[spec.dtype][offset : offset + spec.numel] = value.detach().reshape(-1)
+    return arenas
+
+
+def test_values_survive_and_lie_where_the_plan_says_with_zero_padding() -> None:
+    parameters = mixed_parameters()
+    before = [p.detach().clone() for p in parameters]
+    arena = arena_of(parameters)
+    expected = expected_arenas(plan_for(parameters), before)
+    assert arena.weights.keys() == expected.keys()
+    for dtype, flat in expected.items():
+        assert torch.equal(arena.weights[dtype], flat)
+        assert arena.weights[dtype].data_ptr() % ALIGNMENT == 0
+    assert all(torch.equal(p, value) for p, value in zip(parameters, before, strict=True))
+
+
+def test_parameters_and_arena_share_memory_both_ways() -> None:
+    parameters = mixed_parameters()
+    arena = arena_of(parameters)
+    for flat in arena.weights.values():
+        flat.fill_(3)
+    assert all(bool((p == 3).all()) for p in parameters)
+    with torch.no_grad():
+        parameters[0].fill_(5)
+    assert arena.weights["float16"].eq(5).sum() == parameters[0].numel()
+
+
+def test_parameter_objects_keep_identity_hooks_attributes_and_requires_grad() -> None:
+    model = small_model()
+    weight = model[0].weight
+    weight.grad_req = "add"
+    seen: list[Tensor] = []
+    weight.register_hook(seen.append)
+    model[0].bias.requires_grad_(False)
+    arena_of(list(model.parameters()))
+    model(torch.ones(1, 5)).sum().backward()
+    assert model[0].weight is weight
+    assert weight.grad_req == "add"
+    assert len(seen) == 1
+    assert not model[0].bias.requires_grad
+
+
+def test_noncontiguous_dense_parameters_become_row_major_with_the_same_values() -> None:
+    torch.manual_seed(2)
+    conv = Parameter(torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last))
+    transposed = Parameter(torch.randn(6, 5).t())
+    before = [conv.detach().clone(), transposed.detach().clone()]
+    arena_of([conv, transposed])
+    assert conv.is_contiguous()
+    assert transposed.is_contiguous()
+    assert torch.equal(conv, before[0])
+    assert torch.equal(transposed, before[1])
+
+
+def test_each_parameter_has_a_storage_of_exactly_its_own_bytes() -> None:
+    parameters = mixed_parameters()
+    arena_of(parameters)
+    assert [p.untyped_storage().nbytes() for p in parameters] == [p.nbytes for p in parameters]
+    assert all(p.storage_offset() == 0 for p in parameters)
+
+
+def test_saving_one_layer_does_not_write_the_whole_arena() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(300, 300))
+    arena_of(list(model.parameters()))
+    file = io.BytesIO()
+    torch.save(model[0].state_dict(), file)
+    assert file.tell() < 5000
+    file.seek(0)
+    assert torch.equal(torch.load(file)["weight"], model[0].weight)
+
+
+def test_safetensors_saves_and_loads_the_model(tmp_path: Path) -> None:
+    model = small_model()
+    arena_of(list(model.parameters()))
+    save_model(model, str(tmp_path / "model.safetensors"))
+    other = small_model()
+    with torch.no_grad():
+        other[0].weight.zero_()
+    arena = arena_of(list(other.parameters()))
+    load_model(other, str(tmp_path / "model.safetensors"))
+    assert torch.equal(other[0].weight, model[0].weight)
+    arena.check_in_place()
+
+
+def test_deepcopy_gives_independent_weights() -> None:
+    model = small_model()
+    arena = arena_of(list(model.parameters()))
+    twin = copy.deepcopy(model)
+    arena.weights["float32"].zero_()
+    assert torch.equal(twin[0].weight, small_model()[0].weight)
+
+
+def test_pickled_model_comes_back_with_its_weights_after_the_arena_is_gone() -> None:
+    model = small_model()
+    arena = arena_of(list(model.parameters()))
+    del arena
+    twin = pickle.loads(pickle.dumps(model))
+    assert torch.equal(twin[2].weight, small_model()[2].weight)
+
+
+def test_load_state_dict_writes_into_the_arena() -> None:
+    model = small_model()
+    values = {key: value + 1 for key, value in model.state_dict().items()}
+    arena = arena_of(list(model.parameters()))
+    model.load_state_dict(values)
+    arena.check_in_place()
+    expected = expected_arenas(plan_for(list(model.parameters())), list(values.values()))
+    assert torch.equal(arena.weights["float32"], expected["float32"])
+
+
+def test_gradients_are_gathered_in_row_major_order_and_absent_pieces_are_zero() -> None:
+    torch.manual_seed(3)
+    parameters = mixed_parameters()
+    conv = Parameter(torch.randn(4, 3, 2, 2))
+    parameters.append(conv)
+    for p in parameters:
+        p.grad = torch.randn(p.shape).to(p.dtype)
+    conv.grad = torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last)
+    arena = arena_of(parameters)
+    arena.gather_grads([True] * len(parameters))
+    present = [i % 3 != 0 for i in range(len(parameters))]
+    arena.gather_grads(present)
+    values = [
+        p.grad if here and p.grad is not None else torch.zeros_like(p)
+        for p, here in zip(parameters, present, strict=True)
+    ]
+    for dtype, flat in expected_arenas(plan_for(parameters), values).items():
+        assert torch.equal(arena.grads[dtype], flat)
+        assert arena.grads[dtype].data_ptr() % ALIGNMENT == 0
+
+
+def test_scatter_writes_back_in_place_and_leaves_absent_gradients_alone() -> None:
+    parameters = [Parameter(torch.zeros(2, 3)), Parameter(torch.zeros(5))]
+    for p in parameters:
+        p.grad = torch.ones_like(p)
+    objects = [p.grad for p in parameters]
+    arena = arena_of(parameters)
+    arena.gather_grads([True, True])
+    arena.grads["float32"].mul_(4)
+    arena.scatter_grads([True, False])
+    assert [p.grad is grad for p, grad in zip(parameters, objects, strict=True)] == [True, True]
+    assert [p.grad.unique().tolist() for p in parameters if p.grad is not None] == [[4.0], [1.0]]
+
+
+def test_scatter_gives_a_gradient_of_its_own_to_a_parameter_without_one() -> None:
+    parameter = Parameter(torch.zeros(3))
+    arena = arena_of([parameter])
+    arena.grads["float32"][:3] = 2
+    arena.scatter_grads([True])
+    arena.grads["float32"].zero_()
+    assert parameter.grad is not None
+    assert parameter.grad.tolist() == [2, 2, 2]
+
+
+@pytest.mark.parametrize("through_arena", [True, False])
+def test_backward_after_an_update_raises_exactly_where_torch_sgd_makes_it_raise(through_arena: bool) -> None:
+    first, second = Parameter(torch.ones(2)), Parameter(torch.ones(2))
+    arena = arena_of([first, second])
+    saves_both = (first * second).sum()
+    saves_none = (first + 1).sum() + (second + 1).sum()
+    saves_first = (first**2).sum()
+    second.grad = torch.ones(2)
+    if through_arena:
+        arena.weights["float32"].add_(-0.1)
+        arena.mark_updated([False, True])
+    else:
+        torch.optim.SGD([first, second], lr=0.1).step()
+    saves_none.backward()
+    saves_first.backward()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        saves_both.backward()
+
+
+def test_arena_built_in_inference_mode_can_still_be_trained() -> None:
+    parameter = Parameter(torch.ones(3))
+    with torch.inference_mode():
+        arena = arena_of([parameter])
+        assert not arena.grads["float32"].any()
+        arena.mark_updated(None)
+    (parameter * 2).sum().backward()
+    arena.gather_grads([True])
+    arena.weights["float32"].add_(arena.grads["float32"])
+    assert parameter.tolist() == [3, 3, 3]
+
+
+@pytest.mark.parametrize("compile_first", [True, False])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_model_sees_updates_whether_compiled_before_or_after(
+    compile_first: bool, backend: str
+) -> None:
+    torch.compiler.reset()
+    model = nn.Linear(3, 2)
+    compiled = torch.compile(model, backend=backend)
+    if compile_first:
+        compiled(torch.ones(1, 3)).sum().backward()
+        model.zero_grad()
+    arena = arena_of(list(model.parameters()))
+    compiled(torch.ones(1, 3)).sum().backward()
+    arena.gather_grads([True, True])
+    assert arena.grads["float32"].sum() == 8
+    arena.weights["float32"].fill_(2)
+    assert compiled(torch.ones(1, 3)).tolist() == [[8, 8]]
+
+
+def test_in_place_check_names_every_parameter_that_was_moved_and_no_other() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
+    parameters = list(model.parameters())
+    arena = Arena(parameters, [name for name, _ in model.named_parameters()], plan_for(parameters))
+    arena.check_in_place()
+    model[1].half()
+    parameters[0].data = parameters[0].data.t()
+    parameters[5].data = torch.zeros(2)
+    with pytest.raises(
+        ParameterMovedError, match=r"4 of 6 .*: 0\.weight, 1\.weight, 1\.bias, 2\.bias\. Call"
+    ):
+        arena.check_in_place()
+
+
+def gapped() -> list[Parameter]:
+    return [Parameter(torch.ones(4, 4)[:, :2])]
+
+
+def expanded() -> list[Parameter]:
+    return [Parameter(torch.ones(1, 3).expand(4, 3))]
+
+
+def partly_shared() -> list[Parameter]:
+    base = torch.arange(10.0)
+    return [Parameter(base[:6]), Parameter(torch.ones(2)), Parameter(base[5:])]
+
+
+def on_two_devices() -> list[Parameter]:
+    return [Parameter(torch.ones(2)), Parameter(torch.ones(2, device="meta"))]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (gapped, r"'p0' has shape \[4, 2\] but strides \[4, 1\]"),
+        (expanded, r"'p0' has shape \[4, 3\] but strides \[0, 1\]"),
+        (partly_shared, r"'p2' shares memory with 'p0'"),
+        (on_two_devices, r"'p1' is on meta but 'p0' is on cpu"),
+    ],
+)
+def test_unsuitable_parameters_are_refused_before_anything_changes(
+    make: Callable[[], list[Parameter]], message: str
+) -> None:
+    parameters = make()
+    before = [p.data_ptr() for p in parameters]
+    with pytest.raises(ConfigurationError, match=message):
+        arena_of(parameters)
+    assert [p.data_ptr() for p in parameters] == before
+
+
+def test_parameter_that_differs_from_the_plan_is_refused() -> None:
+    plan = plan_for([Parameter(torch.ones(2, 2))])
+    with pytest.raises(
+        ConfigurationError, match=r"'w' is float64\[2, 2\] but was planned as float32\[2, 2\]"
+    ):
+        Arena([Parameter(torch.ones(2, 2, dtype=torch.float64))], ["w"], plan)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_cuda_parameters_alias_the_arena_with_storages_of_their_own(dtype: torch.dtype) -> None:
+    torch.manual_seed(4)
+    parameters = [
+        Parameter(torch.randn(shape, device="cuda").to(dtype)) for shape in [(3, 5), (), (0, 4), (70, 30)]
+    ]
+    before = [p.detach().clone() for p in parameters]
+    arena = arena_of(parameters)
+    assert all(torch.equal(p, value) for p, value in zip(parameters, before, strict=True))
+    assert [p.untyped_storage().nbytes() for p in parameters] == [p.nbytes for p in parameters]
+    for p in parameters:
+        p.grad = torch.ones_like(p)
+    arena.gather_grads([True] * len(parameters))
+    (flat,) = arena.grads.values()
+    assert flat.sum().item() == sum(math.prod(p.shape) for p in parameters)
+    (weights,) = arena.weights.values()
+    weights.fill_(2)
+    assert all(bool((p == 2).all()) for p in parameters)
+    arena.check_in_place()

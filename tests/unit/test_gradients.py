@@ -1,0 +1,307 @@
+"""Freshness of gradients, and when used ones are dropped; every expected gradient is a closed form."""
+
+from __future__ import annotations
+
+import copy
+import io
+import weakref
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.utils.checkpoint import checkpoint
+
+from kvtrainer.errors import ConfigurationError
+from kvtrainer.gradients import GradientTracker
+
+
+def watch(*parameters: Parameter) -> GradientTracker:
+    tracker = GradientTracker(parameters, [f"p{i}" for i in range(len(parameters))])
+    tracker.attach()
+    return tracker
+
+
+def ones(**attributes: str) -> Parameter:
+    parameter = Parameter(torch.ones(2))
+    for name, value in attributes.items():
+        setattr(parameter, name, value)
+    return parameter
+
+
+def backward(parameter: Parameter, slope: float = 1.0) -> None:
+    """One backward pass whose gradient is `slope` in every element."""
+    (parameter * slope).sum().backward()
+
+
+def slopes(parameter: Parameter) -> list[float] | None:
+    return None if parameter.grad is None else parameter.grad.tolist()
+
+
+def test_gradient_is_fresh_after_backward_and_stale_once_consumed() -> None:
+    p = ones()
+    tracker = watch(p)
+    assert tracker.stale() == [0]
+    backward(p)
+    assert tracker.is_fresh(0)
+    tracker.consume([0])
+    assert tracker.stale() == [0]
+    backward(p)
+    assert tracker.stale() == []
+
+
+def test_gradient_that_was_there_before_the_tracker_is_fresh() -> None:
+    p = ones()
+    backward(p)
+    assert watch(p).is_fresh(0)
+
+
+def test_used_gradient_stays_readable_then_backward_passes_add_up_afresh() -> None:
+    p = ones()
+    tracker = watch(p)
+    backward(p, 3)
+    backward(p, 5)
+    assert slopes(p) == [8, 8]
+    tracker.consume([0])
+    assert slopes(p) == [8, 8]
+    backward(p, 7)
+    backward(p, 11)
+    assert slopes(p) == [18, 18]
+
+
+def test_retained_graph_and_a_parameter_used_twice_accumulate_as_in_torch() -> None:
+    p = ones()
+    tracker = watch(p)
+    backward(p, 100)
+    tracker.consume([0])
+    loss = (p * 2).sum() + (p * 3).sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    assert slopes(p) == [10, 10]
+
+
+def test_backward_drops_consumed_gradients_that_it_does_not_reach_and_no_others() -> None:
+    p, q, left_out = ones(), ones(), ones()
+    tracker = watch(p, q, left_out)
+    for parameter in (p, q, left_out):
+        backward(parameter, 2)
+    tracker.consume([0])
+    tracker.consume([1])
+    backward(p, 4)
+    assert [slopes(p), slopes(q), slopes(left_out)] == [[4, 4], None, [2, 2]]
+    assert tracker.stale() == [1]
+
+
+def test_gradient_assigned_by_the_caller_is_fresh_and_is_not_dropped() -> None:
+    p, q = ones(), ones()
+    tracker = watch(p, q)
+    backward(p)
+    tracker.consume([0])
+    p.grad = torch.full((2,), 9.0)
+    assert tracker.is_fresh(0)
+    backward(q)
+    assert slopes(p) == [9, 9]
+
+
+def clip(p: Parameter) -> None:
+    nn.utils.clip_grad_norm_([p], 0.1)
+
+
+def zero_in_place(p: Parameter) -> None:
+    torch.optim.SGD([p], lr=0.1).zero_grad(set_to_none=False)
+
+
+def unscale(p: Parameter) -> None:
+    assert p.grad is not None
+    p.grad.mul_(0.5)
+
+
+@pytest.mark.parametrize("edit", [clip, zero_in_place, unscale])
+def test_edits_in_place_make_a_gradient_neither_fresh_nor_stale(edit: Callable[[Parameter], None]) -> None:
+    p = ones()
+    tracker = watch(p)
+    backward(p)
+    edit(p)
+    assert tracker.is_fresh(0)
+    tracker.consume([0])
+    edit(p)
+    assert not tracker.is_fresh(0)
+
+
+def test_zero_grad_to_none_makes_a_gradient_stale_and_frees_its_memory() -> None:
+    p = ones()
+    tracker = watch(p)
+    backward(p)
+    tracker.consume([0])
+    assert p.grad is not None
+    # torch keeps the Python object of a gradient alive for as long as the gradient itself.
+    gradient = weakref.ref(p.grad)
+    p.grad = None
+    assert gradient() is None
+    assert not tracker.is_fresh(0)
+
+
+def test_autograd_grad_neither_freshens_nor_drops() -> None:
+    p = ones()
+    tracker = watch(p)
+    backward(p, 3)
+    tracker.consume([0])
+    torch.autograd.grad((p * 5).sum(), p)
+    assert slopes(p) == [3, 3]
+    assert not tracker.is_fresh(0)
+
+
+def test_gradient_penalty_starts_afresh_and_adds_both_terms() -> None:
+    p = ones()
+    tracker = watch(p)
+    backward(p, 3)
+    tracker.consume([0])
+    (grad,) = torch.autograd.grad((p**3).sum(), p, create_graph=True)
+    (grad**2).sum().backward()
+    # d/dp (3 p^2)^2 = 36 p^3
+    assert slopes(p) == [36, 36]
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_activation_checkpointing_over_a_shared_parameter_adds_all_segments(reentrant: bool) -> None:
+    p = ones()
+    tracker = watch(p)
+    backward(p, 100)
+    tracker.consume([0])
+    x = torch.ones(2, requires_grad=True)
+
+    def segment(value: Tensor) -> Tensor:
+        return value + 2 * p
+
+    out = checkpoint(segment, checkpoint(segment, x, use_reentrant=reentrant), use_reentrant=reentrant)
+    out.sum().backward()
+    assert slopes(p) == [4, 4]
+
+
+class NoGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, grad: Tensor) -> None:
+        return None
+
+
+def test_custom_function_that_returns_no_gradient_does_not_freshen() -> None:
+    p = ones(grad_req="add")
+    tracker = watch(p)
+    backward(p)
+    tracker.consume([0])
+    NoGradient.apply(p).sum().backward()
+    assert slopes(p) == [1, 1]
+    assert not tracker.is_fresh(0)
+
+
+def test_write_overwrites_at_every_backward() -> None:
+    p = ones(grad_req="write")
+    watch_kept = watch(p)
+    backward(p, 3)
+    (p * 2 + p * 3).sum().backward()
+    assert slopes(p) == [5, 5]
+    assert watch_kept.is_fresh(0)
+
+
+def test_add_is_never_dropped() -> None:
+    p = ones(grad_req="add")
+    tracker = watch(p)
+    backward(p, 3)
+    tracker.consume([0])
+    assert not tracker.is_fresh(0)
+    backward(p, 4)
+    assert slopes(p) == [7, 7]
+    assert tracker.is_fresh(0)
+
+
+def test_grad_req_is_read_when_it_matters() -> None:
+    p = ones()
+    tracker = watch(p)
+    backward(p, 3)
+    tracker.consume([0])
+    p.grad_req = "add"
+    backward(p, 4)
+    assert slopes(p) == [7, 7]
+    assert tracker.participating() == [True]
+    p.grad_req = "null"
+    assert tracker.participating() == [False]
+    del p.grad_req
+    p.requires_grad_(False)
+    assert tracker.participating() == [False]
+    assert tracker.stale() == []
+
+
+def test_unknown_grad_req_is_refused_by_name() -> None:
+    tracker = watch(ones(), ones(grad_req="wirte"))
+    with pytest.raises(
+        ConfigurationError, match="'p1' has grad_req='wirte'; set it to one of 'write', 'add'"
+    ):
+        tracker.stale()
+
+
+def test_parameter_unfrozen_later_is_seen_after_attach_and_hooked_once() -> None:
+    p = ones().requires_grad_(False)
+    tracker = watch(p)
+    p.requires_grad_(True)
+    tracker.attach()
+    tracker.attach()
+    backward(p)
+    tracker.consume([0])
+    backward(p, 2)
+    assert slopes(p) == [2, 2]
+    assert len(tracker._handles) == 1
+
+
+@pytest.mark.parametrize("end", ["close", "delete"])
+def test_closed_or_deleted_tracker_acts_no_more(end: str) -> None:
+    p = ones()
+    tracker = watch(p)
+    graph = (p * 4).sum()
+    backward(p, 3)
+    tracker.consume([0])
+    if end == "close":
+        tracker.close()
+    else:
+        del tracker
+    graph.backward()
+    assert slopes(p) == [7, 7]
+
+
+def test_deepcopied_model_does_not_act_on_the_tracker_of_the_original() -> None:
+    model = nn.Linear(2, 1, bias=False)
+    tracker = watch(model.weight)
+    model(torch.ones(1, 2)).sum().backward()
+    tracker.consume([0])
+    twin = copy.deepcopy(model)
+    twin(torch.ones(1, 2)).sum().backward()
+    assert not tracker.is_fresh(0)
+    assert slopes(model.weight) == [[1, 1]]
+
+
+def test_whole_model_can_be_saved_and_loaded_while_it_is_watched() -> None:
+    model = nn.Linear(2, 1)
+    tracker = watch(*model.parameters())
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    loaded(torch.ones(1, 2)).sum().backward()
+    assert torch.equal(loaded.weight, model.weight)
+    assert tracker.stale() == [0, 1]
+
+
+def test_compiled_model_is_tracked() -> None:
+    torch.compiler.reset()
+    model = nn.Linear(2, 1, bias=False)
+    compiled = torch.compile(model, backend="aot_eager")
+    tracker = watch(model.weight)
+    for _ in range(2):
+        compiled(torch.ones(1, 2)).sum().backward()
+        assert tracker.is_fresh(0)
+        assert slopes(model.weight) == [[1, 1]]
+        tracker.consume([0])

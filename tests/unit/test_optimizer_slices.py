@@ -1,0 +1,267 @@
+"""The update of a slice: runs, padding, half precision, bits, and moving state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvstore_server.errors import ShapeMismatchError
+from kvstore_server.optimizer import Optimizer, SliceState, create, update_slice
+from kvstore_server.optimizer.torch_family import ELEMENTWISE
+from kvstore_server.plan import Segment, Slice, TensorSpec, make_plan
+
+SHAPES = [(30,), (0,), (5, 7), (1,), (64,)]
+BUILT_IN: list[Any] = ["sgd", "adam", "test", *(f"torch:{cls.__name__}" for cls in ELEMENTWISE)]
+
+
+class Curved(Optimizer):
+    """A user's optimizer out of operations whose vectorised and scalar versions round differently."""
+
+    defaults: ClassVar[dict[str, Any]] = {"power": 0.33}
+
+    def create_state(self, weight: Tensor) -> dict[str, Any]:
+        return {"seen": torch.zeros_like(weight), "count": 0.0}
+
+    def update(self, weight: Tensor, grad: Tensor, state: dict[str, Any], hyper: Any) -> None:
+        state["count"] += 1.0
+        state["seen"] = state["seen"] + grad.abs()
+        weight -= hyper["lr"] * grad.sigmoid() * (state["seen"] + 1.0) ** hyper["power"] + 0.5
+
+
+def make(name: str | type[Optimizer], **options: Any) -> Optimizer:
+    """An optimizer with momentum and weight decay where there is an option for it."""
+    rate = 5.0 if name == "torch:Adadelta" else 0.05
+    extra = {"momentum": 0.9, "weight_decay": 0.01}
+    return create(name, lr=rate, **{k: v for k, v in extra.items() if k in create(name).hyper}, **options)
+
+
+def small_slice(dtype: str = "float32") -> Slice:
+    return make_plan([TensorSpec(str(i), shape, dtype) for i, shape in enumerate(SHAPES)], 1).slices[0]
+
+
+def big_slice(numel: int) -> Slice:
+    length = -(-numel // 16) * 16
+    return Slice(0, "float32", 0, length, numel, (Segment(0, 0, 0, numel),), 0)
+
+
+def filled(piece: Slice, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Random numbers in the segments, zero in the padding."""
+    generator = torch.Generator().manual_seed(seed)
+    flat = torch.zeros(piece.length, dtype=dtype)
+    for s in piece.segments:
+        flat[s.start : s.start + s.numel] = torch.randn(s.numel, generator=generator, dtype=dtype)
+    return flat
+
+
+def padding(piece: Slice, flat: Tensor) -> Tensor:
+    used = torch.zeros(piece.length, dtype=torch.bool)
+    for s in piece.segments:
+        used[s.start : s.start + s.numel] = True
+    return flat[~used]
+
+
+def same_bits(a: SliceState, b: SliceState) -> bool:
+    return (
+        a.steps == b.steps
+        and a.scalars == b.scalars
+        and all(map(torch.equal, a.tensors.values(), b.tensors.values()))
+    )
+
+
+@pytest.fixture
+def threads() -> Iterator[Callable[[int], None]]:
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("name", [*BUILT_IN, Curved])
+def test_bits_do_not_depend_on_the_number_of_threads(name: Any, threads: Callable[[int], None]) -> None:
+    piece, optimizer = big_slice(100_003), make(name)
+    results = []
+    for count in (1, 3):
+        threads(count)
+        weight, state = filled(piece, 0), SliceState.empty(piece)
+        for step in range(3):
+            update_slice(optimizer, piece, weight, filled(piece, step + 1), state, [optimizer.hyper])
+        results.append((weight, state))
+    assert torch.equal(results[0][0], results[1][0])
+    assert same_bits(results[0][1], results[1][1])
+
+
+@pytest.mark.parametrize("name", [*BUILT_IN, Curved])
+def test_bits_do_not_depend_on_which_neighbours_are_updated_in_the_same_run(name: Any) -> None:
+    piece, optimizer = small_slice(), make(name)
+    together, apart = filled(piece, 0), filled(piece, 0)
+    state, other = SliceState.empty(piece), SliceState.empty(piece)
+    hypers = [optimizer.hyper] * len(SHAPES)
+    for step in range(3):
+        update_slice(optimizer, piece, together, filled(piece, step + 1), state, hypers)
+        for i in range(len(SHAPES)):
+            present = [i == j for j in range(len(SHAPES))]
+            update_slice(optimizer, piece, apart, filled(piece, step + 1), other, hypers, present)
+    assert torch.equal(together, apart)
+    assert state.steps == other.steps == [3] * len(SHAPES)
+
+
+@pytest.mark.parametrize("name", [*BUILT_IN, Curved])
+def test_padding_stays_zero(name: Any) -> None:
+    piece, optimizer = small_slice(), make(name)
+    if "eps" in optimizer.hyper:
+        optimizer = make(name, eps=0.0)
+    weight, state = filled(piece, 0), SliceState.empty(piece)
+    for step in range(2):
+        update_slice(
+            optimizer, piece, weight, filled(piece, step + 1), state, [optimizer.hyper] * len(SHAPES)
+        )
+    assert weight.isfinite().all()
+    assert not padding(piece, weight).any()
+
+
+def test_one_kernel_call_updates_all_keys_that_are_alike() -> None:
+    sizes: list[int] = []
+
+    class Counting(Optimizer):
+        def update(self, weight: Tensor, grad: Tensor, state: dict[str, Any], hyper: Any) -> None:
+            sizes.append(weight.numel())
+
+    piece, optimizer = small_slice(), Counting()
+    weight, state = filled(piece, 0), SliceState.empty(piece)
+    equal = [dict(optimizer.hyper) for _ in SHAPES]
+    update_slice(optimizer, piece, weight, filled(piece, 1), state, equal)
+    update_slice(optimizer, piece, weight, filled(piece, 1), state, equal, [True, True, False, True, True])
+    update_slice(
+        optimizer, piece, weight, filled(piece, 1), state, [{**h, "lr": 1.0 * i} for i, h in enumerate(equal)]
+    )
+    assert sizes == [160, 32, 80, 32, 48, 16, 64]
+
+
+def test_absent_keys_keep_weight_state_and_step() -> None:
+    piece, optimizer = small_slice(), make("sgd")
+    weight, state = filled(piece, 0), SliceState.empty(piece)
+    hypers = [optimizer.hyper] * len(SHAPES)
+    update_slice(optimizer, piece, weight, filled(piece, 1), state, hypers)
+    before, kept = weight.clone(), state.state_of(piece, 2)
+    assert (
+        update_slice(
+            optimizer, piece, weight, filled(piece, 2), state, hypers, [True, True, False, True, True]
+        )
+        == 4
+    )
+    part = slice(piece.segments[2].start, piece.segments[3].start)
+    assert torch.equal(weight[part], before[part])
+    assert kept.keys() == {"step", "momentum_buffer"}
+    assert torch.equal(state.state_of(piece, 2)["momentum_buffer"], kept["momentum_buffer"])  # type: ignore[arg-type]
+    assert state.steps == [2, 2, 1, 2, 2]
+
+
+def test_a_late_key_gets_the_bias_correction_of_its_first_step() -> None:
+    # Adam's first step moves every element by lr, whatever its gradient's size; a later step with step 3 would not.
+    piece, optimizer = small_slice("float64"), create("adam", lr=0.25, eps=0.0)
+    weight, state = torch.zeros(piece.length, dtype=torch.float64), SliceState.empty(piece)
+    hypers = [optimizer.hyper] * len(SHAPES)
+    for step in range(3):
+        late = [True, True, True, True, step == 2]
+        update_slice(optimizer, piece, weight, filled(piece, step, torch.float64), state, hypers, late)
+    last = piece.segments[4]
+    assert (weight[last.start :].abs() - 0.25).abs().max() < 1e-12
+
+
+HALVES = [torch.float16, torch.bfloat16]
+
+
+@pytest.mark.parametrize("dtype", [*HALVES, torch.float32, torch.float64], ids=lambda d: str(d)[6:])
+@pytest.mark.parametrize("name", BUILT_IN)
+@pytest.mark.parametrize("master", [True, False], ids=["master", "rounded"])
+def test_every_element_moves_as_in_float64(name: str, dtype: torch.dtype, master: bool) -> None:
+    optimizer = make(name, multi_precision=master)
+    piece, exact = small_slice(str(dtype)[6:]), small_slice("float64")
+    parts = [
+        (slice(a.start, a.start + a.numel), slice(b.start, b.start + b.numel))
+        for a, b in zip(piece.segments, exact.segments, strict=True)
+    ]
+    weight, state = torch.zeros(piece.length, dtype=dtype), SliceState.empty(piece)
+    reference, oracle = filled(exact, 0, torch.float64), SliceState.empty(exact)
+    for mine, theirs in parts:
+        weight[mine] = reference[theirs].to(dtype)
+        reference[theirs] = weight[mine].double()
+    start = weight.clone()
+    compute = torch.float64 if dtype == torch.float64 else torch.float32
+    hypers = [optimizer.hyper] * len(SHAPES)
+    for step in range(5):
+        exact_grad = filled(exact, step + 1, torch.float64).abs() + 0.5
+        grad = torch.zeros(piece.length, dtype=compute)
+        for mine, theirs in parts:
+            grad[mine] = exact_grad[theirs].to(compute)
+        update_slice(optimizer, piece, weight, grad, state, hypers)
+        update_slice(optimizer, exact, reference, exact_grad, oracle, hypers)
+    tolerance = torch.finfo(dtype).eps * (1 if master else 5) * 4
+    for mine, theirs in parts:
+        assert (
+            (weight[mine].double() - reference[theirs])
+            .abs()
+            .le(tolerance * reference[theirs].abs().clamp(min=1))
+            .all()
+        )
+    moved = (weight != start) | (start == 0)
+    assert moved.all()
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=lambda d: str(d)[6:])
+def test_a_master_collects_updates_that_are_too_small_to_see_one_by_one(dtype: torch.dtype) -> None:
+    moved = []
+    for master in (True, False):
+        piece, optimizer = small_slice(str(dtype)[6:]), create("sgd", lr=1.0, multi_precision=master)
+        weight, state = torch.ones(piece.length, dtype=dtype), SliceState.empty(piece)
+        for _ in range(64):
+            update_slice(
+                optimizer, piece, weight, torch.full((piece.length,), 2.0**-13), state, [optimizer.hyper] * 5
+            )
+        moved.append(weight[0].item())
+    assert moved == [1 - 2.0**-7, 1.0]
+
+
+@pytest.mark.parametrize("name", [*BUILT_IN, Curved])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_state_moved_segment_by_segment_continues_to_the_bit(name: Any, dtype: str) -> None:
+    piece, optimizer = small_slice(dtype), make(name, multi_precision=True)
+    weight = filled(piece, 0).to(getattr(torch, dtype))
+    state, moved = SliceState.empty(piece), SliceState.empty(piece)
+    hypers = [optimizer.hyper] * len(SHAPES)
+    for step in range(2):
+        update_slice(optimizer, piece, weight, filled(piece, step + 1), state, hypers)
+    other = weight.clone()
+    for i in range(len(SHAPES)):
+        moved.set_state(piece, i, state.state_of(piece, i), weight)
+    for w, s in ((weight, state), (other, moved)):
+        update_slice(optimizer, piece, w, filled(piece, 9), s, hypers)
+    assert torch.equal(weight, other)
+    assert moved.steps == state.steps == [3] * len(SHAPES)
+
+
+def test_a_copy_is_not_changed_by_later_updates() -> None:
+    piece, optimizer = small_slice("bfloat16"), make("torch:NAdam", multi_precision=True)
+    weight, state = filled(piece, 0).bfloat16(), SliceState.empty(piece)
+    hypers = [optimizer.hyper] * len(SHAPES)
+    update_slice(optimizer, piece, weight, filled(piece, 1), state, hypers)
+    copy, before = state.copy(), state.state_of(piece, 0)
+    update_slice(optimizer, piece, weight, filled(piece, 2), state, hypers)
+    after = copy.state_of(piece, 0)
+    assert all(torch.equal(torch.as_tensor(after[name]), torch.as_tensor(before[name])) for name in before)
+    assert after.keys() == {"step", "exp_avg", "exp_avg_sq", "mu_product", "master"}
+
+
+def test_a_segment_that_was_never_updated_has_only_its_step() -> None:
+    piece = small_slice()
+    state = SliceState.empty(piece)
+    assert state.state_of(piece, 0) == {"step": 0.0}
+
+
+def test_state_of_another_model_is_refused() -> None:
+    piece = small_slice()
+    with pytest.raises(ShapeMismatchError, match="'exp_avg' has 31 elements, but its segment has 30"):
+        SliceState.empty(piece).set_state(piece, 0, {"step": 1, "exp_avg": torch.zeros(31)})
