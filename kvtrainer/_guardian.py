@@ -3,7 +3,7 @@
 The launcher holds the writing end of a pipe and nobody else does, so the guardian, which reads it, sees its
 end as soon as the launcher has exited or was killed. It then sends SIGTERM to every process of the job, and
 SIGKILL to what is left after a while. A process belongs to the job when it is in one of the sessions that the
-launcher told about, or carries the job's mark in its environment, as a grandchild in a session of its own does.
+launcher told about, or carries the job's mark in its environment: a grandchild in a session of its own does.
 
 This file is also run as a program, by its path, and so imports nothing outside the standard library.
 """

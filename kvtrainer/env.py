@@ -54,7 +54,7 @@ def read_topology(
     a bare `host:port` means tcp). An empty variable counts as missing.
 
     Raises:
-        ConfigurationError: a part is missing, not a number or out of range, or an address is malformed or repeated.
+        ConfigurationError: a part is missing, no number or out of range, or an address malformed or repeated.
     """
     own = _read_int(environ, RANK, "rank", rank)
     count = _read_int(environ, NUM_WORKERS, "num_workers", num_workers)

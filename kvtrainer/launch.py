@@ -14,9 +14,9 @@ _DESCRIPTION = """\
 Start parameter servers and workers on this machine, and end them together.
 
 Servers start first; when all are ready, COMMAND is started once for every worker. When a worker fails, or a
-server exits before the workers are done, the others are stopped, and kvlaunch exits with the code of that first
-failure (128 + n for signal n). When all workers are done, the servers are stopped in good order. No process is
-left behind, even when kvlaunch itself is killed.
+server exits before the workers are done, the others are stopped, and kvlaunch exits with the code of that
+first failure (128 + n for signal n). When all workers are done, the servers are stopped in good order. No
+process is left behind, even when kvlaunch itself is killed.
 """
 
 _EPILOG = """\

@@ -13,7 +13,7 @@ so that it can be asked for by name. It must be elementwise, for it sees arbitra
         def update(self, weight, grad, state, hyper):
             grad.add_(weight, alpha=hyper["weight_decay"])
             state["momentum_buffer"].lerp_(grad, 1 - hyper["momentum"])
-            weight.sub_(state["momentum_buffer"].sign_(), alpha=hyper["lr"])
+            weight.sub_(state["momentum_buffer"].sign(), alpha=hyper["lr"])
 
     trainer = kvtrainer.Trainer(model.parameters(), "signum", {"learning_rate": 0.02})
 

@@ -38,7 +38,7 @@ class SliceState:
     steps: list[int] = field(default_factory=list)
     """Per segment: the number of updates applied."""
     master: Tensor | None = None
-    """float32 weights of a half-precision slice (multi_precision); set to None when weights are replaced."""
+    """float32 weights of a half-precision slice (multi_precision); they follow weights that are replaced."""
 
     @classmethod
     def empty(cls, piece: Slice) -> SliceState:
@@ -70,14 +70,11 @@ class SliceState:
             state["master"] = self.master[part].clone()
         return state
 
-    def set_state(
-        self, piece: Slice, index: int, values: Mapping[str, StateValue], weight: Tensor | None = None
-    ) -> None:
+    def set_state(self, piece: Slice, index: int, values: Mapping[str, StateValue]) -> None:
         """Replace the state of one segment by what `state_of` returned, there or elsewhere.
 
-        Tensors are flattened; a 0-d tensor or a number is a scalar, unless the slice has a tensor of that
-        name. `weight`, the slice's flat weights, gives the device of tensors that the slice does not have
-        yet, and the other segments' part of a new master; without it: the given tensors' device, and zero.
+        Tensors are flattened, and belong on the device of the weights; a 0-d tensor or a number is a scalar,
+        unless the slice has a tensor of that name. Without 'step' the segment counts as never updated.
 
         Raises:
             ShapeMismatchError: a tensor has another number of elements than the segment.
@@ -100,26 +97,19 @@ class SliceState:
                         f"state {name!r} has {flat.numel()} elements, but its segment has {segment.numel}; "
                         "load the state of the same model"
                     )
-                self.tensor(name, piece, flat, weight)[part].copy_(flat)
+                self.tensor(name, piece, flat)[part].copy_(flat)
         self.scalars[index] = scalars
 
-    def tensor(self, name: str, piece: Slice, like: Tensor, weight: Tensor | None) -> Tensor:
+    def tensor(self, name: str, piece: Slice, like: Tensor) -> Tensor:
         """The slice's tensor of that name; a missing one is made, zero, in the dtype to compute in."""
+        compute = torch.float64 if piece.dtype == "float64" else torch.float32
+        dtype = compute if like.is_floating_point() else like.dtype
         if name == "master":
             if self.master is None:
-                device = like.device
-                self.master = (
-                    torch.zeros(piece.length, dtype=torch.float32, device=device)
-                    if weight is None
-                    else weight.float()
-                )
+                self.master = torch.zeros(piece.length, dtype=dtype, device=like.device)
             return self.master
         if name not in self.tensors:
-            dtype = torch.float64 if piece.dtype == "float64" else torch.float32
-            device = like.device if weight is None else weight.device
-            self.tensors[name] = torch.zeros(
-                piece.length, dtype=dtype if like.is_floating_point() else like.dtype, device=device
-            )
+            self.tensors[name] = torch.zeros(piece.length, dtype=dtype, device=like.device)
         return self.tensors[name]
 
 
@@ -211,10 +201,7 @@ def _update_run(
     stored = weight[run.start : run.end]
     target = stored
     if weight.dtype in (torch.float16, torch.bfloat16):
-        if optimizer.multi_precision and state.master is None:
-            state.master = weight.float()
-        kept = state.master if optimizer.multi_precision else None
-        target = stored.float() if kept is None else kept[run.start : run.end]
+        target = _master_of(run, weight, state) if optimizer.multi_precision else stored.float()
     change = grad[run.start : run.end]
     bound = run.hyper.get("clip_gradient")
     if bound is not None and optimizer.clips:
@@ -229,6 +216,17 @@ def _update_run(
     if target is not stored:
         stored.copy_(target)
     return scalars
+
+
+def _master_of(run: _Run, weight: Tensor, state: SliceState) -> Tensor:
+    """The run's part of the master; where the weights are not its rounding, they were replaced and win."""
+    if state.master is None:
+        state.master = weight.float()
+    stored, master = weight[run.start : run.end], state.master[run.start : run.end]
+    replaced = master.to(weight.dtype) != stored
+    if replaced.any():
+        master.copy_(torch.where(replaced, stored.float(), master))
+    return master
 
 
 def _update_block(
@@ -247,7 +245,7 @@ def _update_block(
         if value is held.get(name):
             continue
         if isinstance(value, Tensor) and value.shape == weight.shape and name not in _RESERVED:
-            state.tensor(name, piece, value, weight)[part].copy_(value)
+            state.tensor(name, piece, value)[part].copy_(value)
         elif isinstance(value, int | float) or (isinstance(value, Tensor) and value.dim() == 0):
             scalars[name] = value
         else:

@@ -44,7 +44,7 @@ class TorchOptimizer(Optimizer):
         ConfigurationError: the class is not known to be elementwise, or it refuses an option.
     """
 
-    def __init__(self, cls: TorchClass, trusted: bool = True, **options: Any) -> None:
+    def __init__(self, cls: TorchClass, trusted: bool = True, /, **options: Any) -> None:
         if trusted:
             check_elementwise(cls)
         self.cls = cls

@@ -95,6 +95,16 @@ def register(*names: str) -> Callable[[_FactoryT], _FactoryT]:
     return add
 
 
+def factory_of(type: str) -> Factory:
+    """What makes stores of that name. Raises as `create`."""
+    if not isinstance(type, str):
+        raise ConfigurationError(f"the type of a kvstore must be a string, got {type!r}")
+    factory = _registry.get(type.lower())
+    if factory is None:
+        raise UnknownNameError(f"no kvstore is named {type!r}; known ones: {', '.join(sorted(_registry))}")
+    return factory
+
+
 def create(type: str = "local", **options: Any) -> KVStoreBase:
     """Create a store.
 
@@ -108,11 +118,7 @@ def create(type: str = "local", **options: Any) -> KVStoreBase:
         UnknownNameError: no store has that name; lists those that there are.
         ConfigurationError: an option is wrong.
     """
-    if not isinstance(type, str):
-        raise ConfigurationError(f"the type of a kvstore must be a string, got {type!r}")
-    factory = _registry.get(type.lower())
-    if factory is None:
-        raise UnknownNameError(f"no kvstore is named {type!r}; known ones: {', '.join(sorted(_registry))}")
+    factory = factory_of(type)
     try:
         return factory(type=type, **options)
     except TypeError as error:

@@ -12,8 +12,17 @@ import torch
 
 import kvtrainer.optimizer as facade
 from kvstore_server.errors import ConfigurationError, UnknownNameError
-from kvstore_server.optimizer import Optimizer, create, create_from_spec, register, registry
+from kvstore_server.optimizer import (
+    Optimizer,
+    SliceState,
+    create,
+    create_from_spec,
+    register,
+    registry,
+    update_slice,
+)
 from kvstore_server.optimizer.torch_family import ELEMENTWISE
+from kvstore_server.plan import TensorSpec, make_plan
 
 
 @pytest.fixture(autouse=True)
@@ -188,3 +197,27 @@ def test_an_optimizer_without_update_says_what_is_missing() -> None:
     weight = torch.zeros(1)
     with pytest.raises(NotImplementedError, match="Optimizer must define update"):
         Optimizer().update(weight, weight, {}, {})
+
+
+def test_the_example_of_the_documentation_follows_the_sign_of_the_averaged_gradient() -> None:
+    @facade.register
+    class Signum(facade.Optimizer):
+        defaults: ClassVar[dict[str, Any]] = {"learning_rate": 0.01, "momentum": 0.9}
+
+        def create_state(self, weight: torch.Tensor) -> dict[str, Any]:
+            return {"momentum_buffer": torch.zeros_like(weight)}
+
+        def update(self, weight: torch.Tensor, grad: torch.Tensor, state: dict[str, Any], hyper: Any) -> None:
+            grad.add_(weight, alpha=hyper["weight_decay"])
+            state["momentum_buffer"].lerp_(grad, 1 - hyper["momentum"])
+            weight.sub_(state["momentum_buffer"].sign(), alpha=hyper["lr"])
+
+    piece = make_plan([TensorSpec("w", (4,), "float32")], 1).slices[0]
+    optimizer, state, weight = facade.create("signum", wd=0.01), SliceState.empty(piece), torch.zeros(16)
+    weight[:4] = torch.tensor([1.0, -2.0, 0.5, 3.0])
+    for t in range(1, 6):
+        grad = torch.zeros(16)
+        grad[:4] = torch.tensor([0.1 * t, -0.2, 0.3 * (-1) ** t, 0.05])
+        update_slice(optimizer, piece, weight, grad, state, [optimizer.hyper])
+    # MXNet's signum ends here, up to its own decay of 0.001 * lr per step.
+    assert (weight[:4] - torch.tensor([0.949951, -1.949901, 0.5099747, 2.9498508])).abs().max() < 2e-4

@@ -33,6 +33,7 @@ CASES: list[tuple[type[optim.Optimizer], dict[str, Any]]] = [
     (optim.Adam, dict(lr=0.1, amsgrad=True, betas=(0.5, 0.7))),
     (optim.Adam, dict(lr=0.1, maximize=True, decoupled_weight_decay=True, weight_decay=0.1)),
     (optim.Adam, dict(lr=0.1, capturable=True, eps=0.1)),
+    (optim.RAdam, dict(lr=0.1, capturable=True, eps=0.1)),
     (optim.AdamW, dict(lr=0.1, weight_decay=0.1)),
     (optim.AdamW, dict(lr=0.1, amsgrad=True, fused=True)),
     (optim.Adagrad, dict(lr=0.1, lr_decay=0.1, initial_accumulator_value=0.5, weight_decay=0.1)),

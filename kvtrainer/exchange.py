@@ -1,0 +1,129 @@
+"""Where a Trainer's gradients meet those of other workers, and where its weights live.
+
+An exchange knows one table: all parameters of one Trainer. It is made at the first step, when the store is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from kvstore_server.optimizer import Optimizer, SliceState
+from kvstore_server.plan import Plan, Slice
+from kvtrainer.comm.client import Client
+from kvtrainer.comm.rounds import RoundItem
+from kvtrainer.kvstore.base import KVStoreBase
+
+TABLE = "parameters"
+
+
+class Exchange(Protocol):
+    """What the Trainer's pipeline needs of a store."""
+
+    num_workers: int
+    updates_weights: bool
+    """Whether the optimizer runs in the store."""
+
+    def init(self, weights: Mapping[str, Tensor]) -> None:
+        """Give every worker rank 0's weights."""
+
+    def run(
+        self, grads: Mapping[str, Tensor], weights: Mapping[str, Tensor], scale: float, absent: frozenset[int],
+        hyper: bytes,
+    ) -> frozenset[int]:  # fmt: skip
+        """One round. New weights go to `weights`, or else sums of gradients to `grads`; returns the keys (by
+        index) that no worker contributed to."""
+
+    def close(self) -> None:
+        """Leave the store."""
+
+
+class StoreExchange:
+    """Over a client of an engine, in this process or on servers."""
+
+    def __init__(self, client: Client, plan: Plan, optimizer: Optimizer | None) -> None:
+        self.num_workers = client.options.num_workers
+        self.updates_weights = optimizer is not None
+        self._client = client
+        if optimizer is not None:
+            client.set_optimizer(optimizer.spec())
+        self._table = client.register(TABLE, plan.specs)
+
+    def init(self, weights: Mapping[str, Tensor]) -> None:
+        mine = _on_cpu(weights)
+        is_first = self._client.options.rank == 0
+        rounds = self._client.rounds
+        rounds.wait(rounds.start([RoundItem(self._table, mine if is_first else None, mine)]))
+        _copy_back(weights, mine)
+
+    def run(
+        self, grads: Mapping[str, Tensor], weights: Mapping[str, Tensor], scale: float, absent: frozenset[int],
+        hyper: bytes,
+    ) -> frozenset[int]:  # fmt: skip
+        target = weights if self.updates_weights else grads
+        values, out = _on_cpu(grads), _on_cpu(target)
+        rounds = self._client.rounds
+        ticket = rounds.start([RoundItem(self._table, values, out, scale, absent)], hyper)
+        rounds.wait(ticket)
+        _copy_back(target, out)
+        return frozenset(ticket.absent.get(TABLE, ()))
+
+    def get_state(self, piece: Slice) -> SliceState:
+        return self._client.get_state(self._table, self._placed(piece))
+
+    def put_state(self, piece: Slice, state: SliceState) -> None:
+        self._client.put_state(self._table, self._placed(piece), state)
+
+    def close(self) -> None:
+        self._client.close()
+
+    def _placed(self, piece: Slice) -> Slice:
+        """The same slice in the plan of the real number of servers; only its server differs."""
+        return self._table.plan.slices[piece.index]
+
+
+class PluginExchange:
+    """Over a third-party store: `broadcast` and `pushpull` of one key per parameter; the trainer updates."""
+
+    updates_weights = False
+
+    def __init__(self, store: KVStoreBase, plan: Plan) -> None:
+        self.num_workers = store.num_workers
+        self._store = store
+        self._plan = plan
+
+    def init(self, weights: Mapping[str, Tensor]) -> None:
+        for key, piece in enumerate(self._pieces(weights)):
+            self._store.broadcast(key, piece, piece)
+
+    def run(
+        self, grads: Mapping[str, Tensor], weights: Mapping[str, Tensor], scale: float, absent: frozenset[int],
+        hyper: bytes,
+    ) -> frozenset[int]:  # fmt: skip
+        for key, piece in enumerate(self._pieces(grads)):
+            if scale != 1.0:
+                piece.mul_(scale)
+            self._store.pushpull(key, piece, piece, priority=-key)
+        # Such a store cannot say which keys all workers left out; zeros stand in for what this one left out.
+        return frozenset()
+
+    def close(self) -> None:
+        self._store.close()
+
+    def _pieces(self, arenas: Mapping[str, Tensor]) -> Sequence[Tensor]:
+        rows = zip(self._plan.specs, self._plan.key_offsets, strict=True)
+        return [arenas[spec.dtype][at : at + spec.numel].view(spec.shape) for spec, at in rows]
+
+
+def _on_cpu(arenas: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    return {dtype: flat.detach().to("cpu") for dtype, flat in arenas.items()}
+
+
+@torch.no_grad()
+def _copy_back(arenas: Mapping[str, Tensor], source: Mapping[str, Tensor]) -> None:
+    for dtype, flat in arenas.items():
+        if flat.device.type != "cpu":
+            flat.copy_(source[dtype])

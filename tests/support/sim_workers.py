@@ -1,0 +1,216 @@
+"""Workers of the simulation: what a real worker process does, one small step at a time.
+
+A process has one lane for each table. A lane pushes slices in any order and any number of generations, commits, waits
+for every server, and gives a round up everywhere when one server reports its failure or when its own code raises.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from kvstore_server.plan import Plan, TensorSpec
+from kvstore_server.protocol import messages as m
+from tests.support.sim_model import POOL, payload_at
+
+NUM_WORKERS = 3
+NUM_SERVERS = 2
+NAMESPACE = "sim"
+TIMEOUT = 30.0
+TABLES: tuple[tuple[str, tuple[TensorSpec, ...]], ...] = (
+    ("a", (TensorSpec("w", (4, 8), "float32"), TensorSpec("b", (3,), "float32"), TensorSpec("c", (16,), "float32"))),
+    ("b", (TensorSpec("x", (16,), "float32"), TensorSpec("y", (7,), "float32"))),
+)
+
+Send = Callable[[int, m.Request], None]
+"""Puts a request on the link to a server."""
+
+_pool = torch.from_numpy(POOL)
+
+
+@dataclass
+class Lane:
+    """One table as one process drives it."""
+
+    table: int
+    plan: Plan
+    numbers: dict[int, int] = field(default_factory=dict)
+    """Server → the table's number there."""
+    next_rounds: dict[int, int] = field(default_factory=dict)
+    round: int = 0
+    is_open: bool = False
+    generations: dict[int, int] = field(default_factory=dict)
+    to_push: list[int] = field(default_factory=list)
+    to_commit: list[int] = field(default_factory=list)
+    requests: dict[int, int] = field(default_factory=dict)
+    """Server → the number of the commit sent there."""
+    done: set[int] = field(default_factory=set)
+    given_up: bool = False
+    aborts: dict[int, int] = field(default_factory=dict)
+    """Server → the number of the abort that it has not acknowledged."""
+    kept: set[int] = field(default_factory=set)
+    """Servers that keep the round as applied although this process gave it up."""
+    log: dict[int, str] = field(default_factory=dict)
+    """Round → 'done', 'failed' or 'apart', as this process saw it."""
+
+
+class SimProcess:
+    """One worker process; `start` opens its sessions, `act` takes a step, `take` handles a reply."""
+
+    def __init__(
+        self, process: int, rank: int, plans: list[Plan], optimizer: bytes, scale: float | None, send: Send
+    ) -> None:
+        self.process = process
+        self.rank = rank
+        self.is_alive = True
+        self.sessions: dict[int, tuple[int, int]] = {}
+        self.about: dict[int, tuple[int, int]] = {}
+        """Request number → (table, round)."""
+        self.lanes = [Lane(table, plan) for table, plan in enumerate(plans)]
+        self._optimizer = optimizer
+        self._scale = scale
+        self._send_request = send
+        self._last_number = 0
+
+    def start(self) -> None:
+        for server in range(NUM_SERVERS):
+            name = f"p{self.process}"
+            hello = m.Hello(NAMESPACE, self.rank, NUM_WORKERS, server, NUM_SERVERS, "", name)
+            self._send_request(server, m.Request(0, 0, self._number(), hello))
+
+    @property
+    def is_ready(self) -> bool:
+        return all(len(lane.numbers) == NUM_SERVERS for lane in self.lanes)
+
+    def act(self, lane: Lane, rng: random.Random, goal: int) -> None:
+        """Take the lane's next step, if it has one; begin no round from `goal` on."""
+        if not lane.is_open:
+            if lane.round < goal and self.is_ready:
+                self._begin(lane, rng)
+        elif lane.given_up:
+            for server in lane.aborts:
+                self._abort(lane, server)
+        elif lane.to_push:
+            self._push_some(lane, rng)
+        elif lane.to_commit:
+            self._commit(lane, lane.to_commit.pop())
+        else:
+            for server in range(NUM_SERVERS):
+                if server not in lane.done:
+                    self._commit(lane, server)
+
+    def push_again(self, lane: Lane, rng: random.Random) -> None:
+        """Replace a slice by a higher generation: before the commit it counts, afterwards it must not."""
+        pushed = [s for s in lane.generations if s not in lane.to_push]
+        if not lane.is_open or lane.given_up or not pushed:
+            return
+        slice_ = rng.choice(pushed)
+        server = lane.plan.slices[slice_].server
+        if server in lane.requests:
+            self._push(lane, server, [(slice_, lane.generations[slice_] + 1)])
+        else:
+            lane.generations[slice_] += 1
+            lane.to_push.append(slice_)
+
+    def give_up(self, lane: Lane) -> None:
+        """Fail the round everywhere, as a worker does whose own code raised."""
+        if lane.is_open and not lane.given_up:
+            lane.given_up = True
+            lane.aborts = {server: self._number() for server in range(NUM_SERVERS)}
+            for server in lane.aborts:
+                self._abort(lane, server)
+
+    def take(self, server: int, reply: m.Reply) -> None:
+        """Handle a reply, however late it comes."""
+        body = reply.body
+        if isinstance(body, m.Welcome):
+            self.sessions[server] = (body.run, body.session)
+            self._send(server, self._number(), m.SetOptimizer(self._optimizer))
+            for name, specs in TABLES:
+                declared = tuple((s.key, s.shape, s.dtype, s.group) for s in specs)
+                self._send(server, self._number(), m.Register(name, declared))
+        elif isinstance(body, m.Registered):
+            self._registered(server, body)
+        elif reply.number in self.about:
+            table, round_ = self.about[reply.number]
+            lane = self.lanes[table]
+            if lane.is_open and lane.round == round_:
+                self._take_outcome(lane, server, reply.number, body)
+
+    def _take_outcome(self, lane: Lane, server: int, number: int, body: m.ReplyBody) -> None:
+        if lane.given_up:
+            if lane.aborts.get(server) == number and isinstance(body, m.Info):
+                del lane.aborts[server]
+                lane.kept.update({server} if body.values["applied"] else ())
+        elif isinstance(body, m.Weights | m.Done):
+            lane.done.add(server)
+        elif isinstance(body, m.Failed):
+            self.give_up(lane)
+        elif isinstance(body, m.Missing):
+            self._push(lane, server, [(s, lane.generations[s]) for s in body.slices])
+            self._commit(lane, server)
+        if len(lane.done) == NUM_SERVERS or (lane.given_up and not lane.aborts):
+            self._end(lane)
+
+    def _end(self, lane: Lane) -> None:
+        apart = 0 < len(lane.kept) < NUM_SERVERS
+        lane.log[lane.round] = "done" if not lane.given_up else "apart" if apart else "failed"
+        lane.is_open = False
+        lane.round += 1
+
+    def _registered(self, server: int, body: m.Registered) -> None:
+        lane = next(lane for lane in self.lanes if server not in lane.numbers)
+        lane.numbers[server] = body.table
+        lane.next_rounds[server] = body.next_round
+        lane.round = min(lane.next_rounds.values())
+
+    def _begin(self, lane: Lane, rng: random.Random) -> None:
+        if lane.round == 0:
+            slices = [piece.index for piece in lane.plan.slices] if self.rank == 0 else []
+        else:
+            slices = [piece.index for piece in lane.plan.slices if rng.random() < 0.95]
+        lane.is_open, lane.given_up = True, False
+        lane.generations = dict.fromkeys(slices, 0)
+        rng.shuffle(slices)
+        lane.to_push, lane.to_commit = slices, rng.sample(range(NUM_SERVERS), NUM_SERVERS)
+        lane.requests, lane.done, lane.aborts, lane.kept = {}, set(), {}, set()
+
+    def _push_some(self, lane: Lane, rng: random.Random) -> None:
+        server = lane.plan.slices[lane.to_push[-1]].server
+        here = [s for s in lane.to_push if lane.plan.slices[s].server == server]
+        chosen = here if rng.random() < 0.6 else here[-1:]
+        lane.to_push = [s for s in lane.to_push if s not in chosen]
+        self._push(lane, server, [(s, lane.generations[s]) for s in chosen])
+
+    def _push(self, lane: Lane, server: int, chosen: list[tuple[int, int]]) -> None:
+        pushes = []
+        for slice_, generation in chosen:
+            numel = lane.plan.slices[slice_].used
+            payload = _pool[payload_at(self.process, lane.table, lane.round, slice_, generation, numel)]
+            pushes.append(m.Push(lane.numbers[server], slice_, lane.round, generation, payload))
+        self._send(server, self._number(), m.PushBatch(tuple(pushes)))
+
+    def _commit(self, lane: Lane, server: int) -> None:
+        if server not in lane.requests:
+            lane.requests[server] = self._number()
+            self.about[lane.requests[server]] = (lane.table, lane.round)
+        here = sorted(s for s in lane.generations if lane.plan.slices[s].server == server)
+        manifest = tuple((s, lane.generations[s]) for s in here)
+        wants = self.rank != 1
+        commit = m.Commit(lane.numbers[server], lane.round, manifest, self._scale, wants, TIMEOUT)
+        self._send(server, lane.requests[server], m.CommitBatch((commit,)))
+
+    def _abort(self, lane: Lane, server: int) -> None:
+        self.about[lane.aborts[server]] = (lane.table, lane.round)
+        self._send(server, lane.aborts[server], m.Abort(lane.numbers[server], lane.round, f"p{self.process} raised"))
+
+    def _send(self, server: int, number: int, body: m.RequestBody) -> None:
+        run, session = self.sessions[server]
+        self._send_request(server, m.Request(run, session, number, body))
+
+    def _number(self) -> int:
+        self._last_number += 1
+        return self._last_number
