@@ -35,13 +35,43 @@ def build_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = _Adder(parser, environ)
-    add("--bind", "KVSTORE_BIND", "tcp://127.0.0.1:0", str, "address to listen on; port 0 lets the system choose")
+    add(
+        "--bind",
+        "KVSTORE_BIND",
+        "tcp://127.0.0.1:0",
+        str,
+        "address to listen on; port 0 lets the system choose",
+    )
     add("--index", "KVSTORE_SERVER_INDEX", 0, int, "which server of the job this is, from 0")
     add("--num-servers", "KVSTORE_NUM_SERVERS", 1, int, "how many servers the job has")
-    add("--dead-after", "KVSTORE_DEAD_AFTER", 20.0, float, "seconds of silence after which a worker counts as lost")
-    add("--drain-timeout", "KVSTORE_DRAIN_TIMEOUT", 10.0, float, "seconds that rounds get to finish after SIGTERM")
-    add("--max-table-bytes", "KVSTORE_MAX_TABLE_BYTES", 1 << 40, int, "largest part of a table that is accepted")
-    add("--threads", "KVSTORE_THREADS", 1, int, "threads for sums and updates; more than one helps on idle cores only")
+    add(
+        "--dead-after",
+        "KVSTORE_DEAD_AFTER",
+        20.0,
+        float,
+        "seconds of silence after which a worker counts as lost",
+    )
+    add(
+        "--drain-timeout",
+        "KVSTORE_DRAIN_TIMEOUT",
+        10.0,
+        float,
+        "seconds that rounds get to finish after SIGTERM",
+    )
+    add(
+        "--max-table-bytes",
+        "KVSTORE_MAX_TABLE_BYTES",
+        1 << 40,
+        int,
+        "largest part of a table that is accepted",
+    )
+    add(
+        "--threads",
+        "KVSTORE_THREADS",
+        1,
+        int,
+        "threads for sums and updates; more than one helps on idle cores only",
+    )
     add("--log", "KVSTORE_LOG", "warning", str, "debug, info, warning or error; goes to standard error")
     parser.add_argument(
         "--import",
@@ -79,7 +109,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     flags = parser.parse_args(argv)
     _check(parser, flags)
     logging.basicConfig(
-        level=flags.log.upper(), format=f"%(asctime)s server {flags.index} %(levelname)s %(message)s", stream=sys.stderr
+        level=flags.log.upper(),
+        format=f"%(asctime)s server {flags.index} %(levelname)s %(message)s",
+        stream=sys.stderr,
     )
     torch.set_num_threads(flags.threads)
     try:

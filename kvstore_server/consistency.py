@@ -102,7 +102,9 @@ class SyncRounds(Generic[WaiterT]):
             ProtocolError: the commit belongs to a round that is not open yet.
         """
         if commit.round > self.number:
-            raise ProtocolError(f"rank {rank} committed round {commit.round} while round {self.number} is open")
+            raise ProtocolError(
+                f"rank {rank} committed round {commit.round} while round {self.number} is open"
+            )
         if commit.round < self.number:
             return self._past(rank, commit.round)
         mine = self._open.setdefault(rank, Contribution())

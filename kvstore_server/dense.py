@@ -111,7 +111,9 @@ class DenseTable:
                     end = segment.start + segment.numel
                     weight[segment.start : end].copy_(total[segment.start : end])
 
-    def update(self, addends: Sequence[Addend], optimizer: Optimizer, hypers: Sequence[Mapping[str, Any]]) -> None:
+    def update(
+        self, addends: Sequence[Addend], optimizer: Optimizer, hypers: Sequence[Mapping[str, Any]]
+    ) -> None:
         """Sum the contributions and apply the optimizer. `hypers[i]` holds for key i.
 
         Raises:
@@ -251,7 +253,9 @@ def _allocate(slices: Sequence[Slice]) -> tuple[dict[str, Tensor], list[Tensor]]
         starts.append(sizes.get(piece.dtype, 0))
         sizes[piece.dtype] = starts[-1] + piece.length
     arenas = {dtype: torch.zeros(size, dtype=torch_dtype(dtype)) for dtype, size in sizes.items()}
-    views = [arenas[piece.dtype][start : start + piece.length] for piece, start in zip(slices, starts, strict=True)]
+    views = [
+        arenas[piece.dtype][start : start + piece.length] for piece, start in zip(slices, starts, strict=True)
+    ]
     return arenas, views
 
 

@@ -89,7 +89,10 @@ class Engine:
                     error = self._hopeless(space, table, now)
                     if error is not None:
                         out += _tell(table, table.rounds.number, table.fail(error), error)
-            out += [_failed(peer, number, error) for peer, number, error in space.expired_barriers(now, self.config.dead_after)]
+            out += [
+                _failed(peer, number, error)
+                for peer, number, error in space.expired_barriers(now, self.config.dead_after)
+            ]
         return out
 
     def stop(self) -> None:
@@ -124,7 +127,9 @@ class Engine:
             return self._register(space, rank, body, Waiter(peer, request.number))
         return _reply(Waiter(peer, request.number), self._control(space, rank, body, now))
 
-    def _register(self, space: Namespace, rank: int, register: m.Register, waiter: Waiter) -> list[m.Outgoing]:
+    def _register(
+        self, space: Namespace, rank: int, register: m.Register, waiter: Waiter
+    ) -> list[m.Outgoing]:
         try:
             table = space.register(rank, register, self.config, self._leases)
         except PlanMismatchError as error:
@@ -137,7 +142,9 @@ class Engine:
 
     def _control(self, space: Namespace, rank: int, body: m.RequestBody, now: float) -> m.ReplyBody:
         if isinstance(body, m.Pull):
-            return m.Weights(tuple(part for number in body.tables for part in _parts(_ready(space.table(number)))))
+            return m.Weights(
+                tuple(part for number in body.tables for part in _parts(_ready(space.table(number))))
+            )
         if isinstance(body, m.SetOptimizer):
             space.set_optimizer(rank, body.spec)
             return m.Info()
@@ -270,7 +277,9 @@ class Engine:
 
     def _abort(self, space: Namespace, rank: int, abort: m.Abort, waiter: Waiter) -> list[m.Outgoing]:
         table = space.table(abort.table)
-        error = RoundAbortedError(f"rank {rank} aborted round {abort.round} of {table.name!r}: {abort.reason}")
+        error = RoundAbortedError(
+            f"rank {rank} aborted round {abort.round} of {table.name!r}: {abort.reason}"
+        )
         out = _tell(table, abort.round, table.abort(rank, abort.round, error), error)
         return out + _reply(waiter, m.Info({"applied": table.rounds.was_applied(abort.round)}))
 
@@ -295,7 +304,9 @@ class Engine:
 
 def _ready(table: Table) -> Table:
     if not table.is_initialised:
-        raise KeyNotFoundError(f"table {table.name!r} has not been initialised yet; call init on every worker first")
+        raise KeyNotFoundError(
+            f"table {table.name!r} has not been initialised yet; call init on every worker first"
+        )
     return table
 
 

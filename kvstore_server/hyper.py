@@ -166,5 +166,8 @@ def _first_difference(a: dict[str, Any], b: dict[str, Any], rank_a: int, rank_b:
 def _tuples(value: Any) -> Any:
     """msgpack knows no tuples; `betas` must be one again."""
     if isinstance(value, dict):
-        return {name: _tuples(item) if name != "groups" else [_tuples(g) for g in item] for name, item in value.items()}
+        return {
+            name: _tuples(item) if name != "groups" else [_tuples(g) for g in item]
+            for name, item in value.items()
+        }
     return tuple(value) if isinstance(value, list) else value

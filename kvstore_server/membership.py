@@ -79,7 +79,9 @@ class Membership:
         """How many ranks came and are no longer there: departed or silent."""
         return len(self.departed) + len(self.silent(now, dead_after))
 
-    def lost_error(self, waiting_for: list[int], what: str, now: float, dead_after: float) -> WorkerLostError | None:
+    def lost_error(
+        self, waiting_for: list[int], what: str, now: float, dead_after: float
+    ) -> WorkerLostError | None:
         """The error of a wait that can never end because a rank it needs is gone, or None."""
         for rank in waiting_for:
             if rank in self.departed:

@@ -99,7 +99,9 @@ class Namespace:
         """Note the optimizer that a rank names; another algorithm than before starts with fresh state."""
         replaced = self.optimizer.set(rank, spec)
         if replaced is not None:
-            _log.warning("namespace %r: the state of optimizer %r is dropped for another one", self.name, replaced)
+            _log.warning(
+                "namespace %r: the state of optimizer %r is dropped for another one", self.name, replaced
+            )
             for table in self.tables.values():
                 table.dense.reset_states()
 

@@ -131,7 +131,9 @@ def make_plan(specs: Sequence[TensorSpec], num_servers: int) -> Plan:
     return Plan(specs, num_servers, slices, arena_sizes, tuple(key_offsets), _digest(specs, num_servers))
 
 
-def check_same(mine: Sequence[TensorSpec], theirs: Sequence[TensorSpec], who_mine: str, who_theirs: str) -> None:
+def check_same(
+    mine: Sequence[TensorSpec], theirs: Sequence[TensorSpec], who_mine: str, who_theirs: str
+) -> None:
     """Raise PlanMismatchError naming the first key in which two lists of keys differ; return if none does."""
     for i in range(max(len(mine), len(theirs))):
         a = mine[i] if i < len(mine) else None

@@ -49,7 +49,9 @@ class ServerOptions:
 class Server:
     """Serves one engine until it is told to stop."""
 
-    def __init__(self, config: EngineConfig, options: ServerOptions, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, config: EngineConfig, options: ServerOptions, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._options = options
         self._clock = clock
         self._leases = _Leases()
@@ -65,7 +67,9 @@ class Server:
             self._socket.bind(options.bind)
         except zmq.ZMQError as error:
             self.close()
-            raise ConfigurationError(f"cannot listen on {options.bind}: {error}; choose another --bind") from None
+            raise ConfigurationError(
+                f"cannot listen on {options.bind}: {error}; choose another --bind"
+            ) from None
 
     @property
     def endpoint(self) -> str:
@@ -89,7 +93,9 @@ class Server:
                 next_tick = now + TICK
             self._retry_backlog()
             if self._stop_requested and not self.engine.is_stopping:
-                _log.info("stopping; waiting up to %g s for rounds that have begun", self._options.drain_timeout)
+                _log.info(
+                    "stopping; waiting up to %g s for rounds that have begun", self._options.drain_timeout
+                )
                 self.engine.stop()
                 self._drain_until = self._clock() + self._options.drain_timeout
 

@@ -25,7 +25,9 @@ def pack_state(state: SliceState) -> tuple[dict[str, Any], bytes]:
     summary = {
         "steps": list(state.steps),
         "scalars": [{name: _pack_scalar(value) for name, value in row.items()} for row in state.scalars],
-        "tensors": [[name, str(part.dtype).removeprefix("torch."), part.numel()] for name, part in parts.items()],
+        "tensors": [
+            [name, str(part.dtype).removeprefix("torch."), part.numel()] for name, part in parts.items()
+        ],
     }
     return summary, b"".join(part.view(torch.uint8).numpy().tobytes() for part in parts.values())
 
@@ -45,7 +47,9 @@ def unpack_state(piece: Slice, summary: Mapping[str, Any], data: bytes) -> Slice
 def _unpack(piece: Slice, summary: Mapping[str, Any], data: bytes) -> SliceState:
     count = len(piece.segments)
     steps = [int(step) for step in summary["steps"]]
-    scalars = [{str(name): _unpack_scalar(value) for name, value in row.items()} for row in summary["scalars"]]
+    scalars = [
+        {str(name): _unpack_scalar(value) for name, value in row.items()} for row in summary["scalars"]
+    ]
     if len(steps) != count or len(scalars) != count:
         raise ValueError(f"it has {len(steps)} segments, the slice has {count}")
     tensors: dict[str, Tensor] = {}

@@ -31,7 +31,9 @@ class Waiter:
 class Table:
     """A table and the state of its rounds on one server."""
 
-    def __init__(self, number: int, name: str, plan: Plan, server: int, num_workers: int, leases: Leases | None) -> None:
+    def __init__(
+        self, number: int, name: str, plan: Plan, server: int, num_workers: int, leases: Leases | None
+    ) -> None:
         self.number = number
         self.name = name
         self.plan = plan
@@ -59,7 +61,9 @@ class Table:
             self.dense.forget_undo()
         self.rounds.push(rank, Push(push.table, push.slice, push.round, push.generation, payload))
 
-    def apply(self, optimizer: Optimizer | None, updater: Updater | None) -> list[tuple[int, Contribution[Waiter]]]:
+    def apply(
+        self, optimizer: Optimizer | None, updater: Updater | None
+    ) -> list[tuple[int, Contribution[Waiter]]]:
         """Apply the open round, which every rank has committed, and begin the next one.
 
         Returns the contributions that went in, in rank order.

@@ -6,7 +6,7 @@ An exchange knows one table: all parameters of one Trainer. It is made at the fi
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -36,6 +36,9 @@ class Exchange(Protocol):
     ) -> frozenset[int]:  # fmt: skip
         """One round. New weights go to `weights`, or else sums of gradients to `grads`; returns the keys (by
         index) that no worker contributed to."""
+
+    def stats(self) -> list[dict[str, Any]]:
+        """Counters of every server; empty for stores that keep none."""
 
     def close(self) -> None:
         """Leave the store."""
@@ -77,6 +80,9 @@ class StoreExchange:
     def put_state(self, piece: Slice, state: SliceState) -> None:
         self._client.put_state(self._table, self._placed(piece), state)
 
+    def stats(self) -> list[dict[str, Any]]:
+        return self._client.stats()
+
     def close(self) -> None:
         self._client.close()
 
@@ -110,8 +116,11 @@ class PluginExchange:
         # Such a store cannot say which keys all workers left out; zeros stand in for what this one left out.
         return frozenset()
 
+    def stats(self) -> list[dict[str, Any]]:
+        return []
+
     def close(self) -> None:
-        self._store.close()
+        """Nothing to leave: the store belongs to whoever made it."""
 
     def _pieces(self, arenas: Mapping[str, Tensor]) -> Sequence[Tensor]:
         rows = zip(self._plan.specs, self._plan.key_offsets, strict=True)

@@ -248,6 +248,10 @@ class Trainer(torch.optim.Optimizer):
         """The store; None before the first step, and where none is needed."""
         return self._choice.store
 
+    def server_stats(self) -> list[dict[str, Any]]:
+        """Each server's counters for this Trainer's parameters, in server order; empty without a store."""
+        return self._exchange.stats() if self._exchange is not None else []
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters with options of their own; allowed until the first step.
 

@@ -73,7 +73,10 @@ def encode_request(request: m.Request) -> list[Frame]:
         kind, frames = _STATE, _encode_state(body)
     else:
         kind, frames = _encode_control(body)
-    return [_HEADER.pack(_MAGIC, PROTOCOL_VERSION, kind, request.session, request.number, request.run), *frames]
+    return [
+        _HEADER.pack(_MAGIC, PROTOCOL_VERSION, kind, request.session, request.number, request.run),
+        *frames,
+    ]
 
 
 def decode_request(frames: Sequence[Frame]) -> m.Request:
@@ -268,7 +271,9 @@ def _decode_control(kind: int, frames: Sequence[Frame]) -> Any:
     cls = _CONTROL[kind]
     values = unpack_control(_body(frames, 2))
     if not isinstance(values, list) or len(values) != len(_FIELDS[cls]):
-        raise ProtocolError(f"a {cls.__name__} message must hold {len(_FIELDS[cls])} values, got {values!r:.80}")
+        raise ProtocolError(
+            f"a {cls.__name__} message must hold {len(_FIELDS[cls])} values, got {values!r:.80}"
+        )
     message = cls(*(_freeze(value) for value in values))
     _check_types(message)
     return message
@@ -309,10 +314,14 @@ def _freeze(value: Any) -> Any:
 
 def _decode_header(frames: Sequence[Frame]) -> tuple[int, int, int, int]:
     if not frames or len(frames[0]) != _HEADER.size:
-        raise ProtocolError("the message has no header of this protocol; is the peer a kvtrainer worker or server?")
+        raise ProtocolError(
+            "the message has no header of this protocol; is the peer a kvtrainer worker or server?"
+        )
     magic, version, kind, session, number, run = _HEADER.unpack(_buffer(frames[0]))
     if magic != _MAGIC:
-        raise ProtocolError("the message has no header of this protocol; is the peer a kvtrainer worker or server?")
+        raise ProtocolError(
+            "the message has no header of this protocol; is the peer a kvtrainer worker or server?"
+        )
     if version != PROTOCOL_VERSION:
         raise VersionMismatchError(
             f"the peer speaks protocol version {version}, this side speaks {PROTOCOL_VERSION}; "
@@ -328,7 +337,9 @@ def _body(frames: Sequence[Frame], count: int) -> memoryview:
 
 
 def _buffer(frame: Frame) -> memoryview:
-    return memoryview(frame) if isinstance(frame, bytes | bytearray | memoryview) else memoryview(frame.buffer)
+    return (
+        memoryview(frame) if isinstance(frame, bytes | bytearray | memoryview) else memoryview(frame.buffer)
+    )
 
 
 def _pack(records: Sequence[tuple[int, ...]]) -> bytes:

@@ -272,7 +272,9 @@ class Info:
     values: Mapping[str, Any] = field(default_factory=dict)
 
 
-ReplyBody: TypeAlias = Welcome | Registered | Weights | Done | Absent | Missing | Pending | Failed | Info | State
+ReplyBody: TypeAlias = (
+    Welcome | Registered | Weights | Done | Absent | Missing | Pending | Failed | Info | State
+)
 
 
 @dataclass(frozen=True, slots=True)

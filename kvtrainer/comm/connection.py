@@ -61,7 +61,9 @@ class Connection:
         got = self._take_ready()
         if got is None:
             # Only what a new poll reports is ready: after the last look every socket was empty.
-            self._ready.extend(self._index[socket] for socket, _ in self._poller.poll(max(0, int(timeout * 1000))))
+            self._ready.extend(
+                self._index[socket] for socket, _ in self._poller.poll(max(0, int(timeout * 1000)))
+            )
             got = self._take_ready()
         return got
 
@@ -104,7 +106,9 @@ class _Heartbeats:
     def __init__(self, context: Any, addresses: Sequence[str], sessions: Sequence[tuple[int, int]]) -> None:
         self._context = context
         self._addresses = list(addresses)
-        self._frames = [encode_request(m.Request(run, session, 0, m.Heartbeat())) for run, session in sessions]
+        self._frames = [
+            encode_request(m.Request(run, session, 0, m.Heartbeat())) for run, session in sessions
+        ]
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvstore-heartbeat", daemon=True)
         self._thread.start()
@@ -120,7 +124,9 @@ class _Heartbeats:
                 for socket, frames in zip(sockets, self._frames, strict=True):
                     try:
                         socket.send_multipart(frames, zmq.NOBLOCK)
-                        while socket.poll(0):  # a server that has lost our session answers; the main thread finds out
+                        while socket.poll(
+                            0
+                        ):  # a server that has lost our session answers; the main thread finds out
                             socket.recv_multipart(zmq.NOBLOCK)
                     except zmq.Again:
                         continue  # the server is away; there is nothing to queue up for it

@@ -157,7 +157,9 @@ class Rounds:
             number = self._request(ticket, server, members, m.CommitBatch(()))
             self._session.send(server, number, asked[server])
         try:
-            self._await(ticket, lambda server: self._session.send(server, ticket.requests[server][0], asked[server]))
+            self._await(
+                ticket, lambda server: self._session.send(server, ticket.requests[server][0], asked[server])
+            )
         finally:
             self._close(ticket)
 
@@ -173,7 +175,9 @@ class Rounds:
             if members:
                 yield server, members
 
-    def _request(self, ticket: Ticket, server: int, members: Sequence[RoundItem], batch: m.CommitBatch) -> int:
+    def _request(
+        self, ticket: Ticket, server: int, members: Sequence[RoundItem], batch: m.CommitBatch
+    ) -> int:
         number = self._session.next_number(lambda s, reply: self._take(ticket, s, reply))
         ticket.requests[server] = (number, batch)
         for item in members:
@@ -291,7 +295,9 @@ class Rounds:
     def _abort(self, table: RemoteTable, server: int, reason: str) -> bool:
         """Give a round up on one server; return whether the server keeps it as applied."""
         try:
-            reply = self._session.call(server, m.Abort(table.numbers[server], table.round, reason), GIVE_UP_TIMEOUT)
+            reply = self._session.call(
+                server, m.Abort(table.numbers[server], table.round, reason), GIVE_UP_TIMEOUT
+            )
         except KVStoreError as error:
             _log.info("could not give a round up on %s: %s", self._session.describe(server), error)
             return False
@@ -310,5 +316,7 @@ def _as_tensor(payload: m.Payload, like: Tensor) -> Tensor:
     if isinstance(payload, Tensor):
         return payload
     if memoryview(payload).nbytes != like.nbytes:
-        raise ProtocolError(f"a slice of {like.nbytes} bytes came back with {memoryview(payload).nbytes} bytes")
+        raise ProtocolError(
+            f"a slice of {like.nbytes} bytes came back with {memoryview(payload).nbytes} bytes"
+        )
     return torch.frombuffer(payload, dtype=like.dtype) if like.numel() else like

@@ -182,7 +182,9 @@ class Session:
         self.is_closed = True
         self._transport.close()
 
-    def _call(self, server: int, body: m.RequestBody, timeout: float, repeat: m.RequestBody | None) -> m.ReplyBody:
+    def _call(
+        self, server: int, body: m.RequestBody, timeout: float, repeat: m.RequestBody | None
+    ) -> m.ReplyBody:
         answers: list[m.ReplyBody] = []
 
         def take(_: int, reply: m.ReplyBody) -> None:

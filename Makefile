@@ -1,0 +1,41 @@
+# Every target sets up .venv first. `make demo` and `make test` are all that a newcomer needs.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+SOURCES := kvtrainer kvstore_server tests benchmarks examples
+
+.PHONY: demo test test-full lint types imports wheel bench clean
+
+demo: $(READY)
+	$(BIN)/kvlaunch -n 2 -s 2 -- $(BIN)/python examples/digits.py
+
+test: $(READY)
+	$(BIN)/python -m pytest -m "not full"
+
+test-full: $(READY)
+	$(BIN)/python -m pytest -m full
+
+lint: $(READY)
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/ruff format --check $(SOURCES)
+
+types: $(READY)
+	$(BIN)/mypy
+
+imports: $(READY)
+	$(BIN)/lint-imports --config setup.cfg
+
+wheel: $(READY)
+	$(BIN)/python -m build --wheel
+
+bench: $(READY)
+	$(BIN)/python benchmarks/dense_round.py
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info
+
+$(READY): setup.cfg setup.py constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
