@@ -63,7 +63,7 @@ def build_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
         "KVSTORE_MAX_TABLE_BYTES",
         1 << 40,
         int,
-        "largest part of a table that is accepted",
+        "largest table, over all servers, that is accepted",
     )
     add(
         "--threads",

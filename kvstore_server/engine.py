@@ -8,6 +8,7 @@ another: whatever a request raises goes back as `Failed`, and the engine goes on
 from __future__ import annotations
 
 import logging
+from collections import OrderedDict
 from dataclasses import dataclass
 
 from kvstore_server.consistency import Accepted, Applied, Contribution, Lost, Refused
@@ -31,6 +32,10 @@ from kvstore_server.table import Table, Waiter
 
 _log = logging.getLogger(__name__)
 
+_FENCED_KEPT = 1024
+"""How many shut-out sessions are remembered with the reason; older ones get a general answer."""
+MAX_WORKERS = 1 << 16
+
 
 @dataclass(frozen=True)
 class EngineConfig:
@@ -43,7 +48,7 @@ class EngineConfig:
         dead_after: Seconds of silence after which a worker counts as lost.
         capability: Instruction set of this CPU; workers of another kind are refused, because their bits differ.
         allow_mixed_cpu: Let them in all the same.
-        max_table_bytes: Largest part of a table that this server accepts.
+        max_table_bytes: Largest table, over all servers, that is accepted.
     """
 
     server: int = 0
@@ -66,7 +71,7 @@ class Engine:
         self.is_stopping = False
         self._leases = leases
         self._sessions: dict[int, tuple[Namespace, int]] = {}
-        self._fenced: dict[int, str] = {}
+        self._fenced: OrderedDict[int, str] = OrderedDict()
         self._next_session = 1
 
     def handle(self, peer: bytes, request: m.Request, now: float) -> list[m.Outgoing]:
@@ -171,6 +176,8 @@ class Engine:
         if replaced is not None:
             self._sessions.pop(replaced.session, None)
             self._fenced[replaced.session] = f"rank {hello.rank} was taken over by {hello.address}"
+            if len(self._fenced) > _FENCED_KEPT:
+                self._fenced.popitem(last=False)
             for table in space.tables.values():
                 table.rounds.replace_process(hello.rank)
         return m.Welcome(self.config.run, session)
@@ -184,6 +191,8 @@ class Engine:
                 f"this is server {config.server} of {config.num_servers}, but rank {hello.rank} has it as server "
                 f"{hello.server} of {hello.num_servers}; give every worker the same KVSTORE_SERVERS, in index order"
             )
+        if not 1 <= hello.num_workers <= MAX_WORKERS:
+            raise ConfigurationError(f"num_workers must be 1 … {MAX_WORKERS}, got {hello.num_workers}")
         if hello.capability != config.capability and not config.allow_mixed_cpu:
             raise ConfigurationError(
                 f"rank {hello.rank} runs on {hello.capability}, server {config.server} on {config.capability}; results "
@@ -295,7 +304,7 @@ class Engine:
         self, space: Namespace, rank: int, leave: m.Leave, session: int, now: float
     ) -> list[m.Outgoing]:
         del self._sessions[session]
-        space.membership.leave(rank, leave.reason)
+        space.membership.leave(rank, leave.reason, leave.is_clean)
         if space.membership.is_over():
             del self.namespaces[space.name]
             return []

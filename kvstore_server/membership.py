@@ -41,6 +41,8 @@ class Membership:
         self.members: dict[int, Member] = {}
         self.departed: dict[int, str] = {}
         """Rank → why it left."""
+        self.failed: set[int] = set()
+        """The departed ranks that did not leave because they were done."""
         self.barrier_sequence = 0
         self.barrier: dict[int, BarrierWait] = {}
         self.barrier_failure: KVStoreError | None = None
@@ -61,11 +63,15 @@ class Membership:
         replaced = self.members.get(hello.rank)
         self.members[hello.rank] = Member(hello.rank, session, hello.address, now)
         self.departed.pop(hello.rank, None)
+        self.failed.discard(hello.rank)
         return replaced
 
-    def leave(self, rank: int, reason: str) -> None:
+    def leave(self, rank: int, reason: str, is_clean: bool) -> None:
+        """Let a rank go; whoever still needs it is told the reason."""
         self.members.pop(rank, None)
         self.departed[rank] = reason
+        if not is_clean:
+            self.failed.add(rank)
 
     def is_over(self) -> bool:
         """Whether every rank that ever came has left."""
@@ -76,8 +82,8 @@ class Membership:
         return [rank for rank, m in sorted(self.members.items()) if now - m.last_heard > dead_after]
 
     def num_dead(self, now: float, dead_after: float) -> int:
-        """How many ranks came and are no longer there: departed or silent."""
-        return len(self.departed) + len(self.silent(now, dead_after))
+        """How many ranks came and then failed or fell silent."""
+        return len(self.failed) + len(self.silent(now, dead_after))
 
     def lost_error(
         self, waiting_for: list[int], what: str, now: float, dead_after: float

@@ -19,7 +19,7 @@ from kvstore_server.errors import (
 )
 from kvstore_server.hyper import OptimizerBelief
 from kvstore_server.membership import BarrierWait, Membership
-from kvstore_server.plan import TensorSpec, check_same, make_plan
+from kvstore_server.plan import TensorSpec, check_same, check_specs, make_plan
 from kvstore_server.protocol import messages as m
 from kvstore_server.table import Table
 
@@ -43,8 +43,6 @@ class Namespace:
     """Members, tables, optimizer and barrier of one name."""
 
     def __init__(self, name: str, num_workers: int) -> None:
-        if num_workers < 1:
-            raise ConfigurationError(f"a job needs at least one worker, got num_workers={num_workers}")
         self.name = name
         self.membership = Membership(name, num_workers)
         self.optimizer = OptimizerBelief()
@@ -70,13 +68,15 @@ class Namespace:
                 table.conflict = error
                 raise
             return table
-        plan = make_plan(specs, config.num_servers)
-        size = sum(piece.nbytes for piece in plan.slices_of(config.server))
+        check_specs(specs, config.num_servers)
+        size = sum(spec.nbytes for spec in specs)
         if size > config.max_table_bytes:
+            # Before the plan is made: its length grows with the size that a peer claims.
             raise ConfigurationError(
-                f"table {register.table!r} needs {size} bytes on server {config.server}, which accepts "
-                f"{config.max_table_bytes} (--max-table-bytes)"
+                f"table {register.table!r} has {size} bytes, server {config.server} accepts tables of up to "
+                f"{config.max_table_bytes} bytes (--max-table-bytes)"
             )
+        plan = make_plan(specs, config.num_servers)
         number = len(self.tables)
         table = Table(number, register.table, plan, config.server, self.membership.num_workers, leases)
         self.tables[number] = table

@@ -109,7 +109,7 @@ def make_plan(specs: Sequence[TensorSpec], num_servers: int) -> Plan:
         ConfigurationError: no keys, a key twice, a dtype that cannot be stored, or a shape with a negative size.
     """
     specs = tuple(specs)
-    _check(specs, num_servers)
+    check_specs(specs, num_servers)
     piece_bytes = _slice_bytes(sum(spec.nbytes for spec in specs))
     drafts: list[_Draft] = []
     arena_sizes: dict[str, int] = {}
@@ -203,7 +203,8 @@ class _ArenaLayout:
         self.end += draft.length
 
 
-def _check(specs: tuple[TensorSpec, ...], num_servers: int) -> None:
+def check_specs(specs: Sequence[TensorSpec], num_servers: int) -> None:
+    """Raise ConfigurationError unless `specs` can be laid out over `num_servers` servers."""
     if num_servers < 1:
         raise ConfigurationError(f"a plan needs at least one server, got {num_servers}")
     if not specs:

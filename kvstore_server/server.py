@@ -10,7 +10,8 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import Enum, auto
 from typing import Any
 
 import zmq
@@ -56,8 +57,7 @@ class Server:
         self._clock = clock
         self._leases = _Leases()
         self.engine = Engine(config, self._leases)
-        self._backlog: dict[bytes, deque[list[Any]]] = {}
-        self._backlog_bytes: dict[bytes, int] = {}
+        self._backlog: dict[bytes, _Backlog] = {}
         self._stop_requested = False
         self._drain_until = float("inf")
         self._context = zmq.Context()
@@ -142,66 +142,76 @@ class Server:
 
     def _send(self, peer: bytes, frames: list[Any], payload: Tensor | None = None) -> None:
         waiting = self._backlog.get(peer)
-        if waiting is None and self._try_send(peer, frames, payload):
-            return
         if waiting is None:
-            if peer not in self._backlog_bytes:
-                return  # the peer is gone
-            waiting = self._backlog[peer] = deque()
+            if self._try_send(peer, frames, payload) is not _Sent.LATER:
+                return
+            waiting = self._backlog[peer] = _Backlog()
         size = sum(len(frame) for frame in frames)
-        if self._backlog_bytes[peer] + size > self._options.max_backlog:
-            _log.error("a peer does not read; %d bytes for it are dropped", self._backlog_bytes[peer])
-            self._forget(peer)
+        if waiting.nbytes + size > self._options.max_backlog:
+            _log.error("a peer does not read; %d bytes for it are dropped", waiting.nbytes)
+            self._drop_backlog(peer)
             return
         if payload is not None:
             self._leases.hold(payload)
-        waiting.append([frames, payload])
-        self._backlog_bytes[peer] += size
+        waiting.messages.append((frames, payload))
+        waiting.nbytes += size
 
-    def _try_send(self, peer: bytes, frames: list[Any], payload: Tensor | None) -> bool:
-        """Send now if the peer takes it. On False the peer is either slow (has a backlog entry) or gone."""
-        zero_copy = payload is not None and payload.nbytes >= _ZERO_COPY
+    def _try_send(self, peer: bytes, frames: list[Any], payload: Tensor | None) -> _Sent:
         try:
-            if zero_copy:
+            if payload is not None and payload.nbytes >= _ZERO_COPY:
                 head = [zmq.Frame(frame) for frame in (peer, *frames[:-1])]
                 last = zmq.Frame(frames[-1], track=True, copy=False)
                 self._socket.send_multipart([*head, last], zmq.NOBLOCK, copy=False)
-                assert payload is not None and last.tracker is not None
+                assert last.tracker is not None
                 self._leases.track(payload, last.tracker)
             else:
                 self._socket.send_multipart([peer, *frames], zmq.NOBLOCK, copy=True)
         except zmq.Again:
-            self._backlog_bytes.setdefault(peer, 0)
-            return False
+            return _Sent.LATER
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
             _log.info("a peer went away before its reply")
-            self._forget(peer)
-            return False
-        return True
+            return _Sent.NEVER
+        return _Sent.NOW
 
     def _retry_backlog(self) -> None:
-        for peer in list(self._backlog):
-            waiting = self._backlog[peer]
-            while waiting:
-                frames, payload = waiting[0]
-                if not self._try_send(peer, frames, payload):
+        for peer, waiting in list(self._backlog.items()):
+            while waiting.messages:
+                frames, payload = waiting.messages[0]
+                sent = self._try_send(peer, frames, payload)
+                if sent is _Sent.LATER:
                     break
-                if peer not in self._backlog:
+                if sent is _Sent.NEVER:
+                    self._drop_backlog(peer)
                     break
-                waiting.popleft()
-                self._backlog_bytes[peer] -= sum(len(frame) for frame in frames)
+                waiting.messages.popleft()
+                waiting.nbytes -= sum(len(frame) for frame in frames)
                 if payload is not None:
                     self._leases.release(payload)
-            if not waiting:
-                self._forget(peer)
+            if not waiting.messages:
+                self._backlog.pop(peer, None)
 
-    def _forget(self, peer: bytes) -> None:
-        for _, payload in self._backlog.pop(peer, ()):
+    def _drop_backlog(self, peer: bytes) -> None:
+        for _, payload in self._backlog.pop(peer).messages:
             if payload is not None:
                 self._leases.release(payload)
-        self._backlog_bytes.pop(peer, None)
+
+
+class _Sent(Enum):
+    """What became of a message: the socket took it, the peer is slow, or the peer is gone."""
+
+    NOW = auto()
+    LATER = auto()
+    NEVER = auto()
+
+
+@dataclass
+class _Backlog:
+    """What a slow peer has not taken yet, oldest first."""
+
+    messages: deque[tuple[list[Any], Tensor | None]] = field(default_factory=deque)
+    nbytes: int = 0
 
 
 class _Leases:
@@ -222,7 +232,8 @@ class _Leases:
             del self._held[buffer.data_ptr()]
 
     def track(self, buffer: Tensor, tracker: zmq.MessageTracker) -> None:
-        self._trackers.setdefault(buffer.data_ptr(), []).append(tracker)
+        known = self._trackers.get(buffer.data_ptr(), [])
+        self._trackers[buffer.data_ptr()] = [one for one in known if not one.done] + [tracker]
 
     def is_busy(self, buffer: Tensor) -> bool:
         address = buffer.data_ptr()

@@ -78,4 +78,4 @@ def _unpack_scalar(value: Any) -> Tensor | float:
     number, dtype = value
     if not isinstance(number, int | float) or (dtype and dtype not in _DTYPES):
         raise ValueError(f"{value!r} is no number")
-    return torch.tensor(number, dtype=getattr(torch, dtype)) if dtype else float(number)
+    return torch.tensor(number, dtype=getattr(torch, dtype)) if dtype else number

@@ -10,6 +10,7 @@ Nothing here opens a socket.
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Sequence
 from dataclasses import fields
@@ -227,7 +228,9 @@ def _decode_commits(frames: Sequence[Frame]) -> m.CommitBatch:
     for row, (table, number, want, entries, _, _) in enumerate(head.tolist()):
         if entries < 0 or at + entries > len(manifest):
             raise ProtocolError(f"a commit names {entries} slices but the message holds {len(manifest) - at}")
-        rescale = float(floats[row, 4])
+        rescale, timeout = float(floats[row, 4]), float(floats[row, 5])
+        if not 0 <= timeout < math.inf or math.isinf(rescale):
+            raise ProtocolError(f"a commit has timeout {timeout} and rescale {rescale}; both must be finite")
         named = tuple((s, g) for s, g in manifest[at : at + entries])
         at += entries
         commits.append(
@@ -235,9 +238,9 @@ def _decode_commits(frames: Sequence[Frame]) -> m.CommitBatch:
                 table,
                 number,
                 named,
-                None if rescale != rescale else rescale,
+                None if math.isnan(rescale) else rescale,
                 bool(want),
-                float(floats[row, 5]),
+                timeout,
             )
         )
     return m.CommitBatch(tuple(commits), extra[0], tuple(extra[1]))
@@ -279,7 +282,7 @@ def _decode_control(kind: int, frames: Sequence[Frame]) -> Any:
     return message
 
 
-_SCALARS = {"int": int, "str": str, "float": (float, int), "bytes": bytes, "bool": bool}
+_SCALARS: dict[str, Any] = {"int": int, "str": str, "float": (float, int), "bytes": bytes, "bool": bool}
 
 
 def _check_types(message: Any) -> None:
@@ -289,6 +292,8 @@ def _check_types(message: Any) -> None:
         expected = _SCALARS.get(declared) or (tuple if declared.startswith("tuple") else dict)
         if not isinstance(value, expected) or (isinstance(value, bool) and declared != "bool"):
             raise ProtocolError(f"{type(message).__name__}.{f.name} must be {declared}, got {value!r:.80}")
+        if declared == "float" and not math.isfinite(value):
+            raise ProtocolError(f"{type(message).__name__}.{f.name} must be finite, got {value}")
         if declared == "tuple[int, ...]" and not all(type(item) is int for item in value):
             raise ProtocolError(f"{type(message).__name__}.{f.name} must be {declared}, got {value!r:.80}")
     if isinstance(message, m.Register) and not all(_is_spec(spec) for spec in message.specs):

@@ -154,6 +154,8 @@ class Leave:
     """Ends the session; rounds that still need this rank fail with the reason."""
 
     reason: str
+    is_clean: bool
+    """Whether the worker left because it was done; if not, it counts as dead from now on."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -112,6 +112,9 @@ class Client:
             if table.ticket is not None:
                 self.rounds.wait(table.ticket)
 
-    def close(self, reason: str = "finished") -> None:
-        """Leave the job: rounds of others that still need this worker fail with `reason`. Idempotent."""
-        self._session.close(reason)
+    def close(self, failure: str | None = None) -> None:
+        """Leave the job; idempotent. Rounds of others that still need this worker fail.
+
+        With `failure`, the worker counts as dead from now on, for that reason.
+        """
+        self._session.close("it closed its kvstore or its program ended" if failure is None else failure, is_clean=failure is None)

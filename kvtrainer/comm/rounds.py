@@ -86,7 +86,10 @@ class Ticket:
     error: KVStoreError | None = None
     absent: dict[str, set[int]] = field(default_factory=dict)
     """Table → keys that no worker contributed to."""
-    next_rounds: dict[str, int] = field(default_factory=dict)
+    failed: dict[str, int] = field(default_factory=dict)
+    """Table → the round that is next after the one that failed, as far as a server said."""
+    staged: dict[str, list[m.WeightsPart]] = field(default_factory=dict)
+    """Table → new weights that wait for those of the other servers."""
     is_over: bool = False
 
 
@@ -128,11 +131,11 @@ class Rounds:
         try:
             self._await(ticket, lambda server: self._send_commit(ticket, server))
         except BaseException as error:
-            self._give_up(ticket, error)
+            self._end(ticket, error)
             raise
-        self._close(ticket)
-        for item in ticket.items:
-            item.table.round += 1
+        self._end(ticket, ticket.error)
+        if ticket.error is not None:
+            raise ticket.error
 
     def settle(self, table: RemoteTable) -> None:
         """Wait for the round in flight of a table, if there is one.
@@ -162,6 +165,11 @@ class Rounds:
             )
         finally:
             self._close(ticket)
+        if ticket.error is not None:
+            raise ticket.error
+        for item in items:
+            for part in ticket.staged.pop(item.table.name, ()):
+                _write(item, part)
 
     # ---------------------------------------------------------------- sending
 
@@ -224,13 +232,11 @@ class Rounds:
                     repeat(server)
 
         def is_over() -> bool:
-            return not ticket.outstanding or ticket.error is not None
+            return not ticket.outstanding
 
         # The server fails the round at the deadline, naming who was missing; the worker leaves it time to say so.
         limit = ticket.deadline + self._session.options.dead_after
         self._session.wait(is_over, limit, again)
-        if ticket.error is not None:
-            raise ticket.error
 
     def _take(self, ticket: Ticket, server: int, reply: m.ReplyBody) -> None:
         if isinstance(reply, m.Weights):
@@ -245,11 +251,15 @@ class Rounds:
         elif isinstance(reply, m.Missing):
             self._send_again(ticket, server, reply)
         elif isinstance(reply, m.Failed):
-            ticket.error = ticket.error or from_wire(reply.code, reply.text)
-            failed = ticket.tables.get((server, reply.table))
-            if failed is not None:
-                name = failed.table.name
-                ticket.next_rounds[name] = max(ticket.next_rounds.get(name, 0), reply.next_round)
+            self._take_failure(ticket, server, reply)
+
+    def _take_failure(self, ticket: Ticket, server: int, failure: m.Failed) -> None:
+        """One round, or with table -1 all that was asked of a server, has failed; the others go on."""
+        ticket.error = ticket.error or from_wire(failure.code, failure.text)
+        for where in [w for w in ticket.outstanding if w[0] == server and failure.table in (-1, w[1])]:
+            name = ticket.tables[where].table.name
+            ticket.failed[name] = max(ticket.failed.get(name, 0), failure.next_round)
+            del ticket.outstanding[where]
 
     def _take_part(self, ticket: Ticket, server: int, part: m.WeightsPart) -> None:
         where = (server, part.table)
@@ -257,10 +267,11 @@ class Rounds:
         if waiting is None or part.slice not in waiting:
             return
         item = ticket.tables[where]
-        piece = item.table.plan.slices[part.slice]
-        assert item.out is not None
-        out = item.out[piece.dtype][piece.offset : piece.offset + piece.used]
-        out.copy_(_as_tensor(part.payload, out))
+        if len(item.table.numbers) == 1:
+            _write(item, part)
+        else:
+            # Until the other servers have applied the round too, it may still be taken back.
+            ticket.staged.setdefault(item.table.name, []).append(part)
         waiting.discard(part.slice)
         if not waiting:
             del ticket.outstanding[where]
@@ -277,20 +288,29 @@ class Rounds:
 
     # ---------------------------------------------------------------- ending
 
-    def _give_up(self, ticket: Ticket, error: BaseException) -> None:
-        """Fail the round for everybody, and find out whether a server applied it all the same."""
+    def _end(self, ticket: Ticket, error: BaseException | None) -> None:
+        """Count the rounds that were applied, and give up those that were not, on all servers."""
         self._close(ticket)
-        reason = f"{type(error).__name__}: {error}"
         for item in ticket.items:
             table = item.table
-            applied = [server for server in table.numbers if self._abort(table, server, reason)]
-            if applied and len(applied) < len(table.numbers):
-                where = ", ".join(self._session.describe(server) for server in applied)
-                table.broken = KVStoreError(
-                    f"round {table.round} of {table.name!r} failed ({reason}) after it had been applied on {where}: "
-                    "the servers are one round apart. Restart the job from its last saved states"
-                )
-            table.round = max(table.round + 1, ticket.next_rounds.get(table.name, 0))
+            is_open = any(where in ticket.outstanding for where in table.numbers.items())
+            if is_open or table.name in ticket.failed:
+                self._give_up(table, f"{type(error).__name__}: {error}")
+                table.round = max(table.round + 1, ticket.failed.get(table.name, 0))
+                continue
+            for part in ticket.staged.pop(table.name, ()):
+                _write(item, part)
+            table.round += 1
+
+    def _give_up(self, table: RemoteTable, reason: str) -> None:
+        """Fail a round for everybody, and find out whether a server has applied it for good all the same."""
+        applied = [server for server in table.numbers if self._abort(table, server, reason)]
+        if applied and len(applied) < len(table.numbers):
+            where = ", ".join(self._session.describe(server) for server in applied)
+            table.broken = KVStoreError(
+                f"round {table.round} of {table.name!r} failed ({reason}) after it had been applied on {where}: "
+                "the servers are one round apart. Restart the job from its last saved states"
+            )
 
     def _abort(self, table: RemoteTable, server: int, reason: str) -> bool:
         """Give a round up on one server; return whether the server keeps it as applied."""
@@ -310,6 +330,13 @@ class Rounds:
         for item in ticket.items:
             if item.table.ticket is ticket:
                 item.table.ticket = None
+
+
+def _write(item: RoundItem, part: m.WeightsPart) -> None:
+    piece = item.table.plan.slices[part.slice]
+    assert item.out is not None
+    out = item.out[piece.dtype][piece.offset : piece.offset + piece.used]
+    out.copy_(_as_tensor(part.payload, out))
 
 
 def _as_tensor(payload: m.Payload, like: Tensor) -> Tensor:

@@ -171,13 +171,13 @@ class Session:
             )
         return silence >= REPEAT_AFTER
 
-    def close(self, reason: str) -> None:
+    def close(self, reason: str, is_clean: bool) -> None:
         """Leave the job on every server and give the transport back. Idempotent."""
         if self.is_closed:
             return
         for server, (run, session) in enumerate(self._tokens):
             if session:
-                leave = m.Request(run, session, self.next_number(), m.Leave(reason))
+                leave = m.Request(run, session, self.next_number(), m.Leave(reason, is_clean))
                 self._transport.send(server, leave)
         self.is_closed = True
         self._transport.close()

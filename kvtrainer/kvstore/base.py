@@ -57,7 +57,8 @@ class KVStoreBase(ABC):
         Raises:
             ConfigurationError: no such capability exists.
         """
-        return self._capability(capability) in ()
+        self._capability(capability)
+        return False
 
     def close(self) -> None:
         """Give up the store's resources; idempotent. The base class has none."""

@@ -108,6 +108,7 @@ def _leave_at_exit(client: Client) -> None:
     atexit.register(leave)
 
 
-def _why_ending() -> str:
+def _why_ending() -> str | None:
+    """The error that ends this process, if one does."""
     error = getattr(sys, "last_value", None)
-    return "its program ended" if error is None else f"{type(error).__name__}: {error}"[:500]
+    return None if error is None else f"{type(error).__name__}: {error}"[:500]

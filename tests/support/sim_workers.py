@@ -47,6 +47,8 @@ class Lane:
     to_commit: list[int] = field(default_factory=list)
     requests: dict[int, int] = field(default_factory=dict)
     """Server → the number of the commit sent there."""
+    accepted: set[int] = field(default_factory=set)
+    """Servers that said that the commit counts."""
     done: set[int] = field(default_factory=set)
     given_up: bool = False
     aborts: dict[int, int] = field(default_factory=dict)
@@ -109,9 +111,9 @@ class SimProcess:
             return
         slice_ = rng.choice(pushed)
         server = lane.plan.slices[slice_].server
-        if server in lane.requests:
+        if server in lane.accepted:
             self._push(lane, server, [(slice_, lane.generations[slice_] + 1)])
-        else:
+        elif server not in lane.requests:
             lane.generations[slice_] += 1
             lane.to_push.append(slice_)
 
@@ -149,6 +151,8 @@ class SimProcess:
             lane.done.add(server)
         elif isinstance(body, m.Failed):
             self.give_up(lane)
+        elif isinstance(body, m.Pending):
+            lane.accepted.add(server)
         elif isinstance(body, m.Missing):
             self._push(lane, server, [(s, lane.generations[s]) for s in body.slices])
             self._commit(lane, server)
@@ -176,7 +180,8 @@ class SimProcess:
         lane.generations = dict.fromkeys(slices, 0)
         rng.shuffle(slices)
         lane.to_push, lane.to_commit = slices, rng.sample(range(NUM_SERVERS), NUM_SERVERS)
-        lane.requests, lane.done, lane.aborts, lane.kept = {}, set(), {}, set()
+        lane.requests, lane.aborts = {}, {}
+        lane.accepted, lane.done, lane.kept = set(), set(), set()
 
     def _push_some(self, lane: Lane, rng: random.Random) -> None:
         server = lane.plan.slices[lane.to_push[-1]].server

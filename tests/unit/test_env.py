@@ -72,7 +72,7 @@ def test_rank_of_a_wrong_type_is_refused(value: object) -> None:
 
 
 def test_empty_list_of_servers_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="list of servers .* is empty"):
+    with pytest.raises(ConfigurationError, match=r"list of servers .* is empty"):
         read_topology(ENVIRON, servers=[])
 
 
@@ -91,8 +91,22 @@ def test_address_is_brought_to_one_form(text: str, address: str) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "host", "host:", ":5555", "host:0", "host:65536", "host:http", "ipc:///tmp/x", "tcp://*:5555"]
-    + ["tcp://a:1/path", "tcp://a b:1", "::1:5555", "tcp://a:1\ntcp://b:1", "udp://a:1"],
+    [
+        "",
+        "host",
+        "host:",
+        ":5555",
+        "host:0",
+        "host:65536",
+        "host:http",
+        "ipc:///tmp/x",
+        "udp://a:1",
+        "tcp://*:5555",
+        "tcp://a:1/path",
+        "tcp://a b:1",
+        "::1:5555",
+        "tcp://a:1\ntcp://b:1",
+    ],
 )
 def test_malformed_address_is_refused_with_its_text(text: str) -> None:
     with pytest.raises(ConfigurationError) as caught:

@@ -79,6 +79,8 @@ def test_an_unknown_option_is_named_beside_the_valid_ones(name: str) -> None:
         ("sgd", dict(rescale_grad=None)),
         ("adam", dict(betas=(0.9, 1.0))),
         ("adam", dict(betas=0.9)),
+        ("adam", dict(betas=(0.9,))),
+        ("adam", dict(betas="ab")),
         ("adam", dict(epsilon=-1e-8)),
         ("torch:Adam", dict(betas=(0.9, 1.0))),
         ("torch:SGD", dict(lr=-1.0)),

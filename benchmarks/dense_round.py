@@ -1,0 +1,91 @@
+"""How long does one dense synchronous round take, beside MXNet 1.9.1 on the same machine?
+
+    python benchmarks/dense_round.py --mxnet-env .venv-mxnet
+
+Runs both systems in turn, job by job, and writes the seconds and their ratio to benchmarks/results. A job is a set of
+fresh processes: 2 workers and 1 or 2 servers, with the servers replacing the value by the sum, or applying SGD.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+if __name__ == "__main__":
+    sys.path.insert(0, str(HERE.parent))
+
+from benchmarks import harness  # noqa: E402
+from benchmarks.workloads import WORKLOADS, pick  # noqa: E402
+
+OURS, THEIRS = "kvtrainer", "mxnet"
+WORKERS = 2
+
+
+def main() -> int:
+    """Run the comparison; return 1 when a job failed."""
+    options = _options()
+    configurations = list(itertools.product(_numbers(options.servers), options.optimizers.split(",")))
+    workloads = [workload.name for workload in pick(options.workloads)]
+    samples: list[harness.Sample] = []
+    systems = options.systems.split(",")
+    for repetition in range(options.repetitions):
+        for (servers, optimizer), system in itertools.product(configurations, systems):
+            arguments = ["--optimizer", optimizer, "--workloads", options.workloads]
+            measured = _run(system, servers, arguments, options)
+            for workload in workloads:
+                case = harness.Case(workload, f"{WORKERS}x{servers}", optimizer)
+                samples.append(harness.Sample(case, system, repetition, measured[workload]))
+            print(f"{repetition} {system:9} {WORKERS}x{servers} {optimizer:4}", _short(measured), flush=True)
+    title = "One dense synchronous round: kvtrainer and MXNet 1.9.1"
+    report = harness.Report(title, samples, harness.describe_machine(_versions(systems, options)))
+    print(report.markdown(OURS, THEIRS))
+    if options.out:
+        report.write(Path(options.out), OURS, THEIRS)
+    return 0
+
+
+def _run(system: str, servers: int, arguments: list[str], options: argparse.Namespace) -> harness.Measured:
+    if system == OURS:
+        command = [sys.executable, str(HERE / "kvtrainer_dense_round.py"), *arguments]
+        return harness.run_kvtrainer_job(command, WORKERS, servers, options.job_timeout)
+    command = [str(_mxnet_python(options)), str(HERE / "mxnet_dense_round.py"), *arguments]
+    return harness.run_mxnet_job(command, WORKERS, servers, options.job_timeout)
+
+
+def _versions(systems: list[str], options: argparse.Namespace) -> dict[str, str]:
+    versions = harness.installed_versions(sys.executable, ["kvtrainer", "torch", "pyzmq"])
+    if THEIRS in systems:
+        versions |= harness.installed_versions(str(_mxnet_python(options)), ["mxnet", "numpy"])
+    return versions
+
+
+def _mxnet_python(options: argparse.Namespace) -> Path:
+    return Path(options.mxnet_env) / "bin" / "python"
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(one) for one in text.split(",")]
+
+
+def _short(measured: harness.Measured) -> str:
+    return "  ".join(f"{one['median'] * 1e3:.1f} ms" for one in measured.values())
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mxnet-env", default=".venv-mxnet", help="environment made by benchmarks/mxnet_env.sh")
+    parser.add_argument("--repetitions", type=int, default=5, help="fresh jobs for each system and configuration")
+    parser.add_argument("--servers", default="1,2")
+    parser.add_argument("--optimizers", default="none,sgd")
+    parser.add_argument("--workloads", default="", help=f"positions 0..{len(WORKLOADS) - 1}; all by default")
+    parser.add_argument("--systems", default=f"{OURS},{THEIRS}", help="run one of the two only, for a quick look")
+    parser.add_argument("--out", default="", help="write OUT.json and OUT.md, say benchmarks/results/dense_round")
+    parser.add_argument("--job-timeout", type=float, default=300.0, help="seconds after which a job is killed")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

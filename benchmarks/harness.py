@@ -1,0 +1,239 @@
+"""Runs benchmark jobs in fresh processes, collects what they measured, and writes it down with the machine.
+
+A job either returns what its worker 0 wrote, or raises JobError with the end of its output; it is killed as a whole at
+its time limit. Comparisons are made within one run: systems take turns, and every repetition gives one ratio.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+Measured = dict[str, dict[str, Any]]
+"""Workload name → {"init": seconds, "rounds": [seconds …], "median": seconds}."""
+
+_TAIL = 3000
+
+
+class JobError(RuntimeError):
+    """A job failed or ran into its time limit."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """What was measured: the workload, workers x servers, and the optimizer on the servers."""
+
+    workload: str
+    topology: str
+    optimizer: str
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What one job measured of one case."""
+
+    case: Case
+    system: str
+    repetition: int
+    values: dict[str, Any]
+
+    @property
+    def seconds(self) -> float:
+        return float(self.values["median"])
+
+
+@dataclass(frozen=True)
+class Report:
+    """All samples of one run, and where they come from."""
+
+    title: str
+    samples: Sequence[Sample]
+    machine: Mapping[str, Any]
+
+    def markdown(self, ours: str, theirs: str) -> str:
+        """A table with one line per case; "speed-up" is `theirs` / `ours` within one repetition."""
+        lines = [
+            f"# {self.title}",
+            "",
+            *(f"- {name}: {value}" for name, value in self.machine.items()),
+            "",
+            f"Milliseconds per round: median (min to max) over fresh jobs, each the median of its rounds. Speed-up: {theirs} / {ours},"
+            " job by job.",
+            "",
+            f"| workload | workers x servers | optimizer | {ours} | {theirs} | speed-up |",
+            "|---|---|---|---|---|---|",
+        ]
+        for case in dict.fromkeys(sample.case for sample in self.samples):
+            a, b = self._seconds(case, ours), self._seconds(case, theirs)
+            ratios = [b[i] / a[i] for i in a if i in b]
+            cells = [_spread(list(a.values()), 1e3), _spread(list(b.values()), 1e3), _spread(ratios, 1.0)]
+            lines.append("| " + " | ".join([case.workload, case.topology, case.optimizer, *cells]) + " |")
+        return "\n".join(lines) + "\n"
+
+    def write(self, stem: Path, ours: str, theirs: str) -> None:
+        """Write STEM.json, with every round, and STEM.md."""
+        rows = [
+            {**vars(sample.case), "system": sample.system, "repetition": sample.repetition, **sample.values}
+            for sample in self.samples
+        ]
+        stem.parent.mkdir(parents=True, exist_ok=True)
+        document = {"title": self.title, "machine": dict(self.machine), "samples": rows}
+        stem.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n")
+        stem.with_suffix(".md").write_text(self.markdown(ours, theirs))
+
+    def _seconds(self, case: Case, system: str) -> dict[int, float]:
+        return {s.repetition: s.seconds for s in self.samples if s.case == case and s.system == system}
+
+
+def run_kvtrainer_job(command: Sequence[str], workers: int, servers: int, timeout: float) -> Measured:
+    """Run `command --out FILE` as every worker of a job under kvlaunch; return what FILE holds then."""
+    launch = [sys.executable, "-m", "kvtrainer.launch", "-n", str(workers), "-s", str(servers), "--"]
+    with _result_file() as out, _Processes() as processes:
+        job = processes.start([*launch, *command, "--out", str(out)], {})
+        processes.wait([job], timeout)
+        return _read(out)
+
+
+def run_mxnet_job(command: Sequence[str], workers: int, servers: int, timeout: float) -> Measured:
+    """Run `command --out FILE` in every role of an MXNet job on the loopback device; return what FILE holds then."""
+    common = {
+        "DMLC_PS_ROOT_URI": "127.0.0.1",
+        "DMLC_PS_ROOT_PORT": str(_free_port()),
+        "DMLC_INTERFACE": "lo",
+        "DMLC_NODE_HOST": "127.0.0.1",
+        "DMLC_NUM_WORKER": str(workers),
+        "DMLC_NUM_SERVER": str(servers),
+    }
+    roles = ["scheduler", *["server"] * servers, *["worker"] * workers]
+    with _result_file() as out, _Processes() as processes:
+        full = [*command, "--out", str(out)]
+        job = [processes.start(full, {**common, "DMLC_ROLE": role}) for role in roles]
+        processes.wait(job, timeout)
+        return _read(out)
+
+
+def describe_machine(versions: Mapping[str, str]) -> dict[str, Any]:
+    """Date, hardware, system and versions, as printed above the numbers."""
+    return {
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        "cpu": f"{_cpu_model()}, {os.cpu_count()} cores",
+        "system": f"{platform.system()} {platform.release()}, {platform.machine()}",
+        "load average at the end": "{:.1f} {:.1f} {:.1f}".format(*os.getloadavg()),
+        "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
+        "python": platform.python_version(),
+        "settings": "OMP_NUM_THREADS=1 in every process, TCP over the loopback device",
+    }
+
+
+def installed_versions(python: str, names: Sequence[str]) -> dict[str, str]:
+    """The versions of packages as another interpreter sees them."""
+    code = "import sys, importlib.metadata as m\nfor name in sys.argv[1:]: print(name, m.version(name))"
+    done = subprocess.run([python, "-c", code, *names], capture_output=True, text=True, check=True)
+    return dict(line.split() for line in done.stdout.splitlines())
+
+
+class _Processes:
+    """Processes of one job, each in a group of its own, so that none is left behind."""
+
+    def __init__(self) -> None:
+        self._output = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed in __exit__
+        self._running: list[subprocess.Popen[str]] = []
+
+    def __enter__(self) -> _Processes:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._running:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        self._output.close()
+
+    def start(self, command: Sequence[str], environ: Mapping[str, str]) -> subprocess.Popen[str]:
+        """Start one process whose output is kept for the case of a failure."""
+        process = subprocess.Popen(
+            list(command),
+            env={**os.environ, "OMP_NUM_THREADS": "1", **environ},
+            stdout=self._output,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        self._running.append(process)
+        return process
+
+    def wait(self, processes: Sequence[subprocess.Popen[str]], timeout: float) -> None:
+        """Return when all have ended well.
+
+        Raises:
+            JobError: one failed, or the time is over.
+        """
+        deadline = time.monotonic() + timeout
+        waiting = list(processes)
+        while waiting:
+            for process in list(waiting):
+                code = process.poll()
+                if code is None:
+                    continue
+                if code != 0:
+                    raise JobError(f"{process.args!r} ended with code {code}:\n{self._tail()}")
+                waiting.remove(process)
+            if time.monotonic() > deadline:
+                raise JobError(f"the job was not over after {timeout:g} s:\n{self._tail()}")
+            time.sleep(0.02)
+
+    def _tail(self) -> str:
+        self._output.seek(0)
+        return self._output.read()[-_TAIL:]
+
+
+@contextlib.contextmanager
+def _result_file() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="kvtrainer-benchmark-") as folder:
+        yield Path(folder) / "measured.json"
+
+
+def _read(path: Path) -> Measured:
+    if not path.exists():
+        raise JobError("the job ended well, but its worker 0 wrote no result")
+    measured: Measured = json.loads(path.read_text())
+    return measured
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _cpu_model() -> str:
+    with contextlib.suppress(OSError), open("/proc/cpuinfo") as info:
+        for line in info:
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or "unknown"
+
+
+def _spread(values: Sequence[float], factor: float) -> str:
+    if not values:
+        return "-"
+    low, middle, high = min(values), statistics.median(values), max(values)
+    return " ".join([_figure(middle * factor), f"({_figure(low * factor)} to {_figure(high * factor)})"])
+
+
+def _figure(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"

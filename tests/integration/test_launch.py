@@ -1,0 +1,205 @@
+"""The launcher with real processes: what they find, how their output comes out, and what a failure does."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from kvtrainer import launch
+from tests.support.launch_jobs import READY, ROOT, STUBBORN, Jobs, line_of
+
+
+@pytest.fixture
+def jobs() -> Iterator[Jobs]:
+    started = Jobs()
+    yield started
+    started.close()
+
+
+# What workers find.
+
+
+def test_each_worker_finds_its_rank_and_the_number_of_workers(jobs: Jobs) -> None:
+    code, out, _ = jobs.run("echo $KVSTORE_RANK of $KVSTORE_NUM_WORKERS", 3)
+    assert code == 0
+    assert sorted(out.splitlines()) == ["[w0] 0 of 3", "[w1] 1 of 3", "[w2] 2 of 3"]
+
+
+def test_workers_find_the_servers_in_the_order_of_their_index(jobs: Jobs) -> None:
+    _, out, _ = jobs.run("echo $KVSTORE_SERVERS", servers=2)
+    assert "[w0] tcp://127.0.0.1:5000,tcp://127.0.0.1:5001" in out.splitlines()
+
+
+def test_topology_of_the_launchers_own_environment_does_not_reach_a_job_without_servers(jobs: Jobs) -> None:
+    stale = {"KVSTORE_SERVERS": "tcp://elsewhere:1", "KVSTORE_RANK": "7"}
+    _, out, _ = jobs.run("echo ${KVSTORE_SERVERS-unset} $KVSTORE_RANK", environ=stale)
+    assert out == "[w0] unset 0\n"
+
+
+def test_cores_are_divided_among_workers_as_threads(jobs: Jobs) -> None:
+    _, out, _ = jobs.run("echo $OMP_NUM_THREADS $PYTHONUNBUFFERED", 2)
+    assert out.splitlines()[0][5:] == f"{max(1, len(os.sched_getaffinity(0)) // 2)} 1"
+
+
+def test_number_of_threads_that_the_user_has_set_is_kept(jobs: Jobs) -> None:
+    _, out, _ = jobs.run("echo $OMP_NUM_THREADS", environ={"OMP_NUM_THREADS": "17"})
+    assert out == "[w0] 17\n"
+
+
+# Output.
+
+
+def test_streams_stay_apart_and_a_last_line_without_end_is_printed(jobs: Jobs) -> None:
+    code, out, err = jobs.run("printf 'a\\nb'; printf 'c\\nd' >&2")
+    assert (code, out, err) == (0, "[w0] a\n[w0] b\n", "[w0] c\n[w0] d\n")
+
+
+def test_lines_of_different_processes_never_mix(jobs: Jobs) -> None:
+    script = (
+        "i=0; while [ $i -lt 300 ]; do printf '<%s ' $i; printf '%0500d' 0; echo ' end>'; i=$((i+1)); done"
+    )
+    code, out, _ = jobs.run(script, 3)
+    lines = out.splitlines()
+    assert code == 0
+    for rank in range(3):
+        own = [line for line in lines if line.startswith(f"[w{rank}] ")]
+        assert own == [f"[w{rank}] <{i} {0:0500d} end>" for i in range(300)]
+    assert len(lines) == 900
+
+
+def test_reader_that_goes_away_ends_the_job(jobs: Jobs) -> None:
+    process = jobs.start("while :; do echo line; done")
+    line_of(process)
+    assert process.stdout is not None
+    process.stdout.close()
+    assert process.wait(timeout=10) == 128 + signal.SIGPIPE
+    assert process.stderr is not None
+    assert b"cannot write the output: Broken pipe" in process.stderr.read()
+
+
+# Failures.
+
+
+def test_first_failure_gives_the_exit_code_and_ends_the_others(jobs: Jobs) -> None:
+    code, _, err = jobs.run("[ $KVSTORE_RANK = 1 ] && exit 3; sleep 60", 3)
+    assert code == 3
+    assert err == "kvlaunch: worker 1 exited with code 3; stopping the others\n"
+    assert jobs.alive() == []
+
+
+def test_worker_killed_by_a_signal_gives_128_plus_its_number(jobs: Jobs) -> None:
+    code, _, err = jobs.run("kill -9 $$")
+    assert code == 137
+    assert "worker 0 was killed by signal 9 (SIGKILL)" in err
+
+
+def test_others_get_a_moment_to_report_a_failure_in_their_own_words(jobs: Jobs) -> None:
+    script = "[ $KVSTORE_RANK = 1 ] && exit 3; sleep 0.3; echo worker 1 is lost >&2; exit 4"
+    begin = time.monotonic()
+    code, _, err = jobs.run(script, 2, linger=30.0)
+    assert code == 3
+    assert err.splitlines()[1:] == ["[w0] worker 1 is lost"]
+    assert time.monotonic() - begin < 10  # not the whole linger, since no worker was left
+
+
+def test_last_words_of_a_failing_worker_come_before_the_verdict(jobs: Jobs) -> None:
+    _, _, err = jobs.run("i=0; while [ $i -lt 2000 ]; do echo $i >&2; i=$((i+1)); done; exit 5")
+    assert err.splitlines()[-2:] == ["[w0] 1999", "kvlaunch: worker 0 exited with code 5"]
+
+
+def test_worker_that_ignores_sigterm_is_killed_after_the_grace(jobs: Jobs) -> None:
+    code, _, _ = jobs.run(f"[ $KVSTORE_RANK = 1 ] && exit 3; {STUBBORN}", 2, grace=0.3)
+    assert code == 3
+    assert jobs.alive() == []
+
+
+@pytest.mark.parametrize(("own", "expected"), [(6, 6), (0, 1)])
+def test_server_that_exits_early_fails_the_job(jobs: Jobs, own: int, expected: int) -> None:
+    server = READY + f'report("tcp://127.0.0.1:5000\\n")\nsys.exit({own})'
+    code, _, err = jobs.run("sleep 60", servers=1, server=server)
+    assert code == expected
+    assert f"server 0 exited with code {own} before the workers were done; stopping the others" in err
+
+
+def test_server_that_dies_before_it_is_ready_fails_the_job_before_any_worker_starts(jobs: Jobs) -> None:
+    code, out, err = jobs.run("echo never", servers=1, server="import sys; sys.exit('no memory')")
+    assert (code, out) == (1, "")
+    assert err.splitlines()[0] == "[s0] no memory"
+    assert "server 0 exited with code 1" in err.splitlines()[1]
+
+
+def test_server_that_is_never_ready_is_named_when_the_time_is_over(jobs: Jobs) -> None:
+    server = READY + 'if index == 0: report("tcp://127.0.0.1:5000\\n")\nsignal.pause()'
+    code, out, err = jobs.run("echo never", servers=2, server=server, start=0.5)
+    assert (code, "never" in out) == (1, False)
+    assert "server 1 did not report an address within 0.5 s; allow more with --start-timeout" in err
+    assert jobs.alive() == []
+
+
+def test_server_that_reports_nonsense_fails_the_job(jobs: Jobs) -> None:
+    server = READY + 'report("nonsense\\n")\nsignal.pause()'
+    code, _, err = jobs.run("echo never", servers=1, server=server)
+    assert code == 1
+    assert "server 0 did not report its address: 'nonsense' is not the address of a server" in err
+
+
+@pytest.mark.parametrize(("command", "code"), [("/no/such/program", 127), ("/etc/passwd", 126)])
+def test_command_that_cannot_be_started_gives_the_code_of_a_shell(
+    command: str, code: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert launch.main(["-n", "1", "-s", "0", "--", command]) == code
+    assert f"kvlaunch: cannot start worker 0: [Errno {2 if code == 127 else 13}]" in capfd.readouterr().err
+
+
+# The command line.
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["-n", "2"], "no command for the workers"),
+        (["-n", "2", "--"], "no command for the workers"),
+        (["-n", "2", "python", "train.py"], "unknown arguments: python train.py; .* after '--'"),
+        (["--", "true"], "required: -n"),
+        (["-n", "0", "--", "true"], "'0' is not a whole number of at least 1"),
+        (["-n", "two", "--", "true"], "'two' is not"),
+        (["-n", "1", "-s", "-1", "--", "true"], "(?s)-s.*"),
+        (["-n", "1", "--grace", "nan", "--", "true"], "'nan' is not a number of seconds"),
+        (["-n", "1", "--start-timeout=-5", "--", "true"], "'-5' is not a number of seconds"),
+    ],
+)
+def test_wrong_usage_exits_with_2(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        launch.main(arguments)
+    assert caught.value.code == 2
+    assert re.search(message, capsys.readouterr().err)
+
+
+def test_help_names_every_variable_that_is_set(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        launch.main(["--help"])
+    text = capsys.readouterr().out
+    assert caught.value.code == 0
+    for name in (
+        "KVSTORE_RANK",
+        "KVSTORE_NUM_WORKERS",
+        "KVSTORE_SERVERS",
+        "OMP_NUM_THREADS",
+        "PYTHONUNBUFFERED",
+    ):
+        assert name in text
+
+
+def test_module_runs_as_a_program_and_passes_arguments_after_the_separator_untouched() -> None:
+    command = [sys.executable, "-m", "kvtrainer.launch", "-n", "1", "-s", "0", "--", "echo", "-n", "--", "-s"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (0, "[w0] -- -s\n")

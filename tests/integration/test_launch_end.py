@@ -1,0 +1,144 @@
+"""The end of a launched job with real processes: drain, signals, and kill -9; nothing is ever left."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.launch_jobs import READY, STUBBORN, Jobs, command_line, eventually, line_of
+
+
+@pytest.fixture
+def jobs() -> Iterator[Jobs]:
+    started = Jobs()
+    yield started
+    started.close()
+
+
+# The orderly end.
+
+
+def test_servers_are_drained_when_all_workers_are_done(jobs: Jobs) -> None:
+    code, out, err = jobs.run("echo done", 2, servers=2)
+    assert (code, err) == (0, "")
+    assert sorted(out.splitlines()) == ["[s0] drained", "[s1] drained", "[w0] done", "[w1] done"]
+    assert jobs.alive() == []
+
+
+def test_server_that_fails_in_its_drain_gives_its_code(jobs: Jobs) -> None:
+    server = READY + 'on_term(lambda: sys.exit(9))\nreport("tcp://127.0.0.1:5000\\n")\nsignal.pause()'
+    code, _, err = jobs.run("true", servers=1, server=server)
+    assert code == 9
+    assert "server 0 exited with code 9 while it was stopping" in err
+
+
+def test_server_that_does_not_drain_within_the_grace_is_killed(jobs: Jobs) -> None:
+    server = READY + 'on_term(int)\nreport("tcp://127.0.0.1:5000\\n")\nwhile True: signal.pause()'
+    code, _, err = jobs.run("true", servers=1, server=server, grace=0.3)
+    assert code == 137
+    assert "server 0 was killed by signal 9 (SIGKILL) while it was stopping" in err
+
+
+def test_process_that_a_worker_left_behind_is_ended_with_the_job(jobs: Jobs) -> None:
+    code, out, _ = jobs.run("setsid sleep 60 & sleep 60 & echo bye; exit 0")
+    assert (code, out) == (0, "[w0] bye\n")
+    assert jobs.alive() == []
+
+
+# Signals to the launcher.
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_signal_to_the_launcher_reaches_everybody_as_sigterm(jobs: Jobs, number: signal.Signals) -> None:
+    script = "trap 'echo term; exit 0' TERM; echo up; while :; do sleep 0.05; done"
+    process = jobs.start(script, servers=1)
+    assert line_of(process) == "[w0] up"
+    process.send_signal(number)
+    code, out, err = jobs.finish(process)
+    assert code == 128 + number
+    assert sorted(out.splitlines()) == ["[s0] drained", "[w0] term"]
+    assert f"kvlaunch: received {number.name}; stopping the others" in err
+    assert jobs.alive() == []
+
+
+def test_second_ctrl_c_does_not_wait_for_the_grace(jobs: Jobs) -> None:
+    process = jobs.start(f"echo up; {STUBBORN}", grace=60.0)
+    assert line_of(process) == "[w0] up"
+    process.send_signal(signal.SIGINT)
+    assert process.stderr is not None
+    assert b"received SIGINT" in process.stderr.readline()
+    process.send_signal(signal.SIGINT)
+    assert jobs.finish(process)[0] == 128 + signal.SIGINT
+    assert jobs.alive() == []
+
+
+def test_signal_that_was_ignored_from_the_start_stays_ignored(jobs: Jobs) -> None:
+    nohup = ["sh", "-c", "trap '' HUP; exec \"$@\"", "sh"]
+    process = jobs.start("echo up; sleep 60", prefix=nohup)
+    assert line_of(process) == "[w0] up"
+    process.send_signal(signal.SIGHUP)
+    process.send_signal(signal.SIGTERM)
+    assert jobs.finish(process)[0] == 128 + signal.SIGTERM
+
+
+def test_kill_9_of_the_launcher_leaves_no_process(jobs: Jobs) -> None:
+    script = f'(sleep 60) & setsid sh -c "{STUBBORN}" & echo up; wait'
+    process = jobs.start(script, 2, servers=1, grace=0.3)
+    assert {line_of(process), line_of(process)} == {"[w0] up", "[w1] up"}
+    process.kill()
+    process.wait()
+    assert eventually(lambda: jobs.alive() == []), jobs.alive()
+
+
+def test_kill_9_of_the_launcher_ends_a_grandchild_with_an_empty_environment(jobs: Jobs) -> None:
+    process = jobs.start("env -i sleep 60 & echo $!; wait")
+    grandchild = int(line_of(process).removeprefix("[w0] "))
+    assert eventually(lambda: command_line(grandchild).startswith("sleep"))
+    process.kill()
+    process.wait()
+    assert eventually(lambda: command_line(grandchild) == "")
+
+
+def test_kill_9_of_the_launcher_ends_its_children_even_when_the_guardian_hangs(jobs: Jobs) -> None:
+    process = jobs.start("echo up; exec sleep 60", 2)
+    line_of(process)
+    (guardian,) = jobs.pids("_guardian.py")
+    os.kill(guardian, signal.SIGSTOP)
+    process.kill()
+    process.wait()
+    assert eventually(lambda: jobs.pids() == [guardian]), jobs.alive()
+
+
+def test_guardian_that_was_killed_is_replaced(jobs: Jobs) -> None:
+    process = jobs.start("setsid sleep 60 & echo up; wait")
+    assert line_of(process) == "[w0] up"
+    (first,) = jobs.pids("_guardian.py")
+    os.kill(first, signal.SIGKILL)
+    assert eventually(lambda: jobs.pids("_guardian.py") not in ([], [first]))
+    process.kill()
+    process.wait()
+    assert eventually(lambda: jobs.alive() == []), jobs.alive()
+
+
+def test_launcher_obeys_a_signal_while_its_reader_is_paused(jobs: Jobs) -> None:
+    process = jobs.start("while :; do echo line; done")
+    assert process.stdout is not None
+    fd = process.stdout.fileno()
+    assert select.select([fd], [], [], 10)[0]
+    assert eventually(lambda: pipe_is_full(process.pid))
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=10) == 128 + signal.SIGTERM
+    assert jobs.alive() == []
+
+
+def pipe_is_full(pid: int) -> bool:
+    """Whether standard output of a process, a pipe, takes nothing more."""
+    fd = os.open(f"/proc/{pid}/fd/1", os.O_WRONLY | os.O_NONBLOCK)
+    try:
+        return not select.select([], [fd], [], 0)[1]
+    finally:
+        os.close(fd)

@@ -1,0 +1,130 @@
+"""Launched jobs for tests: a launcher with stand-in servers, and a way to find every process of a job."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+# Runs a Launcher with stand-in servers. The package is stubbed, because its own __init__ imports torch.
+DRIVER = """
+import json, os, sys, types
+package = types.ModuleType("kvtrainer")
+package.__path__ = ["kvtrainer"]
+sys.modules["kvtrainer"] = package
+from kvtrainer._launcher import Launcher, Limits
+job = json.loads(sys.argv[1])
+server = lambda index, fd: [sys.executable, "-I", "-S", "-c", job["server"], str(index), str(fd)]
+limits = Limits(**job["limits"])
+sys.exit(Launcher(job["worker"], job["workers"], server, job["servers"], os.environ, limits).run())
+"""
+
+READY = """
+import os, signal, sys
+def report(address):
+    os.write(int(sys.argv[2]), address.encode())
+    os.close(int(sys.argv[2]))
+def on_term(action):
+    signal.signal(signal.SIGTERM, lambda *_: action())
+def drain():
+    print("drained", flush=True)
+    sys.exit(0)
+index = int(sys.argv[1])
+on_term(drain)
+"""
+SERVER = READY + 'report(f"tcp://127.0.0.1:{5000 + index}\\n")\nwhile True: signal.pause()'
+STUBBORN = "trap '' TERM; while :; do sleep 1; done"
+
+
+class Jobs:
+    """Starts launchers whose processes, down to the last grandchild, can be found by a token."""
+
+    def __init__(self) -> None:
+        self.token = f"LAUNCH_TEST={uuid.uuid4().hex}"
+        self._started: list[subprocess.Popen[bytes]] = []
+
+    def start(
+        self,
+        worker: str,
+        workers: int = 1,
+        servers: int = 0,
+        server: str = SERVER,
+        environ: dict[str, str] | None = None,
+        prefix: Sequence[str] = (),
+        **limits: float,
+    ) -> subprocess.Popen[bytes]:
+        job = {"worker": ["sh", "-c", worker], "workers": workers, "servers": servers, "server": server}
+        job["limits"] = {"start": 10.0, "linger": 0.0, "grace": 2.0, **limits}
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith(("KVSTORE_", "OMP_"))}
+        name, _, value = self.token.partition("=")
+        process = subprocess.Popen(
+            [*prefix, sys.executable, "-S", "-c", DRIVER, json.dumps(job)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={**inherited, "PYTHONPATH": str(ROOT), **(environ or {}), name: value},
+            cwd=ROOT,
+        )
+        self._started.append(process)
+        return process
+
+    def run(self, worker: str, workers: int = 1, **options: object) -> tuple[int, str, str]:
+        """Run a job to its end: exit code, standard output, standard error."""
+        process = self.start(worker, workers, **options)  # type: ignore[arg-type]
+        return self.finish(process)
+
+    def finish(self, process: subprocess.Popen[bytes]) -> tuple[int, str, str]:
+        out, err = process.communicate(timeout=20)
+        return process.returncode, out.decode(), err.decode()
+
+    def pids(self, part: str = "") -> list[int]:
+        """The pids of all processes of these jobs with `part` in their command line; no zombies."""
+        found = []
+        for directory in Path("/proc").glob("[0-9]*"):
+            try:
+                ours = self.token.encode() in (directory / "environ").read_bytes()
+                if ours and part.encode() in (directory / "cmdline").read_bytes():
+                    found.append(int(directory.name))
+            except OSError:
+                continue
+        return found
+
+    def alive(self) -> list[str]:
+        """The command lines of all processes of these jobs, launcher and guardian included."""
+        return [command_line(pid) for pid in self.pids()]
+
+    def close(self) -> None:
+        for process in self._started:
+            process.kill()
+            process.communicate()
+        for pid in self.pids():
+            os.kill(pid, signal.SIGKILL)
+
+
+def command_line(pid: int) -> str:
+    """The command line of a process, empty for one that is gone or a zombie."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    except OSError:
+        return ""
+
+
+def line_of(process: subprocess.Popen[bytes]) -> str:
+    """The next line of a launcher's standard output, without its end; waits for it."""
+    assert process.stdout is not None
+    return process.stdout.readline().decode().rstrip("\n")
+
+
+def eventually(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
+    """Whether `condition` becomes true within the time."""
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return condition()
