@@ -287,7 +287,7 @@ _SCALARS: dict[str, Any] = {"int": int, "str": str, "float": (float, int), "byte
 
 def _check_types(message: Any) -> None:
     for f in fields(message):
-        value = getattr(message, f.name)
+        value: Any = getattr(message, f.name)
         declared = str(f.type)
         expected = _SCALARS.get(declared) or (tuple if declared.startswith("tuple") else dict)
         if not isinstance(value, expected) or (isinstance(value, bool) and declared != "bool"):

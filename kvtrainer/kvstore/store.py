@@ -174,7 +174,7 @@ class TableKVStore(KVStoreBase):
         self.close()
 
     def _create(self, values: Sequence[tuple[Key, list[Tensor]]], outs: Sequence[tuple[Key, list[Tensor]]] | None) -> None:
-        specs = []
+        specs: list[TensorSpec] = []
         for key, replicas in values:
             self._check_new(key, [spec.key for spec in specs])
             specs.append(spec_of(key, replicas[0]))
