@@ -95,11 +95,18 @@ class Plan:
     servers: tuple[int, ...] = field(init=False)
     """The servers that hold at least one slice, in ascending order."""
 
+    _by_server: dict[int, tuple[Slice, ...]] = field(init=False, repr=False, compare=False)
+
     def __post_init__(self) -> None:
-        object.__setattr__(self, "servers", tuple(sorted({piece.server for piece in self.slices})))
+        by_server: dict[int, list[Slice]] = {}
+        for piece in self.slices:
+            by_server.setdefault(piece.server, []).append(piece)
+        object.__setattr__(self, "_by_server", {server: tuple(p) for server, p in by_server.items()})
+        object.__setattr__(self, "servers", tuple(sorted(by_server)))
 
     def slices_of(self, server: int) -> tuple[Slice, ...]:
-        return tuple(piece for piece in self.slices if piece.server == server)
+        """The slices on one server, in arena order."""
+        return self._by_server.get(server, ())
 
 
 def make_plan(specs: Sequence[TensorSpec], num_servers: int) -> Plan:

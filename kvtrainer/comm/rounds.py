@@ -112,7 +112,7 @@ class Rounds:
             batch = tuple(self._commit(item, server) for item in members)
             absent = tuple(sorted(members[0].absent))
             self._request(ticket, server, members, m.CommitBatch(batch, hyper, absent))
-            self._send_pushes(server, ((item, item.sent_slices(server)) for item in members))
+            self._send_pushes(ticket, server, ((item, item.sent_slices(server)) for item in members))
         for item in items:
             item.table.ticket = ticket
         for server in ticket.requests:
@@ -201,21 +201,26 @@ class Rounds:
         number, timeout = item.table.numbers[server], self._session.options.timeout
         return m.Commit(number, item.table.round, manifest, item.rescale, wants, timeout)
 
-    def _send_pushes(self, server: int, work: Iterable[tuple[RoundItem, Sequence[Slice]]]) -> None:
+    def _send_pushes(
+        self, ticket: Ticket, server: int, work: Iterable[tuple[RoundItem, Sequence[Slice]]]
+    ) -> None:
+        # Under the number of the commit that follows: should a server refuse a slice, this exchange is told.
+        request, _ = ticket.requests[server]
         batch: list[m.Push] = []
         size = 0
         for item, pieces in work:
-            assert item.values is not None or not pieces
+            if item.values is None:
+                continue
             number, round_ = item.table.numbers[server], item.table.round
             for piece in pieces:
                 if batch and size + piece.nbytes > MAX_PAYLOAD:
-                    self._session.send(server, self._session.next_number(), m.PushBatch(tuple(batch)))
+                    self._session.send(server, request, m.PushBatch(tuple(batch)))
                     batch, size = [], 0
-                payload = item.values[piece.dtype][piece.offset : piece.offset + piece.used]  # type: ignore[index]
+                payload = item.values[piece.dtype][piece.offset : piece.offset + piece.used]
                 batch.append(m.Push(number, piece.index, round_, 0, payload))
                 size += piece.nbytes
         if batch:
-            self._session.send(server, self._session.next_number(), m.PushBatch(tuple(batch)))
+            self._session.send(server, request, m.PushBatch(tuple(batch)))
 
     def _send_commit(self, ticket: Ticket, server: int) -> None:
         number, batch = ticket.requests[server]
@@ -283,7 +288,7 @@ class Rounds:
         wanted = set(missing.slices)
         _log.warning("%s lost %d slices of round %d; sending them again", self._session.describe(server), len(wanted),
                      missing.round)  # fmt: skip
-        self._send_pushes(server, [(item, [p for p in item.sent_slices(server) if p.index in wanted])])
+        self._send_pushes(ticket, server, [(item, [p for p in item.sent_slices(server) if p.index in wanted])])
         self._send_commit(ticket, server)
 
     # ---------------------------------------------------------------- ending
