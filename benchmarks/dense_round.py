@@ -13,38 +13,42 @@ import itertools
 import sys
 from pathlib import Path
 
+import harness
+from workloads import WORKLOADS
+
 HERE = Path(__file__).resolve().parent
-if __name__ == "__main__":
-    sys.path.insert(0, str(HERE.parent))
-
-from benchmarks import harness  # noqa: E402
-from benchmarks.workloads import WORKLOADS, pick  # noqa: E402
-
 OURS, THEIRS = "kvtrainer", "mxnet"
 WORKERS = 2
+TITLE = "One dense synchronous round: kvtrainer and MXNet 1.9.1"
 
 
 def main() -> int:
-    """Run the comparison; return 1 when a job failed."""
+    """Run the comparison and write what is known after every repetition; return 0."""
     options = _options()
-    configurations = list(itertools.product(_numbers(options.servers), options.optimizers.split(",")))
-    workloads = [workload.name for workload in pick(options.workloads)]
-    samples: list[harness.Sample] = []
     systems = options.systems.split(",")
+    versions = _versions(systems, options)
+    samples: list[harness.Sample] = []
     for repetition in range(options.repetitions):
-        for (servers, optimizer), system in itertools.product(configurations, systems):
-            arguments = ["--optimizer", optimizer, "--workloads", options.workloads]
-            measured = _run(system, servers, arguments, options)
-            for workload in workloads:
-                case = harness.Case(workload, f"{WORKERS}x{servers}", optimizer)
-                samples.append(harness.Sample(case, system, repetition, measured[workload]))
-            print(f"{repetition} {system:9} {WORKERS}x{servers} {optimizer:4}", _short(measured), flush=True)
-    title = "One dense synchronous round: kvtrainer and MXNet 1.9.1"
-    report = harness.Report(title, samples, harness.describe_machine(_versions(systems, options)))
+        samples += _repeat(repetition, systems, options)
+        report = harness.Report(TITLE, samples, harness.describe_machine(versions))
+        if options.out:
+            report.write(Path(options.out), OURS, THEIRS)
     print(report.markdown(OURS, THEIRS))
-    if options.out:
-        report.write(Path(options.out), OURS, THEIRS)
     return 0
+
+
+def _repeat(repetition: int, systems: list[str], options: argparse.Namespace) -> list[harness.Sample]:
+    """One job of every configuration on every system, the systems taking turns."""
+    samples = []
+    configurations = itertools.product(map(int, options.servers.split(",")), options.optimizers.split(","))
+    for (servers, optimizer), system in itertools.product(configurations, systems):
+        arguments = ["--optimizer", optimizer, "--workloads", options.workloads]
+        measured = _run(system, servers, arguments, options)
+        for workload, values in measured.items():
+            case = harness.Case(workload, f"{WORKERS} x {servers}", optimizer)
+            samples.append(harness.Sample(case, system, repetition, values))
+        print(f"{repetition} {system:9} {WORKERS} x {servers} {optimizer:4}", _short(measured), flush=True)
+    return samples
 
 
 def _run(system: str, servers: int, arguments: list[str], options: argparse.Namespace) -> harness.Measured:
@@ -66,24 +70,38 @@ def _mxnet_python(options: argparse.Namespace) -> Path:
     return Path(options.mxnet_env) / "bin" / "python"
 
 
-def _numbers(text: str) -> list[int]:
-    return [int(one) for one in text.split(",")]
-
-
 def _short(measured: harness.Measured) -> str:
     return "  ".join(f"{one['median'] * 1e3:.1f} ms" for one in measured.values())
 
 
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mxnet-env", default=".venv-mxnet", help="environment made by benchmarks/mxnet_env.sh")
-    parser.add_argument("--repetitions", type=int, default=5, help="fresh jobs for each system and configuration")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--mxnet-env", default=".venv-mxnet", help="environment made by benchmarks/mxnet_env.sh"
+    )
+    parser.add_argument(
+        "--repetitions", type=_positive, default=5, help="fresh jobs for each system and configuration"
+    )
     parser.add_argument("--servers", default="1,2")
     parser.add_argument("--optimizers", default="none,sgd")
     parser.add_argument("--workloads", default="", help=f"positions 0..{len(WORKLOADS) - 1}; all by default")
-    parser.add_argument("--systems", default=f"{OURS},{THEIRS}", help="run one of the two only, for a quick look")
-    parser.add_argument("--out", default="", help="write OUT.json and OUT.md, say benchmarks/results/dense_round")
-    parser.add_argument("--job-timeout", type=float, default=300.0, help="seconds after which a job is killed")
+    parser.add_argument(
+        "--systems", default=f"{OURS},{THEIRS}", help="run one of the two only, for a quick look"
+    )
+    parser.add_argument(
+        "--out", default="", help="write OUT.json and OUT.md, say benchmarks/results/dense_round"
+    )
+    parser.add_argument(
+        "--job-timeout", type=float, default=300.0, help="seconds after which a job is killed"
+    )
     return parser.parse_args()
 
 

@@ -71,8 +71,8 @@ class Report:
             "",
             *(f"- {name}: {value}" for name, value in self.machine.items()),
             "",
-            f"Milliseconds per round: median (min to max) over fresh jobs, each the median of its rounds. Speed-up: {theirs} / {ours},"
-            " job by job.",
+            "Milliseconds per round: median (min to max) over fresh jobs, each the median of its rounds. "
+            f"Speed-up: {theirs} / {ours}, job by job.",
             "",
             f"| workload | workers x servers | optimizer | {ours} | {theirs} | speed-up |",
             "|---|---|---|---|---|---|",

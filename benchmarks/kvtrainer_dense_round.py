@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import sys
-from pathlib import Path
 
 import torch
+from workloads import Array, run_worker, worker_options
 
 import kvtrainer
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from benchmarks.workloads import Array, run_worker, worker_options  # noqa: E402
 
 
 class KvtrainerStore:
@@ -31,11 +26,15 @@ class KvtrainerStore:
     def set_sgd(self, learning_rate: float) -> None:
         self._kv.set_optimizer(kvtrainer.optimizer.create("sgd", learning_rate=learning_rate))
 
-    def init(self, keys: list[int], values: list[Array]) -> None:
+    def init(self, keys: list[int], floats: int) -> None:
         self._keys = keys
-        self._values = [torch.from_numpy(value) for value in values]
-        self._outs = [torch.zeros_like(value) for value in self._values]
+        self._values = [torch.zeros(floats) for _ in keys]
+        self._outs = [torch.zeros(floats) for _ in keys]
         self._kv.init(keys, self._outs)
+
+    def write(self, values: list[Array]) -> None:
+        for mine, value in zip(self._values, values, strict=True):
+            mine.copy_(torch.from_numpy(value))
 
     def round(self) -> None:
         self._kv.pushpull(self._keys, self._values, out=self._outs)

@@ -7,13 +7,9 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import sys
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from benchmarks.workloads import Array, run_worker, worker_options  # noqa: E402
+from workloads import Array, run_worker, worker_options
 
 
 class MXNetStore:
@@ -31,11 +27,16 @@ class MXNetStore:
     def set_sgd(self, learning_rate: float) -> None:
         self._kv.set_optimizer(self._mx.optimizer.create("sgd", learning_rate=learning_rate))
 
-    def init(self, keys: list[int], values: list[Array]) -> None:
+    def init(self, keys: list[int], floats: int) -> None:
         self._keys = keys
-        self._values = [self._mx.nd.array(value) for value in values]
-        self._outs = [self._mx.nd.zeros(value.shape) for value in values]
+        self._values = [self._mx.nd.zeros((floats,)) for _ in keys]
+        self._outs = [self._mx.nd.zeros((floats,)) for _ in keys]
         self._kv.init(keys, self._outs)
+
+    def write(self, values: list[Array]) -> None:
+        for mine, value in zip(self._values, values):  # noqa: B905 - Python 3.8 and 3.9 know no strict=
+            mine[:] = value
+        self._mx.nd.waitall()
 
     def round(self) -> None:
         self._kv.pushpull(self._keys, self._values, out=self._outs)

@@ -58,11 +58,14 @@ class Store(Protocol):
     def set_sgd(self, learning_rate: float) -> None:
         """Let the servers apply plain SGD from now on."""
 
-    def init(self, keys: list[int], values: list[Array]) -> None:
-        """Create keys of zeros and keep `values` as what every round pushes."""
+    def init(self, keys: list[int], floats: int) -> None:
+        """Create keys of `floats` zeros each, which every later call concerns."""
+
+    def write(self, values: list[Array]) -> None:
+        """Put new values where a round takes them from, as a backward pass does with gradients."""
 
     def round(self) -> None:
-        """One pushpull of all keys of the last `init`; returns when the results can be read."""
+        """One pushpull of all keys; returns when the results can be read."""
 
     def result(self, at: int) -> Array:
         """What the last round brought for the key at position `at`."""
@@ -86,10 +89,12 @@ def run_worker(store: Store, options: argparse.Namespace) -> None:
         keys = list(range(first_key, first_key + workload.keys))
         first_key += workload.keys
         began = time.perf_counter()
-        store.init(keys, [_pattern(key, workload.floats, store.rank + 1) for key in keys])
+        store.init(keys, workload.floats)
         store.barrier()
         setup = time.perf_counter() - began
-        seconds = _time_rounds(store, workload)
+        seconds = _time_rounds(
+            store, workload, [_pattern(key, workload.floats, store.rank + 1) for key in keys]
+        )
         _check(store, workload, keys, options.optimizer)
         measured[workload.name] = {"init": setup, "rounds": seconds, "median": statistics.median(seconds)}
     if store.rank == 0:
@@ -100,7 +105,9 @@ def run_worker(store: Store, options: argparse.Namespace) -> None:
 def worker_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add what every worker script takes."""
     parser.add_argument("--optimizer", choices=("none", "sgd"), default="none")
-    parser.add_argument("--workloads", default="", help="positions in WORKLOADS, comma-separated; all by default")
+    parser.add_argument(
+        "--workloads", default="", help="positions in WORKLOADS, comma-separated; all by default"
+    )
     parser.add_argument("--out", required=True, help="file for the seconds measured by rank 0")
     return parser
 
@@ -110,10 +117,12 @@ def pick(positions: str) -> Sequence[Workload]:
     return [WORKLOADS[int(one)] for one in positions.split(",")] if positions else WORKLOADS
 
 
-def _time_rounds(store: Store, workload: Workload) -> list[float]:
+def _time_rounds(store: Store, workload: Workload, values: list[Array]) -> list[float]:
     """Seconds from a barrier to the readable result, for each round after the warm-up."""
     seconds = []
     for number in range(workload.warm_up + workload.rounds):
+        # MXNet's dist pushpull leaves the result in the pushed array too, so each round gets fresh values.
+        store.write(values)
         store.barrier()
         began = time.perf_counter()
         store.round()
@@ -123,7 +132,9 @@ def _time_rounds(store: Store, workload: Workload) -> list[float]:
 
 
 def _pattern(key: int, floats: int, factor: float) -> Array:
-    return (np.arange(floats, dtype=np.int32) + 7 * key).__mod__(_PERIOD).astype(np.float32) * np.float32(factor)
+    return (np.arange(floats, dtype=np.int32) + 7 * key).__mod__(_PERIOD).astype(np.float32) * np.float32(
+        factor
+    )
 
 
 def _check(store: Store, workload: Workload, keys: list[int], optimizer: str) -> None:

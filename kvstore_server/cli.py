@@ -154,7 +154,7 @@ def _check(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> None:
     if flags.num_servers < 1 or not 0 <= flags.index < flags.num_servers:
         parser.error(f"--index {flags.index} is not one of {flags.num_servers} servers")
     for name in ("dead_after", "drain_timeout", "threads", "max_table_bytes"):
-        if getattr(flags, name) <= 0:
+        if not getattr(flags, name) > 0:  # not "<= 0", which lets a NaN pass
             parser.error(f"--{name.replace('_', '-')} must be above 0, got {getattr(flags, name)}")
     if flags.log.upper() not in ("DEBUG", "INFO", "WARNING", "ERROR"):
         parser.error(f"--log must be debug, info, warning or error, got {flags.log!r}")
@@ -167,7 +167,10 @@ def _check(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> None:
 def _is_loopback(address: str) -> bool:
     if address.startswith("ipc://"):
         return True
-    host = urlsplit(address).hostname or ""
+    try:
+        host = urlsplit(address).hostname or ""
+    except ValueError:
+        return False
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

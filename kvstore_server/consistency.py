@@ -76,7 +76,8 @@ class SyncRounds(Generic[WaiterT]):
         """Different payloads that arrived under an identity that had one already."""
         self._same_payload = same_payload
         self._open: dict[int, Contribution[WaiterT]] = {}
-        self._failures: dict[int, tuple[KVStoreError, set[int]]] = {}
+        self._failures: dict[int, KVStoreError] = {}
+        """Failed rounds; forgotten when a later one is applied, since every rank then knew how they ended."""
 
     def push(self, rank: int, push: Push) -> None:
         """Take one provisional slice; a duplicate or one of a past round changes nothing.
@@ -106,7 +107,8 @@ class SyncRounds(Generic[WaiterT]):
                 f"rank {rank} committed round {commit.round} while round {self.number} is open"
             )
         if commit.round < self.number:
-            return self._past(rank, commit.round)
+            error = self._failures.get(commit.round)
+            return Applied() if error is None else Lost(error)
         mine = self._open.setdefault(rank, Contribution())
         if mine.commit is not None:
             mine.waiter = waiter
@@ -143,26 +145,22 @@ class SyncRounds(Generic[WaiterT]):
     def finish(self) -> list[tuple[int, Contribution[WaiterT]]]:
         """End the open round as applied and return its contributions in rank order."""
         ended = self.contributions()
+        self._failures.clear()
         self._open = {}
         self.number += 1
         return ended
 
     def fail(self, error: KVStoreError) -> list[WaiterT]:
         """End the open round as failed; return whom to tell now. The others are told when they come."""
-        told = {rank for rank, mine in self._open.items() if mine.commit is not None}
         waiters = [mine.waiter for mine in self._open.values() if mine.waiter is not None]
-        self._record(self.number, error, told)
+        self._failures[self.number] = error
         self._open = {}
         self.number += 1
         return waiters
 
-    def undo(self, error: KVStoreError, rank: int) -> None:
-        """Turn the last applied round into a failed one; `rank` knows, and the weights have been restored."""
-        self._record(self.number - 1, error, {rank})
-
-    def give_up(self, rank: int, number: int) -> None:
-        """Rank `rank` knows that the past round `number` failed and will not ask for it again."""
-        self._past(rank, number)
+    def undo(self, error: KVStoreError) -> None:
+        """Turn the last applied round into a failed one; the weights have been restored."""
+        self._failures[self.number - 1] = error
 
     def was_applied(self, number: int) -> bool:
         """Whether a past round was applied and stands."""
@@ -177,16 +175,3 @@ class SyncRounds(Generic[WaiterT]):
             del self._open[rank]
         else:
             mine.waiter = None
-
-    def _past(self, rank: int, number: int) -> Verdict:
-        if number not in self._failures:
-            return Applied()
-        error, told = self._failures[number]
-        told.add(rank)
-        if len(told) == self.num_workers:
-            del self._failures[number]
-        return Lost(error)
-
-    def _record(self, number: int, error: KVStoreError, told: set[int]) -> None:
-        if len(told) < self.num_workers:
-            self._failures[number] = (error, told)

@@ -65,8 +65,8 @@ class Engine:
 
     def __init__(self, config: EngineConfig, leases: Leases | None = None) -> None:
         self.config = config
-        self.updater: Updater | None = None
-        """A user's function in place of an optimizer; in-process use only."""
+        self.updaters: dict[str, Updater] = {}
+        """Namespace → a user's function in place of an optimizer; in-process use only."""
         self.namespaces: dict[str, Namespace] = {}
         self.is_stopping = False
         self._leases = leases
@@ -103,6 +103,23 @@ class Engine:
     def stop(self) -> None:
         """Begin to drain: rounds that have begun may end, new ones are refused."""
         self.is_stopping = True
+
+    def abandon(self) -> list[m.Outgoing]:
+        """Fail every wait, because the server ends now."""
+        out: list[m.Outgoing] = []
+        for space in self.namespaces.values():
+            for table in space.tables.values():
+                if table.rounds.is_waiting():
+                    error = ServerStoppingError(
+                        f"server {self.config.server} stopped while round {table.rounds.number} of {table.name!r} "
+                        f"waited for ranks {table.rounds.missing_ranks()}; restart the job from its last saved states"
+                    )
+                    out += _tell(table, table.rounds.number, table.fail(error), error)
+            error = ServerStoppingError(
+                f"server {self.config.server} stopped while ranks waited at a barrier"
+            )
+            out += [_failed(wait.peer, wait.number, error) for wait in space.membership.barrier.values()]
+        return out
 
     def is_idle(self) -> bool:
         """Whether no rank waits for an answer."""
@@ -164,12 +181,17 @@ class Engine:
         raise ProtocolError(f"{type(body).__name__} is not a request")
 
     def _hello(self, hello: m.Hello, now: float) -> m.Welcome:
-        self._check_hello(hello)
         space = self.namespaces.get(hello.namespace)
-        if space is None:
-            space = Namespace(hello.namespace, hello.num_workers)
         session = self._next_session
-        replaced = space.membership.join(hello, session, now)
+        try:
+            self._check_hello(hello)
+            if space is None:
+                space = Namespace(hello.namespace, hello.num_workers)
+            replaced = space.membership.join(hello, session, now)
+        except ConfigurationError as error:
+            if space is not None:
+                space.membership.refuse(hello.rank, f"it was refused: {error}")
+            raise
         self._next_session += 1
         self.namespaces[hello.namespace] = space
         self._sessions[session] = (space, hello.rank)
@@ -237,6 +259,8 @@ class Engine:
             raise ServerStoppingError(f"server {self.config.server} is stopping and takes no new round")
         if table.conflict is not None:
             raise table.conflict
+        if batch.hyper:
+            table.hyper.check(batch.hyper)
         verdict = table.rounds.commit(rank, commit, waiter, now)
         if isinstance(verdict, Applied):
             return _over(table, commit, waiter)
@@ -261,7 +285,7 @@ class Engine:
         """Every rank has committed: apply the round and answer them all, or fail it for them all."""
         number = table.rounds.number
         try:
-            ended = table.apply(space.optimizer.agreed(), self.updater)
+            ended = table.apply(space.optimizer.agreed(), self.updaters.get(space.name))
         except KVStoreError as error:
             return _tell(table, number, table.fail(error), error)
         except Exception as error:
@@ -289,7 +313,7 @@ class Engine:
         error = RoundAbortedError(
             f"rank {rank} aborted round {abort.round} of {table.name!r}: {abort.reason}"
         )
-        out = _tell(table, abort.round, table.abort(rank, abort.round, error), error)
+        out = _tell(table, abort.round, table.abort(abort.round, error, abort.undo), error)
         return out + _reply(waiter, m.Info({"applied": table.rounds.was_applied(abort.round)}))
 
     def _barrier(
@@ -305,6 +329,8 @@ class Engine:
     ) -> list[m.Outgoing]:
         del self._sessions[session]
         space.membership.leave(rank, leave.reason, leave.is_clean)
+        for table in space.tables.values():
+            table.rounds.replace_process(rank)
         if space.membership.is_over():
             del self.namespaces[space.name]
             return []

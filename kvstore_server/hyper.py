@@ -69,15 +69,14 @@ class HyperBelief:
         self._sent: dict[int, bytes] = {}
         self._cached: tuple[Any, list[Mapping[str, Any]]] | None = None
 
-    def set(self, rank: int, packed: bytes) -> None:
-        """Note what a rank sent with its commit.
-
-        Raises:
-            ConfigurationError: the bytes are not hyper-parameters of this table.
-        """
-        if packed != self._sent.get(rank):
+    def check(self, packed: bytes) -> None:
+        """Raise ConfigurationError if the bytes are not hyper-parameters of this table."""
+        if packed not in self._sent.values():
             _check(unpack_control(packed), self._plan)
-            self._sent[rank] = packed
+
+    def set(self, rank: int, packed: bytes) -> None:
+        """Note what a rank sent with its commit, after `check`."""
+        self._sent[rank] = packed
 
     def agreed(self, optimizer: Optimizer) -> list[Mapping[str, Any]]:
         """The effective hyper-parameters of each key, multipliers applied.

@@ -62,13 +62,20 @@ class Membership:
             raise ConfigurationError(f"rank {hello.rank} is not in 0 … {self.num_workers - 1}")
         replaced = self.members.get(hello.rank)
         self.members[hello.rank] = Member(hello.rank, session, hello.address, now)
+        self.barrier.pop(hello.rank, None)
         self.departed.pop(hello.rank, None)
         self.failed.discard(hello.rank)
         return replaced
 
+    def refuse(self, rank: int, reason: str) -> None:
+        """A process that would stand for a rank cannot; whoever waits for that rank is told why."""
+        if rank not in self.members and 0 <= rank < self.num_workers:
+            self.departed[rank] = reason
+
     def leave(self, rank: int, reason: str, is_clean: bool) -> None:
         """Let a rank go; whoever still needs it is told the reason."""
         self.members.pop(rank, None)
+        self.barrier.pop(rank, None)
         self.departed[rank] = reason
         if not is_clean:
             self.failed.add(rank)

@@ -126,6 +126,7 @@ class Namespace:
         if absent:
             lost = members.lost_error(absent, f"barrier {barrier.sequence}", now, dead_after)
             if lost is not None:
+                del members.barrier[rank]
                 raise lost
             return None
         released = [(wait.peer, wait.number) for wait in members.barrier.values()]

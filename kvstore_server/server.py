@@ -28,6 +28,8 @@ TICK = 0.1
 """Seconds between two looks at deadlines."""
 _BURST = 64
 """Messages taken before the queues of slow peers get a turn."""
+_LAST_WORDS = 1.0
+"""Seconds that queued replies get at least when the server ends."""
 _ZERO_COPY = 64 * 1024
 """Frames below this size are copied: that is cheaper than keeping track of them."""
 
@@ -81,7 +83,10 @@ class Server:
         self._stop_requested = True
 
     def run(self) -> None:
-        """Serve until `request_stop`; returns when rounds that had begun are over and replies are sent."""
+        """Serve until `request_stop`; returns when rounds that had begun are over and replies are sent.
+
+        Rounds that are not over by the end of the drain timeout fail with ServerStoppingError.
+        """
         next_tick = self._clock()
         while not self._is_drained():
             timeout = 0.005 if self._backlog else TICK
@@ -98,10 +103,12 @@ class Server:
                 )
                 self.engine.stop()
                 self._drain_until = self._clock() + self._options.drain_timeout
+        self._send_all(self.engine.abandon())
 
     def close(self) -> None:
-        """Give the socket back; replies that are still queued get a moment to leave."""
-        self._socket.close(linger=1000)
+        """Give the socket back; replies that are still queued get what is left of the drain timeout to leave."""
+        left = self._drain_until - self._clock() if self.engine.is_stopping else 0.0
+        self._socket.close(linger=int(1000 * max(left, _LAST_WORDS)))
         self._context.term()
 
     def _set_options(self) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from kvstore_server.consistency import Contribution, SyncRounds
 from kvstore_server.dense import Addend, DenseTable, Leases, Updater
-from kvstore_server.errors import KVStoreError, ProtocolError
+from kvstore_server.errors import KeyNotFoundError, KVStoreError, ProtocolError
 from kvstore_server.hyper import HyperBelief
 from kvstore_server.optimizer import Optimizer
 from kvstore_server.plan import Plan
@@ -46,13 +46,11 @@ class Table:
         """The keys here that no rank contributed to in the last applied round."""
         self.conflict: KVStoreError | None = None
         """Set when ranks declared different keys: every rank that uses the table is told."""
+        self.is_initialised = False
+        """Whether round 0 was applied."""
         self.rounds_applied = 0
         self.keys_applied = 0
         self.undone = 0
-
-    @property
-    def is_initialised(self) -> bool:
-        return self.rounds.number > 0
 
     def push(self, rank: int, push: Push) -> None:
         """Take a provisional slice, after checking that it fits."""
@@ -72,10 +70,15 @@ class Table:
             KVStoreError: the round cannot be applied; nothing has changed and the round is still open.
         """
         given = self.rounds.contributions()
-        if not self.is_initialised:
+        if self.rounds.number == 0:
             first = given[0][1]
             self._check_complete(first)
             self.dense.assign({s: payload for s, (_, payload) in first.slices.items()})
+            self.is_initialised = True
+        elif not self.is_initialised:
+            raise KeyNotFoundError(
+                f"table {self.name!r} has no values: initialising it failed; restart the job"
+            )
         else:
             addends = [self._addend(rank, mine, optimizer) for rank, mine in given]
             if updater is not None:
@@ -94,18 +97,17 @@ class Table:
     def fail(self, error: KVStoreError) -> list[Waiter]:
         """End the open round without effect; return whom to tell now."""
         self.absent.clear()
+        self.dense.forget_undo()
         return self.rounds.fail(error)
 
-    def abort(self, rank: int, number: int, error: KVStoreError) -> list[Waiter]:
-        """A rank gives a round up: fail it if it is open, take it back if it was the last one and can be."""
+    def abort(self, number: int, error: KVStoreError, undo: bool) -> list[Waiter]:
+        """A rank gives a round up: fail it if it is open, take it back if that is wanted and it was the last one."""
         if number == self.rounds.number:
             return self.fail(error)
-        if number == self.rounds.number - 1 and self.dense.can_undo:
+        if undo and number == self.rounds.number - 1 and self.dense.can_undo:
             self.dense.undo()
-            self.rounds.undo(error, rank)
+            self.rounds.undo(error)
             self.undone += 1
-        elif number < self.rounds.number:
-            self.rounds.give_up(rank, number)
         return []
 
     def counters(self) -> Mapping[str, Any]:

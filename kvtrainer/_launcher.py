@@ -105,9 +105,7 @@ class Launcher:
 
     def _stop(self) -> None:
         if self._code is not None:
-            self._wait(
-                self._no_worker_left, self._limits.linger, until=lambda: bool(self._events.stop_signals)
-            )
+            self._wait(self._no_worker_left, self._limits.linger, until=self._was_signalled)
         self._stopping = True
         self._signal_all(signal.SIGTERM)
         self._wait(self._no_child_left, self._limits.grace, until=self._in_a_hurry)
@@ -127,7 +125,10 @@ class Launcher:
             for fd, stream in list(child.streams.items()):
                 stream.flush()
                 self._close_stream(child, fd)
-        self._wait(lambda: self._events.output.target is None, _LAST_OUTPUT_WAIT, until=_never)
+        # A reader that is slow gets everything, as long as nobody asks us to end.
+        written = self._output_is_written
+        self._wait(written, None, until=self._was_signalled)
+        self._wait(written, _LAST_OUTPUT_WAIT, until=_never)
 
     # Starting.
 
@@ -244,7 +245,9 @@ class Launcher:
             return
         # When both exited since the last look, the server is the likelier cause.
         for child in sorted(gone, key=lambda child: child not in self._servers):
-            if child in self._servers:
+            if child in self._servers and self._servers.index(child) not in self._addresses:
+                self._fail(1, f"{child.describe_exit()} before it was ready")
+            elif child in self._servers:
                 self._fail(child.shell_code() or 1, f"{child.describe_exit()} before the workers were done")
             elif child.returncode:
                 self._fail(child.shell_code(), child.describe_exit())
@@ -263,6 +266,12 @@ class Launcher:
             self._code = code
             suffix = "; stopping the others" if self._alive() else ""
             self._events.output.put(2, "kvlaunch: ", f"{text}{suffix}".encode())
+
+    def _was_signalled(self) -> bool:
+        return bool(self._events.stop_signals)
+
+    def _output_is_written(self) -> bool:
+        return self._events.output.target is None
 
     def _in_a_hurry(self) -> bool:
         """Whether the user pressed Ctrl-C once more, while the job was being stopped for a signal."""

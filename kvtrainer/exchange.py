@@ -14,7 +14,7 @@ from torch import Tensor
 from kvstore_server.optimizer import Optimizer, SliceState
 from kvstore_server.plan import Plan, Slice
 from kvtrainer.comm.client import Client
-from kvtrainer.comm.rounds import RoundItem
+from kvtrainer.comm.tickets import RoundItem
 from kvtrainer.kvstore.base import KVStoreBase
 
 TABLE = "parameters"
@@ -39,9 +39,6 @@ class Exchange(Protocol):
 
     def stats(self) -> list[dict[str, Any]]:
         """Counters of every server; empty for stores that keep none."""
-
-    def close(self) -> None:
-        """Leave the store."""
 
 
 class StoreExchange:
@@ -83,9 +80,6 @@ class StoreExchange:
     def stats(self) -> list[dict[str, Any]]:
         return self._client.stats()
 
-    def close(self) -> None:
-        self._client.close()
-
     def _placed(self, piece: Slice) -> Slice:
         """The same slice in the plan of the real number of servers; only its server differs."""
         return self._table.plan.slices[piece.index]
@@ -113,14 +107,11 @@ class PluginExchange:
             if scale != 1.0:
                 piece.mul_(scale)
             self._store.pushpull(key, piece, piece, priority=-key)
-        # Such a store cannot say which keys all workers left out; zeros stand in for what this one left out.
-        return frozenset()
+        # Such a store cannot say which keys all workers left out; zeros stand in for what one of several left out.
+        return absent if self.num_workers == 1 else frozenset()
 
     def stats(self) -> list[dict[str, Any]]:
         return []
-
-    def close(self) -> None:
-        """Nothing to leave: the store belongs to whoever made it."""
 
     def _pieces(self, arenas: Mapping[str, Tensor]) -> Sequence[Tensor]:
         rows = zip(self._plan.specs, self._plan.key_offsets, strict=True)

@@ -110,17 +110,23 @@ def _make_parser() -> argparse.ArgumentParser:
     waits.add_argument(
         "--start-timeout",
         type=_seconds,
+        metavar="SEC",
         default=Limits.start,
         help="for the servers to be ready (%(default)g)",
     )
     waits.add_argument(
         "--linger",
         type=_seconds,
+        metavar="SEC",
         default=Limits.linger,
         help="after the first failure, for the others to report it in their own words (%(default)g)",
     )
     waits.add_argument(
-        "--grace", type=_seconds, default=Limits.grace, help="between SIGTERM and SIGKILL (%(default)g)"
+        "--grace",
+        type=_seconds,
+        metavar="SEC",
+        default=Limits.grace,
+        help="between SIGTERM and SIGKILL (%(default)g)",
     )
     return parser
 

@@ -2,67 +2,82 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from typing import Any
 
 from torch import Tensor
 from torch.nn import Module
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import is_lazy
 
 from kvtrainer.errors import ConfigurationError
+
+Group = dict[str, Any]
+"""A torch parameter group: "params", "param_names" and options."""
 
 Named = list[tuple[str | None, Tensor]]
 
 
-def collect(params: Any) -> list[dict[str, Any]]:
-    """Bring parameters into torch's form: a list of groups with named parameters and options.
+def collect(params: Any, first: int = 0) -> list[Group]:
+    """Bring parameters into torch's form: a list of groups with "params", "param_names" and options.
 
     Takes a Module, a dict of parameters (in sorted order of its keys), `named_parameters()`, a list of
     parameters, or a list of torch parameter groups whose "params" is any of those. A parameter that appears more
-    than once counts once, where it appears first.
+    than once counts once, where it appears first. One without a name is called by its position, from `first` on.
 
     Raises:
         ConfigurationError: anything else, nothing at all, or a name that stands for two parameters.
     """
-    groups = _groups(params)
+    groups = []
     seen: set[int] = set()
-    names: dict[str, int] = {}
-    for group in groups:
-        kept = []
-        for name, parameter in group["params"]:
+    names: set[str] = set()
+    for options, named in _groups(params):
+        group: Group = {**options, "params": [], "param_names": []}
+        for name, parameter in named:
             if id(parameter) in seen:
                 continue
-            seen.add(id(parameter))
             _check(name, parameter)
-            label = name if name is not None else str(len(seen) - 1)
+            label = str(first + len(seen)) if name is None else name
             if label in names:
                 raise ConfigurationError(f"two parameters are called {label!r}; give each a name of its own")
-            names[label] = id(parameter)
-            kept.append((label, parameter))
-        group["params"] = kept
+            seen.add(id(parameter))
+            names.add(label)
+            group["params"].append(parameter)
+            group["param_names"].append(label)
+        groups.append(group)
     if not seen:
         raise ConfigurationError("there are no parameters to train; got an empty list")
     return groups
 
 
-def _groups(params: Any) -> list[dict[str, Any]]:
+def _groups(params: Any) -> list[tuple[Group, Named]]:
+    """Options and parameters of every group."""
     if isinstance(params, Tensor):
-        raise ConfigurationError("parameters must come in a list or a dict; got a single tensor, put it in a list")
+        raise ConfigurationError(
+            "parameters must come in a list or a dict; got a single tensor, put it in a list"
+        )
     if isinstance(params, Mapping | Module):
-        return [{"params": _named(params)}]
-    if not isinstance(params, Iterable) or isinstance(params, str | bytes):
-        raise ConfigurationError(_expected(params))
-    items = list(params)
+        return [({}, _named(params))]
+    items = list(_ordered(params))
     if items and all(isinstance(item, dict) for item in items):
         return [_group(item) for item in items]
-    return [{"params": _named(items)}]
+    return [({}, _named(items))]
 
 
-def _group(given: dict[str, Any]) -> dict[str, Any]:
+def _group(given: Group) -> tuple[Group, Named]:
     if "params" not in given:
-        raise ConfigurationError(f"a parameter group needs 'params'; got only {', '.join(map(str, given)) or 'nothing'}")
+        got = ", ".join(map(str, given)) or "nothing"
+        raise ConfigurationError(f"a parameter group needs 'params'; got only {got}")
     inner = given["params"]
-    return {**given, "params": _named([inner] if isinstance(inner, Tensor) else inner)}
+    options = {name: value for name, value in given.items() if name not in ("params", "param_names")}
+    named = _named([inner] if isinstance(inner, Tensor) else inner)
+    given_names = given.get("param_names")
+    if given_names is None:
+        return options, named
+    if len(given_names) != len(named):
+        raise ConfigurationError(
+            f"a parameter group has {len(named)} parameters but {len(given_names)} param_names; give a name to each"
+        )
+    return options, [(str(name), parameter) for name, (_, parameter) in zip(given_names, named, strict=True)]
 
 
 def _named(params: Any) -> Named:
@@ -70,10 +85,8 @@ def _named(params: Any) -> Named:
         return list(params.named_parameters())
     if isinstance(params, Mapping):
         return [(str(key), params[key]) for key in sorted(params, key=str)]
-    if not isinstance(params, Iterable):
-        raise ConfigurationError(_expected(params))
     named: Named = []
-    for item in params:
+    for item in _ordered(params):
         if isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str):
             named.append(item)
         else:
@@ -81,11 +94,21 @@ def _named(params: Any) -> Named:
     return named
 
 
+def _ordered(params: Any) -> Iterable[Any]:
+    if isinstance(params, Set):
+        raise ConfigurationError(
+            "a set of parameters has no order that all workers share; give a list or a dict"
+        )
+    if not isinstance(params, Iterable) or isinstance(params, str | bytes):
+        raise ConfigurationError(_expected(params))
+    return params
+
+
 def _check(name: str | None, parameter: Any) -> None:
     what = "a parameter" if name is None else f"{name!r}"
     if not isinstance(parameter, Tensor):
         raise ConfigurationError(f"{_expected(parameter)} for {what}")
-    if isinstance(parameter, UninitializedTensorMixin):
+    if is_lazy(parameter):
         raise ConfigurationError(
             f"{what} has no shape yet (it belongs to a lazy module); run one forward pass before building the Trainer"
         )

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from kvstore_server.optimizer import SliceState
+from kvstore_server.optimizer import Optimizer, SliceState
 from kvstore_server.plan import Plan, Slice
 from kvtrainer.errors import ConfigurationError
+from kvtrainer.parameters import Group
 
 State = dict[str, Any]
 """Name → tensor of the parameter's shape, or 0-d tensor or number."""
@@ -21,6 +23,16 @@ class StateHolder(Protocol):
 
     def get_state(self, piece: Slice) -> SliceState: ...
     def put_state(self, piece: Slice, state: SliceState) -> None: ...
+
+
+class StateElsewhere(defaultdict[Tensor, Any]):
+    """What a Trainer shows as `state`: no entries, because the state lies in slices; see `Trainer.state_dict`.
+
+    It counts as true: torch.distributed.checkpoint would otherwise take a step with zero gradients to make some.
+    """
+
+    def __bool__(self) -> bool:
+        return True
 
 
 def export_states(plan: Plan, holder: StateHolder) -> dict[int, State]:
@@ -35,22 +47,59 @@ def export_states(plan: Plan, holder: StateHolder) -> dict[int, State]:
     return {key: _join(plan, key, parts) for key, parts in sorted(pieces.items())}
 
 
-def import_states(plan: Plan, holder: StateHolder, states: Mapping[int, State], weights: Mapping[str, Tensor]) -> None:
-    """Replace the state of every key; one without an entry starts afresh.
+def read_states(
+    state_dict: Mapping[str, Any], groups: Sequence[Group], plan: Plan, optimizer: Optimizer
+) -> dict[int, State]:
+    """Take the optimizer state out of a torch state_dict, by index of the key; copies, in their own dtypes.
 
     Raises:
-        ConfigurationError: a tensor does not have the shape of its parameter; nothing has changed then.
+        ConfigurationError: the state belongs to another model or to another kind of optimizer.
     """
+    saved = state_dict["param_groups"]
+    mine, theirs = ([len(group["params"]) for group in given] for given in (groups, saved))
+    if mine != theirs:
+        raise ConfigurationError(
+            f"the state has {len(theirs)} parameter groups of {theirs} parameters, this Trainer has {len(mine)} of "
+            f"{mine}; load the states of the same model with the same groups"
+        )
+    ids = [parameter_id for group in saved for parameter_id in group["params"]]
+    states = {
+        key: {name: _copied(value) for name, value in state_dict["state"][parameter_id].items()}
+        for key, parameter_id in enumerate(ids)
+        if state_dict["state"].get(parameter_id)
+    }
+    check_states(states, plan)
+    _check_momentum(states, saved, optimizer)
+    return states
+
+
+def check_states(states: Mapping[int, State], plan: Plan) -> None:
+    """Raise ConfigurationError if a tensor does not have the shape of its parameter."""
     for key, state in states.items():
-        _check(plan, key, state)
+        spec = plan.specs[key]
+        for name, value in state.items():
+            if isinstance(value, Tensor) and value.dim() and tuple(value.shape) != spec.shape:
+                raise ConfigurationError(
+                    f"state {name!r} of {spec.key!r} has shape {list(value.shape)}, the parameter has "
+                    f"{list(spec.shape)}; load the states of the same model"
+                )
+
+
+def import_states(
+    plan: Plan, holder: StateHolder, states: Mapping[int, State], optimizer: Optimizer, device: torch.device
+) -> None:
+    """Replace the state of every key; one without an entry starts afresh. `states` fit the plan (`check_states`)."""
+    per_element = _per_element(optimizer) if any(not plan.specs[key].shape for key in states) else frozenset()
     for piece in plan.slices:
         kept = SliceState.empty(piece)
-        weight = weights[piece.dtype][piece.offset : piece.offset + piece.length]
         for at, segment in enumerate(piece.segments):
             state = states.get(segment.key)
             if state:
                 part = slice(segment.key_start, segment.key_start + segment.numel)
-                kept.set_state(piece, at, {name: _cut(value, part) for name, value in _counted(state).items()}, weight)
+                is_scalar = not plan.specs[segment.key].shape
+                flat = per_element if is_scalar else frozenset[str]()
+                values = {n: _cut(v, part, n in flat, device) for n, v in _counted(state).items()}
+                kept.set_state(piece, at, values)
         holder.put_state(piece, kept)
 
 
@@ -71,15 +120,33 @@ def _counted(state: State) -> State:
     return state if "step" in state else {"step": 1.0, **state}
 
 
-def _cut(value: Any, part: slice) -> Any:
-    return value.detach().reshape(-1)[part] if isinstance(value, Tensor) and value.dim() else value
+def _cut(value: Any, part: slice, is_per_element: bool, device: torch.device) -> Any:
+    if not isinstance(value, Tensor) or not (value.dim() or is_per_element):
+        return value
+    return value.reshape(-1)[part].to(device)
 
 
-def _check(plan: Plan, key: int, state: State) -> None:
-    spec = plan.specs[key]
-    for name, value in state.items():
-        if isinstance(value, Tensor) and value.dim() and tuple(value.shape) != spec.shape:
-            raise ConfigurationError(
-                f"state {name!r} of {spec.key!r} has shape {list(value.shape)}, the parameter has {list(spec.shape)}; "
-                "load the states of the same model"
-            )
+def _copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def _per_element(optimizer: Optimizer) -> frozenset[str]:
+    """The entries of state that have one number per element; a 0-d parameter's look like the optimizer's scalars."""
+    weight = torch.zeros(2)
+    state = optimizer.create_state(weight)
+    optimizer.update(weight, torch.zeros(2), state, {**optimizer.hyper, "step": 1})
+    shaped = {
+        name for name, value in state.items() if isinstance(value, Tensor) and value.shape == weight.shape
+    }
+    return frozenset(shaped | {"master"})
+
+
+def _check_momentum(states: Mapping[int, State], saved: Sequence[Group], optimizer: Optimizer) -> None:
+    """Tell Gluon's momentum from torch's by a group's 'dampening', which only torch has."""
+    is_torch, is_theirs_torch = "dampening" in optimizer.hyper, any("dampening" in group for group in saved)
+    if is_torch != is_theirs_torch and any("momentum_buffer" in state for state in states.values()):
+        theirs, mine = ("torch's", "Gluon's") if is_theirs_torch else ("Gluon's", "torch's")
+        raise ConfigurationError(
+            f"the state was saved with {theirs} SGD, this Trainer runs {mine}: their momentum differs by a factor of "
+            "the learning rate. Build the Trainer with 'sgd' for Gluon's, 'torch:SGD' for torch's"
+        )

@@ -1,4 +1,4 @@
-"""Which store a Trainer uses, and whether the optimizer runs in it: the decision, and its late execution."""
+"""Which store a Trainer uses, and whether the optimizer runs in it: decided at once, opened at the first step."""
 
 from __future__ import annotations
 
@@ -6,57 +6,38 @@ from typing import Any
 
 from kvtrainer.comm.client import Client
 from kvtrainer.errors import ConfigurationError
-from kvtrainer.kvstore.base import OPTIMIZER, KVStoreBase, create, factory_of
+from kvtrainer.kvstore.base import KVStoreBase, create, factory_of
 from kvtrainer.kvstore.dist import DistKVStore
 from kvtrainer.kvstore.local import LocalKVStore, refuse_process_group
 
 
 class StoreChoice:
-    """A Trainer's store: named at construction, opened at the first step.
+    """A Trainer's store.
 
     Args:
-        kvstore: A name, a store, or None.
-        update_on_kvstore: True, False, or None for "where the store can".
-        needs_store: False where the name stands for something that one process does itself.
+        kvstore: A name or a store; None means that none is needed.
+        updates_weights: Whether the optimizer runs in the store.
     """
 
-    def __init__(self, kvstore: str | KVStoreBase | None, update_on_kvstore: bool | None, needs_store: bool) -> None:
-        self._given = kvstore
-        self._update_on_kvstore = update_on_kvstore
-        self._needs_store = needs_store
+    def __init__(self, kvstore: str | KVStoreBase | None, updates_weights: bool) -> None:
+        self.updates_weights = updates_weights
         self.store: KVStoreBase | None = kvstore if isinstance(kvstore, KVStoreBase) else None
         self.client: Client | None = None
-        self.updates_weights = False
+        """The Trainer's own connection; None for a third-party store, which is used through its methods."""
+        self._name = kvstore if isinstance(kvstore, str) else None
 
-    @property
-    def is_in_store(self) -> bool:
-        """Whether optimizer state will be in the store, as far as one can tell before it is opened."""
-        return self._needs_store and self._update_on_kvstore is not False
-
-    def open(self) -> StoreChoice:
-        """Make the store if there is to be one; blocks until its servers answer.
-
-        Raises:
-            ConfigurationError: the store cannot run the optimizer, but was asked to.
-        """
-        if not self._needs_store:
-            return self
-        if self.store is None:
-            assert isinstance(self._given, str)
-            self.store = create(self._given)
-        can_update = self.store.is_capable(OPTIMIZER)
-        if self._update_on_kvstore and not can_update:
-            raise ConfigurationError(
-                f"kvstore {self.store.type!r} cannot run the optimizer; build the Trainer with update_on_kvstore=False"
-            )
-        self.updates_weights = can_update if self._update_on_kvstore is None else self._update_on_kvstore
-        if isinstance(self.store, LocalKVStore | DistKVStore):
+    def open(self) -> None:
+        """Make the store and the connection if there are to be any; blocks until the servers answer. Idempotent."""
+        if self.store is None and self._name is not None:
+            self.store = create(self._name)
+        if self.client is None and isinstance(self.store, LocalKVStore | DistKVStore):
             self.client = self.store.open_client()
-        return self
 
     def close(self) -> None:
-        """Close the store if this Trainer made it."""
-        if self.store is not None and isinstance(self._given, str):
+        """Close the connection, and the store if this Trainer made it."""
+        if self.client is not None:
+            self.client.close()
+        if self.store is not None and self._name is not None:
             self.store.close()
 
 
@@ -71,16 +52,30 @@ def choose_store(
     """
     if kvstore is not None and not isinstance(kvstore, str | KVStoreBase):
         raise ConfigurationError(f"kvstore must be a name, a kvstore or None, got {type(kvstore).__name__}")
-    if update_on_kvstore not in (None, True, False):
+    if update_on_kvstore is not None and not isinstance(update_on_kvstore, bool):
         raise ConfigurationError(f"update_on_kvstore must be True, False or None, got {update_on_kvstore!r}")
-    if kvstore is None and update_on_kvstore:
-        raise ConfigurationError("update_on_kvstore=True needs a kvstore, but kvstore=None")
     if compression_params is not None:
         raise ConfigurationError(
             f"kvstore {getattr(kvstore, 'type', kvstore)!r} does not compress gradients; leave compression_params out"
         )
-    is_in_process = kvstore is None or (isinstance(kvstore, str) and _is_in_process(kvstore))
-    return StoreChoice(kvstore, update_on_kvstore, not is_in_process or bool(update_on_kvstore))
+    if kvstore is None:
+        if update_on_kvstore:
+            raise ConfigurationError("update_on_kvstore=True needs a kvstore, but kvstore=None")
+        return StoreChoice(None, False)
+    if isinstance(kvstore, str) and _is_in_process(kvstore) and not update_on_kvstore:
+        return StoreChoice(None, False)
+    can_update = _runs_optimizers(kvstore)
+    if update_on_kvstore and not can_update:
+        raise ConfigurationError(
+            f"kvstore {getattr(kvstore, 'type', kvstore)!r} cannot run a Trainer's optimizer; build the Trainer with "
+            "update_on_kvstore=False"
+        )
+    return StoreChoice(kvstore, can_update and update_on_kvstore is not False)
+
+
+def _runs_optimizers(kvstore: str | KVStoreBase) -> bool:
+    kind = type(kvstore) if isinstance(kvstore, KVStoreBase) else factory_of(kvstore)
+    return isinstance(kind, type) and issubclass(kind, LocalKVStore | DistKVStore)
 
 
 def _is_in_process(name: str) -> bool:
@@ -90,4 +85,3 @@ def _is_in_process(name: str) -> bool:
     if "device" in name.lower():
         refuse_process_group(name)
     return True
-

@@ -292,7 +292,7 @@ def _check_types(message: Any) -> None:
         expected = _SCALARS.get(declared) or (tuple if declared.startswith("tuple") else dict)
         if not isinstance(value, expected) or (isinstance(value, bool) and declared != "bool"):
             raise ProtocolError(f"{type(message).__name__}.{f.name} must be {declared}, got {value!r:.80}")
-        if declared == "float" and not math.isfinite(value):
+        if isinstance(value, float) and not math.isfinite(value):
             raise ProtocolError(f"{type(message).__name__}.{f.name} must be finite, got {value}")
         if declared == "tuple[int, ...]" and not all(type(item) is int for item in value):
             raise ProtocolError(f"{type(message).__name__}.{f.name} must be {declared}, got {value!r:.80}")

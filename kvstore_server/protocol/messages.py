@@ -95,11 +95,14 @@ class CommitBatch:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """This rank cannot finish a round: it fails for every member, or is undone where it can be."""
+    """This rank cannot finish a round: if it is still open, it fails for every member."""
 
     table: int
     round: int
     reason: str
+    undo: bool
+    """Take the round back if it was applied. Only for a round that another server has failed: then no member
+    can have finished it. Without that, a member that was told of new weights would never hear that they are gone."""
 
 
 @dataclass(frozen=True, slots=True)

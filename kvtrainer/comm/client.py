@@ -11,8 +11,9 @@ from kvstore_server.plan import Slice, TensorSpec, make_plan
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import pack_control
 from kvstore_server.state_blob import pack_state, unpack_state
-from kvtrainer.comm.rounds import RemoteTable, Rounds
+from kvtrainer.comm.rounds import Rounds
 from kvtrainer.comm.session import Session, SessionOptions, Transport
+from kvtrainer.comm.tickets import RemoteTable
 
 
 class Client:
@@ -47,8 +48,10 @@ class Client:
             PlanMismatchError: another worker declared other keys under this name.
             ConfigurationError: the servers hold this table from an earlier run.
         """
-        if name in self._tables:
-            raise ConfigurationError(f"table {name!r} is registered already")
+        known = self._tables.get(name)
+        if known is not None:
+            state = "is registered already" if known.is_initialised else "could not be initialised before"
+            raise ConfigurationError(f"table {name!r} {state}; restart the job, or give another namespace=…")
         plan = make_plan(specs, self.num_servers)
         declared = tuple((spec.key, tuple(spec.shape), spec.dtype, spec.group) for spec in specs)
         table = RemoteTable(name, plan, {})
@@ -117,4 +120,5 @@ class Client:
 
         With `failure`, the worker counts as dead from now on, for that reason.
         """
-        self._session.close("it closed its kvstore or its program ended" if failure is None else failure, is_clean=failure is None)
+        reason = "it closed its kvstore or its program ended" if failure is None else failure
+        self._session.close(reason, is_clean=failure is None)

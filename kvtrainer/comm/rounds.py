@@ -7,90 +7,19 @@ every worker. If it fails on one server, this worker gives the round up on all o
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
 
-import torch
-from torch import Tensor
-
-from kvstore_server.errors import KVStoreError, ProtocolError, from_wire
-from kvstore_server.plan import Plan, Slice
+from kvstore_server.errors import DeadlineError, KVStoreError, RoundAbortedError, from_wire
+from kvstore_server.plan import Slice
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import MAX_PAYLOAD
 from kvtrainer.comm.session import Session
+from kvtrainer.comm.tickets import Arenas, RemoteTable, RoundItem, Ticket, write_part
 
 _log = logging.getLogger(__name__)
 
-Arenas = Mapping[str, Tensor]
-"""dtype name → flat tensor laid out as the Plan says; padding behind the last key may be missing."""
-
 GIVE_UP_TIMEOUT = 2.0
 """Seconds to wait for servers to confirm that a round was given up."""
-
-
-@dataclass
-class RemoteTable:
-    """A table as this worker sees it."""
-
-    name: str
-    plan: Plan
-    numbers: dict[int, int]
-    """Server → the table's number there."""
-    round: int = 0
-    """The next round."""
-    ticket: Ticket | None = None
-    """The exchange in flight."""
-    broken: KVStoreError | None = None
-    """Set when servers no longer agree on the last round."""
-
-
-@dataclass(frozen=True)
-class RoundItem:
-    """One table's part in an exchange.
-
-    Args:
-        table: Which table.
-        values: What this rank contributes; None contributes nothing but takes part.
-        out: Where the new weights are written; None means that they are not wanted.
-        rescale: Factor of the contribution; None means the optimizer's own.
-        absent: Keys (by index) that are left out; a slice of which all keys are absent is not sent.
-    """
-
-    table: RemoteTable
-    values: Arenas | None
-    out: Arenas | None
-    rescale: float | None = None
-    absent: frozenset[int] = frozenset()
-
-    def sent_slices(self, server: int) -> list[Slice]:
-        if self.values is None:
-            return []
-        pieces = self.table.plan.slices_of(server)
-        if not self.absent:
-            return list(pieces)
-        return [p for p in pieces if any(segment.key not in self.absent for segment in p.segments)]
-
-
-@dataclass
-class Ticket:
-    """An exchange in flight."""
-
-    items: list[RoundItem]
-    started: float
-    deadline: float
-    requests: dict[int, tuple[int, m.CommitBatch]] = field(default_factory=dict)
-    """Server → (request number, what is committed there)."""
-    outstanding: dict[tuple[int, int], set[int]] = field(default_factory=dict)
-    """(server, table number there) → slices still to come; an empty set waits for a plain acknowledgement."""
-    tables: dict[tuple[int, int], RoundItem] = field(default_factory=dict)
-    error: KVStoreError | None = None
-    absent: dict[str, set[int]] = field(default_factory=dict)
-    """Table → keys that no worker contributed to."""
-    failed: dict[str, int] = field(default_factory=dict)
-    """Table → the round that is next after the one that failed, as far as a server said."""
-    staged: dict[str, list[m.WeightsPart]] = field(default_factory=dict)
-    """Table → new weights that wait for those of the other servers."""
-    is_over: bool = False
 
 
 class Rounds:
@@ -108,15 +37,19 @@ class Rounds:
         for item in items:
             self.settle(item.table)
         ticket = self._open(items)
-        for server, members in self._by_server(items):
-            batch = tuple(self._commit(item, server) for item in members)
-            absent = tuple(sorted(members[0].absent))
-            self._request(ticket, server, members, m.CommitBatch(batch, hyper, absent))
-            self._send_pushes(ticket, server, ((item, item.sent_slices(server)) for item in members))
-        for item in items:
-            item.table.ticket = ticket
-        for server in ticket.requests:
-            self._send_commit(ticket, server)
+        try:
+            for server, members in self._by_server(items):
+                batch = tuple(self._commit(item, server) for item in members)
+                absent = tuple(sorted(members[0].absent))
+                self._request(ticket, server, members, m.CommitBatch(batch, hyper, absent))
+                self._send_pushes(ticket, server, ((item, item.sent_slices(server)) for item in members))
+            for item in items:
+                item.table.ticket = ticket
+            for server in ticket.requests:
+                self._send_commit(ticket, server)
+        except BaseException as error:
+            self._end(ticket, error)
+            raise
         return ticket
 
     def wait(self, ticket: Ticket) -> None:
@@ -169,7 +102,7 @@ class Rounds:
             raise ticket.error
         for item in items:
             for part in ticket.staged.pop(item.table.name, ()):
-                _write(item, part)
+                write_part(item, part)
 
     # ---------------------------------------------------------------- sending
 
@@ -241,7 +174,20 @@ class Rounds:
 
         # The server fails the round at the deadline, naming who was missing; the worker leaves it time to say so.
         limit = ticket.deadline + self._session.options.dead_after
-        self._session.wait(is_over, limit, again)
+        try:
+            self._session.wait(is_over, limit, again)
+        except DeadlineError as error:
+            raise error if type(error) is not DeadlineError else self._too_late(ticket) from None
+
+    def _too_late(self, ticket: Ticket) -> DeadlineError:
+        open_on = {server for server, _ in ticket.outstanding}
+        tables = sorted({ticket.tables[where].table.name for where in ticket.outstanding})
+        named = ", ".join(map(repr, tables[:3])) + (", …" if len(tables) > 3 else "")
+        return DeadlineError(
+            f"{', '.join(self._session.describe(server) for server in sorted(open_on))} did not finish with {named} "
+            f"within {ticket.deadline - ticket.started:g} s; is it overloaded? (timeout=… of the kvstore or "
+            "KVSTORE_TIMEOUT raises the limit)"
+        )
 
     def _take(self, ticket: Ticket, server: int, reply: m.ReplyBody) -> None:
         if isinstance(reply, m.Weights):
@@ -259,12 +205,26 @@ class Rounds:
             self._take_failure(ticket, server, reply)
 
     def _take_failure(self, ticket: Ticket, server: int, failure: m.Failed) -> None:
-        """One round, or with table -1 all that was asked of a server, has failed; the others go on."""
-        ticket.error = ticket.error or from_wire(failure.code, failure.text)
+        """One round, or with table -1 all that was asked of a server, has failed; the other tables go on."""
+        error = from_wire(failure.code, failure.text)
+        if ticket.error is None or isinstance(ticket.error, RoundAbortedError):
+            ticket.error = (
+                error  # that somebody gave up is never the first cause, unless nothing else is known
+            )
         for where in [w for w in ticket.outstanding if w[0] == server and failure.table in (-1, w[1])]:
-            name = ticket.tables[where].table.name
-            ticket.failed[name] = max(ticket.failed.get(name, 0), failure.next_round)
+            ticket.failed[where] = failure.next_round
             del ticket.outstanding[where]
+            if ticket.requests[server][1].commits:
+                self._abort_elsewhere(ticket, ticket.tables[where].table, error)
+
+    def _abort_elsewhere(self, ticket: Ticket, table: RemoteTable, error: KVStoreError) -> None:
+        """The round can no longer be applied everywhere: do not wait for those who would only now begin it."""
+        reason = f"{type(error).__name__}: {error}"
+        for server, number in table.numbers.items():
+            if (server, number) in ticket.outstanding and table.name not in ticket.aborted:
+                abort = m.Abort(number, table.round, reason, undo=False)
+                self._session.send(server, self._session.next_number(), abort)
+        ticket.aborted.add(table.name)
 
     def _take_part(self, ticket: Ticket, server: int, part: m.WeightsPart) -> None:
         where = (server, part.table)
@@ -273,7 +233,7 @@ class Rounds:
             return
         item = ticket.tables[where]
         if len(item.table.numbers) == 1:
-            _write(item, part)
+            write_part(item, part)
         else:
             # Until the other servers have applied the round too, it may still be taken back.
             ticket.staged.setdefault(item.table.name, []).append(part)
@@ -288,7 +248,8 @@ class Rounds:
         wanted = set(missing.slices)
         _log.warning("%s lost %d slices of round %d; sending them again", self._session.describe(server), len(wanted),
                      missing.round)  # fmt: skip
-        self._send_pushes(ticket, server, [(item, [p for p in item.sent_slices(server) if p.index in wanted])])
+        pieces = [piece for piece in item.sent_slices(server) if piece.index in wanted]
+        self._send_pushes(ticket, server, [(item, pieces)])
         self._send_commit(ticket, server)
 
     # ---------------------------------------------------------------- ending
@@ -296,37 +257,54 @@ class Rounds:
     def _end(self, ticket: Ticket, error: BaseException | None) -> None:
         """Count the rounds that were applied, and give up those that were not, on all servers."""
         self._close(ticket)
+        lost = []
         for item in ticket.items:
-            table = item.table
-            is_open = any(where in ticket.outstanding for where in table.numbers.items())
-            if is_open or table.name in ticket.failed:
-                self._give_up(table, f"{type(error).__name__}: {error}")
-                table.round = max(table.round + 1, ticket.failed.get(table.name, 0))
+            places = list(item.table.numbers.items())
+            if any(where in ticket.outstanding or where in ticket.failed for where in places):
+                lost.append(item.table)
                 continue
-            for part in ticket.staged.pop(table.name, ()):
-                _write(item, part)
-            table.round += 1
+            for part in ticket.staged.pop(item.table.name, ()):
+                write_part(item, part)
+            item.table.round += 1
+            item.table.is_initialised = True
+        if lost:
+            self._give_up(ticket, lost, f"{type(error).__name__}: {error}")
 
-    def _give_up(self, table: RemoteTable, reason: str) -> None:
-        """Fail a round for everybody, and find out whether a server has applied it for good all the same."""
-        applied = [server for server in table.numbers if self._abort(table, server, reason)]
-        if applied and len(applied) < len(table.numbers):
-            where = ", ".join(self._session.describe(server) for server in applied)
-            table.broken = KVStoreError(
-                f"round {table.round} of {table.name!r} failed ({reason}) after it had been applied on {where}: "
-                "the servers are one round apart. Restart the job from its last saved states"
-            )
+    def _give_up(self, ticket: Ticket, tables: Sequence[RemoteTable], reason: str) -> None:
+        """Fail rounds for everybody; where one server has applied and another failed it, have it taken back."""
+        undecided = [
+            (table, server)
+            for table in tables
+            for server, place in ((server, (server, number)) for server, number in table.numbers.items())
+            if ticket.failed.get(place, -1) <= table.round  # else the server has said that the round is lost
+        ]
+        applied = self._abort(undecided, reason, undo=False)
+        torn = [(table, server) for table, server in applied if not self._is_everywhere(table, applied)]
+        kept = self._abort(torn, reason, undo=True)
+        for table in tables:
+            where = [self._session.describe(server) for other, server in kept if other is table]
+            if where:
+                table.broken = KVStoreError(
+                    f"round {table.round} of {table.name!r} failed ({reason}) after it had been applied on "
+                    f"{', '.join(where)}: the servers are one round apart. Restart the job from its last saved states"
+                )
+            said = (ticket.failed.get(place, -1) for place in table.numbers.items())
+            table.round = max(table.round + 1, *said)
 
-    def _abort(self, table: RemoteTable, server: int, reason: str) -> bool:
-        """Give a round up on one server; return whether the server keeps it as applied."""
-        try:
-            reply = self._session.call(
-                server, m.Abort(table.numbers[server], table.round, reason), GIVE_UP_TIMEOUT
-            )
-        except KVStoreError as error:
-            _log.info("could not give a round up on %s: %s", self._session.describe(server), error)
-            return False
-        return isinstance(reply, m.Info) and bool(reply.values.get("applied"))
+    def _abort(
+        self, rounds: Sequence[tuple[RemoteTable, int]], reason: str, undo: bool
+    ) -> list[tuple[RemoteTable, int]]:
+        """Give up the present rounds of (table, server) pairs; return those that a server keeps as applied."""
+        requests = [(server, m.Abort(t.numbers[server], t.round, reason, undo)) for t, server in rounds]
+        answers = self._session.call_all(requests, GIVE_UP_TIMEOUT)
+        outcomes = zip(rounds, answers, strict=True)
+        return [
+            one for one, answer in outcomes if isinstance(answer, m.Info) and answer.values.get("applied")
+        ]
+
+    @staticmethod
+    def _is_everywhere(table: RemoteTable, applied: Sequence[tuple[RemoteTable, int]]) -> bool:
+        return sum(other is table for other, _ in applied) == len(table.numbers)
 
     def _close(self, ticket: Ticket) -> None:
         ticket.is_over = True
@@ -335,20 +313,3 @@ class Rounds:
         for item in ticket.items:
             if item.table.ticket is ticket:
                 item.table.ticket = None
-
-
-def _write(item: RoundItem, part: m.WeightsPart) -> None:
-    piece = item.table.plan.slices[part.slice]
-    assert item.out is not None
-    out = item.out[piece.dtype][piece.offset : piece.offset + piece.used]
-    out.copy_(_as_tensor(part.payload, out))
-
-
-def _as_tensor(payload: m.Payload, like: Tensor) -> Tensor:
-    if isinstance(payload, Tensor):
-        return payload
-    if memoryview(payload).nbytes != like.nbytes:
-        raise ProtocolError(
-            f"a slice of {like.nbytes} bytes came back with {memoryview(payload).nbytes} bytes"
-        )
-    return torch.frombuffer(payload, dtype=like.dtype) if like.numel() else like

@@ -6,6 +6,7 @@ deadline, and sends a request again when it hears nothing, which the protocol ma
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -18,6 +19,8 @@ from kvstore_server.errors import (
     from_wire,
 )
 from kvstore_server.protocol import messages as m
+
+_log = logging.getLogger(__name__)
 
 REPEAT_AFTER = 2.0
 """Seconds without an answer after which a request is sent again."""
@@ -138,6 +141,36 @@ class Session:
         """
         limit = self.options.dead_after if timeout is None else timeout
         return self._call(server, body, limit, repeat=body)
+
+    def call_all(
+        self, requests: Sequence[tuple[int, m.RequestBody]], timeout: float
+    ) -> list[m.ReplyBody | None]:
+        """Send control requests, (server, body) each, and block up to `timeout` seconds for all answers together.
+
+        Returns one answer per request, failures as they came, None where none came in time. Does not raise.
+        """
+        answers: list[m.ReplyBody | None] = [None] * len(requests)
+        left = set(range(len(requests)))
+        numbers = []
+
+        def expect(at: int) -> Handler:
+            def take(_: int, reply: m.ReplyBody) -> None:
+                answers[at] = reply
+                left.discard(at)
+
+            return take
+
+        try:
+            for at, (server, body) in enumerate(requests):
+                numbers.append(self.next_number(expect(at)))
+                self.send(server, numbers[-1], body)
+            self.wait(lambda: not left, self.clock() + timeout, lambda now: None)
+        except KVStoreError as error:
+            _log.info("%d of %d requests were not answered: %s", len(left), len(requests), error)
+        finally:
+            for number in numbers:
+                self.forget(number)
+        return answers
 
     def wait(self, is_over: Callable[[], bool], deadline: float, repeat: Callable[[float], None]) -> None:
         """Hand out replies until `is_over`; call `repeat(now)` whenever nothing came for a while.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -25,7 +26,7 @@ class KVStoreBase(ABC):
     """The least that a store must offer to serve a Trainer; third-party stores derive from this.
 
     A Trainer calls `broadcast` once per parameter with its position as key, and `pushpull` with the gradient at
-    every step; it applies the optimizer itself unless the store is capable of it.
+    every step; it applies the optimizer itself.
     """
 
     @property
@@ -86,6 +87,11 @@ def register(*names: str) -> Callable[[_FactoryT], _FactoryT]:
         class MyStore(kvtrainer.kvstore.KVStoreBase): ...
     """
 
+    if not names or not all(isinstance(name, str) and name for name in names):
+        raise ConfigurationError(
+            f'register takes the names of the store, as in @register("mystore"), got {names!r}'
+        )
+
     def add(factory: _FactoryT) -> _FactoryT:
         for name in names:
             if name.lower() in _registry:
@@ -121,6 +127,7 @@ def create(type: str = "local", **options: Any) -> KVStoreBase:
     """
     factory = factory_of(type)
     try:
-        return factory(type=type, **options)
+        inspect.signature(factory).bind(type=type, **options)
     except TypeError as error:
         raise ConfigurationError(f"kvstore {type!r} does not take these options: {error}") from None
+    return factory(type=type, **options)

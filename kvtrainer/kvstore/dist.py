@@ -89,8 +89,8 @@ class DistKVStore(TableKVStore):
         _leave_at_exit(client)
         try:
             client.connect()
-        except BaseException:
-            client.close("could not connect")
+        except BaseException as error:
+            client.close(f"it could not connect: {type(error).__name__}: {error}")
             raise
         return client
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from typing import Any
 
 import torch.distributed
 from torch import Tensor
 
-from kvstore_server.dense import Updater
 from kvstore_server.engine import Engine, EngineConfig
 from kvstore_server.errors import ConfigurationError
 from kvtrainer.comm.client import Client
@@ -15,6 +16,9 @@ from kvtrainer.comm.loopback import Loopback
 from kvtrainer.comm.session import SessionOptions
 from kvtrainer.kvstore.base import Key, register
 from kvtrainer.kvstore.store import TableKVStore
+
+_KEYS = "keys"
+"""The namespace of the store's own keys; each Trainer has another."""
 
 
 @register("local", "local_update_cpu", "local_allreduce_cpu", "device", "local_allreduce_device")
@@ -28,22 +32,36 @@ class LocalKVStore(TableKVStore):
         if "device" in type.lower():
             refuse_process_group(type)
         self._engine = Engine(EngineConfig())
-        super().__init__(type, self._connect("keys"))
+        super().__init__(type, self._connect(_KEYS))
         self._trainers = 0
 
-    def set_updater(self, updater: Updater) -> None:
+    def push(self, key: Any, value: Any, priority: int = 0) -> None:
+        """As TableKVStore.push, but the round is over, and its error raised, when this returns."""
+        super().push(key, value, priority)
+        self._client.settle()
+
+    def set_optimizer(self, optimizer: Any) -> None:
+        """As TableKVStore.set_optimizer; takes the place of an updater."""
+        super().set_optimizer(optimizer)
+        self._engine.updaters.pop(_KEYS, None)
+
+    def set_updater(self, updater: Callable[[Key, Tensor, Tensor], None]) -> None:
         """Call `updater(key, merged, stored)` in place of an optimizer; it changes `stored` in place.
 
         An error that it raises is raised by the push (as OptimizerError) and leaves the values as they were.
         """
+        if not callable(updater):
+            raise ConfigurationError(
+                f"an updater is a function of (key, merged, stored), got {updater!r:.80}"
+            )
         keys: dict[str, Key] = {}
 
         def call(name: str, merged: Tensor, stored: Tensor) -> None:
             if name not in keys:
                 keys.update({str(key): key for key in self._entries})
-            updater(keys[name], merged, stored)  # type: ignore[arg-type]
+            updater(keys[name], merged, stored)
 
-        self._engine.updater = call
+        self._engine.updaters[_KEYS] = call
 
     def open_client(self) -> Client:
         """A client with a namespace of its own, for a Trainer."""

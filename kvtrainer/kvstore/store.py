@@ -16,7 +16,7 @@ from kvstore_server.errors import ConfigurationError, KeyNotFoundError
 from kvstore_server.optimizer import Optimizer
 from kvstore_server.plan import TensorSpec
 from kvtrainer.comm.client import Client
-from kvtrainer.comm.rounds import RemoteTable, RoundItem
+from kvtrainer.comm.tickets import RemoteTable, RoundItem
 from kvtrainer.kvstore.base import Key, KVStoreBase
 from kvtrainer.kvstore.values import check_fits, check_key, merge, pair, spec_of
 from kvtrainer.optimizer import create as create_optimizer
@@ -111,7 +111,9 @@ class TableKVStore(KVStoreBase):
         wanted = self._lookup(self._outs(key, out), same_dtype=False)
         targets = [_target(entry, outs) for entry, outs in wanted]
         arenas = [{entry.spec.dtype: target.flat} for (entry, _), target in zip(wanted, targets, strict=True)]
-        self._client.rounds.pull([(entry.table, arena) for (entry, _), arena in zip(wanted, arenas, strict=True)])
+        self._client.rounds.pull(
+            [(entry.table, arena) for (entry, _), arena in zip(wanted, arenas, strict=True)]
+        )
         for target in targets:
             target.finish()
 
@@ -173,7 +175,9 @@ class TableKVStore(KVStoreBase):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _create(self, values: Sequence[tuple[Key, list[Tensor]]], outs: Sequence[tuple[Key, list[Tensor]]] | None) -> None:
+    def _create(
+        self, values: Sequence[tuple[Key, list[Tensor]]], outs: Sequence[tuple[Key, list[Tensor]]] | None
+    ) -> None:
         specs: list[TensorSpec] = []
         for key, replicas in values:
             self._check_new(key, [spec.key for spec in specs])
@@ -181,10 +185,10 @@ class TableKVStore(KVStoreBase):
         for spec, (_, tensors) in zip(specs, outs or (), strict=False):
             for tensor in tensors:
                 check_fits(spec, tensor, any_dtype=True)
+        created: dict[Key, _Entry] = {}
         items, targets = [], []
         for at, ((key, replicas), spec) in enumerate(zip(values, specs, strict=True)):
-            entry = _Entry(spec, self._client.register(spec.key, [spec]))
-            self._entries[key] = entry
+            entry = created[key] = _Entry(spec, self._client.register(spec.key, [spec]))
             flat, _ = merge(replicas[:1])
             target = _target(entry, outs[at][1]) if outs is not None else None
             if target is not None:
@@ -192,20 +196,27 @@ class TableKVStore(KVStoreBase):
             mine = {spec.dtype: flat} if self.rank == 0 else None
             items.append(RoundItem(entry.table, mine, None if target is None else {spec.dtype: target.flat}))
         self._client.rounds.wait(self._client.rounds.start(items))
+        self._entries.update(created)
         for target in targets:
             target.finish()
 
     def _check_new(self, key: Key, also: Sequence[str]) -> None:
         self._check_type(key)
         if key in self._entries or str(key) in also:
-            raise ConfigurationError(f"key {key!r} is initialised already; call init or broadcast once per key")
+            raise ConfigurationError(
+                f"key {key!r} is initialised already; call init or broadcast once per key"
+            )
 
     def _check_type(self, key: Key) -> None:
         known = next(iter(self._entries), key)
         if type(known) is not type(check_key(key)):
-            raise ConfigurationError(f"this store has {type(known).__name__} keys, so {key!r} cannot be one of them")
+            raise ConfigurationError(
+                f"this store has {type(known).__name__} keys, so {key!r} cannot be one of them"
+            )
 
-    def _lookup(self, pairs: Sequence[tuple[Key, list[Tensor]]], same_dtype: bool) -> list[tuple[_Entry, list[Tensor]]]:
+    def _lookup(
+        self, pairs: Sequence[tuple[Key, list[Tensor]]], same_dtype: bool
+    ) -> list[tuple[_Entry, list[Tensor]]]:
         """Find the entries of keys, values of a repeated key joined; everything is checked before anything is sent."""
         found: dict[Key, tuple[_Entry, list[Tensor]]] = {}
         for key, tensors in pairs:
@@ -236,5 +247,7 @@ def _target(entry: _Entry, outs: list[Tensor]) -> _Target:
     first = outs[0].detach()
     name = str(first.dtype).removeprefix("torch.")
     is_direct = first.device.type == "cpu" and first.is_contiguous() and name == entry.spec.dtype
-    flat = first.view(-1) if is_direct else torch.empty(entry.spec.numel, dtype=getattr(torch, entry.spec.dtype))
+    flat = (
+        first.view(-1) if is_direct else torch.empty(entry.spec.numel, dtype=getattr(torch, entry.spec.dtype))
+    )
     return _Target([out.detach() for out in outs], flat, is_direct)

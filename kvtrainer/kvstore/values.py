@@ -82,7 +82,9 @@ def merge(replicas: Sequence[Tensor]) -> tuple[Tensor, bool]:
 def _replicas(key: Key, value: Any, what: str) -> list[Tensor]:
     tensors = list(value) if isinstance(value, list | tuple) else [value]
     if not tensors or not all(isinstance(one, Tensor) for one in tensors):
-        raise ConfigurationError(f"{what} of key {key!r} must be a tensor or a list of tensors, got {value!r:.80}")
+        raise ConfigurationError(
+            f"{what} of key {key!r} must be a tensor or a list of tensors, got {value!r:.80}"
+        )
     if any(one.layout != torch.strided for one in tensors):
         raise ConfigurationError(f"{what} of key {key!r} is sparse; this store takes dense tensors only")
     return tensors

@@ -9,11 +9,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from kvtrainer import launch
-from tests.support.launch_jobs import READY, ROOT, STUBBORN, Jobs, line_of
+from tests.support.launch_jobs import READY, ROOT, STUBBORN, Jobs, eventually, line_of
 
 
 @pytest.fixture
@@ -84,6 +85,15 @@ def test_reader_that_goes_away_ends_the_job(jobs: Jobs) -> None:
     assert b"cannot write the output: Broken pipe" in process.stderr.read()
 
 
+def test_slow_reader_gets_all_output_although_the_job_is_over(jobs: Jobs) -> None:
+    process = jobs.start("head -c 20000 /dev/zero | tr '\\0' '\\n'; echo last")
+    assert eventually(lambda: jobs.pids() == [process.pid])  # only the launcher is left
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(timeout=1.5)
+    code, out, _ = jobs.finish(process)
+    assert (code, out) == (0, "[w0] \n" * 20_000 + "[w0] last\n")
+
+
 # Failures.
 
 
@@ -114,6 +124,29 @@ def test_last_words_of_a_failing_worker_come_before_the_verdict(jobs: Jobs) -> N
     assert err.splitlines()[-2:] == ["[w0] 1999", "kvlaunch: worker 0 exited with code 5"]
 
 
+def test_verdict_comes_after_the_last_words_even_when_the_reader_is_slow(jobs: Jobs) -> None:
+    # The worker leaves its pipe full, at a time when the launcher does not read because its own reader does not.
+    fill = """
+import os, sys, time
+os.set_blocking(2, False)
+os.write(1, b"up\\n")
+refused = 0
+while refused < 20:
+    try:
+        os.write(2, b"x" * 99 + b"\\n")
+        refused = 0
+    except BlockingIOError:
+        refused += 1
+        time.sleep(0.01)
+sys.exit(5)
+"""
+    process = jobs.start(f"exec {sys.executable} -I -S -c '{fill}'")
+    assert line_of(process) == "[w0] up"
+    assert eventually(lambda: jobs.pids("refused") == [process.pid])
+    _, _, err = jobs.finish(process)
+    assert err.splitlines()[-1] == "kvlaunch: worker 0 exited with code 5"
+
+
 def test_worker_that_ignores_sigterm_is_killed_after_the_grace(jobs: Jobs) -> None:
     code, _, _ = jobs.run(f"[ $KVSTORE_RANK = 1 ] && exit 3; {STUBBORN}", 2, grace=0.3)
     assert code == 3
@@ -121,18 +154,22 @@ def test_worker_that_ignores_sigterm_is_killed_after_the_grace(jobs: Jobs) -> No
 
 
 @pytest.mark.parametrize(("own", "expected"), [(6, 6), (0, 1)])
-def test_server_that_exits_early_fails_the_job(jobs: Jobs, own: int, expected: int) -> None:
-    server = READY + f'report("tcp://127.0.0.1:5000\\n")\nsys.exit({own})'
-    code, _, err = jobs.run("sleep 60", servers=1, server=server)
+def test_server_that_exits_early_fails_the_job(jobs: Jobs, tmp_path: Path, own: int, expected: int) -> None:
+    fifo = tmp_path / "a worker is up"
+    os.mkfifo(fifo)
+    server = READY + f'report("tcp://127.0.0.1:5000\\n")\nopen({str(fifo)!r}).read()\nsys.exit({own})'
+    code, _, err = jobs.run(f"echo > '{fifo}'; sleep 60", servers=1, server=server)
     assert code == expected
     assert f"server 0 exited with code {own} before the workers were done; stopping the others" in err
 
 
 def test_server_that_dies_before_it_is_ready_fails_the_job_before_any_worker_starts(jobs: Jobs) -> None:
-    code, out, err = jobs.run("echo never", servers=1, server="import sys; sys.exit('no memory')")
+    code, out, err = jobs.run(
+        "echo never", servers=1, server="import os; os.write(2, b'no memory'); os._exit(2)"
+    )
     assert (code, out) == (1, "")
     assert err.splitlines()[0] == "[s0] no memory"
-    assert "server 0 exited with code 1" in err.splitlines()[1]
+    assert "server 0 exited with code 2 before it was ready" in err.splitlines()[1]
 
 
 def test_server_that_is_never_ready_is_named_when_the_time_is_over(jobs: Jobs) -> None:

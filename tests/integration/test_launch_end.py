@@ -6,6 +6,7 @@ import os
 import select
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -47,6 +48,17 @@ def test_process_that_a_worker_left_behind_is_ended_with_the_job(jobs: Jobs) -> 
     code, out, _ = jobs.run("setsid sleep 60 & sleep 60 & echo bye; exit 0")
     assert (code, out) == (0, "[w0] bye\n")
     assert jobs.alive() == []
+
+
+def test_process_that_has_hidden_from_the_launcher_does_not_keep_it_waiting(
+    jobs: Jobs, tmp_path: Path
+) -> None:
+    os.mkfifo(tmp_path / "go")
+    script = f"env -i setsid sh -c 'printf $$; echo > {tmp_path}/go; exec sleep 60' & read x < {tmp_path}/go"
+    code, out, _ = jobs.run(script)
+    hidden = int(out.removeprefix("[w0] "))
+    os.kill(hidden, signal.SIGKILL)
+    assert code == 0
 
 
 # Signals to the launcher.
@@ -129,7 +141,8 @@ def test_launcher_obeys_a_signal_while_its_reader_is_paused(jobs: Jobs) -> None:
     assert process.stdout is not None
     fd = process.stdout.fileno()
     assert select.select([fd], [], [], 10)[0]
-    assert eventually(lambda: pipe_is_full(process.pid))
+    (worker,) = (pid for pid in jobs.pids("echo line") if command_line(pid).startswith("sh "))
+    assert eventually(lambda: pipe_is_full(process.pid) and pipe_is_full(worker))
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=10) == 128 + signal.SIGTERM
     assert jobs.alive() == []

@@ -56,12 +56,17 @@ class TableModel:
     plan: Plan
     server: int
     num_workers: int
+    keeps_last: bool
+    """Whether the optimizer may raise, so that the last round is kept until the next one begins."""
     open: int = 0
+    can_undo: bool = False
+    is_initialised: bool = False
     arrived: dict[int, dict[int, int]] = field(default_factory=dict)
     """Rank → slice → highest generation that its present process delivered for the open round."""
     committed: dict[int, Given] = field(default_factory=dict)
     waiting: dict[int, int] = field(default_factory=dict)
     """Rank → the process that is to be answered."""
+    deadlines: dict[int, float] = field(default_factory=dict)
     outcomes: list[str] = field(default_factory=list)
     """How each past round ended."""
     weights: dict[int, Array] = field(default_factory=dict)
@@ -78,6 +83,8 @@ class TableModel:
             self.arrived.pop(rank, None)
 
     def push(self, rank: int, round_: int, slice_: int, generation: int) -> None:
+        if round_ == self.open:
+            self.can_undo = False
         if round_ == self.open and rank not in self.committed:
             seen = self.arrived.setdefault(rank, {})
             seen[slice_] = max(generation, seen.get(slice_, -1))
@@ -92,15 +99,18 @@ class TableModel:
 
     def end(self, outcome: str) -> None:
         """End the open round; an applied one changes the weights."""
+        self.can_undo = outcome == APPLIED and self.keeps_last and self.open > 0
         if outcome == APPLIED:
+            self.is_initialised = True
             self.before = self.weights
             self.weights = self._initial() if self.open == 0 else self._updated()
         self.outcomes.append(outcome)
-        self.arrived, self.committed, self.waiting = {}, {}, {}
+        self.arrived, self.committed, self.waiting, self.deadlines = {}, {}, {}, {}
         self.open += 1
 
     def undo(self) -> None:
         """Take the last round back."""
+        self.can_undo = False
         self.outcomes[-1] = FAILED
         self.weights = self.before
 

@@ -7,7 +7,7 @@ for every server, and gives a round up everywhere when one server reports its fa
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -20,6 +20,9 @@ NUM_WORKERS = 3
 NUM_SERVERS = 2
 NAMESPACE = "sim"
 TIMEOUT = 30.0
+DEAD_AFTER = 20.0
+REPEAT = 0.3
+"""How often a lane that waits asks again when it is its turn."""
 TABLES: tuple[tuple[str, tuple[TensorSpec, ...]], ...] = (
     ("a", (TensorSpec("w", (4, 8), "float32"), TensorSpec("b", (3,), "float32"), TensorSpec("c", (16,), "float32"))),
     ("b", (TensorSpec("x", (16,), "float32"), TensorSpec("y", (7,), "float32"))),
@@ -51,6 +54,8 @@ class Lane:
     """Servers that said that the commit counts."""
     done: set[int] = field(default_factory=set)
     given_up: bool = False
+    is_undoing: bool = False
+    """Whether the aborts ask for the round to be taken back, because a server has failed it."""
     aborts: dict[int, int] = field(default_factory=dict)
     """Server → the number of the abort that it has not acknowledged."""
     kept: set[int] = field(default_factory=set)
@@ -99,7 +104,7 @@ class SimProcess:
             self._push_some(lane, rng)
         elif lane.to_commit:
             self._commit(lane, lane.to_commit.pop())
-        else:
+        elif rng.random() < REPEAT:
             for server in range(NUM_SERVERS):
                 if server not in lane.done:
                     self._commit(lane, server)
@@ -121,9 +126,7 @@ class SimProcess:
         """Fail the round everywhere, as a worker does whose own code raised."""
         if lane.is_open and not lane.given_up:
             lane.given_up = True
-            lane.aborts = {server: self._number() for server in range(NUM_SERVERS)}
-            for server in lane.aborts:
-                self._abort(lane, server)
+            self._abort_all(lane, range(NUM_SERVERS))
 
     def take(self, server: int, reply: m.Reply) -> None:
         """Handle a reply, however late it comes."""
@@ -156,7 +159,18 @@ class SimProcess:
         elif isinstance(body, m.Missing):
             self._push(lane, server, [(s, lane.generations[s]) for s in body.slices])
             self._commit(lane, server)
-        if len(lane.done) == NUM_SERVERS or (lane.given_up and not lane.aborts):
+        if lane.given_up and not lane.aborts:
+            self._given_up(lane)
+        elif len(lane.done) == NUM_SERVERS:
+            self._end(lane)
+
+    def _given_up(self, lane: Lane) -> None:
+        """Every server has answered: the round is over, or is to be taken back where it was applied."""
+        if 0 < len(lane.kept) < NUM_SERVERS and not lane.is_undoing:
+            lane.is_undoing = True
+            kept, lane.kept = sorted(lane.kept), set()
+            self._abort_all(lane, kept)
+        else:
             self._end(lane)
 
     def _end(self, lane: Lane) -> None:
@@ -176,7 +190,7 @@ class SimProcess:
             slices = [piece.index for piece in lane.plan.slices] if self.rank == 0 else []
         else:
             slices = [piece.index for piece in lane.plan.slices if rng.random() < 0.95]
-        lane.is_open, lane.given_up = True, False
+        lane.is_open, lane.given_up, lane.is_undoing = True, False, False
         lane.generations = dict.fromkeys(slices, 0)
         rng.shuffle(slices)
         lane.to_push, lane.to_commit = slices, rng.sample(range(NUM_SERVERS), NUM_SERVERS)
@@ -208,9 +222,16 @@ class SimProcess:
         commit = m.Commit(lane.numbers[server], lane.round, manifest, self._scale, wants, TIMEOUT)
         self._send(server, lane.requests[server], m.CommitBatch((commit,)))
 
+    def _abort_all(self, lane: Lane, servers: Iterable[int]) -> None:
+        lane.aborts = {server: self._number() for server in servers}
+        for server in lane.aborts:
+            self._abort(lane, server)
+
     def _abort(self, lane: Lane, server: int) -> None:
         self.about[lane.aborts[server]] = (lane.table, lane.round)
-        self._send(server, lane.aborts[server], m.Abort(lane.numbers[server], lane.round, f"p{self.process} raised"))
+        reason = f"p{self.process} raised"
+        abort = m.Abort(lane.numbers[server], lane.round, reason, lane.is_undoing)
+        self._send(server, lane.aborts[server], abort)
 
     def _send(self, server: int, number: int, body: m.RequestBody) -> None:
         run, session = self.sessions[server]

@@ -1,0 +1,103 @@
+"""What a worker knows about its tables and about the rounds that it has in flight; no messages are sent here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from kvstore_server.errors import KVStoreError, ProtocolError
+from kvstore_server.plan import Plan, Slice
+from kvstore_server.protocol import messages as m
+
+Arenas = Mapping[str, Tensor]
+"""dtype name → flat tensor laid out as the Plan says; padding behind the last key may be missing."""
+
+
+@dataclass
+class RemoteTable:
+    """A table as this worker sees it."""
+
+    name: str
+    plan: Plan
+    numbers: dict[int, int]
+    """Server → the table's number there."""
+    round: int = 0
+    """The next round."""
+    is_initialised: bool = False
+    """Whether a round was applied yet; the first one that is gives the initial values."""
+    ticket: Ticket | None = None
+    """The exchange in flight."""
+    broken: KVStoreError | None = None
+    """Set when servers no longer agree on the last round."""
+
+
+@dataclass(frozen=True)
+class RoundItem:
+    """One table's part in an exchange.
+
+    Args:
+        table: Which table.
+        values: What this rank contributes; None contributes nothing but takes part.
+        out: Where the new weights are written; None means that they are not wanted.
+        rescale: Factor of the contribution; None means the optimizer's own.
+        absent: Keys (by index) that are left out; a slice of which all keys are absent is not sent.
+    """
+
+    table: RemoteTable
+    values: Arenas | None
+    out: Arenas | None
+    rescale: float | None = None
+    absent: frozenset[int] = frozenset()
+
+    def sent_slices(self, server: int) -> list[Slice]:
+        if self.values is None:
+            return []
+        pieces = self.table.plan.slices_of(server)
+        if not self.absent:
+            return list(pieces)
+        return [p for p in pieces if any(segment.key not in self.absent for segment in p.segments)]
+
+
+@dataclass
+class Ticket:
+    """An exchange in flight."""
+
+    items: list[RoundItem]
+    started: float
+    deadline: float
+    requests: dict[int, tuple[int, m.CommitBatch]] = field(default_factory=dict)
+    """Server → (request number, what is committed there)."""
+    outstanding: dict[tuple[int, int], set[int]] = field(default_factory=dict)
+    """(server, table number there) → slices still to come; an empty set waits for a plain acknowledgement."""
+    tables: dict[tuple[int, int], RoundItem] = field(default_factory=dict)
+    error: KVStoreError | None = None
+    absent: dict[str, set[int]] = field(default_factory=dict)
+    """Table → keys that no worker contributed to."""
+    failed: dict[tuple[int, int], int] = field(default_factory=dict)
+    """(server, table number there) → the next round after the one that failed; -1 when it did not say."""
+    aborted: set[str] = field(default_factory=set)
+    """Tables whose round was given up as soon as one server had failed it."""
+    staged: dict[str, list[m.WeightsPart]] = field(default_factory=dict)
+    """Table → new weights that wait for those of the other servers."""
+    is_over: bool = False
+
+
+def write_part(item: RoundItem, part: m.WeightsPart) -> None:
+    """Copy one slice of new weights to its place in `item.out`."""
+    piece = item.table.plan.slices[part.slice]
+    assert item.out is not None
+    out = item.out[piece.dtype][piece.offset : piece.offset + piece.used]
+    out.copy_(_as_tensor(part.payload, out))
+
+
+def _as_tensor(payload: m.Payload, like: Tensor) -> Tensor:
+    if isinstance(payload, Tensor):
+        return payload
+    if memoryview(payload).nbytes != like.nbytes:
+        raise ProtocolError(
+            f"a slice of {like.nbytes} bytes came back with {memoryview(payload).nbytes} bytes"
+        )
+    return torch.frombuffer(payload, dtype=like.dtype) if like.numel() else like

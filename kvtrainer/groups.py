@@ -1,0 +1,119 @@
+"""Parameter groups: made out of what the Trainer was given, and the numbers read from them at every step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.optim
+
+from kvstore_server.optimizer import Optimizer, create_from_spec
+from kvstore_server.optimizer.base import canonical_options
+from kvtrainer.errors import ConfigurationError, UnknownNameError
+from kvtrainer.layout import Layout
+from kvtrainer.parameters import Group, collect
+
+NOTES = frozenset({"name", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"})
+"""Keys of a group that are no options: a label, and what torch's schedulers keep there."""
+
+
+def make_groups(params: Any, optimizer: Optimizer, given: object, first: int = 0) -> list[Group]:
+    """Return torch parameter groups with names, and options under torch's keys, checked.
+
+    Args:
+        params: As `parameters.collect` takes them, `first` too.
+        optimizer: What the options are for.
+        given: What the user gave as the optimizer. A torch instance brings its own groups, of the same parameters.
+
+    Raises:
+        ConfigurationError: parameters or options are wrong.
+    """
+    groups = collect(params, first)
+    if isinstance(given, torch.optim.Optimizer):
+        return _groups_of(given, groups)
+    return [_with_checked_options(group, optimizer) for group in groups]
+
+
+def read_options(groups: Sequence[Group], options: Sequence[str], layout: Layout) -> dict[str, Any]:
+    """The numbers that hold now: per group the `options`, per parameter `lr_mult` and `wd_mult` where not 1.
+
+    The form is the one of `kvstore_server.hyper`.
+
+    Raises:
+        ConfigurationError: a multiplier is not a number.
+    """
+    return {
+        "groups": [{name: _plain(group[name]) for name in options} for group in groups],
+        "lr_mult": _multipliers(layout, "lr_mult"),
+        "wd_mult": _multipliers(layout, "wd_mult"),
+    }
+
+
+def _groups_of(instance: torch.optim.Optimizer, groups: Sequence[Group]) -> list[Group]:
+    kind = type(instance).__name__
+    if any(set(group) != {"params", "param_names"} for group in groups):
+        raise ConfigurationError(
+            f"the {kind} instance brings the options of its groups; give the Trainer the parameters without options"
+        )
+    names = {
+        id(p): name for group in groups for p, name in zip(group["params"], group["param_names"], strict=True)
+    }
+    its = [p for group in instance.param_groups for p in group["params"]]
+    if {id(p) for p in its} != set(names):
+        raise ConfigurationError(
+            f"the {kind} instance trains {len(its)} parameters, the Trainer was given {len(names)}, and they are not "
+            "the same ones; give both the same parameters"
+        )
+    return [
+        {**group, "param_names": [names[id(p)] for p in group["params"]]} for group in instance.param_groups
+    ]
+
+
+def _with_checked_options(group: Group, optimizer: Optimizer) -> Group:
+    notes = {name: value for name, value in group.items() if name in NOTES}
+    kept = {name: group[name] for name in ("params", "param_names")}
+    options = {name: value for name, value in group.items() if name not in notes and name not in kept}
+    # Of the optimizer's own numbers only the names count here, and the pair of betas, of which one may be given.
+    known = {name: optimizer.hyper[name] if name == "betas" else None for name in option_names(optimizer)}
+    options = canonical_options(options, known, optimizer.registered_name)
+    return {**kept, **notes, **_checked(optimizer, options)}
+
+
+def option_names(optimizer: Optimizer) -> tuple[str, ...]:
+    """The options that travel with every round: those that a group may set."""
+    return tuple(optimizer.spec()["hyper"])
+
+
+def _checked(optimizer: Optimizer, options: dict[str, Any]) -> dict[str, Any]:
+    """Let the optimizer's own constructor look at the options of a group."""
+    if not options:
+        return {}
+    spec = optimizer.spec()
+    spec["hyper"] = {**spec["hyper"], **options}
+    try:
+        built = create_from_spec(spec)
+    except UnknownNameError:  # an instance of a class that was never registered
+        return options
+    return {name: built.hyper[name] for name in options}
+
+
+def _multipliers(layout: Layout, attribute: str) -> Mapping[int, float]:
+    found = {}
+    for i, parameter in enumerate(layout.parameters):
+        value = getattr(parameter, attribute, None)
+        if value is not None and value != 1:
+            try:
+                found[i] = float(value)
+            except (TypeError, ValueError):
+                raise ConfigurationError(
+                    f"{attribute} of {layout.names[i]!r} must be a number, got {value!r:.80}"
+                ) from None
+    return found
+
+
+def _plain(value: Any) -> Any:
+    """A number for a 0-d tensor or a NumPy number: what can travel."""
+    if isinstance(value, tuple | list):
+        return tuple(_plain(item) for item in value)
+    return value.item() if hasattr(value, "item") else value

@@ -1,0 +1,277 @@
+"""Real servers and workers for tests: started, followed line by line, stopped, and always reaped.
+
+Workers that need no process of their own are stores in the test's process, one thread each; see `member` and
+`together`. Nothing here sleeps until something has probably happened: every wait has a condition and a limit.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvtrainer.kvstore import DistKVStore
+
+ROOT = Path(__file__).parents[2]
+LIMIT = 30.0
+"""Seconds after which something that must happen counts as hanging."""
+DEAD_AFTER = 3.0
+"""Seconds of silence after which the servers and workers of tests give each other up."""
+
+WORKER = """
+import os, signal, sys, torch, kvtrainer
+from kvtrainer import kvstore
+def at(word):
+    print(word, flush=True)
+    sys.stdin.readline()
+kv = kvstore.create("dist_sync", namespace=sys.argv[1], timeout=float(sys.argv[2]), connect_timeout=20, dead_after=3)
+"""
+"""What every worker's script begins with; `at` reports a place in the script and waits for `Process.go`."""
+
+
+class Process:
+    """A child whose standard output is read with a limit; standard error is kept for the end."""
+
+    def __init__(self, command: Sequence[str], env: dict[str, str], cwd: Path | None, ready: bool) -> None:
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115
+        self._unread = b""
+        self._address = ""
+        self._ready_fd, theirs = os.pipe()
+        arguments = [*command, "--ready-fd", str(theirs)] if ready else [*command]
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith(("KVSTORE_", "OMP_"))}
+        self.popen = subprocess.Popen(
+            arguments,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._stderr,
+            env={**inherited, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **env},
+            cwd=cwd or ROOT,
+            pass_fds=(theirs,),
+        )
+        os.close(theirs)
+
+    @property
+    def pid(self) -> int:
+        return self.popen.pid
+
+    @property
+    def address(self) -> str:
+        """Where a server listens; waits until it does."""
+        while not self._address.endswith("\n"):
+            part = _read(self._ready_fd, LIMIT)
+            assert part, f"the server ended before it was ready: {self.end()}"
+            self._address += part.decode()
+        return self._address.strip()
+
+    def line(self) -> str:
+        """The next line of standard output, without its end."""
+        assert self.popen.stdout is not None
+        while b"\n" not in self._unread:
+            part = _read(self.popen.stdout.fileno(), LIMIT)
+            assert part, f"the process ended: {self.end()}"
+            self._unread += part
+        line, _, self._unread = self._unread.partition(b"\n")
+        return line.decode()
+
+    def go(self) -> None:
+        """Let a worker go on from `at`."""
+        assert self.popen.stdin is not None
+        self.popen.stdin.write(b"\n")
+        self.popen.stdin.flush()
+
+    def signal(self, number: int) -> None:
+        self.popen.send_signal(number)
+
+    def freeze(self) -> None:
+        """Stop the process and wait until it has stopped; `signal(SIGCONT)` lets it go on."""
+        self.signal(signal.SIGSTOP)
+        assert eventually(lambda: _state(self.pid) == "T")
+
+    def end(self, seconds: float = LIMIT) -> tuple[int, str]:
+        """Wait for the end: exit code and standard error."""
+        code = self.popen.wait(seconds)
+        self._stderr.seek(0)
+        return code, self._stderr.read().decode()
+
+    def close(self) -> None:
+        if self.popen.poll() is None:
+            self.popen.kill()
+        self.popen.wait()
+        for stream in (self.popen.stdin, self.popen.stdout):
+            assert stream is not None
+            stream.close()
+        self._stderr.close()
+        os.close(self._ready_fd)
+
+
+class Processes:
+    """Everything that a test started; as a context manager it ends it all."""
+
+    def __init__(self) -> None:
+        self._started: list[Process] = []
+
+    def servers(
+        self, count: int, *flags: str, each: Sequence[Sequence[str]] | None = None, cwd: Path | None = None
+    ) -> list[Process]:
+        """Start the servers of one job and wait until they listen; `each` holds more flags for each of them."""
+        base = [sys.executable, "-m", "kvstore_server", "--num-servers", str(count), "--dead-after", str(DEAD_AFTER)]
+        started = [
+            self.start([*base, "--index", str(index), *flags, *(each[index] if each else ())], cwd=cwd, ready=True)
+            for index in range(count)
+        ]
+        for server in started:
+            assert server.address
+        return started
+
+    def worker(
+        self, script: str, servers: Sequence[Process], rank: int, num_workers: int, namespace: str,
+        timeout: float = 20.0,
+    ) -> Process:  # fmt: skip
+        """Start a worker that runs WORKER and then `script`."""
+        env = {
+            "KVSTORE_RANK": str(rank),
+            "KVSTORE_NUM_WORKERS": str(num_workers),
+            "KVSTORE_SERVERS": ",".join(server.address for server in servers),
+        }
+        return self.start([sys.executable, "-c", WORKER + script, namespace, str(timeout)], env=env)
+
+    def start(
+        self, command: Sequence[str], env: dict[str, str] | None = None, cwd: Path | None = None, ready: bool = False
+    ) -> Process:
+        process = Process(command, env or {}, cwd, ready)
+        self._started.append(process)
+        return process
+
+    def __enter__(self) -> Processes:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._started:
+            process.close()
+
+
+class Members:
+    """Workers as stores in this process; as a context manager it closes them."""
+
+    def __init__(self) -> None:
+        self._stores: list[DistKVStore] = []
+
+    def join(
+        self, servers: Sequence[Process | str], rank: int, num_workers: int, namespace: str, **options: Any
+    ) -> DistKVStore:
+        """Connect one worker."""
+        addresses = [server if isinstance(server, str) else server.address for server in servers]
+        limits = {"timeout": 20.0, "connect_timeout": 10.0, "dead_after": DEAD_AFTER, **options}
+        store = DistKVStore(
+            rank=rank, num_workers=num_workers, servers=addresses, namespace=namespace, **limits
+        )
+        self._stores.append(store)
+        return store
+
+    def pair(self, servers: Sequence[Process | str], **options: Any) -> tuple[DistKVStore, DistKVStore]:
+        """Both workers of a job of two, in a namespace of their own."""
+        name = new_name()
+        return self.join(servers, 0, 2, name, **options), self.join(servers, 1, 2, name, **options)
+
+    def __enter__(self) -> Members:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for store in self._stores:
+            # Rounds that a test left open are not waited for.
+            for client in list(store._clients):
+                client.close("the test is over")
+
+
+def together(*calls: Callable[[], Any], seconds: float = LIMIT) -> list[Any]:
+    """Run calls at the same time, a thread each; what each returned, or the exception that it raised."""
+    threads = [Call(call) for call in calls]
+    return [thread.outcome(seconds) for thread in threads]
+
+
+class Call:
+    """A call that runs in a thread of its own."""
+
+    def __init__(self, call: Callable[[], Any]) -> None:
+        self._call = call
+        self._outcome: Any = None
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    @property
+    def is_running(self) -> bool:
+        return self._thread.is_alive()
+
+    def outcome(self, seconds: float = LIMIT) -> Any:
+        """What the call returned, or the exception that it raised."""
+        self._thread.join(seconds)
+        assert not self.is_running, f"{self._call} hangs"
+        return self._outcome
+
+    def _run(self) -> None:
+        try:
+            self._outcome = self._call()
+        except BaseException as error:
+            self._outcome = error
+
+
+def raised(outcomes: Sequence[Any], kind: type[BaseException]) -> list[str]:
+    """The texts of the errors; every outcome must be an error of exactly this class."""
+    assert [type(outcome) for outcome in outcomes] == [kind] * len(outcomes), outcomes
+    return [str(outcome) for outcome in outcomes]
+
+
+def round_of(store: DistKVStore, key: Any, value: torch.Tensor) -> torch.Tensor:
+    """One pushpull of this worker: the new value of the key."""
+    out = torch.empty_like(value)
+    store.pushpull(key, value, out=out)
+    return out
+
+
+def assert_serve(servers: Sequence[Process | str]) -> None:
+    """The servers still complete a job of two workers, with the right sums."""
+    with Members() as members:
+        stores = members.pair(servers)
+        keys = [str(i) for i in range(4)]
+        together(*(lambda s=s: s.init(keys, [torch.zeros(3)] * 4) for s in stores))
+        out = [[torch.empty(3) for _ in keys] for _ in stores]
+        values = [[torch.full((3,), float(1 + rank))] * 4 for rank in range(2)]
+        outcomes = together(
+            *(lambda s=s, v=v, o=o: s.pushpull(keys, v, out=o) for s, v, o in zip(stores, values, out, strict=True))
+        )
+        assert outcomes == [None, None]
+        assert all(torch.equal(one, torch.full((3,), 3.0)) for outs in out for one in outs)
+
+
+def new_name() -> str:
+    """A namespace that nobody else uses."""
+    return uuid.uuid4().hex[:12]
+
+
+def eventually(condition: Callable[[], bool], seconds: float = LIMIT) -> bool:
+    """Whether `condition` becomes true within the time."""
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return condition()
+
+
+def _read(fd: int, seconds: float) -> bytes:
+    readable, _, _ = select.select([fd], [], [], seconds)
+    assert readable, f"nothing came within {seconds:g} s"
+    return os.read(fd, 4096)
+
+
+def _state(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]

@@ -1,0 +1,142 @@
+"""Seven ways in which a parameter server can be wrong, each as a small change of the real classes.
+
+The simulation must find every one of them; if it does not, it proves nothing about the real code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+from kvstore_server.consistency import Contribution, SyncRounds, Verdict
+from kvstore_server.engine import Engine
+from kvstore_server.protocol import messages as m
+from kvstore_server.table import Table
+
+Patch = tuple[type, str, Callable[..., Any]]
+
+
+def _count_based_round() -> list[Patch]:
+    """A round is complete when as many commits as workers came, whoever sent them."""
+    commit, missing_ranks = SyncRounds.commit, SyncRounds.missing_ranks
+
+    def counting(self: Any, rank: int, body: m.Commit, waiter: Any, now: float) -> Verdict:
+        if getattr(self, "counted_round", -1) != self.number:
+            self.counted_round, self.count = self.number, 0
+        verdict = commit(self, rank, body, waiter, now)
+        self.count += body.round == self.number
+        return verdict
+
+    def by_count(self: Any) -> list[int]:
+        enough = getattr(self, "counted_round", -1) == self.number and self.count >= self.num_workers
+        return [] if self.number and enough else missing_ranks(self)
+
+    return [
+        (SyncRounds, "commit", counting),
+        (SyncRounds, "missing_ranks", by_count),
+        (SyncRounds, "contributions", _only_committed),
+    ]
+
+
+def _no_dedup() -> list[Patch]:
+    """A slice that arrives twice counts twice."""
+    push = SyncRounds.push
+
+    def adding(self: Any, rank: int, body: m.Push) -> None:
+        mine = self._open.get(rank)
+        known = mine.slices.get(body.slice) if mine is not None and body.round == self.number else None
+        if known is not None and known[0] == body.generation:
+            mine.slices[body.slice] = (body.generation, known[1] + body.payload)
+        else:
+            push(self, rank, body)
+
+    return [(SyncRounds, "push", adding)]
+
+
+def _arrival_order_sum() -> list[Patch]:
+    """Contributions are summed as they came."""
+
+    contributions = SyncRounds.contributions
+
+    def as_they_came(self: Any) -> list[tuple[int, Contribution[Any]]]:
+        return list(self._open.items()) if self.number else contributions(self)
+
+    return [(SyncRounds, "contributions", as_they_came)]
+
+
+def _no_fencing() -> list[Patch]:
+    """A process that was replaced may go on."""
+    hello = Engine._hello
+
+    def keeping(self: Any, body: m.Hello, now: float) -> m.Welcome:
+        before = dict(self._sessions)
+        welcome = hello(self, body, now)
+        self._sessions = {**before, **self._sessions}
+        return welcome
+
+    return [(Engine, "_hello", keeping)]
+
+
+def _mixed_generation() -> list[Patch]:
+    """A commit is accepted with whatever generation of a slice is there."""
+    commit = SyncRounds.commit
+
+    def lenient(self: Any, rank: int, body: m.Commit, waiter: Any, now: float) -> Verdict:
+        mine = self._open.get(rank)
+        here = {s: g for s, (g, _) in mine.slices.items()} if mine is not None else {}
+        if body.round == self.number:
+            manifest = tuple((s, here.get(s, g)) for s, g in body.manifest)
+            body = m.Commit(body.table, body.round, manifest, body.rescale, body.want_weights, body.timeout)
+        return commit(self, rank, body, waiter, now)
+
+    return [(SyncRounds, "commit", lenient)]
+
+
+def _early_apply() -> list[Patch]:
+    """A round does not wait for the slowest worker."""
+    missing_ranks = SyncRounds.missing_ranks
+
+    def but_one(self: Any) -> list[int]:
+        missing = missing_ranks(self)
+        return [] if self.number and len(missing) == 1 else missing
+
+    return [(SyncRounds, "missing_ranks", but_one), (SyncRounds, "contributions", _only_committed)]
+
+
+def _lost_abort() -> list[Patch]:
+    """An abort is acknowledged, but the round stays open."""
+
+    def ignoring(self: Any, *_: Any) -> list[Any]:
+        return []
+
+    return [(Table, "abort", ignoring)]
+
+
+def _only_committed(self: Any) -> list[tuple[int, Contribution[Any]]]:
+    return [item for item in sorted(self._open.items()) if item[1].commit is not None]
+
+
+MUTANTS: dict[str, Callable[[], list[Patch]]] = {
+    "count_based_round": _count_based_round,
+    "no_dedup": _no_dedup,
+    "arrival_order_sum": _arrival_order_sum,
+    "no_fencing": _no_fencing,
+    "mixed_generation": _mixed_generation,
+    "early_apply": _early_apply,
+    "lost_abort": _lost_abort,
+}
+
+
+@contextmanager
+def mutated(name: str) -> Iterator[None]:
+    """Put a mutant in the place of the real code for a while."""
+    patches = [mock.patch.object(cls, attribute, new) for cls, attribute, new in MUTANTS[name]()]
+    for patch in patches:
+        patch.start()
+    try:
+        yield
+    finally:
+        for patch in patches:
+            patch.stop()

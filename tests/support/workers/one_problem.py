@@ -1,0 +1,53 @@
+"""Worker: trains the coupled model with every optimizer, in the store and in the worker, one Trainer after another.
+
+Delivers the weights that it ends with, and how many rounds each server applied.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import kvtrainer
+from tests.support.coupled_model import (
+    BATCH,
+    BIAS_RATE,
+    BIASES,
+    CASES,
+    MULTIPLIERS,
+    STEPS,
+    Case,
+    batch_of,
+    loss_of,
+    rate_factor,
+    start_weights,
+)
+from tests.support.jobs import deliver, own_place
+
+
+def main() -> None:
+    rank, workers = own_place()
+    results: dict[str, Any] = {}
+    for name, case in CASES.items():
+        for in_store in (True, False):
+            results[f"{name} {in_store}"] = train(case, in_store, rank, workers)
+    deliver(results)
+
+
+def train(case: Case, in_store: bool, rank: int, workers: int) -> dict[str, Any]:
+    # Every rank starts elsewhere: rank 0's weights must win.
+    weights = {name: (weight + rank).requires_grad_() for name, weight in start_weights().items()}
+    with _trainer(case, weights, in_store) as trainer:
+        schedule = torch.optim.lr_scheduler.LambdaLR(trainer, rate_factor)
+        for step in range(STEPS):
+            _set_multipliers(weights, step)
+            if step == 0:
+                trainer_starts_from_rank_0(trainer, weights, rank, workers)
+            loss = loss_of(weights, *batch_of(step, rank))
+            loss.backward()  # type: ignore[no-untyped-call]
+            trainer.step(workers * BATCH)
+            schedule.step()
+        applied = [row["rounds_applied"] for stats in trainer.server_stats() for row in stats["tables"]]
+    return {"weights": {name: weight.detach().clone() for name, weight in weights.items()}, "applied": applied}

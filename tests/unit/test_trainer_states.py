@@ -1,0 +1,283 @@
+"""state_dict and load_state_dict: between Trainers, with torch's optimizers, and where the state is in a store."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint.state_dict as dcp
+from torch import Tensor, nn
+from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop
+
+from kvtrainer import Trainer, kvstore
+from kvtrainer.errors import ConfigurationError
+
+PLACES = pytest.mark.parametrize("uok", [None, False, True], ids=["in-process", "reduced", "in-store"])
+TORCH: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "SGD": (SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.1, "weight_decay": 0.01}),
+    "Adam": (Adam, {"lr": 0.1, "amsgrad": True}),
+    "AdamW": (AdamW, {"lr": 0.1}),
+    "Adagrad": (Adagrad, {"lr": 0.1, "lr_decay": 0.1, "initial_accumulator_value": 0.5}),
+    "Adadelta": (Adadelta, {"lr": 0.5}),
+    "Adamax": (Adamax, {"lr": 0.1}),
+    "NAdam": (NAdam, {"lr": 0.1, "momentum_decay": 0.1}),
+    "RAdam": (RAdam, {"lr": 0.1}),
+    "RMSprop": (RMSprop, {"lr": 0.1, "momentum": 0.9, "centered": True}),
+    "Rprop": (Rprop, {"lr": 0.1}),
+    "ASGD": (ASGD, {"lr": 0.1, "t0": 2, "lambd": 0.1}),
+}
+GLUON: dict[str, dict[str, Any]] = {
+    "sgd": {"learning_rate": 0.1, "momentum": 0.9, "wd": 0.01},
+    "adam": {},
+    "test": {},
+}
+KINDS = [*GLUON, *(f"torch:{name}" for name in TORCH)]
+
+
+class Net(nn.Module):
+    """Parameters of several shapes, a 0-d one first and one that is cut into slices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.scale = nn.Parameter(torch.tensor(0.5))
+        self.inner = nn.Linear(7, 900)
+        self.outer = nn.Linear(900, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.outer(torch.tanh(self.inner(x))) * self.scale
+        return out
+
+
+def options_of(kind: str) -> dict[str, Any]:
+    return GLUON[kind] if kind in GLUON else TORCH[kind.removeprefix("torch:")][1]
+
+
+def trainer_of(net: nn.Module, kind: str, uok: bool | None = None, **options: Any) -> Trainer:
+    store = None if uok is None else kvstore.create("local")
+    return Trainer(
+        net.named_parameters(), kind, {**options_of(kind), **options}, kvstore=store, update_on_kvstore=uok
+    )
+
+
+def train(net: nn.Module, optimizer: torch.optim.Optimizer, first: int, steps: int) -> None:
+    """Steps whose data depend only on their number."""
+    for i in range(first, first + steps):
+        generator = torch.Generator().manual_seed(i)
+        optimizer.zero_grad()
+        x = torch.randn(4, 7, generator=generator, dtype=next(net.parameters()).dtype)
+        net(x).square().sum().backward()
+        optimizer.step()
+
+
+def weights(net: nn.Module) -> list[Tensor]:
+    return [p.detach().clone() for p in net.parameters()]
+
+
+def same(a: list[Tensor], b: list[Tensor]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def reloaded(value: Any) -> Any:
+    """What torch.load makes of what torch.save wrote, with nothing but plain data allowed."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=True)
+
+
+@PLACES
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_goes_on_bit_for_bit_in_a_new_trainer(kind: str, uok: bool | None) -> None:
+    net = Net()
+    trainer = trainer_of(net, kind, uok)
+    train(net, trainer, 0, 3)
+    saved = reloaded({"net": net.state_dict(), "trainer": trainer.state_dict()})
+    train(net, trainer, 3, 3)
+    again = Net()
+    again.load_state_dict(saved["net"])
+    other = trainer_of(again, kind, uok)
+    other.load_state_dict(saved["trainer"])
+    train(again, other, 3, 3)
+    assert same(weights(again), weights(net))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_state_moves_between_process_and_store_and_back(kind: str) -> None:
+    runs = []
+    for places in ([None, None, None], [True, None, False], [None, True, True]):
+        net, saved = Net(), None
+        for i, uok in enumerate(places):
+            trainer = trainer_of(net, kind, uok)
+            if saved is not None:
+                trainer.load_state_dict(saved)
+            train(net, trainer, 2 * i, 2)
+            saved = trainer.state_dict()
+        runs.append(weights(net))
+    assert same(runs[0], runs[1])
+    assert same(runs[0], runs[2])
+
+
+@PLACES
+@pytest.mark.parametrize("name", TORCH)
+def test_torch_optimizer_goes_on_in_a_trainer_and_the_trainer_in_torch(name: str, uok: bool | None) -> None:
+    cls, options = TORCH[name]
+    net, reference = Net().double(), Net().double()
+    plain = cls(net.parameters(), **options)
+    train(net, plain, 0, 3)
+    trainer = trainer_of(net, f"torch:{name}", uok)
+    trainer.load_state_dict(plain.state_dict())
+    train(net, trainer, 3, 3)
+    back = cls(net.parameters(), **options)
+    back.load_state_dict(trainer.state_dict())
+    train(net, back, 6, 3)
+    oracle = cls(reference.parameters(), **options)
+    train(reference, oracle, 0, 9)
+    for ours, theirs in zip(weights(net), weights(reference), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-10)
+
+
+def test_loaded_state_is_a_copy_and_is_shown_before_the_store_has_it() -> None:
+    net = Net()
+    plain = Adam(net.parameters())
+    train(net, plain, 0, 1)
+    trainer = trainer_of(net, "torch:Adam", True)
+    trainer.load_state_dict(plain.state_dict())
+    expected = plain.state[net.outer.bias]["exp_avg"].clone()
+    plain.state[net.outer.bias]["exp_avg"].zero_()
+    assert trainer.state_dict()["state"][4]["exp_avg"].equal(expected)
+    assert trainer.kvstore is not None
+    assert trainer.server_stats() == []
+
+
+def test_loading_forgets_the_state_of_before() -> None:
+    net = Net()
+    trainer = trainer_of(net, "adam")
+    fresh = trainer.state_dict()
+    train(net, trainer, 0, 2)
+    trainer.load_state_dict(fresh)
+    assert trainer.state_dict()["state"] == {}
+
+
+@PLACES
+def test_exported_state_is_not_the_live_one(uok: bool | None) -> None:
+    net = Net()
+    trainer = trainer_of(net, "adam", uok)
+    train(net, trainer, 0, 1)
+    exported = trainer.state_dict()["state"][0]["exp_avg"]
+    exported.fill_(7)
+    assert not trainer.state_dict()["state"][0]["exp_avg"].equal(exported)
+
+
+@PLACES
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_state_of_half_precision_parameters_stays_float32(dtype: torch.dtype, uok: bool | None) -> None:
+    net = nn.Linear(7, 3).to(dtype)
+    trainer = trainer_of(net, "adam", uok, multi_precision=True)
+    train(net, trainer, 0, 2)
+    saved = trainer.state_dict()
+    train(net, trainer, 2, 2)
+    before, after = saved["state"], trainer.state_dict()["state"]
+    trainer.load_state_dict(saved)
+    again = trainer.state_dict()["state"]
+    for name in ("exp_avg", "exp_avg_sq", "master"):
+        assert again[0][name].dtype == torch.float32
+        assert again[0][name].equal(before[0][name])
+        assert not again[0][name].equal(after[0][name])
+
+
+def test_options_and_their_scheduler_come_back_and_missing_ones_keep_their_value() -> None:
+    net = Net()
+    trainer = trainer_of(net, "adam", wd=0.5)
+    train(net, trainer, 0, 1)
+    trainer.set_learning_rate(0.25)
+    saved = trainer.state_dict()
+    assert saved["param_groups"][0]["param_names"][0] == "scale"
+    other = trainer_of(Net(), "adam", clip_gradient=2.0)
+    schedule = torch.optim.lr_scheduler.StepLR(other, 1, 0.5)
+    del saved["param_groups"][0]["clip_gradient"]
+    other.load_state_dict(saved)
+    assert other.learning_rate == other.optimizer.learning_rate == 0.25
+    assert (other.optimizer.wd, other.optimizer.clip_gradient) == (0.5, 2.0)
+    other.step()
+    schedule.step()
+    assert other.learning_rate == 0.125
+
+
+def test_hooks_of_the_user_see_the_whole_state_dict_first() -> None:
+    net = Net()
+    trainer = trainer_of(net, "adam")
+    train(net, trainer, 0, 1)
+    saved = trainer.state_dict()
+    moved = {**saved, "state": {key + 100: state for key, state in saved["state"].items()}}
+
+    def renumber(_: Any, given: dict[str, Any]) -> dict[str, Any]:
+        return {**given, "state": {key - 100: state for key, state in given["state"].items()}}
+
+    other = trainer_of(Net(), "adam")
+    other.register_load_state_dict_pre_hook(renumber)
+    other.load_state_dict(moved)
+    assert set(other.state_dict()["state"]) == set(saved["state"])
+
+
+@PLACES
+def test_state_of_another_model_is_refused_and_nothing_changes(uok: bool | None) -> None:
+    net = Net()
+    trainer = trainer_of(net, "adam", uok)
+    train(net, trainer, 0, 1)
+    saved = trainer.state_dict()
+    wrong_shape = copy.deepcopy(saved)
+    wrong_shape["state"][1]["exp_avg"] = torch.zeros(3)
+    wrong_shape["param_groups"][0]["lr"] = 9.0
+    fewer = copy.deepcopy(saved)
+    fewer["param_groups"][0]["params"].pop()
+    more_groups = {**saved, "param_groups": saved["param_groups"] * 2}
+    for wrong, message in (
+        (wrong_shape, r"'exp_avg' of 'inner.weight' has shape \[3\], the parameter has \[900, 7\]"),
+        (fewer, r"1 parameter groups of \[4\] parameters, this Trainer has 1 of \[5\]"),
+        (more_groups, r"2 parameter groups of \[5, 5\] parameters, this Trainer has 1 of \[5\]"),
+    ):
+        with pytest.raises(ConfigurationError, match=message):
+            trainer.load_state_dict(wrong)
+    after = trainer.state_dict()
+    assert after["param_groups"] == saved["param_groups"]
+    assert all(after["state"][i]["exp_avg"].equal(saved["state"][i]["exp_avg"]) for i in range(5))
+
+
+@pytest.mark.parametrize(("mine", "theirs"), [("sgd", "torch:SGD"), ("torch:SGD", "sgd")])
+def test_momentum_of_the_other_sgd_is_refused(mine: str, theirs: str) -> None:
+    net = Net()
+    trainer = trainer_of(net, theirs)
+    train(net, trainer, 0, 1)
+    with pytest.raises(ConfigurationError, match="their momentum differs by a factor of the learning rate"):
+        trainer_of(Net(), mine).load_state_dict(trainer.state_dict())
+
+
+@PLACES
+def test_distributed_checkpoint_takes_no_step_of_its_own(uok: bool | None) -> None:
+    net = Net()
+    trainer = trainer_of(net, "adam", uok)
+    dcp.get_optimizer_state_dict(net, trainer)
+    assert trainer.state_dict()["state"] == {}
+    train(net, trainer, 0, 2)
+    trainer.zero_grad()
+    saved = reloaded(dcp.get_optimizer_state_dict(net, trainer))
+    assert float(saved["state"]["scale"]["step"]) == 2
+    again = Net()
+    again.load_state_dict(net.state_dict())
+    other = trainer_of(again, "adam", uok)
+    dcp.set_optimizer_state_dict(again, other, saved)
+    train(net, trainer, 2, 2)
+    train(again, other, 2, 2)
+    assert same(weights(again), weights(net))
+
+
+@pytest.mark.parametrize("copier", [copy.deepcopy, pickle.dumps])
+def test_trainer_cannot_be_copied_and_says_what_to_do(copier: Any) -> None:
+    trainer = trainer_of(Net(), "adam")
+    with pytest.raises(ConfigurationError, match=r"cannot be copied or pickled.*state_dict\(\)"):
+        copier(trainer)

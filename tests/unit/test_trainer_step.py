@@ -1,0 +1,348 @@
+"""One step of the Trainer: scaling, closures, reduction apart from the update, and who is left out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from kvtrainer import Trainer, kvstore
+from kvtrainer.errors import ConfigurationError, OptimizerError, ParameterMovedError, StaleGradientError
+from kvtrainer.optimizer import Optimizer, register
+
+STORES = [
+    pytest.param(None, id="in-process"),
+    pytest.param(False, id="reduced"),
+    pytest.param(True, id="in-store"),
+]
+"""update_on_kvstore of the three ways in which one process can train; None stands for no store at all."""
+
+
+def trainer_of(
+    parameters: Any, uok: bool | None = None, optimizer: Any = "sgd", options: dict[str, Any] | None = None
+) -> Trainer:
+    options = {"learning_rate": 1.0} if options is None and isinstance(optimizer, str) else options
+    store = None if uok is None else kvstore.create("local")
+    return Trainer(parameters, optimizer, options, kvstore=store, update_on_kvstore=uok)
+
+
+def zeros(*shape: int) -> Parameter:
+    return Parameter(torch.zeros(*shape or (2,)))
+
+
+def backward(parameter: Tensor, slope: float = 1.0) -> Tensor:
+    """One backward pass whose gradient is `slope` in every element; returns the loss."""
+    loss = (parameter * slope).sum()
+    loss.backward()
+    return loss
+
+
+@pytest.mark.parametrize("uok", STORES)
+def test_gradient_is_divided_by_the_batch_size_of_each_step(uok: bool | None) -> None:
+    p = zeros()
+    trainer = trainer_of([p], uok)
+    for batch_size in (1, 2, 8, 0.5):
+        backward(p)
+        trainer.step(batch_size)
+    assert p.tolist() == [-(1 + 1 / 2 + 1 / 8 + 2)] * 2
+
+
+@pytest.mark.parametrize("uok", STORES)
+def test_rescale_grad_multiplies_and_momentum_follows_mxnet(uok: bool | None) -> None:
+    """MXNet's own numbers for rescale_grad 2, batch 4, momentum .5, lr 1 and gradients of 1."""
+    p = zeros(1)
+    trainer = trainer_of([p], uok, options={"learning_rate": 1.0, "momentum": 0.5, "rescale_grad": 2.0})
+    seen = []
+    for _ in range(3):
+        backward(p)
+        trainer.step(4)
+        seen.append(p.item())
+    assert seen == [-0.5, -1.25, -2.125]
+
+
+@pytest.mark.parametrize("uok", STORES)
+def test_step_without_batch_size_takes_the_mean_over_workers(uok: bool | None) -> None:
+    p = zeros()
+    trainer = trainer_of([p], uok)
+    backward(p, 3)
+    assert trainer.step() is None
+    assert p.tolist() == [-3, -3]
+
+
+@pytest.mark.parametrize("by_keyword", [False, True])
+@pytest.mark.parametrize("uok", STORES)
+def test_closure_runs_with_gradients_enabled_and_its_result_comes_back(
+    uok: bool | None, by_keyword: bool
+) -> None:
+    p = zeros()
+    trainer = trainer_of([p], uok)
+
+    def closure() -> Tensor:
+        return backward(p, 2)
+
+    with torch.no_grad():
+        loss = trainer.step(2, closure=closure) if by_keyword else trainer.step(closure)
+    assert loss.item() == 0
+    assert p.tolist() == ([-1, -1] if by_keyword else [-2, -2])
+
+
+@pytest.mark.parametrize("batch_size", [0, -1, True, "8", float("nan"), float("inf"), [4]])
+def test_impossible_batch_size_is_refused_before_anything_happens(batch_size: Any) -> None:
+    p = zeros()
+    trainer = trainer_of([p])
+    backward(p)
+    for method in (trainer.step, trainer.update):
+        with pytest.raises(ConfigurationError, match="batch size must be a number above 0, got"):
+            method(batch_size)
+    trainer.step(1)
+    assert p.tolist() == [-1, -1]
+
+
+def test_batch_size_may_be_a_numpy_integer() -> None:
+    p = zeros()
+    trainer = trainer_of([p])
+    backward(p)
+    trainer.step(torch.tensor([4]).numpy()[0])
+    assert p.tolist() == [-0.25, -0.25]
+
+
+@pytest.mark.parametrize("uok", STORES)
+def test_stale_parameters_are_all_named_and_nothing_changes(uok: bool | None) -> None:
+    used, *rest = parameters = [zeros(), zeros(), zeros()]
+    trainer = trainer_of(
+        {"a": used, "b": rest[0], "c": rest[1]}, uok, options={"learning_rate": 1.0, "momentum": 0.5}
+    )
+    for p in parameters:
+        backward(p)
+    trainer.step(1)
+    backward(used, 5)
+    grads = [p.grad for p in parameters]
+    before = trainer.state_dict()["state"]
+    with pytest.raises(UserWarning, match=r"2 of 3 parameters got no gradient .*: b, c\.") as caught:
+        trainer.step(1)
+    assert isinstance(caught.value, StaleGradientError)
+    assert [p.tolist() for p in parameters] == [[-1, -1]] * 3
+    assert all(p.grad is grad for p, grad in zip(parameters, grads, strict=True))
+    after = trainer.state_dict()["state"]
+    assert [float(state["step"]) for state in after.values()] == [1, 1, 1]
+    assert all(after[i]["momentum_buffer"].equal(before[i]["momentum_buffer"]) for i in range(3))
+
+
+def test_stale_first_step_opens_no_store() -> None:
+    trainer = Trainer([zeros()], "sgd", kvstore="local", update_on_kvstore=True)
+    with pytest.raises(StaleGradientError):
+        trainer.step(1)
+    assert trainer.kvstore is None
+
+
+@pytest.mark.parametrize("how", ["ignore_stale_grad", "no batch size"])
+@pytest.mark.parametrize("uok", STORES)
+def test_stale_parameter_that_is_left_out_feels_neither_decay_nor_momentum(
+    uok: bool | None, how: str
+) -> None:
+    a, b = Parameter(torch.ones(2)), Parameter(torch.ones(2))
+    trainer = trainer_of([a, b], uok, options={"lr": 0.5, "momentum": 0.5, "wd": 0.5})
+    for p in (a, b):
+        backward(p)
+    trainer.step(1)
+    kept = b.tolist()
+    assert kept == [0.25, 0.25]
+    backward(a)
+    trainer.step(1, ignore_stale_grad=True) if how == "ignore_stale_grad" else trainer.step()
+    assert b.tolist() == kept
+    # m = .5 · (−.75) − .5 · (1 + .5 · .25); w = .25 + m
+    assert a.tolist() == [0.25 - 0.375 - 0.5625] * 2
+
+
+@pytest.mark.parametrize("uok", STORES)
+def test_gradient_is_used_once_and_stays_readable(uok: bool | None) -> None:
+    p = zeros()
+    trainer = trainer_of([p], uok)
+    backward(p, 3)
+    trainer.step(1)
+    assert p.grad is not None
+    assert p.grad.tolist() == [3, 3]
+    backward(p, 5)
+    backward(p, 7)
+    trainer.step(1)
+    assert p.tolist() == [-15, -15]
+
+
+@pytest.mark.parametrize(
+    ("grad_req", "expected"), [("write", -1 - 5), ("add", -1 - (1 + 3 + 5)), ("null", 0)]
+)
+def test_grad_req_attribute_decides_what_a_second_step_sees(grad_req: str, expected: float) -> None:
+    p, other = zeros(), zeros()
+    p.grad_req = grad_req  # type: ignore[attr-defined]
+    trainer = trainer_of([p, other])
+    for slopes in ([1], [3, 5]):
+        for slope in slopes:
+            backward(p, slope)
+        backward(other)
+        trainer.step(1)
+    assert p.tolist() == [expected] * 2
+    assert other.tolist() == [-2, -2]
+
+
+def test_zero_grad_drops_gradients_so_that_the_next_step_has_none() -> None:
+    p = zeros()
+    trainer = trainer_of([p])
+    backward(p)
+    trainer.zero_grad()
+    assert p.grad is None
+    with pytest.raises(StaleGradientError):
+        trainer.step(1)
+
+
+@pytest.mark.parametrize("uok", STORES)
+def test_parameter_frozen_at_first_trains_from_when_it_is_unfrozen(uok: bool | None) -> None:
+    frozen, other = zeros(), zeros()
+    frozen.requires_grad_(False)
+    trainer = trainer_of([frozen, other], uok)
+    backward(other)
+    trainer.step(1)
+    assert frozen.tolist() == [0, 0]
+    frozen.requires_grad_(True)
+    for p in (frozen, other):
+        backward(p)
+    trainer.step(1)
+    backward(frozen)
+    backward(other)
+    trainer.step(1)
+    assert frozen.tolist() == [-2, -2]
+    assert other.tolist() == [-3, -3]
+
+
+@pytest.mark.parametrize("uok", [None, False])
+def test_gradients_may_be_clipped_between_reduction_and_update(uok: bool | None) -> None:
+    p = zeros(1)
+    trainer = trainer_of([p], uok)
+    for _ in range(2):
+        backward(p, 8)
+        trainer.allreduce_grads()
+        torch.nn.utils.clip_grad_value_([p], 2.0)
+        trainer.update(4)
+    assert p.item() == -1
+    with pytest.raises(StaleGradientError):
+        trainer.update(4)
+
+
+def test_reduction_puts_the_sum_over_workers_into_grad_and_update_without_batch_size_takes_the_mean() -> None:
+    p = zeros()
+    trainer = Trainer([p], "sgd", {"lr": 1.0}, kvstore=Twins())
+    backward(p, 3)
+    trainer.allreduce_grads()
+    assert p.grad is not None
+    assert p.grad.tolist() == [6, 6]
+    trainer.update()
+    assert p.tolist() == [-3, -3]
+
+
+class Twins(kvstore.KVStoreBase):
+    """A store of two workers that always do the same."""
+
+    type = "twins"
+    rank = 0
+    num_workers = 2
+
+    def broadcast(self, key: Any, value: Any, out: Any, priority: int = 0) -> None:
+        out.copy_(value)
+
+    def pushpull(self, key: Any, value: Any, out: Any = None, priority: int = 0) -> None:
+        (value if out is None else out).copy_(2 * value)
+
+
+def test_each_worker_divides_by_its_own_batch_size_before_the_sum() -> None:
+    p = zeros()
+    trainer = Trainer([p], "sgd", {"lr": 1.0}, kvstore=Twins())
+    backward(p)
+    trainer.step(4)
+    backward(p)
+    trainer.step()
+    assert p.tolist() == [-0.5 - 1] * 2
+
+
+@pytest.mark.parametrize("method", ["allreduce_grads", "update"])
+def test_separate_reduction_and_update_are_refused_where_the_store_updates(method: str) -> None:
+    p = zeros()
+    trainer = trainer_of([p], True)
+    backward(p)
+    with pytest.raises(ConfigurationError, match=r"runs in the kvstore.*update_on_kvstore=False"):
+        getattr(trainer, method)()
+    trainer.step(1)
+    assert p.tolist() == [-1, -1]
+
+
+@pytest.mark.parametrize("uok", STORES)
+def test_optimizer_that_raises_leaves_weights_and_state_as_they_were(uok: bool | None) -> None:
+    class Fragile(Optimizer):
+        name = "fragile-for-the-step-test"
+
+        def create_state(self, weight: Tensor) -> dict[str, Any]:
+            return {"total": torch.zeros_like(weight)}
+
+        def update(self, weight: Tensor, grad: Tensor, state: dict[str, Any], hyper: Any) -> None:
+            state["total"] += grad
+            weight -= grad
+            if grad[0] == 2:
+                raise ArithmeticError("two is too much")
+
+    register(Fragile)
+    p = zeros()
+    trainer = trainer_of([p], uok, Fragile.name, {})
+    for slope in (1, 2, 3):
+        backward(p, slope)
+        if slope == 2:
+            with pytest.raises(OptimizerError, match="ArithmeticError: two is too much"):
+                trainer.step(1)
+        else:
+            trainer.step(1)
+    state = trainer.state_dict()["state"][0]
+    # The gradient of the failed step was not used up; the next backward pass added to it.
+    assert p.tolist() == [-1 - 5] * 2
+    assert state["total"].tolist() == [1 + 5] * 2
+    assert float(state["step"]) == 2
+
+
+@pytest.mark.parametrize("uok", STORES)
+def test_parameter_moved_after_construction_is_named_and_nothing_is_updated(uok: bool | None) -> None:
+    net = torch.nn.Linear(2, 1)
+    trainer = trainer_of(net.named_parameters(), uok)
+    net.to(torch.float64)
+    before = [p.tolist() for p in net.parameters()]
+    net(torch.ones(1, 2, dtype=torch.float64)).sum().backward()
+    with pytest.raises(ParameterMovedError, match=r"weight, bias.*before building the Trainer"):
+        trainer.step(1)
+    assert [p.tolist() for p in net.parameters()] == before
+
+
+def test_sparse_gradient_is_refused_by_name() -> None:
+    embedding = torch.nn.Embedding(4, 2, sparse=True)
+    trainer = trainer_of(embedding)
+    embedding(torch.tensor([1])).sum().backward()
+    with pytest.raises(ConfigurationError, match=r"'weight'.*sparse"):
+        trainer.step(1)
+
+
+def test_zero_sized_and_zero_dimensional_parameters_are_trained() -> None:
+    scalar, empty = Parameter(torch.tensor(1.0)), zeros(0, 3)
+    trainer = trainer_of([scalar, empty], True)
+    for p in (scalar, empty):
+        backward(p)
+    trainer.step(1)
+    assert scalar.item() == 0
+    assert empty.shape == (0, 3)
+
+
+def test_step_hooks_of_torch_run_around_the_step() -> None:
+    p = zeros()
+    trainer = trainer_of([p])
+    seen: list[list[float]] = []
+    trainer.register_step_pre_hook(lambda *_: seen.append(p.tolist()))
+    trainer.register_step_post_hook(lambda *_: seen.append(p.tolist()))
+    backward(p)
+    trainer.step(1)
+    assert seen == [[0, 0], [-1, -1]]
