@@ -169,12 +169,9 @@ def _is_loopback(address: str) -> bool:
         return True
     try:
         host = urlsplit(address).hostname or ""
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _engine_config(flags: argparse.Namespace) -> EngineConfig:

@@ -111,7 +111,7 @@ class Table:
         return []
 
     def counters(self) -> Mapping[str, Any]:
-        """What this table has done so far, as plain numbers."""
+        """What this table has done so far, and the ranks that its open round waits for, as plain numbers."""
         return {
             "table": self.name,
             "round": self.rounds.number,
@@ -120,6 +120,7 @@ class Table:
             "keys_applied": self.keys_applied,
             "payload_mismatches": self.rounds.mismatches,
             "rounds_undone": self.undone,
+            "waiting_for": self.rounds.missing_ranks() if self.rounds.is_waiting() else [],
         }
 
     def _addend(self, rank: int, mine: Contribution[Waiter], optimizer: Optimizer | None) -> Addend:

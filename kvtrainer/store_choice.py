@@ -33,10 +33,10 @@ class StoreChoice:
         if self.client is None and isinstance(self.store, LocalKVStore | DistKVStore):
             self.client = self.store.open_client()
 
-    def close(self) -> None:
-        """Close the connection, and the store if this Trainer made it."""
+    def close(self, error: BaseException | None) -> None:
+        """Close the connection, and the store if this Trainer made it; other workers are told of the error."""
         if self.client is not None:
-            self.client.close()
+            self.client.close(error)
         if self.store is not None and self._name is not None:
             self.store.close()
 

@@ -17,7 +17,7 @@ import torch.optim
 
 from kvstore_server.hyper import effective_hypers, pack_hypers
 from kvstore_server.optimizer import Optimizer
-from kvtrainer.errors import ConfigurationError, StaleGradientError
+from kvtrainer.errors import ConfigurationError, KVStoreError, StaleGradientError
 from kvtrainer.exchange import Exchange, PluginExchange, StoreExchange
 from kvtrainer.flat_optimizer import FlatOptimizer
 from kvtrainer.groups import make_groups
@@ -70,6 +70,7 @@ class Trainer(FlatOptimizer):
         self._choice = choose_store(kvstore, update_on_kvstore, compression_params)
         self._exchange: Exchange | None = None
         self._is_ready = False
+        self._is_closed = False
         self._options: tuple[dict[str, Any], list[Any]] = ({}, [])
         """The options of the last update in this process, and what they mean for each key."""
         self._sent_hyper = b""
@@ -190,6 +191,8 @@ class Trainer(FlatOptimizer):
 
     def _fresh(self, is_strict: bool) -> list[bool]:
         """Which parameters have a new gradient; raises StaleGradientError if one that should has none."""
+        if self._is_closed:
+            raise KVStoreError("this Trainer is closed; build a new one to go on")
         self._follow_instance()
         tracker, names = self._layout.tracker, self._layout.names
         tracker.attach()
@@ -233,15 +236,19 @@ class Trainer(FlatOptimizer):
         return self._exchange.stats() if self._exchange is not None else []
 
     def close(self) -> None:
-        """Leave the kvstore that this Trainer made; idempotent. Other workers' rounds that need it then fail."""
+        """End training and leave the store; idempotent. Other workers' rounds that need this one then fail."""
+        self._leave(None)
+
+    def _leave(self, error: BaseException | None) -> None:
+        self._is_closed = True
         self._layout.tracker.close()
-        self._choice.close()
+        self._choice.close(error)
 
     def __enter__(self) -> Trainer:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._leave(error)
 
     def _prepare(self) -> None:
         """Make the store and give every worker rank 0's weights; once, collectively."""

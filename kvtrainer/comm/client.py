@@ -115,10 +115,12 @@ class Client:
             if table.ticket is not None:
                 self.rounds.wait(table.ticket)
 
-    def close(self, failure: str | None = None) -> None:
+    def close(self, error: BaseException | None = None) -> None:
         """Leave the job; idempotent. Rounds of others that still need this worker fail.
 
-        With `failure`, the worker counts as dead from now on, for that reason.
+        With the error that ends this worker, it counts as dead from now on, for that reason.
         """
-        reason = "it closed its kvstore or its program ended" if failure is None else failure
-        self._session.close(reason, is_clean=failure is None)
+        reason = "it closed its kvstore or its program ended"
+        if error is not None:
+            reason = f"{type(error).__name__}: {error}"[:500]
+        self._session.close(reason, is_clean=error is None)

@@ -41,6 +41,7 @@ class Connection:
         for socket in self._sockets:
             self._poller.register(socket, zmq.POLLIN)
         self._ready: deque[int] = deque()
+        self._answered: set[int] = set()
         self._heartbeats: _Heartbeats | None = None
         self._is_closed = False
 
@@ -77,6 +78,7 @@ class Connection:
                 self._ready.popleft()
                 continue
             self._ready.rotate(-1)
+            self._answered.add(server)
             return server, decode_reply(frames)
         return None
 
@@ -92,8 +94,9 @@ class Connection:
         self._is_closed = True
         if self._heartbeats is not None:
             self._heartbeats.stop()
-        for socket in self._sockets:
-            socket.close(linger=_LINGER_MS)
+        for server, socket in enumerate(self._sockets):
+            # What was meant for a server that never answered is not worth waiting for.
+            socket.close(linger=_LINGER_MS if server in self._answered else 0)
         self._context.term()
 
     def _is_usable(self) -> bool:

@@ -23,7 +23,7 @@ from kvstore_server.protocol import messages as m
 _log = logging.getLogger(__name__)
 
 REPEAT_AFTER = 2.0
-"""Seconds without an answer after which a request is sent again."""
+"""Seconds without an answer after which a request is sent again; sooner where `dead_after` is short."""
 
 
 class Transport(Protocol):
@@ -88,6 +88,7 @@ class Session:
         self._heard = [clock()] * transport.num_servers
         self._handlers: dict[int, Handler] = {}
         self._last_number = 0
+        self._repeat_after = min(REPEAT_AFTER, options.dead_after / 4)
 
     @property
     def num_servers(self) -> int:
@@ -182,7 +183,7 @@ class Session:
             now = self.clock()
             if now >= deadline:
                 raise DeadlineError("no answer before the deadline")
-            got = self._transport.receive(min(REPEAT_AFTER, deadline - now))
+            got = self._transport.receive(min(self._repeat_after, deadline - now))
             if got is None:
                 repeat(self.clock())
             else:
@@ -202,7 +203,7 @@ class Session:
                 f"{self.describe(server)} has not answered for {silence:.1f} s; is it still running? "
                 "Restart the job from its last saved states"
             )
-        return silence >= REPEAT_AFTER
+        return silence >= self._repeat_after
 
     def close(self, reason: str, is_clean: bool) -> None:
         """Leave the job on every server and give the transport back. Idempotent."""

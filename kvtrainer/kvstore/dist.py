@@ -90,7 +90,7 @@ class DistKVStore(TableKVStore):
         try:
             client.connect()
         except BaseException as error:
-            client.close(f"it could not connect: {type(error).__name__}: {error}")
+            client.close(error)
             raise
         return client
 
@@ -103,12 +103,6 @@ def _leave_at_exit(client: Client) -> None:
     def leave() -> None:
         living = reference()
         if living is not None and os.getpid() == pid:
-            living.close(_why_ending())
+            living.close(getattr(sys, "last_value", None))  # the error that ends this process, if one does
 
     atexit.register(leave)
-
-
-def _why_ending() -> str | None:
-    """The error that ends this process, if one does."""
-    error = getattr(sys, "last_value", None)
-    return None if error is None else f"{type(error).__name__}: {error}"[:500]

@@ -172,7 +172,9 @@ class TableKVStore(KVStoreBase):
     def __enter__(self) -> TableKVStore:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            self._client.close(error)  # without waiting for rounds that may never end
         self.close()
 
     def _create(

@@ -79,7 +79,7 @@ def test_two_hundred_keys_are_initialised_to_their_own_number(job: Job) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_step_subtracts_the_sum_at_each_learning_rate(job: Job, mode: str) -> None:
+def test_step_subtracts_the_sum_from_rank_0s_weights_at_each_learning_rate(job: Job, mode: str) -> None:
     expected = [1 - total(job) * sum(RATES[: i + 1]) for i in range(len(RATES))]
     assert_everywhere(job[f"rates {mode}"], all_equal(expected, len(TRAINED)))
 

@@ -43,15 +43,23 @@ CASES = {
     "sgd": Case("sgd", 0.05, {"momentum": 0.9, "wd": 0.01, "clip_gradient": 0.02, "rescale_grad": 0.5}),
     "adam": Case("adam", 0.01, {"beta1": 0.8, "beta2": 0.95, "epsilon": 1e-6, "wd": 0.01}),
     "SGD": Case("torch:SGD", 0.05, {"momentum": 0.9, "dampening": 0.1, "weight_decay": 0.01}),
-    "SGD nesterov": Case("torch:SGD", 0.05, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
+    "SGD nesterov": Case("torch:SGD", 0.02, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
     "Adam": Case("torch:Adam", 0.01, {"betas": (0.8, 0.95), "amsgrad": True, "weight_decay": 0.01}),
     "AdamW": Case("torch:AdamW", 0.01, {"betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}),
-    "Adagrad": Case("torch:Adagrad", 0.05, {"lr_decay": 0.01, "initial_accumulator_value": 0.1, "weight_decay": 0.01}),
+    "Adagrad": Case(
+        "torch:Adagrad", 0.05, {"lr_decay": 0.01, "initial_accumulator_value": 0.1, "weight_decay": 0.01}
+    ),
     "Adadelta": Case("torch:Adadelta", 0.5, {"rho": 0.8, "eps": 1e-5, "weight_decay": 0.01}),
     "Adamax": Case("torch:Adamax", 0.01, {"betas": (0.8, 0.95), "weight_decay": 0.01}),
-    "NAdam": Case("torch:NAdam", 0.01, {"momentum_decay": 0.01, "decoupled_weight_decay": True, "weight_decay": 0.1}),
-    "RAdam": Case("torch:RAdam", 0.01, {"betas": (0.8, 0.9), "decoupled_weight_decay": True, "weight_decay": 0.1}),
-    "RMSprop": Case("torch:RMSprop", 0.005, {"alpha": 0.9, "momentum": 0.5, "centered": True, "weight_decay": 0.01}),
+    "NAdam": Case(
+        "torch:NAdam", 0.01, {"momentum_decay": 0.01, "decoupled_weight_decay": True, "weight_decay": 0.1}
+    ),
+    "RAdam": Case(
+        "torch:RAdam", 0.01, {"betas": (0.8, 0.9), "decoupled_weight_decay": True, "weight_decay": 0.1}
+    ),
+    "RMSprop": Case(
+        "torch:RMSprop", 0.005, {"alpha": 0.9, "momentum": 0.5, "centered": True, "weight_decay": 0.01}
+    ),
     "Rprop": Case("torch:Rprop", 0.01, {"etas": (0.6, 1.3), "step_sizes": (1e-5, 0.05)}),
     "ASGD": Case("torch:ASGD", 0.05, {"lambd": 0.01, "alpha": 0.7, "t0": 5.0, "weight_decay": 0.01}),
 }

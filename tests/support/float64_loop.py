@@ -51,7 +51,6 @@ class _Torch:
 
     def __init__(self, case: Case, weights: dict[str, Tensor]) -> None:
         cls = getattr(torch.optim, case.optimizer.removeprefix("torch:"))
-        # Some classes copy the learning rate into their state when they are made or first stepped.
         self._kernels = {name: cls([weight], lr=case.lr, **case.options) for name, weight in weights.items()}
         self._decay = case.options.get("weight_decay")
 
@@ -80,7 +79,8 @@ class _Gluon:
         assert weight.grad is not None
         gradient = weight.grad * self.options.get("rescale_grad", 1.0)
         bound = self.options.get("clip_gradient", float("inf"))
-        return gradient.clamp(-bound, bound) + self.options["wd"] * wd_mult * weight
+        decay: float = self.options["wd"] * wd_mult
+        return gradient.clamp(-bound, bound) + decay * weight
 
 
 class _Sgd(_Gluon):

@@ -125,9 +125,19 @@ class Processes:
         self, count: int, *flags: str, each: Sequence[Sequence[str]] | None = None, cwd: Path | None = None
     ) -> list[Process]:
         """Start the servers of one job and wait until they listen; `each` holds more flags for each of them."""
-        base = [sys.executable, "-m", "kvstore_server", "--num-servers", str(count), "--dead-after", str(DEAD_AFTER)]
+        base = [
+            sys.executable,
+            "-m",
+            "kvstore_server",
+            "--num-servers",
+            str(count),
+            "--dead-after",
+            str(DEAD_AFTER),
+        ]
         started = [
-            self.start([*base, "--index", str(index), *flags, *(each[index] if each else ())], cwd=cwd, ready=True)
+            self.start(
+                [*base, "--index", str(index), *flags, *(each[index] if each else ())], cwd=cwd, ready=True
+            )
             for index in range(count)
         ]
         for server in started:
@@ -147,7 +157,11 @@ class Processes:
         return self.start([sys.executable, "-c", WORKER + script, namespace, str(timeout)], env=env)
 
     def start(
-        self, command: Sequence[str], env: dict[str, str] | None = None, cwd: Path | None = None, ready: bool = False
+        self,
+        command: Sequence[str],
+        env: dict[str, str] | None = None,
+        cwd: Path | None = None,
+        ready: bool = False,
     ) -> Process:
         process = Process(command, env or {}, cwd, ready)
         self._started.append(process)
@@ -188,10 +202,8 @@ class Members:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for store in self._stores:
-            # Rounds that a test left open are not waited for.
-            for client in list(store._clients):
-                client.close("the test is over")
+        # Rounds that a test left open are not waited for.
+        together(*(client.close for store in self._stores for client in list(store._clients)))
 
 
 def together(*calls: Callable[[], Any], seconds: float = LIMIT) -> list[Any]:
@@ -248,7 +260,10 @@ def assert_serve(servers: Sequence[Process | str]) -> None:
         out = [[torch.empty(3) for _ in keys] for _ in stores]
         values = [[torch.full((3,), float(1 + rank))] * 4 for rank in range(2)]
         outcomes = together(
-            *(lambda s=s, v=v, o=o: s.pushpull(keys, v, out=o) for s, v, o in zip(stores, values, out, strict=True))
+            *(
+                lambda s=s, v=v, o=o: s.pushpull(keys, v, out=o)
+                for s, v, o in zip(stores, values, out, strict=True)
+            )
         )
         assert outcomes == [None, None]
         assert all(torch.equal(one, torch.full((3,), 3.0)) for outs in out for one in outs)

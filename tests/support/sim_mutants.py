@@ -1,4 +1,4 @@
-"""Seven ways in which a parameter server can be wrong, each as a small change of the real classes.
+"""Ways in which a parameter server can be wrong, each as a small change of the real classes.
 
 The simulation must find every one of them; if it does not, it proves nothing about the real code.
 """
@@ -12,6 +12,7 @@ from unittest import mock
 
 from kvstore_server.consistency import Contribution, SyncRounds, Verdict
 from kvstore_server.engine import Engine
+from kvstore_server.errors import KVStoreError
 from kvstore_server.protocol import messages as m
 from kvstore_server.table import Table
 
@@ -114,6 +115,28 @@ def _lost_abort() -> list[Patch]:
     return [(Table, "abort", ignoring)]
 
 
+def _forgotten_failure() -> list[Patch]:
+    """A rank that comes late to a failed round is told that it was applied."""
+    fail = SyncRounds.fail
+
+    def forgetting(self: Any, error: KVStoreError) -> list[Any]:
+        waiters = fail(self, error)
+        self._failures.clear()
+        return waiters
+
+    return [(SyncRounds, "fail", forgetting)]
+
+
+def _slices_of_the_dead() -> list[Patch]:
+    """What a process had pushed and not committed is left for its successor's commit."""
+
+    def keeping(self: Any, rank: int) -> None:
+        if self.has_committed(rank):
+            self._open[rank].waiter = None
+
+    return [(SyncRounds, "replace_process", keeping)]
+
+
 def _only_committed(self: Any) -> list[tuple[int, Contribution[Any]]]:
     return [item for item in sorted(self._open.items()) if item[1].commit is not None]
 
@@ -126,6 +149,8 @@ MUTANTS: dict[str, Callable[[], list[Patch]]] = {
     "mixed_generation": _mixed_generation,
     "early_apply": _early_apply,
     "lost_abort": _lost_abort,
+    "forgotten_failure": _forgotten_failure,
+    "slices_of_the_dead": _slices_of_the_dead,
 }
 
 

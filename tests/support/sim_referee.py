@@ -18,7 +18,6 @@ from kvstore_server.protocol import messages as m
 from tests.support.sim_model import APPLIED, FAILED, Array, Given, TableModel, same_bits
 from tests.support.sim_workers import DEAD_AFTER, NAMESPACE, NUM_WORKERS, SimProcess
 
-
 Views: TypeAlias = Mapping[int, Array]
 """Slice → the weights of an engine, as numpy sees them."""
 
@@ -46,6 +45,7 @@ class Referee:
         self.current: dict[int, int] = {}
         """Rank → the process that stands for it here."""
         self.heard: dict[int, float] = {}
+        self.left: set[int] = set()
         self._processes = processes
         self._seen = seen
         self._texts: dict[tuple[int, int], str] = {}
@@ -68,10 +68,7 @@ class Referee:
     def tick(self, now: float) -> list[Delivery]:
         """Let time pass; a round that waits may fail."""
         out = _copies(self.engine.tick(now))
-        for model in self.models:
-            if self._is_hopeless(model, now):
-                self._end(model, FAILED, out)
-                self._seen["hopeless"] += 1
+        self._end_hopeless(out, now)
         self._compare(out)
         return out
 
@@ -80,6 +77,7 @@ class Referee:
     def _follow(self, sender: SimProcess, body: m.RequestBody, out: list[Delivery], now: float) -> None:
         if isinstance(body, m.Hello):
             self.current[sender.rank] = sender.process
+            self.left.discard(sender.rank)
             for model in self.models:
                 model.replace_process(sender.rank)
         elif isinstance(body, m.PushBatch):
@@ -91,6 +89,8 @@ class Referee:
                 self._commit(sender, commit, out, now)
         elif isinstance(body, m.Abort):
             self._abort(body, out)
+        elif isinstance(body, m.Leave):
+            self._leave(sender.rank, out, now)
 
     def _commit(self, sender: SimProcess, commit: m.Commit, out: list[Delivery], now: float) -> None:
         model = self.models[commit.table]
@@ -107,7 +107,9 @@ class Referee:
         elif missing := model.missing(sender.rank, commit.manifest):
             self._seen["missing"] += 1
             answers = [d.reply.body for d in out]
-            self._check(answers == [m.Missing(commit.table, commit.round, missing)], f"missing {missing}", out)
+            self._check(
+                answers == [m.Missing(commit.table, commit.round, missing)], f"missing {missing}", out
+            )
         else:
             self._seen["replaced generation"] += any(generation for _, generation in commit.manifest)
             model.committed[sender.rank] = Given(sender.process, commit.manifest, commit.rescale)
@@ -129,10 +131,30 @@ class Referee:
             model.undo()
             self._seen["undone"] += 1
         kept = model.outcomes[abort.round] == APPLIED
-        is_true = own is not None and isinstance(own.reply.body, m.Info) and own.reply.body.values == {"applied": kept}
-        self._check(is_true, f"an abort of a round that was {model.outcomes[abort.round]}", [own] if own else [])
+        is_true = (
+            own is not None
+            and isinstance(own.reply.body, m.Info)
+            and own.reply.body.values == {"applied": kept}
+        )
+        self._check(
+            is_true, f"an abort of a round that was {model.outcomes[abort.round]}", [own] if own else []
+        )
         if own is not None:
             out.append(own)
+
+    def _leave(self, rank: int, out: list[Delivery], now: float) -> None:
+        del self.current[rank], self.heard[rank]
+        self.left.add(rank)
+        self._seen["left"] += 1
+        for model in self.models:
+            model.replace_process(rank)
+        self._end_hopeless(out, now)
+
+    def _end_hopeless(self, out: list[Delivery], now: float) -> None:
+        for model in self.models:
+            if self._is_hopeless(model, now):
+                self._end(model, FAILED, out)
+                self._seen["hopeless"] += 1
 
     def _end(self, model: TableModel, outcome: str, out: list[Delivery]) -> None:
         told = sorted(d.process for d in out if self._is_about(d, model.number, model.open))
@@ -148,7 +170,8 @@ class Referee:
         """Whether the open round can never complete, or not in time."""
         missing = [rank for rank in range(NUM_WORKERS) if rank not in model.committed]
         silent = any(now - self.heard[rank] > DEAD_AFTER for rank in missing if rank in self.heard)
-        return bool(model.committed) and (silent or now >= min(model.deadlines.values()))
+        is_lost = silent or not self.left.isdisjoint(missing)
+        return bool(model.committed) and (is_lost or now >= min(model.deadlines.values()))
 
     # ---------------------------------------------------------------- comparing
 
@@ -161,7 +184,9 @@ class Referee:
                 # Taken once: without leases the engine writes its weights in place.
                 self._views.append({s: table.dense.visible(s).numpy() for s in model.weights})
             if table.rounds.number != model.open:
-                raise Violation(f"{self._name}: {table.name} is at round {table.rounds.number}, not {model.open}")
+                raise Violation(
+                    f"{self._name}: {table.name} is at round {table.rounds.number}, not {model.open}"
+                )
             if not same_bits(self._views[number], model.weights):
                 raise Violation(f"{self._name}: {table.name} has wrong weights after round {model.open - 1}")
         for delivery in out:
@@ -177,7 +202,11 @@ class Referee:
         if isinstance(body, m.Weights):
             self._check(outcome == APPLIED, f"weights of a round that is {outcome}", [delivery])
             sent = {part.slice: part.payload.numpy() for part in body.parts}
-            self._check(set(sent) == set(model.weights) and same_bits(sent, model.weights), "other weights", [delivery])
+            self._check(
+                set(sent) == set(model.weights) and same_bits(sent, model.weights),
+                "other weights",
+                [delivery],
+            )
         elif isinstance(body, m.Done):
             self._check(outcome == APPLIED, f"'done' for a round that is {outcome}", [delivery])
         elif isinstance(body, m.Failed) and not _is_fencing(body):
@@ -203,7 +232,9 @@ def _copies(outgoing: list[m.Outgoing]) -> list[Delivery]:
 def _copied(body: m.ReplyBody) -> m.ReplyBody:
     if not isinstance(body, m.Weights):
         return body
-    return m.Weights(tuple(m.WeightsPart(p.table, p.slice, p.round, torch.clone(p.payload)) for p in body.parts))
+    return m.Weights(
+        tuple(m.WeightsPart(p.table, p.slice, p.round, torch.clone(p.payload)) for p in body.parts)
+    )
 
 
 def _is_fencing(body: m.ReplyBody) -> bool:

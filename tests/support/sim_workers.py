@@ -24,7 +24,14 @@ DEAD_AFTER = 20.0
 REPEAT = 0.3
 """How often a lane that waits asks again when it is its turn."""
 TABLES: tuple[tuple[str, tuple[TensorSpec, ...]], ...] = (
-    ("a", (TensorSpec("w", (4, 8), "float32"), TensorSpec("b", (3,), "float32"), TensorSpec("c", (16,), "float32"))),
+    (
+        "a",
+        (
+            TensorSpec("w", (4, 8), "float32"),
+            TensorSpec("b", (3,), "float32"),
+            TensorSpec("c", (16,), "float32"),
+        ),
+    ),
     ("b", (TensorSpec("x", (16,), "float32"), TensorSpec("y", (7,), "float32"))),
 )
 
@@ -127,6 +134,11 @@ class SimProcess:
         if lane.is_open and not lane.given_up:
             lane.given_up = True
             self._abort_all(lane, range(NUM_SERVERS))
+
+    def leave(self) -> None:
+        """Say goodbye in the middle of everything, as a worker does whose program raised."""
+        for server in self.sessions:
+            self._send(server, self._number(), m.Leave("an exception", is_clean=False))
 
     def take(self, server: int, reply: m.Reply) -> None:
         """Handle a reply, however late it comes."""

@@ -176,8 +176,8 @@ def test_plateau_scheduler_lowers_the_rate(in_store: bool) -> None:
 def test_scheduler_may_resume_from_the_initial_rate_that_a_group_carries() -> None:
     groups = [[{"params": zeros(1), "lr": 0.5, "initial_lr": 1.0}] for _ in range(2)]
     trainer, reference = trainer_of(groups[0], "torch:SGD"), torch.optim.SGD(groups[1])
-    for optimizer in (trainer, reference):
-        lr_scheduler.CosineAnnealingLR(optimizer, 8, last_epoch=3)
+    for one in (trainer, reference):
+        lr_scheduler.CosineAnnealingLR(one, 8, last_epoch=3)
     assert trainer.learning_rate == reference.param_groups[0]["lr"]
 
 

@@ -103,7 +103,7 @@ def trainer_cases(rank: int, update_on_kvstore: bool | None) -> dict[str, Any]:
 
 
 def _rates(rank: int, update_on_kvstore: bool | None) -> list[list[Range]]:
-    parameters = _parameters(1.0)
+    parameters = _parameters(1.0 + rank)
     with _trainer(parameters, {"learning_rate": 1.0}, update_on_kvstore) as trainer:
         seen = []
         for rate in RATES:

@@ -37,17 +37,31 @@ def main() -> None:
 
 
 def train(case: Case, in_store: bool, rank: int, workers: int) -> dict[str, Any]:
-    # Every rank starts elsewhere: rank 0's weights must win.
-    weights = {name: (weight + rank).requires_grad_() for name, weight in start_weights().items()}
+    weights = {name: weight.requires_grad_() for name, weight in start_weights().items()}
     with _trainer(case, weights, in_store) as trainer:
         schedule = torch.optim.lr_scheduler.LambdaLR(trainer, rate_factor)
         for step in range(STEPS):
-            _set_multipliers(weights, step)
-            if step == 0:
-                trainer_starts_from_rank_0(trainer, weights, rank, workers)
-            loss = loss_of(weights, *batch_of(step, rank))
-            loss.backward()  # type: ignore[no-untyped-call]
+            for kind, changed in MULTIPLIERS.get(step, {}).items():
+                for name, value in changed.items():
+                    setattr(weights[name], kind, value)
+            loss_of(weights, *batch_of(step, rank)).backward()  # type: ignore[no-untyped-call]
             trainer.step(workers * BATCH)
             schedule.step()
-        applied = [row["rounds_applied"] for stats in trainer.server_stats() for row in stats["tables"]]
-    return {"weights": {name: weight.detach().clone() for name, weight in weights.items()}, "applied": applied}
+        applied = [[row["rounds_applied"] for row in stats["tables"]] for stats in trainer.server_stats()]
+    return {
+        "weights": {name: weight.detach().clone() for name, weight in weights.items()},
+        "applied": applied,
+    }
+
+
+def _trainer(case: Case, weights: dict[str, Tensor], in_store: bool) -> kvtrainer.Trainer:
+    groups = [
+        {"params": [(name, weight) for name, weight in weights.items() if name not in BIASES]},
+        {"params": [(name, weights[name]) for name in BIASES], "lr": case.lr * BIAS_RATE},
+    ]
+    options = {"lr": case.lr, **case.options}
+    return kvtrainer.Trainer(groups, case.optimizer, options, kvstore="dist_sync", update_on_kvstore=in_store)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,206 @@
+"""A server is not there, dies, comes back empty, speaks another protocol or is something else."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+import zmq
+
+from kvstore_server.protocol import frames
+from kvtrainer.errors import (
+    ConnectTimeoutError,
+    KVStoreError,
+    ProtocolError,
+    ServerLostState,
+    ServerUnreachableError,
+    VersionMismatchError,
+)
+from kvtrainer.kvstore import DistKVStore
+from tests.support.processes import (
+    Call,
+    Members,
+    Processes,
+    assert_serve,
+    new_name,
+    raised,
+    round_of,
+    together,
+)
+
+QUICK = 2.0
+"""Seconds of silence after which the workers here give up a server that a test has killed or stopped."""
+
+
+@pytest.fixture
+def processes() -> Iterator[Processes]:
+    with Processes() as started:
+        yield started
+
+
+@pytest.fixture
+def members() -> Iterator[Members]:
+    with Members() as joined:
+        yield joined
+
+
+@pytest.fixture
+def silent_port() -> Iterator[socket.socket]:
+    """A port at which connections are taken, and nothing is ever said."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield listener
+
+
+def _address(listener: socket.socket) -> str:
+    return f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+
+
+def _rounds(pair: tuple[DistKVStore, DistKVStore]) -> list[object]:
+    return together(*(lambda s=s: round_of(s, "w", torch.ones(200_000)) for s in pair))
+
+
+def test_an_address_without_a_server_is_named_when_the_time_to_connect_is_over(members: Members) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))  # bound, but nobody listens
+        with pytest.raises(ConnectTimeoutError) as caught:
+            members.join([_address(unused)], 0, 1, new_name(), connect_timeout=0.5)
+        text = str(caught.value)
+        assert _address(unused) in text
+        assert "did not answer within 0.5 s" in text
+        assert "KVSTORE_SERVERS" in text
+
+
+def test_a_listener_that_says_nothing_is_named_like_a_missing_server(
+    members: Members, silent_port: socket.socket
+) -> None:
+    with pytest.raises(ConnectTimeoutError, match=_address(silent_port)):
+        members.join([_address(silent_port)], 0, 1, new_name(), connect_timeout=0.5)
+
+
+def test_a_web_server_at_the_address_is_named_like_a_missing_server(
+    members: Members, silent_port: socket.socket
+) -> None:
+    def answer() -> None:
+        connection, _ = silent_port.accept()
+        with connection:
+            connection.sendall(b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\n\r\n")
+
+    threading.Thread(target=answer, daemon=True).start()
+    with pytest.raises(ConnectTimeoutError, match=_address(silent_port)):
+        members.join([_address(silent_port)], 0, 1, new_name(), connect_timeout=0.5)
+
+
+def test_a_zeromq_socket_of_another_program_is_no_server(members: Members) -> None:
+    context = zmq.Context()
+    other = context.socket(zmq.ROUTER)
+    try:
+        other.bind("tcp://127.0.0.1:0")
+        address = other.getsockopt_string(zmq.LAST_ENDPOINT)
+        connecting = Call(lambda: members.join([address], 0, 1, new_name()))
+        peer = other.recv_multipart()[0]
+        other.send_multipart([peer, b"hello, world"])
+        [text] = raised([connecting.outcome()], ProtocolError)
+        assert "is the peer a kvtrainer worker or server?" in text
+    finally:
+        other.close(linger=0)
+        context.term()
+
+
+def test_workers_of_another_protocol_version_are_refused_and_told_both_versions(
+    processes: Processes, members: Members, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    servers = processes.servers(2)
+    own = frames.PROTOCOL_VERSION
+    for other in (own - 1, own + 1):
+        with monkeypatch.context() as patch:
+            patch.setattr(frames, "PROTOCOL_VERSION", other)
+            with pytest.raises(VersionMismatchError) as caught:
+                members.join(servers, 0, 1, new_name())
+        # The server's own words cannot be read by another version: this side knows from the header.
+        assert f"speaks protocol version {own}, this side speaks {other}" in str(caught.value)
+        assert "install the same release" in str(caught.value)
+    assert_serve(servers)
+
+
+def test_a_server_killed_inside_a_round_is_named_to_all_workers(
+    processes: Processes, members: Members
+) -> None:
+    servers, name = processes.servers(2), new_name()
+    script = 'kv.init("w", torch.zeros(200_000)); at("ready"); kv.pushpull("w", torch.ones(200_000))'
+    worker = processes.worker(script, servers, 1, 2, name)
+    store = members.join(servers, 0, 2, name, dead_after=QUICK)
+    store.init("w", torch.zeros(200_000))
+    assert worker.line() == "ready"
+    waiting = Call(lambda: round_of(store, "w", torch.ones(200_000)))
+    servers[1].signal(signal.SIGKILL)
+    servers[1].end()
+    worker.go()
+    [text] = raised([waiting.outcome()], ServerUnreachableError)
+    assert f"server 1 ({servers[1].address}) has not answered" in text
+    code, stderr = worker.end()
+    assert code == 1
+    assert f"ServerUnreachableError: server 1 ({servers[1].address}) has not answered" in stderr
+
+
+def test_a_server_that_died_between_rounds_is_named_at_the_next_one_however_many_keys_it_held(
+    processes: Processes, members: Members
+) -> None:
+    servers = processes.servers(1)
+    pair = members.pair(servers, dead_after=QUICK)
+    keys = [str(i) for i in range(40)]
+    assert together(*(lambda s=s: s.init(keys, [torch.zeros(2)] * 40) for s in pair)) == [None, None]
+    servers[0].signal(signal.SIGKILL)
+    servers[0].end()
+    # Giving the rounds up one after the other would take 80 s.
+    outcomes = together(*(lambda s=s: s.pushpull(keys, [torch.ones(2)] * 40) for s in pair), seconds=25)
+    texts = raised(outcomes, ServerUnreachableError)
+    assert all(servers[0].address in text and "Restart the job" in text for text in texts)
+
+
+def test_a_stopped_server_is_named_and_serves_on_when_it_continues(
+    processes: Processes, members: Members
+) -> None:
+    servers = processes.servers(2)
+    pair = members.pair(servers, dead_after=QUICK)
+    assert together(*(lambda s=s: s.init("w", torch.zeros(200_000)) for s in pair)) == [None, None]
+    servers[1].freeze()
+    texts = raised(_rounds(pair), ServerUnreachableError)
+    assert all(servers[1].address in text for text in texts)
+    servers[1].signal(signal.SIGCONT)
+    assert_serve(servers)
+
+
+def test_a_server_restarted_without_its_state_is_never_taken_for_the_old_one(
+    processes: Processes, members: Members
+) -> None:
+    servers = processes.servers(2)
+    pair = members.pair(servers)
+    assert together(*(lambda s=s: s.init("w", torch.zeros(200_000)) for s in pair)) == [None, None]
+    servers[1].signal(signal.SIGKILL)
+    servers[1].end()
+    flags = [["--bind", "tcp://127.0.0.1:0"], ["--bind", servers[1].address]]
+    _, again = processes.servers(2, each=flags)
+    assert again.address == servers[1].address
+    texts = raised(_rounds(pair), ServerLostState)
+    assert all("server 1 was restarted and no longer holds this job's weights" in text for text in texts)
+    for store in pair:
+        with pytest.raises(KVStoreError, match="server 1 was restarted"):
+            store.pull("w", out=torch.empty(200_000))
+    assert_serve([servers[0], again])
+
+
+def test_workers_do_not_leave_open_files_behind_when_they_cannot_connect(
+    members: Members, silent_port: socket.socket
+) -> None:
+    def attempt() -> int:
+        with pytest.raises(ConnectTimeoutError):
+            members.join([_address(silent_port)], 0, 1, new_name(), connect_timeout=0.05)
+        return len(os.listdir("/proc/self/fd"))
+
+    attempt()
+    assert attempt() == attempt()

@@ -1,0 +1,251 @@
+"""A worker dies, raises, ends, is interrupted or stops: what the others, the servers and itself get to know."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from kvstore_server.protocol import messages as m
+from kvtrainer.comm.connection import Connection
+from kvtrainer.errors import RoundAbortedError, WorkerLostError
+from kvtrainer.kvstore import DistKVStore
+from tests.support.processes import (
+    DEAD_AFTER,
+    Call,
+    Members,
+    Process,
+    Processes,
+    assert_serve,
+    eventually,
+    new_name,
+    raised,
+    round_of,
+    together,
+)
+
+READY = 'kv.init("w", torch.zeros(3)); at("ready")\n'
+PUSHPULL = 'out = torch.empty(3); kv.pushpull("w", torch.ones(3), out=out); print(out.tolist(), flush=True)\n'
+# Raises from inside the wait for the other workers, as Ctrl-C does.
+INTERRUPT = """
+connection = kv._client._session._transport
+receive = connection.receive
+def interrupted(timeout):
+    connection.receive = receive
+    {raising}
+connection.receive = interrupted
+"""
+
+
+@pytest.fixture(scope="module")
+def servers() -> Iterator[list[Process]]:
+    with Processes() as processes:
+        yield processes.servers(2)
+
+
+@dataclass
+class Job:
+    """Rank 1 of three is a process, which has reported "ready"; ranks 0 and 2 are stores here."""
+
+    worker: Process
+    others: tuple[DistKVStore, DistKVStore]
+
+    def rounds(self) -> list[Call]:
+        """Let ranks 0 and 2 begin a round."""
+        return [Call(lambda store=store: round_of(store, "w", torch.ones(3))) for store in self.others]
+
+    def outcomes(self) -> list[object]:
+        return [call.outcome() for call in self.rounds()]
+
+    def weights(self) -> list[float]:
+        out = torch.empty(3)
+        self.others[0].pull("w", out=out)
+        return out.tolist()
+
+
+Start = Callable[[str], Job]
+
+
+@pytest.fixture
+def start(servers: list[Process]) -> Iterator[Start]:
+    with Processes() as processes, Members() as members:
+
+        def job(script: str) -> Job:
+            name = new_name()
+            worker = processes.worker(READY + script, servers, 1, 3, name)
+            others = members.join(servers, 0, 3, name), members.join(servers, 2, 3, name)
+            assert together(*(lambda s=s: s.init("w", torch.zeros(3)) for s in others)) == [None, None]
+            assert worker.line() == "ready"
+            return Job(worker, others)
+
+        yield job
+        assert_serve(servers)
+
+
+def test_a_killed_worker_is_named_to_all_who_wait_for_it_and_nothing_changes(start: Start) -> None:
+    job = start("")
+    waiting = job.rounds()
+    job.worker.signal(signal.SIGKILL)
+    texts = raised([call.outcome() for call in waiting], WorkerLostError)
+    assert all("rank 1" in text and f"after {DEAD_AFTER:g} s of silence" in text for text in texts)
+    assert job.weights() == [0.0, 0.0, 0.0]
+
+
+def test_the_error_that_ends_a_worker_is_told_to_the_others_at_once(start: Start) -> None:
+    job = start('raise ValueError("sample 17 is broken")')
+    waiting = job.rounds()
+    job.worker.go()
+    texts = raised([call.outcome() for call in waiting], WorkerLostError)
+    # "has left", not "was last heard": nobody waited for its silence.
+    assert all("rank 1 has left (ValueError: sample 17 is broken)" in text for text in texts)
+    code, stderr = job.worker.end()
+    assert code == 1
+    assert "ValueError: sample 17 is broken" in stderr
+
+
+def test_an_error_inside_a_with_block_is_told_to_the_others(start: Start) -> None:
+    job = start('with kv:\n    raise ValueError("sample 17 is broken")')
+    job.worker.go()
+    texts = raised(job.outcomes(), WorkerLostError)
+    assert all("rank 1 has left (ValueError: sample 17 is broken)" in text for text in texts)
+
+
+def test_a_worker_that_ends_while_others_go_on_is_lost_to_them(start: Start) -> None:
+    job = start("")
+    job.worker.go()
+    assert job.worker.end()[0] == 0
+    texts = raised(job.outcomes(), WorkerLostError)
+    assert all("rank 1 has left (it closed its kvstore or its program ended)" in text for text in texts)
+
+
+@pytest.mark.parametrize(
+    ("raising", "named"),
+    [
+        ("signal.raise_signal(signal.SIGINT)", "KeyboardInterrupt"),
+        ('raise MemoryError("no room")', "MemoryError: no room"),
+    ],
+)
+def test_a_worker_that_raises_inside_a_round_aborts_it_for_all(
+    start: Start, raising: str, named: str
+) -> None:
+    job = start(INTERRUPT.format(raising=raising) + PUSHPULL)
+    job.worker.go()
+    assert job.worker.end()[0] != 0
+    texts = raised(job.outcomes(), RoundAbortedError)
+    assert all(f"rank 1 aborted round 1 of 'w': {named}" in text for text in texts)
+    assert job.weights() == [0.0, 0.0, 0.0]
+
+
+def test_after_an_aborted_round_the_next_one_works(start: Start) -> None:
+    attempt = 'try:\n    kv.pushpull("w", torch.ones(3))\nexcept MemoryError:\n    pass\n'
+    job = start(INTERRUPT.format(raising="raise MemoryError()") + attempt + PUSHPULL)
+    job.worker.go()
+    raised(job.outcomes(), RoundAbortedError)
+    assert [outcome.tolist() for outcome in job.outcomes()] == [[3.0] * 3] * 2
+    assert job.worker.line() == "[3.0, 3.0, 3.0]"
+
+
+def test_a_stopped_worker_delays_its_own_job_only_and_gets_the_error_when_it_goes_on(
+    start: Start, servers: list[Process]
+) -> None:
+    job = start(PUSHPULL)
+    job.worker.freeze()
+    stopped = job.rounds()
+    with Members() as members:
+        pair = members.pair(servers)
+        together(*(lambda s=s: s.init("w", torch.zeros(3)) for s in pair))
+        longest, rounds = 0.0, 0
+        while any(call.is_running for call in stopped):
+            begin = time.monotonic()
+            assert all(torch.equal(out, torch.full((3,), 2.0)) for out in together(*_rounds(pair)))
+            longest, rounds = max(longest, time.monotonic() - begin), rounds + 1
+    texts = raised([call.outcome() for call in stopped], WorkerLostError)
+    assert all("rank 1" in text and "was last heard" in text for text in texts)
+    assert rounds > 20
+    assert longest < DEAD_AFTER / 2
+    job.worker.signal(signal.SIGCONT)
+    job.worker.go()
+    code, stderr = job.worker.end()
+    assert code == 1
+    assert "WorkerLostError: round 1 of 'w' cannot complete: rank 1" in stderr
+
+
+def test_a_worker_that_reads_no_reply_neither_blocks_the_servers_nor_changes_what_others_get(
+    servers: list[Process],
+) -> None:
+    numel, name = 20_000_000, new_name()
+    script = f"""
+import hashlib
+kv.init("w", torch.zeros({numel}))
+for run, session in kv._client._session._tokens: print(run, session, flush=True)
+out = torch.empty({numel})
+kv.pushpull("w", torch.ones({numel}), out=out)
+print(out.unique().tolist(), flush=True)
+"""
+    with Processes() as processes, Members() as members:
+        worker = processes.worker(script, servers, 1, 2, name)
+        store = members.join(servers, 0, 2, name)
+        store.init("w", torch.zeros(numel))
+        tokens = [tuple(map(int, worker.line().split())) for _ in servers]
+        assert eventually(lambda: _waiting_for(store) == [[0]] * 2)
+        worker.freeze()
+        assert round_of(store, "w", torch.full((numel,), 2.0)).unique().tolist() == [3.0]
+        # The replies to the stopped worker are still on their way while its weights change: somebody who has its
+        # session gives its part to the next round.
+        impostor = Connection([server.address for server in servers])
+        try:
+            _contribute(impostor, tokens, store, torch.full((numel,), 10.0), 2)
+            assert round_of(store, "w", torch.full((numel,), 20.0)).unique().tolist() == [30.0]
+            assert_serve(servers)
+        finally:
+            impostor.close()
+        worker.signal(signal.SIGCONT)
+        assert worker.line() == "[3.0]"
+
+
+def test_the_servers_forget_a_job_when_all_its_workers_have_left(servers: list[Process]) -> None:
+    name = new_name()
+    for value in (1.0, 2.0):
+        with Members() as members:
+            pair = [members.join(servers, rank, 2, name) for rank in range(2)]
+            together(*(lambda s=s, v=value: s.init("w", torch.full((3,), v)) for s in pair))
+            out = torch.empty(3)
+            pair[1].pull("w", out=out)
+            assert out.tolist() == [value] * 3
+            assert pair[0].num_dead_nodes() == 0
+            together(*(store.close for store in pair))
+        with Members() as members:
+            assert eventually(lambda m=members: not m.join(servers, 0, 2, name).num_dead_nodes())
+
+
+def _waiting_for(store: DistKVStore) -> list[list[int]]:
+    """Per server: the ranks that have not committed the open round, of which another one waits."""
+    return [stats["tables"][0]["waiting_for"] for stats in store.server_stats()]
+
+
+def _rounds(pair: tuple[DistKVStore, DistKVStore]) -> list[Callable[[], torch.Tensor]]:
+    return [lambda store=store: round_of(store, "w", torch.ones(3)) for store in pair]
+
+
+def _contribute(
+    connection: Connection,
+    tokens: list[tuple[int, ...]],
+    store: DistKVStore,
+    value: torch.Tensor,
+    number: int,
+) -> None:
+    """Give a whole round of key "w" in the name of the session that the tokens stand for; wants no weights back."""
+    table = store._entries["w"].table
+    for server, (run, session) in enumerate(tokens):
+        at = table.numbers[server]
+        pieces = table.plan.slices_of(server)
+        for piece in pieces:
+            payload = value[piece.offset : piece.offset + piece.used]
+            push = m.PushBatch((m.Push(at, piece.index, number, 0, payload),))
+            connection.send(server, m.Request(run, session, 1, push))
+        commit = m.Commit(at, number, tuple((piece.index, 0) for piece in pieces), None, False, 20.0)
+        connection.send(server, m.Request(run, session, 1, m.CommitBatch((commit,))))

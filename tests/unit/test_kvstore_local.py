@@ -1,0 +1,366 @@
+"""The kvstore verbs on the local store: MXNet's own expectations, and the errors that MXNet lacks."""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvtrainer import kvstore, optimizer
+from kvtrainer.errors import (
+    ConfigurationError,
+    KeyNotFoundError,
+    KVStoreError,
+    OptimizerError,
+    ShapeMismatchError,
+    UnknownNameError,
+)
+from kvtrainer.kvstore import KVStoreBase, LocalKVStore
+
+SHAPE = (4, 4)
+STR_KEYS, INT_KEYS = ["b", "c", "d"], [5, 7, 11]
+KEYS = pytest.mark.parametrize("keys", [STR_KEYS, INT_KEYS], ids=["str", "int"])
+VERBS = ["push+pull", "pushpull", "pushpull in place"]
+
+
+def local(keys: Any = (), value: float = 0.0) -> LocalKVStore:
+    store = LocalKVStore()
+    if keys:
+        store.init(list(keys), [torch.full(SHAPE, value) for _ in keys])
+    return store
+
+
+def full(value: float) -> Tensor:
+    return torch.full(SHAPE, float(value))
+
+
+def pulled(store: KVStoreBase, key: Any, shape: tuple[int, ...] = SHAPE) -> Tensor:
+    out = torch.full(shape, float("nan"))
+    store.pull(key, out=out)  # type: ignore[attr-defined]
+    return out
+
+
+@pytest.mark.parametrize(
+    "name", ["local", "device", "local_update_cpu", "local_allreduce_cpu", "local_allreduce_device", "LOCAL"]
+)
+def test_store_has_the_type_it_was_created_under(name: str) -> None:
+    store = kvstore.create(name)
+    assert (store.type, store.rank, store.num_workers) == (name, 0, 1)
+
+
+@KEYS
+def test_push_without_optimizer_replaces_the_value(keys: list[Any]) -> None:
+    store = local(keys)
+    for value in (1.0, 5.0):
+        store.push(keys[0], full(value))
+        assert pulled(store, keys[0]).equal(full(value))
+    assert pulled(store, keys[1]).equal(full(0))
+
+
+@KEYS
+def test_list_of_keys_takes_a_list_of_values(keys: list[Any]) -> None:
+    store = local(keys)
+    store.push(keys, [full(4)] * 3)
+    outs = [torch.empty(SHAPE) for _ in keys]
+    store.pull(keys, out=outs)
+    assert all(out.equal(full(4)) for out in outs)
+
+
+@KEYS
+@pytest.mark.parametrize("verb", VERBS)
+def test_four_replicas_are_summed_and_all_get_the_sum(keys: list[Any], verb: str) -> None:
+    store = local(keys)
+    for key, factor in ((keys[0], 1.0), (keys, 2.0)):
+        replicas = [full(factor) for _ in range(4)]
+        value: Any = [list(map(torch.clone, replicas)) for _ in keys] if isinstance(key, list) else replicas
+        out: Any = (
+            [[torch.empty(SHAPE) for _ in range(4)] for _ in keys] if isinstance(key, list) else replicas
+        )
+        if verb == "push+pull":
+            store.push(key, value)
+            store.pull(key, out)
+        elif verb == "pushpull":
+            store.pushpull(key, value, out=out)
+        else:
+            store.pushpull(key, value)
+            out = value
+        flat = [one for per_key in out for one in per_key] if isinstance(key, list) else out
+        assert all(one.equal(full(4 * factor)) for one in flat)
+
+
+@pytest.mark.parametrize("verb", ["push", "pushpull"])
+def test_values_of_a_repeated_key_are_summed_and_every_out_of_it_is_written(verb: str) -> None:
+    store = local(STR_KEYS)
+    keys, value = ["b", "c", "b"], [full(1), full(5), [full(2), full(4)]]
+    outs = [torch.empty(SHAPE) for _ in keys]
+    if verb == "push":
+        store.push(keys, value)
+        store.pull(keys, outs)
+    else:
+        store.pushpull(keys, value, out=outs)
+    assert [out[0, 0].item() for out in outs] == [7, 5, 7]
+
+
+def test_updater_changes_the_stored_value_in_place() -> None:
+    """MXNet's updater test: four pushes of four ones with `stored += merged` make 16."""
+    store = local(INT_KEYS)
+    seen: list[Any] = []
+
+    def add(key: Any, merged: Tensor, stored: Tensor) -> None:
+        seen.append(key)
+        stored += merged
+
+    store.set_updater(add)
+    for _ in range(4):
+        store.push(INT_KEYS, [[full(1)] * 4] * 3)
+    assert all(pulled(store, key).equal(full(16)) for key in INT_KEYS)
+    assert seen == INT_KEYS * 4
+
+
+def test_updater_that_raises_is_reported_by_the_push_and_leaves_the_value() -> None:
+    store = local(["w"], 2.0)
+
+    def fail(key: Any, merged: Tensor, stored: Tensor) -> None:
+        stored += 100
+        raise ArithmeticError("no good")
+
+    store.set_updater(fail)
+    with pytest.raises(OptimizerError, match="ArithmeticError: no good"):
+        store.push("w", full(1))
+    assert pulled(store, "w").equal(full(2))
+    store.set_updater(lambda key, merged, stored: stored.add_(merged))
+    store.push("w", full(1))
+    assert pulled(store, "w").equal(full(3))
+
+
+def test_later_of_updater_and_optimizer_is_in_force() -> None:
+    store = local(["w"])
+    store.set_optimizer("test")
+    store.set_updater(lambda key, merged, stored: stored.fill_(7))
+    store.push("w", full(1))
+    assert pulled(store, "w").equal(full(7))
+    store.set_optimizer(optimizer.create("test", learning_rate=1.0))
+    store.push("w", full(1))
+    assert pulled(store, "w").equal(full(6))
+
+
+def test_updater_must_be_a_function() -> None:
+    with pytest.raises(ConfigurationError, match="an updater is a function"):
+        local().set_updater("sgd")  # type: ignore[arg-type]
+
+
+def test_naming_the_optimizer_again_keeps_its_momentum_and_takes_its_numbers() -> None:
+    """MXNet starts afresh: -3.9 after the third push. Here momentum goes on: m = .9 · (-1.9) - .5 · 1."""
+    store = local(["w"])
+    for lr, expected in ((1.0, -1.0), (1.0, -2.9), (0.5, -2.9 - 2.21)):
+        store.set_optimizer(optimizer.create("sgd", learning_rate=lr, momentum=0.9))
+        store.push("w", full(1))
+        torch.testing.assert_close(pulled(store, "w"), full(expected))
+
+
+def test_rate_set_on_the_optimizer_object_reaches_the_next_push() -> None:
+    store = local(["w"])
+    mine = optimizer.create("sgd", learning_rate=1.0, rescale_grad=2.0)
+    store.set_optimizer(mine)
+    store.push("w", full(1))
+    mine.set_learning_rate(0.25)
+    store.push("w", full(1))
+    assert pulled(store, "w").equal(full(-2.5))
+
+
+def test_broadcast_initialises_and_writes_every_out() -> None:
+    store, outs = local(), [[torch.zeros(SHAPE) for _ in range(2)] for _ in STR_KEYS]
+    store.broadcast(STR_KEYS, [full(i) for i in range(3)], out=outs)
+    assert [[out[0, 0].item() for out in per_key] for per_key in outs] == [[0, 0], [1, 1], [2, 2]]
+    with pytest.raises(ConfigurationError, match=r"'c' is initialised already; .* once per key"):
+        store.broadcast("c", full(9), out=torch.zeros(SHAPE))
+    assert pulled(store, "c").equal(full(1))
+
+
+def test_change_of_a_value_after_init_or_push_is_not_seen() -> None:
+    store, value = local(), full(1)
+    store.init("w", value)
+    value.fill_(9)
+    assert pulled(store, "w").equal(full(1))
+    store.push("w", value)
+    value.fill_(5)
+    assert pulled(store, "w").equal(full(9))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16, torch.int32])
+def test_pull_casts_to_the_dtype_of_each_out(dtype: torch.dtype) -> None:
+    store = local(["w"], 2.5)
+    outs = [torch.zeros(SHAPE, dtype=dtype), torch.zeros(SHAPE)]
+    store.pull("w", out=outs)
+    assert outs[0].equal(full(2.5).to(dtype))
+    assert outs[1].equal(full(2.5))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_values_keep_their_dtype_and_half_precision_sums_in_float32(dtype: torch.dtype) -> None:
+    """In the dtype itself the small addends, of a quarter of a spacing each, would be lost one by one."""
+    store, small = LocalKVStore(), torch.finfo(dtype).eps / 4
+    store.init("w", torch.zeros(3, dtype=dtype))
+    store.push("w", [torch.full((3,), value, dtype=dtype) for value in (1.0, *[small] * 8)])
+    out = torch.zeros(3, dtype=dtype)
+    store.pull("w", out)
+    expected = 1 + 8 * small if dtype.itemsize < 4 else 1.0
+    assert out.tolist() == [expected] * 3
+
+
+def test_outs_and_values_may_have_any_memory_order() -> None:
+    store, value = LocalKVStore(), torch.arange(12.0).view(3, 4)
+    store.init("w", value.t().contiguous().t())
+    whole = torch.zeros(3, 8)
+    outs = [torch.zeros(4, 3).t(), whole[:, ::2]]
+    store.pull("w", out=outs)
+    assert all(out.equal(value) for out in outs)
+    assert whole[:, 1::2].count_nonzero() == 0
+    turned = torch.ones(4, 3).t()
+    store.pushpull("w", turned)
+    assert turned.equal(torch.ones(3, 4))
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (1,), (700, 41)])
+def test_values_of_every_shape_come_back(shape: tuple[int, ...]) -> None:
+    store, value = LocalKVStore(), torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    store.init("w", torch.zeros(shape))
+    store.push("w", [value, value])
+    out = torch.empty(shape)
+    store.pull("w", out=out)
+    assert out.equal(2 * value)
+    store.set_optimizer(optimizer.create("test", learning_rate=1.0))
+    store.pushpull("w", value, out=out)
+    assert out.equal(value)
+
+
+def test_trainable_tensors_may_be_values_and_outs() -> None:
+    store, p = LocalKVStore(), torch.nn.Parameter(torch.ones(3))
+    store.init("w", p)
+    saved = (p * p).sum()
+    store.pushpull("w", 2 * p, out=p)
+    assert p.requires_grad
+    assert p.tolist() == [2, 2, 2]
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        saved.backward()
+
+
+Action = Callable[[LocalKVStore], object]
+ERRORS: dict[str, tuple[Action, type[Exception], str]] = {
+    "init twice": (lambda kv: kv.init("b", full(1)), ConfigurationError, "'b' is initialised already"),
+    "key twice in one init": (lambda kv: kv.init(["x", "x"], [full(1)] * 2), ConfigurationError, "'x' is initialised"),
+    "int key at init": (lambda kv: kv.init(3, full(1)), ConfigurationError, "has str keys, so 3"),
+    "int key at push": (lambda kv: kv.push(3, full(1)), ConfigurationError, "has str keys, so 3"),
+    "int key at pull": (lambda kv: kv.pull(3, out=full(1)), ConfigurationError, "has str keys, so 3"),
+    "int key at pushpull": (lambda kv: kv.pushpull(3, full(1)), ConfigurationError, "has str keys, so 3"),
+    "mixed keys": (lambda kv: kv.push(["b", 3], [full(1)] * 2), ConfigurationError, r"all be str.*'b', 3"),
+    "float key": (lambda kv: kv.init(1.5, full(1)), ConfigurationError, "int or a str, got 1.5 of type float"),
+    "bool key": (lambda kv: kv.init(True, full(1)), ConfigurationError, "int or a str, got True"),
+    "unknown key at push": (lambda kv: kv.push("x", full(1)), KeyNotFoundError, "'x' has not been init"),
+    "unknown key at pull": (lambda kv: kv.pull("x", out=full(1)), KeyNotFoundError, "'x' has not been initialised"),
+    "shape at push": (
+        lambda kv: kv.push("b", torch.ones(5, 5)), ShapeMismatchError, r"'b' holds float32\[4, 4\], got float32",
+    ),
+    "dtype at push": (lambda kv: kv.push("b", full(1).double()), ShapeMismatchError, r"got float64\[4, 4\]"),
+    "shape of one replica": (lambda kv: kv.push("b", [full(1), torch.ones(3)]), ShapeMismatchError, r"float32\[3\]"),
+    "shape of out": (lambda kv: kv.pull("b", out=torch.ones(16)), ShapeMismatchError, r"got float32\[16\]"),
+    "shape of out in pushpull": (
+        lambda kv: kv.pushpull("b", full(1), out=torch.ones(16)), ShapeMismatchError, r"got float32\[16\]",
+    ),
+    "shape of out in broadcast": (
+        lambda kv: kv.broadcast("x", full(1), out=torch.ones(16)), ShapeMismatchError, r"'x' holds.*got float32\[16\]",
+    ),
+    "second key of a list": (
+        lambda kv: kv.push(["b", "c"], [full(1), torch.ones(3)]), ShapeMismatchError, "'c' holds",
+    ),
+    "fewer values than keys": (lambda kv: kv.push(["b", "c"], [full(1)]), ConfigurationError, "need a list of 2"),
+    "no out": (lambda kv: kv.pull("b"), ConfigurationError, "pull needs out="),
+    "sparse value": (lambda kv: kv.push("b", full(1).to_sparse()), ConfigurationError, "'b' is sparse"),
+    "value that is no tensor": (lambda kv: kv.push("b", 1.0), ConfigurationError, "must be a tensor or a list"),
+    "dtype that cannot be stored": (
+        lambda kv: kv.init("x", torch.ones(2, dtype=torch.int64)), ConfigurationError, "'x' has dtype int64",
+    ),
+    "no such optimizer": (lambda kv: kv.set_optimizer("sdg"), UnknownNameError, "'sdg'"),
+    "no such capability": (lambda kv: kv.is_capable("foo"), ConfigurationError, "'foo'; known ones: optimizer"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_wrong_call_is_explained_at_once_and_changes_nothing(case: str) -> None:
+    action, error, message = ERRORS[case]
+    store = local(STR_KEYS, 3.0)
+    with pytest.raises(error, match=message):
+        action(store)
+    assert all(pulled(store, key).equal(full(3)) for key in STR_KEYS)
+    store.init("x", full(8))
+    store.push("b", full(1))
+    assert pulled(store, "b").equal(full(1))
+    assert pulled(store, "x").equal(full(8))
+
+
+def test_closed_store_says_so() -> None:
+    with local(["w"]) as store:
+        pass
+    store.close()
+    with pytest.raises(KVStoreError, match="closed; create a new one"):
+        store.push("w", full(1))
+
+
+@pytest.mark.parametrize("name", ["optimizer", "OPTIMIZER"])
+def test_local_store_can_run_the_optimizer(name: str) -> None:
+    assert local().is_capable(name)
+
+
+def test_unknown_store_lists_those_that_there_are() -> None:
+    with pytest.raises(UnknownNameError, match=r"'bogus'; known ones: .*device.*dist_sync.*local"):
+        kvstore.create("bogus")
+    with pytest.raises(ConfigurationError, match="must be a string, got None"):
+        kvstore.create(None)  # type: ignore[arg-type]
+
+
+def test_option_that_a_store_does_not_take_is_named() -> None:
+    with pytest.raises(ConfigurationError, match=r"'local' does not take these options.*num_workers"):
+        kvstore.create("local", num_workers=2)
+
+
+def test_type_error_inside_a_store_is_not_taken_for_a_wrong_option() -> None:
+    name = f"broken-{uuid.uuid4()}"
+
+    @kvstore.register(name)
+    def make(type: str) -> KVStoreBase:
+        raise TypeError("a bug of its own")
+
+    with pytest.raises(TypeError, match="a bug of its own"):
+        kvstore.create(name)
+
+
+def test_store_registered_under_a_name_in_use_replaces_it_with_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    name = f"twice-{uuid.uuid4()}"
+    kvstore.register(name)(LocalKVStore)
+    with caplog.at_level(logging.WARNING):
+        kvstore.register(name.upper())(LocalKVStore)
+    assert f"{name.upper()!r} is replaced" in caplog.text
+
+
+@pytest.mark.parametrize("names", [(), (LocalKVStore,), ("",)])
+def test_registering_without_a_name_is_refused(names: tuple[Any, ...]) -> None:
+    with pytest.raises(ConfigurationError, match="register takes the names of the store"):
+        kvstore.register(*names)
+
+
+def test_counters_tell_the_rounds_of_each_key() -> None:
+    store = local(STR_KEYS)
+    store.push("b", full(1))
+    store.push(["b", "c"], [full(1)] * 2)
+    [stats] = store.server_stats()
+    assert {table["table"]: table["rounds_applied"] for table in stats["tables"]} == {"b": 2, "c": 1, "d": 0}
+    assert store.num_servers == 1
+    assert store.num_dead_nodes() == 0
+    store.barrier()

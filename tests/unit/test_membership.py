@@ -1,0 +1,223 @@
+"""Who takes part, who is gone, and the barrier: one rule in each test. The clock is an argument."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvstore_server.errors import ConfigurationError, ProtocolError, WorkerLostError
+from kvstore_server.membership import Membership
+from kvstore_server.namespace import Namespace
+from kvstore_server.protocol.messages import Barrier, Hello
+
+DEAD_AFTER = 20.0
+
+
+def hello(rank: int, *, num_workers: int = 3, address: str = "") -> Hello:
+    return Hello("job", rank, num_workers, 0, 1, "", address or f"host{rank}:1{rank}")
+
+
+def joined(*ranks: int, now: float = 0.0) -> Membership:
+    """Three workers, of which these have joined."""
+    members = Membership("job", 3)
+    for rank in ranks:
+        members.join(hello(rank), session=rank + 1, now=now)
+    return members
+
+
+def space_of(*ranks: int) -> Namespace:
+    """A namespace of three workers, of which these have joined."""
+    space = Namespace("job", 3)
+    for rank in ranks:
+        space.membership.join(hello(rank), session=rank + 1, now=0.0)
+    return space
+
+
+def enter(space: Namespace, rank: int, sequence: int = 0, now: float = 0.0) -> list[tuple[bytes, int]] | None:
+    """Rank `rank` comes to a barrier, under request number 10 + rank, with 60 s of patience."""
+    return space.enter_barrier(rank, Barrier(sequence, 60.0), b"p%d" % rank, 10 + rank, now, DEAD_AFTER)
+
+
+def test_the_first_process_of_a_rank_replaces_nobody() -> None:
+    assert Membership("job", 3).join(hello(1), session=7, now=5.0) is None
+
+
+def test_a_newer_process_of_a_rank_replaces_the_older_one() -> None:
+    members = joined(0, 1)
+    replaced = members.join(hello(1, address="new:99"), session=9, now=5.0)
+    assert replaced is not None
+    assert replaced.session == 2
+    assert (members.members[1].session, members.members[1].address) == (9, "new:99")
+
+
+def test_another_number_of_workers_is_refused_with_both_numbers() -> None:
+    with pytest.raises(ConfigurationError, match=r"rank 1 \(host1:11\) believes in 4 workers.*in 3;"):
+        joined(0).join(hello(1, num_workers=4), session=2, now=0.0)
+
+
+@pytest.mark.parametrize("rank", [-1, 3])
+def test_a_rank_out_of_range_is_refused(rank: int) -> None:
+    with pytest.raises(ConfigurationError, match=f"rank {rank} is not in 0 … 2"):
+        joined().join(hello(rank), session=1, now=0.0)
+
+
+def test_a_refused_process_leaves_no_trace() -> None:
+    members = joined(0)
+    with pytest.raises(ConfigurationError):
+        members.join(hello(0, num_workers=4), session=2, now=0.0)
+    assert members.members[0].session == 1
+
+
+def test_a_job_is_over_when_all_who_came_have_left() -> None:
+    members = joined(0, 1)
+    members.leave(0, "done", is_clean=True)
+    assert not members.is_over()
+    members.leave(1, "done", is_clean=True)
+    assert members.is_over()
+
+
+def test_silence_counts_from_the_last_message() -> None:
+    members = joined(0, 1)
+    members.members[1].last_heard = 10.0
+    assert members.silent(now=20.0, dead_after=DEAD_AFTER) == []
+    assert members.silent(now=20.1, dead_after=DEAD_AFTER) == [0]
+
+
+def test_a_rank_that_was_done_is_not_dead() -> None:
+    members = joined(0, 1, 2)
+    members.leave(0, "done", is_clean=True)
+    assert members.num_dead(now=0.0, dead_after=DEAD_AFTER) == 0
+
+
+def test_failed_and_silent_ranks_are_dead() -> None:
+    members = joined(0, 1, 2)
+    members.leave(0, "ValueError: nan", is_clean=False)
+    members.members[2].last_heard = 30.0
+    assert members.num_dead(now=40.0, dead_after=DEAD_AFTER) == 2
+
+
+def test_a_rank_that_comes_back_is_no_longer_dead() -> None:
+    members = joined(0, 1, 2)
+    members.leave(0, "ValueError: nan", is_clean=False)
+    members.join(hello(0), session=9, now=1.0)
+    assert members.num_dead(now=1.0, dead_after=DEAD_AFTER) == 0
+    assert members.lost_error([0], "round 4", 1.0, DEAD_AFTER) is None
+
+
+def test_waiting_for_ranks_that_are_there_is_not_hopeless() -> None:
+    assert joined(0, 1).lost_error([0, 1], "round 4", 1.0, DEAD_AFTER) is None
+
+
+def test_a_rank_that_never_came_is_waited_for() -> None:
+    assert joined(0).lost_error([1, 2], "round 4", 1000.0, DEAD_AFTER) is None
+
+
+def test_the_error_of_a_departed_rank_names_it_and_its_reason() -> None:
+    members = joined(0, 1)
+    members.leave(1, "ValueError: nan", is_clean=False)
+    error = members.lost_error([1], "round 4 of 'w'", 1.0, DEAD_AFTER)
+    assert isinstance(error, WorkerLostError)
+    assert str(error) == (
+        "round 4 of 'w' cannot complete: rank 1 has left (ValueError: nan); "
+        "restart the job from its last saved states"
+    )
+
+
+def test_the_error_of_a_silent_rank_says_where_it_runs_and_when_it_was_heard() -> None:
+    error = joined(0, 1).lost_error([1], "round 4 of 'w'", 31.25, DEAD_AFTER)
+    assert str(error) == (
+        "round 4 of 'w' cannot complete: rank 1 (host1:11) was last heard 31.2 s ago; "
+        "a worker counts as lost after 20 s of silence (--dead-after)"
+    )
+
+
+def test_a_rank_that_never_came_is_described_so() -> None:
+    assert joined(0).describe(2, now=3.0) == "rank 2 never connected"
+
+
+def test_a_barrier_holds_until_the_last_rank_comes() -> None:
+    space = space_of(0, 1, 2)
+    assert enter(space, 0) is None
+    assert enter(space, 2) is None
+    assert space.absent_from_barrier() == [1]
+
+
+def test_the_last_rank_releases_all_of_them() -> None:
+    space = space_of(0, 1, 2)
+    enter(space, 2)
+    enter(space, 0)
+    assert sorted(enter(space, 1) or []) == [(b"p0", 10), (b"p1", 11), (b"p2", 12)]
+
+
+def test_one_rank_cannot_open_a_barrier_by_coming_often() -> None:
+    space = space_of(0, 1, 2)
+    assert [enter(space, 0) for _ in range(4)] == [None] * 4
+
+
+def test_a_rank_that_missed_its_release_passes_when_it_asks_again() -> None:
+    space = space_of(0, 1, 2)
+    for rank in range(3):
+        enter(space, rank)
+    assert enter(space, 1) == [(b"p1", 11)]
+
+
+def test_a_barrier_ahead_of_the_open_one_is_refused() -> None:
+    with pytest.raises(ProtocolError, match="rank 1 is at barrier 2 while barrier 0 is open"):
+        enter(space_of(0, 1), 1, sequence=2)
+
+
+def test_a_barrier_that_needs_a_departed_rank_fails_at_once() -> None:
+    space = space_of(0, 1, 2)
+    space.membership.leave(2, "done", is_clean=True)
+    with pytest.raises(WorkerLostError, match=r"barrier 0 cannot complete: rank 2 has left \(done\)"):
+        enter(space, 0)
+
+
+def test_a_rank_that_was_refused_no_longer_waits_at_the_barrier() -> None:
+    space = space_of(0, 1, 2)
+    space.membership.leave(2, "done", is_clean=True)
+    with pytest.raises(WorkerLostError):
+        enter(space, 0)
+    assert space.absent_from_barrier() == [0, 1, 2]
+
+
+def test_a_replaced_process_no_longer_waits_at_the_barrier() -> None:
+    space = space_of(0, 1, 2)
+    enter(space, 0)
+    space.membership.join(hello(0), session=9, now=1.0)
+    assert space.absent_from_barrier() == [0, 1, 2]
+
+
+def test_a_departed_process_no_longer_waits_at_the_barrier() -> None:
+    space = space_of(0, 1, 2)
+    enter(space, 0)
+    space.membership.leave(0, "killed", is_clean=False)
+    assert space.absent_from_barrier() == [0, 1, 2]
+
+
+def test_a_barrier_fails_for_all_at_the_first_deadline_and_names_who_is_missing() -> None:
+    space = space_of(0, 1, 2)
+    enter(space, 0, now=0.0)
+    enter(space, 1, now=1.0)
+    assert space.expired_barriers(59.9, dead_after=1000.0) == []
+    failed = space.expired_barriers(60.0, dead_after=1000.0)
+    text = "barrier 0 reached its deadline while waiting for rank 2 (host2:12) was last heard 60.0 s ago"
+    assert [(peer, number, str(error)) for peer, number, error in failed] == [
+        (b"p0", 10, text),
+        (b"p1", 11, text),
+    ]
+
+
+def test_a_barrier_fails_when_a_missing_rank_falls_silent() -> None:
+    space = space_of(0, 1, 2)
+    enter(space, 0)
+    (failure,) = space.expired_barriers(21.0, DEAD_AFTER)
+    assert isinstance(failure[2], WorkerLostError)
+
+
+def test_a_failed_barrier_can_be_tried_again() -> None:
+    space = space_of(0, 1, 2)
+    enter(space, 0)
+    space.expired_barriers(60.0, dead_after=1000.0)
+    for member in space.membership.members.values():
+        member.last_heard = 61.0
+    assert [enter(space, rank, now=61.0) is None for rank in range(3)] == [True, True, False]

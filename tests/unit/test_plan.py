@@ -1,0 +1,225 @@
+"""The Plan: every element of every key lies in exactly one slice, aligned, and the same for everybody."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from kvstore_server.errors import ConfigurationError, PlanMismatchError
+from kvstore_server.plan import (
+    ALIGNMENT,
+    ITEM_SIZE,
+    MAX_SLICE,
+    MIN_SLICE,
+    Plan,
+    TensorSpec,
+    check_same,
+    make_plan,
+)
+
+
+def spec(key: str, *shape: int, dtype: str = "float32", group: int = 0) -> TensorSpec:
+    return TensorSpec(key, shape, dtype, group)
+
+
+def random_specs(seed: int) -> list[TensorSpec]:
+    """Keys of all dtypes: 0-d, empty, small and sliced ones."""
+    rng = random.Random(seed)
+    specs = []
+    for i in range(rng.randint(1, 25)):
+        shape = tuple(rng.choice((0, 1, 3, 17, 64, 300)) for _ in range(rng.randint(0, 3)))
+        specs.append(spec(f"k{i}", *shape, dtype=rng.choice(list(ITEM_SIZE)), group=rng.randint(0, 1)))
+    return specs
+
+
+def boundaries(plan: Plan) -> list[object]:
+    return [(p.index, p.dtype, p.offset, p.length, p.used, p.segments) for p in plan.slices]
+
+
+def loads(plan: Plan) -> list[int]:
+    return [sum(piece.nbytes for piece in plan.slices_of(server)) for server in range(plan.num_servers)]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_element_lies_in_exactly_one_segment(seed: int) -> None:
+    specs = random_specs(seed)
+    plan = make_plan(specs, 3)
+    for key, wanted in enumerate(specs):
+        parts = [(s.key_start, s.numel) for p in plan.slices for s in p.segments if s.key == key]
+        assert [start for start, _ in parts] == [sum(n for _, n in parts[:i]) for i in range(len(parts))]
+        assert sum(numel for _, numel in parts) == wanted.numel
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_keys_and_slices_start_on_64_byte_boundaries(seed: int) -> None:
+    for piece in make_plan(random_specs(seed), 3).slices:
+        size = ITEM_SIZE[piece.dtype]
+        starts = [piece.offset, piece.length, *(piece.offset + s.start for s in piece.segments)]
+        assert all(start * size % ALIGNMENT == 0 for start in starts)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_slices_tile_the_arena_of_their_dtype(seed: int) -> None:
+    plan = make_plan(random_specs(seed), 3)
+    for dtype, size in plan.arena_sizes.items():
+        pieces = [piece for piece in plan.slices if piece.dtype == dtype]
+        assert [p.offset for p in pieces] == [sum(q.length for q in pieces[:i]) for i in range(len(pieces))]
+        assert sum(piece.length for piece in pieces) == size
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_key_offsets_say_where_segments_lie(seed: int) -> None:
+    plan = make_plan(random_specs(seed), 3)
+    for piece in plan.slices:
+        for part in piece.segments:
+            assert plan.key_offsets[part.key] + part.key_start == piece.offset + part.start
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_slice_boundaries_do_not_depend_on_the_number_of_servers(seed: int) -> None:
+    specs = random_specs(seed)
+    plans = [make_plan(specs, n) for n in (1, 2, 7)]
+    assert boundaries(plans[0]) == boundaries(plans[1]) == boundaries(plans[2])
+
+
+def test_small_keys_share_a_slice() -> None:
+    (piece,) = make_plan([spec(f"b{i}", 10) for i in range(20)], 4).slices
+    assert [segment.key for segment in piece.segments] == list(range(20))
+
+
+def test_keys_of_different_dtypes_never_share_a_slice() -> None:
+    plan = make_plan([spec("a", 4), spec("b", 4, dtype="float64"), spec("c", 4)], 1)
+    assert [(piece.dtype, [s.key for s in piece.segments]) for piece in plan.slices] == [
+        ("float32", [0, 2]),
+        ("float64", [1]),
+    ]
+
+
+def test_a_bucket_is_no_longer_than_a_slice_may_be() -> None:
+    plan = make_plan([spec(f"k{i}", 1000) for i in range(40)], 1)
+    assert len(plan.slices) > 1
+    assert all(piece.nbytes <= MIN_SLICE for piece in plan.slices)
+
+
+def test_a_big_key_is_cut_into_slices_of_its_own() -> None:
+    plan = make_plan([spec("big", 1 << 16), spec("small", 3)], 2)
+    owners = [{segment.key for segment in piece.segments} for piece in plan.slices]
+    assert owners == [{1}, *[{0}] * 15, {0}]
+
+
+@pytest.mark.parametrize(
+    ("numel", "slice_bytes"), [(1 << 12, MIN_SLICE), (1 << 20, 1 << 18), (1 << 26, MAX_SLICE)]
+)
+def test_slices_grow_with_the_table_between_their_bounds(numel: int, slice_bytes: int) -> None:
+    assert make_plan([spec("w", numel)], 1).slices[0].nbytes == slice_bytes
+
+
+def test_equal_slices_are_spread_evenly() -> None:
+    plan = make_plan([spec("w", 1 << 20)], 4)
+    assert len(set(loads(plan))) == 1
+
+
+def test_a_model_of_many_sizes_is_balanced_within_two_percent() -> None:
+    rng = random.Random(3)
+    specs = [spec(f"k{i}", rng.randint(1, 300_000)) for i in range(120)]
+    held = loads(make_plan(specs, 4))
+    assert (max(held) - min(held)) / max(held) <= 0.02
+
+
+def test_many_tables_of_one_key_do_not_all_land_on_one_server() -> None:
+    servers = {make_plan([spec(f"key{i}", 5)], 4).slices[0].server for i in range(64)}
+    assert servers == {0, 1, 2, 3}
+
+
+def test_servers_lists_those_that_hold_something() -> None:
+    plan = make_plan([spec("tiny", 2)], 5)
+    assert plan.servers == (plan.slices[0].server,)
+
+
+def test_equal_inputs_give_equal_plans() -> None:
+    assert make_plan(random_specs(4), 3) == make_plan(random_specs(4), 3)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        spec("v", 2, 3),
+        spec("w", 3, 2),
+        spec("w", 6),
+        spec("w", 2, 3, dtype="float64"),
+        spec("w", 2, 3, group=1),
+    ],
+)
+def test_the_digest_tells_every_difference_of_a_key(other: TensorSpec) -> None:
+    assert make_plan([spec("w", 2, 3)], 2).digest != make_plan([other], 2).digest
+
+
+def test_the_digest_tells_the_order_of_keys_and_the_number_of_servers() -> None:
+    a, b = spec("a", 2), spec("b", 2)
+    assert len({make_plan(keys, n).digest for keys in ([a, b], [b, a]) for n in (1, 2)}) == 4
+
+
+def test_a_0d_key_has_one_element() -> None:
+    (piece,) = make_plan([spec("scale")], 1).slices
+    assert piece.used == 1
+    assert piece.length * 4 == ALIGNMENT
+
+
+def test_an_empty_key_takes_no_room_but_has_a_segment() -> None:
+    (piece,) = make_plan([spec("none", 0, 5), spec("w", 2)], 1).slices
+    assert [(s.key, s.start, s.numel) for s in piece.segments] == [(0, 0, 0), (1, 0, 2)]
+
+
+def test_a_table_of_nothing_but_an_empty_key_has_one_empty_slice() -> None:
+    (piece,) = make_plan([spec("none", 0)], 2).slices
+    assert (piece.used, piece.length, len(piece.segments)) == (0, 0, 1)
+
+
+def test_a_key_of_2_to_the_33_elements_is_laid_out_exactly() -> None:
+    plan = make_plan([spec("huge", 1 << 17, 1 << 16, dtype="float16"), spec("b", 1, dtype="float16")], 2)
+    assert plan.arena_sizes["float16"] == (1 << 33) + 32
+    assert plan.slices[-1].offset + plan.slices[-1].length == (1 << 33) + 32
+    assert plan.slices[-1].segments[-1].key_start == (1 << 33) - MAX_SLICE // 2
+
+
+def test_numel_and_nbytes_of_a_huge_key_do_not_overflow() -> None:
+    huge = spec("huge", 1 << 40, 1 << 30, dtype="float64")
+    assert (huge.numel, huge.nbytes) == (1 << 70, 1 << 73)
+    assert huge.numel == math.prod(huge.shape)
+
+
+@pytest.mark.parametrize(
+    ("specs", "num_servers", "message"),
+    [
+        ([], 1, "at least one key"),
+        ([spec("w", 2)], 0, "at least one server, got 0"),
+        ([spec("w", 2), spec("w", 2)], 1, "key 'w' appears twice"),
+        ([spec("w", 2, dtype="int64")], 1, "key 'w' has dtype int64; a store holds float16, "),
+        ([spec("w", 2, -1)], 1, r"key 'w' has the impossible shape \(2, -1\)"),
+    ],
+)
+def test_what_cannot_be_laid_out_is_named(specs: list[TensorSpec], num_servers: int, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        make_plan(specs, num_servers)
+
+
+def test_equal_models_are_the_same() -> None:
+    check_same(random_specs(1), random_specs(1), "rank 0", "rank 1")
+
+
+def test_the_first_difference_between_two_models_is_named() -> None:
+    mine = [spec("a", 2), spec("w", 3, 4), spec("z", 1)]
+    theirs = [spec("a", 2), spec("w", 3, 5, group=1), spec("y", 1)]
+    with pytest.raises(PlanMismatchError) as caught:
+        check_same(mine, theirs, "rank 0", "rank 2")
+    assert str(caught.value) == (
+        "workers have different models: key 1 is 'w' float32[3, 5] in group 1 on rank 2 but "
+        "'w' float32[3, 4] in group 0 on rank 0; build the same model, in the same order, on every worker"
+    )
+
+
+def test_a_missing_key_is_named() -> None:
+    with pytest.raises(PlanMismatchError, match="key 1 is missing on rank 2 but 'b'"):
+        check_same([spec("a", 2), spec("b", 2)], [spec("a", 2)], "rank 0", "rank 2")

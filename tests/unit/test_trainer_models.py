@@ -1,0 +1,202 @@
+"""What a model under a Trainer can still do: be copied, saved, compiled, differentiated; and that every dtype moves."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_model, save_model
+from torch import nn
+
+from kvtrainer import Trainer, kvstore
+
+IN_STORE = pytest.mark.parametrize("in_store", [False, True], ids=["in-process", "in-store"])
+OPTIMIZERS = [
+    "sgd", "adam", "test", "torch:SGD", "torch:Adam", "torch:AdamW", "torch:Adagrad", "torch:Adadelta", "torch:Adamax",
+    "torch:NAdam", "torch:RAdam", "torch:RMSprop", "torch:Rprop", "torch:ASGD",
+]  # fmt: skip
+
+
+def trainer_of(params: Any, kind: str = "sgd", in_store: bool = False, **options: Any) -> Trainer:
+    return Trainer(params, kind, options, kvstore="local", update_on_kvstore=in_store)
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(5)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+
+
+def train(net: nn.Module, trainer: Trainer, steps: int = 2) -> None:
+    for i in range(steps):
+        net(torch.full((1, 3), 1.0 + i)).sum().backward()
+        trainer.step(1)
+
+
+def weights(net: nn.Module) -> list[list[float]]:
+    return [p.flatten().tolist() for p in net.parameters()]
+
+
+def pickled(net: nn.Module) -> nn.Module:
+    result: nn.Module = pickle.loads(pickle.dumps(net))
+    return result
+
+
+def saved(net: nn.Module) -> nn.Module:
+    buffer = io.BytesIO()
+    torch.save(net, buffer)
+    buffer.seek(0)
+    result: nn.Module = torch.load(buffer, weights_only=False)
+    return result
+
+
+@IN_STORE
+@pytest.mark.parametrize("copier", [copy.deepcopy, pickled, saved])
+def test_copied_model_is_independent_and_trains_alike(
+    copier: Callable[[nn.Module], nn.Module], in_store: bool
+) -> None:
+    net = model()
+    trainer = trainer_of(net.named_parameters(), "sgd", in_store, learning_rate=0.1)
+    train(net, trainer)
+    other = copier(net)
+    kept = weights(other)
+    train(net, trainer)
+    assert weights(other) == kept
+    other.zero_grad()
+    train(other, trainer_of(other.named_parameters(), "sgd", in_store, learning_rate=0.1))
+    assert weights(other) == weights(net)
+
+
+@IN_STORE
+def test_safetensors_file_of_the_model_loads_into_another(in_store: bool, tmp_path: Path) -> None:
+    net, other = model(), model()
+    trainer = trainer_of(net.named_parameters(), in_store=in_store)
+    train(net, trainer)
+    save_model(net, str(tmp_path / "net.safetensors"))
+    load_model(other, str(tmp_path / "net.safetensors"))
+    assert weights(other) == weights(net)
+
+
+@IN_STORE
+def test_weights_loaded_in_place_before_the_first_step_are_trained_on(in_store: bool) -> None:
+    net, other = model(), nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    trainer = trainer_of(net.named_parameters(), in_store=in_store, learning_rate=0.5)
+    net.load_state_dict(other.state_dict())
+    train(net, trainer, 1)
+    plain = torch.optim.SGD(other.parameters(), lr=0.5)
+    other(torch.ones(1, 3)).sum().backward()
+    plain.step()
+    for ours, theirs in zip(net.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_weights_loaded_in_place_while_training_in_process_are_trained_on() -> None:
+    net = model()
+    trainer = trainer_of(net.named_parameters(), learning_rate=0.5)
+    train(net, trainer, 1)
+    start = {name: torch.zeros_like(value) for name, value in net.state_dict().items()}
+    net.load_state_dict(start)
+    net(torch.ones(1, 3)).sum().backward()
+    trainer.step(1)
+    assert net[2].bias.tolist() == [-0.5, -0.5]
+
+
+@IN_STORE
+def test_compiled_model_sees_every_update(in_store: bool) -> None:
+    net, other = model(), model()
+    compiled = torch.compile(net, backend="eager")
+    pairs = (compiled, trainer_of(compiled, in_store=in_store)), (other, trainer_of(other, in_store=in_store))  # type: ignore[arg-type]
+    for module, trainer in pairs:
+        train(module, trainer)  # type: ignore[arg-type]
+    assert weights(net) == weights(other)
+    assert compiled(torch.ones(1, 3)).tolist() == other(torch.ones(1, 3)).tolist()
+
+
+@IN_STORE
+def test_backward_through_a_graph_from_before_the_step_raises_as_in_torch(in_store: bool) -> None:
+    net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+    for optimizer in (torch.optim.SGD(net.parameters(), lr=0.1), trainer_of(net, in_store=in_store)):
+        loss = net(torch.ones(1, 3)).sum()
+        loss.backward(retain_graph=True)
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+        optimizer.zero_grad()
+
+
+@IN_STORE
+def test_backward_through_a_graph_that_saved_no_updated_weight_still_works(in_store: bool) -> None:
+    net = nn.Linear(3, 1)
+    trainer = trainer_of(net, in_store=in_store)
+    loss = net(torch.ones(1, 3)).sum()
+    loss.backward(retain_graph=True)
+    trainer.step(1)
+    loss.backward()
+    assert net.bias.grad is not None
+    assert net.bias.grad.tolist() == [1]
+
+
+def test_weights_that_were_not_updated_may_be_used_in_an_older_graph() -> None:
+    used, other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    trainer = trainer_of([used, other])
+    loss = other.square().sum()
+    used.sum().backward()
+    trainer.step(1, ignore_stale_grad=True)
+    loss.backward()
+    assert other.grad is not None
+    assert other.grad.tolist() == [2, 2]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_place_of_the_update_gives_the_same_bits(name: str) -> None:
+    """Over keys with late starters, absent ones and multipliers, of which one spans several slices."""
+    runs = []
+    for store, update_on_kvstore in ((None, None), ("local", True), (kvstore.create("local"), False)):
+        torch.manual_seed(2)
+        parameters = [nn.Parameter(torch.randn(shape)) for shape in [(3,), (90, 200), (), (17, 5), (1,)]]
+        parameters[3].lr_mult = 0.5  # type: ignore[attr-defined]
+        trainer = Trainer(parameters, name, kvstore=store, update_on_kvstore=update_on_kvstore)
+        for i in range(4):
+            for j, p in enumerate(parameters):
+                p.grad = torch.randn(p.shape) if (i + j) % 3 or j == 1 else None
+            trainer.step(3, ignore_stale_grad=True)
+        runs.append(torch.cat([p.detach().flatten() for p in parameters]))
+    assert torch.equal(runs[0], runs[1])
+    assert torch.equal(runs[0], runs[2])
+
+
+@IN_STORE
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_element_of_half_precision_weights_moves(name: str, dtype: torch.dtype, in_store: bool) -> None:
+    """Against float64 torch, which Gluon's formulas equal here up to epsilon; each step rounds the weights once."""
+    half = nn.Parameter(torch.ones(133, dtype=dtype))
+    exact = nn.Parameter(torch.ones(1, dtype=torch.float64))
+    lr = 10.0 if name == "torch:Adadelta" else 0.125
+    cls = {"sgd": torch.optim.SGD, "test": torch.optim.SGD, "adam": torch.optim.Adam}.get(name)
+    reference = (cls or getattr(torch.optim, name.removeprefix("torch:")))([exact], lr=lr)
+    trainer = trainer_of([half], name, in_store, lr=lr)
+    for _ in range(3):
+        half.grad, exact.grad = torch.ones_like(half), torch.ones_like(exact)
+        trainer.step(1)
+        reference.step()
+    assert len(half.unique()) == 1
+    assert exact.item() < 0.95
+    assert abs(half[0].item() - exact.item()) <= 3 * torch.finfo(dtype).eps
+
+
+@IN_STORE
+def test_master_weights_collect_updates_too_small_for_half_precision(in_store: bool) -> None:
+    """As in MXNet: 200 updates of 2e-4 take a float16 1.0 to 0.96 with multi_precision and leave it without."""
+    for multi_precision, expected in ((True, 0.96), (False, 1.0)):
+        p = nn.Parameter(torch.ones(1, dtype=torch.float16))
+        trainer = trainer_of([p], "sgd", in_store, learning_rate=1.0, multi_precision=multi_precision)
+        for _ in range(200):
+            p.grad = torch.full_like(p, 2e-4)
+            trainer.step(1)
+        assert p.item() == pytest.approx(expected, abs=5e-4)

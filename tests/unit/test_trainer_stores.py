@@ -1,0 +1,258 @@
+"""A Trainer and its store: which one is used, what it is asked, and several Trainers over one."""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed
+from torch import Tensor
+from torch.nn import Parameter
+
+from kvtrainer import Trainer, kvstore
+from kvtrainer.errors import ConfigurationError, DeadlineError, KVStoreError
+
+
+class Recorder(kvstore.KVStoreBase):
+    """An allreduce over `num_workers` workers that all do what this one does; it records what it is asked."""
+
+    def __init__(self, type: str = "recorder", num_workers: int = 2) -> None:
+        self._type = type
+        self._num_workers = num_workers
+        self.calls: list[tuple[Any, ...]] = []
+        self.weights: dict[int, Tensor] = {}
+
+    @property
+    def type(self) -> str:
+        return self._type
+
+    @property
+    def rank(self) -> int:
+        return 1
+
+    @property
+    def num_workers(self) -> int:
+        return self._num_workers
+
+    def broadcast(self, key: Any, value: Any, out: Any, priority: int = 0) -> None:
+        self.calls.append(("broadcast", key, list(value.shape)))
+        if key in self.weights:
+            out.copy_(self.weights[key])
+
+    def pushpull(self, key: Any, value: Any, out: Any = None, priority: int = 0) -> None:
+        self.calls.append(("pushpull", key, priority))
+        (value if out is None else out).copy_(self._num_workers * value)
+
+
+def zeros(count: int = 2) -> list[Parameter]:
+    return [Parameter(torch.zeros(1)) for _ in range(count)]
+
+
+def backward(*parameters: Parameter) -> None:
+    sum(p.sum() for p in parameters).backward()  # type: ignore[union-attr]
+
+
+def values(*parameters: Parameter) -> list[float]:
+    return [p.item() for p in parameters]
+
+
+def test_store_given_as_an_object_gets_every_parameter_once_and_every_gradient_in_every_step() -> None:
+    a, b = Parameter(torch.zeros(2, 3)), Parameter(torch.zeros(4))
+    store = Recorder()
+    trainer = Trainer([a, b], "sgd", {"lr": 1.0}, kvstore=store)
+    assert store.calls == []
+    for _ in range(2):
+        backward(a, b)
+        trainer.step(1)
+    steps = [("pushpull", 0, 0), ("pushpull", 1, -1)]
+    assert store.calls == [("broadcast", 0, [2, 3]), ("broadcast", 1, [4]), *steps, *steps]
+    assert a.unique().tolist() == [-4]
+    assert trainer.kvstore is store
+    assert trainer.server_stats() == []
+
+
+def test_store_given_by_its_name_is_really_used_with_a_single_process() -> None:
+    made: list[Recorder] = []
+
+    @kvstore.register("Recorder-By-Name")
+    class ByName(Recorder):
+        def __init__(self, type: str) -> None:
+            super().__init__(type)
+            made.append(self)
+
+    [p] = zeros(1)
+    trainer = Trainer([p], "sgd", {"lr": 1.0}, kvstore="recorder-by-NAME")
+    backward(p)
+    trainer.step(1)
+    assert [call[0] for call in made[0].calls] == ["broadcast", "pushpull"]
+    assert p.item() == -2
+
+
+def test_weights_of_rank_0_replace_those_of_the_others_before_the_first_step() -> None:
+    [p] = zeros(1)
+    store = Recorder()
+    store.weights[0] = torch.tensor([5.0])
+    trainer = Trainer([p], "sgd", {"lr": 1.0}, kvstore=store)
+    saved = (p * p).sum()
+    backward(p)
+    trainer.step(1)
+    assert p.item() == 3
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        saved.backward()
+
+
+@pytest.mark.parametrize(("num_workers", "expected"), [(1, [-2.5, -1.0]), (2, [-5.0, -3.0])])
+def test_third_party_store_of_one_worker_leaves_stale_parameters_out(
+    num_workers: int, expected: list[float]
+) -> None:
+    """With more workers nobody can tell whether another one had a gradient, so momentum goes on."""
+    a, b = zeros()
+    trainer = Trainer([a, b], "sgd", {"lr": 1.0, "momentum": 0.5}, kvstore=Recorder(num_workers=num_workers))
+    backward(a, b)
+    trainer.step(1)
+    backward(a)
+    trainer.step(1, ignore_stale_grad=True)
+    assert values(a, b) == expected
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_third_party_store_cannot_run_the_optimizer(by_name: bool) -> None:
+    name = f"recorder-{uuid.uuid4()}"
+    kvstore.register(name)(Recorder)
+    with pytest.raises(
+        ConfigurationError, match=rf"{name if by_name else 'recorder'}.*update_on_kvstore=False"
+    ):
+        Trainer(zeros(), "sgd", kvstore=name if by_name else Recorder(), update_on_kvstore=True)
+
+
+@pytest.mark.parametrize("name", ["local", "device", None])
+def test_single_process_needs_no_store(name: str | None) -> None:
+    [p] = zeros(1)
+    trainer = Trainer([p], "sgd", {"lr": 1.0}, kvstore=name)
+    backward(p)
+    trainer.step(1)
+    assert trainer.kvstore is None
+    assert p.item() == -1
+
+
+def test_update_on_kvstore_makes_a_store_even_for_one_device() -> None:
+    [p] = zeros(1)
+    trainer = Trainer([p], "sgd", {"lr": 1.0}, kvstore="device", update_on_kvstore=True)
+    backward(p)
+    trainer.step(1)
+    assert isinstance(trainer.kvstore, kvstore.LocalKVStore)
+    assert p.item() == -1
+    [stats] = trainer.server_stats()
+    assert [(table["rounds_applied"], table["keys"]) for table in stats["tables"]] == [(1, 1)]
+
+
+@pytest.mark.parametrize("uok", [True, False])
+def test_two_trainers_over_one_store_do_not_meet(uok: bool) -> None:
+    """MXNet lets both use keys 0, 1, …: the second one's weights are then the first one's."""
+    store = kvstore.create("local")
+    (a, b), (c, d) = zeros(), [Parameter(torch.full((3,), 5.0)), Parameter(torch.full((1,), 5.0))]
+    first = Trainer([a, b], "sgd", {"lr": 1.0, "momentum": 0.5}, kvstore=store, update_on_kvstore=uok)
+    second = Trainer([c, d], "adam", {"lr": 1.0}, kvstore=store, update_on_kvstore=uok)
+    for _ in range(2):
+        backward(a, b)
+        first.step(1)
+        backward(c, d)
+        second.step(1)
+    assert values(a, b) == [-2.5, -2.5]
+    torch.testing.assert_close(torch.cat([c, d]), torch.full((4,), 3.0))
+    assert set(second.state_dict()["state"][1]) == {"step", "exp_avg", "exp_avg_sq"}
+
+
+def test_keys_optimizer_and_updater_of_the_store_do_not_touch_its_trainer() -> None:
+    store = kvstore.LocalKVStore()
+    [p] = zeros(1)
+    trainer = Trainer([p], "sgd", {"lr": 1.0}, kvstore=store)
+    store.init(0, torch.zeros(1))
+    store.set_updater(lambda key, merged, stored: stored.add_(merged, alpha=100))
+    for _ in range(2):
+        backward(p)
+        trainer.step(1)
+        store.push(0, torch.ones(1))
+    out = torch.zeros(1)
+    store.pull(0, out)
+    assert (p.item(), out.item()) == (-2, 200)
+
+
+def test_leaving_the_context_closes_the_store_that_the_trainer_made_and_no_other() -> None:
+    mine = kvstore.create("local")
+    for store in ("local", mine):
+        [p] = zeros(1)
+        with Trainer([p], "sgd", {"lr": 1.0}, kvstore=store, update_on_kvstore=False) as trainer:
+            backward(p)
+            trainer.step(1)
+        trainer.close()
+        backward(p)
+        for method in (trainer.step, trainer.update):
+            with pytest.raises(KVStoreError, match="this Trainer is closed; build a new one"):
+                method(1)
+        assert p.item() == -1
+    mine.broadcast("still open", torch.ones(1), out=torch.zeros(1))
+
+
+def test_closed_trainer_leaves_gradients_to_torch() -> None:
+    [p] = zeros(1)
+    trainer = Trainer([p], "sgd")
+    backward(p)
+    trainer.step(1)
+    trainer.close()
+    backward(p)
+    assert p.grad is not None
+    assert p.grad.item() == 2
+
+
+def test_failed_first_round_can_be_repeated() -> None:
+    class Late(Recorder):
+        def broadcast(self, key: Any, value: Any, out: Any, priority: int = 0) -> None:
+            super().broadcast(key, value, out, priority)
+            if len(self.calls) == 1:
+                raise DeadlineError("rank 0 is late")
+
+    a, b = zeros()
+    trainer = Trainer([a, b], "sgd", {"lr": 1.0}, kvstore=Late())
+    backward(a, b)
+    with pytest.raises(DeadlineError):
+        trainer.step(1)
+    assert values(a, b) == [0, 0]
+    trainer.step(1)
+    assert values(a, b) == [-2, -2]
+
+
+def test_failed_round_leaves_weights_and_gradients_and_can_be_repeated() -> None:
+    class Flaky(Recorder):
+        is_down = False
+
+        def pushpull(self, key: Any, value: Any, out: Any = None, priority: int = 0) -> None:
+            super().pushpull(key, value, out, priority)
+            if self.is_down:
+                raise DeadlineError("rank 1 is gone")
+
+    store, (p,) = Flaky(), zeros(1)
+    trainer = Trainer([p], "sgd", {"lr": 1.0}, kvstore=store)
+    backward(p)
+    store.is_down = True
+    with pytest.raises(DeadlineError):
+        trainer.step(1)
+    assert p.item() == 0
+    store.is_down = False
+    trainer.step(1)
+    assert p.item() == -2
+
+
+@pytest.fixture
+def _two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+
+
+@pytest.mark.usefixtures("_two_ranks")
+def test_device_store_is_refused_where_it_would_not_reach_the_other_ranks() -> None:
+    with pytest.raises(ConfigurationError, match=r"2 ranks; use 'dist_sync' with servers, or kvstore=None"):
+        Trainer(zeros(), "sgd")
+    Trainer(zeros(), "sgd", kvstore=None)
