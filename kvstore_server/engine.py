@@ -24,6 +24,7 @@ from kvstore_server.errors import (
     RoundAbortedError,
     ServerLostState,
     ServerStoppingError,
+    from_wire,
     to_wire,
 )
 from kvstore_server.namespace import Namespace
@@ -258,7 +259,7 @@ class Engine:
         if self.is_stopping and commit.round == table.rounds.number and not table.rounds.is_waiting():
             raise ServerStoppingError(f"server {self.config.server} is stopping and takes no new round")
         if table.conflict is not None:
-            raise table.conflict
+            raise from_wire(*to_wire(table.conflict))  # a new one each time: a raised error collects tracebacks
         if batch.hyper:
             table.hyper.check(batch.hyper)
         verdict = table.rounds.commit(rank, commit, waiter, now)

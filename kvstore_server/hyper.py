@@ -55,8 +55,9 @@ class OptimizerBelief:
         for rank, spec in sorted(self._specs.items()):
             if spec != self._specs[lowest]:
                 raise PlanMismatchError(
-                    f"ranks set different optimizers: rank {lowest} {unpack_control(self._specs[lowest])}, "
-                    f"rank {rank} {unpack_control(spec)}; set the same one on every worker"
+                    f"ranks set different optimizers: "
+                    f"{_spec_difference(unpack_control(self._specs[lowest]), unpack_control(spec), lowest, rank)}; "
+                    "set the same one on every worker"
                 )
         return self._built[1]
 
@@ -160,6 +161,15 @@ def _first_difference(a: dict[str, Any], b: dict[str, Any], rank_a: int, rank_b:
         if a[name] != b[name]:
             return f"{name} is {a[name]} on rank {rank_a} and {b[name]} on rank {rank_b} (key index: factor)"
     return f"rank {rank_a} has {len(a['groups'])} groups, rank {rank_b} has {len(b['groups'])}"
+
+
+def _spec_difference(a: dict[str, Any], b: dict[str, Any], rank_a: int, rank_b: int) -> str:
+    if a["name"] != b["name"]:
+        return f"{a['name']!r} on rank {rank_a} and {b['name']!r} on rank {rank_b}"
+    left, right = ({**spec["hyper"], **spec} for spec in (a, b))
+    differing = (name for name in sorted(set(left) | set(right)) if left.get(name) != right.get(name))
+    name = next(name for name in differing if name != "hyper")
+    return f"{a['name']!r} has {name}={left.get(name)} on rank {rank_a} and {right.get(name)} on rank {rank_b}"
 
 
 def _tuples(value: Any) -> Any:

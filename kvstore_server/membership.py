@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvstore_server.errors import ConfigurationError, KVStoreError, WorkerLostError
+from kvstore_server.errors import ConfigurationError, WorkerLostError
 from kvstore_server.protocol.messages import Hello
 
 
@@ -45,7 +45,6 @@ class Membership:
         """The departed ranks that did not leave because they were done."""
         self.barrier_sequence = 0
         self.barrier: dict[int, BarrierWait] = {}
-        self.barrier_failure: KVStoreError | None = None
 
     def join(self, hello: Hello, session: int, now: float) -> Member | None:
         """Let a process stand for its rank; return the member that it replaces, if any.

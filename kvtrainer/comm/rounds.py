@@ -18,7 +18,7 @@ from kvtrainer.comm.tickets import Arenas, RemoteTable, RoundItem, Ticket, write
 
 _log = logging.getLogger(__name__)
 
-GIVE_UP_TIMEOUT = 2.0
+GIVE_UP_TIMEOUT = 5.0
 """Seconds to wait for servers to confirm that a round was given up."""
 
 
@@ -272,39 +272,47 @@ class Rounds:
 
     def _give_up(self, ticket: Ticket, tables: Sequence[RemoteTable], reason: str) -> None:
         """Fail rounds for everybody; where one server has applied and another failed it, have it taken back."""
-        undecided = [
-            (table, server)
-            for table in tables
-            for server, place in ((server, (server, number)) for server, number in table.numbers.items())
-            if ticket.failed.get(place, -1) <= table.round  # else the server has said that the round is lost
-        ]
-        applied = self._abort(undecided, reason, undo=False)
-        torn = [(table, server) for table, server in applied if not self._is_everywhere(table, applied)]
-        kept = self._abort(torn, reason, undo=True)
+        pairs = [(table, server) for table in tables for server in table.numbers]
+        fates: dict[tuple[str, int], bool | None] = {}
+        for table, server in pairs:
+            if ticket.failed.get((server, table.numbers[server]), -1) > table.round:
+                fates[table.name, server] = False  # the server has said so already
+        fates |= self._abort([p for p in pairs if (p[0].name, p[1]) not in fates], reason, undo=False)
+        # Only a round that another server has surely failed may be taken back: then nobody can have finished it.
+        lost = {name for (name, _), fate in fates.items() if fate is False}
+        torn = [p for p in pairs if fates[p[0].name, p[1]] and p[0].name in lost]
+        fates |= self._abort(torn, reason, undo=True)
         for table in tables:
-            where = [self._session.describe(server) for other, server in kept if other is table]
-            if where:
-                table.broken = KVStoreError(
-                    f"round {table.round} of {table.name!r} failed ({reason}) after it had been applied on "
-                    f"{', '.join(where)}: the servers are one round apart. Restart the job from its last saved states"
-                )
+            self._conclude(table, {server: fates[table.name, server] for server in table.numbers}, reason)
             said = (ticket.failed.get(place, -1) for place in table.numbers.items())
             table.round = max(table.round + 1, *said)
 
     def _abort(
         self, rounds: Sequence[tuple[RemoteTable, int]], reason: str, undo: bool
-    ) -> list[tuple[RemoteTable, int]]:
-        """Give up the present rounds of (table, server) pairs; return those that a server keeps as applied."""
+    ) -> dict[tuple[str, int], bool | None]:
+        """Give up the present rounds of (table, server) pairs.
+
+        Returns for each whether the server keeps it as applied; None where it did not answer.
+        """
         requests = [(server, m.Abort(t.numbers[server], t.round, reason, undo)) for t, server in rounds]
         answers = self._session.call_all(requests, GIVE_UP_TIMEOUT)
-        outcomes = zip(rounds, answers, strict=True)
-        return [
-            one for one, answer in outcomes if isinstance(answer, m.Info) and answer.values.get("applied")
-        ]
+        return {
+            (table.name, server): None if answer is None else _is_applied(answer)
+            for (table, server), answer in zip(rounds, answers, strict=True)
+        }
 
-    @staticmethod
-    def _is_everywhere(table: RemoteTable, applied: Sequence[tuple[RemoteTable, int]]) -> bool:
-        return sum(other is table for other, _ in applied) == len(table.numbers)
+    def _conclude(self, table: RemoteTable, fates: dict[int, bool | None], reason: str) -> None:
+        """Refuse to go on with a table whose servers are not known to agree about the round."""
+        if len(set(fates.values())) == 1 and None not in fates.values():
+            return
+        applied = [self._session.describe(server) for server, fate in fates.items() if fate]
+        silent = [self._session.describe(server) for server, fate in fates.items() if fate is None]
+        told = [f"{', '.join(applied)} had applied it"] if applied else []
+        told += [f"{', '.join(silent)} did not say whether it had been applied"] if silent else []
+        table.broken = KVStoreError(
+            f"round {table.round} of {table.name!r} failed ({reason}), but {' and '.join(told)}: the servers may be "
+            "one round apart. Restart the job from its last saved states"
+        )
 
     def _close(self, ticket: Ticket) -> None:
         ticket.is_over = True
@@ -313,3 +321,8 @@ class Rounds:
         for item in ticket.items:
             if item.table.ticket is ticket:
                 item.table.ticket = None
+
+
+def _is_applied(answer: m.ReplyBody) -> bool:
+    """Whether a server keeps a round that was to be given up; one that refuses this worker keeps nothing of it."""
+    return isinstance(answer, m.Info) and bool(answer.values.get("applied"))

@@ -101,15 +101,25 @@ class Session:
             ConnectTimeoutError: a server did not answer.
             KVStoreError: a server refused this worker.
         """
-        o = self.options
+        refusals = []
         for server in range(self.num_servers):
-            hello = m.Hello(
-                o.namespace, o.rank, o.num_workers, server, self.num_servers, o.capability, o.address
-            )
-            welcome = self._call(server, hello, o.connect_timeout, repeat=None)
-            assert isinstance(welcome, m.Welcome)
-            self._tokens[server] = (welcome.run, welcome.session)
+            try:
+                self._say_hello(server)
+            except DeadlineError:
+                raise
+            except KVStoreError as error:
+                # The others are asked all the same: each tells the workers that wait there why this one is missing.
+                refusals.append(error)
+        if refusals:
+            raise refusals[0]
         self._transport.start_heartbeats(self._tokens)
+
+    def _say_hello(self, server: int) -> None:
+        o = self.options
+        hello = m.Hello(o.namespace, o.rank, o.num_workers, server, self.num_servers, o.capability, o.address)
+        welcome = self._call(server, hello, o.connect_timeout, repeat=None)
+        assert isinstance(welcome, m.Welcome)
+        self._tokens[server] = (welcome.run, welcome.session)
 
     def describe(self, server: int) -> str:
         """The server's name in error messages."""
@@ -161,11 +171,15 @@ class Session:
 
             return take
 
+        def repeat() -> None:
+            for at in left:
+                self.send(requests[at][0], numbers[at], requests[at][1])
+
         try:
             for at, (server, body) in enumerate(requests):
                 numbers.append(self.next_number(expect(at)))
                 self.send(server, numbers[-1], body)
-            self.wait(lambda: not left, self.clock() + timeout, lambda now: None)
+            self.wait(lambda: not left, self.clock() + timeout, lambda _: repeat())
         except KVStoreError as error:
             _log.info("%d of %d requests were not answered: %s", len(left), len(requests), error)
         finally:

@@ -1,0 +1,133 @@
+"""Exchanges: what a round does to the arenas, over an engine in this process and over a third-party store."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvstore_server.hyper import pack_hypers
+from kvstore_server.optimizer import create
+from kvstore_server.plan import Plan, TensorSpec, make_plan
+from kvtrainer.errors import ConfigurationError
+from kvtrainer.exchange import Exchange, PluginExchange, StoreExchange
+from kvtrainer.kvstore import KVStoreBase, LocalKVStore
+from kvtrainer.local_update import LocalUpdate
+
+PLAN = make_plan(
+    [TensorSpec("a", (2,), "float32"), TensorSpec("b", (), "float64"), TensorSpec("c", (3,), "float32")], 1
+)
+
+
+class Tripling(KVStoreBase):
+    """Three workers that all do the same; rank 0's weights are 5."""
+
+    type = "tripling"
+    rank = 1
+    num_workers = 3
+
+    def broadcast(self, key: Any, value: Any, out: Any, priority: int = 0) -> None:
+        out.fill_(5)
+
+    def pushpull(self, key: Any, value: Any, out: Any = None, priority: int = 0) -> None:
+        (value if out is None else out).copy_(3 * value)
+
+
+def arenas(a: float, b: float, c: float, plan: Plan = PLAN) -> dict[str, Tensor]:
+    """One number per key; the padding is zero."""
+    result = {name: torch.zeros(size, dtype=getattr(torch, name)) for name, size in plan.arena_sizes.items()}
+    for spec, at, value in zip(plan.specs, plan.key_offsets, (a, b, c), strict=True):
+        result[spec.dtype][at : at + spec.numel] = value
+    return result
+
+
+def same(got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> bool:
+    """Compares the padding too: kernels run over it."""
+    return all(torch.equal(got[name], expected[name]) for name in expected)
+
+
+def over_store(optimizer: Any = None) -> StoreExchange:
+    return StoreExchange(LocalKVStore().open_client(), PLAN, optimizer)
+
+
+def hypers(**options: Any) -> bytes:
+    return pack_hypers([options], {}, {})
+
+
+def test_store_that_updates_writes_new_weights_and_leaves_gradients() -> None:
+    exchange = over_store(create("test", learning_rate=1.0))
+    weights, grads = arenas(10, 20, 30), arenas(1, 2, 3)
+    exchange.init(weights)
+    assert same(weights, arenas(10, 20, 30))
+    assert exchange.run(grads, weights, 0.5, frozenset(), b"") == frozenset()
+    assert same(weights, arenas(9.5, 19, 28.5))
+    assert same(grads, arenas(1, 2, 3))
+
+
+def test_options_that_travel_hold_until_others_do() -> None:
+    exchange = over_store(create("test", learning_rate=1.0))
+    weights = arenas(0, 0, 0)
+    exchange.init(weights)
+    for packed in (hypers(lr=2.0, weight_decay=0.0, clip_gradient=None), b""):
+        exchange.run(arenas(1, 1, 1), weights, 1.0, frozenset(), packed)
+    assert same(weights, arenas(-4, -4, -4))
+
+
+@pytest.mark.parametrize("absent", [frozenset({1}), frozenset({0}), frozenset({0, 1, 2})])
+def test_keys_that_nobody_has_are_named_and_stay(absent: frozenset[int]) -> None:
+    exchange = over_store(create("test", learning_rate=1.0, wd=1.0))
+    weights = arenas(8, 8, 8)
+    exchange.init(weights)
+    assert exchange.run(arenas(0, 0, 0), weights, 1.0, absent, b"") == absent
+    assert same(weights, arenas(*(8.0 if key in absent else 0.0 for key in range(3))))
+
+
+def test_store_that_does_not_update_writes_the_sum_to_the_gradients() -> None:
+    exchange = over_store()
+    weights, grads = arenas(10, 20, 30), arenas(1, 2, 3)
+    exchange.init(weights)
+    exchange.run(grads, weights, 0.5, frozenset(), b"")
+    assert same(grads, arenas(0.5, 1, 1.5))
+    assert same(weights, arenas(10, 20, 30))
+
+
+def test_state_of_a_slice_goes_to_the_store_and_comes_back() -> None:
+    optimizer = create("sgd", learning_rate=1.0, momentum=0.5)
+    exchange, local = over_store(optimizer), LocalUpdate(PLAN, optimizer)
+    weights, mirror = arenas(0, 0, 0), arenas(0, 0, 0)
+    exchange.init(weights)
+    local.apply(mirror, arenas(1, 2, 3), 1.0, [True] * 3, [optimizer.hyper] * 3)
+    for piece in PLAN.slices:
+        exchange.put_state(piece, local.get_state(piece))
+        assert exchange.get_state(piece).steps == [1] * len(piece.segments)
+    exchange.run(arenas(0, 0, 0), weights, 1.0, frozenset(), b"")
+    assert same(weights, arenas(-0.5, -1, -1.5))
+
+
+def test_two_exchanges_over_one_client_would_mix_and_are_refused() -> None:
+    client = LocalKVStore().open_client()
+    StoreExchange(client, PLAN, None).init(arenas(0, 0, 0))
+    with pytest.raises(ConfigurationError, match="registered already"):
+        StoreExchange(client, PLAN, None)
+
+
+def test_counters_of_the_store_tell_what_was_applied() -> None:
+    exchange = over_store(create("test"))
+    weights = arenas(0, 0, 0)
+    exchange.init(weights)
+    exchange.run(arenas(1, 1, 1), weights, 1.0, frozenset({2}), b"")
+    [[table]] = [stats["tables"] for stats in exchange.stats()]
+    assert (table["rounds_applied"], table["keys"], table["keys_applied"]) == (1, 3, 2)
+
+
+def test_third_party_store_sums_scaled_gradients_of_every_key() -> None:
+    exchange: Exchange = PluginExchange(Tripling(), PLAN)
+    weights, grads = arenas(0, 0, 0), arenas(1, 2, 3)
+    exchange.init(weights)
+    assert same(weights, arenas(5, 5, 5))
+    assert exchange.run(grads, weights, 0.5, frozenset({0}), b"") == frozenset()
+    assert same(grads, arenas(1.5, 3, 4.5))
+    assert exchange.stats() == []

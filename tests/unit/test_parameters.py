@@ -1,0 +1,109 @@
+"""The forms in which parameters may be given, and what they are called."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import Parameter
+
+from kvtrainer.errors import ConfigurationError
+from kvtrainer.parameters import collect
+
+A, B, C = (Parameter(torch.zeros(1)) for _ in range(3))
+
+
+def names_of(params: Any, first: int = 0) -> list[dict[str, int]]:
+    """Per group: name → which of A, B and C it is."""
+    numbers = {id(p): i for i, p in enumerate((A, B, C))}
+    return [
+        {
+            name: numbers[id(p)]
+            for name, p in zip(group["param_names"], group["params"], strict=True)
+        }
+        for group in collect(params, first)
+    ]  # fmt: skip
+
+
+def module() -> nn.Module:
+    net = nn.Module()
+    net.b, net.a = B, A
+    return net
+
+
+FORMS: dict[str, tuple[Callable[[], Any], list[dict[str, int]]]] = {
+    "list": (lambda: [B, A], [{"0": 1, "1": 0}]),
+    "generator": (lambda: (p for p in (B, A)), [{"0": 1, "1": 0}]),
+    "dict in sorted order of its keys": (lambda: {"b": B, "a": A, "c": C}, [{"a": 0, "b": 1, "c": 2}]),
+    "ordered dict": (lambda: OrderedDict(b=B, a=A), [{"a": 0, "b": 1}]),
+    "named parameters": (lambda: [("b", B), ("a", A)], [{"b": 1, "a": 0}]),
+    "module": (module, [{"b": 1, "a": 0}]),
+    "parameters of a module": (lambda: module().parameters(), [{"0": 1, "1": 0}]),
+    "groups": (lambda: [{"params": [B]}, {"params": A}], [{"0": 1}, {"1": 0}]),
+    "group of a module": (lambda: [{"params": module()}], [{"b": 1, "a": 0}]),
+    "group of a dict": (lambda: [{"params": {"b": B, "a": A}}], [{"a": 0, "b": 1}]),
+    "group with names": (lambda: [{"params": [B, A], "param_names": ["x", "y"]}], [{"x": 1, "y": 0}]),
+    "shared parameter": (lambda: [B, A, B, C], [{"0": 1, "1": 0, "2": 2}]),
+    "shared under two names": (lambda: {"z": A, "b": B, "c": A}, [{"b": 1, "c": 0}]),
+    "shared by two groups": (lambda: [{"params": [A]}, {"params": [A, B]}], [{"0": 0}, {"1": 1}]),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_parameters_are_found_named_and_ordered(form: str) -> None:
+    make, expected = FORMS[form]
+    found = names_of(make())
+    assert [list(group.items()) for group in found] == [list(group.items()) for group in expected]
+
+
+def test_options_of_a_group_are_kept_and_the_given_group_is_not_changed() -> None:
+    given = {"params": [A], "lr": 0.5, "wd": 0.1}
+    [group] = collect([given])
+    assert {name: group[name] for name in ("lr", "wd")} == {"lr": 0.5, "wd": 0.1}
+    assert given == {"params": [A], "lr": 0.5, "wd": 0.1}
+
+
+def test_unnamed_parameters_are_counted_from_the_given_number() -> None:
+    assert names_of([{"params": [A, B]}], first=3) == [{"3": 0, "4": 1}]
+
+
+def lazy() -> nn.Module:
+    return nn.LazyLinear(2)
+
+
+ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
+    "number": (lambda: 3, "expected a Module, or a list or dict of parameters, got int"),
+    "text": (lambda: "weights", "got str"),
+    "none": (lambda: None, "got NoneType"),
+    "single tensor": (lambda: A, "got a single tensor, put it in a list"),
+    "set": (lambda: {A, B}, "set of parameters has no order"),
+    "set in a group": (lambda: [{"params": {A, B}}], "set of parameters has no order"),
+    "list of numbers": (lambda: [1, 2], "got int for a parameter"),
+    "dict of numbers": (lambda: {"a": 1}, "got int for 'a'"),
+    "nothing": (lambda: [], "no parameters to train"),
+    "empty module": (nn.ReLU, "no parameters to train"),
+    "groups of nothing": (lambda: [{"params": []}], "no parameters to train"),
+    "group without params": (lambda: [{"lr": 1}], "needs 'params'; got only lr"),
+    "fewer names than parameters": (
+        lambda: [{"params": [A, B], "param_names": ["x"]}],
+        "2 parameters but 1 param_names",
+    ),
+    "one name twice": (lambda: [("w", A), ("w", B)], "two parameters are called 'w'"),
+    "name that is a position": (
+        lambda: [{"params": [("1", A)]}, {"params": [B]}],
+        "two parameters are called '1'",
+    ),
+    "computed tensor": (lambda: {"w": A * 2}, "'w' is the result of a computation"),
+    "lazy parameter": (lazy, "'weight' has no shape yet .* run one forward pass"),
+}
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_what_cannot_be_trained_is_refused(case: str) -> None:
+    make, message = ERRORS[case]
+    with pytest.raises(ConfigurationError, match=message):
+        collect(make())

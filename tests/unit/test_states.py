@@ -1,0 +1,145 @@
+"""Optimizer state per slice and per parameter: nothing is lost on the way there and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvstore_server.optimizer import Optimizer, create
+from kvstore_server.plan import Plan, TensorSpec, make_plan
+from kvtrainer.errors import ConfigurationError
+from kvtrainer.local_update import LocalUpdate
+from kvtrainer.states import StateElsewhere, check_states, export_states, import_states, read_states
+
+SHAPES: dict[str, tuple[int, ...]] = {"matrix": (3, 5), "scalar": (), "empty": (0, 2), "big": (170, 301)}
+CPU = torch.device("cpu")
+
+
+def plan_of(shapes: Mapping[str, tuple[int, ...]] = SHAPES, dtype: str = "float32") -> Plan:
+    return make_plan([TensorSpec(name, shape, dtype) for name, shape in shapes.items()], 1)
+
+
+def holder_of(optimizer: Optimizer, plan: Plan | None = None) -> LocalUpdate:
+    return LocalUpdate(plan or plan_of(), optimizer)
+
+
+def counted(shapes: Mapping[str, tuple[int, ...]] = SHAPES) -> dict[int, dict[str, Any]]:
+    """A state of Adam in which every number is another one."""
+    state: dict[int, dict[str, Any]] = {}
+    for key, shape in enumerate(shapes.values()):
+        start, count = 1000 * key, torch.Size(shape).numel()
+        numbers = torch.arange(start, start + count, dtype=torch.float32).view(shape)
+        state[key] = {"step": torch.tensor(3.0 + key), "exp_avg": numbers, "exp_avg_sq": -numbers}
+    return state
+
+
+def equal(a: Mapping[int, Mapping[str, Any]], b: Mapping[int, Mapping[str, Any]]) -> bool:
+    if a.keys() != b.keys() or any(a[key].keys() != b[key].keys() for key in a):
+        return False
+    return all(torch.equal(torch.as_tensor(a[k][n]), torch.as_tensor(b[k][n])) for k in a for n in a[k])
+
+
+def as_torch(states: Mapping[int, Any], sizes: list[int], **options: Any) -> dict[str, Any]:
+    """A state_dict of torch."""
+    ids = iter(range(sum(sizes)))
+    groups = [{**options, "params": [next(ids) for _ in range(size)]} for size in sizes]
+    return {"state": dict(states), "param_groups": groups}
+
+
+def groups_of(sizes: list[int]) -> list[dict[str, Any]]:
+    return [{"params": [torch.zeros(1)] * size} for size in sizes]
+
+
+def test_what_is_imported_is_exported_again() -> None:
+    assert len(plan_of().slices) > 3
+    holder = holder_of(create("adam"))
+    import_states(plan_of(), holder, counted(), create("adam"), CPU)
+    assert equal(export_states(plan_of(), holder), counted())
+
+
+def test_keys_without_state_start_afresh() -> None:
+    holder = holder_of(create("adam"))
+    import_states(plan_of(), holder, counted(), create("adam"), CPU)
+    some = {key: state for key, state in counted().items() if key != 0}
+    import_states(plan_of(), holder, some, create("adam"), CPU)
+    assert equal(export_states(plan_of(), holder), some)
+    import_states(plan_of(), holder, {}, create("adam"), CPU)
+    assert export_states(plan_of(), holder) == {}
+
+
+def test_numbers_of_a_0d_parameter_are_not_taken_for_the_optimizers_own() -> None:
+    """NAdam keeps both kinds: two averages per element, and one product per parameter."""
+    shapes: dict[str, tuple[int, ...]] = {"scalar": ()}
+    optimizer, plan = create("torch:NAdam"), plan_of(shapes)
+    holder = holder_of(optimizer, plan)
+    state = {0: {**counted(shapes)[0], "mu_product": torch.tensor(0.25)}}
+    import_states(plan, holder, state, optimizer, CPU)
+    [kept] = holder.states.values()
+    assert set(kept.tensors) == {"exp_avg", "exp_avg_sq"}
+    assert set(kept.scalars[0]) == {"mu_product"}
+    assert equal(export_states(plan, holder), state)
+
+
+def test_state_that_torch_keeps_without_a_count_counts_as_updated() -> None:
+    optimizer = create("torch:SGD", lr=0.5, momentum=0.5, dampening=0.5)
+    plan = plan_of({"w": (2,)})
+    holder = holder_of(optimizer, plan)
+    import_states(plan, holder, {0: {"momentum_buffer": torch.tensor([4.0, 8.0])}}, optimizer, CPU)
+    weights = {"float32": torch.zeros(plan.arena_sizes["float32"])}
+    grads = {"float32": torch.zeros(plan.arena_sizes["float32"])}
+    grads["float32"][:2] = 2.0
+    holder.apply(weights, grads, 1.0, [True], [optimizer.hyper])
+    # A first update would take the gradient as the buffer, without dampening.
+    assert weights["float32"][:2].tolist() == [-0.5 * (0.5 * 4 + 0.5 * 2), -0.5 * (0.5 * 8 + 0.5 * 2)]
+
+
+def test_float64_state_keeps_its_digits() -> None:
+    plan = plan_of({"w": (2,)}, "float64")
+    holder = holder_of(create("adam"), plan)
+    value = torch.tensor([1 / 3, 1e-300], dtype=torch.float64)
+    states = {0: {"step": torch.tensor(1.0), "exp_avg": value, "exp_avg_sq": value}}
+    import_states(plan, holder, states, create("adam"), CPU)
+    assert export_states(plan, holder)[0]["exp_avg"].equal(value)
+
+
+def test_read_states_are_copies_keyed_by_position() -> None:
+    given = as_torch({5: {"exp_avg": torch.ones(2)}, 7: {}}, [2, 1])
+    given["param_groups"][0]["params"], given["param_groups"][1]["params"] = [7, 6], [5]
+    plan = plan_of({"a": (2,), "b": (2,), "c": (2,)})
+    found = read_states(given, groups_of([2, 1]), plan, create("adam"))
+    given["state"][5]["exp_avg"].zero_()
+    assert equal(found, {2: {"exp_avg": torch.ones(2)}})
+
+
+@pytest.mark.parametrize("sizes", [[3], [1, 2], [2, 1, 1]])
+def test_state_of_other_groups_is_refused(sizes: list[int]) -> None:
+    with pytest.raises(ConfigurationError, match="load the states of the same model with the same groups"):
+        read_states(as_torch({}, sizes), groups_of([2, 1]), plan_of(), create("adam"))
+
+
+def test_state_of_another_shape_is_refused_with_its_name() -> None:
+    wrong: dict[int, dict[str, Tensor | float]] = {0: {"step": 1.0, "exp_avg": torch.zeros(5, 3)}}
+    message = r"'exp_avg' of 'matrix' has shape \[5, 3\], the parameter has \[3, 5\]"
+    with pytest.raises(ConfigurationError, match=message):
+        check_states(wrong, plan_of())
+    with pytest.raises(ConfigurationError, match=message):
+        read_states(as_torch(wrong, [4]), groups_of([4]), plan_of(), create("adam"))
+
+
+@pytest.mark.parametrize(("name", "dampening"), [("sgd", {"dampening": 0}), ("torch:SGD", {})])
+def test_momentum_of_the_other_familys_sgd_is_refused(name: str, dampening: dict[str, float]) -> None:
+    plan = plan_of({"w": (2,)})
+    given = as_torch({0: {"momentum_buffer": torch.zeros(2)}}, [1], lr=0.1, **dampening)
+    with pytest.raises(ConfigurationError, match="'sgd' for Gluon's, 'torch:SGD' for torch's"):
+        read_states(given, groups_of([1]), plan, create(name))
+    assert read_states({**given, "state": {}}, groups_of([1]), plan, create(name)) == {}
+
+
+def test_shown_state_is_empty_and_yet_true() -> None:
+    state = StateElsewhere(dict)
+    assert len(state) == 0
+    assert state
