@@ -1,7 +1,23 @@
 """A Gluon-style imperative trainer for PyTorch over local and parameter-server key-value stores."""
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from kvstore_server.version import __version__
-from kvtrainer import errors, kvstore, optimizer
-from kvtrainer.trainer import Trainer
+
+if TYPE_CHECKING:
+    from kvtrainer import errors, kvstore, optimizer
+    from kvtrainer.trainer import Trainer
 
 __all__ = ["Trainer", "__version__", "errors", "kvstore", "optimizer"]
+
+
+def __getattr__(name: str) -> Any:
+    # On first use: importing torch takes longer than all that kvlaunch does, and kvlaunch has no use for it.
+    if name == "Trainer":
+        return importlib.import_module("kvtrainer.trainer").Trainer
+    if name in __all__:
+        return importlib.import_module(f"kvtrainer.{name}")
+    raise AttributeError(f"module 'kvtrainer' has no attribute {name!r}")

@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
-from torch.utils.weak import TensorWeakRef
 
 from kvtrainer.errors import ConfigurationError
 
@@ -46,8 +45,9 @@ class GradientTracker:
         self._nodes: list[Node | None] = [None] * count
         self._handles: list[RemovableHandle] = []
         self._fired = [False] * count
-        # Weak, so that `zero_grad(set_to_none=True)` frees the memory of the gradients.
-        self._used: list[TensorWeakRef | None] = [None] * count
+        # Weak, so that `zero_grad(set_to_none=True)` frees the memory of the gradients. Each is only ever compared
+        # with a gradient that is held, so torch's slower TensorWeakRef is not needed.
+        self._used: list[weakref.ref[Tensor] | None] = [None] * count
         self._to_drop: set[int] = set()
         # One backward pass runs hooks in one thread per device.
         self._dropping = threading.Lock()
@@ -73,6 +73,15 @@ class GradientTracker:
             return False
         return self._fired[i] or not self._is_used(i, grad)
 
+    def fresh(self, among: Sequence[bool]) -> list[bool]:
+        """For each parameter, whether it is `among` those asked for and has a fresh gradient; see `is_fresh`."""
+        grads = [p.grad for p in self._parameters]
+        rows = zip(among, grads, self._fired, self._used, strict=True)
+        return [
+            asked and grad is not None and (fired or used is None or used() is not grad)
+            for asked, grad, fired, used in rows
+        ]
+
     def stale(self) -> list[int]:
         """The participating parameters without a fresh gradient, in ascending order.
 
@@ -87,15 +96,17 @@ class GradientTracker:
         Raises:
             ConfigurationError: a parameter has an unknown `grad_req`.
         """
-        modes = [self._mode(i) for i in range(len(self._parameters))]
-        return [p.requires_grad and mode != "null" for p, mode in zip(self._parameters, modes, strict=True)]
+        requires = [p.requires_grad for p in self._parameters]
+        if not any([getattr(p, "grad_req", None) for p in self._parameters]):
+            return requires
+        return [required and self._mode(i) != "null" for i, required in enumerate(requires)]
 
     def consume(self, indices: Iterable[int]) -> None:
         """Take the present gradients of these parameters as used up: not fresh, and due to be dropped."""
         for i in indices:
             grad = self._parameters[i].grad
             self._fired[i] = False
-            self._used[i] = None if grad is None else TensorWeakRef(grad)
+            self._used[i] = None if grad is None else weakref.ref(grad)
             self._to_drop.add(i)
 
     def close(self) -> None:

@@ -48,7 +48,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     options, command = _parse(arguments)
     limits = Limits(options.start_timeout, options.linger, options.grace)
-    server_command = _server_command(options.servers, [*options.server_arg, *_import_flags(options.imports)])
+    # A server that still waits for a dead worker's round must have given up before it would be killed.
+    drain = ["--drain-timeout", f"{max(0.8 * options.grace, 0.1):g}"]
+    extra = [*drain, *options.server_arg, *_import_flags(options.imports)]
+    server_command = _server_command(options.servers, extra)
     return Launcher(command, options.workers, server_command, options.servers, os.environ, limits).run()
 
 

@@ -197,7 +197,7 @@ class Trainer(FlatOptimizer):
         tracker, names = self._layout.tracker, self._layout.names
         tracker.attach()
         takes_part = tracker.participating()
-        fresh = [takes and tracker.is_fresh(i) for i, takes in enumerate(takes_part)]
+        fresh = tracker.fresh(takes_part)
         if is_strict and fresh != takes_part:
             reduced = self._reduced or [False] * len(names)
             rows = zip(names, takes_part, fresh, reduced, strict=True)

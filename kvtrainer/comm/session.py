@@ -25,6 +25,9 @@ _log = logging.getLogger(__name__)
 REPEAT_AFTER = 2.0
 """Seconds without an answer after which a request is sent again; sooner where `dead_after` is short."""
 
+STANDSTILL = 1.0
+"""A pause this much longer than asked for means that this process was stopped."""
+
 
 class Transport(Protocol):
     """Carries requests to servers and replies back."""
@@ -101,7 +104,7 @@ class Session:
             ConnectTimeoutError: a server did not answer.
             KVStoreError: a server refused this worker.
         """
-        refusals = []
+        refusals: list[KVStoreError] = []
         for server in range(self.num_servers):
             try:
                 self._say_hello(server)
@@ -162,7 +165,7 @@ class Session:
         """
         answers: list[m.ReplyBody | None] = [None] * len(requests)
         left = set(range(len(requests)))
-        numbers = []
+        numbers: list[int] = []
 
         def expect(at: int) -> Handler:
             def take(_: int, reply: m.ReplyBody) -> None:
@@ -193,13 +196,21 @@ class Session:
         Raises:
             DeadlineError: `deadline` has passed.
         """
+        looked = self.clock()
         while not is_over():
             now = self.clock()
             if now >= deadline:
                 raise DeadlineError("no answer before the deadline")
-            got = self._transport.receive(min(self._repeat_after, deadline - now))
+            pause = min(self._repeat_after, deadline - now)
+            got = self._transport.receive(pause)
+            now = self.clock()
+            if now - looked > pause + STANDSTILL:
+                # It was this process that stood still; what the servers said meanwhile has yet to be read.
+                self._heard = [now] * self.num_servers
+                deadline = max(deadline, now + STANDSTILL)
+            looked = now
             if got is None:
-                repeat(self.clock())
+                repeat(now)
             else:
                 self._hand_out(*got)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import itertools
 import os
 import socket
@@ -56,7 +55,8 @@ class DistKVStore(TableKVStore):
             read_timeout(os.environ, DEAD_AFTER, value=dead_after),
         )
         self._namespace = f"store{next(_created)}" if namespace is None else namespace
-        self._clients: weakref.WeakSet[Client] = weakref.WeakSet()
+        self._clients: list[Client] = []
+        weakref.finalize(self, _leave, self._clients)
         self._trainers = 0
         super().__init__(type, self._connect(self._namespace))
 
@@ -69,7 +69,7 @@ class DistKVStore(TableKVStore):
         try:
             super().close()
         finally:
-            for client in list(self._clients):
+            for client in self._clients:
                 client.close()
 
     def _connect(self, namespace: str) -> Client:
@@ -85,8 +85,7 @@ class DistKVStore(TableKVStore):
             f"{socket.gethostname()}:{os.getpid()}",
         )
         client = Client(Connection(self._topology.servers), options, time.monotonic)
-        self._clients.add(client)
-        _leave_at_exit(client)
+        self._clients.append(client)
         try:
             client.connect()
         except BaseException as error:
@@ -95,14 +94,7 @@ class DistKVStore(TableKVStore):
         return client
 
 
-def _leave_at_exit(client: Client) -> None:
-    """Tell the servers when this process ends, and why, so that no other worker waits for it in vain."""
-    reference = weakref.ref(client)
-    pid = os.getpid()
-
-    def leave() -> None:
-        living = reference()
-        if living is not None and os.getpid() == pid:
-            living.close(getattr(sys, "last_value", None))  # the error that ends this process, if one does
-
-    atexit.register(leave)
+def _leave(clients: Sequence[Client]) -> None:
+    """Tell the servers when the store is dropped or the process ends, and why: nobody shall wait for it in vain."""
+    for client in clients:
+        client.close(getattr(sys, "last_value", None))

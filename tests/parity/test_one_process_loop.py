@@ -7,7 +7,6 @@ order, so after 50 steps weights differ by rounding alone.
 from __future__ import annotations
 
 import pytest
-import torch
 from torch import Tensor
 
 from kvstore_server.optimizer.torch_family import ELEMENTWISE

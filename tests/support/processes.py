@@ -203,7 +203,7 @@ class Members:
 
     def __exit__(self, *_: object) -> None:
         # Rounds that a test left open are not waited for.
-        together(*(client.close for store in self._stores for client in list(store._clients)))
+        together(*(client.close for store in self._stores for client in store._clients))
 
 
 def together(*calls: Callable[[], Any], seconds: float = LIMIT) -> list[Any]:
