@@ -134,6 +134,7 @@ def describe_machine(versions: Mapping[str, str]) -> dict[str, Any]:
         "system": f"{platform.system()} {platform.release()}, {platform.machine()}",
         "load average at the end": "{:.1f} {:.1f} {:.1f}".format(*os.getloadavg()),
         "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
+        "revision": _revision(),
         "python": platform.python_version(),
         "settings": "OMP_NUM_THREADS=1 in every process, TCP over the loopback device",
     }
@@ -218,6 +219,14 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def _revision() -> str:
+    """The commit that was measured, and whether the working tree differs from it."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=10"]
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    return "unknown"
 
 
 def _cpu_model() -> str:

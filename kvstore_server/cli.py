@@ -6,6 +6,7 @@ Exit codes: 0 drained after SIGTERM or SIGINT, 1 a server-side failure, 2 wrong 
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib
 import ipaddress
 import logging
@@ -128,6 +129,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _serve(server: Server, ready_fd: int | None) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: server.request_stop())
+    # What the imports made lives as long as the process; without this every full collection walks all of it again.
+    gc.collect()
+    gc.freeze()
     _announce(server.endpoint, ready_fd)
     try:
         server.run()

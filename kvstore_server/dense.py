@@ -104,8 +104,11 @@ class DenseTable:
             present = self._present(piece, addends)
             if not any(present):
                 continue
-            total = self._reduce(piece, addends)
             weight = self._writable(at)
+            if all(present) and piece.dtype in ("float32", "float64"):
+                self._sum_into(weight[: piece.used], piece, addends)
+                continue
+            total = self._reduce(piece, addends)
             for segment, here in zip(piece.segments, present, strict=True):
                 if here:
                     end = segment.start + segment.numel
@@ -213,6 +216,8 @@ class DenseTable:
 
     def _present(self, piece: Slice, addends: Sequence[Addend]) -> list[bool]:
         given = [a for a in addends if piece.index in a.slices]
+        if any(not a.absent for a in given):
+            return [True] * len(piece.segments)
         return [any(segment.key not in a.absent for a in given) for segment in piece.segments]
 
     def _reduce(self, piece: Slice, addends: Sequence[Addend]) -> Tensor:
@@ -228,10 +233,14 @@ class DenseTable:
             scratch = self._scratch[compute] = torch.empty(piece.length, dtype=compute)
         total = scratch[: piece.length]
         total[piece.used :].zero_()
-        body = total[: piece.used]
+        self._sum_into(total[: piece.used], piece, addends)
+        return total
+
+    def _sum_into(self, body: Tensor, piece: Slice, addends: Sequence[Addend]) -> None:
+        """`_reduce` without padding, into `body`, whose dtype is the one to compute in."""
         given = [a for a in addends if piece.index in a.slices]
         common = given[0].scale if len({a.scale for a in given}) == 1 else None
-        payloads = [a.slices[piece.index].to(compute) for a in given]
+        payloads = [a.slices[piece.index].to(body.dtype) for a in given]
         if common is None:
             payloads = [payload * a.scale for payload, a in zip(payloads, given, strict=True)]
         if len(payloads) == 1:
@@ -242,7 +251,6 @@ class DenseTable:
                 body.add_(payload)
         if common is not None and common != 1.0:
             body.mul_(common)
-        return total
 
 
 def _allocate(slices: Sequence[Slice]) -> tuple[dict[str, Tensor], list[Tensor]]:

@@ -92,35 +92,46 @@ class Engine:
         for space in list(self.namespaces.values()):
             for table in space.tables.values():
                 if table.rounds.is_waiting():
-                    error = self._hopeless(space, table, now)
-                    if error is not None:
-                        out += _tell(table, table.rounds.number, table.fail(error), error)
+                    out += self._fail_if_hopeless(space, table, now)
             out += [
                 _failed(peer, number, error)
                 for peer, number, error in space.expired_barriers(now, self.config.dead_after)
             ]
         return out
 
+    def excuse_silence(self, now: float) -> None:
+        """Count every worker as just heard: it was the server that did not listen."""
+        for space in self.namespaces.values():
+            for member in space.membership.members.values():
+                member.last_heard = now
+
     def stop(self) -> None:
         """Begin to drain: rounds that have begun may end, new ones are refused."""
         self.is_stopping = True
 
-    def abandon(self) -> list[m.Outgoing]:
+    def abandon(self, now: float) -> list[m.Outgoing]:
         """Fail every wait, because the server ends now."""
         out: list[m.Outgoing] = []
         for space in self.namespaces.values():
+            members = space.membership
             for table in space.tables.values():
                 if table.rounds.is_waiting():
-                    error = ServerStoppingError(
-                        f"server {self.config.server} stopped while round {table.rounds.number} of {table.name!r} "
-                        f"waited for ranks {table.rounds.missing_ranks()}; restart the job from its last saved states"
-                    )
+                    what = f"round {table.rounds.number} of {table.name!r}"
+                    error = self._ended(what, space, table.rounds.missing_ranks(), now)
                     out += _tell(table, table.rounds.number, table.fail(error), error)
-            error = ServerStoppingError(
-                f"server {self.config.server} stopped while ranks waited at a barrier"
+            error = self._ended(
+                f"barrier {members.barrier_sequence}", space, space.absent_from_barrier(), now
             )
-            out += [_failed(wait.peer, wait.number, error) for wait in space.membership.barrier.values()]
+            out += [_failed(wait.peer, wait.number, error) for wait in members.barrier.values()]
+            members.barrier.clear()
         return out
+
+    def _ended(self, what: str, space: Namespace, missing: list[int], now: float) -> ServerStoppingError:
+        who = "; ".join(space.membership.describe(rank, now) for rank in missing)
+        return ServerStoppingError(
+            f"server {self.config.server} was stopped while {what} waited: {who}; "
+            "restart the job from its last saved states"
+        )
 
     def is_idle(self) -> bool:
         """Whether no rank waits for an answer."""
@@ -238,10 +249,14 @@ class Engine:
         self, space: Namespace, rank: int, batch: m.CommitBatch, waiter: Waiter, now: float
     ) -> list[m.Outgoing]:
         out: list[m.Outgoing] = []
+        # Asked once: a batch may hold a thousand commits, and as a rule nobody is lost.
+        anyone_lost = bool(space.membership.departed or space.membership.silent(now, self.config.dead_after))
         for commit in batch.commits:
             try:
                 table = space.table(commit.table)
                 out += self._commit(space, table, rank, batch, commit, waiter, now)
+                if table.rounds.is_waiting() and (anyone_lost or now >= table.rounds.earliest_deadline()):
+                    out += self._fail_if_hopeless(space, table, now)
             except KVStoreError as error:
                 out.append(_failed(waiter.peer, waiter.number, error, commit.table, commit.round))
         return out
@@ -259,7 +274,9 @@ class Engine:
         if self.is_stopping and commit.round == table.rounds.number and not table.rounds.is_waiting():
             raise ServerStoppingError(f"server {self.config.server} is stopping and takes no new round")
         if table.conflict is not None:
-            raise from_wire(*to_wire(table.conflict))  # a new one each time: a raised error collects tracebacks
+            raise from_wire(
+                *to_wire(table.conflict)
+            )  # a new one each time: a raised error collects tracebacks
         if batch.hyper:
             table.hyper.check(batch.hyper)
         verdict = table.rounds.commit(rank, commit, waiter, now)
@@ -277,10 +294,7 @@ class Engine:
         table.absent[rank] = frozenset(batch.absent)
         if batch.hyper:
             table.hyper.set(rank, batch.hyper)
-        if missing:
-            error = self._hopeless(space, table, now)
-            return [] if error is None else _tell(table, commit.round, table.fail(error), error)
-        return self._finish(space, table)
+        return [] if missing else self._finish(space, table)
 
     def _finish(self, space: Namespace, table: Table) -> list[m.Outgoing]:
         """Every rank has committed: apply the round and answer them all, or fail it for them all."""
@@ -294,6 +308,10 @@ class Engine:
             fault = KVStoreError(f"server {self.config.server} failed with {type(error).__name__}: {error}")
             return _tell(table, number, table.fail(fault), fault)
         return [reply for _, mine in ended for reply in _outcome(table, mine)]
+
+    def _fail_if_hopeless(self, space: Namespace, table: Table, now: float) -> list[m.Outgoing]:
+        error = self._hopeless(space, table, now)
+        return [] if error is None else _tell(table, table.rounds.number, table.fail(error), error)
 
     def _hopeless(self, space: Namespace, table: Table, now: float) -> KVStoreError | None:
         missing = table.rounds.missing_ranks()

@@ -118,10 +118,19 @@ WIRE_ERRORS: dict[str, type[KVStoreError]] = {
 }
 
 
+_LONGEST = 4000
+"""Characters of an error's text that travel; a user's exception may say any amount."""
+
+
+def describe(error: BaseException | None) -> str:
+    """An error as the reason of another one: its class and what it says, in reasonable length."""
+    return f"{type(error).__name__}: {error}"[:500]
+
+
 def to_wire(error: KVStoreError) -> tuple[str, str]:
     """Return the code and the text under which `error` travels to a peer."""
     code = type(error).__name__
-    return (code if code in WIRE_ERRORS else KVStoreError.__name__), str(error)
+    return (code if code in WIRE_ERRORS else KVStoreError.__name__), str(error)[:_LONGEST]
 
 
 def from_wire(code: str, text: str) -> KVStoreError:

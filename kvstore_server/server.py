@@ -1,7 +1,7 @@
 """The server's socket and clock around the engine; the only file here that knows ZeroMQ.
 
 One ROUTER socket, one thread. Sends never block: what a peer does not take is kept in a queue of its own, so a
-stopped worker delays nobody. Weights are sent without a copy; the engine asks `_Leases` before it writes to them.
+stopped worker delays nobody. Weights are sent without a copy; the engine asks `Leases` before it writes to them.
 """
 
 from __future__ import annotations
@@ -19,19 +19,20 @@ from torch import Tensor
 
 from kvstore_server.engine import Engine, EngineConfig
 from kvstore_server.errors import ConfigurationError, KVStoreError, to_wire
+from kvstore_server.leases import Leases
 from kvstore_server.protocol import messages as m
-from kvstore_server.protocol.frames import MAX_FRAME, MAX_PAYLOAD, decode_request, encode_reply
+from kvstore_server.protocol.frames import MAX_FRAME, MAX_PAYLOAD, SENT_ALONE, decode_request, encode_reply
 
 _log = logging.getLogger(__name__)
 
 TICK = 0.1
 """Seconds between two looks at deadlines."""
+STANDSTILL = 1.0
+"""A turn of the loop that takes longer, in seconds, means that the server itself was stopped or very busy."""
 _BURST = 64
 """Messages taken before the queues of slow peers get a turn."""
 _LAST_WORDS = 1.0
 """Seconds that queued replies get at least when the server ends."""
-_ZERO_COPY = 64 * 1024
-"""Frames below this size are copied: that is cheaper than keeping track of them."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class Server:
     ) -> None:
         self._options = options
         self._clock = clock
-        self._leases = _Leases()
+        self._leases = Leases()
         self.engine = Engine(config, self._leases)
         self._backlog: dict[bytes, _Backlog] = {}
         self._stop_requested = False
@@ -87,12 +88,16 @@ class Server:
 
         Rounds that are not over by the end of the drain timeout fail with ServerStoppingError.
         """
-        next_tick = self._clock()
+        next_tick = looked = self._clock()
         while not self._is_drained():
             timeout = 0.005 if self._backlog else TICK
             if self._socket.poll(int(timeout * 1000), zmq.POLLIN):
                 self._receive_burst()
             now = self._clock()
+            if now - looked > STANDSTILL:
+                self.engine.excuse_silence(now)
+                next_tick = now + STANDSTILL  # what the workers said meanwhile has yet to be read
+            looked = now
             if now >= next_tick:
                 self._send_all(self.engine.tick(now))
                 next_tick = now + TICK
@@ -103,7 +108,7 @@ class Server:
                 )
                 self.engine.stop()
                 self._drain_until = self._clock() + self._options.drain_timeout
-        self._send_all(self.engine.abandon())
+        self._send_all(self.engine.abandon(self._clock()))
 
     def close(self) -> None:
         """Give the socket back; replies that are still queued get what is left of the drain timeout to leave."""
@@ -145,7 +150,11 @@ class Server:
 
     def _send_all(self, replies: Iterable[m.Outgoing]) -> None:
         for out in _packed(replies):
-            self._send(out.peer, encode_reply(out.reply), _payload_of(out.reply.body))
+            try:
+                frames = encode_reply(out.reply)
+            except KVStoreError as error:
+                frames = encode_reply(m.Reply(out.reply.number, m.Failed(*to_wire(error))))
+            self._send(out.peer, frames, _payload_of(out.reply.body))
 
     def _send(self, peer: bytes, frames: list[Any], payload: Tensor | None = None) -> None:
         waiting = self._backlog.get(peer)
@@ -165,7 +174,7 @@ class Server:
 
     def _try_send(self, peer: bytes, frames: list[Any], payload: Tensor | None) -> _Sent:
         try:
-            if payload is not None and payload.nbytes >= _ZERO_COPY:
+            if payload is not None and payload.nbytes >= SENT_ALONE:
                 head = [zmq.Frame(frame) for frame in (peer, *frames[:-1])]
                 last = zmq.Frame(frames[-1], track=True, copy=False)
                 self._socket.send_multipart([*head, last], zmq.NOBLOCK, copy=False)
@@ -221,40 +230,6 @@ class _Backlog:
     nbytes: int = 0
 
 
-class _Leases:
-    """Buffers that the socket or a queue still reads from, by address."""
-
-    def __init__(self) -> None:
-        self._trackers: dict[int, list[zmq.MessageTracker]] = {}
-        self._held: dict[int, int] = {}
-
-    def hold(self, buffer: Tensor) -> None:
-        self._held[buffer.data_ptr()] = self._held.get(buffer.data_ptr(), 0) + 1
-
-    def release(self, buffer: Tensor) -> None:
-        left = self._held[buffer.data_ptr()] - 1
-        if left:
-            self._held[buffer.data_ptr()] = left
-        else:
-            del self._held[buffer.data_ptr()]
-
-    def track(self, buffer: Tensor, tracker: zmq.MessageTracker) -> None:
-        known = self._trackers.get(buffer.data_ptr(), [])
-        self._trackers[buffer.data_ptr()] = [one for one in known if not one.done] + [tracker]
-
-    def is_busy(self, buffer: Tensor) -> bool:
-        address = buffer.data_ptr()
-        if address in self._held:
-            return True
-        trackers = self._trackers.get(address)
-        if trackers is None:
-            return False
-        if all(tracker.done for tracker in trackers):
-            del self._trackers[address]
-            return False
-        return True
-
-
 def _payload_of(body: m.ReplyBody) -> Tensor | None:
     """The one buffer that a reply would send without a copy."""
     if isinstance(body, m.Weights) and len(body.parts) == 1 and isinstance(body.parts[0].payload, Tensor):
@@ -288,7 +263,10 @@ def _groups(parts: Iterable[m.WeightsPart]) -> Iterable[list[m.WeightsPart]]:
     size = 0
     for part in parts:
         nbytes = part.payload.nbytes
-        if group and size + nbytes > MAX_PAYLOAD:
+        if nbytes >= SENT_ALONE:
+            yield [part]
+            continue
+        if size + nbytes > MAX_PAYLOAD:
             yield group
             group, size = [], 0
         group.append(part)

@@ -132,6 +132,8 @@ class Table:
         return Addend(slices, scale, self.absent.get(rank, frozenset()))
 
     def _keys_in(self, addends: list[Addend]) -> set[int]:
+        if any(not a.absent for a in addends):
+            return set(self.dense.keys)
         return {key for key in self.dense.keys if any(key not in a.absent for a in addends)}
 
     def _check_complete(self, first: Contribution[Waiter]) -> None:

@@ -44,7 +44,8 @@ class Trainer(FlatOptimizer):
         compression_params: Gradient compression; no store of this release offers it, so anything but None is an
             error.
         update_on_kvstore: Whether the optimizer runs in the store: on the servers of "dist_sync", each holding a
-            part of the weights and of the optimizer's state. None means: where the store can.
+            part of the weights and of the optimizer's state. The store's weights then count: what the loop itself
+            writes into a parameter after the first step is overwritten by the next. None means: where the store can.
 
     The data of the parameters move into flat buffers; move the model to its device and dtype before.
     Not thread-safe. As a context manager it closes its store.
@@ -147,12 +148,16 @@ class Trainer(FlatOptimizer):
         """
         self._refuse_in_store("update()")
         scale = self._scale(batch_size)
-        present = self._fresh(is_strict=batch_size is not None and not ignore_stale_grad)
+        is_strict = batch_size is not None and not ignore_stale_grad
+        if self._reduced is None:
+            present = self._fresh(is_strict)
+        else:
+            # Sums count as fresh, also where only other workers had a gradient; unless dropped since.
+            rows = zip(self._reduced, self._layout.parameters, strict=True)
+            present = self._fresh(is_strict, [has_sum and p.grad is not None for has_sum, p in rows])
         self._prepare()
-        if self._exchange is not None and self._reduced is not None:
-            present = self._reduced
-            if batch_size is None:
-                scale /= self._exchange.num_workers
+        if self._exchange is not None and self._reduced is not None and batch_size is None:
+            scale /= self._exchange.num_workers
         self._layout.gather_grads(present)
         self._update_here(present, scale)
         self._finish(present)
@@ -189,24 +194,25 @@ class Trainer(FlatOptimizer):
             # Schedulers bound to the instance warn unless they see it step.
             self._instance._opt_called = True  # type: ignore[attr-defined]
 
-    def _fresh(self, is_strict: bool) -> list[bool]:
-        """Which parameters have a new gradient; raises StaleGradientError if one that should has none."""
+    def _fresh(self, is_strict: bool, summed: list[bool] | None = None) -> list[bool]:
+        """Which parameters have a new gradient; raises StaleGradientError if one that should has none.
+
+        After `allreduce_grads`, `summed` says which have one.
+        """
         if self._is_closed:
             raise KVStoreError("this Trainer is closed; build a new one to go on")
         self._follow_instance()
         tracker, names = self._layout.tracker, self._layout.names
         tracker.attach()
         takes_part = tracker.participating()
-        fresh = tracker.fresh(takes_part)
+        fresh = tracker.fresh(takes_part) if summed is None else summed
         if is_strict and fresh != takes_part:
-            reduced = self._reduced or [False] * len(names)
-            rows = zip(names, takes_part, fresh, reduced, strict=True)
-            stale = [name for name, takes, is_fresh, has_sum in rows if takes and not (is_fresh or has_sum)]
-            if stale:
-                raise StaleGradientError(
-                    f"{len(stale)} of {len(names)} parameters got no gradient since the last step: {', '.join(stale)}. "
-                    "If the model uses only some of them on purpose, call step(batch_size, ignore_stale_grad=True)"
-                )
+            rows = zip(names, takes_part, fresh, strict=True)
+            stale = [name for name, takes, is_fresh in rows if takes and not is_fresh]
+            raise StaleGradientError(
+                f"{len(stale)} of {len(names)} parameters got no gradient since the last step: {', '.join(stale)}. "
+                "If the model uses only some of them on purpose, call step(batch_size, ignore_stale_grad=True)"
+            )
         return fresh
 
     def _scale(self, batch_size: float | None) -> float:
@@ -228,7 +234,7 @@ class Trainer(FlatOptimizer):
 
     @property
     def kvstore(self) -> KVStoreBase | None:
-        """The store; None before the first step, and where none is needed."""
+        """The store; None where none is needed, and before the first step if it was given by name."""
         return self._choice.store
 
     def server_stats(self) -> list[dict[str, Any]]:

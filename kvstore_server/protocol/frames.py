@@ -27,6 +27,8 @@ from kvstore_server.version import PROTOCOL_VERSION
 MAX_FRAME = 1024 * 1024 + 64 * 1024
 """No frame is larger; servers set it as ZMQ_MAXMSGSIZE."""
 MAX_PAYLOAD = 1024 * 1024
+SENT_ALONE = 64 * 1024
+"""A slice of at least this many bytes has a message of its own, so that it can be sent without being copied."""
 _MAGIC = b"KV"
 _HEADER = struct.Struct("<2sBB4xQQQ")
 _PUSH = 0x80
@@ -64,7 +66,11 @@ Frame = bytes | bytearray | memoryview | Any
 
 
 def encode_request(request: m.Request) -> list[Frame]:
-    """Return the frames of a request; payload buffers are passed through, not copied."""
+    """Return the frames of a request; payload buffers are passed through, not copied.
+
+    Raises:
+        ProtocolError: a control message is too large for one frame.
+    """
     body = request.body
     if isinstance(body, m.PushBatch):
         kind, frames = _PUSH, _encode_pushes(body.pushes)
@@ -101,7 +107,7 @@ def decode_request(frames: Sequence[Frame]) -> m.Request:
 
 
 def encode_reply(reply: m.Reply) -> list[Frame]:
-    """Return the frames of a reply; payload buffers are passed through, not copied."""
+    """Return the frames of a reply; payload buffers are passed through, not copied. Raises as `encode_request`."""
     body = reply.body
     if isinstance(body, m.Weights):
         records = [(p.table, p.slice, p.round, _nbytes(p.payload)) for p in body.parts]
@@ -264,8 +270,13 @@ def _decode_state(frames: Sequence[Frame]) -> m.State:
 
 
 def _encode_control(body: Any) -> tuple[int, list[Frame]]:
-    values = [getattr(body, name) for name in _FIELDS[type(body)]]
-    return _KIND_OF[type(body)], [pack_control(values)]
+    frame = pack_control([getattr(body, name) for name in _FIELDS[type(body)]])
+    if len(frame) > MAX_FRAME:
+        raise ProtocolError(
+            f"a {type(body).__name__} message would have {len(frame)} bytes, more than the {MAX_FRAME} that one may "
+            "have; use fewer keys in one namespace"
+        )
+    return _KIND_OF[type(body)], [frame]
 
 
 def _decode_control(kind: int, frames: Sequence[Frame]) -> Any:
@@ -362,6 +373,10 @@ def _records(frames: Sequence[Frame], kind: int, count: int) -> np.ndarray[Any, 
 def _join(payloads: Sequence[m.Payload]) -> Frame:
     if len(payloads) == 1:
         return payload_bytes(payloads[0])
+    kinds = {payload.dtype if isinstance(payload, torch.Tensor) else None for payload in payloads}
+    if len(kinds) == 1 and None not in kinds:
+        # One call for many small tensors; asking each for its bytes would cost more than all the rest.
+        return payload_bytes(torch.cat(list(payloads)))
     return b"".join(payload_bytes(payload) for payload in payloads)
 
 

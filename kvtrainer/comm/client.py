@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from kvstore_server.errors import ConfigurationError
+from kvstore_server.errors import ConfigurationError, describe
 from kvstore_server.optimizer import SliceState
 from kvstore_server.plan import Slice, TensorSpec, make_plan
 from kvstore_server.protocol import messages as m
@@ -122,5 +122,5 @@ class Client:
         """
         reason = "it closed its kvstore or its program ended"
         if error is not None:
-            reason = f"{type(error).__name__}: {error}"[:500]
+            reason = describe(error)
         self._session.close(reason, is_clean=error is None)

@@ -16,11 +16,10 @@ import zmq
 from torch import Tensor
 
 from kvstore_server.protocol import messages as m
-from kvstore_server.protocol.frames import MAX_FRAME, decode_reply, encode_request
+from kvstore_server.protocol.frames import MAX_FRAME, SENT_ALONE, decode_reply, encode_request
 
 HEARTBEAT_INTERVAL = 1.0
 """Seconds between two signs of life to every server."""
-_ZERO_COPY = 64 * 1024
 _LINGER_MS = 2000
 
 
@@ -153,4 +152,4 @@ def _dealer(context: Any, address: str, queue: int = 0) -> Any:
 
 
 def _is_large(payload: m.Payload) -> bool:
-    return isinstance(payload, Tensor) and payload.nbytes >= _ZERO_COPY
+    return isinstance(payload, Tensor) and payload.nbytes >= SENT_ALONE

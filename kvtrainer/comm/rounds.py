@@ -9,17 +9,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 
-from kvstore_server.errors import DeadlineError, KVStoreError, RoundAbortedError, from_wire
+from kvstore_server.errors import DeadlineError, KVStoreError, RoundAbortedError, describe, from_wire
 from kvstore_server.plan import Slice
 from kvstore_server.protocol import messages as m
-from kvstore_server.protocol.frames import MAX_PAYLOAD
+from kvstore_server.protocol.frames import MAX_PAYLOAD, SENT_ALONE
+from kvtrainer.comm.giving_up import give_up
 from kvtrainer.comm.session import Session
 from kvtrainer.comm.tickets import Arenas, RemoteTable, RoundItem, Ticket, write_part
 
 _log = logging.getLogger(__name__)
 
-GIVE_UP_TIMEOUT = 5.0
-"""Seconds to wait for servers to confirm that a round was given up."""
+_COMMITS_PER_MESSAGE = 512
+"""So many fit into one frame, whatever their number of slices."""
 
 
 class Rounds:
@@ -146,20 +147,25 @@ class Rounds:
                 continue
             number, round_ = item.table.numbers[server], item.table.round
             for piece in pieces:
-                if batch and size + piece.nbytes > MAX_PAYLOAD:
+                payload = item.values[piece.dtype][piece.offset : piece.offset + piece.used]
+                push = m.Push(number, piece.index, round_, 0, payload)
+                if piece.nbytes >= SENT_ALONE:
+                    self._session.send(server, request, m.PushBatch((push,)))
+                    continue
+                if size + piece.nbytes > MAX_PAYLOAD:
                     self._session.send(server, request, m.PushBatch(tuple(batch)))
                     batch, size = [], 0
-                payload = item.values[piece.dtype][piece.offset : piece.offset + piece.used]
-                batch.append(m.Push(number, piece.index, round_, 0, payload))
+                batch.append(push)
                 size += piece.nbytes
         if batch:
             self._session.send(server, request, m.PushBatch(tuple(batch)))
 
     def _send_commit(self, ticket: Ticket, server: int) -> None:
         number, batch = ticket.requests[server]
-        still_open = tuple(c for c in batch.commits if (server, c.table) in ticket.outstanding)
-        if still_open:
-            self._session.send(server, number, m.CommitBatch(still_open, batch.hyper, batch.absent))
+        still_open = [c for c in batch.commits if (server, c.table) in ticket.outstanding]
+        for at in range(0, len(still_open), _COMMITS_PER_MESSAGE):
+            some = tuple(still_open[at : at + _COMMITS_PER_MESSAGE])
+            self._session.send(server, number, m.CommitBatch(some, batch.hyper, batch.absent))
 
     # ---------------------------------------------------------------- receiving
 
@@ -208,9 +214,7 @@ class Rounds:
         """One round, or with table -1 all that was asked of a server, has failed; the other tables go on."""
         error = from_wire(failure.code, failure.text)
         if ticket.error is None or isinstance(ticket.error, RoundAbortedError):
-            ticket.error = (
-                error  # that somebody gave up is never the first cause, unless nothing else is known
-            )
+            ticket.error = error  # that somebody gave up is not the cause where another one is known
         for where in [w for w in ticket.outstanding if w[0] == server and failure.table in (-1, w[1])]:
             ticket.failed[where] = failure.next_round
             del ticket.outstanding[where]
@@ -219,7 +223,7 @@ class Rounds:
 
     def _abort_elsewhere(self, ticket: Ticket, table: RemoteTable, error: KVStoreError) -> None:
         """The round can no longer be applied everywhere: do not wait for those who would only now begin it."""
-        reason = f"{type(error).__name__}: {error}"
+        reason = describe(error)
         for server, number in table.numbers.items():
             if (server, number) in ticket.outstanding and table.name not in ticket.aborted:
                 abort = m.Abort(number, table.round, reason, undo=False)
@@ -268,51 +272,7 @@ class Rounds:
             item.table.round += 1
             item.table.is_initialised = True
         if lost:
-            self._give_up(ticket, lost, f"{type(error).__name__}: {error}")
-
-    def _give_up(self, ticket: Ticket, tables: Sequence[RemoteTable], reason: str) -> None:
-        """Fail rounds for everybody; where one server has applied and another failed it, have it taken back."""
-        pairs = [(table, server) for table in tables for server in table.numbers]
-        fates: dict[tuple[str, int], bool | None] = {}
-        for table, server in pairs:
-            if ticket.failed.get((server, table.numbers[server]), -1) > table.round:
-                fates[table.name, server] = False  # the server has said so already
-        fates |= self._abort([p for p in pairs if (p[0].name, p[1]) not in fates], reason, undo=False)
-        # Only a round that another server has surely failed may be taken back: then nobody can have finished it.
-        lost = {name for (name, _), fate in fates.items() if fate is False}
-        torn = [p for p in pairs if fates[p[0].name, p[1]] and p[0].name in lost]
-        fates |= self._abort(torn, reason, undo=True)
-        for table in tables:
-            self._conclude(table, {server: fates[table.name, server] for server in table.numbers}, reason)
-            said = (ticket.failed.get(place, -1) for place in table.numbers.items())
-            table.round = max(table.round + 1, *said)
-
-    def _abort(
-        self, rounds: Sequence[tuple[RemoteTable, int]], reason: str, undo: bool
-    ) -> dict[tuple[str, int], bool | None]:
-        """Give up the present rounds of (table, server) pairs.
-
-        Returns for each whether the server keeps it as applied; None where it did not answer.
-        """
-        requests = [(server, m.Abort(t.numbers[server], t.round, reason, undo)) for t, server in rounds]
-        answers = self._session.call_all(requests, GIVE_UP_TIMEOUT)
-        return {
-            (table.name, server): None if answer is None else _is_applied(answer)
-            for (table, server), answer in zip(rounds, answers, strict=True)
-        }
-
-    def _conclude(self, table: RemoteTable, fates: dict[int, bool | None], reason: str) -> None:
-        """Refuse to go on with a table whose servers are not known to agree about the round."""
-        if len(set(fates.values())) == 1 and None not in fates.values():
-            return
-        applied = [self._session.describe(server) for server, fate in fates.items() if fate]
-        silent = [self._session.describe(server) for server, fate in fates.items() if fate is None]
-        told = [f"{', '.join(applied)} had applied it"] if applied else []
-        told += [f"{', '.join(silent)} did not say whether it had been applied"] if silent else []
-        table.broken = KVStoreError(
-            f"round {table.round} of {table.name!r} failed ({reason}), but {' and '.join(told)}: the servers may be "
-            "one round apart. Restart the job from its last saved states"
-        )
+            give_up(self._session, ticket, lost, describe(error))
 
     def _close(self, ticket: Ticket) -> None:
         ticket.is_over = True
@@ -321,8 +281,3 @@ class Rounds:
         for item in ticket.items:
             if item.table.ticket is ticket:
                 item.table.ticket = None
-
-
-def _is_applied(answer: m.ReplyBody) -> bool:
-    """Whether a server keeps a round that was to be given up; one that refuses this worker keeps nothing of it."""
-    return isinstance(answer, m.Info) and bool(answer.values.get("applied"))

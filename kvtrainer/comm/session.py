@@ -89,6 +89,7 @@ class Session:
         self._transport = transport
         self._tokens = [(0, 0)] * transport.num_servers
         self._heard = [clock()] * transport.num_servers
+        self._gone: set[int] = set()
         self._handlers: dict[int, Handler] = {}
         self._last_number = 0
         self._repeat_after = min(REPEAT_AFTER, options.dead_after / 4)
@@ -161,10 +162,11 @@ class Session:
     ) -> list[m.ReplyBody | None]:
         """Send control requests, (server, body) each, and block up to `timeout` seconds for all answers together.
 
-        Returns one answer per request, failures as they came, None where none came in time. Does not raise.
+        Returns one answer per request, failures as they came, None where none came in time. Servers that were found
+        to be unreachable are told, but not waited for. Does not raise.
         """
         answers: list[m.ReplyBody | None] = [None] * len(requests)
-        left = set(range(len(requests)))
+        left = {at for at, (server, _) in enumerate(requests) if server not in self._gone}
         numbers: list[int] = []
 
         def expect(at: int) -> Handler:
@@ -224,6 +226,7 @@ class Session:
         """
         silence = now - max(self._heard[server], since)
         if silence > self.options.dead_after:
+            self._gone.add(server)
             raise ServerUnreachableError(
                 f"{self.describe(server)} has not answered for {silence:.1f} s; is it still running? "
                 "Restart the job from its last saved states"
@@ -279,6 +282,7 @@ class Session:
 
     def _hand_out(self, server: int, reply: m.Reply) -> None:
         self._heard[server] = self.clock()
+        self._gone.discard(server)
         if reply.number == 0 and isinstance(reply.body, m.Failed):
             # The server could not even read the request, so no handler can be named.
             raise from_wire(reply.body.code, reply.body.text)

@@ -45,7 +45,7 @@ class LocalKVStore(TableKVStore):
         super().set_optimizer(optimizer)
         self._engine.updaters.pop(_KEYS, None)
 
-    def set_updater(self, updater: Callable[[Key, Tensor, Tensor], None]) -> None:
+    def set_updater(self, updater: Callable[[Key, Tensor, Tensor], object]) -> None:
         """Call `updater(key, merged, stored)` in place of an optimizer; it changes `stored` in place.
 
         An error that it raises is raised by the push (as OptimizerError) and leaves the values as they were.

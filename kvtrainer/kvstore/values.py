@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,6 +38,7 @@ def check_key(key: Any) -> Key:
     return key
 
 
+@functools.cache
 def dtype_name(dtype: torch.dtype) -> str:
     """torch.float32 → "float32"."""
     return str(dtype).removeprefix("torch.")
@@ -80,6 +82,8 @@ def merge(replicas: Sequence[Tensor]) -> tuple[Tensor, bool]:
 
 
 def _replicas(key: Key, value: Any, what: str) -> list[Tensor]:
+    if isinstance(value, Tensor) and value.layout == torch.strided:
+        return [value]  # what it nearly always is
     tensors = list(value) if isinstance(value, list | tuple) else [value]
     if not tensors or not all(isinstance(one, Tensor) for one in tensors):
         raise ConfigurationError(

@@ -11,22 +11,25 @@ import pytest
 import torch
 
 from kvstore_server.plan import TensorSpec, make_plan
-from tests.support.jobs import Job, run_job
+from tests.support.jobs import Job, PartOfJob
 from tests.support.workers.bits import KEYS, LAYERS, OPTIMIZERS, gradient
 
 SERVERS = (1, 2, 3)
 
+# One fixture runs three jobs.
+pytestmark = pytest.mark.timeout(330)
+
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> list[Job]:
+def alone(part_of_job: PartOfJob) -> list[Job]:
     """One worker, with every number of servers."""
-    return [run_job("bits", tmp_path_factory.mktemp("bits"), 1, servers) for servers in SERVERS]
+    return [part_of_job("bits", 1, servers) for servers in SERVERS]
 
 
 @pytest.fixture(scope="module")
-def three(tmp_path_factory: pytest.TempPathFactory) -> list[Job]:
+def three(part_of_job: PartOfJob) -> list[Job]:
     """Three workers, with every number of servers."""
-    return [run_job("bits", tmp_path_factory.mktemp("bits"), 3, servers) for servers in SERVERS]
+    return [part_of_job("bits", 3, servers) for servers in SERVERS]
 
 
 def named(jobs: Iterable[Job], name: str) -> dict[str, str]:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from kvstore_server.plan import TensorSpec, make_plan
-from tests.support.jobs import Job, run_job
+from tests.support.jobs import Job, PartOfJob
 from tests.support.workers.closed_forms import MODES, PUSHED, RATES, REPEATS, TRAINED
 
 FAST = {(1, 1), (2, 2), (3, 2), (2, 3)}
@@ -25,9 +25,8 @@ GRID = [
 
 
 @pytest.fixture(scope="module", params=GRID)
-def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Job:
-    workers, servers = request.param
-    return run_job("closed_forms", tmp_path_factory.mktemp("closed_forms"), workers, servers)
+def job(request: pytest.FixtureRequest, part_of_job: PartOfJob) -> Job:
+    return part_of_job("closed_forms", *request.param)
 
 
 def total(job: Job) -> int:
@@ -104,9 +103,8 @@ def test_the_optimizer_runs_where_it_was_asked_to(job: Job, mode: str, in_store:
     assert_everywhere(job[f"split step {mode}"], expected)
 
 
-def test_tiny_half_precision_updates_add_up_only_with_multi_precision(job: Job) -> None:
-    if job.workers != 1:
-        pytest.skip("MXNet's number is for one worker")
-    [seen] = job["half"]
+def test_tiny_half_precision_updates_add_up_only_with_multi_precision(part_of_job: PartOfJob) -> None:
+    # MXNet's number is for one worker.
+    [seen] = part_of_job("closed_forms", 1, 1)["half"]
     assert seen[True] == pytest.approx((0.8, 0.8), abs=5e-4)
     assert seen[False] == (1.0, 1.0)

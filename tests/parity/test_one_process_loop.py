@@ -13,16 +13,15 @@ from kvstore_server.optimizer.torch_family import ELEMENTWISE
 from kvstore_server.plan import TensorSpec, make_plan
 from tests.support import float64_loop
 from tests.support.coupled_model import BIASES, CASES, SHAPES, STEPS, start_weights
-from tests.support.jobs import Job, run_job
+from tests.support.jobs import Job, PartOfJob
 
 TOLERANCE = 1e-11
 SITES = [pytest.param(True, id="store"), pytest.param(False, id="worker")]
 
 
 @pytest.fixture(scope="module", params=[(2, 2), (3, 2)], ids=["2x2", "3x2"])
-def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Job:
-    workers, servers = request.param
-    return run_job("one_problem", tmp_path_factory.mktemp("one_problem"), workers, servers)
+def job(request: pytest.FixtureRequest, part_of_job: PartOfJob) -> Job:
+    return part_of_job("one_problem", *request.param)
 
 
 def farthest(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:

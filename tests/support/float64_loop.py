@@ -80,7 +80,8 @@ class _Gluon:
         gradient = weight.grad * self.options.get("rescale_grad", 1.0)
         bound = self.options.get("clip_gradient", float("inf"))
         decay: float = self.options["wd"] * wd_mult
-        return gradient.clamp(-bound, bound) + decay * weight
+        clipped = torch.clamp(gradient, -bound, bound)
+        return clipped.add(weight, alpha=decay)
 
 
 class _Sgd(_Gluon):

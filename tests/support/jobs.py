@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,19 +37,26 @@ class Job:
         return [result[name] for result in self.results]
 
 
-def run_job(worker: str, folder: Path, workers: int, servers: int, *, seconds: float = 100.0) -> Job:
+PartOfJob = Callable[[str, int, int], Job]
+"""Takes the name of a part of `workers.parity`, a number of workers and one of servers; gives what it returned."""
+
+
+def run_job(
+    worker: str, folder: Path, workers: int, servers: int, *arguments: str, seconds: float = 100.0
+) -> Job:
     """Run `tests.support.workers.WORKER` to its end; every process computes on one thread, warnings are errors.
 
     Args:
         worker: Name of the module.
         folder: An empty folder for results and output.
+        arguments: The worker's command line.
         seconds: How long the job may take before all of it is killed.
 
     Raises:
         AssertionError: the job failed or took too long, or a rank delivered nothing; shows its output.
     """
     counts = ["-n", str(workers), "-s", str(servers)]
-    command = [sys.executable, "-m", f"tests.support.workers.{worker}"]
+    command = [sys.executable, "-m", f"tests.support.workers.{worker}", *arguments]
     log = folder / "output.txt"
     with log.open("wb") as output:
         launcher = subprocess.Popen(
@@ -66,7 +73,7 @@ def run_job(worker: str, folder: Path, workers: int, servers: int, *, seconds: f
             code = None
         finally:
             _end(launcher)
-    what = f"the job {worker} with {workers} workers and {servers} servers"
+    what = f"the job {' '.join([worker, *arguments])} with {workers} workers and {servers} servers"
     if code != 0:
         how = f"took more than {seconds:g} s" if code is None else f"exited with code {code}"
         raise AssertionError(f"{what} {how}; its output:\n{log.read_text(errors='replace')}")

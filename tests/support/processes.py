@@ -100,9 +100,11 @@ class Process:
 
     def end(self, seconds: float = LIMIT) -> tuple[int, str]:
         """Wait for the end: exit code and standard error."""
-        code = self.popen.wait(seconds)
-        self._stderr.seek(0)
-        return code, self._stderr.read().decode()
+        return self.popen.wait(seconds), self.stderr()
+
+    def stderr(self) -> str:
+        """What has come on standard error so far."""
+        return os.pread(self._stderr.fileno(), 1 << 20, 0).decode()
 
     def close(self) -> None:
         if self.popen.poll() is None:

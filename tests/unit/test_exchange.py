@@ -82,7 +82,8 @@ def test_keys_that_nobody_has_are_named_and_stay(absent: frozenset[int]) -> None
     weights = arenas(8, 8, 8)
     exchange.init(weights)
     assert exchange.run(arenas(0, 0, 0), weights, 1.0, absent, b"") == absent
-    assert same(weights, arenas(*(8.0 if key in absent else 0.0 for key in range(3))))
+    a, b, c = (8.0 if key in absent else 0.0 for key in range(3))
+    assert same(weights, arenas(a, b, c))
 
 
 def test_store_that_does_not_update_writes_the_sum_to_the_gradients() -> None:

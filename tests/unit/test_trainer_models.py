@@ -103,7 +103,37 @@ def test_weights_loaded_in_place_while_training_in_process_are_trained_on() -> N
     net.load_state_dict(start)
     net(torch.ones(1, 3)).sum().backward()
     trainer.step(1)
-    assert net[2].bias.tolist() == [-0.5, -0.5]
+    assert weights(net)[3] == [-0.5, -0.5]
+
+
+def test_weights_written_between_steps_give_way_to_those_of_the_store() -> None:
+    net = nn.Linear(1, 1)
+    trainer = trainer_of(net, in_store=True, learning_rate=0.5)
+    nn.init.ones_(net.bias)
+    net(torch.ones(1, 1)).sum().backward()
+    trainer.step(1)
+    nn.init.constant_(net.bias, 7.0)
+    net(torch.ones(1, 1)).sum().backward()
+    trainer.step(1)
+    assert net.bias.item() == 0.0
+
+
+@IN_STORE
+def test_tied_weights_are_one_parameter_with_one_gradient(in_store: bool) -> None:
+    runs = []
+    for ours in (True, False):
+        torch.manual_seed(1)
+        net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+        net[1].weight = net[0].weight
+        params = [*net[0].parameters(), *net[1].parameters()]
+        optimizer: Any = (
+            trainer_of(params, in_store=in_store) if ours else torch.optim.SGD(net.parameters(), lr=0.1)
+        )
+        net(torch.ones(1, 3)).square().sum().backward()
+        optimizer.step()
+        assert len(list(net.parameters())) == 3
+        runs.append(net[1].weight.detach().clone())
+    torch.testing.assert_close(runs[0], runs[1])
 
 
 @IN_STORE

@@ -1,4 +1,4 @@
-"""Worker: float32 runs whose every step enters a digest; delivers the digests under a name for each run.
+"""Part of a job: float32 runs whose every step enters a digest; returns the digests under a name for each run.
 
 All of a process computes on one thread, so that the forward and backward passes themselves repeat bit for bit.
 """
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import kvtrainer
 from kvtrainer.kvstore import KVStoreBase
 from kvtrainer.kvstore.store import TableKVStore
-from tests.support.jobs import deliver, own_place
+from tests.support.jobs import Results
 
 STEPS = 8
 BATCH = 8
@@ -33,8 +33,7 @@ KEYS = {"small": (2, 3), "odd": (7, 13), "sliced": (131, 257)}
 Pause = Callable[[], None]
 
 
-def main() -> None:
-    rank, workers = own_place()
+def run(rank: int, workers: int) -> Results:
     results: dict[str, Any] = {"sums": sums(rank, workers)}
     for optimizer in OPTIMIZERS:
         results[f"trainer {optimizer}"] = trainer_runs(optimizer, rank, workers)
@@ -42,7 +41,7 @@ def main() -> None:
             "local": verbs(kvtrainer.kvstore.create("local"), optimizer, [*range(workers)], _no_pause),
             "dist_sync": verbs(kvtrainer.kvstore.create("dist_sync"), optimizer, [rank], _pauses(rank)),
         }
-    deliver(results)
+    return results
 
 
 def trainer_runs(optimizer: str, rank: int, workers: int) -> dict[str, str]:
@@ -144,7 +143,3 @@ def _pauses(seed: int) -> Pause:
 
 def _no_pause() -> None:
     pass
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,4 @@
-"""Worker: MXNet's closed-form cases on "dist_sync"; delivers what it saw, judges nothing.
+"""Part of a job: MXNet's closed-form cases on "dist_sync"; returns what it saw, judges nothing.
 
 A tensor is seen as its range (least, greatest value), so (w, w) says that every element is exactly w.
 """
@@ -14,7 +14,7 @@ from torch import Tensor
 import kvtrainer
 from kvtrainer.errors import ConfigurationError
 from kvtrainer.kvstore.store import TableKVStore
-from tests.support.jobs import deliver, own_place
+from tests.support.jobs import Results
 
 REPEATS = 7
 SMALL, IRREGULAR, BIG = (2, 3), (1211, 1211), (1200, 1200)
@@ -26,8 +26,7 @@ MODES = {"default": None, "store": True, "worker": False}
 Range = tuple[float, float]
 
 
-def main() -> None:
-    rank, workers = own_place()
+def run(rank: int, workers: int) -> Results:
     results: dict[str, Any] = {
         **pushes_with_optimizer(rank),
         "verbs": verbs_without_optimizer(rank),
@@ -37,7 +36,7 @@ def main() -> None:
         results |= {f"{name} {mode}": seen for name, seen in trainer_cases(rank, update_on_kvstore).items()}
     if workers == 1:
         results["half"] = {is_exact: tiny_pushes(is_exact) for is_exact in (True, False)}
-    deliver(results)
+    return results
 
 
 def pushes_with_optimizer(rank: int) -> dict[str, Any]:
@@ -208,7 +207,3 @@ def _ranges(tensors: Iterable[Tensor]) -> list[Range]:
 def _range(tensor: Tensor) -> Range:
     least, greatest = tensor.detach().aminmax()
     return float(least), float(greatest)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
-"""Worker: trains the coupled model with every optimizer, in the store and in the worker, one Trainer after another.
+"""Part of a job: trains the coupled model with every optimizer at both update sites, one Trainer after another.
 
-Delivers the weights that it ends with, and how many rounds each server applied.
+Returns the weights that it ends with, and how many rounds each server applied.
 """
 
 from __future__ import annotations
@@ -24,16 +24,15 @@ from tests.support.coupled_model import (
     rate_factor,
     start_weights,
 )
-from tests.support.jobs import deliver, own_place
+from tests.support.jobs import Results
 
 
-def main() -> None:
-    rank, workers = own_place()
+def run(rank: int, workers: int) -> Results:
     results: dict[str, Any] = {}
     for name, case in CASES.items():
         for in_store in (True, False):
             results[f"{name} {in_store}"] = train(case, in_store, rank, workers)
-    deliver(results)
+    return results
 
 
 def train(case: Case, in_store: bool, rank: int, workers: int) -> dict[str, Any]:
@@ -61,7 +60,3 @@ def _trainer(case: Case, weights: dict[str, Tensor], in_store: bool) -> kvtraine
     ]
     options = {"lr": case.lr, **case.options}
     return kvtrainer.Trainer(groups, case.optimizer, options, kvstore="dist_sync", update_on_kvstore=in_store)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,277 @@
+"""Wrong calls, unknown or failing optimizers, and calls in an unusual order: typed errors, nothing half-changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import kvtrainer
+from kvstore_server.optimizer import registry
+from kvtrainer.errors import (
+    ConfigurationError,
+    DeadlineError,
+    KeyNotFoundError,
+    KVStoreError,
+    OptimizerError,
+    ShapeMismatchError,
+    UnknownNameError,
+)
+from kvtrainer.kvstore import DistKVStore
+from tests.support.processes import (
+    Call,
+    Members,
+    Process,
+    Processes,
+    assert_serve,
+    eventually,
+    raised,
+    round_of,
+    together,
+)
+
+Pair = tuple[DistKVStore, DistKVStore]
+FUSSY = '''
+"""A user's optimizer: momentum SGD that raises at large gradients, after it has changed weights and state."""
+import torch
+from kvstore_server.optimizer import Optimizer, register
+
+@register
+class Fussy(Optimizer):
+    def create_state(self, weight):
+        return {"buffer": torch.zeros_like(weight)}
+    def update(self, weight, grad, state, hyper):
+        state["buffer"].mul_(0.5).add_(grad)
+        weight.sub_(state["buffer"], alpha=hyper["lr"])
+        if float(grad.max()) > 100:
+            raise ValueError("gradient above 100")
+'''
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Process]]:
+    directory = tmp_path_factory.mktemp("user")
+    (directory / "fussy.py").write_text(FUSSY)
+    with Processes() as processes:
+        yield processes.servers(2, "--import", "fussy", cwd=directory)
+
+
+@pytest.fixture
+def registered(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Registers the optimizers of a piece of source, for one test."""
+    monkeypatch.setattr(registry, "_registry", dict(registry._registry))
+    return lambda source: exec(source, {"__name__": "user"})
+
+
+@pytest.fixture
+def pair(servers: list[Process]) -> Iterator[Pair]:
+    """Both workers of a job; key "w" is initialised with zeros."""
+    with Members() as members:
+        stores = members.pair(servers)
+        assert together(*(lambda s=s: s.init("w", torch.zeros(3)) for s in stores)) == [None, None]
+        yield stores
+        assert_serve(servers)
+
+
+def _rounds(pair: Pair, key: Any = "w", *values: Tensor) -> list[Any]:
+    given = values or (torch.ones(3), torch.ones(3))
+    return together(*(lambda s=s, v=v: round_of(s, key, v) for s, v in zip(pair, given, strict=True)))
+
+
+def _applied(store: DistKVStore) -> list[int]:
+    return [row["rounds_applied"] for stats in store.server_stats() for row in stats["tables"]]
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "text"),
+    [
+        (
+            lambda kv: kv.push("w", torch.ones(4)),
+            ShapeMismatchError,
+            r"key 'w' holds float32\[3\], got float32\[4\]",
+        ),
+        (lambda kv: kv.push("w", torch.ones(3).double()), ShapeMismatchError, "got float64"),
+        (
+            lambda kv: kv.pushpull("w", torch.ones(3), out=torch.ones(2)),
+            ShapeMismatchError,
+            r"got float32\[2\]",
+        ),
+        (lambda kv: kv.pull("w", out=torch.ones(2)), ShapeMismatchError, r"got float32\[2\]"),
+        (lambda kv: kv.pull("w"), ConfigurationError, "out="),
+        (lambda kv: kv.push("v", torch.ones(3)), KeyNotFoundError, "'v' has not been initialised"),
+        (lambda kv: kv.pull("v", out=torch.ones(3)), KeyNotFoundError, "call init or broadcast"),
+        (lambda kv: kv.push(7, torch.ones(3)), ConfigurationError, "this store has str keys"),
+        (lambda kv: kv.push(["w", 7], [torch.ones(3)] * 2), ConfigurationError, "all be int or all be str"),
+        (lambda kv: kv.push(["w", "v"], [torch.ones(3)] * 2), KeyNotFoundError, "'v'"),
+        (lambda kv: kv.init("w", torch.ones(3)), ConfigurationError, "'w' is initialised already"),
+        (lambda kv: kv.init("v", torch.ones(3, dtype=torch.int8)), ConfigurationError, "int8"),
+        (lambda kv: kv.push("w", [1.0, 2.0, 3.0]), ConfigurationError, "must be a tensor"),
+        (lambda kv: kv.set_optimizer("adagrid"), UnknownNameError, "known are .*adam"),
+        (
+            lambda kv: kvtrainer.optimizer.create("sgd", momentun=0.9),
+            ConfigurationError,
+            "no option 'momentun'",
+        ),
+    ],
+)
+def test_a_wrong_call_is_refused_before_anything_is_sent(
+    pair: Pair, call: Callable[[DistKVStore], None], error: type[Exception], text: str
+) -> None:
+    other = Call(lambda: round_of(pair[0], "w", torch.ones(3)))
+    with pytest.raises(error, match=text):
+        call(pair[1])
+    assert other.is_running
+    # The round of the other worker goes on as if nothing had happened.
+    assert round_of(pair[1], "w", torch.ones(3)).tolist() == [2.0] * 3
+    assert other.outcome().tolist() == [2.0] * 3
+    assert _applied(pair[0]) == [1]
+
+
+def test_a_round_completes_whether_workers_push_or_pushpull(pair: Pair) -> None:
+    pushing = Call(lambda: pair[0].push("w", torch.ones(3)))
+    assert round_of(pair[1], "w", torch.full((3,), 2.0)).tolist() == [3.0] * 3
+    assert pushing.outcome() is None
+    out = torch.empty(3)
+    pair[0].pull("w", out=out)
+    assert out.tolist() == [3.0] * 3
+
+
+def test_one_worker_never_completes_a_round_however_often_it_pushes(servers: list[Process]) -> None:
+    with Members() as members:
+        pair = members.pair(servers, timeout=1.0)
+        together(*(lambda s=s: s.init("w", torch.zeros(3)) for s in pair))
+
+        def push_twice() -> None:
+            pair[0].push("w", torch.ones(3))
+            pair[0].push("w", torch.ones(3))
+
+        [text] = raised(together(push_twice), DeadlineError)
+        assert "round 1 of 'w' reached its deadline while waiting for rank 1 (" in text
+        assert "was last heard" in text
+        assert "KVSTORE_TIMEOUT" in text
+        assert _applied(pair[1]) == [0]
+        # The late worker gets the same error for the round that it missed; after that both are in step again.
+        raised(together(lambda: round_of(pair[1], "w", torch.ones(3))), DeadlineError)
+        assert [out.tolist() for out in _rounds(pair)] == [[2.0] * 3] * 2
+
+
+def test_a_failed_push_is_reported_by_the_next_call_that_concerns_its_key(servers: list[Process]) -> None:
+    with Members() as members:
+        pair = members.pair(servers, timeout=0.5)
+        together(*(lambda s=s: s.init("w", torch.zeros(3)) for s in pair))
+        pair[0].push("w", torch.ones(3))
+        with pytest.raises(DeadlineError, match="rank 1"):
+            pair[0].pull("w", out=torch.empty(3))
+        out = torch.empty(3)
+        pair[0].pull("w", out=out)
+        assert out.tolist() == [0.0] * 3
+
+
+def test_two_stores_of_a_process_share_the_servers_without_meeting(servers: list[Process]) -> None:
+    with Members() as members:
+        first, second = members.pair(servers), members.pair(servers)
+        for pair, value in ((first, 1.0), (second, 2.0)):
+            together(*(lambda s=s, v=value: s.init("w", torch.full((3,), v)) for s in pair))
+        optimizer = kvtrainer.optimizer.create("sgd", learning_rate=1.0)
+        together(*(lambda s=s: s.set_optimizer(optimizer) for s in first))
+        assert [out.tolist() for out in _rounds(first)] == [[-1.0] * 3] * 2
+        assert [out.tolist() for out in _rounds(second)] == [[2.0] * 3] * 2
+
+
+def test_two_trainers_of_one_store_train_different_models_with_different_optimizers(pair: Pair) -> None:
+    rates = 0.5, 0.25
+    weights = [[torch.nn.Parameter(torch.zeros(3)) for _ in rates] for _ in pair]
+    trainers = [
+        [
+            kvtrainer.Trainer({"w": w}, "sgd", {"learning_rate": lr}, kvstore=s)
+            for w, lr in zip(ws, rates, strict=True)
+        ]
+        for ws, s in zip(weights, pair, strict=True)
+    ]
+    for worker in weights:
+        for weight in worker:
+            weight.sum().backward()
+    assert together(*(lambda ts=ts: [t.step(1) for t in ts] for ts in trainers)) == [[None, None]] * 2
+    assert [[w.tolist() for w in ws] for ws in weights] == [[[-1.0] * 3, [-0.5] * 3]] * 2
+
+
+def test_an_optimizer_that_only_the_workers_know_is_refused_with_the_way_to_load_it(
+    pair: Pair, registered: Callable[[str], None]
+) -> None:
+    registered(FUSSY.replace("class Fussy", "class Unheard"))
+    outcomes = together(*(lambda s=s: s.set_optimizer("unheard") for s in pair))
+    for text in raised(outcomes, UnknownNameError):
+        assert "there is no optimizer 'unheard'" in text
+        assert "--import MODULE" in text
+
+
+def test_an_optimizer_that_raises_on_one_of_two_servers_leaves_no_trace_on_either(
+    pair: Pair, registered: Callable[[str], None]
+) -> None:
+    registered(FUSSY)
+    numel = 300_000
+    together(*(lambda s=s: s.init("big", torch.zeros(numel)) for s in pair))
+    optimizer = kvtrainer.optimizer.create("fussy", learning_rate=1.0)
+    together(*(lambda s=s: s.set_optimizer(optimizer) for s in pair))
+    plan = pair[0]._entries["big"].table.plan
+    assert {piece.server for piece in plan.slices} == {0, 1}
+    good, bad = torch.ones(numel), torch.ones(numel)
+    last = plan.slices[-1]
+    bad[last.offset] = 1000.0
+
+    # buffer 2, weight −2
+    assert [out.unique().tolist() for out in _rounds(pair, "big", good, good)] == [[-2.0]] * 2
+    for text in raised(_rounds(pair, "big", good, bad), OptimizerError):
+        assert "'fussy' raised ValueError: gradient above 100; the round was not applied" in text
+    for store in pair:
+        out = torch.empty(numel)
+        store.pull("big", out=out)
+        assert out.unique().tolist() == [-2.0]
+    # buffer 0.5 · 2 + 2 = 3, weight −2 − 3: neither weights nor state of the failed round are left anywhere
+    assert [out.unique().tolist() for out in _rounds(pair, "big", good, good)] == [[-5.0]] * 2
+    undone = [row["rounds_undone"] for stats in pair[0].server_stats() for row in stats["tables"]]
+    assert sum(undone) == 1
+
+
+def test_a_failed_initialisation_leaves_no_key_behind(servers: list[Process]) -> None:
+    with Members() as members:
+        pair = members.pair(servers, timeout=0.5)
+        raised(together(lambda: pair[0].init("w", torch.ones(3))), DeadlineError)
+        with pytest.raises(KeyNotFoundError):
+            pair[0].push("w", torch.ones(3))
+        with pytest.raises(KVStoreError):
+            pair[0].init("w", torch.ones(3))
+        assert_serve(servers)
+
+
+def test_a_barrier_names_who_did_not_come_and_the_next_one_works(servers: list[Process]) -> None:
+    with Members() as members:
+        pair = members.pair(servers, timeout=0.5)
+        [text] = raised(together(pair[0].barrier), DeadlineError)
+        assert "barrier 0 reached its deadline while waiting for rank 1" in text
+        assert together(pair[0].barrier, pair[1].barrier) == [None, None]
+
+
+def test_a_worker_that_leaves_is_counted_as_dead_only_when_it_failed(servers: list[Process]) -> None:
+    with Members() as members:
+        pair = members.pair(servers)
+        pair[1]._client.close(ValueError("gone wrong"))
+        assert eventually(lambda: pair[0].num_dead_nodes() == 1)
+
+
+def test_a_server_without_the_users_module_says_so_while_another_one_has_it(
+    registered: Callable[[str], None], tmp_path: Path
+) -> None:
+    registered(FUSSY)
+    (tmp_path / "fussy.py").write_text(FUSSY)
+    with Processes() as processes, Members() as members:
+        servers = processes.servers(2, each=[["--import", "fussy"], []], cwd=tmp_path)
+        pair = members.pair(servers)
+        together(*(lambda s=s: s.init("w", torch.zeros(3)) for s in pair))
+        raised(together(*(lambda s=s: s.set_optimizer("fussy") for s in pair)), UnknownNameError)
+        # Half of the servers may know it now: nobody can push until all of them agree.
+        raised(_rounds(pair), UnknownNameError)

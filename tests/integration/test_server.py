@@ -1,0 +1,238 @@
+"""The server process: its command line, and how it ends."""
+
+from __future__ import annotations
+
+import re
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+import zmq
+
+from kvstore_server.cli import build_parser, main
+from kvstore_server.cpu import capability
+from kvstore_server.engine import EngineConfig
+from kvstore_server.protocol import messages as m
+from kvstore_server.protocol.frames import decode_reply, encode_request
+from kvstore_server.server import Server, ServerOptions
+from kvtrainer.errors import ServerStoppingError
+from kvtrainer.kvstore import DistKVStore
+from tests.support.processes import (
+    Call,
+    Members,
+    Processes,
+    eventually,
+    new_name,
+    raised,
+    round_of,
+    together,
+)
+
+
+@pytest.fixture
+def processes() -> Iterator[Processes]:
+    with Processes() as started:
+        yield started
+
+
+@pytest.fixture
+def members() -> Iterator[Members]:
+    with Members() as joined:
+        yield joined
+
+
+# ---------------------------------------------------------------- command line
+
+
+def test_help_lists_every_flag_with_its_twin_in_the_environment() -> None:
+    text = build_parser({}).format_help()
+    described = re.split(r"\n  (?=-)", text)[1:]
+    flags = {re.search(r"--[a-z-]+", part).group(): part for part in described}  # type: ignore[union-attr]
+    assert len(flags) >= 12
+    for flag in set(flags) - {"--help", "--version", "--ready-fd"}:
+        assert re.search(r"\[KVSTORE_[A-Z_]+(=1)?\]", flags[flag]), flag
+
+
+@pytest.mark.parametrize("flag", ["--bind", "--dead-after", "--drain-timeout", "--num-servers", "--threads"])
+def test_a_variable_gives_a_flags_default_and_the_flag_wins(flag: str) -> None:
+    variable = "KVSTORE_" + flag.strip("-").replace("-", "_").upper()
+    name = flag.strip("-").replace("-", "_")
+    parser = build_parser({variable: "7"})
+    assert str(getattr(parser.parse_args([]), name)) in ("7", "7.0")
+    assert str(getattr(parser.parse_args([flag, "8"]), name)) in ("8", "8.0")
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--nonsense"], "unrecognized arguments: --nonsense"),
+        (["--dead-after", "soon"], "invalid float value: 'soon'"),
+        (["--dead-after", "0"], "--dead-after must be above 0"),
+        (["--dead-after", "nan"], "--dead-after must be above 0"),
+        (["--drain-timeout", "-1"], "--drain-timeout must be above 0"),
+        (["--threads", "0"], "--threads must be above 0"),
+        (["--index", "2", "--num-servers", "2"], "--index 2 is not one of 2 servers"),
+        (["--log", "loud"], "--log must be debug"),
+        (["--bind", "tcp://0.0.0.0:0"], "add --allow-public-bind"),
+        (["--bind", "tcp://*:0"], "add --allow-public-bind"),
+        (["--bind", "tcp://[::]:0"], "add --allow-public-bind"),
+        (["--bind", "tcp://localhost.example.org:0"], "add --allow-public-bind"),
+        (["--bind", "tcp://[::1"], "--bind tcp://[::1"),
+    ],
+)
+def test_a_wrong_flag_ends_with_code_2_and_says_why(
+    flags: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(flags)
+    assert ended.value.code == 2
+    assert told in capsys.readouterr().err
+
+
+def test_a_wrong_variable_is_a_usage_error_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("KVSTORE_DEAD_AFTER", "soon")
+    with pytest.raises(SystemExit) as ended:
+        main([])
+    assert ended.value.code == 2
+    assert "--dead-after: invalid float value: 'soon'" in capsys.readouterr().err
+
+
+def test_an_address_in_use_ends_with_code_1_and_names_it(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+        assert main(["--bind", address]) == 1
+    assert f"cannot listen on {address}: Address already in use" in capsys.readouterr().err
+
+
+def test_a_module_that_cannot_be_imported_ends_with_code_1_and_is_named(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["--import", "no_such_module"]) == 1
+    assert "kvstore-server: No module named 'no_such_module'" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------- draining
+
+
+def test_an_idle_server_ends_with_code_0_on_sigterm(processes: Processes, members: Members) -> None:
+    [server] = processes.servers(1, "--drain-timeout", "60")
+    pair = members.pair([server])
+    together(*(lambda s=s: s.init("w", torch.zeros(3)) for s in pair))
+    server.signal(signal.SIGTERM)
+    code, stderr = server.end(seconds=10)
+    assert (code, stderr) == (0, "")
+
+
+def test_a_round_that_has_begun_completes_after_sigterm_and_no_new_one_begins(
+    processes: Processes, members: Members
+) -> None:
+    [server] = processes.servers(1, "--log", "info", "--drain-timeout", "60")
+    pair = members.pair([server])
+    together(*(lambda s=s: s.init(["w", "v"], [torch.zeros(3)] * 2) for s in pair))
+    waiting = Call(lambda: round_of(pair[0], "w", torch.ones(3)))
+    assert eventually(lambda: _waiting_for(pair[1]) == [1])
+    server.signal(signal.SIGTERM)
+    assert eventually(lambda: "stopping" in server.stderr())
+    [text] = raised(together(lambda: round_of(pair[1], "v", torch.ones(3))), ServerStoppingError)
+    assert "server 0 is stopping and takes no new round" in text
+    [text] = raised(together(lambda: members.join([server], 0, 1, new_name())), ServerStoppingError)
+    assert "takes no new workers" in text
+    assert waiting.is_running
+    assert round_of(pair[1], "w", torch.ones(3)).tolist() == [2.0] * 3
+    assert waiting.outcome().tolist() == [2.0] * 3
+    assert server.end(seconds=10)[0] == 0
+
+
+def test_a_round_that_does_not_end_within_the_drain_timeout_fails_for_those_who_wait(
+    processes: Processes, members: Members
+) -> None:
+    [server] = processes.servers(1, "--drain-timeout", "0.5")
+    pair = members.pair([server])
+    together(*(lambda s=s: s.init("w", torch.zeros(3)) for s in pair))
+    waiting = Call(lambda: round_of(pair[0], "w", torch.ones(3)))
+    assert eventually(lambda: _waiting_for(pair[1]) == [1])
+    at_barrier = Call(pair[1].barrier)
+    server.signal(signal.SIGTERM)
+    [text] = raised([waiting.outcome(seconds=10)], ServerStoppingError)
+    assert "server 0 was stopped while round 1 of 'w' waited: rank 1 (" in text
+    raised([at_barrier.outcome(seconds=10)], ServerStoppingError)
+    assert server.end(seconds=10)[0] == 0
+
+
+def test_a_worker_that_reads_nothing_cannot_keep_a_server_from_ending(processes: Processes) -> None:
+    [server] = processes.servers(1, "--drain-timeout", "1")
+    with _Reader(server.address) as reader:
+        reader.pull_without_reading(64 << 20)
+        server.signal(signal.SIGTERM)
+        assert server.end(seconds=15)[0] == 0
+
+
+def test_a_server_that_stood_still_does_not_blame_the_workers() -> None:
+    offset = 0.0
+    config = EngineConfig(dead_after=5.0, capability=capability())
+    server = Server(config, ServerOptions(), clock=lambda: time.monotonic() + offset)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        with Members() as members:
+            pair = members.pair([server.endpoint])
+            together(*(lambda s=s: s.init("w", torch.zeros(3)) for s in pair))
+            waiting = Call(lambda: round_of(pair[0], "w", torch.ones(3)))
+            assert eventually(lambda: _waiting_for(pair[1]) == [1])
+            offset = 10.0  # as if the server had been stopped: twice the silence that is allowed
+            assert eventually(lambda: _waiting_for(pair[1]) == [1])
+            assert round_of(pair[1], "w", torch.ones(3)).tolist() == [2.0] * 3
+            assert waiting.outcome().tolist() == [2.0] * 3
+    finally:
+        server.request_stop()
+        thread.join()
+        server.close()
+
+
+def _waiting_for(store: DistKVStore) -> list[int]:
+    """The ranks that the open round of any key waits for."""
+    return [rank for stats in store.server_stats() for row in stats["tables"] for rank in row["waiting_for"]]
+
+
+class _Reader:
+    """A worker, alone in its job, that asks for more than it ever reads."""
+
+    def __init__(self, address: str) -> None:
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.RCVHWM, 1)
+        self._socket.setsockopt(zmq.RCVBUF, 4096)
+        self._socket.connect(address)
+
+    def pull_without_reading(self, nbytes: int) -> None:
+        hello = self._ask(m.Request(0, 0, 1, m.Hello(new_name(), 0, 1, 0, 1, capability(), "here:1")))
+        assert isinstance(hello, m.Welcome)
+        run, session = hello.run, hello.session
+        specs = tuple((str(i), (1 << 18,), "float32", 0) for i in range(nbytes >> 20))
+        table = self._ask(m.Request(run, session, 2, m.Register("w", specs)))
+        assert isinstance(table, m.Registered)
+        for i in range(nbytes >> 20):
+            push = m.Push(table.table, i, 0, 0, bytes(1 << 20))
+            self._socket.send_multipart(encode_request(m.Request(run, session, 3, m.PushBatch((push,)))))
+        manifest = tuple((i, 0) for i in range(nbytes >> 20))
+        commit = m.CommitBatch((m.Commit(table.table, 0, manifest, None, True, 5.0),))
+        self._socket.send_multipart(encode_request(m.Request(run, session, 4, commit)))
+        assert self._socket.poll(10_000), "no weights came"
+
+    def _ask(self, request: m.Request) -> m.ReplyBody:
+        self._socket.send_multipart(encode_request(request))
+        assert self._socket.poll(10_000), "the server did not answer"
+        return decode_reply(self._socket.recv_multipart()).body
+
+    def __enter__(self) -> _Reader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._socket.close(linger=0)
+        self._context.term()

@@ -1,0 +1,32 @@
+"""Jobs that the parity tests share: at most one for each number of workers and servers."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.jobs import Job, PartOfJob, run_job
+
+TOGETHER = {
+    (1, 1): ("closed_forms", "bits"),
+    (2, 2): ("closed_forms", "one_problem"),
+    (3, 2): ("closed_forms", "one_problem", "bits"),
+}
+"""Sizes of which one job serves several tests."""
+
+
+@pytest.fixture(scope="session")
+def part_of_job(tmp_path_factory: pytest.TempPathFactory) -> PartOfJob:
+    """Runs the job that has a part, unless it has run already."""
+    done: dict[tuple[str, int, int], Job] = {}
+
+    def run(part: str, workers: int, servers: int) -> Job:
+        if (part, workers, servers) not in done:
+            together = TOGETHER.get((workers, servers), ())
+            parts = together if part in together else (part,)
+            folder = tmp_path_factory.mktemp(f"{workers}x{servers}")
+            job = run_job("parity", folder, workers, servers, *parts)
+            for name in parts:
+                done[name, workers, servers] = Job(workers, servers, job[name])
+        return done[part, workers, servers]
+
+    return run

@@ -1,0 +1,22 @@
+"""Worker: runs the parts named on its command line, one after another, and delivers what each returned.
+
+Starting a process costs more than a part does, so jobs of one size share their processes; and every part finds
+servers that have served others before.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+from tests.support.jobs import Results, deliver, own_place
+from tests.support.workers import bits, closed_forms, one_problem
+
+PARTS: dict[str, Callable[[int, int], Results]] = {
+    "closed_forms": closed_forms.run,
+    "one_problem": one_problem.run,
+    "bits": bits.run,
+}
+
+if __name__ == "__main__":
+    deliver({part: PARTS[part](*own_place()) for part in sys.argv[1:]})

@@ -1,0 +1,100 @@
+"""Wrong calls of the kvstore verbs: explained at once, where MXNet fails late or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvtrainer.errors import (
+    ConfigurationError,
+    KeyNotFoundError,
+    KVStoreError,
+    ShapeMismatchError,
+    UnknownNameError,
+)
+from kvtrainer.kvstore import KVStoreBase, LocalKVStore
+
+SHAPE = (4, 4)
+STR_KEYS = ["b", "c", "d"]
+
+
+def local(keys: Any = (), value: float = 0.0) -> LocalKVStore:
+    store = LocalKVStore()
+    if keys:
+        store.init(list(keys), [torch.full(SHAPE, value) for _ in keys])
+    return store
+
+
+def full(value: float) -> Tensor:
+    return torch.full(SHAPE, float(value))
+
+
+def pulled(store: KVStoreBase, key: Any, shape: tuple[int, ...] = SHAPE) -> Tensor:
+    out = torch.full(shape, float("nan"))
+    store.pull(key, out=out)  # type: ignore[attr-defined]
+    return out
+
+
+Action = Callable[[LocalKVStore], object]
+ERRORS: dict[str, tuple[Action, type[Exception], str]] = {
+    "init twice": (lambda kv: kv.init("b", full(1)), ConfigurationError, "'b' is initialised already"),
+    "key twice in one init": (lambda kv: kv.init(["x", "x"], [full(1)] * 2), ConfigurationError, "'x' is initialised"),
+    "int key at init": (lambda kv: kv.init(3, full(1)), ConfigurationError, "has str keys, so 3"),
+    "int key at push": (lambda kv: kv.push(3, full(1)), ConfigurationError, "has str keys, so 3"),
+    "int key at pull": (lambda kv: kv.pull(3, out=full(1)), ConfigurationError, "has str keys, so 3"),
+    "int key at pushpull": (lambda kv: kv.pushpull(3, full(1)), ConfigurationError, "has str keys, so 3"),
+    "mixed keys": (lambda kv: kv.push(["b", 3], [full(1)] * 2), ConfigurationError, r"all be str.*'b', 3"),
+    "float key": (lambda kv: kv.init(1.5, full(1)), ConfigurationError, "int or a str, got 1.5 of type float"),
+    "bool key": (lambda kv: kv.init(True, full(1)), ConfigurationError, "int or a str, got True"),
+    "unknown key at push": (lambda kv: kv.push("x", full(1)), KeyNotFoundError, "'x' has not been init"),
+    "unknown key at pull": (lambda kv: kv.pull("x", out=full(1)), KeyNotFoundError, "'x' has not been initialised"),
+    "shape at push": (
+        lambda kv: kv.push("b", torch.ones(5, 5)), ShapeMismatchError, r"'b' holds float32\[4, 4\], got float32",
+    ),
+    "dtype at push": (lambda kv: kv.push("b", full(1).double()), ShapeMismatchError, r"got float64\[4, 4\]"),
+    "shape of one replica": (lambda kv: kv.push("b", [full(1), torch.ones(3)]), ShapeMismatchError, r"float32\[3\]"),
+    "shape of out": (lambda kv: kv.pull("b", out=torch.ones(16)), ShapeMismatchError, r"got float32\[16\]"),
+    "shape of out in pushpull": (
+        lambda kv: kv.pushpull("b", full(1), out=torch.ones(16)), ShapeMismatchError, r"got float32\[16\]",
+    ),
+    "shape of out in broadcast": (
+        lambda kv: kv.broadcast("x", full(1), out=torch.ones(16)), ShapeMismatchError, r"'x' holds.*got float32\[16\]",
+    ),
+    "second key of a list": (
+        lambda kv: kv.push(["b", "c"], [full(1), torch.ones(3)]), ShapeMismatchError, "'c' holds",
+    ),
+    "fewer values than keys": (lambda kv: kv.push(["b", "c"], [full(1)]), ConfigurationError, "need a list of 2"),
+    "no out": (lambda kv: kv.pull("b"), ConfigurationError, "pull needs out="),
+    "sparse value": (lambda kv: kv.push("b", full(1).to_sparse()), ConfigurationError, "'b' is sparse"),
+    "value that is no tensor": (lambda kv: kv.push("b", 1.0), ConfigurationError, "must be a tensor or a list"),
+    "dtype that cannot be stored": (
+        lambda kv: kv.init("x", torch.ones(2, dtype=torch.int64)), ConfigurationError, "'x' has dtype int64",
+    ),
+    "no such optimizer": (lambda kv: kv.set_optimizer("sdg"), UnknownNameError, "'sdg'"),
+    "no such capability": (lambda kv: kv.is_capable("foo"), ConfigurationError, "'foo'; known ones: optimizer"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_wrong_call_is_explained_at_once_and_changes_nothing(case: str) -> None:
+    action, error, message = ERRORS[case]
+    store = local(STR_KEYS, 3.0)
+    with pytest.raises(error, match=message):
+        action(store)
+    assert all(pulled(store, key).equal(full(3)) for key in STR_KEYS)
+    store.init("x", full(8))
+    store.push("b", full(1))
+    assert pulled(store, "b").equal(full(1))
+    assert pulled(store, "x").equal(full(8))
+
+
+def test_closed_store_says_so() -> None:
+    with local(["w"]) as store:
+        pass
+    store.close()
+    with pytest.raises(KVStoreError, match="closed; create a new one"):
+        store.push("w", full(1))
