@@ -141,10 +141,12 @@ def test_a_worker_that_raises_inside_a_round_aborts_it_for_all(
 
 
 def test_after_an_aborted_round_the_next_one_works(start: Start) -> None:
-    attempt = 'try:\n    kv.pushpull("w", torch.ones(3))\nexcept MemoryError:\n    pass\n'
+    attempt = 'try:\n    kv.pushpull("w", torch.ones(3))\nexcept MemoryError:\n    at("aborted")\n'
     job = start(INTERRUPT.format(raising="raise MemoryError()") + attempt + PUSHPULL)
     job.worker.go()
+    assert job.worker.line() == "aborted"
     raised(job.outcomes(), RoundAbortedError)
+    job.worker.go()
     assert [outcome.tolist() for outcome in job.outcomes()] == [[3.0] * 3] * 2
     assert job.worker.line() == "[3.0, 3.0, 3.0]"
 
