@@ -3,7 +3,8 @@
     python benchmarks/dense_round.py --mxnet-env .venv-mxnet
 
 Runs both systems in turn, job by job, and writes the seconds and their ratio to benchmarks/results. A job is a set of
-fresh processes: 2 workers and 1 or 2 servers, with the servers replacing the value by the sum, or applying SGD.
+fresh processes: 2 workers and 1 or 2 servers, with the servers replacing the value by the sum, or applying SGD. A round
+is one pushpull, or (with SGD) one `Trainer.step`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import sys
 from pathlib import Path
 
 import harness
-from workloads import WORKLOADS
+from workloads import WORKLOADS, split_into_jobs
 
 HERE = Path(__file__).resolve().parent
 OURS, THEIRS = "kvtrainer", "mxnet"
@@ -41,13 +42,14 @@ def _repeat(repetition: int, systems: list[str], options: argparse.Namespace) ->
     """One job of every configuration on every system, the systems taking turns."""
     samples = []
     configurations = itertools.product(map(int, options.servers.split(",")), options.optimizers.split(","))
-    for (servers, optimizer), system in itertools.product(configurations, systems):
-        arguments = ["--optimizer", optimizer, "--workloads", options.workloads]
-        measured = _run(system, servers, arguments, options)
-        for workload, values in measured.items():
-            case = harness.Case(workload, f"{WORKERS} x {servers}", optimizer)
-            samples.append(harness.Sample(case, system, repetition, values))
-        print(f"{repetition} {system:9} {WORKERS} x {servers} {optimizer:4}", _short(measured), flush=True)
+    for servers, optimizer in configurations:
+        jobs = split_into_jobs(options.workloads, optimizer)
+        for workloads, system in itertools.product(jobs, systems):
+            measured = _run(system, servers, ["--optimizer", optimizer, "--workloads", workloads], options)
+            for workload, values in measured.items():
+                case = harness.Case(workload, f"{WORKERS} x {servers}", optimizer)
+                samples.append(harness.Sample(case, system, repetition, values))
+            print(f"{repetition} {system:9} {WORKERS} x {servers} {optimizer:4}", _short(measured), flush=True)
     return samples
 
 

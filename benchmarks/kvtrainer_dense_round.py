@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 import torch
-from workloads import Array, run_worker, worker_options
+from workloads import Array, needs_trainer, run_worker, worker_options
 
 import kvtrainer
 
@@ -47,7 +47,41 @@ class KvtrainerStore:
         self._kv.barrier()
 
 
+class KvtrainerTrainer:
+    """The `Store` of `workloads.py` over a Trainer whose optimizer runs on the servers."""
+
+    def __init__(self) -> None:
+        self._kv = kvtrainer.kvstore.create("dist_sync")
+        self.rank = self._kv.rank
+        self.num_workers = self._kv.num_workers
+        self._options: dict[str, float] = {}
+        self._params: list[torch.nn.Parameter] = []
+        self._trainer: kvtrainer.Trainer | None = None
+
+    def set_sgd(self, learning_rate: float) -> None:
+        self._options = {"learning_rate": learning_rate}
+
+    def init(self, keys: list[int], floats: int) -> None:
+        self._params = [torch.nn.Parameter(torch.zeros(floats)) for _ in keys]
+        self._trainer = kvtrainer.Trainer(self._params, "sgd", self._options, kvstore=self._kv)
+
+    def write(self, values: list[Array]) -> None:
+        for parameter, value in zip(self._params, values, strict=True):
+            parameter.grad = torch.tensor(value)
+
+    def round(self) -> None:
+        assert self._trainer is not None
+        self._trainer.step(1)
+
+    def result(self, at: int) -> Array:
+        result: Array = self._params[at].detach().numpy()
+        return result
+
+    def barrier(self) -> None:
+        self._kv.barrier()
+
+
 if __name__ == "__main__":
     options = worker_options(argparse.ArgumentParser(description=__doc__)).parse_args()
     torch.set_num_threads(1)
-    run_worker(KvtrainerStore(), options)
+    run_worker(KvtrainerTrainer() if needs_trainer(options.workloads) else KvtrainerStore(), options)

@@ -9,7 +9,7 @@ import argparse
 import importlib
 from typing import Any
 
-from workloads import Array, run_worker, worker_options
+from workloads import Array, needs_trainer, run_worker, worker_options
 
 
 class MXNetStore:
@@ -50,7 +50,50 @@ class MXNetStore:
         self._kv._barrier()
 
 
+class MXNetTrainer:
+    """The `Store` of `workloads.py` over a Gluon Trainer whose optimizer runs on the servers."""
+
+    def __init__(self, mx: Any) -> None:
+        self._mx = mx
+        self._kv = mx.kv.create("dist_sync")
+        self.rank: int = self._kv.rank
+        self.num_workers: int = self._kv.num_workers
+        self._options: dict[str, float] = {}
+        self._params: list[Any] = []
+        self._trainer: Any = None
+
+    def set_sgd(self, learning_rate: float) -> None:
+        self._options = {"learning_rate": learning_rate}
+
+    def init(self, keys: list[int], floats: int) -> None:
+        gluon = self._mx.gluon
+        self._params = [gluon.Parameter(f"p{key}", shape=(floats,), init="zeros") for key in keys]
+        for parameter in self._params:
+            parameter.initialize()
+        self._trainer = gluon.Trainer(
+            self._params, "sgd", self._options, kvstore=self._kv, update_on_kvstore=True
+        )
+
+    def write(self, values: list[Array]) -> None:
+        for parameter, value in zip(self._params, values):  # noqa: B905 - Python 3.8 and 3.9 know no strict=
+            parameter.grad()[:] = value
+        self._mx.nd.waitall()
+
+    def round(self) -> None:
+        # Gradients that no backward pass wrote count as stale.
+        self._trainer.step(1, ignore_stale_grad=True)
+        self._mx.nd.waitall()
+
+    def result(self, at: int) -> Array:
+        result: Array = self._params[at].data().asnumpy()
+        return result
+
+    def barrier(self) -> None:
+        self._kv._barrier()
+
+
 if __name__ == "__main__":
     options = worker_options(argparse.ArgumentParser(description=__doc__)).parse_args()
     # For a scheduler or a server this import serves the job and ends the process.
-    run_worker(MXNetStore(importlib.import_module("mxnet")), options)
+    mxnet = importlib.import_module("mxnet")
+    run_worker(MXNetTrainer(mxnet) if needs_trainer(options.workloads) else MXNetStore(mxnet), options)

@@ -28,13 +28,15 @@ _PERIOD = 251
 
 @dataclass(frozen=True)
 class Workload:
-    """One pushpull call: `keys` float32 keys of `floats` elements each."""
+    """One pushpull call, or one `Trainer.step`: `keys` float32 keys of `floats` elements each."""
 
     name: str
     keys: int
     floats: int
     warm_up: int
     rounds: int
+    is_trainer: bool = False
+    """Through a Trainer, which needs an optimizer and a job of its own: MXNet's numbers its keys from 0."""
 
     @property
     def mebibytes(self) -> float:
@@ -46,11 +48,13 @@ WORKLOADS = (
     Workload("100 MiB in 16 keys", 16, 100 * MIB // 4 // 16, warm_up=2, rounds=5),
     Workload("1,000 keys of 100 floats", 1000, 100, warm_up=3, rounds=12),
     Workload("1,000 keys of 1,000 floats", 1000, 1000, warm_up=3, rounds=12),
+    Workload("Trainer.step, 1,000 parameters of 100 floats", 1000, 100, 3, 12, is_trainer=True),
+    Workload("Trainer.step, 1,000 parameters of 1,000 floats", 1000, 1000, 3, 12, is_trainer=True),
 )
 
 
 class Store(Protocol):
-    """One worker's view of the system under measurement."""
+    """One worker's view of the system under measurement: of its kvstore, or of a Trainer over that."""
 
     rank: int
     num_workers: int
@@ -65,7 +69,7 @@ class Store(Protocol):
         """Put new values where a round takes them from, as a backward pass does with gradients."""
 
     def round(self) -> None:
-        """One pushpull of all keys; returns when the results can be read."""
+        """One pushpull of all keys, or one step; returns when the results can be read."""
 
     def result(self, at: int) -> Array:
         """What the last round brought for the key at position `at`."""
@@ -115,6 +119,19 @@ def worker_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 def pick(positions: str) -> Sequence[Workload]:
     """The workloads at comma-separated positions; all for an empty string."""
     return [WORKLOADS[int(one)] for one in positions.split(",")] if positions else WORKLOADS
+
+
+def needs_trainer(positions: str) -> bool:
+    """Whether a job of these workloads goes through a Trainer; `split_into_jobs` never mixes the two."""
+    return any(workload.is_trainer for workload in pick(positions))
+
+
+def split_into_jobs(positions: str, optimizer: str) -> list[str]:
+    """The positions that share a job: all kvstore workloads; then each Trainer workload, if an optimizer runs."""
+    picked = [(str(WORKLOADS.index(one)), one.is_trainer) for one in pick(positions)]
+    shared = ",".join(at for at, is_trainer in picked if not is_trainer)
+    alone = [at for at, is_trainer in picked if is_trainer and optimizer != "none"]
+    return [shared, *alone] if shared else alone
 
 
 def _time_rounds(store: Store, workload: Workload, values: list[Array]) -> list[float]:

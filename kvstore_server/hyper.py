@@ -85,14 +85,19 @@ class HyperBelief:
         Raises:
             PlanMismatchError: two ranks disagree on a number.
         """
-        packed = self._common()
+        packed = self.common()
         token = (packed, id(optimizer))
         if self._cached is None or self._cached[0] != token:
             values = _tuples(unpack_control(packed)) if packed else {"groups": None}
             self._cached = (token, effective_hypers(self._plan, optimizer, values))
         return self._cached[1]
 
-    def _common(self) -> bytes:
+    def common(self) -> bytes:
+        """What all ranks sent, packed; empty when none has sent any.
+
+        Raises:
+            PlanMismatchError: two ranks disagree on a number.
+        """
         if not self._sent:
             return b""
         lowest = min(self._sent)
@@ -169,7 +174,9 @@ def _spec_difference(a: dict[str, Any], b: dict[str, Any], rank_a: int, rank_b: 
     left, right = ({**spec["hyper"], **spec} for spec in (a, b))
     differing = (name for name in sorted(set(left) | set(right)) if left.get(name) != right.get(name))
     name = next(name for name in differing if name != "hyper")
-    return f"{a['name']!r} has {name}={left.get(name)} on rank {rank_a} and {right.get(name)} on rank {rank_b}"
+    return (
+        f"{a['name']!r} has {name}={left.get(name)} on rank {rank_a} and {right.get(name)} on rank {rank_b}"
+    )
 
 
 def _tuples(value: Any) -> Any:

@@ -86,6 +86,7 @@ class Table:
             elif optimizer is not None:
                 self.dense.update(addends, optimizer, self.hyper.agreed(optimizer))
             else:
+                self.hyper.common()  # the workers apply the optimizer; their weights would part if they disagreed
                 self.dense.assign_sum(addends)
             given_keys = self._keys_in(addends)
             self.left_out = tuple(sorted(self.dense.keys - given_keys))

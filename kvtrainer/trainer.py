@@ -167,7 +167,7 @@ class Trainer(FlatOptimizer):
         assert self._exchange is not None
         self._layout.gather_grads(fresh)
         arena = self._layout.arena
-        hyper = pack_hypers(**self._read_options()) if self._exchange.updates_weights else b""
+        hyper = pack_hypers(**self._read_options())
         changed = hyper if hyper != self._sent_hyper else b""
         absent = frozenset(i for i, is_fresh in enumerate(fresh) if not is_fresh)
         # After a failed round nobody knows which servers took the change: it is sent again.

@@ -382,7 +382,8 @@ def _join(payloads: Sequence[m.Payload]) -> Frame:
 
 def _split(frame: Frame, sizes: np.ndarray[Any, np.dtype[np.int64]]) -> list[memoryview]:
     data = _buffer(frame)
-    if (sizes < 0).any() or int(sizes.sum()) != len(data):
+    # Each alone as well: the sum of hostile sizes can wrap around to the right one.
+    if ((sizes < 0) | (sizes > len(data))).any() or int(sizes.sum()) != len(data):
         raise ProtocolError(f"the payload has {len(data)} bytes, the body names {int(sizes.sum())}")
     ends = np.cumsum(sizes).tolist()
     return [data[end - size : end] for size, end in zip(sizes.tolist(), ends, strict=True)]

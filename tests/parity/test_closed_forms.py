@@ -90,6 +90,15 @@ def test_momentum_with_rescale_and_batch_size_follows_mxnets_trajectory(job: Job
 
 
 @pytest.mark.parametrize("mode", MODES)
+def test_each_gradient_is_divided_by_the_batch_size_of_its_own_worker(job: Job, mode: str) -> None:
+    uneven = -sum((rank + 1) / 2**rank for rank in range(job.workers))
+    for first, then in job[f"batch sizes {mode}"]:
+        assert first == [(uneven, uneven)] * len(TRAINED)
+        # Without a batch size the mean over workers is taken; a third or a seventh is rounded.
+        assert then == [pytest.approx((uneven - (job.workers + 1) / 2,) * 2, rel=1e-6)] * len(TRAINED)
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_a_learning_rate_multiplier_set_between_steps_is_live(job: Job, mode: str) -> None:
     expected = [-job.workers * value for value in (1.0, 2.0)]
     assert_everywhere(job[f"multiplier {mode}"], all_equal(expected, len(TRAINED)))

@@ -96,6 +96,7 @@ def trainer_cases(rank: int, update_on_kvstore: bool | None) -> dict[str, Any]:
     return {
         "rates": _rates(rank, update_on_kvstore),
         "momentum": _momentum(update_on_kvstore),
+        "batch sizes": _batch_sizes(rank, update_on_kvstore),
         "multiplier": _multiplier(update_on_kvstore),
         "split step": _split_step(rank, update_on_kvstore),
     }
@@ -121,6 +122,18 @@ def _momentum(update_on_kvstore: bool | None) -> list[list[Range]]:
         for _ in range(3):
             _backward(parameters, 1.0)
             trainer.step(4)
+            seen.append(_ranges(parameters))
+    return seen
+
+
+def _batch_sizes(rank: int, update_on_kvstore: bool | None) -> list[list[Range]]:
+    """One step in which every rank divides by another batch size, 2 ** rank, and one that takes the mean."""
+    parameters = _parameters(0.0)
+    with _trainer(parameters, {"learning_rate": 1.0}, update_on_kvstore) as trainer:
+        seen = []
+        for batch_size in (2**rank, None):
+            _backward(parameters, rank + 1.0)
+            trainer.step(batch_size)
             seen.append(_ranges(parameters))
     return seen
 

@@ -1,0 +1,76 @@
+"""Servers that are a function: a transport without sockets, in which time passes only while somebody waits."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+
+from kvstore_server.protocol import messages as m
+from kvtrainer.comm.session import Session, SessionOptions
+
+Answer = Callable[[int, m.Request], Iterable[m.ReplyBody] | None]
+"""(server, request) → what it answers at once; None leaves it to the defaults."""
+
+
+class Scripted:
+    """A transport to `num_servers` servers that answer as `answer` says, and welcome and confirm by default."""
+
+    def __init__(self, num_servers: int = 1, answer: Answer | None = None) -> None:
+        self.num_servers = num_servers
+        self.answer = answer
+        self.now = 100.0
+        self.sent: list[tuple[int, m.Request]] = []
+        self.heartbeats: list[tuple[int, int]] = []
+        self.is_closed = False
+        self._order = itertools.count()
+        self._replies: list[tuple[float, int, int, m.Reply]] = []
+
+    def session(self, **options: float) -> Session:
+        """A connected session over this transport."""
+        session = Session(self, SessionOptions("job", 0, 2, **options), self.clock)  # type: ignore[arg-type]
+        session.connect()
+        self.sent.clear()
+        return session
+
+    def clock(self) -> float:
+        return self.now
+
+    def reply(self, server: int, number: int, body: m.ReplyBody, after: float = 0.0) -> None:
+        """Let a server say something, `after` seconds from now."""
+        heapq.heappush(self._replies, (self.now + after, next(self._order), server, m.Reply(number, body)))
+
+    def bodies(self, kind: type, server: int | None = None) -> list[m.RequestBody]:
+        """What was sent so far, of one kind, to one server or all."""
+        return [r.body for to, r in self.sent if isinstance(r.body, kind) and server in (None, to)]
+
+    def send(self, server: int, request: m.Request) -> None:
+        self.sent.append((server, request))
+        answered = self.answer(server, request) if self.answer is not None else None
+        for body in _default(server, request) if answered is None else answered:
+            self.reply(server, request.number, body)
+
+    def receive(self, timeout: float) -> tuple[int, m.Reply] | None:
+        if not self._replies or self._replies[0][0] > self.now + timeout:
+            self.now += timeout
+            return None
+        at, _, server, reply = heapq.heappop(self._replies)
+        self.now = max(self.now, at)
+        return server, reply
+
+    def describe(self, server: int) -> str:
+        return f"server {server} (here)"
+
+    def start_heartbeats(self, sessions: Sequence[tuple[int, int]]) -> None:
+        self.heartbeats = list(sessions)
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def _default(server: int, request: m.Request) -> list[m.ReplyBody]:
+    if isinstance(request.body, m.Hello):
+        return [m.Welcome(run=1000 + server, session=10 + server)]
+    if isinstance(request.body, m.Abort):
+        return [m.Info({"applied": False})]
+    return []

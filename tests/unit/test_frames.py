@@ -1,0 +1,194 @@
+"""Messages as bytes: every kind survives the way there and back, and nothing but ProtocolError comes of bad bytes."""
+
+from __future__ import annotations
+
+import random
+import struct
+from typing import Any
+
+import msgpack
+import pytest
+import torch
+
+from kvstore_server.errors import ProtocolError, VersionMismatchError
+from kvstore_server.protocol import frames as f
+from kvstore_server.protocol import messages as m
+
+REQUESTS: list[Any] = [
+    m.Hello("job", 1, 3, 0, 2, "AVX512", "host:17"),
+    m.Register("w", (("w", (3, 4), "float32", 0), ("empty", (), "bfloat16", 1))),
+    m.CommitBatch(
+        (m.Commit(1, 7, ((0, 0), (5, 2)), 0.25, True, 3.5), m.Commit(2, 7, (), None, False, 0.0)), b"h", (4,)
+    ),
+    m.Abort(1, 2, "because", True),
+    m.Pull((0, 1, 5)),
+    m.SetOptimizer(b"\x81"),
+    m.Barrier(4, 2.5),
+    m.GetState(1, 2),
+    m.State(1, 2, {"step": 3, "tensors": ["a"]}, bytes(range(256)) * 9000),
+    m.Heartbeat(),
+    m.Leave("done", True),
+    m.Stats(),
+]
+REPLIES: list[Any] = [
+    m.Welcome(1 << 61, 5),
+    m.Registered(3, 1),
+    m.Done(((1, 7), (2, 8))),
+    m.Absent(1, 7, (3, 4)),
+    m.Missing(1, 7, (0, 2)),
+    m.Pending((1, 2)),
+    m.Failed("DeadlineError", "too late", 1, 2, 3),
+    m.Info({"a": 1, "b": [1.5, "x"]}),
+    m.State(1, 2, {}, b""),
+]
+
+
+def _wire(frames: list[Any]) -> list[bytes]:
+    return [bytes(frame) for frame in frames]
+
+
+@pytest.mark.parametrize("body", REQUESTS, ids=lambda body: type(body).__name__)
+def test_a_request_comes_out_as_it_went_in(body: Any) -> None:
+    request = m.Request(run=1 << 62, session=1 << 40, number=99, body=body)
+    assert f.decode_request(_wire(f.encode_request(request))) == request
+
+
+@pytest.mark.parametrize("body", REPLIES, ids=lambda body: type(body).__name__)
+def test_a_reply_comes_out_as_it_went_in(body: Any) -> None:
+    assert f.decode_reply(_wire(f.encode_reply(m.Reply(12, body)))) == m.Reply(12, body)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_pushed_slices_keep_their_bytes_alone_and_together(dtype: torch.dtype) -> None:
+    values = [torch.randn(n, generator=torch.Generator().manual_seed(n)).to(dtype) for n in (5, 0, 17)]
+    for some in (values, values[:1]):
+        pushes = tuple(m.Push(3, i, 8, i + 1, value) for i, value in enumerate(some))
+        body = f.decode_request(_wire(f.encode_request(m.Request(1, 2, 3, m.PushBatch(pushes))))).body
+        assert isinstance(body, m.PushBatch)
+        for given, got in zip(pushes, body.pushes, strict=True):
+            assert (got.table, got.slice, got.round, got.generation) == (3, given.slice, 8, given.slice + 1)
+            assert bytes(got.payload) == bytes(given.payload.view(torch.uint8).numpy())
+
+
+def test_weights_of_several_slices_keep_their_bytes() -> None:
+    parts = tuple(m.WeightsPart(1, i, 4, torch.full((i + 1,), float(i))) for i in range(3))
+    body = f.decode_reply(_wire(f.encode_reply(m.Reply(1, m.Weights(parts))))).body
+    assert isinstance(body, m.Weights)
+    assert [torch.frombuffer(bytearray(p.payload), dtype=torch.float32).tolist() for p in body.parts] == [
+        [0.0],
+        [1.0] * 2,
+        [2.0] * 3,
+    ]
+
+
+def test_a_large_payload_is_passed_through_without_a_copy() -> None:
+    value = torch.zeros(1000)
+    frames = f.encode_request(m.Request(1, 2, 3, m.PushBatch((m.Push(0, 0, 0, 0, value),))))
+    value.fill_(1.0)
+    assert bytes(frames[-1]) == b"\x00\x00\x80\x3f" * 1000
+
+
+def test_no_frame_of_a_large_state_exceeds_the_limit() -> None:
+    frames = f.encode_reply(m.Reply(1, m.State(0, 0, {}, bytes(5 * f.MAX_FRAME))))
+    assert max(len(frame) for frame in frames) <= f.MAX_FRAME
+
+
+def test_a_control_message_that_no_frame_can_hold_is_refused_before_it_is_sent() -> None:
+    specs = tuple((f"{'very' * 20}_long_name_{i}", (1,), "float32", 0) for i in range(20_000))
+    with pytest.raises(ProtocolError, match=r"Register message would have .* fewer keys"):
+        f.encode_request(m.Request(1, 2, 3, m.Register("w", specs)))
+
+
+def test_another_version_is_named_with_our_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = f.PROTOCOL_VERSION
+    frames = f.encode_request(m.Request(0, 0, 1, m.Stats()))
+    monkeypatch.setattr(f, "PROTOCOL_VERSION", own + 1)
+    with pytest.raises(
+        VersionMismatchError, match=f"peer speaks protocol version {own}, this side speaks {own + 1}"
+    ):
+        f.decode_request(frames)
+
+
+@pytest.mark.parametrize(
+    "frames", [[], [b""], [b"GET / HTTP/1.1\r\n"], [b"XX" + bytes(30)], [bytes(33), b""]]
+)
+def test_bytes_without_our_header_are_asked_whether_they_are_ours(frames: list[bytes]) -> None:
+    with pytest.raises(ProtocolError, match="is the peer a kvtrainer worker or server"):
+        f.decode_request(frames)
+
+
+@pytest.mark.parametrize(
+    ("body", "damage", "text"),
+    [
+        (m.Hello("job", 0, 1, 0, 1, "", ""), [b"\xc1"], "cannot be decoded"),
+        (m.Hello("job", 0, 1, 0, 1, "", ""), [b""], "cannot be decoded"),
+        (m.Hello("job", 0, 1, 0, 1, "", ""), [b"\x90"], "must hold 7 values"),
+        (m.Hello("job", 0, 1, 0, 1, "", ""), [b"\x90", b"\x90"], "has 3 frames, expected 2"),
+        (m.Hello("job", 0, 1, 0, 1, "", ""), [msgpack.packb([1, 0, 1, 0, 1, "", ""])], "Hello.namespace must be str"),
+        (m.Hello("job", 0, 1, 0, 1, "", ""), [msgpack.packb(["", True, 1, 0, 1, "", ""])], "Hello.rank must be int"),
+        (m.Barrier(0, 1.0), [msgpack.packb([0, float("nan")])], "Barrier.timeout must be finite"),
+        (m.Barrier(0, 1.0), [msgpack.packb([0, float("inf")])], "Barrier.timeout must be finite"),
+        (m.Pull((0,)), [msgpack.packb([["0"]])], "Pull.tables must be"),
+        (m.Pull((0,)), [b"\x91" + b"\xdd\xff\xff\xff\xff"], "cannot be decoded"),
+        (m.Pull((0,)), [b"\x91" * 5000], "cannot be decoded"),
+        (m.Register("w", ()), [msgpack.packb(["w", [["k", [1.5], "float32", 0]]])], "Register.specs must be"),
+        (m.SetOptimizer(b""), [msgpack.packb([msgpack.ExtType(1, b"x")])], "cannot be decoded"),
+        (m.PushBatch(()), [bytes(39), b""], "no whole number of 40-byte records"),
+        (m.PushBatch(()), [struct.pack("<5q", 0, 0, 0, 0, -1), b""], "body names -1"),
+        (m.PushBatch(()), [struct.pack("<5q", 0, 0, 0, 0, 1 << 40), b"1234"], "payload has 4 bytes"),
+        (m.PushBatch(()), [struct.pack("<5q", 0, 0, 0, 0, 1 << 62) * 4, b""], "payload has 0 bytes"),
+        (m.CommitBatch(()), [b"", b"\x92\xc4\x00\x90"], "cannot hold -1 commits"),
+        (m.CommitBatch(()), [struct.pack("<q", 1 << 62), b"\x92\xc4\x00\x90"], "cannot hold 4611686018427387904"),
+        (m.CommitBatch(()), [struct.pack("<q4q2d", 1, 0, 0, 0, 9, 1, 1), b"\x92\xc4\x00\x90"], "names 9 slices"),
+        (m.CommitBatch(()), [struct.pack("<q4q2d", 1, 0, 0, 0, 0, 1, -1), b"\x92\xc4\x00\x90"], "timeout -1"),
+        (m.CommitBatch(()), [struct.pack("<q", 0), b"\x90"], "must end with"),
+        (m.CommitBatch(()), [struct.pack("<q", 0), b"\x92\xc4\x00\x91\xa1x"], "list of integers"),
+        (m.State(0, 0, {}, b""), [msgpack.packb([0, 0, {}, 5]), b"1234"], "names 5 bytes and brings 4"),
+    ],
+)  # fmt: skip
+def test_a_damaged_body_is_a_protocol_error_that_says_what_is_wrong(
+    body: Any, damage: list[bytes], text: str
+) -> None:
+    header = f.encode_request(m.Request(1, 2, 3, body))[0]
+    with pytest.raises(ProtocolError, match=text):
+        f.decode_request([bytes(header), *damage])
+
+
+def test_an_unknown_kind_is_a_protocol_error() -> None:
+    header = bytearray(f.encode_request(m.Request(1, 2, 3, m.Stats()))[0])
+    header[3] = 0x7F
+    with pytest.raises(ProtocolError, match="unknown kind of message: 127"):
+        f.decode_request([bytes(header), b"\x90"])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_nothing_but_protocol_errors_comes_of_thousands_of_damaged_messages(seed: int) -> None:
+    rng = random.Random(seed)
+    push = m.PushBatch((m.Push(0, 1, 2, 3, b"x" * 64), m.Push(0, 2, 2, 3, b"y" * 64)))
+    weights = m.Weights((m.WeightsPart(0, 1, 2, b"x" * 64),))
+    requests = [f.encode_request(m.Request(1, 2, 3, body)) for body in [*REQUESTS[:8], push]]
+    replies = [f.encode_reply(m.Reply(3, body)) for body in [*REPLIES, weights]]
+    kept = 0
+    for _ in range(3000):
+        is_request = rng.random() < 0.5
+        frames = [bytearray(frame) for frame in rng.choice(requests if is_request else replies)]
+        for _ in range(rng.randint(1, 3)):
+            _damage(frames, rng)
+        try:
+            (f.decode_request if is_request else f.decode_reply)([bytes(frame) for frame in frames])
+            kept += 1
+        except ProtocolError:
+            pass
+    assert 0 < kept < 2500  # damage in a number or a text can leave a message well-formed; mostly it does not
+
+
+def _damage(frames: list[bytearray], rng: random.Random) -> None:
+    at = rng.randrange(len(frames)) if frames else 0
+    if not frames or not frames[at] or rng.random() < 0.05:
+        frames[:] = rng.choice([frames[:-1], [*frames, bytearray(rng.randbytes(8))]])
+        return
+    position = rng.randrange(len(frames[at]))
+    new = rng.choice(
+        [b"", rng.randbytes(1), b"\xff" * 8, b"\x00" * 8, b"\xdf\xff\xff\xff\xff", rng.randbytes(8)]
+    )
+    frames[at][position : position + rng.choice([0, 1, 8])] = new

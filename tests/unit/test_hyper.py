@@ -1,0 +1,136 @@
+"""Which optimizer and which numbers hold for a round, and how ranks that disagree are named."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvstore_server.consistency import Accepted
+from kvstore_server.errors import ConfigurationError, PlanMismatchError, UnknownNameError
+from kvstore_server.hyper import HyperBelief, OptimizerBelief, effective_hypers, pack_hypers
+from kvstore_server.optimizer import create
+from kvstore_server.plan import TensorSpec, make_plan
+from kvstore_server.protocol.frames import pack_control
+from kvstore_server.protocol.messages import Commit, Push
+from kvstore_server.table import Table, Waiter
+
+PLAN = make_plan([TensorSpec("w", (3,), "float32"), TensorSpec("b", (2,), "float32", group=1)], 1)
+
+
+def packed(lr: float, **mult: dict[int, float]) -> bytes:
+    groups = [
+        {"lr": lr, "weight_decay": 0.0, "momentum": 0.0},
+        {"lr": 2 * lr, "weight_decay": 0.5, "momentum": 0.0},
+    ]
+    return pack_hypers(groups, mult.get("lr_mult", {}), mult.get("wd_mult", {}))
+
+
+def spec(name: str, **options: float) -> bytes:
+    return pack_control(create(name, **options).spec())
+
+
+def test_no_rank_has_set_an_optimizer() -> None:
+    assert OptimizerBelief().agreed() is None
+
+
+def test_ranks_that_set_the_same_optimizer_agree() -> None:
+    belief = OptimizerBelief()
+    belief.set(0, spec("sgd", learning_rate=0.5))
+    belief.set(1, spec("sgd", learning_rate=0.5))
+    agreed = belief.agreed()
+    assert agreed is not None
+    assert agreed.learning_rate == 0.5
+
+
+def test_naming_the_same_optimizer_again_keeps_the_object() -> None:
+    belief = OptimizerBelief()
+    belief.set(0, spec("sgd"))
+    before = belief.agreed()
+    assert belief.set(0, spec("sgd")) is None
+    assert belief.agreed() is before
+
+
+def test_another_algorithm_is_reported_as_a_replacement() -> None:
+    belief = OptimizerBelief()
+    belief.set(0, spec("sgd"))
+    assert belief.set(0, spec("adam")) == "sgd"
+
+
+def test_another_number_of_the_same_algorithm_is_no_replacement() -> None:
+    belief = OptimizerBelief()
+    belief.set(0, spec("sgd", learning_rate=0.5))
+    assert belief.set(0, spec("sgd", learning_rate=0.25)) is None
+
+
+def test_ranks_with_different_optimizers_are_both_named() -> None:
+    belief = OptimizerBelief()
+    belief.set(0, spec("sgd"))
+    belief.set(2, spec("adam"))
+    with pytest.raises(PlanMismatchError, match="'sgd' on rank 0 and 'adam' on rank 2"):
+        belief.agreed()
+
+
+def test_an_unknown_optimizer_leaves_the_former_one_in_force() -> None:
+    belief = OptimizerBelief()
+    belief.set(0, spec("sgd"))
+    with pytest.raises(UnknownNameError, match="no_such"):
+        belief.set(0, pack_control({"name": "no_such", "hyper": {}}))
+    agreed = belief.agreed()
+    assert agreed is not None
+    assert agreed.registered_name == "sgd"
+
+
+def test_each_key_gets_the_numbers_of_its_group() -> None:
+    belief = HyperBelief(PLAN)
+    belief.set(0, packed(0.25))
+    rows = belief.agreed(create("sgd"))
+    assert [(row["lr"], row["weight_decay"]) for row in rows] == [(0.25, 0.0), (0.5, 0.5)]
+
+
+def test_multipliers_scale_the_numbers_of_their_key_only() -> None:
+    belief = HyperBelief(PLAN)
+    belief.set(0, packed(0.25, lr_mult={0: 4.0}, wd_mult={1: 0.0}))
+    rows = belief.agreed(create("sgd"))
+    assert [(row["lr"], row["weight_decay"]) for row in rows] == [(1.0, 0.0), (0.5, 0.0)]
+
+
+def test_keys_with_equal_numbers_share_one_mapping() -> None:
+    plan = make_plan([TensorSpec("a", (1,), "float32"), TensorSpec("b", (1,), "float32")], 1)
+    first, second = effective_hypers(plan, create("sgd"), {"groups": None})
+    assert first is second
+
+
+def test_a_rank_that_disagrees_is_named_with_the_group_and_both_values() -> None:
+    belief = HyperBelief(PLAN)
+    belief.set(0, packed(0.25))
+    belief.set(1, packed(0.125))
+    with pytest.raises(PlanMismatchError, match=r"group 0 has lr=0.25 on rank 0 and 0.125 on rank 1"):
+        belief.agreed(create("sgd"))
+
+
+def test_ranks_with_different_multipliers_are_named() -> None:
+    belief = HyperBelief(PLAN)
+    belief.set(0, packed(0.25))
+    belief.set(1, packed(0.25, lr_mult={1: 2.0}))
+    with pytest.raises(PlanMismatchError, match=r"lr_mult is \{\} on rank 0 and \{1: 2.0\} on rank 1"):
+        belief.agreed(create("sgd"))
+
+
+@pytest.mark.parametrize("values", [[], {"groups": []}, {"groups": [{}], "lr_mult": {}, "wd_mult": {}}])
+def test_bytes_that_are_no_numbers_of_this_table_are_refused(values: object) -> None:
+    with pytest.raises(ConfigurationError, match="no hyper-parameters of this table"):
+        HyperBelief(PLAN).check(pack_control(values))
+
+
+def test_a_round_without_an_optimizer_fails_too_when_ranks_disagree() -> None:
+    table = Table(0, "t", PLAN, 0, 2, None)
+    [piece] = PLAN.slices
+    for number, rates in ((0, (0.5, 0.5)), (1, (0.5, 0.25))):
+        for rank, rate in enumerate(rates):
+            table.push(rank, Push(0, 0, number, 0, memoryview(bytearray(piece.nbytes))))
+            commit = Commit(0, number, ((0, 0),), 1.0, False, 9.0)
+            assert table.rounds.commit(rank, commit, Waiter(b"", rank), 0.0) == Accepted(repeated=False)
+            table.hyper.set(rank, packed(rate))
+        if number == 0:
+            table.apply(None, None)
+    with pytest.raises(PlanMismatchError, match=r"lr=0\.5 on rank 0 and 0\.25 on rank 1"):
+        table.apply(None, None)

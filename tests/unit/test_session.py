@@ -1,0 +1,194 @@
+"""Sessions with scripted servers: who is asked, how often and how long, and what is raised when nobody answers."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvstore_server.protocol import messages as m
+from kvtrainer.comm.session import REPEAT_AFTER, Session, SessionOptions
+from kvtrainer.errors import (
+    ConfigurationError,
+    ConnectTimeoutError,
+    DeadlineError,
+    FencedError,
+    KVStoreError,
+    ServerUnreachableError,
+    VersionMismatchError,
+)
+from tests.support.scripted import Scripted
+
+
+def _connecting(servers: Scripted, **options: float) -> Session:
+    return Session(servers, SessionOptions("job", 1, 3, **options), servers.clock)  # type: ignore[arg-type]
+
+
+def test_every_request_carries_what_its_server_gave_at_the_welcome() -> None:
+    servers = Scripted(2)
+    session = servers.session()
+    session.send(1, session.next_number(), m.Stats())
+    [(to, request)] = servers.sent
+    assert (to, request.run, request.session) == (1, 1001, 11)
+    assert servers.heartbeats == [(1000, 10), (1001, 11)]
+
+
+def test_a_hello_says_who_the_worker_is_and_which_server_it_expects() -> None:
+    servers = Scripted(2)
+    _connecting(servers).connect()
+    hellos = servers.bodies(m.Hello)
+    assert [(h.rank, h.num_workers, h.server, h.num_servers) for h in hellos] == [(1, 3, 0, 2), (1, 3, 1, 2)]
+
+
+def test_a_server_that_does_not_answer_hello_is_named_at_the_end_of_the_time_to_connect() -> None:
+    servers = Scripted(2, lambda server, request: [] if server == 1 else None)
+    with pytest.raises(ConnectTimeoutError, match=r"server 1 \(here\) did not answer within 7 s"):
+        _connecting(servers, connect_timeout=7.0).connect()
+    assert servers.now == 107.0
+    assert not servers.heartbeats
+
+
+def test_all_servers_are_asked_even_when_one_refuses_and_the_first_refusal_is_raised() -> None:
+    servers = Scripted(
+        3, lambda server, request: [m.Failed("ConfigurationError", f"no {server}")] if server else None
+    )
+    session = _connecting(servers)
+    with pytest.raises(ConfigurationError, match="no 1"):
+        session.connect()
+    assert [to for to, _ in servers.sent] == [0, 1, 2]
+    session.close("refused", is_clean=False)
+    assert [to for to, request in servers.sent if isinstance(request.body, m.Leave)] == [0]
+
+
+def test_a_call_returns_the_answer_and_raises_a_failure_as_its_class() -> None:
+    servers = Scripted(1)
+    session = servers.session()
+    servers.answer = lambda server, request: [m.Info({"a": 1})]
+    assert session.call(0, m.Stats()) == m.Info({"a": 1})
+    servers.answer = lambda server, request: [m.Failed("FencedError", "taken over")]
+    with pytest.raises(FencedError, match="taken over"):
+        session.call(0, m.Stats())
+
+
+def test_an_unknown_code_of_a_failure_is_still_one_of_our_errors() -> None:
+    servers = Scripted(1)
+    session = servers.session()
+    servers.answer = lambda server, request: [m.Failed("NewerError", "from the future")]
+    with pytest.raises(KVStoreError, match="from the future"):
+        session.call(0, m.Stats())
+
+
+def test_an_unanswered_call_is_repeated_under_its_number_until_the_server_counts_as_gone() -> None:
+    servers = Scripted(1)
+    session = servers.session(dead_after=9.0)
+    with pytest.raises(ServerUnreachableError, match=r"server 0 \(here\)"):
+        session.call(0, m.Stats())
+    assert len({request.number for _, request in servers.sent}) == 1
+    assert len(servers.sent) >= 9.0 / REPEAT_AFTER
+    assert servers.now == pytest.approx(109.0, abs=REPEAT_AFTER)
+
+
+def test_a_server_is_asked_again_before_it_counts_as_gone_however_short_the_patience() -> None:
+    servers = Scripted(1)
+    session = servers.session(dead_after=0.5)
+    with pytest.raises(ServerUnreachableError):
+        session.call(0, m.Stats())
+    assert len(servers.sent) > 1
+
+
+def test_pending_is_no_answer_but_shows_that_the_server_lives() -> None:
+    servers = Scripted(1)
+    session = servers.session(dead_after=5.0)
+    servers.answer = lambda server, request: [m.Pending((1,))] if servers.now < 150 else [m.Info()]
+    assert session.call(0, m.Barrier(0, 60.0), timeout=60.0) == m.Info()
+
+
+def test_a_server_that_has_just_been_heard_is_not_asked_again() -> None:
+    servers = Scripted(2)
+    session = servers.session()
+    servers.reply(0, 0, m.Info(), after=3.0)
+    with pytest.raises(DeadlineError):
+        session.wait(lambda: False, servers.now + 3.5, lambda now: None)
+    assert not session.is_silent(0, since=100.0, now=servers.now)
+    assert session.is_silent(1, since=100.0, now=servers.now)
+
+
+def test_a_process_that_stood_still_does_not_blame_the_servers() -> None:
+    servers = Scripted(1)
+    session = servers.session(dead_after=5.0)
+    receive = servers.receive
+
+    def stopped_once(timeout: float) -> tuple[int, m.Reply] | None:
+        # What a process sees that was stopped and goes on: time is over, and what has come is yet to be read.
+        servers.receive = receive  # type: ignore[method-assign]
+        servers.now += 60.0
+        return None
+
+    servers.receive = stopped_once  # type: ignore[method-assign]
+    servers.answer = lambda server, request: [m.Info()]
+    assert session.call(0, m.Stats()) == m.Info()
+
+
+def test_a_wait_ends_at_its_deadline_even_while_something_keeps_coming() -> None:
+    servers = Scripted(1)
+    session = servers.session()
+    for i in range(1000):
+        servers.reply(0, 0, m.Info(), after=0.1 * i)
+    with pytest.raises(DeadlineError):
+        session.wait(lambda: False, servers.now + 5.0, lambda now: None)
+    assert servers.now == pytest.approx(105.0, abs=0.2)
+
+
+def test_what_a_server_could_not_even_read_is_raised_where_somebody_waits() -> None:
+    servers = Scripted(1)
+    session = servers.session()
+    servers.reply(0, 0, m.Failed("VersionMismatchError", "another version"))
+    with pytest.raises(VersionMismatchError, match="another version"):
+        session.call(0, m.Stats())
+
+
+def test_a_late_answer_to_an_earlier_call_is_not_taken_for_the_next_one() -> None:
+    servers = Scripted(1)
+    session = servers.session(dead_after=3.0)
+    with pytest.raises(ServerUnreachableError):
+        session.call(0, m.Stats())
+    servers.reply(0, servers.sent[0][1].number, m.Info({"late": True}))
+    servers.answer = lambda server, request: [m.Info({"late": False})]
+    assert session.call(0, m.Stats()) == m.Info({"late": False})
+
+
+def test_many_calls_share_one_wait_and_return_what_came() -> None:
+    def answer(server: int, request: m.Request) -> list[m.ReplyBody] | None:
+        if isinstance(request.body, m.Abort):
+            return [[m.Info({"applied": True})], [m.Failed("FencedError", "no")], []][server]
+        return None
+
+    servers = Scripted(3, answer)
+    session = servers.session()
+    aborts = [(server, m.Abort(0, 1, "why", False)) for server in (2, 0, 1, 2)]
+    before = servers.now
+    answers = session.call_all(aborts, timeout=5.0)
+    assert answers == [None, m.Info({"applied": True}), m.Failed("FencedError", "no"), None]
+    assert servers.now == before + 5.0
+
+
+def test_a_server_known_to_be_gone_is_told_but_not_waited_for() -> None:
+    servers = Scripted(2)
+    session = servers.session(dead_after=3.0)
+    servers.answer = lambda server, request: [] if server == 1 else None
+    with pytest.raises(ServerUnreachableError):
+        session.call(1, m.Stats())
+    before = servers.now
+    abort = m.Abort(0, 1, "why", False)
+    assert session.call_all([(0, abort), (1, abort)], timeout=5.0) == [m.Info({"applied": False}), None]
+    assert servers.now == before
+    assert servers.bodies(m.Abort, server=1) == [abort]
+
+
+def test_closing_says_goodbye_once_to_every_server_and_refuses_later_requests() -> None:
+    servers = Scripted(2)
+    session = servers.session()
+    session.close("it is done", is_clean=True)
+    session.close("again", is_clean=True)
+    assert servers.bodies(m.Leave) == [m.Leave("it is done", True)] * 2
+    assert servers.is_closed
+    with pytest.raises(KVStoreError, match="closed; create a new one"):
+        session.call(0, m.Stats())
