@@ -46,10 +46,11 @@ def _repeat(repetition: int, systems: list[str], options: argparse.Namespace) ->
         jobs = split_into_jobs(options.workloads, optimizer)
         for workloads, system in itertools.product(jobs, systems):
             measured = _run(system, servers, ["--optimizer", optimizer, "--workloads", workloads], options)
+            topology = f"{WORKERS} x {servers}"
             for workload, values in measured.items():
-                case = harness.Case(workload, f"{WORKERS} x {servers}", optimizer)
+                case = harness.Case(workload, topology, optimizer)
                 samples.append(harness.Sample(case, system, repetition, values))
-            print(f"{repetition} {system:9} {WORKERS} x {servers} {optimizer:4}", _short(measured), flush=True)
+            print(f"{repetition} {system:9} {topology} {optimizer:4}", _short(measured), flush=True)
     return samples
 
 

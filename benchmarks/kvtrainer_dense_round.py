@@ -51,9 +51,11 @@ class KvtrainerTrainer:
     """The `Store` of `workloads.py` over a Trainer whose optimizer runs on the servers."""
 
     def __init__(self) -> None:
-        self._kv = kvtrainer.kvstore.create("dist_sync")
-        self.rank = self._kv.rank
-        self.num_workers = self._kv.num_workers
+        store = kvtrainer.kvstore.create("dist_sync")
+        assert isinstance(store, kvtrainer.kvstore.DistKVStore)
+        self._kv = store
+        self.rank = store.rank
+        self.num_workers = store.num_workers
         self._options: dict[str, float] = {}
         self._params: list[torch.nn.Parameter] = []
         self._trainer: kvtrainer.Trainer | None = None

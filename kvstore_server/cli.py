@@ -11,6 +11,7 @@ import importlib
 import ipaddress
 import logging
 import os
+import re
 import secrets
 import signal
 import sys
@@ -26,6 +27,7 @@ from kvstore_server.server import Server, ServerOptions
 from kvstore_server.version import __version__
 
 _log = logging.getLogger("kvstore_server")
+_ADDRESS = re.compile(r"tcp://(\[[0-9A-Fa-f:]+\]|[^:/\[\]]+):[0-9]{1,5}")
 
 
 def build_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
@@ -162,6 +164,8 @@ def _check(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> None:
             parser.error(f"--{name.replace('_', '-')} must be above 0, got {getattr(flags, name)}")
     if flags.log.upper() not in ("DEBUG", "INFO", "WARNING", "ERROR"):
         parser.error(f"--log must be debug, info, warning or error, got {flags.log!r}")
+    if not _ADDRESS.fullmatch(flags.bind) or int(flags.bind.rpartition(":")[2]) > 65535:
+        parser.error(f"--bind {flags.bind} is no address of the form tcp://HOST:PORT")
     if not (flags.allow_public_bind or _is_loopback(flags.bind)):
         parser.error(
             f"--bind {flags.bind} can be reached from other hosts; add --allow-public-bind on a trusted network"
@@ -169,8 +173,6 @@ def _check(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> None:
 
 
 def _is_loopback(address: str) -> bool:
-    if address.startswith("ipc://"):
-        return True
     try:
         host = urlsplit(address).hostname or ""
         return host == "localhost" or ipaddress.ip_address(host).is_loopback

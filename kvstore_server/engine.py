@@ -156,7 +156,7 @@ class Engine:
         if isinstance(body, m.Leave):
             return self._leave(space, rank, body, request.session, now)
         if isinstance(body, m.Heartbeat):
-            return []
+            return _reply(Waiter(peer, request.number), m.Pending(()))
         if isinstance(body, m.Register):
             return self._register(space, rank, body, Waiter(peer, request.number))
         return _reply(Waiter(peer, request.number), self._control(space, rank, body, now))
@@ -209,7 +209,10 @@ class Engine:
         self._sessions[session] = (space, hello.rank)
         if replaced is not None:
             self._sessions.pop(replaced.session, None)
-            self._fenced[replaced.session] = f"rank {hello.rank} was taken over by {hello.address}"
+            self._fenced[replaced.session] = (
+                f"rank {hello.rank} was taken over by {hello.address}; if that is another job on the same servers, "
+                "give each its own namespace=…"
+            )
             if len(self._fenced) > _FENCED_KEPT:
                 self._fenced.popitem(last=False)
             for table in space.tables.values():

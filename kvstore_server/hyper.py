@@ -4,7 +4,7 @@ Each rank says what it believes; the lowest rank's belief is in force and a rank
 sends its hyper-parameters only when they change, so the last ones it sent stay its belief.
 
 The hyper-parameters of a table travel as msgpack of {"groups": [{name: number, …}, …], "lr_mult": {key index:
-factor}, "wd_mult": {…}}; a key without a factor has 1.
+factor}, "wd_mult": {…}, "update_on_kvstore": …}; a key without a factor has 1.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class HyperBelief:
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._sent: dict[int, bytes] = {}
-        self._cached: tuple[Any, list[Mapping[str, Any]]] | None = None
+        self._cached: tuple[bytes, Optimizer, list[Mapping[str, Any]]] | None = None
 
     def check(self, packed: bytes) -> None:
         """Raise ConfigurationError if the bytes are not hyper-parameters of this table."""
@@ -86,11 +86,12 @@ class HyperBelief:
             PlanMismatchError: two ranks disagree on a number.
         """
         packed = self.common()
-        token = (packed, id(optimizer))
-        if self._cached is None or self._cached[0] != token:
+        cached = self._cached
+        # The optimizer itself is kept, not its id: a new one may get the address of one that is gone.
+        if cached is None or cached[0] != packed or cached[1] is not optimizer:
             values = _tuples(unpack_control(packed)) if packed else {"groups": None}
-            self._cached = (token, effective_hypers(self._plan, optimizer, values))
-        return self._cached[1]
+            cached = self._cached = (packed, optimizer, effective_hypers(self._plan, optimizer, values))
+        return cached[2]
 
     def common(self) -> bytes:
         """What all ranks sent, packed; empty when none has sent any.
@@ -113,7 +114,10 @@ class HyperBelief:
 
 
 def pack_hypers(
-    groups: list[dict[str, Any]], lr_mult: Mapping[int, float], wd_mult: Mapping[int, float]
+    groups: list[dict[str, Any]],
+    lr_mult: Mapping[int, float],
+    wd_mult: Mapping[int, float],
+    update_on_kvstore: bool,
 ) -> bytes:
     """The bytes under which the hyper-parameters of a table travel; equal values give equal bytes."""
     return pack_control(
@@ -121,6 +125,7 @@ def pack_hypers(
             "groups": [dict(sorted(group.items())) for group in groups],
             "lr_mult": dict(sorted(lr_mult.items())),
             "wd_mult": dict(sorted(wd_mult.items())),
+            "update_on_kvstore": update_on_kvstore,
         }
     )
 
@@ -147,17 +152,26 @@ def effective_hypers(plan: Plan, optimizer: Optimizer, values: Mapping[str, Any]
 
 
 def _check(values: Any, plan: Plan) -> None:
-    ok = isinstance(values, dict) and set(values) == {"groups", "lr_mult", "wd_mult"}
+    ok = isinstance(values, dict) and set(values) == {"groups", "lr_mult", "wd_mult", "update_on_kvstore"}
     if ok:
         groups = values["groups"]
         needed = 1 + max(spec.group for spec in plan.specs)
         ok = isinstance(groups, list) and len(groups) >= needed and all(isinstance(g, dict) for g in groups)
-        ok = ok and all(isinstance(values[name], dict) for name in ("lr_mult", "wd_mult"))
+        ok = ok and all(isinstance(group.get("lr"), int | float) for group in groups)
+        ok = ok and all(
+            isinstance(values[name], dict) and all(isinstance(v, int | float) for v in values[name].values())
+            for name in ("lr_mult", "wd_mult")
+        )
     if not ok:
         raise ConfigurationError(f"these are no hyper-parameters of this table: {values!r:.120}")
 
 
 def _first_difference(a: dict[str, Any], b: dict[str, Any], rank_a: int, rank_b: int) -> str:
+    if a["update_on_kvstore"] != b["update_on_kvstore"]:
+        return (
+            f"update_on_kvstore is {a['update_on_kvstore']} on rank {rank_a} and {b['update_on_kvstore']} on "
+            f"rank {rank_b}"
+        )
     for i, (left, right) in enumerate(zip(a["groups"], b["groups"], strict=False)):
         for name in sorted(set(left) | set(right)):
             if left.get(name) != right.get(name):

@@ -13,7 +13,7 @@ import torch
 
 from kvstore_server.consistency import Contribution, SyncRounds
 from kvstore_server.dense import Addend, DenseTable, Leases, Updater
-from kvstore_server.errors import KeyNotFoundError, KVStoreError, ProtocolError
+from kvstore_server.errors import KeyNotFoundError, KVStoreError, OptimizerError, ProtocolError
 from kvstore_server.hyper import HyperBelief
 from kvstore_server.optimizer import Optimizer
 from kvstore_server.plan import Plan
@@ -45,7 +45,7 @@ class Table:
         self.left_out: tuple[int, ...] = ()
         """The keys here that no rank contributed to in the last applied round."""
         self.conflict: KVStoreError | None = None
-        """Set when ranks declared different keys: every rank that uses the table is told."""
+        """Why the table cannot be used any more: ranks declared different keys, or an update broke off."""
         self.is_initialised = False
         """Whether round 0 was applied."""
         self.rounds_applied = 0
@@ -84,7 +84,7 @@ class Table:
             if updater is not None:
                 self.dense.call_updater(addends, updater)
             elif optimizer is not None:
-                self.dense.update(addends, optimizer, self.hyper.agreed(optimizer))
+                self._update(addends, optimizer)
             else:
                 self.hyper.common()  # the workers apply the optimizer; their weights would part if they disagreed
                 self.dense.assign_sum(addends)
@@ -123,6 +123,20 @@ class Table:
             "rounds_undone": self.undone,
             "waiting_for": self.rounds.missing_ranks() if self.rounds.is_waiting() else [],
         }
+
+    def _update(self, addends: list[Addend], optimizer: Optimizer) -> None:
+        hypers = self.hyper.agreed(optimizer)
+        try:
+            self.dense.update(addends, optimizer, hypers)
+        except OptimizerError:
+            raise  # has been undone
+        except Exception as error:
+            # No copy is kept for the built-in optimizers: the table must not be trained on as if nothing had happened.
+            self.conflict = KVStoreError(
+                f"the update of {self.name!r} broke off with {type(error).__name__}: {error}; its weights may be half "
+                "updated. Restart the job from its last saved states"
+            )
+            raise self.conflict from error
 
     def _addend(self, rank: int, mine: Contribution[Waiter], optimizer: Optimizer | None) -> Addend:
         assert mine.commit is not None

@@ -26,6 +26,8 @@ class Exchange(Protocol):
     num_workers: int
     updates_weights: bool
     """Whether the optimizer runs in the store."""
+    knows_left_out: bool
+    """Whether the store can say which keys all workers left out."""
 
     def init(self, weights: Mapping[str, Tensor]) -> None:
         """Give every worker rank 0's weights."""
@@ -43,6 +45,8 @@ class Exchange(Protocol):
 
 class StoreExchange:
     """Over a client of an engine, in this process or on servers."""
+
+    knows_left_out = True
 
     def __init__(self, client: Client, plan: Plan, optimizer: Optimizer | None) -> None:
         self.num_workers = client.options.num_workers
@@ -89,6 +93,7 @@ class PluginExchange:
     """Over a third-party store: `broadcast` and `pushpull` of one key per parameter; the trainer updates."""
 
     updates_weights = False
+    knows_left_out = False
 
     def __init__(self, store: KVStoreBase, plan: Plan) -> None:
         self.num_workers = store.num_workers
@@ -107,7 +112,7 @@ class PluginExchange:
             if scale != 1.0:
                 piece.mul_(scale)
             self._store.pushpull(key, piece, piece, priority=-key)
-        # Such a store cannot say which keys all workers left out; zeros stand in for what one of several left out.
+        # Zeros stand in for what one of several workers left out.
         return absent if self.num_workers == 1 else frozenset()
 
     def stats(self) -> list[dict[str, Any]]:

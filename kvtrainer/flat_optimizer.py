@@ -15,7 +15,7 @@ import torch.optim
 
 from kvstore_server.optimizer import Optimizer
 from kvtrainer.errors import ConfigurationError, KVStoreError
-from kvtrainer.groups import make_groups, option_names, read_options
+from kvtrainer.groups import check_options, make_groups, option_names, read_options
 from kvtrainer.layout import lay_out
 from kvtrainer.local_update import LocalUpdate
 from kvtrainer.parameters import Group
@@ -50,6 +50,8 @@ class FlatOptimizer(torch.optim.Optimizer):
             self.param_groups = instance.param_groups
         self._layout = lay_out(self.param_groups, self._names)
         self._local = LocalUpdate(self._layout.plan, optimizer)
+        self._last_options: dict[str, Any] = {}
+        """Those that were checked last."""
         self._pending: dict[int, State] | None = None
         """State that has not reached its holder yet."""
         self._bind_groups()
@@ -164,8 +166,18 @@ class FlatOptimizer(torch.optim.Optimizer):
         """Whether parameters may still be added."""
         raise NotImplementedError
 
-    def _read_options(self) -> dict[str, Any]:
-        return read_options(self.param_groups, self._option_names, self._layout)
+    def _checked_options(self) -> dict[str, Any]:
+        """The numbers that hold now; those that changed are checked, before anything uses them.
+
+        Raises:
+            ConfigurationError: a number is not one that the optimizer takes.
+        """
+        options = read_options(self.param_groups, self._option_names, self._layout)
+        if options != self._last_options:
+            for group in options["groups"]:
+                check_options(self._optimizer, group)
+            self._last_options = options
+        return options
 
     def _follow_instance(self) -> None:
         """Take over what the user did to the torch instance: its load_state_dict replaces groups and state."""

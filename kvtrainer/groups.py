@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -77,7 +78,7 @@ def _with_checked_options(group: Group, optimizer: Optimizer) -> Group:
     # Of the optimizer's own numbers only the names count here, and the pair of betas, of which one may be given.
     known = {name: optimizer.hyper[name] if name == "betas" else None for name in option_names(optimizer)}
     options = canonical_options(options, known, optimizer.registered_name)
-    return {**kept, **notes, **_checked(optimizer, options)}
+    return {**kept, **notes, **check_options(optimizer, options)}
 
 
 def option_names(optimizer: Optimizer) -> tuple[str, ...]:
@@ -85,10 +86,18 @@ def option_names(optimizer: Optimizer) -> tuple[str, ...]:
     return tuple(optimizer.spec()["hyper"])
 
 
-def _checked(optimizer: Optimizer, options: dict[str, Any]) -> dict[str, Any]:
-    """Let the optimizer's own constructor look at the options of a group."""
+def check_options(optimizer: Optimizer, options: dict[str, Any]) -> dict[str, Any]:
+    """Let the optimizer's own constructor look at the options of a group; return them as it takes them.
+
+    Raises:
+        ConfigurationError: it does not accept one, or one is not finite.
+    """
     if not options:
         return {}
+    for name, value in options.items():
+        numbers = value if isinstance(value, tuple) else (value,)
+        if any(isinstance(number, float) and not math.isfinite(number) for number in numbers):
+            raise ConfigurationError(f"{optimizer.registered_name}: {name} must be finite, got {value!r}")
     spec = optimizer.spec()
     spec["hyper"] = {**spec["hyper"], **options}
     try:
@@ -106,9 +115,11 @@ def _multipliers(layout: Layout, attribute: str) -> Mapping[int, float]:
             try:
                 found[i] = float(value)
             except (TypeError, ValueError):
+                found[i] = math.nan
+            if not math.isfinite(found[i]):
                 raise ConfigurationError(
-                    f"{attribute} of {layout.names[i]!r} must be a number, got {value!r:.80}"
-                ) from None
+                    f"{attribute} of {layout.names[i]!r} must be a finite number, got {value!r:.80}"
+                )
     return found
 
 

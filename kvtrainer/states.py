@@ -70,6 +70,7 @@ def read_states(
     }
     check_states(states, plan)
     _check_momentum(states, saved, optimizer)
+    _check_names(states, saved, optimizer)
     return states
 
 
@@ -139,6 +140,33 @@ def _per_element(optimizer: Optimizer) -> frozenset[str]:
         name for name, value in state.items() if isinstance(value, Tensor) and value.shape == weight.shape
     }
     return frozenset(shaped | {"master"})
+
+
+def _check_names(states: Mapping[int, State], saved: Sequence[Group], optimizer: Optimizer) -> None:
+    """Refuse the state of another kind of optimizer. Momentum is optional: its use may change while training."""
+    optional = {"step", "master", "momentum_buffer"}
+    groups = [at for at, group in enumerate(saved) for _ in group["params"]]
+    expected = {at: _names_of(optimizer, saved[at]) - optional for at in {groups[key] for key in states}}
+    for key, state in states.items():
+        found = {name for name, value in state.items() if value is not None} - optional
+        if found != expected[groups[key]]:
+            raise ConfigurationError(
+                f"the state of parameter {key} has {_listed(found)}, {optimizer.registered_name} keeps "
+                f"{_listed(expected[groups[key]])}; load the states of the same optimizer"
+            )
+
+
+def _names_of(optimizer: Optimizer, group: Group) -> set[str]:
+    """The names under which the optimizer keeps state with a group's options, found by an update of nothing."""
+    options = {**optimizer.hyper, **{name: group[name] for name in optimizer.hyper if name in group}}
+    weight = torch.zeros(2)
+    state = optimizer.create_state(weight)
+    optimizer.update(weight, torch.zeros(2), state, {**options, "step": 1})
+    return {name for name, value in state.items() if value is not None}
+
+
+def _listed(names: set[str]) -> str:
+    return ", ".join(sorted(names)) or "nothing beside the step count"
 
 
 def _check_momentum(states: Mapping[int, State], saved: Sequence[Group], optimizer: Optimizer) -> None:

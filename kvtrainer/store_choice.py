@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from typing import Any
 
 from kvtrainer.comm.client import Client
+from kvtrainer.env import NUM_WORKERS
 from kvtrainer.errors import ConfigurationError
 from kvtrainer.kvstore.base import KVStoreBase, create, factory_of
 from kvtrainer.kvstore.dist import DistKVStore
 from kvtrainer.kvstore.local import LocalKVStore, refuse_process_group
+
+_log = logging.getLogger(__name__)
 
 
 class StoreChoice:
@@ -62,6 +67,8 @@ def choose_store(
         if update_on_kvstore:
             raise ConfigurationError("update_on_kvstore=True needs a kvstore, but kvstore=None")
         return StoreChoice(None, False)
+    if isinstance(kvstore, str) and _is_in_process(kvstore):
+        _warn_if_alone(kvstore)
     if isinstance(kvstore, str) and _is_in_process(kvstore) and not update_on_kvstore:
         return StoreChoice(None, False)
     can_update = _runs_optimizers(kvstore)
@@ -71,6 +78,18 @@ def choose_store(
             "update_on_kvstore=False"
         )
     return StoreChoice(kvstore, can_update and update_on_kvstore is not False)
+
+
+def _warn_if_alone(name: str) -> None:
+    """Say so when one of several workers is about to train by itself, which is seldom what was meant."""
+    workers = os.environ.get(NUM_WORKERS, "")
+    if workers.isdigit() and int(workers) > 1:
+        _log.warning(
+            "kvstore %r keeps gradients in this process, although the job has %s workers; use 'dist_sync' to train "
+            "together",
+            name,
+            workers,
+        )
 
 
 def _runs_optimizers(kvstore: str | KVStoreBase) -> bool:

@@ -47,7 +47,9 @@ class Trainer(FlatOptimizer):
             part of the weights and of the optimizer's state. The store's weights then count: what the loop itself
             writes into a parameter after the first step is overwritten by the next. None means: where the store can.
 
-    The data of the parameters move into flat buffers; move the model to its device and dtype before.
+    The data of the parameters move into flat buffers; move the model to its device and dtype before. While the
+    optimizer runs in the store, the weights live there: what the loop writes into a parameter after the first step
+    is overwritten by the next one. To go on from other weights, build a new Trainer.
     Not thread-safe. As a context manager it closes its store.
 
     Raises:
@@ -67,7 +69,12 @@ class Trainer(FlatOptimizer):
         compression_params: dict[str, Any] | None = None,
         update_on_kvstore: bool | None = None,
     ) -> None:
-        built = create_optimizer(optimizer, **(optimizer_params or {}))
+        options = {} if optimizer_params is None else optimizer_params
+        if not isinstance(options, dict) or not all(isinstance(name, str) for name in options):
+            raise ConfigurationError(
+                f"optimizer_params must be a dict of options by name, got {optimizer_params!r:.80}"
+            )
+        built = create_optimizer(optimizer, **options)
         self._choice = choose_store(kvstore, update_on_kvstore, compression_params)
         self._exchange: Exchange | None = None
         self._is_ready = False
@@ -167,7 +174,7 @@ class Trainer(FlatOptimizer):
         assert self._exchange is not None
         self._layout.gather_grads(fresh)
         arena = self._layout.arena
-        hyper = pack_hypers(**self._read_options())
+        hyper = pack_hypers(**self._checked_options(), update_on_kvstore=self._exchange.updates_weights)
         changed = hyper if hyper != self._sent_hyper else b""
         absent = frozenset(i for i, is_fresh in enumerate(fresh) if not is_fresh)
         # After a failed round nobody knows which servers took the change: it is sent again.
@@ -176,11 +183,16 @@ class Trainer(FlatOptimizer):
         self._sent_hyper = hyper
         if self._exchange.updates_weights:
             arena.mark_updated(None)
-        takes_part = self._layout.tracker.participating()
-        return [takes and i not in left_out for i, takes in enumerate(takes_part)]
+        if not self._exchange.knows_left_out:
+            return [
+                takes_part and i not in left_out
+                for i, takes_part in enumerate(self._layout.tracker.participating())
+            ]
+        # What is frozen here may not be so elsewhere, and weights must stay equal: the sum is what counts.
+        return [i not in left_out for i in range(len(fresh))]
 
     def _update_here(self, present: Sequence[bool], scale: float) -> None:
-        options = self._read_options()
+        options = self._checked_options()
         if options != self._options[0]:
             self._options = (options, effective_hypers(self._layout.plan, self._optimizer, options))
         arena = self._layout.arena

@@ -149,7 +149,7 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """Says that this rank is alive. Never answered."""
+    """Says that this rank is alive; the answer, Pending, says the same of the server."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,7 +254,7 @@ class Missing:
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """Answers a repeated Commit or Barrier that still waits for other ranks: the server is alive."""
+    """Answers a Heartbeat, and a repeated Commit or Barrier that still waits for other ranks: the server is alive."""
 
     waiting_for: tuple[int, ...]
 

@@ -1,20 +1,23 @@
-"""Sockets of a worker: one DEALER per server, and a second, silent one per server for heartbeats.
+"""Sockets of a worker: one DEALER per server, and a second one per server for heartbeats.
 
 The only file of the trainer that knows ZeroMQ. A process that was forked from the one that made a connection (a
-DataLoader's worker, say) must leave it alone: every method that would touch a socket does nothing there.
+DataLoader's worker, say) must leave it alone: sending is refused there, and closing does nothing.
 """
 
 from __future__ import annotations
 
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import zmq
 from torch import Tensor
 
+from kvstore_server.errors import KVStoreError
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import MAX_FRAME, SENT_ALONE, decode_reply, encode_request
 
@@ -45,8 +48,11 @@ class Connection:
         self._is_closed = False
 
     def send(self, server: int, request: m.Request) -> None:
-        if not self._is_usable():
-            return
+        if os.getpid() != self._pid:
+            raise KVStoreError(
+                f"this connection belongs to process {self._pid}; process {os.getpid()} was forked from it and "
+                "must make its own"
+            )
         frames = encode_request(request)
         body = request.body
         if isinstance(body, m.PushBatch) and len(body.pushes) == 1 and _is_large(body.pushes[0].payload):
@@ -84,6 +90,9 @@ class Connection:
     def describe(self, server: int) -> str:
         return f"server {server} ({self._addresses[server]})"
 
+    def last_sign(self, server: int) -> float:
+        return self._heartbeats.heard[server] if self._heartbeats is not None else 0.0
+
     def start_heartbeats(self, sessions: Sequence[tuple[int, int]]) -> None:
         self._heartbeats = _Heartbeats(self._context, self._addresses, sessions)
 
@@ -111,6 +120,8 @@ class _Heartbeats:
         self._frames = [
             encode_request(m.Request(run, session, 0, m.Heartbeat())) for run, session in sessions
         ]
+        self.heard = [0.0] * len(self._addresses)
+        """When each server last answered, on the monotonic clock."""
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvstore-heartbeat", daemon=True)
         self._thread.start()
@@ -123,15 +134,14 @@ class _Heartbeats:
         sockets = [_dealer(self._context, address, queue=2) for address in self._addresses]
         try:
             while not self._stop.wait(HEARTBEAT_INTERVAL):
-                for socket, frames in zip(sockets, self._frames, strict=True):
-                    try:
-                        socket.send_multipart(frames, zmq.NOBLOCK)
-                        while socket.poll(
-                            0
-                        ):  # a server that has lost our session answers; the main thread finds out
-                            socket.recv_multipart(zmq.NOBLOCK)
-                    except zmq.Again:
-                        continue  # the server is away; there is nothing to queue up for it
+                for server, socket in enumerate(sockets):
+                    while socket.poll(
+                        0
+                    ):  # whatever it says: that it lost our session, the main thread will find out
+                        socket.recv_multipart()
+                        self.heard[server] = time.monotonic()
+                    with suppress(zmq.Again):  # the server is away; there is nothing to queue up for it
+                        socket.send_multipart(self._frames[server], zmq.NOBLOCK)
         finally:
             for socket in sockets:
                 socket.close(linger=0)

@@ -33,5 +33,8 @@ class Loopback:
     def start_heartbeats(self, sessions: Sequence[tuple[int, int]]) -> None:
         """Not needed: this process cannot outlive itself."""
 
+    def last_sign(self, server: int) -> float:
+        return self._clock()
+
     def close(self) -> None:
         self._replies.clear()

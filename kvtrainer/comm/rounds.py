@@ -235,12 +235,8 @@ class Rounds:
         waiting = ticket.outstanding.get(where)
         if waiting is None or part.slice not in waiting:
             return
-        item = ticket.tables[where]
-        if len(item.table.numbers) == 1:
-            write_part(item, part)
-        else:
-            # Until the other servers have applied the round too, it may still be taken back.
-            ticket.staged.setdefault(item.table.name, []).append(part)
+        # Written when all parts are here: until then the round may still fail, or be taken back.
+        ticket.staged.setdefault(ticket.tables[where].table.name, []).append(part)
         waiting.discard(part.slice)
         if not waiting:
             del ticket.outstanding[where]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -45,6 +46,9 @@ class Transport(Protocol):
 
     def start_heartbeats(self, sessions: Sequence[tuple[int, int]]) -> None:
         """Begin to tell every server, from time to time, that this process is alive: (run, session) each."""
+
+    def last_sign(self, server: int) -> float:
+        """When a server last answered such a message; on the clock of the session, 0 if it never did."""
 
     def close(self) -> None:
         """Send what is queued, for a short while, and give all resources back."""
@@ -224,14 +228,16 @@ class Session:
         Raises:
             ServerUnreachableError: it has said nothing for too long.
         """
-        silence = now - max(self._heard[server], since)
-        if silence > self.options.dead_after:
+        unanswered = now - max(self._heard[server], since)
+        # It may have nothing to answer for long, while a large push is still on its way to it.
+        silence = min(unanswered, now - self._transport.last_sign(server))
+        if silence >= self.options.dead_after:
             self._gone.add(server)
             raise ServerUnreachableError(
                 f"{self.describe(server)} has not answered for {silence:.1f} s; is it still running? "
                 "Restart the job from its last saved states"
             )
-        return silence >= self._repeat_after
+        return unanswered >= self._repeat_after
 
     def close(self, reason: str, is_clean: bool) -> None:
         """Leave the job on every server and give the transport back. Idempotent."""
@@ -240,7 +246,8 @@ class Session:
         for server, (run, session) in enumerate(self._tokens):
             if session:
                 leave = m.Request(run, session, self.next_number(), m.Leave(reason, is_clean))
-                self._transport.send(server, leave)
+                with suppress(KVStoreError):  # a forked process has nothing to leave
+                    self._transport.send(server, leave)
         self.is_closed = True
         self._transport.close()
 
@@ -276,6 +283,7 @@ class Session:
                 f"{self.describe(server)} did not answer within {timeout:g} s; is it running, and is KVSTORE_SERVERS "
                 "right? (connect_timeout=… or KVSTORE_CONNECT_TIMEOUT raises the limit)"
             )
+        self._gone.add(server)
         return ServerUnreachableError(
             f"{self.describe(server)} did not answer {type(body).__name__} within {timeout:g} s; is it still running?"
         )

@@ -1,9 +1,9 @@
 """Key-value stores: where weights live and where gradients meet.
 
-    kv = kvtrainer.kvstore.create("local")
-    kv.init("w", torch.zeros(3))
-    kv.push("w", torch.ones(3))
-    kv.pull("w", out=w)
+kv = kvtrainer.kvstore.create("local")
+kv.init("w", torch.zeros(3))
+kv.push("w", torch.ones(3))
+kv.pull("w", out=w)
 """
 
 from kvtrainer.kvstore.base import KVStoreBase, create, register

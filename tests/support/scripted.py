@@ -22,6 +22,7 @@ class Scripted:
         self.now = 100.0
         self.sent: list[tuple[int, m.Request]] = []
         self.heartbeats: list[tuple[int, int]] = []
+        self.signs: dict[int, float] = {}
         self.is_closed = False
         self._order = itertools.count()
         self._replies: list[tuple[float, int, int, m.Reply]] = []
@@ -63,6 +64,9 @@ class Scripted:
 
     def start_heartbeats(self, sessions: Sequence[tuple[int, int]]) -> None:
         self.heartbeats = list(sessions)
+
+    def last_sign(self, server: int) -> float:
+        return self.signs.get(server, 0.0)
 
     def close(self) -> None:
         self.is_closed = True

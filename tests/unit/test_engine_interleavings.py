@@ -15,8 +15,8 @@ from tests.support.sim_mutants import MUTANTS, mutated
 from tests.support.sim_referee import Violation
 from tests.support.simulation import run_seed, small_slices
 
-SEEDS = 2000
-SEEDS_FULL = 12_000
+SEEDS = 10_000
+MUTANT_SEEDS = 2_000
 BLOCK = 1000
 EVERYTHING = {
     "applied",
@@ -62,12 +62,6 @@ def test_every_promise_holds_in_every_schedule(start: int) -> None:
     assert set(run_block(start)) == EVERYTHING
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("start", range(SEEDS, SEEDS_FULL, BLOCK))
-def test_every_promise_holds_in_many_more_schedules(start: int) -> None:
-    assert set(run_block(start)) == EVERYTHING
-
-
 def test_one_seed_can_be_rerun_alone() -> None:
     run_seed(int(os.environ.get("SIM_SEED", "0")))
 
@@ -79,6 +73,6 @@ def test_a_seed_names_one_schedule() -> None:
 @pytest.mark.parametrize("name", sorted(MUTANTS))
 def test_a_wrong_server_is_found_by_a_seed_that_the_real_one_survives(name: str) -> None:
     with mutated(name):
-        seed = seed_that_fails(range(SEEDS))
+        seed = seed_that_fails(range(MUTANT_SEEDS))
     assert seed is not None
     run_seed(seed)

@@ -54,7 +54,7 @@ def over_store(optimizer: Any = None) -> StoreExchange:
 
 
 def hypers(**options: Any) -> bytes:
-    return pack_hypers([options], {}, {})
+    return pack_hypers([options], {}, {}, update_on_kvstore=True)
 
 
 def test_store_that_updates_writes_new_weights_and_leaves_gradients() -> None:

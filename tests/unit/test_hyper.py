@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvstore_server.consistency import Accepted
-from kvstore_server.errors import ConfigurationError, PlanMismatchError, UnknownNameError
+from kvstore_server.errors import ConfigurationError, KVStoreError, PlanMismatchError, UnknownNameError
 from kvstore_server.hyper import HyperBelief, OptimizerBelief, effective_hypers, pack_hypers
 from kvstore_server.optimizer import create
 from kvstore_server.plan import TensorSpec, make_plan
@@ -21,7 +21,7 @@ def packed(lr: float, **mult: dict[int, float]) -> bytes:
         {"lr": lr, "weight_decay": 0.0, "momentum": 0.0},
         {"lr": 2 * lr, "weight_decay": 0.5, "momentum": 0.0},
     ]
-    return pack_hypers(groups, mult.get("lr_mult", {}), mult.get("wd_mult", {}))
+    return pack_hypers(groups, mult.get("lr_mult", {}), mult.get("wd_mult", {}), update_on_kvstore=True)
 
 
 def spec(name: str, **options: float) -> bytes:
@@ -134,3 +134,36 @@ def test_a_round_without_an_optimizer_fails_too_when_ranks_disagree() -> None:
             table.apply(None, None)
     with pytest.raises(PlanMismatchError, match=r"lr=0\.5 on rank 0 and 0\.25 on rank 1"):
         table.apply(None, None)
+
+
+def test_ranks_that_update_in_different_places_are_named() -> None:
+    groups = [{"lr": 0.5}, {"lr": 0.5}]
+    belief = HyperBelief(PLAN)
+    belief.set(0, pack_hypers(groups, {}, {}, update_on_kvstore=True))
+    belief.set(1, pack_hypers(groups, {}, {}, update_on_kvstore=False))
+    with pytest.raises(PlanMismatchError, match="update_on_kvstore is True on rank 0 and False on rank 1"):
+        belief.common()
+
+
+def test_an_optimizer_at_the_address_of_one_that_is_gone_brings_its_own_numbers() -> None:
+    belief = HyperBelief(PLAN)
+    rates = []
+    for rate in (0.5, 0.25, 0.125):
+        optimizer = create("sgd", learning_rate=rate)
+        rates.append(belief.agreed(optimizer)[0]["lr"])
+        del optimizer
+    assert rates == [0.5, 0.25, 0.125]
+
+
+def test_a_table_whose_update_broke_off_is_not_used_again() -> None:
+    table = Table(0, "t", PLAN, 0, 1, None)
+    [piece] = PLAN.slices
+    for number in (0, 1):
+        table.push(0, Push(0, 0, number, 0, memoryview(bytearray(piece.nbytes))))
+        table.rounds.commit(0, Commit(0, number, ((0, 0),), 1.0, False, 9.0), Waiter(b"", 1), 0.0)
+        table.hyper.set(0, pack_hypers([{"lr": 0.5, "momentum": "x"}] * 2, {}, {}, update_on_kvstore=True))
+        if number == 0:
+            table.apply(None, None)
+    with pytest.raises(KVStoreError, match="its weights may be half updated"):
+        table.apply(create("sgd"), None)
+    assert table.conflict is not None

@@ -111,6 +111,21 @@ def test_a_server_that_has_just_been_heard_is_not_asked_again() -> None:
     assert session.is_silent(1, since=100.0, now=servers.now)
 
 
+def test_a_server_that_answers_heartbeats_is_alive_however_long_an_answer_takes() -> None:
+    servers = Scripted(1)
+    session = servers.session(dead_after=5.0)
+    receive = servers.receive
+
+    def alive(timeout: float) -> tuple[int, m.Reply] | None:
+        servers.signs[0] = servers.now
+        return receive(timeout)
+
+    servers.receive = alive  # type: ignore[method-assign]
+    servers.answer = lambda server, request: [m.Info()] if servers.now > 130.0 else []
+    assert session.call(0, m.Stats(), timeout=60.0) == m.Info()
+    assert len(servers.sent) > 10  # but a request that may be lost is repeated all the same
+
+
 def test_a_process_that_stood_still_does_not_blame_the_servers() -> None:
     servers = Scripted(1)
     session = servers.session(dead_after=5.0)

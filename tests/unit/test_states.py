@@ -107,12 +107,24 @@ def test_float64_state_keeps_its_digits() -> None:
 
 
 def test_read_states_are_copies_keyed_by_position() -> None:
-    given = as_torch({5: {"exp_avg": torch.ones(2)}, 7: {}}, [2, 1])
+    given = as_torch({5: {"exp_avg": torch.ones(2), "exp_avg_sq": torch.ones(2)}, 7: {}}, [2, 1])
     given["param_groups"][0]["params"], given["param_groups"][1]["params"] = [7, 6], [5]
     plan = plan_of({"a": (2,), "b": (2,), "c": (2,)})
     found = read_states(given, groups_of([2, 1]), plan, create("adam"))
     given["state"][5]["exp_avg"].zero_()
-    assert equal(found, {2: {"exp_avg": torch.ones(2)}})
+    assert equal(found, {2: {"exp_avg": torch.ones(2), "exp_avg_sq": torch.ones(2)}})
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "state"),
+    [
+        ("adam", {"momentum_buffer": torch.ones(2)}),
+        ("sgd", {"exp_avg": torch.ones(2), "exp_avg_sq": torch.ones(2)}),
+    ],
+)
+def test_state_of_another_optimizer_is_refused(optimizer: str, state: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError, match="load the states of the same optimizer"):
+        read_states(as_torch({0: state}, [1]), groups_of([1]), plan_of({"a": (2,)}), create(optimizer))
 
 
 @pytest.mark.parametrize("sizes", [[3], [1, 2], [2, 1, 1]])

@@ -132,7 +132,7 @@ def test_multiplier_that_is_no_number_is_refused() -> None:
     [p] = zeros(1)
     trainer = trainer_of({"bias": p}, "sgd")
     p.lr_mult = "fast"  # type: ignore[attr-defined]
-    with pytest.raises(ConfigurationError, match=r"lr_mult of 'bias' must be a number, got 'fast'"):
+    with pytest.raises(ConfigurationError, match=r"lr_mult of 'bias' must be a finite number, got 'fast'"):
         step(trainer)
     assert p.item() == 0
 
@@ -194,3 +194,52 @@ def test_defaults_and_repr_show_the_numbers() -> None:
     trainer = trainer_of(zeros(), "adam", {"beta1": 0.5, "epsilon": 1e-3})
     assert trainer.defaults["betas"] == (0.5, 0.999)
     assert "eps: 0.001" in repr(trainer)
+
+
+@IN_STORE
+@pytest.mark.parametrize(
+    ("optimizer", "option", "value"),
+    [
+        ("adam", "betas", (0.9, 1.5)),
+        ("sgd", "clip_gradient", "x"),
+        ("sgd", "momentum", None),
+        ("torch:Adam", "betas", (0.9, 1.5)),
+        ("sgd", "lr", float("nan")),
+        ("torch:SGD", "lr", float("inf")),
+    ],
+)
+def test_bad_number_set_while_training_changes_nothing(
+    optimizer: str, option: str, value: object, in_store: bool
+) -> None:
+    parameters = zeros()
+    trainer = trainer_of(
+        [{"params": [parameters[0]]}, {"params": [parameters[1]]}], optimizer, {"lr": 0.5}, in_store
+    )
+    step(trainer)
+    before = [p.item() for p in parameters]
+    trainer.param_groups[1][option] = value
+    with pytest.raises(ConfigurationError, match=option):
+        step(trainer)
+    assert [p.item() for p in parameters] == before
+
+
+def test_multiplier_that_is_not_finite_is_refused() -> None:
+    [p] = zeros(1)
+    trainer = trainer_of([p], "sgd")
+    p.wd_mult = float("nan")  # type: ignore[attr-defined]
+    with pytest.raises(ConfigurationError, match="wd_mult of '0' must be a finite number, got nan"):
+        step(trainer)
+
+
+@pytest.mark.parametrize("options", [0.1, {1: 2}, [("lr", 0.1)]])
+def test_options_that_are_no_dict_by_name_are_refused(options: object) -> None:
+    with pytest.raises(ConfigurationError, match="optimizer_params must be a dict of options by name"):
+        Trainer(zeros(), "sgd", options)  # type: ignore[arg-type]
+
+
+def test_a_worker_that_trains_alone_in_a_job_of_several_is_warned(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("KVSTORE_NUM_WORKERS", "2")
+    Trainer(zeros(), "sgd")
+    assert "'device' keeps gradients in this process, although the job has 2 workers" in caplog.text
