@@ -8,20 +8,18 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Any
 
 import zmq
-from torch import Tensor
 
 from kvstore_server.engine import Engine, EngineConfig
 from kvstore_server.errors import ConfigurationError, KVStoreError, to_wire
 from kvstore_server.leases import Leases
+from kvstore_server.outbox import Backlog, Message, packed
 from kvstore_server.protocol import messages as m
-from kvstore_server.protocol.frames import MAX_FRAME, MAX_PAYLOAD, SENT_ALONE, decode_request, encode_reply
+from kvstore_server.protocol.frames import MAX_FRAME, SENT_ALONE, decode_request
 
 _log = logging.getLogger(__name__)
 
@@ -42,7 +40,7 @@ class ServerOptions:
     Args:
         bind: Address to listen on; port 0 lets the system choose.
         drain_timeout: Seconds that rounds which have begun get to finish after SIGTERM.
-        max_backlog: Bytes that may wait for one slow peer before it is cut off.
+        max_backlog: Bytes that may wait for one slow peer; if more do when there is news for it, they are dropped.
     """
 
     bind: str = "tcp://127.0.0.1:0"
@@ -60,7 +58,7 @@ class Server:
         self._clock = clock
         self._leases = Leases()
         self.engine = Engine(config, self._leases)
-        self._backlog: dict[bytes, _Backlog] = {}
+        self._backlog: dict[bytes, Backlog] = {}
         self._stop_requested = False
         self._drain_until = float("inf")
         self._context = zmq.Context()
@@ -144,35 +142,39 @@ class Server:
             except KVStoreError as error:
                 _log.warning("refused a message: %s", error)
                 code, text = to_wire(error)
-                self._send(peer, encode_reply(m.Reply(0, m.Failed(code, text))))
+                self._send(peer, Message.of(m.Reply(0, m.Failed(code, text))))
                 continue
             self._send_all(self.engine.handle(peer, request, self._clock()))
 
     def _send_all(self, replies: Iterable[m.Outgoing]) -> None:
-        for out in _packed(replies):
-            try:
-                frames = encode_reply(out.reply)
-            except KVStoreError as error:
-                frames = encode_reply(m.Reply(out.reply.number, m.Failed(*to_wire(error))))
-            self._send(out.peer, frames, _payload_of(out.reply.body))
+        for out in packed(self._news(replies)):
+            self._send(out.peer, Message.of(out.reply))
 
-    def _send(self, peer: bytes, frames: list[Any], payload: Tensor | None = None) -> None:
+    def _news(self, replies: Iterable[m.Outgoing]) -> list[m.Outgoing]:
+        """Replies without the weights that wait for their peer already, which a repeated request asks for again."""
+        news = []
+        for out in replies:
+            waiting = self._backlog.get(out.peer)
+            if waiting is not None and waiting.nbytes > self._options.max_backlog:
+                _log.error("a peer does not read; %d bytes for it are dropped", waiting.nbytes)
+                self._drop_backlog(out.peer)
+            elif waiting is not None:
+                out = m.Outgoing(out.peer, waiting.without_coming(out.reply))
+            news.append(out)
+        return news
+
+    def _send(self, peer: bytes, message: Message) -> None:
         waiting = self._backlog.get(peer)
         if waiting is None:
-            if self._try_send(peer, frames, payload) is not _Sent.LATER:
+            if self._try_send(peer, message) is not _Sent.LATER:
                 return
-            waiting = self._backlog[peer] = _Backlog()
-        size = sum(len(frame) for frame in frames)
-        if waiting.nbytes + size > self._options.max_backlog:
-            _log.error("a peer does not read; %d bytes for it are dropped", waiting.nbytes)
-            self._drop_backlog(peer)
-            return
-        if payload is not None:
-            self._leases.hold(payload)
-        waiting.messages.append((frames, payload))
-        waiting.nbytes += size
+            waiting = self._backlog[peer] = Backlog()
+        if message.payload is not None:
+            self._leases.hold(message.payload)
+        waiting.append(message)
 
-    def _try_send(self, peer: bytes, frames: list[Any], payload: Tensor | None) -> _Sent:
+    def _try_send(self, peer: bytes, message: Message) -> _Sent:
+        frames, payload = message.frames, message.payload
         try:
             if payload is not None and payload.nbytes >= SENT_ALONE:
                 head = [zmq.Frame(frame) for frame in (peer, *frames[:-1])]
@@ -194,24 +196,23 @@ class Server:
     def _retry_backlog(self) -> None:
         for peer, waiting in list(self._backlog.items()):
             while waiting.messages:
-                frames, payload = waiting.messages[0]
-                sent = self._try_send(peer, frames, payload)
+                message = waiting.messages[0]
+                sent = self._try_send(peer, message)
                 if sent is _Sent.LATER:
                     break
                 if sent is _Sent.NEVER:
                     self._drop_backlog(peer)
                     break
-                waiting.messages.popleft()
-                waiting.nbytes -= sum(len(frame) for frame in frames)
-                if payload is not None:
-                    self._leases.release(payload)
+                waiting.popleft()
+                if message.payload is not None:
+                    self._leases.release(message.payload)
             if not waiting.messages:
                 self._backlog.pop(peer, None)
 
     def _drop_backlog(self, peer: bytes) -> None:
-        for _, payload in self._backlog.pop(peer).messages:
-            if payload is not None:
-                self._leases.release(payload)
+        for message in self._backlog.pop(peer).messages:
+            if message.payload is not None:
+                self._leases.release(message.payload)
 
 
 class _Sent(Enum):
@@ -220,56 +221,3 @@ class _Sent(Enum):
     NOW = auto()
     LATER = auto()
     NEVER = auto()
-
-
-@dataclass
-class _Backlog:
-    """What a slow peer has not taken yet, oldest first."""
-
-    messages: deque[tuple[list[Any], Tensor | None]] = field(default_factory=deque)
-    nbytes: int = 0
-
-
-def _payload_of(body: m.ReplyBody) -> Tensor | None:
-    """The one buffer that a reply would send without a copy."""
-    if isinstance(body, m.Weights) and len(body.parts) == 1 and isinstance(body.parts[0].payload, Tensor):
-        return body.parts[0].payload
-    return None
-
-
-def _packed(replies: Iterable[m.Outgoing]) -> Iterable[m.Outgoing]:
-    """Join what goes to one request into messages of at most MAX_PAYLOAD bytes; order within a request is kept."""
-    joined: dict[tuple[bytes, int], list[m.WeightsPart]] = {}
-    done: dict[tuple[bytes, int], list[tuple[int, int]]] = {}
-    others: list[m.Outgoing] = []
-    for out in replies:
-        where = (out.peer, out.reply.number)
-        if isinstance(out.reply.body, m.Weights):
-            joined.setdefault(where, []).extend(out.reply.body.parts)
-        elif isinstance(out.reply.body, m.Done):
-            done.setdefault(where, []).extend(out.reply.body.rounds)
-        else:
-            others.append(out)
-    yield from others  # what is said about a round (Absent) goes ahead of its weights
-    for (peer, number), parts in joined.items():
-        for group in _groups(parts):
-            yield m.Outgoing(peer, m.Reply(number, m.Weights(tuple(group))))
-    for (peer, number), rounds in done.items():
-        yield m.Outgoing(peer, m.Reply(number, m.Done(tuple(rounds))))
-
-
-def _groups(parts: Iterable[m.WeightsPart]) -> Iterable[list[m.WeightsPart]]:
-    group: list[m.WeightsPart] = []
-    size = 0
-    for part in parts:
-        nbytes = part.payload.nbytes
-        if nbytes >= SENT_ALONE:
-            yield [part]
-            continue
-        if size + nbytes > MAX_PAYLOAD:
-            yield group
-            group, size = [], 0
-        group.append(part)
-        size += nbytes
-    if group:
-        yield group

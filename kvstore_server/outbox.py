@@ -1,0 +1,113 @@
+"""Replies on their way out: packed into messages, and kept for peers that are slow to take them. No sockets here."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from kvstore_server.errors import KVStoreError, to_wire
+from kvstore_server.protocol import messages as m
+from kvstore_server.protocol.frames import MAX_PAYLOAD, SENT_ALONE, encode_reply
+
+PartKey = tuple[int, int, int, int]
+"""(request number, table, slice, round) of a slice of weights."""
+
+
+@dataclass(frozen=True)
+class Message:
+    """One message as it is sent."""
+
+    frames: list[Any]
+    payload: Tensor | None
+    """The buffer behind the last frame, where it is sent without a copy."""
+    parts: tuple[PartKey, ...]
+    """The weights in it."""
+
+    @classmethod
+    def of(cls, reply: m.Reply) -> Message:
+        """Encode a reply; one that no frame can hold becomes the failure to send it."""
+        try:
+            frames = encode_reply(reply)
+        except KVStoreError as error:
+            frames = encode_reply(m.Reply(reply.number, m.Failed(*to_wire(error))))
+        if not isinstance(reply.body, m.Weights):
+            return cls(frames, None, ())
+        parts = reply.body.parts
+        alone = parts[0].payload if len(parts) == 1 and isinstance(parts[0].payload, Tensor) else None
+        return cls(frames, alone, tuple(_key(reply, part) for part in parts))
+
+    @property
+    def nbytes(self) -> int:
+        return sum(len(frame) for frame in self.frames)
+
+
+@dataclass
+class Backlog:
+    """What a slow peer has not taken yet, oldest first."""
+
+    messages: deque[Message] = field(default_factory=deque)
+    nbytes: int = 0
+    _coming: set[PartKey] = field(default_factory=set)
+
+    def append(self, message: Message) -> None:
+        self.messages.append(message)
+        self.nbytes += message.nbytes
+        self._coming.update(message.parts)
+
+    def popleft(self) -> None:
+        message = self.messages.popleft()
+        self.nbytes -= message.nbytes
+        self._coming.difference_update(message.parts)
+
+    def without_coming(self, reply: m.Reply) -> m.Reply:
+        """The reply without weights that wait here already, because a repeated request asks for them again."""
+        if not isinstance(reply.body, m.Weights):
+            return reply
+        parts = tuple(part for part in reply.body.parts if _key(reply, part) not in self._coming)
+        return m.Reply(reply.number, m.Weights(parts))
+
+
+def _key(reply: m.Reply, part: m.WeightsPart) -> PartKey:
+    return (reply.number, part.table, part.slice, part.round)
+
+
+def packed(replies: Iterable[m.Outgoing]) -> Iterable[m.Outgoing]:
+    """Join what goes to one request into messages of at most MAX_PAYLOAD bytes; order within a request is kept."""
+    joined: dict[tuple[bytes, int], list[m.WeightsPart]] = {}
+    done: dict[tuple[bytes, int], list[tuple[int, int]]] = {}
+    others: list[m.Outgoing] = []
+    for out in replies:
+        where = (out.peer, out.reply.number)
+        if isinstance(out.reply.body, m.Weights):
+            joined.setdefault(where, []).extend(out.reply.body.parts)
+        elif isinstance(out.reply.body, m.Done):
+            done.setdefault(where, []).extend(out.reply.body.rounds)
+        else:
+            others.append(out)
+    yield from others  # what is said about a round (Absent) goes ahead of its weights
+    for (peer, number), parts in joined.items():
+        for group in _groups(parts):
+            yield m.Outgoing(peer, m.Reply(number, m.Weights(tuple(group))))
+    for (peer, number), rounds in done.items():
+        yield m.Outgoing(peer, m.Reply(number, m.Done(tuple(rounds))))
+
+
+def _groups(parts: Iterable[m.WeightsPart]) -> Iterable[list[m.WeightsPart]]:
+    group: list[m.WeightsPart] = []
+    size = 0
+    for part in parts:
+        nbytes = part.payload.nbytes
+        if nbytes >= SENT_ALONE:
+            yield [part]
+            continue
+        if size + nbytes > MAX_PAYLOAD:
+            yield group
+            group, size = [], 0
+        group.append(part)
+        size += nbytes
+    if group:
+        yield group
