@@ -30,7 +30,8 @@ wheel: $(READY)
 	$(BIN)/python -m build --wheel
 
 bench: $(READY)
-	$(BIN)/python benchmarks/dense_round.py
+	benchmarks/mxnet_env.sh .venv-mxnet
+	$(BIN)/python benchmarks/dense_round.py --mxnet-env .venv-mxnet --out benchmarks/results/dense_round
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

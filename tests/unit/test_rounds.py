@@ -18,7 +18,6 @@ from kvtrainer.errors import (
     OptimizerError,
     RoundAbortedError,
     ServerUnreachableError,
-    ShapeMismatchError,
     WorkerLostError,
 )
 from tests.support.scripted import Scripted
@@ -202,14 +201,6 @@ def test_slices_that_a_server_misses_are_sent_again_and_the_commit_after_them() 
     assert _values(bench.out) == [9.0]
     kinds = [type(request.body).__name__ for _, request in bench.servers.sent]
     assert kinds == ["PushBatch"] * len(bench.plan.slices) + ["CommitBatch", "PushBatch", "CommitBatch"]
-
-
-def test_a_refused_slice_ends_the_exchange_with_the_servers_error() -> None:
-    bench = Bench(
-        1, lambda server, commit: [m.Failed("ShapeMismatchError", "slice 0 takes more", -1, -1, -1)], 10
-    )
-    with pytest.raises(ShapeMismatchError, match="slice 0 takes more"):
-        bench.run()
 
 
 def test_a_lost_commit_is_repeated_for_what_is_still_open_only() -> None:
