@@ -6,11 +6,17 @@ import heapq
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 
+import torch
+
+from kvstore_server.plan import TensorSpec, make_plan
 from kvstore_server.protocol import messages as m
+from kvtrainer.comm.rounds import Rounds
 from kvtrainer.comm.session import Session, SessionOptions
+from kvtrainer.comm.tickets import RemoteTable, RoundItem
 
 Answer = Callable[[int, m.Request], Iterable[m.ReplyBody] | None]
 """(server, request) → what it answers at once; None leaves it to the defaults."""
+Act = Callable[[int, m.Commit], Iterable[m.ReplyBody]]
 
 
 class Scripted:
@@ -70,6 +76,42 @@ class Scripted:
 
     def close(self) -> None:
         self.is_closed = True
+
+
+class Bench:
+    """One table, "w", over scripted servers that answer a commit as `act` says; its number on server s is s + 5."""
+
+    def __init__(self, num_servers: int, act: Act, numel: int = 300_000, **options: float) -> None:
+        self.act = act
+        self.servers = Scripted(num_servers)
+        self.session = self.servers.session(**options)
+        self.servers.answer = self._answer
+        self.rounds = Rounds(self.session)
+        self.plan = make_plan([TensorSpec("w", (numel,), "float32")], num_servers)
+        self.table = RemoteTable(
+            "w", self.plan, {server: server + 5 for server in self.plan.servers}, round=3
+        )
+        self.out = torch.zeros(numel)
+
+    def run(self, value: float = 1.0) -> None:
+        self.rounds.wait(self.start(value))
+
+    def start(self, value: float = 1.0) -> object:
+        item = RoundItem(self.table, {"float32": torch.full_like(self.out, value)}, {"float32": self.out})
+        return self.rounds.start([item])
+
+    def weights(self, server: int, value: float, round_: int = 3) -> m.Weights:
+        pieces = self.plan.slices_of(server)
+        parts = (m.WeightsPart(server + 5, p.index, round_, torch.full((p.used,), value)) for p in pieces)
+        return m.Weights(tuple(parts))
+
+    def failed(self, server: int, code: str, next_round: int = 4) -> m.Failed:
+        return m.Failed(code, f"{code} of server {server}", server + 5, 3, next_round)
+
+    def _answer(self, server: int, request: m.Request) -> Iterable[m.ReplyBody] | None:
+        if isinstance(request.body, m.CommitBatch):
+            return [reply for commit in request.body.commits for reply in self.act(server, commit)]
+        return None
 
 
 def _default(server: int, request: m.Request) -> list[m.ReplyBody]:
