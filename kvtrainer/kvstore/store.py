@@ -18,6 +18,7 @@ from kvstore_server.plan import TensorSpec
 from kvtrainer.comm.client import Client
 from kvtrainer.comm.tickets import RemoteTable, RoundItem
 from kvtrainer.kvstore.base import Key, KVStoreBase
+from kvtrainer.kvstore.quiet import without_collections
 from kvtrainer.kvstore.values import check_fits, check_key, merge, pair, spec_of
 from kvtrainer.optimizer import create as create_optimizer
 
@@ -76,6 +77,7 @@ class TableKVStore(KVStoreBase):
     def is_capable(self, capability: str) -> bool:
         return self._capability(capability) == "optimizer"
 
+    @without_collections
     def init(self, key: Any, value: Any) -> None:
         """Create keys with rank 0's values; blocks until every worker has called it.
 
@@ -85,10 +87,12 @@ class TableKVStore(KVStoreBase):
         """
         self._create(pair(key, value, "value"), None)
 
+    @without_collections
     def broadcast(self, key: Any, value: Any, out: Any, priority: int = 0) -> None:
         """Create keys with rank 0's values and write those to `out` on every worker; blocks as `init` does."""
         self._create(pair(key, value, "value"), pair(key, out, "out"))
 
+    @without_collections
     def push(self, key: Any, value: Any, priority: int = 0) -> None:
         """Give this worker's part to the next round of each key and return; `value` may be changed at once.
 
@@ -106,6 +110,7 @@ class TableKVStore(KVStoreBase):
             items.append(RoundItem(entry.table, {entry.spec.dtype: flat if is_own else flat.clone()}, None))
         self._client.rounds.start(items)
 
+    @without_collections
     def pull(self, key: Any, out: Any = None, priority: int = 0, ignore_sparse: bool = True) -> None:
         """Write the present values of keys to `out`, after this worker's own pushes; blocks."""
         wanted = self._lookup(self._outs(key, out), same_dtype=False)
@@ -117,6 +122,7 @@ class TableKVStore(KVStoreBase):
         for target in targets:
             target.finish()
 
+    @without_collections
     def pushpull(self, key: Any, value: Any, out: Any = None, priority: int = 0) -> None:
         """Push, wait for the round, and write the new values to `out`, or back to `value`; blocks.
 
