@@ -6,6 +6,7 @@ The parameters lie in an arena and the optimizer's state in slices, here or in a
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from numbers import Real
 from typing import Any, NoReturn
@@ -22,7 +23,7 @@ from kvtrainer.parameters import Group
 from kvtrainer.states import State, StateElsewhere, StateHolder, export_states, import_states, read_states
 
 
-class FlatOptimizer(torch.optim.Optimizer):
+class FlatOptimizer(torch.optim.Optimizer, ABC):
     """Parameter groups and optimizer state over an arena; subclasses add `step`.
 
     Args:
@@ -158,13 +159,13 @@ class FlatOptimizer(torch.optim.Optimizer):
             "save its state_dict() and load that into a new one"
         )
 
+    @abstractmethod
     def _holder(self) -> StateHolder | None:
         """Where the optimizer state is; None before the store is there."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _can_grow(self) -> bool:
         """Whether parameters may still be added."""
-        raise NotImplementedError
 
     def _checked_options(self) -> dict[str, Any]:
         """The numbers that hold now; those that changed are checked, before anything uses them.
