@@ -63,7 +63,7 @@ def test_every_promise_holds_in_every_schedule(start: int) -> None:
 
 
 def test_one_seed_can_be_rerun_alone() -> None:
-    run_seed(int(os.environ.get("SIM_SEED", "0")))
+    assert run_seed(int(os.environ.get("SIM_SEED", "0"))).seen
 
 
 def test_a_seed_names_one_schedule() -> None:
