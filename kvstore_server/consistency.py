@@ -14,6 +14,7 @@ no socket and no arithmetic on payloads.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
@@ -33,7 +34,6 @@ class Contribution(Generic[WaiterT]):
     commit: Commit | None = None
     waiter: WaiterT | None = None
     """Whom to answer when the round is over; None after the process that waited was replaced."""
-    deadline: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -76,6 +76,8 @@ class SyncRounds(Generic[WaiterT]):
         """Different payloads that arrived under an identity that had one already."""
         self._same_payload = same_payload
         self._open: dict[int, Contribution[WaiterT]] = {}
+        self._committed: set[int] = set()
+        self._deadline = math.inf
         self._failures: dict[int, KVStoreError] = {}
         """Failed rounds; forgotten when a later one is applied, since every rank then knew how they ended."""
 
@@ -116,27 +118,31 @@ class SyncRounds(Generic[WaiterT]):
         missing = [s for s, g in commit.manifest if mine.slices.get(s, (None,))[0] != g]
         if missing:
             return Refused(tuple(missing))
-        named = {s for s, _ in commit.manifest}
-        mine.slices = {s: value for s, value in mine.slices.items() if s in named}
-        mine.commit, mine.waiter, mine.deadline = commit, waiter, now + commit.timeout
+        if len(mine.slices) > len(commit.manifest):
+            mine.slices = {s: mine.slices[s] for s, _ in commit.manifest}
+        mine.commit, mine.waiter = commit, waiter
+        self._committed.add(rank)
+        self._deadline = min(self._deadline, now + commit.timeout)
         return Accepted(repeated=False)
 
     def missing_ranks(self) -> list[int]:
         """The ranks that have not committed the open round."""
-        committed = {rank for rank, mine in self._open.items() if mine.commit is not None}
-        return [rank for rank in range(self.num_workers) if rank not in committed]
+        return [rank for rank in range(self.num_workers) if rank not in self._committed]
+
+    def is_complete(self) -> bool:
+        """Whether every rank has committed the open round."""
+        return len(self._committed) == self.num_workers
 
     def is_waiting(self) -> bool:
         """Whether at least one rank has committed the open round."""
-        return any(mine.commit is not None for mine in self._open.values())
+        return bool(self._committed)
 
     def has_committed(self, rank: int) -> bool:
-        return rank in self._open and self._open[rank].commit is not None
+        return rank in self._committed
 
     def earliest_deadline(self) -> float:
         """When the first rank that waits loses its patience; infinity when none waits."""
-        waiting = (mine.deadline for mine in self._open.values() if mine.commit is not None)
-        return min(waiting, default=float("inf"))
+        return self._deadline
 
     def contributions(self) -> list[tuple[int, Contribution[WaiterT]]]:
         """The contributions to the open round in rank order, the order in which they are summed."""
@@ -146,16 +152,14 @@ class SyncRounds(Generic[WaiterT]):
         """End the open round as applied and return its contributions in rank order."""
         ended = self.contributions()
         self._failures.clear()
-        self._open = {}
-        self.number += 1
+        self._begin_next()
         return ended
 
     def fail(self, error: KVStoreError) -> list[WaiterT]:
         """End the open round as failed; return whom to tell now. The others are told when they come."""
         waiters = [mine.waiter for mine in self._open.values() if mine.waiter is not None]
         self._failures[self.number] = error
-        self._open = {}
-        self.number += 1
+        self._begin_next()
         return waiters
 
     def undo(self, error: KVStoreError) -> None:
@@ -175,3 +179,9 @@ class SyncRounds(Generic[WaiterT]):
             del self._open[rank]
         else:
             mine.waiter = None
+
+    def _begin_next(self) -> None:
+        self._open = {}
+        self._committed = set()
+        self._deadline = math.inf
+        self.number += 1

@@ -7,9 +7,10 @@ a clock or a socket.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -30,8 +31,7 @@ class Leases(Protocol):
     def is_busy(self, buffer: Tensor) -> bool: ...
 
 
-@dataclass(frozen=True)
-class Addend:
+class Addend(NamedTuple):
     """One rank's part in the sum of a round."""
 
     slices: Mapping[int, Payload]
@@ -48,6 +48,7 @@ class _Undo:
     states: list[SliceState]
 
 
+@functools.cache
 def torch_dtype(name: str) -> torch.dtype:
     """The torch dtype of a dtype name of the Plan."""
     dtype = getattr(torch, name)
@@ -64,6 +65,7 @@ class DenseTable:
         self.by_index = {piece.index: at for at, piece in enumerate(self.slices)}
         self.keys = frozenset(segment.key for piece in self.slices for segment in piece.segments)
         self.arenas, self.weights = _allocate(self.slices)
+        self._visible = list(map(_without_padding, self.weights, self.slices))
         self.states = [SliceState.empty(piece) for piece in self.slices]
         self._leases = leases
         self._scratch: dict[torch.dtype, Tensor] = {}
@@ -89,8 +91,7 @@ class DenseTable:
 
     def visible(self, index: int) -> Tensor:
         """The weights of a slice without its padding, as they are sent; not a copy."""
-        at = self.by_index[index]
-        return self.weights[at][: self.slices[at].used]
+        return self._visible[self.by_index[index]]
 
     def assign(self, slices: Mapping[int, Payload]) -> None:
         """Replace the weights of the given slices."""
@@ -106,7 +107,7 @@ class DenseTable:
                 continue
             weight = self._writable(at)
             if all(present) and piece.dtype in ("float32", "float64"):
-                self._sum_into(weight[: piece.used], piece, addends)
+                self._sum_into(self._visible[at], piece, addends)
                 continue
             total = self._reduce(piece, addends)
             for segment, here in zip(piece.segments, present, strict=True):
@@ -212,6 +213,7 @@ class DenseTable:
         weight = self.weights[at]
         if self._leases is not None and self._leases.is_busy(weight):
             self.weights[at] = weight = weight.clone()
+            self._visible[at] = _without_padding(weight, self.slices[at])
         return weight
 
     def _present(self, piece: Slice, addends: Sequence[Addend]) -> list[bool]:
@@ -240,7 +242,9 @@ class DenseTable:
         """`_reduce` without padding, into `body`, whose dtype is the one to compute in."""
         given = [a for a in addends if piece.index in a.slices]
         common = given[0].scale if len({a.scale for a in given}) == 1 else None
-        payloads = [a.slices[piece.index].to(body.dtype) for a in given]
+        payloads = [a.slices[piece.index] for a in given]
+        if payloads[0].dtype != body.dtype:
+            payloads = [payload.to(body.dtype) for payload in payloads]
         if common is None:
             payloads = [payload * a.scale for payload, a in zip(payloads, given, strict=True)]
         if len(payloads) == 1:
@@ -265,6 +269,10 @@ def _allocate(slices: Sequence[Slice]) -> tuple[dict[str, Tensor], list[Tensor]]
         arenas[piece.dtype][start : start + piece.length] for piece, start in zip(slices, starts, strict=True)
     ]
     return arenas, views
+
+
+def _without_padding(weight: Tensor, piece: Slice) -> Tensor:
+    return weight[: piece.used]
 
 
 def _wrong_size(plan: Plan, piece: Slice, got: str) -> str:

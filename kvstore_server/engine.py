@@ -284,20 +284,19 @@ class Engine:
             table.hyper.check(batch.hyper)
         verdict = table.rounds.commit(rank, commit, waiter, now)
         if isinstance(verdict, Applied):
-            return _over(table, commit, waiter)
+            return _over(table, commit, waiter, m.Weights(_parts(table)))
         if isinstance(verdict, Lost):
             number = table.rounds.number
             return [_failed(waiter.peer, waiter.number, verdict.error, table.number, commit.round, number)]
         if isinstance(verdict, Refused):
             return _reply(waiter, m.Missing(table.number, commit.round, verdict.slices))
         assert isinstance(verdict, Accepted)
-        missing = table.rounds.missing_ranks()
         if verdict.repeated:
-            return _reply(waiter, m.Pending(tuple(missing)))
+            return _reply(waiter, m.Pending(tuple(table.rounds.missing_ranks())))
         table.absent[rank] = frozenset(batch.absent)
         if batch.hyper:
             table.hyper.set(rank, batch.hyper)
-        return [] if missing else self._finish(space, table)
+        return self._finish(space, table) if table.rounds.is_complete() else []
 
     def _finish(self, space: Namespace, table: Table) -> list[m.Outgoing]:
         """Every rank has committed: apply the round and answer them all, or fail it for them all."""
@@ -310,7 +309,8 @@ class Engine:
             _log.exception("round %d of table %r failed", number, table.name)
             fault = KVStoreError(f"server {self.config.server} failed with {type(error).__name__}: {error}")
             return _tell(table, number, table.fail(fault), fault)
-        return [reply for _, mine in ended for reply in _outcome(table, mine)]
+        weights = m.Weights(_parts(table))
+        return [reply for _, mine in ended for reply in _outcome(table, mine, weights)]
 
     def _fail_if_hopeless(self, space: Namespace, table: Table, now: float) -> list[m.Outgoing]:
         error = self._hopeless(space, table, now)
@@ -375,18 +375,18 @@ def _parts(table: Table) -> tuple[m.WeightsPart, ...]:
     )
 
 
-def _outcome(table: Table, mine: Contribution[Waiter]) -> list[m.Outgoing]:
+def _outcome(table: Table, mine: Contribution[Waiter], weights: m.Weights) -> list[m.Outgoing]:
     if mine.waiter is None or mine.commit is None:
         return []
-    return _over(table, mine.commit, mine.waiter)
+    return _over(table, mine.commit, mine.waiter, weights)
 
 
-def _over(table: Table, commit: m.Commit, waiter: Waiter) -> list[m.Outgoing]:
+def _over(table: Table, commit: m.Commit, waiter: Waiter, weights: m.Weights) -> list[m.Outgoing]:
     out: list[m.Outgoing] = []
     if table.left_out:
         out += _reply(waiter, m.Absent(table.number, commit.round, table.left_out))
     if commit.want_weights:
-        return out + _reply(waiter, m.Weights(_parts(table)))
+        return out + _reply(waiter, weights)
     return out + _reply(waiter, m.Done(((table.number, commit.round),)))
 
 

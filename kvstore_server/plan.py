@@ -22,7 +22,7 @@ from kvstore_server.errors import ConfigurationError, PlanMismatchError
 ALIGNMENT = 64
 MIN_SLICE = 16 * 1024
 MAX_SLICE = 1024 * 1024
-SLICES_PER_TABLE = 16
+SLICES_PER_TABLE = 8
 """A table is cut into about this many slices while they stay between MIN_SLICE and MAX_SLICE bytes."""
 
 ITEM_SIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}

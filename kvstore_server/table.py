@@ -6,8 +6,7 @@ A table takes messages of known ranks and says whom to answer; sessions, sockets
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,8 +19,7 @@ from kvstore_server.plan import Plan
 from kvstore_server.protocol.messages import Payload, Push
 
 
-@dataclass(frozen=True)
-class Waiter:
+class Waiter(NamedTuple):
     """The request that is answered when a round is over."""
 
     peer: bytes
@@ -89,7 +87,9 @@ class Table:
                 self.hyper.common()  # the workers apply the optimizer; their weights would part if they disagreed
                 self.dense.assign_sum(addends)
             given_keys = self._keys_in(addends)
-            self.left_out = tuple(sorted(self.dense.keys - given_keys))
+            self.left_out = (
+                () if given_keys is self.dense.keys else tuple(sorted(self.dense.keys - given_keys))
+            )
             self.rounds_applied += 1
             self.keys_applied += len(given_keys)
         self.absent.clear()
@@ -144,17 +144,20 @@ class Table:
         if scale is None:
             scale = optimizer.rescale_grad if optimizer is not None else 1.0
         slices: dict[int, Payload] = {s: payload for s, (_, payload) in mine.slices.items()}
-        return Addend(slices, scale, self.absent.get(rank, frozenset()))
+        return Addend(slices, scale, self.absent.get(rank, _NOTHING))
 
-    def _keys_in(self, addends: list[Addend]) -> set[int]:
+    def _keys_in(self, addends: list[Addend]) -> frozenset[int]:
         if any(not a.absent for a in addends):
-            return set(self.dense.keys)
-        return {key for key in self.dense.keys if any(key not in a.absent for a in addends)}
+            return self.dense.keys
+        return frozenset(key for key in self.dense.keys if any(key not in a.absent for a in addends))
 
     def _check_complete(self, first: Contribution[Waiter]) -> None:
         missing = [piece.index for piece in self.dense.slices if piece.index not in first.slices]
         if missing:
             raise ProtocolError(f"rank 0 initialised table {self.name!r} without its slices {missing[:8]}")
+
+
+_NOTHING: frozenset[int] = frozenset()
 
 
 def _same(a: Payload, b: Payload) -> bool:

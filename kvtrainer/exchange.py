@@ -54,7 +54,7 @@ class StoreExchange:
         self._client = client
         if optimizer is not None:
             client.set_optimizer(optimizer.spec())
-        self._table = client.register(TABLE, plan.specs)
+        self._table = client.register({TABLE: plan.specs})[0]
 
     def init(self, weights: Mapping[str, Tensor]) -> None:
         mine = _on_cpu(weights)

@@ -13,13 +13,15 @@ in which only rank 0's values count.
 
 Payloads are flat torch tensors of the slice's dtype, or raw buffers that the engine views as such. How the
 messages look as bytes is the business of `frames`.
+
+What exists once per slice and round is a named tuple: making one costs a third of what a frozen dataclass costs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 Payload: TypeAlias = Any
 """A flat tensor, or a buffer (memoryview) of exactly the slice's bytes."""
@@ -49,8 +51,7 @@ class Register:
     """(key, shape, dtype, group) of each key."""
 
 
-@dataclass(frozen=True, slots=True)
-class Push:
+class Push(NamedTuple):
     """One provisional slice of a contribution."""
 
     table: int
@@ -67,8 +68,7 @@ class PushBatch:
     pushes: tuple[Push, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Commit:
+class Commit(NamedTuple):
     """Makes a rank's contribution to one round of one table final."""
 
     table: int
@@ -183,8 +183,7 @@ RequestBody: TypeAlias = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
+class Request(NamedTuple):
     """A message from a worker: who it is from, and the number under which it wants to be answered."""
 
     run: int
@@ -210,8 +209,7 @@ class Registered:
     next_round: int
 
 
-@dataclass(frozen=True, slots=True)
-class WeightsPart:
+class WeightsPart(NamedTuple):
     """One slice of a table, as of `round`."""
 
     table: int
@@ -282,16 +280,14 @@ ReplyBody: TypeAlias = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Reply:
+class Reply(NamedTuple):
     """A message to a worker; `number` is that of the request that it answers."""
 
     number: int
     body: ReplyBody
 
 
-@dataclass(frozen=True, slots=True)
-class Outgoing:
+class Outgoing(NamedTuple):
     """A reply and the peer to which it goes."""
 
     peer: bytes

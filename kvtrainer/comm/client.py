@@ -7,13 +7,16 @@ from typing import Any
 
 from kvstore_server.errors import ConfigurationError, describe
 from kvstore_server.optimizer import SliceState
-from kvstore_server.plan import Slice, TensorSpec, make_plan
+from kvstore_server.plan import Plan, Slice, TensorSpec, make_plan
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import pack_control
 from kvstore_server.state_blob import pack_state, unpack_state
 from kvtrainer.comm.rounds import Rounds
 from kvtrainer.comm.session import Session, SessionOptions, Transport
 from kvtrainer.comm.tickets import RemoteTable
+
+_REGISTERED_TOGETHER = 64
+"""Requests under way at once: more would only wait in the queues."""
 
 
 class Client:
@@ -41,31 +44,40 @@ class Client:
         """Say hello to every server; blocks up to `connect_timeout`. Raises as `Session.connect`."""
         self._session.connect()
 
-    def register(self, name: str, specs: Sequence[TensorSpec]) -> RemoteTable:
-        """Declare a table on every server that holds a part of it; its round 0 must follow on every worker.
+    def register(self, tables: Mapping[str, Sequence[TensorSpec]]) -> list[RemoteTable]:
+        """Declare tables on every server that holds a part of them; round 0 of each must follow on every worker.
 
         Raises:
-            PlanMismatchError: another worker declared other keys under this name.
-            ConfigurationError: the servers hold this table from an earlier run.
+            PlanMismatchError: another worker declared other keys under one of the names.
+            ConfigurationError: a table is registered, or the servers hold it from an earlier run.
+            ServerUnreachableError: a server did not answer.
         """
+        declared = {name: self._declare(name, specs) for name, specs in tables.items()}
+        requests = [(server, table) for table in declared.values() for server in table.plan.servers]
+        for at in range(0, len(requests), _REGISTERED_TOGETHER):
+            self._register(requests[at : at + _REGISTERED_TOGETHER])
+        self._tables.update(declared)
+        return list(declared.values())
+
+    def _declare(self, name: str, specs: Sequence[TensorSpec]) -> RemoteTable:
         known = self._tables.get(name)
         if known is not None:
             state = "is registered already" if known.is_initialised else "could not be initialised before"
             raise ConfigurationError(f"table {name!r} {state}; restart the job, or give another namespace=…")
-        plan = make_plan(specs, self.num_servers)
-        declared = tuple((spec.key, tuple(spec.shape), spec.dtype, spec.group) for spec in specs)
-        table = RemoteTable(name, plan, {})
-        for server in plan.servers:
-            reply = self._session.call(server, m.Register(name, declared))
+        return RemoteTable(name, make_plan(specs, self.num_servers), {})
+
+    def _register(self, requests: Sequence[tuple[int, RemoteTable]]) -> None:
+        """Declare (server, table) pairs in one go: asking for a thousand keys one after the other takes long."""
+        bodies = [(server, m.Register(table.name, _wire_specs(table.plan))) for server, table in requests]
+        for (server, table), reply in zip(requests, self._session.call_all(bodies), strict=True):
             assert isinstance(reply, m.Registered)
             if reply.next_round:
                 raise ConfigurationError(
-                    f"{self._session.describe(server)} holds {name!r} at round {reply.next_round} from an earlier run "
-                    f"of namespace {self.options.namespace!r}; restart the servers, or give another namespace=…"
+                    f"{self._session.describe(server)} holds {table.name!r} at round {reply.next_round} from an "
+                    f"earlier run of namespace {self.options.namespace!r}; restart the servers, or give another "
+                    "namespace=…"
                 )
             table.numbers[server] = reply.table
-        self._tables[name] = table
-        return table
 
     def set_optimizer(self, spec: Mapping[str, Any]) -> None:
         """Name the optimizer on every server; naming the same one again changes nothing there.
@@ -124,3 +136,7 @@ class Client:
         if error is not None:
             reason = describe(error)
         self._session.close(reason, is_clean=error is None)
+
+
+def _wire_specs(plan: Plan) -> tuple[tuple[str, tuple[int, ...], str, int], ...]:
+    return tuple((spec.key, tuple(spec.shape), spec.dtype, spec.group) for spec in plan.specs)

@@ -40,7 +40,7 @@ def _abort(
     Returns for each whether the server keeps it as applied; None where it did not answer.
     """
     requests = [(server, m.Abort(t.numbers[server], t.round, reason, undo)) for t, server in rounds]
-    answers = session.call_all(requests, GIVE_UP_TIMEOUT)
+    answers = session.ask_all(requests, GIVE_UP_TIMEOUT)
     return {
         (table.name, server): None if answer is None else _is_applied(answer)
         for (table, server), answer in zip(rounds, answers, strict=True)

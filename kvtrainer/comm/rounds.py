@@ -19,8 +19,9 @@ from kvtrainer.comm.tickets import Arenas, RemoteTable, RoundItem, Ticket, write
 
 _log = logging.getLogger(__name__)
 
-_COMMITS_PER_MESSAGE = 512
-"""So many fit into one frame, whatever their number of slices."""
+_COMMITS_PER_MESSAGE = 128
+"""So many fit into one frame, whatever their number of slices; few enough for the servers to begin with the first
+tables while this worker still sends the last."""
 
 
 class Rounds:
@@ -37,17 +38,14 @@ class Rounds:
         """
         for item in items:
             self.settle(item.table)
-        ticket = self._open(items)
+        ticket = self._open(items, hyper)
         try:
             for server, members in self._by_server(items):
-                batch = tuple(self._commit(item, server) for item in members)
-                absent = tuple(sorted(members[0].absent))
-                self._request(ticket, server, members, m.CommitBatch(batch, hyper, absent))
-                self._send_pushes(ticket, server, ((item, item.sent_slices(server)) for item in members))
+                self._request(ticket, server, members)
             for item in items:
                 item.table.ticket = ticket
-            for server in ticket.requests:
-                self._send_commit(ticket, server)
+            for at in range(0, len(items), _COMMITS_PER_MESSAGE):
+                self._send_round(ticket, items[at : at + _COMMITS_PER_MESSAGE])
         except BaseException as error:
             self._end(ticket, error)
             raise
@@ -87,15 +85,14 @@ class Rounds:
         for table, _ in wanted:
             self.settle(table)
         items = [RoundItem(table, None, out) for table, out in wanted]
-        ticket = self._open(items)
+        ticket = self._open(items, None)
         asked: dict[int, m.Pull] = {}
         for server, members in self._by_server(items):
             asked[server] = m.Pull(tuple(item.table.numbers[server] for item in members))
-            number = self._request(ticket, server, members, m.CommitBatch(()))
-            self._session.send(server, number, asked[server])
+            self._session.send(server, self._request(ticket, server, members), asked[server])
         try:
             self._await(
-                ticket, lambda server: self._session.send(server, ticket.requests[server][0], asked[server])
+                ticket, lambda server: self._session.send(server, ticket.numbers[server], asked[server])
             )
         finally:
             self._close(ticket)
@@ -107,9 +104,9 @@ class Rounds:
 
     # ---------------------------------------------------------------- sending
 
-    def _open(self, items: Sequence[RoundItem]) -> Ticket:
+    def _open(self, items: Sequence[RoundItem], hyper: bytes | None) -> Ticket:
         now = self._session.clock()
-        return Ticket(list(items), now, now + self._session.options.timeout)
+        return Ticket(list(items), now, now + self._session.options.timeout, hyper)
 
     def _by_server(self, items: Sequence[RoundItem]) -> Iterable[tuple[int, list[RoundItem]]]:
         for server in range(self._session.num_servers):
@@ -117,11 +114,9 @@ class Rounds:
             if members:
                 yield server, members
 
-    def _request(
-        self, ticket: Ticket, server: int, members: Sequence[RoundItem], batch: m.CommitBatch
-    ) -> int:
+    def _request(self, ticket: Ticket, server: int, members: Sequence[RoundItem]) -> int:
         number = self._session.next_number(lambda s, reply: self._take(ticket, s, reply))
-        ticket.requests[server] = (number, batch)
+        ticket.numbers[server] = number
         for item in members:
             where = (server, item.table.numbers[server])
             wanted = item.table.plan.slices_of(server) if item.out is not None else ()
@@ -130,16 +125,17 @@ class Rounds:
         return number
 
     def _commit(self, item: RoundItem, server: int) -> m.Commit:
-        manifest = tuple((piece.index, 0) for piece in item.sent_slices(server))
-        wants = item.out is not None
-        number, timeout = item.table.numbers[server], self._session.options.timeout
-        return m.Commit(number, item.table.round, manifest, item.rescale, wants, timeout)
+        table, timeout = item.table, self._session.options.timeout
+        manifest = tuple([(piece.index, 0) for piece in item.sent_slices(server)])
+        return m.Commit(
+            table.numbers[server], table.round, manifest, item.rescale, item.out is not None, timeout
+        )
 
     def _send_pushes(
         self, ticket: Ticket, server: int, work: Iterable[tuple[RoundItem, Sequence[Slice]]]
     ) -> None:
         # Under the number of the commit that follows: should a server refuse a slice, this exchange is told.
-        request, _ = ticket.requests[server]
+        request = ticket.numbers[server]
         batch: list[m.Push] = []
         size = 0
         for item, pieces in work:
@@ -160,12 +156,26 @@ class Rounds:
         if batch:
             self._session.send(server, request, m.PushBatch(tuple(batch)))
 
+    def _send_round(self, ticket: Ticket, items: Sequence[RoundItem]) -> None:
+        """All slices of some tables to all servers, and only then their commits: who dies before has begun nothing."""
+        by_server = dict(self._by_server(items))
+        for server, members in by_server.items():
+            self._send_pushes(ticket, server, ((item, item.sent_slices(server)) for item in members))
+        for server, members in by_server.items():
+            self._send_commits(ticket, server, members)
+
     def _send_commit(self, ticket: Ticket, server: int) -> None:
-        number, batch = ticket.requests[server]
-        still_open = [c for c in batch.commits if (server, c.table) in ticket.outstanding]
+        """Commit again what is not over yet."""
+        still_open = [item for where, item in ticket.tables.items()
+                      if where[0] == server and where in ticket.outstanding]  # fmt: skip
         for at in range(0, len(still_open), _COMMITS_PER_MESSAGE):
-            some = tuple(still_open[at : at + _COMMITS_PER_MESSAGE])
-            self._session.send(server, number, m.CommitBatch(some, batch.hyper, batch.absent))
+            self._send_commits(ticket, server, still_open[at : at + _COMMITS_PER_MESSAGE])
+
+    def _send_commits(self, ticket: Ticket, server: int, members: Sequence[RoundItem]) -> None:
+        assert ticket.hyper is not None
+        commits = tuple([self._commit(item, server) for item in members])
+        batch = m.CommitBatch(commits, ticket.hyper, tuple(sorted(members[0].absent)))
+        self._session.send(server, ticket.numbers[server], batch)
 
     # ---------------------------------------------------------------- receiving
 
@@ -218,7 +228,7 @@ class Rounds:
         for where in [w for w in ticket.outstanding if w[0] == server and failure.table in (-1, w[1])]:
             ticket.failed[where] = failure.next_round
             del ticket.outstanding[where]
-            if ticket.requests[server][1].commits:
+            if ticket.hyper is not None:
                 self._abort_elsewhere(ticket, ticket.tables[where].table, error)
 
     def _abort_elsewhere(self, ticket: Ticket, table: RemoteTable, error: KVStoreError) -> None:
@@ -272,7 +282,7 @@ class Rounds:
 
     def _close(self, ticket: Ticket) -> None:
         ticket.is_over = True
-        for number, _ in ticket.requests.values():
+        for number in ticket.numbers.values():
             self._session.forget(number)
         for item in ticket.items:
             if item.table.ticket is ticket:

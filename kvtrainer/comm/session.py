@@ -161,7 +161,23 @@ class Session:
         limit = self.options.dead_after if timeout is None else timeout
         return self._call(server, body, limit, repeat=body)
 
-    def call_all(
+    def call_all(self, requests: Sequence[tuple[int, m.RequestBody]]) -> list[m.ReplyBody]:
+        """Send control requests, (server, body) each, and block for all answers, up to `dead_after` seconds.
+
+        Raises:
+            KVStoreError: what a server answered to the first request that failed.
+            ServerUnreachableError: a server did not answer.
+        """
+        limit = self.options.dead_after
+        answers = self.ask_all(requests, limit)
+        for (server, body), answer in zip(requests, answers, strict=True):
+            if answer is None:
+                raise self._no_answer(server, body, limit)
+            if isinstance(answer, m.Failed):
+                raise from_wire(answer.code, answer.text)
+        return [answer for answer in answers if answer is not None]
+
+    def ask_all(
         self, requests: Sequence[tuple[int, m.RequestBody]], timeout: float
     ) -> list[m.ReplyBody | None]:
         """Send control requests, (server, body) each, and block up to `timeout` seconds for all answers together.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,8 +35,7 @@ class RemoteTable:
     """Set when servers no longer agree on the last round."""
 
 
-@dataclass(frozen=True)
-class RoundItem:
+class RoundItem(NamedTuple):
     """One table's part in an exchange.
 
     Args:
@@ -52,12 +52,12 @@ class RoundItem:
     rescale: float | None = None
     absent: frozenset[int] = frozenset()
 
-    def sent_slices(self, server: int) -> list[Slice]:
+    def sent_slices(self, server: int) -> Sequence[Slice]:
         if self.values is None:
-            return []
+            return ()
         pieces = self.table.plan.slices_of(server)
         if not self.absent:
-            return list(pieces)
+            return pieces
         return [p for p in pieces if any(segment.key not in self.absent for segment in p.segments)]
 
 
@@ -68,8 +68,10 @@ class Ticket:
     items: list[RoundItem]
     started: float
     deadline: float
-    requests: dict[int, tuple[int, m.CommitBatch]] = field(default_factory=dict)
-    """Server → (request number, what is committed there)."""
+    hyper: bytes | None
+    """The hyper-parameters that go with the commits; None when weights are only read."""
+    numbers: dict[int, int] = field(default_factory=dict)
+    """Server → request number."""
     outstanding: dict[tuple[int, int], set[int]] = field(default_factory=dict)
     """(server, table number there) → slices still to come; an empty set waits for a plain acknowledgement."""
     tables: dict[tuple[int, int], RoundItem] = field(default_factory=dict)

@@ -193,10 +193,11 @@ class TableKVStore(KVStoreBase):
         for spec, (_, tensors) in zip(specs, outs or (), strict=False):
             for tensor in tensors:
                 check_fits(spec, tensor, any_dtype=True)
+        tables = self._client.register({spec.key: [spec] for spec in specs})
         created: dict[Key, _Entry] = {}
         items, targets = [], []
         for at, ((key, replicas), spec) in enumerate(zip(values, specs, strict=True)):
-            entry = created[key] = _Entry(spec, self._client.register(spec.key, [spec]))
+            entry = created[key] = _Entry(spec, tables[at])
             flat, _ = merge(replicas[:1])
             target = _target(entry, outs[at][1]) if outs is not None else None
             if target is not None:

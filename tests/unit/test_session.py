@@ -180,7 +180,7 @@ def test_many_calls_share_one_wait_and_return_what_came() -> None:
     session = servers.session()
     aborts = [(server, m.Abort(0, 1, "why", False)) for server in (2, 0, 1, 2)]
     before = servers.now
-    answers = session.call_all(aborts, timeout=5.0)
+    answers = session.ask_all(aborts, timeout=5.0)
     assert answers == [None, m.Info({"applied": True}), m.Failed("FencedError", "no"), None]
     assert servers.now == before + 5.0
 
@@ -193,7 +193,7 @@ def test_a_server_known_to_be_gone_is_told_but_not_waited_for() -> None:
         session.call(1, m.Stats())
     before = servers.now
     abort = m.Abort(0, 1, "why", False)
-    assert session.call_all([(0, abort), (1, abort)], timeout=5.0) == [m.Info({"applied": False}), None]
+    assert session.ask_all([(0, abort), (1, abort)], timeout=5.0) == [m.Info({"applied": False}), None]
     assert servers.now == before
     assert servers.bodies(m.Abort, server=1) == [abort]
 
