@@ -4,7 +4,7 @@ A user-defined optimizer names its options in `defaults`, defines `update` on fl
 so that it can be asked for by name. It must be elementwise, for it sees arbitrary pieces of the model::
 
     @kvtrainer.optimizer.register
-    class Signum(kvtrainer.optimizer.Optimizer):
+    class AveragedSign(kvtrainer.optimizer.Optimizer):
         defaults = {"learning_rate": 0.01, "momentum": 0.9}
 
         def create_state(self, weight):
@@ -15,7 +15,7 @@ so that it can be asked for by name. It must be elementwise, for it sees arbitra
             state["momentum_buffer"].lerp_(grad, 1 - hyper["momentum"])
             weight.sub_(state["momentum_buffer"].sign(), alpha=hyper["lr"])
 
-    trainer = kvtrainer.Trainer(model.parameters(), "signum", {"learning_rate": 0.02})
+    trainer = kvtrainer.Trainer(model.parameters(), "averagedsign", {"learning_rate": 0.02})
 
 On parameter servers the module that defines it is loaded with `kvstore-server --import MODULE`.
 """

@@ -1,4 +1,4 @@
-"""The base of every optimizer: its numbers, their names and checks, and the update that subclasses define.
+"""The base of every optimizer: its numbers, its learning rate, and the update that subclasses define.
 
 An optimizer here holds numbers only. Its state (momentum, averages) lies beside the weights, in
 `slices.SliceState`, so the same object serves a parameter server and a trainer's own process.
@@ -6,24 +6,35 @@ An optimizer here holds numbers only. Its state (momentum, averages) lies beside
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Mapping, Sequence
-from numbers import Integral, Real
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
-from kvstore_server.errors import ConfigurationError
+from kvstore_server.errors import SchedulerInUseError
+from kvstore_server.lr_scheduler import LRScheduler, as_scheduler
+from kvstore_server.optimizer.options import (
+    ALIASES,
+    canonical_options,
+    check_fraction,
+    check_not_negative,
+    checked_count,
+    checked_option,
+)
+
+__all__ = ["Optimizer", "StateValue", "canonical_options"]
+
+_log = logging.getLogger(__name__)
 
 StateValue = Tensor | float
 """One entry of an optimizer's state: a flat tensor, a 0-d tensor or a number."""
 
-ALIASES = {"learning_rate": "lr", "wd": "weight_decay", "epsilon": "eps"}
-"""Gluon's spelling of an option -> the name of the group key, which is torch's."""
-
-_GLUONS = {key: gluon for gluon, key in ALIASES.items()} | {"betas": "beta1 and beta2"}
 _COMMON: Mapping[str, Any] = {"lr": 0.01, "weight_decay": 0.0, "clip_gradient": None}
-_NEVER_NEGATIVE = frozenset({"weight_decay", "clip_gradient", "momentum", "eps"})
+_OTHERS = ("rescale_grad", "multi_precision", "lr_scheduler", "begin_num_update", "aggregate_num")
+"""The options that are no group keys."""
 
 
 class Optimizer:
@@ -34,23 +45,37 @@ class Optimizer:
     (`learning_rate` or `lr`, `wd` or `weight_decay`, `beta1` and `beta2` or `betas`, `epsilon` or `eps`).
 
     Args:
-        learning_rate: step size; may be negative. Default 0.01, or the class's own.
+        learning_rate: step size; may be negative. Default 0.01, or the class's own. Beside a `lr_scheduler` it
+            replaces the scheduler's `base_lr`, with a warning in the log; by default the scheduler keeps its own.
+        lr_scheduler: an LRScheduler, or a function of the number of updates, from which the learning rate
+            then comes; see `learning_rate`.
+        begin_num_update: how many updates every key counts as having had before its first one here.
+        aggregate_num: MXNet's number of tensors per kernel call, an integer or math.inf; only remembered.
         options: `wd` (0.0), `rescale_grad` (1.0: every gradient is multiplied by it), `clip_gradient` (None,
             or the bound on each element of the rescaled gradient), `multi_precision` (False; True keeps a
             float32 copy of half-precision weights) and the class's own options.
 
     Raises:
-        ConfigurationError: an option is unknown, is given under both spellings, or has an impossible value.
+        ConfigurationError: an option is unknown, is given under both spellings, or has an impossible value;
+            nothing has changed then.
     """
 
     name: ClassVar[str]
     """Name to register under; the class's name in lower case when a class does not set it itself."""
     defaults: ClassVar[Mapping[str, Any]] = {}
     """The class's own options with their defaults; subclasses inherit them."""
-    elementwise: ClassVar[bool] = True
-    """Whether each element's update needs nothing but that element's weight, gradient and state."""
+    elementwise: bool = True
+    """Whether each element's update needs nothing but that element's weight, gradient and state. Otherwise every
+    key is updated on its own and lies whole on one server; see `update`."""
     clips: ClassVar[bool] = True
     """Whether gradients are clipped to `clip_gradient` before `update`."""
+    positioned: ClassVar[bool] = False
+    """Whether `update` must know where the elements belong: `hyper` then has 'key', the name of their one key,
+    and 'first', the place of the first element in that key."""
+    never_negative: ClassVar[frozenset[str]] = frozenset()
+    """Group keys of the class that must not be negative; weight_decay, clip_gradient, momentum, eps never may."""
+    fractions: ClassVar[frozenset[str]] = frozenset()
+    """Group keys of the class that must be at least 0 and less than 1; betas always must."""
     may_raise: bool = True
     """Whether `update` can raise on valid input, so that the state must be kept for a rollback."""
     verified: bool = False
@@ -60,17 +85,37 @@ class Optimizer:
     """The live numbers under torch's group keys ('lr', 'weight_decay', 'momentum', ...); may be replaced."""
     rescale_grad: float
     multi_precision: bool
+    lr_scheduler: LRScheduler | None = None
+    begin_num_update: int = 0
+    aggregate_num: float = 1
+    num_update: int = 0
+    """Updates so far, `begin_num_update` included, for `lr_scheduler`; whoever applies the updates keeps it."""
+    _said_low_precision: bool = False
 
-    def __init__(self, learning_rate: float | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        learning_rate: float | None = None,
+        *,
+        lr_scheduler: LRScheduler | Callable[[int], float] | None = None,
+        begin_num_update: int = 0,
+        aggregate_num: float = 1,
+        **options: Any,
+    ) -> None:
         if learning_rate is not None:
             options["learning_rate"] = learning_rate
         self._take_common(options)
         who, valid = self.registered_name, self._valid_options()
-        given = canonical_options(options, valid, who)
+        given = canonical_options(options, valid, who, _OTHERS)
         self.hyper = {
-            key: _checked(who, key, given[key], default) if key in given else default
+            key: self._checked(key, given[key], default) if key in given else default
             for key, default in valid.items()
         }
+        self.begin_num_update = self.num_update = checked_count(who, "begin_num_update", begin_num_update, 0)
+        if aggregate_num != math.inf:
+            aggregate_num = checked_count(who, "aggregate_num", aggregate_num, 1)
+        self.aggregate_num = aggregate_num
+        if lr_scheduler is not None:
+            self._follow(as_scheduler(lr_scheduler), self.hyper["lr"] if "lr" in given else None)
 
     @property
     def registered_name(self) -> str:
@@ -80,11 +125,24 @@ class Optimizer:
 
     @property
     def learning_rate(self) -> float:
+        """What the scheduler says for `num_update`, or the group's 'lr' where there is no scheduler."""
+        if self.lr_scheduler is not None:
+            return float(self.lr_scheduler(self.num_update))
         return float(self.hyper["lr"])
 
     def set_learning_rate(self, lr: float) -> None:
-        """Change the learning rate; the next update uses it."""
-        self.hyper["lr"] = _checked(self.registered_name, "lr", lr, 0.0)
+        """Change the learning rate; the next update uses it.
+
+        Raises:
+            SchedulerInUseError: the learning rate comes from a scheduler.
+            ConfigurationError: it is not a finite number, or the class allows no negative one.
+        """
+        if self.lr_scheduler is not None:
+            raise SchedulerInUseError(
+                f"{self.registered_name} takes its learning rate from {self.lr_scheduler!r}, so {lr!r} would have no "
+                "effect; set the scheduler's base_lr, or create the optimizer without lr_scheduler"
+            )
+        self.hyper["lr"] = self._checked("lr", lr, 0.0)
 
     @property
     def lr(self) -> float:
@@ -106,16 +164,64 @@ class Optimizer:
         return bound
 
     def spec(self) -> dict[str, Any]:
-        """Describe this optimizer as plain numbers and names; `create_from_spec` rebuilds it."""
-        return {
+        """Describe this optimizer as plain numbers and names; `create_from_spec` rebuilds it.
+
+        `num_update` is progress, not description, and left out.
+
+        Raises:
+            ConfigurationError: `lr_scheduler` is code that cannot travel.
+        """
+        described: dict[str, Any] = {
             "name": self.registered_name,
-            "hyper": {key: _plain(self.hyper[key]) for key in self._valid_options() if key in self.hyper},
+            "hyper": self.plain_hyper(),
             "rescale_grad": self.rescale_grad,
             "multi_precision": self.multi_precision,
         }
+        if self.begin_num_update:
+            described["begin_num_update"] = self.begin_num_update
+        if self.aggregate_num != 1:
+            described["aggregate_num"] = self.aggregate_num
+        if self.lr_scheduler is not None:
+            described["lr_scheduler"] = self.lr_scheduler.spec()
+        return described
+
+    def plain_hyper(self) -> dict[str, Any]:
+        """The options that a parameter group may set, with their present values as plain numbers."""
+        return {key: _plain(self.hyper[key]) for key in self._valid_options() if key in self.hyper}
+
+    def updates_rows(self, hyper: Mapping[str, Any]) -> bool:
+        """Whether a row-sparse gradient updates only its rows: the others get no weight decay and no momentum.
+
+        Otherwise it counts as a dense one that is zero elsewhere. `hyper` is as for `update`.
+        """
+        return False
+
+    def takes_sparse(self, hyper: Mapping[str, Any]) -> bool:
+        """Whether `update` wants a row-sparse gradient as a sparse tensor, with the whole key beside it."""
+        return False
+
+    def hyper_for_rows(
+        self, weight: Tensor, grad_rows: Tensor, hyper: Mapping[str, Any]
+    ) -> Mapping[str, Any]:
+        """Add what `update` must know of the whole key when it is then given some rows of it; see `updates_rows`."""
+        return hyper
+
+    def check_key(self, key: str, shape: Sequence[int], hyper: Mapping[str, Any]) -> None:
+        """Raise ConfigurationError, naming the key, if it cannot be updated; most optimizers update any."""
+
+    def warn_of_low_precision(self, dtype: torch.dtype) -> None:
+        """Say once, in the log, that updates of half-precision weights without a float32 copy may be lost."""
+        if not self._said_low_precision:
+            self._said_low_precision = True
+            _log.warning(
+                "%s updates %s weights without multi_precision: an update smaller than half a rounding step of its "
+                "weight is lost; multi_precision=True keeps a float32 copy",
+                self.registered_name,
+                str(dtype).removeprefix("torch."),
+            )
 
     def create_state(self, weight: Tensor) -> dict[str, StateValue]:
-        """Return the state before the first update: flat tensors like `weight`, 0-d tensors and numbers."""
+        """Return the state before the first update: tensors like `weight`, 0-d tensors and numbers."""
         return {}
 
     def update(
@@ -124,10 +230,14 @@ class Optimizer:
         """Apply one update to `weight` and `state` in place.
 
         `weight` and `grad` are flat, both float32 or both float64, and hold neighbouring elements of one or
-        several keys; `grad` is already rescaled and clipped, and may be overwritten. A state entry may be
-        changed in place or assigned anew; the names 'step' and 'master' are reserved. `hyper` holds
-        `self.hyper` with the multipliers applied to 'lr' and 'weight_decay', and 'step': which update of
-        these keys this is, from 1. The result for an element must not depend on its neighbours.
+        several keys, with zeros between and after them; `grad` is already rescaled and clipped, and may be
+        overwritten. A state entry may be changed in place or assigned anew; the names 'step' and 'master' are
+        reserved. `hyper` holds `self.hyper` with the multipliers applied to 'lr' and 'weight_decay', and 'step':
+        which update of these keys this is, the first being begin_num_update + 1; also 'key' and 'first' for a
+        class that is `positioned`. The result for an element must not depend on its neighbours.
+
+        With `elementwise = False`, `weight` and `grad` are one whole key in its own shape instead, state entries are
+        tensors of any shape or numbers, `hyper` also has 'key', its name, and elements may depend on one another.
         """
         raise NotImplementedError(f"{type(self).__name__} must define update(weight, grad, state, hyper)")
 
@@ -140,60 +250,32 @@ class Optimizer:
 
     def _take_common(self, options: dict[str, Any]) -> None:
         """Move the two options that are no group keys from `options` to attributes."""
+        self.rescale_grad = self._checked("rescale_grad", options.pop("rescale_grad", 1.0), 1.0)
+        self.multi_precision = self._checked("multi_precision", options.pop("multi_precision", False), False)
+
+    def _checked(self, name: str, value: Any, default: Any) -> Any:
+        """Return `value` as the type of `default`, or raise ConfigurationError."""
         who = self.registered_name
-        self.rescale_grad = _checked(who, "rescale_grad", options.pop("rescale_grad", 1.0), 1.0)
-        self.multi_precision = _checked(who, "multi_precision", options.pop("multi_precision", False), False)
-
-
-def canonical_options(options: Mapping[str, Any], valid: Mapping[str, Any], who: str) -> dict[str, Any]:
-    """Return `options` under the names of group keys; raise ConfigurationError on unknown or doubled ones."""
-    result: dict[str, Any] = {}
-    betas: dict[int, Any] = {}
-    for given, value in options.items():
-        name = ALIASES.get(given, given)
-        if given in ("beta1", "beta2") and "betas" in valid:
-            betas[0 if given == "beta1" else 1] = value
-        elif name not in valid:
-            raise ConfigurationError(f"{who} has no option {given!r}; its options are {_listing(valid)}")
-        elif name in result:
-            raise ConfigurationError(f"{who} was given {name!r} under two spellings; give it once")
-        else:
-            result[name] = value
-    if betas and "betas" in result:
-        raise ConfigurationError(f"{who} was given betas and beta1 or beta2; give one of the two spellings")
-    if betas:
-        result["betas"] = tuple(betas.get(i, valid["betas"][i]) for i in (0, 1))
-    return result
-
-
-def _listing(valid: Mapping[str, Any]) -> str:
-    return ", ".join([*map(_both_spellings, valid), "rescale_grad", "multi_precision"])
-
-
-def _both_spellings(key: str) -> str:
-    return f"{key} (or {_GLUONS[key]})" if key in _GLUONS else key
-
-
-def _checked(who: str, name: str, value: Any, default: Any) -> Any:
-    """Return `value` as the type of `default`, or raise ConfigurationError."""
-    if isinstance(default, tuple):
-        if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != len(default):
-            raise ConfigurationError(f"{who}: {name} must be {len(default)} numbers, got {value!r}")
-        return tuple(_checked(who, name, v, d) for v, d in zip(value, default, strict=True))
-    if isinstance(default, bool | str):
-        if not isinstance(value, type(default)):
-            raise ConfigurationError(f"{who}: {name} must be a {type(default).__name__}, got {value!r}")
+        value = checked_option(who, name, value, default)
+        if name in self.never_negative and value is not None:
+            check_not_negative(who, name, value)
+        if name in self.fractions:
+            check_fraction(who, name, value)
         return value
-    if value is None and default is None:
-        return None
-    label = f"{who}: {_both_spellings(name)}"
-    if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
-        raise ConfigurationError(f"{label} must be a finite number, got {value!r}")
-    if name in _NEVER_NEGATIVE and value < 0:
-        raise ConfigurationError(f"{label} must not be negative, got {value!r}")
-    if name == "betas" and not 0 <= float(value) < 1:
-        raise ConfigurationError(f"{label} must be at least 0 and less than 1, got {value!r}")
-    return int(value) if isinstance(default, int) and isinstance(value, Integral) else float(value)
+
+    def _follow(self, scheduler: LRScheduler, lr: float | None) -> None:
+        """Take the learning rate from `scheduler`; `lr`, where given, becomes its base_lr."""
+        if lr is not None and lr != scheduler.base_lr:
+            former, scheduler.base_lr = scheduler.base_lr, lr
+            _log.warning(
+                "learning_rate %g of %s replaces base_lr %g of %r",
+                lr,
+                self.registered_name,
+                former,
+                scheduler,
+            )
+        self.lr_scheduler = scheduler
+        self.hyper["lr"] = self.learning_rate
 
 
 def _plain(value: Any) -> Any:

@@ -1,6 +1,6 @@
 """Which optimizer a name, a class or an instance means, and the names that users add.
 
-The dictionary of names is the only state; it changes through `register` alone.
+The dictionary of names and the set of declared classes are the only state; they change through `register` alone.
 """
 
 from __future__ import annotations
@@ -11,10 +11,19 @@ from typing import Any, TypeVar
 
 import torch
 
+from kvstore_server import lr_scheduler
 from kvstore_server.errors import ConfigurationError, UnknownNameError
-from kvstore_server.optimizer import gluon
+from kvstore_server.optimizer import gluon, gluon_layerwise
 from kvstore_server.optimizer.base import Optimizer
-from kvstore_server.optimizer.torch_family import ELEMENTWISE, TorchClass, TorchOptimizer, torch_name
+from kvstore_server.optimizer.torch_family import (
+    ELEMENTWISE,
+    WHOLE,
+    TorchClass,
+    TorchOptimizer,
+    check_supported,
+    is_torchs_own,
+    torch_name,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -22,24 +31,39 @@ AnyClass = type[Optimizer] | TorchClass
 _Registered = TypeVar("_Registered", bound=AnyClass)
 
 _registry: dict[str, AnyClass] = {
-    **{cls.name: cls for cls in (gluon.SGD, gluon.Adam, gluon.Test)},
-    **{torch_name(cls).lower(): cls for cls in ELEMENTWISE},
+    **{cls.name: cls for cls in (*gluon.FAMILY, *gluon_layerwise.FAMILY)},
+    **{torch_name(cls).lower(): cls for cls in ELEMENTWISE + WHOLE},
 }
+_declared: set[TorchClass] = set()
+"""The foreign torch classes of which a user said that they are elementwise."""
 
 
-def register(cls: _Registered) -> _Registered:
+def register(cls: _Registered, *, elementwise: bool | None = None) -> _Registered:
     """Make an optimizer class known by name; a decorator.
 
     A subclass of `Optimizer` is known by its `name`, or else by its class name in lower case. A subclass of
-    torch.optim.Optimizer is known as 'torch:ClassName', and by registering it you declare that it is
-    elementwise. A name that exists is replaced, with a warning in the log. A server needs the same
-    registration: start it with --import MODULE.
+    torch.optim.Optimizer is known as 'torch:ClassName'. A name that exists is replaced, with a warning in the
+    log. A server needs the same registration: start it with --import MODULE.
+
+    Args:
+        cls: the class.
+        elementwise: for a torch class, whether each element's update needs nothing but that element's weight,
+            gradient and state. By default registering it declares that it does; False gives it whole keys,
+            each in its shape. A subclass of `Optimizer` says so itself.
+
+    Raises:
+        ConfigurationError: `elementwise` contradicts what is known of the class, or no store can run it.
     """
     if issubclass(cls, Optimizer):
-        _check_elementwise(cls)
+        if elementwise not in (None, cls.elementwise):
+            raise ConfigurationError(
+                f"{_where(cls)} has elementwise={cls.elementwise}, so register cannot take elementwise={elementwise}; "
+                "change the class"
+            )
         name = vars(cls).get("name") or cls.__name__
     else:
         name = torch_name(cls)
+        _declare(cls, elementwise)
     known = _registry.get(name.lower())
     if known is not None and known is not cls:
         _log.warning("optimizer %r is now %s; it was %s", name.lower(), _where(cls), _where(known))
@@ -55,7 +79,7 @@ def create(optimizer: str | AnyClass | Optimizer | torch.optim.Optimizer, /, **o
 
     Raises:
         UnknownNameError: no optimizer of that name; lists the valid ones.
-        ConfigurationError: a bad option, options beside an instance, or a class that is not elementwise.
+        ConfigurationError: a bad option, options beside an instance, or a class that no store can run.
     """
     if isinstance(optimizer, Optimizer | torch.optim.Optimizer):
         if options:
@@ -64,9 +88,8 @@ def create(optimizer: str | AnyClass | Optimizer | torch.optim.Optimizer, /, **o
                 f"got {', '.join(options)} beside a {type(optimizer).__name__}"
             )
         if isinstance(optimizer, Optimizer):
-            _check_elementwise(type(optimizer))
             return optimizer
-        return TorchOptimizer.from_instance(optimizer, not _is_declared(type(optimizer)))
+        return TorchOptimizer.from_instance(optimizer, type(optimizer) in _declared)
     if isinstance(optimizer, str):
         return _from_class(_lookup(optimizer), options)
     if isinstance(optimizer, type) and issubclass(optimizer, Optimizer | torch.optim.Optimizer):
@@ -90,23 +113,26 @@ def create_from_spec(spec: Mapping[str, Any]) -> Optimizer:
             f"an optimizer's description needs a name and its numbers, got {dict(spec)!r}"
         )
     options = {key: tuple(value) if isinstance(value, list) else value for key, value in hyper.items()}
-    for key in ("rescale_grad", "multi_precision"):
+    for key in ("rescale_grad", "multi_precision", "begin_num_update", "aggregate_num"):
         if key in spec:
             options[key] = spec[key]
-    return _from_class(_lookup(name), options)
+    optimizer = _from_class(_lookup(name), options)
+    if spec.get("lr_scheduler") is not None:
+        # Not as an option, beside which 'lr' would become the scheduler's base_lr.
+        optimizer.lr_scheduler = lr_scheduler.create_from_spec(spec["lr_scheduler"])
+    return optimizer
 
 
 def _from_class(cls: AnyClass, options: dict[str, Any]) -> Optimizer:
     if issubclass(cls, Optimizer):
-        _check_elementwise(cls)
         return cls(**options)
-    return TorchOptimizer(cls, not _is_declared(cls), **options)
+    return TorchOptimizer(cls, cls in _declared, **options)
 
 
 def _lookup(name: str) -> AnyClass:
     cls = _registry.get(name.lower())
     if cls is None:
-        # A name such as 'torch:Muon' deserves the reason, which the constructor gives.
+        # A name such as 'torch:LBFGS' deserves the reason, which the constructor gives.
         prefix, _, own = name.partition(":")
         known = getattr(torch.optim, own, None) if prefix.lower() == "torch" else None
         if isinstance(known, type) and issubclass(known, torch.optim.Optimizer):
@@ -118,17 +144,19 @@ def _lookup(name: str) -> AnyClass:
     return cls
 
 
-def _check_elementwise(cls: type[Optimizer]) -> None:
-    if not cls.elementwise:
-        raise ConfigurationError(
-            f"{_where(cls)} has elementwise=False; a store updates slices of a model, which may hold a part "
-            "of a parameter, so it can only run elementwise optimizers"
-        )
-
-
-def _is_declared(cls: TorchClass) -> bool:
-    """Whether a user, not we, vouches that a torch class is elementwise."""
-    return cls not in ELEMENTWISE and _registry.get(torch_name(cls).lower()) is cls
+def _declare(cls: TorchClass, elementwise: bool | None) -> None:
+    """Note whether a torch class counts as elementwise; torch's own are known."""
+    check_supported(cls)
+    if is_torchs_own(cls):
+        if elementwise not in (None, cls in ELEMENTWISE):
+            raise ConfigurationError(
+                f"{torch_name(cls)} is known to be {'' if cls in ELEMENTWISE else 'not '}elementwise, so register "
+                f"cannot take elementwise={elementwise}; leave it out"
+            )
+    elif elementwise is False:
+        _declared.discard(cls)
+    else:
+        _declared.add(cls)
 
 
 def _where(cls: type) -> str:

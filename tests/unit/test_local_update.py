@@ -76,7 +76,7 @@ class FailsAtLast(Optimizer):
     def update(self, weight: Tensor, grad: Tensor, state: dict[str, Any], hyper: Any) -> None:
         state["seen"] += grad
         weight -= grad
-        if hyper["step"] == 2 and grad[-1] == 7:
+        if hyper["step"] == 2 and (grad == 7).any():
             raise ArithmeticError("seven")
 
 

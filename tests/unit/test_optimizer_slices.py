@@ -1,9 +1,8 @@
-"""The update of a slice: runs, padding, half precision, bits, and moving state."""
+"""The update of a slice: runs, padding, half precision, and moving state."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -11,101 +10,8 @@ from torch import Tensor
 
 from kvstore_server.errors import ShapeMismatchError
 from kvstore_server.optimizer import Optimizer, SliceState, create, update_slice
-from kvstore_server.optimizer.torch_family import ELEMENTWISE
-from kvstore_server.plan import Segment, Slice, TensorSpec, make_plan
-
-SHAPES = [(30,), (0,), (5, 7), (1,), (64,)]
-BUILT_IN: list[Any] = ["sgd", "adam", "test", *(f"torch:{cls.__name__}" for cls in ELEMENTWISE)]
-
-
-class Curved(Optimizer):
-    """A user's optimizer out of operations whose vectorised and scalar versions round differently."""
-
-    defaults: ClassVar[dict[str, Any]] = {"power": 0.33}
-
-    def create_state(self, weight: Tensor) -> dict[str, Any]:
-        return {"seen": torch.zeros_like(weight), "count": 0.0}
-
-    def update(self, weight: Tensor, grad: Tensor, state: dict[str, Any], hyper: Any) -> None:
-        state["count"] += 1.0
-        state["seen"] = (state["seen"] + grad.abs() + state["count"]) ** hyper["power"]
-        weight.copy_(torch.atan2(weight, state["seen"]).sigmoid())
-
-
-def make(name: str | type[Optimizer], **options: Any) -> Optimizer:
-    """An optimizer with momentum and weight decay where there is an option for it."""
-    rate = 5.0 if name == "torch:Adadelta" else 0.05
-    extra = {"momentum": 0.9, "weight_decay": 0.01}
-    return create(name, lr=rate, **{k: v for k, v in extra.items() if k in create(name).hyper}, **options)
-
-
-def small_slice(dtype: str = "float32") -> Slice:
-    return make_plan([TensorSpec(str(i), shape, dtype) for i, shape in enumerate(SHAPES)], 1).slices[0]
-
-
-def big_slice(numel: int) -> Slice:
-    length = -(-numel // 16) * 16
-    return Slice(0, "float32", 0, length, numel, (Segment(0, 0, 0, numel),), 0)
-
-
-def filled(piece: Slice, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Random numbers in the segments, zero in the padding."""
-    generator = torch.Generator().manual_seed(seed)
-    flat = torch.zeros(piece.length, dtype=dtype)
-    for s in piece.segments:
-        flat[s.start : s.start + s.numel] = torch.randn(s.numel, generator=generator, dtype=dtype)
-    return flat
-
-
-def padding(piece: Slice, flat: Tensor) -> Tensor:
-    used = torch.zeros(piece.length, dtype=torch.bool)
-    for s in piece.segments:
-        used[s.start : s.start + s.numel] = True
-    return flat[~used]
-
-
-def same_bits(a: SliceState, b: SliceState) -> bool:
-    return (
-        a.steps == b.steps
-        and a.scalars == b.scalars
-        and all(map(torch.equal, a.tensors.values(), b.tensors.values()))
-    )
-
-
-@pytest.fixture
-def threads() -> Iterator[Callable[[int], None]]:
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
-
-
-@pytest.mark.parametrize("name", [*BUILT_IN, Curved])
-def test_bits_do_not_depend_on_the_number_of_threads(name: Any, threads: Callable[[int], None]) -> None:
-    piece, optimizer = big_slice(100_003), make(name)
-    results = []
-    for count in (1, 3):
-        threads(count)
-        weight, state = filled(piece, 0), SliceState.empty(piece)
-        for step in range(3):
-            update_slice(optimizer, piece, weight, filled(piece, step + 1), state, [optimizer.hyper])
-        results.append((weight, state))
-    assert torch.equal(results[0][0], results[1][0])
-    assert same_bits(results[0][1], results[1][1])
-
-
-@pytest.mark.parametrize("name", [*BUILT_IN, Curved])
-def test_bits_do_not_depend_on_which_neighbours_are_updated_in_the_same_run(name: Any) -> None:
-    piece, optimizer = small_slice(), make(name)
-    together, apart = filled(piece, 0), filled(piece, 0)
-    state, other = SliceState.empty(piece), SliceState.empty(piece)
-    hypers = [optimizer.hyper] * len(SHAPES)
-    for step in range(3):
-        update_slice(optimizer, piece, together, filled(piece, step + 1), state, hypers)
-        alone = [[i == j for j in range(len(SHAPES))] for i in range(len(SHAPES))]
-        for present in alone if step else [[True] * len(SHAPES)]:
-            update_slice(optimizer, piece, apart, filled(piece, step + 1), other, hypers, present)
-    assert torch.equal(together, apart)
-    assert state.steps == other.steps == [3] * len(SHAPES)
+from kvstore_server.plan import TensorSpec, make_plan
+from tests.support.optimizer_slices import BUILT_IN, SHAPES, Curved, filled, make, padding, small_slice
 
 
 @pytest.mark.parametrize("name", [*BUILT_IN, Curved])
@@ -125,6 +31,9 @@ def test_padding_stays_zero(name: Any) -> None:
 def test_one_kernel_call_updates_all_keys_that_are_alike() -> None:
     sizes: list[int] = []
 
+    def rounded_up(numel: int) -> int:
+        return -(-numel // 64) * 64
+
     class Counting(Optimizer):
         def update(self, weight: Tensor, grad: Tensor, state: dict[str, Any], hyper: Any) -> None:
             sizes.append(weight.numel())
@@ -137,7 +46,8 @@ def test_one_kernel_call_updates_all_keys_that_are_alike() -> None:
     update_slice(
         optimizer, piece, weight, filled(piece, 1), state, [{**h, "lr": 1.0 * i} for i, h in enumerate(equal)]
     )
-    assert sizes == [160, 32, 80, 32, 48, 16, 64]
+    # Elements with their padding: all; all but those of key 2; each key that is not empty by itself.
+    assert sizes == [rounded_up(n) for n in (160, 32, 80, 32, 48, 16, 64)]
 
 
 def test_absent_keys_keep_weight_state_and_step() -> None:
@@ -193,6 +103,17 @@ def test_every_element_moves_as_in_float64(name: str, dtype: torch.dtype, master
     error = (weight[:numel].double() - reference[:numel]).abs() / reference[:numel].abs().clamp(min=1)
     assert error.max() <= roundings * torch.finfo(dtype).eps
     assert (weight != start)[:numel].all()
+
+
+def test_half_weights_without_a_master_are_mentioned_once_in_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for options, mentions in ((dict(multi_precision=True), 0), ({}, 1)):
+        piece, optimizer = small_slice("bfloat16"), create("sgd", **options)
+        state, weight = SliceState.empty(piece), filled(piece, 0).bfloat16()
+        for _ in range(3):
+            update_slice(optimizer, piece, weight, filled(piece, 1), state, [optimizer.hyper] * len(SHAPES))
+        assert caplog.text.count("sgd updates bfloat16 weights without multi_precision") == mentions
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=lambda d: str(d)[6:])

@@ -1,0 +1,258 @@
+"""Gluon's optimizers that look at a whole key: LAMB, LANS and LARS at its norms, GroupAdaGrad at its rows.
+
+Numerically those of MXNet 2.x with its fused kernels, over the whole key where MXNet's servers take the norms
+of what they happen to hold. Norms are sums in float64. Tensors are changed by additions, multiplications,
+divisions and roots alone, each rounded on its own, so the bits do not depend on the number of threads.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from kvstore_server.errors import ConfigurationError
+from kvstore_server.optimizer.base import Optimizer, StateValue
+
+_BLOCK = 16384
+"""Elements summed at a time; torch does not share a sum of so few among threads."""
+_NOT_SCALED = ("gamma", "beta", "bias")
+"""Keys whose names end so keep the plain learning rate in LARS."""
+
+
+class _TrustRatio(Optimizer):
+    """What LAMB and LANS share: two averages, and a step as long as the weights are, within bounds."""
+
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "lr": 0.001,
+        "betas": (0.9, 0.999),
+        "eps": 1e-6,
+        "lower_bound": None,
+        "upper_bound": None,
+    }
+    elementwise = False
+    may_raise = False
+    never_negative = frozenset({"lower_bound", "upper_bound"})
+
+    def create_state(self, weight: Tensor) -> dict[str, StateValue]:
+        """Return zero averages."""
+        return {"exp_avg": torch.zeros_like(weight), "exp_avg_sq": torch.zeros_like(weight)}
+
+    def _averages(
+        self, grad: Tensor, state: dict[str, StateValue], hyper: Mapping[str, Any]
+    ) -> tuple[Tensor, Tensor]:
+        """Let the averages of the gradient and of its square follow `grad`; return them."""
+        beta1, beta2 = hyper["betas"]
+        mean, square = state["exp_avg"], state["exp_avg_sq"]
+        assert isinstance(mean, Tensor)
+        assert isinstance(square, Tensor)
+        mean.mul_(beta1).add_(grad * (1 - beta1))
+        square.mul_(beta2).add_(grad.square().mul_(1 - beta2))
+        return mean, square
+
+    def _scaled(self, direction: Tensor, weight: Tensor, length: float, hyper: Mapping[str, Any]) -> Tensor:
+        """Add weight decay to `direction` and give it the length `length`; 0 or infinity leaves it its own."""
+        direction.add_(weight * hyper["weight_decay"])
+        return direction.mul_(_ratio(length, l2_norm(direction)))
+
+    def _length(self, weight: Tensor, hyper: Mapping[str, Any]) -> float:
+        """The norm of the weights within the bounds; as in MXNet's kernels, a bound of 0 is none."""
+        length = l2_norm(weight)
+        if hyper["lower_bound"]:
+            length = max(length, hyper["lower_bound"])
+        if hyper["upper_bound"]:
+            length = min(length, hyper["upper_bound"])
+        return length
+
+
+class LAMB(_TrustRatio):
+    """Adam's direction plus weight decay, as long as the weights: `w -= lr * r * u`.
+
+    `u = m / (sqrt(v) + epsilon) + wd * w` with bias-corrected averages m, v and `r = |w| / |u|`, |w| within the
+    bounds; r is 1 where a norm is 0. Options: learning_rate 0.001, beta1 0.9, beta2 0.999, epsilon 1e-6,
+    lower_bound None, upper_bound None, bias_correction True. State: 'exp_avg', 'exp_avg_sq'.
+    Source: You et al., Large Batch Optimization for Deep Learning (arXiv:1904.00962), as MXNet 2.x has it.
+    """
+
+    name = "lamb"
+    defaults: ClassVar[Mapping[str, Any]] = {"bias_correction": True}
+
+    def update(
+        self, weight: Tensor, grad: Tensor, state: dict[str, StateValue], hyper: Mapping[str, Any]
+    ) -> None:
+        """Apply one update in place; see `Optimizer.update`."""
+        mean, square = self._averages(grad, state, hyper)
+        corrections = _corrections(hyper) if hyper["bias_correction"] else (1.0, 1.0)
+        direction = (mean / corrections[0]).div_(_root(square, corrections[1], hyper["eps"]))
+        step = self._scaled(direction, weight, self._length(weight, hyper), hyper)
+        weight.sub_(step.mul_(hyper["lr"]))
+
+
+class LANS(_TrustRatio):
+    """LAMB with a gradient of length 1 and Nesterov's look ahead: two steps, each as long as the weights.
+
+    The gradient is divided by its norm, and only then clipped. The averaged direction `m / (sqrt(v) + epsilon)`
+    counts beta1, that of the gradient alone, `g / (sqrt(v) + epsilon)`, counts 1 - beta1; weight decay is
+    added to both before they are scaled. A gradient of zeros stays zero. Options: learning_rate 0.001,
+    beta1 0.9, beta2 0.999, epsilon 1e-6, lower_bound None, upper_bound None. State: 'exp_avg', 'exp_avg_sq'.
+    Source: Zheng et al., Accelerated Large Batch Optimization of BERT (arXiv:2006.13484), as MXNet 2.x has it.
+    """
+
+    name = "lans"
+    clips = False
+
+    def update(
+        self, weight: Tensor, grad: Tensor, state: dict[str, StateValue], hyper: Mapping[str, Any]
+    ) -> None:
+        """Apply one update in place; see `Optimizer.update`."""
+        norm = l2_norm(grad)
+        if norm:
+            grad.div_(norm)
+        _clip(grad, hyper)
+        mean, square = self._averages(grad, state, hyper)
+        corrections = _corrections(hyper)
+        root, length = _root(square, corrections[1], hyper["eps"]), self._length(weight, hyper)
+        beta1, lr = hyper["betas"][0], hyper["lr"]
+        averaged = self._scaled((mean / corrections[0]).div_(root), weight, length, hyper)
+        newest = self._scaled(grad.div_(root), weight, length, hyper)
+        weight.sub_(averaged.mul_(lr * beta1)).sub_(newest.mul_(lr * (1 - beta1)))
+
+
+class LARS(Optimizer):
+    """SGD with momentum whose learning rate is scaled to each key: `lr * eta * |w| / (|g| + wd * |w| + epsilon)`.
+
+    |g| is taken before clipping; the factor is 1 where a norm is 0, and for keys whose names end in gamma, beta
+    or bias. Options: learning_rate 0.1, momentum 0.0, eta 0.001, epsilon 1e-8, lazy_update False (True: a
+    row-sparse gradient updates only its rows). State: 'momentum_buffer', the negative of MXNet's m.
+    Source: You et al., Large Batch Training of Convolutional Networks (arXiv:1708.03888), as MXNet 2.x has it.
+    """
+
+    name = "lars"
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "lr": 0.1,
+        "momentum": 0.0,
+        "eta": 0.001,
+        "eps": 1e-8,
+        "lazy_update": False,
+    }
+    elementwise = False
+    clips = False
+    may_raise = False
+    never_negative = frozenset({"eta"})
+
+    def updates_rows(self, hyper: Mapping[str, Any]) -> bool:
+        """Whether `lazy_update` is set."""
+        return bool(hyper["lazy_update"])
+
+    def hyper_for_rows(
+        self, weight: Tensor, grad_rows: Tensor, hyper: Mapping[str, Any]
+    ) -> Mapping[str, Any]:
+        """Add the factor of the whole key, which its rows do not show."""
+        return {**hyper, "layer_factor": self._factor(weight, grad_rows, hyper)}
+
+    def update(
+        self, weight: Tensor, grad: Tensor, state: dict[str, StateValue], hyper: Mapping[str, Any]
+    ) -> None:
+        """Apply one update in place; see `Optimizer.update`."""
+        factor = hyper.get("layer_factor")
+        lr = hyper["lr"] * (self._factor(weight, grad, hyper) if factor is None else factor)
+        _clip(grad, hyper)
+        step = grad.add_(weight * hyper["weight_decay"]).mul_(lr)
+        if hyper["momentum"]:
+            buffer = state.get("momentum_buffer")
+            if not isinstance(buffer, Tensor):
+                buffer = state["momentum_buffer"] = torch.zeros_like(weight)
+            step = buffer.mul_(hyper["momentum"]).add_(step)
+        weight.sub_(step)
+
+    def _factor(self, weight: Tensor, grad: Tensor, hyper: Mapping[str, Any]) -> float:
+        if str(hyper.get("key", "")).endswith(_NOT_SCALED):
+            return 1.0
+        size, change = l2_norm(weight), l2_norm(grad)
+        if not (0 < size < math.inf and 0 < change < math.inf):
+            return 1.0
+        factor: float = hyper["eta"] * size / (change + hyper["weight_decay"] * size + hyper["eps"])
+        return factor
+
+
+class GroupAdaGrad(Optimizer):
+    """AdaGrad with one history per row of a matrix: `h += mean(g * g); w -= lr * g / (sqrt(h) + epsilon)`.
+
+    For keys of two dimensions, without weight decay. A row-sparse gradient updates only its rows, which is the
+    same as updating all. Options: learning_rate 0.01, epsilon 1e-6. State: 'history', of shape (rows, 1).
+    """
+
+    name = "groupadagrad"
+    defaults: ClassVar[Mapping[str, Any]] = {"eps": 1e-6}
+    elementwise = False
+    may_raise = False
+
+    def __init__(self, learning_rate: float | None = None, **options: Any) -> None:
+        super().__init__(learning_rate, **options)
+        self.check_key("any", (1, 1), self.hyper)
+
+    def check_key(self, key: str, shape: Sequence[int], hyper: Mapping[str, Any]) -> None:
+        """Raise ConfigurationError for weight decay, and for a key that is no matrix."""
+        if hyper["weight_decay"]:
+            raise ConfigurationError(
+                f"groupadagrad has no weight decay, but key {key!r} has {hyper['weight_decay']:g}; set wd to 0"
+            )
+        if len(shape) != 2:
+            raise ConfigurationError(
+                f"groupadagrad updates keys of two dimensions, but {key!r} has the shape {tuple(shape)}; give it "
+                "to another optimizer, such as adagrad"
+            )
+
+    def updates_rows(self, hyper: Mapping[str, Any]) -> bool:
+        """Always: a row without a gradient would not change anyway."""
+        return True
+
+    def create_state(self, weight: Tensor) -> dict[str, StateValue]:
+        """Return a zero history of every row."""
+        return {"history": weight.new_zeros(weight.shape[0], 1)}
+
+    def update(
+        self, weight: Tensor, grad: Tensor, state: dict[str, StateValue], hyper: Mapping[str, Any]
+    ) -> None:
+        """Apply one update in place; see `Optimizer.update`."""
+        history = state["history"]
+        assert isinstance(history, Tensor)
+        history.add_(torch.mean(grad * grad, dim=1, keepdim=True, dtype=torch.float64))
+        weight.sub_(grad.mul_(hyper["lr"]).div_(history.sqrt().add_(hyper["eps"])))
+
+
+def l2_norm(tensor: Tensor) -> float:
+    """The Euclidean norm of all elements, summed in float64 in blocks whose bounds are always the same."""
+    size = _BLOCK if tensor.device.type == "cpu" else max(1, tensor.numel())
+    blocks = torch.split(tensor.reshape(-1), size)
+    return math.sqrt(math.fsum(block.double().square().sum().item() for block in blocks))
+
+
+def _ratio(wanted: float, length: float) -> float:
+    """What to multiply a vector of `length` with to make it `wanted` long; 1 where either is 0 or not finite."""
+    if not (0 < wanted < math.inf and 0 < length < math.inf):
+        return 1.0
+    return wanted / length
+
+
+def _corrections(hyper: Mapping[str, Any]) -> tuple[float, float]:
+    """Adam's bias corrections `1 - beta ** t` of the two averages."""
+    beta1, beta2 = hyper["betas"]
+    return 1 - beta1 ** hyper["step"], 1 - beta2 ** hyper["step"]
+
+
+def _root(square: Tensor, correction: float, eps: float) -> Tensor:
+    return (square / correction).sqrt_().add_(eps)
+
+
+def _clip(grad: Tensor, hyper: Mapping[str, Any]) -> None:
+    bound = hyper["clip_gradient"]
+    if bound is not None:
+        grad.clamp_(-bound, bound)
+
+
+FAMILY: tuple[type[Optimizer], ...] = (LAMB, LANS, LARS, GroupAdaGrad)
+"""The optimizers of this file, for the registry."""
