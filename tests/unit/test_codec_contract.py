@@ -1,0 +1,219 @@
+"""What every codec promises: pieces equal the whole, nothing changes on an error, bad input is named."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvstore_server.codec import Codec, base, make_codec
+from kvstore_server.errors import (
+    ConfigurationError,
+    NonFiniteGradientError,
+    ProtocolError,
+    ShapeMismatchError,
+)
+from kvstore_server.plan import ALIGNMENT, ITEM_SIZE
+
+KINDS = ("none", "1bit", "2bit", "fp16", "bf16")
+LOSSY = KINDS[1:]
+ROUNDING = [
+    (kind, dtype) for kind in LOSSY for dtype in ITEM_SIZE if not make_codec({"type": kind}).is_exact(dtype)
+]
+
+
+def codec_of(kind: str) -> Codec:
+    return make_codec({"type": kind})
+
+
+def random_grad(numel: int, dtype: str = "float32", seed: int = 1) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(numel, generator=generator, dtype=torch.float64).to(getattr(torch, dtype))
+
+
+def new_residual(codec: Codec, numel: int, dtype: str) -> Tensor | None:
+    kind = codec.residual_dtype(dtype)
+    return None if kind is None else torch.zeros(numel, dtype=kind)
+
+
+def new_payload(codec: Codec, numel: int, dtype: str = "float32") -> Tensor:
+    return torch.full((codec.encoded_nbytes(numel, dtype),), 0xAA, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("dtype", ITEM_SIZE)
+@pytest.mark.parametrize("kind", KINDS)
+def test_slice_by_slice_gives_the_bytes_and_the_residual_of_the_whole(kind: str, dtype: str) -> None:
+    codec, unit = codec_of(kind), ALIGNMENT // ITEM_SIZE[dtype]
+    cuts = [0, unit, 4 * unit, 5 * unit, 5 * unit + 11]
+    numel = cuts[-1]
+    whole, parts = new_residual(codec, numel, dtype), new_residual(codec, numel, dtype)
+    for seed in range(5):
+        grad, payload, pieces = random_grad(numel, dtype, seed), new_payload(codec, numel, dtype), []
+        codec.encode(grad, whole, payload)
+        for start, end in itertools.pairwise(cuts):
+            pieces.append(new_payload(codec, end - start, dtype))
+            codec.encode(grad[start:end], None if parts is None else parts[start:end], pieces[-1])
+        assert torch.equal(torch.cat(pieces), payload)
+        assert (whole is None and parts is None) or torch.equal(whole, parts)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_block_more_or_less_changes_nothing(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    codec, grad, results = codec_of(kind), random_grad(200), []
+    for block in (8, 64, 200, 208):
+        monkeypatch.setattr(base, "BLOCK", block)
+        residual, payload, out = (
+            new_residual(codec, 200, "float32"),
+            new_payload(codec, 200),
+            torch.zeros(200),
+        )
+        codec.encode(grad, residual, payload)
+        codec.decode(payload, "float32", out)
+        results.append(torch.cat([payload.float(), out, out if residual is None else residual]))
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_only_the_given_bytes_are_written(kind: str) -> None:
+    codec = codec_of(kind)
+    size = codec.encoded_nbytes(13, "float32")
+    buffer = torch.full((size + 3,), 0x55, dtype=torch.uint8)
+    codec.encode(random_grad(13), new_residual(codec, 13, "float32"), buffer[1 : 1 + size])
+    assert buffer[0].item() == 0x55
+    assert buffer[1 + size :].tolist() == [0x55] * 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bytes_may_begin_at_an_odd_address(kind: str) -> None:
+    codec, grad = codec_of(kind), random_grad(13)
+    payload, out, moved = new_payload(codec, 13), torch.zeros(13), torch.zeros(13)
+    codec.encode(grad, new_residual(codec, 13, "float32"), payload)
+    codec.decode(payload, "float32", out)
+    codec.decode(torch.cat([torch.zeros(1, dtype=torch.uint8), payload])[1:], "float32", moved)
+    assert torch.equal(out, moved)
+
+
+@pytest.mark.parametrize("dtype", ITEM_SIZE)
+@pytest.mark.parametrize("kind", KINDS)
+def test_adding_is_decoding_and_then_adding(kind: str, dtype: str) -> None:
+    codec = codec_of(kind)
+    payload = new_payload(codec, 70, dtype)
+    codec.encode(random_grad(70, dtype), new_residual(codec, 70, dtype), payload)
+    out = torch.empty(70, dtype=base.compute_dtype(dtype))
+    codec.decode(payload, dtype, out)
+    total = random_grad(70, dtype, seed=2).to(out.dtype)
+    expected = total + out
+    codec.decode_add(payload, dtype, total)
+    assert torch.equal(total, expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_gradient_is_not_changed(kind: str) -> None:
+    codec, grad = codec_of(kind), random_grad(33)
+    codec.encode(grad, new_residual(codec, 33, "float32"), new_payload(codec, 33))
+    assert torch.equal(grad, random_grad(33))
+
+
+@pytest.mark.parametrize("kind", LOSSY)
+def test_the_residual_stays_where_the_next_one_goes_elsewhere(kind: str) -> None:
+    codec, residual, after = codec_of(kind), random_grad(33, seed=2), torch.empty(33)
+    payload, again = new_payload(codec, 33), new_payload(codec, 33)
+    codec.encode(random_grad(33), residual, payload, after)
+    assert torch.equal(residual, random_grad(33, seed=2))
+    codec.encode(random_grad(33), residual, again)
+    assert torch.equal(payload, again)
+    assert torch.equal(residual, after)
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize(("kind", "dtype"), ROUNDING)
+def test_a_gradient_that_is_not_finite_raises_and_changes_nothing(
+    kind: str, dtype: str, wrong: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(base, "BLOCK", 16)
+    codec, grad = codec_of(kind), random_grad(40, dtype)
+    residual, payload = new_residual(codec, 40, dtype), new_payload(codec, 40, dtype)
+    grad[37] = wrong
+    with pytest.raises(NonFiniteGradientError, match=f"it is {wrong} at element 37 of 40"):
+        codec.encode(grad, residual, payload)
+    assert residual is not None
+    assert not residual.any()
+    assert (payload == 0xAA).all()
+
+
+@pytest.mark.parametrize("kind", LOSSY)
+def test_finite_gradients_whose_sum_overflows_raise(kind: str) -> None:
+    grad = torch.tensor([3e38])
+    residual = torch.tensor([3e38])
+    with pytest.raises(
+        NonFiniteGradientError, match=r"it is inf at element 0 of 1 \(the gradient there is 3"
+    ):
+        codec_of(kind).encode(grad, residual, new_payload(codec_of(kind), 1))
+    assert torch.equal(residual, grad)
+
+
+BAD_ENCODE = {
+    "an integer gradient": ({"grad": torch.zeros(9, dtype=torch.int32)}, "a gradient must be flat, one of"),
+    "a matrix": ({"grad": torch.zeros(3, 3)}, "got torch.float32\\[3, 3\\]"),
+    "no residual": ({"residual": None}, "with a residual: one of torch.float32\\[9\\]; got None"),
+    "a short residual": (
+        {"residual": torch.zeros(8)},
+        "residual must be torch.float32\\[9\\], got .*\\[8\\]",
+    ),
+    "a residual of another dtype": ({"residual": torch.zeros(9).double()}, "got torch.float64\\[9\\]"),
+    "a short next residual": ({"next_residual": torch.zeros(8)}, "residual must be"),
+    "a short output": (
+        {"out": torch.zeros(2, dtype=torch.uint8)},
+        "the bytes of .* must be torch.uint8\\[3\\]",
+    ),
+    "a long output": ({"out": torch.zeros(4, dtype=torch.uint8)}, "got torch.uint8\\[4\\]"),
+    "an output that is not bytes": ({"out": torch.zeros(3, dtype=torch.int8)}, "got torch.int8\\[3\\]"),
+}
+
+
+@pytest.mark.parametrize(("changed", "message"), BAD_ENCODE.values(), ids=BAD_ENCODE)
+def test_encoding_names_what_does_not_fit(changed: dict[str, Tensor | None], message: str) -> None:
+    arguments = {
+        "grad": torch.ones(9),
+        "residual": torch.zeros(9),
+        "out": torch.zeros(3, dtype=torch.uint8),
+        "next_residual": None,
+    }
+    with pytest.raises(ShapeMismatchError, match=message):
+        codec_of("2bit").encode(**{**arguments, **changed})  # type: ignore[arg-type]
+
+
+def test_an_exact_codec_refuses_a_residual() -> None:
+    grad = torch.ones(2)
+    with pytest.raises(ShapeMismatchError, match="with a residual: none; got"):
+        codec_of("none").encode(grad, torch.zeros(2), new_payload(codec_of("none"), 2))
+
+
+@pytest.mark.parametrize("change", [-1, 1, 100])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_payload_of_another_length_is_refused(kind: str, change: int) -> None:
+    codec, out = codec_of(kind), torch.ones(65)
+    size = codec.encoded_nbytes(65, "float32")
+    with pytest.raises(ProtocolError, match=rf"65 elements of float32 take {size} bytes as '{kind}'; got"):
+        codec.decode(torch.zeros(size + change, dtype=torch.uint8), "float32", out)
+    assert (out == 1).all()
+
+
+def test_a_payload_that_is_not_bytes_is_refused() -> None:
+    with pytest.raises(ProtocolError, match=r"got torch.int8\[1\]"):
+        codec_of("2bit").decode_add(torch.zeros(1, dtype=torch.int8), "float32", torch.ones(4))
+
+
+@pytest.mark.parametrize("out", [torch.zeros(4).double(), torch.zeros(2, 2), torch.zeros(4).half()])
+def test_decoding_into_something_else_is_refused(out: Tensor) -> None:
+    with pytest.raises(ShapeMismatchError, match="float32 gradients decode into a flat tensor of float32"):
+        codec_of("2bit").decode(torch.zeros(1, dtype=torch.uint8), "float32", out)
+
+
+@pytest.mark.parametrize("kind", LOSSY)
+def test_a_dtype_that_no_store_holds_is_refused(kind: str) -> None:
+    with pytest.raises(ConfigurationError, match="gradients of int32 cannot be compressed; only float16"):
+        codec_of(kind).residual_dtype("int32")
