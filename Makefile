@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 SOURCES := kvtrainer kvstore_server tests benchmarks examples
 
-.PHONY: demo test test-full lint types imports wheel bench clean
+.PHONY: demo test test-full test-mxnet lint types imports wheel bench clean
 
 demo: $(READY)
 	$(BIN)/kvlaunch -n 2 -s 2 -- $(BIN)/python examples/digits.py
@@ -15,6 +15,10 @@ test: $(READY)
 
 test-full: $(READY)
 	$(BIN)/python -m pytest -m full
+
+test-mxnet: $(READY)
+	benchmarks/mxnet_env.sh .venv-mxnet2 2.0.0b1
+	KVTRAINER_MXNET_ENV=.venv-mxnet2 $(BIN)/python -m pytest -m compat
 
 lint: $(READY)
 	$(BIN)/ruff check $(SOURCES)

@@ -1,17 +1,21 @@
 #!/bin/sh
-# Make the environment that the comparison with MXNet needs:  mxnet_env.sh [DIRECTORY]  (default .venv-mxnet)
+# Make the environment that the comparison with MXNet needs:  mxnet_env.sh [DIRECTORY [VERSION]]
 #
-# MXNet 1.9.1 needs numpy 1.23, whose wheels end at Python 3.11. PYTHON=... names the interpreter to use; otherwise the
-# newest one from 3.8 to 3.11 on the PATH is taken. Does nothing when the directory is complete already.
+# DIRECTORY is .venv-mxnet by default, VERSION 1.9.1, the last stable one; the other one of interest is 2.0.0b1.
+# MXNet needs numpy 1.23, whose wheels end at Python 3.11. PYTHON=... names the interpreter to use; otherwise the
+# newest one from 3.8 to 3.11 on the PATH is taken. Does nothing when the directory has that version already.
 set -eu
 
 directory=${1:-.venv-mxnet}
-mxnet=1.9.1
+mxnet=${2:-1.9.1}
 numpy=1.23.5
-stamp="$directory/mxnet-$mxnet-numpy-$numpy.complete"
 
 works() {
-    "$directory/bin/python" -c "import mxnet, numpy; assert (mxnet.__version__, numpy.__version__) == ('$mxnet', '$numpy')"
+    # Asked of the metadata, because MXNet 2.0.0b1 calls itself 2.0.0beta1.
+    "$directory/bin/python" -c "
+import mxnet
+from importlib.metadata import version
+assert (version('mxnet'), version('numpy')) == ('$mxnet', '$numpy')"
 }
 
 is_usable() {
@@ -19,7 +23,7 @@ is_usable() {
         "$1" -c 'import sys, venv; sys.exit(not (3, 8) <= sys.version_info[:2] <= (3, 11))' 2> /dev/null
 }
 
-if [ -e "$stamp" ] && works 2> /dev/null; then
+if works 2> /dev/null; then
     exit 0
 fi
 
@@ -46,4 +50,3 @@ if ! works; then
     echo "mxnet_env.sh: MXNet was installed in $directory but cannot be imported; see the error above" >&2
     exit 1
 fi
-touch "$stamp"

@@ -1,0 +1,31 @@
+"""Gluon's learning-rate schedulers, for `lr_scheduler` among an optimizer's options::
+
+    schedule = kvtrainer.lr_scheduler.CosineScheduler(10_000, base_lr=0.1, warmup_steps=500)
+    trainer = kvtrainer.Trainer(net.parameters(), "sgd", {"lr_scheduler": schedule})
+
+A scheduler of your own is a subclass of `LRScheduler` that defines `after_warmup`. Registered, it can also be saved,
+and sent to servers that load its module with `kvstore-server --import MODULE`::
+
+    @kvtrainer.lr_scheduler.register
+    class InverseRoot(kvtrainer.lr_scheduler.LRScheduler):
+        def after_warmup(self, num_update):
+            return self.base_lr / max(num_update, 1) ** 0.5
+"""
+
+from kvstore_server.lr_scheduler import (
+    CosineScheduler,
+    FactorScheduler,
+    LRScheduler,
+    MultiFactorScheduler,
+    PolyScheduler,
+    register,
+)
+
+__all__ = [
+    "CosineScheduler",
+    "FactorScheduler",
+    "LRScheduler",
+    "MultiFactorScheduler",
+    "PolyScheduler",
+    "register",
+]

@@ -1,0 +1,188 @@
+"""Gluon's helpers for a training loop: splitting a batch over devices, and clipping by the global norm."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterable, Sequence
+from numbers import Integral, Real
+from typing import Literal, overload
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.linalg import vector_norm
+
+from kvtrainer.errors import ConfigurationError, NonFiniteNormWarning
+
+Device = torch.device | str | int
+
+_CHUNK = 1 << 18
+"""Elements of a gradient that are converted to float64 at a time; more would cost memory, and time to get it."""
+
+
+def split_data(
+    data: Tensor | np.ndarray, num_slice: int, batch_axis: int = 0, even_split: bool = True
+) -> list[Tensor]:
+    """Split a batch along `batch_axis` into `num_slice` views of it.
+
+    Args:
+        data: a tensor, or a numpy array, which is copied first; of any shape and dtype, which is kept.
+        num_slice: how many slices to return.
+        batch_axis: the axis to split; -1 is the last one.
+        even_split: whether the slices must be equally long. If not, the first ones are longer by one.
+
+    Raises:
+        ConfigurationError: (a ValueError) the axis cannot be split that way: it is not a multiple of `num_slice`
+            with `even_split`, or shorter than `num_slice` without; or there is no such axis.
+    """
+    if isinstance(num_slice, bool) or not isinstance(num_slice, Integral) or num_slice < 1:
+        raise ConfigurationError(f"num_slice must be an int of at least 1, got {num_slice!r}")
+    data = _as_tensor(data)
+    shape = tuple(data.shape)
+    if not isinstance(batch_axis, Integral) or not -len(shape) <= batch_axis < len(shape):
+        raise ConfigurationError(f"data with shape {shape} has no batch_axis {batch_axis!r}")
+    size = shape[batch_axis]
+    if size < num_slice and (size == 0 or not even_split):
+        raise ConfigurationError(
+            f"data with shape {shape} has too few entries along axis {batch_axis} for {num_slice} slices; each slice "
+            f"needs one, so use a batch size of at least {num_slice}, or fewer slices"
+        )
+    if even_split and size % num_slice:
+        raise ConfigurationError(
+            f"data with shape {shape} cannot be evenly split into {num_slice} slices along axis {batch_axis}; use a "
+            f"batch size that is a multiple of {num_slice}, or even_split=False for slices of different lengths"
+        )
+    return list(data.tensor_split(int(num_slice), dim=batch_axis))
+
+
+def split_and_load(
+    data: Tensor | np.ndarray, ctx_list: Sequence[Device], batch_axis: int = 0, even_split: bool = True
+) -> list[Tensor]:
+    """Split a batch into one slice for each device and move them there.
+
+    Args:
+        ctx_list: devices as torch names them, such as 'cuda:0'; one may occur several times.
+        data, batch_axis, even_split: as of `split_data`.
+
+    Returns:
+        A tensor for each device, in their order. Where `data` is a tensor that lies on the device already, it is a
+        view of it.
+
+    Raises:
+        ConfigurationError: (a ValueError) as of `split_data`, or there is no device.
+    """
+    if isinstance(ctx_list, str | torch.device) or len(ctx_list) == 0:
+        raise ConfigurationError(f"ctx_list must be a list of at least one device, got {ctx_list!r}")
+    data = _as_tensor(data)
+    if len(ctx_list) == 1:
+        return [data.to(ctx_list[0])]
+    slices = split_data(data, len(ctx_list), batch_axis, even_split)
+    return [part.to(device) for part, device in zip(slices, ctx_list, strict=True)]
+
+
+@overload
+def clip_global_norm(
+    arrays: Iterable[Tensor | None], max_norm: float, check_isfinite: Literal[True] = True
+) -> float: ...
+@overload
+def clip_global_norm(
+    arrays: Iterable[Tensor | None], max_norm: float, check_isfinite: bool
+) -> float | Tensor: ...
+@torch.no_grad()
+def clip_global_norm(
+    arrays: Iterable[Tensor | None], max_norm: float, check_isfinite: bool = True
+) -> float | Tensor:
+    """Scale gradients in place so that the 2-norm of all of them together is at most `max_norm`.
+
+    Every gradient is multiplied by `min(1, max_norm / (norm + 1e-8))`. When `norm` is infinite or not a number no
+    gradient is changed (MXNet multiplies all the same, and leaves zeros and NaNs). With several workers, clip what is
+    summed already, between the two halves of a step::
+
+        trainer.allreduce_grads()
+        kvtrainer.utils.clip_global_norm([p.grad for p in net.parameters()], max_norm * batch_size)
+        trainer.update(batch_size)
+
+    Args:
+        arrays: dense or sparse COO gradients of floating-point dtypes, on any devices; None, which a parameter without
+            a gradient has, is left out.
+        max_norm: at least 0; infinity only measures.
+        check_isfinite: whether to wait for the norm, and warn `NonFiniteNormWarning` where it is not finite.
+
+    Returns:
+        The norm before clipping, computed in float64: a float, or without `check_isfinite` a 0-d float64 tensor on
+        the first gradient's device. That one is not waited for unless gradients lie on several devices.
+
+    Raises:
+        ConfigurationError: no array, one that is no gradient (such as a Parameter), or a bad `max_norm`.
+    """
+    given = list(arrays)
+    grads = [_checked_gradient(array) for array in given if array is not None]
+    if not given:
+        raise ConfigurationError("clip_global_norm needs at least one gradient, got none")
+    if isinstance(max_norm, bool) or not isinstance(max_norm, Real) or not max_norm >= 0:
+        raise ConfigurationError(f"max_norm must be a number of at least 0, got {max_norm!r}")
+    norm = _global_norm(grads)
+    if not check_isfinite:
+        factor = torch.where(norm.isfinite(), (float(max_norm) / (norm + 1e-8)).clamp(max=1.0), 1.0)
+        factors = {device: factor.to(device) for device in {grad.device for grad in grads}}
+        for grad in grads:
+            grad.mul_(factors[grad.device])
+        return norm
+    value = norm.item()
+    if not math.isfinite(value):
+        warnings.warn(
+            f"the global norm of the gradients is {value}; they were not clipped, and are as they were",
+            NonFiniteNormWarning,
+            stacklevel=3,
+        )
+    elif max_norm < value + 1e-8:
+        for grad in grads:
+            grad.mul_(max_norm / (value + 1e-8))
+    return value
+
+
+def _as_tensor(data: object) -> Tensor:
+    if isinstance(data, np.ndarray):
+        return torch.from_numpy(np.array(data, order="C"))
+    if not isinstance(data, Tensor):
+        raise ConfigurationError(f"data must be a tensor or a numpy array, got a {type(data).__name__}")
+    return data
+
+
+def _checked_gradient(array: object) -> Tensor:
+    if isinstance(array, torch.nn.Parameter):
+        raise ConfigurationError(
+            "clip_global_norm got a Parameter; pass the gradients, p.grad, not the weights"
+        )
+    if not isinstance(array, Tensor):
+        raise ConfigurationError(f"clip_global_norm needs tensors, got a {type(array).__name__}")
+    if not array.is_floating_point() or array.layout not in (torch.strided, torch.sparse_coo):
+        raise ConfigurationError(
+            "clip_global_norm needs dense or sparse COO tensors of a floating-point dtype, got one of "
+            f"{array.dtype} and {array.layout}"
+        )
+    return array
+
+
+def _global_norm(grads: Sequence[Tensor]) -> Tensor:
+    """The 2-norm of all elements, as a 0-d float64 tensor on the first gradient's device."""
+    # Entries of one sparse gradient that share an index are summed before they are squared.
+    flats = [(grad.coalesce().values() if grad.is_sparse else grad).reshape(-1) for grad in grads]
+    norms = [
+        _norm(flat[start : start + _CHUNK]) for flat in flats for start in range(0, flat.numel(), _CHUNK)
+    ]
+    if not norms:
+        return torch.zeros((), dtype=torch.float64, device=grads[0].device if grads else None)
+    return _norm(torch.stack([norm.to(grads[0].device) for norm in norms]))
+
+
+def _norm(flat: Tensor) -> Tensor:
+    """The 2-norm of some elements; no square of theirs overflows or vanishes."""
+    scale: Tensor | float = 1.0
+    if flat.dtype == torch.float64:
+        peak = flat.abs().max()
+        scale = torch.where(peak.isfinite() & (peak > 0), peak, 1.0)
+        flat = flat / scale
+    norm: Tensor = vector_norm(flat, dtype=torch.float64)
+    return norm * scale

@@ -1,0 +1,195 @@
+"""Gluon's schedulers: traces recorded from MXNet, closed forms written anew, and arguments that are refused."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvtrainer.errors import ConfigurationError
+from kvtrainer.lr_scheduler import (
+    CosineScheduler,
+    FactorScheduler,
+    LRScheduler,
+    MultiFactorScheduler,
+    PolyScheduler,
+)
+
+# The learning rates after 0, 1, 2, ... updates, recorded from MXNet 1.9.1 and 2.0.0b1.
+TRACES: list[tuple[LRScheduler, list[float]]] = [
+    (FactorScheduler(step=2, factor=0.5, base_lr=1), [1, 1, 1, 0.5, 0.5, 0.25, 0.25, 0.125, 0.125, 0.0625]),
+    (FactorScheduler(2, 0.1, stop_factor_lr=0.01, base_lr=1), [1, 1, 1, 0.1, 0.1, 0.01, 0.01, 0.01, 0.01]),
+    (FactorScheduler(2, 0.5, stop_factor_lr=3, base_lr=1), [1, 1, 1, 3, 3, 3, 3]),
+    (FactorScheduler(2, 0.0, base_lr=1), [1, 1, 1, 1e-8, 1e-8, 1e-8]),
+    (MultiFactorScheduler([3, 5], 0.1, base_lr=1), [1, 1, 1, 1, 0.1, 0.1, 0.01, 0.01, 0.01]),
+    (
+        PolyScheduler(10, base_lr=1, pwr=2),
+        [1, 0.81, 0.64, 0.49, 0.36, 0.25, 0.16, 0.09, 0.04, 0.01, 0, 0, 0],
+    ),
+    (
+        CosineScheduler(10, base_lr=1, final_lr=0.1),
+        [
+            1,
+            0.97797543,
+            0.91405765,
+            0.81450336,
+            0.68905765,
+            0.55,
+            0.41094235,
+            0.28549664,
+            0.18594235,
+            0.12202457,
+        ]
+        + 2 * [0.1],
+    ),
+    (
+        CosineScheduler(10, base_lr=1, warmup_steps=4),
+        [0, 0.25, 0.5, 0.75, 1, 0.9330127, 0.75, 0.5, 0.25, 0.066987298, 0, 0],
+    ),
+    (
+        FactorScheduler(2, 0.5, base_lr=1, warmup_steps=3, warmup_begin_lr=0.1, warmup_mode="constant"),
+        [0.1, 0.1, 0.1, 0.5, 0.5, 0.25, 0.25, 0.125],
+    ),
+    (
+        MultiFactorScheduler([2, 3, 7], 0.5, base_lr=1, warmup_steps=5, warmup_begin_lr=0.2),
+        [0.2, 0.36, 0.52, 0.68, 0.84, 0.25, 0.25, 0.25, 0.125],
+    ),
+    (
+        PolyScheduler(10, base_lr=1, final_lr=0.2, warmup_steps=3),
+        [0, 1 / 3, 2 / 3, 1, 0.787755, 0.608163, 0.461224, 0.346939, 0.265306, 0.216327, 0.2, 0.2],
+    ),
+]
+
+
+def each_trace(test: Callable[..., None]) -> Callable[..., None]:
+    return pytest.mark.parametrize(("scheduler", "trace"), TRACES, ids=[repr(s) for s, _ in TRACES])(test)
+
+
+@each_trace
+def test_the_learning_rates_are_those_of_mxnet(scheduler: LRScheduler, trace: list[float]) -> None:
+    assert [scheduler(n) for n in range(len(trace))] == pytest.approx(trace, rel=1e-6, abs=1e-6)
+
+
+@each_trace
+def test_asking_out_of_order_gives_the_same_answers(scheduler: LRScheduler, trace: list[float]) -> None:
+    backwards = [scheduler(n) for n in reversed(range(len(trace)))]
+    assert backwards[::-1] == pytest.approx(trace, rel=1e-6, abs=1e-6)
+
+
+def factor_form(n: int, step: int, factor: float, stop: float, base: float) -> float:
+    lr = base
+    for update in range(2, n + 1):
+        if update % step == 1 or step == 1:
+            lr = max(lr * factor, stop)
+    return lr
+
+
+def warmed(n: int, steps: int, begin: float, base: float) -> float:
+    return float(np.interp(n, [0, steps], [begin, base]))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_factor_scheduler_multiplies_once_after_every_step_updates(seed: int) -> None:
+    draw = random.Random(seed)
+    step, factor, base = draw.randint(1, 6), draw.uniform(0.3, 1), draw.uniform(0.1, 2)
+    scheduler = FactorScheduler(step, factor, stop_factor_lr=0.05, base_lr=base)
+    for n in range(40):
+        assert scheduler(n) == pytest.approx(factor_form(n, step, factor, 0.05, base), rel=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_multi_factor_scheduler_multiplies_after_each_listed_update(seed: int) -> None:
+    draw = random.Random(seed)
+    steps, factor = sorted(draw.sample(range(1, 30), 5)), draw.uniform(0.1, 1)
+    scheduler = MultiFactorScheduler(steps, factor, base_lr=0.7)
+    for n in range(40):
+        assert scheduler(n) == pytest.approx(0.7 * math.prod(factor for s in steps if n > s), rel=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("mode", ["linear", "constant"])
+def test_poly_and_cosine_schedulers_follow_their_curves_between_warmup_and_end(seed: int, mode: str) -> None:
+    draw = random.Random(seed)
+    warmup, length, power = draw.randint(0, 9), draw.randint(1, 30), draw.uniform(0.5, 3)
+    base, final, begin = draw.uniform(1, 2), draw.uniform(0, 1), draw.uniform(0, 1)
+    same: dict[str, Any] = dict(base_lr=base, final_lr=final, warmup_steps=warmup, warmup_begin_lr=begin)
+    poly = PolyScheduler(warmup + length, pwr=power, warmup_mode=mode, **same)
+    cosine = CosineScheduler(warmup + length, warmup_mode=mode, **same)
+    for n in range(warmup + length + 5):
+        if n < warmup:
+            expected = warmed(n, warmup, begin, base) if mode == "linear" else begin
+            assert poly(n) == cosine(n) == pytest.approx(expected, rel=1e-12)
+        else:
+            x = min((n - warmup) / length, 1.0)
+            assert poly(n) == pytest.approx(final + (base - final) * (1 - x) ** power, rel=1e-9)
+            assert cosine(n) == pytest.approx(
+                final + (base - final) * math.cos(x * math.pi / 2) ** 2, rel=1e-9
+            )
+
+
+@pytest.mark.parametrize("scheduler", [s for s, _ in TRACES], ids=lambda s: repr(s))
+def test_a_new_base_lr_moves_the_whole_schedule_and_the_end_of_the_warmup(scheduler: LRScheduler) -> None:
+    arguments = {k: v for k, v in scheduler.spec().items() if k != "name"}
+    changed, fresh = type(scheduler)(**arguments), type(scheduler)(**{**arguments, "base_lr": 0.4})
+    changed(7)
+    changed.base_lr = 0.4
+    assert changed.warmup_final_lr == 0.4
+    assert [changed(n) for n in range(15)] == [fresh(n) for n in range(15)]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: FactorScheduler(2, factor=1.5), r"factor.*no more than 1.*1\.5"),
+        (lambda: MultiFactorScheduler([2], factor=2), r"factor.*no more than 1.*2"),
+        (lambda: FactorScheduler(2, factor=-0.5), r"factor.*at least 0.*-0\.5"),
+        (lambda: FactorScheduler(0), "step must be an int of at least 1, got 0"),
+        (lambda: FactorScheduler(2.5), r"step must be an int.*2\.5"),  # type: ignore[arg-type]
+        (lambda: FactorScheduler(True), "step must be an int.*True"),
+        (lambda: MultiFactorScheduler([0, 3]), "each entry of step must be an int of at least 1, got 0"),
+        (lambda: MultiFactorScheduler([2, 2.5]), r"each entry of step.*2\.5"),  # type: ignore[list-item]
+        (lambda: MultiFactorScheduler([5, 3]), r"increasing list of ints.*\[5, 3\]"),
+        (lambda: MultiFactorScheduler([3, 3]), r"increasing list of ints.*\[3, 3\]"),
+        (lambda: MultiFactorScheduler([]), r"list of at least one int, got \[\]"),
+        (lambda: MultiFactorScheduler(3), "list of at least one int, got 3"),  # type: ignore[arg-type]
+        (lambda: MultiFactorScheduler("35"), "list of at least one int, got '35'"),  # type: ignore[arg-type]
+        (lambda: PolyScheduler(0), "maximum number of updates.*at least 1, got 0"),
+        (lambda: CosineScheduler(-1), "maximum number of updates.*at least 1, got -1"),
+        (lambda: CosineScheduler(9.5), r"maximum number of updates.*9\.5"),  # type: ignore[arg-type]
+        (lambda: PolyScheduler(4, warmup_steps=4), "max_update must be more than warmup_steps.*got 4 and 4"),
+        (lambda: PolyScheduler(4, pwr=-1), "pwr must not be negative, got -1"),
+        (lambda: PolyScheduler(4, final_lr=math.nan), "final_lr must be a finite number, got nan"),
+        (lambda: LRScheduler(0.1, warmup_begin_lr=0.2), r"base_lr.*less than warmup_begin_lr.*0\.1 and 0\.2"),
+        (lambda: LRScheduler(warmup_steps=-1), "warmup_steps must be an int of at least 0, got -1"),
+        (lambda: LRScheduler(warmup_steps=1.5), r"warmup_steps must be an int.*1\.5"),  # type: ignore[arg-type]
+        (lambda: LRScheduler(warmup_mode="cubic"), "'linear' or 'constant', got 'cubic'"),
+        (lambda: LRScheduler("fast"), "base_lr must be a finite number, got 'fast'"),  # type: ignore[arg-type]
+        (lambda: LRScheduler(math.inf), "base_lr must be a finite number, got inf"),
+    ],
+)
+def test_an_argument_that_makes_no_schedule_is_refused(make: Callable[[], LRScheduler], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        make()
+
+
+@pytest.mark.parametrize("value", [math.nan, "fast", None, 0.05])
+def test_a_base_lr_that_is_refused_leaves_the_old_one(value: Any) -> None:
+    scheduler = FactorScheduler(2, 0.5, base_lr=1, warmup_steps=2, warmup_begin_lr=0.1)
+    with pytest.raises(ConfigurationError, match="base_lr"):
+        scheduler.base_lr = value
+    assert scheduler.base_lr == 1.0
+
+
+def test_the_warmup_has_no_learning_rate_after_its_end() -> None:
+    scheduler = FactorScheduler(2, base_lr=1, warmup_steps=2)
+    assert scheduler.get_warmup_lr(1) == 0.5
+    with pytest.raises(ConfigurationError, match="update 2 is not within the warm-up of 2 updates"):
+        scheduler.get_warmup_lr(2)
+
+
+def test_integers_of_numpy_are_integers() -> None:
+    assert FactorScheduler(np.int64(2), 0.5, base_lr=np.float32(1)).spec()["step"] == 2  # type: ignore[arg-type]
