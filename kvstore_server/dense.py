@@ -1,25 +1,26 @@
 """The dense table: the weights of the slices that one server holds, their sums and their updates.
 
-Sums are left folds in rank order, half precision accumulates in float32, and every slice is reduced and updated
-on its own, so the bits do not depend on arrival order or on the number of servers. Nothing here knows a message,
-a clock or a socket.
+Every slice is reduced and updated on its own, or every key with an optimizer that needs whole keys, so the bits do
+not depend on arrival order or on the number of servers. Nothing here knows a message, a clock or a socket.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from kvstore_server.codec import Codec
 from kvstore_server.errors import OptimizerError, ProtocolError, ShapeMismatchError
-from kvstore_server.optimizer import Optimizer, SliceState, update_slice
+from kvstore_server.key_updates import KeyUpdates
+from kvstore_server.optimizer import KeyState, Optimizer, SliceState, update_slice
 from kvstore_server.plan import Plan, Slice
 from kvstore_server.protocol.messages import Payload
-from kvstore_server.state_blob import pack_state, unpack_state
+from kvstore_server.reduction import Addend, Encoded, Reducer, torch_dtype
+from kvstore_server.state_blob import pack_key_state, pack_state, unpack_key_state, unpack_state
 
 Updater = Callable[[str, Tensor, Tensor], None]
 """`updater(key, merged, stored)` changes `stored` in place."""
@@ -31,29 +32,13 @@ class Leases(Protocol):
     def is_busy(self, buffer: Tensor) -> bool: ...
 
 
-class Addend(NamedTuple):
-    """One rank's part in the sum of a round."""
-
-    slices: Mapping[int, Payload]
-    scale: float
-    absent: frozenset[int]
-    """Keys (by index) that this rank left out."""
-
-
 @dataclass
 class _Undo:
     """What a table looked like before its last round."""
 
     weights: list[Tensor]
     states: list[SliceState]
-
-
-@functools.cache
-def torch_dtype(name: str) -> torch.dtype:
-    """The torch dtype of a dtype name of the Plan."""
-    dtype = getattr(torch, name)
-    assert isinstance(dtype, torch.dtype)
-    return dtype
+    key_states: dict[int, KeyState]
 
 
 class DenseTable:
@@ -67,18 +52,21 @@ class DenseTable:
         self.arenas, self.weights = _allocate(self.slices)
         self._visible = list(map(_without_padding, self.weights, self.slices))
         self.states = [SliceState.empty(piece) for piece in self.slices]
+        self._whole = KeyUpdates(plan, server, self._writable)
         self._leases = leases
-        self._scratch: dict[torch.dtype, Tensor] = {}
+        self._reducer = Reducer()
         self._undo: _Undo | None = None
 
-    def check_payload(self, index: int, payload: Payload) -> Tensor:
-        """View a payload as the flat tensor of its slice.
+    def check_payload(self, index: int, payload: Payload, codec: Codec | None) -> Payload:
+        """View a payload as the flat tensor of its slice, or if it is compressed as what the codec reads.
 
         Raises:
             ProtocolError: this server does not hold that slice.
             ShapeMismatchError: the payload has another size or dtype.
         """
         piece = self.slices[self._at(index)]
+        if codec is not None:
+            return _encoded(self.plan, piece, payload, codec)
         if isinstance(payload, Tensor):
             if payload.numel() != piece.used or payload.dtype != torch_dtype(piece.dtype):
                 raise ShapeMismatchError(_wrong_size(self.plan, piece, f"{payload.dtype}[{payload.numel()}]"))
@@ -107,9 +95,9 @@ class DenseTable:
                 continue
             weight = self._writable(at)
             if all(present) and piece.dtype in ("float32", "float64"):
-                self._sum_into(self._visible[at], piece, addends)
+                self._reducer.sum_into(self._visible[at], piece, addends)
                 continue
-            total = self._reduce(piece, addends)
+            total = self._reducer.total(piece, addends)
             for segment, here in zip(piece.segments, present, strict=True):
                 if here:
                     end = segment.start + segment.numel
@@ -125,13 +113,10 @@ class DenseTable:
         """
         self._undo = self._snapshot() if optimizer.may_raise else None
         try:
-            for at, piece in enumerate(self.slices):
-                present = self._present(piece, addends)
-                if not any(present):
-                    continue
-                total = self._reduce(piece, addends)
-                rows = [hypers[segment.key] for segment in piece.segments]
-                update_slice(optimizer, piece, self._writable(at), total, self.states[at], rows, present)
+            if optimizer.elementwise:
+                self._update_slices(addends, optimizer, hypers)
+            else:
+                self._whole.update(optimizer, addends, hypers, self._reducer)
         except Exception as error:
             if self._undo is None:
                 raise
@@ -140,6 +125,19 @@ class DenseTable:
                 f"optimizer {optimizer.spec()['name']!r} raised {type(error).__name__}: {error}; "
                 "the round was not applied"
             ) from error
+
+    def _update_slices(
+        self, addends: Sequence[Addend], optimizer: Optimizer, hypers: Sequence[Mapping[str, Any]]
+    ) -> None:
+        for at, piece in enumerate(self.slices):
+            present = self._present(piece, addends)
+            if not any(present):
+                continue
+            total = self._reducer.total(piece, addends)
+            rows = [hypers[segment.key] for segment in piece.segments]
+            names = [self.plan.specs[s.key].key for s in piece.segments] if optimizer.positioned else None
+            weight, state = self._writable(at), self.states[at]
+            update_slice(optimizer, piece, weight, total, state, rows, present, names)
 
     def call_updater(self, addends: Sequence[Addend], updater: Updater) -> None:
         """Sum the contributions and let a user's function change each key; the table holds all slices.
@@ -150,7 +148,7 @@ class DenseTable:
         self._undo = self._snapshot()
         sums = {dtype: torch.zeros_like(arena) for dtype, arena in self.arenas.items()}
         for piece in self.slices:
-            total = self._reduce(piece, addends)
+            total = self._reducer.total(piece, addends)
             sums[piece.dtype][piece.offset : piece.offset + piece.length] = total
         try:
             for key, spec in enumerate(self.plan.specs):
@@ -175,6 +173,7 @@ class DenseTable:
         for at, weight in enumerate(self._undo.weights):
             self._writable(at).copy_(weight)
         self.states = self._undo.states
+        self._whole.states = self._undo.key_states
         self._undo = None
 
     def forget_undo(self) -> None:
@@ -195,9 +194,19 @@ class DenseTable:
         self.states[at] = unpack_state(self.slices[at], summary, data)
         self._undo = None
 
+    def export_key_state(self, key: int) -> tuple[dict[str, Any], bytes]:
+        """The optimizer state of one whole key, as `state_blob` packs it."""
+        return pack_key_state(self._whole.states[self._held(key)])
+
+    def import_key_state(self, key: int, summary: Mapping[str, Any], data: bytes) -> None:
+        """Replace the optimizer state of one whole key. Raises as `import_state`."""
+        self._whole.states[self._held(key)] = unpack_key_state(self.plan.specs[key], summary, data)
+        self._undo = None
+
     def reset_states(self) -> None:
         """Drop all optimizer state."""
         self.states = [SliceState.empty(piece) for piece in self.slices]
+        self._whole.states = {key: KeyState() for key in self._whole.states}
 
     def _at(self, index: int) -> int:
         at = self.by_index.get(index)
@@ -205,8 +214,17 @@ class DenseTable:
             raise ProtocolError(f"slice {index} of the table is not on this server")
         return at
 
+    def _held(self, key: int) -> int:
+        if key not in self._whole.states:
+            raise ProtocolError(f"key {key} of the table is not on this server")
+        return key
+
     def _snapshot(self) -> _Undo:
-        return _Undo([w.clone() for w in self.weights], [state.copy() for state in self.states])
+        return _Undo(
+            [w.clone() for w in self.weights],
+            [state.copy() for state in self.states],
+            {key: state.copy() for key, state in self._whole.states.items()},
+        )
 
     def _writable(self, at: int) -> Tensor:
         # A buffer that a slow peer is still being sent is left to it; the table goes on with a copy.
@@ -221,40 +239,6 @@ class DenseTable:
         if any(not a.absent for a in given):
             return [True] * len(piece.segments)
         return [any(segment.key not in a.absent for a in given) for segment in piece.segments]
-
-    def _reduce(self, piece: Slice, addends: Sequence[Addend]) -> Tensor:
-        """Σ over ranks of scale · payload, in rank order, into a scratch buffer with zero padding.
-
-        Equal scales, the usual case, are applied once to the sum: then the result has the same bits whether
-        ranks or the replicas of one process were summed.
-        """
-        dtype = torch_dtype(piece.dtype)
-        compute = torch.float32 if dtype.itemsize < 4 else dtype
-        scratch = self._scratch.get(compute)
-        if scratch is None or scratch.numel() < piece.length:
-            scratch = self._scratch[compute] = torch.empty(piece.length, dtype=compute)
-        total = scratch[: piece.length]
-        total[piece.used :].zero_()
-        self._sum_into(total[: piece.used], piece, addends)
-        return total
-
-    def _sum_into(self, body: Tensor, piece: Slice, addends: Sequence[Addend]) -> None:
-        """`_reduce` without padding, into `body`, whose dtype is the one to compute in."""
-        given = [a for a in addends if piece.index in a.slices]
-        common = given[0].scale if len({a.scale for a in given}) == 1 else None
-        payloads = [a.slices[piece.index] for a in given]
-        if payloads[0].dtype != body.dtype:
-            payloads = [payload.to(body.dtype) for payload in payloads]
-        if common is None:
-            payloads = [payload * a.scale for payload, a in zip(payloads, given, strict=True)]
-        if len(payloads) == 1:
-            body.copy_(payloads[0])
-        else:
-            torch.add(payloads[0], payloads[1], out=body)
-            for payload in payloads[2:]:
-                body.add_(payload)
-        if common is not None and common != 1.0:
-            body.mul_(common)
 
 
 def _allocate(slices: Sequence[Slice]) -> tuple[dict[str, Tensor], list[Tensor]]:
@@ -273,6 +257,21 @@ def _allocate(slices: Sequence[Slice]) -> tuple[dict[str, Tensor], list[Tensor]]
 
 def _without_padding(weight: Tensor, piece: Slice) -> Tensor:
     return weight[: piece.used]
+
+
+def _encoded(plan: Plan, piece: Slice, payload: Payload, codec: Codec) -> Encoded:
+    data = payload
+    if not isinstance(payload, Tensor):
+        data = (
+            torch.frombuffer(payload, dtype=torch.uint8)
+            if len(payload)
+            else torch.empty(0, dtype=torch.uint8)
+        )
+    if data.dtype != torch.uint8 or data.numel() != codec.encoded_nbytes(piece.used, piece.dtype):
+        raise ShapeMismatchError(
+            _wrong_size(plan, piece, f"{data.numel()} bytes compressed by {codec.spec()}")
+        )
+    return Encoded(codec, data)
 
 
 def _wrong_size(plan: Plan, piece: Slice, got: str) -> str:

@@ -11,24 +11,21 @@ import logging
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from kvstore_server.consistency import Accepted, Applied, Contribution, Lost, Refused
 from kvstore_server.dense import Leases, Updater
 from kvstore_server.errors import (
     ConfigurationError,
-    DeadlineError,
     FencedError,
     KeyNotFoundError,
     KVStoreError,
     PlanMismatchError,
     ProtocolError,
-    RoundAbortedError,
     ServerLostState,
     ServerStoppingError,
-    from_wire,
-    to_wire,
 )
 from kvstore_server.namespace import Namespace
 from kvstore_server.protocol import messages as m
+from kvstore_server.replies import failed, parts_of, reply, tell
+from kvstore_server.round_keeper import RoundKeeper
 from kvstore_server.table import Table, Waiter
 
 _log = logging.getLogger(__name__)
@@ -66,25 +63,33 @@ class Engine:
 
     def __init__(self, config: EngineConfig, leases: Leases | None = None) -> None:
         self.config = config
-        self.updaters: dict[str, Updater] = {}
-        """Namespace → a user's function in place of an optimizer; in-process use only."""
         self.namespaces: dict[str, Namespace] = {}
-        self.is_stopping = False
+        self._rounds = RoundKeeper(config.server, config.dead_after)
         self._leases = leases
         self._sessions: dict[int, tuple[Namespace, int]] = {}
         self._fenced: OrderedDict[int, str] = OrderedDict()
         self._next_session = 1
+
+    @property
+    def updaters(self) -> dict[str, Updater]:
+        """Namespace → a user's function in place of an optimizer; in-process use only."""
+        return self._rounds.updaters
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether `stop` was called."""
+        return self._rounds.is_stopping
 
     def handle(self, peer: bytes, request: m.Request, now: float) -> list[m.Outgoing]:
         """Take one request of `peer` at time `now` (seconds, monotonic); return what to send, to whom."""
         try:
             return self._dispatch(peer, request, now)
         except KVStoreError as error:
-            return [_failed(peer, request.number, error)]
+            return [failed(peer, request.number, error)]
         except Exception as error:
             _log.exception("request %s failed", type(request.body).__name__)
             fault = KVStoreError(f"server {self.config.server} failed with {type(error).__name__}: {error}")
-            return [_failed(peer, request.number, fault)]
+            return [failed(peer, request.number, fault)]
 
     def tick(self, now: float) -> list[m.Outgoing]:
         """Fail the waits whose deadline has passed, or that need a rank which is lost."""
@@ -92,9 +97,9 @@ class Engine:
         for space in list(self.namespaces.values()):
             for table in space.tables.values():
                 if table.rounds.is_waiting():
-                    out += self._fail_if_hopeless(space, table, now)
+                    out += self._rounds.fail_if_hopeless(space, table, now)
             out += [
-                _failed(peer, number, error)
+                failed(peer, number, error)
                 for peer, number, error in space.expired_barriers(now, self.config.dead_after)
             ]
         return out
@@ -107,7 +112,7 @@ class Engine:
 
     def stop(self) -> None:
         """Begin to drain: rounds that have begun may end, new ones are refused."""
-        self.is_stopping = True
+        self._rounds.is_stopping = True
 
     def abandon(self, now: float) -> list[m.Outgoing]:
         """Fail every wait, because the server ends now."""
@@ -118,11 +123,11 @@ class Engine:
                 if table.rounds.is_waiting():
                     what = f"round {table.rounds.number} of {table.name!r}"
                     error = self._ended(what, space, table.rounds.missing_ranks(), now)
-                    out += _tell(table, table.rounds.number, table.fail(error), error)
+                    out += tell(table, table.rounds.number, table.fail(error), error)
             error = self._ended(
                 f"barrier {members.barrier_sequence}", space, space.absent_from_barrier(), now
             )
-            out += [_failed(wait.peer, wait.number, error) for wait in members.barrier.values()]
+            out += [failed(wait.peer, wait.number, error) for wait in members.barrier.values()]
             members.barrier.clear()
         return out
 
@@ -144,22 +149,23 @@ class Engine:
         space, rank = self._session(request)
         space.membership.members[rank].last_heard = now
         if isinstance(body, m.PushBatch):
+            codec = space.codec(body.codec) if body.codec else None
             for push in body.pushes:
-                space.table(push.table).push(rank, push)
+                space.table(push.table).push(rank, push, codec)
             return []
         if isinstance(body, m.CommitBatch):
-            return self._commits(space, rank, body, Waiter(peer, request.number), now)
+            return self._rounds.commits(space, rank, body, Waiter(peer, request.number), now)
         if isinstance(body, m.Abort):
-            return self._abort(space, rank, body, Waiter(peer, request.number))
+            return self._rounds.abort(space, rank, body, Waiter(peer, request.number))
         if isinstance(body, m.Barrier):
             return self._barrier(space, rank, body, peer, request.number, now)
         if isinstance(body, m.Leave):
             return self._leave(space, rank, body, request.session, now)
         if isinstance(body, m.Heartbeat):
-            return _reply(Waiter(peer, request.number), m.Pending(()))
+            return reply(Waiter(peer, request.number), m.Pending(()))
         if isinstance(body, m.Register):
             return self._register(space, rank, body, Waiter(peer, request.number))
-        return _reply(Waiter(peer, request.number), self._control(space, rank, body, now))
+        return reply(Waiter(peer, request.number), self._control(space, rank, body, now))
 
     def _register(
         self, space: Namespace, rank: int, register: m.Register, waiter: Waiter
@@ -167,26 +173,29 @@ class Engine:
         try:
             table = space.register(rank, register, self.config, self._leases)
         except PlanMismatchError as error:
-            told = [_failed(waiter.peer, waiter.number, error)]
+            told = [failed(waiter.peer, waiter.number, error)]
             for table in space.tables.values():
                 if table.conflict is error and table.rounds.is_waiting():
-                    told += _tell(table, table.rounds.number, table.fail(error), error)
+                    told += tell(table, table.rounds.number, table.fail(error), error)
             return told
-        return _reply(waiter, m.Registered(table.number, table.rounds.number))
+        return reply(waiter, m.Registered(table.number, table.rounds.number))
 
     def _control(self, space: Namespace, rank: int, body: m.RequestBody, now: float) -> m.ReplyBody:
         if isinstance(body, m.Pull):
             return m.Weights(
-                tuple(part for number in body.tables for part in _parts(_ready(space.table(number))))
+                tuple(part for number in body.tables for part in parts_of(_ready(space.table(number))))
             )
         if isinstance(body, m.SetOptimizer):
             space.set_optimizer(rank, body.spec)
             return m.Info()
         if isinstance(body, m.GetState):
-            summary, data = space.table(body.table).dense.export_state(body.slice)
-            return m.State(body.table, body.slice, summary, data)
+            dense = space.table(body.table).dense
+            export = dense.export_key_state if body.of_key else dense.export_state
+            return m.State(body.table, body.index, body.of_key, *export(body.index))
         if isinstance(body, m.State):
-            space.table(body.table).dense.import_state(body.slice, body.summary, body.data)
+            dense = space.table(body.table).dense
+            take = dense.import_key_state if body.of_key else dense.import_state
+            take(body.index, body.summary, body.data)
             return m.Info()
         if isinstance(body, m.Stats):
             return m.Info(space.stats(now, self.config))
@@ -248,96 +257,6 @@ class Engine:
             raise FencedError(f"this process may no longer write to server {self.config.server}: {reason}")
         return known
 
-    def _commits(
-        self, space: Namespace, rank: int, batch: m.CommitBatch, waiter: Waiter, now: float
-    ) -> list[m.Outgoing]:
-        out: list[m.Outgoing] = []
-        # Asked once: a batch may hold a thousand commits, and as a rule nobody is lost.
-        anyone_lost = bool(space.membership.departed or space.membership.silent(now, self.config.dead_after))
-        for commit in batch.commits:
-            try:
-                table = space.table(commit.table)
-                out += self._commit(space, table, rank, batch, commit, waiter, now)
-                if table.rounds.is_waiting() and (anyone_lost or now >= table.rounds.earliest_deadline()):
-                    out += self._fail_if_hopeless(space, table, now)
-            except KVStoreError as error:
-                out.append(_failed(waiter.peer, waiter.number, error, commit.table, commit.round))
-        return out
-
-    def _commit(
-        self,
-        space: Namespace,
-        table: Table,
-        rank: int,
-        batch: m.CommitBatch,
-        commit: m.Commit,
-        waiter: Waiter,
-        now: float,
-    ) -> list[m.Outgoing]:
-        if self.is_stopping and commit.round == table.rounds.number and not table.rounds.is_waiting():
-            raise ServerStoppingError(f"server {self.config.server} is stopping and takes no new round")
-        if table.conflict is not None:
-            raise from_wire(
-                *to_wire(table.conflict)
-            )  # a new one each time: a raised error collects tracebacks
-        if batch.hyper:
-            table.hyper.check(batch.hyper)
-        verdict = table.rounds.commit(rank, commit, waiter, now)
-        if isinstance(verdict, Applied):
-            return _over(table, commit, waiter, m.Weights(_parts(table)))
-        if isinstance(verdict, Lost):
-            number = table.rounds.number
-            return [_failed(waiter.peer, waiter.number, verdict.error, table.number, commit.round, number)]
-        if isinstance(verdict, Refused):
-            return _reply(waiter, m.Missing(table.number, commit.round, verdict.slices))
-        assert isinstance(verdict, Accepted)
-        if verdict.repeated:
-            return _reply(waiter, m.Pending(tuple(table.rounds.missing_ranks())))
-        table.absent[rank] = frozenset(batch.absent)
-        if batch.hyper:
-            table.hyper.set(rank, batch.hyper)
-        return self._finish(space, table) if table.rounds.is_complete() else []
-
-    def _finish(self, space: Namespace, table: Table) -> list[m.Outgoing]:
-        """Every rank has committed: apply the round and answer them all, or fail it for them all."""
-        number = table.rounds.number
-        try:
-            ended = table.apply(space.optimizer.agreed(), self.updaters.get(space.name))
-        except KVStoreError as error:
-            return _tell(table, number, table.fail(error), error)
-        except Exception as error:
-            _log.exception("round %d of table %r failed", number, table.name)
-            fault = KVStoreError(f"server {self.config.server} failed with {type(error).__name__}: {error}")
-            return _tell(table, number, table.fail(fault), fault)
-        weights = m.Weights(_parts(table))
-        return [reply for _, mine in ended for reply in _outcome(table, mine, weights)]
-
-    def _fail_if_hopeless(self, space: Namespace, table: Table, now: float) -> list[m.Outgoing]:
-        error = self._hopeless(space, table, now)
-        return [] if error is None else _tell(table, table.rounds.number, table.fail(error), error)
-
-    def _hopeless(self, space: Namespace, table: Table, now: float) -> KVStoreError | None:
-        missing = table.rounds.missing_ranks()
-        what = f"round {table.rounds.number} of {table.name!r}"
-        lost = space.membership.lost_error(missing, what, now, self.config.dead_after)
-        if lost is not None:
-            return lost
-        if now < table.rounds.earliest_deadline():
-            return None
-        who = "; ".join(space.membership.describe(rank, now) for rank in missing)
-        return DeadlineError(
-            f"{what} reached its deadline while waiting for {who}; is it stuck or only slow? "
-            "(timeout=… of the kvstore or KVSTORE_TIMEOUT raises the limit)"
-        )
-
-    def _abort(self, space: Namespace, rank: int, abort: m.Abort, waiter: Waiter) -> list[m.Outgoing]:
-        table = space.table(abort.table)
-        error = RoundAbortedError(
-            f"rank {rank} aborted round {abort.round} of {table.name!r}: {abort.reason}"
-        )
-        out = _tell(table, abort.round, table.abort(abort.round, error, abort.undo), error)
-        return out + _reply(waiter, m.Info({"applied": table.rounds.was_applied(abort.round)}))
-
     def _barrier(
         self, space: Namespace, rank: int, barrier: m.Barrier, peer: bytes, number: int, now: float
     ) -> list[m.Outgoing]:
@@ -365,42 +284,3 @@ def _ready(table: Table) -> Table:
             f"table {table.name!r} has not been initialised yet; call init on every worker first"
         )
     return table
-
-
-def _parts(table: Table) -> tuple[m.WeightsPart, ...]:
-    number = table.rounds.number - 1
-    return tuple(
-        m.WeightsPart(table.number, piece.index, number, table.dense.visible(piece.index))
-        for piece in table.dense.slices
-    )
-
-
-def _outcome(table: Table, mine: Contribution[Waiter], weights: m.Weights) -> list[m.Outgoing]:
-    if mine.waiter is None or mine.commit is None:
-        return []
-    return _over(table, mine.commit, mine.waiter, weights)
-
-
-def _over(table: Table, commit: m.Commit, waiter: Waiter, weights: m.Weights) -> list[m.Outgoing]:
-    out: list[m.Outgoing] = []
-    if table.left_out:
-        out += _reply(waiter, m.Absent(table.number, commit.round, table.left_out))
-    if commit.want_weights:
-        return out + _reply(waiter, weights)
-    return out + _reply(waiter, m.Done(((table.number, commit.round),)))
-
-
-def _tell(table: Table, number: int, waiters: list[Waiter], error: KVStoreError) -> list[m.Outgoing]:
-    following = table.rounds.number
-    return [_failed(w.peer, w.number, error, table.number, number, following) for w in waiters]
-
-
-def _reply(waiter: Waiter, body: m.ReplyBody) -> list[m.Outgoing]:
-    return [m.Outgoing(waiter.peer, m.Reply(waiter.number, body))]
-
-
-def _failed(
-    peer: bytes, number: int, error: KVStoreError, table: int = -1, round_: int = -1, next_round: int = -1
-) -> m.Outgoing:
-    code, text = to_wire(error)
-    return m.Outgoing(peer, m.Reply(number, m.Failed(code, text, table, round_, next_round)))

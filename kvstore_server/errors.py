@@ -4,6 +4,7 @@
     ├── ConfigurationError (ValueError)      a wrong argument, option or environment variable
     │   ├── UnknownNameError                 no store or optimizer of that name; lists the valid ones
     │   └── PlanMismatchError                workers have different models, or disagree on a number
+    ├── SchedulerInUseError (UserWarning)    a learning rate was set that a scheduler decides
     ├── KeyNotFoundError (KeyError)          push or pull of a key that was never initialised
     ├── ShapeMismatchError (ValueError)      wrong shape or dtype for a key
     ├── ProtocolError                        a malformed or unexpected message
@@ -16,6 +17,7 @@
     ├── FencedError                          another process took this rank over
     ├── ServerLostState                      the server was restarted and no longer holds this job
     ├── ServerStoppingError                  the server is draining and takes no new round
+    ├── NonFiniteGradientError (FloatingPointError)   a gradient that cannot be compressed
     └── OptimizerError                       the optimizer raised while a round was applied
 
 This module knows nothing about sockets or tensors.
@@ -42,6 +44,13 @@ class UnknownNameError(ConfigurationError):
 
 class PlanMismatchError(ConfigurationError):
     """Workers of one job disagree: on their model, their optimizer, a learning rate or the topology."""
+
+
+class SchedulerInUseError(KVStoreError, UserWarning):
+    """A learning rate was set on an optimizer that takes it from a scheduler.
+
+    Also a `UserWarning`, which is what Gluon raises for the same mistake.
+    """
 
 
 class KeyNotFoundError(KVStoreError, KeyError):
@@ -94,6 +103,10 @@ class ServerStoppingError(KVStoreError):
 
 class OptimizerError(KVStoreError):
     """The optimizer raised while a round was being applied; the weights are as before the round."""
+
+
+class NonFiniteGradientError(KVStoreError, FloatingPointError):
+    """A gradient holds an infinity or a NaN, or is so large that adding it to its residual overflows."""
 
 
 WIRE_ERRORS: dict[str, type[KVStoreError]] = {

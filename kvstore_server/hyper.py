@@ -15,7 +15,7 @@ from typing import Any
 from kvstore_server.errors import ConfigurationError, PlanMismatchError
 from kvstore_server.optimizer import Optimizer, create_from_spec
 from kvstore_server.plan import Plan
-from kvstore_server.protocol.frames import pack_control, unpack_control
+from kvstore_server.protocol.control import pack_control, unpack_control
 
 
 class OptimizerBelief:
@@ -84,13 +84,17 @@ class HyperBelief:
 
         Raises:
             PlanMismatchError: two ranks disagree on a number.
+            ConfigurationError: the optimizer cannot update one of the keys.
         """
         packed = self.common()
         cached = self._cached
         # The optimizer itself is kept, not its id: a new one may get the address of one that is gone.
         if cached is None or cached[0] != packed or cached[1] is not optimizer:
             values = _tuples(unpack_control(packed)) if packed else {"groups": None}
-            cached = self._cached = (packed, optimizer, effective_hypers(self._plan, optimizer, values))
+            rows = effective_hypers(self._plan, optimizer, values)
+            for spec, row in zip(self._plan.specs, rows, strict=True):
+                optimizer.check_key(spec.key, spec.shape, row)
+            cached = self._cached = (packed, optimizer, rows)
         return cached[2]
 
     def common(self) -> bytes:

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+from kvstore_server.codec import Codec, make_codec
 from kvstore_server.dense import Leases
 from kvstore_server.errors import (
     ConfigurationError,
@@ -21,9 +22,13 @@ from kvstore_server.hyper import OptimizerBelief
 from kvstore_server.membership import BarrierWait, Membership
 from kvstore_server.plan import TensorSpec, check_same, check_specs, make_plan
 from kvstore_server.protocol import messages as m
+from kvstore_server.protocol.control import unpack_control
 from kvstore_server.table import Table
 
 _log = logging.getLogger(__name__)
+
+_CODECS_KEPT = 16
+"""Descriptions of codecs that are remembered; a job has one."""
 
 
 class PlaceConfig(Protocol):
@@ -49,6 +54,7 @@ class Namespace:
         self.tables: dict[int, Table] = {}
         self._numbers: dict[str, int] = {}
         self._registered_by: dict[str, int] = {}
+        self._codecs: dict[bytes, Codec] = {}
 
     def register(self, rank: int, register: m.Register, config: PlaceConfig, leases: Leases | None) -> Table:
         """Return the table of that name, made now if this rank is the first to name it.
@@ -64,6 +70,7 @@ class Namespace:
             first = self._registered_by[register.table]
             try:
                 check_same(table.plan.specs, specs, f"rank {first}", f"rank {rank}")
+                _check_same_placement(table.plan.whole_keys, register.whole_keys, first, rank)
             except PlanMismatchError as error:
                 table.conflict = error
                 raise
@@ -76,7 +83,7 @@ class Namespace:
                 f"table {register.table!r} has {size} bytes, server {config.server} accepts tables of up to "
                 f"{config.max_table_bytes} bytes (--max-table-bytes)"
             )
-        plan = make_plan(specs, config.num_servers)
+        plan = make_plan(specs, config.num_servers, register.whole_keys)
         number = len(self.tables)
         table = Table(number, register.table, plan, config.server, self.membership.num_workers, leases)
         self.tables[number] = table
@@ -94,6 +101,20 @@ class Namespace:
         if table is None:
             raise ProtocolError(f"namespace {self.name!r} has no table {number}; register it first")
         return table
+
+    def codec(self, packed: bytes) -> Codec:
+        """The codec that a push describes.
+
+        Raises:
+            ConfigurationError: the description is not one of a codec.
+        """
+        codec = self._codecs.get(packed)
+        if codec is None:
+            codec = make_codec(unpack_control(packed))
+            if len(self._codecs) >= _CODECS_KEPT:
+                self._codecs.clear()
+            self._codecs[packed] = codec
+        return codec
 
     def set_optimizer(self, rank: int, spec: bytes) -> None:
         """Note the optimizer that a rank names; another algorithm than before starts with fresh state."""
@@ -169,3 +190,12 @@ class Namespace:
             "num_dead": members.num_dead(now, config.dead_after),
             "tables": [dict(table.counters()) for table in self.tables.values()],
         }
+
+
+def _check_same_placement(mine: bool, theirs: bool, first: int, rank: int) -> None:
+    if mine != theirs:
+        names = {True: "whole keys", False: "slices of keys"}
+        raise PlanMismatchError(
+            f"rank {first} wants {names[mine]} on a server, rank {rank} wants {names[theirs]}: one of them has an "
+            "optimizer that needs whole keys; set the same one on every worker"
+        )

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from kvstore_server.errors import KVStoreError, to_wire
 from kvstore_server.protocol import messages as m
-from kvstore_server.protocol.frames import MAX_PAYLOAD, SENT_ALONE, encode_reply
+from kvstore_server.protocol.buffers import MAX_PAYLOAD, SENT_ALONE
+from kvstore_server.protocol.frames import encode_reply
 
 PartKey = tuple[int, int, int, int]
 """(request number, table, slice, round) of a slice of weights."""

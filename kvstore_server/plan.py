@@ -91,6 +91,8 @@ class Plan:
     """Elements in the arena of each dtype, padding included."""
     key_offsets: tuple[int, ...]
     """Where each key begins in the arena of its dtype, in elements."""
+    whole_keys: bool
+    """Whether all slices of a key are on one server."""
     digest: str
     servers: tuple[int, ...] = field(init=False)
     """The servers that hold at least one slice, in ascending order."""
@@ -109,8 +111,11 @@ class Plan:
         return self._by_server.get(server, ())
 
 
-def make_plan(specs: Sequence[TensorSpec], num_servers: int) -> Plan:
+def make_plan(specs: Sequence[TensorSpec], num_servers: int, whole_keys: bool = False) -> Plan:
     """Lay out `specs` over `num_servers` servers.
+
+    With `whole_keys` a key is not spread over servers, for optimizers that need more of it than one element at a
+    time; the slices are the same, only their places differ.
 
     Raises:
         ConfigurationError: no keys, a key twice, a dtype that cannot be stored, or a shape with a negative size.
@@ -133,9 +138,11 @@ def make_plan(specs: Sequence[TensorSpec], num_servers: int) -> Plan:
             key_offsets[i] = layout.add_big(i, specs[i].numel)
         drafts.extend(layout.drafts)
         arena_sizes[dtype] = layout.end
-    servers = _place(drafts, num_servers, zlib.crc32(specs[0].key.encode()))
+    units = _units(drafts) if whole_keys else [[i] for i in range(len(drafts))]
+    servers = _place(drafts, units, num_servers, zlib.crc32(specs[0].key.encode()))
     slices = tuple(draft.freeze(i, servers[i]) for i, draft in enumerate(drafts))
-    return Plan(specs, num_servers, slices, arena_sizes, tuple(key_offsets), _digest(specs, num_servers))
+    digest = _digest(specs, num_servers, whole_keys)
+    return Plan(specs, num_servers, slices, arena_sizes, tuple(key_offsets), whole_keys, digest)
 
 
 def check_same(
@@ -239,23 +246,37 @@ def _align(numel: int, dtype: str) -> int:
     return -(-numel // unit) * unit
 
 
-def _place(drafts: Sequence[_Draft], num_servers: int, seed: int) -> list[int]:
-    """Give each slice to the server that holds the fewest bytes so far, biggest slice first.
+def _units(drafts: Sequence[_Draft]) -> list[list[int]]:
+    """Slices that share a key, together: the pieces of a big key. A bucket holds whole keys and stands alone."""
+    units: list[list[int]] = []
+    for i, draft in enumerate(drafts):
+        if i and drafts[i - 1].segments[-1].key == draft.segments[0].key:
+            units[-1].append(i)
+        else:
+            units.append([i])
+    return units
+
+
+def _place(
+    drafts: Sequence[_Draft], units: Sequence[Sequence[int]], num_servers: int, seed: int
+) -> list[int]:
+    """Give each unit to the server that holds the fewest bytes so far, biggest unit first.
 
     `seed` only rotates who is asked first, so that many one-key tables do not all land on server 0.
     """
     loads = [0] * num_servers
     placed = [0] * len(drafts)
-    by_size = sorted(range(len(drafts)), key=lambda i: (-drafts[i].used * ITEM_SIZE[drafts[i].dtype], i))
-    for i in by_size:
+    sizes = [sum(drafts[i].used * ITEM_SIZE[drafts[i].dtype] for i in unit) for unit in units]
+    for at in sorted(range(len(units)), key=lambda at: (-sizes[at], at)):
         server = min(range(num_servers), key=lambda s: (loads[s], (s - seed) % num_servers))
-        loads[server] += drafts[i].used * ITEM_SIZE[drafts[i].dtype]
-        placed[i] = server
+        loads[server] += sizes[at]
+        for i in units[at]:
+            placed[i] = server
     return placed
 
 
-def _digest(specs: tuple[TensorSpec, ...], num_servers: int) -> str:
-    layout = [ALIGNMENT, MIN_SLICE, MAX_SLICE, SLICES_PER_TABLE, num_servers]
+def _digest(specs: tuple[TensorSpec, ...], num_servers: int, whole_keys: bool) -> str:
+    layout = [ALIGNMENT, MIN_SLICE, MAX_SLICE, SLICES_PER_TABLE, num_servers, whole_keys]
     rows = [[spec.key, list(spec.shape), spec.dtype, spec.group] for spec in specs]
     return hashlib.sha256(json.dumps([layout, rows]).encode()).hexdigest()
 

@@ -19,7 +19,8 @@ from kvstore_server.errors import ConfigurationError, KVStoreError, to_wire
 from kvstore_server.leases import Leases
 from kvstore_server.outbox import Backlog, Message, packed
 from kvstore_server.protocol import messages as m
-from kvstore_server.protocol.frames import MAX_FRAME, SENT_ALONE, decode_request
+from kvstore_server.protocol.buffers import MAX_FRAME, SENT_ALONE
+from kvstore_server.protocol.frames import decode_request
 
 _log = logging.getLogger(__name__)
 

@@ -10,13 +10,22 @@ from typing import Any, NamedTuple
 
 import torch
 
+from kvstore_server.codec import Codec
 from kvstore_server.consistency import Contribution, SyncRounds
-from kvstore_server.dense import Addend, DenseTable, Leases, Updater
-from kvstore_server.errors import KeyNotFoundError, KVStoreError, OptimizerError, ProtocolError
+from kvstore_server.dense import DenseTable, Leases, Updater
+from kvstore_server.errors import (
+    ConfigurationError,
+    KeyNotFoundError,
+    KVStoreError,
+    OptimizerError,
+    PlanMismatchError,
+    ProtocolError,
+)
 from kvstore_server.hyper import HyperBelief
 from kvstore_server.optimizer import Optimizer
 from kvstore_server.plan import Plan
 from kvstore_server.protocol.messages import Payload, Push
+from kvstore_server.reduction import Addend, Encoded
 
 
 class Waiter(NamedTuple):
@@ -41,7 +50,9 @@ class Table:
         self.absent: dict[int, frozenset[int]] = {}
         """What each rank leaves out of the open round."""
         self.left_out: tuple[int, ...] = ()
-        """The keys here that no rank contributed to in the last applied round."""
+        """The keys here that no rank contributed to in the last round."""
+        self.vetoes: tuple[int, ...] = ()
+        """The ranks because of which the last round was not applied."""
         self.conflict: KVStoreError | None = None
         """Why the table cannot be used any more: ranks declared different keys, or an update broke off."""
         self.is_initialised = False
@@ -50,9 +61,9 @@ class Table:
         self.keys_applied = 0
         self.undone = 0
 
-    def push(self, rank: int, push: Push) -> None:
-        """Take a provisional slice, after checking that it fits."""
-        payload = self.dense.check_payload(push.slice, push.payload)
+    def push(self, rank: int, push: Push, codec: Codec | None) -> None:
+        """Take a provisional slice, compressed if there is a codec, after checking that it fits."""
+        payload = self.dense.check_payload(push.slice, push.payload, codec)
         if push.round == self.rounds.number:
             self.dense.forget_undo()
         self.rounds.push(rank, Push(push.table, push.slice, push.round, push.generation, payload))
@@ -68,16 +79,17 @@ class Table:
             KVStoreError: the round cannot be applied; nothing has changed and the round is still open.
         """
         given = self.rounds.contributions()
-        if self.rounds.number == 0:
-            first = given[0][1]
-            self._check_complete(first)
-            self.dense.assign({s: payload for s, (_, payload) in first.slices.items()})
-            self.is_initialised = True
+        commits = {rank: mine.commit for rank, mine in given if mine.commit is not None}
+        self.dense.forget_undo()
+        self.left_out = ()
+        self.vetoes = tuple(rank for rank, commit in commits.items() if commit.veto)
+        if self.rounds.number == 0 or any(commit.assign for commit in commits.values()):
+            self._assign(given, [rank for rank, commit in commits.items() if not commit.assign])
         elif not self.is_initialised:
             raise KeyNotFoundError(
                 f"table {self.name!r} has no values: initialising it failed; restart the job"
             )
-        else:
+        elif not self.vetoes:
             addends = [self._addend(rank, mine, optimizer) for rank, mine in given]
             if updater is not None:
                 self.dense.call_updater(addends, updater)
@@ -105,8 +117,9 @@ class Table:
         """A rank gives a round up: fail it if it is open, take it back if that is wanted and it was the last one."""
         if number == self.rounds.number:
             return self.fail(error)
-        if undo and number == self.rounds.number - 1 and self.dense.can_undo:
-            self.dense.undo()
+        if undo and number == self.rounds.number - 1 and (self.dense.can_undo or self.vetoes):
+            if not self.vetoes:  # a vetoed round has changed nothing
+                self.dense.undo()
             self.rounds.undo(error)
             self.undone += 1
         return []
@@ -124,7 +137,29 @@ class Table:
             "waiting_for": self.rounds.missing_ranks() if self.rounds.is_waiting() else [],
         }
 
+    def _assign(self, given: list[tuple[int, Contribution[Waiter]]], updating: list[int]) -> None:
+        """Take over the lowest rank's values, in the first round and wherever all ranks want that."""
+        rank, first = given[0]
+        if self.rounds.number and updating:
+            raise PlanMismatchError(
+                f"rank {updating[0]} updates {self.name!r} in a round in which other ranks replace its values; "
+                "call set_data in the same step on every worker"
+            )
+        missing = [piece.index for piece in self.dense.slices if piece.index not in first.slices]
+        if missing:
+            raise ProtocolError(
+                f"rank {rank} gave table {self.name!r} values without its slices {missing[:8]}"
+            )
+        self.dense.assign({s: payload for s, (_, payload) in first.slices.items()})
+        self.is_initialised = True
+        self.vetoes = ()
+
     def _update(self, addends: list[Addend], optimizer: Optimizer) -> None:
+        if not optimizer.elementwise and not self.plan.whole_keys and len(self.plan.servers) > 1:
+            raise ConfigurationError(
+                f"optimizer {optimizer.registered_name!r} needs whole keys, but {self.name!r} is spread over "
+                f"{len(self.plan.servers)} servers; set the optimizer on every worker before the next push"
+            )
         hypers = self.hyper.agreed(optimizer)
         try:
             self.dense.update(addends, optimizer, hypers)
@@ -151,14 +186,12 @@ class Table:
             return self.dense.keys
         return frozenset(key for key in self.dense.keys if any(key not in a.absent for a in addends))
 
-    def _check_complete(self, first: Contribution[Waiter]) -> None:
-        missing = [piece.index for piece in self.dense.slices if piece.index not in first.slices]
-        if missing:
-            raise ProtocolError(f"rank 0 initialised table {self.name!r} without its slices {missing[:8]}")
-
 
 _NOTHING: frozenset[int] = frozenset()
 
 
 def _same(a: Payload, b: Payload) -> bool:
+    if isinstance(a, Encoded) or isinstance(b, Encoded):
+        is_alike = isinstance(a, Encoded) and isinstance(b, Encoded) and a.codec == b.codec
+        return is_alike and torch.equal(a.data, b.data)
     return a is b or bool(torch.equal(a.view(torch.uint8), b.view(torch.uint8)))

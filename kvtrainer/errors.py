@@ -1,4 +1,4 @@
-"""Every error that `kvtrainer` raises on purpose: the store's, and two that only a training loop knows."""
+"""Every error that `kvtrainer` raises on purpose: the store's, and those that only a training loop knows."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from kvstore_server.errors import (
     FencedError,
     KeyNotFoundError,
     KVStoreError,
+    NonFiniteGradientError,
     OptimizerError,
     PlanMismatchError,
     ProtocolError,
     RoundAbortedError,
+    SchedulerInUseError,
     ServerLostState,
     ServerStoppingError,
     ServerUnreachableError,
@@ -23,22 +25,30 @@ from kvstore_server.errors import (
 )
 
 __all__ = [
+    "AmpNotInitializedError",
+    "ArgumentTypeError",
     "ConfigurationError",
     "ConnectTimeoutError",
     "DeadlineError",
     "FencedError",
     "KVStoreError",
     "KeyNotFoundError",
+    "NonFiniteGradientError",
+    "NonFiniteNormWarning",
+    "NotInitializedError",
     "OptimizerError",
     "ParameterMovedError",
     "PlanMismatchError",
     "ProtocolError",
     "RoundAbortedError",
+    "SchedulerInUseError",
     "ServerLostState",
     "ServerStoppingError",
     "ServerUnreachableError",
     "ShapeMismatchError",
     "StaleGradientError",
+    "StateFileError",
+    "StateMismatchError",
     "UnknownNameError",
     "VersionMismatchError",
     "WorkerLostError",
@@ -54,3 +64,27 @@ class StaleGradientError(KVStoreError, UserWarning):
 
     Also a `UserWarning`, which is what Gluon raises for the same mistake.
     """
+
+
+class ArgumentTypeError(ConfigurationError, TypeError):
+    """An argument has a type that cannot be meant."""
+
+
+class AmpNotInitializedError(ConfigurationError):
+    """A loss was to be scaled for a Trainer that has no loss scaler."""
+
+
+class NonFiniteNormWarning(UserWarning):
+    """The norm of the gradients is infinite or not a number, so they were not clipped. Warned, not raised."""
+
+
+class NotInitializedError(KVStoreError, RuntimeError):
+    """A parameter has no shape yet, because the lazy module that it belongs to has seen no input."""
+
+
+class StateFileError(KVStoreError, OSError):
+    """A file of saved states cannot be written or read, or is no such file."""
+
+
+class StateMismatchError(ConfigurationError):
+    """Saved states belong to another model or to another optimizer; the message names every difference."""

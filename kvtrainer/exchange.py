@@ -5,19 +5,31 @@ An exchange knows one table: all parameters of one Trainer. It is made at the fi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from kvstore_server.optimizer import Optimizer, SliceState
+from kvstore_server.codec import Codec
+from kvstore_server.optimizer import KeyState, Optimizer, SliceState
 from kvstore_server.plan import Plan, Slice
 from kvtrainer.comm.client import Client
+from kvtrainer.comm.compressor import Compressor
 from kvtrainer.comm.tickets import RoundItem
 from kvtrainer.kvstore.base import KVStoreBase
 
 TABLE = "parameters"
+
+
+class Outcome(NamedTuple):
+    """How a round ended that did not fail."""
+
+    left_out: frozenset[int]
+    """The keys (by index) that no worker contributed to."""
+    skipped: bool
+    """A worker vetoed: weights, gradients and optimizer state are as before, for every worker."""
 
 
 class Exchange(Protocol):
@@ -34,10 +46,13 @@ class Exchange(Protocol):
 
     def run(
         self, grads: Mapping[str, Tensor], weights: Mapping[str, Tensor], scale: float, absent: frozenset[int],
-        hyper: bytes,
-    ) -> frozenset[int]:  # fmt: skip
-        """One round. New weights go to `weights`, or else sums of gradients to `grads`; returns the keys (by
-        index) that no worker contributed to."""
+        hyper: bytes, veto: bool = False,
+    ) -> Outcome:  # fmt: skip
+        """One round. New weights go to `weights`, or else sums of gradients to `grads`. A worker vetoes when its
+        gradients are not finite; the round then has no effect on any worker."""
+
+    def assign(self, weights: Mapping[str, Tensor]) -> None:
+        """Give every worker, and the store, rank 0's weights as they are now; optimizer state stays."""
 
     def stats(self) -> list[dict[str, Any]]:
         """Counters of every server; empty for stores that keep none."""
@@ -48,13 +63,18 @@ class StoreExchange:
 
     knows_left_out = True
 
-    def __init__(self, client: Client, plan: Plan, optimizer: Optimizer | None) -> None:
+    def __init__(
+        self, client: Client, plan: Plan, optimizer: Optimizer | None, codec: Codec | None = None
+    ) -> None:
         self.num_workers = client.options.num_workers
         self.updates_weights = optimizer is not None
         self._client = client
         if optimizer is not None:
             client.set_optimizer(optimizer.spec())
-        self._table = client.register({TABLE: plan.specs})[0]
+        whole_keys = optimizer is not None and not optimizer.elementwise
+        [self._table] = client.register({TABLE: plan.specs}, whole_keys)
+        if codec is not None:
+            self._table.compressor = Compressor(codec, self._table.plan)
 
     def init(self, weights: Mapping[str, Tensor]) -> None:
         mine = _on_cpu(weights)
@@ -65,21 +85,46 @@ class StoreExchange:
 
     def run(
         self, grads: Mapping[str, Tensor], weights: Mapping[str, Tensor], scale: float, absent: frozenset[int],
-        hyper: bytes,
-    ) -> frozenset[int]:  # fmt: skip
+        hyper: bytes, veto: bool = False,
+    ) -> Outcome:  # fmt: skip
         target = weights if self.updates_weights else grads
         values, out = _on_cpu(grads), _on_cpu(target)
         rounds = self._client.rounds
-        ticket = rounds.start([RoundItem(self._table, values, out, scale, absent)], hyper)
+        ticket = rounds.start([RoundItem(self._table, values, out, scale, absent, veto)], hyper)
         rounds.wait(ticket)
+        if TABLE in ticket.vetoes:
+            return Outcome(frozenset(), skipped=True)
         _copy_back(target, out)
-        return frozenset(ticket.absent.get(TABLE, ()))
+        return Outcome(frozenset(ticket.absent.get(TABLE, ())), skipped=False)
+
+    def assign(self, weights: Mapping[str, Tensor]) -> None:
+        mine = _on_cpu(weights)
+        values = mine if self._client.options.rank == 0 else None
+        rounds = self._client.rounds
+        rounds.wait(rounds.start([RoundItem(self._table, values, mine, assign=True)]))
+        _copy_back(weights, mine)
 
     def get_state(self, piece: Slice) -> SliceState:
         return self._client.get_state(self._table, self._placed(piece))
 
     def put_state(self, piece: Slice, state: SliceState) -> None:
         self._client.put_state(self._table, self._placed(piece), state)
+
+    def get_key_state(self, key: int) -> KeyState:
+        return self._client.get_key_state(self._table, key)
+
+    def put_key_state(self, key: int, state: KeyState) -> None:
+        self._client.put_key_state(self._table, key, state)
+
+    def residuals(self) -> dict[int, Tensor]:
+        """What compression has held back of this worker's gradients, by index of the key; copies."""
+        compressor = self._table.compressor
+        return {} if compressor is None else compressor.residuals()
+
+    def set_residuals(self, residuals: Mapping[int, Tensor]) -> None:
+        """Replace what compression has held back; without compression there is nothing to hold."""
+        if self._table.compressor is not None:
+            self._table.compressor.set_residuals(residuals)
 
     def stats(self) -> list[dict[str, Any]]:
         return self._client.stats()
@@ -106,14 +151,22 @@ class PluginExchange:
 
     def run(
         self, grads: Mapping[str, Tensor], weights: Mapping[str, Tensor], scale: float, absent: frozenset[int],
-        hyper: bytes,
-    ) -> frozenset[int]:  # fmt: skip
+        hyper: bytes, veto: bool = False,
+    ) -> Outcome:  # fmt: skip
         for key, piece in enumerate(self._pieces(grads)):
             if scale != 1.0:
                 piece.mul_(scale)
+            if veto:
+                piece.fill_(math.inf)  # a sum is all that such a store knows: this one tells every worker
             self._store.pushpull(key, piece, piece, priority=-key)
-        # Zeros stand in for what one of several workers left out.
-        return absent if self.num_workers == 1 else frozenset()
+        # Zeros stand in for what one of several workers left out. Who did not veto learns of it from the sums.
+        return Outcome(absent if self.num_workers == 1 else frozenset(), skipped=veto)
+
+    def assign(self, weights: Mapping[str, Tensor]) -> None:
+        for key, piece in enumerate(self._pieces(weights)):
+            if self._store.rank != 0:
+                piece.zero_()
+            self._store.pushpull(key, piece, piece, priority=-key)
 
     def stats(self) -> list[dict[str, Any]]:
         return []

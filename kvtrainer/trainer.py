@@ -179,7 +179,7 @@ class Trainer(FlatOptimizer):
         absent = frozenset(i for i, is_fresh in enumerate(fresh) if not is_fresh)
         # After a failed round nobody knows which servers took the change: it is sent again.
         self._sent_hyper = b""
-        left_out = self._exchange.run(arena.grads, arena.weights, scale, absent, changed)
+        left_out = self._exchange.run(arena.grads, arena.weights, scale, absent, changed).left_out
         self._sent_hyper = hyper
         if self._exchange.updates_weights:
             arena.mark_updated(None)

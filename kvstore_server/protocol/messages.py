@@ -49,6 +49,8 @@ class Register:
     table: str
     specs: tuple[tuple[str, tuple[int, ...], str, int], ...]
     """(key, shape, dtype, group) of each key."""
+    whole_keys: bool
+    """Whether every key lies whole on one server."""
 
 
 class Push(NamedTuple):
@@ -66,6 +68,8 @@ class PushBatch:
     """Several slices in one message. Never answered: the commit is."""
 
     pushes: tuple[Push, ...]
+    codec: bytes = b""
+    """msgpack of `Codec.spec()` when the payloads are compressed; empty when they are not."""
 
 
 class Commit(NamedTuple):
@@ -80,6 +84,10 @@ class Commit(NamedTuple):
     want_weights: bool
     timeout: float
     """Seconds that this rank is ready to wait for the others."""
+    veto: bool = False
+    """This rank's gradients are not finite: the round ends without an update, on every server and for every rank."""
+    assign: bool = False
+    """The lowest rank's values replace the weights and no optimizer runs; every rank must say so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,18 +138,20 @@ class Barrier:
 
 @dataclass(frozen=True, slots=True)
 class GetState:
-    """Asks for the optimizer state of one slice; answered by State."""
+    """Asks for the optimizer state of one slice, or of one whole key; answered by State."""
 
     table: int
-    slice: int
+    index: int
+    of_key: bool
 
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """The optimizer state of one slice: as a request it replaces the state, as a reply it answers GetState."""
+    """The optimizer state of a slice or key: as a request it replaces the state, as a reply it answers GetState."""
 
     table: int
-    slice: int
+    index: int
+    of_key: bool
     summary: Mapping[str, Any]
     """Numbers, and the names and sizes of the tensors in `data`; see `state_blob`."""
     data: bytes
@@ -242,6 +252,15 @@ class Absent:
 
 
 @dataclass(frozen=True, slots=True)
+class Vetoed:
+    """Comes before the Done of a round that was not applied because some ranks had gradients that are not finite."""
+
+    table: int
+    round: int
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Missing:
     """Refuses a Commit that names slices which never arrived; send them again, then commit again."""
 
@@ -276,7 +295,7 @@ class Info:
 
 
 ReplyBody: TypeAlias = (
-    Welcome | Registered | Weights | Done | Absent | Missing | Pending | Failed | Info | State
+    Welcome | Registered | Weights | Done | Absent | Vetoed | Missing | Pending | Failed | Info | State
 )
 
 

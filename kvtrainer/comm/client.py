@@ -6,14 +6,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kvstore_server.errors import ConfigurationError, describe
-from kvstore_server.optimizer import SliceState
+from kvstore_server.optimizer import KeyState, SliceState
 from kvstore_server.plan import Plan, Slice, TensorSpec, make_plan
 from kvstore_server.protocol import messages as m
-from kvstore_server.protocol.frames import pack_control
-from kvstore_server.state_blob import pack_state, unpack_state
+from kvstore_server.protocol.control import pack_control
+from kvstore_server.state_blob import pack_key_state, pack_state, unpack_key_state, unpack_state
 from kvtrainer.comm.rounds import Rounds
-from kvtrainer.comm.session import Session, SessionOptions, Transport
+from kvtrainer.comm.session import Session
 from kvtrainer.comm.tickets import RemoteTable
+from kvtrainer.comm.transport import SessionOptions, Transport
 
 _REGISTERED_TOGETHER = 64
 """Requests under way at once: more would only wait in the queues."""
@@ -44,31 +45,38 @@ class Client:
         """Say hello to every server; blocks up to `connect_timeout`. Raises as `Session.connect`."""
         self._session.connect()
 
-    def register(self, tables: Mapping[str, Sequence[TensorSpec]]) -> list[RemoteTable]:
+    def register(
+        self, tables: Mapping[str, Sequence[TensorSpec]], whole_keys: bool = False
+    ) -> list[RemoteTable]:
         """Declare tables on every server that holds a part of them; round 0 of each must follow on every worker.
+
+        With `whole_keys` no key is spread over servers.
 
         Raises:
             PlanMismatchError: another worker declared other keys under one of the names.
             ConfigurationError: a table is registered, or the servers hold it from an earlier run.
             ServerUnreachableError: a server did not answer.
         """
-        declared = {name: self._declare(name, specs) for name, specs in tables.items()}
+        declared = {name: self._declare(name, specs, whole_keys) for name, specs in tables.items()}
         requests = [(server, table) for table in declared.values() for server in table.plan.servers]
         for at in range(0, len(requests), _REGISTERED_TOGETHER):
             self._register(requests[at : at + _REGISTERED_TOGETHER])
         self._tables.update(declared)
         return list(declared.values())
 
-    def _declare(self, name: str, specs: Sequence[TensorSpec]) -> RemoteTable:
+    def _declare(self, name: str, specs: Sequence[TensorSpec], whole_keys: bool) -> RemoteTable:
         known = self._tables.get(name)
         if known is not None:
             state = "is registered already" if known.is_initialised else "could not be initialised before"
             raise ConfigurationError(f"table {name!r} {state}; restart the job, or give another namespace=…")
-        return RemoteTable(name, make_plan(specs, self.num_servers), {})
+        return RemoteTable(name, make_plan(specs, self.num_servers, whole_keys), {})
 
     def _register(self, requests: Sequence[tuple[int, RemoteTable]]) -> None:
         """Declare (server, table) pairs in one go: asking for a thousand keys one after the other takes long."""
-        bodies = [(server, m.Register(table.name, _wire_specs(table.plan))) for server, table in requests]
+        bodies = [
+            (server, m.Register(table.name, _wire_specs(table.plan), table.plan.whole_keys))
+            for server, table in requests
+        ]
         for (server, table), reply in zip(requests, self._session.call_all(bodies), strict=True):
             assert isinstance(reply, m.Registered)
             if reply.next_round:
@@ -94,15 +102,31 @@ class Client:
     def get_state(self, table: RemoteTable, piece: Slice) -> SliceState:
         """Fetch the optimizer state of one slice, as of this worker's last round."""
         self.rounds.settle(table)
-        reply = self._session.call(piece.server, m.GetState(table.numbers[piece.server], piece.index))
-        assert isinstance(reply, m.State)
+        reply = self._ask_for_state(table, piece.server, piece.index, of_key=False)
         return unpack_state(piece, reply.summary, reply.data)
 
     def put_state(self, table: RemoteTable, piece: Slice, state: SliceState) -> None:
         """Replace the optimizer state of one slice."""
         self.rounds.settle(table)
-        summary, data = pack_state(state)
-        self._session.call(piece.server, m.State(table.numbers[piece.server], piece.index, summary, data))
+        number = table.numbers[piece.server]
+        self._session.call(piece.server, m.State(number, piece.index, False, *pack_state(state)))
+
+    def get_key_state(self, table: RemoteTable, key: int) -> KeyState:
+        """Fetch the optimizer state of one whole key (by index), as of this worker's last round."""
+        self.rounds.settle(table)
+        reply = self._ask_for_state(table, _server_of(table.plan, key), key, of_key=True)
+        return unpack_key_state(table.plan.specs[key], reply.summary, reply.data)
+
+    def put_key_state(self, table: RemoteTable, key: int, state: KeyState) -> None:
+        """Replace the optimizer state of one whole key."""
+        self.rounds.settle(table)
+        server = _server_of(table.plan, key)
+        self._session.call(server, m.State(table.numbers[server], key, True, *pack_key_state(state)))
+
+    def _ask_for_state(self, table: RemoteTable, server: int, index: int, of_key: bool) -> m.State:
+        reply = self._session.call(server, m.GetState(table.numbers[server], index, of_key))
+        assert isinstance(reply, m.State)
+        return reply
 
     def barrier(self) -> None:
         """Block until every worker of the namespace has come to the same barrier.
@@ -136,6 +160,11 @@ class Client:
         if error is not None:
             reason = describe(error)
         self._session.close(reason, is_clean=error is None)
+
+
+def _server_of(plan: Plan, key: int) -> int:
+    """The server that holds a whole key."""
+    return next(piece.server for piece in plan.slices if any(s.key == key for s in piece.segments))
 
 
 def _wire_specs(plan: Plan) -> tuple[tuple[str, tuple[int, ...], str, int], ...]:

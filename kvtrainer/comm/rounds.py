@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Sequence
 from kvstore_server.errors import DeadlineError, KVStoreError, RoundAbortedError, describe, from_wire
 from kvstore_server.plan import Slice
 from kvstore_server.protocol import messages as m
-from kvstore_server.protocol.frames import MAX_PAYLOAD, SENT_ALONE
 from kvtrainer.comm.giving_up import give_up
+from kvtrainer.comm.pushes import compress, push_batches
 from kvtrainer.comm.session import Session
 from kvtrainer.comm.tickets import Arenas, RemoteTable, RoundItem, Ticket, write_part
 
@@ -44,6 +44,7 @@ class Rounds:
                 self._request(ticket, server, members)
             for item in items:
                 item.table.ticket = ticket
+            ticket.encoded = compress(items)
             for at in range(0, len(items), _COMMITS_PER_MESSAGE):
                 self._send_round(ticket, items[at : at + _COMMITS_PER_MESSAGE])
         except BaseException as error:
@@ -128,33 +129,16 @@ class Rounds:
         table, timeout = item.table, self._session.options.timeout
         manifest = tuple([(piece.index, 0) for piece in item.sent_slices(server)])
         return m.Commit(
-            table.numbers[server], table.round, manifest, item.rescale, item.out is not None, timeout
-        )
+            table.numbers[server], table.round, manifest, item.rescale, item.out is not None, timeout, item.veto,
+            item.assign,
+        )  # fmt: skip
 
     def _send_pushes(
         self, ticket: Ticket, server: int, work: Iterable[tuple[RoundItem, Sequence[Slice]]]
     ) -> None:
         # Under the number of the commit that follows: should a server refuse a slice, this exchange is told.
-        request = ticket.numbers[server]
-        batch: list[m.Push] = []
-        size = 0
-        for item, pieces in work:
-            if item.values is None:
-                continue
-            number, round_ = item.table.numbers[server], item.table.round
-            for piece in pieces:
-                payload = item.values[piece.dtype][piece.offset : piece.offset + piece.used]
-                push = m.Push(number, piece.index, round_, 0, payload)
-                if piece.nbytes >= SENT_ALONE:
-                    self._session.send(server, request, m.PushBatch((push,)))
-                    continue
-                if size + piece.nbytes > MAX_PAYLOAD:
-                    self._session.send(server, request, m.PushBatch(tuple(batch)))
-                    batch, size = [], 0
-                batch.append(push)
-                size += piece.nbytes
-        if batch:
-            self._session.send(server, request, m.PushBatch(tuple(batch)))
+        for batch in push_batches(work, ticket.encoded, server):
+            self._session.send(server, ticket.numbers[server], batch)
 
     def _send_round(self, ticket: Ticket, items: Sequence[RoundItem]) -> None:
         """All slices of some tables to all servers, and only then their commits: who dies before has begun nothing."""
@@ -215,6 +199,8 @@ class Rounds:
         elif isinstance(reply, m.Absent):
             item = ticket.tables[server, reply.table]
             ticket.absent.setdefault(item.table.name, set()).update(reply.keys)
+        elif isinstance(reply, m.Vetoed):
+            ticket.vetoes[ticket.tables[server, reply.table].table.name] = reply.ranks
         elif isinstance(reply, m.Missing):
             self._send_again(ticket, server, reply)
         elif isinstance(reply, m.Failed):
@@ -275,6 +261,9 @@ class Rounds:
                 continue
             for part in ticket.staged.pop(item.table.name, ()):
                 write_part(item, part)
+            if item.table.name in ticket.encoded and item.table.name not in ticket.vetoes:
+                assert item.table.compressor is not None
+                item.table.compressor.accept()
             item.table.round += 1
             item.table.is_initialised = True
         if lost:

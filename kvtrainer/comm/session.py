@@ -9,8 +9,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Protocol
 
 from kvstore_server.errors import (
     ConnectTimeoutError,
@@ -20,6 +18,7 @@ from kvstore_server.errors import (
     from_wire,
 )
 from kvstore_server.protocol import messages as m
+from kvtrainer.comm.transport import SessionOptions, Transport
 
 _log = logging.getLogger(__name__)
 
@@ -28,55 +27,6 @@ REPEAT_AFTER = 2.0
 
 STANDSTILL = 1.0
 """A pause this much longer than asked for means that this process was stopped."""
-
-
-class Transport(Protocol):
-    """Carries requests to servers and replies back."""
-
-    num_servers: int
-
-    def send(self, server: int, request: m.Request) -> None:
-        """Hand a request over without blocking; payload memory must not change until it is answered."""
-
-    def receive(self, timeout: float) -> tuple[int, m.Reply] | None:
-        """Wait up to `timeout` seconds for a reply of any server."""
-
-    def describe(self, server: int) -> str:
-        """The server's name in error messages."""
-
-    def start_heartbeats(self, sessions: Sequence[tuple[int, int]]) -> None:
-        """Begin to tell every server, from time to time, that this process is alive: (run, session) each."""
-
-    def last_sign(self, server: int) -> float:
-        """When a server last answered such a message; on the clock of the session, 0 if it never did."""
-
-    def close(self) -> None:
-        """Send what is queued, for a short while, and give all resources back."""
-
-
-@dataclass(frozen=True)
-class SessionOptions:
-    """Who this worker is and how long it waits.
-
-    Args:
-        namespace: Workers with equal names form one group on the servers.
-        rank: 0 … num_workers − 1.
-        num_workers: How many workers take part in every round.
-        timeout: Seconds to wait for the other workers in a round or at a barrier.
-        connect_timeout: Seconds to wait for a server to answer the first time.
-        dead_after: Seconds of silence after which a server that must answer counts as unreachable.
-        capability: Instruction set of this CPU.
-        address: `host:pid`, for error messages on the other side.
-    """
-
-    namespace: str
-    rank: int
-    num_workers: int
-    timeout: float = 600.0
-    connect_timeout: float = 30.0
-    dead_after: float = 20.0
-    capability: str = ""
-    address: str = ""
 
 
 Handler = Callable[[int, m.ReplyBody], None]

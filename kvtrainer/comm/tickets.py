@@ -12,6 +12,7 @@ from torch import Tensor
 from kvstore_server.errors import KVStoreError, ProtocolError
 from kvstore_server.plan import Plan, Slice
 from kvstore_server.protocol import messages as m
+from kvtrainer.comm.compressor import Compressor
 
 Arenas = Mapping[str, Tensor]
 """dtype name → flat tensor laid out as the Plan says; padding behind the last key may be missing."""
@@ -33,6 +34,8 @@ class RemoteTable:
     """The exchange in flight."""
     broken: KVStoreError | None = None
     """Set when servers no longer agree on the last round."""
+    compressor: Compressor | None = None
+    """How this rank's contributions are compressed; None: they are not."""
 
 
 class RoundItem(NamedTuple):
@@ -44,6 +47,8 @@ class RoundItem(NamedTuple):
         out: Where the new weights are written; None means that they are not wanted.
         rescale: Factor of the contribution; None means the optimizer's own.
         absent: Keys (by index) that are left out; a slice of which all keys are absent is not sent.
+        veto: The values are not finite: they are not sent, and the round changes nothing for anybody.
+        assign: The lowest rank's values replace the weights; every rank must say so.
     """
 
     table: RemoteTable
@@ -51,9 +56,12 @@ class RoundItem(NamedTuple):
     out: Arenas | None
     rescale: float | None = None
     absent: frozenset[int] = frozenset()
+    veto: bool = False
+    assign: bool = False
 
     def sent_slices(self, server: int) -> Sequence[Slice]:
-        if self.values is None:
+        """The slices that this rank gives to a server."""
+        if self.values is None or self.veto:
             return ()
         pieces = self.table.plan.slices_of(server)
         if not self.absent:
@@ -78,6 +86,10 @@ class Ticket:
     error: KVStoreError | None = None
     absent: dict[str, set[int]] = field(default_factory=dict)
     """Table → keys that no worker contributed to."""
+    vetoes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """Table → ranks because of which its round was not applied."""
+    encoded: Mapping[str, Mapping[int, Tensor]] = field(default_factory=dict)
+    """Table → its slices as they are sent, where they are compressed."""
     failed: dict[tuple[int, int], int] = field(default_factory=dict)
     """(server, table number there) → the next round after the one that failed; -1 when it did not say."""
     aborted: set[str] = field(default_factory=set)

@@ -19,7 +19,8 @@ Value: TypeAlias = Tensor | Sequence[Tensor]
 """One tensor, or one per device: replicas, which are summed."""
 
 OPTIMIZER = "optimizer"
-CAPABILITIES = (OPTIMIZER,)
+COMPRESSION = "gradient_compression"
+CAPABILITIES = (OPTIMIZER, COMPRESSION)
 
 
 class KVStoreBase(ABC):

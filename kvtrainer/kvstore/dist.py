@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from kvstore_server.cpu import capability
 from kvtrainer.comm.client import Client
 from kvtrainer.comm.connection import Connection
-from kvtrainer.comm.session import SessionOptions
+from kvtrainer.comm.transport import SessionOptions
 from kvtrainer.env import CONNECT_TIMEOUT, DEAD_AFTER, TIMEOUT, read_timeout, read_topology
 from kvtrainer.kvstore.base import register
 from kvtrainer.kvstore.store import TableKVStore

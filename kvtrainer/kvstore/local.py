@@ -13,7 +13,7 @@ from kvstore_server.engine import Engine, EngineConfig
 from kvstore_server.errors import ConfigurationError
 from kvtrainer.comm.client import Client
 from kvtrainer.comm.loopback import Loopback
-from kvtrainer.comm.session import SessionOptions
+from kvtrainer.comm.transport import SessionOptions
 from kvtrainer.kvstore.base import Key, register
 from kvtrainer.kvstore.store import TableKVStore
 

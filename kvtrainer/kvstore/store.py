@@ -5,19 +5,21 @@ Each key is a table of its own, so workers may push keys in any order and any su
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from kvstore_server.codec import Codec, make_codec
 from kvstore_server.errors import ConfigurationError, KeyNotFoundError
 from kvstore_server.optimizer import Optimizer
 from kvstore_server.plan import TensorSpec
 from kvtrainer.comm.client import Client
+from kvtrainer.comm.compressor import Compressor
 from kvtrainer.comm.tickets import RemoteTable, RoundItem
-from kvtrainer.kvstore.base import Key, KVStoreBase
+from kvtrainer.kvstore.base import OPTIMIZER, Key, KVStoreBase
 from kvtrainer.kvstore.quiet import without_collections
 from kvtrainer.kvstore.values import check_fits, check_key, merge, pair, spec_of
 from kvtrainer.optimizer import create as create_optimizer
@@ -50,9 +52,12 @@ class TableKVStore(KVStoreBase):
     int or all str within one store.
     """
 
+    _can_compress: ClassVar[bool] = True
+
     def __init__(self, type: str, client: Client) -> None:
         self._type = type
         self._client = client
+        self._codec: Codec | None = None
         self._entries: dict[Key, _Entry] = {}
         self._optimizer: Optimizer | None = None
         self._sent_spec: dict[str, Any] | None = None
@@ -75,7 +80,7 @@ class TableKVStore(KVStoreBase):
         return self._client.num_servers
 
     def is_capable(self, capability: str) -> bool:
-        return self._capability(capability) == "optimizer"
+        return self._capability(capability) == OPTIMIZER or self._can_compress
 
     @without_collections
     def init(self, key: Any, value: Any) -> None:
@@ -149,10 +154,54 @@ class TableKVStore(KVStoreBase):
 
         Call it on every worker (those that call it must name the same one), with what `kvtrainer.optimizer.create`
         returns, a name, or a torch.optim class. Later changes of its numbers (`set_learning_rate`) are sent
-        with the next push. Naming the same optimizer again keeps its state. Blocks.
+        with the next push. Naming the same optimizer again keeps its state. Blocks; with an optimizer that needs whole
+        keys until every worker has called it, because keys that are spread over servers are brought together.
         """
         self._optimizer = create_optimizer(optimizer)
         self._refresh_optimizer()
+        if not self._optimizer.elementwise:
+            self._bring_together()
+
+    def set_gradient_compression(self, compression_params: Mapping[str, Any]) -> None:
+        """Compress what this worker pushes from now on; what is lost is added to its next push of the key.
+
+        Args:
+            compression_params: {"type": "2bit", "threshold": 0.5}, or "1bit", "fp16", "bf16" or "none". Residuals of
+                an earlier compression are dropped.
+
+        Raises:
+            ConfigurationError: this store does not compress, or the parameters are wrong.
+        """
+        if not self._can_compress:
+            raise ConfigurationError(
+                f"gradient compression is not supported for kvstore {self._type!r}, which sends nothing anywhere"
+            )
+        self._codec = make_codec(compression_params)
+        for entry in self._entries.values():
+            entry.table.compressor = self._compressor(entry.table)
+
+    def _compressor(self, table: RemoteTable) -> Compressor | None:
+        return None if self._codec is None else Compressor(self._codec, table.plan)
+
+    def _bring_together(self) -> None:
+        """Lay out anew, with whole keys, those that are spread over servers, with the values that they have now."""
+        spread = [entry for entry in self._entries.values() if len(entry.table.plan.servers) > 1]
+        spread = [entry for entry in spread if not entry.table.plan.whole_keys]
+        if not spread:
+            return
+        values = [{entry.spec.dtype: torch.empty(entry.spec.numel, dtype=_dtype(entry))} for entry in spread]
+        self._client.rounds.pull([(entry.table, arena) for entry, arena in zip(spread, values, strict=True)])
+        self._client.barrier()
+        specs = {f"{entry.spec.key} (whole)": [entry.spec] for entry in spread}
+        tables = self._client.register(specs, whole_keys=True)
+        items = [
+            RoundItem(table, arena if self.rank == 0 else None, None)
+            for table, arena in zip(tables, values, strict=True)
+        ]
+        self._client.rounds.wait(self._client.rounds.start(items))
+        for entry, table in zip(spread, tables, strict=True):
+            entry.table = table
+            table.compressor = self._compressor(table)
 
     def barrier(self) -> None:
         """Block until every worker has come here."""
@@ -193,7 +242,10 @@ class TableKVStore(KVStoreBase):
         for spec, (_, tensors) in zip(specs, outs or (), strict=False):
             for tensor in tensors:
                 check_fits(spec, tensor, any_dtype=True)
-        tables = self._client.register({spec.key: [spec] for spec in specs})
+        whole_keys = self._optimizer is not None and not self._optimizer.elementwise
+        tables = self._client.register({spec.key: [spec] for spec in specs}, whole_keys)
+        for table in tables:
+            table.compressor = self._compressor(table)
         created: dict[Key, _Entry] = {}
         items, targets = [], []
         for at, ((key, replicas), spec) in enumerate(zip(values, specs, strict=True)):
@@ -252,11 +304,15 @@ class TableKVStore(KVStoreBase):
             self._sent_spec = spec
 
 
+def _dtype(entry: _Entry) -> torch.dtype:
+    dtype = getattr(torch, entry.spec.dtype)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
 def _target(entry: _Entry, outs: list[Tensor]) -> _Target:
     first = outs[0].detach()
     name = str(first.dtype).removeprefix("torch.")
     is_direct = first.device.type == "cpu" and first.is_contiguous() and name == entry.spec.dtype
-    flat = (
-        first.view(-1) if is_direct else torch.empty(entry.spec.numel, dtype=getattr(torch, entry.spec.dtype))
-    )
+    flat = first.view(-1) if is_direct else torch.empty(entry.spec.numel, dtype=_dtype(entry))
     return _Target([out.detach() for out in outs], flat, is_direct)

@@ -13,7 +13,8 @@ import zmq
 
 from kvstore_server.cpu import capability
 from kvstore_server.protocol import messages as m
-from kvstore_server.protocol.frames import MAX_FRAME, decode_reply, encode_request
+from kvstore_server.protocol.buffers import MAX_FRAME
+from kvstore_server.protocol.frames import decode_reply, encode_request
 from tests.support.processes import Process, Processes, assert_serve
 
 
@@ -103,15 +104,15 @@ def _bodies() -> list[m.RequestBody]:
     push = m.Push(0, 0, 0, 0, b"\0" * 64)
     return [
         m.Hello("nonsense", 0, 1, 0, 1, capability(), "here:1"),
-        m.Register("w", (("w", (16,), "float32", 0),)),
+        m.Register("w", (("w", (16,), "float32", 0),), False),
         m.PushBatch((push, push)),
         m.CommitBatch((m.Commit(0, 0, ((0, 0),), None, True, 1.0),), b"", (1, 2)),
         m.Abort(0, 0, "because", False),
         m.Pull((0,)),
         m.SetOptimizer(b"\x80"),
         m.Barrier(0, 1.0),
-        m.GetState(0, 0),
-        m.State(0, 0, {"a": 1}, b"data"),
+        m.GetState(0, 0, False),
+        m.State(0, 0, False, {"a": 1}, b"data"),
         m.Leave("bye", True),
         m.Stats(),
     ]

@@ -268,7 +268,7 @@ class _Reader:
         assert isinstance(hello, m.Welcome)
         run, session = hello.run, hello.session
         specs = tuple((str(i), (1 << 18,), "float32", 0) for i in range(nbytes >> 20))
-        table = self._ask(m.Request(run, session, 2, m.Register("w", specs)))
+        table = self._ask(m.Request(run, session, 2, m.Register("w", specs, False)))
         assert isinstance(table, m.Registered)
         for i in range(nbytes >> 20):
             push = m.Push(table.table, i, 0, 0, bytes(1 << 20))

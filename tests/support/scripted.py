@@ -11,8 +11,9 @@ import torch
 from kvstore_server.plan import TensorSpec, make_plan
 from kvstore_server.protocol import messages as m
 from kvtrainer.comm.rounds import Rounds
-from kvtrainer.comm.session import Session, SessionOptions
+from kvtrainer.comm.session import Session
 from kvtrainer.comm.tickets import RemoteTable, RoundItem
+from kvtrainer.comm.transport import SessionOptions
 
 Answer = Callable[[int, m.Request], Iterable[m.ReplyBody] | None]
 """(server, request) → what it answers at once; None leaves it to the defaults."""

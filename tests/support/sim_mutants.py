@@ -37,6 +37,7 @@ def _count_based_round() -> list[Patch]:
     return [
         (SyncRounds, "commit", counting),
         (SyncRounds, "missing_ranks", by_count),
+        (SyncRounds, "is_complete", _nobody_is_missing),
         (SyncRounds, "contributions", _only_committed),
     ]
 
@@ -89,7 +90,7 @@ def _mixed_generation() -> list[Patch]:
         here = {s: g for s, (g, _) in mine.slices.items()} if mine is not None else {}
         if body.round == self.number:
             manifest = tuple((s, here.get(s, g)) for s, g in body.manifest)
-            body = m.Commit(body.table, body.round, manifest, body.rescale, body.want_weights, body.timeout)
+            body = body._replace(manifest=manifest)
         return commit(self, rank, body, waiter, now)
 
     return [(SyncRounds, "commit", lenient)]
@@ -103,7 +104,11 @@ def _early_apply() -> list[Patch]:
         missing = missing_ranks(self)
         return [] if self.number and len(missing) == 1 else missing
 
-    return [(SyncRounds, "missing_ranks", but_one), (SyncRounds, "contributions", _only_committed)]
+    return [
+        (SyncRounds, "missing_ranks", but_one),
+        (SyncRounds, "is_complete", _nobody_is_missing),
+        (SyncRounds, "contributions", _only_committed),
+    ]
 
 
 def _lost_abort() -> list[Patch]:
@@ -135,6 +140,10 @@ def _slices_of_the_dead() -> list[Patch]:
             self._open[rank].waiter = None
 
     return [(SyncRounds, "replace_process", keeping)]
+
+
+def _nobody_is_missing(self: Any) -> bool:
+    return not self.missing_ranks()
 
 
 def _only_committed(self: Any) -> list[tuple[int, Contribution[Any]]]:

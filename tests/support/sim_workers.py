@@ -148,7 +148,7 @@ class SimProcess:
             self._send(server, self._number(), m.SetOptimizer(self._optimizer))
             for name, specs in TABLES:
                 declared = tuple((s.key, s.shape, s.dtype, s.group) for s in specs)
-                self._send(server, self._number(), m.Register(name, declared))
+                self._send(server, self._number(), m.Register(name, declared, False))
         elif isinstance(body, m.Registered):
             self._registered(server, body)
         elif reply.number in self.about:

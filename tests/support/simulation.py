@@ -19,7 +19,7 @@ from kvstore_server.engine import Engine, EngineConfig
 from kvstore_server.optimizer import gluon, register
 from kvstore_server.plan import Plan, TensorSpec, make_plan
 from kvstore_server.protocol import messages as m
-from kvstore_server.protocol.frames import pack_control
+from kvstore_server.protocol.control import pack_control
 from tests.support.sim_model import APPLIED, TableModel
 from tests.support.sim_referee import Delivery, Referee, Violation
 from tests.support.sim_workers import NUM_SERVERS, NUM_WORKERS, TABLES, Lane, SimProcess
@@ -44,11 +44,11 @@ def small_slices() -> Iterator[None]:
     """Cut tables into slices of 64 bytes, so that tiny keys lie on both servers; make each plan only once."""
 
     @cache
-    def plan_once(specs: tuple[TensorSpec, ...], num_servers: int) -> Plan:
-        return make_plan(specs, num_servers)
+    def plan_once(specs: tuple[TensorSpec, ...], num_servers: int, whole_keys: bool) -> Plan:
+        return make_plan(specs, num_servers, whole_keys)
 
-    def planned(specs: Sequence[TensorSpec], num_servers: int) -> Plan:
-        return plan_once(tuple(specs), num_servers)
+    def planned(specs: Sequence[TensorSpec], num_servers: int, whole_keys: bool = False) -> Plan:
+        return plan_once(tuple(specs), num_servers, whole_keys)
 
     with (
         mock.patch.object(plan_module, "MIN_SLICE", 64),

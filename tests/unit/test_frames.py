@@ -13,19 +13,27 @@ import torch
 from kvstore_server.errors import ProtocolError, VersionMismatchError
 from kvstore_server.protocol import frames as f
 from kvstore_server.protocol import messages as m
+from kvstore_server.protocol.buffers import MAX_FRAME
 
 REQUESTS: list[Any] = [
     m.Hello("job", 1, 3, 0, 2, "AVX512", "host:17"),
-    m.Register("w", (("w", (3, 4), "float32", 0), ("empty", (), "bfloat16", 1))),
+    m.Register("w", (("w", (3, 4), "float32", 0), ("empty", (), "bfloat16", 1)), True),
     m.CommitBatch(
-        (m.Commit(1, 7, ((0, 0), (5, 2)), 0.25, True, 3.5), m.Commit(2, 7, (), None, False, 0.0)), b"h", (4,)
+        (
+            m.Commit(1, 7, ((0, 0), (5, 2)), 0.25, True, 3.5),
+            m.Commit(2, 7, (), None, False, 0.0, veto=True),
+            m.Commit(3, 7, (), None, True, 0.0, assign=True),
+        ),
+        b"h",
+        (4,),
     ),
     m.Abort(1, 2, "because", True),
     m.Pull((0, 1, 5)),
     m.SetOptimizer(b"\x81"),
     m.Barrier(4, 2.5),
-    m.GetState(1, 2),
-    m.State(1, 2, {"step": 3, "tensors": ["a"]}, bytes(range(256)) * 9000),
+    m.GetState(1, 2, False),
+    m.GetState(1, 2, True),
+    m.State(1, 2, False, {"step": 3, "tensors": ["a"]}, bytes(range(256)) * 9000),
     m.Heartbeat(),
     m.Leave("done", True),
     m.Stats(),
@@ -35,11 +43,12 @@ REPLIES: list[Any] = [
     m.Registered(3, 1),
     m.Done(((1, 7), (2, 8))),
     m.Absent(1, 7, (3, 4)),
+    m.Vetoed(1, 7, (0, 2)),
     m.Missing(1, 7, (0, 2)),
     m.Pending((1, 2)),
     m.Failed("DeadlineError", "too late", 1, 2, 3),
     m.Info({"a": 1, "b": [1.5, "x"]}),
-    m.State(1, 2, {}, b""),
+    m.State(1, 2, True, {}, b""),
 ]
 
 
@@ -89,14 +98,14 @@ def test_a_large_payload_is_passed_through_without_a_copy() -> None:
 
 
 def test_no_frame_of_a_large_state_exceeds_the_limit() -> None:
-    frames = f.encode_reply(m.Reply(1, m.State(0, 0, {}, bytes(5 * f.MAX_FRAME))))
-    assert max(len(frame) for frame in frames) <= f.MAX_FRAME
+    frames = f.encode_reply(m.Reply(1, m.State(0, 0, False, {}, bytes(5 * MAX_FRAME))))
+    assert max(len(frame) for frame in frames) <= MAX_FRAME
 
 
 def test_a_control_message_that_no_frame_can_hold_is_refused_before_it_is_sent() -> None:
     specs = tuple((f"{'very' * 20}_long_name_{i}", (1,), "float32", 0) for i in range(20_000))
     with pytest.raises(ProtocolError, match=r"Register message would have .* fewer keys"):
-        f.encode_request(m.Request(1, 2, 3, m.Register("w", specs)))
+        f.encode_request(m.Request(1, 2, 3, m.Register("w", specs, False)))
 
 
 def test_another_version_is_named_with_our_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,7 +132,7 @@ def test_bytes_without_our_header_are_asked_whether_they_are_ours(frames: list[b
         (m.Hello("job", 0, 1, 0, 1, "", ""), [b"\xc1"], "cannot be decoded"),
         (m.Hello("job", 0, 1, 0, 1, "", ""), [b""], "cannot be decoded"),
         (m.Hello("job", 0, 1, 0, 1, "", ""), [b"\x90"], "must hold 7 values"),
-        (m.Hello("job", 0, 1, 0, 1, "", ""), [b"\x90", b"\x90"], "has 3 frames, expected 2"),
+        (m.Hello("job", 0, 1, 0, 1, "", ""), [b"\x90", b"\x90"], "has 2 frames after its header, expected 1"),
         (m.Hello("job", 0, 1, 0, 1, "", ""), [msgpack.packb([1, 0, 1, 0, 1, "", ""])], "Hello.namespace must be str"),
         (m.Hello("job", 0, 1, 0, 1, "", ""), [msgpack.packb(["", True, 1, 0, 1, "", ""])], "Hello.rank must be int"),
         (m.Barrier(0, 1.0), [msgpack.packb([0, float("nan")])], "Barrier.timeout must be finite"),
@@ -131,7 +140,7 @@ def test_bytes_without_our_header_are_asked_whether_they_are_ours(frames: list[b
         (m.Pull((0,)), [msgpack.packb([["0"]])], "Pull.tables must be"),
         (m.Pull((0,)), [b"\x91" + b"\xdd\xff\xff\xff\xff"], "cannot be decoded"),
         (m.Pull((0,)), [b"\x91" * 5000], "cannot be decoded"),
-        (m.Register("w", ()), [msgpack.packb(["w", [["k", [1.5], "float32", 0]]])], "Register.specs must be"),
+        (m.Register("w", (), False), [msgpack.packb(["w", [["k", [1.5], "f", 0]], False])], "Register.specs must be"),
         (m.SetOptimizer(b""), [msgpack.packb([msgpack.ExtType(1, b"x")])], "cannot be decoded"),
         (m.PushBatch(()), [bytes(39), b""], "no whole number of 40-byte records"),
         (m.PushBatch(()), [struct.pack("<5q", 0, 0, 0, 0, -1), b""], "body names -1"),
@@ -141,9 +150,10 @@ def test_bytes_without_our_header_are_asked_whether_they_are_ours(frames: list[b
         (m.CommitBatch(()), [struct.pack("<q", 1 << 62), b"\x92\xc4\x00\x90"], "cannot hold 4611686018427387904"),
         (m.CommitBatch(()), [struct.pack("<q4q2d", 1, 0, 0, 0, 9, 1, 1), b"\x92\xc4\x00\x90"], "names 9 slices"),
         (m.CommitBatch(()), [struct.pack("<q4q2d", 1, 0, 0, 0, 0, 1, -1), b"\x92\xc4\x00\x90"], "timeout -1"),
+        (m.CommitBatch(()), [struct.pack("<q4q2d", 1, 0, 0, 8, 0, 1, 1), b"\x92\xc4\x00\x90"], "unknown flags 0x8"),
         (m.CommitBatch(()), [struct.pack("<q", 0), b"\x90"], "must end with"),
         (m.CommitBatch(()), [struct.pack("<q", 0), b"\x92\xc4\x00\x91\xa1x"], "list of integers"),
-        (m.State(0, 0, {}, b""), [msgpack.packb([0, 0, {}, 5]), b"1234"], "names 5 bytes and brings 4"),
+        (m.State(0, 0, False, {}, b""), [msgpack.packb([0, 0, False, {}, 5]), b"1234"], "names 5 bytes and brings 4"),
     ],
 )  # fmt: skip
 def test_a_damaged_body_is_a_protocol_error_that_says_what_is_wrong(

@@ -9,7 +9,7 @@ from kvstore_server.errors import ConfigurationError, KVStoreError, PlanMismatch
 from kvstore_server.hyper import HyperBelief, OptimizerBelief, effective_hypers, pack_hypers
 from kvstore_server.optimizer import create
 from kvstore_server.plan import TensorSpec, make_plan
-from kvstore_server.protocol.frames import pack_control
+from kvstore_server.protocol.control import pack_control
 from kvstore_server.protocol.messages import Commit, Push
 from kvstore_server.table import Table, Waiter
 
@@ -126,7 +126,7 @@ def test_a_round_without_an_optimizer_fails_too_when_ranks_disagree() -> None:
     [piece] = PLAN.slices
     for number, rates in ((0, (0.5, 0.5)), (1, (0.5, 0.25))):
         for rank, rate in enumerate(rates):
-            table.push(rank, Push(0, 0, number, 0, memoryview(bytearray(piece.nbytes))))
+            table.push(rank, Push(0, 0, number, 0, memoryview(bytearray(piece.nbytes))), None)
             commit = Commit(0, number, ((0, 0),), 1.0, False, 9.0)
             assert table.rounds.commit(rank, commit, Waiter(b"", rank), 0.0) == Accepted(repeated=False)
             table.hyper.set(rank, packed(rate))
@@ -159,7 +159,7 @@ def test_a_table_whose_update_broke_off_is_not_used_again() -> None:
     table = Table(0, "t", PLAN, 0, 1, None)
     [piece] = PLAN.slices
     for number in (0, 1):
-        table.push(0, Push(0, 0, number, 0, memoryview(bytearray(piece.nbytes))))
+        table.push(0, Push(0, 0, number, 0, memoryview(bytearray(piece.nbytes))), None)
         table.rounds.commit(0, Commit(0, number, ((0, 0),), 1.0, False, 9.0), Waiter(b"", 1), 0.0)
         table.hyper.set(0, pack_hypers([{"lr": 0.5, "momentum": "x"}] * 2, {}, {}, update_on_kvstore=True))
         if number == 0:

@@ -1,0 +1,79 @@
+"""Updates of whole keys on a server, for optimizers that need more of a key than one element at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvstore_server.optimizer import KeyState, Optimizer, update_key
+from kvstore_server.plan import Plan, Segment
+from kvstore_server.reduction import Addend, Reducer, compute_dtype
+
+Place = tuple[int, Segment]
+"""The position of a slice in the table, and a segment of it."""
+
+
+class KeyUpdates:
+    """The state of every key that lies on one server, and its update; the weights are the table's.
+
+    Args:
+        plan, server: Which keys; each must lie whole on the server by the time that it is updated.
+        writable: Gives the weights of the slice at a position, to be written.
+    """
+
+    def __init__(self, plan: Plan, server: int, writable: Callable[[int], Tensor]) -> None:
+        self._plan = plan
+        self._slices = plan.slices_of(server)
+        self._writable = writable
+        self._places: dict[int, list[Place]] = {}
+        for at, piece in enumerate(self._slices):
+            for segment in piece.segments:
+                self._places.setdefault(segment.key, []).append((at, segment))
+        self.states = {key: KeyState() for key in self._places}
+
+    def update(
+        self,
+        optimizer: Optimizer,
+        addends: Sequence[Addend],
+        hypers: Sequence[Mapping[str, Any]],
+        reducer: Reducer,
+    ) -> None:
+        """Sum what was given for each key, and update it. `hypers[i]` holds for key i."""
+        gathered: dict[int, Tensor] = {}
+        for at, piece in enumerate(self._slices):
+            given = [a for a in addends if piece.index in a.slices]
+            present = [any(s.key not in a.absent for a in given) for s in piece.segments]
+            if not any(present):
+                continue
+            total = reducer.total(piece, addends)
+            for segment, here in zip(piece.segments, present, strict=True):
+                if not here:
+                    continue
+                grad = total[segment.start : segment.start + segment.numel]
+                places = self._places[segment.key]
+                if len(places) > 1:
+                    # The next slice's sum takes the place of this one.
+                    grad = self._gather(gathered, segment, grad)
+                if places[-1][0] == at:
+                    self._update(optimizer, segment.key, grad, hypers[segment.key])
+
+    def _gather(self, gathered: dict[int, Tensor], segment: Segment, grad: Tensor) -> Tensor:
+        spec = self._plan.specs[segment.key]
+        if segment.key not in gathered:
+            gathered[segment.key] = torch.empty(spec.numel, dtype=compute_dtype(spec.dtype))
+        whole = gathered[segment.key]
+        whole[segment.key_start : segment.key_start + segment.numel].copy_(grad)
+        return whole
+
+    def _update(self, optimizer: Optimizer, key: int, grad: Tensor, hyper: Mapping[str, Any]) -> None:
+        spec, places = self._plan.specs[key], self._places[key]
+        parts = [self._writable(at)[s.start : s.start + s.numel] for at, s in places]
+        weight = parts[0] if len(parts) == 1 else torch.cat(parts)
+        named = {**hyper, "key": spec.key}
+        update_key(optimizer, weight.view(spec.shape), grad.view(spec.shape), self.states[key], named)
+        if len(parts) > 1:
+            for part, (_, s) in zip(parts, places, strict=True):
+                part.copy_(weight[s.key_start : s.key_start + s.numel])

@@ -1,0 +1,180 @@
+"""Data messages as bytes: arrays of fixed 64-bit records, then a payload frame.
+
+push      table, slice, round, generation, size; then, where the payloads are compressed, how; then the payloads
+commit    table, round, flags, number of slices, rescale, timeout; then (slice, generation) of each slice
+weights   table, slice, round, size; then the payloads
+done      table, round
+state     [table, slice or key, which of the two, summary, size]; then the bytes in pieces
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from kvstore_server.errors import ProtocolError
+from kvstore_server.protocol import messages as m
+from kvstore_server.protocol.buffers import (
+    MAX_PAYLOAD,
+    Frame,
+    buffer_of,
+    join_payloads,
+    payload_size,
+    split_payload,
+)
+from kvstore_server.protocol.control import pack_control, unpack_control
+
+_PUSH_WORDS, _WEIGHTS_WORDS, _DONE_WORDS, _COMMIT_WORDS = 5, 4, 2, 6
+_WANTS_WEIGHTS, _VETOES, _ASSIGNS = 1, 2, 4
+"""Bits of a commit's flags."""
+
+
+def encode_pushes(batch: m.PushBatch) -> list[Frame]:
+    """Records and payloads; compressed payloads have the codec's description in between."""
+    records = [(p.table, p.slice, p.round, p.generation, payload_size(p.payload)) for p in batch.pushes]
+    codec = [batch.codec] if batch.codec else []
+    return [_pack(records), *codec, join_payloads([p.payload for p in batch.pushes])]
+
+
+def decode_pushes(frames: Sequence[Frame]) -> m.PushBatch:
+    """Inverse of `encode_pushes`. Raises ProtocolError on anything else."""
+    if len(frames) not in (2, 3):
+        raise ProtocolError(f"a push has {len(frames)} frames after its header, expected 2 or 3")
+    records = _records(frames, _PUSH_WORDS, len(frames))
+    parts = split_payload(frames[-1], records[:, 4])
+    rows = zip(records.tolist(), parts, strict=True)
+    codec = bytes(buffer_of(frames[1])) if len(frames) == 3 else b""
+    return m.PushBatch(tuple([m.Push(t, s, r, g, part) for (t, s, r, g, _), part in rows]), codec)
+
+
+def encode_commits(batch: m.CommitBatch) -> list[Frame]:
+    """Records, then what holds for all of them: hyper-parameters and absent keys."""
+    head = np.empty((len(batch.commits), _COMMIT_WORDS), dtype="<i8")
+    floats = head.view("<f8")
+    manifests: list[tuple[int, int]] = []
+    for row, commit in enumerate(batch.commits):
+        head[row, 0] = commit.table
+        head[row, 1] = commit.round
+        head[row, 2] = _flags(commit)
+        head[row, 3] = len(commit.manifest)
+        floats[row, 4] = np.nan if commit.rescale is None else commit.rescale
+        floats[row, 5] = commit.timeout
+        manifests.extend(commit.manifest)
+    extra = pack_control([batch.hyper, list(batch.absent)])
+    return [
+        struct.pack("<q", len(batch.commits)) + head.tobytes() + np.array(manifests, dtype="<i8").tobytes(),
+        extra,
+    ]
+
+
+def decode_commits(frames: Sequence[Frame]) -> m.CommitBatch:
+    """Inverse of `encode_commits`. Raises ProtocolError on anything else."""
+    body = _body(frames, 2)
+    count = struct.unpack_from("<q", body)[0] if len(body) >= 8 else -1
+    end = 8 + count * _COMMIT_WORDS * 8
+    if count < 0 or end > len(body) or (len(body) - end) % 16:
+        raise ProtocolError(f"a commit message of {len(body)} bytes cannot hold {count} commits")
+    head = np.frombuffer(body, "<i8", count * _COMMIT_WORDS, 8).reshape(count, _COMMIT_WORDS)
+    manifest = list(map(tuple, np.frombuffer(body, "<i8", offset=end).reshape(-1, 2).tolist()))
+    hyper, absent = _commit_extra(frames[1])
+    commits = []
+    at = 0
+    for (table, number, flags, entries, _, _), floats in zip(
+        head.tolist(), head.view("<f8").tolist(), strict=True
+    ):
+        if entries < 0 or at + entries > len(manifest):
+            raise ProtocolError(f"a commit names {entries} slices but the message holds {len(manifest) - at}")
+        commits.append(_commit(table, number, flags, tuple(manifest[at : at + entries]), *floats[4:]))
+        at += entries
+    return m.CommitBatch(tuple(commits), hyper, absent)
+
+
+def encode_weights(weights: m.Weights) -> list[Frame]:
+    """Records and payloads."""
+    records = [(p.table, p.slice, p.round, payload_size(p.payload)) for p in weights.parts]
+    return [_pack(records), join_payloads([p.payload for p in weights.parts])]
+
+
+def decode_weights(frames: Sequence[Frame]) -> m.Weights:
+    """Inverse of `encode_weights`. Raises ProtocolError on anything else."""
+    records = _records(frames, _WEIGHTS_WORDS, 2)
+    parts = split_payload(frames[1], records[:, 3])
+    rows = zip(records.tolist(), parts, strict=True)
+    return m.Weights(tuple([m.WeightsPart(t, s, r, part) for (t, s, r, _), part in rows]))
+
+
+def encode_done(done: m.Done) -> list[Frame]:
+    """Records only."""
+    return [_pack(done.rounds)]
+
+
+def decode_done(frames: Sequence[Frame]) -> m.Done:
+    """Inverse of `encode_done`. Raises ProtocolError on anything else."""
+    return m.Done(tuple([(t, r) for t, r in _records(frames, _DONE_WORDS, 1).tolist()]))
+
+
+def encode_state(state: m.State) -> list[Frame]:
+    """The summary, then the bytes in pieces that fit into frames."""
+    data = memoryview(state.data)
+    chunks = [data[at : at + MAX_PAYLOAD] for at in range(0, len(data), MAX_PAYLOAD)]
+    return [pack_control([state.table, state.index, state.of_key, dict(state.summary), len(data)]), *chunks]
+
+
+def decode_state(frames: Sequence[Frame]) -> m.State:
+    """Inverse of `encode_state`. Raises ProtocolError on anything else."""
+    head = unpack_control(buffer_of(frames[0])) if frames else None
+    kinds = (int, int, bool, dict, int)
+    if not (isinstance(head, list) and len(head) == len(kinds) and all(map(isinstance, head, kinds))):
+        raise ProtocolError("a state message must begin with [table, index, of_key, summary, size]")
+    data = b"".join(buffer_of(frame) for frame in frames[1:])
+    if len(data) != head[4]:
+        raise ProtocolError(f"a state message names {head[4]} bytes and brings {len(data)}")
+    return m.State(head[0], head[1], head[2], head[3], data)
+
+
+def _flags(commit: m.Commit) -> int:
+    return _WANTS_WEIGHTS * commit.want_weights | _VETOES * commit.veto | _ASSIGNS * commit.assign
+
+
+def _commit(
+    table: int, number: int, flags: int, manifest: tuple[tuple[int, int], ...], rescale: float, timeout: float
+) -> m.Commit:
+    if not 0 <= timeout < math.inf or math.isinf(rescale):
+        raise ProtocolError(f"a commit has timeout {timeout} and rescale {rescale}; both must be finite")
+    if flags & ~(_WANTS_WEIGHTS | _VETOES | _ASSIGNS):
+        raise ProtocolError(f"a commit has unknown flags {flags:#x}")
+    factor = None if math.isnan(rescale) else rescale
+    return m.Commit(
+        table, number, manifest, factor, bool(flags & _WANTS_WEIGHTS), timeout, bool(flags & _VETOES),
+        bool(flags & _ASSIGNS),
+    )  # fmt: skip
+
+
+def _commit_extra(frame: Frame) -> tuple[bytes, tuple[int, ...]]:
+    extra = unpack_control(buffer_of(frame))
+    if not (isinstance(extra, list) and len(extra) == 2 and isinstance(extra[0], bytes)):
+        raise ProtocolError("a commit message must end with [hyper-parameters, absent keys]")
+    if not (isinstance(extra[1], list) and all(isinstance(key, int) for key in extra[1])):
+        raise ProtocolError("the absent keys of a commit must be a list of integers")
+    return extra[0], tuple(extra[1])
+
+
+def _body(frames: Sequence[Frame], count: int) -> memoryview:
+    if len(frames) != count:
+        raise ProtocolError(f"the message has {len(frames)} frames after its header, expected {count}")
+    return buffer_of(frames[0])
+
+
+def _pack(records: Sequence[tuple[int, ...]]) -> bytes:
+    return np.array(records, dtype="<i8").tobytes()
+
+
+def _records(frames: Sequence[Frame], words: int, count: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    body = _body(frames, count)
+    if len(body) % (words * 8):
+        raise ProtocolError(f"a body of {len(body)} bytes is no whole number of {words * 8}-byte records")
+    return np.frombuffer(body, "<i8").reshape(-1, words)
