@@ -14,12 +14,15 @@ import torch
 from torch import Tensor
 
 from kvstore_server.codec import Codec
-from kvstore_server.errors import OptimizerError, ProtocolError, ShapeMismatchError
+from kvstore_server.errors import OptimizerError, ProtocolError
 from kvstore_server.key_updates import KeyUpdates
 from kvstore_server.optimizer import KeyState, Optimizer, SliceState, update_slice
+from kvstore_server.optimizer.segment_rows import SegmentPlace, takes_rows, update_segment_rows
+from kvstore_server.payloads import view_payload
 from kvstore_server.plan import Plan, Slice
 from kvstore_server.protocol.messages import Payload
-from kvstore_server.reduction import Addend, Encoded, Reducer, torch_dtype
+from kvstore_server.reduction import Addend, Reducer, RowSet, SparsePayload, torch_dtype
+from kvstore_server.row_payload import RowForm
 from kvstore_server.state_blob import pack_key_state, pack_state, unpack_key_state, unpack_state
 
 Updater = Callable[[str, Tensor, Tensor], None]
@@ -57,25 +60,14 @@ class DenseTable:
         self._reducer = Reducer()
         self._undo: _Undo | None = None
 
-    def check_payload(self, index: int, payload: Payload, codec: Codec | None) -> Payload:
-        """View a payload as the flat tensor of its slice, or if it is compressed as what the codec reads.
+    def check_payload(self, index: int, payload: Payload, form: Codec | RowForm | None) -> Payload:
+        """View a payload as what it stands for; see `payloads.view_payload`.
 
         Raises:
-            ProtocolError: this server does not hold that slice.
+            ProtocolError: this server does not hold that slice, or the payload is malformed.
             ShapeMismatchError: the payload has another size or dtype.
         """
-        piece = self.slices[self._at(index)]
-        if codec is not None:
-            return _encoded(self.plan, piece, payload, codec)
-        if isinstance(payload, Tensor):
-            if payload.numel() != piece.used or payload.dtype != torch_dtype(piece.dtype):
-                raise ShapeMismatchError(_wrong_size(self.plan, piece, f"{payload.dtype}[{payload.numel()}]"))
-            return payload
-        if payload.nbytes != piece.nbytes:
-            raise ShapeMismatchError(_wrong_size(self.plan, piece, f"{payload.nbytes} bytes"))
-        if not piece.used:
-            return torch.empty(0, dtype=torch_dtype(piece.dtype))
-        return torch.frombuffer(payload, dtype=torch_dtype(piece.dtype))
+        return view_payload(self.plan, self.slices[self._at(index)], payload, form)
 
     def visible(self, index: int) -> Tensor:
         """The weights of a slice without its padding, as they are sent; not a copy."""
@@ -133,11 +125,36 @@ class DenseTable:
             present = self._present(piece, addends)
             if not any(present):
                 continue
-            total = self._reducer.total(piece, addends)
-            rows = [hypers[segment.key] for segment in piece.segments]
+            numbers = [hypers[segment.key] for segment in piece.segments]
             names = [self.plan.specs[s.key].key for s in piece.segments] if optimizer.positioned else None
             weight, state = self._writable(at), self.states[at]
-            update_slice(optimizer, piece, weight, total, state, rows, present, names)
+            for position, rows in self._sparse_sums(piece, addends, optimizer, numbers, present).items():
+                present[position] = False
+                spec = self.plan.specs[piece.segments[position].key]
+                place = SegmentPlace(piece, position, spec)
+                update_segment_rows(optimizer, place, weight, rows.ids, rows.values, state, numbers[position])
+            if any(present):
+                total = self._reducer.total(piece, addends)
+                update_slice(optimizer, piece, weight, total, state, numbers, present, names)
+
+    def _sparse_sums(
+        self,
+        piece: Slice,
+        addends: Sequence[Addend],
+        optimizer: Optimizer,
+        numbers: Sequence[Mapping[str, Any]],
+        present: Sequence[bool],
+    ) -> dict[int, RowSet]:
+        """The segments that are updated by some rows alone: every rank gave only rows, and the optimizer wants that."""
+        if not any(isinstance(a.slices.get(piece.index), SparsePayload) for a in addends):
+            return {}
+        found = {}
+        for position, here in enumerate(present):
+            if here and takes_rows(optimizer, numbers[position]):
+                rows = self._reducer.rows(piece, position, addends)
+                if rows is not None:
+                    found[position] = rows
+        return found
 
     def call_updater(self, addends: Sequence[Addend], updater: Updater) -> None:
         """Sum the contributions and let a user's function change each key; the table holds all slices.
@@ -257,23 +274,3 @@ def _allocate(slices: Sequence[Slice]) -> tuple[dict[str, Tensor], list[Tensor]]
 
 def _without_padding(weight: Tensor, piece: Slice) -> Tensor:
     return weight[: piece.used]
-
-
-def _encoded(plan: Plan, piece: Slice, payload: Payload, codec: Codec) -> Encoded:
-    data = payload
-    if not isinstance(payload, Tensor):
-        data = (
-            torch.frombuffer(payload, dtype=torch.uint8)
-            if len(payload)
-            else torch.empty(0, dtype=torch.uint8)
-        )
-    if data.dtype != torch.uint8 or data.numel() != codec.encoded_nbytes(piece.used, piece.dtype):
-        raise ShapeMismatchError(
-            _wrong_size(plan, piece, f"{data.numel()} bytes compressed by {codec.spec()}")
-        )
-    return Encoded(codec, data)
-
-
-def _wrong_size(plan: Plan, piece: Slice, got: str) -> str:
-    names = ", ".join(repr(plan.specs[segment.key].key) for segment in piece.segments[:3])
-    return f"slice {piece.index} (of {names}) takes {piece.dtype}[{piece.used}], got {got}"

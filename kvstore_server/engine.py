@@ -149,9 +149,9 @@ class Engine:
         space, rank = self._session(request)
         space.membership.members[rank].last_heard = now
         if isinstance(body, m.PushBatch):
-            codec = space.codec(body.codec) if body.codec else None
+            form = space.form(body.form) if body.form else None
             for push in body.pushes:
-                space.table(push.table).push(rank, push, codec)
+                space.table(push.table).push(rank, push, form)
             return []
         if isinstance(body, m.CommitBatch):
             return self._rounds.commits(space, rank, body, Waiter(peer, request.number), now)

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvstore_server.optimizer import KeyState, Optimizer, update_key
+from kvstore_server.optimizer import KeyState, Optimizer, update_key, update_rows
 from kvstore_server.plan import Plan, Segment
-from kvstore_server.reduction import Addend, Reducer, compute_dtype
+from kvstore_server.reduction import Addend, Reducer, RowSet, SparsePayload, compute_dtype
 
 Place = tuple[int, Segment]
 """The position of a slice in the table, and a segment of it."""
@@ -43,9 +43,18 @@ class KeyUpdates:
     ) -> None:
         """Sum what was given for each key, and update it. `hypers[i]` holds for key i."""
         gathered: dict[int, Tensor] = {}
+        rows: dict[int, list[RowSet]] = {}
         for at, piece in enumerate(self._slices):
             given = [a for a in addends if piece.index in a.slices]
             present = [any(s.key not in a.absent for a in given) for s in piece.segments]
+            if any(isinstance(a.slices[piece.index], SparsePayload) for a in given):
+                for position, segment in enumerate(piece.segments):
+                    part = reducer.rows(piece, position, addends) if present[position] else None
+                    if part is not None:
+                        present[position] = False
+                        rows.setdefault(segment.key, []).append(_of_key(segment, part))
+                        if self._places[segment.key][-1][0] == at:
+                            self._update(optimizer, segment.key, rows[segment.key], hypers[segment.key])
             if not any(present):
                 continue
             total = reducer.total(piece, addends)
@@ -68,12 +77,25 @@ class KeyUpdates:
         whole[segment.key_start : segment.key_start + segment.numel].copy_(grad)
         return whole
 
-    def _update(self, optimizer: Optimizer, key: int, grad: Tensor, hyper: Mapping[str, Any]) -> None:
+    def _update(
+        self, optimizer: Optimizer, key: int, grad: Tensor | Sequence[RowSet], hyper: Mapping[str, Any]
+    ) -> None:
+        """Update a key by its gradient, or by the rows of it that its slices have."""
         spec, places = self._plan.specs[key], self._places[key]
         parts = [self._writable(at)[s.start : s.start + s.numel] for at, s in places]
         weight = parts[0] if len(parts) == 1 else torch.cat(parts)
         named = {**hyper, "key": spec.key}
-        update_key(optimizer, weight.view(spec.shape), grad.view(spec.shape), self.states[key], named)
+        state, shaped = self.states[key], weight.view(spec.shape)
+        if isinstance(grad, Tensor):
+            update_key(optimizer, shaped, grad.view(spec.shape), state, named)
+        else:
+            ids, values = torch.cat([rows.ids for rows in grad]), torch.cat([rows.values for rows in grad])
+            update_rows(optimizer, shaped, ids, values, state, named)
         if len(parts) > 1:
             for part, (_, s) in zip(parts, places, strict=True):
                 part.copy_(weight[s.key_start : s.key_start + s.numel])
+
+
+def _of_key(segment: Segment, rows: RowSet) -> RowSet:
+    """Rows of a segment, counted from the first row of the key."""
+    return RowSet(rows.ids + segment.key_start // rows.values.shape[1], rows.values)

@@ -23,10 +23,12 @@ from kvstore_server.membership import BarrierWait, Membership
 from kvstore_server.plan import TensorSpec, check_same, check_specs, make_plan
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.control import unpack_control
+from kvstore_server.row_payload import PACKED_ROWS, RowForm
 from kvstore_server.table import Table
 
 _log = logging.getLogger(__name__)
 
+_ROW_FORM = RowForm()
 _CODECS_KEPT = 16
 """Descriptions of codecs that are remembered; a job has one."""
 
@@ -102,12 +104,14 @@ class Namespace:
             raise ProtocolError(f"namespace {self.name!r} has no table {number}; register it first")
         return table
 
-    def codec(self, packed: bytes) -> Codec:
-        """The codec that a push describes.
+    def form(self, packed: bytes) -> Codec | RowForm:
+        """The form of payloads that a push describes.
 
         Raises:
             ConfigurationError: the description is not one of a codec.
         """
+        if packed == PACKED_ROWS:
+            return _ROW_FORM
         codec = self._codecs.get(packed)
         if codec is None:
             codec = make_codec(unpack_control(packed))

@@ -98,6 +98,7 @@ class Plan:
     """The servers that hold at least one slice, in ascending order."""
 
     _by_server: dict[int, tuple[Slice, ...]] = field(init=False, repr=False, compare=False)
+    _by_key: dict[int, tuple[Slice, ...]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         by_server: dict[int, list[Slice]] = {}
@@ -105,10 +106,24 @@ class Plan:
             by_server.setdefault(piece.server, []).append(piece)
         object.__setattr__(self, "_by_server", {server: tuple(p) for server, p in by_server.items()})
         object.__setattr__(self, "servers", tuple(sorted(by_server)))
+        by_key: dict[int, list[Slice]] = {}
+        for piece in self.slices:
+            for segment in piece.segments:
+                by_key.setdefault(segment.key, []).append(piece)
+        object.__setattr__(self, "_by_key", {key: tuple(p) for key, p in by_key.items()})
 
     def slices_of(self, server: int) -> tuple[Slice, ...]:
         """The slices on one server, in arena order."""
         return self._by_server.get(server, ())
+
+    def slices_with(self, key: int) -> tuple[Slice, ...]:
+        """The slices that hold a part of a key (by index), in the order of its elements; none of an empty key."""
+        return self._by_key.get(key, ())
+
+
+def row_numel(spec: TensorSpec) -> int:
+    """The elements in one row of a key, which are neighbours in its slices; all of a key without dimensions."""
+    return math.prod(spec.shape[1:]) if spec.shape else 1
 
 
 def make_plan(specs: Sequence[TensorSpec], num_servers: int, whole_keys: bool = False) -> Plan:
@@ -135,7 +150,7 @@ def make_plan(specs: Sequence[TensorSpec], num_servers: int, whole_keys: bool = 
             key_offsets[i] = layout.add_small(i, specs[i].numel)
         layout.close()
         for i in big:
-            key_offsets[i] = layout.add_big(i, specs[i].numel)
+            key_offsets[i] = layout.add_big(i, specs[i].numel, row_numel(specs[i]))
         drafts.extend(layout.drafts)
         arena_sizes[dtype] = layout.end
     units = _units(drafts) if whole_keys else [[i] for i in range(len(drafts))]
@@ -204,11 +219,14 @@ class _ArenaLayout:
             self._finish(self._bucket)
             self._bucket = None
 
-    def add_big(self, key: int, numel: int) -> int:
+    def add_big(self, key: int, numel: int, row: int) -> int:
         offset = self.end
-        for start in range(0, numel, self.limit):
+        # Whole rows, so that a slice takes rows by itself; unless one is too long for that.
+        unit = math.lcm(row, ALIGNMENT // ITEM_SIZE[self.dtype])
+        limit = self.limit - self.limit % unit if unit <= self.limit else self.limit
+        for start in range(0, numel, limit):
             draft = _Draft(self.dtype, self.end, [])
-            draft.append(key, start, min(self.limit, numel - start))
+            draft.append(key, start, min(limit, numel - start))
             self._finish(draft)
         return offset
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import torch
-
 from kvstore_server.codec import Codec
 from kvstore_server.consistency import Contribution, SyncRounds
 from kvstore_server.dense import DenseTable, Leases, Updater
@@ -25,7 +23,8 @@ from kvstore_server.hyper import HyperBelief
 from kvstore_server.optimizer import Optimizer
 from kvstore_server.plan import Plan
 from kvstore_server.protocol.messages import Payload, Push
-from kvstore_server.reduction import Addend, Encoded
+from kvstore_server.reduction import Addend, same_payload
+from kvstore_server.row_payload import RowForm
 
 
 class Waiter(NamedTuple):
@@ -45,7 +44,7 @@ class Table:
         self.name = name
         self.plan = plan
         self.dense = DenseTable(plan, server, leases)
-        self.rounds: SyncRounds[Waiter] = SyncRounds(num_workers, _same)
+        self.rounds: SyncRounds[Waiter] = SyncRounds(num_workers, same_payload)
         self.hyper = HyperBelief(plan)
         self.absent: dict[int, frozenset[int]] = {}
         """What each rank leaves out of the open round."""
@@ -61,9 +60,9 @@ class Table:
         self.keys_applied = 0
         self.undone = 0
 
-    def push(self, rank: int, push: Push, codec: Codec | None) -> None:
-        """Take a provisional slice, compressed if there is a codec, after checking that it fits."""
-        payload = self.dense.check_payload(push.slice, push.payload, codec)
+    def push(self, rank: int, push: Push, form: Codec | RowForm | None) -> None:
+        """Take a provisional slice, in a form other than plain numbers if there is one, after checking that it fits."""
+        payload = self.dense.check_payload(push.slice, push.payload, form)
         if push.round == self.rounds.number:
             self.dense.forget_undo()
         self.rounds.push(rank, Push(push.table, push.slice, push.round, push.generation, payload))
@@ -117,7 +116,8 @@ class Table:
         """A rank gives a round up: fail it if it is open, take it back if that is wanted and it was the last one."""
         if number == self.rounds.number:
             return self.fail(error)
-        if undo and number == self.rounds.number - 1 and (self.dense.can_undo or self.vetoes):
+        is_last = number == self.rounds.number - 1 and self.rounds.was_applied(number)
+        if undo and is_last and (self.dense.can_undo or self.vetoes):
             if not self.vetoes:  # a vetoed round has changed nothing
                 self.dense.undo()
             self.rounds.undo(error)
@@ -188,10 +188,3 @@ class Table:
 
 
 _NOTHING: frozenset[int] = frozenset()
-
-
-def _same(a: Payload, b: Payload) -> bool:
-    if isinstance(a, Encoded) or isinstance(b, Encoded):
-        is_alike = isinstance(a, Encoded) and isinstance(b, Encoded) and a.codec == b.codec
-        return is_alike and torch.equal(a.data, b.data)
-    return a is b or bool(torch.equal(a.view(torch.uint8), b.view(torch.uint8)))

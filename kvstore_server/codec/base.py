@@ -124,6 +124,14 @@ class Codec(ABC):
         for block, values in self._decoded(payload, dtype, out):
             block.add_(values)
 
+    def check_payload(self, payload: Tensor, dtype: str, numel: int) -> None:
+        """Raise ProtocolError unless `payload` is what some `encode` wrote for `numel` elements of `dtype`."""
+        expected = self.encoded_nbytes(numel, dtype)
+        if payload.dim() != 1 or payload.dtype != torch.uint8 or payload.numel() != expected:
+            raise ProtocolError(
+                f"{numel} elements of {dtype} take {expected} bytes as {self.name!r}; got {_what(payload)}"
+            )
+
     @abstractmethod
     def _quantise(self, total: Tensor, codes: Tensor) -> None:
         """Write the bytes of one block to `codes`, and leave in `total` what they do not say."""
@@ -166,11 +174,7 @@ class Codec(ABC):
             raise ShapeMismatchError(
                 f"{dtype} gradients decode into a flat tensor of {dtype} or {compute}; got {_what(out)}"
             )
-        expected = self.encoded_nbytes(out.numel(), dtype)
-        if payload.dim() != 1 or payload.dtype != torch.uint8 or payload.numel() != expected:
-            raise ProtocolError(
-                f"{out.numel()} elements of {dtype} take {expected} bytes as {self.name!r}; got {_what(payload)}"
-            )
+        self.check_payload(payload, dtype, out.numel())
 
 
 def compute_dtype(dtype: str) -> torch.dtype:

@@ -61,8 +61,8 @@ class TwoBit(Codec):
     def _dequantise(self, codes: Tensor, dtype: str, numel: int) -> Tensor:
         return _looked_up(self._tables[compute_dtype(dtype)], codes, numel)
 
-    def _check_decode(self, payload: Tensor, dtype: str, out: Tensor) -> None:
-        super()._check_decode(payload, dtype, out)
+    def check_payload(self, payload: Tensor, dtype: str, numel: int) -> None:
+        super().check_payload(payload, dtype, numel)
         lone = payload & ~(payload >> 1) & 0b01010101
         if lone.any():
             raise ProtocolError(

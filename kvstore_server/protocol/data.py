@@ -34,10 +34,10 @@ _WANTS_WEIGHTS, _VETOES, _ASSIGNS = 1, 2, 4
 
 
 def encode_pushes(batch: m.PushBatch) -> list[Frame]:
-    """Records and payloads; compressed payloads have the codec's description in between."""
+    """Records and payloads; the form, where it is not that of plain numbers, is in between."""
     records = [(p.table, p.slice, p.round, p.generation, payload_size(p.payload)) for p in batch.pushes]
-    codec = [batch.codec] if batch.codec else []
-    return [_pack(records), *codec, join_payloads([p.payload for p in batch.pushes])]
+    form = [batch.form] if batch.form else []
+    return [_pack(records), *form, join_payloads([p.payload for p in batch.pushes])]
 
 
 def decode_pushes(frames: Sequence[Frame]) -> m.PushBatch:
@@ -47,8 +47,8 @@ def decode_pushes(frames: Sequence[Frame]) -> m.PushBatch:
     records = _records(frames, _PUSH_WORDS, len(frames))
     parts = split_payload(frames[-1], records[:, 4])
     rows = zip(records.tolist(), parts, strict=True)
-    codec = bytes(buffer_of(frames[1])) if len(frames) == 3 else b""
-    return m.PushBatch(tuple([m.Push(t, s, r, g, part) for (t, s, r, g, _), part in rows]), codec)
+    form = bytes(buffer_of(frames[1])) if len(frames) == 3 else b""
+    return m.PushBatch(tuple([m.Push(t, s, r, g, part) for (t, s, r, g, _), part in rows]), form)
 
 
 def encode_commits(batch: m.CommitBatch) -> list[Frame]:

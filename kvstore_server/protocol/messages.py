@@ -68,8 +68,8 @@ class PushBatch:
     """Several slices in one message. Never answered: the commit is."""
 
     pushes: tuple[Push, ...]
-    codec: bytes = b""
-    """msgpack of `Codec.spec()` when the payloads are compressed; empty when they are not."""
+    form: bytes = b""
+    """How the payloads are to be read, if not as plain numbers: msgpack of `Codec.spec()` or of {"type": "rows"}."""
 
 
 class Commit(NamedTuple):

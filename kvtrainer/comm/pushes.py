@@ -1,70 +1,93 @@
-"""A rank's slices on their way out: compressed where they are to be, and packed into messages."""
+"""A rank's slices on their way out: brought into the form in which they travel, and packed into messages."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
-from torch import Tensor
-
 from kvstore_server.plan import Slice
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.buffers import MAX_PAYLOAD, SENT_ALONE
-from kvtrainer.comm.tickets import RoundItem
+from kvstore_server.reduction import SparsePayload
+from kvstore_server.row_payload import PACKED_ROWS, encode_rows, split_rows
+from kvtrainer.comm.tickets import Encoded, RoundItem
 
-Encoded = Mapping[str, Mapping[int, Tensor]]
-"""Table → its slices as they are sent, where they are compressed."""
+AllEncoded = Mapping[str, Mapping[int, Encoded]]
+"""Table → its slices as they are sent, where that is not as plain numbers."""
 
 
-def compress(items: Iterable[RoundItem]) -> dict[str, Mapping[int, Tensor]]:
-    """Compress what the items' tables send compressed; values that replace others never are.
+def encode(items: Iterable[RoundItem]) -> dict[str, Mapping[int, Encoded]]:
+    """Encode row-sparse slices, and compress the others of tables that are compressed.
+
+    Initial values, and others that replace what the store holds, are neither.
 
     Raises:
-        NonFiniteGradientError: a gradient is infinite or not a number.
+        NonFiniteGradientError: a gradient that is to be compressed is infinite or not a number.
     """
-    encoded: dict[str, Mapping[int, Tensor]] = {}
+    encoded: dict[str, Mapping[int, Encoded]] = {}
     for item in items:
-        table = item.table
-        if table.compressor is None or item.values is None or item.assign or item.veto or not table.round:
+        if item.values is None or item.assign or item.veto or not item.table.round:
             continue
-        slices = [piece for server in table.numbers for piece in item.sent_slices(server)]
-        encoded[table.name] = table.compressor.encode(item.values, slices, item.absent)
+        found = _row_slices(item) if item.rows else {}
+        compressor = item.table.compressor
+        if compressor is not None:
+            pieces = [piece for server in item.table.numbers for piece in item.sent_slices(server)]
+            plain = [piece for piece in pieces if piece.index not in found]
+            data = compressor.encode(item.values, plain, item.absent)
+            found |= {index: Encoded(compressor.packed_codec, one) for index, one in data.items()}
+        if found:
+            encoded[item.table.name] = found
     return encoded
 
 
 def push_batches(
-    work: Iterable[tuple[RoundItem, Iterable[Slice]]], encoded: Encoded, server: int
+    work: Iterable[tuple[RoundItem, Iterable[Slice]]], encoded: AllEncoded, server: int
 ) -> Iterator[m.PushBatch]:
-    """The messages that carry slices to a server; small slices travel together."""
+    """The messages that carry slices to a server; small slices of one form travel together."""
     batch: list[m.Push] = []
-    size, codec = 0, b""
-    for push, its_codec in _pushes(work, encoded, server):
+    size, form = 0, b""
+    for push, its_form in _pushes(work, encoded, server):
         nbytes = push.payload.nbytes
         if nbytes >= SENT_ALONE:
-            yield m.PushBatch((push,), its_codec)
+            yield m.PushBatch((push,), its_form)
             continue
-        if batch and (size + nbytes > MAX_PAYLOAD or its_codec != codec):
-            yield m.PushBatch(tuple(batch), codec)
+        if batch and (size + nbytes > MAX_PAYLOAD or its_form != form):
+            yield m.PushBatch(tuple(batch), form)
             batch, size = [], 0
         batch.append(push)
-        size, codec = size + nbytes, its_codec
+        size, form = size + nbytes, its_form
     if batch:
-        yield m.PushBatch(tuple(batch), codec)
+        yield m.PushBatch(tuple(batch), form)
 
 
 def _pushes(
-    work: Iterable[tuple[RoundItem, Iterable[Slice]]], encoded: Encoded, server: int
+    work: Iterable[tuple[RoundItem, Iterable[Slice]]], encoded: AllEncoded, server: int
 ) -> Iterator[tuple[m.Push, bytes]]:
-    """Each slice, and the description of its codec; empty where it is not compressed."""
+    """Each slice and its form."""
     for item, pieces in work:
-        table, values = item.table, item.values
-        if values is None:
+        if item.values is None:
             continue
-        number, round_, payloads = table.numbers[server], table.round, encoded.get(table.name)
-        if payloads is not None and table.compressor is not None:
-            codec = table.compressor.packed_codec
-            for piece in pieces:
-                yield m.Push(number, piece.index, round_, 0, payloads[piece.index]), codec
-            continue
+        number, round_ = item.table.numbers[server], item.table.round
+        others = encoded.get(item.table.name, {})
         for piece in pieces:
-            payload = values[piece.dtype][piece.offset : piece.offset + piece.used]
-            yield m.Push(number, piece.index, round_, 0, payload), b""
+            if piece.index in others:
+                form, payload = others[piece.index]
+            else:
+                form, payload = b"", item.values[piece.dtype][piece.offset : piece.offset + piece.used]
+            yield m.Push(number, piece.index, round_, 0, payload), form
+
+
+def _row_slices(item: RoundItem) -> dict[int, Encoded]:
+    """The slices that hold a part of a key of which there are only some rows."""
+    assert item.values is not None
+    plan = item.table.plan
+    rows: dict[int, SparsePayload] = {}
+    for key, (ids, values) in (item.rows or {}).items():
+        for index, (position, part) in split_rows(plan, key, ids, values).items():
+            piece = plan.slices[index]
+            has_others = len(piece.segments) > 1
+            dense = item.values[piece.dtype][piece.offset : piece.offset + piece.used] if has_others else None
+            before = rows[index].rows if index in rows else {}
+            rows[index] = SparsePayload({**before, position: part}, dense)
+    return {
+        i: Encoded(PACKED_ROWS, encode_rows(plan, plan.slices[i], payload)) for i, payload in rows.items()
+    }

@@ -13,7 +13,7 @@ from kvstore_server.errors import DeadlineError, KVStoreError, RoundAbortedError
 from kvstore_server.plan import Slice
 from kvstore_server.protocol import messages as m
 from kvtrainer.comm.giving_up import give_up
-from kvtrainer.comm.pushes import compress, push_batches
+from kvtrainer.comm.pushes import encode, push_batches
 from kvtrainer.comm.session import Session
 from kvtrainer.comm.tickets import Arenas, RemoteTable, RoundItem, Ticket, write_part
 
@@ -44,7 +44,7 @@ class Rounds:
                 self._request(ticket, server, members)
             for item in items:
                 item.table.ticket = ticket
-            ticket.encoded = compress(items)
+            ticket.encoded = encode(items)
             for at in range(0, len(items), _COMMITS_PER_MESSAGE):
                 self._send_round(ticket, items[at : at + _COMMITS_PER_MESSAGE])
         except BaseException as error:
@@ -255,14 +255,13 @@ class Rounds:
         self._close(ticket)
         lost = []
         for item in ticket.items:
-            places = list(item.table.numbers.items())
-            if any(where in ticket.outstanding or where in ticket.failed for where in places):
+            if ticket.is_lost(item.table):
                 lost.append(item.table)
                 continue
             for part in ticket.staged.pop(item.table.name, ()):
                 write_part(item, part)
-            if item.table.name in ticket.encoded and item.table.name not in ticket.vetoes:
-                assert item.table.compressor is not None
+            was_encoded = item.table.name in ticket.encoded and item.table.name not in ticket.vetoes
+            if was_encoded and item.table.compressor is not None:
                 item.table.compressor.accept()
             item.table.round += 1
             item.table.is_initialised = True

@@ -12,10 +12,19 @@ from torch import Tensor
 from kvstore_server.errors import KVStoreError, ProtocolError
 from kvstore_server.plan import Plan, Slice
 from kvstore_server.protocol import messages as m
+from kvstore_server.reduction import RowSet
 from kvtrainer.comm.compressor import Compressor
 
 Arenas = Mapping[str, Tensor]
 """dtype name → flat tensor laid out as the Plan says; padding behind the last key may be missing."""
+
+
+class Encoded(NamedTuple):
+    """A slice as it is sent."""
+
+    form: bytes
+    """As `PushBatch.form`."""
+    data: Tensor
 
 
 @dataclass
@@ -49,6 +58,7 @@ class RoundItem(NamedTuple):
         absent: Keys (by index) that are left out; a slice of which all keys are absent is not sent.
         veto: The values are not finite: they are not sent, and the round changes nothing for anybody.
         assign: The lowest rank's values replace the weights; every rank must say so.
+        rows: Key (by index) → rows of it, of which this rank has only those; `values` do not count there.
     """
 
     table: RemoteTable
@@ -58,6 +68,7 @@ class RoundItem(NamedTuple):
     absent: frozenset[int] = frozenset()
     veto: bool = False
     assign: bool = False
+    rows: Mapping[int, RowSet] | None = None
 
     def sent_slices(self, server: int) -> Sequence[Slice]:
         """The slices that this rank gives to a server."""
@@ -88,8 +99,8 @@ class Ticket:
     """Table → keys that no worker contributed to."""
     vetoes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """Table → ranks because of which its round was not applied."""
-    encoded: Mapping[str, Mapping[int, Tensor]] = field(default_factory=dict)
-    """Table → its slices as they are sent, where they are compressed."""
+    encoded: Mapping[str, Mapping[int, Encoded]] = field(default_factory=dict)
+    """Table → its slices as they are sent, where that is not as plain numbers."""
     failed: dict[tuple[int, int], int] = field(default_factory=dict)
     """(server, table number there) → the next round after the one that failed; -1 when it did not say."""
     aborted: set[str] = field(default_factory=set)
@@ -97,6 +108,10 @@ class Ticket:
     staged: dict[str, list[m.WeightsPart]] = field(default_factory=dict)
     """Table → new weights that wait for those of the other servers."""
     is_over: bool = False
+
+    def is_lost(self, table: RemoteTable) -> bool:
+        """Whether the round of a table, which is over, was not applied on every server, as far as is known here."""
+        return any(where in self.outstanding or where in self.failed for where in table.numbers.items())
 
 
 def write_part(item: RoundItem, part: m.WeightsPart) -> None:

@@ -1,0 +1,159 @@
+"""A contribution to one slice that gives only some rows of some of its keys, as bytes and back.
+
+    head      int32: number of row-sparse segments, whether a dense part follows
+    segments  int32 each: position in the slice, number of rows, whether the ids are a bitmap, 0
+    rows      per segment: ids as int32, or one bit for each row of the segment where that is shorter; then the values
+    dense     the slice's numbers, where it has other segments too; those of row-sparse segments count for nothing
+
+Each part begins at a multiple of 8 bytes. However many rows there are, the bytes exceed those of the dense slice by
+no more than a frame allows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvstore_server.errors import ProtocolError
+from kvstore_server.plan import ITEM_SIZE, Plan, Slice, row_numel
+from kvstore_server.protocol.control import pack_control
+from kvstore_server.reduction import RowSet, SparsePayload, torch_dtype
+
+ROWS = "rows"
+PACKED_ROWS = pack_control({"type": ROWS})
+"""What takes the place of a codec's description for such payloads."""
+
+
+class RowForm:
+    """Stands where a codec stands, for contributions that give only some rows."""
+
+
+def encode_rows(plan: Plan, piece: Slice, payload: SparsePayload) -> Tensor:
+    """The bytes of a payload, as one uint8 tensor."""
+    head = [len(payload.rows), payload.dense is not None]
+    parts: list[bytes] = []
+    for position, (ids, values) in sorted(payload.rows.items()):
+        num_rows = piece.segments[position].numel // row_numel(plan.specs[piece.segments[position].key])
+        as_bits = 4 * len(ids) > num_rows // 8
+        head += [position, len(ids), as_bits, 0]
+        parts.append(_padded(_bits(ids, num_rows) if as_bits else ids.numpy().astype("<i4").tobytes()))
+        parts.append(_padded(values.contiguous().view(-1).view(torch.uint8).numpy().tobytes()))
+    if payload.dense is not None:
+        parts.append(_padded(payload.dense.contiguous().view(torch.uint8).numpy().tobytes()))
+    data = b"".join([np.array(head, "<i4").tobytes(), *parts])
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def decode_rows(plan: Plan, piece: Slice, data: memoryview) -> SparsePayload:
+    """Inverse of `encode_rows`; the tensors are views of `data` where that is possible.
+
+    Raises:
+        ProtocolError: the bytes do not fit the slice.
+    """
+    reader = _Reader(data)
+    count, has_dense = reader.take("<i4", 2).tolist()
+    if not 0 < count <= len(piece.segments) or has_dense not in (0, 1):
+        raise ProtocolError(
+            f"a row-sparse slice has {len(piece.segments)} segments, got {count} (dense {has_dense})"
+        )
+    table = reader.take("<i4", 4 * count).reshape(count, 4).tolist()
+    rows = {}
+    for position, num_ids, as_bits, _ in table:
+        if not 0 <= position < len(piece.segments) or position in rows:
+            raise ProtocolError(f"a row-sparse slice names segment {position} of {len(piece.segments)}")
+        rows[position] = _read_rows(reader, plan, piece, position, num_ids, bool(as_bits))
+    dense = None
+    if has_dense:
+        dense = reader.tensor(piece.used, piece.dtype)
+    reader.finish()
+    if dense is None and count < len(piece.segments):
+        raise ProtocolError(
+            f"a row-sparse slice has {len(piece.segments)} segments, but no dense part for the others"
+        )
+    return SparsePayload(rows, dense)
+
+
+def _read_rows(
+    reader: _Reader, plan: Plan, piece: Slice, position: int, num_ids: int, as_bits: bool
+) -> RowSet:
+    segment = piece.segments[position]
+    spec = plan.specs[segment.key]
+    width = row_numel(spec)
+    if not width or segment.numel % width or segment.key_start % width:
+        raise ProtocolError(f"key {spec.key!r} of shape {list(spec.shape)} takes no rows")
+    num_rows = segment.numel // width
+    if not 0 <= num_ids <= num_rows:
+        raise ProtocolError(f"a row-sparse slice of {spec.key!r} names {num_ids} of its {num_rows} rows")
+    if as_bits:
+        bits = np.unpackbits(reader.take("u1", -(-num_rows // 8)), count=num_rows, bitorder="little")
+        ids = np.flatnonzero(bits)
+    else:
+        ids = reader.take("<i4", num_ids).astype(np.int64)
+    if len(ids) != num_ids or (
+        num_ids and (ids[0] < 0 or ids[-1] >= num_rows or (ids[1:] <= ids[:-1]).any())
+    ):
+        raise ProtocolError(
+            f"the {num_ids} rows of {spec.key!r} are not distinct, ascending and below {num_rows}"
+        )
+    return RowSet(torch.from_numpy(ids), reader.tensor(num_ids * width, piece.dtype).view(num_ids, width))
+
+
+class _Reader:
+    """Takes parts off the front of a buffer; each begins at a multiple of 8."""
+
+    def __init__(self, data: memoryview) -> None:
+        self._data = data
+        self._at = 0
+
+    def take(self, dtype: str, count: int) -> np.ndarray[Any, Any]:
+        size = np.dtype(dtype).itemsize * count
+        if size > len(self._data) - self._at:
+            raise ProtocolError(f"a row-sparse slice of {len(self._data)} bytes ends too early")
+        part = np.frombuffer(self._data, dtype, count, self._at)
+        self._at += -(-size // 8) * 8
+        return part
+
+    def tensor(self, numel: int, dtype: str) -> Tensor:
+        start = self._at
+        self.take("u1", numel * ITEM_SIZE[dtype])
+        if not numel:
+            return torch.empty(0, dtype=torch_dtype(dtype))
+        return torch.frombuffer(self._data, dtype=torch_dtype(dtype), count=numel, offset=start)
+
+    def finish(self) -> None:
+        if self._at != len(self._data):
+            raise ProtocolError(
+                f"a row-sparse slice has {len(self._data)} bytes, {self._at} of them are named"
+            )
+
+
+def _bits(ids: Tensor, num_rows: int) -> bytes:
+    present = np.zeros(num_rows, dtype=bool)
+    present[ids.numpy()] = True
+    return np.packbits(present, bitorder="little").tobytes()
+
+
+def _padded(part: bytes) -> bytes:
+    return part + bytes(-len(part) % 8)
+
+
+def split_rows(plan: Plan, key: int, ids: Tensor, values: Tensor) -> dict[int, tuple[int, RowSet]]:
+    """Distribute rows of a key over its slices: slice index → (position of the segment, its rows).
+
+    Every slice of the key gets an entry, with no rows where none are in it: the key has taken part there too.
+    """
+    width = row_numel(plan.specs[key])
+    found = {}
+    for piece in plan.slices_with(key):
+        position = next(at for at, segment in enumerate(piece.segments) if segment.key == key)
+        segment = piece.segments[position]
+        first, end = segment.key_start // width, (segment.key_start + segment.numel) // width
+        low, high = torch.searchsorted(ids, torch.tensor([first, end])).tolist()
+        found[piece.index] = (
+            position,
+            RowSet(ids[low:high] - first, values[low:high].reshape(high - low, width)),
+        )
+    return found
