@@ -18,7 +18,7 @@ def view_payload(plan: Plan, piece: Slice, payload: Payload, form: Codec | RowFo
     """A flat tensor of the slice's numbers; or what a codec reads; or some rows. Nothing large is copied.
 
     Raises:
-        ProtocolError: rows are malformed.
+        ProtocolError: rows are malformed, or no codec of that kind wrote the bytes.
         ShapeMismatchError: the payload has another size or dtype than the slice.
     """
     if isinstance(form, RowForm):
@@ -44,6 +44,7 @@ def _encoded(plan: Plan, piece: Slice, payload: Payload, codec: Codec) -> Encode
     if data.dtype != torch.uint8 or data.numel() != codec.encoded_nbytes(piece.used, piece.dtype):
         got = f"{data.numel()} bytes compressed by {codec.spec()}"
         raise ShapeMismatchError(_wrong_size(plan, piece, got))
+    codec.check_payload(data, piece.dtype, piece.used)  # in the middle of an update it would be too late
     return Encoded(codec, data)
 
 

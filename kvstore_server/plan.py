@@ -116,6 +116,16 @@ class Plan:
         """The slices on one server, in arena order."""
         return self._by_server.get(server, ())
 
+    def takes_rows(self, key: int) -> bool:
+        """Whether the slices of a key (by index) hold whole rows of it; not so where a row is too long for one."""
+        width = row_numel(self.specs[key])
+        return all(
+            segment.key_start % width == 0
+            for piece in self.slices_with(key)
+            for segment in piece.segments
+            if segment.key == key
+        )
+
     def slices_with(self, key: int) -> tuple[Slice, ...]:
         """The slices that hold a part of a key (by index), in the order of its elements; none of an empty key."""
         return self._by_key.get(key, ())
@@ -223,7 +233,9 @@ class _ArenaLayout:
         offset = self.end
         # Whole rows, so that a slice takes rows by itself; unless one is too long for that.
         unit = math.lcm(row, ALIGNMENT // ITEM_SIZE[self.dtype])
-        limit = self.limit - self.limit % unit if unit <= self.limit else self.limit
+        limit = self.limit - self.limit % unit or unit
+        if limit * ITEM_SIZE[self.dtype] > MAX_SLICE:
+            limit = self.limit
         for start in range(0, numel, limit):
             draft = _Draft(self.dtype, self.end, [])
             draft.append(key, start, min(limit, numel - start))

@@ -1,0 +1,154 @@
+"""Row-sparse slices as bytes: what went in comes out, and nothing but ProtocolError comes of bad bytes."""
+
+from __future__ import annotations
+
+import random
+import struct
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvstore_server.errors import ProtocolError
+from kvstore_server.plan import Plan, Slice, TensorSpec, make_plan
+from kvstore_server.protocol.buffers import MAX_FRAME
+from kvstore_server.reduction import RowSet, SparsePayload
+from kvstore_server.row_payload import decode_rows, encode_rows, split_rows
+
+DTYPES = {
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float32": torch.float32,
+    "float64": torch.float64,
+}
+
+
+def one_slice(*shapes: tuple[int, ...], dtype: str = "float32") -> tuple[Plan, Slice]:
+    plan = make_plan([TensorSpec(f"k{i}", shape, dtype) for i, shape in enumerate(shapes)], 1)
+    [piece] = plan.slices
+    return plan, piece
+
+
+def as_bytes(data: Tensor) -> memoryview:
+    return memoryview(bytearray(data.numpy().tobytes()))
+
+
+def rows_of(num: int, total: int, width: int, dtype: str = "float32", seed: int = 0) -> RowSet:
+    ids = sorted(random.Random(seed).sample(range(total), num))
+    values = torch.randn(num, width, generator=torch.Generator().manual_seed(seed)).to(DTYPES[dtype])
+    return RowSet(torch.tensor(ids, dtype=torch.int64), values)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num", [0, 1, 2, 30, 99, 100])
+@pytest.mark.parametrize("width", [1, 3, 8])
+def test_rows_come_out_as_they_went_in(dtype: str, num: int, width: int) -> None:
+    plan, piece = one_slice((100, width), dtype=dtype)
+    rows = rows_of(num, 100, width, dtype)
+    back = decode_rows(plan, piece, as_bytes(encode_rows(plan, piece, SparsePayload({0: rows}, None))))
+    assert back.dense is None
+    assert torch.equal(back.rows[0].ids, rows.ids)
+    assert torch.equal(back.rows[0].values, rows.values)
+
+
+def test_a_slice_with_other_keys_carries_their_numbers_too() -> None:
+    plan, piece = one_slice((10,), (7, 3), (5, 2))
+    dense = torch.arange(piece.used, dtype=torch.float32)
+    sent = SparsePayload({1: rows_of(2, 7, 3), 2: rows_of(5, 5, 2)}, dense)
+    back = decode_rows(plan, piece, as_bytes(encode_rows(plan, piece, sent)))
+    assert back.dense is not None
+    assert torch.equal(back.dense, dense)
+    assert sorted(back.rows) == [1, 2]
+    assert torch.equal(back.rows[2].values, sent.rows[2].values)
+
+
+@pytest.mark.parametrize("width", [1, 4])
+def test_all_rows_of_the_largest_slice_fit_into_a_frame(width: int) -> None:
+    plan = make_plan([TensorSpec("k", (1 << 22, width), "float32")], 1)
+    piece = max(plan.slices, key=lambda one: one.used)
+    count = piece.segments[0].numel // width
+    rows = RowSet(torch.arange(count), torch.zeros(count, width))
+    assert encode_rows(plan, piece, SparsePayload({0: rows}, None)).numel() <= MAX_FRAME
+
+
+def test_few_rows_take_few_bytes() -> None:
+    plan, piece = one_slice((1000, 4))
+    assert encode_rows(plan, piece, SparsePayload({0: rows_of(3, 1000, 4)}, None)).numel() == 88
+
+
+def test_every_slice_of_a_key_gets_its_rows_and_those_without_any_an_empty_part() -> None:
+    plan = make_plan([TensorSpec("k", (10_000, 10), "float32")], 3)
+    ids = torch.tensor([0, 1, 4_999, 9_999])
+    parts = split_rows(plan, 0, ids, torch.arange(4.0)[:, None].expand(4, 10))
+    assert sorted(parts) == [piece.index for piece in plan.slices]
+    found = []
+    for index, (position, rows) in parts.items():
+        assert position == 0
+        first = plan.slices[index].segments[0].key_start // 10
+        found += [(int(i) + first, float(v)) for i, v in zip(rows.ids, rows.values[:, 0], strict=True)]
+    assert sorted(found) == [(0, 0.0), (1, 1.0), (4_999, 2.0), (9_999, 3.0)]
+
+
+@pytest.mark.parametrize("shape", [(100_000, 7), (4_000, 100), (4, 250_000), (50, 10_007), (5_000_000,)])
+def test_slices_of_big_keys_hold_whole_rows(shape: tuple[int, ...]) -> None:
+    plan = make_plan([TensorSpec("k", shape, "float32")], 1)
+    width = plan.specs[0].numel // shape[0]
+    assert len(plan.slices) > 1
+    assert all(piece.segments[0].key_start % width == 0 for piece in plan.slices)
+    assert plan.takes_rows(0)
+    assert all(piece.offset * 4 % 64 == 0 for piece in plan.slices)
+
+
+def test_rows_too_long_for_a_slice_are_cut_all_the_same() -> None:
+    plan = make_plan([TensorSpec("k", (3, 300_000), "float32")], 1)
+    assert max(piece.nbytes for piece in plan.slices) <= 1 << 20
+    assert not plan.takes_rows(0)
+
+
+def _head(*numbers: int) -> bytes:
+    return struct.pack(f"<{len(numbers)}i", *numbers)
+
+
+@pytest.mark.parametrize(
+    ("data", "text"),
+    [
+        (b"", "ends too early"),
+        (_head(0, 0), "got 0"),
+        (_head(2, 0), "got 2"),
+        (_head(1, 7), "dense 7"),
+        (_head(1, 0), "ends too early"),
+        (_head(1, 0, 1, 0, 0, 0), "names segment 1 of 1"),
+        (_head(1, 0, -1, 0, 0, 0), "names segment -1"),
+        (_head(1, 0, 0, 11, 0, 0), "names 11 of its 10 rows"),
+        (_head(1, 0, 0, -1, 0, 0), "names -1 of its 10 rows"),
+        (_head(1, 0, 0, 1, 0, 0), "ends too early"),
+        (_head(1, 0, 0, 1, 0, 0, 10, 0) + bytes(16), "not distinct, ascending and below 10"),
+        (_head(1, 0, 0, 1, 0, 0, -1, 0) + bytes(16), "not distinct"),
+        (_head(1, 0, 0, 2, 0, 0, 3, 3) + bytes(24), "not distinct"),
+        (_head(1, 0, 0, 2, 0, 0, 3, 2) + bytes(24), "not distinct"),
+        (_head(1, 0, 0, 2, 1, 0) + b"\x01" + bytes(7) + bytes(24), "not distinct"),
+        (_head(1, 0, 0, 0, 0, 0) + bytes(8), "32 bytes, 24 of them are named"),
+        (_head(1, 1, 0, 0, 0, 0), "ends too early"),
+    ],
+)
+def test_malformed_rows_are_a_protocol_error_that_says_what_is_wrong(data: bytes, text: str) -> None:
+    plan, piece = one_slice((10, 3))
+    with pytest.raises(ProtocolError, match=text):
+        decode_rows(plan, piece, memoryview(bytearray(data)))
+
+
+def test_other_keys_of_a_slice_may_not_be_forgotten() -> None:
+    plan, piece = one_slice((10, 3), (4,))
+    with pytest.raises(ProtocolError, match="no dense part for the others"):
+        decode_rows(plan, piece, memoryview(bytearray(_head(1, 0, 0, 0, 0, 0))))
+
+
+def test_random_bytes_raise_nothing_else() -> None:
+    plan, piece = one_slice((10, 3), (4,))
+    rng = random.Random(0)
+    for _ in range(3000):
+        data = bytearray(rng.choice([0, 0, 0, 1, 2, 3, 255]) for _ in range(rng.randrange(0, 120)))
+        try:
+            decode_rows(plan, piece, memoryview(data))
+        except ProtocolError:
+            continue
