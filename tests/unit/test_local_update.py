@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvstore_server.dense import Addend, DenseTable
+from kvstore_server.dense import DenseTable
 from kvstore_server.optimizer import Optimizer, create
 from kvstore_server.plan import Plan, TensorSpec, make_plan
-from kvtrainer.errors import OptimizerError
+from kvstore_server.reduction import Addend
+from kvtrainer.errors import ConfigurationError, OptimizerError
 from kvtrainer.local_update import LocalUpdate
 
 SHAPES = {"a": (3, 5), "b": (), "c": (170, 301)}
@@ -111,3 +112,84 @@ def test_state_can_be_taken_out_and_put_back() -> None:
     for one, flat in ((update, weights), (fresh, copies)):
         one.apply(flat, arenas(plan, 3), 1.0, [True] * 3, [optimizer.hyper] * 3)
     assert torch.equal(weights["float32"], copies["float32"])
+
+
+def run_whole(
+    name: str, scale: float, present: list[bool], **options: Any
+) -> tuple[LocalUpdate, list[Tensor], Plan]:
+    """Two updates of an optimizer of whole keys; the keys' values after them."""
+    plan, optimizer = plan_of(), create(name, **options)
+    update, weights = LocalUpdate(plan, optimizer), arenas(plan, 1)
+    for step in range(2):
+        update.apply(weights, arenas(plan, 10 + step), scale, present, [optimizer.hyper] * 3)
+    return update, [part(plan, weights, key).view(plan.specs[key].shape) for key in range(3)], plan
+
+
+def test_optimizer_of_whole_keys_gets_each_key_in_its_shape() -> None:
+    """Adafactor's state is per row and per column, and LARS divides by the norm of a key that has several slices."""
+    update, values, plan = run_whole("torch:Adafactor", 0.5, [True, True, True], lr=0.1)
+    start = arenas(plan, 1)
+    for key, value in enumerate(values):
+        parameter = torch.nn.Parameter(part(plan, start, key).view(plan.specs[key].shape))
+        plain: torch.optim.Optimizer = torch.optim.Adafactor([parameter], lr=0.1)
+        for step in range(2):
+            parameter.grad = 0.5 * part(plan, arenas(plan, 10 + step), key).view(parameter.shape)
+            plain.step()
+        torch.testing.assert_close(value, parameter.detach(), rtol=0, atol=1e-6)
+    assert update.get_key_state(0).step == 2
+    assert {
+        n: tuple(v.shape) for n, v in update.get_key_state(0).values.items() if isinstance(v, Tensor)
+    } == {
+        "row_var": (3, 1),
+        "col_var": (1, 5),
+    }
+
+
+def test_absent_whole_keys_stay_and_get_no_step() -> None:
+    update, values, plan = run_whole("lamb", 1.0, [True, False, True])
+    assert values[1].flatten().equal(part(plan, arenas(plan, 1), 1))
+    assert [update.get_key_state(key).step for key in range(3)] == [2, 0, 2]
+
+
+def test_key_that_the_optimizer_cannot_update_is_found_before_any_other_is_updated() -> None:
+    plan, optimizer = plan_of(), create("groupadagrad")
+    update, weights = LocalUpdate(plan, optimizer), arenas(plan, 1)
+    with pytest.raises(ConfigurationError, match="'b'"):
+        update.apply(weights, arenas(plan, 2), 1.0, [True] * 3, [optimizer.hyper] * 3)
+    assert weights["float32"].equal(arenas(plan, 1)["float32"])
+    update.apply(weights, arenas(plan, 2), 1.0, [True, False, True], [optimizer.hyper] * 3)
+    assert not weights["float32"].equal(arenas(plan, 1)["float32"])
+
+
+def test_error_of_a_users_optimizer_of_whole_keys_takes_the_whole_step_back() -> None:
+    class FailsAtC(Optimizer):
+        elementwise = False
+
+        def update(self, weight: Tensor, grad: Tensor, state: dict[str, Any], hyper: Any) -> None:
+            if hyper["key"] == "c" and hyper["step"] == 2:
+                raise ArithmeticError("no")
+            state["seen"] = grad.sum()
+            weight -= grad
+
+    plan, optimizer = plan_of(), FailsAtC()
+    update, weights = LocalUpdate(plan, optimizer), arenas(plan, 1)
+    update.apply(weights, arenas(plan, 2), 1.0, [True] * 3, [optimizer.hyper] * 3)
+    before, seen = weights["float32"].clone(), update.get_key_state(0).copy()
+    with pytest.raises(OptimizerError, match="raised ArithmeticError: no; the step was not applied"):
+        update.apply(weights, arenas(plan, 3), 1.0, [True] * 3, [optimizer.hyper] * 3)
+    assert weights["float32"].equal(before)
+    assert update.get_key_state(0) == seen
+
+
+def test_noise_depends_on_the_name_of_the_key_and_not_on_its_place() -> None:
+    values = []
+    for names in (["a", "b", "c"], ["c", "a", "b"]):
+        plan = make_plan([TensorSpec(name, SHAPES[name], "float32") for name in names], 1)
+        optimizer = create("sgld", learning_rate=0.01)
+        weights = {"float32": torch.zeros(plan.arena_sizes["float32"])}
+        grads = {"float32": torch.zeros(plan.arena_sizes["float32"])}
+        LocalUpdate(plan, optimizer).apply(weights, grads, 1.0, [True] * 3, [optimizer.hyper] * 3)
+        values.append({name: part(plan, weights, key) for key, name in enumerate(names)})
+    for name in SHAPES:
+        assert values[0][name].equal(values[1][name])
+    assert not values[0]["a"].equal(values[0]["c"][: values[0]["a"].numel()])

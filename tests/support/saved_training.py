@@ -1,0 +1,74 @@
+"""A small model, and its training by every kind of optimizer and at every place, for tests of saved states."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from kvtrainer import Trainer, kvstore
+
+PLACES = pytest.mark.parametrize("uok", [None, False, True], ids=["in-process", "reduced", "in-store"])
+ELEMENTWISE: dict[str, dict[str, Any]] = {
+    "sgd": {"learning_rate": 0.1, "momentum": 0.9, "wd": 0.01},
+    "adam": {},
+    "nadam": {},
+    "rmsprop": {"centered": True},
+    "ftrl": {},
+    "torch:NAdam": {"lr": 0.1},
+    "torch:Adagrad": {"lr": 0.1, "initial_accumulator_value": 0.5},
+}
+WHOLE: dict[str, dict[str, Any]] = {
+    "lamb": {},
+    "lans": {},
+    "lars": {"momentum": 0.9},
+    "groupadagrad": {"learning_rate": 0.1},
+    "torch:Muon": {"lr": 0.1},
+    "torch:Adafactor": {"lr": 0.1},
+}
+MATRICES_ONLY = ("groupadagrad", "torch:Muon")
+
+
+class Net(nn.Module):
+    """A 0-d parameter, one that is cut into slices, and small ones that share a slice."""
+
+    def __init__(self, with_vectors: bool = True, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.scale = nn.Parameter(torch.tensor(0.5), requires_grad=with_vectors)
+        self.inner = nn.Linear(7, 900, bias=with_vectors)
+        self.outer = nn.Linear(900, 3, bias=with_vectors)
+        self.to(dtype)
+
+    def trained(self) -> list[tuple[str, nn.Parameter]]:
+        return [(name, p) for name, p in self.named_parameters() if p.requires_grad]
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.outer(torch.tanh(self.inner(x))) * self.scale
+        return out
+
+
+def trainer_of(net: Net, kind: str, uok: bool | None = None, **options: Any) -> Trainer:
+    store = None if uok is None else kvstore.create("local")
+    options = {**ELEMENTWISE, **WHOLE}.get(kind, {}) | options
+    return Trainer(net.trained(), kind, options, kvstore=store, update_on_kvstore=uok)
+
+
+def train(net: nn.Module, trainer: Trainer, first: int, steps: int) -> None:
+    """Steps whose data depend only on their number."""
+    for i in range(first, first + steps):
+        generator = torch.Generator().manual_seed(i)
+        trainer.zero_grad()
+        x = torch.randn(4, 7, generator=generator).to(next(net.parameters()).dtype)
+        net(x).square().mean().backward()
+        trainer.step()
+
+
+def weights(net: nn.Module) -> list[Tensor]:
+    return [p.detach().clone() for p in net.parameters()]
+
+
+def same(a: list[Tensor], b: list[Tensor]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))

@@ -1,0 +1,214 @@
+"""The file of saved states: whole or not at all when written, and a clear word for whatever is wrong when read."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import resource
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from kvtrainer.errors import KVStoreError, StateFileError
+from kvtrainer.saved_states import SavedParameter, SavedStates
+from kvtrainer.state_file import read_state_file, write_state_file
+
+
+def states_of(value: float, numel: int = 1000) -> SavedStates:
+    parameter = SavedParameter((numel,), "float32", 0, {"step": 1, "entry": torch.full((numel,), value)})
+    return SavedStates({"name": "sgd"}, 1, [{"lr": 0.1}], {"w": parameter})
+
+
+def value_in(path: Path) -> float:
+    return float(read_state_file(path).parameters["w"].state["entry"][-1])
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A file of states whose value is 1."""
+    found = tmp_path / "states"
+    write_state_file(found, states_of(1.0))
+    return found
+
+
+@pytest.fixture
+def small_files() -> Iterator[Callable[[int], None]]:
+    """Limits the size of files that this process writes; writing more fails as it does on a full disk."""
+    former = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, former[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, former)
+
+
+def test_file_is_read_as_it_was_written_and_replaced_by_the_next(path: Path) -> None:
+    assert value_in(path) == 1.0
+    write_state_file(str(path), states_of(2.0))
+    assert value_in(path) == 2.0
+    assert os.listdir(path.parent) == ["states"]
+
+
+def test_what_was_read_does_not_change_when_the_file_does(path: Path) -> None:
+    before = read_state_file(path)
+    write_state_file(path, states_of(2.0))
+    assert before.parameters["w"].state["entry"].eq(1).all()
+
+
+def test_file_has_the_rights_of_any_other_new_file(path: Path) -> None:
+    other = path.parent / "other"
+    other.touch()
+    assert stat.S_IMODE(path.stat().st_mode) == stat.S_IMODE(other.stat().st_mode)
+
+
+def test_link_stays_and_the_file_behind_it_is_replaced(path: Path) -> None:
+    link = path.parent / "latest"
+    link.symlink_to(path.name)
+    write_state_file(link, states_of(2.0))
+    assert link.is_symlink()
+    assert value_in(path) == 2.0
+
+
+def test_full_disk_leaves_the_former_file_and_nothing_else(
+    path: Path, small_files: Callable[[int], None]
+) -> None:
+    small_files(4096)
+    with pytest.raises(
+        StateFileError, match=r"cannot save states to '.*states': .*What was there before is unch"
+    ):
+        write_state_file(path, states_of(2.0, 100_000))
+    assert value_in(path) == 1.0
+    assert os.listdir(path.parent) == ["states"]
+
+
+@pytest.mark.parametrize("call", ["fsync", "replace"])
+def test_failure_of_any_later_step_leaves_the_former_file_and_nothing_else(
+    path: Path, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, call, fail)
+    with pytest.raises(StateFileError, match="No space left on device") as caught:
+        write_state_file(path, states_of(2.0))
+    assert isinstance(caught.value, KVStoreError)
+    assert isinstance(caught.value, OSError)
+    assert value_in(path) == 1.0
+    assert os.listdir(path.parent) == ["states"]
+
+
+def test_file_is_on_the_disk_before_it_has_its_name_and_the_name_is_too(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    sync, replace = os.fsync, os.replace
+
+    def synced(handle: int) -> None:
+        calls.append("folder" if stat.S_ISDIR(os.fstat(handle).st_mode) else "file")
+        sync(handle)
+
+    def replaced(source: str, target: str) -> None:
+        calls.append("replace")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "replace", replaced)
+    write_state_file(path, states_of(2.0))
+    assert calls == ["file", "replace", "folder"]
+
+
+def test_interrupted_save_leaves_no_temporary_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("kvtrainer.state_file.save_file", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        write_state_file(path, states_of(2.0))
+    assert os.listdir(path.parent) == ["states"]
+
+
+def test_save_into_a_missing_directory_says_so(tmp_path: Path) -> None:
+    with pytest.raises(StateFileError, match=r"there is no directory '.*missing'; create it first"):
+        write_state_file(tmp_path / "missing" / "states", states_of(1.0))
+
+
+@pytest.mark.parametrize("action", [read_state_file, lambda path: write_state_file(path, states_of(1.0))])
+def test_directory_in_the_place_of_the_file_is_named_as_one(tmp_path: Path, action: Any) -> None:
+    with pytest.raises(StateFileError, match="that is a directory; give the name of a file"):
+        action(tmp_path)
+
+
+def test_save_where_nothing_may_be_written_says_why() -> None:
+    """Not even root may, so the test does not depend on who runs it."""
+    with pytest.raises(
+        StateFileError, match=r"cannot save states to '/sys/states': \[Errno \d+\] .+ unchanged"
+    ):
+        write_state_file("/sys/states", states_of(1.0))
+
+
+def test_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(
+        StateFileError, match=r"cannot load states from '.*nothing': No such file or directory"
+    ):
+        read_state_file(tmp_path / "nothing")
+
+
+def torch_saved() -> bytes:
+    buffer = io.BytesIO()
+    torch.save({"w": torch.zeros(2)}, buffer)
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "it is empty"),
+        (torch_saved(), "it is a zip archive, as torch.save writes it"),
+        (
+            pickle.dumps({"w": [1.0] * 30}),
+            "it is a pickle, as MXNet's save_states writes it; pickles are never",
+        ),
+        (b"\x1f\x8b" + bytes(100), "it is a gzip archive"),
+        (b"hello, this is just some text", "it is no safetensors file, or its beginning is damaged"),
+        (b"\xff" * 8 + b"{" + bytes(100), "truncated or damaged"),
+        (bytes(8) + b"{}", "truncated or damaged"),
+    ],
+)
+def test_file_of_another_kind_is_refused_by_its_kind(tmp_path: Path, content: bytes, message: str) -> None:
+    path = tmp_path / "foreign"
+    path.write_bytes(content)
+    with pytest.raises(StateFileError, match=message):
+        read_state_file(path)
+
+
+def test_other_safetensors_file_is_refused(tmp_path: Path) -> None:
+    save_file({"w": torch.zeros(2)}, tmp_path / "weights")
+    with pytest.raises(StateFileError, match="a safetensors file, but of something else"):
+        read_state_file(tmp_path / "weights")
+
+
+def test_file_cut_off_anywhere_is_refused(path: Path) -> None:
+    whole = path.read_bytes()
+    for size in (1, 7, 8, 9, 40, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:size])
+        with pytest.raises(StateFileError, match=r"truncated or damaged|beginning is damaged"):
+            read_state_file(path)
+
+
+def test_file_with_something_after_its_end_is_refused(path: Path) -> None:
+    path.write_bytes(path.read_bytes() + b"x")
+    with pytest.raises(StateFileError, match="truncated or damaged"):
+        read_state_file(path)
+
+
+def test_every_flipped_byte_is_noticed(tmp_path: Path) -> None:
+    path = tmp_path / "states"
+    write_state_file(path, states_of(1.0, 4))
+    whole = path.read_bytes()
+    for at in range(len(whole)):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        with pytest.raises(StateFileError):
+            read_state_file(path)

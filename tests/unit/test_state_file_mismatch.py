@@ -1,0 +1,266 @@
+"""States of something else are refused with every difference in one message, and nothing changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from kvtrainer import Trainer, kvstore
+from kvtrainer.errors import ConfigurationError, NotInitializedError, StateFileError, StateMismatchError
+from kvtrainer.lr_scheduler import FactorScheduler, LRScheduler, register
+from kvtrainer.saved_states import SavedStates
+from kvtrainer.state_file import read_state_file, write_state_file
+
+SHAPES: dict[str, tuple[int, ...]] = {"a": (2, 3), "b": (3,), "c": ()}
+
+
+def parameters(**shapes: tuple[int, ...]) -> dict[str, nn.Parameter]:
+    return {name: nn.Parameter(torch.ones(shape)) for name, shape in (shapes or SHAPES).items()}
+
+
+def stepped(params: Any, kind: str = "adam", **options: Any) -> Trainer:
+    """A Trainer after one step."""
+    trainer = Trainer(params, kind, options)
+    for group in trainer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.ones_like(parameter)
+    trainer.step()
+    return trainer
+
+
+def refusal(trainer: Trainer, path: Path) -> str:
+    """What the Trainer says; checks that it is as it was."""
+    before = trainer.state_dict()
+    numbers = (trainer.optimizer.rescale_grad, trainer.optimizer.num_update, trainer.optimizer.lr_scheduler)
+    with pytest.raises(StateMismatchError) as caught:
+        trainer.load_states(path)
+    after = trainer.state_dict()
+    assert after["param_groups"] == before["param_groups"]
+    assert after["state"].keys() == before["state"].keys()
+    for key, state in before["state"].items():
+        assert all(torch.equal(state[name], after["state"][key][name]) for name in state)
+    optimizer = trainer.optimizer
+    assert (optimizer.rescale_grad, optimizer.num_update, optimizer.lr_scheduler) == numbers
+    message = str(caught.value)
+    assert message.startswith("the saved states do not fit this Trainer, which is unchanged: ")
+    return message
+
+
+def changed(path: Path, change: Callable[[SavedStates], SavedStates]) -> Path:
+    """The file, with its contents changed by hand."""
+    write_state_file(path, change(read_state_file(path)))
+    return path
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """The states of adam over SHAPES."""
+    stepped(parameters()).save_states(tmp_path / "states")
+    return tmp_path / "states"
+
+
+def test_every_missing_unexpected_and_wrong_shaped_parameter_is_named(path: Path) -> None:
+    trainer = stepped(parameters(a=(3, 2), b=(4,), x=(1,), y=(2,)), rescale_grad=0.5)
+    message = refusal(trainer, path)
+    for part in (
+        "the file lacks the parameters 'x', 'y'",
+        "the file has the parameters 'c', which this Trainer does not have",
+        "'a' has shape [2, 3] in the file and [3, 2] here",
+        "'b' has shape [3] in the file and [4] here",
+    ):
+        assert part in message
+
+
+def test_every_missing_unexpected_and_wrong_shaped_entry_is_named(path: Path) -> None:
+    def change(saved: SavedStates) -> SavedStates:
+        del saved.parameters["a"].state["exp_avg"]
+        del saved.parameters["b"].state["exp_avg"]
+        saved.parameters["b"].state["more"] = torch.zeros(3)
+        saved.parameters["b"].state["exp_avg_sq"] = torch.zeros(5)
+        saved.parameters["c"].state["exp_avg"] = torch.zeros(2)
+        saved.parameters["c"].state["more"] = 1.0
+        return saved
+
+    message = refusal(stepped(parameters()), changed(path, change))
+    for part in (
+        "state 'exp_avg' of 'a', 'b' is missing",
+        "state 'more' of 'b', 'c' is not one that adam keeps",
+        "state 'exp_avg_sq' of 'b' has shape [5], the parameter has [3]",
+        "state 'exp_avg' of 'c' has shape [2], the parameter has []",
+    ):
+        assert part in message
+
+
+def test_scalar_where_one_number_per_element_belongs_is_refused(path: Path) -> None:
+    def change(saved: SavedStates) -> SavedStates:
+        saved.parameters["a"].state["exp_avg"] = 0.5
+        return saved
+
+    message = refusal(stepped(parameters()), changed(path, change))
+    assert "state 'exp_avg' of 'a' has shape [], the parameter has [2, 3]" in message
+
+
+def test_entries_of_whole_keys_have_shapes_of_their_own_and_must_have_them(tmp_path: Path) -> None:
+    path = tmp_path / "states"
+    stepped(parameters(), "torch:Adafactor").save_states(path)
+
+    def change(saved: SavedStates) -> SavedStates:
+        assert saved.parameters["a"].state["row_var"].shape == (2, 1)
+        saved.parameters["a"].state["row_var"] = torch.zeros(2, 3)
+        return saved
+
+    message = refusal(stepped(parameters(), "torch:Adafactor"), changed(path, change))
+    assert "state 'row_var' of 'a' has shape [2, 3], the parameter has [2, 3] and the entry [2, 1]" in message
+
+
+def test_another_kind_of_optimizer_is_named_with_what_it_lacks(path: Path) -> None:
+    message = refusal(stepped(parameters(), "rmsprop"), path)
+    assert "the optimizer is 'adam' in the file and 'rmsprop' here" in message
+    assert "state 'exp_avg' of 'a', 'b', 'c' is not one that rmsprop keeps" in message
+
+
+def test_kind_is_told_from_the_name_where_the_entries_are_the_same(path: Path) -> None:
+    message = refusal(stepped(parameters(), "adamw"), path)
+    assert "the optimizer is 'adam' in the file and 'adamw' here" in message
+
+
+def test_other_groups_are_named_parameter_by_parameter(tmp_path: Path) -> None:
+    p, q = parameters(), parameters()
+    stepped([{"params": {"a": p["a"]}}, {"params": {"b": p["b"], "c": p["c"]}}]).save_states(tmp_path / "s")
+    message = refusal(
+        stepped([{"params": {"a": q["a"], "b": q["b"]}}, {"params": {"c": q["c"]}}]), tmp_path / "s"
+    )
+    assert "'b' is in group 1 in the file and in group 0 here" in message
+    assert "'c' is" not in message
+    message = refusal(stepped(parameters()), tmp_path / "s")
+    assert "the file has 2 parameter groups, this Trainer has 1" in message
+    assert "'c' is in group 1 in the file and in group 0 here" in message
+
+
+def test_options_that_the_optimizer_does_not_take_are_refused(path: Path) -> None:
+    def change(saved: SavedStates) -> SavedStates:
+        return replace(saved, groups=[{**saved.groups[0], "betas": (0.9, 7.0)}])
+
+    message = refusal(stepped(parameters()), changed(path, change))
+    assert "the options of group 0 are not valid here: " in message
+    assert "7.0" in message
+
+
+def test_all_kinds_of_differences_come_in_one_message(path: Path) -> None:
+    def change(saved: SavedStates) -> SavedStates:
+        saved.parameters["b"].state["more"] = 1.0
+        return replace(saved, groups=[*saved.groups, {}], optimizer={**saved.optimizer, "name": "nadam"})
+
+    message = refusal(stepped(parameters(a=(2, 3), b=(3,), d=())), changed(path, change))
+    for part in (
+        "lacks the parameters 'd'",
+        "has the parameters 'c'",
+        "'more' of 'b'",
+        "'nadam'",
+        "2 parameter groups",
+    ):
+        assert part in message
+
+
+def test_number_that_the_store_was_told_cannot_change_after_the_first_step(tmp_path: Path) -> None:
+    stepped(parameters(), begin_num_update=5).save_states(tmp_path / "states")
+
+    def in_store() -> tuple[dict[str, nn.Parameter], Trainer]:
+        params = parameters()
+        return params, Trainer(params, "adam", kvstore=kvstore.create("local"), update_on_kvstore=True)
+
+    params, trainer = in_store()
+    trainer.load_states(tmp_path / "states")
+    assert trainer.optimizer.begin_num_update == 5
+    params, trainer = in_store()
+    for p in params.values():
+        p.grad = torch.ones_like(p)
+    trainer.step()
+    message = refusal(trainer, tmp_path / "states")
+    assert (
+        "begin_num_update is 5 in the file and 0 here, and the optimizer is in the kvstore already" in message
+    )
+
+
+def test_scheduler_that_is_a_function_must_be_given_again(tmp_path: Path) -> None:
+    def schedule(num_update: int) -> float:
+        return 0.5**num_update
+
+    trainer = Trainer(parameters(), "adam")
+    trainer.optimizer.lr_scheduler = FactorScheduler(step=1)
+    other = Trainer(parameters(), "adam")
+    other.save_states(tmp_path / "states")
+
+    def change(saved: SavedStates) -> SavedStates:
+        return replace(saved, optimizer={**saved.optimizer, "lr_scheduler": "code"})
+
+    message = refusal(other, changed(tmp_path / "states", change))
+    assert "the lr_scheduler was a function, which is not saved, so give the Trainer the same" in message
+    trainer.load_states(tmp_path / "states")
+    assert isinstance(trainer.optimizer.lr_scheduler, FactorScheduler)
+
+
+def test_scheduler_that_is_not_known_here_is_refused(path: Path) -> None:
+    def change(saved: SavedStates) -> SavedStates:
+        return replace(saved, optimizer={**saved.optimizer, "lr_scheduler": {"name": "tuesdays"}})
+
+    message = refusal(stepped(parameters()), changed(path, change))
+    assert "the lr_scheduler cannot be made here: " in message
+    assert "'tuesdays'" in message
+
+
+def test_part_of_a_subclass_can_refuse_before_anything_changes(path: Path) -> None:
+    class Extended(Trainer):
+        def _extra_problems(self, saved: SavedStates) -> list[str]:
+            return ["the residuals are of another codec"]
+
+    trainer = Extended(parameters(), "adam", {"learning_rate": 7.0})
+    assert "the residuals are of another codec" in refusal(trainer, path)
+
+
+def test_file_that_is_none_changes_nothing(tmp_path: Path) -> None:
+    (tmp_path / "states").write_bytes(b"x")
+    trainer = stepped(parameters())
+    before = trainer.state_dict()["state"][0]["exp_avg"]
+    with pytest.raises(StateFileError):
+        trainer.load_states(tmp_path / "states")
+    assert trainer.state_dict()["state"][0]["exp_avg"].equal(before)
+
+
+def test_mismatch_is_a_wrong_argument_too(path: Path) -> None:
+    with pytest.raises(ConfigurationError):
+        stepped(parameters(a=(1,))).load_states(path)
+
+
+@pytest.mark.parametrize("action", [lambda trainer, path: trainer.save_states(path), Trainer.load_states])
+def test_states_wait_until_every_parameter_has_a_shape(path: Path, action: Any) -> None:
+    net = nn.Sequential(nn.LazyLinear(3), nn.LazyLinear(2))
+    trainer = Trainer(net, "adam")
+    before = path.read_bytes()
+    with pytest.raises(NotInitializedError, match=r"0\.weight, 0\.bias, 1\.weight, 1\.bias"):
+        action(trainer, path)
+    assert path.read_bytes() == before
+    net(torch.ones(1, 5))
+    trainer.save_states(path)
+    trainer.load_states(path)
+
+
+def test_user_defined_scheduler_comes_back_where_it_is_registered(tmp_path: Path) -> None:
+    @register
+    class Halving(LRScheduler):
+        name = "halving-for-saved-states"
+
+        def after_warmup(self, num_update: int) -> float:
+            return self.base_lr * 0.5**num_update
+
+    Trainer(parameters(), "adam", {"lr_scheduler": Halving(2.0)}).save_states(tmp_path / "states")
+    other = Trainer(parameters(), "adam", {"lr_scheduler": FactorScheduler(step=1)})
+    other.load_states(tmp_path / "states")
+    assert isinstance(other.optimizer.lr_scheduler, Halving)
+    assert other.optimizer.lr_scheduler(3) == 0.25
