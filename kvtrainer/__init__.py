@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 from kvstore_server.version import __version__
 
 if TYPE_CHECKING:
-    from kvtrainer import errors, kvstore, lr_scheduler, optimizer, utils
+    from kvtrainer import amp, errors, kvstore, lr_scheduler, optimizer, utils
     from kvtrainer.trainer import Trainer
 
-__all__ = ["Trainer", "__version__", "errors", "kvstore", "lr_scheduler", "optimizer", "utils"]
+__all__ = ["Trainer", "__version__", "amp", "errors", "kvstore", "lr_scheduler", "optimizer", "utils"]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,120 +1,44 @@
-"""What makes a Trainer a torch.optim.Optimizer: groups that say the truth, and state in torch's form.
+"""What makes a Trainer a torch.optim.Optimizer beside its groups: state in torch's form, and in files.
 
-The parameters lie in an arena and the optimizer's state in slices, here or in a store.
+The optimizer's state lies in slices, here or in a store.
 """
 
 from __future__ import annotations
 
-import math
-from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from numbers import Real
-from typing import Any, NoReturn
+import os
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.optim
+from torch import Tensor
 
-from kvstore_server.optimizer import Optimizer
-from kvtrainer.errors import ConfigurationError, KVStoreError
-from kvtrainer.groups import check_options, make_groups, option_names, read_options
-from kvtrainer.layout import lay_out
+from kvtrainer.errors import ConfigurationError
+from kvtrainer.grouped_optimizer import GroupedOptimizer
+from kvtrainer.layout import Layout
 from kvtrainer.local_update import LocalUpdate
-from kvtrainer.parameters import Group
-from kvtrainer.states import State, StateElsewhere, StateHolder, export_states, import_states, read_states
+from kvtrainer.saved_states import SavedStates
+from kvtrainer.saving import adopt_numbers, as_state_dict, check_fit, take_out
+from kvtrainer.state_entries import State, initial_state
+from kvtrainer.state_file import read_state_file, write_state_file
+from kvtrainer.states import StateElsewhere, StateHolder, export_states, import_states, read_states
 
 
-class FlatOptimizer(torch.optim.Optimizer, ABC):
-    """Parameter groups and optimizer state over an arena; subclasses add `step`.
-
-    Args:
-        groups: As `make_groups` returns them.
-        optimizer: Its numbers are the defaults of the groups.
-        instance: The torch optimizer that shares its groups with this one, if there is one.
-
-    Raises:
-        ConfigurationError: a parameter cannot be stored; nothing has been changed then.
-    """
-
-    _is_built = False
-
-    def __init__(
-        self, groups: list[Group], optimizer: Optimizer, instance: torch.optim.Optimizer | None
-    ) -> None:
-        self._optimizer = optimizer
-        self._instance = instance
-        self._option_names = option_names(optimizer)
-        self._names = [list(group["param_names"]) for group in groups]
-        super().__init__(groups, dict(optimizer.hyper))
-        self.state = StateElsewhere(dict)
-        if instance is not None:
-            # One list of groups for both, so that schedulers bound to the instance reach this optimizer.
-            self.param_groups = instance.param_groups
-        self._layout = lay_out(self.param_groups, self._names)
-        self._local = LocalUpdate(self._layout.plan, optimizer)
-        self._last_options: dict[str, Any] = {}
-        """Those that were checked last."""
-        self._pending: dict[int, State] | None = None
-        """State that has not reached its holder yet."""
-        self._bind_groups()
-        self._is_built = True
-
-    @property
-    def optimizer(self) -> Optimizer:
-        """The optimizer's kind and numbers; with one parameter group, that group's numbers, live."""
-        return self._optimizer
-
-    @property
-    def learning_rate(self) -> float:
-        """The learning rate of the first parameter group, before `lr_mult`."""
-        return float(self.param_groups[0]["lr"])
-
-    def set_learning_rate(self, lr: float) -> None:
-        """Set the learning rate of every group, from the next step on, wherever the optimizer runs."""
-        if isinstance(lr, bool) or not isinstance(lr, Real) or not math.isfinite(lr):
-            raise ConfigurationError(f"the learning rate must be a finite number, got {lr!r}")
-        for group in self.param_groups:
-            group["lr"] = float(lr)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters with options of their own; where there is a store, before the first step.
-
-        Raises:
-            ConfigurationError: the parameters are in a store already, or an argument is wrong; nothing has changed.
-        """
-        if not self._is_built:
-            super().add_param_group(param_group)
-            return
-        if not self._can_grow():
-            raise ConfigurationError(
-                "the parameters are in the kvstore already; add parameter groups before the first step"
-            )
-        self._follow_instance()
-        [group] = make_groups([param_group], self._optimizer, None, first=len(self._layout.names))
-        names = group["param_names"]
-        here = {id(p) for p in self._layout.parameters}
-        twice = [name for name, p in zip(names, group["params"], strict=True) if id(p) in here]
-        if twice:
-            raise ConfigurationError(
-                f"{', '.join(twice)}: in a parameter group already; add each parameter once"
-            )
-        if "param_names" not in self.param_groups[0]:
-            del group["param_names"]
-        super().add_param_group(group)
-        try:
-            self._lay_out_again([*self._names, names])
-        except KVStoreError:
-            self.param_groups.pop()
-            raise
+class FlatOptimizer(GroupedOptimizer):
+    """Optimizer state over an arena, in torch's form and in files; subclasses add `step`. Arguments as of the base."""
 
     def state_dict(self) -> dict[str, Any]:
         """Options and optimizer state in torch's form, wherever the state is kept; blocks while it is fetched.
 
-        Any one worker may call it between its steps.
+        Any one worker may call it between its steps. Before the first update the entries are there already, with a
+        step count of 0, because torch.distributed.checkpoint loads only into what it finds.
         """
-        self._follow_instance()
-        states: Mapping[int, State] = self._pending or {}
-        if self._pending is None and (holder := self._holder()) is not None:
-            states = export_states(self._layout.plan, holder)
+        states = self._current_states() or {
+            key: initial_state(self._optimizer, self.param_groups[spec.group], spec)
+            for key, spec in enumerate(self._layout.plan.specs)
+            if self._layout.parameters[key].requires_grad
+        }
         self.state.update({self._layout.parameters[key]: state for key, state in states.items()})
         try:
             return super().state_dict()
@@ -136,6 +60,7 @@ class FlatOptimizer(torch.optim.Optimizer, ABC):
             found.update(read_states(given, self.param_groups, self._layout.plan, self._optimizer))
             return {**given, "state": {}}
 
+        self._settle()
         self._follow_instance()
         former = self.param_groups
         # As the last hook it sees what the user's hooks made of the dict, before torch rounds the float32 state of
@@ -150,35 +75,68 @@ class FlatOptimizer(torch.optim.Optimizer, ABC):
             for name in self._option_names:
                 group.setdefault(name, before[name])
         self._bind_groups()
-        self._pending = found
-        self._hand_over_states()
+        self._take_states(found)
 
-    def __getstate__(self) -> NoReturn:
-        raise ConfigurationError(
-            f"a {type(self).__name__} cannot be copied or pickled, because its parameters belong to a running model; "
-            "save its state_dict() and load that into a new one"
+    def save_states(self, fname: str | os.PathLike[str]) -> None:
+        """Save all that another Trainer needs, beside the weights, to go on as if never interrupted, in one file.
+
+        Optimizer state is in it by the name of the parameter, and the options of every group, wherever the optimizer
+        runs; blocks while state is fetched. Any one worker may save between its steps: no round ends without it, so
+        what it saves belongs to its own last step.
+
+        Raises:
+            StateFileError: the file cannot be written; the former one is unchanged.
+        """
+        extra, tensors = self._extra_states()
+        states = self._current_states()
+        saved = take_out(self.param_groups, self._layout, self._optimizer, states, extra, tensors)
+        write_state_file(fname, saved)
+
+    def load_states(self, fname: str | os.PathLike[str]) -> None:
+        """Take over what `save_states` saved, here or elsewhere, with any kvstore and any number of servers.
+
+        Call it on every worker, with the same file. The numbers in the file win over those that the Trainer was built
+        with; `lr_mult` and `wd_mult` of the parameters stay as they are. The weights are not in the file.
+
+        Raises:
+            StateFileError: it cannot be read, or is no file of saved states, or a damaged one.
+            StateMismatchError: it belongs to another model or optimizer; names every difference.
+            In either case nothing has changed.
+        """
+        self._settle()
+        self._follow_instance()
+        saved = read_state_file(fname)
+        is_in_store = self._holder() not in (None, self._local)
+        check_fit(
+            saved, self.param_groups, self._layout, self._optimizer, is_in_store, self._extra_problems(saved)
         )
+        self.load_state_dict(as_state_dict(saved, self._layout))
+        adopt_numbers(self._optimizer, saved)
+        self._adopt_extra_states(saved)
+
+    def _extra_states(self) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
+        """What subclasses save beside options and state: `SavedStates.extra` and `SavedStates.tensors`."""
+        return {}, {}
+
+    def _extra_problems(self, saved: SavedStates) -> Sequence[str]:
+        """Why a subclass could not take over its part of the states; asked before anything changes."""
+        return ()
+
+    def _adopt_extra_states(self, saved: SavedStates) -> None:
+        """Take over what `_extra_states` saved."""
+
+    def _current_states(self) -> Mapping[int, State]:
+        """The optimizer state of every key that was updated, by index; blocks while it is fetched."""
+        self._settle()
+        self._follow_instance()
+        if self._pending is not None:
+            return self._pending
+        holder = self._holder()
+        return {} if holder is None else export_states(self._layout.plan, holder, self._optimizer)
 
     @abstractmethod
     def _holder(self) -> StateHolder | None:
-        """Where the optimizer state is; None before the store is there."""
-
-    @abstractmethod
-    def _can_grow(self) -> bool:
-        """Whether parameters may still be added."""
-
-    def _checked_options(self) -> dict[str, Any]:
-        """The numbers that hold now; those that changed are checked, before anything uses them.
-
-        Raises:
-            ConfigurationError: a number is not one that the optimizer takes.
-        """
-        options = read_options(self.param_groups, self._option_names, self._layout)
-        if options != self._last_options:
-            for group in options["groups"]:
-                check_options(self._optimizer, group)
-            self._last_options = options
-        return options
+        """Where the optimizer state is; None before it has a place, here or in a store."""
 
     def _follow_instance(self) -> None:
         """Take over what the user did to the torch instance: its load_state_dict replaces groups and state."""
@@ -193,32 +151,34 @@ class FlatOptimizer(torch.optim.Optimizer, ABC):
                 "use trainer.add_param_group"
             )
         if self._instance.state:
-            self._pending = read_states(
+            states = read_states(
                 self._instance.state_dict(), self.param_groups, self._layout.plan, self._optimizer
             )
             self._instance.state.clear()
-            self._hand_over_states()
+            self._take_states(states)
 
     def _lay_out_again(self, names: list[list[str]]) -> None:
-        """Make room for a new group; state, and what is known of gradients, go along."""
+        """Make room for more parameters; state, and what is known of gradients, go along."""
         former = self._layout
         states = self._pending
-        if states is None:
-            states = export_states(former.plan, self._local)
-        layout = lay_out(self.param_groups, names)
+        if states is None and former.is_settled:
+            states = export_states(former.plan, self._local, self._optimizer)
+        layout = Layout(self.param_groups, names)
         layout.tracker.consume(i for i in range(len(former.names)) if not former.tracker.is_fresh(i))
         former.tracker.close()
         self._layout, self._names = layout, names
-        self._local = LocalUpdate(layout.plan, self._optimizer)
-        self._pending = states
         self._bind_groups()
-        self._hand_over_states()
+        if layout.is_settled:
+            self._local = LocalUpdate(layout.plan, self._optimizer)
+        self._take_states(states or {})
 
-    def _bind_groups(self) -> None:
-        if self._instance is not None:
-            self._instance.param_groups = self.param_groups
-        # With several groups the optimizer shows the defaults.
-        self._optimizer.hyper = self.param_groups[0] if len(self.param_groups) == 1 else dict(self.defaults)
+    def _take_states(self, states: Mapping[int, State]) -> None:
+        """Go on from this optimizer state of every key, and from its update counts."""
+        # State as some torch optimizers keep it has no step count.
+        updates = {key: int(float(state.get("step", 1))) for key, state in states.items()}
+        self._schedule.restore(updates, len(self._layout.names))
+        self._pending = dict(states)
+        self._hand_over_states()
 
     def _hand_over_states(self) -> None:
         holder = self._holder()

@@ -13,12 +13,15 @@ import weakref
 from collections.abc import Iterable, Sequence
 from functools import partial
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
-from torch.nn import Parameter
+from torch.nn import Module, Parameter
+from torch.nn.modules.module import register_module_forward_hook
+from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
-from kvtrainer.errors import ConfigurationError
+from kvtrainer.errors import ConfigurationError, StaleGradientError
 
 GRAD_REQS = ("write", "add", "null")
 """What `parameter.grad_req` may be; without that attribute a parameter follows the default rule."""
@@ -44,6 +47,7 @@ class GradientTracker:
         # A parameter refers to its node only weakly: the node, and the hook on it, live while we hold them.
         self._nodes: list[Node | None] = [None] * count
         self._handles: list[RemovableHandle] = []
+        self._forward_handle: RemovableHandle | None = None
         self._fired = [False] * count
         # Weak, so that `zero_grad(set_to_none=True)` frees the memory of the gradients. Each is only ever compared
         # with a gradient that is held, so torch's slower TensorWeakRef is not needed.
@@ -53,13 +57,22 @@ class GradientTracker:
         self._dropping = threading.Lock()
 
     def attach(self) -> None:
-        """Watch every parameter that requires a gradient and is not watched yet; cheap when there is none."""
+        """Watch every parameter that requires a gradient and is not watched yet; cheap when there is none.
+
+        A parameter of a lazy module can be watched from when it gets its shape, in the module's first forward pass.
+        """
+        is_waiting = False
         for i, node in enumerate(self._nodes):
-            if node is None and self._parameters[i].requires_grad:
-                node = get_gradient_edge(self._parameters[i]).node
+            parameter = self._parameters[i]
+            if node is None and parameter.requires_grad:
+                if is_lazy(parameter):
+                    is_waiting = True
+                    continue
+                node = get_gradient_edge(parameter).node
                 hook = partial(_before_accumulation, weakref.ref(self), i)
                 self._handles.append(node.register_prehook(hook))
                 self._nodes[i] = node
+        self._watch_forward(is_waiting)
 
     def is_fresh(self, i: int) -> bool:
         """Whether parameter `i` has a gradient that came after the last `consume` of it.
@@ -81,6 +94,27 @@ class GradientTracker:
             asked and grad is not None and (fired or used is None or used() is not grad)
             for asked, grad, fired, used in rows
         ]
+
+    def fresh_or_raise(self, summed: Sequence[bool] | None = None) -> list[bool]:
+        """For each parameter, whether it takes part; all that do must have a fresh gradient.
+
+        Args:
+            summed: which ones count as fresh, if that is known; otherwise see `is_fresh`.
+
+        Raises:
+            StaleGradientError: some have none; names all of them.
+        """
+        takes_part = self.participating()
+        fresh = self.fresh(takes_part) if summed is None else list(summed)
+        if fresh != takes_part:
+            rows = zip(self._names, takes_part, fresh, strict=True)
+            stale = [name for name, takes, is_fresh in rows if takes and not is_fresh]
+            raise StaleGradientError(
+                f"{len(stale)} of {len(self._names)} parameters got no gradient since the last step: "
+                f"{', '.join(stale)}. If the model uses only some of them on purpose, call "
+                "step(batch_size, ignore_stale_grad=True)"
+            )
+        return fresh
 
     def stale(self) -> list[int]:
         """The participating parameters without a fresh gradient, in ascending order.
@@ -114,7 +148,17 @@ class GradientTracker:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._watch_forward(False)
         self._nodes = [None] * len(self._parameters)
+
+    def _watch_forward(self, is_waiting: bool) -> None:
+        """While parameters wait for their shapes, look for them after the forward pass of any module."""
+        if is_waiting and self._forward_handle is None:
+            self._forward_handle = register_module_forward_hook(partial(_after_forward, weakref.ref(self)))
+            weakref.finalize(self, self._forward_handle.remove)
+        elif not is_waiting and self._forward_handle is not None:
+            self._forward_handle.remove()
+            self._forward_handle = None
 
     def _mode(self, i: int) -> str | None:
         mode: str | None = getattr(self._parameters[i], "grad_req", None)
@@ -156,3 +200,12 @@ def _before_accumulation(
     parameter = tracker._parameters[i]
     if getattr(parameter, "grad_req", None) == "write":
         parameter.grad = None
+
+
+def _after_forward(
+    tracker_ref: weakref.ref[GradientTracker], module: Module, args: object, output: object
+) -> None:
+    tracker = tracker_ref()
+    # There are no gradients to watch in inference mode, and no nodes.
+    if tracker is not None and not torch.is_inference_mode_enabled():
+        tracker.attach()

@@ -78,12 +78,17 @@ def _with_checked_options(group: Group, optimizer: Optimizer) -> Group:
     # Of the optimizer's own numbers only the names count here, and the pair of betas, of which one may be given.
     known = {name: optimizer.hyper[name] if name == "betas" else None for name in option_names(optimizer)}
     options = canonical_options(options, known, optimizer.registered_name)
+    if optimizer.lr_scheduler is not None and "lr" in options:
+        raise ConfigurationError(
+            f"a parameter group has lr={options['lr']!r}, but {optimizer.lr_scheduler!r} decides the learning rate of "
+            "every group; leave it out, and give parameters a lr_mult where theirs shall differ"
+        )
     return {**kept, **notes, **check_options(optimizer, options)}
 
 
 def option_names(optimizer: Optimizer) -> tuple[str, ...]:
     """The options that travel with every round: those that a group may set."""
-    return tuple(optimizer.spec()["hyper"])
+    return tuple(optimizer.plain_hyper())
 
 
 def check_options(optimizer: Optimizer, options: dict[str, Any]) -> dict[str, Any]:
@@ -98,8 +103,7 @@ def check_options(optimizer: Optimizer, options: dict[str, Any]) -> dict[str, An
         numbers = value if isinstance(value, tuple) else (value,)
         if any(isinstance(number, float) and not math.isfinite(number) for number in numbers):
             raise ConfigurationError(f"{optimizer.registered_name}: {name} must be finite, got {value!r}")
-    spec = optimizer.spec()
-    spec["hyper"] = {**spec["hyper"], **options}
+    spec = {"name": optimizer.registered_name, "hyper": {**optimizer.plain_hyper(), **options}}
     try:
         built = create_from_spec(spec)
     except UnknownNameError:  # an instance of a class that was never registered

@@ -1,29 +1,91 @@
-"""A Trainer's parameters in their places: names, plan, arena and gradient tracker, made together."""
+"""A Trainer's parameters in their places: names, gradient tracker, and once shapes are known, plan and arena."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping, Sequence
 
 import torch
+from torch import Tensor
 from torch.nn import Parameter
+from torch.nn.parameter import is_lazy
 
 from kvstore_server.plan import Plan, TensorSpec, make_plan
 from kvtrainer.arena import Arena
-from kvtrainer.errors import ConfigurationError
+from kvtrainer.errors import ConfigurationError, NotInitializedError
 from kvtrainer.gradients import GradientTracker
 from kvtrainer.parameters import Group
 
 
-@dataclass(frozen=True)
 class Layout:
-    """The parameters of all groups in order; position i is key i of the plan, the arena and the tracker."""
+    """The parameters of all groups in order; position i is key i of the plan, the arena and the tracker.
 
-    names: list[str]
-    parameters: list[Parameter]
-    plan: Plan
-    arena: Arena
-    tracker: GradientTracker
+    Gradients are watched from the start. The parameters move into the arena at once if all have shapes, and otherwise
+    when `settle` is called.
+
+    Args:
+        groups: torch parameter groups.
+        names: of their parameters, for each group.
+
+    Raises:
+        ConfigurationError: a parameter cannot be stored; nothing has been changed then.
+    """
+
+    def __init__(self, groups: Sequence[Group], names: Sequence[Sequence[str]]) -> None:
+        self.names = [name for of_group in names for name in of_group]
+        self.parameters: list[Parameter] = [p for group in groups for p in group["params"]]
+        self.tracker = GradientTracker(self.parameters, self.names)
+        self._group_of = [at for at, group in enumerate(groups) for _ in group["params"]]
+        self._placed: tuple[Plan, Arena] | None = None
+        self._left_out: list[Parameter] = []
+        """Those that had no shape when the others were placed; an empty key holds the place of each."""
+        if not any(is_lazy(p) for p in self.parameters):
+            self._place()
+        self.tracker.attach()
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether there are a plan and an arena."""
+        return self._placed is not None
+
+    @property
+    def plan(self) -> Plan:
+        """Where every element lies. Raises NotInitializedError as `settle`, before it."""
+        return self._both()[0]
+
+    @property
+    def arena(self) -> Arena:
+        """The weights and gradients. Raises NotInitializedError as `settle`, before it."""
+        return self._both()[1]
+
+    def settle(self) -> None:
+        """Move the parameters into an arena, if that has not been done.
+
+        A parameter without a shape may stay outside while it takes no part in training.
+
+        Raises:
+            NotInitializedError: one takes part; names all of them.
+            ConfigurationError: a parameter cannot be stored; nothing has been changed then.
+        """
+        if self._placed is None:
+            rows = zip(self.names, self.parameters, self.tracker.participating(), strict=True)
+            missing = [name for name, parameter, takes_part in rows if takes_part and is_lazy(parameter)]
+            if missing:
+                raise NotInitializedError(
+                    f"{len(missing)} of {len(self.names)} parameters have no shape yet, because no forward pass has "
+                    f"reached their lazy modules: {', '.join(missing)}. Run one first, or set requires_grad=False or "
+                    "grad_req='null' on those that shall not be trained"
+                )
+            self._place()
+
+    def latecomers(self) -> list[str]:
+        """The parameters that take part although they had no shape when the others went into the arena."""
+        if not self._left_out:
+            return []
+        rows = zip(self.names, self.parameters, self.tracker.participating(), strict=True)
+        return [
+            name for name, p, takes_part in rows if takes_part and any(p is one for one in self._left_out)
+        ]
 
     def gather_grads(self, present: Sequence[bool]) -> None:
         """Copy the gradients of the parameters that are `present` into the arena.
@@ -48,22 +110,53 @@ class Layout:
                 ) from None
             raise
 
+    def grads_are_finite(self) -> bool:
+        """Whether no gradient in the arena is infinite or not a number; waits for the device."""
+        bounds = [
+            bound for flat in self.arena.grads.values() if flat.numel() for bound in torch.aminmax(flat)
+        ]
+        # A NaN anywhere is the minimum and the maximum.
+        return all(math.isfinite(bound.item()) for bound in bounds)
 
-def lay_out(groups: Sequence[Group], names: Sequence[Sequence[str]]) -> Layout:
-    """Move the parameters of `groups`, called by `names`, into an arena and watch their gradients.
+    @torch.no_grad()
+    def write(self, values: Mapping[str, Tensor]) -> None:
+        """Copy values into the parameters that they name.
 
-    Raises:
-        ConfigurationError: a parameter cannot be stored; nothing has been changed then.
-    """
-    flat_names = [name for of_group in names for name in of_group]
-    parameters = [p for group in groups for p in group["params"]]
-    group_of = [at for at, group in enumerate(groups) for _ in group["params"]]
-    specs = [
-        TensorSpec(name, tuple(p.shape), str(p.dtype).removeprefix("torch."), at)
-        for name, p, at in zip(flat_names, parameters, group_of, strict=True)
-    ]
-    plan = make_plan(specs, 1)
-    arena = Arena(parameters, flat_names, plan)
-    tracker = GradientTracker(parameters, flat_names)
-    tracker.attach()
-    return Layout(flat_names, parameters, plan, arena, tracker)
+        Raises:
+            ConfigurationError: a name is unknown or a value has another shape; nothing has changed then.
+        """
+        by_name = dict(zip(self.names, self.parameters, strict=True))
+        unknown = [repr(name) for name in values if name not in by_name]
+        if unknown:
+            raise ConfigurationError(
+                f"the Trainer has no parameter {', '.join(unknown)}; its parameters are {', '.join(self.names)}"
+            )
+        for name, value in values.items():
+            if not isinstance(value, Tensor) or value.shape != by_name[name].shape:
+                shape = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+                raise ConfigurationError(
+                    f"parameter {name!r} has shape {list(by_name[name].shape)}, its new value {shape}"
+                )
+        for name, value in values.items():
+            by_name[name].copy_(value)
+
+    def _both(self) -> tuple[Plan, Arena]:
+        self.settle()
+        assert self._placed is not None
+        return self._placed
+
+    def _place(self) -> None:
+        self._left_out = [p for p in self.parameters if is_lazy(p)]
+        placed = [
+            Parameter(torch.empty(0, dtype=p.dtype, device=p.device), requires_grad=False)
+            if is_lazy(p)
+            else p
+            for p in self.parameters
+        ]
+        rows = zip(self.names, placed, self._group_of, strict=True)
+        plan = make_plan([TensorSpec(name, tuple(p.shape), _dtype(p), group) for name, p, group in rows], 1)
+        self._placed = plan, Arena(placed, self.names, plan)
+
+
+def _dtype(parameter: Parameter) -> str:
+    return str(parameter.dtype).removeprefix("torch.")

@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import Tensor
 from torch.nn import Module
-from torch.nn.parameter import is_lazy
 
 from kvtrainer.errors import ConfigurationError
 
@@ -108,10 +107,6 @@ def _check(name: str | None, parameter: Any) -> None:
     what = "a parameter" if name is None else f"{name!r}"
     if not isinstance(parameter, Tensor):
         raise ConfigurationError(f"{_expected(parameter)} for {what}")
-    if is_lazy(parameter):
-        raise ConfigurationError(
-            f"{what} has no shape yet (it belongs to a lazy module); run one forward pass before building the Trainer"
-        )
     if not parameter.is_leaf:
         raise ConfigurationError(f"{what} is the result of a computation; only leaf tensors can be trained")
 

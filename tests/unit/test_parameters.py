@@ -71,10 +71,6 @@ def test_unnamed_parameters_are_counted_from_the_given_number() -> None:
     assert names_of([{"params": [A, B]}], first=3) == [{"3": 0, "4": 1}]
 
 
-def lazy() -> nn.Module:
-    return nn.LazyLinear(2)
-
-
 ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
     "number": (lambda: 3, "expected a Module, or a list or dict of parameters, got int"),
     "text": (lambda: "weights", "got str"),
@@ -98,7 +94,6 @@ ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
         "two parameters are called '1'",
     ),
     "computed tensor": (lambda: {"w": A * 2}, "'w' is the result of a computation"),
-    "lazy parameter": (lazy, "'weight' has no shape yet .* run one forward pass"),
 }
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvstore_server.protocol import messages as m
-from kvtrainer.comm.session import REPEAT_AFTER, Session, SessionOptions
+from kvtrainer.comm.session import REPEAT_AFTER, Session
+from kvtrainer.comm.transport import SessionOptions
 from kvtrainer.errors import (
     ConfigurationError,
     ConnectTimeoutError,

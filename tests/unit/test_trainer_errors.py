@@ -26,7 +26,30 @@ WRONG: dict[str, tuple[Callable[[nn.Module], dict[str, Any]], type[Exception], s
     "store of a wrong type": (lambda net: {"kvstore": 3}, ConfigurationError, "a kvstore or None, got int"),
     "update on no store": (lambda net: {"kvstore": None, "update_on_kvstore": True}, ConfigurationError, "needs a kvs"),
     "update on something": (lambda net: {"update_on_kvstore": "yes"}, ConfigurationError, "or None, got 'yes'"),
-    "compression": (lambda net: {"compression_params": {"type": "2bit"}}, ConfigurationError, "does not compress"),
+    "compression": (
+        lambda net: {"kvstore": "local", "compression_params": {"type": "2bit"}},
+        ConfigurationError,
+        "not supported for this type of kvstore",
+    ),
+    "kind of compression": (lambda net: {"compression_params": {"type": "3bit"}}, UnknownNameError, "'3bit'.*2bit"),
+    "parameters of a wrong type": (lambda net: {"params": 3}, ConfigurationError, "list or dict of .*, got int"),
+    "parameter of a wrong type": (lambda net: {"params": [3]}, ConfigurationError, "got int for a parameter"),
+    "two devices": (
+        lambda net: {"params": [*net.parameters(), Parameter(torch.zeros(1, device="meta"))]},
+        ConfigurationError,
+        "'2' is on meta but '0' is on cpu",
+    ),
+    "options that are no dict": (lambda net: {"optimizer_params": [("lr", 1)]}, TypeError, "must be a dict of options"),
+    "update with aggregation": (
+        lambda net: {"optimizer_params": {"aggregate_num": 4}, "update_on_kvstore": True},
+        ConfigurationError,
+        "aggregate_num is above 1",
+    ),
+    "scheduler that is none": (
+        lambda net: {"optimizer_params": {"lr_scheduler": 0.1}},
+        ConfigurationError,
+        "must be a scheduler",
+    ),
     "no parameters": (lambda net: {"params": []}, ConfigurationError, "no parameters"),
     "option of a group": (
         lambda net: {"params": [{"params": net.parameters(), "momentumm": 1}]},

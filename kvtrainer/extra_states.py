@@ -1,0 +1,77 @@
+"""What a Trainer saves beside options and optimizer state: its loss scaler, and what compression holds back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from kvtrainer.errors import ConfigurationError
+from kvtrainer.layout import Layout
+from kvtrainer.loss_scaler import LossScaler
+from kvtrainer.saved_states import SavedStates
+from kvtrainer.store_link import Residuals
+
+_SCALER, _RESIDUALS = "loss_scaler", "residuals"
+"""The parts of saved states."""
+
+
+def extra_states(
+    scaler: LossScaler | None, residuals: Residuals | None, names: Sequence[str]
+) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
+    """Plain values and tensors by part, as SavedStates keeps them; `names` of the parameters."""
+    extra: dict[str, Any] = {}
+    tensors: dict[str, dict[str, Tensor]] = {}
+    if scaler is not None:
+        extra[_SCALER] = scaler.state_dict()
+    if residuals is not None:
+        extra[_RESIDUALS] = {"rank": residuals.rank, "num_workers": residuals.num_workers}
+        tensors[_RESIDUALS] = {names[key]: value for key, value in residuals.values.items()}
+    return extra, tensors
+
+
+def extra_problems(saved: SavedStates, layout: Layout) -> list[str]:
+    """Why these parts could not be taken over."""
+    problems = []
+    try:
+        saved_scaler(saved)
+    except ConfigurationError as error:
+        problems.append(str(error))
+    place = saved.extra.get(_RESIDUALS, {"rank": 0, "num_workers": 0})
+    if not isinstance(place, dict) or set(place) != {"rank", "num_workers"}:
+        problems.append(
+            f"residuals need the rank and num_workers of their worker, the file has {place!r:.80}"
+        )
+    shapes = {spec.key: spec.shape for spec in layout.plan.specs}
+    for name, value in saved.tensors.get(_RESIDUALS, {}).items():
+        if name not in shapes:
+            problems.append(f"the file has a residual of {name!r}, which is no parameter here")
+        elif tuple(value.shape) != shapes[name]:
+            problems.append(
+                f"the residual of {name!r} has shape {list(value.shape)} in the file and {list(shapes[name])} here"
+            )
+    return problems
+
+
+def saved_scaler(saved: SavedStates) -> LossScaler | None:
+    """The loss scaler as it was saved; None if there was none.
+
+    Raises:
+        ConfigurationError: its numbers are impossible.
+    """
+    if _SCALER not in saved.extra:
+        return None
+    scaler = LossScaler()
+    scaler.load_state_dict(saved.extra[_SCALER])
+    return scaler
+
+
+def saved_residuals(saved: SavedStates, names: Sequence[str]) -> Residuals | None:
+    """The residuals that were saved; None if there were none."""
+    place = saved.extra.get(_RESIDUALS)
+    if place is None:
+        return None
+    values = saved.tensors.get(_RESIDUALS, {})
+    by_key = {key: values[name] for key, name in enumerate(names) if name in values}
+    return Residuals(place["rank"], place["num_workers"], by_key)

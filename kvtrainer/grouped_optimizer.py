@@ -1,0 +1,184 @@
+"""The groups of a Trainer, which say the truth, and the places of its parameters.
+
+Both are there before any update: options and the learning rate are read from the groups at every step, and parameters
+lie in an arena as soon as they all have shapes.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from numbers import Real
+from typing import Any, NoReturn
+
+import torch.optim
+
+from kvstore_server.optimizer import Optimizer
+from kvtrainer.errors import ConfigurationError, KVStoreError
+from kvtrainer.groups import check_options, make_groups, option_names, read_options
+from kvtrainer.layout import Layout
+from kvtrainer.local_update import LocalUpdate
+from kvtrainer.parameters import Group
+from kvtrainer.schedule import Schedule
+from kvtrainer.state_entries import State
+from kvtrainer.states import StateElsewhere
+
+
+class GroupedOptimizer(torch.optim.Optimizer, ABC):
+    """Parameter groups over an arena; subclasses add optimizer state and `step`.
+
+    Args:
+        groups: As `make_groups` returns them.
+        optimizer: Its numbers are the defaults of the groups.
+        instance: The torch optimizer that shares its groups with this one, if there is one.
+
+    Raises:
+        ConfigurationError: a parameter cannot be stored; nothing has been changed then.
+
+    Parameters of lazy modules may get their shapes later; `_settle` is called before anything needs them.
+    """
+
+    _is_built = False
+    _local: LocalUpdate
+    """The state of an update in this process; there once `_settle` has succeeded."""
+
+    def __init__(
+        self, groups: list[Group], optimizer: Optimizer, instance: torch.optim.Optimizer | None
+    ) -> None:
+        self._optimizer = optimizer
+        self._instance = instance
+        self._option_names = option_names(optimizer)
+        self._names = [list(group["param_names"]) for group in groups]
+        super().__init__(groups, dict(optimizer.hyper))
+        self.state = StateElsewhere(dict)
+        if instance is not None:
+            # One list of groups for both, so that schedulers bound to the instance reach this optimizer.
+            self.param_groups = instance.param_groups
+        self._layout = Layout(self.param_groups, self._names)
+        self._schedule = Schedule(optimizer)
+        self._last_options: dict[str, Any] = {}
+        """Those that were checked last."""
+        self._pending: dict[int, State] | None = None
+        """State that has not reached its holder yet."""
+        self._bind_groups()
+        if self._layout.is_settled:
+            self._local = LocalUpdate(self._layout.plan, optimizer)
+        self._is_built = True
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The optimizer's kind and numbers; with one parameter group, that group's numbers, live."""
+        return self._optimizer
+
+    @property
+    def learning_rate(self) -> float:
+        """The learning rate of the first parameter group, before `lr_mult`; that of the last update, if there is a
+        lr_scheduler."""
+        if self._optimizer.lr_scheduler is not None:
+            return self._optimizer.learning_rate
+        return float(self.param_groups[0]["lr"])
+
+    def set_learning_rate(self, lr: float) -> None:
+        """Set the learning rate of every group, from the next step on, wherever the optimizer runs.
+
+        Raises:
+            SchedulerInUseError: the optimizer has a lr_scheduler.
+            ConfigurationError: `lr` is not a finite number.
+        """
+        if self._optimizer.lr_scheduler is not None:
+            self._optimizer.set_learning_rate(lr)
+        if isinstance(lr, bool) or not isinstance(lr, Real) or not math.isfinite(lr):
+            raise ConfigurationError(f"the learning rate must be a finite number, got {lr!r}")
+        for group in self.param_groups:
+            group["lr"] = float(lr)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters with options of their own; where there is a store, before the first step.
+
+        Raises:
+            ConfigurationError: the parameters are in a store already, or an argument is wrong; nothing has changed.
+        """
+        if not self._is_built:
+            super().add_param_group(param_group)
+            return
+        if not self._can_grow():
+            raise ConfigurationError(
+                "the parameters are in the kvstore already; add parameter groups before the first step"
+            )
+        self._follow_instance()
+        [group] = make_groups([param_group], self._optimizer, None, first=len(self._layout.names))
+        names = group["param_names"]
+        here = {id(p) for p in self._layout.parameters}
+        twice = [name for name, p in zip(names, group["params"], strict=True) if id(p) in here]
+        if twice:
+            raise ConfigurationError(
+                f"{', '.join(twice)}: in a parameter group already; add each parameter once"
+            )
+        if "param_names" not in self.param_groups[0]:
+            del group["param_names"]
+        super().add_param_group(group)
+        try:
+            self._lay_out_again([*self._names, names])
+        except KVStoreError:
+            self.param_groups.pop()
+            raise
+
+    def __getstate__(self) -> NoReturn:
+        raise ConfigurationError(
+            f"a {type(self).__name__} cannot be copied or pickled, because its parameters belong to a running model; "
+            "save its state_dict() and load that into a new one"
+        )
+
+    @abstractmethod
+    def _can_grow(self) -> bool:
+        """Whether parameters may still be added."""
+
+    @abstractmethod
+    def _follow_instance(self) -> None:
+        """Take over what the user did to the torch instance that shares its groups."""
+
+    @abstractmethod
+    def _lay_out_again(self, names: list[list[str]]) -> None:
+        """Make room for more parameters; state goes along."""
+
+    @abstractmethod
+    def _hand_over_states(self) -> None:
+        """Let pending state reach its holder, if that is there."""
+
+    def _checked_options(self) -> dict[str, Any]:
+        """The numbers that hold now; those that changed are checked, before anything uses them.
+
+        Raises:
+            ConfigurationError: a number is not one that the optimizer takes.
+        """
+        options = read_options(self.param_groups, self._option_names, self._layout)
+        if options != self._last_options:
+            for group in options["groups"]:
+                check_options(self._optimizer, group)
+            self._last_options = options
+        return options
+
+    def _settle(self) -> None:
+        """Move the parameters into the arena, if they are not all there.
+
+        Raises:
+            NotInitializedError: one that takes part has no shape yet; names all of them.
+            ConfigurationError: one got its shape too late for the store.
+        """
+        if not self._layout.is_settled:
+            self._layout.settle()
+            self._local = LocalUpdate(self._layout.plan, self._optimizer)
+            self._hand_over_states()
+        elif late := self._layout.latecomers():
+            if not self._can_grow():
+                raise ConfigurationError(
+                    f"{', '.join(late)}: took no part and had no shape when the other parameters went into the "
+                    "kvstore; run a forward pass through the whole model before the first step"
+                )
+            self._lay_out_again(self._names)
+
+    def _bind_groups(self) -> None:
+        if self._instance is not None:
+            self._instance.param_groups = self.param_groups
+        # With several groups the optimizer shows the defaults.
+        self._optimizer.hyper = self.param_groups[0] if len(self.param_groups) == 1 else dict(self.defaults)

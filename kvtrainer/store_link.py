@@ -1,0 +1,163 @@
+"""A Trainer's tie to its store: made at the first step, then one round in every step."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from kvstore_server.hyper import pack_hypers
+from kvstore_server.optimizer import Optimizer
+from kvstore_server.plan import Plan
+from kvtrainer.arena import Arena
+from kvtrainer.errors import KVStoreError
+from kvtrainer.exchange import Exchange, Outcome, PluginExchange, StoreExchange
+from kvtrainer.states import StateHolder
+from kvtrainer.store_choice import StoreChoice
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Residuals:
+    """What gradient compression has held back of one worker's gradients."""
+
+    rank: int
+    num_workers: int
+    values: Mapping[int, Tensor]
+    """By index of the key, in its shape."""
+
+
+class StoreLink:
+    """The store that was chosen, and the Trainer's one table in it. There may be no store: see `exchange`."""
+
+    def __init__(self, choice: StoreChoice) -> None:
+        self.choice = choice
+        self.exchange: Exchange | None = None
+        """None before `start`, and where no store is needed."""
+        self.is_started = False
+        self.is_closed = False
+        self._sent_hyper = b""
+        self._awaited: Residuals | None = None
+        """Residuals that were loaded before the store was there."""
+
+    @property
+    def num_workers(self) -> int:
+        return 1 if self.exchange is None else self.exchange.num_workers
+
+    @property
+    def holder(self) -> StateHolder | None:
+        """Where the optimizer's state is, if that is in the store and the store is there."""
+        return self.exchange if self.is_started and isinstance(self.exchange, StoreExchange) else None
+
+    def check_open(self) -> None:
+        """Raise KVStoreError after `close`."""
+        if self.is_closed:
+            raise KVStoreError("this Trainer is closed; build a new one to go on")
+
+    def start(self, plan: Plan, arena: Arena, optimizer: Optimizer) -> bool:
+        """Make the store and give every worker rank 0's weights, once; collective. Returns whether it was now."""
+        if self.is_started:
+            return False
+        arena.check_in_place()
+        if self.exchange is None:
+            self.exchange = self._open(plan, optimizer)
+        if self.exchange is not None:
+            self.exchange.init(arena.weights)
+            arena.mark_updated(None)
+        self.is_started = True
+        if self._awaited is not None:
+            self.take_residuals(self._awaited)
+        return True
+
+    def round(
+        self, arena: Arena, options: dict[str, Any], scale: float, absent: frozenset[int], veto: bool
+    ) -> Outcome:
+        """One round of the arena's gradients, scaled; raises before or after it, never in the middle.
+
+        Args:
+            options: the numbers that hold now, as `read_options` returns them.
+            absent: the keys without a gradient here.
+            veto: whether a gradient here forbids the update, on all workers.
+        """
+        assert self.exchange is not None
+        hyper = pack_hypers(**options, update_on_kvstore=self.exchange.updates_weights)
+        changed = hyper if hyper != self._sent_hyper else b""
+        # After a failed round nobody knows which servers took the change: it is sent again.
+        self._sent_hyper = b""
+        outcome = self.exchange.run(arena.grads, arena.weights, scale, absent, changed, veto)
+        self._sent_hyper = hyper
+        if self.exchange.updates_weights and not outcome.skipped:
+            arena.mark_updated(None)
+        return outcome
+
+    def assign(self, arena: Arena) -> None:
+        """Give every worker, and the store, rank 0's weights; collective, and nothing without a store."""
+        if self.exchange is not None:
+            self.exchange.assign(arena.weights)
+            arena.mark_updated(None)
+
+    def residuals(self) -> Residuals | None:
+        """What compression holds back of this worker's gradients now; None without compression."""
+        exchange = self._compressing()
+        if exchange is None:
+            return self._awaited
+        return Residuals(*self._place(), exchange.residuals())
+
+    def take_residuals(self, saved: Residuals | None) -> None:
+        """Go on with saved residuals if they are this worker's, and else with none; as soon as the store is there."""
+        exchange = self._compressing()
+        if exchange is None:
+            self._awaited = saved if self.choice.codec is not None and not self.is_started else None
+            return
+        rank, num_workers = self._place()
+        is_mine = saved is not None and (saved.rank, saved.num_workers) == (rank, num_workers)
+        if saved is not None and not is_mine:
+            _log.warning(
+                "the saved states hold what compression kept back on rank %s of %s; rank %s of %s starts with nothing "
+                "kept back",
+                saved.rank,
+                saved.num_workers,
+                rank,
+                num_workers,
+            )
+        exchange.set_residuals(saved.values if saved is not None and is_mine else {})
+        self._awaited = None
+
+    def _compressing(self) -> StoreExchange | None:
+        """The exchange, if it is there and compresses."""
+        is_compressing = self.is_started and self.choice.codec is not None
+        return self.exchange if is_compressing and isinstance(self.exchange, StoreExchange) else None
+
+    def _place(self) -> tuple[int, int]:
+        """This worker's rank and the number of workers."""
+        assert self.choice.client is not None
+        return self.choice.client.options.rank, self.choice.client.options.num_workers
+
+    def stats(self) -> list[dict[str, Any]]:
+        """Each server's counters, in server order; empty without a store."""
+        return [] if self.exchange is None else self.exchange.stats()
+
+    def close(self, error: BaseException | None) -> None:
+        """Leave the store; other workers are told of the error. Idempotent."""
+        self.is_closed = True
+        self.choice.close(error)
+
+    def _open(self, plan: Plan, optimizer: Optimizer) -> Exchange | None:
+        choice = self.choice
+        choice.open()
+        if choice.client is not None:
+            there = _for_store(optimizer) if choice.updates_weights else None
+            return StoreExchange(choice.client, plan, there, choice.codec)
+        return None if choice.store is None else PluginExchange(choice.store, plan)
+
+
+def _for_store(optimizer: Optimizer) -> Optimizer:
+    """The optimizer without its scheduler: the workers evaluate that, so it may be code that cannot travel."""
+    alone = copy.copy(optimizer)
+    alone.lr_scheduler = None
+    return alone

@@ -1,0 +1,236 @@
+"""Which store a Trainer uses and where its optimizer runs: MXNet's table, row by row, and what contradicts it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import Parameter
+
+from kvtrainer import Trainer, kvstore
+from kvtrainer.errors import ArgumentTypeError, ConfigurationError, UnknownNameError
+from kvtrainer.store_choice import LARGE, choose_store
+
+
+class Plugin(kvstore.KVStoreBase):
+    """A third-party store."""
+
+    type = "choice-plugin"
+    rank = 0
+    num_workers = 1
+
+    def __init__(self, type: str = "choice-plugin") -> None:
+        pass
+
+    def broadcast(self, key: Any, value: Any, out: Any, priority: int = 0) -> None: ...
+    def pushpull(self, key: Any, value: Any, out: Any = None, priority: int = 0) -> None: ...
+
+
+kvstore.register("choice-plugin")(Plugin)
+
+GIVEN: dict[str, Any] = {
+    "no kvstore": lambda: None,
+    "one device": lambda: "device",
+    "local object": lambda: kvstore.create("local"),
+    "device object": lambda: kvstore.create("device"),
+    "dist_sync": lambda: "dist_sync",
+    "dist": lambda: "DIST",
+    "plugin by name": lambda: "choice-plugin",
+    "plugin object": Plugin,
+}
+TABLE: list[tuple[str, bool | None, bool, bool]] = [
+    # given, update_on_kvstore → is there a store, does it update
+    ("no kvstore", None, False, False),
+    ("no kvstore", False, False, False),
+    ("one device", None, False, False),
+    ("one device", False, False, False),
+    ("one device", True, True, True),
+    ("local object", None, True, True),
+    ("local object", False, True, False),
+    ("local object", True, True, True),
+    ("device object", None, True, True),
+    ("device object", False, True, False),
+    ("device object", True, True, True),
+    ("dist_sync", None, True, True),
+    ("dist_sync", False, True, False),
+    ("dist_sync", True, True, True),
+    ("dist", None, True, True),
+    ("plugin by name", None, True, False),
+    ("plugin by name", False, True, False),
+    ("plugin object", None, True, False),
+    ("plugin object", False, True, False),
+]
+
+
+def has_store(choice: Any) -> bool:
+    return choice.store is not None or choice._name is not None
+
+
+@pytest.mark.parametrize(("given", "asked", "store", "updates"), TABLE)
+def test_store_and_site_of_the_update_follow_the_table(
+    given: str, asked: bool | None, store: bool, updates: bool
+) -> None:
+    choice = choose_store(GIVEN[given](), asked)
+    assert (has_store(choice), choice.updates_weights) == (store, updates)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("no kvstore", "needs a kvstore, but kvstore=None"),
+        ("plugin by name", r"'choice-plugin' cannot run .*update_on_kvstore=False"),
+        ("plugin object", r"'choice-plugin' cannot run .*update_on_kvstore=False"),
+    ],
+)
+def test_update_in_a_store_that_cannot_is_a_value_error(given: str, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message) as caught:
+        choose_store(GIVEN[given](), True)
+    assert isinstance(caught.value, ValueError)
+
+
+@pytest.mark.parametrize(
+    ("given", "asked", "updates"), [("0", None, False), ("1", None, True), ("0", True, True)]
+)
+def test_environment_decides_only_where_the_argument_does_not(
+    given: str, asked: bool | None, updates: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MXNET_UPDATE_ON_KVSTORE", given)
+    for name in ("local object", "dist_sync"):
+        assert choose_store(GIVEN[name](), asked).updates_weights is updates
+
+
+def test_environment_that_is_neither_0_nor_1_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MXNET_UPDATE_ON_KVSTORE", "maybe")
+    with pytest.raises(ConfigurationError, match="MXNET_UPDATE_ON_KVSTORE must be 0 or 1, got 'maybe'"):
+        choose_store("dist_sync")
+
+
+@pytest.mark.parametrize(
+    ("type", "largest", "updates"),
+    [("local", LARGE, True), ("local", LARGE + 1, False), ("device", LARGE + 1, True)],
+)
+def test_local_leaves_a_large_parameter_to_the_trainer(type: str, largest: int, updates: bool) -> None:
+    store = kvstore.create(type)
+    assert choose_store(store, largest=largest).updates_weights is updates
+    assert choose_store(store, True, largest=largest).updates_weights is True
+
+
+def test_size_of_the_largest_parameter_reaches_the_choice() -> None:
+    parameters = [
+        Parameter(torch.empty(3)),
+        Parameter(torch.empty(LARGE + 1, device="cpu", dtype=torch.float16)),
+    ]
+    trainer = Trainer(parameters, "test", kvstore=kvstore.create("local"))
+    trainer.allreduce_grads()  # refused where the store updates
+
+
+def test_aggregation_keeps_the_update_out_of_the_store() -> None:
+    assert choose_store("dist_sync", None, aggregate_num=4).updates_weights is False
+    assert choose_store("dist_sync", False, aggregate_num=4).updates_weights is False
+    assert choose_store(None, None, aggregate_num=4).updates_weights is False
+    with pytest.raises(ConfigurationError, match=r"aggregate_num is above 1, got 4"):
+        choose_store("dist_sync", True, aggregate_num=4)
+
+
+def test_aggregate_num_of_the_optimizer_reaches_the_choice() -> None:
+    p = [Parameter(torch.zeros(1))]
+    with pytest.raises(ValueError, match="aggregate_num is above 1, got 2"):
+        Trainer(p, "sgd", {"aggregate_num": 2}, kvstore="local", update_on_kvstore=True)
+    for name in ("adamw", "lamb"):
+        Trainer(p, name, kvstore=kvstore.create("local"), update_on_kvstore=True)
+
+
+@pytest.mark.parametrize("given", [3, ["local"], kvstore.LocalKVStore])
+def test_kvstore_of_a_wrong_type_is_a_type_error(given: Any) -> None:
+    with pytest.raises(ArgumentTypeError, match="kvstore must be a name, a kvstore or None, got") as caught:
+        choose_store(given)
+    assert isinstance(caught.value, TypeError)
+
+
+@pytest.mark.parametrize("given", [1, "yes"])
+def test_update_on_kvstore_must_be_a_bool(given: Any) -> None:
+    with pytest.raises(TypeError, match="update_on_kvstore must be True, False or None"):
+        choose_store("local", given)
+
+
+def test_unknown_store_is_not_taken_for_a_local_one() -> None:
+    """MXNet's create('bogus') silently makes a store on the CPU."""
+    for asked in (None, True, False):
+        with pytest.raises(UnknownNameError, match=r"'bogus'.*dist_sync"):
+            choose_store("bogus", asked)
+
+
+@pytest.mark.parametrize("name", ["dist_sync", "choice-plugin", "device"])
+def test_no_store_is_opened_before_the_first_step(name: str) -> None:
+    uok = True if name == "device" else None
+    trainer = Trainer([Parameter(torch.zeros(1))], "sgd", kvstore=name, update_on_kvstore=uok)
+    assert trainer.kvstore is None
+
+
+@pytest.mark.parametrize("given", ["dist_sync", "device object"])
+def test_compression_is_accepted_where_gradients_travel(given: str) -> None:
+    choice = choose_store(GIVEN[given](), None, {"type": "2bit", "threshold": 0.25})
+    assert choice.codec is not None
+    assert choice.codec.spec() == {"type": "2bit", "threshold": 0.25}
+
+
+@pytest.mark.parametrize("params", [None, {"type": "none"}])
+def test_no_compression_is_no_codec_with_any_store(params: Any) -> None:
+    for make in GIVEN.values():
+        assert choose_store(make(), None, params).codec is None
+
+
+@pytest.mark.parametrize("given", ["local object", "plugin by name", "plugin object"])
+def test_compression_is_refused_where_the_store_has_none(given: str) -> None:
+    with pytest.raises(
+        ConfigurationError, match=r"not supported for this type of kvstore: .*; use .device. or .dist_sync."
+    ):
+        choose_store(GIVEN[given](), None, {"type": "2bit"})
+    with pytest.raises(
+        ConfigurationError, match="compression is not supported for this type of kvstore: 'local'"
+    ):
+        choose_store("local", None, {"type": "2bit"})
+
+
+@pytest.mark.parametrize(
+    "params", [{"type": "3bit"}, {"threshold": 1}, "2bit", {"type": "2bit", "threshold": -1}]
+)
+def test_wrong_compression_params_are_refused_even_without_a_store(params: Any) -> None:
+    for given in (None, "device", "dist_sync"):
+        with pytest.raises(ConfigurationError, match=r"compression|threshold"):
+            choose_store(given, None, params)
+
+
+@pytest.mark.parametrize("given", [None, "device"])
+def test_compression_without_a_store_has_no_effect_and_says_so_once(
+    given: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    p = Parameter(torch.zeros(1))
+    trainer = Trainer(
+        [p], "sgd", {"lr": 1.0}, kvstore=given, compression_params={"type": "2bit", "threshold": 0.5}
+    )
+    for _ in range(2):
+        (p * 3).sum().backward()
+        trainer.step(1)
+    assert p.item() == -6
+    assert [record.message.startswith("compression_params") for record in caplog.records] == [True]
+
+
+def test_compressed_gradients_reach_the_weights_of_a_store_in_this_process() -> None:
+    """2bit with threshold .5 sends .5 of a gradient of .75, and keeps .25, which the next push adds."""
+    p = Parameter(torch.zeros(4))
+    trainer = Trainer(
+        [p],
+        "sgd",
+        {"lr": 1.0},
+        "device",
+        compression_params={"type": "2bit", "threshold": 0.5},
+        update_on_kvstore=True,
+    )
+    seen = []
+    for gradient in (0.75, 0.25, 0.0):
+        (p * gradient).sum().backward()
+        trainer.step(1)
+        seen.append(p[0].item())
+    assert seen == [-0.5, -1.0, -1.0]

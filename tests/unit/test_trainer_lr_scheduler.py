@@ -1,0 +1,195 @@
+"""Gluon's schedulers under a Trainer: which update has which learning rate, wherever the optimizer runs."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import Parameter
+
+from kvtrainer import Trainer, kvstore
+from kvtrainer.errors import ConfigurationError, OptimizerError, SchedulerInUseError
+from kvtrainer.lr_scheduler import CosineScheduler, FactorScheduler, LRScheduler, PolyScheduler
+
+STORES = [
+    pytest.param(None, id="in-process"),
+    pytest.param(False, id="reduced"),
+    pytest.param(True, id="in-store"),
+]
+"""update_on_kvstore of the three ways in which one process can train; None stands for no store at all."""
+TRACES: dict[str, tuple[LRScheduler, list[float]]] = {
+    # MXNet's own traces for num_update 1, 2, 3, …
+    "factor": (FactorScheduler(step=2, factor=0.5, base_lr=1), [1, 1, 0.5, 0.5, 0.25, 0.25, 0.125]),
+    "poly": (PolyScheduler(10, base_lr=1, pwr=2), [0.81, 0.64, 0.49, 0.36, 0.25, 0.16, 0.09]),
+    "warm-up": (CosineScheduler(10, base_lr=1, warmup_steps=4), [0.25, 0.5, 0.75, 1, 0.9330127, 0.75, 0.5]),
+}
+
+
+def trainer_of(parameters: Any, uok: bool | None = None, kind: str = "sgd", **options: Any) -> Trainer:
+    store = None if uok is None else kvstore.create("local")
+    return Trainer(parameters, kind, options, kvstore=store, update_on_kvstore=uok)
+
+
+def zeros(count: int = 1) -> list[Parameter]:
+    return [Parameter(torch.zeros(1)) for _ in range(count)]
+
+
+def step(trainer: Trainer, *parameters: Parameter) -> None:
+    for p in parameters:
+        p.grad = torch.ones_like(p)
+    trainer.step(1, ignore_stale_grad=True)
+
+
+def moves(trainer: Trainer, p: Parameter, steps: int) -> list[float]:
+    """By how much each step with a gradient of 1 lowers `p`: with plain SGD, the learning rate."""
+    seen = []
+    for _ in range(steps):
+        before = p.item()
+        step(trainer, p)
+        seen.append(before - p.item())
+    return seen
+
+
+@pytest.mark.parametrize("uok", STORES)
+@pytest.mark.parametrize("name", TRACES)
+def test_update_n_has_the_rate_that_the_scheduler_gives_for_n(name: str, uok: bool | None) -> None:
+    scheduler, trace = TRACES[name]
+    [p] = zeros()
+    assert moves(trainer_of([p], uok, lr_scheduler=scheduler), p, len(trace)) == pytest.approx(
+        trace, abs=1e-6
+    )
+
+
+@pytest.mark.parametrize("uok", STORES)
+def test_learning_rate_is_that_of_the_last_update_and_holds_for_all_groups(uok: bool | None) -> None:
+    a, b = zeros(2)
+    b.lr_mult = 2.0  # type: ignore[attr-defined]
+    trainer = trainer_of(
+        [{"params": [a]}, {"params": [b], "momentum": 0.0}], uok, lr_scheduler=lambda n: n / 8
+    )
+    assert trainer.learning_rate == 0
+    for n in (1, 2, 3):
+        step(trainer, a, b)
+        assert trainer.learning_rate == trainer.optimizer.learning_rate == n / 8
+        assert [group["lr"] for group in trainer.param_groups] == [n / 8] * 2
+    assert (a.item(), b.item()) == (-6 / 8, -12 / 8)
+
+
+@pytest.mark.parametrize("uok", STORES)
+def test_updates_count_from_begin_num_update(uok: bool | None) -> None:
+    [p] = zeros()
+    trainer = trainer_of([p], uok, lr_scheduler=lambda n: n / 8, begin_num_update=4)
+    assert trainer.learning_rate == 4 / 8
+    assert moves(trainer, p, 2) == [5 / 8, 6 / 8]
+
+
+@pytest.mark.parametrize("uok", STORES)
+def test_update_count_is_the_greatest_of_all_keys_as_in_mxnet(uok: bool | None) -> None:
+    a, b = zeros(2)
+    trainer = trainer_of([a, b], uok, lr_scheduler=lambda n: float(n))
+    seen = []
+    for keys in ([a], [b], [b], [a], [a, b], []):
+        step(trainer, *keys)
+        seen.append(trainer.optimizer.num_update)
+    # a's updates are 1, 2, 3, b's are 1, 2, 3; num_update never falls.
+    assert seen == [1, 1, 2, 2, 3, 3]
+    assert (a.item(), b.item()) == (-(1 + 2 + 3), -(1 + 2 + 3))
+
+
+@pytest.mark.parametrize("uok", STORES)
+def test_plain_function_schedules_wherever_the_optimizer_runs_and_is_not_sent(uok: bool | None) -> None:
+    [p] = zeros()
+    trainer = trainer_of([p], uok, kind="adam", lr_scheduler=lambda n: 0.5**n)
+    assert moves(trainer, p, 3) == pytest.approx([0.5, 0.25, 0.125], rel=1e-5)
+
+
+def test_setting_the_rate_beside_a_scheduler_is_an_error_and_a_user_warning() -> None:
+    [p] = zeros()
+    trainer = trainer_of([p], lr_scheduler=FactorScheduler(2, 0.5, base_lr=1))
+    with pytest.raises(SchedulerInUseError, match="takes its learning rate from FactorScheduler") as caught:
+        trainer.set_learning_rate(0.1)
+    assert isinstance(caught.value, UserWarning)
+    trainer.optimizer.lr_scheduler.base_lr = 0.25  # type: ignore[union-attr]
+    assert moves(trainer, p, 1) == [0.25]
+
+
+def test_rate_of_a_group_that_somebody_else_sets_is_noticed() -> None:
+    [p] = zeros()
+    trainer = trainer_of([p], lr_scheduler=lambda n: 0.5)
+    step(trainer, p)
+    trainer.param_groups[0]["lr"] = 0.1
+    with pytest.raises(SchedulerInUseError, match=r"was set to 0\.1, but .* decides it"):
+        step(trainer, p)
+    assert p.item() == -0.5
+
+
+def test_rate_of_a_single_group_is_refused_beside_a_scheduler() -> None:
+    [p] = zeros()
+    with pytest.raises(ConfigurationError, match=r"group has lr=0\.5, but FactorScheduler.*lr_mult"):
+        trainer_of([{"params": [p], "learning_rate": 0.5}], lr_scheduler=FactorScheduler(2))
+
+
+def test_learning_rate_beside_a_scheduler_becomes_its_base(caplog: pytest.LogCaptureFixture) -> None:
+    [p] = zeros()
+    with caplog.at_level(logging.INFO):
+        trainer = trainer_of([p], learning_rate=4.0, lr_scheduler=FactorScheduler(1, 0.5, base_lr=1))
+    assert "replaces base_lr 1" in caplog.text
+    assert moves(trainer, p, 2) == [4.0, 2.0]
+
+
+@pytest.mark.parametrize("uok", STORES)
+def test_failed_step_is_not_counted(uok: bool | None) -> None:
+    [p] = zeros()
+    failing = [3]
+
+    def schedule(n: int) -> float:
+        if failing and n == failing[0]:
+            raise OptimizerError("no rate for this one")
+        return float(n)
+
+    trainer = trainer_of([p], uok, lr_scheduler=schedule)
+    assert moves(trainer, p, 2) == [1, 2]
+    with pytest.raises(OptimizerError):
+        step(trainer, p)
+    failing.clear()
+    assert moves(trainer, p, 2) == [3, 4]
+
+
+@pytest.mark.parametrize("how", ["state_dict", "file"])
+@pytest.mark.parametrize("uok", STORES)
+def test_count_goes_on_after_loading(how: str, uok: bool | None, tmp_path: Path) -> None:
+    [p], [q] = zeros(), zeros()
+    trainer, other = (
+        trainer_of([one], uok, lr_scheduler=PolyScheduler(8, base_lr=8, pwr=1)) for one in (p, q)
+    )
+    assert moves(trainer, p, 3) == [7, 6, 5]
+    if how == "file":
+        trainer.save_states(tmp_path / "states")
+        other.load_states(tmp_path / "states")
+    else:
+        other.load_state_dict(trainer.state_dict())
+    assert other.optimizer.num_update == 3
+    assert moves(other, q, 2) == [4, 3]
+
+
+def test_count_goes_on_with_a_group_that_is_added() -> None:
+    a, b = zeros(2)
+    trainer = trainer_of([a], lr_scheduler=lambda n: float(n))
+    assert moves(trainer, a, 3) == [1, 2, 3]
+    trainer.add_param_group({"params": [b]})
+    step(trainer, b)
+    assert (b.item(), trainer.optimizer.num_update) == (-3, 3)
+    assert moves(trainer, a, 1) == [4]
+
+
+def test_frozen_parameter_does_not_hold_the_count_up() -> None:
+    a, b = zeros(2)
+    trainer = trainer_of([a, b], lr_scheduler=lambda n: float(n))
+    b.requires_grad_(False)
+    assert moves(trainer, a, 3) == [1, 2, 3]
+    b.requires_grad_(True)
+    step(trainer, a, b)
+    assert (b.item(), trainer.optimizer.num_update) == (-4, 4)
