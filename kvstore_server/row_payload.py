@@ -40,9 +40,9 @@ def encode_rows(plan: Plan, piece: Slice, payload: SparsePayload) -> Tensor:
         as_bits = 4 * len(ids) > num_rows // 8
         head += [position, len(ids), as_bits, 0]
         parts.append(_padded(_bits(ids, num_rows) if as_bits else ids.numpy().astype("<i4").tobytes()))
-        parts.append(_padded(values.contiguous().view(-1).view(torch.uint8).numpy().tobytes()))
+        parts.append(_padded(_raw(values)))
     if payload.dense is not None:
-        parts.append(_padded(payload.dense.contiguous().view(torch.uint8).numpy().tobytes()))
+        parts.append(_padded(_raw(payload.dense)))
     data = b"".join([np.array(head, "<i4").tobytes(), *parts])
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
@@ -128,6 +128,12 @@ class _Reader:
             raise ProtocolError(
                 f"a row-sparse slice has {len(self._data)} bytes, {self._at} of them are named"
             )
+
+
+def _raw(values: Tensor) -> bytes:
+    # A new tensor: one that `expand` made has strides that cannot be viewed as bytes.
+    flat = torch.empty(values.numel(), dtype=values.dtype).copy_(values.reshape(-1))
+    return flat.view(torch.uint8).numpy().tobytes()
 
 
 def _bits(ids: Tensor, num_rows: int) -> bytes:

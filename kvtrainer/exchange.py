@@ -6,7 +6,7 @@ An exchange knows one table: all parameters of one Trainer. It is made at the fi
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -15,12 +15,26 @@ from torch import Tensor
 from kvstore_server.codec import Codec
 from kvstore_server.optimizer import KeyState, Optimizer, SliceState
 from kvstore_server.plan import Plan, Slice
+from kvstore_server.reduction import RowSet
 from kvtrainer.comm.client import Client
 from kvtrainer.comm.compressor import Compressor
 from kvtrainer.comm.tickets import RoundItem
+from kvtrainer.errors import ConfigurationError
 from kvtrainer.kvstore.base import KVStoreBase
 
 TABLE = "parameters"
+
+
+class Gradients(NamedTuple):
+    """What one worker gives to a round."""
+
+    arenas: Mapping[str, Tensor]
+    """Flat, laid out by the plan; also where sums come back."""
+    rows: Mapping[int, RowSet]
+    """Keys (by index) that have only some rows."""
+    scale: float
+    absent: frozenset[int]
+    """Keys without a gradient."""
 
 
 class Outcome(NamedTuple):
@@ -44,12 +58,14 @@ class Exchange(Protocol):
     def init(self, weights: Mapping[str, Tensor]) -> None:
         """Give every worker rank 0's weights."""
 
+    def check_sparse(self, names: Sequence[str]) -> None:
+        """Raise ConfigurationError if these parameters may not have row-sparse gradients here."""
+
     def run(
-        self, grads: Mapping[str, Tensor], weights: Mapping[str, Tensor], scale: float, absent: frozenset[int],
-        hyper: bytes, veto: bool = False,
-    ) -> Outcome:  # fmt: skip
-        """One round. New weights go to `weights`, or else sums of gradients to `grads`. A worker vetoes when its
-        gradients are not finite; the round then has no effect on any worker."""
+        self, grads: Gradients, weights: Mapping[str, Tensor], hyper: bytes, veto: bool = False
+    ) -> Outcome:
+        """One round. New weights go to `weights`, or else sums of gradients to those of `grads`. A worker vetoes when
+        its gradients are not finite; the round then has no effect on any worker."""
 
     def assign(self, weights: Mapping[str, Tensor]) -> None:
         """Give every worker, and the store, rank 0's weights as they are now; optimizer state stays."""
@@ -83,19 +99,29 @@ class StoreExchange:
         rounds.wait(rounds.start([RoundItem(self._table, mine if is_first else None, mine)]))
         _copy_back(weights, mine)
 
+    def check_sparse(self, names: Sequence[str]) -> None:
+        if not self.updates_weights and self.num_workers > 1:
+            raise ConfigurationError(
+                f"the gradient of {', '.join(map(repr, names))} is row-sparse, which needs update_on_kvstore=True with "
+                f"{self.num_workers} workers: rows that other workers have cannot be summed here"
+            )
+
     def run(
-        self, grads: Mapping[str, Tensor], weights: Mapping[str, Tensor], scale: float, absent: frozenset[int],
-        hyper: bytes, veto: bool = False,
-    ) -> Outcome:  # fmt: skip
-        target = weights if self.updates_weights else grads
-        values, out = _on_cpu(grads), _on_cpu(target)
-        rounds = self._client.rounds
-        ticket = rounds.start([RoundItem(self._table, values, out, scale, absent, veto)], hyper)
-        rounds.wait(ticket)
+        self, grads: Gradients, weights: Mapping[str, Tensor], hyper: bytes, veto: bool = False
+    ) -> Outcome:
+        target = weights if self.updates_weights else grads.arenas
+        values, out = _on_cpu(grads.arenas), _on_cpu(target)
+        # Rows of a single worker are their own sum.
+        given = dict(_rows_on_cpu(grads.rows)) if self.updates_weights else {}
+        absent = grads.absent | (grads.rows.keys() - given.keys())
+        item = RoundItem(self._table, values, out, grads.scale, absent, veto, rows=given)
+        ticket = self._client.rounds.start([item], hyper)
+        self._client.rounds.wait(ticket)
         if TABLE in ticket.vetoes:
             return Outcome(frozenset(), skipped=True)
         _copy_back(target, out)
-        return Outcome(frozenset(ticket.absent.get(TABLE, ())), skipped=False)
+        left_out = frozenset(ticket.absent.get(TABLE, ())) - (grads.rows.keys() - given.keys())
+        return Outcome(left_out, skipped=False)
 
     def assign(self, weights: Mapping[str, Tensor]) -> None:
         mine = _on_cpu(weights)
@@ -149,18 +175,23 @@ class PluginExchange:
         for key, piece in enumerate(self._pieces(weights)):
             self._store.broadcast(key, piece, piece)
 
+    def check_sparse(self, names: Sequence[str]) -> None:
+        raise ConfigurationError(
+            f"the gradient of {', '.join(map(repr, names))} is row-sparse, but kvstore {self._store.type!r} sums dense "
+            "gradients only; build the module with sparse=False"
+        )
+
     def run(
-        self, grads: Mapping[str, Tensor], weights: Mapping[str, Tensor], scale: float, absent: frozenset[int],
-        hyper: bytes, veto: bool = False,
-    ) -> Outcome:  # fmt: skip
-        for key, piece in enumerate(self._pieces(grads)):
-            if scale != 1.0:
-                piece.mul_(scale)
+        self, grads: Gradients, weights: Mapping[str, Tensor], hyper: bytes, veto: bool = False
+    ) -> Outcome:
+        for key, piece in enumerate(self._pieces(grads.arenas)):
+            if grads.scale != 1.0:
+                piece.mul_(grads.scale)
             if veto:
                 piece.fill_(math.inf)  # a sum is all that such a store knows: this one tells every worker
             self._store.pushpull(key, piece, piece, priority=-key)
         # Zeros stand in for what one of several workers left out. Who did not veto learns of it from the sums.
-        return Outcome(absent if self.num_workers == 1 else frozenset(), skipped=veto)
+        return Outcome(grads.absent if self.num_workers == 1 else frozenset(), skipped=veto)
 
     def assign(self, weights: Mapping[str, Tensor]) -> None:
         for key, piece in enumerate(self._pieces(weights)):
@@ -174,6 +205,11 @@ class PluginExchange:
     def _pieces(self, arenas: Mapping[str, Tensor]) -> Sequence[Tensor]:
         rows = zip(self._plan.specs, self._plan.key_offsets, strict=True)
         return [arenas[spec.dtype][at : at + spec.numel].view(spec.shape) for spec, at in rows]
+
+
+def _rows_on_cpu(rows: Mapping[int, RowSet]) -> Iterator[tuple[int, RowSet]]:
+    for key, (ids, values) in rows.items():
+        yield key, RowSet(ids.cpu(), values.cpu())
 
 
 def _on_cpu(arenas: Mapping[str, Tensor]) -> Mapping[str, Tensor]:

@@ -11,10 +11,12 @@ from torch.nn import Parameter
 from torch.nn.parameter import is_lazy
 
 from kvstore_server.plan import Plan, TensorSpec, make_plan
+from kvstore_server.reduction import RowSet
 from kvtrainer.arena import Arena
 from kvtrainer.errors import ConfigurationError, NotInitializedError
 from kvtrainer.gradients import GradientTracker
 from kvtrainer.parameters import Group
+from kvtrainer.sparse_grads import SparseGrads
 
 
 class Layout:
@@ -37,6 +39,9 @@ class Layout:
         self.tracker = GradientTracker(self.parameters, self.names)
         self._group_of = [at for at, group in enumerate(groups) for _ in group["params"]]
         self._placed: tuple[Plan, Arena] | None = None
+        self.rows: dict[int, RowSet] = {}
+        """The row-sparse gradients that were gathered last, by index of the key; the arena has zeros for them."""
+        self._sparse = SparseGrads(self.parameters, self.names)
         self._left_out: list[Parameter] = []
         """Those that had no shape when the others were placed; an empty key holds the place of each."""
         if not any(is_lazy(p) for p in self.parameters):
@@ -88,33 +93,31 @@ class Layout:
         ]
 
     def gather_grads(self, present: Sequence[bool]) -> None:
-        """Copy the gradients of the parameters that are `present` into the arena.
+        """Copy the dense gradients of the parameters that are `present` into the arena, and the others to `rows`.
 
         Raises:
             ParameterMovedError: the data of a parameter were replaced.
-            ConfigurationError: a gradient is sparse.
+            ConfigurationError: a gradient is sparse in another way than by rows.
         """
         self.arena.check_in_place()
-        try:
-            self.arena.gather_grads(present)
-        except RuntimeError:
-            # Looked for only now, because looking at every gradient in every step takes time.
-            rows = zip(self.names, self.parameters, strict=True)
-            sparse = [
-                repr(name) for name, p in rows if p.grad is not None and p.grad.layout is not torch.strided
-            ]
-            if sparse:
-                raise ConfigurationError(
-                    f"the gradient of {', '.join(sparse)} is sparse; this Trainer takes dense gradients only, so build "
-                    "the module with sparse=False"
-                ) from None
-            raise
+        while True:
+            sparse = self._sparse.present(present)
+            try:
+                self.arena.gather_grads(_without(present, sparse))
+                break
+            except RuntimeError:
+                if not self._sparse.find(present):
+                    raise
+        self.rows = self._sparse.rows(sparse, self.plan)
+
+    def scatter_grads(self, present: Sequence[bool]) -> None:
+        """Copy the arena's gradients back to the parameters that are `present`; `rows` stay where they came from."""
+        self.arena.scatter_grads(_without(present, list(self.rows)))
 
     def grads_are_finite(self) -> bool:
-        """Whether no gradient in the arena is infinite or not a number; waits for the device."""
-        bounds = [
-            bound for flat in self.arena.grads.values() if flat.numel() for bound in torch.aminmax(flat)
-        ]
+        """Whether no gradient in the arena or in `rows` is infinite or not a number; waits for the device."""
+        grads = [*self.arena.grads.values(), *(rows.values for rows in self.rows.values())]
+        bounds = [bound for grad in grads if grad.numel() for bound in torch.aminmax(grad)]
         # A NaN anywhere is the minimum and the maximum.
         return all(math.isfinite(bound.item()) for bound in bounds)
 
@@ -156,6 +159,15 @@ class Layout:
         rows = zip(self.names, placed, self._group_of, strict=True)
         plan = make_plan([TensorSpec(name, tuple(p.shape), _dtype(p), group) for name, p, group in rows], 1)
         self._placed = plan, Arena(placed, self.names, plan)
+
+
+def _without(present: Sequence[bool], those: Sequence[int]) -> Sequence[bool]:
+    if not those:
+        return present
+    rest = list(present)
+    for i in those:
+        rest[i] = False
+    return rest
 
 
 def _dtype(parameter: Parameter) -> str:

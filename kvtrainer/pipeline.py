@@ -117,7 +117,7 @@ class Pipeline(FlatOptimizer):
             summed = self._reduce(fresh, 1.0)
             self._is_vetoed, self._reduced = summed is None, summed or fresh
             if summed is not None:
-                self._layout.arena.scatter_grads(summed)
+                self._layout.scatter_grads(summed)
 
     def update(self, batch_size: float | None = None, ignore_stale_grad: bool = False) -> None:
         """Update the weights from the present gradients, after `allreduce_grads`; arguments as of `step`.
@@ -152,9 +152,7 @@ class Pipeline(FlatOptimizer):
         exchange = self._link.exchange
         assert exchange is not None
         absent = frozenset(i for i, is_fresh in enumerate(fresh) if not is_fresh)
-        outcome = self._link.round(
-            self._layout.arena, self._options(fresh), scale, absent, veto=self._overflows()
-        )
+        outcome = self._link.round(self._layout, self._options(fresh), scale, absent, veto=self._overflows())
         if outcome.skipped or (not exchange.updates_weights and self._overflows()):
             return None
         if not exchange.knows_left_out:
@@ -168,7 +166,7 @@ class Pipeline(FlatOptimizer):
         if options != self._effective[0]:
             self._effective = (options, effective_hypers(self._layout.plan, self._optimizer, options))
         arena = self._layout.arena
-        self._local.apply(arena.weights, arena.grads, scale, present, self._effective[1])
+        self._local.apply(arena.weights, arena.grads, scale, present, self._effective[1], self._layout.rows)
         arena.mark_updated(present)
 
     def _finish(self, used: Sequence[bool], updated: Sequence[bool] | None) -> None:

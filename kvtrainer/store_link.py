@@ -15,7 +15,8 @@ from kvstore_server.optimizer import Optimizer
 from kvstore_server.plan import Plan
 from kvtrainer.arena import Arena
 from kvtrainer.errors import KVStoreError
-from kvtrainer.exchange import Exchange, Outcome, PluginExchange, StoreExchange
+from kvtrainer.exchange import Exchange, Gradients, Outcome, PluginExchange, StoreExchange
+from kvtrainer.layout import Layout
 from kvtrainer.states import StateHolder
 from kvtrainer.store_choice import StoreChoice
 
@@ -75,9 +76,9 @@ class StoreLink:
         return True
 
     def round(
-        self, arena: Arena, options: dict[str, Any], scale: float, absent: frozenset[int], veto: bool
+        self, layout: Layout, options: dict[str, Any], scale: float, absent: frozenset[int], veto: bool
     ) -> Outcome:
-        """One round of the arena's gradients, scaled; raises before or after it, never in the middle.
+        """One round of the gradients that were gathered, scaled; raises before or after it, never in the middle.
 
         Args:
             options: the numbers that hold now, as `read_options` returns them.
@@ -85,11 +86,15 @@ class StoreLink:
             veto: whether a gradient here forbids the update, on all workers.
         """
         assert self.exchange is not None
+        arena, rows = layout.arena, layout.rows
+        if rows:
+            self.exchange.check_sparse([layout.names[key] for key in rows])
         hyper = pack_hypers(**options, update_on_kvstore=self.exchange.updates_weights)
         changed = hyper if hyper != self._sent_hyper else b""
         # After a failed round nobody knows which servers took the change: it is sent again.
         self._sent_hyper = b""
-        outcome = self.exchange.run(arena.grads, arena.weights, scale, absent, changed, veto)
+        gradients = Gradients(arena.grads, rows, scale, absent)
+        outcome = self.exchange.run(gradients, arena.weights, changed, veto)
         self._sent_hyper = hyper
         if self.exchange.updates_weights and not outcome.skipped:
             arena.mark_updated(None)

@@ -209,8 +209,11 @@ class Rounds:
     def _take_failure(self, ticket: Ticket, server: int, failure: m.Failed) -> None:
         """One round, or with table -1 all that was asked of a server, has failed; the other tables go on."""
         error = from_wire(failure.code, failure.text)
-        if ticket.error is None or isinstance(ticket.error, RoundAbortedError):
-            ticket.error = error  # that somebody gave up is not the cause where another one is known
+        # That somebody gave up is not the cause where another one is known, least of all that this worker did.
+        if ticket.error is None or (
+            isinstance(ticket.error, RoundAbortedError) and not isinstance(error, RoundAbortedError)
+        ):
+            ticket.error = error
         for where in [w for w in ticket.outstanding if w[0] == server and failure.table in (-1, w[1])]:
             ticket.failed[where] = failure.next_round
             del ticket.outstanding[where]

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed
 from torch import Tensor
 
+from kvstore_server.codec import Codec
 from kvstore_server.engine import Engine, EngineConfig
 from kvstore_server.errors import ConfigurationError
+from kvstore_server.plan import TensorSpec
 from kvtrainer.comm.client import Client
 from kvtrainer.comm.loopback import Loopback
+from kvtrainer.comm.tickets import RoundItem, Ticket
 from kvtrainer.comm.transport import SessionOptions
 from kvtrainer.kvstore.base import Key, register
+from kvtrainer.kvstore.replica_compression import ReplicaCompressor
 from kvtrainer.kvstore.store import TableKVStore
 
 _KEYS = "keys"
@@ -25,20 +29,18 @@ _KEYS = "keys"
 class LocalKVStore(TableKVStore):
     """Keeps keys in this process; several replicas of a value are summed. Rank 0 of 1 worker.
 
-    Sums and updates run on the CPU for every name, so results are the same bit for bit.
+    Sums and updates run on the CPU for every name, so results are the same bit for bit. A round is over, and its
+    error raised, when `push` returns. "device" compresses each replica by itself, with a residual of its own.
     """
 
     def __init__(self, type: str = "local") -> None:
         if "device" in type.lower():
             refuse_process_group(type)
         self._engine = Engine(EngineConfig())
+        self._replicas: ReplicaCompressor | None = None
         super().__init__(type, self._connect(_KEYS))
+        self._can_compress = "device" in type.lower()
         self._trainers = 0
-
-    def push(self, key: Any, value: Any, priority: int = 0) -> None:
-        """As TableKVStore.push, but the round is over, and its error raised, when this returns."""
-        super().push(key, value, priority)
-        self._client.settle()
 
     def set_optimizer(self, optimizer: Any) -> None:
         """As TableKVStore.set_optimizer; takes the place of an updater."""
@@ -67,6 +69,26 @@ class LocalKVStore(TableKVStore):
         """A client with a namespace of its own, for a Trainer."""
         self._trainers += 1
         return self._connect(f"trainer{self._trainers}")
+
+    def _compress_with(self, codec: Codec | None) -> None:
+        # Replicas are compressed before their sum; what goes to the engine goes nowhere.
+        self._replicas = None if codec is None else ReplicaCompressor(codec)
+
+    def _merged(self, spec: TensorSpec, replicas: Sequence[Tensor]) -> tuple[Tensor, bool]:
+        if self._replicas is None:
+            return super()._merged(spec, replicas)
+        return self._replicas.merge(spec.key, replicas), True
+
+    def _start(self, items: Sequence[RoundItem]) -> Ticket:
+        ticket = super()._start(items)
+        try:
+            self._client.rounds.wait(ticket)
+        finally:
+            if self._replicas is not None:
+                self._replicas.accept(
+                    item.table.plan.specs[0].key for item in items if not ticket.is_lost(item.table)
+                )
+        return ticket
 
     def _connect(self, namespace: str) -> Client:
         options = SessionOptions(namespace, rank=0, num_workers=1)

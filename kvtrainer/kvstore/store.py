@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from kvstore_server.optimizer import Optimizer
 from kvstore_server.plan import TensorSpec
 from kvtrainer.comm.client import Client
 from kvtrainer.comm.compressor import Compressor
-from kvtrainer.comm.tickets import RemoteTable, RoundItem
+from kvtrainer.comm.tickets import RemoteTable, RoundItem, Ticket
 from kvtrainer.kvstore.base import OPTIMIZER, Key, KVStoreBase
 from kvtrainer.kvstore.quiet import without_collections
 from kvtrainer.kvstore.values import check_fits, check_key, merge, pair, spec_of
@@ -52,11 +52,10 @@ class TableKVStore(KVStoreBase):
     int or all str within one store.
     """
 
-    _can_compress: ClassVar[bool] = True
-
     def __init__(self, type: str, client: Client) -> None:
         self._type = type
         self._client = client
+        self._can_compress = True
         self._codec: Codec | None = None
         self._entries: dict[Key, _Entry] = {}
         self._optimizer: Optimizer | None = None
@@ -111,9 +110,9 @@ class TableKVStore(KVStoreBase):
         self._refresh_optimizer()
         items = []
         for entry, replicas in self._lookup(pair(key, value, "value"), same_dtype=True):
-            flat, is_own = merge(replicas)
+            flat, is_own = self._merged(entry.spec, replicas)
             items.append(RoundItem(entry.table, {entry.spec.dtype: flat if is_own else flat.clone()}, None))
-        self._client.rounds.start(items)
+        self._start(items)
 
     @without_collections
     def pull(self, key: Any, out: Any = None, priority: int = 0, ignore_sparse: bool = True) -> None:
@@ -141,11 +140,11 @@ class TableKVStore(KVStoreBase):
             outs.setdefault(entry.spec.key, []).extend(tensors)
         items, targets = [], []
         for entry, replicas in pushed:
-            flat, _ = merge(replicas)
+            flat, _ = self._merged(entry.spec, replicas)
             target = _target(entry, outs[entry.spec.key])
             targets.append(target)
             items.append(RoundItem(entry.table, {entry.spec.dtype: flat}, {entry.spec.dtype: target.flat}))
-        self._client.rounds.wait(self._client.rounds.start(items))
+        self._client.rounds.wait(self._start(items))
         for target in targets:
             target.finish()
 
@@ -165,6 +164,9 @@ class TableKVStore(KVStoreBase):
     def set_gradient_compression(self, compression_params: Mapping[str, Any]) -> None:
         """Compress what this worker pushes from now on; what is lost is added to its next push of the key.
 
+        Waits for this worker's own pushes. Initial values are never compressed. A round that fails changes nothing
+        of what is kept back.
+
         Args:
             compression_params: {"type": "2bit", "threshold": 0.5}, or "1bit", "fp16", "bf16" or "none". Residuals of
                 an earlier compression are dropped.
@@ -176,9 +178,21 @@ class TableKVStore(KVStoreBase):
             raise ConfigurationError(
                 f"gradient compression is not supported for kvstore {self._type!r}, which sends nothing anywhere"
             )
-        self._codec = make_codec(compression_params)
+        codec = make_codec(compression_params)
+        self._client.settle()  # a push under way may have to be sent again, as it was
+        self._compress_with(None if codec.name == "none" else codec)
+
+    def _compress_with(self, codec: Codec | None) -> None:
+        self._codec = codec
         for entry in self._entries.values():
             entry.table.compressor = self._compressor(entry.table)
+
+    def _merged(self, spec: TensorSpec, replicas: Sequence[Tensor]) -> tuple[Tensor, bool]:
+        """The flat sum of what is pushed, and whether it is a tensor of its own rather than the caller's memory."""
+        return merge(replicas)
+
+    def _start(self, items: Sequence[RoundItem]) -> Ticket:
+        return self._client.rounds.start(items)
 
     def _compressor(self, table: RemoteTable) -> Compressor | None:
         return None if self._codec is None else Compressor(self._codec, table.plan)

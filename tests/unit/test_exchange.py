@@ -13,7 +13,7 @@ from kvstore_server.hyper import pack_hypers
 from kvstore_server.optimizer import create
 from kvstore_server.plan import Plan, TensorSpec, make_plan
 from kvtrainer.errors import ConfigurationError
-from kvtrainer.exchange import Exchange, PluginExchange, StoreExchange
+from kvtrainer.exchange import Exchange, Gradients, PluginExchange, StoreExchange
 from kvtrainer.kvstore import KVStoreBase, LocalKVStore
 from kvtrainer.local_update import LocalUpdate
 
@@ -62,7 +62,7 @@ def test_store_that_updates_writes_new_weights_and_leaves_gradients() -> None:
     weights, grads = arenas(10, 20, 30), arenas(1, 2, 3)
     exchange.init(weights)
     assert same(weights, arenas(10, 20, 30))
-    assert exchange.run(grads, weights, 0.5, frozenset(), b"").left_out == frozenset()
+    assert exchange.run(Gradients(grads, {}, 0.5, frozenset()), weights, b"").left_out == frozenset()
     assert same(weights, arenas(9.5, 19, 28.5))
     assert same(grads, arenas(1, 2, 3))
 
@@ -72,7 +72,7 @@ def test_options_that_travel_hold_until_others_do() -> None:
     weights = arenas(0, 0, 0)
     exchange.init(weights)
     for packed in (hypers(lr=2.0, weight_decay=0.0, clip_gradient=None), b""):
-        exchange.run(arenas(1, 1, 1), weights, 1.0, frozenset(), packed)
+        exchange.run(Gradients(arenas(1, 1, 1), {}, 1.0, frozenset()), weights, packed)
     assert same(weights, arenas(-4, -4, -4))
 
 
@@ -81,7 +81,7 @@ def test_keys_that_nobody_has_are_named_and_stay(absent: frozenset[int]) -> None
     exchange = over_store(create("test", learning_rate=1.0, wd=1.0))
     weights = arenas(8, 8, 8)
     exchange.init(weights)
-    assert exchange.run(arenas(0, 0, 0), weights, 1.0, absent, b"").left_out == absent
+    assert exchange.run(Gradients(arenas(0, 0, 0), {}, 1.0, absent), weights, b"").left_out == absent
     a, b, c = (8.0 if key in absent else 0.0 for key in range(3))
     assert same(weights, arenas(a, b, c))
 
@@ -90,7 +90,7 @@ def test_store_that_does_not_update_writes_the_sum_to_the_gradients() -> None:
     exchange = over_store()
     weights, grads = arenas(10, 20, 30), arenas(1, 2, 3)
     exchange.init(weights)
-    exchange.run(grads, weights, 0.5, frozenset(), b"")
+    exchange.run(Gradients(grads, {}, 0.5, frozenset()), weights, b"")
     assert same(grads, arenas(0.5, 1, 1.5))
     assert same(weights, arenas(10, 20, 30))
 
@@ -104,7 +104,7 @@ def test_state_of_a_slice_goes_to_the_store_and_comes_back() -> None:
     for piece in PLAN.slices:
         exchange.put_state(piece, local.get_state(piece))
         assert exchange.get_state(piece).steps == [1] * len(piece.segments)
-    exchange.run(arenas(0, 0, 0), weights, 1.0, frozenset(), b"")
+    exchange.run(Gradients(arenas(0, 0, 0), {}, 1.0, frozenset()), weights, b"")
     assert same(weights, arenas(-0.5, -1, -1.5))
 
 
@@ -119,7 +119,7 @@ def test_counters_of_the_store_tell_what_was_applied() -> None:
     exchange = over_store(create("test"))
     weights = arenas(0, 0, 0)
     exchange.init(weights)
-    exchange.run(arenas(1, 1, 1), weights, 1.0, frozenset({2}), b"")
+    exchange.run(Gradients(arenas(1, 1, 1), {}, 1.0, frozenset({2})), weights, b"")
     [[table]] = [stats["tables"] for stats in exchange.stats()]
     assert (table["rounds_applied"], table["keys"], table["keys_applied"]) == (1, 3, 2)
 
@@ -129,6 +129,6 @@ def test_third_party_store_sums_scaled_gradients_of_every_key() -> None:
     weights, grads = arenas(0, 0, 0), arenas(1, 2, 3)
     exchange.init(weights)
     assert same(weights, arenas(5, 5, 5))
-    assert exchange.run(grads, weights, 0.5, frozenset({0}), b"").left_out == frozenset()
+    assert exchange.run(Gradients(grads, {}, 0.5, frozenset({0})), weights, b"").left_out == frozenset()
     assert same(grads, arenas(1.5, 3, 4.5))
     assert exchange.stats() == []

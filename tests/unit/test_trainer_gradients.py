@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from kvtrainer import Trainer, kvstore
-from kvtrainer.errors import ConfigurationError, StaleGradientError
+from kvtrainer.errors import StaleGradientError
 
 STORES = [
     pytest.param(None, id="in-process"),
@@ -144,11 +144,3 @@ def test_parameter_frozen_at_first_trains_from_when_it_is_unfrozen(uok: bool | N
     trainer.step(1)
     assert frozen.tolist() == [-2, -2]
     assert other.tolist() == [-3, -3]
-
-
-def test_sparse_gradient_is_refused_by_name() -> None:
-    embedding = torch.nn.Embedding(4, 2, sparse=True)
-    trainer = trainer_of(embedding)
-    embedding(torch.tensor([1])).sum().backward()
-    with pytest.raises(ConfigurationError, match=r"'weight'.*sparse"):
-        trainer.step(1)

@@ -1,0 +1,185 @@
+"""Optimizers that need whole keys: the same bits for any number of servers, undone and carried over key by key."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvstore_server.optimizer import Optimizer, create, register
+from kvstore_server.optimizer.base import StateValue
+from kvtrainer.errors import ConfigurationError, OptimizerError, ProtocolError
+from kvtrainer.exchange import Gradients, StoreExchange
+from tests.support.engines import client_of, filled, plan_of, views
+
+SHAPES = {"bias": (1, 5), "big": (150, 200), "odd": (7, 13), "second": (40, 300)}
+""""big" and "second" have several slices each, the others share a bucket."""
+WHOLE = ("lamb", "lans", "lars", "groupadagrad")
+STEPS = 4
+
+
+def normal(step: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return {key: torch.randn(shape, generator=generator).to(dtype) for key, shape in SHAPES.items()}
+
+
+def weights_after(
+    optimizer: Optimizer, num_servers: int, dtype: str = "float32", absent: Sequence[frozenset[int]] = ()
+) -> list[Tensor]:
+    """The keys after `STEPS` rounds of random gradients; `absent` says what is left out of the first rounds."""
+    kind = getattr(torch, dtype)
+    plan = plan_of(SHAPES, dtype)
+    exchange = StoreExchange(client_of(num_servers), plan, optimizer)
+    weights = filled(plan, normal(0, kind))
+    exchange.init(weights)
+    for step in range(1, STEPS + 1):
+        left_out = absent[step - 1] if step <= len(absent) else frozenset()
+        exchange.run(Gradients(filled(plan, normal(step, kind)), {}, 0.5, left_out), weights, b"")
+    return views(plan, weights)
+
+
+def alone(optimizer: Optimizer, steps: Sequence[int]) -> list[Tensor]:
+    """The same by one call of the optimizer for each key, without any store."""
+    weights = normal(0)
+    for key, weight in weights.items():
+        state: dict[str, StateValue] = optimizer.create_state(weight)
+        for number, step in enumerate(steps, 1):
+            optimizer.update(
+                weight, normal(step)[key] * 0.5, state, {**optimizer.hyper, "step": number, "key": key}
+            )
+    return list(weights.values())
+
+
+def assert_same(got: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+    for one, other, key in zip(got, expected, SHAPES, strict=True):
+        assert torch.equal(one, other), key
+
+
+def test_the_biggest_keys_have_several_slices_and_lie_on_one_server_each() -> None:
+    client = client_of(3)
+    [table] = client.register({"t": plan_of(SHAPES).specs}, whole_keys=True)
+    pieces = {key: table.plan.slices_with(key) for key in (1, 3)}
+    assert all(len(of_key) >= 3 for of_key in pieces.values())
+    assert all(len({piece.server for piece in of_key}) == 1 for of_key in pieces.values())
+    assert set(table.plan.servers) == {0, 1, 2}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.parametrize("num_servers", [1, 2, 3])
+def test_every_number_of_servers_gives_the_bits_of_the_optimizer_on_whole_keys(
+    name: str, num_servers: int
+) -> None:
+    optimizer = create(name, learning_rate=0.1)
+    assert_same(weights_after(optimizer, num_servers), alone(optimizer, range(1, STEPS + 1)))
+
+
+@pytest.mark.parametrize("multi_precision", [True, False])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.filterwarnings("ignore:.*multi_precision")
+def test_half_precision_has_the_same_bits_on_every_number_of_servers(
+    dtype: str, multi_precision: bool
+) -> None:
+    runs = [
+        weights_after(create("lamb", learning_rate=0.1, multi_precision=multi_precision), n, dtype)
+        for n in (1, 2, 3)
+    ]
+    for run in runs[1:]:
+        assert_same(run, runs[0])
+
+
+@pytest.mark.parametrize("num_servers", [1, 3])
+def test_a_key_that_is_left_out_keeps_its_weights_and_its_step_count(num_servers: int) -> None:
+    optimizer = create("lamb", learning_rate=0.1)
+    got = weights_after(optimizer, num_servers, absent=[frozenset({1}), frozenset(), frozenset({0, 1})])
+    for key, steps in enumerate([(1, 2, 4), (2, 4), (1, 2, 3, 4), (1, 2, 3, 4)]):
+        assert torch.equal(got[key], alone(optimizer, steps)[key]), key
+
+
+def test_the_state_of_keys_carries_on_in_a_store_with_another_number_of_servers() -> None:
+    optimizer = create("lamb", learning_rate=0.1)
+    plan = plan_of(SHAPES)
+    first, second = (StoreExchange(client_of(n), plan, optimizer) for n in (3, 2))
+    weights = filled(plan, normal(0))
+    first.init(weights)
+    for step in (1, 2):
+        first.run(Gradients(filled(plan, normal(step)), {}, 0.5, frozenset()), weights, b"")
+    second.init(weights)
+    for key in range(len(SHAPES)):
+        second.put_key_state(key, first.get_key_state(key))
+    for step in (3, 4):
+        second.run(Gradients(filled(plan, normal(step)), {}, 0.5, frozenset()), weights, b"")
+    assert_same(views(plan, weights), alone(optimizer, range(1, STEPS + 1)))
+
+
+def test_a_state_of_another_shape_is_refused_and_changes_nothing() -> None:
+    optimizer = create("lamb", learning_rate=0.1, multi_precision=True)
+    plan = plan_of(SHAPES, "float16")
+    exchange = StoreExchange(client_of(2), plan, optimizer)
+    weights = filled(plan, normal(0, torch.float16))
+    exchange.init(weights)
+    exchange.run(Gradients(filled(plan, normal(1, torch.float16)), {}, 0.5, frozenset()), weights, b"")
+    with pytest.raises(
+        ProtocolError, match=r"no optimizer state of key 'odd': its master has the shape \[150"
+    ):
+        exchange.put_key_state(2, exchange.get_key_state(1))
+    assert exchange.get_key_state(2).state_of()["exp_avg"].shape == (7, 13)  # type: ignore[union-attr]
+
+
+@register
+class RaisingAtTwo(Optimizer):
+    """`m = m / 2 + mean(grad); w -= m`; the second update of key "big" raises, once, after it has changed both."""
+
+    name = "raising_at_two"
+    elementwise = False
+    has_raised = False
+
+    def create_state(self, weight: Tensor) -> dict[str, StateValue]:
+        return {"m": torch.zeros_like(weight)}
+
+    def update(
+        self, weight: Tensor, grad: Tensor, state: dict[str, StateValue], hyper: Mapping[str, Any]
+    ) -> None:
+        memory = state["m"]
+        assert isinstance(memory, Tensor)
+        weight.sub_(memory.mul_(0.5).add_(grad.mean()))
+        if hyper["key"] == "big" and hyper["step"] == 2 and not RaisingAtTwo.has_raised:
+            RaisingAtTwo.has_raised = True
+            raise ValueError("too big")
+
+
+@pytest.mark.parametrize("num_servers", [1, 2, 3])
+def test_an_update_that_raises_on_one_server_leaves_no_trace_on_any(num_servers: int) -> None:
+    optimizer = create("raising_at_two")
+    RaisingAtTwo.has_raised = True
+    expected = weights_after(optimizer, num_servers)
+    RaisingAtTwo.has_raised = False
+    plan = plan_of(SHAPES)
+    exchange = StoreExchange(client_of(num_servers), plan, optimizer)
+    weights = filled(plan, normal(0))
+    exchange.init(weights)
+    exchange.run(Gradients(filled(plan, normal(1)), {}, 0.5, frozenset()), weights, b"")
+    before = {name: flat.clone() for name, flat in weights.items()}
+    with pytest.raises(OptimizerError, match="'raising_at_two' raised ValueError: too big"):
+        exchange.run(Gradients(filled(plan, normal(2)), {}, 0.5, frozenset()), weights, b"")
+    assert torch.equal(weights["float32"], before["float32"])
+    assert [exchange.get_key_state(key).step for key in range(len(SHAPES))] == [1] * len(SHAPES)
+    for step in range(2, STEPS + 1):
+        exchange.run(Gradients(filled(plan, normal(step)), {}, 0.5, frozenset()), weights, b"")
+    assert_same(views(plan, weights), expected)
+
+
+def test_a_table_that_is_spread_over_servers_refuses_such_an_optimizer_and_keeps_its_weights() -> None:
+    plan = plan_of(SHAPES)
+    client = client_of(2)
+    exchange = StoreExchange(client, plan, create("test"))
+    weights = filled(plan, normal(0))
+    exchange.init(weights)
+    client.set_optimizer(create("lamb").spec())
+    with pytest.raises(
+        ConfigurationError, match="'lamb' needs whole keys, but 'parameters' is spread over 2 servers"
+    ):
+        exchange.run(Gradients(filled(plan, normal(1)), {}, 1.0, frozenset()), weights, b"")
+    assert_same(views(plan, weights), list(normal(0).values()))

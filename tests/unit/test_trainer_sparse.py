@@ -1,0 +1,232 @@
+"""Row-sparse gradients in a Trainer of one process: the rows they have move, as torch and MXNet say."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Embedding, Parameter
+
+import kvtrainer
+from kvtrainer import Trainer, amp
+from kvtrainer.errors import ConfigurationError
+
+STORES: list[dict[str, Any]] = [
+    {"kvstore": None},
+    {"kvstore": "local", "update_on_kvstore": True},
+]
+
+
+class Model(torch.nn.Module):
+    """A big table of several slices, a small one in a bucket, and a dense layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.big = Embedding(6_000, 9, sparse=True)
+        self.small = Embedding(5, 4, sparse=True)
+        self.head = torch.nn.Linear(13, 1)
+
+    def forward(self, big: Tensor, small: Tensor) -> Tensor:
+        joined = torch.cat([self.big(big), self.small(small)], dim=1)
+        result: Tensor = self.head(joined)
+        return result
+
+
+def batches(count: int) -> list[tuple[Tensor, Tensor]]:
+    gen = torch.Generator().manual_seed(7)
+    return [
+        (torch.randint(6_000, (32,), generator=gen) // 50 * 50, torch.randint(4, (32,), generator=gen))
+        for _ in range(count)
+    ]
+
+
+def weights_after(model: Model, optimizer: Any, steps: int = 4) -> list[Tensor]:
+    for big, small in batches(steps):
+        optimizer.zero_grad()
+        model(big, small).square().sum().backward()
+        optimizer.step()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("store", STORES)
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("SGD", {"lr": 0.1}), ("SGD", {"lr": 0.1, "momentum": 0.9}), ("Adagrad", {"lr": 0.1})],
+)
+def test_torchs_sparse_capable_optimizers_train_as_torch_does(
+    name: str, options: dict[str, float], store: dict[str, Any]
+) -> None:
+    plain, ours = Model(), Model()
+    expected = weights_after(plain, getattr(torch.optim, name)(plain.parameters(), **options))
+    found = weights_after(ours, Trainer(ours, f"torch:{name}", options, **store))
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_sparse_adam_trains_as_torch_does(store: dict[str, Any]) -> None:
+    plain, ours = Model(), Model()
+    tables = [plain.big.weight, plain.small.weight]
+    oracle = torch.optim.SparseAdam(tables, lr=0.05)
+    trainer = Trainer([ours.big.weight, ours.small.weight], "torch:SparseAdam", {"lr": 0.05}, **store)
+    for big, small in batches(4):
+        for model, optimizer in ((plain, oracle), (ours, trainer)):
+            optimizer.zero_grad()
+            model(big, small).square().sum().backward()
+            optimizer.step()
+    # torch adds the rows of one id in an order of its own.
+    torch.testing.assert_close(ours.big.weight, plain.big.weight)
+    torch.testing.assert_close(ours.small.weight, plain.small.weight)
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_lazy_update_leaves_weight_decay_and_momentum_of_absent_rows_alone(store: dict[str, Any]) -> None:
+    table = Embedding(4, 2, sparse=True)
+    torch.nn.init.ones_(table.weight)
+    options = {"learning_rate": 0.5, "wd": 0.5, "momentum": 0.5, "lazy_update": True}
+    trainer = Trainer(table, "sgd", options, **store)
+    for rows in ([1], [2, 2]):
+        table(torch.tensor(rows)).sum().backward()
+        trainer.step(1)
+    # Row 1: 1 - .5 (1 + .5). Row 2: its gradient is 2.
+    assert table.weight.tolist() == [[1, 1], [0.25, 0.25], [-0.25, -0.25], [1, 1]]
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_without_lazy_update_all_rows_decay(store: dict[str, Any]) -> None:
+    table = Embedding(3, 1, sparse=True)
+    torch.nn.init.ones_(table.weight)
+    trainer = Trainer(table, "sgd", {"learning_rate": 0.5, "wd": 0.5}, **store)
+    table(torch.tensor([1])).sum().backward()
+    trainer.step(1)
+    assert table.weight.flatten().tolist() == [0.75, 0.25, 0.75]
+
+
+@pytest.mark.parametrize("store", STORES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_rows_of_every_dtype_move(dtype: torch.dtype, store: dict[str, Any]) -> None:
+    table = Embedding(3, 2, sparse=True, dtype=dtype)
+    torch.nn.init.ones_(table.weight)
+    options = {"learning_rate": 1.0, "lazy_update": True, "multi_precision": True}
+    trainer = Trainer(table, "sgd", options, **store)
+    for _ in range(8):
+        table(torch.tensor([2, 0, 2])).sum().backward()
+        trainer.step(1024)
+    assert table.weight.tolist() == [[1 - 8 / 1024] * 2, [1, 1], [1 - 16 / 1024] * 2]
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_a_parameter_may_have_dense_and_sparse_gradients_in_turn(store: dict[str, Any]) -> None:
+    table = Embedding(3, 1, sparse=True)
+    torch.nn.init.zeros_(table.weight)
+    trainer = Trainer(table, "sgd", {"learning_rate": 1.0, "momentum": 0.5, "lazy_update": True}, **store)
+    table(torch.tensor([0])).sum().backward()
+    trainer.step(1)
+    table.weight.grad = torch.ones(3, 1)
+    trainer.step(1)
+    table.weight.grad = None
+    table(torch.tensor([1])).sum().backward()
+    trainer.step(1)
+    assert table.weight.flatten().tolist() == [-2.5, -2.5, -1.0]
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_an_overflow_in_one_row_skips_the_step(store: dict[str, Any]) -> None:
+    table = Embedding(3, 1, sparse=True)
+    torch.nn.init.zeros_(table.weight)
+    trainer = Trainer(table, "sgd", {"learning_rate": 1.0}, **store)
+    amp.init_trainer(trainer)
+    (table(torch.tensor([1])).sum() * float("inf")).backward()
+    trainer.step(1)
+    assert table.weight.flatten().tolist() == [0, 0, 0]
+    assert trainer.amp_loss_scale == 2.0**15
+
+
+def test_allreduce_leaves_sparse_gradients_sparse() -> None:
+    table = Embedding(3, 1, sparse=True)
+    torch.nn.init.zeros_(table.weight)
+    store = kvtrainer.kvstore.create("local")
+    trainer = Trainer(table, "sgd", {"learning_rate": 1.0}, store, update_on_kvstore=False)
+    table(torch.tensor([1, 1])).sum().backward()
+    trainer.allreduce_grads()
+    assert table.weight.grad is not None
+    assert table.weight.grad.is_sparse
+    trainer.update(2)
+    assert table.weight.flatten().tolist() == [0, -1, 0]
+
+
+def test_lazy_state_goes_on_after_it_was_saved_and_loaded(tmp_path: Any) -> None:
+    options = {"learning_rate": 0.1, "lazy_update": True}
+
+    def stepped(trainer: Trainer, table: Embedding, rows: list[int]) -> None:
+        table(torch.tensor(rows)).square().sum().backward()
+        trainer.step(1)
+
+    torch.manual_seed(1)
+    table = Embedding(6, 3, sparse=True)
+    other = Embedding(6, 3, sparse=True)
+    trainer = Trainer(table, "adam", options, kvstore=None)
+    stepped(trainer, table, [0, 3])
+    stepped(trainer, table, [3])
+    trainer.save_states(tmp_path / "states")
+    other.load_state_dict(table.state_dict())
+    resumed = Trainer(other, "adam", options, "local", update_on_kvstore=True)
+    resumed.load_states(tmp_path / "states")
+    for one, its in ((trainer, table), (resumed, other)):
+        stepped(one, its, [0, 5])
+    assert torch.equal(table.weight, other.weight)
+
+
+def test_sparse_in_two_dimensions_is_refused_by_name() -> None:
+    p = Parameter(torch.zeros(3, 2))
+    trainer = Trainer({"table": p}, "sgd", kvstore=None)
+    p.grad = torch.sparse_coo_tensor([[0], [1]], [1.0], (3, 2))
+    with pytest.raises(ConfigurationError, match=r"'table'.*sparse_dim 2"):
+        trainer.step(1)
+
+
+def test_rows_that_are_too_long_to_travel_are_refused_by_name() -> None:
+    p = Parameter(torch.zeros(3, 300_000))
+    trainer = Trainer({"table": p}, "sgd", kvstore=None)
+    p.grad = torch.sparse_coo_tensor([[1]], torch.ones(1, 300_000), (3, 300_000))
+    with pytest.raises(ConfigurationError, match=r"'table' is sparse, but its rows of 300000 float32"):
+        trainer.step(1)
+
+
+@kvtrainer.kvstore.register("dense-sums-only")
+class DenseSums(kvtrainer.kvstore.KVStoreBase):
+    """A third-party store of one worker."""
+
+    def __init__(self, type: str) -> None:
+        self._type = type
+
+    @property
+    def type(self) -> str:
+        return self._type
+
+    @property
+    def rank(self) -> int:
+        return 0
+
+    @property
+    def num_workers(self) -> int:
+        return 1
+
+    def broadcast(self, key: Any, value: Any, out: Any, priority: int = 0) -> None:
+        out.copy_(value)
+
+    def pushpull(self, key: Any, value: Any, out: Any = None, priority: int = 0) -> None:
+        (value if out is None else out).copy_(value)
+
+
+def test_a_third_party_store_is_not_given_sparse_gradients() -> None:
+    table = Embedding(3, 1, sparse=True)
+    trainer = Trainer(table, "sgd", kvstore="dense-sums-only")
+    table(torch.tensor([1])).sum().backward()
+    with pytest.raises(
+        ConfigurationError, match=r"'weight' is row-sparse, but kvstore 'dense-sums-only' sums dense"
+    ):
+        trainer.step(1)
