@@ -15,7 +15,8 @@ import re
 import secrets
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 from urllib.parse import urlsplit
 
 import torch
@@ -30,6 +31,19 @@ _log = logging.getLogger("kvstore_server")
 _ADDRESS = re.compile(r"tcp://(\[[0-9A-Fa-f:]+\]|[^:/\[\]]+):[0-9]{1,5}")
 
 
+_VALUES: tuple[tuple[str, str, Any, Callable[[str], Any], str], ...] = (
+    ("--bind", "KVSTORE_BIND", "tcp://127.0.0.1:0", str, "address to listen on; port 0 lets the system choose"),
+    ("--index", "KVSTORE_SERVER_INDEX", 0, int, "which server of the job this is, from 0"),
+    ("--num-servers", "KVSTORE_NUM_SERVERS", 1, int, "how many servers the job has"),
+    ("--dead-after", "KVSTORE_DEAD_AFTER", 20.0, float, "seconds of silence after which a worker counts as lost"),
+    ("--drain-timeout", "KVSTORE_DRAIN_TIMEOUT", 10.0, float, "seconds that rounds get to finish after SIGTERM"),
+    ("--max-table-bytes", "KVSTORE_MAX_TABLE_BYTES", 1 << 40, int, "largest table, over all servers, that is accepted"),
+    ("--threads", "KVSTORE_THREADS", 1, int, "threads for sums and updates; more than one helps on idle cores only"),
+    ("--log", "KVSTORE_LOG", "warning", str, "debug, info, warning or error; goes to standard error"),
+)  # fmt: skip
+"""Flag, its twin in the environment, default, type and explanation."""
+
+
 def build_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
     """The flags; each has a twin in the environment, which gives its default."""
     parser = argparse.ArgumentParser(
@@ -37,45 +51,10 @@ def build_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
         description="Hold weights and optimizer state for the workers of a training job, until SIGTERM.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    add = _Adder(parser, environ)
-    add(
-        "--bind",
-        "KVSTORE_BIND",
-        "tcp://127.0.0.1:0",
-        str,
-        "address to listen on; port 0 lets the system choose",
-    )
-    add("--index", "KVSTORE_SERVER_INDEX", 0, int, "which server of the job this is, from 0")
-    add("--num-servers", "KVSTORE_NUM_SERVERS", 1, int, "how many servers the job has")
-    add(
-        "--dead-after",
-        "KVSTORE_DEAD_AFTER",
-        20.0,
-        float,
-        "seconds of silence after which a worker counts as lost",
-    )
-    add(
-        "--drain-timeout",
-        "KVSTORE_DRAIN_TIMEOUT",
-        10.0,
-        float,
-        "seconds that rounds get to finish after SIGTERM",
-    )
-    add(
-        "--max-table-bytes",
-        "KVSTORE_MAX_TABLE_BYTES",
-        1 << 40,
-        int,
-        "largest table, over all servers, that is accepted",
-    )
-    add(
-        "--threads",
-        "KVSTORE_THREADS",
-        1,
-        int,
-        "threads for sums and updates; more than one helps on idle cores only",
-    )
-    add("--log", "KVSTORE_LOG", "warning", str, "debug, info, warning or error; goes to standard error")
+    for flag, variable, default, kind, explanation in _VALUES:
+        shown = f"{explanation} [{variable}]"
+        # argparse converts a default that is a string like an argument, so a bad variable is a usage error too.
+        parser.add_argument(flag, type=kind, default=environ.get(variable, default), help=shown)
     parser.add_argument(
         "--import",
         dest="imports",
@@ -143,17 +122,6 @@ def _serve(server: Server, ready_fd: int | None) -> int:
     finally:
         server.close()
     return 0
-
-
-class _Adder:
-    def __init__(self, parser: argparse.ArgumentParser, environ: Mapping[str, str]) -> None:
-        self._parser = parser
-        self._environ = environ
-
-    def __call__(self, flag: str, variable: str, default: object, kind: type, text: str) -> None:
-        # argparse converts a default that is a string like an argument, so a bad variable is a usage error too.
-        value = self._environ.get(variable, default)
-        self._parser.add_argument(flag, type=kind, default=value, help=f"{text} [{variable}]")
 
 
 def _check(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> None:

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvstore_server.errors import ConfigurationError, PlanMismatchError
+from kvstore_server.placement import place
 
 ALIGNMENT = 64
 MIN_SLICE = 16 * 1024
@@ -164,7 +165,8 @@ def make_plan(specs: Sequence[TensorSpec], num_servers: int, whole_keys: bool = 
         drafts.extend(layout.drafts)
         arena_sizes[dtype] = layout.end
     units = _units(drafts) if whole_keys else [[i] for i in range(len(drafts))]
-    servers = _place(drafts, units, num_servers, zlib.crc32(specs[0].key.encode()))
+    sizes = [draft.used * ITEM_SIZE[draft.dtype] for draft in drafts]
+    servers = place(sizes, units, num_servers, zlib.crc32(specs[0].key.encode()))
     slices = tuple(draft.freeze(i, servers[i]) for i, draft in enumerate(drafts))
     digest = _digest(specs, num_servers, whole_keys)
     return Plan(specs, num_servers, slices, arena_sizes, tuple(key_offsets), whole_keys, digest)
@@ -285,24 +287,6 @@ def _units(drafts: Sequence[_Draft]) -> list[list[int]]:
         else:
             units.append([i])
     return units
-
-
-def _place(
-    drafts: Sequence[_Draft], units: Sequence[Sequence[int]], num_servers: int, seed: int
-) -> list[int]:
-    """Give each unit to the server that holds the fewest bytes so far, biggest unit first.
-
-    `seed` only rotates who is asked first, so that many one-key tables do not all land on server 0.
-    """
-    loads = [0] * num_servers
-    placed = [0] * len(drafts)
-    sizes = [sum(drafts[i].used * ITEM_SIZE[drafts[i].dtype] for i in unit) for unit in units]
-    for at in sorted(range(len(units)), key=lambda at: (-sizes[at], at)):
-        server = min(range(num_servers), key=lambda s: (loads[s], (s - seed) % num_servers))
-        loads[server] += sizes[at]
-        for i in units[at]:
-            placed[i] = server
-    return placed
 
 
 def _digest(specs: tuple[TensorSpec, ...], num_servers: int, whole_keys: bool) -> str:

@@ -7,6 +7,7 @@ ahead, asking twice or going back gives the same answer, and a new `base_lr` cou
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Sequence
 
@@ -81,7 +82,7 @@ class MultiFactorScheduler(LRScheduler):
         return self.base_lr * self.factor ** bisect_left(self.step, num_update)
 
 
-class _Annealing(LRScheduler):
+class _Annealing(LRScheduler, ABC):
     """A decay from `base_lr` to `final_lr` that begins after the warm-up and ends at `max_update`."""
 
     def __init__(
@@ -108,9 +109,9 @@ class _Annealing(LRScheduler):
         left = self._left(done / (self.max_update - self.warmup_steps))
         return self.final_lr + (self.base_lr - self.final_lr) * left
 
+    @abstractmethod
     def _left(self, progress: float) -> float:
         """How much of the way from `final_lr` to `base_lr` is left, from 1 at progress 0."""
-        raise NotImplementedError
 
 
 @register

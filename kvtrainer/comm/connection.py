@@ -49,6 +49,7 @@ class Connection:
         self._is_closed = False
 
     def send(self, server: int, request: m.Request) -> None:
+        """Queue a request without blocking. Raises KVStoreError in a process that was forked from the owner."""
         if os.getpid() != self._pid:
             raise KVStoreError(
                 f"this connection belongs to process {self._pid}; process {os.getpid()} was forked from it and "
