@@ -24,6 +24,7 @@ import torch
 from kvstore_server.cpu import capability
 from kvstore_server.engine import EngineConfig
 from kvstore_server.errors import KVStoreError
+from kvstore_server.memory import memory_limit
 from kvstore_server.server import Server, ServerOptions
 from kvstore_server.version import __version__
 
@@ -157,6 +158,7 @@ def _engine_config(flags: argparse.Namespace) -> EngineConfig:
         capability=capability(),
         allow_mixed_cpu=flags.allow_mixed_cpu,
         max_table_bytes=flags.max_table_bytes,
+        memory_bytes=memory_limit(),
     )
 
 

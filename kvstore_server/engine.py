@@ -47,6 +47,7 @@ class EngineConfig:
         capability: Instruction set of this CPU; workers of another kind are refused, because their bits differ.
         allow_mixed_cpu: Let them in all the same.
         max_table_bytes: Largest table, over all servers, that is accepted.
+        memory_bytes: What this machine has; tables that need more are refused. 0: not known.
     """
 
     server: int = 0
@@ -56,6 +57,7 @@ class EngineConfig:
     capability: str = ""
     allow_mixed_cpu: bool = False
     max_table_bytes: int = 1 << 40
+    memory_bytes: int = 0
 
 
 class Engine:

@@ -6,7 +6,7 @@ Namespaces share a server without seeing each other: each has its own keys, roun
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from kvstore_server.codec import Codec, make_codec
@@ -44,6 +44,8 @@ class PlaceConfig(Protocol):
     def dead_after(self) -> float: ...
     @property
     def max_table_bytes(self) -> int: ...
+    @property
+    def memory_bytes(self) -> int: ...
 
 
 class Namespace:
@@ -78,13 +80,7 @@ class Namespace:
                 raise
             return table
         check_specs(specs, config.num_servers)
-        size = sum(spec.nbytes for spec in specs)
-        if size > config.max_table_bytes:
-            # Before the plan is made: its length grows with the size that a peer claims.
-            raise ConfigurationError(
-                f"table {register.table!r} has {size} bytes, server {config.server} accepts tables of up to "
-                f"{config.max_table_bytes} bytes (--max-table-bytes)"
-            )
+        _check_size(register.table, specs, config)
         plan = make_plan(specs, config.num_servers, register.whole_keys)
         number = len(self.tables)
         table = Table(number, register.table, plan, config.server, self.membership.num_workers, leases)
@@ -194,6 +190,21 @@ class Namespace:
             "num_dead": members.num_dead(now, config.dead_after),
             "tables": [dict(table.counters()) for table in self.tables.values()],
         }
+
+
+def _check_size(table: str, specs: Sequence[TensorSpec], config: PlaceConfig) -> None:
+    """Before the plan is made and memory is asked for: both grow with the size that a peer claims."""
+    size = sum(spec.nbytes for spec in specs)
+    if size > config.max_table_bytes:
+        raise ConfigurationError(
+            f"table {table!r} has {size} bytes, server {config.server} accepts tables of up to "
+            f"{config.max_table_bytes} bytes (--max-table-bytes)"
+        )
+    if config.memory_bytes and size // config.num_servers > config.memory_bytes:
+        raise ConfigurationError(
+            f"table {table!r} has {size} bytes, about {size // config.num_servers} for each of {config.num_servers} "
+            f"servers, but server {config.server} has {config.memory_bytes} bytes of memory; use more servers"
+        )
 
 
 def _check_same_placement(mine: bool, theirs: bool, first: int, rank: int) -> None:
