@@ -6,10 +6,8 @@ Each key is a table of its own, so workers may push keys in any order and any su
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from kvstore_server.codec import Codec, make_codec
@@ -20,28 +18,10 @@ from kvtrainer.comm.client import Client
 from kvtrainer.comm.compressor import Compressor
 from kvtrainer.comm.tickets import RemoteTable, RoundItem, Ticket
 from kvtrainer.kvstore.base import OPTIMIZER, Key, KVStoreBase
+from kvtrainer.kvstore.entries import Entry, target_of
 from kvtrainer.kvstore.quiet import without_collections
 from kvtrainer.kvstore.values import check_fits, check_key, merge, pair, spec_of
 from kvtrainer.optimizer import create as create_optimizer
-
-
-@dataclass
-class _Entry:
-    spec: TensorSpec
-    table: RemoteTable
-
-
-@dataclass
-class _Target:
-    """Where pulled weights go: straight into the caller's tensor when it is flat memory of the right kind."""
-
-    outs: list[Tensor]
-    flat: Tensor
-    is_direct: bool
-
-    def finish(self) -> None:
-        for out in self.outs[1:] if self.is_direct else self.outs:
-            out.copy_(self.flat.view(out.shape))
 
 
 class TableKVStore(KVStoreBase):
@@ -57,7 +37,7 @@ class TableKVStore(KVStoreBase):
         self._client = client
         self._can_compress = True
         self._codec: Codec | None = None
-        self._entries: dict[Key, _Entry] = {}
+        self._entries: dict[Key, Entry] = {}
         self._optimizer: Optimizer | None = None
         self._sent_spec: dict[str, Any] | None = None
 
@@ -118,7 +98,7 @@ class TableKVStore(KVStoreBase):
     def pull(self, key: Any, out: Any = None, priority: int = 0, ignore_sparse: bool = True) -> None:
         """Write the present values of keys to `out`, after this worker's own pushes; blocks."""
         wanted = self._lookup(self._outs(key, out), same_dtype=False)
-        targets = [_target(entry, outs) for entry, outs in wanted]
+        targets = [target_of(entry, outs) for entry, outs in wanted]
         arenas = [{entry.spec.dtype: target.flat} for (entry, _), target in zip(wanted, targets, strict=True)]
         self._client.rounds.pull(
             [(entry.table, arena) for (entry, _), arena in zip(wanted, arenas, strict=True)]
@@ -141,7 +121,7 @@ class TableKVStore(KVStoreBase):
         items, targets = [], []
         for entry, replicas in pushed:
             flat, _ = self._merged(entry.spec, replicas)
-            target = _target(entry, outs[entry.spec.key])
+            target = target_of(entry, outs[entry.spec.key])
             targets.append(target)
             items.append(RoundItem(entry.table, {entry.spec.dtype: flat}, {entry.spec.dtype: target.flat}))
         self._client.rounds.wait(self._start(items))
@@ -200,10 +180,9 @@ class TableKVStore(KVStoreBase):
     def _bring_together(self) -> None:
         """Lay out anew, with whole keys, those that are spread over servers, with the values that they have now."""
         spread = [entry for entry in self._entries.values() if len(entry.table.plan.servers) > 1]
-        spread = [entry for entry in spread if not entry.table.plan.whole_keys]
         if not spread:
             return
-        values = [{entry.spec.dtype: torch.empty(entry.spec.numel, dtype=_dtype(entry))} for entry in spread]
+        values = [entry.new_arena() for entry in spread]
         self._client.rounds.pull([(entry.table, arena) for entry, arena in zip(spread, values, strict=True)])
         self._client.barrier()
         specs = {f"{entry.spec.key} (whole)": [entry.spec] for entry in spread}
@@ -214,8 +193,10 @@ class TableKVStore(KVStoreBase):
         ]
         self._client.rounds.wait(self._client.rounds.start(items))
         for entry, table in zip(spread, tables, strict=True):
-            entry.table = table
             table.compressor = self._compressor(table)
+            if table.compressor is not None and entry.table.compressor is not None:
+                table.compressor.set_residuals(entry.table.compressor.residuals())
+            entry.table = table
 
     def barrier(self) -> None:
         """Block until every worker has come here."""
@@ -260,12 +241,12 @@ class TableKVStore(KVStoreBase):
         tables = self._client.register({spec.key: [spec] for spec in specs}, whole_keys)
         for table in tables:
             table.compressor = self._compressor(table)
-        created: dict[Key, _Entry] = {}
+        created: dict[Key, Entry] = {}
         items, targets = [], []
         for at, ((key, replicas), spec) in enumerate(zip(values, specs, strict=True)):
-            entry = created[key] = _Entry(spec, tables[at])
+            entry = created[key] = Entry(spec, tables[at])
             flat, _ = merge(replicas[:1])
-            target = _target(entry, outs[at][1]) if outs is not None else None
+            target = target_of(entry, outs[at][1]) if outs is not None else None
             if target is not None:
                 targets.append(target)
             mine = {spec.dtype: flat} if self.rank == 0 else None
@@ -291,9 +272,9 @@ class TableKVStore(KVStoreBase):
 
     def _lookup(
         self, pairs: Sequence[tuple[Key, list[Tensor]]], same_dtype: bool
-    ) -> list[tuple[_Entry, list[Tensor]]]:
+    ) -> list[tuple[Entry, list[Tensor]]]:
         """Find the entries of keys, values of a repeated key joined; everything is checked before anything is sent."""
-        found: dict[Key, tuple[_Entry, list[Tensor]]] = {}
+        found: dict[Key, tuple[Entry, list[Tensor]]] = {}
         for key, tensors in pairs:
             self._check_type(key)
             entry = self._entries.get(key)
@@ -316,17 +297,3 @@ class TableKVStore(KVStoreBase):
         if spec != self._sent_spec:
             self._client.set_optimizer(spec)
             self._sent_spec = spec
-
-
-def _dtype(entry: _Entry) -> torch.dtype:
-    dtype = getattr(torch, entry.spec.dtype)
-    assert isinstance(dtype, torch.dtype)
-    return dtype
-
-
-def _target(entry: _Entry, outs: list[Tensor]) -> _Target:
-    first = outs[0].detach()
-    name = str(first.dtype).removeprefix("torch.")
-    is_direct = first.device.type == "cpu" and first.is_contiguous() and name == entry.spec.dtype
-    flat = first.view(-1) if is_direct else torch.empty(entry.spec.numel, dtype=_dtype(entry))
-    return _Target([out.detach() for out in outs], flat, is_direct)

@@ -1,4 +1,4 @@
-"""Ways in which a parameter server can be wrong, each as a small change of the real classes.
+"""Ways in which a parameter server or a worker can be wrong, each as a small change of the real classes.
 
 The simulation must find every one of them; if it does not, it proves nothing about the real code.
 """
@@ -7,16 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 from unittest import mock
 
+from kvstore_server import replies, round_keeper
 from kvstore_server.consistency import Contribution, SyncRounds, Verdict
 from kvstore_server.engine import Engine
 from kvstore_server.errors import KVStoreError
 from kvstore_server.protocol import messages as m
 from kvstore_server.table import Table
+from kvtrainer.comm.compressor import Compressor
 
-Patch = tuple[type, str, Callable[..., Any]]
+Patch = tuple[type | ModuleType, str, Callable[..., Any]]
 
 
 def _count_based_round() -> list[Patch]:
@@ -142,6 +145,73 @@ def _slices_of_the_dead() -> list[Patch]:
     return [(SyncRounds, "replace_process", keeping)]
 
 
+def _veto_ignored_by_one_server() -> list[Patch]:
+    """One of the servers applies a round although a rank has vetoed it."""
+    apply = Table.apply
+
+    def deaf(self: Any, *args: Any) -> list[tuple[int, Contribution[Any]]]:
+        if self.dense.slices[0].server == 1:
+            for _, mine in self.rounds.contributions():
+                mine.commit = mine.commit._replace(veto=False)
+        return apply(self, *args)
+
+    return [(Table, "apply", deaf)]
+
+
+def _silent_veto() -> list[Patch]:
+    """A round that was vetoed is answered as if it had been applied."""
+    told = replies.outcome
+
+    def silent(*args: Any) -> list[m.Outgoing]:
+        return [out for out in told(*args) if not isinstance(out.reply.body, m.Vetoed)]
+
+    return [(round_keeper, "outcome", silent)]
+
+
+def _assign_that_sums() -> list[Patch]:
+    """Values that are to replace the weights are summed over ranks."""
+    assign = Table._assign
+
+    def summing(self: Any, given: Any, updating: list[int]) -> None:
+        assign(self, given, updating)
+        if self.rounds.number:
+            self.dense.assign_sum([self._addend(rank, mine, None) for rank, mine in given])
+
+    return [(Table, "_assign", summing)]
+
+
+def _assign_that_forgets() -> list[Patch]:
+    """Replacing the weights drops the optimizer's state."""
+    assign = Table._assign
+
+    def forgetting(self: Any, *args: Any) -> None:
+        assign(self, *args)
+        self.dense.reset_states()
+
+    return [(Table, "_assign", forgetting)]
+
+
+def _residual_moves_at_once() -> list[Patch]:
+    """A worker's residual moves as soon as its gradient is compressed, whether or not the round is applied."""
+    encode = Compressor.encode
+
+    def eager(self: Any, *args: Any) -> Any:
+        encoded = encode(self, *args)
+        self.accept()
+        return encoded
+
+    return [(Compressor, "encode", eager)]
+
+
+def _residual_that_stays() -> list[Patch]:
+    """What a compressed gradient does not say is lost."""
+
+    def nothing(self: Any) -> None:
+        self._next = {}
+
+    return [(Compressor, "accept", nothing)]
+
+
 def _nobody_is_missing(self: Any) -> bool:
     return not self.missing_ranks()
 
@@ -160,6 +230,12 @@ MUTANTS: dict[str, Callable[[], list[Patch]]] = {
     "lost_abort": _lost_abort,
     "forgotten_failure": _forgotten_failure,
     "slices_of_the_dead": _slices_of_the_dead,
+    "veto_ignored_by_one_server": _veto_ignored_by_one_server,
+    "silent_veto": _silent_veto,
+    "assign_that_sums": _assign_that_sums,
+    "assign_that_forgets": _assign_that_forgets,
+    "residual_moves_at_once": _residual_moves_at_once,
+    "residual_that_stays": _residual_that_stays,
 }
 
 

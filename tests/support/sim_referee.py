@@ -15,8 +15,10 @@ import torch
 
 from kvstore_server.engine import Engine
 from kvstore_server.protocol import messages as m
-from tests.support.sim_model import APPLIED, FAILED, Array, Given, TableModel, same_bits
-from tests.support.sim_workers import DEAD_AFTER, NAMESPACE, NUM_WORKERS, SimProcess
+from tests.support.sim_compression import Array
+from tests.support.sim_lane import DEAD_AFTER, NAMESPACE, NUM_WORKERS
+from tests.support.sim_model import APPLIED, FAILED, VETOED, Given, TableModel, same_bits
+from tests.support.sim_workers import SimProcess
 
 Views: TypeAlias = Mapping[int, Array]
 """Slice → the weights of an engine, as numpy sees them."""
@@ -82,7 +84,8 @@ class Referee:
                 model.replace_process(sender.rank)
         elif isinstance(body, m.PushBatch):
             for push in body.pushes:
-                self.models[push.table].push(sender.rank, push.round, push.slice, push.generation)
+                model = self.models[push.table]
+                model.push(sender.rank, push.round, push.slice, push.generation, body.form)
             self._check(not out, "a push was answered", out)
         elif isinstance(body, m.CommitBatch):
             for commit in body.commits:
@@ -95,9 +98,10 @@ class Referee:
     def _commit(self, sender: SimProcess, commit: m.Commit, out: list[Delivery], now: float) -> None:
         model = self.models[commit.table]
         if commit.round < model.open:
-            success = m.Weights if commit.want_weights else m.Done
-            want = m.Failed if model.outcomes[commit.round] == FAILED else success
-            self._check([type(d.reply.body) for d in out] == [want], "a repeated commit of a past round", out)
+            if APPLIED in model.outcomes[commit.round + 1 :] or VETOED in model.outcomes[commit.round + 1 :]:
+                return  # every rank knew how it had ended before it gave anything to the later one
+            want = self._answers(model.outcomes[commit.round], commit.want_weights)
+            self._check([type(d.reply.body) for d in out] == want, "a repeated commit of a past round", out)
         elif commit.round > model.open:
             raise Violation(f"{self._name}: p{sender.process} commits {commit} while {model.open} is open")
         elif sender.rank in model.committed:
@@ -112,11 +116,13 @@ class Referee:
             )
         else:
             self._seen["replaced generation"] += any(generation for _, generation in commit.manifest)
-            model.committed[sender.rank] = Given(sender.process, commit.manifest, commit.rescale)
+            model.committed[sender.rank] = Given(
+                sender.process, commit.manifest, commit.rescale, commit.veto, commit.assign
+            )
             model.waiting[sender.rank] = sender.process
             model.deadlines[sender.rank] = now + commit.timeout
             if model.is_complete():
-                self._end(model, APPLIED if model.is_initialised or not model.open else FAILED, out)
+                self._end(model, model.outcome(), out)
             elif self._is_hopeless(model, now):
                 self._end(model, FAILED, out)
             else:
@@ -130,7 +136,7 @@ class Referee:
         elif abort.undo and abort.round == model.open - 1 and model.can_undo:
             model.undo()
             self._seen["undone"] += 1
-        kept = model.outcomes[abort.round] == APPLIED
+        kept = model.outcomes[abort.round] != FAILED
         is_true = (
             own is not None
             and isinstance(own.reply.body, m.Info)
@@ -157,10 +163,28 @@ class Referee:
                 self._seen["hopeless"] += 1
 
     def _end(self, model: TableModel, outcome: str, out: list[Delivery]) -> None:
-        told = sorted(d.process for d in out if self._is_about(d, model.number, model.open))
-        self._check(told == sorted(model.waiting.values()), f"{model.waiting} waited, {told} were told", out)
+        told = [d for d in out if self._is_about(d, model.number, model.open)]
+        kinds = {p: [type(d.reply.body) for d in told if d.process == p] for p in model.waiting.values()}
+        wants = {p: self._answers(outcome, self._processes[p].wants_weights) for p in model.waiting.values()}
+        is_right = kinds == wants and len(told) == sum(map(len, wants.values()))
+        self._check(is_right, f"{model.waiting} waited and were told {kinds}", out)
         self._seen[outcome] += 1
+        self._count(model, outcome)
         model.end(outcome)
+
+    def _answers(self, outcome: str, want_weights: bool) -> list[type]:
+        """What somebody is told who waits for a round that ends so."""
+        if outcome == APPLIED:
+            return [m.Weights if want_weights else m.Done]
+        return [m.Failed] if outcome == FAILED else [m.Vetoed, m.Done]
+
+    def _count(self, model: TableModel, outcome: str) -> None:
+        assigns = [given.assign for given in model.committed.values()]
+        self._seen["assigned"] += outcome == APPLIED and any(assigns)
+        self._seen["assigned by some"] += (
+            len(assigns) == model.num_workers and any(assigns) and not all(assigns)
+        )
+        self._seen[f"compressed, {outcome}"] += model.has_compressed()
 
     def _is_about(self, delivery: Delivery, table: int, round_: int) -> bool:
         about = self._processes[delivery.process].about
@@ -207,8 +231,11 @@ class Referee:
                 "other weights",
                 [delivery],
             )
+        elif isinstance(body, m.Vetoed):
+            ranks = model.vetoes.get(body.round) if outcome == VETOED else None
+            self._check(body.ranks == ranks, f"vetoes of a round that is {outcome} by {ranks}", [delivery])
         elif isinstance(body, m.Done):
-            self._check(outcome == APPLIED, f"'done' for a round that is {outcome}", [delivery])
+            self._check(outcome in (APPLIED, VETOED), f"'done' for a round that is {outcome}", [delivery])
         elif isinstance(body, m.Failed) and not _is_fencing(body):
             self._check(outcome == FAILED, f"failure of a round that is {outcome}", [delivery])
             first = self._texts.setdefault(about, body.text)

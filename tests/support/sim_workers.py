@@ -8,32 +8,26 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 
 import torch
 
-from kvstore_server.plan import Plan, TensorSpec
+from kvstore_server.codec import make_codec
+from kvstore_server.plan import Plan
 from kvstore_server.protocol import messages as m
-from tests.support.sim_model import POOL, payload_at
-
-NUM_WORKERS = 3
-NUM_SERVERS = 2
-NAMESPACE = "sim"
-TIMEOUT = 30.0
-DEAD_AFTER = 20.0
-REPEAT = 0.3
-"""How often a lane that waits asks again when it is its turn."""
-TABLES: tuple[tuple[str, tuple[TensorSpec, ...]], ...] = (
-    (
-        "a",
-        (
-            TensorSpec("w", (4, 8), "float32"),
-            TensorSpec("b", (3,), "float32"),
-            TensorSpec("c", (16,), "float32"),
-        ),
-    ),
-    ("b", (TensorSpec("x", (16,), "float32"), TensorSpec("y", (7,), "float32"))),
+from kvstore_server.protocol.control import unpack_control
+from kvtrainer.comm.compressor import Compressor
+from tests.support.sim_lane import (
+    COMPRESSED,
+    NAMESPACE,
+    NUM_SERVERS,
+    NUM_WORKERS,
+    REPEAT,
+    TABLES,
+    TIMEOUT,
+    Lane,
+    SimOptions,
 )
+from tests.support.sim_model import POOL, payload_at
 
 Send = Callable[[int, m.Request], None]
 """Puts a request on the link to a server."""
@@ -41,41 +35,11 @@ Send = Callable[[int, m.Request], None]
 _pool = torch.from_numpy(POOL)
 
 
-@dataclass
-class Lane:
-    """One table as one process drives it."""
-
-    table: int
-    plan: Plan
-    numbers: dict[int, int] = field(default_factory=dict)
-    """Server → the table's number there."""
-    next_rounds: dict[int, int] = field(default_factory=dict)
-    round: int = 0
-    is_open: bool = False
-    generations: dict[int, int] = field(default_factory=dict)
-    to_push: list[int] = field(default_factory=list)
-    to_commit: list[int] = field(default_factory=list)
-    requests: dict[int, int] = field(default_factory=dict)
-    """Server → the number of the commit sent there."""
-    accepted: set[int] = field(default_factory=set)
-    """Servers that said that the commit counts."""
-    done: set[int] = field(default_factory=set)
-    given_up: bool = False
-    is_undoing: bool = False
-    """Whether the aborts ask for the round to be taken back, because a server has failed it."""
-    aborts: dict[int, int] = field(default_factory=dict)
-    """Server → the number of the abort that it has not acknowledged."""
-    kept: set[int] = field(default_factory=set)
-    """Servers that keep the round as applied although this process gave it up."""
-    log: dict[int, str] = field(default_factory=dict)
-    """Round → 'done', 'failed' or 'apart', as this process saw it."""
-
-
 class SimProcess:
     """One worker process; `start` opens its sessions, `act` takes a step, `take` handles a reply."""
 
     def __init__(
-        self, process: int, rank: int, plans: list[Plan], optimizer: bytes, scale: float | None, send: Send
+        self, process: int, rank: int, plans: list[Plan], options: SimOptions, scale: float | None, send: Send
     ) -> None:
         self.process = process
         self.rank = rank
@@ -84,7 +48,11 @@ class SimProcess:
         self.about: dict[int, tuple[int, int]] = {}
         """Request number → (table, round)."""
         self.lanes = [Lane(table, plan) for table, plan in enumerate(plans)]
-        self._optimizer = optimizer
+        if options.codec and process < NUM_WORKERS:
+            # A successor may be told of a round to which its predecessor gave: it does not know what was said.
+            codec = make_codec(unpack_control(options.codec))
+            self.lanes[COMPRESSED].compressor = Compressor(codec, plans[COMPRESSED])
+        self._options = options
         self._scale = scale
         self._send_request = send
         self._last_number = 0
@@ -98,6 +66,10 @@ class SimProcess:
     @property
     def is_ready(self) -> bool:
         return all(len(lane.numbers) == NUM_SERVERS for lane in self.lanes)
+
+    @property
+    def wants_weights(self) -> bool:
+        return self.rank != 1
 
     def act(self, lane: Lane, rng: random.Random, goal: int) -> None:
         """Take the lane's next step, if it has one; begin no round from `goal` on."""
@@ -127,6 +99,7 @@ class SimProcess:
             self._push(lane, server, [(slice_, lane.generations[slice_] + 1)])
         elif server not in lane.requests:
             lane.generations[slice_] += 1
+            self._encode(lane)
             lane.to_push.append(slice_)
 
     def give_up(self, lane: Lane) -> None:
@@ -145,7 +118,7 @@ class SimProcess:
         body = reply.body
         if isinstance(body, m.Welcome):
             self.sessions[server] = (body.run, body.session)
-            self._send(server, self._number(), m.SetOptimizer(self._optimizer))
+            self._send(server, self._number(), m.SetOptimizer(self._options.optimizer))
             for name, specs in TABLES:
                 declared = tuple((s.key, s.shape, s.dtype, s.group) for s in specs)
                 self._send(server, self._number(), m.Register(name, declared, False))
@@ -162,6 +135,8 @@ class SimProcess:
             if lane.aborts.get(server) == number and isinstance(body, m.Info):
                 del lane.aborts[server]
                 lane.kept.update({server} if body.values["applied"] else ())
+        elif isinstance(body, m.Vetoed):
+            lane.vetoed.add(server)
         elif isinstance(body, m.Weights | m.Done):
             lane.done.add(server)
         elif isinstance(body, m.Failed):
@@ -187,6 +162,11 @@ class SimProcess:
 
     def _end(self, lane: Lane) -> None:
         apart = 0 < len(lane.kept) < NUM_SERVERS
+        if lane.encoded and lane.compressor is not None:
+            if lane.kept or 0 < len(lane.vetoed) < NUM_SERVERS:
+                lane.compressor = None  # what was said is not known any more
+            elif not lane.given_up and not lane.vetoed:
+                lane.compressor.accept()
         lane.log[lane.round] = "done" if not lane.given_up else "apart" if apart else "failed"
         lane.is_open = False
         lane.round += 1
@@ -198,16 +178,45 @@ class SimProcess:
         lane.round = min(lane.next_rounds.values())
 
     def _begin(self, lane: Lane, rng: random.Random) -> None:
+        pieces = [piece.index for piece in lane.plan.slices]
+        lane.assign = 0 < lane.round == self._options.assigns and rng.random() < 0.97
+        lane.veto = not lane.assign and lane.round > 0 and rng.random() < 0.04
         if lane.round == 0:
-            slices = [piece.index for piece in lane.plan.slices] if self.rank == 0 else []
+            slices = pieces if self.rank == 0 else []
+        elif lane.assign:
+            slices = pieces
         else:
-            slices = [piece.index for piece in lane.plan.slices if rng.random() < 0.95]
+            slices = [s for s in pieces if not lane.veto and rng.random() < 0.95]
         lane.is_open, lane.given_up, lane.is_undoing = True, False, False
         lane.generations = dict.fromkeys(slices, 0)
         rng.shuffle(slices)
         lane.to_push, lane.to_commit = slices, rng.sample(range(NUM_SERVERS), NUM_SERVERS)
         lane.requests, lane.aborts = {}, {}
-        lane.accepted, lane.done, lane.kept = set(), set(), set()
+        lane.accepted, lane.done, lane.kept, lane.vetoed = set(), set(), set(), set()
+        self._encode(lane)
+
+    def _encode(self, lane: Lane) -> None:
+        """Compress the gradients of the open round in their present generations; values that replace never are."""
+        lane.encoded = {}
+        if lane.compressor is None or lane.assign or lane.veto or not lane.round:
+            return
+        arena = torch.zeros(lane.plan.arena_sizes["float32"])
+        pieces = [piece for piece in lane.plan.slices if piece.index in lane.generations]
+        for piece in pieces:
+            values = self._values(lane, piece.index, lane.generations[piece.index])
+            arena[piece.offset : piece.offset + piece.used] = values
+        lane.encoded = lane.compressor.encode({"float32": arena}, pieces, frozenset())
+
+    def _values(self, lane: Lane, slice_: int, generation: int) -> torch.Tensor:
+        numel = lane.plan.slices[slice_].used
+        return _pool[payload_at(self.process, lane.table, lane.round, slice_, generation, numel)]
+
+    def _payload(self, lane: Lane, slice_: int, generation: int) -> torch.Tensor:
+        if not lane.encoded:
+            return self._values(lane, slice_, generation)
+        if generation == lane.generations[slice_]:
+            return lane.encoded[slice_]
+        return torch.zeros_like(lane.encoded[slice_])  # of a generation that must not count
 
     def _push_some(self, lane: Lane, rng: random.Random) -> None:
         server = lane.plan.slices[lane.to_push[-1]].server
@@ -219,10 +228,10 @@ class SimProcess:
     def _push(self, lane: Lane, server: int, chosen: list[tuple[int, int]]) -> None:
         pushes = []
         for slice_, generation in chosen:
-            numel = lane.plan.slices[slice_].used
-            payload = _pool[payload_at(self.process, lane.table, lane.round, slice_, generation, numel)]
+            payload = self._payload(lane, slice_, generation)
             pushes.append(m.Push(lane.numbers[server], slice_, lane.round, generation, payload))
-        self._send(server, self._number(), m.PushBatch(tuple(pushes)))
+        form = self._options.codec if lane.encoded else b""
+        self._send(server, self._number(), m.PushBatch(tuple(pushes), form))
 
     def _commit(self, lane: Lane, server: int) -> None:
         if server not in lane.requests:
@@ -230,8 +239,9 @@ class SimProcess:
             self.about[lane.requests[server]] = (lane.table, lane.round)
         here = sorted(s for s in lane.generations if lane.plan.slices[s].server == server)
         manifest = tuple((s, lane.generations[s]) for s in here)
-        wants = self.rank != 1
-        commit = m.Commit(lane.numbers[server], lane.round, manifest, self._scale, wants, TIMEOUT)
+        wants = self.wants_weights
+        number = lane.numbers[server]
+        commit = m.Commit(number, lane.round, manifest, self._scale, wants, TIMEOUT, lane.veto, lane.assign)
         self._send(server, lane.requests[server], m.CommitBatch((commit,)))
 
     def _abort_all(self, lane: Lane, servers: Iterable[int]) -> None:

@@ -1,4 +1,5 @@
-"""Exactly-once rounds under loss, repetition, delay, aborts, crashes and zombies, in thousands of seeded schedules.
+"""Exactly-once rounds under loss, repetition, delay, aborts, vetoes, crashes and zombies, in thousands of seeded
+schedules; with replaced weights, and with compression of which residuals must follow what was applied.
 
 A failing schedule is rerun alone with `SIM_SEED=123 pytest tests/unit/test_engine_interleavings.py -k one_seed`.
 """
@@ -20,6 +21,12 @@ MUTANT_SEEDS = 2_000
 BLOCK = 1000
 EVERYTHING = {
     "applied",
+    "vetoed",
+    "assigned",
+    "assigned by some",
+    "compressed, applied",
+    "compressed, vetoed",
+    "compressed, failed",
     "failed",
     "hopeless",
     "undone",

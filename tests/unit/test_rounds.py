@@ -81,7 +81,7 @@ def test_that_somebody_gave_up_is_reported_only_when_nothing_else_is_known() -> 
     with pytest.raises(OptimizerError):
         bench.run()
     bench = Bench(2, lambda s, commit: [bench.failed(s, "RoundAbortedError")])
-    with pytest.raises(RoundAbortedError):
+    with pytest.raises(RoundAbortedError, match="of server 0"):  # the other one may be this worker's own
         bench.run()
 
 

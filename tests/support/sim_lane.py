@@ -1,0 +1,81 @@
+"""What the parts of the simulation have in common: sizes, tables, and where a process stands with a table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from kvstore_server.plan import Plan, TensorSpec
+from kvtrainer.comm.compressor import Compressor
+
+NUM_WORKERS = 3
+NUM_SERVERS = 2
+NAMESPACE = "sim"
+TIMEOUT = 30.0
+DEAD_AFTER = 20.0
+REPEAT = 0.3
+"""How often a lane that waits asks again when it is its turn."""
+TABLES: tuple[tuple[str, tuple[TensorSpec, ...]], ...] = (
+    (
+        "a",
+        (
+            TensorSpec("w", (4, 8), "float32"),
+            TensorSpec("b", (3,), "float32"),
+            TensorSpec("c", (16,), "float32"),
+        ),
+    ),
+    ("b", (TensorSpec("x", (16,), "float32"), TensorSpec("y", (7,), "float32"))),
+)
+COMPRESSED = 1
+"""The table whose gradients are compressed, where any are."""
+
+
+@dataclass
+class Lane:
+    """One table as one process drives it."""
+
+    table: int
+    plan: Plan
+    numbers: dict[int, int] = field(default_factory=dict)
+    """Server → the table's number there."""
+    next_rounds: dict[int, int] = field(default_factory=dict)
+    round: int = 0
+    is_open: bool = False
+    generations: dict[int, int] = field(default_factory=dict)
+    to_push: list[int] = field(default_factory=list)
+    to_commit: list[int] = field(default_factory=list)
+    requests: dict[int, int] = field(default_factory=dict)
+    """Server → the number of the commit sent there."""
+    accepted: set[int] = field(default_factory=set)
+    """Servers that said that the commit counts."""
+    done: set[int] = field(default_factory=set)
+    given_up: bool = False
+    is_undoing: bool = False
+    """Whether the aborts ask for the round to be taken back, because a server has failed it."""
+    aborts: dict[int, int] = field(default_factory=dict)
+    """Server → the number of the abort that it has not acknowledged."""
+    kept: set[int] = field(default_factory=set)
+    """Servers that keep the round as applied although this process gave it up."""
+    log: dict[int, str] = field(default_factory=dict)
+    """Round → 'done', 'failed' or 'apart', as this process saw it."""
+    compressor: Compressor | None = None
+    """The real one; None where this process sends its gradients as they are."""
+    encoded: dict[int, torch.Tensor] = field(default_factory=dict)
+    """The slices of the open round as they are sent, where they are compressed."""
+    veto: bool = False
+    assign: bool = False
+    """What this process says of the open round."""
+    vetoed: set[int] = field(default_factory=set)
+    """Servers that said that the round was vetoed."""
+
+
+@dataclass(frozen=True)
+class SimOptions:
+    """What all processes of one schedule have in common."""
+
+    optimizer: bytes
+    codec: bytes
+    """How gradients of one table are compressed; empty where they are not."""
+    assigns: int
+    """The round in which rank 0's values replace the weights; 0: in none."""

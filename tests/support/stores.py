@@ -1,0 +1,50 @@
+"""Workers of a job on real servers as threads of the test: `everybody` runs one function in each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from kvtrainer.kvstore import DistKVStore
+from tests.support.processes import Members, Process, Processes, new_name, together
+
+Body = Callable[[DistKVStore, int], Any]
+"""What a worker does with its store, given its rank."""
+
+
+class Servers:
+    """Server processes for jobs of each number of servers, started when they are first needed."""
+
+    def __init__(self, processes: Processes, *flags: str) -> None:
+        self._processes = processes
+        self._flags = flags
+        self._running: dict[int, list[Process]] = {}
+
+    def of(self, count: int) -> list[Process]:
+        if count not in self._running:
+            self._running[count] = self._processes.servers(count, *self._flags)
+        return self._running[count]
+
+    def everybody(self, workers: int, servers: int, body: Body, seconds: float = 60.0) -> list[Any]:
+        """Run a job in a namespace of its own: what `body` returned, or raised, for each rank."""
+        name = new_name()
+        with Members() as members:
+            stores = [members.join(self.of(servers), rank, workers, name) for rank in range(workers)]
+            calls = [lambda s=s, r=r: body(s, r) for r, s in enumerate(stores)]
+            return together(*calls, seconds=seconds)
+
+    def results(self, workers: int, servers: int, body: Body, seconds: float = 60.0) -> list[Any]:
+        """As `everybody`; the first error that a worker raised is raised here."""
+        outcomes = self.everybody(workers, servers, body, seconds)
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException):
+                raise outcome
+        return outcomes
+
+
+@contextmanager
+def servers(*flags: str) -> Iterator[Servers]:
+    """All of them end with the block."""
+    with Processes() as processes:
+        yield Servers(processes, *flags)

@@ -1,0 +1,113 @@
+"""Sums of contributions: compressed ones among them, keys that a rank left out, factors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvstore_server.codec import make_codec
+from kvstore_server.plan import Slice, TensorSpec, make_plan
+from kvstore_server.protocol import messages as m
+from kvstore_server.reduction import Addend, Encoded, Reducer, same_payload
+
+NOTHING: frozenset[int] = frozenset()
+SPECS = [
+    TensorSpec("a", (3,), "float32"),
+    TensorSpec("b", (18,), "float32"),
+    TensorSpec("c", (4,), "float32"),
+]
+[PIECE] = make_plan(SPECS, 1).slices
+"""A bucket with padding between its keys: a ends at 3, b begins at 16."""
+
+
+def encoded(kind: str, values: Tensor, piece: Slice = PIECE, **options: Any) -> Encoded:
+    codec = make_codec({"type": kind, **options})
+    data = torch.empty(codec.encoded_nbytes(piece.used, piece.dtype), dtype=torch.uint8)
+    kept = codec.residual_dtype(piece.dtype)
+    codec.encode(values, None if kept is None else torch.zeros(piece.used, dtype=kept), data)
+    return Encoded(codec, data)
+
+
+def addend(payload: m.Payload, scale: float = 1.0, absent: frozenset[int] = NOTHING) -> Addend:
+    return Addend({PIECE.index: payload}, scale, absent)
+
+
+def by_key(total: Tensor) -> Mapping[str, list[float]]:
+    return {SPECS[s.key].key: total[s.start : s.start + s.numel].unique().tolist() for s in PIECE.segments}
+
+
+def padding(total: Tensor) -> Tensor:
+    mask = torch.ones(PIECE.length, dtype=torch.bool)
+    for s in PIECE.segments:
+        mask[s.start : s.start + s.numel] = False
+    return total[mask]
+
+
+def ones(value: float = 1.0) -> Tensor:
+    return torch.full((PIECE.used,), value)
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0], [1, 0, 2]])
+def test_compressed_and_plain_contributions_add_up_in_any_order(order: list[int]) -> None:
+    parts = [addend(encoded("2bit", ones(0.75))), addend(ones(0.25)), addend(encoded("fp16", ones(2.0)))]
+    total = Reducer().total(PIECE, [parts[i] for i in order])
+    assert by_key(total) == {"a": [2.75], "b": [2.75], "c": [2.75]}
+
+
+def test_one_bit_says_nothing_of_keys_that_the_rank_left_out() -> None:
+    parts = [addend(encoded("1bit", ones(1.0)), absent=frozenset({1})), addend(encoded("1bit", ones(1.0)))]
+    assert by_key(Reducer().total(PIECE, parts)) == {"a": [2.0], "b": [1.0], "c": [2.0]}
+
+
+def test_one_bit_leaves_the_padding_zero() -> None:
+    total = Reducer().total(PIECE, [addend(encoded("1bit", ones(1.0)))] * 2)
+    assert len(padding(total)) > 0
+    assert padding(total).unique().tolist() == [0.0]
+
+
+def test_equal_factors_are_applied_once_to_the_sum_and_others_to_each_part() -> None:
+    parts = [encoded("2bit", ones(0.75), threshold=0.7), encoded("2bit", ones(0.75), threshold=0.1)]
+    low, high = torch.tensor(0.1), torch.tensor(0.7)
+    equal = Reducer().total(PIECE, [addend(part, 1 / 3) for part in parts])
+    assert by_key(equal)["b"] == [((high + low) * (1 / 3)).item()]
+    other = Reducer().total(PIECE, [addend(parts[0], 0.3), addend(parts[1], 0.6)])
+    assert by_key(other)["b"] == [(high * 0.3 + low * 0.6).item()]
+
+
+def test_a_single_contribution_is_decoded_and_scaled() -> None:
+    total = Reducer().total(PIECE, [addend(encoded("2bit", ones(-0.75)), 0.5)])
+    assert by_key(total) == {"a": [-0.25], "b": [-0.25], "c": [-0.25]}
+
+
+def test_a_sum_does_not_see_what_the_one_before_left_in_memory() -> None:
+    reducer = Reducer()
+    reducer.total(PIECE, [addend(encoded("1bit", ones(9.0)))] * 3)
+    assert by_key(reducer.total(PIECE, [addend(encoded("2bit", ones(0.0)))])) == {
+        "a": [0],
+        "b": [0],
+        "c": [0],
+    }
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_half_precision_is_decoded_and_summed_in_float32(dtype: str) -> None:
+    [piece] = make_plan([TensorSpec("h", (8,), dtype)], 1).slices
+    values = torch.full((8,), 1000.0, dtype=getattr(torch, dtype))
+    small = encoded("2bit", values, piece, threshold=0.001)
+    payloads = [values, small, small]
+    total = Reducer().total(piece, [Addend({piece.index: p}, 1.0, NOTHING) for p in payloads])
+    assert total.dtype == torch.float32
+    step = torch.tensor(0.001)
+    assert total[:8].unique().tolist() == [(torch.tensor(values[0].item()) + step + step).item()]
+
+
+def test_payloads_are_the_same_if_codec_and_bytes_are() -> None:
+    one = encoded("2bit", ones(0.75))
+    assert same_payload(one, encoded("2bit", ones(0.75)))
+    assert not same_payload(one, encoded("2bit", ones(-0.75)))
+    assert not same_payload(one, encoded("2bit", ones(0.75), threshold=0.25))
+    assert not same_payload(one, ones(0.75))
