@@ -1,7 +1,7 @@
 """The optimizers of a training script: make one with `create`, or define your own.
 
-A user-defined optimizer names its options in `defaults`, defines `update` on flat tensors, and is registered
-so that it can be asked for by name. It must be elementwise, for it sees arbitrary pieces of the model::
+A user-defined optimizer names its options in `defaults`, defines `update`, and is registered so that it can be asked
+for by name. It sees flat, arbitrary pieces of the model; with `elementwise = False` it gets whole keys in their shape::
 
     @kvtrainer.optimizer.register
     class AveragedSign(kvtrainer.optimizer.Optimizer):
