@@ -10,9 +10,13 @@ import torch
 from tests.support.jobs import Job, PartOfJob, run_job
 
 TOGETHER = {
-    (1, 1): ("closed_forms", "bits"),
-    (2, 2): ("closed_forms", "one_problem"),
-    (3, 2): ("closed_forms", "one_problem", "bits"),
+    (1, 1): ("closed_forms", "bits", "golden", "trajectories", "dtypes"),
+    (1, 2): ("bits", "golden", "trajectories"),
+    (1, 3): ("bits", "golden", "trajectories"),
+    (2, 1): ("golden", "trajectories"),
+    (2, 2): ("closed_forms", "one_problem", "dtypes"),
+    (2, 3): ("closed_forms", "golden", "trajectories"),
+    (3, 2): ("closed_forms", "one_problem", "bits", "half_sums"),
 }
 """Sizes of which one job serves several tests."""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -14,21 +13,10 @@ from kvstore_server.errors import ConfigurationError
 from kvstore_server.optimizer import Optimizer, create, create_from_spec
 from kvstore_server.optimizer.gluon_layerwise import l2_norm
 from kvstore_server.optimizer.whole import KeyState, update_key
+from tests.support.gluon_formulas import FORMULAS, Zeros
+from tests.support.golden import GOLDEN, RESCALED, START, TOLERANCE, UPDATES, gradient
 
-Array = np.ndarray[Any, Any]
 NAMES = ["lamb", "lans", "lars", "groupadagrad"]
-
-# Weights after 5 updates from [[1, -2], [.5, 3]] with gradients [[.1 t, -.2], [.3 (-1)^t, .05]], wd .01 (groupadagrad
-# 0), as MXNet 2.0.0b1 has them; then the same with rescale_grad .5 and clip_gradient .06.
-GOLDEN = {
-    "lamb": ([0.9897763, -1.9893521, 0.5027325, 2.989248], [0.9895421, -1.9894627, 0.5027211, 2.9893596]),
-    "lans": ([0.9894094, -1.989664, 0.5027814, 2.9895599], [0.9896647, -1.9895625, 0.5026319, 2.98946]),
-    "lars": ([0.997565, -1.9977098, 0.5006082, 2.9991674], [0.9987196, -1.9984586, 0.5001458, 2.9989402]),
-    "groupadagrad": (
-        [0.9610049, -1.9665232, 0.5114032, 2.9924865],
-        [0.9680223, -1.9662117, 0.5106711, 2.9824219],
-    ),
-}
 
 
 def make(name: str, **options: Any) -> Optimizer:
@@ -57,67 +45,14 @@ def train(
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("rescaled", [False, True])
 def test_five_updates_end_where_mxnet_ends(name: str, rescaled: bool) -> None:
-    optimizer = make(name, **({"rescale_grad": 0.5, "clip_gradient": 0.06} if rescaled else {}))
-    grads = [torch.tensor([[0.1 * t, -0.2], [0.3 * (-1) ** t, 0.05]]) for t in range(1, 6)]
-    result, _ = train(optimizer, torch.tensor([[1.0, -2.0], [0.5, 3.0]]), grads)
-    expected = torch.tensor(GOLDEN[name][rescaled])
-    assert ((result.reshape(-1) - expected).abs() <= 1e-6 + 1e-6 * expected.abs()).all()
+    row = GOLDEN[name]
+    optimizer = create(name, **row.options, **(RESCALED if rescaled else {}))
+    grads = [torch.tensor(gradient(t)) for t in range(1, UPDATES + 1)]
+    result, _ = train(optimizer, torch.tensor(START), grads)
+    expected = torch.tensor(row.rescaled if rescaled else row.plain)
+    torch.testing.assert_close(result.reshape(-1), expected, rtol=TOLERANCE, atol=TOLERANCE)
 
 
-def ratio(a: float, b: float) -> float:
-    return a / b if a and b else 1.0
-
-
-def bounded(w: Array, h: dict[str, Any]) -> float:
-    length = float(np.linalg.norm(w))
-    length = max(length, h.get("lower_bound") or 0.0)
-    return min(length, h.get("upper_bound") or np.inf)
-
-
-def clipped(g: Array, h: dict[str, Any]) -> Array:
-    bound = h.get("clip_gradient")
-    return g if bound is None else np.clip(g, -bound, bound)
-
-
-def lamb(w: Array, g: Array, s: dict[str, Any], h: dict[str, Any], t: int) -> Array:
-    g = clipped(g, h)
-    s["m"] = h["beta1"] * s.get("m", 0.0) + (1 - h["beta1"]) * g
-    s["v"] = h["beta2"] * s.get("v", 0.0) + (1 - h["beta2"]) * g**2
-    m, v = s["m"], s["v"]
-    if h.get("bias_correction", True):
-        m, v = m / (1 - h["beta1"] ** t), v / (1 - h["beta2"] ** t)
-    u = m / (np.sqrt(v) + h["epsilon"]) + h["wd"] * w
-    return np.asarray(w - h["lr"] * ratio(bounded(w, h), float(np.linalg.norm(u))) * u)
-
-
-def lans(w: Array, g: Array, s: dict[str, Any], h: dict[str, Any], t: int) -> Array:
-    g = clipped(g / np.linalg.norm(g), h)
-    s["m"] = h["beta1"] * s.get("m", 0.0) + (1 - h["beta1"]) * g
-    s["v"] = h["beta2"] * s.get("v", 0.0) + (1 - h["beta2"]) * g**2
-    root = np.sqrt(s["v"] / (1 - h["beta2"] ** t)) + h["epsilon"]
-    result = w
-    for part, u in ((h["beta1"], s["m"] / (1 - h["beta1"] ** t) / root), (1 - h["beta1"], g / root)):
-        u = u + h["wd"] * w
-        result = result - h["lr"] * part * ratio(bounded(w, h), float(np.linalg.norm(u))) * u
-    return result
-
-
-def lars(w: Array, g: Array, s: dict[str, Any], h: dict[str, Any], t: int) -> Array:
-    size = float(np.linalg.norm(w))
-    layer = h["eta"] * size / (float(np.linalg.norm(g)) + h["wd"] * size + h["epsilon"])
-    s["m"] = h["momentum"] * s.get("m", 0.0) - h["lr"] * layer * (clipped(g, h) + h["wd"] * w)
-    return np.asarray(w + s["m"])
-
-
-def groupadagrad(w: Array, g: Array, s: dict[str, Any], h: dict[str, Any], t: int) -> Array:
-    g = clipped(g, h)
-    s["h"] = s.get("h", 0.0) + np.mean(g**2, axis=1, keepdims=True)
-    return np.asarray(w - h["lr"] * g / (np.sqrt(s["h"]) + h["epsilon"]))
-
-
-FORMULAS: dict[str, Callable[..., Array]] = {
-    "lamb": lamb, "lans": lans, "lars": lars, "groupadagrad": groupadagrad,
-}  # fmt: skip
 ADAPTIVE = {"beta1": 0.8, "beta2": 0.95, "epsilon": 1e-3, "wd": 0.1}
 OPTIONS: list[tuple[str, dict[str, Any]]] = [
     ("lamb", {**ADAPTIVE}),
@@ -137,9 +72,9 @@ RATES = [0.1, 0.01, 0.2, 0.0, -0.1, 0.05, 0.3, 0.1]
 def reference(
     name: str, options: dict[str, Any], weight: Tensor, grads: list[Tensor], rates: list[float]
 ) -> Tensor:
-    w, s = weight.double().numpy(), dict[str, Any]()
+    w, state, wd = weight.double().numpy(), Zeros(), options.get("wd", 0.0)
     for t, (grad, lr) in enumerate(zip(grads, rates, strict=True), 1):
-        w = FORMULAS[name](w, grad.double().numpy(), s, {**options, "lr": lr}, t)
+        w = FORMULAS[name](w, grad.double().numpy(), state, t, lr, wd, {**options, "key": "w"})
     return torch.from_numpy(w)
 
 
@@ -295,6 +230,6 @@ def test_a_description_rebuilds_the_optimizer_with_all_its_numbers(name: str) ->
 def test_updates_before_the_first_one_count_in_the_bias_correction() -> None:
     weight, grads = problem()
     later, _ = train(create("lamb", begin_num_update=3), weight, grads[:1])
-    options = {"beta1": 0.9, "beta2": 0.999, "epsilon": 1e-6, "wd": 0.0, "lr": 0.001}
-    expected = lamb(weight.numpy(), grads[0].numpy(), {}, options, 4)
+    options = {"beta1": 0.9, "beta2": 0.999, "epsilon": 1e-6}
+    expected = FORMULAS["lamb"](weight.numpy(), grads[0].numpy(), Zeros(), 4, 0.001, 0.0, options)
     assert (later - torch.from_numpy(expected)).abs().max() <= 1e-12

@@ -35,7 +35,7 @@ def run(rank: int, workers: int) -> Results:
     for mode, update_on_kvstore in MODES.items():
         results |= {f"{name} {mode}": seen for name, seen in trainer_cases(rank, update_on_kvstore).items()}
     if workers == 1:
-        results["half"] = {is_exact: tiny_pushes(is_exact) for is_exact in (True, False)}
+        results["half"] = {is_exact: tiny_pushes(_store(), is_exact) for is_exact in (True, False)}
     return results
 
 
@@ -167,9 +167,8 @@ def _split_step(rank: int, update_on_kvstore: bool | None) -> dict[str, Any]:
     return {**seen, "weights": _ranges(parameters)}
 
 
-def tiny_pushes(is_exact: bool) -> Range:
+def tiny_pushes(kv: TableKVStore, is_exact: bool) -> Range:
     """A half-precision 1.0 after 1000 pushes of 2e-4 with sgd and lr 1; `is_exact` is its multi_precision."""
-    kv = _store()
     kv.init("w", torch.ones(SMALL, dtype=torch.float16))
     kv.set_optimizer(kvtrainer.optimizer.create("sgd", learning_rate=1.0, multi_precision=is_exact))
     for _ in range(1000):

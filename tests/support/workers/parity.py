@@ -10,12 +10,16 @@ import sys
 from collections.abc import Callable
 
 from tests.support.jobs import Results, deliver, own_place
-from tests.support.workers import bits, closed_forms, one_problem
+from tests.support.workers import bits, closed_forms, dtypes, golden, half_sums, one_problem, trajectories
 
 PARTS: dict[str, Callable[[int, int], Results]] = {
     "closed_forms": closed_forms.run,
     "one_problem": one_problem.run,
     "bits": bits.run,
+    "dtypes": dtypes.run,
+    "golden": golden.run,
+    "half_sums": half_sums.run,
+    "trajectories": trajectories.run,
 }
 
 if __name__ == "__main__":

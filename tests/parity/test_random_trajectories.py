@@ -1,0 +1,181 @@
+"""Every optimizer of Gluon follows its float64 formula while rates, batch sizes and multipliers change, on any store.
+
+The bits do not depend on the number of servers nor on where the update runs, SGLD's noise included.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import kvtrainer
+from kvstore_server.optimizer import gluon, gluon_layerwise
+from kvstore_server.plan import Slice, TensorSpec, make_plan
+from tests.support.gluon_formulas import Reference
+from tests.support.jobs import Job, PartOfJob
+from tests.support.trajectories import (
+    ALL,
+    OPTIMIZERS,
+    RUNS,
+    SCENARIOS,
+    SHAPES,
+    SINGLY,
+    distance,
+    reference,
+    sgld_moments,
+    start_weights,
+    summed_gradient,
+)
+from tests.support.workers.trajectories import SITES, name_of, play
+
+TOLERANCE = 2e-6
+SERVERS = (1, 2, 3)
+# One fixture runs three jobs.
+pytestmark = pytest.mark.timeout(330)
+
+SIZES = [
+    pytest.param((1, SERVERS), id="1x1,2,3"),
+    pytest.param((2, (3,)), id="2x3"),
+    pytest.param((2, SERVERS), id="2x1,2,3", marks=pytest.mark.full),
+]
+
+Weights = dict[str, Tensor]
+Run = tuple[str, str]
+each_run = pytest.mark.parametrize(("label", "scenario"), RUNS)
+each_run_without_noise = pytest.mark.parametrize(
+    ("label", "scenario"), [(label, scenario) for label, scenario in RUNS if label != "sgld"]
+)
+
+
+@pytest.fixture(scope="module", params=SIZES)
+def jobs(request: pytest.FixtureRequest, part_of_job: PartOfJob) -> list[Job]:
+    """A number of workers, with several numbers of servers."""
+    workers, servers = request.param
+    return [part_of_job("trajectories", workers, count) for count in servers]
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[Run, list[Weights]]:
+    """What one process ends with: without a store, and with the engine of 'local', updating in it or not."""
+    stores: list[tuple[str | None, bool]] = [(None, False), ("local", True), ("local", False)]
+    return {
+        (label, scenario): [
+            play(label, scenario, 0, kvtrainer.kvstore.create(name) if name else None, in_store)
+            for name, in_store in stores
+        ]
+        for label, scenario in RUNS
+    }
+
+
+def everywhere(jobs: list[Job], label: str, scenario: str) -> dict[str, Weights]:
+    """What every worker ended with, whatever the servers and the site of the update."""
+    return {
+        f"{job.servers} servers, rank {rank}, in store: {in_store}": weights
+        for job in jobs
+        for in_store in SITES
+        for rank, weights in enumerate(job[name_of(label, scenario, in_store)])
+    }
+
+
+def pieces_of(key: str, servers: int = 1, whole_keys: bool = False) -> list[Slice]:
+    """The slices of a key; a Trainer takes a dict in the order of its names."""
+    names = sorted(SHAPES)
+    plan = make_plan([TensorSpec(name, SHAPES[name], "float32") for name in names], servers, whole_keys)
+    return [piece for piece in plan.slices if piece.segments[0].key == names.index(key)]
+
+
+def in_float64(weights: Weights) -> dict[str, Any]:
+    return {key: weight.double().numpy() for key, weight in weights.items()}
+
+
+@each_run_without_noise
+def test_servers_follow_the_formula(jobs: list[Job], label: str, scenario: str) -> None:
+    expected = reference(label, scenario, jobs[0].workers)
+    for who, weights in everywhere(jobs, label, scenario).items():
+        assert distance(in_float64(weights), expected) <= TOLERANCE, who
+
+
+@each_run
+def test_the_number_of_servers_and_the_site_of_the_update_change_no_bit(
+    jobs: list[Job], label: str, scenario: str
+) -> None:
+    runs = everywhere(jobs, label, scenario)
+    assert len(runs) == len(jobs) * len(SITES) * jobs[0].workers
+    first = next(iter(runs.values()))
+    for who, weights in runs.items():
+        assert all(torch.equal(weights[key], first[key]) for key in SHAPES), who
+
+
+@each_run_without_noise
+def test_one_process_follows_the_formula(alone: dict[Run, list[Weights]], label: str, scenario: str) -> None:
+    for weights in alone[label, scenario]:
+        assert distance(in_float64(weights), reference(label, scenario, 1)) <= TOLERANCE
+
+
+@each_run
+def test_one_process_and_one_worker_with_servers_end_with_the_same_bits(
+    part_of_job: PartOfJob, alone: dict[Run, list[Weights]], label: str, scenario: str
+) -> None:
+    [weights] = part_of_job("trajectories", 1, 3)[name_of(label, scenario, True)]
+    for here in alone[label, scenario]:
+        assert all(torch.equal(weights[key], here[key]) for key in SHAPES)
+
+
+def test_sglds_noise_has_the_mean_and_the_variance_of_its_formula(jobs: list[Job]) -> None:
+    [weights, *_] = everywhere(jobs, "sgld", ALL).values()
+    moments = sgld_moments(jobs[0].workers)
+    for key in ("sliced_weight", "body_weight"):
+        mean, variance = moments[key]
+        noise = (weights[key].double().numpy() - mean) / np.sqrt(variance)
+        assert abs(noise.mean()) < 4 / np.sqrt(noise.size)
+        assert abs(noise.var() - 1) < 4 * np.sqrt(2 / noise.size)
+        # Nor does a slice repeat the noise of the one before it.
+        begin = pieces_of(key)[1].segments[0].key_start
+        before, after = noise.reshape(-1)[:-begin], noise.reshape(-1)[begin:]
+        assert abs((before * after).mean()) < 4 / np.sqrt(after.size)
+
+
+@pytest.mark.parametrize("label", SINGLY)
+def test_a_change_that_did_not_arrive_would_be_seen(label: str) -> None:
+    ends = {scenario: reference(label, scenario, 2) for scenario in SCENARIOS}
+    for scenario in SCENARIOS:
+        for other in SCENARIOS.keys() - {scenario}:
+            assert distance(ends[scenario], ends[other]) > 1e4 * TOLERANCE
+
+
+@pytest.mark.parametrize("label", ["lamb", "lans", "lars"])
+def test_the_norm_of_one_servers_part_would_be_seen(label: str) -> None:
+    case = OPTIMIZERS[label]
+    weight, gradient = start_weights()["sliced_weight"], summed_gradient(ALL, 0, 1, "sliced_weight")
+    ends = []
+    for cuts in ([], [len(weight) // 2]):
+        parts = zip(np.split(weight, cuts), np.split(gradient, cuts), strict=True)
+        oracle = Reference(case.name, case.options)
+        ends.append(np.concatenate([oracle.update(str(i), *part, 0.1, 0.05) for i, part in enumerate(parts)]))
+    assert np.abs(ends[0] - ends[1]).max() > 1e3 * TOLERANCE
+
+
+@each_run_without_noise
+def test_the_weights_move_and_stay_bounded(label: str, scenario: str) -> None:
+    # A run that blows up would amplify rounding without limit, and prove nothing.
+    expected = reference(label, scenario, 2)
+    start = start_weights()
+    for key, weight in expected.items():
+        assert 1e3 * TOLERANCE < np.abs(weight - start[key]).max() < 30, key
+
+
+def test_every_optimizer_of_gluon_is_played() -> None:
+    ours = {cls.name for cls in (*gluon.FAMILY, *gluon_layerwise.FAMILY)}
+    assert {OPTIMIZERS[label].name for label, _ in RUNS} == ours
+
+
+@pytest.mark.parametrize("servers", SERVERS)
+@pytest.mark.parametrize("whole_keys", [False, True])
+def test_the_biggest_parameter_lies_on_all_servers_or_whole_on_one(servers: int, whole_keys: bool) -> None:
+    pieces = pieces_of("sliced_weight", servers, whole_keys)
+    assert len(pieces) > 3
+    assert len({piece.server for piece in pieces}) == (1 if whole_keys else servers)
