@@ -7,7 +7,8 @@ import os
 import pickle
 import resource
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +38,15 @@ def path(tmp_path: Path) -> Path:
     return found
 
 
-@pytest.fixture
-def small_files() -> Iterator[Callable[[int], None]]:
-    """Limits the size of files that this process writes; writing more fails as it does on a full disk."""
+@contextmanager
+def files_of_at_most(size: int) -> Iterator[None]:
+    """Writing more fails, as it does on a full disk; only for as long as needed, for the tests' own log is a file too."""
     former = resource.getrlimit(resource.RLIMIT_FSIZE)
-    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, former[1]))
-    resource.setrlimit(resource.RLIMIT_FSIZE, former)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, former[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, former)
 
 
 def test_file_is_read_as_it_was_written_and_replaced_by_the_next(path: Path) -> None:
@@ -72,14 +76,15 @@ def test_link_stays_and_the_file_behind_it_is_replaced(path: Path) -> None:
     assert value_in(path) == 2.0
 
 
-def test_full_disk_leaves_the_former_file_and_nothing_else(
-    path: Path, small_files: Callable[[int], None]
-) -> None:
-    small_files(4096)
-    with pytest.raises(
-        StateFileError, match=r"cannot save states to '.*states': .*What was there before is unch"
+def test_full_disk_leaves_the_former_file_and_nothing_else(path: Path) -> None:
+    too_much = states_of(2.0, 100_000)
+    with (
+        files_of_at_most(4096),
+        pytest.raises(
+            StateFileError, match=r"cannot save states to '.*states': .*What was there before is unch"
+        ),
     ):
-        write_state_file(path, states_of(2.0, 100_000))
+        write_state_file(path, too_much)
     assert value_in(path) == 1.0
     assert os.listdir(path.parent) == ["states"]
 
