@@ -40,7 +40,7 @@ def path(tmp_path: Path) -> Path:
 
 @contextmanager
 def files_of_at_most(size: int) -> Iterator[None]:
-    """Writing more fails, as it does on a full disk; only for as long as needed, for the tests' own log is a file too."""
+    """Writing more fails, as it does on a full disk; as briefly as possible, for the log of the tests is a file too."""
     former = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, former[1]))
     try:
