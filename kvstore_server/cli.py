@@ -6,6 +6,7 @@ Exit codes: 0 drained after SIGTERM or SIGINT, 1 a server-side failure, 2 wrong 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import gc
 import importlib
 import ipaddress
@@ -46,7 +47,7 @@ _VALUES: tuple[tuple[str, str, Any, Callable[[str], Any], str], ...] = (
 
 
 def build_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
-    """The flags; each has a twin in the environment, which gives its default."""
+    """The flags; each but --ready-fd has a twin in the environment, which gives its default."""
     parser = argparse.ArgumentParser(
         prog="kvstore-server",
         description="Hold weights and optimizer state for the workers of a training job, until SIGTERM.",
@@ -80,7 +81,8 @@ def build_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
     parser.add_argument(
         "--ready-fd",
         type=int,
-        help="write the address and a newline to this file descriptor once the server listens, then close it",
+        help="write the address and a newline to this file descriptor once the server listens, then close it; for "
+        "programs that start servers, so it alone has no variable in the environment",
     )
     parser.add_argument("--version", action="version", version=__version__)
     return parser
@@ -114,8 +116,8 @@ def _serve(server: Server, ready_fd: int | None) -> int:
     # What the imports made lives as long as the process; without this every full collection walks all of it again.
     gc.collect()
     gc.freeze()
-    _announce(server.endpoint, ready_fd)
     try:
+        _announce(server.endpoint, ready_fd)
         server.run()
     except Exception:
         _log.exception("the server failed")
@@ -135,10 +137,21 @@ def _check(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> None:
         parser.error(f"--log must be debug, info, warning or error, got {flags.log!r}")
     if not _ADDRESS.fullmatch(flags.bind) or int(flags.bind.rpartition(":")[2]) > 65535:
         parser.error(f"--bind {flags.bind} is no address of the form tcp://HOST:PORT")
+    if flags.ready_fd is not None and (problem := _problem_with(flags.ready_fd)) is not None:
+        parser.error(f"--ready-fd {flags.ready_fd} {problem}")
     if not (flags.allow_public_bind or _is_loopback(flags.bind)):
         parser.error(
             f"--bind {flags.bind} can be reached from other hosts; add --allow-public-bind on a trusted network"
         )
+
+
+def _problem_with(ready_fd: int) -> str | None:
+    """Why nothing can be written to a file descriptor; None if it can."""
+    try:
+        mode = fcntl.fcntl(ready_fd, fcntl.F_GETFL) & os.O_ACCMODE
+    except (OSError, ValueError, OverflowError):
+        return "is not open in this process; the program that starts the server must pass it on (pass_fds)"
+    return "is open for reading only; pass the writing end of the pipe" if mode == os.O_RDONLY else None
 
 
 def _is_loopback(address: str) -> bool:

@@ -220,6 +220,12 @@ class DenseTable:
         self._whole.states[self._held(key)] = unpack_key_state(self.plan.specs[key], summary, data)
         self._undo = None
 
+    @property
+    def updates(self) -> int:
+        """The number of updates of the key that has had most."""
+        of_slices = (step for state in self.states for step in state.steps)
+        return max((*of_slices, *(state.step for state in self._whole.states.values())), default=0)
+
     def reset_states(self) -> None:
         """Drop all optimizer state."""
         self.states = [SliceState.empty(piece) for piece in self.slices]

@@ -106,7 +106,8 @@ class Membership:
             if rank in silent:
                 return WorkerLostError(
                     f"{what} cannot complete: {self.describe(rank, now)}; "
-                    f"a worker counts as lost after {dead_after:g} s of silence (--dead-after)"
+                    f"a worker counts as lost after {dead_after:g} s of silence (--dead-after). Look for its own last "
+                    "words, and restart the job from its last saved states"
                 )
         return None
 

@@ -5,7 +5,7 @@ A table takes messages of known ranks and says whom to answer; sessions, sockets
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from kvstore_server.codec import Codec
@@ -160,7 +160,7 @@ class Table:
                 f"optimizer {optimizer.registered_name!r} needs whole keys, but {self.name!r} is spread over "
                 f"{len(self.plan.servers)} servers; set the optimizer on every worker before the next push"
             )
-        hypers = self.hyper.agreed(optimizer)
+        hypers = self._scheduled(optimizer, self.hyper.agreed(optimizer))
         try:
             self.dense.update(addends, optimizer, hypers)
         except OptimizerError:
@@ -172,6 +172,18 @@ class Table:
                 "updated. Restart the job from its last saved states"
             )
             raise self.conflict from error
+
+    def _scheduled(
+        self, optimizer: Optimizer, hypers: list[Mapping[str, Any]]
+    ) -> Sequence[Mapping[str, Any]]:
+        """With a scheduler and no numbers from the workers, the learning rate that it gives for this table's update.
+
+        Each table counts for itself, so that neither other keys nor the number of servers matter.
+        """
+        if optimizer.lr_scheduler is None or self.hyper.common():
+            return hypers
+        rate = optimizer.lr_scheduler(optimizer.begin_num_update + self.dense.updates + 1)
+        return [{**row, "lr": rate} for row in hypers]
 
     def _addend(self, rank: int, mine: Contribution[Waiter], optimizer: Optimizer | None) -> Addend:
         assert mine.commit is not None

@@ -126,6 +126,10 @@ class Child:
             return f"{self.name} exited with code {code}"
         return f"{self.name} was killed by signal {-code} ({signal.Signals(-code).name})"
 
+    def was_killed(self) -> bool:
+        """Whether a signal has ended it, or what it ran for us if it is a shell: it could not say why."""
+        return self.shell_code() > 128
+
     def shell_code(self) -> int:
         """The exit code as a shell reports it: 128 + n for signal n."""
         code = self._process.returncode

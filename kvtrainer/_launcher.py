@@ -11,30 +11,18 @@ import secrets
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 from kvstore_server.errors import ConfigurationError
 from kvtrainer._child import Child
 from kvtrainer._events import Events
 from kvtrainer._guardian import KILL_WAIT, Guardian
+from kvtrainer._limits import Limits
 from kvtrainer.env import NUM_WORKERS, RANK, SERVERS, parse_address
 
 MARK = "KVLAUNCH_MARK"
 """Environment variable that marks every process of a job; nested jobs append theirs."""
 _MAX_READY_LINE = 1024
 _LAST_OUTPUT_WAIT = 1.0
-
-
-@dataclass(frozen=True)
-class Limits:
-    """How long the launcher waits, in seconds."""
-
-    start: float = 60.0
-    """For all servers to be ready."""
-    linger: float = 2.0
-    """After the first failure, for the others to report it in their own words."""
-    grace: float = 5.0
-    """Between SIGTERM and SIGKILL."""
 
 
 class Launcher:
@@ -63,6 +51,7 @@ class Launcher:
         self._server_command = server_command
         self._num_servers = num_servers
         self._limits = limits
+        self._linger = limits.linger
         self._mark = secrets.token_hex(16)
         self._environ = {k: v for k, v in environ.items() if k not in (RANK, NUM_WORKERS, SERVERS)}
         self._environ["PYTHONUNBUFFERED"] = environ.get("PYTHONUNBUFFERED", "1")
@@ -105,7 +94,7 @@ class Launcher:
 
     def _stop(self) -> None:
         if self._code is not None:
-            self._wait(self._no_worker_left, self._limits.linger, until=self._was_signalled)
+            self._wait(self._no_worker_left, self._linger, until=self._was_signalled)
         self._stopping = True
         self._signal_all(signal.SIGTERM)
         self._wait(self._no_child_left, self._limits.grace, until=self._in_a_hurry)
@@ -248,9 +237,10 @@ class Launcher:
             if child in self._servers and self._servers.index(child) not in self._addresses:
                 self._fail(1, f"{child.describe_exit()} before it was ready")
             elif child in self._servers:
-                self._fail(child.shell_code() or 1, f"{child.describe_exit()} before the workers were done")
+                text = f"{child.describe_exit()} before the workers were done"
+                self._fail(child.shell_code() or 1, text, was_unheard=True)
             elif child.returncode:
-                self._fail(child.shell_code(), child.describe_exit())
+                self._fail(child.shell_code(), child.describe_exit(), was_unheard=child.was_killed())
 
     def _read(self, child: Child, fd: int) -> None:
         if not child.streams[fd].read():
@@ -260,11 +250,14 @@ class Launcher:
         self._events.remove_reader(fd)
         child.close_stream(fd)
 
-    def _fail(self, code: int, text: str) -> None:
+    def _fail(self, code: int, text: str, was_unheard: bool = False) -> None:
         """Note the first failure and say so; later ones are its consequences."""
         if self._code is None:
             self._code = code
             suffix = "; stopping the others" if self._alive() else ""
+            if was_unheard and self._limits.linger_unheard > self._linger and not self._no_worker_left():
+                self._linger = self._limits.linger_unheard
+                suffix += f", which get up to {self._linger:g} s to notice"
             self._events.output.put(2, "kvlaunch: ", f"{text}{suffix}".encode())
 
     def _was_signalled(self) -> bool:

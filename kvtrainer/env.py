@@ -74,7 +74,7 @@ def parse_address(text: str) -> str:
     Raises:
         ConfigurationError: any other scheme, no host, or no port in 1..65535. An IPv6 host needs brackets.
     """
-    match = _ADDRESS.fullmatch(text.strip())
+    match = _ADDRESS.fullmatch(text.strip()) if isinstance(text, str) else None
     if match is None or not 1 <= int(match["port"]) <= 65535:
         raise ConfigurationError(
             f"{text!r} is not the address of a server; write tcp://HOST:PORT with a port in 1..65535, "
@@ -106,6 +106,11 @@ def read_timeout(
 
 
 def _parse_servers(listed: str | Sequence[str]) -> tuple[str, ...]:
+    if not isinstance(listed, Sequence):
+        raise ConfigurationError(
+            f"servers ({SERVERS}) is {listed!r:.80}; it must be a list of tcp://HOST:PORT, or a string with commas "
+            "between them"
+        )
     parts = listed.split(",") if isinstance(listed, str) else list(listed)
     addresses = tuple(parse_address(part) for part in parts)
     if not addresses:
@@ -123,9 +128,9 @@ def _read_int(environ: Mapping[str, str], variable: str, option: str, given: int
     value = _pick(environ, variable, option, given)
     if isinstance(value, int) and not isinstance(value, bool):
         return value
-    if isinstance(value, str) and re.fullmatch(r"-?[0-9]+", value):
+    if isinstance(value, str) and re.fullmatch(r"-?[0-9]{1,18}", value):
         return int(value)
-    raise ConfigurationError(f"{option} ({variable}) is {value!r}; it must be a whole number")
+    raise ConfigurationError(f"{option} ({variable}) is {value!r:.80}; it must be a whole number")
 
 
 def _pick(environ: Mapping[str, str], variable: str, option: str, given: _Given | None) -> _Given | str:

@@ -33,6 +33,7 @@ __all__ = [
     "FencedError",
     "KVStoreError",
     "KeyNotFoundError",
+    "NoGradientWarning",
     "NonFiniteGradientError",
     "NonFiniteNormWarning",
     "NotInitializedError",
@@ -51,12 +52,17 @@ __all__ = [
     "StateMismatchError",
     "UnknownNameError",
     "VersionMismatchError",
+    "WeightsWrittenError",
     "WorkerLostError",
 ]
 
 
 class ParameterMovedError(KVStoreError):
     """A parameter's data were replaced after the trainer took it over: updates would not reach the model."""
+
+
+class WeightsWrittenError(KVStoreError):
+    """The loop wrote weights that a store holds otherwise, and that the next step would overwrite."""
 
 
 class StaleGradientError(KVStoreError, UserWarning):
@@ -76,6 +82,10 @@ class AmpNotInitializedError(ConfigurationError):
 
 class NonFiniteNormWarning(UserWarning):
     """The norm of the gradients is infinite or not a number, so they were not clipped. Warned, not raised."""
+
+
+class NoGradientWarning(UserWarning):
+    """A step found no new gradient at all here, so this worker gave nothing. Warned, not raised, once per Trainer."""
 
 
 class NotInitializedError(KVStoreError, RuntimeError):

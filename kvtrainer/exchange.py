@@ -15,7 +15,7 @@ from torch import Tensor
 from kvstore_server.codec import Codec
 from kvstore_server.optimizer import KeyState, Optimizer, SliceState
 from kvstore_server.plan import Plan, Slice
-from kvstore_server.reduction import RowSet
+from kvstore_server.reduction import RowSet, torch_dtype
 from kvtrainer.comm.client import Client
 from kvtrainer.comm.compressor import Compressor
 from kvtrainer.comm.tickets import RoundItem
@@ -129,6 +129,13 @@ class StoreExchange:
         rounds = self._client.rounds
         rounds.wait(rounds.start([RoundItem(self._table, values, mine, assign=True)]))
         _copy_back(weights, mine)
+
+    def pull(self) -> dict[str, Tensor]:
+        """The weights that the store has now, laid out by the plan, on the CPU."""
+        sizes = self._table.plan.arena_sizes
+        held = {dtype: torch.zeros(size, dtype=torch_dtype(dtype)) for dtype, size in sizes.items()}
+        self._client.rounds.pull([(self._table, held)])
+        return held
 
     def get_state(self, piece: Slice) -> SliceState:
         return self._client.get_state(self._table, self._placed(piece))

@@ -26,6 +26,12 @@ from kvtrainer.errors import ConfigurationError, StaleGradientError
 GRAD_REQS = ("write", "add", "null")
 """What `parameter.grad_req` may be; without that attribute a parameter follows the default rule."""
 
+REPLACED = (
+    "Did backward() run, and on the model that this Trainer was built for? load_state_dict(assign=True), and whatever "
+    "else gives a module new Parameter objects, leaves the Trainer with the old ones: build a new Trainer then."
+)
+"""What to look for where no parameter at all has a new gradient."""
+
 
 class GradientTracker:
     """Tells fresh gradients from used-up ones, and drops the used-up ones when the next backward pass begins.
@@ -109,9 +115,10 @@ class GradientTracker:
         if fresh != takes_part:
             rows = zip(self._names, takes_part, fresh, strict=True)
             stale = [name for name, takes, is_fresh in rows if takes and not is_fresh]
+            hint = "" if any(fresh) else f" {REPLACED}"
             raise StaleGradientError(
                 f"{len(stale)} of {len(self._names)} parameters got no gradient since the last step: "
-                f"{', '.join(stale)}. If the model uses only some of them on purpose, call "
+                f"{', '.join(stale)}.{hint} If the model uses only some of them on purpose, call "
                 "step(batch_size, ignore_stale_grad=True)"
             )
         return fresh

@@ -8,15 +8,17 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
-from kvtrainer._launcher import Launcher, Limits
+from kvstore_server.errors import ConfigurationError
+from kvtrainer._launcher import Launcher
+from kvtrainer._limits import Limits, until_noticed
 
 _DESCRIPTION = """\
 Start parameter servers and workers on this machine, and end them together.
 
 Servers start first; when all are ready, COMMAND is started once for every worker. When a worker fails, or a
-server exits before the workers are done, the others are stopped, and kvlaunch exits with the code of that
-first failure (128 + n for signal n). When all workers are done, the servers are stopped in good order. No
-process is left behind, even when kvlaunch itself is killed.
+server exits before the workers are done, the others get a while to end by themselves and are then stopped, and
+kvlaunch exits with the code of that first failure (128 + n for signal n). When all workers are done, the
+servers are stopped in good order. No process is left behind, even when kvlaunch itself is killed.
 """
 
 _EPILOG = """\
@@ -31,7 +33,7 @@ environment that a worker finds:
 environment that kvlaunch leaves to you, and that workers read:
   KVSTORE_TIMEOUT          longest wait for a round, a pull or a barrier, in seconds (600)
   KVSTORE_CONNECT_TIMEOUT  longest wait for the first answer of a server, in seconds (30)
-  KVSTORE_DEAD_AFTER       a peer not heard from for so many seconds counts as dead (20)
+  KVSTORE_DEAD_AFTER       a peer not heard from for so many seconds counts as dead (20); servers read it too
 
 output: each line begins with [w0] for worker 0, [s1] for server 1, and so on; standard output and standard
 error stay apart. Commands read no standard input.
@@ -56,13 +58,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     options, command = _parse(arguments)
-    limits = Limits(options.start_timeout, options.linger, options.grace)
     # A server that still waits for a dead worker's round must have given up before it would be killed.
     drain = ["--drain-timeout", f"{max(0.8 * options.grace, 0.1):g}"]
     extra = [*drain, *options.server_arg, *_import_flags(options.imports)]
     server_command = _server_command(options.servers, extra)
     environ = {**_MALLOC, **os.environ}
-    return Launcher(command, options.workers, server_command, options.servers, environ, limits).run()
+    launcher = Launcher(command, options.workers, server_command, options.servers, environ, options.limits)
+    return launcher.run()
+
+
+def _limits(options: argparse.Namespace) -> Limits:
+    linger = Limits.linger if options.linger is None else options.linger
+    unheard = linger
+    if options.linger is None and options.servers:
+        unheard = until_noticed(os.environ)
+    return Limits(options.start_timeout, linger, unheard, options.grace)
 
 
 def _server_command(count: int, extra: Sequence[str]) -> Callable[[int, int], list[str]]:
@@ -89,6 +99,10 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
         parser.error(
             "no command for the workers; give it after '--', as in: kvlaunch -n 2 -s 1 -- python train.py"
         )
+    try:
+        options.limits = _limits(options)
+    except ConfigurationError as error:
+        parser.error(str(error))
     return options, command
 
 
@@ -131,8 +145,9 @@ def _make_parser() -> argparse.ArgumentParser:
         "--linger",
         type=_seconds,
         metavar="SEC",
-        default=Limits.linger,
-        help="after the first failure, for the others to report it in their own words (%(default)g)",
+        help="after the first failure, for the others to report it in their own words "
+        f"({Limits.linger:g}; KVSTORE_DEAD_AFTER and a little more if they can only notice it by silence, because a "
+        "signal has killed a worker, or a server is gone)",
     )
     waits.add_argument(
         "--grace",

@@ -17,6 +17,7 @@ from kvtrainer.errors import ConfigurationError, NotInitializedError
 from kvtrainer.gradients import GradientTracker
 from kvtrainer.parameters import Group
 from kvtrainer.sparse_grads import SparseGrads
+from kvtrainer.writes import WriteWatch
 
 
 class Layout:
@@ -32,6 +33,9 @@ class Layout:
     Raises:
         ConfigurationError: a parameter cannot be stored; nothing has been changed then.
     """
+
+    writes: WriteWatch
+    """What others than the Trainer do to the weights in the arena; there once the Layout is settled."""
 
     def __init__(self, groups: Sequence[Group], names: Sequence[Sequence[str]]) -> None:
         self.names = [name for of_group in names for name in of_group]
@@ -121,6 +125,22 @@ class Layout:
         # A NaN anywhere is the minimum and the maximum.
         return all(math.isfinite(bound.item()) for bound in bounds)
 
+    def differing(self, among: Sequence[int], held: Mapping[str, Tensor]) -> list[str]:
+        """The names of those parameters, of some (by index), that differ in any bit from other weights.
+
+        Args:
+            held: the other weights, laid out by the plan, on the CPU.
+        """
+        names = []
+        for i in among:
+            spec, at = self.plan.specs[i], self.plan.key_offsets[i]
+            mine = self.parameters[i].detach().cpu().view(-1)
+            if not torch.equal(
+                mine.view(torch.uint8), held[spec.dtype][at : at + spec.numel].view(torch.uint8)
+            ):
+                names.append(self.names[i])
+        return names
+
     @torch.no_grad()
     def write(self, values: Mapping[str, Tensor]) -> None:
         """Copy values into the parameters that they name.
@@ -159,6 +179,7 @@ class Layout:
         rows = zip(self.names, placed, self._group_of, strict=True)
         plan = make_plan([TensorSpec(name, tuple(p.shape), _dtype(p), group) for name, p, group in rows], 1)
         self._placed = plan, Arena(placed, self.names, plan)
+        self.writes = WriteWatch(placed)
 
 
 def _without(present: Sequence[bool], those: Sequence[int]) -> Sequence[bool]:

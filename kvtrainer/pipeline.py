@@ -8,6 +8,7 @@ Every feature is an option of one of these stages.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from numbers import Real
 from typing import Any
@@ -17,8 +18,9 @@ import torch.optim
 
 from kvstore_server.hyper import effective_hypers
 from kvstore_server.optimizer import Optimizer
-from kvtrainer.errors import ConfigurationError
+from kvtrainer.errors import ConfigurationError, NoGradientWarning, StaleGradientError
 from kvtrainer.flat_optimizer import FlatOptimizer
+from kvtrainer.gradients import REPLACED
 from kvtrainer.loss_scaler import LossScaler
 from kvtrainer.parameters import Group
 from kvtrainer.states import StateHolder
@@ -48,6 +50,7 @@ class Pipeline(FlatOptimizer):
         self._link = StoreLink(choice)
         self._effective: tuple[dict[str, Any], list[Any]] = ({}, [])
         """The options of the last update in this process, and what they mean for each key."""
+        self._has_warned = False
         self._reduced: list[bool] | None = None
         """Between `allreduce_grads` and `update`: which gradients have been summed."""
         self._is_vetoed = False
@@ -76,6 +79,8 @@ class Pipeline(FlatOptimizer):
         Raises:
             StaleGradientError: a parameter got no gradient since the last step; nothing has changed then.
             NotInitializedError: a parameter has no shape yet; nothing has changed then.
+            ParameterMovedError: the data of a parameter were replaced; nothing has changed then.
+            WeightsWrittenError: the loop has written weights that the store would replace; see `set_data`.
             KVStoreError: the round failed on every worker; weights and optimizer state are as before.
         """
         if callable(batch_size):
@@ -87,6 +92,8 @@ class Pipeline(FlatOptimizer):
                 loss = closure()
         scale *= self._loss_factor()
         fresh = self._fresh(is_strict=batch_size is not None and not ignore_stale_grad)
+        if not ignore_stale_grad and not any(fresh):
+            self._warn_of_no_gradient()
         self._prepare()
         self._layout.gather_grads(fresh)
         if self._link.exchange is None:
@@ -193,8 +200,26 @@ class Pipeline(FlatOptimizer):
         tracker = self._layout.tracker
         tracker.attach()
         if is_strict:
-            return tracker.fresh_or_raise(summed)
-        return tracker.fresh(tracker.participating()) if summed is None else summed
+            try:
+                return tracker.fresh_or_raise(summed)
+            except StaleGradientError:
+                # Gradients do not come back to parameters that were moved, which is then what has to be said.
+                self._layout.arena.check_in_place()
+                raise
+        fresh = tracker.fresh(tracker.participating()) if summed is None else summed
+        if not any(fresh):
+            self._layout.arena.check_in_place()
+        return fresh
+
+    def _warn_of_no_gradient(self) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"step() gives nothing: none of the {len(self._layout.names)} parameters got a gradient since the "
+                f"last step. {REPLACED} If it is meant, pass ignore_stale_grad=True. This is said once",
+                NoGradientWarning,
+                stacklevel=4,
+            )
 
     def _options(self, coming: Sequence[bool]) -> dict[str, Any]:
         """The numbers of an update of these keys, checked; other workers may add keys to it."""
@@ -229,6 +254,7 @@ class Pipeline(FlatOptimizer):
         """Make the store and give every worker rank 0's weights; once, collectively. Returns whether it was now."""
         is_first = self._link.start(self._layout.plan, self._layout.arena, self._optimizer)
         if is_first:
+            self._layout.writes.accept()
             self._hand_over_states()
         return is_first
 

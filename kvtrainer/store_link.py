@@ -14,10 +14,9 @@ from kvstore_server.hyper import pack_hypers
 from kvstore_server.optimizer import Optimizer
 from kvstore_server.plan import Plan
 from kvtrainer.arena import Arena
-from kvtrainer.errors import KVStoreError
+from kvtrainer.errors import KVStoreError, WeightsWrittenError
 from kvtrainer.exchange import Exchange, Gradients, Outcome, PluginExchange, StoreExchange
 from kvtrainer.layout import Layout
-from kvtrainer.states import StateHolder
 from kvtrainer.store_choice import StoreChoice
 
 _log = logging.getLogger(__name__)
@@ -51,7 +50,7 @@ class StoreLink:
         return 1 if self.exchange is None else self.exchange.num_workers
 
     @property
-    def holder(self) -> StateHolder | None:
+    def holder(self) -> StoreExchange | None:
         """Where the optimizer's state is, if that is in the store and the store is there."""
         return self.exchange if self.is_started and isinstance(self.exchange, StoreExchange) else None
 
@@ -84,8 +83,12 @@ class StoreLink:
             options: the numbers that hold now, as `read_options` returns them.
             absent: the keys without a gradient here.
             veto: whether a gradient here forbids the update, on all workers.
+
+        Raises:
+            WeightsWrittenError: the loop has written weights that the store would replace; nothing has been sent.
         """
         assert self.exchange is not None
+        self._check_written(layout)
         arena, rows = layout.arena, layout.rows
         if rows:
             self.exchange.check_sparse([layout.names[key] for key in rows])
@@ -98,7 +101,27 @@ class StoreLink:
         self._sent_hyper = hyper
         if self.exchange.updates_weights and not outcome.skipped:
             arena.mark_updated(None)
+            layout.writes.count_own()
         return outcome
+
+    def _check_written(self, layout: Layout) -> None:
+        """Raise WeightsWrittenError if the loop has changed weights since the store gave them to it."""
+        if self.holder is None or not self.choice.updates_weights:
+            return
+        written = layout.writes.by_others()
+        if not written:
+            return
+        # Written is not changed: averaged weights that were swapped in may be out again.
+        held = self.holder.pull()
+        changed = layout.differing(written, held)
+        if changed:
+            raise WeightsWrittenError(
+                f"{len(changed)} of {len(layout.names)} parameters were written to since the last step, but the "
+                f"kvstore's weights count, which this step would put in their place: {', '.join(changed)}. Call "
+                "trainer.set_data() on every worker after such a write, which publishes rank 0's weights; or build "
+                "the Trainer with update_on_kvstore=False, which keeps the weights here"
+            )
+        layout.writes.accept()
 
     def assign(self, arena: Arena) -> None:
         """Give every worker, and the store, rank 0's weights; collective, and nothing without a store."""

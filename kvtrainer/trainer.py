@@ -46,7 +46,8 @@ class Trainer(Pipeline):
 
     The data of the parameters move into flat buffers; move the model to its device and dtype before. While the
     optimizer runs in the store, the weights live there: what the loop writes into a parameter after the first step
-    is overwritten by the next one, unless `set_data` publishes it.
+    must be published by `set_data`. The next step raises WeightsWrittenError if it was not; a write through `p.data`
+    goes unseen, and is overwritten.
     Not thread-safe. As a context manager it closes its store.
 
     Raises:
@@ -109,6 +110,7 @@ class Trainer(Pipeline):
         if not self._prepare():
             self._layout.arena.check_in_place()
             self._link.assign(self._layout.arena)
+            self._layout.writes.accept()
 
     def server_stats(self) -> list[dict[str, Any]]:
         """Each server's counters for this Trainer's parameters, in server order; empty without a store."""

@@ -81,9 +81,10 @@ class Client:
             assert isinstance(reply, m.Registered)
             if reply.next_round:
                 raise ConfigurationError(
-                    f"{self._session.describe(server)} holds {table.name!r} at round {reply.next_round} from an "
-                    f"earlier run of namespace {self.options.namespace!r}; restart the servers, or give another "
-                    "namespace=…"
+                    f"{self._session.describe(server)} is at round {reply.next_round} of {table.name!r} already: the "
+                    "other workers' init of it has ended without this worker, perhaps because its own was refused, "
+                    f"or an earlier run of namespace {self.options.namespace!r} has left it there. Restart the job "
+                    "and its servers, or give another namespace=…"
                 )
             table.numbers[server] = reply.table
 

@@ -11,12 +11,15 @@ import weakref
 from collections.abc import Sequence
 
 from kvstore_server.cpu import capability
+from kvstore_server.engine import MAX_WORKERS
 from kvtrainer.comm.client import Client
 from kvtrainer.comm.connection import Connection
 from kvtrainer.comm.transport import SessionOptions
-from kvtrainer.env import CONNECT_TIMEOUT, DEAD_AFTER, TIMEOUT, read_timeout, read_topology
+from kvtrainer.env import CONNECT_TIMEOUT, DEAD_AFTER, TIMEOUT, Topology, read_timeout, read_topology
+from kvtrainer.errors import ConfigurationError
 from kvtrainer.kvstore.base import register
 from kvtrainer.kvstore.store import TableKVStore
+from kvtrainer.kvstore.values import check_text
 
 _created = itertools.count()
 """Numbers the stores of this process: the n-th store of every worker meets the n-th of the others."""
@@ -34,6 +37,10 @@ class DistKVStore(TableKVStore):
         connect_timeout: Seconds to wait for the servers at first (KVSTORE_CONNECT_TIMEOUT, 30).
         dead_after: Seconds of silence after which a server counts as gone (KVSTORE_DEAD_AFTER, 20).
         namespace: Stores of equal namespaces work together; by default the n-th store that each worker creates.
+
+    Raises:
+        ConfigurationError: an argument, or the variable in its place, is missing or wrong; nothing has been sent.
+        ConnectTimeoutError: a server did not answer in time.
     """
 
     def __init__(
@@ -48,7 +55,9 @@ class DistKVStore(TableKVStore):
         dead_after: float | None = None,
         namespace: str | None = None,
     ) -> None:
-        self._topology = read_topology(os.environ, rank=rank, num_workers=num_workers, servers=servers)
+        topology = read_topology(os.environ, rank=rank, num_workers=num_workers, servers=servers)
+        _check(topology, namespace)
+        self._topology = topology
         self._timeouts = (
             read_timeout(os.environ, TIMEOUT, value=timeout),
             read_timeout(os.environ, CONNECT_TIMEOUT, value=connect_timeout),
@@ -92,6 +101,16 @@ class DistKVStore(TableKVStore):
             client.close(error)
             raise
         return client
+
+
+def _check(topology: Topology, namespace: object) -> None:
+    if topology.num_workers > MAX_WORKERS:
+        raise ConfigurationError(
+            f"num_workers is {topology.num_workers}; a server takes up to {MAX_WORKERS} workers"
+        )
+    if namespace is not None and not isinstance(namespace, str):
+        raise ConfigurationError(f"namespace must be a str, got {namespace!r:.80}; pass for example 'job-5'")
+    check_text("namespace", namespace or "")
 
 
 def _leave(clients: Sequence[Client]) -> None:

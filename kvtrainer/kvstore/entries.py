@@ -38,10 +38,10 @@ class Target:
             out.copy_(self.flat.view(out.shape))
 
 
-def target_of(entry: Entry, outs: list[Tensor]) -> Target:
+def target_of(spec: TensorSpec, outs: list[Tensor]) -> Target:
     """Where the weights of a key are to go that are wanted in `outs`."""
     first = outs[0].detach()
     name = str(first.dtype).removeprefix("torch.")
-    is_direct = first.device.type == "cpu" and first.is_contiguous() and name == entry.spec.dtype
-    flat = first.view(-1) if is_direct else torch.empty(entry.spec.numel, dtype=torch_dtype(entry.spec.dtype))
+    is_direct = first.device.type == "cpu" and first.is_contiguous() and name == spec.dtype
+    flat = first.view(-1) if is_direct else torch.empty(spec.numel, dtype=torch_dtype(spec.dtype))
     return Target([out.detach() for out in outs], flat, is_direct)

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from kvstore_server.codec import Codec
 from kvstore_server.engine import Engine, EngineConfig
-from kvstore_server.errors import ConfigurationError
+from kvstore_server.errors import ConfigurationError, OptimizerError
 from kvstore_server.plan import TensorSpec
+from kvstore_server.protocol import messages as m
 from kvtrainer.comm.client import Client
 from kvtrainer.comm.loopback import Loopback
 from kvtrainer.comm.tickets import RoundItem, Ticket
@@ -38,7 +39,8 @@ class LocalKVStore(TableKVStore):
             refuse_process_group(type)
         self._engine = Engine(EngineConfig())
         self._replicas: ReplicaCompressor | None = None
-        super().__init__(type, self._connect(_KEYS))
+        self._transport = _Direct([self._engine], time.monotonic)
+        super().__init__(type, _connected(self._transport, _KEYS))
         self._can_compress = "device" in type.lower()
         self._trainers = 0
 
@@ -50,7 +52,8 @@ class LocalKVStore(TableKVStore):
     def set_updater(self, updater: Callable[[Key, Tensor, Tensor], object]) -> None:
         """Call `updater(key, merged, stored)` in place of an optimizer; it changes `stored` in place.
 
-        An error that it raises is raised by the push (as OptimizerError) and leaves the values as they were.
+        An error that it raises is raised by the push (as OptimizerError) and leaves the values as they were. It must
+        not call this store, which is busy with the push.
         """
         if not callable(updater):
             raise ConfigurationError(
@@ -68,7 +71,29 @@ class LocalKVStore(TableKVStore):
     def open_client(self) -> Client:
         """A client with a namespace of its own, for a Trainer."""
         self._trainers += 1
-        return self._connect(f"trainer{self._trainers}")
+        return _connected(Loopback([self._engine], time.monotonic), f"trainer{self._trainers}")
+
+    @property
+    def rank(self) -> int:
+        return 0
+
+    @property
+    def num_workers(self) -> int:
+        return 1
+
+    @property
+    def _client(self) -> Client:
+        if self._transport.is_busy:
+            raise OptimizerError(
+                f"this {self._type!r} store was called by the updater or optimizer that one of its own rounds was "
+                "running: re-entrance, which would wait for itself. Change `stored` in place, and use the store after "
+                "the push"
+            )
+        return self._only_client
+
+    @_client.setter
+    def _client(self, client: Client) -> None:
+        self._only_client = client
 
     def _compress_with(self, codec: Codec | None) -> None:
         # Replicas are compressed before their sum; what goes to the engine goes nowhere.
@@ -90,11 +115,24 @@ class LocalKVStore(TableKVStore):
                 )
         return ticket
 
-    def _connect(self, namespace: str) -> Client:
-        options = SessionOptions(namespace, rank=0, num_workers=1)
-        client = Client(Loopback([self._engine], time.monotonic), options, time.monotonic)
-        client.connect()
-        return client
+
+class _Direct(Loopback):
+    """Knows whether the engine is in the middle of a request: its caller is then code that the request runs."""
+
+    is_busy = False
+
+    def send(self, server: int, request: m.Request) -> None:
+        self.is_busy = True
+        try:
+            super().send(server, request)
+        finally:
+            self.is_busy = False
+
+
+def _connected(transport: Loopback, namespace: str) -> Client:
+    client = Client(transport, SessionOptions(namespace, rank=0, num_workers=1), time.monotonic)
+    client.connect()
+    return client
 
 
 def refuse_process_group(type: str) -> None:

@@ -13,6 +13,8 @@ from kvstore_server.errors import ConfigurationError, ShapeMismatchError
 from kvstore_server.plan import ITEM_SIZE, TensorSpec
 from kvtrainer.kvstore.base import Key
 
+_INT_LIMIT = 1 << 63
+
 
 def pair(key: Any, value: Any, what: str) -> list[tuple[Key, list[Tensor]]]:
     """Bring (key, value) or (keys, values) into a list of pairs; a key may appear more than once.
@@ -32,10 +34,29 @@ def pair(key: Any, value: Any, what: str) -> list[tuple[Key, list[Tensor]]]:
 
 
 def check_key(key: Any) -> Key:
-    """Return the key if it is an int or a str, the two types that a key can have."""
+    """Return the key if it is an int of 64 bits or a str, the two types that a key can have."""
     if isinstance(key, bool) or not isinstance(key, int | str):
         raise ConfigurationError(f"a key must be an int or a str, got {key!r} of type {type(key).__name__}")
+    if isinstance(key, str):
+        check_text("key", key)
+    elif not -_INT_LIMIT <= key < _INT_LIMIT:
+        raise ConfigurationError(
+            f"a key that is an int has up to 64 bits, got one of {key.bit_length()} bits"
+        )
     return key
+
+
+def check_text(what: str, text: str) -> None:
+    """Raise ConfigurationError unless this key or name can be sent: it must be text that UTF-8 can express."""
+    if text.isascii():
+        return
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigurationError(
+            f"{what} {text!a:.80} has the surrogate {text[error.start]!a} at position {error.start}, which is no "
+            "character; decode the bytes that it came from with their true encoding"
+        ) from None
 
 
 @functools.cache
@@ -65,6 +86,16 @@ def check_fits(spec: TensorSpec, value: Tensor, any_dtype: bool = False) -> None
         )
 
 
+def check_out(spec: TensorSpec, out: Tensor) -> None:
+    """Raise ShapeMismatchError unless a key's values can be written to `out`; any dtype that torch converts will do."""
+    check_fits(spec, out, any_dtype=True)
+    if any(stride == 0 and size > 1 for stride, size in zip(out.stride(), out.shape, strict=True)):
+        raise ShapeMismatchError(
+            f"out of key {spec.key!r} has shape {list(out.shape)} but strides {list(out.stride())}: several of its "
+            "elements are one place in memory, as after expand(); give a tensor of its own, as clone() returns"
+        )
+
+
 def merge(replicas: Sequence[Tensor]) -> tuple[Tensor, bool]:
     """Sum replicas from left to right on the CPU; half precision accumulates in float32.
 
@@ -82,7 +113,7 @@ def merge(replicas: Sequence[Tensor]) -> tuple[Tensor, bool]:
 
 
 def _replicas(key: Key, value: Any, what: str) -> list[Tensor]:
-    if isinstance(value, Tensor) and value.layout == torch.strided:
+    if isinstance(value, Tensor) and value.layout == torch.strided and not value.is_meta:
         return [value]  # what it nearly always is
     tensors = list(value) if isinstance(value, list | tuple) else [value]
     if not tensors or not all(isinstance(one, Tensor) for one in tensors):
@@ -91,4 +122,8 @@ def _replicas(key: Key, value: Any, what: str) -> list[Tensor]:
         )
     if any(one.layout != torch.strided for one in tensors):
         raise ConfigurationError(f"{what} of key {key!r} is sparse; this store takes dense tensors only")
+    if any(one.is_meta for one in tensors):
+        raise ConfigurationError(
+            f"{what} of key {key!r} is on the meta device and has no values; make it on a real device first"
+        )
     return tensors

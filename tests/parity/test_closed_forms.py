@@ -14,7 +14,7 @@ import pytest
 
 from kvstore_server.plan import TensorSpec, make_plan
 from tests.support.jobs import Job, PartOfJob
-from tests.support.workers.closed_forms import MODES, PUSHED, RATES, REPEATS, TRAINED
+from tests.support.workers.closed_forms import HALF_PUSHED, MODES, PUSHED, RATES, REPEATS, TRAINED
 
 FAST = {(1, 1), (2, 2), (3, 2), (2, 3)}
 GRID = [
@@ -46,6 +46,14 @@ def assert_everywhere(seen: list[Any], expected: Any) -> None:
 def test_pushes_add_their_rescaled_sum(job: Job) -> None:
     expected = [1 + 2 * total(job) * (i + 1) for i in range(REPEATS)]
     assert_everywhere(job["constant lr"], all_equal(expected, len(PUSHED)))
+
+
+@pytest.mark.parametrize("is_exact", [True, False])
+def test_pushes_of_float16_add_up_exactly_with_and_without_multi_precision(job: Job, is_exact: bool) -> None:
+    # Up to 393, with seven workers, every whole number is one of float16.
+    expected = [1 + 2 * total(job) * (i + 1) for i in range(REPEATS)]
+    seen = [one[is_exact] for one in job["half pushes"]]
+    assert_everywhere(seen, all_equal(expected, len(HALF_PUSHED)))
 
 
 def test_a_learning_rate_that_changes_at_every_push_reaches_every_server(job: Job) -> None:

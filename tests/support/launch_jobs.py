@@ -62,7 +62,7 @@ class Jobs:
         **limits: float,
     ) -> subprocess.Popen[bytes]:
         job = {"worker": ["sh", "-c", worker], "workers": workers, "servers": servers, "server": server}
-        job["limits"] = {"start": 10.0, "linger": 0.0, "grace": 2.0, **limits}
+        job["limits"] = {"start": 10.0, "linger": 0.0, "linger_unheard": 0.0, "grace": 2.0, **limits}
         inherited = {k: v for k, v in os.environ.items() if not k.startswith(("KVSTORE_", "OMP_"))}
         name, _, value = self.token.partition("=")
         process = subprocess.Popen(

@@ -71,6 +71,27 @@ def test_rank_of_a_wrong_type_is_refused(value: object) -> None:
         read_topology(ENVIRON, rank=value)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("servers", "message"),
+    [
+        ([1], "^1 is not the address of a server"),
+        (["a:1", None], "^None is not the address"),
+        (b"a:1", "^97 is not the address"),
+        (5, r"servers \(KVSTORE_SERVERS\) is 5; it must be a list"),
+        ({"a:1": 0}, r"is \{'a:1': 0\}; it must be a list"),
+    ],
+)
+def test_servers_of_a_wrong_type_are_refused(servers: object, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        read_topology(ENVIRON, servers=servers)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["KVSTORE_RANK", "KVSTORE_NUM_WORKERS"])
+def test_number_too_long_to_be_meant_is_refused(name: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"is '9999.*must be a whole number"):
+        read_topology({**ENVIRON, name: "9" * 5000})
+
+
 def test_empty_list_of_servers_is_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"list of servers .* is empty"):
         read_topology(ENVIRON, servers=[])

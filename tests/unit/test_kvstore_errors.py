@@ -71,6 +71,28 @@ ERRORS: dict[str, tuple[Action, type[Exception], str]] = {
     "no out": (lambda kv: kv.pull("b"), ConfigurationError, "pull needs out="),
     "sparse value": (lambda kv: kv.push("b", full(1).to_sparse()), ConfigurationError, "'b' is sparse"),
     "value that is no tensor": (lambda kv: kv.push("b", 1.0), ConfigurationError, "must be a tensor or a list"),
+    "meta value at init": (
+        lambda kv: kv.init("x", torch.ones(2, device="meta")), ConfigurationError, "'x' is on the meta device",
+    ),
+    "meta value at push": (lambda kv: kv.push("b", full(1).to("meta")), ConfigurationError, "'b' is on the meta"),
+    "meta replica": (
+        lambda kv: kv.push("b", [full(1), full(1).to("meta")]), ConfigurationError, "'b' is on the meta device",
+    ),
+    "meta out": (lambda kv: kv.pull("b", out=full(1).to("meta")), ConfigurationError, "out of key 'b' is on the meta"),
+    "expanded out": (
+        lambda kv: kv.pull("b", out=torch.zeros(4, 1).expand(4, 4)),
+        ShapeMismatchError,
+        r"out of key 'b' has shape \[4, 4\] but strides \[1, 0\].*clone\(\)",
+    ),
+    "expanded out of pushpull": (
+        lambda kv: kv.pushpull("b", torch.zeros(1).expand(4, 4)), ShapeMismatchError, "'b'.*one place in memory",
+    ),
+    "expanded out of broadcast": (
+        lambda kv: kv.broadcast("x", full(1), torch.zeros(1).expand(4, 4)), ShapeMismatchError, "out of key 'x'",
+    ),
+    "surrogate in a key": (lambda kv: kv.init("w\ud800", full(1)), ConfigurationError, r"'w\\ud800' has the surrogate"),
+    "surrogate in a key at push": (lambda kv: kv.push("\ud800", full(1)), ConfigurationError, "at position 0"),
+    "key of too many bits": (lambda kv: kv.init(10**5000, full(1)), ConfigurationError, "up to 64 bits, got one of"),
     "dtype that cannot be stored": (
         lambda kv: kv.init("x", torch.ones(2, dtype=torch.int64)), ConfigurationError, "'x' has dtype int64",
     ),

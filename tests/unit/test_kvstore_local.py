@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -121,6 +122,47 @@ def test_updater_that_raises_is_reported_by_the_push_and_leaves_the_value() -> N
     store.set_updater(lambda key, merged, stored: stored.add_(merged))
     store.push("w", full(1))
     assert pulled(store, "w").equal(full(3))
+
+
+REENTRANT: dict[str, Callable[[LocalKVStore], object]] = {
+    "push": lambda kv: kv.push("w", full(1)),
+    "push of another key": lambda kv: kv.push("v", full(1)),
+    "pull": lambda kv: kv.pull("w", out=full(0)),
+    "pushpull": lambda kv: kv.pushpull("v", full(1)),
+    "init": lambda kv: kv.init("x", full(1)),
+    "set_optimizer": lambda kv: kv.set_optimizer("sgd"),
+    "barrier": lambda kv: kv.barrier(),
+    "server_stats": lambda kv: kv.server_stats(),
+    "close": lambda kv: kv.close(),
+}
+
+
+@pytest.mark.parametrize("case", REENTRANT)
+def test_updater_that_calls_its_own_store_is_told_of_re_entrance_and_leaves_the_values(case: str) -> None:
+    store = local(["w", "v"], 2.0)
+
+    def call_store(key: Any, merged: Tensor, stored: Tensor) -> None:
+        stored += 100
+        REENTRANT[case](store)
+
+    store.set_updater(call_store)
+    with pytest.raises(OptimizerError, match=r"'local' store was called by the updater .* re-entrance"):
+        store.push("w", full(1))
+    assert all(pulled(store, key).equal(full(2)) for key in ("w", "v"))
+    store.set_updater(lambda key, merged, stored: stored.add_(merged))
+    store.push("w", full(1))
+    assert pulled(store, "w").equal(full(3))
+
+
+def test_updater_may_ask_which_store_it_serves_and_use_another_one() -> None:
+    store, other = local(["w"]), local(["w"])
+
+    def forward(key: Any, merged: Tensor, stored: Tensor) -> None:
+        other.push(key, merged * (store.rank + store.num_workers))
+
+    store.set_updater(forward)
+    store.push("w", full(5))
+    assert pulled(other, "w").equal(full(5))
 
 
 def test_later_of_updater_and_optimizer_is_in_force() -> None:

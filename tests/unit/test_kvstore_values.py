@@ -9,7 +9,7 @@ import torch
 
 from kvstore_server.plan import TensorSpec
 from kvtrainer.errors import ConfigurationError, ShapeMismatchError
-from kvtrainer.kvstore.values import check_fits, check_key, merge, pair, spec_of
+from kvtrainer.kvstore.values import check_fits, check_key, check_out, merge, pair, spec_of
 
 A, B, C = torch.zeros(1), torch.ones(1), torch.full((1,), 2.0)
 
@@ -66,6 +66,33 @@ def test_value_fits_its_key_with_the_same_shape_and_where_it_matters_the_same_dt
     for value in (torch.zeros(2, 1), torch.zeros(2, dtype=torch.float64)):
         with pytest.raises(ShapeMismatchError, match=r"'k' holds float32\[2\], got"):
             check_fits(spec, value)
+
+
+@pytest.mark.parametrize(
+    "out",
+    [
+        torch.zeros(2, dtype=torch.int32),
+        torch.zeros(2, 3)[:, 0],
+        torch.zeros(1, 2).expand(2, 2)[0],
+    ],
+)
+def test_any_tensor_with_a_place_for_each_element_can_be_written_to(out: torch.Tensor) -> None:
+    check_out(TensorSpec("k", (2,), "float32"), out)
+
+
+def test_dimension_of_size_1_may_have_stride_0() -> None:
+    check_out(TensorSpec("k", (1, 2), "float32"), torch.zeros(2).expand(1, 2))
+
+
+@pytest.mark.parametrize("key", [2**63 - 1, -(2**63), "", "\0", "schlüssel", "鍵", "🔑", "k" * 10_000])
+def test_keys_of_64_bits_and_of_any_text_are_taken(key: Any) -> None:
+    assert check_key(key) == key
+
+
+@pytest.mark.parametrize("key", [2**63, -(2**63) - 1])
+def test_keys_of_more_bits_are_refused(key: int) -> None:
+    with pytest.raises(ConfigurationError, match="has up to 64 bits, got one of 64"):
+        check_key(key)
 
 
 def test_single_contiguous_value_is_not_copied_and_says_so() -> None:

@@ -19,6 +19,7 @@ from tests.support.jobs import Results
 REPEATS = 7
 SMALL, IRREGULAR, BIG = (2, 3), (1211, 1211), (1200, 1200)
 PUSHED = {"3": SMALL, "5": SMALL, "7": SMALL, "98": IRREGULAR, "99": BIG}
+HALF_PUSHED = {"4": SMALL, "6": SMALL, "8": SMALL, "100": BIG}
 TRAINED = {"column": (10, 1), "odd": (7, 13), "sliced": (300, 301)}
 RATES = (1.0, 0.5, 0.25, 2.0)
 MODES = {"default": None, "store": True, "worker": False}
@@ -29,6 +30,7 @@ Range = tuple[float, float]
 def run(rank: int, workers: int) -> Results:
     results: dict[str, Any] = {
         **pushes_with_optimizer(rank),
+        "half pushes": {is_exact: half_pushes(rank, is_exact) for is_exact in (True, False)},
         "verbs": verbs_without_optimizer(rank),
         "init": init_of_many_keys(rank),
     }
@@ -55,6 +57,23 @@ def pushes_with_optimizer(rank: int) -> dict[str, Any]:
     return {"constant lr": constant, "changing lr": changing, "rounds applied": applied}
 
 
+def half_pushes(rank: int, is_exact: bool) -> list[list[Range]]:
+    """As `pushes_with_optimizer` at the constant lr, with float16 keys; `is_exact` is the multi_precision."""
+    kv = _store()
+    half = [torch.ones(shape, dtype=torch.float16) for shape in HALF_PUSHED.values()]
+    kv.init(list(HALF_PUSHED), half)
+    options = {"learning_rate": -1.0, "rescale_grad": 2.0, "multi_precision": is_exact}
+    kv.set_optimizer(kvtrainer.optimizer.create("test", **options))
+    seen = []
+    for _ in range(REPEATS):
+        kv.push(list(HALF_PUSHED), [value * (rank + 1) for value in half])
+        outs = [torch.empty_like(value) for value in half]
+        kv.pull(list(HALF_PUSHED), out=outs)
+        seen.append(_ranges(outs))
+    kv.close()
+    return seen
+
+
 def verbs_without_optimizer(rank: int) -> dict[str, list[Range]]:
     """What each verb leaves behind for a small key and a sliced one, in order."""
     kv = _store()
@@ -78,10 +97,10 @@ def verbs_without_optimizer(rank: int) -> dict[str, list[Range]]:
 
 
 def init_of_many_keys(rank: int) -> list[Range]:
-    """200 keys, small and sliced, float32 and float64, that rank 0 initialises to their own number."""
+    """200 keys, small and sliced, of three dtypes, that rank 0 initialises to their own number."""
     kv = _store()
     shapes = [SMALL if j < 100 else (70, 80) for j in range(200)]
-    dtypes = [torch.float32 if j % 2 else torch.float64 for j in range(200)]
+    dtypes = [(torch.float16, torch.float32, torch.float64)[j % 3] for j in range(200)]
     kinds = list(zip(shapes, dtypes, strict=True))
     values = [torch.full(shape, j + 1000.0 * rank, dtype=dtype) for j, (shape, dtype) in enumerate(kinds)]
     kv.init(list(range(200)), values)

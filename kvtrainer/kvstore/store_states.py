@@ -1,0 +1,120 @@
+"""Optimizer state of a store's own keys, in the file that a Trainer's states have too."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from kvstore_server.optimizer import KeyState, Optimizer, SliceState
+from kvstore_server.plan import Plan, Slice
+from kvtrainer.comm.client import Client
+from kvtrainer.comm.tickets import RemoteTable
+from kvtrainer.errors import StateMismatchError
+from kvtrainer.saved_states import SavedParameter, SavedStates
+from kvtrainer.state_entries import State, state_problems
+from kvtrainer.state_file import read_state_file, write_state_file
+from kvtrainer.states import export_states, import_states, momentum_problems
+
+_NUMBERS = "numbers count"
+"""What a file says when the optimizer's numbers are to be taken over as well."""
+
+
+def save(
+    fname: str | os.PathLike[str],
+    client: Client,
+    tables: Sequence[RemoteTable],
+    optimizer: Optimizer,
+    with_numbers: bool,
+) -> None:
+    """Write the state of every table, each of one key; blocks while it is fetched.
+
+    Raises:
+        StateFileError: the file cannot be written; the former one is unchanged.
+    """
+    parameters = {}
+    for table in tables:
+        [spec] = table.plan.specs
+        state = export_states(table.plan, _Holder(client, table), optimizer).get(0, {})
+        counted = {**state, "step": int(state["step"])} if state else {}
+        parameters[spec.key] = SavedParameter(spec.shape, spec.dtype, 0, counted)
+    options = [dict(optimizer.plain_hyper())]
+    extra = {_NUMBERS: with_numbers}
+    write_state_file(fname, SavedStates(optimizer.spec(), optimizer.num_update, options, parameters, extra))
+
+
+def load(
+    fname: str | os.PathLike[str], client: Client, tables: Sequence[RemoteTable], optimizer: Optimizer
+) -> Mapping[str, object]:
+    """Replace the state of every table; returns the optimizer's numbers if they were saved to be taken over.
+
+    Raises:
+        StateFileError: the file cannot be read.
+        StateMismatchError: it belongs to other keys or to another optimizer; names every difference, and nothing
+            has changed.
+    """
+    saved = read_state_file(fname)
+    problems = _problems(saved, tables, optimizer)
+    if problems:
+        raise StateMismatchError(
+            f"the saved states do not fit this kvstore, which is unchanged: {'; '.join(problems)}. Load the states of "
+            "the same keys and the same optimizer"
+        )
+    for table in tables:
+        [spec] = table.plan.specs
+        found = _state_of(saved, spec.key)
+        states = {0: found} if found else {}
+        import_states(table.plan, _Holder(client, table), states, optimizer, torch.device("cpu"))
+    return saved.groups[0] if saved.extra.get(_NUMBERS) and saved.groups else {}
+
+
+class _Holder:
+    """The state of one table, where it lies."""
+
+    def __init__(self, client: Client, table: RemoteTable) -> None:
+        self._client, self._table = client, table
+
+    def get_state(self, piece: Slice) -> SliceState:
+        return self._client.get_state(self._table, piece)
+
+    def put_state(self, piece: Slice, state: SliceState) -> None:
+        self._client.put_state(self._table, piece, state)
+
+    def get_key_state(self, key: int) -> KeyState:
+        return self._client.get_key_state(self._table, key)
+
+    def put_key_state(self, key: int, state: KeyState) -> None:
+        self._client.put_key_state(self._table, key, state)
+
+
+def _problems(saved: SavedStates, tables: Sequence[RemoteTable], optimizer: Optimizer) -> list[str]:
+    problems = []
+    if saved.optimizer["name"] != optimizer.registered_name:
+        problems.append(
+            f"the optimizer is {saved.optimizer['name']!r} in the file and {optimizer.registered_name!r} here"
+        )
+    plans: dict[str, Plan] = {table.plan.specs[0].key: table.plan for table in tables}
+    missing = [repr(key) for key in plans if key not in saved.parameters]
+    unexpected = [repr(key) for key in saved.parameters if key not in plans]
+    if missing:
+        problems.append(f"the file lacks the keys {', '.join(missing)}")
+    if unexpected:
+        problems.append(f"the file has the keys {', '.join(unexpected)}, which this kvstore does not have")
+    for key, plan in plans.items():
+        kept = saved.parameters.get(key)
+        if kept is None:
+            continue
+        if kept.shape != plan.specs[0].shape:
+            problems.append(
+                f"key {key!r} has shape {list(kept.shape)} in the file and {list(plan.specs[0].shape)} here"
+            )
+        elif kept.state:
+            states = {0: kept.state}
+            problems += momentum_problems(states, saved.groups, optimizer)
+            problems += state_problems(states, saved.groups[:1] or [{}], plan, optimizer)
+    return problems
+
+
+def _state_of(saved: SavedStates, key: str) -> State:
+    return dict(saved.parameters[key].state)

@@ -1,0 +1,242 @@
+"""Weights that the loop writes while a store has them too: found by the next step, and nothing else is taken for it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.optim.swa_utils import AveragedModel
+
+from kvtrainer import Trainer, amp, kvstore
+from kvtrainer.errors import WeightsWrittenError
+from kvtrainer.exchange import StoreExchange
+
+X = torch.linspace(-1, 1, 15).view(5, 3)
+
+
+def net_of(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).to(dtype)
+
+
+def trainer_of(net: nn.Module, in_store: bool = True, **options: Any) -> Trainer:
+    options = {"learning_rate": 0.1, "momentum": 0.9, **options}
+    return Trainer(net, "sgd", options, kvstore=kvstore.create("local"), update_on_kvstore=in_store)
+
+
+def backward(net: nn.Module) -> None:
+    loss: Tensor = net(X.to(next(net.parameters()).dtype)).float().square().sum()
+    loss.backward()  # type: ignore[no-untyped-call]
+
+
+def train(net: nn.Module, trainer: Trainer) -> None:
+    backward(net)
+    trainer.step(5)
+
+
+def weights(net: nn.Module) -> list[Tensor]:
+    return [p.detach().clone() for p in net.parameters()]
+
+
+def same(one: list[Tensor], other: list[Tensor]) -> bool:
+    return all(a.equal(b) for a, b in zip(one, other, strict=True))
+
+
+@torch.no_grad()
+def clamp(net: Any) -> None:
+    for p in net.parameters():
+        p.clamp_(-0.01, 0.01)
+
+
+WRITES: dict[str, tuple[Callable[[Any], object], str]] = {
+    "load_state_dict": (
+        lambda net: net.load_state_dict({k: v + 1 for k, v in net.state_dict().items()}),
+        "4 of 4 parameters .*: 0.weight, 0.bias, 2.weight, 2.bias. Call trainer.set_data",
+    ),
+    "nn.init": (lambda net: nn.init.constant_(net[2].bias, 7.0), "1 of 4 parameters .*: 2.bias. Call"),
+    "clamping, as for a Wasserstein critic": (clamp, "4 of 4 parameters"),
+    "another optimizer": (lambda net: torch.optim.SGD(net[0].parameters(), lr=1.0).step(), "0.weight, 0.bias. Call"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRITES)
+def test_a_write_after_the_first_step_is_named_by_the_next_and_counts_after_set_data(case: str) -> None:
+    write, message = WRITES[case]
+    net, twin = net_of(), net_of()
+    trainer, plain = trainer_of(net), torch.optim.SGD(twin.parameters(), lr=0.1 / 5, momentum=0.9)
+    for model in (net, twin):
+        backward(model)
+    trainer.step(5)
+    plain.step()
+    plain.zero_grad()
+    for model in (net, twin):
+        backward(model)
+        write(model)
+    written = weights(net)
+    for _ in range(2):
+        with pytest.raises(WeightsWrittenError, match=message):
+            trainer.step(5)
+        assert same(weights(net), written)
+    trainer.set_data()
+    trainer.step(5)
+    plain.step()
+    # The gradients were not used up by the refusal, nor was the momentum touched.
+    torch.testing.assert_close(weights(net), weights(twin))
+
+
+def test_a_frozen_parameter_counts_too_because_the_store_would_overwrite_it() -> None:
+    net = net_of()
+    net[2].requires_grad_(False)
+    trainer = trainer_of(net)
+    train(net, trainer)
+    nn.init.ones_(net[2].weight)  # type: ignore[arg-type]
+    backward(net)
+    with pytest.raises(WeightsWrittenError, match=r"place: 2\.weight\. Call"):
+        trainer.step(5)
+
+
+def test_weights_that_live_in_the_process_may_be_written_at_any_time() -> None:
+    net = net_of()
+    trainer = trainer_of(net, in_store=False, momentum=0.0)
+    train(net, trainer)
+    nn.init.constant_(net[2].bias, 7.0)  # type: ignore[arg-type]
+    backward(net)
+    assert net[2].bias.grad is not None
+    expected = 7 - 0.1 / 5 * net[2].bias.grad
+    trainer.step(5)
+    torch.testing.assert_close(net[2].bias.detach(), expected)
+
+
+def test_writes_before_the_first_step_are_where_training_starts() -> None:
+    net = net_of()
+    trainer = trainer_of(net)
+    clamp(net)
+    train(net, trainer)
+    train(net, trainer)
+
+
+def averaged(net: nn.Module, trainer: Trainer) -> None:
+    mean = AveragedModel(net)
+    mean.update_parameters(net)
+
+
+def swapped(net: nn.Module, trainer: Trainer) -> None:
+    """Evaluate other weights, and put the own ones back."""
+    own = copy.deepcopy(net.state_dict())
+    net.load_state_dict({name: torch.zeros_like(value) for name, value in own.items()})
+    net(X)
+    net.load_state_dict(own)
+
+
+def clipped(net: nn.Module, trainer: Trainer) -> None:
+    backward(net)
+    nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+    trainer.step(5)
+
+
+def overflowed(net: nn.Module, trainer: Trainer) -> None:
+    """A step that is skipped, and so changes no weight."""
+    amp.init_trainer(trainer)
+    backward(net)
+    for p in net.parameters():
+        assert p.grad is not None
+        p.grad.fill_(torch.inf)
+    trainer.step(5)
+
+
+def compiled(net: nn.Module, trainer: Trainer) -> None:
+    fast = torch.compile(net, backend="aot_eager")
+    fast(X).square().sum().backward()
+    trainer.step(5)
+
+
+HARMLESS: dict[str, Callable[[nn.Module, Trainer], object]] = {
+    "nothing": lambda net, trainer: None,
+    "zero_grad": lambda net, trainer: net.zero_grad(set_to_none=False),
+    "several passes": lambda net, trainer: (backward(net), backward(net)),
+    "evaluation": lambda net, trainer: (net.eval(), torch.inference_mode()(net)(X), net.train()),
+    "clipping": clipped,
+    "averaged model": averaged,
+    "weights swapped out and in": swapped,
+    "set_data": lambda net, trainer: (clamp(net), trainer.set_data()),
+    "set_data with values": lambda net, trainer: trainer.set_data({"0.bias": torch.ones(4)}),
+    "copy": lambda net, trainer: copy.deepcopy(net),
+    "load_state_dict of the Trainer": lambda net, trainer: trainer.load_state_dict(trainer.state_dict()),
+    "freezing": lambda net, trainer: (net.requires_grad_(False), net.requires_grad_(True)),
+    "to the same place": lambda net, trainer: net.to("cpu", torch.float32),
+    "skipped step": overflowed,
+    "torch.compile": compiled,
+}
+
+
+@pytest.mark.parametrize("case", HARMLESS)
+def test_what_leaves_the_weights_is_not_taken_for_a_write(case: str) -> None:
+    net = net_of()
+    trainer = trainer_of(net)
+    train(net, trainer)
+    HARMLESS[case](net, trainer)
+    train(net, trainer)
+    train(net, trainer)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_weights_of_any_dtype_that_come_back_to_the_bit_are_not_taken_for_a_write(dtype: torch.dtype) -> None:
+    net = net_of(dtype)
+    trainer = trainer_of(net, multi_precision=dtype.itemsize < 4)
+    train(net, trainer)
+    net.load_state_dict(copy.deepcopy(net.state_dict()))
+    train(net, trainer)
+    with torch.no_grad():
+        net[0].weight[0, 0] = torch.nextafter(net[0].weight[0, 0], torch.tensor(9, dtype=dtype))  # type: ignore[index, operator]
+    backward(net)
+    with pytest.raises(WeightsWrittenError, match=r"place: 0\.weight\. Call"):
+        trainer.step(5)
+
+
+@pytest.fixture
+def pulls(monkeypatch: pytest.MonkeyPatch) -> list[StoreExchange]:
+    """The exchanges that have been asked for the store's weights."""
+    asked: list[StoreExchange] = []
+    pull = StoreExchange.pull
+
+    def counted(self: StoreExchange) -> dict[str, Tensor]:
+        asked.append(self)
+        return pull(self)
+
+    monkeypatch.setattr(StoreExchange, "pull", counted)
+    return asked
+
+
+def test_the_stores_weights_are_asked_for_only_after_a_write_that_was_not_published(
+    pulls: list[StoreExchange],
+) -> None:
+    net = net_of()
+    trainer = trainer_of(net)
+    for _ in range(3):
+        train(net, trainer)
+    clamp(net)
+    trainer.set_data()
+    train(net, trainer)
+    assert pulls == []
+    swapped(net, trainer)
+    for _ in range(3):
+        train(net, trainer)
+    assert len(pulls) == 1
+
+
+def test_a_lazy_parameter_that_takes_no_part_is_not_in_the_store(pulls: list[StoreExchange]) -> None:
+    used, spare = nn.Linear(3, 2), nn.LazyLinear(2)
+    for parameter in spare.parameters():
+        parameter.grad_req = "null"  # type: ignore[attr-defined]
+    trainer = trainer_of(nn.ModuleList([used, spare]))
+    train(used, trainer)
+    spare(X)
+    for _ in range(2):
+        train(used, trainer)
+    assert isinstance(spare.weight, Parameter)
+    assert pulls == []
