@@ -21,6 +21,7 @@ from kvstore_server.errors import (
     ProtocolError,
     ServerLostState,
     ServerStoppingError,
+    UnknownNameError,
 )
 from kvstore_server.namespace import Namespace
 from kvstore_server.protocol import messages as m
@@ -188,7 +189,12 @@ class Engine:
                 tuple(part for number in body.tables for part in parts_of(_ready(space.table(number))))
             )
         if isinstance(body, m.SetOptimizer):
-            space.set_optimizer(rank, body.spec)
+            try:
+                space.set_optimizer(rank, body.spec)
+            except UnknownNameError as error:
+                raise UnknownNameError(
+                    f"server {self.config.server} cannot run the optimizer: {error}"
+                ) from None
             return m.Info()
         if isinstance(body, m.GetState):
             dense = space.table(body.table).dense

@@ -36,7 +36,7 @@ def init_trainer(trainer: Trainer, scaler: LossScaler | None = None) -> None:
     """Give a Trainer a loss scaler; call it on every worker, with equal scalers.
 
     Args:
-        trainer: one that has a scaler gets a new one.
+        trainer: one that has a scaler, from saved states say, keeps it unless another is given.
         scaler: by default a new LossScaler, which begins at 2^16.
 
     Raises:
@@ -51,7 +51,8 @@ def init_trainer(trainer: Trainer, scaler: LossScaler | None = None) -> None:
         raise ArgumentTypeError(
             f"init_trainer needs a kvtrainer.Trainer, got {type(trainer).__name__}: {trainer!r:.80}"
         )
-    trainer.loss_scaler = LossScaler() if scaler is None else scaler
+    if scaler is not None or trainer.loss_scaler is None:
+        trainer.loss_scaler = LossScaler() if scaler is None else scaler
 
 
 @contextmanager

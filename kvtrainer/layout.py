@@ -11,7 +11,7 @@ from torch.nn import Parameter
 from torch.nn.parameter import is_lazy
 
 from kvstore_server.plan import Plan, TensorSpec, make_plan
-from kvstore_server.reduction import RowSet
+from kvstore_server.reduction import RowSet, compute_dtype
 from kvtrainer.arena import Arena
 from kvtrainer.errors import ConfigurationError, NotInitializedError
 from kvtrainer.gradients import GradientTracker
@@ -113,6 +113,14 @@ class Layout:
                 if not self._sparse.find(present):
                     raise
         self.rows = self._sparse.rows(sparse, self.plan)
+
+    def scale_rows(self, scale: float) -> None:
+        """Multiply the row-sparse gradients that were gathered, not those that they were copied from."""
+        if scale != 1.0:
+            self.rows = {
+                key: RowSet(rows.ids, rows.values.to(compute_dtype(self.plan.specs[key].dtype)) * scale)
+                for key, rows in self.rows.items()
+            }
 
     def scatter_grads(self, present: Sequence[bool]) -> None:
         """Copy the arena's gradients back to the parameters that are `present`; `rows` stay where they came from."""

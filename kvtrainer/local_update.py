@@ -123,7 +123,7 @@ class LocalUpdate:
                     found.setdefault(index, {})[position] = part
             else:
                 dense = step.grads[spec.dtype][begin : begin + spec.numel].view(-1, values.shape[1])
-                dense[ids] = values
+                dense[ids] = values.to(dense.dtype)
         return found
 
     def _names(self, piece: Slice) -> list[str]:

@@ -33,11 +33,13 @@ class LossScaler:
         """Steps without an overflow since the scale last changed."""
         self._is_scaled = False
         self._is_unscaled = False
+        self._carried = 1.0
+        """The scale that the present gradients carry, which may have been replaced since."""
 
     @property
     def factor(self) -> float:
         """What the present gradients must be multiplied by: 1 unless they come from a loss that was scaled."""
-        return 1.0 / self.loss_scale if self._is_scaled else 1.0
+        return 1.0 / self._carried if self._is_scaled else 1.0
 
     def mark_scaled(self) -> None:
         """Note that gradients of a scaled loss follow.
@@ -50,7 +52,7 @@ class LossScaler:
                 "the gradients were unscaled already, and a scaled loss would be added to them; call amp.unscale after "
                 "the last backward pass before the step"
             )
-        self._is_scaled = True
+        self._is_scaled, self._carried = True, self.loss_scale
 
     def mark_unscaled(self) -> None:
         """Note that the present gradients were multiplied by `factor`."""

@@ -160,8 +160,12 @@ class Pipeline(FlatOptimizer):
         assert exchange is not None
         absent = frozenset(i for i, is_fresh in enumerate(fresh) if not is_fresh)
         outcome = self._link.round(self._layout, self._options(fresh), scale, absent, veto=self._overflows())
-        if outcome.skipped or (not exchange.updates_weights and self._overflows()):
+        if outcome.skipped:
             return None
+        if not exchange.updates_weights:
+            self._layout.scale_rows(scale)  # those did not travel; what did has come back scaled
+            if self._overflows():
+                return None
         if not exchange.knows_left_out:
             takes_part = self._layout.tracker.participating()
             return [takes and i not in outcome.left_out for i, takes in enumerate(takes_part)]

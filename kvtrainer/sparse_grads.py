@@ -39,10 +39,12 @@ class SparseGrads:
     def rows(self, present: Iterable[int], plan: Plan) -> dict[int, RowSet]:
         """The rows of gradients, each row once: values of a row that appears several times are added in order.
 
+        Parameters without elements have none.
+
         Raises:
             ConfigurationError: a gradient is sparse in another way than by rows, or its rows are too long.
         """
-        return {i: self._rows(i, plan) for i in present}
+        return {i: self._rows(i, plan) for i in present if plan.specs[i].numel}
 
     def _rows(self, i: int, plan: Plan) -> RowSet:
         grad, spec = self._parameters[i].grad, plan.specs[i]
@@ -56,7 +58,7 @@ class SparseGrads:
         if not plan.takes_rows(i):
             raise ConfigurationError(
                 f"the gradient of {self._names[i]!r} is sparse, but its rows of {row_numel(spec)} {spec.dtype} "
-                "elements are too long to travel alone; build the module with sparse=False"
+                "elements are longer than the 1 MiB that are updated together; build the module with sparse=False"
             )
         ids, values = grad._indices()[0], grad._values()
         if values.dtype.itemsize < 4 and len(ids) > 1:

@@ -40,6 +40,8 @@ def write_state_file(fname: Path, saved: SavedStates) -> None:
         raise StateFileError(f"{what}: there is no directory {folder!r}; create it first")
     if os.path.isdir(path):
         raise StateFileError(f"{what}: that is a directory; give the name of a file")
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise StateFileError(f"{what}: that is a device, a pipe or a socket; give the name of a file")
     try:
         with _replacing(path) as temporary:
             mode = os.stat(temporary).st_mode

@@ -138,6 +138,9 @@ class Trainer(Pipeline):
 
     def _adopt_extra_states(self, saved: SavedStates) -> None:
         scaler = saved_scaler(saved)
-        if scaler is not None:
+        if scaler is not None and self.loss_scaler is not None:
+            # It knows which scale the present gradients carry, and the script may hold on to it.
+            self.loss_scaler.load_state_dict(scaler.state_dict())
+        elif scaler is not None:
             self.loss_scaler = scaler
         self._link.take_residuals(saved_residuals(saved, self._layout.names))

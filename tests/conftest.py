@@ -6,6 +6,10 @@ import signal
 
 
 def pytest_configure() -> None:
-    """Let children see Ctrl-C even where this process was started with SIGINT ignored, as `nohup … &` does."""
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    """Let children see signals that this process was started to ignore, as `nohup … &` does.
+
+    What is ignored is so in children as well; what has a handler is not.
+    """
+    for number in (signal.SIGINT, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, lambda *_: None)

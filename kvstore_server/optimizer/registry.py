@@ -138,8 +138,8 @@ def _lookup(name: str) -> AnyClass:
         if isinstance(known, type) and issubclass(known, torch.optim.Optimizer):
             return known
         raise UnknownNameError(
-            f"there is no optimizer {name!r}; known are {', '.join(sorted(_registry))}. A user-defined one "
-            "must be registered in every process: start the servers with --import MODULE"
+            f"there is no optimizer {name!r} in this process. A user-defined one must be registered in every process: "
+            f"start the servers with --import MODULE. Known are {', '.join(sorted(_registry))}"
         )
     return cls
 

@@ -87,6 +87,9 @@ def update_key(
         Exception: whatever a user-defined optimizer raises; weight and state are then half updated.
     """
     optimizer.check_key(str(hyper.get("key", "")), weight.shape, hyper)
+    if not weight.numel():
+        state.step += 1  # there is nothing to update, and torch's matrix classes fail on that
+        return
     if optimizer.elementwise and not grad.is_sparse:
         _update_alone(optimizer, weight, grad, state, hyper)
         return

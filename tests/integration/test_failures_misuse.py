@@ -110,7 +110,7 @@ def _applied(store: DistKVStore) -> list[int]:
         (lambda kv: kv.init("w", torch.ones(3)), ConfigurationError, "'w' is initialised already"),
         (lambda kv: kv.init("v", torch.ones(3, dtype=torch.int8)), ConfigurationError, "int8"),
         (lambda kv: kv.push("w", [1.0, 2.0, 3.0]), ConfigurationError, "must be a tensor"),
-        (lambda kv: kv.set_optimizer("adagrid"), UnknownNameError, "known are .*adam"),
+        (lambda kv: kv.set_optimizer("adagrid"), UnknownNameError, "Known are .*adam"),
         (
             lambda kv: kvtrainer.optimizer.create("sgd", momentun=0.9),
             ConfigurationError,

@@ -13,6 +13,7 @@ from torch.nn import Parameter
 
 import kvtrainer
 from kvtrainer import Trainer, amp, kvstore
+from kvtrainer.amp import LossScaler
 from kvtrainer.errors import AmpNotInitializedError, ArgumentTypeError, ConfigurationError, StateMismatchError
 
 STORES = [
@@ -277,3 +278,32 @@ def test_only_a_trainer_gets_a_scaler(given: Any, message: str) -> None:
     with pytest.raises(ArgumentTypeError, match=message) as caught:
         amp.init_trainer(given)
     assert isinstance(caught.value, TypeError)
+
+
+def test_states_loaded_between_a_scaled_backward_and_the_step_change_only_the_next_scale(
+    tmp_path: Path,
+) -> None:
+    p = Parameter(torch.ones(1))
+    trainer = Trainer([p], "sgd", {"learning_rate": 1.0}, kvstore=None)
+    own = LossScaler(8.0)
+    amp.init_trainer(trainer, own)
+    trainer.save_states(tmp_path / "states")
+    own.loss_scale = 4.0
+    with amp.scale_loss(p.sum(), trainer) as scaled:
+        scaled.backward()
+    trainer.load_states(tmp_path / "states")
+    trainer.step(1)
+    assert p.tolist() == [0.0]
+    assert trainer.amp_loss_scale == own.loss_scale == 8.0
+
+
+def test_a_loaded_scale_survives_init_trainer(tmp_path: Path) -> None:
+    parameters = [Parameter(torch.ones(1)) for _ in range(2)]
+    first, second = (Trainer([p], "sgd", kvstore=None) for p in parameters)
+    amp.init_trainer(first, LossScaler(8.0))
+    first.save_states(tmp_path / "states")
+    second.load_states(tmp_path / "states")
+    amp.init_trainer(second)
+    assert second.amp_loss_scale == 8.0
+    amp.init_trainer(second, LossScaler(2.0))
+    assert second.amp_loss_scale == 2.0

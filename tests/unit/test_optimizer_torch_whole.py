@@ -284,3 +284,12 @@ def test_a_foreign_class_that_keeps_something_for_all_parameters_is_refused(wher
     optimizer = create(type("Sharing", (Sharing,), {"where": where}))
     with pytest.raises(OptimizerError, match=f"{where}.* {match}.*all parameters share"):
         update_key(optimizer, torch.ones(2, 2), torch.ones(2, 2), KeyState(), optimizer.hyper)
+
+
+@pytest.mark.parametrize("name", ["Muon", "Adafactor"])
+def test_an_empty_key_is_left_alone(name: str) -> None:
+    state = KeyState()
+    optimizer = create(f"torch:{name}")
+    update_key(optimizer, torch.zeros(4, 0), torch.zeros(4, 0), state, {**optimizer.hyper, "key": "empty"})
+    assert state.step == 1
+    assert state.values == {}

@@ -217,3 +217,11 @@ def test_every_flipped_byte_is_noticed(tmp_path: Path) -> None:
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
         with pytest.raises(StateFileError):
             read_state_file(path)
+
+
+def test_what_is_no_file_is_not_replaced(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(StateFileError, match=r"'.*pipe': that is a device, a pipe or a socket"):
+        write_state_file(pipe, states_of(1.0))
+    assert pipe.is_fifo()

@@ -192,8 +192,56 @@ def test_rows_that_are_too_long_to_travel_are_refused_by_name() -> None:
     p = Parameter(torch.zeros(3, 300_000))
     trainer = Trainer({"table": p}, "sgd", kvstore=None)
     p.grad = torch.sparse_coo_tensor([[1]], torch.ones(1, 300_000), (3, 300_000))
-    with pytest.raises(ConfigurationError, match=r"'table' is sparse, but its rows of 300000 float32"):
+    with pytest.raises(
+        ConfigurationError, match=r"'table' is sparse, but its rows of 300000 float32 elements"
+    ):
         trainer.step(1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("store", [*STORES, {"kvstore": "store object", "update_on_kvstore": False}])
+@pytest.mark.parametrize("lazy", [True, False])
+def test_rows_are_divided_by_the_batch_size_and_multiplied_by_rescale_grad(
+    lazy: bool, store: dict[str, Any], dtype: torch.dtype
+) -> None:
+    table = Embedding(3, 1, sparse=True, dtype=dtype)
+    torch.nn.init.zeros_(table.weight)
+    chosen = (
+        {**store, "kvstore": kvtrainer.kvstore.create("local")}
+        if "object" in str(store["kvstore"])
+        else store
+    )
+    options = {"learning_rate": 1.0, "rescale_grad": 2.0, "lazy_update": lazy}
+    trainer = Trainer(table, "sgd", options, **chosen)
+    table(torch.tensor([1])).sum().backward()
+    trainer.step(4)
+    assert table.weight.flatten().tolist() == [0.0, -0.5, 0.0]
+
+
+@pytest.mark.parametrize("store", [*STORES, {"kvstore": "store object", "update_on_kvstore": False}])
+def test_the_loss_scale_is_taken_out_of_rows(store: dict[str, Any]) -> None:
+    table = Embedding(3, 1, sparse=True)
+    torch.nn.init.zeros_(table.weight)
+    chosen = (
+        {**store, "kvstore": kvtrainer.kvstore.create("local")}
+        if "object" in str(store["kvstore"])
+        else store
+    )
+    trainer = Trainer(table, "sgd", {"learning_rate": 1.0}, **chosen)
+    amp.init_trainer(trainer)
+    with amp.scale_loss(table(torch.tensor([2])).sum(), trainer) as scaled:
+        scaled.backward()
+    trainer.step(1)
+    assert table.weight.flatten().tolist() == [0.0, 0.0, -1.0]
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_rows_without_elements_do_no_harm(store: dict[str, Any]) -> None:
+    empty, other = Embedding(5, 0, sparse=True), Parameter(torch.zeros(2))
+    trainer = Trainer([empty.weight, other], "sgd", {"learning_rate": 1.0}, **store)
+    (empty(torch.tensor([1])).sum() + other.sum()).backward()
+    trainer.step(1)
+    assert other.tolist() == [-1.0, -1.0]
 
 
 @kvtrainer.kvstore.register("dense-sums-only")
