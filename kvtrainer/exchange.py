@@ -75,13 +75,19 @@ class Exchange(Protocol):
 
 
 class StoreExchange:
-    """Over a client of an engine, in this process or on servers."""
+    """Over a client of an engine, in this process or, if it `is_dist`, on servers."""
 
     knows_left_out = True
 
     def __init__(
-        self, client: Client, plan: Plan, optimizer: Optimizer | None, codec: Codec | None = None
+        self,
+        client: Client,
+        plan: Plan,
+        optimizer: Optimizer | None,
+        codec: Codec | None = None,
+        is_dist: bool = False,
     ) -> None:
+        self._is_dist = is_dist
         self.num_workers = client.options.num_workers
         self.updates_weights = optimizer is not None
         self._client = client
@@ -100,10 +106,11 @@ class StoreExchange:
         _copy_back(weights, mine)
 
     def check_sparse(self, names: Sequence[str]) -> None:
-        if not self.updates_weights and self.num_workers > 1:
+        # Also with one worker, so that a script that works with one works with several.
+        if not self.updates_weights and self._is_dist:
             raise ConfigurationError(
                 f"the gradient of {', '.join(map(repr, names))} is row-sparse, which needs update_on_kvstore=True with "
-                f"{self.num_workers} workers: rows that other workers have cannot be summed here"
+                "a dist kvstore: rows that other workers have cannot be summed here"
             )
 
     def run(

@@ -16,6 +16,7 @@ from kvstore_server.plan import Plan
 from kvtrainer.arena import Arena
 from kvtrainer.errors import KVStoreError, WeightsWrittenError
 from kvtrainer.exchange import Exchange, Gradients, Outcome, PluginExchange, StoreExchange
+from kvtrainer.kvstore.dist import DistKVStore
 from kvtrainer.layout import Layout
 from kvtrainer.store_choice import StoreChoice
 
@@ -180,7 +181,8 @@ class StoreLink:
         choice.open()
         if choice.client is not None:
             there = _for_store(optimizer) if choice.updates_weights else None
-            return StoreExchange(choice.client, plan, there, choice.codec)
+            is_dist = isinstance(choice.store, DistKVStore)
+            return StoreExchange(choice.client, plan, there, choice.codec, is_dist)
         return None if choice.store is None else PluginExchange(choice.store, plan)
 
 

@@ -9,8 +9,11 @@ import torch
 from torch import Tensor
 
 from kvtrainer import Trainer
+from kvtrainer.errors import ConfigurationError
+from kvtrainer.kvstore import DistKVStore
 from tests.support.jobs import Job, run_job
 from tests.support.sparse_model import CASES, Embeddings, batches
+from tests.support.stores import servers
 
 
 @pytest.fixture(scope="module", params=[1, 3], ids=["1-server", "3-servers"])
@@ -59,4 +62,16 @@ def test_all_workers_have_the_same_weights(job: Job, name: str) -> None:
 
 def test_rows_of_other_workers_cannot_be_summed_here(job: Job) -> None:
     for said in job["reduced"]:
-        assert "'weight' is row-sparse, which needs update_on_kvstore=True with 2 workers" in said
+        assert "'weight' is row-sparse, which needs update_on_kvstore=True with a dist kvstore" in said
+
+
+def test_a_single_worker_is_told_the_same() -> None:
+    def stepped(kv: DistKVStore, rank: int) -> None:
+        table = torch.nn.Embedding(3, 1, sparse=True)
+        trainer = Trainer(table, "sgd", kvstore=kv, update_on_kvstore=False)
+        table(torch.tensor([1])).sum().backward()
+        with pytest.raises(ConfigurationError, match="needs update_on_kvstore=True with a dist kvstore"):
+            trainer.step(1)
+
+    with servers() as running:
+        running.results(1, 1, stepped)

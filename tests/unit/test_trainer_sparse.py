@@ -180,6 +180,20 @@ def test_lazy_state_goes_on_after_it_was_saved_and_loaded(tmp_path: Any) -> None
     assert torch.equal(table.weight, other.weight)
 
 
+@pytest.mark.parametrize("update_on_kvstore", [None, True, False])
+@pytest.mark.parametrize("kind", ["local", "device"])
+def test_a_store_in_this_process_takes_rows_whoever_updates(
+    kind: str, update_on_kvstore: bool | None
+) -> None:
+    table = Embedding(3, 1, sparse=True)
+    torch.nn.init.zeros_(table.weight)
+    store = kvtrainer.kvstore.create(kind)
+    trainer = Trainer(table, "sgd", {"learning_rate": 1.0}, store, update_on_kvstore=update_on_kvstore)
+    table(torch.tensor([1])).sum().backward()
+    trainer.step(2)
+    assert table.weight.flatten().tolist() == [0.0, -0.5, 0.0]
+
+
 def test_sparse_in_two_dimensions_is_refused_by_name() -> None:
     p = Parameter(torch.zeros(3, 2))
     trainer = Trainer({"table": p}, "sgd", kvstore=None)
