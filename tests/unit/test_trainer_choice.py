@@ -121,8 +121,14 @@ def test_size_of_the_largest_parameter_reaches_the_choice() -> None:
         Parameter(torch.empty(3)),
         Parameter(torch.empty(LARGE + 1, device="cpu", dtype=torch.float16)),
     ]
-    trainer = Trainer(parameters, "test", kvstore=kvstore.create("local"))
-    trainer.allreduce_grads()  # refused where the store updates
+    small, large = (
+        Trainer(some, "test", kvstore=kvstore.create("local")) for some in (parameters[:1], parameters[1:])
+    )
+    large.allreduce_grads()
+    with pytest.raises(
+        ConfigurationError, match=r"allreduce_grads\(\) has no meaning while the optimizer runs in"
+    ):
+        small.allreduce_grads()
 
 
 def test_aggregation_keeps_the_update_out_of_the_store() -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _global_forward_hooks
+from torch.nn.parameter import is_lazy
 
 from kvtrainer import Trainer, kvstore
 from kvtrainer.errors import ConfigurationError, NotInitializedError, StaleGradientError
@@ -239,4 +240,6 @@ def test_first_forward_in_inference_mode_does_no_harm() -> None:
     trainer_of(nn.ModuleList([net, lazy]))
     with torch.inference_mode():
         net(X)
-    lazy(X)
+    assert is_lazy(lazy.weight)
+    assert lazy(X).shape == (len(X), 1)
+    assert not is_lazy(lazy.weight)

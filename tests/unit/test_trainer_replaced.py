@@ -104,3 +104,4 @@ def test_a_step_without_gradients_that_is_meant_says_nothing() -> None:
         warnings.simplefilter("error")
         trainer.step(ignore_stale_grad=True)
         trainer.step(4, ignore_stale_grad=True)
+    assert trainer.optimizer.num_update == 0
