@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from kvtrainer.errors import (
     ConfigurationError,
@@ -16,27 +14,10 @@ from kvtrainer.errors import (
     ShapeMismatchError,
     UnknownNameError,
 )
-from kvtrainer.kvstore import KVStoreBase, LocalKVStore
+from kvtrainer.kvstore import LocalKVStore
+from tests.support.local_stores import full, local, pulled
 
-SHAPE = (4, 4)
 STR_KEYS = ["b", "c", "d"]
-
-
-def local(keys: Any = (), value: float = 0.0) -> LocalKVStore:
-    store = LocalKVStore()
-    if keys:
-        store.init(list(keys), [torch.full(SHAPE, value) for _ in keys])
-    return store
-
-
-def full(value: float) -> Tensor:
-    return torch.full(SHAPE, float(value))
-
-
-def pulled(store: KVStoreBase, key: Any, shape: tuple[int, ...] = SHAPE) -> Tensor:
-    out = torch.full(shape, float("nan"))
-    store.pull(key, out=out)  # type: ignore[attr-defined]
-    return out
 
 
 Action = Callable[[LocalKVStore], object]

@@ -14,29 +14,12 @@ from kvtrainer.errors import (
     ConfigurationError,
     OptimizerError,
 )
-from kvtrainer.kvstore import KVStoreBase, LocalKVStore
+from kvtrainer.kvstore import LocalKVStore
+from tests.support.local_stores import SHAPE, full, local, pulled
 
-SHAPE = (4, 4)
 STR_KEYS, INT_KEYS = ["b", "c", "d"], [5, 7, 11]
 KEYS = pytest.mark.parametrize("keys", [STR_KEYS, INT_KEYS], ids=["str", "int"])
 VERBS = ["push+pull", "pushpull", "pushpull in place"]
-
-
-def local(keys: Any = (), value: float = 0.0) -> LocalKVStore:
-    store = LocalKVStore()
-    if keys:
-        store.init(list(keys), [torch.full(SHAPE, value) for _ in keys])
-    return store
-
-
-def full(value: float) -> Tensor:
-    return torch.full(SHAPE, float(value))
-
-
-def pulled(store: KVStoreBase, key: Any, shape: tuple[int, ...] = SHAPE) -> Tensor:
-    out = torch.full(shape, float("nan"))
-    store.pull(key, out=out)  # type: ignore[attr-defined]
-    return out
 
 
 @KEYS

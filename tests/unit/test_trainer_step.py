@@ -12,32 +12,7 @@ from torch.nn import Parameter
 from kvtrainer import Trainer, kvstore
 from kvtrainer.errors import ConfigurationError, OptimizerError, ParameterMovedError, StaleGradientError
 from kvtrainer.optimizer import Optimizer, register
-
-STORES = [
-    pytest.param(None, id="in-process"),
-    pytest.param(False, id="reduced"),
-    pytest.param(True, id="in-store"),
-]
-"""update_on_kvstore of the three ways in which one process can train; None stands for no store at all."""
-
-
-def trainer_of(
-    parameters: Any, uok: bool | None = None, optimizer: Any = "sgd", options: dict[str, Any] | None = None
-) -> Trainer:
-    options = {"learning_rate": 1.0} if options is None and isinstance(optimizer, str) else options
-    store = None if uok is None else kvstore.create("local")
-    return Trainer(parameters, optimizer, options, kvstore=store, update_on_kvstore=uok)
-
-
-def zeros(*shape: int) -> Parameter:
-    return Parameter(torch.zeros(*shape or (2,)))
-
-
-def backward(parameter: Tensor, slope: float = 1.0) -> Tensor:
-    """One backward pass whose gradient is `slope` in every element; returns the loss."""
-    loss = (parameter * slope).sum()
-    loss.backward()
-    return loss
+from tests.support.ways_to_train import STORES, backward, trainer_of, zeros
 
 
 @pytest.mark.parametrize("uok", STORES)
