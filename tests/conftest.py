@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterator
+
+import pytest
+import torch
 
 
 def pytest_configure() -> None:
@@ -13,3 +17,12 @@ def pytest_configure() -> None:
     for number in (signal.SIGINT, signal.SIGHUP):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, lambda *_: None)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tensors are small here: threads cost more than they bring, and beside busy processes wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
-import torch
 
 from tests.support.jobs import Job, PartOfJob, run_job
 
@@ -37,12 +34,3 @@ def part_of_job(tmp_path_factory: pytest.TempPathFactory) -> PartOfJob:
         return done[part, workers, servers]
 
     return run
-
-
-@pytest.fixture(scope="session", autouse=True)
-def one_thread() -> Iterator[None]:
-    """The oracles' tensors are small: beside busy processes, threads would wait for each other at every step."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)

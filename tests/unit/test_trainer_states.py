@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -37,15 +36,6 @@ GLUON: dict[str, dict[str, Any]] = {
     "test": {},
 }
 KINDS = [*GLUON, *(f"torch:{name}" for name in TORCH)]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """Threads cost more than they bring with tensors of this size."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class Net(nn.Module):
