@@ -15,7 +15,7 @@ from kvstore_server.protocol.buffers import MAX_PAYLOAD, SENT_ALONE
 from kvstore_server.protocol.frames import encode_reply
 
 PartKey = tuple[int, int, int, int]
-"""(request number, table, slice, round) of a slice of weights."""
+"""(request number, table, slice, version) of a slice of weights."""
 
 
 @dataclass(frozen=True)
@@ -73,13 +73,13 @@ class Backlog:
 
 
 def _key(reply: m.Reply, part: m.WeightsPart) -> PartKey:
-    return (reply.number, part.table, part.slice, part.round)
+    return (reply.number, part.table, part.slice, part.version)
 
 
 def packed(replies: Iterable[m.Outgoing]) -> Iterable[m.Outgoing]:
     """Join what goes to one request into messages of at most MAX_PAYLOAD bytes; order within a request is kept."""
     joined: dict[tuple[bytes, int], list[m.WeightsPart]] = {}
-    done: dict[tuple[bytes, int], list[tuple[int, int]]] = {}
+    done: dict[tuple[bytes, int], list[tuple[int, int, int]]] = {}
     others: list[m.Outgoing] = []
     for out in replies:
         where = (out.peer, out.reply.number)

@@ -38,6 +38,8 @@ class TensorSpec:
     shape: tuple[int, ...]
     dtype: str
     group: int = 0
+    row_sparse: bool = False
+    """Whether the key lives in the store alone: workers send and fetch rows of it, and hold no copy."""
 
     @property
     def numel(self) -> int:
@@ -291,11 +293,12 @@ def _units(drafts: Sequence[_Draft]) -> list[list[int]]:
 
 def _digest(specs: tuple[TensorSpec, ...], num_servers: int, whole_keys: bool) -> str:
     layout = [ALIGNMENT, MIN_SLICE, MAX_SLICE, SLICES_PER_TABLE, num_servers, whole_keys]
-    rows = [[spec.key, list(spec.shape), spec.dtype, spec.group] for spec in specs]
+    rows = [[spec.key, list(spec.shape), spec.dtype, spec.group, spec.row_sparse] for spec in specs]
     return hashlib.sha256(json.dumps([layout, rows]).encode()).hexdigest()
 
 
 def _describe(spec: TensorSpec | None) -> str:
     if spec is None:
         return "missing"
-    return f"{spec.key!r} {spec.dtype}{list(spec.shape)} in group {spec.group}"
+    kind = "row-sparse " if spec.row_sparse else ""
+    return f"{spec.key!r} {kind}{spec.dtype}{list(spec.shape)} in group {spec.group}"

@@ -25,7 +25,7 @@ def outcome(table: Table, commit: m.Commit, waiter: Waiter, weights: m.Weights) 
         out += reply(waiter, m.Vetoed(table.number, commit.round, table.vetoes))
     elif commit.want_weights:
         return out + reply(waiter, weights)
-    return out + reply(waiter, m.Done(((table.number, commit.round),)))
+    return out + reply(waiter, m.Done(((table.number, commit.round, table.rounds.number - 1),)))
 
 
 def tell(table: Table, number: int, waiters: list[Waiter], error: KVStoreError) -> list[m.Outgoing]:

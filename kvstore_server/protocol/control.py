@@ -31,6 +31,8 @@ _CONTROL: tuple[type[Any], ...] = (
     m.Pending,
     m.Failed,
     m.Info,
+    m.PullRows,
+    m.InForce,
 )
 _KIND_OF = {cls: kind for kind, cls in enumerate(_CONTROL)}
 _FIELDS = {cls: tuple(f.name for f in fields(cls)) for cls in _CONTROL}
@@ -111,20 +113,27 @@ def _check_types(message: Any) -> None:
         if declared == "tuple[int, ...]" and not all(type(item) is int for item in value):
             raise ProtocolError(f"{type(message).__name__}.{f.name} must be {declared}, got {value!r:.80}")
     if isinstance(message, m.Register) and not all(_is_spec(spec) for spec in message.specs):
-        raise ProtocolError("Register.specs must be (key, shape, dtype, group) each")
+        raise ProtocolError("Register.specs must be (key, shape, dtype, group, is row-sparse) each")
+    if isinstance(message, m.PullRows) and not all(_is_triple(part) for part in message.wanted):
+        raise ProtocolError("PullRows.wanted must be (slice, position, number of ids) each")
 
 
 def _is_spec(spec: Any) -> bool:
-    if not isinstance(spec, tuple) or len(spec) != 4:
+    if not isinstance(spec, tuple) or len(spec) != 5:
         return False
-    key, shape, dtype, group = spec
+    key, shape, dtype, group, is_row_sparse = spec
     return (
         isinstance(key, str)
         and isinstance(shape, tuple)
         and all(type(size) is int for size in shape)
         and isinstance(dtype, str)
         and type(group) is int
+        and isinstance(is_row_sparse, bool)
     )
+
+
+def _is_triple(part: Any) -> bool:
+    return isinstance(part, tuple) and len(part) == 3 and all(type(item) is int for item in part)
 
 
 def _freeze(value: Any) -> Any:

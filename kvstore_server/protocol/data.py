@@ -1,9 +1,9 @@
 """Data messages as bytes: arrays of fixed 64-bit records, then a payload frame.
 
 push      table, slice, round, generation, size; then, where the payloads are compressed, how; then the payloads
-commit    table, round, flags, number of slices, rescale, timeout; then (slice, generation) of each slice
-weights   table, slice, round, size; then the payloads
-done      table, round
+commit    table, round, flags, number of slices, version, rescale, timeout; then (slice, generation) of each slice
+weights   table, slice, version, kind, size; then the payloads
+done      table, round, version
 state     [table, slice or key, which of the two, summary, size]; then the bytes in pieces
 """
 
@@ -28,8 +28,9 @@ from kvstore_server.protocol.buffers import (
 )
 from kvstore_server.protocol.control import pack_control, unpack_control
 
-_PUSH_WORDS, _WEIGHTS_WORDS, _DONE_WORDS, _COMMIT_WORDS = 5, 4, 2, 6
-_WANTS_WEIGHTS, _VETOES, _ASSIGNS = 1, 2, 4
+_PUSH_WORDS, _WEIGHTS_WORDS, _DONE_WORDS, _COMMIT_WORDS = 5, 5, 3, 7
+_WANTS_WEIGHTS, _VETOES, _ASSIGNS, _HAS_JOINED, _WANTS_DELTA = 1, 2, 4, 8, 16
+_ALL_FLAGS = 31
 """Bits of a commit's flags."""
 
 
@@ -61,8 +62,9 @@ def encode_commits(batch: m.CommitBatch) -> list[Frame]:
         head[row, 1] = commit.round
         head[row, 2] = _flags(commit)
         head[row, 3] = len(commit.manifest)
-        floats[row, 4] = np.nan if commit.rescale is None else commit.rescale
-        floats[row, 5] = commit.timeout
+        head[row, 4] = commit.version
+        floats[row, 5] = np.nan if commit.rescale is None else commit.rescale
+        floats[row, 6] = commit.timeout
         manifests.extend(commit.manifest)
     extra = pack_control([batch.hyper, list(batch.absent)])
     return [
@@ -83,28 +85,29 @@ def decode_commits(frames: Sequence[Frame]) -> m.CommitBatch:
     hyper, absent = _commit_extra(frames[1])
     commits = []
     at = 0
-    for (table, number, flags, entries, _, _), floats in zip(
+    for (table, number, flags, entries, version, _, _), floats in zip(
         head.tolist(), head.view("<f8").tolist(), strict=True
     ):
         if entries < 0 or at + entries > len(manifest):
             raise ProtocolError(f"a commit names {entries} slices but the message holds {len(manifest) - at}")
-        commits.append(_commit(table, number, flags, tuple(manifest[at : at + entries]), *floats[4:]))
+        named = tuple(manifest[at : at + entries])
+        commits.append(_commit(table, number, flags, version, named, *floats[5:]))
         at += entries
     return m.CommitBatch(tuple(commits), hyper, absent)
 
 
 def encode_weights(weights: m.Weights) -> list[Frame]:
     """Records and payloads."""
-    records = [(p.table, p.slice, p.round, payload_size(p.payload)) for p in weights.parts]
+    records = [(p.table, p.slice, p.version, p.kind, payload_size(p.payload)) for p in weights.parts]
     return [_pack(records), join_payloads([p.payload for p in weights.parts])]
 
 
 def decode_weights(frames: Sequence[Frame]) -> m.Weights:
     """Inverse of `encode_weights`. Raises ProtocolError on anything else."""
     records = _records(frames, _WEIGHTS_WORDS, 2)
-    parts = split_payload(frames[1], records[:, 3])
+    parts = split_payload(frames[1], records[:, 4])
     rows = zip(records.tolist(), parts, strict=True)
-    return m.Weights(tuple([m.WeightsPart(t, s, r, part) for (t, s, r, _), part in rows]))
+    return m.Weights(tuple([m.WeightsPart(t, s, v, part, k) for (t, s, v, k, _), part in rows]))
 
 
 def encode_done(done: m.Done) -> list[Frame]:
@@ -114,7 +117,7 @@ def encode_done(done: m.Done) -> list[Frame]:
 
 def decode_done(frames: Sequence[Frame]) -> m.Done:
     """Inverse of `encode_done`. Raises ProtocolError on anything else."""
-    return m.Done(tuple([(t, r) for t, r in _records(frames, _DONE_WORDS, 1).tolist()]))
+    return m.Done(tuple([(t, r, v) for t, r, v in _records(frames, _DONE_WORDS, 1).tolist()]))
 
 
 def encode_state(state: m.State) -> list[Frame]:
@@ -137,20 +140,32 @@ def decode_state(frames: Sequence[Frame]) -> m.State:
 
 
 def _flags(commit: m.Commit) -> int:
-    return _WANTS_WEIGHTS * commit.want_weights | _VETOES * commit.veto | _ASSIGNS * commit.assign
+    return (
+        _WANTS_WEIGHTS * commit.want_weights
+        | _VETOES * commit.veto
+        | _ASSIGNS * commit.assign
+        | _HAS_JOINED * commit.joined
+        | _WANTS_DELTA * commit.delta
+    )
 
 
 def _commit(
-    table: int, number: int, flags: int, manifest: tuple[tuple[int, int], ...], rescale: float, timeout: float
+    table: int,
+    number: int,
+    flags: int,
+    version: int,
+    manifest: tuple[tuple[int, int], ...],
+    rescale: float,
+    timeout: float,
 ) -> m.Commit:
     if not 0 <= timeout < math.inf or math.isinf(rescale):
         raise ProtocolError(f"a commit has timeout {timeout} and rescale {rescale}; both must be finite")
-    if flags & ~(_WANTS_WEIGHTS | _VETOES | _ASSIGNS):
+    if flags & ~_ALL_FLAGS:
         raise ProtocolError(f"a commit has unknown flags {flags:#x}")
     factor = None if math.isnan(rescale) else rescale
     return m.Commit(
         table, number, manifest, factor, bool(flags & _WANTS_WEIGHTS), timeout, bool(flags & _VETOES),
-        bool(flags & _ASSIGNS),
+        bool(flags & _ASSIGNS), bool(flags & _HAS_JOINED), bool(flags & _WANTS_DELTA), version,
     )  # fmt: skip
 
 

@@ -267,7 +267,7 @@ class _Reader:
         hello = self._ask(m.Request(0, 0, 1, m.Hello(new_name(), 0, 1, 0, 1, capability(), "here:1")))
         assert isinstance(hello, m.Welcome)
         run, session = hello.run, hello.session
-        specs = tuple((str(i), (1 << 18,), "float32", 0) for i in range(nbytes >> 20))
+        specs = tuple((str(i), (1 << 18,), "float32", 0, False) for i in range(nbytes >> 20))
         table = self._ask(m.Request(run, session, 2, m.Register("w", specs, False)))
         assert isinstance(table, m.Registered)
         for i in range(nbytes >> 20):

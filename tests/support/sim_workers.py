@@ -120,7 +120,7 @@ class SimProcess:
             self.sessions[server] = (body.run, body.session)
             self._send(server, self._number(), m.SetOptimizer(self._options.optimizer))
             for name, specs in TABLES:
-                declared = tuple((s.key, s.shape, s.dtype, s.group) for s in specs)
+                declared = tuple((s.key, s.shape, s.dtype, s.group, s.row_sparse) for s in specs)
                 self._send(server, self._number(), m.Register(name, declared, False))
         elif isinstance(body, m.Registered):
             self._registered(server, body)

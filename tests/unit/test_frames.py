@@ -17,18 +17,21 @@ from kvstore_server.protocol.buffers import MAX_FRAME
 
 REQUESTS: list[Any] = [
     m.Hello("job", 1, 3, 0, 2, "AVX512", "host:17"),
-    m.Register("w", (("w", (3, 4), "float32", 0), ("empty", (), "bfloat16", 1)), True),
+    m.Register("w", (("w", (3, 4), "float32", 0, False), ("empty", (), "bfloat16", 1, False)), True),
     m.CommitBatch(
         (
             m.Commit(1, 7, ((0, 0), (5, 2)), 0.25, True, 3.5),
             m.Commit(2, 7, (), None, False, 0.0, veto=True),
             m.Commit(3, 7, (), None, True, 0.0, assign=True),
+            m.Commit(4, 7, (), None, True, 0.0, joined=True, version=5),
+            m.Commit(4, 7, (), None, True, 0.0, delta=True, version=6),
         ),
         b"h",
         (4,),
     ),
     m.Abort(1, 2, "because", True),
-    m.Pull((0, 1, 5)),
+    m.Pull((0, 1, 5), 3.5),
+    m.PullRows(0, ((3, 0, 2),), b"\0\0\0\0\2\0\0\0", 3.5),
     m.SetOptimizer(b"\x81"),
     m.Barrier(4, 2.5),
     m.GetState(1, 2, False),
@@ -41,7 +44,8 @@ REQUESTS: list[Any] = [
 REPLIES: list[Any] = [
     m.Welcome(1 << 61, 5),
     m.Registered(3, 1),
-    m.Done(((1, 7), (2, 8))),
+    m.Done(((1, 7, 7), (2, 8, 11))),
+    m.InForce(1, 7, b"\x80", True),
     m.Absent(1, 7, (3, 4)),
     m.Vetoed(1, 7, (0, 2)),
     m.Missing(1, 7, (0, 2)),
@@ -103,7 +107,7 @@ def test_no_frame_of_a_large_state_exceeds_the_limit() -> None:
 
 
 def test_a_control_message_that_no_frame_can_hold_is_refused_before_it_is_sent() -> None:
-    specs = tuple((f"{'very' * 20}_long_name_{i}", (1,), "float32", 0) for i in range(20_000))
+    specs = tuple((f"{'very' * 20}_long_name_{i}", (1,), "float32", 0, False) for i in range(20_000))
     with pytest.raises(ProtocolError, match=r"Register message would have .* fewer keys"):
         f.encode_request(m.Request(1, 2, 3, m.Register("w", specs, False)))
 
@@ -131,16 +135,16 @@ def test_bytes_without_our_header_are_asked_whether_they_are_ours(frames: list[b
     [
         (m.Hello("job", 0, 1, 0, 1, "", ""), [b"\xc1"], "cannot be decoded"),
         (m.Hello("job", 0, 1, 0, 1, "", ""), [b""], "cannot be decoded"),
-        (m.Hello("job", 0, 1, 0, 1, "", ""), [b"\x90"], "must hold 7 values"),
+        (m.Hello("job", 0, 1, 0, 1, "", ""), [b"\x90"], "must hold 10 values"),
         (m.Hello("job", 0, 1, 0, 1, "", ""), [b"\x90", b"\x90"], "has 2 frames after its header, expected 1"),
-        (m.Hello("job", 0, 1, 0, 1, "", ""), [msgpack.packb([1, 0, 1, 0, 1, "", ""])], "Hello.namespace must be str"),
-        (m.Hello("job", 0, 1, 0, 1, "", ""), [msgpack.packb(["", True, 1, 0, 1, "", ""])], "Hello.rank must be int"),
+        (m.Hello("job", 0, 1, 0, 1, "", ""), [msgpack.packb([1, 0, 1, 0, 1, "", "", "sync", 0, False])], "Hello.namespace must be str"),
+        (m.Hello("job", 0, 1, 0, 1, "", ""), [msgpack.packb(["", True, 1, 0, 1, "", "", "sync", 0, False])], "Hello.rank must be int"),
         (m.Barrier(0, 1.0), [msgpack.packb([0, float("nan")])], "Barrier.timeout must be finite"),
         (m.Barrier(0, 1.0), [msgpack.packb([0, float("inf")])], "Barrier.timeout must be finite"),
-        (m.Pull((0,)), [msgpack.packb([["0"]])], "Pull.tables must be"),
+        (m.Pull((0,)), [msgpack.packb([["0"], 1.0])], "Pull.tables must be"),
         (m.Pull((0,)), [b"\x91" + b"\xdd\xff\xff\xff\xff"], "cannot be decoded"),
         (m.Pull((0,)), [b"\x91" * 5000], "cannot be decoded"),
-        (m.Register("w", (), False), [msgpack.packb(["w", [["k", [1.5], "f", 0]], False])], "Register.specs must be"),
+        (m.Register("w", (), False), [msgpack.packb(["w", [["k", [1.5], "f", 0, False]], False])], "Register.specs must be"),
         (m.SetOptimizer(b""), [msgpack.packb([msgpack.ExtType(1, b"x")])], "cannot be decoded"),
         (m.PushBatch(()), [bytes(39), b""], "no whole number of 40-byte records"),
         (m.PushBatch(()), [struct.pack("<5q", 0, 0, 0, 0, -1), b""], "body names -1"),
@@ -148,9 +152,9 @@ def test_bytes_without_our_header_are_asked_whether_they_are_ours(frames: list[b
         (m.PushBatch(()), [struct.pack("<5q", 0, 0, 0, 0, 1 << 62) * 4, b""], "payload has 0 bytes"),
         (m.CommitBatch(()), [b"", b"\x92\xc4\x00\x90"], "cannot hold -1 commits"),
         (m.CommitBatch(()), [struct.pack("<q", 1 << 62), b"\x92\xc4\x00\x90"], "cannot hold 4611686018427387904"),
-        (m.CommitBatch(()), [struct.pack("<q4q2d", 1, 0, 0, 0, 9, 1, 1), b"\x92\xc4\x00\x90"], "names 9 slices"),
-        (m.CommitBatch(()), [struct.pack("<q4q2d", 1, 0, 0, 0, 0, 1, -1), b"\x92\xc4\x00\x90"], "timeout -1"),
-        (m.CommitBatch(()), [struct.pack("<q4q2d", 1, 0, 0, 8, 0, 1, 1), b"\x92\xc4\x00\x90"], "unknown flags 0x8"),
+        (m.CommitBatch(()), [struct.pack("<q5q2d", 1, 0, 0, 0, 9, -1, 1, 1), b"\x92\xc4\x00\x90"], "names 9 slices"),
+        (m.CommitBatch(()), [struct.pack("<q5q2d", 1, 0, 0, 0, 0, -1, 1, -1), b"\x92\xc4\x00\x90"], "timeout -1"),
+        (m.CommitBatch(()), [struct.pack("<q5q2d", 1, 0, 0, 32, 0, -1, 1, 1), b"\x92\xc4\x00\x90"], "unknown flags 0x20"),
         (m.CommitBatch(()), [struct.pack("<q", 0), b"\x90"], "must end with"),
         (m.CommitBatch(()), [struct.pack("<q", 0), b"\x92\xc4\x00\x91\xa1x"], "list of integers"),
         (m.State(0, 0, False, {}, b""), [msgpack.packb([0, 0, False, {}, 5]), b"1234"], "names 5 bytes and brings 4"),

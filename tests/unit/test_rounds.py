@@ -225,7 +225,7 @@ def test_commits_of_many_tables_go_in_messages_of_bounded_size() -> None:
 
     def answer(server: int, request: m.Request) -> list[m.ReplyBody] | None:
         if isinstance(request.body, m.CommitBatch):
-            return [m.Done(tuple((c.table, c.round) for c in request.body.commits))]
+            return [m.Done(tuple((c.table, c.round, c.round) for c in request.body.commits))]
         return None
 
     servers.answer = answer

@@ -1,0 +1,203 @@
+"""What a worker says to a server, as plain values; see `messages`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
+
+Payload: TypeAlias = Any
+"""A flat tensor, or a buffer (memoryview) of exactly the slice's bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """Opens a session: one rank of one namespace on one server."""
+
+    namespace: str
+    rank: int
+    num_workers: int
+    server: int
+    num_servers: int
+    capability: str
+    """Instruction set of the worker's CPU; bits are only the same between equal ones."""
+    address: str
+    """`host:pid`, for error messages."""
+    mode: str = "sync"
+    """When a contribution counts: "sync", "async" or "ssp"; the same for all ranks of the namespace."""
+    staleness: int = 0
+    """With "ssp": by how many updates a rank may be ahead of the slowest one."""
+    slow_down: bool = False
+    """Whether the learning rate of a contribution is divided by its staleness; not with "sync"."""
+
+
+@dataclass(frozen=True, slots=True)
+class Register:
+    """Declares a table: its keys, from which both sides derive the same Plan."""
+
+    table: str
+    specs: tuple[tuple[str, tuple[int, ...], str, int, bool], ...]
+    """(key, shape, dtype, group, is row-sparse) of each key."""
+    whole_keys: bool
+    """Whether every key lies whole on one server."""
+
+
+class Push(NamedTuple):
+    """One provisional slice of a contribution."""
+
+    table: int
+    slice: int
+    round: int
+    generation: int
+    payload: Payload
+
+
+@dataclass(frozen=True, slots=True)
+class PushBatch:
+    """Several slices in one message. Never answered: the commit is."""
+
+    pushes: tuple[Push, ...]
+    form: bytes = b""
+    """How the payloads are to be read, if not as plain numbers: msgpack of `Codec.spec()` or of {"type": "rows"}."""
+
+
+class Commit(NamedTuple):
+    """Makes a rank's contribution to one round of one table final."""
+
+    table: int
+    round: int
+    manifest: tuple[tuple[int, int], ...]
+    """(slice, generation) of every slice that takes part."""
+    rescale: float | None
+    """Factor of this contribution in the sum; None means the optimizer's own rescale_grad."""
+    want_weights: bool
+    timeout: float
+    """Seconds that this rank is ready to wait for the others."""
+    veto: bool = False
+    """This rank's gradients are not finite: the round ends without an update, on every server and for every rank."""
+    assign: bool = False
+    """The lowest rank's values replace the weights and no optimizer runs; every rank must say so."""
+    joined: bool = False
+    """This rank has no more data: it contributes nothing from here on, until all ranks have said so."""
+    delta: bool = False
+    """Of slices that changed by rows alone since `version`, only those rows are wanted."""
+    version: int = -1
+    """The version of the weights that this rank computed with; -1 where it has none of this server."""
+
+
+@dataclass(frozen=True, slots=True)
+class CommitBatch:
+    """Commits of several tables; each is answered on its own when its round is over."""
+
+    commits: tuple[Commit, ...]
+    hyper: bytes = b""
+    """msgpack of the hyper-parameters from this round on; empty when nothing changed."""
+    absent: tuple[int, ...] = ()
+    """Keys (by index) that this rank leaves out of this round."""
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """This rank cannot finish a round: if it is still open, it fails for every member."""
+
+    table: int
+    round: int
+    reason: str
+    undo: bool
+    """Take the round back if it was applied. Only for a round that another server has failed: then no member
+    can have finished it. Without that, a member that was told of new weights would never hear that they are gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pull:
+    """Asks for the present weights of whole tables."""
+
+    tables: tuple[int, ...]
+    timeout: float = 600.0
+    """Seconds to wait for ranks that are too far behind, with "ssp"."""
+
+
+@dataclass(frozen=True, slots=True)
+class PullRows:
+    """Asks for some rows of one key; answered by Weights, one part for each slice, which has just their values."""
+
+    table: int
+    wanted: tuple[tuple[int, int, int], ...]
+    """(slice, position of the segment in it, number of ids) of each slice."""
+    ids: bytes
+    """The ids of all of them in this order, int32, counted from the first row of the segment."""
+    timeout: float
+
+
+@dataclass(frozen=True, slots=True)
+class SetOptimizer:
+    """Names the optimizer of the namespace; all ranks that set one must set the same."""
+
+    spec: bytes
+    """msgpack of `Optimizer.spec()`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Barrier:
+    """Waits for every rank of the namespace to come to the same barrier."""
+
+    sequence: int
+    timeout: float
+
+
+@dataclass(frozen=True, slots=True)
+class GetState:
+    """Asks for the optimizer state of one slice, or of one whole key; answered by State."""
+
+    table: int
+    index: int
+    of_key: bool
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """The optimizer state of a slice or key: as a request it replaces the state, as a reply it answers GetState."""
+
+    table: int
+    index: int
+    of_key: bool
+    summary: Mapping[str, Any]
+    """Numbers, and the names and sizes of the tensors in `data`; see `state_blob`."""
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """Says that this rank is alive; the answer, Pending, says the same of the server."""
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """Ends the session; rounds that still need this rank fail with the reason."""
+
+    reason: str
+    is_clean: bool
+    """Whether the worker left because it was done; if not, it counts as dead from now on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """Asks for the server's counters and for the members of this namespace."""
+
+
+RequestBody: TypeAlias = (
+    Hello
+    | Register
+    | PushBatch
+    | CommitBatch
+    | Abort
+    | Pull
+    | PullRows
+    | SetOptimizer
+    | Barrier
+    | GetState
+    | State
+    | Heartbeat
+    | Leave
+    | Stats
+)
