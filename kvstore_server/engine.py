@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from dataclasses import dataclass
+from functools import partial
 
 from kvstore_server.dense import Leases, Updater
 from kvstore_server.errors import (
@@ -23,9 +24,10 @@ from kvstore_server.errors import (
     ServerStoppingError,
     UnknownNameError,
 )
+from kvstore_server.modes import Mode
 from kvstore_server.namespace import Namespace
 from kvstore_server.protocol import messages as m
-from kvstore_server.replies import failed, parts_of, reply, tell
+from kvstore_server.replies import failed, parts_of, reply
 from kvstore_server.round_keeper import RoundKeeper
 from kvstore_server.table import Table, Waiter
 
@@ -101,6 +103,8 @@ class Engine:
             for table in space.tables.values():
                 if table.rounds.is_waiting():
                     out += self._rounds.fail_if_hopeless(space, table, now)
+            out += self._rounds.release(space)
+            out += self._rounds.fail_hopeless_waits(space, now)
             out += [
                 failed(peer, number, error)
                 for peer, number, error in space.expired_barriers(now, self.config.dead_after)
@@ -126,7 +130,10 @@ class Engine:
                 if table.rounds.is_waiting():
                     what = f"round {table.rounds.number} of {table.name!r}"
                     error = self._ended(what, space, table.rounds.missing_ranks(), now)
-                    out += tell(table, table.rounds.number, table.fail(error), error)
+                    out += self._rounds.fail(table, error)
+            for wait in space.waits.take(lambda wait: True):
+                error = self._ended(f"a read of {wait.table.name!r}", space, wait.missing(), now)
+                out.append(failed(*wait.waiter, error, wait.table.number))
             error = self._ended(
                 f"barrier {members.barrier_sequence}", space, space.absent_from_barrier(), now
             )
@@ -168,6 +175,8 @@ class Engine:
             return reply(Waiter(peer, request.number), m.Pending(()))
         if isinstance(body, m.Register):
             return self._register(space, rank, body, Waiter(peer, request.number))
+        if isinstance(body, m.Pull):
+            return self._pull(space, rank, body, Waiter(peer, request.number), now)
         return reply(Waiter(peer, request.number), self._control(space, rank, body, now))
 
     def _register(
@@ -179,15 +188,22 @@ class Engine:
             told = [failed(waiter.peer, waiter.number, error)]
             for table in space.tables.values():
                 if table.conflict is error and table.rounds.is_waiting():
-                    told += tell(table, table.rounds.number, table.fail(error), error)
+                    told += self._rounds.fail(table, error)
             return told
-        return reply(waiter, m.Registered(table.number, table.rounds.number))
+        return reply(waiter, m.Registered(table.number, table.rounds_of(rank).number))
+
+    def _pull(
+        self, space: Namespace, rank: int, pull: m.Pull, waiter: Waiter, now: float
+    ) -> list[m.Outgoing]:
+        """The weights of each table, as soon as the rank may read it."""
+        tables = [_ready(space.table(number)) for number in pull.tables]
+        out: list[m.Outgoing] = []
+        for table in tables:
+            answer = partial(_weights, table, rank, waiter)
+            out += self._rounds.read(space, table, rank, waiter, now + pull.timeout, answer)
+        return out
 
     def _control(self, space: Namespace, rank: int, body: m.RequestBody, now: float) -> m.ReplyBody:
-        if isinstance(body, m.Pull):
-            return m.Weights(
-                tuple(part for number in body.tables for part in parts_of(_ready(space.table(number))))
-            )
         if isinstance(body, m.SetOptimizer):
             try:
                 space.set_optimizer(rank, body.spec)
@@ -214,8 +230,15 @@ class Engine:
         session = self._next_session
         try:
             self._check_hello(hello)
+            mode = Mode(hello.mode, hello.staleness, hello.slow_down)
+            mode.check()
             if space is None:
-                space = Namespace(hello.namespace, hello.num_workers)
+                space = Namespace(hello.namespace, hello.num_workers, mode)
+            elif mode != space.mode:
+                raise ConfigurationError(
+                    f"rank {hello.rank} ({hello.address}) wants mode {mode}, the ranks before it {space.mode}; create "
+                    "the same kvstore on every worker"
+                )
             replaced = space.membership.join(hello, session, now)
         except ConfigurationError as error:
             if space is not None:
@@ -232,9 +255,14 @@ class Engine:
             )
             if len(self._fenced) > _FENCED_KEPT:
                 self._fenced.popitem(last=False)
-            for table in space.tables.values():
-                table.rounds.replace_process(hello.rank)
+            self._drop_process(space, hello.rank)
         return m.Welcome(self.config.run, session)
+
+    def _drop_process(self, space: Namespace, rank: int) -> None:
+        """Forget what the process that stood for a rank had begun."""
+        space.waits.take(lambda wait: wait.rank == rank)
+        for table in space.tables.values():
+            table.replace_process(rank)
 
     def _check_hello(self, hello: m.Hello) -> None:
         config = self.config
@@ -278,12 +306,18 @@ class Engine:
     ) -> list[m.Outgoing]:
         del self._sessions[session]
         space.membership.leave(rank, leave.reason, leave.is_clean)
-        for table in space.tables.values():
-            table.rounds.replace_process(rank)
+        self._drop_process(space, rank)
+        if leave.is_clean and not space.mode.is_sync:
+            for table in space.tables.values():
+                table.lanes.join(rank)  # nobody needs what it will not give
         if space.membership.is_over():
             del self.namespaces[space.name]
             return []
         return self.tick(now)
+
+
+def _weights(table: Table, rank: int, waiter: Waiter) -> list[m.Outgoing]:
+    return reply(waiter, m.Weights(parts_of(table, rank)))
 
 
 def _ready(table: Table) -> Table:

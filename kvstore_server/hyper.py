@@ -9,7 +9,7 @@ factor}, "wd_mult": {…}, "update_on_kvstore": …}; a key without a factor has
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from kvstore_server.errors import ConfigurationError, PlanMismatchError
@@ -43,8 +43,15 @@ class OptimizerBelief:
         changed = before is not None and before.spec()["name"] != self._built[1].spec()["name"]
         return str(before.spec()["name"]) if changed and before is not None else None
 
-    def agreed(self) -> Optimizer | None:
-        """The optimizer in force; None when no rank has set one.
+    @property
+    def named(self) -> Optimizer | None:
+        """The optimizer that was named last; None when no rank has named one."""
+        return None if self._built is None else self._built[1]
+
+    def agreed(self, is_sync: bool = True) -> Optimizer | None:
+        """The optimizer in force, with the lowest rank's numbers; None when no rank has set one.
+
+        Without synchronous rounds ranks change its numbers at moments of their own, so only its name must be the same.
 
         Raises:
             PlanMismatchError: two ranks set different ones.
@@ -52,11 +59,14 @@ class OptimizerBelief:
         if self._built is None:
             return None
         lowest = min(self._specs)
+        reference = self._specs[lowest]
+        if self._built[0] != reference:
+            self._built = (reference, create_from_spec(_tuples(unpack_control(reference))))
         for rank, spec in sorted(self._specs.items()):
-            if spec != self._specs[lowest]:
+            if spec != reference and (is_sync or _name_of(spec) != _name_of(reference)):
                 raise PlanMismatchError(
                     f"ranks set different optimizers: "
-                    f"{_spec_difference(unpack_control(self._specs[lowest]), unpack_control(spec), lowest, rank)}; "
+                    f"{_spec_difference(unpack_control(reference), unpack_control(spec), lowest, rank)}; "
                     "set the same one on every worker"
                 )
         return self._built[1]
@@ -68,7 +78,7 @@ class HyperBelief:
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._sent: dict[int, bytes] = {}
-        self._cached: tuple[bytes, Optimizer, list[Mapping[str, Any]]] | None = None
+        self._cached: tuple[bytes, float | None, Optimizer, list[Mapping[str, Any]]] | None = None
 
     def check(self, packed: bytes) -> None:
         """Raise ConfigurationError if the bytes are not hyper-parameters of this table."""
@@ -79,35 +89,46 @@ class HyperBelief:
         """Note what a rank sent with its commit, after `check`."""
         self._sent[rank] = packed
 
-    def agreed(self, optimizer: Optimizer) -> list[Mapping[str, Any]]:
+    def effective(
+        self, optimizer: Optimizer, packed: bytes, rate: float | None = None
+    ) -> list[Mapping[str, Any]]:
         """The effective hyper-parameters of each key, multipliers applied.
 
+        Args:
+            packed: Those of the table, as `common` or `lowest` returns them.
+            rate: The learning rate of all groups, where a scheduler decides it.
+
         Raises:
-            PlanMismatchError: two ranks disagree on a number.
             ConfigurationError: the optimizer cannot update one of the keys.
         """
-        packed = self.common()
         cached = self._cached
         # The optimizer itself is kept, not its id: a new one may get the address of one that is gone.
-        if cached is None or cached[0] != packed or cached[1] is not optimizer:
+        if cached is None or cached[:2] != (packed, rate) or cached[2] is not optimizer:
             values = _tuples(unpack_control(packed)) if packed else {"groups": None}
+            if rate is not None:
+                values["groups"] = [{**group, "lr": rate} for group in values["groups"] or [optimizer.hyper]]
             rows = effective_hypers(self._plan, optimizer, values)
             for spec, row in zip(self._plan.specs, rows, strict=True):
                 optimizer.check_key(spec.key, spec.shape, row)
-            cached = self._cached = (packed, optimizer, rows)
-        return cached[2]
+            cached = self._cached = (packed, rate, optimizer, rows)
+        return cached[3]
 
-    def common(self) -> bytes:
-        """What all ranks sent, packed; empty when none has sent any.
+    def lowest(self) -> bytes:
+        """What the lowest rank sent that sent any, packed; empty when none has."""
+        return self._sent[min(self._sent)] if self._sent else b""
+
+    def common(self, ranks: Collection[int]) -> bytes:
+        """What these ranks sent, packed; empty when none of them has sent any.
 
         Raises:
-            PlanMismatchError: two ranks disagree on a number.
+            PlanMismatchError: two of them disagree on a number.
         """
-        if not self._sent:
+        sent = {rank: packed for rank, packed in self._sent.items() if rank in ranks}
+        if not sent:
             return b""
-        lowest = min(self._sent)
-        reference = self._sent[lowest]
-        for rank, packed in sorted(self._sent.items()):
+        lowest = min(sent)
+        reference = sent[lowest]
+        for rank, packed in sorted(sent.items()):
             if packed != reference:
                 raise PlanMismatchError(
                     f"ranks disagree on hyper-parameters: "
@@ -195,6 +216,10 @@ def _spec_difference(a: dict[str, Any], b: dict[str, Any], rank_a: int, rank_b: 
     return (
         f"{a['name']!r} has {name}={left.get(name)} on rank {rank_a} and {right.get(name)} on rank {rank_b}"
     )
+
+
+def _name_of(spec: bytes) -> Any:
+    return unpack_control(spec)["name"]
 
 
 def _tuples(value: Any) -> Any:

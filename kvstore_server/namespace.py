@@ -6,7 +6,7 @@ Namespaces share a server without seeing each other: each has its own keys, roun
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from kvstore_server.codec import Codec, make_codec
@@ -20,11 +20,13 @@ from kvstore_server.errors import (
 )
 from kvstore_server.hyper import OptimizerBelief
 from kvstore_server.membership import BarrierWait, Membership
+from kvstore_server.modes import SYNCHRONOUS, Mode
 from kvstore_server.plan import TensorSpec, check_same, check_specs, make_plan
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.control import unpack_control
 from kvstore_server.row_payload import PACKED_ROWS, RowForm
 from kvstore_server.table import Table
+from kvstore_server.waits import Waits
 
 _log = logging.getLogger(__name__)
 
@@ -51,9 +53,11 @@ class PlaceConfig(Protocol):
 class Namespace:
     """Members, tables, optimizer and barrier of one name."""
 
-    def __init__(self, name: str, num_workers: int) -> None:
+    def __init__(self, name: str, num_workers: int, mode: Mode = SYNCHRONOUS) -> None:
         self.name = name
+        self.mode = mode
         self.membership = Membership(name, num_workers)
+        self.waits = Waits()
         self.optimizer = OptimizerBelief()
         self.tables: dict[int, Table] = {}
         self._numbers: dict[str, int] = {}
@@ -83,7 +87,10 @@ class Namespace:
         _check_size(register.table, specs, config)
         plan = make_plan(specs, config.num_servers, register.whole_keys)
         number = len(self.tables)
-        table = Table(number, register.table, plan, config.server, self.membership.num_workers, leases)
+        table = Table(
+            number, register.table, plan, config.server, self.membership.num_workers, leases, self.mode
+        )
+        self._let_note_reads([table])
         self.tables[number] = table
         self._numbers[register.table] = number
         self._registered_by[register.table] = rank
@@ -125,6 +132,17 @@ class Namespace:
             )
             for table in self.tables.values():
                 table.dense.reset_states()
+        self._let_note_reads(self.tables.values())
+
+    def _let_note_reads(self, tables: Iterable[Table]) -> None:
+        """Have tables remember what each rank has read, where the optimizer asks for that."""
+        optimizer = None if self.mode.is_sync else self.optimizer.named
+        for table in tables:
+            wanted = optimizer is not None and optimizer.delay_state is not None
+            if wanted and not table.notes_reads and table.is_initialised:
+                # Without an optimizer nothing has changed the first values, so these are what every rank has.
+                table.delayed.note_all(self.membership.num_workers)
+            table.notes_reads = wanted
 
     def enter_barrier(
         self, rank: int, barrier: m.Barrier, peer: bytes, number: int, now: float, dead_after: float
@@ -178,7 +196,11 @@ class Namespace:
 
     def is_waiting(self) -> bool:
         """Whether a rank waits for a round or at the barrier."""
-        return bool(self.membership.barrier) or any(t.rounds.is_waiting() for t in self.tables.values())
+        return (
+            bool(self.membership.barrier)
+            or bool(self.waits)
+            or any(t.rounds.is_waiting() for t in self.tables.values())
+        )
 
     def stats(self, now: float, config: PlaceConfig) -> Mapping[str, Any]:
         """Counters of every table and the state of every member."""

@@ -4,33 +4,36 @@ from __future__ import annotations
 
 from kvstore_server.errors import KVStoreError, to_wire
 from kvstore_server.protocol import messages as m
-from kvstore_server.table import Table, Waiter
+from kvstore_server.table import RoundEnd, Table, Waiter
 
 
-def parts_of(table: Table) -> tuple[m.WeightsPart, ...]:
-    """The present weights of all slices of a table that are here; not copies."""
-    number = table.rounds.number - 1
+def parts_of(table: Table, rank: int) -> tuple[m.WeightsPart, ...]:
+    """The present weights of all slices of a table that are here, for a rank; not copies."""
+    table.note_read(rank)
     return tuple(
-        m.WeightsPart(table.number, piece.index, number, table.dense.visible(piece.index))
+        m.WeightsPart(table.number, piece.index, table.version, table.dense.visible(piece.index))
         for piece in table.dense.slices
     )
 
 
-def outcome(table: Table, commit: m.Commit, waiter: Waiter, weights: m.Weights) -> list[m.Outgoing]:
+def outcome(table: Table, rank: int, commit: m.Commit, waiter: Waiter, end: RoundEnd) -> list[m.Outgoing]:
     """How the round of a commit ended, which did not fail: first what was special about it, then the weights."""
     out: list[m.Outgoing] = []
-    if table.left_out:
-        out += reply(waiter, m.Absent(table.number, commit.round, table.left_out))
-    if table.vetoes:
-        out += reply(waiter, m.Vetoed(table.number, commit.round, table.vetoes))
+    if commit.joined:
+        out += reply(waiter, m.InForce(table.number, commit.round, end.hyper, end.is_over))
+    if end.left_out:
+        out += reply(waiter, m.Absent(table.number, commit.round, end.left_out))
+    if end.vetoes:
+        out += reply(waiter, m.Vetoed(table.number, commit.round, end.vetoes))
     elif commit.want_weights:
-        return out + reply(waiter, weights)
-    return out + reply(waiter, m.Done(((table.number, commit.round, table.rounds.number - 1),)))
+        return out + reply(waiter, m.Weights(parts_of(table, rank)))
+    return out + reply(waiter, m.Done(((table.number, commit.round, end.version),)))
 
 
-def tell(table: Table, number: int, waiters: list[Waiter], error: KVStoreError) -> list[m.Outgoing]:
-    """Tell everybody who waits for a round of a table that it has failed."""
-    following = table.rounds.number
+def tell(
+    table: Table, number: int, following: int, waiters: list[Waiter], error: KVStoreError
+) -> list[m.Outgoing]:
+    """Tell everybody who waits for a round of a table that it has failed, and which one comes next."""
     return [failed(w.peer, w.number, error, table.number, number, following) for w in waiters]
 
 

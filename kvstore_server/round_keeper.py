@@ -1,11 +1,12 @@
-"""Commits on a server: whom a round still waits for, how it ends, and who is told what.
+"""Commits and reads on a server: what they still wait for, how they end, and who is told what.
 
-The arithmetic is the table's, the counting is `consistency`'s; here the two meet the members of a namespace.
+The arithmetic is the table's, the counting is `consistency`'s and `lanes`'; here they meet the members of a namespace.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 from kvstore_server.consistency import Accepted, Applied, Lost, Refused
 from kvstore_server.dense import Updater
@@ -19,14 +20,15 @@ from kvstore_server.errors import (
 )
 from kvstore_server.namespace import Namespace
 from kvstore_server.protocol import messages as m
-from kvstore_server.replies import failed, outcome, parts_of, reply, tell
-from kvstore_server.table import Table, Waiter
+from kvstore_server.replies import failed, outcome, reply, tell
+from kvstore_server.table import Given, Table, Waiter
+from kvstore_server.waits import Wait
 
 _log = logging.getLogger(__name__)
 
 
 class RoundKeeper:
-    """Takes commits and aborts, and ends rounds.
+    """Takes commits, aborts and reads, and ends rounds.
 
     Args:
         server: Index of this server, for messages.
@@ -58,10 +60,56 @@ class RoundKeeper:
                 out.append(failed(waiter.peer, waiter.number, error, commit.table, commit.round))
         return out
 
+    def read(
+        self,
+        space: Namespace,
+        table: Table,
+        rank: int,
+        waiter: Waiter,
+        deadline: float,
+        answer: Callable[[], list[m.Outgoing]],
+    ) -> list[m.Outgoing]:
+        """Answer a request for weights; later, where the rank is too far ahead of others to read now."""
+        wait = Wait(table, rank, waiter, deadline, 0.0, False, answer)
+        if not wait.missing():
+            return answer()
+        space.waits.add(wait)
+        return reply(waiter, m.Pending(tuple(wait.missing())))
+
+    def release(self, space: Namespace) -> list[m.Outgoing]:
+        """Answer the requests that have waited for other ranks long enough."""
+        if not space.waits:
+            return []
+        ready = space.waits.take_ready()
+        for table in {wait.table.number: wait.table for wait in ready if wait.is_join}.values():
+            table.lanes.part_again()
+        return [out for wait in ready for out in wait.answer()]
+
+    def fail_hopeless_waits(self, space: Namespace, now: float) -> list[m.Outgoing]:
+        """Fail the requests that have waited for other ranks too long, or wait for one that is lost."""
+        if not space.waits:
+            return []
+        out = []
+        for wait in space.waits.take(lambda wait: self._cannot_end(space, wait, now) is not None):
+            error = self._cannot_end(space, wait, now)
+            assert error is not None
+            # Without the number of a next round: what the rank has contributed stands all the same.
+            last = wait.table.rounds_of(wait.rank).number - 1
+            out.append(failed(wait.waiter.peer, wait.waiter.number, error, wait.table.number, last))
+            if wait.is_join:
+                wait.table.lanes.joined.discard(wait.rank)
+        return out
+
     def fail_if_hopeless(self, space: Namespace, table: Table, now: float) -> list[m.Outgoing]:
-        """Fail the open round of a table if its deadline has passed, or if it needs a rank that is lost."""
+        """Fail the open round of all ranks if its deadline has passed, or if it needs a rank that is lost."""
         error = self._hopeless(space, table, now)
-        return [] if error is None else tell(table, table.rounds.number, table.fail(error), error)
+        return [] if error is None else self.fail(table, error)
+
+    def fail(self, table: Table, error: KVStoreError) -> list[m.Outgoing]:
+        """Fail the open round of all ranks, and tell those who wait for it."""
+        number = table.rounds.number
+        waiters = table.fail(_ANYONE, error)
+        return tell(table, number, number + 1, waiters, error)
 
     def abort(self, space: Namespace, rank: int, abort: m.Abort, waiter: Waiter) -> list[m.Outgoing]:
         """A rank gives a round up; tells those who wait for it, and the rank whether it stands all the same."""
@@ -69,8 +117,10 @@ class RoundKeeper:
         error = RoundAbortedError(
             f"rank {rank} aborted round {abort.round} of {table.name!r}: {abort.reason}"
         )
-        out = tell(table, abort.round, table.abort(abort.round, error, abort.undo), error)
-        return out + reply(waiter, m.Info({"applied": table.rounds.was_applied(abort.round)}))
+        waiters = table.abort(rank, abort.round, error, abort.undo)
+        rounds = table.rounds_of(rank)
+        out = tell(table, abort.round, rounds.number, waiters, error)
+        return out + reply(waiter, m.Info({"applied": rounds.was_applied(abort.round)}))
 
     def _commit(
         self,
@@ -82,47 +132,92 @@ class RoundKeeper:
         waiter: Waiter,
         now: float,
     ) -> list[m.Outgoing]:
-        if self.is_stopping and commit.round == table.rounds.number and not table.rounds.is_waiting():
+        rounds = table.rounds_of(rank)
+        if self.is_stopping and commit.round == rounds.number and not rounds.is_waiting():
             raise ServerStoppingError(f"server {self._server} is stopping and takes no new round")
         if table.conflict is not None:
             # A new one each time: a raised error collects tracebacks.
             raise from_wire(*to_wire(table.conflict))
         if batch.hyper:
             table.hyper.check(batch.hyper)
-        verdict = table.rounds.commit(rank, commit, waiter, now)
+        verdict = rounds.commit(rank, commit, waiter, now)
         if isinstance(verdict, Applied):
-            return outcome(table, commit, waiter, m.Weights(parts_of(table)))
+            return self._answer(space, table, rank, commit, waiter, now)
         if isinstance(verdict, Lost):
-            number = table.rounds.number
-            return [failed(waiter.peer, waiter.number, verdict.error, table.number, commit.round, number)]
+            return [
+                failed(waiter.peer, waiter.number, verdict.error, table.number, commit.round, rounds.number)
+            ]
         if isinstance(verdict, Refused):
             return reply(waiter, m.Missing(table.number, commit.round, verdict.slices))
         assert isinstance(verdict, Accepted)
         if verdict.repeated:
-            return reply(waiter, m.Pending(tuple(table.rounds.missing_ranks())))
+            return reply(waiter, m.Pending(tuple(rounds.missing_ranks())))
         table.absent[rank] = frozenset(batch.absent)
         if batch.hyper:
             table.hyper.set(rank, batch.hyper)
-        return self._finish(space, table) if table.rounds.is_complete() else []
+        return self._finish(space, table, rank, now) if rounds.is_complete() else []
 
-    def _finish(self, space: Namespace, table: Table) -> list[m.Outgoing]:
-        """Every rank has committed: apply the round and answer them all, or fail it for them all."""
-        number = table.rounds.number
+    def _finish(self, space: Namespace, table: Table, rank: int, now: float) -> list[m.Outgoing]:
+        """All that the round of a rank needs have committed: apply it and answer them, or fail it for them all."""
+        rounds = table.rounds_of(rank)
+        number = rounds.number
         try:
-            ended = table.apply(space.optimizer.agreed(), self.updaters.get(space.name))
+            ended = table.apply(
+                rank, space.optimizer.agreed(table.mode.is_sync), self.updaters.get(space.name)
+            )
         except KVStoreError as error:
-            return tell(table, number, table.fail(error), error)
+            return tell(table, number, number + 1, table.fail(rank, error), error)
         except Exception as error:
             _log.exception("round %d of table %r failed", number, table.name)
             fault = KVStoreError(f"server {self._server} failed with {type(error).__name__}: {error}")
-            return tell(table, number, table.fail(fault), fault)
-        weights = m.Weights(parts_of(table))
-        return [
-            told
-            for _, mine in ended
-            if mine.waiter is not None and mine.commit is not None
-            for told in outcome(table, mine.commit, mine.waiter, weights)
-        ]
+            return tell(table, number, number + 1, table.fail(rank, fault), fault)
+        return self._tell_end(space, table, ended, now)
+
+    def _tell_end(self, space: Namespace, table: Table, ended: Given, now: float) -> list[m.Outgoing]:
+        """Answer the commits of a round that was applied, and whoever has waited for them."""
+        out = []
+        for rank, mine in ended:
+            if mine.commit is None:
+                continue
+            if not table.mode.is_sync:
+                if mine.commit.joined:
+                    table.lanes.join(rank)
+                space.waits.renew(table, now)
+            if mine.waiter is not None:
+                out += self._answer(space, table, rank, mine.commit, mine.waiter, now)
+        return out + self.release(space)
+
+    def _answer(
+        self, space: Namespace, table: Table, rank: int, commit: m.Commit, waiter: Waiter, now: float
+    ) -> list[m.Outgoing]:
+        """Answer a commit of a round that was applied, at once or when the rank may read."""
+        end = table.end_of(rank)
+
+        def answer() -> list[m.Outgoing]:
+            return outcome(table, rank, commit, waiter, end)
+
+        if table.mode.is_sync or commit.round == 0:
+            return answer()
+        if commit.joined and rank in table.lanes.joined:
+            space.waits.add(Wait(table, rank, waiter, now + commit.timeout, commit.timeout, True, answer))
+            return reply(waiter, m.Pending(tuple(table.lanes.missing_from_join())))
+        if not commit.want_weights or end.vetoes:
+            return answer()
+        return self.read(space, table, rank, waiter, now + commit.timeout, answer)
+
+    def _cannot_end(self, space: Namespace, wait: Wait, now: float) -> KVStoreError | None:
+        missing = wait.missing()
+        what = f"{'the end' if wait.is_join else 'a read'} of {wait.table.name!r} by rank {wait.rank}"
+        lost = space.membership.lost_error(missing, what, now, self._dead_after)
+        if lost is not None:
+            return lost
+        if now < wait.deadline:
+            return None
+        who = "; ".join(space.membership.describe(rank, now) for rank in missing)
+        return DeadlineError(
+            f"{what} reached its deadline while waiting for {who}; is it stuck or only slow? "
+            "(timeout=… of the kvstore or KVSTORE_TIMEOUT raises the limit)"
+        )
 
     def _hopeless(self, space: Namespace, table: Table, now: float) -> KVStoreError | None:
         missing = table.rounds.missing_ranks()
@@ -137,3 +232,7 @@ class RoundKeeper:
             f"{what} reached its deadline while waiting for {who}; is it stuck or only slow? "
             "(timeout=… of the kvstore or KVSTORE_TIMEOUT raises the limit)"
         )
+
+
+_ANYONE = 0
+"""Of the rounds of all ranks any rank will do."""

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from kvstore_server.codec import Codec
 from kvstore_server.consistency import Contribution, SyncRounds
+from kvstore_server.delayed_reads import DelayedReads
 from kvstore_server.dense import DenseTable, Leases, Updater
 from kvstore_server.errors import (
     ConfigurationError,
@@ -20,9 +21,11 @@ from kvstore_server.errors import (
     ProtocolError,
 )
 from kvstore_server.hyper import HyperBelief
+from kvstore_server.lanes import Lanes
+from kvstore_server.modes import SYNCHRONOUS, Mode
 from kvstore_server.optimizer import Optimizer
 from kvstore_server.plan import Plan
-from kvstore_server.protocol.messages import Payload, Push
+from kvstore_server.protocol.messages import Commit, Payload, Push
 from kvstore_server.reduction import Addend, same_payload
 from kvstore_server.row_payload import RowForm
 
@@ -34,113 +37,207 @@ class Waiter(NamedTuple):
     number: int
 
 
+class RoundEnd(NamedTuple):
+    """How the last round of a rank ended that was applied."""
+
+    version: int
+    left_out: tuple[int, ...] = ()
+    """The keys here that no rank contributed to."""
+    vetoes: tuple[int, ...] = ()
+    """The ranks because of which nothing was changed."""
+    hyper: bytes = b""
+    """The hyper-parameters in force, as they were sent."""
+    is_over: bool = False
+    """All ranks have joined."""
+
+
+Given = list[tuple[int, Contribution[Waiter]]]
+"""Contributions that are committed, with their ranks, in rank order."""
+
+
 class Table:
     """A table and the state of its rounds on one server."""
 
     def __init__(
-        self, number: int, name: str, plan: Plan, server: int, num_workers: int, leases: Leases | None
+        self,
+        number: int,
+        name: str,
+        plan: Plan,
+        server: int,
+        num_workers: int,
+        leases: Leases | None,
+        mode: Mode = SYNCHRONOUS,
     ) -> None:
         self.number = number
         self.name = name
         self.plan = plan
+        self.mode = mode
         self.dense = DenseTable(plan, server, leases)
         self.rounds: SyncRounds[Waiter] = SyncRounds(num_workers, same_payload)
+        """Those of all ranks together; without synchronous rounds, only the first one, which gives the first values."""
+        self.lanes: Lanes[Waiter] = Lanes(num_workers, mode.bound, same_payload)
+        self.delayed = DelayedReads(self.dense)
+        self.notes_reads = False
+        """Whether the optimizer needs to know what each rank has read."""
         self.hyper = HyperBelief(plan)
         self.absent: dict[int, frozenset[int]] = {}
         """What each rank leaves out of the open round."""
-        self.left_out: tuple[int, ...] = ()
-        """The keys here that no rank contributed to in the last round."""
-        self.vetoes: tuple[int, ...] = ()
-        """The ranks because of which the last round was not applied."""
         self.conflict: KVStoreError | None = None
         """Why the table cannot be used any more: ranks declared different keys, or an update broke off."""
         self.is_initialised = False
         """Whether round 0 was applied."""
+        self.version = -1
+        """How often the weights have changed since their first values."""
         self.rounds_applied = 0
         self.keys_applied = 0
         self.undone = 0
+        self._ends: dict[int, RoundEnd] = {}
+        self._last_rank = -1
+        """Whose contribution was applied last, where ranks contribute by themselves."""
+
+    def rounds_of(self, rank: int) -> SyncRounds[Waiter]:
+        """The rounds to which a rank contributes: those of all ranks, or its lane."""
+        return self.lanes.of(rank) if self._has_lanes else self.rounds
+
+    def end_of(self, rank: int) -> RoundEnd:
+        """How the last round that a rank took part in has ended."""
+        return self._ends.get(rank, self._ends[_ALL])
 
     def push(self, rank: int, push: Push, form: Codec | RowForm | None) -> None:
         """Take a provisional slice, in a form other than plain numbers if there is one, after checking that it fits."""
         payload = self.dense.check_payload(push.slice, push.payload, form)
-        if push.round == self.rounds.number:
+        rounds = self.rounds_of(rank)
+        if push.round == rounds.number and self._last_rank in (_ALL, rank):
             self.dense.forget_undo()
-        self.rounds.push(rank, Push(push.table, push.slice, push.round, push.generation, payload))
+        rounds.push(rank, Push(push.table, push.slice, push.round, push.generation, payload))
 
-    def apply(
-        self, optimizer: Optimizer | None, updater: Updater | None
-    ) -> list[tuple[int, Contribution[Waiter]]]:
-        """Apply the open round, which every rank has committed, and begin the next one.
+    def apply(self, rank: int, optimizer: Optimizer | None, updater: Updater | None) -> Given:
+        """Apply the open round of a rank, which all of its members have committed, and begin the next one.
 
         Returns the contributions that went in, in rank order.
 
         Raises:
             KVStoreError: the round cannot be applied; nothing has changed and the round is still open.
         """
-        given = self.rounds.contributions()
-        commits = {rank: mine.commit for rank, mine in given if mine.commit is not None}
+        rounds = self.rounds_of(rank)
+        is_lane = rounds is not self.rounds
+        given = rounds.contributions()
         self.dense.forget_undo()
-        self.left_out = ()
-        self.vetoes = tuple(rank for rank, commit in commits.items() if commit.veto)
-        if self.rounds.number == 0 or any(commit.assign for commit in commits.values()):
-            self._assign(given, [rank for rank, commit in commits.items() if not commit.assign])
-        elif not self.is_initialised:
-            raise KeyNotFoundError(
-                f"table {self.name!r} has no values: initialising it failed; restart the job"
-            )
-        elif not self.vetoes:
-            addends = [self._addend(rank, mine, optimizer) for rank, mine in given]
-            if updater is not None:
-                self.dense.call_updater(addends, updater)
-            elif optimizer is not None:
-                self._update(addends, optimizer)
-            else:
-                self.hyper.common()  # the workers apply the optimizer; their weights would part if they disagreed
-                self.dense.assign_sum(addends)
-            given_keys = self._keys_in(addends)
-            self.left_out = (
-                () if given_keys is self.dense.keys else tuple(sorted(self.dense.keys - given_keys))
-            )
-            self.rounds_applied += 1
-            self.keys_applied += len(given_keys)
-        self.absent.clear()
-        return self.rounds.finish()
+        active = [(r, mine) for r, mine in given if mine.commit is not None and not mine.commit.joined]
+        end = self._apply(rounds.number, active, optimizer, updater, is_lane)
+        self._ends[rank if is_lane else _ALL] = end._replace(is_over=not active)
+        self._last_rank = rank if is_lane else _ALL
+        for r, _ in given:
+            self.absent.pop(r, None)
+        if is_lane and active:
+            self.lanes.advance(rank)
+        return rounds.finish()
 
-    def fail(self, error: KVStoreError) -> list[Waiter]:
-        """End the open round without effect; return whom to tell now."""
-        self.absent.clear()
-        self.dense.forget_undo()
-        return self.rounds.fail(error)
+    def fail(self, rank: int, error: KVStoreError) -> list[Waiter]:
+        """End the open round of a rank without effect; return whom to tell now."""
+        rounds = self.rounds_of(rank)
+        for r, _ in rounds.contributions():
+            self.absent.pop(r, None)
+        if self._last_rank in (_ALL, rank):
+            self.dense.forget_undo()
+        return rounds.fail(error)
 
-    def abort(self, number: int, error: KVStoreError, undo: bool) -> list[Waiter]:
+    def abort(self, rank: int, number: int, error: KVStoreError, undo: bool) -> list[Waiter]:
         """A rank gives a round up: fail it if it is open, take it back if that is wanted and it was the last one."""
-        if number == self.rounds.number:
-            return self.fail(error)
-        is_last = number == self.rounds.number - 1 and self.rounds.was_applied(number)
-        if undo and is_last and (self.dense.can_undo or self.vetoes):
-            if not self.vetoes:  # a vetoed round has changed nothing
+        rounds = self.rounds_of(rank)
+        if number == rounds.number:
+            return self.fail(rank, error)
+        is_last = number == rounds.number - 1 and rounds.was_applied(number)
+        if not undo or not is_last:
+            return []
+        is_vetoed = bool(self.end_of(rank).vetoes)
+        if is_vetoed or (self.dense.can_undo and self._last_rank in (_ALL, rank)):
+            if not is_vetoed:  # a vetoed round has changed nothing
                 self.dense.undo()
-            self.rounds.undo(error)
+                self.version += 1  # also the way back is a change
+            rounds.undo(error)
             self.undone += 1
         return []
+
+    def note_read(self, rank: int) -> None:
+        """The present weights are sent to a rank."""
+        if self.notes_reads:
+            self.delayed.note(rank)
+
+    def replace_process(self, rank: int) -> None:
+        """Another process stands for a rank, or none any more: drop what the former one had not committed."""
+        self.rounds.replace_process(rank)
+        if not self.mode.is_sync:
+            self.lanes.replace_process(rank)
+            self.absent.pop(rank, None)
 
     def counters(self) -> Mapping[str, Any]:
         """What this table has done so far, and the ranks that its open round waits for, as plain numbers."""
         return {
             "table": self.name,
             "round": self.rounds.number,
+            "version": self.version,
             "rounds_applied": self.rounds_applied,
             "keys": len(self.dense.keys),
             "keys_applied": self.keys_applied,
-            "payload_mismatches": self.rounds.mismatches,
+            "payload_mismatches": self.rounds.mismatches + self.lanes.mismatches,
             "rounds_undone": self.undone,
             "waiting_for": self.rounds.missing_ranks() if self.rounds.is_waiting() else [],
         }
 
-    def _assign(self, given: list[tuple[int, Contribution[Waiter]]], updating: list[int]) -> None:
+    @property
+    def _has_lanes(self) -> bool:
+        return not self.mode.is_sync and self.rounds.number > 0
+
+    def _apply(
+        self,
+        number: int,
+        given: Given,
+        optimizer: Optimizer | None,
+        updater: Updater | None,
+        is_lane: bool,
+    ) -> RoundEnd:
+        """The effect of a round on the weights, and how it ends; ranks that have joined are not among the given."""
+        commits = {rank: mine.commit for rank, mine in given if mine.commit is not None}
+        if not commits:
+            return RoundEnd(self.version)
+        if number == 0 or any(commit.assign for commit in commits.values()):
+            self._assign(number, given, is_lane)
+            return RoundEnd(self.version)
+        if not self.is_initialised:
+            raise KeyNotFoundError(
+                f"table {self.name!r} has no values: initialising it failed; restart the job"
+            )
+        vetoes = tuple(rank for rank, commit in commits.items() if commit.veto)
+        if vetoes:
+            return RoundEnd(self.version, (), vetoes)
+        hyper = self.hyper.lowest() if is_lane else self.hyper.common(commits)
+        addends = [self._addend(rank, mine, optimizer) for rank, mine in given]
+        if updater is not None:
+            self.dense.call_updater(addends, updater)
+        elif optimizer is not None:
+            self._update(addends, optimizer, hyper, given if is_lane else None)
+        elif not self.mode.is_sync:
+            raise ConfigurationError(
+                f"{self.name!r} got a contribution in {self.mode.name} mode but has no optimizer to apply it; call "
+                "set_optimizer on every worker before the first push"
+            )
+        else:
+            self.dense.assign_sum(addends)
+        keys = self._keys_in(addends)
+        self.version += 1
+        self.rounds_applied += 1
+        self.keys_applied += len(keys)
+        left_out = () if keys is self.dense.keys else tuple(sorted(self.dense.keys - keys))
+        return RoundEnd(self.version, left_out, (), hyper)
+
+    def _assign(self, number: int, given: Given, is_lane: bool) -> None:
         """Take over the lowest rank's values, in the first round and wherever all ranks want that."""
         rank, first = given[0]
-        if self.rounds.number and updating:
+        updating = [r for r, mine in given if mine.commit is not None and not mine.commit.assign]
+        if is_lane and not first.slices:
+            return  # another rank gives the values
+        if number and updating:
             raise PlanMismatchError(
                 f"rank {updating[0]} updates {self.name!r} in a round in which other ranks replace its values; "
                 "call set_data in the same step on every worker"
@@ -152,15 +249,25 @@ class Table:
             )
         self.dense.assign({s: payload for s, (_, payload) in first.slices.items()})
         self.is_initialised = True
-        self.vetoes = ()
+        self.version += 1
+        if self.notes_reads:
+            self.delayed.note_all(self.rounds.num_workers)
 
-    def _update(self, addends: list[Addend], optimizer: Optimizer) -> None:
+    def _update(self, addends: list[Addend], optimizer: Optimizer, hyper: bytes, alone: Given | None) -> None:
+        """Let the optimizer apply the sum, or the contribution of one rank `alone`."""
         if not optimizer.elementwise and not self.plan.whole_keys and len(self.plan.servers) > 1:
             raise ConfigurationError(
                 f"optimizer {optimizer.registered_name!r} needs whole keys, but {self.name!r} is spread over "
                 f"{len(self.plan.servers)} servers; set the optimizer on every worker before the next push"
             )
-        hypers = self._scheduled(optimizer, self.hyper.agreed(optimizer))
+        hypers: Sequence[Mapping[str, Any]]
+        hypers = self.hyper.effective(optimizer, hyper, self._scheduled_rate(optimizer))
+        if alone is not None:
+            [(rank, mine)] = alone
+            if self.notes_reads and optimizer.delay_state is not None:
+                self.delayed.restore(rank, optimizer.delay_state)
+            if self.mode.slow_down and mine.commit is not None:
+                hypers = _slowed_down(hypers, self.staleness(mine.commit))
         try:
             self.dense.update(addends, optimizer, hypers)
         except OptimizerError:
@@ -173,17 +280,18 @@ class Table:
             )
             raise self.conflict from error
 
-    def _scheduled(
-        self, optimizer: Optimizer, hypers: list[Mapping[str, Any]]
-    ) -> Sequence[Mapping[str, Any]]:
-        """With a scheduler and no numbers from the workers, the learning rate that it gives for this table's update.
+    def staleness(self, commit: Commit) -> int:
+        """How many updates came between the weights that a contribution was computed with and now."""
+        return self.version - commit.version if commit.version >= 0 else 0
+
+    def _scheduled_rate(self, optimizer: Optimizer) -> float | None:
+        """The learning rate that the optimizer's scheduler gives for this table's next update; None without one.
 
         Each table counts for itself, so that neither other keys nor the number of servers matter.
         """
-        if optimizer.lr_scheduler is None or self.hyper.common():
-            return hypers
-        rate = optimizer.lr_scheduler(optimizer.begin_num_update + self.dense.updates + 1)
-        return [{**row, "lr": rate} for row in hypers]
+        if optimizer.lr_scheduler is None:
+            return None
+        return float(optimizer.lr_scheduler(optimizer.begin_num_update + self.dense.updates + 1))
 
     def _addend(self, rank: int, mine: Contribution[Waiter], optimizer: Optimizer | None) -> Addend:
         assert mine.commit is not None
@@ -200,3 +308,13 @@ class Table:
 
 
 _NOTHING: frozenset[int] = frozenset()
+_ALL = -1
+"""In place of a rank: all of them together."""
+
+
+def _slowed_down(hypers: Sequence[Mapping[str, Any]], staleness: int) -> Sequence[Mapping[str, Any]]:
+    if staleness <= 1:
+        return hypers
+    # Keys with equal numbers share one mapping, by which they are updated together.
+    slowed = {id(row): {**row, "lr": row["lr"] / staleness} for row in hypers}
+    return [slowed[id(row)] for row in hypers]

@@ -69,6 +69,8 @@ class Optimizer:
     key is updated on its own and lies whole on one server; see `update`."""
     clips: ClassVar[bool] = True
     """Whether gradients are clipped to `clip_gradient` before `update`."""
+    delay_state: ClassVar[str | None] = None
+    """The name of the state that holds the weights that a gradient was computed with; None: there is none such."""
     positioned: ClassVar[bool] = False
     """Whether `update` must know where the elements belong: `hyper` then has 'key', the name of their one key,
     and 'first', the place of the first element in that key."""

@@ -128,12 +128,14 @@ class Signum(Optimizer):
 class DCASGD(Optimizer):
     """Delay-compensated: `d = g + lamda * g**2 * (w - w'); m = momentum * m - lr * d; w' = w; w += m`.
 
-    w' is the weight before the last update, so the term is about what other workers changed since.
+    w' is the weight before the last update, so the term is about what other workers changed since. On a server that
+    applies contributions one by one it is the weight that the contributing worker was sent last.
 
     Options: learning_rate 0.1, momentum 0.0, lamda 0.04. State: 'previous_weight' w', 'momentum_buffer' -m.
     """
 
     name = "dcasgd"
+    delay_state = "previous_weight"
     defaults: ClassVar[Mapping[str, Any]] = {"lr": 0.1, "momentum": 0.0, "lamda": 0.04}
     may_raise = False
     verified = True

@@ -168,5 +168,5 @@ def _server_of(plan: Plan, key: int) -> int:
     return next(piece.server for piece in plan.slices if any(s.key == key for s in piece.segments))
 
 
-def _wire_specs(plan: Plan) -> tuple[tuple[str, tuple[int, ...], str, int], ...]:
-    return tuple((spec.key, tuple(spec.shape), spec.dtype, spec.group) for spec in plan.specs)
+def _wire_specs(plan: Plan) -> tuple[tuple[str, tuple[int, ...], str, int, bool], ...]:
+    return tuple((s.key, tuple(s.shape), s.dtype, s.group, s.row_sparse) for s in plan.specs)

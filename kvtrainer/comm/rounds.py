@@ -194,7 +194,7 @@ class Rounds:
             for part in reply.parts:
                 self._take_part(ticket, server, part)
         elif isinstance(reply, m.Done):
-            for table, _ in reply.rounds:
+            for table, _, _ in reply.rounds:
                 ticket.outstanding.pop((server, table), None)
         elif isinstance(reply, m.Absent):
             item = ticket.tables[server, reply.table]

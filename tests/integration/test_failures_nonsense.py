@@ -104,7 +104,7 @@ def _bodies() -> list[m.RequestBody]:
     push = m.Push(0, 0, 0, 0, b"\0" * 64)
     return [
         m.Hello("nonsense", 0, 1, 0, 1, capability(), "here:1"),
-        m.Register("w", (("w", (16,), "float32", 0),), False),
+        m.Register("w", (("w", (16,), "float32", 0, False),), False),
         m.PushBatch((push, push)),
         m.CommitBatch((m.Commit(0, 0, ((0, 0),), None, True, 1.0),), b"", (1, 2)),
         m.Abort(0, 0, "because", False),

@@ -13,6 +13,7 @@ from kvstore_server.protocol.control import pack_control
 from kvstore_server.protocol.messages import Commit, Push
 from kvstore_server.table import Table, Waiter
 
+RANKS = range(3)
 PLAN = make_plan([TensorSpec("w", (3,), "float32"), TensorSpec("b", (2,), "float32", group=1)], 1)
 
 
@@ -82,14 +83,14 @@ def test_an_unknown_optimizer_leaves_the_former_one_in_force() -> None:
 def test_each_key_gets_the_numbers_of_its_group() -> None:
     belief = HyperBelief(PLAN)
     belief.set(0, packed(0.25))
-    rows = belief.agreed(create("sgd"))
+    rows = belief.effective(create("sgd"), belief.common(RANKS))
     assert [(row["lr"], row["weight_decay"]) for row in rows] == [(0.25, 0.0), (0.5, 0.5)]
 
 
 def test_multipliers_scale_the_numbers_of_their_key_only() -> None:
     belief = HyperBelief(PLAN)
     belief.set(0, packed(0.25, lr_mult={0: 4.0}, wd_mult={1: 0.0}))
-    rows = belief.agreed(create("sgd"))
+    rows = belief.effective(create("sgd"), belief.common(RANKS))
     assert [(row["lr"], row["weight_decay"]) for row in rows] == [(1.0, 0.0), (0.5, 0.0)]
 
 
@@ -104,7 +105,7 @@ def test_a_rank_that_disagrees_is_named_with_the_group_and_both_values() -> None
     belief.set(0, packed(0.25))
     belief.set(1, packed(0.125))
     with pytest.raises(PlanMismatchError, match=r"group 0 has lr=0.25 on rank 0 and 0.125 on rank 1"):
-        belief.agreed(create("sgd"))
+        belief.effective(create("sgd"), belief.common(RANKS))
 
 
 def test_ranks_with_different_multipliers_are_named() -> None:
@@ -112,7 +113,7 @@ def test_ranks_with_different_multipliers_are_named() -> None:
     belief.set(0, packed(0.25))
     belief.set(1, packed(0.25, lr_mult={1: 2.0}))
     with pytest.raises(PlanMismatchError, match=r"lr_mult is \{\} on rank 0 and \{1: 2.0\} on rank 1"):
-        belief.agreed(create("sgd"))
+        belief.effective(create("sgd"), belief.common(RANKS))
 
 
 @pytest.mark.parametrize("values", [[], {"groups": []}, {"groups": [{}], "lr_mult": {}, "wd_mult": {}}])
@@ -131,9 +132,9 @@ def test_a_round_without_an_optimizer_fails_too_when_ranks_disagree() -> None:
             assert table.rounds.commit(rank, commit, Waiter(b"", rank), 0.0) == Accepted(repeated=False)
             table.hyper.set(rank, packed(rate))
         if number == 0:
-            table.apply(None, None)
+            table.apply(0, None, None)
     with pytest.raises(PlanMismatchError, match=r"lr=0\.5 on rank 0 and 0\.25 on rank 1"):
-        table.apply(None, None)
+        table.apply(0, None, None)
 
 
 def test_ranks_that_update_in_different_places_are_named() -> None:
@@ -142,7 +143,7 @@ def test_ranks_that_update_in_different_places_are_named() -> None:
     belief.set(0, pack_hypers(groups, {}, {}, update_on_kvstore=True))
     belief.set(1, pack_hypers(groups, {}, {}, update_on_kvstore=False))
     with pytest.raises(PlanMismatchError, match="update_on_kvstore is True on rank 0 and False on rank 1"):
-        belief.common()
+        belief.common(RANKS)
 
 
 def test_an_optimizer_at_the_address_of_one_that_is_gone_brings_its_own_numbers() -> None:
@@ -150,7 +151,7 @@ def test_an_optimizer_at_the_address_of_one_that_is_gone_brings_its_own_numbers(
     rates = []
     for rate in (0.5, 0.25, 0.125):
         optimizer = create("sgd", learning_rate=rate)
-        rates.append(belief.agreed(optimizer)[0]["lr"])
+        rates.append(belief.effective(optimizer, belief.common(RANKS))[0]["lr"])
         del optimizer
     assert rates == [0.5, 0.25, 0.125]
 
@@ -163,7 +164,7 @@ def test_a_table_whose_update_broke_off_is_not_used_again() -> None:
         table.rounds.commit(0, Commit(0, number, ((0, 0),), 1.0, False, 9.0), Waiter(b"", 1), 0.0)
         table.hyper.set(0, pack_hypers([{"lr": 0.5, "momentum": "x"}] * 2, {}, {}, update_on_kvstore=True))
         if number == 0:
-            table.apply(None, None)
+            table.apply(0, None, None)
     with pytest.raises(KVStoreError, match="its weights may be half updated"):
-        table.apply(create("sgd"), None)
+        table.apply(0, create("sgd"), None)
     assert table.conflict is not None

@@ -18,7 +18,7 @@ def registered(config: EngineConfig, numel: int) -> m.ReplyBody:
     hello = m.Hello("job", 0, 1, 0, config.num_servers, "", "host:1")
     [welcome] = engine.handle(b"peer", m.Request(0, 0, 1, hello), 0.0)
     assert isinstance(welcome.reply.body, m.Welcome)
-    register = m.Register("big", (("big", (numel,), "float32", 0),), False)
+    register = m.Register("big", (("big", (numel,), "float32", 0, False),), False)
     request = m.Request(welcome.reply.body.run, welcome.reply.body.session, 2, register)
     [answer] = engine.handle(b"peer", request, 0.0)
     return answer.reply.body

@@ -43,7 +43,7 @@ class Ranks:
             manifest = ((0, 0),) if value is not None else ()
             commit = m.Commit(0, number, manifest, None, True, 10.0, **mine)
             self.table.rounds.commit(rank, commit, Waiter(b"%d" % rank, 1), 0.0)
-        self.table.apply(self.optimizer, None)
+        self.table.apply(0, self.optimizer, None)
         return self.weights
 
     @property
@@ -60,18 +60,18 @@ def test_a_veto_of_one_rank_keeps_weights_and_state_and_names_the_rank() -> None
     assert ranks.round(1.0, 1.0) == [8.0]
     state = ranks.state
     assert ranks.round(5.0, None, veto=[False, True]) == [8.0]
-    assert ranks.table.vetoes == (1,)
+    assert ranks.table.end_of(0).vetoes == (1,)
     assert torch.equal(ranks.state, state)
     assert ranks.table.counters()["rounds_applied"] == 1
     assert ranks.round(1.0, 1.0) == [5.0]
-    assert ranks.table.vetoes == ()
+    assert ranks.table.end_of(0).vetoes == ()
 
 
 def test_a_veto_counts_without_an_optimizer_too() -> None:
     ranks = Ranks(optimizer=None)
     assert ranks.round(1.0, 2.0) == [3.0]
     assert ranks.round(5.0, 5.0, veto=[True, True]) == [3.0]
-    assert ranks.table.vetoes == (0, 1)
+    assert ranks.table.end_of(0).vetoes == (0, 1)
 
 
 def test_a_vetoed_round_that_another_server_failed_becomes_a_failed_one() -> None:
@@ -79,7 +79,7 @@ def test_a_vetoed_round_that_another_server_failed_becomes_a_failed_one() -> Non
     ranks.round(1.0, None, veto=[False, True])
     number = ranks.table.rounds.number - 1
     for _ in range(2):
-        ranks.table.abort(number, RoundAbortedError("gone"), undo=True)
+        ranks.table.abort(0, number, RoundAbortedError("gone"), undo=True)
         assert not ranks.table.rounds.was_applied(number)
     assert ranks.table.counters()["rounds_undone"] == 1
 
@@ -88,8 +88,8 @@ def test_a_failed_round_after_a_vetoed_one_is_not_taken_back_a_second_time() -> 
     ranks = Ranks()
     ranks.round(1.0, None, veto=[False, True])
     number = ranks.table.rounds.number
-    ranks.table.fail(RoundAbortedError("first"))
-    ranks.table.abort(number, RoundAbortedError("second"), undo=True)
+    ranks.table.fail(0, RoundAbortedError("first"))
+    ranks.table.abort(0, number, RoundAbortedError("second"), undo=True)
     verdict = ranks.table.rounds.commit(0, m.Commit(0, number, (), None, True, 1.0), Waiter(b"0", 9), 0.0)
     assert "first" in str(verdict)
 

@@ -1,0 +1,83 @@
+"""When a contribution counts without synchronous rounds: each rank's own sequence, and how far ranks may drift apart.
+
+The first round of a table, which gives it its values, is for all ranks together. From then on every rank has a lane: a
+sequence of rounds with one member, so that sending a contribution twice has no further effect and a gap is refused, by
+the same state machine. A process that takes a rank over begins a new lane; its session has shut out the older one.
+
+A rank's clock counts its contributions. With a bound, a rank whose clock is c may read only when every rank's clock is
+at least c − bound (stale synchronous parallel). A rank that has joined, because it has no more data, holds nobody back.
+
+This module holds no clock that tells the time, no socket and no arithmetic on payloads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Generic
+
+from kvstore_server.consistency import SyncRounds, WaiterT
+from kvstore_server.protocol.messages import Payload
+
+
+class Lanes(Generic[WaiterT]):
+    """The lanes of one table on one server, and the clocks of its ranks.
+
+    Args:
+        num_workers: How many ranks there are.
+        bound: By how many contributions a reader may be ahead of the slowest rank; None: any number.
+        same_payload: As of SyncRounds.
+    """
+
+    def __init__(
+        self, num_workers: int, bound: int | None, same_payload: Callable[[Payload, Payload], bool]
+    ) -> None:
+        self.bound = bound
+        self.clocks = [0] * num_workers
+        self.joined: set[int] = set()
+        """The ranks that have no more data."""
+        self._same_payload = same_payload
+        self._lanes: dict[int, SyncRounds[WaiterT]] = {}
+
+    def of(self, rank: int) -> SyncRounds[WaiterT]:
+        """The lane of a rank; its first round is number 1."""
+        lane = self._lanes.get(rank)
+        if lane is None:
+            lane = self._lanes[rank] = SyncRounds(1, self._same_payload)
+            lane.number = 1
+        return lane
+
+    @property
+    def mismatches(self) -> int:
+        """Different payloads that arrived under an identity that had one already."""
+        return sum(lane.mismatches for lane in self._lanes.values())
+
+    def advance(self, rank: int) -> None:
+        """Count a contribution."""
+        self.clocks[rank] += 1
+
+    def behind(self, rank: int) -> list[int]:
+        """The ranks because of which this one may not read now."""
+        if self.bound is None:
+            return []
+        least = self.clocks[rank] - self.bound
+        return [r for r, clock in enumerate(self.clocks) if clock < least and r not in self.joined]
+
+    def join(self, rank: int) -> None:
+        """A rank has no more data."""
+        self.joined.add(rank)
+
+    def missing_from_join(self) -> list[int]:
+        """The ranks that still have data."""
+        return [rank for rank in range(len(self.clocks)) if rank not in self.joined]
+
+    def part_again(self) -> None:
+        """All ranks have joined: from now on all take part again, side by side."""
+        self.joined.clear()
+        self.clocks = [max(self.clocks)] * len(self.clocks)
+
+    def replace_process(self, rank: int) -> None:
+        """A newer process took the rank over: it begins at the side of the slowest of the others, if it is behind."""
+        self._lanes.pop(rank, None)
+        self.joined.discard(rank)
+        others = [clock for r, clock in enumerate(self.clocks) if r != rank and r not in self.joined]
+        self.clocks[rank] = max(self.clocks[rank], min(others, default=0))

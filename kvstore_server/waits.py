@@ -1,0 +1,63 @@
+"""Requests that wait for other ranks outside of a round: reads that are too far ahead, and ranks that have joined."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvstore_server.protocol.messages import Outgoing
+from kvstore_server.table import Table, Waiter
+
+
+@dataclass
+class Wait:
+    """One request that is answered when the other ranks have come far enough."""
+
+    table: Table
+    rank: int
+    waiter: Waiter
+    deadline: float
+    timeout: float
+    is_join: bool
+    """Whether it waits for all ranks to join, rather than for weights that are recent enough."""
+    answer: Callable[[], list[Outgoing]]
+
+    def missing(self) -> list[int]:
+        """The ranks that it waits for; none when it can be answered."""
+        lanes = self.table.lanes
+        return lanes.missing_from_join() if self.is_join else lanes.behind(self.rank)
+
+
+class Waits:
+    """The waits of one namespace; a repeated request takes the place of the former one."""
+
+    def __init__(self) -> None:
+        self._waits: dict[tuple[int, int, bytes, int], Wait] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._waits)
+
+    def add(self, wait: Wait) -> None:
+        """Keep a request until it can be answered."""
+        key = (wait.table.number, wait.rank, *wait.waiter)
+        self._waits[key] = wait
+
+    def is_joining(self, table: Table, rank: int) -> bool:
+        """Whether a rank waits for the others to join."""
+        return any(w.is_join and w.table is table and w.rank == rank for w in self._waits.values())
+
+    def renew(self, table: Table, now: float) -> None:
+        """A contribution came: whoever waits for all to join may wait as long as before."""
+        for wait in self._waits.values():
+            if wait.is_join and wait.table is table:
+                wait.deadline = now + wait.timeout
+
+    def take_ready(self) -> list[Wait]:
+        """Take out the waits that are over."""
+        ready = [key for key, wait in self._waits.items() if not wait.missing()]
+        return [self._waits.pop(key) for key in ready]
+
+    def take(self, is_over: Callable[[Wait], bool]) -> list[Wait]:
+        """Take out the waits of which that is true."""
+        found = [key for key, wait in self._waits.items() if is_over(wait)]
+        return [self._waits.pop(key) for key in found]
