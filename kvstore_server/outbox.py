@@ -89,12 +89,12 @@ def packed(replies: Iterable[m.Outgoing]) -> Iterable[m.Outgoing]:
             done.setdefault(where, []).extend(out.reply.body.rounds)
         else:
             others.append(out)
-    yield from others  # what is said about a round (Absent) goes ahead of its weights
+    yield from others  # what is said about a round (Absent, Done) goes ahead of its weights
+    for (peer, number), rounds in done.items():
+        yield m.Outgoing(peer, m.Reply(number, m.Done(tuple(rounds))))
     for (peer, number), parts in joined.items():
         for group in _groups(parts):
             yield m.Outgoing(peer, m.Reply(number, m.Weights(tuple(group))))
-    for (peer, number), rounds in done.items():
-        yield m.Outgoing(peer, m.Reply(number, m.Done(tuple(rounds))))
 
 
 def _groups(parts: Iterable[m.WeightsPart]) -> Iterable[list[m.WeightsPart]]:

@@ -26,6 +26,8 @@ def outcome(table: Table, rank: int, commit: m.Commit, waiter: Waiter, end: Roun
     if end.vetoes:
         out += reply(waiter, m.Vetoed(table.number, commit.round, end.vetoes))
     elif commit.want_weights:
+        if not table.mode.is_sync:  # by the time that the weights may be read they can be newer
+            out += reply(waiter, m.Done(((table.number, commit.round, end.version),)))
         return out + reply(waiter, m.Weights(parts_of(table, rank)))
     return out + reply(waiter, m.Done(((table.number, commit.round, end.version),)))
 

@@ -101,8 +101,7 @@ class StoreExchange:
     def init(self, weights: Mapping[str, Tensor]) -> None:
         mine = _on_cpu(weights)
         is_first = self._client.options.rank == 0
-        rounds = self._client.rounds
-        rounds.wait(rounds.start([RoundItem(self._table, mine if is_first else None, mine)]))
+        self._client.rounds.initialise([RoundItem(self._table, mine if is_first else None, mine)])
         _copy_back(weights, mine)
 
     def check_sparse(self, names: Sequence[str]) -> None:
@@ -132,9 +131,18 @@ class StoreExchange:
 
     def assign(self, weights: Mapping[str, Tensor]) -> None:
         mine = _on_cpu(weights)
-        values = mine if self._client.options.rank == 0 else None
+        is_first = self._client.options.rank == 0
         rounds = self._client.rounds
-        rounds.wait(rounds.start([RoundItem(self._table, values, mine, assign=True)]))
+        if self._client.options.mode.is_sync:
+            values = mine if is_first else None
+            rounds.wait(rounds.start([RoundItem(self._table, values, mine, assign=True)]))
+        else:
+            # Contributions count one by one: none may come between, and nobody may read before.
+            self._client.barrier()
+            if is_first:
+                rounds.wait(rounds.start([RoundItem(self._table, mine, None, assign=True)]))
+            self._client.barrier()
+            rounds.pull([(self._table, mine)])
         _copy_back(weights, mine)
 
     def pull(self) -> dict[str, Tensor]:

@@ -12,6 +12,7 @@ from kvtrainer.env import NUM_WORKERS
 from kvtrainer.errors import ArgumentTypeError, ConfigurationError
 from kvtrainer.kvstore.base import Factory, KVStoreBase, create, factory_of
 from kvtrainer.kvstore.dist import DistKVStore
+from kvtrainer.kvstore.dist_modes import ASYNC_NAMES, SSP_NAMES
 from kvtrainer.kvstore.local import LocalKVStore, refuse_process_group
 
 _log = logging.getLogger(__name__)
@@ -82,7 +83,7 @@ def choose_store(
         raise ArgumentTypeError(f"kvstore must be a name, a kvstore or None, got {type(kvstore).__name__}")
     if update_on_kvstore is not None and not isinstance(update_on_kvstore, bool):
         raise ArgumentTypeError(f"update_on_kvstore must be True, False or None, got {update_on_kvstore!r}")
-    if update_on_kvstore and aggregate_num > 1:
+    if update_on_kvstore and aggregate_num > 1 and not _is_asynchronous(kvstore):
         raise ConfigurationError(
             f"cannot set update_on_kvstore=True when the optimizer's aggregate_num is above 1, got {aggregate_num}; "
             "leave one of the two out"
@@ -99,6 +100,14 @@ def choose_store(
                 compression_params,
             )
         return StoreChoice(None, False)
+    if update_on_kvstore is not True and _is_asynchronous(kvstore):
+        if update_on_kvstore is False or not _environment_lets_store_update():
+            raise ConfigurationError(
+                "please set update_on_kvstore=True when training in async mode: only the servers can apply "
+                f"contributions that come one by one (kvstore {_type_of(kvstore)!r}; {UPDATE_ON_KVSTORE} is "
+                f"{os.environ.get(UPDATE_ON_KVSTORE, 'not set')})"
+            )
+        update_on_kvstore = True
     can_update = issubclass(_kind_of(kvstore), LocalKVStore | DistKVStore)
     if update_on_kvstore and not can_update:
         raise ConfigurationError(
@@ -112,12 +121,29 @@ def choose_store(
 
 def _default_of_update(type: str, aggregate_num: float, largest: int) -> bool:
     """Whether an optimizer runs in a store that can run it, where the argument does not say so."""
+    return (
+        _environment_lets_store_update()
+        and aggregate_num <= 1
+        and not (type.lower() == "local" and largest > LARGE)
+    )
+
+
+def _environment_lets_store_update() -> bool:
     given = os.environ.get(UPDATE_ON_KVSTORE, "1")
     if given not in ("0", "1"):
         raise ConfigurationError(
             f"the environment variable {UPDATE_ON_KVSTORE} must be 0 or 1, got {given!r}"
         )
-    return given == "1" and aggregate_num <= 1 and not (type.lower() == "local" and largest > LARGE)
+    return given == "1"
+
+
+def _is_asynchronous(kvstore: str | KVStoreBase | None) -> bool:
+    """Whether contributions to such a store count one by one. Raises UnknownNameError."""
+    if isinstance(kvstore, DistKVStore):
+        return not kvstore.mode.is_sync
+    if not isinstance(kvstore, str) or _kind_of(kvstore) is not DistKVStore:
+        return False
+    return kvstore.lower() in ASYNC_NAMES + SSP_NAMES
 
 
 def _checked_codec(kvstore: str | KVStoreBase | None, params: dict[str, Any] | None) -> Codec | None:

@@ -180,14 +180,20 @@ class StoreLink:
         choice = self.choice
         choice.open()
         if choice.client is not None:
-            there = _for_store(optimizer) if choice.updates_weights else None
+            is_sync = choice.client.options.mode.is_sync
+            there = _for_store(optimizer, is_sync) if choice.updates_weights else None
             is_dist = isinstance(choice.store, DistKVStore)
             return StoreExchange(choice.client, plan, there, choice.codec, is_dist)
         return None if choice.store is None else PluginExchange(choice.store, plan)
 
 
-def _for_store(optimizer: Optimizer) -> Optimizer:
-    """The optimizer without its scheduler: the workers evaluate that, so it may be code that cannot travel."""
+def _for_store(optimizer: Optimizer, is_sync: bool) -> Optimizer:
+    """The optimizer without its scheduler: the workers evaluate that, so it may be code that cannot travel.
+
+    Where contributions count one by one, only the servers know how many there were: then it must travel.
+    """
+    if not is_sync:
+        return optimizer
     alone = copy.copy(optimizer)
     alone.lr_scheduler = None
     return alone

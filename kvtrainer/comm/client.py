@@ -79,12 +79,16 @@ class Client:
         ]
         for (server, table), reply in zip(requests, self._session.call_all(bodies), strict=True):
             assert isinstance(reply, m.Registered)
-            if reply.next_round:
+            is_known = len(table.numbers) > 0
+            if not self.options.mode.is_sync and (not is_known or table.round == reply.next_round):
+                # The others may have gone on without a process of this rank, and it goes on beside them.
+                table.round, table.is_initialised = reply.next_round, reply.next_round > 0
+            elif reply.next_round or table.round:
                 raise ConfigurationError(
-                    f"{self._session.describe(server)} is at round {reply.next_round} of {table.name!r} already: the "
-                    "other workers' init of it has ended without this worker, perhaps because its own was refused, "
-                    f"or an earlier run of namespace {self.options.namespace!r} has left it there. Restart the job "
-                    "and its servers, or give another namespace=…"
+                    f"{self._session.describe(server)} is at round {reply.next_round} of {table.name!r}, not at "
+                    f"{table.round}: the other workers' init of it has ended without this worker, perhaps because its "
+                    f"own was refused, or an earlier run of namespace {self.options.namespace!r} has left it there. "
+                    "Restart the job and its servers, or give another namespace=…"
                 )
             table.numbers[server] = reply.table
 

@@ -52,6 +52,17 @@ class Rounds:
             raise
         return ticket
 
+    def initialise(self, items: Sequence[RoundItem]) -> None:
+        """Give tables rank 0's values, on all ranks together; blocks.
+
+        A table that has values already, because the others have gone on without a process of this rank, is read.
+        """
+        known = [item for item in items if item.table.is_initialised]
+        fresh = [item for item in items if not item.table.is_initialised]
+        if fresh:
+            self.wait(self.start(fresh))
+        self.pull([(item.table, item.out) for item in known if item.out is not None])
+
     def wait(self, ticket: Ticket) -> None:
         """Block until the exchange is over; new weights are then in `out`.
 
@@ -89,7 +100,8 @@ class Rounds:
         ticket = self._open(items, None)
         asked: dict[int, m.Pull] = {}
         for server, members in self._by_server(items):
-            asked[server] = m.Pull(tuple(item.table.numbers[server] for item in members))
+            numbers = tuple(item.table.numbers[server] for item in members)
+            asked[server] = m.Pull(numbers, self._session.options.timeout)
             self._session.send(server, self._request(ticket, server, members), asked[server])
         try:
             self._await(
@@ -102,6 +114,7 @@ class Rounds:
         for item in items:
             for part in ticket.staged.pop(item.table.name, ()):
                 write_part(item, part)
+            _note_versions(ticket, item.table)
 
     # ---------------------------------------------------------------- sending
 
@@ -130,7 +143,7 @@ class Rounds:
         manifest = tuple([(piece.index, 0) for piece in item.sent_slices(server)])
         return m.Commit(
             table.numbers[server], table.round, manifest, item.rescale, item.out is not None, timeout, item.veto,
-            item.assign,
+            item.assign, item.joined, False, table.versions.get(server, -1),
         )  # fmt: skip
 
     def _send_pushes(
@@ -194,13 +207,19 @@ class Rounds:
             for part in reply.parts:
                 self._take_part(ticket, server, part)
         elif isinstance(reply, m.Done):
-            for table, _, _ in reply.rounds:
-                ticket.outstanding.pop((server, table), None)
+            for table, _, version in reply.rounds:
+                ticket.applied[server, table] = version
+                if not ticket.outstanding.get((server, table)):
+                    ticket.outstanding.pop((server, table), None)
         elif isinstance(reply, m.Absent):
             item = ticket.tables[server, reply.table]
             ticket.absent.setdefault(item.table.name, set()).update(reply.keys)
         elif isinstance(reply, m.Vetoed):
             ticket.vetoes[ticket.tables[server, reply.table].table.name] = reply.ranks
+            if (server, reply.table) in ticket.outstanding:
+                ticket.outstanding[server, reply.table] = set()  # no weights will come
+        elif isinstance(reply, m.InForce):
+            ticket.in_force[ticket.tables[server, reply.table].table.name] = reply
         elif isinstance(reply, m.Missing):
             self._send_again(ticket, server, reply)
         elif isinstance(reply, m.Failed):
@@ -234,6 +253,7 @@ class Rounds:
         waiting = ticket.outstanding.get(where)
         if waiting is None or part.slice not in waiting:
             return
+        ticket.versions[where] = part.version
         # Written when all parts are here: until then the round may still fail, or be taken back.
         ticket.staged.setdefault(ticket.tables[where].table.name, []).append(part)
         waiting.discard(part.slice)
@@ -268,6 +288,7 @@ class Rounds:
                 item.table.compressor.accept()
             item.table.round += 1
             item.table.is_initialised = True
+            _note_versions(ticket, item.table)
         if lost:
             give_up(self._session, ticket, lost, describe(error))
 
@@ -278,3 +299,15 @@ class Rounds:
         for item in ticket.items:
             if item.table.ticket is ticket:
                 item.table.ticket = None
+
+
+def _note_versions(ticket: Ticket, table: RemoteTable) -> None:
+    """Note how old the weights were that this worker contributed with, and which ones it has now."""
+    rows = [(server, (server, number)) for server, number in table.numbers.items()]
+    table.staleness = max(
+        (ticket.applied[where] - 1 - table.versions[server] for server, where in rows
+         if where in ticket.applied and server in table.versions), default=table.staleness,
+    )  # fmt: skip
+    table.versions.update(
+        {server: ticket.versions[where] for server, where in rows if where in ticket.versions}
+    )

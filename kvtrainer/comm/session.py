@@ -74,7 +74,10 @@ class Session:
 
     def _say_hello(self, server: int) -> None:
         o = self.options
-        hello = m.Hello(o.namespace, o.rank, o.num_workers, server, self.num_servers, o.capability, o.address)
+        hello = m.Hello(
+            o.namespace, o.rank, o.num_workers, server, self.num_servers, o.capability, o.address, o.mode.name,
+            o.mode.staleness, o.mode.slow_down,
+        )  # fmt: skip
         welcome = self._call(server, hello, o.connect_timeout, repeat=None)
         assert isinstance(welcome, m.Welcome)
         self._tokens[server] = (welcome.run, welcome.session)

@@ -41,6 +41,10 @@ class RemoteTable:
     """Whether a round was applied yet; the first one that is gives the initial values."""
     ticket: Ticket | None = None
     """The exchange in flight."""
+    versions: dict[int, int] = field(default_factory=dict)
+    """Server → the version of its weights that this worker has."""
+    staleness: int = 0
+    """How many updates came between the weights of this worker's last contribution and that, on any server."""
     broken: KVStoreError | None = None
     """Set when servers no longer agree on the last round."""
     compressor: Compressor | None = None
@@ -58,6 +62,7 @@ class RoundItem(NamedTuple):
         absent: Keys (by index) that are left out; a slice of which all keys are absent is not sent.
         veto: The values are not finite: they are not sent, and the round changes nothing for anybody.
         assign: The lowest rank's values replace the weights; every rank must say so.
+        joined: This rank has no more data: it gives nothing, until all ranks have said so.
         rows: Key (by index) → rows of it, of which this rank has only those; `values` do not count there.
     """
 
@@ -69,10 +74,11 @@ class RoundItem(NamedTuple):
     veto: bool = False
     assign: bool = False
     rows: Mapping[int, RowSet] | None = None
+    joined: bool = False
 
     def sent_slices(self, server: int) -> Sequence[Slice]:
         """The slices that this rank gives to a server."""
-        if self.values is None or self.veto:
+        if self.values is None or self.veto or self.joined:
             return ()
         pieces = self.table.plan.slices_of(server)
         if not self.absent:
@@ -97,6 +103,12 @@ class Ticket:
     error: KVStoreError | None = None
     absent: dict[str, set[int]] = field(default_factory=dict)
     """Table → keys that no worker contributed to."""
+    in_force: dict[str, m.InForce] = field(default_factory=dict)
+    """Table → what holds for those that have joined."""
+    versions: dict[tuple[int, int], int] = field(default_factory=dict)
+    """(server, table number there) → the version of the weights that came."""
+    applied: dict[tuple[int, int], int] = field(default_factory=dict)
+    """(server, table number there) → the version right after this worker's contribution."""
     vetoes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """Table → ranks because of which its round was not applied."""
     encoded: Mapping[str, Mapping[int, Encoded]] = field(default_factory=dict)

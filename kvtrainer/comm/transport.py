@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from kvstore_server.modes import SYNCHRONOUS, Mode
 from kvstore_server.protocol import messages as m
 
 
@@ -46,6 +47,7 @@ class SessionOptions:
         dead_after: Seconds of silence after which a server that must answer counts as unreachable.
         capability: Instruction set of this CPU.
         address: `host:pid`, for error messages on the other side.
+        mode: When contributions count; the same for all workers of the namespace.
     """
 
     namespace: str
@@ -56,3 +58,4 @@ class SessionOptions:
     dead_after: float = 20.0
     capability: str = ""
     address: str = ""
+    mode: Mode = SYNCHRONOUS

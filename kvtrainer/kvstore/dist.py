@@ -18,6 +18,7 @@ from kvtrainer.comm.transport import SessionOptions
 from kvtrainer.env import CONNECT_TIMEOUT, DEAD_AFTER, TIMEOUT, Topology, read_timeout, read_topology
 from kvtrainer.errors import ConfigurationError
 from kvtrainer.kvstore.base import register
+from kvtrainer.kvstore.dist_modes import ASYNC_NAMES, SSP_NAMES, SYNC_NAMES, mode_of
 from kvtrainer.kvstore.store import TableKVStore
 from kvtrainer.kvstore.values import check_text
 
@@ -25,9 +26,15 @@ _created = itertools.count()
 """Numbers the stores of this process: the n-th store of every worker meets the n-th of the others."""
 
 
-@register("dist_sync", "dist")
+@register(*SYNC_NAMES, *ASYNC_NAMES, *SSP_NAMES)
 class DistKVStore(TableKVStore):
-    """Synchronous rounds over servers: each round takes one part from every worker.
+    """Keys on servers, and this process one of the workers that push to them.
+
+    "dist_sync": rounds, each of which takes one part from every worker. "dist_async": each push is applied by itself
+    when it comes, by the optimizer, which must be set first. "dist_ssp" (stale synchronous parallel): as async, but a
+    read waits while another worker is too far behind. A pull sees this worker's own pushes in any of them.
+
+    Names with "device" mean the same: replicas are always summed before they are pushed. "p3" is "dist_sync" too.
 
     Args:
         type: The name under which it was created.
@@ -36,6 +43,10 @@ class DistKVStore(TableKVStore):
         timeout: Seconds to wait for the other workers (KVSTORE_TIMEOUT, 600).
         connect_timeout: Seconds to wait for the servers at first (KVSTORE_CONNECT_TIMEOUT, 30).
         dead_after: Seconds of silence after which a server counts as gone (KVSTORE_DEAD_AFTER, 20).
+        staleness: For "dist_ssp": how many pushes of a key a worker that reads it may be ahead of the slowest worker
+            (KVSTORE_STALENESS, 1).
+        scale_lr_by_staleness: For "dist_async" and "dist_ssp": divide the learning rate of a push by the number of
+            updates since the weights that it was computed with.
         namespace: Stores of equal namespaces work together; by default the n-th store that each worker creates.
 
     Raises:
@@ -54,7 +65,11 @@ class DistKVStore(TableKVStore):
         connect_timeout: float | None = None,
         dead_after: float | None = None,
         namespace: str | None = None,
+        staleness: int | None = None,
+        scale_lr_by_staleness: bool = False,
     ) -> None:
+        self.mode = mode_of(type, staleness, scale_lr_by_staleness, os.environ)
+        """When pushes count."""
         topology = read_topology(os.environ, rank=rank, num_workers=num_workers, servers=servers)
         _check(topology, namespace)
         self._topology = topology
@@ -92,6 +107,7 @@ class DistKVStore(TableKVStore):
             dead_after,
             capability(),
             f"{socket.gethostname()}:{os.getpid()}",
+            self.mode,
         )
         client = Client(Connection(self._topology.servers), options, time.monotonic)
         self._clients.append(client)

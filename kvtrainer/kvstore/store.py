@@ -95,11 +95,37 @@ class TableKVStore(ClientStore):
         for target in targets:
             target.finish()
 
+    def version(self, key: Key) -> int:
+        """How many updates are in the values of a key that this worker read last: the most that any server had applied.
+
+        -1 if it has read none. Waits for this worker's own push of the key.
+        """
+        entry = self._lookup_one(key)
+        return max(entry.table.versions.values(), default=-1)
+
+    def staleness(self, key: Key) -> int:
+        """How many updates others made between this worker's last read of a key and its last push of it.
+
+        Always 0 with synchronous rounds. Of several servers the one with most counts. Waits for this worker's own
+        push of the key.
+        """
+        return self._lookup_one(key).table.staleness
+
+    def _lookup_one(self, key: Key) -> Entry:
+        [(entry, _)] = self._lookup([(key, [])], same_dtype=True)
+        self._client.rounds.settle(entry.table)
+        return entry
+
     def _merged(self, spec: TensorSpec, replicas: Sequence[Tensor]) -> tuple[Tensor, bool]:
         """The flat sum of what is pushed, and whether it is a tensor of its own rather than the caller's memory."""
         return merge(replicas)
 
     def _start(self, items: Sequence[RoundItem]) -> Ticket:
+        if self._optimizer is None and not self._client.options.mode.is_sync:
+            raise ConfigurationError(
+                f"kvstore {self._type!r} applies every push by itself and needs an optimizer for that; call "
+                "set_optimizer on every worker before the first push"
+            )
         return self._client.rounds.start(items)
 
     def _create(
@@ -124,7 +150,7 @@ class TableKVStore(ClientStore):
             table.compressor = self._compressor(table)
             mine = {spec.dtype: flats[at]} if self.rank == 0 else None
             items.append(RoundItem(table, mine, {spec.dtype: targets[at].flat} if targets else None))
-        self._client.rounds.wait(self._client.rounds.start(items))
+        self._client.rounds.initialise(items)
         rows = zip(values, specs, tables, strict=True)
         self._entries.update({key: Entry(spec, table) for (key, _), spec, table in rows})
         for target in targets:
