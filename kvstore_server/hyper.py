@@ -104,7 +104,7 @@ class HyperBelief:
         cached = self._cached
         # The optimizer itself is kept, not its id: a new one may get the address of one that is gone.
         if cached is None or cached[:2] != (packed, rate) or cached[2] is not optimizer:
-            values = _tuples(unpack_control(packed)) if packed else {"groups": None}
+            values: dict[str, Any] = unpack_hypers(packed) if packed else {"groups": None}
             if rate is not None:
                 values["groups"] = [{**group, "lr": rate} for group in values["groups"] or [optimizer.hyper]]
             rows = effective_hypers(self._plan, optimizer, values)
@@ -153,6 +153,12 @@ def pack_hypers(
             "update_on_kvstore": update_on_kvstore,
         }
     )
+
+
+def unpack_hypers(packed: bytes) -> dict[str, Any]:
+    """Inverse of `pack_hypers`."""
+    values: dict[str, Any] = _tuples(unpack_control(packed))
+    return values
 
 
 def effective_hypers(plan: Plan, optimizer: Optimizer, values: Mapping[str, Any]) -> list[Mapping[str, Any]]:

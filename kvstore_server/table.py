@@ -25,6 +25,7 @@ from kvstore_server.lanes import Lanes
 from kvstore_server.modes import SYNCHRONOUS, Mode
 from kvstore_server.optimizer import Optimizer
 from kvstore_server.plan import Plan
+from kvstore_server.protocol.buffers import payload_size
 from kvstore_server.protocol.messages import Commit, Payload, Push
 from kvstore_server.reduction import Addend, same_payload
 from kvstore_server.row_payload import RowForm
@@ -91,6 +92,10 @@ class Table:
         self.rounds_applied = 0
         self.keys_applied = 0
         self.undone = 0
+        self.bytes_in = 0
+        """Bytes of payload that ranks have sent, as they came: compressed, or rows alone."""
+        self.bytes_out = 0
+        """Bytes of weights that were handed out."""
         self._ends: dict[int, RoundEnd] = {}
         self._last_rank = -1
         """Whose contribution was applied last, where ranks contribute by themselves."""
@@ -106,6 +111,7 @@ class Table:
     def push(self, rank: int, push: Push, form: Codec | RowForm | None) -> None:
         """Take a provisional slice, in a form other than plain numbers if there is one, after checking that it fits."""
         payload = self.dense.check_payload(push.slice, push.payload, form)
+        self.bytes_in += payload_size(push.payload)
         rounds = self.rounds_of(rank)
         if push.round == rounds.number and self._last_rank in (_ALL, rank):
             self.dense.forget_undo()
@@ -182,6 +188,8 @@ class Table:
             "keys_applied": self.keys_applied,
             "payload_mismatches": self.rounds.mismatches + self.lanes.mismatches,
             "rounds_undone": self.undone,
+            "bytes_in": self.bytes_in,
+            "bytes_out": self.bytes_out,
             "waiting_for": self.rounds.missing_ranks() if self.rounds.is_waiting() else [],
         }
 
@@ -200,7 +208,7 @@ class Table:
         """The effect of a round on the weights, and how it ends; ranks that have joined are not among the given."""
         commits = {rank: mine.commit for rank, mine in given if mine.commit is not None}
         if not commits:
-            return RoundEnd(self.version)
+            return RoundEnd(self.version, hyper=self.hyper.lowest() if is_lane else b"")
         if number == 0 or any(commit.assign for commit in commits.values()):
             self._assign(number, given, is_lane)
             return RoundEnd(self.version)

@@ -38,8 +38,11 @@ class Waits:
         return bool(self._waits)
 
     def add(self, wait: Wait) -> None:
-        """Keep a request until it can be answered."""
+        """Keep a request until it can be answered; one that is repeated has no more time than it had."""
         key = (wait.table.number, wait.rank, *wait.waiter)
+        known = self._waits.get(key)
+        if known is not None:
+            wait.deadline = known.deadline
         self._waits[key] = wait
 
     def is_joining(self, table: Table, rank: int) -> bool:

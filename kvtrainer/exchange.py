@@ -46,6 +46,16 @@ class Outcome(NamedTuple):
     """A worker vetoed: weights, gradients and optimizer state are as before, for every worker."""
 
 
+class Shadowed(NamedTuple):
+    """A round to which this worker gave nothing because it has no more data."""
+
+    outcome: Outcome
+    hyper: bytes
+    """The hyper-parameters of those that have some, packed; empty when there were none."""
+    is_over: bool
+    """No worker has: the round was none."""
+
+
 class Exchange(Protocol):
     """What the Trainer's pipeline needs of a store."""
 
@@ -54,6 +64,9 @@ class Exchange(Protocol):
     """Whether the optimizer runs in the store."""
     knows_left_out: bool
     """Whether the store can say which keys all workers left out."""
+
+    can_shadow: bool
+    """Whether a worker without data may take part with nothing."""
 
     def init(self, weights: Mapping[str, Tensor]) -> None:
         """Give every worker rank 0's weights."""
@@ -67,6 +80,10 @@ class Exchange(Protocol):
         """One round. New weights go to `weights`, or else sums of gradients to those of `grads`. A worker vetoes when
         its gradients are not finite; the round then has no effect on any worker."""
 
+    def shadow(self, weights: Mapping[str, Tensor], grads: Mapping[str, Tensor]) -> Shadowed:
+        """One round to which this worker gives nothing; sums go to `grads`. When it is over for all workers, or where
+        contributions count one by one, the store's weights go to `weights`."""
+
     def assign(self, weights: Mapping[str, Tensor]) -> None:
         """Give every worker, and the store, rank 0's weights as they are now; optimizer state stays."""
 
@@ -78,6 +95,7 @@ class StoreExchange:
     """Over a client of an engine, in this process or, if it `is_dist`, on servers."""
 
     knows_left_out = True
+    can_shadow = True
 
     def __init__(
         self,
@@ -128,6 +146,22 @@ class StoreExchange:
         _copy_back(target, out)
         left_out = frozenset(ticket.absent.get(TABLE, ())) - (grads.rows.keys() - given.keys())
         return Outcome(left_out, skipped=False)
+
+    def shadow(self, weights: Mapping[str, Tensor], grads: Mapping[str, Tensor]) -> Shadowed:
+        is_sync = self._client.options.mode.is_sync
+        target = grads if not self.updates_weights else None if is_sync else weights
+        out = None if target is None else _on_cpu(target)
+        ticket = self._client.rounds.start([RoundItem(self._table, None, out, joined=True)])
+        self._client.rounds.wait(ticket)
+        said = ticket.in_force[TABLE]
+        if target is not None and out is not None:
+            _copy_back(target, out)
+        if said.is_over and self.updates_weights and is_sync:
+            mine = _on_cpu(weights)
+            self._client.rounds.pull([(self._table, mine)])
+            _copy_back(weights, mine)
+        outcome = Outcome(frozenset(ticket.absent.get(TABLE, ())), TABLE in ticket.vetoes)
+        return Shadowed(outcome, said.hyper, said.is_over)
 
     def assign(self, weights: Mapping[str, Tensor]) -> None:
         mine = _on_cpu(weights)
@@ -187,6 +221,7 @@ class PluginExchange:
 
     updates_weights = False
     knows_left_out = False
+    can_shadow = False
 
     def __init__(self, store: KVStoreBase, plan: Plan) -> None:
         self.num_workers = store.num_workers
@@ -214,6 +249,9 @@ class PluginExchange:
             self._store.pushpull(key, piece, piece, priority=-key)
         # Zeros stand in for what one of several workers left out. Who did not veto learns of it from the sums.
         return Outcome(grads.absent if self.num_workers == 1 else frozenset(), skipped=veto)
+
+    def shadow(self, weights: Mapping[str, Tensor], grads: Mapping[str, Tensor]) -> Shadowed:
+        raise ConfigurationError(f"kvstore {self._store.type!r} does not know workers without data")
 
     def assign(self, weights: Mapping[str, Tensor]) -> None:
         for key, piece in enumerate(self._pieces(weights)):

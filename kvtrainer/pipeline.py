@@ -184,13 +184,17 @@ class Pipeline(FlatOptimizer):
         """End a step: these gradients are used up; these keys were updated, or None if the step was skipped."""
         self._layout.tracker.consume(i for i, is_used in enumerate(used) if is_used)
         self._reduced, self._is_vetoed = None, False
+        self._count_step(updated)
+        if self._instance is not None:
+            # Schedulers bound to the instance warn unless they see it step.
+            self._instance._opt_called = True  # type: ignore[attr-defined]
+
+    def _count_step(self, updated: Sequence[bool] | None) -> None:
+        """Note that these keys were updated, or None if the step was skipped."""
         if updated is not None:
             self._schedule.count(updated)
         if self.loss_scaler is not None:
             self.loss_scaler.update(overflow=updated is None)
-        if self._instance is not None:
-            # Schedulers bound to the instance warn unless they see it step.
-            self._instance._opt_called = True  # type: ignore[attr-defined]
 
     def _fresh(self, is_strict: bool, summed: list[bool] | None = None) -> list[bool]:
         """Which parameters have a new gradient; after `allreduce_grads`, `summed` says so.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,10 +15,11 @@ from kvstore_server.hyper import pack_hypers
 from kvstore_server.optimizer import Optimizer
 from kvstore_server.plan import Plan
 from kvtrainer.arena import Arena
-from kvtrainer.errors import KVStoreError, WeightsWrittenError
-from kvtrainer.exchange import Exchange, Gradients, Outcome, PluginExchange, StoreExchange
+from kvtrainer.errors import ConfigurationError, KVStoreError, WeightsWrittenError
+from kvtrainer.exchange import Exchange, Gradients, Outcome, PluginExchange, Shadowed, StoreExchange
 from kvtrainer.kvstore.dist import DistKVStore
 from kvtrainer.layout import Layout
+from kvtrainer.profiler import Profiler
 from kvtrainer.store_choice import StoreChoice
 
 _log = logging.getLogger(__name__)
@@ -42,6 +44,7 @@ class StoreLink:
         """None before `start`, and where no store is needed."""
         self.is_started = False
         self.is_closed = False
+        self._profiler: Profiler | None = None
         self._sent_hyper = b""
         self._awaited: Residuals | None = None
         """Residuals that were loaded before the store was there."""
@@ -124,6 +127,19 @@ class StoreLink:
             )
         layout.writes.accept()
 
+    def shadow(self, arena: Arena) -> Shadowed:
+        """A round to which this worker gives nothing, because it has no more data."""
+        assert self.exchange is not None
+        self._sent_hyper = b""  # what is in force now is another worker's
+        shadowed = self.exchange.shadow(arena.weights, arena.grads)
+        if self.exchange.updates_weights:
+            arena.mark_updated(None)
+        return shadowed
+
+    def describe(self) -> str:
+        """The type of the store."""
+        return "none" if self.choice.store is None else self.choice.store.type
+
     def assign(self, arena: Arena) -> None:
         """Give every worker, and the store, rank 0's weights; collective, and nothing without a store."""
         if self.exchange is not None:
@@ -166,6 +182,19 @@ class StoreLink:
         """This worker's rank and the number of workers."""
         assert self.choice.client is not None
         return self.choice.client.options.rank, self.choice.client.options.num_workers
+
+    def profiler(self) -> Profiler:
+        """What profiles the connection; makes the store if there is none yet. Raises as `Trainer.profiler`."""
+        self.check_open()
+        if self._profiler is None:
+            self.choice.open()
+            if self.choice.client is None:
+                has = "no kvstore" if self.choice.store is None else f"kvstore {self.choice.store.type!r}"
+                raise ConfigurationError(
+                    f"this Trainer has {has}, so there is nothing of ours to profile; use torch.profiler"
+                )
+            self._profiler = Profiler(self.choice.client, time.monotonic)
+        return self._profiler
 
     def stats(self) -> list[dict[str, Any]]:
         """Each server's counters, in server order; empty without a store."""

@@ -190,7 +190,12 @@ class Members:
         addresses = [server if isinstance(server, str) else server.address for server in servers]
         limits = {"timeout": 20.0, "connect_timeout": 10.0, "dead_after": DEAD_AFTER, **options}
         store = DistKVStore(
-            rank=rank, num_workers=num_workers, servers=addresses, namespace=namespace, **limits
+            limits.pop("type", "dist_sync"),
+            rank=rank,
+            num_workers=num_workers,
+            servers=addresses,
+            namespace=namespace,
+            **limits,
         )
         self._stores.append(store)
         return store

@@ -26,17 +26,23 @@ class Servers:
             self._running[count] = self._processes.servers(count, *self._flags)
         return self._running[count]
 
-    def everybody(self, workers: int, servers: int, body: Body, seconds: float = 60.0) -> list[Any]:
-        """Run a job in a namespace of its own: what `body` returned, or raised, for each rank."""
+    def everybody(
+        self, workers: int, servers: int, body: Body, seconds: float = 60.0, **options: Any
+    ) -> list[Any]:
+        """Run a job in a namespace of its own, with these options of its stores: what `body` returned, or raised, for each rank."""
         name = new_name()
         with Members() as members:
-            stores = [members.join(self.of(servers), rank, workers, name) for rank in range(workers)]
+            stores = [
+                members.join(self.of(servers), rank, workers, name, **options) for rank in range(workers)
+            ]
             calls = [lambda s=s, r=r: body(s, r) for r, s in enumerate(stores)]
             return together(*calls, seconds=seconds)
 
-    def results(self, workers: int, servers: int, body: Body, seconds: float = 60.0) -> list[Any]:
+    def results(
+        self, workers: int, servers: int, body: Body, seconds: float = 60.0, **options: Any
+    ) -> list[Any]:
         """As `everybody`; the first error that a worker raised is raised here."""
-        outcomes = self.everybody(workers, servers, body, seconds)
+        outcomes = self.everybody(workers, servers, body, seconds, **options)
         for outcome in outcomes:
             if isinstance(outcome, BaseException):
                 raise outcome

@@ -1,0 +1,114 @@
+"""Training with uneven numbers of batches: a worker that has no more data keeps the others company until all are done."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from kvstore_server.hyper import effective_hypers, unpack_hypers
+from kvtrainer.errors import ConfigurationError
+from kvtrainer.pipeline import Pipeline
+
+
+class JoiningPipeline(Pipeline):
+    """A pipeline whose workers may take different numbers of steps. Arguments as of Pipeline."""
+
+    _is_in_join = False
+
+    @contextmanager
+    def join(self) -> Iterator[None]:
+        """Let workers take different numbers of steps in the block; collective, and it ends on all workers together.
+
+            with trainer.join():
+                for x, y in my_batches:
+                    loss_fn(net(x), y).backward()
+                    trainer.step(batch_size)
+
+        A worker that leaves the block takes part in the others' rounds with nothing, until all have left it; then all
+        have the same weights, update counts and options (those of the lowest rank that had data last) and go on
+        together. `step()` goes on dividing by the number of all workers, joined ones too. The block needs no
+        other call that all workers make together; `allreduce_grads` and `update` are refused in it, because what the
+        loop does between them cannot be repeated on a worker that has left. With an exception the block is left
+        without waiting, and the others fail when this worker goes.
+
+        Raises:
+            ConfigurationError: the store cannot do that, or blocks are nested.
+            KVStoreError: as `step`.
+        """
+        if self._is_in_join:
+            raise ConfigurationError("this Trainer is in a join() block already; leave it first")
+        self._refuse_join()
+        self._is_in_join = True
+        try:
+            yield
+            self._settle()
+            self._prepare()
+            self._refuse_join()
+            self._keep_company()
+        finally:
+            self._is_in_join = False
+
+    def allreduce_grads(self) -> None:
+        self._refuse_in_join("allreduce_grads()")
+        super().allreduce_grads()
+
+    def update(self, batch_size: float | None = None, ignore_stale_grad: bool = False) -> None:
+        self._refuse_in_join("update()")
+        super().update(batch_size, ignore_stale_grad)
+
+    allreduce_grads.__doc__ = Pipeline.allreduce_grads.__doc__
+    update.__doc__ = Pipeline.update.__doc__
+
+    def _refuse_in_join(self, method: str) -> None:
+        if self._is_in_join:
+            raise ConfigurationError(
+                f"{method} is not possible in a join() block: workers that have left it cannot repeat what the loop does "
+                "with the sums; use step()"
+            )
+
+    def _refuse_join(self) -> None:
+        exchange = self._link.exchange
+        if exchange is not None and not exchange.can_shadow:
+            raise ConfigurationError(
+                f"kvstore {self._link.describe()!r} does not know workers without data, so join() is not possible; give "
+                "every worker the same number of batches"
+            )
+
+    def _keep_company(self) -> None:
+        """Take part with nothing, round by round, until all workers do."""
+        if self._link.exchange is None:
+            return
+        in_force, is_over = b"", False
+        while not is_over:
+            shadowed = self._link.shadow(self._layout.arena)
+            in_force, is_over = shadowed.hyper or in_force, shadowed.is_over
+            if not is_over:
+                self._follow_round(
+                    shadowed.hyper, None if shadowed.outcome.skipped else shadowed.outcome.left_out
+                )
+        self._layout.writes.accept()
+        if in_force:
+            self._adopt_options(in_force)
+
+    def _follow_round(self, hyper: bytes, left_out: frozenset[int] | None) -> None:
+        """Do here what a round has done elsewhere; None: it was skipped."""
+        updated = None if left_out is None else [i not in left_out for i in range(len(self._layout.names))]
+        in_store = self._link.exchange is not None and self._link.exchange.updates_weights
+        if updated is not None and not in_store:
+            if self._overflows():
+                updated = None
+            else:
+                self._apply_here(updated, hyper)
+        self._count_step(updated)
+
+    def _apply_here(self, updated: list[bool], hyper: bytes) -> None:
+        arena = self._layout.arena
+        hypers = effective_hypers(self._layout.plan, self._optimizer, unpack_hypers(hyper))
+        self._local.apply(arena.weights, arena.grads, 1.0, updated, hypers)
+        arena.mark_updated(updated)
+
+    def _adopt_options(self, hyper: bytes) -> None:
+        """Go on with the options that were in force last."""
+        for group, values in zip(self.param_groups, unpack_hypers(hyper)["groups"], strict=True):
+            kept = {"lr": group["lr"]} if self._optimizer.lr_scheduler is not None else {}
+            group.update({**values, **kept})

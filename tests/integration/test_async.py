@@ -1,0 +1,201 @@
+"""Contributions that count one by one, on real servers: exact sums, own writes, versions, staleness, and joining."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import kvtrainer
+from kvtrainer.errors import ConfigurationError, DeadlineError
+from kvtrainer.kvstore import DistKVStore
+from tests.support.stores import Servers, servers
+
+pytestmark = pytest.mark.timeout(120)
+
+SHAPES = {"small": (3,), "sliced": (300, 200)}
+ADD = {"learning_rate": -1.0}
+"""For the optimizer 'test': w += g."""
+
+
+@pytest.fixture(scope="module")
+def jobs() -> Iterator[Servers]:
+    with servers() as started:
+        yield started
+
+
+def started(kv: DistKVStore, value: float = 1.0) -> dict[str, torch.Tensor]:
+    kv.set_optimizer(kvtrainer.optimizer.create("test", **ADD))
+    kv.init(list(SHAPES), [torch.full(shape, value) for shape in SHAPES.values()])
+    return {key: torch.empty(shape) for key, shape in SHAPES.items()}
+
+
+def pulled(kv: DistKVStore, out: dict[str, torch.Tensor]) -> list[float]:
+    kv.pull(list(out), list(out.values()))
+    return [value for tensor in out.values() for value in tensor.unique().tolist()]
+
+
+@pytest.mark.parametrize("type", ["dist_async", "dist_ssp"])
+@pytest.mark.parametrize(("workers", "count"), [(1, 1), (2, 2), (3, 2)])
+def test_every_push_counts_exactly_once(jobs: Servers, type: str, workers: int, count: int) -> None:
+    def body(kv: DistKVStore, rank: int) -> list[float]:
+        out = started(kv)
+        for _ in range(20):
+            for key, tensor in out.items():
+                kv.push(key, torch.full_like(tensor, rank + 1.0))
+            pulled(kv, out)
+        kv.barrier()
+        return pulled(kv, out)
+
+    total = 1.0 + 20 * workers * (workers + 1) / 2
+    assert jobs.results(workers, count, body, type=type) == [[total, total]] * workers
+
+
+def test_a_worker_reads_its_own_writes_without_waiting_for_others(jobs: Servers) -> None:
+    def body(kv: DistKVStore, rank: int) -> list[float]:
+        out = started(kv)
+        if rank == 1:
+            return []
+        seen = []
+        for _ in range(5):
+            kv.push("small", torch.ones(3))
+            kv.pull("small", out["small"])
+            seen.append(out["small"][0].item())
+        return seen
+
+    assert jobs.results(2, 2, body, type="dist_async")[0] == [2.0, 3.0, 4.0, 5.0, 6.0]
+
+
+def test_a_push_without_an_optimizer_is_refused_before_anything_is_sent(jobs: Servers) -> None:
+    def body(kv: DistKVStore, rank: int) -> Any:
+        kv.init("w", torch.zeros(3))
+        with pytest.raises(ConfigurationError, match="needs an optimizer"):
+            kv.push("w", torch.ones(3))
+        return kv.server_stats()[0]["tables"][0]["version"]
+
+    assert jobs.results(1, 1, body, type="dist_async") == [0]
+
+
+def test_versions_count_updates_and_staleness_those_of_others(jobs: Servers) -> None:
+    turns = [threading.Barrier(2, timeout=20) for _ in range(3)]
+
+    def body(kv: DistKVStore, rank: int) -> tuple[int, int]:
+        out = started(kv)
+        kv.pull("small", out["small"])
+        turns[0].wait()
+        for _ in range(3 if rank == 1 else 0):
+            kv.pushpull("small", torch.ones(3), out["small"])
+        turns[1].wait()
+        if rank == 0:
+            kv.push("small", torch.ones(3))
+        turns[2].wait()
+        return kv.version("small"), kv.staleness("small")
+
+    # Rank 0 has read version 0 only, and three updates came before its own.
+    assert jobs.results(2, 1, body, type="dist_async") == [(0, 3), (3, 0)]
+
+
+def test_the_learning_rate_shrinks_with_the_staleness_where_that_is_asked_for(jobs: Servers) -> None:
+    turns = [threading.Barrier(2, timeout=20) for _ in range(3)]
+
+    def body(kv: DistKVStore, rank: int) -> float:
+        out = started(kv)
+        kv.pull("small", out["small"])
+        turns[0].wait()
+        for _ in range(4 if rank == 1 else 0):
+            kv.pushpull("small", torch.ones(3), out["small"])
+        turns[1].wait()
+        if rank == 0:
+            kv.pushpull("small", torch.ones(3), out["small"])
+        turns[2].wait()
+        return out["small"][0].item()
+
+    # Four fresh updates of one, then one that is four updates old.
+    assert jobs.results(2, 1, body, type="dist_async", scale_lr_by_staleness=True) == [5.25, 5.0]
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_a_read_waits_for_a_worker_that_is_too_far_behind(jobs: Servers, staleness: int) -> None:
+    ahead = threading.Event()
+
+    def body(kv: DistKVStore, rank: int) -> list[float]:
+        out = started(kv)
+        if rank == 1:
+            assert ahead.wait(20)
+            kv.push("small", torch.ones(3))
+            return []
+        seen = []
+        for at in range(staleness + 1):
+            if at == staleness:
+                ahead.set()
+            kv.pushpull("small", torch.ones(3), out["small"])
+            seen.append(out["small"][0].item())
+        return seen
+
+    seen = jobs.results(2, 2, body, type="dist_ssp", staleness=staleness)[0]
+    assert seen == [2.0 + at for at in range(staleness)] + [3.0 + staleness]
+
+
+def test_a_read_that_waits_too_long_names_who_is_behind_and_keeps_what_was_pushed(jobs: Servers) -> None:
+    done = threading.Barrier(2, timeout=20)
+
+    def body(kv: DistKVStore, rank: int) -> list[float]:
+        out = started(kv)
+        if rank == 0:
+            with pytest.raises(DeadlineError, match="waiting for rank 1"):
+                kv.pushpull("small", torch.ones(3), out["small"])
+        done.wait()
+        if rank == 1:
+            kv.push("small", torch.ones(3))
+        kv.barrier()
+        return pulled(kv, {"small": out["small"]})
+
+    assert jobs.results(2, 2, body, type="dist_ssp", staleness=0, timeout=1.0) == [[3.0], [3.0]]
+
+
+def test_workers_with_different_modes_are_told_of_it(jobs: Servers) -> None:
+    from tests.support.processes import Members, new_name
+
+    name = new_name()
+    with Members() as members:
+        members.join(jobs.of(1), 0, 2, name, type="dist_ssp", staleness=2)
+        with pytest.raises(
+            ConfigurationError, match="wants mode ssp staleness=3, the ranks before it ssp staleness=2"
+        ):
+            members.join(jobs.of(1), 1, 2, name, type="dist_ssp", staleness=3)
+
+
+def test_a_new_process_of_a_rank_goes_on_where_the_others_are(jobs: Servers) -> None:
+    from tests.support.processes import Members, new_name
+
+    name = new_name()
+    with Members() as members:
+        first = members.join(jobs.of(2), 0, 1, name, type="dist_async")
+        started(first)
+        first.pushpull("sliced", torch.ones(SHAPES["sliced"]))
+        second = members.join(jobs.of(2), 0, 1, name, type="dist_async")
+        out = started(second, value=77.0)
+        assert pulled(second, out) == [1.0, 2.0]
+        second.push("sliced", torch.ones(SHAPES["sliced"]))
+        assert pulled(second, out) == [1.0, 3.0]
+
+
+@pytest.mark.parametrize("type", ["dist_async", "dist_ssp"])
+def test_a_trainer_trains_and_all_workers_end_with_equal_weights(jobs: Servers, type: str) -> None:
+    def body(kv: DistKVStore, rank: int) -> list[float]:
+        net = nn.Linear(3, 1, bias=False)
+        nn.init.zeros_(net.weight)
+        trainer = kvtrainer.Trainer(net.named_parameters(), "sgd", {"learning_rate": 1.0}, kvstore=kv)
+        for _ in range(6):
+            (net(torch.ones(1, 3)) * (rank + 1)).sum().backward()
+            trainer.step(1)
+        kv.barrier()
+        net.weight.grad = torch.zeros_like(net.weight)
+        trainer.step(1)
+        return net.weight.unique().tolist()
+
+    assert jobs.results(2, 2, body, type=type) == [[-18.0], [-18.0]]
