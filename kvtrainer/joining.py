@@ -1,4 +1,4 @@
-"""Training with uneven numbers of batches: a worker that has no more data keeps the others company until all are done."""
+"""Training with uneven numbers of batches: a worker without data keeps the others company until all are done."""
 
 from __future__ import annotations
 
@@ -62,16 +62,16 @@ class JoiningPipeline(Pipeline):
     def _refuse_in_join(self, method: str) -> None:
         if self._is_in_join:
             raise ConfigurationError(
-                f"{method} is not possible in a join() block: workers that have left it cannot repeat what the loop does "
-                "with the sums; use step()"
+                f"{method} is not possible in a join() block: workers that have left it cannot repeat what the loop "
+                "does with the sums; use step()"
             )
 
     def _refuse_join(self) -> None:
         exchange = self._link.exchange
         if exchange is not None and not exchange.can_shadow:
             raise ConfigurationError(
-                f"kvstore {self._link.describe()!r} does not know workers without data, so join() is not possible; give "
-                "every worker the same number of batches"
+                f"kvstore {self._link.describe()!r} does not know workers without data, so join() is not possible; "
+                "give every worker the same number of batches"
             )
 
     def _keep_company(self) -> None:

@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import zmq
@@ -21,6 +22,7 @@ from kvstore_server.errors import KVStoreError
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.buffers import MAX_FRAME, SENT_ALONE
 from kvstore_server.protocol.frames import decode_reply, encode_request
+from kvtrainer.comm.send_queue import SendQueue
 
 HEARTBEAT_INTERVAL = 1.0
 """Seconds between two signs of life to every server."""
@@ -31,14 +33,21 @@ class Connection:
     """A transport over ZeroMQ to the servers at `addresses`, in index order.
 
     Large payloads are sent from the caller's memory, which must not change until the request is answered.
+
+    Args:
+        addresses: Of the servers.
+        water_mark: How many messages for a server may be on their way; the others queue here, where one of higher
+            priority overtakes those of lower ones. 0: all are handed to the network at once, in order.
     """
 
-    def __init__(self, addresses: Sequence[str]) -> None:
+    def __init__(self, addresses: Sequence[str], water_mark: int = 0) -> None:
         self.num_servers = len(addresses)
         self._addresses = list(addresses)
         self._pid = os.getpid()
         self._context = zmq.Context()
-        self._sockets = [_dealer(self._context, address) for address in addresses]
+        self._sockets = [_dealer(self._context, address, sent=water_mark) for address in addresses]
+        self._may_queue = water_mark > 0
+        self._queues = [SendQueue(self._may_queue, partial(_send, socket)) for socket in self._sockets]
         self._index = {socket: server for server, socket in enumerate(self._sockets)}
         self._poller = zmq.Poller()
         for socket in self._sockets:
@@ -48,7 +57,7 @@ class Connection:
         self._heartbeats: _Heartbeats | None = None
         self._is_closed = False
 
-    def send(self, server: int, request: m.Request) -> None:
+    def send(self, server: int, request: m.Request, priority: int = 0) -> None:
         """Queue a request without blocking. Raises KVStoreError in a process that was forked from the owner."""
         if os.getpid() != self._pid:
             raise KVStoreError(
@@ -58,22 +67,38 @@ class Connection:
         frames = encode_request(request)
         body = request.body
         if isinstance(body, m.PushBatch) and len(body.pushes) == 1 and _is_large(body.pushes[0].payload):
-            head = [zmq.Frame(frame) for frame in frames[:-1]]
-            self._sockets[server].send_multipart([*head, zmq.Frame(frames[-1], copy=False)], copy=False)
-        else:
-            self._sockets[server].send_multipart(frames, copy=True)
+            frames = [zmq.Frame(frame, copy=frame is not frames[-1]) for frame in frames]
+        self._queues[server].put(frames, priority)
 
     def receive(self, timeout: float) -> tuple[int, m.Reply] | None:
         if not self._is_usable():
             return None
         got = self._take_ready()
-        if got is None:
+        if got is not None:
+            return got
+        deadline = time.monotonic() + timeout
+        while got is None:
+            pause = max(0, int(1000 * (deadline - time.monotonic())))
             # Only what a new poll reports is ready: after the last look every socket was empty.
-            self._ready.extend(
-                self._index[socket] for socket, _ in self._poller.poll(max(0, int(timeout * 1000)))
-            )
+            self._ready.extend(self._poll(pause))
             got = self._take_ready()
+            if got is None and time.monotonic() >= deadline:
+                return None
         return got
+
+    def _poll(self, timeout_ms: int) -> list[int]:
+        """The servers that have sent something; meanwhile what queues for them goes out."""
+        if self._may_queue:
+            for socket, queue in zip(self._sockets, self._queues, strict=True):
+                self._poller.modify(socket, zmq.POLLIN | (zmq.POLLOUT if queue else 0))
+        found = []
+        for socket, event in self._poller.poll(timeout_ms):
+            server = self._index[socket]
+            if event & zmq.POLLOUT:
+                self._queues[server].flush()
+            if event & zmq.POLLIN:
+                found.append(server)
+        return found
 
     def _take_ready(self) -> tuple[int, m.Reply] | None:
         """Take one reply from the sockets that had some, in turn, so that no server is starved."""
@@ -105,9 +130,18 @@ class Connection:
         if self._heartbeats is not None:
             self._heartbeats.stop()
         for server, socket in enumerate(self._sockets):
+            if server in self._answered:
+                self._drain(server)
             # What was meant for a server that never answered is not worth waiting for.
             socket.close(linger=_LINGER_MS if server in self._answered else 0)
         self._context.term()
+
+    def _drain(self, server: int) -> None:
+        """Give what still queues for a server a moment to leave."""
+        deadline = time.monotonic() + _LINGER_MS / 1000
+        while self._queues[server] and time.monotonic() < deadline:
+            if self._sockets[server].poll(100, zmq.POLLOUT):
+                self._queues[server].flush()
 
     def _is_usable(self) -> bool:
         return not self._is_closed and os.getpid() == self._pid
@@ -133,7 +167,7 @@ class _Heartbeats:
         self._thread.join(timeout=5.0)
 
     def _run(self) -> None:
-        sockets = [_dealer(self._context, address, queue=2) for address in self._addresses]
+        sockets = [_dealer(self._context, address, sent=2, received=2) for address in self._addresses]
         try:
             while not self._stop.wait(HEARTBEAT_INTERVAL):
                 for server, socket in enumerate(sockets):
@@ -149,11 +183,21 @@ class _Heartbeats:
                 socket.close(linger=0)
 
 
-def _dealer(context: Any, address: str, queue: int = 0) -> Any:
-    """A connected socket that queues up to `queue` messages in each direction; 0 means any number."""
+def _send(socket: Any, frames: Any) -> bool:
+    """Hand a message to a socket, unless it has as many as it takes."""
+    try:
+        # What is no frame yet is small.
+        socket.send_multipart(frames, zmq.NOBLOCK, copy=not isinstance(frames[0], zmq.Frame))
+    except zmq.Again:
+        return False
+    return True
+
+
+def _dealer(context: Any, address: str, sent: int = 0, received: int = 0) -> Any:
+    """A connected socket that queues up to so many messages in each direction; 0 means any number."""
     socket = context.socket(zmq.DEALER)
-    socket.setsockopt(zmq.SNDHWM, queue)
-    socket.setsockopt(zmq.RCVHWM, queue)
+    socket.setsockopt(zmq.SNDHWM, sent)
+    socket.setsockopt(zmq.RCVHWM, received)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME)
     socket.setsockopt(zmq.RECONNECT_IVL, 50)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)

@@ -19,7 +19,7 @@ class Loopback:
         self._peer = peer
         self._replies: deque[tuple[int, m.Reply]] = deque()
 
-    def send(self, server: int, request: m.Request) -> None:
+    def send(self, server: int, request: m.Request, priority: int = 0) -> None:
         for out in self._engines[server].handle(self._peer, request, self._clock()):
             if out.peer == self._peer:
                 self._replies.append((server, out.reply))

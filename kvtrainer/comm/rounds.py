@@ -9,13 +9,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 
+from torch import Tensor
+
 from kvstore_server.errors import DeadlineError, KVStoreError, RoundAbortedError, describe, from_wire
 from kvstore_server.plan import Slice
 from kvstore_server.protocol import messages as m
 from kvtrainer.comm.giving_up import give_up
 from kvtrainer.comm.pushes import encode, push_batches
+from kvtrainer.comm.row_pulls import RowsWanted, pull_rows
 from kvtrainer.comm.session import Session
-from kvtrainer.comm.tickets import Arenas, RemoteTable, RoundItem, Ticket, write_part
+from kvtrainer.comm.tickets import Arenas, RemoteTable, RoundItem, Ticket, write_parts
 
 _log = logging.getLogger(__name__)
 
@@ -30,15 +33,17 @@ class Rounds:
     def __init__(self, session: Session) -> None:
         self._session = session
 
-    def start(self, items: Sequence[RoundItem], hyper: bytes = b"") -> Ticket:
+    def start(self, items: Sequence[RoundItem], hyper: bytes = b"", priority: int = 0) -> Ticket:
         """Send one round of every item's table and return at once.
 
         `values` must not change before the ticket was waited for. A table has one round in flight: an earlier one
-        is waited for first, so an error of it is raised here. `hyper` goes with the commit of all items.
+        is waited for first, so an error of it is raised here. `hyper` goes with the commit of all items. With a store
+        that queues, an exchange of higher `priority` overtakes earlier ones.
         """
         for item in items:
             self.settle(item.table)
         ticket = self._open(items, hyper)
+        ticket.priority = priority
         try:
             for server, members in self._by_server(items):
                 self._request(ticket, server, members)
@@ -99,7 +104,7 @@ class Rounds:
         items = [RoundItem(table, None, out) for table, out in wanted]
         ticket = self._open(items, None)
         asked: dict[int, m.Pull] = {}
-        for server, members in self._by_server(items):
+        for server, members in self._by_server(items, to_read=True):
             numbers = tuple(item.table.numbers[server] for item in members)
             asked[server] = m.Pull(numbers, self._session.options.timeout)
             self._session.send(server, self._request(ticket, server, members), asked[server])
@@ -112,9 +117,14 @@ class Rounds:
         if ticket.error is not None:
             raise ticket.error
         for item in items:
-            for part in ticket.staged.pop(item.table.name, ()):
-                write_part(item, part)
+            write_parts(item, ticket.staged.pop(item.table.name, ()))
             _note_versions(ticket, item.table)
+
+    def pull_rows(self, wanted: Sequence[RowsWanted]) -> list[Tensor]:
+        """The present values of some rows of keys, after this worker's own rounds of their tables; see `row_pulls`."""
+        for table, _, _ in wanted:
+            self.settle(table)
+        return pull_rows(self._session, wanted)
 
     # ---------------------------------------------------------------- sending
 
@@ -122,9 +132,14 @@ class Rounds:
         now = self._session.clock()
         return Ticket(list(items), now, now + self._session.options.timeout, hyper)
 
-    def _by_server(self, items: Sequence[RoundItem]) -> Iterable[tuple[int, list[RoundItem]]]:
+    def _by_server(
+        self, items: Sequence[RoundItem], to_read: bool = False
+    ) -> Iterable[tuple[int, list[RoundItem]]]:
+        """The items of which a server has a part; or `to_read`, a part that is sent as a whole."""
         for server in range(self._session.num_servers):
             members = [item for item in items if server in item.table.numbers]
+            if to_read:
+                members = [item for item in members if item.table.plan.resident_slices_of(server)]
             if members:
                 yield server, members
 
@@ -133,7 +148,7 @@ class Rounds:
         ticket.numbers[server] = number
         for item in members:
             where = (server, item.table.numbers[server])
-            wanted = item.table.plan.slices_of(server) if item.out is not None else ()
+            wanted = item.table.plan.resident_slices_of(server) if item.out is not None else ()
             ticket.outstanding[where] = {piece.index for piece in wanted}
             ticket.tables[where] = item
         return number
@@ -141,9 +156,10 @@ class Rounds:
     def _commit(self, item: RoundItem, server: int) -> m.Commit:
         table, timeout = item.table, self._session.options.timeout
         manifest = tuple([(piece.index, 0) for piece in item.sent_slices(server)])
+        wants_weights = item.out is not None and bool(table.plan.resident_slices_of(server))
         return m.Commit(
-            table.numbers[server], table.round, manifest, item.rescale, item.out is not None, timeout, item.veto,
-            item.assign, item.joined, False, table.versions.get(server, -1),
+            table.numbers[server], table.round, manifest, item.rescale, wants_weights, timeout, item.veto,
+            item.assign, item.joined, item.is_kept, (table.held if item.is_kept else table.versions).get(server, -1),
         )  # fmt: skip
 
     def _send_pushes(
@@ -151,7 +167,7 @@ class Rounds:
     ) -> None:
         # Under the number of the commit that follows: should a server refuse a slice, this exchange is told.
         for batch in push_batches(work, ticket.encoded, server):
-            self._session.send(server, ticket.numbers[server], batch)
+            self._session.send(server, ticket.numbers[server], batch, ticket.priority)
 
     def _send_round(self, ticket: Ticket, items: Sequence[RoundItem]) -> None:
         """All slices of some tables to all servers, and only then their commits: who dies before has begun nothing."""
@@ -172,7 +188,7 @@ class Rounds:
         assert ticket.hyper is not None
         commits = tuple([self._commit(item, server) for item in members])
         batch = m.CommitBatch(commits, ticket.hyper, tuple(sorted(members[0].absent)))
-        self._session.send(server, ticket.numbers[server], batch)
+        self._session.send(server, ticket.numbers[server], batch, ticket.priority)
 
     # ---------------------------------------------------------------- receiving
 
@@ -281,8 +297,7 @@ class Rounds:
             if ticket.is_lost(item.table):
                 lost.append(item.table)
                 continue
-            for part in ticket.staged.pop(item.table.name, ()):
-                write_part(item, part)
+            write_parts(item, ticket.staged.pop(item.table.name, ()))
             was_encoded = item.table.name in ticket.encoded and item.table.name not in ticket.vetoes
             if was_encoded and item.table.compressor is not None:
                 item.table.compressor.accept()

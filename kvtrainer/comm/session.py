@@ -18,6 +18,7 @@ from kvstore_server.errors import (
     from_wire,
 )
 from kvstore_server.protocol import messages as m
+from kvtrainer.comm.tracing import SessionTrace
 from kvtrainer.comm.transport import SessionOptions, Transport
 
 _log = logging.getLogger(__name__)
@@ -40,6 +41,8 @@ class Session:
         self.options = options
         self.clock = clock
         self.is_closed = False
+        self.trace: SessionTrace | None = None
+        """Where to note what happens, while somebody wants to know."""
         self._transport = transport
         self._tokens = [(0, 0)] * transport.num_servers
         self._heard = [clock()] * transport.num_servers
@@ -96,13 +99,17 @@ class Session:
     def forget(self, number: int) -> None:
         """Drop replies to a request from now on."""
         self._handlers.pop(number, None)
+        if self.trace is not None:
+            self.trace.ended(number)
 
-    def send(self, server: int, number: int, body: m.RequestBody) -> None:
-        """Hand a request over without blocking."""
+    def send(self, server: int, number: int, body: m.RequestBody, priority: int = 0) -> None:
+        """Hand a request over without blocking; one of higher priority may overtake others that still queue."""
         if self.is_closed:
             raise KVStoreError("this kvstore is closed; create a new one")
+        if self.trace is not None and number in self._handlers:
+            self.trace.sent(server, number, body)
         run, session = self._tokens[server]
-        self._transport.send(server, m.Request(run, session, number, body))
+        self._transport.send(server, m.Request(run, session, number, body), priority)
 
     def call(self, server: int, body: m.RequestBody, timeout: float | None = None) -> m.ReplyBody:
         """Send one control request and block for its answer, up to `timeout` (default `dead_after`) seconds.
@@ -171,7 +178,8 @@ class Session:
         Raises:
             DeadlineError: `deadline` has passed.
         """
-        looked = self.clock()
+        trace, looked = self.trace, self.clock()
+        start = 0.0 if trace is None else trace.trace.clock()
         while not is_over():
             now = self.clock()
             if now >= deadline:
@@ -188,6 +196,8 @@ class Session:
                 repeat(now)
             else:
                 self._hand_out(*got)
+        if trace is not None:
+            trace.waited(start)
 
     def is_silent(self, server: int, since: float, now: float) -> bool:
         """Whether a server that must answer has said nothing for long enough to be asked again.
@@ -260,6 +270,8 @@ class Session:
     def _hand_out(self, server: int, reply: m.Reply) -> None:
         self._heard[server] = self.clock()
         self._gone.discard(server)
+        if self.trace is not None:
+            self.trace.received(reply)
         if reply.number == 0 and isinstance(reply.body, m.Failed):
             # The server could not even read the request, so no handler can be named.
             raise from_wire(reply.body.code, reply.body.text)

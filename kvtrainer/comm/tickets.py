@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -12,11 +12,17 @@ from torch import Tensor
 from kvstore_server.errors import KVStoreError, ProtocolError
 from kvstore_server.plan import Plan, Slice
 from kvstore_server.protocol import messages as m
+from kvstore_server.protocol.buffers import payload_bytes, payload_size
 from kvstore_server.reduction import RowSet
+from kvstore_server.row_payload import decode_rows
 from kvtrainer.comm.compressor import Compressor
 
 Arenas = Mapping[str, Tensor]
-"""dtype name → flat tensor laid out as the Plan says; padding behind the last key may be missing."""
+"""dtype name → flat tensor laid out as the Plan says; padding behind the last key may be missing. Row-sparse keys are
+not in it."""
+
+Source = Callable[[int, int], Tensor]
+"""(first element, number of elements) → these values of a key, flat, on the CPU."""
 
 
 class Encoded(NamedTuple):
@@ -49,6 +55,8 @@ class RemoteTable:
     """Set when servers no longer agree on the last round."""
     compressor: Compressor | None = None
     """How this rank's contributions are compressed; None: they are not."""
+    held: dict[int, int] = field(default_factory=dict)
+    """Server → the version of its weights in the arena of items that are `kept`."""
 
 
 class RoundItem(NamedTuple):
@@ -64,6 +72,9 @@ class RoundItem(NamedTuple):
         assign: The lowest rank's values replace the weights; every rank must say so.
         joined: This rank has no more data: it gives nothing, until all ranks have said so.
         rows: Key (by index) → rows of it, of which this rank has only those; `values` do not count there.
+        tables: Row-sparse key (by index) → its values, in the first round or with `assign`.
+        is_kept: `out` still holds what the table's last item with this mark left there: rows that have not changed
+            since then need not come again.
     """
 
     table: RemoteTable
@@ -75,12 +86,18 @@ class RoundItem(NamedTuple):
     assign: bool = False
     rows: Mapping[int, RowSet] | None = None
     joined: bool = False
+    tables: Mapping[int, Source] | None = None
+    is_kept: bool = False
 
     def sent_slices(self, server: int) -> Sequence[Slice]:
         """The slices that this rank gives to a server."""
         if self.values is None or self.veto or self.joined:
             return ()
-        pieces = self.table.plan.slices_of(server)
+        plan = self.table.plan
+        pieces = plan.slices_of(server)
+        if len(plan.resident_slices_of(server)) < len(pieces):
+            given = {*(self.rows or ()), *(self.tables or ())}
+            pieces = tuple(p for p in pieces if plan.is_resident(p) or p.segments[0].key in given)
         if not self.absent:
             return pieces
         return [p for p in pieces if any(segment.key not in self.absent for segment in p.segments)]
@@ -95,6 +112,8 @@ class Ticket:
     deadline: float
     hyper: bytes | None
     """The hyper-parameters that go with the commits; None when weights are only read."""
+    priority: int = 0
+    """Where messages have to queue, those of a higher one go first."""
     numbers: dict[int, int] = field(default_factory=dict)
     """Server → request number."""
     outstanding: dict[tuple[int, int], set[int]] = field(default_factory=dict)
@@ -126,12 +145,33 @@ class Ticket:
         return any(where in self.outstanding or where in self.failed for where in table.numbers.items())
 
 
-def write_part(item: RoundItem, part: m.WeightsPart) -> None:
-    """Copy one slice of new weights to its place in `item.out`."""
-    piece = item.table.plan.slices[part.slice]
+def write_parts(item: RoundItem, parts: Iterable[m.WeightsPart]) -> None:
+    """Bring new weights to their places in `item.out`.
+
+    Raises:
+        ProtocolError: a part does not fit its slice.
+    """
+    versions: dict[int, int] = {}
+    for part in parts:
+        piece = item.table.plan.slices[part.slice]
+        _write_part(item, piece, part)
+        versions[piece.server] = min(part.version, versions.get(piece.server, part.version))
+    if item.is_kept:
+        item.table.held |= versions
+
+
+def _write_part(item: RoundItem, piece: Slice, part: m.WeightsPart) -> None:
     assert item.out is not None
     out = item.out[piece.dtype][piece.offset : piece.offset + piece.used]
-    out.copy_(_as_tensor(part.payload, out))
+    if part.kind == m.WHOLE:
+        out.copy_(_as_tensor(part.payload, out))
+    elif part.kind != m.ROWS:
+        raise ProtocolError(f"slice {part.slice} of {item.table.name!r} came back as kind {part.kind}")
+    elif payload_size(part.payload):
+        changed = decode_rows(item.table.plan, piece, payload_bytes(part.payload), needs_all=False)
+        for position, (ids, values) in changed.rows.items():
+            segment = piece.segments[position]
+            out[segment.start : segment.start + segment.numel].view(-1, values.shape[1])[ids] = values
 
 
 def _as_tensor(payload: m.Payload, like: Tensor) -> Tensor:

@@ -15,8 +15,11 @@ class Transport(Protocol):
 
     num_servers: int
 
-    def send(self, server: int, request: m.Request) -> None:
-        """Hand a request over without blocking; payload memory must not change until it is answered."""
+    def send(self, server: int, request: m.Request, priority: int = 0) -> None:
+        """Hand a request over without blocking; payload memory must not change until it is answered.
+
+        Where requests have to queue, one of higher priority overtakes those of lower ones.
+        """
 
     def receive(self, timeout: float) -> tuple[int, m.Reply] | None:
         """Wait up to `timeout` seconds for a reply of any server."""

@@ -8,19 +8,28 @@ import socket
 import sys
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from kvstore_server.cpu import capability
 from kvstore_server.engine import MAX_WORKERS
 from kvtrainer.comm.client import Client
 from kvtrainer.comm.connection import Connection
 from kvtrainer.comm.transport import SessionOptions
-from kvtrainer.env import CONNECT_TIMEOUT, DEAD_AFTER, TIMEOUT, Topology, read_timeout, read_topology
+from kvtrainer.env import CONNECT_TIMEOUT, DEAD_AFTER, TIMEOUT, Topology, read_timeout
 from kvtrainer.errors import ConfigurationError
-from kvtrainer.kvstore.base import register
-from kvtrainer.kvstore.dist_modes import ASYNC_NAMES, SSP_NAMES, SYNC_NAMES, mode_of
+from kvtrainer.kvstore.base import (
+    ASYNCHRONOUS,
+    COMPRESSION,
+    OPTIMIZER,
+    SEVERAL_WORKERS,
+    SPARSE_GRADIENTS,
+    SPARSE_WEIGHTS,
+    register,
+)
+from kvtrainer.kvstore.dist_modes import ASYNC_NAMES, SSP_NAMES, SYNC_NAMES, mode_of, water_mark_of
 from kvtrainer.kvstore.store import TableKVStore
 from kvtrainer.kvstore.values import check_text
+from kvtrainer.roles import find_topology
 
 _created = itertools.count()
 """Numbers the stores of this process: the n-th store of every worker meets the n-th of the others."""
@@ -34,12 +43,14 @@ class DistKVStore(TableKVStore):
     when it comes, by the optimizer, which must be set first. "dist_ssp" (stale synchronous parallel): as async, but a
     read waits while another worker is too far behind. A pull sees this worker's own pushes in any of them.
 
-    Names with "device" mean the same: replicas are always summed before they are pushed. "p3" is "dist_sync" too.
+    Names with "device" mean the same: replicas are always summed before they are pushed. "p3" is "dist_sync"
+    in which pushes of higher `priority` overtake others that still wait to be sent; DMLC_PS_VAN_TYPE=p3 gives that to
+    the others.
 
     Args:
         type: The name under which it was created.
-        rank, num_workers, servers: The topology; read from KVSTORE_RANK, KVSTORE_NUM_WORKERS and KVSTORE_SERVERS
-            when absent, as `kvlaunch` sets them.
+        rank, num_workers, servers: The topology; read from the environment when absent, see
+            `kvtrainer.env.read_topology`. Where DMLC_ROLE is set as MXNet's launcher does, see `kvtrainer.roles`.
         timeout: Seconds to wait for the other workers (KVSTORE_TIMEOUT, 600).
         connect_timeout: Seconds to wait for the servers at first (KVSTORE_CONNECT_TIMEOUT, 30).
         dead_after: Seconds of silence after which a server counts as gone (KVSTORE_DEAD_AFTER, 20).
@@ -52,7 +63,15 @@ class DistKVStore(TableKVStore):
     Raises:
         ConfigurationError: an argument, or the variable in its place, is missing or wrong; nothing has been sent.
         ConnectTimeoutError: a server did not answer in time.
+        SystemExit: DMLC_ROLE made this process the scheduler or a server of its job, and the job is over.
     """
+
+    capabilities = (OPTIMIZER, COMPRESSION, SPARSE_GRADIENTS, SPARSE_WEIGHTS, SEVERAL_WORKERS)
+
+    @classmethod
+    def capabilities_as(cls, type: str) -> Collection[str]:
+        is_asynchronous = type.lower() in (*ASYNC_NAMES, *SSP_NAMES)
+        return (*cls.capabilities, ASYNCHRONOUS) if is_asynchronous else cls.capabilities
 
     def __init__(
         self,
@@ -70,7 +89,15 @@ class DistKVStore(TableKVStore):
     ) -> None:
         self.mode = mode_of(type, staleness, scale_lr_by_staleness, os.environ)
         """When pushes count."""
-        topology = read_topology(os.environ, rank=rank, num_workers=num_workers, servers=servers)
+        self._water_mark = water_mark_of(type, os.environ)
+        topology = find_topology(
+            os.environ,
+            rank=rank,
+            num_workers=num_workers,
+            servers=servers,
+            connect_timeout=connect_timeout,
+            dead_after=dead_after,
+        )
         _check(topology, namespace)
         self._topology = topology
         self._timeouts = (
@@ -109,7 +136,7 @@ class DistKVStore(TableKVStore):
             f"{socket.gethostname()}:{os.getpid()}",
             self.mode,
         )
-        client = Client(Connection(self._topology.servers), options, time.monotonic)
+        client = Client(Connection(self._topology.servers, self._water_mark), options, time.monotonic)
         self._clients.append(client)
         try:
             client.connect()

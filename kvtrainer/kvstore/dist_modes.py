@@ -11,7 +11,12 @@ STALENESS = "KVSTORE_STALENESS"
 """The environment variable with the default of `staleness`."""
 DEFAULT_STALENESS = 1
 
-SYNC_NAMES = ("dist_sync", "dist", "dist_sync_device", "dist_device_sync", "p3")
+P3_NAME = "p3"
+VAN_TYPE, WATER_MARK = "DMLC_PS_VAN_TYPE", "DMLC_PS_WATER_MARK"
+"""MXNet's variables: "p3" lets urgent messages overtake others that wait here; how many may be on their way."""
+DEFAULT_WATER_MARK = 10
+
+SYNC_NAMES = ("dist_sync", "dist", "dist_sync_device", "dist_device_sync", P3_NAME)
 ASYNC_NAMES = ("dist_async", "dist_async_device", "dist_device_async")
 SSP_NAMES = ("dist_ssp", "dist_ssp_device", "dist_device_ssp")
 
@@ -41,6 +46,23 @@ def mode_of(
             "'dist_async' or 'dist_ssp'"
         )
     return SYNCHRONOUS
+
+
+def water_mark_of(type: str, environ: Mapping[str, str]) -> int:
+    """How many messages for a server may be on their way while others queue by priority; 0: all, nothing queues.
+
+    Raises:
+        ConfigurationError: a variable has no value that is known.
+    """
+    van = environ.get(VAN_TYPE, "").strip().lower()
+    if van not in ("", "zmq", P3_NAME):
+        raise ConfigurationError(f"{VAN_TYPE} is {van!r}; this library knows 'zmq' and 'p3'")
+    if P3_NAME not in (type.lower(), van):
+        return 0
+    given = environ.get(WATER_MARK, "").strip() or str(DEFAULT_WATER_MARK)
+    if not given.isdecimal() or not 0 < int(given) < 1 << 31:
+        raise ConfigurationError(f"{WATER_MARK} is {given!r}; it must be a whole number above 0")
+    return int(given)
 
 
 def _read_staleness(given: int | None, environ: Mapping[str, str]) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch.distributed
@@ -18,7 +18,14 @@ from kvtrainer.comm.client import Client
 from kvtrainer.comm.loopback import Loopback
 from kvtrainer.comm.tickets import RoundItem, Ticket
 from kvtrainer.comm.transport import SessionOptions
-from kvtrainer.kvstore.base import Key, register
+from kvtrainer.kvstore.base import (
+    COMPRESSION,
+    OPTIMIZER,
+    SPARSE_GRADIENTS,
+    SPARSE_WEIGHTS,
+    Key,
+    register,
+)
 from kvtrainer.kvstore.replica_compression import ReplicaCompressor
 from kvtrainer.kvstore.store import TableKVStore
 
@@ -34,10 +41,16 @@ class LocalKVStore(TableKVStore):
     error raised, when `push` returns. "device" compresses each replica by itself, with a residual of its own.
     """
 
+    capabilities = (OPTIMIZER, SPARSE_GRADIENTS, SPARSE_WEIGHTS)
+
+    @classmethod
+    def capabilities_as(cls, type: str) -> Collection[str]:
+        return (*cls.capabilities, COMPRESSION) if "device" in type.lower() else cls.capabilities
+
     def __init__(self, type: str = "local") -> None:
         if "device" in type.lower():
             refuse_process_group(type)
-        self._engine = Engine(EngineConfig())
+        self._engine = Engine(EngineConfig(), clock=time.monotonic)
         self._replicas: ReplicaCompressor | None = None
         self._transport = _Direct([self._engine], time.monotonic)
         super().__init__(type, _connected(self._transport, _KEYS))
@@ -104,8 +117,8 @@ class LocalKVStore(TableKVStore):
             return super()._merged(spec, replicas)
         return self._replicas.merge(spec.key, replicas), True
 
-    def _start(self, items: Sequence[RoundItem]) -> Ticket:
-        ticket = super()._start(items)
+    def _start(self, items: Sequence[RoundItem], priority: int) -> Ticket:
+        ticket = super()._start(items, priority)
         try:
             self._client.rounds.wait(ticket)
         finally:
@@ -121,10 +134,10 @@ class _Direct(Loopback):
 
     is_busy = False
 
-    def send(self, server: int, request: m.Request) -> None:
+    def send(self, server: int, request: m.Request, priority: int = 0) -> None:
         self.is_busy = True
         try:
-            super().send(server, request)
+            super().send(server, request, priority)
         finally:
             self.is_busy = False
 

@@ -5,6 +5,7 @@ Each key is a table of its own, so workers may push keys in any order and any su
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -12,11 +13,14 @@ from torch import Tensor
 
 from kvstore_server.errors import ConfigurationError, KeyNotFoundError
 from kvstore_server.plan import TensorSpec
-from kvtrainer.comm.tickets import RoundItem, Ticket
+from kvtrainer.comm.tickets import Arenas, RoundItem, Ticket
+from kvtrainer.errors import SparsePullWarning
 from kvtrainer.kvstore.base import Key
 from kvtrainer.kvstore.client_store import ClientStore
 from kvtrainer.kvstore.entries import Entry, target_of
 from kvtrainer.kvstore.quiet import without_collections
+from kvtrainer.kvstore.row_values import densified, is_sparse, merge_rows
+from kvtrainer.kvstore.row_verbs import pull, read_pulls, without_sparse
 from kvtrainer.kvstore.values import check_fits, check_key, check_out, merge, pair, spec_of
 
 
@@ -27,6 +31,8 @@ class TableKVStore(ClientStore):
     `barrier` or by `close`; everything else blocks. A `pull` sees this worker's own earlier pushes. Keys are all
     int or all str within one store.
     """
+
+    _has_warned = False
 
     @without_collections
     def init(self, key: Any, value: Any) -> None:
@@ -57,14 +63,18 @@ class TableKVStore(ClientStore):
         self._refresh_optimizer()
         items = []
         for entry, replicas in self._lookup(pair(key, value, "value"), same_dtype=True):
-            flat, is_own = self._merged(entry.spec, replicas)
-            items.append(RoundItem(entry.table, {entry.spec.dtype: flat if is_own else flat.clone()}, None))
-        self._start(items)
+            items.append(self._item(entry, replicas, None))
+        self._start(items, priority)
 
     @without_collections
     def pull(self, key: Any, out: Any = None, priority: int = 0, ignore_sparse: bool = True) -> None:
-        """Write the present values of keys to `out`, after this worker's own pushes; blocks."""
-        wanted = self._lookup(self._outs(key, out), same_dtype=False)
+        """Write the present values of keys to `out`, after this worker's own pushes; blocks.
+
+        A sparse `out` is left as it is, with a SparsePullWarning; or refused with ConfigurationError where
+        `ignore_sparse` is false. `row_sparse_pull` is meant.
+        """
+        dense = without_sparse(self._outs(key, out), ignore_sparse, self._warn_of_sparse_out)
+        wanted = self._lookup(dense, same_dtype=False)
         targets = [target_of(entry.spec, outs) for entry, outs in wanted]
         arenas = [{entry.spec.dtype: target.flat} for (entry, _), target in zip(wanted, targets, strict=True)]
         self._client.rounds.pull(
@@ -87,11 +97,10 @@ class TableKVStore(ClientStore):
             outs.setdefault(entry.spec.key, []).extend(tensors)
         items, targets = [], []
         for entry, replicas in pushed:
-            flat, _ = self._merged(entry.spec, replicas)
             target = target_of(entry.spec, outs[entry.spec.key])
             targets.append(target)
-            items.append(RoundItem(entry.table, {entry.spec.dtype: flat}, {entry.spec.dtype: target.flat}))
-        self._client.rounds.wait(self._start(items))
+            items.append(self._item(entry, replicas, {entry.spec.dtype: target.flat}))
+        self._client.rounds.wait(self._start(items, priority))
         for target in targets:
             target.finish()
 
@@ -116,17 +125,62 @@ class TableKVStore(ClientStore):
         self._client.rounds.settle(entry.table)
         return entry
 
+    def row_sparse_pull(
+        self, key: Any, out: Any = None, priority: int = 0, row_ids: Any = None
+    ) -> Tensor | list[Any]:
+        """Fetch some rows of keys of two or more dimensions, after this worker's own pushes; only these travel; blocks.
+
+        Args:
+            key: A key, or a list of keys.
+            out: Tensors of the keys' shapes that get the rows too, and are zero elsewhere: one, or a list of them.
+            row_ids: Whole numbers in any shape, also repeated or none. For several `out` one for all, or one each.
+
+        Returns:
+            For each set of ids a coalesced sparse tensor of the key's shape: one, a list for several sets, and a list
+            of those for a list of keys.
+
+        Raises:
+            RowIdError: ids outside a key; nothing has been written then.
+            ShapeMismatchError, KeyNotFoundError, ConfigurationError: as of the other verbs.
+        """
+        for one in key if isinstance(key, list | tuple) else (key,):
+            self._check_type(one)
+        pulls, are_several = read_pulls(self._entries, key, out, row_ids)
+        found = iter(pull(self._client, [one for of_key in pulls for one in of_key]))
+        results = [
+            [next(found) for _ in of_key] if several else next(found)
+            for of_key, several in zip(pulls, are_several, strict=True)
+        ]
+        return results if isinstance(key, list | tuple) else results[0]
+
+    def _item(self, entry: Entry, replicas: Sequence[Tensor], out: Arenas | None) -> RoundItem:
+        """What is pushed of a key: the caller's memory only if the caller waits for the new weights."""
+        spec, table = entry.spec, entry.table
+        if all(map(is_sparse, replicas)) and table.plan.takes_rows(0):
+            return RoundItem(table, {}, out, rows={0: merge_rows(spec, replicas)})
+        flat, is_own = self._merged(spec, [densified(spec, one) for one in replicas])
+        return RoundItem(table, {spec.dtype: flat if is_own or out is not None else flat.clone()}, out)
+
+    def _warn_of_sparse_out(self, key: Key) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"pull into a sparse tensor (of key {key!r}) has been ignored; use row_sparse_pull(…, row_ids=…)",
+                SparsePullWarning,
+                stacklevel=5,
+            )
+
     def _merged(self, spec: TensorSpec, replicas: Sequence[Tensor]) -> tuple[Tensor, bool]:
         """The flat sum of what is pushed, and whether it is a tensor of its own rather than the caller's memory."""
         return merge(replicas)
 
-    def _start(self, items: Sequence[RoundItem]) -> Ticket:
+    def _start(self, items: Sequence[RoundItem], priority: int) -> Ticket:
         if self._optimizer is None and not self._client.options.mode.is_sync:
             raise ConfigurationError(
                 f"kvstore {self._type!r} applies every push by itself and needs an optimizer for that; call "
                 "set_optimizer on every worker before the first push"
             )
-        return self._client.rounds.start(items)
+        return self._client.rounds.start(items, priority=priority)
 
     def _create(
         self, values: Sequence[tuple[Key, list[Tensor]]], outs: Sequence[tuple[Key, list[Tensor]]] | None
@@ -141,7 +195,8 @@ class TableKVStore(ClientStore):
             for tensor in tensors:
                 check_out(spec, tensor)
         # Before a key is registered, because from then on the other workers wait for this one's value.
-        flats = [merge(replicas[:1])[0] for _, replicas in values]
+        rows = zip(specs, values, strict=True)
+        flats = [merge([densified(spec, replicas[0])])[0] for spec, (_, replicas) in rows]
         targets = [target_of(spec, tensors) for spec, (_, tensors) in zip(specs, outs or (), strict=False)]
         whole_keys = self._optimizer is not None and not self._optimizer.elementwise
         tables = self._client.register({spec.key: [spec] for spec in specs}, whole_keys)
@@ -151,8 +206,8 @@ class TableKVStore(ClientStore):
             mine = {spec.dtype: flats[at]} if self.rank == 0 else None
             items.append(RoundItem(table, mine, {spec.dtype: targets[at].flat} if targets else None))
         self._client.rounds.initialise(items)
-        rows = zip(values, specs, tables, strict=True)
-        self._entries.update({key: Entry(spec, table) for (key, _), spec, table in rows})
+        made = zip(values, specs, tables, strict=True)
+        self._entries.update({key: Entry(spec, table) for (key, _), spec, table in made})
         for target in targets:
             target.finish()
 

@@ -52,7 +52,7 @@ class Scripted:
         """What was sent so far, of one kind, to one server or all."""
         return [r.body for to, r in self.sent if isinstance(r.body, kind) and server in (None, to)]
 
-    def send(self, server: int, request: m.Request) -> None:
+    def send(self, server: int, request: m.Request, priority: int = 0) -> None:
         self.sent.append((server, request))
         answered = self.answer(server, request) if self.answer is not None else None
         for body in _default(server, request) if answered is None else answered:

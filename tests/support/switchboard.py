@@ -21,7 +21,7 @@ class Line:
         self._replies: deque[tuple[int, m.Reply]] = deque()
         lines[name] = self
 
-    def send(self, server: int, request: m.Request) -> None:
+    def send(self, server: int, request: m.Request, priority: int = 0) -> None:
         for out in self._engines[server].handle(self._name, request, time.monotonic()):
             self._lines[out.peer]._replies.append((server, out.reply))
 

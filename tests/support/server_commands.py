@@ -1,0 +1,23 @@
+"""Commands that servers of tests load with --import; they count what came to their own server."""
+
+from __future__ import annotations
+
+from kvstore_server import commands
+from kvstore_server.commands import CommandContext
+
+_bodies: list[str] = []
+
+
+@commands.register(7)
+def note(body: str, context: CommandContext) -> str:
+    """Note the body; gives the server and how many came so far."""
+    _bodies.append(body)
+    return f"{context.server}/{context.num_servers} {len(_bodies)}"
+
+
+@commands.register(8)
+def fail(body: str, context: CommandContext) -> str:
+    """Raise, on server 1 alone."""
+    if context.server == 1:
+        raise LookupError(f"no {body} here")
+    return "fine"
