@@ -198,6 +198,16 @@ class StoreExchange:
     def put_key_state(self, key: int, state: KeyState) -> None:
         self._client.put_key_state(self._table, key, state)
 
+    @property
+    def version(self) -> int:
+        """How many updates are in the weights that came last; -1 if none came yet."""
+        return max(self._table.versions.values(), default=-1)
+
+    @property
+    def staleness(self) -> int:
+        """How many updates others made between the weights of the last contribution and that."""
+        return self._table.staleness
+
     def residuals(self) -> dict[int, Tensor]:
         """What compression has held back of this worker's gradients, by index of the key; copies."""
         compressor = self._table.compressor

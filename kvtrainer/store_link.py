@@ -196,6 +196,16 @@ class StoreLink:
             self._profiler = Profiler(self.choice.client, time.monotonic)
         return self._profiler
 
+    @property
+    def version(self) -> int:
+        """How many updates are in the weights here; -1 without a store that knows."""
+        return self.holder.version if self.holder is not None else -1
+
+    @property
+    def staleness(self) -> int:
+        """How many updates others made between the weights of the last contribution and that."""
+        return self.holder.staleness if self.holder is not None else 0
+
     def stats(self) -> list[dict[str, Any]]:
         """Each server's counters, in server order; empty without a store."""
         return [] if self.exchange is None else self.exchange.stats()

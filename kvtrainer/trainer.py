@@ -14,17 +14,18 @@ from kvstore_server.optimizer import Optimizer
 from kvtrainer.errors import ArgumentTypeError
 from kvtrainer.extra_states import extra_problems, extra_states, saved_residuals, saved_scaler
 from kvtrainer.groups import make_groups
+from kvtrainer.joining import JoiningPipeline
 from kvtrainer.kvstore.base import KVStoreBase
 from kvtrainer.loss_scaler import scaler_of
 from kvtrainer.optimizer import create as create_optimizer
-from kvtrainer.pipeline import Pipeline
+from kvtrainer.profiler import Profiler
 from kvtrainer.saved_states import SavedStates
 from kvtrainer.store_choice import choose_store
 
 __all__ = ["Trainer"]
 
 
-class Trainer(Pipeline):
+class Trainer(JoiningPipeline):
     """Trains parameters with an optimizer over a kvstore; Gluon's Trainer and a torch.optim.Optimizer in one.
 
     Args:
@@ -111,6 +112,33 @@ class Trainer(Pipeline):
             self._layout.arena.check_in_place()
             self._link.assign(self._layout.arena)
             self._layout.writes.accept()
+
+    @property
+    def profiler(self) -> Profiler:
+        """Profiles what this worker and the servers do for this Trainer's parameters.
+
+        Makes the store if the first step has not yet; blocks until the servers answer.
+
+        Raises:
+            ConfigurationError: there is no store, or one whose workings are its own.
+        """
+        return self._link.profiler()
+
+    @property
+    def version(self) -> int:
+        """How many updates are in the weights that this worker has, all workers' together; -1 without a store.
+
+        Of several servers the one that had applied most counts.
+        """
+        return self._link.version
+
+    @property
+    def staleness(self) -> int:
+        """How many updates others made between the weights of this worker's last gradient and its own update.
+
+        Always 0 with synchronous rounds. Of several servers the one with most counts.
+        """
+        return self._link.staleness
 
     def server_stats(self) -> list[dict[str, Any]]:
         """Each server's counters for this Trainer's parameters, in server order; empty without a store."""

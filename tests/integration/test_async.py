@@ -184,6 +184,30 @@ def test_a_new_process_of_a_rank_goes_on_where_the_others_are(jobs: Servers) -> 
         assert pulled(second, out) == [1.0, 3.0]
 
 
+def test_a_trainer_says_how_stale_its_gradient_was(jobs: Servers) -> None:
+    turns = [threading.Barrier(2, timeout=20) for _ in range(3)]
+
+    def body(kv: DistKVStore, rank: int) -> tuple[int, int]:
+        weight = nn.Parameter(torch.zeros(3))
+        trainer = kvtrainer.Trainer([weight], "sgd", {"learning_rate": 1.0}, kvstore=kv)
+
+        def step() -> None:
+            weight.sum().backward()
+            trainer.step(1)
+
+        trainer.set_data()  # gives all workers the first weights
+        turns[0].wait()
+        for _ in range(4 if rank == 1 else 0):
+            step()
+        turns[1].wait()
+        if rank == 0:
+            step()
+        turns[2].wait()
+        return trainer.version, trainer.staleness
+
+    assert jobs.results(2, 1, body, type="dist_async") == [(5, 4), (4, 0)]
+
+
 @pytest.mark.parametrize("type", ["dist_async", "dist_ssp"])
 def test_a_trainer_trains_and_all_workers_end_with_equal_weights(jobs: Servers, type: str) -> None:
     def body(kv: DistKVStore, rank: int) -> list[float]:
