@@ -1,0 +1,213 @@
+"""Recording what a process does, as events of the Chrome trace format (chrome://tracing, ui.perfetto.dev).
+
+Times are seconds of a clock that the caller gives; a trace has them in microseconds. The format: "Trace Event Format",
+Google, complete events ("ph": "X") and metadata events ("ph": "M").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+from kvstore_server.errors import ConfigurationError, ProtocolError
+from kvstore_server.protocol import messages as m
+from kvstore_server.protocol.buffers import payload_size
+from kvstore_server.protocol.control import pack_control, unpack_control
+
+CALLS = "calls"
+"""Category: messages on a server, requests and waits on a worker."""
+ROUNDS = "rounds"
+"""Category: sums and updates."""
+CATEGORIES = (CALLS, ROUNDS)
+ROUND_LANE = 0
+"""Where a server shows its rounds; what rank r says is in lane r + 1."""
+LIMIT = 100_000
+"""Events that are kept, about 50 MB; later ones are only counted."""
+_LONGEST_NAME = 200
+_PIECE = 512 * 1024
+"""Bytes of events in one message; with one event more it still fits a frame."""
+
+Clock = Callable[[], float]
+
+
+class Event(NamedTuple):
+    """Something that took a while."""
+
+    name: str
+    category: str
+    start: float
+    """Seconds."""
+    duration: float
+    """Seconds."""
+    lane: int
+    """Events of one lane do not overlap unless one lies in the other; a viewer draws each lane as a thread."""
+    args: Mapping[str, Any]
+    """Plain numbers and strings."""
+
+
+class Trace:
+    """Events of one process, oldest first, up to a limit.
+
+    Args:
+        clock: Seconds.
+        categories: What is recorded.
+        limit: How many events are kept.
+    """
+
+    def __init__(self, clock: Clock, categories: Iterable[str] = CATEGORIES, limit: int = LIMIT) -> None:
+        self.clock = clock
+        self.categories = frozenset(categories)
+        self.events: list[Event] = []
+        self.dropped = 0
+        """Events that came when the limit was reached."""
+        self._limit = limit
+
+    def add(self, name: str, category: str, start: float, lane: int, args: Mapping[str, Any]) -> None:
+        """Something that began at `start` is over now."""
+        self.add_past(Event(name[:_LONGEST_NAME], category, start, self.clock() - start, lane, args))
+
+    def add_past(self, event: Event) -> None:
+        """Something is over, perhaps for longer."""
+        if event.category not in self.categories:
+            return
+        if len(self.events) >= self._limit:
+            self.dropped += 1
+            return
+        self.events.append(event)
+
+    def piece(self, start: int) -> dict[str, Any]:
+        """The events from number `start` on, as many as fit into a message, to be read by `events_of`."""
+        packed: list[bytes] = []
+        size = 0
+        for event in self.events[start:]:
+            packed.append(pack_control(list(event)))
+            size += len(packed[-1])
+            if size >= _PIECE:
+                break
+        return {"events": packed, "total": len(self.events), "dropped": self.dropped}
+
+
+class Profiling:
+    """What a server records for one namespace, as the workers ask for it."""
+
+    def __init__(self) -> None:
+        self.active: Trace | None = None
+        """Where events go now; None while nothing is recorded, which is all that the rest has to look at."""
+        self._trace: Trace | None = None
+        self._is_running = self._is_paused = False
+
+    def control(self, body: m.Profile, clock: Clock | None) -> dict[str, Any]:
+        """Do what a message asks for; repeating it has no further effect. Returns the answer's values.
+
+        Raises:
+            ConfigurationError: this engine has no clock to measure with.
+            ProtocolError: the message names an action or a category that there is not.
+        """
+        if body.action == "fetch":
+            return self._trace.piece(body.start) if self._trace else {"events": [], "total": 0, "dropped": 0}
+        if body.action == "run":
+            if clock is None:
+                raise ConfigurationError("this engine has no clock, so it cannot be profiled")
+            if any(name not in CATEGORIES for name in body.categories):
+                raise ProtocolError(f"no such categories of events: {body.categories!r:.80}")
+            if self._trace is None:
+                self._trace = Trace(clock)
+            self._trace.categories = frozenset(body.categories)
+            self._is_running = True
+        elif body.action == "stop":
+            self._is_running = False
+        elif body.action in ("pause", "resume"):
+            self._is_paused = body.action == "pause"
+        elif body.action == "finish":
+            self._is_running = self._is_paused = False
+            self._trace = None
+        else:
+            raise ProtocolError(f"profiling knows no action {body.action!r:.80}")
+        self.active = self._trace if self._is_running and not self._is_paused else None
+        return {}
+
+
+def handled(
+    trace: Trace, body: m.RequestBody, rank: int, answer: Callable[[], list[m.Outgoing]]
+) -> list[m.Outgoing]:
+    """Answer a message of a rank, and note how long that took and how many bytes of payload came and go."""
+    start = trace.clock()
+    replies = answer()
+    nbytes = {"bytes_in": payload_in(body), "bytes_out": sum(payload_out(out.reply.body) for out in replies)}
+    trace.add(type(body).__name__, CALLS, start, rank + 1, nbytes)
+    return replies
+
+
+def payload_in(body: m.RequestBody) -> int:
+    """Bytes of the slices that a request brings."""
+    return sum(payload_size(p.payload) for p in body.pushes) if isinstance(body, m.PushBatch) else 0
+
+
+def payload_out(body: m.ReplyBody) -> int:
+    """Bytes of the weights that a reply brings."""
+    return sum(payload_size(p.payload) for p in body.parts) if isinstance(body, m.Weights) else 0
+
+
+def events_of(packed: Iterable[bytes]) -> list[Event]:
+    """Inverse of the packing in `Trace.piece`.
+
+    Raises:
+        ProtocolError: these are no events.
+    """
+    return [_event(unpack_control(one)) for one in packed]
+
+
+def _event(values: Any) -> Event:
+    if not isinstance(values, list) or len(values) != len(Event._fields):
+        raise ProtocolError(f"this is no event of a trace: {values!r:.80}")
+    name, category, start, duration, lane, args = values
+    is_event = isinstance(name, str) and isinstance(category, str) and isinstance(args, dict)
+    numbers = all(isinstance(value, int | float) for value in (start, duration, lane))
+    if not is_event or not numbers:
+        raise ProtocolError(f"this is no event of a trace: {values!r:.80}")
+    return Event(name, category, float(start), float(duration), int(lane), args)
+
+
+def chrome_trace(
+    events: Iterable[Event], pid: int, process: str, lanes: Callable[[int], str], dropped: int
+) -> dict[str, Any]:
+    """A whole trace file as plain values.
+
+    Args:
+        events: What happened.
+        pid: A number that no other process of the job has, so that files may be put together.
+        process: The name of the process.
+        lanes: The name of each lane.
+        dropped: How many events are missing at the end.
+    """
+    rows: list[dict[str, Any]] = [_named("process_name", pid, 0, process)]
+    named: set[int] = set()
+    for name, category, start, duration, lane, args in events:
+        if lane not in named:
+            named.add(lane)
+            rows.append(_named("thread_name", pid, lane, lanes(lane)))
+        rows.append(
+            {
+                "name": name,
+                "cat": category,
+                "ph": "X",
+                "ts": start * 1e6,
+                "dur": duration * 1e6,
+                "pid": pid,
+                "tid": lane,
+                "args": dict(args),
+            }
+        )
+    return {
+        "traceEvents": rows,
+        "displayTimeUnit": "ms",
+        "otherData": {
+            "process": process,
+            "dropped_events": dropped,
+            "clock": "monotonic, of the process's host",
+        },
+    }
+
+
+def _named(what: str, pid: int, lane: int, name: str) -> dict[str, Any]:
+    return {"name": what, "ph": "M", "pid": pid, "tid": lane, "args": {"name": name}}
