@@ -63,7 +63,8 @@ def build_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
         action="append",
         metavar="MODULE",
         default=[name for name in environ.get("KVSTORE_IMPORT", "").split(",") if name],
-        help="import this module first, so that optimizers it registers are known; may be repeated [KVSTORE_IMPORT]",
+        help="import this module first, so that optimizers and commands that it registers are known; may be repeated "
+        "[KVSTORE_IMPORT]",
     )
     parser.add_argument(
         "--allow-mixed-cpu",
@@ -88,8 +89,11 @@ def build_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run one server until SIGTERM or SIGINT; return its exit code."""
+def main(argv: Sequence[str] | None = None, announce: Callable[[Server], None] | None = None) -> int:
+    """Run one server until SIGTERM or SIGINT; return its exit code.
+
+    `announce` is called once the server listens, instead of saying so on standard output or --ready-fd.
+    """
     parser = build_parser(os.environ)
     flags = parser.parse_args(argv)
     _check(parser, flags)
@@ -107,17 +111,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (KVStoreError, ImportError) as error:
         print(f"kvstore-server: {error}", file=sys.stderr)
         return 1
-    return _serve(server, flags.ready_fd)
+    return _serve(server, announce or (lambda server: _announce(server.endpoint, flags.ready_fd)))
 
 
-def _serve(server: Server, ready_fd: int | None) -> int:
+def _serve(server: Server, announce: Callable[[Server], None]) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: server.request_stop())
     # What the imports made lives as long as the process; without this every full collection walks all of it again.
     gc.collect()
     gc.freeze()
     try:
-        _announce(server.endpoint, ready_fd)
+        announce(server)
         server.run()
     except Exception:
         _log.exception("the server failed")

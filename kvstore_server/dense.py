@@ -17,11 +17,13 @@ from kvstore_server.codec import Codec
 from kvstore_server.errors import OptimizerError, ProtocolError
 from kvstore_server.key_updates import KeyUpdates
 from kvstore_server.optimizer import KeyState, Optimizer, SliceState, update_slice
+from kvstore_server.optimizer.rows import moves_only_rows
 from kvstore_server.optimizer.segment_rows import SegmentPlace, takes_rows, update_segment_rows
 from kvstore_server.payloads import view_payload
 from kvstore_server.plan import Plan, Slice
 from kvstore_server.protocol.messages import Payload
 from kvstore_server.reduction import Addend, Reducer, RowSet, SparsePayload, torch_dtype
+from kvstore_server.row_changes import RowChanges
 from kvstore_server.row_payload import RowForm
 from kvstore_server.state_blob import pack_key_state, pack_state, unpack_key_state, unpack_state
 
@@ -49,13 +51,15 @@ class DenseTable:
 
     def __init__(self, plan: Plan, server: int, leases: Leases | None = None) -> None:
         self.plan = plan
+        self.server = server
         self.slices = plan.slices_of(server)
+        self.changes = RowChanges(self.slices)
         self.by_index = {piece.index: at for at, piece in enumerate(self.slices)}
         self.keys = frozenset(segment.key for piece in self.slices for segment in piece.segments)
         self.arenas, self.weights = _allocate(self.slices)
         self._visible = list(map(_without_padding, self.weights, self.slices))
         self.states = [SliceState.empty(piece) for piece in self.slices]
-        self._whole = KeyUpdates(plan, server, self._writable)
+        self._whole = KeyUpdates(plan, server, self._writable, self.changes)
         self._leases = leases
         self._reducer = Reducer()
         self._undo: _Undo | None = None
@@ -77,6 +81,7 @@ class DenseTable:
         """Replace the weights of the given slices."""
         for index, payload in slices.items():
             at = self.by_index[index]
+            self.changes.note(index)
             self._writable(at)[: self.slices[at].used].copy_(payload)
 
     def assign_sum(self, addends: Sequence[Addend]) -> None:
@@ -85,6 +90,7 @@ class DenseTable:
             present = self._present(piece, addends)
             if not any(present):
                 continue
+            self.changes.note(piece.index)
             weight = self._writable(at)
             if all(present) and piece.dtype in ("float32", "float64"):
                 self._reducer.sum_into(self._visible[at], piece, addends)
@@ -133,7 +139,10 @@ class DenseTable:
                 spec = self.plan.specs[piece.segments[position].key]
                 place = SegmentPlace(piece, position, spec)
                 update_segment_rows(optimizer, place, weight, rows.ids, rows.values, state, numbers[position])
+                moved = rows.ids if moves_only_rows(optimizer, numbers[position]) else None
+                self.changes.note(piece.index, position, moved)
             if any(present):
+                self.changes.note(piece.index)
                 total = self._reducer.total(piece, addends)
                 update_slice(optimizer, piece, weight, total, state, numbers, present, names)
 
@@ -163,6 +172,7 @@ class DenseTable:
             OptimizerError: the function raised; the weights are as before.
         """
         self._undo = self._snapshot()
+        self.changes.note_all()
         sums = {dtype: torch.zeros_like(arena) for dtype, arena in self.arenas.items()}
         for piece in self.slices:
             total = self._reducer.total(piece, addends)
@@ -187,6 +197,7 @@ class DenseTable:
     def undo(self) -> None:
         """Take the last round back; allowed while `can_undo`."""
         assert self._undo is not None
+        self.changes.note_all()
         for at, weight in enumerate(self._undo.weights):
             self._writable(at).copy_(weight)
         self.states = self._undo.states

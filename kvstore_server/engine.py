@@ -12,6 +12,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from functools import partial
 
+from kvstore_server.commands import CommandContext, Commands
 from kvstore_server.dense import Leases, Updater
 from kvstore_server.errors import (
     ConfigurationError,
@@ -27,9 +28,10 @@ from kvstore_server.errors import (
 from kvstore_server.modes import Mode
 from kvstore_server.namespace import Namespace
 from kvstore_server.protocol import messages as m
-from kvstore_server.replies import failed, parts_of, reply
+from kvstore_server.replies import failed, parts_of, reply, rows_for
 from kvstore_server.round_keeper import RoundKeeper
 from kvstore_server.table import Table, Waiter
+from kvstore_server.tracing import Clock, handled
 
 _log = logging.getLogger(__name__)
 
@@ -66,8 +68,13 @@ class EngineConfig:
 class Engine:
     """All state of one server. Not thread-safe: one caller at a time."""
 
-    def __init__(self, config: EngineConfig, leases: Leases | None = None) -> None:
+    def __init__(
+        self, config: EngineConfig, leases: Leases | None = None, clock: Clock | None = None
+    ) -> None:
+        """`clock` measures how long things take while a job profiles them; without one it cannot."""
         self.config = config
+        self._clock = clock
+        self._commands = Commands(CommandContext(config.server, config.num_servers))
         self.namespaces: dict[str, Namespace] = {}
         self._rounds = RoundKeeper(config.server, config.dead_after)
         self._leases = leases
@@ -158,6 +165,16 @@ class Engine:
             return [m.Outgoing(peer, m.Reply(request.number, self._hello(body, now)))]
         space, rank = self._session(request)
         space.membership.members[rank].last_heard = now
+        trace = space.profiling.active
+        if trace is None:
+            return self._answer(space, rank, peer, request, now)
+        return handled(trace, request.body, rank, lambda: self._answer(space, rank, peer, request, now))
+
+    def _answer(
+        self, space: Namespace, rank: int, peer: bytes, request: m.Request, now: float
+    ) -> list[m.Outgoing]:
+        body = request.body
+        space.messages_in += not isinstance(body, m.Heartbeat)
         if isinstance(body, m.PushBatch):
             form = space.form(body.form) if body.form else None
             for push in body.pushes:
@@ -175,8 +192,15 @@ class Engine:
             return reply(Waiter(peer, request.number), m.Pending(()))
         if isinstance(body, m.Register):
             return self._register(space, rank, body, Waiter(peer, request.number))
+        if isinstance(body, m.Command):
+            given = self._commands.answer(request.session, request.number, body)
+            return reply(Waiter(peer, request.number), given)
         if isinstance(body, m.Pull):
             return self._pull(space, rank, body, Waiter(peer, request.number), now)
+        if isinstance(body, m.PullRows):
+            table, waiter = _ready(space.table(body.table)), Waiter(peer, request.number)
+            answer = partial(_rows, table, rank, body, waiter)
+            return self._rounds.read(space, table, rank, waiter, now + body.timeout, answer)
         return reply(Waiter(peer, request.number), self._control(space, rank, body, now))
 
     def _register(
@@ -223,6 +247,8 @@ class Engine:
             return m.Info()
         if isinstance(body, m.Stats):
             return m.Info(space.stats(now, self.config))
+        if isinstance(body, m.Profile):
+            return m.Info(space.profiling.control(body, self._clock))
         raise ProtocolError(f"{type(body).__name__} is not a request")
 
     def _hello(self, hello: m.Hello, now: float) -> m.Welcome:
@@ -249,6 +275,7 @@ class Engine:
         self._sessions[session] = (space, hello.rank)
         if replaced is not None:
             self._sessions.pop(replaced.session, None)
+            self._commands.forget(replaced.session)
             self._fenced[replaced.session] = (
                 f"rank {hello.rank} was taken over by {hello.address}; if that is another job on the same servers, "
                 "give each its own namespace=…"
@@ -305,6 +332,7 @@ class Engine:
         self, space: Namespace, rank: int, leave: m.Leave, session: int, now: float
     ) -> list[m.Outgoing]:
         del self._sessions[session]
+        self._commands.forget(session)
         space.membership.leave(rank, leave.reason, leave.is_clean)
         self._drop_process(space, rank)
         if leave.is_clean and not space.mode.is_sync:
@@ -318,6 +346,13 @@ class Engine:
 
 def _weights(table: Table, rank: int, waiter: Waiter) -> list[m.Outgoing]:
     return reply(waiter, m.Weights(parts_of(table, rank)))
+
+
+def _rows(table: Table, rank: int, pull: m.PullRows, waiter: Waiter) -> list[m.Outgoing]:
+    try:
+        return reply(waiter, m.Weights(rows_for(table, rank, pull)))
+    except ProtocolError as error:
+        return [failed(waiter.peer, waiter.number, error)]
 
 
 def _ready(table: Table) -> Table:

@@ -18,6 +18,7 @@
     ├── ServerLostState                      the server was restarted and no longer holds this job
     ├── ServerStoppingError                  the server is draining and takes no new round
     ├── NonFiniteGradientError (FloatingPointError)   a gradient that cannot be compressed
+    ├── CommandError                         a command to the servers that nobody there answers, or that raised
     └── OptimizerError                       the optimizer raised while a round was applied
 
 This module knows nothing about sockets or tensors.
@@ -105,6 +106,10 @@ class OptimizerError(KVStoreError):
     """The optimizer raised while a round was being applied; the weights are as before the round."""
 
 
+class CommandError(KVStoreError):
+    """A server has no handler for a command, or the handler raised."""
+
+
 class NonFiniteGradientError(KVStoreError, FloatingPointError):
     """A gradient holds an infinity or a NaN, or is so large that adding it to its residual overflows."""
 
@@ -127,6 +132,7 @@ WIRE_ERRORS: dict[str, type[KVStoreError]] = {
         ServerLostState,
         ServerStoppingError,
         OptimizerError,
+        CommandError,
     )
 }
 

@@ -113,9 +113,14 @@ class HyperBelief:
             cached = self._cached = (packed, rate, optimizer, rows)
         return cached[3]
 
-    def lowest(self) -> bytes:
-        """What the lowest rank sent that sent any, packed; empty when none has."""
-        return self._sent[min(self._sent)] if self._sent else b""
+    def forget(self, rank: int) -> None:
+        """A rank is gone, or another process stands for it, which will say what it believes."""
+        self._sent.pop(rank, None)
+
+    def lowest(self, without: Collection[int] = ()) -> bytes:
+        """What the lowest rank sent that sent any, packed, some ranks aside; empty when none has."""
+        senders = [rank for rank in self._sent if rank not in without] or list(self._sent)
+        return self._sent[min(senders)] if senders else b""
 
     def common(self, ranks: Collection[int]) -> bytes:
         """What these ranks sent, packed; empty when none of them has sent any.

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from kvstore_server.optimizer import KeyState, Optimizer, update_key, update_rows
-from kvstore_server.plan import Plan, Segment
+from kvstore_server.optimizer.rows import moves_only_rows
+from kvstore_server.plan import Plan, Segment, row_numel
 from kvstore_server.reduction import Addend, Reducer, RowSet, SparsePayload, compute_dtype
+from kvstore_server.row_changes import RowChanges
 
 Place = tuple[int, Segment]
 """The position of a slice in the table, and a segment of it."""
@@ -22,12 +24,16 @@ class KeyUpdates:
     Args:
         plan, server: Which keys; each must lie whole on the server by the time that it is updated.
         writable: Gives the weights of the slice at a position, to be written.
+        changes: Is told what was written.
     """
 
-    def __init__(self, plan: Plan, server: int, writable: Callable[[int], Tensor]) -> None:
+    def __init__(
+        self, plan: Plan, server: int, writable: Callable[[int], Tensor], changes: RowChanges
+    ) -> None:
         self._plan = plan
         self._slices = plan.slices_of(server)
         self._writable = writable
+        self._changes = changes
         self._places: dict[int, list[Place]] = {}
         for at, piece in enumerate(self._slices):
             for segment in piece.segments:
@@ -91,9 +97,21 @@ class KeyUpdates:
         else:
             ids, values = torch.cat([rows.ids for rows in grad]), torch.cat([rows.values for rows in grad])
             update_rows(optimizer, shaped, ids, values, state, named)
+        self._note(key, grad, moves_only_rows(optimizer, hyper))
         if len(parts) > 1:
             for part, (_, s) in zip(parts, places, strict=True):
                 part.copy_(weight[s.key_start : s.key_start + s.numel])
+
+    def _note(self, key: int, grad: Tensor | Sequence[RowSet], moves_only: bool) -> None:
+        """Say what an update of a key has changed."""
+        width = row_numel(self._plan.specs[key])
+        for at, (place, segment) in enumerate(self._places[key]):
+            piece = self._slices[place]
+            if isinstance(grad, Tensor) or not moves_only:
+                self._changes.note(piece.index)
+            else:
+                ids = grad[at].ids - segment.key_start // width
+                self._changes.note(piece.index, piece.segments.index(segment), ids)
 
 
 def _of_key(segment: Segment, rows: RowSet) -> RowSet:

@@ -26,6 +26,7 @@ from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.control import unpack_control
 from kvstore_server.row_payload import PACKED_ROWS, RowForm
 from kvstore_server.table import Table
+from kvstore_server.tracing import Profiling
 from kvstore_server.waits import Waits
 
 _log = logging.getLogger(__name__)
@@ -59,6 +60,9 @@ class Namespace:
         self.membership = Membership(name, num_workers)
         self.waits = Waits()
         self.optimizer = OptimizerBelief()
+        self.profiling = Profiling()
+        self.messages_in = 0
+        """Messages of its members so far, without their heartbeats."""
         self.tables: dict[int, Table] = {}
         self._numbers: dict[str, int] = {}
         self._registered_by: dict[str, int] = {}
@@ -210,6 +214,7 @@ class Namespace:
             "namespace": self.name,
             "num_workers": members.num_workers,
             "num_dead": members.num_dead(now, config.dead_after),
+            "messages_in": self.messages_in,
             "tables": [dict(table.counters()) for table in self.tables.values()],
         }
 

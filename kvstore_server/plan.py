@@ -4,6 +4,7 @@ Keys of one dtype share one flat arena. It is cut into slices, the unit that is 
 placed on a server: a slice holds several small keys (a bucket) or one piece of a big key. Slice boundaries
 depend on shapes and dtypes alone, never on the number of servers, so results do not either. Keys and slices
 start on 64-byte boundaries, because fused kernels treat the tail of a vector differently from its body.
+Row-sparse keys come last in their arena, each in slices of its own: workers hold the arena without them.
 
 Nothing here touches a tensor, a socket or the clock.
 """
@@ -19,68 +20,35 @@ from dataclasses import dataclass, field
 
 from kvstore_server.errors import ConfigurationError, PlanMismatchError
 from kvstore_server.placement import place
+from kvstore_server.slicing import (
+    ALIGNMENT,
+    ITEM_SIZE,
+    MAX_SLICE,
+    MIN_SLICE,
+    SLICES_PER_TABLE,
+    ArenaLayout,
+    Draft,
+    Segment,
+    Slice,
+    TensorSpec,
+    row_numel,
+)
 
-ALIGNMENT = 64
-MIN_SLICE = 16 * 1024
-MAX_SLICE = 1024 * 1024
-SLICES_PER_TABLE = 8
-"""A table is cut into about this many slices while they stay between MIN_SLICE and MAX_SLICE bytes."""
-
-ITEM_SIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
-"""The dtypes that can be stored, and their size in bytes."""
-
-
-@dataclass(frozen=True, slots=True)
-class TensorSpec:
-    """Name, shape and dtype of one key, and the index of the parameter group that it belongs to."""
-
-    key: str
-    shape: tuple[int, ...]
-    dtype: str
-    group: int = 0
-    row_sparse: bool = False
-    """Whether the key lives in the store alone: workers send and fetch rows of it, and hold no copy."""
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        return self.numel * ITEM_SIZE[self.dtype]
-
-
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """The part of one key that lies in one slice; all numbers count elements."""
-
-    key: int
-    """Index of the key in `Plan.specs`."""
-    start: int
-    """Where the segment begins, from the start of its slice."""
-    key_start: int
-    """Where the segment begins, from the start of its key."""
-    numel: int
-
-
-@dataclass(frozen=True, slots=True)
-class Slice:
-    """A contiguous, 64-byte aligned piece of one dtype's arena; the unit of transfer and update."""
-
-    index: int
-    dtype: str
-    offset: int
-    """Start in the arena of this dtype, in elements."""
-    length: int
-    """Elements including padding up to the next 64-byte boundary."""
-    used: int
-    """Elements up to the end of the last segment: what is sent."""
-    segments: tuple[Segment, ...]
-    server: int
-
-    @property
-    def nbytes(self) -> int:
-        return self.used * ITEM_SIZE[self.dtype]
+__all__ = [
+    "ALIGNMENT",
+    "ITEM_SIZE",
+    "MAX_SLICE",
+    "MIN_SLICE",
+    "SLICES_PER_TABLE",
+    "Plan",
+    "Segment",
+    "Slice",
+    "TensorSpec",
+    "check_same",
+    "check_specs",
+    "make_plan",
+    "row_numel",
+]
 
 
 @dataclass(frozen=True)
@@ -92,6 +60,8 @@ class Plan:
     slices: tuple[Slice, ...]
     arena_sizes: dict[str, int]
     """Elements in the arena of each dtype, padding included."""
+    resident_sizes: dict[str, int]
+    """Elements in the arena of each dtype before its row-sparse keys: what a worker holds."""
     key_offsets: tuple[int, ...]
     """Where each key begins in the arena of its dtype, in elements."""
     whole_keys: bool
@@ -101,6 +71,7 @@ class Plan:
     """The servers that hold at least one slice, in ascending order."""
 
     _by_server: dict[int, tuple[Slice, ...]] = field(init=False, repr=False, compare=False)
+    _resident: dict[int, tuple[Slice, ...]] = field(init=False, repr=False, compare=False)
     _by_key: dict[int, tuple[Slice, ...]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -108,6 +79,8 @@ class Plan:
         for piece in self.slices:
             by_server.setdefault(piece.server, []).append(piece)
         object.__setattr__(self, "_by_server", {server: tuple(p) for server, p in by_server.items()})
+        resident = {server: tuple(filter(self.is_resident, p)) for server, p in by_server.items()}
+        object.__setattr__(self, "_resident", resident)
         object.__setattr__(self, "servers", tuple(sorted(by_server)))
         by_key: dict[int, list[Slice]] = {}
         for piece in self.slices:
@@ -118,6 +91,14 @@ class Plan:
     def slices_of(self, server: int) -> tuple[Slice, ...]:
         """The slices on one server, in arena order."""
         return self._by_server.get(server, ())
+
+    def is_resident(self, piece: Slice) -> bool:
+        """Whether workers hold a copy of a slice, because its keys are not row-sparse."""
+        return not self.specs[piece.segments[0].key].row_sparse
+
+    def resident_slices_of(self, server: int) -> tuple[Slice, ...]:
+        """The slices on one server of which workers hold a copy, in arena order."""
+        return self._resident.get(server, ())
 
     def takes_rows(self, key: int) -> bool:
         """Whether the slices of a key (by index) hold whole rows of it; not so where a row is too long for one."""
@@ -134,11 +115,6 @@ class Plan:
         return self._by_key.get(key, ())
 
 
-def row_numel(spec: TensorSpec) -> int:
-    """The elements in one row of a key, which are neighbours in its slices; all of a key without dimensions."""
-    return math.prod(spec.shape[1:]) if spec.shape else 1
-
-
 def make_plan(specs: Sequence[TensorSpec], num_servers: int, whole_keys: bool = False) -> Plan:
     """Lay out `specs` over `num_servers` servers.
 
@@ -151,19 +127,25 @@ def make_plan(specs: Sequence[TensorSpec], num_servers: int, whole_keys: bool = 
     specs = tuple(specs)
     check_specs(specs, num_servers)
     piece_bytes = _slice_bytes(sum(spec.nbytes for spec in specs))
-    drafts: list[_Draft] = []
+    drafts: list[Draft] = []
     arena_sizes: dict[str, int] = {}
+    resident_sizes: dict[str, int] = {}
     key_offsets = [0] * len(specs)
     for dtype in sorted({spec.dtype for spec in specs}):
-        layout = _ArenaLayout(dtype, piece_bytes)
+        layout = ArenaLayout(dtype, piece_bytes)
         members = [i for i, spec in enumerate(specs) if spec.dtype == dtype]
-        small = [i for i in members if specs[i].nbytes < piece_bytes]
-        big = [i for i in members if specs[i].nbytes >= piece_bytes]
+        dense = [i for i in members if not specs[i].row_sparse]
+        small = [i for i in dense if specs[i].nbytes < piece_bytes]
+        big = [i for i in dense if specs[i].nbytes >= piece_bytes]
         for i in small:
             key_offsets[i] = layout.add_small(i, specs[i].numel)
         layout.close()
         for i in big:
             key_offsets[i] = layout.add_big(i, specs[i].numel, row_numel(specs[i]))
+        resident_sizes[dtype] = layout.end
+        for i in members:
+            if specs[i].row_sparse:
+                key_offsets[i] = layout.add_big(i, specs[i].numel, row_numel(specs[i]))
         drafts.extend(layout.drafts)
         arena_sizes[dtype] = layout.end
     units = _units(drafts) if whole_keys else [[i] for i in range(len(drafts))]
@@ -171,7 +153,8 @@ def make_plan(specs: Sequence[TensorSpec], num_servers: int, whole_keys: bool = 
     servers = place(sizes, units, num_servers, zlib.crc32(specs[0].key.encode()))
     slices = tuple(draft.freeze(i, servers[i]) for i, draft in enumerate(drafts))
     digest = _digest(specs, num_servers, whole_keys)
-    return Plan(specs, num_servers, slices, arena_sizes, tuple(key_offsets), whole_keys, digest)
+    offsets = tuple(key_offsets)
+    return Plan(specs, num_servers, slices, arena_sizes, resident_sizes, offsets, whole_keys, digest)
 
 
 def check_same(
@@ -186,69 +169,6 @@ def check_same(
                 f"workers have different models: key {i} is {_describe(b)} on {who_theirs} but {_describe(a)} on "
                 f"{who_mine}; build the same model, in the same order, on every worker"
             )
-
-
-@dataclass
-class _Draft:
-    """A slice before its number and its server are known."""
-
-    dtype: str
-    offset: int
-    segments: list[Segment]
-    used: int = 0
-
-    @property
-    def length(self) -> int:
-        return _align(self.used, self.dtype)
-
-    def append(self, key: int, key_start: int, numel: int) -> None:
-        start = self.length
-        self.segments.append(Segment(key, start, key_start, numel))
-        self.used = start + numel
-
-    def freeze(self, index: int, server: int) -> Slice:
-        return Slice(index, self.dtype, self.offset, self.length, self.used, tuple(self.segments), server)
-
-
-class _ArenaLayout:
-    """Fills the arena of one dtype from front to back: buckets of small keys first, then the big keys."""
-
-    def __init__(self, dtype: str, piece_bytes: int) -> None:
-        self.dtype = dtype
-        self.limit = piece_bytes // ITEM_SIZE[dtype]
-        self.drafts: list[_Draft] = []
-        self.end = 0
-        self._bucket: _Draft | None = None
-
-    def add_small(self, key: int, numel: int) -> int:
-        if self._bucket is not None and self._bucket.length + numel > self.limit:
-            self.close()
-        if self._bucket is None:
-            self._bucket = _Draft(self.dtype, self.end, [])
-        self._bucket.append(key, 0, numel)
-        return self._bucket.offset + self._bucket.segments[-1].start
-
-    def close(self) -> None:
-        if self._bucket is not None:
-            self._finish(self._bucket)
-            self._bucket = None
-
-    def add_big(self, key: int, numel: int, row: int) -> int:
-        offset = self.end
-        # Whole rows, so that a slice takes rows by itself; unless one is too long for that.
-        unit = math.lcm(row, ALIGNMENT // ITEM_SIZE[self.dtype])
-        limit = self.limit - self.limit % unit or unit
-        if limit * ITEM_SIZE[self.dtype] > MAX_SLICE:
-            limit = self.limit
-        for start in range(0, numel, limit):
-            draft = _Draft(self.dtype, self.end, [])
-            draft.append(key, start, min(limit, numel - start))
-            self._finish(draft)
-        return offset
-
-    def _finish(self, draft: _Draft) -> None:
-        self.drafts.append(draft)
-        self.end += draft.length
 
 
 def check_specs(specs: Sequence[TensorSpec], num_servers: int) -> None:
@@ -268,6 +188,21 @@ def check_specs(specs: Sequence[TensorSpec], num_servers: int) -> None:
             )
         if any(size < 0 for size in spec.shape):
             raise ConfigurationError(f"key {spec.key!r} has the impossible shape {spec.shape}")
+        if spec.row_sparse:
+            _check_rows(spec)
+
+
+def _check_rows(spec: TensorSpec) -> None:
+    if len(spec.shape) < 2:
+        raise ConfigurationError(
+            f"key {spec.key!r} is row-sparse, which needs two or more dimensions, but its shape is {list(spec.shape)}"
+        )
+    size = ITEM_SIZE[spec.dtype]
+    if row_numel(spec) and math.lcm(row_numel(spec) * size, ALIGNMENT) > MAX_SLICE:
+        raise ConfigurationError(
+            f"key {spec.key!r} is row-sparse, but its rows of {row_numel(spec) * size} bytes are too long for that; up "
+            f"to {MAX_SLICE // ALIGNMENT} bytes always are possible, and multiples of {ALIGNMENT} up to {MAX_SLICE}"
+        )
 
 
 def _slice_bytes(total: int) -> int:
@@ -275,12 +210,7 @@ def _slice_bytes(total: int) -> int:
     return min(max(wanted, MIN_SLICE), MAX_SLICE)
 
 
-def _align(numel: int, dtype: str) -> int:
-    unit = ALIGNMENT // ITEM_SIZE[dtype]
-    return -(-numel // unit) * unit
-
-
-def _units(drafts: Sequence[_Draft]) -> list[list[int]]:
+def _units(drafts: Sequence[Draft]) -> list[list[int]]:
     """Slices that share a key, together: the pieces of a big key. A bucket holds whole keys and stands alone."""
     units: list[list[int]] = []
     for i, draft in enumerate(drafts):

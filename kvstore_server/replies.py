@@ -4,16 +4,37 @@ from __future__ import annotations
 
 from kvstore_server.errors import KVStoreError, to_wire
 from kvstore_server.protocol import messages as m
+from kvstore_server.protocol.buffers import payload_size
+from kvstore_server.row_replies import changed_parts, pulled_parts
 from kvstore_server.table import RoundEnd, Table, Waiter
 
 
 def parts_of(table: Table, rank: int) -> tuple[m.WeightsPart, ...]:
-    """The present weights of all slices of a table that are here, for a rank; not copies."""
-    table.note_read(rank)
-    return tuple(
+    """The present weights of all slices of a table that are here, except row-sparse ones, for a rank; not copies."""
+    pieces = table.plan.resident_slices_of(table.dense.server)
+    parts = (
         m.WeightsPart(table.number, piece.index, table.version, table.dense.visible(piece.index))
-        for piece in table.dense.slices
+        for piece in pieces
     )
+    return _sent(table, rank, tuple(parts))
+
+
+def parts_for(table: Table, rank: int, commit: m.Commit) -> tuple[m.WeightsPart, ...]:
+    """The weights that answer a commit: of all slices, or what has changed since those that its worker holds."""
+    if not commit.delta:
+        return parts_of(table, rank)
+    return _sent(table, rank, changed_parts(table.dense, table.number, table.version, commit.version))
+
+
+def rows_for(table: Table, rank: int, pull: m.PullRows) -> tuple[m.WeightsPart, ...]:
+    """The rows that a rank asks for. Raises as `pulled_parts`."""
+    return _sent(table, rank, pulled_parts(table.dense, table.number, table.version, pull))
+
+
+def _sent(table: Table, rank: int, parts: tuple[m.WeightsPart, ...]) -> tuple[m.WeightsPart, ...]:
+    table.note_read(rank)
+    table.bytes_out += sum(payload_size(part.payload) for part in parts)
+    return parts
 
 
 def outcome(table: Table, rank: int, commit: m.Commit, waiter: Waiter, end: RoundEnd) -> list[m.Outgoing]:
@@ -28,7 +49,7 @@ def outcome(table: Table, rank: int, commit: m.Commit, waiter: Waiter, end: Roun
     elif commit.want_weights:
         if not table.mode.is_sync:  # by the time that the weights may be read they can be newer
             out += reply(waiter, m.Done(((table.number, commit.round, end.version),)))
-        return out + reply(waiter, m.Weights(parts_of(table, rank)))
+        return out + reply(waiter, m.Weights(parts_for(table, rank, commit)))
     return out + reply(waiter, m.Done(((table.number, commit.round, end.version),)))
 
 

@@ -20,8 +20,10 @@ from kvstore_server.errors import (
 )
 from kvstore_server.namespace import Namespace
 from kvstore_server.protocol import messages as m
+from kvstore_server.protocol.buffers import payload_size
 from kvstore_server.replies import failed, outcome, reply, tell
 from kvstore_server.table import Given, Table, Waiter
+from kvstore_server.tracing import ROUND_LANE, ROUNDS
 from kvstore_server.waits import Wait
 
 _log = logging.getLogger(__name__)
@@ -161,6 +163,8 @@ class RoundKeeper:
         """All that the round of a rank needs have committed: apply it and answer them, or fail it for them all."""
         rounds = table.rounds_of(rank)
         number = rounds.number
+        trace = space.profiling.active
+        start = 0.0 if trace is None else trace.clock()
         try:
             ended = table.apply(
                 rank, space.optimizer.agreed(table.mode.is_sync), self.updaters.get(space.name)
@@ -171,6 +175,8 @@ class RoundKeeper:
             _log.exception("round %d of table %r failed", number, table.name)
             fault = KVStoreError(f"server {self._server} failed with {type(error).__name__}: {error}")
             return tell(table, number, number + 1, table.fail(rank, fault), fault)
+        if trace is not None:
+            trace.add(table.name, ROUNDS, start, ROUND_LANE, _described(number, ended))
         return self._tell_end(space, table, ended, now)
 
     def _tell_end(self, space: Namespace, table: Table, ended: Given, now: float) -> list[m.Outgoing]:
@@ -236,3 +242,9 @@ class RoundKeeper:
 
 _ANYONE = 0
 """Of the rounds of all ranks any rank will do."""
+
+
+def _described(number: int, given: Given) -> dict[str, int]:
+    """What a trace says about a round."""
+    nbytes = sum(payload_size(payload) for _, mine in given for _, payload in mine.slices.values())
+    return {"round": number, "ranks": len(given), "bytes": nbytes}

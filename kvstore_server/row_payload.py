@@ -1,4 +1,4 @@
-"""A contribution to one slice that gives only some rows of some of its keys, as bytes and back.
+"""A contribution to one slice that gives only some rows of some of its keys, or new values of them, as bytes and back.
 
     head      int32: number of row-sparse segments, whether a dense part follows
     segments  int32 each: position in the slice, number of rows, whether the ids are a bitmap, 0
@@ -47,8 +47,11 @@ def encode_rows(plan: Plan, piece: Slice, payload: SparsePayload) -> Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
-def decode_rows(plan: Plan, piece: Slice, data: memoryview) -> SparsePayload:
+def decode_rows(plan: Plan, piece: Slice, data: memoryview, needs_all: bool = True) -> SparsePayload:
     """Inverse of `encode_rows`; the tensors are views of `data` where that is possible.
+
+    Args:
+        needs_all: Whether every segment must be there, as it must in a contribution.
 
     Raises:
         ProtocolError: the bytes do not fit the slice.
@@ -69,7 +72,7 @@ def decode_rows(plan: Plan, piece: Slice, data: memoryview) -> SparsePayload:
     if has_dense:
         dense = reader.tensor(piece.used, piece.dtype)
     reader.finish()
-    if dense is None and count < len(piece.segments):
+    if needs_all and dense is None and count < len(piece.segments):
         raise ProtocolError(
             f"a row-sparse slice has {len(piece.segments)} segments, but no dense part for the others"
         )

@@ -58,7 +58,7 @@ class Server:
         self._options = options
         self._clock = clock
         self._leases = Leases()
-        self.engine = Engine(config, self._leases)
+        self.engine = Engine(config, self._leases, clock)
         self._backlog: dict[bytes, Backlog] = {}
         self._stop_requested = False
         self._drain_until = float("inf")

@@ -176,6 +176,7 @@ class Table:
         if not self.mode.is_sync:
             self.lanes.replace_process(rank)
             self.absent.pop(rank, None)
+            self.hyper.forget(rank)
 
     def counters(self) -> Mapping[str, Any]:
         """What this table has done so far, and the ranks that its open round waits for, as plain numbers."""
@@ -190,8 +191,13 @@ class Table:
             "rounds_undone": self.undone,
             "bytes_in": self.bytes_in,
             "bytes_out": self.bytes_out,
+            "joined": sorted(self.lanes.joined),
             "waiting_for": self.rounds.missing_ranks() if self.rounds.is_waiting() else [],
         }
+
+    def _lowest(self) -> bytes:
+        """The hyper-parameters of the lowest rank that has data; of the lowest, where none has."""
+        return self.hyper.lowest(self.lanes.joined)
 
     @property
     def _has_lanes(self) -> bool:
@@ -208,7 +214,7 @@ class Table:
         """The effect of a round on the weights, and how it ends; ranks that have joined are not among the given."""
         commits = {rank: mine.commit for rank, mine in given if mine.commit is not None}
         if not commits:
-            return RoundEnd(self.version, hyper=self.hyper.lowest() if is_lane else b"")
+            return RoundEnd(self.version, hyper=self._lowest() if is_lane else b"")
         if number == 0 or any(commit.assign for commit in commits.values()):
             self._assign(number, given, is_lane)
             return RoundEnd(self.version)
@@ -219,7 +225,7 @@ class Table:
         vetoes = tuple(rank for rank, commit in commits.items() if commit.veto)
         if vetoes:
             return RoundEnd(self.version, (), vetoes)
-        hyper = self.hyper.lowest() if is_lane else self.hyper.common(commits)
+        hyper = self._lowest() if is_lane else self.hyper.common(commits)
         addends = [self._addend(rank, mine, optimizer) for rank, mine in given]
         if updater is not None:
             self.dense.call_updater(addends, updater)
@@ -250,7 +256,9 @@ class Table:
                 f"rank {updating[0]} updates {self.name!r} in a round in which other ranks replace its values; "
                 "call set_data in the same step on every worker"
             )
-        missing = [piece.index for piece in self.dense.slices if piece.index not in first.slices]
+        # A row-sparse key has its values here alone: they may stay.
+        needed = self.plan.resident_slices_of(self.dense.server) if number else self.dense.slices
+        missing = [piece.index for piece in needed if piece.index not in first.slices]
         if missing:
             raise ProtocolError(
                 f"rank {rank} gave table {self.name!r} values without its slices {missing[:8]}"

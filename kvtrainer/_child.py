@@ -71,19 +71,20 @@ class Child:
         environ: Mapping[str, str],
         put: Callable[[int, str, bytes], None],
         pass_fds: Sequence[int] = (),
+        stdin: int = subprocess.DEVNULL,
     ) -> None:
         self.name = name
         # The caller starts children from one thread only, which is what preexec_fn needs.
         self._process = subprocess.Popen(
             command,
             env=dict(environ),
-            stdin=subprocess.DEVNULL,
+            stdin=stdin,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             bufsize=0,
             pass_fds=pass_fds,
             start_new_session=True,
-            preexec_fn=_end_with_parent(),
+            preexec_fn=end_with_parent(),
         )
         assert self._process.stdout is not None
         assert self._process.stderr is not None
@@ -95,6 +96,12 @@ class Child:
     @property
     def pid(self) -> int:
         return self._process.pid
+
+    @property
+    def stdin(self) -> int:
+        """The writing end of its standard input, of a child that was started with a pipe there."""
+        assert self._process.stdin is not None
+        return self._process.stdin.fileno()
 
     @property
     def returncode(self) -> int | None:
@@ -137,7 +144,7 @@ class Child:
         return code if code >= 0 else 128 - code
 
 
-def _end_with_parent() -> Callable[[], None]:
+def end_with_parent() -> Callable[[], None]:
     """Return a function that runs in the child before exec: SIGTERM it when the launcher dies.
 
     The guardian does this better, and for grandchildren too; this one still works when both are killed.

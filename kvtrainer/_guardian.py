@@ -18,6 +18,8 @@ import sys
 import time
 from collections.abc import Collection
 
+MARK = "KVLAUNCH_MARK"
+"""Environment variable that marks every process of a job; nested jobs append theirs."""
 KILL_WAIT = 5.0
 """Seconds to wait for processes to vanish after SIGKILL, which only one stuck in the kernel does not do."""
 MAX_RESTARTS = 3

@@ -11,46 +11,48 @@ import secrets
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
-from kvstore_server.errors import ConfigurationError
+from kvtrainer._addresses import Addresses
 from kvtrainer._child import Child
 from kvtrainer._events import Events
-from kvtrainer._guardian import KILL_WAIT, Guardian
+from kvtrainer._guardian import KILL_WAIT, MARK, Guardian
 from kvtrainer._limits import Limits
-from kvtrainer.env import NUM_WORKERS, RANK, SERVERS, parse_address
+from kvtrainer._ssh import Remote, RemoteChild, without_address
+from kvtrainer.env import NUM_WORKERS, RANK, SERVERS
 
-MARK = "KVLAUNCH_MARK"
-"""Environment variable that marks every process of a job; nested jobs append theirs."""
-_MAX_READY_LINE = 1024
 _LAST_OUTPUT_WAIT = 1.0
 
 
 class Launcher:
-    """Runs one job on this machine.
+    """Runs one job, on this machine or on others.
 
     Args:
         worker_command: what every worker runs; rank, count and servers are in its environment.
         num_workers: at least 1.
         server_command: (index, file descriptor) -> what that server runs; it must write its address and a
-            newline to the descriptor when it is ready.
+            newline to the descriptor when it is ready. On another host it is given `--ready-fd` there, and None here.
         num_servers: 0 starts none and leaves KVSTORE_SERVERS unset.
         environ: the environment that all processes inherit.
+        remote: the hosts on which they run; None means this one.
     """
 
     def __init__(
         self,
         worker_command: Sequence[str],
         num_workers: int,
-        server_command: Callable[[int, int], Sequence[str]],
+        server_command: Callable[[int, int | None], Sequence[str]],
         num_servers: int,
         environ: Mapping[str, str],
         limits: Limits,
+        remote: Remote | None = None,
     ) -> None:
         self._worker_command = worker_command
         self._num_workers = num_workers
         self._server_command = server_command
         self._num_servers = num_servers
         self._limits = limits
+        self._remote = remote
         self._linger = limits.linger
         self._mark = secrets.token_hex(16)
         self._environ = {k: v for k, v in environ.items() if k not in (RANK, NUM_WORKERS, SERVERS)}
@@ -59,10 +61,8 @@ class Launcher:
         self._events = Events()
         self._servers: list[Child] = []
         self._workers: list[Child] = []
-        self._addresses: dict[int, str] = {}
+        self._addresses = Addresses(num_servers, self._events, lambda text: self._fail(1, text))
         self._code: int | None = None
-        self._unread: set[int] = set()
-        """Pipes of servers that have not reported an address yet."""
         self._stopping = False
 
     def run(self) -> int:
@@ -75,8 +75,7 @@ class Launcher:
             finally:
                 self._signal_all(signal.SIGKILL)  # none is left, unless the lines above raised
                 self._guardian.close()
-                for fd in list(self._unread):
-                    self._close_ready_pipe(fd)
+                self._addresses.close()
             self._sweep()
         return self._code or 0
 
@@ -85,11 +84,11 @@ class Launcher:
     def _start_and_work(self) -> None:
         for index in range(self._num_servers):
             self._start_server(index)
-        if not self._wait(lambda: len(self._addresses) == self._num_servers, self._limits.start):
+        if not self._wait(self._addresses.are_complete, self._limits.start):
             self._fail_unready()
         for rank in range(self._num_workers):
             if self._code is None:
-                self._spawn(self._workers, "worker", rank, self._worker_command, self._worker_environ(rank))
+                self._start_worker(rank)
         self._wait(self._workers_done, None)
 
     def _stop(self) -> None:
@@ -124,64 +123,54 @@ class Launcher:
     def _start_server(self, index: int) -> None:
         if self._code is not None:
             return
-        reading, writing = os.pipe()
-        try:
-            command = self._server_command(index, writing)
-            self._spawn(self._servers, "server", index, command, self._environ, (writing,))
-        finally:
-            os.close(writing)
-        self._unread.add(reading)
-        received = bytearray()
-        self._events.add_reader(reading, lambda: self._read_address(index, reading, received), pausable=False)
+        put = self._events.output.put
+        if self._remote is None:
+            with self._addresses.pipe_to(index) as fd:
+                command = self._server_command(index, fd)
+                start = partial(Child, command=command, environ=self._environ, put=put, pass_fds=(fd,))
+                self._spawn(self._servers, "server", index, start)
+        else:
+            word = secrets.token_hex(16)
+            command = self._remote.of_server(index, self._server_command(index, None), self._environ, word)
+            hear = without_address(word, lambda text: self._addresses.note(index, text), put)
+            self._spawn(
+                self._servers,
+                "server",
+                index,
+                partial(RemoteChild, command=command, environ=self._environ, put=hear),
+            )
 
-    def _read_address(self, index: int, fd: int, received: bytearray) -> None:
-        data = os.read(fd, _MAX_READY_LINE)
-        received += data
-        if data and b"\n" not in received and len(received) < _MAX_READY_LINE:
-            return
-        self._close_ready_pipe(fd)
-        if not received:
-            return  # it has exited, which is reported as that
-        text = received.decode(errors="replace")
-        try:
-            self._addresses[index] = parse_address(text.partition("\n")[0])
-        except ConfigurationError as error:
-            self._fail(1, f"server {index} did not report its address: {error}")
-
-    def _close_ready_pipe(self, fd: int) -> None:
-        self._unread.discard(fd)
-        self._events.remove_reader(fd)
-        os.close(fd)
+    def _start_worker(self, rank: int) -> None:
+        environ, put = self._worker_environ(rank), self._events.output.put
+        start: Callable[[str, str], Child] = partial(
+            Child, command=self._worker_command, environ=environ, put=put
+        )
+        if self._remote is not None:
+            command = self._remote.of_worker(rank, self._worker_command, environ)
+            start = partial(RemoteChild, command=command, environ=environ, put=put)
+        self._spawn(self._workers, "worker", rank, start)
 
     def _fail_unready(self) -> None:
-        missing = [str(i) for i in range(self._num_servers) if i not in self._addresses]
-        self._fail(
-            1,
-            f"server {', '.join(missing)} did not report an address within {self._limits.start:g} s; "
-            "allow more with --start-timeout",
-        )
+        what = f"server {', '.join(map(str, self._addresses.missing()))} did not report an address"
+        self._fail(1, f"{what} within {self._limits.start:g} s; allow more with --start-timeout")
 
     def _worker_environ(self, rank: int) -> dict[str, str]:
         environ = {**self._environ, RANK: str(rank), NUM_WORKERS: str(self._num_workers)}
         if self._num_servers:
-            environ[SERVERS] = ",".join(self._addresses[i] for i in range(self._num_servers))
+            environ[SERVERS] = ",".join(self._addresses.in_order())
         # Each worker would start a thread per core, and the threads of all of them would fight for the cores.
-        cores = len(os.sched_getaffinity(0))
-        environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // self._num_workers)))
+        if self._remote is None:
+            cores = len(os.sched_getaffinity(0))
+            environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // self._num_workers)))
         return environ
 
-    def _spawn(
-        self,
-        group: list[Child],
-        role: str,
-        index: int,
-        command: Sequence[str],
-        environ: Mapping[str, str],
-        pass_fds: Sequence[int] = (),
-    ) -> None:
+    def _spawn(self, group: list[Child], role: str, index: int, start: Callable[[str, str], Child]) -> None:
         name, tag = f"{role} {index}", f"{role[0]}{index}"
+        if self._remote is not None:
+            host = (self._remote.servers if role == "server" else self._remote.workers)[index]
+            name += f" on {host.name}"
         try:
-            child = Child(name, tag, command, environ, self._events.output.put, pass_fds)
+            child = start(name, tag)
         except (OSError, ValueError) as error:
             # As a shell does: 127 for a command that does not exist, 126 for one that cannot be run.
             self._fail(127 if isinstance(error, FileNotFoundError) else 126, f"cannot start {name}: {error}")

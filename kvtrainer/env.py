@@ -11,7 +11,6 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 from kvstore_server.errors import ConfigurationError
 
@@ -28,8 +27,30 @@ DEAD_AFTER = "KVSTORE_DEAD_AFTER"
 
 DEFAULT_SECONDS = {TIMEOUT: 600.0, CONNECT_TIMEOUT: 30.0, DEAD_AFTER: 20.0}
 
-_Given = TypeVar("_Given")
 _ADDRESS = re.compile(r"(?:tcp://)?(?P<host>[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.%A-Za-z]+\]):(?P<port>[0-9]{1,5})")
+
+
+@dataclass(frozen=True)
+class Source:
+    """A launcher and the variables in which it says which worker a process is."""
+
+    launcher: str
+    ranks: tuple[str, ...]
+    """Variables with the rank; the first that is set counts."""
+    count: str
+    """The variable with the number of workers; empty where the launcher does not say it."""
+
+
+SOURCES = (
+    Source("kvlaunch", (RANK,), NUM_WORKERS),
+    Source("MXNet's launcher", ("DMLC_WORKER_ID", "DMLC_RANK", "DMLC_TASK_ID"), "DMLC_NUM_WORKER"),
+    Source("torchrun", ("RANK",), "WORLD_SIZE"),
+    Source("Slurm", ("SLURM_PROCID",), "SLURM_NTASKS"),
+    Source("Open MPI", ("OMPI_COMM_WORLD_RANK",), "OMPI_COMM_WORLD_SIZE"),
+    Source("MPI", ("PMI_RANK",), "PMI_SIZE"),
+    Source("PMIx", ("PMIX_RANK",), ""),
+)
+"""In order of precedence. The first one of which anything is set gives both numbers."""
 
 
 @dataclass(frozen=True)
@@ -50,22 +71,61 @@ def read_topology(
 ) -> Topology:
     """Return the topology; each part comes from its argument if given, else from `environ`.
 
-    The variables are KVSTORE_RANK, KVSTORE_NUM_WORKERS and KVSTORE_SERVERS (comma-separated `tcp://host:port`;
-    a bare `host:port` means tcp). An empty variable counts as missing.
+    What is missing of rank and number of workers comes from one launcher: the first of SOURCES of which a variable
+    is set. Servers are in KVSTORE_SERVERS only: comma-separated `tcp://host:port` (a bare `host:port` means tcp), or
+    `@PATH`, a file with one address per line. An empty variable counts as missing.
 
     Raises:
         ConfigurationError: a part is missing, no number or out of range, or an address malformed or repeated.
     """
-    own = _read_int(environ, RANK, "rank", rank)
-    count = _read_int(environ, NUM_WORKERS, "num_workers", num_workers)
+    own, count = read_place(environ, rank, num_workers)
+    listed = read_servers(environ, servers)
+    if listed is None:
+        raise ConfigurationError(f"{SERVERS} is not set and no servers were given. {_ADVICE}")
+    return Topology(own, count, listed)
+
+
+def read_place(environ: Mapping[str, str], rank: int | None, num_workers: int | None) -> tuple[int, int]:
+    """Return rank and number of workers, as `read_topology` does, with the same errors."""
+    source = None if rank is not None and num_workers is not None else _source(environ)
+    rank_name, rank_text = _rank_of(environ, source)
+    count_name = source.count if source is not None else NUM_WORKERS
+    count_text = _get(environ, count_name)
+    if rank is None and not rank_text:
+        raise ConfigurationError(_missing(environ, source, rank_name, "rank"))
+    if num_workers is None and not count_text:
+        raise ConfigurationError(_missing(environ, source, count_name, "num_workers"))
+    own = as_int(rank_text if rank is None else rank, f"rank ({rank_name})")
+    count = as_int(count_text if num_workers is None else num_workers, f"num_workers ({count_name})")
     if count < 1:
-        raise ConfigurationError(f"num_workers ({NUM_WORKERS}) is {count}; a job has at least 1 worker")
+        raise ConfigurationError(f"num_workers ({count_name}) is {count}; a job has at least 1 worker")
     if not 0 <= own < count:
         raise ConfigurationError(
-            f"rank ({RANK}) is {own}; with num_workers ({NUM_WORKERS}) {count} it must lie in 0..{count - 1}"
+            f"rank ({rank_name}) is {own}; with num_workers ({count_name}) {count} it must lie in 0..{count - 1}"
         )
-    listed = _pick(environ, SERVERS, "servers", servers)
-    return Topology(own, count, _parse_servers(listed))
+    return own, count
+
+
+def read_servers(
+    environ: Mapping[str, str], servers: str | Sequence[str] | None = None
+) -> tuple[str, ...] | None:
+    """Return the servers' addresses, None where neither the argument nor KVSTORE_SERVERS names any."""
+    if servers is not None:
+        return _parse_servers(servers)
+    text = _get(environ, SERVERS)
+    return _parse_servers(text) if text else None
+
+
+def workers_of_job(environ: Mapping[str, str]) -> tuple[int, str] | None:
+    """How many workers the environment says there are, and the variable that says so; None where nothing does.
+
+    A launcher counts only if it also tells this process which of them it is.
+    """
+    source = _source(environ)
+    if source is None or not _rank_of(environ, source)[1]:
+        return None
+    text = _get(environ, source.count)
+    return (int(text), source.count) if re.fullmatch("[0-9]{1,18}", text) else None
 
 
 def parse_address(text: str) -> str:
@@ -105,13 +165,70 @@ def read_timeout(
     return seconds
 
 
+def as_int(value: object, what: str) -> int:
+    """A number that was given as one or as text. Raises ConfigurationError, which says `what` it is."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    if isinstance(value, str) and re.fullmatch(r"-?[0-9]{1,18}", value):
+        return int(value)
+    raise ConfigurationError(f"{what} is {value!r:.80}; it must be a whole number")
+
+
+_ADVICE = (
+    f"Either start the workers with 'kvlaunch -n WORKERS -s SERVERS -- COMMAND', which sets it, or set {RANK}, "
+    f"{NUM_WORKERS} and {SERVERS} yourself or pass rank=, num_workers= and servers= (torchrun, Slurm and MPI tell "
+    "workers the first two only)"
+)
+
+
+def _missing(environ: Mapping[str, str], source: Source | None, name: str, option: str) -> str:
+    """Why there is no rank, or no number of workers: what was looked for, and what was found where."""
+    if source is None:
+        return f"{name} is not set and no {option} was given. {_ADVICE}"
+    found = _found(environ, source)
+    absent = f"{name} is not set" if name else f"{source.launcher} does not tell the number of workers"
+    text = (
+        f"{absent}, although {found} was found ({source.launcher}), and no {option} was given; both numbers come from "
+        f"one launcher, so that two are never mixed. Set {RANK} and {NUM_WORKERS}, or pass {option}="
+    )
+    if source.launcher == "kvlaunch":
+        text += ". 'kvlaunch -n WORKERS -s SERVERS -- COMMAND' sets both"
+    others = [
+        f"{_found(environ, s)} ({s.launcher})" for s in SOURCES if s is not source and _found(environ, s)
+    ]
+    return text + (f". Found, but not used: {'; '.join(others)}" if others else "")
+
+
+def _found(environ: Mapping[str, str], source: Source) -> str:
+    names = [name for name in (*source.ranks, source.count) if _get(environ, name)]
+    return ", ".join(f"{name}={_get(environ, name)[:40]!r}" for name in names)
+
+
+def _source(environ: Mapping[str, str]) -> Source | None:
+    return next((source for source in SOURCES if _found(environ, source)), None)
+
+
+def _rank_of(environ: Mapping[str, str], source: Source | None) -> tuple[str, str]:
+    """The variable with the rank and what it says; the first one, and nothing, where none is set."""
+    names = source.ranks if source is not None else (RANK,)
+    name = next((name for name in names if _get(environ, name)), names[0])
+    return name, _get(environ, name)
+
+
+def _get(environ: Mapping[str, str], name: str) -> str:
+    return environ.get(name, "").strip() if name else ""
+
+
 def _parse_servers(listed: str | Sequence[str]) -> tuple[str, ...]:
     if not isinstance(listed, Sequence):
         raise ConfigurationError(
             f"servers ({SERVERS}) is {listed!r:.80}; it must be a list of tcp://HOST:PORT, or a string with commas "
             "between them"
         )
-    parts = listed.split(",") if isinstance(listed, str) else list(listed)
+    if isinstance(listed, str):
+        parts = _lines(listed[1:]) if listed.startswith("@") else listed.split(",")
+    else:
+        parts = list(listed)
     addresses = tuple(parse_address(part) for part in parts)
     if not addresses:
         raise ConfigurationError(
@@ -124,23 +241,13 @@ def _parse_servers(listed: str | Sequence[str]) -> tuple[str, ...]:
     return addresses
 
 
-def _read_int(environ: Mapping[str, str], variable: str, option: str, given: int | None) -> int:
-    value = _pick(environ, variable, option, given)
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value
-    if isinstance(value, str) and re.fullmatch(r"-?[0-9]{1,18}", value):
-        return int(value)
-    raise ConfigurationError(f"{option} ({variable}) is {value!r:.80}; it must be a whole number")
-
-
-def _pick(environ: Mapping[str, str], variable: str, option: str, given: _Given | None) -> _Given | str:
-    if given is not None:
-        return given
-    text = environ.get(variable, "").strip()
-    if not text:
+def _lines(path: str) -> list[str]:
+    """The lines of a file without comments, which begin with '#', and empty ones."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            lines = [line.partition("#")[0].strip() for line in file]
+    except (OSError, ValueError) as error:
         raise ConfigurationError(
-            f"{variable} is not set and no {option} was given. Either start the workers with "
-            f"'kvlaunch -n WORKERS -s SERVERS -- COMMAND', which sets it, or set {RANK}, {NUM_WORKERS} and "
-            f"{SERVERS} yourself or pass rank=, num_workers= and servers="
-        )
-    return text
+            f"cannot read the list of servers ({SERVERS}) from {path!r}: {error}"
+        ) from None
+    return [line for line in lines if line]

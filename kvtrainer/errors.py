@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvstore_server.errors import (
+    CommandError,
     ConfigurationError,
     ConnectTimeoutError,
     DeadlineError,
@@ -27,6 +28,7 @@ from kvstore_server.errors import (
 __all__ = [
     "AmpNotInitializedError",
     "ArgumentTypeError",
+    "CommandError",
     "ConfigurationError",
     "ConnectTimeoutError",
     "DeadlineError",
@@ -42,14 +44,18 @@ __all__ = [
     "PlanMismatchError",
     "ProtocolError",
     "RoundAbortedError",
+    "RowIdError",
+    "RowSparseError",
     "SchedulerInUseError",
     "ServerLostState",
     "ServerStoppingError",
     "ServerUnreachableError",
     "ShapeMismatchError",
+    "SparsePullWarning",
     "StaleGradientError",
     "StateFileError",
     "StateMismatchError",
+    "TraceFileError",
     "UnknownNameError",
     "VersionMismatchError",
     "WeightsWrittenError",
@@ -76,12 +82,24 @@ class ArgumentTypeError(ConfigurationError, TypeError):
     """An argument has a type that cannot be meant."""
 
 
+class RowIdError(ConfigurationError, IndexError):
+    """Rows were asked for that a key does not have."""
+
+
+class RowSparseError(KVStoreError, RuntimeError):
+    """A row-sparse parameter was used in a way that its values, which live in a store, do not allow."""
+
+
 class AmpNotInitializedError(ConfigurationError):
     """A loss was to be scaled for a Trainer that has no loss scaler."""
 
 
 class NonFiniteNormWarning(UserWarning):
     """The norm of the gradients is infinite or not a number, so they were not clipped. Warned, not raised."""
+
+
+class SparsePullWarning(UserWarning):
+    """A pull into sparse tensors was ignored, as in MXNet; `row_sparse_pull` is meant. Warned once per store."""
 
 
 class NoGradientWarning(UserWarning):
@@ -94,6 +112,10 @@ class NotInitializedError(KVStoreError, RuntimeError):
 
 class StateFileError(KVStoreError, OSError):
     """A file of saved states cannot be written or read, or is no such file."""
+
+
+class TraceFileError(KVStoreError, OSError):
+    """The file of a profiler's trace cannot be written."""
 
 
 class StateMismatchError(ConfigurationError):

@@ -1,19 +1,23 @@
-"""`kvlaunch`: the command line that starts servers and workers of one job on this machine."""
+"""`kvlaunch`: the command line that starts servers and workers of one job, on this machine or over ssh."""
 
 from __future__ import annotations
 
 import argparse
 import math
 import os
+import shlex
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from kvstore_server.errors import ConfigurationError
+from kvtrainer._hosts import bind_addresses, parse_hosts, place_servers, place_workers
 from kvtrainer._launcher import Launcher
 from kvtrainer._limits import Limits, until_noticed
+from kvtrainer._ssh import Remote
 
 _DESCRIPTION = """\
-Start parameter servers and workers on this machine, and end them together.
+Start parameter servers and workers, on this machine or on the hosts of a file, and end them together.
 
 Servers start first; when all are ready, COMMAND is started once for every worker. When a worker fails, or a
 server exits before the workers are done, the others get a while to end by themselves and are then stopped, and
@@ -35,11 +39,18 @@ environment that kvlaunch leaves to you, and that workers read:
   KVSTORE_CONNECT_TIMEOUT  longest wait for the first answer of a server, in seconds (30)
   KVSTORE_DEAD_AFTER       a peer not heard from for so many seconds counts as dead (20); servers read it too
 
+hosts: a line of HOSTFILE is HOST, HOST slots=N or HOST:N, where HOST may be USER@HOST; '#' begins a comment.
+Every host takes as many consecutive ranks as it has slots (1), in the order of the file, which begins anew when all
+slots are taken; servers go to one host after the other. Commands run over ssh, without a password, in the directory
+of the same path; kvtrainer must be installed there for the same {python}. They find KVSTORE_…, MALLOC_…,
+OMP_NUM_THREADS and what --env names, all of which a list of processes shows; nothing else goes along.
+
 output: each line begins with [w0] for worker 0, [s1] for server 1, and so on; standard output and standard
 error stay apart. Commands read no standard input.
 
 example:
   kvlaunch -n 4 -s 2 -- python train.py --epochs 3
+  kvlaunch -n 8 -s 4 -H hosts --allow-public-bind --env DATA=/data -- python train.py
 """
 
 _MALLOC = {
@@ -61,9 +72,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     # A server that still waits for a dead worker's round must have given up before it would be killed.
     drain = ["--drain-timeout", f"{max(0.8 * options.grace, 0.1):g}"]
     extra = [*drain, *options.server_arg, *_import_flags(options.imports)]
-    server_command = _server_command(options.servers, extra)
-    environ = {**_MALLOC, **os.environ}
-    launcher = Launcher(command, options.workers, server_command, options.servers, environ, options.limits)
+    server_command = _server_command(options.binds, extra)
+    environ = {**_MALLOC, **os.environ, **options.env}
+    launcher = Launcher(
+        command, options.workers, server_command, options.servers, environ, options.limits, options.remote
+    )
     return launcher.run()
 
 
@@ -75,13 +88,50 @@ def _limits(options: argparse.Namespace) -> Limits:
     return Limits(options.start_timeout, linger, unheard, options.grace)
 
 
-def _server_command(count: int, extra: Sequence[str]) -> Callable[[int, int], list[str]]:
-    def command(index: int, ready_fd: int) -> list[str]:
-        base = [sys.executable, "-m", "kvstore_server", "--bind", "tcp://127.0.0.1:0"]
-        own = ["--index", str(index), "--num-servers", str(count), "--ready-fd", str(ready_fd)]
-        return [*base, *own, *extra]
+def _server_command(binds: Sequence[str], extra: Sequence[str]) -> Callable[[int, int | None], list[str]]:
+    def command(index: int, ready_fd: int | None) -> list[str]:
+        own = ["--bind", binds[index], "--index", str(index), "--num-servers", str(len(binds))]
+        ready = [] if ready_fd is None else ["--ready-fd", str(ready_fd)]
+        return [sys.executable, "-m", "kvstore_server", *own, *ready, *extra]
 
     return command
+
+
+def _set_hosts(options: argparse.Namespace) -> None:
+    """Decide what runs where, and where the servers listen. Raises ConfigurationError."""
+    options.remote = None
+    options.binds = ["tcp://127.0.0.1:0"] * options.servers
+    if options.hostfile is None:
+        return
+    try:
+        text = Path(options.hostfile).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"cannot read the host file {options.hostfile}: {error}") from None
+    hosts = parse_hosts(text, options.hostfile)
+    workers, servers = place_workers(hosts, options.workers), place_servers(hosts, options.servers)
+    elsewhere = [host.name for host in (*workers, *servers) if not host.is_loopback]
+    if elsewhere and servers:
+        if not options.allow_public_bind:
+            raise ConfigurationError(
+                f"with {elsewhere[0]} in the job, servers must listen where other hosts reach them, although traffic "
+                "is neither authenticated nor encrypted; add --allow-public-bind on a network that you trust"
+            )
+        options.server_arg.append("--allow-public-bind")
+    options.binds = bind_addresses(servers, bool(elsewhere))
+    options.remote = Remote(workers, servers, options.grace, shlex.split(options.ssh), tuple(options.env))
+
+
+def _environment(given: Sequence[str]) -> dict[str, str]:
+    """What --env says. Raises ConfigurationError."""
+    environ = {}
+    for text in given:
+        name, equals, value = text.partition("=")
+        if not name.isidentifier() or not (equals or name in os.environ):
+            raise ConfigurationError(
+                f"--env {text!r:.80} is not NAME=VALUE, or the NAME of a variable that is set"
+            )
+        environ[name] = value if equals else os.environ[name]
+    return environ
 
 
 def _import_flags(modules: Sequence[str]) -> list[str]:
@@ -101,6 +151,8 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
         )
     try:
         options.limits = _limits(options)
+        options.env = _environment(options.env)
+        _set_hosts(options)
     except ConfigurationError as error:
         parser.error(str(error))
     return options, command
@@ -111,7 +163,7 @@ def _make_parser() -> argparse.ArgumentParser:
         prog="kvlaunch",
         usage="kvlaunch -n W [-s S] [options] -- COMMAND [ARG ...]",
         description=_DESCRIPTION,
-        epilog=_EPILOG,
+        epilog=_EPILOG.replace("{python}", sys.executable),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -133,6 +185,36 @@ def _make_parser() -> argparse.ArgumentParser:
         metavar="ARG",
         help="pass ARG to every server; may be repeated; --server-arg=--flag if it begins with a dash",
     )
+    add(
+        "--env",
+        action="append",
+        default=[],
+        metavar="NAME[=VALUE]",
+        help="set a variable for all processes, or pass it on to other hosts; may be repeated",
+    )
+    _add_hosts(parser)
+    _add_waits(parser)
+    return parser
+
+
+def _add_hosts(parser: argparse.ArgumentParser) -> None:
+    hosts = parser.add_argument_group("other hosts")
+    hosts.add_argument(
+        "-H", "--hostfile", metavar="FILE", help="start all processes over ssh on the hosts of this file"
+    )
+    hosts.add_argument(
+        "--ssh", default="ssh", metavar="COMMAND", help="the program to use (ssh), with its arguments"
+    )
+    hosts.add_argument(
+        "--allow-public-bind",
+        action="store_true",
+        default=os.environ.get("KVSTORE_ALLOW_PUBLIC_BIND", "") == "1",
+        help="let servers listen on addresses that other hosts can reach, although traffic is neither authenticated "
+        "nor encrypted; for networks that you trust only [KVSTORE_ALLOW_PUBLIC_BIND=1]",
+    )
+
+
+def _add_waits(parser: argparse.ArgumentParser) -> None:
     waits = parser.add_argument_group("waits, in seconds")
     waits.add_argument(
         "--start-timeout",
@@ -156,7 +238,6 @@ def _make_parser() -> argparse.ArgumentParser:
         default=Limits.grace,
         help="between SIGTERM and SIGKILL (%(default)g)",
     )
-    return parser
 
 
 def _at_least(least: int) -> Callable[[str], int]:

@@ -8,12 +8,13 @@ from typing import Any
 
 from kvstore_server.codec import Codec, make_codec
 from kvtrainer.comm.client import Client
-from kvtrainer.env import NUM_WORKERS
+from kvtrainer.env import workers_of_job
 from kvtrainer.errors import ArgumentTypeError, ConfigurationError
 from kvtrainer.kvstore.base import Factory, KVStoreBase, create, factory_of
 from kvtrainer.kvstore.dist import DistKVStore
 from kvtrainer.kvstore.dist_modes import ASYNC_NAMES, SSP_NAMES
 from kvtrainer.kvstore.local import LocalKVStore, refuse_process_group
+from kvtrainer.roles import serve_role
 
 _log = logging.getLogger(__name__)
 
@@ -108,6 +109,8 @@ def choose_store(
                 f"{os.environ.get(UPDATE_ON_KVSTORE, 'not set')})"
             )
         update_on_kvstore = True
+    if isinstance(kvstore, str) and issubclass(_kind_of(kvstore), DistKVStore):
+        serve_role(os.environ)
     can_update = issubclass(_kind_of(kvstore), LocalKVStore | DistKVStore)
     if update_on_kvstore and not can_update:
         raise ConfigurationError(
@@ -164,13 +167,13 @@ def _checked_codec(kvstore: str | KVStoreBase | None, params: dict[str, Any] | N
 
 def _warn_if_alone(name: str) -> None:
     """Say so when one of several workers is about to train by itself, which is seldom what was meant."""
-    workers = os.environ.get(NUM_WORKERS, "")
-    if workers.isdigit() and int(workers) > 1:
+    found = workers_of_job(os.environ)
+    if found is not None and found[0] > 1:
         _log.warning(
-            "kvstore %r keeps gradients in this process, although the job has %s workers; use 'dist_sync' to train "
-            "together",
+            "kvstore %r keeps gradients in this process, although the job has %d workers (%s); use 'dist_sync' to "
+            "train together",
             name,
-            workers,
+            *found,
         )
 
 

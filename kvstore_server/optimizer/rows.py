@@ -15,6 +15,7 @@ from torch import Tensor
 from kvstore_server.errors import OptimizerError, ShapeMismatchError
 from kvstore_server.optimizer.base import Optimizer, StateValue
 from kvstore_server.optimizer.half import is_half
+from kvstore_server.optimizer.torch_family import TorchOptimizer
 from kvstore_server.optimizer.whole import KeyState, own_values, update_key
 
 
@@ -83,6 +84,14 @@ def update_rows(
         dense = grad_rows.new_zeros(weight.shape)
         dense[rows] = grad_rows
         update_key(optimizer, weight, dense, state, hyper)
+
+
+def moves_only_rows(optimizer: Optimizer, hyper: Mapping[str, Any]) -> bool:
+    """Whether `update_rows` is sure to leave the weights of all other rows as they are."""
+    if optimizer.takes_sparse(hyper):
+        # The momentum of torch's SGD moves all rows that ever had a gradient.
+        return isinstance(optimizer, TorchOptimizer) and not hyper.get("momentum")
+    return optimizer.updates_rows(hyper) and not optimizer.positioned
 
 
 def _update_lazily(

@@ -33,6 +33,8 @@ _CONTROL: tuple[type[Any], ...] = (
     m.Info,
     m.PullRows,
     m.InForce,
+    m.Command,
+    m.Profile,
 )
 _KIND_OF = {cls: kind for kind, cls in enumerate(_CONTROL)}
 _FIELDS = {cls: tuple(f.name for f in fields(cls)) for cls in _CONTROL}

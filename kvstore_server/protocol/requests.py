@@ -185,6 +185,28 @@ class Stats:
     """Asks for the server's counters and for the members of this namespace."""
 
 
+@dataclass(frozen=True, slots=True)
+class Command:
+    """Asks a function that the server has loaded; answered by Info, once for each request number."""
+
+    head: int
+    """Which function."""
+    body: bytes
+    """What it is given: UTF-8."""
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """Tells the server to record what it does for this namespace, or asks for what it recorded."""
+
+    action: str
+    """"run", "stop", "pause", "resume", "fetch" or "finish"."""
+    categories: tuple[str, ...] = ()
+    """With "run": what is recorded."""
+    start: int = 0
+    """With "fetch": the number of the first event that is wanted."""
+
+
 RequestBody: TypeAlias = (
     Hello
     | Register
@@ -200,4 +222,6 @@ RequestBody: TypeAlias = (
     | Heartbeat
     | Leave
     | Stats
+    | Command
+    | Profile
 )

@@ -11,9 +11,11 @@ from kvstore_server.plan import Plan, Slice, TensorSpec, make_plan
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.control import pack_control
 from kvstore_server.state_blob import pack_key_state, pack_state, unpack_key_state, unpack_state
+from kvstore_server.tracing import Event, Trace, events_of
 from kvtrainer.comm.rounds import Rounds
 from kvtrainer.comm.session import Session
 from kvtrainer.comm.tickets import RemoteTable
+from kvtrainer.comm.tracing import SessionTrace
 from kvtrainer.comm.transport import SessionOptions, Transport
 
 _REGISTERED_TOGETHER = 64
@@ -149,6 +151,50 @@ class Client:
         """Each server's counters for this namespace, in server order."""
         replies = [self._session.call(server, m.Stats()) for server in range(self.num_servers)]
         return [dict(reply.values) for reply in replies if isinstance(reply, m.Info)]
+
+    def command(self, head: int, body: bytes) -> list[bytes]:
+        """Have every server answer a command; blocks until all have. The answers, in server order.
+
+        Raises:
+            CommandError: a server has no handler for it, or the handler raised; the first of them.
+            ServerUnreachableError: a server did not answer.
+        """
+        replies = self._session.call_all([(s, m.Command(head, body)) for s in range(self.num_servers)])
+        return [bytes(reply.values["answer"]) for reply in replies if isinstance(reply, m.Info)]
+
+    def profile(self, action: str, categories: Sequence[str] = ()) -> None:
+        """Have every server begin or end to record what it does for this namespace; see `messages.Profile`."""
+        body = m.Profile(action, tuple(categories))
+        self._session.call_all([(server, body) for server in range(self.num_servers)])
+
+    def recorded(self, server: int) -> tuple[list[Event], int]:
+        """What a server has recorded so far, in order, and how many later events it has dropped."""
+        events: list[Event] = []
+        total, dropped = 1, 0
+        while len(events) < total:
+            reply = self._session.call(server, m.Profile("fetch", (), len(events)))
+            assert isinstance(reply, m.Info)
+            if not events:
+                total = int(reply.values["total"])  # what is added meanwhile may wait for the next time
+            more = events_of(reply.values["events"])
+            dropped = int(reply.values["dropped"])
+            if not more:
+                break
+            events += more
+        return events, dropped
+
+    def trace_into(self, trace: Trace | None) -> None:
+        """From now on note here what this client does, or note nothing any more."""
+        self._session.trace = None if trace is None else SessionTrace(trace)
+
+    def poll(self) -> list[dict[str, Any] | None]:
+        """As `stats`, but None for a server that does not answer or no longer knows this worker; does not raise.
+
+        Blocks up to `dead_after` seconds if there are any.
+        """
+        requests = [(server, m.Stats()) for server in range(self.num_servers)]
+        answers = self._session.ask_all(requests, self.options.dead_after)
+        return [dict(answer.values) if isinstance(answer, m.Info) else None for answer in answers]
 
     def settle(self) -> None:
         """Wait for every round in flight; raises what the first failed one raises."""

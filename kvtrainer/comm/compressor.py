@@ -67,7 +67,7 @@ class Compressor:
         """Replace all residuals; a key without an entry starts at zero."""
         self._residuals, self._next = {}, {}
         for piece in self._plan.slices:
-            kept = self._residual_of(piece)
+            kept = self._residual_of(piece) if self._plan.is_resident(piece) else None
             if kept is None:
                 continue
             kept = kept.clone()

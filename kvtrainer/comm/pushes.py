@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
+from torch import Tensor
+
 from kvstore_server.plan import Slice
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.buffers import MAX_PAYLOAD, SENT_ALONE
@@ -72,8 +74,17 @@ def _pushes(
             if piece.index in others:
                 form, payload = others[piece.index]
             else:
-                form, payload = b"", item.values[piece.dtype][piece.offset : piece.offset + piece.used]
+                form, payload = b"", _plain(item, piece)
             yield m.Push(number, piece.index, round_, 0, payload), form
+
+
+def _plain(item: RoundItem, piece: Slice) -> Tensor:
+    """The numbers of a slice: out of the arena or, of a row-sparse key, from where its values are."""
+    segment = piece.segments[0]
+    if item.tables is not None and segment.key in item.tables:
+        return item.tables[segment.key](segment.key_start, segment.numel)
+    assert item.values is not None
+    return item.values[piece.dtype][piece.offset : piece.offset + piece.used]
 
 
 def _row_slices(item: RoundItem) -> dict[int, Encoded]:

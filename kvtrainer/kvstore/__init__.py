@@ -6,8 +6,16 @@ kv.push("w", torch.ones(3))
 kv.pull("w", out=w)
 """
 
-from kvtrainer.kvstore.base import KVStoreBase, create, register
+from kvtrainer.kvstore.base import CAPABILITIES, KVStoreBase, capabilities, create, register
 from kvtrainer.kvstore.dist import DistKVStore
 from kvtrainer.kvstore.local import LocalKVStore
 
-__all__ = ["DistKVStore", "KVStoreBase", "LocalKVStore", "create", "register"]
+__all__ = [
+    "CAPABILITIES",
+    "DistKVStore",
+    "KVStoreBase",
+    "LocalKVStore",
+    "capabilities",
+    "create",
+    "register",
+]

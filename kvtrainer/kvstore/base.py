@@ -5,8 +5,8 @@ from __future__ import annotations
 import inspect
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias, TypeVar
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, ClassVar, TypeAlias, TypeVar
 
 from torch import Tensor
 
@@ -20,7 +20,13 @@ Value: TypeAlias = Tensor | Sequence[Tensor]
 
 OPTIMIZER = "optimizer"
 COMPRESSION = "gradient_compression"
-CAPABILITIES = (OPTIMIZER, COMPRESSION)
+SPARSE_GRADIENTS = "row_sparse_gradients"
+SPARSE_WEIGHTS = "row_sparse_weights"
+ASYNCHRONOUS = "asynchronous"
+SEVERAL_WORKERS = "several_workers"
+CAPABILITIES = (OPTIMIZER, COMPRESSION, SPARSE_GRADIENTS, SPARSE_WEIGHTS, ASYNCHRONOUS, SEVERAL_WORKERS)
+"""What a store may be able to do: run the optimizer; compress gradients on their way; take row-sparse gradients; hold
+row-sparse weights, of which single rows are pulled; apply contributions as they come; join several processes."""
 
 
 class KVStoreBase(ABC):
@@ -29,6 +35,11 @@ class KVStoreBase(ABC):
     A Trainer calls `broadcast` once per parameter with its position as key, and `pushpull` with the gradient at
     every step; it applies the optimizer itself.
     """
+
+    OPTIMIZER: ClassVar[str] = OPTIMIZER
+    """The name of a capability, for `is_capable`."""
+    capabilities: ClassVar[Collection[str]] = ()
+    """What stores of this class can do, out of CAPABILITIES; a third-party class says so here."""
 
     @property
     @abstractmethod
@@ -53,18 +64,38 @@ class KVStoreBase(ABC):
     def pushpull(self, key: Any, value: Any, out: Any = None, priority: int = 0) -> None:
         """Sum `value` over all workers and write the result to `out`, or back to `value`."""
 
+    @classmethod
+    def capabilities_as(cls, type: str) -> Collection[str]:
+        """What stores of this class can do when created under a name; by default `capabilities`, whatever the name."""
+        return cls.capabilities
+
     def is_capable(self, capability: str) -> bool:
-        """Whether the store can do something; the names are in CAPABILITIES.
+        """Whether the store can do something; the names are in CAPABILITIES, case does not matter.
 
         Raises:
             ConfigurationError: no such capability exists.
         """
-        self._capability(capability)
-        return False
+        return self._capability(capability) in _checked(self.capabilities_as(self.type), self.__class__)
 
     def close(self) -> None:
         """Give up the store's resources; idempotent. The base class has none."""
         return None
+
+    @staticmethod
+    def register(cls: _ClassT) -> _ClassT:
+        """Make a store known to `create` under its class name in lower case, as MXNet's plug-ins do it.
+
+            @kvtrainer.kvstore.KVStoreBase.register
+            class MyStore(kvtrainer.kvstore.KVStoreBase): ...   # kvstore="mystore"
+
+        The module's `register` gives it other names.
+        """
+        if not isinstance(cls, type) or not issubclass(cls, KVStoreBase):
+            raise ConfigurationError(
+                f"KVStoreBase.register decorates a subclass of KVStoreBase, got {cls!r:.80}; to give a store another "
+                'name use kvtrainer.kvstore.register("name")'
+            )
+        return register(cls.__name__)(cls)
 
     @staticmethod
     def _capability(name: str) -> str:
@@ -75,6 +106,7 @@ class KVStoreBase(ABC):
 
 Factory = Callable[..., KVStoreBase]
 _FactoryT = TypeVar("_FactoryT", bound=Factory)
+_ClassT = TypeVar("_ClassT", bound=type[KVStoreBase])
 
 _registry: dict[str, Factory] = {}
 
@@ -82,7 +114,8 @@ _registry: dict[str, Factory] = {}
 def register(*names: str) -> Callable[[_FactoryT], _FactoryT]:
     """Make a store known to `create` under one or more names (case does not matter).
 
-    The class is called as `cls(type=name, **options)`. Taking over a name that is in use is logged.
+    The class is called as `cls(type=name, **options)`; without `type` if it does not take that. Taking over a name that
+    is in use is logged.
 
         @kvtrainer.kvstore.register("mystore")
         class MyStore(kvtrainer.kvstore.KVStoreBase): ...
@@ -94,6 +127,8 @@ def register(*names: str) -> Callable[[_FactoryT], _FactoryT]:
         )
 
     def add(factory: _FactoryT) -> _FactoryT:
+        if isinstance(factory, type):
+            _checked(getattr(factory, "capabilities", ()), factory)
         for name in names:
             if name.lower() in _registry:
                 _log.warning("kvstore %r is replaced by %r", name, factory)
@@ -101,6 +136,32 @@ def register(*names: str) -> Callable[[_FactoryT], _FactoryT]:
         return factory
 
     return add
+
+
+def capabilities() -> dict[str, dict[str, bool]]:
+    """What the store of every registered name can do: name → capability → whether.
+
+    A class says so by its `capabilities`, or by `capabilities_as` where it depends on the name; a function that makes
+    stores by an attribute `capabilities`. Names are in alphabetical order.
+    """
+    table = {}
+    for name, factory in sorted(_registry.items()):
+        if isinstance(factory, type) and issubclass(factory, KVStoreBase):
+            able = _checked(factory.capabilities_as(name), factory)
+        else:
+            able = _checked(getattr(factory, "capabilities", ()), factory)
+        table[name] = {capability: capability in able for capability in CAPABILITIES}
+    return table
+
+
+def _checked(capabilities: Collection[str], owner: object) -> frozenset[str]:
+    """Raise ConfigurationError if a store claims what is not a capability."""
+    if isinstance(capabilities, str) or not set(capabilities) <= set(CAPABILITIES):
+        raise ConfigurationError(
+            f"{owner!r} claims the capabilities {capabilities!r:.200}; give a collection out of: "
+            f"{', '.join(CAPABILITIES)}"
+        )
+    return frozenset(capabilities)
 
 
 def factory_of(type: str) -> Factory:
@@ -127,8 +188,12 @@ def create(type: str = "local", **options: Any) -> KVStoreBase:
         ConfigurationError: an option is wrong.
     """
     factory = factory_of(type)
+    signature = inspect.signature(factory)
+    taken = signature.parameters.values()
+    if "type" in signature.parameters or any(one.kind is one.VAR_KEYWORD for one in taken):
+        options["type"] = type
     try:
-        inspect.signature(factory).bind(type=type, **options)
+        signature.bind(**options)
     except TypeError as error:
         raise ConfigurationError(f"kvstore {type!r} does not take these options: {error}") from None
-    return factory(type=type, **options)
+    return factory(**options)

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from kvstore_server.codec import Codec, make_codec
-from kvstore_server.errors import ConfigurationError
+from kvstore_server.commands import LONGEST, check_head
+from kvstore_server.errors import ConfigurationError, ServerUnreachableError
 from kvstore_server.optimizer import Optimizer
 from kvtrainer.comm.client import Client
 from kvtrainer.comm.compressor import Compressor
 from kvtrainer.comm.tickets import RemoteTable, RoundItem
 from kvtrainer.kvstore import store_states
-from kvtrainer.kvstore.base import OPTIMIZER, Key, KVStoreBase
+from kvtrainer.kvstore.base import Key, KVStoreBase
 from kvtrainer.kvstore.entries import Entry
 from kvtrainer.optimizer import create as create_optimizer
+from kvtrainer.profiler import Profiler
 
 _Store = TypeVar("_Store", bound="ClientStore")
+
+WORKERS, SERVERS = 4, 2
+"""Groups of processes, as `num_dead_nodes` takes them."""
 
 
 class ClientStore(KVStoreBase):
@@ -31,6 +37,7 @@ class ClientStore(KVStoreBase):
         self._entries: dict[Key, Entry] = {}
         self._optimizer: Optimizer | None = None
         self._sent_spec: dict[str, Any] | None = None
+        self._profiler: Profiler | None = None
 
     @property
     def type(self) -> str:
@@ -48,9 +55,6 @@ class ClientStore(KVStoreBase):
     def num_servers(self) -> int:
         """How many servers hold the keys."""
         return self._client.num_servers
-
-    def is_capable(self, capability: str) -> bool:
-        return self._capability(capability) == OPTIMIZER or self._can_compress
 
     def set_optimizer(self, optimizer: Any) -> None:
         """Apply this optimizer to every round from now on, where the keys live.
@@ -113,9 +117,50 @@ class ClientStore(KVStoreBase):
         """Block until every worker has come here."""
         self._client.barrier()
 
-    def num_dead_nodes(self) -> int:
-        """How many workers came and have since left or fallen silent; asks the servers."""
-        return max(int(stats["num_dead"]) for stats in self._client.stats())
+    def num_dead_nodes(self, node_id: int = WORKERS) -> int:
+        """How many processes of the job are dead; asks the servers, up to `dead_after` seconds if one is silent.
+
+        A worker is dead when it ended without `close`, or was silent for the servers' --dead-after; one that left as it
+        should is not. A server is dead when it does not answer, or was started anew and holds none of this job.
+
+        Args:
+            node_id: Who counts, as in MXNet: WORKERS (4), SERVERS (2), or their sum.
+
+        Raises:
+            ServerUnreachableError: workers count, but no server answered.
+        """
+        if type(node_id) is not int or node_id & ~(WORKERS | SERVERS) or not node_id:
+            raise ConfigurationError(f"node_id is 4 (workers), 2 (servers) or their sum, got {node_id!r:.80}")
+        answers = self._client.poll()
+        there = [stats for stats in answers if stats is not None]
+        if node_id & WORKERS and not there:
+            raise ServerUnreachableError(
+                f"none of the {len(answers)} servers answered; are they still running?"
+            )
+        workers = max((int(stats["num_dead"]) for stats in there), default=0) if node_id & WORKERS else 0
+        return workers + (len(answers) - len(there) if node_id & SERVERS else 0)
+
+    def send_command_to_servers(self, head: int, body: str) -> list[str]:
+        """Have every server answer a command, and return the answers in server order; blocks until all have.
+
+        Commands are functions that the servers loaded by --import, registered under the number `head` with
+        `kvstore_server.commands.register`. Each call runs the function once on every server. A store without servers
+        answers by what this process has registered.
+
+        Raises:
+            CommandError: a server has no such function, or it raised; names server, head and body.
+            ConfigurationError: `head` is no int of 0 … 2**31 - 1, or `body` no text of up to 1 MiB.
+            ServerUnreachableError: a server did not answer within `dead_after` seconds.
+        """
+        check_head(head)
+        return [answer.decode() for answer in self._client.command(head, _encoded(body))]
+
+    @property
+    def profiler(self) -> Profiler:
+        """Profiles what this worker and the servers do for this store's own keys; a Trainer has its own."""
+        if self._profiler is None:
+            self._profiler = Profiler(self._client, time.monotonic)
+        return self._profiler
 
     def server_stats(self) -> list[dict[str, Any]]:
         """Each server's counters for this store, in server order; waits for this worker's own pushes."""
@@ -181,3 +226,16 @@ class ClientStore(KVStoreBase):
 
     def _compressor(self, table: RemoteTable) -> Compressor | None:
         return None if self._codec is None else Compressor(self._codec, table.plan)
+
+
+def _encoded(body: object) -> bytes:
+    """The body of a command as it travels. Raises ConfigurationError if it cannot."""
+    if not isinstance(body, str):
+        raise ConfigurationError(f"the body of a command must be a str, got {type(body).__name__}")
+    try:
+        packed = body.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigurationError(f"the body of a command cannot be written as UTF-8: {error}") from None
+    if len(packed) > LONGEST:
+        raise ConfigurationError(f"the body of a command may have {LONGEST} bytes, got {len(packed)}")
+    return packed

@@ -50,7 +50,8 @@ class ReplicaCompressor:
     def accept(self, keys: Iterable[str]) -> None:
         """The rounds of these keys were applied: what they did not say is left for the next ones."""
         for key in keys:
-            self._residuals[key] = self._next.pop(key)
+            if key in self._next:  # not where the replicas were sparse
+                self._residuals[key] = self._next.pop(key)
 
     def _residual(self, kept: Tensor | None, grad: Tensor, dtype: str) -> tuple[Tensor | None, Tensor | None]:
         """What earlier rounds left of a replica, and room for what this one leaves; None where nothing is lost."""

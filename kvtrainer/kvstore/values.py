@@ -12,6 +12,7 @@ from torch import Tensor
 from kvstore_server.errors import ConfigurationError, ShapeMismatchError
 from kvstore_server.plan import ITEM_SIZE, TensorSpec
 from kvtrainer.kvstore.base import Key
+from kvtrainer.kvstore.row_values import check_rows, is_sparse
 
 _INT_LIMIT = 1 << 63
 
@@ -89,6 +90,11 @@ def check_fits(spec: TensorSpec, value: Tensor, any_dtype: bool = False) -> None
 def check_out(spec: TensorSpec, out: Tensor) -> None:
     """Raise ShapeMismatchError unless a key's values can be written to `out`; any dtype that torch converts will do."""
     check_fits(spec, out, any_dtype=True)
+    if is_sparse(out):
+        raise ConfigurationError(
+            f"out of key {spec.key!r} is sparse, but all of the key is written to it; give a dense tensor, or call "
+            "row_sparse_pull for some rows"
+        )
     if any(stride == 0 and size > 1 for stride, size in zip(out.stride(), out.shape, strict=True)):
         raise ShapeMismatchError(
             f"out of key {spec.key!r} has shape {list(out.shape)} but strides {list(out.stride())}: several of its "
@@ -120,8 +126,9 @@ def _replicas(key: Key, value: Any, what: str) -> list[Tensor]:
         raise ConfigurationError(
             f"{what} of key {key!r} must be a tensor or a list of tensors, got {value!r:.80}"
         )
-    if any(one.layout != torch.strided for one in tensors):
-        raise ConfigurationError(f"{what} of key {key!r} is sparse; this store takes dense tensors only")
+    for one in tensors:
+        if is_sparse(one):
+            check_rows(what, key, one)
     if any(one.is_meta for one in tensors):
         raise ConfigurationError(
             f"{what} of key {key!r} is on the meta device and has no values; make it on a real device first"

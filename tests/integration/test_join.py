@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -111,6 +112,28 @@ def test_workers_of_asynchronous_stores_wait_for_each_other_only_at_the_end(jobs
         return net.weight.unique().tolist()
 
     assert jobs.results(2, 2, body, type=type) == [[-84.0]] * 2
+
+
+def test_the_options_of_a_worker_that_has_joined_no_longer_hold_for_others(jobs: Servers) -> None:
+    joined = threading.Event()
+
+    def body(kv: DistKVStore, rank: int) -> float:
+        net, trainer = trainer_over(kv, True, momentum=0.0)
+        trainer.set_data()
+        with trainer.join():
+            if rank == 0:
+                train(net, trainer, 1.0)
+                joined.set()
+            else:
+                assert joined.wait(20)
+                # Rank 0 is between its last step and the end of the block, or has left it: wait for the latter.
+                while not trainer.server_stats()[0]["tables"][0]["joined"]:
+                    pass
+                trainer.set_learning_rate(4.0)
+                train(net, trainer, 1.0)
+        return net.weight[0, 0].item()
+
+    assert jobs.results(2, 1, body, type="dist_async") == [-5.0, -5.0]
 
 
 def test_what_cannot_be_repeated_elsewhere_is_refused_in_a_block(jobs: Servers) -> None:

@@ -198,6 +198,12 @@ def test_command_that_cannot_be_started_gives_the_code_of_a_shell(
 # The command line.
 
 
+def test_variables_of_the_command_line_reach_every_process(capfd: pytest.CaptureFixture[str]) -> None:
+    arguments = ["-n", "1", "-s", "0", "--env", "KVTRAINER_X=a=b", "--env", "PATH", "--", "sh", "-c"]
+    assert launch.main([*arguments, 'echo "$KVTRAINER_X"']) == 0
+    assert capfd.readouterr().out == "[w0] a=b\n"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

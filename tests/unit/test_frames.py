@@ -40,6 +40,8 @@ REQUESTS: list[Any] = [
     m.Heartbeat(),
     m.Leave("done", True),
     m.Stats(),
+    m.Command(7, "größe".encode()),
+    m.Profile("run", ("calls", "rounds"), 3),
 ]
 REPLIES: list[Any] = [
     m.Welcome(1 << 61, 5),
