@@ -22,8 +22,8 @@ from urllib.parse import urlsplit
 
 import torch
 
+from kvstore_server.admission import EngineConfig
 from kvstore_server.cpu import capability
-from kvstore_server.engine import EngineConfig
 from kvstore_server.errors import KVStoreError
 from kvstore_server.memory import memory_limit
 from kvstore_server.server import Server, ServerOptions

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from dataclasses import dataclass
 from functools import partial
 
+from kvstore_server.admission import EngineConfig, check_hello
 from kvstore_server.commands import CommandContext, Commands
+from kvstore_server.controls import control
 from kvstore_server.dense import Leases, Updater
 from kvstore_server.errors import (
     ConfigurationError,
@@ -23,7 +24,6 @@ from kvstore_server.errors import (
     ProtocolError,
     ServerLostState,
     ServerStoppingError,
-    UnknownNameError,
 )
 from kvstore_server.modes import Mode
 from kvstore_server.namespace import Namespace
@@ -37,32 +37,6 @@ _log = logging.getLogger(__name__)
 
 _FENCED_KEPT = 1024
 """How many shut-out sessions are remembered with the reason; older ones get a general answer."""
-MAX_WORKERS = 1 << 16
-
-
-@dataclass(frozen=True)
-class EngineConfig:
-    """What an engine has to know about its place.
-
-    Args:
-        server: Index of this server, from 0.
-        num_servers: How many servers hold the job together.
-        run: A number that no other server process has; 0 is not allowed.
-        dead_after: Seconds of silence after which a worker counts as lost.
-        capability: Instruction set of this CPU; workers of another kind are refused, because their bits differ.
-        allow_mixed_cpu: Let them in all the same.
-        max_table_bytes: Largest table, over all servers, that is accepted.
-        memory_bytes: What this machine has; tables that need more are refused. 0: not known.
-    """
-
-    server: int = 0
-    num_servers: int = 1
-    run: int = 1
-    dead_after: float = 20.0
-    capability: str = ""
-    allow_mixed_cpu: bool = False
-    max_table_bytes: int = 1 << 40
-    memory_bytes: int = 0
 
 
 class Engine:
@@ -201,7 +175,7 @@ class Engine:
             table, waiter = _ready(space.table(body.table)), Waiter(peer, request.number)
             answer = partial(_rows, table, rank, body, waiter)
             return self._rounds.read(space, table, rank, waiter, now + body.timeout, answer)
-        return reply(Waiter(peer, request.number), self._control(space, rank, body, now))
+        return reply(Waiter(peer, request.number), control(space, rank, body, self.config, self._clock, now))
 
     def _register(
         self, space: Namespace, rank: int, register: m.Register, waiter: Waiter
@@ -227,35 +201,13 @@ class Engine:
             out += self._rounds.read(space, table, rank, waiter, now + pull.timeout, answer)
         return out
 
-    def _control(self, space: Namespace, rank: int, body: m.RequestBody, now: float) -> m.ReplyBody:
-        if isinstance(body, m.SetOptimizer):
-            try:
-                space.set_optimizer(rank, body.spec)
-            except UnknownNameError as error:
-                raise UnknownNameError(
-                    f"server {self.config.server} cannot run the optimizer: {error}"
-                ) from None
-            return m.Info()
-        if isinstance(body, m.GetState):
-            dense = space.table(body.table).dense
-            export = dense.export_key_state if body.of_key else dense.export_state
-            return m.State(body.table, body.index, body.of_key, *export(body.index))
-        if isinstance(body, m.State):
-            dense = space.table(body.table).dense
-            take = dense.import_key_state if body.of_key else dense.import_state
-            take(body.index, body.summary, body.data)
-            return m.Info()
-        if isinstance(body, m.Stats):
-            return m.Info(space.stats(now, self.config))
-        if isinstance(body, m.Profile):
-            return m.Info(space.profiling.control(body, self._clock))
-        raise ProtocolError(f"{type(body).__name__} is not a request")
-
     def _hello(self, hello: m.Hello, now: float) -> m.Welcome:
         space = self.namespaces.get(hello.namespace)
         session = self._next_session
         try:
-            self._check_hello(hello)
+            if self.is_stopping:
+                raise ServerStoppingError(f"server {self.config.server} is stopping and takes no new workers")
+            check_hello(self.config, hello)
             mode = Mode(hello.mode, hello.staleness, hello.slow_down)
             mode.check()
             if space is None:
@@ -282,31 +234,10 @@ class Engine:
             )
             if len(self._fenced) > _FENCED_KEPT:
                 self._fenced.popitem(last=False)
-            self._drop_process(space, hello.rank)
-        return m.Welcome(self.config.run, session)
-
-    def _drop_process(self, space: Namespace, rank: int) -> None:
-        """Forget what the process that stood for a rank had begun."""
-        space.waits.take(lambda wait: wait.rank == rank)
+        space.waits.take(lambda wait: wait.rank == hello.rank)
         for table in space.tables.values():
-            table.replace_process(rank)
-
-    def _check_hello(self, hello: m.Hello) -> None:
-        config = self.config
-        if self.is_stopping:
-            raise ServerStoppingError(f"server {config.server} is stopping and takes no new workers")
-        if (hello.server, hello.num_servers) != (config.server, config.num_servers):
-            raise ConfigurationError(
-                f"this is server {config.server} of {config.num_servers}, but rank {hello.rank} has it as server "
-                f"{hello.server} of {hello.num_servers}; give every worker the same KVSTORE_SERVERS, in index order"
-            )
-        if not 1 <= hello.num_workers <= MAX_WORKERS:
-            raise ConfigurationError(f"num_workers must be 1 … {MAX_WORKERS}, got {hello.num_workers}")
-        if hello.capability != config.capability and not config.allow_mixed_cpu:
-            raise ConfigurationError(
-                f"rank {hello.rank} runs on {hello.capability}, server {config.server} on {config.capability}; results "
-                "would differ in their last bits. Start the servers with --allow-mixed-cpu to accept that"
-            )
+            table.begin_process(hello.rank)
+        return m.Welcome(self.config.run, session)
 
     def _session(self, request: m.Request) -> tuple[Namespace, int]:
         if request.run != self.config.run:
@@ -334,10 +265,9 @@ class Engine:
         del self._sessions[session]
         self._commands.forget(session)
         space.membership.leave(rank, leave.reason, leave.is_clean)
-        self._drop_process(space, rank)
-        if leave.is_clean and not space.mode.is_sync:
-            for table in space.tables.values():
-                table.lanes.join(rank)  # nobody needs what it will not give
+        space.waits.take(lambda wait: wait.rank == rank)
+        for table in space.tables.values():
+            table.end_process(rank, leave.is_clean)
         if space.membership.is_over():
             del self.namespaces[space.name]
             return []

@@ -5,7 +5,8 @@ sequence of rounds with one member, so that sending a contribution twice has no 
 the same state machine. A process that takes a rank over begins a new lane; its session has shut out the older one.
 
 A rank's clock counts its contributions. With a bound, a rank whose clock is c may read only when every rank's clock is
-at least c − bound (stale synchronous parallel). A rank that has joined, because it has no more data, holds nobody back.
+at least c − bound (stale synchronous parallel). A rank that has joined, because it has no more data, holds nobody back,
+nor does one that has left because it was done.
 
 This module holds no clock that tells the time, no socket and no arithmetic on payloads.
 """
@@ -34,7 +35,9 @@ class Lanes(Generic[WaiterT]):
         self.bound = bound
         self.clocks = [0] * num_workers
         self.joined: set[int] = set()
-        """The ranks that have no more data."""
+        """The ranks that have no more data until all have joined."""
+        self.left: set[int] = set()
+        """The ranks whose processes left because they were done."""
         self._same_payload = same_payload
         self._lanes: dict[int, SyncRounds[WaiterT]] = {}
 
@@ -52,15 +55,21 @@ class Lanes(Generic[WaiterT]):
         return sum(lane.mismatches for lane in self._lanes.values())
 
     def advance(self, rank: int) -> None:
-        """Count a contribution."""
+        """Count a contribution; a rank that had joined is back."""
+        if rank in self.joined:
+            self.come_back(rank)
         self.clocks[rank] += 1
+
+    def take_back(self, rank: int) -> None:
+        """The last contribution of a rank counts no more."""
+        self.clocks[rank] -= 1
 
     def behind(self, rank: int) -> list[int]:
         """The ranks because of which this one may not read now."""
         if self.bound is None:
             return []
         least = self.clocks[rank] - self.bound
-        return [r for r, clock in enumerate(self.clocks) if clock < least and r not in self.joined]
+        return [r for r, clock in enumerate(self.clocks) if clock < least and self._takes_part(r)]
 
     def join(self, rank: int) -> None:
         """A rank has no more data."""
@@ -68,16 +77,30 @@ class Lanes(Generic[WaiterT]):
 
     def missing_from_join(self) -> list[int]:
         """The ranks that still have data."""
-        return [rank for rank in range(len(self.clocks)) if rank not in self.joined]
+        return list(filter(self._takes_part, range(len(self.clocks))))
 
     def part_again(self) -> None:
         """All ranks have joined: from now on all take part again, side by side."""
         self.joined.clear()
         self.clocks = [max(self.clocks)] * len(self.clocks)
 
-    def replace_process(self, rank: int) -> None:
-        """A newer process took the rank over: it begins at the side of the slowest of the others, if it is behind."""
+    def begin(self, rank: int) -> None:
+        """A process begins to stand for a rank: it has a new lane."""
         self._lanes.pop(rank, None)
+        self.come_back(rank)
+
+    def leave(self, rank: int, is_done: bool) -> None:
+        """The process of a rank has ended; where it was done, nobody needs what it will not give."""
+        self._lanes.pop(rank, None)
+        if is_done:
+            self.left.add(rank)
+
+    def come_back(self, rank: int) -> None:
+        """A rank takes part again, at the side of the slowest of the others if it is behind."""
         self.joined.discard(rank)
-        others = [clock for r, clock in enumerate(self.clocks) if r != rank and r not in self.joined]
+        self.left.discard(rank)
+        others = [clock for r, clock in enumerate(self.clocks) if r != rank and self._takes_part(r)]
         self.clocks[rank] = max(self.clocks[rank], min(others, default=0))
+
+    def _takes_part(self, rank: int) -> bool:
+        return rank not in self.joined and rank not in self.left

@@ -70,9 +70,13 @@ class RoundKeeper:
         waiter: Waiter,
         deadline: float,
         answer: Callable[[], list[m.Outgoing]],
+        number: int = -1,
     ) -> list[m.Outgoing]:
-        """Answer a request for weights; later, where the rank is too far ahead of others to read now."""
-        wait = Wait(table, rank, waiter, deadline, 0.0, False, answer)
+        """Answer a request for weights; later, where the rank is too far ahead of others to read now.
+
+        `number` is that of the round, if a commit wants them.
+        """
+        wait = Wait(table, rank, waiter, deadline, 0.0, False, answer, number)
         if not wait.missing():
             return answer()
         space.waits.add(wait)
@@ -95,11 +99,7 @@ class RoundKeeper:
         for wait in space.waits.take(lambda wait: self._cannot_end(space, wait, now) is not None):
             error = self._cannot_end(space, wait, now)
             assert error is not None
-            # Without the number of a next round: what the rank has contributed stands all the same.
-            last = wait.table.rounds_of(wait.rank).number - 1
-            out.append(failed(wait.waiter.peer, wait.waiter.number, error, wait.table.number, last))
-            if wait.is_join:
-                wait.table.lanes.joined.discard(wait.rank)
+            out += self._fail_wait(wait, error)
         return out
 
     def fail_if_hopeless(self, space: Namespace, table: Table, now: float) -> list[m.Outgoing]:
@@ -120,9 +120,21 @@ class RoundKeeper:
             f"rank {rank} aborted round {abort.round} of {table.name!r}: {abort.reason}"
         )
         waiters = table.abort(rank, abort.round, error, abort.undo)
-        rounds = table.rounds_of(rank)
+        rounds = table.rounds_of(rank, abort.round)
         out = tell(table, abort.round, rounds.number, waiters, error)
+        for wait in space.waits.take(
+            lambda wait: wait.table is table and wait.rank == rank and wait.round == abort.round
+        ):
+            out += self._fail_wait(wait, error)
         return out + reply(waiter, m.Info({"applied": rounds.was_applied(abort.round)}))
+
+    def _fail_wait(self, wait: Wait, error: KVStoreError) -> list[m.Outgoing]:
+        # Without the number of a next round: what a rank has contributed before it reads stands all the same.
+        following = -1
+        if wait.is_join:
+            wait.table.fail_join(wait.rank, wait.round, error)
+            following = wait.round + 1
+        return tell(wait.table, wait.round, following, [wait.waiter], error)
 
     def _commit(
         self,
@@ -134,7 +146,7 @@ class RoundKeeper:
         waiter: Waiter,
         now: float,
     ) -> list[m.Outgoing]:
-        rounds = table.rounds_of(rank)
+        rounds = table.rounds_of(rank, commit.round)
         if self.is_stopping and commit.round == rounds.number and not rounds.is_waiting():
             raise ServerStoppingError(f"server {self._server} is stopping and takes no new round")
         if table.conflict is not None:
@@ -186,9 +198,9 @@ class RoundKeeper:
             if mine.commit is None:
                 continue
             if not table.mode.is_sync:
-                if mine.commit.joined:
+                space.waits.contributed(table, rank, now)
+                if mine.commit.joined and mine.commit.round:
                     table.lanes.join(rank)
-                space.waits.renew(table, now)
             if mine.waiter is not None:
                 out += self._answer(space, table, rank, mine.commit, mine.waiter, now)
         return out + self.release(space)
@@ -197,21 +209,24 @@ class RoundKeeper:
         self, space: Namespace, table: Table, rank: int, commit: m.Commit, waiter: Waiter, now: float
     ) -> list[m.Outgoing]:
         """Answer a commit of a round that was applied, at once or when the rank may read."""
-        end = table.end_of(rank)
+        end = table.end_of(rank, commit.round)
 
         def answer() -> list[m.Outgoing]:
             return outcome(table, rank, commit, waiter, end)
 
-        if table.mode.is_sync or commit.round == 0:
+        if table.mode.is_sync:
             return answer()
         if commit.joined and rank in table.lanes.joined:
-            space.waits.add(Wait(table, rank, waiter, now + commit.timeout, commit.timeout, True, answer))
+            limit = commit.timeout
+            space.waits.add(Wait(table, rank, waiter, now + limit, limit, True, answer, commit.round))
             return reply(waiter, m.Pending(tuple(table.lanes.missing_from_join())))
         if not commit.want_weights or end.vetoes:
             return answer()
-        return self.read(space, table, rank, waiter, now + commit.timeout, answer)
+        return self.read(space, table, rank, waiter, now + commit.timeout, answer, commit.round)
 
     def _cannot_end(self, space: Namespace, wait: Wait, now: float) -> KVStoreError | None:
+        if wait.table.conflict is not None:
+            return from_wire(*to_wire(wait.table.conflict))
         missing = wait.missing()
         what = f"{'the end' if wait.is_join else 'a read'} of {wait.table.name!r} by rank {wait.rank}"
         lost = space.membership.lost_error(missing, what, now, self._dead_after)

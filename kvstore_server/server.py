@@ -14,7 +14,8 @@ from enum import Enum, auto
 
 import zmq
 
-from kvstore_server.engine import Engine, EngineConfig
+from kvstore_server.admission import EngineConfig
+from kvstore_server.engine import Engine
 from kvstore_server.errors import ConfigurationError, KVStoreError, to_wire
 from kvstore_server.leases import Leases
 from kvstore_server.outbox import Backlog, Message, packed

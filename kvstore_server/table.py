@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from kvstore_server.addends import addend_of, keys_in, slowed_down
 from kvstore_server.codec import Codec
 from kvstore_server.consistency import Contribution, SyncRounds
 from kvstore_server.delayed_reads import DelayedReads
@@ -26,7 +27,7 @@ from kvstore_server.modes import SYNCHRONOUS, Mode
 from kvstore_server.optimizer import Optimizer
 from kvstore_server.plan import Plan
 from kvstore_server.protocol.buffers import payload_size
-from kvstore_server.protocol.messages import Commit, Payload, Push
+from kvstore_server.protocol.messages import Commit, Push
 from kvstore_server.reduction import Addend, same_payload
 from kvstore_server.row_payload import RowForm
 
@@ -100,19 +101,19 @@ class Table:
         self._last_rank = -1
         """Whose contribution was applied last, where ranks contribute by themselves."""
 
-    def rounds_of(self, rank: int) -> SyncRounds[Waiter]:
-        """The rounds to which a rank contributes: those of all ranks, or its lane."""
-        return self.lanes.of(rank) if self._has_lanes else self.rounds
+    def rounds_of(self, rank: int, number: int = 1) -> SyncRounds[Waiter]:
+        """The rounds of which a rank means that number, or its present one: those of all ranks, or its lane."""
+        return self.rounds if self._whose(rank, number) == _ALL else self.lanes.of(rank)
 
-    def end_of(self, rank: int) -> RoundEnd:
-        """How the last round that a rank took part in has ended."""
-        return self._ends.get(rank, self._ends[_ALL])
+    def end_of(self, rank: int, number: int = 1) -> RoundEnd:
+        """How the last round that was applied has ended, of those of which a rank means that number."""
+        return self._ends[self._whose(rank, number)]
 
     def push(self, rank: int, push: Push, form: Codec | RowForm | None) -> None:
         """Take a provisional slice, in a form other than plain numbers if there is one, after checking that it fits."""
         payload = self.dense.check_payload(push.slice, push.payload, form)
         self.bytes_in += payload_size(push.payload)
-        rounds = self.rounds_of(rank)
+        rounds = self.rounds_of(rank, push.round)
         if push.round == rounds.number and self._last_rank in (_ALL, rank):
             self.dense.forget_undo()
         rounds.push(rank, Push(push.table, push.slice, push.round, push.generation, payload))
@@ -150,32 +151,45 @@ class Table:
 
     def abort(self, rank: int, number: int, error: KVStoreError, undo: bool) -> list[Waiter]:
         """A rank gives a round up: fail it if it is open, take it back if that is wanted and it was the last one."""
-        rounds = self.rounds_of(rank)
+        rounds, whose = self.rounds_of(rank, number), self._whose(rank, number)
         if number == rounds.number:
             return self.fail(rank, error)
         is_last = number == rounds.number - 1 and rounds.was_applied(number)
         if not undo or not is_last:
             return []
-        is_vetoed = bool(self.end_of(rank).vetoes)
-        if is_vetoed or (self.dense.can_undo and self._last_rank in (_ALL, rank)):
-            if not is_vetoed:  # a vetoed round has changed nothing
+        end = self._ends[whose]
+        has_changed = not end.vetoes and not end.is_over
+        if not has_changed or (self.dense.can_undo and self._last_rank == whose):
+            if has_changed:
                 self.dense.undo()
                 self.version += 1  # also the way back is a change
+            if whose != _ALL and not end.is_over:
+                self.lanes.take_back(rank)
             rounds.undo(error)
             self.undone += 1
         return []
+
+    def fail_join(self, rank: int, number: int, error: KVStoreError) -> None:
+        """A rank that waits for all to join will not see that: it takes part as before, and its joining has failed."""
+        self.lanes.come_back(rank)
+        lane = self.lanes.of(rank)
+        if number == lane.number - 1:
+            lane.undo(error)
 
     def note_read(self, rank: int) -> None:
         """The present weights are sent to a rank."""
         if self.notes_reads:
             self.delayed.note(rank)
 
-    def replace_process(self, rank: int) -> None:
-        """Another process stands for a rank, or none any more: drop what the former one had not committed."""
+    def begin_process(self, rank: int) -> None:
+        """A process begins to stand for a rank: drop what a former one had not committed."""
         self.rounds.replace_process(rank)
-        if not self.mode.is_sync:
-            self.lanes.replace_process(rank)
-            self.absent.pop(rank, None)
+        self.lanes.begin(rank)
+
+    def end_process(self, rank: int, is_done: bool) -> None:
+        """No process stands for a rank any more: drop what the last one had not committed."""
+        self.rounds.replace_process(rank)
+        self.lanes.leave(rank, is_done)
             self.hyper.forget(rank)
 
     def counters(self) -> Mapping[str, Any]:
@@ -197,11 +211,11 @@ class Table:
 
     def _lowest(self) -> bytes:
         """The hyper-parameters of the lowest rank that has data; of the lowest, where none has."""
-        return self.hyper.lowest(self.lanes.joined)
+        return self.hyper.lowest(self.lanes.joined | self.lanes.left)
 
-    @property
-    def _has_lanes(self) -> bool:
-        return not self.mode.is_sync and self.rounds.number > 0
+    def _whose(self, rank: int, number: int) -> int:
+        """Whose rounds a rank means by a number; the first one is always that of all ranks together."""
+        return _ALL if self.mode.is_sync or not number or not self.rounds.number else rank
 
     def _apply(
         self,
@@ -226,7 +240,7 @@ class Table:
         if vetoes:
             return RoundEnd(self.version, (), vetoes)
         hyper = self._lowest() if is_lane else self.hyper.common(commits)
-        addends = [self._addend(rank, mine, optimizer) for rank, mine in given]
+        addends = [addend_of(mine, optimizer, self.absent.get(rank, frozenset())) for rank, mine in given]
         if updater is not None:
             self.dense.call_updater(addends, updater)
         elif optimizer is not None:
@@ -238,7 +252,7 @@ class Table:
             )
         else:
             self.dense.assign_sum(addends)
-        keys = self._keys_in(addends)
+        keys = keys_in(addends, self.dense.keys)
         self.version += 1
         self.rounds_applied += 1
         self.keys_applied += len(keys)
@@ -283,7 +297,7 @@ class Table:
             if self.notes_reads and optimizer.delay_state is not None:
                 self.delayed.restore(rank, optimizer.delay_state)
             if self.mode.slow_down and mine.commit is not None:
-                hypers = _slowed_down(hypers, self.staleness(mine.commit))
+                hypers = slowed_down(hypers, self.staleness(mine.commit))
         try:
             self.dense.update(addends, optimizer, hypers)
         except OptimizerError:
@@ -309,28 +323,6 @@ class Table:
             return None
         return float(optimizer.lr_scheduler(optimizer.begin_num_update + self.dense.updates + 1))
 
-    def _addend(self, rank: int, mine: Contribution[Waiter], optimizer: Optimizer | None) -> Addend:
-        assert mine.commit is not None
-        scale = mine.commit.rescale
-        if scale is None:
-            scale = optimizer.rescale_grad if optimizer is not None else 1.0
-        slices: dict[int, Payload] = {s: payload for s, (_, payload) in mine.slices.items()}
-        return Addend(slices, scale, self.absent.get(rank, _NOTHING))
 
-    def _keys_in(self, addends: list[Addend]) -> frozenset[int]:
-        if any(not a.absent for a in addends):
-            return self.dense.keys
-        return frozenset(key for key in self.dense.keys if any(key not in a.absent for a in addends))
-
-
-_NOTHING: frozenset[int] = frozenset()
 _ALL = -1
 """In place of a rank: all of them together."""
-
-
-def _slowed_down(hypers: Sequence[Mapping[str, Any]], staleness: int) -> Sequence[Mapping[str, Any]]:
-    if staleness <= 1:
-        return hypers
-    # Keys with equal numbers share one mapping, by which they are updated together.
-    slowed = {id(row): {**row, "lr": row["lr"] / staleness} for row in hypers}
-    return [slowed[id(row)] for row in hypers]

@@ -21,6 +21,8 @@ class Wait:
     is_join: bool
     """Whether it waits for all ranks to join, rather than for weights that are recent enough."""
     answer: Callable[[], list[Outgoing]]
+    round: int = -1
+    """The round of the commit that waits; -1: it is a request to read."""
 
     def missing(self) -> list[int]:
         """The ranks that it waits for; none when it can be answered."""
@@ -45,14 +47,12 @@ class Waits:
             wait.deadline = known.deadline
         self._waits[key] = wait
 
-    def is_joining(self, table: Table, rank: int) -> bool:
-        """Whether a rank waits for the others to join."""
-        return any(w.is_join and w.table is table and w.rank == rank for w in self._waits.values())
-
-    def renew(self, table: Table, now: float) -> None:
-        """A contribution came: whoever waits for all to join may wait as long as before."""
-        for wait in self._waits.values():
+    def contributed(self, table: Table, rank: int, now: float) -> None:
+        """A contribution came: its rank waits no more for all to join, and whoever does may wait as long as before."""
+        for key, wait in list(self._waits.items()):
             if wait.is_join and wait.table is table:
+                if wait.rank == rank:
+                    del self._waits[key]
                 wait.deadline = now + wait.timeout
 
     def take_ready(self) -> list[Wait]:

@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from kvstore_server.engine import MAX_WORKERS
+from kvstore_server.admission import MAX_WORKERS
 from kvstore_server.errors import ConfigurationError
 from kvstore_server.tracing import ROUND_LANE, Trace, chrome_trace
 from kvtrainer.comm.client import Client

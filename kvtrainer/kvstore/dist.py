@@ -10,8 +10,8 @@ import time
 import weakref
 from collections.abc import Collection, Sequence
 
+from kvstore_server.admission import MAX_WORKERS
 from kvstore_server.cpu import capability
-from kvstore_server.engine import MAX_WORKERS
 from kvtrainer.comm.client import Client
 from kvtrainer.comm.connection import Connection
 from kvtrainer.comm.transport import SessionOptions

@@ -9,8 +9,9 @@ from typing import Any
 import torch.distributed
 from torch import Tensor
 
+from kvstore_server.admission import EngineConfig
 from kvstore_server.codec import Codec
-from kvstore_server.engine import Engine, EngineConfig
+from kvstore_server.engine import Engine
 from kvstore_server.errors import ConfigurationError, OptimizerError
 from kvstore_server.plan import TensorSpec
 from kvstore_server.protocol import messages as m

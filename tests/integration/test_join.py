@@ -162,11 +162,10 @@ def test_without_a_store_a_block_changes_nothing() -> None:
 def test_an_exception_leaves_the_block_without_waiting_for_others(jobs: Servers) -> None:
     def body(kv: DistKVStore, rank: int) -> Any:
         net, trainer = trainer_over(kv, True)
-        with trainer:
-            with trainer.join():
-                train(net, trainer, 1.0)
-                if rank == 0:
-                    raise ZeroDivisionError("a bad batch")
+        with trainer, trainer.join():
+            train(net, trainer, 1.0)
+            if rank == 0:
+                raise ZeroDivisionError("a bad batch")
 
     failures = jobs.everybody(2, 1, body)
     assert isinstance(failures[0], ZeroDivisionError)

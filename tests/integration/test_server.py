@@ -14,9 +14,9 @@ import pytest
 import torch
 import zmq
 
+from kvstore_server.admission import EngineConfig
 from kvstore_server.cli import build_parser, main
 from kvstore_server.cpu import capability
-from kvstore_server.engine import EngineConfig
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import decode_reply, encode_request
 from kvstore_server.server import Server, ServerOptions

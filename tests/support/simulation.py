@@ -18,7 +18,8 @@ from torch import Tensor
 
 from kvstore_server import namespace
 from kvstore_server import plan as plan_module
-from kvstore_server.engine import Engine, EngineConfig
+from kvstore_server.admission import EngineConfig
+from kvstore_server.engine import Engine
 from kvstore_server.optimizer import gluon, register
 from kvstore_server.optimizer.base import StateValue
 from kvstore_server.optimizer.kernels import state_tensor

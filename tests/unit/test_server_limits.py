@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from kvstore_server.engine import Engine, EngineConfig
+from kvstore_server.admission import EngineConfig
+from kvstore_server.engine import Engine
 from kvstore_server.errors import ConfigurationError
 from kvstore_server.memory import memory_limit
 from kvstore_server.protocol import messages as m

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvstore_server.engine import Engine, EngineConfig
+from kvstore_server.admission import EngineConfig
+from kvstore_server.engine import Engine
 from kvstore_server.errors import OptimizerError
 from kvstore_server.optimizer import Optimizer, create, register, registry
 from kvstore_server.optimizer.base import StateValue

@@ -1,0 +1,51 @@
+"""What an engine knows about its place, and which workers may come to it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvstore_server.errors import ConfigurationError
+from kvstore_server.protocol import messages as m
+
+MAX_WORKERS = 1 << 16
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """What an engine has to know about its place.
+
+    Args:
+        server: Index of this server, from 0.
+        num_servers: How many servers hold the job together.
+        run: A number that no other server process has; 0 is not allowed.
+        dead_after: Seconds of silence after which a worker counts as lost.
+        capability: Instruction set of this CPU; workers of another kind are refused, because their bits differ.
+        allow_mixed_cpu: Let them in all the same.
+        max_table_bytes: Largest table, over all servers, that is accepted.
+        memory_bytes: What this machine has; tables that need more are refused. 0: not known.
+    """
+
+    server: int = 0
+    num_servers: int = 1
+    run: int = 1
+    dead_after: float = 20.0
+    capability: str = ""
+    allow_mixed_cpu: bool = False
+    max_table_bytes: int = 1 << 40
+    memory_bytes: int = 0
+
+
+def check_hello(config: EngineConfig, hello: m.Hello) -> None:
+    """Raise ConfigurationError unless this server may take that worker."""
+    if (hello.server, hello.num_servers) != (config.server, config.num_servers):
+        raise ConfigurationError(
+            f"this is server {config.server} of {config.num_servers}, but rank {hello.rank} has it as server "
+            f"{hello.server} of {hello.num_servers}; give every worker the same KVSTORE_SERVERS, in index order"
+        )
+    if not 1 <= hello.num_workers <= MAX_WORKERS:
+        raise ConfigurationError(f"num_workers must be 1 … {MAX_WORKERS}, got {hello.num_workers}")
+    if hello.capability != config.capability and not config.allow_mixed_cpu:
+        raise ConfigurationError(
+            f"rank {hello.rank} runs on {hello.capability}, server {config.server} on {config.capability}; results "
+            "would differ in their last bits. Start the servers with --allow-mixed-cpu to accept that"
+        )
