@@ -1,0 +1,80 @@
+"""What the name of a store on servers says, and the options and variables beside it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvstore_server.modes import SYNCHRONOUS, Mode
+from kvtrainer.errors import ConfigurationError
+from kvtrainer.kvstore.dist_modes import mode_of, water_mark_of
+
+
+@pytest.mark.parametrize("name", ["dist_sync", "dist", "DIST_Sync_Device", "dist_device_sync", "p3"])
+def test_most_names_are_synchronous(name: str) -> None:
+    assert mode_of(name, None, False, {}) is SYNCHRONOUS
+
+
+@pytest.mark.parametrize("name", ["dist_async", "dist_async_device", "dist_device_async"])
+def test_names_with_async_apply_contributions_one_by_one(name: str) -> None:
+    assert mode_of(name, None, False, {}) == Mode("async")
+    assert mode_of(name, None, True, {}) == Mode("async", slow_down=True)
+
+
+@pytest.mark.parametrize(
+    ("given", "environ", "bound"),
+    [(3, {}, 3), (0, {"KVSTORE_STALENESS": "9"}, 0), (None, {"KVSTORE_STALENESS": "9"}, 9), (None, {}, 1)],
+)
+def test_the_bound_comes_from_the_argument_then_the_environment(
+    given: int | None, environ: dict[str, str], bound: int
+) -> None:
+    assert mode_of("dist_ssp", given, False, environ).bound == bound
+
+
+@pytest.mark.parametrize(
+    ("name", "staleness", "scale", "environ", "text"),
+    [
+        ("dist_sync", 1, False, {}, "'dist_sync' takes no staleness, got 1; 'dist_ssp' does"),
+        ("dist_async", 0, False, {}, "'dist_async' takes no staleness"),
+        ("dist_ssp", -1, False, {}, "is -1; it must be a whole number of 0 or more"),
+        ("dist_ssp", True, False, {}, "is True; it must be"),
+        ("dist_ssp", 1.5, False, {}, "is 1.5; it must be"),
+        ("dist_ssp", None, False, {"KVSTORE_STALENESS": "few"}, "KVSTORE_STALENESS.* is 'few'"),
+        ("dist_sync", None, True, {}, "gradients are never stale"),
+        ("dist_async", None, 1, {}, "scale_lr_by_staleness must be True or False, got 1"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(
+    name: str, staleness: Any, scale: Any, environ: dict[str, str], text: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=text):
+        mode_of(name, staleness, scale, environ)
+
+
+@pytest.mark.parametrize(
+    ("name", "environ", "mark"),
+    [
+        ("dist_sync", {}, 0),
+        ("dist_sync", {"DMLC_PS_VAN_TYPE": "zmq", "DMLC_PS_WATER_MARK": "5"}, 0),
+        ("dist_async", {"DMLC_PS_VAN_TYPE": "P3"}, 10),
+        ("p3", {}, 10),
+        ("p3", {"DMLC_PS_WATER_MARK": "3"}, 3),
+    ],
+)
+def test_messages_queue_by_priority_where_p3_is_asked_for(
+    name: str, environ: dict[str, str], mark: int
+) -> None:
+    assert water_mark_of(name, environ) == mark
+
+
+@pytest.mark.parametrize(
+    ("environ", "text"),
+    [
+        ({"DMLC_PS_VAN_TYPE": "ibverbs"}, "'ibverbs'; this library knows 'zmq' and 'p3'"),
+        ({"DMLC_PS_VAN_TYPE": "p3", "DMLC_PS_WATER_MARK": "0"}, "'0'; it must be a whole number above 0"),
+    ],
+)
+def test_unknown_values_of_the_variables_are_named(environ: dict[str, str], text: str) -> None:
+    with pytest.raises(ConfigurationError, match=text):
+        water_mark_of("dist_sync", environ)
