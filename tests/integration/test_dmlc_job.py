@@ -1,0 +1,123 @@
+"""Jobs for MXNet's launcher start unchanged: scheduler, servers and workers from one script, and all of them end."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.dmlc import DmlcJob
+from tests.support.processes import Process, Processes
+
+
+@pytest.fixture
+def processes() -> Iterator[Processes]:
+    with Processes() as started:
+        yield started
+
+
+STORE = """
+kv = kvstore.create("dist_sync")
+print("rank", kv.rank, "of", kv.num_workers, flush=True)
+kv.init("w", torch.zeros(1000))
+out = torch.empty(1000)
+for step in range(3):
+    kv.pushpull("w", torch.full((1000,), float(10 ** kv.rank + step)), out=out)
+at(f"sum {out.unique().tolist()}")
+kv.pushpull("w", torch.ones(1000), out=out)
+print(out.unique().tolist(), flush=True)
+"""
+# Two workers, the third step: (1 + 2) + (10 + 2).
+LAST_SUM = "sum [15.0]"
+
+TRAINER = """
+layer = torch.nn.Linear(1, 1, bias=False)
+torch.nn.init.zeros_(layer.weight)
+trainer = kvtrainer.Trainer(layer.parameters(), "sgd", {"learning_rate": 1.0}, kvstore="dist_sync")
+print("built", flush=True)
+layer(torch.ones(1, 1)).backward()
+trainer.step(1)
+print(layer.weight.item(), flush=True)
+print(kvstore.create("dist_sync", namespace="another").num_workers, flush=True)
+"""
+
+
+def ended(*members: Process) -> None:
+    """All of them end well."""
+    for member in members:
+        code, err = member.end()
+        assert code == 0, err
+
+
+def test_a_script_for_mxnets_launcher_trains_and_every_process_ends(processes: Processes) -> None:
+    job = DmlcJob(processes, STORE, 2, 2)
+    workers = [job.start("worker"), job.start("worker")]
+    others = [job.start("server"), job.start("scheduler"), job.start("server")]
+    assert [worker.line() for worker in workers] == ["rank 0 of 2", "rank 1 of 2"]
+    assert [worker.line() for worker in workers] == [LAST_SUM] * 2
+    for worker in workers:
+        worker.go()
+    assert [worker.line() for worker in workers] == ["[2.0]"] * 2
+    ended(*workers, *others)
+
+
+def test_a_scheduler_that_is_killed_after_the_start_stops_nobody_and_no_exit_hangs(
+    processes: Processes,
+) -> None:
+    job = DmlcJob(processes, STORE, 2, 2)
+    scheduler = job.start("scheduler")
+    members = [job.start(role) for role in ("server", "server", "worker", "worker")]
+    for worker in members[2:]:
+        worker.line()
+        assert worker.line() == LAST_SUM
+    scheduler.signal(signal.SIGKILL)
+    assert scheduler.end()[0] == -signal.SIGKILL
+    for worker in members[2:]:
+        worker.go()
+    ended(*members)
+
+
+def test_servers_and_scheduler_end_when_the_last_worker_was_killed(processes: Processes) -> None:
+    job = DmlcJob(processes, STORE, 1, 1)
+    scheduler, server, worker = (job.start(role) for role in ("scheduler", "server", "worker"))
+    worker.line()
+    worker.line()
+    worker.signal(signal.SIGKILL)
+    ended(scheduler, server)
+
+
+def test_a_trainer_serves_at_construction_and_the_script_behind_it_is_for_workers(
+    processes: Processes,
+) -> None:
+    job = DmlcJob(processes, TRAINER, 1, 1)
+    scheduler, server, worker = (job.start(role) for role in ("scheduler", "server", "worker"))
+    assert (worker.line(), worker.line()) == ("built", "-1.0")
+    assert worker.line() == "1"  # a second store does not join a second time
+    ended(scheduler, server, worker)
+    for other in (scheduler, server):
+        assert other.popen.stdout is not None
+        assert other.popen.stdout.read() == b""
+
+
+def test_ranks_follow_the_order_of_the_start_and_not_that_of_the_arrival(processes: Processes) -> None:
+    script = 'at("here")\nprint(kvstore.create("dist_sync").rank, flush=True)'
+    job = DmlcJob(processes, script, 2, 1)
+    first, second = job.start("worker"), job.start("worker")
+    others = [job.start("scheduler"), job.start("server")]
+    for process in (*others, second, first):
+        assert process.line() == "here"
+        process.go()
+    assert (first.line(), second.line()) == ("0", "1")
+    ended(first, second, *others)
+
+
+def test_a_missing_server_is_named_by_everybody(processes: Processes) -> None:
+    job = DmlcJob(processes, 'kvstore.create("dist_sync")', 1, 2, KVSTORE_CONNECT_TIMEOUT="4")
+    members = [job.start(role) for role in ("scheduler", "server", "worker")]
+    for member in members:
+        code, err = member.end()
+        assert code == 1
+        # Whoever began to wait first was the first to give up.
+        assert "ConnectTimeoutError" in err or "gave up" in err
+        assert "no server but 1 of 2" in err
