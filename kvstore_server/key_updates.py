@@ -107,11 +107,10 @@ class KeyUpdates:
         width = row_numel(self._plan.specs[key])
         for at, (place, segment) in enumerate(self._places[key]):
             piece = self._slices[place]
-            if isinstance(grad, Tensor) or not moves_only:
-                self._changes.note(piece.index)
-            else:
+            ids = None
+            if moves_only and not isinstance(grad, Tensor):
                 ids = grad[at].ids - segment.key_start // width
-                self._changes.note(piece.index, piece.segments.index(segment), ids)
+            self._changes.note(piece.index, piece.segments.index(segment), ids)
 
 
 def _of_key(segment: Segment, rows: RowSet) -> RowSet:

@@ -11,7 +11,7 @@ from kvstore_server.plan import Plan, Slice
 from kvstore_server.protocol.buffers import payload_bytes
 from kvstore_server.protocol.messages import Payload
 from kvstore_server.reduction import Encoded, torch_dtype
-from kvstore_server.row_payload import RowForm, decode_rows
+from kvstore_server.row_payload import RowForm, as_contribution, decode_rows
 
 
 def view_payload(plan: Plan, piece: Slice, payload: Payload, form: Codec | RowForm | None) -> Payload:
@@ -22,7 +22,7 @@ def view_payload(plan: Plan, piece: Slice, payload: Payload, form: Codec | RowFo
         ShapeMismatchError: the payload has another size or dtype than the slice.
     """
     if isinstance(form, RowForm):
-        return decode_rows(plan, piece, payload_bytes(payload))
+        return as_contribution(piece, decode_rows(plan, piece, payload_bytes(payload)))
     if form is not None:
         return _encoded(plan, piece, payload, form)
     if isinstance(payload, Tensor):

@@ -1,17 +1,18 @@
-"""A contribution to one slice that gives only some rows of some of its keys, or new values of them, as bytes and back.
+"""Some rows of some of the keys in one slice, as bytes and back: in a contribution, or as new values.
 
-    head      int32: number of row-sparse segments, whether a dense part follows
-    segments  int32 each: position in the slice, number of rows, whether the ids are a bitmap, 0
-    rows      per segment: ids as int32, or one bit for each row of the segment where that is shorter; then the values
-    dense     the slice's numbers, where it has other segments too; those of row-sparse segments count for nothing
+    head      int32: number of segments that follow, 0
+    segments  int32 each: position in the slice, number of rows (or elements), form, 0
+    parts     of each segment, by its form. 0: ids as int32, then values; 1: one bit for each row of the segment, then
+              values, where that is shorter; 2: all numbers of the segment
 
-Each part begins at a multiple of 8 bytes. However many rows there are, the bytes exceed those of the dense slice by
-no more than a frame allows.
+Of the other segments there is nothing. Each part begins at a multiple of 8 bytes. However many rows there are, the
+bytes exceed those of the dense slice by no more than a frame allows.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -27,55 +28,71 @@ PACKED_ROWS = pack_control({"type": ROWS})
 """What takes the place of a codec's description for such payloads."""
 
 
+Parts: TypeAlias = Mapping[int, RowSet | Tensor]
+"""Position of a segment in the slice → some rows of it, or all its numbers, flat."""
+_IDS, _BITS, _ALL = range(3)
+
+
 class RowForm:
     """Stands where a codec stands, for contributions that give only some rows."""
 
 
-def encode_rows(plan: Plan, piece: Slice, payload: SparsePayload) -> Tensor:
-    """The bytes of a payload, as one uint8 tensor."""
-    head = [len(payload.rows), payload.dense is not None]
-    parts: list[bytes] = []
-    for position, (ids, values) in sorted(payload.rows.items()):
-        num_rows = piece.segments[position].numel // row_numel(plan.specs[piece.segments[position].key])
-        as_bits = 4 * len(ids) > num_rows // 8
-        head += [position, len(ids), as_bits, 0]
-        parts.append(_padded(_bits(ids, num_rows) if as_bits else ids.numpy().astype("<i4").tobytes()))
-        parts.append(_padded(_raw(values)))
-    if payload.dense is not None:
-        parts.append(_padded(_raw(payload.dense)))
-    data = b"".join([np.array(head, "<i4").tobytes(), *parts])
+def encode_rows(plan: Plan, piece: Slice, parts: Parts) -> Tensor:
+    """The bytes of some parts of a slice, as one uint8 tensor."""
+    head = [len(parts), 0]
+    body: list[bytes] = []
+    for position, part in sorted(parts.items()):
+        segment = piece.segments[position]
+        if isinstance(part, Tensor):
+            head += [position, len(part), _ALL, 0]
+            body.append(_padded(_raw(part)))
+            continue
+        num_rows = segment.numel // row_numel(plan.specs[segment.key])
+        form = _BITS if 4 * len(part.ids) > num_rows // 8 else _IDS
+        head += [position, len(part.ids), form, 0]
+        ids = _bits(part.ids, num_rows) if form == _BITS else part.ids.numpy().astype("<i4").tobytes()
+        body += [_padded(ids), _padded(_raw(part.values))]
+    data = b"".join([np.array(head, "<i4").tobytes(), *body])
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
-def decode_rows(plan: Plan, piece: Slice, data: memoryview, needs_all: bool = True) -> SparsePayload:
+def decode_rows(plan: Plan, piece: Slice, data: memoryview) -> Parts:
     """Inverse of `encode_rows`; the tensors are views of `data` where that is possible.
-
-    Args:
-        needs_all: Whether every segment must be there, as it must in a contribution.
 
     Raises:
         ProtocolError: the bytes do not fit the slice.
     """
     reader = _Reader(data)
-    count, has_dense = reader.take("<i4", 2).tolist()
-    if not 0 < count <= len(piece.segments) or has_dense not in (0, 1):
-        raise ProtocolError(
-            f"a row-sparse slice has {len(piece.segments)} segments, got {count} (dense {has_dense})"
-        )
+    count, zero = reader.take("<i4", 2).tolist()
+    if not 0 < count <= len(piece.segments) or zero:
+        raise ProtocolError(f"a slice of {len(piece.segments)} segments cannot have rows of {count} ({zero})")
     table = reader.take("<i4", 4 * count).reshape(count, 4).tolist()
-    rows = {}
-    for position, num_ids, as_bits, _ in table:
-        if not 0 <= position < len(piece.segments) or position in rows:
+    parts: dict[int, RowSet | Tensor] = {}
+    for position, size, form, _ in table:
+        if not 0 <= position < len(piece.segments) or position in parts:
             raise ProtocolError(f"a row-sparse slice names segment {position} of {len(piece.segments)}")
-        rows[position] = _read_rows(reader, plan, piece, position, num_ids, bool(as_bits))
-    dense = None
-    if has_dense:
-        dense = reader.tensor(piece.used, piece.dtype)
+        if form == _ALL:
+            if size != piece.segments[position].numel:
+                raise ProtocolError(f"a row-sparse slice gives {size} numbers to segment {position}")
+            parts[position] = reader.tensor(size, piece.dtype)
+        elif form in (_IDS, _BITS):
+            parts[position] = _read_rows(reader, plan, piece, position, size, form == _BITS)
+        else:
+            raise ProtocolError(f"a row-sparse slice has a segment in form {form}")
     reader.finish()
-    if needs_all and dense is None and count < len(piece.segments):
-        raise ProtocolError(
-            f"a row-sparse slice has {len(piece.segments)} segments, but no dense part for the others"
-        )
+    return parts
+
+
+def as_contribution(piece: Slice, parts: Parts) -> SparsePayload:
+    """What these parts stand for in a sum: nothing where there is none."""
+    rows = {position: part for position, part in parts.items() if isinstance(part, RowSet)}
+    dense = None
+    for position, part in parts.items():
+        if isinstance(part, Tensor):
+            if dense is None:
+                dense = torch.zeros(piece.used, dtype=part.dtype)
+            segment = piece.segments[position]
+            dense[segment.start : segment.start + segment.numel] = part
     return SparsePayload(rows, dense)
 
 

@@ -185,11 +185,14 @@ class Table:
         """A process begins to stand for a rank: drop what a former one had not committed."""
         self.rounds.replace_process(rank)
         self.lanes.begin(rank)
+        if not self.mode.is_sync:
+            self.hyper.forget(rank)
 
     def end_process(self, rank: int, is_done: bool) -> None:
         """No process stands for a rank any more: drop what the last one had not committed."""
         self.rounds.replace_process(rank)
         self.lanes.leave(rank, is_done)
+        if not self.mode.is_sync:
             self.hyper.forget(rank)
 
     def counters(self) -> Mapping[str, Any]:
@@ -291,7 +294,7 @@ class Table:
                 f"{len(self.plan.servers)} servers; set the optimizer on every worker before the next push"
             )
         hypers: Sequence[Mapping[str, Any]]
-        hypers = self.hyper.effective(optimizer, hyper, self._scheduled_rate(optimizer))
+        hypers = self.hyper.effective(optimizer, hyper, self._scheduled_rate(optimizer, addends))
         if alone is not None:
             [(rank, mine)] = alone
             if self.notes_reads and optimizer.delay_state is not None:
@@ -314,14 +317,14 @@ class Table:
         """How many updates came between the weights that a contribution was computed with and now."""
         return self.version - commit.version if commit.version >= 0 else 0
 
-    def _scheduled_rate(self, optimizer: Optimizer) -> float | None:
-        """The learning rate that the optimizer's scheduler gives for this table's next update; None without one.
+    def _scheduled_rate(self, optimizer: Optimizer, addends: Sequence[Addend]) -> float | None:
+        """The learning rate that the optimizer's scheduler gives for this update of the table; None without one.
 
         Each table counts for itself, so that neither other keys nor the number of servers matter.
         """
         if optimizer.lr_scheduler is None:
             return None
-        return float(optimizer.lr_scheduler(optimizer.begin_num_update + self.dense.updates + 1))
+        return float(optimizer.lr_scheduler(optimizer.begin_num_update + self.dense.updates_after(addends)))
 
 
 _ALL = -1

@@ -33,7 +33,7 @@ class Arena:
     """
 
     weights: dict[str, Tensor]
-    """Dtype name to a flat tensor of `plan.arena_sizes[dtype]` elements that starts on a 64-byte boundary.
+    """Dtype name to a flat tensor of `plan.resident_sizes[dtype]` elements that starts on a 64-byte boundary.
     Padding is zero."""
 
     def __init__(self, parameters: Sequence[Parameter], names: Sequence[str], plan: Plan) -> None:
@@ -45,11 +45,13 @@ class Arena:
         self.weights = self._allocate()
         self._grads: dict[str, Tensor] = {}
         self._grad_pieces: list[Tensor] = []
-        pieces = [self._own_piece(i) for i in range(len(plan.specs))]
-        _copy(pieces, [p.detach() for p in self._parameters])
-        for parameter, piece in zip(self._parameters, pieces, strict=True):
+        self._resident = [i for i, spec in enumerate(plan.specs) if not spec.row_sparse]
+        here = [self._parameters[i] for i in self._resident]
+        pieces = [self._own_piece(i) for i in self._resident]
+        _copy(pieces, [p.detach() for p in here])
+        for parameter, piece in zip(here, pieces, strict=True):
             parameter.data = piece
-        self._addresses = [p.data_ptr() for p in self._parameters]
+        self._addresses = [p.data_ptr() for p in here]
 
     @property
     def grads(self) -> dict[str, Tensor]:
@@ -102,9 +104,9 @@ class Arena:
             ParameterMovedError: names every parameter whose data do not.
         """
         moved = [
-            name
-            for name, parameter, address in zip(self._names, self._parameters, self._addresses, strict=True)
-            if parameter.data_ptr() != address or not parameter.is_contiguous()
+            self._names[i]
+            for i, address in zip(self._resident, self._addresses, strict=True)
+            if self._parameters[i].data_ptr() != address or not self._parameters[i].is_contiguous()
         ]
         if moved:
             raise ParameterMovedError(
@@ -115,7 +117,8 @@ class Arena:
 
     def _allocate(self) -> dict[str, Tensor]:
         return {
-            dtype: _aligned_zeros(size, dtype, self.device) for dtype, size in self._plan.arena_sizes.items()
+            dtype: _aligned_zeros(size, dtype, self.device)
+            for dtype, size in self._plan.resident_sizes.items()
         }
 
     def _own_piece(self, i: int) -> Tensor:
@@ -124,6 +127,8 @@ class Arena:
 
     def _piece(self, arenas: dict[str, Tensor], i: int) -> Tensor:
         spec = self._plan.specs[i]
+        if spec.row_sparse:
+            return arenas[spec.dtype].new_empty(0)
         return arenas[spec.dtype].narrow(0, self._plan.key_offsets[i], spec.numel).view(spec.shape)
 
     def _pieces_of_grads(self) -> list[Tensor]:
@@ -190,7 +195,8 @@ def _check_parameters(parameters: Sequence[Parameter], names: Sequence[str], pla
     # Each of these relies on the ones before it having found nothing.
     problems = list(_off_device(parameters, names))
     problems = problems or list(_unfit(parameters, names, plan))
-    problems = problems or list(_overlaps(parameters, names))
+    here = [i for i, spec in enumerate(plan.specs) if not spec.row_sparse]
+    problems = problems or list(_overlaps([parameters[i] for i in here], [names[i] for i in here]))
     if problems:
         raise ConfigurationError(f"the trainer cannot hold these parameters: {'; '.join(problems)}")
 
@@ -198,7 +204,7 @@ def _check_parameters(parameters: Sequence[Parameter], names: Sequence[str], pla
 def _unfit(parameters: Sequence[Parameter], names: Sequence[str], plan: Plan) -> Iterator[str]:
     """What is wrong with single parameters."""
     for parameter, name, spec in zip(parameters, names, plan.specs, strict=True):
-        problem = _problem_with(parameter)
+        problem = None if spec.row_sparse else _problem_with(parameter)
         actual = (tuple(parameter.shape), str(parameter.dtype).removeprefix("torch."))
         if problem is None and actual != (spec.shape, spec.dtype):
             problem = f"is {actual[1]}{list(actual[0])} but was planned as {spec.dtype}{list(spec.shape)}"

@@ -5,8 +5,8 @@ An exchange knows one table: all parameters of one Trainer. It is made at the fi
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -18,9 +18,10 @@ from kvstore_server.plan import Plan, Slice
 from kvstore_server.reduction import RowSet, torch_dtype
 from kvtrainer.comm.client import Client
 from kvtrainer.comm.compressor import Compressor
-from kvtrainer.comm.tickets import RoundItem
+from kvtrainer.comm.row_pulls import RowsWanted
+from kvtrainer.comm.tickets import Arenas, RoundItem, Source
 from kvtrainer.errors import ConfigurationError
-from kvtrainer.kvstore.base import KVStoreBase
+from kvtrainer.row_tables import NO_TABLES, Tables
 
 TABLE = "parameters"
 
@@ -44,6 +45,9 @@ class Outcome(NamedTuple):
     """The keys (by index) that no worker contributed to."""
     skipped: bool
     """A worker vetoed: weights, gradients and optimizer state are as before, for every worker."""
+    rows: Mapping[int, RowSet] | None = None
+    """The scaled sums of those keys of which all workers gave only rows; None where rows did not travel, or sums do
+    not come back."""
 
 
 class Shadowed(NamedTuple):
@@ -54,6 +58,11 @@ class Shadowed(NamedTuple):
     """The hyper-parameters of those that have some, packed; empty when there were none."""
     is_over: bool
     """No worker has: the round was none."""
+
+
+class _Given(NamedTuple):
+    values: Arenas | None
+    tables: Mapping[int, Source]
 
 
 class Exchange(Protocol):
@@ -68,8 +77,8 @@ class Exchange(Protocol):
     can_shadow: bool
     """Whether a worker without data may take part with nothing."""
 
-    def init(self, weights: Mapping[str, Tensor]) -> None:
-        """Give every worker rank 0's weights."""
+    def init(self, weights: Mapping[str, Tensor], tables: Tables = NO_TABLES) -> None:
+        """Give every worker rank 0's weights, and the store rank 0's row-sparse ones."""
 
     def check_sparse(self, names: Sequence[str]) -> None:
         """Raise ConfigurationError if these parameters may not have row-sparse gradients here."""
@@ -84,8 +93,9 @@ class Exchange(Protocol):
         """One round to which this worker gives nothing; sums go to `grads`. When it is over for all workers, or where
         contributions count one by one, the store's weights go to `weights`."""
 
-    def assign(self, weights: Mapping[str, Tensor]) -> None:
-        """Give every worker, and the store, rank 0's weights as they are now; optimizer state stays."""
+    def assign(self, weights: Mapping[str, Tensor], tables: Tables = NO_TABLES) -> None:
+        """Give every worker, and the store, rank 0's weights as they are now; optimizer state stays. Of row-sparse keys
+        only those of rank 0's `tables` change."""
 
     def stats(self) -> list[dict[str, Any]]:
         """Counters of every server; empty for stores that keep none."""
@@ -106,6 +116,8 @@ class StoreExchange:
         is_dist: bool = False,
     ) -> None:
         self._is_dist = is_dist
+        self._has_rows = False
+        """Whether a gradient of this worker has been row-sparse."""
         self.num_workers = client.options.num_workers
         self.updates_weights = optimizer is not None
         self._client = client
@@ -116,11 +128,21 @@ class StoreExchange:
         if codec is not None:
             self._table.compressor = Compressor(codec, self._table.plan)
 
-    def init(self, weights: Mapping[str, Tensor]) -> None:
+    def init(self, weights: Mapping[str, Tensor], tables: Tables = NO_TABLES) -> None:
         mine = _on_cpu(weights)
-        is_first = self._client.options.rank == 0
-        self._client.rounds.initialise([RoundItem(self._table, mine if is_first else None, mine)])
+        self._client.rounds.initialise([self._item(self._given(mine, tables), mine)])
         _copy_back(weights, mine)
+
+    def _given(self, mine: Mapping[str, Tensor], tables: Tables) -> _Given:
+        """The values that this worker gives in a round in which rank 0's count."""
+        if self._client.options.rank:
+            return _Given(None, {})
+        return _Given(mine, {key: make() for key, make in tables.items()})
+
+    def _item(self, given: _Given, out: Mapping[str, Tensor] | None, assign: bool = False) -> RoundItem:
+        values, tables = given
+        is_kept = self.updates_weights and self._has_rows and out is not None
+        return RoundItem(self._table, values, out, assign=assign, tables=tables, is_kept=is_kept)
 
     def check_sparse(self, names: Sequence[str]) -> None:
         # Also with one worker, so that a script that works with one works with several.
@@ -138,12 +160,20 @@ class StoreExchange:
         # Rows of a single worker are their own sum.
         given = dict(_rows_on_cpu(grads.rows)) if self.updates_weights else {}
         absent = grads.absent | (grads.rows.keys() - given.keys())
-        item = RoundItem(self._table, values, out, grads.scale, absent, veto, rows=given)
-        ticket = self._client.rounds.start([item], hyper)
-        self._client.rounds.wait(ticket)
-        if TABLE in ticket.vetoes:
-            return Outcome(frozenset(), skipped=True)
-        _copy_back(target, out)
+        # Only rows make it worth the servers' while to know what has changed.
+        self._has_rows = self._has_rows or bool(given)
+        kept = self.updates_weights and self._has_rows
+        item = RoundItem(self._table, values, out, grads.scale, absent, veto, rows=given, is_kept=kept)
+        with self._forgetting_on_error():
+            ticket = self._client.rounds.start([item], hyper)
+            self._client.rounds.wait(ticket)
+            if TABLE in ticket.vetoes:
+                return Outcome(frozenset(), skipped=True)
+            _copy_back(target, out)
+        for key in grads.rows.keys() - given.keys():
+            # What came in place of them is the value of a key that was left out, not a sum.
+            spec, at = self._table.plan.specs[key], self._table.plan.key_offsets[key]
+            grads.arenas[spec.dtype][at : at + spec.numel].zero_()
         left_out = frozenset(ticket.absent.get(TABLE, ())) - (grads.rows.keys() - given.keys())
         return Outcome(left_out, skipped=False)
 
@@ -163,28 +193,42 @@ class StoreExchange:
         outcome = Outcome(frozenset(ticket.absent.get(TABLE, ())), TABLE in ticket.vetoes)
         return Shadowed(outcome, said.hyper, said.is_over)
 
-    def assign(self, weights: Mapping[str, Tensor]) -> None:
+    @contextmanager
+    def _forgetting_on_error(self) -> Iterator[None]:
+        """After an interrupted round nobody knows what is in the arena: then all weights come again."""
+        try:
+            yield
+        except BaseException:
+            self._table.held.clear()
+            raise
+
+    def assign(self, weights: Mapping[str, Tensor], tables: Tables = NO_TABLES) -> None:
         mine = _on_cpu(weights)
-        is_first = self._client.options.rank == 0
+        given = self._given(mine, tables)
         rounds = self._client.rounds
         if self._client.options.mode.is_sync:
-            values = mine if is_first else None
-            rounds.wait(rounds.start([RoundItem(self._table, values, mine, assign=True)]))
+            with self._forgetting_on_error():
+                rounds.wait(rounds.start([self._item(given, mine, assign=True)]))
         else:
             # Contributions count one by one: none may come between, and nobody may read before.
             self._client.barrier()
-            if is_first:
-                rounds.wait(rounds.start([RoundItem(self._table, mine, None, assign=True)]))
+            if given.values is not None:
+                rounds.wait(rounds.start([self._item(given, None, assign=True)]))
             self._client.barrier()
             rounds.pull([(self._table, mine)])
         _copy_back(weights, mine)
 
     def pull(self) -> dict[str, Tensor]:
         """The weights that the store has now, laid out by the plan, on the CPU."""
-        sizes = self._table.plan.arena_sizes
+        sizes = self._table.plan.resident_sizes
         held = {dtype: torch.zeros(size, dtype=torch_dtype(dtype)) for dtype, size in sizes.items()}
         self._client.rounds.pull([(self._table, held)])
         return held
+
+    def pull_rows(self, key: int, ids: Tensor) -> Tensor:
+        """Some rows (distinct, ascending ids) of a row-sparse key (by index), flat ones, on the CPU."""
+        [rows] = self._client.rounds.pull_rows([RowsWanted(self._table, key, ids)])
+        return rows
 
     def get_state(self, piece: Slice) -> SliceState:
         return self._client.get_state(self._table, self._placed(piece))
@@ -224,57 +268,6 @@ class StoreExchange:
     def _placed(self, piece: Slice) -> Slice:
         """The same slice in the plan of the real number of servers; only its server differs."""
         return self._table.plan.slices[piece.index]
-
-
-class PluginExchange:
-    """Over a third-party store: `broadcast` and `pushpull` of one key per parameter; the trainer updates."""
-
-    updates_weights = False
-    knows_left_out = False
-    can_shadow = False
-
-    def __init__(self, store: KVStoreBase, plan: Plan) -> None:
-        self.num_workers = store.num_workers
-        self._store = store
-        self._plan = plan
-
-    def init(self, weights: Mapping[str, Tensor]) -> None:
-        for key, piece in enumerate(self._pieces(weights)):
-            self._store.broadcast(key, piece, piece)
-
-    def check_sparse(self, names: Sequence[str]) -> None:
-        raise ConfigurationError(
-            f"the gradient of {', '.join(map(repr, names))} is row-sparse, but kvstore {self._store.type!r} sums dense "
-            "gradients only; build the module with sparse=False"
-        )
-
-    def run(
-        self, grads: Gradients, weights: Mapping[str, Tensor], hyper: bytes, veto: bool = False
-    ) -> Outcome:
-        for key, piece in enumerate(self._pieces(grads.arenas)):
-            if grads.scale != 1.0:
-                piece.mul_(grads.scale)
-            if veto:
-                piece.fill_(math.inf)  # a sum is all that such a store knows: this one tells every worker
-            self._store.pushpull(key, piece, piece, priority=-key)
-        # Zeros stand in for what one of several workers left out. Who did not veto learns of it from the sums.
-        return Outcome(grads.absent if self.num_workers == 1 else frozenset(), skipped=veto)
-
-    def shadow(self, weights: Mapping[str, Tensor], grads: Mapping[str, Tensor]) -> Shadowed:
-        raise ConfigurationError(f"kvstore {self._store.type!r} does not know workers without data")
-
-    def assign(self, weights: Mapping[str, Tensor]) -> None:
-        for key, piece in enumerate(self._pieces(weights)):
-            if self._store.rank != 0:
-                piece.zero_()
-            self._store.pushpull(key, piece, piece, priority=-key)
-
-    def stats(self) -> list[dict[str, Any]]:
-        return []
-
-    def _pieces(self, arenas: Mapping[str, Tensor]) -> Sequence[Tensor]:
-        rows = zip(self._plan.specs, self._plan.key_offsets, strict=True)
-        return [arenas[spec.dtype][at : at + spec.numel].view(spec.shape) for spec, at in rows]
 
 
 def _rows_on_cpu(rows: Mapping[int, RowSet]) -> Iterator[tuple[int, RowSet]]:

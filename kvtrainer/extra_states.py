@@ -27,7 +27,10 @@ def extra_states(
         extra[_SCALER] = scaler.state_dict()
     if residuals is not None:
         extra[_RESIDUALS] = {"rank": residuals.rank, "num_workers": residuals.num_workers}
-        tensors[_RESIDUALS] = {names[key]: value for key, value in residuals.values.items()}
+        if residuals.copies:
+            extra[_RESIDUALS]["devices"] = 1 + len(residuals.copies)
+        for at, values in enumerate([residuals.values, *residuals.copies]):
+            tensors[_section(at)] = {names[key]: value for key, value in values.items()}
     return extra, tensors
 
 
@@ -39,12 +42,13 @@ def extra_problems(saved: SavedStates, layout: Layout) -> list[str]:
     except ConfigurationError as error:
         problems.append(str(error))
     place = saved.extra.get(_RESIDUALS, {"rank": 0, "num_workers": 0})
-    if not isinstance(place, dict) or set(place) != {"rank", "num_workers"}:
+    if not isinstance(place, dict) or set(place) - {"devices"} != {"rank", "num_workers"}:
         problems.append(
             f"residuals need the rank and num_workers of their worker, the file has {place!r:.80}"
         )
     shapes = {spec.key: spec.shape for spec in layout.plan.specs}
-    for name, value in saved.tensors.get(_RESIDUALS, {}).items():
+    sections = [members for part, members in saved.tensors.items() if part.startswith(_RESIDUALS)]
+    for name, value in (item for members in sections for item in members.items()):
         if name not in shapes:
             problems.append(f"the file has a residual of {name!r}, which is no parameter here")
         elif tuple(value.shape) != shapes[name]:
@@ -72,6 +76,13 @@ def saved_residuals(saved: SavedStates, names: Sequence[str]) -> Residuals | Non
     place = saved.extra.get(_RESIDUALS)
     if place is None:
         return None
-    values = saved.tensors.get(_RESIDUALS, {})
-    by_key = {key: values[name] for key, name in enumerate(names) if name in values}
-    return Residuals(place["rank"], place["num_workers"], by_key)
+    sections = [saved.tensors.get(_section(at), {}) for at in range(place.get("devices", 1))]
+    first, *others = [
+        {key: values[name] for key, name in enumerate(names) if name in values} for values in sections
+    ]
+    return Residuals(place["rank"], place["num_workers"], first, others)
+
+
+def _section(device: int) -> str:
+    """Where the residuals of the replicas on a device (by position) are kept."""
+    return f"{_RESIDUALS} {device}" if device else _RESIDUALS

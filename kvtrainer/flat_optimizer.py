@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import os
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,13 +17,15 @@ from torch import Tensor
 
 from kvtrainer.errors import ConfigurationError
 from kvtrainer.grouped_optimizer import GroupedOptimizer
-from kvtrainer.layout import Layout
-from kvtrainer.local_update import LocalUpdate
+from kvtrainer.replicated_layout import make_layout
 from kvtrainer.saved_states import SavedStates
 from kvtrainer.saving import adopt_numbers, as_state_dict, check_fit, take_out
 from kvtrainer.state_entries import State, initial_state
 from kvtrainer.state_file import read_state_file, write_state_file
 from kvtrainer.states import StateElsewhere, StateHolder, export_states, import_states, read_states
+
+_BY_PARAMETER = ("params", "param_names")
+"""The entries of a group that are lists, with one item for each parameter."""
 
 
 class FlatOptimizer(GroupedOptimizer):
@@ -41,7 +44,8 @@ class FlatOptimizer(GroupedOptimizer):
         }
         self.state.update({self._layout.parameters[key]: state for key, state in states.items()})
         try:
-            return super().state_dict()
+            with self._without_copies():
+                return super().state_dict()
         finally:
             self.state.clear()
 
@@ -67,7 +71,8 @@ class FlatOptimizer(GroupedOptimizer):
         # half-precision parameters.
         hook = self.register_load_state_dict_pre_hook(take_states)
         try:
-            super().load_state_dict(state_dict)
+            with self._without_copies():
+                super().load_state_dict(state_dict)
         finally:
             hook.remove()
             self.state = StateElsewhere(dict)
@@ -113,6 +118,22 @@ class FlatOptimizer(GroupedOptimizer):
         self.load_state_dict(as_state_dict(saved, self._layout))
         adopt_numbers(self._optimizer, saved)
         self._adopt_extra_states(saved)
+
+    @contextmanager
+    def _without_copies(self) -> Iterator[None]:
+        """While it is open the groups have the first replicas alone, whose state stands for that of all."""
+        if not self._layout.copies:
+            yield
+            return
+        kept = [{name: group[name] for name in _BY_PARAMETER if name in group} for group in self.param_groups]
+        for group, names in zip(self.param_groups, self._names, strict=True):
+            group.update({name: group[name][: len(names)] for name in _BY_PARAMETER if name in group})
+        try:
+            yield
+        finally:
+            # Loading puts new groups in the place of these.
+            for group, lists in zip(self.param_groups, kept, strict=True):
+                group.update(lists)
 
     def _extra_states(self) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
         """What subclasses save beside options and state: `SavedStates.extra` and `SavedStates.tensors`."""
@@ -163,13 +184,13 @@ class FlatOptimizer(GroupedOptimizer):
         states = self._pending
         if states is None and former.is_settled:
             states = export_states(former.plan, self._local, self._optimizer)
-        layout = Layout(self.param_groups, names)
+        layout = make_layout(self.param_groups, names)
         layout.tracker.consume(i for i in range(len(former.names)) if not former.tracker.is_fresh(i))
         former.tracker.close()
         self._layout, self._names = layout, names
         self._bind_groups()
         if layout.is_settled:
-            self._local = LocalUpdate(layout.plan, self._optimizer)
+            self._make_local()
         self._take_states(states or {})
 
     def _take_states(self, states: Mapping[int, State]) -> None:
@@ -185,4 +206,7 @@ class FlatOptimizer(GroupedOptimizer):
         if self._pending is not None and holder is not None:
             device = self._layout.arena.device if holder is self._local else torch.device("cpu")
             import_states(self._layout.plan, holder, self._pending, self._optimizer, device)
+            if holder is self._local:
+                for copy, local in zip(self._layout.copies, self._local_copies, strict=True):
+                    import_states(copy.plan, local, self._pending, self._optimizer, copy.arena.device)
             self._pending = None

@@ -115,12 +115,9 @@ class GradientTracker:
         if fresh != takes_part:
             rows = zip(self._names, takes_part, fresh, strict=True)
             stale = [name for name, takes, is_fresh in rows if takes and not is_fresh]
-            hint = "" if any(fresh) else f" {REPLACED}"
-            raise StaleGradientError(
-                f"{len(stale)} of {len(self._names)} parameters got no gradient since the last step: "
-                f"{', '.join(stale)}.{hint} If the model uses only some of them on purpose, call "
-                "step(batch_size, ignore_stale_grad=True)"
-            )
+            # What is frozen here may have a sum all the same, of other workers' gradients.
+            if stale:
+                raise stale_error(stale, len(self._names), any(fresh))
         return fresh
 
     def stale(self) -> list[int]:
@@ -189,6 +186,15 @@ class GradientTracker:
                     parameter.grad = None
             # Last: until then other threads must wait, or they would add to a gradient that is to be dropped.
             self._to_drop.clear()
+
+
+def stale_error(stale: Sequence[str], count: int, is_any_fresh: bool) -> StaleGradientError:
+    """What to raise when some of `count` parameters should have a new gradient and have none; `stale` names them."""
+    hint = "" if is_any_fresh else f" {REPLACED}"
+    return StaleGradientError(
+        f"{len(stale)} of {count} parameters got no gradient since the last step: {', '.join(stale)}.{hint} If the "
+        "model uses only some of them on purpose, call step(batch_size, ignore_stale_grad=True)"
+    )
 
 
 def _before_accumulation(

@@ -16,9 +16,10 @@ import torch.optim
 from kvstore_server.optimizer import Optimizer
 from kvtrainer.errors import ConfigurationError, KVStoreError
 from kvtrainer.groups import check_options, make_groups, option_names, read_options
-from kvtrainer.layout import Layout
 from kvtrainer.local_update import LocalUpdate
 from kvtrainer.parameters import Group
+from kvtrainer.replicas import COPIES, devices_of, spread
+from kvtrainer.replicated_layout import make_layout
 from kvtrainer.schedule import Schedule
 from kvtrainer.state_entries import State
 from kvtrainer.states import StateElsewhere
@@ -41,6 +42,8 @@ class GroupedOptimizer(torch.optim.Optimizer, ABC):
     _is_built = False
     _local: LocalUpdate
     """The state of an update in this process; there once `_settle` has succeeded."""
+    _local_copies: list[LocalUpdate]
+    """The same for the replicas on each further device, which only updates without a store use."""
 
     def __init__(
         self, groups: list[Group], optimizer: Optimizer, instance: torch.optim.Optimizer | None
@@ -49,12 +52,12 @@ class GroupedOptimizer(torch.optim.Optimizer, ABC):
         self._instance = instance
         self._option_names = option_names(optimizer)
         self._names = [list(group["param_names"]) for group in groups]
-        super().__init__(groups, dict(optimizer.hyper))
+        super().__init__([spread(group) for group in groups], dict(optimizer.hyper))
         self.state = StateElsewhere(dict)
         if instance is not None:
             # One list of groups for both, so that schedulers bound to the instance reach this optimizer.
             self.param_groups = instance.param_groups
-        self._layout = Layout(self.param_groups, self._names)
+        self._layout = make_layout(self.param_groups, self._names)
         self._schedule = Schedule(optimizer)
         self._last_options: dict[str, Any] = {}
         """Those that were checked last."""
@@ -62,7 +65,7 @@ class GroupedOptimizer(torch.optim.Optimizer, ABC):
         """State that has not reached its holder yet."""
         self._bind_groups()
         if self._layout.is_settled:
-            self._local = LocalUpdate(self._layout.plan, optimizer)
+            self._make_local()
         self._is_built = True
 
     @property
@@ -105,11 +108,16 @@ class GroupedOptimizer(torch.optim.Optimizer, ABC):
             raise ConfigurationError(
                 "the parameters are in the kvstore already; add parameter groups before the first step"
             )
+        if not isinstance(param_group, dict):
+            raise ConfigurationError(f"a parameter group is a dict, got {type(param_group).__name__}")
         self._follow_instance()
         [group] = make_groups([param_group], self._optimizer, None, first=len(self._layout.names))
         names = group["param_names"]
-        here = {id(p) for p in self._layout.parameters}
-        twice = [name for name, p in zip(names, group["params"], strict=True) if id(p) in here]
+        self._check_devices(group)
+        here = {id(p) for layout in (self._layout, *self._layout.copies) for p in layout.parameters}
+        of_devices = [group["params"], *group.get(COPIES, ())]
+        twice = [name for of in of_devices for name, p in zip(names, of, strict=True) if id(p) in here]
+        group = spread(group)
         if twice:
             raise ConfigurationError(
                 f"{', '.join(twice)}: in a parameter group already; add each parameter once"
@@ -167,7 +175,7 @@ class GroupedOptimizer(torch.optim.Optimizer, ABC):
         """
         if not self._layout.is_settled:
             self._layout.settle()
-            self._local = LocalUpdate(self._layout.plan, self._optimizer)
+            self._make_local()
             self._hand_over_states()
         elif late := self._layout.latecomers():
             if not self._can_grow():
@@ -176,6 +184,23 @@ class GroupedOptimizer(torch.optim.Optimizer, ABC):
                     "kvstore; run a forward pass through the whole model before the first step"
                 )
             self._lay_out_again(self._names)
+
+    def _make_local(self) -> None:
+        plan = self._layout.plan
+        self._local = LocalUpdate(plan, self._optimizer)
+        self._local_copies = [LocalUpdate(plan, self._optimizer) for _ in self._layout.copies]
+
+    def _check_devices(self, group: Group) -> None:
+        """Raise ConfigurationError unless the replicas of a new group are where those of the other groups are."""
+        if not self._layout.copies and COPIES not in group:
+            return
+        here = [layout.parameters[0].device for layout in (self._layout, *self._layout.copies)]
+        if here != devices_of([group]):
+            mine, theirs = (", ".join(map(str, devices)) for devices in (here, devices_of([group])))
+            raise ConfigurationError(
+                f"all parameters must be on the same list of devices, but those of the new group are on [{theirs}] "
+                f"while the others are on [{mine}]"
+            )
 
     def _bind_groups(self) -> None:
         if self._instance is not None:

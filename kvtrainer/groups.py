@@ -14,6 +14,8 @@ from kvstore_server.optimizer.base import canonical_options
 from kvtrainer.errors import ConfigurationError, UnknownNameError
 from kvtrainer.layout import Layout
 from kvtrainer.parameters import Group, collect
+from kvtrainer.replicas import COPIES
+from kvtrainer.row_sparse import RowSparseParameter
 
 NOTES = frozenset({"name", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"})
 """Keys of a group that are no options: a label, and what torch's schedulers keep there."""
@@ -31,6 +33,12 @@ def make_groups(params: Any, optimizer: Optimizer, given: object, first: int = 0
         ConfigurationError: parameters or options are wrong.
     """
     groups = collect(params, first)
+    for group in groups:
+        if COPIES in group and any(isinstance(p, RowSparseParameter) for p in group["params"]):
+            raise ConfigurationError(
+                "the value of a row_sparse parameter lives in the kvstore, so it has no replicas; give such parameters "
+                "to a Trainer of their own"
+            )
     if isinstance(given, torch.optim.Optimizer):
         return _groups_of(given, groups)
     return [_with_checked_options(group, optimizer) for group in groups]
@@ -53,6 +61,11 @@ def read_options(groups: Sequence[Group], options: Sequence[str], layout: Layout
 
 def _groups_of(instance: torch.optim.Optimizer, groups: Sequence[Group]) -> list[Group]:
     kind = type(instance).__name__
+    if any(COPIES in group for group in groups):
+        raise ConfigurationError(
+            f"a {kind} instance cannot train replicas, because its groups say nothing of devices; give the Trainer the "
+            "class and its options instead"
+        )
     if any(set(group) != {"params", "param_names"} for group in groups):
         raise ConfigurationError(
             f"the {kind} instance brings the options of its groups; give the Trainer the parameters without options"
@@ -73,7 +86,7 @@ def _groups_of(instance: torch.optim.Optimizer, groups: Sequence[Group]) -> list
 
 def _with_checked_options(group: Group, optimizer: Optimizer) -> Group:
     notes = {name: value for name, value in group.items() if name in NOTES}
-    kept = {name: group[name] for name in ("params", "param_names")}
+    kept = {name: group[name] for name in ("params", "param_names", COPIES) if name in group}
     options = {name: value for name, value in group.items() if name not in notes and name not in kept}
     # Of the optimizer's own numbers only the names count here, and the pair of betas, of which one may be given.
     known = {name: optimizer.hyper[name] if name == "betas" else None for name in option_names(optimizer)}

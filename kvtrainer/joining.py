@@ -86,7 +86,8 @@ class JoiningPipeline(Pipeline):
                 self._follow_round(
                     shadowed.hyper, None if shadowed.outcome.skipped else shadowed.outcome.left_out
                 )
-        self._layout.writes.accept()
+        self._share_weights()
+        self._layout.accept_writes()
         if in_force:
             self._adopt_options(in_force)
 
@@ -106,6 +107,7 @@ class JoiningPipeline(Pipeline):
         hypers = effective_hypers(self._layout.plan, self._optimizer, unpack_hypers(hyper))
         self._local.apply(arena.weights, arena.grads, 1.0, updated, hypers)
         arena.mark_updated(updated)
+        self._share_weights(updated)
 
     def _adopt_options(self, hyper: bytes) -> None:
         """Go on with the options that were in force last."""

@@ -16,6 +16,8 @@ from kvtrainer.arena import Arena
 from kvtrainer.errors import ConfigurationError, NotInitializedError
 from kvtrainer.gradients import GradientTracker
 from kvtrainer.parameters import Group
+from kvtrainer.row_sparse import RowSparseParameter
+from kvtrainer.row_tables import RowTables
 from kvtrainer.sparse_grads import SparseGrads
 from kvtrainer.writes import WriteWatch
 
@@ -27,8 +29,9 @@ class Layout:
     when `settle` is called.
 
     Args:
-        groups: torch parameter groups.
+        groups: torch parameter groups. What comes after as many parameters as a group has names are replicas.
         names: of their parameters, for each group.
+        plan: where every element shall lie; made of the parameters if it is None.
 
     Raises:
         ConfigurationError: a parameter cannot be stored; nothing has been changed then.
@@ -36,16 +39,24 @@ class Layout:
 
     writes: WriteWatch
     """What others than the Trainer do to the weights in the arena; there once the Layout is settled."""
+    copies: Sequence[Layout] = ()
+    """The replicas of the parameters, if there are any: for each further device one Layout, by the same plan."""
 
-    def __init__(self, groups: Sequence[Group], names: Sequence[Sequence[str]]) -> None:
+    def __init__(
+        self, groups: Sequence[Group], names: Sequence[Sequence[str]], plan: Plan | None = None
+    ) -> None:
         self.names = [name for of_group in names for name in of_group]
-        self.parameters: list[Parameter] = [p for group in groups for p in group["params"]]
+        rows = list(zip(groups, names, strict=True))
+        self.parameters: list[Parameter] = [p for group, own in rows for p in group["params"][: len(own)]]
         self.tracker = GradientTracker(self.parameters, self.names)
-        self._group_of = [at for at, group in enumerate(groups) for _ in group["params"]]
+        self._group_of = [at for at, own in enumerate(names) for _ in own]
+        self._given_plan = plan
         self._placed: tuple[Plan, Arena] | None = None
         self.rows: dict[int, RowSet] = {}
         """The row-sparse gradients that were gathered last, by index of the key; the arena has zeros for them."""
         self._sparse = SparseGrads(self.parameters, self.names)
+        self.tables = RowTables(self.parameters)
+        """Those that live in the store alone."""
         self._left_out: list[Parameter] = []
         """Those that had no shape when the others were placed; an empty key holds the place of each."""
         if not any(is_lazy(p) for p in self.parameters):
@@ -114,6 +125,10 @@ class Layout:
                     raise
         self.rows = self._sparse.rows(sparse, self.plan)
 
+    def gather_sums(self, present: Sequence[bool]) -> None:
+        """As `gather_grads`, of gradients that `scatter_grads` has replaced by sums."""
+        self.gather_grads(present)
+
     def scale_rows(self, scale: float) -> None:
         """Multiply the row-sparse gradients that were gathered, not those that they were copied from."""
         if scale != 1.0:
@@ -122,9 +137,20 @@ class Layout:
                 for key, rows in self.rows.items()
             }
 
-    def scatter_grads(self, present: Sequence[bool]) -> None:
-        """Copy the arena's gradients back to the parameters that are `present`; `rows` stay where they came from."""
+    def scatter_grads(self, present: Sequence[bool], with_rows: bool) -> None:
+        """Copy the arena's gradients back to the parameters that are `present`.
+
+        Args:
+            with_rows: whether `rows` replace the row-sparse gradients, because they are sums of several.
+        """
         self.arena.scatter_grads(_without(present, list(self.rows)))
+        for key, (ids, values) in self.rows.items() if with_rows else ():
+            if present[key]:
+                shape, dtype = self.plan.specs[key].shape, self.parameters[key].dtype
+                rows = values.to(dtype).view(-1, *shape[1:])
+                self.parameters[key].grad = torch.sparse_coo_tensor(
+                    ids.view(1, -1), rows, shape, is_coalesced=True, check_invariants=False
+                )
 
     def grads_are_finite(self) -> bool:
         """Whether no gradient in the arena or in `rows` is infinite or not a number; waits for the device."""
@@ -132,6 +158,14 @@ class Layout:
         bounds = [bound for grad in grads if grad.numel() for bound in torch.aminmax(grad)]
         # A NaN anywhere is the minimum and the maximum.
         return all(math.isfinite(bound.item()) for bound in bounds)
+
+    def check_in_place(self) -> None:
+        """Raise ParameterMovedError if the data of a parameter were replaced."""
+        self.arena.check_in_place()
+
+    def accept_writes(self) -> None:
+        """From now on watch for writes to the weights that come later."""
+        self.writes.accept()
 
     def differing(self, among: Sequence[int], held: Mapping[str, Tensor]) -> list[str]:
         """The names of those parameters, of some (by index), that differ in any bit from other weights.
@@ -142,6 +176,8 @@ class Layout:
         names = []
         for i in among:
             spec, at = self.plan.specs[i], self.plan.key_offsets[i]
+            if spec.row_sparse:
+                continue
             mine = self.parameters[i].detach().cpu().view(-1)
             if not torch.equal(
                 mine.view(torch.uint8), held[spec.dtype][at : at + spec.numel].view(torch.uint8)
@@ -151,7 +187,7 @@ class Layout:
 
     @torch.no_grad()
     def write(self, values: Mapping[str, Tensor]) -> None:
-        """Copy values into the parameters that they name.
+        """Copy values into the parameters that they name; those of row-sparse ones are kept for the store.
 
         Raises:
             ConfigurationError: a name is unknown or a value has another shape; nothing has changed then.
@@ -168,8 +204,11 @@ class Layout:
                 raise ConfigurationError(
                     f"parameter {name!r} has shape {list(by_name[name].shape)}, its new value {shape}"
                 )
-        for name, value in values.items():
-            by_name[name].copy_(value)
+        for i, name in enumerate(self.names):
+            if name in values and i in self.tables:
+                self.tables.give(i, values[name])
+            elif name in values:
+                self.parameters[i].copy_(values[name])
 
     def _both(self) -> tuple[Plan, Arena]:
         self.settle()
@@ -185,7 +224,11 @@ class Layout:
             for p in self.parameters
         ]
         rows = zip(self.names, placed, self._group_of, strict=True)
-        plan = make_plan([TensorSpec(name, tuple(p.shape), _dtype(p), group) for name, p, group in rows], 1)
+        specs = [
+            TensorSpec(name, tuple(p.shape), _dtype(p), group, isinstance(p, RowSparseParameter))
+            for name, p, group in rows
+        ]
+        plan = self._given_plan or make_plan(specs, 1)
         self._placed = plan, Arena(placed, self.names, plan)
         self.writes = WriteWatch(placed)
 

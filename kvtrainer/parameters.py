@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
 from torch import Tensor
 from torch.nn import Module
 
 from kvtrainer.errors import ConfigurationError
+from kvtrainer.replicas import COPIES, check_replicas, same_devices
 
 Group = dict[str, Any]
 """A torch parameter group: "params", "param_names" and options."""
 
-Named = list[tuple[str | None, Tensor]]
+Named = list[tuple[str | None, Tensor | Sequence[Tensor]]]
+"""Names, and each one's parameter or list of replicas."""
 
 
 def collect(params: Any, first: int = 0) -> list[Group]:
@@ -23,28 +25,36 @@ def collect(params: Any, first: int = 0) -> list[Group]:
     parameters, or a list of torch parameter groups whose "params" is any of those. A parameter that appears more
     than once counts once, where it appears first. One without a name is called by its position, from `first` on.
 
+    In place of a parameter there may be a list of its replicas, one for each device, in the same order of devices for
+    every parameter. "params" then has the first ones, and the group's COPIES those of each further device.
+
     Raises:
         ConfigurationError: anything else, nothing at all, or a name that stands for two parameters.
     """
     groups = []
-    seen: set[int] = set()
-    names: set[str] = set()
+    seen: dict[int, tuple[int, ...]] = {}
+    found: dict[str, Sequence[Tensor]] = {}
     for options, named in _groups(params):
-        group: Group = {**options, "params": [], "param_names": []}
-        for name, parameter in named:
-            if id(parameter) in seen:
+        rows: dict[str, Sequence[Tensor]] = {}
+        for name, given in named:
+            replicas: list[Tensor] = list(given) if isinstance(given, Sequence) else [given]
+            ids = tuple(map(id, replicas))
+            if seen.get(ids[0] if ids else 0) == ids:
                 continue
-            _check(name, parameter)
-            label = str(first + len(seen)) if name is None else name
-            if label in names:
+            label = str(first + len(found)) if name is None else name
+            for parameter in replicas:
+                _check(name, parameter)
+            check_replicas(label, replicas, seen)
+            if label in found:
                 raise ConfigurationError(f"two parameters are called {label!r}; give each a name of its own")
-            seen.add(id(parameter))
-            names.add(label)
-            group["params"].append(parameter)
-            group["param_names"].append(label)
-        groups.append(group)
-    if not seen:
+            seen |= dict.fromkeys(ids, ids)
+            found[label] = rows[label] = replicas
+        by_device = [list(one) for one in zip(*rows.values(), strict=False)]
+        group: Group = {**options, "params": by_device[0] if rows else [], "param_names": list(rows)}
+        groups.append({**group, COPIES: by_device[1:]} if len(by_device) > 1 else group)
+    if not found:
         raise ConfigurationError("there are no parameters to train; got an empty list")
+    same_devices(found)
     return groups
 
 

@@ -12,6 +12,7 @@ from kvstore_server.optimizer import coalesce_rows
 from kvstore_server.plan import Plan, row_numel
 from kvstore_server.reduction import RowSet
 from kvtrainer.errors import ConfigurationError
+from kvtrainer.row_sparse import RowSparseParameter
 
 
 class SparseGrads:
@@ -20,8 +21,9 @@ class SparseGrads:
     def __init__(self, parameters: Sequence[Parameter], names: Sequence[str]) -> None:
         self._parameters = parameters
         self._names = names
-        self._known: set[int] = set()
-        """Those that had one once. Looking at every gradient in every step would take time."""
+        self._in_store = {i for i, p in enumerate(parameters) if isinstance(p, RowSparseParameter)}
+        self._known: set[int] = set(self._in_store)
+        """Those that had one once, or live in a store. Looking at every gradient in every step would take time."""
 
     def find(self, among: Sequence[bool]) -> bool:
         """Look at all gradients, because some are not dense; returns whether there is a sparse one not known yet."""
@@ -32,8 +34,9 @@ class SparseGrads:
         return is_new
 
     def present(self, among: Sequence[bool]) -> list[int]:
-        """The parameters among those asked for that have a sparse gradient now."""
-        return [i for i in sorted(self._known) if among[i] and _is_sparse(self._parameters[i].grad)]
+        """The parameters among those asked for whose gradient goes by rows now."""
+        known = (i for i in sorted(self._known) if among[i])
+        return [i for i in known if i in self._in_store or _is_sparse(self._parameters[i].grad)]
 
     @torch.no_grad()
     def rows(self, present: Iterable[int], plan: Plan) -> dict[int, RowSet]:
@@ -49,6 +52,9 @@ class SparseGrads:
     def _rows(self, i: int, plan: Plan) -> RowSet:
         grad, spec = self._parameters[i].grad, plan.specs[i]
         assert grad is not None
+        if grad.layout is torch.strided:
+            # Of a row-sparse parameter, from elsewhere than its own backward pass: it has all rows.
+            return RowSet(torch.arange(spec.shape[0]), grad.detach().reshape(spec.shape[0], row_numel(spec)))
         if grad.layout is not torch.sparse_coo or grad.sparse_dim() != 1:
             raise ConfigurationError(
                 f"the gradient of {self._names[i]!r} has layout {grad.layout}"

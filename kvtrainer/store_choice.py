@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
 from typing import Any
+
+import torch
 
 from kvstore_server.codec import Codec, make_codec
 from kvtrainer.comm.client import Client
+from kvtrainer.comm.rank_group import RankGroup, current_group
 from kvtrainer.env import workers_of_job
 from kvtrainer.errors import ArgumentTypeError, ConfigurationError
-from kvtrainer.kvstore.base import Factory, KVStoreBase, create, factory_of
+from kvtrainer.kvstore.base import KVStoreBase, create
+from kvtrainer.kvstore.device import DeviceKVStore, check_on_cuda, is_nccl
 from kvtrainer.kvstore.dist import DistKVStore
-from kvtrainer.kvstore.dist_modes import ASYNC_NAMES, SSP_NAMES
-from kvtrainer.kvstore.local import LocalKVStore, refuse_process_group
+from kvtrainer.kvstore.local import LocalKVStore
 from kvtrainer.roles import serve_role
+from kvtrainer.store_kinds import is_asynchronous, is_in_process, is_over_ranks, kind_of, too_late, type_of
 
 _log = logging.getLogger(__name__)
 
@@ -31,23 +36,53 @@ class StoreChoice:
         kvstore: A name or a store; None means that none is needed.
         updates_weights: Whether the optimizer runs in the store.
         codec: How gradients are compressed on their way there; None means not at all.
+        allows_halves: Whether `allreduce_grads` and `update` may be called; by default where the Trainer updates.
+        is_open: Whether `decide` has to be called before the store is opened.
     """
 
     def __init__(
-        self, kvstore: str | KVStoreBase | None, updates_weights: bool, codec: Codec | None = None
+        self,
+        kvstore: str | KVStoreBase | None,
+        updates_weights: bool,
+        codec: Codec | None = None,
+        *,
+        allows_halves: bool | None = None,
+        is_open: bool = False,
     ) -> None:
         self.updates_weights = updates_weights
+        self.allows_halves = not updates_weights if allows_halves is None else allows_halves
+        self.is_open = is_open
         self.codec = codec
+        self.replica_codec: Codec | None = None
+        """How replicas are compressed one by one before they are summed here; None means not at all."""
+        self.group: RankGroup | None = None
+        """The ranks of torch.distributed over which gradients are summed; None where that is not so."""
+        self.is_alone_by_name = False
+        """Whether there is no store only because the one that was named serves a single process."""
         self.store: KVStoreBase | None = kvstore if isinstance(kvstore, KVStoreBase) else None
         self.client: Client | None = None
         """The Trainer's own connection; None for a third-party store, which is used through its methods."""
         self._name = kvstore if isinstance(kvstore, str) else None
 
+    def decide(self, is_sparse: bool) -> None:
+        """The first gradients are there: with row-sparse ones the Trainer updates, as in MXNet."""
+        if self.is_open and is_sparse:
+            self.updates_weights, self.allows_halves = False, True
+        self.is_open = False
+
     def open(self) -> None:
-        """Make the store and the connection if there are to be any; blocks until the servers answer. Idempotent."""
+        """Make the store and the connection if there are to be any; blocks until the servers answer. Idempotent.
+
+        Raises:
+            ConfigurationError: a torch.distributed group was initialised too late to be used.
+        """
+        if self.is_alone_by_name and current_group() is not None:
+            raise too_late("the Trainer was built")
         if self.store is None and self._name is not None:
             self.store = create(self._name)
-        if self.client is None and isinstance(self.store, LocalKVStore | DistKVStore):
+        if isinstance(self.store, DeviceKVStore):
+            self.group = self.store.group
+        if self.group is None and self.client is None and isinstance(self.store, LocalKVStore | DistKVStore):
             self.client = self.store.open_client()
 
     def close(self, error: BaseException | None) -> None:
@@ -64,6 +99,8 @@ def choose_store(
     compression_params: dict[str, Any] | None = None,
     aggregate_num: float = 1,
     largest: int = 0,
+    has_row_sparse: bool = False,
+    devices: Sequence[torch.device] = (torch.device("cpu"),),
 ) -> StoreChoice:
     """Check the Trainer's arguments about its store and decide whether one is needed; opens nothing.
 
@@ -74,52 +111,111 @@ def choose_store(
         kvstore, update_on_kvstore, compression_params: as of the Trainer.
         aggregate_num: of the optimizer.
         largest: elements of the largest parameter.
+        has_row_sparse: whether there are row-sparse parameters, which live in a store that updates them.
+        devices: of the replicas of every parameter; on more than one there is always a store, unless it is None.
 
     Raises:
         ArgumentTypeError: `kvstore` or `update_on_kvstore` has the wrong type.
         UnknownNameError: no store, or no kind of compression, has that name.
         ConfigurationError: two arguments contradict each other, or the store cannot do what they ask for.
     """
+    _check_arguments(kvstore, update_on_kvstore, aggregate_num)
+    if has_row_sparse:
+        _check_for_rows(kvstore, update_on_kvstore)
+        update_on_kvstore = True
+    codec = _checked_codec(kvstore, compression_params)
+    if kvstore is None and update_on_kvstore:
+        raise ConfigurationError("update_on_kvstore=True needs a kvstore, but kvstore=None")
+    if kvstore is not None and is_nccl(type_of(kvstore)):
+        check_on_cuda(devices, "the Trainer's parameters")
+    if is_over_ranks(kvstore):
+        return _over_ranks(kvstore, update_on_kvstore, codec)
+    if isinstance(kvstore, str) and is_in_process(kvstore):
+        _warn_if_alone(kvstore)
+        if not update_on_kvstore and len(devices) == 1:
+            return _without_store(kvstore, compression_params if codec is not None else None)
+    if kvstore is None:
+        return _without_store(kvstore, compression_params if codec is not None else None)
+    if update_on_kvstore is not True and is_asynchronous(kvstore):
+        if update_on_kvstore is False or not _environment_lets_store_update():
+            raise ConfigurationError(
+                "please set update_on_kvstore=True when training in async mode: only the servers can apply "
+                f"contributions that come one by one (kvstore {type_of(kvstore)!r}; {UPDATE_ON_KVSTORE} is "
+                f"{os.environ.get(UPDATE_ON_KVSTORE, 'not set')})"
+            )
+        update_on_kvstore = True
+    if isinstance(kvstore, str) and issubclass(kind_of(kvstore), DistKVStore):
+        serve_role(os.environ)
+    can_update = issubclass(kind_of(kvstore), LocalKVStore | DistKVStore)
+    if update_on_kvstore and not can_update:
+        raise ConfigurationError(
+            f"kvstore {type_of(kvstore)!r} cannot run a Trainer's optimizer; build the Trainer with "
+            "update_on_kvstore=False"
+        )
+    sums_replicas = issubclass(kind_of(kvstore), LocalKVStore) and len(devices) > 1
+    is_open = update_on_kvstore is None and sums_replicas
+    if update_on_kvstore is None:
+        update_on_kvstore = _default_of_update(type_of(kvstore), aggregate_num, largest)
+    if not sums_replicas:
+        return StoreChoice(kvstore, can_update and update_on_kvstore, codec)
+    choice = StoreChoice(kvstore, update_on_kvstore, is_open=is_open)
+    choice.replica_codec = codec
+    return choice
+
+
+def _check_arguments(kvstore: Any, update_on_kvstore: Any, aggregate_num: float) -> None:
+    """Raise as `choose_store` if the arguments are wrong whatever the store is."""
     if kvstore is not None and not isinstance(kvstore, str | KVStoreBase):
         raise ArgumentTypeError(f"kvstore must be a name, a kvstore or None, got {type(kvstore).__name__}")
     if update_on_kvstore is not None and not isinstance(update_on_kvstore, bool):
         raise ArgumentTypeError(f"update_on_kvstore must be True, False or None, got {update_on_kvstore!r}")
-    if update_on_kvstore and aggregate_num > 1 and not _is_asynchronous(kvstore):
+    if update_on_kvstore and aggregate_num > 1 and not is_asynchronous(kvstore):
         raise ConfigurationError(
             f"cannot set update_on_kvstore=True when the optimizer's aggregate_num is above 1, got {aggregate_num}; "
             "leave one of the two out"
         )
-    codec = _checked_codec(kvstore, compression_params)
-    if kvstore is None and update_on_kvstore:
-        raise ConfigurationError("update_on_kvstore=True needs a kvstore, but kvstore=None")
-    if isinstance(kvstore, str) and _is_in_process(kvstore):
-        _warn_if_alone(kvstore)
-    if kvstore is None or (isinstance(kvstore, str) and _is_in_process(kvstore) and not update_on_kvstore):
-        if codec is not None:
-            _log.warning(
-                "compression_params %r have no effect: one process needs no store, so no gradient travels",
-                compression_params,
-            )
-        return StoreChoice(None, False)
-    if update_on_kvstore is not True and _is_asynchronous(kvstore):
-        if update_on_kvstore is False or not _environment_lets_store_update():
-            raise ConfigurationError(
-                "please set update_on_kvstore=True when training in async mode: only the servers can apply "
-                f"contributions that come one by one (kvstore {_type_of(kvstore)!r}; {UPDATE_ON_KVSTORE} is "
-                f"{os.environ.get(UPDATE_ON_KVSTORE, 'not set')})"
-            )
-        update_on_kvstore = True
-    if isinstance(kvstore, str) and issubclass(_kind_of(kvstore), DistKVStore):
-        serve_role(os.environ)
-    can_update = issubclass(_kind_of(kvstore), LocalKVStore | DistKVStore)
-    if update_on_kvstore and not can_update:
-        raise ConfigurationError(
-            f"kvstore {_type_of(kvstore)!r} cannot run a Trainer's optimizer; build the Trainer with "
-            "update_on_kvstore=False"
+
+
+def _without_store(kvstore: str | None, unused: dict[str, Any] | None) -> StoreChoice:
+    if unused is not None:
+        _log.warning(
+            "compression_params %r have no effect: one process needs no store, so no gradient travels",
+            unused,
         )
-    if update_on_kvstore is None:
-        update_on_kvstore = _default_of_update(_type_of(kvstore), aggregate_num, largest)
-    return StoreChoice(kvstore, can_update and update_on_kvstore, codec)
+    choice = StoreChoice(None, False)
+    choice.is_alone_by_name = kvstore is not None and issubclass(kind_of(kvstore), DeviceKVStore)
+    return choice
+
+
+def _over_ranks(
+    kvstore: str | KVStoreBase, update_on_kvstore: bool | None, codec: Codec | None
+) -> StoreChoice:
+    """Every rank updates; to ask for an update in the store only forbids the two halves of a step."""
+    if codec is not None:
+        raise ConfigurationError(
+            f"kvstore {type_of(kvstore)!r} does not compress what the ranks of torch.distributed exchange; leave "
+            "compression_params out, or use 'dist_sync'"
+        )
+    return StoreChoice(kvstore, False, allows_halves=not update_on_kvstore)
+
+
+def _check_for_rows(kvstore: str | KVStoreBase | None, update_on_kvstore: bool | None) -> None:
+    """Raise ConfigurationError unless row-sparse parameters can live in such a store."""
+    if kvstore is None:
+        raise ArgumentTypeError(
+            "cannot train row_sparse parameters without a kvstore, in which their values live; kvstore must be a name "
+            "or a kvstore"
+        )
+    if update_on_kvstore is False:
+        raise ConfigurationError("cannot set update_on_kvstore=False when sparse weights are present")
+    if not issubclass(kind_of(kvstore), LocalKVStore | DistKVStore):
+        raise ConfigurationError(
+            f"kvstore {type_of(kvstore)!r} cannot hold row_sparse parameters; use 'local' or a dist kvstore"
+        )
+    if is_nccl(type_of(kvstore)) or is_over_ranks(kvstore):
+        raise ConfigurationError(
+            f"kvstore {type_of(kvstore)!r} cannot hold row_sparse parameters for several ranks; use a dist kvstore"
+        )
 
 
 def _default_of_update(type: str, aggregate_num: float, largest: int) -> bool:
@@ -140,26 +236,17 @@ def _environment_lets_store_update() -> bool:
     return given == "1"
 
 
-def _is_asynchronous(kvstore: str | KVStoreBase | None) -> bool:
-    """Whether contributions to such a store count one by one. Raises UnknownNameError."""
-    if isinstance(kvstore, DistKVStore):
-        return not kvstore.mode.is_sync
-    if not isinstance(kvstore, str) or _kind_of(kvstore) is not DistKVStore:
-        return False
-    return kvstore.lower() in ASYNC_NAMES + SSP_NAMES
-
-
 def _checked_codec(kvstore: str | KVStoreBase | None, params: dict[str, Any] | None) -> Codec | None:
     """The codec that is asked for; None for none at all. Raises as `choose_store`."""
     codec = make_codec(params)
     if params is None or codec.name == "none":
         return None
     if kvstore is not None:
-        kind = _kind_of(kvstore)
-        is_device = issubclass(kind, LocalKVStore) and "device" in _type_of(kvstore).lower()
+        kind = kind_of(kvstore)
+        is_device = issubclass(kind, DeviceKVStore) and not is_nccl(type_of(kvstore))
         if not is_device and not issubclass(kind, DistKVStore):
             raise ConfigurationError(
-                f"gradient compression is not supported for this type of kvstore: {_type_of(kvstore)!r}; use 'device' "
+                f"gradient compression is not supported for this type of kvstore: {type_of(kvstore)!r}; use 'device' "
                 "or 'dist_sync', or leave compression_params out"
             )
     return codec
@@ -175,24 +262,3 @@ def _warn_if_alone(name: str) -> None:
             name,
             *found,
         )
-
-
-def _type_of(kvstore: str | KVStoreBase) -> str:
-    return kvstore if isinstance(kvstore, str) else kvstore.type
-
-
-def _kind_of(kvstore: str | KVStoreBase) -> type:
-    """The store's class; `object` for a name that stands for a function. Raises UnknownNameError."""
-    kind: type[KVStoreBase] | Factory = (
-        type(kvstore) if isinstance(kvstore, KVStoreBase) else factory_of(kvstore)
-    )
-    return kind if isinstance(kind, type) else object
-
-
-def _is_in_process(name: str) -> bool:
-    """Whether a store of this name would only serve this process. Raises as `choose_store`."""
-    if factory_of(name) is not LocalKVStore:
-        return False
-    if "device" in name.lower():
-        refuse_process_group(name)
-    return True

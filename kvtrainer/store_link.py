@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +16,14 @@ from kvstore_server.optimizer import Optimizer
 from kvstore_server.plan import Plan
 from kvtrainer.arena import Arena
 from kvtrainer.errors import ConfigurationError, KVStoreError, WeightsWrittenError
-from kvtrainer.exchange import Exchange, Gradients, Outcome, PluginExchange, Shadowed, StoreExchange
+from kvtrainer.exchange import Exchange, Gradients, Outcome, Shadowed, StoreExchange
+from kvtrainer.group_exchange import GroupExchange
 from kvtrainer.kvstore.dist import DistKVStore
+from kvtrainer.kvstore.replica_compression import ReplicaCompressor
 from kvtrainer.layout import Layout
+from kvtrainer.plugin_exchange import PluginExchange
 from kvtrainer.profiler import Profiler
+from kvtrainer.replica_residuals import put_residuals, residuals_by_device
 from kvtrainer.store_choice import StoreChoice
 
 _log = logging.getLogger(__name__)
@@ -33,6 +37,8 @@ class Residuals:
     num_workers: int
     values: Mapping[int, Tensor]
     """By index of the key, in its shape."""
+    copies: Sequence[Mapping[int, Tensor]] = ()
+    """The same for the replicas on each further device, where they are compressed one by one."""
 
 
 class StoreLink:
@@ -42,6 +48,11 @@ class StoreLink:
         self.choice = choice
         self.exchange: Exchange | None = None
         """None before `start`, and where no store is needed."""
+        self.replicas: ReplicaCompressor | None = None
+        """What compresses replicas before they are summed; None where none are, or are not compressed one by one."""
+        if choice.replica_codec is not None:
+            self.replicas = ReplicaCompressor(choice.replica_codec)
+        self._layout: Layout | None = None
         self.is_started = False
         self.is_closed = False
         self._profiler: Profiler | None = None
@@ -63,16 +74,19 @@ class StoreLink:
         if self.is_closed:
             raise KVStoreError("this Trainer is closed; build a new one to go on")
 
-    def start(self, plan: Plan, arena: Arena, optimizer: Optimizer) -> bool:
+    def start(self, layout: Layout, optimizer: Optimizer) -> bool:
         """Make the store and give every worker rank 0's weights, once; collective. Returns whether it was now."""
+        arena = layout.arena
         if self.is_started:
             return False
-        arena.check_in_place()
+        layout.check_in_place()
         if self.exchange is None:
-            self.exchange = self._open(plan, optimizer)
+            self.exchange = self._open(layout.plan, optimizer)
         if self.exchange is not None:
-            self.exchange.init(arena.weights)
+            self.exchange.init(arena.weights, layout.tables.first())
+            layout.tables.are_placed()
             arena.mark_updated(None)
+        self._layout = layout
         self.is_started = True
         if self._awaited is not None:
             self.take_residuals(self._awaited)
@@ -101,7 +115,13 @@ class StoreLink:
         # After a failed round nobody knows which servers took the change: it is sent again.
         self._sent_hyper = b""
         gradients = Gradients(arena.grads, rows, scale, absent)
-        outcome = self.exchange.run(gradients, arena.weights, changed, veto)
+        try:
+            outcome = self.exchange.run(gradients, arena.weights, changed, veto)
+            if self.replicas is not None and not outcome.skipped:
+                self.replicas.accept_all()
+        finally:
+            if self.replicas is not None:
+                self.replicas.forget()
         self._sent_hyper = hyper
         if self.exchange.updates_weights and not outcome.skipped:
             arena.mark_updated(None)
@@ -112,12 +132,13 @@ class StoreLink:
         """Raise WeightsWrittenError if the loop has changed weights since the store gave them to it."""
         if self.holder is None or not self.choice.updates_weights:
             return
-        written = layout.writes.by_others()
-        if not written:
+        layouts = (layout, *layout.copies)
+        written = [one.writes.by_others() for one in layouts]
+        if not any(written):
             return
         # Written is not changed: averaged weights that were swapped in may be out again.
         held = self.holder.pull()
-        changed = layout.differing(written, held)
+        changed = [name for one, by in zip(layouts, written, strict=True) for name in one.differing(by, held)]
         if changed:
             raise WeightsWrittenError(
                 f"{len(changed)} of {len(layout.names)} parameters were written to since the last step, but the "
@@ -125,7 +146,7 @@ class StoreLink:
                 "trainer.set_data() on every worker after such a write, which publishes rank 0's weights; or build "
                 "the Trainer with update_on_kvstore=False, which keeps the weights here"
             )
-        layout.writes.accept()
+        layout.accept_writes()
 
     def shadow(self, arena: Arena) -> Shadowed:
         """A round to which this worker gives nothing, because it has no more data."""
@@ -140,14 +161,23 @@ class StoreLink:
         """The type of the store."""
         return "none" if self.choice.store is None else self.choice.store.type
 
-    def assign(self, arena: Arena) -> None:
+    def assign(self, layout: Layout) -> None:
         """Give every worker, and the store, rank 0's weights; collective, and nothing without a store."""
         if self.exchange is not None:
-            self.exchange.assign(arena.weights)
-            arena.mark_updated(None)
+            self.exchange.assign(layout.arena.weights, layout.tables.changed())
+            layout.tables.are_placed()
+            layout.arena.mark_updated(None)
+
+    def pull_rows(self, key: int, ids: Tensor) -> Tensor:
+        """The present values of some rows (distinct, ascending ids) of a row-sparse key, on the CPU."""
+        assert self.holder is not None
+        return self.holder.pull_rows(key, ids)
 
     def residuals(self) -> Residuals | None:
         """What compression holds back of this worker's gradients now; None without compression."""
+        if self.replicas is not None and self._layout is not None:
+            first, *others = residuals_by_device(self.replicas, self._layout)
+            return Residuals(0, 1, first, others)
         exchange = self._compressing()
         if exchange is None:
             return self._awaited
@@ -156,21 +186,27 @@ class StoreLink:
     def take_residuals(self, saved: Residuals | None) -> None:
         """Go on with saved residuals if they are this worker's, and else with none; as soon as the store is there."""
         exchange = self._compressing()
-        if exchange is None:
-            self._awaited = saved if self.choice.codec is not None and not self.is_started else None
+        layout = self._layout if self.replicas is not None else None
+        if exchange is None and layout is None:
+            is_compressing = self.choice.codec is not None or self.replicas is not None
+            self._awaited = saved if is_compressing and not self.is_started else None
             return
         rank, num_workers = self._place()
-        is_mine = saved is not None and (saved.rank, saved.num_workers) == (rank, num_workers)
+        devices = 1 if layout is None else 1 + len(layout.copies)
+        mine = (rank, num_workers, devices)
+        is_mine = saved is not None and (saved.rank, saved.num_workers, 1 + len(saved.copies)) == mine
         if saved is not None and not is_mine:
             _log.warning(
-                "the saved states hold what compression kept back on rank %s of %s; rank %s of %s starts with nothing "
-                "kept back",
-                saved.rank,
-                saved.num_workers,
-                rank,
-                num_workers,
+                "the saved states hold what compression kept back on %s; %s starts with nothing kept back",
+                _named((saved.rank, saved.num_workers, 1 + len(saved.copies))),
+                _named(mine),
             )
-        exchange.set_residuals(saved.values if saved is not None and is_mine else {})
+        held = saved if is_mine else None
+        if self.replicas is not None and layout is not None:
+            by_device = [] if held is None else [held.values, *held.copies]
+            put_residuals(self.replicas, by_device, layout)
+        elif exchange is not None:
+            exchange.set_residuals({} if held is None else held.values)
         self._awaited = None
 
     def _compressing(self) -> StoreExchange | None:
@@ -223,7 +259,15 @@ class StoreLink:
             there = _for_store(optimizer, is_sync) if choice.updates_weights else None
             is_dist = isinstance(choice.store, DistKVStore)
             return StoreExchange(choice.client, plan, there, choice.codec, is_dist)
+        if choice.group is not None:
+            name = choice.store.type if choice.store is not None else ""
+            return GroupExchange(choice.group, plan, optimizer, name.lower())
         return None if choice.store is None else PluginExchange(choice.store, plan)
+
+
+def _named(place: tuple[int, int, int]) -> str:
+    rank, num_workers, devices = place
+    return f"rank {rank} of {num_workers}" + (f" with {devices} devices" if devices > 1 else "")
 
 
 def _for_store(optimizer: Optimizer, is_sync: bool) -> Optimizer:

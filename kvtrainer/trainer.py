@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from kvstore_server.optimizer import Optimizer
+from kvtrainer.ddp import refuse_ddp, refuse_parameters_of_ddp
 from kvtrainer.errors import ArgumentTypeError
 from kvtrainer.extra_states import extra_problems, extra_states, saved_residuals, saved_scaler
 from kvtrainer.groups import make_groups
@@ -19,6 +20,9 @@ from kvtrainer.kvstore.base import KVStoreBase
 from kvtrainer.loss_scaler import scaler_of
 from kvtrainer.optimizer import create as create_optimizer
 from kvtrainer.profiler import Profiler
+from kvtrainer.replicas import devices_of
+from kvtrainer.row_sparse import RowSparseParameter
+from kvtrainer.row_tables import check_claimable, claim, refuse_to_add
 from kvtrainer.saved_states import SavedStates
 from kvtrainer.store_choice import choose_store
 
@@ -31,14 +35,16 @@ class Trainer(JoiningPipeline):
     Args:
         params: A Module, `named_parameters()`, a dict (taken in sorted order of its keys), a list of parameters, or
             torch parameter groups. Shared parameters count once. All workers must give the same. Those of lazy
-            modules may get their shapes later, in a forward pass before the first step.
+            modules may get their shapes later, in a forward pass before the first step. In place of a parameter
+            there may be a list of its replicas, one for each device, in the same order everywhere.
         optimizer: A name ("sgd", "adam", …: Gluon's numbers), a torch.optim class or instance, "torch:Adam", or
             what `kvtrainer.optimizer.create` returns. A torch instance shares its groups, so schedulers bound to it
             reach the Trainer, and hands its state over at the first use.
         optimizer_params: Options of the optimizer, under Gluon's or torch's names; None beside an instance. With a
             `lr_scheduler` that alone decides the learning rate of all groups.
         kvstore: A name for `kvtrainer.kvstore.create`, a store object, or None. The store is made at the first
-            step. In a single process a name without "dist" makes none: the update runs in place.
+            step. For one device of a single process a name without "dist" makes none: the update runs in place.
+            "device" and "nccl" sum over the ranks of the torch.distributed group, if there is one.
         compression_params: How gradients are compressed on their way to a store, such as {"type": "2bit",
             "threshold": 0.5}; for "dist_sync" and "device". Without a store it has no effect.
         update_on_kvstore: Whether the optimizer runs in the store: on the servers of "dist_sync", each holding a
@@ -48,7 +54,7 @@ class Trainer(JoiningPipeline):
     The data of the parameters move into flat buffers; move the model to its device and dtype before. While the
     optimizer runs in the store, the weights live there: what the loop writes into a parameter after the first step
     must be published by `set_data`. The next step raises WeightsWrittenError if it was not; a write through `p.data`
-    goes unseen, and is overwritten.
+    goes unseen, and is overwritten, except in rows that no update touches, which do not come again.
     Not thread-safe. As a context manager it closes its store.
 
     Raises:
@@ -74,11 +80,32 @@ class Trainer(JoiningPipeline):
                 f"optimizer_params must be a dict of options by name, got {optimizer_params!r:.80}"
             )
         built = create_optimizer(optimizer, **options)
+        if kvstore is not None:
+            refuse_ddp(params)
         groups = make_groups(params, built, optimizer)
-        largest = max(0 if is_lazy(p) else p.numel() for group in groups for p in group["params"])
-        choice = choose_store(kvstore, update_on_kvstore, compression_params, built.aggregate_num, largest)
+        parameters = [p for group in groups for p in group["params"]]
+        if kvstore is not None:
+            refuse_parameters_of_ddp(parameters)
+        largest = max(0 if is_lazy(p) else p.numel() for p in parameters)
+        choice = choose_store(
+            kvstore,
+            update_on_kvstore,
+            compression_params,
+            built.aggregate_num,
+            largest,
+            has_row_sparse=check_claimable(groups),
+            devices=devices_of(groups),
+        )
         instance = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
         super().__init__(groups, built, instance, choice)
+        claim(self, groups)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if self._is_built:
+            refuse_to_add(param_group)
+        super().add_param_group(param_group)
+
+    add_param_group.__doc__ = JoiningPipeline.add_param_group.__doc__
 
     @property
     def kvstore(self) -> KVStoreBase | None:
@@ -93,11 +120,13 @@ class Trainer(JoiningPipeline):
     def set_data(self, values: Mapping[str, Tensor] | None = None) -> None:
         """Make rank 0's present weights those of every worker and of the store; collective, between steps; blocks.
 
+        Of replicas the weights on the first device count, and become those on the others.
         So training goes on from weights that the loop wrote: loaded, initialised again or edited in place. Optimizer
         state and update counts stay, of all parameters.
 
         Args:
-            values: New weights by parameter name, which are written to the parameters first.
+            values: New weights by parameter name, which are written to the parameters first; rank 0's count. Of
+                RowSparseParameters, only those that are named get new values.
 
         Raises:
             NotInitializedError: a parameter has no shape yet.
@@ -109,9 +138,12 @@ class Trainer(JoiningPipeline):
         if values is not None:
             self._layout.write(values)
         if not self._prepare():
-            self._layout.arena.check_in_place()
-            self._link.assign(self._layout.arena)
-            self._layout.writes.accept()
+            self._layout.check_in_place()
+            self._link.assign(self._layout)
+            self._share_weights()
+            self._layout.accept_writes()
+        elif self._link.exchange is None:
+            self._share_weights()
 
     @property
     def profiler(self) -> Profiler:
@@ -147,6 +179,13 @@ class Trainer(JoiningPipeline):
     def close(self) -> None:
         """End training and leave the store; idempotent. Other workers' rounds that need this one then fail."""
         self._leave(None)
+
+    def _row_sparse_pull(self, parameter: RowSparseParameter, ids: Tensor) -> Tensor:
+        """The present values of rows of a row-sparse parameter; see `RowSparseParameter.row_sparse_data`."""
+        self._link.check_open()
+        self._settle()
+        self._prepare()
+        return self._link.pull_rows(self._layout.tables.key_of(parameter), ids)
 
     def _leave(self, error: BaseException | None) -> None:
         self._layout.tracker.close()

@@ -9,7 +9,7 @@ from torch import Tensor
 from kvstore_server.plan import Slice
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.buffers import MAX_PAYLOAD, SENT_ALONE
-from kvstore_server.reduction import SparsePayload
+from kvstore_server.reduction import RowSet
 from kvstore_server.row_payload import PACKED_ROWS, encode_rows, split_rows
 from kvtrainer.comm.tickets import Encoded, RoundItem
 
@@ -91,14 +91,14 @@ def _row_slices(item: RoundItem) -> dict[int, Encoded]:
     """The slices that hold a part of a key of which there are only some rows."""
     assert item.values is not None
     plan = item.table.plan
-    rows: dict[int, SparsePayload] = {}
+    found: dict[int, dict[int, RowSet | Tensor]] = {}
     for key, (ids, values) in (item.rows or {}).items():
         for index, (position, part) in split_rows(plan, key, ids, values).items():
-            piece = plan.slices[index]
-            has_others = len(piece.segments) > 1
-            dense = item.values[piece.dtype][piece.offset : piece.offset + piece.used] if has_others else None
-            before = rows[index].rows if index in rows else {}
-            rows[index] = SparsePayload({**before, position: part}, dense)
-    return {
-        i: Encoded(PACKED_ROWS, encode_rows(plan, plan.slices[i], payload)) for i, payload in rows.items()
-    }
+            found.setdefault(index, {})[position] = part
+    for index, parts in found.items():
+        piece = plan.slices[index]
+        for position, segment in enumerate(piece.segments):
+            if position not in parts and segment.key not in item.absent:
+                start = piece.offset + segment.start
+                parts[position] = item.values[piece.dtype][start : start + segment.numel]
+    return {i: Encoded(PACKED_ROWS, encode_rows(plan, plan.slices[i], parts)) for i, parts in found.items()}

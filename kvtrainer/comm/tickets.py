@@ -168,10 +168,14 @@ def _write_part(item: RoundItem, piece: Slice, part: m.WeightsPart) -> None:
     elif part.kind != m.ROWS:
         raise ProtocolError(f"slice {part.slice} of {item.table.name!r} came back as kind {part.kind}")
     elif payload_size(part.payload):
-        changed = decode_rows(item.table.plan, piece, payload_bytes(part.payload), needs_all=False)
-        for position, (ids, values) in changed.rows.items():
+        changed = decode_rows(item.table.plan, piece, payload_bytes(part.payload))
+        for position, values in changed.items():
             segment = piece.segments[position]
-            out[segment.start : segment.start + segment.numel].view(-1, values.shape[1])[ids] = values
+            mine = out[segment.start : segment.start + segment.numel]
+            if isinstance(values, Tensor):
+                mine.copy_(values)
+            else:
+                mine.view(-1, values.values.shape[1])[values.ids] = values.values
 
 
 def _as_tensor(payload: m.Payload, like: Tensor) -> Tensor:

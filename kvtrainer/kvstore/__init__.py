@@ -7,11 +7,13 @@ kv.pull("w", out=w)
 """
 
 from kvtrainer.kvstore.base import CAPABILITIES, KVStoreBase, capabilities, create, register
+from kvtrainer.kvstore.device import DeviceKVStore
 from kvtrainer.kvstore.dist import DistKVStore
 from kvtrainer.kvstore.local import LocalKVStore
 
 __all__ = [
     "CAPABILITIES",
+    "DeviceKVStore",
     "DistKVStore",
     "KVStoreBase",
     "LocalKVStore",

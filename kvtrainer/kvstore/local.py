@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
-import torch.distributed
 from torch import Tensor
 
 from kvstore_server.admission import EngineConfig
@@ -20,7 +19,6 @@ from kvtrainer.comm.loopback import Loopback
 from kvtrainer.comm.tickets import RoundItem, Ticket
 from kvtrainer.comm.transport import SessionOptions
 from kvtrainer.kvstore.base import (
-    COMPRESSION,
     OPTIMIZER,
     SPARSE_GRADIENTS,
     SPARSE_WEIGHTS,
@@ -34,23 +32,17 @@ _KEYS = "keys"
 """The namespace of the store's own keys; each Trainer has another."""
 
 
-@register("local", "local_update_cpu", "local_allreduce_cpu", "device", "local_allreduce_device")
+@register("local", "local_update_cpu", "local_allreduce_cpu")
 class LocalKVStore(TableKVStore):
     """Keeps keys in this process; several replicas of a value are summed. Rank 0 of 1 worker.
 
     Sums and updates run on the CPU for every name, so results are the same bit for bit. A round is over, and its
-    error raised, when `push` returns. "device" compresses each replica by itself, with a residual of its own.
+    error raised, when `push` returns.
     """
 
-    capabilities = (OPTIMIZER, SPARSE_GRADIENTS, SPARSE_WEIGHTS)
-
-    @classmethod
-    def capabilities_as(cls, type: str) -> Collection[str]:
-        return (*cls.capabilities, COMPRESSION) if "device" in type.lower() else cls.capabilities
+    capabilities: ClassVar[Collection[str]] = (OPTIMIZER, SPARSE_GRADIENTS, SPARSE_WEIGHTS)
 
     def __init__(self, type: str = "local") -> None:
-        if "device" in type.lower():
-            refuse_process_group(type)
         self._engine = Engine(EngineConfig(), clock=time.monotonic)
         self._replicas: ReplicaCompressor | None = None
         self._transport = _Direct([self._engine], time.monotonic)
@@ -147,13 +139,3 @@ def _connected(transport: Loopback, namespace: str) -> Client:
     client = Client(transport, SessionOptions(namespace, rank=0, num_workers=1), time.monotonic)
     client.connect()
     return client
-
-
-def refuse_process_group(type: str) -> None:
-    """Raise ConfigurationError inside a torch.distributed job, where this store would not reach the other ranks."""
-    is_group = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if is_group and torch.distributed.get_world_size() > 1:
-        raise ConfigurationError(
-            f"kvstore {type!r} sums within one process, but torch.distributed has "
-            f"{torch.distributed.get_world_size()} ranks; use 'dist_sync' with servers, or kvstore=None around DDP"
-        )

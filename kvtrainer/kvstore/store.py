@@ -203,7 +203,7 @@ class TableKVStore(ClientStore):
         items = []
         for at, (spec, table) in enumerate(zip(specs, tables, strict=True)):
             table.compressor = self._compressor(table)
-            mine = {spec.dtype: flats[at]} if self.rank == 0 else None
+            mine = {spec.dtype: flats[at]} if self._client.options.rank == 0 else None
             items.append(RoundItem(table, mine, {spec.dtype: targets[at].flat} if targets else None))
         self._client.rounds.initialise(items)
         made = zip(values, specs, tables, strict=True)

@@ -100,7 +100,8 @@ def test_table_of_capabilities_has_a_row_for_every_store_and_says_what_the_class
     able = {store: {name for name, has in row.items() if has} for store, row in table.items()}
     assert able[name] == {"several_workers", "row_sparse_gradients"}
     assert able[f"{name}-function"] == set()
-    assert able["device"] - able["local"] == {"gradient_compression"}
+    assert able["device"] - able["local"] == {"gradient_compression", "several_workers"}
+    assert able["nccl"] == {"optimizer", "several_workers"}
     assert "several_workers" not in able["local"]
     assert able["dist_sync"] >= {"optimizer", "gradient_compression", "several_workers"}
     assert able["dist_async"] - able["dist_sync"] == {"asynchronous"}

@@ -12,8 +12,8 @@ from torch import Tensor
 from kvstore_server.errors import ProtocolError
 from kvstore_server.plan import Plan, Slice, TensorSpec, make_plan
 from kvstore_server.protocol.buffers import MAX_FRAME
-from kvstore_server.reduction import RowSet, SparsePayload
-from kvstore_server.row_payload import decode_rows, encode_rows, split_rows
+from kvstore_server.reduction import RowSet
+from kvstore_server.row_payload import as_contribution, decode_rows, encode_rows, split_rows
 
 DTYPES = {
     "float16": torch.float16,
@@ -45,21 +45,28 @@ def rows_of(num: int, total: int, width: int, dtype: str = "float32", seed: int 
 def test_rows_come_out_as_they_went_in(dtype: str, num: int, width: int) -> None:
     plan, piece = one_slice((100, width), dtype=dtype)
     rows = rows_of(num, 100, width, dtype)
-    back = decode_rows(plan, piece, as_bytes(encode_rows(plan, piece, SparsePayload({0: rows}, None))))
-    assert back.dense is None
-    assert torch.equal(back.rows[0].ids, rows.ids)
-    assert torch.equal(back.rows[0].values, rows.values)
+    back = decode_rows(plan, piece, as_bytes(encode_rows(plan, piece, {0: rows})))[0]
+    assert isinstance(back, RowSet)
+    assert torch.equal(back.ids, rows.ids)
+    assert torch.equal(back.values, rows.values)
 
 
-def test_a_slice_with_other_keys_carries_their_numbers_too() -> None:
-    plan, piece = one_slice((10,), (7, 3), (5, 2))
-    dense = torch.arange(piece.used, dtype=torch.float32)
-    sent = SparsePayload({1: rows_of(2, 7, 3), 2: rows_of(5, 5, 2)}, dense)
-    back = decode_rows(plan, piece, as_bytes(encode_rows(plan, piece, sent)))
-    assert back.dense is not None
-    assert torch.equal(back.dense, dense)
-    assert sorted(back.rows) == [1, 2]
-    assert torch.equal(back.rows[2].values, sent.rows[2].values)
+def test_a_slice_carries_the_numbers_of_some_keys_rows_of_others_and_nothing_of_the_rest() -> None:
+    plan, piece = one_slice((10,), (7, 3), (5, 2), (100, 3))
+    numbers, two, five = torch.arange(10.0), rows_of(2, 7, 3), rows_of(5, 5, 2)
+    data = encode_rows(plan, piece, {0: numbers, 1: two, 2: five})
+    assert data.numel() < 300
+    given = as_contribution(piece, decode_rows(plan, piece, as_bytes(data)))
+    assert given.dense is not None
+    assert torch.equal(given.dense[:10], numbers)
+    assert given.dense[10:].count_nonzero() == 0
+    assert sorted(given.rows) == [1, 2]
+    assert torch.equal(given.rows[2].values, five.values)
+
+
+def test_rows_alone_are_a_contribution_without_a_dense_part() -> None:
+    _, piece = one_slice((10,), (7, 3))
+    assert as_contribution(piece, {1: rows_of(2, 7, 3)}).dense is None
 
 
 @pytest.mark.parametrize("width", [1, 4])
@@ -68,12 +75,12 @@ def test_all_rows_of_the_largest_slice_fit_into_a_frame(width: int) -> None:
     piece = max(plan.slices, key=lambda one: one.used)
     count = piece.segments[0].numel // width
     rows = RowSet(torch.arange(count), torch.zeros(count, width))
-    assert encode_rows(plan, piece, SparsePayload({0: rows}, None)).numel() <= MAX_FRAME
+    assert encode_rows(plan, piece, {0: rows}).numel() <= MAX_FRAME
 
 
 def test_few_rows_take_few_bytes() -> None:
     plan, piece = one_slice((1000, 4))
-    assert encode_rows(plan, piece, SparsePayload({0: rows_of(3, 1000, 4)}, None)).numel() == 88
+    assert encode_rows(plan, piece, {0: rows_of(3, 1000, 4)}).numel() == 88
 
 
 def test_every_slice_of_a_key_gets_its_rows_and_those_without_any_an_empty_part() -> None:
@@ -113,9 +120,9 @@ def _head(*numbers: int) -> bytes:
     ("data", "text"),
     [
         (b"", "ends too early"),
-        (_head(0, 0), "got 0"),
-        (_head(2, 0), "got 2"),
-        (_head(1, 7), "dense 7"),
+        (_head(0, 0), "rows of 0"),
+        (_head(2, 0), "rows of 2"),
+        (_head(1, 7), r"rows of 1 \(7\)"),
         (_head(1, 0), "ends too early"),
         (_head(1, 0, 1, 0, 0, 0), "names segment 1 of 1"),
         (_head(1, 0, -1, 0, 0, 0), "names segment -1"),
@@ -128,19 +135,15 @@ def _head(*numbers: int) -> bytes:
         (_head(1, 0, 0, 2, 0, 0, 3, 2) + bytes(24), "not distinct"),
         (_head(1, 0, 0, 2, 1, 0) + b"\x01" + bytes(7) + bytes(24), "not distinct"),
         (_head(1, 0, 0, 0, 0, 0) + bytes(8), "32 bytes, 24 of them are named"),
-        (_head(1, 1, 0, 0, 0, 0), "ends too early"),
+        (_head(1, 0, 0, 29, 2, 0) + bytes(120), "gives 29 numbers to segment 0"),
+        (_head(1, 0, 0, 30, 2, 0) + bytes(112), "ends too early"),
+        (_head(1, 0, 0, 0, 3, 0), "form 3"),
     ],
 )
 def test_malformed_rows_are_a_protocol_error_that_says_what_is_wrong(data: bytes, text: str) -> None:
     plan, piece = one_slice((10, 3))
     with pytest.raises(ProtocolError, match=text):
         decode_rows(plan, piece, memoryview(bytearray(data)))
-
-
-def test_other_keys_of_a_slice_may_not_be_forgotten() -> None:
-    plan, piece = one_slice((10, 3), (4,))
-    with pytest.raises(ProtocolError, match="no dense part for the others"):
-        decode_rows(plan, piece, memoryview(bytearray(_head(1, 0, 0, 0, 0, 0))))
 
 
 def test_random_bytes_raise_nothing_else() -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import Embedding, Parameter
 
 import kvtrainer
-from kvtrainer import Trainer, amp
+from kvtrainer import Trainer, amp, kvstore
 from kvtrainer.errors import ConfigurationError
 
 STORES: list[dict[str, Any]] = [
@@ -292,3 +292,18 @@ def test_a_third_party_store_is_not_given_sparse_gradients() -> None:
         ConfigurationError, match=r"'weight' is row-sparse, but kvstore 'dense-sums-only' sums dense"
     ):
         trainer.step(1)
+
+
+def test_rows_that_count_as_dense_are_not_added_to_what_the_store_holds() -> None:
+    """With lazy_update=False the rows become a dense gradient, whose other rows are zero."""
+    net = torch.nn.Embedding(6, 2, sparse=True)
+    before = net.weight.detach().clone()
+    options = {"learning_rate": 0.5, "lazy_update": False}
+    store = kvstore.create("local")
+    trainer = Trainer(net.parameters(), "sgd", options, kvstore=store, update_on_kvstore=False)
+    net(torch.tensor([1, 4, 4])).sum().backward()
+    trainer.step(1)
+    expected = before.clone()
+    expected[1] -= 0.5
+    expected[4] -= 1.0
+    assert torch.equal(net.weight, expected)

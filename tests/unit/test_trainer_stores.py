@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -243,16 +242,3 @@ def test_failed_round_leaves_weights_and_gradients_and_can_be_repeated() -> None
     store.is_down = False
     trainer.step(1)
     assert p.item() == -2
-
-
-@pytest.fixture
-def _two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
-
-
-@pytest.mark.usefixtures("_two_ranks")
-def test_device_store_is_refused_where_it_would_not_reach_the_other_ranks() -> None:
-    with pytest.raises(ConfigurationError, match=r"2 ranks; use 'dist_sync' with servers, or kvstore=None"):
-        Trainer(zeros(), "sgd")
-    Trainer(zeros(), "sgd", kvstore=None)

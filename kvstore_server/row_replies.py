@@ -1,0 +1,95 @@
+"""Weights on their way to a worker that needs only some rows: those that it asked for, or those that have changed."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvstore_server.dense import DenseTable
+from kvstore_server.errors import ProtocolError
+from kvstore_server.plan import Plan, Slice, row_numel
+from kvstore_server.protocol import messages as m
+from kvstore_server.reduction import RowSet
+from kvstore_server.row_changes import Rows
+from kvstore_server.row_payload import encode_rows
+
+_NOTHING = torch.empty(0, dtype=torch.uint8)
+
+
+def changed_parts(table: DenseTable, number: int, version: int, held: int) -> tuple[m.WeightsPart, ...]:
+    """What a worker that holds version `held` of all its slices here must be sent to have `version`, the present one.
+
+    A slice in which nothing has changed has an empty part of kind ROWS.
+
+    Args:
+        number: of the table.
+    """
+    parts = []
+    for piece in table.plan.resident_slices_of(table.server):
+        rows = table.changes.since(piece.index, held, version)
+        payload, kind = _NOTHING, m.ROWS
+        if rows is None or _bytes_of(table.plan, piece, rows) >= piece.nbytes:
+            payload, kind = table.visible(piece.index), m.WHOLE
+        elif rows:
+            payload = _pack(table, piece, rows)
+        parts.append(m.WeightsPart(number, piece.index, version, payload, kind))
+    return tuple(parts)
+
+
+def pulled_parts(table: DenseTable, number: int, version: int, pull: m.PullRows) -> tuple[m.WeightsPart, ...]:
+    """The values of the rows that were asked for, one part for each slice, flat.
+
+    Raises:
+        ProtocolError: a slice is not here, or its segment has no such rows.
+    """
+    counts = [count for _, _, count in pull.wanted]
+    if min(counts, default=0) < 0 or 4 * sum(counts) != len(pull.ids):
+        raise ProtocolError(f"a pull of {sum(counts)} rows brings {len(pull.ids)} bytes of ids")
+    ids = torch.from_numpy(np.frombuffer(pull.ids, "<i4").astype(np.int64))
+    parts = []
+    for (index, position, _), some in zip(pull.wanted, torch.split(ids, counts), strict=True):
+        rows = _rows_of(table, index, position)
+        if len(some) and not 0 <= int(some.min()) <= int(some.max()) < len(rows):
+            raise ProtocolError(
+                f"a pull names rows {some.min()} to {some.max()} of the {len(rows)} of slice {index}"
+            )
+        parts.append(m.WeightsPart(number, index, version, rows[some].view(-1), m.VALUES))
+    return tuple(parts)
+
+
+def _rows_of(table: DenseTable, index: int, position: int) -> Tensor:
+    """The rows of the part of a key that a slice has at a position; not a copy. Raises as `pulled_parts`."""
+    at = table.by_index.get(index)
+    piece = table.slices[at] if at is not None else None
+    if piece is None or not 0 <= position < len(piece.segments):
+        raise ProtocolError(f"this server has no slice {index} with a segment {position}")
+    segment = piece.segments[position]
+    width = row_numel(table.plan.specs[segment.key])
+    if not width or segment.numel % width or segment.key_start % width:
+        raise ProtocolError(f"slice {index} has no whole rows of {table.plan.specs[segment.key].key!r}")
+    return table.visible(index)[segment.start : segment.start + segment.numel].view(-1, width)
+
+
+def _pack(table: DenseTable, piece: Slice, rows: Rows) -> Tensor:
+    parts: dict[int, RowSet | Tensor] = {}
+    for position, ids in rows.items():
+        segment = piece.segments[position]
+        if ids is None:
+            parts[position] = table.visible(piece.index)[segment.start : segment.start + segment.numel]
+        else:
+            parts[position] = RowSet(ids, _rows_of(table, piece.index, position)[ids])
+    return encode_rows(table.plan, piece, parts)
+
+
+def _bytes_of(plan: Plan, piece: Slice, rows: Rows) -> int:
+    """About as many as the rows and their ids have when they are sent."""
+    size = piece.nbytes // max(piece.used, 1)
+    total = 0
+    for position, ids in rows.items():
+        segment = piece.segments[position]
+        if ids is None:
+            total += segment.numel * size
+        else:
+            total += len(ids) * (row_numel(plan.specs[segment.key]) * size + 4)
+    return total

@@ -1,0 +1,145 @@
+"""The ranks of the torch.distributed job that this process is one of: the few collectives that stores need.
+
+All of them block, are called by every rank in the same order, and have the timeout of the process group.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from kvstore_server.errors import ConfigurationError, DeadlineError, WorkerLostError
+
+BUCKET = 25 * 1024 * 1024
+"""Bytes that are summed in one collective."""
+_UNDER_WAY = 4
+"""Buckets that are under way at a time; those that need memory of their own are bounded by it."""
+
+
+def current_group() -> RankGroup | None:
+    """The default process group; None where there is none, or only this rank."""
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() < 2:
+        return None
+    return RankGroup()
+
+
+class RankGroup:
+    """The default process group. NCCL for CUDA tensors where it has that, gloo otherwise.
+
+    Raises:
+        ConfigurationError: its backend is neither.
+    """
+
+    def __init__(self) -> None:
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        pairs = [pair.partition(":")[::2] for pair in dist.get_backend_config().split(",")]
+        self._backends = {device: name for device, name in pairs if name in ("gloo", "nccl")}
+        if not self._backends:
+            raise ConfigurationError(
+                f"the process group has backend {dist.get_backend()!r}; kvstores work over 'gloo' and 'nccl'"
+            )
+
+    @property
+    def has_nccl(self) -> bool:
+        """Whether CUDA tensors are exchanged by NCCL."""
+        return self._backends.get("cuda") == "nccl"
+
+    def all_gather(self, mine: Tensor) -> list[Tensor]:
+        """The tensors of all ranks, by rank, on the device of `mine`; all have its shape and dtype."""
+        sent = mine.to(self._place(mine.device)).contiguous()
+        found = [torch.empty_like(sent) for _ in range(self.size)]
+        with self._errors("exchange what they hold"):
+            dist.all_gather(found, sent)
+        return [one.to(mine.device) for one in found]
+
+    def all_gather_bytes(self, mine: bytes) -> list[bytes]:
+        """The bytes of all ranks, by rank; they may differ in length."""
+        lengths = [int(one) for one in self.all_gather(torch.tensor([len(mine)]))]
+        padded = bytearray(max(1, *lengths))
+        padded[: len(mine)] = mine
+        found = self.all_gather(torch.frombuffer(padded, dtype=torch.uint8))
+        return [one.numpy().tobytes()[:length] for one, length in zip(found, lengths, strict=True)]
+
+    @torch.no_grad()
+    def broadcast(self, flat: Tensor) -> None:
+        """Replace the elements of a tensor by rank 0's."""
+        sent = flat.to(self._place(flat.device)).contiguous()
+        with self._errors("take rank 0's values"):
+            dist.broadcast(sent, 0)
+        if sent is not flat:
+            flat.copy_(sent)
+
+    @torch.no_grad()
+    def sum(
+        self, flat: Tensor, runs: Sequence[tuple[int, int]], before: float = 1.0, after: float = 1.0
+    ) -> None:
+        """Replace some elements of a flat tensor by after · Σ over ranks of before · element.
+
+        Half precision is summed in float32. All ranks get the same bits.
+
+        Args:
+            flat: one dimension, contiguous.
+            runs: from where to where, ascending.
+        """
+        compute = torch.float32 if flat.dtype.itemsize < 4 else flat.dtype
+        place = self._place(flat.device)
+        step = BUCKET // compute.itemsize
+        pending: deque[tuple[Tensor, Tensor, Any]] = deque()
+
+        def finish() -> None:
+            target, part, work = pending.popleft()
+            with self._errors("sum gradients"):
+                work.wait()
+            if after != 1.0:
+                part.mul_(after)
+            if part is not target:
+                target.copy_(part)
+
+        for begin, end in runs:
+            for start in range(begin, end, step):
+                target = flat[start : min(start + step, end)]
+                part = target.to(place, compute)
+                if before != 1.0:
+                    part.mul_(before)
+                with self._errors("sum gradients"):
+                    pending.append((target, part, dist.all_reduce(part, async_op=True)))
+                if len(pending) == _UNDER_WAY:
+                    finish()
+        while pending:
+            finish()
+
+    def barrier(self) -> None:
+        """Block until every rank has come here."""
+        self.all_gather(torch.zeros(1, dtype=torch.uint8))
+
+    def _place(self, device: torch.device) -> torch.device:
+        """Where a tensor of a device has to be to be exchanged."""
+        if device.type == "cuda" and self.has_nccl:
+            return device
+        if self._backends.get("cpu") == "gloo":
+            return torch.device("cpu")
+        return torch.device("cuda", torch.cuda.current_device())
+
+    @contextmanager
+    def _errors(self, what: str) -> Iterator[None]:
+        """Turn torch's errors into this project's."""
+        try:
+            yield
+        except RuntimeError as error:
+            text = str(error)
+            hint = "the process group cannot be used any more; end this job and start it again from a saved state"
+            if "timed out" in text.lower() or "timeout" in text.lower():
+                raise DeadlineError(
+                    f"rank {self.rank} of {self.size} waited for the other ranks to {what}, longer than the timeout of "
+                    f"the process group ({text:.300}); {hint}"
+                ) from error
+            raise WorkerLostError(
+                f"rank {self.rank} of {self.size} could not {what} with the other ranks, one of which is probably gone "
+                f"({text:.300}); {hint}"
+            ) from error

@@ -1,0 +1,289 @@
+"""Parameters whose values live in a store, of which a worker only ever holds the rows that it works with."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from numbers import Real
+from typing import Any, NoReturn, Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import Parameter
+
+from kvstore_server.optimizer import coalesce_rows
+from kvstore_server.plan import ITEM_SIZE
+from kvtrainer.errors import ConfigurationError, RowSparseError
+from kvtrainer.kvstore.row_values import read_ids
+
+Init: TypeAlias = float | Tensor | Callable[[Tensor], object] | None
+
+_READABLE = frozenset({
+    "__hash__", "__len__", "_has_compatible_shallow_copy_type", "_is_view", "data_ptr", "dim", "element_size",
+    "get_device", "has_names", "is_complex", "is_contiguous", "is_floating_point", "is_inference", "ndimension",
+    "nelement", "numel", "register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "retain_grad", "size",
+    "storage_offset", "stride", "view_as",
+})  # fmt: skip
+"""Methods of a tensor that do not look at its elements; `view_as` is how torch finds a parameter's place in a graph."""
+_MOVES = frozenset({"to", "cpu", "cuda", "half", "float", "double", "bfloat16", "type"})
+_VIEWS = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
+
+
+class Owner(Protocol):
+    """The Trainer of a row-sparse parameter."""
+
+    def _row_sparse_pull(self, parameter: RowSparseParameter, ids: Tensor) -> Tensor:
+        """The present values of rows (distinct, ascending ids): (number of ids, elements of a row), on the CPU."""
+
+
+class RowSparseParameter(Parameter):
+    """A table of rows that lives in the store of its Trainer: here it has a shape, a gradient, and no memory.
+
+    `row_sparse_data(row_ids)` fetches rows, and a backward pass through them gives a row-sparse gradient, which the
+    Trainer's `step` sends. Anything else that would read or write elements raises RowSparseError. In a module it is a
+    parameter as others are; `state_dict()` fetches the whole table, and `load_state_dict()` sets the values to begin
+    with, until there is a Trainer: then `trainer.set_data({name: tensor})` replaces them.
+
+    Args:
+        shape: Of the table, two or more dimensions; the first one counts rows.
+        init: The values to begin with, of which rank 0's count: a number; a tensor of that shape, which is not copied;
+            a function that fills a tensor, as those of `torch.nn.init` do, called on the CPU at the first use, with
+            random numbers that were determined here; None for zeros.
+        dtype: A floating-point dtype; torch's default by default.
+        device: Where rows are to come to; the table is not there.
+        requires_grad: Whether it is trained.
+
+    Raises:
+        ConfigurationError: an argument is wrong.
+
+        table = kvtrainer.RowSparseParameter((1_000_000, 64), torch.nn.init.normal_)
+        vectors = table.row_sparse_data(ids)
+    """
+
+    _init: Init
+    _seed: int
+    _owner: weakref.ref[Owner] | None
+    _label: str
+    _is_placed: bool
+
+    def __new__(
+        cls,
+        shape: Sequence[int],
+        init: Init = None,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        requires_grad: bool = True,
+    ) -> RowSparseParameter:
+        sizes = _checked_shape(shape)
+        scalar = torch.zeros((), dtype=dtype, device=device)
+        if str(scalar.dtype).removeprefix("torch.") not in ITEM_SIZE:
+            raise ConfigurationError(
+                f"a RowSparseParameter has dtype {', '.join(ITEM_SIZE)}, got {scalar.dtype}"
+            )
+        self: RowSparseParameter = torch.Tensor._make_subclass(cls, scalar.expand(sizes), requires_grad)
+        self._init = _checked_init(init, sizes)
+        self._seed = int(torch.randint(1 << 62, ())) if callable(init) else 0
+        self._owner, self._label, self._is_placed = None, "", False
+        return self
+
+    def row_sparse_data(self, row_ids: Any) -> Tensor:
+        """Fetch rows, after this worker's own steps, as a tensor of shape row_ids.shape + shape[1:]; blocks.
+
+        Its backward pass adds a coalesced row-sparse tensor to `grad`, in which repeated ids add up. The first use of
+        a Trainer makes its store and gives it the values, as a first step does, on all workers together.
+
+        Args:
+            row_ids: Whole numbers in any shape, on any device; none are possible.
+
+        Raises:
+            RowSparseError: there is no Trainer yet.
+            RowIdError: the table has no such rows.
+            KVStoreError: the store did not answer, or the Trainer is closed.
+        """
+        owner = self._owner() if self._owner is not None else None
+        if owner is None:
+            raise RowSparseError(
+                f"cannot get row_sparse data for {self._name()} when no Trainer is created with it; build the Trainer "
+                "first, and keep it"
+            )
+        ids = read_ids(self._name(), row_ids, self.shape[0])
+        wanted = torch.as_tensor(row_ids).detach().cpu().to(torch.int64)
+        rows = owner._row_sparse_pull(self, ids)
+        rows = rows.view(len(ids), *self.shape[1:]).to(self.device)
+        place = torch.searchsorted(ids, wanted)
+        gathered: Tensor = _Gather.apply(self, rows, ids, place)  # type: ignore[no-untyped-call]
+        return gathered
+
+    def detach(self) -> Tensor:
+        """All values, as a new tensor, which takes the memory of the whole table; what `state_dict()` saves."""
+        owner = self._owner() if self._owner is not None else None
+        if self._is_placed:
+            if owner is None:
+                raise RowSparseError(
+                    f"the values of {self._name()} were in the store of a Trainer that is gone"
+                )
+            rows = owner._row_sparse_pull(self, torch.arange(self.shape[0]))
+            return rows.view(self.shape).to(self.device)
+        return self._source()(0, self.numel()).view(self.shape).to(self.device, copy=True)
+
+    def copy_(self, source: Tensor, non_blocking: bool = False) -> RowSparseParameter:
+        """Take these as the values to begin with; what `load_state_dict` does.
+
+        Raises:
+            RowSparseError: the values are a Trainer's already.
+        """
+        if self._owner is not None and self._owner() is not None:
+            raise RowSparseError(
+                f"{self._name()} belongs to a Trainer, in whose store its values are; call "
+                "trainer.set_data({name: tensor}) on every worker instead"
+            )
+        self._init = _checked_init(source.detach().clone(), tuple(self.shape))
+        self._owner, self._is_placed = None, False
+        return self
+
+    def _claim(self, owner: Owner, name: str) -> None:
+        """Belong to a Trainer from now on; `check_claimable` has not raised."""
+        self._owner, self._label = weakref.ref(owner), name
+
+    def check_claimable(self, name: str) -> None:
+        """Raise RowSparseError if no new Trainer may have this parameter."""
+        if self._owner is not None and self._owner() is not None:
+            raise RowSparseError(
+                f"failed to set the trainer for Parameter {name!r} because it was already set: more than one trainer "
+                "for a row_sparse parameter is not supported"
+            )
+        if self._is_placed:
+            raise RowSparseError(
+                f"the values of row-sparse parameter {name!r} were in the store of a Trainer that is gone; give it "
+                "new ones first, by load_state_dict or parameter.copy_(tensor)"
+            )
+
+    def _place(self) -> None:
+        """The values are in the store from now on, and no longer here."""
+        self._init, self._is_placed = None, True
+
+    def _source(self) -> Callable[[int, int], Tensor]:
+        """(first element, number of elements) → these of the values to begin with, flat, on the CPU."""
+        init, dtype = self._init, self.dtype
+        if callable(init) and not isinstance(init, Tensor):
+            filled = torch.empty(self.shape, dtype=dtype)
+            with torch.random.fork_rng(devices=[]), torch.no_grad():
+                torch.manual_seed(self._seed)
+                init(filled)
+            init = filled
+        if isinstance(init, Tensor):
+            flat = init.detach().to("cpu", dtype).reshape(-1)
+            return lambda start, numel: flat[start : start + numel]
+        return lambda start, numel: torch.full((numel,), float(init or 0), dtype=dtype)
+
+    def _name(self) -> str:
+        return repr(self._label) if self._label else f"a RowSparseParameter of shape {list(self.shape)}"
+
+    def _moved(self, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+        """Where, or as which dtype, rows are to come: the elements are not here to be moved."""
+        scalar: Tensor = getattr(torch.zeros((), dtype=self.dtype, device=self.device), name)(*args, **kwargs)
+        if self._owner is not None and (scalar.dtype, scalar.device) != (self.dtype, self.device):
+            raise RowSparseError(
+                f"{self._name()} cannot become {scalar.dtype} on {scalar.device} while a Trainer has it; move the "
+                "model before building the Trainer"
+            )
+        return scalar.expand(self.shape)
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise RowSparseError(
+            f"{what} needs the elements of {self._name()}, which live in the store of its Trainer; work with the rows "
+            "that row_sparse_data(row_ids) returns"
+        )
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = getattr(func, "__name__", str(func))
+        attribute = getattr(getattr(func, "__self__", None), "__name__", "") if name == "__get__" else ""
+        with torch._C.DisableTorchFunctionSubclass():
+            mine = next((one for one in args if isinstance(one, cls)), None)
+            if mine is not None and name in _MOVES:
+                return mine._moved(name, args[1:], kwargs or {})
+            is_readable = name in ("__get__", "__set__", "__delete__") or name in _READABLE
+            if mine is not None and (not is_readable or attribute in _VIEWS):
+                mine._refuse(attribute or name)
+            if mine is None and not is_readable:
+                raise RowSparseError(
+                    f"{name} needs the elements of a RowSparseParameter, which are in a store"
+                )
+            return func(*args, **(kwargs or {}))
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return (
+            f"RowSparseParameter(shape={list(self.shape)}, dtype={self.dtype}, device={str(self.device)!r})"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RowSparseParameter:
+        if self._is_placed or self._owner is not None:
+            raise RowSparseError(
+                f"{self._name()} cannot be copied, because its values live in the store of its Trainer; copy the model "
+                "before building the Trainer, or copy the rows"
+            )
+        init = self._init.clone() if isinstance(self._init, Tensor) else self._init
+        made = type(self)(
+            tuple(self.shape), init, dtype=self.dtype, device=self.device, requires_grad=self.requires_grad
+        )
+        made._seed = self._seed
+        memo[id(self)] = made
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise RowSparseError(
+            f"{self._name()} cannot be pickled, because its values live in a store; save the module's state_dict(), "
+            "which fetches them"
+        )
+
+
+class _Gather(torch.autograd.Function):
+    """Distributes rows over their places; backwards, adds up what comes from the places of each row."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, rows: Tensor, ids: Tensor, place: Tensor) -> Tensor:
+        ctx.ids, ctx.place, ctx.shape = ids, place, tuple(parameter.shape)
+        return rows[place.to(rows.device)]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        flat = grad.reshape(ctx.place.numel(), *ctx.shape[1:])
+        summed = flat.float() if flat.dtype.itemsize < 4 else flat
+        place, values = coalesce_rows(ctx.place.reshape(-1).to(flat.device), summed, len(ctx.ids))
+        ids = ctx.ids.to(flat.device)[place]
+        sparse = torch.sparse_coo_tensor(
+            ids[None], values.to(grad.dtype), ctx.shape, is_coalesced=True, check_invariants=False
+        )
+        return sparse, None, None, None
+
+
+def _checked_shape(shape: Any) -> tuple[int, ...]:
+    sizes = tuple(shape) if isinstance(shape, list | tuple) else (shape,)
+    is_fit = all(isinstance(size, int) and not isinstance(size, bool) and size >= 0 for size in sizes)
+    if not is_fit or len(sizes) < 2:
+        raise ConfigurationError(
+            f"a RowSparseParameter needs a shape of two or more whole numbers, rows first; got {shape!r}"
+        )
+    return sizes
+
+
+def _checked_init(init: Any, shape: tuple[int, ...]) -> Init:
+    if isinstance(init, Tensor):
+        if tuple(init.shape) != shape or init.layout is not torch.strided or init.is_meta:
+            raise ConfigurationError(
+                f"a RowSparseParameter of shape {list(shape)} was given a {init.layout} tensor of shape "
+                f"{list(init.shape)} as its values; give a dense one of its shape"
+            )
+        return init
+    is_number = isinstance(init, Real) and not isinstance(init, bool)
+    if init is not None and not is_number and not callable(init):
+        raise ConfigurationError(
+            f"init of a RowSparseParameter is a number, a tensor, a function that fills a tensor, or None; got {init!r}"
+        )
+    return float(init) if is_number else init

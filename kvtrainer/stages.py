@@ -1,0 +1,182 @@
+"""The stages of a step, one by one; `pipeline` puts them in order."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from numbers import Real
+from typing import Any
+
+import torch
+import torch.optim
+
+from kvstore_server.hyper import effective_hypers
+from kvstore_server.optimizer import Optimizer
+from kvtrainer.errors import ConfigurationError, NoGradientWarning, StaleGradientError
+from kvtrainer.flat_optimizer import FlatOptimizer
+from kvtrainer.gradients import REPLACED
+from kvtrainer.layout import Layout
+from kvtrainer.local_update import LocalUpdate
+from kvtrainer.loss_scaler import LossScaler
+from kvtrainer.parameters import Group
+from kvtrainer.replicated_layout import ReplicatedLayout
+from kvtrainer.states import StateHolder
+from kvtrainer.store_choice import StoreChoice
+from kvtrainer.store_link import StoreLink
+
+
+class Stages(FlatOptimizer):
+    """Which gradients are new, what they are multiplied by, and updates in this process; over replicas too.
+
+    Args:
+        groups, optimizer, instance: as of FlatOptimizer.
+        choice: the store, and whether the optimizer runs in it.
+    """
+
+    loss_scaler: LossScaler | None = None
+    """What `kvtrainer.amp.init_trainer` sets. With one, a step in which a gradient overflows on any worker changes
+    nothing on any of them."""
+
+    def __init__(
+        self,
+        groups: list[Group],
+        optimizer: Optimizer,
+        instance: torch.optim.Optimizer | None,
+        choice: StoreChoice,
+    ) -> None:
+        self._link = StoreLink(choice)
+        self._effective: tuple[dict[str, Any], list[Any]] = ({}, [])
+        """The options of the last update in this process, and what they mean for each key."""
+        self._has_warned = False
+        super().__init__(groups, optimizer, instance)
+
+    def _update_here(self, present: Sequence[bool], scale: float) -> None:
+        options = self._options(present)
+        if options != self._effective[0]:
+            self._effective = (options, effective_hypers(self._layout.plan, self._optimizer, options))
+        layout, numbers = self._layout, self._effective[1]
+        places: list[tuple[Layout, LocalUpdate, Sequence[bool]]] = [(layout, self._local, present)]
+        if isinstance(layout, ReplicatedLayout) and self._link.exchange is None:
+            # Without a store each replica goes its own way.
+            updates = [self._local, *self._local_copies]
+            places = list(zip([layout, *layout.copies], updates, layout.own_present, strict=True))
+        for one, local, own in places:
+            local.apply(one.arena.weights, one.arena.grads, scale, own, numbers, one.rows)
+            one.arena.mark_updated(own)
+        if self._link.exchange is not None:
+            self._share_weights(present)
+
+    def _gather(self, fresh: Sequence[bool]) -> None:
+        """Copy new gradients into the arena; where there is a store, those of replicas are summed at once."""
+        layout = self._layout
+        layout.gather_grads(fresh)
+        if isinstance(layout, ReplicatedLayout) and self._link.exchange is not None:
+            # What overflows cannot be compressed; its sum overflows as well, which is a veto.
+            is_plain = self._link.replicas is None or self._overflows()
+            layout.sum_replicas(None if is_plain else self._link.replicas)
+
+    def _share_weights(self, present: Sequence[bool] | None = None) -> None:
+        if isinstance(self._layout, ReplicatedLayout):
+            self._layout.share_weights(present)
+
+    def _num_addends(self) -> int:
+        """How many gradients of a parameter meet in a round: of all replicas of all workers."""
+        is_alone = self._link.exchange is None
+        return 1 if is_alone else self._link.num_workers * (1 + len(self._layout.copies))
+
+    def _refuse_unsummed(self) -> None:
+        if self._layout.copies and self._link.exchange is not None:
+            raise ConfigurationError(
+                f"update() found gradients of {1 + len(self._layout.copies)} replicas that were not summed; call "
+                "allreduce_grads() before it, or step() instead of both"
+            )
+
+    def _fresh(self, is_strict: bool, summed: list[bool] | None = None) -> list[bool]:
+        """Which parameters have a new gradient; after `allreduce_grads`, `summed` says so.
+
+        Raises:
+            StaleGradientError: `is_strict`, and one that should has none.
+        """
+        self._link.check_open()
+        self._settle()
+        self._follow_instance()
+        tracker = self._layout.tracker
+        tracker.attach()
+        if is_strict:
+            try:
+                return tracker.fresh_or_raise(summed)
+            except StaleGradientError:
+                # Gradients do not come back to parameters that were moved, which is then what has to be said.
+                self._layout.check_in_place()
+                raise
+        fresh = tracker.fresh(tracker.participating()) if summed is None else summed
+        if not any(fresh):
+            self._layout.check_in_place()
+        return fresh
+
+    def _warn_of_no_gradient(self) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"step() gives nothing: none of the {len(self._layout.names)} parameters got a gradient since the "
+                f"last step. {REPLACED} If it is meant, pass ignore_stale_grad=True. This is said once",
+                NoGradientWarning,
+                stacklevel=4,
+            )
+
+    def _options(self, coming: Sequence[bool]) -> dict[str, Any]:
+        """The numbers of an update of these keys, checked; other workers may add keys to it."""
+        self._schedule.apply(self.param_groups, coming if self._link.num_workers == 1 else None)
+        return self._checked_options()
+
+    def _overflows(self) -> bool:
+        """Whether there is a loss scaler and a gradient in the arena is infinite or not a number."""
+        return self.loss_scaler is not None and not self._layout.grads_are_finite()
+
+    def _scale(self, batch_size: float | None) -> float:
+        """What gradients are multiplied by, before the mean over workers and without the loss scale."""
+        if batch_size is None:
+            return self._optimizer.rescale_grad
+        is_number = isinstance(batch_size, Real) and not isinstance(batch_size, bool)
+        if not is_number or not 0 < batch_size < math.inf:
+            raise ConfigurationError(f"the batch size must be a number above 0, got {batch_size!r}")
+        return self._optimizer.rescale_grad / float(batch_size)
+
+    def _loss_factor(self) -> float:
+        """What undoes the loss scale that the present gradients carry."""
+        return 1.0 if self.loss_scaler is None else self.loss_scaler.factor
+
+    def _refuse_in_store(self, method: str) -> None:
+        self._decide()
+        if not self._link.choice.allows_halves:
+            raise ConfigurationError(
+                f"{method} has no meaning while the optimizer runs in the kvstore; build the Trainer with "
+                "update_on_kvstore=False"
+            )
+
+    def _prepare(self) -> bool:
+        """Make the store and give every worker rank 0's weights; once, collectively. Returns whether it was now."""
+        self._decide()
+        is_first = self._link.start(self._layout, self._optimizer)
+        if is_first:
+            if self._link.exchange is not None:
+                self._share_weights()
+            self._layout.accept_writes()
+            self._hand_over_states()
+        return is_first
+
+    def _decide(self) -> None:
+        """Where the optimizer runs, if that was left open until the first gradients are there."""
+        if self._link.choice.is_open:
+            layouts = (self._layout, *self._layout.copies)
+            grads = [p.grad for layout in layouts for p in layout.parameters]
+            self._link.choice.decide(any(grad is not None and grad.is_sparse for grad in grads))
+
+    def _holder(self) -> StateHolder | None:
+        if self._link.choice.updates_weights:
+            return self._link.holder
+        return self._local if self._layout.is_settled else None
+
+    def _can_grow(self) -> bool:
+        return self._link.exchange is None

@@ -1,0 +1,114 @@
+"""Replicas on CUDA devices, and ranks of an NCCL group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.nn import Parameter
+
+from kvtrainer import Trainer, kvstore
+from kvtrainer.errors import ConfigurationError
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device"),
+]
+TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+PLACES = pytest.mark.parametrize(
+    "devices",
+    [["cuda:0", "cuda:0"], ["cuda:0", "cpu"], pytest.param(["cuda:0", "cuda:1"], marks=TWO_GPUS)],
+    ids=str,
+)
+
+
+def replicas(devices: Sequence[str]) -> list[Parameter]:
+    return [Parameter(torch.zeros(300, device=device)) for device in devices]
+
+
+def backward(parameters: Sequence[Parameter], slopes: Sequence[float]) -> None:
+    for p, slope in zip(parameters, slopes, strict=True):
+        (p * slope).sum().backward()
+
+
+@PLACES
+@pytest.mark.parametrize("in_store", [True, False])
+def test_replicas_are_summed_and_updated_alike(devices: list[str], in_store: bool) -> None:
+    w = replicas(devices)
+    options = {"learning_rate": 1.0, "momentum": 0.5}
+    trainer = Trainer([w], "sgd", options, kvstore="device", update_on_kvstore=in_store)
+    for expected in (-3.0, -7.5):
+        backward(w, [1.0, 2.0])
+        trainer.step(1)
+        assert [p.unique().tolist() for p in w] == [[expected]] * 2
+    assert [str(p.device) for p in w] == devices
+
+
+@PLACES
+def test_replicas_are_compressed_one_by_one(devices: list[str]) -> None:
+    w = replicas(devices)
+    params = {"type": "2bit", "threshold": 0.5}
+    trainer = Trainer([w], "sgd", {"lr": 1.0}, kvstore="device", compression_params=params)
+    for expected in (0.0, -1.0, -1.0, -2.0):
+        backward(w, [0.3, 0.3])
+        trainer.step(1)
+        assert [p.unique().tolist() for p in w] == [[expected]] * 2
+
+
+@PLACES
+@pytest.mark.parametrize("in_store", [True, False])
+def test_rows_of_replicas_are_summed(devices: list[str], in_store: bool) -> None:
+    nets = [torch.nn.Embedding.from_pretrained(torch.zeros(6, 2), freeze=False, sparse=True) for _ in devices]
+    nets = [net.to(device) for net, device in zip(nets, devices, strict=True)]
+    trainer = Trainer([[net.weight for net in nets]], "sgd", {"lr": 1.0}, update_on_kvstore=in_store)
+    for net, ids in zip(nets, ([1, 1, 2], [2, 5]), strict=True):
+        net(torch.tensor(ids, device=net.weight.device)).sum().backward()
+    trainer.step(1)
+    for net in nets:
+        assert net.weight[:, 0].tolist() == [0, -2, -2, 0, 0, -1]
+
+
+def test_nccl_sums_replicas_and_refuses_what_it_cannot() -> None:
+    w = replicas(["cuda:0", "cuda:0"])
+    trainer = Trainer([w], "sgd", {"lr": 1.0}, kvstore="nccl")
+    backward(w, [1.0, 2.0])
+    trainer.step(1)
+    assert [p.unique().tolist() for p in w] == [[-3.0]] * 2
+    kv: Any = kvstore.create("nccl")
+    with pytest.raises(ConfigurationError, match="CUDA tensors only"):
+        kv.init("w", torch.zeros(2))
+    with pytest.raises(ConfigurationError, match="compression is not supported"):
+        kv.set_gradient_compression({"type": "2bit"})
+
+
+def rank_of_group(rank: int, meeting: str, folder: str) -> None:
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", init_method=meeting, rank=rank, world_size=2)
+    found: dict[str, Any] = {}
+    for name in ("device", "nccl"):
+        w = [Parameter(torch.full((300,), float(rank), device="cuda"))]
+        trainer = Trainer(w, "sgd", {"lr": 1.0}, kvstore=name)
+        backward(w, [rank + 1.0])
+        trainer.step(1)
+        found[name] = w[0].detach().cpu().unique()
+    net = torch.nn.Embedding.from_pretrained(torch.zeros(6, 2), freeze=False, sparse=True).cuda()
+    trainer = Trainer(net.parameters(), "sgd", {"lr": 1.0})
+    net(torch.tensor([rank, 5], device="cuda")).sum().backward()
+    trainer.step(1)
+    found["rows"] = net.weight[:, 0].detach().cpu()
+    torch.save(found, Path(folder) / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+@TWO_GPUS
+def test_ranks_of_an_nccl_group_train_alike(tmp_path: Path) -> None:
+    mp.spawn(rank_of_group, (f"file://{tmp_path}/meeting", str(tmp_path)), nprocs=2)
+    for rank in range(2):
+        found = torch.load(tmp_path / f"{rank}.pt")
+        assert found["device"].tolist() == found["nccl"].tolist() == [-3.0]
+        assert found["rows"].tolist() == [-1, -1, 0, 0, 0, -2]

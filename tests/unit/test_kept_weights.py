@@ -1,0 +1,225 @@
+"""Weights that a worker keeps from round to round, of which only the changed rows come: always those of the store.
+
+Two workers and one to three engines, without sockets. After every round the arena of each worker is compared with
+weights that are fetched whole.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvstore_server.admission import EngineConfig
+from kvstore_server.engine import Engine
+from kvstore_server.errors import KVStoreError
+from kvstore_server.hyper import pack_hypers
+from kvstore_server.optimizer import Optimizer, create, register, registry
+from kvstore_server.optimizer.base import StateValue
+from kvstore_server.plan import TensorSpec
+from kvstore_server.protocol import messages as m
+from kvstore_server.reduction import RowSet
+from kvtrainer.comm.client import Client
+from kvtrainer.comm.tickets import RemoteTable, RoundItem
+from tests.support.switchboard import connected
+
+SPECS = [
+    TensorSpec("big", (6_000, 9), "float32"),
+    TensorSpec("small", (50, 4), "float32"),
+    TensorSpec("head", (13, 3), "float32"),
+    TensorSpec("half", (900, 16), "float16"),
+    TensorSpec("long rows", (2, 300_001), "float32"),
+]
+SPARSE = (0, 1, 3)
+
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "sgd": {"lazy_update": True, "momentum": 0.9, "wd": 0.01, "multi_precision": True},
+    "adam": {"lazy_update": True},
+    "adagrad": {},
+    "groupadagrad": {},
+    "torch:SGD": {"momentum": 0.9},
+    "torch:Adagrad": {},
+    "rmsprop": {},
+    "fussy": {},
+}
+"""Lazy ones by slices and by keys, torch's with and without momentum, one that moves all rows, one that raises."""
+
+
+@pytest.fixture(autouse=True)
+def fussy() -> Iterator[None]:
+    """Plain lazy SGD that raises on gradients above 100, after it has written some weights."""
+
+    class Fussy(Optimizer):
+        may_raise = True
+
+        def updates_rows(self, hyper: Mapping[str, Any]) -> bool:
+            return True
+
+        def update(
+            self, weight: Tensor, grad: Tensor, state: dict[str, StateValue], hyper: Mapping[str, Any]
+        ) -> None:
+            weight.sub_(grad)
+            if bool((grad > 100).any()):
+                raise ValueError("gradient above 100")
+
+    register(Fussy)
+    yield
+    del registry._registry["fussy"]
+
+
+class Job:
+    """Both workers, each with the arena that it keeps."""
+
+    def __init__(self, servers: int, optimizer: str) -> None:
+        built = create(optimizer, learning_rate=0.1, **OPTIMIZERS[optimizer])
+        engines = [Engine(EngineConfig(server=i, num_servers=servers)) for i in range(servers)]
+        self.clients: list[Client] = connected(engines, 2)
+        self.tables: list[RemoteTable] = []
+        for client in self.clients:
+            client.set_optimizer(built.spec())
+            self.tables += client.register({"t": SPECS}, whole_keys=not built.elementwise)
+        self.hyper = pack_hypers([dict(built.plain_hyper())], {}, {}, True)
+        self.arenas = [self.empty(), self.empty()]
+        gen = torch.Generator().manual_seed(0)
+        start = {name: torch.rand(len(flat), generator=gen).to(flat) for name, flat in self.empty().items()}
+        self.play([RoundItem(self.tables[0], start, self.arenas[0], is_kept=True), self.item(1, None)])
+
+    def empty(self) -> dict[str, Tensor]:
+        sizes = self.tables[0].plan.arena_sizes
+        return {name: torch.zeros(size, dtype=getattr(torch, name)) for name, size in sizes.items()}
+
+    def item(self, rank: int, values: Mapping[str, Tensor] | None, **options: Any) -> RoundItem:
+        return RoundItem(self.tables[rank], values, self.arenas[rank], is_kept=True, **options)
+
+    def play(self, items: list[RoundItem]) -> list[KVStoreError | None]:
+        tickets = [c.rounds.start([item], self.hyper) for c, item in zip(self.clients, items, strict=True)]
+        errors: list[KVStoreError | None] = []
+        for client, ticket in zip(self.clients, tickets, strict=True):
+            try:
+                client.rounds.wait(ticket)
+                errors.append(None)
+            except KVStoreError as error:
+                errors.append(error)
+        return errors
+
+    def check(self) -> None:
+        held = self.empty()
+        self.clients[0].rounds.pull([(self.tables[0], held)])
+        plan = self.tables[0].plan
+        for arena in self.arenas:
+            for spec, at in zip(SPECS, plan.key_offsets, strict=True):
+                mine, theirs = arena[spec.dtype], held[spec.dtype]
+                assert torch.equal(mine[at : at + spec.numel], theirs[at : at + spec.numel]), spec.key
+
+
+def random_rows(rng: random.Random, key: int) -> RowSet:
+    spec = SPECS[key]
+    ids = sorted(rng.sample(range(spec.shape[0]), rng.choice([0, 1, 5, 40])))
+    values = torch.full((len(ids), spec.shape[1]), 0.5, dtype=getattr(torch, spec.dtype))
+    return RowSet(torch.tensor(ids, dtype=torch.int64), values)
+
+
+def played(job: Job, rng: random.Random) -> str:
+    """One random round; says which kind it was."""
+    kind = rng.choice(["rows"] * 6 + ["dense", "veto", "assign", "disagree", "raise"])
+    everything = frozenset(range(len(SPECS)))
+    grads = {name: torch.full_like(flat, 0.25) for name, flat in job.arenas[0].items()}
+    if kind == "assign":
+        flat = {name: torch.full_like(flat, rng.random()) for name, flat in grads.items()}
+        job.play([job.item(0, flat, assign=True), job.item(1, None, assign=True)])
+    elif kind == "disagree":
+        errors = job.play([job.item(0, grads, assign=True), job.item(1, grads)])
+        assert None not in errors
+    elif kind == "veto":
+        job.play([job.item(0, grads, rescale=1.0), job.item(1, grads, rescale=1.0, veto=True)])
+    elif kind == "dense":
+        absent = frozenset(rng.sample(sorted(everything), 2))
+        job.play([job.item(rank, grads, rescale=1.0, absent=absent) for rank in range(2)])
+    else:
+        scale = 1000.0 if kind == "raise" else 1.0
+        items = []
+        for rank in range(2):
+            rows = {key: random_rows(rng, key) for key in SPARSE if rng.random() < 0.8}
+            others = {2, 4} if rng.random() < 0.1 else set()
+            items.append(
+                job.item(rank, grads, rescale=scale, absent=everything - set(rows) - others, rows=rows)
+            )
+        job.play(items)
+    return kind
+
+
+@pytest.mark.parametrize("servers", [1, 2, 3])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_every_round_leaves_the_weights_of_the_store(optimizer: str, servers: int) -> None:
+    job, rng = Job(servers, optimizer), random.Random(servers)
+    job.check()
+    for _ in range(25):
+        played(job, rng)
+        job.check()
+
+
+class Dropping:
+    """A transport that loses, now and then, a reply with weights."""
+
+    def __init__(self, inner: Any, rng: random.Random) -> None:
+        self._inner, self._rng = inner, rng
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def receive(self, timeout: float) -> tuple[int, m.Reply] | None:
+        got: tuple[int, m.Reply] | None = self._inner.receive(timeout)
+        if got is not None and isinstance(got[1].body, m.Weights) and self._rng.random() < 0.5:
+            parts = got[1].body.parts
+            kept = tuple(part for part in parts if self._rng.random() < 0.5)
+            return got[0], m.Reply(got[1].number, m.Weights(kept))
+        return got
+
+
+def test_lost_replies_are_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    job, rng = Job(2, "sgd"), random.Random(5)
+    for client in job.clients:
+        session = client._session
+        monkeypatch.setattr(session, "_transport", Dropping(session._transport, rng))
+        monkeypatch.setattr(session, "is_silent", lambda *_: True)
+    for _ in range(20):
+        played(job, rng)
+    for client in job.clients:
+        monkeypatch.setattr(client._session, "_transport", client._session._transport._inner)
+    job.check()
+
+
+def parts_of(job: Job, items: list[RoundItem]) -> dict[int, m.WeightsPart]:
+    """Slice → what comes back to rank 0 in a round."""
+    replies: dict[int, m.WeightsPart] = {}
+    rounds = job.clients[0].rounds
+    take = rounds._take_part
+
+    def note(ticket: Any, server: int, part: m.WeightsPart) -> None:
+        replies[part.slice] = part
+        take(ticket, server, part)
+
+    rounds._take_part = note  # type: ignore[method-assign]
+    job.play(items)
+    return replies
+
+
+def test_what_comes_back_is_rows_whole_keys_or_nothing() -> None:
+    job = Job(1, "sgd")
+    job.play([job.item(rank, {}, rescale=1.0, absent=frozenset(range(5))) for rank in range(2)])
+    grads = {name: torch.ones_like(flat) for name, flat in job.arenas[0].items()}
+    rows = {0: RowSet(torch.tensor([3, 5_999]), torch.ones(2, 9))}
+    items = [job.item(rank, grads, rescale=1.0, absent=frozenset({1, 3, 4}), rows=rows) for rank in range(2)]
+    parts = parts_of(job, items)
+    plan = job.tables[0].plan
+    sizes = {tuple(SPECS[s.key].key for s in plan.slices[i].segments): parts[i].payload.nbytes for i in parts}
+    assert all(part.kind == m.ROWS for part in parts.values())
+    # The bucket: two rows of nine numbers with their ids, and 39 numbers, each with 16 bytes about it and 8 before all.
+    assert sizes["big", "small", "head"] == 8 + (16 + 8 + 72) + (16 + 160)
+    assert sizes["half",] == 0
+    assert sizes["long rows",] == 0
+    job.check()

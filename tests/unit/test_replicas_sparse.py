@@ -1,0 +1,112 @@
+"""Row-sparse gradients, and third-party stores, of parameters with replicas."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from kvtrainer import Trainer, kvstore
+from kvtrainer.errors import (
+    ConfigurationError,
+)
+from tests.support.replica_training import backward, embedding, replicas, values
+
+
+@pytest.mark.parametrize("in_store", [None, True, False])
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_row_sparse_gradients_of_replicas_are_summed_by_row(optimizer: str, in_store: bool | None) -> None:
+    nets = embedding(3)
+    [oracle] = embedding(1)
+    options = {"learning_rate": 0.1}
+    trainer = Trainer([[net.weight for net in nets]], optimizer, options, update_on_kvstore=in_store)
+    single = Trainer([oracle.weight], optimizer, options, kvstore=None)
+    for step in range(3):
+        ids = [torch.tensor([step, 1, 1]), torch.tensor([7, 1 + step]), torch.tensor([19])]
+        for net, own in zip(nets, ids, strict=True):
+            net(own).square().sum().backward()
+        oracle(torch.cat(ids)).square().sum().backward()
+        trainer.step(2)
+        single.step(2)
+        assert all(torch.equal(net.weight, nets[0].weight) for net in nets)
+        assert torch.allclose(nets[0].weight, oracle.weight, atol=1e-6)
+
+
+def test_summed_rows_can_be_clipped_before_the_update() -> None:
+    nets = embedding(2)
+    before = nets[0].weight.detach().clone()
+    trainer = Trainer([[net.weight for net in nets]], "sgd", {"lr": 1.0}, update_on_kvstore=False)
+    nets[0](torch.tensor([2, 3])).sum().backward()
+    nets[1](torch.tensor([3, 9])).sum().backward()
+    trainer.allreduce_grads()
+    for net in nets:
+        grad = net.weight.grad
+        assert grad is not None
+        assert grad.is_sparse
+        assert grad.to_dense()[:, 0].nonzero().flatten().tolist() == [2, 3, 9]
+        assert grad.to_dense()[3].tolist() == [2.0] * 4
+        grad.mul_(0.5)
+    trainer.update(1)
+    expected = before.clone()
+    expected[[2, 9]] -= 0.5
+    expected[3] -= 1.0
+    assert all(torch.allclose(net.weight, expected) for net in nets)
+
+
+def test_dense_gradient_of_one_replica_makes_the_sum_dense() -> None:
+    nets = embedding(2)
+    before = nets[0].weight.detach().clone()
+    trainer = Trainer([[net.weight for net in nets]], "sgd", {"lr": 1.0})
+    nets[0](torch.tensor([2])).sum().backward()
+    nets[1].weight.grad = torch.full((20, 4), 0.5)
+    trainer.step(1)
+    expected = before - 0.5
+    expected[2] -= 1.0
+    assert all(torch.allclose(net.weight, expected) for net in nets)
+
+
+@pytest.mark.parametrize(("asked", "updates"), [(None, False), (True, True), (False, False)])
+def test_row_sparse_gradients_leave_the_update_to_the_trainer(asked: bool | None, updates: bool) -> None:
+    nets = embedding(2)
+    trainer = Trainer([[net.weight for net in nets]], "sgd", kvstore="local", update_on_kvstore=asked)
+    for net in nets:
+        net(torch.tensor([1])).sum().backward()
+    trainer.step(1)
+    assert trainer.kvstore is not None
+    if updates:
+        with pytest.raises(ConfigurationError, match="no meaning"):
+            trainer.allreduce_grads()
+    else:
+        trainer.allreduce_grads()
+
+
+class Adder(kvstore.KVStoreBase):
+    """A plug-in: one worker, whose sums are what it gave."""
+
+    type, rank, num_workers = "adder", 0, 1
+
+    def broadcast(self, key: Any, value: Any, out: Any, priority: int = 0) -> None:
+        out.copy_(value)
+
+    def pushpull(self, key: Any, value: Any, out: Any = None, priority: int = 0) -> None:
+        (value if out is None else out).copy_(value)
+
+
+def test_plug_in_gets_sums_of_replicas() -> None:
+    w = replicas()
+    trainer = Trainer([w], "sgd", {"lr": 1.0}, kvstore=Adder())
+    backward(w)
+    trainer.step(1)
+    assert values(w) == [-2.0, -2.0]
+    with pytest.raises(ConfigurationError, match="cannot run a Trainer's optimizer"):
+        Trainer([replicas()], "sgd", kvstore=Adder(), update_on_kvstore=True)
+
+
+def test_plug_in_refuses_row_sparse_gradients() -> None:
+    nets = embedding(2)
+    trainer = Trainer([[net.weight for net in nets]], "sgd", kvstore=Adder())
+    for net in nets:
+        net(torch.tensor([1])).sum().backward()
+    with pytest.raises(ConfigurationError, match="'adder' sums dense gradients only"):
+        trainer.step(1)

@@ -1,0 +1,256 @@
+"""Row-sparse values in the kvstore verbs: pushes of some rows, and pulls of some rows, in process and on engines."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import kvtrainer
+from kvtrainer.errors import (
+    ConfigurationError,
+    KeyNotFoundError,
+    RowIdError,
+    ShapeMismatchError,
+    SparsePullWarning,
+)
+from kvtrainer.kvstore import LocalKVStore
+from kvtrainer.kvstore.store import TableKVStore
+from tests.support.engines import client_of
+
+Make = Callable[[], TableKVStore]
+STORES = [
+    pytest.param(LocalKVStore, id="local"),
+    pytest.param(lambda: TableKVStore("engines", client_of(3)), id="3-servers"),
+]
+BIG = (1200, 120)
+"""Some slices of 64 KiB."""
+
+
+def rows(shape: tuple[int, ...], ids: list[int], values: Any, dtype: torch.dtype = torch.float32) -> Tensor:
+    """A sparse tensor, not coalesced; `values` are broadcast over the rows."""
+    full = torch.zeros(len(ids), *shape[1:], dtype=dtype) + torch.as_tensor(values, dtype=dtype)
+    return torch.sparse_coo_tensor(torch.tensor([ids], dtype=torch.int64), full, shape, check_invariants=True)
+
+
+def store_with(make: Make, **values: Tensor) -> TableKVStore:
+    kv = make()
+    kv.init(list(values), list(values.values()))
+    return kv
+
+
+def everything(
+    kv: TableKVStore, key: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32
+) -> Tensor:
+    out = torch.full(shape, float("nan"), dtype=dtype)
+    kv.pull(key, out=out)
+    return out
+
+
+@pytest.mark.parametrize("make", STORES)
+@pytest.mark.parametrize("shape", [(4, 4), BIG, (5, 2, 3), (3, 300_001)])
+def test_without_an_optimizer_the_pushed_rows_replace_the_value(make: Make, shape: tuple[int, ...]) -> None:
+    kv = store_with(make, w=torch.ones(shape))
+    kv.push("w", rows(shape, [2, 0, 2], 3.0))
+    expected = torch.zeros(shape)
+    expected[0], expected[2] = 3.0, 6.0
+    assert torch.equal(everything(kv, "w", shape), expected)
+
+
+@pytest.mark.parametrize("make", STORES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_an_optimizer_adds_the_rows_of_every_push(make: Make, dtype: torch.dtype) -> None:
+    kv = store_with(make, w=torch.ones(BIG, dtype=dtype))
+    kv.set_optimizer(kvtrainer.optimizer.create("test", learning_rate=-1.0, rescale_grad=2.0))
+    for _ in range(3):
+        kv.push("w", rows(BIG, [7, 7, 1199], 1.0, dtype))
+    expected = torch.ones(BIG, dtype=dtype)
+    expected[7] += 3 * 2 * 2
+    expected[1199] += 3 * 2
+    assert torch.equal(everything(kv, "w", BIG, dtype), expected)
+
+
+@pytest.mark.parametrize("make", STORES)
+def test_replicas_dense_and_sparse_are_summed(make: Make) -> None:
+    kv = store_with(make, a=torch.zeros(4, 2), b=torch.zeros(4, 2))
+    kv.push(
+        ["a", "b"],
+        [[rows((4, 2), [1, 1], 1.0), rows((4, 2), [3], 5.0)], [rows((4, 2), [1], 1.0), torch.ones(4, 2)]],
+    )
+    assert everything(kv, "a", (4, 2))[:, 0].tolist() == [0, 2, 0, 5]
+    assert everything(kv, "b", (4, 2))[:, 0].tolist() == [1, 2, 1, 1]
+
+
+def test_half_precision_is_summed_in_float32() -> None:
+    kv = store_with(LocalKVStore, w=torch.zeros(2, 1, dtype=torch.float16))
+    # 2048 + 1 is 2048 in float16; eight ones are not lost when they are added up first, or exactly.
+    kv.push("w", rows((2, 1), [0] * 9, torch.tensor([[2048.0]] + [[1.0]] * 8), torch.float16))
+    assert everything(kv, "w", (2, 1), torch.float16).flatten().tolist() == [2056, 0]
+
+
+@pytest.mark.parametrize("make", STORES)
+def test_no_rows_at_all_are_a_contribution_too(make: Make) -> None:
+    kv = store_with(make, w=torch.ones(BIG))
+    kv.set_optimizer(kvtrainer.optimizer.create("sgd", learning_rate=0.5, wd=1.0))
+    kv.push("w", rows(BIG, [], 1.0))
+    assert torch.equal(everything(kv, "w", BIG), torch.full(BIG, 0.5))
+
+
+def test_a_key_is_initialised_by_a_sparse_value_also_by_zeros() -> None:
+    kv = store_with(LocalKVStore, w=rows((3, 2), [1, 1], 2.0), zero=rows((3, 2), [], 0.0))
+    assert everything(kv, "w", (3, 2)).tolist() == [[0, 0], [4, 4], [0, 0]]
+    assert everything(kv, "zero", (3, 2)).count_nonzero() == 0
+
+
+@pytest.mark.parametrize("make", STORES)
+def test_pushpull_of_rows_writes_the_whole_value(make: Make) -> None:
+    kv = store_with(make, w=torch.ones(BIG))
+    kv.set_optimizer(kvtrainer.optimizer.create("test", learning_rate=-1.0))
+    out = torch.empty(BIG)
+    kv.pushpull("w", rows(BIG, [3], 4.0), out=out)
+    assert out[:, 0].tolist() == [1, 1, 1, 5] + [1] * 1196
+    with pytest.raises(ConfigurationError, match="is sparse, but all of the key is written to it"):
+        kv.pushpull("w", rows(BIG, [3], 4.0))
+
+
+def test_an_updater_is_given_the_rows_as_a_dense_sum() -> None:
+    kv = store_with(LocalKVStore, w=torch.ones(4, 2))
+    kv.set_updater(lambda key, merged, stored: stored.add_(merged, alpha=10))
+    kv.push("w", rows((4, 2), [2], 1.0))
+    assert everything(kv, "w", (4, 2))[:, 0].tolist() == [1, 1, 11, 1]
+
+
+def test_sparse_replicas_are_not_compressed() -> None:
+    kv = LocalKVStore("device")
+    kv.set_gradient_compression({"type": "2bit", "threshold": 0.5})
+    kv.init("w", torch.zeros(4, 1))
+    kv.push("w", [rows((4, 1), [1], 0.3), rows((4, 1), [2], 0.2)])
+    assert everything(kv, "w", (4, 1)).flatten().tolist() == pytest.approx([0, 0.3, 0.2, 0])
+
+
+ID_FORMS = {
+    "int64": torch.tensor([5, 1, 5]),
+    "2-d int16": torch.tensor([[5], [1]], dtype=torch.int16),
+    "uint8": torch.tensor([1, 5], dtype=torch.uint8),
+    "whole floats": torch.tensor([5.0, 1.0, 1.0]),
+    "a list": [5, 1],
+    "numpy": np.array([[1, 5]], dtype=np.uint32),
+}
+
+
+@pytest.mark.parametrize("make", STORES)
+@pytest.mark.parametrize("form", ID_FORMS)
+def test_row_sparse_pull_gives_the_unique_rows(make: Make, form: str) -> None:
+    value = torch.arange(24.0).view(6, 4)
+    kv = store_with(make, w=value)
+    found = kv.row_sparse_pull("w", row_ids=ID_FORMS[form])
+    assert isinstance(found, Tensor)
+    assert found.is_coalesced()
+    assert found.shape == value.shape
+    assert found.indices().tolist() == [[1, 5]]
+    assert torch.equal(found.values(), value[[1, 5]])
+
+
+@pytest.mark.parametrize("make", STORES)
+@pytest.mark.parametrize("shape", [BIG, (40, 7, 301), (3, 300_001)])
+def test_rows_of_every_slice_come_from_where_they_are(make: Make, shape: tuple[int, ...]) -> None:
+    value = torch.rand(shape)
+    kv = store_with(make, w=value)
+    ids = torch.randint(shape[0], (200,), generator=torch.Generator().manual_seed(0))
+    dense, sparse = torch.full(shape, 9.0), rows(shape, [0], 1.0)
+    kv.row_sparse_pull("w", out=[dense, sparse], row_ids=ids)
+    expected = torch.zeros(shape)
+    expected[ids] = value[ids]
+    assert torch.equal(dense, expected)
+    assert torch.equal(sparse.to_dense(), expected)
+
+
+@pytest.mark.parametrize("make", STORES)
+def test_no_ids_give_no_rows_and_zeros(make: Make) -> None:
+    kv = store_with(make, w=torch.ones(4, 2))
+    out = torch.ones(4, 2)
+    found = kv.row_sparse_pull("w", out=out, row_ids=[])
+    assert isinstance(found, Tensor)
+    assert found.values().shape == (0, 2)
+    assert out.count_nonzero() == 0
+
+
+def test_each_out_may_have_ids_of_its_own() -> None:
+    kv = store_with(LocalKVStore, w=torch.arange(4.0).view(4, 1))
+    outs = [torch.zeros(4, 1, dtype=torch.float64), torch.zeros(4, 1)]
+    found = kv.row_sparse_pull("w", out=outs, row_ids=[torch.tensor([1]), torch.tensor([3, 2])])
+    assert [out.flatten().tolist() for out in outs] == [[0, 1, 0, 0], [0, 0, 2, 3]]
+    assert [one.indices().tolist() for one in found] == [[[1]], [[2, 3]]]
+
+
+def test_a_list_of_keys_gives_a_list_with_one_set_of_ids_or_one_each() -> None:
+    kv = store_with(LocalKVStore, a=torch.arange(3.0).view(3, 1), b=torch.arange(3.0).view(3, 1) + 10)
+    shared = kv.row_sparse_pull(["a", "b"], row_ids=torch.tensor([2]))
+    assert [one.values().item() for one in shared] == [2, 12]
+    outs = [torch.zeros(3, 1), torch.zeros(3, 1)]
+    kv.row_sparse_pull(["a", "b"], out=outs, row_ids=[torch.tensor([1]), torch.tensor([0])])
+    assert [out.flatten().tolist() for out in outs] == [[0, 1, 0], [10, 0, 0]]
+
+
+def test_a_pull_of_rows_sees_ones_own_push() -> None:
+    kv = store_with(LocalKVStore, w=torch.ones(4, 1))
+    kv.push("w", rows((4, 1), [1], 5.0))
+    assert kv.row_sparse_pull("w", row_ids=[1]).values().item() == 5
+
+
+def test_pull_leaves_sparse_tensors_alone_and_warns_once() -> None:
+    kv = store_with(LocalKVStore, w=torch.ones(4, 1), x=torch.ones(2, 1))
+    sparse, dense = rows((4, 1), [0], 2.0), torch.zeros(2, 1)
+    with pytest.warns(SparsePullWarning, match=r"'w'.* has been ignored; use row_sparse_pull"):
+        kv.pull(["w", "x"], out=[sparse, dense])
+    assert sparse.to_dense().flatten().tolist() == [2, 0, 0, 0]
+    assert dense.flatten().tolist() == [1, 1]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        kv.pull("w", out=sparse)
+    with pytest.raises(ConfigurationError, match="use row_sparse_pull"):
+        kv.pull("w", out=sparse, ignore_sparse=False)
+
+
+WRONG: dict[str, tuple[Callable[[TableKVStore], object], type[Exception], str]] = {
+    "id too high": (lambda kv: kv.row_sparse_pull("w", row_ids=[3, 4, 9, 1]), RowIdError, r"rows 0 to 3.* 4, 9$"),
+    "negative id": (lambda kv: kv.row_sparse_pull("w", row_ids=torch.tensor([-1])), RowIdError, "-1"),
+    "a broken id": (lambda kv: kv.row_sparse_pull("w", row_ids=torch.tensor([0.5])), ConfigurationError, "whole"),
+    "booleans": (lambda kv: kv.row_sparse_pull("w", row_ids=torch.tensor([True])), ConfigurationError, "whole"),
+    "no ids": (lambda kv: kv.row_sparse_pull("w"), ConfigurationError, "row_ids=…"),
+    "text": (lambda kv: kv.row_sparse_pull("w", row_ids="12"), ConfigurationError, "whole numbers"),
+    "unknown key": (lambda kv: kv.row_sparse_pull("no", row_ids=[0]), KeyNotFoundError, "'no'"),
+    "other kind of key": (lambda kv: kv.row_sparse_pull(3, row_ids=[0]), ConfigurationError, "str keys"),
+    "vector": (lambda kv: kv.row_sparse_pull("v", row_ids=[0]), ShapeMismatchError, "two or more"),
+    "wrong out": (
+        lambda kv: kv.row_sparse_pull("w", out=torch.zeros(2, 4), row_ids=[0]), ShapeMismatchError, r"\[4, 2\]"),
+    "outs and ids": (
+        lambda kv: kv.row_sparse_pull("w", out=[torch.zeros(4, 2)], row_ids=[torch.tensor([0])] * 2),
+        ConfigurationError, "1 outs but 2 row_ids"),
+    "keys and ids": (
+        lambda kv: kv.row_sparse_pull(["w"], row_ids=[torch.tensor([0])] * 2), ConfigurationError, "1 row_ids, got 2"),
+    "push of another shape": (lambda kv: kv.push("w", rows((5, 2), [4], 1.0)), ShapeMismatchError, r"\[5, 2\]"),
+    "push of another dtype": (
+        lambda kv: kv.push("w", rows((4, 2), [1], 1, torch.int64)), ShapeMismatchError, "int64"),
+    "push of elements": (lambda kv: kv.push("w", torch.ones(4, 2).to_sparse()), ConfigurationError, "sparse_dim 2"),
+    "push of a sparse vector": (lambda kv: kv.push("v", torch.ones(4).to_sparse()), ConfigurationError, "two or more"),
+    "push of csr": (lambda kv: kv.push("w", torch.eye(4, 2).to_sparse_csr()), ConfigurationError, "sparse_csr"),
+    "init of integers": (lambda kv: kv.init("i", rows((4, 2), [1], 1, torch.int32)), ConfigurationError, "int32"),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state:UserWarning")
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_call_is_explained_and_changes_nothing(case: str) -> None:
+    call, error, said = WRONG[case]
+    kv = store_with(LocalKVStore, w=torch.ones(4, 2), v=torch.ones(4))
+    with pytest.raises(error, match=said):
+        call(kv)
+    assert torch.equal(everything(kv, "w", (4, 2)), torch.ones(4, 2))
+    kv.push("w", torch.full((4, 2), 2.0))
+    assert everything(kv, "w", (4, 2))[0, 0] == 2
