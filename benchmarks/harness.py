@@ -64,27 +64,31 @@ class Report:
     samples: Sequence[Sample]
     machine: Mapping[str, Any]
 
-    def markdown(self, ours: str, theirs: str) -> str:
-        """A table with one line per case; "speed-up" is `theirs` / `ours` within one repetition."""
+    def markdown(self, ours: str, *theirs: str) -> str:
+        """A table with one line per case; "speed-up" is one of `theirs` / `ours` within one repetition."""
+        peers = "".join(f" {name} | speed-up |" for name in theirs)
         lines = [
             f"# {self.title}",
             "",
             *(f"- {name}: {value}" for name, value in self.machine.items()),
             "",
             "Milliseconds per round: median (min to max) over fresh jobs, each the median of its rounds. "
-            f"Speed-up: {theirs} / {ours}, job by job.",
+            f"Speed-up: {' or '.join(theirs)} / {ours}, job by job.",
             "",
-            f"| workload | workers x servers | optimizer | {ours} | {theirs} | speed-up |",
-            "|---|---|---|---|---|---|",
+            f"| workload | workers x servers | optimizer | {ours} |{peers}",
+            "|---|---|---|---|" + "---|---|" * len(theirs),
         ]
         for case in dict.fromkeys(sample.case for sample in self.samples):
-            a, b = self._seconds(case, ours), self._seconds(case, theirs)
-            ratios = [b[i] / a[i] for i in a if i in b]
-            cells = [_spread(list(a.values()), 1e3), _spread(list(b.values()), 1e3), _spread(ratios, 1.0)]
+            a = self._seconds(case, ours)
+            cells = [_spread(list(a.values()), 1e3)]
+            for name in theirs:
+                b = self._seconds(case, name)
+                ratios = [b[i] / a[i] for i in a if i in b]
+                cells += [_spread(list(b.values()), 1e3), _spread(ratios, 1.0)]
             lines.append("| " + " | ".join([case.workload, case.topology, case.optimizer, *cells]) + " |")
         return "\n".join(lines) + "\n"
 
-    def write(self, stem: Path, ours: str, theirs: str) -> None:
+    def write(self, stem: Path, ours: str, *theirs: str) -> None:
         """Write STEM.json, with every round, and STEM.md."""
         rows = [
             {**vars(sample.case), "system": sample.system, "repetition": sample.repetition, **sample.values}
@@ -93,7 +97,7 @@ class Report:
         stem.parent.mkdir(parents=True, exist_ok=True)
         document = {"title": self.title, "machine": dict(self.machine), "samples": rows}
         stem.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n")
-        stem.with_suffix(".md").write_text(self.markdown(ours, theirs))
+        stem.with_suffix(".md").write_text(self.markdown(ours, *theirs))
 
     def _seconds(self, case: Case, system: str) -> dict[int, float]:
         return {s.repetition: s.seconds for s in self.samples if s.case == case and s.system == system}
@@ -105,6 +109,16 @@ def run_kvtrainer_job(command: Sequence[str], workers: int, servers: int, timeou
     with _result_file() as out, _Processes() as processes:
         job = processes.start([*launch, *command, "--out", str(out)], {})
         processes.wait([job], timeout)
+        return _read(out)
+
+
+def run_torch_job(command: Sequence[str], workers: int, timeout: float) -> Measured:
+    """Run `command --out FILE` as every rank of a torch.distributed job; return what FILE holds then."""
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(workers)}
+    with _result_file() as out, _Processes() as processes:
+        full = [*command, "--out", str(out)]
+        job = [processes.start(full, {**common, "RANK": str(rank)}) for rank in range(workers)]
+        processes.wait(job, timeout)
         return _read(out)
 
 

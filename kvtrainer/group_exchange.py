@@ -29,7 +29,7 @@ from kvtrainer.row_tables import NO_TABLES, Tables
 
 _DENSE, _ABSENT = -1, -2
 _CALL, _HYPER, _SCALE, _VETO, _FIRST_KEY = range(5)
-_CALLS = ("step", "set_data")
+_CALLS = ("step", "set_data", "join")
 
 
 class _Headers(NamedTuple):
@@ -38,6 +38,11 @@ class _Headers(NamedTuple):
     states: Tensor
     """(rank, key): the number of rows, or DENSE, or ABSENT."""
     scales: list[float]
+    """Of the ranks that have data."""
+    hyper: bytes = b""
+    """The hyper-parameters of the lowest rank that has data, where another one has none."""
+    is_over: bool = False
+    """No rank has data."""
 
     @property
     def left_out(self) -> frozenset[int]:
@@ -62,7 +67,7 @@ class GroupExchange:
 
     updates_weights = False
     knows_left_out = True
-    can_shadow = False
+    can_shadow = True
 
     def __init__(self, group: RankGroup, plan: Plan, optimizer: Optimizer, name: str = "device") -> None:
         self.num_workers = group.size
@@ -105,8 +110,9 @@ class GroupExchange:
         """
         self._hyper = hyper or self._hyper
         headers = self._headers("step", grads, veto)
-        if headers is None:
-            return Outcome(frozenset(), skipped=True)
+        return Outcome(frozenset(), skipped=True) if headers is None else self._sum(grads, headers)
+
+    def _sum(self, grads: Gradients, headers: _Headers) -> Outcome:
         dense, left_out = headers.dense, headers.left_out
         common = headers.common_scale
         before, after = (grads.scale, 1.0) if common is None else (1.0, common)
@@ -120,7 +126,14 @@ class GroupExchange:
         return Outcome(left_out, skipped=False, rows=summed)
 
     def shadow(self, weights: Mapping[str, Tensor], grads: Mapping[str, Tensor]) -> Shadowed:
-        raise ConfigurationError(f"kvstore {self._name!r} does not know ranks without data")
+        for flat in grads.values():
+            flat.zero_()
+        nothing = Gradients(grads, {}, 1.0, frozenset(self._keys))
+        headers = self._headers("join", nothing, veto=False)
+        if headers is None:
+            return Shadowed(Outcome(frozenset(), skipped=True), b"", is_over=False)
+        outcome = Outcome(frozenset(), False) if headers.is_over else self._sum(nothing, headers)
+        return Shadowed(outcome, headers.hyper, headers.is_over)
 
     def assign(self, weights: Mapping[str, Tensor], tables: Tables = NO_TABLES) -> None:
         self._headers("set_data", None, veto=False)
@@ -144,24 +157,28 @@ class GroupExchange:
         mine = [_CALLS.index(call), digest if grads is not None else 0, bits, int(veto), *states]
         found = torch.stack(self._group.all_gather(torch.tensor(mine, dtype=torch.int64)))
         calls = [_CALLS[at] for at in found[:, _CALL].tolist()]
-        if len(set(calls)) > 1:
+        active = [rank for rank, name in enumerate(calls) if name != "join"]
+        if len({calls[rank] for rank in active}) > 1 or (active and set(calls) == {"set_data", "join"}):
             raise ProtocolError(
                 "ranks came to one exchange with different calls: "
                 f"{', '.join(f'{name} on rank {rank}' for rank, name in enumerate(calls))}; call the Trainer's "
                 "collective methods in the same order on every rank"
             )
-        if len(set(found[:, _HYPER].tolist())) > 1:
-            self._name_disagreement()
+        if len(set(found[active, _HYPER].tolist())) > 1:
+            self._name_disagreement(active)
+        hyper = b""
+        if active and len(active) < self.num_workers:
+            hyper = self._group.all_gather_bytes(self._hyper)[active[0]]
         if found[:, _VETO].any():
             return None
-        scales = [struct.unpack("<d", struct.pack("<q", bits))[0] for bits in found[:, _SCALE].tolist()]
-        return _Headers(found[:, _FIRST_KEY:], scales)
+        scales = [struct.unpack("<d", struct.pack("<q", bits))[0] for bits in found[active, _SCALE].tolist()]
+        return _Headers(found[:, _FIRST_KEY:], scales, hyper, is_over=not active)
 
-    def _name_disagreement(self) -> None:
+    def _name_disagreement(self, active: Sequence[int]) -> None:
         belief = HyperBelief(self._plan)
         for rank, packed in enumerate(self._group.all_gather_bytes(self._hyper)):
             belief.set(rank, packed)
-        belief.common(range(self.num_workers))
+        belief.common(active)
 
     @property
     def _keys(self) -> range:

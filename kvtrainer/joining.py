@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 from kvstore_server.hyper import effective_hypers, unpack_hypers
 from kvtrainer.errors import ConfigurationError
+from kvtrainer.exchange import Outcome
 from kvtrainer.pipeline import Pipeline
 
 
@@ -83,17 +84,18 @@ class JoiningPipeline(Pipeline):
             shadowed = self._link.shadow(self._layout.arena)
             in_force, is_over = shadowed.hyper or in_force, shadowed.is_over
             if not is_over:
-                self._follow_round(
-                    shadowed.hyper, None if shadowed.outcome.skipped else shadowed.outcome.left_out
-                )
+                self._follow_round(shadowed.hyper, shadowed.outcome)
         self._share_weights()
         self._layout.accept_writes()
         if in_force:
             self._adopt_options(in_force)
 
-    def _follow_round(self, hyper: bytes, left_out: frozenset[int] | None) -> None:
-        """Do here what a round has done elsewhere; None: it was skipped."""
-        updated = None if left_out is None else [i not in left_out for i in range(len(self._layout.names))]
+    def _follow_round(self, hyper: bytes, outcome: Outcome) -> None:
+        """Do here what a round has done elsewhere."""
+        updated = None
+        if not outcome.skipped:
+            updated = [i not in outcome.left_out for i in range(len(self._layout.names))]
+        self._layout.rows = dict(outcome.rows or {})
         in_store = self._link.exchange is not None and self._link.exchange.updates_weights
         if updated is not None and not in_store:
             if self._overflows():
@@ -105,7 +107,7 @@ class JoiningPipeline(Pipeline):
     def _apply_here(self, updated: list[bool], hyper: bytes) -> None:
         arena = self._layout.arena
         hypers = effective_hypers(self._layout.plan, self._optimizer, unpack_hypers(hyper))
-        self._local.apply(arena.weights, arena.grads, 1.0, updated, hypers)
+        self._local.apply(arena.weights, arena.grads, 1.0, updated, hypers, self._layout.rows)
         arena.mark_updated(updated)
         self._share_weights(updated)
 

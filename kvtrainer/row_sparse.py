@@ -23,7 +23,7 @@ _READABLE = frozenset({
     "__hash__", "__len__", "_has_compatible_shallow_copy_type", "_is_view", "data_ptr", "dim", "element_size",
     "get_device", "has_names", "is_complex", "is_contiguous", "is_floating_point", "is_inference", "ndimension",
     "nelement", "numel", "register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "retain_grad", "size",
-    "storage_offset", "stride", "view_as",
+    "storage_offset", "stride", "untyped_storage", "view_as",
 })  # fmt: skip
 """Methods of a tensor that do not look at its elements; `view_as` is how torch finds a parameter's place in a graph."""
 _MOVES = frozenset({"to", "cpu", "cuda", "half", "float", "double", "bfloat16", "type"})
@@ -91,7 +91,7 @@ class RowSparseParameter(Parameter):
     def row_sparse_data(self, row_ids: Any) -> Tensor:
         """Fetch rows, after this worker's own steps, as a tensor of shape row_ids.shape + shape[1:]; blocks.
 
-        Its backward pass adds a coalesced row-sparse tensor to `grad`, in which repeated ids add up. The first use of
+        Its backward pass adds a row-sparse tensor to `grad`, in which repeated ids are added up. The first use of
         a Trainer makes its store and gives it the values, as a first step does, on all workers together.
 
         Args:

@@ -7,13 +7,13 @@ import pytest
 from tests.support.jobs import Job, PartOfJob, run_job
 
 TOGETHER = {
-    (1, 1): ("closed_forms", "bits", "golden", "trajectories", "dtypes"),
-    (1, 2): ("bits", "golden", "trajectories"),
+    (1, 1): ("closed_forms", "bits", "golden", "trajectories", "dtypes", "row_sparse"),
+    (1, 2): ("bits", "golden", "trajectories", "row_sparse"),
     (1, 3): ("bits", "golden", "trajectories"),
-    (2, 1): ("golden", "trajectories"),
-    (2, 2): ("closed_forms", "one_problem", "dtypes"),
+    (2, 1): ("golden", "trajectories", "row_sparse"),
+    (2, 2): ("closed_forms", "one_problem", "dtypes", "row_sparse"),
     (2, 3): ("closed_forms", "golden", "trajectories"),
-    (3, 2): ("closed_forms", "one_problem", "bits", "half_sums"),
+    (3, 2): ("closed_forms", "one_problem", "bits", "half_sums", "row_sparse"),
 }
 """Sizes of which one job serves several tests."""
 

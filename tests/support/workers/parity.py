@@ -10,7 +10,16 @@ import sys
 from collections.abc import Callable
 
 from tests.support.jobs import Results, deliver, own_place
-from tests.support.workers import bits, closed_forms, dtypes, golden, half_sums, one_problem, trajectories
+from tests.support.workers import (
+    bits,
+    closed_forms,
+    dtypes,
+    golden,
+    half_sums,
+    one_problem,
+    row_sparse,
+    trajectories,
+)
 
 PARTS: dict[str, Callable[[int, int], Results]] = {
     "closed_forms": closed_forms.run,
@@ -19,6 +28,7 @@ PARTS: dict[str, Callable[[int, int], Results]] = {
     "dtypes": dtypes.run,
     "golden": golden.run,
     "half_sums": half_sums.run,
+    "row_sparse": row_sparse.run,
     "trajectories": trajectories.run,
 }
 
