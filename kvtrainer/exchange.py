@@ -158,7 +158,7 @@ class StoreExchange:
         target = weights if self.updates_weights else grads.arenas
         values, out = _on_cpu(grads.arenas), _on_cpu(target)
         # Rows of a single worker are their own sum.
-        given = dict(_rows_on_cpu(grads.rows)) if self.updates_weights else {}
+        given = dict(_rows_to_send(grads.rows, self._table.plan)) if self.updates_weights else {}
         absent = grads.absent | (grads.rows.keys() - given.keys())
         # Only rows make it worth the servers' while to know what has changed.
         self._has_rows = self._has_rows or bool(given)
@@ -270,9 +270,10 @@ class StoreExchange:
         return self._table.plan.slices[piece.index]
 
 
-def _rows_on_cpu(rows: Mapping[int, RowSet]) -> Iterator[tuple[int, RowSet]]:
+def _rows_to_send(rows: Mapping[int, RowSet], plan: Plan) -> Iterator[tuple[int, RowSet]]:
     for key, (ids, values) in rows.items():
-        yield key, RowSet(ids.cpu(), values.cpu())
+        # The sum of replicas may have come in a wider dtype.
+        yield key, RowSet(ids.cpu(), values.to("cpu", torch_dtype(plan.specs[key].dtype)))
 
 
 def _on_cpu(arenas: Mapping[str, Tensor]) -> Mapping[str, Tensor]:

@@ -217,6 +217,7 @@ def test_options_that_are_no_dict_by_name_are_refused(options: object) -> None:
 def test_a_worker_that_trains_alone_in_a_job_of_several_is_warned(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.setenv("KVSTORE_RANK", "0")
     monkeypatch.setenv("KVSTORE_NUM_WORKERS", "2")
     Trainer(zeros(), "sgd")
     assert "'device' keeps gradients in this process, although the job has 2 workers" in caplog.text
