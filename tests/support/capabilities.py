@@ -2,7 +2,8 @@
 
     python -m tests.support.capabilities > docs/capabilities.md
 
-Each combination trains one parameter for two steps with one worker and is either right, or was refused with an error.
+Each combination trains one parameter for two steps, with one worker or two ranks of torch.distributed, and is either
+right, or was refused with an error.
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ from __future__ import annotations
 import itertools
 import logging
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +23,7 @@ from torch import Tensor, nn
 import kvtrainer
 from kvtrainer.errors import ConfigurationError, KVStoreError
 from kvtrainer.kvstore import DistKVStore, KVStoreBase
+from tests.support.jobs import run_job
 from tests.support.processes import Process, new_name
 from tests.support.stores import servers
 
@@ -65,9 +69,12 @@ class Place:
     name: str
     copies: int
     make: Callable[[], Any]
+    ranks: int = 1
 
     @property
     def title(self) -> str:
+        if self.ranks > 1:
+            return f"{self.name}, {self.ranks} ranks of torch.distributed"
         return self.name if self.copies == 1 else f"{self.name}, {self.copies} copies"
 
 
@@ -89,11 +96,24 @@ class Outcome:
     where: str
     """Where the optimizer ran, or when the error came."""
     has_store: bool = True
-    error: KVStoreError | None = None
+    error: str = ""
+    """The type of the error."""
+    text: str = ""
 
     @property
     def works(self) -> bool:
-        return self.error is None
+        return not self.error
+
+    @classmethod
+    def refused(cls, when: str, error: KVStoreError) -> Outcome:
+        return cls(when, error=type(error).__name__, text=str(error))
+
+
+GROUP = [
+    Place("device", 1, lambda: "device", ranks=2),
+    Place("nccl", 1, lambda: "nccl", ranks=2),
+]
+"""Stores inside a torch.distributed job over gloo on the CPU; `workers.capabilities` tries them out."""
 
 
 def places(running: Sequence[Process]) -> list[Place]:
@@ -123,6 +143,11 @@ def cases(places: Sequence[Place]) -> Iterator[Case]:
         yield Case(place, kind, site, compression, dtype)
 
 
+def group_cases() -> list[Case]:
+    """As `cases` for the stores of GROUP, but compression, which they do not do, with one dtype only."""
+    return [case for case in cases(GROUP) if case.compression == "none" or case.dtype is torch.float32]
+
+
 def try_out(case: Case) -> Outcome:
     """Build a Trainer and train; an error of any other kind than the library's is raised.
 
@@ -138,7 +163,7 @@ def try_out(case: Case) -> Outcome:
         )
     except KVStoreError as error:
         _close(store)
-        return Outcome("at construction", error=error)
+        return Outcome.refused("at construction", error)
     try:
         with trainer:
             for _ in range(2):
@@ -149,7 +174,7 @@ def try_out(case: Case) -> Outcome:
             in_store = exchange is not None and exchange.updates_weights
             return Outcome("in the store" if in_store else "in the Trainer", trainer.kvstore is not None)
     except KVStoreError as error:
-        return Outcome("at the first step", error=error)
+        return Outcome.refused("at the first step", error)
     finally:
         _close(store)
 
@@ -185,7 +210,7 @@ def _backward(case: Case, params: list[Any]) -> None:
 
 def _check(case: Case, params: list[Any]) -> None:
     """Two steps of −1 for each copy that is summed; what quantisation makes of them only has to go down."""
-    summed = 1 if case.place.name == "None" else case.place.copies
+    summed = 1 if case.place.name == "None" else case.place.copies * case.place.ranks
     for parameter in _each(params):
         got = parameter.detach()
         if case.kind == "row-sparse weight":
@@ -219,8 +244,8 @@ def page(outcomes: dict[Case, Outcome]) -> str:
     lines += ["## The errors", "", "| error | says |", "|---|---|"]
     texts: dict[str, str] = {}
     for case, outcome in outcomes.items():
-        if outcome.error is not None and case.compression == "none":
-            texts.setdefault(_sentence(outcome.error), type(outcome.error).__name__)
+        if outcome.error and case.compression == "none":
+            texts.setdefault(outcome.text.replace("|", "\\|").replace("\n", " "), outcome.error)
     lines += [f"| `{name}` | {text} |" for text, name in sorted(texts.items(), key=lambda item: item[::-1])]
     return "\n".join(lines) + "\n"
 
@@ -231,8 +256,8 @@ def _cell(cases: Sequence[Case], outcomes: dict[Case, Outcome]) -> str:
 
 
 def _said(outcome: Outcome) -> str:
-    if outcome.error is not None:
-        return f"`{type(outcome.error).__name__}` {outcome.where}"
+    if outcome.error:
+        return f"`{outcome.error}` {outcome.where}"
     return outcome.where if outcome.has_store else f"{outcome.where}, no store is made"
 
 
@@ -243,23 +268,29 @@ def _compressions(cases: Sequence[Case], outcomes: dict[Case, Outcome]) -> str:
         return ""
     if not any(outcomes[case].has_store for case in works):
         return "has no effect: nothing travels"
-    found = [
-        name
-        for name in COMPRESSIONS[1:]
-        if all(outcomes[replace(case, compression=name)].works for case in works)
-    ]
+    found = []
+    for name in COMPRESSIONS[1:]:
+        compressed = [replace(case, compression=name) for case in works]
+        if all(outcomes[case].works for case in compressed if case in outcomes):
+            found.append(name)
     return ", ".join(found) or f"`{ConfigurationError.__name__}` at construction"
 
 
-def _sentence(error: KVStoreError) -> str:
-    return str(error).replace("|", "\\|").replace("\n", " ")
+def all_outcomes() -> dict[Case, Outcome]:
+    """Try out every combination; starts a server, and a job of two ranks."""
+    with servers() as started:
+        outcomes = {case: try_out(case) for case in cases(places(started.of(1)))}
+    with tempfile.TemporaryDirectory() as folder:
+        job = run_job("capabilities", Path(folder), 2, 0, folder)
+    for case, *found in zip(group_cases(), *job["outcomes"], strict=True):
+        assert found[0] == found[1], f"{case}: the ranks differ: {found}"
+        outcomes[case] = Outcome(*found[0])
+    return outcomes
 
 
 def main() -> int:
     logging.disable(logging.WARNING)
-    with servers() as started:
-        outcomes = {case: try_out(case) for case in cases(places(started.of(1)))}
-    sys.stdout.write(page(outcomes))
+    sys.stdout.write(page(all_outcomes()))
     return 0
 
 

@@ -1,0 +1,29 @@
+"""A rank of torch.distributed that tries out what stores for such jobs do with every kind of value."""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import sys
+from dataclasses import astuple
+
+import torch.distributed as dist
+
+from tests.support.capabilities import group_cases, try_out
+from tests.support.jobs import deliver, own_place
+
+RANK, SIZE = own_place()
+
+
+def main() -> None:
+    logging.disable(logging.WARNING)
+    meeting, timeout = f"file://{sys.argv[1]}/meeting", datetime.timedelta(seconds=60)
+    dist.init_process_group("gloo", init_method=meeting, rank=RANK, world_size=SIZE, timeout=timeout)
+    outcomes = [astuple(try_out(case)) for case in group_cases()]
+    dist.barrier()
+    dist.destroy_process_group()
+    deliver({"outcomes": outcomes})
+
+
+if __name__ == "__main__":
+    main()
