@@ -1,0 +1,224 @@
+"""Optimizers, schedulers and their numbers where contributions count one by one, against formulas in float64."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import kvtrainer
+from kvtrainer.errors import SchedulerInUseError
+from kvtrainer.lr_scheduler import FactorScheduler
+from tests.support.gluon_formulas import Reference
+from tests.support.processes import Members, new_name, together
+from tests.support.stores import Servers, servers
+from tests.support.taking_turns import SHAPES, Worker, assert_close, gradient, start_of, workers
+
+pytestmark = pytest.mark.timeout(120)
+
+ASYNCHRONOUS = ["dist_async", "dist_ssp"]
+FAR = {"dist_async": {}, "dist_ssp": {"staleness": 100}}
+"""Options of a store in which nobody waits in these tests."""
+TURNS = (0, 1, 1, 0, 1, 1, 1, 0, 0, 1)
+"""Which rank contributes at each turn."""
+
+
+@pytest.fixture(scope="module")
+def jobs() -> Iterator[Servers]:
+    with servers() as started:
+        yield started
+
+
+def starts() -> dict[str, Any]:
+    return {name: start_of(name).double().numpy() for name in SHAPES}
+
+
+def gradients(turn: int) -> dict[str, Any]:
+    return {name: gradient(name, turn).double().numpy() for name in SHAPES}
+
+
+class DelayCompensated:
+    """DCASGD (Zheng et al., 2017) with the weights that each rank has read, written down anew."""
+
+    def __init__(self, lr: float, momentum: float, lamda: float, wd: float) -> None:
+        self.lr, self.momentum, self.lamda, self.wd = lr, momentum, lamda, wd
+        self.weights = starts()
+        self.buffers = {name: np.zeros(shape) for name, shape in SHAPES.items()}
+        self.read = [starts(), starts()]
+
+    def push(self, rank: int, turn: int) -> None:
+        for name, given in gradients(turn).items():
+            w = self.weights[name]
+            g = given + self.wd * w
+            d = g + self.lamda * g * g * (w - self.read[rank][name])
+            self.buffers[name] = self.momentum * self.buffers[name] - self.lr * d
+            self.weights[name] = w + self.buffers[name]
+
+    def pull(self, rank: int) -> None:
+        self.read[rank] = dict(self.weights)
+
+
+@pytest.mark.parametrize("type", ASYNCHRONOUS)
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_delay_compensation_looks_at_what_the_contributing_worker_has_read(
+    jobs: Servers, type: str, momentum: float
+) -> None:
+    options = {"learning_rate": 0.05, "momentum": momentum, "lamda": 2.0, "wd": 0.01}
+    reference = DelayCompensated(0.05, momentum, 2.0, 0.01)
+    with workers(jobs, type, "dcasgd", options, store=FAR[type]) as made:
+        for turn, rank in enumerate(TURNS):
+            made[rank].step(turn)
+            reference.push(rank, turn)
+            reference.pull(rank)
+            assert_close(made[rank].values(), reference.weights, atol=1e-5)
+
+
+def test_delay_compensation_counts_what_was_pulled_not_what_was_pushed(jobs: Servers) -> None:
+    options = {"learning_rate": 0.05, "momentum": 0.5, "lamda": 2.0, "wd": 0.0}
+    reference = DelayCompensated(0.05, 0.5, 2.0, 0.0)
+    script = [
+        (0, "push"),
+        (1, "push"),
+        (1, "push"),
+        (1, "pull"),
+        (0, "push"),
+        (1, "push"),
+        (0, "pull"),
+        (0, "push"),
+    ]
+    name = new_name()
+    with Members() as members:
+        stores = [members.join(jobs.of(2), rank, 2, name, type="dist_async") for rank in range(2)]
+        for kv in stores:
+            kv.set_optimizer(kvtrainer.optimizer.create("dcasgd", **options))
+        values = [start_of(key) for key in SHAPES]
+        together(*(lambda s=s: s.init(list(SHAPES), values) for s in stores))
+        outs = {key: torch.empty(shape) for key, shape in SHAPES.items()}
+        for turn, (rank, verb) in enumerate([*script, (0, "pull")]):
+            if verb == "push":
+                stores[rank].push(list(SHAPES), [gradient(key, turn) for key in SHAPES])
+                stores[rank].server_stats()  # waits for it
+                reference.push(rank, turn)
+            else:
+                stores[rank].pull(list(SHAPES), list(outs.values()))
+                reference.pull(rank)
+        found = {key: out.double().numpy() for key, out in outs.items()}
+        assert_close(found, reference.weights, atol=1e-5)
+
+
+@pytest.mark.parametrize("type", ASYNCHRONOUS)
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("adamw", {"learning_rate": 0.01, "beta1": 0.9, "beta2": 0.99, "epsilon": 1e-6, "wd": 0.1}),
+        (
+            "lamb",
+            {
+                "learning_rate": 0.01,
+                "beta1": 0.9,
+                "beta2": 0.99,
+                "epsilon": 1e-6,
+                "wd": 0.1,
+                "bias_correction": True,
+            },
+        ),
+        ("nag", {"learning_rate": 0.05, "momentum": 0.9, "wd": 0.01}),
+    ],
+)
+def test_every_contribution_is_an_update_of_its_own(
+    jobs: Servers, type: str, name: str, options: dict[str, Any]
+) -> None:
+    # AdamW and LAMB have aggregate_num 4, with which MXNet refuses every value of update_on_kvstore.
+    reference, expected = Reference(name, {"lower_bound": None, "upper_bound": None, **options}), starts()
+    with workers(jobs, type, name, options, store=FAR[type]) as made:
+        for turn, rank in enumerate(TURNS):
+            made[rank].step(turn)
+            for key, g in gradients(turn).items():
+                expected[key] = reference.update(
+                    key, expected[key], g, options["learning_rate"], options["wd"]
+                )
+            assert_close(made[rank].values(), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("aggregate_num", [1, 4])
+@pytest.mark.parametrize("update_on_kvstore", [None, True])
+def test_an_optimizer_that_aggregates_runs_on_the_servers(
+    jobs: Servers, aggregate_num: int, update_on_kvstore: bool | None
+) -> None:
+    options = {"learning_rate": 0.5, "aggregate_num": aggregate_num}
+    with workers(jobs, "dist_async", "sgd", options, update_on_kvstore=update_on_kvstore) as made:
+        made[1].step(0)
+        expected = {name: start_of(name).double().numpy() - 0.5 * g for name, g in gradients(0).items()}
+        assert_close(made[1].values(), expected)
+
+
+def scheduled(begin: int = 0) -> Iterator[float]:
+    """The learning rates of the updates 1, 2, 3, … of FactorScheduler(2, 0.5), as MXNet 1.9.1 gives them."""
+    rates = [1.0, 1.0, 1.0, 0.5, 0.5, 0.25, 0.25, 0.125, 0.125, 0.0625, 0.0625, 0.03125, 0.03125]
+    return itertools.islice(rates, 1 + begin, None)
+
+
+@pytest.mark.parametrize("type", ASYNCHRONOUS)
+@pytest.mark.parametrize("begin", [0, 2])
+def test_a_scheduler_counts_the_contributions_of_all_workers(jobs: Servers, type: str, begin: int) -> None:
+    schedule = FactorScheduler(step=2, factor=0.5, base_lr=1.0)
+    options = {"lr_scheduler": schedule, "learning_rate": 1.0, "begin_num_update": begin}
+    expected = starts()
+    with workers(jobs, type, "sgd", options, store=FAR[type]) as made:
+        for worker in made:
+            worker.weights["small"].lr_mult = 0.5  # type: ignore[attr-defined]
+        for (turn, rank), rate in zip(enumerate(TURNS), scheduled(begin), strict=False):
+            made[rank].step(turn)
+            g = gradients(turn)
+            expected["small"] = expected["small"] - 0.5 * rate * g["small"]
+            expected["sliced"] = expected["sliced"] - rate * g["sliced"]
+            assert_close(made[rank].values(), expected, atol=1e-5)
+        with pytest.raises(SchedulerInUseError):
+            made[0].trainer.set_learning_rate(0.1)
+
+
+@pytest.mark.parametrize("num_servers", [1, 2])
+def test_a_scheduler_counts_contributions_to_any_parameter_on_every_server(
+    jobs: Servers, num_servers: int
+) -> None:
+    options = {"lr_scheduler": FactorScheduler(step=2, factor=0.5, base_lr=1.0), "learning_rate": 1.0}
+    expected = starts()
+    order = [("small",), ("sliced",), ("small",), ("small",), ("sliced", "small"), ("sliced",)]
+    with workers(jobs, "dist_async", "sgd", options, num_servers=num_servers) as made:
+        counts = dict.fromkeys(SHAPES, 0)
+        rates = list(scheduled())
+        for turn, names in enumerate(order):
+            made[turn % 2].backward(turn, *names)
+            made[turn % 2].trainer.step(1, ignore_stale_grad=True)
+            for name in names:
+                counts[name] += 1
+            # MXNet's num_update: that of the key with most updates, this one included.
+            rate = rates[max(counts.values()) - 1]
+            for name in names:
+                expected[name] = expected[name] - rate * gradient(name, turn).double().numpy()
+            assert_close(made[turn % 2].values(), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("type", ASYNCHRONOUS)
+def test_the_learning_rate_of_rank_zero_holds_and_others_may_set_theirs_in_vain(
+    jobs: Servers, type: str
+) -> None:
+    expected = starts()
+
+    def step(worker: Worker, turn: int, rate: float) -> None:
+        worker.step(turn)
+        for name, g in gradients(turn).items():
+            expected[name] = expected[name] - rate * g
+        assert_close(worker.values(), expected, atol=1e-5)
+
+    with workers(jobs, type, "sgd", {"learning_rate": 0.5}, store=FAR[type]) as made:
+        step(made[0], 0, 0.5)
+        made[1].trainer.set_learning_rate(8.0)
+        step(made[1], 1, 0.5)
+        made[0].trainer.set_learning_rate(0.25)
+        step(made[0], 2, 0.25)
+        step(made[1], 3, 0.25)

@@ -1,0 +1,247 @@
+"""What happens to whom × when contributions count: every job ends with a typed error in time, or goes on.
+
+The jobs of all modes run at the same time. Rank 0 is a thread of the test, rank 1 a process; two servers.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, Protocol
+
+import pytest
+
+from kvtrainer.errors import ServerLostState, ServerUnreachableError, WorkerLostError
+from tests.support.faulty_worker import Loop, Training
+from tests.support.processes import (
+    DEAD_AFTER,
+    LIMIT,
+    Members,
+    Process,
+    Processes,
+    assert_serve,
+    new_name,
+    together,
+)
+
+pytestmark = pytest.mark.timeout(180)
+
+MODES = ["dist_sync", "dist_async", "dist_ssp"]
+IN_TIME = DEAD_AFTER + 4.0
+"""Seconds within which a survivor must know: what counts as death, and some for a busy machine."""
+GOES_ON = "goes on"
+HOW = [pytest.param("verbs", id="verbs"), pytest.param("trainer", id="trainer", marks=pytest.mark.full)]
+
+
+class Job:
+    """Two workers that train: rank 0 here, rank 1 a process."""
+
+    def __init__(
+        self,
+        processes: Processes,
+        members: Members,
+        servers: list[Process],
+        type: str,
+        how: str,
+        dead_after: float,
+    ) -> None:
+        self._processes, self._servers, self._how = processes, servers, how
+        self._dead_after = dead_after
+        self.type = type
+        self._name = new_name()
+        self.other = self.successor()
+        self.other.go()
+        options = {"type": type, "timeout": LIMIT, "dead_after": dead_after}
+        self.loop = Loop(
+            lambda: Training(members.join(servers, 0, 2, self._name, **options), how == "trainer")
+        )
+
+    def successor(self) -> Process:
+        """A further process of rank 1, which has loaded all it needs and waits to `go`."""
+        command = [sys.executable, "-m", "tests.support.faulty_worker"]
+        env = {
+            "KVSTORE_RANK": "1",
+            "KVSTORE_NUM_WORKERS": "2",
+            "KVSTORE_SERVERS": ",".join(server.address for server in self._servers),
+        }
+        arguments = [self.type, self._name, str(self._dead_after), self._how]
+        process = self._processes.start([*command, *arguments], env)
+        assert process.line() == "loaded"
+        return process
+
+    def fate(self, since: float) -> str:
+        """What became of rank 0: it goes on although enough time has passed, or the class of its error."""
+        if self.loop.fails(since + IN_TIME - time.monotonic()):
+            assert self.loop.ended < since + IN_TIME
+            return type(self.loop.error).__name__
+        assert self.loop.goes_on(0)
+        return GOES_ON
+
+    def own_fate(self) -> str:
+        """What became of rank 1, which has an error: its class."""
+        code, stderr = self.other.end()
+        assert code == 1, stderr
+        return stderr.strip().splitlines()[-1].partition(":")[0].rpartition(".")[2]
+
+
+class Jobs(Protocol):
+    """Starts a job for each mode; `dead_after` is how long a server may be silent for its workers."""
+
+    def __call__(
+        self, servers: list[Process], how: str, dead_after: float = DEAD_AFTER
+    ) -> dict[str, Job]: ...
+
+
+@pytest.fixture
+def processes() -> Iterator[Processes]:
+    with Processes() as started:
+        yield started
+
+
+@pytest.fixture
+def start(processes: Processes) -> Iterator[Jobs]:
+    """Starts the jobs of all modes, and waits until their workers train side by side."""
+    running: list[Job] = []
+
+    def jobs(servers: list[Process], how: str, dead_after: float = DEAD_AFTER) -> dict[str, Job]:
+        shared = (processes, members, servers)
+        made = in_all({type: partial(Job, *shared, type, how, dead_after) for type in MODES})
+        running.extend(made.values())
+        assert all(job.loop.goes_on(1) for job in running), [job.loop.error for job in running]
+        return made
+
+    with Members() as members:
+        yield jobs
+        together(*(job.loop.close for job in running))
+
+
+def in_all(calls: dict[str, Callable[[], Any]]) -> dict[str, Any]:
+    """Run a call for each mode at the same time; what they returned."""
+    outcomes = together(*calls.values(), seconds=60)
+    for outcome in outcomes:
+        if isinstance(outcome, BaseException):
+            raise outcome
+    return dict(zip(calls, outcomes, strict=True))
+
+
+def fates(jobs: dict[str, Job], since: float) -> dict[str, str]:
+    return in_all({type: partial(job.fate, since) for type, job in jobs.items()})
+
+
+def expected(sync: object, asynchronous: object, bounded: object) -> dict[str, object]:
+    names = [one if isinstance(one, str) else one.__name__ for one in (sync, asynchronous, bounded)]  # type: ignore[attr-defined]
+    return dict(zip(MODES, names, strict=True))
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_a_worker_is_killed(processes: Processes, start: Jobs, how: str) -> None:
+    servers = processes.servers(2)
+    jobs = start(servers, how)
+    since = time.monotonic()
+    for job in jobs.values():
+        job.other.signal(signal.SIGKILL)
+    assert fates(jobs, since) == expected(WorkerLostError, GOES_ON, WorkerLostError)
+    for type in ("dist_sync", "dist_ssp"):
+        assert "rank 1" in str(jobs[type].loop.error)
+    # The round that failed has left no trace on any server.
+    training = jobs["dist_sync"].loop.training
+    assert training is not None
+    assert len(training.seen()) == 1
+    assert_serve(servers)
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_a_worker_is_stopped_for_longer_than_the_dead_are_silent_and_continues(
+    processes: Processes, start: Jobs, how: str
+) -> None:
+    servers = processes.servers(2)
+    jobs = start(servers, how)
+    since = time.monotonic()
+    for job in jobs.values():
+        job.other.freeze()
+    assert fates(jobs, since) == expected(WorkerLostError, GOES_ON, WorkerLostError)
+    jobs["dist_ssp"].loop.resume()
+    for job in jobs.values():
+        job.other.signal(signal.SIGCONT)
+    assert jobs["dist_sync"].own_fate() == "WorkerLostError"
+    for type in ("dist_async", "dist_ssp"):
+        assert jobs[type].loop.goes_on(1), jobs[type].loop.error
+        assert jobs[type].loop.goes_on(0), jobs[type].loop.error
+    assert_serve(servers)
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_a_worker_is_killed_and_its_script_started_again(processes: Processes, start: Jobs, how: str) -> None:
+    servers = processes.servers(2)
+    jobs = start(servers, how)
+    successors = in_all({type: job.successor for type, job in jobs.items()})
+    for type, job in jobs.items():
+        job.other.signal(signal.SIGKILL)
+        job.other.end()
+        job.other = successors[type]
+        job.other.go()
+    assert jobs["dist_sync"].own_fate() == "ConfigurationError"
+    assert "Restart the job and its servers" in jobs["dist_sync"].other.stderr()
+    assert jobs["dist_sync"].fate(time.monotonic()) == "WorkerLostError"
+    assert "rank 1 has left (ConfigurationError" in str(jobs["dist_sync"].loop.error)
+    for type in ("dist_async", "dist_ssp"):
+        assert jobs[type].loop.goes_on(1), jobs[type].loop.error
+        assert jobs[type].loop.goes_on(0), jobs[type].loop.error
+    assert_serve(servers)
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_a_script_that_is_started_again_after_its_death_was_noticed_goes_on_where_that_can_be(
+    processes: Processes, start: Jobs, how: str
+) -> None:
+    servers = processes.servers(2)
+    jobs = start(servers, how)
+    job, since = jobs["dist_ssp"], time.monotonic()
+    job.other.signal(signal.SIGKILL)
+    assert job.fate(since) == "WorkerLostError"
+    job.other = job.successor()
+    job.other.go()
+    assert job.loop.fails(1.0)
+    while job.loop.error is not None:  # until the successor has come, nobody can go on
+        assert isinstance(job.loop.error, WorkerLostError)
+        job.loop.resume()
+        job.loop.fails(1.0)
+    assert job.loop.goes_on(1), job.loop.error
+    assert job.loop.goes_on(0), job.loop.error
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("is_killed", [True, False])
+def test_a_server_is_killed_or_stopped(processes: Processes, start: Jobs, is_killed: bool, how: str) -> None:
+    servers = processes.servers(2)
+    jobs = start(servers, how)
+    since = time.monotonic()
+    if is_killed:
+        servers[1].signal(signal.SIGKILL)
+    else:
+        servers[1].freeze()
+    assert fates(jobs, since) == expected(*[ServerUnreachableError] * 3)
+    for job in jobs.values():
+        assert "server 1" in str(job.loop.error)
+        assert job.own_fate() == "ServerUnreachableError"
+    if not is_killed:
+        servers[1].signal(signal.SIGCONT)
+        assert_serve(servers)
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_a_server_is_killed_and_started_again(processes: Processes, start: Jobs, how: str) -> None:
+    servers = processes.servers(2)
+    jobs = start(servers, how, dead_after=LIMIT)  # it is back before anybody misses it
+    servers[1].signal(signal.SIGKILL)
+    servers[1].end()
+    flags = [["--bind", "tcp://127.0.0.1:0"], ["--bind", servers[1].address]]
+    again = processes.servers(2, each=flags)
+    assert fates(jobs, time.monotonic()) == expected(*[ServerLostState] * 3)
+    for job in jobs.values():
+        assert "no longer holds this job's weights" in str(job.loop.error)
+        assert job.own_fate() == "ServerLostState"
+    assert_serve([servers[0], again[1]])

@@ -1,0 +1,165 @@
+"""Memory does not grow with the number of messages, of jobs, or of processes that stood for a rank."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+import pytest
+import torch
+
+import kvtrainer
+from kvstore_server.admission import EngineConfig
+from kvstore_server.engine import Engine
+from kvstore_server.modes import ASYNC, SSP, SYNCHRONOUS, Mode
+from kvtrainer.comm.client import Client
+from kvtrainer.comm.transport import SessionOptions
+from kvtrainer.kvstore.store import TableKVStore
+from tests.support.processes import Members, Processes, new_name
+from tests.support.reachable import reachable, resident_bytes
+from tests.support.switchboard import Line
+
+MODES = [SYNCHRONOUS, Mode(ASYNC), Mode(ASYNC, slow_down=True), Mode(SSP, 1)]
+SMALL = torch.ones(3)
+MEBIBYTE = 1 << 20
+
+
+def new_engines() -> list[Engine]:
+    return [Engine(EngineConfig(server=server, num_servers=2, run=1)) for server in range(2)]
+
+
+def joined(
+    engines: Sequence[Engine], lines: dict[bytes, Line], mode: Mode, rank: int, name: bytes
+) -> TableKVStore:
+    """A worker of a job of two, which has named its optimizer and not yet made its key."""
+    options = SessionOptions("job", rank, 2, timeout=5.0, mode=mode)
+    client = Client(Line(engines, lines, name), options, time.monotonic)
+    client.connect()
+    kv = TableKVStore("in a test", client)
+    kv.set_optimizer(kvtrainer.optimizer.create("sgd", learning_rate=0.1, momentum=0.9))
+    return kv
+
+
+def job(engines: Sequence[Engine], lines: dict[bytes, Line], mode: Mode) -> list[TableKVStore]:
+    """Both workers of a job, with a key "w"."""
+    stores = [joined(engines, lines, mode, rank, b"worker %d" % rank) for rank in range(2)]
+    # In one thread neither can wait for the other's first values: the second one's end the round of both.
+    waiting = stores[0]._client.rounds.wait
+    stores[0]._client.rounds.wait = lambda ticket: None  # type: ignore[method-assign]
+    stores[0].init("w", torch.zeros(3))
+    stores[0]._client.rounds.wait = waiting  # type: ignore[method-assign]
+    stores[1].init("w", torch.zeros(3))
+    return stores
+
+
+def push_often(stores: Sequence[TableKVStore], count: int) -> None:
+    """So many pushes of every worker, some of them read back."""
+    out = torch.empty(3)
+    for at in range(count):
+        for kv in stores:
+            kv.push("w", SMALL)
+        if at % 7 == 0:
+            for kv in stores:
+                kv.pull("w", out)
+        if at % 50 == 0:
+            stores[0].server_stats()
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+@pytest.mark.parametrize(
+    "count", [5_000, pytest.param(500_000, marks=[pytest.mark.full, pytest.mark.timeout(1800)])]
+)
+def test_pushes_leave_nothing_behind_on_workers_or_servers(mode: Mode, count: int) -> None:
+    engines, lines = new_engines(), dict[bytes, Line]()
+    stores = job(engines, lines, mode)
+    push_often(stores, 200)
+    before = reachable(engines, stores, lines)
+    push_often(stores, count)
+    push_often(stores, 200)  # so that both looks come at the same point of a turn
+    assert grown(before, reachable(engines, stores, lines)) == {}
+
+
+def grown(before: Counter[str], after: Counter[str]) -> dict[str, int]:
+    """By how much there is more of anything."""
+    return {kind: n - before[kind] for kind, n in after.items() if n > before[kind]}
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_jobs_that_come_and_go_leave_nothing_behind(mode: Mode) -> None:
+    engines = new_engines()
+
+    def come_and_go(times: int) -> None:
+        for _ in range(times):
+            stores = job(engines, {}, mode)
+            push_often(stores, 2)
+            for kv in stores:
+                kv._client.settle()
+            for kv in stores:
+                kv.close()
+
+    come_and_go(3)
+    before = reachable(engines)
+    come_and_go(50)
+    assert grown(before, reachable(engines)) == {}
+
+
+def test_of_processes_that_were_replaced_only_the_last_thousand_reasons_are_kept() -> None:
+    engines, lines = new_engines(), dict[bytes, Line]()
+    stores = job(engines, lines, Mode(ASYNC))
+
+    def take_over(times: int) -> None:
+        for _ in range(times):
+            successor = joined(engines, lines, Mode(ASYNC), 1, b"worker 1")
+            successor.init("w", torch.zeros(3))
+            push_often([stores[0], successor], 2)
+
+    take_over(1100)
+    before = reachable(engines, lines)
+    take_over(100)
+    assert grown(before, reachable(engines, lines)) == {}
+
+
+@pytest.fixture
+def processes() -> Iterator[Processes]:
+    with Processes() as started:
+        yield started
+
+
+@pytest.mark.parametrize("type", ["dist_sync", "dist_async"])
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        pytest.param(5_000, 20_000),
+        pytest.param(100_000, 1_000_000, marks=[pytest.mark.full, pytest.mark.timeout(1800)]),
+    ],
+)
+def test_a_servers_process_does_not_grow_with_the_pushes(
+    processes: Processes, type: str, first: int, second: int
+) -> None:
+    keys = [str(number) for number in range(100)]
+    [server] = processes.servers(1)
+    with Members() as members:
+        kv = members.join([server], 0, 1, new_name(), type=type)
+        kv.set_optimizer(kvtrainer.optimizer.create("sgd", learning_rate=0.1, momentum=0.9))
+        kv.init(keys, [torch.zeros(3)] * len(keys))
+
+        def push(count: int) -> None:
+            """Pushes of small keys: mostly a hundred in a call, some alone; some are read back."""
+            outs = [torch.empty(3) for _ in keys]
+            for at in range(count // 100):
+                if at % 20 == 0:
+                    for key in keys:
+                        kv.push(key, SMALL)
+                elif at % 5 == 0:
+                    kv.pushpull(keys, [SMALL] * 100, outs)
+                else:
+                    kv.push(keys, [SMALL] * 100)
+            kv.server_stats()
+
+        push(first)
+        before = resident_bytes(server.pid)
+        push(second - first)
+        applied = sum(row["rounds_applied"] for row in kv.server_stats()[0]["tables"])
+        assert applied == second
+        assert resident_bytes(server.pid) - before < 4 * MEBIBYTE

@@ -1,0 +1,127 @@
+"""Messages that get lost between workers and servers are sent again, and nothing counts twice."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import kvtrainer
+from kvtrainer.comm import session
+from kvtrainer.errors import ServerUnreachableError
+from kvtrainer.kvstore import DistKVStore
+from tests.support.faulty_worker import Training
+from tests.support.lossy import LossyProxy
+from tests.support.processes import Members, new_name, together
+from tests.support.stores import Servers, servers
+
+pytestmark = pytest.mark.timeout(120)
+
+MODES = ["dist_sync", "dist_async", "dist_ssp"]
+SHAPE = (256, 64)
+"""Of a key that lies on both servers."""
+
+
+@pytest.fixture(scope="module")
+def jobs() -> Iterator[Servers]:
+    with servers() as started:
+        yield started
+
+
+@pytest.fixture
+def network(jobs: Servers, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[float], list[LossyProxy]]]:
+    """Puts a proxy in front of each of two servers; workers notice soon that something got lost."""
+    monkeypatch.setattr(session, "REPEAT_AFTER", 0.1)
+    proxies: list[LossyProxy] = []
+
+    def lossy(share: float) -> list[LossyProxy]:
+        proxies.extend(LossyProxy(s.address, share, seed) for seed, s in enumerate(jobs.of(2)))
+        return proxies
+
+    yield lossy
+    for proxy in proxies:
+        proxy.close()
+
+
+def in_job(
+    proxies: list[LossyProxy], type: str, body: Callable[[DistKVStore, int], Any], **options: Any
+) -> list[Any]:
+    """What two workers returned or raised, whose messages all pass the proxies."""
+    name = new_name()
+    with Members() as members:
+        stores = [
+            members.join([p.address for p in proxies], rank, 2, name, type=type, **options)
+            for rank in range(2)
+        ]
+        return together(*(lambda s=s, r=r: body(s, r) for r, s in enumerate(stores)), seconds=90)
+
+
+@pytest.mark.parametrize("share", [0.02, 0.10])
+@pytest.mark.parametrize("type", MODES)
+def test_every_contribution_counts_once_although_messages_get_lost(
+    network: Callable[[float], list[LossyProxy]], type: str, share: float
+) -> None:
+    proxies = network(share)
+
+    def body(kv: DistKVStore, rank: int) -> list[list[float]]:
+        kv.set_optimizer(kvtrainer.optimizer.create("test", learning_rate=-1.0))
+        kv.init(["small", "sliced"], [torch.zeros(3), torch.zeros(SHAPE)])
+        outs = [torch.empty(3), torch.empty(SHAPE)]
+        for at in range(40):
+            values = [torch.full_like(out, (rank + 1.0) * (at + 1)) for out in outs]
+            kv.push(["small", "sliced"], values)
+            kv.pull(["small", "sliced"], outs)
+        kv.barrier()
+        kv.pull(["small", "sliced"], outs)
+        return [sorted(set(out.flatten().tolist())) for out in outs]
+
+    total = 3.0 * sum(range(1, 41))
+    assert in_job(proxies, type, body, dead_after=10.0) == [[[total], [total]]] * 2
+    assert sum(proxy.lost for proxy in proxies) > 0
+
+
+@pytest.mark.parametrize("type", MODES)
+def test_a_trainer_trains_on_although_messages_get_lost(
+    network: Callable[[float], list[LossyProxy]], type: str
+) -> None:
+    proxies = network(0.1)
+
+    def body(kv: DistKVStore, rank: int) -> list[list[float]]:
+        training = Training(kv, with_trainer=True)
+        for _ in range(30):
+            training.step()
+        kv.barrier()
+        training.step()  # of the other's last step, this one has all but the last
+        return training.seen()
+
+    first, second = in_job(proxies, type, body, dead_after=10.0)
+    assert [first[0][0], second[0][1]] == [31.0, 31.0]
+    assert first[0][1] in (30.0, 31.0)
+    assert second[0][0] in (30.0, 31.0)
+    assert sum(proxy.lost for proxy in proxies) > 0
+
+
+@pytest.mark.parametrize("type", MODES)
+def test_a_network_that_loses_everything_is_an_unreachable_server(
+    network: Callable[[float], list[LossyProxy]], type: str
+) -> None:
+    proxies = network(0.0)
+    together_now = threading.Barrier(2, timeout=20)
+
+    def body(kv: DistKVStore, rank: int) -> float:
+        training = Training(kv, with_trainer=False)
+        training.step()
+        together_now.wait()
+        for proxy in proxies:
+            proxy.loss = 1.0
+        start = time.monotonic()
+        with pytest.raises(ServerUnreachableError, match="has not answered"):
+            training.step()
+        return time.monotonic() - start
+
+    outcomes = in_job(proxies, type, body, dead_after=1.0)
+    assert all(isinstance(seconds, float) and seconds < 9.0 for seconds in outcomes), outcomes

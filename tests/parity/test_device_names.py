@@ -1,0 +1,152 @@
+"""MXNet's closed forms for the stores that sum replicas first and for "p3", exactly, on real servers.
+
+The numbers are those of MXNet's dist_device_sync_kvstore.py and dist_device_sync_kvstore_custom.py, with two replicas
+in each worker, and of ps-lite's test_kv_app. S is the sum of what the workers push, 1 + 2 + … + W.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import kvtrainer
+from kvtrainer.kvstore import DistKVStore
+from tests.support.stores import Servers, servers
+
+pytestmark = pytest.mark.timeout(300)
+
+NAMES = ["dist_sync", "dist_sync_device", "dist_device_sync", "p3"]
+SYNC_AND_ASYNC = ["dist_sync", "p3", "dist_async", "dist_ssp"]
+REPLICAS, RATE, REPEATS = 2, 2, 3
+SHAPES = {"9": (2, 3), "99": (300, 301), "10": (2, 3), "100": (300, 301)}
+"""The first two are pushed and pulled, the others pushpulled."""
+FAST = {(1, 1), (2, 2), (3, 2), (2, 3)}
+
+
+@pytest.fixture(scope="module")
+def jobs() -> Iterator[Servers]:
+    with servers() as started:
+        yield started
+
+
+@pytest.fixture(
+    params=[
+        pytest.param((w, s), id=f"{w}x{s}", marks=() if (w, s) in FAST else pytest.mark.full)
+        for w in (1, 2, 3, 7)
+        for s in (1, 2, 3, 7)
+    ]
+)
+def size(request: pytest.FixtureRequest) -> tuple[int, int]:
+    """Numbers of workers and servers."""
+    workers, count = request.param
+    return workers, count
+
+
+def total(workers: int) -> int:
+    return workers * (workers + 1) // 2
+
+
+def replicas(value: float, shape: tuple[int, ...]) -> list[Tensor]:
+    return [torch.full(shape, value) for _ in range(REPLICAS)]
+
+
+def seen(tensors: list[Tensor]) -> list[float]:
+    """The one value of all elements of all tensors, or all values that there are."""
+    return sorted({value for tensor in tensors for value in tensor.unique().tolist()})  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize("type", NAMES)
+def test_replicas_of_all_workers_add_up(jobs: Servers, size: tuple[int, int], type: str) -> None:
+    def body(kv: DistKVStore, rank: int) -> list[list[float]]:
+        kv.set_optimizer(kvtrainer.optimizer.create("test", learning_rate=-1.0, rescale_grad=float(RATE)))
+        kv.init(list(SHAPES), [torch.ones(shape) for shape in SHAPES.values()])
+        found = []
+        for _ in range(REPEATS):
+            for key, shape in SHAPES.items():
+                outs = replicas(0.0, shape)
+                if key in ("9", "99"):
+                    kv.push(key, replicas(rank + 1.0, shape))
+                    kv.pull(key, out=outs)
+                else:
+                    kv.pushpull(key, replicas(rank + 1.0, shape), out=outs)
+                found.append(seen(outs))
+        return found
+
+    expected = [[total(size[0]) * RATE * REPLICAS * (i + 1) + 1.0] for i in range(REPEATS) for _ in SHAPES]
+    assert jobs.results(*size, body, type=type) == [expected] * size[0]
+
+
+@pytest.mark.parametrize("type", NAMES)
+def test_sums_in_place_do_not_accumulate_and_many_keys_are_broadcast(
+    jobs: Servers, size: tuple[int, int], type: str
+) -> None:
+    def body(kv: DistKVStore, rank: int) -> tuple[str, list[list[float]], list[list[float]]]:
+        outs = [replicas(-1.0, (2, 3) if j % 40 else (70, 80)) for j in range(400)]
+        kv.broadcast(
+            list(range(400)), [torch.full_like(out[0], float(j)) for j, out in enumerate(outs)], outs
+        )
+        found = []
+        for _ in range(REPEATS):
+            values = replicas(rank + 1.0, (70, 80))
+            kv.pushpull(40, values)
+            found.append(seen(values))
+        return kv.type, [seen(out) for out in outs], found
+
+    sums = [[float(total(size[0]) * REPLICAS)]] * REPEATS
+    expected = (type, [[float(j)] for j in range(400)], sums)
+    assert jobs.results(*size, body, type=type) == [expected] * size[0]
+
+
+@pytest.mark.parametrize("type", SYNC_AND_ASYNC)
+def test_keys_may_be_initialised_in_any_order_which_differs_between_workers(jobs: Servers, type: str) -> None:
+    def body(kv: DistKVStore, rank: int) -> list[list[float]]:
+        keys = list(range(9, -1, -1)) if rank == 0 else list(range(10))
+        # Large enough for every key to lie on all servers.
+        kv.init(keys, [torch.full((300, 100), float(key)) for key in keys])
+        outs = [torch.empty(300, 100) for _ in range(10)]
+        kv.pull(list(range(10)), out=outs)
+        return [seen([out]) for out in outs]
+
+    assert jobs.results(3, 3, body, type=type) == [[[float(key)] for key in range(10)]] * 3
+
+
+@pytest.mark.parametrize("type", SYNC_AND_ASYNC)
+@pytest.mark.parametrize(
+    ("count", "repeats"),
+    [(300, 5), pytest.param(10_000, 50, marks=[pytest.mark.full, pytest.mark.timeout(1800)])],
+)
+def test_many_keys_in_one_call_are_pushed_and_pushpulled_exactly(
+    jobs: Servers, type: str, count: int, repeats: int
+) -> None:
+    workers = 2
+    is_sync = type in ("dist_sync", "p3")
+
+    def values_of(rank: int) -> dict[int, Tensor]:
+        """What a worker pushes: without rounds each pushes keys of its own, as ps-lite's test does."""
+        random = torch.Generator().manual_seed(rank + 7)
+        spread = (1 << 62) // count
+        numbers = torch.randint(0, 1000, (count,), generator=random).float()
+        return {spread * i + (0 if is_sync else rank): numbers[i : i + 1] for i in range(count)}
+
+    def body(kv: DistKVStore, rank: int) -> tuple[bool, bool]:
+        given = [values_of(other) for other in range(workers)]
+        mine, keys = given[rank], list(given[rank])
+        every = sorted({key for one in given for key in one})
+        kv.set_optimizer(kvtrainer.optimizer.create("test", learning_rate=-1.0))
+        kv.init(every, [torch.zeros(1)] * len(every))
+        each = torch.stack([torch.cat([one[key] for key in keys]) for one in given if keys[0] in one]).sum(0)
+        for _ in range(repeats):
+            kv.push(keys, list(mine.values()))
+        outs = [torch.empty(1) for _ in keys]
+        kv.pull(keys, out=outs)
+        pushed = torch.equal(torch.cat(outs), each * repeats)
+        for _ in range(repeats):
+            kv.pushpull(keys, list(mine.values()), out=outs)
+        return pushed, torch.equal(torch.cat(outs), each * 2 * repeats)
+
+    options: dict[str, Any] = {} if type != "dist_ssp" else {"staleness": 2 * repeats}
+    assert jobs.results(workers, 2, body, type=type, seconds=1500.0, **options) == [(True, True)] * workers

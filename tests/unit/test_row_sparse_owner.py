@@ -1,0 +1,216 @@
+"""Row-sparse parameters outside of steps: copies, files, owners, stores that cannot hold them, and misuse."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import kvtrainer
+from kvtrainer import RowSparseParameter, Trainer
+from kvtrainer.errors import (
+    ArgumentTypeError,
+    ConfigurationError,
+    KVStoreError,
+    RowIdError,
+    RowSparseError,
+)
+from kvtrainer.kvstore import KVStoreBase
+from tests.support.row_tables import SGD, Model, alone, column
+
+
+def test_a_state_dict_has_the_values_in_the_store_and_loads_into_a_new_model() -> None:
+    model = Model()
+    trainer = Trainer(model, "sgd", SGD)
+    model(torch.tensor([1, 2])).sum().backward()
+    trainer.step(1)
+    saved = io.BytesIO()
+    torch.save(model.state_dict(), saved)
+    saved.seek(0)
+    fresh = Model(init=0.0)
+    fresh.load_state_dict(torch.load(saved))
+    assert torch.equal(fresh.state_dict()["table"], model.state_dict()["table"])
+    _trainer = Trainer(fresh, "sgd", SGD)
+    assert column(fresh.table) == column(model.table)
+
+
+def test_loading_while_a_trainer_has_it_says_what_to_do_instead() -> None:
+    model = Model()
+    _trainer = Trainer(model, "sgd", SGD)
+    with pytest.raises(
+        RuntimeError, match=r"call trainer\.set_data\(\{name: tensor\}\) on every worker instead"
+    ):
+        model.load_state_dict(model.state_dict())
+
+
+def test_a_model_with_a_table_can_be_copied_and_moved_before_it_has_a_trainer() -> None:
+    model = Model(init=nn.init.normal_)
+    twin = copy.deepcopy(model).to(torch.float64).to("cpu")
+    assert twin.table.dtype == torch.float64
+    assert torch.equal(twin.state_dict()["table"].float(), model.state_dict()["table"])
+    trainer = Trainer(twin, "sgd", SGD)
+    twin(torch.tensor([1])).sum().backward()
+    trainer.step(1)
+    assert twin.table.row_sparse_data([1]).dtype == torch.float64
+    assert twin.to("cpu") is twin
+    with pytest.raises(RowSparseError, match=r"cannot become torch\.float16 on cpu while a Trainer has it"):
+        twin.half()
+
+
+def test_without_a_trainer_there_are_no_rows() -> None:
+    table = RowSparseParameter((3, 1))
+    with pytest.raises(
+        RowSparseError, match=r"cannot get row_sparse data for .* when no Trainer is created with it"
+    ):
+        table.row_sparse_data([0])
+
+
+def test_a_second_trainer_is_refused_but_takes_over_dense_parameters() -> None:
+    model = Model()
+    trainer = Trainer(model, "sgd", SGD)
+    with pytest.raises(
+        RowSparseError, match="failed to set the trainer for Parameter 'table' because it was already"
+    ):
+        Trainer(model, "sgd", SGD)
+    assert Trainer(model.head, "sgd", SGD) is not trainer
+
+
+def test_values_of_a_trainer_that_is_gone_are_gone() -> None:
+    table, trainer = alone()
+    assert column(table) == [1] * 4
+    del trainer
+    gc.collect()
+    with pytest.raises(RowSparseError, match="when no Trainer is created with it"):
+        table.row_sparse_data([0])
+    with pytest.raises(RowSparseError, match="were in the store of a Trainer that is gone"):
+        table.detach()
+    with pytest.raises(RowSparseError, match="give it new ones first"):
+        Trainer([table], "sgd")
+    table.copy_(torch.full((4, 1), 2.0))
+    _trainer = Trainer([table], "sgd")
+    assert column(table) == [2] * 4
+
+
+def test_a_trainer_that_was_never_used_leaves_the_values_to_the_next_one() -> None:
+    table, trainer = alone(3.0)
+    del trainer
+    gc.collect()
+    _trainer = Trainer([table], "sgd")
+    assert column(table) == [3] * 4
+
+
+class Plugin(KVStoreBase):
+    type, rank, num_workers = "plugin", 0, 1  # type: ignore[assignment]
+
+    def broadcast(self, key: Any, value: Any, out: Any, priority: int = 0) -> None: ...
+    def pushpull(self, key: Any, value: Any, out: Any = None, priority: int = 0) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "said"),
+    [
+        ({"kvstore": None}, ArgumentTypeError, "cannot train row_sparse parameters without a kvstore"),
+        (
+            {"update_on_kvstore": False},
+            ConfigurationError,
+            "update_on_kvstore=False when sparse weights are present",
+        ),
+        ({"kvstore": Plugin()}, ConfigurationError, "'plugin' cannot hold row_sparse parameters"),
+    ],
+)
+def test_a_store_that_cannot_hold_it_is_refused(options: Any, error: type[Exception], said: str) -> None:
+    with pytest.raises(error, match=said):
+        Trainer([RowSparseParameter((2, 2))], "sgd", **options)
+
+
+def test_the_environment_cannot_take_the_update_out_of_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MXNET_UPDATE_ON_KVSTORE", "0")
+    table, trainer = alone()
+    table.row_sparse_data([1]).sum().backward()
+    trainer.step(1)
+    assert column(table) == [1, 0, 1, 1]
+    with pytest.raises(ConfigurationError, match="no meaning while the optimizer runs in the kvstore"):
+        trainer.allreduce_grads()
+
+
+def test_it_cannot_be_added_later_nor_have_replicas() -> None:
+    trainer = Trainer([nn.Parameter(torch.zeros(2))], "sgd")
+    with pytest.raises(ConfigurationError, match="give it to the Trainer's constructor"):
+        trainer.add_param_group({"params": [RowSparseParameter((2, 2))]})
+    with pytest.raises(ConfigurationError, match="has no replicas"):
+        Trainer({"t": [RowSparseParameter((2, 2)), RowSparseParameter((2, 2))]}, "sgd")
+
+
+def test_a_closed_trainer_has_no_rows() -> None:
+    table, trainer = alone()
+    trainer.close()
+    with pytest.raises(KVStoreError, match="closed"):
+        table.row_sparse_data([0])
+
+
+@pytest.mark.parametrize("ids", [[4], [-1, 0]])
+def test_rows_that_it_does_not_have_are_named(ids: list[int]) -> None:
+    table, _trainer = alone()
+    with pytest.raises(RowIdError, match=str(ids[0])):
+        table.row_sparse_data(ids)
+
+
+READS: dict[str, Callable[[RowSparseParameter], object]] = {
+    "sum": lambda t: t.sum(),
+    "+": lambda t: t + 1,
+    "reversed +": lambda t: torch.ones(4, 1) + t,
+    "[]": lambda t: t[0],
+    "embedding": lambda t: nn.functional.embedding(torch.tensor([0]), t),
+    "data": lambda t: t.data,
+    "T": lambda t: t.T,
+    "item": lambda t: t.item(),
+    "tolist": lambda t: t.tolist(),
+    "==": lambda t: t == t,
+    "mul_": lambda t: t.mul_(2),
+    "stack": lambda t: torch.stack([t, t]),
+    "clone": lambda t: t.clone(),
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda t: torch.save(t, io.BytesIO()),
+}
+
+
+@pytest.mark.parametrize("read", READS)
+def test_whatever_would_touch_its_elements_is_refused(read: str) -> None:
+    table, _trainer = alone()
+    with pytest.raises(RowSparseError, match=r"live in|lives? in a store|are in a store"):
+        READS[read](table)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (((5,),), "two or more whole numbers"),
+        (((5, -1),), "two or more whole numbers"),
+        ((5,), "two or more whole numbers"),
+        (
+            ((5, 2), torch.zeros(2, 5)),
+            r"of shape \[5, 2\] was given a torch.strided tensor of shape \[2, 5\]",
+        ),
+        (((5, 2), "normal"), "init of a RowSparseParameter"),
+    ],
+)
+def test_wrong_arguments_are_explained(arguments: tuple[Any, ...], said: str) -> None:
+    with pytest.raises(ConfigurationError, match=said):
+        RowSparseParameter(*arguments)
+
+
+def test_integers_cannot_be_trained() -> None:
+    with pytest.raises(ConfigurationError, match=r"got torch\.int64"):
+        RowSparseParameter((2, 2), dtype=torch.int64)
+
+
+def test_rows_too_long_for_a_slice_are_refused_when_the_trainer_is_built() -> None:
+    head = nn.Parameter(torch.ones(2))
+    with pytest.raises(ConfigurationError, match="rows of 1200000 bytes are too long"):
+        kvtrainer.Trainer([head, RowSparseParameter((2, 300_000))], "sgd")
