@@ -7,6 +7,8 @@ whole. More than what has changed may be named, never less.
 
 from __future__ import annotations
 
+import itertools
+from collections import deque
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -29,7 +31,10 @@ class RowChanges:
         self._is_wanted = False
         self._pending: dict[int, list[Rows] | None] = {}
         """Slice → changes that have no version yet; None: all of it."""
-        self._entries: dict[int, list[tuple[int, Rows]]] = {}
+        self._entries: dict[int, deque[tuple[int, Rows]]] = {}
+        """Slice → versions, ascending, and what has changed since the one before."""
+        self._kept: dict[int, int] = {}
+        """Slice → the number of ids in its entries."""
         self._floors: dict[int, int] = {}
         """Slice → the version up to which nothing is known."""
 
@@ -69,33 +74,33 @@ class RowChanges:
             return {}
         if held < self._floors[index]:
             return None
-        return _union([rows for at, rows in self._entries.get(index, ()) if at > held])
+        newest_first = reversed(self._entries.get(index, ()))
+        return _union([rows for _, rows in itertools.takewhile(lambda entry: entry[0] > held, newest_first)])
 
     def _stamp(self, version: int) -> None:
         """What was noted since the last time has happened by now."""
         for index, noted in self._pending.items():
-            entries = self._entries.setdefault(index, [])
+            entries = self._entries.setdefault(index, deque())
             if noted is None:
                 entries.clear()
+                self._kept[index] = 0
                 self._floors[index] = version
             elif noted:
                 entries.append((version, _union(noted)))
+                self._kept[index] = self._kept.get(index, 0) + _count(entries[-1][1])
                 self._forget_old(index, entries)
         self._pending.clear()
 
-    def _forget_old(self, index: int, entries: list[tuple[int, Rows]]) -> None:
+    def _forget_old(self, index: int, entries: deque[tuple[int, Rows]]) -> None:
         """Keep no more ids than the slice has elements."""
         room = self._slices[index].used
-        kept = 0
-        for rows in (rows for _, rows in reversed(entries)):
-            room -= sum(1 if ids is None else len(ids) for ids in rows.values())
-            if room < 0 or kept == VERSIONS_KEPT:
-                break
-            kept += 1
-        if kept < len(entries):
-            last = len(entries) - kept
-            self._floors[index] = entries[last - 1][0]
-            del entries[:last]
+        while self._kept[index] > room or len(entries) > VERSIONS_KEPT:
+            self._floors[index], oldest = entries.popleft()
+            self._kept[index] -= _count(oldest)
+
+
+def _count(rows: Rows) -> int:
+    return sum(1 if ids is None else len(ids) for ids in rows.values())
 
 
 def _union(parts: Sequence[Rows]) -> Rows:

@@ -130,7 +130,7 @@ def test_an_exception_while_a_round_is_sent_gives_it_up_too() -> None:
     bench = Bench(2, lambda server, commit: [])
     send = bench.servers.send
 
-    def interrupted(server: int, request: m.Request) -> None:
+    def interrupted(server: int, request: m.Request, priority: int = 0) -> None:
         if isinstance(request.body, m.PushBatch) and server == 1:
             raise KeyboardInterrupt
         send(server, request)
