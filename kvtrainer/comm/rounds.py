@@ -11,11 +11,12 @@ from collections.abc import Callable, Iterable, Sequence
 
 from torch import Tensor
 
-from kvstore_server.errors import DeadlineError, KVStoreError, RoundAbortedError, describe, from_wire
+from kvstore_server.errors import DeadlineError, describe
 from kvstore_server.plan import Slice
 from kvstore_server.protocol import messages as m
 from kvtrainer.comm.giving_up import give_up
 from kvtrainer.comm.pushes import encode, push_batches
+from kvtrainer.comm.replies import Replies
 from kvtrainer.comm.row_pulls import RowsWanted, pull_rows
 from kvtrainer.comm.session import Session
 from kvtrainer.comm.tickets import Arenas, RemoteTable, RoundItem, Ticket, write_parts
@@ -32,6 +33,7 @@ class Rounds:
 
     def __init__(self, session: Session) -> None:
         self._session = session
+        self._replies = Replies(session, self._send_again)
 
     def start(self, items: Sequence[RoundItem], hyper: bytes = b"", priority: int = 0) -> Ticket:
         """Send one round of every item's table and return at once.
@@ -144,7 +146,7 @@ class Rounds:
                 yield server, members
 
     def _request(self, ticket: Ticket, server: int, members: Sequence[RoundItem]) -> int:
-        number = self._session.next_number(lambda s, reply: self._take(ticket, s, reply))
+        number = self._session.next_number(lambda s, reply: self._replies.take(ticket, s, reply))
         ticket.numbers[server] = number
         for item in members:
             where = (server, item.table.numbers[server])
@@ -217,64 +219,6 @@ class Rounds:
             f"within {ticket.deadline - ticket.started:g} s; is it overloaded? (timeout=… of the kvstore or "
             "KVSTORE_TIMEOUT raises the limit)"
         )
-
-    def _take(self, ticket: Ticket, server: int, reply: m.ReplyBody) -> None:
-        if isinstance(reply, m.Weights):
-            for part in reply.parts:
-                self._take_part(ticket, server, part)
-        elif isinstance(reply, m.Done):
-            for table, _, version in reply.rounds:
-                ticket.applied[server, table] = version
-                if not ticket.outstanding.get((server, table)):
-                    ticket.outstanding.pop((server, table), None)
-        elif isinstance(reply, m.Absent):
-            item = ticket.tables[server, reply.table]
-            ticket.absent.setdefault(item.table.name, set()).update(reply.keys)
-        elif isinstance(reply, m.Vetoed):
-            ticket.vetoes[ticket.tables[server, reply.table].table.name] = reply.ranks
-            if (server, reply.table) in ticket.outstanding:
-                ticket.outstanding[server, reply.table] = set()  # no weights will come
-        elif isinstance(reply, m.InForce):
-            ticket.in_force[ticket.tables[server, reply.table].table.name] = reply
-        elif isinstance(reply, m.Missing):
-            self._send_again(ticket, server, reply)
-        elif isinstance(reply, m.Failed):
-            self._take_failure(ticket, server, reply)
-
-    def _take_failure(self, ticket: Ticket, server: int, failure: m.Failed) -> None:
-        """One round, or with table -1 all that was asked of a server, has failed; the other tables go on."""
-        error = from_wire(failure.code, failure.text)
-        # That somebody gave up is not the cause where another one is known, least of all that this worker did.
-        if ticket.error is None or (
-            isinstance(ticket.error, RoundAbortedError) and not isinstance(error, RoundAbortedError)
-        ):
-            ticket.error = error
-        for where in [w for w in ticket.outstanding if w[0] == server and failure.table in (-1, w[1])]:
-            ticket.failed[where] = failure.next_round
-            del ticket.outstanding[where]
-            if ticket.hyper is not None:
-                self._abort_elsewhere(ticket, ticket.tables[where].table, error)
-
-    def _abort_elsewhere(self, ticket: Ticket, table: RemoteTable, error: KVStoreError) -> None:
-        """The round can no longer be applied everywhere: do not wait for those who would only now begin it."""
-        reason = describe(error)
-        for server, number in table.numbers.items():
-            if (server, number) in ticket.outstanding and table.name not in ticket.aborted:
-                abort = m.Abort(number, table.round, reason, undo=False)
-                self._session.send(server, self._session.next_number(), abort)
-        ticket.aborted.add(table.name)
-
-    def _take_part(self, ticket: Ticket, server: int, part: m.WeightsPart) -> None:
-        where = (server, part.table)
-        waiting = ticket.outstanding.get(where)
-        if waiting is None or part.slice not in waiting:
-            return
-        ticket.versions[where] = part.version
-        # Written when all parts are here: until then the round may still fail, or be taken back.
-        ticket.staged.setdefault(ticket.tables[where].table.name, []).append(part)
-        waiting.discard(part.slice)
-        if not waiting:
-            del ticket.outstanding[where]
 
     def _send_again(self, ticket: Ticket, server: int, missing: m.Missing) -> None:
         item = ticket.tables.get((server, missing.table))
