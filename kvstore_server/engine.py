@@ -188,7 +188,7 @@ class Engine:
                 if table.conflict is error and table.rounds.is_waiting():
                     told += self._rounds.fail(table, error)
             return told
-        return reply(waiter, m.Registered(table.number, table.rounds_of(rank).number))
+        return reply(waiter, m.Registered(table.number, table.next_round(rank)))
 
     def _pull(
         self, space: Namespace, rank: int, pull: m.Pull, waiter: Waiter, now: float

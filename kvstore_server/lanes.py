@@ -4,9 +4,9 @@ The first round of a table, which gives it its values, is for all ranks together
 sequence of rounds with one member, so that sending a contribution twice has no further effect and a gap is refused, by
 the same state machine. A process that takes a rank over begins a new lane; its session has shut out the older one.
 
-A rank's clock counts its contributions. With a bound, a rank whose clock is c may read only when every rank's clock is
-at least c − bound (stale synchronous parallel). A rank that has joined, because it has no more data, holds nobody back,
-nor does one that has left because it was done.
+A rank's clock counts the rounds of its lane, however they ended, so it is the same on all servers. With a bound, a rank
+whose clock is c may read only when every rank's clock is at least c − bound (stale synchronous parallel). A rank that
+has joined, because it has no more data, holds nobody back, nor does one that has left because it was done.
 
 This module holds no clock that tells the time, no socket and no arithmetic on payloads.
 """
@@ -41,13 +41,25 @@ class Lanes(Generic[WaiterT]):
         self._same_payload = same_payload
         self._lanes: dict[int, SyncRounds[WaiterT]] = {}
 
-    def of(self, rank: int) -> SyncRounds[WaiterT]:
-        """The lane of a rank; its first round is number 1."""
+    def of(self, rank: int, number: int = -1) -> SyncRounds[WaiterT]:
+        """The lane of a rank, in which it means the round of that number.
+
+        The first one that a process means is its first, and sets its clock. With several servers it takes the greatest
+        that one of them has proposed: if they differed in who is ahead of whom, ranks could wait in a circle.
+        """
         lane = self._lanes.get(rank)
         if lane is None:
             lane = self._lanes[rank] = SyncRounds(1, self._same_payload)
-            lane.number = 1
+            lane.number = max(1, number)
+            self.clocks[rank] = max(self.clocks[rank], number - 1)
         return lane
+
+    def proposed(self, rank: int) -> int:
+        """The next round of a rank; that of a new process is at the side of the slowest of the others, or ahead."""
+        if rank in self._lanes:
+            return self._lanes[rank].number
+        others = [clock for r, clock in enumerate(self.clocks) if r != rank and self._takes_part(r)]
+        return 1 + max(self.clocks[rank], min(others, default=0))
 
     @property
     def mismatches(self) -> int:
@@ -55,14 +67,9 @@ class Lanes(Generic[WaiterT]):
         return sum(lane.mismatches for lane in self._lanes.values())
 
     def advance(self, rank: int) -> None:
-        """Count a contribution; a rank that had joined is back."""
-        if rank in self.joined:
-            self.come_back(rank)
+        """A round of the rank's lane is over; if the rank had joined, it is back."""
+        self.joined.discard(rank)
         self.clocks[rank] += 1
-
-    def take_back(self, rank: int) -> None:
-        """The last contribution of a rank counts no more."""
-        self.clocks[rank] -= 1
 
     def behind(self, rank: int) -> list[int]:
         """The ranks because of which this one may not read now."""
@@ -85,22 +92,16 @@ class Lanes(Generic[WaiterT]):
         self.clocks = [max(self.clocks)] * len(self.clocks)
 
     def begin(self, rank: int) -> None:
-        """A process begins to stand for a rank: it has a new lane."""
+        """A process begins to stand for a rank: it takes part, in a new lane."""
         self._lanes.pop(rank, None)
-        self.come_back(rank)
+        self.joined.discard(rank)
+        self.left.discard(rank)
 
     def leave(self, rank: int, is_done: bool) -> None:
         """The process of a rank has ended; where it was done, nobody needs what it will not give."""
         self._lanes.pop(rank, None)
         if is_done:
             self.left.add(rank)
-
-    def come_back(self, rank: int) -> None:
-        """A rank takes part again, at the side of the slowest of the others if it is behind."""
-        self.joined.discard(rank)
-        self.left.discard(rank)
-        others = [clock for r, clock in enumerate(self.clocks) if r != rank and self._takes_part(r)]
-        self.clocks[rank] = max(self.clocks[rank], min(others, default=0))
 
     def _takes_part(self, rank: int) -> bool:
         return rank not in self.joined and rank not in self.left

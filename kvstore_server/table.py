@@ -101,11 +101,15 @@ class Table:
         self._last_rank = -1
         """Whose contribution was applied last, where ranks contribute by themselves."""
 
-    def rounds_of(self, rank: int, number: int = 1) -> SyncRounds[Waiter]:
+    def rounds_of(self, rank: int, number: int = -1) -> SyncRounds[Waiter]:
         """The rounds of which a rank means that number, or its present one: those of all ranks, or its lane."""
-        return self.rounds if self._whose(rank, number) == _ALL else self.lanes.of(rank)
+        return self.rounds if self._whose(rank, number) == _ALL else self.lanes.of(rank, number)
 
-    def end_of(self, rank: int, number: int = 1) -> RoundEnd:
+    def next_round(self, rank: int) -> int:
+        """The number of the round that a rank should begin with."""
+        return self.rounds.number if self._whose(rank, -1) == _ALL else self.lanes.proposed(rank)
+
+    def end_of(self, rank: int, number: int = -1) -> RoundEnd:
         """How the last round that was applied has ended, of those of which a rank means that number."""
         return self._ends[self._whose(rank, number)]
 
@@ -136,7 +140,7 @@ class Table:
         self._last_rank = rank if is_lane else _ALL
         for r, _ in given:
             self.absent.pop(r, None)
-        if is_lane and active:
+        if is_lane:
             self.lanes.advance(rank)
         return rounds.finish()
 
@@ -145,6 +149,8 @@ class Table:
         rounds = self.rounds_of(rank)
         for r, _ in rounds.contributions():
             self.absent.pop(r, None)
+        if rounds is not self.rounds:
+            self.lanes.advance(rank)
         if self._last_rank in (_ALL, rank):
             self.dense.forget_undo()
         return rounds.fail(error)
@@ -163,15 +169,13 @@ class Table:
             if has_changed:
                 self.dense.undo()
                 self.version += 1  # also the way back is a change
-            if whose != _ALL and not end.is_over:
-                self.lanes.take_back(rank)
             rounds.undo(error)
             self.undone += 1
         return []
 
     def fail_join(self, rank: int, number: int, error: KVStoreError) -> None:
         """A rank that waits for all to join will not see that: it takes part as before, and its joining has failed."""
-        self.lanes.come_back(rank)
+        self.lanes.joined.discard(rank)
         lane = self.lanes.of(rank)
         if number == lane.number - 1:
             lane.undo(error)

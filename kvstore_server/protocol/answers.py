@@ -19,7 +19,10 @@ class Welcome:
 
 @dataclass(frozen=True, slots=True)
 class Registered:
-    """Answers Register; `next_round` is above 0 when the table lives on from an earlier process."""
+    """Answers Register; `next_round` is above 0 when the table lives on from an earlier process.
+
+    Without synchronous rounds the worker goes on with the greatest number that a server says.
+    """
 
     table: int
     next_round: int

@@ -82,9 +82,10 @@ class Client:
         for (server, table), reply in zip(requests, self._session.call_all(bodies), strict=True):
             assert isinstance(reply, m.Registered)
             is_known = len(table.numbers) > 0
-            if not self.options.mode.is_sync and (not is_known or table.round == reply.next_round):
+            goes_on = reply.next_round > 0
+            if not self.options.mode.is_sync and (not is_known or table.is_initialised == goes_on):
                 # The others may have gone on without a process of this rank, and it goes on beside them.
-                table.round, table.is_initialised = reply.next_round, reply.next_round > 0
+                table.round, table.is_initialised = max(table.round, reply.next_round), goes_on
             elif reply.next_round or table.round:
                 raise ConfigurationError(
                     f"{self._session.describe(server)} is at round {reply.next_round} of {table.name!r}, not at "

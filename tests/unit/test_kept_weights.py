@@ -198,13 +198,13 @@ def parts_of(job: Job, items: list[RoundItem]) -> dict[int, m.WeightsPart]:
     """Slice → what comes back to rank 0 in a round."""
     replies: dict[int, m.WeightsPart] = {}
     rounds = job.clients[0].rounds
-    take = rounds._take_part
+    take = rounds._replies._take_part
 
     def note(ticket: Any, server: int, part: m.WeightsPart) -> None:
         replies[part.slice] = part
         take(ticket, server, part)
 
-    rounds._take_part = note  # type: ignore[method-assign]
+    rounds._replies._take_part = note  # type: ignore[method-assign]
     job.play(items)
     return replies
 
