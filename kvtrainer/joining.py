@@ -63,8 +63,8 @@ class JoiningPipeline(Pipeline):
     def _refuse_in_join(self, method: str) -> None:
         if self._is_in_join:
             raise ConfigurationError(
-                f"{method} is not possible in a join() block: workers that have left it cannot repeat what the loop "
-                "does with the sums; use step()"
+                f"{method} is not possible in a join() block: workers that have left it cannot take part; use step() "
+                "in the block, and the rest outside"
             )
 
     def _refuse_join(self) -> None:

@@ -133,6 +133,7 @@ class Trainer(JoiningPipeline):
             ConfigurationError: `values` has an unknown name or a wrong shape; nothing has changed then.
             ParameterMovedError: the data of a parameter were replaced instead of written to.
         """
+        self._refuse_in_join("set_data()")
         self._link.check_open()
         self._settle()
         if values is not None:

@@ -145,6 +145,8 @@ def test_what_cannot_be_repeated_elsewhere_is_refused_in_a_block(jobs: Servers) 
                 trainer.allreduce_grads()
             with pytest.raises(ConfigurationError, match="use step"):
                 trainer.update(1)
+            with pytest.raises(ConfigurationError, match="use step"):
+                trainer.set_data()
             with pytest.raises(ConfigurationError, match="already"), trainer.join():
                 pass
             trainer.step(1)
