@@ -88,10 +88,10 @@ class Client:
                 table.round, table.is_initialised = max(table.round, reply.next_round), goes_on
             elif reply.next_round or table.round:
                 raise ConfigurationError(
-                    f"{self._session.describe(server)} is at round {reply.next_round} of {table.name!r}, not at "
-                    f"{table.round}: the other workers' init of it has ended without this worker, perhaps because its "
-                    f"own was refused, or an earlier run of namespace {self.options.namespace!r} has left it there. "
-                    "Restart the job and its servers, or give another namespace=…"
+                    f"{self._session.describe(server)} is at round {reply.next_round} of "
+                    f"{table.name!r} already: the other workers' init of it has ended without this worker, perhaps "
+                    f"because its own was refused, or an earlier run of namespace {self.options.namespace!r} has left "
+                    "it there. Restart the job and its servers, or give another namespace=…"
                 )
             table.numbers[server] = reply.table
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from kvstore_server.modes import SYNCHRONOUS, Mode
 from kvstore_server.plan import Plan, TensorSpec
 from kvtrainer.comm.compressor import Compressor
 
@@ -20,7 +21,7 @@ TABLES: tuple[tuple[str, tuple[TensorSpec, ...]], ...] = (
     (
         "a",
         (
-            TensorSpec("w", (4, 8), "float32"),
+            TensorSpec("w", (8, 4), "float32"),
             TensorSpec("b", (3,), "float32"),
             TensorSpec("c", (16,), "float32"),
         ),
@@ -29,6 +30,9 @@ TABLES: tuple[tuple[str, tuple[TensorSpec, ...]], ...] = (
 )
 COMPRESSED = 1
 """The table whose gradients are compressed, where any are."""
+BY_ROWS = 0
+"""The table of which some gradients are row-sparse, where any are."""
+NEVER = 1 << 30
 
 
 @dataclass
@@ -58,7 +62,7 @@ class Lane:
     kept: set[int] = field(default_factory=set)
     """Servers that keep the round as applied although this process gave it up."""
     log: dict[int, str] = field(default_factory=dict)
-    """Round → 'done', 'failed' or 'apart', as this process saw it."""
+    """Round → 'done', 'failed', 'kept' (given up, but it stands) or 'apart', as this process saw it."""
     compressor: Compressor | None = None
     """The real one; None where this process sends its gradients as they are."""
     encoded: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -68,6 +72,14 @@ class Lane:
     """What this process says of the open round."""
     vetoed: set[int] = field(default_factory=set)
     """Servers that said that the round was vetoed."""
+    joins_at: int = NEVER
+    """The round from which on this process has no more data."""
+    joined: bool = False
+    """Whether it says so in the open round."""
+    overs: set[int] = field(default_factory=set)
+    """Servers that said that all ranks have joined."""
+    empty: set[int] = field(default_factory=set)
+    """The rounds that this process vetoed, or in which it had no more data."""
 
 
 @dataclass(frozen=True)
@@ -79,3 +91,17 @@ class SimOptions:
     """How gradients of one table are compressed; empty where they are not."""
     assigns: int
     """The round in which rank 0's values replace the weights; 0: in none."""
+    mode: Mode = SYNCHRONOUS
+    hypers: tuple[bytes, ...] = ()
+    """The hyper-parameters before and from `hyper_changes` on; none are sent where there are none."""
+    hyper_changes: int = NEVER
+    joins: tuple[int, ...] = ()
+    """How many rounds each rank has data for, between the rounds in which all have joined; empty: for any number."""
+    by_rows: frozenset[int] = frozenset()
+    """The slices of one table whose gradients are row-sparse now and then."""
+    integers: bool = False
+    """Whether values are small integers."""
+
+    def hyper(self, round_: int) -> bytes:
+        """The hyper-parameters that everybody who has data believes in."""
+        return self.hypers[round_ >= self.hyper_changes] if self.hypers else b""

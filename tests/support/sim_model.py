@@ -13,28 +13,12 @@ import numpy as np
 
 from kvstore_server.plan import Plan
 from tests.support.sim_compression import Array, said
+from tests.support.sim_lane import BY_ROWS, SimOptions
+from tests.support.sim_payloads import POOL, ROWS, only_rows, payload_at, rows_at
 
 APPLIED, VETOED, FAILED = "applied", "vetoed", "failed"
-
-_POOL_SIZE = 1 << 14
-
-
-def _make_pool() -> Array:
-    rng = np.random.default_rng(20240)
-    magnitude = np.exp2(rng.integers(-12, 13, _POOL_SIZE)).astype(np.float32)
-    pool: Array = rng.standard_normal(_POOL_SIZE).astype(np.float32) * magnitude
-    return pool
-
-
-POOL = _make_pool()
-"""Values of very different magnitude: their sum in another order has other bits."""
-
-
-def payload_at(process: int, table: int, round_: int, slice_: int, generation: int, numel: int) -> slice:
-    """The part of `POOL` that is the payload of this identity; different identities give different values."""
-    mixed = process * 7919 + table * 104729 + round_ * 611953 + slice_ * 15485863 + generation * 32452843
-    start = mixed % (_POOL_SIZE - numel)
-    return slice(start, start + numel)
+RATES = (1.0, 0.5)
+"""The learning rates before and after they change."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +30,7 @@ class Given:
     scale: float | None
     veto: bool
     assign: bool
+    joined: bool
 
 
 @dataclass(frozen=True)
@@ -69,7 +54,19 @@ class TableModel:
     num_workers: int
     keeps_last: bool
     """Whether the optimizer may raise, so that the last round is kept until the next one begins."""
+    options: SimOptions
+    is_lazy: bool = False
+    """Whether a sum that has only some rows changes nothing of the others."""
     open: int = 0
+    version: int = -1
+    end_version: int = -1
+    """As of the last round that was applied or vetoed."""
+    hyper_told: bytes = b""
+    """The hyper-parameters that were in force in it, as those hear that have joined."""
+    is_over: bool = False
+    """Whether all ranks had joined in it."""
+    beliefs: dict[int, bytes] = field(default_factory=dict)
+    """Rank → the hyper-parameters that it sent last."""
     can_undo: bool = False
     is_initialised: bool = False
     arrived: dict[int, dict[int, int]] = field(default_factory=dict)
@@ -87,6 +84,8 @@ class TableModel:
     stored: Stored = field(init=False)
     before: Stored = field(init=False)
     """As it was before the last round that was applied."""
+    is_changed: bool = field(default=False, init=False)
+    """Whether that round has changed the weights."""
 
     def __post_init__(self) -> None:
         zeros = {p.index: np.zeros(p.used, np.float32) for p in self.plan.slices_of(self.server)}
@@ -119,25 +118,48 @@ class TableModel:
 
     def outcome(self) -> str:
         """How the open round ends, which every rank has committed."""
-        given = [self.committed[rank] for rank in range(self.num_workers)]
-        if self.open == 0 or all(g.assign for g in given):
+        given = self._active()
+        assigns = [g.assign for g in given.values()]
+        if not self.open or not given:
             return APPLIED
-        if not self.is_initialised or any(g.assign for g in given):
+        if any(assigns):  # all want that, and all have data
+            return APPLIED if assigns.count(True) == self.num_workers else FAILED
+        if not self.is_initialised:
             return FAILED
-        return VETOED if any(g.veto for g in given) else APPLIED
+        if any(g.veto for g in given.values()):
+            return VETOED
+        return FAILED if len({self.beliefs.get(rank, b"") for rank in given} - {b""}) > 1 else APPLIED
+
+    def _active(self) -> dict[int, Given]:
+        """The contributions of the ranks that have data, in rank order."""
+        return {rank: given for rank, given in sorted(self.committed.items()) if not given.joined}
+
+    def hyper(self) -> bytes:
+        """The hyper-parameters in force: those of the lowest rank that has data."""
+        return next((self.beliefs[rank] for rank in self._active() if rank in self.beliefs), b"")
 
     def end(self, outcome: str) -> None:
         """End the open round; an applied one changes what is stored."""
-        assigns = self.open == 0 or (outcome == APPLIED and self.committed[0].assign)
+        active = self._active()
+        assigns = self.open == 0 or (outcome == APPLIED and any(g.assign for g in active.values()))
         self.can_undo = outcome == APPLIED and self.keeps_last and not assigns
+        self.is_changed = bool(active) and outcome == APPLIED
+        if outcome != FAILED:
+            self.is_over = not active
+            self.hyper_told = self.hyper() if self.is_changed and not assigns else b""
+            self.version += self.is_changed
+            self.end_version = self.version
+        if not active:
+            self.can_undo = True
         if outcome == VETOED:
             self.can_undo = True
             self.before = self.stored
-            self.vetoes[self.open] = tuple(r for r, given in sorted(self.committed.items()) if given.veto)
+            self.vetoes[self.open] = tuple(r for r, given in active.items() if given.veto)
         if outcome == APPLIED:
-            self.is_initialised = True
+            self.is_initialised = self.is_initialised or bool(active)
             self.before = self.stored
-            self.stored = self._assigned() if assigns else self._updated()
+            if active:
+                self.stored = self._assigned() if assigns else self._updated()
         self.outcomes.append(outcome)
         self.arrived, self.committed, self.waiting, self.deadlines = {}, {}, {}, {}
         self.open += 1
@@ -145,6 +167,7 @@ class TableModel:
     def undo(self) -> None:
         """Take the last round back."""
         self.can_undo = False
+        self.version += self.is_changed
         self.outcomes[-1] = FAILED
         self.stored = self.before
 
@@ -152,21 +175,47 @@ class TableModel:
         """Whether a contribution to the open round is compressed."""
         return any(self.codecs.get(r) and g.manifest and not g.assign for r, g in self.committed.items())
 
+    def kinds_of_rows(self) -> set[bool]:
+        """Whether a slice of the open round that takes rows is given by them, of all that give it."""
+        slices = self.options.by_rows if self.number == BY_ROWS and self.open else frozenset()
+        given = [(g.process, s, n) for g in self._active().values() if not g.assign for s, n in g.manifest]
+        return {self._rows(*one) is not None for one in given if one[1] in slices}
+
     def _assigned(self) -> Stored:
         """The lowest rank's values; the optimizer's state and the residuals stay."""
-        given = dict(self.committed[0].manifest)
-        weights = {s: self._payload(self.committed[0].process, s, given[s]) for s in self.weights}
+        first = next(iter(self._active().values()))
+        given = dict(first.manifest)
+        weights = {s: self._payload(first.process, s, given[s]) for s in self.weights}
         return Stored(weights, self.stored.memory, self.stored.residuals)
 
     def _updated(self) -> Stored:
-        """Each slice that anybody gave: m = m / 2 + sum; w = w - m."""
+        """Each slice that anybody gave: m = m / 2 + sum; w = w - lr * m."""
         weights, memory = dict(self.weights), dict(self.stored.memory)
         residuals = dict(self.stored.residuals)
+        rate = np.float32(RATES[self.options.hypers.index(hyper)] if (hyper := self.hyper()) else 1.0)
         for s in weights:
             if self._is_given(s):
-                memory[s] = memory[s] * np.float32(0.5) + self._sum(s, residuals)
-                weights[s] = weights[s] - memory[s]
+                touched = self._touched(s)
+                moved = memory[s] * np.float32(0.5) + self._sum(s, residuals)
+                memory[s] = np.where(touched, moved, memory[s])
+                weights[s] = np.where(touched, weights[s] - rate * memory[s], weights[s])
         return Stored(weights, memory, residuals)
+
+    def _touched(self, slice_: int) -> Array:
+        """The elements of a slice that are updated: all, or the rows that anybody gave where everybody gave rows."""
+        touched = np.zeros((ROWS, ROWS), bool)
+        for given in self._active().values():
+            for s, generation in given.manifest:
+                rows = self._rows(given.process, s, generation) if s == slice_ else ()
+                if rows is None or not self.is_lazy:
+                    return np.ones(self.plan.slices[slice_].used, bool)
+                touched[list(rows)] = True
+        return touched.reshape(-1)
+
+    def _rows(self, process: int, slice_: int, generation: int) -> tuple[int, ...] | None:
+        if slice_ not in self.options.by_rows or self.number != BY_ROWS:
+            return None
+        return rows_at(process, self.number, self.open, slice_, generation)
 
     def _is_given(self, slice_: int) -> bool:
         return any(slice_ == s for given in self.committed.values() for s, _ in given.manifest)
@@ -177,12 +226,12 @@ class TableModel:
         Moves the residuals of those that are compressed.
         """
         total: Array | None = None
-        for rank in range(self.num_workers):
-            given = self.committed[rank]
+        for rank, given in self._active().items():
             generation = dict(given.manifest).get(slice_)
             if generation is None:
                 continue
             part = self._payload(given.process, slice_, generation)
+            part = only_rows(part, self._rows(given.process, slice_, generation))
             if codec := self.codecs[rank]:
                 whole = part + residuals.get((given.process, slice_), np.float32(0))
                 part = said(codec, whole)

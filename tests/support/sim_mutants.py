@@ -12,6 +12,7 @@ from typing import Any
 from unittest import mock
 
 from kvstore_server import replies, round_keeper
+from kvstore_server.addends import addend_of
 from kvstore_server.consistency import Contribution, SyncRounds, Verdict
 from kvstore_server.engine import Engine
 from kvstore_server.errors import KVStoreError
@@ -172,10 +173,10 @@ def _assign_that_sums() -> list[Patch]:
     """Values that are to replace the weights are summed over ranks."""
     assign = Table._assign
 
-    def summing(self: Any, given: Any, updating: list[int]) -> None:
-        assign(self, given, updating)
-        if self.rounds.number:
-            self.dense.assign_sum([self._addend(rank, mine, None) for rank, mine in given])
+    def summing(self: Any, number: int, given: Any, is_lane: bool) -> None:
+        assign(self, number, given, is_lane)
+        if number:
+            self.dense.assign_sum([addend_of(mine, None, frozenset()) for _, mine in given])
 
     return [(Table, "_assign", summing)]
 
@@ -240,9 +241,9 @@ MUTANTS: dict[str, Callable[[], list[Patch]]] = {
 
 
 @contextmanager
-def mutated(name: str) -> Iterator[None]:
+def mutated(mutant: Callable[[], list[Patch]]) -> Iterator[None]:
     """Put a mutant in the place of the real code for a while."""
-    patches = [mock.patch.object(cls, attribute, new) for cls, attribute, new in MUTANTS[name]()]
+    patches = [mock.patch.object(cls, attribute, new) for cls, attribute, new in mutant()]
     for patch in patches:
         patch.start()
     try:

@@ -15,6 +15,7 @@ import torch
 
 from kvstore_server.engine import Engine
 from kvstore_server.protocol import messages as m
+from kvstore_server.row_payload import PACKED_ROWS
 from tests.support.sim_compression import Array
 from tests.support.sim_lane import DEAD_AFTER, NAMESPACE, NUM_WORKERS
 from tests.support.sim_model import APPLIED, FAILED, VETOED, Given, TableModel, same_bits
@@ -57,19 +58,20 @@ class Referee:
         """Let the engine handle a request and check all that it did."""
         sender = self._processes[process]
         body = request.body
-        out = _copies(self.engine.handle(b"%d" % process, request, now))
+        out = copies(self.engine.handle(b"%d" % process, request, now))
         if self.current.get(sender.rank) != process and not isinstance(body, m.Hello):
-            self._check(bool(out) and all(_is_fencing(d.reply.body) for d in out), "a fenced process", out)
+            self._check(bool(out) and all(is_fencing(d.reply.body) for d in out), "a fenced process", out)
             self._seen["fenced"] += 1
         else:
             self.heard[sender.rank] = now
             self._follow(sender, body, out, now)
-        self._compare(out)
+        if not isinstance(body, m.PushBatch):  # did it change anything, the next message would show it
+            self._compare(out)
         return out
 
     def tick(self, now: float) -> list[Delivery]:
         """Let time pass; a round that waits may fail."""
-        out = _copies(self.engine.tick(now))
+        out = copies(self.engine.tick(now))
         self._end_hopeless(out, now)
         self._compare(out)
         return out
@@ -85,22 +87,25 @@ class Referee:
         elif isinstance(body, m.PushBatch):
             for push in body.pushes:
                 model = self.models[push.table]
-                model.push(sender.rank, push.round, push.slice, push.generation, body.form)
+                codec = b"" if body.form == PACKED_ROWS else body.form
+                model.push(sender.rank, push.round, push.slice, push.generation, codec)
             self._check(not out, "a push was answered", out)
         elif isinstance(body, m.CommitBatch):
             for commit in body.commits:
-                self._commit(sender, commit, out, now)
+                self._commit(sender, commit, body.hyper, out, now)
         elif isinstance(body, m.Abort):
             self._abort(body, out)
         elif isinstance(body, m.Leave):
             self._leave(sender.rank, out, now)
 
-    def _commit(self, sender: SimProcess, commit: m.Commit, out: list[Delivery], now: float) -> None:
+    def _commit(
+        self, sender: SimProcess, commit: m.Commit, hyper: bytes, out: list[Delivery], now: float
+    ) -> None:
         model = self.models[commit.table]
         if commit.round < model.open:
             if APPLIED in model.outcomes[commit.round + 1 :] or VETOED in model.outcomes[commit.round + 1 :]:
                 return  # every rank knew how it had ended before it gave anything to the later one
-            want = self._answers(model.outcomes[commit.round], commit.want_weights)
+            want = self._answers(model.outcomes[commit.round], commit.want_weights, commit.joined)
             self._check([type(d.reply.body) for d in out] == want, "a repeated commit of a past round", out)
         elif commit.round > model.open:
             raise Violation(f"{self._name}: p{sender.process} commits {commit} while {model.open} is open")
@@ -117,8 +122,10 @@ class Referee:
         else:
             self._seen["replaced generation"] += any(generation for _, generation in commit.manifest)
             model.committed[sender.rank] = Given(
-                sender.process, commit.manifest, commit.rescale, commit.veto, commit.assign
+                sender.process, commit.manifest, commit.rescale, commit.veto, commit.assign, commit.joined
             )
+            if hyper:
+                model.beliefs[sender.rank] = hyper
             model.waiting[sender.rank] = sender.process
             model.deadlines[sender.rank] = now + commit.timeout
             if model.is_complete():
@@ -165,21 +172,31 @@ class Referee:
     def _end(self, model: TableModel, outcome: str, out: list[Delivery]) -> None:
         told = [d for d in out if self._is_about(d, model.number, model.open)]
         kinds = {p: [type(d.reply.body) for d in told if d.process == p] for p in model.waiting.values()}
-        wants = {p: self._answers(outcome, self._processes[p].wants_weights) for p in model.waiting.values()}
+        wants = {
+            p: self._answers(outcome, self._processes[p].wants_weights, model.committed[rank].joined)
+            for rank, p in model.waiting.items()
+        }
         is_right = kinds == wants and len(told) == sum(map(len, wants.values()))
         self._check(is_right, f"{model.waiting} waited and were told {kinds}", out)
         self._seen[outcome] += 1
         self._count(model, outcome)
         model.end(outcome)
 
-    def _answers(self, outcome: str, want_weights: bool) -> list[type]:
+    def _answers(self, outcome: str, want_weights: bool, joined: bool) -> list[type]:
         """What somebody is told who waits for a round that ends so."""
-        if outcome == APPLIED:
-            return [m.Weights if want_weights else m.Done]
-        return [m.Failed] if outcome == FAILED else [m.Vetoed, m.Done]
+        if outcome == FAILED:
+            return [m.Failed]
+        told: list[type] = [m.InForce] if joined else []
+        return told + ([m.Weights if want_weights else m.Done] if outcome == APPLIED else [m.Vetoed, m.Done])
 
     def _count(self, model: TableModel, outcome: str) -> None:
         assigns = [given.assign for given in model.committed.values()]
+        joined = [given.joined for given in model.committed.values()]
+        self._seen[f"joined by some, {outcome}"] += any(joined) and not all(joined)
+        self._seen[f"joined by all, {outcome}"] += len(joined) == model.num_workers and all(joined)
+        kinds = model.kinds_of_rows() if outcome == APPLIED else set()
+        self._seen["by rows alone"] += kinds == {True}
+        self._seen["rows and all of it"] += len(kinds) == 2
         self._seen["assigned"] += outcome == APPLIED and any(assigns)
         self._seen["assigned by some"] += (
             len(assigns) == model.num_workers and any(assigns) and not all(assigns)
@@ -226,17 +243,20 @@ class Referee:
         if isinstance(body, m.Weights):
             self._check(outcome == APPLIED, f"weights of a round that is {outcome}", [delivery])
             sent = {part.slice: part.payload.numpy() for part in body.parts}
-            self._check(
-                set(sent) == set(model.weights) and same_bits(sent, model.weights),
-                "other weights",
-                [delivery],
-            )
+            is_right = set(sent) == set(model.weights) and same_bits(sent, model.weights)
+            is_right = is_right and {part.version for part in body.parts} == {model.version}
+            self._check(is_right, f"other weights than version {model.version}", [delivery])
+        elif isinstance(body, m.InForce):
+            want = m.InForce(about[0], about[1], model.hyper_told, model.is_over)
+            self._check(outcome != FAILED and body == want, f"no {want}", [delivery])
+            self._seen["told new numbers after joining"] += bool(body.hyper)
         elif isinstance(body, m.Vetoed):
             ranks = model.vetoes.get(body.round) if outcome == VETOED else None
             self._check(body.ranks == ranks, f"vetoes of a round that is {outcome} by {ranks}", [delivery])
         elif isinstance(body, m.Done):
-            self._check(outcome in (APPLIED, VETOED), f"'done' for a round that is {outcome}", [delivery])
-        elif isinstance(body, m.Failed) and not _is_fencing(body):
+            is_right = outcome in (APPLIED, VETOED) and body.rounds == ((*about, model.end_version),)
+            self._check(is_right, f"'done' for a round that is {outcome}: {model.end_version}", [delivery])
+        elif isinstance(body, m.Failed) and not is_fencing(body):
             self._check(outcome == FAILED, f"failure of a round that is {outcome}", [delivery])
             first = self._texts.setdefault(about, body.text)
             self._check(body.text == first, f"another error than before: {first}", [delivery])
@@ -251,7 +271,7 @@ class Referee:
         return f"server {self.engine.config.server}"
 
 
-def _copies(outgoing: list[m.Outgoing]) -> list[Delivery]:
+def copies(outgoing: list[m.Outgoing]) -> list[Delivery]:
     """What goes over the wire is a copy: later updates must not reach into it."""
     return [Delivery(int(o.peer), m.Reply(o.reply.number, _copied(o.reply.body))) for o in outgoing]
 
@@ -260,9 +280,9 @@ def _copied(body: m.ReplyBody) -> m.ReplyBody:
     if not isinstance(body, m.Weights):
         return body
     return m.Weights(
-        tuple(m.WeightsPart(p.table, p.slice, p.round, torch.clone(p.payload)) for p in body.parts)
+        tuple(m.WeightsPart(p.table, p.slice, p.version, torch.clone(p.payload)) for p in body.parts)
     )
 
 
-def _is_fencing(body: m.ReplyBody) -> bool:
+def is_fencing(body: m.ReplyBody) -> bool:
     return isinstance(body, m.Failed) and body.code == "FencedError"

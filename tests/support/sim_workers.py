@@ -9,16 +9,16 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable
 
-import torch
-
 from kvstore_server.codec import make_codec
 from kvstore_server.plan import Plan
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.control import unpack_control
 from kvtrainer.comm.compressor import Compressor
+from tests.support.sim_contributions import Contributions
 from tests.support.sim_lane import (
     COMPRESSED,
     NAMESPACE,
+    NEVER,
     NUM_SERVERS,
     NUM_WORKERS,
     REPEAT,
@@ -27,12 +27,9 @@ from tests.support.sim_lane import (
     Lane,
     SimOptions,
 )
-from tests.support.sim_model import POOL, payload_at
 
 Send = Callable[[int, m.Request], None]
 """Puts a request on the link to a server."""
-
-_pool = torch.from_numpy(POOL)
 
 
 class SimProcess:
@@ -53,19 +50,28 @@ class SimProcess:
             codec = make_codec(unpack_control(options.codec))
             self.lanes[COMPRESSED].compressor = Compressor(codec, plans[COMPRESSED])
         self._options = options
+        self._contributions = Contributions(process, options)
         self._scale = scale
         self._send_request = send
         self._last_number = 0
+        self._pulls: set[int] = set()
 
     def start(self) -> None:
         for server in range(NUM_SERVERS):
             name = f"p{self.process}"
-            hello = m.Hello(NAMESPACE, self.rank, NUM_WORKERS, server, NUM_SERVERS, "", name)
+            mode = self._options.mode
+            hello = m.Hello(
+                NAMESPACE, self.rank, NUM_WORKERS, server, NUM_SERVERS, "", name, mode.name, mode.staleness
+            )
             self._send_request(server, m.Request(0, 0, self._number(), hello))
 
     @property
     def is_ready(self) -> bool:
         return all(len(lane.numbers) == NUM_SERVERS for lane in self.lanes)
+
+    def awaits(self, number: int) -> bool:
+        """Whether it does anything about a reply to that request."""
+        return number not in self._pulls
 
     @property
     def wants_weights(self) -> bool:
@@ -99,7 +105,7 @@ class SimProcess:
             self._push(lane, server, [(slice_, lane.generations[slice_] + 1)])
         elif server not in lane.requests:
             lane.generations[slice_] += 1
-            self._encode(lane)
+            self._contributions.encode(lane)
             lane.to_push.append(slice_)
 
     def give_up(self, lane: Lane) -> None:
@@ -108,10 +114,16 @@ class SimProcess:
             lane.given_up = True
             self._abort_all(lane, range(NUM_SERVERS))
 
-    def leave(self) -> None:
-        """Say goodbye in the middle of everything, as a worker does whose program raised."""
+    def leave(self, is_clean: bool = False) -> None:
+        """Say goodbye in the middle of everything, as a worker does whose program raised, or is done."""
         for server in self.sessions:
-            self._send(server, self._number(), m.Leave("an exception", is_clean=False))
+            self._send(server, self._number(), m.Leave("an exception", is_clean))
+
+    def pull(self, lane: Lane, server: int) -> None:
+        """Ask for the present weights; nothing depends on whether they come."""
+        number = self._number()
+        self._pulls.add(number)
+        self._send(server, number, m.Pull((lane.numbers[server],), TIMEOUT))
 
     def take(self, server: int, reply: m.Reply) -> None:
         """Handle a reply, however late it comes."""
@@ -137,7 +149,9 @@ class SimProcess:
                 lane.kept.update({server} if body.values["applied"] else ())
         elif isinstance(body, m.Vetoed):
             lane.vetoed.add(server)
-        elif isinstance(body, m.Weights | m.Done):
+        elif isinstance(body, m.InForce):
+            lane.overs.update({server} if body.is_over else ())
+        elif isinstance(body, m.Weights) or (isinstance(body, m.Done) and not self._waits_on(lane, server)):
             lane.done.add(server)
         elif isinstance(body, m.Failed):
             self.give_up(lane)
@@ -150,6 +164,10 @@ class SimProcess:
             self._given_up(lane)
         elif len(lane.done) == NUM_SERVERS:
             self._end(lane)
+
+    def _waits_on(self, lane: Lane, server: int) -> bool:
+        """Whether weights follow when a contribution of its own is done."""
+        return self.wants_weights and server not in lane.vetoed
 
     def _given_up(self, lane: Lane) -> None:
         """Every server has answered: the round is over, or is to be taken back where it was applied."""
@@ -167,22 +185,35 @@ class SimProcess:
                 lane.compressor = None  # what was said is not known any more
             elif not lane.given_up and not lane.vetoed:
                 lane.compressor.accept()
-        lane.log[lane.round] = "done" if not lane.given_up else "apart" if apart else "failed"
+        given_up = "apart" if apart else "kept" if lane.kept else "failed"
+        lane.log[lane.round] = given_up if lane.given_up else "done"
+        lane.empty.update({lane.round} if lane.veto or lane.joined else ())
         lane.is_open = False
         lane.round += 1
+        if len(lane.overs) == NUM_SERVERS and not lane.given_up:
+            lane.joins_at = self._next_join(lane)
+
+    def _next_join(self, lane: Lane) -> int:
+        return lane.round + self._options.joins[self.rank] if self._options.joins else NEVER
 
     def _registered(self, server: int, body: m.Registered) -> None:
         lane = next(lane for lane in self.lanes if server not in lane.numbers)
         lane.numbers[server] = body.table
         lane.next_rounds[server] = body.next_round
-        lane.round = min(lane.next_rounds.values())
+        # A round that is open anywhere wants this rank; a rank that contributes by itself begins alike everywhere.
+        is_alone = not self._options.mode.is_sync and all(lane.next_rounds.values())
+        lane.round = (max if is_alone else min)(lane.next_rounds.values())
+        lane.joins_at = max(1, self._next_join(lane))
 
     def _begin(self, lane: Lane, rng: random.Random) -> None:
         pieces = [piece.index for piece in lane.plan.slices]
-        lane.assign = 0 < lane.round == self._options.assigns and rng.random() < 0.97
-        lane.veto = not lane.assign and lane.round > 0 and rng.random() < 0.04
+        lane.joined = lane.round >= lane.joins_at
+        lane.assign = 0 < lane.round == self._options.assigns and not lane.joined and rng.random() < 0.97
+        lane.veto = not lane.assign and not lane.joined and lane.round > 0 and rng.random() < 0.04
         if lane.round == 0:
             slices = pieces if self.rank == 0 else []
+        elif lane.joined:
+            slices = []
         elif lane.assign:
             slices = pieces
         else:
@@ -192,31 +223,9 @@ class SimProcess:
         rng.shuffle(slices)
         lane.to_push, lane.to_commit = slices, rng.sample(range(NUM_SERVERS), NUM_SERVERS)
         lane.requests, lane.aborts = {}, {}
-        lane.accepted, lane.done, lane.kept, lane.vetoed = set(), set(), set(), set()
-        self._encode(lane)
-
-    def _encode(self, lane: Lane) -> None:
-        """Compress the gradients of the open round in their present generations; values that replace never are."""
-        lane.encoded = {}
-        if lane.compressor is None or lane.assign or lane.veto or not lane.round:
-            return
-        arena = torch.zeros(lane.plan.arena_sizes["float32"])
-        pieces = [piece for piece in lane.plan.slices if piece.index in lane.generations]
-        for piece in pieces:
-            values = self._values(lane, piece.index, lane.generations[piece.index])
-            arena[piece.offset : piece.offset + piece.used] = values
-        lane.encoded = lane.compressor.encode({"float32": arena}, pieces, frozenset())
-
-    def _values(self, lane: Lane, slice_: int, generation: int) -> torch.Tensor:
-        numel = lane.plan.slices[slice_].used
-        return _pool[payload_at(self.process, lane.table, lane.round, slice_, generation, numel)]
-
-    def _payload(self, lane: Lane, slice_: int, generation: int) -> torch.Tensor:
-        if not lane.encoded:
-            return self._values(lane, slice_, generation)
-        if generation == lane.generations[slice_]:
-            return lane.encoded[slice_]
-        return torch.zeros_like(lane.encoded[slice_])  # of a generation that must not count
+        lane.accepted, lane.done, lane.kept = set(), set(), set()
+        lane.vetoed, lane.overs = set(), set()
+        self._contributions.encode(lane)
 
     def _push_some(self, lane: Lane, rng: random.Random) -> None:
         server = lane.plan.slices[lane.to_push[-1]].server
@@ -226,12 +235,13 @@ class SimProcess:
         self._push(lane, server, [(s, lane.generations[s]) for s in chosen])
 
     def _push(self, lane: Lane, server: int, chosen: list[tuple[int, int]]) -> None:
-        pushes = []
+        batches: dict[bytes, list[m.Push]] = {}
         for slice_, generation in chosen:
-            payload = self._payload(lane, slice_, generation)
-            pushes.append(m.Push(lane.numbers[server], slice_, lane.round, generation, payload))
-        form = self._options.codec if lane.encoded else b""
-        self._send(server, self._number(), m.PushBatch(tuple(pushes), form))
+            form, payload = self._contributions.payload(lane, slice_, generation)
+            push = m.Push(lane.numbers[server], slice_, lane.round, generation, payload)
+            batches.setdefault(form, []).append(push)
+        for form, pushes in batches.items():
+            self._send(server, self._number(), m.PushBatch(tuple(pushes), form))
 
     def _commit(self, lane: Lane, server: int) -> None:
         if server not in lane.requests:
@@ -241,8 +251,11 @@ class SimProcess:
         manifest = tuple((s, lane.generations[s]) for s in here)
         wants = self.wants_weights
         number = lane.numbers[server]
-        commit = m.Commit(number, lane.round, manifest, self._scale, wants, TIMEOUT, lane.veto, lane.assign)
-        self._send(server, lane.requests[server], m.CommitBatch((commit,)))
+        commit = m.Commit(
+            number, lane.round, manifest, self._scale, wants, TIMEOUT, lane.veto, lane.assign, lane.joined
+        )
+        hyper = b"" if lane.joined else self._options.hyper(lane.round)
+        self._send(server, lane.requests[server], m.CommitBatch((commit,), hyper))
 
     def _abort_all(self, lane: Lane, servers: Iterable[int]) -> None:
         lane.aborts = {server: self._number() for server in servers}

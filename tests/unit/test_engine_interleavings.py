@@ -1,5 +1,6 @@
-"""Exactly-once rounds under loss, repetition, delay, aborts, vetoes, crashes and zombies, in thousands of seeded
-schedules; with replaced weights, and with compression of which residuals must follow what was applied.
+"""Exactly-once contributions under loss, repetition, delay, aborts, vetoes, crashes and zombies, in thousands of seeded
+schedules: in synchronous rounds, one by one, and with a bound on how far ranks drift apart; with ranks that run out of
+data, rows, replaced weights, and compression of which residuals must follow what was applied.
 
 A failing schedule is rerun alone with `SIM_SEED=123 pytest tests/unit/test_engine_interleavings.py -k one_seed`.
 """
@@ -8,17 +9,25 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
+from tests.support.sim_async import run_async_seed
+from tests.support.sim_async_mutants import ASYNC_MUTANTS
+from tests.support.sim_join_mutants import JOIN_MUTANTS
 from tests.support.sim_mutants import MUTANTS, mutated
+from tests.support.sim_optimizers import small_slices
 from tests.support.sim_referee import Violation
-from tests.support.simulation import run_seed, small_slices
+from tests.support.simulation import run_seed
 
-SEEDS = 10_000
+SYNC_MUTANTS = {**MUTANTS, **JOIN_MUTANTS}
+SEEDS, ASYNC_SEEDS = 10_000, 1_000
 MUTANT_SEEDS = 2_000
-BLOCK = 1000
+BLOCK, ASYNC_BLOCK = 1000, 250
+READS = 100_000
+"""So many reads are compared with the bound."""
 EVERYTHING = {
     "applied",
     "vetoed",
@@ -36,8 +45,33 @@ EVERYTHING = {
     "replaced generation",
     "fenced",
     "left",
+    "joined by some, applied",
+    "joined by some, vetoed",
+    "joined by some, failed",
+    "joined by all, applied",
+    "by rows alone",
+    "rows and all of it",
+    "told new numbers after joining",
 }
 """What must happen in every block of schedules; otherwise they prove little."""
+ASYNC_EVERYTHING = {
+    "applied",
+    "vetoed",
+    "joined",
+    "all joined",
+    "read had to wait",
+    "read released",
+    "waited in vain",
+    "reads within a bound",
+    "kept",
+    "given up",
+    "undone",
+    "repeated",
+    "missing",
+    "fenced",
+    "left",
+    "left, done",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -46,40 +80,57 @@ def tiny_slices() -> Iterator[None]:
         yield
 
 
-def seed_that_fails(seeds: range) -> int | None:
+def seed_that_fails(run: Callable[[int], Any], seeds: range) -> int | None:
     """The first seed whose schedule the engine does not survive."""
     for seed in seeds:
         try:
-            run_seed(seed)
+            run(seed)
         except Violation:
             return seed
     return None
 
 
-def run_block(start: int) -> Counter[str]:
-    """Run `BLOCK` schedules; return how often what happened in them."""
+def run_block(run: Callable[[int], Any], seeds: range) -> Counter[str]:
+    """Run schedules; return how often what happened in them."""
     seen: Counter[str] = Counter()
-    for seed in range(start, start + BLOCK):
-        seen.update(run_seed(seed).seen)
-    return seen
+    for seed in seeds:
+        seen.update(run(seed).seen)
+    return +seen
 
 
 @pytest.mark.parametrize("start", range(0, SEEDS, BLOCK))
 def test_every_promise_holds_in_every_schedule(start: int) -> None:
-    assert set(run_block(start)) == EVERYTHING
+    assert set(run_block(run_seed, range(start, start + BLOCK))) == EVERYTHING
 
 
-def test_one_seed_can_be_rerun_alone() -> None:
-    assert run_seed(int(os.environ.get("SIM_SEED", "0"))).seen
+@pytest.mark.parametrize("start", range(0, ASYNC_SEEDS, ASYNC_BLOCK))
+def test_contributions_count_once_and_reads_keep_the_bound_in_every_schedule(start: int) -> None:
+    seen = run_block(run_async_seed, range(start, start + ASYNC_BLOCK))
+    assert set(seen) == ASYNC_EVERYTHING
+    assert seen["reads within a bound"] >= READS * ASYNC_BLOCK / ASYNC_SEEDS
 
 
-def test_a_seed_names_one_schedule() -> None:
-    assert [run_seed(7).seen for _ in range(2)] == [run_seed(7).seen] * 2
+@pytest.mark.parametrize("run", [run_seed, run_async_seed])
+def test_one_seed_can_be_rerun_alone(run: Callable[[int], Any]) -> None:
+    assert run(int(os.environ.get("SIM_SEED", "0"))).seen
 
 
-@pytest.mark.parametrize("name", sorted(MUTANTS))
+@pytest.mark.parametrize("run", [run_seed, run_async_seed])
+def test_a_seed_names_one_schedule(run: Callable[[int], Any]) -> None:
+    assert [run(7).seen for _ in range(2)] == [run(7).seen] * 2
+
+
+@pytest.mark.parametrize("name", sorted(SYNC_MUTANTS))
 def test_a_wrong_server_is_found_by_a_seed_that_the_real_one_survives(name: str) -> None:
-    with mutated(name):
-        seed = seed_that_fails(range(MUTANT_SEEDS))
+    with mutated(SYNC_MUTANTS[name]):
+        seed = seed_that_fails(run_seed, range(MUTANT_SEEDS))
     assert seed is not None
     run_seed(seed)
+
+
+@pytest.mark.parametrize("name", sorted(ASYNC_MUTANTS))
+def test_a_wrong_asynchronous_server_is_found_by_a_seed_that_the_real_one_survives(name: str) -> None:
+    with mutated(ASYNC_MUTANTS[name]):
+        seed = seed_that_fails(run_async_seed, range(MUTANT_SEEDS))
+    assert seed is not None
+    run_async_seed(seed)

@@ -1,0 +1,82 @@
+"""Ways in which a server can be wrong about ranks without data, and about rows; see `sim_mutants`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvstore_server import reduction
+from kvstore_server.hyper import HyperBelief
+from kvstore_server.reduction import Reducer, SparsePayload
+from kvstore_server.table import Table
+from tests.support.sim_mutants import Patch
+
+
+def _hyper_of_the_joined() -> list[Patch]:
+    """What a rank believed before it ran out of data must still agree."""
+    common = HyperBelief.common
+
+    def of_all(self: Any, ranks: Any) -> bytes:
+        return common(self, list(self._sent))
+
+    return [(HyperBelief, "common", of_all)]
+
+
+def _join_without_an_end() -> list[Patch]:
+    """Ranks that have joined are never told that all have."""
+    apply = Table.apply
+
+    def endless(self: Any, *args: Any) -> Any:
+        ended = apply(self, *args)
+        self._ends = {who: end._replace(is_over=False) for who, end in self._ends.items()}
+        return ended
+
+    return [(Table, "apply", endless)]
+
+
+def _joined_rank_still_gives() -> list[Patch]:
+    """The values of a rank without data replace the weights, where it is the lowest."""
+    apply = Table._apply
+
+    def zeroing(self: Any, number: int, given: Any, *args: Any) -> Any:
+        if number and len(given) < self.rounds.num_workers:
+            given = given[1:] or given
+        return apply(self, number, given, *args)
+
+    return [(Table, "_apply", zeroing)]
+
+
+def _rows_overwrite() -> list[Patch]:
+    """Of two ranks that give the same row, the last one counts."""
+
+    def last(ids: Tensor, values: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+        kept = {int(row): at for at, row in enumerate(ids)}
+        rows = sorted(kept)
+        return torch.tensor(rows, dtype=torch.int64), values[[kept[row] for row in rows]]
+
+    return [(reduction, "coalesce_rows", last)]
+
+
+def _empty_rows_do_not_take_part() -> list[Patch]:
+    """A rank that has no row of a slice makes the others' sum a dense one."""
+    rows = Reducer.rows
+
+    def without(self: Any, piece: Any, position: int, addends: Any) -> Any:
+        found = rows(self, piece, position, addends)
+        parts = [a.slices.get(piece.index) for a in addends]
+        is_empty = any(isinstance(p, SparsePayload) and not len(p.rows[position].ids) for p in parts)
+        return None if is_empty else found
+
+    return [(Reducer, "rows", without)]
+
+
+JOIN_MUTANTS: dict[str, Callable[[], list[Patch]]] = {
+    "hyper_of_the_joined": _hyper_of_the_joined,
+    "join_without_an_end": _join_without_an_end,
+    "joined_rank_still_gives": _joined_rank_still_gives,
+    "rows_overwrite": _rows_overwrite,
+    "empty_rows_do_not_take_part": _empty_rows_do_not_take_part,
+}

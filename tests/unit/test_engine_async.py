@@ -1,0 +1,315 @@
+"""Engines whose contributions count one by one: exact sums in every interleaving, and how waits end."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from kvstore_server.admission import EngineConfig
+from kvstore_server.engine import Engine
+from kvstore_server.modes import Mode
+from kvstore_server.protocol import messages as m
+from kvstore_server.reduction import RowSet
+from kvstore_server.row_payload import PACKED_ROWS, encode_rows
+from tests.support.sim_optimizers import Adding
+from tests.support.sim_schedule import packed
+
+ADD = packed(Adding.name)
+
+
+class Job:
+    """Ranks of a job with one table on one server; what each was told is kept by request number."""
+
+    def __init__(self, workers: int, mode: Mode, first: bool = True) -> None:
+        self.engine = Engine(EngineConfig())
+        self.workers = workers
+        self.mode = mode
+        self.now = 0.0
+        self.sessions: dict[int, int] = {}
+        self.told: dict[tuple[int, int], list[m.ReplyBody]] = {}
+        self._numbers = itertools.count(1)
+        for rank in range(workers):
+            self.hello(rank)
+        for rank in range(workers if first else 0):
+            self.commit(rank, 0, 0.0 if rank == 0 else None)
+
+    def hello(self, rank: int) -> m.ReplyBody:
+        """Begin a process for a rank: what it was told about the table."""
+        mode = self.mode
+        address = f"h{rank}"
+        hello = m.Hello("j", rank, self.workers, 0, 1, "", address, mode.name, mode.staleness, mode.slow_down)
+        [welcome] = self.ask(rank, hello)
+        assert isinstance(welcome, m.Welcome)
+        self.sessions[rank] = welcome.session
+        self.ask(rank, m.SetOptimizer(ADD))
+        [registered] = self.ask(rank, m.Register("t", (("k", (4, 2), "float32", 0, False),), False))
+        return registered
+
+    def ask(self, rank: int, body: m.RequestBody, number: int | None = None) -> list[m.ReplyBody]:
+        """Send a request; what this one is told now, others' answers aside."""
+        number = next(self._numbers) if number is None else number
+        request = m.Request(1, self.sessions.get(rank, 0), number, body)
+        told = self._keep(self.engine.handle(b"%d" % rank, request, self.now))
+        return told.get((rank, number), [])
+
+    def push(self, rank: int, round_: int, value: float) -> list[m.ReplyBody]:
+        payload = torch.full((8,), value)
+        return self.ask(rank, m.PushBatch((m.Push(0, 0, round_, 0, payload),)))
+
+    def commit(self, rank: int, round_: int, value: float | None = None, **said: Any) -> list[m.ReplyBody]:
+        """Commit a round, after pushing that value if there is one; without weights unless they are asked for."""
+        number = said.pop("number", None)
+        if value is not None:
+            self.push(rank, round_, value)
+        manifest = ((0, 0),) if value is not None or said.pop("pushed", False) else ()
+        commit = m.Commit(0, round_, manifest, None, **{"want_weights": False, "timeout": 30.0, **said})
+        return self.ask(rank, m.CommitBatch((commit,)), number)
+
+    def pull(self, rank: int) -> list[m.ReplyBody]:
+        return self.ask(rank, m.Pull((0,), 30.0))
+
+    def tick(
+        self, seconds: float = 0.0, alive: Sequence[int] = ()
+    ) -> dict[tuple[int, int], list[m.ReplyBody]]:
+        """Let time pass, in which some ranks are heard; what was told."""
+        self.now += seconds
+        for rank in alive:
+            self.ask(rank, m.Heartbeat(), 0)
+        return self._keep(self.engine.tick(self.now))
+
+    def leave(self, rank: int, is_clean: bool) -> dict[tuple[int, int], list[m.ReplyBody]]:
+        request = m.Request(1, self.sessions.pop(rank), 0, m.Leave("over", is_clean))
+        return self._keep(self.engine.handle(b"%d" % rank, request, self.now))
+
+    @property
+    def total(self) -> list[float]:
+        return sorted(set(self.engine.namespaces["j"].tables[0].dense.visible(0).tolist()))
+
+    def _keep(self, out: list[m.Outgoing]) -> dict[tuple[int, int], list[m.ReplyBody]]:
+        told: dict[tuple[int, int], list[m.ReplyBody]] = {}
+        for one in out:
+            told.setdefault((int(one.peer), one.reply.number), []).append(one.reply.body)
+        for key, bodies in told.items():
+            self.told.setdefault(key, []).extend(bodies)
+        return told
+
+
+def codes(told: Sequence[m.ReplyBody]) -> list[str]:
+    return [body.code for body in told if isinstance(body, m.Failed)]
+
+
+def kinds(told: Sequence[m.ReplyBody]) -> list[type]:
+    return [type(body) for body in told]
+
+
+def interleavings(counts: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Every order in which processes can take so many steps."""
+    if not any(counts):
+        yield ()
+    for process, left in enumerate(counts):
+        if left:
+            rest = (*counts[:process], left - 1, *counts[process + 1 :])
+            for tail in interleavings(rest):
+                yield (process, *tail)
+
+
+def test_the_sum_is_exact_in_every_interleaving_of_pushes_and_commits() -> None:
+    seen = 0
+    for order in interleavings((6, 6)):
+        job = Job(2, Mode("async"))
+        taken = [0, 0]
+        for rank in order:
+            round_, is_commit = 1 + taken[rank] // 2, taken[rank] % 2
+            taken[rank] += 1
+            if is_commit:
+                assert kinds(job.commit(rank, round_, pushed=True)) == [m.Done]
+            else:
+                job.push(rank, round_, 10.0**rank * round_)
+        assert job.total == [66.0]
+        seen += 1
+    assert seen == 924
+
+
+def test_the_sum_is_exact_over_thousands_of_contributions_of_eight_ranks_that_repeat_themselves() -> None:
+    rng = random.Random(5)
+    jobs = [Job(8, Mode("async")) for _ in range(2)]  # a server each
+    left = [rank for rank in range(8) for _ in range(500)]
+    rng.shuffle(left)
+    rounds = [0] * 8
+    for rank in left:
+        rounds[rank] += 1
+        for job in jobs:
+            value = float(rank + rounds[rank] % 7)
+            for _ in range(rng.choice((1, 1, 1, 2))):
+                job.push(rank, rounds[rank], value)
+            for _ in range(rng.choice((1, 1, 2))):
+                assert kinds(job.commit(rank, rounds[rank], pushed=True)) == [m.Done]
+    want = float(sum(rank + round_ % 7 for rank in range(8) for round_ in range(1, 501)))
+    assert [job.total for job in jobs] == [[want], [want]]
+
+
+def test_a_contribution_that_is_repeated_counts_once_and_a_gap_is_refused() -> None:
+    job = Job(2, Mode("async"))
+    for _ in range(3):
+        job.commit(0, 1, 5.0)
+    assert codes(job.push(0, 3, 7.0)) == ["ProtocolError"]
+    assert codes(job.commit(0, 3, pushed=True)) == ["ProtocolError"]
+    assert job.total == [5.0]
+
+
+def test_a_contribution_without_rows_that_arrives_twice_counts_once() -> None:
+    job = Job(1, Mode("async"))
+    plan = job.engine.namespaces["j"].tables[0].plan
+    empty = RowSet(torch.zeros(0, dtype=torch.int64), torch.zeros(0, 2))
+    payload = encode_rows(plan, plan.slices[0], {0: empty})
+    for _ in range(2):
+        assert job.ask(0, m.PushBatch((m.Push(0, 0, 1, 0, payload),), PACKED_ROWS)) == []
+    assert kinds(job.commit(0, 1, pushed=True)) == [m.Done]
+    assert job.total == [0.0]
+
+
+def test_a_rank_reads_its_own_contribution_and_the_version_says_how_many_there_were() -> None:
+    job = Job(2, Mode("async"))
+    job.commit(1, 1, 2.0)
+    done, weights = job.commit(0, 1, 5.0, want_weights=True)
+    assert done == m.Done(((0, 1, 2),))
+    assert isinstance(weights, m.Weights)
+    assert [(part.version, part.payload.unique().tolist()) for part in weights.parts] == [(2, [7.0])]
+
+
+def test_a_read_waits_for_who_is_too_far_behind_and_no_longer() -> None:
+    job = Job(2, Mode("ssp", 1))
+    assert kinds(job.commit(0, 1, 1.0, want_weights=True)) == [m.Done, m.Weights]
+    assert job.commit(0, 2, 1.0, want_weights=True, number=77) == [m.Pending((1,))]
+    assert job.pull(0) == [m.Pending((1,))]
+    assert kinds(job.pull(1)) == [m.Weights]
+    job.commit(1, 1, 1.0)
+    assert kinds(job.told[0, 77]) == [m.Pending, m.Done, m.Weights]
+
+
+def test_a_read_that_waits_in_vain_fails_at_its_deadline_and_what_was_given_stands() -> None:
+    job = Job(2, Mode("ssp", 0))
+    job.commit(0, 1, 1.0, want_weights=True, number=77)
+    job.now += 20.0
+    job.commit(0, 1, pushed=True, want_weights=True, number=77)  # asking again wins no time
+    assert job.tick(9.0, alive=(0, 1)) == {}
+    assert codes(job.tick(1.5, alive=(0, 1))[0, 77]) == ["DeadlineError"]
+    assert job.total == [1.0]
+    assert kinds(job.commit(0, 2, 1.0)) == [m.Done]
+
+
+@pytest.mark.parametrize("how", ["silent", "left"])
+def test_a_read_that_needs_a_lost_rank_fails_at_once(how: str) -> None:
+    job = Job(2, Mode("ssp", 0))
+    job.commit(0, 1, 1.0, want_weights=True, number=77)
+    told = job.leave(1, is_clean=False) if how == "left" else job.tick(21.0, alive=(0,))
+    assert codes(told[0, 77]) == ["WorkerLostError"]
+
+
+def test_a_rank_that_left_done_holds_back_neither_readers_nor_the_end_of_a_join() -> None:
+    job = Job(3, Mode("ssp", 0))
+    job.commit(0, 1, 1.0, want_weights=True, number=77)
+    job.commit(1, 1, 1.0)
+    assert kinds(job.leave(2, is_clean=True)[0, 77]) == [m.Done, m.Weights]
+    for last in (2, 4):  # also after all have joined once
+        job.commit(1, last, joined=True, number=100 + last)
+        told = job.commit(0, last, joined=True)
+        assert kinds(told) == [m.Pending, m.InForce, m.Done]
+        assert kinds(job.told[1, 100 + last]) == [m.Pending, m.InForce, m.Done]
+        for rank in (0, 1):
+            job.commit(rank, last + 1, 1.0)
+        assert kinds(job.pull(0)) == [m.Weights]
+
+
+def test_a_rank_that_comes_back_after_it_left_is_waited_for_again() -> None:
+    job = Job(2, Mode("ssp", 0))
+    job.leave(1, is_clean=True)
+    for round_ in (1, 2, 3):
+        job.commit(0, round_, 1.0)
+    assert job.hello(1) == m.Registered(0, 4)
+    assert job.pull(0) == [m.Pending((1,))]
+    job.commit(1, 4, 1.0)
+    assert kinds(job.pull(0)) == [m.Weights]
+    assert job.total == [4.0]
+
+
+def test_the_dead_do_not_catch_up_by_themselves() -> None:
+    job = Job(2, Mode("ssp", 0))
+    job.commit(0, 1, 1.0, want_weights=True, number=77)
+    job.leave(1, is_clean=False)
+    assert codes(job.told[0, 77]) == ["WorkerLostError"]
+    job.hello(1)
+    assert job.pull(0) == [m.Pending((1,))]
+
+
+def test_a_new_process_counts_from_its_first_contribution_and_the_old_one_is_shut_out() -> None:
+    job = Job(2, Mode("async"))
+    job.commit(1, 1, 1.0)
+    old = job.sessions[1]
+    assert job.hello(1) == m.Registered(0, 2)
+    job.commit(1, 2, 10.0)
+    job.sessions[1] = old
+    assert codes(job.commit(1, 2, 100.0)) == ["FencedError"]
+    assert job.total == [11.0]
+
+
+def test_joined_ranks_wait_for_all_with_more_time_for_each_contribution() -> None:
+    job = Job(2, Mode("async"))
+    assert job.commit(0, 1, joined=True, number=77) == [m.Pending((1,))]
+    for round_ in range(1, 5):
+        assert job.tick(20.0, alive=(0, 1)) == {}
+        job.commit(1, round_, 1.0)
+    told = job.commit(1, 5, joined=True)
+    assert kinds(told) == [m.Pending, m.InForce, m.Done]
+    assert kinds(job.told[0, 77]) == [m.Pending, m.InForce, m.Done]
+
+
+def test_a_join_that_fails_stays_failed_when_it_is_asked_again_and_can_be_tried_anew() -> None:
+    job = Job(2, Mode("async"))
+    job.commit(0, 1, joined=True, number=77)
+    [failed] = job.tick(31.0, alive=(0, 1))[0, 77]
+    assert isinstance(failed, m.Failed)
+    assert (failed.code, failed.round, failed.next_round) == ("DeadlineError", 1, 2)
+    assert codes(job.commit(0, 1, joined=True, number=77)) == ["DeadlineError"]
+    job.commit(1, 1, joined=True)
+    assert kinds(job.commit(0, 2, joined=True)) == [m.Pending, m.InForce, m.Done]
+
+
+def test_a_join_can_be_given_up() -> None:
+    job = Job(2, Mode("async"))
+    job.commit(0, 1, joined=True, number=77)
+    assert job.ask(0, m.Abort(0, 1, "interrupted", undo=False)) == [m.Info({"applied": False})]
+    assert codes(job.told[0, 77]) == ["RoundAbortedError"]
+    assert job.commit(1, 1, joined=True) == [m.Pending((0,))]
+
+
+def test_a_read_that_is_given_up_ends_and_what_was_given_stands() -> None:
+    job = Job(2, Mode("ssp", 0))
+    job.commit(0, 1, 3.0, want_weights=True, number=77)
+    assert job.ask(0, m.Abort(0, 1, "elsewhere", undo=False)) == [m.Info({"applied": True})]
+    assert codes(job.told[0, 77]) == ["RoundAbortedError"]
+    assert job.total == [3.0]
+
+
+def test_who_comes_late_to_a_first_round_that_failed_is_told_its_failure() -> None:
+    job = Job(2, Mode("async"), first=False)
+    job.push(0, 0, 1.0)
+    assert job.ask(0, m.Abort(0, 0, "no values", undo=False)) == [m.Info({"applied": False})]
+    [failed] = job.commit(1, 0)
+    assert isinstance(failed, m.Failed)
+    assert (failed.code, failed.round, failed.next_round) == ("RoundAbortedError", 0, 1)
+    assert job.ask(1, m.Abort(0, 0, "it failed", undo=False)) == [m.Info({"applied": False})]
+    assert codes(job.commit(1, 1, 1.0)) == ["KeyNotFoundError"]
+
+
+def test_ranks_of_different_modes_are_refused_with_both_named() -> None:
+    job = Job(1, Mode("ssp", 2))
+    hello = m.Hello("j", 0, 1, 0, 1, "", "h", "async")
+    [failed] = job.ask(0, hello)
+    assert isinstance(failed, m.Failed)
+    assert "wants mode async, the ranks before it ssp staleness=2" in failed.text
