@@ -29,7 +29,10 @@ class Servers:
     def everybody(
         self, workers: int, servers: int, body: Body, seconds: float = 60.0, **options: Any
     ) -> list[Any]:
-        """Run a job in a namespace of its own, with these options of its stores: what `body` returned, or raised, for each rank."""
+        """Run a job in a namespace of its own: what `body` returned, or raised, for each rank.
+
+        `options` are those of the workers' stores.
+        """
         name = new_name()
         with Members() as members:
             stores = [

@@ -132,6 +132,29 @@ def test_bytes_without_our_header_are_asked_whether_they_are_ours(frames: list[b
         f.decode_request(frames)
 
 
+def hello(**wrong: Any) -> bytes:
+    """The body of a Hello with some values replaced."""
+    right = {
+        "namespace": "",
+        "rank": 0,
+        "workers": 1,
+        "server": 0,
+        "servers": 1,
+        "capability": "",
+        "address": "",
+    }
+    return bytes(msgpack.packb([*{**right, **wrong}.values(), "sync", 0, False]))
+
+
+def register(spec: list[Any]) -> bytes:
+    return bytes(msgpack.packb(["w", [spec], False]))
+
+
+def commit(flags: int = 0, slices: int = 0, timeout: float = 1.0) -> list[bytes]:
+    """The frames of one commit of table 0 and round 0."""
+    return [struct.pack("<q5q2d", 1, 0, 0, flags, slices, -1, 1.0, timeout), b"\x92\xc4\x00\x90"]
+
+
 @pytest.mark.parametrize(
     ("body", "damage", "text"),
     [
@@ -139,14 +162,15 @@ def test_bytes_without_our_header_are_asked_whether_they_are_ours(frames: list[b
         (m.Hello("job", 0, 1, 0, 1, "", ""), [b""], "cannot be decoded"),
         (m.Hello("job", 0, 1, 0, 1, "", ""), [b"\x90"], "must hold 10 values"),
         (m.Hello("job", 0, 1, 0, 1, "", ""), [b"\x90", b"\x90"], "has 2 frames after its header, expected 1"),
-        (m.Hello("job", 0, 1, 0, 1, "", ""), [msgpack.packb([1, 0, 1, 0, 1, "", "", "sync", 0, False])], "Hello.namespace must be str"),
-        (m.Hello("job", 0, 1, 0, 1, "", ""), [msgpack.packb(["", True, 1, 0, 1, "", "", "sync", 0, False])], "Hello.rank must be int"),
+        (m.Hello("job", 0, 1, 0, 1, "", ""), [hello(namespace=1)], "Hello.namespace must be str"),
+        (m.Hello("job", 0, 1, 0, 1, "", ""), [hello(rank=True)], "Hello.rank must be int"),
         (m.Barrier(0, 1.0), [msgpack.packb([0, float("nan")])], "Barrier.timeout must be finite"),
         (m.Barrier(0, 1.0), [msgpack.packb([0, float("inf")])], "Barrier.timeout must be finite"),
         (m.Pull((0,)), [msgpack.packb([["0"], 1.0])], "Pull.tables must be"),
         (m.Pull((0,)), [b"\x91" + b"\xdd\xff\xff\xff\xff"], "cannot be decoded"),
         (m.Pull((0,)), [b"\x91" * 5000], "cannot be decoded"),
-        (m.Register("w", (), False), [msgpack.packb(["w", [["k", [1.5], "f", 0, False]], False])], "Register.specs must be"),
+        (m.Register("w", (), False), [register(["k", [1.5], "f", 0, False])], "Register.specs must be"),
+        (m.Register("w", (), False), [register(["k", [1], "f", 0])], "Register.specs must be"),
         (m.SetOptimizer(b""), [msgpack.packb([msgpack.ExtType(1, b"x")])], "cannot be decoded"),
         (m.PushBatch(()), [bytes(39), b""], "no whole number of 40-byte records"),
         (m.PushBatch(()), [struct.pack("<5q", 0, 0, 0, 0, -1), b""], "body names -1"),
@@ -154,9 +178,9 @@ def test_bytes_without_our_header_are_asked_whether_they_are_ours(frames: list[b
         (m.PushBatch(()), [struct.pack("<5q", 0, 0, 0, 0, 1 << 62) * 4, b""], "payload has 0 bytes"),
         (m.CommitBatch(()), [b"", b"\x92\xc4\x00\x90"], "cannot hold -1 commits"),
         (m.CommitBatch(()), [struct.pack("<q", 1 << 62), b"\x92\xc4\x00\x90"], "cannot hold 4611686018427387904"),
-        (m.CommitBatch(()), [struct.pack("<q5q2d", 1, 0, 0, 0, 9, -1, 1, 1), b"\x92\xc4\x00\x90"], "names 9 slices"),
-        (m.CommitBatch(()), [struct.pack("<q5q2d", 1, 0, 0, 0, 0, -1, 1, -1), b"\x92\xc4\x00\x90"], "timeout -1"),
-        (m.CommitBatch(()), [struct.pack("<q5q2d", 1, 0, 0, 32, 0, -1, 1, 1), b"\x92\xc4\x00\x90"], "unknown flags 0x20"),
+        (m.CommitBatch(()), commit(slices=9), "names 9 slices"),
+        (m.CommitBatch(()), commit(timeout=-1.0), "timeout -1"),
+        (m.CommitBatch(()), commit(flags=32), "unknown flags 0x20"),
         (m.CommitBatch(()), [struct.pack("<q", 0), b"\x90"], "must end with"),
         (m.CommitBatch(()), [struct.pack("<q", 0), b"\x92\xc4\x00\x91\xa1x"], "list of integers"),
         (m.State(0, 0, False, {}, b""), [msgpack.packb([0, 0, False, {}, 5]), b"1234"], "names 5 bytes and brings 4"),
