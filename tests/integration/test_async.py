@@ -55,6 +55,23 @@ def test_every_push_counts_exactly_once(jobs: Servers, type: str, workers: int, 
     assert jobs.results(workers, count, body, type=type) == [[total, total]] * workers
 
 
+def test_with_priorities_every_push_counts_exactly_once_too(
+    jobs: Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DMLC_PS_VAN_TYPE", "p3")
+    monkeypatch.setenv("DMLC_PS_WATER_MARK", "1")
+
+    def body(kv: DistKVStore, rank: int) -> list[float]:
+        out = started(kv)
+        for _ in range(10):
+            for priority, (key, tensor) in enumerate(out.items()):
+                kv.push(key, torch.full_like(tensor, rank + 1.0), priority=-priority)
+        kv.barrier()
+        return pulled(kv, out)
+
+    assert jobs.results(2, 2, body, type="dist_async") == [[31.0, 31.0]] * 2
+
+
 def test_a_worker_reads_its_own_writes_without_waiting_for_others(jobs: Servers) -> None:
     def body(kv: DistKVStore, rank: int) -> list[float]:
         out = started(kv)
