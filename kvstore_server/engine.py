@@ -24,6 +24,8 @@ from kvstore_server.errors import (
     ProtocolError,
     ServerLostState,
     ServerStoppingError,
+    from_wire,
+    to_wire,
 )
 from kvstore_server.modes import Mode
 from kvstore_server.namespace import Namespace
@@ -286,6 +288,8 @@ def _rows(table: Table, rank: int, pull: m.PullRows, waiter: Waiter) -> list[m.O
 
 
 def _ready(table: Table) -> Table:
+    if table.conflict is not None:
+        raise from_wire(*to_wire(table.conflict))
     if not table.is_initialised:
         raise KeyNotFoundError(
             f"table {table.name!r} has not been initialised yet; call init on every worker first"

@@ -229,3 +229,12 @@ def test_ranks_of_different_modes_are_refused_with_both_named() -> None:
     [failed] = job.ask(0, hello)
     assert isinstance(failed, m.Failed)
     assert "wants mode async, the ranks before it ssp staleness=2" in failed.text
+
+
+def test_weights_of_a_table_that_cannot_be_used_any_more_are_not_handed_out() -> None:
+    job = Job(1, Mode("async"))
+    [weights] = job.pull(0)
+    assert isinstance(weights, m.Weights)
+    [refused] = job.ask(0, m.Register("t", (("k", (5, 2), "float32", 0, False),), False))
+    assert codes([refused]) == ["PlanMismatchError"]
+    assert codes(job.pull(0)) == ["PlanMismatchError"]
