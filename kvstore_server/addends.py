@@ -1,4 +1,4 @@
-"""From what ranks have committed to what is summed, and to which keys that is."""
+"""From what ranks have committed to what is summed, to which keys that is, and whether the sum is held."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvstore_server.consistency import Contribution
+from kvstore_server.errors import PlanMismatchError
 from kvstore_server.optimizer import Optimizer
-from kvstore_server.protocol.messages import Payload
+from kvstore_server.protocol.messages import Commit, Payload
 from kvstore_server.reduction import Addend
 
 
@@ -35,3 +36,25 @@ def slowed_down(hypers: Sequence[Mapping[str, Any]], staleness: int) -> Sequence
     # Keys with equal numbers share one mapping, by which they are updated together.
     slowed = {id(row): {**row, "lr": row["lr"] / staleness} for row in hypers}
     return [slowed[id(row)] for row in hypers]
+
+
+def norm_to_hold(commits: Mapping[int, Commit]) -> float:
+    """The type of norm for which the commits of all ranks, given by rank, want their sum held; 0 where they do not.
+
+    Raises:
+        PlanMismatchError: ranks differ in that.
+    """
+    lowest = min(commits)
+    wanted = commits[lowest].hold
+    for rank, commit in commits.items():
+        if commit.hold != wanted:
+            raise PlanMismatchError(
+                f"ranks disagree on what is checked of the gradient before it is applied: rank {lowest} "
+                f"{_described(wanted)}, rank {rank} {_described(commit.hold)}; give clip_grad, amp and on_nonfinite "
+                "the same values on every worker"
+            )
+    return wanted
+
+
+def _described(hold: float) -> str:
+    return f"wants its norm of type {hold:g}" if hold else "wants nothing to be checked"

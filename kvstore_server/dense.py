@@ -18,14 +18,15 @@ from kvstore_server.errors import OptimizerError, ProtocolError
 from kvstore_server.key_updates import KeyUpdates
 from kvstore_server.optimizer import KeyState, Optimizer, SliceState, update_slice
 from kvstore_server.optimizer.rows import moves_only_rows
-from kvstore_server.optimizer.segment_rows import SegmentPlace, takes_rows, update_segment_rows
+from kvstore_server.optimizer.segment_rows import SegmentPlace, update_segment_rows
 from kvstore_server.payloads import view_payload
 from kvstore_server.plan import Plan, Slice
 from kvstore_server.protocol.messages import Payload
-from kvstore_server.reduction import Addend, Reducer, RowSet, SparsePayload, torch_dtype
+from kvstore_server.reduction import Addend, Reducer, torch_dtype
 from kvstore_server.row_changes import RowChanges
 from kvstore_server.row_payload import RowForm
 from kvstore_server.state_blob import pack_key_state, pack_state, unpack_key_state, unpack_state
+from kvstore_server.sums import HeldSums, Sums, present_segments, sums_of_rows
 from kvstore_server.update_counts import UpdateCounts, following_here, left_out_by_all
 
 Updater = Callable[[str, Tensor, Tensor], None]
@@ -64,6 +65,8 @@ class DenseTable:
         self._whole = KeyUpdates(plan, server, self._writable, self.changes)
         self._leases = leases
         self._reducer = Reducer()
+        self.kept = HeldSums(self.slices, self._reducer)
+        """The sums of a round that waits for a decision."""
         self._undo: _Undo | None = None
         self._counts = UpdateCounts(len(plan.specs))
 
@@ -90,7 +93,7 @@ class DenseTable:
     def assign_sum(self, addends: Sequence[Addend]) -> None:
         """Without an optimizer the sum replaces the weights; keys that every rank left out stay."""
         for at, piece in enumerate(self.slices):
-            present = self._present(piece, addends)
+            present = present_segments(piece, addends)
             if not any(present):
                 continue
             self.changes.note_segments(piece.index, present)
@@ -105,19 +108,24 @@ class DenseTable:
                     weight[segment.start : end].copy_(total[segment.start : end])
 
     def update(
-        self, addends: Sequence[Addend], optimizer: Optimizer, hypers: Sequence[Mapping[str, Any]]
+        self,
+        addends: Sequence[Addend],
+        optimizer: Optimizer,
+        hypers: Sequence[Mapping[str, Any]],
+        sums: Sums | None = None,
     ) -> None:
-        """Sum the contributions and apply the optimizer. `hypers[i]` holds for key i.
+        """Sum the contributions, or take the sums that were kept, and apply the optimizer. `hypers[i]` holds for key i.
 
         Raises:
             OptimizerError: the optimizer raised; weights and state are as before.
         """
         self._undo = self._snapshot() if optimizer.may_raise else None
+        sums = sums or self._reducer
         try:
             if optimizer.elementwise:
-                self._update_slices(addends, optimizer, hypers)
+                self._update_slices(addends, optimizer, hypers, sums)
             else:
-                self._whole.update(optimizer, addends, hypers, self._reducer)
+                self._whole.update(optimizer, addends, hypers, sums)
         except Exception as error:
             if self._undo is None:
                 raise
@@ -129,16 +137,20 @@ class DenseTable:
         self._counts.count(left_out_by_all(addends))
 
     def _update_slices(
-        self, addends: Sequence[Addend], optimizer: Optimizer, hypers: Sequence[Mapping[str, Any]]
+        self,
+        addends: Sequence[Addend],
+        optimizer: Optimizer,
+        hypers: Sequence[Mapping[str, Any]],
+        sums: Sums,
     ) -> None:
         for at, piece in enumerate(self.slices):
-            present = self._present(piece, addends)
+            present = present_segments(piece, addends)
             if not any(present):
                 continue
             numbers = [hypers[segment.key] for segment in piece.segments]
             names = [self.plan.specs[s.key].key for s in piece.segments] if optimizer.positioned else None
             weight, state = self._writable(at), self.states[at]
-            for position, rows in self._sparse_sums(piece, addends, optimizer, numbers, present).items():
+            for position, rows in sums_of_rows(piece, addends, optimizer, numbers, present, sums).items():
                 present[position] = False
                 spec = self.plan.specs[piece.segments[position].key]
                 place = SegmentPlace(piece, position, spec)
@@ -147,27 +159,8 @@ class DenseTable:
                 self.changes.note(piece.index, position, moved)
             if any(present):
                 self.changes.note_segments(piece.index, present)
-                total = self._reducer.total(piece, addends)
+                total = sums.total(piece, addends)
                 update_slice(optimizer, piece, weight, total, state, numbers, present, names)
-
-    def _sparse_sums(
-        self,
-        piece: Slice,
-        addends: Sequence[Addend],
-        optimizer: Optimizer,
-        numbers: Sequence[Mapping[str, Any]],
-        present: Sequence[bool],
-    ) -> dict[int, RowSet]:
-        """The segments that are updated by some rows alone: every rank gave only rows, and the optimizer wants that."""
-        if not any(isinstance(a.slices.get(piece.index), SparsePayload) for a in addends):
-            return {}
-        found = {}
-        for position, here in enumerate(present):
-            if here and takes_rows(optimizer, numbers[position]):
-                rows = self._reducer.rows(piece, position, addends)
-                if rows is not None:
-                    found[position] = rows
-        return found
 
     def call_updater(self, addends: Sequence[Addend], updater: Updater) -> None:
         """Sum the contributions and let a user's function change each key; the table holds all slices.
@@ -274,12 +267,6 @@ class DenseTable:
             self.weights[at] = weight = weight.clone()
             self._visible[at] = _without_padding(weight, self.slices[at])
         return weight
-
-    def _present(self, piece: Slice, addends: Sequence[Addend]) -> list[bool]:
-        given = [a for a in addends if piece.index in a.slices]
-        if any(not a.absent for a in given):
-            return [True] * len(piece.segments)
-        return [any(segment.key not in a.absent for a in given) for segment in piece.segments]
 
 
 def _allocate(slices: Sequence[Slice]) -> tuple[dict[str, Tensor], list[Tensor]]:

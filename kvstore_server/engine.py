@@ -126,6 +126,7 @@ class Engine:
 
     def _ended(self, what: str, space: Namespace, missing: list[int], now: float) -> ServerStoppingError:
         who = "; ".join(space.membership.describe(rank, now) for rank in missing)
+        who = who or "nobody had decided yet what becomes of it"
         return ServerStoppingError(
             f"server {self.config.server} was stopped while {what} waited: {who}; "
             "restart the job from its last saved states"
@@ -158,6 +159,8 @@ class Engine:
             return []
         if isinstance(body, m.CommitBatch):
             return self._rounds.commits(space, rank, body, Waiter(peer, request.number), now)
+        if isinstance(body, m.Resolve):
+            return self._rounds.resolve(space, rank, body, now)
         if isinstance(body, m.Abort):
             return self._rounds.abort(space, rank, body, Waiter(peer, request.number))
         if isinstance(body, m.Barrier):

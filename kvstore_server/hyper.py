@@ -148,16 +148,19 @@ def pack_hypers(
     lr_mult: Mapping[int, float],
     wd_mult: Mapping[int, float],
     update_on_kvstore: bool,
+    limits: Mapping[str, Any] | None = None,
 ) -> bytes:
-    """The bytes under which the hyper-parameters of a table travel; equal values give equal bytes."""
-    return pack_control(
-        {
-            "groups": [dict(sorted(group.items())) for group in groups],
-            "lr_mult": dict(sorted(lr_mult.items())),
-            "wd_mult": dict(sorted(wd_mult.items())),
-            "update_on_kvstore": update_on_kvstore,
-        }
-    )
+    """The bytes under which the hyper-parameters of a table travel; equal values give equal bytes.
+
+    `limits` says what workers check of a gradient before it is used, so that they find out if they disagree.
+    """
+    values: dict[str, Any] = {
+        "groups": [dict(sorted(group.items())) for group in groups],
+        "lr_mult": dict(sorted(lr_mult.items())),
+        "wd_mult": dict(sorted(wd_mult.items())),
+        "update_on_kvstore": update_on_kvstore,
+    }
+    return pack_control(values if limits is None else {**values, "limits": dict(sorted(limits.items()))})
 
 
 def unpack_hypers(packed: bytes) -> dict[str, Any]:
@@ -188,7 +191,9 @@ def effective_hypers(plan: Plan, optimizer: Optimizer, values: Mapping[str, Any]
 
 
 def _check(values: Any, plan: Plan) -> None:
-    ok = isinstance(values, dict) and set(values) == {"groups", "lr_mult", "wd_mult", "update_on_kvstore"}
+    names = {"groups", "lr_mult", "wd_mult", "update_on_kvstore"}
+    ok = isinstance(values, dict) and set(values) - {"limits"} == names
+    ok = ok and isinstance(values.get("limits", {}), dict)
     if ok:
         groups = values["groups"]
         needed = 1 + max(spec.group for spec in plan.specs)
@@ -212,6 +217,13 @@ def _first_difference(a: dict[str, Any], b: dict[str, Any], rank_a: int, rank_b:
         for name in sorted(set(left) | set(right)):
             if left.get(name) != right.get(name):
                 return f"group {i} has {name}={left.get(name)} on rank {rank_a} and {right.get(name)} on rank {rank_b}"
+    limits_a, limits_b = a.get("limits", {}), b.get("limits", {})
+    for name in sorted(set(limits_a) | set(limits_b)):
+        if limits_a.get(name) != limits_b.get(name):
+            return (
+                f"the gradient is limited by {name}={limits_a.get(name)} on rank {rank_a} and {limits_b.get(name)} on "
+                f"rank {rank_b}"
+            )
     for name in ("lr_mult", "wd_mult"):
         if a[name] != b[name]:
             return f"{name} is {a[name]} on rank {rank_a} and {b[name]} on rank {rank_b} (key index: factor)"

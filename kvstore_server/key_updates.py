@@ -11,8 +11,9 @@ from torch import Tensor
 from kvstore_server.optimizer import KeyState, Optimizer, update_key, update_rows
 from kvstore_server.optimizer.rows import moves_only_rows
 from kvstore_server.plan import Plan, Segment, row_numel
-from kvstore_server.reduction import Addend, Reducer, RowSet, SparsePayload, compute_dtype
+from kvstore_server.reduction import Addend, RowSet, SparsePayload, compute_dtype
 from kvstore_server.row_changes import RowChanges
+from kvstore_server.sums import Sums
 
 Place = tuple[int, Segment]
 """The position of a slice in the table, and a segment of it."""
@@ -45,9 +46,9 @@ class KeyUpdates:
         optimizer: Optimizer,
         addends: Sequence[Addend],
         hypers: Sequence[Mapping[str, Any]],
-        reducer: Reducer,
+        sums: Sums,
     ) -> None:
-        """Sum what was given for each key, and update it. `hypers[i]` holds for key i."""
+        """Update each key by the sum of what was given for it. `hypers[i]` holds for key i."""
         gathered: dict[int, Tensor] = {}
         rows: dict[int, list[RowSet]] = {}
         for at, piece in enumerate(self._slices):
@@ -55,7 +56,7 @@ class KeyUpdates:
             present = [any(s.key not in a.absent for a in given) for s in piece.segments]
             if any(isinstance(a.slices[piece.index], SparsePayload) for a in given):
                 for position, segment in enumerate(piece.segments):
-                    part = reducer.rows(piece, position, addends) if present[position] else None
+                    part = sums.rows(piece, position, addends) if present[position] else None
                     if part is not None:
                         present[position] = False
                         rows.setdefault(segment.key, []).append(_of_key(segment, part))
@@ -63,7 +64,7 @@ class KeyUpdates:
                             self._update(optimizer, segment.key, rows[segment.key], hypers[segment.key])
             if not any(present):
                 continue
-            total = reducer.total(piece, addends)
+            total = sums.total(piece, addends)
             for segment, here in zip(piece.segments, present, strict=True):
                 if not here:
                     continue

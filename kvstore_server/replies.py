@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from kvstore_server.errors import KVStoreError, to_wire
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.buffers import payload_size
 from kvstore_server.row_replies import changed_parts, pulled_parts
+from kvstore_server.sums import Partial
 from kvstore_server.table import RoundEnd, Table, Waiter
 
 
@@ -37,6 +40,12 @@ def _sent(table: Table, rank: int, parts: tuple[m.WeightsPart, ...]) -> tuple[m.
     return parts
 
 
+def held(table: Table, round_: int, waiter: Waiter, partials: Sequence[Partial]) -> list[m.Outgoing]:
+    """What there is to decide about in a round."""
+    told = tuple([(one.slice, one.value) for one in partials])
+    return reply(waiter, m.Held(table.number, round_, told, all(one.is_finite for one in partials)))
+
+
 def outcome(table: Table, rank: int, commit: m.Commit, waiter: Waiter, end: RoundEnd) -> list[m.Outgoing]:
     """How the round of a commit ended, which did not fail: first what was special about it, then the weights."""
     out: list[m.Outgoing] = []
@@ -44,7 +53,7 @@ def outcome(table: Table, rank: int, commit: m.Commit, waiter: Waiter, end: Roun
         out += reply(waiter, m.InForce(table.number, commit.round, end.hyper, end.is_over))
     if end.left_out:
         out += reply(waiter, m.Absent(table.number, commit.round, end.left_out))
-    if end.vetoes:
+    if end.is_skipped:
         out += reply(waiter, m.Vetoed(table.number, commit.round, end.vetoes))
     elif commit.want_weights:
         if not table.mode.is_sync:  # by the time that the weights may be read they can be newer

@@ -11,17 +11,19 @@ from collections.abc import Callable
 from kvstore_server.consistency import Accepted, Applied, Lost, Refused
 from kvstore_server.dense import Updater
 from kvstore_server.errors import (
-    DeadlineError,
     KVStoreError,
+    ProtocolError,
     RoundAbortedError,
     ServerStoppingError,
     from_wire,
     to_wire,
 )
+from kvstore_server.hopeless import why_read_cannot_end, why_round_cannot_end
 from kvstore_server.namespace import Namespace
+from kvstore_server.norms import Decision
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.buffers import payload_size
-from kvstore_server.replies import failed, outcome, reply, tell
+from kvstore_server.replies import failed, held, outcome, reply, tell
 from kvstore_server.table import Given, Table, Waiter
 from kvstore_server.tracing import ROUND_LANE, ROUNDS
 from kvstore_server.waits import Wait
@@ -96,15 +98,17 @@ class RoundKeeper:
         if not space.waits:
             return []
         out = []
-        for wait in space.waits.take(lambda wait: self._cannot_end(space, wait, now) is not None):
-            error = self._cannot_end(space, wait, now)
+        for wait in space.waits.take(
+            lambda wait: why_read_cannot_end(space, wait, now, self._dead_after) is not None
+        ):
+            error = why_read_cannot_end(space, wait, now, self._dead_after)
             assert error is not None
             out += self._fail_wait(wait, error)
         return out
 
     def fail_if_hopeless(self, space: Namespace, table: Table, now: float) -> list[m.Outgoing]:
         """Fail the open round of all ranks if its deadline has passed, or if it needs a rank that is lost."""
-        error = self._hopeless(space, table, now)
+        error = why_round_cannot_end(space, table, now, self._dead_after)
         return [] if error is None else self.fail(table, error)
 
     def fail(self, table: Table, error: KVStoreError) -> list[m.Outgoing]:
@@ -127,6 +131,27 @@ class RoundKeeper:
         ):
             out += self._fail_wait(wait, error)
         return out + reply(waiter, m.Info({"applied": rounds.was_applied(abort.round)}))
+
+    def resolve(self, space: Namespace, rank: int, resolve: m.Resolve, now: float) -> list[m.Outgoing]:
+        """Apply a round that is held as a rank says; a round that is over stays as it is.
+
+        Raises:
+            ProtocolError: the round is not held.
+        """
+        table = space.table(resolve.table)
+        rounds = table.rounds
+        decision = Decision(resolve.coef, resolve.clip_value, resolve.skip)
+        if resolve.round < rounds.number:
+            if not table.note_decision(resolve.round, decision):
+                _log.warning("rank %d decided otherwise about round %d of %r than the rank before it: %s", rank,
+                             resolve.round, table.name, decision)  # fmt: skip
+            return []
+        if resolve.round > rounds.number or table.held is None:
+            raise ProtocolError(
+                f"rank {rank} decides about round {resolve.round} of {table.name!r}, which is not held: round "
+                f"{rounds.number} is open"
+            )
+        return self._finish(space, table, rank, now, decision)
 
     def _fail_wait(self, wait: Wait, error: KVStoreError) -> list[m.Outgoing]:
         # Without the number of a next round: what a rank has contributed before it reads stands all the same.
@@ -156,7 +181,10 @@ class RoundKeeper:
             table.hyper.check(batch.hyper)
         verdict = rounds.commit(rank, commit, waiter, now)
         if isinstance(verdict, Applied):
-            return self._answer(space, table, rank, commit, waiter, now)
+            # What was told before it was applied may have been lost as well.
+            told = table.end_of(rank, commit.round).partials if commit.hold else None
+            before = [] if told is None else held(table, commit.round, waiter, told)
+            return before + self._answer(space, table, rank, commit, waiter, now)
         if isinstance(verdict, Lost):
             return [
                 failed(waiter.peer, waiter.number, verdict.error, table.number, commit.round, rounds.number)
@@ -164,6 +192,8 @@ class RoundKeeper:
         if isinstance(verdict, Refused):
             return reply(waiter, m.Missing(table.number, commit.round, verdict.slices))
         assert isinstance(verdict, Accepted)
+        if verdict.repeated and table.held is not None and commit.hold:
+            return held(table, commit.round, waiter, table.held.partials)
         if verdict.repeated:
             return reply(waiter, m.Pending(tuple(rounds.missing_ranks())))
         table.absent[rank] = frozenset(batch.absent)
@@ -171,16 +201,23 @@ class RoundKeeper:
             table.hyper.set(rank, batch.hyper)
         return self._finish(space, table, rank, now) if rounds.is_complete() else []
 
-    def _finish(self, space: Namespace, table: Table, rank: int, now: float) -> list[m.Outgoing]:
-        """All that the round of a rank needs have committed: apply it and answer them, or fail it for them all."""
+    def _finish(
+        self, space: Namespace, table: Table, rank: int, now: float, decision: Decision | None = None
+    ) -> list[m.Outgoing]:
+        """All that the round of a rank needs have committed: apply it and answer them, or fail it for them all.
+
+        One that wants a decision is held until there is one.
+        """
         rounds = table.rounds_of(rank)
         number = rounds.number
         trace = space.profiling.active
         start = 0.0 if trace is None else trace.clock()
         try:
-            ended = table.apply(
-                rank, space.optimizer.agreed(table.mode.is_sync), self.updaters.get(space.name)
-            )
+            optimizer = space.optimizer.agreed(table.mode.is_sync) if decision is None else None
+            updater = self.updaters.get(space.name)
+            if decision is None and table.hold(rank, optimizer, updater):
+                return _tell_held(table)
+            ended = table.apply(rank, optimizer, updater, decision)
         except KVStoreError as error:
             return tell(table, number, number + 1, table.fail(rank, error), error)
         except Exception as error:
@@ -220,43 +257,23 @@ class RoundKeeper:
             limit = commit.timeout
             space.waits.add(Wait(table, rank, waiter, now + limit, limit, True, answer, commit.round))
             return reply(waiter, m.Pending(tuple(table.lanes.missing_from_join())))
-        if not commit.want_weights or end.vetoes:
+        if not commit.want_weights or end.is_skipped:
             return answer()
         return self.read(space, table, rank, waiter, now + commit.timeout, answer, commit.round)
-
-    def _cannot_end(self, space: Namespace, wait: Wait, now: float) -> KVStoreError | None:
-        if wait.table.conflict is not None:
-            return from_wire(*to_wire(wait.table.conflict))
-        missing = wait.missing()
-        what = f"{'the end' if wait.is_join else 'a read'} of {wait.table.name!r} by rank {wait.rank}"
-        lost = space.membership.lost_error(missing, what, now, self._dead_after)
-        if lost is not None:
-            return lost
-        if now < wait.deadline:
-            return None
-        who = "; ".join(space.membership.describe(rank, now) for rank in missing)
-        return DeadlineError(
-            f"{what} reached its deadline while waiting for {who}; is it stuck or only slow? "
-            "(timeout=… of the kvstore or KVSTORE_TIMEOUT raises the limit)"
-        )
-
-    def _hopeless(self, space: Namespace, table: Table, now: float) -> KVStoreError | None:
-        missing = table.rounds.missing_ranks()
-        what = f"round {table.rounds.number} of {table.name!r}"
-        lost = space.membership.lost_error(missing, what, now, self._dead_after)
-        if lost is not None:
-            return lost
-        if now < table.rounds.earliest_deadline():
-            return None
-        who = "; ".join(space.membership.describe(rank, now) for rank in missing)
-        return DeadlineError(
-            f"{what} reached its deadline while waiting for {who}; is it stuck or only slow? "
-            "(timeout=… of the kvstore or KVSTORE_TIMEOUT raises the limit)"
-        )
 
 
 _ANYONE = 0
 """Of the rounds of all ranks any rank will do."""
+
+
+def _tell_held(table: Table) -> list[m.Outgoing]:
+    """Tell the ranks that wait for a decision, and have data, what there is to decide about."""
+    assert table.held is not None
+    out = []
+    for _, mine in table.rounds.contributions():
+        if mine.waiter is not None and mine.commit is not None and mine.commit.hold:
+            out += held(table, table.rounds.number, mine.waiter, table.held.partials)
+    return out
 
 
 def _described(number: int, given: Given) -> dict[str, int]:

@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from kvstore_server.addends import norm_to_hold
 from kvstore_server.codec import Codec
 from kvstore_server.consistency import SyncRounds
 from kvstore_server.dense import Leases, Updater
-from kvstore_server.errors import KVStoreError
+from kvstore_server.errors import ConfigurationError, KVStoreError
 from kvstore_server.modes import SYNCHRONOUS, Mode
+from kvstore_server.norms import Decision, same_decision
 from kvstore_server.optimizer import Optimizer
 from kvstore_server.plan import Plan
 from kvstore_server.protocol.buffers import payload_size
@@ -42,6 +44,8 @@ class Table(TableValues):
         self.rounds: SyncRounds[Waiter] = SyncRounds(num_workers, same_payload)
         """Those of all ranks together; without synchronous rounds, only the first one, which gives the first values."""
         self.undone = 0
+        self.decisions_differing = 0
+        """Decisions about a round that were not the one that was applied."""
         self.bytes_in = 0
         """Bytes of payload that ranks have sent, as they came: compressed, or rows alone."""
         self.bytes_out = 0
@@ -71,10 +75,40 @@ class Table(TableValues):
             self.dense.forget_undo()
         rounds.push(rank, Push(push.table, push.slice, push.round, push.generation, payload))
 
-    def apply(self, rank: int, optimizer: Optimizer | None, updater: Updater | None) -> Given:
+    def hold(self, rank: int, optimizer: Optimizer | None, updater: Updater | None) -> bool:
+        """Sum the open round of a rank, which all of its members have committed, if a decision is wanted then.
+
+        Returns whether that is so.
+
+        Raises:
+            PlanMismatchError: ranks disagree on it, or on hyper-parameters.
+            ConfigurationError: it is not possible here.
+        """
+        active = _with_data(self.rounds_of(rank).contributions())
+        commits = {r: mine.commit for r, mine in active if mine.commit is not None}
+        is_plain = not any(commit.hold for commit in commits.values())
+        is_special = any(commit.assign or commit.veto for commit in commits.values())
+        if is_plain or is_special or not self.is_initialised:
+            return False
+        norm_type = norm_to_hold(commits)
+        if optimizer is None or updater is not None or not self.mode.is_sync:
+            raise ConfigurationError(
+                f"a gradient of {self.name!r} cannot be checked before it is applied: that needs synchronous rounds "
+                "and an optimizer of the store"
+            )
+        self.held = self._hold(active, optimizer, norm_type)
+        return True
+
+    def apply(
+        self,
+        rank: int,
+        optimizer: Optimizer | None,
+        updater: Updater | None,
+        decision: Decision | None = None,
+    ) -> Given:
         """Apply the open round of a rank, which all of its members have committed, and begin the next one.
 
-        Returns the contributions that went in, in rank order.
+        With a decision, the round is held. Returns the contributions that went in, in rank order.
 
         Raises:
             KVStoreError: the round cannot be applied; nothing has changed and the round is still open.
@@ -83,8 +117,13 @@ class Table(TableValues):
         is_lane = rounds is not self.rounds
         given = rounds.contributions()
         self.dense.forget_undo()
-        active = [(r, mine) for r, mine in given if mine.commit is not None and not mine.commit.joined]
-        end = self._apply(rounds.number, active, optimizer, updater, is_lane)
+        active = _with_data(given)
+        if decision is None:
+            end = self._apply(rounds.number, active, optimizer, updater, is_lane)
+        else:
+            assert self.held is not None
+            end = self._apply_held(self.held, decision)
+            self.held = None
         self._ends[rank if is_lane else _ALL] = end._replace(is_over=not active)
         self._last_rank = rank if is_lane else _ALL
         for r, _ in given:
@@ -96,6 +135,7 @@ class Table(TableValues):
     def fail(self, rank: int, error: KVStoreError) -> list[Waiter]:
         """End the open round of a rank without effect; return whom to tell now."""
         rounds = self.rounds_of(rank)
+        self.held = None
         for r, _ in rounds.contributions():
             self.absent.pop(r, None)
         if rounds is not self.rounds:
@@ -113,7 +153,7 @@ class Table(TableValues):
         if not undo or not is_last:
             return []
         end = self._ends[whose]
-        has_changed = not end.vetoes and not end.is_over
+        has_changed = not end.is_skipped and not end.is_over
         if not has_changed or (self.dense.can_undo and self._last_rank == whose):
             if has_changed:
                 self.dense.undo()
@@ -121,6 +161,14 @@ class Table(TableValues):
             rounds.undo(error)
             self.undone += 1
         return []
+
+    def note_decision(self, number: int, decision: Decision) -> bool:
+        """Whether a decision about a round that is over is the one that was applied, as it must be; counts others."""
+        if number != self.rounds.number - 1 or not self.rounds.was_applied(number):
+            return True
+        is_same = same_decision(decision, self._ends[_ALL].decision)
+        self.decisions_differing += not is_same
+        return is_same
 
     def fail_join(self, rank: int, number: int, error: KVStoreError) -> None:
         """A rank that waits for all to join will not see that: it takes part as before, and its joining has failed."""
@@ -159,6 +207,7 @@ class Table(TableValues):
             "keys_applied": self.keys_applied,
             "payload_mismatches": self.rounds.mismatches + self.lanes.mismatches,
             "rounds_undone": self.undone,
+            "decisions_differing": self.decisions_differing,
             "bytes_in": self.bytes_in,
             "bytes_out": self.bytes_out,
             "joined": sorted(self.lanes.joined),
@@ -172,3 +221,8 @@ class Table(TableValues):
 
 _ALL = -1
 """In place of a rank: all of them together."""
+
+
+def _with_data(given: Given) -> Given:
+    """The contributions of ranks that have not joined."""
+    return [(rank, mine) for rank, mine in given if mine.commit is not None and not mine.commit.joined]

@@ -6,6 +6,7 @@ Which contributions make a round, and who is answered, is the business of `table
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from kvstore_server.addends import addend_of, keys_in, slowed_down
@@ -23,10 +24,12 @@ from kvstore_server.errors import (
 from kvstore_server.hyper import HyperBelief
 from kvstore_server.lanes import Lanes
 from kvstore_server.modes import Mode
+from kvstore_server.norms import Decision
 from kvstore_server.optimizer import Optimizer
 from kvstore_server.plan import Plan
 from kvstore_server.protocol.messages import Commit
 from kvstore_server.reduction import Addend, same_payload
+from kvstore_server.sums import Partial, Sums
 
 
 class Waiter(NamedTuple):
@@ -48,6 +51,26 @@ class RoundEnd(NamedTuple):
     """The hyper-parameters in force, as they were sent."""
     is_over: bool = False
     """All ranks have joined."""
+    partials: tuple[Partial, ...] | None = None
+    """What was told of the sums before they were used; None where nobody asked."""
+    decision: Decision = Decision()
+    """What became of them."""
+
+    @property
+    def is_skipped(self) -> bool:
+        """Whether nothing was changed, though the ranks have contributed."""
+        return bool(self.vetoes) or self.decision.skip
+
+
+@dataclass(frozen=True)
+class HeldRound:
+    """The open round once all ranks have committed it, while its sums wait for a decision."""
+
+    addends: Sequence[Addend]
+    optimizer: Optimizer
+    hyper: bytes
+    hypers: Sequence[Mapping[str, Any]]
+    partials: tuple[Partial, ...]
 
 
 Given = list[tuple[int, Contribution[Waiter]]]
@@ -74,6 +97,7 @@ class TableValues:
         """What each rank leaves out of the open round."""
         self.conflict: KVStoreError | None = None
         """Why the table cannot be used any more: ranks declared different keys, or an update broke off."""
+        self.held: HeldRound | None = None
         self.is_initialised = False
         """Whether round 0 was applied."""
         self.version = -1
@@ -108,11 +132,12 @@ class TableValues:
         if vetoes:
             return RoundEnd(self.version, (), vetoes)
         hyper = self._lowest() if is_lane else self.hyper.common(commits)
-        addends = [addend_of(mine, optimizer, self.absent.get(rank, frozenset())) for rank, mine in given]
+        addends = self._addends(given, optimizer)
         if updater is not None:
             self.dense.call_updater(addends, updater)
         elif optimizer is not None:
-            self._update(addends, optimizer, hyper, given if is_lane else None)
+            hypers = self._hypers(addends, optimizer, hyper, given if is_lane else None)
+            self._update(addends, optimizer, hypers)
         elif not self.mode.is_sync:
             raise ConfigurationError(
                 f"{self.name!r} got a contribution in {self.mode.name} mode but has no optimizer to apply it; call "
@@ -120,6 +145,31 @@ class TableValues:
             )
         else:
             self.dense.assign_sum(addends)
+        return self._applied(addends, hyper)
+
+    def _hold(self, given: Given, optimizer: Optimizer, norm_type: float) -> HeldRound:
+        """Sum what ranks that have not joined gave, and keep that; the weights are as before."""
+        commits = {rank: mine.commit for rank, mine in given if mine.commit is not None}
+        hyper = self.hyper.common(commits)
+        addends = self._addends(given, optimizer)
+        hypers = self._hypers(addends, optimizer, hyper, None)
+        partials = self.dense.kept.hold(addends, optimizer, hypers, norm_type)
+        return HeldRound(addends, optimizer, hyper, hypers, tuple(partials))
+
+    def _apply_held(self, held: HeldRound, decision: Decision) -> RoundEnd:
+        """Update with the sums that were kept, as was decided."""
+        if decision.skip:
+            return RoundEnd(self.version, partials=held.partials, decision=decision)
+        self.dense.kept.decide(decision)
+        self._update(held.addends, held.optimizer, held.hypers, self.dense.kept)
+        end = self._applied(held.addends, held.hyper)
+        return end._replace(partials=held.partials, decision=decision)
+
+    def _addends(self, given: Given, optimizer: Optimizer | None) -> list[Addend]:
+        return [addend_of(mine, optimizer, self.absent.get(rank, frozenset())) for rank, mine in given]
+
+    def _applied(self, addends: Sequence[Addend], hyper: bytes) -> RoundEnd:
+        """Count a round that has changed the weights."""
         keys = keys_in(addends, self.dense.keys)
         self.version += 1
         self.rounds_applied += 1
@@ -156,8 +206,10 @@ class TableValues:
         if self.notes_reads:
             self.delayed.note_all(self.num_workers)
 
-    def _update(self, addends: list[Addend], optimizer: Optimizer, hyper: bytes, alone: Given | None) -> None:
-        """Let the optimizer apply the sum, or the contribution of one rank `alone`."""
+    def _hypers(
+        self, addends: Sequence[Addend], optimizer: Optimizer, hyper: bytes, alone: Given | None
+    ) -> Sequence[Mapping[str, Any]]:
+        """The numbers with which the optimizer updates each key by a sum, or by what one rank gave `alone`."""
         if not optimizer.elementwise and not self.plan.whole_keys and len(self.plan.servers) > 1:
             raise ConfigurationError(
                 f"optimizer {optimizer.registered_name!r} needs whole keys, but {self.name!r} is spread over "
@@ -171,8 +223,18 @@ class TableValues:
                 self.delayed.restore(rank, optimizer.delay_state)
             if self.mode.slow_down and mine.commit is not None:
                 hypers = slowed_down(hypers, self.staleness(mine.commit))
+        return hypers
+
+    def _update(
+        self,
+        addends: Sequence[Addend],
+        optimizer: Optimizer,
+        hypers: Sequence[Mapping[str, Any]],
+        sums: Sums | None = None,
+    ) -> None:
+        """Let the optimizer apply the sum of what was given, or one that was kept."""
         try:
-            self.dense.update(addends, optimizer, hypers)
+            self.dense.update(addends, optimizer, hypers, sums)
         except OptimizerError:
             raise  # has been undone
         except Exception as error:

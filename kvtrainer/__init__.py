@@ -8,24 +8,39 @@ from typing import TYPE_CHECKING, Any
 from kvstore_server.version import __version__
 
 if TYPE_CHECKING:
-    from kvtrainer import amp, errors, kvstore, lr_scheduler, optimizer, utils
+    from kvtrainer import amp, errors, kvstore, lr_scheduler, optimizer, strategy, utils
+    from kvtrainer.parallel import DataParallel, build_data_parallel_model
     from kvtrainer.row_sparse import RowSparseParameter
+    from kvtrainer.strategy import Strategy
     from kvtrainer.trainer import Trainer
+    from kvtrainer.trainer_dict import TrainerDict
 
 __all__ = [
+    "DataParallel",
     "RowSparseParameter",
+    "Strategy",
     "Trainer",
+    "TrainerDict",
     "__version__",
     "amp",
+    "build_data_parallel_model",
     "errors",
     "kvstore",
     "lr_scheduler",
     "optimizer",
+    "strategy",
     "utils",
 ]
 
-_CLASSES = {"RowSparseParameter": "row_sparse", "Trainer": "trainer"}
-"""Class → its module."""
+_CLASSES = {
+    "DataParallel": "parallel",
+    "RowSparseParameter": "row_sparse",
+    "Strategy": "strategy",
+    "Trainer": "trainer",
+    "TrainerDict": "trainer_dict",
+    "build_data_parallel_model": "parallel",
+}
+"""Class or function → its module."""
 
 
 def __getattr__(name: str) -> Any:

@@ -23,16 +23,17 @@ import torch.optim
 from torch import Tensor
 
 from kvtrainer.errors import ArgumentTypeError
-from kvtrainer.loss_scaler import LossScaler, scaler_of
+from kvtrainer.grad_scaler import GradScaler
+from kvtrainer.loss_scaler import LossScaler, Scaler, scaler_of
 from kvtrainer.optimizer import Optimizer
 from kvtrainer.trainer import Trainer
 
-__all__ = ["LossScaler", "init_trainer", "scale_loss", "unscale"]
+__all__ = ["GradScaler", "LossScaler", "init_trainer", "scale_loss", "unscale"]
 
 _Loss = TypeVar("_Loss", bound=Tensor | Sequence[Tensor])
 
 
-def init_trainer(trainer: Trainer, scaler: LossScaler | None = None) -> None:
+def init_trainer(trainer: Trainer, scaler: Scaler | None = None) -> None:
     """Give a Trainer a loss scaler; call it on every worker, with equal scalers.
 
     Args:

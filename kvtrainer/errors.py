@@ -27,25 +27,35 @@ from kvstore_server.errors import (
 
 __all__ = [
     "AmpNotInitializedError",
+    "AnomalousParametersError",
     "ArgumentTypeError",
+    "BackwardTwiceError",
+    "CheckpointKeyError",
     "CommandError",
     "ConfigurationError",
     "ConnectTimeoutError",
+    "CustomImportError",
     "DeadlineError",
+    "DuplicateParameterWarning",
+    "FailedImportWarning",
     "FencedError",
+    "JointStepError",
     "KVStoreError",
     "KeyNotFoundError",
     "NoGradientWarning",
     "NonFiniteGradientError",
+    "NonFiniteLossError",
     "NonFiniteNormWarning",
     "NotInitializedError",
     "OptimizerError",
     "ParameterMovedError",
     "PlanMismatchError",
     "ProtocolError",
+    "RegistryError",
     "RoundAbortedError",
     "RowIdError",
     "RowSparseError",
+    "ScheduleWarning",
     "SchedulerInUseError",
     "ServerLostState",
     "ServerStoppingError",
@@ -57,6 +67,8 @@ __all__ = [
     "StateMismatchError",
     "TraceFileError",
     "UnknownNameError",
+    "UnmatchedRuleWarning",
+    "UnregisteredNameError",
     "VersionMismatchError",
     "WeightsWrittenError",
     "WorkerLostError",
@@ -90,12 +102,28 @@ class RowSparseError(KVStoreError, RuntimeError):
     """A row-sparse parameter was used in a way that its values, which live in a store, do not allow."""
 
 
+class BackwardTwiceError(KVStoreError, RuntimeError):
+    """The gradients of the losses of one batch were to be computed a second time."""
+
+
 class AmpNotInitializedError(ConfigurationError):
     """A loss was to be scaled for a Trainer that has no loss scaler."""
 
 
+class AnomalousParametersError(KVStoreError, RuntimeError):
+    """Parameters get no gradient from a loss, and the Trainer was told to stop then; the message names them."""
+
+
+class NonFiniteLossError(KVStoreError, FloatingPointError):
+    """A loss is infinite or not a number."""
+
+
 class NonFiniteNormWarning(UserWarning):
     """The norm of the gradients is infinite or not a number, so they were not clipped. Warned, not raised."""
+
+
+class ScheduleWarning(UserWarning):
+    """A schedule would write an impossible value, and writes the nearest possible one. Warned, not raised."""
 
 
 class SparsePullWarning(UserWarning):
@@ -120,3 +148,35 @@ class TraceFileError(KVStoreError, OSError):
 
 class StateMismatchError(ConfigurationError):
     """Saved states belong to another model or to another optimizer; the message names every difference."""
+
+
+class JointStepError(KVStoreError, NotImplementedError):
+    """Several Trainers were asked to do at once what each does by itself."""
+
+
+class CheckpointKeyError(KVStoreError, KeyError):
+    """A checkpoint lacks a part that is to be resumed."""
+
+
+class RegistryError(ConfigurationError, KeyError):
+    """A name cannot be registered, or a configuration does not say which name it means."""
+
+
+class UnregisteredNameError(RegistryError, UnknownNameError):
+    """Nothing is registered under a name that a configuration asks for."""
+
+
+class CustomImportError(ConfigurationError, ImportError):
+    """A module that a configuration asks to import cannot be imported."""
+
+
+class FailedImportWarning(UserWarning):
+    """A module of `custom_imports` could not be imported, which the configuration allows. Warned, not raised."""
+
+
+class UnmatchedRuleWarning(UserWarning):
+    """A rule for options of parameters matches no parameter at all. Warned, not raised."""
+
+
+class DuplicateParameterWarning(UserWarning):
+    """Parameters that several modules share got their options where they appear first. Warned, not raised."""

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from kvstore_server.codec import Codec
+from kvstore_server.norms import Decision, Guard
 from kvstore_server.optimizer import KeyState, Optimizer, SliceState
 from kvstore_server.plan import Plan, Slice
 from kvstore_server.reduction import RowSet, torch_dtype
@@ -21,84 +22,17 @@ from kvtrainer.comm.compressor import Compressor
 from kvtrainer.comm.row_pulls import RowsWanted
 from kvtrainer.comm.tickets import Arenas, RoundItem, Source
 from kvtrainer.errors import ConfigurationError
+from kvtrainer.exchange_contract import Exchange, Gradients, Outcome, Shadowed
 from kvtrainer.row_tables import NO_TABLES, Tables
 
+__all__ = ["TABLE", "Exchange", "Gradients", "Outcome", "Shadowed", "StoreExchange"]
+
 TABLE = "parameters"
-
-
-class Gradients(NamedTuple):
-    """What one worker gives to a round."""
-
-    arenas: Mapping[str, Tensor]
-    """Flat, laid out by the plan; also where sums come back."""
-    rows: Mapping[int, RowSet]
-    """Keys (by index) that have only some rows."""
-    scale: float
-    absent: frozenset[int]
-    """Keys without a gradient."""
-
-
-class Outcome(NamedTuple):
-    """How a round ended that did not fail."""
-
-    left_out: frozenset[int]
-    """The keys (by index) that no worker contributed to."""
-    skipped: bool
-    """A worker vetoed: weights, gradients and optimizer state are as before, for every worker."""
-    rows: Mapping[int, RowSet] | None = None
-    """The scaled sums of those keys of which all workers gave only rows; None where rows did not travel, or sums do
-    not come back."""
-
-
-class Shadowed(NamedTuple):
-    """A round to which this worker gave nothing because it has no more data."""
-
-    outcome: Outcome
-    hyper: bytes
-    """The hyper-parameters of those that have some, packed; empty when there were none."""
-    is_over: bool
-    """No worker has: the round was none."""
 
 
 class _Given(NamedTuple):
     values: Arenas | None
     tables: Mapping[int, Source]
-
-
-class Exchange(Protocol):
-    """What the Trainer's pipeline needs of a store."""
-
-    num_workers: int
-    updates_weights: bool
-    """Whether the optimizer runs in the store."""
-    knows_left_out: bool
-    """Whether the store can say which keys all workers left out."""
-
-    can_shadow: bool
-    """Whether a worker without data may take part with nothing."""
-
-    def init(self, weights: Mapping[str, Tensor], tables: Tables = NO_TABLES) -> None:
-        """Give every worker rank 0's weights, and the store rank 0's row-sparse ones."""
-
-    def check_sparse(self, names: Sequence[str]) -> None:
-        """Raise ConfigurationError if these parameters may not have row-sparse gradients here."""
-
-    def run(
-        self, grads: Gradients, weights: Mapping[str, Tensor], hyper: bytes, veto: bool = False
-    ) -> Outcome:
-        """One round. New weights go to `weights`, or else sums of gradients to those of `grads`. A worker vetoes when
-        its gradients are not finite; the round then has no effect on any worker."""
-
-    def shadow(self, weights: Mapping[str, Tensor], grads: Mapping[str, Tensor]) -> Shadowed:
-        """One round to which this worker gives nothing; sums go to `grads`. When it is over for all workers, or where
-        contributions count one by one, the store's weights go to `weights`."""
-
-    def assign(self, weights: Mapping[str, Tensor], tables: Tables = NO_TABLES) -> None:
-        """Give every worker, and the store, rank 0's weights as they are now; optimizer state stays. Of row-sparse keys
-        only those of rank 0's `tables` change."""
-
-    def stats(self) -> list[dict[str, Any]]:
-        """Counters of every server; empty for stores that keep none."""
 
 
 class StoreExchange:
@@ -120,6 +54,7 @@ class StoreExchange:
         """Whether a gradient of this worker has been row-sparse."""
         self.num_workers = client.options.num_workers
         self.updates_weights = optimizer is not None
+        self.is_sync = client.options.mode.is_sync
         self._client = client
         if optimizer is not None:
             client.set_optimizer(optimizer.spec())
@@ -153,7 +88,12 @@ class StoreExchange:
             )
 
     def run(
-        self, grads: Gradients, weights: Mapping[str, Tensor], hyper: bytes, veto: bool = False
+        self,
+        grads: Gradients,
+        weights: Mapping[str, Tensor],
+        hyper: bytes,
+        veto: bool = False,
+        guard: Guard | None = None,
     ) -> Outcome:
         target = weights if self.updates_weights else grads.arenas
         values, out = _on_cpu(grads.arenas), _on_cpu(target)
@@ -163,19 +103,29 @@ class StoreExchange:
         # Only rows make it worth the servers' while to know what has changed.
         self._has_rows = self._has_rows or bool(given)
         kept = self.updates_weights and self._has_rows
-        item = RoundItem(self._table, values, out, grads.scale, absent, veto, rows=given, is_kept=kept)
+        self._check_guard(guard)
+        item = RoundItem(
+            self._table, values, out, grads.scale, absent, veto, rows=given, is_kept=kept, guard=guard
+        )
         with self._forgetting_on_error():
             ticket = self._client.rounds.start([item], hyper)
             self._client.rounds.wait(ticket)
+            measured, decision = ticket.decided.get(TABLE, (None, Decision()))
             if TABLE in ticket.vetoes:
-                return Outcome(frozenset(), skipped=True)
+                return Outcome(frozenset(), True, None, measured, decision)
             _copy_back(target, out)
         for key in grads.rows.keys() - given.keys():
             # What came in place of them is the value of a key that was left out, not a sum.
             spec, at = self._table.plan.specs[key], self._table.plan.key_offsets[key]
             grads.arenas[spec.dtype][at : at + spec.numel].zero_()
         left_out = frozenset(ticket.absent.get(TABLE, ())) - (grads.rows.keys() - given.keys())
-        return Outcome(left_out, skipped=False)
+        return Outcome(left_out, False, None, measured, decision)
+
+    def _check_guard(self, guard: Guard | None) -> None:
+        if guard is not None and not (self.updates_weights and self.is_sync):
+            raise ConfigurationError(
+                "a gradient is checked by the store only where the store updates the weights, in synchronous rounds"
+            )
 
     def shadow(self, weights: Mapping[str, Tensor], grads: Mapping[str, Tensor]) -> Shadowed:
         is_sync = self._client.options.mode.is_sync

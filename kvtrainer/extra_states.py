@@ -1,30 +1,45 @@
-"""What a Trainer saves beside options and optimizer state: its loss scaler, and what compression holds back."""
+"""What a Trainer saves beside options and optimizer state: loss scaler, schedules, counts, residuals."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from kvtrainer.errors import ConfigurationError
 from kvtrainer.layout import Layout
-from kvtrainer.loss_scaler import LossScaler
+from kvtrainer.loss_scaler import Scaler
+from kvtrainer.param_schedule import BoundSchedule
 from kvtrainer.saved_states import SavedStates
 from kvtrainer.store_link import Residuals
+from kvtrainer.torch_scaler import scaler_from_state
 
-_SCALER, _RESIDUALS = "loss_scaler", "residuals"
+_SCALER, _RESIDUALS, _SCHEDULES, _PASSES = "loss_scaler", "residuals", "schedules", "backward_passes"
 """The parts of saved states."""
 
 
 def extra_states(
-    scaler: LossScaler | None, residuals: Residuals | None, names: Sequence[str]
+    scaler: Scaler | None,
+    residuals: Residuals | None,
+    names: Sequence[str],
+    schedules: Sequence[BoundSchedule] = (),
+    passes: int = 0,
 ) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
-    """Plain values and tensors by part, as SavedStates keeps them; `names` of the parameters."""
+    """Plain values and tensors by part, as SavedStates keeps them.
+
+    Args:
+        names: of the parameters.
+        passes: backward passes so far, where they are accumulated.
+    """
     extra: dict[str, Any] = {}
     tensors: dict[str, dict[str, Tensor]] = {}
     if scaler is not None:
         extra[_SCALER] = scaler.state_dict()
+    if schedules:
+        extra[_SCHEDULES] = [schedule.state_dict() for schedule in schedules]
+    if passes:
+        extra[_PASSES] = passes
     if residuals is not None:
         extra[_RESIDUALS] = {"rank": residuals.rank, "num_workers": residuals.num_workers}
         if residuals.copies:
@@ -34,13 +49,21 @@ def extra_states(
     return extra, tensors
 
 
-def extra_problems(saved: SavedStates, layout: Layout) -> list[str]:
+def extra_problems(saved: SavedStates, layout: Layout, schedules: Sequence[BoundSchedule] = ()) -> list[str]:
     """Why these parts could not be taken over."""
     problems = []
     try:
         saved_scaler(saved)
     except ConfigurationError as error:
         problems.append(str(error))
+    has = saved.extra.get(_SCHEDULES, [])
+    if not isinstance(has, list) or not all(isinstance(state, dict) for state in has):
+        problems.append(f"schedules must be a list of states, the file has {has!r:.80}")
+    elif has and len(has) != len(schedules):
+        problems.append(f"the file has the state of {len(has)} schedules, this Trainer has {len(schedules)}")
+    passes = saved.extra.get(_PASSES, 0)
+    if not isinstance(passes, int) or passes < 0:
+        problems.append(f"backward_passes must be a count, the file has {passes!r:.80}")
     place = saved.extra.get(_RESIDUALS, {"rank": 0, "num_workers": 0})
     if not isinstance(place, dict) or set(place) - {"devices"} != {"rank", "num_workers"}:
         problems.append(
@@ -58,7 +81,7 @@ def extra_problems(saved: SavedStates, layout: Layout) -> list[str]:
     return problems
 
 
-def saved_scaler(saved: SavedStates) -> LossScaler | None:
+def saved_scaler(saved: SavedStates) -> Scaler | None:
     """The loss scaler as it was saved; None if there was none.
 
     Raises:
@@ -66,9 +89,23 @@ def saved_scaler(saved: SavedStates) -> LossScaler | None:
     """
     if _SCALER not in saved.extra:
         return None
-    scaler = LossScaler()
-    scaler.load_state_dict(saved.extra[_SCALER])
-    return scaler
+    return scaler_from_state(saved.extra[_SCALER])
+
+
+def saved_scaler_state(saved: SavedStates) -> Mapping[str, Any]:
+    """The numbers of the loss scaler as they were saved."""
+    state: Mapping[str, Any] = saved.extra[_SCALER]
+    return state
+
+
+def saved_schedules(saved: SavedStates) -> list[dict[str, Any]]:
+    """The states of the schedules that were saved; empty if there were none."""
+    return list(saved.extra.get(_SCHEDULES, []))
+
+
+def saved_passes(saved: SavedStates) -> int:
+    """How many backward passes there had been, where they were accumulated."""
+    return int(saved.extra.get(_PASSES, 0))
 
 
 def saved_residuals(saved: SavedStates, names: Sequence[str]) -> Residuals | None:

@@ -92,10 +92,7 @@ class FlatOptimizer(GroupedOptimizer):
         Raises:
             StateFileError: the file cannot be written; the former one is unchanged.
         """
-        extra, tensors = self._extra_states()
-        states = self._current_states()
-        saved = take_out(self.param_groups, self._layout, self._optimizer, states, extra, tensors)
-        write_state_file(fname, saved)
+        write_state_file(fname, self.export_saved_states())
 
     def load_states(self, fname: str | os.PathLike[str]) -> None:
         """Take over what `save_states` saved, here or elsewhere, with any kvstore and any number of servers.
@@ -108,9 +105,23 @@ class FlatOptimizer(GroupedOptimizer):
             StateMismatchError: it belongs to another model or optimizer; names every difference.
             In either case nothing has changed.
         """
+        self._settle()  # what is missing here is said before what is wrong with a file
+        self.adopt_saved_states(read_state_file(fname))
+
+    def export_saved_states(self) -> SavedStates:
+        """What `save_states` saves, as one value; blocks while state is fetched."""
+        extra, tensors = self._extra_states()
+        states = self._current_states()
+        return take_out(self.param_groups, self._layout, self._optimizer, states, extra, tensors)
+
+    def adopt_saved_states(self, saved: SavedStates) -> None:
+        """Take over what `export_saved_states` gave, as `load_states` does; call it on every worker.
+
+        Raises:
+            StateMismatchError: it belongs to another model or optimizer, of which nothing has changed; says how.
+        """
         self._settle()
         self._follow_instance()
-        saved = read_state_file(fname)
         is_in_store = self._holder() not in (None, self._local)
         check_fit(
             saved, self.param_groups, self._layout, self._optimizer, is_in_store, self._extra_problems(saved)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from kvstore_server.hyper import HyperBelief
+from kvstore_server.norms import Guard
 from kvstore_server.optimizer import Optimizer
 from kvstore_server.plan import Plan, TensorSpec, check_same, row_numel
 from kvstore_server.protocol.control import pack_control, unpack_control
@@ -67,6 +68,7 @@ class GroupExchange:
 
     updates_weights = False
     knows_left_out = True
+    is_sync = True
     can_shadow = True
 
     def __init__(self, group: RankGroup, plan: Plan, optimizer: Optimizer, name: str = "device") -> None:
@@ -86,11 +88,14 @@ class GroupExchange:
             PlanMismatchError: ranks have different parameters or optimizers; on every rank.
         """
         specs = [[spec.key, list(spec.shape), spec.dtype, spec.group] for spec in self._plan.specs]
-        mine = pack_control({"specs": specs, "optimizer": self._optimizer})
+        buckets = self._group.buckets
+        reduction = {"bucket_size_mb": buckets.size_mb, "coalesce": buckets.coalesce}
+        mine = pack_control({"specs": specs, "optimizer": self._optimizer, "reduction": reduction})
         said = self._group.all_gather_bytes(mine)
         for rank, theirs in enumerate(said):
             if theirs != said[0]:
                 _check_models(unpack_control(said[0]), unpack_control(theirs), rank)
+        self._group.is_agreed = True
         self._broadcast(weights)
 
     def check_sparse(self, names: Sequence[str]) -> None:
@@ -101,7 +106,12 @@ class GroupExchange:
             )
 
     def run(
-        self, grads: Gradients, weights: Mapping[str, Tensor], hyper: bytes, veto: bool = False
+        self,
+        grads: Gradients,
+        weights: Mapping[str, Tensor],
+        hyper: bytes,
+        veto: bool = False,
+        guard: Guard | None = None,
     ) -> Outcome:
         """One round; see Exchange.
 
@@ -185,14 +195,15 @@ class GroupExchange:
         return range(len(self._plan.specs))
 
     def _runs(self, dtype: str, keys: frozenset[int]) -> list[tuple[int, int]]:
-        """The parts of the arena with these keys, those that lie beside each other as one."""
+        """The parts of the arena with these keys; those that lie beside each other as one, if they coalesce."""
         specs, offsets = self._plan.specs, self._plan.key_offsets
         here = sorted((offsets[key], key) for key in self._keys if specs[key].dtype == dtype)
         ends = [*(at for at, _ in here[1:]), self._plan.arena_sizes[dtype]]
         runs: list[tuple[int, int]] = []
         for (at, key), end in zip(here, ends, strict=True):
             if key in keys and at < end:
-                joined = runs.pop()[0] if runs and runs[-1][1] == at else at
+                is_next = self._group.buckets.coalesce and runs and runs[-1][1] == at
+                joined = runs.pop()[0] if is_next else at
                 runs.append((joined, end))
         return runs
 
@@ -230,6 +241,12 @@ def _check_models(first: Mapping[str, Any], other: Mapping[str, Any], rank: int)
             raise PlanMismatchError(
                 f"ranks set different optimizers: {name} is {value!r} on rank 0 and {other['optimizer'][name]!r} on "
                 f"rank {rank}; use the same one on every rank"
+            )
+    for name, value in first["reduction"].items():
+        if other["reduction"][name] != value:
+            raise PlanMismatchError(
+                f"ranks sum gradients in different pieces: {name} is {value!r} on rank 0 and "
+                f"{other['reduction'][name]!r} on rank {rank}; create the kvstore alike on every rank"
             )
 
 

@@ -17,7 +17,9 @@ from kvtrainer.parameters import Group, collect
 from kvtrainer.replicas import COPIES
 from kvtrainer.row_sparse import RowSparseParameter
 
-NOTES = frozenset({"name", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"})
+NOTES = frozenset(
+    {"name", "initial_lr", "initial_momentum", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
+)
 """Keys of a group that are no options: a label, and what torch's schedulers keep there."""
 
 

@@ -6,9 +6,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from kvstore_server.hyper import effective_hypers, unpack_hypers
+from kvstore_server.norms import Decision
 from kvtrainer.errors import ConfigurationError
 from kvtrainer.exchange import Outcome
 from kvtrainer.pipeline import Pipeline
+from kvtrainer.results import StepResult
 
 
 class JoiningPipeline(Pipeline):
@@ -53,9 +55,9 @@ class JoiningPipeline(Pipeline):
         self._refuse_in_join("allreduce_grads()")
         super().allreduce_grads()
 
-    def update(self, batch_size: float | None = None, ignore_stale_grad: bool = False) -> None:
+    def update(self, batch_size: float | None = None, ignore_stale_grad: bool = False) -> StepResult:
         self._refuse_in_join("update()")
-        super().update(batch_size, ignore_stale_grad)
+        return super().update(batch_size, ignore_stale_grad)
 
     allreduce_grads.__doc__ = Pipeline.allreduce_grads.__doc__
     update.__doc__ = Pipeline.update.__doc__
@@ -98,16 +100,17 @@ class JoiningPipeline(Pipeline):
         self._layout.rows = dict(outcome.rows or {})
         in_store = self._link.exchange is not None and self._link.exchange.updates_weights
         if updated is not None and not in_store:
-            if self._overflows():
+            verdict = self._judge(self._layout, updated, 1.0)
+            if verdict.decision.skip:
                 updated = None
             else:
-                self._apply_here(updated, hyper)
+                self._apply_here(updated, hyper, verdict.decision)
         self._count_step(updated)
 
-    def _apply_here(self, updated: list[bool], hyper: bytes) -> None:
+    def _apply_here(self, updated: list[bool], hyper: bytes, decision: Decision) -> None:
         arena = self._layout.arena
         hypers = effective_hypers(self._layout.plan, self._optimizer, unpack_hypers(hyper))
-        self._local.apply(arena.weights, arena.grads, 1.0, updated, hypers, self._layout.rows)
+        self._local.apply(arena.weights, arena.grads, 1.0, updated, hypers, self._layout.rows, decision)
         arena.mark_updated(updated)
         self._share_weights(updated)
 

@@ -39,6 +39,8 @@ class Layout:
 
     writes: WriteWatch
     """What others than the Trainer do to the weights in the arena; there once the Layout is settled."""
+    num_averaged = 1
+    """How many gradients of a parameter a mean over this process is divided by."""
     copies: Sequence[Layout] = ()
     """The replicas of the parameters, if there are any: for each further device one Layout, by the same plan."""
 

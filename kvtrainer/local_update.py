@@ -8,12 +8,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from kvstore_server.norms import Decision, apply_decision
 from kvstore_server.optimizer import KeyState, Optimizer, SliceState, update_key, update_rows, update_slice
 from kvstore_server.optimizer.segment_rows import SegmentPlace, takes_rows, update_segment_rows
 from kvstore_server.plan import Plan, Slice
 from kvstore_server.reduction import RowSet
 from kvstore_server.row_payload import split_rows
 from kvtrainer.errors import OptimizerError
+
+UNLIMITED = Decision()
 
 
 class _Step(NamedTuple):
@@ -25,6 +28,13 @@ class _Step(NamedTuple):
     present: Sequence[bool]
     hypers: Sequence[Mapping[str, Any]]
     rows: Mapping[int, RowSet]
+    decision: Decision
+
+    def ready(self, grad: Tensor) -> Tensor:
+        """A gradient as the update uses it: scaled and limited, in the dtype that the update computes in."""
+        ready = _scaled(grad, self.scale)
+        apply_decision(ready, self.decision)
+        return ready
 
 
 class LocalUpdate:
@@ -49,8 +59,11 @@ class LocalUpdate:
         present: Sequence[bool],
         hypers: Sequence[Mapping[str, Any]],
         rows: Mapping[int, RowSet] | None = None,
+        decision: Decision = UNLIMITED,
     ) -> None:
-        """Update the weights of the keys that are `present` with scale · gradient; `grads` is used as scratch.
+        """Update the weights of the keys that are `present` with scale · gradient, limited as `decision` says.
+
+        `grads` is used as scratch.
 
         Of the keys in `rows` the gradient has only those, and `grads` is zero.
 
@@ -58,7 +71,7 @@ class LocalUpdate:
             OptimizerError: a user-defined optimizer raised; weights and state are as before.
             ConfigurationError: the optimizer cannot update a key of this shape; nothing has changed.
         """
-        step = _Step(weights, grads, scale, present, hypers, rows or {})
+        step = _Step(weights, grads, scale, present, hypers, rows or {}, decision)
         if not self.optimizer.may_raise:
             self._apply(step)
             return
@@ -102,12 +115,12 @@ class LocalUpdate:
             for position, found in rows.get(piece.index, {}).items():
                 here[position] = False
                 place = SegmentPlace(piece, position, self.plan.specs[piece.segments[position].key])
-                values = _scaled(found.values.clone(), step.scale)
+                values = step.ready(found.values.clone())
                 update_segment_rows(
                     self.optimizer, place, weight, found.ids, values, state, numbers[position]
                 )
             if any(here):
-                grad = _scaled(step.grads[piece.dtype][part], step.scale)
+                grad = step.ready(step.grads[piece.dtype][part])
                 names = self._names(piece) if self.optimizer.positioned else None
                 update_slice(self.optimizer, piece, weight, grad, state, numbers, here, names)
 
@@ -141,9 +154,9 @@ class LocalUpdate:
             hyper, state = {**step.hypers[key], "key": spec.key}, self.key_states[key]
             if key in step.rows:
                 ids, values = step.rows[key]
-                update_rows(self.optimizer, weight, ids, _scaled(values.clone(), step.scale), state, hyper)
+                update_rows(self.optimizer, weight, ids, step.ready(values.clone()), state, hyper)
             else:
-                grad = _scaled(step.grads[spec.dtype][part], step.scale).view(spec.shape)
+                grad = step.ready(step.grads[spec.dtype][part]).view(spec.shape)
                 update_key(self.optimizer, weight, grad, state, hyper)
 
 

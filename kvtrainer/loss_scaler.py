@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Mapping
 from numbers import Real
-from typing import Any
+from typing import Any, Protocol
 
 from kvtrainer.errors import AmpNotInitializedError, ConfigurationError
 
@@ -15,6 +15,28 @@ _log = logging.getLogger(__name__)
 FIRST, LARGEST, LEAST = 2.0**16, 2.0**24, 2.0**-24
 CLEAN_STEPS = 2000
 """So many steps in a row without an overflow double the scale."""
+
+
+class Scaler(Protocol):
+    """What a Trainer needs of a loss scaler; LossScaler says what each member means."""
+
+    loss_scale: float
+
+    @property
+    def factor(self) -> float: ...
+
+    @property
+    def is_scaled(self) -> bool: ...
+
+    def mark_scaled(self) -> None: ...
+
+    def mark_unscaled(self) -> None: ...
+
+    def update(self, overflow: bool) -> None: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
 class LossScaler:
@@ -40,6 +62,11 @@ class LossScaler:
     def factor(self) -> float:
         """What the present gradients must be multiplied by: 1 unless they come from a loss that was scaled."""
         return 1.0 / self._carried if self._is_scaled else 1.0
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether the present gradients come from a loss that was scaled, and still carry that."""
+        return self._is_scaled
 
     def mark_scaled(self) -> None:
         """Note that gradients of a scaled loss follow.
@@ -95,13 +122,13 @@ class LossScaler:
         self.loss_scale, self.clean_steps = _checked_scale(state["loss_scale"]), count
 
 
-def scaler_of(trainer: object) -> LossScaler:
+def scaler_of(trainer: object) -> Scaler:
     """The loss scaler of a Trainer.
 
     Raises:
         AmpNotInitializedError: it has none.
     """
-    scaler: LossScaler | None = getattr(trainer, "loss_scaler", None)
+    scaler: Scaler | None = getattr(trainer, "loss_scaler", None)
     if scaler is None:
         raise AmpNotInitializedError(
             "the Trainer has no loss scaler; call kvtrainer.amp.init_trainer(trainer) before the training loop"

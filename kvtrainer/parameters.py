@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from kvtrainer.errors import ConfigurationError
+from kvtrainer.parallel import DataParallel
 from kvtrainer.replicas import COPIES, check_replicas, same_devices
 
 Group = dict[str, Any]
@@ -21,8 +22,8 @@ Named = list[tuple[str | None, Tensor | Sequence[Tensor]]]
 def collect(params: Any, first: int = 0) -> list[Group]:
     """Bring parameters into torch's form: a list of groups with "params", "param_names" and options.
 
-    Takes a Module, a dict of parameters (in sorted order of its keys), `named_parameters()`, a list of
-    parameters, or a list of torch parameter groups whose "params" is any of those. A parameter that appears more
+    Takes a Module or DataParallel, a dict of parameters (in sorted order of its keys), `named_parameters()`, a list
+    of parameters, or a list of torch parameter groups whose "params" is any of those. A parameter that appears more
     than once counts once, where it appears first. One without a name is called by its position, from `first` on.
 
     In place of a parameter there may be a list of its replicas, one for each device, in the same order of devices for
@@ -90,6 +91,8 @@ def _group(given: Group) -> tuple[Group, Named]:
 
 
 def _named(params: Any) -> Named:
+    if isinstance(params, DataParallel):
+        return list(params.named_replicas())
     if isinstance(params, Module):
         return list(params.named_parameters())
     if isinstance(params, Mapping):

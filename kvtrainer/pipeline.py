@@ -1,6 +1,7 @@
 """The one fixed pipeline of a Trainer, over any kvstore.
 
-    fresh gradients? → gather → finite? → reduce over workers → update, here or in the store → new weights
+    fresh gradients? → gather → reduce over workers → norm, finite? → skip, or clip and update, here or in the store
+    → new weights → loss scale → schedules
 
 Every feature is an option of one of these stages.
 """
@@ -12,6 +13,11 @@ from typing import Any
 
 import torch
 
+from kvstore_server.norms import Decision
+from kvtrainer.clipping import Verdict
+from kvtrainer.errors import NonFiniteGradientError
+from kvtrainer.param_schedule import BoundSchedule
+from kvtrainer.results import StepResult
 from kvtrainer.stages import Stages
 
 
@@ -22,6 +28,9 @@ class Pipeline(Stages):
     """Between `allreduce_grads` and `update`: which gradients have been summed."""
     _is_vetoed = False
     """Between `allreduce_grads` and `update`: whether a gradient overflowed on any worker."""
+    _schedules: Sequence[BoundSchedule] = ()
+    last: StepResult | None = None
+    """How the last step ended; None before the first one."""
 
     def step(  # type: ignore[override]
         self,
@@ -36,19 +45,23 @@ class Pipeline(Stages):
         global batch size for a mean. It may differ from step to step and from worker to worker. Without one they are
         averaged over workers, as DistributedDataParallel does. Gradients stay readable until the next backward pass.
         Replicas are summed or averaged as workers are, and are equal afterwards; with kvstore=None each has its own
-        update and state.
+        update and state. Where backward passes are accumulated, it does nothing until there were enough of them.
+
+        Returns the closure's result if there is a closure, and otherwise the StepResult, which is also `last`.
 
         Args:
             batch_size: A positive number; or the closure, as torch's optimizers take it.
             ignore_stale_grad: Leave out parameters without a new gradient instead of raising. Without a batch
                 size they are always left out.
-            closure: Called first, with gradients enabled; its result is returned.
+            closure: Called first, with gradients enabled.
 
         Raises:
             StaleGradientError: a parameter got no gradient since the last step; nothing has changed then.
             NotInitializedError: a parameter has no shape yet; nothing has changed then.
             ParameterMovedError: the data of a parameter were replaced; nothing has changed then.
             WeightsWrittenError: the loop has written weights that the store would replace; see `set_data`.
+            NonFiniteGradientError: a gradient is not finite on any worker, and `on_nonfinite` is "raise"; on every
+                worker, and nothing has changed.
             KVStoreError: the round failed on every worker; weights and optimizer state are as before.
         """
         if callable(batch_size):
@@ -58,55 +71,85 @@ class Pipeline(Stages):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self._is_accumulating():
+            self.last = StepResult(lr=self.learning_rate, loss_scale=self._loss_scale, updated=False)
+            return loss if closure is not None else self.last
         scale *= self._loss_factor()
         fresh = self._fresh(is_strict=batch_size is not None and not ignore_stale_grad)
+        self._check_backward(fresh)
         if not ignore_stale_grad and not any(fresh):
             self._warn_of_no_gradient()
         self._prepare()
+        scale *= self._factor_of_plain_scaler()
         self._gather(fresh)
         if self._link.exchange is None:
-            if not (is_skipped := self._overflows()):
-                self._update_here(fresh, scale)
-            self._finish(fresh, None if is_skipped else fresh)
-            return loss
-        mean = 1.0 if batch_size is not None else 1.0 / self._num_addends()
-        updated = self._reduce(fresh, scale * mean)
+            verdict = self._update_here(fresh, scale)
+            self._finish(fresh, None if verdict.decision.skip else fresh, verdict)
+            return loss if closure is not None else self.last
+        mean = 1.0 if batch_size is not None else 1.0 / self._num_averaged()
+        updated, verdict = self._reduce(fresh, scale * mean)
         if updated is not None and not self._link.exchange.updates_weights:
-            self._update_here(updated, 1.0)
+            verdict = self._update_here(updated, 1.0)
+            updated = None if verdict.decision.skip else updated
         elif updated is not None:
             self._share_weights()
-        self._finish(fresh, updated)
-        return loss
+        self._finish(fresh, updated, verdict)
+        return loss if closure is not None else self.last
+
+    _step_supports_amp_scaling = True
+    """Tells torch.amp.GradScaler to call `step` in any case: it is for all workers together to skip it."""
+
+    def _step_voting(self, overflows: bool, *args: Any, **kwargs: Any) -> StepResult:
+        """A step that all workers skip if gradients overflow on any; `overflows` says so of this one's."""
+        before = self._is_bad
+        self._is_voting, self._is_bad = True, before or overflows
+        try:
+            self.step(*args, **kwargs)
+        except BaseException:
+            self._is_bad = before
+            raise
+        finally:
+            self._is_voting = False
+        assert self.last is not None
+        return self.last
 
     def allreduce_grads(self) -> None:
         """Replace every gradient by its sum over workers and replicas, to be changed before `update`; blocks.
 
-        With a loss scaler, gradients that overflow on any worker stay as they are, and `update` skips the step.
+        With a loss scaler, gradients that overflow on any worker stay as they are, and `update` skips the step. The
+        gradient is limited by `update`. While backward passes are accumulated it does nothing.
 
         Raises:
             ConfigurationError: the optimizer runs in the store, which leaves nothing to do in between.
         """
         self._refuse_in_store("allreduce_grads()")
+        if self._is_accumulating():
+            return
         fresh = self._fresh(is_strict=False)
         self._prepare()
         if self._link.exchange is not None:
             self._gather(fresh)
-            summed = self._reduce(fresh, 1.0)
+            summed, _ = self._reduce(fresh, 1.0)
+            if summed is not None and self._overflows():
+                summed = None
             self._is_vetoed, self._reduced = summed is None, summed or fresh
             if summed is not None:
                 # Rows of a single gradient are their own sum.
-                self._layout.scatter_grads(summed, with_rows=self._num_addends() > 1)
+                self._layout.scatter_grads(summed, self._link.num_workers > 1 or bool(self._layout.copies))
 
-    def update(self, batch_size: float | None = None, ignore_stale_grad: bool = False) -> None:
+    def update(self, batch_size: float | None = None, ignore_stale_grad: bool = False) -> StepResult:
         """Update the weights from the present gradients, after `allreduce_grads`; arguments as of `step`.
 
-        Of replicas the gradients on the first device count.
+        Of replicas the gradients on the first device count. Returns how the step ended, which is also `last`.
 
         Raises:
             ConfigurationError: the optimizer runs in the store; or there are replicas that were not summed.
             StaleGradientError: as `step`.
         """
         self._refuse_in_store("update()")
+        if self._is_accumulating():
+            self.last = StepResult(lr=self.learning_rate, loss_scale=self._loss_scale, updated=False)
+            return self.last
         scale = self._scale(batch_size) * self._loss_factor()
         is_strict = batch_size is not None and not ignore_stale_grad
         if self._reduced is None:
@@ -117,49 +160,84 @@ class Pipeline(Stages):
             present = self._fresh(is_strict, [has_sum and p.grad is not None for has_sum, p in rows])
         self._prepare()
         if self._reduced is not None and batch_size is None:
-            scale /= self._num_addends()
+            scale /= self._num_averaged()
         if self._reduced is not None and not self._is_vetoed:
             self._layout.gather_sums(present)
         elif self._reduced is None:
             self._refuse_unsummed()
             self._layout.gather_grads(present)
-        if not (is_skipped := self._is_vetoed or self._overflows()):
-            self._update_here(present, scale)
-        self._finish(present, None if is_skipped else present)
+        self._is_bad = self._is_bad or self._is_vetoed
+        verdict = self._update_here(present, scale)
+        return self._finish(present, None if verdict.decision.skip else present, verdict)
 
-    def _reduce(self, fresh: list[bool], scale: float) -> list[bool] | None:
-        """One round of the gradients in the arena. Returns which keys any worker contributed to.
+    def _reduce(self, fresh: list[bool], scale: float) -> tuple[list[bool] | None, Verdict]:
+        """One round of the gradients in the arena. Returns which keys any worker contributed to, and the verdict.
 
-        With a loss scaler it returns None on all workers if a gradient, or a sum that comes back, overflows.
+        The keys are None, on all workers, if nothing may be updated. Where workers update, only a veto is known yet.
         Raises before or after the round, never in the middle.
         """
         exchange = self._link.exchange
         assert exchange is not None
         absent = frozenset(i for i, is_fresh in enumerate(fresh) if not is_fresh)
-        outcome = self._link.round(self._layout, self._options(fresh), scale, absent, veto=self._overflows())
+        own = Verdict()
+        if exchange.updates_weights and not exchange.is_sync:
+            # Every contribution is an update of its own.
+            own = self._judge(self._layout, fresh, scale)
+            scale = self._limit_own(own.decision, scale)
+        veto = own.decision.skip or self._overflows()
+        outcome = self._link.round(
+            self._layout, self._options(fresh), scale, absent, veto, self._active_limits
+        )
         if outcome.skipped:
-            return None
+            return None, Verdict(own.measured or outcome.measured, Decision(skip=True))
         if not exchange.updates_weights:
             if outcome.rows is None:
                 self._layout.scale_rows(scale)  # those did not travel; what did has come back scaled
             else:
                 self._layout.rows = dict(outcome.rows)
-            if self._overflows():
-                return None
+        verdict = Verdict(outcome.measured, outcome.decision) if exchange.is_sync else own
         if not exchange.knows_left_out:
             takes_part = self._layout.tracker.participating()
-            return [takes and i not in outcome.left_out for i, takes in enumerate(takes_part)]
+            return [takes and i not in outcome.left_out for i, takes in enumerate(takes_part)], verdict
         # What is frozen here may not be so elsewhere, and weights must stay equal: the sum is what counts.
-        return [i not in outcome.left_out for i in range(len(fresh))]
+        return [i not in outcome.left_out for i in range(len(fresh))], verdict
 
-    def _finish(self, used: Sequence[bool], updated: Sequence[bool] | None) -> None:
-        """End a step: these gradients are used up; these keys were updated, or None if the step was skipped."""
+    def _finish(self, used: Sequence[bool], updated: Sequence[bool] | None, verdict: Verdict) -> StepResult:
+        """End a step: these gradients are used up; these keys were updated, or None if the step was skipped.
+
+        Raises:
+            NonFiniteGradientError: the step was skipped, and the script wants to stop then.
+        """
+        scale, limits = self._loss_scale, self._active_limits
         self._layout.tracker.consume(i for i, is_used in enumerate(used) if is_used)
-        self._reduced, self._is_vetoed = None, False
+        self._reduced, self._is_vetoed, self._is_bad = None, False, False
+        self._accumulation.end()
+        norm = None if verdict.measured is None or not limits.reports_norm else verdict.measured.norm
+        is_skipped = updated is None
+        self.last = StepResult(
+            norm, verdict.decision.coef, is_skipped, scale, self.learning_rate, updated=not is_skipped
+        )
         self._count_step(updated)
         if self._instance is not None:
             # Schedulers bound to the instance warn unless they see it step.
             self._instance._opt_called = True  # type: ignore[attr-defined]
+        if is_skipped and limits.on_nonfinite == "raise":
+            said, self._bad_loss = self._bad_loss, ""
+            raise NonFiniteGradientError(
+                f"{said}a gradient or the loss is infinite or not a number, on this worker or another, so nothing was "
+                "updated; torch.autograd.detect_anomaly finds the operation, and on_nonfinite='skip' goes on without "
+                "such steps"
+            )
+        self._bad_loss = ""
+        return self.last
+
+    _bad_loss = ""
+    """What to say of a loss that was not finite here."""
+
+    @property
+    def _loss_scale(self) -> float:
+        """The factor that the present gradients carry."""
+        return 1.0 if self.loss_scaler is None else 1.0 / self.loss_scaler.factor
 
     def _count_step(self, updated: Sequence[bool] | None) -> None:
         """Note that these keys were updated, or None if the step was skipped."""
@@ -167,3 +245,7 @@ class Pipeline(Stages):
             self._schedule.count(updated)
         if self.loss_scaler is not None:
             self.loss_scaler.update(overflow=updated is None)
+        if updated is not None:
+            for schedule in self._schedules:
+                if schedule.by == "step":
+                    schedule.step()

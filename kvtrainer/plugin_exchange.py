@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from kvstore_server.norms import Guard
 from kvstore_server.plan import Plan
 from kvtrainer.errors import ConfigurationError
 from kvtrainer.exchange import Gradients, Outcome, Shadowed
@@ -20,6 +21,7 @@ class PluginExchange:
 
     updates_weights = False
     knows_left_out = False
+    is_sync = True
     can_shadow = False
 
     def __init__(self, store: KVStoreBase, plan: Plan) -> None:
@@ -38,7 +40,12 @@ class PluginExchange:
         )
 
     def run(
-        self, grads: Gradients, weights: Mapping[str, Tensor], hyper: bytes, veto: bool = False
+        self,
+        grads: Gradients,
+        weights: Mapping[str, Tensor],
+        hyper: bytes,
+        veto: bool = False,
+        guard: Guard | None = None,
     ) -> Outcome:
         for key, piece in enumerate(self._pieces(grads.arenas)):
             if grads.scale != 1.0:

@@ -2,17 +2,74 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from kvtrainer.errors import ConfigurationError
+from kvtrainer.reducers import AUTO
 
 COPIES = "_copies"
 """The key of a group, until it becomes one of torch's, for lists of parameters: one for each device but the first."""
+
+_MEMBERSHIP = "_kvtrainer_membership"
+"""The attribute of a parameter that is a replica in a DataParallel."""
+
+
+class ReplicaPolicy(NamedTuple):
+    """How the replicas of a Trainer's parameters are treated."""
+
+    reducer: str = AUTO
+    are_scaled: bool = False
+    """Whether each gradient carries its replica's share, so that their sum is a mean already."""
+    may_lack: bool = False
+    """Whether a parameter may have a gradient on some devices only."""
+    must_agree: bool = False
+    """Whether replicas that have updates of their own are a mistake."""
+
+
+LISTS = ReplicaPolicy()
+"""Of lists of replicas."""
+
+
+class Membership:
+    """That a parameter is one replica of several in a DataParallel. Copies and pickles of the parameter lose it.
+
+    Args:
+        owner: the DataParallel.
+        policy: its policy.
+    """
+
+    def __init__(self, owner: object, policy: ReplicaPolicy) -> None:
+        self._owner = weakref.ref(owner)
+        self.policy = policy
+
+    @property
+    def counts(self) -> bool:
+        """Whether the DataParallel is still there."""
+        return self._owner() is not None
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
+
+
+def enter(parameter: Tensor, membership: Membership) -> None:
+    """Note that a parameter is a replica in a DataParallel."""
+    setattr(parameter, _MEMBERSHIP, membership)
+
+
+def policy_of(groups: Sequence[Mapping[str, Any]]) -> ReplicaPolicy:
+    """How the replicas in these groups are to be treated, which may have COPIES yet, or be torch's."""
+    for parameter in (p for group in groups for p in group["params"]):
+        membership = getattr(parameter, _MEMBERSHIP, None)
+        if membership is not None and membership.counts:
+            policy: ReplicaPolicy = membership.policy
+            return policy
+    return LISTS
 
 
 def check_replicas(name: str, replicas: Sequence[Tensor], seen: Mapping[int, object]) -> None:
@@ -29,6 +86,12 @@ def check_replicas(name: str, replicas: Sequence[Tensor], seen: Mapping[int, obj
             "Parameter of its own"
         )
     if len(replicas) == 1:
+        membership = getattr(replicas[0], _MEMBERSHIP, None)
+        if membership is not None and membership.counts:
+            raise ConfigurationError(
+                f"parameter {name!r} is one replica of several in a DataParallel, whose others would not be trained; "
+                "give the Trainer the DataParallel itself, or groups made by its with_replicas()"
+            )
         return
     if any(is_lazy(p) for p in replicas):
         raise ConfigurationError(

@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from kvstore_server.plan import row_numel
-from kvstore_server.reduction import compute_dtype
+from kvstore_server.reduction import RowSet
 from kvtrainer.gradients import GradientTracker, stale_error
 from kvtrainer.kvstore.replica_compression import ReplicaCompressor
 from kvtrainer.layout import Layout
 from kvtrainer.parameters import Group
-from kvtrainer.replicas import device_names
+from kvtrainer.reducers import AUTO, FLAT, FlatReducer, make_reducer
+from kvtrainer.replicas import device_names, policy_of
 from kvtrainer.row_sums import sum_rows
 
 
@@ -49,9 +50,15 @@ class ReplicatedLayout(Layout):
         ]
         first = [name for own in labelled[0] for name in own]
         layouts = [self, *self.copies]
+        policy = policy_of(groups)
+        names_by_device = [first, *(copy.names for copy in self.copies)]
         self.tracker = ReplicaTracker(
-            [layout.tracker for layout in layouts], [first, *(copy.names for copy in self.copies)]
+            [layout.tracker for layout in layouts], names_by_device, policy.may_lack
         )
+        self.num_averaged = 1 if policy.are_scaled else count
+        self._devices = devices
+        self._reducer = make_reducer(FLAT, devices)
+        self._reducer_name = FLAT
         self._layouts: list[Layout] = layouts
         self.own_present: list[list[bool]] = []
         """By device: the keys whose gradients were gathered there last."""
@@ -72,38 +79,41 @@ class ReplicatedLayout(Layout):
         super().gather_grads(present)
 
     @torch.no_grad()
-    def sum_replicas(self, compressor: ReplicaCompressor | None) -> None:
-        """Sum what was gathered, from left to right, into the arena and `rows` of the first device.
+    def sum_replicas(self, compressor: ReplicaCompressor | None, reducer: str = AUTO) -> None:
+        """Sum what was gathered into the arena and `rows` of the first device.
 
-        Half precision accumulates in float32. With a compressor, dense gradients count as what it says of each.
+        Half precision accumulates in float32. With a compressor, dense gradients count as what it says of each, and
+        are added from left to right, as rows always are. A gradient that a device does not have counts as zeros.
+
+        Args:
+            reducer: of REDUCERS; in which order.
 
         Raises:
             NonFiniteGradientError: one that is to be compressed is infinite or not a number.
         """
         self._is_summed = True
-        all_same = all(own == self.own_present[0] for own in self.own_present)
-        if compressor is None and all_same and not any(layout.rows for layout in self._layouts):
-            for dtype, flat in self.arena.grads.items():
-                _fold(flat, [copy.arena.grads[dtype] for copy in self.copies], dtype)
-            return
+        if reducer != self._reducer_name:
+            self._reducer, self._reducer_name = make_reducer(reducer, self._devices), reducer
         summed_rows = {}
-        for key in range(len(self.plan.specs)):
+        for key in range(len(self.plan.specs)) if self._has_rows or compressor is not None else ():
             given = [layout for layout, own in zip(self._layouts, self.own_present, strict=True) if own[key]]
             if given and all(key in layout.rows for layout in given):
-                parts = [layout.rows[key] for layout in given]
-                here = [part._replace(ids=part.ids.to(self.arena.device)) for part in parts]
-                here = [part._replace(values=part.values.to(self.arena.device)) for part in here]
-                summed_rows[key] = sum_rows(here, self.plan.specs[key].dtype)
+                summed_rows[key] = self._sum_rows(key, given)
             elif given:
-                self._sum_dense(key, given, compressor)
+                self._densify(key)
+                if compressor is not None:
+                    self._compress(key, given, compressor)
+        if compressor is None:
+            for dtype in self.arena.grads:
+                self._reducer.sum([layout.arena.grads[dtype] for layout in self._layouts])
         self.rows = summed_rows
 
     @torch.no_grad()
     def share_weights(self, present: Sequence[bool] | None = None) -> None:
         """Give every replica the weights of the first one, of which those that are `present` (None: all) are new."""
+        for dtype, flat in self.arena.weights.items():
+            self._reducer.broadcast(flat, [copy.arena.weights[dtype] for copy in self.copies])
         for copy in self.copies:
-            for dtype, flat in copy.arena.weights.items():
-                flat.copy_(self.arena.weights[dtype])
             copy.arena.mark_updated(present)
             if present is None:
                 copy.writes.count_own()
@@ -111,9 +121,9 @@ class ReplicatedLayout(Layout):
     @torch.no_grad()
     def scatter_grads(self, present: Sequence[bool], with_rows: bool) -> None:
         super().scatter_grads(present, with_rows)
+        for dtype, flat in self.arena.grads.items():
+            self._reducer.broadcast(flat, [copy.arena.grads[dtype] for copy in self.copies])
         for copy in self.copies:
-            for dtype, flat in copy.arena.grads.items():
-                flat.copy_(self.arena.grads[dtype])
             device = copy.arena.device
             copy.rows = {
                 key: rows._replace(ids=rows.ids.to(device), values=rows.values.to(device))
@@ -134,27 +144,33 @@ class ReplicatedLayout(Layout):
         for layout in self._layouts:
             layout.writes.accept()
 
-    def _sum_dense(self, key: int, given: Sequence[Layout], compressor: ReplicaCompressor | None) -> None:
-        """Sum the gradients of one key, of which some may have only rows."""
-        target, name = self._piece(self, key), self.plan.specs[key].key
-        spec, device = self.plan.specs[key], self.arena.device
-        pieces: list[Tensor | None] = []
+    @property
+    def _has_rows(self) -> bool:
+        return any(layout.rows for layout in self._layouts)
+
+    def _sum_rows(self, key: int, given: Sequence[Layout]) -> RowSet:
+        """The sum of the gradients of one key of which every device that has one has only rows."""
+        device = self.arena.device
+        parts = [layout.rows[key] for layout in given]
+        here = [RowSet(part.ids.to(device), part.values.to(device)) for part in parts]
+        return sum_rows(here, self.plan.specs[key].dtype)
+
+    def _densify(self, key: int) -> None:
+        """Write the rows of a key to its place in the arena, on every device that has only rows of it."""
         for layout in self._layouts:
-            piece = self._piece(layout, key)
-            if layout not in given:
-                pieces.append(None)
-                continue
             if key in layout.rows:
                 ids, values = layout.rows[key]
-                piece.view(-1, row_numel(spec))[ids] = values.to(piece.dtype)
-            pieces.append(piece)
-        if compressor is not None and not any(key in layout.rows for layout in given):
-            target.copy_(compressor.merge(name, pieces))
+                piece = self._piece(layout, key)
+                piece.view(-1, row_numel(self.plan.specs[key]))[ids] = values.to(piece.dtype)
+
+    def _compress(self, key: int, given: Sequence[Layout], compressor: ReplicaCompressor) -> None:
+        """Sum what is said of the gradients of one key; where one has only rows, the gradients themselves."""
+        target = self._piece(self, key)
+        if any(key in layout.rows for layout in given):
+            FlatReducer().sum([self._piece(layout, key) for layout in self._layouts])
             return
-        first, *others = [piece.to(device) for piece in pieces if piece is not None]
-        if first is not target:
-            target.copy_(first)
-        _fold(target, others, spec.dtype)
+        pieces = [self._piece(layout, key) if layout in given else None for layout in self._layouts]
+        target.copy_(compressor.merge(self.plan.specs[key].key, pieces))
 
     def _piece(self, layout: Layout, key: int) -> Tensor:
         spec, at = self.plan.specs[key], self.plan.key_offsets[key]
@@ -167,11 +183,15 @@ class ReplicaTracker:
     Args:
         trackers: of each device.
         names: of its replicas, for messages.
+        may_lack: whether a gradient on one device is enough.
     """
 
-    def __init__(self, trackers: Sequence[GradientTracker], names: Sequence[Sequence[str]]) -> None:
+    def __init__(
+        self, trackers: Sequence[GradientTracker], names: Sequence[Sequence[str]], may_lack: bool = False
+    ) -> None:
         self._trackers = list(trackers)
         self._names = names
+        self._may_lack = may_lack
 
     def attach(self) -> None:
         """As GradientTracker.attach."""
@@ -196,7 +216,10 @@ class ReplicaTracker:
         return any(tracker.is_fresh(i) for tracker in self._trackers)
 
     def fresh_or_raise(self, summed: Sequence[bool] | None = None) -> list[bool]:
-        """As GradientTracker.fresh_or_raise; without sums every replica that takes part must have a gradient."""
+        """As GradientTracker.fresh_or_raise; without sums every replica that takes part must have a gradient.
+
+        Where they `may_lack`, one of them must.
+        """
         if summed is not None:
             return self._trackers[0].fresh_or_raise(summed)
         by_device = self.fresh_by_device()
@@ -204,8 +227,10 @@ class ReplicaTracker:
         stale = [
             name
             for tracker, own, names in zip(self._trackers, by_device, self._names, strict=True)
-            for name, takes, is_fresh in zip(names, tracker.participating(), own, strict=True)
-            if takes and not is_fresh
+            for name, takes, is_fresh, anywhere in zip(
+                names, tracker.participating(), own, fresh, strict=True
+            )
+            if takes and not (anywhere if self._may_lack else is_fresh)
         ]
         if stale:
             raise stale_error(stale, sum(map(len, self._names)), any(fresh))
@@ -221,16 +246,6 @@ class ReplicaTracker:
         """As GradientTracker.close."""
         for tracker in self._trackers:
             tracker.close()
-
-
-def _fold(total: Tensor, others: Sequence[Tensor], dtype: str) -> None:
-    """Add others to `total` from left to right, in the dtype to sum `dtype` in."""
-    compute = compute_dtype(dtype)
-    wide = total.to(compute)
-    for other in others:
-        wide.add_(other.to(total.device, compute))
-    if wide is not total:
-        total.copy_(wide)
 
 
 def _any_of(rows: Sequence[Sequence[bool]]) -> list[bool]:

@@ -12,17 +12,21 @@ import torch
 import torch.optim
 
 from kvstore_server.hyper import effective_hypers
+from kvstore_server.norms import Decision, measure
 from kvstore_server.optimizer import Optimizer
+from kvtrainer.accumulation import Accumulation
+from kvtrainer.chosen_store import StoreChoice
+from kvtrainer.clipping import Limits, Verdict
 from kvtrainer.errors import ConfigurationError, NoGradientWarning, StaleGradientError
 from kvtrainer.flat_optimizer import FlatOptimizer
+from kvtrainer.grad_scaler import plain_scaling
 from kvtrainer.gradients import REPLACED
 from kvtrainer.layout import Layout
 from kvtrainer.local_update import LocalUpdate
-from kvtrainer.loss_scaler import LossScaler
+from kvtrainer.loss_scaler import Scaler
 from kvtrainer.parameters import Group
 from kvtrainer.replicated_layout import ReplicatedLayout
 from kvtrainer.states import StateHolder
-from kvtrainer.store_choice import StoreChoice
 from kvtrainer.store_link import StoreLink
 
 
@@ -34,9 +38,17 @@ class Stages(FlatOptimizer):
         choice: the store, and whether the optimizer runs in it.
     """
 
-    loss_scaler: LossScaler | None = None
-    """What `kvtrainer.amp.init_trainer` sets. With one, a step in which a gradient overflows on any worker changes
-    nothing on any of them."""
+    loss_scaler: Scaler | None = None
+    """What the option `amp` or `kvtrainer.amp.init_trainer` sets. With one, a step in which a gradient overflows on any
+    worker changes nothing on any of them."""
+    _limits = Limits()
+    _accumulation: Accumulation
+    _needs_backward = ""
+    """An option that only `backward` of the Trainer follows; empty if there is none."""
+    _is_voting = False
+    """Whether the script drives a scaler of its own, which needs to know if a gradient overflows on any worker."""
+    _is_bad = False
+    """Whether this worker knows already that the present gradients must not be used."""
 
     def __init__(
         self,
@@ -51,7 +63,8 @@ class Stages(FlatOptimizer):
         self._has_warned = False
         super().__init__(groups, optimizer, instance)
 
-    def _update_here(self, present: Sequence[bool], scale: float) -> None:
+    def _update_here(self, present: Sequence[bool], scale: float) -> Verdict:
+        """Update these keys with their gradients in the arena, limited; nothing happens if they are to be skipped."""
         options = self._options(present)
         if options != self._effective[0]:
             self._effective = (options, effective_hypers(self._layout.plan, self._optimizer, options))
@@ -61,11 +74,27 @@ class Stages(FlatOptimizer):
             # Without a store each replica goes its own way.
             updates = [self._local, *self._local_copies]
             places = list(zip([layout, *layout.copies], updates, layout.own_present, strict=True))
-        for one, local, own in places:
-            local.apply(one.arena.weights, one.arena.grads, scale, own, numbers, one.rows)
+        verdicts = [self._judge(one, own, scale) for one, _, own in places]
+        skipped = next((verdict for verdict in verdicts if verdict.decision.skip), None)
+        if skipped is not None:
+            return skipped
+        for (one, local, own), verdict in zip(places, verdicts, strict=True):
+            decision = verdict.decision
+            local.apply(one.arena.weights, one.arena.grads, scale, own, numbers, one.rows, decision)
             one.arena.mark_updated(own)
         if self._link.exchange is not None:
             self._share_weights(present)
+        return verdicts[0]
+
+    def _judge(self, layout: Layout, present: Sequence[bool], scale: float) -> Verdict:
+        """What becomes of the gradients in an arena, once they are multiplied by `scale`."""
+        limits = self._active_limits
+        if self._is_bad:
+            return Verdict(None, Decision(skip=True))
+        if not limits.is_needed:
+            return Verdict()
+        measured = measure(layout.plan, layout.arena.grads, layout.rows, present, limits.norm_type, scale)
+        return Verdict(measured, limits.decide(measured))
 
     def _gather(self, fresh: Sequence[bool]) -> None:
         """Copy new gradients into the arena; where there is a store, those of replicas are summed at once."""
@@ -74,16 +103,64 @@ class Stages(FlatOptimizer):
         if isinstance(layout, ReplicatedLayout) and self._link.exchange is not None:
             # What overflows cannot be compressed; its sum overflows as well, which is a veto.
             is_plain = self._link.replicas is None or self._overflows()
-            layout.sum_replicas(None if is_plain else self._link.replicas)
+            layout.sum_replicas(None if is_plain else self._link.replicas, self._link.choice.reducer)
+
+    def _limit_own(self, decision: Decision, scale: float) -> float:
+        """Limit the elements in the arena; return the scale that limits the norm."""
+        if decision.clip_value is not None:
+            limit = decision.clip_value / abs(scale)
+            grads = [
+                *self._layout.arena.grads.values(),
+                *(rows.values for rows in self._layout.rows.values()),
+            ]
+            for grad in grads:
+                grad.clamp_(-limit, limit)
+        return scale * decision.coef
+
+    def _factor_of_plain_scaler(self) -> float:
+        """What a torch.amp.GradScaler that calls `step` wants the gradients to be multiplied by.
+
+        Raises:
+            ConfigurationError: there are several workers, whom it does not ask.
+        """
+        plain = plain_scaling(self, self._link.num_workers)
+        if plain is None:
+            return 1.0
+        self._is_bad = self._is_bad or plain.overflows
+        return plain.factor
+
+    def _check_backward(self, fresh: Sequence[bool]) -> None:
+        """Raise ConfigurationError if the gradients came without what an option asks for."""
+        needs = self._needs_backward
+        is_scaled = needs == "amp" and self.loss_scaler is not None and self.loss_scaler.is_scaled
+        if needs and any(fresh) and not self._accumulation.has_begun and not is_scaled:
+            raise ConfigurationError(
+                f"the option {needs} works in trainer.backward(loss) and trainer.update_params(loss), but "
+                "the gradients came from loss.backward(); call one of those, or leave the option out"
+            )
+
+    def _is_accumulating(self) -> bool:
+        """Whether more backward passes have to come before an update.
+
+        Raises:
+            ConfigurationError: nobody has counted them.
+        """
+        if self._accumulation.counts > 1 and not self._accumulation.has_begun:
+            raise ConfigurationError(
+                f"accumulate={self._accumulation.counts} counts the backward passes that trainer.backward(loss) or "
+                "trainer.update_params(loss) make, and there was none since the last step; call that instead of "
+                "loss.backward()"
+            )
+        return not self._accumulation.is_boundary
 
     def _share_weights(self, present: Sequence[bool] | None = None) -> None:
         if isinstance(self._layout, ReplicatedLayout):
             self._layout.share_weights(present)
 
-    def _num_addends(self) -> int:
-        """How many gradients of a parameter meet in a round: of all replicas of all workers."""
+    def _num_averaged(self) -> int:
+        """What the sum of a round is divided by for a mean: the gradients that meet, unless they carry shares."""
         is_alone = self._link.exchange is None
-        return 1 if is_alone else self._link.num_workers * (1 + len(self._layout.copies))
+        return 1 if is_alone else self._link.num_workers * self._layout.num_averaged
 
     def _refuse_unsummed(self) -> None:
         if self._layout.copies and self._link.exchange is not None:
@@ -131,8 +208,13 @@ class Stages(FlatOptimizer):
         return self._checked_options()
 
     def _overflows(self) -> bool:
-        """Whether there is a loss scaler and a gradient in the arena is infinite or not a number."""
-        return self.loss_scaler is not None and not self._layout.grads_are_finite()
+        """Whether a gradient in the arena is infinite or not a number, where that matters."""
+        return self._is_bad or (self._active_limits.checks_finite and not self._layout.grads_are_finite())
+
+    @property
+    def _active_limits(self) -> Limits:
+        """What is checked in the step that comes."""
+        return self._limits.with_scaler(self.loss_scaler is not None or self._is_voting)
 
     def _scale(self, batch_size: float | None) -> float:
         """What gradients are multiplied by, before the mean over workers and without the loss scale."""

@@ -14,8 +14,8 @@ from kvstore_server.plan import Plan, TensorSpec
 State = dict[str, Any]
 """Name → tensor of the parameter's shape (for an optimizer of whole keys: of any shape), 0-d tensor or number."""
 
-_OPTIONAL = frozenset({"step", "master", "momentum_buffer"})
-"""Entries that may be there or not: whether momentum is used may change while training."""
+_OPTIONAL = frozenset({"step", "master", "momentum_buffer", "last_lr"})
+"""Entries that may be there or not: whether momentum is used, and corrected, may change while training."""
 
 
 def trial_state(optimizer: Optimizer, options: Mapping[str, Any], spec: TensorSpec) -> State | None:

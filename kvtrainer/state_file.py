@@ -43,7 +43,7 @@ def write_state_file(fname: Path, saved: SavedStates) -> None:
     if os.path.exists(path) and not os.path.isfile(path):
         raise StateFileError(f"{what}: that is a device, a pipe or a socket; give the name of a file")
     try:
-        with _replacing(path) as temporary:
+        with replacing(path) as temporary:
             mode = os.stat(temporary).st_mode
             save_file(tensors, temporary, metadata)
             os.chmod(temporary, mode)  # some releases of safetensors make a new, private file
@@ -79,7 +79,7 @@ def read_state_file(fname: Path) -> SavedStates:
 
 
 @contextmanager
-def _replacing(path: str) -> Iterator[str]:
+def replacing(path: str) -> Iterator[str]:
     """Lend the name of an empty file in the directory of `path`, and put it in the place of `path` in the end."""
     folder = os.path.dirname(path)
     temporary = os.path.join(folder, f".states-{os.getpid()}-{secrets.token_hex(4)}.tmp")

@@ -10,16 +10,17 @@ from typing import Any
 import torch
 
 from kvstore_server.codec import Codec, make_codec
-from kvtrainer.comm.client import Client
-from kvtrainer.comm.rank_group import RankGroup, current_group
+from kvtrainer.chosen_store import StoreChoice
 from kvtrainer.env import workers_of_job
 from kvtrainer.errors import ArgumentTypeError, ConfigurationError
-from kvtrainer.kvstore.base import KVStoreBase, create
+from kvtrainer.kvstore.base import KVStoreBase
 from kvtrainer.kvstore.device import DeviceKVStore, check_on_cuda, is_nccl
 from kvtrainer.kvstore.dist import DistKVStore
 from kvtrainer.kvstore.local import LocalKVStore
+from kvtrainer.replica_choice import check_order, choose_reducer
+from kvtrainer.replicas import LISTS, ReplicaPolicy
 from kvtrainer.roles import serve_role
-from kvtrainer.store_kinds import is_asynchronous, is_in_process, is_over_ranks, kind_of, too_late, type_of
+from kvtrainer.store_kinds import is_asynchronous, is_in_process, is_over_ranks, kind_of, type_of
 
 _log = logging.getLogger(__name__)
 
@@ -27,70 +28,6 @@ UPDATE_ON_KVSTORE = "MXNET_UPDATE_ON_KVSTORE"
 """The environment variable with the default of `update_on_kvstore`: 0 or 1."""
 LARGE = 16 * 1024 * 1024
 """Elements. With a parameter that has more, 'local' leaves the update to the Trainer, as in MXNet."""
-
-
-class StoreChoice:
-    """A Trainer's store.
-
-    Args:
-        kvstore: A name or a store; None means that none is needed.
-        updates_weights: Whether the optimizer runs in the store.
-        codec: How gradients are compressed on their way there; None means not at all.
-        allows_halves: Whether `allreduce_grads` and `update` may be called; by default where the Trainer updates.
-        is_open: Whether `decide` has to be called before the store is opened.
-    """
-
-    def __init__(
-        self,
-        kvstore: str | KVStoreBase | None,
-        updates_weights: bool,
-        codec: Codec | None = None,
-        *,
-        allows_halves: bool | None = None,
-        is_open: bool = False,
-    ) -> None:
-        self.updates_weights = updates_weights
-        self.allows_halves = not updates_weights if allows_halves is None else allows_halves
-        self.is_open = is_open
-        self.codec = codec
-        self.replica_codec: Codec | None = None
-        """How replicas are compressed one by one before they are summed here; None means not at all."""
-        self.group: RankGroup | None = None
-        """The ranks of torch.distributed over which gradients are summed; None where that is not so."""
-        self.is_alone_by_name = False
-        """Whether there is no store only because the one that was named serves a single process."""
-        self.store: KVStoreBase | None = kvstore if isinstance(kvstore, KVStoreBase) else None
-        self.client: Client | None = None
-        """The Trainer's own connection; None for a third-party store, which is used through its methods."""
-        self._name = kvstore if isinstance(kvstore, str) else None
-
-    def decide(self, is_sparse: bool) -> None:
-        """The first gradients are there: with row-sparse ones the Trainer updates, as in MXNet."""
-        if self.is_open and is_sparse:
-            self.updates_weights, self.allows_halves = False, True
-        self.is_open = False
-
-    def open(self) -> None:
-        """Make the store and the connection if there are to be any; blocks until the servers answer. Idempotent.
-
-        Raises:
-            ConfigurationError: a torch.distributed group was initialised too late to be used.
-        """
-        if self.is_alone_by_name and current_group() is not None:
-            raise too_late("the Trainer was built")
-        if self.store is None and self._name is not None:
-            self.store = create(self._name)
-        if isinstance(self.store, DeviceKVStore):
-            self.group = self.store.group
-        if self.group is None and self.client is None and isinstance(self.store, LocalKVStore | DistKVStore):
-            self.client = self.store.open_client()
-
-    def close(self, error: BaseException | None) -> None:
-        """Close the connection, and the store if this Trainer made it; other workers are told of the error."""
-        if self.client is not None:
-            self.client.close(error)
-        if self.store is not None and self._name is not None:
-            self.store.close()
 
 
 def choose_store(
@@ -101,6 +38,7 @@ def choose_store(
     largest: int = 0,
     has_row_sparse: bool = False,
     devices: Sequence[torch.device] = (torch.device("cpu"),),
+    replicas: ReplicaPolicy = LISTS,
 ) -> StoreChoice:
     """Check the Trainer's arguments about its store and decide whether one is needed; opens nothing.
 
@@ -113,6 +51,7 @@ def choose_store(
         largest: elements of the largest parameter.
         has_row_sparse: whether there are row-sparse parameters, which live in a store that updates them.
         devices: of the replicas of every parameter; on more than one there is always a store, unless it is None.
+        replicas: how they are to be treated.
 
     Raises:
         ArgumentTypeError: `kvstore` or `update_on_kvstore` has the wrong type.
@@ -124,6 +63,23 @@ def choose_store(
         _check_for_rows(kvstore, update_on_kvstore)
         update_on_kvstore = True
     codec = _checked_codec(kvstore, compression_params)
+    reducer = choose_reducer(kvstore, replicas, devices)
+    choice = _choose(kvstore, update_on_kvstore, compression_params, aggregate_num, largest, devices, codec)
+    choice.reducer = reducer
+    check_order(reducer, is_compressing=choice.replica_codec is not None)
+    return choice
+
+
+def _choose(
+    kvstore: Any,
+    update_on_kvstore: bool | None,
+    compression_params: dict[str, Any] | None,
+    aggregate_num: float,
+    largest: int,
+    devices: Sequence[torch.device],
+    codec: Codec | None,
+) -> StoreChoice:
+    """As `choose_store`, of arguments that were checked one by one."""
     if kvstore is None and update_on_kvstore:
         raise ConfigurationError("update_on_kvstore=True needs a kvstore, but kvstore=None")
     if kvstore is not None and is_nccl(type_of(kvstore)):

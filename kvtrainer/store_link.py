@@ -15,6 +15,8 @@ from kvstore_server.hyper import pack_hypers
 from kvstore_server.optimizer import Optimizer
 from kvstore_server.plan import Plan
 from kvtrainer.arena import Arena
+from kvtrainer.chosen_store import StoreChoice
+from kvtrainer.clipping import Limits
 from kvtrainer.errors import ConfigurationError, KVStoreError, WeightsWrittenError
 from kvtrainer.exchange import Exchange, Gradients, Outcome, Shadowed, StoreExchange
 from kvtrainer.group_exchange import GroupExchange
@@ -24,7 +26,6 @@ from kvtrainer.layout import Layout
 from kvtrainer.plugin_exchange import PluginExchange
 from kvtrainer.profiler import Profiler
 from kvtrainer.replica_residuals import put_residuals, residuals_by_device
-from kvtrainer.store_choice import StoreChoice
 
 _log = logging.getLogger(__name__)
 
@@ -93,7 +94,13 @@ class StoreLink:
         return True
 
     def round(
-        self, layout: Layout, options: dict[str, Any], scale: float, absent: frozenset[int], veto: bool
+        self,
+        layout: Layout,
+        options: dict[str, Any],
+        scale: float,
+        absent: frozenset[int],
+        veto: bool,
+        limits: Limits,
     ) -> Outcome:
         """One round of the gradients that were gathered, scaled; raises before or after it, never in the middle.
 
@@ -101,6 +108,7 @@ class StoreLink:
             options: the numbers that hold now, as `read_options` returns them.
             absent: the keys without a gradient here.
             veto: whether a gradient here forbids the update, on all workers.
+            limits: what is checked of the sum; by the store where that updates and rounds are synchronous.
 
         Raises:
             WeightsWrittenError: the loop has written weights that the store would replace; nothing has been sent.
@@ -110,13 +118,15 @@ class StoreLink:
         arena, rows = layout.arena, layout.rows
         if rows:
             self.exchange.check_sparse([layout.names[key] for key in rows])
-        hyper = pack_hypers(**options, update_on_kvstore=self.exchange.updates_weights)
+        in_store = self.exchange.updates_weights
+        hyper = pack_hypers(**options, update_on_kvstore=in_store, limits=limits.summary())
+        guard = limits.guard() if in_store and self.exchange.is_sync else None
         changed = hyper if hyper != self._sent_hyper else b""
         # After a failed round nobody knows which servers took the change: it is sent again.
         self._sent_hyper = b""
         gradients = Gradients(arena.grads, rows, scale, absent)
         try:
-            outcome = self.exchange.run(gradients, arena.weights, changed, veto)
+            outcome = self.exchange.run(gradients, arena.weights, changed, veto, guard)
             if self.replicas is not None and not outcome.skipped:
                 self.replicas.accept_all()
         finally:

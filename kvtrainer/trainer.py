@@ -11,25 +11,39 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from kvstore_server.optimizer import Optimizer
+from kvstore_server.optimizer.base import canonical_options
+from kvtrainer.chosen_store import BUCKETS
+from kvtrainer.config import trainer_arguments
 from kvtrainer.ddp import refuse_ddp, refuse_parameters_of_ddp
 from kvtrainer.errors import ArgumentTypeError
-from kvtrainer.extra_states import extra_problems, extra_states, saved_residuals, saved_scaler
+from kvtrainer.extra_states import (
+    extra_problems,
+    extra_states,
+    saved_passes,
+    saved_residuals,
+    saved_scaler,
+    saved_scaler_state,
+    saved_schedules,
+)
 from kvtrainer.groups import make_groups
-from kvtrainer.joining import JoiningPipeline
 from kvtrainer.kvstore.base import KVStoreBase
+from kvtrainer.loss_pipeline import LossPipeline
 from kvtrainer.loss_scaler import scaler_of
 from kvtrainer.optimizer import create as create_optimizer
+from kvtrainer.param_report import ParamReport, rows_of
+from kvtrainer.paramwise import apply_paramwise
 from kvtrainer.profiler import Profiler
-from kvtrainer.replicas import devices_of
+from kvtrainer.replicas import devices_of, policy_of
 from kvtrainer.row_sparse import RowSparseParameter
 from kvtrainer.row_tables import check_claimable, claim, refuse_to_add
 from kvtrainer.saved_states import SavedStates
+from kvtrainer.stage_options import StageOptions
 from kvtrainer.store_choice import choose_store
 
 __all__ = ["Trainer"]
 
 
-class Trainer(JoiningPipeline):
+class Trainer(LossPipeline):
     """Trains parameters with an optimizer over a kvstore; Gluon's Trainer and a torch.optim.Optimizer in one.
 
     Args:
@@ -50,6 +64,20 @@ class Trainer(JoiningPipeline):
         update_on_kvstore: Whether the optimizer runs in the store: on the servers of "dist_sync", each holding a
             part of the weights and of the optimizer's state. The store's weights then count; see `set_data`. None
             means: where the store can, unless the environment's MXNET_UPDATE_ON_KVSTORE is 0.
+        paramwise: Options that depend on the parameter: a dict as MMCV's paramwise_cfg, a list of
+            `kvtrainer.param_rules.Rule`, or a function of the model that returns parameter groups.
+        clip_grad: Limits the norm of the reduced gradient, dict(max_norm=35, norm_type=2), or every element of it,
+            dict(type="value", clip_value=0.1). It is the gradient of the step: unscaled, divided by the batch size,
+            summed over workers and replicas; without synchronous rounds that of every single contribution.
+        amp: Mixed precision for `context` and `backward`: "dynamic", a loss scale, or a dict of `dtype`, `loss_scale`
+            and the arguments of torch.amp.GradScaler.
+        accumulate: How many calls of `backward` make one update; their losses are averaged.
+        schedules: What advances with the updates, or with `end_epoch`: ParamSchedules, dicts that describe some,
+            torch's learning rate schedulers, or functions that make one for an optimizer.
+        detect_anomalous_params: Whether `backward` reports parameters that do not contribute to the loss: True or
+            "log" logs them as errors, "raise" raises.
+        on_nonfinite: What happens when the loss or the reduced gradient is infinite or not a number: "raise", "skip"
+            the step on every worker, or "ignore". None: "skip" where clip_grad or amp look at the gradient anyway.
 
     The data of the parameters move into flat buffers; move the model to its device and dtype before. While the
     optimizer runs in the store, the weights live there: what the loop writes into a parameter after the first step
@@ -73,7 +101,16 @@ class Trainer(JoiningPipeline):
         kvstore: str | KVStoreBase | None = "device",
         compression_params: dict[str, Any] | None = None,
         update_on_kvstore: bool | None = None,
+        *,
+        paramwise: Any = None,
+        clip_grad: Mapping[str, Any] | None = None,
+        amp: Any = None,
+        accumulate: int = 1,
+        schedules: Sequence[Any] = (),
+        detect_anomalous_params: bool | str = False,
+        on_nonfinite: str | None = None,
     ) -> None:
+        stages = StageOptions(clip_grad, amp, accumulate, schedules, detect_anomalous_params, on_nonfinite)
         options = {} if optimizer_params is None else optimizer_params
         if not isinstance(options, dict) or not all(isinstance(name, str) for name in options):
             raise ArgumentTypeError(
@@ -82,6 +119,10 @@ class Trainer(JoiningPipeline):
         built = create_optimizer(optimizer, **options)
         if kvstore is not None:
             refuse_ddp(params)
+        self._param_report: ParamReport | None = None
+        if paramwise is not None:
+            own = canonical_options(options, built.hyper, built.registered_name)
+            params, self._param_report = apply_paramwise(params, paramwise, own, built.hyper)
         groups = make_groups(params, built, optimizer)
         parameters = [p for group in groups for p in group["params"]]
         if kvstore is not None:
@@ -95,9 +136,10 @@ class Trainer(JoiningPipeline):
             largest,
             has_row_sparse=check_claimable(groups),
             devices=devices_of(groups),
+            replicas=policy_of(groups),
         )
         instance = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
-        super().__init__(groups, built, instance, choice)
+        super().__init__(groups, built, instance, choice, stages=stages)
         claim(self, groups)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -105,7 +147,34 @@ class Trainer(JoiningPipeline):
             refuse_to_add(param_group)
         super().add_param_group(param_group)
 
-    add_param_group.__doc__ = JoiningPipeline.add_param_group.__doc__
+    add_param_group.__doc__ = LossPipeline.add_param_group.__doc__
+
+    @classmethod
+    def from_config(cls, model: Any, cfg: Mapping[str, Any], **overrides: Any) -> Trainer:
+        """Build a Trainer from a configuration in the form of MMCV or mmengine.
+
+        Args:
+            model: What is trained; a Module, where the configuration has rules for parameters.
+            cfg: Sections `optimizer` (with `paramwise_cfg` and `constructor`), `optimizer_config`, `fp16`, `lr_config`,
+                `momentum_config`, `custom_imports`; or `optim_wrapper`; and arguments of the constructor by their
+                names. An optimizer's type is torch's; "gluon:sgd" is Gluon's.
+            overrides: arguments of the constructor, which win.
+
+        Raises:
+            ConfigurationError: something in it is unknown, wrong or said twice; nothing has been changed then.
+        """
+        arguments = {**trainer_arguments(model, cfg), **overrides}
+        buckets = {name: arguments.pop(name) for name in BUCKETS if name in arguments}
+        trainer = cls(**arguments)
+        if buckets:
+            trainer.configure(**buckets)
+        return trainer
+
+    def describe_params(self) -> ParamReport:
+        """Every parameter with its present options and the rules that decided them; as a str it is a table."""
+        if self._param_report is None:
+            return ParamReport(tuple(rows_of(self.param_groups)))
+        return self._param_report.with_groups(self.param_groups)
 
     @property
     def kvstore(self) -> KVStoreBase | None:
@@ -199,16 +268,22 @@ class Trainer(JoiningPipeline):
         self._leave(error)
 
     def _extra_states(self) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
-        return extra_states(self.loss_scaler, self._link.residuals(), self._layout.names)
+        passes = self._accumulation.done if self._accumulation.counts > 1 else 0
+        residuals = self._link.residuals()
+        return extra_states(self.loss_scaler, residuals, self._layout.names, self._schedules, passes)
 
     def _extra_problems(self, saved: SavedStates) -> Sequence[str]:
-        return extra_problems(saved, self._layout)
+        return extra_problems(saved, self._layout, self._schedules)
 
     def _adopt_extra_states(self, saved: SavedStates) -> None:
         scaler = saved_scaler(saved)
         if scaler is not None and self.loss_scaler is not None:
             # It knows which scale the present gradients carry, and the script may hold on to it.
-            self.loss_scaler.load_state_dict(scaler.state_dict())
+            self.loss_scaler.load_state_dict(saved_scaler_state(saved))
         elif scaler is not None:
             self.loss_scaler = scaler
+        for schedule, state in zip(self._schedules, saved_schedules(saved), strict=False):
+            schedule.load_state_dict(state)
+        if passes := saved_passes(saved):
+            self._accumulation.set_progress(passes, self._accumulation.total)
         self._link.take_residuals(saved_residuals(saved, self._layout.names))

@@ -12,7 +12,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from kvstore_server.errors import ConfigurationError
 from kvstore_server.optimizer.base import Optimizer, StateValue
+from kvstore_server.optimizer.correction import Correction, correct_momentum, read_correction
 from kvstore_server.optimizer.kernels import fused_momentum, fused_sgd, state_tensor
 from kvstore_server.optimizer.noise import normal
 from kvstore_server.optimizer.options import checked_count
@@ -37,17 +39,54 @@ class _Momentum(Optimizer):
             fused_sgd(weight, grad, lr=lr, wd=wd)
             return
         buffer = state_tensor(state, "momentum_buffer", weight)
+        self._before_momentum(buffer, state, hyper)
         fused_momentum(weight, grad, buffer, lr=lr, wd=wd, momentum=momentum, nesterov=self.nesterov)
+
+    def _before_momentum(
+        self, buffer: Tensor, state: dict[str, StateValue], hyper: Mapping[str, Any]
+    ) -> None:
+        """What is to be done to the momentum before it is used."""
 
 
 class SGD(_Momentum):
     """`m = momentum * m - lr * g; w += m`; unlike torch's, lr is inside m.
 
-    Options: learning_rate 0.1, momentum 0.0, lazy_update False (True: of a row-sparse gradient only the rows).
+    Options: learning_rate 0.1, momentum 0.0, lazy_update False (True: of a row-sparse gradient only the rows),
+    momentum_correction None (True, or {"threshold": 1.1, "min_lr": 1e-7}: when the learning rate of a key changes by
+    more than that factor, m is multiplied by new / old, as in Detectron, so that m has the new rate inside; not if the
+    old one was min_lr or less). With it the state also has 'last_lr', the learning rate of the last update.
     """
 
     name = "sgd"
-    defaults: ClassVar[Mapping[str, Any]] = {"lr": 0.1, "momentum": 0.0, "lazy_update": False}
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "lr": 0.1,
+        "momentum": 0.0,
+        "lazy_update": False,
+        "momentum_correction": None,
+    }
+
+    def __init__(self, learning_rate: float | None = None, **options: Any) -> None:
+        super().__init__(learning_rate, **options)
+        if self.hyper["lazy_update"] and self.hyper["momentum_correction"] is not None:
+            raise ConfigurationError(
+                "sgd cannot correct the momentum of lazy updates, because rows that an update leaves out keep the "
+                "momentum of an older learning rate; leave out momentum_correction or lazy_update"
+            )
+
+    def _checked(self, name: str, value: Any, default: Any) -> Any:
+        if name == "momentum_correction":
+            return read_correction(value)
+        return super()._checked(name, value, default)
+
+    def _before_momentum(
+        self, buffer: Tensor, state: dict[str, StateValue], hyper: Mapping[str, Any]
+    ) -> None:
+        given: Correction | Any = hyper.get("momentum_correction")
+        if given is None or given is False:
+            # Were it turned on again, a rate that m has left behind would be corrected for.
+            state.pop("last_lr", None)
+            return
+        correct_momentum(buffer, state, hyper["lr"], read_correction(given))
 
     def updates_rows(self, hyper: Mapping[str, Any]) -> bool:
         """Whether `lazy_update` is on; see `Optimizer.updates_rows`."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -69,6 +70,11 @@ def register(cls: _Registered, *, elementwise: bool | None = None) -> _Registere
         _log.warning("optimizer %r is now %s; it was %s", name.lower(), _where(cls), _where(known))
     _registry[name.lower()] = cls
     return cls
+
+
+def known() -> Mapping[str, AnyClass]:
+    """The classes that `create` finds by name, under their names in lower case."""
+    return MappingProxyType(_registry)
 
 
 def create(optimizer: str | AnyClass | Optimizer | torch.optim.Optimizer, /, **options: Any) -> Optimizer:

@@ -61,6 +61,21 @@ class Done:
 
 
 @dataclass(frozen=True, slots=True)
+class Held:
+    """Answers the commits of a round that is held: the sum is here, and is not applied before a Resolve comes.
+
+    It is said again when a commit is repeated, also after the round was applied.
+    """
+
+    table: int
+    round: int
+    partials: tuple[tuple[int, float], ...]
+    """(slice, partial norm) of every slice here that any rank contributed to; see `norms`."""
+    is_finite: bool
+    """Whether all elements of them are."""
+
+
+@dataclass(frozen=True, slots=True)
 class Absent:
     """Comes before the Weights or Done of a round that left out keys (by index) because no rank gave any."""
 
@@ -71,7 +86,10 @@ class Absent:
 
 @dataclass(frozen=True, slots=True)
 class Vetoed:
-    """Comes before the Done of a round that was not applied because some ranks had gradients that are not finite."""
+    """Comes before the Done of a round that was not applied because some ranks had gradients that are not finite.
+
+    Without ranks it was held, and a Resolve said so.
+    """
 
     table: int
     round: int
@@ -129,6 +147,7 @@ ReplyBody: TypeAlias = (
     | Registered
     | Weights
     | Done
+    | Held
     | Absent
     | Vetoed
     | InForce

@@ -1,7 +1,9 @@
 """Data messages as bytes: arrays of fixed 64-bit records, then a payload frame.
 
 push      table, slice, round, generation, size; then, where the payloads are compressed, how; then the payloads
-commit    table, round, flags, number of slices, version, rescale, timeout; then (slice, generation) of each slice
+commit    table, round, flags, number of slices, version, rescale, timeout, hold; then (slice, generation) of each
+resolve   table, round, flags, coefficient, limit of each element
+held      table, round, is finite; then (slice, partial norm) of each slice
 weights   table, slice, version, kind, size; then the payloads
 done      table, round, version
 state     [table, slice or key, which of the two, summary, size]; then the bytes in pieces
@@ -28,10 +30,15 @@ from kvstore_server.protocol.buffers import (
 )
 from kvstore_server.protocol.control import pack_control, unpack_control
 
-_PUSH_WORDS, _WEIGHTS_WORDS, _DONE_WORDS, _COMMIT_WORDS = 5, 5, 3, 7
+_PUSH_WORDS, _WEIGHTS_WORDS, _DONE_WORDS, _COMMIT_WORDS = 5, 5, 3, 8
 _WANTS_WEIGHTS, _VETOES, _ASSIGNS, _HAS_JOINED, _WANTS_DELTA = 1, 2, 4, 8, 16
 _ALL_FLAGS = 31
 """Bits of a commit's flags."""
+_SKIPS, _CLIPS = 1, 2
+"""Bits of a resolve's flags."""
+_RESOLVE = struct.Struct("<qqqdd")
+_HELD = struct.Struct("<qqq")
+_PARTIAL = np.dtype([("slice", "<i8"), ("value", "<f8")])
 
 
 def encode_pushes(batch: m.PushBatch) -> list[Frame]:
@@ -65,6 +72,7 @@ def encode_commits(batch: m.CommitBatch) -> list[Frame]:
         head[row, 4] = commit.version
         floats[row, 5] = np.nan if commit.rescale is None else commit.rescale
         floats[row, 6] = commit.timeout
+        floats[row, 7] = commit.hold
         manifests.extend(commit.manifest)
     extra = pack_control([batch.hyper, list(batch.absent)])
     return [
@@ -85,7 +93,7 @@ def decode_commits(frames: Sequence[Frame]) -> m.CommitBatch:
     hyper, absent = _commit_extra(frames[1])
     commits = []
     at = 0
-    for (table, number, flags, entries, version, _, _), floats in zip(
+    for (table, number, flags, entries, version, *_), floats in zip(
         head.tolist(), head.view("<f8").tolist(), strict=True
     ):
         if entries < 0 or at + entries > len(manifest):
@@ -94,6 +102,40 @@ def decode_commits(frames: Sequence[Frame]) -> m.CommitBatch:
         commits.append(_commit(table, number, flags, version, named, *floats[5:]))
         at += entries
     return m.CommitBatch(tuple(commits), hyper, absent)
+
+
+def encode_resolve(resolve: m.Resolve) -> list[Frame]:
+    """One record."""
+    flags = _SKIPS * resolve.skip | _CLIPS * (resolve.clip_value is not None)
+    clip = resolve.clip_value if resolve.clip_value is not None else 0.0
+    return [_RESOLVE.pack(resolve.table, resolve.round, flags, resolve.coef, clip)]
+
+
+def decode_resolve(frames: Sequence[Frame]) -> m.Resolve:
+    """Inverse of `encode_resolve`. Raises ProtocolError on anything else."""
+    body = _body(frames, 1)
+    if len(body) != _RESOLVE.size:
+        raise ProtocolError(f"a resolve message has {len(body)} bytes, expected {_RESOLVE.size}")
+    table, number, flags, coef, clip = _RESOLVE.unpack(body)
+    if flags & ~(_SKIPS | _CLIPS) or not clip >= 0:
+        raise ProtocolError(f"a resolve message has flags {flags:#x} and a limit of {clip}")
+    return m.Resolve(table, number, coef, clip if flags & _CLIPS else None, bool(flags & _SKIPS))
+
+
+def encode_held(held: m.Held) -> list[Frame]:
+    """What holds for the round, then the partials."""
+    partials = np.array(list(held.partials), dtype=_PARTIAL)
+    return [_HELD.pack(held.table, held.round, held.is_finite) + partials.tobytes()]
+
+
+def decode_held(frames: Sequence[Frame]) -> m.Held:
+    """Inverse of `encode_held`. Raises ProtocolError on anything else."""
+    body = _body(frames, 1)
+    if len(body) < _HELD.size or (len(body) - _HELD.size) % _PARTIAL.itemsize:
+        raise ProtocolError(f"a held message of {len(body)} bytes holds no whole number of partial norms")
+    table, number, is_finite = _HELD.unpack_from(body)
+    partials = np.frombuffer(body, _PARTIAL, offset=_HELD.size).tolist()
+    return m.Held(table, number, tuple(partials), bool(is_finite))
 
 
 def encode_weights(weights: m.Weights) -> list[Frame]:
@@ -157,15 +199,18 @@ def _commit(
     manifest: tuple[tuple[int, int], ...],
     rescale: float,
     timeout: float,
+    hold: float,
 ) -> m.Commit:
     if not 0 <= timeout < math.inf or math.isinf(rescale):
         raise ProtocolError(f"a commit has timeout {timeout} and rescale {rescale}; both must be finite")
+    if not hold >= 0:
+        raise ProtocolError(f"a commit wants a norm of type {hold}, which there is not")
     if flags & ~_ALL_FLAGS:
         raise ProtocolError(f"a commit has unknown flags {flags:#x}")
     factor = None if math.isnan(rescale) else rescale
     return m.Commit(
         table, number, manifest, factor, bool(flags & _WANTS_WEIGHTS), timeout, bool(flags & _VETOES),
-        bool(flags & _ASSIGNS), bool(flags & _HAS_JOINED), bool(flags & _WANTS_DELTA), version,
+        bool(flags & _ASSIGNS), bool(flags & _HAS_JOINED), bool(flags & _WANTS_DELTA), version, hold,
     )  # fmt: skip
 
 

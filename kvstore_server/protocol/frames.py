@@ -28,6 +28,8 @@ _COMMIT = 0x81
 _WEIGHTS = 0x82
 _DONE = 0x83
 _STATE = 0x84
+_RESOLVE = 0x85
+_HELD = 0x86
 
 
 def encode_request(request: m.Request) -> list[Frame]:
@@ -41,6 +43,8 @@ def encode_request(request: m.Request) -> list[Frame]:
         kind, frames = _PUSH, data.encode_pushes(body)
     elif isinstance(body, m.CommitBatch):
         kind, frames = _COMMIT, data.encode_commits(body)
+    elif isinstance(body, m.Resolve):
+        kind, frames = _RESOLVE, data.encode_resolve(body)
     elif isinstance(body, m.State):
         kind, frames = _STATE, data.encode_state(body)
     else:
@@ -63,6 +67,8 @@ def decode_request(frames: Sequence[Frame]) -> m.Request:
         body = data.decode_pushes(rest)
     elif kind == _COMMIT:
         body = data.decode_commits(rest)
+    elif kind == _RESOLVE:
+        body = data.decode_resolve(rest)
     elif kind == _STATE:
         body = data.decode_state(rest)
     else:
@@ -77,6 +83,8 @@ def encode_reply(reply: m.Reply) -> list[Frame]:
         kind, frames = _WEIGHTS, data.encode_weights(body)
     elif isinstance(body, m.Done):
         kind, frames = _DONE, data.encode_done(body)
+    elif isinstance(body, m.Held):
+        kind, frames = _HELD, data.encode_held(body)
     elif isinstance(body, m.State):
         kind, frames = _STATE, data.encode_state(body)
     else:
@@ -94,6 +102,8 @@ def decode_reply(frames: Sequence[Frame]) -> m.Reply:
         body = data.decode_weights(rest)
     elif kind == _DONE:
         body = data.decode_done(rest)
+    elif kind == _HELD:
+        body = data.decode_held(rest)
     elif kind == _STATE:
         body = data.decode_state(rest)
     else:

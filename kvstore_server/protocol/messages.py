@@ -7,6 +7,11 @@ A round of one table, seen from a worker:
     Weights or Done      withheld until every member has committed and the round was applied
     Failed               or: the round failed for every member, with one and the same error
 
+If the commits say so, the round is held between the two: what is summed is measured, and applied when that is decided.
+
+    Held                 when every member has committed: partial norms of what lies on this server
+    Resolve              what every member makes of the partial norms of all servers; the first one counts
+
 A contribution is identified by (namespace, rank, round, slice): sending it twice has no further effect. The
 session only fences: a newer process of the same rank shuts an older one out. Round 0 is the initialisation,
 in which only rank 0's values count.
@@ -29,6 +34,7 @@ from kvstore_server.protocol.answers import (
     Absent,
     Done,
     Failed,
+    Held,
     Info,
     InForce,
     Missing,
@@ -58,6 +64,7 @@ from kvstore_server.protocol.requests import (
     PushBatch,
     Register,
     RequestBody,
+    Resolve,
     SetOptimizer,
     State,
     Stats,
@@ -77,6 +84,7 @@ __all__ = [
     "Failed",
     "GetState",
     "Heartbeat",
+    "Held",
     "Hello",
     "InForce",
     "Info",
@@ -96,6 +104,7 @@ __all__ = [
     "ReplyBody",
     "Request",
     "RequestBody",
+    "Resolve",
     "SetOptimizer",
     "State",
     "Stats",

@@ -83,6 +83,8 @@ class Commit(NamedTuple):
     """Of slices that changed by rows alone since `version`, only those rows are wanted."""
     version: int = -1
     """The version of the weights that this rank computed with; -1 where it has none of this server."""
+    hold: float = 0.0
+    """Above 0: the sum is kept and its partial norms of this type are told, until a Resolve says what becomes of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +96,23 @@ class CommitBatch:
     """msgpack of the hyper-parameters from this round on; empty when nothing changed."""
     absent: tuple[int, ...] = ()
     """Keys (by index) that this rank leaves out of this round."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resolve:
+    """What becomes of the sum of a round that is held; the first one counts, for all ranks.
+
+    Never answered by itself: the commits are. One for a round that is over has no effect.
+    """
+
+    table: int
+    round: int
+    coef: float
+    """What the sum is multiplied by."""
+    clip_value: float | None
+    """The limit of the magnitude of each element, after that."""
+    skip: bool
+    """The round ends without an update."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,6 +231,7 @@ RequestBody: TypeAlias = (
     | Register
     | PushBatch
     | CommitBatch
+    | Resolve
     | Abort
     | Pull
     | PullRows

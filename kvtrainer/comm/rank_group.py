@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import torch
@@ -17,7 +19,8 @@ from torch import Tensor
 from kvstore_server.errors import ConfigurationError, DeadlineError, WorkerLostError
 
 BUCKET = 25 * 1024 * 1024
-"""Bytes that are summed in one collective."""
+"""Bytes that are summed in one collective where nothing else is asked for."""
+_MB = 1024 * 1024
 _UNDER_WAY = 4
 """Buckets that are under way at a time; those that need memory of their own are bounded by it."""
 
@@ -29,8 +32,50 @@ def current_group() -> RankGroup | None:
     return RankGroup()
 
 
+@dataclass(frozen=True)
+class Buckets:
+    """How much is summed in one collective.
+
+    Args:
+        size_mb: at most so many times 1024² bytes; -1 for all that lies beside each other; None for 25.
+        coalesce: whether parameters that lie beside each other share a collective. If not, each has its own.
+
+    Raises:
+        ConfigurationError: an argument is wrong, or would have no effect.
+    """
+
+    size_mb: float | None = None
+    coalesce: bool = True
+
+    def __post_init__(self) -> None:
+        size = self.size_mb
+        is_number = isinstance(size, Real) and not isinstance(size, bool)
+        if size is not None and not (is_number and (size == -1 or 0 < size < float("inf"))):
+            raise ConfigurationError(
+                f"bucket_size_mb must be a number above 0, or -1 for one bucket, got {size!r}"
+            )
+        if not isinstance(self.coalesce, bool):
+            raise ConfigurationError(f"coalesce must be True or False, got {self.coalesce!r}")
+        if not self.coalesce and size not in (None, -1):
+            raise ConfigurationError(
+                f"bucket_size_mb={size!r} would have no effect with coalesce=False, which sums each parameter by "
+                "itself; leave one of the two out"
+            )
+
+    def elements(self, itemsize: int) -> int | None:
+        """The most elements of that many bytes that are summed in one collective; None for any number."""
+        if self.size_mb == -1 or not self.coalesce:
+            return None
+        nbytes = BUCKET if self.size_mb is None else int(self.size_mb * _MB)
+        return max(1, nbytes // itemsize)
+
+
 class RankGroup:
     """The default process group. NCCL for CUDA tensors where it has that, gloo otherwise.
+
+    Attributes:
+        buckets: how much is summed in one collective; the same on every rank.
+        is_agreed: whether ranks have compared it, after which it stays.
 
     Raises:
         ConfigurationError: its backend is neither.
@@ -38,6 +83,8 @@ class RankGroup:
 
     def __init__(self) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.buckets = Buckets()
+        self.is_agreed = False
         pairs = [pair.partition(":")[::2] for pair in dist.get_backend_config().split(",")]
         self._backends = {device: name for device, name in pairs if name in ("gloo", "nccl")}
         if not self._backends:
@@ -89,7 +136,7 @@ class RankGroup:
         """
         compute = torch.float32 if flat.dtype.itemsize < 4 else flat.dtype
         place = self._place(flat.device)
-        step = BUCKET // compute.itemsize
+        most = self.buckets.elements(compute.itemsize)
         pending: deque[tuple[Tensor, Tensor, Any]] = deque()
 
         def finish() -> None:
@@ -102,6 +149,7 @@ class RankGroup:
                 target.copy_(part)
 
         for begin, end in runs:
+            step = max(1, end - begin) if most is None else most
             for start in range(begin, end, step):
                 target = flat[start : min(start + step, end)]
                 part = target.to(place, compute)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from kvstore_server.errors import KVStoreError, RoundAbortedError, describe, from_wire
 from kvstore_server.protocol import messages as m
+from kvtrainer.comm.deciding import Decisions
 from kvtrainer.comm.session import Session
 from kvtrainer.comm.tickets import RemoteTable, Ticket
 
@@ -21,6 +22,7 @@ class Replies:
     def __init__(self, session: Session, send_again: Callable[[Ticket, int, m.Missing], None]) -> None:
         self._session = session
         self._send_again = send_again
+        self._decisions = Decisions(session)
 
     def take(self, ticket: Ticket, server: int, reply: m.ReplyBody) -> None:
         """Note what a server says about an exchange in flight."""
@@ -31,12 +33,16 @@ class Replies:
             for table, _, version in reply.rounds:
                 ticket.applied[server, table] = version
                 if not ticket.outstanding.get((server, table)):
-                    ticket.outstanding.pop((server, table), None)
+                    _complete(ticket, (server, table))
+        elif isinstance(reply, m.Held):
+            self._decisions.take(ticket, server, reply)
         elif isinstance(reply, m.Absent):
             item = ticket.tables[server, reply.table]
             ticket.absent.setdefault(item.table.name, set()).update(reply.keys)
         elif isinstance(reply, m.Vetoed):
             ticket.vetoes[ticket.tables[server, reply.table].table.name] = reply.ranks
+            if not reply.ranks:
+                ticket.skipped.add((server, reply.table))
             if (server, reply.table) in ticket.outstanding:
                 ticket.outstanding[server, reply.table] = set()  # no weights will come
         elif isinstance(reply, m.InForce):
@@ -79,4 +85,13 @@ class Replies:
         ticket.staged.setdefault(ticket.tables[where].table.name, []).append(part)
         waiting.discard(part.slice)
         if not waiting:
-            del ticket.outstanding[where]
+            _complete(ticket, where)
+
+
+def _complete(ticket: Ticket, where: tuple[int, int]) -> None:
+    """All answers of a server to a commit are here; of one that was to be held, also what it measured, or will be."""
+    item = ticket.tables[where]
+    if item.guard is None or where in ticket.held or ticket.vetoes.get(item.table.name):
+        ticket.outstanding.pop(where, None)
+    elif where in ticket.outstanding:
+        ticket.complete.add(where)

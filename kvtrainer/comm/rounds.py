@@ -14,6 +14,7 @@ from torch import Tensor
 from kvstore_server.errors import DeadlineError, describe
 from kvstore_server.plan import Slice
 from kvstore_server.protocol import messages as m
+from kvtrainer.comm.deciding import disagreement
 from kvtrainer.comm.giving_up import give_up
 from kvtrainer.comm.pushes import encode, push_batches
 from kvtrainer.comm.replies import Replies
@@ -85,8 +86,9 @@ class Rounds:
             self._end(ticket, error)
             raise
         self._end(ticket, ticket.error)
-        if ticket.error is not None:
-            raise ticket.error
+        for failure in [ticket.error, *(item.table.broken for item in ticket.items)]:
+            if failure is not None:
+                raise failure
 
     def settle(self, table: RemoteTable) -> None:
         """Wait for the round in flight of a table, if there is one.
@@ -159,9 +161,11 @@ class Rounds:
         table, timeout = item.table, self._session.options.timeout
         manifest = tuple([(piece.index, 0) for piece in item.sent_slices(server)])
         wants_weights = item.out is not None and bool(table.plan.resident_slices_of(server))
+        hold = item.guard.norm_type if item.guard is not None else 0.0
         return m.Commit(
             table.numbers[server], table.round, manifest, item.rescale, wants_weights, timeout, item.veto,
             item.assign, item.joined, item.is_kept, (table.held if item.is_kept else table.versions).get(server, -1),
+            hold,
         )  # fmt: skip
 
     def _send_pushes(
@@ -240,6 +244,9 @@ class Rounds:
         for item in ticket.items:
             if ticket.is_lost(item.table):
                 lost.append(item.table)
+                continue
+            item.table.broken = disagreement(ticket, item.table)
+            if item.table.broken is not None:
                 continue
             write_parts(item, ticket.staged.pop(item.table.name, ()))
             was_encoded = item.table.name in ticket.encoded and item.table.name not in ticket.vetoes

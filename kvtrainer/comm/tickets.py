@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvstore_server.errors import KVStoreError, ProtocolError
+from kvstore_server.norms import Decision, Guard, Measured
 from kvstore_server.plan import Plan, Slice
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.buffers import payload_bytes, payload_size
@@ -75,6 +76,7 @@ class RoundItem(NamedTuple):
         tables: Row-sparse key (by index) → its values, in the first round or with `assign`.
         is_kept: `out` still holds what the table's last item with this mark left there: rows that have not changed
             since then need not come again.
+        guard: The sum is measured, and decided about, before it is used; every rank must want that.
     """
 
     table: RemoteTable
@@ -88,6 +90,7 @@ class RoundItem(NamedTuple):
     joined: bool = False
     tables: Mapping[int, Source] | None = None
     is_kept: bool = False
+    guard: Guard | None = None
 
     def sent_slices(self, server: int) -> Sequence[Slice]:
         """The slices that this rank gives to a server."""
@@ -129,7 +132,15 @@ class Ticket:
     applied: dict[tuple[int, int], int] = field(default_factory=dict)
     """(server, table number there) → the version right after this worker's contribution."""
     vetoes: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    """Table → ranks because of which its round was not applied."""
+    """Table → ranks because of which its round was not applied; none, where that was decided."""
+    skipped: set[tuple[int, int]] = field(default_factory=set)
+    """(server, table number there) of rounds that were not applied because that was decided."""
+    held: dict[tuple[int, int], m.Held] = field(default_factory=dict)
+    """(server, table number there) → what the server measured of a sum that it holds."""
+    decided: dict[str, tuple[Measured, Decision]] = field(default_factory=dict)
+    """Table → all that was measured, and what is made of it."""
+    complete: set[tuple[int, int]] = field(default_factory=set)
+    """(server, table number there) of which all has come, except for what was measured."""
     encoded: Mapping[str, Mapping[int, Encoded]] = field(default_factory=dict)
     """Table → its slices as they are sent, where that is not as plain numbers."""
     failed: dict[tuple[int, int], int] = field(default_factory=dict)

@@ -8,11 +8,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from kvstore_server.errors import ConfigurationError, PlanMismatchError, ProtocolError, RoundAbortedError
-from kvstore_server.plan import TensorSpec, check_same
+from kvstore_server.errors import ConfigurationError, RoundAbortedError
+from kvstore_server.plan import TensorSpec
 from kvstore_server.protocol.control import pack_control, unpack_control
 from kvstore_server.reduction import torch_dtype
-from kvtrainer.comm.rank_group import current_group
+from kvtrainer.comm.rank_group import Buckets, current_group
 from kvtrainer.comm.tickets import Arenas, RoundItem
 from kvtrainer.kvstore.base import (
     COMPRESSION,
@@ -26,7 +26,9 @@ from kvtrainer.kvstore.base import (
 from kvtrainer.kvstore.entries import Entry
 from kvtrainer.kvstore.local import LocalKVStore
 from kvtrainer.kvstore.row_values import densified, is_sparse, merge_rows
+from kvtrainer.kvstore.same_calls import check_same_call, error_text
 from kvtrainer.kvstore.values import merge, pair, spec_of
+from kvtrainer.reducers import check_reducer, is_left_fold, make_reducer
 from kvtrainer.row_sums import gather_row_sum
 
 Pairs = Sequence[tuple[Key, list[Tensor]]]
@@ -42,6 +44,18 @@ class DeviceKVStore(LocalKVStore):
 
     "device" compresses each replica by itself, with a residual of its own; not in a group. "nccl" takes CUDA tensors
     only, and in a group needs its NCCL.
+
+    Args:
+        type: the name.
+        reducer: how replicas are summed: "flat" from left to right; "tree" in pairs; "coalesced" by torch's own sum
+            over devices; "nccl" on distinct CUDA devices only. "auto": from left to right on the CPU; between CUDA
+            devices of a Trainer the tree where they reach each other's memory. Rows always go from left to right.
+        bucket_size_mb: in a group, the most that is summed in one collective, in units of 1024² bytes of one dtype. -1
+            for no limit, None for 25. The same on every rank.
+        coalesce: in a group, whether parameters share collectives.
+
+    Raises:
+        ConfigurationError: an argument is wrong, or the store cannot work here.
     """
 
     capabilities: ClassVar[Collection[str]] = (OPTIMIZER, SEVERAL_WORKERS)
@@ -56,9 +70,20 @@ class DeviceKVStore(LocalKVStore):
         can = super().is_capable(capability)
         return can and (self._can_compress or capability.lower() != COMPRESSION)
 
-    def __init__(self, type: str = "device") -> None:
+    def __init__(
+        self,
+        type: str = "device",
+        *,
+        reducer: str = "auto",
+        bucket_size_mb: float | None = None,
+        coalesce: bool = True,
+    ) -> None:
+        self.reducer = check_reducer(reducer)
+        self._buckets = Buckets(bucket_size_mb, coalesce)
         super().__init__(type)
         self.group = current_group()
+        if self.group is not None:
+            self.group.buckets = self._buckets
         self._sparse_keys: frozenset[str] = frozenset()
         """In a group: the keys of which every rank pushes rows only, in the call that is under way."""
         self._can_compress = not is_nccl(type) and self.group is None
@@ -80,6 +105,24 @@ class DeviceKVStore(LocalKVStore):
     def num_workers(self) -> int:
         return 1 if self.group is None else self.group.size
 
+    @property
+    def bucket_size_mb(self) -> float | None:
+        """The most that is summed in one collective; may change, on every rank, until a Trainer's first step."""
+        return self._buckets.size_mb
+
+    @bucket_size_mb.setter
+    def bucket_size_mb(self, value: float | None) -> None:
+        self._set_buckets(Buckets(value, self._buckets.coalesce))
+
+    @property
+    def coalesce(self) -> bool:
+        """Whether parameters share collectives; may change, on every rank, until a Trainer's first step."""
+        return self._buckets.coalesce
+
+    @coalesce.setter
+    def coalesce(self, value: bool) -> None:
+        self._set_buckets(Buckets(self._buckets.size_mb, value))
+
     def push(self, key: Any, value: Any, priority: int = 0) -> None:
         self._agree("push", key, value)
         super().push(key, value, priority)
@@ -100,6 +143,11 @@ class DeviceKVStore(LocalKVStore):
             raise ConfigurationError(
                 f"gradient compression is not supported {what}; use 'dist_sync', or none"
             )
+        if not is_left_fold(self.reducer):
+            raise ConfigurationError(
+                f"this store has reducer={self.reducer!r}, but replicas that are compressed are decoded and added from "
+                "left to right; leave the reducer or the compression out"
+            )
         super().set_gradient_compression(compression_params)
 
     def _create(self, values: Pairs, outs: Pairs | None) -> None:
@@ -115,7 +163,10 @@ class DeviceKVStore(LocalKVStore):
         return found
 
     def _merged(self, spec: TensorSpec, replicas: Sequence[Tensor]) -> tuple[Tensor, bool]:
-        flat, is_own = super()._merged(spec, replicas)
+        if is_left_fold(self.reducer) or len(replicas) == 1:
+            flat, is_own = super()._merged(spec, replicas)
+        else:
+            flat, is_own = self._reduced(replicas), True
         if self.group is None:
             return flat, is_own
         flat = flat if is_own else flat.clone()
@@ -134,6 +185,22 @@ class DeviceKVStore(LocalKVStore):
         rows = total._replace(values=total.values.to(torch_dtype(spec.dtype)))
         return RoundItem(table, {}, out, rows={0: rows})
 
+    def _reduced(self, replicas: Sequence[Tensor]) -> Tensor:
+        """The flat sum of replicas on the CPU, as the reducer computes it where they are."""
+        parts = [one.detach().clone(memory_format=torch.contiguous_format).view(-1) for one in replicas]
+        make_reducer(self.reducer, [part.device for part in parts]).sum(parts)
+        return parts[0].to("cpu")
+
+    def _set_buckets(self, buckets: Buckets) -> None:
+        if self.group is not None:
+            if self.group.is_agreed:
+                raise ConfigurationError(
+                    "how much is summed in one collective cannot change after the first step; set it before, on "
+                    "every rank"
+                )
+            self.group.buckets = buckets
+        self._buckets = buckets
+
     def _of_rank_0(self, values: Pairs) -> Pairs:
         """Rank 0's values, after ranks have agreed on the keys, shapes and dtypes."""
         said: dict[str, Any] = {}
@@ -147,7 +214,7 @@ class DeviceKVStore(LocalKVStore):
             specs = [spec_of(key, replicas[0]) for key, replicas in values]
             said["specs"] = [[spec.key, list(spec.shape), spec.dtype] for spec in specs]
         except Exception as error:
-            self._exchange("init", {"error": _text(error)}, error)
+            self._exchange("init", {"error": error_text(error)}, error)
             raise
         self._exchange("init", said)
         flats = [
@@ -171,14 +238,15 @@ class DeviceKVStore(LocalKVStore):
                 self._lookup(pair(key, out, "out"), same_dtype=False)
             optimizer = None if self._optimizer is None else self._optimizer.spec()
         except Exception as error:
-            self._exchange(verb, {"error": _text(error)}, error)
+            self._exchange(verb, {"error": error_text(error)}, error)
             raise
         sparse = [
             entry.spec.key
             for entry, values in found
             if all(map(is_sparse, values)) and entry.table.plan.takes_rows(0)
         ]
-        said = {"keys": [entry.spec.key for entry, _ in found], "optimizer": optimizer, "sparse": sparse}
+        keys, buckets = [entry.spec.key for entry, _ in found], self.group.buckets.size_mb
+        said = {"keys": keys, "optimizer": optimizer, "sparse": sparse, "bucket_size_mb": buckets}
         heard = self._exchange(verb, said)
         self._sparse_keys = frozenset.intersection(*(frozenset(one["sparse"]) for one in heard))
 
@@ -203,7 +271,7 @@ class DeviceKVStore(LocalKVStore):
             if "error" in theirs:
                 raise RoundAbortedError(f"rank {rank} raised in {theirs['verb']}: {theirs['error']}")
         for rank, theirs in enumerate(heard):
-            _check_same_call(heard[0], theirs, rank)
+            check_same_call(heard[0], theirs, rank)
         return heard
 
 
@@ -219,23 +287,3 @@ def check_on_cuda(devices: Sequence[torch.device], what: str) -> None:
         raise ConfigurationError(
             f"kvstore 'nccl' takes CUDA tensors only, but {what} are on {', '.join(others)}; use 'device'"
         )
-
-
-def _check_same_call(first: Mapping[str, Any], other: Mapping[str, Any], rank: int) -> None:
-    if first["verb"] != other["verb"] or first.get("keys") != other.get("keys"):
-        raise ProtocolError(
-            f"rank 0 calls {first['verb']}({first.get('keys', '')}) and rank {rank} {other['verb']}"
-            f"({other.get('keys', '')}); every rank must make the same calls with the same keys in the same order"
-        )
-    if "specs" in first:
-        specs = [[TensorSpec(k, tuple(s), d) for k, s, d in said["specs"]] for said in (first, other)]
-        check_same(specs[0], specs[1], "rank 0", f"rank {rank}")
-    if first.get("optimizer") != other.get("optimizer"):
-        raise PlanMismatchError(
-            f"ranks set different optimizers: {first['optimizer']} on rank 0 and {other['optimizer']} on rank {rank}; "
-            "set the same one, with the same numbers, on every rank"
-        )
-
-
-def _text(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"[:1000]

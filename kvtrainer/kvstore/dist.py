@@ -12,6 +12,7 @@ from collections.abc import Collection, Sequence
 
 from kvstore_server.admission import MAX_WORKERS
 from kvstore_server.cpu import capability
+from kvstore_server.modes import SYNCHRONOUS, Mode
 from kvtrainer.comm.client import Client
 from kvtrainer.comm.connection import Connection
 from kvtrainer.comm.transport import SessionOptions
@@ -108,13 +109,22 @@ class DistKVStore(TableKVStore):
         self._namespace = f"store{next(_created)}" if namespace is None else namespace
         self._clients: list[Client] = []
         weakref.finalize(self, _leave, self._clients)
-        self._trainers = 0
+        self._trainers = self._sides = 0
         super().__init__(type, self._connect(self._namespace))
 
     def open_client(self) -> Client:
         """A client with a namespace of its own, for a Trainer; blocks until the servers answer."""
         self._trainers += 1
         return self._connect(f"{self._namespace}/trainer{self._trainers}")
+
+    def open_side_client(self) -> Client:
+        """A client with a namespace of its own and synchronous rounds, for what workers agree on beside training.
+
+        As with `open_client`, the n-th one of every worker meets the n-th of the others; blocks until the servers
+        answer.
+        """
+        self._sides += 1
+        return self._connect(f"{self._namespace}/side{self._sides}", SYNCHRONOUS)
 
     def close(self) -> None:
         try:
@@ -123,7 +133,7 @@ class DistKVStore(TableKVStore):
             for client in self._clients:
                 client.close()
 
-    def _connect(self, namespace: str) -> Client:
+    def _connect(self, namespace: str, mode: Mode | None = None) -> Client:
         timeout, connect_timeout, dead_after = self._timeouts
         options = SessionOptions(
             namespace,
@@ -134,7 +144,7 @@ class DistKVStore(TableKVStore):
             dead_after,
             capability(),
             f"{socket.gethostname()}:{os.getpid()}",
-            self.mode,
+            self.mode if mode is None else mode,
         )
         client = Client(Connection(self._topology.servers, self._water_mark), options, time.monotonic)
         self._clients.append(client)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import struct
 from typing import Any
@@ -25,10 +26,15 @@ REQUESTS: list[Any] = [
             m.Commit(3, 7, (), None, True, 0.0, assign=True),
             m.Commit(4, 7, (), None, True, 0.0, joined=True, version=5),
             m.Commit(4, 7, (), None, True, 0.0, delta=True, version=6),
+            m.Commit(5, 7, (), None, True, 0.0, hold=2.0),
+            m.Commit(5, 7, (), None, True, 0.0, hold=math.inf),
         ),
         b"h",
         (4,),
     ),
+    m.Resolve(1, 2, 0.25, None, False),
+    m.Resolve(1, 2, 1.0, 0.1, False),
+    m.Resolve(1, 2, 1.0, None, True),
     m.Abort(1, 2, "because", True),
     m.Pull((0, 1, 5), 3.5),
     m.PullRows(0, ((3, 0, 2),), b"\0\0\0\0\2\0\0\0", 3.5),
@@ -49,6 +55,8 @@ REPLIES: list[Any] = [
     m.Done(((1, 7, 7), (2, 8, 11))),
     m.InForce(1, 7, b"\x80", True),
     m.Absent(1, 7, (3, 4)),
+    m.Held(1, 7, ((0, 2.5), (3, math.inf)), False),
+    m.Held(1, 7, (), True),
     m.Vetoed(1, 7, (0, 2)),
     m.Missing(1, 7, (0, 2)),
     m.Pending((1, 2)),
@@ -150,9 +158,20 @@ def register(spec: list[Any]) -> bytes:
     return bytes(msgpack.packb(["w", [spec], False]))
 
 
-def commit(flags: int = 0, slices: int = 0, timeout: float = 1.0) -> list[bytes]:
+def commit(flags: int = 0, slices: int = 0, timeout: float = 1.0, hold: float = 0.0) -> list[bytes]:
     """The frames of one commit of table 0 and round 0."""
-    return [struct.pack("<q5q2d", 1, 0, 0, flags, slices, -1, 1.0, timeout), b"\x92\xc4\x00\x90"]
+    return [struct.pack("<q5q3d", 1, 0, 0, flags, slices, -1, 1.0, timeout, hold), b"\x92\xc4\x00\x90"]
+
+
+def resolve(flags: int = 0, clip: float = 0.0) -> list[bytes]:
+    return [struct.pack("<3q2d", 0, 0, flags, 1.0, clip)]
+
+
+@pytest.mark.parametrize("size", [23, 25, 32])
+def test_a_damaged_answer_of_partial_norms_is_a_protocol_error(size: int) -> None:
+    header = f.encode_reply(m.Reply(1, m.Held(0, 0, (), True)))[0]
+    with pytest.raises(ProtocolError, match=f"held message of {size} bytes"):
+        f.decode_reply([bytes(header), bytes(size)])
 
 
 @pytest.mark.parametrize(
@@ -181,6 +200,12 @@ def commit(flags: int = 0, slices: int = 0, timeout: float = 1.0) -> list[bytes]
         (m.CommitBatch(()), commit(slices=9), "names 9 slices"),
         (m.CommitBatch(()), commit(timeout=-1.0), "timeout -1"),
         (m.CommitBatch(()), commit(flags=32), "unknown flags 0x20"),
+        (m.CommitBatch(()), commit(hold=-1.0), "norm of type -1"),
+        (m.CommitBatch(()), commit(hold=float("nan")), "norm of type nan"),
+        (m.Resolve(0, 0, 1.0, None, False), [b"1234"], "4 bytes, expected 40"),
+        (m.Resolve(0, 0, 1.0, None, False), resolve(flags=4), "flags 0x4"),
+        (m.Resolve(0, 0, 1.0, None, False), resolve(clip=-1.0), "limit of -1"),
+        (m.Resolve(0, 0, 1.0, None, False), resolve(clip=float("nan")), "limit of nan"),
         (m.CommitBatch(()), [struct.pack("<q", 0), b"\x90"], "must end with"),
         (m.CommitBatch(()), [struct.pack("<q", 0), b"\x92\xc4\x00\x91\xa1x"], "list of integers"),
         (m.State(0, 0, False, {}, b""), [msgpack.packb([0, 0, False, {}, 5]), b"1234"], "names 5 bytes and brings 4"),

@@ -1,0 +1,221 @@
+"""The norm of a gradient that may lie on several servers, whether it is finite, and what follows from that.
+
+A norm is made of one partial for each slice of the Plan: Σ |g|^p of the slice's sum of gradients, or its greatest
+magnitude for the maximum norm, in float64 and over blocks of a fixed size. Partials are combined in the order of the
+slices. So neither the number of servers, nor who measures, nor the number of threads changes a bit of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvstore_server.errors import ConfigurationError
+from kvstore_server.plan import Plan, Slice
+from kvstore_server.reduction import RowSet
+from kvstore_server.row_payload import split_rows
+
+_BLOCK = 16384
+"""Elements that are summed at a time: torch divides longer sums (from 32768) between threads, which changes bits."""
+
+
+class Measured(NamedTuple):
+    """What is known of a gradient before it is applied."""
+
+    norm: float
+    """Of the sum over ranks, scaled, before it is clipped; infinite also where finite numbers are too large for it."""
+    is_finite: bool
+    """Whether every element is a finite number."""
+
+
+class Decision(NamedTuple):
+    """What is done with a gradient that was measured."""
+
+    coef: float = 1.0
+    """The gradient is multiplied by this first."""
+    clip_value: float | None = None
+    """Then its elements are brought into -clip_value … clip_value."""
+    skip: bool = False
+    """Nothing is changed at all: no weight, no state of the optimizer, no update count."""
+
+
+@dataclass(frozen=True)
+class Guard:
+    """Which norm a worker wants to know before an update, and what it makes of that.
+
+    Args:
+        norm_type: p of the p-norm, above 0; infinity for the greatest magnitude.
+        decide: Must depend on nothing in which workers differ, for the first decision that arrives counts for all.
+
+    Raises:
+        ConfigurationError: the type of the norm is no number above 0.
+    """
+
+    norm_type: float
+    decide: Callable[[Measured], Decision]
+
+    def __post_init__(self) -> None:
+        check_norm_type(self.norm_type)
+
+
+def check_norm_type(norm_type: float) -> None:
+    """Raise ConfigurationError unless there is such a norm."""
+    is_number = isinstance(norm_type, int | float) and not isinstance(norm_type, bool)
+    if not is_number or not norm_type > 0:
+        raise ConfigurationError(f"norm_type must be a number above 0, or infinity, got {norm_type!r}")
+
+
+def partial_norm(values: Tensor, norm_type: float) -> float:
+    """Σ |g|^p of all elements in float64, their greatest magnitude for p = ∞; a NaN or an infinity stays one.
+
+    Args:
+        values: any shape; contiguous ones are fastest.
+    """
+    parts = _block_partials(values, norm_type)
+    if values.device.type != "cpu":
+        parts = torch.stack(parts).tolist() if parts else []
+    return _fold((float(part) for part in parts), norm_type)
+
+
+def is_finite(values: Tensor, partial: float) -> bool:
+    """Whether all elements are finite, given their partial norm; looks at them again only where that is not."""
+    return math.isfinite(partial) or bool(torch.isfinite(values).all())
+
+
+def combine(partials: Iterable[float], norm_type: float) -> float:
+    """The norm, of partials in the order of their slices."""
+    total = _fold(partials, norm_type)
+    if norm_type in (1.0, math.inf) or not math.isfinite(total):
+        return total
+    return math.sqrt(total) if norm_type == 2.0 else total ** (1.0 / norm_type)
+
+
+def same_decision(a: Decision, b: Decision) -> bool:
+    """Whether two decisions have the same effect."""
+    if a.skip or b.skip:
+        return a.skip == b.skip
+    return a == b or (a.clip_value == b.clip_value and math.isnan(a.coef) and math.isnan(b.coef))
+
+
+@torch.no_grad()
+def apply_decision(values: Tensor, decision: Decision) -> None:
+    """Multiply and clip a gradient in place, as decided; what to skip is the caller's business."""
+    if decision.coef != 1.0:
+        values.mul_(decision.coef)
+    if decision.clip_value is not None:
+        values.clamp_(-decision.clip_value, decision.clip_value)
+
+
+@torch.no_grad()
+def measure(
+    plan: Plan,
+    arenas: Mapping[str, Tensor],
+    rows: Mapping[int, RowSet],
+    present: Sequence[bool],
+    norm_type: float,
+    scale: float = 1.0,
+) -> Measured:
+    """Measure sums of gradients where they lie in one process, with the bits that servers have for the same sums.
+
+    Those of half precision have been rounded to be here, so their norm is not the servers' to the bit.
+
+    Args:
+        arenas: dtype → flat, laid out by the plan.
+        rows: Keys (by index) of which only these rows count, in place of what is in the arenas.
+        present: Which keys take part; nothing else is looked at.
+        scale: What the sums are yet to be multiplied by, in the dtype that updates compute in.
+    """
+    split = _rows_of_slices(plan, rows, present)
+    partials: list[float] = []
+    finite = True
+    for piece in plan.slices:
+        sparse = split.get(piece.index, {})
+        dense = [present[s.key] and s.key not in rows for s in piece.segments]
+        body = None
+        if any(dense):
+            body = arenas[piece.dtype][piece.offset : piece.offset + piece.used]
+            body = body if all(dense) else only_segments(body, piece, dense)
+        if body is not None or sparse:
+            if scale != 1.0:
+                body = None if body is None else _scaled(body, scale)
+                sparse = {
+                    at: part._replace(values=_scaled(part.values, scale)) for at, part in sparse.items()
+                }
+            partial, is_fine = partial_of_slice(body, sparse, norm_type)
+            partials.append(partial)
+            finite = finite and is_fine
+    return Measured(combine(partials, norm_type), finite)
+
+
+def partial_of_slice(
+    body: Tensor | None, sparse: Mapping[int, RowSet], norm_type: float
+) -> tuple[float, bool]:
+    """The partial norm of a slice, and whether all of it is finite.
+
+    Args:
+        body: The elements of the slice, zero where they do not count; None where none does.
+        sparse: Position of a segment → its rows, which count as well.
+    """
+    parts = [body] if body is not None else []
+    parts += [sparse[position].values for position in sorted(sparse)]
+    partials = [partial_norm(part, norm_type) for part in parts]
+    finite = all(is_finite(part, partial) for part, partial in zip(parts, partials, strict=True))
+    return _fold(partials, norm_type), finite
+
+
+def only_segments(body: Tensor, piece: Slice, wanted: Sequence[bool]) -> Tensor:
+    """A copy of the elements of a slice that is zero outside of some segments."""
+    copy = torch.zeros_like(body)
+    for segment, is_wanted in zip(piece.segments, wanted, strict=True):
+        if is_wanted:
+            end = segment.start + segment.numel
+            copy[segment.start : end] = body[segment.start : end]
+    return copy
+
+
+def _scaled(values: Tensor, scale: float) -> Tensor:
+    return (values.float() if values.dtype.itemsize < 4 else values) * scale
+
+
+def _block_partials(values: Tensor, norm_type: float) -> list[Tensor]:
+    blocks = torch.split(values.reshape(-1), _BLOCK) if values.numel() else ()
+    if norm_type == math.inf:
+        return [block.abs().amax().double() for block in blocks]
+    parts = []
+    for block in blocks:
+        wide = block.double() if block.dtype != torch.float64 else block.clone()
+        if norm_type == 2.0:
+            wide.mul_(wide)
+        else:
+            wide.abs_()
+            if norm_type != 1.0:
+                wide.pow_(norm_type)
+        parts.append(wide.sum())
+    return parts
+
+
+def _fold(partials: Iterable[float], norm_type: float) -> float:
+    total = 0.0
+    for partial in partials:
+        if norm_type != math.inf:
+            total += partial
+        elif math.isnan(partial) or partial > total:  # nothing is above a NaN that is there already
+            total = partial
+    return total
+
+
+def _rows_of_slices(
+    plan: Plan, rows: Mapping[int, RowSet], present: Sequence[bool]
+) -> dict[int, dict[int, RowSet]]:
+    """Slice → position of a segment → its rows."""
+    found: dict[int, dict[int, RowSet]] = {}
+    for key, (ids, values) in rows.items():
+        if present[key]:
+            for index, (position, part) in split_rows(plan, key, ids, values).items():
+                found.setdefault(index, {})[position] = part
+    return found

@@ -1,0 +1,171 @@
+"""What is checked of a reduced gradient before it is used: how large it may be, and whether it must be finite.
+
+The decision is a pure function of numbers that all workers have alike, so all of them decide the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from numbers import Real
+from typing import Any, NamedTuple
+
+from kvstore_server.norms import Decision, Guard, Measured
+from kvtrainer.errors import ArgumentTypeError, ConfigurationError
+
+ON_NONFINITE = ("raise", "skip", "ignore")
+"""What may happen to a step whose gradient or loss is infinite or not a number."""
+
+_EPSILON = 1e-6
+"""Added to the norm, as torch.nn.utils.clip_grad_norm_ does."""
+_KEYS = {"norm": {"type", "max_norm", "norm_type", "error_if_nonfinite"}, "value": {"type", "clip_value"}}
+
+
+class Verdict(NamedTuple):
+    """What was found of a gradient, if it was looked at, and what became of it."""
+
+    measured: Measured | None = None
+    decision: Decision = Decision()
+
+
+@dataclass(frozen=True)
+class Clipping:
+    """A limit of the gradient: of its norm over all parameters, or of every element."""
+
+    max_norm: float | None = None
+    norm_type: float = 2.0
+    clip_value: float | None = None
+    error_if_nonfinite: bool = False
+
+
+@dataclass(frozen=True)
+class Limits:
+    """All that a Trainer checks of the gradient of a step.
+
+    Args:
+        clip: None for no limit.
+        on_nonfinite: one of ON_NONFINITE; None means "skip" where the gradient is measured anyway.
+        has_scaler: whether losses are scaled: then a gradient that overflows skips the step.
+    """
+
+    clip: Clipping | None = None
+    on_nonfinite: str | None = None
+    has_scaler: bool = False
+
+    @property
+    def checks_finite(self) -> bool:
+        """Whether a gradient that is not finite skips the step."""
+        if self.has_scaler or self.on_nonfinite in ("raise", "skip"):
+            return True
+        return self.clip is not None and self.on_nonfinite is None
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether the gradient has to be looked at."""
+        return self.clip is not None or self.checks_finite
+
+    @property
+    def norm_type(self) -> float:
+        return 2.0 if self.clip is None else self.clip.norm_type
+
+    @property
+    def reports_norm(self) -> bool:
+        """Whether the norm means something to the user."""
+        return self.clip is not None and self.clip.max_norm is not None
+
+    def with_scaler(self, has_scaler: bool) -> Limits:
+        return self if has_scaler == self.has_scaler else replace(self, has_scaler=has_scaler)
+
+    def guard(self) -> Guard | None:
+        """What a store needs to hold a round until it was decided; None if nothing is checked."""
+        return Guard(self.norm_type, self.decide) if self.is_needed else None
+
+    def decide(self, measured: Measured) -> Decision:
+        """What becomes of a gradient.
+
+        The coefficient is max_norm / (norm + 1e-6), at most 1, as torch's. A norm that is not a number cannot be
+        limited; where such a gradient is not to be skipped, it is used as it is.
+        """
+        if not measured.is_finite and self.checks_finite:
+            return Decision(skip=True)
+        if self.clip is None:
+            return Decision()
+        if self.clip.max_norm is None:
+            return Decision(clip_value=self.clip.clip_value)
+        if not measured.is_finite:
+            return Decision()
+        return Decision(coef=min(1.0, self.clip.max_norm / (measured.norm + _EPSILON)))
+
+    def summary(self) -> dict[str, Any] | None:
+        """Plain values by which workers compare their limits; None for none."""
+        if not self.is_needed:
+            return None
+        clip = self.clip or Clipping()
+        return {
+            "max_norm": clip.max_norm,
+            "norm_type": self.norm_type,
+            "clip_value": clip.clip_value,
+            "checks_finite": self.checks_finite,
+        }
+
+
+def make_limits(clip_grad: Any, on_nonfinite: Any) -> Limits:
+    """The limits that a Trainer's arguments ask for.
+
+    Raises:
+        ConfigurationError: an argument is wrong, or two contradict each other.
+    """
+    if on_nonfinite is not None and on_nonfinite not in ON_NONFINITE:
+        raise ConfigurationError(
+            f"on_nonfinite must be one of {', '.join(map(repr, ON_NONFINITE))}, got {on_nonfinite!r}"
+        )
+    clip = make_clipping(clip_grad)
+    if clip is not None and clip.error_if_nonfinite:
+        if on_nonfinite not in (None, "raise"):
+            raise ConfigurationError(
+                f"clip_grad has error_if_nonfinite=True, but on_nonfinite is {on_nonfinite!r}; leave one of the two out"
+            )
+        on_nonfinite = "raise"
+    return Limits(clip, on_nonfinite)
+
+
+def make_clipping(given: Any) -> Clipping | None:
+    """Clipping as `clip_grad` describes it: the arguments of torch's clip_grad_norm_, or with type="value" clip_value.
+
+    Raises:
+        ArgumentTypeError: it is no dict.
+        ConfigurationError: an entry is unknown, missing or impossible.
+    """
+    if given is None:
+        return None
+    if not isinstance(given, Mapping):
+        raise ArgumentTypeError(
+            f"clip_grad must be a dict such as dict(max_norm=35, norm_type=2), got {given!r:.80}"
+        )
+    kind = given.get("type", "norm")
+    if kind not in _KEYS:
+        raise ConfigurationError(f"clip_grad type must be 'norm' or 'value', got {kind!r}")
+    unknown = sorted(set(given) - _KEYS[kind], key=str)
+    needed = "max_norm" if kind == "norm" else "clip_value"
+    if unknown or needed not in given:
+        problem = f"does not know {', '.join(map(repr, unknown))}" if unknown else f"needs {needed}"
+        raise ConfigurationError(
+            f"clip_grad of type {kind!r} {problem}; its entries are {', '.join(sorted(_KEYS[kind]))}"
+        )
+    limit = _positive(needed, given[needed])
+    if kind == "value":
+        return Clipping(clip_value=limit)
+    norm_type = given.get("norm_type", 2.0)
+    norm_type = math.inf if norm_type == "inf" else _positive("norm_type", norm_type, allows_inf=True)
+    error = given.get("error_if_nonfinite", False)
+    if not isinstance(error, bool):
+        raise ConfigurationError(f"error_if_nonfinite must be True or False, got {error!r}")
+    return Clipping(limit, norm_type, error_if_nonfinite=error)
+
+
+def _positive(name: str, value: Any, allows_inf: bool = False) -> float:
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    if not is_number or not value > 0 or not (allows_inf or value < math.inf):
+        raise ConfigurationError(f"{name} of clip_grad must be a number above 0, got {value!r}")
+    return float(value)

@@ -1,0 +1,80 @@
+"""Dicts of configurations: laid over one another, copied, and checked."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from kvtrainer.errors import ArgumentTypeError, ConfigurationError
+
+_DELETE = "_delete_"
+
+
+def merge_config(base: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    """`base` overlaid with `new`, dicts within dicts too; neither is changed.
+
+    A dict of `new` with `_delete_=True` replaces what `base` has instead; without a dict there, or None, it must.
+
+    Raises:
+        ArgumentTypeError: a dict would be laid over something else.
+    """
+    merged = copied(base, "the base configuration")
+    for key, value in _checked(new, "the new configuration").items():
+        if key == _DELETE:
+            continue
+        before = merged.get(key)
+        if not isinstance(value, Mapping):
+            merged[key] = value
+        elif before is None or value.get(_DELETE, False):
+            merged[key] = copied(value, key)
+        elif isinstance(before, Mapping):
+            merged[key] = merge_config(before, value)
+        else:
+            raise ArgumentTypeError(
+                f"{key} is a dict in the new configuration but {type(before).__name__} in the base; to replace it, add "
+                f"{_DELETE}=True"
+            )
+    return merged
+
+
+def joined(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """All entries of several dicts. Raises ConfigurationError if two have the same key."""
+    entries: dict[str, Any] = {}
+    for part in parts:
+        twice = sorted(set(part) & set(entries))
+        if twice:
+            raise ConfigurationError(f"{', '.join(twice)}: given twice in the configuration; give it once")
+        entries |= part
+    return entries
+
+
+def section(cfg: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """A copy of the dict under a key, empty where there is none. Raises ArgumentTypeError if it is no dict."""
+    return {} if cfg.get(name) is None else copied(cfg[name], name)
+
+
+def check_keys(what: str, given: Mapping[str, Any], known: Collection[str]) -> None:
+    """Raise ConfigurationError, naming them, if there are keys that are not known."""
+    unknown = [key for key in given if key not in known]
+    if unknown:
+        raise ConfigurationError(
+            f"{what} has {', '.join(map(repr, unknown))}, which no Trainer reads; what it reads is "
+            f"{', '.join(sorted(known))}"
+        )
+
+
+def _checked(given: Any, what: str) -> Mapping[str, Any]:
+    if not isinstance(given, Mapping):
+        raise ArgumentTypeError(f"{what} must be a dict, got {type(given).__name__}: {given!r:.80}")
+    return given
+
+
+def copied(given: Any, what: str) -> dict[str, Any]:
+    """A dict in plain dicts, without the marks of merging. Raises ArgumentTypeError, saying `what`, for anything else."""
+    return {key: _copy(value) for key, value in _checked(given, what).items() if key != _DELETE}
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _copy(inner) for key, inner in value.items() if key != _DELETE}
+    return [_copy(inner) for inner in value] if type(value) is list else value

@@ -1,0 +1,172 @@
+"""Detectron's optimizer: its rules for parameters, its configuration keys, and its recipe for several GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from numbers import Integral
+from typing import Any, NamedTuple
+
+from torch.nn import GroupNorm
+
+from kvtrainer.errors import ArgumentTypeError, ConfigurationError
+from kvtrainer.param_places import Place
+from kvtrainer.param_rules import Rule, check_number
+from kvtrainer.schedule_config import detectron_schedule
+
+__all__ = ["detectron_arguments", "detectron_devices", "detectron_rules", "linear_scaling"]
+
+_SOLVER: Mapping[str, Any] = {
+    "BASE_LR": 0.001, "LR_POLICY": "step", "GAMMA": 0.1, "STEP_SIZE": 30000, "STEPS": [], "LRS": [],
+    "MAX_ITER": 40000, "MOMENTUM": 0.9, "WEIGHT_DECAY": 0.0005, "WEIGHT_DECAY_GN": 0.0, "WARM_UP_ITERS": 500,
+    "WARM_UP_FACTOR": 1.0 / 3.0, "WARM_UP_METHOD": "linear", "SCALE_MOMENTUM": True,
+    "SCALE_MOMENTUM_THRESHOLD": 1.1, "LOG_LR_CHANGE_THRESHOLD": 1.1,
+}  # fmt: skip
+"""Detectron's solver options and their defaults."""
+_TOP: Mapping[str, Any] = {"NUM_GPUS": 1, "USE_NCCL": False}
+_LEAST_RATE = 1e-7
+"""Below it Detectron does not correct the momentum: a rate as small was a placeholder."""
+
+
+def detectron_rules(weight_decay_gn: float = 0.0, bias_lr_mult: float = 2.0) -> list[Rule]:
+    """Detectron's rules: biases learn at twice the rate without decay, scales of GroupNorm decay by themselves.
+
+    Every bias counts, those of GroupNorm and of affine layers too. All else is as the optimizer says.
+
+    Args:
+        weight_decay_gn: The weight decay of GroupNorm scales, absolute.
+        bias_lr_mult: The learning rate of biases is that of the optimizer times this.
+    """
+    return [
+        Rule(_is_bias, name="bias", lr_mult=bias_lr_mult, weight_decay=0.0, warn_unmatched=False),
+        Rule(_is_group_norm, name="GroupNorm scale", weight_decay=weight_decay_gn, warn_unmatched=False),
+    ]
+
+
+class Recipe(NamedTuple):
+    """A schedule for a number of devices."""
+
+    base_lr: float
+    steps: list[int]
+    max_iter: int
+
+
+def linear_scaling(base_lr: float, steps: Sequence[int], max_iter: int, n: float) -> Recipe:
+    """The schedule for `n` times as many images in each iteration: n times the rate, an n-th of the iterations.
+
+    `n` is the new number of devices over the one that the arguments are for; 1 / 8 goes from eight to one. Iterations
+    are rounded to the nearest.
+
+    Raises:
+        ConfigurationError: `n` is not above 0, or a number is none.
+    """
+    for what, value in (("base_lr", base_lr), ("max_iter", max_iter), ("n", n)):
+        if value is None:
+            raise ConfigurationError(f"{what} must be a finite number, got None")
+        check_number(what, value)
+    if n <= 0:
+        raise ConfigurationError(f"n must be above 0, got {n!r}")
+    factor = Fraction(n).limit_denominator(10**6)
+    return Recipe(
+        base_lr * float(n), [round(step / factor) for step in steps], max(1, round(max_iter / factor))
+    )
+
+
+def detectron_arguments(model: Any, cfg: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of a Trainer that trains as Detectron does with this configuration.
+
+    The optimizer is Gluon's 'sgd', which has the learning rate inside its momentum as caffe2 has. SCALE_MOMENTUM
+    becomes its `momentum_correction`; changes of the rate are not logged. Policy and warm-up are a schedule by step.
+
+    Args:
+        model: What the Trainer is to train.
+        cfg: SOLVER.*, NUM_GPUS and USE_NCCL, nested ({"SOLVER": {"BASE_LR": 0.02}}) or flat ({"SOLVER.BASE_LR": 0.02}).
+            What is missing has Detectron's default. NUM_GPUS and USE_NCCL are for `detectron_devices`.
+
+    Raises:
+        ArgumentTypeError: `cfg` is no dict.
+        ConfigurationError: a key is unknown or given twice, or a number is none.
+    """
+    solver, _ = _read(cfg)
+    correction = solver["SCALE_MOMENTUM"] and {
+        "threshold": solver["SCALE_MOMENTUM_THRESHOLD"],
+        "min_lr": _LEAST_RATE,
+    }
+    options = {
+        "learning_rate": solver["BASE_LR"],
+        "momentum": solver["MOMENTUM"],
+        "wd": solver["WEIGHT_DECAY"],
+    }
+    return {
+        "params": model,
+        "optimizer": "sgd",
+        "optimizer_params": {**options, "momentum_correction": correction} if correction else options,
+        "paramwise": detectron_rules(solver["WEIGHT_DECAY_GN"]),
+        "schedules": [detectron_schedule(solver)],
+    }
+
+
+def detectron_devices(cfg: Mapping[str, Any]) -> tuple[int, str]:
+    """How many devices train, and the reducer that sums their gradients: "nccl", or "tree" as Detectron's own.
+
+    They are for `kvtrainer.DataParallel`. One device alone has "auto".
+
+    Raises as `detectron_arguments` does.
+    """
+    _, top = _read(cfg)
+    count = top["NUM_GPUS"]
+    if isinstance(count, bool) or not isinstance(count, Integral) or count < 1:
+        raise ConfigurationError(f"NUM_GPUS must be an int of at least 1, got {count!r}")
+    if not isinstance(top["USE_NCCL"], bool):
+        raise ConfigurationError(f"USE_NCCL must be True or False, got {top['USE_NCCL']!r}")
+    return int(count), "auto" if count == 1 else "nccl" if top["USE_NCCL"] else "tree"
+
+
+def _read(cfg: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The solver's options and the others, all of them."""
+    if not isinstance(cfg, Mapping):
+        raise ArgumentTypeError(f"Detectron's configuration is a dict, got {type(cfg).__name__}: {cfg!r:.80}")
+    flat: dict[str, Any] = {}
+    for key, value in cfg.items():
+        rows = (
+            [(f"{key}.{inner}", v) for inner, v in value.items()]
+            if isinstance(value, Mapping)
+            else [(key, value)]
+        )
+        for name, given in rows:
+            if name in flat:
+                raise ConfigurationError(f"{name} is given twice, nested and flat; give it once")
+            flat[str(name)] = given
+    known = {**_TOP, **{f"SOLVER.{name}": value for name, value in _SOLVER.items()}}
+    unknown = [name for name in flat if name not in known]
+    if unknown:
+        raise ConfigurationError(
+            f"{', '.join(unknown)}: no key of Detectron's that is about the optimizer; those are {', '.join(known)}"
+        )
+    for name, value in flat.items():
+        if isinstance(known[name], float):
+            if value is None:
+                raise ConfigurationError(f"{name} must be a finite number, got None")
+            check_number(name, value)
+    all_of = {**known, **flat}
+    solver = {name: all_of[f"SOLVER.{name}"] for name in _SOLVER}
+    if solver["LOG_LR_CHANGE_THRESHOLD"] != _SOLVER["LOG_LR_CHANGE_THRESHOLD"]:
+        raise ConfigurationError(
+            "SOLVER.LOG_LR_CHANGE_THRESHOLD would have no effect, because changes of the rate are not logged; leave it "
+            "out"
+        )
+    if not isinstance(solver["SCALE_MOMENTUM"], bool):
+        raise ConfigurationError(
+            f"SOLVER.SCALE_MOMENTUM must be True or False, got {solver['SCALE_MOMENTUM']!r}"
+        )
+    return solver, {name: all_of[name] for name in _TOP}
+
+
+def _is_bias(place: Place) -> bool:
+    # Torch also has in_proj_bias (attention) and bias_ih_l0 (recurrent layers).
+    name = place.own_name
+    return name == "bias" or name.endswith("_bias") or name.startswith("bias_")
+
+
+def _is_group_norm(place: Place) -> bool:
+    return isinstance(place.module, GroupNorm) and place.own_name == "weight"

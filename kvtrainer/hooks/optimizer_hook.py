@@ -1,0 +1,147 @@
+"""The hook that updates the weights after each batch, through a Trainer."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from kvtrainer.anomalies import checked_mode
+from kvtrainer.clipping import make_clipping
+from kvtrainer.errors import ArgumentTypeError, ConfigurationError
+from kvtrainer.hooks.base import Hook, Priority
+from kvtrainer.results import StepResult
+
+_log = logging.getLogger(__name__)
+
+_NORMALISING = torch.nn.modules.batchnorm._BatchNorm
+
+
+class OptimizerHook(Hook):
+    """Backward pass, clipping and update, with the loss in `runner.outputs`; the Trainer's own pipeline does it.
+
+    `runner` is any object with `trainer`, or an `optimizer` that is one, and `outputs`: {"loss": tensor, "num_samples":
+    int}. With a `log_buffer` it gets "grad_norm", the norm before clipping, weighted by `num_samples`; that of a step
+    that was skipped is left out, because an infinity among them would hide all others.
+
+    Args:
+        grad_clip: what the Trainer's `clip_grad` may be; None leaves that option as it is.
+        detect_anomalous_params: what the Trainer's option may be; False leaves it as it is.
+
+    Raises:
+        ConfigurationError: an argument is wrong. `before_run` raises it if the Trainer refuses an option, as it does
+            after its first step.
+    """
+
+    priority = Priority.ABOVE_NORMAL
+
+    def __init__(
+        self, grad_clip: Mapping[str, Any] | None = None, detect_anomalous_params: bool | str = False
+    ) -> None:
+        make_clipping(grad_clip)
+        self.grad_clip = None if grad_clip is None else dict(grad_clip)
+        self.detect_anomalous_params = checked_mode(detect_anomalous_params)
+        self._configured: weakref.ref[Any] | None = None
+
+    def before_run(self, runner: Any) -> None:
+        """Set the Trainer's options; once for a Trainer, so that a runner may run again."""
+        trainer = trainer_of(runner)
+        if not self._is_configured(trainer):
+            options = self._options()
+            if options:
+                trainer.configure(**options)
+            self._configured = weakref.ref(trainer)
+
+    def after_train_iter(self, runner: Any) -> None:
+        """Update the weights; they are new when it returns, unless backward passes are being accumulated."""
+        outputs = runner.outputs
+        if not isinstance(outputs, Mapping) or "loss" not in outputs:
+            raise ConfigurationError(
+                f"an {type(self).__name__} needs runner.outputs['loss'], got {outputs!r:.120}; let train_step return "
+                "dict(loss=..., num_samples=...)"
+            )
+        result: StepResult = trainer_of(runner).update_params(outputs["loss"])
+        buffer = getattr(runner, "log_buffer", None)
+        if buffer is not None and result.grad_norm is not None and not result.skipped:
+            buffer.update({"grad_norm": float(result.grad_norm)}, outputs.get("num_samples", 1))
+
+    def _is_configured(self, trainer: Any) -> bool:
+        return self._configured is not None and self._configured() is trainer
+
+    def _options(self) -> dict[str, Any]:
+        """What the Trainer is to be told."""
+        options: dict[str, Any] = {}
+        if self.grad_clip is not None:
+            options["clip_grad"] = self.grad_clip
+        if self.detect_anomalous_params:
+            options["detect_anomalous_params"] = self.detect_anomalous_params
+        return options
+
+
+class Cumulative(Hook):
+    """Adds to an optimizer hook that the gradients of several batches are summed before an update.
+
+    The loss of a batch is divided by their number. At the end of the run fewer may be left: their losses are divided
+    by how many they are, and the last one ends in an update. For that the runner needs `iter` and `max_iters`.
+
+    Args:
+        cumulative_iters: batches for each update.
+        others: arguments of the hook.
+    """
+
+    def __init__(self, cumulative_iters: int = 1, **others: Any) -> None:
+        if (
+            isinstance(cumulative_iters, bool)
+            or not isinstance(cumulative_iters, int)
+            or cumulative_iters < 1
+        ):
+            raise ConfigurationError(
+                f"cumulative_iters must be an int of at least 1, got {cumulative_iters!r}"
+            )
+        super().__init__(**others)
+        self.cumulative_iters = cumulative_iters
+
+    def before_run(self, runner: Any) -> None:
+        super().before_run(runner)
+        if self.cumulative_iters > 1:
+            model = getattr(runner, "model", None)
+            if isinstance(model, torch.nn.Module) and any(
+                isinstance(m, _NORMALISING) for m in model.modules()
+            ):
+                _log.warning(
+                    "the model has batch normalisation, whose statistics are of single batches, not of the %d that "
+                    "make an update",
+                    self.cumulative_iters,
+                )
+        done, total = getattr(runner, "iter", None), getattr(runner, "max_iters", None)
+        if done is None or total is None:
+            raise ConfigurationError(
+                f"a {type(self).__name__} needs runner.iter and runner.max_iters, to know where the run ends"
+            )
+        trainer_of(runner).set_progress(done, total)
+
+    def _options(self) -> dict[str, Any]:
+        own = {"accumulate": self.cumulative_iters} if self.cumulative_iters > 1 else {}
+        return {**super()._options(), **own}  # type: ignore[misc]
+
+
+class GradientCumulativeOptimizerHook(Cumulative, OptimizerHook):
+    """An OptimizerHook that updates every `cumulative_iters` batches; arguments as of Cumulative and OptimizerHook."""
+
+
+def trainer_of(runner: Any) -> Any:
+    """The runner's Trainer: `runner.trainer`, or `runner.optimizer` where that is one.
+
+    Raises:
+        ArgumentTypeError: it has none.
+    """
+    for name in ("trainer", "optimizer"):
+        found = getattr(runner, name, None)
+        if hasattr(found, "update_params") and hasattr(found, "configure"):
+            return found
+    raise ArgumentTypeError(
+        f"{type(runner).__name__} has no kvtrainer.Trainer; hooks need one as runner.trainer or runner.optimizer"
+    )

@@ -1,0 +1,144 @@
+"""The front of the pipeline, for loops that give the Trainer their loss: precision, accumulation, backward."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvtrainer.accumulation import Accumulation
+from kvtrainer.anomalies import describe_nonfinite, losses_of, report_anomalies
+from kvtrainer.chosen_store import BUCKETS
+from kvtrainer.errors import ConfigurationError
+from kvtrainer.joining import JoiningPipeline
+from kvtrainer.results import StepResult
+from kvtrainer.schedule_config import bind_schedules
+from kvtrainer.stage_options import StageOptions
+
+
+class LossPipeline(JoiningPipeline):
+    """A pipeline with options for its stages, which begins at the loss. Arguments as of Pipeline.
+
+    Args:
+        stages: what the stages do beside the plain step.
+    """
+
+    def __init__(self, *args: Any, stages: StageOptions) -> None:
+        self._stage_options = stages
+        self._accumulation = Accumulation(stages.accumulate)
+        super().__init__(*args)
+        self._take_stage_options(stages)
+
+    def configure(self, **options: Any) -> None:
+        """Change options before the first step: those of the constructor, by its names, and two more.
+
+        Args:
+            clip_grad, amp, accumulate, detect_anomalous_params, on_nonfinite: as of the constructor.
+            schedules: are added to those that there are.
+            bucket_size_mb: how much one reduction over torch.distributed takes, in MiB; -1: all of a dtype.
+            coalesce: False reduces every parameter by itself there.
+
+        Raises:
+            ConfigurationError: an option is unknown or wrong, or there was a step; nothing has changed then.
+        """
+        if self._link.is_started:
+            raise ConfigurationError(
+                f"{', '.join(options)} cannot change after the first step; call configure() before it"
+            )
+        buckets = {name: options.pop(name) for name in BUCKETS if name in options}
+        stages = self._stage_options.changed(options)
+        if buckets:
+            self._link.choice.set_buckets(buckets)
+        self._take_stage_options(stages, added=options.get("schedules", ()))
+
+    def context(self) -> AbstractContextManager[Any]:
+        """What the forward pass and the loss belong in: torch.autocast as `amp` says, else nothing."""
+        if self._precision is None:
+            return nullcontext()
+        device = next(p for group in self.param_groups for p in group["params"]).device
+        return torch.autocast(device.type, self._precision.dtype)
+
+    def backward(self, loss: Any) -> None:
+        """Run a backward pass of the loss, or of those in a list or dict, as of several replicas, as the options say.
+
+        The loss is multiplied by the loss scale, and divided by the number of backward passes that make one update.
+        `step` undoes the former.
+
+        Raises:
+            AnomalousParametersError: a parameter does not contribute to the loss, and that is to raise; nothing has
+                happened then.
+        """
+        losses = losses_of(loss)
+        if self._stage_options.detect_anomalous_params:
+            self._report_anomalies(losses)
+        if self._limits.on_nonfinite in ("raise", "skip") and (problem := describe_nonfinite(losses)):
+            # All workers have to know, and the round tells them.
+            self._is_bad, self._bad_loss = True, f"{problem}: "
+        factor = 1.0 / self._accumulation.divisor
+        if self.loss_scaler is not None:
+            self.loss_scaler.mark_scaled()
+            factor *= self.loss_scaler.loss_scale
+        if factor != 1.0:
+            losses = [one * factor for one in losses]
+        self._layout.tracker.attach()
+        torch.autograd.backward(losses)
+        self._accumulation.count()
+
+    def update_params(self, loss: Any, batch_size: float | None = None) -> StepResult:
+        """`backward(loss)`, then `step(batch_size)`, which does nothing until a window of accumulation is full.
+
+        Without a batch size gradients are averaged over workers; `ignore_stale_grad` holds then. Raises as both do.
+        """
+        self.backward(loss)
+        self.step(batch_size)
+        assert self.last is not None
+        return self.last
+
+    def set_progress(self, iteration: int, max_iterations: int | None = None) -> None:
+        """Say how many backward passes were made before, and how many there will be in all.
+
+        With accumulation a last window that is shorter then counts in full, and the last pass of all ends in an update.
+
+        Raises:
+            ConfigurationError: the numbers are impossible.
+        """
+        self._accumulation.set_progress(iteration, max_iterations)
+
+    def end_epoch(self) -> None:
+        """Advance the schedules that go by epoch."""
+        for schedule in self._schedules:
+            if schedule.by == "epoch":
+                schedule.step()
+
+    def get_lr(self) -> dict[str, list[float]]:
+        """{"lr": the learning rate of every group}."""
+        return {"lr": [float(group["lr"]) for group in self.param_groups]}
+
+    def get_momentum(self) -> dict[str, list[float]]:
+        """{"momentum": that of every group}: betas[0] of the Adams, 0 where there is none."""
+        return {"momentum": [_momentum(group) for group in self.param_groups]}
+
+    def _take_stage_options(self, stages: StageOptions, added: Sequence[Any] | None = None) -> None:
+        """Hold these from now on; `added` schedules are bound beside those that are there."""
+        bound = bind_schedules(stages.schedules if added is None else added, self, None, self._schedules)
+        if added is None or stages.accumulate != self._stage_options.accumulate:
+            self._accumulation = Accumulation(stages.accumulate)
+        if stages.precision is not None:
+            self.loss_scaler = stages.precision.scaler
+            self._needs_backward = "amp" if stages.precision.scaler is not None else self._needs_backward
+        if stages.detect_anomalous_params:
+            self._needs_backward = "detect_anomalous_params"
+        self._stage_options, self._limits, self._precision = stages, stages.limits, stages.precision
+        self._schedules = [*self._schedules, *bound]
+
+    def _report_anomalies(self, losses: Sequence[Tensor]) -> None:
+        rows = zip(self._layout.names, self._layout.parameters, strict=True)
+        named = {name: parameter for name, parameter in rows if parameter.requires_grad}
+        report_anomalies(losses, named, self._stage_options.detect_anomalous_params)
+
+
+def _momentum(group: Mapping[str, Any]) -> float:
+    return float(group["betas"][0] if "betas" in group else group.get("momentum", 0.0))

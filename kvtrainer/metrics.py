@@ -1,0 +1,56 @@
+"""What several devices report of one step, as one: losses are summed, because each was divided by their number; metrics
+are averaged."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvtrainer.errors import ConfigurationError
+
+
+def sum_losses(by_device: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """The sum of each loss over devices, where each device's was divided by how many devices there are.
+
+    Args:
+        by_device: for every device the same names, with numbers or tensors of one element, which are waited for.
+
+    Raises:
+        ConfigurationError: there is no device, or devices report different names.
+    """
+    return {name: float(sum(values)) for name, values in _columns(by_device).items()}
+
+
+def mean_metrics(by_device: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """The mean of each metric over devices; arguments and errors as of `sum_losses`."""
+    return {name: float(sum(values)) / len(values) for name, values in _columns(by_device).items()}
+
+
+def total_loss(losses: Mapping[str, Any] | Sequence[Any], device: torch.device | str | None = None) -> Tensor:
+    """The sum of losses by name or by device, to call `backward` on; on `device`, by default that of the first one.
+
+    Raises:
+        ConfigurationError: there is none.
+    """
+    parts = list(losses.values()) if isinstance(losses, Mapping) else list(losses)
+    tensors = [part for part in parts if isinstance(part, Tensor)]
+    if not tensors or len(tensors) < len(parts):
+        raise ConfigurationError(f"a total loss needs tensors, got {parts!r:.120}")
+    place = tensors[0].device if device is None else torch.device(device)
+    moved = [tensor.to(place) for tensor in tensors]
+    return torch.stack([one.sum() if one.dim() else one for one in moved]).sum()
+
+
+def _columns(by_device: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
+    if not by_device:
+        raise ConfigurationError("there are no devices whose values could be put together")
+    first = by_device[0]
+    for at, values in enumerate(by_device):
+        if set(values) != set(first):
+            raise ConfigurationError(
+                f"device {at} reports {', '.join(sorted(values))}, but the first one {', '.join(sorted(first))}"
+            )
+    return {name: [float(values[name]) for values in by_device] for name in first}

@@ -1,0 +1,289 @@
+"""Registries: which class or function a name in a configuration means.
+
+Nothing is imported to fill them: what is built in, entry points of plugins and torch's optimizers are found on demand.
+A module of one's own is named in `custom_imports`, see `kvtrainer.custom_imports`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from importlib import metadata
+from typing import Any, TypeVar
+
+import torch.optim
+
+from kvstore_server.optimizer import Optimizer, register
+from kvstore_server.optimizer.registry import known
+from kvtrainer.errors import ArgumentTypeError, RegistryError, UnregisteredNameError
+
+__all__ = [
+    "HOOKS",
+    "MODELS",
+    "OPTIMIZERS",
+    "OPTIMIZER_BUILDERS",
+    "OPTIMIZER_CONSTRUCTORS",
+    "OPTIM_WRAPPERS",
+    "SCHEDULES",
+    "Registry",
+]
+
+_log = logging.getLogger(__name__)
+_Entry = TypeVar("_Entry", bound=Callable[..., Any])
+
+
+class Registry:
+    """Names of classes and functions that configurations ask for by `type`.
+
+    Args:
+        name: What it holds, for messages.
+        entry_point_group: The group of the entry points by which installed packages add to it; they are looked at when
+            a name is not found.
+        built_in: Name → "module:attribute", imported when asked for.
+        fallback: Gives what else is known, by name, where nothing of that name was registered.
+        on_register: Called with everything that is registered.
+
+        @OPTIMIZERS.register()
+        class MyOptimizer(torch.optim.Optimizer): ...
+
+        OPTIMIZERS.build({"type": "MyOptimizer", "lr": 0.1}, params=model.parameters())
+    """
+
+    def __init__(
+        self,
+        name: str,
+        entry_point_group: str | None = None,
+        *,
+        built_in: Mapping[str, str] | None = None,
+        fallback: Callable[[], Mapping[str, Any]] = dict,
+        on_register: Callable[[Any], object] | None = None,
+    ) -> None:
+        self.name = name
+        self._group = entry_point_group
+        self._built_in = dict(built_in or {})
+        self._fallback = fallback
+        self._on_register = on_register
+        self._entries: dict[str, Any] = {}
+        self._broken: dict[str, str] = {}
+        """Entry points that could not be loaded, and why."""
+
+    def __repr__(self) -> str:
+        return f"Registry({self.name!r}, {sorted(self._entries)})"
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and (
+            self._find(name) is not None or any(point.name == name for point in self._entry_points())
+        )
+
+    def register(
+        self, name: str | Sequence[str] | None = None, force: bool = False
+    ) -> Callable[[_Entry], _Entry]:
+        """A decorator that registers a class or function under `name`, or several, or by default its own.
+
+        Args:
+            force: Whether it may replace another one of that name.
+
+        Raises:
+            RegistryError: the name is taken; also a KeyError.
+            ArgumentTypeError: it is used without parentheses, or with something that is no name.
+        """
+        names = [name] if isinstance(name, str) else name
+        if names is not None and (
+            not isinstance(names, Sequence) or not all(isinstance(one, str) for one in names)
+        ):
+            raise ArgumentTypeError(
+                f"the name of a {self.name} is a str, got {name!r:.80}; a decorator is written @….register()"
+            )
+
+        def add(entry: _Entry) -> _Entry:
+            if not callable(entry) or (names is None and not hasattr(entry, "__name__")):
+                raise ArgumentTypeError(
+                    f"a {self.name} is a class or a function, and one without a name needs one; got {entry!r:.80}"
+                )
+            for one in [entry.__name__] if names is None else names:
+                self._add(one, entry, force)
+            return entry
+
+        return add
+
+    def register_module(
+        self,
+        name: str | Sequence[str] | None = None,
+        force: bool = False,
+        module: _Entry | None = None,
+    ) -> Any:
+        """`register` in the call forms of MMCV: `@R.register_module()`, `R.register_module(module=Class)`."""
+        add = self.register(name, force)
+        return add if module is None else add(module)
+
+    def get(self, name: str) -> Any:
+        """The class or function of that name; if there is none, that of the name in another case.
+
+        Raises:
+            UnregisteredNameError: there is none; also a KeyError. Its message has names that are similar.
+        """
+        if not isinstance(name, str):
+            raise ArgumentTypeError(f"the name of a {self.name} is a str, got {name!r:.80}")
+        found = self._find(name)
+        if found is None:
+            self._load_entry_points(name)
+            found = self._find(name)
+        if found is None:
+            raise UnregisteredNameError(self._describe_miss(name))
+        return found
+
+    def build(self, cfg: Mapping[str, Any], **default_args: Any) -> Any:
+        """Call what `cfg["type"]` names, or is, with the other entries of `cfg`; `default_args` fill in.
+
+        Raises:
+            ArgumentTypeError: `cfg` is no dict, or its type neither a name nor something to call.
+            RegistryError: it has no "type".
+            UnregisteredNameError: nothing of that name is registered.
+        """
+        kind, options = self.split(cfg)
+        return kind(**{**default_args, **options})
+
+    def split(self, cfg: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """What `cfg["type"]` means, and the other entries. Raises as `build` does."""
+        if not isinstance(cfg, Mapping):
+            raise ArgumentTypeError(
+                f"a {self.name} is configured by a dict, got {type(cfg).__name__}: {cfg!r:.80}"
+            )
+        if "type" not in cfg:
+            raise RegistryError(f"the configuration of a {self.name} needs a 'type', got {dict(cfg)!r:.200}")
+        kind = cfg["type"]
+        if not isinstance(kind, str) and not callable(kind):
+            raise ArgumentTypeError(
+                f"the type of a {self.name} is a name, a class or a function, got {kind!r:.80}"
+            )
+        found = self.get(kind) if isinstance(kind, str) else kind
+        return found, {str(key): value for key, value in cfg.items() if key != "type"}
+
+    def _add(self, name: str, entry: Any, force: bool) -> None:
+        present = self._entries.get(name, self._built_in.get(name))
+        if present is entry:
+            return
+        if present == f"{entry.__module__}:{getattr(entry, '__qualname__', '')}":
+            present = None  # what is built in registers itself when it is imported
+        if present is not None and not force:
+            raise RegistryError(
+                f"{name!r} is registered as a {self.name} already: {_where(present)}; choose another name for "
+                f"{_where(entry)}, or replace it with force=True"
+            )
+        if self._on_register is not None:
+            self._on_register(entry)
+        self._entries[name] = entry
+
+    def _find(self, name: str) -> Any:
+        """What is known under a name: exactly, else in any case. What was registered comes first."""
+        tables = (self._entries, self._built_in, self._fallback())
+        for same in (str, str.casefold):
+            for table in tables:
+                for key, entry in table.items():
+                    if same(key) == same(name):
+                        return _load(entry) if table is self._built_in else entry
+        return None
+
+    def _entry_points(self) -> Sequence[metadata.EntryPoint]:
+        return [] if self._group is None else list(metadata.entry_points(group=self._group))
+
+    def _load_entry_points(self, name: str) -> None:
+        """Load the entry point of that name; if there is none, all, because modules may register any names."""
+        points = self._entry_points()
+        for point in [point for point in points if point.name == name] or points:
+            try:
+                loaded = point.load()
+            except Exception as error:
+                # What a plugin lacks must not keep others from working; whoever misses a name is told.
+                self._broken[point.name] = f"{type(error).__name__}: {error}"
+                _log.warning("entry point %r of %s cannot be loaded: %s", point.name, self._group, error)
+                continue
+            if callable(loaded) and point.name not in self._entries:
+                self._add(point.name, loaded, force=False)
+
+    def _describe_miss(self, name: str) -> str:
+        names: dict[int, str] = {}
+        for table in (self._entries, self._built_in, self._fallback()):
+            for other, entry in table.items():
+                names.setdefault(id(entry), other)
+        others = sorted(names.values(), key=str.casefold)
+        by_case = {other.casefold(): other for other in others}
+        near = [by_case[found] for found in difflib.get_close_matches(name.casefold(), by_case)]
+        parts = [f"{name!r} is not in the {self.name} registry"]
+        if near:
+            parts.append(f"did you mean {' or '.join(map(repr, near))}?")
+        parts.append(f"Registered are {', '.join(others) or 'none'}.")
+        parts.append("Import the module that registers it, or name that in custom_imports")
+        if self._broken:
+            why = "; ".join(f"{point} ({reason})" for point, reason in self._broken.items())
+            parts.append(f"(entry points that could not be loaded: {why})")
+        return f"{parts[0]}; {' '.join(parts[1:])}" if near else f"{parts[0]}. {' '.join(parts[1:])}"
+
+
+def _load(place: str) -> Any:
+    module, _, attribute = place.partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def _where(entry: Any) -> str:
+    if isinstance(entry, str):
+        return entry
+    return f"{getattr(entry, '__module__', '?')}.{getattr(entry, '__qualname__', entry)}"
+
+
+def _other_optimizers() -> dict[str, Any]:
+    """torch's optimizers by class name, those that stores know by theirs, and Gluon's also with "gluon:" before it."""
+    found: dict[str, Any] = {
+        name: cls
+        for name, cls in vars(torch.optim).items()
+        if isinstance(cls, type)
+        and issubclass(cls, torch.optim.Optimizer)
+        and cls is not torch.optim.Optimizer
+    }
+    of_torch = {name.casefold() for name in found}
+    others = {name: cls for name, cls in known().items() if name.removeprefix("torch:") not in of_torch}
+    found |= {cls.__name__ if name.startswith("torch:") else name: cls for name, cls in others.items()}
+    found |= {f"gluon:{name}": cls for name, cls in known().items() if ":" not in name}
+    return found | {name: cls for name, cls in known().items() if name.startswith("torch:")}
+
+
+def _tell_stores(cls: Any) -> None:
+    """Let an optimizer class be found by servers too, in whose process the same module is imported.
+
+    A torch class of which nothing is known is given whole keys, which is right for every class that treats its
+    parameters one by one.
+    """
+    if not isinstance(cls, type) or cls in known().values():
+        return
+    if issubclass(cls, Optimizer):
+        register(cls)
+    elif issubclass(cls, torch.optim.Optimizer) and not issubclass(cls, torch.optim.LBFGS):
+        register(cls, elementwise=False)
+
+
+OPTIMIZERS = Registry(
+    "optimizer", "kvtrainer.optimizers", fallback=_other_optimizers, on_register=_tell_stores
+)
+"""Knows every class of torch.optim by its name, and Gluon's by theirs: with "gluon:" before it where both have one."""
+OPTIMIZER_CONSTRUCTORS = Registry(
+    "optimizer constructor",
+    "kvtrainer.optimizer_constructors",
+    built_in={"DefaultOptimizerConstructor": "kvtrainer.constructors:DefaultOptimizerConstructor"},
+)
+"""Takes (optimizer_cfg, paramwise_cfg); what it makes takes a model and returns a torch optimizer."""
+OPTIMIZER_BUILDERS = OPTIMIZER_CONSTRUCTORS
+HOOKS = Registry(
+    "hook",
+    "kvtrainer.hooks",
+    built_in={
+        "OptimizerHook": "kvtrainer.hooks.optimizer_hook:OptimizerHook",
+        "GradientCumulativeOptimizerHook": "kvtrainer.hooks.optimizer_hook:GradientCumulativeOptimizerHook",
+        "Fp16OptimizerHook": "kvtrainer.hooks.fp16_hook:Fp16OptimizerHook",
+        "GradientCumulativeFp16OptimizerHook": "kvtrainer.hooks.fp16_hook:GradientCumulativeFp16OptimizerHook",
+    },
+)
+MODELS = Registry("model", "kvtrainer.models")
+SCHEDULES = Registry("schedule", "kvtrainer.schedules")
+OPTIM_WRAPPERS = Registry("optimizer wrapper", "kvtrainer.optim_wrappers")

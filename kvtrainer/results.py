@@ -1,0 +1,27 @@
+"""What a step of a Trainer reports."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """How a step ended; the same on every worker, where contributions are summed in rounds.
+
+    `grad_norm` and `clip_coef` are two numbers: the norm is that before clipping.
+    """
+
+    grad_norm: float | None = None
+    """Norm of the gradient that the update would have used unclipped: unscaled, divided by the batch size, summed over
+    workers and replicas. None where no norm is limited."""
+    clip_coef: float = 1.0
+    """What the gradient was multiplied by to limit its norm."""
+    skipped: bool = False
+    """Nothing was updated because a gradient, or the loss, was infinite or not a number on some worker."""
+    loss_scale: float = 1.0
+    """The factor that the loss carried."""
+    lr: float = 0.0
+    """Learning rate of the first parameter group in this step, before `lr_mult`."""
+    updated: bool = True
+    """False if the step was skipped, or while gradients are still being accumulated."""

@@ -1,0 +1,284 @@
+"""From what a configuration or a script says to schedules of an optimizer.
+
+A schedule may be given as a ParamSchedule or its spec, as a scheduler of torch or a function that makes one, and as a
+dict in one of the forms that MMCV (`policy`) and mmengine (`type`) use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch.optim
+from torch.optim.lr_scheduler import LRScheduler
+
+from kvtrainer.bound_torch import PlateauSchedule, TorchSchedule
+from kvtrainer.errors import ArgumentTypeError, ConfigurationError, UnknownNameError
+from kvtrainer.param_schedule import BoundSchedule, ParamSchedule, WarmupClock
+from kvtrainer.schedule_spec import ScheduleSpec
+from kvtrainer.schedule_types import from_type
+
+__all__ = [
+    "bind_schedules",
+    "build_param_schedules",
+    "detectron_schedule",
+    "schedule_from_lr_config",
+    "schedule_from_momentum_config",
+]
+
+_RUN = ("max_epochs", "max_iters", "epoch_length")
+_WARMUP = ("warmup", "warmup_iters", "warmup_ratio", "warmup_by_epoch")
+_STEPWISE = ("cyclic", "onecycle")
+"""Policies that MMCV has by iteration only."""
+_DETECTRON = ("step", "steps_with_decay", "steps_with_lrs", "cosine_decay", "exp_decay")
+
+
+def bind_schedules(
+    given: Sequence[Any],
+    optimizer: torch.optim.Optimizer,
+    default_args: Mapping[str, Any] | None = None,
+    bound_before: Sequence[BoundSchedule] = (),
+) -> list[BoundSchedule]:
+    """Tie schedules to an optimizer, in their order; those of the same value build on one another.
+
+    Args:
+        given: Each a ScheduleSpec (`ParamSchedule.unbound`), a dict with 'policy' or 'type', a function
+            optimizer → scheduler, or something bound to this optimizer: a ParamSchedule or a scheduler of torch.
+            `dict(scheduler=…, by='epoch')` says of any of them that it goes by epoch; torch's go by step without it.
+        optimizer: A torch.optim.Optimizer, so also a Trainer.
+        default_args: max_epochs, max_iters and epoch_length, for dicts that do not say where they end.
+        bound_before: What the optimizer has already; those of the same value are built on.
+
+    Returns:
+        What is to be advanced; a schedule by epoch whose warm-up goes by step is followed by the clock of that.
+
+    Raises:
+        ArgumentTypeError: one is nothing of this.
+        ConfigurationError: one does not fit the optimizer.
+    """
+    if isinstance(given, str) or not isinstance(given, Sequence):
+        raise ArgumentTypeError(f"schedules must be a list of schedules, got {given!r:.80}")
+    run = _run_of(default_args)
+    bound: list[BoundSchedule] = []
+    last = {one.name: one for one in bound_before if isinstance(one, ParamSchedule)}
+    for one in given:
+        schedule = _bind(one, optimizer, run, last)
+        bound.append(schedule)
+        if isinstance(schedule, ParamSchedule):
+            last[schedule.name] = schedule
+            if schedule.warmup_clock is not None:
+                bound.append(schedule.warmup_clock)
+    return bound
+
+
+def build_param_schedules(
+    cfg: Any, optimizer: Any, default_args: Mapping[str, Any] | None = None
+) -> list[BoundSchedule] | dict[str, list[BoundSchedule]]:
+    """Make the schedules of one optimizer, or of several by name, as mmengine's build_param_scheduler does.
+
+    Args:
+        cfg: One schedule or a list, as `bind_schedules` takes them. For several optimizers also a dict of these by the
+            name of the optimizer; otherwise all get the same.
+        optimizer: A torch.optim.Optimizer or a mapping of several by name.
+        default_args: max_epochs, max_iters, epoch_length; read only.
+
+    Raises:
+        ArgumentTypeError: `optimizer` or a schedule is of a wrong type.
+        ConfigurationError: an end is known neither from the schedule nor from `default_args`, or as `bind_schedules`.
+    """
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return bind_schedules(_as_list(cfg), optimizer, default_args)
+    if not isinstance(optimizer, Mapping) or not optimizer:
+        raise ArgumentTypeError(
+            f"schedules need an optimizer or a mapping of several by name, got {type(optimizer).__name__}"
+        )
+    is_by_name = isinstance(cfg, Mapping) and not {"type", "policy", "scheduler"} & set(cfg)
+    if is_by_name and (unknown := sorted(set(cfg) - set(optimizer))):
+        raise UnknownNameError(
+            f"there are schedules for {', '.join(map(repr, unknown))}, but the optimizers are "
+            f"{', '.join(map(repr, optimizer))}"
+        )
+    if is_by_name:
+        return {
+            name: bind_schedules(_as_list(one), optimizer[name], default_args) for name, one in cfg.items()
+        }
+    return {name: bind_schedules(_as_list(cfg), one, default_args) for name, one in optimizer.items()}
+
+
+def schedule_from_lr_config(
+    cfg: Mapping[str, Any],
+    *,
+    max_epochs: int | None = None,
+    max_iters: int | None = None,
+    epoch_length: int | None = None,
+) -> ScheduleSpec:
+    """MMCV's lr_config: `policy`, its options, `by_epoch` (True), and the warm-up.
+
+    Args:
+        cfg: Read only. `end` in it stands for max_epochs or max_iters.
+        max_epochs, max_iters: How long training will be, as `by_epoch` says.
+        epoch_length: Steps in an epoch, for `warmup_by_epoch`: the schedule is then advanced by step, and the warm-up
+            goes on within an epoch, as in MMCV. Without it that warm-up goes from epoch to epoch.
+
+    Raises:
+        ConfigurationError: an option is unknown or wrong, or the policy needs an end that is not known.
+    """
+    run = {"max_epochs": max_epochs, "max_iters": max_iters, "epoch_length": epoch_length}
+    return _from_policy({**cfg, "name": "lr"}, run)
+
+
+def schedule_from_momentum_config(
+    cfg: Mapping[str, Any],
+    *,
+    max_epochs: int | None = None,
+    max_iters: int | None = None,
+    epoch_length: int | None = None,
+) -> ScheduleSpec:
+    """MMCV's momentum_config; everything as in `schedule_from_lr_config`."""
+    run = {"max_epochs": max_epochs, "max_iters": max_iters, "epoch_length": epoch_length}
+    return _from_policy({**cfg, "name": "momentum"}, run)
+
+
+def detectron_schedule(solver: Mapping[str, Any]) -> ScheduleSpec:
+    """The learning rate that Detectron's SOLVER keys say, by step; its defaults where they are missing.
+
+    Args:
+        solver: LR_POLICY, BASE_LR, GAMMA, STEP_SIZE, STEPS, LRS, MAX_ITER, WARM_UP_ITERS, WARM_UP_FACTOR,
+            WARM_UP_METHOD; other keys are for others.
+
+    Raises:
+        UnknownNameError: the policy or the warm-up is none of Detectron's.
+        ConfigurationError: a value is missing or impossible, such as STEPS that do not begin at 0.
+    """
+    policy = solver.get("LR_POLICY", "step")
+    if policy not in _DETECTRON:
+        raise UnknownNameError(f"LR_POLICY must be one of {', '.join(_DETECTRON)}, got {policy!r}")
+    gamma = solver.get("GAMMA", 0.1)
+    steps = list(solver.get("STEPS", ()))
+    if policy in ("steps_with_decay", "steps_with_lrs") and (not steps or steps[0] != 0):
+        raise ConfigurationError(f"STEPS must begin at 0, got {steps!r}")
+    choices: dict[str, Callable[[], tuple[str, dict[str, Any]]]] = {
+        "step": lambda: ("step", {"every": solver.get("STEP_SIZE", 30000), "gamma": gamma}),
+        "steps_with_decay": lambda: (
+            ("step", {"every": steps[1:], "gamma": gamma}) if steps[1:] else ("fixed", {})
+        ),
+        "steps_with_lrs": lambda: (
+            "steps_with_lrs",
+            {
+                "steps": steps,
+                "values": list(solver.get("LRS", ())),
+                "reference": solver.get("BASE_LR", 0.001),
+            },
+        ),
+        "cosine_decay": lambda: ("CosineAnnealing", {"minimum": 0.0}),
+        "exp_decay": lambda: ("exp_decay", {"gamma": gamma}),
+    }
+    name, options = choices[policy]()
+    method, iterations = solver.get("WARM_UP_METHOD", "linear"), solver.get("WARM_UP_ITERS", 500)
+    if iterations and method not in ("constant", "linear"):
+        raise UnknownNameError(f"WARM_UP_METHOD must be 'constant' or 'linear', got {method!r}")
+    warm = {
+        "warmup": method,
+        "warmup_iters": iterations,
+        "warmup_ratio": solver.get("WARM_UP_FACTOR", 1.0 / 3.0),
+    }
+    return ParamSchedule.unbound(
+        "lr", name, by="step", end=solver.get("MAX_ITER", 40000), **(warm if iterations else {}), **options
+    )
+
+
+def _bind(
+    one: Any, optimizer: torch.optim.Optimizer, run: Mapping[str, Any], last: Mapping[str, ParamSchedule]
+) -> BoundSchedule:
+    by = "step"
+    if isinstance(one, Mapping) and "scheduler" in one:
+        if set(one) - {"scheduler", "by"} or one.get("by", "step") not in ("step", "epoch"):
+            raise ConfigurationError(
+                f"a dict with a scheduler has that and by='step' or 'epoch', got {dict(one)!r:.120}"
+            )
+        one, by = one["scheduler"], one.get("by", "step")
+    if isinstance(one, Mapping):
+        one, by = _read(one, run)
+    if isinstance(one, ScheduleSpec):
+        return ParamSchedule.bound(one, optimizer, after=last.get(one.name))
+    if callable(one) and not _is_bound(one):
+        one = one(optimizer)
+    if isinstance(one, ScheduleSpec):
+        return ParamSchedule.bound(one, optimizer, after=last.get(one.name))
+    if not _is_bound(one):
+        raise ArgumentTypeError(
+            "a schedule is a ParamSchedule, a dict with 'policy' or 'type', a scheduler of torch or a function that "
+            f"makes one of an optimizer; got {type(one).__name__}"
+        )
+    _check_owner(one, optimizer)
+    bound: BoundSchedule = TorchSchedule(one, by) if isinstance(one, LRScheduler) else one
+    return bound
+
+
+def _read(cfg: Mapping[str, Any], run: Mapping[str, Any]) -> tuple[ScheduleSpec | Callable[..., Any], str]:
+    if "policy" in cfg:
+        return _from_policy(cfg, run), "step"
+    if "type" in cfg:
+        return from_type(cfg, run)
+    raise ConfigurationError(f"a schedule as a dict has 'policy' or 'type', got {dict(cfg)!r:.120}")
+
+
+def _is_bound(one: object) -> bool:
+    return isinstance(one, LRScheduler | ParamSchedule | PlateauSchedule | TorchSchedule | WarmupClock)
+
+
+def _check_owner(one: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Raise ConfigurationError unless it is bound to this optimizer, or to one that shares its groups."""
+    inner = one.scheduler if isinstance(one, TorchSchedule) else one
+    owner = inner.optimizer
+    if owner is not optimizer and owner.param_groups is not optimizer.param_groups:
+        raise ConfigurationError(
+            f"this {type(inner).__name__} is bound to another optimizer, a {type(owner).__name__}; give a function "
+            "that makes it, or bind it to this one"
+        )
+
+
+def _from_policy(cfg: Mapping[str, Any], run: Mapping[str, Any]) -> ScheduleSpec:
+    """MMCV's form: everything that is neither about when nor about the warm-up is an option of the policy."""
+    rest = dict(cfg)
+    policy, name = rest.pop("policy", None), rest.pop("name", "lr")
+    if not isinstance(policy, str):
+        raise ConfigurationError(f"a schedule needs the name of its policy, got {policy!r}")
+    asked_length = rest.get("epoch_length")
+    known = {key: rest.pop(key, run.get(key)) for key in _RUN}
+    is_stepwise = policy.replace("_", "").lower() in _STEPWISE
+    by_epoch = rest.pop("by_epoch", not is_stepwise)
+    if by_epoch and is_stepwise:
+        raise ConfigurationError(f"the policy {policy!r} goes by step; leave by_epoch out, or give False")
+    end = rest.pop("end", None)
+    if end is None:
+        end = known["max_epochs"] if by_epoch else _max_iters(known)
+    when = {key: rest.pop(key) for key in ("begin", "groups") if key in rest}
+    warm = {key: rest.pop(key) for key in _WARMUP if key in rest}
+    # Epochs may differ in length, so they are counted wherever that will do.
+    length = known["epoch_length"] if warm.get("warmup_by_epoch") else asked_length
+    return ScheduleSpec(
+        name,
+        policy,
+        "epoch" if by_epoch else "step",
+        end=end,
+        epoch_length=length,
+        **when,
+        **warm,
+        options=rest,
+    )
+
+
+def _max_iters(run: Mapping[str, Any]) -> int | None:
+    if run.get("max_iters") is None and run.get("max_epochs") and run.get("epoch_length"):
+        return int(run["max_epochs"] * run["epoch_length"])
+    return run.get("max_iters")
+
+
+def _run_of(default_args: Mapping[str, Any] | None) -> dict[str, Any]:
+    given = dict(default_args or {})
+    return {key: given.get(key) for key in _RUN}
+
+
+def _as_list(cfg: Any) -> list[Any]:
+    return list(cfg) if isinstance(cfg, Sequence) and not isinstance(cfg, str) else [cfg]

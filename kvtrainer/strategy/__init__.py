@@ -1,0 +1,11 @@
+"""What surrounds a training loop: environment, names and logs, building, checkpoints; the same over every kvstore.
+
+strategy = kvtrainer.strategy.Strategy(kvstore="device", work_dir="run")
+model, trainer = strategy.prepare(net, optim_wrapper=dict(optimizer=dict(type="SGD", lr=0.1)))
+"""
+
+from kvtrainer.strategy.agreement import Agreement, agreement_of
+from kvtrainer.strategy.base import BaseStrategy
+from kvtrainer.strategy.strategy import Strategy
+
+__all__ = ["Agreement", "BaseStrategy", "Strategy", "agreement_of"]

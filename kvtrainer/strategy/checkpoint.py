@@ -1,0 +1,149 @@
+"""The file of a checkpoint: read without running code, written whole or not at all, and found again."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import pickle
+from collections.abc import Callable, Mapping
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+from torch import Tensor
+
+from kvtrainer.errors import CheckpointKeyError, ConfigurationError, StateFileError
+from kvtrainer.state_file import replacing
+from kvtrainer.strategy.environment import current_device
+
+MapLocation = str | torch.device | Callable[..., Any] | None
+LAST = "last_checkpoint"
+"""The file in the work directory that says which checkpoint is the latest."""
+WEIGHTS, OPTIMIZER, SCHEDULERS, META = "state_dict", "optimizer", "param_schedulers", "meta"
+RANKS = "ranks"
+"""Of every rank: where its random numbers are, and what of the optimizers' states is its own."""
+
+
+def read_checkpoint(filename: str, map_location: MapLocation = "cpu") -> dict[str, Any]:
+    """Read a checkpoint; nothing in it is run as code.
+
+    Args:
+        filename: A path, or an https:// address, whose file is kept in torch.hub's folder.
+        map_location: As of torch.load; 'default' means the current device.
+
+    Raises:
+        ConfigurationError: the file is to come from a place that is not supported.
+        StateFileError: it cannot be read, or holds something else.
+    """
+    where: Any = current_device() if map_location == "default" else map_location
+    path = _local_path(filename)
+    try:
+        found = torch.load(path, map_location=where, weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise StateFileError(
+            f"cannot load {filename!r}: it holds more than tensors and plain values, or is damaged ({error!s:.300}). "
+            "If you trust it, load it with torch.load(weights_only=False) once and save its 'state_dict' again"
+        ) from error
+    except (OSError, RuntimeError, EOFError, ValueError, KeyError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)[:300]
+        raise StateFileError(f"cannot load {filename!r}: {reason or type(error).__name__}") from error
+    if not isinstance(found, Mapping):
+        raise StateFileError(f"cannot load {filename!r}: it holds a {type(found).__name__}, no checkpoint")
+    return _with_weights(dict(found), filename)
+
+
+def write_checkpoint(checkpoint: Mapping[str, Any], filename: str) -> None:
+    """Write the file, or replace the one that is there, in one stroke; blocks until it is on the disk.
+
+    Folders that are missing are made.
+
+    Raises:
+        StateFileError: it cannot be written; what was there before is unchanged.
+    """
+    path = os.path.realpath(filename)
+    try:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        with replacing(path) as temporary:
+            torch.save(dict(checkpoint), temporary)
+    except (OSError, RuntimeError) as error:
+        raise StateFileError(
+            f"cannot save a checkpoint to {filename!r}: {error}. What was there before is unchanged"
+        ) from error
+
+
+def note_last(work_dir: str, filename: str) -> None:
+    """Say in the work directory that this checkpoint is the latest. Raises StateFileError."""
+    path = os.path.join(os.path.realpath(work_dir), LAST)
+    try:
+        with replacing(path) as temporary, open(temporary, "w", encoding="utf-8") as file:
+            file.write(os.path.abspath(filename))
+    except OSError as error:
+        raise StateFileError(f"cannot note the latest checkpoint in {path!r}: {error}") from error
+
+
+def find_last(work_dir: str) -> str | None:
+    """The latest checkpoint of a work directory, also if that was moved since; None where there is none."""
+    try:
+        with open(os.path.join(work_dir, LAST), encoding="utf-8") as file:
+            noted = file.read().strip()
+    except OSError:
+        return None
+    beside = os.path.join(work_dir, os.path.basename(noted))
+    return beside if noted and not os.path.exists(noted) and os.path.exists(beside) else noted or None
+
+
+def _local_path(filename: str) -> str:
+    """Where the file is on this host; it is fetched first if it is elsewhere."""
+    if not isinstance(filename, str | os.PathLike):
+        raise ConfigurationError(f"the name of a checkpoint must be a path, got {filename!r:.80}")
+    name = os.fspath(filename)
+    scheme, mark, rest = name.partition("://")
+    if not mark:
+        return name
+    if scheme == "file":
+        return rest
+    if scheme == "https":
+        return _downloaded(name)
+    if scheme == "http":
+        raise ConfigurationError(
+            f"{name!r} would come over an unprotected connection; use https://, or download it yourself"
+        )
+    raise ConfigurationError(
+        f"checkpoints of {scheme}:// are not supported ({name!r}); give a path or an https:// address, for example of "
+        "the file that the model zoo offers"
+    )
+
+
+def _downloaded(url: str) -> str:
+    folder = os.path.join(torch.hub.get_dir(), "checkpoints")
+    # Other addresses may end in the same name.
+    base = os.path.basename(urlsplit(url).path) or "checkpoint"
+    path = os.path.join(folder, f"{hashlib.sha256(url.encode()).hexdigest()[:16]}-{base}")
+    if not os.path.exists(path):
+        try:
+            os.makedirs(folder, exist_ok=True)
+            torch.hub.download_url_to_file(url, path, progress=False)
+        except (OSError, RuntimeError) as error:
+            raise StateFileError(f"cannot download {url!r}: {error}") from error
+    return path
+
+
+def _with_weights(found: dict[str, Any], filename: str) -> dict[str, Any]:
+    """A checkpoint; a file of weights alone becomes one."""
+    if isinstance(found.get(WEIGHTS), Mapping):
+        return found
+    if found and all(isinstance(value, Tensor) for value in found.values()):
+        return {WEIGHTS: found}
+    raise StateFileError(
+        f"{filename!r} is no checkpoint: it has no {WEIGHTS!r}, but {', '.join(map(str, found))[:300] or 'nothing'}"
+    )
+
+
+def require(checkpoint: Mapping[str, Any], part: str, filename: str) -> Any:
+    """A part of a checkpoint. Raises CheckpointKeyError, which says what there is."""
+    if part not in checkpoint:
+        raise CheckpointKeyError(
+            f"{filename!r} has no {part!r}, only {', '.join(map(repr, checkpoint))}; it was saved without. Resume with "
+            f"missing='warn' to go on with what there is, or use load_checkpoint for the weights alone"
+        )
+    return checkpoint[part]

@@ -1,0 +1,180 @@
+"""What a training process sets up before anything else: who started it, limits, threads, and torch.distributed."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import platform
+import resource
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from kvstore_server.version import __version__
+from kvtrainer.env import NUM_WORKERS, RANK, read_place, workers_of_job
+from kvtrainer.errors import ConfigurationError
+
+_log = logging.getLogger(__name__)
+
+NONE = "none"
+_SIGNS = (
+    ("kvlaunch", (RANK, NUM_WORKERS)),
+    ("dmlc", ("DMLC_ROLE", "DMLC_WORKER_ID")),
+    ("pytorch", ("WORLD_SIZE",)),
+    ("slurm", ("SLURM_NTASKS",)),
+    ("mpi", ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")),
+)
+"""Launchers and the variables that they set, in the order in which kvtrainer.env takes ranks from them."""
+LAUNCHERS = (NONE, *(name for name, _ in _SIGNS))
+
+_LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
+_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+_DEFAULT_PORT = "29500"
+
+
+def infer_launcher(environ: Mapping[str, str]) -> str:
+    """Who started this process: one of LAUNCHERS, by the variables that it has set."""
+    for launcher, names in _SIGNS:
+        if any(environ.get(name, "").strip() for name in names):
+            return launcher
+    return NONE
+
+
+def check_launcher(launcher: str) -> str:
+    """The name, if it is one of LAUNCHERS. Raises ConfigurationError."""
+    if launcher not in LAUNCHERS:
+        raise ConfigurationError(f"launcher is {launcher!r}; it must be one of {', '.join(LAUNCHERS)}")
+    return launcher
+
+
+def raise_file_limit(limit: int) -> None:
+    """Let this process open up to `limit` files, as far as its hard limit allows; never fewer than before."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return
+    wanted = max(limit, soft) if hard == resource.RLIM_INFINITY else min(max(limit, soft), hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def set_multi_processing(
+    mp_start_method: str | None = None, opencv_num_threads: int | None = None, *, is_distributed: bool = False
+) -> None:
+    """Set how child processes are started, OpenCV's threads, and one thread for each child of a distributed job.
+
+    What is None is left alone. Note that 'fork' copies neither the threads of CUDA nor those of a kvstore's sockets.
+
+    Raises:
+        ConfigurationError: there is no such way to start processes.
+    """
+    if mp_start_method is not None:
+        ways = multiprocessing.get_all_start_methods()
+        if mp_start_method not in ways:
+            raise ConfigurationError(
+                f"mp_start_method is {mp_start_method!r}; it must be one of {', '.join(ways)}"
+            )
+        former = multiprocessing.get_start_method(allow_none=True)
+        if former not in (None, mp_start_method):
+            _log.warning(
+                "child processes are started by %r from now on, no longer by %r", mp_start_method, former
+            )
+        multiprocessing.set_start_method(mp_start_method, force=True)
+    cv2 = sys.modules.get("cv2")
+    if opencv_num_threads is not None and cv2 is not None:
+        cv2.setNumThreads(opencv_num_threads)
+    for name in _THREADS if is_distributed else ():
+        if name not in os.environ:
+            os.environ[name] = "1"
+            _log.warning(
+                "%s is 1 for every process that this one starts; set it yourself for another number", name
+            )
+
+
+def local_rank(environ: Mapping[str, str]) -> int:
+    """Which process of its host this one is, as far as a launcher says so; else 0."""
+    texts = (environ.get(name, "").strip() for name in _LOCAL_RANKS)
+    return next((int(text) for text in texts if text.isdecimal()), 0)
+
+
+def choose_cuda_device(environ: Mapping[str, str]) -> None:
+    """Make the CUDA device of this process's number on its host the current one, where there is CUDA."""
+    if torch.cuda.is_available():
+        torch.cuda.set_device(local_rank(environ) % torch.cuda.device_count())
+
+
+def current_device() -> torch.device:
+    """The current CUDA device, or the CPU where there is none."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def init_process_group(environ: Mapping[str, str], **options: Any) -> None:
+    """Join the other processes of the job in a torch.distributed group; blocks until all are there.
+
+    Args:
+        environ: Where a launcher says rank and number; MASTER_ADDR says where rank 0 is. It may be missing when all
+            processes are on one host.
+        **options: of torch.distributed.init_process_group. The backend is gloo, with NCCL for CUDA tensors where there
+            is CUDA.
+
+    Raises:
+        ConfigurationError: the environment does not say enough; tells what is missing.
+    """
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
+    options = {"backend": backend, **options}
+    if "store" not in options:
+        rank, count = read_place(environ, options.get("rank"), options.get("world_size"))
+        options = {**options, "rank": rank, "world_size": count}
+    if "store" not in options and "init_method" not in options:
+        address = environ.get("MASTER_ADDR", "").strip()
+        if not address and not _is_one_host(environ, options["world_size"]):
+            raise ConfigurationError(
+                f"this process is one of {options['world_size']}, which sum over torch.distributed, but nothing says "
+                "where rank 0 is; set MASTER_ADDR (and MASTER_PORT), or give env_kwargs=dict(dist_cfg=dict(init_method="
+                "...)), or use kvstore='dist_sync', or launcher='none' to train alone"
+            )
+        port = environ.get("MASTER_PORT", "").strip() or _DEFAULT_PORT
+        options["init_method"] = f"tcp://{address or '127.0.0.1'}:{port}"
+    try:
+        dist.init_process_group(**options)
+    except TypeError as error:
+        raise ConfigurationError(
+            f"dist_cfg has an option that torch.distributed does not take: {error}"
+        ) from error
+
+
+def processes_of_job(environ: Mapping[str, str]) -> int:
+    """How many processes the environment says there are; 1 where nothing does."""
+    found = workers_of_job(environ)
+    return 1 if found is None else found[0]
+
+
+def describe_system(devices: Sequence[torch.device] = ()) -> dict[str, Any]:
+    """What this process runs on: platform, versions, devices and threads."""
+    found: dict[str, Any] = {
+        "sys.platform": sys.platform,
+        "Platform": platform.platform(),
+        "Python": sys.version.replace("\n", ""),
+        "PyTorch": torch.__version__,
+        "NumPy": np.__version__,
+        "kvtrainer": __version__,
+        "CPU capability": torch.backends.cpu.get_cpu_capability(),
+        "Threads": torch.get_num_threads(),
+        "CUDA available": torch.cuda.is_available(),
+    }
+    if torch.cuda.is_available():
+        names = [torch.cuda.get_device_name(at) for at in range(torch.cuda.device_count())]
+        found |= {"GPUs": names, "CUDA": torch.version.cuda, "cuDNN": torch.backends.cudnn.version()}  # type: ignore[no-untyped-call]
+    return found | {"Devices": [str(device) for device in devices]}
+
+
+def _is_one_host(environ: Mapping[str, str], count: int) -> bool:
+    if environ.get("SLURM_NTASKS", "").strip():
+        nodes = environ.get("SLURM_NNODES", "") or environ.get("SLURM_JOB_NUM_NODES", "")
+        return nodes.strip() == "1" or count == 1
+    return environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", "").strip() == str(count) or count == 1

@@ -1,0 +1,133 @@
+"""Random numbers of a process: where they begin, and where they are now."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvtrainer.errors import ConfigurationError
+
+_log = logging.getLogger(__name__)
+
+_SEEDS = 1 << 32
+"""numpy takes seeds below this."""
+
+
+@dataclass(frozen=True)
+class Randomness:
+    """How random numbers begin.
+
+    Args:
+        seed: From 0 up to 2^32 - 1; None: rank 0 draws one.
+        diff_rank_seed: Every rank adds its number to the seed, for example to draw other noise than its neighbours.
+        deterministic: Only algorithms that always give the same result, where torch has them; it raises where not.
+
+    Raises:
+        ConfigurationError: an argument is wrong.
+    """
+
+    seed: int | None = None
+    diff_rank_seed: bool = False
+    deterministic: bool = False
+
+    def __post_init__(self) -> None:
+        is_number = isinstance(self.seed, int) and not isinstance(self.seed, bool)
+        if self.seed is not None and not (is_number and 0 <= self.seed < _SEEDS):
+            raise ConfigurationError(f"seed must be None or an int from 0 up to 2**32 - 1, got {self.seed!r}")
+
+    @staticmethod
+    def read(given: Mapping[str, Any] | None) -> Randomness:
+        """From a dict with the arguments; it is not kept. Raises ConfigurationError if it has others."""
+        try:
+            return Randomness(**({} if given is None else given))
+        except TypeError as error:
+            raise ConfigurationError(
+                f"randomness takes seed, diff_rank_seed and deterministic, got {given!r:.200}"
+            ) from error
+
+    def as_dict(self) -> dict[str, Any]:
+        """The arguments by name."""
+        return {
+            "seed": self.seed,
+            "diff_rank_seed": self.diff_rank_seed,
+            "deterministic": self.deterministic,
+        }
+
+
+def draw_seed() -> int:
+    """A seed that nobody chose."""
+    return secrets.randbelow(1 << 31)
+
+
+def set_randomness(randomness: Randomness, shared_seed: int, rank: int) -> int:
+    """Let python's, numpy's and torch's random numbers begin anew on all devices; return the seed of this rank."""
+    seed = (shared_seed + rank) % _SEEDS if randomness.diff_rank_seed else shared_seed
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    if randomness.deterministic:
+        _be_deterministic()
+    return seed
+
+
+def rng_state(devices: Sequence[torch.device] = ()) -> dict[str, Any]:
+    """Where the random numbers of this process are: python's, numpy's, torch's on the CPU and on CUDA `devices`.
+
+    Tensors and plain numbers.
+    """
+    version, internal, gauss = random.getstate()
+    numbers = np.random.get_state(legacy=True)
+    assert isinstance(numbers, tuple)
+    return {
+        "python": {"version": version, "state": torch.tensor(internal), "gauss": gauss},
+        "numpy": {
+            "key": torch.from_numpy(numbers[1].astype(np.int64)),
+            "pos": int(numbers[2]),
+            "has_gauss": int(numbers[3]),
+            "gauss": float(numbers[4]),
+        },
+        "torch": torch.get_rng_state(),
+        "cuda": [torch.cuda.get_rng_state(device) for device in _on_cuda(devices)],
+    }
+
+
+def set_rng_state(state: Mapping[str, Any], devices: Sequence[torch.device] = ()) -> None:
+    """Go on where `rng_state` was; CUDA states in the order of `devices`, as many as there are of both."""
+    python, numbers = state["python"], state["numpy"]
+    random.setstate((int(python["version"]), tuple(python["state"].tolist()), python["gauss"]))
+    key = numbers["key"].cpu().numpy().astype(np.uint32)
+    np.random.set_state(("MT19937", key, numbers["pos"], numbers["has_gauss"], numbers["gauss"]))
+    torch.set_rng_state(state["torch"].cpu())
+    mine, saved = _on_cuda(devices), state["cuda"]
+    if len(mine) != len(saved):
+        _log.warning(
+            "the random numbers of %d CUDA devices were saved and %d are used now: the others begin with the seed",
+            len(saved),
+            len(mine),
+        )
+    for device, one in zip(mine, saved, strict=False):
+        torch.cuda.set_rng_state(one.cpu(), device)
+
+
+def _on_cuda(devices: Sequence[torch.device]) -> list[torch.device]:
+    found = {device: None for device in devices if device.type == "cuda"}
+    return list(found)
+
+
+def _be_deterministic() -> None:
+    if torch.backends.cudnn.benchmark:
+        _log.warning("cudnn_benchmark is switched off, because deterministic results were asked for")
+    torch.backends.cudnn.deterministic = True
+    torch.backends.cudnn.benchmark = False
+    if torch.cuda.is_available():
+        # Without it torch refuses matrix products, of which cuBLAS would choose the algorithm by what is free.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)

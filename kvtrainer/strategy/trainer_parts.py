@@ -1,0 +1,126 @@
+"""What a strategy asks of a Trainer: its parts, and its states as plain values that a checkpoint holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvtrainer.errors import StateMismatchError
+from kvtrainer.param_schedule import BoundSchedule
+from kvtrainer.saved_states import SavedParameter, SavedStates
+from kvtrainer.trainer import Trainer
+from kvtrainer.trainer_dict import TrainerDict
+
+_SCHEDULES = "schedules"
+"""The part of a Trainer's states that a checkpoint has in a place of its own."""
+
+
+def trainers_by_name(trainer: Trainer | TrainerDict | None) -> Mapping[str, Trainer]:
+    """All Trainers; a single one has the name ''."""
+    if trainer is None:
+        return {}
+    return {"": trainer} if isinstance(trainer, Trainer) else trainer
+
+
+def schedules_of(trainer: Trainer) -> Sequence[BoundSchedule]:
+    """What the Trainer advances."""
+    return trainer._schedules
+
+
+def num_replicas(trainer: Trainer) -> int:
+    """How many copies of every parameter this process has."""
+    return 1 + len(trainer._layout.copies)
+
+
+def accumulated_passes(trainer: Trainer) -> int:
+    """How many backward passes make one update."""
+    return trainer._accumulation.counts
+
+
+def has_begun(trainer: Trainer) -> bool:
+    """Whether there was a step or a `set_data`, so that a store may hold other weights than the model."""
+    return trainer._link.is_started
+
+
+def devices_of(trainers: Mapping[str, Trainer]) -> list[torch.device]:
+    """The devices of all parameters, each once."""
+    found = {
+        p.device: None for one in trainers.values() for group in one.param_groups for p in group["params"]
+    }
+    return list(found)
+
+
+def take_states(trainer: Trainer, is_first: bool) -> tuple[dict[str, Any] | None, dict[str, Any]]:
+    """What all workers have in common, None unless `is_first` (it is fetched from a store), and what is this worker's.
+
+    Schedules are in neither.
+    """
+    extra, tensors = trainer._extra_states()
+    own = {"extra": {name: value for name, value in extra.items() if name != _SCHEDULES}, "tensors": tensors}
+    if not is_first:
+        return None, own
+    saved = trainer.export_saved_states()
+    common = {
+        "optimizer": saved.optimizer,
+        "num_update": saved.num_update,
+        "groups": saved.groups,
+        "parameters": {
+            name: {"shape": list(one.shape), "dtype": one.dtype, "group": one.group, "state": one.state}
+            for name, one in saved.parameters.items()
+        },
+    }
+    return common, own
+
+
+def put_states(trainer: Trainer, common: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    """Take over what `take_states` gave; or the state_dict of torch's optimizer of the same kind.
+
+    Raises:
+        StateMismatchError: it belongs to another model or optimizer; says how.
+    """
+    if "param_groups" in common and "state" in common:
+        trainer.load_state_dict(dict(common))
+        return
+    try:
+        parameters = {
+            name: SavedParameter(tuple(one["shape"]), one["dtype"], one["group"], dict(one["state"]))
+            for name, one in common["parameters"].items()
+        }
+        saved = SavedStates(
+            dict(common["optimizer"]),
+            common["num_update"],
+            [{name: _tupled(value) for name, value in group.items()} for group in common["groups"]],
+            parameters,
+            dict(own.get("extra", {})),
+            {part: dict(members) for part, members in own.get("tensors", {}).items()},
+        )
+    except (KeyError, TypeError, AttributeError) as error:
+        raise StateMismatchError(
+            f"the optimizer's part of the checkpoint makes no sense ({type(error).__name__}: {error}); it is neither "
+            "ours nor the state_dict of a torch optimizer"
+        ) from error
+    trainer.adopt_saved_states(saved)
+
+
+def held_weights(trainer: Trainer) -> dict[int, Tensor]:
+    """Where workers' updates count one by one: the weights that the store has now, by id of the parameter.
+
+    Those here may lack what others gave since. Empty where they cannot; blocks.
+    """
+    holder = trainer._link.holder
+    if holder is None or not trainer._link.choice.updates_weights or holder.is_sync:
+        return {}
+    arenas, layout = holder.pull(), trainer._layout
+    rows = zip(layout.plan.specs, layout.plan.key_offsets, layout.parameters, strict=True)
+    return {
+        id(p): arenas[spec.dtype][at : at + spec.numel].view(spec.shape).clone()
+        for spec, at, p in rows
+        if not spec.row_sparse
+    }
+
+
+def _tupled(value: Any) -> Any:
+    return tuple(map(_tupled, value)) if isinstance(value, list) else value

@@ -1,0 +1,144 @@
+"""Weights of a model as a checkpoint has them: taken out, and loaded with a report of what did not fit."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from kvtrainer.errors import ConfigurationError, StateMismatchError
+from kvtrainer.strategy.agreement import Agreement
+from kvtrainer.strategy.trees import pack_tree, unpack_tree
+
+ReviseKeys = Sequence[tuple[str, str]]
+WITHOUT_WRAPPER: ReviseKeys = ((r"^module\.", ""),)
+"""Takes away what DistributedDataParallel puts before every name."""
+_INSIDE = ("_orig_mod", "module")
+"""Where wrappers keep the model: torch.compile's, and DistributedDataParallel's and its like."""
+
+
+class LoadReport(NamedTuple):
+    """What a model and a checkpoint did not have in common."""
+
+    missing: list[str]
+    """In the model only: these have the values that they had before."""
+    unexpected: list[str]
+    """In the checkpoint only."""
+    mismatched: list[str]
+    """In both, with other shapes; they were not loaded. Each says which."""
+
+    def __bool__(self) -> bool:
+        return bool(self.missing or self.unexpected or self.mismatched)
+
+    def __str__(self) -> str:
+        parts = zip(("missing", "unexpected", "of another shape"), self, strict=True)
+        return "; ".join(f"{what}: {', '.join(names)}" for what, names in parts if names) or "everything fits"
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside of wrappers, whose names its own begin with."""
+    while True:
+        inner = next((getattr(model, name) for name in _INSIDE if _is_wrapper(model, name)), None)
+        if inner is None:
+            return model
+        model = inner
+
+
+def take_weights(model: nn.Module) -> dict[str, Any]:
+    """The weights and buffers of a model, by name, on the CPU."""
+    state = unwrapped(model).state_dict()
+    return {name: v.detach().cpu() if isinstance(v, Tensor) else v for name, v in state.items()}
+
+
+def load_weights(
+    model: nn.Module,
+    state_dict: Mapping[str, Any],
+    strict: bool = False,
+    revise_keys: ReviseKeys = WITHOUT_WRAPPER,
+) -> LoadReport:
+    """Load weights into a model, what fits of them; a report of the rest.
+
+    Args:
+        strict: Raise if anything does not fit.
+        revise_keys: Pairs of a regular expression and its replacement, applied to every name in order.
+
+    Raises:
+        StateMismatchError: `strict`, and something does not fit; nothing has been loaded then.
+        ConfigurationError: two names of the checkpoint become the same one, or a pattern is malformed.
+    """
+    given = _revised(state_dict, revise_keys)
+    inner = unwrapped(model)
+    own = inner.state_dict()
+    mismatched = {
+        name: f"{name} ({list(value.shape)} in the checkpoint, {list(own[name].shape)} in the model)"
+        for name, value in given.items()
+        if isinstance(own.get(name), Tensor) and isinstance(value, Tensor) and _differ(own[name], value)
+    }
+    report = LoadReport(
+        [name for name in own if name not in given],
+        [name for name in given if name not in own],
+        list(mismatched.values()),
+    )
+    if strict and report:
+        raise StateMismatchError(
+            f"the checkpoint does not fit the model, which is unchanged: {report}. Load it with strict=False to take "
+            "what fits"
+        )
+    inner.load_state_dict({name: v for name, v in given.items() if name not in mismatched}, strict=False)
+    return report
+
+
+@torch.no_grad()
+def share_weights(model: nn.Module, agreement: Agreement) -> None:
+    """Give every worker rank 0's weights and buffers, where they differ; collective."""
+    if agreement.size == 1:
+        return
+    own = {name: v for name, v in unwrapped(model).state_dict().items() if isinstance(v, Tensor)}
+    mine = pack_tree(own)
+    # Weights that were drawn with the same seed need not travel.
+    marks = agreement.all_gather(_mark(mine))
+    if all(mark == marks[0] for mark in marks):
+        return
+    found = unpack_tree(agreement.broadcast(mine))
+    if agreement.rank != 0:
+        load_weights(model, found, strict=True, revise_keys=())
+
+
+def _mark(data: bytes) -> bytes:
+    return hashlib.sha256(data).digest()
+
+
+def _differ(own: Tensor, value: Tensor) -> bool:
+    if nn.parameter.is_lazy(own):
+        return False
+    return own.shape != value.shape
+
+
+def _is_wrapper(model: nn.Module, name: str) -> bool:
+    """Whether all that a module has is one inner module, under a name that wrappers use."""
+    inner = model._modules.get(name)
+    return inner is not None and len(model._modules) == 1 and not model._parameters and not model._buffers
+
+
+def _revised(state_dict: Mapping[str, Any], revise_keys: ReviseKeys) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    origin: dict[str, str] = {}
+    for name, value in state_dict.items():
+        revised = name
+        try:
+            for pattern, replacement in revise_keys:
+                revised = re.sub(pattern, replacement, revised)
+        except (re.error, TypeError, ValueError) as error:
+            raise ConfigurationError(
+                f"revise_keys must be pairs of a pattern and a replacement, got {revise_keys!r:.200} ({error})"
+            ) from error
+        if revised in found:
+            raise ConfigurationError(
+                f"revise_keys makes {revised!r} out of both {origin[revised]!r} and {name!r}; give other patterns"
+            )
+        found[revised], origin[revised] = value, name
+    return found

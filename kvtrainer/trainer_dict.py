@@ -1,0 +1,140 @@
+"""Several Trainers under names, as a model with several optimizers needs them: a GAN, say."""
+
+from __future__ import annotations
+
+from collections.abc import ItemsView, Iterator, KeysView, Mapping, ValuesView
+from typing import Any, NoReturn
+
+from kvtrainer.errors import (
+    ArgumentTypeError,
+    ConfigurationError,
+    JointStepError,
+    KeyNotFoundError,
+    StateMismatchError,
+)
+from kvtrainer.parameters import Group
+from kvtrainer.trainer import Trainer
+
+__all__ = ["TrainerDict"]
+
+
+class TrainerDict(Mapping[str, Trainer]):
+    """Trainers by name, which step one by one; a checkpoint holds the state of all of them.
+
+    They may share a store object: each has tables and an optimizer of its own there. On every worker they must come to
+    their first steps in the same order.
+
+    Raises:
+        ConfigurationError: there is none.
+        ArgumentTypeError: one is no Trainer.
+
+        trainers = kvtrainer.TrainerDict(generator=Trainer(...), discriminator=Trainer(...))
+        trainers["generator"].update_params(loss)
+    """
+
+    def __init__(self, **trainers: Trainer) -> None:
+        if not trainers:
+            raise ConfigurationError(
+                "a TrainerDict needs at least one Trainer, as in TrainerDict(generator=trainer)"
+            )
+        for name, trainer in trainers.items():
+            if not isinstance(trainer, Trainer):
+                raise ArgumentTypeError(
+                    f"each argument of a TrainerDict must be a Trainer, got {name}={type(trainer).__name__}"
+                )
+        self._trainers = trainers
+
+    def __getitem__(self, name: str) -> Trainer:
+        try:
+            return self._trainers[name]
+        except KeyError:
+            raise KeyNotFoundError(
+                f"no Trainer is named {name!r}; there are {', '.join(self._trainers)}"
+            ) from None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._trainers)
+
+    def __len__(self) -> int:
+        return len(self._trainers)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._trainers
+
+    def keys(self) -> KeysView[str]:
+        return self._trainers.keys()
+
+    def values(self) -> ValuesView[Trainer]:
+        return self._trainers.values()
+
+    def items(self) -> ItemsView[str, Trainer]:
+        return self._trainers.items()
+
+    def update_params(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused: one loss cannot be that of all. Raises JointStepError, a NotImplementedError."""
+        raise self._joint("update_params")
+
+    def backward(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused: loss scales may differ. Raises JointStepError, a NotImplementedError."""
+        raise self._joint("backward")
+
+    def step(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused, as `backward` is. Raises JointStepError, a NotImplementedError."""
+        raise self._joint("step")
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients of all parameters of all Trainers."""
+        for trainer in self._trainers.values():
+            trainer.zero_grad(set_to_none)
+
+    @property
+    def param_groups(self) -> dict[str, list[Group]]:
+        """The parameter groups of every Trainer, by its name."""
+        return {name: trainer.param_groups for name, trainer in self._trainers.items()}
+
+    def get_lr(self) -> dict[str, list[float]]:
+        """The learning rates of every Trainer's groups: {"generator.lr": [...], ...}."""
+        return {f"{name}.lr": one.get_lr()["lr"] for name, one in self._trainers.items()}
+
+    def get_momentum(self) -> dict[str, list[float]]:
+        """The momentum of every Trainer's groups: {"generator.momentum": [...], ...}."""
+        return {f"{name}.momentum": one.get_momentum()["momentum"] for name, one in self._trainers.items()}
+
+    def end_epoch(self) -> None:
+        """Advance the schedules of all Trainers that go by epoch."""
+        for trainer in self._trainers.values():
+            trainer.end_epoch()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state_dict of every Trainer, by its name; blocks while state is fetched."""
+        return {name: trainer.state_dict() for name, trainer in self._trainers.items()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` gave; call it on every worker.
+
+        Raises:
+            StateMismatchError: the names are others, or the state of one does not fit. In the first case nothing has
+                changed.
+        """
+        check_names(state_dict, self._trainers)
+        for name, trainer in self._trainers.items():
+            trainer.load_state_dict(state_dict[name])
+
+    def close(self) -> None:
+        """Close all Trainers; idempotent."""
+        for trainer in self._trainers.values():
+            trainer.close()
+
+    def _joint(self, method: str) -> JointStepError:
+        return JointStepError(
+            f"You should access the Trainer of the TrainerDict and call its `{method}`; it has {', '.join(self)}"
+        )
+
+
+def check_names(given: Mapping[str, Any], trainers: Mapping[str, Any]) -> None:
+    """Raise StateMismatchError unless the state of several Trainers has their names."""
+    if set(given) != set(trainers):
+        raise StateMismatchError(
+            f"mismatched state: it is of {', '.join(sorted(map(str, given)))}, while the Trainers here are "
+            f"{', '.join(sorted(trainers))}"
+        )

@@ -1,0 +1,121 @@
+"""Which backward passes end in an update, what losses are divided by, and what a Trainer makes of that."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import Parameter
+
+from kvtrainer import Trainer
+from kvtrainer.accumulation import Accumulation
+from kvtrainer.errors import ConfigurationError
+
+
+def windows(counts: int, total: int | None, passes: int) -> list[tuple[int, bool]]:
+    """(divisor, whether an update follows) of every pass."""
+    accumulation = Accumulation(counts)
+    accumulation.set_progress(0, total)
+    rows = []
+    for _ in range(passes):
+        divisor = accumulation.divisor
+        accumulation.count()
+        rows.append((divisor, accumulation.is_boundary))
+    return rows
+
+
+def test_every_third_pass_ends_in_an_update() -> None:
+    assert windows(3, None, 7) == [(3, False), (3, False), (3, True)] * 2 + [(3, False)]
+
+
+def test_last_window_counts_in_full_however_short() -> None:
+    assert windows(3, 10, 10) == [(3, False), (3, False), (3, True)] * 3 + [(1, True)]
+    assert windows(4, 6, 6) == [(4, False)] * 3 + [(4, True), (2, False), (2, True)]
+
+
+def test_total_below_one_window_is_one_window() -> None:
+    assert windows(5, 2, 2) == [(2, False), (2, True)]
+
+
+def test_without_accumulation_every_pass_is_a_window() -> None:
+    assert windows(1, 3, 3) == [(1, True)] * 3
+
+
+def test_going_on_within_a_window_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    accumulation = Accumulation(4)
+    with caplog.at_level(logging.WARNING):
+        accumulation.set_progress(8, 20)
+        assert not caplog.records
+        accumulation.set_progress(6, 20)
+    assert "within a window of 4: the gradients of the first 2 are not there" in caplog.text
+
+
+@pytest.mark.parametrize("given", [0, -1, 1.5, True, "2", None])
+def test_counts_must_be_a_positive_int(given: Any) -> None:
+    with pytest.raises(ConfigurationError, match="accumulate must be an int of at least 1"):
+        Accumulation(given)
+
+
+@pytest.mark.parametrize(("done", "total"), [(-1, None), (5, 4), (0, 0)])
+def test_impossible_progress_is_refused(done: int, total: int | None) -> None:
+    with pytest.raises(ConfigurationError, match=f"{done} backward passes of {total} cannot"):
+        Accumulation(2).set_progress(done, total)
+
+
+def trainer_of(p: Parameter, counts: int, in_store: bool | None = None, **options: Any) -> Trainer:
+    store = "local" if in_store is not None else None
+    return Trainer({"p": p}, "torch:SGD", {"lr": 1.0}, store, None, in_store, accumulate=counts, **options)
+
+
+@pytest.mark.parametrize("in_store", [None, False, True])
+def test_ten_passes_in_windows_of_three_make_four_updates(in_store: bool | None) -> None:
+    p = Parameter(torch.zeros(()))
+    trainer = trainer_of(p, 3, in_store)
+    trainer.set_progress(0, 10)
+    seen, updated = [], []
+    for _ in range(10):
+        updated.append(trainer.update_params(p * 1.0).updated)
+        seen.append(p.item())
+    assert seen == pytest.approx([0, 0, -1, -1, -1, -2, -2, -2, -3, -4])
+    assert updated == [False, False, True, False, False, True, False, False, True, True]
+
+
+def test_step_and_backward_may_be_called_one_by_one() -> None:
+    p = Parameter(torch.zeros(()))
+    trainer = trainer_of(p, 2)
+    for expected in (0.0, -1.0, -1.0, -2.0):
+        trainer.backward(p * 1.0)
+        trainer.step()
+        assert p.item() == expected
+
+
+def test_nothing_reaches_the_store_before_the_window_is_full() -> None:
+    p = Parameter(torch.zeros(3))
+    trainer = trainer_of(p, 2, in_store=True)
+    trainer.update_params(p.sum())
+    assert not trainer.server_stats()
+    trainer.update_params(p.sum())
+    assert trainer.server_stats()[0]["tables"][0]["rounds_applied"] >= 1
+
+
+def test_plain_backward_is_refused_because_nobody_counts_it() -> None:
+    p = Parameter(torch.zeros(()))
+    trainer = trainer_of(p, 2)
+    (p * 1.0).backward()
+    with pytest.raises(ConfigurationError, match=r"accumulate=2 counts .* trainer.backward\(loss\)"):
+        trainer.step()
+    assert p.item() == 0.0
+
+
+def test_saved_states_know_how_many_passes_there_were(tmp_path: Any) -> None:
+    p, q = Parameter(torch.zeros(())), Parameter(torch.zeros(()))
+    first, second = trainer_of(p, 2), trainer_of(q, 2)
+    for _ in range(4):
+        first.update_params(p * 1.0)
+    first.save_states(tmp_path / "states")
+    second.set_progress(0, 5)
+    second.load_states(tmp_path / "states")
+    assert second.update_params(q * 1.0).updated  # the fifth of five ends the last window, of one
+    assert q.item() == -1.0

@@ -1,0 +1,243 @@
+"""Hooks of a runner that update through a Trainer, and the names and order of hooks."""
+
+from __future__ import annotations
+
+import logging
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from kvtrainer import Trainer
+from kvtrainer.errors import AnomalousParametersError, ArgumentTypeError, ConfigurationError
+from kvtrainer.hooks import (
+    GradientCumulativeOptimizerHook,
+    Hook,
+    OptimizerHook,
+    Priority,
+    get_priority,
+)
+from kvtrainer.log_buffer import LogBuffer
+from kvtrainer.registry import HOOKS
+
+
+class Runner:
+    """A loop over batches that calls one hook, as MMCV's runners do."""
+
+    def __init__(self, model: nn.Module, hook: Hook, max_iters: int = 0, **options: Any) -> None:
+        self.model, self.hook = model, hook
+        self.trainer = Trainer(model, "sgd", {"learning_rate": 1.0}, **{"kvstore": None, **options})
+        self.log_buffer = LogBuffer()
+        self.meta: dict[str, Any] = {}
+        self.logger = logging.getLogger("runner")
+        self.iter, self.max_iters = 0, max_iters
+        self.outputs: Any = None
+
+    def run(self, batches: list[torch.Tensor]) -> None:
+        self.hook.before_run(self)
+        for batch in batches:
+            self.hook.before_train_iter(self)
+            self.outputs = {"loss": self.model(batch).sum(), "num_samples": len(batch)}
+            self.hook.after_train_iter(self)
+            self.iter += 1
+        self.hook.after_run(self)
+
+
+class Weights(nn.Module):
+    """The loss of a batch is its sum, over samples, times the weights; so the gradient is that sum."""
+
+    def __init__(self, count: int = 2) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(count))
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        return batch * self.w
+
+
+def batch(*rows: list[float]) -> torch.Tensor:
+    return torch.tensor(rows)
+
+
+def test_weights_are_updated_after_each_batch() -> None:
+    model = Weights()
+    Runner(model, OptimizerHook()).run([batch([1, 2]), batch([3, 4])])
+    assert model.w.tolist() == [-4, -6]
+
+
+@pytest.mark.parametrize(("limit", "step"), [(1.0, [0.6, 0.8]), (35.0, [3.0, 4.0])])
+def test_gradient_is_clipped_and_its_norm_before_that_is_logged(limit: float, step: list[float]) -> None:
+    model = Weights()
+    runner = Runner(model, OptimizerHook(grad_clip={"max_norm": limit, "norm_type": 2}))
+    runner.run([batch([3, 4])])
+    assert [-w for w in model.w.tolist()] == pytest.approx(step, rel=1e-5)
+    assert list(runner.log_buffer.val_history["grad_norm"]) == [5.0]
+
+
+def test_logged_norm_is_averaged_with_the_number_of_samples_as_weight() -> None:
+    runner = Runner(Weights(), OptimizerHook(grad_clip={"max_norm": 35}))
+    runner.run([batch([3, 4]), batch([0, 6], [0, 2], [0, 1])])
+    runner.log_buffer.average()
+    assert runner.log_buffer.output["grad_norm"] == pytest.approx((5 * 1 + 9 * 3) / 4)
+
+
+def test_values_may_be_clipped_and_without_clipping_no_norm_is_logged() -> None:
+    model = Weights()
+    runner = Runner(model, OptimizerHook(grad_clip={"type": "value", "clip_value": 0.5}))
+    runner.run([batch([3, -4])])
+    assert model.w.tolist() == [-0.5, 0.5]
+    assert not runner.log_buffer.val_history
+
+
+def test_norm_of_a_skipped_step_is_not_logged() -> None:
+    model = Weights()
+    runner = Runner(model, OptimizerHook(grad_clip={"max_norm": 35}))
+    runner.run([batch([math.nan, 1]), batch([3, 4])])
+    assert list(runner.log_buffer.val_history["grad_norm"]) == [5.0]
+    assert model.w.tolist() == [-3, -4]
+
+
+def test_parameters_that_are_not_in_the_loss_are_logged_or_raise(caplog: pytest.LogCaptureFixture) -> None:
+    def model() -> nn.Module:
+        weights = Weights()
+        weights.spare = nn.Linear(2, 3)
+        return weights
+
+    Runner(model(), OptimizerHook(detect_anomalous_params=True)).run([batch([1, 2])])
+    assert [r.message for r in caplog.records] == [
+        "spare.weight with shape [3, 2] is not in the computational graph",
+        "spare.bias with shape [3] is not in the computational graph",
+    ]
+    with pytest.raises(AnomalousParametersError, match=r"spare\.weight"):
+        Runner(model(), OptimizerHook(detect_anomalous_params="raise")).run([batch([1, 2])])
+
+
+def test_options_of_the_trainer_stay_where_the_hook_says_nothing() -> None:
+    model = Weights()
+    Runner(model, OptimizerHook(), clip_grad={"max_norm": 1.0}).run([batch([3, 4])])
+    assert model.w.tolist() == pytest.approx([-0.6, -0.8], rel=1e-5)
+
+
+def test_runner_may_run_again_but_a_hook_cannot_change_a_trainer_that_has_begun() -> None:
+    model = Weights()
+    runner = Runner(model, OptimizerHook(grad_clip={"max_norm": 35}))
+    runner.run([batch([1, 2])])
+    runner.run([batch([1, 2])])
+    assert model.w.tolist() == [-2, -4]
+    runner.hook = OptimizerHook(grad_clip={"max_norm": 1})
+    with pytest.raises(ConfigurationError, match="after the first step"):
+        runner.run([])
+
+
+def test_optimizer_of_the_runner_may_be_the_trainer() -> None:
+    model = Weights()
+    trainer = Trainer(model, "sgd", {"learning_rate": 1.0}, kvstore=None)
+    runner = SimpleNamespace(optimizer=trainer, outputs={"loss": model(batch([1, 2])).sum()})
+    hook = OptimizerHook()
+    hook.before_run(runner)
+    hook.after_train_iter(runner)
+    assert model.w.tolist() == [-1, -2]
+
+
+def test_runner_without_a_trainer_or_a_loss_is_refused() -> None:
+    model = Weights()
+    with pytest.raises(ArgumentTypeError, match=r"has no kvtrainer\.Trainer"):
+        OptimizerHook().before_run(SimpleNamespace(optimizer=torch.optim.SGD(model.parameters(), 0.1)))
+    runner = Runner(model, OptimizerHook())
+    runner.outputs = {}
+    with pytest.raises(ConfigurationError, match=r"needs runner\.outputs\['loss'\]"):
+        runner.hook.after_train_iter(runner)
+
+
+@pytest.mark.parametrize(
+    "options", [{"grad_clip": {"max": 3}}, {"grad_clip": 35}, {"detect_anomalous_params": "loud"}]
+)
+def test_impossible_options_are_refused_at_once(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError):
+        OptimizerHook(**options)
+
+
+def test_gradients_of_several_batches_make_an_update_and_the_last_window_may_be_shorter() -> None:
+    model = Weights(1)
+    runner = Runner(model, GradientCumulativeOptimizerHook(3), max_iters=10)
+    seen = []
+    after = runner.hook.after_train_iter
+
+    def record(same: Any) -> None:
+        after(same)
+        seen.append(round(model.w.item(), 5))
+
+    setattr(runner.hook, "after_train_iter", record)  # noqa: B010
+    runner.run([batch([1])] * 10)
+    assert seen == [0, 0, -1, -1, -1, -2, -2, -2, -3, -4]
+
+
+def test_batch_normalisation_under_accumulation_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    Runner(model, GradientCumulativeOptimizerHook(cumulative_iters=2), max_iters=4).run([])
+    assert "batch normalisation" in caplog.text
+
+
+def test_accumulation_needs_to_know_where_the_run_ends() -> None:
+    trainer = Trainer(Weights(), "sgd", kvstore=None)
+    with pytest.raises(ConfigurationError, match=r"runner\.iter and runner\.max_iters"):
+        GradientCumulativeOptimizerHook(cumulative_iters=2).before_run(SimpleNamespace(trainer=trainer))
+    with pytest.raises(ConfigurationError, match="cumulative_iters"):
+        GradientCumulativeOptimizerHook(cumulative_iters=0)
+
+
+def test_priorities_are_mmcvs() -> None:
+    assert [get_priority(one) for one in ("HIGHEST", "very_high", Priority.NORMAL, 33)] == [0, 10, 50, 33]
+    assert get_priority(OptimizerHook.priority) == get_priority("ABOVE_NORMAL") == 40
+    for bad in (101, -1, "SOON", True):
+        with pytest.raises(ConfigurationError, match="a priority is"):
+            get_priority(bad)
+
+
+def test_hooks_are_found_by_name() -> None:
+    hook = HOOKS.build({"type": "OptimizerHook", "grad_clip": {"max_norm": 35}})
+    assert type(hook) is OptimizerHook
+    cumulative = HOOKS.build({"type": "GradientCumulativeOptimizerHook", "cumulative_iters": 4})
+    assert isinstance(cumulative, OptimizerHook)
+    for name in ("Fp16OptimizerHook", "GradientCumulativeFp16OptimizerHook"):
+        assert isinstance(HOOKS.build({"type": name}), OptimizerHook)
+
+
+def test_places_of_training_and_validation_are_places_of_any_epoch_and_batch() -> None:
+    class Recorder(Hook):
+        def __init__(self) -> None:
+            self.seen: list[str] = []
+
+        def before_epoch(self, runner: Any) -> None:
+            self.seen.append("before_epoch")
+
+        def after_epoch(self, runner: Any) -> None:
+            self.seen.append("after_epoch")
+
+        def before_iter(self, runner: Any) -> None:
+            self.seen.append("before_iter")
+
+        def after_iter(self, runner: Any) -> None:
+            self.seen.append("after_iter")
+
+    hook = Recorder()
+    for kind in ("train", "val"):
+        for when in ("before", "after"):
+            for what in ("epoch", "iter"):
+                getattr(hook, f"{when}_{kind}_{what}")(None)
+    assert hook.seen == ["before_epoch", "before_iter", "after_epoch", "after_iter"] * 2
+    hook.before_run(None)
+    hook.after_run(None)
+
+
+def test_hooks_can_ask_where_a_run_is() -> None:
+    hook = Hook()
+    runner = SimpleNamespace(epoch=3, iter=19, inner_iter=4, max_epochs=4, max_iters=20, data_loader=range(5))
+    assert [hook.every_n_epochs(runner, n) for n in (0, 2, 3, 4)] == [False, True, False, True]
+    assert [hook.every_n_iters(runner, n) for n in (-1, 10, 6)] == [False, True, False]
+    assert [hook.every_n_inner_iters(runner, n) for n in (5, 2)] == [True, False]
+    assert hook.end_of_epoch(runner)
+    assert hook.is_last_epoch(runner)
+    assert hook.is_last_iter(runner)

@@ -1,0 +1,247 @@
+"""Which forms a schedule may be given in, and how schedules of torch are advanced and saved."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import lr_scheduler
+
+from kvtrainer.errors import ArgumentTypeError, ConfigurationError, UnknownNameError
+from kvtrainer.param_schedule import ParamSchedule
+from kvtrainer.schedule_config import (
+    bind_schedules,
+    detectron_schedule,
+    schedule_from_lr_config,
+    schedule_from_momentum_config,
+)
+from tests.support.scalar_training import IN_STORE, step, trainer_of, values, zeros
+
+
+def sgd(rate: float = 0.1) -> torch.optim.SGD:
+    return torch.optim.SGD(zeros(1), lr=rate, momentum=0.9)
+
+
+def rates(given: Any, count: int, optimizer: Any = None, **run: Any) -> list[float]:
+    optimizer, seen = optimizer or sgd(), []
+    bound = bind_schedules([given], optimizer, run)
+    for _ in range(count):
+        seen.append(optimizer.param_groups[0]["lr"])
+        for schedule in bound:
+            schedule.step()
+    return seen
+
+
+HALVED = [0.1, 0.05, 0.025]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ParamSchedule.unbound("lr", "exp", gamma=0.5),
+        {"policy": "exp", "gamma": 0.5},
+        {"type": "ExponentialLR", "gamma": 0.5, "end": 9},
+        partial(lr_scheduler.ExponentialLR, gamma=0.5),
+        lambda optimizer: ParamSchedule(optimizer, "lr", "exp", gamma=0.5),
+        lambda optimizer: ParamSchedule.unbound("lr", "exp", gamma=0.5),
+        {"scheduler": partial(lr_scheduler.ExponentialLR, gamma=0.5), "by": "epoch"},
+        {"scheduler": {"policy": "exp", "gamma": 0.5}},
+    ],
+)
+def test_schedules_are_taken_in_every_form(given: Any) -> None:
+    assert rates(given, 3) == pytest.approx(HALVED)
+
+
+def test_what_is_bound_already_is_taken_as_it_is() -> None:
+    for make in (
+        partial(lr_scheduler.ExponentialLR, gamma=0.5),
+        partial(ParamSchedule, policy="exp", gamma=0.5),
+    ):
+        optimizer = sgd()
+        assert rates(make(optimizer), 3, optimizer) == pytest.approx(HALVED)
+        with pytest.raises(ConfigurationError, match="bound to another optimizer"):
+            bind_schedules([make(sgd())], optimizer)
+
+
+def test_scheduler_of_an_instance_that_shares_its_groups_is_taken() -> None:
+    parameters = zeros(1)
+    instance = torch.optim.SGD(parameters, lr=0.1)
+    scheduler = lr_scheduler.ExponentialLR(instance, 0.5)
+    assert rates(scheduler, 3, trainer_of(parameters, instance)) == pytest.approx(HALVED)
+
+
+@pytest.mark.parametrize(
+    ("given", "by"),
+    [
+        (partial(lr_scheduler.ExponentialLR, gamma=0.5), "step"),
+        ({"scheduler": partial(lr_scheduler.ExponentialLR, gamma=0.5), "by": "epoch"}, "epoch"),
+        ({"type": "torch:ExponentialLR", "gamma": 0.5}, "epoch"),
+        ({"type": "torch:ExponentialLR", "gamma": 0.5, "by_epoch": False}, "step"),
+        (lr_scheduler.ReduceLROnPlateau, "metric"),
+        ({"policy": "exp", "gamma": 0.5}, "epoch"),
+        ({"policy": "exp", "gamma": 0.5, "by_epoch": False}, "step"),
+        ({"policy": "cyclic", "max_iters": 9}, "step"),
+        (detectron_schedule({}), "step"),
+    ],
+)
+def test_schedules_say_what_they_go_by(given: Any, by: str) -> None:
+    assert [one.by for one in bind_schedules([given], sgd())] == [by]
+
+
+@pytest.mark.parametrize(
+    ("given", "error"),
+    [
+        (0.1, ArgumentTypeError),
+        ("step", ArgumentTypeError),
+        (lambda optimizer: 0.1, ArgumentTypeError),
+        ({"gamma": 0.5}, ConfigurationError),
+        ({"policy": None}, ConfigurationError),
+        ({"scheduler": lr_scheduler.ConstantLR, "by": "iter"}, ConfigurationError),
+        ({"scheduler": lr_scheduler.ConstantLR, "end": 3}, ConfigurationError),
+        ({"policy": "cyclic", "by_epoch": True, "max_epochs": 3}, ConfigurationError),
+        ({"policy": "cosine"}, UnknownNameError),
+        ({"policy": "exp", "gamma": 0.5, "warmup": "cosine", "warmup_iters": 3}, ConfigurationError),
+    ],
+)
+def test_what_is_no_schedule_is_refused(given: Any, error: type[Exception]) -> None:
+    with pytest.raises(error):
+        bind_schedules([given], sgd())
+
+
+def test_schedules_are_a_list() -> None:
+    with pytest.raises(ArgumentTypeError, match="a list of schedules"):
+        bind_schedules("step", sgd())
+
+
+def test_schedules_of_one_value_build_on_one_another_also_when_they_come_later() -> None:
+    optimizer = sgd(0.1)
+    bound = bind_schedules([{"policy": "exp", "gamma": 0.5}], optimizer)
+    bound += bind_schedules([{"policy": "step", "step": 2}], optimizer, bound_before=bound)
+    for _ in range(2):
+        for schedule in bound:
+            schedule.step()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 0.25 * 0.1)
+
+
+def test_lr_and_momentum_config_of_a_cycle_move_against_one_another() -> None:
+    optimizer = torch.optim.SGD(zeros(1), lr=0.001, momentum=0.95)
+    rate = schedule_from_lr_config(
+        {"policy": "cyclic", "target_ratio": [10, 1e-4], "cyclic_times": 1, "step_ratio_up": 0.4},
+        max_iters=10,
+    )
+    momentum = schedule_from_momentum_config(
+        {"policy": "cyclic", "target_ratio": (0.85 / 0.95, 1), "cyclic_times": 1, "step_ratio_up": 0.4},
+        max_iters=10,
+    )
+    bound = bind_schedules([rate, momentum], optimizer)
+    for _ in range(4):
+        for schedule in bound:
+            schedule.step()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.01)
+    assert optimizer.param_groups[0]["momentum"] == pytest.approx(0.85)
+
+
+def test_end_of_a_config_is_the_end_of_training() -> None:
+    cfg = {"policy": "poly", "power": 1.0}
+    assert rates(cfg, 3, max_epochs=4, max_iters=40) == pytest.approx([0.1, 0.075, 0.05])
+    assert rates({**cfg, "by_epoch": False}, 3, max_epochs=2, epoch_length=2) == pytest.approx(
+        [0.1, 0.075, 0.05]
+    )
+    with pytest.raises(ConfigurationError, match="max_epochs or max_iters"):
+        schedule_from_lr_config(cfg)
+
+
+def test_warm_up_by_step_in_a_config_by_epoch_adds_a_clock() -> None:
+    cfg = {"policy": "step", "step": [8, 11], "warmup": "linear", "warmup_iters": 5, "warmup_ratio": 0.001}
+    bound = bind_schedules([cfg], sgd(), {"max_epochs": 12, "epoch_length": 100})
+    assert [one.by for one in bound] == ["epoch", "step"]
+    by_epoch = bind_schedules(
+        [{**cfg, "warmup_by_epoch": True}], sgd(), {"max_epochs": 12, "epoch_length": 100}
+    )
+    assert [one.by for one in by_epoch] == ["step"]
+
+
+TORCHS: dict[str, Callable[[Any], Any]] = {
+    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, 1.0, total_steps=20),
+    "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, 0.1, 1.0, step_size_up=3),
+    "MultiStepLR": lambda o: lr_scheduler.MultiStepLR(o, [2, 5]),
+    "SequentialLR": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.ConstantLR(o, 0.1, 2), lr_scheduler.MultiStepLR(o, [2, 4])], [3]
+    ),
+    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda n: math.exp(-n / 5)),
+    "ChainedScheduler": lambda o: lr_scheduler.ChainedScheduler(
+        [lr_scheduler.LinearLR(o, 0.5, total_iters=3), lr_scheduler.ExponentialLR(o, 0.9)]
+    ),
+}
+
+
+@IN_STORE
+@pytest.mark.parametrize("name", TORCHS)
+def test_schedulers_of_torch_reach_the_update_and_resume_from_plain_numbers(
+    name: str, in_store: bool
+) -> None:
+    options = {"lr": 0.5, "momentum": 0.9}
+    [theirs] = zeros(1)
+    reference = torch.optim.SGD([theirs], **options)
+    expected = TORCHS[name](reference)
+    [ours] = zeros(1)
+    trainer = trainer_of([ours], "torch:SGD", options, in_store)
+    [bound] = bind_schedules([TORCHS[name]], trainer)
+    for i in range(8):
+        if i == 4:
+            state, saved = json.loads(json.dumps(bound.state_dict())), trainer.state_dict()
+            ours = torch.nn.Parameter(ours.detach().clone())
+            trainer = trainer_of([ours], "torch:SGD", options, in_store)
+            [bound] = bind_schedules([TORCHS[name]], trainer)
+            trainer.load_state_dict(saved)
+            bound.load_state_dict(state)
+        step(trainer, slope=i - 3.5)
+        theirs.grad = torch.full_like(theirs, i - 3.5)
+        reference.step()
+        bound.step()
+        expected.step()
+        assert trainer.learning_rate == reference.param_groups[0]["lr"]
+        assert trainer.param_groups[0]["momentum"] == reference.param_groups[0]["momentum"]
+        assert values([ours]) == pytest.approx(values([theirs]), abs=1e-6)
+
+
+def test_plateau_of_torch_goes_by_its_metric() -> None:
+    trainer = trainer_of(zeros(1), "sgd", {"learning_rate": 1.0})
+    [bound] = bind_schedules([partial(lr_scheduler.ReduceLROnPlateau, factor=0.5, patience=0)], trainer)
+    for _ in range(3):
+        bound.step(1.0)  # type: ignore[call-arg]
+    assert trainer.learning_rate == 0.25
+    with pytest.raises(ConfigurationError, match="advanced with a metric"):
+        bound.step()
+    [resumed] = bind_schedules([partial(lr_scheduler.ReduceLROnPlateau, factor=0.5, patience=0)], trainer)
+    resumed.load_state_dict(json.loads(json.dumps(bound.state_dict())))
+    resumed.step(0.5)  # type: ignore[call-arg]
+    assert trainer.learning_rate == 0.25
+
+
+def test_no_warning_where_an_update_is_not_a_step() -> None:
+    # Warnings are errors in these tests.
+    trainer = trainer_of(zeros(1), "sgd")
+    bound = bind_schedules([partial(lr_scheduler.StepLR, step_size=1)], trainer)
+    for group in trainer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.ones_like(parameter)
+    trainer.update(1)
+    for schedule in bound:
+        schedule.step()
+    assert trainer.learning_rate == pytest.approx(0.01)
+
+
+def test_rates_of_detectron_reach_an_optimizer() -> None:
+    solver = {
+        "LR_POLICY": "steps_with_decay", "BASE_LR": 0.02, "STEPS": [0, 6], "MAX_ITER": 9, "WARM_UP_ITERS": 5,
+    }  # fmt: skip
+    warm = [0.0066666668, 0.0093333330, 0.0120000001, 0.0146666663, 0.0173333324]
+    assert rates(detectron_schedule(solver), 8, sgd(0.02)) == pytest.approx(
+        [*warm, 0.02, 0.002, 0.002], rel=1e-6
+    )

@@ -1,0 +1,286 @@
+"""Schedules under mmengine's type names, compared with torch's schedulers, whose numbers they share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import lr_scheduler
+
+from kvtrainer.errors import ConfigurationError, UnknownNameError
+from kvtrainer.schedule_config import bind_schedules, build_param_schedules
+from tests.support.scalar_training import zeros
+
+
+def sgd(*rates: float) -> torch.optim.SGD:
+    groups = [{"params": zeros(1), "lr": rate} for rate in rates or (0.1,)]
+    return torch.optim.SGD(groups, lr=1.0, momentum=0.9)
+
+
+def values(
+    given: Sequence[Mapping[str, Any]], count: int, key: str = "lr", **default_args: Any
+) -> list[float]:
+    """What a group has before each of so many steps, all schedules being advanced together."""
+    optimizer, seen = sgd(), []
+    bound = bind_schedules(given, optimizer, default_args)
+    for _ in range(count):
+        seen.append(optimizer.param_groups[0][key])
+        for schedule in bound:
+            schedule.step()
+    return seen
+
+
+def torchs(made: Sequence[Callable[[Any], Any]], count: int) -> list[float]:
+    optimizer, seen = sgd(), []
+    schedulers = [make(optimizer) for make in made]
+    optimizer.step()
+    for _ in range(count):
+        seen.append(optimizer.param_groups[0]["lr"])
+        for scheduler in schedulers:
+            scheduler.step()
+    return seen
+
+
+PAIRS: dict[str, tuple[dict[str, Any], Callable[[Any], Any]]] = {
+    "Step": ({"type": "StepLR", "step_size": 3}, lambda o: lr_scheduler.StepLR(o, 3)),
+    "MultiStep": (
+        {"type": "MultiStepLR", "milestones": [6, 2, 6], "gamma": 0.5},
+        lambda o: lr_scheduler.MultiStepLR(o, [2, 6, 6], 0.5),
+    ),
+    "Exponential": ({"type": "ExponentialLR", "gamma": 0.8}, lambda o: lr_scheduler.ExponentialLR(o, 0.8)),
+    "Cosine": (
+        {"type": "CosineAnnealingLR", "T_max": 4, "eta_min": 0.02},
+        lambda o: lr_scheduler.CosineAnnealingLR(o, 4, 0.02),
+    ),
+    "Poly": ({"type": "PolyLR", "power": 2.0}, lambda o: lr_scheduler.PolynomialLR(o, 9, 2.0)),
+    "Linear": (
+        {"type": "LinearLR", "start_factor": 0.1, "end_factor": 0.5},
+        lambda o: lr_scheduler.LinearLR(o, 0.1, 0.5, 9),
+    ),
+    "Constant": ({"type": "ConstantLR", "factor": 0.5}, lambda o: lr_scheduler.ConstantLR(o, 0.5, 9)),
+    "OneCycle": (
+        {"type": "OneCycleLR", "eta_max": 0.3},
+        lambda o: lr_scheduler.OneCycleLR(o, 0.3, 10, cycle_momentum=False),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_values_are_those_of_torch(name: str) -> None:
+    cfg, make = PAIRS[name]
+    assert values([{**cfg, "end": 10}], 10) == pytest.approx(torchs([make], 10), rel=1e-9)
+
+
+def test_linear_reaches_the_full_rate_in_the_last_step_of_its_window() -> None:
+    seen = values([{"type": "LinearLR", "start_factor": 0.1, "end": 5}], 6)
+    assert seen == pytest.approx([0.01, 0.0325, 0.055, 0.0775, 0.1, 0.1])
+
+
+def test_constant_gives_the_rate_back_also_after_a_window_of_one_step() -> None:
+    assert values([{"type": "ConstantLR", "factor": 0.5, "end": 3}], 4) == pytest.approx(
+        [0.05, 0.05, 0.1, 0.1]
+    )
+    assert values([{"type": "ConstantLR", "factor": 0.5, "end": 1}], 3) == pytest.approx([0.05, 0.1, 0.1])
+
+
+def test_cosine_restarts_stay_after_their_periods() -> None:
+    cfg = {
+        "type": "CosineRestartLR",
+        "periods": [4, 4],
+        "restart_weights": [1, 0.5],
+        "eta_min": 0.0,
+        "end": 12,
+    }
+    expected = [0.1, 0.0853553, 0.05, 0.0146447, 0.05, 0.0426777, 0.025, *[0.00732233] * 3]
+    assert values([cfg], 10) == pytest.approx(expected, rel=1e-5)
+
+
+def test_schedules_that_overlap_multiply() -> None:
+    ours = [
+        {"type": "LinearLR", "start_factor": 0.1, "end": 6, "by_epoch": False},
+        {"type": "MultiStepLR", "milestones": [3, 8], "end": 12, "by_epoch": False},
+        {"type": "ExponentialLR", "gamma": 0.9, "end": 12, "by_epoch": False},
+    ]
+    theirs = [
+        lambda o: lr_scheduler.LinearLR(o, 0.1, 1.0, 5),
+        lambda o: lr_scheduler.MultiStepLR(o, [3, 8]),
+        lambda o: lr_scheduler.ExponentialLR(o, 0.9),
+    ]
+    assert values(ours, 12) == pytest.approx(torchs(theirs, 12), rel=1e-9)
+
+
+def test_windows_in_sequence_go_on_from_one_another() -> None:
+    ours = [
+        {"type": "LinearLR", "start_factor": 0.5, "end_factor": 0.8, "begin": 0, "end": 4},
+        {"type": "CosineAnnealingLR", "begin": 4, "end": 10, "eta_min": 0.02},
+    ]
+    optimizer = sgd(0.08)
+    cosine, expected = lr_scheduler.CosineAnnealingLR(optimizer, 6, 0.02), [0.05, 0.06, 0.07, 0.08]
+    optimizer.step()
+    for _ in range(6):
+        expected.append(optimizer.param_groups[0]["lr"])
+        cosine.step()
+    assert values(ours, 12) == pytest.approx([*expected, expected[-1], expected[-1]])
+
+
+def test_value_before_the_begin_is_left_alone() -> None:
+    cfg = {"type": "ExponentialLR", "gamma": 0.5, "begin": 2, "end": 5}
+    assert values([cfg], 6) == pytest.approx([0.1, 0.1, 0.1, 0.05, 0.025, 0.025])
+
+
+@pytest.mark.parametrize("kind", ["Step", "Exponential", "CosineAnnealing", "Linear", "Constant", "Poly"])
+def test_momentum_follows_the_same_types(kind: str) -> None:
+    options = {"Step": {"step_size": 2}, "Exponential": {"gamma": 0.5}}.get(kind, {})
+    rates = values([{"type": f"{kind}LR", **options, "end": 6}], 6)
+    momenta = values([{"type": f"{kind}Momentum", **options, "end": 6}], 6, "momentum")
+    general = {"type": f"{kind}ParamScheduler", "param_name": "momentum", **options, "end": 6}
+    assert [9 * rate for rate in rates] == pytest.approx(momenta)
+    assert values([general], 6, "momentum") == momenta
+
+
+def test_one_cycle_of_momentum_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="learning rate only"):
+        values([{"type": "OneCycleMomentum", "eta_max": 0.9, "end": 4}], 1)
+
+
+def test_end_is_the_end_of_training_where_it_is_not_said() -> None:
+    by_epoch, by_step = ({"type": "PolyLR", "by_epoch": is_by} for is_by in (True, False))
+    assert values([by_epoch], 5, max_epochs=5, max_iters=50)[4] == pytest.approx(0.0)
+    assert values([by_step], 5, max_epochs=50, max_iters=5)[4] == pytest.approx(0.0)
+    assert values([{**by_epoch, "end": 3}], 3, max_epochs=5)[2] == pytest.approx(0.0)
+    for cfg, missing in ((by_epoch, "max_epochs"), (by_step, "max_iters")):
+        with pytest.raises(ConfigurationError, match=f"{missing} must be specified in default_args"):
+            values([cfg], 1)
+
+
+@pytest.mark.parametrize(
+    ("cfg", "by_hand"),
+    [
+        ({"type": "MultiStepLR", "milestones": [2, 3]}, {"milestones": [8, 12]}),
+        ({"type": "StepLR", "step_size": 2}, {"step_size": 8}),
+        ({"type": "CosineAnnealingLR"}, {}),
+        ({"type": "CosineAnnealingLR", "T_max": 3}, {"T_max": 12}),
+        ({"type": "CosineRestartLR", "periods": [5], "eta_min": 0}, {"periods": [20]}),
+        ({"type": "LinearLR", "begin": 1, "end": 3}, {"begin": 4, "end": 12}),
+    ],
+)
+def test_schedule_by_epoch_can_be_converted_to_go_by_step(
+    cfg: dict[str, Any], by_hand: dict[str, Any]
+) -> None:
+    run = {"max_epochs": 5, "max_iters": 20, "epoch_length": 4}
+    optimizer = sgd()
+    [bound] = bind_schedules([{**cfg, "convert_to_iter_based": True}], optimizer, run)
+    assert bound.by == "step"
+    converted = values([{**cfg, "convert_to_iter_based": True}], 20, **run)
+    assert converted == pytest.approx(values([{**cfg, **by_hand, "by_epoch": False}], 20, **run))
+
+
+@pytest.mark.parametrize(
+    ("cfg", "run", "message"),
+    [
+        ({"convert_to_iter_based": True}, {}, "epoch_length"),
+        ({"convert_to_iter_based": True, "by_epoch": False}, {"epoch_length": 3}, "by_epoch=True"),
+        ({"begin": 5}, {}, "end should be larger than begin, but got begin=5, end=5"),
+        ({"gama": 0.1}, {}, "no option 'gama'"),
+        ({"milestones": []}, {}, "every"),
+    ],
+)
+def test_impossible_schedules_are_refused(cfg: dict[str, Any], run: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        values([{"type": "MultiStepLR", "milestones": [2], "end": 5, **cfg}], 1, **run)
+
+
+@pytest.mark.parametrize(("key", "value"), [("start_factor", 1.5), ("end_factor", -0.1)])
+def test_factors_are_from_zero_to_one(key: str, value: float) -> None:
+    with pytest.raises(ConfigurationError, match=f"{key} must be a number from 0 to 1"):
+        values([{"type": "LinearLR", "end": 5, key: value}], 1)
+
+
+def test_unknown_type_is_told_what_there_is() -> None:
+    with pytest.raises(UnknownNameError, match="CosineAnnealingLR"):
+        values([{"type": "CosineLR", "end": 5}], 1)
+
+
+def test_schedulers_of_torch_are_known_by_their_names() -> None:
+    seen = values([{"type": "CosineAnnealingWarmRestarts", "T_0": 3, "by_epoch": False}], 7)
+    assert seen == pytest.approx(torchs([lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 3)], 7))
+    own = values([{"type": "torch:LinearLR", "start_factor": 0.1, "total_iters": 5}], 6)
+    assert own == pytest.approx([0.01, 0.028, 0.046, 0.064, 0.082, 0.1])
+    with pytest.raises(ConfigurationError, match="cannot be made"):
+        values([{"type": "torch:LinearLR", "start": 0.1}], 1)
+
+
+METRICS = (1.0, 0.5, 0.5, 0.6, 0.4, 0.9, 0.9, 0.9)
+
+
+@pytest.mark.parametrize(
+    ("key", "name"), [("lr", "ReduceOnPlateauLR"), ("momentum", "ReduceOnPlateauMomentum")]
+)
+def test_value_is_lowered_when_a_metric_stops_improving(key: str, name: str) -> None:
+    optimizer = sgd()
+    cfg = {"type": name, "monitor": "loss", "factor": 0.5, "patience": 1, "cooldown": 1, "min_value": 0.01}
+    [schedule] = bind_schedules([cfg], optimizer)
+    assert schedule.by == "metric"
+    reference = torch.optim.SGD(zeros(1), lr=optimizer.param_groups[0][key])
+    theirs = lr_scheduler.ReduceLROnPlateau(reference, factor=0.5, patience=1, cooldown=1, min_lr=0.01)
+    for metric in METRICS:
+        schedule.step(metric)  # type: ignore[call-arg]
+        theirs.step(metric)
+        assert optimizer.param_groups[0][key] == reference.param_groups[0]["lr"]
+    assert optimizer.param_groups[0][key] < sgd().param_groups[0][key]
+
+
+def test_metric_schedule_resumes_and_keeps_to_its_window() -> None:
+    cfg = {"type": "ReduceOnPlateauLR", "patience": 0, "factor": 0.5, "begin": 2, "end": 4}
+    first = sgd()
+    [schedule] = bind_schedules([cfg], first)
+    for _ in range(3):
+        schedule.step(1.0)  # type: ignore[call-arg]
+    assert first.param_groups[0]["lr"] == 0.1
+    second = sgd()
+    [resumed] = bind_schedules([cfg], second)
+    resumed.load_state_dict(schedule.state_dict())
+    for expected in (0.05, 0.05):
+        resumed.step(1.0)  # type: ignore[call-arg]
+        assert second.param_groups[0]["lr"] == expected
+    with pytest.raises(ConfigurationError, match="with a metric"):
+        resumed.step()
+
+
+def test_one_configuration_serves_several_optimizers() -> None:
+    optimizers = {"generator": sgd(0.1), "critic": sgd(0.4)}
+    cfg, run = [{"type": "PolyLR"}, {"type": "StepMomentum", "step_size": 1}], {"max_epochs": 3}
+    made = build_param_schedules(cfg, optimizers, run)
+    assert isinstance(made, dict)
+    assert list(made) == ["generator", "critic"]
+    for bound in made.values():
+        for schedule in bound:
+            schedule.step()
+    assert [o.param_groups[0]["lr"] for o in optimizers.values()] == pytest.approx([0.05, 0.2])
+    assert run == {"max_epochs": 3}
+
+
+def test_optimizers_may_have_schedules_of_their_own() -> None:
+    optimizers = {"generator": sgd(), "critic": sgd()}
+    cfg = {"critic": {"type": "PolyLR", "end": 3}}
+    made = build_param_schedules(cfg, optimizers)
+    assert isinstance(made, dict)
+    assert list(made) == ["critic"]
+    with pytest.raises(UnknownNameError, match="schedules for 'discriminator'"):
+        build_param_schedules({"discriminator": cfg["critic"]}, optimizers)
+
+
+def test_one_schedule_makes_a_list_of_one_and_the_configuration_is_left_as_it_is() -> None:
+    cfg = {"type": "CosineRestartLR", "periods": [3], "eta_min": 0.0, "convert_to_iter_based": True}
+    before = dict(cfg)
+    made = build_param_schedules(cfg, sgd(), {"max_epochs": 3, "epoch_length": 2})
+    assert isinstance(made, list)
+    assert len(made) == 1
+    assert cfg == before
+
+
+def test_schedules_need_an_optimizer() -> None:
+    with pytest.raises(TypeError, match="an optimizer or a mapping"):
+        build_param_schedules({"type": "PolyLR", "end": 3}, [sgd()])
