@@ -58,7 +58,8 @@ class RoundKeeper:
             try:
                 table = space.table(commit.table)
                 out += self._commit(space, table, rank, batch, commit, waiter, now)
-                if table.rounds.is_waiting() and (anyone_lost or now >= table.rounds.earliest_deadline()):
+                is_open = table.rounds.is_waiting() and table.held is None
+                if is_open and (anyone_lost or now >= table.rounds.earliest_deadline()):
                     out += self.fail_if_hopeless(space, table, now)
             except KVStoreError as error:
                 out.append(failed(waiter.peer, waiter.number, error, commit.table, commit.round))
@@ -181,9 +182,10 @@ class RoundKeeper:
             table.hyper.check(batch.hyper)
         verdict = rounds.commit(rank, commit, waiter, now)
         if isinstance(verdict, Applied):
+            end = table.end_of(rank, commit.round)
             # What was told before it was applied may have been lost as well.
-            told = table.end_of(rank, commit.round).partials if commit.hold else None
-            before = [] if told is None else held(table, commit.round, waiter, told)
+            is_asked = commit.hold and not end.vetoes
+            before = held(table, commit.round, waiter, end.partials) if is_asked else []
             return before + self._answer(space, table, rank, commit, waiter, now)
         if isinstance(verdict, Lost):
             return [

@@ -51,8 +51,8 @@ class RoundEnd(NamedTuple):
     """The hyper-parameters in force, as they were sent."""
     is_over: bool = False
     """All ranks have joined."""
-    partials: tuple[Partial, ...] | None = None
-    """What was told of the sums before they were used; None where nobody asked."""
+    partials: tuple[Partial, ...] = ()
+    """What was told of the sums before they were used."""
     decision: Decision = Decision()
     """What became of them."""
 

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 from kvstore_server.version import __version__
 
 if TYPE_CHECKING:
-    from kvtrainer import amp, errors, kvstore, lr_scheduler, optimizer, strategy, utils
+    from kvtrainer import amp, errors, kvstore, lr_scheduler, optimizer, registry, strategy, utils
     from kvtrainer.parallel import DataParallel, build_data_parallel_model
+    from kvtrainer.param_rules import Rule
+    from kvtrainer.param_schedule import ParamSchedule
     from kvtrainer.row_sparse import RowSparseParameter
     from kvtrainer.strategy import Strategy
     from kvtrainer.trainer import Trainer
@@ -17,7 +19,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DataParallel",
+    "ParamSchedule",
     "RowSparseParameter",
+    "Rule",
     "Strategy",
     "Trainer",
     "TrainerDict",
@@ -28,13 +32,16 @@ __all__ = [
     "kvstore",
     "lr_scheduler",
     "optimizer",
+    "registry",
     "strategy",
     "utils",
 ]
 
 _CLASSES = {
     "DataParallel": "parallel",
+    "ParamSchedule": "param_schedule",
     "RowSparseParameter": "row_sparse",
+    "Rule": "param_rules",
     "Strategy": "strategy",
     "Trainer": "trainer",
     "TrainerDict": "trainer_dict",

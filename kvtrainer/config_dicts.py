@@ -70,7 +70,7 @@ def _checked(given: Any, what: str) -> Mapping[str, Any]:
 
 
 def copied(given: Any, what: str) -> dict[str, Any]:
-    """A dict in plain dicts, without the marks of merging. Raises ArgumentTypeError, saying `what`, for anything else."""
+    """A dict in plain dicts, without the marks of merging; `what` it is. Raises ArgumentTypeError if it is none."""
     return {key: _copy(value) for key, value in _checked(given, what).items() if key != _DELETE}
 
 

@@ -14,6 +14,7 @@ from kvtrainer.anomalies import describe_nonfinite, losses_of, report_anomalies
 from kvtrainer.chosen_store import BUCKETS
 from kvtrainer.errors import ConfigurationError
 from kvtrainer.joining import JoiningPipeline
+from kvtrainer.replica_losses import ReplicaLosses
 from kvtrainer.results import StepResult
 from kvtrainer.schedule_config import bind_schedules
 from kvtrainer.stage_options import StageOptions
@@ -68,10 +69,13 @@ class LossPipeline(JoiningPipeline):
         `step` undoes the former.
 
         Raises:
+            BackwardTwiceError: these losses of replicas had their backward pass.
             AnomalousParametersError: a parameter does not contribute to the loss, and that is to raise; nothing has
                 happened then.
         """
         losses = losses_of(loss)
+        if isinstance(loss, ReplicaLosses):
+            loss.mark_used()
         if self._stage_options.detect_anomalous_params:
             self._report_anomalies(losses)
         if self._limits.on_nonfinite in ("raise", "skip") and (problem := describe_nonfinite(losses)):
@@ -86,6 +90,12 @@ class LossPipeline(JoiningPipeline):
         self._layout.tracker.attach()
         torch.autograd.backward(losses)
         self._accumulation.count()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+        self._is_bad, self._bad_loss = False, ""
+
+    zero_grad.__doc__ = JoiningPipeline.zero_grad.__doc__
 
     def update_params(self, loss: Any, batch_size: float | None = None) -> StepResult:
         """`backward(loss)`, then `step(batch_size)`, which does nothing until a window of accumulation is full.
@@ -135,8 +145,9 @@ class LossPipeline(JoiningPipeline):
         self._schedules = [*self._schedules, *bound]
 
     def _report_anomalies(self, losses: Sequence[Tensor]) -> None:
-        rows = zip(self._layout.names, self._layout.parameters, strict=True)
-        named = {name: parameter for name, parameter in rows if parameter.requires_grad}
+        layouts = [self._layout, *self._layout.copies]
+        replicas = zip(*(layout.parameters for layout in layouts), strict=True)
+        named = dict(zip(self._layout.names, map(list, replicas), strict=True))
         report_anomalies(losses, named, self._stage_options.detect_anomalous_params)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -51,17 +51,19 @@ class ParamReport:
         return "\n".join(lines)
 
     def with_groups(self, groups: Iterable[Mapping[str, Any]]) -> ParamReport:
-        """The same with the options that groups have now, of the parameters that are in them."""
+        """The same with the options that groups have now, of the parameters that are in them.
+
+        Replicas, which a Trainer calls "NAME on DEVICE", come after all others, with the rules of NAME.
+        """
         rules = {row.name: row.rules for row in self.rows}
-        rows = {row.name: row for row in rows_of(groups, rules)}
-        order = [name for name in rules if name in rows]
-        order += [name for name in rows if name not in rules]
-        return ParamReport(tuple(rows[name] for name in order), self.unmatched)
+        rows = {row.name: row for row in rows_of(groups)}
+        order = [name for name in rules if name in rows] + [name for name in rows if name not in rules]
+        decided = [rules.get(name, rules.get(name.rpartition(" on ")[0], ())) for name in order]
+        found = (replace(rows[name], rules=by) for name, by in zip(order, decided, strict=True))
+        return ParamReport(tuple(found), self.unmatched)
 
 
-def rows_of(
-    groups: Iterable[Mapping[str, Any]], rules: Mapping[str, tuple[str, ...]] | None = None
-) -> list[ParamRow]:
+def rows_of(groups: Iterable[Mapping[str, Any]]) -> list[ParamRow]:
     """A row for each parameter of torch's groups; without "param_names" it is called by its position."""
     rows: list[ParamRow] = []
     for group in groups:
@@ -69,7 +71,7 @@ def rows_of(
         options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
         for name, given in zip(names, group["params"], strict=True):
             parameter = given[0] if isinstance(given, list | tuple) else given
-            rows.append(ParamRow(name, parameter, options, (rules or {}).get(name, ())))
+            rows.append(ParamRow(name, parameter, options))
     return rows
 
 

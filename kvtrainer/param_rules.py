@@ -126,7 +126,9 @@ class Base:
 
     @property
     def options(self) -> dict[str, Any]:
-        return {**self._defaults, **self.given}
+        """What holds for a parameter of which no rule speaks, as far as a group may say it."""
+        known = self._defaults or self.given
+        return {**self._defaults, **{key: value for key, value in self.given.items() if key in known}}
 
     def number(self, option: str, rule: str) -> float:
         """What a rule multiplies. Raises ConfigurationError if the optimizer has no such option."""

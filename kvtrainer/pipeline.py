@@ -16,6 +16,7 @@ import torch
 from kvstore_server.norms import Decision
 from kvtrainer.clipping import Verdict
 from kvtrainer.errors import NonFiniteGradientError
+from kvtrainer.grad_scaler import plain_scaling
 from kvtrainer.param_schedule import BoundSchedule
 from kvtrainer.results import StepResult
 from kvtrainer.stages import Stages
@@ -80,34 +81,38 @@ class Pipeline(Stages):
         if not ignore_stale_grad and not any(fresh):
             self._warn_of_no_gradient()
         self._prepare()
-        scale *= self._factor_of_plain_scaler()
+        plain = plain_scaling(self, self._link.num_workers)
+        if plain is None:
+            self._step(fresh, scale, batch_size is None)
+        else:
+            with self._knowing(plain.overflows):
+                self._step(fresh, scale * plain.factor, batch_size is None)
+        return loss if closure is not None else self.last
+
+    def _step(self, fresh: list[bool], scale: float, is_mean: bool) -> None:
+        """Reduce and use these gradients; `is_mean`: they are averaged over all that are summed."""
         self._gather(fresh)
         if self._link.exchange is None:
             verdict = self._update_here(fresh, scale)
             self._finish(fresh, None if verdict.decision.skip else fresh, verdict)
-            return loss if closure is not None else self.last
-        mean = 1.0 if batch_size is not None else 1.0 / self._num_averaged()
-        updated, verdict = self._reduce(fresh, scale * mean)
+            return
+        updated, verdict = self._reduce(fresh, scale / self._num_averaged() if is_mean else scale)
         if updated is not None and not self._link.exchange.updates_weights:
             verdict = self._update_here(updated, 1.0)
             updated = None if verdict.decision.skip else updated
         elif updated is not None:
             self._share_weights()
         self._finish(fresh, updated, verdict)
-        return loss if closure is not None else self.last
 
     _step_supports_amp_scaling = True
     """Tells torch.amp.GradScaler to call `step` in any case: it is for all workers together to skip it."""
 
     def _step_voting(self, overflows: bool, *args: Any, **kwargs: Any) -> StepResult:
         """A step that all workers skip if gradients overflow on any; `overflows` says so of this one's."""
-        before = self._is_bad
-        self._is_voting, self._is_bad = True, before or overflows
+        self._is_voting = True
         try:
-            self.step(*args, **kwargs)
-        except BaseException:
-            self._is_bad = before
-            raise
+            with self._knowing(overflows):
+                self.step(*args, **kwargs)
         finally:
             self._is_voting = False
         assert self.last is not None

@@ -6,6 +6,7 @@ dict in one of the forms that MMCV (`policy`) and mmengine (`type`) use.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -43,7 +44,8 @@ def bind_schedules(
 
     Args:
         given: Each a ScheduleSpec (`ParamSchedule.unbound`), a dict with 'policy' or 'type', a function
-            optimizer → scheduler, or something bound to this optimizer: a ParamSchedule or a scheduler of torch.
+            optimizer → scheduler, or something bound to this optimizer: a ParamSchedule or a scheduler of torch, or
+            one that is used alike.
             `dict(scheduler=…, by='epoch')` says of any of them that it goes by epoch; torch's go by step without it.
         optimizer: A torch.optim.Optimizer, so also a Trainer.
         default_args: max_epochs, max_iters and epoch_length, for dicts that do not say where they end.
@@ -117,8 +119,8 @@ def schedule_from_lr_config(
     Args:
         cfg: Read only. `end` in it stands for max_epochs or max_iters.
         max_epochs, max_iters: How long training will be, as `by_epoch` says.
-        epoch_length: Steps in an epoch, for `warmup_by_epoch`: the schedule is then advanced by step, and the warm-up
-            goes on within an epoch, as in MMCV. Without it that warm-up goes from epoch to epoch.
+        epoch_length: Updates in an epoch, for `warmup_by_epoch`: the warm-up then goes on within an epoch, as in MMCV.
+            Without it that warm-up goes from epoch to epoch.
 
     Raises:
         ConfigurationError: an option is unknown or wrong, or the policy needs an end that is not known.
@@ -211,8 +213,9 @@ def _bind(
             f"makes one of an optimizer; got {type(one).__name__}"
         )
     _check_owner(one, optimizer)
-    bound: BoundSchedule = TorchSchedule(one, by) if isinstance(one, LRScheduler) else one
-    return bound
+    if isinstance(one, ParamSchedule | PlateauSchedule | TorchSchedule | WarmupClock):
+        return one
+    return TorchSchedule(one, "epoch" if getattr(one, "by_epoch", False) is True else by)
 
 
 def _read(cfg: Mapping[str, Any], run: Mapping[str, Any]) -> tuple[ScheduleSpec | Callable[..., Any], str]:
@@ -224,12 +227,28 @@ def _read(cfg: Mapping[str, Any], run: Mapping[str, Any]) -> tuple[ScheduleSpec 
 
 
 def _is_bound(one: object) -> bool:
-    return isinstance(one, LRScheduler | ParamSchedule | PlateauSchedule | TorchSchedule | WarmupClock)
+    return isinstance(one, LRScheduler | ParamSchedule | PlateauSchedule | TorchSchedule | WarmupClock) or (
+        _is_like_torchs(one)
+    )
+
+
+def _is_like_torchs(one: object) -> bool:
+    """Whether somebody else's scheduler can be used as one of torch: it has an optimizer, and `step()` will do."""
+    if isinstance(one, type | torch.optim.Optimizer) or not hasattr(one, "optimizer"):
+        return False
+    methods = [getattr(one, name, None) for name in ("step", "state_dict", "load_state_dict")]
+    if not all(map(callable, methods)):
+        return False
+    needed = inspect.signature(one.step).parameters.values()  # type: ignore[attr-defined]
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return all(p.default is not inspect.Parameter.empty or p.kind in variadic for p in needed)
 
 
 def _check_owner(one: Any, optimizer: torch.optim.Optimizer) -> None:
     """Raise ConfigurationError unless it is bound to this optimizer, or to one that shares its groups."""
     inner = one.scheduler if isinstance(one, TorchSchedule) else one
+    if isinstance(inner, WarmupClock):
+        return
     owner = inner.optimizer
     if owner is not optimizer and owner.param_groups is not optimizer.param_groups:
         raise ConfigurationError(
@@ -244,7 +263,6 @@ def _from_policy(cfg: Mapping[str, Any], run: Mapping[str, Any]) -> ScheduleSpec
     policy, name = rest.pop("policy", None), rest.pop("name", "lr")
     if not isinstance(policy, str):
         raise ConfigurationError(f"a schedule needs the name of its policy, got {policy!r}")
-    asked_length = rest.get("epoch_length")
     known = {key: rest.pop(key, run.get(key)) for key in _RUN}
     is_stepwise = policy.replace("_", "").lower() in _STEPWISE
     by_epoch = rest.pop("by_epoch", not is_stepwise)
@@ -255,8 +273,12 @@ def _from_policy(cfg: Mapping[str, Any], run: Mapping[str, Any]) -> ScheduleSpec
         end = known["max_epochs"] if by_epoch else _max_iters(known)
     when = {key: rest.pop(key) for key in ("begin", "groups") if key in rest}
     warm = {key: rest.pop(key) for key in _WARMUP if key in rest}
+    length = known["epoch_length"]
+    if length is not None and warm.get("warmup_by_epoch"):
+        warm |= {"warmup_iters": warm.get("warmup_iters", 0) * length, "warmup_by_epoch": False}
     # Epochs may differ in length, so they are counted wherever that will do.
-    length = known["epoch_length"] if warm.get("warmup_by_epoch") else asked_length
+    if not (by_epoch and warm.get("warmup") and when.get("begin")):
+        length = None
     return ScheduleSpec(
         name,
         policy,

@@ -19,6 +19,7 @@ from kvtrainer import schedule_policies as policies
 from kvtrainer.bound_torch import PlateauSchedule
 from kvtrainer.errors import ConfigurationError, UnknownNameError
 from kvtrainer.policy_names import make_policy
+from kvtrainer.registry import SCHEDULES
 from kvtrainer.schedule_spec import ScheduleSpec
 
 _INFINITE = 10**9
@@ -43,20 +44,28 @@ def from_type(
 ) -> tuple[ScheduleSpec | Callable[..., Any], str]:
     """Read a dict with a `type`; returns a schedule, or what makes one of an optimizer, and what torch's goes by.
 
+    A class or function as `type`, or what is registered in `SCHEDULES` under that name, is called with the optimizer
+    and the options.
+
     Args:
-        cfg: `type`, options, and when it holds: begin, end, by_epoch (True), convert_to_iter_based.
+        cfg: `type`, options, and when it holds: begin, end, by_epoch (True), convert_to_iter_based. `verbose` does
+            nothing.
         run: max_epochs, max_iters, epoch_length, where known; max_epochs or max_iters is the default of `end`.
 
     Raises:
         UnknownNameError: there is no such type.
         ConfigurationError: an option is unknown, missing or impossible.
     """
-    kind, name = _kind_and_name(cfg)
-    options = {key: value for key, value in cfg.items() if key not in ("type", "param_name", *_WHEN)}
     by_epoch = bool(cfg.get("by_epoch", True))
-    if kind is None:
-        scheduler = _torchs(str(cfg["type"]), options)
-        return scheduler, "epoch" if by_epoch else "step"
+    if (made := _others(cfg["type"])) is not None:
+        given = {key: value for key, value in cfg.items() if key not in ("type", "by_epoch")}
+        return _calling(made, given), "epoch" if by_epoch else "step"
+    kind, name = _kind_and_name(cfg)
+    if cfg.get("last_step", -1) != -1:
+        raise ConfigurationError(
+            "last_step is not needed: load the state of the schedule, or call step(count)"
+        )
+    options = {key: value for key, value in cfg.items() if key not in ("type", "param_name", *_WHEN)}
     begin, end = cfg.get("begin", 0), cfg.get("end")
     if end is None:
         limit = "max_epochs" if by_epoch else "max_iters"
@@ -84,39 +93,52 @@ def from_type(
     return ScheduleSpec(name, policy, unit, begin, last, groups=cfg.get("groups"), options=options), unit
 
 
-def _kind_and_name(cfg: Mapping[str, Any]) -> tuple[str | None, str]:
-    """Which schedule a type means, None for one of torch's, and of which value."""
-    given = cfg["type"]
-    if isinstance(given, type):
-        given = given.__name__
+def _others(given: object) -> Callable[..., Any] | None:
+    """What makes a schedule that is none of ours: a class or function, a registered one, or a scheduler of torch."""
+    if callable(given):
+        return given
     if not isinstance(given, str):
-        raise ConfigurationError(f"the type of a schedule is a name, got {given!r:.80}")
-    for ending, name in (("LR", "lr"), ("Momentum", "momentum"), ("ParamScheduler", cfg.get("param_name"))):
-        kind = given.removesuffix(ending)
-        if kind != given and kind in (*_TYPES, "ReduceOnPlateau"):
-            if not isinstance(name, str):
-                raise ConfigurationError(
-                    f"a {given} needs param_name, the key of the groups that it schedules"
-                )
-            return kind, name
-    if hasattr(lr_scheduler, given.removeprefix("torch:")):
-        return None, "lr"
-    known = ", ".join(f"{kind}LR" for kind in (*_TYPES, "ReduceOnPlateau"))
-    raise UnknownNameError(
-        f"there is no schedule of type {given!r}; there are {known}, the same with Momentum, and torch's schedulers"
-    )
+        raise ConfigurationError(f"the type of a schedule is a name or what makes one, got {given!r:.80}")
+    if given in SCHEDULES:
+        return SCHEDULES.get(given)  # type: ignore[no-any-return]
+    if given.startswith("torch:") or _kind_of(given) is None:
+        return getattr(lr_scheduler, given.removeprefix("torch:"), None)
+    return None
 
 
-def _torchs(given: str, options: dict[str, Any]) -> Callable[[torch.optim.Optimizer], Any]:
-    made = getattr(lr_scheduler, given.removeprefix("torch:"))
-
+def _calling(made: Callable[..., Any], options: dict[str, Any]) -> Callable[[torch.optim.Optimizer], Any]:
     def make(optimizer: torch.optim.Optimizer) -> Any:
         try:
             return made(optimizer, **options)
         except (TypeError, ValueError) as error:
-            raise ConfigurationError(f"torch's {made.__name__} cannot be made: {error}") from error
+            name = getattr(made, "__name__", repr(made))
+            raise ConfigurationError(f"the schedule {name} cannot be made: {error}") from error
 
     return make
+
+
+def _kind_of(given: str) -> tuple[str, str] | None:
+    """The kind and the ending of one of our names."""
+    for ending in ("LR", "Momentum", "ParamScheduler"):
+        kind = given.removesuffix(ending)
+        if kind != given and kind in (*_TYPES, "ReduceOnPlateau"):
+            return kind, ending
+    return None
+
+
+def _kind_and_name(cfg: Mapping[str, Any]) -> tuple[str, str]:
+    """Which schedule a type means, and of which value."""
+    if (found := _kind_of(cfg["type"])) is None:
+        known = ", ".join(f"{kind}LR" for kind in (*_TYPES, "ReduceOnPlateau"))
+        raise UnknownNameError(
+            f"there is no schedule of type {cfg['type']!r}; there are {known}, the same with Momentum, torch's "
+            "schedulers, and what is registered in SCHEDULES"
+        )
+    kind, ending = found
+    name = {"LR": "lr", "Momentum": "momentum"}.get(ending, cfg.get("param_name"))
+    if not isinstance(name, str):
+        raise ConfigurationError(f"a {cfg['type']} needs param_name, the key of the groups that it schedules")
+    return kind, name
 
 
 def _converted(

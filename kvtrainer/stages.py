@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from numbers import Real
 from typing import Any
 
@@ -19,7 +20,6 @@ from kvtrainer.chosen_store import StoreChoice
 from kvtrainer.clipping import Limits, Verdict
 from kvtrainer.errors import ConfigurationError, NoGradientWarning, StaleGradientError
 from kvtrainer.flat_optimizer import FlatOptimizer
-from kvtrainer.grad_scaler import plain_scaling
 from kvtrainer.gradients import REPLACED
 from kvtrainer.layout import Layout
 from kvtrainer.local_update import LocalUpdate
@@ -117,17 +117,16 @@ class Stages(FlatOptimizer):
                 grad.clamp_(-limit, limit)
         return scale * decision.coef
 
-    def _factor_of_plain_scaler(self) -> float:
-        """What a torch.amp.GradScaler that calls `step` wants the gradients to be multiplied by.
-
-        Raises:
-            ConfigurationError: there are several workers, whom it does not ask.
-        """
-        plain = plain_scaling(self, self._link.num_workers)
-        if plain is None:
-            return 1.0
-        self._is_bad = self._is_bad or plain.overflows
-        return plain.factor
+    @contextmanager
+    def _knowing(self, overflows: bool) -> Iterator[None]:
+        """In the block the present gradients are known to be bad if they overflow; afterwards too, if it ends well."""
+        before = self._is_bad
+        self._is_bad = before or overflows
+        try:
+            yield
+        except BaseException:
+            self._is_bad = before
+            raise
 
     def _check_backward(self, fresh: Sequence[bool]) -> None:
         """Raise ConfigurationError if the gradients came without what an option asks for."""

@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from kvstore_server.optimizer import Optimizer
-from kvstore_server.optimizer.base import canonical_options
 from kvtrainer.chosen_store import BUCKETS
 from kvtrainer.config import trainer_arguments
 from kvtrainer.ddp import refuse_ddp, refuse_parameters_of_ddp
@@ -47,8 +46,8 @@ class Trainer(LossPipeline):
     """Trains parameters with an optimizer over a kvstore; Gluon's Trainer and a torch.optim.Optimizer in one.
 
     Args:
-        params: A Module, `named_parameters()`, a dict (taken in sorted order of its keys), a list of parameters, or
-            torch parameter groups. Shared parameters count once. All workers must give the same. Those of lazy
+        params: A Module, a DataParallel, `named_parameters()`, a dict (taken in sorted order of its keys), a list of
+            parameters, or torch parameter groups. Shared parameters count once. All workers must give the same. Those of lazy
             modules may get their shapes later, in a forward pass before the first step. In place of a parameter
             there may be a list of its replicas, one for each device, in the same order everywhere.
         optimizer: A name ("sgd", "adam", …: Gluon's numbers), a torch.optim class or instance, "torch:Adam", or
@@ -121,8 +120,7 @@ class Trainer(LossPipeline):
             refuse_ddp(params)
         self._param_report: ParamReport | None = None
         if paramwise is not None:
-            own = canonical_options(options, built.hyper, built.registered_name)
-            params, self._param_report = apply_paramwise(params, paramwise, own, built.hyper)
+            params, self._param_report = apply_paramwise(params, paramwise, options, built.hyper)
         groups = make_groups(params, built, optimizer)
         parameters = [p for group in groups for p in group["params"]]
         if kvstore is not None:

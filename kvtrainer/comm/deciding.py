@@ -29,20 +29,32 @@ class Decisions:
             return
         ticket.held[where] = held
         table = item.table
+        places = list(table.numbers.items())
         if table.name in ticket.decided:
-            self._tell(ticket, [where])  # it did not hear it, or asks for another reason
-        elif all(place in ticket.held for place in table.numbers.items()):
+            self._tell(ticket, table, [where])  # it has not heard it
+        elif ticket.vetoes.get(table.name):
+            self.vetoed(ticket, table)
+        elif all(place in ticket.held for place in places):
             measured = _measured(ticket, table, item.guard)
             ticket.decided[table.name] = (measured, item.guard.decide(measured))
-            self._tell(ticket, list(table.numbers.items()))
+            self._tell(ticket, table, places)
         if where in ticket.complete:
             ticket.outstanding.pop(where, None)
 
-    def _tell(self, ticket: Ticket, places: list[tuple[int, int]]) -> None:
+    def vetoed(self, ticket: Ticket, table: RemoteTable) -> None:
+        """A rank has vetoed the round on one server; where another one holds it, it is to end in the same way.
+
+        That takes a rank of which one process has vetoed, and another one stepped in for it before the other server heard.
+        """
+        held = [place for place in table.numbers.items() if place in ticket.held]
+        if held and table.name not in ticket.decided:
+            ticket.decided[table.name] = (None, Decision(skip=True))
+            self._tell(ticket, table, held)
+
+    def _tell(self, ticket: Ticket, table: RemoteTable, places: list[tuple[int, int]]) -> None:
+        _, (coef, clip_value, skip) = ticket.decided[table.name]
         for server, number in places:
             if (server, number) in ticket.outstanding and (server, number) not in ticket.complete:
-                table = ticket.tables[server, number].table
-                _, (coef, clip_value, skip) = ticket.decided[table.name]
                 resolve = m.Resolve(number, table.round, coef, clip_value, skip)
                 self._session.send(server, ticket.numbers[server], resolve, ticket.priority)
 

@@ -41,10 +41,11 @@ class Replies:
             ticket.absent.setdefault(item.table.name, set()).update(reply.keys)
         elif isinstance(reply, m.Vetoed):
             ticket.vetoes[ticket.tables[server, reply.table].table.name] = reply.ranks
-            if not reply.ranks:
-                ticket.skipped.add((server, reply.table))
+            ticket.skipped.add((server, reply.table))
             if (server, reply.table) in ticket.outstanding:
                 ticket.outstanding[server, reply.table] = set()  # no weights will come
+            if reply.ranks:
+                self._decisions.vetoed(ticket, ticket.tables[server, reply.table].table)
         elif isinstance(reply, m.InForce):
             ticket.in_force[ticket.tables[server, reply.table].table.name] = reply
         elif isinstance(reply, m.Missing):

@@ -134,10 +134,10 @@ class Ticket:
     vetoes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """Table → ranks because of which its round was not applied; none, where that was decided."""
     skipped: set[tuple[int, int]] = field(default_factory=set)
-    """(server, table number there) of rounds that were not applied because that was decided."""
+    """(server, table number there) of rounds that were not applied because of that."""
     held: dict[tuple[int, int], m.Held] = field(default_factory=dict)
     """(server, table number there) → what the server measured of a sum that it holds."""
-    decided: dict[str, tuple[Measured, Decision]] = field(default_factory=dict)
+    decided: dict[str, tuple[Measured | None, Decision]] = field(default_factory=dict)
     """Table → all that was measured, and what is made of it."""
     complete: set[tuple[int, int]] = field(default_factory=set)
     """(server, table number there) of which all has come, except for what was measured."""

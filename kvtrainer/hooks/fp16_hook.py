@@ -14,7 +14,6 @@ from torch.utils.hooks import RemovableHandle
 from kvtrainer.comm.rank_group import Buckets
 from kvtrainer.errors import ConfigurationError
 from kvtrainer.hooks.optimizer_hook import Cumulative, OptimizerHook, trainer_of
-from kvtrainer.kvstore.device import DeviceKVStore
 from kvtrainer.master_weights import copy_grads_to_fp32, copy_params_to_fp16
 from kvtrainer.precision import make_precision
 
@@ -28,8 +27,8 @@ class Fp16OptimizerHook(OptimizerHook):
 
     Args:
         grad_clip: as of OptimizerHook; the gradient is unscaled first.
-        coalesce, bucket_size_mb: as of `kvtrainer.kvstore.create("device")`, which the Trainer must have been given
-            as an object; the defaults, True and -1, leave it to the store, whatever it is.
+        coalesce, bucket_size_mb: as of `Trainer.configure`, which takes them where gradients are reduced over ranks of
+            torch.distributed; the defaults, True and -1, leave it to the store, whatever it is.
         loss_scale: "dynamic", a number, or a dict; as the Trainer's option `amp`.
         distributed: False if there is only this worker. It must be true then: the store decides who takes part.
         detect_anomalous_params: as of OptimizerHook.
@@ -60,7 +59,6 @@ class Fp16OptimizerHook(OptimizerHook):
         """Set the Trainer's options, take the scaler's state from `runner.meta`, and switch autocast on."""
         trainer = trainer_of(runner)
         self._check_alone(trainer)
-        self._set_buckets(trainer)
         super().before_run(runner)
         meta = getattr(runner, "meta", None)
         saved = meta.get("fp16", {}).get("loss_scaler") if isinstance(meta, Mapping) else None
@@ -102,26 +100,13 @@ class Fp16OptimizerHook(OptimizerHook):
                 "with kvstore=None"
             )
 
-    def _set_buckets(self, trainer: Any) -> None:
-        """Tell the store how much is to be summed at once, if that was asked for."""
-        if self._buckets == Buckets(-1) or self._is_configured(trainer):
-            return
-        store = trainer.kvstore
-        if not isinstance(store, DeviceKVStore):
-            kind = "none, or only a name" if store is None else repr(store.type)
-            raise ConfigurationError(
-                f"coalesce and bucket_size_mb are options of kvstore 'device', and the Trainer's store is {kind}; "
-                "build it with kvstore=kvtrainer.kvstore.create('device'), or leave them out"
-            )
-        if not self._buckets.coalesce:
-            store.bucket_size_mb = None  # which is no limit for parameters that are summed one by one
-            store.coalesce = False
-        else:
-            store.coalesce = True
-            store.bucket_size_mb = self._buckets.size_mb
-
     def _options(self) -> dict[str, Any]:
-        return {**super()._options(), "amp": self.loss_scale}
+        buckets: dict[str, Any] = {}
+        if not self._buckets.coalesce:
+            buckets = {"coalesce": False}
+        elif self._buckets != Buckets(-1):
+            buckets = {"bucket_size_mb": self._buckets.size_mb}
+        return {**super()._options(), "amp": self.loss_scale, **buckets}
 
 
 class GradientCumulativeFp16OptimizerHook(Cumulative, Fp16OptimizerHook):

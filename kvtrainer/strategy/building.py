@@ -12,16 +12,20 @@ from torch import nn
 
 from kvtrainer.errors import ArgumentTypeError, ConfigurationError, UnknownNameError
 from kvtrainer.kvstore.base import KVStoreBase
+from kvtrainer.parallel import DataParallel
 from kvtrainer.param_schedule import BoundSchedule, WarmupClock
 from kvtrainer.registry import MODELS, OPTIM_WRAPPERS, OPTIMIZER_CONSTRUCTORS, OPTIMIZERS
 from kvtrainer.schedule_config import build_param_schedules
-from kvtrainer.strategy.weights import unwrapped
+from kvtrainer.strategy.weights import trained, unwrapped
 from kvtrainer.trainer import Trainer
 from kvtrainer.trainer_dict import TrainerDict
 
 _PLAIN, _AMP = ("Trainer", "OptimWrapper"), "AmpOptimWrapper"
 _RENAMED = {"paramwise_cfg": "paramwise", "accumulative_counts": "accumulate"}
 _OWN = ("type", "optimizer", "constructor")
+_POSITIONAL = ("params", "optimizer", "optimizer_params", "kvstore")
+_OPTIONS = (*_RENAMED, *(name for name in inspect.signature(Trainer).parameters if name not in _POSITIONAL))
+"""What else a configuration may have: the options of the Trainer, some of them under mmengine's names too."""
 Schedules = list[BoundSchedule] | dict[str, list[BoundSchedule]]
 
 
@@ -75,16 +79,10 @@ class TrainerBuilder:
 
     Args:
         kvstore: What the Trainers are given.
-        given_params: The parameters of a model, as a Trainer takes them; by default the model itself.
     """
 
-    def __init__(
-        self,
-        kvstore: str | KVStoreBase | None,
-        given_params: Callable[[nn.Module], Any] = unwrapped,
-    ) -> None:
+    def __init__(self, kvstore: str | KVStoreBase | None) -> None:
         self._kvstore = kvstore
-        self._given_params = given_params
 
     def build(self, cfg: Any, model: nn.Module | None = None) -> Trainer | TrainerDict:
         """A Trainer, or several by name.
@@ -127,8 +125,12 @@ class TrainerBuilder:
         return TrainerDict(**trainers)
 
     def _of_config(self, cfg: Mapping[str, Any], model: nn.Module | None) -> Trainer | TrainerDict:
-        make, options = _trainer_options(cfg)
         optimizer = cfg.get("optimizer")
+        # Without one it is the constructor that knows what the other entries are.
+        several = (
+            {} if optimizer is not None else {n: v for n, v in cfg.items() if n not in (*_OWN, *_OPTIONS)}
+        )
+        make, options = _trainer_options({name: v for name, v in cfg.items() if name not in several})
         if isinstance(optimizer, torch.optim.Optimizer):
             if "constructor" in cfg:
                 raise ConfigurationError(
@@ -140,32 +142,41 @@ class TrainerBuilder:
                 "an optimizer that is described by a dict needs the model that it trains"
             )
         if "constructor" in cfg:
-            return self._constructed(cfg, model, make, options)
+            return self._constructed(cfg["constructor"], optimizer or several, model, make, options)
         kind, numbers = OPTIMIZERS.split(optimizer or {})
         if not isinstance(kind, type):
             made = kind([p for p in unwrapped(model).parameters() if p.requires_grad], **numbers)
             return self._of_instance(made, model, make, options)
-        return make(self._given_params(model), kind, numbers, kvstore=self._kvstore, **options)
+        return make(trained(model), kind, numbers, kvstore=self._kvstore, **options)
 
     def _constructed(
-        self, cfg: Mapping[str, Any], model: nn.Module, make: Callable[..., Trainer], options: dict[str, Any]
+        self,
+        constructor: Any,
+        optimizer: Mapping[str, Any],
+        model: nn.Module,
+        make: Callable[..., Trainer],
+        options: dict[str, Any],
     ) -> Trainer | TrainerDict:
-        paramwise = options.pop("paramwise", None)
-        kind, _ = OPTIMIZER_CONSTRUCTORS.split({"type": cfg["constructor"]})
-        optimizer = cfg.get("optimizer")
-        known = ("constructor", "type", "paramwise_cfg", "paramwise")
-        several = {name: one for name, one in cfg.items() if name not in known}
-        made = kind(several if optimizer is None else dict(optimizer), paramwise)(unwrapped(model))
+        kind, _ = OPTIMIZER_CONSTRUCTORS.split({"type": constructor})
+        made = kind(dict(optimizer), options.pop("paramwise", None))(unwrapped(model))
         if isinstance(made, Trainer | TrainerDict):
             return made
         if isinstance(made, torch.optim.Optimizer):
             return self._of_instance(made, model, make, options)
         if not isinstance(made, Mapping):
             raise ArgumentTypeError(
-                f"the optimizer constructor {cfg['constructor']!r} must return a torch optimizer, a Trainer or a dict "
-                f"of these, got {made!r:.80}"
+                f"the optimizer constructor {constructor!r} must return a torch optimizer, a Trainer or a dict of "
+                f"these, got {made!r:.80}"
             )
-        return self._of_several(made, model)
+        for name, one in made.items():
+            if not isinstance(one, torch.optim.Optimizer | Trainer):
+                raise ArgumentTypeError(f"the optimizer constructor {constructor!r} made {name}={one!r:.80}")
+        return TrainerDict(
+            **{
+                str(name): one if isinstance(one, Trainer) else self._of_instance(one, model, make, options)
+                for name, one in made.items()
+            }
+        )
 
     def _of_instance(
         self,
@@ -180,6 +191,8 @@ class TrainerBuilder:
                 f"the {type(optimizer).__name__} instance has its groups already, so paramwise_cfg would have no "
                 "effect; give the optimizer as a dict with its type"
             )
+        if model is not None and isinstance(whole := trained(model), DataParallel):
+            return make(whole, optimizer, kvstore=self._kvstore, **options)
         known = {} if model is None else {id(p): name for name, p in unwrapped(model).named_parameters()}
         its = [p for group in optimizer.param_groups for p in group["params"]]
         named = [(known.get(id(p), f"parameter{at}"), p) for at, p in enumerate(its)]
@@ -250,12 +263,11 @@ def _trainer_options(cfg: Mapping[str, Any]) -> tuple[Callable[..., Trainer], di
         options.setdefault("amp", _amp_of(named))
     elif kind not in (*_PLAIN, Trainer):
         make = OPTIM_WRAPPERS.get(kind) if isinstance(kind, str) else kind
-    known = inspect.signature(Trainer).parameters
-    unknown = sorted(set(options) - (set(known) - {"params", "optimizer", "optimizer_params", "kvstore"}))
+    unknown = sorted(set(options) - set(_OPTIONS))
     if unknown and make is Trainer:
         raise UnknownNameError(
-            f"the configuration of an optimizer wrapper has no {', '.join(map(repr, unknown))}; beside type, optimizer "
-            f"and constructor it takes {', '.join([*_RENAMED, *known])}"
+            f"the configuration of an optimizer wrapper has no {', '.join(map(repr, unknown))}; beside "
+            f"{', '.join(_OWN)} it takes {', '.join(_OPTIONS)}"
         )
     return make, options
 

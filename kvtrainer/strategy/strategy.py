@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from kvtrainer.errors import ConfigurationError
 from kvtrainer.kvstore.base import KVStoreBase, create
 from kvtrainer.kvstore.device import DeviceKVStore
 from kvtrainer.kvstore.dist import DistKVStore
+from kvtrainer.parallel import DataParallel
 from kvtrainer.store_kinds import is_in_process, is_over_ranks, kind_of
 from kvtrainer.strategy import environment
 from kvtrainer.strategy.agreement import Agreement, agreement_of
@@ -36,7 +38,8 @@ class Strategy(CheckpointingStrategy):
 
     Args:
         kvstore: As of a Trainer: a name, a store, or None. Trainers that the strategy builds share it.
-        device: Where the model is trained; None: on the current CUDA device, or the CPU where there is none.
+        device: Where the model is trained; None: on the current CUDA device, or the CPU where there is none. A list of
+            several makes it a DataParallel, with a replica on each.
         **kwargs: of BaseStrategy.
     """
 
@@ -44,21 +47,22 @@ class Strategy(CheckpointingStrategy):
         self,
         kvstore: str | KVStoreBase | None = "device",
         *,
-        device: str | torch.device | None = None,
+        device: str | torch.device | Sequence[str | torch.device] | None = None,
         **kwargs: Any,
     ) -> None:
         if kvstore is not None:
             kind_of(kvstore)
         self.kvstore = kvstore
-        self._device = None if device is None else torch.device(device)
+        places = [device] if isinstance(device, str | torch.device) else device or []
+        self._devices = [torch.device(one) for one in places]
         self._dist_cfg = dict((kwargs.get("env_kwargs") or {}).get("dist_cfg") or {})
         self._made_store: KVStoreBase | None = None
         super().__init__(**kwargs)
 
     @property
     def device(self) -> torch.device:
-        """Where the model is trained."""
-        return environment.current_device() if self._device is None else self._device
+        """Where the model is trained; of several devices the first."""
+        return self._devices[0] if self._devices else environment.current_device()
 
     def _setup_distributed(self, *args: Any, **kwargs: Any) -> None:
         environment.choose_cuda_device(os.environ)
@@ -86,6 +90,10 @@ class Strategy(CheckpointingStrategy):
         return self.kvstore is not None and issubclass(kind_of(self.kvstore), DeviceKVStore)
 
     def _wrap_model(self, model: nn.Module) -> nn.Module:
+        if any(isinstance(module, DataParallel) for module in model.modules()):
+            return model  # its replicas are where they belong
+        if len(self._devices) > 1:
+            return DataParallel(model.to(self._devices[0]), self._devices)
         return model.to(self.device)
 
     def prepare(

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from kvtrainer.errors import ConfigurationError, StateMismatchError
+from kvtrainer.parallel import DataParallel
 from kvtrainer.strategy.agreement import Agreement
 from kvtrainer.strategy.trees import pack_tree, unpack_tree
 
@@ -40,12 +41,23 @@ class LoadReport(NamedTuple):
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside of wrappers, whose names its own begin with."""
-    while True:
-        inner = next((getattr(model, name) for name in _INSIDE if _is_wrapper(model, name)), None)
-        if inner is None:
-            return model
-        model = inner
+    """The model inside of wrappers; of replicas the first."""
+    *_, inner = _wrappers(model)
+    return inner
+
+
+def trained(model: nn.Module) -> nn.Module:
+    """What a Trainer is given of a model: all replicas of it, else what is inside of wrappers."""
+    return next((one for one in _wrappers(model) if isinstance(one, DataParallel)), unwrapped(model))
+
+
+def _wrappers(model: nn.Module) -> Iterator[nn.Module]:
+    """A model, what is inside of it if it is a wrapper, and so on."""
+    inner: nn.Module | None = model
+    while inner is not None:
+        yield inner
+        name = next((name for name in _INSIDE if _is_wrapper(inner, name)), None)
+        inner = None if name is None else getattr(inner, name)
 
 
 def take_weights(model: nn.Module) -> dict[str, Any]:
@@ -89,6 +101,9 @@ def load_weights(
             "what fits"
         )
     inner.load_state_dict({name: v for name, v in given.items() if name not in mismatched}, strict=False)
+    for wrapper in _wrappers(model):
+        if isinstance(wrapper, DataParallel):
+            wrapper.broadcast()
     return report
 
 

@@ -8,11 +8,12 @@ from kvstore_server.engine import Engine
 from kvstore_server.modes import Mode
 from tests.support.sim_async_model import AsyncModel
 from tests.support.sim_async_referee import AsyncReferee
+from tests.support.sim_delivery import Delivery
 from tests.support.sim_lane import BY_ROWS, NUM_SERVERS, NUM_WORKERS, SimOptions
 from tests.support.sim_model import same_bits
 from tests.support.sim_optimizers import Adding, CautiousAdding
 from tests.support.sim_payloads import row_slices
-from tests.support.sim_referee import Delivery, Violation
+from tests.support.sim_referee import Violation
 from tests.support.sim_schedule import Schedule, packed, played
 from tests.support.sim_workers import SimProcess
 

@@ -7,9 +7,10 @@ from collections import Counter
 from kvstore_server.engine import Engine
 from kvstore_server.protocol import messages as m
 from tests.support.sim_async_model import AsyncModel, Told, Waiting
+from tests.support.sim_delivery import Delivery, copies, is_fencing
 from tests.support.sim_lane import DEAD_AFTER, NAMESPACE, NUM_WORKERS
 from tests.support.sim_model import same_bits
-from tests.support.sim_referee import Delivery, Views, Violation, copies, is_fencing
+from tests.support.sim_referee import Views, Violation
 from tests.support.sim_workers import SimProcess
 
 

@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 import torch
 
 from kvstore_server.modes import SYNCHRONOUS, Mode
+from kvstore_server.norms import Decision
 from kvstore_server.plan import Plan, TensorSpec
+from kvstore_server.protocol import messages as m
 from kvtrainer.comm.compressor import Compressor
 
 NUM_WORKERS = 3
@@ -80,6 +82,15 @@ class Lane:
     """Servers that said that all ranks have joined."""
     empty: set[int] = field(default_factory=set)
     """The rounds that this process vetoed, or in which it had no more data."""
+    hold: float = 0.0
+    """The type of norm that this process wants of the open round; 0 for none."""
+    held: dict[int, m.Held] = field(default_factory=dict)
+    """Server → what it said about a sum that it holds."""
+    decision: Decision | None = None
+    to_resolve: list[int] = field(default_factory=list)
+    """Servers that are yet to be told the decision, the next one last."""
+    was_vetoed: bool = False
+    """Whether a rank has vetoed the open round, so that nothing was held."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +110,8 @@ class SimOptions:
     """How many rounds each rank has data for, between the rounds in which all have joined; empty: for any number."""
     by_rows: frozenset[int] = frozenset()
     """The slices of one table whose gradients are row-sparse now and then."""
+    hold: float = 0.0
+    """The type of norm that is wanted of every gradient; 0 for none."""
     integers: bool = False
     """Whether values are small integers."""
 

@@ -11,12 +11,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from kvstore_server.norms import Decision
 from kvstore_server.plan import Plan
 from tests.support.sim_compression import Array, said
+from tests.support.sim_held import applied, partial
 from tests.support.sim_lane import BY_ROWS, SimOptions
 from tests.support.sim_payloads import POOL, ROWS, only_rows, payload_at, rows_at
 
-APPLIED, VETOED, FAILED = "applied", "vetoed", "failed"
+APPLIED, VETOED, FAILED, HELD = "applied", "vetoed", "failed", "held"
 RATES = (1.0, 0.5)
 """The learning rates before and after they change."""
 
@@ -31,6 +33,7 @@ class Given:
     veto: bool
     assign: bool
     joined: bool
+    hold: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,11 @@ class TableModel:
     """How each past round ended."""
     vetoes: dict[int, tuple[int, ...]] = field(default_factory=dict)
     """Vetoed round → the ranks that vetoed it."""
+    is_held: bool = False
+    """Whether the open round waits for a decision."""
+    partials: dict[int, dict[int, float]] = field(default_factory=dict)
+    """Round that was held → the partial norm of every slice that was given."""
+    decision: Decision = field(default_factory=Decision)
     stored: Stored = field(init=False)
     before: Stored = field(init=False)
     """As it was before the last round that was applied."""
@@ -117,8 +125,8 @@ class TableModel:
         return len(self.committed) == self.num_workers
 
     def outcome(self) -> str:
-        """How the open round ends, which every rank has committed."""
-        given = self._active()
+        """How the open round ends, which every rank has committed; or that it is held."""
+        given = self.active()
         assigns = [g.assign for g in given.values()]
         if not self.open or not given:
             return APPLIED
@@ -128,19 +136,32 @@ class TableModel:
             return FAILED
         if any(g.veto for g in given.values()):
             return VETOED
-        return FAILED if len({self.beliefs.get(rank, b"") for rank in given} - {b""}) > 1 else APPLIED
+        if len({g.hold for g in given.values()}) > 1:
+            return FAILED
+        if len({self.beliefs.get(rank, b"") for rank in given} - {b""}) > 1:
+            return FAILED
+        return HELD if any(g.hold for g in given.values()) else APPLIED
 
-    def _active(self) -> dict[int, Given]:
+    def hold(self) -> None:
+        """The open round waits for a decision."""
+        self.is_held = True
+        norm_type = next(iter(self.active().values())).hold
+        given = (s for s in self.weights if self._is_given(s))
+        self.partials[self.open] = {
+            s: partial(self._sum(s, dict(self.stored.residuals)), norm_type) for s in given
+        }
+
+    def active(self) -> dict[int, Given]:
         """The contributions of the ranks that have data, in rank order."""
         return {rank: given for rank, given in sorted(self.committed.items()) if not given.joined}
 
     def hyper(self) -> bytes:
         """The hyper-parameters in force: those of the lowest rank that has data."""
-        return next((self.beliefs[rank] for rank in self._active() if rank in self.beliefs), b"")
+        return next((self.beliefs[rank] for rank in self.active() if rank in self.beliefs), b"")
 
     def end(self, outcome: str) -> None:
         """End the open round; an applied one changes what is stored."""
-        active = self._active()
+        active = self.active()
         assigns = self.open == 0 or (outcome == APPLIED and any(g.assign for g in active.values()))
         self.can_undo = outcome == APPLIED and self.keeps_last and not assigns
         self.is_changed = bool(active) and outcome == APPLIED
@@ -162,6 +183,9 @@ class TableModel:
                 self.stored = self._assigned() if assigns else self._updated()
         self.outcomes.append(outcome)
         self.arrived, self.committed, self.waiting, self.deadlines = {}, {}, {}, {}
+        if outcome == FAILED:
+            self.partials.pop(self.open, None)
+        self.is_held, self.decision = False, Decision()
         self.open += 1
 
     def undo(self) -> None:
@@ -178,12 +202,12 @@ class TableModel:
     def kinds_of_rows(self) -> set[bool]:
         """Whether a slice of the open round that takes rows is given by them, of all that give it."""
         slices = self.options.by_rows if self.number == BY_ROWS and self.open else frozenset()
-        given = [(g.process, s, n) for g in self._active().values() if not g.assign for s, n in g.manifest]
+        given = [(g.process, s, n) for g in self.active().values() if not g.assign for s, n in g.manifest]
         return {self._rows(*one) is not None for one in given if one[1] in slices}
 
     def _assigned(self) -> Stored:
         """The lowest rank's values; the optimizer's state and the residuals stay."""
-        first = next(iter(self._active().values()))
+        first = next(iter(self.active().values()))
         given = dict(first.manifest)
         weights = {s: self._payload(first.process, s, given[s]) for s in self.weights}
         return Stored(weights, self.stored.memory, self.stored.residuals)
@@ -196,7 +220,8 @@ class TableModel:
         for s in weights:
             if self._is_given(s):
                 touched = self._touched(s)
-                moved = memory[s] * np.float32(0.5) + self._sum(s, residuals)
+                total = applied(self._sum(s, residuals), self.decision)
+                moved = memory[s] * np.float32(0.5) + total
                 memory[s] = np.where(touched, moved, memory[s])
                 weights[s] = np.where(touched, weights[s] - rate * memory[s], weights[s])
         return Stored(weights, memory, residuals)
@@ -204,7 +229,7 @@ class TableModel:
     def _touched(self, slice_: int) -> Array:
         """The elements of a slice that are updated: all, or the rows that anybody gave where everybody gave rows."""
         touched = np.zeros((ROWS, ROWS), bool)
-        for given in self._active().values():
+        for given in self.active().values():
             for s, generation in given.manifest:
                 rows = self._rows(given.process, s, generation) if s == slice_ else ()
                 if rows is None or not self.is_lazy:
@@ -226,7 +251,7 @@ class TableModel:
         Moves the residuals of those that are compressed.
         """
         total: Array | None = None
-        for rank, given in self._active().items():
+        for rank, given in self.active().items():
             generation = dict(given.manifest).get(slice_)
             if generation is None:
                 continue

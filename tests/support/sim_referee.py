@@ -8,17 +8,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TypeAlias
 
-import torch
-
 from kvstore_server.engine import Engine
+from kvstore_server.norms import Decision
 from kvstore_server.protocol import messages as m
 from kvstore_server.row_payload import PACKED_ROWS
 from tests.support.sim_compression import Array
+from tests.support.sim_delivery import Delivery, copies, is_fencing
+from tests.support.sim_ends import count_end
+from tests.support.sim_held import is_told
 from tests.support.sim_lane import DEAD_AFTER, NAMESPACE, NUM_WORKERS
-from tests.support.sim_model import APPLIED, FAILED, VETOED, Given, TableModel, same_bits
+from tests.support.sim_model import APPLIED, FAILED, HELD, VETOED, Given, TableModel, same_bits
 from tests.support.sim_workers import SimProcess
 
 Views: TypeAlias = Mapping[int, Array]
@@ -27,14 +28,6 @@ Views: TypeAlias = Mapping[int, Array]
 
 class Violation(AssertionError):
     """The engine broke a promise of the protocol."""
-
-
-@dataclass(frozen=True)
-class Delivery:
-    """A reply on its way: to which process, and what."""
-
-    process: int
-    reply: m.Reply
 
 
 class Referee:
@@ -93,6 +86,8 @@ class Referee:
         elif isinstance(body, m.CommitBatch):
             for commit in body.commits:
                 self._commit(sender, commit, body.hyper, out, now)
+        elif isinstance(body, m.Resolve):
+            self._resolve(body, out)
         elif isinstance(body, m.Abort):
             self._abort(body, out)
         elif isinstance(body, m.Leave):
@@ -106,13 +101,16 @@ class Referee:
             if APPLIED in model.outcomes[commit.round + 1 :] or VETOED in model.outcomes[commit.round + 1 :]:
                 return  # every rank knew how it had ended before it gave anything to the later one
             want = self._answers(model.outcomes[commit.round], commit.want_weights, commit.joined)
+            is_asked = commit.hold > 0 and model.outcomes[commit.round] != FAILED
+            want = [m.Held] * (is_asked and not model.vetoes.get(commit.round)) + want
             self._check([type(d.reply.body) for d in out] == want, "a repeated commit of a past round", out)
         elif commit.round > model.open:
             raise Violation(f"{self._name}: p{sender.process} commits {commit} while {model.open} is open")
         elif sender.rank in model.committed:
             model.waiting[sender.rank] = sender.process
             self._seen["repeated"] += 1
-            self._check([type(d.reply.body) for d in out] == [m.Pending], "a repeated commit", out)
+            want = [m.Held if model.is_held and commit.hold else m.Pending]
+            self._check([type(d.reply.body) for d in out] == want, "a repeated commit", out)
         elif missing := model.missing(sender.rank, commit.manifest):
             self._seen["missing"] += 1
             answers = [d.reply.body for d in out]
@@ -122,18 +120,45 @@ class Referee:
         else:
             self._seen["replaced generation"] += any(generation for _, generation in commit.manifest)
             model.committed[sender.rank] = Given(
-                sender.process, commit.manifest, commit.rescale, commit.veto, commit.assign, commit.joined
+                sender.process,
+                commit.manifest,
+                commit.rescale,
+                commit.veto,
+                commit.assign,
+                commit.joined,
+                commit.hold,
             )
             if hyper:
                 model.beliefs[sender.rank] = hyper
             model.waiting[sender.rank] = sender.process
             model.deadlines[sender.rank] = now + commit.timeout
-            if model.is_complete():
+            if model.is_complete() and model.outcome() == HELD:
+                self._hold(model, out)
+            elif model.is_complete():
                 self._end(model, model.outcome(), out)
             elif self._is_hopeless(model, now):
                 self._end(model, FAILED, out)
             else:
                 self._check(not out, "a commit was answered before the round was over", out)
+
+    def _hold(self, model: TableModel, out: list[Delivery]) -> None:
+        model.hold()
+        self._seen["held"] += 1
+        told = sorted(d.process for d in out if isinstance(d.reply.body, m.Held))
+        want = sorted(p for rank, p in model.waiting.items() if model.committed[rank].hold)
+        self._check(told == want and len(out) == len(want), f"{want} wait for what is held", out)
+
+    def _resolve(self, resolve: m.Resolve, out: list[Delivery]) -> None:
+        model = self.models[resolve.table]
+        if resolve.round < model.open:
+            self._seen["resolved again"] += model.outcomes[resolve.round] != FAILED
+            self._check(not out, "a decision about a round that is over was answered", out)
+            return
+        if not model.is_held:
+            raise Violation(f"{self._name}: {resolve} of a round that is not held")
+        model.decision = Decision(resolve.coef, resolve.clip_value, resolve.skip)
+        self._seen["skipped" if resolve.skip else "clipped"] += 1
+        self._end(model, VETOED if resolve.skip else APPLIED, out)
 
     def _abort(self, abort: m.Abort, out: list[Delivery]) -> None:
         model = self.models[abort.table]
@@ -179,7 +204,7 @@ class Referee:
         is_right = kinds == wants and len(told) == sum(map(len, wants.values()))
         self._check(is_right, f"{model.waiting} waited and were told {kinds}", out)
         self._seen[outcome] += 1
-        self._count(model, outcome)
+        count_end(self._seen, model, outcome)
         model.end(outcome)
 
     def _answers(self, outcome: str, want_weights: bool, joined: bool) -> list[type]:
@@ -188,20 +213,6 @@ class Referee:
             return [m.Failed]
         told: list[type] = [m.InForce] if joined else []
         return told + ([m.Weights if want_weights else m.Done] if outcome == APPLIED else [m.Vetoed, m.Done])
-
-    def _count(self, model: TableModel, outcome: str) -> None:
-        assigns = [given.assign for given in model.committed.values()]
-        joined = [given.joined for given in model.committed.values()]
-        self._seen[f"joined by some, {outcome}"] += any(joined) and not all(joined)
-        self._seen[f"joined by all, {outcome}"] += len(joined) == model.num_workers and all(joined)
-        kinds = model.kinds_of_rows() if outcome == APPLIED else set()
-        self._seen["by rows alone"] += kinds == {True}
-        self._seen["rows and all of it"] += len(kinds) == 2
-        self._seen["assigned"] += outcome == APPLIED and any(assigns)
-        self._seen["assigned by some"] += (
-            len(assigns) == model.num_workers and any(assigns) and not all(assigns)
-        )
-        self._seen[f"compressed, {outcome}"] += model.has_compressed()
 
     def _is_about(self, delivery: Delivery, table: int, round_: int) -> bool:
         about = self._processes[delivery.process].about
@@ -250,6 +261,9 @@ class Referee:
             want = m.InForce(about[0], about[1], model.hyper_told, model.is_over)
             self._check(outcome != FAILED and body == want, f"no {want}", [delivery])
             self._seen["told new numbers after joining"] += bool(body.hyper)
+        elif isinstance(body, m.Held):
+            want = model.partials.get(body.round, {})
+            self._check(outcome != FAILED and is_told(body, want), f"no {want}", [delivery])
         elif isinstance(body, m.Vetoed):
             ranks = model.vetoes.get(body.round) if outcome == VETOED else None
             self._check(body.ranks == ranks, f"vetoes of a round that is {outcome} by {ranks}", [delivery])
@@ -269,20 +283,3 @@ class Referee:
     @property
     def _name(self) -> str:
         return f"server {self.engine.config.server}"
-
-
-def copies(outgoing: list[m.Outgoing]) -> list[Delivery]:
-    """What goes over the wire is a copy: later updates must not reach into it."""
-    return [Delivery(int(o.peer), m.Reply(o.reply.number, _copied(o.reply.body))) for o in outgoing]
-
-
-def _copied(body: m.ReplyBody) -> m.ReplyBody:
-    if not isinstance(body, m.Weights):
-        return body
-    return m.Weights(
-        tuple(m.WeightsPart(p.table, p.slice, p.version, torch.clone(p.payload)) for p in body.parts)
-    )
-
-
-def is_fencing(body: m.ReplyBody) -> bool:
-    return isinstance(body, m.Failed) and body.code == "FencedError"

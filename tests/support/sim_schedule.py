@@ -14,8 +14,9 @@ from kvstore_server.engine import Engine
 from kvstore_server.plan import Plan
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.control import pack_control
+from tests.support.sim_delivery import Delivery
 from tests.support.sim_lane import NUM_SERVERS, NUM_WORKERS, TABLES, Lane, SimOptions
-from tests.support.sim_referee import Delivery, Violation
+from tests.support.sim_referee import Violation
 from tests.support.sim_workers import SimProcess
 
 MAX_DRAIN = 100

@@ -15,6 +15,7 @@ from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.control import unpack_control
 from kvtrainer.comm.compressor import Compressor
 from tests.support.sim_contributions import Contributions
+from tests.support.sim_held import NORM_TYPES, RAISES, is_known, note_held, note_veto, resolve_of
 from tests.support.sim_lane import (
     COMPRESSED,
     NAMESPACE,
@@ -89,9 +90,14 @@ class SimProcess:
             self._push_some(lane, rng)
         elif lane.to_commit:
             self._commit(lane, lane.to_commit.pop())
+        elif lane.to_resolve and rng.random() < RAISES:
+            self.give_up(lane)
+        elif lane.to_resolve:
+            server = lane.to_resolve.pop()
+            self._send(server, lane.requests[server], resolve_of(lane, server))
         elif rng.random() < REPEAT:
             for server in range(NUM_SERVERS):
-                if server not in lane.done:
+                if server not in lane.done or not is_known(lane):
                     self._commit(lane, server)
 
     def push_again(self, lane: Lane, rng: random.Random) -> None:
@@ -149,6 +155,10 @@ class SimProcess:
                 lane.kept.update({server} if body.values["applied"] else ())
         elif isinstance(body, m.Vetoed):
             lane.vetoed.add(server)
+            if body.ranks:
+                note_veto(lane)
+        elif isinstance(body, m.Held):
+            note_held(lane, server, body)
         elif isinstance(body, m.InForce):
             lane.overs.update({server} if body.is_over else ())
         elif isinstance(body, m.Weights) or (isinstance(body, m.Done) and not self._waits_on(lane, server)):
@@ -162,7 +172,7 @@ class SimProcess:
             self._commit(lane, server)
         if lane.given_up and not lane.aborts:
             self._given_up(lane)
-        elif len(lane.done) == NUM_SERVERS:
+        elif len(lane.done) == NUM_SERVERS and is_known(lane):
             self._end(lane)
 
     def _waits_on(self, lane: Lane, server: int) -> bool:
@@ -225,6 +235,10 @@ class SimProcess:
         lane.requests, lane.aborts = {}, {}
         lane.accepted, lane.done, lane.kept = set(), set(), set()
         lane.vetoed, lane.overs = set(), set()
+        is_gradient = lane.round > 0 and not lane.assign and not lane.joined
+        wanted = NORM_TYPES[0] if rng.random() < 0.02 else self._options.hold
+        lane.hold = wanted if is_gradient and self._options.hold else 0.0
+        lane.held, lane.decision, lane.to_resolve, lane.was_vetoed = {}, None, [], False
         self._contributions.encode(lane)
 
     def _push_some(self, lane: Lane, rng: random.Random) -> None:
@@ -252,7 +266,16 @@ class SimProcess:
         wants = self.wants_weights
         number = lane.numbers[server]
         commit = m.Commit(
-            number, lane.round, manifest, self._scale, wants, TIMEOUT, lane.veto, lane.assign, lane.joined
+            number,
+            lane.round,
+            manifest,
+            self._scale,
+            wants,
+            TIMEOUT,
+            lane.veto,
+            lane.assign,
+            lane.joined,
+            hold=lane.hold,
         )
         hyper = b"" if lane.joined else self._options.hyper(lane.round)
         self._send(server, lane.requests[server], m.CommitBatch((commit,), hyper))

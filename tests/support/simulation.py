@@ -8,6 +8,7 @@ from __future__ import annotations
 from kvstore_server.engine import Engine
 from kvstore_server.hyper import pack_hypers
 from tests.support.sim_compression import HALF, TWO_BIT
+from tests.support.sim_held import NORM_TYPES
 from tests.support.sim_lane import BY_ROWS, NEVER, NUM_WORKERS, TABLES, SimOptions
 from tests.support.sim_model import FAILED, RATES, TableModel
 from tests.support.sim_optimizers import Cautious, Lazy, Remembering
@@ -38,6 +39,7 @@ class Simulation(Schedule[Referee]):
             hypers=rng.choice(((), HYPERS)),
             hyper_changes=rng.choice((1, 2, 3, NEVER)),
             joins=rng.choice(((), (), (), (2, 1, 3), (0, 1, 1))),
+            hold=rng.choice((0.0, 0.0, *NORM_TYPES)),
             by_rows=row_slices(self._plans[BY_ROWS]) if rng.random() < 0.6 else frozenset(),
         )
         self._goal = 1 if rng.random() < 0.85 else 0

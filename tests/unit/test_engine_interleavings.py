@@ -1,6 +1,7 @@
 """Exactly-once contributions under loss, repetition, delay, aborts, vetoes, crashes and zombies, in thousands of seeded
 schedules: in synchronous rounds, one by one, and with a bound on how far ranks drift apart; with ranks that run out of
-data, rows, replaced weights, and compression of which residuals must follow what was applied.
+data, rows, replaced weights, compression of which residuals must follow what was applied, and sums that are held until
+it was decided what becomes of them.
 
 A failing schedule is rerun alone with `SIM_SEED=123 pytest tests/unit/test_engine_interleavings.py -k one_seed`.
 """
@@ -16,13 +17,14 @@ import pytest
 
 from tests.support.sim_async import run_async_seed
 from tests.support.sim_async_mutants import ASYNC_MUTANTS
+from tests.support.sim_held_mutants import HELD_MUTANTS
 from tests.support.sim_join_mutants import JOIN_MUTANTS
 from tests.support.sim_mutants import MUTANTS, mutated
 from tests.support.sim_optimizers import small_slices
 from tests.support.sim_referee import Violation
 from tests.support.simulation import run_seed
 
-SYNC_MUTANTS = {**MUTANTS, **JOIN_MUTANTS}
+SYNC_MUTANTS = {**MUTANTS, **JOIN_MUTANTS, **HELD_MUTANTS}
 SEEDS, ASYNC_SEEDS = 10_000, 1_000
 MUTANT_SEEDS = 2_000
 BLOCK, ASYNC_BLOCK = 1000, 250
@@ -52,6 +54,12 @@ EVERYTHING = {
     "by rows alone",
     "rows and all of it",
     "told new numbers after joining",
+    "held",
+    "held by some",
+    "clipped",
+    "skipped",
+    "resolved again",
+    "given up while held",
 }
 """What must happen in every block of schedules; otherwise they prove little."""
 ASYNC_EVERYTHING = {

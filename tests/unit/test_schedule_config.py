@@ -68,6 +68,37 @@ def test_what_is_bound_already_is_taken_as_it_is() -> None:
             bind_schedules([make(sgd())], optimizer)
 
 
+class Foreign:
+    """A scheduler with torch's interface that is none of its classes."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, by_epoch: bool = False) -> None:
+        self.optimizer, self.by_epoch = optimizer, by_epoch
+
+    def step(self) -> None:
+        self.optimizer.param_groups[0]["lr"] *= 0.5
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rate": self.optimizer.param_groups[0]["lr"]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.optimizer.param_groups[0]["lr"] = state_dict["rate"]
+
+
+class Demanding(Foreign):
+    def step(self, epoch: int) -> None:  # type: ignore[override]
+        raise AssertionError(epoch)
+
+
+def test_foreign_schedulers_that_are_used_as_those_of_torch_are_taken() -> None:
+    assert rates(Foreign, 3) == pytest.approx(HALVED)
+    [bound] = bind_schedules([partial(Foreign, by_epoch=True)], sgd())
+    assert bound.by == "epoch"
+    with pytest.raises(ArgumentTypeError, match="got Demanding"):
+        bind_schedules([Demanding], sgd())
+    with pytest.raises(ArgumentTypeError, match="got SGD"):
+        bind_schedules([lambda optimizer: optimizer], sgd())
+
+
 def test_scheduler_of_an_instance_that_shares_its_groups_is_taken() -> None:
     parameters = zeros(1)
     instance = torch.optim.SGD(parameters, lr=0.1)
@@ -163,7 +194,18 @@ def test_warm_up_by_step_in_a_config_by_epoch_adds_a_clock() -> None:
     by_epoch = bind_schedules(
         [{**cfg, "warmup_by_epoch": True}], sgd(), {"max_epochs": 12, "epoch_length": 100}
     )
-    assert [one.by for one in by_epoch] == ["step"]
+    assert [one.by for one in by_epoch] == ["epoch", "step"]
+
+
+def test_warm_up_by_epoch_in_a_config_goes_on_within_an_epoch() -> None:
+    cfg = {"policy": "fixed", "warmup": "linear", "warmup_iters": 2, "warmup_by_epoch": True}
+    for by_epoch in (True, False):
+        optimizer, seen = sgd(), []
+        bound = bind_schedules([{**cfg, "by_epoch": by_epoch}], optimizer, {"epoch_length": 2})
+        for _ in range(5):
+            seen.append(optimizer.param_groups[0]["lr"])
+            bound[-1].step()
+        assert seen == pytest.approx([0.01, 0.0325, 0.055, 0.0775, 0.1])
 
 
 TORCHS: dict[str, Callable[[Any], Any]] = {
@@ -171,7 +213,7 @@ TORCHS: dict[str, Callable[[Any], Any]] = {
     "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, 0.1, 1.0, step_size_up=3),
     "MultiStepLR": lambda o: lr_scheduler.MultiStepLR(o, [2, 5]),
     "SequentialLR": lambda o: lr_scheduler.SequentialLR(
-        o, [lr_scheduler.ConstantLR(o, 0.1, 2), lr_scheduler.MultiStepLR(o, [2, 4])], [3]
+        o, [lr_scheduler.ConstantLR(o, 0.1, 2), lr_scheduler.MultiStepLR(o, [1, 4])], [5]
     ),
     "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda n: math.exp(-n / 5)),
     "ChainedScheduler": lambda o: lr_scheduler.ChainedScheduler(

@@ -10,6 +10,7 @@ import torch
 from torch.optim import lr_scheduler
 
 from kvtrainer.errors import ConfigurationError, UnknownNameError
+from kvtrainer.registry import SCHEDULES
 from kvtrainer.schedule_config import bind_schedules, build_param_schedules
 from tests.support.scalar_training import zeros
 
@@ -184,6 +185,7 @@ def test_schedule_by_epoch_can_be_converted_to_go_by_step(
         ({"convert_to_iter_based": True, "by_epoch": False}, {"epoch_length": 3}, "by_epoch=True"),
         ({"begin": 5}, {}, "end should be larger than begin, but got begin=5, end=5"),
         ({"gama": 0.1}, {}, "no option 'gama'"),
+        ({"last_step": 3}, {}, "last_step"),
         ({"milestones": []}, {}, "every"),
     ],
 )
@@ -210,6 +212,21 @@ def test_schedulers_of_torch_are_known_by_their_names() -> None:
     assert own == pytest.approx([0.01, 0.028, 0.046, 0.064, 0.082, 0.1])
     with pytest.raises(ConfigurationError, match="cannot be made"):
         values([{"type": "torch:LinearLR", "start": 0.1}], 1)
+
+
+def test_own_schedules_are_found_by_their_registered_name_or_given_as_a_class(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(SCHEDULES, "_entries", dict(SCHEDULES._entries))
+
+    def halving(optimizer: Any, gamma: float) -> Any:
+        return lr_scheduler.ExponentialLR(optimizer, gamma)
+
+    halved = [0.1, 0.05, 0.025]
+    assert values([{"type": halving, "gamma": 0.5}], 3) == pytest.approx(halved)
+    assert values([{"type": lr_scheduler.ExponentialLR, "gamma": 0.5}], 3) == pytest.approx(halved)
+    SCHEDULES.register("HalvingForTest")(halving)
+    assert values([{"type": "HalvingForTest", "gamma": 0.5}], 3) == pytest.approx(halved)
 
 
 METRICS = (1.0, 0.5, 0.5, 0.6, 0.4, 0.9, 0.9, 0.9)

@@ -307,3 +307,13 @@ def test_rows_that_count_as_dense_are_not_added_to_what_the_store_holds() -> Non
     expected[1] -= 0.5
     expected[4] -= 1.0
     assert torch.equal(net.weight, expected)
+
+
+@pytest.mark.parametrize("name", ["sgd", "torch:SGD", "torch:Adagrad", "torch:SparseAdam"])
+def test_single_row_of_one_element_with_an_expanded_gradient_is_updated(name: str) -> None:
+    layer = torch.nn.Embedding.from_pretrained(torch.zeros(9, 1), freeze=False, sparse=True)
+    trainer = Trainer({"w": layer.weight}, name, {"lr": 1.0}, None)
+    layer(torch.tensor([4])).sum().backward()  # whose gradient has strides of 0
+    trainer.step(1)
+    assert layer.weight[4].item() == pytest.approx(-1.0)
+    assert layer.weight.count_nonzero() == 1

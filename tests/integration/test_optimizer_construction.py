@@ -1,0 +1,95 @@
+"""Optimizers from configurations on a real server: options by parameter, and classes that a job brings along."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from kvtrainer import Trainer
+from kvtrainer.config import trainer_arguments
+from kvtrainer.errors import UnknownNameError
+from tests.integration import registered_optimizer
+from tests.support.processes import Members, Process, Processes, new_name
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[Processes]:
+    with Processes() as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def server(processes: Processes) -> Process:
+    [started] = processes.servers(1, "--import", registered_optimizer.__name__)
+    return started
+
+
+def config(kind: str) -> dict[str, Any]:
+    paramwise = {"bias_lr_mult": 2.0, "bias_decay_mult": 0.0, "custom_keys": {".0.": {"lr_mult": 0.5}}}
+    imports = {"imports": [registered_optimizer.__name__]}
+    return {
+        "optimizer": {"type": kind, "lr": 0.25, "weight_decay": 0.5, "paramwise_cfg": paramwise},
+        "custom_imports": imports,
+    }
+
+
+def model() -> nn.Module:
+    made = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).double()
+    for p in made.parameters():
+        nn.init.ones_(p)
+    return made
+
+
+def step(net: nn.Module, trainer: Trainer) -> None:
+    """One update with a gradient whose elements are 0 and 2, so that their mean is 1."""
+    loss = sum(p.flatten()[::2].sum() * 2 for p in net.parameters())
+    assert isinstance(loss, torch.Tensor)
+    loss.backward()
+    trainer.step(1)
+
+
+@pytest.mark.parametrize("kind", ["MeanDescent", "SGD"])
+def test_options_by_parameter_and_their_changes_reach_the_server(server: Process, kind: str) -> None:
+    net = model()
+    with Members() as members:
+        store = members.join([server], 0, 1, new_name())
+        trainer = Trainer(
+            **trainer_arguments(net, {**config(kind), "kvstore": store, "update_on_kvstore": True})
+        )
+        assert [group["param_names"] for group in trainer.param_groups] == [
+            ["0.weight", "0.bias"],
+            ["1.weight"],
+            ["1.bias"],
+        ]
+        step(net, trainer)
+        for group in trainer.param_groups:
+            group["lr"] *= 2
+        step(net, trainer)
+    numbers = {
+        "0.weight": (0.125, 0.5),
+        "0.bias": (0.125, 0.5),
+        "1.weight": (0.25, 0.5),
+        "1.bias": (0.5, 0.0),
+    }
+    for name, p in net.named_parameters():
+        rate, decay = numbers[name]
+        for at, element in enumerate(p.detach().flatten().tolist()):
+            gradient = 1.0 if kind == "MeanDescent" else 2.0 * (at % 2 == 0)
+            expected = 1.0
+            for factor in (1, 2):
+                expected -= factor * rate * (gradient + decay * expected)
+            assert element == pytest.approx(expected, rel=1e-12), name
+
+
+def test_server_that_did_not_import_the_class_says_what_it_needs(processes: Processes) -> None:
+    [without] = processes.servers(1)
+    net = model()
+    with Members() as members:
+        store = members.join([without], 0, 1, new_name())
+        trainer = Trainer(**trainer_arguments(net, {**config("MeanDescent"), "kvstore": store}))
+        with pytest.raises(UnknownNameError, match=r"'torch:MeanDescent'.*--import MODULE"):
+            step(net, trainer)

@@ -1,0 +1,34 @@
+"""Replies of an engine in the simulation, on their way to processes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from kvstore_server.protocol import messages as m
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """A reply on its way: to which process, and what."""
+
+    process: int
+    reply: m.Reply
+
+
+def copies(outgoing: list[m.Outgoing]) -> list[Delivery]:
+    """What goes over the wire is a copy: later updates must not reach into it."""
+    return [Delivery(int(o.peer), m.Reply(o.reply.number, _copied(o.reply.body))) for o in outgoing]
+
+
+def _copied(body: m.ReplyBody) -> m.ReplyBody:
+    if not isinstance(body, m.Weights):
+        return body
+    return m.Weights(
+        tuple(m.WeightsPart(p.table, p.slice, p.version, torch.clone(p.payload)) for p in body.parts)
+    )
+
+
+def is_fencing(body: m.ReplyBody) -> bool:
+    return isinstance(body, m.Failed) and body.code == "FencedError"

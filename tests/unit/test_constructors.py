@@ -1,0 +1,76 @@
+"""The constructor of optimizers that is there already, on its own and as a base of others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from kvtrainer.constructors import DefaultOptimizerConstructor, construct
+from kvtrainer.errors import ConfigurationError, UnmatchedRuleWarning
+from kvtrainer.param_rules import ParamGroups, Rule
+from kvtrainer.paramwise import apply_paramwise
+
+SGD = {"type": "SGD", "lr": 0.5, "weight_decay": 0.25, "momentum": 0.9}
+
+
+def test_it_makes_a_torch_optimizer_with_merged_groups_and_names() -> None:
+    constructor = DefaultOptimizerConstructor(SGD, {"bias_lr_mult": 2.0})
+    model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+    optimizer = constructor(model)
+    assert type(optimizer) is torch.optim.SGD
+    found = [(group["param_names"], group["lr"], group["momentum"]) for group in optimizer.param_groups]
+    assert found == [(["0.weight", "1.weight"], 0.5, 0.9), (["0.bias", "1.bias"], 1.0, 0.9)]
+    assert constructor.report is not None
+    assert constructor.report["1.bias"].rules == ("bias_lr_mult",)
+
+
+def test_missing_learning_rate_is_the_classes_default() -> None:
+    optimizer = DefaultOptimizerConstructor({"type": "Adam"}, {"bias_lr_mult": 2.0})(nn.Linear(1, 1))
+    assert [group["lr"] for group in optimizer.param_groups] == [0.001, 0.002]
+
+
+def test_option_that_torch_would_put_into_a_group_unseen_is_refused() -> None:
+    constructor = DefaultOptimizerConstructor(SGD, {"custom_keys": {"bias": {"lr_mul": 2.0}}})
+    with pytest.raises(ConfigurationError, match="sets 'lr_mul', which is no option of the optimizer"):
+        constructor(nn.Linear(1, 1))
+
+
+def test_optimizer_that_is_not_torchs_is_left_to_the_trainer() -> None:
+    with pytest.raises(ConfigurationError, match="'signum' is no torch optimizer"):
+        DefaultOptimizerConstructor({"type": "signum"})(nn.Linear(1, 1))
+    with pytest.raises(ConfigurationError, match="must make a torch optimizer, got"):
+        DefaultOptimizerConstructor({"type": lambda params: 3})(nn.Linear(1, 1))
+
+
+class ByLayer(DefaultOptimizerConstructor):
+    """Halves the rate of each layer before the last."""
+
+    def param_groups(self, model: nn.Module) -> ParamGroups:
+        assert self.paramwise_cfg is not None
+        decay = self.paramwise_cfg["layer_decay"]
+        rules = [Rule(f".{i}.", lr_mult=decay ** (2 - i)) for i in range(3)]
+        return apply_paramwise(model, rules, self.optimizer_cfg)
+
+
+def test_subclass_may_make_other_groups() -> None:
+    model = nn.Sequential(*(nn.Linear(1, 1) for _ in range(3)))
+    optimizer = construct(ByLayer, SGD, {"layer_decay": 0.5}, model)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.125, 0.25, 0.5]
+
+
+def test_registered_name_is_that_of_the_constructor() -> None:
+    built: Any = construct("DefaultOptimizerConstructor", SGD, None, nn.Linear(1, 1))
+    assert len(built.param_groups) == 1
+    with pytest.warns(UnmatchedRuleWarning):
+        construct("DefaultOptimizerConstructor", SGD, {"custom_keys": {"conv": {}}}, nn.Linear(1, 1))
+
+
+@pytest.mark.parametrize("cfg", [[], "norm", 3])
+def test_configuration_that_is_no_dict_is_refused(cfg: Any) -> None:
+    with pytest.raises(TypeError, match="paramwise_cfg should be None or a dict"):
+        DefaultOptimizerConstructor(SGD, cfg)
+    with pytest.raises(TypeError, match="optimizer_cfg should be a dict"):
+        DefaultOptimizerConstructor(cfg, {})

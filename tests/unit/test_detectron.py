@@ -1,0 +1,195 @@
+"""Detectron's rules for parameters, its configuration keys, and its recipe for several devices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import Parameter
+
+from kvtrainer.detectron import detectron_arguments, detectron_devices, detectron_rules, linear_scaling
+from kvtrainer.errors import ConfigurationError
+from kvtrainer.paramwise import apply_paramwise
+from kvtrainer.schedule_config import bind_schedules
+from tests.support.scalar_training import trainer_of
+
+GRADIENTS = (0.5, 0.5, -0.25, 0.1, 0.5)
+RATES = (0.02, 0.02, 0.002, 0.002, 0.002)
+CONSTANT = {
+    "body.weight": [0.98999798, 0.97099423, 0.95888889, 0.94599217, 0.92438322],
+    "body.bias": [0.98000002, 0.94200003, 0.91780001, 0.89201999, 0.84881800],
+    "norm.weight": [0.98979998, 0.97042203, 0.95778775, 0.94422537, 0.92183036],
+}
+"""Detectron's weights after each update; momentum 0.9, decay 1e-4 and 0.01 of norms, from 1.0."""
+CORRECTED = {
+    "body.weight": [0.98999798, 0.97099423, 0.96978372, 0.96849406, 0.96633315],
+    "body.bias": [0.98000002, 0.94200003, 0.93958002, 0.93700200, 0.93268180],
+    "norm.weight": [0.98979998, 0.97042203, 0.96915859, 0.96780211, 0.96556193],
+}
+UNCORRECTED = {
+    "body.weight": [0.98999798, 0.97099423, 0.95439065, 0.93924719, 0.92461795],
+    "body.bias": [0.98000002, 0.94200003, 0.90880001, 0.87852001, 0.84926802],
+}
+
+
+class Scalars(nn.Module):
+    """A weight and a bias, and those of a GroupNorm, each one number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(1, 1)
+        self.norm = nn.GroupNorm(1, 1)
+        for p in self.parameters():
+            nn.init.ones_(p)
+
+
+def options(model: nn.Module, **arguments: float) -> dict[str, tuple[float, float]]:
+    made = apply_paramwise(model, detectron_rules(**arguments), {"lr": 0.5, "weight_decay": 0.25})
+    return {row.name: (row.lr, row.weight_decay) for row in made.report.rows}
+
+
+def test_biases_of_all_kinds_learn_twice_as_fast_without_decay_and_norm_scales_decay_by_themselves() -> None:
+    assert options(Scalars(), weight_decay_gn=0.125) == {
+        "body.weight": (0.5, 0.25),
+        "body.bias": (1.0, 0.0),
+        "norm.weight": (0.5, 0.125),
+        "norm.bias": (1.0, 0.0),
+    }
+
+
+def test_decay_of_norm_scales_is_absolute_and_holds_where_nothing_else_decays() -> None:
+    made = apply_paramwise(Scalars(), detectron_rules(0.125), {"lr": 0.5, "weight_decay": 0.0})
+    assert made.report["norm.weight"].weight_decay == 0.125
+    assert made.report["body.weight"].weight_decay == 0.0
+
+
+def test_biases_of_attention_and_recurrent_layers_count_as_biases() -> None:
+    model = nn.ModuleDict({"attention": nn.MultiheadAttention(2, 1), "memory": nn.LSTM(1, 1)})
+    fast = {name for name, (lr, _) in options(model).items() if lr == 1.0}
+    assert fast == {name for name, _ in model.named_parameters() if "bias" in name}
+
+
+def trained(rates: tuple[float, ...], in_store: bool, correction: Any) -> dict[str, list[float]]:
+    model = Scalars()
+    base = {"learning_rate": rates[0], "momentum": 0.9, "wd": 1e-4}
+    made = apply_paramwise(model, detectron_rules(weight_decay_gn=0.01), base)
+    trainer = trainer_of(made.groups, "sgd", {**base, "momentum_correction": correction}, in_store)
+    found: dict[str, list[float]] = {name: [] for name, _ in model.named_parameters()}
+    factors = [group["lr"] / rates[0] for group in trainer.param_groups]
+    for rate, gradient in zip(rates, GRADIENTS, strict=True):
+        for group, factor in zip(trainer.param_groups, factors, strict=True):
+            group["lr"] = rate * factor
+        (sum(p.sum() for p in model.parameters()) * gradient).backward()  # type: ignore[union-attr]
+        trainer.step(1)
+        for name, p in model.named_parameters():
+            found[name].append(p.item())
+    return found
+
+
+@pytest.mark.parametrize("in_store", [False, True])
+@pytest.mark.parametrize(
+    ("rates", "correction", "expected"),
+    [
+        ((0.02,) * 5, True, CONSTANT),
+        (RATES, True, CORRECTED),
+        (RATES, None, UNCORRECTED),
+    ],
+    ids=["constant", "corrected", "uncorrected"],
+)
+def test_updates_are_detectrons(
+    rates: tuple[float, ...], correction: Any, expected: dict[str, list[float]], in_store: bool
+) -> None:
+    got = trained(rates, in_store, correction)
+    for name, weights in expected.items():
+        assert got[name] == pytest.approx(weights, rel=1e-6, abs=1e-6), name
+
+
+SOLVER = {"BASE_LR": 0.02, "WEIGHT_DECAY": 1e-4, "WEIGHT_DECAY_GN": 0.125, "WARM_UP_ITERS": 5, "MAX_ITER": 90}
+
+
+@pytest.mark.parametrize("is_flat", [False, True])
+def test_configuration_keys_become_arguments_of_a_trainer(is_flat: bool) -> None:
+    cfg = {f"SOLVER.{k}": v for k, v in SOLVER.items()} if is_flat else {"SOLVER": SOLVER}
+    model = Scalars()
+    arguments = detectron_arguments(model, {**cfg, "NUM_GPUS": 4})
+    assert arguments["params"] is model
+    assert arguments["optimizer"] == "sgd"
+    assert arguments["optimizer_params"] == {
+        "learning_rate": 0.02,
+        "momentum": 0.9,
+        "wd": 1e-4,
+        "momentum_correction": {"threshold": 1.1, "min_lr": 1e-7},
+    }
+    made = apply_paramwise(model, arguments["paramwise"], arguments["optimizer_params"])
+    assert made.report["norm.weight"].weight_decay == 0.125
+    optimizer = torch.optim.SGD([Parameter(torch.ones(1))], lr=0.02)
+    [schedule] = bind_schedules(arguments["schedules"], optimizer)
+    assert schedule.by == "step"
+    rates = []
+    for _ in range(6):
+        rates.append(optimizer.param_groups[0]["lr"])
+        schedule.step()
+    warm_up = [0.0066666668, 0.0093333330, 0.0120000001, 0.0146666663, 0.0173333324, 0.02]
+    assert rates == pytest.approx(warm_up, rel=1e-6)
+
+
+def test_defaults_are_detectrons() -> None:
+    arguments = detectron_arguments(None, {"SOLVER": {"SCALE_MOMENTUM": False}})
+    assert arguments["optimizer_params"] == {"learning_rate": 0.001, "momentum": 0.9, "wd": 0.0005}
+    assert [rule.weight_decay for rule in arguments["paramwise"]] == [0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("cfg", "expected"),
+    [
+        ({}, (1, "auto")),
+        ({"NUM_GPUS": 8}, (8, "tree")),
+        ({"NUM_GPUS": 2, "USE_NCCL": True}, (2, "nccl")),
+    ],
+)
+def test_devices_and_reducer_come_from_their_keys(cfg: dict[str, Any], expected: tuple[int, str]) -> None:
+    assert detectron_devices(cfg) == expected
+
+
+@pytest.mark.parametrize(
+    ("cfg", "message"),
+    [
+        ({"SOLVER": {"BASE_LRS": 1}}, r"SOLVER\.BASE_LRS: no key of Detectron's that is about the optimizer"),
+        ({"TRAIN": {"SCALES": [800]}}, r"TRAIN\.SCALES: no key"),
+        ({"SOLVER": {"BASE_LR": 1}, "SOLVER.BASE_LR": 2}, r"SOLVER\.BASE_LR is given twice"),
+        ({"SOLVER.BASE_LR": None}, r"SOLVER\.BASE_LR must be a finite number, got None"),
+        ({"SOLVER.MOMENTUM": "0.9"}, r"SOLVER\.MOMENTUM must be a finite number, got '0\.9'"),
+        ({"SOLVER.SCALE_MOMENTUM": 1}, "SCALE_MOMENTUM must be True or False"),
+        ({"SOLVER.LOG_LR_CHANGE_THRESHOLD": 2.0}, "would have no effect"),
+        ({"NUM_GPUS": 0}, "NUM_GPUS must be an int of at least 1, got 0"),
+        ({"USE_NCCL": 1}, "USE_NCCL must be True or False"),
+    ],
+)
+def test_keys_that_say_nothing_are_refused(cfg: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        detectron_devices(cfg)
+    if "NUM_GPUS" not in cfg and "USE_NCCL" not in cfg:
+        with pytest.raises(ConfigurationError, match=message):
+            detectron_arguments(None, cfg)
+
+
+@pytest.mark.parametrize(
+    ("n", "expected"),
+    [
+        (1, (0.0025, [0, 30000, 40000], 60000)),
+        (2, (0.005, [0, 15000, 20000], 30000)),
+        (4, (0.01, [0, 7500, 10000], 15000)),
+        (8, (0.02, [0, 3750, 5000], 7500)),
+    ],
+)
+def test_linear_scaling_is_the_recipe_of_detectrons_tutorial(n: int, expected: tuple[Any, ...]) -> None:
+    assert linear_scaling(0.0025, [0, 30000, 40000], 60000, n) == expected
+    assert linear_scaling(*expected, 1 / n) == linear_scaling(0.0025, [0, 30000, 40000], 60000, 1)
+
+
+@pytest.mark.parametrize("n", [0, -1, None, float("nan")])
+def test_number_of_devices_that_cannot_be_is_refused(n: Any) -> None:
+    with pytest.raises(ConfigurationError, match="n must be"):
+        linear_scaling(0.1, [], 10, n)

@@ -1,0 +1,271 @@
+"""Rounds that are held on a server: its sum is told and kept, and the first decision about it counts for all ranks."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from kvstore_server.errors import KVStoreError, from_wire
+from kvstore_server.modes import SYNCHRONOUS, Mode
+from kvstore_server.protocol import messages as m
+from tests.support.sim_engine_job import EngineJob
+
+SQUARES = 8 * 3.0**2
+"""Their sum, in a table of eight elements to which one rank gave 1 and another one 2."""
+
+
+class HeldJob(EngineJob):
+    """Two ranks, and the requests of a round that they commit: rank r's has number 100 + r."""
+
+    def __init__(self, workers: int = 2, mode: Mode = SYNCHRONOUS) -> None:
+        super().__init__(workers, mode)
+
+    def hold(self, *values: float | None, round_: int = 1, **said: Any) -> list[list[m.ReplyBody]]:
+        """Each rank commits its value, and wants the norm; what each was told. A rank without a value vetoes."""
+        for rank, value in enumerate(values):
+            options = {"hold": 2.0, "veto": value is None, **said}
+            self.commit(rank, round_, value, number=100 * round_ + rank, **options)
+        return [self.heard(rank, round_) for rank in range(len(values))]
+
+    def heard(self, rank: int, round_: int = 1) -> list[m.ReplyBody]:
+        """What a rank was told about its commit since this was last asked."""
+        return self.told.pop((rank, 100 * round_ + rank), [])
+
+    def resolve(
+        self, rank: int, coef: float = 1.0, clip: float | None = None, skip: bool = False, round_: int = 1
+    ) -> list[m.ReplyBody]:
+        return self.ask(rank, m.Resolve(0, round_, coef, clip, skip), 100 * round_ + rank)
+
+    def repeat(self, rank: int, round_: int = 1) -> list[m.ReplyBody]:
+        return self.commit(rank, round_, pushed=True, hold=2.0, number=100 * round_ + rank)
+
+    @property
+    def counters(self) -> dict[str, Any]:
+        [info] = self.ask(0, m.Stats())
+        assert isinstance(info, m.Info)
+        return dict(info.values["tables"][0])
+
+
+def error_in(bodies: list[m.ReplyBody]) -> KVStoreError:
+    [failed] = bodies
+    assert isinstance(failed, m.Failed)
+    return from_wire(failed.code, failed.text)
+
+
+def held_in(bodies: list[m.ReplyBody]) -> m.Held:
+    [held] = bodies
+    assert isinstance(held, m.Held)
+    return held
+
+
+def test_nothing_is_applied_before_a_decision_and_every_rank_is_told_what_there_is_to_decide() -> None:
+    job = HeldJob()
+    told = job.hold(1.0, 2.0)
+    assert [held_in(bodies) for bodies in told] == [m.Held(0, 1, ((0, SQUARES),), True)] * 2
+    assert job.total == [0.0]
+    assert job.counters["version"] == 0
+
+
+def test_the_first_decision_is_applied_and_answers_every_rank() -> None:
+    job = HeldJob()
+    job.hold(1.0, 2.0)
+    job.resolve(1, coef=0.5)
+    assert [job.heard(rank) for rank in range(2)] == [[m.Done(((0, 1, 1),))]] * 2
+    assert job.total == [1.5]
+    assert job.resolve(0, coef=0.5) == []
+    assert (job.total, job.counters["decisions_differing"]) == ([1.5], 0)
+
+
+def test_a_second_decision_that_differs_has_no_effect_and_is_counted() -> None:
+    job = HeldJob()
+    job.hold(1.0, 2.0)
+    job.resolve(0, coef=0.5)
+    assert job.resolve(1, coef=0.25) == []
+    assert (job.total, job.counters["decisions_differing"]) == ([1.5], 1)
+
+
+def test_elements_are_limited_after_the_sum_was_multiplied() -> None:
+    job = HeldJob()
+    job.hold(1.0, 2.0)
+    job.resolve(0, coef=0.5, clip=1.25)
+    assert job.total == [1.25]
+
+
+def test_a_round_that_is_skipped_changes_nothing_and_the_next_one_goes_on() -> None:
+    job = HeldJob()
+    job.hold(1.0, 2.0)
+    job.resolve(0, skip=True)
+    assert job.heard(1) == [m.Vetoed(0, 1, ()), m.Done(((0, 1, 0),))]
+    assert (job.total, job.counters["rounds_applied"], job.counters["round"]) == ([0.0], 0, 2)
+    job.hold(1.0, 1.0, round_=2)
+    job.resolve(1, round_=2)
+    assert job.total == [2.0]
+
+
+def test_a_commit_that_is_repeated_hears_again_what_is_held_and_later_how_it_ended() -> None:
+    job = HeldJob()
+    [first, _] = job.hold(1.0, 2.0)
+    assert job.repeat(0) == first
+    job.resolve(1)
+    assert job.repeat(0) == [*first, m.Done(((0, 1, 1),))]
+    assert job.total == [3.0]
+
+
+def test_a_decision_that_was_lost_is_made_up_for_by_any_other() -> None:
+    job = HeldJob()
+    job.hold(1.0, 2.0)
+    held_in(job.repeat(1))
+    job.resolve(1, coef=0.5)
+    assert job.total == [1.5]
+
+
+def test_a_decision_about_a_round_that_is_not_held_is_refused() -> None:
+    job = HeldJob()
+    assert "which is not held" in str(error_in(job.resolve(0)))
+    job.commit(0, 1, 1.0, hold=2.0)
+    assert "round 1 is open" in str(error_in(job.resolve(0)))
+    assert "round 1 is open" in str(error_in(job.resolve(0, round_=2)))
+
+
+def test_a_round_that_is_given_up_while_it_is_held_fails_for_all_without_effect() -> None:
+    job = HeldJob()
+    job.hold(1.0, 2.0)
+    assert job.ask(0, m.Abort(0, 1, "I raised", False)) == [m.Info({"applied": False})]
+    assert "rank 0 aborted round 1 of 't': I raised" in str(error_in(job.heard(1)))
+    assert job.resolve(1) == []
+    assert job.total == [0.0]
+
+
+def test_a_round_that_nobody_decides_about_fails_at_its_deadline() -> None:
+    job = HeldJob()
+    job.hold(1.0, 2.0, timeout=30.0)
+    assert job.tick(29.0, alive=(0, 1)) == {}
+    job.tick(2.0, alive=(0, 1))
+    for rank in range(2):
+        error = error_in(job.heard(rank))
+        assert "round 1 of 't' reached its deadline while it was held" in str(error)
+        assert isinstance(error, TimeoutError)
+
+
+def test_a_rank_that_is_lost_while_a_round_is_held_harms_nobody() -> None:
+    job = HeldJob()
+    job.hold(1.0, 2.0)
+    assert job.leave(0, is_clean=False) == {}
+    assert job.tick(25.0, alive=(1,)) == {}
+    job.resolve(1, coef=0.5)
+    assert job.heard(1) == [m.Done(((0, 1, 1),))]
+    assert job.total == [1.5]
+
+
+def test_a_process_that_was_replaced_decides_nothing_and_its_successor_is_asked() -> None:
+    job = HeldJob()
+    [_, held] = job.hold(1.0, 2.0)
+    old = job.sessions[1]
+    job.hello(1)
+    new, job.sessions[1] = job.sessions[1], old
+    assert "may no longer write" in str(error_in(job.resolve(1, coef=0.1)))
+    job.sessions[1] = new
+    assert job.repeat(1) == held
+    job.resolve(1, coef=0.5)
+    assert job.total == [1.5]
+
+
+def test_a_veto_ends_the_round_at_once_and_nothing_is_held() -> None:
+    job = HeldJob()
+    [first, second] = job.hold(1.0, None)
+    assert first == second == [m.Vetoed(0, 1, (1,)), m.Done(((0, 1, 0),))]
+
+
+def test_a_rank_without_data_waits_while_the_others_decide() -> None:
+    job = HeldJob(3)
+    job.commit(2, 1, joined=True, number=102)
+    job.hold(1.0, 2.0)
+    assert job.heard(2) == []
+    assert job.commit(2, 1, joined=True, number=102) == [m.Pending(())]
+    job.heard(2)
+    job.resolve(0, coef=0.5)
+    assert job.heard(2) == [m.InForce(0, 1, b"", False), m.Done(((0, 1, 1),))]
+    assert job.total == [1.5]
+
+
+def test_a_round_in_which_nobody_has_data_is_not_held() -> None:
+    job = HeldJob()
+    for rank in range(2):
+        job.commit(rank, 1, joined=True, number=100 + rank)
+    assert job.heard(0) == [m.InForce(0, 1, b"", True), m.Done(((0, 1, 0),))]
+
+
+def test_ranks_that_disagree_on_whether_a_round_is_held_all_fail_and_both_are_named() -> None:
+    job = HeldJob()
+    job.commit(0, 1, 1.0, hold=2.0, number=100)
+    job.commit(1, 1, 2.0, number=101)
+    for rank in range(2):
+        assert "rank 0 wants its norm of type 2, rank 1 wants nothing to be checked" in str(
+            error_in(job.heard(rank))
+        )
+    assert job.total == [0.0]
+
+
+def test_ranks_that_want_different_norms_all_fail() -> None:
+    job = HeldJob()
+    job.commit(0, 1, 1.0, hold=math.inf, number=100)
+    job.commit(1, 1, 2.0, hold=1.0, number=101)
+    assert "rank 0 wants its norm of type inf, rank 1 wants its norm of type 1" in str(error_in(job.heard(0)))
+
+
+def test_a_sum_that_overflows_is_not_finite_though_what_was_given_is() -> None:
+    job = HeldJob()
+    [first, _] = job.hold(3e38, 3e38)
+    assert not held_in(first).is_finite
+    assert held_in(first).partials == ((0, math.inf),)
+
+
+def test_the_sum_of_numbers_that_are_not_finite_is_told_as_such() -> None:
+    job = HeldJob()
+    [first, _] = job.hold(math.nan, 1.0)
+    assert not held_in(first).is_finite
+    assert math.isnan(held_in(first).partials[0][1])
+
+
+def test_the_factor_of_each_rank_is_in_what_is_measured() -> None:
+    job = HeldJob()
+    for rank, factor in enumerate((0.5, 0.25)):
+        payload = torch.full((8,), 2.0)
+        job.ask(rank, m.PushBatch((m.Push(0, 0, 1, 0, payload),)))
+        commit = m.Commit(0, 1, ((0, 0),), factor, False, 30.0, hold=1.0)
+        job.ask(rank, m.CommitBatch((commit,)), 100 + rank)
+    assert held_in(job.heard(0)).partials == ((0, 8 * 1.5),)
+
+
+def test_a_key_that_every_rank_leaves_out_is_not_measured() -> None:
+    job = HeldJob()
+    for rank in range(2):
+        commit = m.Commit(0, 1, (), None, False, 30.0, hold=2.0)
+        job.ask(rank, m.CommitBatch((commit,), b"", (0,)), 100 + rank)
+    assert job.heard(0) == job.heard(1) == [m.Held(0, 1, (), True)]
+    job.resolve(0)
+    assert job.heard(1) == [m.Absent(0, 1, (0,)), m.Done(((0, 1, 1),))]
+
+
+def test_contributions_that_count_one_by_one_cannot_be_held() -> None:
+    job = HeldJob(mode=Mode("async"))
+    [told] = job.hold(1.0)
+    assert "that needs synchronous rounds" in str(error_in(told))
+    assert job.total == [0.0]
+
+
+def test_a_server_that_stops_lets_what_is_held_end_and_says_so_to_who_still_waits() -> None:
+    job = HeldJob()
+    job.hold(1.0, 2.0)
+    job.engine.stop()
+    assert not job.engine.is_idle()
+    [first, _] = job.engine.abandon(0.0)
+    assert isinstance(first.reply.body, m.Failed)
+    assert "round 1 of 't' waited: nobody had decided yet" in first.reply.body.text
+    job = HeldJob()
+    job.hold(1.0, 2.0)
+    job.engine.stop()
+    job.resolve(0)
+    assert job.total == [3.0]

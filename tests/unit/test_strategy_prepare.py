@@ -1,0 +1,238 @@
+"""What prepare() makes of a configuration: model, weights, Trainers and schedules, in which order, and once."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from kvtrainer import Trainer
+from kvtrainer.errors import ArgumentTypeError, ConfigurationError
+from kvtrainer.parallel import DataParallel
+from kvtrainer.registry import MODELS
+from kvtrainer.strategy import Strategy
+from tests.support.strategies import SGD, Make, Net, make, steps
+
+__all__ = ["make"]
+MULTI = {"type": "MultiStepLR", "milestones": [2], "by_epoch": False}
+
+
+def test_model_alone_is_returned_alone(make: Make) -> None:
+    net = Net()
+    assert make().prepare(net) is net
+
+
+def test_parts_are_returned_in_order_and_only_those_asked_for(make: Make) -> None:
+    strategy = make()
+    model, trainer = strategy.prepare(Net(), optim_wrapper=SGD)
+    assert isinstance(model, Net)
+    assert isinstance(trainer, Trainer)
+    again = strategy.prepare(Net(), optim_wrapper=SGD, dispatch_kwargs={"max_iters": 9})
+    assert again[0] is model
+    assert again[1] is trainer
+    assert strategy.dispatch_kwargs == {"max_iters": 9}
+    _, _, schedules = strategy.prepare(Net(), optim_wrapper=SGD, param_scheduler=MULTI)
+    assert len(schedules) == 1
+    assert strategy.prepare(Net())[2] is schedules
+
+
+def test_parts_are_made_in_a_fixed_order_by_methods_that_may_be_overridden(make: Make) -> None:
+    order: list[str] = []
+
+    class Noting(Strategy):
+        pass
+
+    names = ("build_model", "_init_model_weights", "_wrap_model", "compile_model", "build_optim_wrapper", "_scale_lr",
+             "_begin_to_count", "build_param_scheduler")  # fmt: skip
+    for name in names:
+
+        def noted(self: Any, *args: Any, _name: str = name, **kwargs: Any) -> Any:
+            order.append(_name)
+            return getattr(Strategy, _name)(self, *args, **kwargs)
+
+        setattr(Noting, name, noted)
+    run = {"max_iters": 4}
+    make(cls=Noting).prepare(Net(), optim_wrapper=SGD, param_scheduler=MULTI, dispatch_kwargs=run)
+    assert order == list(names)
+
+
+def test_the_callers_dicts_are_not_changed(make: Make) -> None:
+    given = {**SGD, "paramwise_cfg": {"bias_lr_mult": 2.0}}
+    copies = [{**one} for one in (given, given["optimizer"], MULTI)]
+    strategy, run = make(), {"max_iters": 5}
+    strategy.prepare(Net(), optim_wrapper=given, param_scheduler=[MULTI], dispatch_kwargs=run)
+    assert [given, given["optimizer"], MULTI] == copies
+    assert run == {"max_iters": 5}
+
+
+def test_model_is_built_from_the_registry(make: Make) -> None:
+    MODELS.register("strategy test net", force=True)(lambda width: nn.Linear(width, 1))
+    built = make().prepare({"type": "strategy test net", "width": 5})
+    assert isinstance(built, nn.Linear)
+    assert built.in_features == 5
+
+
+def test_what_is_no_model_is_refused(make: Make) -> None:
+    with pytest.raises(ArgumentTypeError, match=r"model should be a nn\.Module object or dict, but got str"):
+        make().prepare("resnet")
+
+
+class Initialised(Net):
+    def init_weights(self) -> None:
+        nn.init.constant_(self.body.weight, 7.0)
+
+
+def test_weights_are_initialised_where_the_model_can_unless_it_is_loaded_next(make: Make) -> None:
+    assert (make().prepare(Initialised()).body.weight == 7).all()
+    kept = make().prepare(Initialised(), dispatch_kwargs={"init_weights_for_test_or_val": False})
+    assert not (kept.body.weight == 7).any()
+
+
+class TestCompile:
+    def calls(self, make: Make, compile: Any) -> tuple[list[str], nn.Module]:
+        seen: list[str] = []
+
+        def backend(graph: Any, inputs: Any) -> Any:
+            seen.append("compiled")
+            return graph.forward
+
+        net, strategy = Net(), make()
+        given = dict(compile, backend=backend) if isinstance(compile, dict) else compile
+        copy = dict(given) if isinstance(given, dict) else given
+        model = strategy.prepare(net, compile=given)
+        assert given == copy
+        model(torch.ones(1, 2))
+        model.train_step(torch.ones(1, 2))
+        return seen, model
+
+    def test_nothing_is_compiled_by_default_or_when_disabled(self, make: Make) -> None:
+        assert self.calls(make, {"disable": True})[0] == []
+        net = Net()
+        assert make().prepare(net, compile=False) is net
+
+    @pytest.mark.parametrize("target", ["forward", "train_step"])
+    def test_one_method_is_compiled_and_names_of_weights_stay(self, make: Make, target: str) -> None:
+        torch.compiler.reset()
+        seen, model = self.calls(make, {"target": target})
+        assert seen
+        assert list(model.state_dict()) == list(Net().state_dict())
+
+    def test_unknown_method_or_kind_is_refused(self, make: Make) -> None:
+        with pytest.raises(ConfigurationError, match="no method 'predict'"):
+            make().prepare(Net(), compile={"target": "predict"})
+        with pytest.raises(ArgumentTypeError, match="bool or a dict"):
+            make().prepare(Net(), compile="yes")
+
+
+class TestSchedules:
+    def test_the_trainer_advances_them(self, make: Make) -> None:
+        model, trainer, schedules = make().prepare(Net(), optim_wrapper=SGD, param_scheduler=MULTI,
+                                                   dispatch_kwargs={"max_iters": 4})  # fmt: skip
+        rates = []
+        for _ in range(4):
+            rates.append(trainer.get_lr()["lr"][0])
+            steps(model, trainer, 1)
+        assert rates == pytest.approx([0.1, 0.1, 0.01, 0.01])
+        assert len(schedules) == 1
+
+    def test_a_warm_up_with_its_own_clock_is_advanced_once(self, make: Make) -> None:
+        cfg = {"policy": "step", "step": [3], "warmup": "linear", "warmup_iters": 4, "warmup_ratio": 0.5}
+        model, trainer, _ = make().prepare(Net(), optim_wrapper=SGD, param_scheduler=cfg)
+        rates = []
+        for _ in range(5):
+            rates.append(trainer.get_lr()["lr"][0])
+            steps(model, trainer, 1)
+        assert rates == pytest.approx([0.05, 0.0625, 0.075, 0.0875, 0.1])
+
+    def test_length_of_the_run_is_the_default_end_and_is_needed(self, make: Make) -> None:
+        cosine = {"type": "CosineAnnealingLR", "eta_min": 0.0, "by_epoch": False}
+        model, trainer, _ = make().prepare(Net(), optim_wrapper=SGD, param_scheduler=cosine,
+                                           dispatch_kwargs={"max_iters": 4})  # fmt: skip
+        steps(model, trainer, 2)
+        assert trainer.get_lr()["lr"] == pytest.approx([0.05])
+        with pytest.raises(ValueError, match="max_iters"):
+            make().prepare(Net(), optim_wrapper=SGD, param_scheduler=cosine)
+
+    def test_several_trainers_get_the_same_or_their_own(self, make: Make) -> None:
+        both = {"body": SGD, "head": SGD}
+        run = {"max_epochs": 4, "max_iters": 4}
+        linear = {"type": "LinearLR", "start_factor": 0.5}
+        _, trainers, schedules = make().prepare(
+            Net(), optim_wrapper=both, param_scheduler=linear, dispatch_kwargs=run
+        )
+        assert {name: len(its) for name, its in schedules.items()} == {"body": 1, "head": 1}
+        assert trainers.get_lr() == {"body.lr": [0.05], "head.lr": [0.05]}
+        _, trainers, _ = make().prepare(
+            Net(), optim_wrapper=both, param_scheduler={"head": [linear]}, dispatch_kwargs=run
+        )
+        assert trainers.get_lr() == {"body.lr": [0.1], "head.lr": [0.05]}
+
+    def test_arguments_that_are_given_are_not_used_up(self, make: Make) -> None:
+        args = {"max_epochs": 4}
+        strategy = make()
+        trainer = strategy.build_optim_wrapper({"body": SGD, "head": SGD}, Net())
+        strategy.build_param_scheduler({"type": "CosineAnnealingLR"}, trainer, args)
+        assert args == {"max_epochs": 4}
+
+    def test_other_things_are_refused(self, make: Make) -> None:
+        strategy = make()
+        with pytest.raises(TypeError, match="schedule or a dict"):
+            strategy.build_param_scheduler("cosine", Trainer(Net(), "sgd"))
+        with pytest.raises(TypeError, match="need the Trainer"):
+            strategy.build_param_scheduler(MULTI, torch.optim.SGD(Net().parameters(), lr=0.1))  # type: ignore[arg-type]
+        with pytest.raises(ConfigurationError, match="no Trainer"):
+            strategy.prepare(Net(), param_scheduler=MULTI)
+
+
+class TestAccumulation:
+    def test_the_number_of_passes_must_be_known(self, make: Make) -> None:
+        with pytest.raises(ValueError, match='"max_iters" must be specified'):
+            make().prepare(Net(), optim_wrapper={**SGD, "accumulative_counts": 3})
+
+    def test_the_last_window_is_divided_by_what_is_in_it(self, make: Make) -> None:
+        class One(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.p = nn.Parameter(torch.zeros(()))
+
+        cfg = {"optimizer": {"type": "SGD", "lr": 1.0}, "accumulative_counts": 3}
+        model, trainer = make().prepare(One(), optim_wrapper=cfg, dispatch_kwargs={"max_iters": 10})
+        found = []
+        for _ in range(10):
+            trainer.update_params(model.p * 1.0)
+            found.append(model.p.item())
+        assert found == pytest.approx([0, 0, -1, -1, -1, -2, -2, -2, -3, -4])
+
+    def test_batch_norm_is_warned_of(self, make: Make) -> None:
+        strategy, records = make(), []
+        handler = logging.Handler()
+        handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+        strategy.logger.addHandler(handler)
+        cfg = {**SGD, "accumulative_counts": 2}
+        strategy.prepare(nn.BatchNorm1d(2), optim_wrapper=cfg, dispatch_kwargs={"max_iters": 2})
+        assert any("BatchNorm" in text for text in records)
+
+
+class TestReplicas:
+    def test_several_devices_make_replicas_of_which_parameters_are_one(self, make: Make) -> None:
+        strategy = make(device=["cpu", "cpu"])
+        model, trainer = strategy.prepare(Net(), optim_wrapper=SGD)
+        assert isinstance(model, DataParallel)
+        assert strategy.device == torch.device("cpu")
+        losses = model.forward_losses(torch.randn(4, 2), lambda net, x: net(x).square().mean())
+        trainer.update_params(losses)
+        assert torch.equal(model.replicas[0].body.weight, model.replicas[1].body.weight)
+
+    def test_what_is_loaded_reaches_all_replicas(self, make: Make) -> None:
+        strategy = make(device=["cpu", "cpu"])
+        model = strategy.prepare(Net())
+        strategy.load_model_state_dict({**Net().state_dict(), "body.bias": torch.full((3,), 4.0)})
+        assert all((replica.body.bias == 4).all() for replica in model.replicas)
+
+    def test_a_torch_optimizer_cannot_train_them(self, make: Make) -> None:
+        net = Net()
+        with pytest.raises(ConfigurationError):
+            make(device=["cpu", "cpu"]).prepare(net, optim_wrapper=torch.optim.SGD(net.parameters(), lr=0.1))

@@ -1,0 +1,74 @@
+"""Several Trainers under names."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from kvtrainer import Trainer, TrainerDict
+from kvtrainer.errors import ArgumentTypeError, ConfigurationError, StateMismatchError
+
+
+def trainers() -> tuple[nn.ModuleDict, TrainerDict]:
+    parts = nn.ModuleDict({"g": nn.Linear(1, 1), "d": nn.Linear(1, 1)})
+    g = Trainer(parts["g"], "torch:SGD", {"lr": 0.1, "momentum": 0.5})
+    d = Trainer(parts["d"], "torch:Adam", {"lr": 0.2, "betas": (0.7, 0.9)})
+    return parts, TrainerDict(g=g, d=d)
+
+
+def test_it_is_a_mapping_of_names_to_trainers() -> None:
+    _, both = trainers()
+    assert list(both) == list(both.keys()) == ["g", "d"]
+    assert len(both) == 2
+    assert "g" in both
+    assert dict(both.items())["d"] is both["d"] is list(both.values())[1]
+    with pytest.raises(KeyError, match="no Trainer is named 'e'; there are g, d"):
+        both["e"]
+
+
+@pytest.mark.parametrize("method", ["update_params", "backward", "step"])
+def test_what_only_one_of_them_can_do_is_refused_and_says_where_to_go(method: str) -> None:
+    _, both = trainers()
+    message = f"You should access the Trainer of the TrainerDict and call its `{method}`; it has g, d"
+    with pytest.raises(NotImplementedError, match=message):
+        getattr(both, method)(torch.ones(()))
+
+
+def test_values_of_groups_are_given_by_name() -> None:
+    _, both = trainers()
+    assert both.get_lr() == {"g.lr": [0.1], "d.lr": [0.2]}
+    assert both.get_momentum() == {"g.momentum": [0.5], "d.momentum": [0.7]}
+    assert both.param_groups["g"] is both["g"].param_groups
+
+
+def test_gradients_of_all_are_reset() -> None:
+    parts, both = trainers()
+    sum(part(torch.ones(1, 1)).sum() for part in parts.values()).backward()
+    both.zero_grad()
+    assert all(p.grad is None for p in parts.parameters())
+
+
+def test_state_is_kept_by_name() -> None:
+    parts, both = trainers()
+    for name, trainer in both.items():
+        trainer.update_params(parts[name](torch.ones(1, 1)).sum())
+    _, other = trainers()
+    other.load_state_dict(both.state_dict())
+    for name in both:
+        for key, state in both[name].state_dict()["state"].items():
+            for entry, value in state.items():
+                assert torch.equal(other[name].state_dict()["state"][key][entry], value)
+
+
+def test_state_of_others_is_refused() -> None:
+    _, both = trainers()
+    with pytest.raises(StateMismatchError, match="it is of g, while the Trainers here are d, g"):
+        both.load_state_dict({"g": both["g"].state_dict()})
+
+
+def test_it_needs_trainers() -> None:
+    with pytest.raises(ConfigurationError, match="at least one"):
+        TrainerDict()
+    with pytest.raises(ArgumentTypeError, match="must be a Trainer, got g=SGD"):
+        TrainerDict(g=torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1))  # type: ignore[arg-type]

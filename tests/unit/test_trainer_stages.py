@@ -1,0 +1,390 @@
+"""Options of a Trainer's stages where they meet: clipping, overflow, mixed precision, what a step reports."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from kvtrainer import Trainer
+from kvtrainer.errors import (
+    AnomalousParametersError,
+    ArgumentTypeError,
+    ConfigurationError,
+    NonFiniteGradientError,
+)
+from kvtrainer.kvstore import LocalKVStore
+from kvtrainer.param_rules import Rule
+from kvtrainer.results import StepResult
+
+SITES = pytest.mark.parametrize("in_store", [None, False, True], ids=["without", "by-trainer", "in-store"])
+
+
+def parameter(values: list[float] | None = None) -> Parameter:
+    return Parameter(torch.tensor(values or [0.0, 0.0]))
+
+
+def trainer_of(p: Any, in_store: bool | None = None, lr: float = 1.0, **options: Any) -> Trainer:
+    store = None if in_store is None else "local"
+    params = p if isinstance(p, dict) else {"p": p}
+    return Trainer(params, "torch:SGD", {"lr": lr}, store, None, in_store, **options)
+
+
+def push(trainer: Trainer, p: Parameter, slopes: list[float], batch: float | None = None) -> StepResult:
+    return trainer.update_params(p @ torch.tensor(slopes), batch)
+
+
+@SITES
+def test_step_reports_the_norm_before_clipping_and_the_coefficient(in_store: bool | None) -> None:
+    p = parameter()
+    trainer = trainer_of(p, in_store, clip_grad={"max_norm": 1.0})
+    result = push(trainer, p, [6.0, 8.0], batch=2)
+    assert result.grad_norm == pytest.approx(5.0)
+    assert result.clip_coef == pytest.approx(0.2, rel=1e-6)
+    assert (result.skipped, result.updated, result.loss_scale, result.lr) == (False, True, 1.0, 1.0)
+    assert p.tolist() == pytest.approx([-0.6, -0.8], rel=1e-6)
+    assert trainer.last is result
+
+
+@SITES
+def test_gradient_below_the_limit_stays_to_the_bit(in_store: bool | None) -> None:
+    p, q = parameter(), parameter()
+    limited, free = trainer_of(p, in_store, clip_grad={"max_norm": 35}), trainer_of(q, in_store)
+    push(limited, p, [0.1, 0.7])
+    push(free, q, [0.1, 0.7])
+    assert torch.equal(p, q)
+
+
+@SITES
+def test_values_are_clipped_one_by_one(in_store: bool | None) -> None:
+    p = parameter()
+    result = push(trainer_of(p, in_store, clip_grad={"type": "value", "clip_value": 0.5}), p, [2.0, -0.25])
+    assert p.tolist() == [-0.5, 0.25]
+    assert result.grad_norm is None
+
+
+@SITES
+@pytest.mark.parametrize("norm_type", [1, 2, math.inf, "inf"])
+def test_any_norm_limits_as_torch_does(in_store: bool | None, norm_type: Any) -> None:
+    p, q = parameter(), parameter()
+    slopes = torch.tensor([3.0, -4.0])
+    push(trainer_of(p, in_store, clip_grad={"max_norm": 2, "norm_type": norm_type}), p, slopes.tolist())
+    q.grad = slopes.clone()
+    torch.nn.utils.clip_grad_norm_([q], 2, float(norm_type))
+    torch.testing.assert_close(p.detach(), -q.grad)
+
+
+@SITES
+def test_dense_and_sparse_gradients_are_limited_by_their_common_norm(in_store: bool | None) -> None:
+    w, p = torch.nn.Embedding.from_pretrained(torch.zeros(9, 1), freeze=False, sparse=True), parameter()
+    trainer = trainer_of({"w": w.weight, "p": p}, in_store, clip_grad={"max_norm": 1.0})
+    loss = 3.0 * w(torch.tensor([4])).sum() + p @ torch.tensor([0.0, 4.0])
+    assert trainer.update_params(loss).grad_norm == pytest.approx(5.0)
+    assert w.weight[4].item() == pytest.approx(-0.6, rel=1e-6)
+    assert p[1].item() == pytest.approx(-0.8, rel=1e-6)
+
+
+@SITES
+def test_nan_gradient_with_a_limit_changes_nothing_and_is_reported(in_store: bool | None) -> None:
+    p = parameter([1.0, 2.0])
+    trainer = trainer_of(p, in_store, clip_grad={"max_norm": 1.0})
+    result = push(trainer, p, [math.nan, 1.0])
+    assert (result.skipped, result.updated) == (True, False)
+    assert p.tolist() == [1.0, 2.0]
+    assert not push(trainer, p, [1.0, 0.0]).skipped
+
+
+@SITES
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_on_nonfinite_skips_or_raises_before_anything_has_changed(in_store: bool | None, bad: float) -> None:
+    p = parameter([1.0, 2.0])
+    assert push(trainer_of(p, in_store, on_nonfinite="skip"), p, [bad, 0.0]).skipped
+    q = parameter([1.0, 2.0])
+    trainer = trainer_of(q, in_store, on_nonfinite="raise")
+    with pytest.raises(NonFiniteGradientError, match=r"Loss is (NaN|infinite): .*nothing was updated"):
+        push(trainer, q, [bad, 0.0])
+    assert p.tolist() == q.tolist() == [1.0, 2.0]
+    assert push(trainer, q, [1.0, 0.0]).updated
+
+
+def test_on_nonfinite_ignore_lets_everything_pass() -> None:
+    p = parameter()
+    result = push(trainer_of(p, on_nonfinite="ignore"), p, [math.inf, 1.0])
+    assert result.updated
+    assert not math.isfinite(p[0].item())
+
+
+@SITES
+def test_nan_gradient_of_a_finite_loss_is_found(in_store: bool | None) -> None:
+    p = parameter([0.0, 1.0])
+    trainer = trainer_of(p, in_store, on_nonfinite="raise")
+    with pytest.raises(NonFiniteGradientError, match="gradient or the loss"):
+        trainer.update_params(torch.where(p > 0, p.sqrt(), torch.zeros(2)).sum())
+    assert p.tolist() == [0.0, 1.0]
+
+
+@SITES
+def test_dynamic_scale_halves_on_overflow_and_the_step_is_skipped(in_store: bool | None) -> None:
+    p = parameter()
+    trainer = trainer_of(p, in_store, amp={"init_scale": 8.0, "growth_interval": 3})
+    scales, skipped = [], []
+    for step in range(11):
+        result = push(trainer, p, [math.inf if step == 6 else 1.0, 0.0])
+        scales.append(result.loss_scale)
+        skipped.append(result.skipped)
+    assert scales == [8, 8, 8, 16, 16, 16, 32, 16, 16, 16, 32]
+    assert skipped == [step == 6 for step in range(11)]
+    assert p[0].item() == -10.0
+
+
+@SITES
+def test_static_scale_stays_and_infinities_still_skip(in_store: bool | None) -> None:
+    p = parameter()
+    trainer = trainer_of(p, in_store, amp=512)
+    seen = []
+    for slope in (1.0, math.inf, 1.0):
+        result = push(trainer, p, [slope, 0.0])
+        seen.append((p[0].item(), result.loss_scale))
+    assert seen == [(-1.0, 512.0), (-1.0, 512.0), (-2.0, 512.0)]
+
+
+@SITES
+def test_norm_is_that_of_the_unscaled_gradient(in_store: bool | None) -> None:
+    p = parameter()
+    trainer = trainer_of(p, in_store, amp=1024, clip_grad={"max_norm": 1.0})
+    assert push(trainer, p, [3.0, 4.0]).grad_norm == pytest.approx(5.0)
+    assert p.tolist() == pytest.approx([-0.6, -0.8], rel=1e-6)
+
+
+def test_context_computes_in_the_dtype_that_amp_names() -> None:
+    layer = torch.nn.Linear(4, 2)
+    for amp, dtype in (
+        (None, torch.float32),
+        ("dynamic", torch.float16),
+        ({"dtype": "bfloat16"}, torch.bfloat16),
+    ):
+        with trainer_of(dict(layer.named_parameters()), amp=amp) as trainer, trainer.context():
+            assert layer(torch.ones(1, 4)).dtype == dtype
+
+
+def test_bfloat16_trains_without_a_loss_scale() -> None:
+    layer = torch.nn.Linear(4, 1)
+    trainer = trainer_of(dict(layer.named_parameters()), lr=0.1, amp={"dtype": torch.bfloat16})
+    before = layer.weight.detach().clone()
+    with trainer.context():
+        loss: Tensor = layer(torch.ones(1, 4)).sum()
+    assert trainer.update_params(loss).loss_scale == 1.0
+    torch.testing.assert_close(layer.weight.detach(), before - 0.1)
+
+
+def test_half_parameters_have_a_float32_master_where_the_update_runs() -> None:
+    p = Parameter(torch.ones((), dtype=torch.float16))
+    trainer = Trainer(
+        {"p": p}, "sgd", {"learning_rate": 1e-4, "multi_precision": True}, "local", None, True, amp=128
+    )
+    for _ in range(10):
+        trainer.update_params(p * 1.0)
+    assert p.item() == pytest.approx(0.99902344, abs=1e-8)
+
+
+def test_option_that_only_backward_follows_is_not_ignored_in_silence() -> None:
+    p = parameter()
+    for options in ({"amp": "dynamic"}, {"detect_anomalous_params": True}):
+        trainer = trainer_of(p, **options)  # type: ignore[arg-type]
+        p.sum().backward()
+        with pytest.raises(
+            ConfigurationError, match=rf"option {next(iter(options))} works in trainer.backward"
+        ):
+            trainer.step(1)
+        trainer.close()
+    assert p.tolist() == [0.0, 0.0]
+
+
+def test_parameters_outside_of_the_loss_raise_before_backward() -> None:
+    p, q = parameter(), parameter()
+    trainer = trainer_of({"p": p, "q": q}, detect_anomalous_params="raise")
+    with pytest.raises(AnomalousParametersError, match=r"q with shape \[2\]"):
+        trainer.update_params(p.sum())
+    assert p.grad is None
+
+
+def test_closure_still_gives_its_own_result() -> None:
+    p = parameter()
+    trainer = trainer_of(p, clip_grad={"max_norm": 1.0})
+
+    def closure() -> str:
+        (p @ torch.tensor([3.0, 4.0])).backward()
+        return "mine"
+
+    assert trainer.step(closure) == "mine"
+    assert trainer.last is not None
+    assert trainer.last.grad_norm == pytest.approx(5.0)
+
+
+def test_halves_of_a_step_limit_what_the_loop_made_of_the_sums() -> None:
+    p = parameter()
+    trainer = trainer_of(p, False, clip_grad={"max_norm": 1.0})
+    (p @ torch.tensor([6.0, 8.0])).backward()
+    trainer.allreduce_grads()
+    assert p.grad is not None
+    p.grad.mul_(0.5)
+    result = trainer.update(1)
+    assert result.grad_norm == pytest.approx(5.0)
+    assert p.tolist() == pytest.approx([-0.6, -0.8], rel=1e-6)
+
+
+def test_each_replica_without_a_store_has_its_own_norm() -> None:
+    p, q = parameter(), parameter()
+    trainer = Trainer({"p": [p, q]}, "torch:SGD", {"lr": 1.0}, None, clip_grad={"max_norm": 1.0})
+    (p @ torch.tensor([3.0, 4.0]) + q @ torch.tensor([0.0, 0.5])).backward()
+    trainer.step(1)
+    assert p.tolist() == pytest.approx([-0.6, -0.8], rel=1e-6)
+    assert q.tolist() == [0.0, -0.5]
+
+
+def test_norm_counts_replicas_once() -> None:
+    p, q = parameter(), parameter()
+    trainer = Trainer({"p": [p, q]}, "torch:SGD", {"lr": 1.0}, "local", clip_grad={"max_norm": 1.0})
+    for one in (p, q):
+        (one @ torch.tensor([3.0, 4.0])).backward()
+    result = trainer.step(2)
+    assert result is not None
+    assert result.grad_norm == pytest.approx(5.0)
+    assert p.tolist() == q.tolist() == pytest.approx([-0.6, -0.8], rel=1e-6)
+
+
+def test_schedules_advance_with_updates_and_not_with_skipped_ones() -> None:
+    p = parameter()
+    made = [lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+    trainer = trainer_of(p, schedules=made, on_nonfinite="skip")
+    rates = [push(trainer, p, [slope, 0.0]).lr for slope in (1.0, math.nan, 1.0, 1.0)]
+    assert rates == [1.0, 0.5, 0.5, 0.25]
+
+
+def test_schedules_by_epoch_wait_for_the_end_of_one() -> None:
+    p = parameter()
+    steps = {"scheduler": lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5), "by": "epoch"}
+    trainer = trainer_of(p, schedules=[steps])
+    rates = []
+    for _ in range(2):
+        rates += [push(trainer, p, [1.0, 0.0]).lr for _ in range(2)]
+        trainer.end_epoch()
+    assert rates == [1.0, 1.0, 0.5, 0.5]
+    assert trainer.get_lr() == {"lr": [0.25]}
+
+
+def test_schedule_and_scale_go_on_from_saved_states(tmp_path: Path) -> None:
+    def make(p: Parameter) -> Trainer:
+        schedule = {"policy": "step", "step": [2], "gamma": 0.1, "by_epoch": False}
+        return trainer_of(p, schedules=[schedule], amp={"init_scale": 4.0, "growth_interval": 2})
+
+    p, q = parameter(), parameter()
+    first, second = make(p), make(q)
+    for _ in range(2):
+        push(first, p, [1.0, 0.0])
+    first.save_states(tmp_path / "states")
+    second.load_states(tmp_path / "states")
+    result = push(second, q, [1.0, 0.0])
+    assert (result.lr, result.loss_scale) == (pytest.approx(0.1), 8.0)
+
+
+def test_momentum_is_the_first_beta_of_an_adam() -> None:
+    p = parameter()
+    assert Trainer({"p": p}, "torch:Adam", {"lr": 0.1}, None).get_momentum() == {"momentum": [0.9]}
+    assert trainer_of(p).get_momentum() == {"momentum": [0.0]}
+
+
+def test_rules_by_parameter_make_groups_and_can_be_read_back() -> None:
+    net = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    trainer = Trainer(
+        net, "torch:SGD", {"lr": 0.1, "weight_decay": 0.01}, None,
+        paramwise={"norm_decay_mult": 0.0, "bias_lr_mult": 2.0},
+    )  # fmt: skip
+    table = trainer.describe_params()
+    assert table["0.bias"].lr == pytest.approx(0.2)
+    assert table["1.weight"].weight_decay == 0.0
+    assert table["0.weight"].weight_decay == 0.01
+    assert "0.bias" in str(table)
+    assert len(trainer.param_groups) == 3
+    trainer.set_learning_rate(0.5)
+    assert trainer.describe_params()["0.weight"].lr == 0.5
+
+
+def test_rules_use_gluons_names_for_gluons_optimizers() -> None:
+    p, bias = parameter(), parameter()
+    rules = [Rule(lambda place: place.name == "bias", name="bias", lr_mult=2.0, decay_mult=0.0)]
+    trainer = Trainer({"p": p, "bias": bias}, "sgd", {"learning_rate": 0.1, "wd": 0.5}, None, paramwise=rules)
+    table = trainer.describe_params()
+    assert (table["bias"].lr, table["bias"].weight_decay) == (0.2, 0.0)
+    assert (table["p"].lr, table["p"].weight_decay) == (0.1, 0.5)
+
+
+def test_options_may_change_before_the_first_step_and_not_later() -> None:
+    p = parameter()
+    trainer = trainer_of(p)
+    trainer.configure(clip_grad={"max_norm": 1.0}, amp=4)
+    assert push(trainer, p, [3.0, 4.0]).grad_norm == pytest.approx(5.0)
+    with pytest.raises(ConfigurationError, match="clip_grad cannot change after the first step"):
+        trainer.configure(clip_grad=None)
+
+
+def test_wrong_change_leaves_the_options_as_they_were() -> None:
+    p = parameter()
+    trainer = trainer_of(p, clip_grad={"max_norm": 1.0})
+    with pytest.raises(ConfigurationError, match="accumulate must be"):
+        trainer.configure(clip_grad=None, accumulate=0)
+    with pytest.raises(ConfigurationError, match="no option 'clip'"):
+        trainer.configure(clip={"max_norm": 1.0})
+    assert push(trainer, p, [3.0, 4.0]).grad_norm == pytest.approx(5.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"amp": "static"}, "amp must be 'dynamic', a number"),
+        ({"amp": True}, "amp must be 'dynamic', a number"),
+        ({"amp": {"dtype": "float64"}}, "'float16' or 'bfloat16', got dtype='float64'"),
+        ({"amp": {"dtype": "bfloat16", "loss_scale": 8}}, "losses are not scaled; leave out 'loss_scale'"),
+        ({"amp": {"loss_scale": 8, "growth_interval": 3}}, "'growth_interval' would do nothing"),
+        ({"amp": "dynamic", "on_nonfinite": "raise"}, "contradicts a dynamic loss scale"),
+        ({"amp": 8, "on_nonfinite": "ignore"}, "contradicts amp"),
+        ({"detect_anomalous_params": "warn"}, "detect_anomalous_params must be"),
+        ({"schedules": "StepLR"}, "schedules must be a list"),
+        ({"accumulate": 1.5}, "accumulate must be an int"),
+    ],
+)
+def test_wrong_options_are_refused_at_construction(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        trainer_of(parameter(), **options)
+
+
+def test_schedule_of_another_kind_is_refused_at_construction() -> None:
+    with pytest.raises(ArgumentTypeError):
+        trainer_of(parameter(), schedules=[3.0])
+
+
+def test_plain_scaler_of_torch_works_for_one_process() -> None:
+    p = parameter()
+    trainer = trainer_of(p)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for slope in (1.0, math.inf, 1.0):
+        scaler.scale(p @ torch.tensor([slope, 0.0])).backward()
+        scaler.step(trainer)
+        scaler.update()
+    assert p[0].item() == -2.0
+    assert scaler.get_scale() == 4.0
+
+
+def test_store_object_serves_several_trainers() -> None:
+    store = LocalKVStore()
+    p, q = parameter(), parameter()
+    first = Trainer({"p": p}, "torch:SGD", {"lr": 1.0}, store, None, True)
+    second = Trainer({"p": q}, "torch:SGD", {"lr": 2.0}, store, None, True)
+    push(first, p, [1.0, 0.0])
+    push(second, q, [1.0, 0.0])
+    assert (p[0].item(), q[0].item()) == (-1.0, -2.0)
