@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -136,6 +137,18 @@ class PlateauSchedule:
             )
         self._count = int(state_dict["count"])
         self._scheduler.load_state_dict({key: state_dict[key] for key in _PROGRESS})
+
+
+def is_like_torchs(one: object) -> bool:
+    """Whether somebody else's scheduler can be used as one of torch: it has an optimizer, and `step()` will do."""
+    if isinstance(one, type | torch.optim.Optimizer) or not hasattr(one, "optimizer"):
+        return False
+    methods = [getattr(one, name, None) for name in ("step", "state_dict", "load_state_dict")]
+    if not all(map(callable, methods)):
+        return False
+    needed = inspect.signature(one.step).parameters.values()  # type: ignore[attr-defined]
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return all(p.default is not inspect.Parameter.empty or p.kind in variadic for p in needed)
 
 
 _PROGRESS = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch")

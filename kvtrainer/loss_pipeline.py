@@ -117,11 +117,21 @@ class LossPipeline(JoiningPipeline):
         """
         self._accumulation.set_progress(iteration, max_iterations)
 
-    def end_epoch(self) -> None:
-        """Advance the schedules that go by epoch."""
+    def end_epoch(self, metric: float | None = None) -> None:
+        """Advance the schedules that go by epoch, and those that go by a metric, such as ReduceLROnPlateau.
+
+        Raises:
+            ConfigurationError: one goes by a metric, and there is none; nothing has changed then.
+        """
+        if metric is None and any(schedule.by == "metric" for schedule in self._schedules):
+            raise ConfigurationError(
+                "a schedule goes by a metric, such as the loss on validation data; call end_epoch(metric)"
+            )
         for schedule in self._schedules:
             if schedule.by == "epoch":
                 schedule.step()
+            elif schedule.by == "metric":
+                schedule.step(metric)  # type: ignore[call-arg]
 
     def get_lr(self) -> dict[str, list[float]]:
         """{"lr": the learning rate of every group}."""

@@ -234,6 +234,11 @@ class WarmupClock:
     def __init__(self, schedule: ParamSchedule) -> None:
         self._schedule = schedule
 
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """What its schedule is bound to."""
+        return self._schedule.optimizer
+
     def step(self) -> None:
         """Advance by one step; writes the value while the warm-up lasts."""
         schedule = self._schedule

@@ -6,14 +6,13 @@ dict in one of the forms that MMCV (`policy`) and mmengine (`type`) use.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch.optim
 from torch.optim.lr_scheduler import LRScheduler
 
-from kvtrainer.bound_torch import PlateauSchedule, TorchSchedule
+from kvtrainer.bound_torch import PlateauSchedule, TorchSchedule, is_like_torchs
 from kvtrainer.errors import ArgumentTypeError, ConfigurationError, UnknownNameError
 from kvtrainer.param_schedule import BoundSchedule, ParamSchedule, WarmupClock
 from kvtrainer.schedule_spec import ScheduleSpec
@@ -46,7 +45,7 @@ def bind_schedules(
         given: Each a ScheduleSpec (`ParamSchedule.unbound`), a dict with 'policy' or 'type', a function
             optimizer → scheduler, or something bound to this optimizer: a ParamSchedule or a scheduler of torch, or
             one that is used alike.
-            `dict(scheduler=…, by='epoch')` says of any of them that it goes by epoch; torch's go by step without it.
+            `dict(scheduler=…, by='epoch')` says of a scheduler of torch that it goes by epoch, and not by step.
         optimizer: A torch.optim.Optimizer, so also a Trainer.
         default_args: max_epochs, max_iters and epoch_length, for dicts that do not say where they end.
         bound_before: What the optimizer has already; those of the same value are built on.
@@ -65,6 +64,10 @@ def bind_schedules(
     last = {one.name: one for one in bound_before if isinstance(one, ParamSchedule)}
     for one in given:
         schedule = _bind(one, optimizer, run, last)
+        if isinstance(one, Mapping) and "scheduler" in one and one.get("by", schedule.by) != schedule.by:
+            raise ConfigurationError(
+                f"by={one['by']!r} is said of a {type(one['scheduler']).__name__}, which goes by {schedule.by!r} itself"
+            )
         bound.append(schedule)
         if isinstance(schedule, ParamSchedule):
             last[schedule.name] = schedule
@@ -228,27 +231,13 @@ def _read(cfg: Mapping[str, Any], run: Mapping[str, Any]) -> tuple[ScheduleSpec 
 
 def _is_bound(one: object) -> bool:
     return isinstance(one, LRScheduler | ParamSchedule | PlateauSchedule | TorchSchedule | WarmupClock) or (
-        _is_like_torchs(one)
+        is_like_torchs(one)
     )
-
-
-def _is_like_torchs(one: object) -> bool:
-    """Whether somebody else's scheduler can be used as one of torch: it has an optimizer, and `step()` will do."""
-    if isinstance(one, type | torch.optim.Optimizer) or not hasattr(one, "optimizer"):
-        return False
-    methods = [getattr(one, name, None) for name in ("step", "state_dict", "load_state_dict")]
-    if not all(map(callable, methods)):
-        return False
-    needed = inspect.signature(one.step).parameters.values()  # type: ignore[attr-defined]
-    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return all(p.default is not inspect.Parameter.empty or p.kind in variadic for p in needed)
 
 
 def _check_owner(one: Any, optimizer: torch.optim.Optimizer) -> None:
     """Raise ConfigurationError unless it is bound to this optimizer, or to one that shares its groups."""
     inner = one.scheduler if isinstance(one, TorchSchedule) else one
-    if isinstance(inner, WarmupClock):
-        return
     owner = inner.optimizer
     if owner is not optimizer and owner.param_groups is not optimizer.param_groups:
         raise ConfigurationError(

@@ -210,10 +210,9 @@ def test_a_longer_end_takes_effect_after_loading() -> None:
 
 def test_loaded_schedule_goes_on_as_if_it_had_never_stopped() -> None:
     made = [ParamSchedule(sgd(rate), **WARM) for rate in (0.1, 7.0)]
-    for schedule in made[:1]:
-        schedule.step()
-        schedule.warmup_clock.step()  # type: ignore[union-attr]
-        schedule.warmup_clock.step()  # type: ignore[union-attr]
+    made[0].step()
+    for _ in range(2):
+        made[0].warmup_clock.step()  # type: ignore[union-attr]
     made[1].load_state_dict(made[0].state_dict())
     for schedule in made:
         schedule.warmup_clock.step()  # type: ignore[union-attr]

@@ -135,6 +135,7 @@ def test_schedules_say_what_they_go_by(given: Any, by: str) -> None:
         ({"scheduler": lr_scheduler.ConstantLR, "by": "iter"}, ConfigurationError),
         ({"scheduler": lr_scheduler.ConstantLR, "end": 3}, ConfigurationError),
         ({"policy": "cyclic", "by_epoch": True, "max_epochs": 3}, ConfigurationError),
+        ({"scheduler": {"policy": "exp", "gamma": 0.5}, "by": "step"}, ConfigurationError),
         ({"policy": "cosine"}, UnknownNameError),
         ({"policy": "exp", "gamma": 0.5, "warmup": "cosine", "warmup_iters": 3}, ConfigurationError),
     ],

@@ -388,3 +388,14 @@ def test_store_object_serves_several_trainers() -> None:
     push(first, p, [1.0, 0.0])
     push(second, q, [1.0, 0.0])
     assert (p[0].item(), q[0].item()) == (-1.0, -2.0)
+
+
+def test_schedule_by_a_metric_needs_one_at_the_end_of_an_epoch() -> None:
+    p = parameter()
+    trainer = trainer_of(p, schedules=[{"type": "ReduceOnPlateauLR", "patience": 0, "factor": 0.5}])
+    with pytest.raises(ConfigurationError, match=r"call end_epoch\(metric\)"):
+        trainer.end_epoch()
+    for metric in (1.0, 2.0):
+        push(trainer, p, [1.0, 0.0])
+        trainer.end_epoch(metric)
+    assert trainer.get_lr() == {"lr": [0.5]}
