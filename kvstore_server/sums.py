@@ -75,7 +75,8 @@ class HeldSums:
         self._rows: dict[int, dict[int, RowSet]] = {}
         """Slice → position of a segment → its rows."""
         self._held: set[int] = set()
-        """The slices whose total counts."""
+        """The slices whose total is as it was summed."""
+        self._decision = Decision()
 
     def hold(
         self,
@@ -91,6 +92,7 @@ class HeldSums:
         """
         self._rows.clear()
         self._held.clear()
+        self._decision = Decision()
         partials = []
         for piece in self._slices:
             present = present_segments(piece, addends)
@@ -107,22 +109,25 @@ class HeldSums:
         return partials
 
     def decide(self, decision: Decision) -> None:
-        """Multiply and clip all that is kept."""
-        if decision.coef == 1.0 and decision.clip_value is None:
-            return
-        for index in self._held:
-            apply_decision(self._memory[index], decision)
-        for parts in self._rows.values():
-            for position, rows in parts.items():
-                # Rows of a single rank are not copied when they are summed.
-                parts[position] = rows._replace(values=rows.values.clone())
-                apply_decision(parts[position].values, decision)
+        """From now on the sums are given as multiplied and clipped."""
+        self._decision = decision
 
     def total(self, piece: Slice, addends: Sequence[Addend]) -> Tensor:
-        return self._memory[piece.index]
+        total = self._memory[piece.index]
+        if piece.index in self._held:
+            # Here, not for all slices at once: this one is used now, and is in the cache from then on.
+            self._held.remove(piece.index)
+            apply_decision(total, self._decision)
+        return total
 
     def rows(self, piece: Slice, position: int, addends: Sequence[Addend]) -> RowSet | None:
-        return self._rows[piece.index].get(position)
+        rows = self._rows[piece.index].get(position)
+        if rows is None:
+            return None
+        # Rows of a single rank are not copied when they are summed.
+        values = rows.values.clone()
+        apply_decision(values, self._decision)
+        return rows._replace(values=values)
 
     def _total(self, piece: Slice, addends: Sequence[Addend]) -> Tensor:
         """Sum a slice into memory of its own."""

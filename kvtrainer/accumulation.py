@@ -50,7 +50,7 @@ class Accumulation:
                 self.counts,
                 done % self.counts,
             )
-        self.done, self.total = done, total
+        self.done, self.total, self._in_window = done, total, 0
 
     @property
     def divisor(self) -> int:

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 import torch.optim
 from torch import Tensor
-from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from kvtrainer.errors import ConfigurationError, StateMismatchError
-from kvtrainer.group_values import GroupValue
+from kvtrainer.group_values import GroupValue, refuse_second_scheduler
 
 _KINDS = {"tuple": tuple, "dict": dict, "counter": Counter}
 
@@ -24,9 +24,14 @@ class TorchSchedule:
     Args:
         scheduler: Bound to the optimizer already.
         by: When it is advanced: after each 'step' or 'epoch'; with a 'metric' for ReduceLROnPlateau.
+
+    Raises:
+        SchedulerInUseError: the optimizer takes its learning rate from a scheduler of its own.
     """
 
     def __init__(self, scheduler: Any, by: str) -> None:
+        if isinstance(scheduler, LRScheduler) or getattr(scheduler, "param_name", None) == "lr":
+            refuse_second_scheduler(scheduler.optimizer)
         self.scheduler = scheduler
         self._by = "metric" if isinstance(scheduler, ReduceLROnPlateau) else by
 

@@ -24,13 +24,13 @@ def extra_states(
     residuals: Residuals | None,
     names: Sequence[str],
     schedules: Sequence[BoundSchedule] = (),
-    passes: int = 0,
+    passes: int | None = None,
 ) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
     """Plain values and tensors by part, as SavedStates keeps them.
 
     Args:
         names: of the parameters.
-        passes: backward passes so far, where they are accumulated.
+        passes: backward passes so far, where they are accumulated; else None.
     """
     extra: dict[str, Any] = {}
     tensors: dict[str, dict[str, Tensor]] = {}
@@ -38,7 +38,7 @@ def extra_states(
         extra[_SCALER] = scaler.state_dict()
     if schedules:
         extra[_SCHEDULES] = [schedule.state_dict() for schedule in schedules]
-    if passes:
+    if passes is not None:
         extra[_PASSES] = passes
     if residuals is not None:
         extra[_RESIDUALS] = {"rank": residuals.rank, "num_workers": residuals.num_workers}
@@ -103,9 +103,10 @@ def saved_schedules(saved: SavedStates) -> list[dict[str, Any]]:
     return list(saved.extra.get(_SCHEDULES, []))
 
 
-def saved_passes(saved: SavedStates) -> int:
-    """How many backward passes there had been, where they were accumulated."""
-    return int(saved.extra.get(_PASSES, 0))
+def saved_passes(saved: SavedStates) -> int | None:
+    """How many backward passes there had been; None where they were not accumulated."""
+    passes: int | None = saved.extra.get(_PASSES)
+    return passes
 
 
 def saved_residuals(saved: SavedStates, names: Sequence[str]) -> Residuals | None:

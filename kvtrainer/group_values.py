@@ -15,6 +15,15 @@ _REMEMBERED = ("lr", "momentum")
 """Values whose start is kept in the group as well, as torch's schedulers do: 'initial_lr'."""
 
 
+def refuse_second_scheduler(optimizer: object) -> None:
+    """Raise SchedulerInUseError if the optimizer takes its learning rate from a scheduler of its own."""
+    own = getattr(getattr(optimizer, "optimizer", None), "lr_scheduler", None)
+    if own is not None:
+        raise SchedulerInUseError(
+            f"{own!r} decides the learning rate of this Trainer; leave out lr_scheduler or the schedule of 'lr'"
+        )
+
+
 class GroupValue:
     """The number called `name` in the groups of an optimizer; 'momentum' is betas[0] where there are betas.
 
@@ -31,11 +40,8 @@ class GroupValue:
             raise ArgumentTypeError(
                 f"a schedule is bound to a torch.optim.Optimizer or a Trainer, got {type(optimizer).__name__}"
             )
-        own = getattr(getattr(optimizer, "optimizer", None), "lr_scheduler", None)
-        if name == "lr" and own is not None:
-            raise SchedulerInUseError(
-                f"{own!r} decides the learning rate of this Trainer; leave out lr_scheduler or the schedule of 'lr'"
-            )
+        if name == "lr":
+            refuse_second_scheduler(optimizer)
         self.optimizer, self.name = optimizer, name
         self._bases: list[float] = []
         self._collect_bases()

@@ -139,6 +139,13 @@ class Layout:
                 for key, rows in self.rows.items()
             }
 
+    def scale_grads(self, scale: float) -> None:
+        """Multiply all gradients that were gathered, not those that they were copied from."""
+        if scale != 1.0:
+            self.scale_rows(scale)
+            for grad in self.arena.grads.values():
+                grad.mul_(scale)
+
     def scatter_grads(self, present: Sequence[bool], with_rows: bool) -> None:
         """Copy the arena's gradients back to the parameters that are `present`.
 

@@ -53,7 +53,7 @@ class LossPipeline(JoiningPipeline):
         stages = self._stage_options.changed(options)
         if buckets:
             self._link.choice.set_buckets(buckets)
-        self._take_stage_options(stages, added=options.get("schedules", ()))
+        self._take_stage_options(stages, options)
 
     def context(self) -> AbstractContextManager[Any]:
         """What the forward pass and the loss belong in: torch.autocast as `amp` says, else nothing."""
@@ -141,14 +141,16 @@ class LossPipeline(JoiningPipeline):
         """{"momentum": that of every group}: betas[0] of the Adams, 0 where there is none."""
         return {"momentum": [_momentum(group) for group in self.param_groups]}
 
-    def _take_stage_options(self, stages: StageOptions, added: Sequence[Any] | None = None) -> None:
-        """Hold these from now on; `added` schedules are bound beside those that are there."""
-        bound = bind_schedules(stages.schedules if added is None else added, self, None, self._schedules)
-        if added is None or stages.accumulate != self._stage_options.accumulate:
+    def _take_stage_options(self, stages: StageOptions, changed: Mapping[str, Any] | None = None) -> None:
+        """Hold these from now on; where only some have `changed`, what belongs to the others goes on as it is."""
+        added = stages.schedules if changed is None else changed.get("schedules", ())
+        bound = bind_schedules(added, self, None, self._schedules)
+        if changed is None or "accumulate" in changed:
             self._accumulation = Accumulation(stages.accumulate)
-        if stages.precision is not None:
-            self.loss_scaler = stages.precision.scaler
-            self._needs_backward = "amp" if stages.precision.scaler is not None else self._needs_backward
+        scaler = None if stages.precision is None else stages.precision.scaler
+        if changed is None or "amp" in changed:
+            self.loss_scaler = scaler
+        self._needs_backward = "" if scaler is None else "amp"
         if stages.detect_anomalous_params:
             self._needs_backward = "detect_anomalous_params"
         self._stage_options, self._limits, self._precision = stages, stages.limits, stages.precision

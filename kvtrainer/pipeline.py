@@ -91,7 +91,7 @@ class Pipeline(Stages):
 
     def _step(self, fresh: list[bool], scale: float, is_mean: bool) -> None:
         """Reduce and use these gradients; `is_mean`: they are averaged over all that are summed."""
-        self._gather(fresh)
+        scale /= self._gather(fresh)
         if self._link.exchange is None:
             verdict = self._update_here(fresh, scale)
             self._finish(fresh, None if verdict.decision.skip else fresh, verdict)
@@ -133,8 +133,7 @@ class Pipeline(Stages):
         fresh = self._fresh(is_strict=False)
         self._prepare()
         if self._link.exchange is not None:
-            self._gather(fresh)
-            summed, _ = self._reduce(fresh, 1.0)
+            summed, _ = self._reduce(fresh, 1.0 / self._gather(fresh))
             if summed is not None and self._overflows():
                 summed = None
             self._is_vetoed, self._reduced = summed is None, summed or fresh
@@ -241,8 +240,8 @@ class Pipeline(Stages):
 
     @property
     def _loss_scale(self) -> float:
-        """The factor that the present gradients carry."""
-        return 1.0 if self.loss_scaler is None else 1.0 / self.loss_scaler.factor
+        """The factor that the loss of this step carries, on other workers if not here."""
+        return 1.0 if self.loss_scaler is None else self.loss_scaler.loss_scale
 
     def _count_step(self, updated: Sequence[bool] | None) -> None:
         """Note that these keys were updated, or None if the step was skipped."""

@@ -78,6 +78,11 @@ class ReplicatedLayout(Layout):
         self._is_summed = True
         super().gather_grads(present)
 
+    def scale_grads(self, scale: float) -> None:
+        super().scale_grads(scale)
+        for copy in self.copies:
+            copy.scale_grads(scale)
+
     @torch.no_grad()
     def sum_replicas(self, compressor: ReplicaCompressor | None, reducer: str = AUTO) -> None:
         """Sum what was gathered into the arena and `rows` of the first device.

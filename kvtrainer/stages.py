@@ -96,14 +96,21 @@ class Stages(FlatOptimizer):
         measured = measure(layout.plan, layout.arena.grads, layout.rows, present, limits.norm_type, scale)
         return Verdict(measured, limits.decide(measured))
 
-    def _gather(self, fresh: Sequence[bool]) -> None:
-        """Copy new gradients into the arena; where there is a store, those of replicas are summed at once."""
+    def _gather(self, fresh: Sequence[bool]) -> float:
+        """Copy new gradients into the arena; where there is a store, those of replicas are summed at once.
+
+        Returns what they have been multiplied by: what is to be compressed loses its loss scale before, because the
+        threshold and what is held back are of the gradient itself.
+        """
         layout = self._layout
         layout.gather_grads(fresh)
+        factor = self._loss_factor() if self._link.is_lossy(layout.arena.grads) else 1.0
+        layout.scale_grads(factor)
         if isinstance(layout, ReplicatedLayout) and self._link.exchange is not None:
             # What overflows cannot be compressed; its sum overflows as well, which is a veto.
             is_plain = self._link.replicas is None or self._overflows()
             layout.sum_replicas(None if is_plain else self._link.replicas, self._link.choice.reducer)
+        return factor
 
     def _limit_own(self, decision: Decision, scale: float) -> float:
         """Limit the elements in the arena; return the scale that limits the norm."""
@@ -142,8 +149,10 @@ class Stages(FlatOptimizer):
         """Whether more backward passes have to come before an update.
 
         Raises:
+            KVStoreError: the Trainer is closed.
             ConfigurationError: nobody has counted them.
         """
+        self._link.check_open()
         if self._accumulation.counts > 1 and not self._accumulation.has_begun:
             raise ConfigurationError(
                 f"accumulate={self._accumulation.counts} counts the backward passes that trainer.backward(loss) or "

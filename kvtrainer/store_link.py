@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,6 +64,11 @@ class StoreLink:
     @property
     def num_workers(self) -> int:
         return 1 if self.exchange is None else self.exchange.num_workers
+
+    def is_lossy(self, dtypes: Iterable[str]) -> bool:
+        """Whether compression holds something back of gradients of any of these dtypes."""
+        codec = self.choice.codec or self.choice.replica_codec
+        return codec is not None and not all(map(codec.is_exact, dtypes))
 
     @property
     def holder(self) -> StoreExchange | None:

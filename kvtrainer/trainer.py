@@ -266,7 +266,7 @@ class Trainer(LossPipeline):
         self._leave(error)
 
     def _extra_states(self) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
-        passes = self._accumulation.done if self._accumulation.counts > 1 else 0
+        passes = self._accumulation.done if self._accumulation.counts > 1 else None
         residuals = self._link.residuals()
         return extra_states(self.loss_scaler, residuals, self._layout.names, self._schedules, passes)
 
@@ -282,6 +282,7 @@ class Trainer(LossPipeline):
             self.loss_scaler = scaler
         for schedule, state in zip(self._schedules, saved_schedules(saved), strict=False):
             schedule.load_state_dict(state)
-        if passes := saved_passes(saved):
+        passes = saved_passes(saved)
+        if passes is not None and self._accumulation.counts > 1:
             self._accumulation.set_progress(passes, self._accumulation.total)
         self._link.take_residuals(saved_residuals(saved, self._layout.names))

@@ -76,7 +76,9 @@ def update_rows(
     if 1 in grad_rows.shape:
         # A dimension of size 1 may have any stride, as in an expanded gradient, and torch's addition of sparse tensors
         # goes wrong with those.
-        grad_rows = torch.empty(grad_rows.shape, dtype=grad_rows.dtype, device=grad_rows.device).copy_(grad_rows)
+        grad_rows = torch.empty(grad_rows.shape, dtype=grad_rows.dtype, device=grad_rows.device).copy_(
+            grad_rows
+        )
     if optimizer.takes_sparse(hyper):
         sparse = torch.sparse_coo_tensor(
             rows[None], grad_rows, weight.shape, is_coalesced=True, check_invariants=False

@@ -44,7 +44,7 @@ class Decisions:
     def vetoed(self, ticket: Ticket, table: RemoteTable) -> None:
         """A rank has vetoed the round on one server; where another one holds it, it is to end in the same way.
 
-        That takes a rank of which one process has vetoed, and another one stepped in for it before the other server heard.
+        That takes a rank of which one process has vetoed and died, and another one has stepped in for it.
         """
         held = [place for place in table.numbers.items() if place in ticket.held]
         if held and table.name not in ticket.decided:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from kvstore_server.version import __version__
-from kvtrainer.env import NUM_WORKERS, RANK, read_place, workers_of_job
+from kvtrainer.env import NUM_WORKERS, RANK, SOURCES, read_place
 from kvtrainer.errors import ConfigurationError
 
 _log = logging.getLogger(__name__)
@@ -149,9 +149,15 @@ def init_process_group(environ: Mapping[str, str], **options: Any) -> None:
 
 
 def processes_of_job(environ: Mapping[str, str]) -> int:
-    """How many processes the environment says there are; 1 where nothing does."""
-    found = workers_of_job(environ)
-    return 1 if found is None else found[0]
+    """How many processes the environment says there are; 1 where nothing does.
+
+    Raises:
+        ConfigurationError: there are several, and this one is not told which of them it is.
+    """
+    texts = [environ.get(source.count, "").strip() for source in SOURCES if source.count]
+    if not any(text.isdecimal() and int(text) > 1 for text in texts):
+        return 1
+    return read_place(environ, None, None)[1]
 
 
 def describe_system(devices: Sequence[torch.device] = ()) -> dict[str, Any]:

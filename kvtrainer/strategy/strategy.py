@@ -66,7 +66,9 @@ class Strategy(CheckpointingStrategy):
 
     def _setup_distributed(self, *args: Any, **kwargs: Any) -> None:
         environment.choose_cuda_device(os.environ)
-        if self._sums_over_ranks() and environment.processes_of_job(os.environ) > 1:
+        if not self._sums_over_ranks():
+            return
+        if kwargs.get("world_size", 0) > 1 or environment.processes_of_job(os.environ) > 1:
             environment.init_process_group(os.environ, **kwargs)
 
     def _meet(self) -> Agreement:

@@ -132,6 +132,15 @@ def test_ranks_that_cannot_find_one_another_are_told_what_is_missing(
         make("device")
 
 
+def test_process_that_is_not_told_which_of_several_it_is_does_not_train_alone(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_NTASKS", "4")
+    with pytest.raises(ConfigurationError, match="SLURM_PROCID is not set"):
+        make("device")
+    assert make("device", env_kwargs={"launcher": "none"}).world_size == 1
+
+
 def test_dist_cfg_without_effect_is_refused(make: Make) -> None:
     with pytest.raises(ConfigurationError, match="keeps to this process"):
         make("local", env_kwargs={"dist_cfg": {"timeout": 3}})

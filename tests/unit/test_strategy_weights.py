@@ -52,7 +52,7 @@ def test_names_are_revised_as_asked() -> None:
     net = Numbered()
     saved = {"old.weight": torch.tensor([[3.0]]), "old.bias": torch.tensor([4.0])}
     assert not load_weights(net, saved, strict=True, revise_keys=[(r"^old\.", "module1.")])
-    with pytest.raises(ConfigurationError, match="makes 'x' out of both 'old.weight' and 'old.bias'"):
+    with pytest.raises(ConfigurationError, match=r"makes 'x' out of both 'old\.weight' and 'old\.bias'"):
         load_weights(net, saved, revise_keys=[(r".*", "x"), (r"xx", "x")])
     with pytest.raises(ConfigurationError, match="revise_keys must be"):
         load_weights(net, saved, revise_keys=[("(", "")])
@@ -63,13 +63,13 @@ def test_what_does_not_fit_is_reported_and_the_rest_is_loaded() -> None:
     head = net.head.weight.detach().clone()
     saved = {"body.weight": torch.ones(3, 2), "head.weight": torch.ones(5, 3), "neck.weight": torch.ones(1)}
     report = load_weights(net, saved)
-    assert report.missing == ["body.bias", "head.bias", "seen"]
+    assert report.missing == ["seen", "body.bias", "head.bias"]
     assert report.unexpected == ["neck.weight"]
     assert report.mismatched == ["head.weight ([5, 3] in the checkpoint, [1, 3] in the model)"]
     assert torch.equal(net.head.weight, head)
     assert (net.body.weight == 1).all()
     assert (
-        "missing: body.bias, head.bias, seen; unexpected: neck.weight; of another shape: head.weight"
+        "missing: seen, body.bias, head.bias; unexpected: neck.weight; of another shape: head.weight"
         in str(report)
     )
 
@@ -77,7 +77,7 @@ def test_what_does_not_fit_is_reported_and_the_rest_is_loaded() -> None:
 def test_nothing_is_loaded_if_all_must_fit_and_does_not() -> None:
     net = Net()
     before = net.body.weight.detach().clone()
-    with pytest.raises(StateMismatchError, match=r"unchanged: missing: body\.bias"):
+    with pytest.raises(StateMismatchError, match=r"unchanged: missing: seen, body\.bias"):
         load_weights(net, {"body.weight": torch.ones(3, 2)}, strict=True)
     assert torch.equal(net.body.weight, before)
 
@@ -87,7 +87,7 @@ def test_strategy_logs_what_does_not_fit(make: Make, capsys: pytest.CaptureFixtu
     strategy.prepare(Net())
     report = strategy.load_model_state_dict({"nose": torch.ones(1)})
     assert report.unexpected == ["nose"]
-    assert "do not match: missing: body.weight" in capsys.readouterr().err
+    assert "do not match: missing: seen, body.weight" in capsys.readouterr().err
 
 
 def test_states_of_optimizers_and_schedules_go_from_one_strategy_to_another(make: Make) -> None:

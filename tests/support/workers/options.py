@@ -1,0 +1,26 @@
+"""A rank of torch.distributed that tries out what the options of a Trainer do there."""
+
+from __future__ import annotations
+
+import datetime
+import sys
+
+import torch.distributed as dist
+
+from tests.support.jobs import deliver, own_place
+from tests.support.options import group_cases, try_out
+
+RANK, SIZE = own_place()
+
+
+def main() -> None:
+    meeting, timeout = f"file://{sys.argv[1]}/meeting", datetime.timedelta(seconds=60)
+    dist.init_process_group("gloo", init_method=meeting, rank=RANK, world_size=SIZE, timeout=timeout)
+    outcomes = [try_out(case) for case in group_cases()]
+    dist.barrier()
+    dist.destroy_process_group()
+    deliver({"outcomes": outcomes})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""Workers that agree over a store of somebody else, which can only broadcast and sum."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvtrainer.errors import RoundAbortedError
+from kvtrainer.kvstore import KVStoreBase, create
+from kvtrainer.strategy import Strategy, agreement_of
+from tests.support.processes import raised, together
+from tests.support.strategies import SGD, Net, steps, weights
+
+
+class Sums:
+    """What the members of a job of two add up."""
+
+    def __init__(self) -> None:
+        self.barrier = threading.Barrier(2, timeout=20)
+        self.values: dict[int, torch.Tensor] = {}
+
+    def exchange(self, rank: int, value: torch.Tensor) -> dict[int, torch.Tensor]:
+        self.values[rank] = value.clone()
+        self.barrier.wait()
+        found = dict(self.values)
+        self.barrier.wait()
+        return found
+
+
+class Member(KVStoreBase):
+    def __init__(self, sums: Sums, rank: int) -> None:
+        self._sums, self._rank = sums, rank
+
+    type = "sums"
+    num_workers = 2
+
+    @property
+    def rank(self) -> int:
+        return self._rank
+
+    def broadcast(self, key: Any, value: Any, out: Any, priority: int = 0) -> None:
+        out.copy_(self._sums.exchange(self._rank, value)[0])
+
+    def pushpull(self, key: Any, value: Any, out: Any = None, priority: int = 0) -> None:
+        found = self._sums.exchange(self._rank, value)
+        (value if out is None else out).copy_(found[0] + found[1])
+
+
+@pytest.fixture
+def members() -> list[Member]:
+    sums = Sums()
+    return [Member(sums, rank) for rank in (0, 1)]
+
+
+def test_one_worker_agrees_with_itself() -> None:
+    for store in (None, create("local"), create("device")):
+        agreement = agreement_of(store)
+        assert (agreement.rank, agreement.size) == (0, 1)
+        assert agreement.broadcast(b"a") == b"a"
+        assert agreement.gather(b"b") == agreement.all_gather(b"b") == [b"b"]
+
+
+@pytest.mark.parametrize("length", [0, 1, 3 * 4096 - 8, 3 * 4096 - 7, 3 * 262144 + 3 * 4096])
+def test_bytes_of_every_value_and_length_arrive(members: list[Member], length: int) -> None:
+    data = bytes(at * 7 % 256 for at in range(length))
+
+    def talk(member: Member) -> Any:
+        agreement = agreement_of(member)
+        return agreement.broadcast(data if member.rank == 0 else b""), agreement.all_gather(
+            data[: member.rank]
+        )
+
+    assert together(*(lambda m=m: talk(m) for m in members)) == [(data, [b"", data[:1]])] * 2
+
+
+def test_a_worker_that_fails_is_named_to_the_others(members: list[Member]) -> None:
+    def fail_on_0(member: Member) -> None:
+        with agreement_of(member).all_or_none("write"):
+            if member.rank == 0:
+                raise ValueError("full")
+
+    first, second = together(*(lambda m=m: fail_on_0(m) for m in members))
+    assert isinstance(first, ValueError)
+    assert raised([second], RoundAbortedError) == ["rank 0 could not write: ValueError: full"]
+
+
+def test_strategy_over_such_a_store_shares_names_weights_and_checkpoints(
+    members: list[Member], tmp_path: Path
+) -> None:
+    path = str(tmp_path / "a.pt")
+
+    def run(member: Member) -> Any:
+        log = {"name": f"member {member.rank}", "log_level": "ERROR"}
+        strategy = Strategy(kvstore=member, work_dir=str(tmp_path / str(member.rank)), log_kwargs=log)
+        model, trainer = strategy.prepare(Net(), optim_wrapper=SGD)
+        steps(model, trainer, 2)
+        strategy.save_checkpoint(path)
+        expected = weights(model)
+        steps(model, trainer, 1)
+        rest = strategy.resume(path)
+        found = [
+            strategy.rank,
+            strategy.world_size,
+            strategy.timestamp,
+            strategy.seed,
+            rest["meta"]["world_size"],
+        ]
+        strategy.close()
+        return found, expected, weights(model)
+
+    first, second = together(*(lambda m=m: run(m) for m in members))
+    assert first[0] == [0, 2, *second[0][2:]]
+    assert first[0][4] == 2
+    for expected in (*first[1:], *second[1:]):
+        assert all(torch.equal(a, b) for a, b in zip(expected, first[1], strict=True))

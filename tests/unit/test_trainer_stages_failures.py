@@ -1,0 +1,288 @@
+"""What the stages of a Trainer remember when a step breaks off, is repeated, or finds something out of the ordinary."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from kvtrainer import RowSparseParameter, Trainer
+from kvtrainer.errors import ConfigurationError, KVStoreError, NonFiniteGradientError, StaleGradientError
+
+SITES = pytest.mark.parametrize("in_store", [None, False, True], ids=["without", "by-trainer", "in-store"])
+
+
+def parameter(values: list[float] | None = None) -> Parameter:
+    return Parameter(torch.tensor(values or [0.0, 0.0]))
+
+
+def trainer_of(params: Any, in_store: bool | None = None, lr: float = 1.0, **options: Any) -> Trainer:
+    store = None if in_store is None else "local"
+    params = {"p": params} if isinstance(params, Tensor) else params
+    return Trainer(params, "torch:SGD", {"lr": lr}, store, None, in_store, **options)
+
+
+def test_step_with_a_stale_gradient_can_be_repeated_with_the_scale_that_it_had() -> None:
+    p, q = parameter(), parameter()
+    trainer = trainer_of({"p": p, "q": q}, amp={"init_scale": 8.0, "growth_interval": 2})
+    with pytest.raises(StaleGradientError):
+        trainer.update_params(p.sum(), 1)
+    result = trainer.step(1, ignore_stale_grad=True)
+    assert (p.tolist(), q.tolist()) == ([-1.0, -1.0], [0.0, 0.0])
+    assert (result.loss_scale, result.updated) == (8.0, True)
+    assert trainer.update_params(p.sum()).loss_scale == 8.0
+    assert trainer.amp_loss_scale == 16.0
+
+
+def test_window_stays_full_when_its_step_breaks_off() -> None:
+    p, q = parameter(), parameter()
+    trainer = trainer_of({"p": p, "q": q}, accumulate=2)
+    trainer.update_params(p.sum(), 1)
+    with pytest.raises(StaleGradientError):
+        trainer.update_params(3.0 * p.sum(), 1)
+    trainer.step(1, ignore_stale_grad=True)
+    assert p.tolist() == [-2.0, -2.0]
+    assert not trainer.update_params(p.sum(), 1).updated
+
+
+def test_backward_that_breaks_off_leaves_the_window_as_it_was() -> None:
+    class Breaks(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            raise KeyboardInterrupt
+
+    p = parameter()
+    trainer = trainer_of(p, accumulate=2, amp=4)
+    trainer.update_params(p.sum())
+    with pytest.raises(KeyboardInterrupt):
+        trainer.backward(Breaks.apply(p).sum())
+    assert trainer.update_params(p.sum()).updated
+    assert p.tolist() == [-1.0, -1.0]
+
+
+@SITES
+def test_interrupted_update_leaves_what_the_stages_know_as_it_was(
+    in_store: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    p = parameter()
+    steps = [lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+    trainer = trainer_of(p, in_store, amp={"init_scale": 8.0, "growth_interval": 2}, schedules=steps)
+    trainer.update_params(p.sum())
+
+    def interrupted(*_: Any, **__: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(trainer, "_reduce" if in_store else "_update_here", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.update_params(p.sum())
+    monkeypatch.undo()
+    assert (trainer.amp_loss_scale, trainer.learning_rate) == (8.0, 0.5)
+    result = trainer.step()
+    assert (result.loss_scale, result.lr) == (8.0, 0.5)
+    assert p.tolist() == [-1.5, -1.5]
+    assert (trainer.amp_loss_scale, trainer.learning_rate) == (16.0, 0.25)
+
+
+@SITES
+def test_bad_loss_is_forgotten_with_the_gradients_that_came_of_it(in_store: bool | None) -> None:
+    p = parameter()
+    trainer = trainer_of(p, in_store, on_nonfinite="skip")
+    trainer.backward(p.sum() * math.nan)
+    trainer.zero_grad()
+    assert trainer.update_params(p.sum()).updated
+    assert p.tolist() == [-1.0, -1.0]
+
+
+@SITES
+def test_window_with_one_bad_loss_is_skipped_as_a_whole(in_store: bool | None) -> None:
+    p = parameter()
+    trainer = trainer_of(p, in_store, accumulate=2, on_nonfinite="skip")
+    trainer.update_params(torch.where(p > 1, p, torch.zeros(2)).sum() + math.inf)
+    assert trainer.update_params(p.sum()).skipped
+    assert p.tolist() == [0.0, 0.0]
+    trainer.update_params(p.sum())
+    assert trainer.update_params(p.sum()).updated
+
+
+@SITES
+def test_parameters_without_elements_take_part(in_store: bool | None) -> None:
+    p, empty = parameter(), Parameter(torch.zeros(0, 3))
+    for options in ({"clip_grad": {"max_norm": 1.0}}, {"clip_grad": {"max_norm": 1.0, "norm_type": "inf"}}):
+        for given in ({"p": p, "empty": empty}, {"empty": empty}):
+            trainer = trainer_of(given, in_store, amp=4, **options)  # type: ignore[arg-type]
+            loss = sum((3.0 * one.sum() for one in given.values()), torch.zeros(()))
+            assert trainer.update_params(loss, 1).updated
+
+
+@SITES
+def test_frozen_parameters_do_not_count_for_the_norm(in_store: bool | None) -> None:
+    p, frozen = parameter(), parameter([1.0, 1.0])
+    frozen.requires_grad_(False)
+    trainer = trainer_of({"p": p, "frozen": frozen}, in_store, clip_grad={"max_norm": 1.0})
+    frozen.grad = torch.full((2,), 100.0)
+    assert trainer.update_params(p @ torch.tensor([3.0, 4.0]), 1).grad_norm == pytest.approx(5.0)
+    assert frozen.tolist() == [1.0, 1.0]
+
+
+@SITES
+def test_gradients_that_are_left_out_do_not_count_for_the_norm_or_as_infinite(in_store: bool | None) -> None:
+    """Used up ones stay readable; here with an infinity in them."""
+    p, q = parameter(), parameter()
+    trainer = trainer_of({"p": p, "q": q}, in_store, clip_grad={"max_norm": 1.0})
+    assert trainer.update_params((p + q * math.inf).sum()).skipped
+    result = trainer.update_params(p @ torch.tensor([3.0, 4.0]))
+    assert (result.grad_norm, result.updated) == (pytest.approx(5.0), True)
+
+
+@SITES
+def test_sparse_rows_of_half_precision_are_limited(in_store: bool | None) -> None:
+    table = nn.Embedding(9, 2, sparse=True, dtype=torch.float16)
+    nn.init.zeros_(table.weight)
+    trainer = trainer_of(dict(table.named_parameters()), in_store, amp=128, clip_grad={"max_norm": 1.0})
+    slopes = torch.tensor([[3.0, 4.0]], dtype=torch.float16)
+    result = trainer.update_params((table(torch.tensor([4])) * slopes).sum())
+    assert result.grad_norm == pytest.approx(5.0)
+    assert table.weight[4].tolist() == pytest.approx([-0.6, -0.8], rel=1e-3)
+    assert table.weight[[0, 8]].tolist() == [[0.0, 0.0]] * 2
+
+
+def test_rows_of_a_table_in_the_store_count_for_the_norm() -> None:
+    w, p = RowSparseParameter((9, 1)), parameter()
+    trainer = trainer_of({"w": w, "p": p}, True, clip_grad={"max_norm": 1.0})
+    rows = w.row_sparse_data(torch.tensor([4]))
+    result = trainer.update_params(3.0 * rows.sum() + p @ torch.tensor([0.0, 4.0]))
+    assert result.grad_norm == pytest.approx(5.0)
+    assert p.tolist() == pytest.approx([0.0, -0.8], rel=1e-6)
+    assert w.row_sparse_data(torch.tensor([3, 4])).flatten().tolist() == pytest.approx([0.0, -0.6])
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_closed_trainer_refuses_to_step(accumulate: int) -> None:
+    p = parameter()
+    trainer = trainer_of(p, accumulate=accumulate)
+    trainer.close()
+    with pytest.raises(KVStoreError, match="closed"):
+        trainer.update_params(p.sum())
+
+
+def test_options_that_are_taken_back_have_no_effect_any_more() -> None:
+    p = parameter()
+    trainer = trainer_of(p, amp=8, detect_anomalous_params="raise", accumulate=2)
+    trainer.configure(amp=None, detect_anomalous_params=False, accumulate=1)
+    p.sum().backward()
+    assert trainer.step(1).loss_scale == 1.0
+    assert p.tolist() == [-1.0, -1.0]
+
+
+def test_other_options_leave_a_scale_alone_that_was_loaded(tmp_path: Path) -> None:
+    p, q = parameter(), parameter()
+    first, second = (trainer_of(one, amp={"init_scale": 4.0, "growth_interval": 1}) for one in (p, q))
+    first.update_params(p.sum())
+    first.save_states(tmp_path / "states")
+    second.load_states(tmp_path / "states")
+    second.configure(clip_grad={"max_norm": 100.0})
+    assert second.update_params(q.sum()).loss_scale == 8.0
+
+
+def test_states_from_before_the_first_pass_begin_the_windows_anew(tmp_path: Path) -> None:
+    p, q = parameter(), parameter()
+    first, second = (trainer_of(one, accumulate=2) for one in (p, q))
+    first.save_states(tmp_path / "states")
+    second.update_params(q.sum())
+    second.load_states(tmp_path / "states")
+    second.zero_grad()
+    assert [second.update_params(q.sum()).updated for _ in range(2)] == [False, True]
+
+
+def test_progress_in_the_middle_of_a_window_begins_another() -> None:
+    p = parameter()
+    trainer = trainer_of(p, accumulate=2)
+    trainer.update_params(p.sum())
+    trainer.set_progress(4)
+    with pytest.raises(ConfigurationError, match="there was none since the last step"):
+        trainer.step()
+
+
+@SITES
+def test_weights_that_are_set_within_a_window_keep_its_gradients(in_store: bool | None) -> None:
+    p = parameter()
+    trainer = trainer_of(p, in_store, accumulate=2, amp=4)
+    for _ in range(2):
+        trainer.update_params(p.sum())
+    trainer.update_params(p.sum())
+    trainer.set_data({"p": torch.tensor([5.0, 5.0])})
+    assert trainer.update_params(p.sum()).updated
+    assert p.tolist() == [4.0, 4.0]
+
+
+@SITES
+def test_step_without_any_gradient_reports_the_scale_of_those_that_have_some(in_store: bool | None) -> None:
+    p = parameter()
+    trainer = trainer_of(p, in_store, amp={"init_scale": 8.0, "growth_interval": 100})
+    trainer.update_params(p.sum())
+    assert trainer.step(ignore_stale_grad=True).loss_scale == 8.0
+
+
+@SITES
+def test_closure_runs_once_and_its_scaled_loss_is_unscaled(in_store: bool | None) -> None:
+    p = parameter()
+    calls = []
+    trainer = trainer_of(p, in_store, amp=64, clip_grad={"max_norm": 1.0}, accumulate=2)
+
+    def closure() -> str:
+        calls.append(1)
+        trainer.backward(p @ torch.tensor([3.0, 4.0]))
+        return f"call {len(calls)}"
+
+    assert [trainer.step(closure), trainer.step(closure=closure)] == ["call 1", "call 2"]
+    assert trainer.last is not None
+    assert trainer.last.grad_norm == pytest.approx(5.0)
+    assert p.tolist() == pytest.approx([-0.6, -0.8], rel=1e-6)
+
+
+@SITES
+def test_schedulers_of_torch_around_the_trainer_give_torchs_rates(in_store: bool | None) -> None:
+    """One that the loop steps itself, of learning rate and momentum."""
+
+    def run(optimizer: torch.optim.Optimizer, p: Parameter) -> list[Any]:
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.5, total_steps=6)
+        found: list[Any] = []
+        for _ in range(6):
+            found.append((optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["momentum"]))
+            optimizer.zero_grad()
+            (p * p).sum().backward()
+            optimizer.step()
+            schedule.step()
+        return [*found, p.tolist()]
+
+    p, q = parameter([1.0, 2.0]), parameter([1.0, 2.0])
+    store = None if in_store is None else "local"
+    options = {"lr": 0.1, "momentum": 0.9}
+    mine = run(Trainer({"p": p}, "torch:SGD", options, store, None, in_store), p)
+    theirs = run(torch.optim.SGD([q], **options), q)
+    assert mine[:-1] == theirs[:-1]
+    assert mine[-1] == pytest.approx(theirs[-1], rel=1e-6)
+
+
+@SITES
+def test_error_of_a_step_that_was_skipped_leaves_a_trainer_that_goes_on(in_store: bool | None) -> None:
+    p = parameter()
+    steps = [lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+    trainer = trainer_of(p, in_store, amp=4, on_nonfinite="raise", accumulate=2, schedules=steps)
+    trainer.update_params(p.sum() * math.nan)
+    with pytest.raises(NonFiniteGradientError):
+        trainer.update_params(p.sum())
+    assert trainer.last is not None
+    assert trainer.last.skipped
+    assert not trainer.update_params(p.sum()).updated
+    result = trainer.update_params(p.sum())
+    assert (result.updated, result.lr, p.tolist()) == (True, 1.0, [-1.0, -1.0])
