@@ -136,7 +136,7 @@ def test_single_worker_may_be_asked_for() -> None:
 def test_size_of_buckets_is_refused_where_nothing_is_reduced_over_ranks(options: dict[str, Any]) -> None:
     for given in (None, "device", "local", kvstore.create("device")):
         with pytest.raises(
-            ConfigurationError, match="would have no effect: kvstore .* does not reduce over ranks"
+            ConfigurationError, match=r"would have no effect: kvstore .* does not reduce over ranks"
         ):
             Runner(Weights(1), Fp16OptimizerHook(**options), kvstore=given).run([])
 
