@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 SOURCES := kvtrainer kvstore_server tests benchmarks examples
 
-.PHONY: demo flights test test-full test-mxnet lint types imports wheel bench clean
+.PHONY: demo flights cnn gan test test-full test-mxnet lint types imports wheel bench clean
 
 demo: $(READY)
 	$(BIN)/kvlaunch -n 2 -s 2 -- $(BIN)/python examples/digits.py
@@ -13,6 +13,14 @@ demo: $(READY)
 flights: $(READY)
 	$(BIN)/kvlaunch -n 2 -s 2 -- $(BIN)/python examples/flights.py
 	$(BIN)/kvlaunch -n 2 -s 2 -- $(BIN)/python examples/flights.py --table dense
+
+cnn: $(READY)
+	$(BIN)/python examples/cnn.py --config examples/cnn.json
+	$(BIN)/kvlaunch -n 2 -s 2 -- $(BIN)/python examples/cnn.py
+
+gan: $(READY)
+	$(BIN)/python examples/gan.py --config examples/gan.json
+	$(BIN)/kvlaunch -n 2 -s 2 -- $(BIN)/python examples/gan.py
 
 # Tests of one file stay together, because they share jobs; files go in order, the slow ones first.
 test: $(READY)

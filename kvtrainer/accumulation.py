@@ -78,3 +78,10 @@ class Accumulation:
     def end(self) -> None:
         """Note an update."""
         self._in_window = 0
+
+    def end_early(self) -> int:
+        """Let the next backward pass begin a window; returns how many there were in the one that was begun."""
+        if not self.is_boundary:
+            self.done += -self.done % self.counts
+        passes, self._in_window = self._in_window, 0
+        return passes

@@ -26,7 +26,7 @@ SECTIONS = (
 _RUN = ("max_epochs", "max_iters", "epoch_length")
 _ARGUMENTS = (
     "kvstore", "compression_params", "update_on_kvstore", "paramwise", "clip_grad", "amp", "accumulate", "schedules",
-    "detect_anomalous_params", "on_nonfinite", "bucket_size_mb",
+    "detect_anomalous_params", "on_nonfinite", "bucket_size_mb", "coalesce",
 )  # fmt: skip
 _HOOK = {"type", "grad_clip", "detect_anomalous_params"}
 _FP16 = {"loss_scale", "coalesce", "bucket_size_mb", "distributed"}
@@ -177,12 +177,12 @@ def _fp16_arguments(hook: Mapping[str, Any]) -> dict[str, Any]:
     scale = hook.get("loss_scale", 512.0)
     if scale is None:
         raise ConfigurationError("loss_scale must be 'dynamic', a number or a dict; got None")
-    if hook.get("coalesce", True) is not True:
-        raise ConfigurationError(
-            f"coalesce must be True, got {hook['coalesce']!r}: gradients always travel in buckets of many parameters, "
-            "which gives the same numbers; leave it out"
-        )
+    coalesce = hook.get("coalesce", True)
+    if not isinstance(coalesce, bool):
+        raise ConfigurationError(f"coalesce must be True or False, got {coalesce!r:.80}")
     arguments: dict[str, Any] = {"amp": scale}
+    if not coalesce:
+        arguments["coalesce"] = False
     if hook.get("bucket_size_mb", -1) != -1:
         arguments["bucket_size_mb"] = hook["bucket_size_mb"]
     distributed = hook.get("distributed", True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -11,6 +12,8 @@ from kvtrainer.errors import ConfigurationError
 from kvtrainer.exchange import Outcome
 from kvtrainer.pipeline import Pipeline
 from kvtrainer.results import StepResult
+
+_log = logging.getLogger(__name__)
 
 
 class JoiningPipeline(Pipeline):
@@ -29,7 +32,8 @@ class JoiningPipeline(Pipeline):
 
         A worker that leaves the block takes part in the others' rounds with nothing, until all have left it; then all
         have the same weights, update counts and options (those of the lowest rank that had data last) and go on
-        together. `step()` goes on dividing by the number of all workers, joined ones too. The block needs no
+        together. `step()` goes on dividing by the number of all workers, joined ones too. Gradients that were not given
+        when the block is left are dropped, and windows of accumulation begin anew. The block needs no
         other call that all workers make together; `allreduce_grads` and `update` are refused in it, because what the
         loop does between them cannot be repeated on a worker that has left. With an exception the block is left
         without waiting, and the others fail when this worker goes.
@@ -79,21 +83,44 @@ class JoiningPipeline(Pipeline):
 
     def _keep_company(self) -> None:
         """Take part with nothing, round by round, until all workers do."""
-        if self._link.exchange is None:
+        exchange = self._link.exchange
+        if exchange is None:
             return
-        in_force, is_over = b"", False
+        self._drop_ungiven()
+        is_over = False
         while not is_over:
             shadowed = self._link.shadow(self._layout.arena)
-            in_force, is_over = shadowed.hyper or in_force, shadowed.is_over
+            is_over = shadowed.is_over
+            if shadowed.hyper and not (is_over and exchange.is_sync):
+                self._adopt_options(shadowed.hyper)
             if not is_over:
                 self._follow_round(shadowed.hyper, shadowed.outcome)
         self._share_weights()
         self._layout.accept_writes()
-        if in_force:
-            self._adopt_options(in_force)
+
+    def _drop_ungiven(self) -> None:
+        """Leave gradients behind that no step took: the loss scale that they carry may be another one afterwards."""
+        passes = self._accumulation.end_early()
+        if passes and self._accumulation.counts > 1:
+            _log.warning(
+                "a join() block ends within a window of accumulation: the gradients of %d backward passes are dropped",
+                passes,
+            )
+        fresh = self._fresh(is_strict=False)
+        self._layout.tracker.consume(i for i, is_fresh in enumerate(fresh) if is_fresh)
+        self._is_bad, self._bad_loss = False, ""
 
     def _follow_round(self, hyper: bytes, outcome: Outcome) -> None:
-        """Do here what a round has done elsewhere."""
+        """Do here what a round has done elsewhere, with the options that are in force."""
+        # A scaler that a loop drives is known to workers only while they have data.
+        limits = unpack_hypers(hyper).get("limits", {}) if hyper else {}
+        self._is_voting = limits.get("checks_finite", False)
+        try:
+            self._repeat(hyper, outcome)
+        finally:
+            self._is_voting = False
+
+    def _repeat(self, hyper: bytes, outcome: Outcome) -> None:
         updated = None
         if not outcome.skipped:
             updated = [i not in outcome.left_out for i in range(len(self._layout.names))]

@@ -8,6 +8,7 @@ Every feature is an option of one of these stages.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -190,7 +191,7 @@ class Pipeline(Stages):
             scale = self._limit_own(own.decision, scale)
         veto = own.decision.skip or self._overflows()
         outcome = self._link.round(
-            self._layout, self._options(fresh), scale, absent, veto, self._active_limits
+            self._layout, self._agreed_options(fresh), scale, absent, veto, self._active_limits
         )
         if outcome.skipped:
             return None, Verdict(own.measured or outcome.measured, Decision(skip=True))
@@ -216,8 +217,10 @@ class Pipeline(Stages):
         self._layout.tracker.consume(i for i, is_used in enumerate(used) if is_used)
         self._reduced, self._is_vetoed, self._is_bad = None, False, False
         self._accumulation.end()
-        norm = None if verdict.measured is None or not limits.reports_norm else verdict.measured.norm
-        is_skipped = updated is None
+        is_skipped, norm = updated is None, None
+        if limits.reports_norm:
+            # Not all workers have measured it where one knew before that the step is skipped.
+            norm = math.inf if is_skipped or verdict.measured is None else verdict.measured.norm
         self.last = StepResult(
             norm, verdict.decision.coef, is_skipped, scale, self.learning_rate, updated=not is_skipped
         )

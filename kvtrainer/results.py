@@ -14,7 +14,7 @@ class StepResult:
 
     grad_norm: float | None = None
     """Norm of the gradient that the update would have used unclipped: unscaled, divided by the batch size, summed over
-    workers and replicas. None where no norm is limited."""
+    workers and replicas; infinite if the step was skipped. None where no norm is limited."""
     clip_coef: float = 1.0
     """What the gradient was multiplied by to limit its norm."""
     skipped: bool = False

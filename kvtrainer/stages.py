@@ -215,6 +215,10 @@ class Stages(FlatOptimizer):
         self._schedule.apply(self.param_groups, coming if self._link.num_workers == 1 else None)
         return self._checked_options()
 
+    def _agreed_options(self, coming: Sequence[bool]) -> dict[str, Any]:
+        """The same with all else that workers must have alike, or they come to different numbers of rounds."""
+        return {**self._options(coming), "accumulate": self._accumulation.counts}
+
     def _overflows(self) -> bool:
         """Whether a gradient in the arena is infinite or not a number, where that matters."""
         return self._is_bad or (self._active_limits.checks_finite and not self._layout.grads_are_finite())

@@ -1,4 +1,4 @@
-"""The README's Python code runs as it stands, and its set-up commands exist."""
+"""The Python code of the documents runs as it stands, and the README's set-up commands exist."""
 
 from __future__ import annotations
 
@@ -9,12 +9,22 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
-BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+WITH_CODE = ("README.md", "docs/migrating_from_mxnet.md", "docs/training_systems.md")
+BLOCKS = [
+    (name, code)
+    for name in WITH_CODE
+    for code in re.findall(r"```python\n(.*?)```", (ROOT / name).read_text(), re.DOTALL)
+]
 
 
-@pytest.mark.parametrize("code", BLOCKS, ids=lambda code: code.strip().splitlines()[-1][:40])
-def test_every_python_block_of_the_readme_runs(code: str) -> None:
-    checked = compile(code, "README.md", "exec")
+@pytest.mark.parametrize(
+    ("name", "code"), BLOCKS, ids=[f"{name}: {code.strip().splitlines()[-1][:40]}" for name, code in BLOCKS]
+)
+def test_every_python_block_runs(
+    name: str, code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    checked = compile(code, name, "exec")
     names: dict[str, object] = {}
     exec(checked, names)
     assert "kvtrainer" in names

@@ -1,0 +1,44 @@
+"""The programs in examples/, as modules of this process or run as a user runs them."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def example(name: str) -> ModuleType:
+    """The module examples/NAME.py, imported as it imports its neighbours."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "examples"))
+        return importlib.import_module(name)
+
+
+def run(name: str, *options: str, workers: int = 0, servers: int = 2, seconds: float = 100.0) -> str:
+    """Run an example to its end, alone or as a job of so many workers; gives what it printed.
+
+    Raises:
+        AssertionError: it failed.
+        subprocess.TimeoutExpired: it took longer.
+    """
+    job = ["-m", "kvtrainer.launch", "-n", str(workers), "-s", str(servers), "--", sys.executable]
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith(("KVSTORE_", "DMLC_"))}
+    done = subprocess.run(
+        [sys.executable, *(job if workers else []), f"examples/{name}.py", *options],
+        cwd=ROOT,
+        env={**inherited, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=seconds,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
