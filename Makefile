@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 SOURCES := kvtrainer kvstore_server tests benchmarks examples
 
-.PHONY: demo flights cnn gan test test-full test-mxnet lint types imports wheel bench clean
+.PHONY: demo flights cnn gan test test-full test-mxnet test-mmengine lint types imports wheel bench clean
 
 demo: $(READY)
 	$(BIN)/kvlaunch -n 2 -s 2 -- $(BIN)/python examples/digits.py
@@ -32,6 +32,10 @@ test-full: $(READY)
 test-mxnet: $(READY)
 	benchmarks/mxnet_env.sh .venv-mxnet2 2.0.0b1
 	KVTRAINER_MXNET_ENV=.venv-mxnet2 $(BIN)/python -m pytest -m compat
+
+test-mmengine: $(READY)
+	tests/compat/mmengine_env.sh .venv-mmengine
+	KVTRAINER_MMENGINE_ENV=.venv-mmengine $(BIN)/python -m pytest tests/compat/test_mmengine.py
 
 lint: $(READY)
 	$(BIN)/ruff check $(SOURCES)

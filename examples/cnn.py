@@ -5,6 +5,7 @@
     python examples/cnn.py --replicas 2                       # two replicas of the network in one process
     python examples/cnn.py --amp bfloat16 --accumulate 2
     kvlaunch -n 2 -s 2 -- python examples/cnn.py              # two workers, two parameter servers
+    torchrun --nproc-per-node 2 examples/cnn.py               # two workers of torch.distributed
 
 Biases learn at twice the rate, GroupNorm is not decayed, the norm of the gradient is limited, and the learning rate
 first grows and then falls along a cosine. Whatever runs the updates, they are the same.
@@ -72,6 +73,8 @@ def loss_of(net: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 def main(argv: Sequence[str] | None = None) -> None:
     torch.set_num_threads(1)
     options = arguments(argv)
+    if torch.distributed.is_torchelastic_launched():
+        torch.distributed.init_process_group("gloo")
     kv = kvtrainer.kvstore.create(options.kvstore)
     net = build()
     model = kvtrainer.DataParallel(net, ["cpu"] * options.replicas) if options.replicas > 1 else net
@@ -92,6 +95,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         torch.save(net.state_dict(), options.save)
     trainer.close()
     kv.close()
+    if torch.distributed.is_torchelastic_launched():
+        torch.distributed.destroy_process_group()
 
 
 def train(model: nn.Module, trainer: kvtrainer.Trainer, kv: Any, epochs: int) -> None:

@@ -3,6 +3,7 @@
     python examples/gan.py                                    # one process, no servers
     python examples/gan.py --config examples/gan.json         # the same two Trainers from a file, the same weights
     kvlaunch -n 2 -s 2 -- python examples/gan.py              # two workers, two parameter servers
+    torchrun --nproc-per-node 2 examples/gan.py               # two workers of torch.distributed
     python examples/gan.py --work-dir run --resume            # go on from the last checkpoint in run/
 
 The generator makes an image of 8 x 8 pixels from noise and the digit that it should be; the discriminator tells such
@@ -69,13 +70,13 @@ class Gan(nn.Module):
         self.generator, self.discriminator = Generator(), Discriminator()
 
 
-def trainers_in_python(gan: Gan, kv: Any, epochs: int) -> kvtrainer.TrainerDict:
+def trainers_in_python(gan: Gan, kvstore: Any, epochs: int) -> kvtrainer.TrainerDict:
     """Two Trainers on one store; the file gan.json says the same."""
 
     def trainer(network: nn.Module) -> kvtrainer.Trainer:
         late = kvtrainer.ParamSchedule.unbound("lr", "FlatCosine", end=epochs, start_percent=0.5, min_lr=0.0)
         adam = {"lr": 4e-3, "betas": (0.5, 0.999)}
-        return kvtrainer.Trainer(network, torch.optim.Adam, adam, kvstore=kv, schedules=[late])
+        return kvtrainer.Trainer(network, torch.optim.Adam, adam, kvstore=kvstore, schedules=[late])
 
     return kvtrainer.TrainerDict(generator=trainer(gan.generator), discriminator=trainer(gan.discriminator))
 
@@ -134,10 +135,9 @@ def picture(gan: Gan) -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     torch.set_num_threads(1)
     options = arguments(argv)
-    kv = kvtrainer.kvstore.create(options.kvstore)
     randomness = {"seed": options.seed, "diff_rank_seed": True}  # so that workers draw different images
     strategy = kvtrainer.Strategy(
-        kv,
+        options.kvstore,
         device="cpu",
         work_dir=options.work_dir,
         experiment_name="gan",
@@ -145,13 +145,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     gan = Gan()
     if options.config is None:
-        parts: dict[str, Any] = {"optim_wrapper": trainers_in_python(gan, kv, options.epochs)}
+        parts: dict[str, Any] = {"optim_wrapper": trainers_in_python(gan, strategy.kvstore, options.epochs)}
     else:
         parts = json.loads(options.config.read_text())
     strategy.prepare(gan, **parts, dispatch_kwargs={"max_epochs": options.epochs})
     train(strategy, gan, strategy.load_or_resume(resume=options.resume) or {}, options)
     strategy.close()
-    kv.close()
 
 
 def train(strategy: kvtrainer.Strategy, gan: Gan, saved: dict[str, Any], options: argparse.Namespace) -> None:

@@ -149,12 +149,12 @@ def pack_hypers(
     wd_mult: Mapping[int, float],
     update_on_kvstore: bool,
     limits: Mapping[str, Any] | None = None,
-    accumulate: int = 1,
+    stages: Mapping[str, Any] | None = None,
 ) -> bytes:
     """The bytes under which the hyper-parameters of a table travel; equal values give equal bytes.
 
-    `limits` says what workers check of a gradient before it is used, and `accumulate` of how many backward passes it is
-    made, so that they find out if they disagree.
+    `limits` says what workers check of a gradient before it is used, and `stages` what else they must have alike, by
+    name, so that they find out if they disagree.
     """
     values: dict[str, Any] = {
         "groups": [dict(sorted(group.items())) for group in groups],
@@ -164,7 +164,7 @@ def pack_hypers(
     }
     if limits is not None:
         values["limits"] = dict(sorted(limits.items()))
-    return pack_control(values if accumulate == 1 else {**values, "accumulate": accumulate})
+    return pack_control({**values, "stages": dict(sorted(stages.items()))} if stages else values)
 
 
 def unpack_hypers(packed: bytes) -> dict[str, Any]:
@@ -196,8 +196,8 @@ def effective_hypers(plan: Plan, optimizer: Optimizer, values: Mapping[str, Any]
 
 def _check(values: Any, plan: Plan) -> None:
     names = {"groups", "lr_mult", "wd_mult", "update_on_kvstore"}
-    ok = isinstance(values, dict) and set(values) - {"limits", "accumulate"} == names
-    ok = ok and isinstance(values.get("limits", {}), dict)
+    ok = isinstance(values, dict) and set(values) - {"limits", "stages"} == names
+    ok = ok and all(isinstance(values.get(name, {}), dict) for name in ("limits", "stages"))
     if ok:
         groups = values["groups"]
         needed = 1 + max(spec.group for spec in plan.specs)
@@ -221,9 +221,12 @@ def _first_difference(a: dict[str, Any], b: dict[str, Any], rank_a: int, rank_b:
         for name in sorted(set(left) | set(right)):
             if left.get(name) != right.get(name):
                 return f"group {i} has {name}={left.get(name)} on rank {rank_a} and {right.get(name)} on rank {rank_b}"
-    passes_a, passes_b = a.get("accumulate", 1), b.get("accumulate", 1)
-    if passes_a != passes_b:
-        return f"accumulate is {passes_a} on rank {rank_a} and {passes_b} on rank {rank_b}"
+    stages_a, stages_b = a.get("stages", {}), b.get("stages", {})
+    for name in sorted(set(stages_a) | set(stages_b)):
+        if stages_a.get(name) != stages_b.get(name):
+            return (
+                f"{name} is {stages_a.get(name)} on rank {rank_a} and {stages_b.get(name)} on rank {rank_b}"
+            )
     limits_a, limits_b = a.get("limits", {}), b.get("limits", {})
     for name in sorted(set(limits_a) | set(limits_b)):
         if limits_a.get(name) != limits_b.get(name):

@@ -112,7 +112,8 @@ class Arena:
             raise ParameterMovedError(
                 f"the data of {len(moved)} of {len(self._names)} parameters were replaced after the Trainer "
                 f"was built, so updates would not reach the model: {', '.join(moved)}. Call model.to(...), "
-                "model.half() and the like before building the Trainer, or build a new Trainer now"
+                "model.half() and the like before building the Trainer, give each parameter to one Trainer only, "
+                "or build a new Trainer now"
             )
 
     def _allocate(self) -> dict[str, Tensor]:

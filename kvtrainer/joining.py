@@ -91,7 +91,8 @@ class JoiningPipeline(Pipeline):
         while not is_over:
             shadowed = self._link.shadow(self._layout.arena)
             is_over = shadowed.is_over
-            if shadowed.hyper and not (is_over and exchange.is_sync):
+            # Without rounds every worker's schedules go by its own updates, and have gone on since it gave its last.
+            if shadowed.hyper and not (is_over if exchange.is_sync else self._schedules):
                 self._adopt_options(shadowed.hyper)
             if not is_over:
                 self._follow_round(shadowed.hyper, shadowed.outcome)

@@ -27,6 +27,9 @@ class LossPipeline(JoiningPipeline):
         stages: what the stages do beside the plain step.
     """
 
+    _has_context = False
+    """Whether `context` was ever asked for."""
+
     def __init__(self, *args: Any, stages: StageOptions) -> None:
         self._stage_options = stages
         self._accumulation = Accumulation(stages.accumulate)
@@ -57,6 +60,7 @@ class LossPipeline(JoiningPipeline):
 
     def context(self) -> AbstractContextManager[Any]:
         """What the forward pass and the loss belong in: torch.autocast as `amp` says, else nothing."""
+        self._has_context = True
         if self._precision is None:
             return nullcontext()
         device = next(p for group in self.param_groups for p in group["params"]).device
@@ -74,10 +78,10 @@ class LossPipeline(JoiningPipeline):
                 happened then.
         """
         losses = losses_of(loss)
-        if isinstance(loss, ReplicaLosses):
-            loss.mark_used()
         if self._stage_options.detect_anomalous_params:
             self._report_anomalies(losses)
+        if isinstance(loss, ReplicaLosses):
+            loss.mark_used()
         if self._limits.on_nonfinite in ("raise", "skip") and (problem := describe_nonfinite(losses)):
             # All workers have to know, and the round tells them.
             self._is_bad, self._bad_loss = True, f"{problem}: "
@@ -155,6 +159,15 @@ class LossPipeline(JoiningPipeline):
             self._needs_backward = "detect_anomalous_params"
         self._stage_options, self._limits, self._precision = stages, stages.limits, stages.precision
         self._schedules = [*self._schedules, *bound]
+
+    def _check_backward(self, fresh: Sequence[bool]) -> None:
+        super()._check_backward(fresh)
+        is_unscaled = self._precision is not None and self._precision.scaler is None
+        if is_unscaled and any(fresh) and not self._has_context:
+            raise ConfigurationError(
+                "amp with dtype 'bfloat16' works in trainer.context(), which was never entered; compute the forward "
+                "pass and the loss in it, or leave amp out"
+            )
 
     def _report_anomalies(self, losses: Sequence[Tensor]) -> None:
         layouts = [self._layout, *self._layout.copies]

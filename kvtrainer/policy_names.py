@@ -119,6 +119,11 @@ def _plainly(name: str) -> str:
     return name.replace("_", "").lower()
 
 
+def _with_aliases(option: str) -> str:
+    others = [alias for alias, own in _ALIASES.items() if own == option]
+    return f"{option} (or {', '.join(others)})" if others else option
+
+
 def _canonical(kind: str, function: Callable[..., float], options: Mapping[str, Any]) -> dict[str, Any]:
     """The options under our names, lists as tuples, all of them known and none missing."""
     parameters = {
@@ -130,9 +135,8 @@ def _canonical(kind: str, function: Callable[..., float], options: Mapping[str, 
     for key, value in options.items():
         own = key if key in parameters else _ALIASES.get(key, key)
         if own not in parameters:
-            raise ConfigurationError(
-                f"the policy {kind!r} has no option {key!r}; its options are {', '.join(parameters) or 'none'}"
-            )
+            known = ", ".join(_with_aliases(one) for one in parameters) or "none"
+            raise ConfigurationError(f"the policy {kind!r} has no option {key!r}; its options are {known}")
         if own in given:
             raise ConfigurationError(f"the policy {kind!r} was given {own!r} under two spellings")
         given[own] = tuple(value) if isinstance(value, list | tuple) else value

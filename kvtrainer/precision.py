@@ -35,6 +35,8 @@ def make_precision(amp: Any) -> Precision | None:
     """
     if amp is None:
         return None
+    if isinstance(amp, str) and amp in _DTYPES:
+        raise ConfigurationError(f"amp={amp!r} is a dtype; give it as amp=dict(dtype={amp!r})")
     given = dict(amp) if isinstance(amp, Mapping) else {"loss_scale": amp}
     dtype = given.pop("dtype", "float16")
     name = str(dtype).removeprefix("torch.")

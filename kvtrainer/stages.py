@@ -216,8 +216,13 @@ class Stages(FlatOptimizer):
         return self._checked_options()
 
     def _agreed_options(self, coming: Sequence[bool]) -> dict[str, Any]:
-        """The same with all else that workers must have alike, or they come to different numbers of rounds."""
-        return {**self._options(coming), "accumulate": self._accumulation.counts}
+        """The same with what else workers must have alike, or they come to different numbers of rounds, or scales."""
+        stages: dict[str, Any] = {}
+        if self._accumulation.counts > 1:
+            stages["accumulate"] = self._accumulation.counts
+        if self.loss_scaler is not None:
+            stages["loss_scale"] = self.loss_scaler.loss_scale
+        return {**self._options(coming), "stages": stages}
 
     def _overflows(self) -> bool:
         """Whether a gradient in the arena is infinite or not a number, where that matters."""

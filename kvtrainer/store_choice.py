@@ -20,7 +20,7 @@ from kvtrainer.kvstore.local import LocalKVStore
 from kvtrainer.replica_choice import check_order, choose_reducer
 from kvtrainer.replicas import LISTS, ReplicaPolicy
 from kvtrainer.roles import serve_role
-from kvtrainer.store_kinds import is_asynchronous, is_in_process, is_over_ranks, kind_of, type_of
+from kvtrainer.store_kinds import is_asynchronous, is_over_ranks, kind_of, type_of
 
 _log = logging.getLogger(__name__)
 
@@ -86,9 +86,9 @@ def _choose(
         check_on_cuda(devices, "the Trainer's parameters")
     if is_over_ranks(kvstore):
         return _over_ranks(kvstore, update_on_kvstore, codec)
-    if isinstance(kvstore, str) and is_in_process(kvstore):
-        _warn_if_alone(kvstore)
-        if not update_on_kvstore and len(devices) == 1:
+    if kvstore is not None and issubclass(kind_of(kvstore), LocalKVStore):
+        _warn_if_alone(type_of(kvstore))
+        if isinstance(kvstore, str) and not update_on_kvstore and len(devices) == 1:
             return _without_store(kvstore, compression_params if codec is not None else None)
     if kvstore is None:
         return _without_store(kvstore, compression_params if codec is not None else None)
@@ -213,8 +213,8 @@ def _warn_if_alone(name: str) -> None:
     found = workers_of_job(os.environ)
     if found is not None and found[0] > 1:
         _log.warning(
-            "kvstore %r keeps gradients in this process, although the job has %d workers (%s); use 'dist_sync' to "
-            "train together",
+            "kvstore %r keeps gradients in this process, although the job has %d workers (%s); to train together use "
+            "'dist_sync', or 'device' after torch.distributed.init_process_group()",
             name,
             *found,
         )

@@ -122,6 +122,6 @@ class BaseStrategy(Parts, ABC):
     def close(self) -> None:
         """Close the Trainers and the log; idempotent."""
         if hasattr(self, "optim_wrapper"):
-            self.optim_wrapper.close()
+            self._trainer().close()
         self._agreement.close()
         close_logger(self.logger)

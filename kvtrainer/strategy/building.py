@@ -116,7 +116,7 @@ class TrainerBuilder:
             if not is_config and not isinstance(one, Trainer | torch.optim.Optimizer):
                 raise ConfigurationError(
                     'each item must be an optimizer object when "type" and "constructor" are not in optimizer, but got '
-                    f"{name}={one!r:.200}"
+                    f"{name}={one!r:.200}. One optimizer is given as dict(optimizer=dict(type='SGD', lr=0.1))"
                 )
             part = _part_of(model, name) if is_config else model
             built = self.build(one, part)

@@ -132,8 +132,8 @@ class CheckpointingStrategy(BaseStrategy):
         """Save all that `resume` needs in one file, which rank 0 writes; collective, between steps; blocks until it is
         on the disk.
 
-        The file is replaced in one stroke, and is then the one that `load_or_resume(resume=True)` finds. It holds
-        tensors and plain values only.
+        The file is replaced in one stroke. With the optimizer it is then the one that `load_or_resume(resume=True)`
+        finds. It holds tensors and plain values only.
 
         Args:
             extra_ckpt: More to save: tensors, plain values, and dicts and lists of these. Its 'meta' is for numbers
@@ -160,7 +160,8 @@ class CheckpointingStrategy(BaseStrategy):
                 if callback is not None:
                     callback(found)
                 files.write_checkpoint(plain_copy(found, "checkpoint"), filename)
-                files.note_last(self.work_dir, filename)
+                if save_optimizer:
+                    files.note_last(self.work_dir, filename)
 
     def _checkpoint(
         self,

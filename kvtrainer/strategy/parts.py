@@ -85,7 +85,7 @@ class Parts(Run):
     def _scale_lr(self) -> None:
         """Scale learning rates as `auto_scale_lr` says."""
         micro = self.dispatch_kwargs.get("train_micro_batch_size_per_gpu")
-        trainers = trainers_by_name(self.optim_wrapper)
+        trainers = trainers_by_name(self._trainer())
         scale_learning_rates(self.auto_scale_lr, trainers, micro, self.world_size, self.logger)
 
     def model_state_dict(self) -> dict[str, Any]:

@@ -144,9 +144,8 @@ class Strategy(CheckpointingStrategy):
 
     def _begin_to_count(self) -> None:
         """Tell Trainers that accumulate how many passes there will be."""
-        counting = {
-            n: t for n, t in trainers_by_name(self.optim_wrapper).items() if accumulated_passes(t) > 1
-        }
+        trainers = trainers_by_name(self._trainer())
+        counting = {n: t for n, t in trainers.items() if accumulated_passes(t) > 1}
         if not counting:
             return
         if self.dispatch_kwargs.get("max_iters") is None:
@@ -158,7 +157,7 @@ class Strategy(CheckpointingStrategy):
             self.logger.warning(
                 "gradients are accumulated, but the model has BatchNorm layers, which still see single batches"
             )
-        if len(trainers_by_name(self.optim_wrapper)) == 1:
+        if len(trainers) == 1:
             for trainer in counting.values():
                 trainer.set_progress(
                     self.dispatch_kwargs.get("cur_iter", 0), self.dispatch_kwargs["max_iters"]

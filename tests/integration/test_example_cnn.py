@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.support.examples import ROOT, example, run
+from tests.support.examples import RANKS, ROOT, SERVERS, example, run
 
 pytest.importorskip("sklearn", reason="the data are not installed: pip install scikit-learn")
 CONFIG = ["--config", str(ROOT / "examples" / "cnn.json")]
@@ -75,8 +75,9 @@ def test_bfloat16_stays_close_to_full_precision(tmp_path: Path) -> None:
     check_close(found, written_out(), tolerance=0.05)
 
 
-def test_two_workers_and_two_servers_train_what_one_process_trains(tmp_path: Path) -> None:
-    run("cnn", "--epochs", "1", "--save", str(tmp_path / "weights.pt"), *CONFIG, workers=2)
+@pytest.mark.parametrize("launcher", [SERVERS, RANKS], ids=["servers", "ranks"])
+def test_two_workers_train_what_one_process_trains(tmp_path: Path, launcher: Sequence[str]) -> None:
+    run("cnn", "--epochs", "1", "--save", str(tmp_path / "weights.pt"), *CONFIG, launcher=launcher)
     check_close(torch.load(tmp_path / "weights.pt"), written_out())
 
 

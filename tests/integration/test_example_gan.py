@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.examples import ROOT, example, run
+from tests.support.examples import ROOT, SERVERS, example, run
 
 pytest.importorskip("sklearn", reason="the data are not installed: pip install scikit-learn")
 CONFIG = ["--config", str(ROOT / "examples" / "gan.json")]
@@ -62,7 +62,7 @@ def test_each_trainer_changes_its_own_network_alone() -> None:
 
 
 def test_two_workers_and_two_servers_take_turns_with_both_trainers(tmp_path: Path) -> None:
-    said = run("gan", "--work-dir", str(tmp_path), *SHORT, "2", *CONFIG, workers=2)
+    said = run("gan", "--work-dir", str(tmp_path), *SHORT, "2", *CONFIG, launcher=SERVERS)
     assert "epoch 2" in said
     found = torch.load(tmp_path / "epoch_2.pt", weights_only=True)
     assert found["meta"]["world_size"] == 2

@@ -6,12 +6,17 @@ import importlib
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
+SERVERS = ("-m", "kvtrainer.launch", "-n", "2", "-s", "2", "--", sys.executable)
+"""Starts two workers and two servers."""
+RANKS = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+"""Starts two ranks of torch.distributed."""
 
 
 def example(name: str) -> ModuleType:
@@ -21,17 +26,16 @@ def example(name: str) -> ModuleType:
         return importlib.import_module(name)
 
 
-def run(name: str, *options: str, workers: int = 0, servers: int = 2, seconds: float = 100.0) -> str:
-    """Run an example to its end, alone or as a job of so many workers; gives what it printed.
+def run(name: str, *options: str, launcher: Sequence[str] = (), seconds: float = 100.0) -> str:
+    """Run an example to its end, alone or by a launcher; gives what it printed.
 
     Raises:
         AssertionError: it failed.
         subprocess.TimeoutExpired: it took longer.
     """
-    job = ["-m", "kvtrainer.launch", "-n", str(workers), "-s", str(servers), "--", sys.executable]
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(("KVSTORE_", "DMLC_"))}
     done = subprocess.run(
-        [sys.executable, *(job if workers else []), f"examples/{name}.py", *options],
+        [sys.executable, *launcher, f"examples/{name}.py", *options],
         cwd=ROOT,
         env={**inherited, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,

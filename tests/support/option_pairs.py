@@ -26,6 +26,17 @@ PAIRS = (
         [-0.6, 0.0, 0.0], without=TWO_BIT, without_rounds=[-0.5, 0.0, 0.0],
     ),
     Probe(
+        "on_nonfinite, skip, and compression_params", "one worker's infinity skips the step on all, uncompressed",
+        overflow, lambda: {"on_nonfinite": "skip", **TWO_BIT},
+        [[False, 1.0], [True, 1.0], [False, 1.0], -1.0, 0.0, 0.0],
+    ),
+    Probe(
+        "paramwise and schedules", "the schedule moves the rate of a bias in proportion",
+        steps(SAME, SAME),
+        lambda: {"paramwise": {"custom_keys": {"bias": {"lr_mult": 2.0}}}, "schedules": [rate_of("lr", 0.5)]},
+        [-1.5, 0.0, -3.0],
+    ),
+    Probe(
         "amp and compression_params", "the threshold and the residual are of the gradient without the loss scale",
         steps((0.7,), (0.7,)), lambda: {"amp": 8, **TWO_BIT}, [-1.0, 0.0, 0.0],
     ),

@@ -26,8 +26,10 @@ from tests.support.option_runs import (
     factors,
     half,
     halving,
+    metrics,
     norms,
     overflow,
+    plateau,
     rate_of,
     steps,
     torchs,
@@ -111,6 +113,10 @@ PROBES = (
     Probe(
         "schedules, torch's scheduler", "each update is half of the last one",
         steps(SAME, SAME), lambda: {"schedules": [halving]}, [-1.5, 0.0, -1.5],
+    ),
+    Probe(
+        "schedules, by a metric", "the update after the metric stood still is half as large",
+        metrics, lambda: {"schedules": [plateau]}, [-2.5, 0.0, 0.0],
     ),
     Probe(
         "detect_anomalous_params, log", "a parameter outside of the loss is logged as an error",

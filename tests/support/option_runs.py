@@ -76,6 +76,15 @@ def epochs(bench: Bench, options: Mapping[str, Any]) -> Any:
     return bench.weights()
 
 
+def metrics(bench: Bench, options: Mapping[str, Any]) -> Any:
+    """Three epochs of one update, after each of which a metric is what it was."""
+    bench.build(**options)
+    for _ in range(3):
+        bench.push(1.0)
+        bench.trainer.end_epoch(1.0)
+    return bench.weights()
+
+
 def anomalies(bench: Bench, options: Mapping[str, Any]) -> Any:
     bench.build(**options)
     try:
@@ -123,6 +132,10 @@ def rate_of(name: str, factor: float) -> dict[str, Any]:
 
 def factors() -> FactorScheduler:
     return FactorScheduler(step=1, factor=0.5, base_lr=1.0)
+
+
+def plateau(optimizer: Any) -> Any:
+    return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
 
 
 def halving(optimizer: Any) -> Any:

@@ -45,6 +45,7 @@ same with every `update_on_kvstore` that the store takes (see [What works with w
 
 In `dist_async` and `dist_ssp` each contribution is limited, checked and scaled by itself, with the loss scale of its
 worker; everywhere else it is the sum of all workers, and all of them do the same. `p3` is as `dist_sync`.
+`multi_precision` has something to do for float16 and bfloat16 weights, `momentum_correction` where there is momentum.
 """
 
 

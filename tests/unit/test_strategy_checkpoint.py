@@ -121,6 +121,13 @@ def test_what_cannot_be_loaded_without_code_is_refused_by_its_place(make: Make, 
     assert find_last(strategy.work_dir) is None
 
 
+def test_a_file_without_the_optimizer_is_not_the_one_to_resume_from(make: Make, tmp_path: Path) -> None:
+    strategy, _, _ = prepared(make)
+    strategy.save_checkpoint(str(tmp_path / "a.pt"))
+    strategy.save_checkpoint(str(tmp_path / "best.pt"), save_optimizer=False)
+    assert find_last(strategy.work_dir) == str(tmp_path / "a.pt")
+
+
 def test_a_checkpoint_that_cannot_be_written_leaves_the_former_one(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,6 +10,7 @@ from torch.nn import Parameter
 
 from kvtrainer import Trainer, optimizer
 from kvtrainer.errors import ConfigurationError
+from kvtrainer.kvstore import create
 from tests.support.scalar_training import IN_STORE, step, trainer_of, values, zeros
 
 
@@ -214,10 +215,11 @@ def test_options_that_are_no_dict_by_name_are_refused(options: object) -> None:
         Trainer(zeros(), "sgd", options)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("is_named", [True, False])
 def test_a_worker_that_trains_alone_in_a_job_of_several_is_warned(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_named: bool
 ) -> None:
     monkeypatch.setenv("KVSTORE_RANK", "0")
     monkeypatch.setenv("KVSTORE_NUM_WORKERS", "2")
-    Trainer(zeros(), "sgd")
+    Trainer(zeros(), "sgd", kvstore="device" if is_named else create("device"))
     assert "'device' keeps gradients in this process, although the job has 2 workers" in caplog.text

@@ -11,8 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from kvtrainer import RowSparseParameter, Trainer
-from kvtrainer.errors import ConfigurationError, KVStoreError, NonFiniteGradientError, StaleGradientError
+from kvtrainer import DataParallel, RowSparseParameter, Trainer
+from kvtrainer.errors import (
+    AnomalousParametersError,
+    ConfigurationError,
+    KVStoreError,
+    NonFiniteGradientError,
+    StaleGradientError,
+)
 
 SITES = pytest.mark.parametrize("in_store", [None, False, True], ids=["without", "by-trainer", "in-store"])
 
@@ -67,6 +73,15 @@ def test_backward_that_breaks_off_leaves_the_window_as_it_was() -> None:
         trainer.backward(Breaks.apply(p).sum())  # type: ignore[no-untyped-call]
     assert trainer.update_params(p.sum()).updated
     assert p.tolist() == [-1.0, -1.0]
+
+
+def test_losses_of_replicas_can_be_used_after_an_anomaly_was_found() -> None:
+    model = DataParallel(nn.Linear(1, 1), ["cpu", "cpu"])
+    trainer = Trainer(model, "sgd", {"learning_rate": 1.0}, "local", detect_anomalous_params="raise")
+    losses = model.forward_losses(torch.ones(2, 1), lambda replica, part: (part @ replica.weight).sum())
+    with pytest.raises(AnomalousParametersError, match="bias"):
+        trainer.backward(losses)
+    losses.backward()
 
 
 @SITES
@@ -223,14 +238,6 @@ def test_weights_that_are_set_within_a_window_keep_its_gradients(in_store: bool 
     trainer.set_data({"p": torch.tensor([5.0, 5.0])})
     assert trainer.update_params(p.sum()).updated
     assert p.tolist() == [4.0, 4.0]
-
-
-@SITES
-def test_step_without_any_gradient_reports_the_scale_of_those_that_have_some(in_store: bool | None) -> None:
-    p = parameter()
-    trainer = trainer_of(p, in_store, amp={"init_scale": 8.0, "growth_interval": 100})
-    trainer.update_params(p.sum())
-    assert trainer.step(ignore_stale_grad=True).loss_scale == 8.0
 
 
 @SITES

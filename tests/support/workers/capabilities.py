@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import gc
 import logging
 import sys
 from dataclasses import astuple
@@ -19,7 +20,10 @@ def main() -> None:
     logging.disable(logging.WARNING)
     meeting, timeout = f"file://{sys.argv[1]}/meeting", datetime.timedelta(seconds=60)
     dist.init_process_group("gloo", init_method=meeting, rank=RANK, world_size=SIZE, timeout=timeout)
-    outcomes = [astuple(try_out(case)) for case in group_cases()]
+    outcomes = []
+    for case in group_cases():
+        outcomes.append(astuple(try_out(case)))
+        gc.freeze()  # beside a process group every new Trainer looks at all objects that are not frozen
     dist.barrier()
     dist.destroy_process_group()
     deliver({"outcomes": outcomes})

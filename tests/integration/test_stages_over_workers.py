@@ -1,0 +1,172 @@
+"""Options of the stages on several workers: what all must agree on, what one of them finds, and who joins early."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import Parameter
+
+from kvtrainer import Trainer
+from kvtrainer.amp import GradScaler
+from kvtrainer.errors import NonFiniteGradientError
+from kvtrainer.kvstore import DistKVStore
+from tests.support.jobs import Job, run_job
+from tests.support.stage_scenarios import (
+    DIFFERENT,
+    HALF,
+    HALVES,
+    NORM,
+    NUMBERS,
+    SAME,
+    SCALE,
+    Scenario,
+    check_same,
+    different,
+    halves_of_a_step,
+    push,
+)
+from tests.support.stores import Servers, servers
+
+SITES = pytest.mark.parametrize("in_store", [True, False], ids=["in-store", "by-workers"])
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture(scope="module")
+def jobs() -> Iterator[Servers]:
+    with servers() as started:
+        yield started
+
+
+def trainer_of(kv: DistKVStore, in_store: bool, **options: Any) -> tuple[Any, Trainer]:
+    p = Parameter(torch.zeros(2))
+    # Gluon's, because servers need seconds for the first of torch's optimizers.
+    return p, Trainer({"p": p}, "sgd", NUMBERS, kv, None, in_store, **options)
+
+
+def played(jobs: Servers, servers: int, in_store: bool, scenario: Scenario) -> list[Any]:
+    def body(kv: DistKVStore, rank: int) -> Any:
+        return scenario(lambda **options: trainer_of(kv, in_store, **options), rank)
+
+    return jobs.results(2, servers, body)
+
+
+@SITES
+@pytest.mark.parametrize("name", SAME)
+def test_workers_of_servers_go_on_alike(jobs: Servers, name: str, in_store: bool) -> None:
+    check_same(name, *played(jobs, 2, in_store, SAME[name]))
+
+
+def test_halves_of_a_step_end_alike_on_all_workers_of_servers(jobs: Servers) -> None:
+    check_same(HALF, *played(jobs, 2, False, halves_of_a_step))
+
+
+@SITES
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_workers_of_servers_that_disagree_about_an_option_hear_of_it(
+    jobs: Servers, name: str, in_store: bool
+) -> None:
+    mine, other, message = DIFFERENT[name]
+    said = played(jobs, 1, in_store, different(mine, other))
+    assert all(re.search(message, one) for one in said), said
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Job:
+    folder = tmp_path_factory.mktemp("stages")
+    return run_job("stages", folder, 2, 1, str(folder))
+
+
+@pytest.mark.parametrize("name", [*SAME, HALF])
+def test_ranks_of_torch_distributed_go_on_alike(ranks: Job, name: str) -> None:
+    check_same(name, *ranks[name])
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_ranks_of_torch_distributed_that_disagree_hear_of_it(ranks: Job, name: str) -> None:
+    assert all(re.search(DIFFERENT[name][2], one) for one in ranks[name]), ranks[name]
+
+
+@pytest.mark.parametrize("name", ["one bad loss", "gradients by turns", HALF])
+def test_workers_of_a_third_party_store_go_on_alike(ranks: Job, name: str) -> None:
+    check_same(name, *ranks[f"plug-in: {name}"])
+
+
+@SITES
+@pytest.mark.parametrize("is_own_scaler", [True, False])
+def test_joined_workers_skip_what_overflows_in_the_sum_alone(
+    jobs: Servers, is_own_scaler: bool, in_store: bool
+) -> None:
+    """Also where the loop drives a scaler, of which a worker without data says nothing."""
+
+    def body(kv: DistKVStore, rank: int) -> Any:
+        p, trainer = trainer_of(kv, in_store, **({} if is_own_scaler else {"on_nonfinite": "skip"}))
+        scaler = GradScaler("cpu", init_scale=1.0, enabled=is_own_scaler)
+        with trainer.join():
+            for _ in range((1, 2, 2)[rank]):
+                scaler.scale((p * 3e38).sum()).backward()
+                scaler.step(trainer, 1)
+                scaler.update()
+        return p.tolist(), push(trainer, p)["updated"]
+
+    assert jobs.results(3, 1, body) == [([0.0, 0.0], True)] * 3
+
+
+@pytest.mark.parametrize("type", ["dist_async", "dist_ssp"])
+def test_without_rounds_every_worker_limits_and_skips_for_itself(jobs: Servers, type: str) -> None:
+    def body(kv: DistKVStore, rank: int) -> Any:
+        p, trainer = trainer_of(kv, True, amp=SCALE, **NORM)
+        trainer.set_data()
+        result = push(trainer, p, math.inf if rank else 3.0)
+        kv.barrier()
+        after = push(trainer, p, 0.0)
+        return result["skipped"], result["grad_norm"], after["skipped"], trainer.amp_loss_scale
+
+    norm = pytest.approx(3.0 / 2.0 * math.sqrt(2.0))
+    assert jobs.results(2, 1, body, type=type) == [(False, norm, False, 8.0), (True, math.inf, False, 4.0)]
+
+
+@pytest.mark.parametrize("type", ["dist_async", "dist_ssp"])
+def test_without_rounds_schedules_go_by_a_workers_own_updates_also_after_a_block(
+    jobs: Servers, type: str
+) -> None:
+    def body(kv: DistKVStore, rank: int) -> float:
+        p, trainer = trainer_of(kv, True, schedules=HALVES)
+        with trainer.join():
+            for _ in range((3, 1)[rank]):
+                push(trainer, p)
+        return trainer.learning_rate
+
+    assert jobs.results(2, 1, body, type=type) == [0.125, 0.5]
+
+
+@pytest.mark.parametrize("type", ["dist_async", "dist_ssp"])
+def test_values_of_half_precision_are_limited_without_rounds_too(jobs: Servers, type: str) -> None:
+    def body(kv: DistKVStore, rank: int) -> Any:
+        p: Any = Parameter(torch.zeros(2, dtype=torch.float16))
+        limit = {"type": "value", "clip_value": 0.5}
+        trainer = Trainer({"p": p}, "sgd", {"learning_rate": 1.0}, kv, clip_grad=limit, amp=1024)
+        trainer.update_params(p.float() @ torch.tensor([2.0, -0.25]))
+        return p.tolist()
+
+    assert jobs.results(1, 1, body, type=type) == [[-0.5, 0.25]]
+
+
+def test_two_trainers_with_the_same_names_have_options_of_their_own(jobs: Servers) -> None:
+    def body(kv: DistKVStore, rank: int) -> Any:
+        p, one = trainer_of(kv, True, amp=SCALE, **NORM)
+        q, other = trainer_of(kv, True, on_nonfinite="raise")
+        first = push(one, p, math.inf if rank else 3.0)
+        with pytest.raises(NonFiniteGradientError):
+            push(other, q, math.inf if rank else 3.0)
+        return first["skipped"], push(one, p, 3.0), push(other, q, 3.0), p.tolist(), q.tolist()
+
+    first, second = jobs.results(2, 2, body)
+    assert first == second
+    assert first[-1] == [-3.0, -3.0]
+    assert first[-2] == pytest.approx([-math.sqrt(0.5)] * 2, rel=1e-5)
