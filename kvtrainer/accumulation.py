@@ -71,6 +71,11 @@ class Accumulation:
         return self._in_window > 0
 
     @property
+    def pending(self) -> int:
+        """Backward passes of a window that is not full."""
+        return 0 if self.is_boundary else self._in_window
+
+    @property
     def is_boundary(self) -> bool:
         """Whether the window is full."""
         return self.counts == 1 or self.done % self.counts == 0 or self.done == self.total

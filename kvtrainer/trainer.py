@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -40,6 +41,8 @@ from kvtrainer.stage_options import StageOptions
 from kvtrainer.store_choice import choose_store
 
 __all__ = ["Trainer"]
+
+_log = logging.getLogger(__name__)
 
 
 class Trainer(LossPipeline):
@@ -256,6 +259,14 @@ class Trainer(LossPipeline):
         return self._link.pull_rows(self._layout.tables.key_of(parameter), ids)
 
     def _leave(self, error: BaseException | None) -> None:
+        passes = self._accumulation.pending
+        if error is None and passes:
+            _log.warning(
+                "the gradients of the last %d backward passes reached no weight: %d make an update; set_progress() "
+                "with the number of all lets a shorter window count",
+                passes,
+                self._accumulation.counts,
+            )
         self._layout.tracker.close()
         self._link.close(error)
 

@@ -49,7 +49,9 @@ def prepared(
 def update(wrapper: Any, value: float = 1.0) -> None:
     """One update with a gradient of this value everywhere."""
     params = [p for group in wrapper.optimizer.param_groups for p in group["params"]]
-    wrapper.update_params(sum((p * value).sum() for p in params))
+    with wrapper.optim_context(None):
+        loss = sum((p * value).sum() for p in params)
+    wrapper.update_params(loss)
 
 
 def refused(error: type[Exception], call: Any, *words: str) -> None:

@@ -119,3 +119,16 @@ def test_saved_states_know_how_many_passes_there_were(tmp_path: Any) -> None:
     second.load_states(tmp_path / "states")
     assert second.update_params(q * 1.0).updated  # the fifth of five ends the last window, of one
     assert q.item() == -1.0
+
+
+def test_window_that_never_got_full_is_said_at_the_end(caplog: pytest.LogCaptureFixture) -> None:
+    p = Parameter(torch.zeros(()))
+    with caplog.at_level(logging.WARNING), trainer_of(p, 2) as trainer:
+        for _ in range(3):
+            trainer.update_params(p * 1.0)
+    assert "the last 1 backward passes reached no weight: 2 make an update" in caplog.text
+    caplog.clear()
+    with caplog.at_level(logging.WARNING), trainer_of(p, 2) as trainer:
+        for _ in range(2):
+            trainer.update_params(p * 1.0)
+    assert not caplog.records
