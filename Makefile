@@ -22,9 +22,9 @@ gan: $(READY)
 	$(BIN)/python examples/gan.py --config examples/gan.json
 	$(BIN)/kvlaunch -n 2 -s 2 -- $(BIN)/python examples/gan.py
 
-# Tests of one file stay together, because they share jobs; files go in order, the slow ones first.
+# Tests that share processes stay together (tests/conftest.py says which); files go in order, the slow ones first.
 test: $(READY)
-	$(BIN)/python -m pytest -m "not full" -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -m "not full" -n auto --maxprocesses 4 --dist loadgroup --no-loadscope-reorder
 
 test-full: $(READY)
 	$(BIN)/python -m pytest -m full

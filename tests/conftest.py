@@ -19,6 +19,15 @@ def pytest_configure() -> None:
             signal.signal(number, lambda *_: None)
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Let tests that share processes run in one of xdist's workers: those of a file, and all that share parity jobs."""
+    if config.pluginmanager.hasplugin("xdist"):
+        for item in items:
+            shares = "part_of_job" in getattr(item, "fixturenames", ())
+            group = "parity jobs" if shares else item.nodeid.partition("::")[0]
+            item.add_marker(pytest.mark.xdist_group(group))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> Iterator[None]:
     """Tensors are small here: threads cost more than they bring, and beside busy processes wait for each other."""

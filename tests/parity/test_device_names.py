@@ -24,7 +24,7 @@ SYNC_AND_ASYNC = ["dist_sync", "p3", "dist_async", "dist_ssp"]
 REPLICAS, RATE, REPEATS = 2, 2, 3
 SHAPES = {"9": (2, 3), "99": (300, 301), "10": (2, 3), "100": (300, 301)}
 """The first two are pushed and pulled, the others pushpulled."""
-FAST = {(1, 1), (2, 2), (3, 2), (2, 3)}
+FAST = {(1, 1), (2, 2), (3, 2)}
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from tests.support.workers.golden import REPEATS, SITES, name_of, play
 # One fixture may run the whole job that this part belongs to.
 pytestmark = pytest.mark.timeout(120)
 
-FAST = {(1, 1), (1, 2), (1, 3), (2, 3)}
+FAST = {(1, 1), (1, 2), (2, 3)}
 SIZES = [
     pytest.param(
         (workers, servers),

@@ -51,7 +51,7 @@ def test_policies_have_the_values_of_mmcv(
 ) -> None:
     span = len(expected)
     value = make_policy(policy, options, name, span)
-    assert [value(base, at, span) for at in range(span)] == pytest.approx(expected, rel=1e-5, abs=1e-9)
+    assert [value(base, at, span) for at in range(span)] == pytest.approx(expected, rel=1e-6, abs=1e-7)
 
 
 def test_cycles_come_down_from_a_peak_that_gamma_brings_nearer_to_the_base() -> None:
@@ -176,7 +176,7 @@ def value_of(solver: dict[str, Any], at: int, base: float = 0.02) -> float:
 @pytest.mark.parametrize("policy", DETECTRON)
 def test_policies_have_the_values_of_detectron(policy: str) -> None:
     seen = [value_of({**SOLVER, "LR_POLICY": policy}, at) for at in AT]
-    assert seen == pytest.approx(DETECTRON[policy], rel=1e-4, abs=1e-9)
+    assert seen == pytest.approx(DETECTRON[policy], rel=1e-6, abs=1e-8)
 
 
 def test_exponential_decay_reaches_gamma_at_the_end() -> None:

@@ -95,7 +95,7 @@ def test_cosine_restarts_stay_after_their_periods() -> None:
         "end": 12,
     }
     expected = [0.1, 0.0853553, 0.05, 0.0146447, 0.05, 0.0426777, 0.025, *[0.00732233] * 3]
-    assert values([cfg], 10) == pytest.approx(expected, rel=1e-5)
+    assert values([cfg], 10) == pytest.approx(expected, rel=1e-6, abs=1e-7)
 
 
 def test_schedules_that_overlap_multiply() -> None:
