@@ -19,9 +19,10 @@ def pytest_configure() -> None:
             signal.signal(number, lambda *_: None)
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist looks at the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Let tests that share processes run in one of xdist's workers: those of a file, and all that share parity jobs."""
-    if config.pluginmanager.hasplugin("xdist"):
+    if hasattr(config, "workerinput"):
         for item in items:
             shares = "part_of_job" in getattr(item, "fixturenames", ())
             group = "parity jobs" if shares else item.nodeid.partition("::")[0]
