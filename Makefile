@@ -24,7 +24,7 @@ gan: $(READY)
 
 # Tests that share processes stay together (tests/conftest.py says which); files go in order, the slow ones first.
 test: $(READY)
-	$(BIN)/python -m pytest -m "not full" -n auto --maxprocesses 4 --dist loadgroup --no-loadscope-reorder
+	$(BIN)/python -m pytest -m "not full" -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 test-full: $(READY)
 	$(BIN)/python -m pytest -m full

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+
+PARITY = Path(__file__).parent / "parity"
 
 
 def pytest_configure() -> None:
@@ -19,14 +23,21 @@ def pytest_configure() -> None:
             signal.signal(number, lambda *_: None)
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist looks at the groups
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Let tests that share processes run in one of xdist's workers: those of a file, and all that share parity jobs."""
-    if hasattr(config, "workerinput"):
-        for item in items:
-            shares = "part_of_job" in getattr(item, "fixturenames", ())
-            group = "parity jobs" if shares else item.nodeid.partition("::")[0]
-            item.add_marker(pytest.mark.xdist_group(group))
+    from xdist.scheduler import LoadFileScheduling
+
+    sharing = {
+        f"tests/parity/{path.name}" for path in PARITY.glob("test_*.py") if "part_of_job" in path.read_text()
+    }
+
+    class Together(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = str(super()._split_scope(nodeid))
+            return "tests/parity" if file in sharing else file
+
+    return Together(config, log)
 
 
 @pytest.fixture(scope="session", autouse=True)
