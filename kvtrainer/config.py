@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,7 +16,9 @@ from kvtrainer.errors import ArgumentTypeError, ConfigurationError
 from kvtrainer.param_places import unwrapped
 from kvtrainer.registry import OPTIMIZER_CONSTRUCTORS, OPTIMIZERS
 
-__all__ = ["SECTIONS", "merge_config", "optimizer_arguments", "trainer_arguments", "wrapper_arguments"]
+__all__ = [
+    "SECTIONS", "check_overrides", "merge_config", "optimizer_arguments", "trainer_arguments", "wrapper_arguments",
+]  # fmt: skip
 
 SECTIONS = (
     "custom_imports", "optimizer", "optimizer_config", "fp16", "lr_config", "momentum_config", "optim_wrapper",
@@ -75,6 +78,13 @@ def trainer_arguments(model: Any, cfg: Mapping[str, Any]) -> dict[str, Any]:
     arguments = joined(parts)
     schedules = [*cfg.get("schedules", ()), *_schedules(cfg)]
     return {**arguments, "schedules": schedules} if schedules else arguments
+
+
+def check_overrides(trainer: type, overrides: Mapping[str, Any]) -> None:
+    """Raise ConfigurationError, naming them, if there are arguments that this class of Trainers does not take."""
+    takes = inspect.signature(trainer).parameters
+    if not any(one.kind is one.VAR_KEYWORD for one in takes.values()):
+        check_keys("from_config", overrides, {*takes, *_ARGUMENTS} - {"params"})
 
 
 def optimizer_arguments(

@@ -51,7 +51,8 @@ def bind_schedules(
         bound_before: What the optimizer has already; those of the same value are built on.
 
     Returns:
-        What is to be advanced; a schedule by epoch whose warm-up goes by step is followed by the clock of that.
+        What is to be advanced; a schedule by epoch whose warm-up goes by step is followed by the clock of that,
+        unless that is given too, as by whoever binds what this returned.
 
     Raises:
         ArgumentTypeError: one is nothing of this.
@@ -71,7 +72,7 @@ def bind_schedules(
         bound.append(schedule)
         if isinstance(schedule, ParamSchedule):
             last[schedule.name] = schedule
-            if schedule.warmup_clock is not None:
+            if schedule.warmup_clock is not None and not any(one is schedule.warmup_clock for one in given):
                 bound.append(schedule.warmup_clock)
     return bound
 

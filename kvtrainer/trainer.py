@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from kvstore_server.optimizer import Optimizer
 from kvtrainer.chosen_store import BUCKETS
-from kvtrainer.config import trainer_arguments
+from kvtrainer.config import check_overrides, trainer_arguments
 from kvtrainer.ddp import refuse_ddp, refuse_parameters_of_ddp
 from kvtrainer.errors import ArgumentTypeError
 from kvtrainer.extra_states import (
@@ -164,6 +164,7 @@ class Trainer(LossPipeline):
         Raises:
             ConfigurationError: something in it is unknown, wrong or said twice; nothing has been changed then.
         """
+        check_overrides(cls, overrides)
         arguments = {**trainer_arguments(model, cfg), **overrides}
         buckets = {name: arguments.pop(name) for name in BUCKETS if name in arguments}
         trainer = cls(**arguments)

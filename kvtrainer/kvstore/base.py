@@ -6,14 +6,26 @@ import inspect
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, ClassVar, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, TypeVar, overload
 
 from torch import Tensor
 
 from kvstore_server.errors import ConfigurationError, UnknownNameError
 
+if TYPE_CHECKING:
+    from kvtrainer.kvstore.device import DeviceKVStore
+    from kvtrainer.kvstore.dist import DistKVStore
+    from kvtrainer.kvstore.local import LocalKVStore
+
 _log = logging.getLogger(__name__)
 
+LocalName = Literal["local", "local_update_cpu", "local_allreduce_cpu"]
+DeviceName = Literal["device", "local_allreduce_device", "nccl"]
+DistName = Literal[
+    "dist", "dist_sync", "dist_sync_device", "dist_device_sync", "p3",
+    "dist_async", "dist_async_device", "dist_device_async", "dist_ssp", "dist_ssp_device", "dist_device_ssp",
+]  # fmt: skip
+"""So type checkers know the class of a store that is created by the name of a built-in one."""
 Key: TypeAlias = int | str
 Value: TypeAlias = Tensor | Sequence[Tensor]
 """One tensor, or one per device: replicas, which are summed."""
@@ -174,6 +186,14 @@ def factory_of(type: str) -> Factory:
     return factory
 
 
+@overload
+def create(type: LocalName = "local", **options: Any) -> LocalKVStore: ...
+@overload
+def create(type: DeviceName, **options: Any) -> DeviceKVStore: ...
+@overload
+def create(type: DistName, **options: Any) -> DistKVStore: ...
+@overload
+def create(type: str, **options: Any) -> KVStoreBase: ...
 def create(type: str = "local", **options: Any) -> KVStoreBase:
     """Create a store.
 

@@ -13,7 +13,7 @@ from torch import nn
 from kvtrainer.errors import ArgumentTypeError, ConfigurationError, UnknownNameError
 from kvtrainer.kvstore.base import KVStoreBase
 from kvtrainer.parallel import DataParallel
-from kvtrainer.param_schedule import BoundSchedule, WarmupClock
+from kvtrainer.param_schedule import BoundSchedule
 from kvtrainer.registry import MODELS, OPTIM_WRAPPERS, OPTIMIZER_CONSTRUCTORS, OPTIMIZERS
 from kvtrainer.schedule_config import build_param_schedules
 from kvtrainer.strategy.weights import trained, unwrapped
@@ -223,8 +223,7 @@ def build_schedules(
         log.debug(
             "%d schedules; where they do not say their end, it is that of %s", len(its), dict(default_args)
         )
-        # A Trainer finds the clock of a warm-up beside the schedule that has it.
-        one.configure(schedules=[schedule for schedule in its if not isinstance(schedule, WarmupClock)])
+        one.configure(schedules=its)
     return made
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from kvtrainer import Trainer, kvstore
 from kvtrainer.detectron import detectron_arguments
+from kvtrainer.errors import ConfigurationError
 from kvtrainer.parallel import DataParallel
 
 CONFIG: dict[str, Any] = {
@@ -98,3 +99,8 @@ def test_replicas_have_the_rules_of_their_parameter() -> None:
         both = [row for row in report.rows if row.name.partition(" ")[0] == name]
         assert [row.rules for row in both] == [rules, rules]
         assert len({(row.lr, row.weight_decay) for row in both}) == 1
+
+
+def test_override_that_no_trainer_takes_is_refused_by_name() -> None:
+    with pytest.raises(ConfigurationError, match="from_config has 'clip_gard', which no Trainer reads"):
+        Trainer.from_config(network(), CONFIG, clip_gard={"max_norm": 1.0})

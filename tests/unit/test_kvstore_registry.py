@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import uuid
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from kvtrainer import kvstore
 from kvtrainer.errors import ConfigurationError, UnknownNameError
-from kvtrainer.kvstore import KVStoreBase, LocalKVStore
+from kvtrainer.kvstore import DeviceKVStore, DistKVStore, KVStoreBase, LocalKVStore
+from kvtrainer.kvstore.base import DeviceName, DistName, LocalName, factory_of
 
 
 @pytest.mark.parametrize(
@@ -105,6 +106,14 @@ def test_table_of_capabilities_has_a_row_for_every_store_and_says_what_the_class
     assert "several_workers" not in able["local"]
     assert able["dist_sync"] >= {"optimizer", "gradient_compression", "several_workers"}
     assert able["dist_async"] - able["dist_sync"] == {"asynchronous"}
+
+
+@pytest.mark.parametrize(
+    ("names", "cls"), [(LocalName, LocalKVStore), (DeviceName, DeviceKVStore), (DistName, DistKVStore)]
+)
+def test_type_checkers_know_the_class_behind_every_built_in_name(names: Any, cls: type) -> None:
+    built_in = {name for name in kvstore.capabilities() if factory_of(name) is cls and "-" not in name}
+    assert set(get_args(names)) == built_in
 
 
 def test_stores_know_their_capabilities_by_any_case_and_refuse_unknown_ones() -> None:

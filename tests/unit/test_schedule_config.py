@@ -198,6 +198,13 @@ def test_warm_up_by_step_in_a_config_by_epoch_adds_a_clock() -> None:
     assert [one.by for one in by_epoch] == ["epoch", "step"]
 
 
+def test_clock_of_a_warm_up_counts_once_where_it_is_given_with_its_schedule() -> None:
+    cfg = {"policy": "fixed", "warmup": "linear", "warmup_iters": 5}
+    optimizer = sgd()
+    bound = bind_schedules([cfg], optimizer)
+    assert bind_schedules(bound, optimizer) == bound
+
+
 def test_warm_up_by_epoch_in_a_config_goes_on_within_an_epoch() -> None:
     cfg = {"policy": "fixed", "warmup": "linear", "warmup_iters": 2, "warmup_by_epoch": True}
     for by_epoch in (True, False):
