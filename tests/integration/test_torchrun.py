@@ -8,13 +8,13 @@ from pathlib import Path
 from tests.support.processes import Processes
 
 SCRIPT = """
-import torch, kvtrainer
+import sys, torch, kvtrainer
 torch.set_num_threads(1)
 kv = kvtrainer.kvstore.create("dist_sync")
 kv.init("w", torch.zeros(3))
 out = torch.empty(3)
 kv.pushpull("w", torch.full((3,), 10.0 ** kv.rank), out=out)
-print(kv.rank, kv.num_workers, out.tolist(), flush=True)
+sys.stdout.write(f"{kv.rank} {kv.num_workers} {out.tolist()}\\n")  # at once, or the lines of workers get mixed up
 """
 
 

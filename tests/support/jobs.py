@@ -1,20 +1,21 @@
-"""Real jobs for tests: worker modules under the launcher, with a deadline, and their results as files.
+"""Real jobs for tests: worker modules beside real servers, with a deadline, and their results as files.
 
-A job is the module `tests.support.workers.NAME`, started once per worker beside real servers. Each worker ends by
+A job is the module `tests.support.workers.NAME`, started once per worker as the launcher would. Each worker ends by
 calling `deliver`; `run_job` gives the tests what all of them delivered.
 """
 
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from tests.support.forks import Fork, fork_server
 
 ROOT = Path(__file__).parents[2]
 FOLDER = "KVTRAINER_TEST_FOLDER"
@@ -55,28 +56,15 @@ def run_job(
     Raises:
         AssertionError: the job failed or took too long, or a rank delivered nothing; shows its output.
     """
-    counts = ["-n", str(workers), "-s", str(servers)]
-    command = [sys.executable, "-m", f"tests.support.workers.{worker}", *arguments]
-    log = folder / "output.txt"
-    with log.open("wb") as output:
-        launcher = subprocess.Popen(
-            [sys.executable, "-m", "kvtrainer.launch", *counts, "--", *command],
-            cwd=ROOT,
-            env=_environ(folder),
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-        )
-        try:
-            code: int | None = launcher.wait(seconds)
-        except subprocess.TimeoutExpired:
-            code = None
-        finally:
-            _end(launcher)
+    members = _Members(folder)
+    try:
+        code = members.run([f"tests.support.workers.{worker}", *arguments], workers, servers, seconds)
+    finally:
+        members.close()
     what = f"the job {' '.join([worker, *arguments])} with {workers} workers and {servers} servers"
     if code != 0:
         how = f"took more than {seconds:g} s" if code is None else f"exited with code {code}"
-        raise AssertionError(f"{what} {how}; its output:\n{log.read_text(errors='replace')}")
+        raise AssertionError(f"{what} {how}; its output:\n{members.log.read_text(errors='replace')}")
     missing = [rank for rank in range(workers) if not _file(folder, rank).exists()]
     if missing:
         raise AssertionError(f"{what} ended well, but ranks {missing} delivered nothing")
@@ -105,12 +93,70 @@ def _file(folder: Path, rank: int) -> Path:
     return folder / f"rank{rank}.pt"
 
 
-def _end(launcher: subprocess.Popen[bytes]) -> None:
-    """End the launcher, which ends all processes of its job, even when it is killed."""
-    if launcher.poll() is None:
-        launcher.terminate()
-        try:
-            launcher.wait(10)
-        except subprocess.TimeoutExpired:
-            launcher.kill()
-    launcher.wait()
+class _Members:
+    """The processes of a job, which end together."""
+
+    def __init__(self, folder: Path) -> None:
+        self.log = folder / "output.txt"
+        self._environ = _environ(folder)
+        self._output = self.log.open("ab")
+        self._input = open(os.devnull, "rb")  # noqa: SIM115
+        self._servers: list[Fork] = []
+        self._workers: list[Fork] = []
+
+    def run(self, command: Sequence[str], workers: int, servers: int, seconds: float) -> int | None:
+        """Run servers and workers; the first exit code that is not 0, or 0, or None where time was up."""
+        deadline = time.monotonic() + seconds
+        environ = {"KVSTORE_NUM_WORKERS": str(workers)}
+        if servers:
+            environ["KVSTORE_SERVERS"] = ",".join(self._start_servers(servers))
+        for rank in range(workers):
+            self._workers.append(self._start(command, {**environ, "KVSTORE_RANK": str(rank)}))
+        code = _first_failure(self._workers, deadline)
+        if code == 0:
+            for server in self._servers:
+                server.terminate()
+            code = _first_failure(self._servers, deadline)
+        elif code is not None:
+            # The others notice it soon, and say what they saw.
+            _first_failure(
+                [one for one in self._workers if not one.poll()], min(deadline, time.monotonic() + 5.0)
+            )
+        return code
+
+    def close(self) -> None:
+        for process in [*self._workers, *self._servers]:
+            process.kill()
+            process.wait()
+        self._output.close()
+        self._input.close()
+
+    def _start_servers(self, count: int) -> list[str]:
+        """Start servers; returns their addresses once they listen."""
+        ready = []
+        for index in range(count):
+            ours, theirs = os.pipe()
+            flags = ["--index", str(index), "--num-servers", str(count), "--ready-fd", str(theirs)]
+            self._servers.append(self._start(["kvstore_server", *flags], {}, [theirs]))
+            os.close(theirs)
+            ready.append(ours)
+        addresses = []
+        for fd in ready:
+            with open(fd) as lines:
+                addresses.append(lines.readline().strip())
+        return addresses
+
+    def _start(self, command: Sequence[str], environ: Mapping[str, str], others: Sequence[int] = ()) -> Fork:
+        streams = [self._input.fileno(), self._output.fileno(), self._output.fileno()]
+        return fork_server().start(["-m", *command], {**self._environ, **environ}, ROOT, streams, others)
+
+
+def _first_failure(processes: Sequence[Fork], deadline: float) -> int | None:
+    """Wait for all, or for one that fails; its exit code, else 0, or None where time was up."""
+    while time.monotonic() < deadline:
+        codes = [process.poll() for process in processes]
+        failed = [code for code in codes if code]
+        if failed or None not in codes:
+            return failed[0] if failed else 0
+        time.sleep(0.005)
+    return None

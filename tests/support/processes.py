@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from kvtrainer.kvstore import DistKVStore
+from tests.support.forks import Fork, piped_fork
 
 ROOT = Path(__file__).parents[2]
 LIMIT = 30.0
@@ -41,7 +42,10 @@ kv = kvstore.create("dist_sync", namespace=sys.argv[1], timeout=float(sys.argv[2
 
 
 class Process:
-    """A child whose standard output is read with a limit; standard error is kept for the end."""
+    """A child whose standard output is read with a limit; standard error is kept for the end.
+
+    A module or a script for Python is forked from a process that has imported torch; anything else is executed.
+    """
 
     def __init__(self, command: Sequence[str], env: dict[str, str], cwd: Path | None, ready: bool) -> None:
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115
@@ -50,15 +54,22 @@ class Process:
         self._ready_fd, theirs = os.pipe()
         arguments = [*command, "--ready-fd", str(theirs)] if ready else [*command]
         inherited = {k: v for k, v in os.environ.items() if not k.startswith(("KVSTORE_", "OMP_"))}
-        self.popen = subprocess.Popen(
-            arguments,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._stderr,
-            env={**inherited, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **env},
-            cwd=cwd or ROOT,
-            pass_fds=(theirs,),
-        )
+        environ = {**inherited, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **env}
+        self.popen: Fork | subprocess.Popen[bytes]
+        if arguments[0] == sys.executable and arguments[1] in ("-m", "-c"):
+            self.popen = piped_fork(
+                arguments[1:], environ, cwd or ROOT, self._stderr.fileno(), others=[theirs]
+            )
+        else:
+            self.popen = subprocess.Popen(
+                arguments,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._stderr,
+                env=environ,
+                cwd=cwd or ROOT,
+                pass_fds=(theirs,),
+            )
         os.close(theirs)
 
     @property

@@ -1,0 +1,151 @@
+"""Python programs as children that need no imports: forked from one process that has done them all.
+
+They are processes like others, with memory, signals and an end of their own; only their parent is the fork server. Its
+imports and its hash seed are common to all of them. What is about starting a program, such as the command lines, the
+launcher or imports, is tested with real ones.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+from tests.support.fork_server import LARGEST
+
+ROOT = Path(__file__).parents[2]
+
+
+class Fork:
+    """A child, with the methods of subprocess.Popen that tests need."""
+
+    stdin: BinaryIO | None = None
+    stdout: BinaryIO | None = None
+    """Our ends of pipes; set by `piped_fork`."""
+
+    def __init__(self, server: ForkServer, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self._server = server
+        self._pidfd = os.pidfd_open(pid)
+        self._lock = threading.Lock()
+
+    def poll(self) -> int | None:
+        """The exit code, negative after a signal; None while it runs."""
+        with self._lock:
+            if self.returncode is None and select.select([self._pidfd], [], [], 0)[0]:
+                self.returncode = self._server.reap(self.pid)
+                os.close(self._pidfd)
+            return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The exit code once it has ended. Raises subprocess.TimeoutExpired."""
+        if self.returncode is None:
+            select.select([self._pidfd], [], [], timeout)
+        code = self.poll()
+        if code is None:
+            raise subprocess.TimeoutExpired(f"fork {self.pid}", timeout or 0.0)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+
+class ForkServer:
+    """The one process that all forks of this one come from."""
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._channel = ours
+        self._lock = threading.Lock()
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith(("KVSTORE_", "OMP_"))}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.support.fork_server", str(theirs.fileno())],
+            cwd=ROOT,
+            env={**inherited, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            pass_fds=(theirs.fileno(),),
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        theirs.close()
+
+    def start(
+        self,
+        arguments: Sequence[str],
+        env: Mapping[str, str],
+        cwd: Path,
+        streams: Sequence[int],
+        others: Sequence[int] = (),
+    ) -> Fork:
+        """Start what `python ARGUMENTS` would run; arguments begin with -m or -c.
+
+        Args:
+            streams: File descriptors that become its standard input, output and error.
+            others: More file descriptors, which it has under the same numbers.
+        """
+        request = {
+            "arguments": [*arguments],
+            "env": {**env},
+            "cwd": str(cwd),
+            "targets": [0, 1, 2, *others],
+        }
+        message = json.dumps(request).encode()
+        assert len(message) < LARGEST, "a request must fit into one message"
+        with self._lock:
+            socket.send_fds(self._channel, [message], [*streams, *others])
+            return Fork(self, int(self._answer()))
+
+    def reap(self, pid: int) -> int:
+        """The exit code of a child that has ended."""
+        with self._lock:
+            self._channel.send(json.dumps({"reap": pid}).encode())
+            return int(self._answer())
+
+    def close(self) -> None:
+        """End the server and all its children."""
+        self._channel.close()
+        self._process.wait(30)
+
+    def _answer(self) -> bytes:
+        answer = self._channel.recv(64)
+        assert answer, f"the fork server ended: {self._process.poll()}"
+        return answer
+
+
+@functools.cache
+def fork_server() -> ForkServer:
+    """The fork server of this process, started when it is first needed."""
+    server = ForkServer()
+    atexit.register(server.close)
+    return server
+
+
+def piped_fork(
+    arguments: Sequence[str], env: Mapping[str, str], cwd: Path, stderr: int, others: Sequence[int] = ()
+) -> Fork:
+    """Start what `python ARGUMENTS` would run, with pipes as its standard input and output."""
+    their_input, our_output = os.pipe()
+    our_input, their_output = os.pipe()
+    child = fork_server().start(arguments, env, cwd, [their_input, their_output, stderr], others)
+    os.close(their_input)
+    os.close(their_output)
+    child.stdin = open(our_output, "wb")  # noqa: SIM115
+    child.stdout = open(our_input, "rb")  # noqa: SIM115
+    return child
