@@ -40,6 +40,9 @@ class Accumulation:
         Raises:
             ConfigurationError: the numbers are impossible.
         """
+        for name, number in (("done", done), ("in all", 0 if total is None else total)):
+            if isinstance(number, bool) or not isinstance(number, Integral):
+                raise ConfigurationError(f"backward passes {name} must be an int, got {number!r}")
         if done < 0 or (total is not None and total < max(done, 1)):
             raise ConfigurationError(f"{done} backward passes of {total} cannot have been made")
         if done % self.counts:

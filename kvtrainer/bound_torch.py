@@ -40,6 +40,14 @@ class TorchSchedule:
         """'step', 'epoch' or 'metric'."""
         return self._by
 
+    @property
+    def names(self) -> frozenset[str]:
+        """Which values it writes, as far as that can be known."""
+        rate = (
+            {"lr"} if isinstance(self.scheduler, LRScheduler) else {getattr(self.scheduler, "param_name", "")}
+        )
+        return frozenset(rate | ({"momentum"} if getattr(self.scheduler, "cycle_momentum", False) else set()))
+
     def step(self, *metric: float) -> None:
         """Advance it, in one that goes by a metric with that.
 
@@ -58,8 +66,24 @@ class TorchSchedule:
         """What the scheduler keeps, as far as it is plain: numbers, text and collections of them; never code."""
         return {key: _packed(value) for key, value in self.scheduler.state_dict().items() if _is_plain(value)}
 
+    def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Raise StateMismatchError if it is the state of another kind of schedule, as far as that can be known."""
+        mine, theirs = (
+            {key for key in state if not key.startswith("_")} for state in (self.state_dict(), state_dict)
+        )
+        # Versions of torch have some entries more or less.
+        if (mine - theirs and theirs - mine) or "last_epoch" in mine - theirs:
+            raise StateMismatchError(
+                f"this is no state of a {type(self.scheduler).__name__}: {state_dict!r:.120}; load what the "
+                "state_dict() of one returned"
+            )
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Hand that back to the scheduler."""
+        """Hand that back to the scheduler.
+
+        Raises StateMismatchError as `check_state_dict`; nothing has changed then.
+        """
+        self.check_state_dict(state_dict)
         self.scheduler.load_state_dict({key: _unpacked(value) for key, value in state_dict.items()})
 
 
@@ -67,12 +91,14 @@ class PlateauSchedule:
     """Multiplies a value of the groups by a factor when a metric has stopped improving, within a window.
 
     torch's ReduceLROnPlateau decides, over groups that stand for those of the optimizer, so momentum is lowered alike.
+    What other schedules write afterwards is lowered in proportion.
 
     Args:
         optimizer: Whose groups are written.
         name: 'lr', 'momentum' or any key of the groups that holds a number.
         begin, end: From which number of calls up to which it may change the value.
         minimum: What the value stays at or above; or a list with one for each group.
+        groups: The groups to write, by index or by their 'name'; None: all, later ones too.
         options: Of ReduceLROnPlateau: mode, factor, patience, threshold, threshold_mode, cooldown, eps.
 
     Raises:
@@ -89,10 +115,12 @@ class PlateauSchedule:
         begin: int = 0,
         end: int | None = None,
         minimum: float | Sequence[float] = 0.0,
+        groups: Sequence[int | str] | None = None,
         **options: Any,
     ) -> None:
         self.optimizer = optimizer
         self._value = GroupValue(optimizer, name)
+        self._indices = self._value.indices(groups)
         self._begin, self._end, self._count = begin, end, 0
         self._stand_in = torch.optim.SGD(
             [{"params": [torch.zeros(1)]} for _ in range(len(self._value))], lr=0.0
@@ -117,30 +145,52 @@ class PlateauSchedule:
         if count < self._begin or (self._end is not None and count >= self._end):
             return
         groups = self._stand_in.param_groups
+        for _ in range(len(groups), len(self._value)):
+            self._stand_in.add_param_group({"params": [torch.zeros(1)]})
         for index, group in enumerate(groups):
             group["lr"] = self._value.read(index)
         before = [group["lr"] for group in groups]
         self._scheduler.step(*metric)
         for index, group in enumerate(groups):
-            if group["lr"] != before[index]:
-                self._value.write(index, group["lr"])
+            is_mine = self._indices is None or index in self._indices
+            if is_mine and group["lr"] != before[index]:
+                self._value.overrule(index, group["lr"])
+
+    @property
+    def name(self) -> str:
+        """What it lowers."""
+        return self._value.name
+
+    def build_on(self, target: GroupValue) -> None:
+        """Lower what schedules write that have this target."""
+        self._value = target
 
     def state_dict(self) -> dict[str, Any]:
-        """How far it is and the best value of the metric: plain numbers."""
+        """How far it is, the best value of the metric, and what the value was lowered by: plain numbers."""
         state = self._scheduler.state_dict()
-        return {"count": self._count, **{key: state[key] for key in _PROGRESS}}
+        return {
+            "count": self._count,
+            "scales": self._value.scales,
+            **{key: state[key] for key in _PROGRESS},
+        }
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from there.
-
-        Raises:
-            StateMismatchError: it is no such state; nothing has changed then.
-        """
-        if set(state_dict) != {"count", *_PROGRESS}:
+    def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Raise StateMismatchError unless it is such a state, of as many groups."""
+        if set(state_dict) != {"count", "scales", *_PROGRESS}:
             raise StateMismatchError(
                 f"this is no state of a schedule that goes by a metric: {state_dict!r:.120}"
             )
+        if len(state_dict["scales"]) != len(self._value):
+            raise StateMismatchError(
+                f"the state of the schedule of {self.name!r} is one of {len(state_dict['scales'])} groups, here there "
+                f"are {len(self._value)}"
+            )
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from there. Raises StateMismatchError as `check_state_dict`; nothing has changed then."""
+        self.check_state_dict(state_dict)
         self._count = int(state_dict["count"])
+        self._value.set_scales(state_dict["scales"])
         self._scheduler.load_state_dict({key: state_dict[key] for key in _PROGRESS})
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch.optim
@@ -76,7 +76,7 @@ def trainer_arguments(model: Any, cfg: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigurationError("the configuration needs an 'optimizer', such as dict(type='SGD', lr=0.01)")
     parts.append(_hook_arguments(section(cfg, "optimizer_config"), cfg.get("fp16")))
     arguments = joined(parts)
-    schedules = [*cfg.get("schedules", ()), *_schedules(cfg)]
+    schedules = [*_given_schedules(cfg), *_schedules(cfg)]
     return {**arguments, "schedules": schedules} if schedules else arguments
 
 
@@ -209,6 +209,13 @@ def _amp_of(given: Mapping[str, Any]) -> Any:
     if "loss_scale" not in given:
         return {"dtype": dtype}
     return {**(scale if isinstance(scale, Mapping) else {"loss_scale": scale}), "dtype": dtype}
+
+
+def _given_schedules(cfg: Mapping[str, Any]) -> Sequence[Any]:
+    given = cfg.get("schedules")
+    if given is not None and (not isinstance(given, Sequence) or isinstance(given, str)):
+        raise ArgumentTypeError(f"schedules must be a list of schedules, got {given!r:.80}")
+    return given or ()
 
 
 def _schedules(cfg: Mapping[str, Any]) -> list[dict[str, Any]]:

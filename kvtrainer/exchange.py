@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvstore_server.codec import Codec
 from kvstore_server.norms import Decision, Guard
-from kvstore_server.optimizer import KeyState, Optimizer, SliceState
+from kvstore_server.optimizer import KeyState, Optimizer, SliceState, spec_for_store
 from kvstore_server.plan import Plan, Slice
 from kvstore_server.reduction import RowSet, torch_dtype
 from kvtrainer.comm.client import Client
@@ -57,7 +57,7 @@ class StoreExchange:
         self.is_sync = client.options.mode.is_sync
         self._client = client
         if optimizer is not None:
-            client.set_optimizer(optimizer.spec())
+            client.set_optimizer(spec_for_store(optimizer))
         whole_keys = optimizer is not None and not optimizer.elementwise
         [self._table] = client.register({TABLE: plan.specs}, whole_keys)
         if codec is not None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
-from kvtrainer.errors import ConfigurationError
+from kvtrainer.accumulation import Accumulation
+from kvtrainer.errors import ConfigurationError, StateMismatchError
 from kvtrainer.layout import Layout
 from kvtrainer.loss_scaler import Scaler
 from kvtrainer.param_schedule import BoundSchedule
@@ -49,21 +51,38 @@ def extra_states(
     return extra, tensors
 
 
-def extra_problems(saved: SavedStates, layout: Layout, schedules: Sequence[BoundSchedule] = ()) -> list[str]:
-    """Why these parts could not be taken over."""
+def extra_problems(
+    saved: SavedStates,
+    layout: Layout,
+    schedules: Sequence[BoundSchedule] = (),
+    scaler: Scaler | None = None,
+    accumulation: Accumulation | None = None,
+) -> list[str]:
+    """Why these parts could not be taken over; nothing changes."""
     problems = []
     try:
-        saved_scaler(saved)
+        if saved_scaler(saved) is not None and scaler is not None:
+            copy.deepcopy(scaler).load_state_dict(saved_scaler_state(saved))
     except ConfigurationError as error:
-        problems.append(str(error))
+        problems.append(f"{'the saved loss scaler' if scaler is None else type(scaler).__name__}: {error}")
     has = saved.extra.get(_SCHEDULES, [])
     if not isinstance(has, list) or not all(isinstance(state, dict) for state in has):
         problems.append(f"schedules must be a list of states, the file has {has!r:.80}")
     elif has and len(has) != len(schedules):
         problems.append(f"the file has the state of {len(has)} schedules, this Trainer has {len(schedules)}")
+    else:
+        for schedule, state in zip(schedules, has, strict=False):
+            try:
+                schedule.check_state_dict(state)
+            except StateMismatchError as error:
+                problems.append(str(error))
     passes = saved.extra.get(_PASSES, 0)
     if not isinstance(passes, int) or passes < 0:
         problems.append(f"backward_passes must be a count, the file has {passes!r:.80}")
+    elif accumulation is not None and accumulation.counts > 1 and passes > (accumulation.total or passes):
+        problems.append(
+            f"the file was saved after {passes} backward passes, this Trainer has {accumulation.total} in all"
+        )
     place = saved.extra.get(_RESIDUALS, {"rank": 0, "num_workers": 0})
     if not isinstance(place, dict) or set(place) - {"devices"} != {"rank", "num_workers"}:
         problems.append(

@@ -34,8 +34,9 @@ class FlatOptimizer(GroupedOptimizer):
     def state_dict(self) -> dict[str, Any]:
         """Options and optimizer state in torch's form, wherever the state is kept; blocks while it is fetched.
 
-        Any one worker may call it between its steps. Before the first update the entries are there already, with a
-        step count of 0, because torch.distributed.checkpoint loads only into what it finds.
+        It has neither schedules nor a loss scale; `save_states` has. Any one worker may call it between its steps.
+        Before the first update the entries are there already, with a step count of 0, because
+        torch.distributed.checkpoint loads only into what it finds.
         """
         states = self._current_states() or {
             key: initial_state(self._optimizer, self.param_groups[spec.group], spec)

@@ -39,7 +39,9 @@ class GradScaler(torch.amp.GradScaler):
         result = scaler.step(trainer)  # a StepResult; other arguments go to trainer.step
         scaler.update()
 
-    With contributions that count one by one, in async mode, each worker has a scale of its own. Gradients in float16
+    With contributions that count one by one, in async mode, each worker has a scale of its own. A worker that waits at
+    the end of a `trainer.join()` block does not see what becomes of the others' steps: its scale may be another one
+    afterwards, which changes no gradient (the Trainer's option amp="dynamic" follows there too). Gradients in float16
     cannot be unscaled where they are; build the Trainer with amp="dynamic" for them, which does it in float32.
 
     Args:
@@ -97,7 +99,7 @@ class GradScaler(torch.amp.GradScaler):
         overflows = any(found.item() for found in state["found_inf_per_device"].values())
         vote = cast(Callable[..., StepResult], optimizer._step_voting)  # type: ignore[attr-defined]
         try:
-            result = vote(overflows, *args, **kwargs)
+            result = vote(overflows, self.get_scale(), *args, **kwargs)
         except NonFiniteGradientError:
             self._note(state, True)  # on all workers
             raise

@@ -44,6 +44,10 @@ class GroupValue:
             refuse_second_scheduler(optimizer)
         self.optimizer, self.name = optimizer, name
         self._bases: list[float] = []
+        self._scheduled: dict[int, float] = {}
+        """What schedules wrote last, before it was scaled."""
+        self._scales: dict[int, float] = {}
+        """What becomes of that, where `overrule` changed it."""
         self._collect_bases()
 
     def __len__(self) -> int:
@@ -74,7 +78,29 @@ class GroupValue:
         return float(group[self.name])
 
     def write(self, index: int, value: float) -> None:
-        """Put the value into this group."""
+        """Put a scheduled value into this group, as small as `overrule` has made former ones."""
+        self._scheduled[index] = value
+        self._put(index, value * self._scales.get(index, 1.0))
+
+    def overrule(self, index: int, value: float) -> None:
+        """Put a value into this group in place of the present one; what is written later is in proportion."""
+        present = self.read(index)
+        if present:
+            self._scales[index] = self._scales.get(index, 1.0) * value / present
+        self._put(index, value)
+
+    @property
+    def scales(self) -> list[float]:
+        """What `overrule` has made of one, in every group."""
+        return [self._scales.get(index, 1.0) for index in range(len(self))]
+
+    def set_scales(self, scales: Sequence[float]) -> None:
+        """Take these over; what schedules have written is written again."""
+        self._scales = dict(enumerate(scales))
+        for index, value in self._scheduled.items():
+            self.write(index, value)
+
+    def _put(self, index: int, value: float) -> None:
         group = self.optimizer.param_groups[index]
         if self._is_beta(group):
             group["betas"] = (value, *tuple(group["betas"])[1:])

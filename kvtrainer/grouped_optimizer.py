@@ -202,6 +202,13 @@ class GroupedOptimizer(torch.optim.Optimizer, ABC):
                 f"while the others are on [{mine}]"
             )
 
+    def _named_groups(self) -> list[Group]:
+        """The groups with the names of their parameters, which those of an instance lack."""
+        return [
+            {"param_names": names, **group}
+            for group, names in zip(self.param_groups, self._names, strict=True)
+        ]
+
     def _bind_groups(self) -> None:
         if self._instance is not None:
             self._instance.param_groups = self.param_groups

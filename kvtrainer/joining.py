@@ -128,17 +128,18 @@ class JoiningPipeline(Pipeline):
         self._layout.rows = dict(outcome.rows or {})
         in_store = self._link.exchange is not None and self._link.exchange.updates_weights
         if updated is not None and not in_store:
-            verdict = self._judge(self._layout, updated, 1.0)
+            scale = 1.0 / self._kept_scale(1.0)
+            verdict = self._judge(self._layout, updated, scale)
             if verdict.decision.skip:
                 updated = None
             else:
-                self._apply_here(updated, hyper, verdict.decision)
+                self._apply_here(updated, hyper, scale, verdict.decision)
         self._count_step(updated)
 
-    def _apply_here(self, updated: list[bool], hyper: bytes, decision: Decision) -> None:
+    def _apply_here(self, updated: list[bool], hyper: bytes, scale: float, decision: Decision) -> None:
         arena = self._layout.arena
         hypers = effective_hypers(self._layout.plan, self._optimizer, unpack_hypers(hyper))
-        self._local.apply(arena.weights, arena.grads, 1.0, updated, hypers, self._layout.rows, decision)
+        self._local.apply(arena.weights, arena.grads, scale, updated, hypers, self._layout.rows, decision)
         arena.mark_updated(updated)
         self._share_weights(updated)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -19,6 +20,8 @@ from kvtrainer.results import StepResult
 from kvtrainer.schedule_config import bind_schedules
 from kvtrainer.stage_options import StageOptions
 
+_log = logging.getLogger(__name__)
+
 
 class LossPipeline(JoiningPipeline):
     """A pipeline with options for its stages, which begins at the loss. Arguments as of Pipeline.
@@ -29,6 +32,7 @@ class LossPipeline(JoiningPipeline):
 
     _has_context = False
     """Whether `context` was ever asked for."""
+    _has_warned_of_zeros = False
 
     def __init__(self, *args: Any, stages: StageOptions) -> None:
         self._stage_options = stages
@@ -73,11 +77,14 @@ class LossPipeline(JoiningPipeline):
         `step` undoes the former.
 
         Raises:
+            ConfigurationError: there is no loss.
             BackwardTwiceError: these losses of replicas had their backward pass.
             AnomalousParametersError: a parameter does not contribute to the loss, and that is to raise; nothing has
                 happened then.
         """
         losses = losses_of(loss)
+        if not losses:
+            raise ConfigurationError(f"there is no loss in {loss!r:.80}, so there is nothing to learn from")
         if self._stage_options.detect_anomalous_params:
             self._report_anomalies(losses)
         if isinstance(loss, ReplicaLosses):
@@ -97,7 +104,17 @@ class LossPipeline(JoiningPipeline):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)
+        if self._accumulation.pending and not self._has_warned_of_zeros:
+            self._has_warned_of_zeros = True
+            _log.warning(
+                "zero_grad() drops the gradients of %d backward passes of a window of %d, which reach no weight; call "
+                "it after an update only, or not at all: the Trainer drops gradients that were used. This is said once",
+                self._accumulation.pending,
+                self._accumulation.counts,
+            )
         self._is_bad, self._bad_loss = False, ""
+        if self.loss_scaler is not None:
+            self.loss_scaler.mark_dropped()
 
     zero_grad.__doc__ = JoiningPipeline.zero_grad.__doc__
 

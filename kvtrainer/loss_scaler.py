@@ -32,6 +32,8 @@ class Scaler(Protocol):
 
     def mark_unscaled(self) -> None: ...
 
+    def mark_dropped(self) -> None: ...
+
     def update(self, overflow: bool) -> None: ...
 
     def state_dict(self) -> dict[str, Any]: ...
@@ -65,8 +67,8 @@ class LossScaler:
 
     @property
     def is_scaled(self) -> bool:
-        """Whether the present gradients come from a loss that was scaled, and still carry that."""
-        return self._is_scaled
+        """Whether the present gradients come from a loss that was scaled; they may have been unscaled since."""
+        return self._is_scaled or self._is_unscaled
 
     def mark_scaled(self) -> None:
         """Note that gradients of a scaled loss follow.
@@ -86,9 +88,13 @@ class LossScaler:
         self._is_unscaled = self._is_unscaled or self._is_scaled
         self._is_scaled = False
 
+    def mark_dropped(self) -> None:
+        """Note that there are no gradients any more."""
+        self._is_scaled = self._is_unscaled = False
+
     def update(self, overflow: bool) -> None:
         """End a step: adapt the scale. `overflow`: whether a gradient was infinite or not a number, on any worker."""
-        self._is_scaled = self._is_unscaled = False
+        self.mark_dropped()
         if overflow:
             self.clean_steps = 0
             self.loss_scale = max(self.loss_scale / 2, LEAST)

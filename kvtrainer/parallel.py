@@ -179,9 +179,10 @@ class DataParallel(Module):
             raise ConfigurationError(
                 "assign=True would give replica 0 new parameters, which no Trainer knows; leave it out"
             )
-        found = self.module.load_state_dict(state_dict, strict=strict)
-        self.broadcast()
-        return found
+        try:
+            return self.module.load_state_dict(state_dict, strict=strict)
+        finally:
+            self.broadcast()  # also of a state that fits in parts only, because torch has loaded those
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True

@@ -56,7 +56,8 @@ class Rule:
         lr_mult: The learning rate is that of the optimizer times this.
         decay_mult: The weight decay is that of the optimizer times this.
         weight_decay: The weight decay itself.
-        extra: Other options of the optimizer, such as {"momentum": 0.5}; also an absolute "lr".
+        extra: Other options of the optimizer, such as {"momentum": 0.5}; also an absolute "lr", and a "name" for the
+            group, by which schedules find it.
         stop: Whether no later rule counts for what matches. Otherwise later ones may set what this one leaves open.
         warn_unmatched: Whether to warn if no parameter matches.
 
@@ -140,7 +141,7 @@ class Base:
         return float(value)
 
     def check_known(self, option: str, rule: str) -> None:
-        if self._defaults and option not in self._defaults:
+        if self._defaults and option not in self._defaults and option != "name":
             raise ConfigurationError(
                 f"{rule} sets {option!r}, which is no option of the optimizer; its options are "
                 f"{', '.join(self._defaults)}"

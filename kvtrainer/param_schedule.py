@@ -32,6 +32,9 @@ class BoundSchedule(Protocol):
 
     def step(self) -> None: ...
     def state_dict(self) -> dict[str, Any]: ...
+    def check_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Raise StateMismatchError unless `load_state_dict` can take this; nothing changes."""
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
 
 
@@ -119,7 +122,15 @@ class ParamSchedule:
         self.warmup_clock: WarmupClock | None = WarmupClock(self) if spec.has_own_warmup_clock else None
         """What counts the steps of a warm-up of a schedule by epoch; None where there is no need of one."""
         self._chain.append(self)
-        self._write(is_jump=True)
+        try:
+            self._write(is_jump=True)
+        except BaseException:
+            self.unbind()
+            raise
+
+    def unbind(self) -> None:
+        """Let it no longer count in the schedules that build on one another; nothing is written."""
+        self._chain.remove(self)
 
     @property
     def name(self) -> str:
@@ -135,6 +146,17 @@ class ParamSchedule:
     def optimizer(self) -> torch.optim.Optimizer:
         """What it is bound to."""
         return self._target.optimizer
+
+    @property
+    def target(self) -> GroupValue:
+        """What it writes to; schedules that build on one another have the same."""
+        return self._target
+
+    def writes_beside(self, other: ParamSchedule) -> bool:
+        """Whether both write the same value of a group, and neither builds on the other."""
+        if self._target is other._target or self.name != other.name:
+            return False
+        return self._indices is None or other._indices is None or bool(self._indices & other._indices)
 
     def step(self, count: int | None = None) -> None:
         """Advance by one step or epoch, or to where `count` of them have passed; writes the value."""
@@ -152,12 +174,21 @@ class ParamSchedule:
         bases = [self._target.base(i) for i in range(len(self._target))]
         return {"count": self._count, "warmup_count": self._warm_count, "base_values": bases}
 
+    def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Raise StateMismatchError unless it is such a state, of as many groups."""
+        self._read(state_dict)
+
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on from there, with the policy and the end that this schedule has; writes the value.
 
         Raises:
             StateMismatchError: it is no such state, or one of another number of groups; nothing has changed then.
         """
+        self._count, self._warm_count, bases = self._read(state_dict)
+        self._target.set_bases(bases)
+        self._write(is_jump=True)
+
+    def _read(self, state_dict: Mapping[str, Any]) -> tuple[int, int, list[float]]:
         try:
             count, warm = int(state_dict["count"]), int(state_dict["warmup_count"])
             bases = [float(value) for value in state_dict["base_values"]]
@@ -170,9 +201,7 @@ class ParamSchedule:
                 f"the state of the schedule of {self.name!r} is one of {len(bases)} groups, here there are "
                 f"{len(self._target)}"
             )
-        self._count, self._warm_count = count, warm
-        self._target.set_bases(bases)
-        self._write(is_jump=True)
+        return count, warm, bases
 
     def _write(self, is_jump: bool) -> None:
         """Write the value of all schedules of the chain; of groups that wait for a begin, or are past all ends, not.
@@ -250,5 +279,13 @@ class WarmupClock:
         """Nothing: the schedule saves the count."""
         return {}
 
+    def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Raise StateMismatchError if it is the state of another schedule."""
+        if state_dict:
+            raise StateMismatchError(
+                f"the clock of a warm-up has no state, so this is that of another schedule: {state_dict!r:.120}"
+            )
+
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Nothing to do: see `state_dict`."""
+        """Nothing to do: see `state_dict`. Raises StateMismatchError if there is one."""
+        self.check_state_dict(state_dict)

@@ -28,6 +28,8 @@ class Pipeline(Stages):
 
     _reduced: list[bool] | None = None
     """Between `allreduce_grads` and `update`: which gradients have been summed."""
+    _carried = 1.0
+    """The loss scale of a scaler that the script drives, while that makes a step."""
     _is_vetoed = False
     """Between `allreduce_grads` and `update`: whether a gradient overflowed on any worker."""
     _schedules: Sequence[BoundSchedule] = ()
@@ -76,7 +78,7 @@ class Pipeline(Stages):
         if self._is_accumulating():
             self.last = StepResult(lr=self.learning_rate, loss_scale=self._loss_scale, updated=False)
             return loss if closure is not None else self.last
-        scale *= self._loss_factor()
+        undone = self._loss_factor()
         fresh = self._fresh(is_strict=batch_size is not None and not ignore_stale_grad)
         self._check_backward(fresh)
         if not ignore_stale_grad and not any(fresh):
@@ -84,22 +86,29 @@ class Pipeline(Stages):
         self._prepare()
         plain = plain_scaling(self, self._link.num_workers)
         if plain is None:
-            self._step(fresh, scale, batch_size is None)
+            self._step(fresh, scale, undone, batch_size is None)
         else:
             with self._knowing(plain.overflows):
-                self._step(fresh, scale * plain.factor, batch_size is None)
+                self._step(fresh, scale, undone * plain.factor, batch_size is None)
         return loss if closure is not None else self.last
 
-    def _step(self, fresh: list[bool], scale: float, is_mean: bool) -> None:
-        """Reduce and use these gradients; `is_mean`: they are averaged over all that are summed."""
-        scale /= self._gather(fresh)
+    def _step(self, fresh: list[bool], scale: float, undone: float, is_mean: bool) -> None:
+        """Reduce and use these gradients.
+
+        Args:
+            undone: the factor that takes out the loss scale that they carry.
+            is_mean: whether they are averaged over all that are summed.
+        """
+        scale *= undone / self._gather(fresh)
         if self._link.exchange is None:
             verdict = self._update_here(fresh, scale)
             self._finish(fresh, None if verdict.decision.skip else fresh, verdict)
             return
+        kept = self._kept_scale(undone)
+        scale *= kept
         updated, verdict = self._reduce(fresh, scale / self._num_averaged() if is_mean else scale)
         if updated is not None and not self._link.exchange.updates_weights:
-            verdict = self._update_here(updated, 1.0)
+            verdict = self._update_here(updated, 1.0 / kept)
             updated = None if verdict.decision.skip else updated
         elif updated is not None:
             self._share_weights()
@@ -108,9 +117,12 @@ class Pipeline(Stages):
     _step_supports_amp_scaling = True
     """Tells torch.amp.GradScaler to call `step` in any case: it is for all workers together to skip it."""
 
-    def _step_voting(self, overflows: bool, *args: Any, **kwargs: Any) -> StepResult:
-        """A step that all workers skip if gradients overflow on any; `overflows` says so of this one's."""
-        self._is_voting = True
+    def _step_voting(self, overflows: bool, carried: float, *args: Any, **kwargs: Any) -> StepResult:
+        """A step that all workers skip if gradients overflow on any; `overflows` says so of this one's.
+
+        `carried` is the factor of its loss, which has been taken out of the gradients.
+        """
+        self._is_voting, self._carried = True, carried
         try:
             with self._knowing(overflows):
                 self.step(*args, **kwargs)
@@ -132,6 +144,7 @@ class Pipeline(Stages):
         if self._is_accumulating():
             return
         fresh = self._fresh(is_strict=False)
+        self._check_backward(fresh)
         self._prepare()
         if self._link.exchange is not None:
             summed, _ = self._reduce(fresh, 1.0 / self._gather(fresh))
@@ -139,6 +152,8 @@ class Pipeline(Stages):
                 summed = None
             self._is_vetoed, self._reduced = summed is None, summed or fresh
             if summed is not None:
+                if self.loss_scaler is not None and any(summed) and not any(fresh):
+                    self.loss_scaler.mark_scaled()  # the others' losses were, and so is the sum
                 # Rows of a single gradient are their own sum.
                 self._layout.scatter_grads(summed, self._link.num_workers > 1 or bool(self._layout.copies))
 
@@ -159,6 +174,7 @@ class Pipeline(Stages):
         is_strict = batch_size is not None and not ignore_stale_grad
         if self._reduced is None:
             present = self._fresh(is_strict)
+            self._check_backward(present)
         else:
             # Sums count as fresh, also where only other workers had a gradient; unless dropped since.
             rows = zip(self._reduced, self._layout.parameters, strict=True)
@@ -222,7 +238,12 @@ class Pipeline(Stages):
             # Not all workers have measured it where one knew before that the step is skipped.
             norm = math.inf if is_skipped or verdict.measured is None else verdict.measured.norm
         self.last = StepResult(
-            norm, verdict.decision.coef, is_skipped, scale, self.learning_rate, updated=not is_skipped
+            norm,
+            verdict.decision.coef,
+            is_skipped,
+            scale,
+            self._lr_of_step,
+            updated=updated is not None and any(updated),
         )
         self._count_step(updated)
         if self._instance is not None:
@@ -238,13 +259,19 @@ class Pipeline(Stages):
         self._bad_loss = ""
         return self.last
 
+    @property
+    def _lr_of_step(self) -> float:
+        """What the step has been made with; a lr_scheduler, too, writes it there before the update."""
+        return float(self.param_groups[0]["lr"])
+
     _bad_loss = ""
     """What to say of a loss that was not finite here."""
 
     @property
     def _loss_scale(self) -> float:
         """The factor that the loss of this step carries, on other workers if not here."""
-        return 1.0 if self.loss_scaler is None else self.loss_scaler.loss_scale
+        own = self._carried if self._is_voting else 1.0
+        return own if self.loss_scaler is None else self.loss_scaler.loss_scale
 
     def _count_step(self, updated: Sequence[bool] | None) -> None:
         """Note that these keys were updated, or None if the step was skipped."""
@@ -252,7 +279,7 @@ class Pipeline(Stages):
             self._schedule.count(updated)
         if self.loss_scaler is not None:
             self.loss_scaler.update(overflow=updated is None)
-        if updated is not None:
+        if updated is not None and any(updated):
             for schedule in self._schedules:
                 if schedule.by == "step":
                     schedule.step()

@@ -102,8 +102,12 @@ class Registry:
                 raise ArgumentTypeError(
                     f"a {self.name} is a class or a function, and one without a name needs one; got {entry!r:.80}"
                 )
-            for one in [entry.__name__] if names is None else names:
-                self._add(one, entry, force)
+            own = [entry.__name__] if names is None else names
+            if not force:
+                for one in own:
+                    self._check_free(one, entry)
+            for one in own:
+                self._add(one, entry)
             return entry
 
         return add
@@ -161,17 +165,18 @@ class Registry:
         found = self.get(kind) if isinstance(kind, str) else kind
         return found, {str(key): value for key, value in cfg.items() if key != "type"}
 
-    def _add(self, name: str, entry: Any, force: bool) -> None:
-        present = self._entries.get(name, self._built_in.get(name))
-        if present is entry:
-            return
-        if present == f"{entry.__module__}:{getattr(entry, '__qualname__', '')}":
-            present = None  # what is built in registers itself when it is imported
-        if present is not None and not force:
+    def _check_free(self, name: str, entry: Any) -> None:
+        """Raise RegistryError if the name stands for something else."""
+        present = self._entries.get(name, self._built_in.get(name, self._fallback().get(name)))
+        # What is built in registers itself when it is imported.
+        same = (None, entry, f"{entry.__module__}:{getattr(entry, '__qualname__', '')}")
+        if not any(present is one or (isinstance(present, str) and present == one) for one in same):
             raise RegistryError(
-                f"{name!r} is registered as a {self.name} already: {_where(present)}; choose another name for "
+                f"{name!r} is registered as {self.name} already: {_where(present)}; choose another name for "
                 f"{_where(entry)}, or replace it with force=True"
             )
+
+    def _add(self, name: str, entry: Any) -> None:
         if self._on_register is not None:
             self._on_register(entry)
         self._entries[name] = entry
@@ -200,8 +205,8 @@ class Registry:
                 self._broken[point.name] = f"{type(error).__name__}: {error}"
                 _log.warning("entry point %r of %s cannot be loaded: %s", point.name, self._group, error)
                 continue
-            if callable(loaded) and point.name not in self._entries:
-                self._add(point.name, loaded, force=False)
+            if callable(loaded) and self._find(point.name) is None:
+                self._add(point.name, loaded)
 
     def _describe_miss(self, name: str) -> str:
         names: dict[int, str] = {}

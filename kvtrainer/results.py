@@ -24,4 +24,4 @@ class StepResult:
     lr: float = 0.0
     """Learning rate of the first parameter group in this step, before `lr_mult`."""
     updated: bool = True
-    """False if the step was skipped, or while gradients are still being accumulated."""
+    """False if the step was skipped, while gradients are still being accumulated, and where there was no gradient."""

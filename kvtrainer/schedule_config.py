@@ -10,11 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch.optim
-from torch.optim.lr_scheduler import LRScheduler
 
-from kvtrainer.bound_torch import PlateauSchedule, TorchSchedule, is_like_torchs
+from kvtrainer.bound_torch import PlateauSchedule, TorchSchedule
 from kvtrainer.errors import ArgumentTypeError, ConfigurationError, UnknownNameError
 from kvtrainer.param_schedule import BoundSchedule, ParamSchedule, WarmupClock
+from kvtrainer.schedule_checks import check_owner, fit_together, is_bound, kept_on_error
 from kvtrainer.schedule_spec import ScheduleSpec
 from kvtrainer.schedule_types import from_type
 
@@ -56,24 +56,28 @@ def bind_schedules(
 
     Raises:
         ArgumentTypeError: one is nothing of this.
-        ConfigurationError: one does not fit the optimizer.
+        ConfigurationError: one does not fit the optimizer, or would undo what another one writes. In either case the
+            groups are as before.
     """
     if isinstance(given, str) or not isinstance(given, Sequence):
         raise ArgumentTypeError(f"schedules must be a list of schedules, got {given!r:.80}")
     run = _run_of(default_args)
     bound: list[BoundSchedule] = []
     last = {one.name: one for one in bound_before if isinstance(one, ParamSchedule)}
-    for one in given:
-        schedule = _bind(one, optimizer, run, last)
-        if isinstance(one, Mapping) and "scheduler" in one and one.get("by", schedule.by) != schedule.by:
-            raise ConfigurationError(
-                f"by={one['by']!r} is said of a {type(one['scheduler']).__name__}, which goes by {schedule.by!r} itself"
-            )
-        bound.append(schedule)
-        if isinstance(schedule, ParamSchedule):
-            last[schedule.name] = schedule
-            if schedule.warmup_clock is not None and not any(one is schedule.warmup_clock for one in given):
-                bound.append(schedule.warmup_clock)
+    made: list[BoundSchedule] = []
+    with kept_on_error(optimizer, made):
+        for one in given:
+            schedule = _bind(one, optimizer, run, last)
+            if schedule is not one:
+                made.append(schedule)
+            _check_by(one, schedule)
+            bound.append(schedule)
+            if isinstance(schedule, ParamSchedule):
+                last[schedule.name] = schedule
+                clock = schedule.warmup_clock
+                if clock is not None and not any(other is clock for other in given):
+                    bound.append(clock)
+        fit_together([*bound_before, *bound])
     return bound
 
 
@@ -93,7 +97,7 @@ def build_param_schedules(
         ConfigurationError: an end is known neither from the schedule nor from `default_args`, or as `bind_schedules`.
     """
     if isinstance(optimizer, torch.optim.Optimizer):
-        return bind_schedules(_as_list(cfg), optimizer, default_args)
+        return _bind_more(cfg, optimizer, default_args)
     if not isinstance(optimizer, Mapping) or not optimizer:
         raise ArgumentTypeError(
             f"schedules need an optimizer or a mapping of several by name, got {type(optimizer).__name__}"
@@ -105,10 +109,8 @@ def build_param_schedules(
             f"{', '.join(map(repr, optimizer))}"
         )
     if is_by_name:
-        return {
-            name: bind_schedules(_as_list(one), optimizer[name], default_args) for name, one in cfg.items()
-        }
-    return {name: bind_schedules(_as_list(cfg), one, default_args) for name, one in optimizer.items()}
+        return {name: _bind_more(one, optimizer[name], default_args) for name, one in cfg.items()}
+    return {name: _bind_more(cfg, one, default_args) for name, one in optimizer.items()}
 
 
 def schedule_from_lr_config(
@@ -207,19 +209,27 @@ def _bind(
         one, by = _read(one, run)
     if isinstance(one, ScheduleSpec):
         return ParamSchedule.bound(one, optimizer, after=last.get(one.name))
-    if callable(one) and not _is_bound(one):
+    if callable(one) and not is_bound(one):
         one = one(optimizer)
     if isinstance(one, ScheduleSpec):
         return ParamSchedule.bound(one, optimizer, after=last.get(one.name))
-    if not _is_bound(one):
+    if not is_bound(one):
         raise ArgumentTypeError(
             "a schedule is a ParamSchedule, a dict with 'policy' or 'type', a scheduler of torch or a function that "
             f"makes one of an optimizer; got {type(one).__name__}"
         )
-    _check_owner(one, optimizer)
+    check_owner(one, optimizer)
     if isinstance(one, ParamSchedule | PlateauSchedule | TorchSchedule | WarmupClock):
         return one
     return TorchSchedule(one, "epoch" if getattr(one, "by_epoch", False) is True else by)
+
+
+def _check_by(given: Any, schedule: BoundSchedule) -> None:
+    """Raise ConfigurationError if it was said of it that it goes by something else than it does."""
+    if isinstance(given, Mapping) and "scheduler" in given and given.get("by", schedule.by) != schedule.by:
+        raise ConfigurationError(
+            f"by={given['by']!r} is said of a {type(given['scheduler']).__name__}, which goes by {schedule.by!r} itself"
+        )
 
 
 def _read(cfg: Mapping[str, Any], run: Mapping[str, Any]) -> tuple[ScheduleSpec | Callable[..., Any], str]:
@@ -228,23 +238,6 @@ def _read(cfg: Mapping[str, Any], run: Mapping[str, Any]) -> tuple[ScheduleSpec 
     if "type" in cfg:
         return from_type(cfg, run)
     raise ConfigurationError(f"a schedule as a dict has 'policy' or 'type', got {dict(cfg)!r:.120}")
-
-
-def _is_bound(one: object) -> bool:
-    return isinstance(one, LRScheduler | ParamSchedule | PlateauSchedule | TorchSchedule | WarmupClock) or (
-        is_like_torchs(one)
-    )
-
-
-def _check_owner(one: Any, optimizer: torch.optim.Optimizer) -> None:
-    """Raise ConfigurationError unless it is bound to this optimizer, or to one that shares its groups."""
-    inner = one.scheduler if isinstance(one, TorchSchedule) else one
-    owner = inner.optimizer
-    if owner is not optimizer and owner.param_groups is not optimizer.param_groups:
-        raise ConfigurationError(
-            f"this {type(inner).__name__} is bound to another optimizer, a {type(owner).__name__}; give a function "
-            "that makes it, or bind it to this one"
-        )
 
 
 def _from_policy(cfg: Mapping[str, Any], run: Mapping[str, Any]) -> ScheduleSpec:
@@ -292,5 +285,9 @@ def _run_of(default_args: Mapping[str, Any] | None) -> dict[str, Any]:
     return {key: given.get(key) for key in _RUN}
 
 
-def _as_list(cfg: Any) -> list[Any]:
-    return list(cfg) if isinstance(cfg, Sequence) and not isinstance(cfg, str) else [cfg]
+def _bind_more(
+    cfg: Any, optimizer: torch.optim.Optimizer, default_args: Mapping[str, Any] | None
+) -> list[BoundSchedule]:
+    """One schedule or a list, bound; they build on those that a Trainer has."""
+    given = list(cfg) if isinstance(cfg, Sequence) and not isinstance(cfg, str) else [cfg]
+    return bind_schedules(given, optimizer, default_args, getattr(optimizer, "_schedules", ()))

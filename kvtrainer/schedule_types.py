@@ -77,11 +77,11 @@ def from_type(
     end = None if end is None or end >= _INFINITE else end
     if end is not None and end <= begin:
         raise ConfigurationError(f"end should be larger than begin, but got begin={begin}, end={end}")
+    if kind == "ReduceOnPlateau":
+        return _plateau(cfg, name, begin, end, options), "epoch"
     if cfg.get("convert_to_iter_based"):
         begin, end = _converted(cfg, run, options, begin, end)
         by_epoch = False
-    if kind == "ReduceOnPlateau":
-        return _plateau(name, begin, end, options), "epoch"
     policy, is_open = _TYPES[kind](options, None if end is None else end - begin, name)
     if options:
         raise ConfigurationError(
@@ -275,9 +275,14 @@ _TYPES: Mapping[str, Callable[[dict[str, Any], int | None, str], Made]] = {
 
 
 def _plateau(
-    name: str, begin: int, end: int | None, options: dict[str, Any]
+    cfg: Mapping[str, Any], name: str, begin: int, end: int | None, options: dict[str, Any]
 ) -> Callable[[torch.optim.Optimizer], PlateauSchedule]:
     """ReduceOnPlateau under mmengine's options; `monitor` is for whoever has the metric."""
+    if not cfg.get("by_epoch", True) or cfg.get("convert_to_iter_based"):
+        raise ConfigurationError(
+            f"{cfg['type']} goes by the metric that end_epoch(metric) brings; leave out by_epoch=False and "
+            "convert_to_iter_based"
+        )
     options.pop("monitor", None)
     rules = {"less": "min", "greater": "max"}
     rule = options.pop("rule", "less")
@@ -285,4 +290,5 @@ def _plateau(
         raise ConfigurationError(f"rule must be 'less' or 'greater', got {rule!r}")
     mode = options.pop("threshold_rule", "rel")
     made = {"mode": rules[rule], "threshold_mode": mode, "minimum": options.pop("min_value", 0.0), **options}
-    return lambda optimizer: PlateauSchedule(optimizer, name, begin=begin, end=end, **made)
+    window: dict[str, Any] = {"begin": begin, "end": end, "groups": cfg.get("groups")}
+    return lambda optimizer: PlateauSchedule(optimizer, name, **window, **made)

@@ -116,12 +116,14 @@ class Stages(FlatOptimizer):
         """Limit the elements in the arena; return the scale that limits the norm."""
         if decision.clip_value is not None:
             limit = decision.clip_value / abs(scale)
+            # What a dtype cannot hold limits nothing but infinities, and torch refuses it.
             grads = [
                 *self._layout.arena.grads.values(),
                 *(rows.values for rows in self._layout.rows.values()),
             ]
             for grad in grads:
-                grad.clamp_(-limit, limit)
+                bound = min(limit, torch.finfo(grad.dtype).max)
+                grad.clamp_(-bound, bound)
         return scale * decision.coef
 
     @contextmanager
@@ -245,6 +247,22 @@ class Stages(FlatOptimizer):
     def _loss_factor(self) -> float:
         """What undoes the loss scale that the present gradients carry."""
         return 1.0 if self.loss_scaler is None else self.loss_scaler.factor
+
+    def _kept_scale(self, undone: float) -> float:
+        """How much of the loss scale the sums of a round go on carrying where workers update, alike on all of them.
+
+        Without it float16 could not hold them. What is compressed has lost it before.
+
+        Args:
+            undone: the factor that takes the loss scale out of this worker's gradients.
+        """
+        exchange, grads = self._link.exchange, self._layout.arena.grads
+        is_plain = "float16" not in grads or self._link.is_lossy(grads)
+        if exchange is None or exchange.updates_weights or is_plain:
+            return 1.0
+        if exchange.num_workers == 1:
+            return 1.0 / undone
+        return 1.0 if self.loss_scaler is None else self.loss_scaler.loss_scale
 
     def _refuse_in_store(self, method: str) -> None:
         self._decide()

@@ -60,7 +60,7 @@ class TorchLossScaler(LossScaler):
 
     def update(self, overflow: bool) -> None:
         """End a step: adapt the scale. `overflow`: whether a gradient was infinite or not a number, on any worker."""
-        self._is_scaled = self._is_unscaled = False
+        self.mark_dropped()
         self._make_tensors()
         before = self._torch.get_scale()
         if before != self.loss_scale:  # somebody has set it
@@ -129,7 +129,7 @@ class StaticLossScaler(LossScaler):
 
     def update(self, overflow: bool) -> None:
         """End a step; nothing changes."""
-        self._is_scaled = self._is_unscaled = False
+        self.mark_dropped()
 
     def state_dict(self) -> dict[str, Any]:
         """The scale, which is saved for the record."""

@@ -175,7 +175,7 @@ class Trainer(LossPipeline):
     def describe_params(self) -> ParamReport:
         """Every parameter with its present options and the rules that decided them; as a str it is a table."""
         if self._param_report is None:
-            return ParamReport(tuple(rows_of(self.param_groups)))
+            return ParamReport(tuple(rows_of(self._named_groups())))
         return self._param_report.with_groups(self.param_groups)
 
     @property
@@ -283,7 +283,7 @@ class Trainer(LossPipeline):
         return extra_states(self.loss_scaler, residuals, self._layout.names, self._schedules, passes)
 
     def _extra_problems(self, saved: SavedStates) -> Sequence[str]:
-        return extra_problems(saved, self._layout, self._schedules)
+        return extra_problems(saved, self._layout, self._schedules, self.loss_scaler, self._accumulation)
 
     def _adopt_extra_states(self, saved: SavedStates) -> None:
         scaler = saved_scaler(saved)

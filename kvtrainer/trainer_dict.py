@@ -100,10 +100,20 @@ class TrainerDict(Mapping[str, Trainer]):
         """The momentum of every Trainer's groups: {"generator.momentum": [...], ...}."""
         return {f"{name}.momentum": one.get_momentum()["momentum"] for name, one in self._trainers.items()}
 
-    def end_epoch(self) -> None:
-        """Advance the schedules of all Trainers that go by epoch."""
+    def end_epoch(self, metric: float | None = None) -> None:
+        """Advance the schedules of all Trainers that go by epoch, or by this metric.
+
+        Raises:
+            ConfigurationError: one goes by a metric, and there is none; nothing has changed then.
+        """
+        waiting = [name for name, one in self.items() if any(s.by == "metric" for s in one._schedules)]
+        if metric is None and waiting:
+            raise ConfigurationError(
+                f"a schedule of {', '.join(waiting)} goes by a metric; call end_epoch(metric), or that of each Trainer "
+                "where their metrics differ"
+            )
         for trainer in self._trainers.values():
-            trainer.end_epoch()
+            trainer.end_epoch(metric)
 
     def state_dict(self) -> dict[str, Any]:
         """The state_dict of every Trainer, by its name; blocks while state is fetched."""

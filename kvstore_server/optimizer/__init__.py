@@ -1,7 +1,7 @@
 """Optimizers of a store: Gluon's family, torch's, user-defined ones, and their application to slices, keys and rows."""
 
 from kvstore_server.optimizer.base import Optimizer
-from kvstore_server.optimizer.registry import create, create_from_spec, register
+from kvstore_server.optimizer.registry import create, create_from_spec, register, spec_for_store
 from kvstore_server.optimizer.rows import coalesce_rows, update_rows
 from kvstore_server.optimizer.slices import SliceState, update_slice
 from kvstore_server.optimizer.whole import KeyState, update_key
@@ -14,6 +14,7 @@ __all__ = [
     "create",
     "create_from_spec",
     "register",
+    "spec_for_store",
     "update_key",
     "update_rows",
     "update_slice",

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvstore_server.errors import ConfigurationError
 from kvstore_server.optimizer.base import Optimizer, StateValue
-from kvstore_server.optimizer.correction import Correction, correct_momentum, read_correction
+from kvstore_server.optimizer.correction import correct_momentum, read_correction
 from kvstore_server.optimizer.kernels import fused_momentum, fused_sgd, state_tensor
 from kvstore_server.optimizer.noise import normal
 from kvstore_server.optimizer.options import checked_count
@@ -75,13 +75,15 @@ class SGD(_Momentum):
 
     def _checked(self, name: str, value: Any, default: Any) -> Any:
         if name == "momentum_correction":
-            return read_correction(value)
+            found = read_correction(value)
+            # Saved with a group it is then read back by torch.load(weights_only=True).
+            return None if found is None else tuple(found)
         return super()._checked(name, value, default)
 
     def _before_momentum(
         self, buffer: Tensor, state: dict[str, StateValue], hyper: Mapping[str, Any]
     ) -> None:
-        given: Correction | Any = hyper.get("momentum_correction")
+        given = hyper.get("momentum_correction")
         if given is None or given is False:
             # Were it turned on again, a rate that m has left behind would be corrected for.
             state.pop("last_lr", None)

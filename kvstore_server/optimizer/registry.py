@@ -129,6 +129,23 @@ def create_from_spec(spec: Mapping[str, Any]) -> Optimizer:
     return optimizer
 
 
+def spec_for_store(optimizer: Optimizer) -> dict[str, Any]:
+    """`Optimizer.spec`, for a store, which knows the class by its name alone.
+
+    Raises:
+        ConfigurationError: the name means another class in this process; or as `Optimizer.spec`.
+    """
+    cls = optimizer.cls if isinstance(optimizer, TorchOptimizer) else type(optimizer)
+    name = optimizer.registered_name
+    known = _registry.get(name.lower(), cls)
+    if known is not cls:
+        raise ConfigurationError(
+            f"a store would take {name!r} for {_where(known)}, and not for {_where(cls)}; give the class a name of its "
+            "own, and register it"
+        )
+    return optimizer.spec()
+
+
 def _from_class(cls: AnyClass, options: dict[str, Any]) -> Optimizer:
     if issubclass(cls, Optimizer):
         return cls(**options)

@@ -15,6 +15,7 @@ from kvtrainer.comm.rank_group import Buckets
 from kvtrainer.errors import ConfigurationError
 from kvtrainer.hooks.optimizer_hook import Cumulative, OptimizerHook, trainer_of
 from kvtrainer.master_weights import copy_grads_to_fp32, copy_params_to_fp16
+from kvtrainer.parallel import DataParallel
 from kvtrainer.precision import make_precision
 
 
@@ -133,15 +134,15 @@ class _Autocast:
             if self._stack():
                 self._stack().pop().__exit__(None, None, None)
 
-        self._handles = [
-            model.register_forward_pre_hook(enter),
-            model.register_forward_hook(leave, always_call=True),
-        ]
-        for module in model.modules():
-            # Models made for MMCV ask this of themselves.
-            if getattr(module, "fp16_enabled", None) is False:
-                module.fp16_enabled = True  # type: ignore[assignment]
-                self._flagged.append(module)
+        # The losses of replicas do not go through the forward pass of what holds them.
+        for one in model.replicas if isinstance(model, DataParallel) else (model,):
+            self._handles.append(one.register_forward_pre_hook(enter))
+            self._handles.append(one.register_forward_hook(leave, always_call=True))
+            for module in one.modules():
+                # Models made for MMCV ask this of themselves.
+                if getattr(module, "fp16_enabled", None) is False:
+                    module.fp16_enabled = True  # type: ignore[assignment]
+                    self._flagged.append(module)
 
     def detach(self) -> None:
         for handle in self._handles:

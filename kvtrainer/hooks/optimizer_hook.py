@@ -105,6 +105,11 @@ class Cumulative(Hook):
         self.cumulative_iters = cumulative_iters
 
     def before_run(self, runner: Any) -> None:
+        done, total = getattr(runner, "iter", None), getattr(runner, "max_iters", None)
+        if done is None or total is None:
+            raise ConfigurationError(
+                f"a {type(self).__name__} needs runner.iter and runner.max_iters, to know where the run ends"
+            )
         super().before_run(runner)
         if self.cumulative_iters > 1:
             model = getattr(runner, "model", None)
@@ -116,11 +121,6 @@ class Cumulative(Hook):
                     "make an update",
                     self.cumulative_iters,
                 )
-        done, total = getattr(runner, "iter", None), getattr(runner, "max_iters", None)
-        if done is None or total is None:
-            raise ConfigurationError(
-                f"a {type(self).__name__} needs runner.iter and runner.max_iters, to know where the run ends"
-            )
         trainer_of(runner).set_progress(done, total)
 
     def _options(self) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from kvstore_server.codec import Codec, make_codec
 from kvstore_server.commands import LONGEST, check_head
 from kvstore_server.errors import ConfigurationError, ServerUnreachableError
-from kvstore_server.optimizer import Optimizer
+from kvstore_server.optimizer import Optimizer, spec_for_store
 from kvtrainer.comm.client import Client
 from kvtrainer.comm.compressor import Compressor
 from kvtrainer.comm.tickets import RemoteTable, RoundItem
@@ -193,7 +193,7 @@ class ClientStore(KVStoreBase):
     def _refresh_optimizer(self) -> None:
         if self._optimizer is None:
             return
-        spec = self._optimizer.spec()
+        spec = spec_for_store(self._optimizer)
         if spec != self._sent_spec:
             self._client.set_optimizer(spec)
             self._sent_spec = spec

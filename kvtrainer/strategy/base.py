@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,6 +15,7 @@ from kvtrainer.strategy.logger import close_logger
 from kvtrainer.strategy.parts import Parts
 
 Callback = Callable[[dict[str, Any]], object]
+Path = str | os.PathLike[str]
 
 
 class BaseStrategy(Parts, ABC):
@@ -96,7 +98,7 @@ class BaseStrategy(Parts, ABC):
         """Save a checkpoint; see `Strategy.save_checkpoint`."""
 
     def load_or_resume(
-        self, *, load_from: str | None = None, resume: bool | str = False
+        self, *, load_from: Path | None = None, resume: bool | Path = False
     ) -> dict[str, Any] | None:
         """Load weights, or go on from a checkpoint, or neither; collective.
 
@@ -107,21 +109,23 @@ class BaseStrategy(Parts, ABC):
         Returns:
             What else was in the checkpoint; None where there was none.
         """
-        if isinstance(resume, str):
-            return self.resume(resume)
+        if isinstance(resume, str | os.PathLike):
+            return self.resume(os.fspath(resume))
         if resume:
-            latest = find_last(self._work_dir) if self.rank == 0 else None
+            latest = None
+            with self._agreement.all_or_none("find the latest checkpoint"):
+                latest = find_last(self._work_dir) if self.rank == 0 else None
             latest = self._agreement.broadcast((latest or "").encode()).decode()
             source = load_from or latest
             if not source:
                 self.logger.info("there is no checkpoint in %s to resume from", self._work_dir)
                 return None
-            return self.resume(source)
-        return None if load_from is None else self.load_checkpoint(load_from)
+            return self.resume(os.fspath(source))
+        return None if load_from is None else self.load_checkpoint(os.fspath(load_from))
 
     def close(self) -> None:
         """Close the Trainers and the log; idempotent."""
         if hasattr(self, "optim_wrapper"):
             self._trainer().close()
         self._agreement.close()
-        close_logger(self.logger)
+        close_logger(self.logger, self._log_handlers)  # a later strategy may have the same name

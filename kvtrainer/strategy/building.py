@@ -255,6 +255,13 @@ def _part_of(model: nn.Module | None, name: str) -> nn.Module:
 def _trainer_options(cfg: Mapping[str, Any]) -> tuple[Callable[..., Trainer], dict[str, Any]]:
     """What makes the Trainer, and the options that it gets."""
     kind = cfg.get("type", "Trainer")
+    twice = [f"{old!r} and {new!r}" for old, new in _RENAMED.items() if old in cfg and new in cfg]
+    if kind == _AMP and "amp" in cfg:
+        twice += [f"{name!r} and 'amp'" for name in ("loss_scale", "dtype") if name in cfg]
+    if twice:
+        raise ConfigurationError(
+            f"an optimizer wrapper is told the same by {', '.join(twice)}; give one of the two"
+        )
     options = {_RENAMED.get(name, name): value for name, value in cfg.items() if name not in _OWN}
     make: Callable[..., Trainer] = Trainer
     if kind == _AMP:

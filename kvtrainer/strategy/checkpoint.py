@@ -44,7 +44,7 @@ def read_checkpoint(filename: str, map_location: MapLocation = "cpu") -> dict[st
             f"cannot load {filename!r}: it holds more than tensors and plain values, or is damaged ({error!s:.300}). "
             "If you trust it, load it with torch.load(weights_only=False) once and save its 'state_dict' again"
         ) from error
-    except (OSError, RuntimeError, EOFError, ValueError, KeyError) as error:
+    except Exception as error:  # damaged files make torch.load raise errors of many kinds
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)[:300]
         raise StateFileError(f"cannot load {filename!r}: {reason or type(error).__name__}") from error
     if not isinstance(found, Mapping):
@@ -60,7 +60,7 @@ def write_checkpoint(checkpoint: Mapping[str, Any], filename: str) -> None:
     Raises:
         StateFileError: it cannot be written; what was there before is unchanged.
     """
-    path = os.path.realpath(filename)
+    path = os.path.realpath(path_to_write(filename))
     try:
         os.makedirs(os.path.dirname(path), exist_ok=True)
         with replacing(path) as temporary:
@@ -76,27 +76,49 @@ def note_last(work_dir: str, filename: str) -> None:
     path = os.path.join(os.path.realpath(work_dir), LAST)
     try:
         with replacing(path) as temporary, open(temporary, "w", encoding="utf-8") as file:
-            file.write(os.path.abspath(filename))
+            file.write(os.path.abspath(path_to_write(filename)))
     except OSError as error:
         raise StateFileError(f"cannot note the latest checkpoint in {path!r}: {error}") from error
 
 
 def find_last(work_dir: str) -> str | None:
-    """The latest checkpoint of a work directory, also if that was moved since; None where there is none."""
+    """The latest checkpoint of a work directory, also if that was moved since; None where there is none.
+
+    Raises StateFileError if what says it cannot be read.
+    """
+    path = os.path.join(work_dir, LAST)
     try:
-        with open(os.path.join(work_dir, LAST), encoding="utf-8") as file:
+        with open(path, encoding="utf-8") as file:
             noted = file.read().strip()
-    except OSError:
+    except FileNotFoundError:
         return None
-    beside = os.path.join(work_dir, os.path.basename(noted))
-    return beside if noted and not os.path.exists(noted) and os.path.exists(beside) else noted or None
+    except (OSError, ValueError) as error:
+        raise StateFileError(f"cannot read in {path!r} which checkpoint is the latest: {error}") from error
+    if not noted or os.path.exists(noted):
+        return noted or None
+    parts = noted.split(os.sep)
+    moved = (os.path.join(work_dir, *parts[at:]) for at in range(1, len(parts)))
+    return next((name for name in moved if os.path.exists(name)), noted)
+
+
+def path_to_write(filename: str) -> str:
+    """Where a checkpoint of this name is written, on this host. Raises ConfigurationError."""
+    name = _checked(filename)
+    scheme, mark, rest = name.partition("://")
+    if mark and scheme != "file":
+        raise ConfigurationError(f"checkpoints are written to files, not to {name!r}; give a path")
+    return rest if mark else name
+
+
+def _checked(filename: str) -> str:
+    if not isinstance(filename, str | os.PathLike):
+        raise ConfigurationError(f"the name of a checkpoint must be a path, got {filename!r:.80}")
+    return os.fspath(filename)
 
 
 def _local_path(filename: str) -> str:
     """Where the file is on this host; it is fetched first if it is elsewhere."""
-    if not isinstance(filename, str | os.PathLike):
-        raise ConfigurationError(f"the name of a checkpoint must be a path, got {filename!r:.80}")
-    name = os.fspath(filename)
+    name = _checked(filename)
     scheme, mark, rest = name.partition("://")
     if not mark:
         return name

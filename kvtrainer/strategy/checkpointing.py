@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from kvstore_server.version import __version__
-from kvtrainer.errors import ConfigurationError
+from kvtrainer.errors import CheckpointKeyError, ConfigurationError, StateMismatchError
 from kvtrainer.strategy import checkpoint as files
 from kvtrainer.strategy import environment, weights
 from kvtrainer.strategy.base import BaseStrategy, Callback
@@ -19,6 +19,7 @@ from kvtrainer.strategy.trainer_parts import (
     devices_of,
     has_begun,
     held_weights,
+    passes_made,
     put_states,
     take_states,
     trainers_by_name,
@@ -94,30 +95,45 @@ class CheckpointingStrategy(BaseStrategy):
         Args:
             resume_optimizer, resume_param_scheduler: Whether these are resumed.
             map_location, callback: As of `load_checkpoint`.
-            missing: What happens where the checkpoint lacks a part, or does not fit the model: 'error', or 'warn'.
+            missing: What happens where the checkpoint lacks a part, or one does not fit: 'error', or 'warn'; then that
+                part stays as it is here, and of the weights those that fit are loaded.
 
         Returns:
             What else was in the checkpoint: its meta, and what `save_checkpoint` was given.
 
         Raises:
-            CheckpointKeyError: a part is missing.
-            StateFileError, StateMismatchError, RoundAbortedError: as `load_checkpoint`.
+            CheckpointKeyError: a part is missing; nothing has changed then.
+            StateMismatchError: a part does not fit; of weights, optimizer and schedules those before it are resumed.
+            StateFileError, RoundAbortedError: as `load_checkpoint`.
         """
         if missing not in ("error", "warn"):
             raise ConfigurationError(f"missing must be 'error' or 'warn', got {missing!r}")
+        parts = [files.OPTIMIZER] if resume_optimizer else []
+        if resume_param_scheduler and self._wrapper() is not None:
+            parts.append(files.SCHEDULERS)
+
+        def check(checkpoint: dict[str, Any]) -> None:
+            if callback is not None:
+                callback(checkpoint)
+            for part in parts if missing == "error" else ():
+                files.require(checkpoint, part, filename)
+            if resume_optimizer and files.OPTIMIZER in checkpoint:
+                self._trainer()
+
         found = self.load_checkpoint(
-            filename, map_location=map_location, strict=missing == "error", callback=callback
+            filename, map_location=map_location, strict=missing == "error", callback=check
         )
         with self._agreement.all_or_none(f"resume from {filename!r}"):
             ranks = found.pop(files.RANKS, None) or []
             own = ranks[self.rank] if len(ranks) == self.world_size else None
-            if resume_optimizer and self._has_part(found, files.OPTIMIZER, filename, missing):
-                self._put_optimizer(found[files.OPTIMIZER], own or (ranks[0] if ranks else {}))
-            is_due = resume_param_scheduler and hasattr(self, "optim_wrapper")
-            if is_due and self._has_part(found, files.SCHEDULERS, filename, missing):
-                self.load_scheduler_state_dict(found[files.SCHEDULERS])
+            common = own or (ranks[0] if ranks else {})
+            takes: dict[str, Callable[[Any], None]] = {
+                files.OPTIMIZER: lambda states: self._put_optimizer(states, common),
+                files.SCHEDULERS: self.load_scheduler_state_dict,
+            }
+            resumed = [one for one in parts if self._resume_part(found, one, takes[one], filename, missing)]
             self._resume_randomness(dict(found.get(files.META, {})), own, len(ranks))
-        self._resume_counts(dict(found.get(files.META, {})), resume_optimizer)
+        self._resume_counts(dict(found.get(files.META, {})), files.OPTIMIZER in resumed)
         return {name: v for name, v in found.items() if name not in (files.OPTIMIZER, files.SCHEDULERS)}
 
     def save_checkpoint(
@@ -146,6 +162,7 @@ class CheckpointingStrategy(BaseStrategy):
             RoundAbortedError: another worker failed.
         """
         self._check_prepared("save_checkpoint")
+        files.path_to_write(filename)
         trainers = trainers_by_name(self._wrapper()) if save_optimizer else {}
         with self._agreement.all_or_none("save its state"):
             rng = rng_state([self.device, *devices_of(trainers)])
@@ -204,11 +221,17 @@ class CheckpointingStrategy(BaseStrategy):
         named = weights.unwrapped(self.model).named_parameters(remove_duplicate=False)
         return found | {name: held[id(p)] for name, p in named if id(p) in held}
 
-    def _has_part(self, found: Mapping[str, Any], part: str, filename: str, missing: str) -> bool:
-        if part not in found and missing == "warn":
-            self.logger.warning("%r has no %r: what is here stays as it is", filename, part)
+    def _resume_part(
+        self, found: Mapping[str, Any], part: str, take: Callable[[Any], None], filename: str, missing: str
+    ) -> bool:
+        """Whether a part was taken over; that it is missing or does not fit is tolerated, if `missing` is 'warn'."""
+        try:
+            take(files.require(found, part, filename))
+        except (CheckpointKeyError, StateMismatchError) as error:
+            if missing == "error":
+                raise
+            self.logger.warning("%r is not resumed, what is here stays as it is: %s", part, error)
             return False
-        files.require(found, part, filename)
         return True
 
     def _put_optimizer(self, states: Any, own: Mapping[str, Any]) -> None:
@@ -244,13 +267,14 @@ class CheckpointingStrategy(BaseStrategy):
             )
 
     def _resume_counts(self, meta: Mapping[str, Any], is_resumed: bool) -> None:
-        """Where the loop is; a Trainer that was resumed knows itself how many passes it made."""
+        """Where the loop is; a Trainer that was resumed knows itself how many passes it made, if it accumulated."""
         if "iter" not in meta:
             return
         self.dispatch_kwargs["cur_iter"] = int(meta["iter"])
         trainers = trainers_by_name(self._wrapper())
         for trainer in trainers.values():
-            if accumulated_passes(trainer) > 1 and len(trainers) == 1 and not is_resumed:
+            knows = is_resumed and passes_made(trainer) > 0
+            if accumulated_passes(trainer) > 1 and len(trainers) == 1 and not knows:
                 trainer.set_progress(int(meta["iter"]), self.dispatch_kwargs.get("max_iters"))
 
     def _publish_weights(self) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import multiprocessing
 import os
 import platform
 import resource
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -83,9 +85,9 @@ def set_multi_processing(
                 "child processes are started by %r from now on, no longer by %r", mp_start_method, former
             )
         multiprocessing.set_start_method(mp_start_method, force=True)
-    cv2 = sys.modules.get("cv2")
-    if opencv_num_threads is not None and cv2 is not None:
-        cv2.setNumThreads(opencv_num_threads)
+    if opencv_num_threads is not None:
+        with suppress(ImportError):  # without OpenCV there is nothing to set
+            importlib.import_module("cv2").setNumThreads(opencv_num_threads)
     for name in _THREADS if is_distributed else ():
         if name not in os.environ:
             os.environ[name] = "1"
@@ -160,8 +162,8 @@ def processes_of_job(environ: Mapping[str, str]) -> int:
     return read_place(environ, None, None)[1]
 
 
-def describe_system(devices: Sequence[torch.device] = ()) -> dict[str, Any]:
-    """What this process runs on: platform, versions, devices and threads."""
+def describe_system() -> dict[str, Any]:
+    """What this process runs on: platform, versions, GPUs and threads."""
     found: dict[str, Any] = {
         "sys.platform": sys.platform,
         "Platform": platform.platform(),
@@ -176,7 +178,7 @@ def describe_system(devices: Sequence[torch.device] = ()) -> dict[str, Any]:
     if torch.cuda.is_available():
         names = [torch.cuda.get_device_name(at) for at in range(torch.cuda.device_count())]
         found |= {"GPUs": names, "CUDA": torch.version.cuda, "cuDNN": torch.backends.cudnn.version()}  # type: ignore[no-untyped-call]
-    return found | {"Devices": [str(device) for device in devices]}
+    return found
 
 
 def _is_one_host(environ: Mapping[str, str], count: int) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterable
 
 from kvtrainer.errors import ConfigurationError
 
@@ -51,8 +52,8 @@ def make_logger(
     return logger
 
 
-def close_logger(logger: logging.Logger) -> None:
-    """Close the files of a logger and take its handlers away."""
-    for handler in list(logger.handlers):
+def close_logger(logger: logging.Logger, handlers: Iterable[logging.Handler] | None = None) -> None:
+    """Close the files of a logger and take its handlers away: all of them, or these."""
+    for handler in list(logger.handlers if handlers is None else handlers):
         logger.removeHandler(handler)
         handler.close()

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from kvtrainer.errors import ArgumentTypeError, ConfigurationError
+from kvtrainer.errors import ArgumentTypeError, StateMismatchError
 from kvtrainer.kvstore.base import KVStoreBase
 from kvtrainer.strategy import building, weights
 from kvtrainer.strategy.run import Run
@@ -128,17 +128,18 @@ class Parts(Run):
         """Take over what `scheduler_state_dict` gave.
 
         Raises:
-            ConfigurationError: there are other Trainers, or another number of schedules; nothing has changed then.
+            StateMismatchError: there are other Trainers, or another number or kind of schedules; nothing has changed
+                then.
         """
         wrapper = self._trainer()
         if isinstance(wrapper, TrainerDict):
             if not isinstance(state_dict, Mapping):
-                raise ConfigurationError(
+                raise StateMismatchError(
                     f"the states of schedules of several Trainers are a dict by their names, got {state_dict!r:.80}"
                 )
             check_names(state_dict, wrapper)
         elif isinstance(state_dict, Mapping) or not isinstance(state_dict, list | tuple):
-            raise ConfigurationError(
+            raise StateMismatchError(
                 f"the states of a Trainer's schedules are a list, got {state_dict!r:.80}"
             )
         pairs = [
@@ -147,13 +148,15 @@ class Parts(Run):
         ]
         for name, mine, given in pairs:
             if len(mine) != len(given):
-                raise ConfigurationError(
+                raise StateMismatchError(
                     f"there are {len(given)} states for {len(mine)} schedules{name and f' of {name}'}; build the same "
                     "schedules, or resume without them"
                 )
-        for _, mine, given in pairs:
-            for schedule, state in zip(mine, given, strict=True):
-                schedule.load_state_dict(state)
+        rows = [row for _, mine, given in pairs for row in zip(mine, given, strict=True)]
+        for schedule, state in rows:
+            schedule.check_state_dict(state)
+        for schedule, state in rows:
+            schedule.load_state_dict(state)
 
     def _trainer(self) -> Trainer | TrainerDict:
         if not hasattr(self, "optim_wrapper"):

@@ -39,6 +39,7 @@ class Run:
         self._log_dir = os.path.join(self._work_dir, self._timestamp)
         os.makedirs(self._log_dir, exist_ok=True)
         self.logger = self.build_logger(**dict(log_kwargs or {}))
+        self._log_handlers = list(self.logger.handlers)
 
     @property
     def work_dir(self) -> str:
@@ -116,8 +117,9 @@ class Run:
             environment.set_multi_processing(**mp_cfg, is_distributed=self._launcher != environment.NONE)
         environment.raise_file_limit(resource_limit)
         self._distributed = self._launcher != environment.NONE
-        if self._distributed and not _has_group():
-            self._setup_distributed(**dict(dist_cfg or {}))
+        options = dict(dist_cfg or {})
+        if (self._distributed or options.get("world_size", 1) > 1) and not _has_group():
+            self._setup_distributed(**options)
         self._agreement = self._meet()
         self._distributed = self._distributed or self.world_size > 1
         now = time.strftime(_TIME, time.localtime())
@@ -125,7 +127,10 @@ class Run:
         self._set_randomness(read)
 
     def _setup_distributed(self, *args: Any, **kwargs: Any) -> None:
-        """Called in a job that a launcher started, unless there is a process group; does nothing here."""
+        """Called where a launcher started the job, or dist_cfg has a world_size, unless there is a process group.
+
+        Does nothing here.
+        """
 
     def _meet(self) -> Agreement:
         """How the workers of the job come to agree; called once, after `_setup_distributed`."""

@@ -11,6 +11,8 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+from torch import Tensor
+
 from kvtrainer.errors import ConfigurationError
 from kvtrainer.strategy.trainer_parts import accumulated_passes, num_replicas, schedules_of
 from kvtrainer.trainer import Trainer
@@ -48,13 +50,13 @@ def scale_learning_rates(
     micro = _positive(
         "train_micro_batch_size_per_gpu of dispatch_kwargs, which auto_scale_lr needs,", micro_batch
     )
-    factor = 1.0
+    if any(schedules_of(trainer) for trainer in trainers.values()):
+        raise ScheduledTooEarlyError(
+            "schedules took their base from the learning rate before it was scaled; build them after it, by "
+            "prepare(param_scheduler=...)"
+        )
+    factor, scaled = 1.0, set[int]()
     for name, trainer in trainers.items():
-        if schedules_of(trainer):
-            raise ScheduledTooEarlyError(
-                "schedules took their base from the learning rate before it was scaled; build them after it, by "
-                "prepare(param_scheduler=...)"
-            )
         replicas = num_replicas(trainer)
         passes = accumulated_passes(trainer) if cfg.get("count_accumulation", False) else 1
         real = num_workers * micro * replicas * passes
@@ -69,7 +71,7 @@ def scale_learning_rates(
             real,
             base,
         )
-        _scale(trainer, factor)
+        _scale(trainer, factor, scaled)
     return factor
 
 
@@ -77,14 +79,16 @@ class ScheduledTooEarlyError(ConfigurationError, RuntimeError):
     """The learning rate is to be scaled after schedules have begun with it."""
 
 
-def _scale(trainer: Trainer, factor: float) -> None:
+def _scale(trainer: Trainer, factor: float, scaled: set[int]) -> None:
+    """Scale what a Trainer has; of schedulers those that are not in `scaled`, because Trainers may share one."""
+    scheduler = trainer.optimizer.lr_scheduler
+    if scheduler is not None and id(scheduler) not in scaled and hasattr(scheduler, "base_lr"):
+        scheduler.base_lr *= factor  # a function that decides alone refuses that
+        scaled.add(id(scheduler))
     for options in (*trainer.param_groups, trainer.defaults):
         for name in _LR_NOTES:
-            if isinstance(options.get(name), int | float):
+            if isinstance(options.get(name), int | float | Tensor):
                 options[name] = options[name] * factor
-    scheduler = trainer.optimizer.lr_scheduler
-    if scheduler is not None and hasattr(scheduler, "base_lr"):
-        scheduler.base_lr *= factor
 
 
 def _positive(what: str, value: object) -> int:

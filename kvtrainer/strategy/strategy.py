@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from kvtrainer.errors import ConfigurationError
 from kvtrainer.kvstore.base import KVStoreBase, create
 from kvtrainer.kvstore.device import DeviceKVStore
-from kvtrainer.kvstore.dist import DistKVStore
 from kvtrainer.parallel import DataParallel
 from kvtrainer.store_kinds import is_in_process, is_over_ranks, kind_of
 from kvtrainer.strategy import environment
@@ -57,6 +56,8 @@ class Strategy(CheckpointingStrategy):
         self._devices = [torch.device(one) for one in places]
         self._dist_cfg = dict((kwargs.get("env_kwargs") or {}).get("dist_cfg") or {})
         self._made_store: KVStoreBase | None = None
+        self._due: list[Callable[[], None]] = []
+        """What a new Trainer still needs."""
         super().__init__(**kwargs)
 
     @property
@@ -82,7 +83,7 @@ class Strategy(CheckpointingStrategy):
                 raise ConfigurationError(
                     f"kvstore {kvstore!r} keeps to this process, so dist_cfg has no effect; use 'device' or 'dist_sync'"
                 )
-        elif isinstance(kvstore, DistKVStore | None) and self._dist_cfg:
+        elif self._dist_cfg and not self._sums_over_ranks():
             raise ConfigurationError(
                 "dist_cfg has no effect beside a store that is there, or none; leave it out"
             )
@@ -125,13 +126,15 @@ class Strategy(CheckpointingStrategy):
             The model; or [model, Trainer or TrainerDict, schedules], without what was not asked for.
         """
         self.dispatch_kwargs.update(dispatch_kwargs or {})
-        if not self._prepared:
+        if not hasattr(self, "model"):
             built = self._init_model_weights(self.build_model(model))
             self.model = self.compile_model(self._wrap_model(built), compile)
         if optim_wrapper is not None and not hasattr(self, "optim_wrapper"):
             self.optim_wrapper = self.build_optim_wrapper(optim_wrapper, self.model)
-            self._scale_lr()
-            self._begin_to_count()
+            self._due = [self._scale_lr, self._begin_to_count]
+        while self._due:  # one that raises is due in the next call
+            self._due[0]()
+            del self._due[0]
         if param_scheduler is not None and not hasattr(self, "param_schedulers"):
             self.param_schedulers = self.build_param_scheduler(param_scheduler, self._trainer())
         self._prepared = True
@@ -148,7 +151,7 @@ class Strategy(CheckpointingStrategy):
         counting = {n: t for n, t in trainers.items() if accumulated_passes(t) > 1}
         if not counting:
             return
-        if self.dispatch_kwargs.get("max_iters") is None:
+        if len(trainers) == 1 and self.dispatch_kwargs.get("max_iters") is None:
             raise ConfigurationError(
                 '"max_iters" must be specified in dispatch_kwargs when gradients are accumulated, because the last '
                 "window may be shorter"
@@ -157,11 +160,15 @@ class Strategy(CheckpointingStrategy):
             self.logger.warning(
                 "gradients are accumulated, but the model has BatchNorm layers, which still see single batches"
             )
-        if len(trainers) == 1:
-            for trainer in counting.values():
-                trainer.set_progress(
-                    self.dispatch_kwargs.get("cur_iter", 0), self.dispatch_kwargs["max_iters"]
-                )
+        if len(trainers) > 1:
+            self.logger.warning(
+                "gradients of %s are accumulated, and how often each of several Trainers has its turn is not known: "
+                "call set_progress() of each, or a last window that is shorter makes no update",
+                ", ".join(counting),
+            )
+            return
+        for trainer in counting.values():
+            trainer.set_progress(self.dispatch_kwargs.get("cur_iter", 0), self.dispatch_kwargs["max_iters"])
 
     def close(self) -> None:
         super().close()

@@ -40,6 +40,11 @@ def accumulated_passes(trainer: Trainer) -> int:
     return trainer._accumulation.counts
 
 
+def passes_made(trainer: Trainer) -> int:
+    """How many backward passes there were."""
+    return trainer._accumulation.done
+
+
 def has_begun(trainer: Trainer) -> bool:
     """Whether there was a step or a `set_data`, so that a store may hold other weights than the model."""
     return trainer._link.is_started

@@ -30,7 +30,7 @@ class LoadReport(NamedTuple):
     unexpected: list[str]
     """In the checkpoint only."""
     mismatched: list[str]
-    """In both, with other shapes; they were not loaded. Each says which."""
+    """In both, with other shapes, or no tensor in the checkpoint; they were not loaded. Each says which."""
 
     def __bool__(self) -> bool:
         return bool(self.missing or self.unexpected or self.mismatched)
@@ -86,9 +86,9 @@ def load_weights(
     inner = unwrapped(model)
     own = inner.state_dict()
     mismatched = {
-        name: f"{name} ({list(value.shape)} in the checkpoint, {list(own[name].shape)} in the model)"
+        name: f"{name} ({_shape(value)} in the checkpoint, {_shape(own[name])} in the model)"
         for name, value in given.items()
-        if isinstance(own.get(name), Tensor) and isinstance(value, Tensor) and _differ(own[name], value)
+        if isinstance(own.get(name), Tensor) and _differ(own[name], value)
     }
     report = LoadReport(
         [name for name in own if name not in given],
@@ -112,25 +112,37 @@ def share_weights(model: nn.Module, agreement: Agreement) -> None:
     """Give every worker rank 0's weights and buffers, where they differ; collective."""
     if agreement.size == 1:
         return
-    own = {name: v for name, v in unwrapped(model).state_dict().items() if isinstance(v, Tensor)}
+    own = {name: v for name, v in unwrapped(model).state_dict().items() if _has_values(v)}
     mine = pack_tree(own)
     # Weights that were drawn with the same seed need not travel.
     marks = agreement.all_gather(_mark(mine))
     if all(mark == marks[0] for mark in marks):
         return
     found = unpack_tree(agreement.broadcast(mine))
-    if agreement.rank != 0:
-        load_weights(model, found, strict=True, revise_keys=())
+    with agreement.all_or_none("take over the weights of rank 0"):
+        if agreement.rank != 0:
+            # What has no values yet gets them at the first step.
+            load_weights(model, {**unwrapped(model).state_dict(), **found}, strict=True, revise_keys=())
+
+
+def _has_values(value: Any) -> bool:
+    return isinstance(value, Tensor) and not nn.parameter.is_lazy(value)
 
 
 def _mark(data: bytes) -> bytes:
     return hashlib.sha256(data).digest()
 
 
-def _differ(own: Tensor, value: Tensor) -> bool:
-    if nn.parameter.is_lazy(own):
-        return False
-    return own.shape != value.shape
+def _differ(own: Tensor, value: Any) -> bool:
+    if not isinstance(value, Tensor):
+        return True
+    return not nn.parameter.is_lazy(own) and own.shape != value.shape
+
+
+def _shape(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return f"a {type(value).__name__}"
+    return "no shape yet" if nn.parameter.is_lazy(value) else str(list(value.shape))
 
 
 def _is_wrapper(model: nn.Module, name: str) -> bool:

@@ -157,6 +157,52 @@ def test_values_of_half_precision_are_limited_without_rounds_too(jobs: Servers, 
     assert jobs.results(1, 1, body, type=type) == [[-0.5, 0.25]]
 
 
+@pytest.mark.parametrize("type", ["dist_async", "dist_ssp"])
+def test_a_limit_above_what_half_precision_holds_of_a_scaled_gradient_limits_nothing(
+    jobs: Servers, type: str
+) -> None:
+    def body(kv: DistKVStore, rank: int) -> Any:
+        p: Any = Parameter(torch.zeros(2, dtype=torch.float16))
+        limit = {"type": "value", "clip_value": 64.0}  # scaled, 65536
+        trainer = Trainer({"p": p}, "sgd", {"learning_rate": 1.0}, kv, clip_grad=limit, amp=1024)
+        trainer.update_params(p.float() @ torch.tensor([2.0, -0.25]))
+        return p.tolist()
+
+    assert jobs.results(1, 1, body, type=type) == [[-2.0, 0.25]]
+
+
+@SITES
+def test_small_gradients_in_half_precision_count_in_full_on_all_workers_also_in_a_block(
+    jobs: Servers, in_store: bool
+) -> None:
+    def body(kv: DistKVStore, rank: int) -> Any:
+        p: Any = Parameter(torch.zeros(2, dtype=torch.float16))
+        numbers = {"learning_rate": 1e6, "multi_precision": True}
+        trainer = Trainer({"p": p}, "sgd", numbers, kv, None, in_store, amp=2**16, **NORM)
+        with trainer.join():
+            for _ in range(1 + rank):
+                trainer.update_params(p.float() @ torch.tensor([4e-8, 2.6e-7]))
+        return p.tolist()
+
+    first, second = jobs.results(2, 1, body)
+    assert first == second == pytest.approx([-0.06, -0.39], rel=1e-3)
+
+
+def test_a_worker_without_gradients_of_its_own_takes_the_loss_scale_out_of_the_sum_as_others_do(
+    jobs: Servers,
+) -> None:
+    def body(kv: DistKVStore, rank: int) -> Any:
+        p, trainer = trainer_of(kv, False, amp=8)
+        for turn in range(2):
+            if rank == turn:
+                trainer.backward(p.sum())
+            trainer.allreduce_grads()
+            trainer.update(1, ignore_stale_grad=True)
+        return p.tolist()
+
+    assert jobs.results(2, 1, body) == [[-2.5, -2.5]] * 2  # with a momentum of a half
+
+
 def test_two_trainers_with_the_same_names_have_options_of_their_own(jobs: Servers) -> None:
     def body(kv: DistKVStore, rank: int) -> Any:
         p, one = trainer_of(kv, True, amp=SCALE, **NORM)

@@ -11,7 +11,7 @@ from torch.nn import Parameter
 
 from kvtrainer import Trainer
 from kvtrainer.accumulation import Accumulation
-from kvtrainer.errors import ConfigurationError
+from kvtrainer.errors import ConfigurationError, StateMismatchError
 
 
 def windows(counts: int, total: int | None, passes: int) -> list[tuple[int, bool]]:
@@ -121,6 +121,19 @@ def test_saved_states_know_how_many_passes_there_were(tmp_path: Any) -> None:
     assert q.item() == -1.0
 
 
+def test_states_from_beyond_the_last_pass_are_refused_before_anything_changes(tmp_path: Any) -> None:
+    p, q = Parameter(torch.zeros(())), Parameter(torch.zeros(()))
+    first, second = trainer_of(p, 2), trainer_of(q, 2)
+    for _ in range(4):
+        first.update_params(p * 1.0)
+    first.set_learning_rate(0.5)
+    first.save_states(tmp_path / "states")
+    second.set_progress(0, 3)
+    with pytest.raises(StateMismatchError, match="saved after 4 backward passes, this Trainer has 3 in all"):
+        second.load_states(tmp_path / "states")
+    assert second.learning_rate == 1.0
+
+
 def test_window_that_never_got_full_is_said_at_the_end(caplog: pytest.LogCaptureFixture) -> None:
     p = Parameter(torch.zeros(()))
     with caplog.at_level(logging.WARNING), trainer_of(p, 2) as trainer:
@@ -132,3 +145,33 @@ def test_window_that_never_got_full_is_said_at_the_end(caplog: pytest.LogCapture
         for _ in range(2):
             trainer.update_params(p * 1.0)
     assert not caplog.records
+
+
+@pytest.mark.parametrize(("done", "total"), [(0.5, 4), (2, 4.5), (None, 4)])
+def test_progress_is_counted_in_whole_passes(done: Any, total: Any) -> None:
+    with pytest.raises(ConfigurationError, match="must be an int"):
+        Accumulation(2).set_progress(done, total)
+
+
+@pytest.mark.parametrize("nothing", [[], {}, {"losses": []}])
+def test_backward_pass_of_no_loss_at_all_is_refused_and_not_counted(nothing: Any) -> None:
+    p = Parameter(torch.zeros(1))
+    trainer = Trainer({"p": p}, "sgd", {"learning_rate": 1.0}, None, accumulate=2)
+    with pytest.raises(ConfigurationError, match="there is no loss"):
+        trainer.backward(nothing)
+    assert not trainer.update_params(p.sum()).updated
+    assert trainer.update_params(p.sum()).updated
+
+
+def test_zeroing_within_a_window_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    p = Parameter(torch.zeros(()))
+    trainer = trainer_of(p, 2)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            trainer.update_params(p * 1.0)
+        trainer.zero_grad()  # as everybody does after an update
+        assert not caplog.records
+        for _ in range(4):
+            trainer.zero_grad()
+            trainer.update_params(p * 1.0)
+    assert caplog.text.count("zero_grad() drops the gradients of 1 backward passes of a window of 2") == 1

@@ -102,7 +102,9 @@ def test_schedules_are_lr_config_and_momentum_config_beside_others() -> None:
             {"policy": "cyclic", "name": "momentum", "max_epochs": 12},
         ]
     }
-    assert "schedules" not in arguments(lr_config=None)
+    assert "schedules" not in arguments(lr_config=None, schedules=None)
+    with pytest.raises(TypeError, match="a list of schedules, got"):
+        arguments(schedules=lr)
     with pytest.raises(ConfigurationError, match="max_iters: given twice"):
         arguments(lr_config=lr, max_iters=3, runner={"type": "IterBasedRunner", "max_iters": 3})
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from kvtrainer import kvstore
+from kvtrainer import DataParallel, Trainer, kvstore
 from kvtrainer.errors import ConfigurationError
 from kvtrainer.hooks import Fp16OptimizerHook, GradientCumulativeFp16OptimizerHook
 from kvtrainer.torch_scaler import StaticLossScaler
@@ -94,6 +95,18 @@ def test_forward_pass_computes_in_half_precision_while_the_run_lasts() -> None:
     model(torch.ones(1, 2))
     assert model.seen == [(torch.float16, True), (torch.float32, False)]
     assert model.layer.weight.dtype == torch.float32
+
+
+def test_every_replica_computes_its_loss_in_half_precision_while_the_run_lasts() -> None:
+    model = DataParallel(Probe(), ["cpu"] * 2)
+    hook, trainer = Fp16OptimizerHook(loss_scale=8), Trainer(model, "sgd", kvstore="device")
+    runner = SimpleNamespace(trainer=trainer, model=model, meta={})
+    hook.before_run(runner)
+    model.forward_losses(torch.ones(2, 2), lambda replica, x: replica(x).float().sum())
+    hook.after_run(runner)
+    model.forward_losses(torch.ones(2, 2), lambda replica, x: replica(x).sum())
+    seen = [replica.seen for replica in model.replicas]
+    assert seen == [[(torch.float16, True), (torch.float32, False)]] * 2
 
 
 def test_autocast_ends_where_the_forward_pass_raises() -> None:

@@ -104,3 +104,9 @@ def test_replicas_have_the_rules_of_their_parameter() -> None:
 def test_override_that_no_trainer_takes_is_refused_by_name() -> None:
     with pytest.raises(ConfigurationError, match="from_config has 'clip_gard', which no Trainer reads"):
         Trainer.from_config(network(), CONFIG, clip_gard={"max_norm": 1.0})
+
+
+def test_table_has_the_names_of_parameters_also_where_an_instance_brings_the_groups() -> None:
+    model = nn.Linear(2, 1)
+    trainer = Trainer(model, torch.optim.SGD(model.parameters(), lr=0.5), kvstore=None)
+    assert [row.name for row in trainer.describe_params().rows] == ["weight", "bias"]

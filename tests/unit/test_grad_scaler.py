@@ -53,6 +53,22 @@ def test_step_that_overflows_is_skipped_and_the_scale_follows(uok: bool | None) 
 
 
 @pytest.mark.parametrize("uok", STORES)
+def test_result_of_a_step_has_the_scale_that_the_loss_carried(uok: bool | None) -> None:
+    p = zeros()
+    trainer, said = trainer_of([p], uok), []
+    own = scaler()
+    for slope in (1, math.inf, 1):
+        own.scale((p * slope).sum()).backward()
+        said.append(own.step(trainer).loss_scale)
+        own.update()
+    assert said == [8, 8, 4]
+    p.sum().backward()
+    trainer.step(1)
+    assert trainer.last is not None
+    assert trainer.last.loss_scale == 1
+
+
+@pytest.mark.parametrize("uok", STORES)
 def test_torchs_own_grad_scaler_is_honoured_in_a_single_process(uok: bool | None) -> None:
     p, q = zeros(), zeros()
     slopes = [1, 2, math.nan, 1, 1, 1]

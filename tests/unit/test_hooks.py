@@ -184,6 +184,7 @@ def test_accumulation_needs_to_know_where_the_run_ends() -> None:
     trainer = Trainer(Weights(), "sgd", kvstore=None)
     with pytest.raises(ConfigurationError, match=r"runner\.iter and runner\.max_iters"):
         GradientCumulativeOptimizerHook(cumulative_iters=2).before_run(SimpleNamespace(trainer=trainer))
+    assert trainer.update_params(trainer.param_groups[0]["params"][0].sum()).updated  # nothing accumulates
     with pytest.raises(ConfigurationError, match="cumulative_iters"):
         GradientCumulativeOptimizerHook(cumulative_iters=0)
 

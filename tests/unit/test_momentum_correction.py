@@ -228,6 +228,13 @@ def test_correction_that_was_off_for_a_while_forgets_the_rate() -> None:
     assert moves == pytest.approx([1.0, 0.6, 0.4])
 
 
+def test_state_dict_is_read_back_without_running_code(tmp_path: Path) -> None:
+    trainer = trainer_of([one()], "sgd", {"momentum_correction": {"threshold": 2}})
+    torch.save(trainer.state_dict(), tmp_path / "states")
+    read = torch.load(tmp_path / "states", weights_only=True)
+    assert read["param_groups"][0]["momentum_correction"] == (2.0, 1e-7)
+
+
 def test_options_travel_as_plain_numbers() -> None:
     optimizer = create("sgd", momentum=0.9, momentum_correction={"threshold": 2})
     described = optimizer.spec()

@@ -21,6 +21,7 @@ from kvstore_server.optimizer import (
 )
 from kvstore_server.optimizer.torch_family import ELEMENTWISE, TorchOptimizer
 from kvstore_server.plan import TensorSpec, make_plan
+from kvtrainer import Trainer
 
 SHAPES = [(3, 5), (1,), (40,), (), (7, 2)]
 CASES: list[tuple[type[optim.Optimizer], dict[str, Any]]] = [
@@ -168,6 +169,15 @@ def test_a_declared_foreign_class_runs_with_its_own_step_count() -> None:
         update_slice(optimizer, piece, weight, torch.ones(piece.length), state, [optimizer.hyper])
     assert weight.tolist() == [-0.875] * 3 + [0.0] * 13
     assert optimizer.may_raise
+
+
+def test_class_that_a_store_would_take_for_another_one_is_refused() -> None:
+    namesake = type("SGD", (optim.SGD,), {})
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    trainer = Trainer([parameter], namesake, {"lr": 0.1}, kvstore="local", update_on_kvstore=True)
+    parameter.grad = torch.ones(1)
+    with pytest.raises(ConfigurationError, match="a store would take 'torch:SGD' for torch"):
+        trainer.step(1)
 
 
 def test_hooks_on_the_class_of_the_users_optimizer_are_not_run_for_a_slice() -> None:

@@ -239,6 +239,13 @@ def test_checkpoint_has_the_names_of_the_model_and_is_loaded_into_every_replica(
         model.load_state_dict(saved, assign=True)
 
 
+def test_checkpoint_that_fits_in_parts_only_leaves_replicas_equal() -> None:
+    model = DataParallel(Linear(2, 1), TWO)
+    with pytest.raises(RuntimeError, match="size mismatch for bias"):
+        model.load_state_dict({"weight": torch.zeros(1, 2), "bias": torch.zeros(3)})
+    assert [replica.weight.tolist() for replica in model.replicas] == [[[0.0, 0.0]]] * 2
+
+
 def test_what_torch_does_to_a_module_reaches_every_replica() -> None:
     model = DataParallel(Sequential(Linear(2, 2), Dropout()), TWO)
     model.apply(lambda one: torch.nn.init.ones_(one.weight) if isinstance(one, Linear) else None)

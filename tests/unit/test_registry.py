@@ -102,10 +102,20 @@ def test_unknown_name_is_a_key_error_that_names_the_registry_and_what_is_similar
 def test_name_that_is_taken_is_refused_unless_forced(boxes: Registry) -> None:
     boxes.register()(Box)
     boxes.register()(Box)
-    with pytest.raises(RegistryError, match=r"'Box' is registered as a box already: .*\.Box"):
+    with pytest.raises(RegistryError, match=r"'Box' is registered as box already: .*\.Box"):
         boxes.register("Box")(dict)
+    with pytest.raises(RegistryError):
+        boxes.register(["Free", "Box"])(dict)
+    assert "Free" not in boxes
     boxes.register("Box", force=True)(dict)
     assert boxes.get("Box") is dict
+
+
+def test_name_of_an_optimizer_of_torch_is_taken_too() -> None:
+    with pytest.raises(RegistryError, match=r"'SGD' is registered as optimizer already: torch"):
+        OPTIMIZERS.register()(type("SGD", (torch.optim.SGD,), {}))
+    OPTIMIZERS.register()(torch.optim.SGD)
+    assert OPTIMIZERS.get("SGD") is torch.optim.SGD
 
 
 def test_name_is_found_in_another_case_where_there_is_none_in_this(boxes: Registry) -> None:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-from kvtrainer.errors import RoundAbortedError
+from kvtrainer.errors import RoundAbortedError, StateMismatchError
 from kvtrainer.kvstore import KVStoreBase, create
 from kvtrainer.strategy import Strategy, agreement_of
+from kvtrainer.strategy.weights import share_weights
 from tests.support.processes import raised, together
 from tests.support.strategies import SGD, Net, steps, weights
 
@@ -56,6 +59,12 @@ def members() -> list[Member]:
     return [Member(sums, rank) for rank in (0, 1)]
 
 
+def share_weights_of(models: Sequence[nn.Module], members: list[Member]) -> list[Any]:
+    """What comes of sharing the weights of each worker's model."""
+    pairs = zip(models, members, strict=True)
+    return together(*(lambda a=a, b=b: share_weights(a, agreement_of(b)) for a, b in pairs))
+
+
 def test_one_worker_agrees_with_itself() -> None:
     for store in (None, create("local"), create("device")):
         agreement = agreement_of(store)
@@ -75,6 +84,21 @@ def test_bytes_of_every_value_and_length_arrive(members: list[Member], length: i
         )
 
     assert together(*(lambda m=m: talk(m) for m in members)) == [(data, [b"", data[:1]])] * 2
+
+
+def test_weights_that_have_no_shape_yet_wait_for_the_first_batch(members: list[Member]) -> None:
+    models = [nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(3)) for _ in members]
+    share_weights_of(models, members)
+    mine, theirs = (model.get_parameter("0.weight") for model in models)
+    assert torch.equal(mine, theirs)
+    assert all(nn.parameter.is_lazy(model.get_parameter("1.weight")) for model in models)
+
+
+def test_a_worker_with_another_model_fails_on_all(members: list[Member]) -> None:
+    found = share_weights_of([nn.Linear(2, 1), nn.Linear(3, 1)], members)
+    assert isinstance(found[0], RoundAbortedError)
+    assert "rank 1 could not take over the weights of rank 0" in str(found[0])
+    assert isinstance(found[1], StateMismatchError)
 
 
 def test_a_worker_that_fails_is_named_to_the_others(members: list[Member]) -> None:

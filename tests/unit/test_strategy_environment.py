@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import re
 import resource
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import pytest
 import torch
 
 from kvtrainer.errors import ConfigurationError, UnknownNameError
+from kvtrainer.kvstore import KVStoreBase
 from kvtrainer.strategy import BaseStrategy, Strategy, environment
 from tests.support.strategies import Make, make
 
@@ -141,11 +143,30 @@ def test_process_that_is_not_told_which_of_several_it_is_does_not_train_alone(
     assert make("device", env_kwargs={"launcher": "none"}).world_size == 1
 
 
+def test_ranks_that_were_started_by_hand_are_set_up_as_dist_cfg_says(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[Any] = []
+    monkeypatch.setattr(environment, "init_process_group", lambda environ, **options: calls.append(options))
+    options = {"init_method": "tcp://127.0.0.1:1", "rank": 0, "world_size": 2}
+    make(env_kwargs={"dist_cfg": options})
+    assert calls == [options]
+
+
+class PluginStore(KVStoreBase):
+    type, num_workers, rank = "mine", 1, 0
+
+    def broadcast(self, key: Any, value: Any, out: Any, priority: int = 0) -> None: ...
+
+    def pushpull(self, key: Any, value: Any, out: Any = None, priority: int = 0) -> None: ...
+
+
 def test_dist_cfg_without_effect_is_refused(make: Make) -> None:
     with pytest.raises(ConfigurationError, match="keeps to this process"):
         make("local", env_kwargs={"dist_cfg": {"timeout": 3}})
-    with pytest.raises(ConfigurationError, match="no effect"):
-        make(None, env_kwargs={"dist_cfg": {"timeout": 3}})
+    for store in (None, PluginStore()):
+        with pytest.raises(ConfigurationError, match="no effect"):
+            make(store, env_kwargs={"dist_cfg": {"timeout": 3}})
 
 
 def test_more_files_may_be_opened_but_never_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,6 +205,16 @@ def test_multiprocessing_and_threads_are_left_alone_unless_asked(
         make(env_kwargs={"mp_cfg": {"mp_start_method": "thread"}})
 
 
+def test_threads_of_opencv_are_set_also_before_a_script_imports_it(
+    make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "cv2.py").write_text("threads = []\nsetNumThreads = threads.append\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "cv2", raising=False)
+    make(env_kwargs={"mp_cfg": {"opencv_num_threads": 2}})
+    assert sys.modules.pop("cv2").threads == [2]
+
+
 def test_cudnn_benchmark_is_as_asked(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
     make(env_kwargs={"cudnn_benchmark": True})
@@ -208,6 +239,16 @@ def test_log_goes_on_after_others_have_closed_its_file(make: Make, tmp_path: Pat
     strategy.logger.info("two")
     lines = (tmp_path / "sub" / "own.log").read_text().splitlines()
     assert [line.rpartition(" ")[2] for line in lines] == ["one", "two"]
+
+
+def test_a_strategy_that_is_closed_leaves_the_log_to_one_of_the_same_name(make: Make) -> None:
+    first, second = (make(log_kwargs={"name": "of both"}) for _ in range(2))
+    first.close()
+    second.logger.info("still here")
+    log = Path(second.log_dir, f"{second.timestamp}.log")
+    assert "still here" in log.read_text()
+    second.close()
+    assert not second.logger.handlers
 
 
 def test_other_ranks_write_errors_only_and_files_on_request(tmp_path: Path) -> None:

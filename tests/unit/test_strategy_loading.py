@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import nn
 
 from kvtrainer.errors import ConfigurationError, StateFileError, StateMismatchError
 from kvtrainer.strategy.checkpoint import find_last
-from tests.support.strategies import Make, Net, make
+from tests.support.strategies import SGD, Make, Net, make
 
 __all__ = ["make"]
 
@@ -54,6 +55,35 @@ class TestFinding:
         os.rename(strategy.work_dir, moved)
         assert find_last(str(moved)) == str(moved / "a.pt")
 
+    def test_it_is_found_in_a_folder_of_a_directory_that_was_moved(self, make: Make, tmp_path: Path) -> None:
+        strategy = self.saved(make, "weights/last/a.pt")
+        moved = tmp_path / "moved"
+        os.rename(strategy.work_dir, moved)
+        assert find_last(str(moved)) == str(moved / "weights" / "last" / "a.pt")
+
+    def test_a_path_object_names_a_checkpoint_as_its_text_does(self, make: Make) -> None:
+        self.saved(make, "a.pt")
+        strategy = self.saved(make, "b.pt")
+        strategy.prepare(Net(), optim_wrapper=SGD)
+        strategy.save_checkpoint(os.path.join(strategy.work_dir, "c.pt"), extra_ckpt={"name": "c.pt"})
+        strategy.save_checkpoint(os.path.join(strategy.work_dir, "d.pt"), extra_ckpt={"name": "d.pt"})
+        third = Path(strategy.work_dir) / "c.pt"
+        options: list[dict[str, Any]] = [
+            {"resume": third},
+            {"resume": True, "load_from": third},
+            {"load_from": third},
+        ]
+        for given in options:
+            found = strategy.load_or_resume(**given)
+            assert found is not None
+            assert found["name"] == "c.pt"
+
+    def test_a_note_that_cannot_be_read_is_no_reason_to_begin_anew(self, make: Make) -> None:
+        strategy = self.saved(make, "a.pt")
+        Path(strategy.work_dir, "last_checkpoint").write_bytes(b"\xff\xfe")
+        with pytest.raises(StateFileError, match=r"cannot read in .* which checkpoint is the latest"):
+            strategy.load_or_resume(resume=True)
+
 
 class TestReading:
     def load(self, make: Make, name: str, **options: Any) -> Any:
@@ -70,6 +100,17 @@ class TestReading:
     def test_file_of_weights_alone_is_a_checkpoint(self, make: Make, tmp_path: Path) -> None:
         torch.save(Net().state_dict(), tmp_path / "a.pt")
         assert self.load(make, f"file://{tmp_path}/a.pt", strict=True) == {}
+
+    def test_a_damaged_file_is_named_whatever_torch_stumbles_over(self, make: Make, tmp_path: Path) -> None:
+        path = tmp_path / "a.pt"
+        torch.save(Net().state_dict(), path, _use_new_zipfile_serialization=False)
+        whole = path.read_bytes()
+        strategy = make()
+        strategy.prepare(Net())
+        for at in range(0, 120, 3):
+            path.write_bytes(whole[:at] + b"." + whole[at + 1 :])
+            with suppress(StateFileError, StateMismatchError):
+                strategy.load_checkpoint(str(path), strict=True)
 
     def test_files_that_are_none_are_named(self, make: Make, tmp_path: Path) -> None:
         for name, content in (

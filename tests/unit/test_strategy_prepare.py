@@ -68,6 +68,29 @@ def test_the_callers_dicts_are_not_changed(make: Make) -> None:
     assert run == {"max_iters": 5}
 
 
+def test_a_call_that_failed_can_be_made_again_with_what_was_missing(make: Make) -> None:
+    net, cfg = Net(), {**SGD, "accumulative_counts": 3}
+    strategy = make(auto_scale_lr={"enable": True, "base_batch_size": 16})
+    run = {"train_micro_batch_size_per_gpu": 4}
+    for given, missing in (({}, "train_micro_batch"), (run, "max_iters")):
+        with pytest.raises(ConfigurationError, match=missing):
+            strategy.prepare(net, optim_wrapper=cfg, dispatch_kwargs=given)
+    _, trainer = strategy.prepare(net, optim_wrapper=cfg, dispatch_kwargs={"max_iters": 2})
+    assert trainer.get_lr()["lr"] == pytest.approx([0.025])
+    trainer.update_params(net(torch.ones(1, 2)).sum())
+    assert trainer.update_params(net(torch.ones(1, 2)).sum()).updated
+
+
+def test_the_model_of_a_call_that_failed_is_the_one_that_its_trainer_trains(make: Make) -> None:
+    MODELS.register("strategy test net", force=True)(lambda width: nn.Linear(width, 1))
+    strategy, cfg = make(), {"type": "strategy test net", "width": 5}
+    with pytest.raises(ConfigurationError):
+        strategy.prepare(cfg, optim_wrapper=SGD, param_scheduler={"type": "NoSuchLR"})
+    run = {"max_iters": 4}
+    model, trainer, _ = strategy.prepare(cfg, optim_wrapper=SGD, param_scheduler=MULTI, dispatch_kwargs=run)
+    assert trainer.param_groups[0]["params"][0] is model.weight
+
+
 def test_model_is_built_from_the_registry(make: Make) -> None:
     MODELS.register("strategy test net", force=True)(lambda width: nn.Linear(width, 1))
     built = make().prepare({"type": "strategy test net", "width": 5})
@@ -205,6 +228,15 @@ class TestAccumulation:
             trainer.update_params(model.p * 1.0)
             found.append(model.p.item())
         assert found == pytest.approx([0, 0, -1, -1, -1, -2, -2, -2, -3, -4])
+
+    def test_of_several_trainers_the_loop_says_how_many_passes_there_are(
+        self, make: Make, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        several = {"body": {**SGD, "accumulative_counts": 2}, "head": SGD}
+        make().prepare(Net(), optim_wrapper=several)
+        assert "gradients of body are accumulated" in capsys.readouterr().err
+        make().prepare(Net(), optim_wrapper={"body": SGD, "head": SGD})
+        assert "set_progress" not in capsys.readouterr().err
 
     def test_batch_norm_is_warned_of(self, make: Make) -> None:
         strategy, records = make(), []

@@ -6,6 +6,7 @@ import logging
 from typing import Any
 
 import pytest
+import torch
 
 from kvtrainer import Trainer, lr_scheduler
 from kvtrainer.errors import ConfigurationError
@@ -66,6 +67,30 @@ def test_scheduler_that_decides_the_rate_alone_is_scaled_too() -> None:
     trainer = Trainer(Net(), "sgd", {"learning_rate": 0.1, "lr_scheduler": scheduler})
     scale_learning_rates(ON, {"": trainer}, 4, 1, LOG)
     assert scheduler.base_lr == pytest.approx(0.025)
+
+
+def test_rates_that_are_tensors_are_scaled_too(make: Make) -> None:
+    net = Net()
+    adam = torch.optim.Adam(net.parameters(), lr=torch.tensor(0.1))
+    run = {"train_micro_batch_size_per_gpu": 4}
+    _, trainer = make(auto_scale_lr=ON).prepare(net, optim_wrapper=adam, dispatch_kwargs=run)
+    assert trainer.get_lr()["lr"] == pytest.approx([0.025])
+
+
+def test_a_scheduler_that_trainers_share_is_scaled_once() -> None:
+    shared = lr_scheduler.FactorScheduler(step=5, base_lr=0.1)
+    both = {n: Trainer(Net(), "sgd", {"learning_rate": 0.1, "lr_scheduler": shared}) for n in "ab"}
+    scale_learning_rates(ON, both, 4, 1, LOG)
+    assert shared.base_lr == pytest.approx(0.025)
+    assert [one.learning_rate for one in both.values()] == pytest.approx([0.025, 0.025])
+
+
+def test_no_trainer_is_scaled_if_one_cannot_be() -> None:
+    free = Trainer(Net(), "torch:SGD", {"lr": 0.1})
+    bound = Trainer(Net(), "torch:SGD", {"lr": 0.1}, schedules=[{"policy": "fixed"}])
+    with pytest.raises(RuntimeError, match="before it was scaled"):
+        scale_learning_rates(ON, {"a": free, "b": bound}, 4, 1, LOG)
+    assert free.get_lr()["lr"] == [0.1]
 
 
 def test_formula_is_logged(caplog: pytest.LogCaptureFixture) -> None:

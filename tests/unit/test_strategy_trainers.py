@@ -87,6 +87,18 @@ class TestTrainers:
         with pytest.raises(UnknownNameError, match="ApexOptimWrapper"):
             self.build(make, {**SGD, "type": "ApexOptimWrapper"}, Net())
 
+    @pytest.mark.parametrize(
+        "said",
+        [
+            {"paramwise": {"bias_lr_mult": 2}, "paramwise_cfg": {"bias_lr_mult": 3}},
+            {"accumulate": 2, "accumulative_counts": 3},
+            {"type": "AmpOptimWrapper", "loss_scale": 512, "amp": "dynamic"},
+        ],
+    )
+    def test_an_option_under_two_names_is_refused(self, make: Make, said: dict[str, Any]) -> None:
+        with pytest.raises(ConfigurationError, match="told the same by"):
+            self.build(make, {**SGD, **said}, Net())
+
     def test_registered_wrapper_makes_the_trainer(self, make: Make) -> None:
         class Mine(Trainer):
             pass

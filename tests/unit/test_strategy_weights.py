@@ -74,6 +74,17 @@ def test_what_does_not_fit_is_reported_and_the_rest_is_loaded() -> None:
     )
 
 
+def test_a_value_that_is_no_tensor_is_reported_like_one_of_another_shape() -> None:
+    net = nn.Linear(2, 1)
+    given = {"weight": torch.ones(1, 2), "bias": 1.5}
+    before = net.bias.detach().clone()
+    assert load_weights(net, given).mismatched == ["bias (a float in the checkpoint, [1] in the model)"]
+    assert torch.equal(net.bias, before)
+    assert torch.equal(net.weight, given["weight"])  # type: ignore[arg-type]
+    with pytest.raises(StateMismatchError, match="a float in the checkpoint"):
+        load_weights(net, given, strict=True)
+
+
 def test_nothing_is_loaded_if_all_must_fit_and_does_not() -> None:
     net = Net()
     before = net.body.weight.detach().clone()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from kvtrainer.errors import ConfigurationError
+from kvtrainer import Trainer, amp
+from kvtrainer.errors import ConfigurationError, StateMismatchError
 from kvtrainer.loss_scaler import LEAST, LossScaler
 from kvtrainer.torch_scaler import StaticLossScaler, TorchLossScaler, make_loss_scaler, scaler_from_state
 
@@ -233,3 +235,18 @@ def test_anything_else_is_refused(amp: Any) -> None:
 def test_unknown_option_is_named_with_those_that_there_are() -> None:
     with pytest.raises(ConfigurationError, match="no option 'init_scal'; its options are init_scale"):
         make_loss_scaler({"init_scal": 8})
+
+
+@pytest.mark.parametrize("option", ["dynamic", 8])
+def test_a_trainer_refuses_the_state_of_another_kind_of_scaler_before_anything_changes(
+    tmp_path: Path, option: Any
+) -> None:
+    p, q = (torch.nn.Parameter(torch.zeros(1)) for _ in range(2))
+    saving = Trainer({"p": p}, "sgd", {"learning_rate": 0.25}, None, amp=option)
+    saving.update_params(p.sum())
+    saving.save_states(tmp_path / "states")
+    trainer = Trainer({"p": q}, "sgd", {"learning_rate": 1.0}, None)
+    amp.init_trainer(trainer)
+    with pytest.raises(StateMismatchError, match="LossScaler: these are no numbers of a loss scaler"):
+        trainer.load_states(tmp_path / "states")
+    assert (trainer.learning_rate, trainer.amp_loss_scale) == (1.0, 2.0**16)

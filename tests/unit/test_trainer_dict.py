@@ -42,6 +42,18 @@ def test_values_of_groups_are_given_by_name() -> None:
     assert both.param_groups["g"] is both["g"].param_groups
 
 
+def test_a_metric_reaches_schedules_that_go_by_one_and_is_missed_before_anything_changes() -> None:
+    _, both = trainers()
+    both["g"].configure(schedules=[{"policy": "exp", "gamma": 0.5}])
+    both["d"].configure(schedules=[{"type": "ReduceOnPlateauLR", "factor": 0.5, "patience": 0}])
+    with pytest.raises(ConfigurationError, match="d goes by a metric"):
+        both.end_epoch()
+    assert both.get_lr() == {"g.lr": [0.1], "d.lr": [0.2]}
+    both.end_epoch(1.0)
+    both.end_epoch(1.0)
+    assert both.get_lr() == {"g.lr": [0.025], "d.lr": [0.1]}
+
+
 def test_gradients_of_all_are_reset() -> None:
     parts, both = trainers()
     sum(part(torch.ones(1, 1)).sum() for part in parts.values()).backward()

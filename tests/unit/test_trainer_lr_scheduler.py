@@ -193,3 +193,16 @@ def test_frozen_parameter_does_not_hold_the_count_up() -> None:
     b.requires_grad_(True)
     step(trainer, a, b)
     assert (b.item(), trainer.optimizer.num_update) == (-4, 4)
+
+
+@pytest.mark.parametrize("uok", STORES)
+def test_result_of_a_step_has_the_learning_rate_that_the_step_was_made_with(uok: bool | None) -> None:
+    [p] = zeros()
+    trainer = trainer_of([p], uok, lr_scheduler=FactorScheduler(step=1, factor=0.5, base_lr=1))
+    said = []
+    for _ in range(3):
+        before = p.item()
+        step(trainer, p)
+        assert trainer.last is not None
+        said.append((trainer.last.lr, before - p.item()))
+    assert said == [(1.0, 1.0), (0.5, 0.5), (0.25, 0.25)]

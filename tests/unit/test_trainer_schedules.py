@@ -70,6 +70,18 @@ def test_warm_up_by_step_in_a_schedule_by_epoch() -> None:
     assert seen == pytest.approx([0.5, 0.75, 1.0, 0.1, 0.1, 0.1])
 
 
+@IN_STORE
+def test_step_without_any_gradient_updates_nothing_and_advances_no_schedule(in_store: bool) -> None:
+    _, trainer = trainer_of([{"policy": "exp", "gamma": 0.5, "by_epoch": False}], in_store)
+    result = trainer.step(ignore_stale_grad=True)
+    assert result is not None
+    assert (result.updated, result.skipped, trainer.learning_rate) == (False, False, 1.0)
+    step(trainer)
+    assert trainer.last is not None
+    assert trainer.last.updated
+    assert trainer.learning_rate == 0.5
+
+
 def test_skipped_step_advances_no_schedule() -> None:
     parameters = zeros(1)
     schedule = {"policy": "exp", "gamma": 0.5, "by_epoch": False}

@@ -205,10 +205,6 @@ class KVStoreStrategy(Strategy, BaseStrategy):  # type: ignore[misc]
 
     def save_checkpoint(self, filename: str, *, callback: Callback | None = None, **options: Any) -> None:
         """As of Strategy, to a file on this host; remarks of hooks that are no plain values are left out."""
-        if "://" in str(filename):
-            raise ConfigurationError(
-                f"checkpoints are written to files, not to {filename!r}; give a path as out_dir"
-            )
 
         def encode(checkpoint: dict[str, Any]) -> None:
             if callback is not None:
