@@ -63,6 +63,13 @@ class StoreChoice:
         Raises:
             ConfigurationError: the store does not reduce so, or a value is wrong; nothing has changed then.
         """
+        self.check_buckets(buckets)
+        self._buckets = buckets
+        if isinstance(self.store, DeviceKVStore):
+            self._tell_buckets(self.store)
+
+    def check_buckets(self, buckets: dict[str, Any]) -> None:
+        """Raise what `set_buckets` would."""
         given = self.store or self._name
         if not is_over_ranks(given):
             raise ConfigurationError(
@@ -70,9 +77,6 @@ class StoreChoice:
                 "does not reduce over ranks of torch.distributed"
             )
         Buckets(buckets.get("bucket_size_mb"), buckets.get("coalesce", True))
-        self._buckets = buckets
-        if isinstance(self.store, DeviceKVStore):
-            self._tell_buckets(self.store)
 
     def _tell_buckets(self, store: DeviceKVStore) -> None:
         for name, value in self._buckets.items():

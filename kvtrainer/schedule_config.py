@@ -248,12 +248,11 @@ def _from_policy(cfg: Mapping[str, Any], run: Mapping[str, Any]) -> ScheduleSpec
         raise ConfigurationError(f"a schedule needs the name of its policy, got {policy!r}")
     known = {key: rest.pop(key, run.get(key)) for key in _RUN}
     is_stepwise = policy.replace("_", "").lower() in _STEPWISE
-    by_epoch = rest.pop("by_epoch", not is_stepwise)
+    by_epoch = _goes_by_epoch(rest, not is_stepwise)
     if by_epoch and is_stepwise:
         raise ConfigurationError(f"the policy {policy!r} goes by step; leave by_epoch out, or give False")
-    end = rest.pop("end", None)
-    if end is None:
-        end = known["max_epochs"] if by_epoch else _max_iters(known)
+    of_run = known["max_epochs"] if by_epoch else _max_iters(known)
+    end = of_run if (given := rest.pop("end", None)) is None else given
     when = {key: rest.pop(key) for key in ("begin", "groups") if key in rest}
     warm = {key: rest.pop(key) for key in _WARMUP if key in rest}
     length = known["epoch_length"]
@@ -274,6 +273,15 @@ def _from_policy(cfg: Mapping[str, Any], run: Mapping[str, Any]) -> ScheduleSpec
     )
 
 
+def _goes_by_epoch(cfg: dict[str, Any], default: bool) -> bool:
+    """Take `by_epoch`, or `by`, out of a configuration."""
+    by = cfg.pop("by", None)
+    by_epoch = cfg.pop("by_epoch", default if by is None else by == "epoch")
+    if by not in (None, "epoch" if by_epoch else "step"):
+        raise ConfigurationError(f"a schedule goes by='epoch' or by='step', without another by_epoch; got {by!r}")
+    return bool(by_epoch)
+
+
 def _max_iters(run: Mapping[str, Any]) -> int | None:
     if run.get("max_iters") is None and run.get("max_epochs") and run.get("epoch_length"):
         return int(run["max_epochs"] * run["epoch_length"])
@@ -281,8 +289,7 @@ def _max_iters(run: Mapping[str, Any]) -> int | None:
 
 
 def _run_of(default_args: Mapping[str, Any] | None) -> dict[str, Any]:
-    given = dict(default_args or {})
-    return {key: given.get(key) for key in _RUN}
+    return {key: (default_args or {}).get(key) for key in _RUN}
 
 
 def _bind_more(

@@ -188,6 +188,16 @@ def test_end_of_a_config_is_the_end_of_training() -> None:
         schedule_from_lr_config(cfg)
 
 
+@pytest.mark.parametrize("by", ["epoch", "step"])
+def test_policy_goes_by_what_it_says_in_either_form(by: str) -> None:
+    cfg = {"policy": "exp", "gamma": 0.5}
+    for said in ({"by": by}, {"by_epoch": by == "epoch"}, {"by": by, "by_epoch": by == "epoch"}):
+        assert [one.by for one in bind_schedules([{**cfg, **said}], sgd())] == [by]
+    for wrong in ({"by": by, "by_epoch": by != "epoch"}, {"by": "metric"}):
+        with pytest.raises(ConfigurationError, match="by='epoch' or by='step'"):
+            bind_schedules([{**cfg, **wrong}], sgd())
+
+
 def test_warm_up_by_step_in_a_config_by_epoch_adds_a_clock() -> None:
     cfg = {"policy": "step", "step": [8, 11], "warmup": "linear", "warmup_iters": 5, "warmup_ratio": 0.001}
     bound = bind_schedules([cfg], sgd(), {"max_epochs": 12, "epoch_length": 100})
