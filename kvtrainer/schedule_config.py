@@ -278,7 +278,9 @@ def _goes_by_epoch(cfg: dict[str, Any], default: bool) -> bool:
     by = cfg.pop("by", None)
     by_epoch = cfg.pop("by_epoch", default if by is None else by == "epoch")
     if by not in (None, "epoch" if by_epoch else "step"):
-        raise ConfigurationError(f"a schedule goes by='epoch' or by='step', without another by_epoch; got {by!r}")
+        raise ConfigurationError(
+            f"a schedule goes by='epoch' or by='step', with no other by_epoch; got {by!r}"
+        )
     return bool(by_epoch)
 
 
