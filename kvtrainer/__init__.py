@@ -8,11 +8,29 @@ from typing import TYPE_CHECKING, Any
 from kvstore_server.version import __version__
 
 if TYPE_CHECKING:
-    from kvtrainer import amp, errors, kvstore, lr_scheduler, optimizer, registry, strategy, utils
+    from kvtrainer import (
+        amp,
+        anomalies,
+        config,
+        detectron,
+        errors,
+        hooks,
+        kvstore,
+        log_buffer,
+        lr_scheduler,
+        metrics,
+        optimizer,
+        parallel,
+        precision,
+        registry,
+        schedules,
+        strategy,
+        utils,
+    )
     from kvtrainer.parallel import DataParallel, build_data_parallel_model
-    from kvtrainer.param_rules import Rule
-    from kvtrainer.param_schedule import ParamSchedule
+    from kvtrainer.param_options.rules import Rule
     from kvtrainer.row_sparse import RowSparseParameter
+    from kvtrainer.schedules import ParamSchedule
     from kvtrainer.strategy import Strategy
     from kvtrainer.trainer import Trainer
     from kvtrainer.trainer_dict import TrainerDict
@@ -27,21 +45,30 @@ __all__ = [
     "TrainerDict",
     "__version__",
     "amp",
+    "anomalies",
     "build_data_parallel_model",
+    "config",
+    "detectron",
     "errors",
+    "hooks",
     "kvstore",
+    "log_buffer",
     "lr_scheduler",
+    "metrics",
     "optimizer",
+    "parallel",
+    "precision",
     "registry",
+    "schedules",
     "strategy",
     "utils",
 ]
 
 _CLASSES = {
     "DataParallel": "parallel",
-    "ParamSchedule": "param_schedule",
+    "ParamSchedule": "schedules",
     "RowSparseParameter": "row_sparse",
-    "Rule": "param_rules",
+    "Rule": "param_options.rules",
     "Strategy": "strategy",
     "Trainer": "trainer",
     "TrainerDict": "trainer_dict",

@@ -23,9 +23,9 @@ import torch.optim
 from torch import Tensor
 
 from kvtrainer.errors import ArgumentTypeError
-from kvtrainer.grad_scaler import GradScaler
-from kvtrainer.loss_scaler import LossScaler, Scaler, scaler_of
 from kvtrainer.optimizer import Optimizer
+from kvtrainer.precision.grad_scaler import GradScaler
+from kvtrainer.precision.loss_scaler import LossScaler, Scaler, scaler_of
 from kvtrainer.trainer import Trainer
 
 __all__ = ["GradScaler", "LossScaler", "init_trainer", "scale_loss", "unscale"]

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 from torch.nn import GroupNorm
 
 from kvtrainer.errors import ArgumentTypeError, ConfigurationError
-from kvtrainer.param_places import Place
-from kvtrainer.param_rules import Rule, check_number
-from kvtrainer.schedule_config import detectron_schedule
+from kvtrainer.param_options.places import Place
+from kvtrainer.param_options.rules import Rule, check_number
+from kvtrainer.schedules.config import detectron_schedule
 
 __all__ = ["detectron_arguments", "detectron_devices", "detectron_rules", "linear_scaling"]
 

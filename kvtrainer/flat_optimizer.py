@@ -17,12 +17,12 @@ from torch import Tensor
 
 from kvtrainer.errors import ConfigurationError
 from kvtrainer.grouped_optimizer import GroupedOptimizer
-from kvtrainer.replicated_layout import make_layout
-from kvtrainer.saved_states import SavedStates
+from kvtrainer.layout.replicated import make_layout
 from kvtrainer.saving import adopt_numbers, as_state_dict, check_fit, take_out
-from kvtrainer.state_entries import State, initial_state
-from kvtrainer.state_file import read_state_file, write_state_file
-from kvtrainer.states import StateElsewhere, StateHolder, export_states, import_states, read_states
+from kvtrainer.states.entries import State, initial_state
+from kvtrainer.states.file import read_state_file, write_state_file
+from kvtrainer.states.holder import StateElsewhere, StateHolder, export_states, import_states, read_states
+from kvtrainer.states.saved import SavedStates
 
 _BY_PARAMETER = ("params", "param_names")
 """The entries of a group that are lists, with one item for each parameter."""

@@ -16,13 +16,13 @@ import torch.optim
 from kvstore_server.optimizer import Optimizer
 from kvtrainer.errors import ConfigurationError, KVStoreError
 from kvtrainer.groups import check_options, make_groups, option_names, read_options
+from kvtrainer.layout.replicated import make_layout
 from kvtrainer.local_update import LocalUpdate
-from kvtrainer.parameters import Group
-from kvtrainer.replicas import COPIES, devices_of, spread
-from kvtrainer.replicated_layout import make_layout
-from kvtrainer.schedule import Schedule
-from kvtrainer.state_entries import State
-from kvtrainer.states import StateElsewhere
+from kvtrainer.parallel.policy import COPIES, devices_of, spread
+from kvtrainer.schedules.update_count import Schedule
+from kvtrainer.states.entries import State
+from kvtrainer.states.holder import StateElsewhere
+from kvtrainer.types import Group
 
 
 class GroupedOptimizer(torch.optim.Optimizer, ABC):

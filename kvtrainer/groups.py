@@ -12,10 +12,11 @@ import torch.optim
 from kvstore_server.optimizer import Optimizer, create_from_spec
 from kvstore_server.optimizer.base import canonical_options
 from kvtrainer.errors import ConfigurationError, UnknownNameError
-from kvtrainer.layout import Layout
-from kvtrainer.parameters import Group, collect
-from kvtrainer.replicas import COPIES
+from kvtrainer.layout.layout import Layout
+from kvtrainer.parallel.policy import COPIES
+from kvtrainer.parameters import collect
 from kvtrainer.row_sparse import RowSparseParameter
+from kvtrainer.types import Group
 
 NOTES = frozenset(
     {"name", "initial_lr", "initial_momentum", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}

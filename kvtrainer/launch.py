@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from kvstore_server.errors import ConfigurationError
-from kvtrainer._hosts import bind_addresses, parse_hosts, place_servers, place_workers
-from kvtrainer._launcher import Launcher
-from kvtrainer._limits import Limits, until_noticed
-from kvtrainer._ssh import Remote
+from kvtrainer.launcher.hosts import bind_addresses, parse_hosts, place_servers, place_workers
+from kvtrainer.launcher.job import Launcher
+from kvtrainer.launcher.limits import Limits, until_noticed
+from kvtrainer.launcher.ssh import Remote
 
 _DESCRIPTION = """\
 Start parameter servers and workers, on this machine or on the hosts of a file, and end them together.

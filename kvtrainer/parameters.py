@@ -10,9 +10,9 @@ from torch.nn import Module
 
 from kvtrainer.errors import ConfigurationError
 from kvtrainer.parallel import DataParallel
-from kvtrainer.replicas import COPIES, check_replicas, same_devices
+from kvtrainer.parallel.policy import COPIES, check_replicas, same_devices
+from kvtrainer.types import Group
 
-Group = dict[str, Any]
 """A torch parameter group: "params", "param_names" and options."""
 
 Named = list[tuple[str | None, Tensor | Sequence[Tensor]]]

@@ -13,11 +13,11 @@ from kvstore_server import lr_scheduler
 from kvstore_server.optimizer import Optimizer
 from kvtrainer.errors import ConfigurationError, StateMismatchError
 from kvtrainer.groups import NOTES, check_options
-from kvtrainer.layout import Layout
-from kvtrainer.parameters import Group
-from kvtrainer.saved_states import SavedParameter, SavedStates
-from kvtrainer.state_entries import State, state_problems
-from kvtrainer.states import momentum_problems
+from kvtrainer.layout.layout import Layout
+from kvtrainer.states.entries import State, state_problems
+from kvtrainer.states.holder import momentum_problems
+from kvtrainer.states.saved import SavedParameter, SavedStates
+from kvtrainer.types import Group
 
 _log = logging.getLogger(__name__)
 

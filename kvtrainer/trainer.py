@@ -12,11 +12,23 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from kvstore_server.optimizer import Optimizer
-from kvtrainer.chosen_store import BUCKETS
 from kvtrainer.config import check_overrides, trainer_arguments
 from kvtrainer.ddp import refuse_ddp, refuse_parameters_of_ddp
 from kvtrainer.errors import ArgumentTypeError
-from kvtrainer.extra_states import (
+from kvtrainer.exchange.choice import choose_store
+from kvtrainer.exchange.chosen import BUCKETS
+from kvtrainer.groups import make_groups
+from kvtrainer.kvstore.base import KVStoreBase
+from kvtrainer.layout.row_tables import check_claimable, claim, refuse_to_add
+from kvtrainer.optimizer import create as create_optimizer
+from kvtrainer.parallel.policy import devices_of, policy_of
+from kvtrainer.param_options.paramwise import apply_paramwise
+from kvtrainer.param_options.report import ParamReport, rows_of
+from kvtrainer.precision.loss_scaler import scaler_of
+from kvtrainer.profiler import Profiler
+from kvtrainer.row_sparse import RowSparseParameter
+from kvtrainer.states.saved import SavedStates
+from kvtrainer.steps.extra_states import (
     extra_problems,
     extra_states,
     saved_passes,
@@ -25,20 +37,8 @@ from kvtrainer.extra_states import (
     saved_scaler_state,
     saved_schedules,
 )
-from kvtrainer.groups import make_groups
-from kvtrainer.kvstore.base import KVStoreBase
-from kvtrainer.loss_pipeline import LossPipeline
-from kvtrainer.loss_scaler import scaler_of
-from kvtrainer.optimizer import create as create_optimizer
-from kvtrainer.param_report import ParamReport, rows_of
-from kvtrainer.paramwise import apply_paramwise
-from kvtrainer.profiler import Profiler
-from kvtrainer.replicas import devices_of, policy_of
-from kvtrainer.row_sparse import RowSparseParameter
-from kvtrainer.row_tables import check_claimable, claim, refuse_to_add
-from kvtrainer.saved_states import SavedStates
-from kvtrainer.stage_options import StageOptions
-from kvtrainer.store_choice import choose_store
+from kvtrainer.steps.loss_pipeline import LossPipeline
+from kvtrainer.steps.options import StageOptions
 
 __all__ = ["Trainer"]
 
@@ -67,7 +67,7 @@ class Trainer(LossPipeline):
             part of the weights and of the optimizer's state. The store's weights then count; see `set_data`. None
             means: where the store can, unless the environment's MXNET_UPDATE_ON_KVSTORE is 0.
         paramwise: Options that depend on the parameter: a dict as MMCV's paramwise_cfg, a list of
-            `kvtrainer.param_rules.Rule`, or a function of the model that returns parameter groups.
+            `kvtrainer.param_options.rules.Rule`, or a function of the model that returns parameter groups.
         clip_grad: Limits the norm of the reduced gradient, dict(max_norm=35, norm_type=2), or every element of it,
             dict(type="value", clip_value=0.1). It is the gradient of the step: unscaled, divided by the batch size,
             summed over workers and replicas; without synchronous rounds that of every single contribution.

@@ -12,8 +12,8 @@ from kvtrainer.errors import (
     KeyNotFoundError,
     StateMismatchError,
 )
-from kvtrainer.parameters import Group
 from kvtrainer.trainer import Trainer
+from kvtrainer.types import Group
 
 __all__ = ["TrainerDict"]
 

@@ -14,9 +14,9 @@ from torch.utils.hooks import RemovableHandle
 from kvtrainer.comm.rank_group import Buckets
 from kvtrainer.errors import ConfigurationError
 from kvtrainer.hooks.optimizer_hook import Cumulative, OptimizerHook, trainer_of
-from kvtrainer.master_weights import copy_grads_to_fp32, copy_params_to_fp16
 from kvtrainer.parallel import DataParallel
-from kvtrainer.precision import make_precision
+from kvtrainer.precision.master_weights import copy_grads_to_fp32, copy_params_to_fp16
+from kvtrainer.precision.options import make_precision
 
 
 class Fp16OptimizerHook(OptimizerHook):
@@ -83,13 +83,13 @@ class Fp16OptimizerHook(OptimizerHook):
     def copy_grads_to_fp32(
         self, fp16_net: Any, fp32_weights: Mapping[str, Tensor] | Iterable[Tensor]
     ) -> None:
-        """As `kvtrainer.master_weights.copy_grads_to_fp32`; for subclasses, this hook has no use for it."""
+        """As `kvtrainer.precision.master_weights.copy_grads_to_fp32`; for subclasses, this hook has no use for it."""
         copy_grads_to_fp32(fp16_net, fp32_weights)
 
     def copy_params_to_fp16(
         self, fp16_net: Any, fp32_weights: Mapping[str, Tensor] | Iterable[Tensor]
     ) -> None:
-        """As `kvtrainer.master_weights.copy_params_to_fp16`; for subclasses, this hook has no use for it."""
+        """As `kvtrainer.precision.master_weights.copy_params_to_fp16`; for subclasses, this hook has no use for it."""
         copy_params_to_fp16(fp16_net, fp32_weights)
 
     def _check_alone(self, trainer: Any) -> None:

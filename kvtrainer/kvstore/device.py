@@ -25,11 +25,11 @@ from kvtrainer.kvstore.base import (
 )
 from kvtrainer.kvstore.entries import Entry
 from kvtrainer.kvstore.local import LocalKVStore
+from kvtrainer.kvstore.row_sums import gather_row_sum
 from kvtrainer.kvstore.row_values import densified, is_sparse, merge_rows
 from kvtrainer.kvstore.same_calls import check_same_call, error_text
 from kvtrainer.kvstore.values import merge, pair, spec_of
-from kvtrainer.reducers import check_reducer, is_left_fold, make_reducer
-from kvtrainer.row_sums import gather_row_sum
+from kvtrainer.parallel.reducers import check_reducer, is_left_fold, make_reducer
 
 Pairs = Sequence[tuple[Key, list[Tensor]]]
 

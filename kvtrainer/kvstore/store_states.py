@@ -12,10 +12,10 @@ from kvstore_server.plan import Plan, Slice
 from kvtrainer.comm.client import Client
 from kvtrainer.comm.tickets import RemoteTable
 from kvtrainer.errors import StateMismatchError
-from kvtrainer.saved_states import SavedParameter, SavedStates
-from kvtrainer.state_entries import State, state_problems
-from kvtrainer.state_file import read_state_file, write_state_file
-from kvtrainer.states import export_states, import_states, momentum_problems
+from kvtrainer.states.entries import State, state_problems
+from kvtrainer.states.file import read_state_file, write_state_file
+from kvtrainer.states.holder import export_states, import_states, momentum_problems
+from kvtrainer.states.saved import SavedParameter, SavedStates
 
 _NUMBERS = "numbers count"
 """What a file says when the optimizer's numbers are to be taken over as well."""

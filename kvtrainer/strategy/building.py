@@ -13,9 +13,9 @@ from torch import nn
 from kvtrainer.errors import ArgumentTypeError, ConfigurationError, UnknownNameError
 from kvtrainer.kvstore.base import KVStoreBase
 from kvtrainer.parallel import DataParallel
-from kvtrainer.param_schedule import BoundSchedule
 from kvtrainer.registry import MODELS, OPTIM_WRAPPERS, OPTIMIZER_CONSTRUCTORS, OPTIMIZERS
-from kvtrainer.schedule_config import build_param_schedules
+from kvtrainer.schedules.config import build_param_schedules
+from kvtrainer.schedules.param_schedule import BoundSchedule
 from kvtrainer.strategy.weights import trained, unwrapped
 from kvtrainer.trainer import Trainer
 from kvtrainer.trainer_dict import TrainerDict

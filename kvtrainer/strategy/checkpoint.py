@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kvtrainer.errors import CheckpointKeyError, ConfigurationError, StateFileError
-from kvtrainer.state_file import replacing
+from kvtrainer.states.file import replacing
 from kvtrainer.strategy.environment import current_device
 
 MapLocation = str | torch.device | Callable[..., Any] | None

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from kvtrainer.errors import StateMismatchError
-from kvtrainer.param_schedule import BoundSchedule
-from kvtrainer.saved_states import SavedParameter, SavedStates
+from kvtrainer.schedules.param_schedule import BoundSchedule
+from kvtrainer.states.saved import SavedParameter, SavedStates
 from kvtrainer.trainer import Trainer
 from kvtrainer.trainer_dict import TrainerDict
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import Linear, Module, Sequential, Tanh
 
 from kvtrainer import DataParallel, Trainer, build_data_parallel_model
-from kvtrainer.reducers import make_reducer
+from kvtrainer.parallel.reducers import make_reducer
 
 pytestmark = [
     pytest.mark.gpu,

@@ -14,7 +14,7 @@ from kvstore_server.norms import Decision, Guard, Measured
 from kvstore_server.optimizer import create
 from kvtrainer.comm import session
 from kvtrainer.errors import PlanMismatchError, WorkerLostError
-from kvtrainer.exchange import Gradients, Outcome, StoreExchange
+from kvtrainer.exchange.store import Gradients, Outcome, StoreExchange
 from kvtrainer.kvstore import DistKVStore, LocalKVStore
 from tests.support.engines import filled, plan_of
 from tests.support.lossy import LossyProxy

@@ -13,7 +13,7 @@ import pytest
 
 from kvstore_server.errors import ConfigurationError
 from kvtrainer import launch
-from kvtrainer._limits import until_noticed
+from kvtrainer.launcher.limits import until_noticed
 from tests.support.launch_jobs import READY, ROOT, Jobs
 
 

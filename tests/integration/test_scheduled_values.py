@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kvtrainer import Trainer
-from kvtrainer.param_schedule import ParamSchedule
+from kvtrainer.schedules.param_schedule import ParamSchedule
 from tests.support.processes import together
 from tests.support.stores import Servers, servers
 from tests.support.taking_turns import SHAPES, Worker, gradient, start_of, workers

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvtrainer.state_file import read_state_file
+from kvtrainer.states.file import read_state_file
 from tests.support.jobs import Job, run_job
 from tests.support.workers.states_matrix import OPTIMIZERS, Net, train, trainer_of, weights
 

@@ -12,8 +12,8 @@ from torch.nn import Parameter
 
 from kvtrainer import Trainer
 from kvtrainer.errors import ConfigurationError
-from kvtrainer.grad_scaler import GradScaler
 from kvtrainer.kvstore import DistKVStore
+from kvtrainer.precision.grad_scaler import GradScaler
 from tests.support.stores import Servers, servers
 
 SITES = pytest.mark.parametrize("in_store", [True, False])

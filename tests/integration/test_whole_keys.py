@@ -12,7 +12,7 @@ from torch import Tensor
 import kvtrainer
 from kvstore_server.optimizer import create
 from kvtrainer.errors import ConfigurationError, OptimizerError, PlanMismatchError
-from kvtrainer.exchange import StoreExchange
+from kvtrainer.exchange.store import StoreExchange
 from kvtrainer.kvstore import DistKVStore
 from kvtrainer.kvstore.store import TableKVStore
 from tests.integration import raising_optimizer

@@ -20,7 +20,7 @@ import json, os, sys, types
 package = types.ModuleType("kvtrainer")
 package.__path__ = ["kvtrainer"]
 sys.modules["kvtrainer"] = package
-from kvtrainer._launcher import Launcher, Limits
+from kvtrainer.launcher.job import Launcher, Limits
 job = json.loads(sys.argv[1])
 server = lambda index, fd: [sys.executable, "-I", "-S", "-c", job["server"], str(index), str(fd)]
 limits = Limits(**job["limits"])

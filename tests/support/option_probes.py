@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvtrainer.param_schedule import ParamSchedule
+from kvtrainer.schedules.param_schedule import ParamSchedule
 from tests.support.option_runs import (
     MOMENTUM,
     NORM,

@@ -10,8 +10,8 @@ import torch
 from torch.nn import Parameter
 
 from kvtrainer import Trainer
-from kvtrainer.accumulation import Accumulation
 from kvtrainer.errors import ConfigurationError, StateMismatchError
+from kvtrainer.steps.accumulation import Accumulation
 
 
 def windows(counts: int, total: int | None, passes: int) -> list[tuple[int, bool]]:

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from kvtrainer.constructors import DefaultOptimizerConstructor, construct
+from kvtrainer.config.constructors import DefaultOptimizerConstructor, construct
 from kvtrainer.errors import ConfigurationError, UnmatchedRuleWarning
-from kvtrainer.param_rules import ParamGroups, Rule
-from kvtrainer.paramwise import apply_paramwise
+from kvtrainer.param_options.paramwise import apply_paramwise
+from kvtrainer.param_options.rules import ParamGroups, Rule
 
 SGD = {"type": "SGD", "lr": 0.5, "weight_decay": 0.25, "momentum": 0.9}
 

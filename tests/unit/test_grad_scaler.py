@@ -11,7 +11,7 @@ from torch.nn import Parameter
 
 from kvtrainer import Trainer, amp, kvstore
 from kvtrainer.errors import ConfigurationError, NonFiniteGradientError
-from kvtrainer.grad_scaler import GradScaler, plain_scaling
+from kvtrainer.precision.grad_scaler import GradScaler, plain_scaling
 from kvtrainer.results import StepResult
 
 STORES = [

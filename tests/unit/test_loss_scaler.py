@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvtrainer.errors import ConfigurationError
-from kvtrainer.loss_scaler import CLEAN_STEPS, FIRST, LARGEST, LEAST, LossScaler
+from kvtrainer.precision.loss_scaler import CLEAN_STEPS, FIRST, LARGEST, LEAST, LossScaler
 
 
 def scales(scaler: LossScaler, *overflows: bool) -> list[float]:

@@ -14,7 +14,7 @@ from torch.nn import BatchNorm1d, Dropout, Linear, Module, Sequential
 
 from kvtrainer import DataParallel, Trainer, build_data_parallel_model
 from kvtrainer.errors import BackwardTwiceError, ConfigurationError
-from kvtrainer.scatter import PerReplica
+from kvtrainer.parallel.scatter import PerReplica
 
 TWO = ["cpu", "cpu"]
 

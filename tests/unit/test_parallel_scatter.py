@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvtrainer.errors import ConfigurationError
-from kvtrainer.scatter import scatter
+from kvtrainer.parallel.scatter import scatter
 
 CPU = torch.device("cpu")
 

@@ -15,7 +15,7 @@ from kvtrainer.errors import (
     ScheduleWarning,
     StateMismatchError,
 )
-from kvtrainer.param_schedule import ParamSchedule
+from kvtrainer.schedules.param_schedule import ParamSchedule
 from tests.support.scalar_training import IN_STORE, step, trainer_of, zeros
 
 

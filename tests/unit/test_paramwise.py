@@ -15,7 +15,7 @@ from kvtrainer.errors import (
     NotInitializedError,
     UnmatchedRuleWarning,
 )
-from kvtrainer.paramwise import apply_paramwise
+from kvtrainer.param_options.paramwise import apply_paramwise
 
 LR, WD = 0.01, 1e-4
 BASE = {"lr": LR, "weight_decay": WD}

@@ -10,7 +10,7 @@ from torch.nn import Linear, Parameter
 
 from kvtrainer import DataParallel, Trainer, kvstore
 from kvtrainer.errors import ConfigurationError
-from kvtrainer.reducers import REDUCERS, FlatReducer, TreeReducer, make_reducer
+from kvtrainer.parallel.reducers import REDUCERS, FlatReducer, TreeReducer, make_reducer
 from tests.support.replica_training import STORES, backward, embedding, replicas, values
 
 CPU = torch.device("cpu")

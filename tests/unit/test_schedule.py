@@ -7,8 +7,8 @@ import random
 import pytest
 
 from kvstore_server.optimizer import create
-from kvtrainer.parameters import Group
-from kvtrainer.schedule import Schedule
+from kvtrainer.schedules.update_count import Schedule
+from kvtrainer.types import Group
 
 KEYS = 4
 

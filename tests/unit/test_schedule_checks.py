@@ -12,9 +12,9 @@ from torch.optim import lr_scheduler
 
 from kvtrainer import Trainer
 from kvtrainer.errors import ConfigurationError, StateMismatchError
-from kvtrainer.param_rules import Rule
-from kvtrainer.param_schedule import ParamSchedule
-from kvtrainer.schedule_config import bind_schedules, build_param_schedules
+from kvtrainer.param_options.rules import Rule
+from kvtrainer.schedules.config import bind_schedules, build_param_schedules
+from kvtrainer.schedules.param_schedule import ParamSchedule
 from tests.support.scalar_training import step, zeros
 
 WARM_UP = {"type": "LinearLR", "start_factor": 0.1, "end": 3, "by_epoch": False}

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from kvtrainer import schedule_policies as policies
 from kvtrainer.errors import ConfigurationError, UnknownNameError
-from kvtrainer.policy_names import make_policy
-from kvtrainer.schedule_config import detectron_schedule
-from kvtrainer.schedule_policies import warmed_momentum, warmup_factor
+from kvtrainer.schedules import policies
+from kvtrainer.schedules.config import detectron_schedule
+from kvtrainer.schedules.policies import warmed_momentum, warmup_factor
+from kvtrainer.schedules.policy_names import make_policy
 
 CYCLE = (
     0.001, 0.00231801948, 0.0055, 0.00868198052, 0.01, 0.00933013372, 0.007500025, 0.00500005, 0.002500075,

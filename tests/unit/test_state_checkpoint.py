@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from kvtrainer import Trainer
-from kvtrainer.state_file import read_state_file
+from kvtrainer.states.file import read_state_file
 from tests.support.saved_training import MATRICES_ONLY, PLACES, Net, same, train, trainer_of, weights
 
 KINDS = ["sgd", "adam", "torch:NAdam", "torch:Rprop", "torch:AdamW"]

@@ -17,8 +17,8 @@ import torch
 from safetensors.torch import save_file
 
 from kvtrainer.errors import KVStoreError, StateFileError
-from kvtrainer.saved_states import SavedParameter, SavedStates
-from kvtrainer.state_file import read_state_file, write_state_file
+from kvtrainer.states.file import read_state_file, write_state_file
+from kvtrainer.states.saved import SavedParameter, SavedStates
 
 
 def states_of(value: float, numel: int = 1000) -> SavedStates:
@@ -129,7 +129,7 @@ def test_interrupted_save_leaves_no_temporary_file(path: Path, monkeypatch: pyte
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("kvtrainer.state_file.save_file", interrupt)
+    monkeypatch.setattr("kvtrainer.states.file.save_file", interrupt)
     with pytest.raises(KeyboardInterrupt):
         write_state_file(path, states_of(2.0))
     assert os.listdir(path.parent) == ["states"]

@@ -14,8 +14,8 @@ from torch import nn
 from kvtrainer import Trainer, kvstore
 from kvtrainer.errors import ConfigurationError, NotInitializedError, StateFileError, StateMismatchError
 from kvtrainer.lr_scheduler import FactorScheduler, LRScheduler, register
-from kvtrainer.saved_states import SavedStates
-from kvtrainer.state_file import read_state_file, write_state_file
+from kvtrainer.states.file import read_state_file, write_state_file
+from kvtrainer.states.saved import SavedStates
 
 SHAPES: dict[str, tuple[int, ...]] = {"a": (2, 3), "b": (3,), "c": ()}
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from kvstore_server.optimizer import Optimizer
 from kvtrainer import Trainer, kvstore
-from kvtrainer.state_file import read_state_file
+from kvtrainer.states.file import read_state_file
 from tests.support.saved_training import (
     ELEMENTWISE,
     MATRICES_ONLY,

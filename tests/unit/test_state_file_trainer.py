@@ -13,8 +13,8 @@ from torch import Tensor
 
 from kvtrainer import Trainer
 from kvtrainer.lr_scheduler import FactorScheduler
-from kvtrainer.saved_states import SavedStates, pack
-from kvtrainer.state_file import read_state_file
+from kvtrainer.states.file import read_state_file
+from kvtrainer.states.saved import SavedStates, pack
 from tests.support.saved_training import (
     PLACES,
     Net,

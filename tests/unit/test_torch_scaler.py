@@ -12,8 +12,13 @@ import torch
 
 from kvtrainer import Trainer, amp
 from kvtrainer.errors import ConfigurationError, StateMismatchError
-from kvtrainer.loss_scaler import LEAST, LossScaler
-from kvtrainer.torch_scaler import StaticLossScaler, TorchLossScaler, make_loss_scaler, scaler_from_state
+from kvtrainer.precision.loss_scaler import LEAST, LossScaler
+from kvtrainer.precision.torch_scaler import (
+    StaticLossScaler,
+    TorchLossScaler,
+    make_loss_scaler,
+    scaler_from_state,
+)
 
 SEQUENCE = [8.0, 8.0, 16.0, 16.0, 16.0, 32.0, 16.0, 16.0, 16.0, 32.0, 32.0]
 """After each of eleven steps with an overflow in the seventh; begins at 8 and grows after three clean steps."""

@@ -11,7 +11,7 @@ import torch
 from torch.optim import lr_scheduler
 
 from kvtrainer import Trainer
-from kvtrainer.param_schedule import ParamSchedule
+from kvtrainer.schedules.param_schedule import ParamSchedule
 from tests.support.scalar_training import IN_STORE, step, values, zeros
 
 OPTIONS = {"learning_rate": 1.0, "momentum": 0.5}

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from kvtrainer import Trainer
-from kvtrainer.saved_states import pack
+from kvtrainer.states.saved import pack
 from kvtrainer.strategy import Strategy
 from tests.support.jobs import deliver, own_place
 

@@ -1,0 +1,19 @@
+"""Configurations as dicts, in the forms of MMCV and mmengine, and what they stand for."""
+
+from kvtrainer.config.dicts import merge_config
+from kvtrainer.config.sections import (
+    SECTIONS,
+    check_overrides,
+    optimizer_arguments,
+    trainer_arguments,
+    wrapper_arguments,
+)
+
+__all__ = [
+    "SECTIONS",
+    "check_overrides",
+    "merge_config",
+    "optimizer_arguments",
+    "trainer_arguments",
+    "wrapper_arguments",
+]

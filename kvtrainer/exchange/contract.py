@@ -1,0 +1,97 @@
+"""What a Trainer's pipeline needs of a store, and what goes between the two in a round."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
+
+from kvstore_server.norms import Decision, Guard, Measured
+from kvstore_server.reduction import RowSet
+from kvtrainer.layout.row_tables import NO_TABLES, Tables
+
+
+class Gradients(NamedTuple):
+    """What one worker gives to a round."""
+
+    arenas: Mapping[str, Tensor]
+    """Flat, laid out by the plan; also where sums come back."""
+    rows: Mapping[int, RowSet]
+    """Keys (by index) that have only some rows."""
+    scale: float
+    absent: frozenset[int]
+    """Keys without a gradient."""
+
+
+class Outcome(NamedTuple):
+    """How a round ended that did not fail."""
+
+    left_out: frozenset[int]
+    """The keys (by index) that no worker contributed to."""
+    skipped: bool
+    """A worker vetoed: weights, gradients and optimizer state are as before, for every worker."""
+    rows: Mapping[int, RowSet] | None = None
+    """The scaled sums of those keys of which all workers gave only rows; None where rows did not travel, or sums do
+    not come back."""
+    measured: Measured | None = None
+    """The gradient that the store updated with, where it was asked."""
+    decision: Decision = Decision()
+    """What was made of it."""
+
+
+class Shadowed(NamedTuple):
+    """A round to which this worker gave nothing because it has no more data."""
+
+    outcome: Outcome
+    hyper: bytes
+    """The hyper-parameters of those that have some, packed; empty when there were none."""
+    is_over: bool
+    """No worker has: the round was none."""
+
+
+class Exchange(Protocol):
+    """What the Trainer's pipeline needs of a store."""
+
+    num_workers: int
+    updates_weights: bool
+    """Whether the optimizer runs in the store."""
+    is_sync: bool
+    """Whether a round takes one contribution of every worker."""
+    knows_left_out: bool
+    """Whether the store can say which keys all workers left out."""
+
+    can_shadow: bool
+    """Whether a worker without data may take part with nothing."""
+
+    def init(self, weights: Mapping[str, Tensor], tables: Tables = NO_TABLES) -> None:
+        """Give every worker rank 0's weights, and the store rank 0's row-sparse ones."""
+
+    def check_sparse(self, names: Sequence[str]) -> None:
+        """Raise ConfigurationError if these parameters may not have row-sparse gradients here."""
+
+    def run(
+        self,
+        grads: Gradients,
+        weights: Mapping[str, Tensor],
+        hyper: bytes,
+        veto: bool = False,
+        guard: Guard | None = None,
+    ) -> Outcome:
+        """One round. New weights go to `weights`, or else sums of gradients to those of `grads`. A worker vetoes when
+        its gradients are not finite; the round then has no effect on any worker.
+
+        With a guard, which only a store that updates in synchronous rounds takes, all workers' sum is measured and
+        decided about before it is used; every worker must give one, of the same type of norm.
+        """
+
+    def shadow(self, weights: Mapping[str, Tensor], grads: Mapping[str, Tensor]) -> Shadowed:
+        """One round to which this worker gives nothing; sums go to `grads`. When it is over for all workers, or where
+        contributions count one by one, the store's weights go to `weights`."""
+
+    def assign(self, weights: Mapping[str, Tensor], tables: Tables = NO_TABLES) -> None:
+        """Give every worker, and the store, rank 0's weights as they are now; optimizer state stays. Of row-sparse keys
+        only those of rank 0's `tables` change."""
+
+    def stats(self) -> list[dict[str, Any]]:
+        """Counters of every server; empty for stores that keep none."""

@@ -1,0 +1,254 @@
+"""A Trainer's exchange over the ranks of torch.distributed: gradients are summed in place, every rank updates.
+
+A round is a small header from every rank, from which all of them conclude the same, and then collectives over the
+gradients. The header is (int64, all ranks' equally long):
+
+    what is called | digest of the hyper-parameters | scale, as bits | veto | for every key: rows, or DENSE, or ABSENT
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvstore_server.hyper import HyperBelief
+from kvstore_server.norms import Guard
+from kvstore_server.optimizer import Optimizer
+from kvstore_server.plan import Plan, TensorSpec, check_same, row_numel
+from kvstore_server.protocol.control import pack_control, unpack_control
+from kvstore_server.reduction import RowSet, compute_dtype
+from kvtrainer.comm.rank_group import RankGroup
+from kvtrainer.errors import ConfigurationError, PlanMismatchError, ProtocolError
+from kvtrainer.exchange.store import Gradients, Outcome, Shadowed
+from kvtrainer.kvstore.row_sums import gather_row_sum
+from kvtrainer.layout.row_tables import NO_TABLES, Tables
+
+_DENSE, _ABSENT = -1, -2
+_CALL, _HYPER, _SCALE, _VETO, _FIRST_KEY = range(5)
+_CALLS = ("step", "set_data", "join")
+
+
+class _Headers(NamedTuple):
+    """What all ranks said before a round."""
+
+    states: Tensor
+    """(rank, key): the number of rows, or DENSE, or ABSENT."""
+    scales: list[float]
+    """Of the ranks that have data."""
+    hyper: bytes = b""
+    """The hyper-parameters of the lowest rank that has data, where another one has none."""
+    is_over: bool = False
+    """No rank has data."""
+
+    @property
+    def left_out(self) -> frozenset[int]:
+        return _keys((self.states == _ABSENT).all(0))
+
+    @property
+    def dense(self) -> frozenset[int]:
+        """The keys of which one rank has all rows: then the sum has, too."""
+        return _keys((self.states == _DENSE).any(0))
+
+    @property
+    def common_scale(self) -> float | None:
+        return self.scales[0] if len(set(self.scales)) == 1 else None
+
+
+class GroupExchange:
+    """Over a RankGroup. Called by all ranks in the same order; a rank that does not come makes the others time out.
+
+    Args:
+        optimizer: which runs on every rank; ranks must have the same.
+    """
+
+    updates_weights = False
+    knows_left_out = True
+    is_sync = True
+    can_shadow = True
+
+    def __init__(self, group: RankGroup, plan: Plan, optimizer: Optimizer, name: str = "device") -> None:
+        self.num_workers = group.size
+        self._group, self._plan, self._name = group, plan, name
+        self._optimizer = {
+            "name": optimizer.registered_name,
+            "multi_precision": getattr(optimizer, "multi_precision", None),
+            "begin_num_update": optimizer.begin_num_update,
+        }
+        self._hyper = b""
+
+    def init(self, weights: Mapping[str, Tensor], tables: Tables = NO_TABLES) -> None:
+        """Give every rank rank 0's weights.
+
+        Raises:
+            PlanMismatchError: ranks have different parameters or optimizers; on every rank.
+        """
+        specs = [[spec.key, list(spec.shape), spec.dtype, spec.group] for spec in self._plan.specs]
+        buckets = self._group.buckets
+        reduction = {"bucket_size_mb": buckets.size_mb, "coalesce": buckets.coalesce}
+        mine = pack_control({"specs": specs, "optimizer": self._optimizer, "reduction": reduction})
+        said = self._group.all_gather_bytes(mine)
+        for rank, theirs in enumerate(said):
+            if theirs != said[0]:
+                _check_models(unpack_control(said[0]), unpack_control(theirs), rank)
+        self._group.is_agreed = True
+        self._broadcast(weights)
+
+    def check_sparse(self, names: Sequence[str]) -> None:
+        if self._name == "nccl":
+            raise ConfigurationError(
+                f"the gradient of {', '.join(map(repr, names))} is row-sparse, but kvstore 'nccl' does not support "
+                "sparse gradients; use kvstore='device', or build the module with sparse=False"
+            )
+
+    def run(
+        self,
+        grads: Gradients,
+        weights: Mapping[str, Tensor],
+        hyper: bytes,
+        veto: bool = False,
+        guard: Guard | None = None,
+    ) -> Outcome:
+        """One round; see Exchange.
+
+        Raises:
+            PlanMismatchError: ranks disagree on a hyper-parameter; on every rank, and nothing has changed.
+        """
+        self._hyper = hyper or self._hyper
+        headers = self._headers("step", grads, veto)
+        return Outcome(frozenset(), skipped=True) if headers is None else self._sum(grads, headers)
+
+    def _sum(self, grads: Gradients, headers: _Headers) -> Outcome:
+        dense, left_out = headers.dense, headers.left_out
+        common = headers.common_scale
+        before, after = (grads.scale, 1.0) if common is None else (1.0, common)
+        for key, rows in grads.rows.items():
+            if key in dense:
+                _densify(self._piece(grads.arenas, key), rows, self._plan.specs[key])
+        for dtype, flat in grads.arenas.items():
+            self._group.sum(flat, self._runs(dtype, dense), before, after)
+        sparse = [key for key in range(len(self._plan.specs)) if key not in dense and key not in left_out]
+        summed = {key: self._sum_rows(key, grads, headers, before, after) for key in sparse}
+        return Outcome(left_out, skipped=False, rows=summed)
+
+    def shadow(self, weights: Mapping[str, Tensor], grads: Mapping[str, Tensor]) -> Shadowed:
+        for flat in grads.values():
+            flat.zero_()
+        nothing = Gradients(grads, {}, 1.0, frozenset(self._keys))
+        headers = self._headers("join", nothing, veto=False)
+        if headers is None:
+            return Shadowed(Outcome(frozenset(), skipped=True), b"", is_over=False)
+        outcome = Outcome(frozenset(), False) if headers.is_over else self._sum(nothing, headers)
+        return Shadowed(outcome, headers.hyper, headers.is_over)
+
+    def assign(self, weights: Mapping[str, Tensor], tables: Tables = NO_TABLES) -> None:
+        self._headers("set_data", None, veto=False)
+        self._broadcast(weights)
+
+    def stats(self) -> list[dict[str, Any]]:
+        return []
+
+    def _broadcast(self, weights: Mapping[str, Tensor]) -> None:
+        for flat in weights.values():
+            self._group.broadcast(flat)
+
+    def _headers(self, call: str, grads: Gradients | None, veto: bool) -> _Headers | None:
+        """Exchange headers; None if a rank vetoed. What ranks must not disagree on is checked."""
+        states = [_ABSENT if grads is None or key in grads.absent else _DENSE for key in self._keys]
+        for key, (ids, _) in grads.rows.items() if grads is not None else ():
+            states[key] = len(ids)
+        scale = 1.0 if grads is None else grads.scale
+        [digest] = struct.unpack("<q", hashlib.blake2b(self._hyper, digest_size=8).digest())
+        [bits] = struct.unpack("<q", struct.pack("<d", scale))
+        mine = [_CALLS.index(call), digest if grads is not None else 0, bits, int(veto), *states]
+        found = torch.stack(self._group.all_gather(torch.tensor(mine, dtype=torch.int64)))
+        calls = [_CALLS[at] for at in found[:, _CALL].tolist()]
+        active = [rank for rank, name in enumerate(calls) if name != "join"]
+        if len({calls[rank] for rank in active}) > 1 or (active and set(calls) == {"set_data", "join"}):
+            raise ProtocolError(
+                "ranks came to one exchange with different calls: "
+                f"{', '.join(f'{name} on rank {rank}' for rank, name in enumerate(calls))}; call the Trainer's "
+                "collective methods in the same order on every rank"
+            )
+        if len(set(found[active, _HYPER].tolist())) > 1:
+            self._name_disagreement(active)
+        hyper = b""
+        if active and len(active) < self.num_workers:
+            hyper = self._group.all_gather_bytes(self._hyper)[active[0]]
+        if found[:, _VETO].any():
+            return None
+        scales = [struct.unpack("<d", struct.pack("<q", bits))[0] for bits in found[active, _SCALE].tolist()]
+        return _Headers(found[:, _FIRST_KEY:], scales, hyper, is_over=not active)
+
+    def _name_disagreement(self, active: Sequence[int]) -> None:
+        belief = HyperBelief(self._plan)
+        for rank, packed in enumerate(self._group.all_gather_bytes(self._hyper)):
+            belief.set(rank, packed)
+        belief.common(active)
+
+    @property
+    def _keys(self) -> range:
+        return range(len(self._plan.specs))
+
+    def _runs(self, dtype: str, keys: frozenset[int]) -> list[tuple[int, int]]:
+        """The parts of the arena with these keys; those that lie beside each other as one, if they coalesce."""
+        specs, offsets = self._plan.specs, self._plan.key_offsets
+        here = sorted((offsets[key], key) for key in self._keys if specs[key].dtype == dtype)
+        ends = [*(at for at, _ in here[1:]), self._plan.arena_sizes[dtype]]
+        runs: list[tuple[int, int]] = []
+        for (at, key), end in zip(here, ends, strict=True):
+            if key in keys and at < end:
+                is_next = self._group.buckets.coalesce and runs and runs[-1][1] == at
+                joined = runs.pop()[0] if is_next else at
+                runs.append((joined, end))
+        return runs
+
+    def _sum_rows(self, key: int, grads: Gradients, headers: _Headers, before: float, after: float) -> RowSet:
+        """The sum of one key of which every rank has only some rows: a left fold in the order of ranks."""
+        spec, counts = self._plan.specs[key], headers.states[:, key].tolist()
+        device = grads.arenas[spec.dtype].device
+        none = RowSet(
+            torch.zeros(0, dtype=torch.int64, device=device), torch.zeros(0, row_numel(spec), device=device)
+        )
+        mine = grads.rows.get(key, none)
+        values = mine.values.to(compute_dtype(spec.dtype))
+        mine = mine._replace(values=values * before if before != 1.0 else values)
+        total = gather_row_sum(self._group, mine, counts, spec.dtype)
+        return total._replace(values=total.values * after) if after != 1.0 else total
+
+    def _piece(self, arenas: Mapping[str, Tensor], key: int) -> Tensor:
+        spec, at = self._plan.specs[key], self._plan.key_offsets[key]
+        return arenas[spec.dtype][at : at + spec.numel]
+
+
+def _densify(piece: Tensor, rows: RowSet, spec: TensorSpec) -> None:
+    """Write rows to the place of their key in the arena, which is zero."""
+    piece.view(-1, row_numel(spec))[rows.ids] = rows.values.to(piece.dtype)
+
+
+def _check_models(first: Mapping[str, Any], other: Mapping[str, Any], rank: int) -> None:
+    specs = [
+        [TensorSpec(key, tuple(shape), dtype, group) for key, shape, dtype, group in said["specs"]]
+        for said in (first, other)
+    ]
+    check_same(specs[0], specs[1], "rank 0", f"rank {rank}")
+    for name, value in first["optimizer"].items():
+        if other["optimizer"][name] != value:
+            raise PlanMismatchError(
+                f"ranks set different optimizers: {name} is {value!r} on rank 0 and {other['optimizer'][name]!r} on "
+                f"rank {rank}; use the same one on every rank"
+            )
+    for name, value in first["reduction"].items():
+        if other["reduction"][name] != value:
+            raise PlanMismatchError(
+                f"ranks sum gradients in different pieces: {name} is {value!r} on rank 0 and "
+                f"{other['reduction'][name]!r} on rank {rank}; create the kvstore alike on every rank"
+            )
+
+
+def _keys(mask: Tensor) -> frozenset[int]:
+    return frozenset(mask.nonzero().flatten().tolist())

@@ -1,0 +1,297 @@
+"""A Trainer's tie to its store: made at the first step, then one round in every step."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from kvstore_server.hyper import pack_hypers
+from kvstore_server.optimizer import Optimizer
+from kvstore_server.plan import Plan
+from kvtrainer.clipping import Limits
+from kvtrainer.errors import ConfigurationError, KVStoreError, WeightsWrittenError
+from kvtrainer.exchange.chosen import StoreChoice
+from kvtrainer.exchange.group import GroupExchange
+from kvtrainer.exchange.plugin import PluginExchange
+from kvtrainer.exchange.store import Exchange, Gradients, Outcome, Shadowed, StoreExchange
+from kvtrainer.kvstore.dist import DistKVStore
+from kvtrainer.kvstore.replica_compression import ReplicaCompressor
+from kvtrainer.layout.arena import Arena
+from kvtrainer.layout.layout import Layout
+from kvtrainer.layout.residuals import put_residuals, residuals_by_device
+from kvtrainer.profiler import Profiler
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Residuals:
+    """What gradient compression has held back of one worker's gradients."""
+
+    rank: int
+    num_workers: int
+    values: Mapping[int, Tensor]
+    """By index of the key, in its shape."""
+    copies: Sequence[Mapping[int, Tensor]] = ()
+    """The same for the replicas on each further device, where they are compressed one by one."""
+
+
+class StoreLink:
+    """The store that was chosen, and the Trainer's one table in it. There may be no store: see `exchange`."""
+
+    def __init__(self, choice: StoreChoice) -> None:
+        self.choice = choice
+        self.exchange: Exchange | None = None
+        """None before `start`, and where no store is needed."""
+        self.replicas: ReplicaCompressor | None = None
+        """What compresses replicas before they are summed; None where none are, or are not compressed one by one."""
+        if choice.replica_codec is not None:
+            self.replicas = ReplicaCompressor(choice.replica_codec)
+        self._layout: Layout | None = None
+        self.is_started = False
+        self.is_closed = False
+        self._profiler: Profiler | None = None
+        self._sent_hyper = b""
+        self._awaited: Residuals | None = None
+        """Residuals that were loaded before the store was there."""
+
+    @property
+    def num_workers(self) -> int:
+        return 1 if self.exchange is None else self.exchange.num_workers
+
+    def is_lossy(self, dtypes: Iterable[str]) -> bool:
+        """Whether compression holds something back of gradients of any of these dtypes."""
+        codec = self.choice.codec or self.choice.replica_codec
+        return codec is not None and not all(map(codec.is_exact, dtypes))
+
+    @property
+    def holder(self) -> StoreExchange | None:
+        """Where the optimizer's state is, if that is in the store and the store is there."""
+        return self.exchange if self.is_started and isinstance(self.exchange, StoreExchange) else None
+
+    def check_open(self) -> None:
+        """Raise KVStoreError after `close`."""
+        if self.is_closed:
+            raise KVStoreError("this Trainer is closed; build a new one to go on")
+
+    def start(self, layout: Layout, optimizer: Optimizer) -> bool:
+        """Make the store and give every worker rank 0's weights, once; collective. Returns whether it was now."""
+        arena = layout.arena
+        if self.is_started:
+            return False
+        layout.check_in_place()
+        if self.exchange is None:
+            self.exchange = self._open(layout.plan, optimizer)
+        if self.exchange is not None:
+            self.exchange.init(arena.weights, layout.tables.first())
+            layout.tables.are_placed()
+            arena.mark_updated(None)
+        self._layout = layout
+        self.is_started = True
+        if self._awaited is not None:
+            self.take_residuals(self._awaited)
+        return True
+
+    def round(
+        self,
+        layout: Layout,
+        options: dict[str, Any],
+        scale: float,
+        absent: frozenset[int],
+        veto: bool,
+        limits: Limits,
+    ) -> Outcome:
+        """One round of the gradients that were gathered, scaled; raises before or after it, never in the middle.
+
+        Args:
+            options: the numbers that hold now, as `read_options` returns them.
+            absent: the keys without a gradient here.
+            veto: whether a gradient here forbids the update, on all workers.
+            limits: what is checked of the sum; by the store where that updates and rounds are synchronous.
+
+        Raises:
+            WeightsWrittenError: the loop has written weights that the store would replace; nothing has been sent.
+        """
+        assert self.exchange is not None
+        self._check_written(layout)
+        arena, rows = layout.arena, layout.rows
+        if rows:
+            self.exchange.check_sparse([layout.names[key] for key in rows])
+        in_store = self.exchange.updates_weights
+        hyper = pack_hypers(**options, update_on_kvstore=in_store, limits=limits.summary())
+        guard = limits.guard() if in_store and self.exchange.is_sync else None
+        changed = hyper if hyper != self._sent_hyper else b""
+        # After a failed round nobody knows which servers took the change: it is sent again.
+        self._sent_hyper = b""
+        gradients = Gradients(arena.grads, rows, scale, absent)
+        try:
+            outcome = self.exchange.run(gradients, arena.weights, changed, veto, guard)
+            if self.replicas is not None and not outcome.skipped:
+                self.replicas.accept_all()
+        finally:
+            if self.replicas is not None:
+                self.replicas.forget()
+        self._sent_hyper = hyper
+        if self.exchange.updates_weights and not outcome.skipped:
+            arena.mark_updated(None)
+            layout.writes.count_own()
+        return outcome
+
+    def _check_written(self, layout: Layout) -> None:
+        """Raise WeightsWrittenError if the loop has changed weights since the store gave them to it."""
+        if self.holder is None or not self.choice.updates_weights:
+            return
+        layouts = (layout, *layout.copies)
+        written = [one.writes.by_others() for one in layouts]
+        if not any(written):
+            return
+        # Written is not changed: averaged weights that were swapped in may be out again.
+        held = self.holder.pull()
+        changed = [name for one, by in zip(layouts, written, strict=True) for name in one.differing(by, held)]
+        if changed:
+            raise WeightsWrittenError(
+                f"{len(changed)} of {len(layout.names)} parameters were written to since the last step, but the "
+                f"kvstore's weights count, which this step would put in their place: {', '.join(changed)}. Call "
+                "trainer.set_data() on every worker after such a write, which publishes rank 0's weights; or build "
+                "the Trainer with update_on_kvstore=False, which keeps the weights here"
+            )
+        layout.accept_writes()
+
+    def shadow(self, arena: Arena) -> Shadowed:
+        """A round to which this worker gives nothing, because it has no more data."""
+        assert self.exchange is not None
+        self._sent_hyper = b""  # what is in force now is another worker's
+        shadowed = self.exchange.shadow(arena.weights, arena.grads)
+        if self.exchange.updates_weights:
+            arena.mark_updated(None)
+        return shadowed
+
+    def describe(self) -> str:
+        """The type of the store."""
+        return "none" if self.choice.store is None else self.choice.store.type
+
+    def assign(self, layout: Layout) -> None:
+        """Give every worker, and the store, rank 0's weights; collective, and nothing without a store."""
+        if self.exchange is not None:
+            self.exchange.assign(layout.arena.weights, layout.tables.changed())
+            layout.tables.are_placed()
+            layout.arena.mark_updated(None)
+
+    def pull_rows(self, key: int, ids: Tensor) -> Tensor:
+        """The present values of some rows (distinct, ascending ids) of a row-sparse key, on the CPU."""
+        assert self.holder is not None
+        return self.holder.pull_rows(key, ids)
+
+    def residuals(self) -> Residuals | None:
+        """What compression holds back of this worker's gradients now; None without compression."""
+        if self.replicas is not None and self._layout is not None:
+            first, *others = residuals_by_device(self.replicas, self._layout)
+            return Residuals(0, 1, first, others)
+        exchange = self._compressing()
+        if exchange is None:
+            return self._awaited
+        return Residuals(*self._place(), exchange.residuals())
+
+    def take_residuals(self, saved: Residuals | None) -> None:
+        """Go on with saved residuals if they are this worker's, and else with none; as soon as the store is there."""
+        exchange = self._compressing()
+        layout = self._layout if self.replicas is not None else None
+        if exchange is None and layout is None:
+            is_compressing = self.choice.codec is not None or self.replicas is not None
+            self._awaited = saved if is_compressing and not self.is_started else None
+            return
+        rank, num_workers = self._place()
+        devices = 1 if layout is None else 1 + len(layout.copies)
+        mine = (rank, num_workers, devices)
+        is_mine = saved is not None and (saved.rank, saved.num_workers, 1 + len(saved.copies)) == mine
+        if saved is not None and not is_mine:
+            _log.warning(
+                "the saved states hold what compression kept back on %s; %s starts with nothing kept back",
+                _named((saved.rank, saved.num_workers, 1 + len(saved.copies))),
+                _named(mine),
+            )
+        held = saved if is_mine else None
+        if self.replicas is not None and layout is not None:
+            by_device = [] if held is None else [held.values, *held.copies]
+            put_residuals(self.replicas, by_device, layout)
+        elif exchange is not None:
+            exchange.set_residuals({} if held is None else held.values)
+        self._awaited = None
+
+    def _compressing(self) -> StoreExchange | None:
+        """The exchange, if it is there and compresses."""
+        is_compressing = self.is_started and self.choice.codec is not None
+        return self.exchange if is_compressing and isinstance(self.exchange, StoreExchange) else None
+
+    def _place(self) -> tuple[int, int]:
+        """This worker's rank and the number of workers."""
+        assert self.choice.client is not None
+        return self.choice.client.options.rank, self.choice.client.options.num_workers
+
+    def profiler(self) -> Profiler:
+        """What profiles the connection; makes the store if there is none yet. Raises as `Trainer.profiler`."""
+        self.check_open()
+        if self._profiler is None:
+            self.choice.open()
+            if self.choice.client is None:
+                has = "no kvstore" if self.choice.store is None else f"kvstore {self.choice.store.type!r}"
+                raise ConfigurationError(
+                    f"this Trainer has {has}, so there is nothing of ours to profile; use torch.profiler"
+                )
+            self._profiler = Profiler(self.choice.client, time.monotonic)
+        return self._profiler
+
+    @property
+    def version(self) -> int:
+        """How many updates are in the weights here; -1 without a store that knows."""
+        return self.holder.version if self.holder is not None else -1
+
+    @property
+    def staleness(self) -> int:
+        """How many updates others made between the weights of the last contribution and that."""
+        return self.holder.staleness if self.holder is not None else 0
+
+    def stats(self) -> list[dict[str, Any]]:
+        """Each server's counters, in server order; empty without a store."""
+        return [] if self.exchange is None else self.exchange.stats()
+
+    def close(self, error: BaseException | None) -> None:
+        """Leave the store; other workers are told of the error. Idempotent."""
+        self.is_closed = True
+        self.choice.close(error)
+
+    def _open(self, plan: Plan, optimizer: Optimizer) -> Exchange | None:
+        choice = self.choice
+        choice.open()
+        if choice.client is not None:
+            is_sync = choice.client.options.mode.is_sync
+            there = _for_store(optimizer, is_sync) if choice.updates_weights else None
+            is_dist = isinstance(choice.store, DistKVStore)
+            return StoreExchange(choice.client, plan, there, choice.codec, is_dist)
+        if choice.group is not None:
+            name = choice.store.type if choice.store is not None else ""
+            return GroupExchange(choice.group, plan, optimizer, name.lower())
+        return None if choice.store is None else PluginExchange(choice.store, plan)
+
+
+def _named(place: tuple[int, int, int]) -> str:
+    rank, num_workers, devices = place
+    return f"rank {rank} of {num_workers}" + (f" with {devices} devices" if devices > 1 else "")
+
+
+def _for_store(optimizer: Optimizer, is_sync: bool) -> Optimizer:
+    """The optimizer without its scheduler: the workers evaluate that, so it may be code that cannot travel.
+
+    Where contributions count one by one, only the servers know how many there were: then it must travel.
+    """
+    if not is_sync:
+        return optimizer
+    alone = copy.copy(optimizer)
+    alone.lr_scheduler = None
+    return alone

@@ -1,0 +1,237 @@
+"""Where a Trainer's gradients meet those of other workers, and where its weights live.
+
+An exchange knows one table: all parameters of one Trainer. It is made at the first step, when the store is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvstore_server.codec import Codec
+from kvstore_server.norms import Decision, Guard
+from kvstore_server.optimizer import KeyState, Optimizer, SliceState, spec_for_store
+from kvstore_server.plan import Plan, Slice
+from kvstore_server.reduction import RowSet, torch_dtype
+from kvtrainer.comm.client import Client
+from kvtrainer.comm.compressor import Compressor
+from kvtrainer.comm.row_pulls import RowsWanted
+from kvtrainer.comm.tickets import Arenas, RoundItem, Source
+from kvtrainer.errors import ConfigurationError
+from kvtrainer.exchange.contract import Exchange, Gradients, Outcome, Shadowed
+from kvtrainer.layout.row_tables import NO_TABLES, Tables
+
+__all__ = ["TABLE", "Exchange", "Gradients", "Outcome", "Shadowed", "StoreExchange"]
+
+TABLE = "parameters"
+
+
+class _Given(NamedTuple):
+    values: Arenas | None
+    tables: Mapping[int, Source]
+
+
+class StoreExchange:
+    """Over a client of an engine, in this process or, if it `is_dist`, on servers."""
+
+    knows_left_out = True
+    can_shadow = True
+
+    def __init__(
+        self,
+        client: Client,
+        plan: Plan,
+        optimizer: Optimizer | None,
+        codec: Codec | None = None,
+        is_dist: bool = False,
+    ) -> None:
+        self._is_dist = is_dist
+        self._has_rows = False
+        """Whether a gradient of this worker has been row-sparse."""
+        self.num_workers = client.options.num_workers
+        self.updates_weights = optimizer is not None
+        self.is_sync = client.options.mode.is_sync
+        self._client = client
+        if optimizer is not None:
+            client.set_optimizer(spec_for_store(optimizer))
+        whole_keys = optimizer is not None and not optimizer.elementwise
+        [self._table] = client.register({TABLE: plan.specs}, whole_keys)
+        if codec is not None:
+            self._table.compressor = Compressor(codec, self._table.plan)
+
+    def init(self, weights: Mapping[str, Tensor], tables: Tables = NO_TABLES) -> None:
+        mine = _on_cpu(weights)
+        self._client.rounds.initialise([self._item(self._given(mine, tables), mine)])
+        _copy_back(weights, mine)
+
+    def _given(self, mine: Mapping[str, Tensor], tables: Tables) -> _Given:
+        """The values that this worker gives in a round in which rank 0's count."""
+        if self._client.options.rank:
+            return _Given(None, {})
+        return _Given(mine, {key: make() for key, make in tables.items()})
+
+    def _item(self, given: _Given, out: Mapping[str, Tensor] | None, assign: bool = False) -> RoundItem:
+        values, tables = given
+        is_kept = self.updates_weights and self._has_rows and out is not None
+        return RoundItem(self._table, values, out, assign=assign, tables=tables, is_kept=is_kept)
+
+    def check_sparse(self, names: Sequence[str]) -> None:
+        # Also with one worker, so that a script that works with one works with several.
+        if not self.updates_weights and self._is_dist:
+            raise ConfigurationError(
+                f"the gradient of {', '.join(map(repr, names))} is row-sparse, which needs update_on_kvstore=True with "
+                "a dist kvstore: rows that other workers have cannot be summed here"
+            )
+
+    def run(
+        self,
+        grads: Gradients,
+        weights: Mapping[str, Tensor],
+        hyper: bytes,
+        veto: bool = False,
+        guard: Guard | None = None,
+    ) -> Outcome:
+        target = weights if self.updates_weights else grads.arenas
+        values, out = _on_cpu(grads.arenas), _on_cpu(target)
+        # Rows of a single worker are their own sum.
+        given = dict(_rows_to_send(grads.rows, self._table.plan)) if self.updates_weights else {}
+        absent = grads.absent | (grads.rows.keys() - given.keys())
+        # Only rows make it worth the servers' while to know what has changed.
+        self._has_rows = self._has_rows or bool(given)
+        kept = self.updates_weights and self._has_rows
+        self._check_guard(guard)
+        item = RoundItem(
+            self._table, values, out, grads.scale, absent, veto, rows=given, is_kept=kept, guard=guard
+        )
+        with self._forgetting_on_error():
+            ticket = self._client.rounds.start([item], hyper)
+            self._client.rounds.wait(ticket)
+            measured, decision = ticket.decided.get(TABLE, (None, Decision()))
+            if TABLE in ticket.vetoes:
+                return Outcome(frozenset(), True, None, measured, decision)
+            _copy_back(target, out)
+        for key in grads.rows.keys() - given.keys():
+            # What came in place of them is the value of a key that was left out, not a sum.
+            spec, at = self._table.plan.specs[key], self._table.plan.key_offsets[key]
+            grads.arenas[spec.dtype][at : at + spec.numel].zero_()
+        left_out = frozenset(ticket.absent.get(TABLE, ())) - (grads.rows.keys() - given.keys())
+        return Outcome(left_out, False, None, measured, decision)
+
+    def _check_guard(self, guard: Guard | None) -> None:
+        if guard is not None and not (self.updates_weights and self.is_sync):
+            raise ConfigurationError(
+                "a gradient is checked by the store only where the store updates the weights, in synchronous rounds"
+            )
+
+    def shadow(self, weights: Mapping[str, Tensor], grads: Mapping[str, Tensor]) -> Shadowed:
+        is_sync = self._client.options.mode.is_sync
+        target = grads if not self.updates_weights else None if is_sync else weights
+        out = None if target is None else _on_cpu(target)
+        ticket = self._client.rounds.start([RoundItem(self._table, None, out, joined=True)])
+        self._client.rounds.wait(ticket)
+        said = ticket.in_force[TABLE]
+        if target is not None and out is not None:
+            _copy_back(target, out)
+        if said.is_over and self.updates_weights and is_sync:
+            mine = _on_cpu(weights)
+            self._client.rounds.pull([(self._table, mine)])
+            _copy_back(weights, mine)
+        outcome = Outcome(frozenset(ticket.absent.get(TABLE, ())), TABLE in ticket.vetoes)
+        return Shadowed(outcome, said.hyper, said.is_over)
+
+    @contextmanager
+    def _forgetting_on_error(self) -> Iterator[None]:
+        """After an interrupted round nobody knows what is in the arena: then all weights come again."""
+        try:
+            yield
+        except BaseException:
+            self._table.held.clear()
+            raise
+
+    def assign(self, weights: Mapping[str, Tensor], tables: Tables = NO_TABLES) -> None:
+        mine = _on_cpu(weights)
+        given = self._given(mine, tables)
+        rounds = self._client.rounds
+        if self._client.options.mode.is_sync:
+            with self._forgetting_on_error():
+                rounds.wait(rounds.start([self._item(given, mine, assign=True)]))
+        else:
+            # Contributions count one by one: none may come between, and nobody may read before.
+            self._client.barrier()
+            if given.values is not None:
+                rounds.wait(rounds.start([self._item(given, None, assign=True)]))
+            self._client.barrier()
+            rounds.pull([(self._table, mine)])
+        _copy_back(weights, mine)
+
+    def pull(self) -> dict[str, Tensor]:
+        """The weights that the store has now, laid out by the plan, on the CPU."""
+        sizes = self._table.plan.resident_sizes
+        held = {dtype: torch.zeros(size, dtype=torch_dtype(dtype)) for dtype, size in sizes.items()}
+        self._client.rounds.pull([(self._table, held)])
+        return held
+
+    def pull_rows(self, key: int, ids: Tensor) -> Tensor:
+        """Some rows (distinct, ascending ids) of a row-sparse key (by index), flat ones, on the CPU."""
+        [rows] = self._client.rounds.pull_rows([RowsWanted(self._table, key, ids)])
+        return rows
+
+    def get_state(self, piece: Slice) -> SliceState:
+        return self._client.get_state(self._table, self._placed(piece))
+
+    def put_state(self, piece: Slice, state: SliceState) -> None:
+        self._client.put_state(self._table, self._placed(piece), state)
+
+    def get_key_state(self, key: int) -> KeyState:
+        return self._client.get_key_state(self._table, key)
+
+    def put_key_state(self, key: int, state: KeyState) -> None:
+        self._client.put_key_state(self._table, key, state)
+
+    @property
+    def version(self) -> int:
+        """How many updates are in the weights that came last; -1 if none came yet."""
+        return max(self._table.versions.values(), default=-1)
+
+    @property
+    def staleness(self) -> int:
+        """How many updates others made between the weights of the last contribution and that."""
+        return self._table.staleness
+
+    def residuals(self) -> dict[int, Tensor]:
+        """What compression has held back of this worker's gradients, by index of the key; copies."""
+        compressor = self._table.compressor
+        return {} if compressor is None else compressor.residuals()
+
+    def set_residuals(self, residuals: Mapping[int, Tensor]) -> None:
+        """Replace what compression has held back; without compression there is nothing to hold."""
+        if self._table.compressor is not None:
+            self._table.compressor.set_residuals(residuals)
+
+    def stats(self) -> list[dict[str, Any]]:
+        return self._client.stats()
+
+    def _placed(self, piece: Slice) -> Slice:
+        """The same slice in the plan of the real number of servers; only its server differs."""
+        return self._table.plan.slices[piece.index]
+
+
+def _rows_to_send(rows: Mapping[int, RowSet], plan: Plan) -> Iterator[tuple[int, RowSet]]:
+    for key, (ids, values) in rows.items():
+        # The sum of replicas may have come in a wider dtype.
+        yield key, RowSet(ids.cpu(), values.to("cpu", torch_dtype(plan.specs[key].dtype)))
+
+
+def _on_cpu(arenas: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    return {dtype: flat.detach().to("cpu") for dtype, flat in arenas.items()}
+
+
+@torch.no_grad()
+def _copy_back(arenas: Mapping[str, Tensor], source: Mapping[str, Tensor]) -> None:
+    for dtype, flat in arenas.items():
+        if flat.device.type != "cpu":
+            flat.copy_(source[dtype])

@@ -1,0 +1,1 @@
+"""What `kvlaunch` does behind its command line; nothing here imports torch."""

@@ -1,0 +1,281 @@
+"""The life of a launched job: servers, then workers, then the orderly end of all of them.
+
+`Launcher.run` reads from top to bottom; wherever it waits, it runs the event loop. The first failure, or
+signal, decides the exit code, and everything after it is about leaving nothing behind.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+from kvtrainer.env import NUM_WORKERS, RANK, SERVERS
+from kvtrainer.launcher.addresses import Addresses
+from kvtrainer.launcher.child import Child
+from kvtrainer.launcher.events import Events
+from kvtrainer.launcher.guardian import KILL_WAIT, MARK, Guardian
+from kvtrainer.launcher.limits import Limits
+from kvtrainer.launcher.ssh import Remote, RemoteChild, without_address
+
+_LAST_OUTPUT_WAIT = 1.0
+
+
+class Launcher:
+    """Runs one job, on this machine or on others.
+
+    Args:
+        worker_command: what every worker runs; rank, count and servers are in its environment.
+        num_workers: at least 1.
+        server_command: (index, file descriptor) -> what that server runs; it must write its address and a
+            newline to the descriptor when it is ready. On another host it is given `--ready-fd` there, and None here.
+        num_servers: 0 starts none and leaves KVSTORE_SERVERS unset.
+        environ: the environment that all processes inherit.
+        remote: the hosts on which they run; None means this one.
+    """
+
+    def __init__(
+        self,
+        worker_command: Sequence[str],
+        num_workers: int,
+        server_command: Callable[[int, int | None], Sequence[str]],
+        num_servers: int,
+        environ: Mapping[str, str],
+        limits: Limits,
+        remote: Remote | None = None,
+    ) -> None:
+        self._worker_command = worker_command
+        self._num_workers = num_workers
+        self._server_command = server_command
+        self._num_servers = num_servers
+        self._limits = limits
+        self._remote = remote
+        self._linger = limits.linger
+        self._mark = secrets.token_hex(16)
+        self._environ = {k: v for k, v in environ.items() if k not in (RANK, NUM_WORKERS, SERVERS)}
+        self._environ["PYTHONUNBUFFERED"] = environ.get("PYTHONUNBUFFERED", "1")
+        self._environ[MARK] = ":".join(filter(None, (environ.get(MARK), self._mark)))
+        self._events = Events()
+        self._servers: list[Child] = []
+        self._workers: list[Child] = []
+        self._addresses = Addresses(num_servers, self._events, lambda text: self._fail(1, text))
+        self._code: int | None = None
+        self._stopping = False
+
+    def run(self) -> int:
+        """Run the job and return its exit code; blocks until no process of it is left. Main thread only."""
+        with self._events:
+            self._guardian = Guardian(self._mark, self._limits.grace)
+            try:
+                self._start_and_work()
+                self._stop()
+            finally:
+                self._signal_all(signal.SIGKILL)  # none is left, unless the lines above raised
+                self._guardian.close()
+                self._addresses.close()
+            self._sweep()
+        return self._code or 0
+
+    # The phases.
+
+    def _start_and_work(self) -> None:
+        for index in range(self._num_servers):
+            self._start_server(index)
+        if not self._wait(self._addresses.are_complete, self._limits.start):
+            self._fail_unready()
+        for rank in range(self._num_workers):
+            if self._code is None:
+                self._start_worker(rank)
+        self._wait(self._workers_done, None)
+
+    def _stop(self) -> None:
+        if self._code is not None:
+            self._wait(self._no_worker_left, self._linger, until=self._was_signalled)
+        self._stopping = True
+        self._signal_all(signal.SIGTERM)
+        self._wait(self._no_child_left, self._limits.grace, until=self._in_a_hurry)
+        self._signal_all(signal.SIGKILL)
+        self._wait(self._no_child_left, KILL_WAIT, until=_never)
+        for server in self._servers:
+            if server.returncode:
+                self._fail(server.shell_code(), f"{server.describe_exit()} while it was stopping")
+
+    def _sweep(self) -> None:
+        """Wait until the guardian has ended what children left behind; print what is still in the pipes."""
+        patience = self._limits.grace + KILL_WAIT + 1.0
+        self._wait(self._guardian.closed, patience, until=_never)
+        children = self._servers + self._workers
+        self._wait(lambda: not any(c.streams for c in children), _LAST_OUTPUT_WAIT, until=_never)
+        for child in children:
+            for fd, stream in list(child.streams.items()):
+                stream.flush()
+                self._close_stream(child, fd)
+        # A reader that is slow gets everything, as long as nobody asks us to end.
+        written = self._output_is_written
+        self._wait(written, None, until=self._was_signalled)
+        self._wait(written, _LAST_OUTPUT_WAIT, until=_never)
+
+    # Starting.
+
+    def _start_server(self, index: int) -> None:
+        if self._code is not None:
+            return
+        put = self._events.output.put
+        if self._remote is None:
+            with self._addresses.pipe_to(index) as fd:
+                command = self._server_command(index, fd)
+                start = partial(Child, command=command, environ=self._environ, put=put, pass_fds=(fd,))
+                self._spawn(self._servers, "server", index, start)
+        else:
+            word = secrets.token_hex(16)
+            command = self._remote.of_server(index, self._server_command(index, None), self._environ, word)
+            hear = without_address(word, lambda text: self._addresses.note(index, text), put)
+            self._spawn(
+                self._servers,
+                "server",
+                index,
+                partial(RemoteChild, command=command, environ=self._environ, put=hear),
+            )
+
+    def _start_worker(self, rank: int) -> None:
+        environ, put = self._worker_environ(rank), self._events.output.put
+        start: Callable[[str, str], Child] = partial(
+            Child, command=self._worker_command, environ=environ, put=put
+        )
+        if self._remote is not None:
+            command = self._remote.of_worker(rank, self._worker_command, environ)
+            start = partial(RemoteChild, command=command, environ=environ, put=put)
+        self._spawn(self._workers, "worker", rank, start)
+
+    def _fail_unready(self) -> None:
+        what = f"server {', '.join(map(str, self._addresses.missing()))} did not report an address"
+        self._fail(1, f"{what} within {self._limits.start:g} s; allow more with --start-timeout")
+
+    def _worker_environ(self, rank: int) -> dict[str, str]:
+        environ = {**self._environ, RANK: str(rank), NUM_WORKERS: str(self._num_workers)}
+        if self._num_servers:
+            environ[SERVERS] = ",".join(self._addresses.in_order())
+        # Each worker would start a thread per core, and the threads of all of them would fight for the cores.
+        if self._remote is None:
+            cores = len(os.sched_getaffinity(0))
+            environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // self._num_workers)))
+        return environ
+
+    def _spawn(self, group: list[Child], role: str, index: int, start: Callable[[str, str], Child]) -> None:
+        name, tag = f"{role} {index}", f"{role[0]}{index}"
+        if self._remote is not None:
+            host = (self._remote.servers if role == "server" else self._remote.workers)[index]
+            name += f" on {host.name}"
+        try:
+            child = start(name, tag)
+        except (OSError, ValueError) as error:
+            # As a shell does: 127 for a command that does not exist, 126 for one that cannot be run.
+            self._fail(127 if isinstance(error, FileNotFoundError) else 126, f"cannot start {name}: {error}")
+            return
+        self._guardian.watch(child.pid)
+        group.append(child)
+        for fd in child.streams:
+            self._events.add_reader(fd, lambda fd=fd: self._read(child, fd), pausable=True)  # type: ignore[misc]
+
+    # While it runs.
+
+    def _wait(
+        self, done: Callable[[], bool], seconds: float | None, until: Callable[[], bool] | None = None
+    ) -> bool:
+        """Run the loop until `done`, or `until` (by default: the job has failed), or the time is over."""
+        interrupted = until or (lambda: self._code is not None)
+        deadline = float("inf") if seconds is None else time.monotonic() + seconds
+        while not done() and not interrupted():
+            left = deadline - time.monotonic()
+            if left <= 0:
+                break
+            self._events.turn(left)
+            self._look()
+        return done()
+
+    def _look(self) -> None:
+        """Draw the consequences of what one turn of the loop has brought."""
+        if self._events.child_changed:
+            self._events.child_changed = False
+            self._reap()
+            if not self._stopping and not self._guardian.ensure():
+                self._fail(
+                    1, "the guardian process keeps dying, and a killed launcher would leave processes behind"
+                )
+        signals = self._events.stop_signals
+        if signals:
+            self._fail(128 + signals[0], f"received {signals[0].name}")
+        error = self._events.write_error
+        if error is not None:
+            self._fail(128 + signal.SIGPIPE, f"cannot write the output: {error.strerror}")
+
+    def _reap(self) -> None:
+        gone = [child for child in self._alive() if child.reap()]
+        for child in gone:
+            self._guardian.forget_if_empty(child.pid)
+            for fd, stream in list(child.streams.items()):
+                if not stream.drain():
+                    self._close_stream(child, fd)
+        if self._stopping or (self._workers_done() and not any(w.returncode for w in self._workers)):
+            return
+        # When both exited since the last look, the server is the likelier cause.
+        for child in sorted(gone, key=lambda child: child not in self._servers):
+            if child in self._servers and self._servers.index(child) not in self._addresses:
+                self._fail(1, f"{child.describe_exit()} before it was ready")
+            elif child in self._servers:
+                text = f"{child.describe_exit()} before the workers were done"
+                self._fail(child.shell_code() or 1, text, was_unheard=True)
+            elif child.returncode:
+                self._fail(child.shell_code(), child.describe_exit(), was_unheard=child.was_killed())
+
+    def _read(self, child: Child, fd: int) -> None:
+        if not child.streams[fd].read():
+            self._close_stream(child, fd)
+
+    def _close_stream(self, child: Child, fd: int) -> None:
+        self._events.remove_reader(fd)
+        child.close_stream(fd)
+
+    def _fail(self, code: int, text: str, was_unheard: bool = False) -> None:
+        """Note the first failure and say so; later ones are its consequences."""
+        if self._code is None:
+            self._code = code
+            suffix = "; stopping the others" if self._alive() else ""
+            if was_unheard and self._limits.linger_unheard > self._linger and not self._no_worker_left():
+                self._linger = self._limits.linger_unheard
+                suffix += f", which get up to {self._linger:g} s to notice"
+            self._events.output.put(2, "kvlaunch: ", f"{text}{suffix}".encode())
+
+    def _was_signalled(self) -> bool:
+        return bool(self._events.stop_signals)
+
+    def _output_is_written(self) -> bool:
+        return self._events.output.target is None
+
+    def _in_a_hurry(self) -> bool:
+        """Whether the user pressed Ctrl-C once more, while the job was being stopped for a signal."""
+        signals = self._events.stop_signals
+        return len(signals) > 1 and signals[-1] == signal.SIGINT
+
+    def _signal_all(self, number: signal.Signals) -> None:
+        for child in self._alive():
+            child.signal(number)
+
+    def _alive(self) -> list[Child]:
+        return [child for child in self._servers + self._workers if child.returncode is None]
+
+    def _no_child_left(self) -> bool:
+        return not self._alive()
+
+    def _no_worker_left(self) -> bool:
+        return all(worker.returncode is not None for worker in self._workers)
+
+    def _workers_done(self) -> bool:
+        return len(self._workers) == self._num_workers and self._no_worker_left()
+
+
+def _never() -> bool:
+    return False

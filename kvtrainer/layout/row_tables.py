@@ -1,0 +1,99 @@
+"""The row-sparse parameters of a Trainer: which of its keys they are, and values on their way to the store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+
+from torch import Tensor
+from torch.nn import Parameter
+
+from kvtrainer.comm.tickets import Source
+from kvtrainer.errors import ConfigurationError
+from kvtrainer.parallel.policy import COPIES
+from kvtrainer.parameters import collect
+from kvtrainer.row_sparse import Owner, RowSparseParameter
+from kvtrainer.types import Group
+
+Tables = Mapping[int, Callable[[], Source]]
+"""Key (by index) → what gives its values, called on the worker whose values count."""
+
+
+NO_TABLES: Tables = MappingProxyType({})
+
+
+class RowTables:
+    """Position i of `parameters` is key i."""
+
+    def __init__(self, parameters: Sequence[Parameter]) -> None:
+        self._parameters = {i: p for i, p in enumerate(parameters) if isinstance(p, RowSparseParameter)}
+        self._given: dict[int, Tensor] = {}
+        """New values that the store has not got yet."""
+
+    def __contains__(self, key: int) -> bool:
+        return key in self._parameters
+
+    def key_of(self, parameter: RowSparseParameter) -> int:
+        return next(key for key, p in self._parameters.items() if p is parameter)
+
+    def give(self, key: int, values: Tensor) -> None:
+        """Values for `first` or `changed`."""
+        self._given[key] = values.detach().to("cpu", self._parameters[key].dtype).reshape(-1)
+
+    def first(self) -> Tables:
+        """The values of all keys, with which the store begins."""
+        return {**{key: p._source for key, p in self._parameters.items()}, **self.changed()}
+
+    def changed(self) -> Tables:
+        """The values of the keys that were given new ones."""
+        return {key: _giving(flat) for key, flat in self._given.items()}
+
+    def are_placed(self) -> None:
+        """The store has the values now."""
+        self._given.clear()
+        for parameter in self._parameters.values():
+            parameter._place()
+
+
+def check_claimable(groups: Sequence[Group]) -> bool:
+    """Whether there are row-sparse parameters in these groups.
+
+    Raises:
+        RowSparseError: one has a Trainer already.
+        ConfigurationError: one has replicas, which would have nothing in them.
+    """
+    found = list(_named(groups))
+    for name, parameter in found:
+        parameter.check_claimable(name)
+    if any(isinstance(p, RowSparseParameter) for group in groups for of in group.get(COPIES, ()) for p in of):
+        raise ConfigurationError(
+            "a row-sparse parameter has no replicas, because its values are in the store; give the Trainer one, and "
+            "use the rows that it returns on every device"
+        )
+    return bool(found)
+
+
+def refuse_to_add(group: Group) -> None:
+    """Raise ConfigurationError if there are row-sparse ones among parameters that come later than the Trainer."""
+    for name, _ in _named(collect([group])):
+        raise ConfigurationError(
+            f"parameter {name!r} is row-sparse, which decides about the Trainer's store; give it to the Trainer's "
+            "constructor"
+        )
+
+
+def claim(owner: Owner, groups: Sequence[Group]) -> None:
+    """Let the row-sparse parameters of these groups belong to a Trainer."""
+    for name, parameter in _named(groups):
+        parameter._claim(owner, name)
+
+
+def _named(groups: Sequence[Group]) -> Iterator[tuple[str, RowSparseParameter]]:
+    for group in groups:
+        for name, parameter in zip(group["param_names"], group["params"], strict=True):
+            if isinstance(parameter, RowSparseParameter):
+                yield name, parameter
+
+
+def _giving(flat: Tensor) -> Callable[[], Source]:
+    return lambda: lambda start, numel: flat[start : start + numel]

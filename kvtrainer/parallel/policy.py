@@ -1,0 +1,145 @@
+"""Parameters that are on several devices of one process: how replicas must agree, and what they are called."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.parameter import is_lazy
+
+from kvtrainer.errors import ConfigurationError
+from kvtrainer.parallel.reducers import AUTO
+
+COPIES = "_copies"
+"""The key of a group, until it becomes one of torch's, for lists of parameters: one for each device but the first."""
+
+_MEMBERSHIP = "_kvtrainer_membership"
+"""The attribute of a parameter that is a replica in a DataParallel."""
+
+
+class ReplicaPolicy(NamedTuple):
+    """How the replicas of a Trainer's parameters are treated."""
+
+    reducer: str = AUTO
+    are_scaled: bool = False
+    """Whether each gradient carries its replica's share, so that their sum is a mean already."""
+    may_lack: bool = False
+    """Whether a parameter may have a gradient on some devices only."""
+    must_agree: bool = False
+    """Whether replicas that have updates of their own are a mistake."""
+
+
+LISTS = ReplicaPolicy()
+"""Of lists of replicas."""
+
+
+class Membership:
+    """That a parameter is one replica of several in a DataParallel. Copies and pickles of the parameter lose it.
+
+    Args:
+        owner: the DataParallel.
+        policy: its policy.
+    """
+
+    def __init__(self, owner: object, policy: ReplicaPolicy) -> None:
+        self._owner = weakref.ref(owner)
+        self.policy = policy
+
+    @property
+    def counts(self) -> bool:
+        """Whether the DataParallel is still there."""
+        return self._owner() is not None
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
+
+
+def enter(parameter: Tensor, membership: Membership) -> None:
+    """Note that a parameter is a replica in a DataParallel."""
+    setattr(parameter, _MEMBERSHIP, membership)
+
+
+def policy_of(groups: Sequence[Mapping[str, Any]]) -> ReplicaPolicy:
+    """How the replicas in these groups are to be treated, which may have COPIES yet, or be torch's."""
+    for parameter in (p for group in groups for p in group["params"]):
+        membership = getattr(parameter, _MEMBERSHIP, None)
+        if membership is not None and membership.counts:
+            policy: ReplicaPolicy = membership.policy
+            return policy
+    return LISTS
+
+
+def check_replicas(name: str, replicas: Sequence[Tensor], seen: Mapping[int, object]) -> None:
+    """Raise ConfigurationError unless these can be the replicas of one parameter.
+
+    Args:
+        seen: has the ids of those parameters that are taken.
+    """
+    if not replicas:
+        raise ConfigurationError(f"parameter {name!r} is an empty list; give one replica for each device")
+    if len({id(p) for p in replicas}) < len(replicas) or any(id(p) in seen for p in replicas):
+        raise ConfigurationError(
+            f"parameter {name!r} has a replica that is also another replica or parameter; give each device a "
+            "Parameter of its own"
+        )
+    if len(replicas) == 1:
+        membership = getattr(replicas[0], _MEMBERSHIP, None)
+        if membership is not None and membership.counts:
+            raise ConfigurationError(
+                f"parameter {name!r} is one replica of several in a DataParallel, whose others would not be trained; "
+                "give the Trainer the DataParallel itself, or groups made by its with_replicas()"
+            )
+        return
+    if any(is_lazy(p) for p in replicas):
+        raise ConfigurationError(
+            f"replicas of {name!r} have no shape yet; run a forward pass on every device before building the Trainer"
+        )
+    forms = [f"{str(p.dtype).removeprefix('torch.')}{list(p.shape)}" for p in replicas]
+    if len(set(forms)) > 1:
+        raise ConfigurationError(
+            f"the replicas of parameter {name!r} differ: {', '.join(forms)}; each must have the same shape and dtype"
+        )
+
+
+def same_devices(parameters: Mapping[str, Sequence[Tensor]]) -> None:
+    """Raise ConfigurationError unless all parameters with replicas are on the same list of devices."""
+    lists = {name: [str(p.device) for p in replicas] for name, replicas in parameters.items()}
+    if all(len(devices) == 1 for devices in lists.values()):
+        return
+    (first, expected), *others = lists.items()
+    for name, devices in others:
+        if devices != expected:
+            raise ConfigurationError(
+                "all parameters must be on the same list of devices, but parameter "
+                f"{name!r} is on [{', '.join(devices)}] while {first!r} is on [{', '.join(expected)}]"
+            )
+
+
+def devices_of(groups: Sequence[Mapping[str, Any]]) -> list[torch.device]:
+    """The device of each replica, of groups that have COPIES yet."""
+    group = next(group for group in groups if group["params"])
+    return [of_device[0].device for of_device in [group["params"], *group.get(COPIES, ())]]
+
+
+def device_names(devices: Sequence[torch.device]) -> list[str]:
+    """What each place in a list of replicas is called: by its device, with its number where that is not enough."""
+    if len(set(devices)) == len(devices):
+        return [str(device) for device in devices]
+    return [f"{device} (replica {at})" for at, device in enumerate(devices)]
+
+
+def spread(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A group in torch's form: after the first replicas of all its parameters come those on the other devices."""
+    spread = {name: value for name, value in group.items() if name != COPIES}
+    copies = group.get(COPIES, ())
+    if copies:
+        labels = device_names(devices_of([group]))
+        spread["params"] = [*group["params"], *(p for of_device in copies for p in of_device)]
+        spread["param_names"] = [
+            *group["param_names"],
+            *(f"{name} on {label}" for label in labels[1:] for name in group["param_names"]),
+        ]
+    return spread

@@ -1,0 +1,1 @@
+"""Options that depend on the parameter: rules, where they apply, and what became of it."""

@@ -1,0 +1,214 @@
+"""torch's GradScaler for loops that drive one themselves, with a vote of all workers in the Trainer's own round."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.amp
+from torch import Tensor
+from torch.amp.grad_scaler import OptState
+
+from kvtrainer.errors import ConfigurationError, NonFiniteGradientError
+from kvtrainer.layout.replicated import ReplicatedLayout
+from kvtrainer.precision.torch_scaler import (
+    StaticLossScaler,
+    TorchLossScaler,
+    make_loss_scaler,
+    scaler_from_state,
+)
+from kvtrainer.results import StepResult
+
+__all__ = [
+    "GradScaler",
+    "PlainScaling",
+    "StaticLossScaler",
+    "TorchLossScaler",
+    "make_loss_scaler",
+    "plain_scaling",
+    "scaler_from_state",
+]
+
+
+class GradScaler(torch.amp.GradScaler):
+    """torch.amp.GradScaler, for a Trainer: a gradient that overflows on any worker skips the step of all.
+
+    What a worker has found travels with its contribution, so there is no further message, and `update` sees the
+    decision instead of this worker's part of it: scales stay equal on all workers. With one of torch's optimizers it
+    is torch's GradScaler. Several Trainers, as of a GAN, may share one::
+
+        scaler.scale(loss).backward()
+        scaler.unscale_(trainer)  # if the loop wants to see unscaled gradients
+        result = scaler.step(trainer)  # a StepResult; other arguments go to trainer.step
+        scaler.update()
+
+    With contributions that count one by one, in async mode, each worker has a scale of its own. A worker that waits at
+    the end of a `trainer.join()` block does not see what becomes of the others' steps: its scale may be another one
+    afterwards, which changes no gradient (the Trainer's option amp="dynamic" follows there too). Gradients in float16
+    cannot be unscaled where they are; build the Trainer with amp="dynamic" for them, which does it in float32.
+
+    Args:
+        device: "cuda" or "cpu"; by default "cuda" where there is one.
+        init_scale, growth_factor, backoff_factor, growth_interval, enabled: as of torch.amp.GradScaler.
+    """
+
+    def __init__(
+        self,
+        device: str | None = None,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+    ) -> None:
+        chosen = ("cuda" if torch.cuda.is_available() else "cpu") if device is None else device
+        super().__init__(chosen, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Divide the gradients of the coming step by the scale, where they are; at most once before `step`.
+
+        Raises:
+            ConfigurationError: a Trainer's gradients are float16, or it scales losses itself.
+            RuntimeError: it was called already since the last `update`.
+        """
+        if self._enabled and _is_trainer(optimizer):
+            _refuse(optimizer)
+            _refuse_half(optimizer)
+            if self._scale is None and not _fresh(optimizer):
+                # A worker that has had no data takes part in the vote all the same.
+                self._lazy_init_scale_growth_tracker(torch.device(self._device))
+        super().unscale_(optimizer)
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """Unscale unless that was done, and let the Trainer make the step, which all workers skip if one overflows.
+
+        Returns:
+            The Trainer's StepResult; with another optimizer what its `step` returns, None where it was skipped.
+
+        Raises:
+            ConfigurationError: as of `unscale_`.
+            RuntimeError: there is a closure, or it was called already since the last `update`.
+            Any error of the Trainer's `step`.
+        """
+        if not self._enabled or not _is_trainer(optimizer):
+            return super().step(optimizer, *args, **kwargs)
+        if kwargs.get("closure") is not None or (args and callable(args[0])):
+            raise RuntimeError("a GradScaler cannot step with a closure: its gradients would not be unscaled")
+        state = self._per_optimizer_states[id(optimizer)]
+        if state["stage"] is OptState.STEPPED:
+            raise RuntimeError("step() has already been called since the last update().")
+        if state["stage"] is OptState.READY:
+            self.unscale_(optimizer)
+        overflows = any(found.item() for found in state["found_inf_per_device"].values())
+        vote = cast(Callable[..., StepResult], optimizer._step_voting)  # type: ignore[attr-defined]
+        try:
+            result = vote(overflows, self.get_scale(), *args, **kwargs)
+        except NonFiniteGradientError:
+            self._note(state, True)  # on all workers
+            raise
+        self._note(state, result.skipped)
+        return result
+
+    def _note(self, state: dict[str, Any], is_skipped: bool) -> None:
+        """Let `update` see what all workers have decided, in place of what was found here."""
+        assert self._scale is not None
+        decision = torch.full_like(self._scale, float(is_skipped))
+        state["found_inf_per_device"] = {self._scale.device: decision}
+        state["stage"] = OptState.STEPPED
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the state, where an empty one, which a disabled scaler saves, changes nothing."""
+        if state_dict:
+            super().load_state_dict(state_dict)
+
+    def _unscale_grads_(
+        self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        if _is_trainer(optimizer):
+            # Gradients that were used up stay readable: an old infinity among them must not count again.
+            given = SimpleNamespace(param_groups=[{"params": _fresh(optimizer)}])
+            optimizer = cast(torch.optim.Optimizer, given)
+        return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+
+
+class PlainScaling(NamedTuple):
+    """What torch's own GradScaler says to an optimizer whose step does the unscaling."""
+
+    overflows: bool
+    factor: float
+    """What the present gradients must be multiplied by."""
+
+
+def plain_scaling(trainer: torch.optim.Optimizer, num_workers: int) -> PlainScaling | None:
+    """What a plain torch.amp.GradScaler wants of the step that it is calling; None if none is.
+
+    An optimizer with `_step_supports_amp_scaling` is always called, and finds the attributes `found_inf` and
+    `grad_scale` (None once unscaled), which the scaler removes afterwards.
+
+    Raises:
+        ConfigurationError: there are several workers, which such a scaler does not ask; or the Trainer scales losses.
+    """
+    given = vars(trainer)
+    if "found_inf" not in given or "grad_scale" not in given:
+        return None
+    scale, found = given["grad_scale"], given["found_inf"]
+    try:
+        _refuse(trainer)
+        if num_workers > 1:
+            raise ConfigurationError(
+                f"a torch.amp.GradScaler decides alone, but {num_workers} workers must skip a step together, and keep "
+                "the same scale; use kvtrainer.amp.GradScaler in its place, or the Trainer's option amp='dynamic'"
+            )
+    except ConfigurationError:
+        del trainer.found_inf, trainer.grad_scale  # type: ignore[attr-defined]
+        raise
+    return PlainScaling(bool(found), 1.0 if scale is None else 1.0 / float(scale))
+
+
+def _is_trainer(optimizer: object) -> bool:
+    return hasattr(optimizer, "_step_voting")
+
+
+def _refuse(trainer: Any) -> None:
+    """Raise ConfigurationError if the Trainer's options leave no room for a scaler of the loop's own."""
+    if getattr(trainer, "loss_scaler", None) is not None:
+        raise ConfigurationError(
+            "the Trainer scales losses itself, because of amp=... or amp.init_trainer; leave out that or the GradScaler"
+        )
+    accumulation = getattr(trainer, "_accumulation", None)
+    if accumulation is not None and accumulation.counts > 1:
+        raise ConfigurationError(
+            f"the Trainer accumulates {accumulation.counts} backward passes, of which a GradScaler knows nothing; "
+            "build it with amp='dynamic', or without accumulate and call scaler.step(trainer) after as many passes"
+        )
+
+
+def _refuse_half(trainer: Any) -> None:
+    """Raise ConfigurationError if a gradient would lose what the loss scale has saved."""
+    half = sorted({name for name, p in _named_fresh(trainer) if p.grad.dtype == torch.float16})
+    if half:
+        raise ConfigurationError(
+            f"gradients in float16 cannot be unscaled where they are without loss: {', '.join(half)}; build the "
+            "Trainer with amp='dynamic', which unscales in float32, or keep float32 parameters under torch.autocast"
+        )
+
+
+def _fresh(trainer: Any) -> list[Tensor]:
+    """The parameters, of every device, whose gradients the coming step would use."""
+    return [parameter for _, parameter in _named_fresh(trainer)]
+
+
+def _named_fresh(trainer: Any) -> list[tuple[str, Any]]:
+    layout = trainer._layout
+    if isinstance(layout, ReplicatedLayout):
+        by_device = layout.tracker.fresh_by_device()
+    else:
+        by_device = [layout.tracker.fresh(layout.tracker.participating())]
+    return [
+        (name, parameter)
+        for one, own in zip([layout, *layout.copies], by_device, strict=True)
+        for name, parameter, is_fresh in zip(one.names, one.parameters, own, strict=True)
+        if is_fresh
+    ]

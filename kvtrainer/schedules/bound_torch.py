@@ -1,0 +1,241 @@
+"""torch's schedulers as a Trainer advances and saves them, and lowering a value where a metric no longer improves."""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.optim
+from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from kvtrainer.errors import ConfigurationError, StateMismatchError
+from kvtrainer.schedules.group_values import GroupValue, refuse_second_scheduler
+
+_KINDS = {"tuple": tuple, "dict": dict, "counter": Counter}
+
+
+class TorchSchedule:
+    """A scheduler of torch, or of anybody who has torch's interface, which stays as it is.
+
+    Args:
+        scheduler: Bound to the optimizer already.
+        by: When it is advanced: after each 'step' or 'epoch'; with a 'metric' for ReduceLROnPlateau.
+
+    Raises:
+        SchedulerInUseError: the optimizer takes its learning rate from a scheduler of its own.
+    """
+
+    def __init__(self, scheduler: Any, by: str) -> None:
+        if isinstance(scheduler, LRScheduler) or getattr(scheduler, "param_name", None) == "lr":
+            refuse_second_scheduler(scheduler.optimizer)
+        self.scheduler = scheduler
+        self._by = "metric" if isinstance(scheduler, ReduceLROnPlateau) else by
+
+    @property
+    def by(self) -> str:
+        """'step', 'epoch' or 'metric'."""
+        return self._by
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Which values it writes, as far as that can be known."""
+        rate = (
+            {"lr"} if isinstance(self.scheduler, LRScheduler) else {getattr(self.scheduler, "param_name", "")}
+        )
+        return frozenset(rate | ({"momentum"} if getattr(self.scheduler, "cycle_momentum", False) else set()))
+
+    def step(self, *metric: float) -> None:
+        """Advance it, in one that goes by a metric with that.
+
+        Raises:
+            ConfigurationError: there is no metric where one is needed.
+        """
+        if self._by == "metric" and not metric:
+            raise ConfigurationError(
+                f"{type(self.scheduler).__name__} is advanced with a metric, such as the loss of a validation"
+            )
+        # It warns unless it saw step(); the Trainer has several ways to update.
+        self.scheduler.optimizer._opt_called = True
+        self.scheduler.step(*metric)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the scheduler keeps, as far as it is plain: numbers, text and collections of them; never code."""
+        return {key: _packed(value) for key, value in self.scheduler.state_dict().items() if _is_plain(value)}
+
+    def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Raise StateMismatchError if it is the state of another kind of schedule, as far as that can be known."""
+        mine, theirs = (
+            {key for key in state if not key.startswith("_")} for state in (self.state_dict(), state_dict)
+        )
+        # Versions of torch have some entries more or less.
+        if (mine - theirs and theirs - mine) or "last_epoch" in mine - theirs:
+            raise StateMismatchError(
+                f"this is no state of a {type(self.scheduler).__name__}: {state_dict!r:.120}; load what the "
+                "state_dict() of one returned"
+            )
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Hand that back to the scheduler.
+
+        Raises StateMismatchError as `check_state_dict`; nothing has changed then.
+        """
+        self.check_state_dict(state_dict)
+        self.scheduler.load_state_dict({key: _unpacked(value) for key, value in state_dict.items()})
+
+
+class PlateauSchedule:
+    """Multiplies a value of the groups by a factor when a metric has stopped improving, within a window.
+
+    torch's ReduceLROnPlateau decides, over groups that stand for those of the optimizer, so momentum is lowered alike.
+    What other schedules write afterwards is lowered in proportion.
+
+    Args:
+        optimizer: Whose groups are written.
+        name: 'lr', 'momentum' or any key of the groups that holds a number.
+        begin, end: From which number of calls up to which it may change the value.
+        minimum: What the value stays at or above; or a list with one for each group.
+        groups: The groups to write, by index or by their 'name'; None: all, later ones too.
+        options: Of ReduceLROnPlateau: mode, factor, patience, threshold, threshold_mode, cooldown, eps.
+
+    Raises:
+        ConfigurationError: an option is wrong, or a group has no such value.
+    """
+
+    by = "metric"
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        name: str = "lr",
+        *,
+        begin: int = 0,
+        end: int | None = None,
+        minimum: float | Sequence[float] = 0.0,
+        groups: Sequence[int | str] | None = None,
+        **options: Any,
+    ) -> None:
+        self.optimizer = optimizer
+        self._value = GroupValue(optimizer, name)
+        self._indices = self._value.indices(groups)
+        self._begin, self._end, self._count = begin, end, 0
+        self._stand_in = torch.optim.SGD(
+            [{"params": [torch.zeros(1)]} for _ in range(len(self._value))], lr=0.0
+        )
+        lowest: Any = list(minimum) if isinstance(minimum, list | tuple) else minimum
+        try:
+            self._scheduler = ReduceLROnPlateau(self._stand_in, min_lr=lowest, **options)
+        except (ValueError, TypeError) as error:
+            raise ConfigurationError(f"a schedule that goes by a metric cannot be made: {error}") from error
+
+    def step(self, *metric: float) -> None:
+        """Take note of the metric's next value.
+
+        Raises:
+            ConfigurationError: there is none.
+        """
+        if not metric:
+            raise ConfigurationError(
+                "this schedule is advanced with a metric, such as the loss of a validation"
+            )
+        count, self._count = self._count, self._count + 1
+        if count < self._begin or (self._end is not None and count >= self._end):
+            return
+        groups = self._stand_in.param_groups
+        for _ in range(len(groups), len(self._value)):
+            self._stand_in.add_param_group({"params": [torch.zeros(1)]})
+        for index, group in enumerate(groups):
+            group["lr"] = self._value.read(index)
+        before = [group["lr"] for group in groups]
+        self._scheduler.step(*metric)
+        for index, group in enumerate(groups):
+            is_mine = self._indices is None or index in self._indices
+            if is_mine and group["lr"] != before[index]:
+                self._value.overrule(index, group["lr"])
+
+    @property
+    def name(self) -> str:
+        """What it lowers."""
+        return self._value.name
+
+    def build_on(self, target: GroupValue) -> None:
+        """Lower what schedules write that have this target."""
+        self._value = target
+
+    def state_dict(self) -> dict[str, Any]:
+        """How far it is, the best value of the metric, and what the value was lowered by: plain numbers."""
+        state = self._scheduler.state_dict()
+        return {
+            "count": self._count,
+            "scales": self._value.scales,
+            **{key: state[key] for key in _PROGRESS},
+        }
+
+    def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Raise StateMismatchError unless it is such a state, of as many groups."""
+        if set(state_dict) != {"count", "scales", *_PROGRESS}:
+            raise StateMismatchError(
+                f"this is no state of a schedule that goes by a metric: {state_dict!r:.120}"
+            )
+        if len(state_dict["scales"]) != len(self._value):
+            raise StateMismatchError(
+                f"the state of the schedule of {self.name!r} is one of {len(state_dict['scales'])} groups, here there "
+                f"are {len(self._value)}"
+            )
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from there. Raises StateMismatchError as `check_state_dict`; nothing has changed then."""
+        self.check_state_dict(state_dict)
+        self._count = int(state_dict["count"])
+        self._value.set_scales(state_dict["scales"])
+        self._scheduler.load_state_dict({key: state_dict[key] for key in _PROGRESS})
+
+
+def is_like_torchs(one: object) -> bool:
+    """Whether somebody else's scheduler can be used as one of torch: it has an optimizer, and `step()` will do."""
+    if isinstance(one, type | torch.optim.Optimizer) or not hasattr(one, "optimizer"):
+        return False
+    methods = [getattr(one, name, None) for name in ("step", "state_dict", "load_state_dict")]
+    if not all(map(callable, methods)):
+        return False
+    needed = inspect.signature(one.step).parameters.values()  # type: ignore[attr-defined]
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return all(p.default is not inspect.Parameter.empty or p.kind in variadic for p in needed)
+
+
+_PROGRESS = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch")
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    if isinstance(value, Mapping):
+        return all(_is_plain(key) and _is_plain(one) for key, one in value.items())
+    if isinstance(value, Tensor):
+        return value.dim() == 0
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def _packed(value: Any) -> Any:
+    """As JSON can hold it, which knows neither tuples nor keys that are no strings; all else is written as lists."""
+    if isinstance(value, list):
+        return [_packed(one) for one in value]
+    if isinstance(value, tuple):
+        return {"tuple": [_packed(one) for one in value]}
+    if isinstance(value, Mapping):
+        kind = "counter" if isinstance(value, Counter) else "dict"
+        return {kind: [[_packed(key), _packed(one)] for key, one in value.items()]}
+    return value.item() if isinstance(value, Tensor) else value
+
+
+def _unpacked(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_unpacked(one) for one in value]
+    if isinstance(value, Mapping):
+        [(kind, items)] = value.items()
+        unpacked = [_unpacked(one) for one in items]
+        return _KINDS[kind](unpacked if kind == "tuple" else dict(unpacked))
+    return value

@@ -1,0 +1,1 @@
+"""Optimizer state in its forms, and the file of it."""

@@ -1,0 +1,1 @@
+"""The pipeline of a step, stage by stage."""
