@@ -67,7 +67,7 @@ class Trainer(LossPipeline):
             part of the weights and of the optimizer's state. The store's weights then count; see `set_data`. None
             means: where the store can, unless the environment's MXNET_UPDATE_ON_KVSTORE is 0.
         paramwise: Options that depend on the parameter: a dict as MMCV's paramwise_cfg, a list of
-            `kvtrainer.param_options.rules.Rule`, or a function of the model that returns parameter groups.
+            `kvtrainer.Rule`, or a function of the model that returns parameter groups.
         clip_grad: Limits the norm of the reduced gradient, dict(max_norm=35, norm_type=2), or every element of it,
             dict(type="value", clip_value=0.1). It is the gradient of the step: unscaled, divided by the batch size,
             summed over workers and replicas; without synchronous rounds that of every single contribution.
