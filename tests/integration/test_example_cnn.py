@@ -65,21 +65,17 @@ def test_options_from_a_file_give_the_bits_that_they_give_from_python(tmp_path: 
     check_close(found, written_out())
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("options", [["--replicas", "2"], ["--kvstore", "local"], CONFIG], ids="-".join)
 def test_two_batches_for_an_update_are_as_in_plain_pytorch(tmp_path: Path, options: list[str]) -> None:
     check_close(trained(tmp_path, "--accumulate", "2", *options), written_out(batches=2))
 
 
-@pytest.mark.full
 def test_bfloat16_stays_close_to_full_precision(tmp_path: Path) -> None:
     found = trained(tmp_path, "--amp", "bfloat16", "--replicas", "2")
     check_close(found, written_out(), tolerance=0.05)
 
 
-@pytest.mark.parametrize(
-    "launcher", [pytest.param(SERVERS, id="servers"), pytest.param(RANKS, id="ranks", marks=pytest.mark.full)]
-)
+@pytest.mark.parametrize("launcher", [SERVERS, RANKS], ids=["servers", "ranks"])
 def test_two_workers_train_what_one_process_trains(tmp_path: Path, launcher: Sequence[str]) -> None:
     run("cnn", "--epochs", "1", "--save", str(tmp_path / "weights.pt"), *CONFIG, launcher=launcher)
     check_close(torch.load(tmp_path / "weights.pt"), written_out())

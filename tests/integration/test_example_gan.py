@@ -32,14 +32,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return trained(tmp_path_factory.mktemp("whole"))
 
 
-@pytest.mark.full
 def test_trainers_from_a_file_give_the_bits_that_those_from_python_give(
     checkpoint: dict[str, Any], tmp_path: Path
 ) -> None:
     check_equal(trained(tmp_path, *CONFIG), checkpoint)
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("options", [[], CONFIG], ids=["python", "file"])
 def test_it_goes_on_from_its_checkpoint_as_if_never_interrupted(
     checkpoint: dict[str, Any], tmp_path: Path, options: list[str]

@@ -118,7 +118,7 @@ def test_kill_9_of_the_launcher_ends_a_grandchild_with_an_empty_environment(jobs
 def test_kill_9_of_the_launcher_ends_its_children_even_when_the_guardian_hangs(jobs: Jobs) -> None:
     process = jobs.start("echo up; exec sleep 60", 2)
     line_of(process)
-    (guardian,) = jobs.pids("_guardian.py")
+    (guardian,) = jobs.pids("launcher/guardian.py")
     os.kill(guardian, signal.SIGSTOP)
     process.kill()
     process.wait()
@@ -128,9 +128,9 @@ def test_kill_9_of_the_launcher_ends_its_children_even_when_the_guardian_hangs(j
 def test_guardian_that_was_killed_is_replaced(jobs: Jobs) -> None:
     process = jobs.start("setsid sleep 60 & echo up; wait")
     assert line_of(process) == "[w0] up"
-    (first,) = jobs.pids("_guardian.py")
+    (first,) = jobs.pids("launcher/guardian.py")
     os.kill(first, signal.SIGKILL)
-    assert eventually(lambda: jobs.pids("_guardian.py") not in ([], [first]))
+    assert eventually(lambda: jobs.pids("launcher/guardian.py") not in ([], [first]))
     process.kill()
     process.wait()
     assert eventually(lambda: jobs.alive() == []), jobs.alive()

@@ -12,9 +12,6 @@ KINDS = pytest.mark.parametrize(
 )
 
 
-pytestmark = pytest.mark.full  # test_resume_bits shows most of it, with fewer processes
-
-
 @pytest.fixture(scope="module")
 def jobs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Job, Job]:
     folder = tmp_path_factory.mktemp("files")

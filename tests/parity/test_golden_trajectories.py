@@ -16,16 +16,7 @@ from tests.support.workers.golden import REPEATS, SITES, name_of, play
 # One fixture may run the whole job that this part belongs to.
 pytestmark = pytest.mark.timeout(120)
 
-FAST = {(1, 1), (1, 2), (2, 3)}
-SIZES = [
-    pytest.param(
-        (workers, servers),
-        id=f"{workers}x{servers}",
-        marks=() if (workers, servers) in FAST else pytest.mark.full,
-    )
-    for workers in (1, 2)
-    for servers in (1, 2, 3)
-]
+SIZES = [pytest.param((w, s), id=f"{w}x{s}") for w in (1, 2) for s in (1, 2, 3)]
 each_run = pytest.mark.parametrize(
     ("label", "rescaled"),
     [

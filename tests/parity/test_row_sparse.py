@@ -24,12 +24,7 @@ from tests.support.workers.row_sparse import (
     touched_of,
 )
 
-FAST = {(1, 1), (1, 2), (2, 2), (3, 2)}
-GRID = [
-    pytest.param((w, s), id=f"{w}x{s}", marks=() if (w, s) in FAST else pytest.mark.full)
-    for w in (1, 2, 3, 7)
-    for s in (1, 2, 3)
-]
+GRID = [pytest.param((w, s), id=f"{w}x{s}") for w in (1, 2, 3, 7) for s in (1, 2, 3)]
 SPARSE = ("gradient", "weight")
 
 
