@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -41,8 +40,6 @@ from kvtrainer.steps.loss_pipeline import LossPipeline
 from kvtrainer.steps.options import StageOptions
 
 __all__ = ["Trainer"]
-
-_log = logging.getLogger(__name__)
 
 
 class Trainer(LossPipeline):
@@ -260,14 +257,8 @@ class Trainer(LossPipeline):
         return self._link.pull_rows(self._layout.tables.key_of(parameter), ids)
 
     def _leave(self, error: BaseException | None) -> None:
-        passes = self._accumulation.pending
-        if error is None and passes:
-            _log.warning(
-                "the gradients of the last %d backward passes reached no weight: %d make an update; set_progress() "
-                "with the number of all lets a shorter window count",
-                passes,
-                self._accumulation.counts,
-            )
+        if error is None:
+            self._warn_of_what_had_no_effect()
         self._layout.tracker.close()
         self._link.close(error)
 

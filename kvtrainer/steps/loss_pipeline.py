@@ -16,6 +16,7 @@ from kvtrainer.exchange.chosen import BUCKETS
 from kvtrainer.parallel.losses import ReplicaLosses
 from kvtrainer.results import StepResult
 from kvtrainer.schedules.config import bind_schedules
+from kvtrainer.schedules.param_schedule import BoundSchedule
 from kvtrainer.steps.accumulation import Accumulation
 from kvtrainer.steps.joining import JoiningPipeline
 from kvtrainer.steps.options import StageOptions
@@ -156,6 +157,23 @@ class LossPipeline(JoiningPipeline):
             elif schedule.by == "metric":
                 schedule.step(metric)  # type: ignore[call-arg]
 
+    def _warn_of_what_had_no_effect(self) -> None:
+        """Training ends: log what was asked for and never came to anything."""
+        passes = self._accumulation.pending
+        if passes:
+            _log.warning(
+                "the gradients of the last %d backward passes reached no weight: %d make an update; set_progress() "
+                "with the number of all lets a shorter window count",
+                passes,
+                self._accumulation.counts,
+            )
+        waiting = [one for one in self._schedules if one.by == "epoch" and not _has_moved(one)]
+        if waiting and self.last is not None:
+            _log.warning(
+                "no epoch was ended, so %d schedules that go by epoch never moved; call end_epoch() after each epoch",
+                len(waiting),
+            )
+
     def get_lr(self) -> dict[str, list[float]]:
         """{"lr": the learning rate of every group}."""
         return {"lr": [float(group["lr"]) for group in self.param_groups]}
@@ -193,6 +211,12 @@ class LossPipeline(JoiningPipeline):
         replicas = zip(*(layout.parameters for layout in layouts), strict=True)
         named = dict(zip(self._layout.names, map(list, replicas), strict=True))
         report_anomalies(losses, named, self._stage_options.detect_anomalous_params)
+
+
+def _has_moved(schedule: BoundSchedule) -> bool:
+    """Whether a schedule was ever advanced, as far as its state says so."""
+    state = schedule.state_dict()
+    return bool(state.get("count", state.get("last_epoch", 1)))
 
 
 def _momentum(group: Mapping[str, Any]) -> float:

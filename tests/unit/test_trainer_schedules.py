@@ -141,3 +141,23 @@ def test_groups_with_remembered_values_are_taken_again() -> None:
     built = Trainer([{**again, "params": [torch.nn.Parameter(torch.zeros(1))]}], "sgd", kvstore=None)
     ParamSchedule(built, "momentum", "fixed")
     assert built.get_momentum()["momentum"] == [0.5]
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        {"policy": "exp", "gamma": 0.5},
+        {"scheduler": partial(lr_scheduler.StepLR, step_size=1, gamma=0.5), "by": "epoch"},
+    ],
+    ids=["ours", "torch's"],
+)
+@pytest.mark.parametrize("epochs", [0, 1])
+def test_schedule_by_epoch_of_a_run_that_never_ended_one_is_said_at_the_end(
+    schedule: dict[str, Any], epochs: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    _, trainer = trainer_of([schedule])
+    with trainer:
+        step(trainer)
+        for _ in range(epochs):
+            trainer.end_epoch()
+    assert ("1 schedules that go by epoch never moved; call end_epoch()" in caplog.text) is (epochs == 0)
