@@ -26,8 +26,9 @@ gan: $(READY)
 test: $(READY)
 	$(BIN)/python -m pytest -m "not full" -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
+# Some of these take many minutes; a dump of what threads do meanwhile can crash the interpreter that it looks at.
 test-full: $(READY)
-	$(BIN)/python -m pytest -m full
+	$(BIN)/python -m pytest -m full -n auto --maxprocesses 4 --dist loadfile -o faulthandler_timeout=0
 
 test-mxnet: $(READY)
 	benchmarks/mxnet_env.sh .venv-mxnet2 2.0.0b1
