@@ -40,7 +40,8 @@ def check_hello(config: EngineConfig, hello: m.Hello) -> None:
     if (hello.server, hello.num_servers) != (config.server, config.num_servers):
         raise ConfigurationError(
             f"this is server {config.server} of {config.num_servers}, but rank {hello.rank} has it as server "
-            f"{hello.server} of {hello.num_servers}; give every worker the same KVSTORE_SERVERS, in index order"
+            f"{hello.server} of {hello.num_servers}; start every server with its --index and --num-servers, and give "
+            "every worker the same KVSTORE_SERVERS, in index order"
         )
     if not 1 <= hello.num_workers <= MAX_WORKERS:
         raise ConfigurationError(f"num_workers must be 1 … {MAX_WORKERS}, got {hello.num_workers}")

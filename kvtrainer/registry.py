@@ -156,7 +156,9 @@ class Registry:
                 f"a {self.name} is configured by a dict, got {type(cfg).__name__}: {cfg!r:.80}"
             )
         if "type" not in cfg:
-            raise RegistryError(f"the configuration of a {self.name} needs a 'type', got {dict(cfg)!r:.200}")
+            raise RegistryError(
+                f"a configuration for the {self.name} registry needs a 'type', got {dict(cfg)!r:.200}"
+            )
         kind = cfg["type"]
         if not isinstance(kind, str) and not callable(kind):
             raise ArgumentTypeError(

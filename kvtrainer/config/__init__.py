@@ -1,5 +1,6 @@
 """Configurations as dicts, in the forms of MMCV and mmengine, and what they stand for."""
 
+from kvtrainer.config.constructors import DefaultOptimizerConstructor
 from kvtrainer.config.dicts import merge_config
 from kvtrainer.config.sections import (
     SECTIONS,
@@ -11,6 +12,7 @@ from kvtrainer.config.sections import (
 
 __all__ = [
     "SECTIONS",
+    "DefaultOptimizerConstructor",
     "check_overrides",
     "merge_config",
     "optimizer_arguments",

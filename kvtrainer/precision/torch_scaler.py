@@ -166,8 +166,8 @@ def make_loss_scaler(amp: Any) -> Scaler | None:
         return _from_dict(dict(amp))
     if isinstance(amp, bool) or not isinstance(amp, Real):
         raise ConfigurationError(
-            f"amp must be 'dynamic', a number (a static loss scale), a dict such as dict(init_scale=512.0) or None, "
-            f"got {amp!r}"
+            f"amp must be 'dynamic', a number (a static loss scale), a dict such as dict(dtype='bfloat16') or "
+            f"dict(init_scale=512.0), or None, got {amp!r}"
         )
     return StaticLossScaler(float(amp))
 

@@ -72,7 +72,8 @@ def from_type(
         end = run.get(limit)
         if end is None and kind != "ReduceOnPlateau":
             raise ConfigurationError(
-                f"{limit} must be specified in default_args, or `end` in the schedule {dict(cfg)!r:.120}"
+                f"{limit} must be specified in default_args (dispatch_kwargs of a strategy), or `end` in the schedule "
+                f"{dict(cfg)!r:.120}"
             )
     end = None if end is None or end >= _INFINITE else end
     if end is not None and end <= begin:
@@ -150,7 +151,7 @@ def _converted(
         raise ConfigurationError("only a schedule with by_epoch=True can be converted to go by step")
     if isinstance(length, bool) or not isinstance(length, int) or length < 1:
         raise ConfigurationError(
-            f"convert_to_iter_based needs epoch_length, a positive integer, got {length!r}"
+            f"convert_to_iter_based needs epoch_length, the updates in an epoch, a positive integer; got {length!r}"
         )
     for key in _BY_LENGTH:
         if options.get(key) is not None:

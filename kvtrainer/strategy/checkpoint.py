@@ -157,7 +157,8 @@ def _with_weights(found: dict[str, Any], filename: str) -> dict[str, Any]:
     if found and all(isinstance(value, Tensor) for value in found.values()):
         return {WEIGHTS: found}
     raise StateFileError(
-        f"{filename!r} is no checkpoint: it has no {WEIGHTS!r}, but {', '.join(map(str, found))[:300] or 'nothing'}"
+        f"{filename!r} is no checkpoint: it has no {WEIGHTS!r}, but {', '.join(map(str, found))[:300] or 'nothing'}; "
+        "give weights that are called otherwise to load_model_state_dict()"
     )
 
 

@@ -21,6 +21,7 @@ from kvtrainer.strategy.trainer_parts import (
     held_weights,
     passes_made,
     put_states,
+    schedules_of,
     take_states,
     trainers_by_name,
 )
@@ -102,7 +103,7 @@ class CheckpointingStrategy(BaseStrategy):
             What else was in the checkpoint: its meta, and what `save_checkpoint` was given.
 
         Raises:
-            CheckpointKeyError: a part is missing; nothing has changed then.
+            CheckpointKeyError: a part is missing; nothing has changed then. Without schedules here none need be there.
             StateMismatchError: a part does not fit; of weights, optimizer and schedules those before it are resumed.
             StateFileError, RoundAbortedError: as `load_checkpoint`.
         """
@@ -115,6 +116,8 @@ class CheckpointingStrategy(BaseStrategy):
         def check(checkpoint: dict[str, Any]) -> None:
             if callback is not None:
                 callback(checkpoint)
+            if files.SCHEDULERS in parts and not self._has_schedules():
+                checkpoint.setdefault(files.SCHEDULERS, self.scheduler_state_dict())  # none, as here
             for part in parts if missing == "error" else ():
                 files.require(checkpoint, part, filename)
             if resume_optimizer and files.OPTIMIZER in checkpoint:
@@ -282,6 +285,9 @@ class CheckpointingStrategy(BaseStrategy):
         for trainer in trainers_by_name(self._wrapper()).values():
             if has_begun(trainer):
                 trainer.set_data()
+
+    def _has_schedules(self) -> bool:
+        return any(schedules_of(one) for one in trainers_by_name(self._wrapper()).values())
 
     def _wrapper(self) -> Any:
         return getattr(self, "optim_wrapper", None)

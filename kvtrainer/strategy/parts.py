@@ -12,7 +12,7 @@ from kvtrainer.kvstore.base import KVStoreBase
 from kvtrainer.strategy import building, weights
 from kvtrainer.strategy.run import Run
 from kvtrainer.strategy.scaling import scale_learning_rates
-from kvtrainer.strategy.trainer_parts import schedules_of, trainers_by_name
+from kvtrainer.strategy.trainer_parts import accumulated_passes, in_updates, schedules_of, trainers_by_name
 from kvtrainer.trainer import Trainer
 from kvtrainer.trainer_dict import TrainerDict, check_names
 
@@ -76,10 +76,14 @@ class Parts(Run):
         """Schedules that the Trainer advances; see `building.build_schedules`.
 
         Args:
-            default_args: None: epoch_length, max_epochs and max_iters, as far as dispatch_kwargs has them.
+            default_args: None: epoch_length, max_epochs and max_iters, as far as dispatch_kwargs has them. There they
+                count backward passes; schedules by step count updates, so they are divided by the passes that one
+                Trainer accumulates.
         """
         if default_args is None:
-            default_args = {name: self.dispatch_kwargs[name] for name in _RUN if name in self.dispatch_kwargs}
+            run = {name: self.dispatch_kwargs[name] for name in _RUN if name in self.dispatch_kwargs}
+            passes = accumulated_passes(optim_wrapper) if isinstance(optim_wrapper, Trainer) else 1
+            default_args = in_updates(run, passes)
         return building.build_schedules(scheduler, optim_wrapper, default_args, self.logger)
 
     def _scale_lr(self) -> None:

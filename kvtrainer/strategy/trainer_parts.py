@@ -40,6 +40,20 @@ def accumulated_passes(trainer: Trainer) -> int:
     return trainer._accumulation.counts
 
 
+def in_updates(run: Mapping[str, Any], passes: int) -> dict[str, Any]:
+    """How long a run is in updates, where its max_iters and epoch_length count passes, so many to an update.
+
+    An epoch that does not end with an update has no length.
+    """
+    counted = dict(run)
+    if passes > 1 and isinstance(run.get("max_iters"), int):
+        counted["max_iters"] = -(-run["max_iters"] // passes)  # a last, shorter window is an update, too
+    if passes > 1 and isinstance(run.get("epoch_length"), int):
+        whole, rest = divmod(run["epoch_length"], passes)
+        counted["epoch_length"] = None if rest else whole
+    return counted
+
+
 def passes_made(trainer: Trainer) -> int:
     """How many backward passes there were."""
     return trainer._accumulation.done

@@ -109,7 +109,10 @@ def test_a_worker_with_another_list_of_servers_is_refused(
     waiting = Call(lambda: store.init("w", torch.zeros(3)))
     with pytest.raises(ConfigurationError, match=named) as caught:
         members.join([servers[i] for i in chosen], 1, 2, name)
-    assert "give every worker the same KVSTORE_SERVERS" in str(caught.value)
+    assert (
+        "start every server with its --index and --num-servers, and give every worker the same KVSTORE_SERVERS"
+        in str(caught.value)
+    )
     [text] = raised([waiting.outcome(seconds=10)], WorkerLostError)
     assert "it was refused" in text
 

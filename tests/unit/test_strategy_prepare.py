@@ -229,6 +229,33 @@ class TestAccumulation:
             found.append(model.p.item())
         assert found == pytest.approx([0, 0, -1, -1, -1, -2, -2, -2, -3, -4])
 
+    @pytest.mark.parametrize(
+        "when",
+        [{"by_epoch": False}, {"convert_to_iter_based": True}, {"convert_to_iter_based": True, "end": 2}],
+    )
+    def test_schedules_by_step_end_with_the_passes_and_not_in_the_middle(
+        self, make: Make, when: dict[str, Any]
+    ) -> None:
+        cfg = {"optimizer": {"type": "SGD", "lr": 1.0}, "accumulative_counts": 3}
+        run = {"max_iters": 12, "max_epochs": 2, "epoch_length": 6}
+        linear = {"type": "LinearLR", "start_factor": 1.0, "end_factor": 0.0, **when}
+        net, strategy = Net(), make()
+        _, trainer, _ = strategy.prepare(net, optim_wrapper=cfg, param_scheduler=linear, dispatch_kwargs=run)
+        rates = [trainer.update_params(net(torch.ones(1, 2)).sum()).lr for _ in range(12)]
+        # Four updates; mmengine's factor is the last one after end - begin - 1 of them.
+        assert rates[2::3] == pytest.approx([1.0, 2 / 3, 1 / 3, 0.0])
+
+    def test_an_epoch_that_does_not_end_with_an_update_has_no_length(self, make: Make) -> None:
+        by_epoch = {"type": "StepLR", "step_size": 1, "convert_to_iter_based": True}
+        run = {"max_iters": 10, "max_epochs": 2, "epoch_length": 5}
+        with pytest.raises(ConfigurationError, match="the updates in an epoch"):
+            make().prepare(
+                Net(),
+                optim_wrapper={**SGD, "accumulative_counts": 2},
+                param_scheduler=by_epoch,
+                dispatch_kwargs=run,
+            )
+
     def test_of_several_trainers_the_loop_says_how_many_passes_there_are(
         self, make: Make, capsys: pytest.CaptureFixture[str]
     ) -> None:

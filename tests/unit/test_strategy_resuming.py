@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from kvtrainer.errors import CheckpointKeyError, ConfigurationError, StateMismatchError
+from kvtrainer.errors import CheckpointKeyError, ConfigurationError, StateFileError, StateMismatchError
 from kvtrainer.strategy import Strategy
 from tests.support.strategies import SGD, Make, Net, make, same, steps, weights
 
@@ -27,12 +27,30 @@ def prepared(make: Make, net: nn.Module | None = None, **given: Any) -> Strategy
 @pytest.mark.parametrize("left_out", ["save_optimizer", "save_param_scheduler"])
 def test_nothing_has_changed_where_a_part_is_missing(make: Make, tmp_path: Path, left_out: str) -> None:
     prepared(make).save_checkpoint(str(tmp_path / "a.pt"), **{left_out: False})  # type: ignore[arg-type]
-    strategy = prepared(make)
+    strategy = prepared(make, param_scheduler=LINEAR)
     steps(strategy.model, strategy.optim_wrapper, 2)
     before = weights(strategy.model)
     with pytest.raises(CheckpointKeyError):
         strategy.resume(str(tmp_path / "a.pt"))
     assert same(weights(strategy.model), before)
+
+
+def test_a_run_without_schedules_goes_on_from_a_file_without_them(make: Make, tmp_path: Path) -> None:
+    """Such as a loop of plain torch has saved."""
+    net = Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.25)
+    content = {"state_dict": net.state_dict(), "optimizer": optimizer.state_dict(), "meta": {"iter": 3}}
+    torch.save(content, tmp_path / "a.pt")
+    strategy = prepared(make)
+    strategy.load_or_resume(load_from=str(tmp_path / "a.pt"), resume=True)
+    assert strategy.optim_wrapper.get_lr() == {"lr": [0.25]}
+    assert same(weights(strategy.model), weights(net))
+
+
+def test_weights_under_another_name_are_said_where_to_go(make: Make, tmp_path: Path) -> None:
+    torch.save({"model": Net().state_dict(), "epoch": 3}, tmp_path / "a.pt")
+    with pytest.raises(StateFileError, match=r"but model, epoch; .* load_model_state_dict\(\)"):
+        prepared(make).load_checkpoint(str(tmp_path / "a.pt"))
 
 
 def test_nothing_has_changed_where_there_is_no_trainer(make: Make, tmp_path: Path) -> None:

@@ -347,6 +347,7 @@ def test_wrong_change_leaves_the_options_as_they_were() -> None:
     ("options", "message"),
     [
         ({"amp": "static"}, "amp must be 'dynamic', a number"),
+        ({"amp": "bf16"}, r"a dict such as dict\(dtype='bfloat16'\)"),
         ({"amp": True}, "amp must be 'dynamic', a number"),
         ({"amp": {"dtype": "float64"}}, "'float16' or 'bfloat16', got dtype='float64'"),
         ({"amp": {"dtype": "bfloat16", "loss_scale": 8}}, "losses are not scaled; leave out 'loss_scale'"),
