@@ -24,8 +24,9 @@ def addend_of(mine: Contribution[Any], optimizer: Optimizer | None, absent: froz
 
 def keys_in(addends: Sequence[Addend], keys: frozenset[int]) -> frozenset[int]:
     """Those of some keys that any rank contributed to; the same object where that is all of them."""
-    if any(not a.absent for a in addends):
-        return keys
+    for addend in addends:
+        if not addend.absent:
+            return keys
     return frozenset(key for key in keys if any(key not in a.absent for a in addends))
 
 

@@ -78,6 +78,8 @@ class SyncRounds(Generic[WaiterT]):
         self._open: dict[int, Contribution[WaiterT]] = {}
         self._committed: set[int] = set()
         self._deadline = math.inf
+        self.wants_decision = False
+        """Whether a rank has committed the open round with the wish that it be held."""
         self._failures: dict[int, KVStoreError] = {}
         """Failed rounds; forgotten when a later one is applied, since every rank then knew how they ended."""
 
@@ -123,6 +125,7 @@ class SyncRounds(Generic[WaiterT]):
         mine.commit, mine.waiter = commit, waiter
         self._committed.add(rank)
         self._deadline = min(self._deadline, now + commit.timeout)
+        self.wants_decision = self.wants_decision or commit.hold != 0.0
         return Accepted(repeated=False)
 
     def missing_ranks(self) -> list[int]:
@@ -184,4 +187,5 @@ class SyncRounds(Generic[WaiterT]):
         self._open = {}
         self._committed = set()
         self._deadline = math.inf
+        self.wants_decision = False
         self.number += 1

@@ -69,6 +69,8 @@ class Plan:
     digest: str
     servers: tuple[int, ...] = field(init=False)
     """The servers that hold at least one slice, in ascending order."""
+    has_row_sparse: bool = field(init=False)
+    """Whether workers hold no copy of some slices."""
 
     _by_server: dict[int, tuple[Slice, ...]] = field(init=False, repr=False, compare=False)
     _resident: dict[int, tuple[Slice, ...]] = field(init=False, repr=False, compare=False)
@@ -82,6 +84,7 @@ class Plan:
         resident = {server: tuple(filter(self.is_resident, p)) for server, p in by_server.items()}
         object.__setattr__(self, "_resident", resident)
         object.__setattr__(self, "servers", tuple(sorted(by_server)))
+        object.__setattr__(self, "has_row_sparse", any(spec.row_sparse for spec in self.specs))
         by_key: dict[int, list[Slice]] = {}
         for piece in self.slices:
             for segment in piece.segments:

@@ -9,34 +9,31 @@ from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.buffers import payload_size
 from kvstore_server.row_replies import changed_parts, pulled_parts
 from kvstore_server.sums import Partial
-from kvstore_server.table import RoundEnd, Table, Waiter
+from kvstore_server.table import Given, RoundEnd, Table, Waiter
+
+Parts = tuple[m.WeightsPart, ...]
 
 
-def parts_of(table: Table, rank: int) -> tuple[m.WeightsPart, ...]:
+def parts_of(table: Table, rank: int) -> Parts:
     """The present weights of all slices of a table that are here, except row-sparse ones, for a rank; not copies."""
-    pieces = table.plan.resident_slices_of(table.dense.server)
-    parts = (
-        m.WeightsPart(table.number, piece.index, table.version, table.dense.visible(piece.index))
-        for piece in pieces
-    )
-    return _sent(table, rank, tuple(parts))
+    return _sent(table, rank, _whole(table))
 
 
-def parts_for(table: Table, rank: int, commit: m.Commit) -> tuple[m.WeightsPart, ...]:
-    """The weights that answer a commit: of all slices, or what has changed since those that its worker holds."""
-    if not commit.delta:
-        return parts_of(table, rank)
-    return _sent(table, rank, changed_parts(table.dense, table.number, table.version, commit.version))
+def _whole(table: Table) -> Parts:
+    number, version, dense = table.number, table.version, table.dense
+    pieces = table.plan.resident_slices_of(dense.server)
+    return tuple([m.WeightsPart(number, p.index, version, dense.visible(p.index)) for p in pieces])
 
 
-def rows_for(table: Table, rank: int, pull: m.PullRows) -> tuple[m.WeightsPart, ...]:
+def rows_for(table: Table, rank: int, pull: m.PullRows) -> Parts:
     """The rows that a rank asks for. Raises as `pulled_parts`."""
     return _sent(table, rank, pulled_parts(table.dense, table.number, table.version, pull))
 
 
-def _sent(table: Table, rank: int, parts: tuple[m.WeightsPart, ...]) -> tuple[m.WeightsPart, ...]:
+def _sent(table: Table, rank: int, parts: Parts) -> Parts:
     table.note_read(rank)
-    table.bytes_out += sum(payload_size(part.payload) for part in parts)
+    for part in parts:
+        table.bytes_out += payload_size(part.payload)
     return parts
 
 
@@ -46,8 +43,27 @@ def held(table: Table, round_: int, waiter: Waiter, partials: Sequence[Partial])
     return reply(waiter, m.Held(table.number, round_, told, all(one.is_finite for one in partials)))
 
 
-def outcome(table: Table, rank: int, commit: m.Commit, waiter: Waiter, end: RoundEnd) -> list[m.Outgoing]:
-    """How the round of a commit ended, which did not fail: first what was special about it, then the weights."""
+def outcomes(table: Table, ended: Given) -> list[m.Outgoing]:
+    """How a round of all ranks ended, which did not fail, for each that waits."""
+    out: list[m.Outgoing] = []
+    whole: Parts | None = None
+    for rank, mine in ended:
+        if mine.commit is None or mine.waiter is None:
+            continue
+        end = table.end_of(rank, mine.commit.round)
+        if whole is None and mine.commit.want_weights and not mine.commit.delta:
+            whole = _whole(table)  # the same for all of them
+        out += outcome(table, rank, mine.commit, mine.waiter, end, whole)
+    return out
+
+
+def outcome(
+    table: Table, rank: int, commit: m.Commit, waiter: Waiter, end: RoundEnd, whole: Parts | None = None
+) -> list[m.Outgoing]:
+    """How the round of a commit ended, which did not fail: first what was special about it, then the weights.
+
+    They are those of all slices, `whole` if they were looked up, or what has changed since those that its worker holds.
+    """
     out: list[m.Outgoing] = []
     if commit.joined:
         out += reply(waiter, m.InForce(table.number, commit.round, end.hyper, end.is_over))
@@ -58,7 +74,11 @@ def outcome(table: Table, rank: int, commit: m.Commit, waiter: Waiter, end: Roun
     elif commit.want_weights:
         if not table.mode.is_sync:  # by the time that the weights may be read they can be newer
             out += reply(waiter, m.Done(((table.number, commit.round, end.version),)))
-        return out + reply(waiter, m.Weights(parts_for(table, rank, commit)))
+        if commit.delta:
+            parts = changed_parts(table.dense, table.number, table.version, commit.version)
+        else:
+            parts = _whole(table) if whole is None else whole
+        return out + reply(waiter, m.Weights(_sent(table, rank, parts)))
     return out + reply(waiter, m.Done(((table.number, commit.round, end.version),)))
 
 

@@ -23,7 +23,7 @@ from kvstore_server.namespace import Namespace
 from kvstore_server.norms import Decision
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.buffers import payload_size
-from kvstore_server.replies import failed, held, outcome, reply, tell
+from kvstore_server.replies import failed, held, outcome, outcomes, reply, tell
 from kvstore_server.table import Given, Table, Waiter
 from kvstore_server.tracing import ROUND_LANE, ROUNDS
 from kvstore_server.waits import Wait
@@ -232,14 +232,15 @@ class RoundKeeper:
 
     def _tell_end(self, space: Namespace, table: Table, ended: Given, now: float) -> list[m.Outgoing]:
         """Answer the commits of a round that was applied, and whoever has waited for them."""
+        if table.mode.is_sync:
+            return outcomes(table, ended) + self.release(space)
         out = []
         for rank, mine in ended:
             if mine.commit is None:
                 continue
-            if not table.mode.is_sync:
-                space.waits.contributed(table, rank, now)
-                if mine.commit.joined and mine.commit.round:
-                    table.lanes.join(rank)
+            space.waits.contributed(table, rank, now)
+            if mine.commit.joined and mine.commit.round:
+                table.lanes.join(rank)
             if mine.waiter is not None:
                 out += self._answer(space, table, rank, mine.commit, mine.waiter, now)
         return out + self.release(space)
@@ -249,12 +250,12 @@ class RoundKeeper:
     ) -> list[m.Outgoing]:
         """Answer a commit of a round that was applied, at once or when the rank may read."""
         end = table.end_of(rank, commit.round)
+        if table.mode.is_sync:
+            return outcome(table, rank, commit, waiter, end)
 
         def answer() -> list[m.Outgoing]:
             return outcome(table, rank, commit, waiter, end)
 
-        if table.mode.is_sync:
-            return answer()
         if commit.joined and rank in table.lanes.joined:
             limit = commit.timeout
             space.waits.add(Wait(table, rank, waiter, now + limit, limit, True, answer, commit.round))

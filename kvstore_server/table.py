@@ -56,7 +56,9 @@ class Table(TableValues):
 
     def rounds_of(self, rank: int, number: int = -1) -> SyncRounds[Waiter]:
         """The rounds of which a rank means that number, or its present one: those of all ranks, or its lane."""
-        return self.rounds if self._whose(rank, number) == _ALL else self.lanes.of(rank, number)
+        if self._is_sync or self._whose(rank, number) == _ALL:
+            return self.rounds
+        return self.lanes.of(rank, number)
 
     def next_round(self, rank: int) -> int:
         """The number of the round that a rank should begin with."""
@@ -84,11 +86,14 @@ class Table(TableValues):
             PlanMismatchError: ranks disagree on it, or on hyper-parameters.
             ConfigurationError: it is not possible here.
         """
-        active = _with_data(self.rounds_of(rank).contributions())
+        rounds = self.rounds_of(rank)
+        if not rounds.wants_decision or not self.is_initialised:
+            return False
+        active = _with_data(rounds.contributions())
         commits = {r: mine.commit for r, mine in active if mine.commit is not None}
         is_plain = not any(commit.hold for commit in commits.values())
         is_special = any(commit.assign or commit.veto for commit in commits.values())
-        if is_plain or is_special or not self.is_initialised:
+        if is_plain or is_special:
             return False
         norm_type = norm_to_hold(commits)
         if optimizer is None or updater is not None or not self.mode.is_sync:
@@ -124,7 +129,7 @@ class Table(TableValues):
             assert self.held is not None
             end = self._apply_held(self.held, decision)
             self.held = None
-        self._ends[rank if is_lane else _ALL] = end._replace(is_over=not active)
+        self._ends[rank if is_lane else _ALL] = end if active else end._replace(is_over=True)
         self._last_rank = rank if is_lane else _ALL
         for r, _ in given:
             self.absent.pop(r, None)
@@ -216,7 +221,7 @@ class Table(TableValues):
 
     def _whose(self, rank: int, number: int) -> int:
         """Whose rounds a rank means by a number; the first one is always that of all ranks together."""
-        return _ALL if self.mode.is_sync or not number or not self.rounds.number else rank
+        return _ALL if self._is_sync or not number or not self.rounds.number else rank
 
 
 _ALL = -1

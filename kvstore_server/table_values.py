@@ -86,6 +86,7 @@ class TableValues:
         self.name = name
         self.plan = plan
         self.mode = mode
+        self._is_sync = mode.is_sync
         self.num_workers = num_workers
         self.dense = DenseTable(plan, server, leases)
         self.lanes: Lanes[Waiter] = Lanes(num_workers, mode.bound, same_payload)
@@ -118,19 +119,26 @@ class TableValues:
         is_lane: bool,
     ) -> RoundEnd:
         """The effect of a round on the weights, and how it ends; ranks that have joined are not among the given."""
-        commits = {rank: mine.commit for rank, mine in given if mine.commit is not None}
+        commits: dict[int, Commit] = {}
+        vetoes: list[int] = []
+        is_assigned = number == 0
+        for rank, mine in given:  # in one go: there may be thousands of small tables
+            if mine.commit is not None:
+                commits[rank] = mine.commit
+                is_assigned = is_assigned or mine.commit.assign
+                if mine.commit.veto:
+                    vetoes.append(rank)
         if not commits:
             return RoundEnd(self.version, hyper=self._lowest() if is_lane else b"")
-        if number == 0 or any(commit.assign for commit in commits.values()):
+        if is_assigned:
             self._assign(number, given, is_lane)
             return RoundEnd(self.version)
         if not self.is_initialised:
             raise KeyNotFoundError(
                 f"table {self.name!r} has no values: initialising it failed; restart the job"
             )
-        vetoes = tuple(rank for rank, commit in commits.items() if commit.veto)
         if vetoes:
-            return RoundEnd(self.version, (), vetoes)
+            return RoundEnd(self.version, (), tuple(vetoes))
         hyper = self._lowest() if is_lane else self.hyper.common(commits)
         addends = self._addends(given, optimizer)
         if updater is not None:

@@ -30,7 +30,8 @@ from kvstore_server.protocol.buffers import (
 )
 from kvstore_server.protocol.control import pack_control, unpack_control
 
-_PUSH_WORDS, _WEIGHTS_WORDS, _DONE_WORDS, _COMMIT_WORDS = 5, 5, 3, 8
+_PUSH_WORDS, _WEIGHTS_WORDS, _DONE_WORDS = 5, 5, 3
+_COMMIT = struct.Struct("<qqqqqddd")
 _WANTS_WEIGHTS, _VETOES, _ASSIGNS, _HAS_JOINED, _WANTS_DELTA = 1, 2, 4, 8, 16
 _ALL_FLAGS = 31
 """Bits of a commit's flags."""
@@ -61,45 +62,37 @@ def decode_pushes(frames: Sequence[Frame]) -> m.PushBatch:
 
 def encode_commits(batch: m.CommitBatch) -> list[Frame]:
     """Records, then what holds for all of them: hyper-parameters and absent keys."""
-    head = np.empty((len(batch.commits), _COMMIT_WORDS), dtype="<i8")
-    floats = head.view("<f8")
+    records = [struct.pack("<q", len(batch.commits))]
     manifests: list[tuple[int, int]] = []
-    for row, commit in enumerate(batch.commits):
-        head[row, 0] = commit.table
-        head[row, 1] = commit.round
-        head[row, 2] = _flags(commit)
-        head[row, 3] = len(commit.manifest)
-        head[row, 4] = commit.version
-        floats[row, 5] = np.nan if commit.rescale is None else commit.rescale
-        floats[row, 6] = commit.timeout
-        floats[row, 7] = commit.hold
+    for commit in batch.commits:
+        rescale = math.nan if commit.rescale is None else commit.rescale
+        records.append(
+            _COMMIT.pack(
+                commit.table, commit.round, _flags(commit), len(commit.manifest), commit.version, rescale,
+                commit.timeout, commit.hold,
+            )
+        )  # fmt: skip
         manifests.extend(commit.manifest)
-    extra = pack_control([batch.hyper, list(batch.absent)])
-    return [
-        struct.pack("<q", len(batch.commits)) + head.tobytes() + np.array(manifests, dtype="<i8").tobytes(),
-        extra,
-    ]
+    records.append(np.array(manifests, dtype="<i8").tobytes())
+    return [b"".join(records), pack_control([batch.hyper, list(batch.absent)])]
 
 
 def decode_commits(frames: Sequence[Frame]) -> m.CommitBatch:
     """Inverse of `encode_commits`. Raises ProtocolError on anything else."""
     body = _body(frames, 2)
     count = struct.unpack_from("<q", body)[0] if len(body) >= 8 else -1
-    end = 8 + count * _COMMIT_WORDS * 8
+    end = 8 + count * _COMMIT.size
     if count < 0 or end > len(body) or (len(body) - end) % 16:
         raise ProtocolError(f"a commit message of {len(body)} bytes cannot hold {count} commits")
-    head = np.frombuffer(body, "<i8", count * _COMMIT_WORDS, 8).reshape(count, _COMMIT_WORDS)
     manifest = list(map(tuple, np.frombuffer(body, "<i8", offset=end).reshape(-1, 2).tolist()))
     hyper, absent = _commit_extra(frames[1])
     commits = []
     at = 0
-    for (table, number, flags, entries, version, *_), floats in zip(
-        head.tolist(), head.view("<f8").tolist(), strict=True
-    ):
+    for table, number, flags, entries, version, rescale, timeout, hold in _COMMIT.iter_unpack(body[8:end]):
         if entries < 0 or at + entries > len(manifest):
             raise ProtocolError(f"a commit names {entries} slices but the message holds {len(manifest) - at}")
         named = tuple(manifest[at : at + entries])
-        commits.append(_commit(table, number, flags, version, named, *floats[5:]))
+        commits.append(_commit(table, number, flags, version, named, rescale, timeout, hold))
         at += entries
     return m.CommitBatch(tuple(commits), hyper, absent)
 

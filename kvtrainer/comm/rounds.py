@@ -269,11 +269,17 @@ class Rounds:
 
 def _note_versions(ticket: Ticket, table: RemoteTable) -> None:
     """Note how old the weights were that this worker contributed with, and which ones it has now."""
-    rows = [(server, (server, number)) for server, number in table.numbers.items()]
-    table.staleness = max(
-        (ticket.applied[where] - 1 - table.versions[server] for server, where in rows
-         if where in ticket.applied and server in table.versions), default=table.staleness,
-    )  # fmt: skip
-    table.versions.update(
-        {server: ticket.versions[where] for server, where in rows if where in ticket.versions}
-    )
+    own: int | None = None
+    for server, number in table.numbers.items():
+        where = (server, number)
+        before, applied, came = (
+            table.versions.get(server),
+            ticket.applied.get(where),
+            ticket.versions.get(where),
+        )
+        if applied is not None and before is not None:
+            own = applied - 1 - before if own is None else max(own, applied - 1 - before)
+        if came is not None:
+            table.versions[server] = came
+    if own is not None:
+        table.staleness = own

@@ -98,7 +98,7 @@ class RoundItem(NamedTuple):
             return ()
         plan = self.table.plan
         pieces = plan.slices_of(server)
-        if len(plan.resident_slices_of(server)) < len(pieces):
+        if plan.has_row_sparse:
             given = {*(self.rows or ()), *(self.tables or ())}
             pieces = tuple(p for p in pieces if plan.is_resident(p) or p.segments[0].key in given)
         if not self.absent:
@@ -153,6 +153,8 @@ class Ticket:
 
     def is_lost(self, table: RemoteTable) -> bool:
         """Whether the round of a table, which is over, was not applied on every server, as far as is known here."""
+        if not self.outstanding and not self.failed:
+            return False
         return any(where in self.outstanding or where in self.failed for where in table.numbers.items())
 
 
@@ -163,10 +165,12 @@ def write_parts(item: RoundItem, parts: Iterable[m.WeightsPart]) -> None:
         ProtocolError: a part does not fit its slice.
     """
     versions: dict[int, int] = {}
+    slices = item.table.plan.slices
     for part in parts:
-        piece = item.table.plan.slices[part.slice]
+        piece = slices[part.slice]
         _write_part(item, piece, part)
-        versions[piece.server] = min(part.version, versions.get(piece.server, part.version))
+        if item.is_kept:
+            versions[piece.server] = min(part.version, versions.get(piece.server, part.version))
     if item.is_kept:
         item.table.held |= versions
 
