@@ -69,21 +69,25 @@ def _pushes(
         if item.values is None:
             continue
         number, round_ = item.table.numbers[server], item.table.round
-        others = encoded.get(item.table.name, {})
+        others = encoded.get(item.table.name)
         for piece in pieces:
-            if piece.index in others:
+            form = b""
+            if others is not None and piece.index in others:
                 form, payload = others[piece.index]
+            elif item.tables is not None:
+                payload = _plain(item, piece)
             else:
-                form, payload = b"", _plain(item, piece)
+                payload = item.values[piece.dtype][piece.offset : piece.offset + piece.used]
             yield m.Push(number, piece.index, round_, 0, payload), form
 
 
 def _plain(item: RoundItem, piece: Slice) -> Tensor:
     """The numbers of a slice: out of the arena or, of a row-sparse key, from where its values are."""
     segment = piece.segments[0]
-    if item.tables is not None and segment.key in item.tables:
-        return item.tables[segment.key](segment.key_start, segment.numel)
     assert item.values is not None
+    assert item.tables is not None
+    if segment.key in item.tables:
+        return item.tables[segment.key](segment.key_start, segment.numel)
     return item.values[piece.dtype][piece.offset : piece.offset + piece.used]
 
 

@@ -156,9 +156,12 @@ class TableKVStore(ClientStore):
     def _item(self, entry: Entry, replicas: Sequence[Tensor], out: Arenas | None) -> RoundItem:
         """What is pushed of a key: the caller's memory only if the caller waits for the new weights."""
         spec, table = entry.spec, entry.table
-        if all(map(is_sparse, replicas)) and table.plan.takes_rows(0):
-            return RoundItem(table, {}, out, rows={0: merge_rows(spec, replicas)})
-        flat, is_own = self._merged(spec, [densified(spec, one) for one in replicas])
+        sparse = [is_sparse(one) for one in replicas]
+        if True in sparse:
+            if all(sparse) and table.plan.takes_rows(0):
+                return RoundItem(table, {}, out, rows={0: merge_rows(spec, replicas)})
+            replicas = [densified(spec, one) for one in replicas]
+        flat, is_own = self._merged(spec, replicas)
         return RoundItem(table, {spec.dtype: flat if is_own or out is not None else flat.clone()}, out)
 
     def _warn_of_sparse_out(self, key: Key) -> None:
