@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from kvstore_server.errors import ConfigurationError
 from kvstore_server.protocol import messages as m
+from kvstore_server.slow import SLOW_AFTER
 
 MAX_WORKERS = 1 << 16
 
@@ -19,6 +20,7 @@ class EngineConfig:
         num_servers: How many servers hold the job together.
         run: A number that no other server process has; 0 is not allowed.
         dead_after: Seconds of silence after which a worker counts as lost.
+        slow_after: Seconds that a rank waits for others before the log says so.
         capability: Instruction set of this CPU; workers of another kind are refused, because their bits differ.
         allow_mixed_cpu: Let them in all the same.
         max_table_bytes: Largest table, over all servers, that is accepted.
@@ -29,6 +31,7 @@ class EngineConfig:
     num_servers: int = 1
     run: int = 1
     dead_after: float = 20.0
+    slow_after: float = SLOW_AFTER
     capability: str = ""
     allow_mixed_cpu: bool = False
     max_table_bytes: int = 1 << 40

@@ -27,6 +27,7 @@ from kvstore_server.cpu import capability
 from kvstore_server.errors import KVStoreError
 from kvstore_server.memory import memory_limit
 from kvstore_server.server import Server, ServerOptions
+from kvstore_server.slow import SLOW_AFTER
 from kvstore_server.version import __version__
 
 _log = logging.getLogger("kvstore_server")
@@ -38,6 +39,7 @@ _VALUES: tuple[tuple[str, str, Any, Callable[[str], Any], str], ...] = (
     ("--index", "KVSTORE_SERVER_INDEX", 0, int, "which server of the job this is, from 0"),
     ("--num-servers", "KVSTORE_NUM_SERVERS", 1, int, "how many servers the job has"),
     ("--dead-after", "KVSTORE_DEAD_AFTER", 20.0, float, "seconds of silence after which a worker counts as lost"),
+    ("--slow-after", "KVSTORE_SLOW_AFTER", SLOW_AFTER, float, "seconds of waiting for a worker until the log names it"),
     ("--drain-timeout", "KVSTORE_DRAIN_TIMEOUT", 10.0, float, "seconds that rounds get to finish after SIGTERM"),
     ("--max-table-bytes", "KVSTORE_MAX_TABLE_BYTES", 1 << 40, int, "largest table, over all servers, that is accepted"),
     ("--threads", "KVSTORE_THREADS", 1, int, "threads for sums and updates; more than one helps on idle cores only"),
@@ -134,7 +136,7 @@ def _serve(server: Server, announce: Callable[[Server], None]) -> int:
 def _check(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> None:
     if flags.num_servers < 1 or not 0 <= flags.index < flags.num_servers:
         parser.error(f"--index {flags.index} is not one of {flags.num_servers} servers")
-    for name in ("dead_after", "drain_timeout", "threads", "max_table_bytes"):
+    for name in ("dead_after", "slow_after", "drain_timeout", "threads", "max_table_bytes"):
         if not getattr(flags, name) > 0:  # not "<= 0", which lets a NaN pass
             parser.error(f"--{name.replace('_', '-')} must be above 0, got {getattr(flags, name)}")
     if flags.log.upper() not in ("DEBUG", "INFO", "WARNING", "ERROR"):
@@ -172,6 +174,7 @@ def _engine_config(flags: argparse.Namespace) -> EngineConfig:
         num_servers=flags.num_servers,
         run=secrets.randbits(62) | 1,
         dead_after=flags.dead_after,
+        slow_after=flags.slow_after,
         capability=capability(),
         allow_mixed_cpu=flags.allow_mixed_cpu,
         max_table_bytes=flags.max_table_bytes,

@@ -78,6 +78,8 @@ class SyncRounds(Generic[WaiterT]):
         self._open: dict[int, Contribution[WaiterT]] = {}
         self._committed: set[int] = set()
         self._deadline = math.inf
+        self.waiting_since = math.inf
+        """When the first rank committed the open round; infinity when none has."""
         self.wants_decision = False
         """Whether a rank has committed the open round with the wish that it be held."""
         self._failures: dict[int, KVStoreError] = {}
@@ -124,6 +126,7 @@ class SyncRounds(Generic[WaiterT]):
             mine.slices = {s: mine.slices[s] for s, _ in commit.manifest}
         mine.commit, mine.waiter = commit, waiter
         self._committed.add(rank)
+        self.waiting_since = min(self.waiting_since, now)
         self._deadline = min(self._deadline, now + commit.timeout)
         self.wants_decision = self.wants_decision or commit.hold != 0.0
         return Accepted(repeated=False)
@@ -186,6 +189,6 @@ class SyncRounds(Generic[WaiterT]):
     def _begin_next(self) -> None:
         self._open = {}
         self._committed = set()
-        self._deadline = math.inf
+        self._deadline = self.waiting_since = math.inf
         self.wants_decision = False
         self.number += 1

@@ -27,6 +27,7 @@ from kvstore_server.errors import (
     from_wire,
     to_wire,
 )
+from kvstore_server.hopeless import report_slow_waits, still_waiting
 from kvstore_server.modes import Mode
 from kvstore_server.namespace import Namespace
 from kvstore_server.protocol import messages as m
@@ -80,7 +81,7 @@ class Engine:
             return [failed(peer, request.number, fault)]
 
     def tick(self, now: float) -> list[m.Outgoing]:
-        """Fail the waits whose deadline has passed, or that need a rank which is lost."""
+        """Fail the waits whose deadline has passed, or that need a rank which is lost; log those that take long."""
         out: list[m.Outgoing] = []
         for space in list(self.namespaces.values()):
             for table in space.tables.values():
@@ -92,6 +93,9 @@ class Engine:
                 failed(peer, number, error)
                 for peer, number, error in space.expired_barriers(now, self.config.dead_after)
             ]
+            slow = report_slow_waits(space, now)
+            if slow is not None:
+                _log.warning("%s", slow)
         return out
 
     def excuse_silence(self, now: float) -> None:
@@ -125,8 +129,7 @@ class Engine:
         return out
 
     def _ended(self, what: str, space: Namespace, missing: list[int], now: float) -> ServerStoppingError:
-        who = "; ".join(space.membership.describe(rank, now) for rank in missing)
-        who = who or "nobody had decided yet what becomes of it"
+        who = space.membership.describe_all(missing, now) or "nobody had decided yet what becomes of it"
         return ServerStoppingError(
             f"server {self.config.server} was stopped while {what} waited: {who}; "
             "restart the job from its last saved states"
@@ -179,7 +182,7 @@ class Engine:
         if isinstance(body, m.PullRows):
             table, waiter = _ready(space.table(body.table)), Waiter(peer, request.number)
             answer = partial(_rows, table, rank, body, waiter)
-            return self._rounds.read(space, table, rank, waiter, now + body.timeout, answer)
+            return self._rounds.read(space, table, rank, waiter, now, body.timeout, answer)
         return reply(Waiter(peer, request.number), control(space, rank, body, self.config, self._clock, now))
 
     def _register(
@@ -203,7 +206,7 @@ class Engine:
         out: list[m.Outgoing] = []
         for table in tables:
             answer = partial(_weights, table, rank, waiter)
-            out += self._rounds.read(space, table, rank, waiter, now + pull.timeout, answer)
+            out += self._rounds.read(space, table, rank, waiter, now, pull.timeout, answer)
         return out
 
     def _hello(self, hello: m.Hello, now: float) -> m.Welcome:
@@ -216,7 +219,7 @@ class Engine:
             mode = Mode(hello.mode, hello.staleness, hello.slow_down)
             mode.check()
             if space is None:
-                space = Namespace(hello.namespace, hello.num_workers, mode)
+                space = Namespace(hello.namespace, hello.num_workers, mode, self.config.slow_after)
             elif mode != space.mode:
                 raise ConfigurationError(
                     f"rank {hello.rank} ({hello.address}) wants mode {mode}, the ranks before it {space.mode}; create "
@@ -261,7 +264,8 @@ class Engine:
     ) -> list[m.Outgoing]:
         released = space.enter_barrier(rank, barrier, peer, number, now, self.config.dead_after)
         if released is None:
-            return [m.Outgoing(peer, m.Reply(number, m.Pending(tuple(space.absent_from_barrier()))))]
+            what = f"barrier {barrier.sequence}"
+            return reply(Waiter(peer, number), still_waiting(space, what, space.absent_from_barrier(), now))
         return [m.Outgoing(to, m.Reply(n, m.Info())) for to, n in released]
 
     def _leave(

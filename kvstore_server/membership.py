@@ -6,10 +6,14 @@ times are given by the caller, in seconds of one monotonic clock.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kvstore_server.errors import ConfigurationError, WorkerLostError
 from kvstore_server.protocol.messages import Hello
+
+_NAMED = 8
+"""Of how many ranks a message tells more than their number."""
 
 
 @dataclass
@@ -27,6 +31,7 @@ class BarrierWait:
     """One rank that waits at a barrier."""
 
     sequence: int
+    since: float
     deadline: float
     peer: bytes
     number: int
@@ -110,6 +115,13 @@ class Membership:
                     "words, and restart the job from its last saved states"
                 )
         return None
+
+    def describe_all(self, ranks: Iterable[int], now: float) -> str:
+        """Name some ranks for a message; of very many the first ones."""
+        listed = list(ranks)
+        named = [self.describe(rank, now) for rank in listed[:_NAMED]]
+        more = len(listed) - len(named)
+        return "; ".join(named) + (f"; and {more} more" if more else "")
 
     def describe(self, rank: int, now: float) -> str:
         """Name a rank for an error message: where it runs and when it was last heard."""

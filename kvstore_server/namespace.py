@@ -25,6 +25,7 @@ from kvstore_server.plan import TensorSpec, check_same, check_specs, make_plan
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.control import unpack_control
 from kvstore_server.row_payload import PACKED_ROWS, RowForm
+from kvstore_server.slow import SLOW_AFTER, SlowReports
 from kvstore_server.table import Table
 from kvstore_server.tracing import Profiling
 from kvstore_server.waits import Waits
@@ -54,13 +55,16 @@ class PlaceConfig(Protocol):
 class Namespace:
     """Members, tables, optimizer and barrier of one name."""
 
-    def __init__(self, name: str, num_workers: int, mode: Mode = SYNCHRONOUS) -> None:
+    def __init__(
+        self, name: str, num_workers: int, mode: Mode = SYNCHRONOUS, slow_after: float = SLOW_AFTER
+    ) -> None:
         self.name = name
         self.mode = mode
         self.membership = Membership(name, num_workers)
         self.waits = Waits()
         self.optimizer = OptimizerBelief()
         self.profiling = Profiling()
+        self.slow_reports = SlowReports(slow_after)
         self.messages_in = 0
         """Messages of its members so far, without their heartbeats."""
         self.tables: dict[int, Table] = {}
@@ -164,7 +168,9 @@ class Namespace:
             raise ProtocolError(
                 f"rank {rank} is at barrier {barrier.sequence} while barrier {members.barrier_sequence} is open"
             )
-        members.barrier[rank] = BarrierWait(barrier.sequence, now + barrier.timeout, peer, number)
+        known = members.barrier.get(rank)
+        since = now if known is None else known.since  # one that is repeated has no more time than it had
+        members.barrier[rank] = BarrierWait(barrier.sequence, since, since + barrier.timeout, peer, number)
         absent = self.absent_from_barrier()
         if absent:
             lost = members.lost_error(absent, f"barrier {barrier.sequence}", now, dead_after)
@@ -190,7 +196,7 @@ class Namespace:
         what = f"barrier {members.barrier_sequence}"
         error: KVStoreError | None = members.lost_error(absent, what, now, dead_after)
         if error is None and now >= min(wait.deadline for wait in members.barrier.values()):
-            who = "; ".join(members.describe(rank, now) for rank in absent)
+            who = members.describe_all(absent, now)
             error = DeadlineError(f"{what} reached its deadline while waiting for {who}")
         if error is None:
             return []

@@ -18,7 +18,7 @@ from kvstore_server.errors import (
     from_wire,
     to_wire,
 )
-from kvstore_server.hopeless import why_read_cannot_end, why_round_cannot_end
+from kvstore_server.hopeless import open_round, still_waiting, why_read_cannot_end, why_round_cannot_end
 from kvstore_server.namespace import Namespace
 from kvstore_server.norms import Decision
 from kvstore_server.protocol import messages as m
@@ -71,7 +71,8 @@ class RoundKeeper:
         table: Table,
         rank: int,
         waiter: Waiter,
-        deadline: float,
+        now: float,
+        timeout: float,
         answer: Callable[[], list[m.Outgoing]],
         number: int = -1,
     ) -> list[m.Outgoing]:
@@ -79,11 +80,12 @@ class RoundKeeper:
 
         `number` is that of the round, if a commit wants them.
         """
-        wait = Wait(table, rank, waiter, deadline, 0.0, False, answer, number)
-        if not wait.missing():
+        wait = Wait(table, rank, waiter, now + timeout, timeout, False, answer, number)
+        missing = wait.missing()
+        if not missing:
             return answer()
         space.waits.add(wait)
-        return reply(waiter, m.Pending(tuple(wait.missing())))
+        return reply(waiter, still_waiting(space, wait.what, missing, now))
 
     def release(self, space: Namespace) -> list[m.Outgoing]:
         """Answer the requests that have waited for other ranks long enough."""
@@ -197,7 +199,7 @@ class RoundKeeper:
         if verdict.repeated and table.held is not None and commit.hold:
             return held(table, commit.round, waiter, table.held.partials)
         if verdict.repeated:
-            return reply(waiter, m.Pending(tuple(rounds.missing_ranks())))
+            return reply(waiter, still_waiting(space, open_round(table), rounds.missing_ranks(), now))
         table.absent[rank] = frozenset(batch.absent)
         if batch.hyper:
             table.hyper.set(rank, batch.hyper)
@@ -258,11 +260,12 @@ class RoundKeeper:
 
         if commit.joined and rank in table.lanes.joined:
             limit = commit.timeout
-            space.waits.add(Wait(table, rank, waiter, now + limit, limit, True, answer, commit.round))
-            return reply(waiter, m.Pending(tuple(table.lanes.missing_from_join())))
+            wait = Wait(table, rank, waiter, now + limit, limit, True, answer, commit.round)
+            space.waits.add(wait)
+            return reply(waiter, still_waiting(space, wait.what, wait.missing(), now))
         if not commit.want_weights or end.is_skipped:
             return answer()
-        return self.read(space, table, rank, waiter, now + commit.timeout, answer, commit.round)
+        return self.read(space, table, rank, waiter, now, commit.timeout, answer, commit.round)
 
 
 _ANYONE = 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from kvstore_server.protocol.messages import Outgoing
@@ -24,6 +24,16 @@ class Wait:
     round: int = -1
     """The round of the commit that waits; -1: it is a request to read."""
 
+    @property
+    def what(self) -> str:
+        """Name the wait in messages."""
+        return f"{'the end' if self.is_join else 'a read'} of {self.table.name!r} by rank {self.rank}"
+
+    @property
+    def since(self) -> float:
+        """When its time began to run."""
+        return self.deadline - self.timeout
+
     def missing(self) -> list[int]:
         """The ranks that it waits for; none when it can be answered."""
         lanes = self.table.lanes
@@ -38,6 +48,9 @@ class Waits:
 
     def __bool__(self) -> bool:
         return bool(self._waits)
+
+    def __iter__(self) -> Iterator[Wait]:
+        return iter(self._waits.values())
 
     def add(self, wait: Wait) -> None:
         """Keep a request until it can be answered; one that is repeated has no more time than it had."""

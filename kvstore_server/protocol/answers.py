@@ -122,6 +122,8 @@ class Pending:
     """Answers a Heartbeat, and a repeated Commit or Barrier that still waits for other ranks: the server is alive."""
 
     waiting_for: tuple[int, ...]
+    why: str = field(default="", compare=False)
+    """For people: what waits for whom, and when those were last heard; empty when nothing waits."""
 
 
 @dataclass(frozen=True, slots=True)

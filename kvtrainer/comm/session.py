@@ -18,6 +18,7 @@ from kvstore_server.errors import (
     from_wire,
 )
 from kvstore_server.protocol import messages as m
+from kvstore_server.slow import SlowReports
 from kvtrainer.comm.tracing import SessionTrace
 from kvtrainer.comm.transport import SessionOptions, Transport
 
@@ -50,6 +51,10 @@ class Session:
         self._handlers: dict[int, Handler] = {}
         self._last_number = 0
         self._repeat_after = min(REPEAT_AFTER, options.dead_after / 4)
+        self._slow_reports = SlowReports(options.slow_after)
+        self._reasons: list[str] = []
+        """Why servers have not answered yet, as they said since requests were last repeated."""
+        self._has_repeated = False
 
     @property
     def num_servers(self) -> int:
@@ -175,10 +180,14 @@ class Session:
     def wait(self, is_over: Callable[[], bool], deadline: float, repeat: Callable[[float], None]) -> None:
         """Hand out replies until `is_over`; call `repeat(now)` whenever nothing came for a while.
 
+        A wait that takes long is logged, with what the servers say about it.
+
         Raises:
             DeadlineError: `deadline` has passed.
         """
         trace, looked = self.trace, self.clock()
+        began = looked
+        self._reasons.clear()
         start = 0.0 if trace is None else trace.trace.clock()
         while not is_over():
             now = self.clock()
@@ -193,11 +202,25 @@ class Session:
                 deadline = max(deadline, now + STANDSTILL)
             looked = now
             if got is None:
+                self._has_repeated = True
                 repeat(now)
             else:
                 self._hand_out(*got)
+            if now - began >= self.options.slow_after:
+                self._report_slow(now - began, now)
         if trace is not None:
             trace.waited(start)
+
+    def _report_slow(self, waited: float, now: float) -> None:
+        """Log for whom the servers wait, or which of them say nothing, if a line about it is due."""
+        reasons = self._reasons or [
+            f"{self.describe(server)} was last heard {now - heard:.1f} s ago"
+            for server, heard in enumerate(self._heard)
+            if now - heard > self._repeat_after
+        ]
+        if reasons and self._slow_reports.is_due(waited, now):
+            more = f" (and {len(reasons) - 1} more)" if len(reasons) > 1 else ""
+            _log.warning("rank %d has waited %.0f s: %s%s", self.options.rank, waited, reasons[0], more)
 
     def is_silent(self, server: int, since: float, now: float) -> bool:
         """Whether a server that must answer has said nothing for long enough to be asked again.
@@ -275,6 +298,11 @@ class Session:
         if reply.number == 0 and isinstance(reply.body, m.Failed):
             # The server could not even read the request, so no handler can be named.
             raise from_wire(reply.body.code, reply.body.text)
+        if isinstance(reply.body, m.Pending) and reply.body.why:
+            if self._has_repeated:
+                self._reasons.clear()
+                self._has_repeated = False
+            self._reasons.append(reply.body.why)
         handler = self._handlers.get(reply.number)
         if handler is not None:
             handler(server, reply.body)

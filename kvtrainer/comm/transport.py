@@ -8,6 +8,7 @@ from typing import Protocol
 
 from kvstore_server.modes import SYNCHRONOUS, Mode
 from kvstore_server.protocol import messages as m
+from kvstore_server.slow import SLOW_AFTER
 
 
 class Transport(Protocol):
@@ -51,6 +52,7 @@ class SessionOptions:
         capability: Instruction set of this CPU.
         address: `host:pid`, for error messages on the other side.
         mode: When contributions count; the same for all workers of the namespace.
+        slow_after: Seconds of waiting after which the log says for whom.
     """
 
     namespace: str
@@ -62,3 +64,4 @@ class SessionOptions:
     capability: str = ""
     address: str = ""
     mode: Mode = SYNCHRONOUS
+    slow_after: float = SLOW_AFTER

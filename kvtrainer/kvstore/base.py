@@ -201,7 +201,8 @@ def create(type: str = "local", **options: Any) -> KVStoreBase:
         type: One of the registered names; case does not matter. "local" keeps everything in this process,
             "dist_sync" joins the job's servers and blocks until they answer.
         **options: Passed to the store. For "dist_sync": `rank`, `num_workers`, `servers` (each read from the
-            environment when absent), `timeout`, `connect_timeout`, `dead_after` in seconds, and `namespace`.
+            environment when absent), `namespace`; `timeout`, `connect_timeout`, `dead_after`, `slow_after` in
+            seconds.
 
     Raises:
         UnknownNameError: no store has that name; lists those that there are.

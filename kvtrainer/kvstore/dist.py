@@ -16,7 +16,7 @@ from kvstore_server.modes import SYNCHRONOUS, Mode
 from kvtrainer.comm.client import Client
 from kvtrainer.comm.connection import Connection
 from kvtrainer.comm.transport import SessionOptions
-from kvtrainer.env import CONNECT_TIMEOUT, DEAD_AFTER, TIMEOUT, Topology, read_timeout
+from kvtrainer.env import CONNECT_TIMEOUT, DEAD_AFTER, SLOW_AFTER, TIMEOUT, Topology, read_timeout
 from kvtrainer.errors import ConfigurationError
 from kvtrainer.kvstore.base import (
     ASYNCHRONOUS,
@@ -55,6 +55,8 @@ class DistKVStore(TableKVStore):
         timeout: Seconds to wait for the other workers (KVSTORE_TIMEOUT, 600).
         connect_timeout: Seconds to wait for the servers at first (KVSTORE_CONNECT_TIMEOUT, 30).
         dead_after: Seconds of silence after which a server counts as gone (KVSTORE_DEAD_AFTER, 20).
+        slow_after: Seconds of waiting for other workers, or a server, after which the log names them; then it does so
+            ever more rarely (KVSTORE_SLOW_AFTER, 10).
         staleness: For "dist_ssp": how many pushes of a key a worker that reads it may be ahead of the slowest worker
             (KVSTORE_STALENESS, 1).
         scale_lr_by_staleness: For "dist_async" and "dist_ssp": divide the learning rate of a push by the number of
@@ -84,6 +86,7 @@ class DistKVStore(TableKVStore):
         timeout: float | None = None,
         connect_timeout: float | None = None,
         dead_after: float | None = None,
+        slow_after: float | None = None,
         namespace: str | None = None,
         staleness: int | None = None,
         scale_lr_by_staleness: bool = False,
@@ -105,6 +108,7 @@ class DistKVStore(TableKVStore):
             read_timeout(os.environ, TIMEOUT, value=timeout),
             read_timeout(os.environ, CONNECT_TIMEOUT, value=connect_timeout),
             read_timeout(os.environ, DEAD_AFTER, value=dead_after),
+            read_timeout(os.environ, SLOW_AFTER, value=slow_after),
         )
         self._namespace = f"store{next(_created)}" if namespace is None else namespace
         self._clients: list[Client] = []
@@ -134,7 +138,7 @@ class DistKVStore(TableKVStore):
                 client.close()
 
     def _connect(self, namespace: str, mode: Mode | None = None) -> Client:
-        timeout, connect_timeout, dead_after = self._timeouts
+        timeout, connect_timeout, dead_after, slow_after = self._timeouts
         options = SessionOptions(
             namespace,
             self._topology.rank,
@@ -145,6 +149,7 @@ class DistKVStore(TableKVStore):
             capability(),
             f"{socket.gethostname()}:{os.getpid()}",
             self.mode if mode is None else mode,
+            slow_after,
         )
         client = Client(Connection(self._topology.servers, self._water_mark), options, time.monotonic)
         self._clients.append(client)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -93,6 +94,24 @@ def test_a_killed_worker_is_named_to_all_who_wait_for_it_and_nothing_changes(sta
     texts = raised([call.outcome() for call in waiting], WorkerLostError)
     assert all("rank 1" in text and f"after {DEAD_AFTER:g} s of silence" in text for text in texts)
     assert job.weights() == [0.0, 0.0, 0.0]
+
+
+def test_who_waits_for_a_slow_worker_and_its_server_say_so_while_they_wait(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with Processes() as processes, Members() as members:
+        servers = processes.servers(1, "--slow-after", "0.5")
+        name = new_name()
+        slow = processes.worker(READY + PUSHPULL, servers, 1, 2, name)
+        waiting = members.join(servers, 0, 2, name, slow_after=0.5)
+        waiting.init("w", torch.zeros(3))
+        assert slow.line() == "ready"
+        call = Call(lambda: round_of(waiting, "w", torch.ones(3)))
+        round_1 = f"round 1 of 'w'.* rank 1 \\(.*:{slow.pid}\\) was last heard"
+        assert eventually(lambda: re.search(f"rank 0 has waited .*{round_1}", caplog.text) is not None)
+        assert eventually(lambda: re.search(f"WARNING .*{round_1}", servers[0].stderr()) is not None)
+        slow.go()
+        assert torch.equal(call.outcome(), torch.full((3,), 2.0))
 
 
 def test_the_error_that_ends_a_worker_is_told_to_the_others_at_once(start: Start) -> None:
