@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.limits import LIMIT
+
 SCRIPT = Path(__file__).with_name("mxnet_trajectories.py")
 
 Ask = Callable[[dict[str, Any]], dict[str, Any]]
@@ -32,7 +34,7 @@ def ask_mxnet() -> Ask:
             input=json.dumps(question),
             capture_output=True,
             text=True,
-            timeout=100,
+            timeout=LIMIT,
             env={"PATH": os.environ.get("PATH", ""), "OMP_NUM_THREADS": "1"},
         )
         assert process.returncode == 0, process.stderr[-3000:]

@@ -14,6 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.limits import LIMIT
+
 ROOT = Path(__file__).parents[2]
 TRAINING, CASES = (Path(__file__).with_name(f"mmengine_{name}.py") for name in ("training", "cases"))
 WAYS = ("one process", "two ranks", "two workers and two servers")
@@ -32,7 +34,7 @@ EVERYTHING = {
 }
 """At a scale of 2**18 some gradients overflow, before and after the checkpoint."""
 
-pytestmark = [pytest.mark.compat, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.compat
 
 
 class Trained(NamedTuple):
@@ -59,7 +61,7 @@ def python() -> Path:
 def run(command: list[Any], cwd: Path) -> None:
     inherited = {name: os.environ[name] for name in ("PATH", "HOME", "TMPDIR") if name in os.environ}
     env = {**inherited, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MPLCONFIGDIR": str(cwd)}
-    process = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env, cwd=cwd)
+    process = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, env=env, cwd=cwd)
     assert process.returncode == 0, process.stderr[-4000:]
 
 
@@ -155,6 +157,7 @@ from mmengine.registry import OPTIM_WRAPPERS, STRATEGIES
 import mmengine.runner
 assert STRATEGIES.get("KVStoreStrategy") is None and OPTIM_WRAPPERS.get("TrainerOptimWrapper") is None
 import kvtrainer.integrations.mmengine as ours
+from tests.support.limits import LIMIT
 assert STRATEGIES.get("KVStoreStrategy") is ours.KVStoreStrategy
 assert OPTIM_WRAPPERS.get("TrainerOptimWrapper") is ours.TrainerOptimWrapper
 """

@@ -18,8 +18,6 @@ from tests.support.processes import Members, new_name, together
 from tests.support.stores import Servers, servers
 from tests.support.taking_turns import SHAPES, Worker, assert_close, gradient, start_of, workers
 
-pytestmark = pytest.mark.timeout(120)
-
 ASYNCHRONOUS = ["dist_async", "dist_ssp"]
 FAR = {"dist_async": {}, "dist_ssp": {"staleness": 100}}
 """Options of a store in which nobody waits in these tests."""

@@ -15,11 +15,10 @@ from torch import Tensor
 import kvtrainer
 from kvtrainer.errors import ConfigurationError, ShapeMismatchError
 from kvtrainer.kvstore import DistKVStore
+from tests.support.limits import LIMIT
 from tests.support.processes import Members, new_name, together
 from tests.support.stores import Servers, servers
 from tests.support.taking_turns import SHAPES, Worker, assert_close, gradient, start_of, workers
-
-pytestmark = pytest.mark.timeout(120)
 
 ASYNCHRONOUS = ["dist_async", "dist_ssp"]
 FAR = {"dist_sync": {}, "dist_async": {}, "dist_ssp": {"staleness": 100}}
@@ -236,7 +235,7 @@ def test_wrong_pushes_are_refused_on_the_worker_and_the_job_goes_on(jobs: Server
 
 @pytest.mark.parametrize("type", ASYNCHRONOUS)
 def test_pushes_and_pushpulls_of_one_key_are_mixed_as_one_likes(jobs: Servers, type: str) -> None:
-    pushed = threading.Barrier(3, timeout=20)
+    pushed = threading.Barrier(3, timeout=LIMIT)
 
     def body(kv: DistKVStore, rank: int) -> list[float]:
         kv.set_optimizer(kvtrainer.optimizer.create("test", learning_rate=-1.0))

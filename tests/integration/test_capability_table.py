@@ -10,8 +10,6 @@ from tests.support.capabilities import Case, Outcome, all_outcomes, page
 
 PAGE = Path(__file__).parents[2] / "docs" / "capabilities.md"
 
-pytestmark = pytest.mark.timeout(300)
-
 
 @pytest.fixture(scope="module")
 def outcomes() -> dict[Case, Outcome]:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.support.dmlc import DmlcJob
+from tests.support.limits import DEAD_AFTER
 from tests.support.processes import Process, Processes
 
 
@@ -79,7 +80,7 @@ def test_a_scheduler_that_is_killed_after_the_start_stops_nobody_and_no_exit_han
 
 
 def test_servers_and_scheduler_end_when_the_last_worker_was_killed(processes: Processes) -> None:
-    job = DmlcJob(processes, STORE, 1, 1)
+    job = DmlcJob(processes, STORE, 1, 1, KVSTORE_DEAD_AFTER=str(DEAD_AFTER))
     scheduler, server, worker = (job.start(role) for role in ("scheduler", "server", "worker"))
     worker.line()
     worker.line()

@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 import pytest
 
+from tests.support.limits import LIMIT
+
 ROOT = Path(__file__).parents[2]
 FLIGHTS = "40000"
 
@@ -44,7 +46,7 @@ def train(table: str) -> Printed:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=100,
+        timeout=LIMIT,
         check=False,
     )
     assert done.returncode == 0, done.stdout

@@ -64,7 +64,7 @@ def test_a_key_of_two_shapes_is_refused_on_both_workers(pair: Pair) -> None:
 def test_the_worker_that_already_waits_on_another_server_is_told_of_the_mismatch_too(pair: Pair) -> None:
     # Large enough for a part on each server: the other server never hears of the second shape.
     first = Call(lambda: pair[0].init("w", torch.zeros(300_000)))
-    outcomes = [*together(lambda: pair[1].init("w", torch.zeros(300_001))), first.outcome(seconds=10)]
+    outcomes = [*together(lambda: pair[1].init("w", torch.zeros(300_001))), first.outcome()]
     raised(outcomes, PlanMismatchError)
 
 
@@ -89,7 +89,7 @@ def test_a_worker_with_another_number_of_workers_is_refused_and_the_others_learn
         ConfigurationError, match=r"rank 1 .* believes in 3 workers, the ranks before it in 2"
     ):
         members.join(servers, 1, 3, name)
-    [text] = raised([waiting.outcome(seconds=10)], WorkerLostError)
+    [text] = raised([waiting.outcome()], WorkerLostError)
     assert "rank 1 has left (it was refused: rank 1" in text
     assert "believes in 3 workers" in text
 
@@ -113,7 +113,7 @@ def test_a_worker_with_another_list_of_servers_is_refused(
         "start every server with its --index and --num-servers, and give every worker the same KVSTORE_SERVERS"
         in str(caught.value)
     )
-    [text] = raised([waiting.outcome(seconds=10)], WorkerLostError)
+    [text] = raised([waiting.outcome()], WorkerLostError)
     assert "it was refused" in text
 
 

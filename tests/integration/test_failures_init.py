@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from kvtrainer.errors import ConfigurationError, DeadlineError
-from tests.support.processes import Members, Process, Processes, round_of, together
+from tests.support.limits import SOON
+from tests.support.processes import Members, Process, Processes, impatient, round_of, together
 
 
 @pytest.fixture(scope="module")
@@ -40,8 +41,8 @@ def test_a_refused_value_registers_nothing_and_init_works_with_a_good_one(
 
 def test_a_worker_that_comes_after_the_others_gave_up_its_init_is_told_so(servers: list[Process]) -> None:
     with Members() as members:
-        late, early = members.pair(servers, timeout=0.5)
-        with pytest.raises(DeadlineError, match="rank 0"):
+        late, early = members.pair(servers)
+        with impatient(early, timeout=SOON), pytest.raises(DeadlineError, match="rank 0"):
             early.init("m", torch.ones(3))
         with pytest.raises(
             ConfigurationError, match="at round 1 of 'm' already: the other workers' init of it has ended"

@@ -22,6 +22,7 @@ from kvtrainer.errors import (
     UnknownNameError,
 )
 from kvtrainer.kvstore import DistKVStore
+from tests.support.limits import SOON
 from tests.support.processes import (
     Call,
     Members,
@@ -29,6 +30,7 @@ from tests.support.processes import (
     Processes,
     assert_serve,
     eventually,
+    impatient,
     raised,
     round_of,
     together,
@@ -142,14 +144,15 @@ def test_a_round_completes_whether_workers_push_or_pushpull(pair: Pair) -> None:
 
 def test_one_worker_never_completes_a_round_however_often_it_pushes(servers: list[Process]) -> None:
     with Members() as members:
-        pair = members.pair(servers, timeout=1.0)
+        pair = members.pair(servers)
         together(*(lambda s=s: s.init("w", torch.zeros(3)) for s in pair))
 
         def push_twice() -> None:
             pair[0].push("w", torch.ones(3))
             pair[0].push("w", torch.ones(3))
 
-        [text] = raised(together(push_twice), DeadlineError)
+        with impatient(pair[0], timeout=SOON):
+            [text] = raised(together(push_twice), DeadlineError)
         assert "round 1 of 'w' reached its deadline while waiting for rank 1 (" in text
         assert "was last heard" in text
         assert "KVSTORE_TIMEOUT" in text
@@ -161,11 +164,12 @@ def test_one_worker_never_completes_a_round_however_often_it_pushes(servers: lis
 
 def test_a_failed_push_is_reported_by_the_next_call_that_concerns_its_key(servers: list[Process]) -> None:
     with Members() as members:
-        pair = members.pair(servers, timeout=0.5)
+        pair = members.pair(servers)
         together(*(lambda s=s: s.init("w", torch.zeros(3)) for s in pair))
-        pair[0].push("w", torch.ones(3))
-        with pytest.raises(DeadlineError, match="rank 1"):
-            pair[0].pull("w", out=torch.empty(3))
+        with impatient(pair[0], timeout=SOON):
+            pair[0].push("w", torch.ones(3))
+            with pytest.raises(DeadlineError, match="rank 1"):
+                pair[0].pull("w", out=torch.empty(3))
         out = torch.empty(3)
         pair[0].pull("w", out=out)
         assert out.tolist() == [0.0] * 3
@@ -241,8 +245,9 @@ def test_an_optimizer_that_raises_on_one_of_two_servers_leaves_no_trace_on_eithe
 
 def test_a_failed_initialisation_leaves_no_key_behind(servers: list[Process]) -> None:
     with Members() as members:
-        pair = members.pair(servers, timeout=0.5)
-        raised(together(lambda: pair[0].init("w", torch.ones(3))), DeadlineError)
+        pair = members.pair(servers)
+        with impatient(pair[0], timeout=SOON):
+            raised(together(lambda: pair[0].init("w", torch.ones(3))), DeadlineError)
         with pytest.raises(KeyNotFoundError):
             pair[0].push("w", torch.ones(3))
         with pytest.raises(KVStoreError):
@@ -252,8 +257,9 @@ def test_a_failed_initialisation_leaves_no_key_behind(servers: list[Process]) ->
 
 def test_a_barrier_names_who_did_not_come_and_the_next_one_works(servers: list[Process]) -> None:
     with Members() as members:
-        pair = members.pair(servers, timeout=0.5)
-        [text] = raised(together(pair[0].barrier), DeadlineError)
+        pair = members.pair(servers)
+        with impatient(pair[0], timeout=SOON):
+            [text] = raised(together(pair[0].barrier), DeadlineError)
         assert "barrier 0 reached its deadline while waiting for rank 1" in text
         assert together(pair[0].barrier, pair[1].barrier) == [None, None]
 

@@ -22,6 +22,7 @@ from kvtrainer.errors import (
     VersionMismatchError,
 )
 from kvtrainer.kvstore import DistKVStore
+from tests.support.limits import DEAD_AFTER, SOON
 from tests.support.processes import (
     Call,
     Members,
@@ -32,9 +33,6 @@ from tests.support.processes import (
     round_of,
     together,
 )
-
-QUICK = 2.0
-"""Seconds of silence after which the workers here give up a server that a test has killed or stopped."""
 
 
 @pytest.fixture
@@ -68,10 +66,10 @@ def test_an_address_without_a_server_is_named_when_the_time_to_connect_is_over(m
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))  # bound, but nobody listens
         with pytest.raises(ConnectTimeoutError) as caught:
-            members.join([_address(unused)], 0, 1, new_name(), connect_timeout=0.5)
+            members.join([_address(unused)], 0, 1, new_name(), connect_timeout=SOON)
         text = str(caught.value)
         assert _address(unused) in text
-        assert "did not answer within 0.5 s" in text
+        assert f"did not answer within {SOON:g} s" in text
         assert "KVSTORE_SERVERS" in text
 
 
@@ -79,7 +77,7 @@ def test_a_listener_that_says_nothing_is_named_like_a_missing_server(
     members: Members, silent_port: socket.socket
 ) -> None:
     with pytest.raises(ConnectTimeoutError, match=_address(silent_port)):
-        members.join([_address(silent_port)], 0, 1, new_name(), connect_timeout=0.5)
+        members.join([_address(silent_port)], 0, 1, new_name(), connect_timeout=SOON)
 
 
 def test_a_web_server_at_the_address_is_named_like_a_missing_server(
@@ -92,7 +90,7 @@ def test_a_web_server_at_the_address_is_named_like_a_missing_server(
 
     threading.Thread(target=answer, daemon=True).start()
     with pytest.raises(ConnectTimeoutError, match=_address(silent_port)):
-        members.join([_address(silent_port)], 0, 1, new_name(), connect_timeout=0.5)
+        members.join([_address(silent_port)], 0, 1, new_name(), connect_timeout=SOON)
 
 
 def test_a_zeromq_socket_of_another_program_is_no_server(members: Members) -> None:
@@ -132,8 +130,8 @@ def test_a_server_killed_inside_a_round_is_named_to_all_workers(
 ) -> None:
     servers, name = processes.servers(2), new_name()
     script = 'kv.init("w", torch.zeros(200_000)); at("ready"); kv.pushpull("w", torch.ones(200_000))'
-    worker = processes.worker(script, servers, 1, 2, name)
-    store = members.join(servers, 0, 2, name, dead_after=QUICK)
+    worker = processes.worker(script, servers, 1, 2, name, dead_after=DEAD_AFTER)
+    store = members.join(servers, 0, 2, name, dead_after=DEAD_AFTER)
     store.init("w", torch.zeros(200_000))
     assert worker.line() == "ready"
     waiting = Call(lambda: round_of(store, "w", torch.ones(200_000)))
@@ -151,13 +149,12 @@ def test_a_server_that_died_between_rounds_is_named_at_the_next_one_however_many
     processes: Processes, members: Members
 ) -> None:
     servers = processes.servers(1)
-    pair = members.pair(servers, dead_after=QUICK)
+    pair = members.pair(servers, dead_after=DEAD_AFTER)
     keys = [str(i) for i in range(40)]
     assert together(*(lambda s=s: s.init(keys, [torch.zeros(2)] * 40) for s in pair)) == [None, None]
     servers[0].signal(signal.SIGKILL)
     servers[0].end()
-    # Giving the rounds up one after the other would take 80 s.
-    outcomes = together(*(lambda s=s: s.pushpull(keys, [torch.ones(2)] * 40) for s in pair), seconds=25)
+    outcomes = together(*(lambda s=s: s.pushpull(keys, [torch.ones(2)] * 40) for s in pair))
     texts = raised(outcomes, ServerUnreachableError)
     assert all(servers[0].address in text and "Restart the job" in text for text in texts)
 
@@ -166,7 +163,7 @@ def test_a_stopped_server_is_named_and_serves_on_when_it_continues(
     processes: Processes, members: Members
 ) -> None:
     servers = processes.servers(2)
-    pair = members.pair(servers, dead_after=QUICK)
+    pair = members.pair(servers, dead_after=DEAD_AFTER)
     assert together(*(lambda s=s: s.init("w", torch.zeros(200_000)) for s in pair)) == [None, None]
     servers[1].freeze()
     texts = raised(_rounds(pair), ServerUnreachableError)

@@ -8,10 +8,11 @@ from collections.abc import Iterator
 import pytest
 
 from tests.support.dmlc import DmlcJob
+from tests.support.limits import LIMIT, SOON
 from tests.support.processes import Processes
 
 SCRIPT = """
-kv = kvstore.create(os.environ["STORE"], timeout=20, connect_timeout=float(os.environ["PATIENCE"]))
+kv = kvstore.create(os.environ["STORE"], connect_timeout=float(os.environ["PATIENCE"]))
 kv.set_optimizer(kvtrainer.optimizer.create("test", learning_rate=-1.0))
 kv.init("w", torch.zeros(3))
 out = torch.empty(3)
@@ -44,7 +45,7 @@ def processes() -> Iterator[Processes]:
 def test_a_job_goes_on_and_ends_whatever_happens_to_its_scheduler(
     processes: Processes, event: str, type: str
 ) -> None:
-    job = DmlcJob(processes, SCRIPT, 2, 1, STORE=type, PATIENCE="20")
+    job = DmlcJob(processes, SCRIPT, 2, 1, STORE=type, PATIENCE=str(LIMIT))
     members = [job.start(role) for role in ("scheduler", "server", "worker", "worker")]
     scheduler, _, *workers = members
     assert [worker.line() for worker in workers] == ["begun"] * 2
@@ -53,7 +54,7 @@ def test_a_job_goes_on_and_ends_whatever_happens_to_its_scheduler(
     else:
         scheduler.signal(signal.SIGKILL)
         assert scheduler.end()[0] == -signal.SIGKILL
-    again = [job.start("scheduler", PATIENCE="3")] if event == "started again" else []
+    again = [job.start("scheduler", PATIENCE=str(SOON))] if event == "started again" else []
     for worker in workers:
         worker.go()
     assert [worker.line() for worker in workers] == ["[42.0, 42.0, 42.0]"] * 2

@@ -18,15 +18,13 @@ from kvtrainer.exchange.store import Gradients, Outcome, StoreExchange
 from kvtrainer.kvstore import DistKVStore, LocalKVStore
 from tests.support.engines import filled, plan_of
 from tests.support.lossy import LossyProxy
-from tests.support.processes import Members, Processes, new_name, together
+from tests.support.processes import FORGETFUL, Members, Processes, new_name, together
 from tests.support.stores import Servers, servers
 
 SHAPES = {"W1": (60, 300), "b1": (300,), "W2": (300, 130), "b2": (13,)}
 STEPS = 6
 OVERFLOW = 3
 """The step in which two finite gradients have an infinite sum."""
-
-pytestmark = pytest.mark.timeout(120)
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +116,7 @@ def test_messages_that_get_lost_change_nothing(jobs: Servers, monkeypatch: pytes
                 )
                 for rank, kv in enumerate(stores)
             )
-            outcomes = together(*calls, seconds=60)
+            outcomes = together(*calls)
     finally:
         for proxy in proxies:
             proxy.close()
@@ -142,11 +140,11 @@ for step in (1, 2):
 """
 
 
-def test_a_worker_that_dies_before_it_has_decided_does_not_undo_the_round(jobs: Servers) -> None:
-    name = new_name()
+def test_a_worker_that_dies_before_it_has_decided_does_not_undo_the_round() -> None:
     with Processes() as processes, Members() as members:
-        worker = processes.worker(DIES, jobs.of(2), 1, 2, name)
-        exchange, weights = exchange_over(members.join(jobs.of(2), 0, 2, name).open_client(), "float32")
+        started, name = processes.servers(2, *FORGETFUL), new_name()
+        worker = processes.worker(DIES, started, 1, 2, name)
+        exchange, weights = exchange_over(members.join(started, 0, 2, name).open_client(), "float32")
 
         def step(number: int) -> Outcome:
             grads = Gradients(gradient_of(0, number, "float32"), {}, 0.5, frozenset())

@@ -13,9 +13,8 @@ from torch import nn
 import kvtrainer
 from kvtrainer.errors import ConfigurationError, WorkerLostError
 from kvtrainer.kvstore import DistKVStore
+from tests.support.limits import LIMIT
 from tests.support.stores import Servers, servers
-
-pytestmark = pytest.mark.timeout(120)
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +124,7 @@ def test_the_options_of_a_worker_that_has_joined_no_longer_hold_for_others(jobs:
                 train(net, trainer, 1.0)
                 joined.set()
             else:
-                assert joined.wait(20)
+                assert joined.wait(LIMIT)
                 # Rank 0 is between its last step and the end of the block, or has left it: wait for the latter.
                 while not trainer.server_stats()[0]["tables"][0]["joined"]:
                     pass

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from kvstore_server.errors import ConfigurationError
 from kvtrainer import launch
 from kvtrainer.launcher.limits import until_noticed
 from tests.support.launch_jobs import READY, ROOT, Jobs
+from tests.support.limits import DEAD_AFTER, FOREVER, LIMIT
 
 
 @pytest.fixture
@@ -24,7 +24,6 @@ def jobs() -> Iterator[Jobs]:
     started.close()
 
 
-DEAD_AFTER = 3.0
 TRAINING = """
 import os, signal, sys, torch, kvtrainer
 torch.set_num_threads(1)
@@ -64,7 +63,7 @@ def launched(script: str, *flags: str) -> tuple[int, str]:
     ]
     environ = {**os.environ, "KVSTORE_DEAD_AFTER": str(DEAD_AFTER), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [*command, script], cwd=ROOT, env=environ, capture_output=True, text=True, timeout=60, check=False
+        [*command, script], cwd=ROOT, env=environ, capture_output=True, text=True, timeout=LIMIT, check=False
     )
     return done.returncode, done.stderr
 
@@ -91,11 +90,9 @@ def test_survivors_of_a_killed_server_raise_their_own_errors_before_they_are_sto
 @pytest.mark.parametrize("death", ["kill -9 $$", "exit 137"])
 def test_after_a_death_by_a_signal_the_others_get_the_longer_time(jobs: Jobs, death: str) -> None:
     script = f"[ $KVSTORE_RANK = 1 ] && {death}; sleep 0.5; echo rank 1 is lost >&2"
-    begin = time.monotonic()
-    code, _, err = jobs.run(script, 2, linger_unheard=30.0)
+    code, _, err = jobs.run(script, 2, linger_unheard=FOREVER)
     assert code == 137
     assert err.splitlines()[1:] == ["[w0] rank 1 is lost"]
-    assert time.monotonic() - begin < 10  # it ends when no worker is left
 
 
 def test_after_the_end_of_a_server_the_workers_get_the_longer_time(jobs: Jobs, tmp_path: Path) -> None:
@@ -103,17 +100,15 @@ def test_after_the_end_of_a_server_the_workers_get_the_longer_time(jobs: Jobs, t
     os.mkfifo(fifo)
     server = READY + f'report("tcp://127.0.0.1:5000\\n")\nopen({str(fifo)!r}).read()\nsys.exit(6)'
     script = f"echo > '{fifo}'; sleep 0.5; echo the server is lost >&2"
-    code, _, err = jobs.run(script, servers=1, server=server, linger_unheard=30.0)
+    code, _, err = jobs.run(script, servers=1, server=server, linger_unheard=FOREVER)
     assert code == 6
     assert "[w0] the server is lost" in err.splitlines()
 
 
 def test_a_worker_that_could_say_why_it_failed_does_not_prolong_the_job(jobs: Jobs) -> None:
-    script = "[ $KVSTORE_RANK = 1 ] && exit 3; sleep 60"
-    begin = time.monotonic()
-    code, _, _ = jobs.run(script, 2, linger_unheard=30.0)
+    script = "[ $KVSTORE_RANK = 1 ] && exit 3; sleep 3600"
+    code, _, _ = jobs.run(script, 2, linger_unheard=FOREVER)
     assert code == 3
-    assert time.monotonic() - begin < 10
 
 
 def test_the_longer_time_is_dead_after_and_a_moment() -> None:
@@ -124,13 +119,11 @@ def test_the_longer_time_is_dead_after_and_a_moment() -> None:
 
 
 def test_a_linger_that_is_given_holds_after_every_failure() -> None:
-    begin = time.monotonic()
     code, err = launched(
-        "import os, time\nos.environ['KVSTORE_RANK'] == '1' and os.abort()\ntime.sleep(60)", "--linger=0"
+        "import os, time\nos.environ['KVSTORE_RANK'] == '1' and os.abort()\ntime.sleep(3600)", "--linger=0"
     )
     assert code == 134
     assert "to notice" not in err
-    assert time.monotonic() - begin < 20
 
 
 def test_a_bad_dead_after_is_wrong_usage(

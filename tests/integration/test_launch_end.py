@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.launch_jobs import READY, STUBBORN, Jobs, command_line, eventually, line_of
+from tests.support.launch_jobs import READY, STUBBORN, Jobs, command_line, line_of
+from tests.support.limits import FOREVER, LIMIT
+from tests.support.processes import eventually
 
 
 @pytest.fixture
@@ -45,7 +47,7 @@ def test_server_that_does_not_drain_within_the_grace_is_killed(jobs: Jobs) -> No
 
 
 def test_process_that_a_worker_left_behind_is_ended_with_the_job(jobs: Jobs) -> None:
-    code, out, _ = jobs.run("setsid sleep 60 & sleep 60 & echo bye; exit 0")
+    code, out, _ = jobs.run("setsid sleep 3600 & sleep 3600 & echo bye; exit 0")
     assert (code, out) == (0, "[w0] bye\n")
     assert jobs.alive() == []
 
@@ -54,7 +56,9 @@ def test_process_that_has_hidden_from_the_launcher_does_not_keep_it_waiting(
     jobs: Jobs, tmp_path: Path
 ) -> None:
     os.mkfifo(tmp_path / "go")
-    script = f"env -i setsid sh -c 'printf $$; echo > {tmp_path}/go; exec sleep 60' & read x < {tmp_path}/go"
+    script = (
+        f"env -i setsid sh -c 'printf $$; echo > {tmp_path}/go; exec sleep 3600' & read x < {tmp_path}/go"
+    )
     code, out, _ = jobs.run(script)
     hidden = int(out.removeprefix("[w0] "))
     os.kill(hidden, signal.SIGKILL)
@@ -78,7 +82,7 @@ def test_signal_to_the_launcher_reaches_everybody_as_sigterm(jobs: Jobs, number:
 
 
 def test_second_ctrl_c_does_not_wait_for_the_grace(jobs: Jobs) -> None:
-    process = jobs.start(f"echo up; {STUBBORN}", grace=60.0)
+    process = jobs.start(f"echo up; {STUBBORN}", grace=FOREVER)
     assert line_of(process) == "[w0] up"
     process.send_signal(signal.SIGINT)
     assert process.stderr is not None
@@ -90,7 +94,7 @@ def test_second_ctrl_c_does_not_wait_for_the_grace(jobs: Jobs) -> None:
 
 def test_signal_that_was_ignored_from_the_start_stays_ignored(jobs: Jobs) -> None:
     nohup = ["sh", "-c", "trap '' HUP; exec \"$@\"", "sh"]
-    process = jobs.start("echo up; sleep 60", prefix=nohup)
+    process = jobs.start("echo up; sleep 3600", prefix=nohup)
     assert line_of(process) == "[w0] up"
     process.send_signal(signal.SIGHUP)
     process.send_signal(signal.SIGTERM)
@@ -98,7 +102,7 @@ def test_signal_that_was_ignored_from_the_start_stays_ignored(jobs: Jobs) -> Non
 
 
 def test_kill_9_of_the_launcher_leaves_no_process(jobs: Jobs) -> None:
-    script = f'(sleep 60) & setsid sh -c "{STUBBORN}" & echo up; wait'
+    script = f'(sleep 3600) & setsid sh -c "{STUBBORN}" & echo up; wait'
     process = jobs.start(script, 2, servers=1, grace=0.3)
     assert {line_of(process), line_of(process)} == {"[w0] up", "[w1] up"}
     process.kill()
@@ -107,7 +111,7 @@ def test_kill_9_of_the_launcher_leaves_no_process(jobs: Jobs) -> None:
 
 
 def test_kill_9_of_the_launcher_ends_a_grandchild_with_an_empty_environment(jobs: Jobs) -> None:
-    process = jobs.start("env -i sleep 60 & echo $!; wait")
+    process = jobs.start("env -i sleep 3600 & echo $!; wait")
     grandchild = int(line_of(process).removeprefix("[w0] "))
     assert eventually(lambda: command_line(grandchild).startswith("sleep"))
     process.kill()
@@ -116,7 +120,7 @@ def test_kill_9_of_the_launcher_ends_a_grandchild_with_an_empty_environment(jobs
 
 
 def test_kill_9_of_the_launcher_ends_its_children_even_when_the_guardian_hangs(jobs: Jobs) -> None:
-    process = jobs.start("echo up; exec sleep 60", 2)
+    process = jobs.start("echo up; exec sleep 3600", 2)
     line_of(process)
     (guardian,) = jobs.pids("launcher/guardian.py")
     os.kill(guardian, signal.SIGSTOP)
@@ -126,7 +130,7 @@ def test_kill_9_of_the_launcher_ends_its_children_even_when_the_guardian_hangs(j
 
 
 def test_guardian_that_was_killed_is_replaced(jobs: Jobs) -> None:
-    process = jobs.start("setsid sleep 60 & echo up; wait")
+    process = jobs.start("setsid sleep 3600 & echo up; wait")
     assert line_of(process) == "[w0] up"
     (first,) = jobs.pids("launcher/guardian.py")
     os.kill(first, signal.SIGKILL)
@@ -140,11 +144,11 @@ def test_launcher_obeys_a_signal_while_its_reader_is_paused(jobs: Jobs) -> None:
     process = jobs.start("while :; do echo line; done")
     assert process.stdout is not None
     fd = process.stdout.fileno()
-    assert select.select([fd], [], [], 10)[0]
+    assert select.select([fd], [], [], LIMIT)[0]
     (worker,) = (pid for pid in jobs.pids("echo line") if command_line(pid).startswith("sh "))
     assert eventually(lambda: pipe_is_full(process.pid) and pipe_is_full(worker))
     process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=10) == 128 + signal.SIGTERM
+    assert process.wait(LIMIT) == 128 + signal.SIGTERM
     assert jobs.alive() == []
 
 

@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.launch_jobs import ROOT, STUBBORN, Jobs, eventually, line_of
+from tests.support.launch_jobs import ROOT, STUBBORN, Jobs, line_of
+from tests.support.limits import LIMIT
+from tests.support.processes import eventually
 
 # Like the far end of a connection: another session, nothing of our environment, and standard input is the only tie.
 FAKE_SSH = """#!/bin/sh
@@ -36,7 +38,7 @@ class HostJobs(Jobs):
         self._hosts.write_text("\n".join(lines))
 
     def launch(
-        self, script: str, workers: int = 2, servers: int = 0, *flags: str, grace: float = 2.0
+        self, script: str, workers: int = 2, servers: int = 0, *flags: str, grace: float = LIMIT
     ) -> subprocess.Popen[bytes]:
         name, _, value = self.token.partition("=")
         counts = ["-n", str(workers), "-s", str(servers), "-H", str(self._hosts), "--ssh", f"'{self._ssh}'"]
@@ -90,7 +92,7 @@ def test_a_job_with_servers_on_hosts_trains(jobs: HostJobs) -> None:
 
 def test_the_first_failure_gives_the_exit_code_and_ends_all_hosts(jobs: HostJobs) -> None:
     code, _, err = jobs.finish(
-        jobs.launch(f"[ $KVSTORE_RANK = 1 ] && exit 3; setsid sleep 60 & {STUBBORN}", grace=0.5)
+        jobs.launch(f"[ $KVSTORE_RANK = 1 ] && exit 3; setsid sleep 3600 & {STUBBORN}", grace=0.5)
     )
     assert code == 3
     assert err == "kvlaunch: worker 1 on localhost exited with code 3; stopping the others\n"
@@ -125,7 +127,9 @@ def test_a_signal_to_the_launcher_reaches_the_processes_there_as_sigterm(jobs: H
 
 
 def test_kill_9_of_the_launcher_leaves_nothing_on_any_host(jobs: HostJobs) -> None:
-    process = jobs.launch(f'setsid sleep 60 & setsid sh -c "{STUBBORN}" & echo up; {STUBBORN}', 2, grace=0.3)
+    process = jobs.launch(
+        f'setsid sleep 3600 & setsid sh -c "{STUBBORN}" & echo up; {STUBBORN}', 2, grace=0.3
+    )
     assert [line_of(process)[5:], line_of(process)[5:]] == ["up", "up"]
     process.kill()
     process.wait()
@@ -133,7 +137,7 @@ def test_kill_9_of_the_launcher_leaves_nothing_on_any_host(jobs: HostJobs) -> No
 
 
 def test_kill_9_of_a_guardian_there_ends_its_process(jobs: HostJobs) -> None:
-    process = jobs.launch("echo up; exec sleep 60", 1)
+    process = jobs.launch("echo up; exec sleep 3600", 1)
     assert line_of(process) == "[w0] up"
     [guardian] = [pid for pid in jobs.pids("kvtrainer.launcher.remote") if b"python" in program(pid)]
     os.kill(guardian, signal.SIGKILL)

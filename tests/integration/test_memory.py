@@ -16,6 +16,7 @@ from kvstore_server.modes import ASYNC, SSP, SYNCHRONOUS, Mode
 from kvtrainer.comm.client import Client
 from kvtrainer.comm.transport import SessionOptions
 from kvtrainer.kvstore.store import TableKVStore
+from tests.support.limits import LIMIT
 from tests.support.processes import Members, Processes, new_name
 from tests.support.reachable import reachable, resident_bytes
 from tests.support.switchboard import Line
@@ -33,7 +34,7 @@ def joined(
     engines: Sequence[Engine], lines: dict[bytes, Line], mode: Mode, rank: int, name: bytes
 ) -> TableKVStore:
     """A worker of a job of two, which has named its optimizer and not yet made its key."""
-    options = SessionOptions("job", rank, 2, timeout=5.0, mode=mode)
+    options = SessionOptions("job", rank, 2, timeout=LIMIT, mode=mode)
     client = Client(Line(engines, lines, name), options, time.monotonic)
     client.connect()
     kv = TableKVStore("in a test", client)

@@ -15,8 +15,6 @@ PAGE = Path(__file__).parents[2] / "docs" / "options.md"
 NOT_OPTIONS = {"self", "params", "optimizer", "optimizer_params", "kvstore", "update_on_kvstore"}
 """Arguments that say what is trained, how, and where: each probe is tried with all of those."""
 
-pytestmark = pytest.mark.timeout(300)
-
 
 @pytest.fixture(scope="module")
 def outcomes() -> Outcomes:

@@ -16,8 +16,6 @@ from tests.support.processes import together
 from tests.support.stores import Servers, servers
 from tests.support.taking_turns import SHAPES, Worker, gradient, start_of, workers
 
-pytestmark = pytest.mark.timeout(120)
-
 RATES = (0.05, 0.1, 0.1, 0.01, 0.01, 0.01)
 """A warm-up of one step, and a tenth from step 3 on."""
 MOMENTA = (0.9, 0.8, 0.7, 0.6, 0.5, 0.5)

@@ -22,6 +22,7 @@ from kvstore_server.protocol.frames import decode_reply, encode_request
 from kvstore_server.server import Server, ServerOptions
 from kvtrainer.errors import ServerStoppingError
 from kvtrainer.kvstore import DistKVStore
+from tests.support.limits import FOREVER, LIMIT
 from tests.support.processes import (
     Call,
     Members,
@@ -122,18 +123,18 @@ def test_a_module_that_cannot_be_imported_ends_with_code_1_and_is_named(
 
 
 def test_an_idle_server_ends_with_code_0_on_sigterm(processes: Processes, members: Members) -> None:
-    [server] = processes.servers(1, "--drain-timeout", "60")
+    [server] = processes.servers(1, "--drain-timeout", str(FOREVER))
     pair = members.pair([server])
     together(*(lambda s=s: s.init("w", torch.zeros(3)) for s in pair))
     server.signal(signal.SIGTERM)
-    code, stderr = server.end(seconds=10)
+    code, stderr = server.end()
     assert (code, stderr) == (0, "")
 
 
 def test_a_round_that_has_begun_completes_after_sigterm_and_no_new_one_begins(
     processes: Processes, members: Members
 ) -> None:
-    [server] = processes.servers(1, "--log", "info", "--drain-timeout", "60")
+    [server] = processes.servers(1, "--log", "info", "--drain-timeout", str(FOREVER))
     pair = members.pair([server])
     together(*(lambda s=s: s.init(["w", "v"], [torch.zeros(3)] * 2) for s in pair))
     waiting = Call(lambda: round_of(pair[0], "w", torch.ones(3)))
@@ -147,7 +148,7 @@ def test_a_round_that_has_begun_completes_after_sigterm_and_no_new_one_begins(
     assert waiting.is_running
     assert round_of(pair[1], "w", torch.ones(3)).tolist() == [2.0] * 3
     assert waiting.outcome().tolist() == [2.0] * 3
-    assert server.end(seconds=10)[0] == 0
+    assert server.end()[0] == 0
 
 
 def test_a_round_that_does_not_end_within_the_drain_timeout_fails_for_those_who_wait(
@@ -160,10 +161,10 @@ def test_a_round_that_does_not_end_within_the_drain_timeout_fails_for_those_who_
     assert eventually(lambda: _waiting_for(pair[1]) == [1])
     at_barrier = Call(pair[1].barrier)
     server.signal(signal.SIGTERM)
-    [text] = raised([waiting.outcome(seconds=10)], ServerStoppingError)
+    [text] = raised([waiting.outcome()], ServerStoppingError)
     assert "server 0 was stopped while round 1 of 'w' waited: rank 1 (" in text
-    raised([at_barrier.outcome(seconds=10)], ServerStoppingError)
-    assert server.end(seconds=10)[0] == 0
+    raised([at_barrier.outcome()], ServerStoppingError)
+    assert server.end()[0] == 0
 
 
 def test_a_worker_that_reads_nothing_cannot_keep_a_server_from_ending(processes: Processes) -> None:
@@ -171,7 +172,7 @@ def test_a_worker_that_reads_nothing_cannot_keep_a_server_from_ending(processes:
     with _Reader(server.address) as reader:
         reader.pull_without_reading(64 << 20)
         server.signal(signal.SIGTERM)
-        assert server.end(seconds=15)[0] == 0
+        assert server.end()[0] == 0
 
 
 def test_weights_that_wait_for_a_slow_worker_do_not_wait_twice_when_it_asks_again() -> None:
@@ -282,7 +283,7 @@ class _Reader:
         commit = m.CommitBatch((m.Commit(table.table, 0, manifest, None, True, 5.0),))
         self._frames = encode_request(m.Request(run, session, 4, commit))
         self.repeat()
-        assert self._socket.poll(10_000), "no weights came"
+        assert self._socket.poll(LIMIT * 1000), "no weights came"
 
     def repeat(self) -> None:
         """Ask for the same weights, under the same number."""
@@ -290,7 +291,7 @@ class _Reader:
 
     def _ask(self, request: m.Request) -> m.ReplyBody:
         self._socket.send_multipart(encode_request(request))
-        assert self._socket.poll(10_000), "the server did not answer"
+        assert self._socket.poll(LIMIT * 1000), "the server did not answer"
         return decode_reply(self._socket.recv_multipart()).body
 
     def __enter__(self) -> _Reader:

@@ -34,8 +34,6 @@ from tests.support.stores import Servers, servers
 
 SITES = pytest.mark.parametrize("in_store", [True, False], ids=["in-store", "by-workers"])
 
-pytestmark = pytest.mark.timeout(120)
-
 
 @pytest.fixture(scope="module")
 def jobs() -> Iterator[Servers]:

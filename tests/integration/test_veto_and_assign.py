@@ -21,8 +21,6 @@ SHAPES = {"small": (3,), "sliced": (150, 200)}
 PLAN = plan_of(SHAPES)
 SITES = pytest.mark.parametrize("in_store", [True, False])
 
-pytestmark = pytest.mark.timeout(120)
-
 
 @pytest.fixture(scope="module")
 def jobs() -> Iterator[Servers]:

@@ -22,8 +22,6 @@ STEPS = 6
 BAD = (1, 3)
 """The worker, and its step, whose gradient overflows."""
 
-pytestmark = pytest.mark.timeout(120)
-
 
 @pytest.fixture(scope="module")
 def jobs() -> Iterator[Servers]:

@@ -24,8 +24,6 @@ SHAPES = {"small": (3,), "sliced": (150, 200), "odd": (7, 13), "other": (100, 21
 ROUNDS = 3
 WORKERS = 2
 
-pytestmark = pytest.mark.timeout(200)
-
 
 @pytest.fixture(scope="module")
 def jobs() -> Iterator[Servers]:

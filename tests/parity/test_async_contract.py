@@ -17,8 +17,6 @@ import kvtrainer
 from kvtrainer.kvstore import DistKVStore
 from tests.support.stores import Servers, servers
 
-pytestmark = pytest.mark.timeout(300)
-
 ADD = {"learning_rate": -1.0}
 """For the optimizer 'test': w += g."""
 CLOCK, SUM = 0, 1
@@ -96,7 +94,7 @@ def run(jobs: Servers, type: str, workers: int, count: int, pushes: int, **optio
     def body(kv: DistKVStore, rank: int) -> dict[str, Tensor]:
         return Worker(kv, pushes, options.get("staleness")).run()
 
-    results = jobs.results(workers, count, body, type=type, seconds=240.0, timeout=60.0, **options)
+    results = jobs.results(workers, count, body, type=type, **options)
     everybody = sum(one["own sliced"] for one in results)
     for one in results:
         assert one["small"][CLOCK].tolist() == [float(pushes)] * workers

@@ -17,7 +17,6 @@ from tests.support.workers.bits import KEYS, LAYERS, OPTIMIZERS, gradient
 SERVERS = (1, 2, 3)
 
 # One fixture runs three jobs.
-pytestmark = pytest.mark.timeout(330)
 
 
 @pytest.fixture(scope="module")

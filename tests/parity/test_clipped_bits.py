@@ -45,8 +45,6 @@ CASES = [
     ("value", "adam"),
 ]
 
-pytestmark = pytest.mark.timeout(120)
-
 
 @pytest.fixture(scope="module")
 def jobs() -> Iterator[Servers]:

@@ -14,7 +14,6 @@ from tests.support.jobs import Job, PartOfJob
 from tests.support.workers.golden import REPEATS, SITES, name_of, play
 
 # One fixture may run the whole job that this part belongs to.
-pytestmark = pytest.mark.timeout(120)
 
 SIZES = [pytest.param((w, s), id=f"{w}x{s}") for w in (1, 2) for s in (1, 2, 3)]
 each_run = pytest.mark.parametrize(

@@ -35,7 +35,6 @@ from tests.support.workers.trajectories import SITES, name_of, play
 TOLERANCE = 2e-6
 SERVERS = (1, 2, 3)
 # One fixture runs three jobs.
-pytestmark = pytest.mark.timeout(330)
 
 SIZES = [
     pytest.param((1, SERVERS), id="1x1,2,3"),

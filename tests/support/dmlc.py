@@ -6,6 +6,7 @@ import random
 import socket
 import sys
 
+from tests.support.limits import LIMIT
 from tests.support.processes import Process, Processes
 
 PREFACE = """
@@ -29,7 +30,8 @@ class DmlcJob:
             "DMLC_PS_ROOT_PORT": str(free_port()),
             "DMLC_NUM_WORKER": str(workers),
             "DMLC_NUM_SERVER": str(servers),
-            "KVSTORE_DEAD_AFTER": "3",
+            "KVSTORE_CONNECT_TIMEOUT": str(LIMIT),
+            "KVSTORE_DEAD_AFTER": str(LIMIT),
             **env,
         }
 

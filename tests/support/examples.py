@@ -12,6 +12,8 @@ from types import ModuleType
 
 import pytest
 
+from tests.support.limits import LIMIT
+
 ROOT = Path(__file__).parents[2]
 SERVERS = ("-m", "kvtrainer.launch", "-n", "2", "-s", "2", "--", sys.executable)
 """Starts two workers and two servers."""
@@ -26,7 +28,7 @@ def example(name: str) -> ModuleType:
         return importlib.import_module(name)
 
 
-def run(name: str, *options: str, launcher: Sequence[str] = (), seconds: float = 100.0) -> str:
+def run(name: str, *options: str, launcher: Sequence[str] = ()) -> str:
     """Run an example to its end, alone or by a launcher; gives what it printed.
 
     Raises:
@@ -41,7 +43,7 @@ def run(name: str, *options: str, launcher: Sequence[str] = (), seconds: float =
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=seconds,
+        timeout=LIMIT,
         check=False,
     )
     assert done.returncode == 0, done.stdout

@@ -11,7 +11,8 @@ import torch
 
 import kvtrainer
 from kvtrainer.kvstore import DistKVStore
-from tests.support.processes import LIMIT, Call, eventually
+from tests.support.limits import LIMIT
+from tests.support.processes import Call, eventually
 
 SHAPE = (128, 64)
 """Of the weights: enough for two servers. Each worker adds one to a column of its own in every step."""
@@ -57,8 +58,6 @@ class Loop:
     def __init__(self, begin: Callable[[], Training]) -> None:
         self.counts: list[float] = []
         self.error: BaseException | None = None
-        self.ended = 0.0
-        """When the error came."""
         self.training: Training | None = None
         self._begin = begin
         self._stop = threading.Event()
@@ -93,7 +92,7 @@ class Loop:
             while not self._stop.is_set():
                 self.counts = self.training.step()
         except Exception as error:
-            self.error, self.ended = error, time.monotonic()
+            self.error = error
 
 
 def main() -> None:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from tests.support.fork_server import LARGEST
+from tests.support.limits import LIMIT
 
 ROOT = Path(__file__).parents[2]
 
@@ -121,7 +122,7 @@ class ForkServer:
     def close(self) -> None:
         """End the server and all its children."""
         self._channel.close()
-        self._process.wait(30)
+        self._process.wait(LIMIT)
 
     def _answer(self) -> bytes:
         answer = self._channel.recv(64)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from tests.support.forks import Fork, fork_server
+from tests.support.limits import LIMIT
 
 ROOT = Path(__file__).parents[2]
 FOLDER = "KVTRAINER_TEST_FOLDER"
@@ -42,28 +43,25 @@ PartOfJob = Callable[[str, int, int], Job]
 """Takes the name of a part of `workers.parity`, a number of workers and one of servers; gives what it returned."""
 
 
-def run_job(
-    worker: str, folder: Path, workers: int, servers: int, *arguments: str, seconds: float = 100.0
-) -> Job:
+def run_job(worker: str, folder: Path, workers: int, servers: int, *arguments: str) -> Job:
     """Run `tests.support.workers.WORKER` to its end; every process computes on one thread, warnings are errors.
 
     Args:
         worker: Name of the module.
         folder: An empty folder for results and output.
         arguments: The worker's command line.
-        seconds: How long the job may take before all of it is killed.
 
     Raises:
         AssertionError: the job failed or took too long, or a rank delivered nothing; shows its output.
     """
     members = _Members(folder)
     try:
-        code = members.run([f"tests.support.workers.{worker}", *arguments], workers, servers, seconds)
+        code = members.run([f"tests.support.workers.{worker}", *arguments], workers, servers, LIMIT)
     finally:
         members.close()
     what = f"the job {' '.join([worker, *arguments])} with {workers} workers and {servers} servers"
     if code != 0:
-        how = f"took more than {seconds:g} s" if code is None else f"exited with code {code}"
+        how = f"took more than {LIMIT:g} s" if code is None else f"exited with code {code}"
         raise AssertionError(f"{what} {how}; its output:\n{members.log.read_text(errors='replace')}")
     missing = [rank for rank in range(workers) if not _file(folder, rank).exists()]
     if missing:

@@ -7,10 +7,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+
+from tests.support.limits import LIMIT
 
 ROOT = Path(__file__).parents[2]
 
@@ -62,7 +63,7 @@ class Jobs:
         **limits: float,
     ) -> subprocess.Popen[bytes]:
         job = {"worker": ["sh", "-c", worker], "workers": workers, "servers": servers, "server": server}
-        job["limits"] = {"start": 10.0, "linger": 0.0, "linger_unheard": 0.0, "grace": 2.0, **limits}
+        job["limits"] = {"start": LIMIT, "linger": 0.0, "linger_unheard": 0.0, "grace": LIMIT, **limits}
         inherited = {k: v for k, v in os.environ.items() if not k.startswith(("KVSTORE_", "OMP_"))}
         name, _, value = self.token.partition("=")
         process = subprocess.Popen(
@@ -81,7 +82,7 @@ class Jobs:
         return self.finish(process)
 
     def finish(self, process: subprocess.Popen[bytes]) -> tuple[int, str, str]:
-        out, err = process.communicate(timeout=20)
+        out, err = process.communicate(timeout=LIMIT)
         return process.returncode, out.decode(), err.decode()
 
     def pids(self, part: str = "") -> list[int]:
@@ -120,11 +121,3 @@ def line_of(process: subprocess.Popen[bytes]) -> str:
     """The next line of a launcher's standard output, without its end; waits for it."""
     assert process.stdout is not None
     return process.stdout.readline().decode().rstrip("\n")
-
-
-def eventually(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
-    """Whether `condition` becomes true within the time."""
-    deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return condition()

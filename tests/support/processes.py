@@ -15,7 +15,9 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +25,11 @@ import torch
 
 from kvtrainer.kvstore import DistKVStore
 from tests.support.forks import Fork, piped_fork
+from tests.support.limits import DEAD_AFTER, LIMIT
 
 ROOT = Path(__file__).parents[2]
-LIMIT = 30.0
-"""Seconds after which something that must happen counts as hanging."""
-DEAD_AFTER = 3.0
-"""Seconds of silence after which the servers and workers of tests give each other up."""
+FORGETFUL = ("--dead-after", str(DEAD_AFTER))
+"""Flags for the servers of a test that waits for the death of a worker."""
 
 WORKER = """
 import os, signal, sys, torch, kvtrainer
@@ -36,7 +37,10 @@ from kvtrainer import kvstore
 def at(word):
     print(word, flush=True)
     sys.stdin.readline()
-kv = kvstore.create("dist_sync", namespace=sys.argv[1], timeout=float(sys.argv[2]), connect_timeout=20, dead_after=3)
+timeout, dead_after = map(float, sys.argv[2:])
+kv = kvstore.create(
+    "dist_sync", namespace=sys.argv[1], timeout=timeout, connect_timeout=timeout, dead_after=dead_after
+)
 """
 """What every worker's script begins with; `at` reports a place in the script and waits for `Process.go`."""
 
@@ -145,7 +149,7 @@ class Processes:
             "--num-servers",
             str(count),
             "--dead-after",
-            str(DEAD_AFTER),
+            str(LIMIT),
         ]
         started = [
             self.start(
@@ -159,7 +163,7 @@ class Processes:
 
     def worker(
         self, script: str, servers: Sequence[Process], rank: int, num_workers: int, namespace: str,
-        timeout: float = 20.0,
+        dead_after: float = LIMIT,
     ) -> Process:  # fmt: skip
         """Start a worker that runs WORKER and then `script`."""
         env = {
@@ -167,7 +171,9 @@ class Processes:
             "KVSTORE_NUM_WORKERS": str(num_workers),
             "KVSTORE_SERVERS": ",".join(server.address for server in servers),
         }
-        return self.start([sys.executable, "-c", WORKER + script, namespace, str(timeout)], env=env)
+        return self.start(
+            [sys.executable, "-c", WORKER + script, namespace, str(LIMIT), str(dead_after)], env=env
+        )
 
     def start(
         self,
@@ -199,7 +205,7 @@ class Members:
     ) -> DistKVStore:
         """Connect one worker."""
         addresses = [server if isinstance(server, str) else server.address for server in servers]
-        limits = {"timeout": 20.0, "connect_timeout": 10.0, "dead_after": DEAD_AFTER, **options}
+        limits = {"timeout": LIMIT, "connect_timeout": LIMIT, "dead_after": LIMIT, **options}
         store = DistKVStore(
             limits.pop("type", "dist_sync"),
             rank=rank,
@@ -222,6 +228,17 @@ class Members:
     def __exit__(self, *_: object) -> None:
         # Rounds that a test left open are not waited for.
         together(*(client.close for store in self._stores for client in store._clients))
+
+
+@contextmanager
+def impatient(store: DistKVStore, **limits: float) -> Iterator[None]:
+    """Within the block a worker waits only so long: `timeout` for the others, `dead_after` for servers."""
+    before = [(client, client.options) for client in store._clients]
+    for client, options in before:
+        client.options = client._session.options = replace(options, **limits)  # type: ignore[arg-type]
+    yield
+    for client, options in before:
+        client.options = client._session.options = options
 
 
 def together(*calls: Callable[[], Any], seconds: float = LIMIT) -> list[Any]:

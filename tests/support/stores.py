@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from kvtrainer.kvstore import DistKVStore
+from tests.support.limits import LIMIT
 from tests.support.processes import Members, Process, Processes, new_name, together
 
 Body = Callable[[DistKVStore, int], Any]
@@ -27,7 +28,7 @@ class Servers:
         return self._running[count]
 
     def everybody(
-        self, workers: int, servers: int, body: Body, seconds: float = 60.0, **options: Any
+        self, workers: int, servers: int, body: Body, seconds: float = LIMIT, **options: Any
     ) -> list[Any]:
         """Run a job in a namespace of its own: what `body` returned, or raised, for each rank.
 
@@ -42,7 +43,7 @@ class Servers:
             return together(*calls, seconds=seconds)
 
     def results(
-        self, workers: int, servers: int, body: Body, seconds: float = 60.0, **options: Any
+        self, workers: int, servers: int, body: Body, seconds: float = LIMIT, **options: Any
     ) -> list[Any]:
         """As `everybody`; the first error that a worker raised is raised here."""
         outcomes = self.everybody(workers, servers, body, seconds, **options)

@@ -10,6 +10,7 @@ from kvstore_server.engine import Engine
 from kvstore_server.protocol import messages as m
 from kvtrainer.comm.client import Client
 from kvtrainer.comm.transport import SessionOptions
+from tests.support.limits import LIMIT
 
 
 class Line:
@@ -41,7 +42,7 @@ class Line:
         self._replies.clear()
 
 
-def connected(engines: Sequence[Engine], num_workers: int, timeout: float = 5.0) -> list[Client]:
+def connected(engines: Sequence[Engine], num_workers: int, timeout: float = LIMIT) -> list[Client]:
     """The clients of all workers of a job; start a round on each before waiting for one."""
     lines: dict[bytes, Line] = {}
     clients = []

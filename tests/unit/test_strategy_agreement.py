@@ -15,6 +15,7 @@ from kvtrainer.errors import RoundAbortedError, StateMismatchError
 from kvtrainer.kvstore import KVStoreBase, create
 from kvtrainer.strategy import Strategy, agreement_of
 from kvtrainer.strategy.weights import share_weights
+from tests.support.limits import LIMIT
 from tests.support.processes import raised, together
 from tests.support.strategies import SGD, Net, steps, weights
 
@@ -23,7 +24,7 @@ class Sums:
     """What the members of a job of two add up."""
 
     def __init__(self) -> None:
-        self.barrier = threading.Barrier(2, timeout=20)
+        self.barrier = threading.Barrier(2, timeout=LIMIT)
         self.values: dict[int, torch.Tensor] = {}
 
     def exchange(self, rank: int, value: torch.Tensor) -> dict[int, torch.Tensor]:

@@ -12,13 +12,14 @@ import torch.distributed as dist
 
 from tests.support.capabilities import group_cases, try_out
 from tests.support.jobs import deliver, own_place
+from tests.support.limits import LIMIT
 
 RANK, SIZE = own_place()
 
 
 def main() -> None:
     logging.disable(logging.WARNING)
-    meeting, timeout = f"file://{sys.argv[1]}/meeting", datetime.timedelta(seconds=60)
+    meeting, timeout = f"file://{sys.argv[1]}/meeting", datetime.timedelta(seconds=LIMIT)
     dist.init_process_group("gloo", init_method=meeting, rank=RANK, world_size=SIZE, timeout=timeout)
     outcomes = []
     for case in group_cases():

@@ -12,13 +12,14 @@ import torch.distributed as dist
 
 from tests.support.clipped_training import CASES, parameters, train
 from tests.support.jobs import deliver, own_place
+from tests.support.limits import LIMIT
 from tests.support.workers.allreduce import AllReduce
 
 RANK, SIZE = own_place()
 
 
 def main() -> None:
-    timeout = datetime.timedelta(seconds=30)
+    timeout = datetime.timedelta(seconds=LIMIT)
     meeting = Path(sys.argv[1]) / "meeting"
     dist.init_process_group(
         "gloo", init_method=f"file://{meeting}", rank=RANK, world_size=SIZE, timeout=timeout

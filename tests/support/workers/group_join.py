@@ -13,6 +13,7 @@ from torch import nn
 
 from kvtrainer import Trainer
 from tests.support.jobs import deliver, own_place
+from tests.support.limits import LIMIT
 
 RANK, SIZE = own_place()
 TOUCHED = (1, 3)
@@ -47,7 +48,7 @@ def uneven_rows() -> list[float]:
 
 
 def main() -> None:
-    timeout = datetime.timedelta(seconds=60)
+    timeout = datetime.timedelta(seconds=LIMIT)
     dist.init_process_group(
         "gloo",
         init_method=f"file://{Path(sys.argv[1]) / 'meeting'}",

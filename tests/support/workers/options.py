@@ -9,13 +9,14 @@ import sys
 import torch.distributed as dist
 
 from tests.support.jobs import deliver, own_place
+from tests.support.limits import LIMIT
 from tests.support.options import group_cases, try_out
 
 RANK, SIZE = own_place()
 
 
 def main() -> None:
-    meeting, timeout = f"file://{sys.argv[1]}/meeting", datetime.timedelta(seconds=60)
+    meeting, timeout = f"file://{sys.argv[1]}/meeting", datetime.timedelta(seconds=LIMIT)
     dist.init_process_group("gloo", init_method=meeting, rank=RANK, world_size=SIZE, timeout=timeout)
     outcomes = []
     for case in group_cases():

@@ -14,6 +14,7 @@ from torch.nn import Parameter
 from kvtrainer import Trainer
 from kvtrainer.kvstore import create
 from tests.support.jobs import deliver, own_place
+from tests.support.limits import LIMIT
 from tests.support.stage_scenarios import DIFFERENT, HALF, NUMBERS, SAME, different, halves_of_a_step
 from tests.support.workers.allreduce import AllReduce
 
@@ -29,7 +30,7 @@ def over(store: Any) -> Any:
 
 
 def main() -> None:
-    timeout = datetime.timedelta(seconds=30)
+    timeout = datetime.timedelta(seconds=LIMIT)
     meeting = Path(sys.argv[1]) / "meeting"
     dist.init_process_group(
         "gloo", init_method=f"file://{meeting}", rank=RANK, world_size=SIZE, timeout=timeout

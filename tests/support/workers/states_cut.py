@@ -9,14 +9,13 @@ from pathlib import Path
 
 import kvtrainer
 from tests.support.jobs import deliver, own_place
+from tests.support.limits import LIMIT
 from tests.support.workers.states_matrix import OPTIMIZERS, Net, train, trainer_of, weights
-
-PATIENCE = 60.0
 
 
 def wait_until_it_waits(trainer: kvtrainer.Trainer, rank: int) -> None:
     """Return when the next round of every server lacks nobody but `rank`."""
-    pause, deadline = threading.Event(), time.monotonic() + PATIENCE
+    pause, deadline = threading.Event(), time.monotonic() + LIMIT
     while True:
         tables = [table for stats in trainer.server_stats() for table in stats["tables"]]
         if all(table["waiting_for"] == [rank] for table in tables):
