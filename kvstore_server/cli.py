@@ -26,6 +26,7 @@ from kvstore_server.admission import EngineConfig
 from kvstore_server.cpu import capability
 from kvstore_server.errors import KVStoreError
 from kvstore_server.memory import memory_limit
+from kvstore_server.optimizer.registry import prepare_to_serve
 from kvstore_server.server import Server, ServerOptions
 from kvstore_server.slow import SLOW_AFTER
 from kvstore_server.version import __version__
@@ -109,6 +110,7 @@ def main(argv: Sequence[str] | None = None, announce: Callable[[Server], None] |
         sys.path.insert(0, os.getcwd())
         for module in flags.imports:
             importlib.import_module(module)
+        prepare_to_serve()
         server = Server(_engine_config(flags), ServerOptions(flags.bind, flags.drain_timeout))
     except (KVStoreError, ImportError) as error:
         print(f"kvstore-server: {error}", file=sys.stderr)

@@ -5,6 +5,8 @@ The dictionary of names and the set of declared classes are the only state; they
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import logging
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -144,6 +146,20 @@ def spec_for_store(optimizer: Optimizer) -> dict[str, Any]:
             "own, and register it"
         )
     return optimizer.spec()
+
+
+def prepare_to_serve() -> None:
+    """Import now what torch would import when its first optimizer is built or used, or make that needless.
+
+    torch's optimizers tell its compiler to keep out of some of their methods, for which they import all of it on first
+    use: more than a second of CPU, in which a server would answer nobody. A server compiles nothing, so the one method
+    of torch's own classes that it calls is entered as dealt with. Foreign classes may use any of the others.
+    """
+    if not all(issubclass(cls, Optimizer) or is_torchs_own(cls) for cls in _registry.values()):
+        importlib.import_module("torch._dynamo")
+    method = inspect.unwrap(torch.optim.Optimizer.add_param_group)
+    setattr(method, "__dynamo_disable", method)  # noqa: B010  (where torch._disable_dynamo caches what it made)
+    create("torch:SGD", lr=0.1)  # a torch that keeps it elsewhere imports its compiler now
 
 
 def _from_class(cls: AnyClass, options: dict[str, Any]) -> Optimizer:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ import zmq
 from kvstore_server.admission import EngineConfig
 from kvstore_server.cli import build_parser, main
 from kvstore_server.cpu import capability
+from kvstore_server.optimizer.registry import create, known
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import decode_reply, encode_request
 from kvstore_server.server import Server, ServerOptions
@@ -117,6 +119,34 @@ def test_a_module_that_cannot_be_imported_ends_with_code_1_and_is_named(
 ) -> None:
     assert main(["--import", "no_such_module"]) == 1
     assert "kvstore-server: No module named 'no_such_module'" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------- serving
+
+
+def test_a_server_that_is_ready_imports_nothing_more_whatever_optimizer_is_named_and_used(
+    processes: Processes, members: Members
+) -> None:
+    # "-u" keeps it from being forked from a process that has imported everything already.
+    command = [sys.executable, "-u", "-m", "kvstore_server", "--import", "tests.support.server_commands"]
+    server = processes.start(command, ready=True)
+
+    def imported(kv: DistKVStore) -> set[str]:
+        return set(kv.send_command_to_servers(9, "")[0].split())
+
+    before = imported(members.join([server], 0, 1, new_name()))
+    # Other tests of this process may have registered some of their own.
+    for name in sorted(n for n, cls in known().items() if cls.__module__.startswith(("kvstore_server.", "torch."))):
+        kv = members.join([server], 0, 1, new_name())
+        kv.set_optimizer(create(name, lr=0.1))
+        kv.init("w", torch.ones(4, 4))
+        gradient = torch.ones(4, 4)
+        kv.push("w", gradient.to_sparse(1) if name == "torch:sparseadam" else gradient)
+        out = torch.ones(4, 4)
+        kv.pull("w", out=out)
+        assert not out.eq(1).all(), name
+    assert imported(kv) == before
+    assert "torch._dynamo" not in before
 
 
 # ---------------------------------------------------------------- draining

@@ -46,7 +46,7 @@ def test_one_server_that_fails_a_command_is_named_and_all_go_on(jobs: Servers) -
         ):
             kv.send_command_to_servers(8, "key")
         with pytest.raises(
-            CommandError, match=r"server 0 has no handler for command 0 \(body 'x'\), only for: 7, 8"
+            CommandError, match=r"server 0 has no handler for command 0 \(body 'x'\), only for: 7, 8, 9"
         ):
             kv.send_command_to_servers(0, "x")
         kv.init("w", torch.zeros(3))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from kvstore_server import commands
 from kvstore_server.commands import CommandContext
 
@@ -21,3 +23,9 @@ def fail(body: str, context: CommandContext) -> str:
     if context.server == 1:
         raise LookupError(f"no {body} here")
     return "fine"
+
+
+@commands.register(9)
+def modules(body: str, context: CommandContext) -> str:
+    """The modules that this server has imported."""
+    return " ".join(sorted(sys.modules))
