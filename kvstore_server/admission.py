@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from kvstore_server.errors import ConfigurationError
 from kvstore_server.protocol import messages as m
 from kvstore_server.slow import SLOW_AFTER
+from kvstore_server.protocol.buffers import KEYS_PER_MESSAGE
 
 MAX_WORKERS = 1 << 16
 
@@ -25,6 +26,8 @@ class EngineConfig:
         allow_mixed_cpu: Let them in all the same.
         max_table_bytes: Largest table, over all servers, that is accepted.
         memory_bytes: What this machine has; tables that need more are refused. 0: not known.
+        max_message_keys: Most keys, slices or tables that one message may name.
+        max_message_bytes: Largest message, of those that may be larger than a few frames.
     """
 
     server: int = 0
@@ -36,6 +39,8 @@ class EngineConfig:
     allow_mixed_cpu: bool = False
     max_table_bytes: int = 1 << 40
     memory_bytes: int = 0
+    max_message_keys: int = KEYS_PER_MESSAGE
+    max_message_bytes: int = 4 << 30
 
 
 def check_hello(config: EngineConfig, hello: m.Hello) -> None:

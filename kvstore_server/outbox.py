@@ -11,11 +11,13 @@ from torch import Tensor
 
 from kvstore_server.errors import KVStoreError, to_wire
 from kvstore_server.protocol import messages as m
-from kvstore_server.protocol.buffers import MAX_PAYLOAD, SENT_ALONE
+from kvstore_server.protocol.buffers import KEYS_PER_MESSAGE, MAX_PAYLOAD, SENT_ALONE, payload_size
 from kvstore_server.protocol.frames import encode_reply
 
 PartKey = tuple[int, int, int, int]
 """(request number, table, slice, version) of a slice of weights."""
+_LEAST, _OF_PART = 4096, 256
+"""Bytes that take about as long as what is done once for each message, and for each part of it."""
 
 
 @dataclass(frozen=True)
@@ -25,8 +27,6 @@ class Message:
     frames: list[Any]
     payload: Tensor | None
     """The buffer behind the last frame, where it is sent without a copy."""
-    parts: tuple[PartKey, ...]
-    """The weights in it."""
 
     @classmethod
     def of(cls, reply: m.Reply) -> Message:
@@ -36,33 +36,37 @@ class Message:
         except KVStoreError as error:
             frames = encode_reply(m.Reply(reply.number, m.Failed(*to_wire(error))))
         if not isinstance(reply.body, m.Weights):
-            return cls(frames, None, ())
+            return cls(frames, None)
         parts = reply.body.parts
         alone = parts[0].payload if len(parts) == 1 and isinstance(parts[0].payload, Tensor) else None
-        return cls(frames, alone, tuple(_key(reply, part) for part in parts))
-
-    @property
-    def nbytes(self) -> int:
-        return sum(len(frame) for frame in self.frames)
+        return cls(frames, alone)
 
 
 @dataclass
 class Backlog:
-    """What a slow peer has not taken yet, oldest first."""
+    """What a peer has not been sent yet, oldest first; a reply is encoded when it is its turn."""
 
-    messages: deque[Message] = field(default_factory=deque)
+    replies: deque[m.Reply] = field(default_factory=deque)
     nbytes: int = 0
     _coming: set[PartKey] = field(default_factory=set)
+    _first: Message | None = None
 
-    def append(self, message: Message) -> None:
-        self.messages.append(message)
-        self.nbytes += message.nbytes
-        self._coming.update(message.parts)
+    def append(self, reply: m.Reply) -> None:
+        self.replies.append(reply)
+        self.nbytes += size_of(reply)
+        self._coming.update(_keys(reply))
 
-    def popleft(self) -> None:
-        message = self.messages.popleft()
-        self.nbytes -= message.nbytes
-        self._coming.difference_update(message.parts)
+    def first(self) -> Message:
+        """The oldest message."""
+        if self._first is None:
+            self._first = Message.of(self.replies[0])
+        return self._first
+
+    def popleft(self) -> m.Reply:
+        reply, self._first = self.replies.popleft(), None
+        self.nbytes -= size_of(reply)
+        self._coming.difference_update(_keys(reply))
+        return reply
 
     def without_coming(self, reply: m.Reply) -> m.Reply:
         """The reply without weights that wait here already, because a repeated request asks for them again."""
@@ -70,6 +74,25 @@ class Backlog:
             return reply
         parts = tuple(part for part in reply.body.parts if _key(reply, part) not in self._coming)
         return m.Reply(reply.number, m.Weights(parts))
+
+
+def payloads_of(reply: m.Reply) -> list[Tensor]:
+    """The buffers of the store that a reply reads from."""
+    parts = reply.body.parts if isinstance(reply.body, m.Weights) else ()
+    return [part.payload for part in parts if isinstance(part.payload, Tensor)]
+
+
+def size_of(reply: m.Reply) -> int:
+    """About how many bytes a reply has when it is sent, which is also what it costs to encode it."""
+    if isinstance(reply.body, m.State):
+        return _LEAST + len(reply.body.data)
+    parts = reply.body.parts if isinstance(reply.body, m.Weights) else ()
+    return _LEAST + sum([_OF_PART + payload_size(part.payload) for part in parts])
+
+
+def _keys(reply: m.Reply) -> list[PartKey]:
+    parts = reply.body.parts if isinstance(reply.body, m.Weights) else ()
+    return [_key(reply, part) for part in parts]
 
 
 def _key(reply: m.Reply, part: m.WeightsPart) -> PartKey:
@@ -91,7 +114,8 @@ def packed(replies: Iterable[m.Outgoing]) -> Iterable[m.Outgoing]:
             others.append(out)
     yield from others  # what is said about a round (Absent, Done) goes ahead of its weights
     for (peer, number), rounds in done.items():
-        yield m.Outgoing(peer, m.Reply(number, m.Done(tuple(rounds))))
+        for at in range(0, len(rounds), KEYS_PER_MESSAGE):
+            yield m.Outgoing(peer, m.Reply(number, m.Done(tuple(rounds[at : at + KEYS_PER_MESSAGE]))))
     for (peer, number), parts in joined.items():
         for group in _groups(parts):
             yield m.Outgoing(peer, m.Reply(number, m.Weights(tuple(group))))
@@ -105,7 +129,7 @@ def _groups(parts: Iterable[m.WeightsPart]) -> Iterable[list[m.WeightsPart]]:
         if nbytes >= SENT_ALONE:
             yield [part]
             continue
-        if size + nbytes > MAX_PAYLOAD:
+        if size + nbytes > MAX_PAYLOAD or len(group) == KEYS_PER_MESSAGE:
             yield group
             group, size = [], 0
         group.append(part)

@@ -18,10 +18,10 @@ from kvstore_server.admission import EngineConfig
 from kvstore_server.engine import Engine
 from kvstore_server.errors import ConfigurationError, KVStoreError, to_wire
 from kvstore_server.leases import Leases
-from kvstore_server.outbox import Backlog, Message, packed
+from kvstore_server.outbox import Backlog, Message, packed, payloads_of, size_of
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.buffers import MAX_FRAME, SENT_ALONE
-from kvstore_server.protocol.frames import decode_request
+from kvstore_server.protocol.frames import Incoming
 
 _log = logging.getLogger(__name__)
 
@@ -29,8 +29,12 @@ TICK = 0.1
 """Seconds between two looks at deadlines."""
 STANDSTILL = 1.0
 """A turn of the loop that takes longer, in seconds, means that the server itself was stopped or very busy."""
-_BURST = 64
-"""Messages taken before the queues of slow peers get a turn."""
+TURN = 0.05
+"""Seconds after which no more messages are taken in a turn of the loop; none of them takes much longer by itself."""
+_BURST = 1024
+"""Frames of one message that are taken between two looks at the time."""
+_PORTION = 64 << 20
+"""Bytes that are sent in a turn of the loop; the rest waits, as it was when it was asked for."""
 _LAST_WORDS = 1.0
 """Seconds that queued replies get at least when the server ends."""
 
@@ -61,6 +65,10 @@ class Server:
         self._leases = Leases()
         self.engine = Engine(config, self._leases, clock)
         self._backlog: dict[bytes, Backlog] = {}
+        self._budget = _PORTION
+        """Bytes that may still be sent in this turn."""
+        self._incoming: Incoming | None = None
+        """A message of which more frames are to come."""
         self._stop_requested = False
         self._drain_until = float("inf")
         self._context = zmq.Context()
@@ -90,7 +98,8 @@ class Server:
         """
         next_tick = looked = self._clock()
         while not self._is_drained():
-            timeout = 0.005 if self._backlog else TICK
+            timeout = (0.005 if self._budget > 0 else 0.0) if self._backlog else TICK
+            self._budget = _PORTION
             if self._socket.poll(int(timeout * 1000), zmq.POLLIN):
                 self._receive_burst()
             now = self._clock()
@@ -133,24 +142,40 @@ class Server:
         return (self.engine.is_idle() and not self._backlog) or self._clock() >= self._drain_until
 
     def _receive_burst(self) -> None:
+        """Take what has come, until there is no more or the turn is over."""
+        end = self._clock() + TURN
+        try:
+            while self._clock() < end:
+                self._receive_frames()
+        except zmq.Again:
+            return
+
+    def _receive_frames(self) -> None:
+        """Take a message, or so many frames of it that the others should get their turn. Raises zmq.Again."""
         for _ in range(_BURST):
-            try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
+            frame = self._socket.recv(zmq.NOBLOCK, copy=False)
+            is_last = not self._socket.getsockopt(zmq.RCVMORE)
+            if self._incoming is None:
+                self._incoming = Incoming(frame.bytes, self.engine.config.max_message_bytes)
+            else:
+                self._incoming.take(frame)
+            if is_last:
+                incoming, self._incoming = self._incoming, None
+                self._take(incoming)
                 return
-            peer = frames[0].bytes
-            try:
-                request = decode_request(frames[1:])
-            except KVStoreError as error:
-                _log.warning("refused a message: %s", error)
-                code, text = to_wire(error)
-                self._send(peer, Message.of(m.Reply(0, m.Failed(code, text))))
-                continue
-            self._send_all(self.engine.handle(peer, request, self._clock()))
+
+    def _take(self, incoming: Incoming) -> None:
+        try:
+            request = incoming.request()
+        except KVStoreError as error:
+            _log.warning("refused a message: %s", error)
+            self._send(incoming.peer, m.Reply(0, m.Failed(*to_wire(error))))
+            return
+        self._send_all(self.engine.handle(incoming.peer, request, self._clock()))
 
     def _send_all(self, replies: Iterable[m.Outgoing]) -> None:
         for out in packed(self._news(replies)):
-            self._send(out.peer, Message.of(out.reply))
+            self._send(out.peer, out.reply)
 
     def _news(self, replies: Iterable[m.Outgoing]) -> list[m.Outgoing]:
         """Replies without the weights that wait for their peer already, which a repeated request asks for again."""
@@ -165,15 +190,18 @@ class Server:
             news.append(out)
         return news
 
-    def _send(self, peer: bytes, message: Message) -> None:
+    def _send(self, peer: bytes, reply: m.Reply) -> None:
+        """Send a reply, or let it wait: for a slow peer, behind others, or because the turn has sent enough."""
         waiting = self._backlog.get(peer)
         if waiting is None:
-            if self._try_send(peer, message) is not _Sent.LATER:
-                return
+            if self._budget > 0:
+                self._budget -= size_of(reply)
+                if self._try_send(peer, Message.of(reply)) is not _Sent.LATER:
+                    return
             waiting = self._backlog[peer] = Backlog()
-        if message.payload is not None:
-            self._leases.hold(message.payload)
-        waiting.append(message)
+        for payload in payloads_of(reply):
+            self._leases.hold(payload)
+        waiting.append(reply)
 
     def _try_send(self, peer: bytes, message: Message) -> _Sent:
         frames, payload = message.frames, message.payload
@@ -196,25 +224,27 @@ class Server:
         return _Sent.NOW
 
     def _retry_backlog(self) -> None:
-        for peer, waiting in list(self._backlog.items()):
-            while waiting.messages:
-                message = waiting.messages[0]
-                sent = self._try_send(peer, message)
+        """Send a portion of what waits; whose turn it was goes to the end of the queue."""
+        for peer in list(self._backlog):
+            waiting = self._backlog[peer]
+            while waiting.replies and self._budget > 0:
+                sent = self._try_send(peer, waiting.first())
                 if sent is _Sent.LATER:
                     break
                 if sent is _Sent.NEVER:
                     self._drop_backlog(peer)
                     break
-                waiting.popleft()
-                if message.payload is not None:
-                    self._leases.release(message.payload)
-            if not waiting.messages:
-                self._backlog.pop(peer, None)
+                reply = waiting.popleft()
+                self._budget -= size_of(reply)
+                for payload in payloads_of(reply):
+                    self._leases.release(payload)
+            if self._backlog.pop(peer, None) is not None and waiting.replies:
+                self._backlog[peer] = waiting
 
     def _drop_backlog(self, peer: bytes) -> None:
-        for message in self._backlog.pop(peer).messages:
-            if message.payload is not None:
-                self._leases.release(message.payload)
+        for reply in self._backlog.pop(peer).replies:
+            for payload in payloads_of(reply):
+                self._leases.release(payload)
 
 
 class _Sent(Enum):

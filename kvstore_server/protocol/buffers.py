@@ -17,6 +17,8 @@ MAX_FRAME = 1024 * 1024 + 64 * 1024
 MAX_PAYLOAD = 1024 * 1024
 SENT_ALONE = 64 * 1024
 """A slice of at least this many bytes has a message of its own, so that it can be sent without being copied."""
+KEYS_PER_MESSAGE = 4096
+"""No message of ours names more keys, slices or tables; servers refuse those with more than --max-message-keys."""
 
 
 def payload_bytes(payload: m.Payload) -> memoryview:

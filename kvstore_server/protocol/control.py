@@ -67,18 +67,8 @@ def unpack_control(data: bytes | memoryview) -> Any:
 
 
 def encode_control(body: Any) -> tuple[int, bytes]:
-    """The kind of a control message and its bytes.
-
-    Raises:
-        ProtocolError: it is too large for one frame.
-    """
-    frame = pack_control([getattr(body, name) for name in _FIELDS[type(body)]])
-    if len(frame) > MAX_FRAME:
-        raise ProtocolError(
-            f"a {type(body).__name__} message would have {len(frame)} bytes, more than the {MAX_FRAME} that one may "
-            "have; use fewer keys in one namespace"
-        )
-    return _KIND_OF[type(body)], frame
+    """The kind of a control message and its bytes."""
+    return _KIND_OF[type(body)], pack_control([getattr(body, name) for name in _FIELDS[type(body)]])
 
 
 def decode_control(kind: int, data: memoryview) -> Any:

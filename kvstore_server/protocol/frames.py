@@ -17,7 +17,7 @@ from typing import Any
 from kvstore_server.errors import ProtocolError, VersionMismatchError
 from kvstore_server.protocol import data
 from kvstore_server.protocol import messages as m
-from kvstore_server.protocol.buffers import Frame, buffer_of
+from kvstore_server.protocol.buffers import MAX_FRAME, MAX_PAYLOAD, Frame, buffer_of
 from kvstore_server.protocol.control import decode_control, encode_control
 from kvstore_server.version import PROTOCOL_VERSION
 
@@ -30,13 +30,15 @@ _DONE = 0x83
 _STATE = 0x84
 _RESOLVE = 0x85
 _HELD = 0x86
+_MOST_FRAMES = 4
+"""Of any message but a State, whose bytes come in pieces of MAX_PAYLOAD."""
 
 
 def encode_request(request: m.Request) -> list[Frame]:
     """Return the frames of a request; payload buffers are passed through, not copied.
 
     Raises:
-        ProtocolError: a control message is too large for one frame.
+        ProtocolError: one of the frames would be too large.
     """
     body = request.body
     if isinstance(body, m.PushBatch):
@@ -50,7 +52,7 @@ def encode_request(request: m.Request) -> list[Frame]:
     else:
         kind, frame = encode_control(body)
         frames = [frame]
-    return [_header(kind, request.session, request.number, request.run), *frames]
+    return _checked(body, [_header(kind, request.session, request.number, request.run), *frames])
 
 
 def decode_request(frames: Sequence[Frame]) -> m.Request:
@@ -76,6 +78,48 @@ def decode_request(frames: Sequence[Frame]) -> m.Request:
     return m.Request(run, session, number, body)
 
 
+class Incoming:
+    """A request of which one frame comes after the other; more than it may have is counted, and not kept.
+
+    Args:
+        peer: Who sends it.
+        max_bytes: Of all frames together.
+    """
+
+    def __init__(self, peer: bytes, max_bytes: int) -> None:
+        self.peer = peer
+        self._max_bytes = max_bytes
+        self._frames: list[Frame] = []
+        self._count = self._nbytes = 0
+
+    def take(self, frame: Frame) -> None:
+        """Add a frame."""
+        self._count += 1
+        self._nbytes += len(buffer_of(frame))
+        if self._is_fine():
+            self._frames.append(frame)
+        else:
+            self._frames.clear()
+
+    def request(self) -> m.Request:
+        """What all frames together say. Raises as `decode_request`, and ProtocolError where there were too many."""
+        if self._is_fine():
+            return decode_request(self._frames)
+        raise ProtocolError(
+            f"a message of {self._count} frames and {self._nbytes} bytes is refused: one may have {_MOST_FRAMES} frames, "
+            f"and one that replaces optimizer state {self._max_bytes} bytes (--max-message-bytes) in as many as it needs"
+        )
+
+    def _is_fine(self) -> bool:
+        if self._count <= _MOST_FRAMES:
+            return True
+        # Once cleared it stays so: what is kept then begins with no header.
+        head = buffer_of(self._frames[0]) if self._frames else b""
+        is_state = len(head) == _HEADER.size and head[3] == _STATE
+        needed = 2 + -(-self._nbytes // MAX_PAYLOAD)
+        return is_state and self._nbytes <= self._max_bytes and self._count <= needed
+
+
 def encode_reply(reply: m.Reply) -> list[Frame]:
     """Return the frames of a reply; payload buffers are passed through, not copied. Raises as `encode_request`."""
     body = reply.body
@@ -90,7 +134,7 @@ def encode_reply(reply: m.Reply) -> list[Frame]:
     else:
         kind, frame = encode_control(body)
         frames = [frame]
-    return [_header(kind, 0, reply.number, 0), *frames]
+    return _checked(body, [_header(kind, 0, reply.number, 0), *frames])
 
 
 def decode_reply(frames: Sequence[Frame]) -> m.Reply:
@@ -109,6 +153,17 @@ def decode_reply(frames: Sequence[Frame]) -> m.Reply:
     else:
         body = decode_control(kind, _only(rest))
     return m.Reply(number, body)
+
+
+def _checked(body: Any, frames: list[Frame]) -> list[Frame]:
+    """The frames; raises ProtocolError where one is larger than what the other side takes."""
+    for frame in frames:
+        if len(frame) > MAX_FRAME:
+            raise ProtocolError(
+                f"a {type(body).__name__} message would have a frame of {len(frame)} bytes, more than the {MAX_FRAME} "
+                "that one may have; use fewer keys, or shorter names, in one namespace"
+            )
+    return frames
 
 
 def _header(kind: int, session: int, number: int, run: int) -> bytes:
