@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Hashable
 from dataclasses import dataclass
 
-from kvstore_server.errors import ConfigurationError
+from kvstore_server.errors import ConfigurationError, ProtocolError
 from kvstore_server.protocol import messages as m
 from kvstore_server.slow import SLOW_AFTER
 from kvstore_server.protocol.buffers import KEYS_PER_MESSAGE
@@ -58,3 +59,19 @@ def check_hello(config: EngineConfig, hello: m.Hello) -> None:
             f"rank {hello.rank} runs on {hello.capability}, server {config.server} on {config.capability}; results "
             "would differ in their last bits. Start the servers with --allow-mixed-cpu to accept that"
         )
+
+
+def check_number(config: EngineConfig, message: str, count: int) -> None:
+    """Raise ProtocolError where a message names more keys, slices or tables than one may."""
+    if count > config.max_message_keys:
+        raise ProtocolError(
+            f"a {message} names {count} keys, slices or tables, server {config.server} accepts up to "
+            f"{config.max_message_keys} in one message (--max-message-keys)"
+        )
+
+
+def check_named(config: EngineConfig, message: str, named: Collection[Hashable]) -> None:
+    """Raise ProtocolError where a message names too much, or the same twice, which would be answered twice."""
+    check_number(config, message, len(named))
+    if len(set(named)) < len(named):
+        raise ProtocolError(f"a {message} names one of its {len(named)} tables or slices twice")

@@ -11,7 +11,7 @@ import logging
 from collections import OrderedDict
 from functools import partial
 
-from kvstore_server.admission import EngineConfig, check_hello
+from kvstore_server.admission import EngineConfig, check_hello, check_named, check_number
 from kvstore_server.commands import CommandContext, Commands
 from kvstore_server.controls import control
 from kvstore_server.dense import Leases, Updater
@@ -156,11 +156,13 @@ class Engine:
         body = request.body
         space.messages_in += not isinstance(body, m.Heartbeat)
         if isinstance(body, m.PushBatch):
+            check_number(self.config, "push", len(body.pushes))
             form = space.form(body.form) if body.form else None
             for push in body.pushes:
                 space.table(push.table).push(rank, push, form)
             return []
         if isinstance(body, m.CommitBatch):
+            check_named(self.config, "commit", [commit.table for commit in body.commits])
             return self._rounds.commits(space, rank, body, Waiter(peer, request.number), now)
         if isinstance(body, m.Resolve):
             return self._rounds.resolve(space, rank, body, now)
@@ -180,6 +182,7 @@ class Engine:
         if isinstance(body, m.Pull):
             return self._pull(space, rank, body, Waiter(peer, request.number), now)
         if isinstance(body, m.PullRows):
+            check_named(self.config, "pull", [(index, position) for index, position, _ in body.wanted])
             table, waiter = _ready(space.table(body.table)), Waiter(peer, request.number)
             answer = partial(_rows, table, rank, body, waiter)
             return self._rounds.read(space, table, rank, waiter, now, body.timeout, answer)
@@ -202,6 +205,7 @@ class Engine:
         self, space: Namespace, rank: int, pull: m.Pull, waiter: Waiter, now: float
     ) -> list[m.Outgoing]:
         """The weights of each table, as soon as the rank may read it."""
+        check_named(self.config, "pull", pull.tables)
         tables = [_ready(space.table(number)) for number in pull.tables]
         out: list[m.Outgoing] = []
         for table in tables:

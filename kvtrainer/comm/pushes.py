@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kvstore_server.plan import Slice
 from kvstore_server.protocol import messages as m
-from kvstore_server.protocol.buffers import MAX_PAYLOAD, SENT_ALONE
+from kvstore_server.protocol.buffers import KEYS_PER_MESSAGE, MAX_PAYLOAD, SENT_ALONE
 from kvstore_server.reduction import RowSet
 from kvstore_server.row_payload import PACKED_ROWS, encode_rows, split_rows
 from kvtrainer.comm.tickets import Encoded, RoundItem
@@ -52,7 +52,8 @@ def push_batches(
         if nbytes >= SENT_ALONE:
             yield m.PushBatch((push,), its_form)
             continue
-        if batch and (size + nbytes > MAX_PAYLOAD or its_form != form):
+        is_full = size + nbytes > MAX_PAYLOAD or len(batch) == KEYS_PER_MESSAGE
+        if batch and (is_full or its_form != form):
             yield m.PushBatch(tuple(batch), form)
             batch, size = [], 0
         batch.append(push)

@@ -27,6 +27,8 @@ _log = logging.getLogger(__name__)
 _COMMITS_PER_MESSAGE = 128
 """So many fit into one frame, whatever their number of slices; few enough for the servers to begin with the first
 tables while this worker still sends the last."""
+_TABLES_PER_PULL = 1024
+"""So many are answered in a few milliseconds if they are small, after which a server looks at other messages."""
 
 
 class Rounds:
@@ -107,15 +109,11 @@ class Rounds:
             self.settle(table)
         items = [RoundItem(table, None, out) for table, out in wanted]
         ticket = self._open(items, None)
-        asked: dict[int, m.Pull] = {}
-        for server, members in self._by_server(items, to_read=True):
-            numbers = tuple(item.table.numbers[server] for item in members)
-            asked[server] = m.Pull(numbers, self._session.options.timeout)
-            self._session.send(server, self._request(ticket, server, members), asked[server])
         try:
-            self._await(
-                ticket, lambda server: self._session.send(server, ticket.numbers[server], asked[server])
-            )
+            for server, members in self._by_server(items, to_read=True):
+                self._request(ticket, server, members)
+                self._send_pulls(ticket, server)
+            self._await(ticket, lambda server: self._send_pulls(ticket, server))
         finally:
             self._close(ticket)
         if ticket.error is not None:
@@ -189,6 +187,13 @@ class Rounds:
                       if where[0] == server and where in ticket.outstanding]  # fmt: skip
         for at in range(0, len(still_open), _COMMITS_PER_MESSAGE):
             self._send_commits(ticket, server, still_open[at : at + _COMMITS_PER_MESSAGE])
+
+    def _send_pulls(self, ticket: Ticket, server: int) -> None:
+        """Ask for what has not come yet."""
+        tables = [table for at, table in ticket.outstanding if at == server]
+        for at in range(0, len(tables), _TABLES_PER_PULL):
+            pull = m.Pull(tuple(tables[at : at + _TABLES_PER_PULL]), self._session.options.timeout)
+            self._session.send(server, ticket.numbers[server], pull)
 
     def _send_commits(self, ticket: Ticket, server: int, members: Sequence[RoundItem]) -> None:
         assert ticket.hyper is not None

@@ -13,14 +13,15 @@ from torch import Tensor
 from kvstore_server.errors import DeadlineError, KVStoreError, ProtocolError, from_wire
 from kvstore_server.plan import row_numel
 from kvstore_server.protocol import messages as m
-from kvstore_server.protocol.buffers import payload_bytes, payload_size
+from kvstore_server.protocol.buffers import KEYS_PER_MESSAGE, payload_bytes, payload_size
 from kvstore_server.reduction import torch_dtype
 from kvtrainer.comm.session import Session
 from kvtrainer.comm.tickets import RemoteTable
 
 IDS_PER_MESSAGE = 240_000
 """Of 4 bytes each; with what else is in it, the message fits a frame."""
-SLICES_PER_MESSAGE = 4_000
+BYTES_PER_ANSWER = 64 << 20
+"""Of values: a server gathers all that one message asks for at once."""
 
 
 class RowsWanted(NamedTuple):
@@ -53,17 +54,19 @@ class _Request:
     waiting: dict[int, Tensor] = field(default_factory=dict)
     """Slice → where its rows go."""
     size: int = 0
+    nbytes: int = 0
     version: int = sys.maxsize
     """The lowest of the weights that came."""
 
     def takes(self, some: _Some) -> bool:
-        is_small = self.size + len(some.ids) <= IDS_PER_MESSAGE and len(self.rows) < SLICES_PER_MESSAGE
-        return is_small and some.slice not in self.waiting
+        is_small = self.size + len(some.ids) <= IDS_PER_MESSAGE and len(self.rows) < KEYS_PER_MESSAGE
+        return is_small and self.nbytes + some.out.nbytes <= BYTES_PER_ANSWER and some.slice not in self.waiting
 
     def add(self, some: _Some) -> None:
         self.rows.append(some)
         self.waiting[some.slice] = some.out
         self.size += len(some.ids)
+        self.nbytes += some.out.nbytes
 
     def body(self, timeout: float) -> m.PullRows:
         wanted = tuple((some.slice, some.position, len(some.ids)) for some in self.rows)
