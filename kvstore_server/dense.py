@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,7 +21,7 @@ from kvstore_server.optimizer import KeyState, Optimizer, SliceState, update_sli
 from kvstore_server.optimizer.rows import moves_only_rows
 from kvstore_server.optimizer.segment_rows import SegmentPlace, update_segment_rows
 from kvstore_server.payloads import view_payload
-from kvstore_server.plan import Plan, Slice
+from kvstore_server.plan import ALIGNMENT, Plan, Slice
 from kvstore_server.protocol.messages import Payload
 from kvstore_server.reduction import Addend, Reducer, torch_dtype
 from kvstore_server.row_changes import RowChanges
@@ -62,7 +63,7 @@ class DenseTable:
         self.arenas, self.weights = _allocate(self.slices)
         self._visible = list(map(_without_padding, self.weights, self.slices))
         self.states = [SliceState.empty(piece) for piece in self.slices]
-        self._whole = KeyUpdates(plan, server, self._writable, self.changes)
+        self._whole = KeyUpdates(plan, server, self.changes)
         self._leases = leases
         self._reducer = Reducer()
         self.kept = HeldSums(self.slices, self._reducer)
@@ -125,7 +126,7 @@ class DenseTable:
             if optimizer.elementwise:
                 self._update_slices(addends, optimizer, hypers, sums)
             else:
-                self._whole.update(optimizer, addends, hypers, sums)
+                self._whole.update(optimizer, addends, hypers, sums, self._writable)
         except Exception as error:
             if self._undo is None:
                 raise
@@ -222,7 +223,7 @@ class DenseTable:
 
     def export_key_state(self, key: int) -> tuple[dict[str, Any], bytes]:
         """The optimizer state of one whole key, as `state_blob` packs it."""
-        return pack_key_state(self._whole.states[self._held(key)])
+        return pack_key_state(self._whole.state(self._held(key)))
 
     def import_key_state(self, key: int, summary: Mapping[str, Any], data: bytes) -> None:
         """Replace the optimizer state of one whole key. Raises as `import_state`."""
@@ -238,7 +239,7 @@ class DenseTable:
     def reset_states(self) -> None:
         """Drop all optimizer state."""
         self.states = [SliceState.empty(piece) for piece in self.slices]
-        self._whole.states = {key: KeyState() for key in self._whole.states}
+        self._whole.states = {}
         self._counts = UpdateCounts(len(self.plan.specs))
 
     def _at(self, index: int) -> int:
@@ -248,7 +249,7 @@ class DenseTable:
         return at
 
     def _held(self, key: int) -> int:
-        if key not in self._whole.states:
+        if key not in self.keys:
             raise ProtocolError(f"key {key} of the table is not on this server")
         return key
 
@@ -270,17 +271,28 @@ class DenseTable:
 
 
 def _allocate(slices: Sequence[Slice]) -> tuple[dict[str, Tensor], list[Tensor]]:
-    """One zeroed buffer per dtype, and the piece of it that belongs to each slice."""
+    """One zeroed buffer per dtype, and the piece of it that belongs to each slice.
+
+    The system provides the memory of a large one as it is written, so weights that never come occupy nothing.
+    """
     sizes: dict[str, int] = {}
     starts = []
     for piece in slices:
         starts.append(sizes.get(piece.dtype, 0))
         sizes[piece.dtype] = starts[-1] + piece.length
-    arenas = {dtype: torch.zeros(size, dtype=torch_dtype(dtype)) for dtype, size in sizes.items()}
+    arenas = {dtype: _zeros(size, torch_dtype(dtype)) for dtype, size in sizes.items()}
     views = [
         arenas[piece.dtype][start : start + piece.length] for piece, start in zip(slices, starts, strict=True)
     ]
     return arenas, views
+
+
+def _zeros(numel: int, dtype: torch.dtype) -> Tensor:
+    """As torch.zeros, which writes the zeros; on a boundary of a cache line as well."""
+    nbytes = numel * dtype.itemsize
+    raw = np.zeros(nbytes + ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % ALIGNMENT
+    return torch.from_numpy(raw[start : start + nbytes]).view(dtype)
 
 
 def _without_padding(weight: Tensor, piece: Slice) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -17,29 +18,35 @@ from kvstore_server.sums import Sums
 
 Place = tuple[int, Segment]
 """The position of a slice in the table, and a segment of it."""
+Writable = Callable[[int], Tensor]
 
 
 class KeyUpdates:
-    """The state of every key that lies on one server, and its update; the weights are the table's.
+    """The state of the keys that lie on one server, and their update; the weights are the table's.
 
     Args:
         plan, server: Which keys; each must lie whole on the server by the time that it is updated.
-        writable: Gives the weights of the slice at a position, to be written.
         changes: Is told what was written.
     """
 
-    def __init__(
-        self, plan: Plan, server: int, writable: Callable[[int], Tensor], changes: RowChanges
-    ) -> None:
+    def __init__(self, plan: Plan, server: int, changes: RowChanges) -> None:
         self._plan = plan
         self._slices = plan.slices_of(server)
-        self._writable = writable
         self._changes = changes
-        self._places: dict[int, list[Place]] = {}
+        self.states: dict[int, KeyState] = {}
+        """Of the keys that were updated, or whose state was asked for."""
+
+    def state(self, key: int) -> KeyState:
+        """The state of a key, made now where it has none yet."""
+        return self.states.setdefault(key, KeyState())
+
+    @cached_property
+    def _places(self) -> dict[int, list[Place]]:
+        places: dict[int, list[Place]] = {}
         for at, piece in enumerate(self._slices):
             for segment in piece.segments:
-                self._places.setdefault(segment.key, []).append((at, segment))
-        self.states = {key: KeyState() for key in self._places}
+                places.setdefault(segment.key, []).append((at, segment))
+        return places
 
     def update(
         self,
@@ -47,8 +54,14 @@ class KeyUpdates:
         addends: Sequence[Addend],
         hypers: Sequence[Mapping[str, Any]],
         sums: Sums,
+        writable: Writable,
     ) -> None:
-        """Update each key by the sum of what was given for it. `hypers[i]` holds for key i."""
+        """Update each key by the sum of what was given for it.
+
+        Args:
+            hypers: `hypers[i]` holds for key i.
+            writable: Gives the weights of the slice at a position, to be written.
+        """
         gathered: dict[int, Tensor] = {}
         rows: dict[int, list[RowSet]] = {}
         for at, piece in enumerate(self._slices):
@@ -61,7 +74,9 @@ class KeyUpdates:
                         present[position] = False
                         rows.setdefault(segment.key, []).append(_of_key(segment, part))
                         if self._places[segment.key][-1][0] == at:
-                            self._update(optimizer, segment.key, rows[segment.key], hypers[segment.key])
+                            self._update(
+                                optimizer, segment.key, rows[segment.key], hypers[segment.key], writable
+                            )
             if not any(present):
                 continue
             total = sums.total(piece, addends)
@@ -74,7 +89,7 @@ class KeyUpdates:
                     # The next slice's sum takes the place of this one.
                     grad = self._gather(gathered, segment, grad)
                 if places[-1][0] == at:
-                    self._update(optimizer, segment.key, grad, hypers[segment.key])
+                    self._update(optimizer, segment.key, grad, hypers[segment.key], writable)
 
     def _gather(self, gathered: dict[int, Tensor], segment: Segment, grad: Tensor) -> Tensor:
         spec = self._plan.specs[segment.key]
@@ -85,14 +100,19 @@ class KeyUpdates:
         return whole
 
     def _update(
-        self, optimizer: Optimizer, key: int, grad: Tensor | Sequence[RowSet], hyper: Mapping[str, Any]
+        self,
+        optimizer: Optimizer,
+        key: int,
+        grad: Tensor | Sequence[RowSet],
+        hyper: Mapping[str, Any],
+        writable: Writable,
     ) -> None:
         """Update a key by its gradient, or by the rows of it that its slices have."""
         spec, places = self._plan.specs[key], self._places[key]
-        parts = [self._writable(at)[s.start : s.start + s.numel] for at, s in places]
+        parts = [writable(at)[s.start : s.start + s.numel] for at, s in places]
         weight = parts[0] if len(parts) == 1 else torch.cat(parts)
         named = {**hyper, "key": spec.key}
-        state, shaped = self.states[key], weight.view(spec.shape)
+        state, shaped = self.state(key), weight.view(spec.shape)
         if isinstance(grad, Tensor):
             update_key(optimizer, shaped, grad.view(spec.shape), state, named)
         else:

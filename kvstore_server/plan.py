@@ -17,6 +17,7 @@ import math
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from kvstore_server.errors import ConfigurationError, PlanMismatchError
 from kvstore_server.placement import place
@@ -34,9 +35,13 @@ from kvstore_server.slicing import (
     row_numel,
 )
 
+MAX_NAME = 1024
+"""Characters that the name of a key may have."""
+
 __all__ = [
     "ALIGNMENT",
     "ITEM_SIZE",
+    "MAX_NAME",
     "MAX_SLICE",
     "MIN_SLICE",
     "SLICES_PER_TABLE",
@@ -74,7 +79,6 @@ class Plan:
 
     _by_server: dict[int, tuple[Slice, ...]] = field(init=False, repr=False, compare=False)
     _resident: dict[int, tuple[Slice, ...]] = field(init=False, repr=False, compare=False)
-    _by_key: dict[int, tuple[Slice, ...]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         by_server: dict[int, list[Slice]] = {}
@@ -85,11 +89,14 @@ class Plan:
         object.__setattr__(self, "_resident", resident)
         object.__setattr__(self, "servers", tuple(sorted(by_server)))
         object.__setattr__(self, "has_row_sparse", any(spec.row_sparse for spec in self.specs))
+
+    @cached_property
+    def _by_key(self) -> dict[int, tuple[Slice, ...]]:
         by_key: dict[int, list[Slice]] = {}
         for piece in self.slices:
             for segment in piece.segments:
                 by_key.setdefault(segment.key, []).append(piece)
-        object.__setattr__(self, "_by_key", {key: tuple(p) for key, p in by_key.items()})
+        return {key: tuple(p) for key, p in by_key.items()}
 
     def slices_of(self, server: int) -> tuple[Slice, ...]:
         """The slices on one server, in arena order."""
@@ -129,7 +136,9 @@ def make_plan(specs: Sequence[TensorSpec], num_servers: int, whole_keys: bool = 
     """
     specs = tuple(specs)
     check_specs(specs, num_servers)
-    piece_bytes = _slice_bytes(sum(spec.nbytes for spec in specs))
+    numels = [spec.numel for spec in specs]
+    nbytes = [numel * ITEM_SIZE[spec.dtype] for numel, spec in zip(numels, specs, strict=True)]
+    piece_bytes = _slice_bytes(sum(nbytes))
     drafts: list[Draft] = []
     arena_sizes: dict[str, int] = {}
     resident_sizes: dict[str, int] = {}
@@ -138,17 +147,17 @@ def make_plan(specs: Sequence[TensorSpec], num_servers: int, whole_keys: bool = 
         layout = ArenaLayout(dtype, piece_bytes)
         members = [i for i, spec in enumerate(specs) if spec.dtype == dtype]
         dense = [i for i in members if not specs[i].row_sparse]
-        small = [i for i in dense if specs[i].nbytes < piece_bytes]
-        big = [i for i in dense if specs[i].nbytes >= piece_bytes]
+        small = [i for i in dense if nbytes[i] < piece_bytes]
+        big = [i for i in dense if nbytes[i] >= piece_bytes]
         for i in small:
-            key_offsets[i] = layout.add_small(i, specs[i].numel)
+            key_offsets[i] = layout.add_small(i, numels[i])
         layout.close()
         for i in big:
-            key_offsets[i] = layout.add_big(i, specs[i].numel, row_numel(specs[i]))
+            key_offsets[i] = layout.add_big(i, numels[i], row_numel(specs[i]))
         resident_sizes[dtype] = layout.end
         for i in members:
             if specs[i].row_sparse:
-                key_offsets[i] = layout.add_big(i, specs[i].numel, row_numel(specs[i]))
+                key_offsets[i] = layout.add_big(i, numels[i], row_numel(specs[i]))
         drafts.extend(layout.drafts)
         arena_sizes[dtype] = layout.end
     units = _units(drafts) if whole_keys else [[i] for i in range(len(drafts))]
@@ -185,11 +194,15 @@ def check_specs(specs: Sequence[TensorSpec], num_servers: int) -> None:
         if spec.key in seen:
             raise ConfigurationError(f"key {spec.key!r} appears twice; every key must be named once")
         seen.add(spec.key)
+        if len(spec.key) > MAX_NAME:
+            raise ConfigurationError(
+                f"key {spec.key[:40]!r}… has a name of {len(spec.key)} characters; one may have {MAX_NAME}"
+            )
         if spec.dtype not in ITEM_SIZE:
             raise ConfigurationError(
                 f"key {spec.key!r} has dtype {spec.dtype}; a store holds {', '.join(ITEM_SIZE)} only"
             )
-        if any(size < 0 for size in spec.shape):
+        if spec.shape and min(spec.shape) < 0:
             raise ConfigurationError(f"key {spec.key!r} has the impossible shape {spec.shape}")
         if spec.row_sparse:
             _check_rows(spec)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 ALIGNMENT = 64
 MIN_SLICE = 16 * 1024
@@ -35,8 +36,7 @@ class TensorSpec:
         return self.numel * ITEM_SIZE[self.dtype]
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
+class Segment(NamedTuple):
     """The part of one key that lies in one slice; all numbers count elements."""
 
     key: int
@@ -86,10 +86,12 @@ class Draft:
     def length(self) -> int:
         return _align(self.used, self.dtype)
 
-    def append(self, key: int, key_start: int, numel: int) -> None:
+    def append(self, key: int, key_start: int, numel: int) -> int:
+        """Add a part of a key; where it begins in the slice."""
         start = self.length
         self.segments.append(Segment(key, start, key_start, numel))
         self.used = start + numel
+        return start
 
     def freeze(self, index: int, server: int) -> Slice:
         return Slice(index, self.dtype, self.offset, self.length, self.used, tuple(self.segments), server)
@@ -110,8 +112,7 @@ class ArenaLayout:
             self.close()
         if self._bucket is None:
             self._bucket = Draft(self.dtype, self.end, [])
-        self._bucket.append(key, 0, numel)
-        return self._bucket.offset + self._bucket.segments[-1].start
+        return self._bucket.offset + self._bucket.append(key, 0, numel)
 
     def close(self) -> None:
         if self._bucket is not None:
