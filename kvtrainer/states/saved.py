@@ -98,9 +98,20 @@ def pack(saved: SavedStates) -> tuple[dict[str, Tensor], dict[str, str]]:
         "format": FORMAT,
         "version": VERSION,
         "content": text,
-        "checksum": _checksum(tensors, text),
+        "checksum": checksum(tensors, text),
     }
     return tensors, metadata
+
+
+def checksum(tensors: Mapping[str, Tensor], text: str) -> str:
+    """A CRC-32 over the text and over every tensor with its name, dtype and shape; of all files that we write."""
+    value = zlib.crc32(text.encode())
+    for name, tensor in sorted(tensors.items()):
+        value = zlib.crc32(f"{name} {tensor.dtype} {list(tensor.shape)}".encode(), value)
+        dense = tensor if tensor.layout == torch.strided else tensor.to_dense()
+        plain = dense.detach().cpu().resolve_conj().resolve_neg()
+        value = zlib.crc32(plain.reshape(-1).view(torch.uint8).numpy().data, value)
+    return f"{value:08x}"
 
 
 def check_metadata(metadata: Mapping[str, str]) -> None:
@@ -122,7 +133,7 @@ def unpack(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> SavedS
     """
     check_metadata(metadata)
     text = metadata.get("content", "")
-    if metadata.get("checksum") != _checksum(tensors, text):
+    if metadata.get("checksum") != checksum(tensors, text):
         raise StateFileError(
             "its contents do not have the checksum that was saved with them, so it was damaged since"
         )
@@ -164,15 +175,6 @@ def _storable(tensor: Tensor) -> Tensor:
     tensor = tensor.detach().cpu().contiguous()
     # Scalars may be shared between parameters, and a file holds everything once.
     return tensor.clone() if tensor.dim() == 0 else tensor
-
-
-def _checksum(tensors: Mapping[str, Tensor], text: str) -> str:
-    """A CRC-32 over the text and over every tensor with its name, dtype and shape."""
-    value = zlib.crc32(text.encode())
-    for name, tensor in sorted(tensors.items()):
-        value = zlib.crc32(f"{name} {tensor.dtype} {list(tensor.shape)}".encode(), value)
-        value = zlib.crc32(tensor.reshape(-1).view(torch.uint8).numpy().data, value)
-    return f"{value:08x}"
 
 
 def _tupled(value: Any) -> Any:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import pickle
+import zipfile
 from collections.abc import Callable, Mapping
 from typing import Any
 from urllib.parse import urlsplit
@@ -15,6 +17,9 @@ from torch import Tensor
 from kvtrainer.errors import CheckpointKeyError, ConfigurationError, StateFileError
 from kvtrainer.states.file import replacing
 from kvtrainer.strategy.environment import current_device
+from kvtrainer.strategy.trees import tree_checksum
+
+_log = logging.getLogger(__name__)
 
 MapLocation = str | torch.device | Callable[..., Any] | None
 LAST = "last_checkpoint"
@@ -22,10 +27,16 @@ LAST = "last_checkpoint"
 WEIGHTS, OPTIMIZER, SCHEDULERS, META = "state_dict", "optimizer", "param_schedulers", "meta"
 RANKS = "ranks"
 """Of every rank: where its random numbers are, and what of the optimizers' states is its own."""
+_FORMAT, _CHECKSUM = "kvtrainer_format", "kvtrainer_checksum"
+"""In the meta of a file: the number of its format, and the checksum of all else. Either alone says that one is missing."""
+_WITH_CHECKSUM = 2
+"""The format; files of the first one have neither."""
 
 
 def read_checkpoint(filename: str, map_location: MapLocation = "cpu") -> dict[str, Any]:
-    """Read a checkpoint; nothing in it is run as code.
+    """Read a checkpoint, if it is as it was written; nothing in it is run as code.
+
+    Its own checksum says so. In files without one, of others and of older releases, those do that torch.save writes.
 
     Args:
         filename: A path, or an https:// address, whose file is kept in torch.hub's folder.
@@ -33,7 +44,7 @@ def read_checkpoint(filename: str, map_location: MapLocation = "cpu") -> dict[st
 
     Raises:
         ConfigurationError: the file is to come from a place that is not supported.
-        StateFileError: it cannot be read, or holds something else.
+        StateFileError: it cannot be read, was damaged or changed since it was written, or holds something else.
     """
     where: Any = current_device() if map_location == "default" else map_location
     path = _local_path(filename)
@@ -49,22 +60,72 @@ def read_checkpoint(filename: str, map_location: MapLocation = "cpu") -> dict[st
         raise StateFileError(f"cannot load {filename!r}: {reason or type(error).__name__}") from error
     if not isinstance(found, Mapping):
         raise StateFileError(f"cannot load {filename!r}: it holds a {type(found).__name__}, no checkpoint")
-    return _with_weights(dict(found), filename)
+    content = dict(found)
+    if not _has_its_checksum(content, filename):
+        _check_records(path, content, filename)
+    return _with_weights(content, filename)
+
+
+def _has_its_checksum(content: dict[str, Any], filename: str) -> bool:
+    """Whether there is a checksum, which then is right; it is taken out of the meta. Raises StateFileError."""
+    meta = content.get(META)
+    if not isinstance(meta, Mapping) or not {_FORMAT, _CHECKSUM} & set(meta):
+        return False
+    content[META] = rest = {name: value for name, value in meta.items() if name != _CHECKSUM}
+    try:
+        fits = meta.get(_CHECKSUM) == tree_checksum(content)
+    except (TypeError, ValueError, RuntimeError, RecursionError):  # we never wrote such values
+        fits = False
+    if not fits:
+        raise StateFileError(
+            f"cannot load {filename!r}: its contents do not have the checksum that was saved with them, so it was "
+            f"damaged or changed since. If you changed it yourself, delete {_FORMAT!r} and {_CHECKSUM!r} from its 'meta'"
+        )
+    del rest[_FORMAT]
+    return True
+
+
+def _check_records(path: str, content: Mapping[str, Any], filename: str) -> None:
+    """Check what torch.save notes of each record and torch.load does not look at. Raises StateFileError."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            is_noted = any(record.CRC for record in archive.infolist())  # that can be switched off in torch
+            damaged = archive.testzip() if is_noted else None
+    except Exception as error:  # zipfile raises many kinds; old files of torch.save are no archives
+        is_noted, damaged = False, str(error) if zipfile.is_zipfile(path) else None
+    if damaged is not None:
+        raise StateFileError(f"cannot load {filename!r}: it was damaged since it was written ({damaged})")
+    meta = content.get(META)
+    if not is_noted or (isinstance(meta, Mapping) and "kvtrainer" in meta):
+        _log.warning(
+            "%r has no checksum of its contents%s; save_checkpoint of this release writes one",
+            filename,
+            "" if is_noted else ", nor any of its parts, so that damage to it would not be noticed",
+        )
 
 
 def write_checkpoint(checkpoint: Mapping[str, Any], filename: str) -> None:
     """Write the file, or replace the one that is there, in one stroke; blocks until it is on the disk.
 
-    Folders that are missing are made.
+    Folders that are missing are made. A checksum goes into its meta.
+
+    Args:
+        checkpoint: Plain values, as `plain_copy` gives them.
 
     Raises:
+        ConfigurationError: its meta is no dict.
         StateFileError: it cannot be written; what was there before is unchanged.
     """
     path = os.path.realpath(path_to_write(filename))
+    meta = checkpoint.get(META, {})
+    if not isinstance(meta, Mapping):
+        raise ConfigurationError(f"the 'meta' of a checkpoint must be a dict, got {meta!r:.80}")
+    content = {**checkpoint, META: {**meta, _FORMAT: _WITH_CHECKSUM}}
+    content[META][_CHECKSUM] = tree_checksum(content)
     try:
         os.makedirs(os.path.dirname(path), exist_ok=True)
         with replacing(path) as temporary:
-            torch.save(dict(checkpoint), temporary)
+            torch.save(content, temporary)
     except (OSError, RuntimeError) as error:
         raise StateFileError(
             f"cannot save a checkpoint to {filename!r}: {error}. What was there before is unchanged"

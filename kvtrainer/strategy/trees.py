@@ -1,4 +1,4 @@
-"""Nested dicts and lists of tensors and plain values: checked, and as bytes; nothing of it is code."""
+"""Nested dicts and lists of tensors and plain values: checked, summed up, and as bytes; nothing of it is code."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kvtrainer.errors import ConfigurationError
+from kvtrainer.states.saved import checksum
 
 _DICT, _TENSOR, _BYTES = "d", "t", "b"
 _PLAIN = (bool, int, float, str, type(None))
@@ -45,14 +46,30 @@ def plain_copy(value: Any, where: str) -> Any:
     )
 
 
+def tree_checksum(value: Any) -> str:
+    """The checksum of a `plain_copy`: of its tensors and its plain values alike, and of how they hang together.
+
+    Raises TypeError, ValueError or RecursionError if it is no such copy.
+    """
+    return checksum(*_taken_apart(value))
+
+
 def pack_tree(value: Any) -> bytes:
     """The bytes of a `plain_copy`; `unpack_tree` gives the value back, with lists for tuples."""
+    tensors, text = _taken_apart(value)
+    own = {name: one.detach().to("cpu").contiguous().clone() for name, one in tensors.items()}
+    # A file of safetensors holds at least one tensor in every release.
+    return safetensors.torch.save({**own, "": torch.zeros(1)}, {"tree": text})
+
+
+def _taken_apart(value: Any) -> tuple[dict[str, Tensor], str]:
+    """The tensors by number, and all else as JSON, in which these numbers stand for them."""
     tensors: dict[str, Tensor] = {}
 
     def walk(one: Any) -> Any:
         if isinstance(one, Tensor):
             name = str(len(tensors))
-            tensors[name] = one.detach().to("cpu").contiguous().clone()
+            tensors[name] = one
             return {_TENSOR: name}
         if isinstance(one, bytes):
             return {_BYTES: one.hex()}
@@ -61,8 +78,7 @@ def pack_tree(value: Any) -> bytes:
         return [walk(item) for item in one] if isinstance(one, list | tuple) else one
 
     text = json.dumps(walk(value))
-    # A file of safetensors holds at least one tensor in every release.
-    return safetensors.torch.save({**tensors, "": torch.zeros(1)}, {"tree": text})
+    return tensors, text
 
 
 def unpack_tree(data: bytes) -> Any:
