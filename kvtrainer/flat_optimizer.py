@@ -121,15 +121,26 @@ class FlatOptimizer(GroupedOptimizer):
         Raises:
             StateMismatchError: it belongs to another model or optimizer, of which nothing has changed; says how.
         """
+        self._check_saved_states(saved)
+        self.load_state_dict(as_state_dict(saved, self._layout))
+        adopt_numbers(self._optimizer, saved)
+        self._adopt_extra_states(saved)
+
+    def _check_saved_states(self, saved: SavedStates) -> None:
+        """Raise StateMismatchError unless `adopt_saved_states` can take this."""
         self._settle()
         self._follow_instance()
         is_in_store = self._holder() not in (None, self._local)
         check_fit(
             saved, self.param_groups, self._layout, self._optimizer, is_in_store, self._extra_problems(saved)
         )
-        self.load_state_dict(as_state_dict(saved, self._layout))
-        adopt_numbers(self._optimizer, saved)
-        self._adopt_extra_states(saved)
+
+    def _check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Raise StateMismatchError unless `load_state_dict` can take this; not if hooks are to change it first."""
+        self._settle()
+        self._follow_instance()
+        if not self._optimizer_load_state_dict_pre_hooks:
+            read_states(state_dict, self.param_groups, self._layout.plan, self._optimizer)
 
     @contextmanager
     def _without_copies(self) -> Iterator[None]:

@@ -28,7 +28,7 @@ WEIGHTS, OPTIMIZER, SCHEDULERS, META = "state_dict", "optimizer", "param_schedul
 RANKS = "ranks"
 """Of every rank: where its random numbers are, and what of the optimizers' states is its own."""
 _FORMAT, _CHECKSUM = "kvtrainer_format", "kvtrainer_checksum"
-"""In the meta of a file: the number of its format, and the checksum of all else. Either alone says that one is missing."""
+"""In the meta of a file: the number of its format, and the checksum of all else. One without the other is damage."""
 _WITH_CHECKSUM = 2
 """The format; files of the first one have neither."""
 
@@ -79,7 +79,7 @@ def _has_its_checksum(content: dict[str, Any], filename: str) -> bool:
     if not fits:
         raise StateFileError(
             f"cannot load {filename!r}: its contents do not have the checksum that was saved with them, so it was "
-            f"damaged or changed since. If you changed it yourself, delete {_FORMAT!r} and {_CHECKSUM!r} from its 'meta'"
+            f"damaged or changed since. If you changed it, take {_FORMAT!r} and {_CHECKSUM!r} out of its 'meta', too"
         )
     del rest[_FORMAT]
     return True

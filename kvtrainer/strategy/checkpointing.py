@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,14 +13,16 @@ from kvtrainer.errors import CheckpointKeyError, ConfigurationError, StateMismat
 from kvtrainer.strategy import checkpoint as files
 from kvtrainer.strategy import environment, weights
 from kvtrainer.strategy.base import BaseStrategy, Callback
-from kvtrainer.strategy.randomness import Randomness, rng_state, set_rng_state
+from kvtrainer.strategy.randomness import Randomness, check_rng_state, rng_state, set_rng_state
 from kvtrainer.strategy.trainer_parts import (
     accumulated_passes,
+    check_states,
     devices_of,
     has_begun,
     held_weights,
     passes_made,
     put_states,
+    readable,
     schedules_of,
     take_states,
     trainers_by_name,
@@ -63,9 +65,10 @@ class CheckpointingStrategy(BaseStrategy):
             What else was in the checkpoint.
 
         Raises:
-            StateFileError: the file cannot be read, or is no checkpoint.
-            StateMismatchError: `strict`, and something differs; nothing has changed then.
+            StateFileError: the file cannot be read, was damaged, or is no checkpoint.
+            StateMismatchError: `strict`, and something differs.
             RoundAbortedError: another worker failed.
+            In each case nothing has changed.
         """
         self._check_prepared("load_checkpoint")
         self.logger.info("Load checkpoint from %s", filename)
@@ -74,6 +77,8 @@ class CheckpointingStrategy(BaseStrategy):
             if callback is not None:
                 callback(found)
             state_dict = files.require(found, files.WEIGHTS, filename)
+        # Not before all workers have read theirs.
+        with self._agreement.all_or_none(f"take over the weights of {filename!r}"):
             self.load_model_state_dict(state_dict, strict=strict, revise_keys=revise_keys)
         self._publish_weights()
         return {name: value for name, value in found.items() if name != files.WEIGHTS}
@@ -103,41 +108,41 @@ class CheckpointingStrategy(BaseStrategy):
             What else was in the checkpoint: its meta, and what `save_checkpoint` was given.
 
         Raises:
-            CheckpointKeyError: a part is missing; nothing has changed then. Without schedules here none need be there.
-            StateMismatchError: a part does not fit; of weights, optimizer and schedules those before it are resumed.
+            CheckpointKeyError: a part is missing. Without schedules here none need be there.
+            StateMismatchError: a part does not fit.
             StateFileError, RoundAbortedError: as `load_checkpoint`.
+            In each case nothing has changed.
         """
         if missing not in ("error", "warn"):
             raise ConfigurationError(f"missing must be 'error' or 'warn', got {missing!r}")
         parts = [files.OPTIMIZER] if resume_optimizer else []
         if resume_param_scheduler and self._wrapper() is not None:
             parts.append(files.SCHEDULERS)
+        fitting: list[str] = []
 
         def check(checkpoint: dict[str, Any]) -> None:
             if callback is not None:
                 callback(checkpoint)
             if files.SCHEDULERS in parts and not self._has_schedules():
                 checkpoint.setdefault(files.SCHEDULERS, self.scheduler_state_dict())  # none, as here
-            for part in parts if missing == "error" else ():
-                files.require(checkpoint, part, filename)
             if resume_optimizer and files.OPTIMIZER in checkpoint:
                 self._trainer()
+            fitting.extend(one for one in parts if self._fits(checkpoint, one, filename, missing))
+            with readable("what it says of random numbers and of where the loop is"):
+                self._check_place(checkpoint)
 
         found = self.load_checkpoint(
             filename, map_location=map_location, strict=missing == "error", callback=check
         )
         with self._agreement.all_or_none(f"resume from {filename!r}"):
-            ranks = found.pop(files.RANKS, None) or []
-            own = ranks[self.rank] if len(ranks) == self.world_size else None
-            common = own or (ranks[0] if ranks else {})
-            takes: dict[str, Callable[[Any], None]] = {
-                files.OPTIMIZER: lambda states: self._put_optimizer(states, common),
-                files.SCHEDULERS: self.load_scheduler_state_dict,
-            }
-            resumed = [one for one in parts if self._resume_part(found, one, takes[one], filename, missing)]
-            self._resume_randomness(dict(found.get(files.META, {})), own, len(ranks))
-        self._resume_counts(dict(found.get(files.META, {})), files.OPTIMIZER in resumed)
-        return {name: v for name, v in found.items() if name not in (files.OPTIMIZER, files.SCHEDULERS)}
+            if files.OPTIMIZER in fitting:
+                self._put_optimizer(found[files.OPTIMIZER], self._share(found))
+            if files.SCHEDULERS in fitting:
+                self.load_scheduler_state_dict(found[files.SCHEDULERS])
+            self._resume_randomness(found)
+        self._resume_counts(dict(found.get(files.META, {})), files.OPTIMIZER in fitting)
+        taken = (files.OPTIMIZER, files.SCHEDULERS, files.RANKS)
+        return {name: value for name, value in found.items() if name not in taken}
 
     def save_checkpoint(
         self,
@@ -224,12 +229,15 @@ class CheckpointingStrategy(BaseStrategy):
         named = weights.unwrapped(self.model).named_parameters(remove_duplicate=False)
         return found | {name: held[id(p)] for name, p in named if id(p) in held}
 
-    def _resume_part(
-        self, found: Mapping[str, Any], part: str, take: Callable[[Any], None], filename: str, missing: str
-    ) -> bool:
-        """Whether a part was taken over; that it is missing or does not fit is tolerated, if `missing` is 'warn'."""
+    def _fits(self, found: Mapping[str, Any], part: str, filename: str, missing: str) -> bool:
+        """Whether a part can be taken over; that it cannot is tolerated, if `missing` is 'warn'."""
         try:
-            take(files.require(found, part, filename))
+            content = files.require(found, part, filename)
+            with readable(f"its {part!r}"):
+                if part == files.OPTIMIZER:
+                    self._check_optimizer(content, self._share(found))
+                else:
+                    self.check_scheduler_state_dict(content)
         except (CheckpointKeyError, StateMismatchError) as error:
             if missing == "error":
                 raise
@@ -237,19 +245,44 @@ class CheckpointingStrategy(BaseStrategy):
             return False
         return True
 
-    def _put_optimizer(self, states: Any, own: Mapping[str, Any]) -> None:
-        wrapper, parts = self._trainer(), own.get("trainers", {})
-        if isinstance(wrapper, Trainer):
-            put_states(wrapper, states, parts.get("", {}))
-            return
-        check_names(states, wrapper)
-        for name, trainer in wrapper.items():
-            put_states(trainer, states[name], parts.get(name, {}))
+    def _check_optimizer(self, states: Any, share: Mapping[str, Any]) -> None:
+        """Raise StateMismatchError unless `_put_optimizer` can take this; nothing changes."""
+        for trainer, common, own in self._states_by_trainer(states, share):
+            check_states(trainer, common, own)
 
-    def _resume_randomness(
-        self, meta: Mapping[str, Any], own: Mapping[str, Any] | None, num_saved: int
-    ) -> None:
-        seed = meta.get("seed")
+    def _put_optimizer(self, states: Any, share: Mapping[str, Any]) -> None:
+        for trainer, common, own in self._states_by_trainer(states, share):
+            put_states(trainer, common, own)
+
+    def _states_by_trainer(self, states: Any, share: Mapping[str, Any]) -> list[tuple[Trainer, Any, Any]]:
+        wrapper, own = self._trainer(), share.get("trainers", {})
+        if isinstance(wrapper, Trainer):
+            return [(wrapper, states, own.get("", {}))]
+        check_names(states, wrapper)
+        return [(trainer, states[name], own.get(name, {})) for name, trainer in wrapper.items()]
+
+    def _own(self, found: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        """What a checkpoint has of this rank; None if it was saved by another number of workers."""
+        ranks = found.get(files.RANKS) or []
+        own: Mapping[str, Any] | None = ranks[self.rank] if len(ranks) == self.world_size else None
+        return own
+
+    def _share(self, found: Mapping[str, Any]) -> Mapping[str, Any]:
+        """As `_own`; by another number of workers that of rank 0."""
+        ranks = found.get(files.RANKS) or [{}]
+        return self._own(found) or ranks[0]
+
+    def _check_place(self, found: Mapping[str, Any]) -> None:
+        """Raise unless `_resume_randomness` and `_resume_counts` can take this."""
+        meta, own = dict(found.get(files.META, {})), self._own(found)
+        Randomness(meta.get("seed"))
+        int(meta.get("iter", 0))
+        if own is not None:
+            check_rng_state(own["rng"])
+
+    def _resume_randomness(self, found: Mapping[str, Any]) -> None:
+        seed, own = dict(found.get(files.META, {})).get("seed"), self._own(found)
+        num_saved = len(found.get(files.RANKS) or [])
         if seed is not None:
             if self._randomness.seed not in (None, seed):
                 self.logger.warning(

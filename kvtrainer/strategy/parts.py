@@ -9,6 +9,7 @@ from torch import nn
 
 from kvtrainer.errors import ArgumentTypeError, StateMismatchError
 from kvtrainer.kvstore.base import KVStoreBase
+from kvtrainer.schedules.param_schedule import BoundSchedule
 from kvtrainer.strategy import building, weights
 from kvtrainer.strategy.run import Run
 from kvtrainer.strategy.scaling import scale_learning_rates
@@ -132,9 +133,20 @@ class Parts(Run):
         """Take over what `scheduler_state_dict` gave.
 
         Raises:
-            StateMismatchError: there are other Trainers, or another number or kind of schedules; nothing has changed
-                then.
+            StateMismatchError: as `check_scheduler_state_dict`; nothing has changed then.
         """
+        for schedule, state in self._scheduled(state_dict):
+            schedule.load_state_dict(state)
+
+    def check_scheduler_state_dict(self, state_dict: Any) -> None:
+        """Raise StateMismatchError unless `load_scheduler_state_dict` can take this; override both.
+
+        It is of other Trainers then, or of another number or kind of schedules.
+        """
+        self._scheduled(state_dict)
+
+    def _scheduled(self, state_dict: Any) -> list[tuple[BoundSchedule, dict[str, Any]]]:
+        """Every schedule with its state, which fits."""
         wrapper = self._trainer()
         if isinstance(wrapper, TrainerDict):
             if not isinstance(state_dict, Mapping):
@@ -159,8 +171,7 @@ class Parts(Run):
         rows = [row for _, mine, given in pairs for row in zip(mine, given, strict=True)]
         for schedule, state in rows:
             schedule.check_state_dict(state)
-        for schedule, state in rows:
-            schedule.load_state_dict(state)
+        return rows
 
     def _trainer(self) -> Trainer | TrainerDict:
         if not hasattr(self, "optim_wrapper"):

@@ -99,12 +99,19 @@ def rng_state(devices: Sequence[torch.device] = ()) -> dict[str, Any]:
     }
 
 
+def check_rng_state(state: Mapping[str, Any]) -> None:
+    """Raise, an error of any kind, unless `set_rng_state` can take this; nothing changes."""
+    python, numbers = _of_python(state), _of_numpy(state)
+    random.Random().setstate(python)
+    np.random.RandomState().set_state(numbers)
+    torch.Generator().set_state(state["torch"].cpu())
+    len(state["cuda"])
+
+
 def set_rng_state(state: Mapping[str, Any], devices: Sequence[torch.device] = ()) -> None:
     """Go on where `rng_state` was; CUDA states in the order of `devices`, as many as there are of both."""
-    python, numbers = state["python"], state["numpy"]
-    random.setstate((int(python["version"]), tuple(python["state"].tolist()), python["gauss"]))
-    key = numbers["key"].cpu().numpy().astype(np.uint32)
-    np.random.set_state(("MT19937", key, numbers["pos"], numbers["has_gauss"], numbers["gauss"]))
+    random.setstate(_of_python(state))
+    np.random.set_state(_of_numpy(state))
     torch.set_rng_state(state["torch"].cpu())
     mine, saved = _on_cuda(devices), state["cuda"]
     if len(mine) != len(saved):
@@ -115,6 +122,17 @@ def set_rng_state(state: Mapping[str, Any], devices: Sequence[torch.device] = ()
         )
     for device, one in zip(mine, saved, strict=False):
         torch.cuda.set_rng_state(one.cpu(), device)
+
+
+def _of_python(state: Mapping[str, Any]) -> tuple[int, tuple[int, ...], float | None]:
+    python = state["python"]
+    return int(python["version"]), tuple(python["state"].tolist()), python["gauss"]
+
+
+def _of_numpy(state: Mapping[str, Any]) -> tuple[str, Any, int, int, float]:
+    numbers = state["numpy"]
+    key = numbers["key"].cpu().numpy().astype(np.uint32)
+    return "MT19937", key, numbers["pos"], numbers["has_gauss"], numbers["gauss"]
 
 
 def _on_cuda(devices: Sequence[torch.device]) -> list[torch.device]:

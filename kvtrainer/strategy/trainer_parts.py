@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvtrainer.errors import StateMismatchError
+from kvtrainer.errors import KVStoreError, StateMismatchError
 from kvtrainer.schedules.param_schedule import BoundSchedule
 from kvtrainer.states.saved import SavedParameter, SavedStates
 from kvtrainer.trainer import Trainer
@@ -94,34 +95,58 @@ def take_states(trainer: Trainer, is_first: bool) -> tuple[dict[str, Any] | None
     return common, own
 
 
+def check_states(trainer: Trainer, common: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    """Raise StateMismatchError unless `put_states` can take this; nothing changes."""
+    saved = _saved_states(common, own)
+    if saved is None:
+        trainer._check_state_dict(common)
+    else:
+        trainer._check_saved_states(saved)
+
+
 def put_states(trainer: Trainer, common: Mapping[str, Any], own: Mapping[str, Any]) -> None:
     """Take over what `take_states` gave; or the state_dict of torch's optimizer of the same kind.
 
     Raises:
         StateMismatchError: it belongs to another model or optimizer; says how.
     """
-    if "param_groups" in common and "state" in common:
+    saved = _saved_states(common, own)
+    if saved is None:
         trainer.load_state_dict(dict(common))
-        return
+    else:
+        trainer.adopt_saved_states(saved)
+
+
+def _saved_states(common: Mapping[str, Any], own: Mapping[str, Any]) -> SavedStates | None:
+    """What `take_states` gave; None for the state_dict of an optimizer of torch."""
+    if "param_groups" in common and "state" in common:
+        return None
+    parameters = {
+        name: SavedParameter(tuple(one["shape"]), one["dtype"], one["group"], dict(one["state"]))
+        for name, one in common["parameters"].items()
+    }
+    return SavedStates(
+        dict(common["optimizer"]),
+        common["num_update"],
+        [{name: _tupled(value) for name, value in group.items()} for group in common["groups"]],
+        parameters,
+        dict(own.get("extra", {})),
+        {part: dict(members) for part, members in own.get("tensors", {}).items()},
+    )
+
+
+@contextmanager
+def readable(what: str) -> Iterator[None]:
+    """Let a part of a checkpoint be looked at; that it is something else is a StateMismatchError, which names it."""
     try:
-        parameters = {
-            name: SavedParameter(tuple(one["shape"]), one["dtype"], one["group"], dict(one["state"]))
-            for name, one in common["parameters"].items()
-        }
-        saved = SavedStates(
-            dict(common["optimizer"]),
-            common["num_update"],
-            [{name: _tupled(value) for name, value in group.items()} for group in common["groups"]],
-            parameters,
-            dict(own.get("extra", {})),
-            {part: dict(members) for part, members in own.get("tensors", {}).items()},
-        )
-    except (KeyError, TypeError, AttributeError) as error:
+        yield
+    except KVStoreError:
+        raise
+    except Exception as error:  # what others wrote, or a callback made, may be anything
         raise StateMismatchError(
-            f"the optimizer's part of the checkpoint makes no sense ({type(error).__name__}: {error}); it is neither "
-            "ours nor the state_dict of a torch optimizer"
+            f"the checkpoint does not fit: {what} makes no sense ({type(error).__name__}: {error}), and nothing has "
+            "changed. It is neither what save_checkpoint wrote, nor, of an optimizer, the state_dict of one of torch"
         ) from error
-    trainer.adopt_saved_states(saved)
 
 
 def held_weights(trainer: Trainer) -> dict[int, Tensor]:

@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import nn
 
-from kvtrainer.errors import RoundAbortedError, StateMismatchError
+from kvtrainer.errors import KVStoreError, RoundAbortedError, StateFileError, StateMismatchError
 from kvtrainer.kvstore import KVStoreBase, create
 from kvtrainer.strategy import Strategy, agreement_of
 from kvtrainer.strategy.weights import share_weights
 from tests.support.limits import LIMIT
 from tests.support.processes import raised, together
-from tests.support.strategies import SGD, Net, steps, weights
+from tests.support.strategies import SGD, Net, same, steps, weights
 
 
 class Sums:
@@ -142,3 +142,27 @@ def test_strategy_over_such_a_store_shares_names_weights_and_checkpoints(
     assert first[0][4] == 2
     for expected in (*first[1:], *second[1:]):
         assert all(torch.equal(a, b) for a, b in zip(expected, first[1], strict=True))
+
+
+def test_a_file_that_is_damaged_for_one_worker_changes_the_weights_of_none(
+    members: list[Member], tmp_path: Path
+) -> None:
+    torch.save(Net().state_dict(), tmp_path / "0.pt")
+    (tmp_path / "1.pt").write_bytes((tmp_path / "0.pt").read_bytes()[:-1])
+
+    def run(member: Member) -> Any:
+        log = {"name": f"member {member.rank}", "log_level": "ERROR"}
+        strategy = Strategy(kvstore=member, work_dir=str(tmp_path / str(member.rank)), log_kwargs=log)
+        model = strategy.prepare(Net())
+        before = weights(model)
+        try:
+            strategy.load_checkpoint(str(tmp_path / f"{member.rank}.pt"))
+        except KVStoreError as error:
+            return type(error), same(weights(model), before)
+        finally:
+            strategy.close()
+
+    assert together(*(lambda m=m: run(m) for m in members)) == [
+        (RoundAbortedError, True),
+        (StateFileError, True),
+    ]

@@ -27,7 +27,17 @@ def load_states(schedulers: Any, states: Any) -> None:
     A scheduler that was past its end, and now has a later one, makes up for the steps that it has missed.
 
     Raises:
-        StateMismatchError: there are other optimizers, or another number of schedulers; nothing has changed then.
+        StateMismatchError: as `paired`; nothing has changed then.
+    """
+    for scheduler, state in paired(schedulers, states):
+        _go_on(scheduler, state)
+
+
+def paired(schedulers: Any, states: Any) -> list[tuple[Any, Mapping[str, Any]]]:
+    """Every scheduler with its state.
+
+    Raises:
+        StateMismatchError: there are other optimizers, or another number of schedulers.
     """
     if isinstance(schedulers, Mapping) != isinstance(states, Mapping):
         raise StateMismatchError(
@@ -42,9 +52,7 @@ def load_states(schedulers: Any, states: Any) -> None:
                 f"there are {len(states[name])} states for {len(its)} schedulers{name and f' of {name}'}; build the "
                 "same ones, or resume without them"
             )
-    for name, its in schedulers.items():
-        for one, state in zip(its, states[name], strict=True):
-            _go_on(one, state)
+    return [row for name, its in schedulers.items() for row in zip(its, states[name], strict=True)]
 
 
 def _go_on(scheduler: Any, state: Mapping[str, Any]) -> None:

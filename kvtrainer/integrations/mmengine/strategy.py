@@ -20,7 +20,7 @@ from mmengine.registry import OPTIM_WRAPPERS, STRATEGIES
 from torch import nn
 
 from kvtrainer.errors import ArgumentTypeError, ConfigurationError
-from kvtrainer.integrations.mmengine.schedulers import load_states, states_of
+from kvtrainer.integrations.mmengine.schedulers import load_states, paired, states_of
 from kvtrainer.integrations.mmengine.values import decode_checkpoint, encode_checkpoint, mmengine_globals
 from kvtrainer.integrations.mmengine.worker_group import join_workers
 from kvtrainer.integrations.mmengine.wrapper import TrainerOptimWrapper
@@ -179,6 +179,10 @@ class KVStoreStrategy(Strategy, BaseStrategy):  # type: ignore[misc]
         """Take over what `scheduler_state_dict` gave. Raises StateMismatchError, as `schedulers.load_states`."""
         load_states(getattr(self, "param_schedulers", []), state_dict)
 
+    def check_scheduler_state_dict(self, state_dict: Any) -> None:
+        """Raise StateMismatchError unless `load_scheduler_state_dict` can take this."""
+        paired(getattr(self, "param_schedulers", []), state_dict)
+
     def load_checkpoint(
         self,
         filename: str,
@@ -221,12 +225,20 @@ class KVStoreStrategy(Strategy, BaseStrategy):  # type: ignore[misc]
                 _part(found[OPTIMIZER], name)[_NOTES] = wrapper.notes()
         return found
 
-    def _put_optimizer(self, states: Any, own: Mapping[str, Any]) -> None:
+    def _check_optimizer(self, states: Any, share: Mapping[str, Any]) -> None:
         wrappers = _wrappers(self.optim_wrapper)
-        if any("param_groups" in _part(states, name) for name in wrappers):
-            self.optim_wrapper.load_state_dict(dict(states))  # of mmengine's own wrappers
+        if not _is_of_mmengine(states, wrappers):
+            super()._check_optimizer(states, share)
             return
-        super()._put_optimizer(states, own)
+        for name, wrapper in wrappers.items():
+            wrapper.optimizer._check_state_dict(_part(states, name))
+
+    def _put_optimizer(self, states: Any, share: Mapping[str, Any]) -> None:
+        wrappers = _wrappers(self.optim_wrapper)
+        if _is_of_mmengine(states, wrappers):
+            self.optim_wrapper.load_state_dict(dict(states))
+            return
+        super()._put_optimizer(states, share)
         for name, wrapper in wrappers.items():
             wrapper.take_notes(_part(states, name).get(_NOTES, {}))
 
@@ -251,6 +263,11 @@ def _wrappers(built: Any) -> dict[str, Any]:
     if built is None:
         return {}
     return dict(built.items()) if isinstance(built, OptimWrapperDict) else {"": built}
+
+
+def _is_of_mmengine(states: Any, wrappers: Mapping[str, Any]) -> bool:
+    """Whether these are the states of mmengine's own wrappers."""
+    return any("param_groups" in _part(states, name) for name in wrappers)
 
 
 def _part(states: Any, name: str) -> Any:

@@ -1,0 +1,280 @@
+"""Checkpoints of a strategy that were damaged, changed or do not fit: refused, and nothing here is another."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvtrainer.errors import KVStoreError, StateFileError
+from tests.support.strategies import Make, Net, make, steps
+
+__all__ = ["make"]
+CFG = {
+    "optimizer": {"type": "Adam", "lr": 0.1},
+    "type": "AmpOptimWrapper",
+    "loss_scale": {"init_scale": 8.0, "growth_interval": 2},
+    "accumulative_counts": 2,
+}
+SCHEDULE = {"type": "LinearLR", "start_factor": 0.1, "by_epoch": False, "end": 5}
+MARKS = ("kvtrainer_format", "kvtrainer_checksum")
+
+
+class Run:
+    """A strategy with its parts, and all that a checkpoint could change here."""
+
+    def __init__(self, make: Make, seed: int, steps_made: int) -> None:
+        self.strategy = make(env_kwargs={"randomness": {"seed": seed}})
+        self.model, self.trainer, _ = self.strategy.prepare(
+            Net(), optim_wrapper=CFG, param_scheduler=SCHEDULE, dispatch_kwargs={"max_iters": 12}
+        )
+        steps(self.model, self.trainer, steps_made)
+
+    def state(self) -> Any:
+        saved = self.trainer.export_saved_states()
+        parameters = {name: [one.dtype, one.state] for name, one in saved.parameters.items()}
+        return exact(
+            [
+                dict(self.model.state_dict()),
+                [saved.optimizer, saved.num_update, saved.groups, parameters, saved.extra, saved.tensors],
+                [self.strategy.scheduler_state_dict(), self.strategy.seed, self.strategy.dispatch_kwargs],
+                [torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tobytes()],  # type: ignore
+            ]
+        )
+
+
+def exact(value: Any) -> Any:
+    """The value to be compared by types, order and bits."""
+    if isinstance(value, torch.Tensor):
+        return str(value.dtype), tuple(value.shape), value.detach().numpy().tobytes()
+    if isinstance(value, dict):
+        return "dict", [(key, exact(one)) for key, one in value.items()]
+    if isinstance(value, list | tuple):
+        return type(value).__name__, [exact(one) for one in value]
+    return type(value).__name__, repr(value)
+
+
+@pytest.fixture
+def path(make: Make, tmp_path: Path) -> Path:
+    """A checkpoint after six passes."""
+    run = Run(make, 1, 6)
+    extra = {"meta": {"iter": 6}, "data": {"seen": torch.arange(3), "names": ["a", None, b"b"]}}
+    run.strategy.save_checkpoint(str(tmp_path / "a.pt"), extra_ckpt=extra)
+    return tmp_path / "a.pt"
+
+
+def damaged(whole: bytes, numbers: random.Random) -> bytes:
+    """The bytes with one random change."""
+    found, at, count = bytearray(whole), numbers.randrange(len(whole)), numbers.choice([1, 4, 64])
+    kind = numbers.choice(["flip", "flip", "flip", "cut", "insert", "delete", "swap", "clear"])
+    if kind == "flip":
+        found[at] ^= 1 << numbers.randrange(8)
+    elif kind == "cut":
+        del found[at:]
+    elif kind == "insert":
+        found[at:at] = numbers.randbytes(count)
+    elif kind == "delete":
+        del found[at : at + count]
+    elif kind == "clear":
+        found[at : at + count] = bytes(len(found[at : at + count]))
+    else:
+        one, other = sorted(numbers.sample(range(0, len(whole) - count, count), 2))
+        found[one : one + count], found[other : other + count] = (
+            found[other : other + count],
+            found[one : one + count],
+        )
+    return bytes(found)
+
+
+def without_marks(path: Path) -> None:
+    """Write a checkpoint as releases before the checksum did."""
+    content = torch.load(path, weights_only=True)
+    for mark in MARKS:
+        del content["meta"][mark]
+    torch.save(content, path)
+
+
+@pytest.mark.parametrize("age", ["new", "old"])
+def test_every_random_damage_is_refused_and_changes_nothing_or_does_no_harm(
+    make: Make, path: Path, age: str
+) -> None:
+    """An old file has no checksum of its contents, but of its records."""
+    if age == "old":
+        without_marks(path)
+    logging.disable(logging.CRITICAL)
+    run, numbers, whole = Run(make, 9, 3), random.Random(5), path.read_bytes()
+    try:
+        rest = exact(run.strategy.resume(str(path)))
+        right = run.state()
+        run.strategy.resume(str(path))
+        assert run.state() == right
+        steps(run.model, run.trainer, 3)
+        before, outcomes = run.state(), Counter[str]()
+        for _ in range(300):
+            path.write_bytes(damaged(whole, numbers))
+            try:
+                found = run.strategy.resume(str(path))
+            except StateFileError:
+                assert run.state() == before
+                outcomes["refused"] += 1
+            else:
+                assert (run.state(), exact(found)) == (right, rest)
+                outcomes["harmless"] += 1
+                steps(run.model, run.trainer, 1)
+                before = run.state()
+    finally:
+        logging.disable(logging.NOTSET)
+    assert outcomes["refused"] > 200
+
+
+def swap(content: dict[str, Any], a: list[Any], b: list[Any]) -> None:
+    one, other = place(content, a[:-1]), place(content, b[:-1])
+    one[a[-1]], other[b[-1]] = other[b[-1]], one[a[-1]]
+
+
+def place(content: Any, keys: list[Any]) -> Any:
+    for key in keys:
+        content = content[key]
+    return content
+
+
+def put(content: dict[str, Any], keys: list[Any], value: Any) -> None:
+    place(content, keys[:-1])[keys[-1]] = value
+
+
+BIAS = ["optimizer", "parameters", "body.bias", "state"]
+EDITS: dict[str, Callable[[dict[str, Any]], object]] = {
+    "two weights": lambda c: swap(c, ["state_dict", "body.bias"], ["optimizer", *BIAS[1:], "exp_avg"]),
+    "two states": lambda c: swap(c, [*BIAS, "exp_avg"], [*BIAS, "exp_avg_sq"]),
+    "order of weights": lambda c: put(c, ["state_dict"], dict(reversed(c["state_dict"].items()))),
+    "dtype": lambda c: put(c, ["state_dict", "seen"], c["state_dict"]["seen"].int()),
+    "shape": lambda c: put(c, ["state_dict", "body.bias"], c["state_dict"]["body.bias"].view(1, 3)),
+    "learning rate": lambda c: put(c, ["optimizer", "groups", 0, "lr"], 0.2),
+    "type of a number": lambda c: put(c, ["optimizer", "num_update"], float(c["optimizer"]["num_update"])),
+    "schedule": lambda c: put(c, ["param_schedulers", 0, "count"], 2),
+    "loss scale": lambda c: put(c, ["ranks", 0, "trainers", "", "extra", "loss_scaler"], {"scale": 2.0}),
+    "random numbers": lambda c: put(c, ["ranks", 0, "rng", "numpy", "pos"], 7),
+    "place": lambda c: put(c, ["meta", "iter"], 5),
+    "extra": lambda c: put(c, ["data", "names", 1], False),
+    "additional": lambda c: put(c, ["more"], 1),
+    "missing": lambda c: c.pop("data"),
+    "not plain": lambda c: put(c, ["data", "names"], {1, 2}),
+    "no checksum": lambda c: c["meta"].pop("kvtrainer_checksum"),
+    "no format": lambda c: c["meta"].pop("kvtrainer_format"),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
+@pytest.mark.parametrize("method", ["resume", "load_checkpoint"])
+def test_a_file_that_was_changed_and_written_anew_is_refused(
+    make: Make, path: Path, edit: Callable[[dict[str, Any]], object], method: str
+) -> None:
+    content = torch.load(path, weights_only=True)
+    edit(content)
+    torch.save(content, path)
+    run = Run(make, 9, 3)
+    before = run.state()
+    with pytest.raises(StateFileError, match="do not have the checksum that was saved"):
+        getattr(run.strategy, method)(str(path))
+    assert run.state() == before
+
+
+def test_files_of_weights_alone_are_checked_as_well(make: Make, path: Path) -> None:
+    run = Run(make, 1, 1)
+    run.strategy.save_checkpoint(str(path), save_optimizer=False, save_param_scheduler=False)
+    content = torch.load(path, weights_only=True)
+    content["state_dict"]["body.bias"][0] += 1e-6
+    torch.save(content, path)
+    with pytest.raises(StateFileError):
+        run.strategy.load_checkpoint(str(path))
+
+
+def test_a_file_of_an_older_release_is_read_with_one_warning(
+    make: Make, path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = Run(make, 9, 0)
+    expected.strategy.resume(str(path))
+    assert "checksum" not in caplog.text
+    without_marks(path)
+    run = Run(make, 9, 0)
+    with caplog.at_level("WARNING", "kvtrainer"):
+        rest = run.strategy.resume(str(path))
+    assert caplog.text.count("has no checksum of its contents") == 1
+    assert run.state() == expected.state()
+    assert not set(MARKS) & set(rest["meta"])
+
+
+def test_a_file_of_others_needs_no_checksum(
+    make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What torch.save notes of the records suffices; a file of torch before 1.6 has nothing, and that is said."""
+    net, path = Net(), tmp_path / "b.pt"
+    run = Run(make, 1, 0)
+    torch.save(net.state_dict(), path)
+    run.strategy.load_checkpoint(str(path))
+    assert torch.equal(run.model.head.bias, net.head.bias)
+    assert "checksum" not in caplog.text
+    whole = path.read_bytes()
+    weight = net.body.weight.detach().numpy().tobytes()
+    path.write_bytes(whole.replace(weight, bytes(len(weight))))
+    with pytest.raises(StateFileError, match="was damaged since it was written"):
+        run.strategy.load_checkpoint(str(path))
+    torch.save(net.state_dict(), path, _use_new_zipfile_serialization=False)
+    with caplog.at_level("WARNING", "kvtrainer"):
+        run.strategy.load_checkpoint(str(path))
+    assert "damage to it would not be noticed" in caplog.text
+
+
+UNFIT: dict[str, Callable[[dict[str, Any]], object]] = {
+    "weights": lambda c: c["state_dict"].pop("head.bias"),
+    "optimizer": lambda c: put(c, [*BIAS, "exp_avg"], torch.zeros(7)),
+    "optimizer without sense": lambda c: put(c, ["optimizer", "parameters"], 3),
+    "torch's optimizer": lambda c: put(c, ["optimizer"], torch.optim.SGD([torch.zeros(2)]).state_dict()),
+    "loss scale": lambda c: put(c, ["ranks", 0, "trainers", "", "extra", "loss_scaler"], {"scale": -1}),
+    "schedules": lambda c: put(c, ["param_schedulers"], []),
+    "schedule without sense": lambda c: put(c, ["param_schedulers"], [3]),
+    "python's random numbers": lambda c: put(c, ["ranks", 0, "rng", "python", "version"], 99),
+    "numpy's random numbers": lambda c: put(c, ["ranks", 0, "rng", "numpy", "key"], torch.zeros(3)),
+    "torch's random numbers": lambda c: put(c, ["ranks", 0, "rng", "torch"], torch.zeros(3)),
+    "ranks": lambda c: put(c, ["ranks"], [3]),
+    "seed": lambda c: put(c, ["meta", "seed"], -1),
+    "iteration": lambda c: put(c, ["meta", "iter"], "six"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("edit", UNFIT.values(), ids=UNFIT)
+def test_a_part_that_does_not_fit_leaves_all_others_as_they_were(
+    make: Make, path: Path, edit: Callable[[dict[str, Any]], object]
+) -> None:
+    """The file is as it was written; a callback changes what is read, as a user's does with foreign checkpoints."""
+    run = Run(make, 9, 3)
+    before = run.state()
+    with pytest.raises(KVStoreError):
+        run.strategy.resume(str(path), callback=edit)
+    assert run.state() == before
+
+
+def test_a_part_that_does_not_fit_is_left_out_where_that_is_tolerated(make: Make, path: Path) -> None:
+    expected = Run(make, 9, 0)
+    expected.strategy.resume(str(path))
+    run = Run(make, 9, 3)
+    moments = run.trainer.export_saved_states().parameters["body.bias"].state
+    run.strategy.resume(str(path), missing="warn", callback=UNFIT["optimizer"])
+    kept = run.trainer.export_saved_states().parameters["body.bias"].state
+    assert torch.equal(run.model.body.bias, expected.model.body.bias)
+    assert torch.equal(kept["exp_avg"], moments["exp_avg"])
+    assert run.strategy.scheduler_state_dict() == expected.strategy.scheduler_state_dict()
+
+
+def test_meta_that_is_no_dict_is_refused_before_anything_is_written(make: Make, path: Path) -> None:
+    run, before = Run(make, 1, 1), path.read_bytes()
+    with pytest.raises(KVStoreError, match="'meta' of a checkpoint must be a dict"):
+        run.strategy.save_checkpoint(str(path), callback=lambda content: put(content, ["meta"], 3))
+    assert path.read_bytes() == before
