@@ -26,6 +26,9 @@ This module knows nothing about sockets or tensors.
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
 
 class KVStoreError(Exception):
     """Base of every error that this project raises on purpose."""
@@ -139,6 +142,20 @@ WIRE_ERRORS: dict[str, type[KVStoreError]] = {
 
 _LONGEST = 4000
 """Characters of an error's text that travel; a user's exception may say any amount."""
+
+
+def similar(name: str, known: Iterable[str]) -> list[str]:
+    """The known names that a wrong one may have been meant for, best first; case does not matter."""
+    by_case = {one.casefold(): one for one in known}
+    return [by_case[found] for found in difflib.get_close_matches(name.casefold(), by_case)]
+
+
+def did_you_mean(given: object, known: Iterable[str]) -> str:
+    """The end of a message about a wrong name, or several: a question with those that are similar, or nothing."""
+    names, right = [given] if isinstance(given, str) else given, list(known)
+    wrong = [one for one in names if isinstance(one, str)] if isinstance(names, Iterable) else []
+    near = list(dict.fromkeys(found for one in wrong for found in similar(one, right)))
+    return f". Did you mean {' or '.join(map(repr, near))}?" if near else ""
 
 
 def describe(error: BaseException | None) -> str:

@@ -6,7 +6,6 @@ A module of one's own is named in `custom_imports`, see `kvtrainer.config.import
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +14,7 @@ from typing import Any, TypeVar
 
 import torch.optim
 
+from kvstore_server.errors import similar
 from kvstore_server.optimizer import Optimizer, register
 from kvstore_server.optimizer.registry import known
 from kvtrainer.errors import ArgumentTypeError, RegistryError, UnregisteredNameError
@@ -216,8 +216,7 @@ class Registry:
             for other, entry in table.items():
                 names.setdefault(id(entry), other)
         others = sorted(names.values(), key=str.casefold)
-        by_case = {other.casefold(): other for other in others}
-        near = [by_case[found] for found in difflib.get_close_matches(name.casefold(), by_case)]
+        near = similar(name, others)
         parts = [f"{name!r} is not in the {self.name} registry"]
         if near:
             parts.append(f"did you mean {' or '.join(map(repr, near))}?")

@@ -10,7 +10,7 @@ from kvstore_server.codec.base import Codec
 from kvstore_server.codec.half import BFloat16, Float16
 from kvstore_server.codec.none import NoCompression
 from kvstore_server.codec.quantised import OneBit, TwoBit
-from kvstore_server.errors import ConfigurationError, UnknownNameError
+from kvstore_server.errors import ConfigurationError, UnknownNameError, did_you_mean
 
 _CODECS = {cls.name: cls for cls in (NoCompression, OneBit, TwoBit, Float16, BFloat16)}
 
@@ -40,7 +40,9 @@ def make_codec(params: Mapping[str, Any] | None) -> Codec:
         )
     cls = _CODECS.get(kind.lower())
     if cls is None:
-        raise UnknownNameError(f"there is no compression type {kind!r}; known are {', '.join(_CODECS)}")
+        raise UnknownNameError(
+            f"there is no compression type {kind!r}; known are {', '.join(_CODECS)}{did_you_mean(kind, _CODECS)}"
+        )
     valid = [f.name for f in fields(cls) if f.init]
     unknown = [repr(name) for name in options if name not in valid]
     if unknown:

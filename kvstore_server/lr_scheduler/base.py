@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from numbers import Integral, Real
 from typing import Any, ClassVar, TypeVar
 
-from kvstore_server.errors import ConfigurationError, UnknownNameError
+from kvstore_server.errors import ConfigurationError, UnknownNameError, did_you_mean
 
 _log = logging.getLogger(__name__)
 
@@ -187,7 +187,8 @@ def create_from_spec(spec: Mapping[str, Any]) -> LRScheduler:
     if cls is None:
         raise UnknownNameError(
             f"there is no learning-rate scheduler {name!r}; known are {', '.join(sorted(_registry))}. A user-defined "
-            "one must be registered in every process: start the servers with --import MODULE"
+            f"one must be registered in every process: start the servers with --import MODULE"
+            f"{did_you_mean(name, _registry)}"
         )
     try:
         return cls(**arguments)

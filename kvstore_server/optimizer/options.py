@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any
 
-from kvstore_server.errors import ConfigurationError
+from kvstore_server.errors import ConfigurationError, did_you_mean
 
 ALIASES = {"learning_rate": "lr", "wd": "weight_decay", "epsilon": "eps"}
 """Gluon's spelling of an option -> the name of the group key, which is torch's."""
@@ -38,7 +38,8 @@ def canonical_options(
             betas[0 if given == "beta1" else 1] = value
         elif name not in valid:
             listing = ", ".join([*map(_both_spellings, valid), *others])
-            raise ConfigurationError(f"{who} has no option {given!r}; its options are {listing}")
+            hint = did_you_mean(given, [*valid, *ALIASES, *others])
+            raise ConfigurationError(f"{who} has no option {given!r}; its options are {listing}{hint}")
         elif name in result:
             raise ConfigurationError(f"{who} was given {name!r} under two spellings; give it once")
         else:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 
 from kvstore_server import lr_scheduler
-from kvstore_server.errors import ConfigurationError, UnknownNameError
+from kvstore_server.errors import ConfigurationError, UnknownNameError, did_you_mean
 from kvstore_server.optimizer import gluon, gluon_layerwise
 from kvstore_server.optimizer.base import Optimizer
 from kvstore_server.optimizer.torch_family import (
@@ -179,6 +179,7 @@ def _lookup(name: str) -> AnyClass:
         raise UnknownNameError(
             f"there is no optimizer {name!r} in this process. A user-defined one must be registered in every process: "
             f"start the servers with --import MODULE. Known are {', '.join(sorted(_registry))}"
+            f"{did_you_mean(name, _registry)}"
         )
     return cls
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from kvstore_server.errors import did_you_mean
 from kvtrainer.errors import ArgumentTypeError, ConfigurationError
 
 _DELETE = "_delete_"
@@ -59,7 +60,7 @@ def check_keys(what: str, given: Mapping[str, Any], known: Collection[str]) -> N
     if unknown:
         raise ConfigurationError(
             f"{what} has {', '.join(map(repr, unknown))}, which no Trainer reads; what it reads is "
-            f"{', '.join(sorted(known))}"
+            f"{', '.join(sorted(known))}{did_you_mean(unknown, known)}"
         )
 
 

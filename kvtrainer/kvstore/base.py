@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, TypeVar, ov
 
 from torch import Tensor
 
-from kvstore_server.errors import ConfigurationError, UnknownNameError
+from kvstore_server.errors import ConfigurationError, UnknownNameError, did_you_mean
 
 if TYPE_CHECKING:
     from kvtrainer.kvstore.device import DeviceKVStore
@@ -112,7 +112,9 @@ class KVStoreBase(ABC):
     @staticmethod
     def _capability(name: str) -> str:
         if not isinstance(name, str) or name.lower() not in CAPABILITIES:
-            raise ConfigurationError(f"unknown capability {name!r}; known ones: {', '.join(CAPABILITIES)}")
+            raise ConfigurationError(
+                f"unknown capability {name!r}; known ones: {', '.join(CAPABILITIES)}{did_you_mean(name, CAPABILITIES)}"
+            )
         return name.lower()
 
 
@@ -182,7 +184,9 @@ def factory_of(type: str) -> Factory:
         raise ConfigurationError(f"the type of a kvstore must be a string, got {type!r}")
     factory = _registry.get(type.lower())
     if factory is None:
-        raise UnknownNameError(f"no kvstore is named {type!r}; known ones: {', '.join(sorted(_registry))}")
+        raise UnknownNameError(
+            f"no kvstore is named {type!r}; known ones: {', '.join(sorted(_registry))}{did_you_mean(type, _registry)}"
+        )
     return factory
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.cuda import nccl
 from torch.nn.parallel import comm
 
-from kvstore_server.errors import ConfigurationError
+from kvstore_server.errors import ConfigurationError, did_you_mean
 
 AUTO = "auto"
 FLAT = "flat"
@@ -102,7 +102,10 @@ class NcclReducer(CoalescedReducer):
 def check_reducer(name: object) -> str:
     """Return the name if a reducer is called so. Raises ConfigurationError."""
     if not isinstance(name, str) or name not in REDUCERS:
-        raise ConfigurationError(f"the reducer must be one of {', '.join(map(repr, REDUCERS))}; got {name!r}")
+        hint = did_you_mean(name, REDUCERS)
+        raise ConfigurationError(
+            f"the reducer must be one of {', '.join(map(repr, REDUCERS))}; got {name!r}{hint}"
+        )
     return name
 
 

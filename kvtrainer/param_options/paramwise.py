@@ -15,6 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.parameter import is_lazy
 
+from kvstore_server.errors import did_you_mean
 from kvtrainer.errors import ArgumentTypeError, ConfigurationError, NotInitializedError
 from kvtrainer.param_options.places import Place, places_in, unwrapped
 from kvtrainer.param_options.report import ParamReport, rows_of
@@ -125,6 +126,7 @@ def _check(cfg: Mapping[str, Any]) -> None:
     if unknown:
         raise ConfigurationError(
             f"paramwise_cfg does not know {', '.join(map(repr, unknown))}; its keys are {', '.join(_KEYS)}"
+            f"{did_you_mean(unknown, _KEYS)}"
         )
     for key in _MULTIPLIERS:
         if key in cfg and cfg[key] is None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch.optim
 
+from kvstore_server.errors import did_you_mean
 from kvtrainer.errors import ArgumentTypeError, ConfigurationError, UnknownNameError
 from kvtrainer.schedules.bound_torch import PlateauSchedule, TorchSchedule
 from kvtrainer.schedules.checks import check_owner, fit_together, is_bound, kept_on_error
@@ -160,7 +161,8 @@ def detectron_schedule(solver: Mapping[str, Any]) -> ScheduleSpec:
     """
     policy = solver.get("LR_POLICY", "step")
     if policy not in _DETECTRON:
-        raise UnknownNameError(f"LR_POLICY must be one of {', '.join(_DETECTRON)}, got {policy!r}")
+        hint = did_you_mean(policy, _DETECTRON)
+        raise UnknownNameError(f"LR_POLICY must be one of {', '.join(_DETECTRON)}, got {policy!r}{hint}")
     gamma = solver.get("GAMMA", 0.1)
     steps = list(solver.get("STEPS", ()))
     if policy in ("steps_with_decay", "steps_with_lrs") and (not steps or steps[0] != 0):

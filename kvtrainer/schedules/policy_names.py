@@ -9,6 +9,7 @@ from functools import partial
 from numbers import Integral, Real
 from typing import Any
 
+from kvstore_server.errors import did_you_mean
 from kvtrainer.errors import ArgumentTypeError, ConfigurationError, UnknownNameError
 from kvtrainer.schedules import policies
 from kvtrainer.schedules.policies import Policy
@@ -74,6 +75,7 @@ def make_policy(
     if _plainly(policy) not in known:
         raise UnknownNameError(
             f"there is no schedule policy {policy!r}; the policies are {', '.join(_POLICIES)}"
+            f"{did_you_mean(policy, _POLICIES)}"
         )
     kind = known[_plainly(policy)]
     function = _POLICIES[kind]

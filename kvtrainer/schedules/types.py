@@ -15,6 +15,7 @@ from typing import Any
 import torch.optim
 from torch.optim import lr_scheduler
 
+from kvstore_server.errors import did_you_mean
 from kvtrainer.errors import ConfigurationError, UnknownNameError
 from kvtrainer.registry import SCHEDULES
 from kvtrainer.schedules import policies
@@ -134,6 +135,7 @@ def _kind_and_name(cfg: Mapping[str, Any]) -> tuple[str, str]:
         raise UnknownNameError(
             f"there is no schedule of type {cfg['type']!r}; there are {known}, the same with Momentum, torch's "
             "schedulers, and what is registered in SCHEDULES"
+            f"{did_you_mean(cfg['type'], known.split(', '))}"
         )
     kind, ending = found
     name = {"LR": "lr", "Momentum": "momentum"}.get(ending, cfg.get("param_name"))

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from kvstore_server.errors import did_you_mean
 from kvtrainer.anomalies import checked_mode
 from kvtrainer.clipping import Limits, make_limits
 from kvtrainer.errors import ArgumentTypeError, ConfigurationError
@@ -50,6 +51,7 @@ class StageOptions:
         if unknown:
             raise ConfigurationError(
                 f"there is no option {', '.join(map(repr, unknown))} of a stage; they are {', '.join(_NAMES)}"
+                f"{did_you_mean(unknown, _NAMES)}"
             )
         given = dict(options)
         given["schedules"] = [*self.schedules, *given.get("schedules", ())]

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from kvstore_server.errors import did_you_mean
 from kvtrainer.errors import ArgumentTypeError, ConfigurationError, UnknownNameError
 from kvtrainer.kvstore.base import KVStoreBase
 from kvtrainer.parallel import DataParallel
@@ -273,7 +274,7 @@ def _trainer_options(cfg: Mapping[str, Any]) -> tuple[Callable[..., Trainer], di
     if unknown and make is Trainer:
         raise UnknownNameError(
             f"the configuration of an optimizer wrapper has no {', '.join(map(repr, unknown))}; beside "
-            f"{', '.join(_OWN)} it takes {', '.join(_OPTIONS)}"
+            f"{', '.join(_OWN)} it takes {', '.join(_OPTIONS)}{did_you_mean(unknown, [*_OWN, *_OPTIONS])}"
         )
     return make, options
 
