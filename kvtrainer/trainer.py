@@ -80,8 +80,8 @@ class Trainer(LossPipeline):
 
     The data of the parameters move into flat buffers; move the model to its device and dtype before. While the
     optimizer runs in the store, the weights live there: what the loop writes into a parameter after the first step
-    must be published by `set_data`. The next step raises WeightsWrittenError if it was not; a write through `p.data`
-    goes unseen, and is overwritten, except in rows that no update touches, which do not come again.
+    must be published by `set_data`. The next step raises WeightsWrittenError if it was not, also of writes through
+    `p.data` or NumPy; of more than 16 MiB those that are small may be found some steps later, or not if they are single.
     Not thread-safe. As a context manager it closes its store.
 
     Raises:
@@ -210,7 +210,7 @@ class Trainer(LossPipeline):
             self._layout.check_in_place()
             self._link.assign(self._layout)
             self._share_weights()
-            self._layout.accept_writes()
+            self._layout.accept_writes(self._link.has_weights)
         elif self._link.exchange is None:
             self._share_weights()
 

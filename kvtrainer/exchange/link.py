@@ -75,6 +75,11 @@ class StoreLink:
         """Where the optimizer's state is, if that is in the store and the store is there."""
         return self.exchange if self.is_started and isinstance(self.exchange, StoreExchange) else None
 
+    @property
+    def has_weights(self) -> bool:
+        """Whether the store updates the weights and is there, so that its weights count."""
+        return self.holder is not None and self.choice.updates_weights
+
     def check_open(self) -> None:
         """Raise KVStoreError after `close`."""
         if self.is_closed:
@@ -134,6 +139,10 @@ class StoreLink:
             outcome = self.exchange.run(gradients, arena.weights, changed, veto, guard)
             if self.replicas is not None and not outcome.skipped:
                 self.replicas.accept_all()
+        except BaseException:
+            # Interrupted, it may have left some of the new weights here.
+            layout.accept_writes(self.has_weights)
+            raise
         finally:
             if self.replicas is not None:
                 self.replicas.forget()
@@ -161,7 +170,7 @@ class StoreLink:
                 "trainer.set_data() on every worker after such a write, which publishes rank 0's weights; or build "
                 "the Trainer with update_on_kvstore=False, which keeps the weights here"
             )
-        layout.accept_writes()
+        layout.accept_writes(self.has_weights)
 
     def shadow(self, arena: Arena) -> Shadowed:
         """A round to which this worker gives nothing, because it has no more data."""

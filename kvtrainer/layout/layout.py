@@ -172,9 +172,9 @@ class Layout:
         """Raise ParameterMovedError if the data of a parameter were replaced."""
         self.arena.check_in_place()
 
-    def accept_writes(self) -> None:
-        """From now on watch for writes to the weights that come later."""
-        self.writes.accept()
+    def accept_writes(self, is_in_store: bool) -> None:
+        """From now on watch for writes to the weights that come later; see WriteWatch.accept."""
+        self.writes.accept(is_in_store)
 
     def differing(self, among: Sequence[int], held: Mapping[str, Tensor]) -> list[str]:
         """The names of those parameters, of some (by index), that differ in any bit from other weights.
@@ -238,8 +238,9 @@ class Layout:
             for name, p, group in rows
         ]
         plan = self._given_plan or make_plan(specs, 1)
-        self._placed = plan, Arena(placed, self.names, plan)
-        self.writes = WriteWatch(placed)
+        arena = Arena(placed, self.names, plan)
+        self._placed = plan, arena
+        self.writes = WriteWatch(placed, arena.weights, plan)
 
 
 def _without(present: Sequence[bool], those: Sequence[int]) -> Sequence[bool]:

@@ -145,9 +145,9 @@ class ReplicatedLayout(Layout):
         for layout in self._layouts:
             layout.arena.check_in_place()
 
-    def accept_writes(self) -> None:
+    def accept_writes(self, is_in_store: bool) -> None:
         for layout in self._layouts:
-            layout.writes.accept()
+            layout.writes.accept(is_in_store)
 
     @property
     def _has_rows(self) -> bool:

@@ -97,7 +97,7 @@ class JoiningPipeline(Pipeline):
             if not is_over:
                 self._follow_round(shadowed.hyper, shadowed.outcome)
         self._share_weights()
-        self._layout.accept_writes()
+        self._layout.accept_writes(self._link.has_weights)
 
     def _drop_ungiven(self) -> None:
         """Leave gradients behind that no step took: the loss scale that they carry may be another one afterwards."""

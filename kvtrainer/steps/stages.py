@@ -279,7 +279,7 @@ class Stages(FlatOptimizer):
         if is_first:
             if self._link.exchange is not None:
                 self._share_weights()
-            self._layout.accept_writes()
+            self._layout.accept_writes(self._link.has_weights)
             self._hand_over_states()
         return is_first
 

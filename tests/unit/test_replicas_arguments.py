@@ -61,15 +61,18 @@ def test_with_two_devices_there_is_a_store_and_the_table_says_who_updates(
     assert (choice._name, choice.updates_weights) == (name, updates)
 
 
+@pytest.mark.parametrize("is_seen_by_torch", [True, False])
 @pytest.mark.parametrize("written", [0, 1])
-def test_write_to_any_replica_is_noticed_while_the_store_has_the_weights(written: int) -> None:
+def test_write_to_any_replica_is_noticed_while_the_store_has_the_weights(
+    written: int, is_seen_by_torch: bool
+) -> None:
     w = replicas()
     trainer = Trainer({"w": w}, "sgd", {"lr": 1.0}, kvstore="device")
     backward(w)
     trainer.step(1)
     backward(w)
     with torch.no_grad():
-        w[written].fill_(9.0)
+        (w[written] if is_seen_by_torch else w[written].data).fill_(9.0)
     with pytest.raises(WeightsWrittenError, match=r": w( on cpu \(replica 1\))?\. Call"):
         trainer.step(1)
     with torch.no_grad():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ from torch.optim.swa_utils import AveragedModel
 from kvtrainer import Trainer, amp, kvstore
 from kvtrainer.errors import WeightsWrittenError
 from kvtrainer.exchange.store import StoreExchange
+from kvtrainer.layout.writes import EVERY, WHOLE
 
 X = torch.linspace(-1, 1, 15).view(5, 3)
 
@@ -53,6 +54,11 @@ def clamp(net: Any) -> None:
         p.clamp_(-0.01, 0.01)
 
 
+def clamp_data(net: Any) -> None:
+    for p in net.parameters():
+        p.data.clamp_(-0.01, 0.01)
+
+
 WRITES: dict[str, tuple[Callable[[Any], object], str]] = {
     "load_state_dict": (
         lambda net: net.load_state_dict({k: v + 1 for k, v in net.state_dict().items()}),
@@ -60,6 +66,9 @@ WRITES: dict[str, tuple[Callable[[Any], object], str]] = {
     ),
     "nn.init": (lambda net: nn.init.constant_(net[2].bias, 7.0), "1 of 4 parameters .*: 2.bias. Call"),
     "clamping, as for a Wasserstein critic": (clamp, "4 of 4 parameters"),
+    "clamping as torch's GAN examples do": (clamp_data, "4 of 4 parameters"),
+    "NumPy": (lambda net: net[2].bias.detach().numpy().fill(7.0), "1 of 4 parameters .*: 2.bias. Call"),
+    "one number": (lambda net: net[0].weight.data.view(-1)[-1:].neg_(), "1 of 4 parameters .*: 0.weight. Call"),
     "another optimizer": (lambda net: torch.optim.SGD(net[0].parameters(), lr=1.0).step(), "0.weight, 0.bias. Call"),
 }  # fmt: skip
 
@@ -133,6 +142,15 @@ def swapped(net: nn.Module, trainer: Trainer) -> None:
     net.load_state_dict(own)
 
 
+def swapped_unseen(net: nn.Module, trainer: Trainer) -> None:
+    """The same as tools do it that average weights."""
+    own = weights(net)
+    for p in net.parameters():
+        p.data.zero_()
+    for p, value in zip(net.parameters(), own, strict=True):
+        p.data.copy_(value)
+
+
 def clipped(net: nn.Module, trainer: Trainer) -> None:
     backward(net)
     nn.utils.clip_grad_norm_(net.parameters(), 0.1)
@@ -163,6 +181,8 @@ HARMLESS: dict[str, Callable[[nn.Module, Trainer], object]] = {
     "clipping": clipped,
     "averaged model": averaged,
     "weights swapped out and in": swapped,
+    "weights swapped through .data": swapped_unseen,
+    "set_data of what was written through .data": lambda net, trainer: (clamp_data(net), trainer.set_data()),
     "set_data": lambda net, trainer: (clamp(net), trainer.set_data()),
     "set_data with values": lambda net, trainer: trainer.set_data({"0.bias": torch.ones(4)}),
     "copy": lambda net, trainer: copy.deepcopy(net),
@@ -196,6 +216,57 @@ def test_weights_of_any_dtype_that_come_back_to_the_bit_are_not_taken_for_a_writ
     backward(net)
     with pytest.raises(WeightsWrittenError, match=r"place: 0\.weight\. Call"):
         trainer.step(5)
+
+
+def step_of(trainer: Trainer, big: Parameter, small: Parameter) -> None:
+    for p in (big, small):
+        p.grad = torch.zeros_like(p)
+    trainer.step(1)
+
+
+def big_and_small() -> tuple[Trainer, Parameter, Parameter]:
+    """One more row of blocks than is looked at as a whole, and something behind the last whole one."""
+    big, small = Parameter(torch.zeros((WHOLE + 3 * 2**14) // 4)), Parameter(torch.zeros(7))
+    named = {"big": big, "small": small}
+    store = kvstore.create("local")
+    return Trainer(named, "sgd", {"lr": 1.0}, kvstore=store, update_on_kvstore=True), big, small
+
+
+def test_of_many_weights_a_number_that_is_written_in_every_step_is_found_soon() -> None:
+    trainer, big, small = big_and_small()
+    step_of(trainer, big, small)
+    with pytest.raises(WeightsWrittenError, match="place: big. Call"):
+        for _ in range(EVERY):
+            big.data[12345] = 1.0
+            step_of(trainer, big, small)
+
+
+@pytest.mark.parametrize("at", [0, 4096, -(2**14)])
+def test_of_many_weights_a_run_of_64_kib_that_is_written_once_is_found_at_once(at: int) -> None:
+    trainer, big, small = big_and_small()
+    for _ in range(EVERY):
+        step_of(trainer, big, small)
+        big.data[at:].view(-1)[: 2**14] += 1
+        with pytest.raises(WeightsWrittenError, match="place: big. Call"):
+            step_of(trainer, big, small)
+        trainer.set_data()
+
+
+def test_after_a_round_that_failed_training_goes_on_from_the_weights_that_are_here(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    net = net_of()
+    trainer = trainer_of(net)
+    train(net, trainer)
+
+    def half_done(self: StoreExchange, grads: Any, weights: dict[str, Tensor], *rest: Any) -> NoReturn:
+        weights["float32"][0] += 1
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(StoreExchange, "run", half_done)
+        train(net, trainer)
+    train(net, trainer)
 
 
 @pytest.fixture
