@@ -81,7 +81,7 @@ class Trainer(LossPipeline):
     The data of the parameters move into flat buffers; move the model to its device and dtype before. While the
     optimizer runs in the store, the weights live there: what the loop writes into a parameter after the first step
     must be published by `set_data`. The next step raises WeightsWrittenError if it was not, also of writes through
-    `p.data` or NumPy; of more than 16 MiB those that are small may be found some steps later, or not if they are single.
+    `p.data` or NumPy; of more than 8 MiB those that are small may be found some steps later, or not if they are single.
     Not thread-safe. As a context manager it closes its store.
 
     Raises:

@@ -16,10 +16,10 @@ from torch.nn import Parameter
 
 from kvstore_server.plan import ALIGNMENT, Plan
 
-WHOLE = 16 << 20
+WHOLE = 8 << 20
 """Bytes. An arena of up to this size is looked at as a whole; of a bigger one every EVERY-th block, in turn."""
-EVERY = 4
-_BLOCK = 16 << 10
+EVERY = 8
+_BLOCK = 8 << 10
 _SUMMED = 1 << 10
 """The bytes in one sum; behind the last whole row of blocks it is a line of 64."""
 _WORD = 8
