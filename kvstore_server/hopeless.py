@@ -82,6 +82,6 @@ def _waits(space: Namespace) -> Iterator[tuple[float, str, list[int]]]:
 def _too_late(space: Namespace, what: str, missing: Iterable[int], now: float) -> DeadlineError:
     who = space.membership.describe_all(missing, now)
     return DeadlineError(
-        f"{what} reached its deadline while waiting for {who}; is it stuck or only slow? "
-        "(timeout=… of the kvstore or KVSTORE_TIMEOUT raises the limit)"
+        f"{what} reached its deadline while waiting for {who}; is it stuck, or only slow? (timeout=… of the kvstore or "
+        "KVSTORE_TIMEOUT raises the limit.) Workers with different numbers of batches train in `with trainer.join():`"
     )

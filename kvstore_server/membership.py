@@ -48,6 +48,8 @@ class Membership:
         """Rank → why it left."""
         self.failed: set[int] = set()
         """The departed ranks that did not leave because they were done."""
+        self.finished: set[int] = set()
+        """Those that did."""
         self.barrier_sequence = 0
         self.barrier: dict[int, BarrierWait] = {}
 
@@ -69,6 +71,7 @@ class Membership:
         self.barrier.pop(hello.rank, None)
         self.departed.pop(hello.rank, None)
         self.failed.discard(hello.rank)
+        self.finished.discard(hello.rank)
         return replaced
 
     def refuse(self, rank: int, reason: str) -> None:
@@ -81,8 +84,7 @@ class Membership:
         self.members.pop(rank, None)
         self.barrier.pop(rank, None)
         self.departed[rank] = reason
-        if not is_clean:
-            self.failed.add(rank)
+        (self.finished if is_clean else self.failed).add(rank)
 
     def is_over(self) -> bool:
         """Whether every rank that ever came has left."""
@@ -102,9 +104,13 @@ class Membership:
         """The error of a wait that can never end because a rank it needs is gone, or None."""
         for rank in waiting_for:
             if rank in self.departed:
+                uneven = (
+                    "if it had fewer batches than the others, let every worker train in a block `with trainer.join():`, "
+                    "and otherwise "
+                )
                 return WorkerLostError(
                     f"{what} cannot complete: rank {rank} has left ({self.departed[rank]}); "
-                    "restart the job from its last saved states"
+                    f"{uneven if rank in self.finished else ''}restart the job from its last saved states"
                 )
         silent = set(self.silent(now, dead_after))
         for rank in waiting_for:

@@ -181,7 +181,10 @@ class RankGroup:
             yield
         except RuntimeError as error:
             text = str(error)
-            hint = "the process group cannot be used any more; end this job and start it again from a saved state"
+            hint = (
+                "the process group cannot be used any more; end this job and start it again from a saved state, and if "
+                "ranks have different numbers of batches, let all train in a block `with trainer.join():`"
+            )
             if "timed out" in text.lower() or "timeout" in text.lower():
                 raise DeadlineError(
                     f"rank {self.rank} of {self.size} waited for the other ranks to {what}, longer than the timeout of "

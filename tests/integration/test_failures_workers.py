@@ -139,6 +139,7 @@ def test_a_worker_that_ends_while_others_go_on_is_lost_to_them(start: Start) -> 
     assert job.worker.end()[0] == 0
     texts = raised(job.outcomes(), WorkerLostError)
     assert all("rank 1 has left (it closed its kvstore or its program ended)" in text for text in texts)
+    assert all("trainer.join()" in text for text in texts)
 
 
 @pytest.mark.parametrize(

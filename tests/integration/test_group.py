@@ -227,4 +227,5 @@ def test_what_was_built_before_the_group_says_so(job: Job) -> None:
 def test_rank_that_does_not_come_is_a_deadline_error_within_the_groups_timeout(job: Job) -> None:
     found = job["absence"][0]
     assert found["error"].startswith(f"DeadlineError: rank 0 of {job.workers} waited for the other ranks")
+    assert "trainer.join()" in found["error"]
     assert found["weights"] == [0.0]

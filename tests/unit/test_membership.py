@@ -122,6 +122,18 @@ def test_the_error_of_a_departed_rank_names_it_and_its_reason() -> None:
     )
 
 
+def test_only_where_a_rank_was_done_before_the_others_its_error_speaks_of_joining() -> None:
+    members = joined(1, 2)
+    members.refuse(0, "it was refused")
+    members.leave(1, "nan", is_clean=False)
+    members.leave(2, "it closed its kvstore", is_clean=True)
+    texts = {rank: str(members.lost_error([rank], "round 4", 1.0, DEAD_AFTER)) for rank in (0, 1, 2)}
+    assert {rank: "trainer.join()" in text for rank, text in texts.items()} == {0: False, 1: False, 2: True}
+    members.join(hello(2), session=9, now=1.0)
+    members.leave(2, "nan", is_clean=False)
+    assert "trainer.join()" not in str(members.lost_error([2], "round 4", 1.0, DEAD_AFTER))
+
+
 def test_the_error_of_a_silent_rank_says_where_it_runs_and_when_it_was_heard() -> None:
     error = joined(0, 1).lost_error([1], "round 4 of 'w'", 31.25, DEAD_AFTER)
     assert str(error) == (
