@@ -39,7 +39,8 @@ class GradientTracker:
     `parameter.grad_req` is read each time that it matters, so it may change while training:
 
     * absent: gradients stay readable after a step; the first backward pass afterwards drops all of those and
-      starts afresh; further ones before the next step add up.
+      starts afresh; further ones before the next step add up. One that was zeroed in place, as by
+      `zero_grad(set_to_none=False)`, stays, so that zeros are there where no backward pass comes.
     * 'write': every backward pass overwrites. A parameter shared by several segments of reentrant activation
       checkpointing keeps the last segment's part only, because torch runs one backward pass per segment.
     * 'add': never dropped; the caller zeroes.
@@ -58,6 +59,7 @@ class GradientTracker:
         # Weak, so that `zero_grad(set_to_none=True)` frees the memory of the gradients. Each is only ever compared
         # with a gradient that is held, so torch's slower TensorWeakRef is not needed.
         self._used: list[weakref.ref[Tensor] | None] = [None] * count
+        self._used_versions = [0] * count
         self._to_drop: set[int] = set()
         # One backward pass runs hooks in one thread per device.
         self._dropping = threading.Lock()
@@ -100,6 +102,11 @@ class GradientTracker:
             asked and grad is not None and (fired or used is None or used() is not grad)
             for asked, grad, fired, used in rows
         ]
+
+    def fresh_or_zeroed(self, among: Sequence[bool]) -> list[bool]:
+        """As `fresh`, where gradients count, too, that were set to zero since the last `consume` of them."""
+        rows = zip(among, self.fresh(among), strict=True)
+        return [is_fresh or (asked and self._is_zeroed(i)) for i, (asked, is_fresh) in enumerate(rows)]
 
     def fresh_or_raise(self, summed: Sequence[bool] | None = None) -> list[bool]:
         """For each parameter, whether it takes part; all that do must have a fresh gradient.
@@ -145,6 +152,7 @@ class GradientTracker:
             grad = self._parameters[i].grad
             self._fired[i] = False
             self._used[i] = None if grad is None else weakref.ref(grad)
+            self._used_versions[i] = _version_of(grad)
             self._to_drop.add(i)
 
     def close(self) -> None:
@@ -177,15 +185,28 @@ class GradientTracker:
         used = self._used[i]
         return used is not None and used() is grad
 
+    def _is_zeroed(self, i: int) -> bool:
+        """Whether the gradient that was used up has been written to since, and is zero now."""
+        grad = self._parameters[i].grad
+        if grad is None or not self._is_used(i, grad) or _version_of(grad) == self._used_versions[i]:
+            return False
+        return not (grad._values() if grad.is_sparse else grad).any()
+
     def _drop_used(self) -> None:
         with self._dropping:
             for i in self._to_drop:
                 parameter = self._parameters[i]
                 grad = parameter.grad
-                if grad is not None and self._is_used(i, grad) and self._mode(i) in (None, "write"):
+                is_used = grad is not None and self._is_used(i, grad)
+                if is_used and self._mode(i) in (None, "write") and not self._is_zeroed(i):
                     parameter.grad = None
             # Last: until then other threads must wait, or they would add to a gradient that is to be dropped.
             self._to_drop.clear()
+
+
+def _version_of(grad: Tensor | None) -> int:
+    """How often a gradient has been written to in place, as far as torch counts that."""
+    return 0 if grad is None or grad.is_inference() else grad._version
 
 
 def stale_error(stale: Sequence[str], count: int, is_any_fresh: bool) -> StaleGradientError:

@@ -67,7 +67,7 @@ class ReplicatedLayout(Layout):
     def gather_grads(self, present: Sequence[bool]) -> None:
         self.own_present = [
             [asked and own for asked, own in zip(present, fresh, strict=True)]
-            for fresh in self.tracker.fresh_by_device()
+            for fresh in self.tracker.fresh_or_zeroed_by_device()
         ]
         self._is_summed = False
         super().gather_grads(self.own_present[0])
@@ -215,6 +215,15 @@ class ReplicaTracker:
         """As GradientTracker.fresh."""
         found = _any_of(self.fresh_by_device())
         return [asked and is_fresh for asked, is_fresh in zip(among, found, strict=True)]
+
+    def fresh_or_zeroed_by_device(self) -> list[list[bool]]:
+        """As `fresh_by_device`, and which were set to zero."""
+        return [tracker.fresh_or_zeroed(tracker.participating()) for tracker in self._trackers]
+
+    def fresh_or_zeroed(self, among: Sequence[bool]) -> list[bool]:
+        """As GradientTracker.fresh_or_zeroed."""
+        found = _any_of(self.fresh_or_zeroed_by_device())
+        return [asked and is_there for asked, is_there in zip(among, found, strict=True)]
 
     def is_fresh(self, i: int) -> bool:
         """As GradientTracker.is_fresh."""

@@ -56,7 +56,7 @@ class Pipeline(Stages):
         Args:
             batch_size: A positive number; or the closure, as torch's optimizers take it.
             ignore_stale_grad: Leave out parameters without a new gradient instead of raising. Without a batch
-                size they are always left out.
+                size they are always left out, save those that `zero_grad(set_to_none=False)` gave zeros.
             closure: Called first, with gradients enabled.
 
         Raises:
@@ -79,7 +79,8 @@ class Pipeline(Stages):
             self.last = StepResult(lr=self.learning_rate, loss_scale=self._loss_scale, updated=False)
             return loss if closure is not None else self.last
         undone = self._loss_factor()
-        fresh = self._fresh(is_strict=batch_size is not None and not ignore_stale_grad)
+        is_torchs = batch_size is None and not ignore_stale_grad
+        fresh = self._fresh(batch_size is not None and not ignore_stale_grad, with_zeros=is_torchs)
         self._check_backward(fresh)
         if not ignore_stale_grad and not any(fresh):
             self._warn_of_no_gradient()
@@ -173,7 +174,7 @@ class Pipeline(Stages):
         scale = self._scale(batch_size) * self._loss_factor()
         is_strict = batch_size is not None and not ignore_stale_grad
         if self._reduced is None:
-            present = self._fresh(is_strict)
+            present = self._fresh(is_strict, with_zeros=batch_size is None and not ignore_stale_grad)
             self._check_backward(present)
         else:
             # Sums count as fresh, also where only other workers had a gradient; unless dropped since.

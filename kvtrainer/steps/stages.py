@@ -179,8 +179,13 @@ class Stages(FlatOptimizer):
                 "allreduce_grads() before it, or step() instead of both"
             )
 
-    def _fresh(self, is_strict: bool, summed: list[bool] | None = None) -> list[bool]:
+    def _fresh(
+        self, is_strict: bool, summed: list[bool] | None = None, *, with_zeros: bool = False
+    ) -> list[bool]:
         """Which parameters have a new gradient; after `allreduce_grads`, `summed` says so.
+
+        Args:
+            with_zeros: whether one counts that was set to zero, as for torch's optimizers.
 
         Raises:
             StaleGradientError: `is_strict`, and one that should has none.
@@ -197,7 +202,8 @@ class Stages(FlatOptimizer):
                 # Gradients do not come back to parameters that were moved, which is then what has to be said.
                 self._layout.check_in_place()
                 raise
-        fresh = tracker.fresh(tracker.participating()) if summed is None else summed
+        find = tracker.fresh_or_zeroed if with_zeros else tracker.fresh
+        fresh = find(tracker.participating()) if summed is None else summed
         if not any(fresh):
             self._layout.check_in_place()
         return fresh

@@ -122,6 +122,28 @@ def test_edits_in_place_make_a_gradient_neither_fresh_nor_stale(edit: Callable[[
     assert not tracker.is_fresh(0)
 
 
+@pytest.mark.parametrize("edit", [zero_in_place, clip])
+def test_of_consumed_gradients_backward_leaves_those_alone_that_were_set_to_zero(
+    edit: Callable[[Parameter], None],
+) -> None:
+    p, q = ones(), ones()
+    tracker = watch(p, q)
+    for parameter in (p, q):
+        backward(parameter, 2)
+    tracker.consume([0, 1])
+    for parameter in (p, q):
+        edit(parameter)
+    for _ in range(2):
+        backward(p, 4)
+    zeroed = edit is zero_in_place
+    assert (slopes(p), slopes(q)) == ([8, 8], [0, 0] if zeroed else None)
+    assert tracker.fresh([True, True]) == [True, False]
+    assert tracker.fresh_or_zeroed([True, True]) == [True, zeroed]
+    tracker.consume([0, 1])
+    backward(p, 4)
+    assert (slopes(p), slopes(q)) == ([4, 4], None)
+
+
 def test_zero_grad_to_none_makes_a_gradient_stale_and_frees_its_memory() -> None:
     p = ones()
     tracker = watch(p)

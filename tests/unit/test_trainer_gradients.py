@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import Parameter
 
 from kvtrainer import Trainer
@@ -116,3 +117,25 @@ def test_parameter_frozen_at_first_trains_from_when_it_is_unfrozen(uok: bool | N
     trainer.step(1)
     assert frozen.tolist() == [-2, -2]
     assert other.tolist() == [-3, -3]
+
+
+@pytest.mark.parametrize("owner", ["trainer", "module"])
+@pytest.mark.parametrize("uok", STORES)
+def test_zeros_in_place_of_gradients_count_for_step_as_they_do_for_torch(uok: bool | None, owner: str) -> None:
+    options = {"lr": 0.5, "momentum": 0.5, "weight_decay": 0.5}
+    mine, twin = (nn.ParameterList([torch.ones(2), torch.ones(2)]) for _ in range(2))
+    trainer = trainer_of(mine, uok, "torch:SGD", options=options)
+    rows = [(mine, trainer), (twin, torch.optim.SGD(twin.parameters(), **options))]
+    for parameters, optimizer in rows:
+        for used in (2, 1, 1):
+            what = optimizer if owner == "trainer" else parameters
+            what.zero_grad(set_to_none=False)
+            for p in list(parameters)[:used]:
+                backward(p)
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        backward(parameters[0], 3)
+        assert [p.grad.tolist() for p in parameters] == [[3, 3], [0, 0]]  # type: ignore[union-attr]
+    torch.testing.assert_close(list(mine.parameters()), list(twin.parameters()))
+    with pytest.raises(StaleGradientError):
+        trainer.step(1)
