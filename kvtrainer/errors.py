@@ -65,6 +65,7 @@ __all__ = [
     "StaleGradientError",
     "StateFileError",
     "StateMismatchError",
+    "TorchNameWarning",
     "TraceFileError",
     "UnknownNameError",
     "UnmatchedRuleWarning",
@@ -132,6 +133,10 @@ class SparsePullWarning(UserWarning):
 
 class NoGradientWarning(UserWarning):
     """A step found no new gradient at all here, so this worker gave nothing. Warned, not raised, once per Trainer."""
+
+
+class TorchNameWarning(UserWarning):
+    """An optimizer was named as torch spells it, and is Gluon's, with other numbers. Warned, not raised."""
 
 
 class NotInitializedError(KVStoreError, RuntimeError):

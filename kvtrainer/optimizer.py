@@ -20,6 +20,73 @@ for by name. It sees flat, arbitrary pieces of the model; with `elementwise = Fa
 On parameter servers the module that defines it is loaded with `kvstore-server --import MODULE`.
 """
 
-from kvstore_server.optimizer import Optimizer, create, register
+from __future__ import annotations
+
+import inspect
+import sys
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch.optim
+
+from kvstore_server.optimizer import Optimizer, register
+from kvstore_server.optimizer import create as _create
+from kvstore_server.optimizer.options import ALIASES
+from kvtrainer.errors import TorchNameWarning
 
 __all__ = ["Optimizer", "create", "register"]
+
+_TORCHS_WORDS = {"rho": "alpha"}
+"""Gluon's word for an option -> torch's, in the classes that have it and not Gluon's."""
+
+
+def create(optimizer: Any, /, **options: Any) -> Optimizer:
+    """Return the optimizer that a name (in any case), a class or an instance means.
+
+    A plain name is Gluon's; 'torch:SGD', a torch.optim class or an instance of one is torch's. An instance brings its
+    own options. A plain name that is spelled as a class of torch.optim is warned of, by TorchNameWarning, where
+    numbers that were not given differ from torch's.
+
+    Raises:
+        UnknownNameError: no optimizer of that name; lists the valid ones.
+        ConfigurationError: a bad option, options beside an instance, or a class that no store can run.
+    """
+    built = _create(optimizer, **options)
+    if isinstance(optimizer, str):
+        _compare_with_torchs(optimizer, type(built), options)
+    return built
+
+
+def _compare_with_torchs(name: str, kind: type[Optimizer], options: Mapping[str, Any]) -> None:
+    theirs = getattr(torch.optim, name, None)
+    is_ours = kind.__module__.startswith("kvstore_server.")  # and not a user's, under the same name
+    if not is_ours or not isinstance(theirs, type) or not issubclass(theirs, torch.optim.Optimizer):
+        return
+    given = {ALIASES.get(option, option) for option in options}
+    given |= {"betas"} if given >= {"beta1", "beta2"} else set()
+    given |= {"lr"} if "lr_scheduler" in given else set()
+    parameters = inspect.signature(theirs).parameters
+    differing = []
+    for key, value in kind().hyper.items():
+        word = key if key in parameters else _TORCHS_WORDS.get(key, key)
+        if key not in given and word in parameters and parameters[word].default != value:
+            theirs_is = (
+                f"{parameters[word].default!r}" if word == key else f"{word}={parameters[word].default!r}"
+            )
+            differing.append(f"{key}={value!r} (torch: {theirs_is})")
+    if differing:
+        warnings.warn(
+            f"optimizer {name!r} is Gluon's, which has other numbers than torch.optim.{name}: {', '.join(differing)}. "
+            f"Write 'torch:{name}' for torch's, and {name.lower()!r} or these numbers for Gluon's",
+            TorchNameWarning,
+            stacklevel=_level_of_user(),
+        )
+
+
+def _level_of_user() -> int:
+    """How many frames above the caller the script is that has called this package."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "kvtrainer":
+        frame, level = frame.f_back, level + 1
+    return level

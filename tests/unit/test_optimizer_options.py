@@ -12,6 +12,7 @@ import torch
 
 import kvtrainer.optimizer as facade
 from kvstore_server.errors import ConfigurationError, UnknownNameError
+from kvstore_server.lr_scheduler import FactorScheduler
 from kvstore_server.optimizer import (
     Optimizer,
     SliceState,
@@ -23,6 +24,8 @@ from kvstore_server.optimizer import (
 )
 from kvstore_server.optimizer.torch_family import ELEMENTWISE
 from kvstore_server.plan import TensorSpec, make_plan
+from kvtrainer import Trainer
+from kvtrainer.errors import TorchNameWarning
 
 
 @pytest.fixture(autouse=True)
@@ -222,3 +225,61 @@ def test_the_example_of_the_documentation_follows_the_sign_of_the_averaged_gradi
         update_slice(optimizer, piece, weight, grad, state, [optimizer.hyper])
     # MXNet's signum ends here, up to the decay wd_lh of 0.001 that it was given.
     assert (weight[:4] - torch.tensor([0.949951, -1.949901, 0.5099747, 2.9498508])).abs().max() < 2e-4
+
+
+TORCHS_NAMES: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "AdamW": ({"lr": 1e-3}, ["weight_decay=0.0 (torch: 0.01)", "eps=1e-06 (torch: 1e-08)", "'torch:AdamW'"]),
+    "RMSprop": ({"learning_rate": 0.1, "momentum": 0.5}, ["rho=0.9 (torch: alpha=0.99)"]),
+    "SGD": ({"momentum": 0.9}, ["lr=0.1 (torch: 0.001)"]),
+    "Adagrad": ({"lr": 0.1}, ["eps=1e-06 (torch: 1e-10)"]),
+    "NAdam": ({"wd": 0.1}, ["lr=0.001 (torch: 0.002)"]),
+}
+"""Numbers of MXNet 2.0 and of torch 2.13."""
+
+
+@pytest.mark.parametrize("name", TORCHS_NAMES)
+def test_a_name_as_torch_spells_it_is_warned_of_once_with_the_numbers_that_differ(name: str) -> None:
+    options, said = TORCHS_NAMES[name]
+    for build in (lambda: facade.create(name, **options), lambda: trainer_of(name, options)):
+        with pytest.warns(TorchNameWarning) as caught:
+            build()
+        [warning] = caught
+        assert all(text in str(warning.message) for text in said)
+        assert warning.filename == __file__
+        assert "lr=" not in str(warning.message) or not {"lr", "learning_rate"} & options.keys()
+
+
+QUIET: dict[str, tuple[str, dict[str, Any]]] = {
+    "lower case": ("adamw", {"lr": 1e-3}),
+    "upper case": ("ADAMW", {"lr": 1e-3}),
+    "torch's": ("torch:AdamW", {"lr": 1e-3}),
+    "all that differ are given": ("AdamW", {"wd": 0.0, "epsilon": 1e-6}),
+    "equal numbers": ("Adam", {}),
+    "a schedule decides the learning rate": ("SGD", {"lr_scheduler": FactorScheduler(2)}),
+    "no class of torch": ("Signum", {}),
+}
+
+
+@pytest.mark.parametrize("case", QUIET)
+def test_other_names_are_not_warned_of(case: str) -> None:
+    name, options = QUIET[case]
+    trainer_of(name, options)
+
+
+def test_a_users_class_under_a_name_of_torchs_is_not_warned_of() -> None:
+    class Adagrad(Optimizer):
+        defaults: ClassVar[dict[str, Any]] = {"learning_rate": 7.0}
+
+    register(Adagrad)
+    assert trainer_of("Adagrad", {}).learning_rate == 7
+
+
+def test_the_word_of_a_configuration_is_torchs_and_not_warned_of() -> None:
+    net = torch.nn.Linear(1, 1)
+    for name in ("AdamW", "torch:AdamW", "gluon:adamw"):
+        Trainer.from_config(net, {"optimizer": {"type": name, "lr": 0.1}, "kvstore": None})
+        net = torch.nn.Linear(1, 1)
+
+
+def trainer_of(name: str, options: dict[str, Any]) -> Trainer:
+    return Trainer([torch.nn.Parameter(torch.zeros(1))], name, options, kvstore=None)

@@ -121,7 +121,9 @@ def test_parameter_frozen_at_first_trains_from_when_it_is_unfrozen(uok: bool | N
 
 @pytest.mark.parametrize("owner", ["trainer", "module"])
 @pytest.mark.parametrize("uok", STORES)
-def test_zeros_in_place_of_gradients_count_for_step_as_they_do_for_torch(uok: bool | None, owner: str) -> None:
+def test_zeros_in_place_of_gradients_count_for_step_as_they_do_for_torch(
+    uok: bool | None, owner: str
+) -> None:
     options = {"lr": 0.5, "momentum": 0.5, "weight_decay": 0.5}
     mine, twin = (nn.ParameterList([torch.ones(2), torch.ones(2)]) for _ in range(2))
     trainer = trainer_of(mine, uok, "torch:SGD", options=options)
