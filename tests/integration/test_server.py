@@ -230,7 +230,7 @@ def test_a_reply_larger_than_the_backlog_limit_still_reaches_a_worker_that_reads
 
 def test_a_server_that_stood_still_does_not_blame_the_workers() -> None:
     offset = 0.0
-    config = EngineConfig(dead_after=5.0, capability=capability())
+    config = EngineConfig(dead_after=LIMIT, capability=capability())
     server = Server(config, ServerOptions(), clock=lambda: time.monotonic() + offset)
     ticks: list[float] = []
     tick = server.engine.tick
@@ -239,12 +239,12 @@ def test_a_server_that_stood_still_does_not_blame_the_workers() -> None:
     thread.start()
     try:
         with Members() as members:
-            pair = members.pair([server.endpoint])
+            pair = members.pair([server.endpoint], timeout=FOREVER)
             together(*(lambda s=s: s.init("w", torch.zeros(3)) for s in pair))
             waiting = Call(lambda: round_of(pair[0], "w", torch.ones(3)))
             assert eventually(lambda: _waiting_for(pair[1]) == [1])
             before = time.monotonic()
-            offset = 10.0  # as if the server had been stopped: twice the silence that is allowed
+            offset = 2 * LIMIT  # as if the server had been stopped: twice the silence that is allowed
             assert eventually(lambda: ticks[-1] > before + offset)
             assert round_of(pair[1], "w", torch.ones(3)).tolist() == [2.0] * 3
             assert waiting.outcome().tolist() == [2.0] * 3
@@ -310,7 +310,7 @@ class _Reader:
             push = m.Push(table.table, i, 0, 0, bytes(1 << 20))
             self._socket.send_multipart(encode_request(m.Request(run, session, 3, m.PushBatch((push,)))))
         manifest = tuple((i, 0) for i in range(nbytes >> 20))
-        commit = m.CommitBatch((m.Commit(table.table, 0, manifest, None, True, 5.0),))
+        commit = m.CommitBatch((m.Commit(table.table, 0, manifest, None, True, LIMIT),))
         self._frames = encode_request(m.Request(run, session, 4, commit))
         self.repeat()
         assert self._socket.poll(LIMIT * 1000), "no weights came"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from kvtrainer.rendezvous import messages as m
 from kvtrainer.rendezvous import sockets
 from kvtrainer.rendezvous.table import Rendezvous
 from tests.support.dmlc import free_port
+from tests.support.limits import LIMIT, SOON
 from tests.support.processes import Call, eventually, raised
 
 DMLC = {
@@ -90,12 +92,10 @@ def test_a_worker_claims_the_rank_that_is_said_first(
 
 def test_a_worker_without_a_scheduler_says_where_it_looked_and_gives_up() -> None:
     environ = in_role("worker", DMLC_PS_ROOT_PORT=str(free_port()))
-    begin = time.monotonic()
     with pytest.raises(
         ConnectTimeoutError, match=r"the scheduler at tcp://127.0.0.1:\d+ did not answer within 0.3 s"
     ):
         roles.find_topology(environ, connect_timeout=0.3)
-    assert time.monotonic() - begin < 5
 
 
 def test_a_scheduler_whose_port_is_taken_says_so() -> None:
@@ -155,9 +155,12 @@ def test_a_worker_that_is_about_to_train_alone_is_warned_under_every_launcher(
 class Scheduler:
     """A scheduler in a thread; as a context manager it ends with the block."""
 
-    def __init__(self, timeout: float, workers: int = 1, servers: int = 1, patience: float = 1.0) -> None:
+    def __init__(self, timeout: float, workers: int = 1, servers: int = 1, patience: float = LIMIT) -> None:
         self._desk = sockets.Desk("127.0.0.1")
         self.address = self._desk.address
+        self.heard: list[m.Question] = []
+        turn = self._desk.turn
+        self._desk.turn = lambda answer: turn(lambda q, now: self.heard.append(q) or answer(q, now))  # type: ignore[method-assign, func-returns-value]
         meeting = Rendezvous(workers, servers, patience)
         self.call = Call(lambda: sockets.keep_the_meeting(self._desk, meeting, timeout, patience))
 
@@ -173,19 +176,28 @@ def join(role: str, token: str, rank: int = -1) -> m.Join:
     return m.Join(token, role, 1, 1, rank, -1, "h", 0, ord(token), "m")
 
 
-def asking(scheduler: Scheduler, question: m.Question, wanted: type[m.Answer], token: str) -> Call:
+def asking(
+    scheduler: Scheduler | sockets.Desk, question: m.Question, wanted: type[m.Answer], token: str
+) -> Call:
     def ask() -> m.Answer:
         side = sockets.Asking(scheduler.address, token)
         try:
-            return side.ask(question, wanted, 10.0)
+            return side.ask(question, wanted, LIMIT)
         finally:
             side.close()
 
     return Call(ask)
 
 
+def keep_desk(
+    desk: sockets.Desk, answer: Callable[[m.Question, float], Any], is_over: Callable[[], bool]
+) -> None:
+    """Answer questions until there is nothing more to wait for."""
+    assert eventually(lambda: (desk.turn(answer), is_over())[1])
+
+
 def test_all_meet_and_the_scheduler_ends_when_the_worker_says_that_it_is_done() -> None:
-    with Scheduler(10.0) as scheduler:
+    with Scheduler(LIMIT) as scheduler:
         worker = asking(scheduler, join("worker", "w"), m.Table, "w")
         assert asking(scheduler, join("server", "s"), m.Assigned, "s").outcome() == m.Assigned(0, True)
         ready = m.Ready("s", "tcp://h:1", "tcp://h:2")
@@ -194,49 +206,47 @@ def test_all_meet_and_the_scheduler_ends_when_the_worker_says_that_it_is_done() 
         assert worker.outcome() == table
         assert server.outcome() == replace(table, workers=("w",))
         presence = sockets.Presence("w", [scheduler.address])
+        assert eventually(lambda: m.Alive("w") in scheduler.heard)
         presence.close()
         assert scheduler.call.outcome() is None
 
 
-def test_a_scheduler_stays_while_its_worker_shows_signs_of_life() -> None:
-    with Scheduler(10.0, patience=3.0) as scheduler:
-        asking(scheduler, join("worker", "w"), m.Waiting, "w").outcome()
-        asking(scheduler, join("server", "s"), m.Assigned, "s").outcome()
-        asking(scheduler, m.Ready("s", "tcp://h:1", "tcp://h:2"), m.Table, "s").outcome()
-        asking(scheduler, join("worker", "w"), m.Table, "w").outcome()
-        presence = sockets.Presence("w", [scheduler.address])
-        with pytest.raises(AssertionError, match="hangs"):
-            scheduler.call.outcome(seconds=5.0)  # it would give up a silent worker after 3 s
-        presence.close()
-
-
 def test_two_that_claim_one_rank_and_the_scheduler_all_raise() -> None:
-    with Scheduler(10.0) as scheduler:
+    with Scheduler(LIMIT) as scheduler:
         calls = [asking(scheduler, join("worker", token, rank=0), m.Table, token) for token in "ab"]
         texts = raised([call.outcome() for call in (*calls, scheduler.call)], ConfigurationError)
         assert all("both have rank 0" in text for text in texts)
 
 
 def test_at_the_deadline_all_that_are_there_are_told_who_is_missing() -> None:
-    with Scheduler(1.0) as scheduler:
-        worker = asking(scheduler, join("worker", "w"), m.Table, "w")
-        texts = raised([worker.outcome(), scheduler.call.outcome()], ConnectTimeoutError)
-        assert texts == ["after 1 s there is no server but 0 of 1 (nobody)"] * 2
+    desk, meeting, came = sockets.Desk("127.0.0.1"), Rendezvous(1, 1, LIMIT), list[m.Question]()
+    try:
+        side = asking(desk, join("worker", "w"), m.Table, "w")
+        keep_desk(desk, lambda q, now: came.append(q) or meeting.handle(q, now), lambda: bool(came))
+        keeping = Call(lambda: sockets.keep_the_meeting(desk, meeting, SOON, LIMIT))
+        texts = raised([side.outcome(), keeping.outcome()], ConnectTimeoutError)
+        assert texts == [f"after {SOON:g} s there is no server but 0 of 1 (nobody)"] * 2
+    finally:
+        desk.close()
 
 
 def test_nonsense_at_the_desk_is_answered_and_changes_nothing() -> None:
-    with Scheduler(1.0) as scheduler:
-        context = sockets.zmq.Context()
-        socket = context.socket(sockets.zmq.DEALER)
-        socket.connect(scheduler.address)
+    desk, meeting = sockets.Desk("127.0.0.1"), Rendezvous(1, 1, LIMIT)
+    context = sockets.zmq.Context()
+    socket = context.socket(sockets.zmq.DEALER)
+    try:
+        socket.connect(desk.address)
         socket.send_multipart([b"\xc1", b"", b"nonsense"])
-        assert socket.poll(10_000)
+        keep_desk(desk, meeting.handle, lambda: bool(socket.poll(0)))
         answer = m.decode_answer(socket.recv())
         assert isinstance(answer, m.Refused)
         assert type(answer.error()) is ProtocolError
+        assert not meeting.is_complete
+        assert meeting.failure is None
+    finally:
         socket.close()
         context.term()
-        raised([scheduler.call.outcome()], ConnectTimeoutError)
+        desk.close()
 
 
 def test_a_presence_ends_quickly_when_nobody_listens() -> None:

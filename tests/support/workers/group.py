@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import datetime
 import os
 import sys
 from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from kvtrainer import Trainer, amp, kvstore
 from kvtrainer.comm import rank_group
 from tests.support.group_verbs import error_of, verbs
 from tests.support.jobs import deliver, own_place
+from tests.support.limits import LIMIT, SOON
 from tests.support.replica_training import random_gradients, random_parameters
 from tests.support.sparse_model import CASES, Embeddings, batches
 
@@ -222,6 +223,7 @@ def absence(folder: Path) -> dict[str, Any]:
     trainer = Trainer(w, "sgd")
     trainer.set_data()
     backward(w)
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=SOON))
     found = error_of(lambda: trainer.step(1)) if RANK == 0 else "nothing"
     store = dist.FileStore(str(folder / "absence"), SIZE)
     if RANK == 0:
@@ -259,7 +261,7 @@ def main(folder: Path) -> None:
     }
     dist.destroy_process_group()
     dist.init_process_group(
-        "gloo", init_method=f"{meeting}2", rank=RANK, world_size=SIZE, timeout=datetime.timedelta(seconds=2)
+        "gloo", init_method=f"{meeting}2", rank=RANK, world_size=SIZE, timeout=timedelta(seconds=LIMIT)
     )
     results["absence"] = absence(folder)
     deliver(results)
