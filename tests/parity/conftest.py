@@ -25,17 +25,23 @@ TOGETHER = {
 
 @pytest.fixture(scope="session")
 def part_of_job(tmp_path_factory: pytest.TempPathFactory) -> PartOfJob:
-    """Runs the job that has a part, unless it has run already."""
-    done: dict[tuple[str, int, int], Job] = {}
+    """Runs the job that has a part, unless it has run already; one that failed is not run again for the next test."""
+    done: dict[tuple[str, int, int], Job | AssertionError] = {}
 
     def run(part: str, workers: int, servers: int) -> Job:
         if (part, workers, servers) not in done:
             together = TOGETHER.get((workers, servers), ())
             parts = together if part in together else (part,)
             folder = tmp_path_factory.mktemp(f"{workers}x{servers}")
-            job = run_job("parity", folder, workers, servers, *parts)
-            for name in parts:
-                done[name, workers, servers] = Job(workers, servers, job[name])
-        return done[part, workers, servers]
+            try:
+                job = run_job("parity", folder, workers, servers, *parts)
+            except AssertionError as error:
+                done.update({(name, workers, servers): error for name in parts})
+            else:
+                done.update({(name, workers, servers): Job(workers, servers, job[name]) for name in parts})
+        outcome = done[part, workers, servers]
+        if isinstance(outcome, AssertionError):
+            raise outcome
+        return outcome
 
     return run

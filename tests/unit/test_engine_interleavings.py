@@ -27,7 +27,7 @@ from tests.support.simulation import run_seed
 SYNC_MUTANTS = {**MUTANTS, **JOIN_MUTANTS, **HELD_MUTANTS}
 SEEDS, ASYNC_SEEDS = 10_000, 1_000
 MUTANT_SEEDS = 2_000
-BLOCK, ASYNC_BLOCK = 1000, 250
+BLOCK, ASYNC_BLOCK = 500, 250
 READS = 100_000
 """So many reads are compared with the bound."""
 EVERYTHING = {
