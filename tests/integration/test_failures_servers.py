@@ -22,6 +22,7 @@ from kvtrainer.errors import (
     VersionMismatchError,
 )
 from kvtrainer.kvstore import DistKVStore
+from tests.support.dmlc import free_port
 from tests.support.limits import DEAD_AFTER, SOON
 from tests.support.processes import (
     Call,
@@ -175,12 +176,12 @@ def test_a_stopped_server_is_named_and_serves_on_when_it_continues(
 def test_a_server_restarted_without_its_state_is_never_taken_for_the_old_one(
     processes: Processes, members: Members
 ) -> None:
-    servers = processes.servers(2)
+    flags = [["--bind", "tcp://127.0.0.1:0"], ["--bind", f"tcp://127.0.0.1:{free_port()}"]]
+    servers = processes.servers(2, each=flags)
     pair = members.pair(servers)
     assert together(*(lambda s=s: s.init("w", torch.zeros(200_000)) for s in pair)) == [None, None]
     servers[1].signal(signal.SIGKILL)
     servers[1].end()
-    flags = [["--bind", "tcp://127.0.0.1:0"], ["--bind", servers[1].address]]
     _, again = processes.servers(2, each=flags)
     assert again.address == servers[1].address
     texts = raised(_rounds(pair), ServerLostState)

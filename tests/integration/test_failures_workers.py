@@ -14,7 +14,7 @@ from kvstore_server.protocol import messages as m
 from kvtrainer.comm.connection import Connection
 from kvtrainer.errors import RoundAbortedError, WorkerLostError
 from kvtrainer.kvstore import DistKVStore
-from tests.support.limits import DEAD_AFTER
+from tests.support.limits import DEAD_AFTER, LIMIT
 from tests.support.processes import (
     FORGETFUL,
     Call,
@@ -207,7 +207,7 @@ def test_a_worker_that_reads_no_reply_neither_blocks_the_servers_nor_changes_wha
     numel, name = 20_000_000, new_name()
     script = f"""
 import hashlib
-from tests.support.limits import DEAD_AFTER
+from tests.support.limits import DEAD_AFTER, LIMIT
 kv.init("w", torch.zeros({numel}))
 for run, session in kv._client._session._tokens: print(run, session, flush=True)
 out = torch.empty({numel})
@@ -275,5 +275,5 @@ def _contribute(
             payload = value[piece.offset : piece.offset + piece.used]
             push = m.PushBatch((m.Push(at, piece.index, number, 0, payload),))
             connection.send(server, m.Request(run, session, 1, push))
-        commit = m.Commit(at, number, tuple((piece.index, 0) for piece in pieces), None, False, 20.0)
+        commit = m.Commit(at, number, tuple((piece.index, 0) for piece in pieces), None, False, LIMIT)
         connection.send(server, m.Request(run, session, 1, m.CommitBatch((commit,))))

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import pytest
 
 from kvtrainer.errors import ServerLostState, ServerUnreachableError, WorkerLostError
+from tests.support.dmlc import free_port
 from tests.support.faulty_worker import Loop, Training
 from tests.support.limits import DEAD_AFTER, LIMIT
 from tests.support.processes import (
@@ -219,11 +220,11 @@ def test_a_server_is_killed_or_stopped(processes: Processes, start: Jobs, is_kil
 
 @pytest.mark.parametrize("how", HOW)
 def test_a_server_is_killed_and_started_again(processes: Processes, start: Jobs, how: str) -> None:
-    servers = processes.servers(2)
-    jobs = start(servers, how)  # it is back before anybody misses it
+    flags = [["--bind", "tcp://127.0.0.1:0"], ["--bind", f"tcp://127.0.0.1:{free_port()}"]]
+    servers = processes.servers(2, each=flags)
+    jobs = start(servers, how)
     servers[1].signal(signal.SIGKILL)
     servers[1].end()
-    flags = [["--bind", "tcp://127.0.0.1:0"], ["--bind", servers[1].address]]
     again = processes.servers(2, each=flags)
     assert_fates(jobs, *[ServerLostState] * 3)
     for job in jobs.values():
