@@ -157,7 +157,6 @@ from mmengine.registry import OPTIM_WRAPPERS, STRATEGIES
 import mmengine.runner
 assert STRATEGIES.get("KVStoreStrategy") is None and OPTIM_WRAPPERS.get("TrainerOptimWrapper") is None
 import kvtrainer.integrations.mmengine as ours
-from tests.support.limits import LIMIT
 assert STRATEGIES.get("KVStoreStrategy") is ours.KVStoreStrategy
 assert OPTIM_WRAPPERS.get("TrainerOptimWrapper") is ours.TrainerOptimWrapper
 """

@@ -201,13 +201,9 @@ def test_a_worker_that_was_stopped_for_too_long_gets_the_error_when_it_goes_on(s
     assert "WorkerLostError: round 1 of 'w' cannot complete: rank 1" in stderr
 
 
-def test_a_worker_that_reads_no_reply_neither_blocks_the_servers_nor_changes_what_others_get(
-    servers: list[Process],
-) -> None:
+def test_a_worker_that_reads_no_reply_neither_blocks_the_servers_nor_changes_what_others_get() -> None:
     numel, name = 20_000_000, new_name()
     script = f"""
-import hashlib
-from tests.support.limits import DEAD_AFTER, LIMIT
 kv.init("w", torch.zeros({numel}))
 for run, session in kv._client._session._tokens: print(run, session, flush=True)
 out = torch.empty({numel})
@@ -215,6 +211,7 @@ kv.pushpull("w", torch.ones({numel}), out=out)
 print(out.unique().tolist(), flush=True)
 """
     with Processes() as processes, Members() as members:
+        servers = processes.servers(2)
         worker = processes.worker(script, servers, 1, 2, name)
         store = members.join(servers, 0, 2, name)
         store.init("w", torch.zeros(numel))
