@@ -1,4 +1,4 @@
-"""The server's socket and clock around the engine; the only file here that knows ZeroMQ.
+"""The server's socket and clock around the engine; the only file here that uses ZeroMQ.
 
 One ROUTER socket, one thread. Sends never block: what a peer does not take is kept in a queue of its own, so a
 stopped worker delays nobody. Weights are sent without a copy; the engine asks `Leases` before it writes to them.
@@ -22,6 +22,7 @@ from kvstore_server.outbox import Backlog, Message, packed, payloads_of, size_of
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.buffers import MAX_FRAME, SENT_ALONE
 from kvstore_server.protocol.frames import Incoming
+from kvstore_server.tcp import watch
 
 _log = logging.getLogger(__name__)
 
@@ -131,9 +132,8 @@ class Server:
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME)
         socket.setsockopt(zmq.RCVHWM, 1000)
         socket.setsockopt(zmq.SNDHWM, 64)
-        socket.setsockopt(zmq.HEARTBEAT_IVL, 2000)
-        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 30000)
         socket.setsockopt(zmq.HANDSHAKE_IVL, 5000)
+        watch(socket)
         socket.setsockopt(zmq.BACKLOG, 512)
 
     def _is_drained(self) -> bool:

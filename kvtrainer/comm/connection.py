@@ -22,6 +22,7 @@ from kvstore_server.errors import KVStoreError
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.buffers import MAX_FRAME, SENT_ALONE
 from kvstore_server.protocol.frames import decode_reply, encode_request
+from kvstore_server.tcp import watch
 from kvtrainer.comm.send_queue import SendQueue
 
 HEARTBEAT_INTERVAL = 1.0
@@ -201,8 +202,7 @@ def _dealer(context: Any, address: str, sent: int = 0, received: int = 0) -> Any
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME)
     socket.setsockopt(zmq.RECONNECT_IVL, 50)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-    socket.setsockopt(zmq.HEARTBEAT_IVL, 2000)
-    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 30000)
+    watch(socket)
     socket.connect(address)
     return socket
 

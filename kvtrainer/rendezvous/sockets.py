@@ -21,6 +21,7 @@ from kvstore_server.errors import (
     ProtocolError,
     describe,
 )
+from kvstore_server.tcp import watch
 from kvtrainer.rendezvous import messages as m
 from kvtrainer.rendezvous.attendance import Attendance
 from kvtrainer.rendezvous.table import Rendezvous
@@ -282,6 +283,7 @@ def _bound(socket: Any) -> None:
     socket.setsockopt(zmq.SNDHWM, 100)
     socket.setsockopt(zmq.RCVHWM, 100)
     socket.setsockopt(zmq.HANDSHAKE_IVL, 5000)
+    watch(socket)
 
 
 def _bracketed(host: str) -> str:
