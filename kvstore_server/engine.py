@@ -8,7 +8,7 @@ another: whatever a request raises goes back as `Failed`, and the engine goes on
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
+from collections.abc import Callable
 from functools import partial
 
 from kvstore_server.admission import EngineConfig, check_hello, check_named, check_number
@@ -17,7 +17,6 @@ from kvstore_server.controls import control
 from kvstore_server.dense import Leases, Updater
 from kvstore_server.errors import (
     ConfigurationError,
-    FencedError,
     KeyNotFoundError,
     KVStoreError,
     PlanMismatchError,
@@ -33,31 +32,34 @@ from kvstore_server.namespace import Namespace
 from kvstore_server.protocol import messages as m
 from kvstore_server.replies import failed, parts_of, reply, rows_for
 from kvstore_server.round_keeper import RoundKeeper
+from kvstore_server.sessions import Session, Sessions, random_token
 from kvstore_server.table import Table, Waiter
 from kvstore_server.tracing import Clock, handled
 
 _log = logging.getLogger(__name__)
-
-_FENCED_KEPT = 1024
-"""How many shut-out sessions are remembered with the reason; older ones get a general answer."""
 
 
 class Engine:
     """All state of one server. Not thread-safe: one caller at a time."""
 
     def __init__(
-        self, config: EngineConfig, leases: Leases | None = None, clock: Clock | None = None
+        self,
+        config: EngineConfig,
+        leases: Leases | None = None,
+        clock: Clock | None = None,
+        tokens: Callable[[], int] = random_token,
     ) -> None:
-        """`clock` measures how long things take while a job profiles them; without one it cannot."""
+        """`clock` measures how long things take while a job profiles them; without one it cannot.
+
+        `tokens` gives each session its secret: numbers of 64 bits that nobody can guess.
+        """
         self.config = config
         self._clock = clock
         self._commands = Commands(CommandContext(config.server, config.num_servers))
         self.namespaces: dict[str, Namespace] = {}
         self._rounds = RoundKeeper(config.server, config.dead_after)
         self._leases = leases
-        self._sessions: dict[int, tuple[Namespace, int]] = {}
-        self._fenced: OrderedDict[int, str] = OrderedDict()
-        self._next_session = 1
+        self._sessions = Sessions(config.server, tokens)
 
     @property
     def updaters(self) -> dict[str, Updater]:
@@ -142,8 +144,9 @@ class Engine:
     def _dispatch(self, peer: bytes, request: m.Request, now: float) -> list[m.Outgoing]:
         body = request.body
         if isinstance(body, m.Hello):
-            return [m.Outgoing(peer, m.Reply(request.number, self._hello(body, now)))]
-        space, rank = self._session(request)
+            return [m.Outgoing(peer, m.Reply(request.number, self._hello(peer, body, now)))]
+        session = self._session(peer, request)
+        space, rank = session.space, session.rank
         space.membership.members[rank].last_heard = now
         trace = space.profiling.active
         if trace is None:
@@ -213,9 +216,13 @@ class Engine:
             out += self._rounds.read(space, table, rank, waiter, now, pull.timeout, answer)
         return out
 
-    def _hello(self, hello: m.Hello, now: float) -> m.Welcome:
+    def _hello(self, peer: bytes, hello: m.Hello, now: float) -> m.Welcome:
+        known = self._sessions.repeated(peer, hello)
+        if known is not None:  # the answer to the first one may be lost, or still on its way
+            known.space.membership.members[known.rank].last_heard = now
+            return m.Welcome(self.config.run, known.token)
         space = self.namespaces.get(hello.namespace)
-        session = self._next_session
+        token = self._sessions.new_token()
         try:
             if self.is_stopping:
                 raise ServerStoppingError(f"server {self.config.server} is stopping and takes no new workers")
@@ -229,39 +236,32 @@ class Engine:
                     f"rank {hello.rank} ({hello.address}) wants mode {mode}, the ranks before it {space.mode}; create "
                     "the same kvstore on every worker"
                 )
-            replaced = space.membership.join(hello, session, now)
+            replaced = space.membership.join(hello, token, now)
         except ConfigurationError as error:
             if space is not None:
                 space.membership.refuse(hello.rank, f"it was refused: {error}")
             raise
-        self._next_session += 1
         self.namespaces[hello.namespace] = space
-        self._sessions[session] = (space, hello.rank)
+        self._sessions.open(token, peer, hello, space)
         if replaced is not None:
-            self._sessions.pop(replaced.session, None)
             self._commands.forget(replaced.session)
-            self._fenced[replaced.session] = (
+            self._sessions.end(
+                replaced.session,
                 f"rank {hello.rank} was taken over by {hello.address}; if that is another job on the same servers, "
-                "give each its own namespace=…"
+                "give each its own namespace=…",
             )
-            if len(self._fenced) > _FENCED_KEPT:
-                self._fenced.popitem(last=False)
         space.waits.take(lambda wait: wait.rank == hello.rank)
         for table in space.tables.values():
             table.begin_process(hello.rank)
-        return m.Welcome(self.config.run, session)
+        return m.Welcome(self.config.run, token)
 
-    def _session(self, request: m.Request) -> tuple[Namespace, int]:
+    def _session(self, peer: bytes, request: m.Request) -> Session:
         if request.run != self.config.run:
             raise ServerLostState(
                 f"server {self.config.server} was restarted and no longer holds this job's weights; "
                 "restart the job from its last saved states"
             )
-        known = self._sessions.get(request.session)
-        if known is None:
-            reason = self._fenced.get(request.session, "the session has ended")
-            raise FencedError(f"this process may no longer write to server {self.config.server}: {reason}")
-        return known
+        return self._sessions.find(peer, request.session)
 
     def _barrier(
         self, space: Namespace, rank: int, barrier: m.Barrier, peer: bytes, number: int, now: float
@@ -275,7 +275,7 @@ class Engine:
     def _leave(
         self, space: Namespace, rank: int, leave: m.Leave, session: int, now: float
     ) -> list[m.Outgoing]:
-        del self._sessions[session]
+        self._sessions.end(session, "it has left")
         self._commands.forget(session)
         space.membership.leave(rank, leave.reason, leave.is_clean)
         space.waits.take(lambda wait: wait.rank == rank)

@@ -129,6 +129,7 @@ class Server:
     def _set_options(self) -> None:
         socket = self._socket
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a connection that was cut comes back as the same peer
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME)
         socket.setsockopt(zmq.RCVHWM, 1000)
         socket.setsockopt(zmq.SNDHWM, 64)

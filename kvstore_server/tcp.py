@@ -1,15 +1,18 @@
-"""How every socket of ours notices a peer that is gone without a word: by TCP itself, on both sides.
+"""What all sockets of ours have in common: how a peer that is gone is noticed, and a name that nobody can guess.
 
-Not by heartbeats of ZeroMQ: libzmq aborts the process if one is due on a connection that broke while it was not read,
+It is TCP that notices, on both sides. Not heartbeats of ZeroMQ: libzmq aborts the process if one is due on a connection that broke while it was not read,
 because as many messages as the socket takes wait already (`Assertion failed: !_io_error`, zeromq/libzmq#3937). Whether
 the program at the other end still works is the business of our own heartbeats.
 """
 
 from __future__ import annotations
 
+import secrets
 from typing import Any
 
 import zmq
+
+from kvstore_server.protocol.requests import SECRET_BYTES
 
 _GONE_AFTER = 30
 """Seconds without an acknowledgement after which a connection counts as broken; it is then made anew."""
@@ -25,3 +28,10 @@ def watch(socket: Any) -> None:
     socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, _PROBES)
     # Probes are sent on idle connections only; this is the limit where data is on its way.
     socket.setsockopt(zmq.TCP_MAXRT, 1000 * _GONE_AFTER)
+
+
+def routing_id() -> bytes:
+    """A random name for one socket: who knows it can take its place, so it is told to its server alone."""
+    return bytes([1 + secrets.randbelow(255)]) + secrets.token_bytes(
+        SECRET_BYTES - 1
+    )  # ZeroMQ's own begin with 0

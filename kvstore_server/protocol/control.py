@@ -11,6 +11,7 @@ import msgpack
 from kvstore_server.errors import ProtocolError
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.buffers import MAX_FRAME
+from kvstore_server.protocol.requests import MAX_SOCKETS, SECRET_BYTES
 
 _CONTROL: tuple[type[Any], ...] = (
     m.Hello,
@@ -106,8 +107,19 @@ def _check_types(message: Any) -> None:
             raise ProtocolError(f"{type(message).__name__}.{f.name} must be {declared}, got {value!r:.80}")
     if isinstance(message, m.Register) and not all(_is_spec(spec) for spec in message.specs):
         raise ProtocolError("Register.specs must be (key, shape, dtype, group, is row-sparse) each")
+    if isinstance(message, m.Hello) and not _is_identified(message):
+        raise ProtocolError(
+            f"Hello must hold a nonce and 1 … {MAX_SOCKETS} routing ids, of {SECRET_BYTES} bytes each"
+        )
     if isinstance(message, m.PullRows) and not all(_is_triple(part) for part in message.wanted):
         raise ProtocolError("PullRows.wanted must be (slice, position, number of ids) each")
+
+
+def _is_identified(hello: m.Hello) -> bool:
+    secrets = (hello.nonce, *hello.sockets)
+    return 1 < len(secrets) <= 1 + MAX_SOCKETS and all(
+        isinstance(secret, bytes) and len(secret) == SECRET_BYTES for secret in secrets
+    )
 
 
 def _is_spec(spec: Any) -> bool:

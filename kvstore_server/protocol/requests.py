@@ -10,9 +10,15 @@ Payload: TypeAlias = Any
 """A flat tensor, or a buffer (memoryview) of exactly the slice's bytes."""
 
 
+SECRET_BYTES = 16
+"""Length of a routing id and of a nonce."""
+MAX_SOCKETS = 8
+"""Sockets that one session may have."""
+
+
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """Opens a session: one rank of one namespace on one server."""
+    """Opens a session: one rank of one namespace on one server. Repeated, it is answered with the same session."""
 
     namespace: str
     rank: int
@@ -23,6 +29,10 @@ class Hello:
     """Instruction set of the worker's CPU; bits are only the same between equal ones."""
     address: str
     """`host:pid`, for error messages."""
+    nonce: bytes
+    """Random, of the process: by this a Hello that comes again is known."""
+    sockets: tuple[bytes, ...]
+    """Routing ids of all sockets that speak in this session; random too."""
     mode: str = "sync"
     """When a contribution counts: "sync", "async" or "ssp"; the same for all ranks of the namespace."""
     staleness: int = 0

@@ -22,7 +22,7 @@ from kvstore_server.errors import KVStoreError
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.buffers import MAX_FRAME, SENT_ALONE
 from kvstore_server.protocol.frames import decode_reply, encode_request
-from kvstore_server.tcp import watch
+from kvstore_server.tcp import routing_id, watch
 from kvtrainer.comm.send_queue import SendQueue
 
 HEARTBEAT_INTERVAL = 1.0
@@ -46,7 +46,12 @@ class Connection:
         self._addresses = list(addresses)
         self._pid = os.getpid()
         self._context = zmq.Context()
-        self._sockets = [_dealer(self._context, address, sent=water_mark) for address in addresses]
+        self._ids = [(routing_id(), routing_id()) for _ in addresses]
+        """Of the socket for requests and of that for heartbeats, of each server."""
+        self._sockets = [
+            _dealer(self._context, address, own, sent=water_mark)
+            for address, (own, _) in zip(addresses, self._ids, strict=True)
+        ]
         self._may_queue = water_mark > 0
         self._queues = [SendQueue(self._may_queue, partial(_send, socket)) for socket in self._sockets]
         self._index = {socket: server for server, socket in enumerate(self._sockets)}
@@ -121,8 +126,12 @@ class Connection:
     def last_sign(self, server: int) -> float:
         return self._heartbeats.heard[server] if self._heartbeats is not None else 0.0
 
+    def sockets(self, server: int) -> tuple[bytes, ...]:
+        return self._ids[server]
+
     def start_heartbeats(self, sessions: Sequence[tuple[int, int]]) -> None:
-        self._heartbeats = _Heartbeats(self._context, self._addresses, sessions)
+        places = [(address, own) for address, (_, own) in zip(self._addresses, self._ids, strict=True)]
+        self._heartbeats = _Heartbeats(self._context, places, sessions)
 
     def close(self) -> None:
         if not self._is_usable():
@@ -151,13 +160,15 @@ class Connection:
 class _Heartbeats:
     """A thread with sockets of its own, because ZeroMQ sockets belong to one thread."""
 
-    def __init__(self, context: Any, addresses: Sequence[str], sessions: Sequence[tuple[int, int]]) -> None:
+    def __init__(
+        self, context: Any, places: Sequence[tuple[str, bytes]], sessions: Sequence[tuple[int, int]]
+    ) -> None:
         self._context = context
-        self._addresses = list(addresses)
+        self._places = list(places)
         self._frames = [
             encode_request(m.Request(run, session, 0, m.Heartbeat())) for run, session in sessions
         ]
-        self.heard = [0.0] * len(self._addresses)
+        self.heard = [0.0] * len(self._places)
         """When each server last answered, on the monotonic clock."""
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvstore-heartbeat", daemon=True)
@@ -168,7 +179,7 @@ class _Heartbeats:
         self._thread.join(timeout=5.0)
 
     def _run(self) -> None:
-        sockets = [_dealer(self._context, address, sent=2, received=2) for address in self._addresses]
+        sockets = [_dealer(self._context, *place, sent=2, received=2) for place in self._places]
         try:
             while not self._stop.wait(HEARTBEAT_INTERVAL):
                 for server, socket in enumerate(sockets):
@@ -194,9 +205,10 @@ def _send(socket: Any, frames: Any) -> bool:
     return True
 
 
-def _dealer(context: Any, address: str, sent: int = 0, received: int = 0) -> Any:
-    """A connected socket that queues up to so many messages in each direction; 0 means any number."""
+def _dealer(context: Any, address: str, own: bytes, sent: int = 0, received: int = 0) -> Any:
+    """A connected socket of that routing id, which queues up to so many messages each way; 0 means any number."""
     socket = context.socket(zmq.DEALER)
+    socket.setsockopt(zmq.ROUTING_ID, own)
     socket.setsockopt(zmq.SNDHWM, sent)
     socket.setsockopt(zmq.RCVHWM, received)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME)

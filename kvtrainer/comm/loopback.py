@@ -30,6 +30,9 @@ class Loopback:
     def describe(self, server: int) -> str:
         return f"in-process server {server}"
 
+    def sockets(self, server: int) -> tuple[bytes, ...]:
+        return (self._peer,)
+
     def start_heartbeats(self, sessions: Sequence[tuple[int, int]]) -> None:
         """Not needed: this process cannot outlive itself."""
 

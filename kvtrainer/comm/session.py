@@ -7,6 +7,7 @@ deadline, and sends a request again when it hears nothing, which the protocol ma
 from __future__ import annotations
 
 import logging
+import secrets
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
@@ -18,6 +19,7 @@ from kvstore_server.errors import (
     from_wire,
 )
 from kvstore_server.protocol import messages as m
+from kvstore_server.protocol.requests import SECRET_BYTES
 from kvstore_server.slow import SlowReports
 from kvtrainer.comm.tracing import SessionTrace
 from kvtrainer.comm.transport import SessionOptions, Transport
@@ -45,6 +47,7 @@ class Session:
         self.trace: SessionTrace | None = None
         """Where to note what happens, while somebody wants to know."""
         self._transport = transport
+        self._nonce = secrets.token_bytes(SECRET_BYTES)
         self._tokens = [(0, 0)] * transport.num_servers
         self._heard = [clock()] * transport.num_servers
         self._gone: set[int] = set()
@@ -83,10 +86,10 @@ class Session:
     def _say_hello(self, server: int) -> None:
         o = self.options
         hello = m.Hello(
-            o.namespace, o.rank, o.num_workers, server, self.num_servers, o.capability, o.address, o.mode.name,
-            o.mode.staleness, o.mode.slow_down,
+            o.namespace, o.rank, o.num_workers, server, self.num_servers, o.capability, o.address, self._nonce,
+            self._transport.sockets(server), o.mode.name, o.mode.staleness, o.mode.slow_down,
         )  # fmt: skip
-        welcome = self._call(server, hello, o.connect_timeout, repeat=None)
+        welcome = self._call(server, hello, o.connect_timeout)
         assert isinstance(welcome, m.Welcome)
         self._tokens[server] = (welcome.run, welcome.session)
 
@@ -124,7 +127,7 @@ class Session:
             ServerUnreachableError: it did not answer.
         """
         limit = self.options.dead_after if timeout is None else timeout
-        return self._call(server, body, limit, repeat=body)
+        return self._call(server, body, limit)
 
     def call_all(self, requests: Sequence[tuple[int, m.RequestBody]]) -> list[m.ReplyBody]:
         """Send control requests, (server, body) each, and block for all answers, up to `dead_after` seconds.
@@ -253,9 +256,7 @@ class Session:
         self.is_closed = True
         self._transport.close()
 
-    def _call(
-        self, server: int, body: m.RequestBody, timeout: float, repeat: m.RequestBody | None
-    ) -> m.ReplyBody:
+    def _call(self, server: int, body: m.RequestBody, timeout: float) -> m.ReplyBody:
         answers: list[m.ReplyBody] = []
 
         def take(_: int, reply: m.ReplyBody) -> None:
@@ -263,8 +264,9 @@ class Session:
                 answers.append(reply)
 
         def again(now: float) -> None:
-            if repeat is not None and self.is_silent(server, started, now):
-                self.send(server, number, repeat)
+            # Who has not said anything yet may still have to start.
+            if isinstance(body, m.Hello) or self.is_silent(server, started, now):
+                self.send(server, number, body)
 
         number = self.next_number(take)
         started = self.clock()

@@ -28,6 +28,9 @@ class Transport(Protocol):
     def describe(self, server: int) -> str:
         """The server's name in error messages."""
 
+    def sockets(self, server: int) -> tuple[bytes, ...]:
+        """Routing ids of all sockets from which a server hears this process."""
+
     def start_heartbeats(self, sessions: Sequence[tuple[int, int]]) -> None:
         """Begin to tell every server, from time to time, that this process is alive: (run, session) each."""
 

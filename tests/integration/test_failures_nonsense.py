@@ -17,6 +17,9 @@ from kvstore_server.protocol.buffers import MAX_FRAME
 from kvstore_server.protocol.frames import decode_reply, encode_request
 from tests.support.processes import Process, Processes, assert_serve
 
+OWN = b"socket of a test"
+"""The routing id of `peer`."""
+
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Process]:
@@ -30,6 +33,7 @@ def peer(server: Process) -> Iterator[zmq.Socket[bytes]]:
     """A raw ZeroMQ connection to the server."""
     context = zmq.Context()
     raw = context.socket(zmq.DEALER)
+    raw.setsockopt(zmq.ROUTING_ID, OWN)
     raw.connect(server.address)
     try:
         yield raw
@@ -103,7 +107,7 @@ def _bodies() -> list[m.RequestBody]:
     """One request of each kind."""
     push = m.Push(0, 0, 0, 0, b"\0" * 64)
     return [
-        m.Hello("nonsense", 0, 1, 0, 1, capability(), "here:1"),
+        m.Hello("nonsense", 0, 1, 0, 1, capability(), "here:1", bytes(16), (OWN,)),
         m.Register("w", (("w", (16,), "float32", 0, False),), False),
         m.PushBatch((push, push)),
         m.CommitBatch((m.Commit(0, 0, ((0, 0),), None, True, 1.0),), b"", (1, 2)),

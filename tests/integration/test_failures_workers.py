@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from kvstore_server.protocol import messages as m
-from kvtrainer.comm.connection import Connection
+from kvstore_server.tcp import routing_id
+from kvtrainer.comm import connection
 from kvtrainer.errors import RoundAbortedError, WorkerLostError
 from kvtrainer.kvstore import DistKVStore
 from tests.support.limits import DEAD_AFTER, LIMIT
@@ -201,11 +202,14 @@ def test_a_worker_that_was_stopped_for_too_long_gets_the_error_when_it_goes_on(s
     assert "WorkerLostError: round 1 of 'w' cannot complete: rank 1" in stderr
 
 
-def test_a_worker_that_reads_no_reply_neither_blocks_the_servers_nor_changes_what_others_get() -> None:
+def test_a_worker_that_reads_no_reply_neither_blocks_the_servers_nor_changes_what_others_get(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     numel, name = 20_000_000, new_name()
     script = f"""
 kv.init("w", torch.zeros({numel}))
-for run, session in kv._client._session._tokens: print(run, session, flush=True)
+session = kv._client._session
+for (run, token), (_, own) in zip(session._tokens, session._transport._ids): print(run, token, own.hex(), flush=True)
 out = torch.empty({numel})
 kv.pushpull("w", torch.ones({numel}), out=out)
 print(out.unique().tolist(), flush=True)
@@ -215,13 +219,19 @@ print(out.unique().tolist(), flush=True)
         worker = processes.worker(script, servers, 1, 2, name)
         store = members.join(servers, 0, 2, name)
         store.init("w", torch.zeros(numel))
-        tokens = [tuple(map(int, worker.line().split())) for _ in servers]
+        tokens, ids = [], []
+        for _ in servers:
+            run, session, own = worker.line().split()
+            tokens.append((int(run), int(session)))
+            ids += [bytes.fromhex(own), routing_id()]
         assert eventually(lambda: _waiting_for(store) == [[0]] * 2)
         worker.freeze()
         assert round_of(store, "w", torch.full((numel,), 2.0)).unique().tolist() == [3.0]
         # The replies to the stopped worker are still on their way while its weights change: somebody who has its
-        # session gives its part to the next round.
-        impostor = Connection([server.address for server in servers])
+        # session, and the name of one of its sockets, gives its part to the next round.
+        monkeypatch.setattr(connection, "routing_id", iter(ids).__next__)
+        impostor = connection.Connection([server.address for server in servers])
+        monkeypatch.undo()
         try:
             _contribute(impostor, tokens, store, torch.full((numel,), 10.0), 2)
             assert round_of(store, "w", torch.full((numel,), 20.0)).unique().tolist() == [30.0]
@@ -257,7 +267,7 @@ def _rounds(pair: tuple[DistKVStore, DistKVStore]) -> list[Callable[[], torch.Te
 
 
 def _contribute(
-    connection: Connection,
+    impostor: connection.Connection,
     tokens: list[tuple[int, ...]],
     store: DistKVStore,
     value: torch.Tensor,
@@ -271,6 +281,6 @@ def _contribute(
         for piece in pieces:
             payload = value[piece.offset : piece.offset + piece.used]
             push = m.PushBatch((m.Push(at, piece.index, number, 0, payload),))
-            connection.send(server, m.Request(run, session, 1, push))
+            impostor.send(server, m.Request(run, session, 1, push))
         commit = m.Commit(at, number, tuple((piece.index, 0) for piece in pieces), None, False, LIMIT)
-        connection.send(server, m.Request(run, session, 1, m.CommitBatch((commit,))))
+        impostor.send(server, m.Request(run, session, 1, m.CommitBatch((commit,))))

@@ -22,6 +22,7 @@ from kvstore_server.optimizer.registry import create, known
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import decode_reply, encode_request
 from kvstore_server.server import Server, ServerOptions
+from kvstore_server.tcp import routing_id
 from kvtrainer.errors import ServerStoppingError
 from kvtrainer.kvstore import DistKVStore
 from tests.support.limits import FOREVER, LIMIT
@@ -296,13 +297,19 @@ class _Reader:
 
     def __init__(self, address: str) -> None:
         self._context = zmq.Context()
+        self._own = routing_id()
         self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.ROUTING_ID, self._own)
         self._socket.setsockopt(zmq.RCVHWM, 1)
         self._socket.setsockopt(zmq.RCVBUF, 4096)
         self._socket.connect(address)
 
     def pull_without_reading(self, nbytes: int) -> None:
-        hello = self._ask(m.Request(0, 0, 1, m.Hello(new_name(), 0, 1, 0, 1, capability(), "here:1")))
+        hello = self._ask(
+            m.Request(
+                0, 0, 1, m.Hello(new_name(), 0, 1, 0, 1, capability(), "here:1", bytes(16), (self._own,))
+            )
+        )
         assert isinstance(hello, m.Welcome)
         run, session = hello.run, hello.session
         specs = tuple((str(i), (1 << 18,), "float32", 0, False) for i in range(nbytes >> 20))

@@ -69,6 +69,9 @@ class Scripted:
     def describe(self, server: int) -> str:
         return f"server {server} (here)"
 
+    def sockets(self, server: int) -> tuple[bytes, ...]:
+        return (b"socket to %d" % server,)
+
     def start_heartbeats(self, sessions: Sequence[tuple[int, int]]) -> None:
         self.heartbeats = list(sessions)
 

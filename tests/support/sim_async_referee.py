@@ -7,7 +7,7 @@ from collections import Counter
 from kvstore_server.engine import Engine
 from kvstore_server.protocol import messages as m
 from tests.support.sim_async_model import AsyncModel, Told, Waiting
-from tests.support.sim_delivery import Delivery, copies, is_fencing
+from tests.support.sim_delivery import Delivery, copies, is_fencing, token_in
 from tests.support.sim_lane import DEAD_AFTER, NAMESPACE, NUM_WORKERS
 from tests.support.sim_model import same_bits
 from tests.support.sim_referee import Views, Violation
@@ -25,6 +25,8 @@ class AsyncReferee:
         self.is_watching = False
         self.current: dict[int, int] = {}
         """Rank → the process that stands for it here."""
+        self.tokens: dict[int, int] = {}
+        """What every process was given here at its first hello."""
         self.heard: dict[int, float] = {}
         self.lost: set[int] = set()
         """Ranks whose process left before it was done."""
@@ -46,7 +48,12 @@ class AsyncReferee:
         rank = self._processes[process].rank
         out = copies(self.engine.handle(b"%d" % process, request, now))
         body = request.body
-        if isinstance(body, m.Hello):
+        if isinstance(body, m.Hello) and self.current.get(rank) == process:
+            self._seen["hello again"] += 1
+            self._check(token_in(out) == self.tokens[process], "a repeated hello", out)
+            self.heard[rank] = now
+        elif isinstance(body, m.Hello) and process not in self.tokens:
+            self.tokens[process] = token_in(out)
             self.current[rank], self.heard[rank] = process, now
             self.lost.discard(rank)
             for model in self.models:

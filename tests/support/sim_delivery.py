@@ -32,3 +32,9 @@ def _copied(body: m.ReplyBody) -> m.ReplyBody:
 
 def is_fencing(body: m.ReplyBody) -> bool:
     return isinstance(body, m.Failed) and body.code == "FencedError"
+
+
+def token_in(out: list[Delivery]) -> int:
+    """The token of the only reply; 0 if it is no Welcome."""
+    bodies = [d.reply.body for d in out]
+    return bodies[0].session if len(bodies) == 1 and isinstance(bodies[0], m.Welcome) else 0

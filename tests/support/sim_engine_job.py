@@ -41,7 +41,10 @@ class EngineJob:
         """Begin a process for a rank: what it was told about the table."""
         mode = self.mode
         address = f"h{rank}"
-        hello = m.Hello("j", rank, self.workers, 0, 1, "", address, mode.name, mode.staleness, mode.slow_down)
+        nonce, sockets = b"%d" % next(self._numbers), (b"%d" % rank,)
+        hello = m.Hello(
+            "j", rank, self.workers, 0, 1, "", address, nonce, sockets, mode.name, mode.staleness, mode.slow_down
+        )  # fmt: skip
         [welcome] = self.ask(rank, hello)
         assert isinstance(welcome, m.Welcome)
         self.sessions[rank] = welcome.session

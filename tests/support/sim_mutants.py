@@ -14,9 +14,9 @@ from unittest import mock
 from kvstore_server import replies, round_keeper
 from kvstore_server.addends import addend_of
 from kvstore_server.consistency import Contribution, SyncRounds, Verdict
-from kvstore_server.engine import Engine
 from kvstore_server.errors import KVStoreError
 from kvstore_server.protocol import messages as m
+from kvstore_server.sessions import Session, Sessions
 from kvstore_server.table import Table
 from kvtrainer.comm.compressor import Compressor
 
@@ -74,15 +74,31 @@ def _arrival_order_sum() -> list[Patch]:
 
 def _no_fencing() -> list[Patch]:
     """A process that was replaced may go on."""
-    hello = Engine._hello
 
-    def keeping(self: Any, body: m.Hello, now: float) -> m.Welcome:
-        before = dict(self._sessions)
-        welcome = hello(self, body, now)
-        self._sessions = {**before, **self._sessions}
-        return welcome
+    def ignoring(self: Any, *_: Any) -> None:
+        return None
 
-    return [(Engine, "_hello", keeping)]
+    return [(Sessions, "end", ignoring)]
+
+
+def _whoever_has_the_token() -> list[Patch]:
+    """A token is good from every socket."""
+
+    def lenient(self: Any, peer: bytes, token: int) -> Session:
+        session = self._live.get(token)
+        return find(self, session.peer if session is not None else peer, token)
+
+    find = Sessions.find
+    return [(Sessions, "find", lenient)]
+
+
+def _hello_begins_anew() -> list[Patch]:
+    """A process that says hello twice fences itself."""
+
+    def never(*_: Any) -> None:
+        return None
+
+    return [(Sessions, "repeated", never)]
 
 
 def _mixed_generation() -> list[Patch]:
@@ -226,6 +242,8 @@ MUTANTS: dict[str, Callable[[], list[Patch]]] = {
     "no_dedup": _no_dedup,
     "arrival_order_sum": _arrival_order_sum,
     "no_fencing": _no_fencing,
+    "whoever_has_the_token": _whoever_has_the_token,
+    "hello_begins_anew": _hello_begins_anew,
     "mixed_generation": _mixed_generation,
     "early_apply": _early_apply,
     "lost_abort": _lost_abort,

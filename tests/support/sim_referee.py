@@ -15,7 +15,7 @@ from kvstore_server.norms import Decision
 from kvstore_server.protocol import messages as m
 from kvstore_server.row_payload import PACKED_ROWS
 from tests.support.sim_compression import Array
-from tests.support.sim_delivery import Delivery, copies, is_fencing
+from tests.support.sim_delivery import Delivery, copies, is_fencing, token_in
 from tests.support.sim_ends import count_end
 from tests.support.sim_held import is_told
 from tests.support.sim_lane import DEAD_AFTER, NAMESPACE, NUM_WORKERS
@@ -40,6 +40,8 @@ class Referee:
         self.models = models
         self.current: dict[int, int] = {}
         """Rank → the process that stands for it here."""
+        self.tokens: dict[int, int] = {}
+        """What every process was given here at its first hello."""
         self.heard: dict[int, float] = {}
         self.left: set[int] = set()
         self._processes = processes
@@ -52,7 +54,9 @@ class Referee:
         sender = self._processes[process]
         body = request.body
         out = copies(self.engine.handle(b"%d" % process, request, now))
-        if self.current.get(sender.rank) != process and not isinstance(body, m.Hello):
+        if isinstance(body, m.Hello) and process in self.tokens:
+            self._hello_again(sender, out, now)
+        elif self.current.get(sender.rank) != process and not isinstance(body, m.Hello):
             self._check(bool(out) and all(is_fencing(d.reply.body) for d in out), "a fenced process", out)
             self._seen["fenced"] += 1
         else:
@@ -73,6 +77,7 @@ class Referee:
 
     def _follow(self, sender: SimProcess, body: m.RequestBody, out: list[Delivery], now: float) -> None:
         if isinstance(body, m.Hello):
+            self.tokens[sender.process] = token_in(out)
             self.current[sender.rank] = sender.process
             self.left.discard(sender.rank)
             for model in self.models:
@@ -92,6 +97,16 @@ class Referee:
             self._abort(body, out)
         elif isinstance(body, m.Leave):
             self._leave(sender.rank, out, now)
+
+    def _hello_again(self, sender: SimProcess, out: list[Delivery], now: float) -> None:
+        if self.current.get(sender.rank) == sender.process:
+            self._check(token_in(out) == self.tokens[sender.process], "a repeated hello", out)
+            self.heard[sender.rank] = now
+        else:
+            self._check(
+                all(is_fencing(d.reply.body) for d in out), "hello of a process that is replaced", out
+            )
+        self._seen["hello again"] += 1
 
     def _commit(
         self, sender: SimProcess, commit: m.Commit, hyper: bytes, out: list[Delivery], now: float

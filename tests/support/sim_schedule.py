@@ -6,6 +6,7 @@ import random
 from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from kvstore_server import plan as plan_module
@@ -14,11 +15,12 @@ from kvstore_server.engine import Engine
 from kvstore_server.plan import Plan
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.control import pack_control
-from tests.support.sim_delivery import Delivery
+from tests.support.sim_delivery import Delivery, is_fencing
 from tests.support.sim_lane import NUM_SERVERS, NUM_WORKERS, TABLES, Lane, SimOptions
 from tests.support.sim_referee import Violation
 from tests.support.sim_workers import SimProcess
 
+STRANGER = b"stranger"
 MAX_DRAIN = 100
 """Turns after which a schedule without loss must have come to its end."""
 
@@ -63,14 +65,18 @@ class Schedule(ABC, Generic[JudgeT]):
         self.to_process: dict[tuple[int, int], deque[m.Reply]] = {}
         self.replays: list[tuple[int, int, m.Request]] = []
         plans = [plan_module.make_plan(specs, NUM_SERVERS) for _, specs in TABLES]
-        engines = [Engine(EngineConfig(server, NUM_SERVERS, run=server + 1)) for server in range(NUM_SERVERS)]
+        tokens = partial(random.Random(seed).getrandbits, 64)
+        self._engines = [
+            Engine(EngineConfig(server, NUM_SERVERS, run=server + 1), tokens=tokens)
+            for server in range(NUM_SERVERS)
+        ]
         self.seen: Counter[str] = Counter()
         """How often what happened, so that a test can tell that the schedules reach everything."""
         self._plans: list[Plan] = plans
         self._scales: tuple[float | None, ...]
         self._options: SimOptions
         self._begin()
-        self.servers = [self._referee(engine) for engine in engines]
+        self.servers = [self._referee(engine) for engine in self._engines]
 
     @abstractmethod
     def _begin(self) -> None:
@@ -109,6 +115,8 @@ class Schedule(ABC, Generic[JudgeT]):
             self._tick(rng.choice((0.5, 3.0, 40.0)))
         elif dice < 0.99:
             self._crash(rng.choice(self._alive()))
+        else:
+            self._intrude()
 
     def _some_lane(self) -> tuple[SimProcess, Lane]:
         process = self.rng.choice(self._alive())
@@ -123,11 +131,11 @@ class Schedule(ABC, Generic[JudgeT]):
             return
         process, server = self.rng.choice(full)
         request = self.to_server[process, server].popleft()
-        is_hello = isinstance(request.body, m.Hello | m.Register | m.SetOptimizer)
-        if fate < 0.05 and not is_hello:
+        is_safe = isinstance(request.body, m.Register | m.SetOptimizer)
+        if fate < 0.05 and not is_safe:
             return
         self._to_engine(process, server, request)
-        if fate > 0.85 and not is_hello:
+        if fate > 0.85 and not is_safe:
             self.replays.append((process, server, request))
             if fate > 0.95:
                 self._to_engine(process, server, request)
@@ -145,7 +153,7 @@ class Schedule(ABC, Generic[JudgeT]):
         while isinstance(replies[-1].body, m.Vetoed | m.InForce):
             # One message after the other on one connection: all or none.
             replies.append(self.to_process[server, process].popleft())
-        if fate < 0.05 and not isinstance(reply.body, m.Welcome | m.Registered):
+        if fate < 0.05 and not isinstance(reply.body, m.Registered):
             return
         for reply in replies:
             self.processes[process].take(server, reply)
@@ -158,6 +166,23 @@ class Schedule(ABC, Generic[JudgeT]):
                     run, session = process.sessions[server]
                     referee.handle(process.process, m.Request(run, session, 0, m.Heartbeat()), self.now)
             self._post(server, referee.tick(self.now))
+
+    def _intrude(self) -> None:
+        """Let a stranger who has learnt of a session speak in it, from a socket of his own."""
+        process = self.rng.choice([*self.processes.values()])
+        lane, server = self.rng.choice(process.lanes), self.rng.randrange(NUM_SERVERS)
+        if server not in lane.numbers:
+            return
+        run, session = process.sessions[server]
+        bodies: list[m.RequestBody] = [m.Heartbeat(), m.Leave("a stranger", True), m.Stats()]
+        bodies.append(m.Abort(lane.numbers[server], lane.round, "a stranger", False))
+        bodies += [request.body for _, to, request in self.replays[-3:] if to == server and request.session]
+        out = self._engines[server].handle(
+            STRANGER, m.Request(run, session, 1, self.rng.choice(bodies)), self.now
+        )
+        if len(out) != 1 or out[0].peer != STRANGER or not is_fencing(out[0].reply.body):
+            raise Violation(f"server {server}: a stranger spoke for p{process.process}: {out}")
+        self.seen["strangers"] += 1
 
     def _crash(self, process: SimProcess) -> None:
         """End a process; what it has sent still arrives. Its successor starts at once, or later."""
@@ -188,7 +213,7 @@ class Schedule(ABC, Generic[JudgeT]):
             self.to_process[server, number] = deque()
         process = SimProcess(number, rank, self._plans, self._options, self._scales[rank], send)
         self.processes[number] = process
-        process.start()
+        process.say_hello()
 
     def _post(self, server: int, deliveries: list[Delivery]) -> None:
         for delivery in deliveries:
@@ -207,6 +232,11 @@ class Schedule(ABC, Generic[JudgeT]):
             if self._deliver_all():
                 continue
             lanes = {(p.process, lane.table): (p, lane) for p in self._alive() for lane in p.lanes}
+            late = [process for process in self._alive() if len(process.sessions) < NUM_SERVERS]
+            for process in late:
+                process.say_hello()
+            if late:
+                continue
             behind = [where for where in goals if lanes[where][1].round < goals[where]]
             if not behind:
                 return

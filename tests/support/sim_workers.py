@@ -34,7 +34,7 @@ Send = Callable[[int, m.Request], None]
 
 
 class SimProcess:
-    """One worker process; `start` opens its sessions, `act` takes a step, `take` handles a reply."""
+    """One worker process; `say_hello` opens its sessions, `act` takes a step, `take` handles a reply."""
 
     def __init__(
         self, process: int, rank: int, plans: list[Plan], options: SimOptions, scale: float | None, send: Send
@@ -57,13 +57,14 @@ class SimProcess:
         self._last_number = 0
         self._pulls: set[int] = set()
 
-    def start(self) -> None:
-        for server in range(NUM_SERVERS):
-            name = f"p{self.process}"
-            mode = self._options.mode
+    def say_hello(self) -> None:
+        """Ask the servers that have not answered yet for a session."""
+        name, mode = f"p{self.process}", self._options.mode
+        for server in set(range(NUM_SERVERS)) - self.sessions.keys():
             hello = m.Hello(
-                NAMESPACE, self.rank, NUM_WORKERS, server, NUM_SERVERS, "", name, mode.name, mode.staleness
-            )
+                NAMESPACE, self.rank, NUM_WORKERS, server, NUM_SERVERS, "", name, name.encode(),
+                (b"%d" % self.process,), mode.name, mode.staleness,
+            )  # fmt: skip
             self._send_request(server, m.Request(0, 0, self._number(), hello))
 
     @property
@@ -80,7 +81,9 @@ class SimProcess:
 
     def act(self, lane: Lane, rng: random.Random, goal: int) -> None:
         """Take the lane's next step, if it has one; begin no round from `goal` on."""
-        if not lane.is_open:
+        if len(self.sessions) < NUM_SERVERS:
+            self.say_hello()
+        elif not lane.is_open:
             if lane.round < goal and self.is_ready:
                 self._begin(lane, rng)
         elif lane.given_up:
@@ -134,6 +137,8 @@ class SimProcess:
     def take(self, server: int, reply: m.Reply) -> None:
         """Handle a reply, however late it comes."""
         body = reply.body
+        if isinstance(body, m.Welcome) and server in self.sessions:
+            return  # it has said hello more than once
         if isinstance(body, m.Welcome):
             self.sessions[server] = (body.run, body.session)
             self._send(server, self._number(), m.SetOptimizer(self._options.optimizer))

@@ -32,6 +32,9 @@ class Line:
     def describe(self, server: int) -> str:
         return f"server {server}"
 
+    def sockets(self, server: int) -> tuple[bytes, ...]:
+        return (self._name,)
+
     def start_heartbeats(self, sessions: Sequence[tuple[int, int]]) -> None:
         """Not needed: all live in one process."""
 

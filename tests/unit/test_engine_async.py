@@ -225,7 +225,7 @@ def test_who_comes_late_to_a_first_round_that_failed_is_told_its_failure() -> No
 
 def test_ranks_of_different_modes_are_refused_with_both_named() -> None:
     job = Job(1, Mode("ssp", 2))
-    hello = m.Hello("j", 0, 1, 0, 1, "", "h", "async")
+    hello = m.Hello("j", 0, 1, 0, 1, "", "h", b"other", (b"0",), "async")
     [failed] = job.ask(0, hello)
     assert isinstance(failed, m.Failed)
     assert "wants mode async, the ranks before it ssp staleness=2" in failed.text

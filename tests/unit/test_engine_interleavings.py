@@ -46,6 +46,8 @@ EVERYTHING = {
     "missing",
     "replaced generation",
     "fenced",
+    "hello again",
+    "strangers",
     "left",
     "joined by some, applied",
     "joined by some, vetoed",
@@ -77,6 +79,8 @@ ASYNC_EVERYTHING = {
     "repeated",
     "missing",
     "fenced",
+    "hello again",
+    "strangers",
     "left",
     "left, done",
 }

@@ -17,7 +17,7 @@ from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.buffers import MAX_FRAME
 
 REQUESTS: list[Any] = [
-    m.Hello("job", 1, 3, 0, 2, "AVX512", "host:17"),
+    m.Hello("job", 1, 3, 0, 2, "AVX512", "host:17", bytes(16), (b"a" * 16, b"b" * 16)),
     m.Register("w", (("w", (3, 4), "float32", 0, False), ("empty", (), "bfloat16", 1, False)), True),
     m.CommitBatch(
         (
@@ -49,6 +49,7 @@ REQUESTS: list[Any] = [
     m.Command(7, "größe".encode()),
     m.Profile("run", ("calls", "rounds"), 3),
 ]
+HELLO = REQUESTS[0]
 REPLIES: list[Any] = [
     m.Welcome(1 << 61, 5),
     m.Registered(3, 1),
@@ -150,6 +151,8 @@ def hello(**wrong: Any) -> bytes:
         "servers": 1,
         "capability": "",
         "address": "",
+        "nonce": bytes(16),
+        "sockets": [b"a" * 16, b"b" * 16],
     }
     return bytes(msgpack.packb([*{**right, **wrong}.values(), "sync", 0, False]))
 
@@ -177,12 +180,17 @@ def test_a_damaged_answer_of_partial_norms_is_a_protocol_error(size: int) -> Non
 @pytest.mark.parametrize(
     ("body", "damage", "text"),
     [
-        (m.Hello("job", 0, 1, 0, 1, "", ""), [b"\xc1"], "cannot be decoded"),
-        (m.Hello("job", 0, 1, 0, 1, "", ""), [b""], "cannot be decoded"),
-        (m.Hello("job", 0, 1, 0, 1, "", ""), [b"\x90"], "must hold 10 values"),
-        (m.Hello("job", 0, 1, 0, 1, "", ""), [b"\x90", b"\x90"], "has 2 frames after its header, expected 1"),
-        (m.Hello("job", 0, 1, 0, 1, "", ""), [hello(namespace=1)], "Hello.namespace must be str"),
-        (m.Hello("job", 0, 1, 0, 1, "", ""), [hello(rank=True)], "Hello.rank must be int"),
+        (HELLO, [b"\xc1"], "cannot be decoded"),
+        (HELLO, [b""], "cannot be decoded"),
+        (HELLO, [b"\x90"], "must hold 12 values"),
+        (HELLO, [b"\x90", b"\x90"], "has 2 frames after its header, expected 1"),
+        (HELLO, [hello(namespace=1)], "Hello.namespace must be str"),
+        (HELLO, [hello(rank=True)], "Hello.rank must be int"),
+        (HELLO, [hello(nonce=b"short")], "a nonce and 1 … 8 routing ids, of 16 bytes each"),
+        (HELLO, [hello(sockets=[b"a" * 17])], "a nonce and 1 … 8 routing ids, of 16 bytes each"),
+        (HELLO, [hello(sockets=["a" * 16])], "a nonce and 1 … 8 routing ids, of 16 bytes each"),
+        (HELLO, [hello(sockets=[])], "a nonce and 1 … 8 routing ids, of 16 bytes each"),
+        (HELLO, [hello(sockets=[b"a" * 16] * 9)], "a nonce and 1 … 8 routing ids, of 16 bytes each"),
         (m.Barrier(0, 1.0), [msgpack.packb([0, float("nan")])], "Barrier.timeout must be finite"),
         (m.Barrier(0, 1.0), [msgpack.packb([0, float("inf")])], "Barrier.timeout must be finite"),
         (m.Pull((0,)), [msgpack.packb([["0"], 1.0])], "Pull.tables must be"),

@@ -13,7 +13,7 @@ DEAD_AFTER = 20.0
 
 
 def hello(rank: int, *, num_workers: int = 3, address: str = "") -> Hello:
-    return Hello("job", rank, num_workers, 0, 1, "", address or f"host{rank}:1{rank}")
+    return Hello("job", rank, num_workers, 0, 1, "", address or f"host{rank}:1{rank}", b"", ())
 
 
 def joined(*ranks: int, now: float = 0.0) -> Membership:

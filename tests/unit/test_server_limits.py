@@ -16,7 +16,7 @@ from kvstore_server.protocol import messages as m
 
 def registered(config: EngineConfig, numel: int) -> m.ReplyBody:
     engine = Engine(config)
-    hello = m.Hello("job", 0, 1, 0, config.num_servers, "", "host:1")
+    hello = m.Hello("job", 0, 1, 0, config.num_servers, "", "host:1", b"", (b"peer",))
     [welcome] = engine.handle(b"peer", m.Request(0, 0, 1, hello), 0.0)
     assert isinstance(welcome.reply.body, m.Welcome)
     register = m.Register("big", (("big", (numel,), "float32", 0, False),), False)
