@@ -111,7 +111,7 @@ class Engine:
         self._rounds.is_stopping = True
 
     def abandon(self, now: float) -> list[m.Outgoing]:
-        """Fail every wait, because the server ends now."""
+        """Fail every wait, because the server ends now, and tell every member."""
         out: list[m.Outgoing] = []
         for space in self.namespaces.values():
             members = space.membership
@@ -128,7 +128,8 @@ class Engine:
             )
             out += [failed(wait.peer, wait.number, error) for wait in members.barrier.values()]
             members.barrier.clear()
-        return out
+        farewell = ServerStoppingError(f"server {self.config.server} was stopped")
+        return out + [failed(session.peer, 0, farewell) for session in self._sessions]
 
     def _ended(self, what: str, space: Namespace, missing: list[int], now: float) -> ServerStoppingError:
         who = space.membership.describe_all(missing, now) or "nobody had decided yet what becomes of it"

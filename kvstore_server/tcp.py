@@ -1,8 +1,8 @@
 """What all sockets of ours have in common: how a peer that is gone is noticed, and a name that nobody can guess.
 
-It is TCP that notices, on both sides. Not heartbeats of ZeroMQ: libzmq aborts the process if one is due on a connection that broke while it was not read,
-because as many messages as the socket takes wait already (`Assertion failed: !_io_error`, zeromq/libzmq#3937). Whether
-the program at the other end still works is the business of our own heartbeats.
+It is TCP that notices, on both sides, not heartbeats of ZeroMQ: libzmq aborts the process if one is due on a connection
+that broke while it was not read, because as many messages as the socket takes wait already (`Assertion failed:
+!_io_error`, zeromq/libzmq#3937). Whether the program at the other end still works, our own heartbeats tell.
 """
 
 from __future__ import annotations

@@ -215,7 +215,7 @@ class Rounds:
         # The server fails the round at the deadline, naming who was missing; the worker leaves it time to say so.
         limit = ticket.deadline + self._session.options.dead_after
         try:
-            self._session.wait(is_over, limit, again)
+            self._session.wait(is_over, limit, again, lambda: {server for server, _ in ticket.outstanding})
         except DeadlineError as error:
             raise error if type(error) is not DeadlineError else self._too_late(ticket) from None
 

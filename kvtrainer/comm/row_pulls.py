@@ -164,7 +164,8 @@ def _fetch(session: Session, requests: Sequence[_Request]) -> None:
     try:
         for number, request in numbers.items():
             session.send(request.server, number, bodies[number])
-        session.wait(is_over, started + timeout + session.options.dead_after, repeat)
+        limit = started + timeout + session.options.dead_after
+        session.wait(is_over, limit, repeat, lambda: {one.server for one in requests if one.waiting})
     except DeadlineError as error:
         raise error if type(error) is not DeadlineError else _too_late(session, requests) from None
     finally:

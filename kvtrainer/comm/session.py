@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 
 from kvstore_server.errors import (
     ConnectTimeoutError,
     DeadlineError,
     KVStoreError,
+    ServerStoppingError,
     ServerUnreachableError,
     from_wire,
 )
@@ -51,6 +52,8 @@ class Session:
         self._tokens = [(0, 0)] * transport.num_servers
         self._heard = [clock()] * transport.num_servers
         self._gone: set[int] = set()
+        self._stopped: set[int] = set()
+        """Servers that said farewell."""
         self._handlers: dict[int, Handler] = {}
         self._last_number = 0
         self._repeat_after = min(REPEAT_AFTER, options.dead_after / 4)
@@ -172,7 +175,11 @@ class Session:
             for at, (server, body) in enumerate(requests):
                 numbers.append(self.next_number(expect(at)))
                 self.send(server, numbers[-1], body)
-            self.wait(lambda: not left, self.clock() + timeout, lambda _: repeat())
+            self._wait(
+                lambda: all(requests[at][0] in self._gone for at in left),
+                self.clock() + timeout,
+                lambda _: repeat(),
+            )
         except KVStoreError as error:
             _log.info("%d of %d requests were not answered: %s", len(left), len(requests), error)
         finally:
@@ -180,14 +187,32 @@ class Session:
                 self.forget(number)
         return answers
 
-    def wait(self, is_over: Callable[[], bool], deadline: float, repeat: Callable[[float], None]) -> None:
+    def wait(
+        self,
+        is_over: Callable[[], bool],
+        deadline: float,
+        repeat: Callable[[float], None],
+        needed: Callable[[], Iterable[int]] = tuple,
+    ) -> None:
         """Hand out replies until `is_over`; call `repeat(now)` whenever nothing came for a while.
 
         A wait that takes long is logged, with what the servers say about it.
 
         Raises:
             DeadlineError: `deadline` has passed.
+            ServerStoppingError: one of the servers that are still `needed` was stopped. What others still have to
+                say about a round is waited for: it may have ended everywhere.
         """
+
+        def stopped() -> set[int]:
+            return self._stopped.intersection(needed()) if self._stopped else self._stopped
+
+        self._wait(lambda: is_over() or bool(stopped()), deadline, repeat)
+        if self._stopped and not is_over():
+            names = ", ".join(self.describe(server) for server in sorted(stopped()))
+            raise ServerStoppingError(f"{names} was stopped; restart the job from its last saved states")
+
+    def _wait(self, is_over: Callable[[], bool], deadline: float, repeat: Callable[[float], None]) -> None:
         trace, looked = self.trace, self.clock()
         began = looked
         self._reasons.clear()
@@ -249,7 +274,7 @@ class Session:
         if self.is_closed:
             return
         for server, (run, session) in enumerate(self._tokens):
-            if session:
+            if session and server not in self._stopped:
                 leave = m.Request(run, session, self.next_number(), m.Leave(reason, is_clean))
                 with suppress(KVStoreError):  # a forked process has nothing to leave
                     self._transport.send(server, leave)
@@ -272,7 +297,7 @@ class Session:
         started = self.clock()
         try:
             self.send(server, number, body)
-            self.wait(lambda: bool(answers), started + timeout, again)
+            self.wait(lambda: bool(answers), started + timeout, again, lambda: (server,))
         except DeadlineError as error:
             raise self._no_answer(server, body, timeout) if type(error) is DeadlineError else error from None
         finally:
@@ -298,8 +323,11 @@ class Session:
         if self.trace is not None:
             self.trace.received(reply)
         if reply.number == 0 and isinstance(reply.body, m.Failed):
-            # The server could not even read the request, so no handler can be named.
-            raise from_wire(reply.body.code, reply.body.text)
+            error = from_wire(reply.body.code, reply.body.text)
+            if not isinstance(error, ServerStoppingError):
+                raise error  # the server could not even read the request, so no handler can be named
+            self._gone.add(server)
+            self._stopped.add(server)
         if isinstance(reply.body, m.Pending) and reply.body.why:
             if self._has_repeated:
                 self._reasons.clear()

@@ -164,6 +164,32 @@ def test_an_idle_server_ends_with_code_0_on_sigterm(processes: Processes, member
     assert (code, stderr) == (0, "")
 
 
+def test_workers_learn_at_once_that_a_server_was_stopped_while_nobody_waited(
+    processes: Processes, members: Members
+) -> None:
+    servers = processes.servers(2)
+    pair = members.pair(servers, dead_after=600.0)
+    together(*(lambda s=s: s.init("w", torch.zeros(200_000)) for s in pair))
+    servers[1].signal(signal.SIGTERM)
+    assert servers[1].end()[0] == 0
+    outcomes = together(*(lambda s=s: round_of(s, "w", torch.ones(200_000)) for s in pair))
+    texts = raised(outcomes, ServerStoppingError)
+    assert all(f"server 1 ({servers[1].address}) was stopped" in text for text in texts)
+
+
+def test_a_server_has_nothing_to_say_to_workers_that_have_left(
+    processes: Processes, members: Members
+) -> None:
+    [server] = processes.servers(1, "--log", "info")
+    store = members.join([server], 0, 1, new_name())
+    store.init("w", torch.zeros(3))
+    store.close()
+    server.signal(signal.SIGTERM)
+    code, stderr = server.end()
+    [line] = stderr.splitlines()
+    assert (code, "stopping; waiting up to" in line) == (0, True)
+
+
 def test_a_round_that_has_begun_completes_after_sigterm_and_no_new_one_begins(
     processes: Processes, members: Members
 ) -> None:

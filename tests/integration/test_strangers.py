@@ -1,20 +1,42 @@
-"""What somebody who is no member of a job cannot do to it, nor to the server: read, push, end it, or take it down."""
+"""What somebody who is no member of a job cannot do to it, nor to the server: read, push, end it, or take it down.
+
+And what a member whose connections are cut still can, because it comes back as itself.
+"""
 
 from __future__ import annotations
 
 import signal
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 import zmq
 
+import kvtrainer
 from kvstore_server.admission import EngineConfig
+from kvstore_server.cpu import capability
+from kvstore_server.protocol import messages as m
 from kvstore_server.server import Server, ServerOptions
-from kvtrainer.comm.connection import Connection
+from kvtrainer.comm import connection, session
+from kvtrainer.errors import FencedError
+from kvtrainer.kvstore import DistKVStore
 from kvtrainer.rendezvous.sockets import Asking, Desk, Presence
-from tests.support.processes import Processes, assert_serve, eventually
+from tests.support.lossy import CuttingProxy
+from tests.support.processes import (
+    LIMIT,
+    Members,
+    Process,
+    Processes,
+    assert_serve,
+    eventually,
+    new_name,
+    round_of,
+    together,
+)
 
 HEARTBEAT_MS = 20
 """As often as this, a ZeroMQ heartbeat would be due in the server that is flooded here, if it had any."""
@@ -37,6 +59,18 @@ server.close()
 """A server that reads nothing before it is told to, as one that is busy with a large update."""
 
 
+@pytest.fixture(scope="module")
+def servers() -> Iterator[list[Process]]:
+    with Processes() as processes:
+        yield processes.servers(2)
+
+
+@pytest.fixture
+def members() -> Iterator[Members]:
+    with Members() as joined:
+        yield joined
+
+
 @pytest.fixture
 def context() -> Iterator[Any]:
     with zmq.Context() as opened:
@@ -51,7 +85,7 @@ def test_a_peer_that_fills_the_receive_limit_and_dies_does_not_take_the_server_a
         peer.setsockopt(zmq.SNDHWM, 10)
         peer.connect(address)
         while peer.poll(300, zmq.POLLOUT):  # until neither the server nor the system takes any more
-            peer.send(bytes(1 << 16))
+            peer.send(bytes(1 << 14))
         peer.close(linger=0)
         assert not eventually(lambda: server.popen.poll() is not None, 30 * HEARTBEAT_MS / 1000)
         server.go()
@@ -72,13 +106,13 @@ def test_no_socket_has_heartbeats_of_zeromq_and_every_one_notices_a_host_that_is
 
     monkeypatch.setattr(zmq.Socket, "setsockopt", noting)
     server, desk = Server(EngineConfig(), ServerOptions()), Desk("127.0.0.1")
-    connection = Connection([server.endpoint])
-    connection.start_heartbeats([(1, 1)])
+    worker = connection.Connection([server.endpoint])
+    worker.start_heartbeats([(1, 1)])
     asking, presence = Asking(desk.address, "token"), Presence("token", [desk.address])
     try:
         assert eventually(lambda: len(made) == 6)
     finally:
-        for one in (presence, asking, desk, connection, server):
+        for one in (presence, asking, desk, worker, server):
             one.close()
     for options in made.values():
         assert not options.keys() & {zmq.HEARTBEAT_IVL, zmq.HEARTBEAT_TIMEOUT, zmq.HEARTBEAT_TTL}
@@ -86,3 +120,100 @@ def test_no_socket_has_heartbeats_of_zeromq_and_every_one_notices_a_host_that_is
         idle = options[zmq.TCP_KEEPALIVE_IDLE]
         assert idle + options[zmq.TCP_KEEPALIVE_INTVL] * options[zmq.TCP_KEEPALIVE_CNT] <= 60
         assert 0 < options[zmq.TCP_MAXRT] <= 60_000
+
+
+def test_a_stranger_can_neither_read_nor_push_nor_end_a_job_that_is_not_his(
+    servers: list[Process], members: Members
+) -> None:
+    numel = 200_000  # on both servers
+    pair = members.pair(servers)
+    together(*(lambda s=s: s.init("w", torch.zeros(numel)) for s in pair))
+    stranger = members.join(servers, 0, 1, new_name())
+    stranger.init("w", torch.zeros(numel))
+    table = stranger._entries["w"].table
+    # Even one who has seen the tokens, which nobody is shown, has not got the sockets that they are good from.
+    seen = {token for store in pair for _, token in store._client._session._tokens}
+    for token in {*range(1, 50), *seen}:
+        for server in range(2):
+            at, pieces = table.numbers[server], table.plan.slices_of(server)
+            pushes = [m.Push(at, piece.index, 1, 0, torch.full((piece.used,), 1e9)) for piece in pieces]
+            commit = m.Commit(at, 1, tuple((piece.index, 0) for piece in pieces), None, True, 20.0)
+            attacks = [m.Pull((at,)), *(m.PushBatch((push,)) for push in pushes), m.CommitBatch((commit,)),
+                       m.Leave("over", True)]  # fmt: skip
+            for body in attacks if token in seen else attacks[-1:]:
+                assert _answer(stranger, server, token, body) == FencedError.__name__
+    outcomes = together(*(lambda s=s: round_of(s, "w", torch.ones(numel)) for s in pair))
+    assert [out.unique().tolist() for out in outcomes] == [[2.0]] * 2
+    assert round_of(stranger, "w", torch.ones(numel)).unique().tolist() == [1.0]
+
+
+def _answer(store: DistKVStore, server: int, token: int, body: m.RequestBody) -> str:
+    """The code with which a server refuses what a store's own socket says in that session."""
+    transport = store._client._session._transport
+    run, _ = store._client._session._tokens[server]
+    transport.send(server, m.Request(run, token, 1 << 40, body))
+    deadline = time.monotonic() + LIMIT
+    while time.monotonic() < deadline:
+        got = transport.receive(1.0)
+        if got is not None and got[1].number == 1 << 40:
+            assert isinstance(got[1].body, m.Failed), got
+            return got[1].body.code
+    raise AssertionError("the server did not answer")
+
+
+@pytest.mark.parametrize("type", ["dist_sync", "dist_async"])
+def test_training_ends_with_the_same_bits_although_connections_are_cut(
+    servers: list[Process], members: Members, monkeypatch: pytest.MonkeyPatch, type: str
+) -> None:
+    monkeypatch.setattr(session, "REPEAT_AFTER", 0.1)
+    proxies = [CuttingProxy(server.address) for server in servers]
+    name, numel = new_name(), 200_000
+    stores = [members.join([p.address for p in proxies], rank, 2, name, type=type) for rank in range(2)]
+    cuts = threading.Barrier(2, timeout=LIMIT)
+
+    def body(kv: DistKVStore, rank: int) -> list[float]:
+        kv.set_optimizer(kvtrainer.optimizer.create("test", learning_rate=-1.0))
+        kv.init("w", torch.zeros(numel))
+        out = torch.empty(numel)
+        for at in range(12):
+            kv.push("w", torch.full((numel,), (rank + 1.0) * (at + 1)))
+            if at % 3 == rank:
+                proxies[at % 2].cut()
+            kv.pull("w", out)
+        cuts.wait()
+        kv.barrier()
+        kv.pull("w", out)
+        return out.unique().tolist()
+
+    try:
+        total = 3.0 * sum(range(1, 13))
+        assert together(*(lambda s=s, r=r: body(s, r) for r, s in enumerate(stores))) == [[total]] * 2
+        assert all(proxy.made > 4 for proxy in proxies)
+        together(*(store.close for store in stores))
+    finally:
+        for proxy in proxies:
+            proxy.close()
+
+
+def test_signs_of_life_go_on_after_a_connection_was_cut(
+    members: Members, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "HEARTBEAT_INTERVAL", 0.05)
+    server = Server(EngineConfig(capability=capability()), ServerOptions())
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    proxy, name = CuttingProxy(server.endpoint), new_name()
+    try:
+        store = members.join([proxy.address], 0, 1, name)
+        [member] = server.engine.namespaces[name].membership.members.values()
+        assert eventually(lambda: proxy.made == 2)
+        proxy.cut()
+        assert eventually(lambda: proxy.made == 4)  # both sockets have come back
+        again = time.monotonic()
+        assert eventually(lambda: member.last_heard > again)
+        store.close()
+    finally:
+        proxy.close()
+        server.request_stop()
+        thread.join()
+        server.close()

@@ -17,6 +17,7 @@ from kvtrainer.errors import (
     KVStoreError,
     OptimizerError,
     RoundAbortedError,
+    ServerStoppingError,
     ServerUnreachableError,
     WorkerLostError,
 )
@@ -190,6 +191,21 @@ def test_a_server_that_only_ever_says_wait_is_named_after_the_deadline() -> None
     with pytest.raises(DeadlineError, match=r"server 0 \(here\) did not finish with 'w' within 7 s"):
         bench.run()
     assert bench.servers.now == pytest.approx(110.0, abs=1.0)
+
+
+def test_a_round_ends_that_needs_no_server_any_more_which_says_farewell() -> None:
+    def act(server: int, commit: m.Commit) -> list[m.ReplyBody]:
+        if server == 0:  # it has told the outcome, and is stopped before the other one does
+            bench.servers.reply(1, bench.servers.sent[-1][1].number, bench.weights(1, 9.0), after=5.0)
+            bench.servers.reply(0, 0, m.Failed("ServerStoppingError", "stopped"), after=1.0)
+            return [bench.weights(0, 9.0)]
+        return []
+
+    bench = Bench(2, act)
+    bench.run()
+    assert _values(bench.out) == [9.0]
+    with pytest.raises(ServerStoppingError, match=r"server 0 \(here\) was stopped"):
+        bench.run()
 
 
 def test_weights_are_not_touched_while_a_part_of_them_is_missing() -> None:

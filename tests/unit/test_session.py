@@ -13,6 +13,7 @@ from kvtrainer.errors import (
     DeadlineError,
     FencedError,
     KVStoreError,
+    ServerStoppingError,
     ServerUnreachableError,
     VersionMismatchError,
 )
@@ -45,6 +46,24 @@ def test_a_server_that_does_not_answer_hello_is_named_at_the_end_of_the_time_to_
         _connecting(servers, connect_timeout=7.0).connect()
     assert servers.now == 107.0
     assert not servers.heartbeats
+
+
+def test_a_hello_that_gets_lost_is_repeated_word_for_word_until_it_is_answered() -> None:
+    servers = Scripted(1, lambda server, request: [] if servers.now < 120.0 else None)
+    session = _connecting(
+        servers, connect_timeout=30.0, dead_after=8.0
+    )  # dead_after is for who was there once
+    session.connect()
+    assert servers.heartbeats == [(1000, 10)]
+    assert len(servers.sent) > 5
+    assert len({(request.number, request.body) for _, request in servers.sent}) == 1
+
+
+def test_hellos_of_two_sessions_of_a_process_are_told_apart() -> None:
+    servers = Scripted(1)
+    for _ in range(2):
+        _connecting(servers).connect()
+    assert len({hello.nonce for hello in servers.bodies(m.Hello)}) == 2  # type: ignore[union-attr]
 
 
 def test_all_servers_are_asked_even_when_one_refuses_and_the_first_refusal_is_raised() -> None:
@@ -197,6 +216,39 @@ def test_a_server_known_to_be_gone_is_told_but_not_waited_for() -> None:
     assert session.ask_all([(0, abort), (1, abort)], timeout=5.0) == [m.Info({"applied": False}), None]
     assert servers.now == before
     assert servers.bodies(m.Abort, server=1) == [abort]
+
+
+FAREWELL = m.Failed("ServerStoppingError", "server 1 was stopped")
+
+
+def test_a_server_that_says_farewell_is_named_at_once_by_the_call_that_waits_for_it_and_by_later_ones() -> (
+    None
+):
+    servers = Scripted(2)
+    session = servers.session(dead_after=60.0)
+    servers.reply(1, 0, FAREWELL, after=3.0)
+    for _ in range(2):
+        with pytest.raises(ServerStoppingError, match=r"server 1 \(here\) was stopped; restart the job"):
+            session.call(1, m.Stats())
+        assert servers.now == 103.0
+
+
+def test_a_farewell_does_not_disturb_what_another_server_is_asked() -> None:
+    servers = Scripted(2, lambda server, request: [m.Info()] if isinstance(request.body, m.Stats) else None)
+    session = servers.session(dead_after=60.0)
+    servers.reply(1, 0, FAREWELL)
+    assert session.call(0, m.Stats()) == m.Info()
+    assert session.ask_all([(0, m.Stats()), (1, m.Stats())], timeout=5.0) == [m.Info(), None]
+    assert servers.now == 100.0
+
+
+def test_a_farewell_ends_the_wait_for_the_answers_of_all_servers_only_where_it_must() -> None:
+    servers = Scripted(2, lambda server, request: [] if isinstance(request.body, m.Stats) else None)
+    session = servers.session(dead_after=60.0)
+    servers.reply(1, 0, FAREWELL, after=1.0)
+    servers.reply(0, session._last_number + 1, m.Info(), after=2.0)
+    assert session.ask_all([(0, m.Stats()), (1, m.Stats())], timeout=30.0) == [m.Info(), None]
+    assert servers.now == 102.0
 
 
 def test_closing_says_goodbye_once_to_every_server_and_refuses_later_requests() -> None:
