@@ -95,7 +95,8 @@ class Server:
     def run(self) -> None:
         """Serve until `request_stop`; returns when rounds that had begun are over and replies are sent.
 
-        Rounds that are not over by the end of the drain timeout fail with ServerStoppingError.
+        Rounds that are not over by the end of the drain timeout fail with ServerStoppingError, and so does what a
+        worker that has not left asks for next.
         """
         next_tick = looked = self._clock()
         while not self._is_drained():
@@ -118,6 +119,7 @@ class Server:
                 )
                 self.engine.stop()
                 self._drain_until = self._clock() + self._options.drain_timeout
+        self._budget = _PORTION
         self._send_all(self.engine.abandon(self._clock()))
 
     def close(self) -> None:

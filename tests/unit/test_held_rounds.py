@@ -261,9 +261,10 @@ def test_a_server_that_stops_lets_what_is_held_end_and_says_so_to_who_still_wait
     job.hold(1.0, 2.0)
     job.engine.stop()
     assert not job.engine.is_idle()
-    [first, _] = job.engine.abandon(0.0)
+    first, _, *farewells = job.engine.abandon(0.0)
     assert isinstance(first.reply.body, m.Failed)
     assert "round 1 of 't' waited: nobody had decided yet" in first.reply.body.text
+    assert [(out.peer, out.reply.number) for out in farewells] == [(b"0", 0), (b"1", 0)]
     job = HeldJob()
     job.hold(1.0, 2.0)
     job.engine.stop()
