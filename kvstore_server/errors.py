@@ -14,9 +14,9 @@
     │   └── ServerUnreachableError           a server stopped answering in the middle of the job
     ├── WorkerLostError                      a member of the round left, died or was not heard from
     ├── RoundAbortedError                    a member raised in the middle of the round
-    ├── FencedError                          another process took this rank over
+    ├── FencedError                          this process may not speak for the rank, or no longer
     ├── ServerLostState                      the server was restarted and no longer holds this job
-    ├── ServerStoppingError                  the server is draining and takes no new round
+    ├── ServerStoppingError                  the server is draining and takes no new round, or was stopped
     ├── NonFiniteGradientError (FloatingPointError)   a gradient that cannot be compressed
     ├── CommandError                         a command to the servers that nobody there answers, or that raised
     └── OptimizerError                       the optimizer raised while a round was applied
@@ -94,7 +94,7 @@ class RoundAbortedError(KVStoreError):
 
 
 class FencedError(KVStoreError):
-    """Another process has taken over this rank; this one may no longer write."""
+    """This process may not speak for its rank: another one has taken it over, or the session is not its own."""
 
 
 class ServerLostState(KVStoreError):
@@ -102,7 +102,7 @@ class ServerLostState(KVStoreError):
 
 
 class ServerStoppingError(KVStoreError):
-    """The server is draining before it stops and accepts no new round."""
+    """The server is draining before it stops and accepts no new round, or it was stopped."""
 
 
 class OptimizerError(KVStoreError):

@@ -13,7 +13,7 @@ If the commits say so, the round is held between the two: what is summed is meas
     Resolve              what every member makes of the partial norms of all servers; the first one counts
 
 A contribution is identified by (namespace, rank, round, slice): sending it twice has no further effect. The
-session only fences: a newer process of the same rank shuts an older one out. Round 0 is the initialisation,
+session says who speaks: a newer process of the same rank shuts an older one out. Round 0 is the initialisation,
 in which only rank 0's values count.
 
 Payloads are flat torch tensors of the slice's dtype, or raw buffers that the engine views as such. How the

@@ -62,7 +62,7 @@ server.close()
 @pytest.fixture(scope="module")
 def servers() -> Iterator[list[Process]]:
     with Processes() as processes:
-        yield processes.servers(2)
+        yield processes.servers(2, "--log", "debug")
 
 
 @pytest.fixture
@@ -145,6 +145,12 @@ def test_a_stranger_can_neither_read_nor_push_nor_end_a_job_that_is_not_his(
     outcomes = together(*(lambda s=s: round_of(s, "w", torch.ones(numel)) for s in pair))
     assert [out.unique().tolist() for out in outcomes] == [[2.0]] * 2
     assert round_of(stranger, "w", torch.ones(numel)).unique().tolist() == [1.0]
+    ids = [own for store in pair for at in range(2) for own in store._client._session._transport.sockets(at)]
+    for secret in [
+        *map(str, seen),
+        *(form(own) for own in ids for form in (bytes.hex, lambda own: repr(own)[2:-1])),
+    ]:
+        assert not any(secret in server.stderr() for server in servers)
 
 
 def _answer(store: DistKVStore, server: int, token: int, body: m.RequestBody) -> str:
