@@ -6,9 +6,10 @@ from collections.abc import Collection, Hashable
 from dataclasses import dataclass
 
 from kvstore_server.errors import ConfigurationError, ProtocolError
+from kvstore_server.plan import check_name
 from kvstore_server.protocol import messages as m
-from kvstore_server.slow import SLOW_AFTER
 from kvstore_server.protocol.buffers import KEYS_PER_MESSAGE
+from kvstore_server.slow import SLOW_AFTER
 
 MAX_WORKERS = 1 << 16
 
@@ -26,7 +27,9 @@ class EngineConfig:
         capability: Instruction set of this CPU; workers of another kind are refused, because their bits differ.
         allow_mixed_cpu: Let them in all the same.
         max_table_bytes: Largest table, over all servers, that is accepted.
-        memory_bytes: What this machine has; tables that need more are refused. 0: not known.
+        max_memory: Bytes that all namespaces may occupy together; 0: any number.
+        max_namespaces: How many there may be at the same time.
+        forget_after: Seconds after which a namespace of which no worker was heard from is freed, though it has weights.
         max_message_keys: Most keys, slices or tables that one message may name.
         max_message_bytes: Largest message, of those that may be larger than a few frames.
     """
@@ -39,7 +42,9 @@ class EngineConfig:
     capability: str = ""
     allow_mixed_cpu: bool = False
     max_table_bytes: int = 1 << 40
-    memory_bytes: int = 0
+    max_memory: int = 0
+    max_namespaces: int = 1024
+    forget_after: float = 86400.0
     max_message_keys: int = KEYS_PER_MESSAGE
     max_message_bytes: int = 4 << 30
 
@@ -52,6 +57,7 @@ def check_hello(config: EngineConfig, hello: m.Hello) -> None:
             f"{hello.server} of {hello.num_servers}; start every server with its --index and --num-servers, and give "
             "every worker the same KVSTORE_SERVERS, in index order"
         )
+    check_name("a namespace", hello.namespace)
     if not 1 <= hello.num_workers <= MAX_WORKERS:
         raise ConfigurationError(f"num_workers must be 1 … {MAX_WORKERS}, got {hello.num_workers}")
     if hello.capability != config.capability and not config.allow_mixed_cpu:

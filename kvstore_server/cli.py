@@ -25,13 +25,16 @@ import torch
 from kvstore_server.admission import EngineConfig
 from kvstore_server.cpu import capability
 from kvstore_server.errors import KVStoreError
+from kvstore_server.log_limit import LogLimit
 from kvstore_server.memory import memory_limit
 from kvstore_server.optimizer.registry import prepare_to_serve
+from kvstore_server.protocol.buffers import KEYS_PER_MESSAGE
 from kvstore_server.server import Server, ServerOptions
 from kvstore_server.slow import SLOW_AFTER
 from kvstore_server.version import __version__
 
 _log = logging.getLogger("kvstore_server")
+
 _ADDRESS = re.compile(r"tcp://(\[[0-9A-Fa-f:]+\]|[^:/\[\]]+):[0-9]{1,5}")
 
 
@@ -43,6 +46,16 @@ _VALUES: tuple[tuple[str, str, Any, Callable[[str], Any], str], ...] = (
     ("--slow-after", "KVSTORE_SLOW_AFTER", SLOW_AFTER, float, "seconds of waiting for a worker until the log names it"),
     ("--drain-timeout", "KVSTORE_DRAIN_TIMEOUT", 10.0, float, "seconds that rounds get to finish after SIGTERM"),
     ("--max-table-bytes", "KVSTORE_MAX_TABLE_BYTES", 1 << 40, int, "largest table, over all servers, that is accepted"),
+    ("--max-memory", "KVSTORE_MAX_MEMORY", memory_limit() // 5 * 4, int,
+     "bytes for weights, sums and optimizer state, all jobs together"),
+    ("--max-namespaces", "KVSTORE_MAX_NAMESPACES", EngineConfig.max_namespaces, int,
+     "Trainers and stores that may be here at the same time"),
+    ("--forget-after", "KVSTORE_FORGET_AFTER", EngineConfig.forget_after, float,
+     "seconds of silence of all workers after which weights are freed"),
+    ("--max-message-keys", "KVSTORE_MAX_MESSAGE_KEYS", KEYS_PER_MESSAGE, int,
+     "keys, slices or tables in one message"),
+    ("--max-message-bytes", "KVSTORE_MAX_MESSAGE_BYTES", EngineConfig.max_message_bytes, int,
+     "bytes of the optimizer state of one key in a message"),
     ("--threads", "KVSTORE_THREADS", 1, int, "threads for sums and updates; more than one helps on idle cores only"),
     ("--log", "KVSTORE_LOG", "warning", str, "debug, info, warning or error; goes to standard error"),
 )  # fmt: skip
@@ -105,6 +118,9 @@ def main(argv: Sequence[str] | None = None, announce: Callable[[Server], None] |
         format=f"%(asctime)s server {flags.index} %(levelname)s %(message)s",
         stream=sys.stderr,
     )
+    limit = LogLimit()
+    for handler in logging.getLogger().handlers:
+        handler.addFilter(limit)
     torch.set_num_threads(flags.threads)
     try:
         sys.path.insert(0, os.getcwd())
@@ -115,7 +131,11 @@ def main(argv: Sequence[str] | None = None, announce: Callable[[Server], None] |
     except (KVStoreError, ImportError) as error:
         print(f"kvstore-server: {error}", file=sys.stderr)
         return 1
-    return _serve(server, announce or (lambda server: _announce(server.endpoint, flags.ready_fd)))
+    try:
+        return _serve(server, announce or (lambda server: _announce(server.endpoint, flags.ready_fd)))
+    finally:
+        if limit.left_out:
+            _log.warning("%d more lines were left out of this log", limit.left_out)
 
 
 def _serve(server: Server, announce: Callable[[Server], None]) -> int:
@@ -138,9 +158,15 @@ def _serve(server: Server, announce: Callable[[Server], None]) -> int:
 def _check(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> None:
     if flags.num_servers < 1 or not 0 <= flags.index < flags.num_servers:
         parser.error(f"--index {flags.index} is not one of {flags.num_servers} servers")
-    for name in ("dead_after", "slow_after", "drain_timeout", "threads", "max_table_bytes"):
+    for name in (
+        "dead_after", "slow_after", "drain_timeout", "threads", "max_table_bytes", "max_memory", "max_namespaces",
+        "forget_after", "max_message_bytes",
+    ):  # fmt: skip
         if not getattr(flags, name) > 0:  # not "<= 0", which lets a NaN pass
             parser.error(f"--{name.replace('_', '-')} must be above 0, got {getattr(flags, name)}")
+    if flags.max_message_keys < KEYS_PER_MESSAGE:
+        least = f"the {KEYS_PER_MESSAGE} that workers send"
+        parser.error(f"--max-message-keys must be at least {least}, got {flags.max_message_keys}")
     if flags.log.upper() not in ("DEBUG", "INFO", "WARNING", "ERROR"):
         parser.error(f"--log must be debug, info, warning or error, got {flags.log!r}")
     if not _ADDRESS.fullmatch(flags.bind) or int(flags.bind.rpartition(":")[2]) > 65535:
@@ -180,7 +206,11 @@ def _engine_config(flags: argparse.Namespace) -> EngineConfig:
         capability=capability(),
         allow_mixed_cpu=flags.allow_mixed_cpu,
         max_table_bytes=flags.max_table_bytes,
-        memory_bytes=memory_limit(),
+        max_memory=flags.max_memory,
+        max_namespaces=flags.max_namespaces,
+        forget_after=flags.forget_after,
+        max_message_keys=flags.max_message_keys,
+        max_message_bytes=flags.max_message_bytes,
     )
 
 

@@ -188,6 +188,16 @@ class DenseTable:
             raise OptimizerError(f"the updater raised {type(error).__name__}: {error}") from error
 
     @property
+    def state_nbytes(self) -> int:
+        """Bytes of the optimizer state."""
+        entries: list[Any] = []
+        for state in self.states:
+            entries += [*state.tensors.values(), state.master]
+        for whole in self._whole.states.values():
+            entries += [*whole.values.values(), whole.master]
+        return sum(entry.nbytes for entry in entries if isinstance(entry, Tensor))
+
+    @property
     def can_undo(self) -> bool:
         """Whether the last round can still be taken back."""
         return self._undo is not None

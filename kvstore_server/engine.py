@@ -27,6 +27,7 @@ from kvstore_server.errors import (
     to_wire,
 )
 from kvstore_server.hopeless import report_slow_waits, still_waiting
+from kvstore_server.memory import Budget
 from kvstore_server.modes import Mode
 from kvstore_server.namespace import Namespace
 from kvstore_server.protocol import messages as m
@@ -57,6 +58,7 @@ class Engine:
         self._clock = clock
         self._commands = Commands(CommandContext(config.server, config.num_servers))
         self.namespaces: dict[str, Namespace] = {}
+        self.budget = Budget(config.max_memory, config.server)
         self._rounds = RoundKeeper(config.server, config.dead_after)
         self._leases = leases
         self._sessions = Sessions(config.server, tokens)
@@ -83,9 +85,17 @@ class Engine:
             return [failed(peer, request.number, fault)]
 
     def tick(self, now: float) -> list[m.Outgoing]:
-        """Fail the waits whose deadline has passed, or that need a rank which is lost; log those that take long."""
-        out: list[m.Outgoing] = []
+        """Fail the waits whose deadline has passed, or that need a rank which is lost; log those that take long.
+
+        Namespaces whose workers are all gone are freed.
+        """
         for space in list(self.namespaces.values()):
+            self._forget_if_silent(space, now)
+        return self._fail_hopeless(now)
+
+    def _fail_hopeless(self, now: float) -> list[m.Outgoing]:
+        out: list[m.Outgoing] = []
+        for space in self.namespaces.values():
             for table in space.tables.values():
                 if table.rounds.is_waiting():
                     out += self._rounds.fail_if_hopeless(space, table, now)
@@ -196,6 +206,7 @@ class Engine:
         self, space: Namespace, rank: int, register: m.Register, waiter: Waiter
     ) -> list[m.Outgoing]:
         try:
+            check_number(self.config, "declaration", len(register.specs))
             table = space.register(rank, register, self.config, self._leases)
         except PlanMismatchError as error:
             told = [failed(waiter.peer, waiter.number, error)]
@@ -203,6 +214,8 @@ class Engine:
                 if table.conflict is error and table.rounds.is_waiting():
                     told += self._rounds.fail(table, error)
             return told
+        if isinstance(table, int):
+            return reply(waiter, m.Info({"keys": table}))
         return reply(waiter, m.Registered(table.number, table.next_round(rank)))
 
     def _pull(
@@ -231,7 +244,7 @@ class Engine:
             mode = Mode(hello.mode, hello.staleness, hello.slow_down)
             mode.check()
             if space is None:
-                space = Namespace(hello.namespace, hello.num_workers, mode, self.config.slow_after)
+                space = self._new_namespace(hello, mode)
             elif mode != space.mode:
                 raise ConfigurationError(
                     f"rank {hello.rank} ({hello.address}) wants mode {mode}, the ranks before it {space.mode}; create "
@@ -242,11 +255,12 @@ class Engine:
             if space is not None:
                 space.membership.refuse(hello.rank, f"it was refused: {error}")
             raise
-        self.namespaces[hello.namespace] = space
+        if hello.namespace not in self.namespaces:
+            self.namespaces[hello.namespace] = space
+            space.begin()
         self._sessions.open(token, peer, hello, space)
         if replaced is not None:
-            self._commands.forget(replaced.session)
-            self._sessions.end(
+            self._shut_out(
                 replaced.session,
                 f"rank {hello.rank} was taken over by {hello.address}; if that is another job on the same servers, "
                 "give each its own namespace=…",
@@ -255,6 +269,46 @@ class Engine:
         for table in space.tables.values():
             table.begin_process(hello.rank)
         return m.Welcome(self.config.run, token)
+
+    def _new_namespace(self, hello: m.Hello, mode: Mode) -> Namespace:
+        """A namespace for the first worker that names it. Raises ConfigurationError if there are too many."""
+        if len(self.namespaces) >= self.config.max_namespaces:
+            raise ConfigurationError(
+                f"server {self.config.server} has {len(self.namespaces)} namespaces and accepts up to "
+                f"{self.config.max_namespaces} (--max-namespaces); one ends with its last worker, or when none of its "
+                f"workers was heard from for {self.config.forget_after:g} s (--forget-after)"
+            )
+        config = self.config
+        space = Namespace(hello.namespace, hello.num_workers, mode, config.slow_after, self.budget)
+        self.budget.check(space.least_memory, f"namespace {hello.namespace!r}")
+        return space
+
+    def _forget_if_silent(self, space: Namespace, now: float) -> None:
+        """Free a namespace of which no worker was heard from for so long that none comes back."""
+        silence = space.membership.silence(now)
+        limit = self.config.forget_after if space.has_values else self.config.dead_after
+        if silence <= limit:
+            return
+        _log.warning(
+            "namespace %r is freed: none of its workers was heard from for %.0f s", space.name, silence
+        )
+        for member in space.membership.members.values():
+            self._shut_out(
+                member.session,
+                f"no worker of namespace {space.name!r} was heard from for {silence:.0f} s, so it was freed "
+                "(--forget-after); restart the job from its last saved states",
+            )
+        self._end(space)
+
+    def _end(self, space: Namespace) -> None:
+        """Free a namespace that has no members any more."""
+        del self.namespaces[space.name]
+        space.end()
+
+    def _shut_out(self, session: int, reason: str) -> None:
+        """End a session, whose process is told why when it comes again."""
+        self._commands.forget(session)
+        self._sessions.end(session, reason)
 
     def _session(self, peer: bytes, request: m.Request) -> Session:
         if request.run != self.config.run:
@@ -276,16 +330,15 @@ class Engine:
     def _leave(
         self, space: Namespace, rank: int, leave: m.Leave, session: int, now: float
     ) -> list[m.Outgoing]:
-        self._sessions.end(session, "it has left")
-        self._commands.forget(session)
+        self._shut_out(session, "it has left")
         space.membership.leave(rank, leave.reason, leave.is_clean)
         space.waits.take(lambda wait: wait.rank == rank)
         for table in space.tables.values():
             table.end_process(rank, leave.is_clean)
         if space.membership.is_over():
-            del self.namespaces[space.name]
+            self._end(space)
             return []
-        return self.tick(now)
+        return self._fail_hopeless(now)
 
 
 def _weights(table: Table, rank: int, waiter: Waiter) -> list[m.Outgoing]:

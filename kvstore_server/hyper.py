@@ -9,7 +9,7 @@ factor}, "wd_mult": {…}, "update_on_kvstore": …}; a key without a factor has
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from kvstore_server.errors import ConfigurationError, PlanMismatchError
@@ -25,8 +25,12 @@ class OptimizerBelief:
         self._specs: dict[int, bytes] = {}
         self._built: tuple[bytes, Optimizer] | None = None
 
-    def set(self, rank: int, spec: bytes) -> str | None:
+    def set(
+        self, rank: int, spec: bytes, accept: Callable[[Optimizer], None] = lambda optimizer: None
+    ) -> str | None:
         """Note a rank's belief; return the name of the optimizer that a different one replaces, if any.
+
+        A new one is shown to `accept` first, which may raise.
 
         Raises:
             UnknownNameError: no optimizer of that name is registered here.
@@ -37,7 +41,9 @@ class OptimizerBelief:
             values = unpack_control(spec)
             if not isinstance(values, dict) or "name" not in values:
                 raise ConfigurationError(f"an optimizer travels as a map with a name, got {values!r:.80}")
-            self._built = (spec, create_from_spec(_tuples(values)))
+            built = create_from_spec(_tuples(values))
+            accept(built)
+            self._built = (spec, built)
         self._specs[rank] = spec
         assert self._built is not None
         changed = before is not None and before.spec()["name"] != self._built[1].spec()["name"]

@@ -1,9 +1,11 @@
-"""How much memory this process may use at most."""
+"""How much memory this process may use at most, and what of it a server has promised."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
+
+from kvstore_server.errors import ConfigurationError
 
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
@@ -15,3 +17,35 @@ def memory_limit(cgroup_limit: Path = _CGROUP_LIMIT) -> int:
         return min(total, int(cgroup_limit.read_text()))
     except (OSError, ValueError):  # not in a container, or one without a limit: "max"
         return total
+
+
+class Budget:
+    """The memory that the namespaces of a server may have together.
+
+    Args:
+        limit: In bytes; 0: any amount.
+        server: Index of the server, for messages.
+    """
+
+    def __init__(self, limit: int, server: int) -> None:
+        self.used = 0
+        self._limit = limit
+        self._server = server
+
+    def check(self, nbytes: int, what: str) -> None:
+        """Raise ConfigurationError if there is not so much left."""
+        if self._limit and self.used + nbytes > self._limit:
+            raise ConfigurationError(
+                f"{what} needs about {nbytes} bytes on server {self._server}, which has {self._limit - self.used} left "
+                f"of the {self._limit} that it may use (--max-memory); use more servers, or end jobs that still hold "
+                "memory there"
+            )
+
+    def claim(self, nbytes: int, what: str) -> None:
+        """Promise memory. Raises as `check`."""
+        self.check(nbytes, what)
+        self.used += nbytes
+
+    def give_back(self, nbytes: int) -> None:
+        """What was promised is not needed any more."""
+        self.used -= nbytes

@@ -18,10 +18,13 @@ from kvstore_server.errors import (
     PlanMismatchError,
     ProtocolError,
 )
+from kvstore_server.footprint import KEY, MEMBER, NAMESPACE, footprint
 from kvstore_server.hyper import OptimizerBelief
 from kvstore_server.membership import BarrierWait, Membership
+from kvstore_server.memory import Budget
 from kvstore_server.modes import SYNCHRONOUS, Mode
-from kvstore_server.plan import TensorSpec, check_same, check_specs, make_plan
+from kvstore_server.optimizer import Optimizer
+from kvstore_server.plan import TensorSpec, check_name, check_same, check_specs, make_plan
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.control import unpack_control
 from kvstore_server.row_payload import PACKED_ROWS, RowForm
@@ -48,15 +51,18 @@ class PlaceConfig(Protocol):
     def dead_after(self) -> float: ...
     @property
     def max_table_bytes(self) -> int: ...
-    @property
-    def memory_bytes(self) -> int: ...
 
 
 class Namespace:
     """Members, tables, optimizer and barrier of one name."""
 
     def __init__(
-        self, name: str, num_workers: int, mode: Mode = SYNCHRONOUS, slow_after: float = SLOW_AFTER
+        self,
+        name: str,
+        num_workers: int,
+        mode: Mode = SYNCHRONOUS,
+        slow_after: float = SLOW_AFTER,
+        budget: Budget | None = None,
     ) -> None:
         self.name = name
         self.mode = mode
@@ -71,16 +77,32 @@ class Namespace:
         self._numbers: dict[str, int] = {}
         self._registered_by: dict[str, int] = {}
         self._codecs: dict[bytes, Codec] = {}
+        self._declaring: dict[int, tuple[str, list[TensorSpec]]] = {}
+        """Rank → the table that it declares now, and the keys of it that have come."""
+        self.budget = budget or Budget(0, 0)
+        self._claimed = 0
+        self._footprints: dict[int, int] = {}
+        """Table → what is claimed for it."""
 
-    def register(self, rank: int, register: m.Register, config: PlaceConfig, leases: Leases | None) -> Table:
+    def register(
+        self, rank: int, register: m.Register, config: PlaceConfig, leases: Leases | None
+    ) -> Table | int:
         """Return the table of that name, made now if this rank is the first to name it.
+
+        While keys of it are still to come: how many have.
 
         Raises:
             PlanMismatchError: another rank declared different keys under this name; from then on the table
                 is in conflict.
+            ConfigurationError: it is too large.
         """
-        specs = [TensorSpec(*spec) for spec in register.specs]
         number = self._numbers.get(register.table)
+        if number is not None and register.digest == self.tables[number].plan.digest:
+            self._declaring.pop(rank, None)
+            return self.tables[number]
+        specs = self._declared(rank, register)
+        if isinstance(specs, int):
+            return specs
         if number is not None:
             table = self.tables[number]
             first = self._registered_by[register.table]
@@ -91,18 +113,71 @@ class Namespace:
                 table.conflict = error
                 raise
             return table
+        check_name("a table", register.table)
         check_specs(specs, config.num_servers)
-        _check_size(register.table, specs, config)
+        self._check_size(register.table, specs, config)
         plan = make_plan(specs, config.num_servers, register.whole_keys)
+        workers = self.membership.num_workers
+        needed = footprint(plan, config.server, workers, self.mode, self.optimizer.named)
+        self.claim(needed, f"table {register.table!r}")
         number = len(self.tables)
-        table = Table(
-            number, register.table, plan, config.server, self.membership.num_workers, leases, self.mode
-        )
+        table = Table(number, register.table, plan, config.server, workers, leases, self.mode)
         self._let_note_reads([table])
         self.tables[number] = table
+        self._footprints[number] = needed
         self._numbers[register.table] = number
         self._registered_by[register.table] = rank
         return table
+
+    def _declared(self, rank: int, register: m.Register) -> list[TensorSpec] | int:
+        """All keys of the table that a rank declares, portion by portion; while they are not all here, how many are."""
+        name, specs = self._declaring.pop(rank, ("", []))
+        if name != register.table:
+            specs = []
+        if register.first < 0:
+            raise ProtocolError(f"a declaration begins with key {register.first}")
+        if register.first <= len(specs):
+            total = max(register.total, len(register.specs))
+            self.budget.check(KEY * total, f"declaring {total} keys of table {register.table!r}")
+            specs[register.first :] = [TensorSpec(*spec) for spec in register.specs]
+        if register.first <= len(specs) and len(specs) >= register.total:
+            return specs
+        self._declaring[rank] = (register.table, specs)
+        return len(specs)
+
+    def _check_size(self, table: str, specs: Sequence[TensorSpec], config: PlaceConfig) -> None:
+        """Before the plan is made: it grows with the size that a peer claims."""
+        size = sum(spec.nbytes for spec in specs)
+        if size > config.max_table_bytes:
+            raise ConfigurationError(
+                f"table {table!r} has {size} bytes, server {config.server} accepts tables of up to "
+                f"{config.max_table_bytes} bytes (--max-table-bytes)"
+            )
+        self.budget.check(size // config.num_servers, f"table {table!r}, of {size} bytes on all servers,")
+
+    def claim(self, nbytes: int, what: str) -> None:
+        """Ask for memory, which the namespace has until it ends. Raises ConfigurationError if there is not so much."""
+        self.budget.claim(nbytes, what)
+        self._claimed += nbytes
+
+    @property
+    def least_memory(self) -> int:
+        """Bytes that it needs without any table."""
+        return NAMESPACE + MEMBER * self.membership.num_workers
+
+    def begin(self) -> None:
+        """Claim what it needs without any table."""
+        self.claim(self.least_memory, f"namespace {self.name!r}")
+
+    def end(self) -> None:
+        """Give back what the namespace has claimed."""
+        self.budget.give_back(self._claimed)
+        self._claimed = 0
+
+    @property
+    def has_values(self) -> bool:
+        """Whether there is anything that ending the namespace would lose."""
+        return any(table.is_initialised for table in self.tables.values())
 
     def table(self, number: int) -> Table:
         """The table of that number.
@@ -132,8 +207,12 @@ class Namespace:
         return codec
 
     def set_optimizer(self, rank: int, spec: bytes) -> None:
-        """Note the optimizer that a rank names; another algorithm than before starts with fresh state."""
-        replaced = self.optimizer.set(rank, spec)
+        """Note the optimizer that a rank names; another algorithm than before starts with fresh state.
+
+        Raises:
+            ConfigurationError: its numbers are not valid, or its state needs more memory than there is.
+        """
+        replaced = self.optimizer.set(rank, spec, self._make_room)
         if replaced is not None:
             _log.warning(
                 "namespace %r: the state of optimizer %r is dropped for another one", self.name, replaced
@@ -141,6 +220,17 @@ class Namespace:
             for table in self.tables.values():
                 table.dense.reset_states()
         self._let_note_reads(self.tables.values())
+
+    def _make_room(self, optimizer: Optimizer) -> None:
+        """Claim the memory that the tables need with another optimizer."""
+        workers = self.membership.num_workers
+        needed = {
+            number: footprint(table.plan, table.dense.server, workers, self.mode, optimizer)
+            for number, table in self.tables.items()
+        }
+        more = sum(needed.values()) - sum(self._footprints.values())
+        self.claim(more, f"the state of optimizer {optimizer.registered_name!r} in namespace {self.name!r}")
+        self._footprints = needed
 
     def _let_note_reads(self, tables: Iterable[Table]) -> None:
         """Have tables remember what each rank has read, where the optimizer asks for that."""
@@ -223,21 +313,6 @@ class Namespace:
             "messages_in": self.messages_in,
             "tables": [dict(table.counters()) for table in self.tables.values()],
         }
-
-
-def _check_size(table: str, specs: Sequence[TensorSpec], config: PlaceConfig) -> None:
-    """Before the plan is made and memory is asked for: both grow with the size that a peer claims."""
-    size = sum(spec.nbytes for spec in specs)
-    if size > config.max_table_bytes:
-        raise ConfigurationError(
-            f"table {table!r} has {size} bytes, server {config.server} accepts tables of up to "
-            f"{config.max_table_bytes} bytes (--max-table-bytes)"
-        )
-    if config.memory_bytes and size // config.num_servers > config.memory_bytes:
-        raise ConfigurationError(
-            f"table {table!r} has {size} bytes, about {size // config.num_servers} for each of {config.num_servers} "
-            f"servers, but server {config.server} has {config.memory_bytes} bytes of memory; use more servers"
-        )
 
 
 def _check_same_placement(mine: bool, theirs: bool, first: int, rank: int) -> None:

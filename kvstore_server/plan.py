@@ -35,9 +35,6 @@ from kvstore_server.slicing import (
     row_numel,
 )
 
-MAX_NAME = 1024
-"""Characters that the name of a key may have."""
-
 __all__ = [
     "ALIGNMENT",
     "ITEM_SIZE",
@@ -49,11 +46,15 @@ __all__ = [
     "Segment",
     "Slice",
     "TensorSpec",
+    "check_name",
     "check_same",
     "check_specs",
     "make_plan",
     "row_numel",
 ]
+
+MAX_NAME = 1024
+"""Characters that a name may have: of a key, a table or a namespace."""
 
 
 @dataclass(frozen=True)
@@ -195,9 +196,7 @@ def check_specs(specs: Sequence[TensorSpec], num_servers: int) -> None:
             raise ConfigurationError(f"key {spec.key!r} appears twice; every key must be named once")
         seen.add(spec.key)
         if len(spec.key) > MAX_NAME:
-            raise ConfigurationError(
-                f"key {spec.key[:40]!r}… has a name of {len(spec.key)} characters; one may have {MAX_NAME}"
-            )
+            check_name("a key", spec.key)
         if spec.dtype not in ITEM_SIZE:
             raise ConfigurationError(
                 f"key {spec.key!r} has dtype {spec.dtype}; a store holds {', '.join(ITEM_SIZE)} only"
@@ -206,6 +205,14 @@ def check_specs(specs: Sequence[TensorSpec], num_servers: int) -> None:
             raise ConfigurationError(f"key {spec.key!r} has the impossible shape {spec.shape}")
         if spec.row_sparse:
             _check_rows(spec)
+
+
+def check_name(what: str, name: str) -> None:
+    """Raise ConfigurationError if a name is too long to travel with others."""
+    if len(name) > MAX_NAME:
+        raise ConfigurationError(
+            f"{what} has a name of {len(name)} characters, {name[:40]!r}…; one may have {MAX_NAME}"
+        )
 
 
 def _check_rows(spec: TensorSpec) -> None:

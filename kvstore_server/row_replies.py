@@ -51,7 +51,9 @@ def pulled_parts(table: DenseTable, number: int, version: int, pull: m.PullRows)
     for (index, position, _), some in zip(pull.wanted, torch.split(ids, counts), strict=True):
         rows = _rows_of(table, index, position)
         if len(some) and not 0 <= int(some[0]) <= int(some[-1]) < len(rows):
-            raise ProtocolError(f"a pull names rows {some[0]} to {some[-1]} of the {len(rows)} of slice {index}")
+            raise ProtocolError(
+                f"a pull names rows {some[0]} to {some[-1]} of the {len(rows)} of slice {index}"
+            )
         if not bool((some[1:] > some[:-1]).all()):
             raise ProtocolError(f"a pull names rows of slice {index} twice, or not in ascending order")
         parts.append(m.WeightsPart(number, index, version, rows[some].view(-1), m.VALUES))

@@ -211,6 +211,10 @@ class Optimizer:
     def check_key(self, key: str, shape: Sequence[int], hyper: Mapping[str, Any]) -> None:
         """Raise ConfigurationError, naming the key, if it cannot be updated; most optimizers update any."""
 
+    def mute(self) -> None:
+        """Say nothing in the log; for an optimizer that only tries something out."""
+        self._said_low_precision = True
+
     def warn_of_low_precision(self, dtype: torch.dtype) -> None:
         """Say once, in the log, that updates of half-precision weights without a float32 copy may be lost."""
         if not self._said_low_precision:

@@ -158,7 +158,7 @@ def prepare_to_serve() -> None:
     if not all(issubclass(cls, Optimizer) or is_torchs_own(cls) for cls in _registry.values()):
         importlib.import_module("torch._dynamo")
     method = inspect.unwrap(torch.optim.Optimizer.add_param_group)
-    setattr(method, "__dynamo_disable", method)  # noqa: B010  (where torch._disable_dynamo caches what it made)
+    setattr(method, "__dynamo_disable", method)  # where torch._disable_dynamo keeps what it has made
     create("torch:SGD", lr=0.1)  # a torch that keeps it elsewhere imports its compiler now
 
 

@@ -106,8 +106,8 @@ class Incoming:
         if self._is_fine():
             return decode_request(self._frames)
         raise ProtocolError(
-            f"a message of {self._count} frames and {self._nbytes} bytes is refused: one may have {_MOST_FRAMES} frames, "
-            f"and one that replaces optimizer state {self._max_bytes} bytes (--max-message-bytes) in as many as it needs"
+            f"a message of {self._count} frames and {self._nbytes} bytes is refused: one may have {_MOST_FRAMES} "
+            f"frames, or be optimizer state of up to {self._max_bytes} bytes (--max-message-bytes)"
         )
 
     def _is_fine(self) -> bool:

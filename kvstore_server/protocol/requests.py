@@ -43,13 +43,22 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Register:
-    """Declares a table: its keys, from which both sides derive the same Plan."""
+    """Declares a table: its keys, from which both sides derive the same Plan.
+
+    Answered by Registered; or, while the server needs more keys, by Info with the number of "keys" that it has.
+    """
 
     table: str
     specs: tuple[tuple[str, tuple[int, ...], str, int, bool], ...]
-    """(key, shape, dtype, group, is row-sparse) of each key."""
+    """(key, shape, dtype, group, is row-sparse) of each key, or of a portion of them."""
     whole_keys: bool
     """Whether every key lies whole on one server."""
+    first: int = 0
+    """The index of the first of these keys in the table."""
+    total: int = -1
+    """How many keys the table has; -1: these."""
+    digest: str = ""
+    """The plan's; a server that has the table with this one needs no keys."""
 
 
 class Push(NamedTuple):

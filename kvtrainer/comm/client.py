@@ -9,6 +9,7 @@ from kvstore_server.errors import ConfigurationError, describe
 from kvstore_server.optimizer import KeyState, SliceState
 from kvstore_server.plan import Plan, Slice, TensorSpec, make_plan
 from kvstore_server.protocol import messages as m
+from kvstore_server.protocol.buffers import KEYS_PER_MESSAGE, MAX_PAYLOAD
 from kvstore_server.protocol.control import pack_control
 from kvstore_server.state_blob import pack_key_state, pack_state, unpack_key_state, unpack_state
 from kvstore_server.tracing import Event, Trace, events_of
@@ -75,11 +76,10 @@ class Client:
 
     def _register(self, requests: Sequence[tuple[int, RemoteTable]]) -> None:
         """Declare (server, table) pairs in one go: asking for a thousand keys one after the other takes long."""
-        bodies = [
-            (server, m.Register(table.name, _wire_specs(table.plan), table.plan.whole_keys))
-            for server, table in requests
-        ]
+        bodies = [(server, _declaration(table, 0)) for server, table in requests]
         for (server, table), reply in zip(requests, self._session.call_all(bodies), strict=True):
+            while isinstance(reply, m.Info):
+                reply = self._session.call(server, _declaration(table, int(reply.values["keys"])))
             assert isinstance(reply, m.Registered)
             is_known = len(table.numbers) > 0
             goes_on = reply.next_round > 0
@@ -219,5 +219,14 @@ def _server_of(plan: Plan, key: int) -> int:
     return next(piece.server for piece in plan.slices if any(s.key == key for s in piece.segments))
 
 
-def _wire_specs(plan: Plan) -> tuple[tuple[str, tuple[int, ...], str, int, bool], ...]:
-    return tuple((s.key, tuple(s.shape), s.dtype, s.group, s.row_sparse) for s in plan.specs)
+def _declaration(table: RemoteTable, first: int) -> m.Register:
+    """Declare a table by its keys from one on, as many as fit into a message."""
+    plan = table.plan
+    specs: list[tuple[str, tuple[int, ...], str, int, bool]] = []
+    nbytes = 0
+    for s in plan.specs[first : first + KEYS_PER_MESSAGE]:
+        nbytes += 4 * len(s.key) + 9 * len(s.shape) + 32
+        if specs and nbytes > MAX_PAYLOAD:
+            break
+        specs.append((s.key, tuple(s.shape), s.dtype, s.group, s.row_sparse))
+    return m.Register(table.name, tuple(specs), plan.whole_keys, first, len(plan.specs), plan.digest)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 import struct
+import weakref
 from typing import Any
 
 import msgpack
@@ -14,7 +15,7 @@ import torch
 from kvstore_server.errors import ProtocolError, VersionMismatchError
 from kvstore_server.protocol import frames as f
 from kvstore_server.protocol import messages as m
-from kvstore_server.protocol.buffers import MAX_FRAME
+from kvstore_server.protocol.buffers import MAX_FRAME, MAX_PAYLOAD
 
 REQUESTS: list[Any] = [
     m.Hello("job", 1, 3, 0, 2, "AVX512", "host:17", bytes(16), (b"a" * 16, b"b" * 16)),
@@ -119,8 +120,70 @@ def test_no_frame_of_a_large_state_exceeds_the_limit() -> None:
 
 def test_a_control_message_that_no_frame_can_hold_is_refused_before_it_is_sent() -> None:
     specs = tuple((f"{'very' * 20}_long_name_{i}", (1,), "float32", 0, False) for i in range(20_000))
-    with pytest.raises(ProtocolError, match=r"Register message would have .* fewer keys"):
+    with pytest.raises(
+        ProtocolError, match=r"Register message would have a frame of \d+ bytes, more than the \d+"
+    ):
         f.encode_request(m.Request(1, 2, 3, m.Register("w", specs, False)))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        m.CommitBatch((m.Commit(0, 0, ((0, 0),) * 80_000, None, True, 1.0),)),
+        m.CommitBatch((), bytes(MAX_FRAME)),
+        m.PushBatch(tuple(m.Push(i, 0, 0, 0, b"abcd") for i in range(30_000))),
+        m.Command(7, bytes(MAX_FRAME)),
+        m.SetOptimizer(bytes(MAX_FRAME)),
+        m.Leave("so" * MAX_FRAME, False),
+    ],
+)
+def test_no_message_of_any_kind_leaves_with_a_frame_that_the_other_side_would_not_take(body: Any) -> None:
+    with pytest.raises(ProtocolError, match=f"{type(body).__name__} message would have a frame of"):
+        f.encode_request(m.Request(1, 2, 3, body))
+
+
+class Piece:
+    """A frame of which one can know whether somebody holds on to it."""
+
+    def __init__(self, data: bytes) -> None:
+        self.buffer = data
+
+
+@pytest.mark.parametrize(
+    ("head", "more", "told"),
+    [
+        (m.Pull((0,)), [b"\0" * 1000] * 1500, "a message of 1502 frames and 15000"),
+        (m.State(0, 0, False, {}, b""), [b"\0"] * 100, "a message of 102 frames"),
+        (
+            m.State(0, 0, False, {}, b""),
+            [bytes(MAX_PAYLOAD)] * 9,
+            r"up to 8388608 bytes \(--max-message-bytes\)",
+        ),
+    ],
+)
+def test_nothing_is_kept_of_a_message_with_too_many_frames_or_bytes(
+    head: Any, more: list[bytes], told: str
+) -> None:
+    incoming = f.Incoming(b"peer", 8 * MAX_PAYLOAD)
+    for frame in f.encode_request(m.Request(1, 2, 3, head)):
+        incoming.take(frame)
+    held = []
+    for data in more:
+        piece = Piece(data)
+        held.append(weakref.ref(piece))
+        incoming.take(piece)
+    del piece
+    assert [ref() for ref in held if ref() is not None] == []
+    with pytest.raises(ProtocolError, match=told):
+        incoming.request()
+
+
+def test_a_state_within_the_limit_is_taken_whole() -> None:
+    state = m.State(3, 1, True, {"a": 1}, random.Random(0).randbytes(5 * MAX_PAYLOAD + 17))
+    incoming = f.Incoming(b"peer", 6 * MAX_PAYLOAD)
+    for frame in f.encode_request(m.Request(1, 2, 3, state)):
+        incoming.take(frame)
+    assert incoming.request() == m.Request(1, 2, 3, state)
 
 
 def test_another_version_is_named_with_our_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,7 +221,7 @@ def hello(**wrong: Any) -> bytes:
 
 
 def register(spec: list[Any]) -> bytes:
-    return bytes(msgpack.packb(["w", [spec], False]))
+    return bytes(msgpack.packb(["w", [spec], False, 0, -1, ""]))
 
 
 def commit(flags: int = 0, slices: int = 0, timeout: float = 1.0, hold: float = 0.0) -> list[bytes]:

@@ -2,46 +2,276 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import struct
+import weakref
 from pathlib import Path
 
 import pytest
+import torch
 
 from kvstore_server.admission import EngineConfig
 from kvstore_server.engine import Engine
-from kvstore_server.errors import ConfigurationError
+from kvstore_server.errors import ConfigurationError, FencedError, ProtocolError
 from kvstore_server.memory import memory_limit
+from kvstore_server.optimizer import create
+from kvstore_server.plan import TensorSpec, make_plan
 from kvstore_server.protocol import messages as m
+from kvstore_server.protocol.control import pack_control
 
 
-def registered(config: EngineConfig, numel: int) -> m.ReplyBody:
-    engine = Engine(config)
-    hello = m.Hello("job", 0, 1, 0, config.num_servers, "", "host:1", b"", (b"peer",))
-    [welcome] = engine.handle(b"peer", m.Request(0, 0, 1, hello), 0.0)
-    assert isinstance(welcome.reply.body, m.Welcome)
-    register = m.Register("big", (("big", (numel,), "float32", 0, False),), False)
-    request = m.Request(welcome.reply.body.run, welcome.reply.body.session, 2, register)
-    [answer] = engine.handle(b"peer", request, 0.0)
-    return answer.reply.body
+class Peer:
+    """One worker of a job of its own, in an engine without sockets."""
+
+    def __init__(
+        self, engine: Engine, namespace: str = "job", num_workers: int = 1, now: float = 0.0
+    ) -> None:
+        self._engine = engine
+        self._number = 0
+        self._run = self._session = 0
+        self.now = now
+        hello = m.Hello(namespace, 0, num_workers, 0, engine.config.num_servers, "", "host:1", bytes(16), (b"peer",))
+        self.answer = self.ask(hello)
+        if isinstance(self.answer, m.Welcome):
+            self._run, self._session = self.answer.run, self.answer.session
+
+    def ask(self, body: m.RequestBody) -> m.ReplyBody:
+        """The only answer."""
+        [answer] = self.ask_all(body)
+        return answer
+
+    def ask_all(self, body: m.RequestBody) -> list[m.ReplyBody]:
+        self._number += 1
+        request = m.Request(self._run, self._session, self._number, body)
+        return [out.reply.body for out in self._engine.handle(b"peer", request, self.now)]
+
+    def register(self, name: str, numel: int) -> m.ReplyBody:
+        return self.ask(m.Register(name, ((name, (numel,), "float32", 0, False),), False))
+
+    def initialise(self, name: str, numel: int) -> None:
+        """Declare a table of one slice, and give it values."""
+        table = self.register(name, numel)
+        assert isinstance(table, m.Registered)
+        self.ask_all(m.PushBatch((m.Push(table.table, 0, 0, 0, torch.zeros(numel)),)))
+        self.ask(m.CommitBatch((m.Commit(table.table, 0, ((0, 0),), None, False, 1.0),)))
+
+
+def refused(answer: m.ReplyBody, kind: type[Exception] = ConfigurationError) -> str:
+    """What a refusal says."""
+    assert isinstance(answer, m.Failed)
+    assert answer.code == kind.__name__
+    return answer.text
+
+
+def optimizer(name: str, **options: float) -> m.SetOptimizer:
+    return m.SetOptimizer(pack_control(create(name, **options).spec()))
+
+
+MIB = 1 << 20
 
 
 def test_a_table_that_does_not_fit_into_memory_is_refused_at_once() -> None:
-    answer = registered(EngineConfig(num_servers=2, memory_bytes=1 << 30), 1 << 36)
-    assert isinstance(answer, m.Failed)
-    assert answer.code == ConfigurationError.__name__
+    answer = Peer(Engine(EngineConfig(num_servers=2, max_memory=1 << 30))).register("big", 1 << 36)
+    told = refused(answer)
     assert (
-        "about 137438953472 for each of 2 servers, but server 0 has 1073741824 bytes of memory" in answer.text
+        "table 'big', of 274877906944 bytes on all servers, needs about 137438953472 bytes on server 0"
+        in told
     )
+    assert "of the 1073741824 that it may use (--max-memory)" in told
 
 
 def test_a_table_above_the_limit_is_refused_with_the_flag_that_raises_it() -> None:
-    answer = registered(EngineConfig(max_table_bytes=1 << 20), 1 << 19)
-    assert isinstance(answer, m.Failed)
-    assert "accepts tables of up to 1048576 bytes (--max-table-bytes)" in answer.text
+    answer = Peer(Engine(EngineConfig(max_table_bytes=1 << 20))).register("big", 1 << 19)
+    assert "accepts tables of up to 1048576 bytes (--max-table-bytes)" in refused(answer)
 
 
 def test_a_table_that_fits_is_taken() -> None:
-    assert isinstance(registered(EngineConfig(memory_bytes=1 << 20), 1 << 10), m.Registered)
+    assert isinstance(Peer(Engine(EngineConfig(max_memory=1 << 20))).register("w", 1 << 10), m.Registered)
+
+
+def test_the_tables_of_all_jobs_together_have_the_memory_of_one_server() -> None:
+    # Each has 4 MiB of weights and a sum of as many.
+    engine = Engine(EngineConfig(max_memory=20 * MIB))
+    first, second = Peer(engine, "first"), Peer(engine, "second")
+    assert isinstance(first.register("a", MIB), m.Registered)
+    assert isinstance(second.register("b", MIB), m.Registered)
+    assert "(--max-memory)" in refused(second.register("c", MIB))
+    assert isinstance(second.register("d", 1000), m.Registered)
+
+
+@pytest.mark.parametrize("ends", ["leaves", "is not heard from"])
+def test_a_job_that_ends_gives_its_memory_back(ends: str) -> None:
+    engine = Engine(EngineConfig(max_memory=12 * MIB, forget_after=100.0, dead_after=5.0))
+    before = engine.budget.used
+    first, second = Peer(engine, "first"), Peer(engine, "second")
+    first.register("a", MIB)
+    space = weakref.ref(engine.namespaces["first"])
+    gc.disable()
+    try:
+        if ends == "leaves":
+            first.ask_all(m.Leave("done", True))
+        else:
+            second.now = 6.0
+            second.ask(m.Heartbeat())
+            engine.tick(6.0)
+        assert space() is None  # at once, and not when the next full collection comes
+    finally:
+        gc.enable()
+    assert isinstance(second.register("b", MIB), m.Registered)
+    second.ask_all(m.Leave("done", True))
+    assert engine.budget.used == before
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "copies"),
+    [
+        ("sgd", {}, 0),
+        ("sgd", {"momentum": 0.9}, 1),
+        ("adam", {}, 2),
+        ("lamb", {}, 2),
+        ("torch:SGD", {"lr": 0.1}, 0),
+        ("torch:AdamW", {"amsgrad": True}, 3),
+    ],
+)
+def test_the_state_of_an_optimizer_counts_when_it_is_named(
+    name: str, options: dict[str, float], copies: int
+) -> None:
+    engine = Engine(EngineConfig(max_memory=1 << 30))
+    peer = Peer(engine)
+    peer.register("a", 10 * MIB)
+    before = engine.budget.used
+    assert isinstance(peer.ask(optimizer(name, **options)), m.Info)
+    assert (engine.budget.used - before) / (40 * MIB) == pytest.approx(copies, abs=0.01)
+    before = engine.budget.used
+    peer.register("b", 10 * MIB)
+    assert (engine.budget.used - before) / (40 * MIB) == pytest.approx(2 + copies, abs=0.01)
+
+
+def test_an_optimizer_whose_state_does_not_fit_is_refused_and_the_former_one_stays() -> None:
+    engine = Engine(EngineConfig(max_memory=14 * MIB))
+    peer = Peer(engine)
+    peer.register("a", MIB)
+    peer.ask(optimizer("sgd", momentum=0.9))
+    used = engine.budget.used
+    assert "the state of optimizer 'adam' in namespace 'job' needs about" in refused(
+        peer.ask(optimizer("adam"))
+    )
+    named = engine.namespaces["job"].optimizer.named
+    assert named is not None
+    assert named.registered_name == "sgd"
+    assert engine.budget.used == used
+
+
+def test_there_are_so_many_namespaces_and_no_more() -> None:
+    engine = Engine(EngineConfig(max_namespaces=3))
+    peers = [Peer(engine, str(i)) for i in range(4)]
+    assert [type(peer.answer) for peer in peers] == [m.Welcome] * 3 + [m.Failed]
+    told = refused(peers[3].answer)
+    assert "server 0 has 3 namespaces and accepts up to 3 (--max-namespaces)" in told
+    assert isinstance(Peer(engine, "1").answer, m.Welcome)  # a worker of a job that is here
+    peers[2].ask_all(m.Leave("done", True))
+    assert isinstance(Peer(engine, "3").answer, m.Welcome)
+
+
+def test_weights_outlive_their_workers_for_a_long_time_and_nothing_else_does() -> None:
+    engine = Engine(EngineConfig(dead_after=5.0, forget_after=1000.0))
+    with_values, without = Peer(engine, "with"), Peer(engine, "without")
+    with_values.initialise("w", 10)
+    without.register("w", 10)
+    engine.tick(4.0)
+    assert set(engine.namespaces) == {"with", "without"}
+    engine.tick(6.0)
+    assert set(engine.namespaces) == {"with"}
+    engine.tick(999.0)
+    assert set(engine.namespaces) == {"with"}
+    engine.tick(1001.0)
+    assert set(engine.namespaces) == set()
+    told = refused(with_values.ask(m.Heartbeat()), FencedError)
+    assert "no worker of namespace 'with' was heard from for 1001 s, so it was freed (--forget-after)" in told
+
+
+def test_one_worker_that_is_heard_keeps_the_weights_of_all() -> None:
+    engine = Engine(EngineConfig(dead_after=5.0, forget_after=20.0))
+    peer = Peer(engine)
+    peer.initialise("w", 10)
+    for now in range(0, 100, 10):
+        peer.now = now
+        peer.ask(m.Heartbeat())
+        engine.tick(now)
+    assert set(engine.namespaces) == {"job"}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        m.Pull(tuple(range(100))),
+        m.PullRows(0, tuple((i, 0, 0) for i in range(100)), b"", 1.0),
+        m.PushBatch((m.Push(0, 0, 0, 0, torch.zeros(4)),) * 100),
+        m.CommitBatch(tuple(m.Commit(i, 0, (), None, True, 1.0) for i in range(100))),
+        m.Register("v", tuple((str(i), (1,), "float32", 0, False) for i in range(100)), False),
+    ],
+)
+def test_a_message_that_names_too_much_is_refused_with_the_number_and_the_flag(body: m.RequestBody) -> None:
+    peer = Peer(Engine(EngineConfig(max_message_keys=99)))
+    peer.register("w", 4)
+    told = refused(peer.ask(body), ProtocolError)
+    assert (
+        "names 100 keys, slices or tables, server 0 accepts up to 99 in one message (--max-message-keys)"
+        in told
+    )
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        m.Pull((0,) * 50),
+        m.PullRows(0, ((0, 0, 1), (0, 0, 1)), struct.pack("<2i", 0, 0), 1.0),
+        m.PullRows(0, ((0, 0, 2),), struct.pack("<2i", 3, 3), 1.0),
+        m.CommitBatch((m.Commit(0, 0, ((0, 0),), None, True, 1.0),) * 2),
+    ],
+)
+def test_what_is_named_twice_is_answered_with_an_error_alone(body: m.RequestBody) -> None:
+    peer = Peer(Engine(EngineConfig()))
+    peer.initialise("w", 4)
+    assert "twice" in refused(peer.ask(body), ProtocolError)
+
+
+def test_keys_come_in_portions_of_which_each_may_come_again_or_get_lost() -> None:
+    engine = Engine(EngineConfig(max_message_keys=4))
+    peer = Peer(engine)
+    specs = tuple((f"key{i}", (i + 1,), "float32", 0, False) for i in range(10))
+    plan = make_plan([TensorSpec(*spec) for spec in specs], 1)
+
+    def portion(first: int, total: int = 10) -> m.ReplyBody:
+        return peer.ask(m.Register("w", specs[first : first + 4], False, first, total, plan.digest))
+
+    assert portion(4) == m.Info({"keys": 0})  # the first one got lost
+    assert [portion(0), portion(0), portion(8), portion(4)] == [
+        m.Info({"keys": keys}) for keys in (4, 4, 4, 8)
+    ]
+    assert portion(8) == m.Registered(0, 0)
+    assert portion(8) == m.Registered(0, 0)
+    assert engine.namespaces["job"].tables[0].plan == plan
+
+
+def test_no_more_keys_are_collected_than_there_is_memory_for() -> None:
+    peer = Peer(Engine(EngineConfig(max_memory=1 << 20)))
+    answer = peer.ask(m.Register("w", (("a", (1,), "float32", 0, False),), False, 0, 1 << 40))
+    assert "declaring 1099511627776 keys of table 'w' needs about" in refused(answer)
+
+
+@pytest.mark.parametrize("where", ["key", "table", "namespace"])
+def test_a_name_that_is_too_long_is_refused(where: str) -> None:
+    long = "n" * 1025
+    peer = Peer(Engine(EngineConfig()), long if where == "namespace" else "job")
+    spec = (long if where == "key" else "k", (1,), "float32", 0, False)
+    answer = (
+        peer.answer
+        if where == "namespace"
+        else peer.ask(m.Register(long if where == "table" else "t", (spec,), False))
+    )
+    assert f"a {where} has a name of 1025 characters" in refused(answer)
 
 
 @pytest.mark.parametrize(("content", "is_bound"), [("1000\n", True), ("max\n", False), (None, False)])
