@@ -7,7 +7,7 @@ from typing import Any
 
 from kvstore_server.errors import ConfigurationError, describe
 from kvstore_server.optimizer import KeyState, SliceState
-from kvstore_server.plan import Plan, Slice, TensorSpec, make_plan
+from kvstore_server.plan import Plan, Slice, TensorSpec, check_name, make_plan
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.buffers import KEYS_PER_MESSAGE, MAX_PAYLOAD
 from kvstore_server.protocol.control import pack_control
@@ -72,6 +72,7 @@ class Client:
         if known is not None:
             state = "is registered already" if known.is_initialised else "could not be initialised before"
             raise ConfigurationError(f"table {name!r} {state}; restart the job, or give another namespace=…")
+        check_name("a table", name)
         return RemoteTable(name, make_plan(specs, self.num_servers, whole_keys), {})
 
     def _register(self, requests: Sequence[tuple[int, RemoteTable]]) -> None:

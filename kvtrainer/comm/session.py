@@ -19,6 +19,7 @@ from kvstore_server.errors import (
     ServerUnreachableError,
     from_wire,
 )
+from kvstore_server.plan import check_name
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.requests import SECRET_BYTES
 from kvstore_server.slow import SlowReports
@@ -71,8 +72,10 @@ class Session:
 
         Raises:
             ConnectTimeoutError: a server did not answer.
+            ConfigurationError: the namespace has too long a name.
             KVStoreError: a server refused this worker.
         """
+        check_name("a namespace", self.options.namespace)
         refusals: list[KVStoreError] = []
         for server in range(self.num_servers):
             try:

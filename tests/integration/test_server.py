@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import signal
 import socket
+import struct
 import sys
 import threading
 import time
@@ -20,6 +21,7 @@ from kvstore_server.cli import build_parser, main
 from kvstore_server.cpu import capability
 from kvstore_server.optimizer.registry import create, known
 from kvstore_server.protocol import messages as m
+from kvstore_server.protocol.control import pack_control
 from kvstore_server.protocol.frames import decode_reply, encode_request
 from kvstore_server.server import Server, ServerOptions
 from kvstore_server.tcp import routing_id
@@ -36,6 +38,7 @@ from tests.support.processes import (
     round_of,
     together,
 )
+from tests.support.reachable import resident_bytes
 
 
 @pytest.fixture
@@ -257,6 +260,35 @@ def test_a_reply_larger_than_the_backlog_limit_still_reaches_a_worker_that_reads
         assert out.unique().tolist() == [1.0]
 
 
+def test_a_long_answer_goes_out_in_portions_of_one_version_while_others_are_served(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvstore_server.server._PORTION", 1)  # a message in each turn
+    with _Served(ServerOptions()) as served, _Reader(served.server.endpoint) as reader:
+        # Asked for at the same time: all weights before an update, and the update.
+        turns = served.turns
+        parts = reader.weights_while_they_change(64)
+        assert {part.version for part in parts} == {0}
+        assert {bytes(part.payload[:4]) for part in parts} == {bytes(4)}
+        assert len(parts) == 64
+        assert served.turns - turns >= 64
+
+
+def test_the_memory_of_a_table_is_occupied_when_its_weights_come_and_is_given_back_at_the_end(
+    processes: Processes,
+) -> None:
+    [server] = processes.servers(1)
+    with _Reader(server.address) as reader:
+        before = resident_bytes(server.pid)
+        reader.declare(256)
+        assert resident_bytes(server.pid) - before < 32 << 20
+    with _Reader(server.address) as reader:
+        reader.initialise(256)
+        assert resident_bytes(server.pid) - before > 256 << 20
+        reader.leave()
+        assert eventually(lambda: resident_bytes(server.pid) - before < 32 << 20)
+
+
 def test_a_server_that_stood_still_does_not_blame_the_workers() -> None:
     offset = 0.0
     config = EngineConfig(dead_after=LIMIT, capability=capability())
@@ -294,6 +326,14 @@ class _Served:
     def __init__(self, options: ServerOptions) -> None:
         self.server = Server(EngineConfig(capability=capability()), options)
         self.handled = 0
+        self.turns = 0
+        retry = self.server._retry_backlog
+
+        def turning() -> None:
+            self.turns += 1
+            retry()
+
+        self.server._retry_backlog = turning  # type: ignore[method-assign]
         handle = self.server.engine.handle
 
         def counting(*arguments: Any) -> list[m.Outgoing]:
@@ -319,7 +359,7 @@ class _Served:
 
 
 class _Reader:
-    """A worker, alone in its job, that asks for more than it ever reads."""
+    """A worker, alone in its job, that reads only what it is told to."""
 
     def __init__(self, address: str) -> None:
         self._context = zmq.Context()
@@ -330,25 +370,62 @@ class _Reader:
         self._socket.setsockopt(zmq.RCVBUF, 4096)
         self._socket.connect(address)
 
-    def pull_without_reading(self, nbytes: int) -> None:
-        hello = self._ask(
-            m.Request(
-                0, 0, 1, m.Hello(new_name(), 0, 1, 0, 1, capability(), "here:1", bytes(16), (self._own,))
-            )
-        )
-        assert isinstance(hello, m.Welcome)
-        run, session = hello.run, hello.session
-        specs = tuple((str(i), (1 << 18,), "float32", 0, False) for i in range(nbytes >> 20))
-        table = self._ask(m.Request(run, session, 2, m.Register("w", specs, False)))
+    def declare(self, slices: int, mode: str = "sync") -> None:
+        """Say hello and declare keys of 1 MiB."""
+        hello = m.Hello(new_name(), 0, 1, 0, 1, capability(), "here:1", bytes(16), (self._own,), mode)
+        welcome = self._ask(m.Request(0, 0, 1, hello))
+        assert isinstance(welcome, m.Welcome)
+        self._place = welcome.run, welcome.session
+        specs = tuple((str(i), (1 << 18,), "float32", 0, False) for i in range(slices))
+        table = self._ask(m.Request(*self._place, 2, m.Register("w", specs, False)))
         assert isinstance(table, m.Registered)
-        for i in range(nbytes >> 20):
-            push = m.Push(table.table, i, 0, 0, bytes(1 << 20))
-            self._socket.send_multipart(encode_request(m.Request(run, session, 3, m.PushBatch((push,)))))
-        manifest = tuple((i, 0) for i in range(nbytes >> 20))
-        commit = m.CommitBatch((m.Commit(table.table, 0, manifest, None, True, LIMIT),))
-        self._frames = encode_request(m.Request(run, session, 4, commit))
-        self.repeat()
+        self._table = table.table
+
+    def initialise(self, slices: int, mode: str = "sync") -> None:
+        """Declare keys, and give them values."""
+        self.declare(slices, mode)
+        self._send_round(slices, 0, 3, 0.0, want_weights=False)
+        assert self._socket.poll(LIMIT * 1000), "the round did not end"
+        self._socket.recv_multipart()
+
+    def weights_while_they_change(self, slices: int) -> list[m.WeightsPart]:
+        """What a pull gives beside which the weights change."""
+        self.initialise(slices, "async")
+        optimizer = m.SetOptimizer(pack_control(create("sgd", learning_rate=1.0).spec()))
+        assert isinstance(self._ask(m.Request(*self._place, 4, optimizer)), m.Info)
+        self._socket.send_multipart(encode_request(m.Request(*self._place, 5, m.Pull((self._table,)))))
+        self._send_round(slices, 1, 6, 1.0, want_weights=False)
+        parts: list[m.WeightsPart] = []
+        while True:
+            assert self._socket.poll(LIMIT * 1000), "the answer did not come"
+            reply = decode_reply(self._socket.recv_multipart())
+            if reply.number == 6:
+                assert isinstance(reply.body, m.Done)
+                return parts
+            assert isinstance(reply.body, m.Weights)
+            parts += reply.body.parts
+
+    def pull_without_reading(self, nbytes: int) -> None:
+        self.declare(nbytes >> 20)
+        self._frames = self._send_round(nbytes >> 20, 0, 3, 0.0, want_weights=True)
         assert self._socket.poll(LIMIT * 1000), "no weights came"
+
+    def leave(self) -> None:
+        self._socket.send_multipart(encode_request(m.Request(*self._place, 9, m.Leave("done", True))))
+
+    def _send_round(
+        self, slices: int, round_: int, number: int, value: float, want_weights: bool
+    ) -> list[Any]:
+        """Push all slices and commit them; the frames of the commit."""
+        payload = struct.pack("<f", value) * (1 << 18)
+        for i in range(slices):
+            push = m.PushBatch((m.Push(self._table, i, round_, 0, payload),))
+            self._socket.send_multipart(encode_request(m.Request(*self._place, number, push)))
+        manifest = tuple((i, 0) for i in range(slices))
+        commit = m.CommitBatch((m.Commit(self._table, round_, manifest, None, want_weights, LIMIT),))
+        frames = encode_request(m.Request(*self._place, number, commit))
+        self._socket.send_multipart(frames)
+        return frames
 
     def repeat(self) -> None:
         """Ask for the same weights, under the same number."""

@@ -8,7 +8,10 @@ from torch import Tensor
 
 from kvstore_server.codec import make_codec
 from kvstore_server.plan import TensorSpec, make_plan
+from kvstore_server.protocol import messages as m
+from kvstore_server.protocol.buffers import KEYS_PER_MESSAGE
 from kvstore_server.protocol.control import unpack_control
+from kvstore_server.protocol.frames import encode_request
 from kvtrainer.comm.compressor import Compressor
 from kvtrainer.comm.pushes import encode, push_batches
 from kvtrainer.comm.tickets import RemoteTable, RoundItem
@@ -78,3 +81,12 @@ def test_one_gradient_that_is_not_finite_stops_all_tables_of_the_exchange() -> N
 def residual(one: RoundItem) -> dict[int, Tensor]:
     assert one.table.compressor is not None
     return one.table.compressor.residuals()
+
+
+def test_very_many_small_slices_travel_in_messages_that_servers_take() -> None:
+    one = item("a", numel=1)
+    work = [(one, one.sent_slices(0))] * (2 * KEYS_PER_MESSAGE + 1)
+    batches = list(push_batches(work, {}, 0))
+    assert [len(batch.pushes) for batch in batches] == [KEYS_PER_MESSAGE, KEYS_PER_MESSAGE, 1]
+    for batch in batches:
+        encode_request(m.Request(1, 2, 3, batch))

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvstore_server.plan import TensorSpec, make_plan
 from kvstore_server.protocol import messages as m
+from kvstore_server.protocol.buffers import KEYS_PER_MESSAGE
 from kvtrainer.comm.rounds import Rounds
 from kvtrainer.comm.tickets import RemoteTable, RoundItem
 from kvtrainer.errors import (
@@ -281,3 +282,26 @@ def _aborting(bench: Bench) -> Callable[[int, m.Request], Iterable[m.ReplyBody] 
         return bench._answer(server, request)
 
     return answer
+
+
+def test_many_tables_are_read_in_several_messages_and_only_what_is_missing_is_asked_for_again() -> None:
+    servers = Scripted()
+    plan = make_plan([TensorSpec("k", (1,), "float32")], 1)
+    tables = [RemoteTable(str(i), plan, {0: i}, round=1) for i in range(3000)]
+    outs = [torch.zeros(16) for _ in tables]
+    lost = {7, 2999}
+
+    def answer(server: int, request: m.Request) -> list[m.ReplyBody]:
+        assert isinstance(request.body, m.Pull)
+        came = [table for table in request.body.tables if table not in lost]
+        lost.clear()
+        return [m.Weights(tuple(m.WeightsPart(t, 0, 5, torch.tensor([float(t)])) for t in came))]
+
+    session = servers.session()
+    servers.answer = answer
+    Rounds(session).pull([(table, {"float32": out}) for table, out in zip(tables, outs, strict=True)])
+    assert [int(out[0]) for out in outs] == list(range(3000))
+    *first, again = [body.tables for body in servers.bodies(m.Pull)]  # type: ignore[attr-defined]
+    assert [number for numbers in first for number in numbers] == list(range(3000))
+    assert max(map(len, first)) <= KEYS_PER_MESSAGE
+    assert again == (7,)

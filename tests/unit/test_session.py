@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import time
+from typing import Any
+
 import pytest
 
+from kvstore_server.admission import EngineConfig
+from kvstore_server.engine import Engine
+from kvstore_server.plan import TensorSpec
 from kvstore_server.protocol import messages as m
+from kvstore_server.protocol.buffers import KEYS_PER_MESSAGE, MAX_FRAME
+from kvstore_server.protocol.frames import encode_request
+from kvtrainer.comm.client import Client
+from kvtrainer.comm.loopback import Loopback
 from kvtrainer.comm.session import REPEAT_AFTER, Session
 from kvtrainer.comm.transport import SessionOptions
 from kvtrainer.errors import (
@@ -260,3 +270,63 @@ def test_closing_says_goodbye_once_to_every_server_and_refuses_later_requests() 
     assert servers.is_closed
     with pytest.raises(KVStoreError, match="closed; create a new one"):
         session.call(0, m.Stats())
+
+
+def test_a_table_of_very_many_keys_is_declared_in_portions_and_by_the_next_worker_at_a_glance() -> None:
+    engine = Engine(EngineConfig())
+    specs = [TensorSpec(f"layer.{i}.weight", (2,), "float32") for i in range(2 * KEYS_PER_MESSAGE + 1)]
+    sent: list[int] = []
+    for rank in range(2):
+        transport = Loopback([engine], time.monotonic, b"%d" % rank)
+        client = Client(transport, SessionOptions("job", rank, 2), time.monotonic)
+        client.connect()
+        send = transport.send
+
+        def counting(server: int, request: m.Request, priority: int = 0, send: Any = send) -> None:
+            if isinstance(request.body, m.Register):
+                sent.append(len(request.body.specs))
+                encode_request(request)
+            send(server, request, priority)
+
+        transport.send = counting  # type: ignore[method-assign]
+        [table] = client.register({"w": specs})
+        assert table.numbers == {0: 0}
+    assert sent == [KEYS_PER_MESSAGE, KEYS_PER_MESSAGE, 1, KEYS_PER_MESSAGE]
+
+
+def test_a_table_with_very_long_names_is_declared_in_messages_that_servers_take() -> None:
+    specs = [TensorSpec(f"{i:01024d}", (2,), "float32") for i in range(1500)]
+    transport = Loopback([Engine(EngineConfig())], time.monotonic)
+    send = transport.send
+    sizes: list[int] = []
+
+    def encoding(server: int, request: m.Request, priority: int = 0) -> None:
+        sizes.append(sum(map(len, encode_request(request))))
+        send(server, request, priority)
+
+    transport.send = encoding  # type: ignore[method-assign]
+    client = Client(transport, SessionOptions("job", 0, 1), time.monotonic)
+    client.connect()
+    client.register({"w": specs})
+    assert sum(sizes) > MAX_FRAME
+
+
+def test_a_namespace_with_a_name_that_is_too_long_is_refused_before_anything_is_sent() -> None:
+    servers = Scripted()
+    session = Session(servers, SessionOptions("n" * 1025, 0, 1), servers.clock)
+    with pytest.raises(ConfigurationError, match="a namespace has a name of 1025 characters"):
+        session.connect()
+    assert servers.sent == []
+
+
+@pytest.mark.parametrize(("table", "key"), [("w", "k" * 70_000), ("w" * 70_000, "k")])
+def test_a_key_or_table_with_a_name_that_is_too_long_is_refused_before_anything_is_sent(
+    table: str, key: str
+) -> None:
+    servers = Scripted()
+    client = Client(servers, SessionOptions("job", 0, 1), servers.clock)
+    client.connect()
+    servers.sent.clear()
+    with pytest.raises(ConfigurationError, match="has a name of 70000 characters"):
+        client.register({table: [TensorSpec(key, (2,), "float32")]})
+    assert servers.sent == []

@@ -1,0 +1,54 @@
+"""What a server has to say, on its way into messages: none is too large, and nothing changes while it waits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvstore_server.outbox import Backlog, packed
+from kvstore_server.protocol import messages as m
+from kvstore_server.protocol.buffers import KEYS_PER_MESSAGE
+from kvstore_server.protocol.frames import encode_reply
+
+
+def weights(tables: range, numel: int = 1) -> m.Reply:
+    return m.Reply(
+        3, m.Weights(tuple(m.WeightsPart(t, 0, 1, torch.full((numel,), float(t))) for t in tables))
+    )
+
+
+@pytest.mark.parametrize("kind", ["weights", "done"])
+def test_an_answer_about_very_many_small_keys_is_cut_into_messages_that_workers_take(kind: str) -> None:
+    many = range(2 * KEYS_PER_MESSAGE + 1)
+    reply = weights(many) if kind == "weights" else m.Reply(3, m.Done(tuple((t, 1, 1) for t in many)))
+    messages = [out.reply for out in packed([m.Outgoing(b"peer", reply)])]
+    assert len(messages) == 3
+    for message in messages:
+        encode_reply(message)
+    told = [
+        entry
+        for message in messages
+        if isinstance(message.body, m.Weights | m.Done)
+        for entry in (message.body.parts if isinstance(message.body, m.Weights) else message.body.rounds)
+    ]
+    assert [entry[0] for entry in told] == list(many)
+
+
+def test_replies_leave_in_the_order_in_which_they_came_and_are_counted_until_then() -> None:
+    waiting = Backlog()
+    waiting.append(weights(range(1), 1000))
+    first = waiting.nbytes
+    assert first >= 4000
+    waiting.append(weights(range(1, 2), 1000))
+    waiting.append(m.Reply(4, m.Info()))
+    assert waiting.nbytes > 2 * first
+    assert [waiting.popleft().number for _ in range(3)] == [3, 3, 4]
+    assert (waiting.nbytes, len(waiting.replies)) == (0, 0)
+
+
+def test_weights_that_wait_are_not_added_again_by_a_repeated_request() -> None:
+    waiting = Backlog()
+    waiting.append(weights(range(4)))
+    left = waiting.without_coming(weights(range(2, 6)))
+    assert isinstance(left.body, m.Weights)
+    assert [part.table for part in left.body.parts] == [4, 5]
