@@ -5,12 +5,16 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import re
 import shlex
+import shutil
+import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from kvstore_server.errors import ConfigurationError
+from kvstore_server.version import __version__
 from kvtrainer.launcher.hosts import bind_addresses, parse_hosts, place_servers, place_workers
 from kvtrainer.launcher.job import Launcher
 from kvtrainer.launcher.limits import Limits, until_noticed
@@ -50,8 +54,9 @@ output: each line begins with [w0] for worker 0, [s1] for server 1, and so on; s
 error stay apart. Commands read no standard input.
 
 example:
-  kvlaunch -n 4 -s 2 -- python train.py --epochs 3
+  kvlaunch -n 4 -s 2 python train.py --epochs 3
   kvlaunch -n 8 -s 4 -H hosts --allow-public-bind --env DATA=/data -- python train.py
+All that follows COMMAND belongs to it; a '--' before it is needed only where its name begins with a dash.
 """
 
 _MALLOC = {
@@ -75,10 +80,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     extra = [*drain, *options.server_arg, *_import_flags(options.imports)]
     server_command = _server_command(options.binds, extra)
     environ = {**_MALLOC, **os.environ, **options.env}
+    if options.remote is None and (other := _another_python(command[0], environ)):
+        print(
+            f"kvlaunch: {command[0]!r} is {other}, which is not of kvlaunch's environment; for that one say "
+            f"{sys.executable}",
+            file=sys.stderr,
+        )
     launcher = Launcher(
         command, options.workers, server_command, options.servers, environ, options.limits, options.remote
     )
     return launcher.run()
+
+
+def _another_python(command: str, environ: Mapping[str, str]) -> str | None:
+    """The path of what a worker's `python` is, if that has not the modules of the one that runs this."""
+    found = (
+        shutil.which(command, path=environ.get("PATH")) if re.fullmatch(r"python[\d.]*", command) else None
+    )
+    if found is None or os.path.samefile(os.path.dirname(found), os.path.dirname(sys.executable)):
+        return None
+    ask = [found, "-c", "import sys; print(sys.prefix)"]  # the name may be that of a script which chooses one
+    try:
+        told = subprocess.run(ask, env=environ, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.SubprocessError):
+        return None  # it will say itself what is wrong with it
+    return None if told.stdout.strip() in ("", sys.prefix) else found
 
 
 def _limits(options: argparse.Namespace) -> Limits:
@@ -143,13 +169,14 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     cut = arguments.index("--") if "--" in arguments else len(arguments)
     parser = _make_parser()
     options, unknown = parser.parse_known_args(arguments[:cut])
-    command = arguments[cut + 1 :]
+    # A '--' after the beginning of the command is the command's own.
+    command = options.command + arguments[cut:] if options.command else arguments[cut + 1 :]
     if unknown:
-        parser.error(f"unknown arguments: {' '.join(unknown)}; the command of the workers comes after '--'")
-    if not command:
         parser.error(
-            "no command for the workers; give it after '--', as in: kvlaunch -n 2 -s 1 -- python train.py"
+            f"unknown arguments: {' '.join(unknown)}; options of the workers' command come after its name"
         )
+    if not command:
+        parser.error("no command for the workers; it comes last, as in: kvlaunch -n 2 -s 1 python train.py")
     try:
         options.limits = _limits(options)
         options.env = _environment(options.env)
@@ -162,7 +189,7 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
 def _make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="kvlaunch",
-        usage="kvlaunch -n W [-s S] [options] -- COMMAND [ARG ...]",
+        usage="kvlaunch -n W [-s S] [options] [--] COMMAND [ARG ...]",
         description=_DESCRIPTION,
         epilog=_EPILOG.replace("{python}", sys.executable),
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -195,6 +222,8 @@ def _make_parser() -> argparse.ArgumentParser:
     )
     _add_hosts(parser)
     _add_waits(parser)
+    add("--version", action="version", version=__version__)
+    add("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser
 
 

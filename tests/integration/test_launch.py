@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from kvstore_server.version import __version__
 from kvtrainer import launch
 from tests.support.launch_jobs import READY, ROOT, STUBBORN, Jobs, line_of
 from tests.support.limits import FOREVER, LIMIT, SOON
@@ -208,7 +209,9 @@ def test_variables_of_the_command_line_reach_every_process(capfd: pytest.Capture
     [
         (["-n", "2"], "no command for the workers"),
         (["-n", "2", "--"], "no command for the workers"),
-        (["-n", "2", "python", "train.py"], "unknown arguments: python train.py; .* after '--'"),
+        (["-n", "2", "--worker", "3", "true"], "unknown arguments: --worker; .* come after its name"),
+        (["--start", "-n", "2", "--", "true"], "unknown arguments: --start"),
+        (["true", "-n", "2"], "required: -n"),
         (["--", "true"], "required: -n"),
         (["-n", "0", "--", "true"], "'0' is not a whole number of at least 1"),
         (["-n", "two", "--", "true"], "'two' is not"),
@@ -241,7 +244,73 @@ def test_help_names_every_variable_that_is_set(capsys: pytest.CaptureFixture[str
         assert name in text
 
 
-def test_module_runs_as_a_program_and_passes_arguments_after_the_separator_untouched() -> None:
-    command = [sys.executable, "-m", "kvtrainer.launch", "-n", "1", "-s", "0", "--", "echo", "-n", "--", "-s"]
+@pytest.mark.parametrize("module", ["kvtrainer", "kvtrainer.launch"])
+def test_module_runs_as_a_program_and_passes_arguments_after_the_separator_untouched(module: str) -> None:
+    command = [sys.executable, "-m", module, "-n", "1", "-s", "0", "--", "echo", "-n", "--", "-s"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT, check=False)
     assert (done.returncode, done.stdout) == (0, "[w0] -- -s\n")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["-s", "3"], ["-n", "5", "--", "-s"], ["--version"], ["--help"], ["--", "-n"], ["--bogus=1", "x"]],
+)
+@pytest.mark.parametrize("separator", [[], ["--"]])
+def test_everything_after_the_name_of_the_command_is_the_commands(
+    separator: list[str], command: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["-n1", "--servers", "0", *separator, "printf", "<%s>", *command]
+    assert launch.main(arguments) == 0
+    assert capfd.readouterr().out == f"[w0] {''.join(f'<{one}>' for one in command)}\n"
+
+
+@pytest.mark.parametrize("module", ["kvtrainer", "kvstore_server"])
+def test_every_command_says_its_version(module: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", module, "--version"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"{__version__}\n", "")
+
+
+# Which Python a worker is.
+
+
+def on_path(folder: Path, prefix: str) -> str:
+    """A PATH on which `python3` is a program that says it is of that environment, and otherwise does nothing."""
+    program = folder / "python3"
+    program.write_text(f'#!/bin/sh\ncase "$*" in *sys.prefix*) echo "{prefix}";; *) echo ran;; esac\n')
+    program.chmod(0o755)
+    return f"{folder}:{os.environ['PATH']}"
+
+
+def test_a_python_of_another_environment_is_pointed_out_in_one_line(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = on_path(tmp_path, "/elsewhere")
+    assert launch.main(["-n", "2", "-s", "0", "--env", f"PATH={path}", "python3", "train.py"]) == 0
+    out, err = capfd.readouterr()
+    assert sorted(out.splitlines()) == ["[w0] ran", "[w1] ran"]
+    assert err.count("\n") == 1
+    assert f"{tmp_path}/python3" in err
+    assert sys.executable in err
+
+
+@pytest.mark.parametrize("prefix", [sys.prefix, ""])
+def test_a_python_of_the_same_environment_or_one_that_says_nothing_is_no_news(
+    prefix: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As pyenv's, which are scripts in a place of their own."""
+    path = on_path(tmp_path, prefix)
+    assert launch.main(["-n", "1", "-s", "0", "--env", f"PATH={path}", "python3", "train.py"]) == 0
+    assert capfd.readouterr().err == ""
+
+
+def test_a_python_that_is_given_by_its_path_is_meant(capfd: pytest.CaptureFixture[str]) -> None:
+    base = Path(sys.executable).resolve()
+    assert launch.main(["-n", "1", "-s", "0", str(base), "-c", "pass"]) == 0
+    assert capfd.readouterr().err == ""
