@@ -47,7 +47,7 @@ def test_the_readmes_python_blocks_are_also_workers_of_a_job(
     assert all('"dist_sync"' in code for code in blocks)
     lines = [f"exec(compile({code!r}, 'block {at}', 'exec'), {{}})" for at, code in enumerate(blocks)]
     (tmp_path / "blocks.py").write_text("\n".join([*lines, "print('done')", ""]))
-    code = launch.main(["-n", "2", "-s", "2", sys.executable, "blocks.py"])
+    code = launch.main(["-n", "2", "-s", "1", sys.executable, "blocks.py"])
     out, err = capfd.readouterr()
     assert (code, sorted(out.splitlines())) == (0, ["[w0] done", "[w1] done"]), err
 
