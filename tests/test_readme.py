@@ -13,6 +13,7 @@ import pytest
 
 from kvstore_server.version import __version__
 from kvtrainer import launch
+from tests.support.limits import LIMIT
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -57,7 +58,7 @@ def metadata(tmp_path_factory: pytest.TempPathFactory) -> Message:
     """What a package that is built now says of itself."""
     folder = tmp_path_factory.mktemp("metadata")
     command = [sys.executable, "setup.py", "-q", "egg_info", "--egg-base", str(folder)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT, check=False)
     assert done.returncode == 0, done.stderr
     return Parser().parsestr((folder / "kvtrainer.egg-info" / "PKG-INFO").read_text(encoding="utf-8"))
 
