@@ -177,6 +177,8 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
         )
     if not command:
         parser.error("no command for the workers; it comes last, as in: kvlaunch -n 2 -s 1 python train.py")
+    if command[0].endswith(".py") and options.hostfile is None and shutil.which(command[0]) is None:
+        parser.error(f"{command[0]} is no program that can be started; say: python {command[0]}")
     try:
         options.limits = _limits(options)
         options.env = _environment(options.env)

@@ -108,9 +108,8 @@ def checksum(tensors: Mapping[str, Tensor], text: str) -> str:
     value = zlib.crc32(text.encode())
     for name, tensor in sorted(tensors.items()):
         value = zlib.crc32(f"{name} {tensor.dtype} {list(tensor.shape)}".encode(), value)
-        dense = tensor if tensor.layout == torch.strided else tensor.to_dense()
-        plain = dense.detach().cpu().resolve_conj().resolve_neg()
-        value = zlib.crc32(plain.reshape(-1).view(torch.uint8).numpy().data, value)
+        plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+        value = zlib.crc32(plain.view(-1).view(torch.uint8).numpy().data, value)
     return f"{value:08x}"
 
 

@@ -27,6 +27,11 @@ def plain_copy(value: Any, where: str) -> Any:
         ConfigurationError: there is something in it that is neither a tensor nor plain; says where.
     """
     if isinstance(value, Tensor):
+        if value.layout != torch.strided:
+            raise ConfigurationError(
+                f"{where} is a tensor of layout {value.layout}, which a checkpoint cannot hold; save its indices and "
+                "values, or to_dense()"
+            )
         return value.detach().to("cpu").as_subclass(Tensor)
     if type(value) in (*_PLAIN, bytes):
         return value

@@ -212,6 +212,7 @@ def test_variables_of_the_command_line_reach_every_process(capfd: pytest.Capture
         (["-n", "2", "--worker", "3", "true"], "unknown arguments: --worker; .* come after its name"),
         (["--start", "-n", "2", "--", "true"], "unknown arguments: --start"),
         (["true", "-n", "2"], "required: -n"),
+        (["-n", "2", "train.py", "-x"], "train.py is no program that can be started; say: python train.py"),
         (["--", "true"], "required: -n"),
         (["-n", "0", "--", "true"], "'0' is not a whole number of at least 1"),
         (["-n", "two", "--", "true"], "'two' is not"),

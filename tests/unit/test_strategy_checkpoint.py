@@ -115,6 +115,10 @@ def test_what_cannot_be_loaded_without_code_is_refused_by_its_place(make: Make, 
     path = tmp_path / "a.pt"
     with pytest.raises(ConfigurationError, match=r"checkpoint\['hub'\]\['loss'\] is a numpy\.ndarray"):
         strategy.save_checkpoint(str(path), extra_ckpt={"hub": {"loss": np.zeros(3)}})
+    with pytest.raises(
+        ConfigurationError, match=r"checkpoint\['rows'\] is a tensor of layout torch\.sparse_coo"
+    ):
+        strategy.save_checkpoint(str(path), extra_ckpt={"rows": torch.eye(2).to_sparse()})
     with pytest.raises(ConfigurationError, match="extra_ckpt has 'optimizer'"):
         strategy.save_checkpoint(str(path), extra_ckpt={"optimizer": {}})
     assert not path.exists()

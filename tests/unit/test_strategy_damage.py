@@ -232,6 +232,30 @@ def test_a_file_of_others_needs_no_checksum(
     assert "damage to it would not be noticed" in caplog.text
 
 
+def test_values_of_every_kind_come_back_as_they_were(make: Make, path: Path) -> None:
+    values = torch.arange(6.0)
+    extra: dict[str, Any] = {
+        "numbers": [0, -1, 2**70, 0.1, -0.0, float("inf"), True, None, "", "\ud800 ü", b"\x00"],
+        "keys": {1: "a", "1": "b", None: "c", 0.5: []},
+        "empty": [{}, [], torch.zeros(0, 2)],
+        "tensors": [
+            values.view(2, 3).t(),
+            values[::2],
+            values.bool(),
+            values.to(torch.float8_e5m2),
+            values.half(),
+        ],
+        "complex": [torch.complex(values, values).conj(), torch.complex(values, values).conj().imag],
+        "scalar": torch.tensor(3),
+    }
+    run = Run(make, 1, 1)
+    run.strategy.save_checkpoint(str(path), extra_ckpt=extra)
+    found = run.strategy.load_checkpoint(str(path))
+    for name, value in extra.items():
+        shown = [repr(one) for one in (found[name], value)]
+        assert shown[0] == shown[1]
+
+
 UNFIT: dict[str, Callable[[dict[str, Any]], object]] = {
     "weights": lambda c: c["state_dict"].pop("head.bias"),
     "optimizer": lambda c: put(c, [*BIAS, "exp_avg"], torch.zeros(7)),
