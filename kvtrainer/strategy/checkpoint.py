@@ -29,6 +29,10 @@ RANKS = "ranks"
 """Of every rank: where its random numbers are, and what of the optimizers' states is its own."""
 _FORMAT, _CHECKSUM = "kvtrainer_format", "kvtrainer_checksum"
 """In the meta of a file: the number of its format, and the checksum of all else. One without the other is damage."""
+_ARCHIVE = b"PK\x03\x04"
+"""What a file of torch.save begins with, unless it is one of torch before 1.6."""
+_FOLDER = 0x10
+"""The bit in the attributes of an archive's record that says so."""
 _WITH_CHECKSUM = 2
 """The format; files of the first one have neither."""
 
@@ -87,12 +91,19 @@ def _has_its_checksum(content: dict[str, Any], filename: str) -> bool:
 
 def _check_records(path: str, content: Mapping[str, Any], filename: str) -> None:
     """Check what torch.save notes of each record and torch.load does not look at. Raises StateFileError."""
+    with open(path, "rb") as file:
+        is_archive = file.read(len(_ARCHIVE)) == _ARCHIVE
+    is_noted, damaged = False, None
     try:
-        with zipfile.ZipFile(path) as archive:
-            is_noted = any(record.CRC for record in archive.infolist())  # that can be switched off in torch
-            damaged = archive.testzip() if is_noted else None
-    except Exception as error:  # zipfile raises many kinds; old files of torch.save are no archives
-        is_noted, damaged = False, str(error) if zipfile.is_zipfile(path) else None
+        if is_archive:
+            with zipfile.ZipFile(path) as archive:
+                records = archive.infolist()
+                is_noted = any(record.CRC for record in records)  # that can be switched off in torch
+                # What is marked as a folder torch takes for read, and gives whatever is in the memory.
+                folders = (record.filename for record in records if record.external_attr & _FOLDER)
+                damaged = next(folders, None) or (archive.testzip() if is_noted else None)
+    except Exception as error:  # zipfile raises many kinds
+        damaged = str(error)
     if damaged is not None:
         raise StateFileError(f"cannot load {filename!r}: it was damaged since it was written ({damaged})")
     meta = content.get(META)

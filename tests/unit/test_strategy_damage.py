@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+import re
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -132,6 +133,20 @@ def test_every_random_damage_is_refused_and_changes_nothing_or_does_no_harm(
     finally:
         logging.disable(logging.NOTSET)
     assert outcomes["refused"] > 200
+
+
+def test_an_old_files_record_that_is_marked_as_a_folder_is_refused(make: Make, path: Path) -> None:
+    """torch.load would give what was in the memory: one flipped bit in the archive's table of contents."""
+    without_marks(path)
+    run, whole = Run(make, 9, 3), path.read_bytes()
+    before = run.state()
+    entries = [found.start() for found in re.finditer(b"PK\x01\x02", whole)]
+    assert len(entries) > 10
+    for at in entries:
+        path.write_bytes(whole[: at + 38] + b"\x10" + whole[at + 39 :])
+        with pytest.raises(StateFileError):
+            run.strategy.resume(str(path))
+    assert run.state() == before
 
 
 def swap(content: dict[str, Any], a: list[Any], b: list[Any]) -> None:
