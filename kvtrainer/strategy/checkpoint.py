@@ -91,10 +91,10 @@ def _has_its_checksum(content: dict[str, Any], filename: str) -> bool:
 
 def _check_records(path: str, content: Mapping[str, Any], filename: str) -> None:
     """Check what torch.save notes of each record and torch.load does not look at. Raises StateFileError."""
-    with open(path, "rb") as file:
-        is_archive = file.read(len(_ARCHIVE)) == _ARCHIVE
     is_noted, damaged = False, None
     try:
+        with open(path, "rb") as file:
+            is_archive = file.read(len(_ARCHIVE)) == _ARCHIVE
         if is_archive:
             with zipfile.ZipFile(path) as archive:
                 records = archive.infolist()
