@@ -1,7 +1,8 @@
 """Gluon's four schedulers, with MXNet's arguments, traces and errors.
 
 Unlike MXNet's they keep no place in the schedule: the number of decays is computed from `num_update`. So jumping
-ahead, asking twice or going back gives the same answer, and a new `base_lr` counts from the start.
+ahead, asking twice or going back gives the same answer, and a new `base_lr` counts from the start. The bits are those of
+MXNet: operations come in its order.
 """
 
 from __future__ import annotations
@@ -14,8 +15,29 @@ from collections.abc import Sequence
 from kvstore_server.lr_scheduler.base import LRScheduler, register
 
 
+class _Decaying(LRScheduler):
+    """A schedule that multiplies by `factor`, again and again."""
+
+    factor: float
+    _reached: tuple[object, int, float] | None = None
+    """Where the last answer was found, so that the next one need not begin at `base_lr`; changes no answer."""
+
+    def _decayed(self, decays: int, least: float = -math.inf) -> float:
+        """Multiply `base_lr` so many times, never below `least`; one by one, because a power is rounded otherwise."""
+        start = self.base_lr, self.factor, least
+        done, lr = 0, self.base_lr
+        if self._reached is not None and self._reached[0] == start and self._reached[1] <= decays:
+            _, done, lr = self._reached
+        while done < decays:
+            done, before, lr = done + 1, lr, max(lr * self.factor, least)
+            if lr == before:
+                break  # and stays so
+        self._reached = start, decays, lr
+        return lr
+
+
 @register
-class FactorScheduler(LRScheduler):
+class FactorScheduler(_Decaying):
     """`base_lr * factor**k` with `k = ceil(num_update / step) - 1`, and from k = 1 at least `stop_factor_lr`.
 
     Args:
@@ -44,12 +66,11 @@ class FactorScheduler(LRScheduler):
 
     def after_warmup(self, num_update: int) -> float:
         """Return the learning rate of an update after the warm-up."""
-        decays = (num_update - 1) // self.step
-        return self.base_lr if decays < 1 else max(self.base_lr * self.factor**decays, self.stop_factor_lr)
+        return self._decayed(max(0, (num_update - 1) // self.step), self.stop_factor_lr)
 
 
 @register
-class MultiFactorScheduler(LRScheduler):
+class MultiFactorScheduler(_Decaying):
     """`base_lr * factor**k`, where k is how many of the entries of `step` are less than `num_update`.
 
     Args:
@@ -79,7 +100,7 @@ class MultiFactorScheduler(LRScheduler):
 
     def after_warmup(self, num_update: int) -> float:
         """Return the learning rate of an update after the warm-up."""
-        return self.base_lr * self.factor ** bisect_left(self.step, num_update)
+        return self._decayed(bisect_left(self.step, num_update))
 
 
 class _Annealing(LRScheduler, ABC):
@@ -106,12 +127,12 @@ class _Annealing(LRScheduler, ABC):
     def after_warmup(self, num_update: int) -> float:
         """Return the learning rate of an update after the warm-up."""
         done = min(num_update, self.max_update) - self.warmup_steps
-        left = self._left(done / (self.max_update - self.warmup_steps))
+        left = self._left(done, self.max_update - self.warmup_steps)
         return self.final_lr + (self.base_lr - self.final_lr) * left
 
     @abstractmethod
-    def _left(self, progress: float) -> float:
-        """How much of the way from `final_lr` to `base_lr` is left, from 1 at progress 0."""
+    def _left(self, done: int, span: int) -> float:
+        """How much of the way from `final_lr` to `base_lr` is left after some of `span` updates, from 1 after none."""
 
 
 @register
@@ -142,8 +163,8 @@ class PolyScheduler(_Annealing):
         if self.pwr < 0:
             raise self._wrong(f"pwr must not be negative, got {pwr!r}")
 
-    def _left(self, progress: float) -> float:
-        return float((1 - progress) ** self.pwr)
+    def _left(self, done: int, span: int) -> float:
+        return float((1 - done / span) ** self.pwr)
 
 
 @register
@@ -169,8 +190,8 @@ class CosineScheduler(_Annealing):
     ) -> None:
         super().__init__(max_update, final_lr, base_lr, warmup_steps, warmup_begin_lr, warmup_mode)
 
-    def _left(self, progress: float) -> float:
-        return (1 + math.cos(math.pi * progress)) / 2
+    def _left(self, done: int, span: int) -> float:
+        return (1 + math.cos(math.pi * done / span)) / 2
 
 
 def _checked_factor(scheduler: LRScheduler, value: object) -> float:

@@ -88,6 +88,32 @@ def factor_form(n: int, step: int, factor: float, stop: float, base: float) -> f
     return lr
 
 
+def test_decays_are_multiplied_one_by_one_as_in_mxnet_to_the_last_bit() -> None:
+    """MXNet's own tests compare with `==`; 0.1**4 is another number than 0.1 multiplied four times."""
+    factor, steps = FactorScheduler(2, 0.1, base_lr=1), MultiFactorScheduler([1, 2, 3, 5, 8, 13], 0.7, base_lr=0.3)
+    lr = 1.0
+    for n in range(1, 17, 2):
+        assert factor(n) == factor(n + 1) == lr
+        lr = max(lr * 0.1, 1e-8)
+    # Recorded from MXNet 1.9.1 and 2.0.0b1, which agree.
+    assert factor(9) == 0.00010000000000000003 != 0.1**4
+    assert [steps(n) for n in (1, 3, 6, 14)] == [0.3, 0.147, 0.07202999999999998, 0.03529469999999999]
+
+
+def test_asking_far_ahead_or_back_gives_the_bits_of_asking_step_by_step() -> None:
+    ahead, by_step = FactorScheduler(1, 0.97, base_lr=0.3), FactorScheduler(1, 0.97, base_lr=0.3)
+    trace = [by_step(n) for n in range(400)]
+    assert [ahead(n) for n in (399, 7, 250, 0, 8)] == [trace[n] for n in (399, 7, 250, 0, 8)]
+    ahead.factor = 0.5
+    assert ahead(2) == 0.15
+
+
+def test_cosine_has_the_bits_of_mxnet() -> None:
+    """Operations in MXNet's order; the cosine itself is the C library's."""
+    scheduler = CosineScheduler(97, base_lr=0.3)
+    assert [scheduler(n) for n in range(98)] == [0.3 * (1 + math.cos(math.pi * n / 97)) / 2 for n in range(98)]
+
+
 def warmed(n: int, steps: int, begin: float, base: float) -> float:
     return float(np.interp(n, [0, steps], [begin, base]))
 
