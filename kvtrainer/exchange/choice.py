@@ -43,7 +43,8 @@ def choose_store(
     """Check the Trainer's arguments about its store and decide whether one is needed; opens nothing.
 
     Where `update_on_kvstore` is None, the optimizer runs in the store if that can run it; unless it aggregates, or
-    'local' has a large parameter, or the environment's MXNET_UPDATE_ON_KVSTORE is 0.
+    'local' has a large parameter, or the environment's MXNET_UPDATE_ON_KVSTORE is 0. Without synchronous rounds it
+    always runs there, whatever the environment says.
 
     Args:
         kvstore, update_on_kvstore, compression_params: as of the Trainer.
@@ -92,12 +93,12 @@ def _choose(
             return _without_store(kvstore, compression_params if codec is not None else None)
     if kvstore is None:
         return _without_store(kvstore, compression_params if codec is not None else None)
-    if update_on_kvstore is not True and is_asynchronous(kvstore):
-        if update_on_kvstore is False or not _environment_lets_store_update():
+    if is_asynchronous(kvstore):
+        if update_on_kvstore is False or aggregate_num > 1:
+            wrong = "update_on_kvstore=False" if update_on_kvstore is False else f"aggregate_num={aggregate_num}"
             raise ConfigurationError(
-                "please set update_on_kvstore=True when training in async mode: only the servers can apply "
-                f"contributions that come one by one (kvstore {type_of(kvstore)!r}; {UPDATE_ON_KVSTORE} is "
-                f"{os.environ.get(UPDATE_ON_KVSTORE, 'not set')})"
+                f"please set update_on_kvstore=True when training in async mode, and leave {wrong} out: only the "
+                f"servers can apply contributions that come one by one (kvstore {type_of(kvstore)!r})"
             )
         update_on_kvstore = True
     if isinstance(kvstore, str) and issubclass(kind_of(kvstore), DistKVStore):
@@ -125,7 +126,7 @@ def _check_arguments(kvstore: Any, update_on_kvstore: Any, aggregate_num: float)
         raise ArgumentTypeError(f"kvstore must be a name, a kvstore or None, got {type(kvstore).__name__}")
     if update_on_kvstore is not None and not isinstance(update_on_kvstore, bool):
         raise ArgumentTypeError(f"update_on_kvstore must be True, False or None, got {update_on_kvstore!r}")
-    if update_on_kvstore and aggregate_num > 1 and not is_asynchronous(kvstore):
+    if update_on_kvstore and aggregate_num > 1:
         raise ConfigurationError(
             f"cannot set update_on_kvstore=True when the optimizer's aggregate_num is above 1, got {aggregate_num}; "
             "leave one of the two out"

@@ -52,16 +52,6 @@ def test_the_optimizer_can_only_run_on_the_servers(
                 trainer.allreduce_grads()
 
 
-@pytest.mark.parametrize("type", ASYNCHRONOUS)
-def test_the_environment_cannot_move_the_optimizer_into_the_workers(
-    type: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("MXNET_UPDATE_ON_KVSTORE", "0")
-    with pytest.raises(ConfigurationError, match="MXNET_UPDATE_ON_KVSTORE is 0"):
-        kvtrainer.Trainer([torch.zeros(3, requires_grad=True)], "sgd", kvstore=type)
-    kvtrainer.Trainer([torch.zeros(3, requires_grad=True)], "sgd", kvstore=type, update_on_kvstore=True)
-
-
 def run(made: list[Worker], turns: range) -> dict[str, Any]:
     for turn in turns:
         made[turn % 2].step(turn)

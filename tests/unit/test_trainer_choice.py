@@ -100,6 +100,16 @@ def test_environment_decides_only_where_the_argument_does_not(
         assert choose_store(GIVEN[name](), asked).updates_weights is updates
 
 
+@pytest.mark.parametrize("type", ["dist_async", "dist_ssp", "dist_device_async"])
+def test_without_synchronous_rounds_the_update_is_in_the_store_whatever_the_environment_says(
+    type: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MXNET_UPDATE_ON_KVSTORE", "0")
+    assert choose_store(type).updates_weights
+    with pytest.raises(ConfigurationError, match="update_on_kvstore=True when training in async mode"):
+        choose_store(type, False)
+
+
 def test_environment_that_is_neither_0_nor_1_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MXNET_UPDATE_ON_KVSTORE", "maybe")
     with pytest.raises(ConfigurationError, match="MXNET_UPDATE_ON_KVSTORE must be 0 or 1, got 'maybe'"):
@@ -135,8 +145,15 @@ def test_aggregation_keeps_the_update_out_of_the_store() -> None:
     assert choose_store("dist_sync", None, aggregate_num=4).updates_weights is False
     assert choose_store("dist_sync", False, aggregate_num=4).updates_weights is False
     assert choose_store(None, None, aggregate_num=4).updates_weights is False
-    with pytest.raises(ConfigurationError, match=r"aggregate_num is above 1, got 4"):
-        choose_store("dist_sync", True, aggregate_num=4)
+    for type in ("dist_sync", "dist_async", "dist_ssp"):
+        with pytest.raises(ConfigurationError, match=r"aggregate_num is above 1, got 4"):
+            choose_store(type, True, aggregate_num=4)
+
+
+@pytest.mark.parametrize("asked", [None, False, True])
+def test_an_optimizer_that_aggregates_cannot_train_without_synchronous_rounds(asked: bool | None) -> None:
+    with pytest.raises(ConfigurationError, match="aggregate_num|async mode"):
+        choose_store("dist_async", asked, aggregate_num=4)
 
 
 def test_aggregate_num_of_the_optimizer_reaches_the_choice() -> None:
