@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kvstore_server import slow
-from kvstore_server.errors import ConfigurationError
+from kvtrainer.errors import ConfigurationError, file_error
 
 RANK = "KVSTORE_RANK"
 NUM_WORKERS = "KVSTORE_NUM_WORKERS"
@@ -251,7 +251,6 @@ def _lines(path: str) -> list[str]:
         with open(path, encoding="utf-8") as file:
             lines = [line.partition("#")[0].strip() for line in file]
     except (OSError, ValueError) as error:
-        raise ConfigurationError(
-            f"cannot read the list of servers ({SERVERS}) from {path!r}: {error}"
-        ) from None
+        text = f"cannot read the list of servers ({SERVERS}) from {path!r}: {error}"
+        raise file_error(ConfigurationError, text, error, path) from None
     return [line for line in lines if line]

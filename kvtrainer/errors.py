@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import os
+from typing import Any, TypeVar
+
 from kvstore_server.errors import (
     CommandError,
     ConfigurationError,
@@ -76,6 +80,38 @@ __all__ = [
 ]
 
 
+_Kind = TypeVar("_Kind", bound=KVStoreError)
+
+
+def file_error(
+    kind: type[_Kind], text: str, cause: BaseException | int, filename: str | os.PathLike[str]
+) -> _Kind:
+    """An error of a kind that is also the one that Python has for this: FileNotFoundError, PermissionError and others.
+
+    Args:
+        cause: What was raised, or a number of `errno`. What is no error of the operating system adds nothing.
+        filename: As the user gave it.
+    """
+    number = cause if isinstance(cause, int) else getattr(cause, "errno", None)
+    if not isinstance(number, int):
+        return kind(text)
+    made: Any = _native(kind, number)(text)  # type: ignore[arg-type]
+    made.errno, made.strerror, made.filename = number, os.strerror(number), os.fspath(filename)
+    return made  # type: ignore[no-any-return]
+
+
+@functools.cache
+def _native(kind: type[KVStoreError], number: int) -> type[KVStoreError]:
+    native = type(OSError(number, ""))
+    if issubclass(kind, native):
+        return kind
+
+    def reduce(self: OSError) -> tuple[Any, ...]:
+        return file_error, (kind, str(self), self.errno, self.filename)
+
+    return type(kind.__name__, (kind, native), {"__module__": kind.__module__, "__reduce__": reduce})
+
+
 class ParameterMovedError(KVStoreError):
     """A parameter's data were replaced after the trainer took it over: updates would not reach the model."""
 
@@ -144,7 +180,10 @@ class NotInitializedError(KVStoreError, RuntimeError):
 
 
 class StateFileError(KVStoreError, OSError):
-    """A file of saved states cannot be written or read, or is no such file."""
+    """A file of saved states cannot be written or read, or is no such file.
+
+    Where the operating system says why, it is that error too (FileNotFoundError, …), with errno and filename.
+    """
 
 
 class TraceFileError(KVStoreError, OSError):

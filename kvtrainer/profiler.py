@@ -20,7 +20,7 @@ from kvstore_server.errors import ConfigurationError
 from kvstore_server.tracing import ROUND_LANE, Trace, chrome_trace
 from kvtrainer.comm.client import Client
 from kvtrainer.comm.tracing import lane_name
-from kvtrainer.errors import TraceFileError
+from kvtrainer.errors import TraceFileError, file_error
 from kvtrainer.profile_config import read_profile_config
 
 WORKER, SERVER = "worker", "server"
@@ -148,7 +148,8 @@ def _write_file(path: Path, content: Mapping[str, Any]) -> None:
     except OSError as error:
         with suppress(OSError):
             temporary.unlink()
-        raise TraceFileError(f"cannot write the trace {str(path)!r}: {error.strerror or error}") from error
+        text = f"cannot write the trace {str(path)!r}: {error.strerror or error}"
+        raise file_error(TraceFileError, text, error, path) from error
 
 
 def _checked(process: object) -> str:

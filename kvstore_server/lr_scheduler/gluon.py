@@ -1,8 +1,8 @@
 """Gluon's four schedulers, with MXNet's arguments, traces and errors.
 
 Unlike MXNet's they keep no place in the schedule: the number of decays is computed from `num_update`. So jumping
-ahead, asking twice or going back gives the same answer, and a new `base_lr` counts from the start. The bits are those of
-MXNet: operations come in its order.
+ahead, asking twice or going back gives the same answer, and a new `base_lr` counts from the start. Operations come in
+MXNet's order, so the bits are its own.
 """
 
 from __future__ import annotations

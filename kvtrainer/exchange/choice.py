@@ -95,7 +95,9 @@ def _choose(
         return _without_store(kvstore, compression_params if codec is not None else None)
     if is_asynchronous(kvstore):
         if update_on_kvstore is False or aggregate_num > 1:
-            wrong = "update_on_kvstore=False" if update_on_kvstore is False else f"aggregate_num={aggregate_num}"
+            wrong = (
+                "update_on_kvstore=False" if update_on_kvstore is False else f"aggregate_num={aggregate_num}"
+            )
             raise ConfigurationError(
                 f"please set update_on_kvstore=True when training in async mode, and leave {wrong} out: only the "
                 f"servers can apply contributions that come one by one (kvstore {type_of(kvstore)!r})"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ from contextlib import contextmanager, suppress
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from kvtrainer.errors import StateFileError
+from kvtrainer.errors import StateFileError, file_error
 from kvtrainer.states.saved import SavedStates, check_metadata, pack, unpack
 
 Path = str | os.PathLike[str]
@@ -37,9 +38,11 @@ def write_state_file(fname: Path, saved: SavedStates) -> None:
     folder = os.path.dirname(path)
     what = f"cannot save states to {os.fspath(fname)!r}"
     if not os.path.isdir(folder):
-        raise StateFileError(f"{what}: there is no directory {folder!r}; create it first")
+        raise file_error(
+            StateFileError, f"{what}: there is no directory {folder!r}; create it first", errno.ENOENT, fname
+        )
     if os.path.isdir(path):
-        raise StateFileError(f"{what}: that is a directory; give the name of a file")
+        raise _is_directory(what, fname)
     if os.path.exists(path) and not os.path.isfile(path):
         raise StateFileError(f"{what}: that is a device, a pipe or a socket; give the name of a file")
     try:
@@ -48,7 +51,8 @@ def write_state_file(fname: Path, saved: SavedStates) -> None:
             save_file(tensors, temporary, metadata)
             os.chmod(temporary, mode)  # some releases of safetensors make a new, private file
     except (OSError, SafetensorError) as error:
-        raise StateFileError(f"{what}: {error}. What was there before is unchanged") from error
+        text = f"{what}: {error}. What was there before is unchanged"
+        raise file_error(StateFileError, text, error, fname) from error
 
 
 def read_state_file(fname: Path) -> SavedStates:
@@ -60,7 +64,7 @@ def read_state_file(fname: Path) -> SavedStates:
     """
     what = f"cannot load states from {os.fspath(fname)!r}"
     if os.path.isdir(fname):
-        raise StateFileError(f"{what}: that is a directory; give the name of a file")
+        raise _is_directory(what, fname)
     try:
         with open(fname, "rb") as file:
             head = file.read(16)
@@ -75,7 +79,7 @@ def read_state_file(fname: Path) -> SavedStates:
     except StateFileError as error:
         raise StateFileError(f"{what}: {error}") from error
     except OSError as error:
-        raise StateFileError(f"{what}: {error.strerror or error}") from error
+        raise file_error(StateFileError, f"{what}: {error.strerror or error}", error, fname) from error
 
 
 @contextmanager
@@ -94,6 +98,11 @@ def replacing(path: str) -> Iterator[str]:
             os.unlink(temporary)
         raise
     _sync(folder)
+
+
+def _is_directory(what: str, fname: Path) -> StateFileError:
+    text = f"{what}: that is a directory; give the name of a file"
+    return file_error(StateFileError, text, errno.EISDIR, fname)
 
 
 def _sync(path: str) -> None:

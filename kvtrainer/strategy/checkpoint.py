@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import torch
 from torch import Tensor
 
-from kvtrainer.errors import CheckpointKeyError, ConfigurationError, StateFileError
+from kvtrainer.errors import CheckpointKeyError, ConfigurationError, StateFileError, file_error
 from kvtrainer.states.file import replacing
 from kvtrainer.strategy.environment import current_device
 from kvtrainer.strategy.trees import tree_checksum
@@ -61,7 +61,8 @@ def read_checkpoint(filename: str, map_location: MapLocation = "cpu") -> dict[st
         ) from error
     except Exception as error:  # damaged files make torch.load raise errors of many kinds
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)[:300]
-        raise StateFileError(f"cannot load {filename!r}: {reason or type(error).__name__}") from error
+        text = f"cannot load {filename!r}: {reason or type(error).__name__}"
+        raise file_error(StateFileError, text, error, filename) from error
     if not isinstance(found, Mapping):
         raise StateFileError(f"cannot load {filename!r}: it holds a {type(found).__name__}, no checkpoint")
     content = dict(found)
@@ -138,9 +139,8 @@ def write_checkpoint(checkpoint: Mapping[str, Any], filename: str) -> None:
         with replacing(path) as temporary:
             torch.save(content, temporary)
     except (OSError, RuntimeError) as error:
-        raise StateFileError(
-            f"cannot save a checkpoint to {filename!r}: {error}. What was there before is unchanged"
-        ) from error
+        text = f"cannot save a checkpoint to {filename!r}: {error}. What was there before is unchanged"
+        raise file_error(StateFileError, text, error, filename) from error
 
 
 def note_last(work_dir: str, filename: str) -> None:
@@ -150,7 +150,8 @@ def note_last(work_dir: str, filename: str) -> None:
         with replacing(path) as temporary, open(temporary, "w", encoding="utf-8") as file:
             file.write(os.path.abspath(path_to_write(filename)))
     except OSError as error:
-        raise StateFileError(f"cannot note the latest checkpoint in {path!r}: {error}") from error
+        text = f"cannot note the latest checkpoint in {path!r}: {error}"
+        raise file_error(StateFileError, text, error, path) from error
 
 
 def find_last(work_dir: str) -> str | None:
@@ -165,7 +166,8 @@ def find_last(work_dir: str) -> str | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        raise StateFileError(f"cannot read in {path!r} which checkpoint is the latest: {error}") from error
+        text = f"cannot read in {path!r} which checkpoint is the latest: {error}"
+        raise file_error(StateFileError, text, error, path) from error
     if not noted or os.path.exists(noted):
         return noted or None
     parts = noted.split(os.sep)

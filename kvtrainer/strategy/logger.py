@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Iterable
 
-from kvtrainer.errors import ConfigurationError
+from kvtrainer.errors import ConfigurationError, file_error
 
 _FORMAT = "%(asctime)s - %(name)s - %(levelname)s - %(message)s"
 
@@ -45,7 +45,8 @@ def make_logger(
             # Appending lets it open again what others close, as torch.compile's own set-up of logging does.
             handlers.append(logging.FileHandler(path, file_mode, encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise ConfigurationError(f"cannot write the log to {path!r}: {error}") from error
+            text = f"cannot write the log to {path!r}: {error}"
+            raise file_error(ConfigurationError, text, error, path) from error
     for handler in handlers:
         handler.setFormatter(logging.Formatter(_FORMAT, "%Y/%m/%d %H:%M:%S"))
         logger.addHandler(handler)

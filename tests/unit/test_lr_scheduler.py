@@ -90,7 +90,10 @@ def factor_form(n: int, step: int, factor: float, stop: float, base: float) -> f
 
 def test_decays_are_multiplied_one_by_one_as_in_mxnet_to_the_last_bit() -> None:
     """MXNet's own tests compare with `==`; 0.1**4 is another number than 0.1 multiplied four times."""
-    factor, steps = FactorScheduler(2, 0.1, base_lr=1), MultiFactorScheduler([1, 2, 3, 5, 8, 13], 0.7, base_lr=0.3)
+    factor, steps = (
+        FactorScheduler(2, 0.1, base_lr=1),
+        MultiFactorScheduler([1, 2, 3, 5, 8, 13], 0.7, base_lr=0.3),
+    )
     lr = 1.0
     for n in range(1, 17, 2):
         assert factor(n) == factor(n + 1) == lr
@@ -111,7 +114,9 @@ def test_asking_far_ahead_or_back_gives_the_bits_of_asking_step_by_step() -> Non
 def test_cosine_has_the_bits_of_mxnet() -> None:
     """Operations in MXNet's order; the cosine itself is the C library's."""
     scheduler = CosineScheduler(97, base_lr=0.3)
-    assert [scheduler(n) for n in range(98)] == [0.3 * (1 + math.cos(math.pi * n / 97)) / 2 for n in range(98)]
+    assert [scheduler(n) for n in range(98)] == [
+        0.3 * (1 + math.cos(math.pi * n / 97)) / 2 for n in range(98)
+    ]
 
 
 def warmed(n: int, steps: int, begin: float, base: float) -> float:

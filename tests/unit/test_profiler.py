@@ -142,8 +142,10 @@ def test_a_file_that_cannot_be_written_is_named_and_leaves_nothing_behind(tmp_pa
     store = local()
     store.profiler.set_config(filename=tmp_path / "x.json")
     (tmp_path / "rank0_x.json").mkdir()
-    with pytest.raises(TraceFileError, match=r"rank0_x\.json"):
+    with pytest.raises(TraceFileError, match=r"rank0_x\.json") as caught:
         store.profiler.dump()
+    assert isinstance(caught.value, IsADirectoryError)
+    assert caught.value.filename == str(tmp_path / "rank0_x.json")
     assert files(tmp_path) == ["rank0_x.json"]
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import pickle
+import re
 import resource
 import stat
 from collections.abc import Iterator
@@ -135,30 +137,58 @@ def test_interrupted_save_leaves_no_temporary_file(path: Path, monkeypatch: pyte
     assert os.listdir(path.parent) == ["states"]
 
 
-def test_save_into_a_missing_directory_says_so(tmp_path: Path) -> None:
-    with pytest.raises(StateFileError, match=r"there is no directory '.*missing'; create it first"):
-        write_state_file(tmp_path / "missing" / "states", states_of(1.0))
+def saving(path: Path) -> None:
+    write_state_file(path, states_of(1.0))
 
 
-@pytest.mark.parametrize("action", [read_state_file, lambda path: write_state_file(path, states_of(1.0))])
-def test_directory_in_the_place_of_the_file_is_named_as_one(tmp_path: Path, action: Any) -> None:
-    with pytest.raises(StateFileError, match="that is a directory; give the name of a file"):
-        action(tmp_path)
+MISSING, DIRECTORY, IN_A_FILE = "missing/states", "folder", "file/states"
+
+
+@pytest.mark.parametrize(
+    ("action", "name", "native", "number"),
+    [
+        (read_state_file, MISSING, FileNotFoundError, errno.ENOENT),
+        (read_state_file, DIRECTORY, IsADirectoryError, errno.EISDIR),
+        (read_state_file, IN_A_FILE, NotADirectoryError, errno.ENOTDIR),
+        (saving, MISSING, FileNotFoundError, errno.ENOENT),
+        (saving, DIRECTORY, IsADirectoryError, errno.EISDIR),
+    ],
+)
+def test_what_the_operating_system_says_is_the_error_that_python_has_for_it(
+    tmp_path: Path, action: Any, name: str, native: type[OSError], number: int
+) -> None:
+    (tmp_path / DIRECTORY).mkdir()
+    (tmp_path / "file").write_bytes(b"x")
+    path = tmp_path / name
+    with pytest.raises(StateFileError, match=re.escape(str(path))) as caught:
+        action(path)
+    assert isinstance(caught.value, native)
+    for error in (caught.value, pickle.loads(pickle.dumps(caught.value))):
+        assert (error.errno, error.filename) == (number, str(path))
+        assert (type(error), str(error)) == (type(caught.value), str(caught.value))
+
+
+def test_a_file_that_may_not_be_read_is_a_permission_error(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Root may read all, so the refusal is played."""
+
+    def refuse(*_: Any) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr("builtins.open", refuse)
+    with pytest.raises(PermissionError, match="cannot load states from") as caught:
+        read_state_file(path)
+    assert isinstance(caught.value, StateFileError)
+    assert (caught.value.errno, caught.value.filename) == (errno.EACCES, str(path))
 
 
 def test_save_where_nothing_may_be_written_says_why() -> None:
     """Not even root may, so the test does not depend on who runs it."""
-    with pytest.raises(
-        StateFileError, match=r"cannot save states to '/sys/states': \[Errno \d+\] .+ unchanged"
-    ):
+    with pytest.raises(OSError, match=r"cannot save states to '/sys/states': .+ unchanged") as caught:
         write_state_file("/sys/states", states_of(1.0))
-
-
-def test_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(
-        StateFileError, match=r"cannot load states from '.*nothing': No such file or directory"
-    ):
-        read_state_file(tmp_path / "nothing")
+    assert isinstance(caught.value, StateFileError)
+    assert caught.value.errno in (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 def torch_saved() -> bytes:

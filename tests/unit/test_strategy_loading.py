@@ -129,6 +129,19 @@ class TestReading:
         with pytest.raises(StateFileError, match="it has no 'state_dict', but epoch"):
             self.load(make, str(tmp_path / "other.pt"))
 
+    def test_a_missing_file_and_a_directory_are_the_errors_that_python_has_for_them(
+        self, make: Make, tmp_path: Path
+    ) -> None:
+        expected: list[tuple[Path, type[OSError]]] = [
+            (tmp_path / "missing.pt", FileNotFoundError),
+            (tmp_path, IsADirectoryError),
+        ]
+        for path, native in expected:
+            with pytest.raises(native) as caught:
+                self.load(make, str(path))
+            assert isinstance(caught.value, StateFileError)
+            assert caught.value.filename == str(path)
+
     def test_code_in_a_file_is_not_run(self, make: Make, tmp_path: Path) -> None:
         torch.save({"state_dict": {}, "model": nn.Linear(1, 1)}, tmp_path / "a.pt")
         with pytest.raises(StateFileError, match="holds more than tensors and plain values"):

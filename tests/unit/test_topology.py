@@ -129,8 +129,9 @@ def test_servers_may_be_listed_in_a_file(tmp_path: Path) -> None:
 def test_a_bad_file_of_servers_is_refused(tmp_path: Path, text: str | None, message: str) -> None:
     if text is not None:
         (tmp_path / "servers").write_text(text)
-    with pytest.raises(ConfigurationError, match=message):
+    with pytest.raises(ConfigurationError, match=message) as caught:
         read_topology({}, rank=0, num_workers=1, servers=f"@{tmp_path / 'servers'}")
+    assert isinstance(caught.value, FileNotFoundError) is (text is None)
 
 
 @pytest.mark.parametrize("launcher", NAMES)

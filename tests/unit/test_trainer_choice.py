@@ -152,7 +152,7 @@ def test_aggregation_keeps_the_update_out_of_the_store() -> None:
 
 @pytest.mark.parametrize("asked", [None, False, True])
 def test_an_optimizer_that_aggregates_cannot_train_without_synchronous_rounds(asked: bool | None) -> None:
-    with pytest.raises(ConfigurationError, match="aggregate_num|async mode"):
+    with pytest.raises(ConfigurationError, match=r"aggregate_num|async mode"):
         choose_store("dist_async", asked, aggregate_num=4)
 
 
