@@ -92,13 +92,24 @@ class DenseTable:
             self._writable(at)[: self.slices[at].used].copy_(payload)
 
     def assign_sum(self, addends: Sequence[Addend]) -> None:
-        """Without an optimizer the sum replaces the weights; keys that every rank left out stay."""
+        """Without an optimizer the sum replaces the weights; keys that every rank left out stay.
+
+        So do the other rows of a key of which all ranks gave only rows.
+        """
         for at, piece in enumerate(self.slices):
             present = present_segments(piece, addends)
             if not any(present):
                 continue
-            self.changes.note_segments(piece.index, present)
             weight = self._writable(at)
+            for position, rows in sums_of_rows(piece, addends, None, (), present, self._reducer).items():
+                present[position] = False
+                segment = piece.segments[position]
+                part = weight[segment.start : segment.start + segment.numel]
+                part.view(-1, rows.values.shape[1])[rows.ids] = rows.values.to(part.dtype)
+                self.changes.note(piece.index, position, rows.ids)
+            if not any(present):
+                continue
+            self.changes.note_segments(piece.index, present)
             if all(present) and piece.dtype in ("float32", "float64"):
                 self._reducer.sum_into(self._visible[at], piece, addends)
                 continue

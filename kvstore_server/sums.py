@@ -44,7 +44,7 @@ def present_segments(piece: Slice, addends: Sequence[Addend]) -> list[bool]:
 def sums_of_rows(
     piece: Slice,
     addends: Sequence[Addend],
-    optimizer: Optimizer,
+    optimizer: Optimizer | None,
     numbers: Sequence[Mapping[str, Any]],
     present: Sequence[bool],
     sums: Sums,
@@ -52,12 +52,15 @@ def sums_of_rows(
     """The segments that are updated by some rows alone: every rank gave only rows, and the optimizer wants that.
 
     Args:
-        numbers: The hyper-parameters of each segment.
+        optimizer: None where the sums replace values.
+        numbers: The hyper-parameters of each segment, if there is an optimizer.
     """
     found = {}
     if any(isinstance(a.slices.get(piece.index), SparsePayload) for a in addends):
         for position, here in enumerate(present):
-            if here and (not optimizer.elementwise or takes_rows(optimizer, numbers[position])):
+            if here and (
+                optimizer is None or not optimizer.elementwise or takes_rows(optimizer, numbers[position])
+            ):
                 rows = sums.rows(piece, position, addends)
                 if rows is not None:
                     found[position] = rows

@@ -243,7 +243,7 @@ class DeviceKVStore(LocalKVStore):
         sparse = [
             entry.spec.key
             for entry, values in found
-            if all(map(is_sparse, values)) and entry.table.plan.takes_rows(0)
+            if all(map(is_sparse, values)) and self._goes_by_rows(entry)
         ]
         keys, buckets = [entry.spec.key for entry, _ in found], self.group.buckets.size_mb
         said = {"keys": keys, "optimizer": optimizer, "sparse": sparse, "bucket_size_mb": buckets}

@@ -25,6 +25,7 @@ from kvtrainer.kvstore.base import (
     Key,
     register,
 )
+from kvtrainer.kvstore.entries import Entry
 from kvtrainer.kvstore.replica_compression import ReplicaCompressor
 from kvtrainer.kvstore.store import TableKVStore
 
@@ -109,6 +110,10 @@ class LocalKVStore(TableKVStore):
         if self._replicas is None:
             return super()._merged(spec, replicas)
         return self._replicas.merge(spec.key, replicas), True
+
+    def _goes_by_rows(self, entry: Entry) -> bool:
+        # Without an optimizer MXNet's own stores in process put zeros in the place of the other rows.
+        return self._optimizer is not None and super()._goes_by_rows(entry)
 
     def _start(self, items: Sequence[RoundItem], priority: int) -> Ticket:
         ticket = super()._start(items, priority)

@@ -50,9 +50,12 @@ def merge_rows(spec: TensorSpec, replicas: Sequence[Tensor]) -> RowSet:
 
 def densified(spec: TensorSpec, value: Tensor) -> Tensor:
     """A value as a dense tensor, on the CPU if it is sparse."""
-    if not is_sparse(value):
-        return value
-    ids, values = merge_rows(spec, [value])
+    return dense_sum(spec, [value]) if is_sparse(value) else value
+
+
+def dense_sum(spec: TensorSpec, replicas: Sequence[Tensor]) -> Tensor:
+    """The sum of sparse replicas as `merge_rows` computes it, dense."""
+    ids, values = merge_rows(spec, replicas)
     dense = values.new_zeros(spec.shape[0], row_numel(spec))
     dense[ids] = values
     return dense.view(spec.shape)

@@ -19,7 +19,7 @@ from kvtrainer.kvstore.base import Key
 from kvtrainer.kvstore.client_store import ClientStore
 from kvtrainer.kvstore.entries import Entry, target_of
 from kvtrainer.kvstore.quiet import without_collections
-from kvtrainer.kvstore.row_values import densified, is_sparse, merge_rows
+from kvtrainer.kvstore.row_values import dense_sum, densified, is_sparse, merge_rows
 from kvtrainer.kvstore.row_verbs import pull, read_pulls, without_sparse
 from kvtrainer.kvstore.values import check_fits, check_key, check_out, merge, pair, spec_of
 
@@ -54,10 +54,12 @@ class TableKVStore(ClientStore):
         """Give this worker's part to the next round of each key and return; `value` may be changed at once.
 
         Replicas and repeated keys are summed. When every worker has pushed, the optimizer is applied to the sum, or
-        without one the sum replaces the value.
+        without one the sum replaces the value. If all have pushed some rows of it, on servers the others stay; in
+        process they become zero.
 
         Raises:
             KeyNotFoundError: a key was never initialised.
+            ConfigurationError: rows are too long for a server to know them apart, and there is no optimizer.
             ShapeMismatchError: a value does not fit its key. Nothing has been sent then.
         """
         self._refresh_optimizer()
@@ -157,12 +159,25 @@ class TableKVStore(ClientStore):
         """What is pushed of a key: the caller's memory only if the caller waits for the new weights."""
         spec, table = entry.spec, entry.table
         sparse = [is_sparse(one) for one in replicas]
-        if True in sparse:
-            if all(sparse) and table.plan.takes_rows(0):
+        if all(sparse):
+            if self._goes_by_rows(entry):
                 return RoundItem(table, {}, out, rows={0: merge_rows(spec, replicas)})
+            return RoundItem(table, {spec.dtype: dense_sum(spec, replicas).view(-1)}, out)
+        if any(sparse):
             replicas = [densified(spec, one) for one in replicas]
         flat, is_own = self._merged(spec, replicas)
         return RoundItem(table, {spec.dtype: flat if is_own or out is not None else flat.clone()}, out)
+
+    def _goes_by_rows(self, entry: Entry) -> bool:
+        """Whether only rows are pushed of a key of which only rows are given. Raises as `push`."""
+        if entry.table.plan.takes_rows(0):
+            return True
+        if self._optimizer is None:
+            raise ConfigurationError(
+                f"the rows of key {entry.spec.key!r} are longer than the 1 MiB that a server tells apart, so without an "
+                "optimizer a push of some would replace them all; push a dense value, or set an optimizer"
+            )
+        return False
 
     def _warn_of_sparse_out(self, key: Key) -> None:
         if not self._has_warned:

@@ -69,9 +69,10 @@ def test_rows_of_a_big_key_add_up_wherever_they_lie(job: Job) -> None:
             assert is_even
 
 
-def test_without_an_optimizer_the_sum_of_rows_replaces_the_value(job: Job) -> None:
+def test_without_an_optimizer_the_sum_of_rows_replaces_these_rows(job: Job) -> None:
     w = job.workers
-    expected = [[0, total(job), 0, 0], [1, 1, 1, 2 * (w - 1) + 1], [2 * w, 0, w, 0]]
+    dense = 2 * (w - 1) + 1
+    expected = [[1, total(job), 1, 1], [1, 1, 1, dense], [2 * w, 1, w, dense]]
     assert_everywhere(job["replaced"], expected)
 
 

@@ -52,14 +52,29 @@ def everything(
     return out
 
 
-@pytest.mark.parametrize("make", STORES)
-@pytest.mark.parametrize("shape", [(4, 4), BIG, (5, 2, 3), (3, 300_001)])
-def test_without_an_optimizer_the_pushed_rows_replace_the_value(make: Make, shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(("make", "others"), [(LocalKVStore, 0.0), (STORES[1].values[0], 1.0)])
+@pytest.mark.parametrize("shape", [(4, 4), BIG, (5, 2, 3)])
+def test_without_an_optimizer_rows_that_are_not_pushed_stay_on_servers_and_become_zero_in_process(
+    make: Make, others: float, shape: tuple[int, ...]
+) -> None:
+    """As in MXNet 1.9.1 and 2.0.0b1."""
     kv = store_with(make, w=torch.ones(shape))
     kv.push("w", rows(shape, [2, 0, 2], 3.0))
-    expected = torch.zeros(shape)
+    expected = torch.full(shape, others)
     expected[0], expected[2] = 3.0, 6.0
     assert torch.equal(everything(kv, "w", shape), expected)
+    assert torch.equal(kv.row_sparse_pull("w", row_ids=[1, 2]).to_dense()[1:3], expected[1:3])
+
+
+def test_a_push_of_rows_that_a_server_cannot_tell_apart_is_refused_without_an_optimizer() -> None:
+    shape = (3, 300_001)
+    kv = store_with(STORES[1].values[0], w=torch.ones(shape))
+    with pytest.raises(ConfigurationError, match="longer than the 1 MiB"):
+        kv.push("w", rows(shape, [2], 3.0))
+    assert torch.equal(everything(kv, "w", shape), torch.ones(shape))
+    kv.set_optimizer(kvtrainer.optimizer.create("test", learning_rate=-1.0))
+    kv.push("w", rows(shape, [2], 3.0))
+    assert everything(kv, "w", shape)[:, 0].tolist() == [1, 1, 4]
 
 
 @pytest.mark.parametrize("make", STORES)

@@ -104,7 +104,7 @@ def big(rank: int) -> list[tuple[Tensor, bool]]:
 
 
 def replaced(rank: int) -> list[Any]:
-    """Without an optimizer: the sum of one row of each rank replaces all; dense and sparse pushes may meet."""
+    """Without an optimizer: the sum of one row of each rank replaces it; of dense and sparse pushes, all."""
     kv = _store("w", torch.ones(4, 2))
     kv.push("w", _rows((4, 2), [1], float(rank + 1)))
     first = _pull(kv, "w", (4, 2))[:, 0].tolist()
