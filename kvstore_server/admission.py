@@ -32,6 +32,7 @@ class EngineConfig:
         forget_after: Seconds after which a namespace of which no worker was heard from is freed, though it has weights.
         max_message_keys: Most keys, slices or tables that one message may name.
         max_message_bytes: Largest message, of those that may be larger than a few frames.
+        integers: Whether keys may be integers, which no optimizer can update.
     """
 
     server: int = 0
@@ -47,6 +48,7 @@ class EngineConfig:
     forget_after: float = 86400.0
     max_message_keys: int = KEYS_PER_MESSAGE
     max_message_bytes: int = 4 << 30
+    integers: bool = False
 
 
 def check_hello(config: EngineConfig, hello: m.Hello) -> None:

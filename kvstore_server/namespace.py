@@ -114,9 +114,9 @@ class Namespace:
                 raise
             return table
         check_name("a table", register.table)
-        check_specs(specs, config.num_servers)
+        check_specs(specs, config.num_servers, config.integers)
         self._check_size(register.table, specs, config)
-        plan = make_plan(specs, config.num_servers, register.whole_keys)
+        plan = make_plan(specs, config.num_servers, register.whole_keys, config.integers)
         workers = self.membership.num_workers
         needed = footprint(plan, config.server, workers, self.mode, self.optimizer.named)
         self.claim(needed, f"table {register.table!r}")

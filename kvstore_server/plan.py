@@ -23,9 +23,11 @@ from kvstore_server.errors import ConfigurationError, PlanMismatchError
 from kvstore_server.placement import place
 from kvstore_server.slicing import (
     ALIGNMENT,
+    INTEGERS,
     ITEM_SIZE,
     MAX_SLICE,
     MIN_SLICE,
+    SIZES,
     SLICES_PER_TABLE,
     ArenaLayout,
     Draft,
@@ -37,6 +39,7 @@ from kvstore_server.slicing import (
 
 __all__ = [
     "ALIGNMENT",
+    "INTEGERS",
     "ITEM_SIZE",
     "MAX_NAME",
     "MAX_SLICE",
@@ -126,7 +129,9 @@ class Plan:
         return self._by_key.get(key, ())
 
 
-def make_plan(specs: Sequence[TensorSpec], num_servers: int, whole_keys: bool = False) -> Plan:
+def make_plan(
+    specs: Sequence[TensorSpec], num_servers: int, whole_keys: bool = False, integers: bool = False
+) -> Plan:
     """Lay out `specs` over `num_servers` servers.
 
     With `whole_keys` a key is not spread over servers, for optimizers that need more of it than one element at a
@@ -136,9 +141,9 @@ def make_plan(specs: Sequence[TensorSpec], num_servers: int, whole_keys: bool = 
         ConfigurationError: no keys, a key twice, a dtype that cannot be stored, or a shape with a negative size.
     """
     specs = tuple(specs)
-    check_specs(specs, num_servers)
+    check_specs(specs, num_servers, integers)
     numels = [spec.numel for spec in specs]
-    nbytes = [numel * ITEM_SIZE[spec.dtype] for numel, spec in zip(numels, specs, strict=True)]
+    nbytes = [numel * SIZES[spec.dtype] for numel, spec in zip(numels, specs, strict=True)]
     piece_bytes = _slice_bytes(sum(nbytes))
     drafts: list[Draft] = []
     arena_sizes: dict[str, int] = {}
@@ -162,7 +167,7 @@ def make_plan(specs: Sequence[TensorSpec], num_servers: int, whole_keys: bool = 
         drafts.extend(layout.drafts)
         arena_sizes[dtype] = layout.end
     units = _units(drafts) if whole_keys else [[i] for i in range(len(drafts))]
-    sizes = [draft.used * ITEM_SIZE[draft.dtype] for draft in drafts]
+    sizes = [draft.used * SIZES[draft.dtype] for draft in drafts]
     servers = place(sizes, units, num_servers, zlib.crc32(specs[0].key.encode()))
     slices = tuple(draft.freeze(i, servers[i]) for i, draft in enumerate(drafts))
     digest = _digest(specs, num_servers, whole_keys)
@@ -184,8 +189,8 @@ def check_same(
             )
 
 
-def check_specs(specs: Sequence[TensorSpec], num_servers: int) -> None:
-    """Raise ConfigurationError unless `specs` can be laid out over `num_servers` servers."""
+def check_specs(specs: Sequence[TensorSpec], num_servers: int, integers: bool = False) -> None:
+    """Raise ConfigurationError unless `specs`, of which some may be `integers`, can be laid out over so many servers."""
     if num_servers < 1:
         raise ConfigurationError(f"a plan needs at least one server, got {num_servers}")
     if not specs:
@@ -197,7 +202,7 @@ def check_specs(specs: Sequence[TensorSpec], num_servers: int) -> None:
         seen.add(spec.key)
         if len(spec.key) > MAX_NAME:
             check_name("a key", spec.key)
-        if spec.dtype not in ITEM_SIZE:
+        if spec.dtype not in ITEM_SIZE and not (integers and spec.dtype in INTEGERS):
             raise ConfigurationError(
                 f"key {spec.key!r} has dtype {spec.dtype}; a store holds {', '.join(ITEM_SIZE)} only"
             )
@@ -216,10 +221,8 @@ def check_name(what: str, name: str) -> None:
 
 
 def _check_rows(spec: TensorSpec) -> None:
-    if len(spec.shape) < 2:
-        raise ConfigurationError(
-            f"key {spec.key!r} is row-sparse, which needs two or more dimensions, but its shape is {list(spec.shape)}"
-        )
+    if not spec.shape:
+        raise ConfigurationError(f"key {spec.key!r} is row-sparse, but a number has no rows")
     size = ITEM_SIZE[spec.dtype]
     if row_numel(spec) and math.lcm(row_numel(spec) * size, ALIGNMENT) > MAX_SLICE:
         raise ConfigurationError(

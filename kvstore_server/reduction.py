@@ -64,7 +64,7 @@ def torch_dtype(name: str) -> torch.dtype:
 def compute_dtype(name: str) -> torch.dtype:
     """The dtype in which gradients of a dtype of the Plan are summed."""
     dtype = torch_dtype(name)
-    return torch.float32 if dtype.itemsize < 4 else dtype
+    return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
 
 
 class Reducer:

@@ -13,7 +13,10 @@ SLICES_PER_TABLE = 8
 """A table is cut into about this many slices while they stay between MIN_SLICE and MAX_SLICE bytes."""
 
 ITEM_SIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
-"""The dtypes that can be stored, and their size in bytes."""
+"""The dtypes that can be stored and updated, and their size in bytes."""
+INTEGERS = {"uint8": 1, "int8": 1, "int16": 2, "int32": 4, "int64": 8}
+"""Those that a store of one process takes too, without an optimizer."""
+SIZES = {**ITEM_SIZE, **INTEGERS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +36,7 @@ class TensorSpec:
 
     @property
     def nbytes(self) -> int:
-        return self.numel * ITEM_SIZE[self.dtype]
+        return self.numel * SIZES[self.dtype]
 
 
 class Segment(NamedTuple):
@@ -65,7 +68,7 @@ class Slice:
 
     @property
     def nbytes(self) -> int:
-        return self.used * ITEM_SIZE[self.dtype]
+        return self.used * SIZES[self.dtype]
 
 
 def row_numel(spec: TensorSpec) -> int:
@@ -102,7 +105,7 @@ class ArenaLayout:
 
     def __init__(self, dtype: str, piece_bytes: int) -> None:
         self.dtype = dtype
-        self.limit = piece_bytes // ITEM_SIZE[dtype]
+        self.limit = piece_bytes // SIZES[dtype]
         self.drafts: list[Draft] = []
         self.end = 0
         self._bucket: Draft | None = None
@@ -122,9 +125,9 @@ class ArenaLayout:
     def add_big(self, key: int, numel: int, row: int) -> int:
         offset = self.end
         # Whole rows, so that a slice takes rows by itself; unless one is too long for that.
-        unit = math.lcm(row, ALIGNMENT // ITEM_SIZE[self.dtype])
+        unit = math.lcm(row, ALIGNMENT // SIZES[self.dtype])
         limit = self.limit - self.limit % unit or unit
-        if limit * ITEM_SIZE[self.dtype] > MAX_SLICE:
+        if limit * SIZES[self.dtype] > MAX_SLICE:
             limit = self.limit
         for start in range(0, numel, limit):
             draft = Draft(self.dtype, self.end, [])
@@ -138,5 +141,5 @@ class ArenaLayout:
 
 
 def _align(numel: int, dtype: str) -> int:
-    unit = ALIGNMENT // ITEM_SIZE[dtype]
+    unit = ALIGNMENT // SIZES[dtype]
     return -(-numel // unit) * unit

@@ -15,7 +15,6 @@ from kvtrainer.errors import ConfigurationError, UnknownNameError
 from kvtrainer.layout.layout import Layout
 from kvtrainer.parallel.policy import COPIES
 from kvtrainer.parameters import collect
-from kvtrainer.row_sparse import RowSparseParameter
 from kvtrainer.types import Group
 
 NOTES = frozenset(
@@ -36,12 +35,6 @@ def make_groups(params: Any, optimizer: Optimizer, given: object, first: int = 0
         ConfigurationError: parameters or options are wrong.
     """
     groups = collect(params, first)
-    for group in groups:
-        if COPIES in group and any(isinstance(p, RowSparseParameter) for p in group["params"]):
-            raise ConfigurationError(
-                "the value of a row_sparse parameter lives in the kvstore, so it has no replicas; give such parameters "
-                "to a Trainer of their own"
-            )
     if isinstance(given, torch.optim.Optimizer):
         return _groups_of(given, groups)
     return [_with_checked_options(group, optimizer) for group in groups]

@@ -46,7 +46,7 @@ class RowSparseParameter(Parameter):
     with, until there is a Trainer: then `trainer.set_data({name: tensor})` replaces them.
 
     Args:
-        shape: Of the table, two or more dimensions; the first one counts rows.
+        shape: Of the table; the first dimension counts rows.
         init: The values to begin with, of which rank 0's count: a number; a tensor of that shape, which is not copied;
             a function that fills a tensor, as those of `torch.nn.init` do, called on the CPU at the first use, with
             random numbers that were determined here; None for zeros.
@@ -266,9 +266,9 @@ class _Gather(torch.autograd.Function):
 def _checked_shape(shape: Any) -> tuple[int, ...]:
     sizes = tuple(shape) if isinstance(shape, list | tuple) else (shape,)
     is_fit = all(isinstance(size, int) and not isinstance(size, bool) and size >= 0 for size in sizes)
-    if not is_fit or len(sizes) < 2:
+    if not is_fit or not sizes:
         raise ConfigurationError(
-            f"a RowSparseParameter needs a shape of two or more whole numbers, rows first; got {shape!r}"
+            f"a RowSparseParameter needs a shape of one or more whole numbers, rows first; got {shape!r}"
         )
     return sizes
 

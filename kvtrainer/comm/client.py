@@ -73,7 +73,7 @@ class Client:
             state = "is registered already" if known.is_initialised else "could not be initialised before"
             raise ConfigurationError(f"table {name!r} {state}; restart the job, or give another namespace=…")
         check_name("a table", name)
-        return RemoteTable(name, make_plan(specs, self.num_servers, whole_keys), {})
+        return RemoteTable(name, make_plan(specs, self.num_servers, whole_keys, integers=True), {})
 
     def _register(self, requests: Sequence[tuple[int, RemoteTable]]) -> None:
         """Declare (server, table) pairs in one go: asking for a thousand keys one after the other takes long."""

@@ -211,7 +211,7 @@ class DeviceKVStore(LocalKVStore):
                 seen.add(str(key))
                 if is_nccl(self._type):
                     check_on_cuda([one.device for one in replicas], f"the values of key {key!r}")
-            specs = [spec_of(key, replicas[0]) for key, replicas in values]
+            specs = [spec_of(key, replicas[0], self._other_dtypes) for key, replicas in values]
             said["specs"] = [[spec.key, list(spec.shape), spec.dtype] for spec in specs]
         except Exception as error:
             self._exchange("init", {"error": error_text(error)}, error)

@@ -6,13 +6,14 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from kvstore_server.admission import EngineConfig
 from kvstore_server.codec import Codec
 from kvstore_server.engine import Engine
 from kvstore_server.errors import ConfigurationError, OptimizerError
-from kvstore_server.plan import TensorSpec
+from kvstore_server.plan import INTEGERS, TensorSpec
 from kvstore_server.protocol import messages as m
 from kvtrainer.comm.client import Client
 from kvtrainer.comm.loopback import Loopback
@@ -27,7 +28,9 @@ from kvtrainer.kvstore.base import (
 )
 from kvtrainer.kvstore.entries import Entry
 from kvtrainer.kvstore.replica_compression import ReplicaCompressor
+from kvtrainer.kvstore.row_values import is_sparse
 from kvtrainer.kvstore.store import TableKVStore
+from kvtrainer.kvstore.values import pair
 
 _KEYS = "keys"
 """The namespace of the store's own keys; each Trainer has another."""
@@ -38,18 +41,31 @@ class LocalKVStore(TableKVStore):
     """Keeps keys in this process; several replicas of a value are summed. Rank 0 of 1 worker.
 
     Sums and updates run on the CPU for every name, so results are the same bit for bit. A round is over, and its
-    error raised, when `push` returns.
+    error raised, when `push` returns. Keys may also be integers, which no optimizer can update.
     """
 
     capabilities: ClassVar[Collection[str]] = (OPTIMIZER, SPARSE_GRADIENTS, SPARSE_WEIGHTS)
+    _other_dtypes = tuple(INTEGERS)
 
     def __init__(self, type: str = "local") -> None:
-        self._engine = Engine(EngineConfig(), clock=time.monotonic)
+        self._engine = Engine(EngineConfig(integers=True), clock=time.monotonic)
         self._replicas: ReplicaCompressor | None = None
         self._transport = _Direct([self._engine], time.monotonic)
         super().__init__(type, _connected(self._transport, _KEYS))
         self._can_compress = "device" in type.lower()
         self._trainers = 0
+
+    def pull(self, key: Any, out: Any = None, priority: int = 0, ignore_sparse: bool = True) -> None:
+        if ignore_sparse or out is None:
+            super().pull(key, out, priority, ignore_sparse)
+            return
+        pairs = pair(key, out, "out")
+        dense = [[torch.empty_like(one, layout=torch.strided) if is_sparse(one) else one for one in outs] for _, outs in pairs]
+        super().pull([one for one, _ in pairs], dense, priority)
+        for (_, outs), values in zip(pairs, dense, strict=True):
+            for one, value in zip(outs, values, strict=True):
+                if one is not value:
+                    one.copy_(value.to_sparse(1))
 
     def set_optimizer(self, optimizer: Any) -> None:
         """As TableKVStore.set_optimizer; takes the place of an updater."""
@@ -107,7 +123,7 @@ class LocalKVStore(TableKVStore):
         self._replicas = None if codec is None else ReplicaCompressor(codec)
 
     def _merged(self, spec: TensorSpec, replicas: Sequence[Tensor]) -> tuple[Tensor, bool]:
-        if self._replicas is None:
+        if self._replicas is None or spec.dtype in INTEGERS:
             return super()._merged(spec, replicas)
         return self._replicas.merge(spec.key, replicas), True
 
@@ -116,6 +132,13 @@ class LocalKVStore(TableKVStore):
         return self._optimizer is not None and super()._goes_by_rows(entry)
 
     def _start(self, items: Sequence[RoundItem], priority: int) -> Ticket:
+        if self._optimizer is not None and _KEYS not in self._engine.updaters:
+            for spec in (item.table.plan.specs[0] for item in items):
+                if spec.dtype in INTEGERS:
+                    raise ConfigurationError(
+                        f"key {spec.key!r} is {spec.dtype}, which {self._optimizer.registered_name!r} cannot update; "
+                        "keep integers in a store without an optimizer, or with an updater"
+                    )
         ticket = super()._start(items, priority)
         try:
             self._client.rounds.wait(ticket)

@@ -26,11 +26,11 @@ def is_sparse(value: Tensor) -> bool:
 
 def check_rows(what: str, key: object, value: Tensor) -> None:
     """Raise ConfigurationError unless a sparse tensor has whole rows."""
-    if value.layout is not torch.sparse_coo or value.sparse_dim() != 1 or value.dim() < 2:
+    if value.layout is not torch.sparse_coo or value.sparse_dim() != 1:
         form = f" with sparse_dim {value.sparse_dim()}" if value.layout is torch.sparse_coo else ""
         raise ConfigurationError(
             f"{what} of key {key!r} is sparse, of shape {list(value.shape)} and layout {value.layout}{form}; it must "
-            "be a sparse COO tensor of two or more dimensions with sparse_dim 1, which has whole rows"
+            "be a sparse COO tensor with sparse_dim 1, which has whole rows"
         )
 
 

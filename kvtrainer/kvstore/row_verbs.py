@@ -92,10 +92,8 @@ def _of_key(entries: Mapping[Key, Entry], key: Key, out: Any, row_ids: Any) -> l
     entry = entries.get(key)
     if entry is None:
         raise KeyNotFoundError(f"key {key!r} has not been initialised; call init or broadcast first")
-    if len(entry.spec.shape) < 2:
-        raise ShapeMismatchError(
-            f"key {key!r} has shape {list(entry.spec.shape)}; only a key of two or more dimensions has rows"
-        )
+    if not entry.spec.shape:
+        raise ShapeMismatchError(f"key {key!r} has no dimension, hence no rows; use pull")
     outs = _checked_outs(entry, key, out)
     sets = [row_ids] if is_ids(row_ids) else list(row_ids)
     found = [read_ids(key, one, entry.spec.shape[0]) for one in sets]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -33,6 +33,8 @@ class TableKVStore(ClientStore):
     """
 
     _has_warned = False
+    _other_dtypes: ClassVar[Collection[str]] = ()
+    """What keys may be beside the dtypes that an optimizer updates."""
 
     @without_collections
     def init(self, key: Any, value: Any) -> None:
@@ -72,8 +74,8 @@ class TableKVStore(ClientStore):
     def pull(self, key: Any, out: Any = None, priority: int = 0, ignore_sparse: bool = True) -> None:
         """Write the present values of keys to `out`, after this worker's own pushes; blocks.
 
-        A sparse `out` is left as it is, with a SparsePullWarning; or refused with ConfigurationError where
-        `ignore_sparse` is false. `row_sparse_pull` is meant.
+        A sparse `out` is left as it is, with a SparsePullWarning: `row_sparse_pull` is meant. Where `ignore_sparse` is
+        false, a store of this process writes the rows that are not zero to it, and others raise ConfigurationError.
         """
         dense = without_sparse(self._outs(key, out), ignore_sparse, self._warn_of_sparse_out)
         wanted = self._lookup(dense, same_dtype=False)
@@ -130,7 +132,7 @@ class TableKVStore(ClientStore):
     def row_sparse_pull(
         self, key: Any, out: Any = None, priority: int = 0, row_ids: Any = None
     ) -> Tensor | list[Any]:
-        """Fetch some rows of keys of two or more dimensions, after this worker's own pushes; only these travel; blocks.
+        """Fetch some rows of keys, after this worker's own pushes; only these travel; blocks.
 
         Args:
             key: A key, or a list of keys.
@@ -207,7 +209,7 @@ class TableKVStore(ClientStore):
         seen: set[str] = set()
         for key, replicas in values:
             self._check_new(key, seen)
-            specs.append(spec_of(key, replicas[0]))
+            specs.append(spec_of(key, replicas[0], self._other_dtypes))
             seen.add(str(key))
         for spec, (_, tensors) in zip(specs, outs or (), strict=False):
             for tensor in tensors:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvstore_server.errors import ConfigurationError, ShapeMismatchError
 from kvstore_server.plan import ITEM_SIZE, TensorSpec
+from kvstore_server.reduction import compute_dtype
 from kvtrainer.kvstore.base import Key
 from kvtrainer.kvstore.row_values import check_rows, is_sparse
 
@@ -66,15 +67,16 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def spec_of(key: Key, value: Tensor) -> TensorSpec:
-    """The spec under which a key of this first value is stored.
+def spec_of(key: Key, value: Tensor, others: Collection[str] = ()) -> TensorSpec:
+    """The spec under which a key of this first value is stored, in a store that takes `others` beside ITEM_SIZE.
 
     Raises:
         ConfigurationError: the dtype cannot be stored.
     """
     name = dtype_name(value.dtype)
-    if name not in ITEM_SIZE:
-        raise ConfigurationError(f"key {key!r} has dtype {name}; a store holds {', '.join(ITEM_SIZE)} only")
+    if name not in ITEM_SIZE and name not in others:
+        named = ", ".join((*ITEM_SIZE, *others))
+        raise ConfigurationError(f"key {key!r} has dtype {name}; this store holds {named} only")
     return TensorSpec(str(key), tuple(value.shape), name)
 
 
@@ -111,7 +113,7 @@ def merge(replicas: Sequence[Tensor]) -> tuple[Tensor, bool]:
     if len(replicas) == 1:
         flat = first.to("cpu").contiguous().view(-1)
         return flat, flat.untyped_storage().data_ptr() != first.untyped_storage().data_ptr()
-    compute = torch.float32 if first.dtype.itemsize < 4 else first.dtype
+    compute = compute_dtype(dtype_name(first.dtype))
     total = first.to("cpu", compute, copy=True, memory_format=torch.contiguous_format)
     for other in replicas[1:]:
         total += other.detach().to("cpu", compute)

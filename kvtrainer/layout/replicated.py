@@ -48,6 +48,7 @@ class ReplicatedLayout(Layout):
         self.copies = [
             Layout(of, own, self.plan) for of, own in zip(of_device[1:], labelled[1:], strict=True)
         ]
+        self.tables.copies = [copy.tables for copy in self.copies]
         first = [name for own in labelled[0] for name in own]
         layouts = [self, *self.copies]
         policy = policy_of(groups)

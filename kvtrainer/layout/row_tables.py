@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from kvtrainer.comm.tickets import Source
-from kvtrainer.errors import ConfigurationError
+from kvtrainer.errors import ConfigurationError, RowSparseError
 from kvtrainer.parallel.policy import COPIES
 from kvtrainer.parameters import collect
 from kvtrainer.row_sparse import Owner, RowSparseParameter
@@ -23,10 +23,11 @@ NO_TABLES: Tables = MappingProxyType({})
 
 
 class RowTables:
-    """Position i of `parameters` is key i."""
+    """Position i of `parameters` is key i; so it is in `copies`, the replicas on each further device."""
 
     def __init__(self, parameters: Sequence[Parameter]) -> None:
         self._parameters = {i: p for i, p in enumerate(parameters) if isinstance(p, RowSparseParameter)}
+        self.copies: Sequence[RowTables] = ()
         self._given: dict[int, Tensor] = {}
         """New values that the store has not got yet."""
 
@@ -34,7 +35,8 @@ class RowTables:
         return key in self._parameters
 
     def key_of(self, parameter: RowSparseParameter) -> int:
-        return next(key for key, p in self._parameters.items() if p is parameter)
+        found = (key for one in (self, *self.copies) for key, p in one._parameters.items() if p is parameter)
+        return next(found)
 
     def give(self, key: int, values: Tensor) -> None:
         """Values for `first` or `changed`."""
@@ -53,23 +55,24 @@ class RowTables:
         self._given.clear()
         for parameter in self._parameters.values():
             parameter._place()
+        for copy in self.copies:
+            copy.are_placed()
 
 
 def check_claimable(groups: Sequence[Group]) -> bool:
     """Whether there are row-sparse parameters in these groups.
 
     Raises:
-        RowSparseError: one has a Trainer already.
-        ConfigurationError: one has replicas, which would have nothing in them.
+        RowSparseError: one has a Trainer already, or is a replica of a parameter of another kind.
     """
     found = list(_named(groups))
     for name, parameter in found:
         parameter.check_claimable(name)
-    if any(isinstance(p, RowSparseParameter) for group in groups for of in group.get(COPIES, ()) for p in of):
-        raise ConfigurationError(
-            "a row-sparse parameter has no replicas, because its values are in the store; give the Trainer one, and "
-            "use the rows that it returns on every device"
-        )
+    for group in groups:
+        for of_device in group.get(COPIES, ()):
+            for name, p, copy in zip(group["param_names"], group["params"], of_device, strict=True):
+                if isinstance(p, RowSparseParameter) is not isinstance(copy, RowSparseParameter):
+                    raise RowSparseError(f"some replicas of {name!r} are row-sparse and some are not; make all alike")
     return bool(found)
 
 
@@ -89,10 +92,12 @@ def claim(owner: Owner, groups: Sequence[Group]) -> None:
 
 
 def _named(groups: Sequence[Group]) -> Iterator[tuple[str, RowSparseParameter]]:
+    """The row-sparse parameters, each with all of its replicas."""
     for group in groups:
-        for name, parameter in zip(group["param_names"], group["params"], strict=True):
-            if isinstance(parameter, RowSparseParameter):
-                yield name, parameter
+        for of_device in (group["params"], *group.get(COPIES, ())):
+            for name, parameter in zip(group["param_names"], of_device, strict=True):
+                if isinstance(parameter, RowSparseParameter):
+                    yield name, parameter
 
 
 def _giving(flat: Tensor) -> Callable[[], Source]:

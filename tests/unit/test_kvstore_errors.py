@@ -75,7 +75,7 @@ ERRORS: dict[str, tuple[Action, type[Exception], str]] = {
     "surrogate in a key at push": (lambda kv: kv.push("\ud800", full(1)), ConfigurationError, "at position 0"),
     "key of too many bits": (lambda kv: kv.init(10**5000, full(1)), ConfigurationError, "up to 64 bits, got one of"),
     "dtype that cannot be stored": (
-        lambda kv: kv.init("x", torch.ones(2, dtype=torch.int64)), ConfigurationError, "'x' has dtype int64",
+        lambda kv: kv.init("x", torch.ones(2, dtype=torch.bool)), ConfigurationError, "'x' has dtype bool",
     ),
     "no such optimizer": (lambda kv: kv.set_optimizer("sdg"), UnknownNameError, "'sdg'"),
     "no such capability": (lambda kv: kv.is_capable("foo"), ConfigurationError, "'foo'; known ones: optimizer"),

@@ -9,12 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvstore_server.plan import TensorSpec
 from kvtrainer import optimizer
 from kvtrainer.errors import (
     ConfigurationError,
     OptimizerError,
 )
 from kvtrainer.kvstore import LocalKVStore
+from kvtrainer.kvstore.store import TableKVStore
+from tests.support.engines import client_of
 from tests.support.local_stores import SHAPE, full, local, pulled
 
 STR_KEYS, INT_KEYS = ["b", "c", "d"], [5, 7, 11]
@@ -209,6 +212,48 @@ def test_pull_casts_to_the_dtype_of_each_out(dtype: torch.dtype) -> None:
     store.pull("w", out=outs)
     assert outs[0].equal(full(2.5).to(dtype))
     assert outs[1].equal(full(2.5))
+
+
+INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
+
+
+@pytest.mark.parametrize("dtype", INTEGERS)
+def test_integers_are_kept_summed_and_replaced_as_they_are(dtype: torch.dtype) -> None:
+    """Of numbers that float32 cannot tell from their neighbours, where the dtype has them."""
+    store, most = LocalKVStore(), torch.iinfo(dtype).max
+    store.init("w", torch.tensor([1, 2, most], dtype=dtype))
+    out, as_float = torch.zeros(3, dtype=dtype), torch.zeros(3)
+    store.pull("w", out=[out, as_float])
+    assert out.tolist() == [1, 2, most]
+    assert as_float.tolist()[:2] == [1, 2]
+    store.push("w", [torch.tensor([5, 6, most - 1], dtype=dtype), torch.tensor([5, 6, 1], dtype=dtype)])
+    store.pull("w", out=out)
+    assert out.tolist() == [10, 12, most]
+    store.pushpull("w", torch.tensor([7, 0, 1], dtype=dtype), out=out)
+    assert out.tolist() == [7, 0, 1]
+
+
+def test_an_updater_changes_integers_and_an_optimizer_refuses_them() -> None:
+    store = LocalKVStore()
+    store.init(["w", "x"], [torch.tensor([1, 2, 3]), torch.ones(2)])
+    store.set_updater(lambda key, merged, stored: stored.add_(merged))
+    store.push("w", torch.tensor([1, 1, 1]))
+    out = torch.zeros(3, dtype=torch.int64)
+    store.pull("w", out=out)
+    assert out.tolist() == [2, 3, 4]
+    store.set_optimizer("sgd")
+    with pytest.raises(ConfigurationError, match="key 'w' is int64"):
+        store.push(["x", "w"], [torch.ones(2), torch.tensor([1, 1, 1])])
+    store.pull("w", out=out)
+    assert out.tolist() == [2, 3, 4]
+    assert pulled(store, "x", (2,)).tolist() == [1, 1]
+
+
+def test_servers_refuse_integers_whoever_asks() -> None:
+    with pytest.raises(ConfigurationError, match="'w' has dtype int32"):
+        TableKVStore("engines", client_of(1)).init("w", torch.tensor([1], dtype=torch.int32))
+    with pytest.raises(ConfigurationError, match="'w' has dtype int32"):
+        client_of(1).register({"w": [TensorSpec("w", (1,), "int32")]})
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])

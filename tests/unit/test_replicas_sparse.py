@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from kvtrainer import Trainer, kvstore
-from kvtrainer.errors import (
-    ConfigurationError,
-)
+from kvtrainer import RowSparseParameter, Trainer, kvstore
+from kvtrainer.errors import ConfigurationError, RowSparseError
 from tests.support.replica_training import backward, embedding, replicas, values
 
 
@@ -31,6 +30,66 @@ def test_row_sparse_gradients_of_replicas_are_summed_by_row(optimizer: str, in_s
         single.step(2)
         assert all(torch.equal(net.weight, nets[0].weight) for net in nets)
         assert torch.allclose(nets[0].weight, oracle.weight, atol=1e-6)
+
+
+class Table(torch.nn.Module):
+    """MXNet's test of layers that get their values late: rows of a table, then a dense layer of ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = RowSparseParameter((4, 3), 1.0)
+        self.dense = torch.nn.Linear(3, 2)
+        for parameter in self.dense.parameters():
+            torch.nn.init.ones_(parameter)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.dense(self.table.row_sparse_data(ids))
+        return out
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("type", ["local", "device"])
+def test_a_row_sparse_weight_on_several_devices_trains_as_mxnets(type: str, count: int) -> None:
+    nets = [Table() for _ in range(count)]
+    parameters = [list(copies) for copies in zip(*(net.parameters() for net in nets), strict=True)]
+    trainer = Trainer(parameters, "sgd", {"learning_rate": 1}, kvstore=type)
+    for net, ids in zip(nets, torch.tensor([[0, 2], [1, 2]]).chunk(count), strict=True):
+        net(ids).sum().backward()
+    trainer.step(1)
+    for net in nets:
+        # Each use of a row adds 1 for each of the two outputs.
+        assert net.table.row_sparse_data(torch.arange(4)).tolist() == [[-1] * 3, [-1] * 3, [-3] * 3, [1] * 3]
+        assert torch.equal(net.dense.weight, nets[0].dense.weight)
+
+
+def test_a_row_sparse_weight_of_one_dimension_has_replicas_and_survives_its_files(tmp_path: Path) -> None:
+    tables = [RowSparseParameter((10,), 0.0) for _ in range(2)]
+    options = {"learning_rate": 0.125, "momentum": 0.5}
+    trainer = Trainer([tables], "sgd", options, kvstore="local")
+
+    def step() -> None:
+        for table in tables:
+            (table.row_sparse_data(torch.arange(10)) + 1).sum().backward()
+        trainer.step(1)
+
+    step()
+    assert [table.row_sparse_data([3, 9]).tolist() for table in tables] == [[-0.25, -0.25]] * 2
+    trainer.save_states(tmp_path / "states")
+    trainer.load_states(tmp_path / "states")
+    tables[0].lr_mult = 2.0  # type: ignore[attr-defined]
+    step()
+    assert tables[1].row_sparse_data([0]).item() == -0.25 - 0.125 - 0.5
+    trainer.set_data({"0": torch.full((10,), 7.0)})
+    assert [table.detach().tolist() for table in tables] == [[7.0] * 10] * 2
+    with pytest.raises(RowSparseError, match="more than one trainer"):
+        Trainer([tables[1]], "sgd", kvstore="local")
+    with pytest.raises(ConfigurationError, match="update_on_kvstore=False when sparse weights"):
+        Trainer([[RowSparseParameter(3), RowSparseParameter(3)]], "sgd", update_on_kvstore=False)
+
+
+def test_replicas_of_which_some_are_row_sparse_are_refused() -> None:
+    with pytest.raises(RowSparseError, match="some replicas of '0' are row-sparse"):
+        Trainer([[RowSparseParameter(3), torch.nn.Parameter(torch.zeros(3))]], "sgd", kvstore="local")
 
 
 def test_summed_rows_can_be_clipped_before_the_update() -> None:
