@@ -7,6 +7,7 @@ and gets a storage of its own that aliases its piece, so that saving one layer w
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -16,12 +17,16 @@ from kvstore_server.plan import ALIGNMENT, Plan
 from kvtrainer.errors import ConfigurationError, ParameterMovedError
 
 
+_placed: WeakValueDictionary[int, Parameter] = WeakValueDictionary()
+"""Address → the parameter that an arena has put there: the data of one may lie in the arena of another Trainer."""
+
+
 class Arena:
     """Weights and gradients of one list of parameters: one flat tensor per dtype, all on one device.
 
     Construction moves the values of the parameters into the arena and lets `parameter.data` alias them,
     row-major whatever the memory format was before. The Parameter objects keep their identity, hooks and
-    attributes.
+    attributes. Arenas may share parameters: their data are in the one that was used last.
 
     Args:
         parameters: on one device, in the order of `plan.specs`; none may share memory with another.
@@ -52,6 +57,7 @@ class Arena:
         for parameter, piece in zip(here, pieces, strict=True):
             parameter.data = piece
         self._addresses = [p.data_ptr() for p in here]
+        _placed.update(zip(self._addresses, here, strict=True))
 
     @property
     def grads(self) -> dict[str, Tensor]:
@@ -100,21 +106,35 @@ class Arena:
     def check_in_place(self) -> None:
         """Check that the data of every parameter still lie where the constructor put them.
 
+        Those that another Trainer's arena has taken since come back, with the values that they have there.
+
         Raises:
-            ParameterMovedError: names every parameter whose data do not.
+            ParameterMovedError: names every parameter whose data do not; nothing has come back then.
         """
         moved = [
-            self._names[i]
+            i
             for i, address in zip(self._resident, self._addresses, strict=True)
             if self._parameters[i].data_ptr() != address or not self._parameters[i].is_contiguous()
         ]
-        if moved:
+        lost = [self._names[i] for i in moved if not self._is_in_another(i)]
+        if lost:
             raise ParameterMovedError(
-                f"the data of {len(moved)} of {len(self._names)} parameters were replaced after the Trainer "
-                f"was built, so updates would not reach the model: {', '.join(moved)}. Call model.to(...), "
-                "model.half() and the like before building the Trainer, give each parameter to one Trainer only, "
-                "or build a new Trainer now"
+                f"the data of {len(lost)} of {len(self._names)} parameters were replaced after the Trainer "
+                f"was built, so updates would not reach the model: {', '.join(lost)}. Call model.to(...), "
+                "model.half() and the like before building the Trainer, or build a new Trainer now"
             )
+        for i in moved:
+            piece = self._own_piece(i)
+            _copy([piece], [self._parameters[i].detach()])
+            self._parameters[i].data = piece
+            _placed[piece.data_ptr()] = self._parameters[i]
+
+    def _is_in_another(self, i: int) -> bool:
+        """Whether an arena has put the data of a parameter where they are, in the form that they have here."""
+        parameter, spec = self._parameters[i], self._plan.specs[i]
+        form = (tuple(parameter.shape), parameter.dtype, parameter.device)
+        is_placed = _placed.get(parameter.data_ptr()) is parameter and parameter.is_contiguous()
+        return is_placed and form == (spec.shape, getattr(torch, spec.dtype), self.device)
 
     def _allocate(self) -> dict[str, Tensor]:
         return {

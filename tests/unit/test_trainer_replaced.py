@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import warnings
 from collections.abc import Callable
 
@@ -11,7 +12,12 @@ import torch
 from torch import nn
 
 from kvtrainer import Trainer, kvstore
-from kvtrainer.errors import NoGradientWarning, ParameterMovedError, StaleGradientError
+from kvtrainer.errors import (
+    NoGradientWarning,
+    ParameterMovedError,
+    StaleGradientError,
+    WeightsWrittenError,
+)
 
 STORES = [
     pytest.param(None, id="in-process"),
@@ -105,3 +111,70 @@ def test_a_step_without_gradients_that_is_meant_says_nothing() -> None:
         trainer.step(ignore_stale_grad=True)
         trainer.step(4, ignore_stale_grad=True)
     assert trainer.optimizer.num_update == 0
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_two_trainers_take_turns_with_a_parameter_as_in_mxnet(count: int) -> None:
+    """Of MXNet 1.9.1 and 2.0.0b1: gradients of 1, learning rates 1 and 0.5."""
+    copies = [nn.Parameter(torch.zeros(3)) for _ in range(count)]
+    first, second = (
+        Trainer([copies], "sgd", {"learning_rate": lr}, update_on_kvstore=False) for lr in (1.0, 0.5)
+    )
+    seen = []
+    for trainer in (first, second, first, first, second):
+        for copy_ in copies:
+            (copy_ + 1).sum().backward()
+        trainer.step(1)
+        assert all(torch.equal(copy_, copies[0]) for copy_ in copies)
+        seen.append(copies[0][1].item() / count)
+    assert seen == [-1, -1.5, -2.5, -3.5, -4]
+
+
+def test_trainers_of_overlapping_models_train_as_torchs_optimizers_do() -> None:
+    """Each has its own order, dtypes and momentum; what both have moves by both."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    plain = copy.deepcopy(net)
+    whole = Trainer(net, "torch:SGD", {"lr": 0.1, "momentum": 0.9})
+    head = Trainer([net[1].bias, net[0].weight], "torch:Adam", {"lr": 0.01})
+    oracle = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    head_oracle = torch.optim.Adam([plain[1].bias, plain[0].weight], lr=0.01)
+    for step in range(6):
+        for model in (net, plain):
+            model.zero_grad()
+            model(torch.ones(1, 3) * step).square().sum().backward()
+        (whole if step % 2 else head).step()
+        (oracle if step % 2 else head_oracle).step()
+        for mine, theirs in zip(net.parameters(), plain.parameters(), strict=True):
+            assert torch.allclose(mine, theirs, atol=1e-6)
+
+
+def test_a_trainer_goes_on_where_one_that_is_gone_has_left_the_weights() -> None:
+    p = nn.Parameter(torch.zeros(2))
+    trainer = Trainer([p], "sgd", {"lr": 1.0})
+    other = Trainer([p], "sgd", {"lr": 0.5})
+    p.sum().backward()
+    other.step(1)
+    del other
+    gc.collect()
+    p.grad = None  # whose trainer is gone, so nobody else drops it
+    p.sum().backward()
+    trainer.step(1)
+    assert p.tolist() == [-1.5, -1.5]
+
+
+def test_weights_in_a_store_are_not_replaced_by_another_trainers_until_they_are_published() -> None:
+    """MXNet lets the store's own weights win, and what the other Trainer did is lost without a word."""
+    p = nn.Parameter(torch.zeros(2))
+    stored = Trainer([p], "sgd", {"lr": 1.0}, kvstore="local", update_on_kvstore=True)
+    other = Trainer([p], "sgd", {"lr": 0.5})
+    for trainer in (stored, other):
+        p.sum().backward()
+        trainer.step(1)
+    p.sum().backward()
+    with pytest.raises(WeightsWrittenError, match="1 of 1 parameters were written"):
+        stored.step(1)
+    assert p.tolist() == [-1.5, -1.5]
+    stored.set_data()
+    stored.step(1)
+    assert p.tolist() == [-2.5, -2.5]
