@@ -109,8 +109,8 @@ class Membership:
         for rank in waiting_for:
             if rank in self.departed:
                 uneven = (
-                    "if it had fewer batches than the others, let every worker train in a block `with trainer.join():`, "
-                    "and otherwise "
+                    "if it had fewer batches than the others, let every worker train in a block "
+                    "`with trainer.join():`, and otherwise "
                 )
                 return WorkerLostError(
                     f"{what} cannot complete: rank {rank} has left ({self.departed[rank]}); "

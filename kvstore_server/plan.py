@@ -190,7 +190,7 @@ def check_same(
 
 
 def check_specs(specs: Sequence[TensorSpec], num_servers: int, integers: bool = False) -> None:
-    """Raise ConfigurationError unless `specs`, of which some may be `integers`, can be laid out over so many servers."""
+    """Raise ConfigurationError unless `specs` can be laid out over `num_servers` servers, if need be with integers."""
     if num_servers < 1:
         raise ConfigurationError(f"a plan needs at least one server, got {num_servers}")
     if not specs:

@@ -60,7 +60,10 @@ class LocalKVStore(TableKVStore):
             super().pull(key, out, priority, ignore_sparse)
             return
         pairs = pair(key, out, "out")
-        dense = [[torch.empty_like(one, layout=torch.strided) if is_sparse(one) else one for one in outs] for _, outs in pairs]
+        dense = [
+            [torch.empty_like(one, layout=torch.strided) if is_sparse(one) else one for one in outs]
+            for _, outs in pairs
+        ]
         super().pull([one for one, _ in pairs], dense, priority)
         for (_, outs), values in zip(pairs, dense, strict=True):
             for one, value in zip(outs, values, strict=True):

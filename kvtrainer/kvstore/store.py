@@ -176,8 +176,8 @@ class TableKVStore(ClientStore):
             return True
         if self._optimizer is None:
             raise ConfigurationError(
-                f"the rows of key {entry.spec.key!r} are longer than the 1 MiB that a server tells apart, so without an "
-                "optimizer a push of some would replace them all; push a dense value, or set an optimizer"
+                f"the rows of key {entry.spec.key!r} are longer than the 1 MiB that a server tells apart, so without "
+                "an optimizer a push of some would replace them all; push a dense value, or set an optimizer"
             )
         return False
 

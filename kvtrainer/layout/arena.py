@@ -16,7 +16,6 @@ from torch.nn import Parameter
 from kvstore_server.plan import ALIGNMENT, Plan
 from kvtrainer.errors import ConfigurationError, ParameterMovedError
 
-
 _placed: WeakValueDictionary[int, Parameter] = WeakValueDictionary()
 """Address → the parameter that an arena has put there: the data of one may lie in the arena of another Trainer."""
 

@@ -72,7 +72,9 @@ def check_claimable(groups: Sequence[Group]) -> bool:
         for of_device in group.get(COPIES, ()):
             for name, p, copy in zip(group["param_names"], group["params"], of_device, strict=True):
                 if isinstance(p, RowSparseParameter) is not isinstance(copy, RowSparseParameter):
-                    raise RowSparseError(f"some replicas of {name!r} are row-sparse and some are not; make all alike")
+                    raise RowSparseError(
+                        f"some replicas of {name!r} are row-sparse and some are not; make all alike"
+                    )
     return bool(found)
 
 

@@ -41,7 +41,7 @@ def test_one_key_and_lists_of_keys_become_pairs(key: Any, value: Any, expected: 
         (None, A, "got None of type NoneType"),
         ("a", [], "must be a tensor or a list of tensors"),
         ("a", [A, 1], "must be a tensor or a list of tensors"),
-        ("a", A.to_sparse(), "out of key 'a' is sparse"),
+        ("a", torch.eye(2).to_sparse(), "out of key 'a' is sparse"),
     ],
 )
 def test_what_makes_no_pairs_is_refused(key: Any, value: Any, message: str) -> None:
