@@ -149,6 +149,18 @@ def test_trainers_of_overlapping_models_train_as_torchs_optimizers_do() -> None:
             assert torch.allclose(mine, theirs, atol=1e-6)
 
 
+def test_one_backward_pass_is_fresh_for_each_of_two_trainers() -> None:
+    p = nn.Parameter(torch.zeros(1))
+    trainers = [Trainer([p], "sgd", {"lr": lr}) for lr in (1.0, 0.5)]
+    for _ in range(2):
+        (p * 3).sum().backward()
+        for trainer in trainers:
+            trainer.step(1)
+        with pytest.raises(StaleGradientError):
+            trainers[0].step(1)
+    assert p.item() == -9
+
+
 def test_a_trainer_goes_on_where_one_that_is_gone_has_left_the_weights() -> None:
     p = nn.Parameter(torch.zeros(2))
     trainer = Trainer([p], "sgd", {"lr": 1.0})

@@ -39,6 +39,17 @@ def test_rescale_grad_multiplies_and_momentum_follows_mxnet(uok: bool | None) ->
 
 
 @pytest.mark.parametrize("uok", STORES)
+def test_rescale_grad_set_later_holds_from_the_next_step_on(uok: bool | None) -> None:
+    p = zeros(1)
+    trainer = trainer_of([p], uok)
+    for rescale in (0.5, 0.25):
+        trainer.optimizer.rescale_grad = rescale
+        backward(p)
+        trainer.step(1)
+    assert p.item() == -0.75
+
+
+@pytest.mark.parametrize("uok", STORES)
 def test_step_without_batch_size_takes_the_mean_over_workers(uok: bool | None) -> None:
     p = zeros()
     trainer = trainer_of([p], uok)
