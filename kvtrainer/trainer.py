@@ -82,7 +82,7 @@ class Trainer(LossPipeline):
     optimizer runs in the store, the weights live there: what the loop writes into a parameter after the first step
     must be published by `set_data`. The next step raises WeightsWrittenError if it was not, also of writes through
     `p.data` or NumPy; of more than 8 MiB those that are small may be found some steps later, or not if they are single.
-    Not thread-safe. As a context manager it closes its store.
+    Several Trainers may have the same dense parameters. Not thread-safe. As a context manager it closes its store.
 
     Raises:
         ConfigurationError: an argument is wrong; nothing has been changed then.

@@ -15,6 +15,10 @@ from collections.abc import Sequence
 from kvstore_server.lr_scheduler.base import LRScheduler, register
 
 
+_ONE_BY_ONE = 1 << 16
+"""Decays that are multiplied one by one; whole blocks of so many are a power, so that no count takes long."""
+
+
 class _Decaying(LRScheduler):
     """A schedule that multiplies by `factor`, again and again."""
 
@@ -24,14 +28,13 @@ class _Decaying(LRScheduler):
 
     def _decayed(self, decays: int, least: float = -math.inf) -> float:
         """Multiply `base_lr` so many times, never below `least`; one by one, because a power is rounded otherwise."""
-        start = self.base_lr, self.factor, least
-        done, lr = 0, self.base_lr
+        done = decays - decays % _ONE_BY_ONE
+        start = self.base_lr, self.factor, least, done
+        lr = max(self.base_lr * self.factor**done, least) if done else self.base_lr
         if self._reached is not None and self._reached[0] == start and self._reached[1] <= decays:
             _, done, lr = self._reached
-        while done < decays:
-            done, before, lr = done + 1, lr, max(lr * self.factor, least)
-            if lr == before:
-                break  # and stays so
+        for _ in range(done, decays):
+            lr = max(lr * self.factor, least)
         self._reached = start, decays, lr
         return lr
 

@@ -111,6 +111,12 @@ def test_asking_far_ahead_or_back_gives_the_bits_of_asking_step_by_step() -> Non
     assert ahead(2) == 0.15
 
 
+def test_no_number_of_updates_takes_long_and_the_answer_does_not_depend_on_the_way() -> None:
+    far, by_step = (FactorScheduler(1, 1 - 1e-9, stop_factor_lr=0, base_lr=1) for _ in range(2))
+    assert far(2**40) == pytest.approx(math.exp(-(2**40) * 1e-9), rel=1e-3)
+    assert [far(n) for n in range(2**17, 2**17 + 3)] == [by_step(n) for n in range(2**17 - 9, 2**17 + 3)][9:]
+
+
 def test_cosine_has_the_bits_of_mxnet() -> None:
     """Operations in MXNet's order; the cosine itself is the C library's."""
     scheduler = CosineScheduler(97, base_lr=0.3)
