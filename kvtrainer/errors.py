@@ -43,6 +43,7 @@ __all__ = [
     "DuplicateParameterWarning",
     "FailedImportWarning",
     "FencedError",
+    "GroupValueError",
     "JointStepError",
     "KVStoreError",
     "KeyNotFoundError",
@@ -208,6 +209,10 @@ class RegistryError(ConfigurationError, KeyError):
 
 class UnregisteredNameError(RegistryError, UnknownNameError):
     """Nothing is registered under a name that a configuration asks for."""
+
+
+class GroupValueError(ConfigurationError, KeyError):
+    """A parameter group has no number of the name that is to be scheduled."""
 
 
 class CustomImportError(ConfigurationError, ImportError):

@@ -96,7 +96,7 @@ class PlateauSchedule:
     Args:
         optimizer: Whose groups are written.
         name: 'lr', 'momentum' or any key of the groups that holds a number.
-        begin, end: From which number of calls up to which it may change the value.
+        begin, end: From which metric on, counted from 1, and before which it may change the value.
         minimum: What the value stays at or above; or a list with one for each group.
         groups: The groups to write, by index or by their 'name'; None: all, later ones too.
         options: Of ReduceLROnPlateau: mode, factor, patience, threshold, threshold_mode, cooldown, eps.
@@ -141,8 +141,8 @@ class PlateauSchedule:
             raise ConfigurationError(
                 "this schedule is advanced with a metric, such as the loss of a validation"
             )
-        count, self._count = self._count, self._count + 1
-        if count < self._begin or (self._end is not None and count >= self._end):
+        self._count += 1
+        if self._count < self._begin or (self._end is not None and self._count >= self._end):
             return
         groups = self._stand_in.param_groups
         for _ in range(len(groups), len(self._value)):

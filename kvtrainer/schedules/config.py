@@ -29,6 +29,8 @@ __all__ = [
 
 _RUN = ("max_epochs", "max_iters", "epoch_length")
 _WARMUP = ("warmup", "warmup_iters", "warmup_ratio", "warmup_by_epoch")
+_WARMUP_OF_MOMENTUM = 0.9
+"""Where a warm-up of momentum begins unless it is said otherwise."""
 _STEPWISE = ("cyclic", "onecycle")
 """Policies that MMCV has by iteration only."""
 _DETECTRON = ("step", "steps_with_decay", "steps_with_lrs", "cosine_decay", "exp_decay")
@@ -257,6 +259,8 @@ def _from_policy(cfg: Mapping[str, Any], run: Mapping[str, Any]) -> ScheduleSpec
     end = of_run if (given := rest.pop("end", None)) is None else given
     when = {key: rest.pop(key) for key in ("begin", "groups") if key in rest}
     warm = {key: rest.pop(key) for key in _WARMUP if key in rest}
+    if name == "momentum" and "warmup" in warm:
+        warm.setdefault("warmup_ratio", _WARMUP_OF_MOMENTUM)
     length = known["epoch_length"]
     if length is not None and warm.get("warmup_by_epoch"):
         warm |= {"warmup_iters": warm.get("warmup_iters", 0) * length, "warmup_by_epoch": False}

@@ -9,7 +9,7 @@ from typing import Any
 import torch.optim
 from torch import Tensor
 
-from kvtrainer.errors import ArgumentTypeError, ConfigurationError, SchedulerInUseError
+from kvtrainer.errors import ArgumentTypeError, ConfigurationError, GroupValueError, SchedulerInUseError
 
 _REMEMBERED = ("lr", "momentum")
 """Values whose start is kept in the group as well, as torch's schedulers do: 'initial_lr'."""
@@ -31,7 +31,7 @@ class GroupValue:
 
     Raises:
         ArgumentTypeError: this is no optimizer.
-        ConfigurationError: a group has no such number.
+        GroupValueError: a group has no such number; also a KeyError.
         SchedulerInUseError: the optimizer takes its learning rate from a scheduler of its own.
     """
 
@@ -71,7 +71,7 @@ class GroupValue:
             numbers = sorted(
                 key for key, value in group.items() if isinstance(value, float) or key == "betas"
             )
-            raise ConfigurationError(
+            raise GroupValueError(
                 f"parameter group {index} of this {type(self.optimizer).__name__} has no number {self.name!r} to "
                 f"schedule; it has {', '.join(numbers)}"
             )

@@ -14,7 +14,7 @@ import torch.optim
 
 from kvtrainer.errors import ConfigurationError, ScheduleWarning, StateMismatchError
 from kvtrainer.schedules.group_values import GroupValue
-from kvtrainer.schedules.policies import Policy, warmed_momentum, warmup_factor
+from kvtrainer.schedules.policies import FromInitial, Policy, warmed_momentum, warmup_factor
 from kvtrainer.schedules.policy_names import spread_over_groups
 from kvtrainer.schedules.spec import ScheduleSpec
 
@@ -45,8 +45,8 @@ class ParamSchedule:
         optimizer: Any torch.optim.Optimizer, so also a Trainer, from where the value travels to servers.
         name: 'lr'; 'momentum', which is betas[0] of the Adams; or any key of the groups that holds a number.
         policy: A name (MMCV's or Detectron's: fixed, step, exp, poly, inv, CosineAnnealing, LinearAnnealing,
-            FlatCosine, CosineRestart, cyclic, OneCycle, steps_with_lrs, exp_decay); or a function (base, at, span) →
-            value, with how many steps or epochs have passed since `begin`, and end - begin.
+            FlatCosineAnnealing, CosineRestart, cyclic, OneCycle, steps_with_lrs, exp_decay); or a function
+            (base, at, span) → value, with how many steps or epochs have passed since `begin`, and end - begin.
         by: Whether `step` is called after each 'step' of the optimizer or after each 'epoch'.
         begin, end: From where up to where it holds. Past the end the value stays what it was last.
         warmup: None, 'constant', 'linear' or 'exp': the learning rate is multiplied by something that grows from
@@ -121,7 +121,8 @@ class ParamSchedule:
         self._has_warned = False
         self.warmup_clock: WarmupClock | None = WarmupClock(self) if spec.has_own_warmup_clock else None
         """What counts the steps of a warm-up of a schedule by epoch; None where there is no need of one."""
-        self._chain.append(self)
+        later = [at for at, one in enumerate(self._chain) if self._precedes(one)]
+        self._chain.insert(later[0] if later else len(self._chain), self)
         try:
             self._write(is_jump=True)
         except BaseException:
@@ -235,7 +236,12 @@ class ParamSchedule:
         if not self._has(index) or at < spec.begin:
             return start
         passed = at - spec.begin if spec.end is None else min(at, spec.end - 1) - spec.begin
-        value = float(self._policies[min(index, len(self._policies) - 1)](start, passed, spec.span))
+        policy = self._policies[min(index, len(self._policies) - 1)]
+        if isinstance(policy, FromInitial):
+            start = self._restarted(index) if policy.restarts else start
+            value = float(policy.formula(start, self._target.base(index), passed))
+        else:
+            value = float(policy(start, passed, spec.span))
         if not spec.warmup_length:
             return value
         per_unit = 1 if spec.by == "step" or spec.epoch_length is None else spec.epoch_length
@@ -253,6 +259,18 @@ class ParamSchedule:
                 stacklevel=6,
             )
         return lifted
+
+    def _restarted(self, index: int) -> float:
+        """What the schedules before this one give, without those whose window ends before this one's begins."""
+        value = self._target.base(index)
+        for one in self._chain[: self._chain.index(self)]:
+            if not one._precedes(self):
+                value = one._value(index, value)
+        return value
+
+    def _precedes(self, other: ParamSchedule) -> bool:
+        mine, its = self._spec, other._spec
+        return mine.by == its.by and mine.end is not None and mine.end <= its.begin
 
 
 class WarmupClock:

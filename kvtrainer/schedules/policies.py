@@ -11,11 +11,30 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from kvtrainer.errors import ConfigurationError
 
 Policy = Callable[[float, int, int | None], float]
 """(base, at, span) → value."""
+
+
+@dataclass(frozen=True)
+class FromInitial:
+    """A policy that also knows what the group started from before all schedules.
+
+    Args:
+        formula: (start, initial, at) → value, with what the schedules before this one give as `start`.
+        restarts: Whether `start` is without those that had ended before this one begins, as if they had never been.
+    """
+
+    formula: Callable[[float, float, int], float]
+    restarts: bool = False
+
+    def __call__(self, base: float, at: int, span: int | None) -> float:
+        """The value where no other schedule comes before."""
+        return self.formula(base, base, at)
+
 
 MOST_MOMENTUM = 0.999
 """What a warm-up, which raises momentum, stays below, unless the momentum to come to is greater itself."""
@@ -91,7 +110,7 @@ def cosine(
     minimum_ratio: float | None = None,
 ) -> float:
     """From `base` to the minimum on half a period of the cosine. Detectron's cosine_decay where the minimum is 0."""
-    return _cosine(base, _target(base, minimum, minimum_ratio), _share(at, _known(span)))
+    return half_cosine(base, _target(base, minimum, minimum_ratio), _share(at, _known(span)))
 
 
 def flat_cosine(
@@ -108,7 +127,7 @@ def flat_cosine(
     start = round(total * start_percent)
     if at < start or start >= total:
         return base
-    return _cosine(base, _target(base, minimum, minimum_ratio), _share(at - start, total - start))
+    return half_cosine(base, _target(base, minimum, minimum_ratio), _share(at - start, total - start))
 
 
 def cosine_restart(
@@ -126,10 +145,20 @@ def cosine_restart(
     Raises:
         ConfigurationError: all periods are over.
     """
-    start, low = 0, _target(base, minimum, minimum_ratio)
-    for period, weight in zip(periods, restart_weights, strict=True):
+    low, (index, share) = _target(base, minimum, minimum_ratio), period_at(at, periods)
+    return low + restart_weights[index] * (half_cosine(base, low, share) - low)
+
+
+def period_at(at: int, periods: Sequence[int]) -> tuple[int, float]:
+    """In which of some periods one after another `at` is, and which share of it is over.
+
+    Raises:
+        ConfigurationError: all periods are over.
+    """
+    start = 0
+    for index, period in enumerate(periods):
         if at < start + period:
-            return low + weight * (_cosine(base, low, (at - start) / period) - low)
+            return index, (at - start) / period
         start += period
     raise ConfigurationError(
         f"the periods {list(periods)} are over after {start}, so there is no value at {at}; give more periods"
@@ -263,7 +292,8 @@ def _target(base: float, minimum: float | None, ratio: float | None) -> float:
     return 0.0 if minimum is None else minimum
 
 
-def _cosine(start: float, end: float, share: float) -> float:
+def half_cosine(start: float, end: float, share: float) -> float:
+    """Half a period of the cosine from `start` to `end`, of which `share` is over."""
     return end + 0.5 * (start - end) * (math.cos(math.pi * share) + 1.0)
 
 
@@ -271,7 +301,7 @@ def _linear(start: float, end: float, share: float) -> float:
     return start + (end - start) * share
 
 
-_ANNEAL = {"cos": _cosine, "linear": _linear}
+_ANNEAL = {"cos": half_cosine, "linear": _linear}
 
 
 def _in_phases(

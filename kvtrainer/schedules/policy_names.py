@@ -10,7 +10,7 @@ from numbers import Integral, Real
 from typing import Any
 
 from kvstore_server.errors import did_you_mean
-from kvtrainer.errors import ArgumentTypeError, ConfigurationError, UnknownNameError
+from kvtrainer.errors import ArgumentTypeError, ConfigurationError, UnregisteredNameError
 from kvtrainer.schedules import policies
 from kvtrainer.schedules.policies import Policy
 
@@ -22,16 +22,18 @@ _POLICIES: Mapping[str, Callable[..., float]] = {
     "inv": policies.inverse,
     "CosineAnnealing": policies.cosine,
     "LinearAnnealing": policies.linear,
-    "FlatCosine": policies.flat_cosine,
+    "FlatCosineAnnealing": policies.flat_cosine,
     "CosineRestart": policies.cosine_restart,
     "cyclic": policies.cyclic,
     "OneCycle": policies.one_cycle,
     "steps_with_lrs": policies.steps_with_values,
     "exp_decay": policies.exponential_over,
 }
-_NEEDS_MINIMUM = frozenset({"CosineAnnealing", "LinearAnnealing", "FlatCosine", "CosineRestart"})
+_SHORTER = {"flatcosine": "FlatCosineAnnealing"}
+"""Other names of policies, plainly."""
+_NEEDS_MINIMUM = frozenset({"CosineAnnealing", "LinearAnnealing", "FlatCosineAnnealing", "CosineRestart"})
 _NEEDS_END = frozenset(
-    {"poly", "CosineAnnealing", "LinearAnnealing", "FlatCosine", "cyclic", "OneCycle", "exp_decay"}
+    {"poly", "CosineAnnealing", "LinearAnnealing", "FlatCosineAnnealing", "cyclic", "OneCycle", "exp_decay"}
 )
 _ALIASES = {
     "min_lr": "minimum",
@@ -44,7 +46,7 @@ _ALIASES = {
     "lrs": "values",
 }
 """Spellings that others have for an option → ours."""
-_FRACTIONS = ("start_percent", "step_ratio_up", "pct_start")
+_FRACTIONS = ("start_percent", "pct_start")
 _COUNTS = ("cyclic_times", "total_steps")
 _LISTS_OF_COUNTS = ("periods", "steps")
 _LISTS = ("restart_weights", "values", "target_ratio")
@@ -62,7 +64,7 @@ def make_policy(
         span: How many steps or epochs there will be; None where that is open.
 
     Raises:
-        UnknownNameError: there is no such policy; lists them.
+        UnregisteredNameError: there is no such policy; lists them.
         ConfigurationError: an option is unknown, missing or impossible, or the policy needs an end.
     """
     if not isinstance(policy, str):
@@ -71,9 +73,9 @@ def make_policy(
         if options:
             raise ConfigurationError(f"a function takes no options, got {', '.join(options)}")
         return policy
-    known = {_plainly(one): one for one in _POLICIES}
+    known = {_plainly(one): one for one in _POLICIES} | _SHORTER
     if _plainly(policy) not in known:
-        raise UnknownNameError(
+        raise UnregisteredNameError(
             f"there is no schedule policy {policy!r}; the policies are {', '.join(_POLICIES)}"
             f"{did_you_mean(policy, _POLICIES)}"
         )
@@ -181,6 +183,10 @@ def _check(kind: str, given: dict[str, Any]) -> None:
             is_fine, wanted = value in ("cos", "linear"), "'cos' or 'linear'"
         elif key == "three_phase":
             is_fine, wanted = isinstance(value, bool), "True or False"
+        elif kind == "cyclic" and key == "gamma":
+            is_fine, wanted = _is_number(value) and 0 < value <= 1, "a number above 0 and at most 1"
+        elif kind == "cyclic" and key == "step_ratio_up":
+            is_fine, wanted = _is_number(value) and 0 <= value < 1, "a number from 0 to below 1"
         elif key in _COUNTS:
             is_fine, wanted = _is_count(value, 1), "an integer above 0"
         elif key in _FRACTIONS:

@@ -2,24 +2,24 @@
 
 mmengine multiplies the present value step by step. Here each schedule gives a value from where it starts and from how
 far it is, and schedules of one value build on one another; where their windows do not overlap, or they are factors,
-both come to the same numbers.
+both come to the same numbers. Where OneCycle, CosineRestart, or a minimum other than 0 overlaps another schedule, they
+do not: there mmengine's numbers depend on the order of the steps, and may exceed those of either schedule.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import torch.optim
 from torch.optim import lr_scheduler
 
 from kvstore_server.errors import did_you_mean
-from kvtrainer.errors import ConfigurationError, UnknownNameError
+from kvtrainer.errors import ConfigurationError, UnregisteredNameError
 from kvtrainer.registry import SCHEDULES
 from kvtrainer.schedules import policies
 from kvtrainer.schedules.bound_torch import PlateauSchedule
+from kvtrainer.schedules.policies import FromInitial
 from kvtrainer.schedules.policy_names import make_policy
 from kvtrainer.schedules.spec import ScheduleSpec
 
@@ -54,7 +54,7 @@ def from_type(
         run: max_epochs, max_iters, epoch_length, where known; max_epochs or max_iters is the default of `end`.
 
     Raises:
-        UnknownNameError: there is no such type.
+        UnregisteredNameError: there is no such type.
         ConfigurationError: an option is unknown, missing or impossible.
     """
     by_epoch = bool(cfg.get("by_epoch", True))
@@ -84,7 +84,7 @@ def from_type(
     if cfg.get("convert_to_iter_based"):
         begin, end = _converted(cfg, run, options, begin, end)
         by_epoch = False
-    policy, is_open = _TYPES[kind](options, None if end is None else end - begin, name)
+    policy, is_open = _TYPES[kind](options, (_INFINITE if end is None else end) - begin, name)
     if options:
         raise ConfigurationError(
             f"a schedule of type {cfg['type']!r} has no option {', '.join(map(repr, options))}"
@@ -132,7 +132,7 @@ def _kind_and_name(cfg: Mapping[str, Any]) -> tuple[str, str]:
     """Which schedule a type means, and of which value."""
     if (found := _kind_of(cfg["type"])) is None:
         known = ", ".join(f"{kind}LR" for kind in (*_TYPES, "ReduceOnPlateau"))
-        raise UnknownNameError(
+        raise UnregisteredNameError(
             f"there is no schedule of type {cfg['type']!r}; there are {known}, the same with Momentum, torch's "
             "schedulers, and what is registered in SCHEDULES"
             f"{did_you_mean(cfg['type'], known.split(', '))}"
@@ -168,11 +168,33 @@ Made = tuple[Any, bool]
 """A policy, or its name with options, and whether it goes on past the end of the window by itself."""
 
 
-def _factor(options: dict[str, Any], key: str, default: float) -> float:
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _number(options: dict[str, Any], key: str, default: float) -> float:
     value = options.pop(key, default)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
-        raise ConfigurationError(f"{key} must be a number from 0 to 1, got {value!r}")
+    if not _is_number(value):
+        raise ConfigurationError(f"{key} must be a number, got {value!r:.80}")
     return float(value)
+
+
+def _factor(options: dict[str, Any], key: str, default: float) -> float:
+    value = _number(options, key, default)
+    if not 0 <= value <= 1:
+        raise ConfigurationError(f"{key} must be a number from 0 to 1, got {value!r}")
+    return value
+
+
+def _minimum(options: dict[str, Any]) -> Callable[[float], float]:
+    """What `eta_min` (0 by default), or `eta_min_ratio` of it, means for a value."""
+    given = [key for key in ("eta_min", "eta_min_ratio") if options.get(key) is not None]
+    if len(given) == 2:
+        raise ConfigurationError("give one of eta_min and eta_min_ratio")
+    number = _number(options, given[0], 0.0) if given else 0.0
+    for key in ("eta_min", "eta_min_ratio"):
+        options.pop(key, None)
+    return (lambda value: value * number) if given == ["eta_min_ratio"] else (lambda value: number)
 
 
 def _needed(options: dict[str, Any], key: str) -> Any:
@@ -181,90 +203,85 @@ def _needed(options: dict[str, Any], key: str) -> Any:
     return options.pop(key)
 
 
-def _constant(options: dict[str, Any], span: int | None, name: str) -> Made:
+def _constant(options: dict[str, Any], span: int, name: str) -> Made:
     """The factor up to the last step of the window, from which on the value is the former one again.
 
     In mmengine a window of one step never ends; here the factor holds for that step.
     """
-    factor = _factor(options, "factor", 1.0 / 3.0)
-    held = math.inf if span is None else max(span - 1, 1)
-    return (lambda base, at, _: base * factor if at < held else base), True
+    factor, held = _factor(options, "factor", 1.0 / 3.0), max(span - 1, 1)
+    return (lambda base, at, _: base * factor if at < held else base), span == 1
 
 
-def _linear(options: dict[str, Any], span: int | None, name: str) -> Made:
+def _linear(options: dict[str, Any], span: int, name: str) -> Made:
     """From a factor to another one, which is reached in the last step of the window; of one step, after it."""
     first, last = _factor(options, "start_factor", 1.0 / 3.0), _factor(options, "end_factor", 1.0)
-    if span is None:
-        raise ConfigurationError("a linear schedule leads to an end, which is not known; give `end`")
     length = max(span - 1, 1)
-    return (lambda base, at, _: base * (first + (last - first) * min(at, length) / length)), True
+    return (lambda base, at, _: base * (first + (last - first) * min(at, length) / length)), span == 1
 
 
-def _step(options: dict[str, Any], span: int | None, name: str) -> Made:
+def _step(options: dict[str, Any], span: int, name: str) -> Made:
     every, gamma = _needed(options, "step_size"), options.pop("gamma", 0.1)
     return ("step", {"every": every, "gamma": gamma}), False
 
 
-def _multi_step(options: dict[str, Any], span: int | None, name: str) -> Made:
-    moments, gamma = sorted(_needed(options, "milestones")), options.pop("gamma", 0.1)
-    return ("step", {"every": moments, "gamma": gamma}), False
+def _multi_step(options: dict[str, Any], span: int, name: str) -> Made:
+    """A milestone counts as often as it is given, and may be the begin."""
+    moments, gamma = _needed(options, "milestones"), _number(options, "gamma", 0.1)
+    if not isinstance(moments, list | tuple) or not all(isinstance(one, int) and one >= 0 for one in moments):
+        raise ConfigurationError(f"milestones must be a list of integers of at least 0, got {moments!r:.80}")
+    return (lambda base, at, _: base * gamma ** sum(at >= one for one in moments)), False
 
 
-def _exponential(options: dict[str, Any], span: int | None, name: str) -> Made:
+def _exponential(options: dict[str, Any], span: int, name: str) -> Made:
     return ("exp", {"gamma": _needed(options, "gamma")}), False
 
 
-def _cosine(options: dict[str, Any], span: int | None, name: str) -> Made:
-    """torch's and mmengine's: a period of 2 * T_max, whose minimum may be passed."""
-    given = options.pop("T_max", None)
-    length = span if given is None else given
-    low, ratio = options.pop("eta_min", None), options.pop("eta_min_ratio", None)
-    if length is None or isinstance(length, bool) or length < 1:
-        raise ConfigurationError(f"a cosine needs T_max or an end, a number above 0, got {length!r}")
-    if low is not None and ratio is not None:
-        raise ConfigurationError("give one of eta_min and eta_min_ratio")
+def _cosine(options: dict[str, Any], span: int, name: str) -> Made:
+    """A period of 2 * T_max, whose minimum may be passed; from there it rises to the group's initial value."""
+    length, minimum = options.pop("T_max", None) or span, _minimum(options)
+    if not _is_number(length) or length < 1:
+        raise ConfigurationError(f"T_max must be a number of at least 1, got {length!r:.80}")
 
-    def value(base: float, at: int, _: int | None) -> float:
-        lowest = base * ratio if ratio is not None else float(low or 0.0)
-        return lowest + 0.5 * (base - lowest) * (math.cos(math.pi * at / length) + 1.0)
+    def value(start: float, initial: float, at: int) -> float:
+        return policies.half_cosine(start if at <= length else initial, minimum(initial), at / length)
 
-    return value, False
+    return FromInitial(value), False
 
 
-def _poly(options: dict[str, Any], span: int | None, name: str) -> Made:
+def _poly(options: dict[str, Any], span: int, name: str) -> Made:
     """The minimum is reached in the last step of the window."""
-    if span is None:
-        raise ConfigurationError("a polynomial schedule leads to an end, which is not known; give `end`")
-    low, ratio = options.pop("eta_min", None), options.pop("eta_min_ratio", None)
-    power, length = options.pop("power", 1.0), max(span - 1, 1)
-    formula = partial(policies.poly, power=power, minimum=low, minimum_ratio=ratio)
-    return (lambda base, at, _: formula(base, at, length)), False
+    power, length, minimum = _number(options, "power", 1.0), max(span - 1, 1), _minimum(options)
+    return (lambda base, at, _: policies.poly(base, at, length, power=power, minimum=minimum(base))), False
 
 
-def _one_cycle(options: dict[str, Any], span: int | None, name: str) -> Made:
+def _one_cycle(options: dict[str, Any], span: int, name: str) -> Made:
     if name != "lr":
         raise ConfigurationError(
             "OneCycle of this form schedules the learning rate only; for momentum use a policy"
         )
     given = {("maximum" if key == "eta_max" else key): options.pop(key) for key in tuple(options)}
-    return ("OneCycle", given), False
+    return ("OneCycle", {"total_steps": span, **given}), False
 
 
-def _cosine_restart(options: dict[str, Any], span: int | None, name: str) -> Made:
-    """After its periods the value stays."""
-    given = {
-        "periods": _needed(options, "periods"),
-        "restart_weights": options.pop("restart_weights", (1.0,)),
-    }
-    given |= {"minimum": options.pop("eta_min", None), "minimum_ratio": options.pop("eta_min_ratio", None)}
-    total = sum(given["periods"])
-    if span is None or span <= total:
-        return ("CosineRestart", given), False
-    formula = make_policy("CosineRestart", given)
-    return (lambda base, at, _: formula(base, min(at, total - 1), None)), False
+def _cosine_restart(options: dict[str, Any], span: int, name: str) -> Made:
+    """Each period begins at the group's initial value times its weight; after the last one the value stays."""
+    periods, weights = _needed(options, "periods"), options.pop("restart_weights", (1.0,))
+    if options.get("eta_min") is None and options.get("eta_min_ratio") is None:
+        raise ConfigurationError("this type of schedule needs eta_min or eta_min_ratio")
+    minimum = _minimum(options)
+    make_policy(
+        "CosineRestart", {"periods": periods, "restart_weights": weights, "minimum": 0.0}
+    )  # checks them
+    last = sum(periods) - 1
+
+    def value(start: float, initial: float, at: int) -> float:
+        index, share = policies.period_at(min(at, last), periods)
+        return policies.half_cosine(start * weights[index], minimum(initial), share)
+
+    return FromInitial(value, restarts=True), False
 
 
-_TYPES: Mapping[str, Callable[[dict[str, Any], int | None, str], Made]] = {
+_TYPES: Mapping[str, Callable[[dict[str, Any], int, str], Made]] = {
     "Constant": _constant,
     "Linear": _linear,
     "Step": _step,
@@ -291,6 +308,8 @@ def _plateau(
     rule = options.pop("rule", "less")
     if rule not in rules:
         raise ConfigurationError(f"rule must be 'less' or 'greater', got {rule!r}")
+    if not _is_number(threshold := options.get("threshold", 0)) or threshold < 0:
+        raise ConfigurationError(f"threshold must be a number of at least 0, got {threshold!r:.80}")
     mode = options.pop("threshold_rule", "rel")
     made = {"mode": rules[rule], "threshold_mode": mode, "minimum": options.pop("min_value", 0.0), **options}
     window: dict[str, Any] = {"begin": begin, "end": end, "groups": cfg.get("groups")}

@@ -124,7 +124,15 @@ class Strategy(CheckpointingStrategy):
 
         Returns:
             The model; or [model, Trainer or TrainerDict, schedules], without what was not asked for.
+
+        Raises:
+            ConfigurationError: there are schedules, but there is no optimizer; nothing has changed then.
         """
+        if param_scheduler is not None and optim_wrapper is None and not hasattr(self, "optim_wrapper"):
+            raise ConfigurationError(
+                "param_scheduler was given, but there is no optimizer whose values it could change; give prepare an "
+                "optim_wrapper as well"
+            )
         self.dispatch_kwargs.update(dispatch_kwargs or {})
         if not hasattr(self, "model"):
             built = self._init_model_weights(self.build_model(model))

@@ -208,6 +208,14 @@ def test_warm_up_by_step_in_a_config_by_epoch_adds_a_clock() -> None:
     assert [one.by for one in by_epoch] == ["epoch", "step"]
 
 
+def test_warm_up_of_momentum_begins_at_nine_tenths_unless_it_is_said_otherwise() -> None:
+    warm = {"policy": "step", "step": 9, "by_epoch": False, "warmup": "constant", "warmup_iters": 3}
+    for more, ratio in (({}, 0.9), ({"warmup_ratio": 0.95}, 0.95)):
+        optimizer = torch.optim.SGD(zeros(1), lr=0.1, momentum=0.8)
+        bind_schedules([schedule_from_momentum_config({**warm, **more})], optimizer)
+        assert optimizer.param_groups[0]["momentum"] == pytest.approx(0.8 / ratio)
+
+
 def test_clock_of_a_warm_up_counts_once_where_it_is_given_with_its_schedule() -> None:
     cfg = {"policy": "fixed", "warmup": "linear", "warmup_iters": 5}
     optimizer = sgd()

@@ -33,7 +33,7 @@ MMCV: list[tuple[str, str, dict[str, Any], float, Sequence[float]]] = [
     ("CosineAnnealing", "momentum", {"min_momentum_ratio": 0.5}, 0.9, (0.9, 0.675)),
     ("LinearAnnealing", "lr", {"min_lr_ratio": 0.1}, 0.1, (0.1, 0.0775, 0.055, 0.0325)),
     ("LinearAnnealing", "momentum", {"min_momentum": 0.5}, 0.9, (0.9, 0.8, 0.7, 0.6)),
-    ("FlatCosine", "lr", {"start_percent": 0.5, "min_lr": 0.0}, 0.1, (*[0.1] * 5, 0.0853553, 0.05, 0.0146447)),
+    ("FlatCosineAnnealing", "lr", {"start_percent": 0.5, "min_lr": 0.0}, 0.1, (*[0.1] * 5, 0.0853553, 0.05, 0.0146447)),
     (
         "CosineRestart", "lr", {"periods": [4, 4], "restart_weights": [1, 0.5], "min_lr": 0.0}, 0.1,
         (0.1, 0.0853553, 0.05, 0.0146447, 0.05, 0.0426777, 0.025, 0.00732233),
@@ -90,10 +90,18 @@ def test_policies_that_lead_to_an_end_stay_there(policy: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["cosineannealing", "CosineAnnealing", "cosine_annealing", "COSINEANNEALING"]
+    ("name", "middle"),
+    [
+        *[
+            (one, 0.5)
+            for one in ("cosineannealing", "CosineAnnealing", "cosine_annealing", "COSINEANNEALING")
+        ],
+        ("FlatCosineAnnealing", 1.0),
+        ("FlatCosine", 1.0),
+    ],
 )
-def test_names_are_found_in_any_case(name: str) -> None:
-    assert make_policy(name, {"min_lr": 0}, "lr", 2)(1.0, 1, 2) == pytest.approx(0.5)
+def test_names_are_found_in_any_case(name: str, middle: float) -> None:
+    assert make_policy(name, {"min_lr": 0}, "lr", 2)(1.0, 1, 2) == pytest.approx(middle)
 
 
 @pytest.mark.parametrize(
@@ -134,6 +142,8 @@ def test_momentum_in_a_warm_up_stays_below_one() -> None:
         ("cyclic", {"target_ratio": (1, 2, 3)}, "one or two"),
         ("cyclic", {"anneal_strategy": "tri"}, "'cos' or 'linear'"),
         ("cyclic", {"cyclic_times": 11}, "do not fit"),
+        *[("cyclic", {"gamma": gamma}, "above 0 and at most 1") for gamma in (0, -1, 5)],
+        ("cyclic", {"step_ratio_up": 1.0}, "below 1"),
         ("OneCycle", {}, "needs maximum"),
         ("OneCycle", {"max_lr": 1, "total_steps": 5}, "total_steps is 5"),
         ("OneCycle", {"max_lr": 1, "three_phase": 1}, "True or False"),

@@ -86,16 +86,85 @@ def test_constant_gives_the_rate_back_also_after_a_window_of_one_step() -> None:
     assert values([{"type": "ConstantLR", "factor": 0.5, "end": 1}], 3) == pytest.approx([0.05, 0.1, 0.1])
 
 
-def test_cosine_restarts_stay_after_their_periods() -> None:
-    cfg = {
-        "type": "CosineRestartLR",
-        "periods": [4, 4],
-        "restart_weights": [1, 0.5],
-        "eta_min": 0.0,
-        "end": 12,
-    }
-    expected = [0.1, 0.0853553, 0.05, 0.0146447, 0.05, 0.0426777, 0.025, *[0.00732233] * 3]
-    assert values([cfg], 10) == pytest.approx(expected, rel=1e-6, abs=1e-7)
+INF = 10**9
+RESTART: dict[str, Any] = {"type": "CosineRestartLR", "eta_min": 0.0}
+COSINE: dict[str, Any] = {"type": "CosineAnnealingLR"}
+MMENGINE: dict[str, tuple[list[dict[str, Any]], Sequence[float]]] = {
+    "a period begins at its weight and comes down to the minimum, and after all of them the value stays": (
+        [{**RESTART, "periods": [4, 3], "restart_weights": [1, 0.5], "eta_min": 0.01, "end": INF}],
+        (0.1, 0.0868198051534, 0.055, 0.0231801948466, 0.05, 0.04, 0.02, 0.02, 0.02),
+    ),
+    "a minimum may be a share of the initial value, and periods longer than the window": (
+        [
+            {
+                **RESTART,
+                "periods": [2, 9],
+                "restart_weights": [0.5, 1],
+                "eta_min": None,
+                "eta_min_ratio": 0.1,
+                "end": 4,
+            }
+        ],
+        (0.05, 0.03, 0.1, 0.0972861679354, 0.0972861679354),
+    ),
+    "a restart forgets what ended before": (
+        [
+            {"type": "ConstantLR", "factor": 0.5, "end": 2},
+            {"type": "ExponentialLR", "gamma": 0.5, "begin": 2, "end": 4},
+            {**RESTART, "begin": 4, "end": 7, "periods": [3]},
+        ],
+        (0.05, 0.1, 0.1, 0.05, 0.1, 0.075, 0.025, 0.025),
+    ),
+    "the minimum of a cosine is a share of the initial value, also after decays": (
+        [
+            {"type": "MultiStepLR", "milestones": [0, 2], "gamma": 0.5, "end": 4},
+            {**COSINE, "begin": 4, "end": 8, "eta_min_ratio": 0.1},
+        ],
+        (0.05, 0.05, 0.025, 0.025, 0.025, 0.0228033008589, 0.0175, 0.0121966991411, 0.0121966991411),
+    ),
+    "a cosine rises from its minimum to the initial value": (
+        [
+            {"type": "StepLR", "step_size": 2, "gamma": 0.5, "end": 3},
+            {**COSINE, "begin": 3, "T_max": 2, "eta_min": 0.01, "end": 9},
+        ],
+        (0.1, 0.1, 0.05, 0.05, 0.03, 0.01, 0.055, 0.1, 0.055, 0.055),
+    ),
+    "what comes first in time may come last in the list": (
+        [
+            {**COSINE, "begin": 3, "end": 6, "eta_min": 0.01},
+            {"type": "LinearLR", "start_factor": 0.1, "end_factor": 0.5, "end": 3},
+        ],
+        (0.01, 0.03, 0.05, 0.05, 0.04, 0.02, 0.02),
+    ),
+    "a polynomial without an end": (
+        [{"type": "PolyLR", "begin": 2, "end": INF, "power": 2.0}],
+        (0.1, 0.1, 0.1, 0.0999999998, 0.0999999996),
+    ),
+    "a line without an end": (
+        [{"type": "LinearLR", "start_factor": 0.25, "end": INF}],
+        (0.025, 0.025000000075, 0.02500000015),
+    ),
+}
+"""Schedules, and the learning rate that mmengine 0.10.7 has with them, of a group that starts from 0.1."""
+
+
+@pytest.mark.parametrize("name", MMENGINE)
+def test_values_are_those_of_mmengine(name: str) -> None:
+    given, expected = MMENGINE[name]
+    assert values(given, len(expected)) == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("warm_up_first", [True, False])
+def test_warm_up_that_overlaps_a_restart_or_a_cycle_multiplies_in_either_order(warm_up_first: bool) -> None:
+    warm_up = {"type": "LinearLR", "start_factor": 0.2, "end": 5}
+    restart = {**RESTART, "periods": [4, 4], "restart_weights": [1, 1], "end": 8}
+    alone = values([restart], 8)
+    both = values([warm_up, restart] if warm_up_first else [restart, warm_up], 8)
+    assert both == pytest.approx([v * min(0.2 * (at + 1), 1) for at, v in enumerate(alone)])
+    cycle = {"type": "OneCycleLR", "eta_max": 0.3, "end": 8}
+    both = values([warm_up, cycle] if warm_up_first else [cycle, warm_up], 8)
+    factors = [1.0] * 8 if warm_up_first else [min(0.2 * (at + 1), 1) for at in range(8)]
+    assert both == pytest.approx([f * v for f, v in zip(factors, values([cycle], 8), strict=True)])
 
 
 def test_schedules_that_overlap_multiply() -> None:
@@ -186,7 +255,9 @@ def test_schedule_by_epoch_can_be_converted_to_go_by_step(
         ({"begin": 5}, {}, "end should be larger than begin, but got begin=5, end=5"),
         ({"gama": 0.1}, {}, "no option 'gama'"),
         ({"last_step": 3}, {}, "last_step"),
-        ({"milestones": []}, {}, "every"),
+        ({"milestones": [-1]}, {}, "milestones"),
+        ({"milestones": 3}, {}, "milestones"),
+        ({"gamma": "0.1"}, {}, "gamma"),
     ],
 )
 def test_impossible_schedules_are_refused(cfg: dict[str, Any], run: dict[str, Any], message: str) -> None:
@@ -250,7 +321,7 @@ def test_metric_schedule_resumes_and_keeps_to_its_window() -> None:
     cfg = {"type": "ReduceOnPlateauLR", "patience": 0, "factor": 0.5, "begin": 2, "end": 4}
     first = sgd()
     [schedule] = bind_schedules([cfg], first)
-    for _ in range(3):
+    for _ in range(2):
         schedule.step(1.0)  # type: ignore[call-arg]
     assert first.param_groups[0]["lr"] == 0.1
     second = sgd()
@@ -261,6 +332,25 @@ def test_metric_schedule_resumes_and_keeps_to_its_window() -> None:
         assert second.param_groups[0]["lr"] == expected
     with pytest.raises(ConfigurationError, match="with a metric"):
         resumed.step()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"threshold": -1.0}, {"threshold": "0"}, {"factor": 1.0}, {"min_value": [0.1, 0.1]}, {"rule": "min"}],
+)
+def test_impossible_metric_schedules_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError):
+        bind_schedules([{"type": "ReduceOnPlateauLR", **wrong}], sgd())
+
+
+def test_what_is_not_there_is_a_key_error_too() -> None:
+    with pytest.raises(KeyError):
+        values([{"type": "NoSuchLR", "end": 4}], 1)
+    with pytest.raises(KeyError):
+        values([{"policy": "nosuch"}], 1)
+    with pytest.raises(KeyError) as caught:
+        values([{"type": "StepParamScheduler", "param_name": "nosuch", "step_size": 2, "end": 4}], 1)
+    assert isinstance(caught.value, ConfigurationError)
 
 
 def test_one_configuration_serves_several_optimizers() -> None:

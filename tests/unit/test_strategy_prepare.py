@@ -206,8 +206,12 @@ class TestSchedules:
             strategy.build_param_scheduler("cosine", Trainer(Net(), "sgd"))
         with pytest.raises(TypeError, match="need the Trainer"):
             strategy.build_param_scheduler(MULTI, torch.optim.SGD(Net().parameters(), lr=0.1))  # type: ignore[arg-type]
-        with pytest.raises(ConfigurationError, match="no Trainer"):
+
+    def test_schedules_without_an_optimizer_are_refused_before_anything_is_built(self, make: Make) -> None:
+        strategy = make()
+        with pytest.raises(ConfigurationError, match="optim_wrapper"):
             strategy.prepare(Net(), param_scheduler=MULTI)
+        assert not hasattr(strategy, "model")
 
 
 class TestAccumulation:
