@@ -280,6 +280,24 @@ OPTIMIZER_CONSTRUCTORS = Registry(
 )
 """Takes (optimizer_cfg, paramwise_cfg); what it makes takes a model and returns a torch optimizer."""
 OPTIMIZER_BUILDERS = OPTIMIZER_CONSTRUCTORS
+_SCHEDULE_HOOKS = (
+    "FixedLrUpdaterHook",
+    "StepLrUpdaterHook",
+    "ExpLrUpdaterHook",
+    "PolyLrUpdaterHook",
+    "InvLrUpdaterHook",
+    "CosineAnnealingLrUpdaterHook",
+    "FlatCosineAnnealingLrUpdaterHook",
+    "CosineRestartLrUpdaterHook",
+    "LinearAnnealingLrUpdaterHook",
+    "CyclicLrUpdaterHook",
+    "OneCycleLrUpdaterHook",
+    "StepMomentumUpdaterHook",
+    "CosineAnnealingMomentumUpdaterHook",
+    "LinearAnnealingMomentumUpdaterHook",
+    "CyclicMomentumUpdaterHook",
+    "OneCycleMomentumUpdaterHook",
+)
 HOOKS = Registry(
     "hook",
     "kvtrainer.hooks",
@@ -288,6 +306,7 @@ HOOKS = Registry(
         "GradientCumulativeOptimizerHook": "kvtrainer.hooks.optimizer_hook:GradientCumulativeOptimizerHook",
         "Fp16OptimizerHook": "kvtrainer.hooks.fp16_hook:Fp16OptimizerHook",
         "GradientCumulativeFp16OptimizerHook": "kvtrainer.hooks.fp16_hook:GradientCumulativeFp16OptimizerHook",
+        **{name: f"kvtrainer.hooks.schedule_hooks:{name}" for name in _SCHEDULE_HOOKS},
     },
 )
 MODELS = Registry("model", "kvtrainer.models")

@@ -118,7 +118,7 @@ class ParamSchedule:
         self._policies = spread_over_groups(spec.policy, spec.options, count, spec.name, spec.span)
         self._chain: list[ParamSchedule] = [] if after is None else after._chain
         self._count, self._warm_count = 0, 0
-        self._has_warned = False
+        self._lift = MomentumWarmup()
         self.warmup_clock: WarmupClock | None = WarmupClock(self) if spec.has_own_warmup_clock else None
         """What counts the steps of a warm-up of a schedule by epoch; None where there is no need of one."""
         later = [at for at, one in enumerate(self._chain) if self._precedes(one)]
@@ -249,16 +249,7 @@ class ParamSchedule:
         factor = warmup_factor(str(spec.warmup), warmed, spec.warmup_length, spec.warmup_ratio)
         if spec.name != "momentum":
             return value * factor
-        lifted = warmed_momentum(value, factor)
-        if lifted != value / factor and not self._has_warned:
-            self._has_warned = True
-            warnings.warn(
-                f"the warm-up would raise momentum {value:g} to {value / factor:g}; it is kept at {lifted:g}. A "
-                "warmup_ratio that is further from 0 avoids that. This is said once",
-                ScheduleWarning,
-                stacklevel=6,
-            )
-        return lifted
+        return self._lift(value, factor)
 
     def _restarted(self, index: int) -> float:
         """What the schedules before this one give, without those whose window ends before this one's begins."""
@@ -271,6 +262,26 @@ class ParamSchedule:
     def _precedes(self, other: ParamSchedule) -> bool:
         mine, its = self._spec, other._spec
         return mine.by == its.by and mine.end is not None and mine.end <= its.begin
+
+
+class MomentumWarmup:
+    """Raises momentum in a warm-up, but not to 1, and warns once where that makes a difference."""
+
+    def __init__(self) -> None:
+        self._has_warned = False
+
+    def __call__(self, momentum: float, factor: float) -> float:
+        """Return momentum divided by the factor of the learning rate, or less."""
+        lifted = warmed_momentum(momentum, factor)
+        if lifted != momentum / factor and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"the warm-up would raise momentum {momentum:g} to {momentum / factor:g}; it is kept at {lifted:g}. A "
+                "warmup_ratio that is further from 0 avoids that. This is said once",
+                ScheduleWarning,
+                stacklevel=7,
+            )
+        return lifted
 
 
 class WarmupClock:

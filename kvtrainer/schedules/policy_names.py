@@ -73,6 +73,25 @@ def make_policy(
         if options:
             raise ConfigurationError(f"a function takes no options, got {', '.join(options)}")
         return policy
+    kind, function, given = check_options(policy, options, name)
+    if kind in _NEEDS_END and span is None and given.get("total_steps") is None:
+        raise ConfigurationError(
+            f"the policy {kind!r} leads to an end, which is not known; give `end`, or max_epochs or max_iters in a "
+            "configuration"
+        )
+    _check_span(kind, given, span)
+    return partial(function, **given)
+
+
+def check_options(
+    policy: str, options: Mapping[str, Any], name: str = "lr"
+) -> tuple[str, Callable[..., float], dict[str, Any]]:
+    """Return a policy's own name, its function, and the options under our names.
+
+    Raises:
+        UnregisteredNameError: there is no such policy; lists them.
+        ConfigurationError: an option is unknown, missing or impossible.
+    """
     known = {_plainly(one): one for one in _POLICIES} | _SHORTER
     if _plainly(policy) not in known:
         raise UnregisteredNameError(
@@ -90,13 +109,7 @@ def make_policy(
     if kind == "cyclic" and is_momentum:
         given.setdefault("target_ratio", (0.85 / 0.95, 1.0))
     _check(kind, given)
-    if kind in _NEEDS_END and span is None and given.get("total_steps") is None:
-        raise ConfigurationError(
-            f"the policy {kind!r} leads to an end, which is not known; give `end`, or max_epochs or max_iters in a "
-            "configuration"
-        )
-    _check_span(kind, given, span)
-    return partial(function, **given)
+    return kind, function, given
 
 
 def spread_over_groups(
