@@ -54,6 +54,7 @@ class ParamSchedule:
         epoch_length: Steps in an epoch. `step` is then called after each step of the optimizer, whatever `by` says.
             Without it a schedule by epoch whose warm-up goes by step needs `warmup_clock.step()` after each step.
         groups: The groups to write, by index or by their 'name'; None: all, later ones too.
+        passed: How many steps or epochs are over already; the groups should know their 'initial_lr' then.
         after: A schedule of the same value to build on: what it gives is where this one starts from.
         options: Of the policy, such as gamma, power, min_lr, min_lr_ratio, periods, target_ratio.
 
@@ -82,11 +83,12 @@ class ParamSchedule:
         warmup_by_epoch: bool = False,
         epoch_length: int | None = None,
         groups: Sequence[int | str] | None = None,
+        passed: int = 0,
         after: ParamSchedule | None = None,
         **options: Any,
     ) -> None:
         warm = (warmup, warmup_iters, warmup_ratio, warmup_by_epoch)
-        spec = ScheduleSpec(name, policy, by, begin, end, *warm, epoch_length, groups, options)
+        spec = ScheduleSpec(name, policy, by, begin, end, *warm, epoch_length, groups, passed, options)
         self._start(spec, optimizer, after)
 
     @classmethod
@@ -117,7 +119,7 @@ class ParamSchedule:
         count = len(optimizer.param_groups)
         self._policies = spread_over_groups(spec.policy, spec.options, count, spec.name, spec.span)
         self._chain: list[ParamSchedule] = [] if after is None else after._chain
-        self._count, self._warm_count = 0, 0
+        self._count, self._warm_count = spec.passed, 0
         self._lift = MomentumWarmup()
         self.warmup_clock: WarmupClock | None = WarmupClock(self) if spec.has_own_warmup_clock else None
         """What counts the steps of a warm-up of a schedule by epoch; None where there is no need of one."""

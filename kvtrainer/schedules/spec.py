@@ -32,6 +32,7 @@ class ScheduleSpec:
     warmup_by_epoch: bool = False
     epoch_length: int | None = None
     groups: Sequence[int | str] | None = None
+    passed: int = 0
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -40,6 +41,7 @@ class ScheduleSpec:
         if self.by not in ("step", "epoch"):
             raise ConfigurationError(f"by must be 'step' or 'epoch', got {self.by!r}")
         self.check_count("begin", self.begin, 0)
+        self.check_count("passed", self.passed, 0)
         if self.end is not None:
             self.check_count("end", self.end, 0)
             if self.end <= self.begin:

@@ -9,13 +9,14 @@ do not: there mmengine's numbers depend on the order of the steps, and may excee
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch.optim
 from torch.optim import lr_scheduler
 
 from kvstore_server.errors import did_you_mean
-from kvtrainer.errors import ConfigurationError, UnregisteredNameError
+from kvtrainer.errors import ConfigurationError, GroupValueError, UnregisteredNameError
 from kvtrainer.registry import SCHEDULES
 from kvtrainer.schedules import policies
 from kvtrainer.schedules.bound_torch import PlateauSchedule
@@ -49,8 +50,8 @@ def from_type(
     and the options.
 
     Args:
-        cfg: `type`, options, and when it holds: begin, end, by_epoch (True), convert_to_iter_based. `verbose` does
-            nothing.
+        cfg: `type`, options, and when it holds: begin, end, by_epoch (True), convert_to_iter_based; `last_step`, after
+            which step of its window it goes on. `verbose` does nothing.
         run: max_epochs, max_iters, epoch_length, where known; max_epochs or max_iters is the default of `end`.
 
     Raises:
@@ -62,10 +63,9 @@ def from_type(
         given = {key: value for key, value in cfg.items() if key not in ("type", "by_epoch")}
         return _calling(made, given), "epoch" if by_epoch else "step"
     kind, name = _kind_and_name(cfg)
-    if cfg.get("last_step", -1) != -1:
-        raise ConfigurationError(
-            "last_step is not needed: load the state of the schedule, or call step(count)"
-        )
+    last_step = cfg.get("last_step", -1)
+    if isinstance(last_step, bool) or not isinstance(last_step, int) or last_step < -1:
+        raise ConfigurationError(f"last_step must be an integer of at least -1, got {last_step!r:.80}")
     options = {key: value for key, value in cfg.items() if key not in ("type", "param_name", *_WHEN)}
     begin, end = cfg.get("begin", 0), cfg.get("end")
     if end is None:
@@ -92,7 +92,28 @@ def from_type(
     if isinstance(policy, tuple):
         policy, options = policy
     unit, last = "epoch" if by_epoch else "step", None if is_open else end
-    return ScheduleSpec(name, policy, unit, begin, last, groups=cfg.get("groups"), options=options), unit
+    spec = ScheduleSpec(
+        name,
+        policy,
+        unit,
+        begin,
+        last,
+        groups=cfg.get("groups"),
+        passed=0 if last_step == -1 else begin + last_step + 1,
+        options=options,
+    )
+    return (spec if last_step == -1 else partial(_resumed, spec)), unit
+
+
+def _resumed(spec: ScheduleSpec, optimizer: torch.optim.Optimizer) -> ScheduleSpec:
+    """Check that the groups still know what they started from."""
+    for index, group in enumerate(getattr(optimizer, "param_groups", ())):
+        if f"initial_{spec.name}" not in group:
+            raise GroupValueError(
+                f"last_step goes on from a former run, but parameter group {index} has no 'initial_{spec.name}', "
+                "which it started from; load the optimizer's state before"
+            )
+    return spec
 
 
 def _others(given: object) -> Callable[..., Any] | None:

@@ -210,6 +210,21 @@ def test_momentum_follows_the_same_types(kind: str) -> None:
     assert values([general], 6, "momentum") == momenta
 
 
+@pytest.mark.parametrize("begin", [0, 2])
+def test_last_step_goes_on_without_a_state_where_the_groups_know_their_start(begin: int) -> None:
+    cfg = {"type": "ExponentialLR", "gamma": 0.9, "begin": begin, "end": 12}
+    with pytest.raises(KeyError, match="initial_lr"):
+        values([{**cfg, "last_step": 4}], 1)
+    optimizer = sgd()
+    bind_schedules([cfg], optimizer)  # remembers the start
+    [resumed] = bind_schedules([{**cfg, "last_step": 4}], optimizer)
+    seen = []
+    for _ in range(3):
+        seen.append(optimizer.param_groups[0]["lr"])
+        resumed.step()
+    assert seen == pytest.approx([0.1 * 0.9**count for count in (5, 6, 7)])
+
+
 def test_one_cycle_of_momentum_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="learning rate only"):
         values([{"type": "OneCycleMomentum", "eta_max": 0.9, "end": 4}], 1)
@@ -254,7 +269,8 @@ def test_schedule_by_epoch_can_be_converted_to_go_by_step(
         ({"convert_to_iter_based": True, "by_epoch": False}, {"epoch_length": 3}, "by_epoch=True"),
         ({"begin": 5}, {}, "end should be larger than begin, but got begin=5, end=5"),
         ({"gama": 0.1}, {}, "no option 'gama'"),
-        ({"last_step": 3}, {}, "last_step"),
+        ({"last_step": 1.5}, {}, "last_step"),
+        ({"last_step": -2}, {}, "last_step"),
         ({"milestones": [-1]}, {}, "milestones"),
         ({"milestones": 3}, {}, "milestones"),
         ({"gamma": "0.1"}, {}, "gamma"),
