@@ -54,9 +54,13 @@ class UpdaterHook(Hook):
         warmup_by_epoch: bool = False,
         **options: Any,
     ) -> None:
+        if not isinstance(by_epoch, bool | None):
+            raise ArgumentTypeError(
+                f"by_epoch must be True, False or None, got {by_epoch!r:.80}; options of the policy are given by name"
+            )
         if by_epoch and self._counts_batches:
             raise ConfigurationError(f"the policy {self.policy!r} goes by batch; leave by_epoch out")
-        self.by_epoch = not self._counts_batches if by_epoch is None else bool(by_epoch)
+        self.by_epoch = not self._counts_batches if by_epoch is None else by_epoch
         ratio = (0.9 if self._value == "momentum" else 0.1) if warmup_ratio is None else warmup_ratio
         ScheduleSpec(warmup=warmup, warmup_iters=warmup_iters, warmup_ratio=ratio)  # checks them
         self.warmup, self.warmup_ratio, self.warmup_by_epoch = warmup, ratio, warmup_by_epoch

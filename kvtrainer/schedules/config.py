@@ -12,7 +12,7 @@ from typing import Any
 import torch.optim
 
 from kvstore_server.errors import did_you_mean
-from kvtrainer.errors import ArgumentTypeError, ConfigurationError, UnknownNameError
+from kvtrainer.errors import ArgumentTypeError, ConfigurationError, UnknownNameError, UnregisteredNameError
 from kvtrainer.schedules.bound_torch import PlateauSchedule, TorchSchedule
 from kvtrainer.schedules.checks import check_owner, fit_together, is_bound, kept_on_error
 from kvtrainer.schedules.param_schedule import BoundSchedule, ParamSchedule, WarmupClock
@@ -158,13 +158,13 @@ def detectron_schedule(solver: Mapping[str, Any]) -> ScheduleSpec:
             WARM_UP_METHOD; other keys are for others.
 
     Raises:
-        UnknownNameError: the policy or the warm-up is none of Detectron's.
+        UnregisteredNameError: the policy or the warm-up is none of Detectron's.
         ConfigurationError: a value is missing or impossible, such as STEPS that do not begin at 0.
     """
     policy = solver.get("LR_POLICY", "step")
     if policy not in _DETECTRON:
         hint = did_you_mean(policy, _DETECTRON)
-        raise UnknownNameError(f"LR_POLICY must be one of {', '.join(_DETECTRON)}, got {policy!r}{hint}")
+        raise UnregisteredNameError(f"LR_POLICY must be one of {', '.join(_DETECTRON)}, got {policy!r}{hint}")
     gamma = solver.get("GAMMA", 0.1)
     steps = list(solver.get("STEPS", ()))
     if policy in ("steps_with_decay", "steps_with_lrs") and (not steps or steps[0] != 0):
@@ -188,7 +188,7 @@ def detectron_schedule(solver: Mapping[str, Any]) -> ScheduleSpec:
     name, options = choices[policy]()
     method, iterations = solver.get("WARM_UP_METHOD", "linear"), solver.get("WARM_UP_ITERS", 500)
     if iterations and method not in ("constant", "linear"):
-        raise UnknownNameError(f"WARM_UP_METHOD must be 'constant' or 'linear', got {method!r}")
+        raise UnregisteredNameError(f"WARM_UP_METHOD must be 'constant' or 'linear', got {method!r}")
     warm = {
         "warmup": method,
         "warmup_iters": iterations,

@@ -352,6 +352,7 @@ def test_peaks_of_a_cycle_may_differ_between_groups_and_optimizers() -> None:
         ("StepLrUpdaterHook", {}),
         ("StepLrUpdaterHook", {"step": 0}),
         ("ExpLrUpdaterHook", {"gamma": 0.5, "gama": 1}),
+        ("StepLrUpdaterHook", {"step": 2, "by_epoch": [8, 11]}),
         ("FixedLrUpdaterHook", {"warmup": "slow", "warmup_iters": 3}),
         ("FixedLrUpdaterHook", {"warmup": "linear"}),
         ("CyclicLrUpdaterHook", {"by_epoch": True}),

@@ -249,6 +249,7 @@ def test_end_is_the_end_of_training_where_it_is_not_said() -> None:
         ({"type": "CosineAnnealingLR", "T_max": 3}, {"T_max": 12}),
         ({"type": "CosineRestartLR", "periods": [5], "eta_min": 0}, {"periods": [20]}),
         ({"type": "LinearLR", "begin": 1, "end": 3}, {"begin": 4, "end": 12}),
+        ({"type": "LinearLR", "begin": 0.5, "end": 2.75}, {"begin": 2, "end": 11}),
     ],
 )
 def test_schedule_by_epoch_can_be_converted_to_go_by_step(
