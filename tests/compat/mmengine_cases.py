@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from mmengine.logging import HistoryBuffer
 from mmengine_parts import LOOP, SGD, prepared, refused, strategy, update
+from mmengine_schedules import compare
 from mmengine_training import Net, train
 from torch import nn
 
@@ -232,6 +233,10 @@ def a_schedule_that_had_ended_goes_on_where_training_is_longer(folder: Path) -> 
     cycle.save_checkpoint(str(folder / "cycle.pth"), extra_ckpt={"meta": {"iter": 0, "epoch": 0}})
     refused(StateMismatchError, lambda: prepared(folder, {"optimizer": SGD}, steps[:1] * 2).resume(
         str(folder / "cycle.pth")), "2 schedulers")  # fmt: skip
+
+
+def random_schedules_have_the_same_values(folder: Path) -> None:
+    compare(300)
 
 
 def options_beside_a_trainer_are_refused(folder: Path) -> None:
