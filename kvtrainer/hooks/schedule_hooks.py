@@ -31,7 +31,7 @@ class UpdaterHook(Hook):
         warmup: None, 'constant', 'linear' or 'exp'.
         warmup_iters: Batches of the warm-up; epochs, if `warmup_by_epoch`.
         warmup_ratio: Where it begins; None: 0.1, of momentum 0.9.
-        options: Of the policy, under MMCV's names; they are attributes, too.
+        options: Of the policy, under MMCV's names; those that are given are attributes, too.
 
     Raises:
         ConfigurationError: an argument is wrong. `before_run`: the policy does not fit the length of the run, or the
@@ -109,12 +109,9 @@ class UpdaterHook(Hook):
                 )
         self._targets = {name: GroupValue(one, self._value) for name, one in several.items()}
         if self.policy is not None:
-            self._policy = self._make_policy(self._progress(runner)[1])
+            self._policy = make_policy(self.policy, self._options, self._value, self._progress(runner)[1])
         bases = {name: [to.base(at) for at in range(len(to))] for name, to in self._targets.items()}
         return bases if isinstance(found, Mapping) else bases[""]
-
-    def _make_policy(self, span: int | None) -> Callable[[float, int, int | None], float]:
-        return make_policy(str(self.policy), self._options, self._value, span)
 
     def _progress(self, runner: Any) -> tuple[int, int | None]:
         """How many epochs or batches have passed, and how many there will be."""
