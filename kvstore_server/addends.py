@@ -35,7 +35,7 @@ def slowed_down(hypers: Sequence[Mapping[str, Any]], staleness: int) -> Sequence
     if staleness <= 1:
         return hypers
     # Keys with equal numbers share one mapping, by which they are updated together.
-    slowed = {id(row): {**row, "lr": row["lr"] / staleness} for row in hypers}
+    slowed = {id(row): {**row, "lr": row["lr"] / staleness} if "lr" in row else row for row in hypers}
     return [slowed[id(row)] for row in hypers]
 
 

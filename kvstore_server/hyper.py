@@ -192,7 +192,8 @@ def effective_hypers(plan: Plan, optimizer: Optimizer, values: Mapping[str, Any]
         factors = (spec.group if len(groups) > 1 else 0, lr_mult.get(key, 1.0), wd_mult.get(key, 1.0))
         if factors not in shared:
             row = {**optimizer.hyper, **groups[factors[0]]}
-            row["lr"] = row["lr"] * factors[1]
+            if "lr" in row:
+                row["lr"] = row["lr"] * factors[1]
             if "weight_decay" in row:
                 row["weight_decay"] = row["weight_decay"] * factors[2]
             shared[factors] = row
@@ -208,7 +209,7 @@ def _check(values: Any, plan: Plan) -> None:
         groups = values["groups"]
         needed = 1 + max(spec.group for spec in plan.specs)
         ok = isinstance(groups, list) and len(groups) >= needed and all(isinstance(g, dict) for g in groups)
-        ok = ok and all(isinstance(group.get("lr"), int | float) for group in groups)
+        ok = ok and all(isinstance(group.get("lr", 0.0), int | float) for group in groups)
         ok = ok and all(
             isinstance(values[name], dict) and all(isinstance(v, int | float) for v in values[name].values())
             for name in ("lr_mult", "wd_mult")

@@ -18,12 +18,15 @@ from torch import Tensor
 from kvtrainer.errors import ConfigurationError
 from kvtrainer.grouped_optimizer import GroupedOptimizer
 from kvtrainer.layout.replicated import make_layout
+from kvtrainer.local_update import JointUpdate
 from kvtrainer.saving import adopt_numbers, as_state_dict, check_fit, take_out
 from kvtrainer.states.entries import State, initial_state
 from kvtrainer.states.file import read_state_file, write_state_file
 from kvtrainer.states.holder import StateElsewhere, StateHolder, export_states, import_states, read_states
 from kvtrainer.states.saved import SavedStates
 
+_OPTIMIZER = "optimizer"
+"""The part of saved states with what an optimizer's own state_dict has beside groups and the state of parameters."""
 _BY_PARAMETER = ("params", "param_names")
 """The entries of a group that are lists, with one item for each parameter."""
 
@@ -38,6 +41,8 @@ class FlatOptimizer(GroupedOptimizer):
         Before the first update the entries are there already, with a step count of 0, because
         torch.distributed.checkpoint loads only into what it finds.
         """
+        if (joint := self._joint()) is not None:
+            return joint.state_dict()
         states = self._current_states() or {
             key: initial_state(self._optimizer, self.param_groups[spec.group], spec)
             for key, spec in enumerate(self._layout.plan.specs)
@@ -67,6 +72,9 @@ class FlatOptimizer(GroupedOptimizer):
 
         self._settle()
         self._follow_instance()
+        if self._joint() is not None:
+            self._load_jointly(state_dict)
+            return
         former = self.param_groups
         # As the last hook it sees what the user's hooks made of the dict, before torch rounds the float32 state of
         # half-precision parameters.
@@ -78,7 +86,7 @@ class FlatOptimizer(GroupedOptimizer):
             hook.remove()
             self.state = StateElsewhere(dict)
         for group, before in zip(self.param_groups, former, strict=True):
-            for name in self._option_names:
+            for name in self.defaults.keys() & before.keys():
                 group.setdefault(name, before[name])
         self._bind_groups()
         self._take_states(found)
@@ -112,6 +120,8 @@ class FlatOptimizer(GroupedOptimizer):
     def export_saved_states(self) -> SavedStates:
         """What `save_states` saves, as one value; blocks while state is fetched."""
         extra, tensors = self._extra_states()
+        if (joint := self._joint()) is not None and any(shared := joint.shared()):
+            extra, tensors = {**extra, _OPTIMIZER: shared[0]}, {**tensors, _OPTIMIZER: shared[1]}
         states = self._current_states()
         return take_out(self.param_groups, self._layout, self._optimizer, states, extra, tensors)
 
@@ -122,7 +132,8 @@ class FlatOptimizer(GroupedOptimizer):
             StateMismatchError: it belongs to another model or optimizer, of which nothing has changed; says how.
         """
         self._check_saved_states(saved)
-        self.load_state_dict(as_state_dict(saved, self._layout))
+        beside = {**saved.extra.get(_OPTIMIZER, {}), **saved.tensors.get(_OPTIMIZER, {})}
+        self.load_state_dict({**as_state_dict(saved, self._layout), **beside})
         adopt_numbers(self._optimizer, saved)
         self._adopt_extra_states(saved)
 
@@ -139,7 +150,7 @@ class FlatOptimizer(GroupedOptimizer):
         """Raise StateMismatchError unless `load_state_dict` can take this; not if hooks are to change it first."""
         self._settle()
         self._follow_instance()
-        if not self._optimizer_load_state_dict_pre_hooks:
+        if not self._optimizer_load_state_dict_pre_hooks and self._joint() is None:
             read_states(state_dict, self.param_groups, self._layout.plan, self._optimizer)
 
     @contextmanager
@@ -194,12 +205,24 @@ class FlatOptimizer(GroupedOptimizer):
                 f"parameters were added to the {type(self._instance).__name__} instance behind the Trainer's back; "
                 "use trainer.add_param_group"
             )
-        if self._instance.state:
+        if self._instance.state and self._joint() is None:
             states = read_states(
                 self._instance.state_dict(), self.param_groups, self._layout.plan, self._optimizer
             )
             self._instance.state.clear()
             self._take_states(states)
+
+    def _joint(self) -> JointUpdate | None:
+        """The update of all parameters together, if there is one, which has the state of the optimizer itself."""
+        holder = self._holder()
+        return holder if isinstance(holder, JointUpdate) else None
+
+    def _load_jointly(self, state_dict: dict[str, Any]) -> None:
+        for one in (self._local, *self._local_copies):
+            assert isinstance(one, JointUpdate)
+            one.load_state_dict(state_dict)
+        self._bind_groups()
+        self._schedule.restore(self._local.counts(), len(self._layout.names))
 
     def _lay_out_again(self, names: list[list[str]]) -> None:
         """Make room for more parameters; state, and what is known of gradients, go along."""

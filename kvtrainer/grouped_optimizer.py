@@ -14,10 +14,12 @@ from typing import Any, NoReturn
 import torch.optim
 
 from kvstore_server.optimizer import Optimizer
+from kvstore_server.optimizer.torch_family import TorchOptimizer
 from kvtrainer.errors import ConfigurationError, KVStoreError
 from kvtrainer.groups import check_options, make_groups, option_names, read_options
+from kvtrainer.layout.layout import Layout
 from kvtrainer.layout.replicated import make_layout
-from kvtrainer.local_update import LocalUpdate
+from kvtrainer.local_update import JointUpdate, LocalUpdate
 from kvtrainer.parallel.policy import COPIES, devices_of, spread
 from kvtrainer.schedules.update_count import Schedule
 from kvtrainer.states.entries import State
@@ -40,9 +42,9 @@ class GroupedOptimizer(torch.optim.Optimizer, ABC):
     """
 
     _is_built = False
-    _local: LocalUpdate
+    _local: LocalUpdate | JointUpdate
     """The state of an update in this process; there once `_settle` has succeeded."""
-    _local_copies: list[LocalUpdate]
+    _local_copies: list[LocalUpdate | JointUpdate]
     """The same for the replicas on each further device, which only updates without a store use."""
 
     def __init__(
@@ -50,6 +52,8 @@ class GroupedOptimizer(torch.optim.Optimizer, ABC):
     ) -> None:
         self._optimizer = optimizer
         self._instance = instance
+        self._made: torch.optim.Optimizer | None = None
+        """The torch optimizer that was made for an update of all parameters together."""
         self._option_names = option_names(optimizer)
         self._names = [list(group["param_names"]) for group in groups]
         super().__init__([spread(group) for group in groups], dict(optimizer.hyper))
@@ -79,6 +83,8 @@ class GroupedOptimizer(torch.optim.Optimizer, ABC):
         lr_scheduler."""
         if self._optimizer.lr_scheduler is not None:
             return self._optimizer.learning_rate
+        if "lr" not in self.param_groups[0]:
+            return self._optimizer.learning_rate
         return float(self.param_groups[0]["lr"])
 
     def set_learning_rate(self, lr: float) -> None:
@@ -92,6 +98,7 @@ class GroupedOptimizer(torch.optim.Optimizer, ABC):
             self._optimizer.set_learning_rate(lr)
         if isinstance(lr, bool) or not isinstance(lr, Real) or not math.isfinite(lr):
             raise ConfigurationError(f"the learning rate must be a finite number, got {lr!r}")
+        self.learning_rate  # noqa: B018  (an optimizer may have none, which this says)
         for group in self.param_groups:
             group["lr"] = float(lr)
 
@@ -159,7 +166,7 @@ class GroupedOptimizer(torch.optim.Optimizer, ABC):
         Raises:
             ConfigurationError: a number is not one that the optimizer takes.
         """
-        options = read_options(self.param_groups, self._option_names, self._layout)
+        options = read_options(self.param_groups, self._optimizer, self._layout)
         if options != self._last_options:
             for group in options["groups"]:
                 check_options(self._optimizer, group)
@@ -186,9 +193,41 @@ class GroupedOptimizer(torch.optim.Optimizer, ABC):
             self._lay_out_again(self._names)
 
     def _make_local(self) -> None:
-        plan = self._layout.plan
-        self._local = LocalUpdate(plan, self._optimizer)
-        self._local_copies = [LocalUpdate(plan, self._optimizer) for _ in self._layout.copies]
+        layouts = (self._layout, *self._layout.copies)
+        self._local, *self._local_copies = [self._update_of(layout) for layout in layouts]
+
+    def _update_of(self, layout: Layout) -> LocalUpdate | JointUpdate:
+        """What updates the parameters of one device in this process."""
+        optimizer = self._optimizer
+        if not isinstance(optimizer, TorchOptimizer) or not optimizer.is_joint or self._updates_elsewhere():
+            return LocalUpdate(layout.plan, optimizer)
+        made = self._instance or self._made
+        if made is None or self._layout.copies:
+            made = optimizer.instance_of(self._groups_over(layout))
+        if not self._layout.copies:
+            self._made = made
+            for live, own in zip(self.param_groups, made.param_groups, strict=True):
+                for name, value in own.items():
+                    live.setdefault(name, value)
+            made.param_groups = self.param_groups
+        return JointUpdate(
+            layout.plan, made, layout.parameters, lambda: self.param_groups, optimizer.multi_precision
+        )
+
+    def _groups_over(self, layout: Layout) -> list[Group]:
+        """The groups with the parameters of one device alone."""
+        members: list[list[Any]] = [[] for _ in self.param_groups]
+        for spec, parameter in zip(layout.plan.specs, layout.parameters, strict=True):
+            members[spec.group].append(parameter)
+        own = ("params", "param_names")
+        return [
+            {**{name: value for name, value in group.items() if name not in own}, "params": its}
+            for group, its in zip(self.param_groups, members, strict=True)
+        ]
+
+    @abstractmethod
+    def _updates_elsewhere(self) -> bool:
+        """Whether the optimizer runs in a store."""
 
     def _check_devices(self, group: Group) -> None:
         """Raise ConfigurationError unless the replicas of a new group are where those of the other groups are."""
@@ -210,7 +249,8 @@ class GroupedOptimizer(torch.optim.Optimizer, ABC):
         ]
 
     def _bind_groups(self) -> None:
-        if self._instance is not None:
-            self._instance.param_groups = self.param_groups
+        for shown in (self._instance, self._made):
+            if shown is not None:
+                shown.param_groups = self.param_groups
         # With several groups the optimizer shows the defaults.
         self._optimizer.hyper = self.param_groups[0] if len(self.param_groups) == 1 else dict(self.defaults)

@@ -11,6 +11,7 @@ import torch.optim
 
 from kvstore_server.optimizer import Optimizer, create_from_spec
 from kvstore_server.optimizer.base import canonical_options
+from kvstore_server.optimizer.torch_family import TorchOptimizer, is_plain
 from kvtrainer.errors import ConfigurationError, UnknownNameError
 from kvtrainer.layout.layout import Layout
 from kvtrainer.parallel.policy import COPIES
@@ -21,6 +22,14 @@ NOTES = frozenset(
     {"name", "initial_lr", "initial_momentum", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
 )
 """Keys of a group that are no options: a label, and what torch's schedulers keep there."""
+_LISTS = frozenset({"params", "param_names", COPIES})
+_NUMBERS = frozenset({"lr", "weight_decay", "momentum", "betas"})
+"""What must be finite in the groups of any optimizer."""
+
+
+def is_foreign(optimizer: Optimizer) -> bool:
+    """Whether it is a torch class that we do not know, whose groups may have any entries."""
+    return isinstance(optimizer, TorchOptimizer) and optimizer.is_foreign
 
 
 def make_groups(params: Any, optimizer: Optimizer, given: object, first: int = 0) -> list[Group]:
@@ -40,17 +49,23 @@ def make_groups(params: Any, optimizer: Optimizer, given: object, first: int = 0
     return [_with_checked_options(group, optimizer) for group in groups]
 
 
-def read_options(groups: Sequence[Group], options: Sequence[str], layout: Layout) -> dict[str, Any]:
-    """The numbers that hold now: per group the `options`, per parameter `lr_mult` and `wd_mult` where not 1.
+def read_options(groups: Sequence[Group], optimizer: Optimizer, layout: Layout) -> dict[str, Any]:
+    """The numbers that hold now: per group its options, per parameter `lr_mult` and `wd_mult` where not 1.
 
     The form is the one of `kvstore_server.hyper`.
 
     Raises:
-        ConfigurationError: a multiplier is not a number.
+        ConfigurationError: a multiplier is not a number, or there is nothing that it could multiply.
     """
+    lr_mult = _multipliers(layout, "lr_mult")
+    if lr_mult and not any("lr" in group for group in groups):
+        raise ConfigurationError(
+            f"lr_mult of {layout.names[next(iter(lr_mult))]!r} would have no effect: {optimizer.registered_name} has "
+            "no learning rate"
+        )
     return {
-        "groups": [{name: _plain(group[name]) for name in options} for group in groups],
-        "lr_mult": _multipliers(layout, "lr_mult"),
+        "groups": [options_of(group, optimizer) for group in groups],
+        "lr_mult": lr_mult,
         "wd_mult": _multipliers(layout, "wd_mult"),
     }
 
@@ -84,6 +99,8 @@ def _with_checked_options(group: Group, optimizer: Optimizer) -> Group:
     notes = {name: value for name, value in group.items() if name in NOTES}
     kept = {name: group[name] for name in ("params", "param_names", COPIES) if name in group}
     options = {name: value for name, value in group.items() if name not in notes and name not in kept}
+    if is_foreign(optimizer):
+        return {**kept, **notes, **check_options(optimizer, options)}
     # Of the optimizer's own numbers only the names count here, and the pair of betas, of which one may be given.
     known = {name: optimizer.hyper[name] if name == "betas" else None for name in option_names(optimizer)}
     options = canonical_options(options, known, optimizer.registered_name)
@@ -96,8 +113,22 @@ def _with_checked_options(group: Group, optimizer: Optimizer) -> Group:
 
 
 def option_names(optimizer: Optimizer) -> tuple[str, ...]:
-    """The options that travel with every round: those that a group may set."""
-    return tuple(optimizer.plain_hyper())
+    """The options that every group has."""
+    return tuple(name for name in optimizer.plain_hyper() if name not in NOTES)
+
+
+def options_of(group: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
+    """The options of a group that travel with every round, as plain numbers; of a foreign class all that are plain."""
+    if not is_foreign(optimizer):
+        return {name: _plain(group[name]) for name in option_names(optimizer)}
+    found = {name: _plain(value) for name, value in group.items() if name not in _LISTS and name not in NOTES}
+    return {name: value for name, value in found.items() if is_plain(value)}
+
+
+def kept_entries(group: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
+    """What is saved of a group: its options and the notes of schedules; of a foreign class all that it keeps there."""
+    names = set(group) - _LISTS if is_foreign(optimizer) else {*option_names(optimizer), *NOTES}
+    return {name: value for name, value in group.items() if name in names}
 
 
 def check_options(optimizer: Optimizer, options: dict[str, Any]) -> dict[str, Any]:
@@ -109,9 +140,14 @@ def check_options(optimizer: Optimizer, options: dict[str, Any]) -> dict[str, An
     if not options:
         return {}
     for name, value in options.items():
+        if is_foreign(optimizer) and name not in _NUMBERS:
+            continue
         numbers = value if isinstance(value, tuple) else (value,)
         if any(isinstance(number, float) and not math.isfinite(number) for number in numbers):
             raise ConfigurationError(f"{optimizer.registered_name}: {name} must be finite, got {value!r}")
+    if isinstance(optimizer, TorchOptimizer) and optimizer.is_foreign:
+        optimizer.check_foreign(options)
+        return options
     spec = {"name": optimizer.registered_name, "hyper": {**optimizer.plain_hyper(), **options}}
     try:
         built = create_from_spec(spec)
@@ -140,4 +176,4 @@ def _plain(value: Any) -> Any:
     """A number for a 0-d tensor or a NumPy number: what can travel."""
     if isinstance(value, tuple | list):
         return tuple(_plain(item) for item in value)
-    return value.item() if hasattr(value, "item") else value
+    return value.item() if hasattr(value, "item") and not getattr(value, "shape", ()) else value

@@ -21,7 +21,7 @@ class StepResult:
     """Nothing was updated because a gradient, or the loss, was infinite or not a number on some worker."""
     loss_scale: float = 1.0
     """The factor that the loss carried."""
-    lr: float = 0.0
-    """Learning rate of the first parameter group in this step, before `lr_mult`."""
+    lr: float | None = None
+    """Learning rate of the first parameter group in this step, before `lr_mult`; None of an optimizer without one."""
     updated: bool = True
     """False if the step was skipped, while gradients are still being accumulated, and where there was no gradient."""

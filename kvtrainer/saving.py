@@ -12,7 +12,7 @@ from torch import Tensor
 from kvstore_server import lr_scheduler
 from kvstore_server.optimizer import Optimizer
 from kvtrainer.errors import ConfigurationError, StateMismatchError
-from kvtrainer.groups import NOTES, check_options
+from kvtrainer.groups import check_options, kept_entries, option_names
 from kvtrainer.layout.layout import Layout
 from kvtrainer.states.entries import State, state_problems
 from kvtrainer.states.holder import momentum_problems
@@ -36,8 +36,7 @@ def take_out(
     tensors: Mapping[str, dict[str, Tensor]],
 ) -> SavedStates:
     """Put together what is to be saved; `states` by index of the key, `extra` and `tensors` from other parts."""
-    kept = {*optimizer.plain_hyper(), *NOTES}
-    options = [{name: _plain(group[name]) for name in group if name in kept} for group in groups]
+    options = [{n: _plain(value) for n, value in kept_entries(group, optimizer).items()} for group in groups]
     parameters = {
         spec.key: SavedParameter(spec.shape, spec.dtype, spec.group, _counted(states.get(key, {})))
         for key, spec in enumerate(layout.plan.specs)
@@ -173,7 +172,7 @@ def _group_problems(
         if parameter is not None and parameter.group != spec.group:
             yield f"{spec.key!r} is in group {parameter.group} in the file and in group {spec.group} here"
     for at, options in enumerate(saved.groups):
-        known = {name: options[name] for name in optimizer.plain_hyper() if name in options}
+        known = {name: options[name] for name in option_names(optimizer) if name in options}
         try:
             check_options(_without_scheduler(optimizer), known)
         except ConfigurationError as error:

@@ -10,7 +10,8 @@ import torch.optim
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from kvstore_server.optimizer import Optimizer
+from kvstore_server.optimizer import Optimizer, spec_for_store
+from kvstore_server.optimizer.torch_family import TorchOptimizer
 from kvtrainer.config import check_overrides, trainer_arguments
 from kvtrainer.ddp import refuse_ddp, refuse_parameters_of_ddp
 from kvtrainer.errors import ArgumentTypeError
@@ -135,7 +136,10 @@ class Trainer(LossPipeline):
             has_row_sparse=check_claimable(groups),
             devices=devices_of(groups),
             replicas=policy_of(groups),
+            is_joint=isinstance(built, TorchOptimizer) and built.is_joint,
         )
+        if choice.updates_weights and isinstance(built, TorchOptimizer):
+            spec_for_store(built)
         instance = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
         super().__init__(groups, built, instance, choice, stages=stages)
         claim(self, groups)

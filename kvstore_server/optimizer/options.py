@@ -33,8 +33,8 @@ def canonical_options(
     result: dict[str, Any] = {}
     betas: dict[int, Any] = {}
     for given, value in options.items():
-        name = ALIASES.get(given, given)
-        if given in ("beta1", "beta2") and "betas" in valid:
+        name = given if given in valid else ALIASES.get(given, given)
+        if given in ("beta1", "beta2") and "betas" in valid and given not in valid:
             betas[0 if given == "beta1" else 1] = value
         elif name not in valid:
             listing = ", ".join([*map(_both_spellings, valid), *others])

@@ -135,7 +135,9 @@ def spec_for_store(optimizer: Optimizer) -> dict[str, Any]:
     """`Optimizer.spec`, for a store, which knows the class by its name alone.
 
     Raises:
-        ConfigurationError: the name means another class in this process; or as `Optimizer.spec`.
+        UnknownNameError: the class is not registered in this process, so hardly in that of the servers.
+        ConfigurationError: the name means another class in this process, or what is known of a torch instance does not
+            say how to build another one; or as `Optimizer.spec`.
     """
     cls = optimizer.cls if isinstance(optimizer, TorchOptimizer) else type(optimizer)
     name = optimizer.registered_name
@@ -145,6 +147,14 @@ def spec_for_store(optimizer: Optimizer) -> dict[str, Any]:
             f"a store would take {name!r} for {_where(known)}, and not for {_where(cls)}; give the class a name of its "
             "own, and register it"
         )
+    if isinstance(optimizer, TorchOptimizer) and optimizer.is_foreign:
+        check_supported(optimizer.cls)
+        _lookup(name)
+        if optimizer.unbuildable:
+            raise ConfigurationError(
+                f"a store cannot build {_where(cls)} anew: {optimizer.unbuildable}. Give the class and its options in "
+                "place of the instance, or update_on_kvstore=False, which updates in this process"
+            )
     return optimizer.spec()
 
 
@@ -171,15 +181,16 @@ def _from_class(cls: AnyClass, options: dict[str, Any]) -> Optimizer:
 def _lookup(name: str) -> AnyClass:
     cls = _registry.get(name.lower())
     if cls is None:
-        # A name such as 'torch:LBFGS' deserves the reason, which the constructor gives.
+        # A name such as 'torch:LBFGS' is torch's own all the same.
         prefix, _, own = name.partition(":")
         known = getattr(torch.optim, own, None) if prefix.lower() == "torch" else None
         if isinstance(known, type) and issubclass(known, torch.optim.Optimizer):
             return known
         raise UnknownNameError(
             f"there is no optimizer {name!r} in this process. A user-defined one must be registered in every process: "
-            f"start the servers with --import MODULE. Known are {', '.join(sorted(_registry))}"
-            f"{did_you_mean(name, _registry)}"
+            "call kvtrainer.optimizer.register in a module, import that here and start the servers with --import "
+            "MODULE; or give update_on_kvstore=False, which updates in the workers. Known are "
+            f"{', '.join(sorted(_registry))}{did_you_mean(name, _registry)}"
         )
     return cls
 

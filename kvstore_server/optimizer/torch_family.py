@@ -12,6 +12,7 @@ import inspect
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -46,6 +47,9 @@ WHOLE: tuple[TorchClass, ...] = (Adafactor, Muon, SparseAdam)
 """torch's classes that need whole keys; SparseAdam takes sparse gradients only."""
 _SPARSE_CAPABLE = (SGD, Adagrad, SparseAdam)
 _FUSED_ON_CPU = (SGD, Adam, AdamW, Adagrad)
+_LISTS = ("params", "param_names")
+_OF_UPDATE = ("step", "key", "first")
+"""What `hyper` of an update has beside the options of a group."""
 
 
 class TorchOptimizer(Optimizer):
@@ -60,8 +64,26 @@ class TorchOptimizer(Optimizer):
         ConfigurationError: the class cannot update one parameter at a time, or it refuses an option.
     """
 
+    _instance: torch.optim.Optimizer | None = None
+    """A foreign class's instance, of which only the groups are known."""
+
     def __init__(self, cls: TorchClass, declared: bool = False, /, **options: Any) -> None:
-        check_supported(cls)
+        self._take_class(cls, declared)
+        self._take_common(options)
+        accepted = _signature_defaults(cls)
+        # What a constructor passes on to another one is known to that alone.
+        takes_any = accepted is None
+        self._arguments = (
+            options if takes_any else canonical_options(options, accepted or {}, self.registered_name)
+        )
+        if self._options.get("differentiable"):
+            raise ConfigurationError(
+                f"{self.registered_name}: differentiable=True needs autograd through the update, which a "
+                "store does not record; leave it out"
+            )
+        self._take_template(self._build(torch.zeros(1 if self.elementwise else (1, 1))))
+
+    def _take_class(self, cls: TorchClass, declared: bool) -> None:
         own = is_torchs_own(cls)
         self.elementwise = declared or cls in ELEMENTWISE
         self.cls = cls
@@ -69,35 +91,106 @@ class TorchOptimizer(Optimizer):
         self.verified = cls in ELEMENTWISE
         self._own = own
         self._fitting: set[tuple[int, ...]] = set()
-        self._take_common(options)
-        self._options = canonical_options(options, self._valid_options(), self.registered_name)
-        if self._options.get("differentiable"):
-            raise ConfigurationError(
-                f"{self.registered_name}: differentiable=True needs autograd through the update, which a "
-                "store does not record; leave it out"
-            )
-        self._template = self._build(torch.zeros(1 if self.elementwise else (1, 1)))
-        self.hyper = _group_of(self._template)
         # torch wraps step in profiling and in the user's hooks, meant for the user's own optimizers.
         self._step: Callable[[torch.optim.Optimizer], object] = inspect.unwrap(cls.step) if own else cls.step
+
+    def _take_template(self, template: torch.optim.Optimizer) -> None:
+        self._template = template
+        self.hyper = _group_of(template)
 
     @classmethod
     def from_instance(cls, instance: torch.optim.Optimizer, declared: bool = False) -> TorchOptimizer:
         """Take over the class and options of a torch optimizer; of its one group, else its defaults."""
-        groups = instance.param_groups
+        kind, groups = type(instance), instance.param_groups
         found = (
             _group_of(instance) if len(groups) == 1 else {k: _number(v) for k, v in instance.defaults.items()}
         )
-        accepted = _signature_defaults(type(instance))
-        options = {key: value for key, value in found.items() if key in accepted}
-        return cls(type(instance), declared, **options)
+        if is_torchs_own(kind):
+            accepted = _signature_defaults(kind) or {}
+            return cls(kind, declared, **{key: value for key, value in found.items() if key in accepted})
+        made = cls.__new__(cls)
+        made._take_class(kind, declared)
+        made._take_common({})
+        template = kind.__new__(kind)
+        template.__dict__.update(instance.__dict__)
+        template.param_groups, template.state = [{"params": [], **found}], defaultdict(dict)
+        made._take_template(template)
+        made._instance = instance
+        return made
+
+    @cached_property
+    def _recovery(self) -> tuple[dict[str, Any], str]:
+        if self._instance is None:
+            return self._arguments, ""
+        found = {n: v for n, v in self._template.param_groups[0].items() if n not in _LISTS}
+        return _recovered(self._instance, found)
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        """The arguments of the class's constructor."""
+        return self._recovery[0]
+
+    @property
+    def unbuildable(self) -> str:
+        """Why a store could not build the optimizer from its options; empty where it can."""
+        if self._recovery[1]:
+            return self._recovery[1]
+        odd = [name for name, value in self._options.items() if not is_plain(value)]
+        return f"its {', '.join(odd)} cannot travel, because that is no number, text or tuple" if odd else ""
 
     @property
     def registered_name(self) -> str:
         return torch_name(self.cls)
 
+    @property
+    def learning_rate(self) -> float:
+        """The group's 'lr'. Raises ConfigurationError if the class has none."""
+        if "lr" not in self.hyper:
+            raise ConfigurationError(
+                f"{self.registered_name} has no learning rate; it has {', '.join(self.hyper)}"
+            )
+        return float(self.hyper["lr"])
+
+    @property
+    def is_joint(self) -> bool:
+        """Whether the class may keep things for all parameters together, as nothing says of a foreign one."""
+        return not self._own and not self.elementwise
+
+    def instance_of(self, groups: Sequence[Mapping[str, Any]]) -> torch.optim.Optimizer:
+        """The optimizer itself, over these parameter groups. Raises ConfigurationError if the class refuses them."""
+        return self._constructed([dict(group) for group in groups])
+
+    def spec(self) -> dict[str, Any]:
+        if self._own:
+            return super().spec()
+        present = {name: value for name, value in self.plain_hyper().items() if name in self._options}
+        return {**super().spec(), "hyper": {**self._options, **present}}
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether this is a class of which only its constructor knows what it takes, and a group may have more."""
+        return not self._own
+
+    def check_foreign(self, options: Mapping[str, Any]) -> None:
+        """Raise ConfigurationError if the constructor of a foreign class refuses these options of a group."""
+        if self._instance is None:
+            accepted = _signature_defaults(self.cls) or self._arguments
+            asked = {name: value for name, value in options.items() if name in accepted}
+            TorchOptimizer(self.cls, self.elementwise, **{**self._arguments, **asked})
+
+    def plain_hyper(self) -> dict[str, Any]:
+        if self._own:
+            return super().plain_hyper()
+        return {
+            name: _listed(value)
+            for name, value in self.hyper.items()
+            if is_plain(value) and name not in _LISTS
+        }
+
     def create_state(self, weight: Tensor) -> dict[str, StateValue]:
         """Return what the class creates in its constructor (Adagrad's sum); most create theirs in a step."""
+        if self._instance is not None and self.unbuildable:
+            return {}
         return {key: v for key, v in self._build(weight).state.get(weight, {}).items() if key != "step"}
 
     def takes_sparse(self, hyper: Mapping[str, Any]) -> bool:
@@ -194,6 +287,8 @@ class TorchOptimizer(Optimizer):
 
     def _group(self, weight: Tensor, grad: Tensor, hyper: Mapping[str, Any]) -> dict[str, Any]:
         group = {key: hyper.get(key, value) for key, value in self._template.param_groups[0].items()}
+        if not self._own:
+            group |= {key: value for key, value in hyper.items() if key not in _OF_UPDATE}
         group["params"] = [weight]
         if grad.is_sparse:
             group |= {key: False for key in ("fused", "foreach") if key in group}
@@ -207,17 +302,22 @@ class TorchOptimizer(Optimizer):
         return group
 
     def _build(self, weight: Tensor) -> torch.optim.Optimizer:
+        return self._constructed([weight])
+
+    def _constructed(self, params: list[Any]) -> torch.optim.Optimizer:
         try:
-            return self.cls([weight], **self._options)
-        except (TypeError, ValueError, RuntimeError, AssertionError) as error:
+            if "params" in inspect.signature(self.cls).parameters:
+                return self.cls(params=params, **self._options)
+            return self.cls(params, **self._options)
+        except (TypeError, ValueError, RuntimeError, AssertionError, KeyError, AttributeError) as error:
             given = ", ".join(f"{key}={value!r}" for key, value in self._options.items())
+            takes = ", ".join(_signature_defaults(self.cls) or self._options)
             raise ConfigurationError(
-                f"{self.registered_name} refused its options ({given}): {error}; its options are "
-                f"{', '.join(self._valid_options())}"
+                f"{self.registered_name} refused its options ({given}): {error}; its options are {takes}"
             ) from error
 
     def _valid_options(self) -> dict[str, Any]:
-        return _signature_defaults(self.cls)
+        return _signature_defaults(self.cls) or {}
 
 
 def torch_name(cls: TorchClass) -> str:
@@ -235,7 +335,7 @@ def check_supported(cls: TorchClass) -> None:
     if issubclass(cls, LBFGS):
         raise ConfigurationError(
             f"{cls.__module__}.{cls.__qualname__} cannot run on a store, because it needs scalar products over the "
-            "whole model and evaluates the loss again; use one of "
+            "whole model and evaluates the loss again; use update_on_kvstore=False and step(closure), or one of "
             f"{', '.join(known.__name__ for known in ELEMENTWISE + WHOLE)}"
         )
 
@@ -255,7 +355,44 @@ def _number(value: Any) -> Any:
     return value.item() if isinstance(value, Tensor) else value
 
 
-def _signature_defaults(cls: TorchClass) -> dict[str, Any]:
-    """The options of a torch class with their defaults, from its constructor."""
-    parameters = list(inspect.signature(cls.__init__).parameters.values())[2:]
-    return {p.name: p.default for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
+def is_plain(value: Any) -> bool:
+    """Whether a group's entry can travel: a number, a text, None, or a tuple or list of such."""
+    if isinstance(value, tuple | list):
+        return all(map(is_plain, value))
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def _listed(value: Any) -> Any:
+    return [_listed(item) for item in value] if isinstance(value, tuple | list) else value
+
+
+def _signature_defaults(cls: TorchClass) -> dict[str, Any] | None:
+    """The options of a torch class with their defaults, from its constructor; None where that takes any."""
+    parameters = list(inspect.signature(cls).parameters.values())
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return None
+    names = [p.name for p in parameters]
+    own = "params" if "params" in names else names[0] if names else ""
+    return {p.name: p.default for p in parameters if p.kind is not p.VAR_POSITIONAL and p.name != own}
+
+
+def _recovered(instance: torch.optim.Optimizer, found: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+    """The constructor's arguments, as the groups and attributes have them; and why they are not those, if so."""
+    cls, kept = type(instance), {**vars(instance), **found}
+    accepted = _signature_defaults(cls)
+    options = {name: kept[name] for name in (found if accepted is None else accepted) if name in kept}
+    try:
+        built = cls([torch.zeros(1, 1)], **options)
+    except Exception as error:
+        return options, f"its constructor takes more than its groups have ({type(error).__name__}: {error})"
+    torchs = {*vars(SGD([torch.zeros(1)])), "step", "_opt_called"}
+    unlike = [
+        name
+        for name, value in vars(instance).items()
+        if name not in torchs
+        if type(vars(built).get(name)) is not type(value) or _differs(value, vars(built)[name])
+    ]
+    unlike += [n for n, v in found.items() if is_plain(v) and built.param_groups[0].get(n, v) != v]
+    if unlike:
+        return options, f"one built from what its groups have differs in {', '.join(map(repr, unlike))}"
+    return options, ""

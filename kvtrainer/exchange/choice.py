@@ -39,6 +39,7 @@ def choose_store(
     has_row_sparse: bool = False,
     devices: Sequence[torch.device] = (torch.device("cpu"),),
     replicas: ReplicaPolicy = LISTS,
+    is_joint: bool = False,
 ) -> StoreChoice:
     """Check the Trainer's arguments about its store and decide whether one is needed; opens nothing.
 
@@ -53,6 +54,7 @@ def choose_store(
         has_row_sparse: whether there are row-sparse parameters, which live in a store that updates them.
         devices: of the replicas of every parameter; on more than one there is always a store, unless it is None.
         replicas: how they are to be treated.
+        is_joint: whether the optimizer may keep things for all parameters together, which a store does not let it.
 
     Raises:
         ArgumentTypeError: `kvstore` or `update_on_kvstore` has the wrong type.
@@ -63,6 +65,9 @@ def choose_store(
     if has_row_sparse:
         _check_for_rows(kvstore, update_on_kvstore)
         update_on_kvstore = True
+    is_local = kvstore is not None and issubclass(kind_of(kvstore), LocalKVStore)
+    if is_joint and update_on_kvstore is None and is_local:
+        update_on_kvstore = False
     codec = _checked_codec(kvstore, compression_params)
     reducer = choose_reducer(kvstore, replicas, devices)
     choice = _choose(kvstore, update_on_kvstore, compression_params, aggregate_num, largest, devices, codec)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvstore_server.optimizer import KeyState, Optimizer, SliceState
+from kvstore_server.optimizer.torch_family import TorchOptimizer
 from kvstore_server.plan import Plan, Slice, TensorSpec
 from kvtrainer.errors import StateMismatchError
 from kvtrainer.states.entries import State, state_problems, trial_state
@@ -70,6 +71,13 @@ def read_states(
     ids = [parameter_id for group in saved for parameter_id in group["params"]]
     found = (state_dict["state"].get(parameter_id) for parameter_id in ids)
     states = {key: _copied(state) for key, state in enumerate(found) if state and _is_updated(state)}
+    if isinstance(optimizer, TorchOptimizer) and optimizer.is_foreign:
+        # Its own count goes under a name of its own, beside that of a store.
+        own = {key: state_dict["state"][ids[key]] for key in states}
+        states = {
+            key: {**({"torch_step": own[key]["step"]} if "step" in own[key] else {}), **state}
+            for key, state in states.items()
+        }
     for key, state in states.items():
         if plan.specs[key].dtype not in _HALF:
             state.pop("master", None)  # the weights were of half precision then

@@ -175,8 +175,8 @@ class LossPipeline(JoiningPipeline):
             )
 
     def get_lr(self) -> dict[str, list[float]]:
-        """{"lr": the learning rate of every group}."""
-        return {"lr": [float(group["lr"]) for group in self.param_groups]}
+        """{"lr": the learning rate of every group}; an empty list of an optimizer without any."""
+        return {"lr": [float(group["lr"]) for group in self.param_groups if "lr" in group]}
 
     def get_momentum(self) -> dict[str, list[float]]:
         """{"momentum": that of every group}: betas[0] of the Adams, 0 where there is none."""

@@ -9,14 +9,15 @@ Every feature is an option of one of these stages.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from kvstore_server.norms import Decision
 from kvtrainer.clipping import Verdict
-from kvtrainer.errors import NonFiniteGradientError
+from kvtrainer.errors import ConfigurationError, NonFiniteGradientError
 from kvtrainer.precision.grad_scaler import plain_scaling
 from kvtrainer.results import StepResult
 from kvtrainer.schedules.param_schedule import BoundSchedule
@@ -76,7 +77,7 @@ class Pipeline(Stages):
             with torch.enable_grad():
                 loss = closure()
         if self._is_accumulating():
-            self.last = StepResult(lr=self.learning_rate, loss_scale=self._loss_scale, updated=False)
+            self.last = StepResult(lr=self._lr_of_step, loss_scale=self._loss_scale, updated=False)
             return loss if closure is not None else self.last
         undone = self._loss_factor()
         is_torchs = batch_size is None and not ignore_stale_grad
@@ -86,12 +87,51 @@ class Pipeline(Stages):
             self._warn_of_no_gradient()
         self._prepare()
         plain = plain_scaling(self, self._link.num_workers)
-        if plain is None:
-            self._step(fresh, scale, undone, batch_size is None)
-        else:
-            with self._knowing(plain.overflows):
-                self._step(fresh, scale, undone * plain.factor, batch_size is None)
+        with self._lending(closure, loss, scale):
+            if plain is None:
+                self._step(fresh, scale, undone, batch_size is None)
+            else:
+                with self._knowing(plain.overflows):
+                    self._step(fresh, scale, undone * plain.factor, batch_size is None)
         return loss if closure is not None else self.last
+
+    @contextmanager
+    def _lending(self, closure: Callable[[], Any] | None, loss: Any, scale: float) -> Iterator[None]:
+        """While it is open a torch optimizer that evaluates the loss again may do so.
+
+        Args:
+            closure: The script's.
+            loss: What it gave already.
+            scale: What gradients are multiplied by.
+        """
+        joint = self._joint()
+        if joint is None or closure is None:
+            yield
+            return
+        is_alone = self._link.exchange is None and not self._layout.copies and self._accumulation.counts == 1
+        is_plain = is_alone and not self._active_limits.is_needed and self.loss_scaler is None
+        had = [loss]
+
+        def again() -> Any:
+            if had:
+                return had.pop()
+            if not is_plain:
+                raise ConfigurationError(
+                    f"{type(joint.instance).__name__} evaluates the loss again within a step, which goes only in one "
+                    "process, on one device and without clip_grad, amp, on_nonfinite and accumulation"
+                )
+            with torch.enable_grad():
+                found = closure()
+            for parameter in self._layout.parameters:
+                if parameter.grad is not None and scale != 1.0:
+                    parameter.grad.mul_(scale)
+            return found
+
+        joint.closure = again
+        try:
+            yield
+        finally:
+            joint.closure = None
 
     def _step(self, fresh: list[bool], scale: float, undone: float, is_mean: bool) -> None:
         """Reduce and use these gradients.
@@ -169,7 +209,7 @@ class Pipeline(Stages):
         """
         self._refuse_in_store("update()")
         if self._is_accumulating():
-            self.last = StepResult(lr=self.learning_rate, loss_scale=self._loss_scale, updated=False)
+            self.last = StepResult(lr=self._lr_of_step, loss_scale=self._loss_scale, updated=False)
             return self.last
         scale = self._scale(batch_size) * self._loss_factor()
         is_strict = batch_size is not None and not ignore_stale_grad
@@ -261,9 +301,10 @@ class Pipeline(Stages):
         return self.last
 
     @property
-    def _lr_of_step(self) -> float:
+    def _lr_of_step(self) -> float | None:
         """What the step has been made with; a lr_scheduler, too, writes it there before the update."""
-        return float(self.param_groups[0]["lr"])
+        lr = self.param_groups[0].get("lr")
+        return None if lr is None else float(lr)
 
     _bad_loss = ""
     """What to say of a loss that was not finite here."""

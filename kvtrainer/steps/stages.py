@@ -301,5 +301,8 @@ class Stages(FlatOptimizer):
             return self._link.holder
         return self._local if self._layout.is_settled else None
 
+    def _updates_elsewhere(self) -> bool:
+        return self._link.choice.updates_weights
+
     def _can_grow(self) -> bool:
         return self._link.exchange is None

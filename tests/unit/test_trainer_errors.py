@@ -21,7 +21,11 @@ WRONG: dict[str, tuple[Callable[[nn.Module], dict[str, Any]], type[Exception], s
         ConfigurationError,
         "must be None if optimizer is an instance",
     ),
-    "not elementwise": (lambda net: {"optimizer": torch.optim.LBFGS}, ConfigurationError, "LBFGS"),
+    "not for a store": (
+        lambda net: {"optimizer": torch.optim.LBFGS, "kvstore": "local", "update_on_kvstore": True},
+        ConfigurationError,
+        "LBFGS",
+    ),
     "no such store": (lambda net: {"kvstore": "bogus"}, UnknownNameError, r"'bogus'.*dist_sync.*local"),
     "store of a wrong type": (lambda net: {"kvstore": 3}, ConfigurationError, "a kvstore or None, got int"),
     "update on no store": (lambda net: {"kvstore": None, "update_on_kvstore": True}, ConfigurationError, "needs a kvs"),

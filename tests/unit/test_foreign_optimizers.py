@@ -1,0 +1,417 @@
+"""Optimizers of torch's kind that nothing here knows: in process they do what torch lets them do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from kvstore_server.optimizer import registry
+from kvtrainer import Trainer
+from kvtrainer.errors import ConfigurationError, OptimizerError, StateMismatchError, UnknownNameError
+from kvtrainer.registry import OPTIMIZERS
+
+
+class Plain(torch.optim.Optimizer):
+    """Made as MMCV's documentation makes one: w -= a * (grad + b), and no learning rate anywhere."""
+
+    def __init__(self, params: Any, a: float, b: float, c: Any) -> None:
+        super().__init__(params, {"a": a, "b": b, "c": c})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad + group["b"], alpha=group["a"])
+
+
+class Sharing(torch.optim.Optimizer):
+    """Keeps what nobody else could keep for it: in its groups, its attributes, and under a name of its own."""
+
+    def __init__(self, params: Any, lr: float = 0.1, *, mode: str = "mean", **others: Any) -> None:
+        super().__init__(params, {"lr": lr, "k": 0, "names": ("x", None), **others})
+        self.mode, self.total = mode, 0.0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["k"] += 1
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                self.total += float(p.grad.sum())
+                state = self.state[p]
+                state["step"] = state.get("step", 0) + 1
+                state.setdefault("history", [None]).append(p.grad.clone())
+                p.data = p.data - group["lr"] / group["k"] * (p.grad + 0.01 * self.total)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "total": self.total}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.total = state_dict["total"]
+        super().load_state_dict({name: v for name, v in state_dict.items() if name != "total"})
+
+
+class Sharpness(torch.optim.Optimizer):
+    """SAM in its usual form: another optimizer inside, and the loss evaluated twice."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+        self.inner = torch.optim.SGD(self.param_groups, lr=lr, momentum=0.9)
+        self.param_groups = self.inner.param_groups
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        assert closure is not None
+        loss = closure()
+        with torch.no_grad():
+            for group in self.param_groups:
+                for p in group["params"]:
+                    self.state[p]["here"] = p.clone()
+                    p.add_(p.grad, alpha=0.05)
+        closure()
+        with torch.no_grad():
+            for group in self.param_groups:
+                for p in group["params"]:
+                    p.copy_(self.state[p]["here"])
+        self.inner.step()
+        return loss
+
+
+@pytest.fixture(autouse=True)
+def _clean_registries() -> Iterator[None]:
+    names, declared, entries = dict(registry._registry), set(registry._declared), dict(OPTIMIZERS._entries)
+    yield
+    for kept, former in ((registry._registry, names), (OPTIMIZERS._entries, entries)):
+        kept.clear()
+        kept.update(former)  # type: ignore[arg-type]
+    registry._declared.clear()
+    registry._declared.update(declared)
+
+
+def net(dtype: torch.dtype = torch.float64) -> nn.Linear:
+    made = nn.Linear(2, 2).to(dtype)
+    for p in made.parameters():
+        nn.init.ones_(p)
+    return made
+
+
+def two_groups(model: nn.Linear) -> list[dict[str, Any]]:
+    return [{"params": [model.weight], "lr": 0.5}, {"params": [model.bias]}]
+
+
+def loss_of(model: nn.Module, at: int = 0) -> Tensor:
+    inputs = torch.tensor([[1.0, -2.0], [0.5, 3.0 + at]], dtype=next(model.parameters()).dtype)
+    loss: Tensor = (model(inputs) - 1).square().mean()
+    return loss
+
+
+def weights(model: nn.Module) -> list[Tensor]:
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def trained_by_torch(make: Callable[[nn.Linear], torch.optim.Optimizer], steps: int) -> list[Tensor]:
+    model = net()
+    optimizer = make(model)
+
+    for at in range(steps):
+
+        def closure(at: int = at) -> Tensor:
+            optimizer.zero_grad()
+            loss = loss_of(model, at)
+            loss.backward()
+            return loss
+
+        optimizer.step(closure) if isinstance(optimizer, AGAIN) else (closure(), optimizer.step())
+    return weights(model)
+
+
+AGAIN = (Sharpness, torch.optim.LBFGS)
+
+
+@pytest.mark.parametrize("way", ["type", "class", "instance"])
+def test_the_optimizer_of_mmcvs_documentation_trains(way: str) -> None:
+    model, options = net(), {"a": 0.25, "b": 1, "c": 0}
+    if way == "type":
+        OPTIMIZERS.register_module()(Plain)
+        trainer = Trainer.from_config(model, {"optimizer": {"type": "Plain", **options}})
+    elif way == "class":
+        trainer = Trainer(model, Plain, options)
+    else:
+        trainer = Trainer(model, Plain(model.parameters(), **options))
+    for _ in range(2):
+        (3 * model.weight.sum() + model.bias.sum()).backward()
+        trainer.step()
+    assert torch.equal(model.weight, torch.full_like(model.weight, 1 - 2 * 0.25 * 4))
+    assert torch.equal(model.bias, torch.full_like(model.bias, 1 - 2 * 0.25 * 2))
+    assert trainer.last is not None
+    assert trainer.last.lr is None
+    assert trainer.get_lr() == {"lr": []}
+
+
+def test_what_needs_a_learning_rate_says_that_there_is_none() -> None:
+    model = net()
+    trainer = Trainer(model, Plain, {"a": 0.25, "b": 1, "c": "text"})
+    for ask in (lambda: trainer.learning_rate, lambda: trainer.set_learning_rate(0.1)):
+        with pytest.raises(ConfigurationError, match="learning rate"):
+            ask()
+    model.bias.lr_mult = 2.0  # type: ignore[assignment]
+    loss_of(model).backward()
+    with pytest.raises(ConfigurationError, match="lr_mult of 'bias'"):
+        trainer.step()
+
+
+@pytest.mark.parametrize("way", ["class", "instance"])
+def test_what_a_class_keeps_for_all_parameters_is_kept_as_in_torch(way: str) -> None:
+    expected = trained_by_torch(lambda model: Sharing(two_groups(model), mode="sum"), 4)
+    model = net()
+    if way == "class":
+        trainer = Trainer(two_groups(model), Sharing, {"mode": "sum"})
+    else:
+        trainer = Trainer(model, Sharing(two_groups(model), mode="sum"))
+    for at in range(4):
+        trainer.update_params(loss_of(model, at))
+    assert all(map(torch.equal, weights(model), expected))
+    assert [group["k"] for group in trainer.param_groups] == [4, 4]
+
+
+@pytest.mark.parametrize("kind", ["state_dict", "load_states"])
+def test_a_resumed_run_has_the_same_bits_with_a_state_dict_of_the_classs_own(
+    kind: str, tmp_path: Path
+) -> None:
+    class Kept(Sharing):
+        """Without lists, which no file of saved states holds."""
+
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            super().step()
+            for state in self.state.values():
+                state.pop("history")
+
+    model = net()
+    trainer = Trainer(two_groups(model), Kept)
+    for at in range(2):
+        trainer.update_params(loss_of(model, at))
+    if kind == "load_states":
+        trainer.save_states(tmp_path / "states")
+    saved, here = trainer.state_dict(), weights(model)
+    trainer.update_params(loss_of(model, 2))
+
+    other = net()
+    with torch.no_grad():
+        for p, value in zip(other.parameters(), here, strict=True):
+            p.copy_(value)
+    resumed = Trainer(two_groups(other), Kept)
+    if kind == "load_states":
+        resumed.load_states(tmp_path / "states")
+    else:
+        resumed.load_state_dict(saved)
+    resumed.update_params(loss_of(other, 2))
+    assert all(map(torch.equal, weights(other), weights(model)))
+    assert saved["total"] != 0.0
+    assert resumed.state_dict()["total"] == trainer.state_dict()["total"]
+    assert resumed.state_dict()["state"] == trainer.state_dict()["state"]
+
+
+def test_state_that_the_class_refuses_changes_nothing() -> None:
+    model = net()
+    trainer = Trainer(model, Sharing)
+    trainer.update_params(loss_of(model))
+    before = trainer.state_dict()
+    with pytest.raises(StateMismatchError, match="'total'"):
+        trainer.load_state_dict({"state": {}, "param_groups": before["param_groups"]})
+    assert trainer.state_dict()["total"] == before["total"]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda model: torch.optim.LBFGS(model.parameters(), lr=0.5),
+        lambda model: Sharpness(model.parameters()),
+    ],
+    ids=["LBFGS", "SAM"],
+)
+def test_a_step_may_evaluate_the_loss_again(make: Any) -> None:
+    expected = trained_by_torch(make, 3)
+    model = net()
+    trainer = Trainer(model, make(model))
+    for at in range(3):
+
+        def closure(at: int = at) -> Tensor:
+            trainer.zero_grad()
+            loss = loss_of(model, at)
+            loss.backward()
+            return loss
+
+        trainer.step(closure)
+    assert all(map(torch.equal, weights(model), expected))
+
+
+def test_evaluating_the_loss_again_is_refused_beside_clipping() -> None:
+    model = net()
+    trainer = Trainer(model, torch.optim.LBFGS, {"lr": 0.5}, clip_grad={"max_norm": 1.0})
+
+    def closure() -> Tensor:
+        trainer.zero_grad()
+        loss = loss_of(model)
+        loss.backward()
+        return loss
+
+    before = weights(model)
+    with pytest.raises(ConfigurationError, match="clip_grad"):
+        trainer.step(closure)
+    assert all(map(torch.equal, weights(model), before))
+
+
+def test_what_raises_in_the_middle_leaves_everything_as_it_was() -> None:
+    class Failing(Sharing):
+        fails = False
+
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            super().step()
+            if self.fails:
+                raise RuntimeError("no")
+
+    model = net()
+    trainer = Trainer(model, Failing(model.parameters()))
+    trainer.update_params(loss_of(model))
+    before, state = weights(model), trainer.state_dict()
+    Failing.fails = True
+    with pytest.raises(OptimizerError, match="RuntimeError"):
+        trainer.update_params(loss_of(model))
+    assert all(map(torch.equal, weights(model), before))
+    assert trainer.state_dict()["total"] == state["total"]
+    assert trainer.param_groups[0]["k"] == 1
+
+
+def test_multipliers_of_parameters_divide_a_group_for_the_step_alone() -> None:
+    model = net()
+    model.bias.lr_mult = 0.5  # type: ignore[assignment]
+    trainer = Trainer(model, Sharing)
+    (model.weight.sum() + model.bias.sum()).backward()
+    trainer.step()
+    # The weight's four elements come first, then the bias's two.
+    assert torch.allclose(model.weight, torch.full_like(model.weight, 1 - 0.1 * (1 + 0.01 * 4)))
+    assert torch.allclose(model.bias, torch.full_like(model.bias, 1 - 0.05 * (1 + 0.01 * 6)))
+    assert [len(group["params"]) for group in trainer.param_groups] == [2]
+    assert trainer.param_groups[0]["lr"] == 0.1
+
+
+@pytest.mark.parametrize("has_masters", [False, True])
+def test_half_precision_is_updated_in_float32(has_masters: bool) -> None:
+    model = net(torch.float16)
+    trainer = Trainer(model, Plain, {"a": 1e-4, "b": 0, "c": 0, "multi_precision": has_masters})
+    for _ in range(10):
+        (model.weight.sum() + model.bias.sum()).backward()
+        trainer.step()
+    # The oracle is arithmetic: 1 - 1e-4 rounds to 1 in float16.
+    expected = torch.tensor(1 - 10e-4 if has_masters else 1.0, dtype=torch.float16)
+    assert torch.equal(model.weight, expected.expand(2, 2))
+
+
+class Renamed(torch.optim.Optimizer):
+    """Takes its parameters by the second argument, and has options of Gluon's names."""
+
+    def __init__(self, learning_rate: float, params: Any, wd: float = 0.0) -> None:
+        super().__init__(params, {"learning_rate": learning_rate, "wd": wd})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad + group["wd"] * p, alpha=group["learning_rate"])
+
+
+class Passing(torch.optim.SGD):
+    """Passes on what it is given."""
+
+    def __init__(self, params: Any, *args: Any, **options: Any) -> None:
+        super().__init__(params, *args, **options)
+
+
+@pytest.mark.parametrize(
+    ("cls", "options"),
+    [(Renamed, {"learning_rate": 0.5, "wd": 0.25}), (Passing, {"lr": 0.5, "weight_decay": 0.25})],
+)
+def test_any_signature_of_a_constructor_will_do(cls: Any, options: dict[str, Any]) -> None:
+    model = net()
+    trainer = Trainer(model, cls, options)
+    (model.weight.sum() + model.bias.sum()).backward()
+    trainer.step()
+    assert torch.equal(model.weight, torch.full_like(model.weight, 1 - 0.5 * 1.25))
+
+
+class Hidden(Plain):
+    """Keeps an argument where nobody finds it."""
+
+    def __init__(self, params: Any, a: float, b: float, c: Any, hidden: float = 1.0) -> None:
+        super().__init__(params, a * hidden, b, c)
+
+
+class Remembered(Plain):
+    """Keeps an argument as an attribute of that name."""
+
+    def __init__(self, params: Any, a: float, b: float, c: Any, extra: float) -> None:
+        super().__init__(params, a, b, c)
+        self.extra = extra
+
+
+def test_a_store_refuses_what_it_could_not_build_when_the_trainer_is_made() -> None:
+    model = net()
+    cases: list[tuple[Any, dict[str, Any] | None, type[Exception], str]] = [
+        (Plain, {"a": 1.0, "b": 0, "c": 0}, UnknownNameError, "--import"),
+        (torch.optim.LBFGS, {}, ConfigurationError, "whole model"),
+    ]
+    for optimizer, options, error, match in cases:
+        with pytest.raises(error, match=match):
+            Trainer(model, optimizer, options, kvstore="local", update_on_kvstore=True)
+    OPTIMIZERS.register_module()(Hidden)
+    instance = Hidden(model.parameters(), 1.0, 0, 0, hidden=0.5)
+    instance.note = object()  # type: ignore[attr-defined]
+    with pytest.raises(ConfigurationError, match="cannot build.*'note'.*update_on_kvstore=False"):
+        Trainer(model, instance, kvstore="local", update_on_kvstore=True)
+    with pytest.raises(ConfigurationError, match="cannot build.* c cannot travel"):
+        Trainer(
+            model,
+            Hidden,
+            {"a": 1.0, "b": 0, "c": object()},
+            kvstore="local",
+            update_on_kvstore=True,
+        )
+
+
+@pytest.mark.parametrize("way", ["class", "instance"])
+def test_a_store_runs_what_it_can_build_with_the_groups_of_the_trainer(way: str) -> None:
+    OPTIMIZERS.register_module()(Remembered)
+    model, options = net(), {"a": 0.5, "b": 1.0, "c": "text", "extra": 3.0}
+    groups: list[dict[str, Any]] = [
+        {"params": [model.weight]},
+        {"params": [model.bias], "a": 0.25, "note": "of my own"},
+    ]
+    given: Any = model if way == "instance" else groups
+    optimizer: Any = Remembered(groups, **options) if way == "instance" else Remembered
+    with Trainer(
+        given,
+        optimizer,
+        None if way == "instance" else options,
+        kvstore="local",
+        update_on_kvstore=True,
+    ) as trainer:
+        (model.weight.sum() + model.bias.sum()).backward()
+        trainer.step()
+    assert torch.equal(model.weight, torch.full_like(model.weight, 1 - 0.5 * 2))
+    assert torch.equal(model.bias, torch.full_like(model.bias, 1 - 0.25 * 2))
+
+
+def test_what_torch_alone_puts_into_the_groups_of_adamw_survives_a_resume() -> None:
+    model = net()
+    trainer = Trainer(model, "torch:AdamW", {"lr": 0.1})
+    trainer.update_params(loss_of(model))
+    resumed = Trainer(net(), "torch:AdamW", {"lr": 0.1})
+    resumed.adopt_saved_states(trainer.export_saved_states())
+    assert resumed.param_groups[0]["decoupled_weight_decay"] is True
