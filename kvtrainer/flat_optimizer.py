@@ -218,11 +218,12 @@ class FlatOptimizer(GroupedOptimizer):
         return holder if isinstance(holder, JointUpdate) else None
 
     def _load_jointly(self, state_dict: dict[str, Any]) -> None:
-        for one in (self._local, *self._local_copies):
+        counts: dict[int, int] = {}
+        for one in (*self._local_copies, self._local):
             assert isinstance(one, JointUpdate)
-            one.load_state_dict(state_dict)
+            counts = one.load_state_dict(state_dict)
         self._bind_groups()
-        self._schedule.restore(self._local.counts(), len(self._layout.names))
+        self._schedule.restore(counts, len(self._layout.names))
 
     def _lay_out_again(self, names: list[list[str]]) -> None:
         """Make room for more parameters; state, and what is known of gradients, go along."""

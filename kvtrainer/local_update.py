@@ -247,18 +247,14 @@ class JointUpdate:
         for key, was_in in enumerate(present):
             self._counts[key] += was_in
 
-    def counts(self) -> dict[int, int]:
-        """How many updates there were of each key."""
-        return dict(enumerate(self._counts))
-
     def state_dict(self) -> dict[str, Any]:
         """What the optimizer itself says, with the options that count."""
         self._show_options()
         state: dict[str, Any] = _cloned(self.instance.state_dict())
         return state
 
-    def load_state_dict(self, given: Mapping[str, Any]) -> None:
-        """Let the optimizer itself take over its state; a store's counts of updates are left out of it.
+    def load_state_dict(self, given: Mapping[str, Any]) -> dict[int, int]:
+        """Let the optimizer itself take over its state; return how many updates each key has had.
 
         Raises:
             StateMismatchError: it does not take it.
@@ -280,6 +276,7 @@ class JointUpdate:
         self._masters = {key: masters[at] for key, at in enumerate(order) if at in masters}
         for live, loaded in zip(self._groups(), self.instance.param_groups, strict=True):
             live.update({name: value for name, value in loaded.items() if name not in _LISTS})
+        return dict(enumerate(self._counts))
 
     def shared(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """What its state_dict has beside groups and the state of parameters: plain values, and tensors."""

@@ -73,11 +73,10 @@ def read_states(
     states = {key: _copied(state) for key, state in enumerate(found) if state and _is_updated(state)}
     if isinstance(optimizer, TorchOptimizer) and optimizer.is_foreign:
         # Its own count goes under a name of its own, beside that of a store.
-        own = {key: state_dict["state"][ids[key]] for key in states}
-        states = {
-            key: {**({"torch_step": own[key]["step"]} if "step" in own[key] else {}), **state}
-            for key, state in states.items()
-        }
+        for key, state in states.items():
+            own = state_dict["state"][ids[key]]
+            if "step" in own:
+                state.setdefault("torch_step", own["step"])
     for key, state in states.items():
         if plan.specs[key].dtype not in _HALF:
             state.pop("master", None)  # the weights were of half precision then

@@ -23,7 +23,7 @@ from kvtrainer.flat_optimizer import FlatOptimizer
 from kvtrainer.layout.gradients import REPLACED
 from kvtrainer.layout.layout import Layout
 from kvtrainer.layout.replicated import ReplicatedLayout
-from kvtrainer.local_update import LocalUpdate
+from kvtrainer.local_update import JointUpdate, LocalUpdate
 from kvtrainer.precision.loss_scaler import Scaler
 from kvtrainer.states.holder import StateHolder
 from kvtrainer.steps.accumulation import Accumulation
@@ -69,7 +69,9 @@ class Stages(FlatOptimizer):
         if options != self._effective[0]:
             self._effective = (options, effective_hypers(self._layout.plan, self._optimizer, options))
         layout, numbers = self._layout, self._effective[1]
-        places: list[tuple[Layout, LocalUpdate, Sequence[bool]]] = [(layout, self._local, present)]
+        places: list[tuple[Layout, LocalUpdate | JointUpdate, Sequence[bool]]] = [
+            (layout, self._local, present)
+        ]
         if isinstance(layout, ReplicatedLayout) and self._link.exchange is None:
             # Without a store each replica goes its own way.
             updates = [self._local, *self._local_copies]

@@ -373,9 +373,9 @@ def test_a_store_refuses_what_it_could_not_build_when_the_trainer_is_made() -> N
     OPTIMIZERS.register_module()(Hidden)
     instance = Hidden(model.parameters(), 1.0, 0, 0, hidden=0.5)
     instance.note = object()  # type: ignore[attr-defined]
-    with pytest.raises(ConfigurationError, match="cannot build.*'note'.*update_on_kvstore=False"):
+    with pytest.raises(ConfigurationError, match=r"cannot build.*'note'.*update_on_kvstore=False"):
         Trainer(model, instance, kvstore="local", update_on_kvstore=True)
-    with pytest.raises(ConfigurationError, match="cannot build.* c cannot travel"):
+    with pytest.raises(ConfigurationError, match=r"cannot build.* c cannot travel"):
         Trainer(
             model,
             Hidden,
