@@ -25,7 +25,7 @@ from torch import Tensor
 from kvtrainer.errors import ArgumentTypeError
 from kvtrainer.optimizer import Optimizer
 from kvtrainer.precision.grad_scaler import GradScaler
-from kvtrainer.precision.loss_scaler import LossScaler, Scaler, scaler_of
+from kvtrainer.precision.loss_scaler import LossScaler, Scaler, scaler_of, unscale
 from kvtrainer.trainer import Trainer
 
 __all__ = ["GradScaler", "LossScaler", "init_trainer", "scale_loss", "unscale"]
@@ -73,20 +73,3 @@ def scale_loss(loss: _Loss, trainer: Trainer) -> Iterator[Any]:
         yield loss * scaler.loss_scale
     else:
         yield [one * scaler.loss_scale for one in loss]
-
-
-@torch.no_grad()
-def unscale(trainer: Trainer) -> None:
-    """Divide the Trainer's gradients by the loss scale now, so that they can be clipped; the step will not do it again.
-
-    With several workers call `trainer.allreduce_grads()` before it.
-
-    Raises:
-        AmpNotInitializedError: the Trainer has no loss scaler.
-    """
-    scaler = scaler_of(trainer)
-    if scaler.factor != 1.0:
-        grads = [p.grad for group in trainer.param_groups for p in group["params"] if p.grad is not None]
-        if grads:
-            torch._foreach_mul_(grads, scaler.factor)
-    scaler.mark_unscaled()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import Any
+from typing import Any, ClassVar
 
 from kvtrainer.errors import ConfigurationError
 
@@ -47,8 +47,19 @@ class Hook:
     Those of training and validation call the general ones by default.
     """
 
+    stages: ClassVar[tuple[str, ...]] = (
+        "before_run", "before_train_epoch", "before_train_iter", "after_train_iter", "after_train_epoch",
+        "before_val_epoch", "before_val_iter", "after_val_iter", "after_val_epoch", "after_run",
+    )  # fmt: skip
+    """The places of a runner's loop, in their order."""
     priority: Priority = Priority.NORMAL
     """Where a runner puts the hook unless it is told otherwise."""
+
+    def get_triggered_stages(self) -> list[str]:
+        """The stages at which the hook does something, in their order."""
+        kind = type(self)
+        found = {name for name in _PLACES if getattr(kind, name) is not getattr(Hook, name)}
+        return [name for name in self.stages if found & {name, _GENERAL.get(name, name)}]
 
     def before_run(self, runner: Any) -> None:
         """Before the first epoch."""
@@ -123,3 +134,8 @@ class Hook:
     def is_last_iter(self, runner: Any) -> bool:
         """Whether the batch is the last of all."""
         return bool(runner.iter + 1 == runner.max_iters)
+
+
+_GENERAL = {name: name.replace("train_", "").replace("val_", "") for name in Hook.stages}
+"""What a stage calls by default."""
+_PLACES = frozenset({*_GENERAL, *_GENERAL.values()})

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from kvtrainer.anomalies import checked_mode
+from kvtrainer.anomalies import checked_mode, losses_of
 from kvtrainer.clipping import make_clipping
 from kvtrainer.errors import ArgumentTypeError, ConfigurationError
 from kvtrainer.hooks.base import Hook, Priority
+from kvtrainer.precision.loss_scaler import unscale
 from kvtrainer.results import StepResult
 
 _log = logging.getLogger(__name__)
@@ -27,9 +29,12 @@ class OptimizerHook(Hook):
     int}. With a `log_buffer` it gets "grad_norm", the norm before clipping, weighted by `num_samples`; that of a step
     that was skipped is left out, because an infinity among them would hide all others.
 
+    A subclass may override `clip_grads`, which then limits the reduced gradient in place of the Trainer, and
+    `detect_anomalous_parameters`, as MMCV's do.
+
     Args:
         grad_clip: what the Trainer's `clip_grad` may be; None leaves that option as it is.
-        detect_anomalous_params: what the Trainer's option may be; False leaves it as it is.
+        detect_anomalous_params: True or "log" logs parameters that are not in the loss, "raise" raises.
 
     Raises:
         ConfigurationError: an argument is wrong. `before_run` raises it if the Trainer refuses an option, as it does
@@ -63,10 +68,47 @@ class OptimizerHook(Hook):
                 f"an {type(self).__name__} needs runner.outputs['loss'], got {outputs!r:.120}; let train_step return "
                 "dict(loss=..., num_samples=...)"
             )
-        result: StepResult = trainer_of(runner).update_params(outputs["loss"])
+        if self.detect_anomalous_params:
+            self.detect_anomalous_parameters(outputs["loss"], runner)
+        norm = self._update(trainer_of(runner), outputs["loss"])
         buffer = getattr(runner, "log_buffer", None)
-        if buffer is not None and result.grad_norm is not None and not result.skipped:
-            buffer.update({"grad_norm": float(result.grad_norm)}, outputs.get("num_samples", 1))
+        if buffer is not None and norm is not None:
+            buffer.update({"grad_norm": float(norm)}, outputs.get("num_samples", 1))
+
+    def clip_grads(self, params: Iterable[Tensor]) -> Tensor | None:
+        """Limit the gradients of these parameters as `grad_clip` says; return their norm before that, if it is limited.
+
+        The Trainer limits the reduced gradient by itself, wherever that is, and does not call this. One that a subclass
+        defines is called between `allreduce_grads()` and `update()`, so not while the optimizer runs in the store.
+        """
+        given = dict(self.grad_clip or {})
+        grads = [p for p in params if p.requires_grad and p.grad is not None]
+        if not grads or not given:
+            return None
+        if given.pop("type", "norm") == "value":
+            torch.nn.utils.clip_grad_value_(grads, **given)
+            return None
+        return torch.nn.utils.clip_grad_norm_(grads, **given)
+
+    def detect_anomalous_parameters(self, loss: Any, runner: Any) -> None:
+        """Log, in the runner's log if it has one, every parameter that is not in the loss, or raise."""
+        logger = getattr(runner, "logger", None)
+        trainer_of(runner)._report_anomalies(losses_of(loss), self.detect_anomalous_params, logger)
+
+    def _update(self, trainer: Any, loss: Any) -> float | None:
+        """Make the step; return the norm that is to be logged."""
+        if type(self).clip_grads is OptimizerHook.clip_grads:
+            result: StepResult = trainer.update_params(loss)
+            return None if result.skipped else result.grad_norm
+        trainer.backward(loss)
+        trainer.allreduce_grads()
+        norm = None
+        if trainer._accumulation.is_boundary:
+            if trainer.loss_scaler is not None:
+                unscale(trainer)
+            norm = self.clip_grads(p for group in trainer.param_groups for p in group["params"])
+        trainer.update()
+        return None if norm is None or trainer.last.skipped else float(norm)
 
     def _is_configured(self, trainer: Any) -> bool:
         return self._configured is not None and self._configured() is trainer
@@ -74,10 +116,8 @@ class OptimizerHook(Hook):
     def _options(self) -> dict[str, Any]:
         """What the Trainer is to be told."""
         options: dict[str, Any] = {}
-        if self.grad_clip is not None:
+        if self.grad_clip is not None and type(self).clip_grads is OptimizerHook.clip_grads:
             options["clip_grad"] = self.grad_clip
-        if self.detect_anomalous_params:
-            options["detect_anomalous_params"] = self.detect_anomalous_params
         return options
 
 

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from numbers import Real
 from typing import Any, Protocol
 
+import torch
+
 from kvtrainer.errors import AmpNotInitializedError, ConfigurationError
 
 _log = logging.getLogger(__name__)
@@ -147,3 +149,20 @@ def _checked_scale(value: object) -> float:
     if not is_number or not LEAST <= float(value) <= LARGEST:  # type: ignore[arg-type]
         raise ConfigurationError(f"a loss scale must be a number from 2^-24 to 2^24, got {value!r}")
     return float(value)  # type: ignore[arg-type]
+
+
+@torch.no_grad()
+def unscale(trainer: Any) -> None:
+    """Divide the Trainer's gradients by the loss scale now, so that they can be clipped; the step will not do it again.
+
+    With several workers call `trainer.allreduce_grads()` before it.
+
+    Raises:
+        AmpNotInitializedError: the Trainer has no loss scaler.
+    """
+    scaler = scaler_of(trainer)
+    if scaler.factor != 1.0:
+        grads = [p.grad for group in trainer.param_groups for p in group["params"] if p.grad is not None]
+        if grads:
+            torch._foreach_mul_(grads, scaler.factor)
+    scaler.mark_unscaled()

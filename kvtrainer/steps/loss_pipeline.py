@@ -89,7 +89,7 @@ class LossPipeline(JoiningPipeline):
         if not losses:
             raise ConfigurationError(f"there is no loss in {loss!r:.80}, so there is nothing to learn from")
         if self._stage_options.detect_anomalous_params:
-            self._report_anomalies(losses)
+            self._report_anomalies(losses, self._stage_options.detect_anomalous_params)
         if isinstance(loss, ReplicaLosses):
             loss.mark_used()
         if self._limits.on_nonfinite in ("raise", "skip") and (problem := describe_nonfinite(losses)):
@@ -206,11 +206,13 @@ class LossPipeline(JoiningPipeline):
                 "pass and the loss in it, or leave amp out"
             )
 
-    def _report_anomalies(self, losses: Sequence[Tensor]) -> None:
+    def _report_anomalies(
+        self, losses: Sequence[Tensor], mode: bool | str, logger: logging.Logger | None = None
+    ) -> None:
         layouts = [self._layout, *self._layout.copies]
         replicas = zip(*(layout.parameters for layout in layouts), strict=True)
         named = dict(zip(self._layout.names, map(list, replicas), strict=True))
-        report_anomalies(losses, named, self._stage_options.detect_anomalous_params)
+        report_anomalies(losses, named, mode, logger)
 
 
 def _has_moved(schedule: BoundSchedule) -> bool:

@@ -17,6 +17,7 @@ from kvtrainer.errors import AnomalousParametersError, ArgumentTypeError, Config
 from kvtrainer.hooks import (
     CyclicLrUpdaterHook,
     FixedLrUpdaterHook,
+    GradientCumulativeFp16OptimizerHook,
     GradientCumulativeOptimizerHook,
     Hook,
     LrUpdaterHook,
@@ -121,6 +122,72 @@ def test_parameters_that_are_not_in_the_loss_are_logged_or_raise(caplog: pytest.
     ]
     with pytest.raises(AnomalousParametersError, match=r"spare\.weight"):
         Runner(model(), OptimizerHook(detect_anomalous_params="raise")).run([batch([1, 2])])
+
+
+def test_subclass_may_clip_the_reduced_gradient_in_its_own_way() -> None:
+    class Sign(OptimizerHook):
+        def clip_grads(self, params: Any) -> torch.Tensor:
+            grads = [p.grad for p in params]
+            norm = torch.stack([grad.norm() for grad in grads]).norm()
+            for grad in grads:
+                grad.sign_()
+            return norm
+
+    model = Weights()
+    runner = Runner(model, Sign())
+    runner.run([batch([3, 4]), batch([-3, 4])])
+    assert model.w.tolist() == [0, -2]
+    assert list(runner.log_buffer.val_history["grad_norm"]) == [5.0, 5.0]
+
+
+def test_gradient_that_a_subclass_clips_is_unscaled_and_whole() -> None:
+    seen: list[list[float]] = []
+
+    class Looking(GradientCumulativeFp16OptimizerHook):
+        def clip_grads(self, params: Any) -> None:
+            seen.append([float(p.grad[0]) for p in params])
+
+    model = Weights()
+    Runner(model, Looking(cumulative_iters=2, loss_scale=64.0), max_iters=4).run([batch([2, 2])] * 4)
+    assert seen == [[2.0], [2.0]]
+    assert model.w.tolist() == [-4, -4]
+
+
+def test_clipping_by_the_hook_itself_limits_what_it_is_given() -> None:
+    parameter = nn.Parameter(torch.zeros(2))
+    for options, expected, reported in (
+        ({"max_norm": 1.0}, [0.6, 0.8], 5.0),
+        ({"type": "value", "clip_value": 3.5}, [3.0, 3.5], None),
+    ):
+        parameter.grad = torch.tensor([3.0, 4.0])
+        assert (
+            OptimizerHook(grad_clip=options).clip_grads([parameter, nn.Parameter(torch.zeros(1))]) == reported
+        )
+        assert parameter.grad.tolist() == pytest.approx(expected, rel=1e-5)
+    assert OptimizerHook(grad_clip={"max_norm": 1.0}).clip_grads([nn.Parameter(torch.zeros(1))]) is None
+
+
+def test_subclass_may_look_for_anomalies_in_its_own_way() -> None:
+    seen: list[float] = []
+
+    class Looking(OptimizerHook):
+        def detect_anomalous_parameters(self, loss: Any, runner: Any) -> None:
+            seen.append(float(loss.detach()))
+
+    runner = Runner(Weights(), Looking(detect_anomalous_params=True))
+    runner.run([batch([1, 2]), batch([1, 2])])
+    assert seen == [0.0, -5.0]
+
+
+def test_hook_names_the_stages_at_which_it_does_something() -> None:
+    class Every(Hook):
+        def after_epoch(self, runner: Any) -> None: ...
+
+        def before_train_iter(self, runner: Any) -> None: ...
+
+    assert Hook().get_triggered_stages() == []
+    assert OptimizerHook().get_triggered_stages() == ["before_run", "after_train_iter"]
+    assert Every().get_triggered_stages() == ["before_train_iter", "after_train_epoch", "after_val_epoch"]
 
 
 def test_options_of_the_trainer_stay_where_the_hook_says_nothing() -> None:

@@ -4,11 +4,44 @@ from __future__ import annotations
 
 import importlib
 import sys
+from types import ModuleType
+from typing import Any
 
 import pytest
+
+from kvtrainer import hooks
+from kvtrainer.registry import Registry
 
 
 def test_without_mmengine_its_integration_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mmengine", None)
     with pytest.raises(ImportError, match=r"pip install 'kvtrainer\[mmengine\]'"):
         importlib.import_module("kvtrainer.integrations.mmengine")
+
+
+def test_without_mmcv_its_integration_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mmcv.runner", None)
+    monkeypatch.delitem(sys.modules, "kvtrainer.integrations.mmcv", raising=False)
+    with pytest.raises(ImportError, match="'mmcv<2'"):
+        importlib.import_module("kvtrainer.integrations.mmcv")
+
+
+def test_hooks_are_such_as_mmcvs_runner_registers(monkeypatch: pytest.MonkeyPatch) -> None:
+    class MmcvHook:
+        """What the runner asks a hook to be; it sets the priority, and refuses hooks that have one."""
+
+    mmcv, registry = ModuleType("mmcv.runner"), Registry("hook")
+    mmcv.HOOKS, mmcv.Hook = registry, MmcvHook  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "mmcv", ModuleType("mmcv"))
+    monkeypatch.setitem(sys.modules, "mmcv.runner", mmcv)
+    monkeypatch.delitem(sys.modules, "kvtrainer.integrations.mmcv", raising=False)
+    try:
+        importlib.import_module("kvtrainer.integrations.mmcv")
+    finally:
+        sys.modules.pop("kvtrainer.integrations.mmcv", None)
+    hook: Any = registry.build({"type": "KVFp16OptimizerHook", "grad_clip": {"max_norm": 1.0}})
+    assert isinstance(hook, MmcvHook)
+    assert isinstance(hook, hooks.Fp16OptimizerHook)
+    assert not hasattr(hook, "priority")
+    hook.priority = 40
+    assert hook.priority == 40

@@ -1,0 +1,36 @@
+"""MMCV 1.x's runners with a Trainer: importing this registers kvtrainer's hooks with MMCV, as KVOptimizerHook and others.
+
+    import kvtrainer.integrations.mmcv
+    runner = EpochBasedRunner(model, optimizer=kvtrainer.Trainer(model, ...), ...)
+    runner.register_training_hooks(None, optimizer_config=dict(type="KVOptimizerHook", grad_clip=dict(max_norm=35)))
+
+In a configuration file: custom_imports = dict(imports=["kvtrainer.integrations.mmcv"]). The classes are also here, by
+those names, for subclasses of one's own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvtrainer import hooks
+
+try:
+    from mmcv.runner import HOOKS, Hook
+except ImportError as error:
+    raise ImportError(
+        f"kvtrainer.integrations.mmcv needs the runners of MMCV 1.x ({error}); install it with pip install 'mmcv<2'"
+    ) from error
+
+
+class _Reserved:
+    """MMCV refuses hooks that have a priority, and sets it itself."""
+
+    def __get__(self, hook: object, kind: type | None = None) -> Any:
+        raise AttributeError("priority")
+
+
+for _name in hooks.__all__:
+    _cls = getattr(hooks, _name)
+    if isinstance(_cls, type) and issubclass(_cls, hooks.Hook) and _cls is not hooks.Hook:
+        _made = type(f"KV{_name}", (_cls, Hook), {"priority": _Reserved(), "__module__": __name__})
+        globals()[_made.__name__] = HOOKS.register_module(module=_made, force=True) or _made
