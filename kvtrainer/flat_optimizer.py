@@ -17,6 +17,7 @@ from torch import Tensor
 
 from kvtrainer.errors import ConfigurationError
 from kvtrainer.grouped_optimizer import GroupedOptimizer
+from kvtrainer.groups import NOTES
 from kvtrainer.layout.replicated import make_layout
 from kvtrainer.local_update import JointUpdate
 from kvtrainer.saving import adopt_numbers, as_state_dict, check_fit, take_out
@@ -86,7 +87,7 @@ class FlatOptimizer(GroupedOptimizer):
             hook.remove()
             self.state = StateElsewhere(dict)
         for group, before in zip(self.param_groups, former, strict=True):
-            for name in self.defaults.keys() & before.keys():
+            for name in before.keys() - NOTES:
                 group.setdefault(name, before[name])
         self._bind_groups()
         self._take_states(found)

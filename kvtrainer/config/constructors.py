@@ -14,12 +14,14 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch.optim
+from torch import Tensor
 from torch.nn import Module
 
 from kvstore_server.optimizer import create
 from kvtrainer.errors import ArgumentTypeError, ConfigurationError
 from kvtrainer.param_options.paramwise import apply_paramwise
-from kvtrainer.param_options.report import ParamReport
+from kvtrainer.param_options.places import unwrapped
+from kvtrainer.param_options.report import ParamReport, rows_of
 from kvtrainer.param_options.rules import ParamGroups
 from kvtrainer.registry import OPTIMIZER_CONSTRUCTORS, OPTIMIZERS
 
@@ -27,7 +29,10 @@ __all__ = ["DefaultOptimizerConstructor", "construct", "known_options"]
 
 
 class DefaultOptimizerConstructor:
-    """Makes a torch optimizer whose groups follow from paramwise_cfg; override `param_groups` for other groups.
+    """Makes a torch optimizer whose groups follow from paramwise_cfg.
+
+    For other groups override `param_groups`; or `add_params(params, module)`, as MMCV's subclasses do, which appends
+    groups to a list.
 
     Args:
         optimizer_cfg: "type" and the options of an optimizer of torch's kind.
@@ -47,9 +52,15 @@ class DefaultOptimizerConstructor:
                 f"paramwise_cfg should be None or a dict, but got {type(paramwise_cfg).__name__}: {paramwise_cfg!r:.80}"
             )
         self.optimizer_cfg = dict(optimizer_cfg)
-        self.paramwise_cfg = None if paramwise_cfg is None else dict(paramwise_cfg)
+        self.paramwise_cfg: dict[str, Any] = {} if paramwise_cfg is None else dict(paramwise_cfg)
+        self.base_lr = self.optimizer_cfg.get("lr")
+        self.base_wd = self.optimizer_cfg.get("weight_decay")
         self.report: ParamReport | None = None
         """What became of each parameter, after a call."""
+        self._validate_cfg()
+
+    def _validate_cfg(self) -> None:
+        """Check the configuration; called once it is there. For subclasses: what the rules need is checked by them."""
 
     def __call__(self, model: Module) -> torch.optim.Optimizer:
         """Make the optimizer.
@@ -71,8 +82,34 @@ class DefaultOptimizerConstructor:
 
     def param_groups(self, model: Module) -> ParamGroups:
         """The groups for a model, and the report of them."""
+        if type(self).add_params is not DefaultOptimizerConstructor.add_params:
+            params: list[dict[str, Any]] = []
+            self.add_params(params, unwrapped(model))
+            names = {id(p): name for name, p in model.named_parameters()}
+            for group in params:
+                its = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
+                group.setdefault("param_names", [names.get(id(p), "?") for p in its])
+            return ParamGroups(params, ParamReport(tuple(rows_of(params))))
+        return self._grouped(model)
+
+    def add_params(
+        self, params: list[dict[str, Any]], module: Module, prefix: str = "", is_dcn_module: Any = None
+    ) -> None:
+        """Append the groups of a module to a list. MMCV's arguments; the names begin at this module.
+
+        Raises:
+            ConfigurationError: there is a prefix: the rules are asked of whole models.
+        """
+        if prefix:
+            raise ConfigurationError(
+                f"add_params() makes the groups of a whole model, so it has no use for the prefix {prefix!r}; call it "
+                "once, with the model"
+            )
+        params.extend(self._grouped(module).groups)
+
+    def _grouped(self, model: Module) -> ParamGroups:
         kind, options = OPTIMIZERS.split(self.optimizer_cfg)
-        return apply_paramwise(model, self.paramwise_cfg, options, known_options(kind, options))
+        return apply_paramwise(model, self.paramwise_cfg or None, options, known_options(kind, options))
 
 
 def known_options(kind: Any, options: Mapping[str, Any]) -> dict[str, Any] | None:

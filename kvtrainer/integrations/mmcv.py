@@ -1,4 +1,4 @@
-"""MMCV 1.x's runners with a Trainer: importing this registers kvtrainer's hooks with MMCV, as KVOptimizerHook and others.
+"""MMCV 1.x's runners with a Trainer: importing this registers our hooks with MMCV, as KVOptimizerHook and others.
 
     import kvtrainer.integrations.mmcv
     runner = EpochBasedRunner(model, optimizer=kvtrainer.Trainer(model, ...), ...)

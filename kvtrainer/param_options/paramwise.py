@@ -6,6 +6,7 @@ Trainer(model, "torch:SGD", {"lr": 0.01, "weight_decay": 1e-4}, paramwise=dict(
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -22,6 +23,8 @@ from kvtrainer.param_options.report import ParamReport, rows_of
 from kvtrainer.param_options.rules import Base, Duplicates, ParamGroups, Rule, apply_rules, check_number
 
 __all__ = ["apply_paramwise", "paramwise_rules"]
+
+_log = logging.getLogger(__name__)
 
 _NORMS = (_BatchNorm, _InstanceNorm, GroupNorm, LayerNorm)
 _DEFORMABLE = frozenset({"DeformConv2d", "ModulatedDeformConv2d"})
@@ -69,7 +72,13 @@ def apply_paramwise(
         cfg = dict(paramwise or {})
         rules = paramwise_rules(cfg, base)
         duplicates: Duplicates = "first" if not cfg else "warn" if cfg.get("bypass_duplicate") else "refuse"
-        return apply_rules(places_in(model), rules, Base(base, defaults), duplicates)
+        places = places_in(model)
+        if cfg.get("precedence") == "mmengine":
+            frozen = [place.name for place in places if _is_frozen(place)]
+            places = [place for place in places if not _is_frozen(place)]
+            if frozen:
+                _log.warning("not in any group, because they are frozen: %s", ", ".join(frozen))
+        return apply_rules(places, rules, Base(base, defaults), duplicates)
     if isinstance(paramwise, Sequence) and all(isinstance(rule, Rule) for rule in paramwise):
         return apply_rules(places_in(model), paramwise, Base(base, defaults))
     if callable(paramwise) and not isinstance(paramwise, type):
@@ -90,7 +99,7 @@ def paramwise_rules(cfg: Any, base: Mapping[str, Any]) -> list[Rule]:
     deformable convolution of MMCV); bypass_duplicate. A custom key takes its parameters out of all other rules, unless
     custom_keys_merge=True: then shorter keys, and after them the other rules, decide what longer ones leave open.
     precedence="mmengine" has bias_decay_mult count for depthwise convolutions too, before dwconv_decay_mult, and for
-    norms without a norm_decay_mult. Frozen parameters have no rules.
+    norms without a norm_decay_mult, and frozen parameters are in no group; otherwise those have no rules.
 
     Raises:
         ArgumentTypeError: `cfg` or its custom_keys is no dict.

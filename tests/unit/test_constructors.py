@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from kvtrainer import Trainer
 from kvtrainer.config.constructors import DefaultOptimizerConstructor, construct
 from kvtrainer.errors import ConfigurationError, UnmatchedRuleWarning
 from kvtrainer.param_options.paramwise import apply_paramwise
@@ -49,7 +50,6 @@ class ByLayer(DefaultOptimizerConstructor):
     """Halves the rate of each layer before the last."""
 
     def param_groups(self, model: nn.Module) -> ParamGroups:
-        assert self.paramwise_cfg is not None
         decay = self.paramwise_cfg["layer_decay"]
         rules = [Rule(f".{i}.", lr_mult=decay ** (2 - i)) for i in range(3)]
         return apply_paramwise(model, rules, self.optimizer_cfg)
@@ -59,6 +59,50 @@ def test_subclass_may_make_other_groups() -> None:
     model = nn.Sequential(*(nn.Linear(1, 1) for _ in range(3)))
     optimizer = construct(ByLayer, SGD, {"layer_decay": 0.5}, model)
     assert [group["lr"] for group in optimizer.param_groups] == [0.125, 0.25, 0.5]
+
+
+class LayerDecay(DefaultOptimizerConstructor):
+    """As MMCV's subclasses are written: it overrides add_params, with base_lr and base_wd."""
+
+    def add_params(  # type: ignore[override]
+        self, params: list[dict[str, Any]], module: nn.Module, **others: Any
+    ) -> None:
+        for name, parameter in module.named_parameters():
+            scale = self.paramwise_cfg.get("layer_decay", 1.0) ** (2 - int(name[0]))
+            group = {"params": [parameter], "lr": self.base_lr * scale, "lr_scale": scale}
+            params.append({**group, "weight_decay": 0.0 if name.endswith("bias") else self.base_wd})
+
+
+def test_subclass_may_append_groups_as_mmcvs_do() -> None:
+    model = nn.Sequential(*(nn.Linear(1, 1) for _ in range(3)))
+    optimizer = construct(LayerDecay, SGD, {"layer_decay": 0.5}, model)
+    found = [(g["lr"], g["weight_decay"], g["lr_scale"], g["param_names"]) for g in optimizer.param_groups]
+    assert found == [
+        (0.125, 0.25, 0.25, ["0.weight"]),
+        (0.125, 0.0, 0.25, ["0.bias"]),
+        (0.25, 0.25, 0.5, ["1.weight"]),
+        (0.25, 0.0, 0.5, ["1.bias"]),
+        (0.5, 0.25, 1.0, ["2.weight"]),
+        (0.5, 0.0, 1.0, ["2.bias"]),
+    ]
+    trainer = Trainer.from_config(
+        model, {"optimizer": {**SGD, "constructor": LayerDecay, "paramwise_cfg": {}}}
+    )
+    trainer.update_params(model(torch.ones(1, 1)).sum())
+    assert trainer.param_groups[0]["lr_scale"] == 1.0
+
+
+def test_subclass_may_add_to_the_groups_of_the_rules() -> None:
+    class Marking(DefaultOptimizerConstructor):
+        def add_params(self, params: list[dict[str, Any]], module: nn.Module, *given: Any) -> None:  # type: ignore[override]
+            super().add_params(params, module)
+            for group in params:
+                group["lr"] = group.get("lr", self.base_lr) / 2
+
+    optimizer = construct(Marking, SGD, {"bias_lr_mult": 2.0}, nn.Linear(1, 1))
+    assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.5]
+    with pytest.raises(ConfigurationError, match="'head'"):
+        DefaultOptimizerConstructor(SGD).add_params([], nn.Linear(1, 1), prefix="head")
 
 
 def test_registered_name_is_that_of_the_constructor() -> None:

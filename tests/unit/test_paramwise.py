@@ -175,6 +175,16 @@ def test_weights_and_biases_of_every_norm_have_the_norms_decay_and_no_rate_of_bi
     assert_table(got, {"weight": (LR, 0.0), "bias": (LR, 0.0)})
 
 
+def test_with_mmengines_precedence_frozen_parameters_are_in_no_group(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+    model[0].weight.requires_grad_(False)
+    groups, _ = apply_paramwise(model, {"precedence": "mmengine", "bias_lr_mult": 2.0}, {"lr": LR})
+    assert [group["param_names"] for group in groups] == [["0.bias", "1.bias"], ["1.weight"]]
+    assert [record.args for record in caplog.records] == [("0.weight",)]
+
+
 def test_frozen_parameters_keep_the_options_of_the_optimizer() -> None:
     model = Detector()
     model.backbone.requires_grad_(False)
