@@ -420,7 +420,9 @@ def test_what_torch_alone_puts_into_the_groups_of_adamw_survives_a_resume() -> N
 def test_marks_that_a_script_made_in_the_groups_survive_a_resume() -> None:
     def trainer() -> Trainer:
         model = net()
-        return Trainer(model, torch.optim.SGD([{"params": list(model.parameters()), "lr_scale": 0.5}], lr=0.1))
+        return Trainer(
+            model, torch.optim.SGD([{"params": list(model.parameters()), "lr_scale": 0.5}], lr=0.1)
+        )
 
     resumed, first = trainer(), trainer()
     resumed.adopt_saved_states(first.export_saved_states())
