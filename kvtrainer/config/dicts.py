@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from kvstore_server.errors import did_you_mean
-from kvtrainer.errors import ArgumentTypeError, ConfigurationError
+from kvtrainer.errors import ArgumentTypeError, ConfigurationError, UnknownNameError
 
 _DELETE = "_delete_"
 
@@ -55,10 +55,10 @@ def section(cfg: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def check_keys(what: str, given: Mapping[str, Any], known: Collection[str]) -> None:
-    """Raise ConfigurationError, naming them, if there are keys that are not known."""
+    """Raise UnknownNameError, naming them and what is similar, if there are keys that are not known."""
     unknown = [key for key in given if key not in known]
     if unknown:
-        raise ConfigurationError(
+        raise UnknownNameError(
             f"{what} has {', '.join(map(repr, unknown))}, which no Trainer reads; what it reads is "
             f"{', '.join(sorted(known))}{did_you_mean(unknown, known)}"
         )

@@ -14,10 +14,11 @@ from kvtrainer.config.dicts import check_keys, copied, joined, merge_config, sec
 from kvtrainer.config.imports import import_modules
 from kvtrainer.errors import ArgumentTypeError, ConfigurationError
 from kvtrainer.param_options.places import unwrapped
-from kvtrainer.registry import OPTIMIZER_CONSTRUCTORS, OPTIMIZERS
+from kvtrainer.registry import OPTIM_WRAPPERS, OPTIMIZER_CONSTRUCTORS, OPTIMIZERS
 
 __all__ = [
-    "SECTIONS", "check_overrides", "merge_config", "optimizer_arguments", "trainer_arguments", "wrapper_arguments",
+    "OF_WRAPPER", "SECTIONS", "WRAPPER_OPTIONS", "check_overrides", "instance_arguments", "merge_config",
+    "optimizer_arguments", "trainer_arguments", "wrapper_arguments", "wrapper_options",
 ]  # fmt: skip
 
 SECTIONS = (
@@ -40,8 +41,14 @@ _HOOKS = {
     "GradientCumulativeFp16OptimizerHook": _HOOK | _FP16 | {"cumulative_iters"},
 }
 """Hooks whose options a Trainer has, and those options."""
-_WRAPPER = {"type", "optimizer", "constructor", "paramwise_cfg", "clip_grad", "accumulative_counts", "amp"}
-_WRAPPERS = {"OptimWrapper": _WRAPPER, "AmpOptimWrapper": _WRAPPER | {"loss_scale", "dtype"}}
+_AMP_WRAPPER = "AmpOptimWrapper"
+_WRAPPERS = ("OptimWrapper", "Trainer", _AMP_WRAPPER)
+"""Types of an optim_wrapper that are a Trainer; so is one without a type."""
+_RENAMED = {"paramwise_cfg": "paramwise", "accumulative_counts": "accumulate"}
+_SCALING = ("loss_scale", "dtype")
+OF_WRAPPER = ("type", "optimizer", "constructor")
+WRAPPER_OPTIONS = (*_RENAMED, *(n for n in _ARGUMENTS if n not in ("kvstore", "bucket_size_mb", "coalesce")))
+"""What an optim_wrapper may have beside OF_WRAPPER: the Trainer's options, some of them under mmengine's names too."""
 
 
 def trainer_arguments(model: Any, cfg: Mapping[str, Any]) -> dict[str, Any]:
@@ -76,7 +83,7 @@ def trainer_arguments(model: Any, cfg: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigurationError("the configuration needs an 'optimizer', such as dict(type='SGD', lr=0.01)")
     parts.append(_hook_arguments(section(cfg, "optimizer_config"), cfg.get("fp16")))
     arguments = joined(parts)
-    schedules = [*_given_schedules(cfg), *_schedules(cfg)]
+    schedules = [*_given_schedules(arguments), *_given_schedules(cfg), *_schedules(cfg)]
     return {**arguments, "schedules": schedules} if schedules else arguments
 
 
@@ -107,7 +114,7 @@ def optimizer_arguments(
                 f"a {type(cfg).__name__} instance brings its own groups, so paramwise_cfg and constructor would have "
                 "no effect; give its type and options instead"
             )
-        return _of_instance(model, cfg)
+        return instance_arguments(model, cfg)
     if not isinstance(cfg, Mapping):
         raise ArgumentTypeError(
             "an optimizer is configured by a dict such as dict(type='SGD', lr=0.01), got "
@@ -122,40 +129,65 @@ def optimizer_arguments(
         maker = OPTIMIZER_CONSTRUCTORS.get(maker)
     kind, options = OPTIMIZERS.split(given)
     if maker is not DefaultOptimizerConstructor or not isinstance(kind, type):
-        return _of_instance(model, construct(maker, given, paramwise, unwrapped(model)))
+        return instance_arguments(model, construct(maker, given, paramwise, unwrapped(model)))
     DefaultOptimizerConstructor(given, paramwise)
     arguments = {"params": model, "optimizer": kind, "optimizer_params": options}
     return arguments if paramwise is None else {**arguments, "paramwise": paramwise}
 
 
 def wrapper_arguments(model: Any, cfg: Any) -> dict[str, Any]:
-    """The Trainer's arguments for an `optim_wrapper` of mmengine: OptimWrapper, the default, or AmpOptimWrapper.
-
-    Keys: optimizer (a configuration or an optimizer), constructor, paramwise_cfg, clip_grad, accumulative_counts; of
-    AmpOptimWrapper loss_scale ('dynamic') and dtype; and `amp`, which is the Trainer's.
+    """The Trainer's arguments for an `optim_wrapper` of mmengine, as `wrapper_options` reads it.
 
     Raises:
-        ArgumentTypeError, ConfigurationError: as `trainer_arguments`.
+        ArgumentTypeError, ConfigurationError: as `trainer_arguments`; or the type is that of another wrapper.
     """
     given = copied(cfg, "optim_wrapper")
-    kind = given.pop("type", "OptimWrapper")
-    if kind not in _WRAPPERS:
+    kind, options = wrapper_options(given)
+    if kind is not None:
         raise ConfigurationError(
-            f"optim_wrapper of type {kind!r} is none that a Trainer is like; those are {', '.join(_WRAPPERS)}. One of "
-            "your own is built by OPTIM_WRAPPERS.build"
+            f"optim_wrapper of type {given['type']!r} is none that a Trainer is like; those are "
+            f"{', '.join(_WRAPPERS)}. Build one of your own by OPTIM_WRAPPERS.build"
         )
-    check_keys(kind, given, _WRAPPERS[kind])
     if given.get("optimizer") is None:
         raise ConfigurationError(f"optim_wrapper needs an 'optimizer', got {given!r:.200}")
-    parts = [
-        optimizer_arguments(model, given["optimizer"], given.get("paramwise_cfg"), given.get("constructor")),
-        {"amp": given["amp"]} if given.get("amp") is not None else {},
-        {"clip_grad": given["clip_grad"]} if given.get("clip_grad") is not None else {},
-        {"accumulate": given["accumulative_counts"]} if "accumulative_counts" in given else {},
-    ]
-    if kind == "AmpOptimWrapper":
-        parts.append({"amp": _amp_of(given)})
-    return joined(parts)
+    paramwise = options.pop("paramwise", None)
+    return joined(
+        [optimizer_arguments(model, given["optimizer"], paramwise, given.get("constructor")), options]
+    )
+
+
+def wrapper_options(cfg: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Read what an `optim_wrapper` says beside its optimizer and constructor: the type, and options of the Trainer.
+
+    Args:
+        cfg: type, optimizer, constructor; paramwise_cfg, accumulative_counts and other options of the Trainer; of an
+            AmpOptimWrapper also loss_scale ('dynamic') and dtype.
+
+    Returns:
+        None where the type means the Trainer itself, else what it means; and the options, under the Trainer's names.
+
+    Raises:
+        ConfigurationError: an option is unknown, or two say the same.
+        UnregisteredNameError: there is no wrapper of this type.
+    """
+    kind = cfg.get("type") or _WRAPPERS[0]
+    twice = [f"{old!r} and {new!r}" for old, new in _RENAMED.items() if old in cfg and new in cfg]
+    if kind == _AMP_WRAPPER and "amp" in cfg:
+        twice += [f"{name!r} and 'amp'" for name in _SCALING if name in cfg]
+    if twice:
+        raise ConfigurationError(
+            f"an optimizer wrapper is told the same by {', '.join(twice)}; give one of the two"
+        )
+    found = {n: value for n, value in cfg.items() if n not in OF_WRAPPER and value is not None}
+    options = {_RENAMED.get(name, name): value for name, value in found.items()}
+    if kind == _AMP_WRAPPER:
+        named = {name: options.pop(name) for name in _SCALING if name in options}
+        options.setdefault("amp", _amp_of(named))
+    elif kind not in _WRAPPERS:
+        return (OPTIM_WRAPPERS.get(kind) if isinstance(kind, str) else kind), options
+    of_amp = _SCALING if kind == _AMP_WRAPPER else ()
+    check_keys(f"optim_wrapper ({kind})", found, (*OF_WRAPPER, *WRAPPER_OPTIONS, *of_amp))
+    return None, options
 
 
 def _hook_arguments(hook: dict[str, Any], fp16: Any) -> dict[str, Any]:
@@ -201,14 +233,15 @@ def _fp16_arguments(hook: Mapping[str, Any]) -> dict[str, Any]:
     return arguments if distributed else {**arguments, "kvstore": None}
 
 
-def _amp_of(given: Mapping[str, Any]) -> Any:
-    """The Trainer's `amp` for an AmpOptimWrapper; bfloat16 needs no scale, so only one that is given counts."""
-    dtype, scale = given.get("dtype"), given.get("loss_scale", "dynamic")
+def _amp_of(named: Mapping[str, Any]) -> Any:
+    """mmengine's loss_scale and dtype as the Trainer's `amp`; bfloat16 needs no scale that adapts."""
+    scale, dtype = named.get("loss_scale", "dynamic"), named.get("dtype")
+    if isinstance(scale, Mapping):
+        return {**scale, **({} if dtype is None else {"dtype": dtype})}
     if dtype is None:
         return scale
-    if "loss_scale" not in given:
-        return {"dtype": dtype}
-    return {**(scale if isinstance(scale, Mapping) else {"loss_scale": scale}), "dtype": dtype}
+    is_wide = str(dtype).removeprefix("torch.") == "bfloat16"
+    return {"dtype": dtype} if is_wide and scale == "dynamic" else {"dtype": dtype, "loss_scale": scale}
 
 
 def _given_schedules(cfg: Mapping[str, Any]) -> Sequence[Any]:
@@ -231,12 +264,18 @@ def _schedules(cfg: Mapping[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def _of_instance(model: Any, instance: torch.optim.Optimizer | Optimizer) -> dict[str, Any]:
-    """The model's parameters that an optimizer trains, under their names, and it."""
+def instance_arguments(model: Any, instance: torch.optim.Optimizer | Optimizer) -> dict[str, Any]:
+    """The parameters that an optimizer trains, under the names that they have in the model, and it.
+
+    Args:
+        model: A Module, or replicas; or other parameters, or None, where only the optimizer says what it trains.
+    """
     model = unwrapped(model)
-    if isinstance(instance, torch.optim.Optimizer) and hasattr(model, "named_parameters"):
-        its = {id(p) for group in instance.param_groups for p in group["params"]}
-        model = [(name, p) for name, p in model.named_parameters() if id(p) in its] or model
+    is_named = model is None or (hasattr(model, "named_parameters") and not hasattr(model, "named_replicas"))
+    if isinstance(instance, torch.optim.Optimizer) and is_named:
+        known = {} if model is None else {id(p): name for name, p in model.named_parameters()}
+        its = [p for group in instance.param_groups for p in group["params"]]
+        model = [(known.get(id(p), f"parameter{at}"), p) for at, p in enumerate(its)]
     return {"params": model, "optimizer": instance}
 
 

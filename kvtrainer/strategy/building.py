@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -10,23 +9,22 @@ from typing import Any
 import torch
 from torch import nn
 
-from kvstore_server.errors import did_you_mean
-from kvtrainer.errors import ArgumentTypeError, ConfigurationError, UnknownNameError
+from kvtrainer.config.sections import (
+    OF_WRAPPER,
+    WRAPPER_OPTIONS,
+    instance_arguments,
+    optimizer_arguments,
+    wrapper_options,
+)
+from kvtrainer.errors import ArgumentTypeError, ConfigurationError
 from kvtrainer.kvstore.base import KVStoreBase
-from kvtrainer.parallel import DataParallel
-from kvtrainer.registry import MODELS, OPTIM_WRAPPERS, OPTIMIZER_CONSTRUCTORS, OPTIMIZERS
+from kvtrainer.registry import MODELS, OPTIMIZER_CONSTRUCTORS
 from kvtrainer.schedules.config import build_param_schedules
 from kvtrainer.schedules.param_schedule import BoundSchedule
 from kvtrainer.strategy.weights import trained, unwrapped
 from kvtrainer.trainer import Trainer
 from kvtrainer.trainer_dict import TrainerDict
 
-_PLAIN, _AMP = ("Trainer", "OptimWrapper"), "AmpOptimWrapper"
-_RENAMED = {"paramwise_cfg": "paramwise", "accumulative_counts": "accumulate"}
-_OWN = ("type", "optimizer", "constructor")
-_POSITIONAL = ("params", "optimizer", "optimizer_params", "kvstore")
-_OPTIONS = (*_RENAMED, *(name for name in inspect.signature(Trainer).parameters if name not in _POSITIONAL))
-"""What else a configuration may have: the options of the Trainer, some of them under mmengine's names too."""
 Schedules = list[BoundSchedule] | dict[str, list[BoundSchedule]]
 
 
@@ -126,14 +124,18 @@ class TrainerBuilder:
         return TrainerDict(**trainers)
 
     def _of_config(self, cfg: Mapping[str, Any], model: nn.Module | None) -> Trainer | TrainerDict:
-        optimizer = cfg.get("optimizer")
+        optimizer, has_constructor = cfg.get("optimizer"), cfg.get("constructor") is not None
         # Without one it is the constructor that knows what the other entries are.
         several = (
-            {} if optimizer is not None else {n: v for n, v in cfg.items() if n not in (*_OWN, *_OPTIONS)}
+            {}
+            if optimizer is not None
+            else {n: v for n, v in cfg.items() if n not in (*OF_WRAPPER, *WRAPPER_OPTIONS)}
         )
-        make, options = _trainer_options({name: v for name, v in cfg.items() if name not in several})
+        said = {name: v for name, v in cfg.items() if name not in several}
+        make, options = wrapper_options({**said, "type": None} if cfg.get("type") is Trainer else said)
+        make = make or Trainer
         if isinstance(optimizer, torch.optim.Optimizer):
-            if "constructor" in cfg:
+            if has_constructor:
                 raise ConfigurationError(
                     "a constructor makes the optimizer, so give it the optimizer's configuration, not a built one"
                 )
@@ -142,13 +144,10 @@ class TrainerBuilder:
             raise ConfigurationError(
                 "an optimizer that is described by a dict needs the model that it trains"
             )
-        if "constructor" in cfg:
+        if has_constructor:
             return self._constructed(cfg["constructor"], optimizer or several, model, make, options)
-        kind, numbers = OPTIMIZERS.split(optimizer or {})
-        if not isinstance(kind, type):
-            made = kind([p for p in unwrapped(model).parameters() if p.requires_grad], **numbers)
-            return self._of_instance(made, model, make, options)
-        return make(trained(model), kind, numbers, kvstore=self._kvstore, **options)
+        arguments = optimizer_arguments(trained(model), optimizer, options.pop("paramwise", None))
+        return make(**{"kvstore": self._kvstore, **arguments, **options})
 
     def _constructed(
         self,
@@ -192,12 +191,8 @@ class TrainerBuilder:
                 f"the {type(optimizer).__name__} instance has its groups already, so paramwise_cfg would have no "
                 "effect; give the optimizer as a dict with its type"
             )
-        if model is not None and isinstance(whole := trained(model), DataParallel):
-            return make(whole, optimizer, kvstore=self._kvstore, **options)
-        known = {} if model is None else {id(p): name for name, p in unwrapped(model).named_parameters()}
-        its = [p for group in optimizer.param_groups for p in group["params"]]
-        named = [(known.get(id(p), f"parameter{at}"), p) for at, p in enumerate(its)]
-        return make(named, optimizer, kvstore=self._kvstore, **options)
+        whole = None if model is None else trained(model)
+        return make(**{"kvstore": self._kvstore, **instance_arguments(whole, optimizer), **options})
 
 
 def build_schedules(
@@ -251,40 +246,3 @@ def _part_of(model: nn.Module | None, name: str) -> nn.Module:
             "optimizers after the parts that they train, or give a constructor"
         )
     return part
-
-
-def _trainer_options(cfg: Mapping[str, Any]) -> tuple[Callable[..., Trainer], dict[str, Any]]:
-    """What makes the Trainer, and the options that it gets."""
-    kind = cfg.get("type", "Trainer")
-    twice = [f"{old!r} and {new!r}" for old, new in _RENAMED.items() if old in cfg and new in cfg]
-    if kind == _AMP and "amp" in cfg:
-        twice += [f"{name!r} and 'amp'" for name in ("loss_scale", "dtype") if name in cfg]
-    if twice:
-        raise ConfigurationError(
-            f"an optimizer wrapper is told the same by {', '.join(twice)}; give one of the two"
-        )
-    options = {_RENAMED.get(name, name): value for name, value in cfg.items() if name not in _OWN}
-    make: Callable[..., Trainer] = Trainer
-    if kind == _AMP:
-        named: dict[str, Any] = {n: options.pop(n) for n in ("loss_scale", "dtype") if n in options}
-        options.setdefault("amp", _amp_of(named))
-    elif kind not in (*_PLAIN, Trainer):
-        make = OPTIM_WRAPPERS.get(kind) if isinstance(kind, str) else kind
-    unknown = sorted(set(options) - set(_OPTIONS))
-    if unknown and make is Trainer:
-        raise UnknownNameError(
-            f"the configuration of an optimizer wrapper has no {', '.join(map(repr, unknown))}; beside "
-            f"{', '.join(_OWN)} it takes {', '.join(_OPTIONS)}{did_you_mean(unknown, [*_OWN, *_OPTIONS])}"
-        )
-    return make, options
-
-
-def _amp_of(named: Mapping[str, Any]) -> Any:
-    """mmengine's loss_scale and dtype as the Trainer's `amp`."""
-    scale, dtype = named.get("loss_scale", "dynamic"), named.get("dtype")
-    if isinstance(scale, Mapping):
-        return {**scale, **({} if dtype is None else {"dtype": dtype})}
-    if dtype is None:
-        return scale
-    is_wide = str(dtype).removeprefix("torch.") == "bfloat16"
-    return {"dtype": dtype} if is_wide and scale == "dynamic" else {"dtype": dtype, "loss_scale": scale}

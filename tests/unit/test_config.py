@@ -227,7 +227,10 @@ def test_optimizer_may_be_made_by_a_function_which_is_given_groups() -> None:
          {"amp": {"loss_scale": 512.0, "dtype": "float16"}}),
         ({"type": "AmpOptimWrapper", "loss_scale": {"init_scale": 8.0}, "dtype": "float16"},
          {"amp": {"init_scale": 8.0, "dtype": "float16"}}),
+        ({"type": "AmpOptimWrapper", "dtype": "float16"}, {"amp": {"dtype": "float16", "loss_scale": "dynamic"}}),
         ({"type": "AmpOptimWrapper", "dtype": "bfloat16"}, {"amp": {"dtype": "bfloat16"}}),
+        ({"type": "AmpOptimWrapper", "dtype": "bfloat16", "loss_scale": "dynamic"}, {"amp": {"dtype": "bfloat16"}}),
+        ({"type": "Trainer", "amp": None, "on_nonfinite": "skip"}, {"on_nonfinite": "skip"}),
     ],
     ids=str,
 )  # fmt: skip
@@ -244,10 +247,14 @@ def test_optim_wrapper_of_mmengine_becomes_the_options_of_a_trainer(
 @pytest.mark.parametrize(
     ("cfg", "message"),
     [
-        ({"type": "ApexOptimWrapper", "optimizer": SGD}, "'ApexOptimWrapper' is none that a Trainer is like"),
-        ({"optimizer": SGD, "loss_scale": 8}, "OptimWrapper has 'loss_scale'"),
+        ({"type": dict, "optimizer": SGD}, "is none that a Trainer is like"),
+        (
+            {"type": "ApexOptimWrapper", "optimizer": SGD},
+            "'ApexOptimWrapper' is not in the optimizer wrapper reg",
+        ),
+        ({"optimizer": SGD, "loss_scale": 8}, r"OptimWrapper\) has 'loss_scale'"),
         ({"clip_grad": {}}, "optim_wrapper needs an 'optimizer'"),
-        ({"type": "AmpOptimWrapper", "optimizer": SGD, "amp": 8}, "amp: given twice"),
+        ({"type": "AmpOptimWrapper", "optimizer": SGD, "amp": 8, "loss_scale": 8}, "'loss_scale' and 'amp'"),
     ],
 )
 def test_optim_wrapper_that_no_trainer_is_like_is_refused(cfg: dict[str, Any], message: str) -> None:
