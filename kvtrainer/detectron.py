@@ -79,15 +79,23 @@ def detectron_arguments(model: Any, cfg: Mapping[str, Any]) -> dict[str, Any]:
     becomes its `momentum_correction`; changes of the rate are not logged. Policy and warm-up are a schedule by step.
 
     Args:
-        model: What the Trainer is to train.
+        model: What the Trainer is to train: with several NUM_GPUS a DataParallel with as many replicas.
         cfg: SOLVER.*, NUM_GPUS and USE_NCCL, nested ({"SOLVER": {"BASE_LR": 0.02}}) or flat ({"SOLVER.BASE_LR": 0.02}).
             What is missing has Detectron's default. NUM_GPUS and USE_NCCL are for `detectron_devices`.
 
     Raises:
         ArgumentTypeError: `cfg` is no dict.
-        ConfigurationError: a key is unknown or given twice, or a number is none.
+        ConfigurationError: a key is unknown or given twice, or a number is none; or the model has not NUM_GPUS
+            replicas.
     """
     solver, _ = _read(cfg)
+    count, reducer = detectron_devices(cfg)
+    replicas = len(getattr(model, "replicas", (model,)))
+    if "NUM_GPUS" in cfg and replicas != count:
+        raise ConfigurationError(
+            f"NUM_GPUS is {count}, but the model has {replicas} replicas; give kvtrainer.DataParallel(model, devices, "
+            f"reducer={reducer!r}) with {count} devices; or NUM_GPUS={replicas}, where that is what each process trains"
+        )
     correction = solver["SCALE_MOMENTUM"] and {
         "threshold": solver["SCALE_MOMENTUM_THRESHOLD"],
         "min_lr": _LEAST_RATE,

@@ -44,6 +44,12 @@ class TrainerDict(Mapping[str, Trainer]):
                 )
         self._trainers = trainers
 
+    def __repr__(self) -> str:
+        return "\n".join(
+            f"name: {name}\ntype: {type(one).__name__}\noptimizer: {one.optimizer.registered_name}\n{one!r}"
+            for name, one in self._trainers.items()
+        )
+
     def __getitem__(self, name: str) -> Trainer:
         try:
             return self._trainers[name]

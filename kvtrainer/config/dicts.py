@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from kvstore_server.errors import did_you_mean
@@ -61,6 +62,17 @@ def check_keys(what: str, given: Mapping[str, Any], known: Collection[str]) -> N
         raise UnknownNameError(
             f"{what} has {', '.join(map(repr, unknown))}, which no Trainer reads; what it reads is "
             f"{', '.join(sorted(known))}{did_you_mean(unknown, known)}"
+        )
+
+
+def check_arguments(what: str, function: Callable[..., Any], given: Mapping[str, Any]) -> None:
+    """Raise ArgumentTypeError, naming them and what is similar, if a function does not take these by name."""
+    takes = inspect.signature(function).parameters.values()
+    known = [one.name for one in takes if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
+    unknown = [name for name in given if name not in known]
+    if unknown and not any(one.kind is one.VAR_KEYWORD for one in takes):
+        raise ArgumentTypeError(
+            f"{what} has no {', '.join(map(repr, unknown))}; it has {', '.join(known)}{did_you_mean(unknown, known)}"
         )
 
 

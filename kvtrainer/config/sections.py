@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,11 +23,19 @@ __all__ = [
     "optimizer_arguments", "trainer_arguments", "wrapper_arguments", "wrapper_options",
 ]  # fmt: skip
 
+_log = logging.getLogger(__name__)
+
 SECTIONS = (
     "custom_imports", "optimizer", "optimizer_config", "fp16", "lr_config", "momentum_config", "optim_wrapper",
-    "runner", "max_epochs", "max_iters", "epoch_length",
+    "param_scheduler", "runner", "train_cfg", "total_epochs", "max_epochs", "max_iters", "epoch_length",
 )  # fmt: skip
 """What `trainer_arguments` reads of a configuration, beside arguments of a Trainer by their own names."""
+_OTHERS = frozenset({
+    "checkpoint_config", "log_config", "log_level", "log_processor", "load_from", "resume", "resume_from", "workflow",
+    "custom_hooks", "default_hooks", "data", "train_dataloader", "test_cfg", "val_cfg", "env_cfg", "work_dir",
+    "auto_scale_lr", "evaluation", "dist_params", "seed", "device", "model", "norm_cfg", "launcher", "visualizer",
+})  # fmt: skip
+"""Sections of MMCV and mmengine that are no Trainer's, some with names that are like those of its own."""
 
 _RUN = ("max_epochs", "max_iters", "epoch_length")
 _ARGUMENTS = (
@@ -58,8 +68,9 @@ def trainer_arguments(model: Any, cfg: Mapping[str, Any]) -> dict[str, Any]:
         model: What is to be trained.
         cfg: The sections of `SECTIONS`, each as in MMCV (optim_wrapper as in mmengine), and arguments of the Trainer by
             their own names. An optimizer's type is torch's; Gluon's 'sgd' is "gluon:sgd". `fp16` and `optimizer_config`
-            together are those of a Fp16OptimizerHook. lr_config and momentum_config become `schedules`; those that lead
-            to an end take it from max_epochs or max_iters, which may also be in `runner`.
+            together are those of a Fp16OptimizerHook. lr_config, momentum_config and param_scheduler become
+            `schedules`; those that lead to an end take it from max_epochs or max_iters, which may also be in `runner`
+            or `train_cfg`. Sections of other parts of a training program are left alone, and named once in the log.
 
     Raises:
         ArgumentTypeError: a section has a wrong type.
@@ -68,7 +79,7 @@ def trainer_arguments(model: Any, cfg: Mapping[str, Any]) -> dict[str, Any]:
         CustomImportError: a module of custom_imports cannot be imported.
     """
     cfg = copied(cfg.to_dict() if hasattr(cfg, "to_dict") else cfg, "the configuration")
-    check_keys("the configuration", cfg, (*SECTIONS, *_ARGUMENTS))
+    _name_others(cfg)
     if cfg.get("custom_imports") is not None:
         imports = section(cfg, "custom_imports")
         check_keys("custom_imports", imports, ("imports", "allow_failed_imports"))
@@ -252,16 +263,39 @@ def _given_schedules(cfg: Mapping[str, Any]) -> Sequence[Any]:
 
 
 def _schedules(cfg: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """lr_config and momentum_config, with what is known of how long training will be."""
-    runner = section(cfg, "runner")
+    """lr_config, momentum_config and param_scheduler, with what is known of how long training will be."""
+    runner, loop = section(cfg, "runner"), section(cfg, "train_cfg")
     check_keys("runner", runner, ("type", *_RUN[:2]))
-    parts = [{key: part[key] for key in _RUN if part.get(key) is not None} for part in (cfg, runner)]
-    length = joined(parts)
-    return [
-        {**length, **section(cfg, source), "name": name}
-        for name, source in (("lr", "lr_config"), ("momentum", "momentum_config"))
-        if cfg.get(source) is not None
+    total = {"max_epochs": cfg.get("total_epochs")}
+    parts = [
+        {key: part[key] for key in _RUN if part.get(key) is not None} for part in (cfg, runner, total, loop)
     ]
+    length = joined(parts)
+    given = cfg.get("param_scheduler") or []
+    return [
+        *(
+            {**length, **section(cfg, source), "name": name}
+            for name, source in (("lr", "lr_config"), ("momentum", "momentum_config"))
+            if cfg.get(source) is not None
+        ),
+        *(
+            {**one, "run": length} if length and isinstance(one, Mapping) else one
+            for one in ([given] if isinstance(given, Mapping) else given)
+        ),
+    ]
+
+
+def _name_others(cfg: Mapping[str, Any]) -> None:
+    """Log which sections no Trainer reads; raise UnknownNameError if one is a misspelt one that it does."""
+    known = (*SECTIONS, *_ARGUMENTS)
+    others = [key for key in cfg if key not in known]
+    slips = [
+        key for key in others if key not in _OTHERS and difflib.get_close_matches(str(key), known, 1, 0.75)
+    ]
+    if slips:
+        check_keys("the configuration", dict.fromkeys(slips), known)
+    if others:
+        _log.warning("not for the Trainer, and so not read: %s", ", ".join(map(str, others)))
 
 
 def instance_arguments(model: Any, instance: torch.optim.Optimizer | Optimizer) -> dict[str, Any]:

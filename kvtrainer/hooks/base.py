@@ -5,7 +5,8 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import Any, ClassVar
 
-from kvtrainer.errors import ConfigurationError
+from kvstore_server.errors import did_you_mean
+from kvtrainer.errors import ArgumentTypeError, ConfigurationError, UnregisteredNameError
 
 
 class Priority(IntEnum):
@@ -29,12 +30,22 @@ def get_priority(priority: int | str | Priority) -> int:
     """A priority from 0 (first) to 100, given as a number or by its name in any case.
 
     Raises:
-        ConfigurationError: it is none.
+        UnregisteredNameError: there is none of that name; also a KeyError.
+        ArgumentTypeError: it is neither a number nor a name.
+        ConfigurationError: it is out of range.
     """
-    if isinstance(priority, str) and priority.upper() in Priority.__members__:
+    if isinstance(priority, str):
+        if priority.upper() not in Priority.__members__:
+            raise UnregisteredNameError(
+                f"there is no priority {priority!r}; there are {', '.join(Priority.__members__)}"
+                f"{did_you_mean(priority, Priority.__members__)}"
+            )
         return Priority[priority.upper()].value
-    is_number = isinstance(priority, int) and not isinstance(priority, bool)
-    if not is_number or not 0 <= int(priority) <= 100:
+    if not isinstance(priority, int) or isinstance(priority, bool):
+        raise ArgumentTypeError(
+            f"a priority is an int from 0 to 100 or one of {', '.join(Priority.__members__)}, got {priority!r}"
+        )
+    if not 0 <= priority <= 100:
         raise ConfigurationError(
             f"a priority is an int from 0 to 100 or one of {', '.join(Priority.__members__)}, got {priority!r}"
         )

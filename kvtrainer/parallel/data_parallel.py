@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -9,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from kvtrainer.errors import ConfigurationError
+from kvstore_server.errors import did_you_mean
+from kvtrainer.errors import ArgumentTypeError, ConfigurationError
 from kvtrainer.parallel.build import Device, build, check_devices, default_devices, tensors_of
 from kvtrainer.parallel.calls import call_all, call_with
 from kvtrainer.parallel.losses import ReplicaLosses, total_of
@@ -255,6 +257,10 @@ class DataParallel(Module):
                     enter(parameter, membership)
 
 
+_SAID = ("module", "devices", "target", "mode")
+"""The arguments of a DataParallel that `build_data_parallel_model` has under names of its own."""
+
+
 def build_data_parallel_model(
     model: Module | Callable[[], Module],
     devices: Sequence[Device] | None = None,
@@ -276,6 +282,14 @@ def build_data_parallel_model(
 
     Raises:
         ConfigurationError: as of DataParallel; or there are fewer CUDA devices.
+        ArgumentTypeError: nothing takes an option.
     """
+    known = [name for name in inspect.signature(DataParallel).parameters if name not in _SAID]
+    unknown = [name for name in options if name not in known]
+    if unknown:
+        raise ArgumentTypeError(
+            f"build_data_parallel_model has no {', '.join(map(repr, unknown))}; beside its own arguments it takes "
+            f"{', '.join(known)}{did_you_mean(unknown, known)}"
+        )
     mode = "forward" if only_build_forward_pass else "train" if train else "test"
     return DataParallel(model, default_devices(devices, num_gpus), target=target_gpu_id, mode=mode, **options)

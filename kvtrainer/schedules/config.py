@@ -237,6 +237,9 @@ def _check_by(given: Any, schedule: BoundSchedule) -> None:
 
 
 def _read(cfg: Mapping[str, Any], run: Mapping[str, Any]) -> tuple[ScheduleSpec | Callable[..., Any], str]:
+    if "run" in cfg:  # a configuration's own length
+        run = {**run, **cfg["run"]}
+        cfg = {key: value for key, value in cfg.items() if key != "run"}
     if "policy" in cfg:
         return _from_policy(cfg, run), "step"
     if "type" in cfg:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import warnings
 from collections.abc import Iterator, Sequence
@@ -28,6 +29,8 @@ from kvtrainer.precision.loss_scaler import Scaler
 from kvtrainer.states.holder import StateHolder
 from kvtrainer.steps.accumulation import Accumulation
 from kvtrainer.types import Group
+
+_log = logging.getLogger(__name__)
 
 
 class Stages(FlatOptimizer):
@@ -285,6 +288,12 @@ class Stages(FlatOptimizer):
         self._decide()
         is_first = self._link.start(self._layout, self._optimizer)
         if is_first:
+            if _log.isEnabledFor(logging.DEBUG):
+                for name, takes_part in zip(
+                    self._layout.names, self._layout.tracker.participating(), strict=True
+                ):
+                    if takes_part:
+                        _log.debug("parameter %s will be updated", name)
             if self._link.exchange is not None:
                 self._share_weights()
             self._layout.accept_writes(self._link.has_weights)

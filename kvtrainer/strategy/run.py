@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from kvtrainer.config.dicts import check_arguments
 from kvtrainer.strategy import environment
 from kvtrainer.strategy.agreement import Agreement, Alone
 from kvtrainer.strategy.logger import make_logger
@@ -29,6 +30,9 @@ class Run:
         env_kwargs: Mapping[str, Any] | None = None,
         log_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
+        check_arguments("env_kwargs", self._setup_env, env_kwargs or {})
+        check_arguments("mp_cfg", environment.set_multi_processing, (env_kwargs or {}).get("mp_cfg") or {})
+        check_arguments("log_kwargs", self.build_logger, log_kwargs or {})
         self._work_dir = os.path.abspath(work_dir)
         os.makedirs(self._work_dir, exist_ok=True)
         self._agreement: Agreement = Alone()

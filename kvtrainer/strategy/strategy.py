@@ -74,6 +74,12 @@ class Strategy(CheckpointingStrategy):
 
     def _meet(self) -> Agreement:
         kvstore = self.kvstore
+        is_alone = not self._distributed and self._dist_cfg.get("world_size", 1) <= 1
+        if self._dist_cfg and self._sums_over_ranks() and is_alone:
+            raise ConfigurationError(
+                "dist_cfg has no effect: no launcher started this process, so it trains alone. Leave it out, start the "
+                "script by torchrun, or give dist_cfg the rank and world_size"
+            )
         if isinstance(kvstore, str):
             is_alone = is_in_process(kvstore) and not is_over_ranks(kvstore)
             if not is_alone:

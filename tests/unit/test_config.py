@@ -12,7 +12,7 @@ from torch import nn
 
 from kvstore_server.optimizer import create
 from kvtrainer import Trainer
-from kvtrainer.config import SECTIONS, merge_config, optimizer_arguments, trainer_arguments, wrapper_arguments
+from kvtrainer.config import merge_config, optimizer_arguments, trainer_arguments, wrapper_arguments
 from kvtrainer.errors import ConfigurationError, UnregisteredNameError
 
 SGD = {"type": "SGD", "lr": 0.5, "momentum": 0.9}
@@ -118,7 +118,8 @@ def test_arguments_of_a_trainer_are_passed_on_by_their_own_names() -> None:
     ("cfg", "error", "message"),
     [
         ({"optimiser": SGD}, ValueError, "the configuration has 'optimiser', which no Trainer reads"),
-        ({"data": {}}, ValueError, "has 'data'"),
+        ({"fp61": {}}, ValueError, "has 'fp61'.*Did you mean 'fp16'"),
+        ({"lr_confg": {}, "data": {}}, ValueError, "has 'lr_confg', which .*Did you mean 'lr_config'"),
         ({"optimizer": None}, ValueError, "needs an 'optimizer'"),
         ({"optimizer": [SGD]}, TypeError, "an optimizer is configured by a dict"),
         ({"optimizer": {"lr": 0.5}}, KeyError, "needs a 'type'"),
@@ -152,10 +153,51 @@ def test_what_no_trainer_reads_is_refused_by_name(
     assert isinstance(caught.value, ConfigurationError)
 
 
-def test_whole_configuration_is_read_by_its_sections_alone() -> None:
-    cfg = {"model": {}, "data": {}, "optimizer": SGD, "fp16": {}}
-    made = trainer_arguments(nn.Linear(1, 1), {key: cfg[key] for key in SECTIONS if key in cfg})
-    assert made["amp"] == 512.0
+def test_of_a_whole_configuration_of_mmcv_the_rest_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    rest = {
+        "checkpoint_config": {"interval": 1}, "log_config": {}, "custom_hooks": [], "dist_params": {},
+        "log_level": "INFO", "load_from": None, "resume_from": None, "workflow": [("train", 1)],
+        "opencv_num_threads": 0,
+        "mp_start_method": "fork", "auto_scale_lr": {}, "model": {}, "dataset_type": "CocoDataset",
+        "data_root": "data/", "img_norm_cfg": {}, "train_pipeline": [], "test_pipeline": [], "data": {},
+        "evaluation": {}, "work_dir": "w",
+        "gpu_ids": [0], "seed": 0, "device": "cuda", "find_unused_parameters": True, "cudnn_benchmark": True,
+    }  # fmt: skip
+    made = arguments(fp16={}, lr_config={"policy": "poly"}, total_epochs=12, **rest)
+    assert made == {"amp": 512.0, "schedules": [{"policy": "poly", "max_epochs": 12, "name": "lr"}]}
+    [record] = caplog.records
+    assert set(str(record.args[0]).split(", ")) == set(rest)  # type: ignore[index]
+
+
+def test_of_a_whole_configuration_of_mmengine_the_rest_is_named_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    rest = {
+        "default_scope": "mmdet", "default_hooks": {}, "env_cfg": {}, "vis_backends": [], "visualizer": {},
+        "log_processor": {}, "log_level": "INFO", "load_from": None, "resume": False, "train_dataloader": {},
+        "val_dataloader": {}, "test_dataloader": {}, "val_evaluator": {}, "test_evaluator": {}, "val_cfg": {},
+        "test_cfg": {}, "auto_scale_lr": {}, "model": {}, "launcher": "none", "backend_args": None, "work_dir": "w",
+        "experiment_name": "e", "randomness": {}, "custom_hooks": [], "strategy": {}, "runner_type": "Runner",
+    }  # fmt: skip
+    model = nn.Linear(1, 1)
+    cfg = {
+        **rest,
+        "optim_wrapper": {"type": "OptimWrapper", "optimizer": SGD},
+        "param_scheduler": [
+            {"type": "LinearLR", "start_factor": 0.5, "by_epoch": False, "end": 2},
+            {"type": "PolyLR"},
+        ],
+        "train_cfg": {"type": "EpochBasedTrainLoop", "max_epochs": 4, "val_interval": 1},
+    }
+    trainer = Trainer.from_config(model, cfg)
+    assert set(str(caplog.records[0].args[0]).split(", ")) == set(rest)  # type: ignore[index]
+    assert trainer.param_groups[0]["lr"] == SGD["lr"] / 2
+    for _ in range(2):
+        trainer.update_params(model(torch.ones(1, 1)).sum())
+    assert trainer.param_groups[0]["lr"] == SGD["lr"]
+    trainer.end_epoch()
+    # A polynomial of power 1 that is 0 in the last of four epochs.
+    assert trainer.param_groups[0]["lr"] == pytest.approx(SGD["lr"] * 2 / 3)
 
 
 def test_custom_imports_come_before_the_names_that_they_register(

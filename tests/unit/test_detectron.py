@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn import Parameter
 
+from kvtrainer import DataParallel, Trainer
 from kvtrainer.detectron import detectron_arguments, detectron_devices, detectron_rules, linear_scaling
 from kvtrainer.errors import ConfigurationError
 from kvtrainer.param_options.paramwise import apply_paramwise
@@ -113,7 +115,7 @@ SOLVER = {"BASE_LR": 0.02, "WEIGHT_DECAY": 1e-4, "WEIGHT_DECAY_GN": 0.125, "WARM
 def test_configuration_keys_become_arguments_of_a_trainer(is_flat: bool) -> None:
     cfg = {f"SOLVER.{k}": v for k, v in SOLVER.items()} if is_flat else {"SOLVER": SOLVER}
     model = Scalars()
-    arguments = detectron_arguments(model, {**cfg, "NUM_GPUS": 4})
+    arguments = detectron_arguments(model, {**cfg, "NUM_GPUS": 1})
     assert arguments["params"] is model
     assert arguments["optimizer"] == "sgd"
     assert arguments["optimizer_params"] == {
@@ -133,6 +135,31 @@ def test_configuration_keys_become_arguments_of_a_trainer(is_flat: bool) -> None
         schedule.step()
     warm_up = [0.0066666668, 0.0093333330, 0.0120000001, 0.0146666663, 0.0173333324, 0.02]
     assert rates == pytest.approx(warm_up, rel=1e-6)
+
+
+def test_number_of_gpus_that_the_model_has_no_replicas_for_is_refused() -> None:
+    net = nn.Linear(1, 1)
+    for cfg in ({"NUM_GPUS": 8, "USE_NCCL": True}, {"NUM_GPUS": 0}, {"NUM_GPUS": True}, {"USE_NCCL": 1}):
+        with pytest.raises(ConfigurationError):
+            detectron_arguments(net, cfg)
+    with pytest.raises(ConfigurationError, match="NUM_GPUS is 2, but the model has 3 replicas"):
+        detectron_arguments(DataParallel(net, ["cpu"] * 3), {"NUM_GPUS": 2})
+    assert isinstance(
+        Trainer(**detectron_arguments(DataParallel(net, ["cpu"] * 2), {"NUM_GPUS": 2})), Trainer
+    )
+
+
+def test_each_parameter_that_will_be_updated_is_named_at_debug_level(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    net = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+    net[0].bias.requires_grad_(False)
+    trainer = Trainer(**detectron_arguments(net, {}))
+    with caplog.at_level(logging.DEBUG, logger="kvtrainer"):
+        for _ in range(2):
+            trainer.update_params(net(torch.ones(1, 1)).sum())
+    named = [record.args for record in caplog.records if "will be updated" in record.msg]
+    assert named == [("0.weight",), ("1.weight",), ("1.bias",)]
 
 
 def test_defaults_are_detectrons() -> None:

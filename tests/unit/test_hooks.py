@@ -268,9 +268,16 @@ def test_accumulation_needs_to_know_where_the_run_ends() -> None:
 def test_priorities_are_mmcvs() -> None:
     assert [get_priority(one) for one in ("HIGHEST", "very_high", Priority.NORMAL, 33)] == [0, 10, 50, 33]
     assert get_priority(OptimizerHook.priority) == get_priority("ABOVE_NORMAL") == 40
-    for bad in (101, -1, "SOON", True):
-        with pytest.raises(ConfigurationError, match="a priority is"):
-            get_priority(bad)
+    for bad, error in (
+        (101, ValueError),
+        (-1, ValueError),
+        ("SOON", KeyError),
+        (True, TypeError),
+        (1.5, TypeError),
+    ):
+        with pytest.raises(error) as raised:
+            get_priority(bad)  # type: ignore[arg-type]
+        assert isinstance(raised.value, ConfigurationError)
 
 
 def test_hooks_are_found_by_name() -> None:

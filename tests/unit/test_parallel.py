@@ -78,6 +78,8 @@ def test_replicas_with_different_parameters_are_refused_by_name() -> None:
         (lambda: DataParallel(net(), TWO, mode="eval"), "one of 'train', 'forward', 'test'"),
         (lambda: build_data_parallel_model(net, TWO, num_gpus=2), "devices or num_gpus, not both"),
         (lambda: build_data_parallel_model(net, num_gpus=99), "num_gpus must be between 1 and"),
+        (lambda: build_data_parallel_model(net, TWO, reduser="tree"), "no 'reduser'.*Did you mean 'reducer'"),
+        (lambda: build_data_parallel_model(net, TWO, mode="train"), "no 'mode'"),
     ],
 )
 def test_wrong_arguments_are_refused(call: Callable[[], object], message: str) -> None:

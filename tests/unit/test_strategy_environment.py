@@ -167,6 +167,25 @@ def test_dist_cfg_without_effect_is_refused(make: Make) -> None:
     for store in (None, PluginStore()):
         with pytest.raises(ConfigurationError, match="no effect"):
             make(store, env_kwargs={"dist_cfg": {"timeout": 3}})
+    with pytest.raises(ConfigurationError, match="no launcher started this process"):
+        make("device", env_kwargs={"dist_cfg": {"backend": "gloo"}})
+
+
+@pytest.mark.parametrize(
+    ("wrong", "meant"),
+    [
+        ({"env_kwargs": {"randomnes": {}}}, "randomness"),
+        ({"env_kwargs": {"mp_cfg": {"mp_start": "fork"}}}, "mp_start_method"),
+        ({"log_kwargs": {"log_levl": "INFO"}}, "log_level"),
+    ],
+)
+def test_argument_that_nothing_takes_is_refused_before_anything_is_made(
+    wrong: dict[str, Any], meant: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigurationError, match=f"Did you mean '{meant}'") as raised:
+        Strategy(work_dir=str(tmp_path / "work"), **wrong)
+    assert isinstance(raised.value, TypeError)
+    assert not (tmp_path / "work").exists()
 
 
 def test_more_files_may_be_opened_but_never_fewer(monkeypatch: pytest.MonkeyPatch) -> None:

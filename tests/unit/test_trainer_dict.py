@@ -84,3 +84,23 @@ def test_it_needs_trainers() -> None:
         TrainerDict()
     with pytest.raises(ArgumentTypeError, match="must be a Trainer, got g=SGD"):
         TrainerDict(g=torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1))  # type: ignore[arg-type]
+
+
+def test_it_shows_the_name_the_type_and_the_optimizer_of_each() -> None:
+    class Mine(Trainer):
+        """A Trainer of one's own."""
+
+    trainers = TrainerDict(
+        first=Trainer(nn.Linear(1, 1), "torch:SGD", {"lr": 0.5}), second=Mine(nn.Linear(1, 1), "adam")
+    )
+    shown = repr(trainers)
+    for part in (
+        "name: first",
+        "type: Trainer",
+        "optimizer: torch:SGD",
+        "lr: 0.5",
+        "name: second",
+        "type: Mine",
+        "adam",
+    ):
+        assert part in shown

@@ -120,9 +120,10 @@ class TrainerOptimWrapper(OptimWrapper):  # type: ignore[misc]
     def state_dict(self) -> dict[str, Any]:
         """Options and optimizer state, wherever it is kept, with the loss scale; blocks while state is fetched.
 
-        Any one worker may call it between its steps.
+        Any one worker may call it between its steps. Parameters that were never updated have no state, as in torch.
         """
         state: dict[str, Any] = super().state_dict()
+        state["state"] = {at: one for at, one in state["state"].items() if float(one.get("step", 1)) > 0}
         if self.optimizer.loss_scaler is not None:
             state[_SCALER] = self.optimizer.loss_scaler.state_dict()
         return state
