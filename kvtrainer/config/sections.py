@@ -262,7 +262,7 @@ def _given_schedules(cfg: Mapping[str, Any]) -> Sequence[Any]:
     return given or ()
 
 
-def _schedules(cfg: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _schedules(cfg: Mapping[str, Any]) -> list[Any]:
     """lr_config, momentum_config and param_scheduler, with what is known of how long training will be."""
     runner, loop = section(cfg, "runner"), section(cfg, "train_cfg")
     check_keys("runner", runner, ("type", *_RUN[:2]))
@@ -271,18 +271,15 @@ def _schedules(cfg: Mapping[str, Any]) -> list[dict[str, Any]]:
         {key: part[key] for key in _RUN if part.get(key) is not None} for part in (cfg, runner, total, loop)
     ]
     length = joined(parts)
-    given = cfg.get("param_scheduler") or []
-    return [
-        *(
-            {**length, **section(cfg, source), "name": name}
-            for name, source in (("lr", "lr_config"), ("momentum", "momentum_config"))
-            if cfg.get(source) is not None
-        ),
-        *(
-            {**one, "run": length} if length and isinstance(one, Mapping) else one
-            for one in ([given] if isinstance(given, Mapping) else given)
-        ),
+    made: list[Any] = [
+        {**length, **section(cfg, source), "name": name}
+        for name, source in (("lr", "lr_config"), ("momentum", "momentum_config"))
+        if cfg.get(source) is not None
     ]
+    given = cfg.get("param_scheduler") or []
+    for one in [given] if isinstance(given, Mapping) else given:
+        made.append({**one, "run": length} if length and isinstance(one, Mapping) else one)
+    return made
 
 
 def _name_others(cfg: Mapping[str, Any]) -> None:
