@@ -23,7 +23,16 @@ from kvtrainer.local_update import JointUpdate
 from kvtrainer.saving import adopt_numbers, as_state_dict, check_fit, take_out
 from kvtrainer.states.entries import State, initial_state
 from kvtrainer.states.file import read_state_file, write_state_file
-from kvtrainer.states.holder import StateElsewhere, StateHolder, export_states, import_states, read_states
+from kvtrainer.states.holder import (
+    StateHolder,
+    StateView,
+    export_state,
+    export_states,
+    import_state,
+    import_states,
+    read_state,
+    read_states,
+)
 from kvtrainer.states.saved import SavedStates
 
 _OPTIMIZER = "optimizer"
@@ -35,6 +44,23 @@ _BY_PARAMETER = ("params", "param_names")
 class FlatOptimizer(GroupedOptimizer):
     """Optimizer state over an arena, in torch's form and in files; subclasses add `step`. Arguments as of the base."""
 
+    @property
+    def state(self) -> StateView:  # type: ignore[override]
+        """The optimizer state by parameter, wherever it is kept, with the entries of `state_dict`.
+
+        A snapshot: it is fetched each time that it is read, and blocks for that; changes of what was read have no
+        effect. `state[parameter] = {...}` replaces the state of one parameter; on servers, do it on every worker.
+        """
+        return StateView(self)
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        if self._is_built:
+            raise ConfigurationError(
+                "the optimizer's state does not lie in a dict; give it to load_state_dict, or assign that of single "
+                "parameters: trainer.state[parameter] = {...}"
+            )
+
     def state_dict(self) -> dict[str, Any]:
         """Options and optimizer state in torch's form, wherever the state is kept; blocks while it is fetched.
 
@@ -44,17 +70,8 @@ class FlatOptimizer(GroupedOptimizer):
         """
         if (joint := self._joint()) is not None:
             return joint.state_dict()
-        states = self._current_states() or {
-            key: initial_state(self._optimizer, self.param_groups[spec.group], spec)
-            for key, spec in enumerate(self._layout.plan.specs)
-            if self._layout.parameters[key].requires_grad
-        }
-        self.state.update({self._layout.parameters[key]: state for key, state in states.items()})
-        try:
-            with self._without_copies():
-                return super().state_dict()
-        finally:
-            self.state.clear()
+        with self._without_copies():
+            return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over options and optimizer state, of this class or of the torch optimizer of the same kind.
@@ -85,7 +102,6 @@ class FlatOptimizer(GroupedOptimizer):
                 super().load_state_dict(state_dict)
         finally:
             hook.remove()
-            self.state = StateElsewhere(dict)
         for group, before in zip(self.param_groups, former, strict=True):
             for name in before.keys() - NOTES:
                 group.setdefault(name, before[name])
@@ -181,6 +197,57 @@ class FlatOptimizer(GroupedOptimizer):
     def _adopt_extra_states(self, saved: SavedStates) -> None:
         """Take over what `_extra_states` saved."""
 
+    def _parameter_states(self) -> Mapping[Tensor, State]:
+        """The states that `state` shows: those of updated keys, and before the first update initial ones."""
+        keys = range(len(self._layout.plan.specs))
+        states = self._current_states() or {key: state for key in keys if (state := self._initial_state(key))}
+        return {self._layout.parameters[key]: state for key, state in states.items()}
+
+    def _state_of(self, parameter: Tensor) -> State:
+        key = self._key_of(parameter)
+        if key is None:
+            return {}
+        is_new = self._optimizer.num_update == self._optimizer.begin_num_update
+        return self._current_state(key) or (self._initial_state(key) if is_new else {})
+
+    def _key_of(self, parameter: Tensor) -> int | None:
+        self._settle()
+        self._follow_instance()
+        return self._layout.key_of(parameter)
+
+    def _initial_state(self, key: int) -> State:
+        if not self._layout.parameters[key].requires_grad:
+            return {}
+        spec = self._layout.plan.specs[key]
+        return initial_state(self._optimizer, self.param_groups[spec.group], spec)
+
+    def _current_state(self, key: int) -> State:
+        """The state of one key, empty if it was not updated."""
+        holder = self._holder()
+        if self._pending is not None:
+            return self._pending.get(key, {})
+        return {} if holder is None else export_state(self._layout.plan, holder, self._optimizer, key)
+
+    def _replace_state(self, parameter: Tensor, state: Mapping[str, Any]) -> None:
+        """Replace the state of one parameter.
+
+        Raises:
+            ConfigurationError: it is not a parameter of this Trainer, or the state is not one of its kind.
+        """
+        key = self._key_of(parameter)
+        if key is None:
+            raise ConfigurationError("the state of a parameter was assigned that this Trainer does not have")
+        plan, optimizer = self._layout.plan, self._optimizer
+        found = read_state(state, self.param_groups[plan.specs[key].group], plan, key, optimizer)
+        if not found and not self._current_state(key):
+            return
+        if self._pending is not None or not self._holders():
+            self._pending = {**(self._pending or {}), key: found}
+        else:
+            for holder, device in self._holders():
+                import_state(plan, holder, key, found, optimizer, device)
+        self._schedule.restore_one(key, int(float(found.get("step", 0))), len(self._layout.names))
+
     def _current_states(self) -> Mapping[int, State]:
         """The optimizer state of every key that was updated, by index; blocks while it is fetched."""
         self._settle()
@@ -250,11 +317,19 @@ class FlatOptimizer(GroupedOptimizer):
         self._hand_over_states()
 
     def _hand_over_states(self) -> None:
-        holder = self._holder()
-        if self._pending is not None and holder is not None:
-            device = self._layout.arena.device if holder is self._local else torch.device("cpu")
-            import_states(self._layout.plan, holder, self._pending, self._optimizer, device)
-            if holder is self._local:
-                for copy, local in zip(self._layout.copies, self._local_copies, strict=True):
-                    import_states(copy.plan, local, self._pending, self._optimizer, copy.arena.device)
+        holders = self._holders()
+        if self._pending is not None and holders:
+            for holder, device in holders:
+                import_states(self._layout.plan, holder, self._pending, self._optimizer, device)
             self._pending = None
+
+    def _holders(self) -> Sequence[tuple[StateHolder, torch.device]]:
+        """Where the optimizer state is kept, with the devices for it: in a store, or here for each replica."""
+        holder = self._holder()
+        if holder is None:
+            return []
+        if holder is not self._local:
+            return [(holder, torch.device("cpu"))]
+        layouts = (self._layout, *self._layout.copies)
+        locals = (self._local, *self._local_copies)
+        return [(local, layout.arena.device) for local, layout in zip(locals, layouts, strict=True)]

@@ -23,7 +23,6 @@ from kvtrainer.local_update import JointUpdate, LocalUpdate
 from kvtrainer.parallel.policy import COPIES, devices_of, spread
 from kvtrainer.schedules.update_count import Schedule
 from kvtrainer.states.entries import State
-from kvtrainer.states.holder import StateElsewhere
 from kvtrainer.types import Group
 
 
@@ -57,7 +56,6 @@ class GroupedOptimizer(torch.optim.Optimizer, ABC):
         self._option_names = option_names(optimizer)
         self._names = [list(group["param_names"]) for group in groups]
         super().__init__([spread(group) for group in groups], dict(optimizer.hyper))
-        self.state = StateElsewhere(dict)
         if instance is not None:
             # One list of groups for both, so that schedulers bound to the instance reach this optimizer.
             self.param_groups = instance.param_groups

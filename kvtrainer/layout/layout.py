@@ -53,6 +53,7 @@ class Layout:
         self.tracker = GradientTracker(self.parameters, self.names)
         self._group_of = [at for at, own in enumerate(names) for _ in own]
         self._given_plan = plan
+        self._keys: dict[int, int] = {}
         self._placed: tuple[Plan, Arena] | None = None
         self.rows: dict[int, RowSet] = {}
         """The row-sparse gradients that were gathered last, by index of the key; the arena has zeros for them."""
@@ -69,6 +70,12 @@ class Layout:
     def is_settled(self) -> bool:
         """Whether there are a plan and an arena."""
         return self._placed is not None
+
+    def key_of(self, parameter: Tensor) -> int | None:
+        """The key of a parameter; None if it is not one of these."""
+        if not self._keys:
+            self._keys = {id(p): key for key, p in enumerate(self.parameters)}
+        return self._keys.get(id(parameter))
 
     @property
     def plan(self) -> Plan:

@@ -62,6 +62,13 @@ class Schedule:
                 self._behind = {key: count - least for key, count in self._behind.items() if count > least}
             self._optimizer.num_update += 1 - least
 
+    def restore_one(self, key: int, updates: int, num_keys: int) -> None:
+        """As `restore`, for a key alone."""
+        most = self._optimizer.num_update - self._optimizer.begin_num_update
+        counts = {one: most - self._behind.get(one, 0) for one in range(num_keys)}
+        if counts[key] != updates:
+            self.restore({**counts, key: updates}, num_keys)
+
     def restore(self, updates: Mapping[int, int], num_keys: int) -> None:
         """Go on after `updates` of each key, without `begin_num_update`; a key that is not there had none."""
         counts = [updates.get(key, 0) for key in range(num_keys)]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import ItemsView, Iterator, Mapping, Sequence, ValuesView
 from typing import Any, Protocol
 
 import torch
@@ -28,14 +27,69 @@ class StateHolder(Protocol):
     def put_key_state(self, key: int, state: KeyState) -> None: ...
 
 
-class StateElsewhere(defaultdict[Tensor, Any]):
-    """What a Trainer shows as `state`: no entries, because the state lies in slices; see `Trainer.state_dict`.
+class StateOwner(Protocol):
+    """What has the states that a StateView shows: a Trainer."""
 
-    It counts as true: torch.distributed.checkpoint would otherwise take a step with zero gradients to make some.
+    def _parameter_states(self) -> Mapping[Tensor, State]: ...
+    def _state_of(self, parameter: Tensor) -> State: ...
+    def _replace_state(self, parameter: Tensor, state: Mapping[str, Any]) -> None: ...
+
+
+class StateView(Mapping[Tensor, State]):
+    """The optimizer state as torch's optimizers show it, by parameter: fetched when it is read, as copies.
+
+    A parameter without state has an empty one. To assign one replaces that parameter's, on a server too: do it on every
+    worker. It counts as true: torch.distributed.checkpoint would otherwise take a step with zero gradients to make some.
     """
+
+    def __init__(self, owner: StateOwner) -> None:
+        self._owner = owner
 
     def __bool__(self) -> bool:
         return True
+
+    def __getitem__(self, parameter: Tensor) -> State:
+        return self._owner._state_of(parameter)
+
+    def __setitem__(self, parameter: Tensor, state: Mapping[str, Any]) -> None:
+        self._owner._replace_state(parameter, state)
+
+    def __contains__(self, parameter: object) -> bool:
+        return isinstance(parameter, Tensor) and bool(self[parameter])
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self._owner._parameter_states())
+
+    def __len__(self) -> int:
+        return len(self._owner._parameter_states())
+
+    def items(self) -> ItemsView[Tensor, State]:
+        return self._owner._parameter_states().items()
+
+    def values(self) -> ValuesView[State]:
+        return self._owner._parameter_states().values()
+
+    def get(self, parameter: Tensor, default: Any = None) -> Any:
+        return self[parameter] or default
+
+    def __repr__(self) -> str:
+        return repr(dict(self.items()))
+
+
+def export_state(plan: Plan, holder: StateHolder, optimizer: Optimizer, key: int) -> State:
+    """The state of one key, by index, as `export_states` has it; empty if it was not updated."""
+    if not optimizer.elementwise:
+        whole = holder.get_key_state(key).state_of()
+        return _with_step(whole) if _is_updated(whole) else {}
+    parts = [
+        (segment.key_start, kept.state_of(piece, at))
+        for piece in plan.slices_with(key)
+        for kept in [holder.get_state(piece)]
+        for at, segment in enumerate(piece.segments)
+        if segment.key == key
+    ]
+    parts = [(start, state) for start, state in parts if _is_updated(state)]
+    return _join(plan, key, parts) if parts else {}
 
 
 def export_states(plan: Plan, holder: StateHolder, optimizer: Optimizer) -> dict[int, State]:
@@ -51,6 +105,19 @@ def export_states(plan: Plan, holder: StateHolder, optimizer: Optimizer) -> dict
             if _is_updated(state):
                 pieces.setdefault(segment.key, []).append((segment.key_start, state))
     return {key: _join(plan, key, parts) for key, parts in sorted(pieces.items())}
+
+
+def read_state(
+    given: Mapping[str, Any], options: Mapping[str, Any], plan: Plan, key: int, optimizer: Optimizer
+) -> State:
+    """Check the state of one key (by index), of a group with these options; a copy, or empty if it says no more.
+
+    Raises:
+        StateMismatchError: it belongs to another shape or to another kind of optimizer.
+    """
+    state = _copied(given) if given and _is_updated(given) else {}
+    _refuse(state_problems({key: state}, {key: options}, plan, optimizer) if state else [])
+    return state
 
 
 def read_states(
@@ -81,12 +148,7 @@ def read_states(
         if plan.specs[key].dtype not in _HALF:
             state.pop("master", None)  # the weights were of half precision then
     options = [group for group in saved for _ in group["params"]]
-    problems = momentum_problems(states, saved, optimizer) + state_problems(states, options, plan, optimizer)
-    if problems:
-        raise StateMismatchError(
-            f"the state does not fit this Trainer, which is unchanged: {'; '.join(problems)}. Load the states of the "
-            "same model and the same optimizer"
-        )
+    _refuse(momentum_problems(states, saved, optimizer) + state_problems(states, options, plan, optimizer))
     return states
 
 
@@ -95,24 +157,31 @@ def import_states(
 ) -> None:
     """Replace the state of every key; one without an entry starts afresh. `states` fit the plan, see `read_states`."""
     if not optimizer.elementwise:
-        for key, spec in enumerate(plan.specs):
-            whole = KeyState()
-            if states.get(key):
-                moved = {name: _on(value, device) for name, value in states[key].items()}
-                whole.set_state(moved, spec.shape)
-            holder.put_key_state(key, whole)
+        for key in range(len(plan.specs)):
+            _put_whole(plan, holder, key, states.get(key, {}), device)
         return
     per_element = _per_element(optimizer) if any(not plan.specs[key].shape for key in states) else set()
     for piece in plan.slices:
         kept = SliceState.empty(piece)
         for at, segment in enumerate(piece.segments):
-            state = states.get(segment.key)
-            if state:
-                part = slice(segment.key_start, segment.key_start + segment.numel)
-                is_scalar = not plan.specs[segment.key].shape
-                flat = per_element if is_scalar else set()
-                values = {n: _cut(v, part, n in flat, device) for n, v in state.items()}
-                kept.set_state(piece, at, values)
+            if states.get(segment.key):
+                _fill(plan, piece, kept, at, states[segment.key], per_element, device)
+        holder.put_state(piece, kept)
+
+
+def import_state(
+    plan: Plan, holder: StateHolder, key: int, state: State, optimizer: Optimizer, device: torch.device
+) -> None:
+    """Replace the state of one key, by index; the state fits the plan, see `read_state`."""
+    if not optimizer.elementwise:
+        _put_whole(plan, holder, key, state, device)
+        return
+    per_element = set() if plan.specs[key].shape else _per_element(optimizer)
+    for piece in plan.slices_with(key):
+        kept = holder.get_state(piece)
+        for at, segment in enumerate(piece.segments):
+            if segment.key == key:
+                _fill(plan, piece, kept, at, state, per_element, device)
         holder.put_state(piece, kept)
 
 
@@ -128,6 +197,37 @@ def momentum_problems(
         f"the state was saved with {theirs} SGD, this Trainer runs {mine}: their momentum differs by a factor of "
         "the learning rate. Build the Trainer with 'sgd' for Gluon's, 'torch:SGD' for torch's"
     ]
+
+
+def _refuse(problems: Sequence[str]) -> None:
+    if problems:
+        raise StateMismatchError(
+            f"the state does not fit this Trainer, which is unchanged: {'; '.join(problems)}. Load the states of the "
+            "same model and the same optimizer"
+        )
+
+
+def _put_whole(plan: Plan, holder: StateHolder, key: int, state: State, device: torch.device) -> None:
+    whole = KeyState()
+    if state:
+        whole.set_state({name: _on(value, device) for name, value in state.items()}, plan.specs[key].shape)
+    holder.put_key_state(key, whole)
+
+
+def _fill(
+    plan: Plan,
+    piece: Slice,
+    kept: SliceState,
+    at: int,
+    state: State,
+    per_element: set[str],
+    device: torch.device,
+) -> None:
+    """Put a key's state into the part of a slice that is its own."""
+    segment = piece.segments[at]
+    part = slice(segment.key_start, segment.key_start + segment.numel)
+    flat = set() if plan.specs[segment.key].shape else per_element
+    kept.set_state(piece, at, {n: _cut(v, part, n in flat, device) for n, v in state.items()})
 
 
 def _is_updated(state: Mapping[str, Any]) -> bool:

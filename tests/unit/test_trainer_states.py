@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop
 
 from kvtrainer import Trainer, kvstore
-from kvtrainer.errors import ConfigurationError
+from kvtrainer.errors import ConfigurationError, StateMismatchError
 
 PLACES = pytest.mark.parametrize("uok", [None, False, True], ids=["in-process", "reduced", "in-store"])
 TORCH: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
@@ -54,7 +54,7 @@ class Net(nn.Module):
 
 
 def options_of(kind: str) -> dict[str, Any]:
-    return GLUON[kind] if kind in GLUON else TORCH[kind.removeprefix("torch:")][1]
+    return GLUON[kind] if kind in GLUON else TORCH.get(kind.removeprefix("torch:"), (None, {}))[1]
 
 
 def trainer_of(net: nn.Module, kind: str, uok: bool | None = None, **options: Any) -> Trainer:
@@ -285,3 +285,83 @@ def test_trainer_cannot_be_copied_and_says_what_to_do(copier: Any) -> None:
     trainer = trainer_of(Net(), "adam")
     with pytest.raises(ConfigurationError, match=r"cannot be copied or pickled.*state_dict\(\)"):
         copier(trainer)
+
+
+@PLACES
+def test_state_shows_what_torchs_optimizer_shows_by_parameter(uok: bool | None) -> None:
+    net, reference = Net().double(), Net().double()
+    trainer, oracle = trainer_of(net, "torch:Adam", uok), Adam(reference.parameters(), **TORCH["Adam"][1])
+    train(net, trainer, 0, 2)
+    train(reference, oracle, 0, 2)
+    assert len(trainer.state) == len(oracle.state)
+    for mine, theirs in zip(net.parameters(), reference.parameters(), strict=True):
+        assert (mine in trainer.state) == (theirs in oracle.state)
+        shown = trainer.state[mine]
+        assert shown.keys() == oracle.state[theirs].keys()
+        for name, value in oracle.state[theirs].items():
+            torch.testing.assert_close(shown[name], value, rtol=0, atol=1e-12)
+    assert [id(p) for p in trainer.state] == [id(p) for p, _ in trainer.state.items()]
+    assert trainer.state.get(torch.zeros(1), "none") == "none"
+    assert trainer.state[torch.zeros(1)] == {}
+
+
+@pytest.mark.parametrize("kind", ["adam", "lamb", "torch:SGD"])
+@PLACES
+def test_state_before_the_first_update_has_the_entries_of_state_dict(uok: bool | None, kind: str) -> None:
+    net = Net()
+    trainer = trainer_of(net, kind, uok)
+    saved = trainer.state_dict()["state"]
+    for at, p in enumerate(net.parameters()):
+        assert (p in trainer.state) == (at in saved)
+        assert trainer.state[p].keys() == saved.get(at, {}).keys()
+    assert trainer.state
+    for p, state in trainer.state.items():
+        trainer.state[p] = state
+    train(net, trainer, 0, 1)
+    assert all(float(state["step"]) == 1 for state in trainer.state.values())
+
+
+@pytest.mark.parametrize("kind", ["adam", "lamb"])
+@PLACES
+def test_state_that_is_assigned_by_parameter_counts_as_if_it_were_loaded(uok: bool | None, kind: str) -> None:
+    """As tools do that move an optimizer's state to a device."""
+    nets = [Net(), Net()]
+    one, other = (trainer_of(net, kind, uok) for net in nets)
+    for net, trainer in zip(nets, (one, other), strict=True):
+        train(net, trainer, 0, 2)
+    changed = other.state_dict()
+    for state in changed["state"].values():
+        state["mean" if "mean" in state else "exp_avg"].mul_(2)
+        state["step"] += 3
+    other.load_state_dict(changed)
+    for p, state in one.state.items():
+        state["mean" if "mean" in state else "exp_avg"].mul_(2)
+        assert not state.keys() - one.state[p].keys()
+        one.state[p] = {**state, "step": state["step"] + 3}
+    for net, trainer in zip(nets, (one, other), strict=True):
+        train(net, trainer, 2, 2)
+    assert same(weights(nets[0]), weights(nets[1]))
+    assert one.optimizer.num_update == other.optimizer.num_update == 7
+
+
+@PLACES
+def test_state_of_another_shape_or_parameter_is_refused_and_nothing_changes(uok: bool | None) -> None:
+    net = Net()
+    trainer = trainer_of(net, "adam", uok)
+    train(net, trainer, 0, 1)
+    before = trainer.state_dict()
+    state = trainer.state[net.outer.bias]
+    wrong = {**state, "exp_avg": torch.zeros(99)}
+    with pytest.raises(StateMismatchError, match=r"exp_avg.* has shape \[99\]"):
+        trainer.state[net.outer.bias] = wrong
+    with pytest.raises(ConfigurationError, match="does not have"):
+        trainer.state[torch.zeros(1)] = state
+    with pytest.raises(ConfigurationError, match="load_state_dict"):
+        trainer.state = {}
+    state["exp_avg"].zero_()
+    after = trainer.state_dict()
+    assert all(
+        torch.equal(after["state"][at][name], value)
+        for at in before["state"]
+        for name, value in before["state"][at].items()
+    )
