@@ -313,7 +313,7 @@ class Namespace:
             "num_workers": members.num_workers,
             "num_dead": members.num_dead(now, config.dead_after),
             "messages_in": self.messages_in,
-            "tables": [dict(table.counters()) for table in self.tables.values()],
+            "tables": [{"namespace": self.name, **table.counters()} for table in self.tables.values()],
         }
 
 

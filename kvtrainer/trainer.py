@@ -126,7 +126,7 @@ class Trainer(LossPipeline):
         parameters = [p for group in groups for p in group["params"]]
         if kvstore is not None:
             refuse_parameters_of_ddp(parameters)
-        largest = max(0 if is_lazy(p) else p.numel() for p in parameters)
+        largest = max([0 if is_lazy(p) else p.numel() for p in parameters])
         choice = choose_store(
             kvstore,
             update_on_kvstore,
@@ -246,7 +246,11 @@ class Trainer(LossPipeline):
         return self._link.staleness
 
     def server_stats(self) -> list[dict[str, Any]]:
-        """Each server's counters for this Trainer's parameters, in server order; empty without a store."""
+        """Each server's counters for this Trainer's parameters, in server order; empty without a store.
+
+        One dict for each server: in "tables" is one row, with the round, the version, bytes, and the ranks that the
+        round waits for. Before the first step there is no store yet.
+        """
         return self._link.stats()
 
     def close(self) -> None:

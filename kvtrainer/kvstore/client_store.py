@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+import weakref
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -38,6 +39,8 @@ class ClientStore(KVStoreBase):
         self._optimizer: Optimizer | None = None
         self._sent_spec: dict[str, Any] | None = None
         self._profiler: Profiler | None = None
+        self._for_trainers: list[weakref.ref[Client]] = []
+        """The clients that Trainers were given."""
 
     @property
     def type(self) -> str:
@@ -163,9 +166,18 @@ class ClientStore(KVStoreBase):
         return self._profiler
 
     def server_stats(self) -> list[dict[str, Any]]:
-        """Each server's counters for this store, in server order; waits for this worker's own pushes."""
+        """Each server's counters for this store, in server order; waits for this worker's own pushes.
+
+        In "tables" come the store's own keys first, and then the parameters of the Trainers that were given this store
+        and are not closed; the "namespace" of each tells them apart. A Trainer has its own in `trainer.server_stats()`.
+        """
         self._client.settle()
-        return self._client.stats()
+        stats = self._client.stats()
+        trainers = [client for made in self._for_trainers if (client := made()) is not None]
+        for of_trainer in [client.stats() for client in trainers if not client.is_closed]:
+            for mine, theirs in zip(stats, of_trainer, strict=True):
+                mine["tables"] = [*mine["tables"], *theirs["tables"]]
+        return stats
 
     def close(self) -> None:
         """Wait for this worker's pushes and leave; idempotent. Other workers' rounds that need it fail."""

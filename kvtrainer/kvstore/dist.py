@@ -113,13 +113,14 @@ class DistKVStore(TableKVStore):
         self._namespace = f"store{next(_created)}" if namespace is None else namespace
         self._clients: list[Client] = []
         weakref.finalize(self, _leave, self._clients)
-        self._trainers = self._sides = 0
+        self._sides = 0
         super().__init__(type, self._connect(self._namespace))
 
     def open_client(self) -> Client:
         """A client with a namespace of its own, for a Trainer; blocks until the servers answer."""
-        self._trainers += 1
-        return self._connect(f"{self._namespace}/trainer{self._trainers}")
+        client = self._connect(f"{self._namespace}/trainer{len(self._for_trainers) + 1}")
+        self._for_trainers.append(weakref.ref(client))
+        return client
 
     def open_side_client(self) -> Client:
         """A client with a namespace of its own and synchronous rounds, for what workers agree on beside training.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, ClassVar
 
@@ -53,7 +54,6 @@ class LocalKVStore(TableKVStore):
         self._transport = _Direct([self._engine], time.monotonic)
         super().__init__(type, _connected(self._transport, _KEYS))
         self._can_compress = "device" in type.lower()
-        self._trainers = 0
 
     def pull(self, key: Any, out: Any = None, priority: int = 0, ignore_sparse: bool = True) -> None:
         if ignore_sparse or out is None:
@@ -96,8 +96,10 @@ class LocalKVStore(TableKVStore):
 
     def open_client(self) -> Client:
         """A client with a namespace of its own, for a Trainer."""
-        self._trainers += 1
-        return _connected(Loopback([self._engine], time.monotonic), f"trainer{self._trainers}")
+        name = f"trainer{len(self._for_trainers) + 1}"
+        client = _connected(Loopback([self._engine], time.monotonic), name)
+        self._for_trainers.append(weakref.ref(client))
+        return client
 
     @property
     def rank(self) -> int:

@@ -242,3 +242,27 @@ def test_failed_round_leaves_weights_and_gradients_and_can_be_repeated() -> None
     store.is_down = False
     trainer.step(1)
     assert p.item() == -2
+
+
+def test_a_stores_counters_have_its_own_keys_and_then_those_of_its_trainers_until_they_close() -> None:
+    store = kvstore.create("local")
+    store.init("w", torch.zeros(2))
+    (a, b), [c] = zeros(), zeros(1)
+    first, second = (
+        Trainer(given, "sgd", {"lr": 1.0}, kvstore=store, update_on_kvstore=True) for given in ([a, b], [c])
+    )
+    for steps, trainer, given in ((2, first, [a, b]), (1, second, [c])):
+        for _ in range(steps):
+            backward(*given)
+            trainer.step(1)
+
+    def rows() -> list[tuple[str, int, int]]:
+        [stats] = store.server_stats()
+        return [(row["table"], row["keys"], row["rounds_applied"]) for row in stats["tables"]]
+
+    assert rows() == [("w", 1, 0), ("parameters", 2, 2), ("parameters", 1, 1)]
+    [stats] = store.server_stats()
+    assert len({row["namespace"] for row in stats["tables"]}) == 3
+    assert first.server_stats()[0]["tables"] == [stats["tables"][1]]
+    first.close()
+    assert rows() == [("w", 1, 0), ("parameters", 1, 1)]
