@@ -82,10 +82,10 @@ class UpdaterHook(Hook):
             self._write(self._renew(runner))
 
     def before_train_iter(self, runner: Any) -> None:
-        regular = self._regular() if self.by_epoch else self._renew(runner)
+        regular = getattr(self, f"regular_{self._value}") if self.by_epoch else self._renew(runner)
         left = (self.warmup_iters or 0) - runner.iter if self.warmup is not None else -1
         if left > 0:
-            self._write(self._warm(runner.iter))
+            self._write(getattr(self, f"get_warmup_{self._value}")(runner.iter))
         elif left == 0 or not self.by_epoch:
             self._write(regular)
 
@@ -135,16 +135,10 @@ class UpdaterHook(Hook):
         return warmup_factor(str(self.warmup), at, self.warmup_iters or 1, self.warmup_ratio)
 
     def _renew(self, runner: Any) -> Values:
-        """Ask for the values of now, without a warm-up."""
-        raise NotImplementedError
-
-    def _regular(self) -> Values:
-        """What `_renew` gave last."""
-        raise NotImplementedError
-
-    def _warm(self, at: int) -> Values:
-        """What the warm-up makes of that."""
-        raise NotImplementedError
+        """Ask for the values of now, without a warm-up; the methods have MMCV's names, for who overrides them."""
+        values: Values = getattr(self, f"get_regular_{self._value}")(runner)
+        setattr(self, f"regular_{self._value}", values)
+        return values
 
 
 class LrUpdaterHook(UpdaterHook):
@@ -171,16 +165,6 @@ class LrUpdaterHook(UpdaterHook):
     def get_warmup_lr(self, cur_iters: int) -> Values:
         """What the warm-up makes of them in this batch."""
         return _each(lambda rate: rate * self._factor(cur_iters), self.regular_lr)
-
-    def _renew(self, runner: Any) -> Values:
-        self.regular_lr = self.get_regular_lr(runner)
-        return self.regular_lr
-
-    def _regular(self) -> Values:
-        return self.regular_lr
-
-    def _warm(self, at: int) -> Values:
-        return self.get_warmup_lr(at)
 
 
 class MomentumUpdaterHook(UpdaterHook):
@@ -212,16 +196,6 @@ class MomentumUpdaterHook(UpdaterHook):
     def get_warmup_momentum(self, cur_iters: int) -> Values:
         """What the warm-up makes of them in this batch."""
         return _each(lambda one: self._lift(one, self._factor(cur_iters)), self.regular_momentum)
-
-    def _renew(self, runner: Any) -> Values:
-        self.regular_momentum = self.get_regular_momentum(runner)
-        return self.regular_momentum
-
-    def _regular(self) -> Values:
-        return self.regular_momentum
-
-    def _warm(self, at: int) -> Values:
-        return self.get_warmup_momentum(at)
 
 
 class FixedLrUpdaterHook(LrUpdaterHook):

@@ -55,7 +55,8 @@ class ParamSchedule:
             Without it a schedule by epoch whose warm-up goes by step needs `warmup_clock.step()` after each step.
         groups: The groups to write, by index or by their 'name'; None: all, later ones too.
         passed: How many steps or epochs are over already; the groups should know their 'initial_lr' then.
-        after: A schedule of the same value to build on: what it gives is where this one starts from.
+        after: A schedule of the same value to build on: what it gives is where this one starts from, or, if this one
+            ends before it begins, the other way round.
         options: Of the policy, such as gamma, power, min_lr, min_lr_ratio, periods, target_ratio.
 
     The policy starts from each group's 'initial_lr' (or 'initial_…'), or else from its present value, so groups keep
