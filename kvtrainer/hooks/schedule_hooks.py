@@ -24,7 +24,7 @@ Values = list[Any] | dict[str, list[Any]]
 
 
 class UpdaterHook(Hook):
-    """Writes a value of the parameter groups; see LrUpdaterHook and MomentumUpdaterHook.
+    """Write a value of the parameter groups; see LrUpdaterHook and MomentumUpdaterHook.
 
     Args:
         by_epoch: Whether the value changes from epoch to epoch, or else from batch to batch; None: as the policy goes.
@@ -90,7 +90,7 @@ class UpdaterHook(Hook):
             self._write(regular)
 
     def _bind(self, runner: Any) -> Values:
-        """Find the optimizer, or several; returns what their groups start from."""
+        """Find the optimizer, or several, and return what their groups start from."""
         found = getattr(runner, "trainer", None)
         found = getattr(runner, "optimizer", None) if found is None else found
         if not isinstance(found, Mapping | torch.optim.Optimizer):
@@ -114,7 +114,7 @@ class UpdaterHook(Hook):
         return bases if isinstance(found, Mapping) else bases[""]
 
     def _progress(self, runner: Any) -> tuple[int, int | None]:
-        """How many epochs or batches have passed, and how many there will be."""
+        """Return how many epochs or batches have passed, and how many there will be."""
         at, last = ("epoch", "max_epochs") if self.by_epoch else ("iter", "max_iters")
         return int(getattr(runner, at, 0)), getattr(runner, last, None)
 
@@ -142,7 +142,7 @@ class UpdaterHook(Hook):
 
 
 class LrUpdaterHook(UpdaterHook):
-    """Writes learning rates; derive from it and override `get_lr`. Arguments as of UpdaterHook."""
+    """Write learning rates; derive from it and override `get_lr`. Arguments as of UpdaterHook."""
 
     priority = Priority.VERY_HIGH
 
@@ -155,20 +155,20 @@ class LrUpdaterHook(UpdaterHook):
         self.base_lr = self._bind(runner)
 
     def get_lr(self, runner: Any, base_lr: float) -> float:
-        """The learning rate of now of a group that started from `base_lr`, without a warm-up."""
+        """Return the learning rate of now of a group that started from `base_lr`, without a warm-up."""
         return self._of_policy(runner, base_lr)
 
     def get_regular_lr(self, runner: Any) -> Values:
-        """Those of all groups."""
+        """Return those of all groups."""
         return _each(lambda base: self.get_lr(runner, base), self.base_lr)
 
     def get_warmup_lr(self, cur_iters: int) -> Values:
-        """What the warm-up makes of them in this batch."""
+        """Return what the warm-up makes of them in this batch."""
         return _each(lambda rate: rate * self._factor(cur_iters), self.regular_lr)
 
 
 class MomentumUpdaterHook(UpdaterHook):
-    """Writes momentum, or the first of the betas; derive from it and override `get_momentum`.
+    """Write momentum, or the first of the betas; derive from it and override `get_momentum`.
 
     A warm-up raises momentum, to 0.999 at most. Arguments as of UpdaterHook.
     """
@@ -186,15 +186,15 @@ class MomentumUpdaterHook(UpdaterHook):
         self.base_momentum = self._bind(runner)
 
     def get_momentum(self, runner: Any, base_momentum: float) -> float:
-        """The momentum of now of a group that started from `base_momentum`, without a warm-up."""
+        """Return the momentum of now of a group that started from `base_momentum`, without a warm-up."""
         return self._of_policy(runner, base_momentum)
 
     def get_regular_momentum(self, runner: Any) -> Values:
-        """Those of all groups."""
+        """Return those of all groups."""
         return _each(lambda base: self.get_momentum(runner, base), self.base_momentum)
 
     def get_warmup_momentum(self, cur_iters: int) -> Values:
-        """What the warm-up makes of them in this batch."""
+        """Return what the warm-up makes of them in this batch."""
         return _each(lambda one: self._lift(one, self._factor(cur_iters)), self.regular_momentum)
 
 

@@ -255,7 +255,7 @@ class ParamSchedule:
         return self._lift(value, factor)
 
     def _restarted(self, index: int) -> float:
-        """What the schedules before this one give, without those whose window ends before this one's begins."""
+        """Return what the schedules before this one give, but for those that end before it begins."""
         value = self._target.base(index)
         for one in self._chain[: self._chain.index(self)]:
             if not one._precedes(self):
@@ -268,7 +268,7 @@ class ParamSchedule:
 
 
 class MomentumWarmup:
-    """Raises momentum in a warm-up, but not to 1, and warns once where that makes a difference."""
+    """Raise momentum in a warm-up, but not to 1; warn once where that makes a difference."""
 
     def __init__(self) -> None:
         self._has_warned = False

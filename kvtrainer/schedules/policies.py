@@ -150,7 +150,7 @@ def cosine_restart(
 
 
 def period_at(at: int, periods: Sequence[int]) -> tuple[int, float]:
-    """In which of some periods one after another `at` is, and which share of it is over.
+    """Find in which of some consecutive periods `at` is, and the share of it that is over.
 
     Raises:
         ConfigurationError: all periods are over.
@@ -293,7 +293,7 @@ def _target(base: float, minimum: float | None, ratio: float | None) -> float:
 
 
 def half_cosine(start: float, end: float, share: float) -> float:
-    """Half a period of the cosine from `start` to `end`, of which `share` is over."""
+    """Follow half a period of the cosine from `start` to `end`, of which `share` is over."""
     return end + 0.5 * (start - end) * (math.cos(math.pi * share) + 1.0)
 
 

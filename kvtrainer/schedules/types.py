@@ -208,7 +208,7 @@ def _factor(options: dict[str, Any], key: str, default: float) -> float:
 
 
 def _minimum(options: dict[str, Any]) -> Callable[[float], float]:
-    """What `eta_min` (0 by default), or `eta_min_ratio` of it, means for a value."""
+    """Return the function from a value to its minimum: `eta_min` (0), or `eta_min_ratio` of it."""
     given = [key for key in ("eta_min", "eta_min_ratio") if options.get(key) is not None]
     if len(given) == 2:
         raise ConfigurationError("give one of eta_min and eta_min_ratio")
