@@ -14,7 +14,6 @@ from collections.abc import Sequence
 
 from kvstore_server.lr_scheduler.base import LRScheduler, register
 
-
 _ONE_BY_ONE = 1 << 16
 """Decays that are multiplied one by one; whole blocks of so many are a power, so that no count takes long."""
 
