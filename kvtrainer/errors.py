@@ -36,6 +36,7 @@ __all__ = [
     "BackwardTwiceError",
     "CheckpointKeyError",
     "CommandError",
+    "ConcurrentCallError",
     "ConfigurationError",
     "ConnectTimeoutError",
     "CustomImportError",
@@ -142,6 +143,10 @@ class RowSparseError(KVStoreError, RuntimeError):
 
 class BackwardTwiceError(KVStoreError, RuntimeError):
     """The gradients of the losses of one batch were to be computed a second time."""
+
+
+class ConcurrentCallError(KVStoreError, RuntimeError):
+    """A Trainer or a store was called by a thread while another one was in a call of it."""
 
 
 class AmpNotInitializedError(ConfigurationError):

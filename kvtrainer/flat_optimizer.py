@@ -20,6 +20,7 @@ from kvtrainer.grouped_optimizer import GroupedOptimizer
 from kvtrainer.groups import NOTES
 from kvtrainer.layout.replicated import make_layout
 from kvtrainer.local_update import JointUpdate
+from kvtrainer.one_thread import by_one_thread
 from kvtrainer.saving import adopt_numbers, as_state_dict, check_fit, take_out
 from kvtrainer.states.entries import State, initial_state
 from kvtrainer.states.file import read_state_file, write_state_file
@@ -61,6 +62,7 @@ class FlatOptimizer(GroupedOptimizer):
                 "parameters: trainer.state[parameter] = {...}"
             )
 
+    @by_one_thread
     def state_dict(self) -> dict[str, Any]:
         """Options and optimizer state in torch's form, wherever the state is kept; blocks while it is fetched.
 
@@ -73,6 +75,7 @@ class FlatOptimizer(GroupedOptimizer):
         with self._without_copies():
             return super().state_dict()
 
+    @by_one_thread
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over options and optimizer state, of this class or of the torch optimizer of the same kind.
 
@@ -108,6 +111,7 @@ class FlatOptimizer(GroupedOptimizer):
         self._bind_groups()
         self._take_states(found)
 
+    @by_one_thread
     def save_states(self, fname: str | os.PathLike[str]) -> None:
         """Save all that another Trainer needs, beside the weights, to go on as if never interrupted, in one file.
 
@@ -120,6 +124,7 @@ class FlatOptimizer(GroupedOptimizer):
         """
         write_state_file(fname, self.export_saved_states())
 
+    @by_one_thread
     def load_states(self, fname: str | os.PathLike[str]) -> None:
         """Take over what `save_states` saved, here or elsewhere, with any kvstore and any number of servers.
 

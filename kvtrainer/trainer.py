@@ -20,6 +20,7 @@ from kvtrainer.exchange.chosen import BUCKETS
 from kvtrainer.groups import make_groups
 from kvtrainer.kvstore.base import KVStoreBase
 from kvtrainer.layout.row_tables import check_claimable, claim, refuse_to_add
+from kvtrainer.one_thread import by_one_thread
 from kvtrainer.optimizer import create as create_optimizer
 from kvtrainer.parallel.policy import devices_of, policy_of
 from kvtrainer.param_options.paramwise import apply_paramwise
@@ -144,6 +145,7 @@ class Trainer(LossPipeline):
         super().__init__(groups, built, instance, choice, stages=stages)
         claim(self, groups)
 
+    @by_one_thread
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if self._is_built:
             refuse_to_add(param_group)
@@ -189,6 +191,7 @@ class Trainer(LossPipeline):
         """The factor of the next loss. Raises AmpNotInitializedError before `kvtrainer.amp.init_trainer`."""
         return scaler_of(self).loss_scale
 
+    @by_one_thread
     def set_data(self, values: Mapping[str, Tensor] | None = None) -> None:
         """Make rank 0's present weights those of every worker and of the store; collective, between steps; blocks.
 
@@ -245,6 +248,7 @@ class Trainer(LossPipeline):
         """
         return self._link.staleness
 
+    @by_one_thread
     def server_stats(self) -> list[dict[str, Any]]:
         """Each server's counters for this Trainer's parameters, in server order; empty without a store.
 

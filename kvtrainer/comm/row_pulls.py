@@ -60,7 +60,9 @@ class _Request:
 
     def takes(self, some: _Some) -> bool:
         is_small = self.size + len(some.ids) <= IDS_PER_MESSAGE and len(self.rows) < KEYS_PER_MESSAGE
-        return is_small and self.nbytes + some.out.nbytes <= BYTES_PER_ANSWER and some.slice not in self.waiting
+        return (
+            is_small and self.nbytes + some.out.nbytes <= BYTES_PER_ANSWER and some.slice not in self.waiting
+        )
 
     def add(self, some: _Some) -> None:
         self.rows.append(some)

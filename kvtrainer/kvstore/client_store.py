@@ -18,6 +18,7 @@ from kvtrainer.comm.tickets import RemoteTable, RoundItem
 from kvtrainer.kvstore import store_states
 from kvtrainer.kvstore.base import Key, KVStoreBase
 from kvtrainer.kvstore.entries import Entry
+from kvtrainer.one_thread import by_one_thread
 from kvtrainer.optimizer import create as create_optimizer
 from kvtrainer.profiler import Profiler
 
@@ -59,6 +60,7 @@ class ClientStore(KVStoreBase):
         """How many servers hold the keys."""
         return self._client.num_servers
 
+    @by_one_thread
     def set_optimizer(self, optimizer: Any) -> None:
         """Apply this optimizer to every round from now on, where the keys live.
 
@@ -72,6 +74,7 @@ class ClientStore(KVStoreBase):
         if not self._optimizer.elementwise:
             self._bring_together()
 
+    @by_one_thread
     def save_optimizer_states(self, fname: str | os.PathLike[str], dump_optimizer: bool = False) -> None:
         """Save the optimizer's state of every key, wherever it is; any one worker may, between its pushes; blocks.
 
@@ -84,6 +87,7 @@ class ClientStore(KVStoreBase):
         tables = [entry.table for entry in self._entries.values()]
         store_states.save(fname, self._client, tables, self._known_optimizer(), dump_optimizer)
 
+    @by_one_thread
     def load_optimizer_states(self, fname: str | os.PathLike[str]) -> None:
         """Go on from saved state; call it on every worker, with the same file, after `init` and `set_optimizer`.
 
@@ -95,6 +99,7 @@ class ClientStore(KVStoreBase):
         tables = [entry.table for entry in self._entries.values()]
         optimizer.hyper.update(store_states.load(fname, self._client, tables, optimizer))
 
+    @by_one_thread
     def set_gradient_compression(self, compression_params: Mapping[str, Any]) -> None:
         """Compress what this worker pushes from now on; what is lost is added to its next push of the key.
 
@@ -116,10 +121,12 @@ class ClientStore(KVStoreBase):
         self._client.settle()  # a push under way may have to be sent again, as it was
         self._compress_with(None if codec.name == "none" else codec)
 
+    @by_one_thread
     def barrier(self) -> None:
         """Block until every worker has come here."""
         self._client.barrier()
 
+    @by_one_thread
     def num_dead_nodes(self, node_id: int = WORKERS) -> int:
         """How many processes of the job are dead; asks the servers, up to `dead_after` seconds if one is silent.
 
@@ -143,6 +150,7 @@ class ClientStore(KVStoreBase):
         workers = max((int(stats["num_dead"]) for stats in there), default=0) if node_id & WORKERS else 0
         return workers + (len(answers) - len(there) if node_id & SERVERS else 0)
 
+    @by_one_thread
     def send_command_to_servers(self, head: int, body: str) -> list[str]:
         """Have every server answer a command, and return the answers in server order; blocks until all have.
 
@@ -165,6 +173,7 @@ class ClientStore(KVStoreBase):
             self._profiler = Profiler(self._client, time.monotonic)
         return self._profiler
 
+    @by_one_thread
     def server_stats(self) -> list[dict[str, Any]]:
         """Each server's counters for this store, in server order; waits for this worker's own pushes.
 

@@ -29,6 +29,7 @@ from kvtrainer.kvstore.row_sums import gather_row_sum
 from kvtrainer.kvstore.row_values import densified, is_sparse, merge_rows
 from kvtrainer.kvstore.same_calls import check_same_call, error_text
 from kvtrainer.kvstore.values import merge, pair, spec_of
+from kvtrainer.one_thread import by_one_thread
 from kvtrainer.parallel.reducers import check_reducer, is_left_fold, make_reducer
 
 Pairs = Sequence[tuple[Key, list[Tensor]]]
@@ -123,20 +124,24 @@ class DeviceKVStore(LocalKVStore):
     def coalesce(self, value: bool) -> None:
         self._set_buckets(Buckets(self._buckets.size_mb, value))
 
+    @by_one_thread
     def push(self, key: Any, value: Any, priority: int = 0) -> None:
         self._agree("push", key, value)
         super().push(key, value, priority)
 
+    @by_one_thread
     def pushpull(self, key: Any, value: Any, out: Any = None, priority: int = 0) -> None:
         self._agree("pushpull", key, value, value if out is None else out)
         super().pushpull(key, value, out, priority)
 
+    @by_one_thread
     def barrier(self) -> None:
         if self.group is None:
             super().barrier()
         else:
             self._exchange("barrier", {})
 
+    @by_one_thread
     def set_gradient_compression(self, compression_params: Mapping[str, Any]) -> None:
         if not self._can_compress:
             what = "between the ranks of torch.distributed" if self.group is not None else "on kvstore 'nccl'"

@@ -22,6 +22,7 @@ from kvtrainer.kvstore.quiet import without_collections
 from kvtrainer.kvstore.row_values import dense_sum, densified, is_sparse, merge_rows
 from kvtrainer.kvstore.row_verbs import pull, read_pulls, without_sparse
 from kvtrainer.kvstore.values import check_fits, check_key, check_out, merge, pair, spec_of
+from kvtrainer.one_thread import by_one_thread
 
 
 class TableKVStore(ClientStore):
@@ -36,6 +37,7 @@ class TableKVStore(ClientStore):
     _other_dtypes: ClassVar[Collection[str]] = ()
     """What keys may be beside the dtypes that an optimizer updates."""
 
+    @by_one_thread
     @without_collections
     def init(self, key: Any, value: Any) -> None:
         """Create keys with rank 0's values; blocks until every worker has called it.
@@ -46,11 +48,13 @@ class TableKVStore(ClientStore):
         """
         self._create(pair(key, value, "value"), None)
 
+    @by_one_thread
     @without_collections
     def broadcast(self, key: Any, value: Any, out: Any, priority: int = 0) -> None:
         """Create keys with rank 0's values and write those to `out` on every worker; blocks as `init` does."""
         self._create(pair(key, value, "value"), pair(key, out, "out"))
 
+    @by_one_thread
     @without_collections
     def push(self, key: Any, value: Any, priority: int = 0) -> None:
         """Give this worker's part to the next round of each key and return; `value` may be changed at once.
@@ -70,6 +74,7 @@ class TableKVStore(ClientStore):
             items.append(self._item(entry, replicas, None))
         self._start(items, priority)
 
+    @by_one_thread
     @without_collections
     def pull(self, key: Any, out: Any = None, priority: int = 0, ignore_sparse: bool = True) -> None:
         """Write the present values of keys to `out`, after this worker's own pushes; blocks.
@@ -87,6 +92,7 @@ class TableKVStore(ClientStore):
         for target in targets:
             target.finish()
 
+    @by_one_thread
     @without_collections
     def pushpull(self, key: Any, value: Any, out: Any = None, priority: int = 0) -> None:
         """Push, wait for the round, and write the new values to `out`, or back to `value`; blocks.
@@ -108,6 +114,7 @@ class TableKVStore(ClientStore):
         for target in targets:
             target.finish()
 
+    @by_one_thread
     def version(self, key: Key) -> int:
         """How many updates are in the values of a key that this worker read last: the most that any server had applied.
 
@@ -116,6 +123,7 @@ class TableKVStore(ClientStore):
         entry = self._lookup_one(key)
         return max(entry.table.versions.values(), default=-1)
 
+    @by_one_thread
     def staleness(self, key: Key) -> int:
         """How many updates others made between this worker's last read of a key and its last push of it.
 
@@ -129,6 +137,7 @@ class TableKVStore(ClientStore):
         self._client.rounds.settle(entry.table)
         return entry
 
+    @by_one_thread
     def row_sparse_pull(
         self, key: Any, out: Any = None, priority: int = 0, row_ids: Any = None
     ) -> Tensor | list[Any]:

@@ -18,6 +18,7 @@ import torch
 from kvstore_server.norms import Decision
 from kvtrainer.clipping import Verdict
 from kvtrainer.errors import ConfigurationError, NonFiniteGradientError
+from kvtrainer.one_thread import by_one_thread
 from kvtrainer.precision.grad_scaler import plain_scaling
 from kvtrainer.results import StepResult
 from kvtrainer.schedules.param_schedule import BoundSchedule
@@ -37,6 +38,7 @@ class Pipeline(Stages):
     last: StepResult | None = None
     """How the last step ended; None before the first one."""
 
+    @by_one_thread
     def step(  # type: ignore[override]
         self,
         batch_size: float | Callable[[], Any] | None = None,
@@ -172,6 +174,7 @@ class Pipeline(Stages):
         assert self.last is not None
         return self.last
 
+    @by_one_thread
     def allreduce_grads(self) -> None:
         """Replace every gradient by its sum over workers and replicas, to be changed before `update`; blocks.
 
@@ -198,6 +201,7 @@ class Pipeline(Stages):
                 # Rows of a single gradient are their own sum.
                 self._layout.scatter_grads(summed, self._link.num_workers > 1 or bool(self._layout.copies))
 
+    @by_one_thread
     def update(self, batch_size: float | None = None, ignore_stale_grad: bool = False) -> StepResult:
         """Update the weights from the present gradients, after `allreduce_grads`; arguments as of `step`.
 

@@ -140,7 +140,9 @@ def test_a_server_that_is_ready_imports_nothing_more_whatever_optimizer_is_named
 
     before = imported(members.join([server], 0, 1, new_name()))
     # Other tests of this process may have registered some of their own.
-    for name in sorted(n for n, cls in known().items() if cls.__module__.startswith(("kvstore_server.", "torch."))):
+    for name in sorted(
+        n for n, cls in known().items() if cls.__module__.startswith(("kvstore_server.", "torch."))
+    ):
         kv = members.join([server], 0, 1, new_name())
         kv.set_optimizer(create(name, lr=0.1))
         kv.init("w", torch.ones(4, 4))

@@ -1,0 +1,59 @@
+"""Public calls of an object that belongs to one thread at a time: another one is told so, and changes nothing."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Concatenate, ParamSpec, TypeVar
+
+from kvtrainer.errors import ConcurrentCallError
+
+_Self = TypeVar("_Self")
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+
+_CALL = "_call_under_way"
+"""Attribute of the object: who is in which of its calls."""
+
+
+class _Call:
+    """One call that no other one surrounds."""
+
+    __slots__ = ("method", "thread")
+
+    def __init__(self, method: str) -> None:
+        self.method = method
+        self.thread = threading.get_ident()
+
+
+def by_one_thread(
+    method: Callable[Concatenate[_Self, _Arguments], _Result],
+) -> Callable[Concatenate[_Self, _Arguments], _Result]:
+    """Raise ConcurrentCallError in a thread that calls a method while another thread is in one of the same object.
+
+    The thread that was first goes on as if nothing had happened. Calls inside of a call are free, and so is a call by
+    another thread afterwards.
+    """
+    name = method.__name__
+
+    @functools.wraps(method)
+    def call(self: _Self, /, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+        mine = _Call(name)
+        # One operation of the interpreter: of two threads only one finds its own call there.
+        found: _Call = self.__dict__.setdefault(_CALL, mine)
+        if found is mine:
+            try:
+                return method(self, *args, **kwargs)
+            finally:
+                del self.__dict__[_CALL]
+        if found.thread != mine.thread:
+            who = type(self).__name__
+            raise ConcurrentCallError(
+                f"{name}() of a {who} was called by thread {threading.current_thread().name!r} while another thread is "
+                f"in its {found.method}(); a {who} may be used by one thread at a time: call it from one thread, or "
+                "put a lock around its calls. This one has changed nothing"
+            )
+        return method(self, *args, **kwargs)
+
+    return call
