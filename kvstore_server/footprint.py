@@ -14,6 +14,7 @@ from kvstore_server.optimizer import Optimizer, create_from_spec
 from kvstore_server.plan import ITEM_SIZE, Plan, TensorSpec, make_plan
 from kvstore_server.protocol.control import pack_control, unpack_control
 from kvstore_server.reduction import Addend, torch_dtype
+from kvstore_server.slicing import SIZES
 
 NAMESPACE, MEMBER, KEY = 16 << 10, 1 << 10, 1 << 10
 """Bytes that one of them occupies, roughly, beside what the tables hold."""
@@ -29,9 +30,9 @@ def footprint(plan: Plan, server: int, num_workers: int, mode: Mode, optimizer: 
     """
     total = _TABLE + KEY * len(plan.specs) + _SLICE * len(plan.slices) + 8 * num_workers
     for piece in plan.slices_of(server):
-        weights = piece.length * ITEM_SIZE[piece.dtype]
+        weights = piece.length * SIZES[piece.dtype]
         state = 0.0
-        if optimizer is not None:
+        if optimizer is not None and piece.dtype in ITEM_SIZE:  # which does not update integers
             state = weights * _state_bytes(pack_control(optimizer.spec()), piece.dtype)
             state += (weights + state) * optimizer.may_raise  # what a failed update goes back to
             state += weights * num_workers * (optimizer.delay_state is not None and not mode.is_sync)
