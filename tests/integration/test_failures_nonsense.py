@@ -90,6 +90,16 @@ def test_a_frame_above_the_limit_costs_only_its_sender_the_connection(
     assert_serve([server])
 
 
+def test_refused_messages_do_not_fill_the_log(server: Process, peer: zmq.Socket[bytes]) -> None:
+    before = server.stderr().count("refused a message")
+    for _ in range(2000):
+        peer.send(b"nonsense")
+    for _ in range(2000):
+        _answer(peer)
+    # 20 in ten seconds, and this takes minutes on no machine.
+    assert server.stderr().count("refused a message") - before < 1000
+
+
 def test_bytes_that_are_not_zeromq_do_not_disturb_a_server(server: Process) -> None:
     where = urlsplit(server.address)
     for data in (b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 64, b""):
