@@ -31,7 +31,9 @@ class Peer:
         self._number = 0
         self._run = self._session = 0
         self.now = now
-        hello = m.Hello(namespace, 0, num_workers, 0, engine.config.num_servers, "", "host:1", bytes(16), (b"peer",))
+        hello = m.Hello(
+            namespace, 0, num_workers, 0, engine.config.num_servers, "", "host:1", bytes(16), (b"peer",)
+        )
         self.answer = self.ask(hello)
         if isinstance(self.answer, m.Welcome):
             self._run, self._session = self.answer.run, self.answer.session
