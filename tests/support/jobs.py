@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from tests.support.forks import Fork, fork_server
-from tests.support.limits import LIMIT
+from tests.support.limits import JOB_LIMIT
 
 ROOT = Path(__file__).parents[2]
 FOLDER = "KVTRAINER_TEST_FOLDER"
@@ -56,12 +56,12 @@ def run_job(worker: str, folder: Path, workers: int, servers: int, *arguments: s
     """
     members = _Members(folder)
     try:
-        code = members.run([f"tests.support.workers.{worker}", *arguments], workers, servers, LIMIT)
+        code = members.run([f"tests.support.workers.{worker}", *arguments], workers, servers, JOB_LIMIT)
     finally:
         members.close()
     what = f"the job {' '.join([worker, *arguments])} with {workers} workers and {servers} servers"
     if code != 0:
-        how = f"took more than {LIMIT:g} s" if code is None else f"exited with code {code}"
+        how = f"took more than {JOB_LIMIT:g} s" if code is None else f"exited with code {code}"
         raise AssertionError(f"{what} {how}; its output:\n{members.log.read_text(errors='replace')}")
     missing = [rank for rank in range(workers) if not _file(folder, rank).exists()]
     if missing:

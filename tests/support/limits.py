@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-LIMIT = 600.0
-"""Seconds after which what must happen counts as hanging. Pytest's own limit in setup.cfg is above it."""
+LIMIT = 300.0
+"""Seconds after which what must happen counts as hanging."""
+JOB_LIMIT = 1000.0
+"""The same for a whole job of processes, which many tests share. Pytest's own limit in setup.cfg is above it."""
 FOREVER = 3600.0
 """Seconds that nobody lives to see: what would wait or sleep so long has to be ended by something else."""
 DEAD_AFTER = 3.0
