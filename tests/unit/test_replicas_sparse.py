@@ -10,6 +10,7 @@ import torch
 
 from kvtrainer import RowSparseParameter, Trainer, kvstore
 from kvtrainer.errors import ConfigurationError, RowSparseError
+from kvtrainer.parallel import DataParallel
 from tests.support.replica_training import backward, embedding, replicas, values
 
 
@@ -60,6 +61,16 @@ def test_a_row_sparse_weight_on_several_devices_trains_as_mxnets(type: str, coun
         # Each use of a row adds 1 for each of the two outputs.
         assert net.table.row_sparse_data(torch.arange(4)).tolist() == [[-1] * 3, [-1] * 3, [-3] * 3, [1] * 3]
         assert torch.equal(net.dense.weight, nets[0].dense.weight)
+
+
+def test_a_row_sparse_weight_in_a_data_parallel_model_has_replicas() -> None:
+    net = Table()
+    model = DataParallel(net, ["cpu", "cpu"])
+    trainer = Trainer(model, "sgd", {"learning_rate": 1})
+    for out in model(torch.tensor([[0, 2], [1, 2]])):
+        out.sum().backward()
+    trainer.step(1)
+    assert net.table.row_sparse_data(torch.arange(4))[:, 0].tolist() == [-1, -1, -3, 1]
 
 
 def test_a_row_sparse_weight_of_one_dimension_has_replicas_and_survives_its_files(tmp_path: Path) -> None:
