@@ -17,7 +17,6 @@ from torch import Tensor
 
 from kvtrainer.errors import ConfigurationError
 from kvtrainer.grouped_optimizer import GroupedOptimizer
-from kvtrainer.groups import NOTES
 from kvtrainer.layout.replicated import make_layout
 from kvtrainer.local_update import JointUpdate
 from kvtrainer.one_thread import by_one_thread
@@ -106,7 +105,7 @@ class FlatOptimizer(GroupedOptimizer):
         finally:
             hook.remove()
         for group, before in zip(self.param_groups, former, strict=True):
-            for name in before.keys() - NOTES:
+            for name in self.defaults.keys() & before.keys():
                 group.setdefault(name, before[name])
         self._bind_groups()
         self._take_states(found)

@@ -126,9 +126,12 @@ def options_of(group: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]
 
 
 def kept_entries(group: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
-    """What is saved of a group: its options and the notes of schedules; of a foreign class all that it keeps there."""
-    names = set(group) - _LISTS if is_foreign(optimizer) else {*option_names(optimizer), *NOTES}
-    return {name: value for name, value in group.items() if name in names}
+    """What is saved of a group: options, and plain marks of schedules and scripts; of a foreign class all else too."""
+    found = {name: value for name, value in group.items() if name not in _LISTS}
+    if is_foreign(optimizer):
+        return found
+    known = {*option_names(optimizer), *NOTES}
+    return {name: value for name, value in found.items() if name in known or is_plain(_plain(value))}
 
 
 def check_options(optimizer: Optimizer, options: dict[str, Any]) -> dict[str, Any]:
