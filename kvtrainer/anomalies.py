@@ -86,7 +86,8 @@ def report_anomalies(
         )
     to = _log if logger is None else logger
     for name, shape in unused:
-        to.error("%s with shape %s is not in the computational graph", name, list(shape))
+        # MMCV's own call: a runner's logger may be something that has only this.
+        to.log(level=logging.ERROR, msg=f"{name} with shape {list(shape)} is not in the computational graph")
     if hint:
         to.warning("%s", hint.strip())
     return unused

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvtrainer.anomalies import checked_mode, losses_of
+from kvtrainer.anomalies import checked_mode, losses_of, report_anomalies
 from kvtrainer.clipping import make_clipping
 from kvtrainer.errors import ArgumentTypeError, ConfigurationError
 from kvtrainer.hooks.base import Hook, Priority
+from kvtrainer.parallel import DataParallel
 from kvtrainer.precision.loss_scaler import unscale
 from kvtrainer.results import StepResult
 
@@ -92,8 +93,11 @@ class OptimizerHook(Hook):
 
     def detect_anomalous_parameters(self, loss: Any, runner: Any) -> None:
         """Log, in the runner's log if it has one, every parameter that is not in the loss, or raise."""
-        logger = getattr(runner, "logger", None)
-        trainer_of(runner)._report_anomalies(losses_of(loss), self.detect_anomalous_params, logger)
+        model, logger = getattr(runner, "model", None), getattr(runner, "logger", None)
+        if isinstance(model, torch.nn.Module) and not isinstance(model, DataParallel):
+            report_anomalies(losses_of(loss), model, self.detect_anomalous_params, logger)
+        else:  # replicas, whose names the Trainer knows
+            trainer_of(runner)._report_anomalies(losses_of(loss), self.detect_anomalous_params, logger)
 
     def _update(self, trainer: Any, loss: Any) -> float | None:
         """Make the step; return the norm that is to be logged."""
