@@ -24,3 +24,20 @@ class MeanDescent(torch.optim.Optimizer):
                 if isinstance(p.grad, Tensor):
                     p.sub_(p.grad.mean() + group["weight_decay"] * p, alpha=group["lr"])
         return None
+
+
+@OPTIMIZERS.register_module()
+class Shift(torch.optim.Optimizer):
+    """`w -= a * (grad + b)`: no learning rate, and an argument, `note`, that is an attribute alone."""
+
+    def __init__(self, params: object, a: float, b: float, note: str) -> None:
+        super().__init__(params, {"a": a, "b": b})  # type: ignore[arg-type]
+        self.note = note
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if isinstance(p.grad, Tensor):
+                    p.sub_(p.grad + group["b"], alpha=group["a"])
+        return None

@@ -85,6 +85,34 @@ def test_options_by_parameter_and_their_changes_reach_the_server(server: Process
             assert element == pytest.approx(expected, rel=1e-12), name
 
 
+@pytest.mark.parametrize("way", ["type", "instance"])
+def test_optimizer_without_a_learning_rate_is_built_on_the_server(server: Process, way: str) -> None:
+    net = model()
+    options = {"a": 0.25, "b": 1.0, "note": "mine"}
+    optimizer: Any = {"type": "Shift", **options, "paramwise_cfg": {"custom_keys": {"bias": {"a": 0.5}}}}
+    if way == "instance":
+        named = dict(net.named_parameters())
+        groups = [
+            {"params": [p for name, p in named.items() if "weight" in name]},
+            {"params": [p for name, p in named.items() if "bias" in name], "a": 0.5},
+        ]
+        optimizer = registered_optimizer.Shift(groups, **options)  # type: ignore[arg-type]
+    with Members() as members:
+        store = members.join([server], 0, 1, new_name())
+        trainer = Trainer.from_config(
+            net, {"optimizer": optimizer, "kvstore": store, "update_on_kvstore": True}
+        )
+        step(net, trainer)
+        for group in trainer.param_groups:
+            group["b"] = 0.0
+        step(net, trainer)
+        assert trainer.get_lr() == {"lr": []}
+    for name, p in net.named_parameters():
+        rate = 0.5 if "bias" in name else 0.25
+        for at, element in enumerate(p.detach().flatten().tolist()):
+            assert element == pytest.approx(1 - rate * (2 * 2.0 * (at % 2 == 0) + 1.0), rel=1e-12), name
+
+
 def test_server_that_did_not_import_the_class_says_what_it_needs(processes: Processes) -> None:
     [without] = processes.servers(1)
     net = model()
