@@ -197,7 +197,7 @@ class GroupedOptimizer(torch.optim.Optimizer, ABC):
     def _update_of(self, layout: Layout) -> LocalUpdate | JointUpdate:
         """What updates the parameters of one device in this process."""
         optimizer = self._optimizer
-        if not isinstance(optimizer, TorchOptimizer) or not optimizer.is_joint or self._updates_elsewhere():
+        if not isinstance(optimizer, TorchOptimizer) or not optimizer.is_joint or not self._updates_jointly():
             return LocalUpdate(layout.plan, optimizer)
         made = self._instance or self._made
         if made is None or self._layout.copies:
@@ -224,8 +224,8 @@ class GroupedOptimizer(torch.optim.Optimizer, ABC):
         ]
 
     @abstractmethod
-    def _updates_elsewhere(self) -> bool:
-        """Whether the optimizer runs in a store."""
+    def _updates_jointly(self) -> bool:
+        """Whether one update in this process is that of all parameters."""
 
     def _check_devices(self, group: Group) -> None:
         """Raise ConfigurationError unless the replicas of a new group are where those of the other groups are."""

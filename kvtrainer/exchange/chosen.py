@@ -57,6 +57,11 @@ class StoreChoice:
         self._name = kvstore if isinstance(kvstore, str) else None
         self._buckets: dict[str, Any] = {}
 
+    @property
+    def is_none(self) -> bool:
+        """Whether there is no store, and never will be."""
+        return self.store is None and self._name is None
+
     def set_buckets(self, buckets: dict[str, Any]) -> None:
         """Say how a 'device' store reduces over ranks, by the names in BUCKETS.
 

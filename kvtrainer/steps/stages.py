@@ -312,8 +312,10 @@ class Stages(FlatOptimizer):
             return self._link.holder
         return self._local if self._layout.is_settled else None
 
-    def _updates_elsewhere(self) -> bool:
-        return self._link.choice.updates_weights
+    def _updates_jointly(self) -> bool:
+        # Without a store each replica goes its own way, so nothing can be kept for all of them.
+        choice = self._link.choice
+        return not choice.updates_weights and not (self._layout.copies and choice.is_none)
 
     def _can_grow(self) -> bool:
         return self._link.exchange is None

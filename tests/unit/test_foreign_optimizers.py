@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from kvstore_server.optimizer import registry
-from kvtrainer import Trainer
+from kvtrainer import DataParallel, Trainer
 from kvtrainer.errors import ConfigurationError, OptimizerError, StateMismatchError, UnknownNameError
 from kvtrainer.registry import OPTIMIZERS
 
@@ -299,6 +299,30 @@ def test_multipliers_of_parameters_divide_a_group_for_the_step_alone() -> None:
     assert torch.allclose(model.bias, torch.full_like(model.bias, 1 - 0.05 * (1 + 0.01 * 6)))
     assert [len(group["params"]) for group in trainer.param_groups] == [2]
     assert trainer.param_groups[0]["lr"] == 0.1
+
+
+@pytest.mark.parametrize("store", ["device", "local"])
+def test_replicas_are_updated_together_by_one_optimizer(store: str) -> None:
+    expected = trained_by_torch(lambda model: Sharing(model.parameters()), 3)
+    model = DataParallel(net(), ["cpu", "cpu"])
+    trainer = Trainer(model, Sharing, kvstore=store)
+    for at in range(3):
+        for replica in model.replicas:
+            (loss_of(replica, at) / 2).backward()
+        trainer.step()
+    for replica in model.replicas:
+        assert all(map(torch.equal, weights(replica), expected))
+    assert trainer.param_groups[0]["k"] == 3
+
+
+def test_replicas_without_a_store_have_optimizers_that_share_nothing() -> None:
+    twins = [net(), net()]
+    pairs = [list(pair) for pair in zip(*(twin.parameters() for twin in twins), strict=True)]
+    trainer = Trainer(pairs, Plain, {"a": 0.5, "b": 1.0, "c": 0}, kvstore=None)
+    for twin, factor in zip(twins, (1.0, 3.0), strict=True):
+        (factor * (twin.weight.sum() + twin.bias.sum())).backward()
+    trainer.step()
+    assert [twin.weight[0, 0].item() for twin in twins] == [1 - 0.5 * 2, 1 - 0.5 * 4]
 
 
 @pytest.mark.parametrize("has_masters", [False, True])
