@@ -312,7 +312,7 @@ class JointUpdate:
     def _lent(self, step: _Step) -> Iterator[None]:
         """While it is open the parameters have the reduced gradients; float32 ones stand in for half precision."""
         own_grads = [p.grad for p in self._parameters]
-        places = [self._place(key, step.weights) for key in range(len(self._parameters))]
+        places = [p.data for p in self._parameters]
         try:
             for key, parameter in enumerate(self._parameters):
                 parameter.grad = None
@@ -332,12 +332,9 @@ class JointUpdate:
                     parameter.data = place
                 parameter.grad = grad
 
-    def _place(self, key: int, weights: Mapping[str, Tensor]) -> Tensor:
-        spec, begin = self.plan.specs[key], self.plan.key_offsets[key]
-        return weights[spec.dtype][begin : begin + spec.numel].view(spec.shape)
-
     def _grad(self, key: int, step: _Step) -> Tensor:
-        grad = self._place(key, step.grads)
+        spec, begin = self.plan.specs[key], self.plan.key_offsets[key]
+        grad = step.grads[spec.dtype][begin : begin + spec.numel].view(spec.shape)
         if key in step.rows:
             ids, values = step.rows[key]
             grad.view(-1, values.shape[1])[ids] = values.to(grad.dtype)
