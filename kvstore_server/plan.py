@@ -11,8 +11,6 @@ Nothing here touches a tensor, a socket or the clock.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 import zlib
 from collections.abc import Sequence
@@ -62,7 +60,7 @@ MAX_NAME = 1024
 
 @dataclass(frozen=True)
 class Plan:
-    """The layout of one table. Equal inputs give equal plans, and equal digests, in every process."""
+    """The layout of one table. Equal inputs give equal plans in every process."""
 
     specs: tuple[TensorSpec, ...]
     num_servers: int
@@ -75,7 +73,6 @@ class Plan:
     """Where each key begins in the arena of its dtype, in elements."""
     whole_keys: bool
     """Whether all slices of a key are on one server."""
-    digest: str
     servers: tuple[int, ...] = field(init=False)
     """The servers that hold at least one slice, in ascending order."""
     has_row_sparse: bool = field(init=False)
@@ -170,9 +167,8 @@ def make_plan(
     sizes = [draft.used * SIZES[draft.dtype] for draft in drafts]
     servers = place(sizes, units, num_servers, zlib.crc32(specs[0].key.encode()))
     slices = tuple(draft.freeze(i, servers[i]) for i, draft in enumerate(drafts))
-    digest = _digest(specs, num_servers, whole_keys)
     offsets = tuple(key_offsets)
-    return Plan(specs, num_servers, slices, arena_sizes, resident_sizes, offsets, whole_keys, digest)
+    return Plan(specs, num_servers, slices, arena_sizes, resident_sizes, offsets, whole_keys)
 
 
 def check_same(
@@ -245,12 +241,6 @@ def _units(drafts: Sequence[Draft]) -> list[list[int]]:
         else:
             units.append([i])
     return units
-
-
-def _digest(specs: tuple[TensorSpec, ...], num_servers: int, whole_keys: bool) -> str:
-    layout = [ALIGNMENT, MIN_SLICE, MAX_SLICE, SLICES_PER_TABLE, num_servers, whole_keys]
-    rows = [[spec.key, list(spec.shape), spec.dtype, spec.group, spec.row_sparse] for spec in specs]
-    return hashlib.sha256(json.dumps([layout, rows]).encode()).hexdigest()
 
 
 def _describe(spec: TensorSpec | None) -> str:

@@ -19,8 +19,7 @@ INTEGERS = {"uint8": 1, "int8": 1, "int16": 2, "int32": 4, "int64": 8}
 SIZES = {**ITEM_SIZE, **INTEGERS}
 
 
-@dataclass(frozen=True, slots=True)
-class TensorSpec:
+class TensorSpec(NamedTuple):
     """Name, shape and dtype of one key, and the index of the parameter group that it belongs to."""
 
     key: str
@@ -84,16 +83,16 @@ class Draft:
     offset: int
     segments: list[Segment]
     used: int = 0
-
-    @property
-    def length(self) -> int:
-        return _align(self.used, self.dtype)
+    length: int = 0
+    """`used`, up to the next boundary of 64 bytes."""
 
     def append(self, key: int, key_start: int, numel: int) -> int:
         """Add a part of a key; where it begins in the slice."""
         start = self.length
         self.segments.append(Segment(key, start, key_start, numel))
         self.used = start + numel
+        unit = ALIGNMENT // SIZES[self.dtype]
+        self.length = -(-self.used // unit) * unit
         return start
 
     def freeze(self, index: int, server: int) -> Slice:
@@ -138,8 +137,3 @@ class ArenaLayout:
     def _finish(self, draft: Draft) -> None:
         self.drafts.append(draft)
         self.end += draft.length
-
-
-def _align(numel: int, dtype: str) -> int:
-    unit = ALIGNMENT // SIZES[dtype]
-    return -(-numel // unit) * unit

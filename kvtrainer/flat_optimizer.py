@@ -44,8 +44,8 @@ _BY_PARAMETER = ("params", "param_names")
 class FlatOptimizer(GroupedOptimizer):
     """Optimizer state over an arena, in torch's form and in files; subclasses add `step`. Arguments as of the base."""
 
-    @property
-    def state(self) -> StateView:  # type: ignore[override]
+    @property  # type: ignore[override]
+    def state(self) -> StateView:
         """The optimizer state by parameter, wherever it is kept, with the entries of `state_dict`.
 
         A snapshot: it is fetched each time that it is read, and blocks for that; changes of what was read have no

@@ -55,7 +55,8 @@ class LocalUpdate:
         self.plan = plan
         self.optimizer = optimizer
         self.states: dict[int, SliceState] = {piece.index: SliceState.empty(piece) for piece in plan.slices}
-        self.key_states: list[KeyState] = [KeyState() for _ in plan.specs]
+        # Only one of the two is in use.
+        self.key_states: list[KeyState] = [] if optimizer.elementwise else [KeyState() for _ in plan.specs]
 
     def apply(
         self,

@@ -38,17 +38,20 @@ def collect(params: Any, first: int = 0) -> list[Group]:
     for options, named in _groups(params):
         rows: dict[str, Sequence[Tensor]] = {}
         for name, given in named:
-            replicas: list[Tensor] = list(given) if isinstance(given, Sequence) else [given]
+            is_list = not isinstance(given, Tensor) and isinstance(given, Sequence)
+            replicas: list[Tensor] = list(given) if is_list else [given]
             ids = tuple(map(id, replicas))
-            if seen.get(ids[0] if ids else 0) == ids:
+            if ids and seen.get(ids[0]) == ids:
                 continue
             label = str(first + len(found)) if name is None else name
             for parameter in replicas:
-                _check(name, parameter)
+                if not isinstance(parameter, Tensor) or not parameter.is_leaf:
+                    raise _not_trainable(name, parameter)
             check_replicas(label, replicas, seen)
             if label in found:
                 raise ConfigurationError(f"two parameters are called {label!r}; give each a name of its own")
-            seen |= dict.fromkeys(ids, ids)
+            for one in ids:
+                seen[one] = ids
             found[label] = rows[label] = replicas
         by_device = [list(one) for one in zip(*rows.values(), strict=False)]
         group: Group = {**options, "params": by_device[0] if rows else [], "param_names": list(rows)}
@@ -116,12 +119,11 @@ def _ordered(params: Any) -> Iterable[Any]:
     return params
 
 
-def _check(name: str | None, parameter: Any) -> None:
+def _not_trainable(name: str | None, parameter: Any) -> ConfigurationError:
     what = "a parameter" if name is None else f"{name!r}"
     if not isinstance(parameter, Tensor):
-        raise ConfigurationError(f"{_expected(parameter)} for {what}")
-    if not parameter.is_leaf:
-        raise ConfigurationError(f"{what} is the result of a computation; only leaf tensors can be trained")
+        return ConfigurationError(f"{_expected(parameter)} for {what}")
+    return ConfigurationError(f"{what} is the result of a computation; only leaf tensors can be trained")
 
 
 def _expected(got: Any) -> str:

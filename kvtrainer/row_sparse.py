@@ -242,6 +242,11 @@ class RowSparseParameter(Parameter):
         )
 
 
+def is_row_sparse(parameter: object) -> bool:
+    """Whether it is a RowSparseParameter; much quicker than isinstance, which for parameters runs code of torch's."""
+    return issubclass(type(parameter), RowSparseParameter)
+
+
 class _Gather(torch.autograd.Function):
     """Distributes rows over their places; backwards, adds up what comes from the places of each row."""
 

@@ -6,7 +6,8 @@ and gets a storage of its own that aliases its piece, so that saving one layer w
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
 from weakref import WeakValueDictionary
 
 import torch
@@ -51,8 +52,8 @@ class Arena:
         self._grad_pieces: list[Tensor] = []
         self._resident = [i for i, spec in enumerate(plan.specs) if not spec.row_sparse]
         here = [self._parameters[i] for i in self._resident]
-        pieces = [self._own_piece(i) for i in self._resident]
-        _copy(pieces, [p.detach() for p in here])
+        pieces = self._own_pieces()
+        _copy(pieces, here)
         for parameter, piece in zip(here, pieces, strict=True):
             parameter.data = piece
         self._addresses = [p.data_ptr() for p in here]
@@ -141,9 +142,16 @@ class Arena:
             for dtype, size in self._plan.resident_sizes.items()
         }
 
-    def _own_piece(self, i: int) -> Tensor:
-        spec = self._plan.specs[i]
-        return _alias(self.weights[spec.dtype], self._plan.key_offsets[i], spec.numel).view(spec.shape)
+    @torch.inference_mode(False)
+    def _own_pieces(self) -> list[Tensor]:
+        """The places of the resident keys, as tensors with storage objects of their own sizes."""
+        aliases = {dtype: _aliases_of(flat) for dtype, flat in self.weights.items()}
+        rows = [(self._plan.specs[i], self._plan.key_offsets[i]) for i in self._resident]
+        flat = [aliases[spec.dtype](at, spec.numel) for spec, at in rows]
+        return [
+            piece if len(spec.shape) == 1 else piece.view(spec.shape)
+            for piece, (spec, _) in zip(flat, rows, strict=True)
+        ]
 
     def _piece(self, arenas: dict[str, Tensor], i: int) -> Tensor:
         spec = self._plan.specs[i]
@@ -179,6 +187,12 @@ class _CudaPiece:
         }
 
 
+@cache
+def dtype_name(dtype: torch.dtype) -> str:
+    """As a plan calls it: 'float32'."""
+    return str(dtype).removeprefix("torch.")
+
+
 @torch.inference_mode(False)
 def _aligned_zeros(numel: int, dtype: str, device: torch.device) -> Tensor:
     """A flat tensor of zeros that starts on a 64-byte boundary; written once, so that its pages are there."""
@@ -189,15 +203,19 @@ def _aligned_zeros(numel: int, dtype: str, device: torch.device) -> Tensor:
     return raw[start : start + nbytes].view(torch_dtype)
 
 
-@torch.inference_mode(False)
-def _alias(flat: Tensor, offset: int, numel: int) -> Tensor:
-    """`numel` elements of `flat` from `offset` on, as a tensor with a storage object of its own size."""
-    if numel == 0:
-        return flat.new_empty(0)
+def _aliases_of(flat: Tensor) -> Callable[[int, int], Tensor]:
+    """(offset, number of elements) → these elements of `flat`, as a tensor with a storage object of its own size."""
     if flat.device.type == "cuda":
-        return torch.as_tensor(_CudaPiece(flat, offset, numel), device=flat.device).view(flat.dtype)
-    memory = flat.view(torch.uint8).numpy().data
-    return torch.frombuffer(memory, dtype=flat.dtype, count=numel, offset=offset * flat.element_size())
+        return lambda offset, numel: (
+            torch.as_tensor(_CudaPiece(flat, offset, numel), device=flat.device).view(flat.dtype)
+            if numel
+            else flat.new_empty(0)
+        )
+    memory, dtype, size = flat.view(torch.uint8).numpy().data, flat.dtype, flat.element_size()
+    frombuffer = torch.frombuffer
+    return lambda offset, numel: (
+        frombuffer(memory, dtype=dtype, count=numel, offset=offset * size) if numel else flat.new_empty(0)
+    )
 
 
 @torch.no_grad()
@@ -213,35 +231,51 @@ def _check_parameters(parameters: Sequence[Parameter], names: Sequence[str], pla
             "there must be as many of each"
         )
     # Each of these relies on the ones before it having found nothing.
-    problems = list(_off_device(parameters, names))
-    problems = problems or list(_unfit(parameters, names, plan))
+    problems: list[str] = []
+    if not _are_plain(parameters, plan):
+        problems = list(_off_device(parameters, names)) or list(_unfit(parameters, names, plan))
     here = [i for i, spec in enumerate(plan.specs) if not spec.row_sparse]
     problems = problems or list(_overlaps([parameters[i] for i in here], [names[i] for i in here]))
     if problems:
         raise ConfigurationError(f"the trainer cannot hold these parameters: {'; '.join(problems)}")
 
 
+def _are_plain(parameters: Sequence[Parameter], plan: Plan) -> bool:
+    """Whether nothing is wrong with any single parameter, as most often; found out without a look at each alone."""
+    home = parameters[0].device
+    return (
+        home.type in ("cpu", "cuda")
+        and {type(p) for p in parameters} == {Parameter}
+        and {p.device for p in parameters} == {home}
+        and {p.layout for p in parameters} == {torch.strided}
+        and all([p.is_contiguous() for p in parameters])
+        and [p.shape for p in parameters] == [spec.shape for spec in plan.specs]
+        and [dtype_name(p.dtype) for p in parameters] == [spec.dtype for spec in plan.specs]
+    )
+
+
 def _unfit(parameters: Sequence[Parameter], names: Sequence[str], plan: Plan) -> Iterator[str]:
     """What is wrong with single parameters."""
     for parameter, name, spec in zip(parameters, names, plan.specs, strict=True):
         problem = None if spec.row_sparse else _problem_with(parameter)
-        actual = (tuple(parameter.shape), str(parameter.dtype).removeprefix("torch."))
-        if problem is None and actual != (spec.shape, spec.dtype):
-            problem = f"is {actual[1]}{list(actual[0])} but was planned as {spec.dtype}{list(spec.shape)}"
+        shape, dtype = parameter.shape, dtype_name(parameter.dtype)
+        if problem is None and (shape != spec.shape or dtype != spec.dtype):
+            problem = f"is {dtype}{list(shape)} but was planned as {spec.dtype}{list(spec.shape)}"
         if problem is not None:
             yield f"{name!r} {problem}"
 
 
 def _problem_with(parameter: Parameter) -> str | None:
     """Why this parameter's data cannot be moved into an arena; None if they can."""
-    kind = type(parameter.data)
+    # Of what is exactly a Parameter the data are exactly a Tensor, and to ask for them takes long.
+    kind = Tensor if type(parameter) is Parameter else type(parameter.data)
     if kind is not Tensor:
         return f"holds a {kind.__name__}; only plain tensors can be stored"
     if parameter.device.type not in ("cpu", "cuda"):
         return f"is on device {parameter.device}; move the model to cpu or cuda first"
     if parameter.layout is not torch.strided:
         return f"has layout {parameter.layout}; call .to_dense() first"
-    if not _is_dense(parameter):
+    if not parameter.is_contiguous() and not _is_dense(parameter):
         return (
             f"has shape {list(parameter.shape)} but strides {list(parameter.stride())}, so its elements "
             "repeat or leave gaps; set parameter.data = parameter.data.contiguous() first"
@@ -273,10 +307,11 @@ def _off_device(parameters: Sequence[Parameter], names: Sequence[str]) -> Iterat
 
 def _overlaps(parameters: Sequence[Parameter], names: Sequence[str]) -> Iterator[str]:
     """The parameters that share memory with one before them; all are dense and on one device."""
-    blocks = sorted((p.data_ptr(), p.data_ptr() + p.nbytes, i) for i, p in enumerate(parameters) if p.numel())
+    blocks = sorted([(p.data_ptr(), p.nbytes, i) for i, p in enumerate(parameters)])
     last_end, last = 0, 0
-    for start, end, i in blocks:
-        if start < last_end:
+    for start, size, i in blocks:
+        end = start + size
+        if size and start < last_end:
             yield (
                 f"{names[i]!r} shares memory with {names[last]!r}; give each its own, or tie them by using "
                 "one Parameter object in both places"

@@ -12,10 +12,11 @@ import threading
 import weakref
 from collections.abc import Iterable, Sequence
 from functools import partial
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import Node, get_gradient_edge
+from torch.autograd.graph import Node
 from torch.nn import Module, Parameter
 from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.parameter import is_lazy
@@ -69,18 +70,14 @@ class GradientTracker:
 
         A parameter of a lazy module can be watched from when it gets its shape, in the module's first forward pass.
         """
-        is_waiting = False
-        for i, node in enumerate(self._nodes):
-            parameter = self._parameters[i]
-            if node is None and parameter.requires_grad:
-                if is_lazy(parameter):
-                    is_waiting = True
-                    continue
-                node = get_gradient_edge(parameter).node
-                hook = partial(_before_accumulation, weakref.ref(self), i)
-                self._handles.append(node.register_prehook(hook))
-                self._nodes[i] = node
-        self._watch_forward(is_waiting)
+        rows = zip(self._nodes, self._parameters, strict=True)
+        unwatched = [i for i, (node, p) in enumerate(rows) if node is None and p.requires_grad]
+        ready = [i for i in unwatched if not is_lazy(self._parameters[i])]
+        me = weakref.ref(self)
+        for i, node in zip(ready, _nodes_of([self._parameters[i] for i in ready]), strict=True):
+            self._handles.append(node.register_prehook(partial(_before_accumulation, me, i)))
+            self._nodes[i] = node
+        self._watch_forward(len(ready) < len(unwatched))
 
     def is_fresh(self, i: int) -> bool:
         """Whether parameter `i` has a gradient that came after the last `consume` of it.
@@ -202,6 +199,28 @@ class GradientTracker:
                     parameter.grad = None
             # Last: until then other threads must wait, or they would add to a gradient that is to be dropped.
             self._to_drop.clear()
+
+
+class _AllOf(torch.autograd.Function):
+    """A function of many tensors, made for the edges of its graph; they cost much more one by one."""
+
+    @staticmethod
+    def forward(ctx: Any, *parameters: Tensor) -> Tensor:
+        return torch.empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> NoReturn:
+        raise AssertionError("nobody has this function's result")
+
+
+def _nodes_of(parameters: Sequence[Parameter]) -> list[Node]:
+    """The AccumulateGrad nodes of leaves that require a gradient."""
+    if not parameters:
+        return []
+    with torch.inference_mode(False), torch.enable_grad():
+        result: Tensor = _AllOf.apply(*parameters)  # type: ignore[no-untyped-call]
+    assert result.grad_fn is not None
+    return [node for node, _ in result.grad_fn.next_functions if node is not None]
 
 
 def _version_of(grad: Tensor | None) -> int:

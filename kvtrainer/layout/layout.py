@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -13,12 +14,12 @@ from torch.nn.parameter import is_lazy
 from kvstore_server.plan import Plan, TensorSpec, make_plan
 from kvstore_server.reduction import RowSet, compute_dtype
 from kvtrainer.errors import ConfigurationError, NotInitializedError
-from kvtrainer.layout.arena import Arena
+from kvtrainer.layout.arena import Arena, dtype_name
 from kvtrainer.layout.gradients import GradientTracker
 from kvtrainer.layout.row_grads import SparseGrads
 from kvtrainer.layout.row_tables import RowTables
 from kvtrainer.layout.writes import WriteWatch
-from kvtrainer.row_sparse import RowSparseParameter
+from kvtrainer.row_sparse import is_row_sparse
 from kvtrainer.types import Group
 
 
@@ -47,7 +48,7 @@ class Layout:
     def __init__(
         self, groups: Sequence[Group], names: Sequence[Sequence[str]], plan: Plan | None = None
     ) -> None:
-        self.names = [name for of_group in names for name in of_group]
+        self.names = list(chain.from_iterable(names))
         rows = list(zip(groups, names, strict=True))
         self.parameters: list[Parameter] = [p for group, own in rows for p in group["params"][: len(own)]]
         self.tracker = GradientTracker(self.parameters, self.names)
@@ -233,15 +234,17 @@ class Layout:
 
     def _place(self) -> None:
         self._left_out = [p for p in self.parameters if is_lazy(p)]
-        placed = [
-            Parameter(torch.empty(0, dtype=p.dtype, device=p.device), requires_grad=False)
-            if is_lazy(p)
-            else p
-            for p in self.parameters
-        ]
+        placed = self.parameters
+        if self._left_out:
+            placed = [
+                Parameter(torch.empty(0, dtype=p.dtype, device=p.device), requires_grad=False)
+                if is_lazy(p)
+                else p
+                for p in self.parameters
+            ]
         rows = zip(self.names, placed, self._group_of, strict=True)
         specs = [
-            TensorSpec(name, tuple(p.shape), _dtype(p), group, isinstance(p, RowSparseParameter))
+            TensorSpec(name, tuple(p.shape), dtype_name(p.dtype), group, is_row_sparse(p))
             for name, p, group in rows
         ]
         plan = self._given_plan or make_plan(specs, 1)
@@ -257,7 +260,3 @@ def _without(present: Sequence[bool], those: Sequence[int]) -> Sequence[bool]:
     for i in those:
         rest[i] = False
     return rest
-
-
-def _dtype(parameter: Parameter) -> str:
-    return str(parameter.dtype).removeprefix("torch.")

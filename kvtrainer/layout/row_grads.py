@@ -12,7 +12,7 @@ from kvstore_server.optimizer import coalesce_rows
 from kvstore_server.plan import Plan, row_numel
 from kvstore_server.reduction import RowSet
 from kvtrainer.errors import ConfigurationError
-from kvtrainer.row_sparse import RowSparseParameter
+from kvtrainer.row_sparse import is_row_sparse
 
 
 class SparseGrads:
@@ -21,7 +21,7 @@ class SparseGrads:
     def __init__(self, parameters: Sequence[Parameter], names: Sequence[str]) -> None:
         self._parameters = parameters
         self._names = names
-        self._in_store = {i for i, p in enumerate(parameters) if isinstance(p, RowSparseParameter)}
+        self._in_store = {i for i, p in enumerate(parameters) if is_row_sparse(p)}
         self._known: set[int] = set(self._in_store)
         """Those that had one once, or live in a store. Looking at every gradient in every step would take time."""
 

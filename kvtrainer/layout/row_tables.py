@@ -12,7 +12,7 @@ from kvtrainer.comm.tickets import Source
 from kvtrainer.errors import ConfigurationError, RowSparseError
 from kvtrainer.parallel.policy import COPIES
 from kvtrainer.parameters import collect
-from kvtrainer.row_sparse import Owner, RowSparseParameter
+from kvtrainer.row_sparse import Owner, RowSparseParameter, is_row_sparse
 from kvtrainer.types import Group
 
 Tables = Mapping[int, Callable[[], Source]]
@@ -26,7 +26,7 @@ class RowTables:
     """Position i of `parameters` is key i; so it is in `copies`, the replicas on each further device."""
 
     def __init__(self, parameters: Sequence[Parameter]) -> None:
-        self._parameters = {i: p for i, p in enumerate(parameters) if isinstance(p, RowSparseParameter)}
+        self._parameters = {i: p for i, p in enumerate(parameters) if is_row_sparse(p)}
         self.copies: Sequence[RowTables] = ()
         self._given: dict[int, Tensor] = {}
         """New values that the store has not got yet."""
@@ -71,7 +71,7 @@ def check_claimable(groups: Sequence[Group]) -> bool:
     for group in groups:
         for of_device in group.get(COPIES, ()):
             for name, p, copy in zip(group["param_names"], group["params"], of_device, strict=True):
-                if isinstance(p, RowSparseParameter) is not isinstance(copy, RowSparseParameter):
+                if is_row_sparse(p) is not is_row_sparse(copy):
                     raise RowSparseError(
                         f"some replicas of {name!r} are row-sparse and some are not; make all alike"
                     )
@@ -98,7 +98,7 @@ def _named(groups: Sequence[Group]) -> Iterator[tuple[str, RowSparseParameter]]:
     for group in groups:
         for of_device in (group["params"], *group.get(COPIES, ())):
             for name, parameter in zip(group["param_names"], of_device, strict=True):
-                if isinstance(parameter, RowSparseParameter):
+                if is_row_sparse(parameter):
                     yield name, parameter
 
 

@@ -78,6 +78,8 @@ def check_replicas(name: str, replicas: Sequence[Tensor], seen: Mapping[int, obj
     Args:
         seen: has the ids of those parameters that are taken.
     """
+    if len(replicas) == 1 and id(replicas[0]) not in seen and not hasattr(replicas[0], _MEMBERSHIP):
+        return
     if not replicas:
         raise ConfigurationError(f"parameter {name!r} is an empty list; give one replica for each device")
     if len({id(p) for p in replicas}) < len(replicas) or any(id(p) in seen for p in replicas):
@@ -106,9 +108,9 @@ def check_replicas(name: str, replicas: Sequence[Tensor], seen: Mapping[int, obj
 
 def same_devices(parameters: Mapping[str, Sequence[Tensor]]) -> None:
     """Raise ConfigurationError unless all parameters with replicas are on the same list of devices."""
-    lists = {name: [str(p.device) for p in replicas] for name, replicas in parameters.items()}
-    if all(len(devices) == 1 for devices in lists.values()):
+    if all([len(replicas) == 1 for replicas in parameters.values()]):
         return
+    lists = {name: [str(p.device) for p in replicas] for name, replicas in parameters.items()}
     (first, expected), *others = lists.items()
     for name, devices in others:
         if devices != expected:

@@ -50,7 +50,10 @@ def initial_state(optimizer: Optimizer, options: Mapping[str, Any], spec: Tensor
 
 
 def state_problems(
-    states: Mapping[int, State], options: Sequence[Mapping[str, Any]], plan: Plan, optimizer: Optimizer
+    states: Mapping[int, State],
+    options: Sequence[Mapping[str, Any]] | Mapping[int, Mapping[str, Any]],
+    plan: Plan,
+    optimizer: Optimizer,
 ) -> list[str]:
     """Say how state differs from what the optimizer keeps; one sentence for each kind of difference.
 

@@ -39,7 +39,7 @@ class StateView(Mapping[Tensor, State]):
     """The optimizer state as torch's optimizers show it, by parameter: fetched when it is read, as copies.
 
     A parameter without state has an empty one. To assign one replaces that parameter's, on a server too: do it on every
-    worker. It counts as true: torch.distributed.checkpoint would otherwise take a step with zero gradients to make some.
+    worker. It counts as true: torch.distributed.checkpoint would otherwise make some by a step of zeros.
     """
 
     def __init__(self, owner: StateOwner) -> None:
