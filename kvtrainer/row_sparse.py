@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from numbers import Real
-from typing import Any, NoReturn, Protocol, TypeAlias
+from typing import Any, NoReturn, Protocol, TypeAlias, TypeGuard
 
 import torch
 from torch import Tensor
@@ -242,7 +242,7 @@ class RowSparseParameter(Parameter):
         )
 
 
-def is_row_sparse(parameter: object) -> bool:
+def is_row_sparse(parameter: object) -> TypeGuard[RowSparseParameter]:
     """Whether it is a RowSparseParameter; much quicker than isinstance, which for parameters runs code of torch's."""
     return issubclass(type(parameter), RowSparseParameter)
 

@@ -219,7 +219,7 @@ def _aliases_of(flat: Tensor) -> Callable[[int, int], Tensor]:
 
 
 @torch.no_grad()
-def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
+def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     if targets:
         torch._foreach_copy_(targets, sources)
 
