@@ -17,6 +17,7 @@ from torch import Tensor
 
 from kvtrainer.errors import ConfigurationError
 from kvtrainer.grouped_optimizer import GroupedOptimizer
+from kvtrainer.layout.layout import Layout
 from kvtrainer.layout.replicated import make_layout
 from kvtrainer.local_update import JointUpdate
 from kvtrainer.one_thread import by_one_thread
@@ -262,6 +263,10 @@ class FlatOptimizer(GroupedOptimizer):
         return {} if holder is None else export_states(self._layout.plan, holder, self._optimizer)
 
     @abstractmethod
+    def _leave_store(self, former: Layout) -> None:
+        """Let a store that knows this former layout get the present one at the next step."""
+
+    @abstractmethod
     def _holder(self) -> StateHolder | None:
         """Where the optimizer state is; None before it has a place, here or in a store."""
 
@@ -300,13 +305,14 @@ class FlatOptimizer(GroupedOptimizer):
     def _lay_out_again(self, names: list[list[str]]) -> None:
         """Make room for more parameters; state, and what is known of gradients, go along."""
         former = self._layout
-        states = self._pending
-        if states is None and former.is_settled:
-            states = export_states(former.plan, self._local, self._optimizer)
+        states, holder = self._pending, self._holder()
+        if states is None and holder is not None:
+            states = export_states(former.plan, holder, self._optimizer)
         layout = make_layout(self.param_groups, names)
         layout.tracker.consume(i for i in range(len(former.names)) if not former.tracker.is_fresh(i))
         former.tracker.close()
         self._layout, self._names = layout, names
+        self._leave_store(former)
         self._bind_groups()
         if layout.is_settled:
             self._make_local()

@@ -101,17 +101,24 @@ class GroupedOptimizer(torch.optim.Optimizer, ABC):
             group["lr"] = float(lr)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters with options of their own; where there is a store, before the first step.
+        """Add parameters with options of their own; optimizer state and update counts of the others stay.
+
+        Where there is a store, do it on every worker between the same steps: the store gets the new parameters, with
+        rank 0's values, at the next step, which otherwise fails on all workers. State on servers is fetched for that,
+        and the servers keep the memory of the former table. Without synchronous rounds, with row-sparse parameters, and
+        in a third-party store, it is possible before the first step only.
 
         Raises:
-            ConfigurationError: the parameters are in a store already, or an argument is wrong; nothing has changed.
+            ConfigurationError: the store does not allow it any more, or an argument is wrong; nothing has changed.
+            WeightsWrittenError: the loop has written weights that the store would replace; nothing has changed.
         """
         if not self._is_built:
             super().add_param_group(param_group)
             return
         if not self._can_grow():
             raise ConfigurationError(
-                "the parameters are in the kvstore already; add parameter groups before the first step"
+                "the parameters are in the kvstore already, and with row-sparse ones, without synchronous rounds and "
+                "in a third-party store no others can follow; add parameter groups before the first step"
             )
         if not isinstance(param_group, dict):
             raise ConfigurationError(f"a parameter group is a dict, got {type(param_group).__name__}")

@@ -38,7 +38,9 @@ def collect(params: Any, first: int = 0) -> list[Group]:
     for options, named in _groups(params):
         rows: dict[str, Sequence[Tensor]] = {}
         for name, given in named:
-            replicas = [given] if isinstance(given, Tensor) or not isinstance(given, Sequence) else list(given)
+            replicas = (
+                [given] if isinstance(given, Tensor) or not isinstance(given, Sequence) else list(given)
+            )
             ids = tuple(map(id, replicas))
             if ids and seen.get(ids[0]) == ids:
                 continue

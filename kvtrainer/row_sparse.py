@@ -36,6 +36,9 @@ class Owner(Protocol):
     def _row_sparse_pull(self, parameter: RowSparseParameter, ids: Tensor) -> Tensor:
         """The present values of rows (distinct, ascending ids): (number of ids, elements of a row), on the CPU."""
 
+    def _row_sparse_write(self, parameter: RowSparseParameter, values: Tensor) -> None:
+        """Keep values, which the store shall have when they are published."""
+
 
 class RowSparseParameter(Parameter):
     """A table of rows that lives in the store of its Trainer: here it has a shape, a gradient, and no memory.
@@ -43,7 +46,7 @@ class RowSparseParameter(Parameter):
     `row_sparse_data(row_ids)` fetches rows, and a backward pass through them gives a row-sparse gradient, which the
     Trainer's `step` sends. Anything else that would read or write elements raises RowSparseError. In a module it is a
     parameter as others are; `state_dict()` fetches the whole table, and `load_state_dict()` sets the values to begin
-    with, until there is a Trainer: then `trainer.set_data({name: tensor})` replaces them.
+    with, until a store has them: then it takes `trainer.set_data()` afterwards, as with any other parameter.
 
     Args:
         shape: Of the table; the first dimension counts rows.
@@ -129,18 +132,16 @@ class RowSparseParameter(Parameter):
         return self._source()(0, self.numel()).view(self.shape).to(self.device, copy=True)
 
     def copy_(self, source: Tensor, non_blocking: bool = False) -> RowSparseParameter:
-        """Take these as the values to begin with; what `load_state_dict` does.
-
-        Raises:
-            RowSparseError: the values are a Trainer's already.
-        """
-        if self._owner is not None and self._owner() is not None:
-            raise RowSparseError(
-                f"{self._name()} belongs to a Trainer, in whose store its values are; call "
-                "trainer.set_data({name: tensor}) on every worker instead"
-            )
-        self._init = _checked_init(source.detach().clone(), tuple(self.shape))
-        self._owner, self._is_placed = None, False
+        """Take these values, as `load_state_dict` does: to begin with, or, if a store has some already, once
+        `trainer.set_data()` publishes rank 0's; a step before that raises WeightsWrittenError."""
+        values = source.detach().clone()
+        _checked_init(values, tuple(self.shape))
+        owner = self._owner() if self._owner is not None else None
+        if self._is_placed and owner is not None:
+            owner._row_sparse_write(self, values)
+            return self
+        self._init, self._is_placed = values, False
+        self._owner = None if owner is None else self._owner
         return self
 
     def _claim(self, owner: Owner, name: str) -> None:

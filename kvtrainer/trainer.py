@@ -266,7 +266,13 @@ class Trainer(LossPipeline):
         self._link.check_open()
         self._settle()
         self._prepare()
-        return self._link.pull_rows(self._layout.tables.key_of(parameter), ids)
+        key = self._layout.tables.key_of(parameter)
+        given = self._layout.tables.given(key)
+        return self._link.pull_rows(key, ids) if given is None else given.view(parameter.shape[0], -1)[ids]
+
+    def _row_sparse_write(self, parameter: RowSparseParameter, values: Tensor) -> None:
+        """Keep new values for a row-sparse parameter until `set_data`; see `RowSparseParameter.copy_`."""
+        self._layout.tables.give(self._layout.tables.key_of(parameter), values)
 
     def _leave(self, error: BaseException | None) -> None:
         if error is None:

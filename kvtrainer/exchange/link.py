@@ -19,7 +19,7 @@ from kvtrainer.errors import ConfigurationError, KVStoreError, WeightsWrittenErr
 from kvtrainer.exchange.chosen import StoreChoice
 from kvtrainer.exchange.group import GroupExchange
 from kvtrainer.exchange.plugin import PluginExchange
-from kvtrainer.exchange.store import Exchange, Gradients, Outcome, Shadowed, StoreExchange
+from kvtrainer.exchange.store import TABLE, Exchange, Gradients, Outcome, Shadowed, StoreExchange
 from kvtrainer.kvstore.dist import DistKVStore
 from kvtrainer.kvstore.replica_compression import ReplicaCompressor
 from kvtrainer.layout.arena import Arena
@@ -60,6 +60,10 @@ class StoreLink:
         self._sent_hyper = b""
         self._awaited: Residuals | None = None
         """Residuals that were loaded before the store was there."""
+        self._left: tuple[Exchange, Layout] | None = None
+        """The exchange of fewer parameters, until all workers are known to go over to the next one."""
+        self._num_opened = 0
+        self._earlier_updates = 0
 
     @property
     def num_workers(self) -> int:
@@ -91,6 +95,11 @@ class StoreLink:
         if self.is_started:
             return False
         layout.check_in_place()
+        if self._left is not None:
+            # A round that fails on all workers unless all say the same: one that has not grown makes a step.
+            exchange, former = self._left
+            exchange.assign(former.arena.weights)
+            self._left = None
         if self.exchange is None:
             self.exchange = self._open(layout.plan, optimizer)
         if self.exchange is not None:
@@ -102,6 +111,27 @@ class StoreLink:
         if self._awaited is not None:
             self.take_residuals(self._awaited)
         return True
+
+    def check_growth(self, layout: Layout) -> bool:
+        """Whether parameters may be added: the store can lay its table out anew.
+
+        Raises:
+            WeightsWrittenError: the loop has written weights that the store would replace.
+        """
+        if self.exchange is None:
+            return True
+        self._check_written(layout)
+        is_ours = isinstance(self.exchange, StoreExchange | GroupExchange)
+        return is_ours and self.exchange.is_sync and not layout.plan.has_row_sparse
+
+    def leave(self, former: Layout) -> None:
+        """Go on with more parameters than the exchange has, from the next `start`; on every worker."""
+        if self.exchange is None:
+            return
+        self._awaited = self.residuals()
+        self._earlier_updates = max(self.version, 0)
+        self._left = self.exchange, former
+        self.exchange, self.is_started, self._sent_hyper = None, False, b""
 
     def round(
         self,
@@ -158,11 +188,13 @@ class StoreLink:
             return
         layouts = (layout, *layout.copies)
         written = [one.writes.by_others() for one in layouts]
-        if not any(written):
+        given = [layout.names[key] for key in layout.tables.changed()]
+        if not any(written) and not given:
             return
         # Written is not changed: averaged weights that were swapped in may be out again.
         held = self.holder.pull()
         changed = [name for one, by in zip(layouts, written, strict=True) for name in one.differing(by, held)]
+        changed += given
         if changed:
             raise WeightsWrittenError(
                 f"{len(changed)} of {len(layout.names)} parameters were written to since the last step, but the "
@@ -259,7 +291,7 @@ class StoreLink:
     @property
     def version(self) -> int:
         """How many updates are in the weights here; -1 without a store that knows."""
-        return self.holder.version if self.holder is not None else -1
+        return self._earlier_updates + self.holder.version if self.holder is not None else -1
 
     @property
     def staleness(self) -> int:
@@ -282,7 +314,9 @@ class StoreLink:
             is_sync = choice.client.options.mode.is_sync
             there = _for_store(optimizer, is_sync) if choice.updates_weights else None
             is_dist = isinstance(choice.store, DistKVStore)
-            return StoreExchange(choice.client, plan, there, choice.codec, is_dist)
+            self._num_opened += 1
+            name = TABLE if self._num_opened == 1 else f"{TABLE} ({self._num_opened})"
+            return StoreExchange(choice.client, plan, there, choice.codec, is_dist, name)
         if choice.group is not None:
             name = choice.store.type if choice.store is not None else ""
             return GroupExchange(choice.group, plan, optimizer, name.lower())

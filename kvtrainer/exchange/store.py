@@ -48,6 +48,7 @@ class StoreExchange:
         optimizer: Optimizer | None,
         codec: Codec | None = None,
         is_dist: bool = False,
+        name: str = TABLE,
     ) -> None:
         self._is_dist = is_dist
         self._has_rows = False
@@ -59,7 +60,8 @@ class StoreExchange:
         if optimizer is not None:
             client.set_optimizer(spec_for_store(optimizer))
         whole_keys = optimizer is not None and not optimizer.elementwise
-        [self._table] = client.register({TABLE: plan.specs}, whole_keys)
+        self._name = name
+        [self._table] = client.register({name: plan.specs}, whole_keys)
         if codec is not None:
             self._table.compressor = Compressor(codec, self._table.plan)
 
@@ -110,15 +112,15 @@ class StoreExchange:
         with self._forgetting_on_error():
             ticket = self._client.rounds.start([item], hyper)
             self._client.rounds.wait(ticket)
-            measured, decision = ticket.decided.get(TABLE, (None, Decision()))
-            if TABLE in ticket.vetoes:
+            measured, decision = ticket.decided.get(self._name, (None, Decision()))
+            if self._name in ticket.vetoes:
                 return Outcome(frozenset(), True, None, measured, decision)
             _copy_back(target, out)
         for key in grads.rows.keys() - given.keys():
             # What came in place of them is the value of a key that was left out, not a sum.
             spec, at = self._table.plan.specs[key], self._table.plan.key_offsets[key]
             grads.arenas[spec.dtype][at : at + spec.numel].zero_()
-        left_out = frozenset(ticket.absent.get(TABLE, ())) - (grads.rows.keys() - given.keys())
+        left_out = frozenset(ticket.absent.get(self._name, ())) - (grads.rows.keys() - given.keys())
         return Outcome(left_out, False, None, measured, decision)
 
     def _check_guard(self, guard: Guard | None) -> None:
@@ -133,14 +135,14 @@ class StoreExchange:
         out = None if target is None else _on_cpu(target)
         ticket = self._client.rounds.start([RoundItem(self._table, None, out, joined=True)])
         self._client.rounds.wait(ticket)
-        said = ticket.in_force[TABLE]
+        said = ticket.in_force[self._name]
         if target is not None and out is not None:
             _copy_back(target, out)
         if said.is_over and self.updates_weights and is_sync:
             mine = _on_cpu(weights)
             self._client.rounds.pull([(self._table, mine)])
             _copy_back(weights, mine)
-        outcome = Outcome(frozenset(ticket.absent.get(TABLE, ())), TABLE in ticket.vetoes)
+        outcome = Outcome(frozenset(ticket.absent.get(self._name, ())), self._name in ticket.vetoes)
         return Shadowed(outcome, said.hyper, said.is_over)
 
     @contextmanager

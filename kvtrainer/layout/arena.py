@@ -51,7 +51,7 @@ class Arena:
         self._grads: dict[str, Tensor] = {}
         self._grad_pieces: list[Tensor] = []
         self._resident = [i for i, spec in enumerate(plan.specs) if not spec.row_sparse]
-        here = [self._parameters[i] for i in self._resident]
+        here: list[Tensor] = [self._parameters[i] for i in self._resident]
         pieces = self._own_pieces()
         _copy(pieces, here)
         for parameter, piece in zip(here, pieces, strict=True):
@@ -219,7 +219,7 @@ def _aliases_of(flat: Tensor) -> Callable[[int, int], Tensor]:
 
 
 @torch.no_grad()
-def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
     if targets:
         torch._foreach_copy_(targets, sources)
 

@@ -42,6 +42,10 @@ class RowTables:
         """Values for `first` or `changed`."""
         self._given[key] = values.detach().to("cpu", self._parameters[key].dtype).reshape(-1)
 
+    def given(self, key: int) -> Tensor | None:
+        """Values that the store has not got yet, flat; None if there are none."""
+        return self._given.get(key)
+
     def first(self) -> Tables:
         """The values of all keys, with which the store begins."""
         return {**{key: p._source for key, p in self._parameters.items()}, **self.changed()}

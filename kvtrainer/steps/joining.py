@@ -63,6 +63,10 @@ class JoiningPipeline(Pipeline):
         self._refuse_in_join("update()")
         return super().update(batch_size, ignore_stale_grad)
 
+    def _can_grow(self) -> bool:
+        self._refuse_in_join("add_param_group()")
+        return super()._can_grow()
+
     allreduce_grads.__doc__ = Pipeline.allreduce_grads.__doc__
     update.__doc__ = Pipeline.update.__doc__
 

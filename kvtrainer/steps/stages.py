@@ -318,4 +318,7 @@ class Stages(FlatOptimizer):
         return not choice.updates_weights and not (self._layout.copies and choice.is_none)
 
     def _can_grow(self) -> bool:
-        return self._link.exchange is None
+        return self._link.check_growth(self._layout)
+
+    def _leave_store(self, former: Layout) -> None:
+        self._link.leave(former)

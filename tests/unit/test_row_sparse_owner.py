@@ -20,6 +20,7 @@ from kvtrainer.errors import (
     KVStoreError,
     RowIdError,
     RowSparseError,
+    WeightsWrittenError,
 )
 from kvtrainer.kvstore import KVStoreBase
 from tests.support.row_tables import SGD, Model, alone, column
@@ -40,13 +41,45 @@ def test_a_state_dict_has_the_values_in_the_store_and_loads_into_a_new_model() -
     assert column(fresh.table) == column(model.table)
 
 
-def test_loading_while_a_trainer_has_it_says_what_to_do_instead() -> None:
-    model = Model()
-    _trainer = Trainer(model, "sgd", SGD)
-    with pytest.raises(
-        RuntimeError, match=r"call trainer\.set_data\(\{name: tensor\}\) on every worker instead"
-    ):
-        model.load_state_dict(model.state_dict())
+def test_a_model_that_is_loaded_before_the_first_step_begins_with_those_values() -> None:
+    model, other = Model(init=5.0), Model(init=7.0)
+    trainer = Trainer(model, "sgd", SGD)
+    model.load_state_dict(other.state_dict())
+    assert column(model.table) == [7] * len(column(model.table))
+    model(torch.tensor([1])).sum().backward()
+    trainer.step(1)
+    assert column(model.table)[0] == 7 != column(model.table)[1]
+
+
+def test_a_model_that_is_loaded_while_a_store_has_its_values_is_published_by_set_data() -> None:
+    model, other = Model(init=5.0), Model(init=7.0)
+    trainer = Trainer(model, "sgd", SGD)
+    for _ in range(2):
+        model(torch.tensor([1])).sum().backward()
+        trainer.step(1)
+        model.load_state_dict(other.state_dict())
+        model(torch.tensor([1])).sum().backward()
+        with pytest.raises(WeightsWrittenError, match="table"):
+            trainer.step(1)
+        # As with any other weight, what was written is what the model has.
+        assert torch.equal(model.state_dict()["table"], other.state_dict()["table"])
+        assert column(model.table) == column_of(other)
+        trainer.set_data()
+        assert column(model.table) == column_of(other)
+        trainer.step(1)
+        assert column(model.table)[0] == 7 != column(model.table)[1]
+
+
+def test_values_of_another_shape_are_refused_and_change_nothing() -> None:
+    table, _trainer = alone(3.0)
+    assert column(table) == [3] * 4
+    with pytest.raises(ConfigurationError, match="shape"):
+        table.copy_(torch.zeros(2, 1))
+    assert column(table) == [3] * 4
+
+
+def column_of(model: Model) -> list[float]:
+    return [float(row[0]) for row in model.state_dict()["table"]]
 
 
 def test_a_model_with_a_table_can_be_copied_and_moved_before_it_has_a_trainer() -> None:

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from kvtrainer import Trainer, optimizer
-from kvtrainer.errors import ConfigurationError
-from kvtrainer.kvstore import create
+from kvtrainer import RowSparseParameter, Trainer, optimizer
+from kvtrainer.errors import ConfigurationError, WeightsWrittenError
+from kvtrainer.kvstore import KVStoreBase, create
 from tests.support.scalar_training import IN_STORE, step, trainer_of, values, zeros
 
 
@@ -129,9 +129,10 @@ def test_group_added_before_the_first_step_is_trained(in_store: bool) -> None:
     assert values(parameters) == [-5.0, -6.0]
 
 
-def test_group_added_while_training_keeps_momentum_and_used_gradients_used() -> None:
+@IN_STORE
+def test_group_added_while_training_keeps_momentum_and_used_gradients_used(in_store: bool) -> None:
     a, b = parameters = zeros()
-    trainer = trainer_of({"a": a}, "sgd", {"learning_rate": 1.0, "momentum": 0.5})
+    trainer = trainer_of({"a": a}, "sgd", {"learning_rate": 1.0, "momentum": 0.5}, in_store)
     step(trainer)
     trainer.add_param_group({"params": {"b": b}})
     b.grad = torch.ones(1)
@@ -160,12 +161,50 @@ def test_group_that_does_not_fit_is_refused_and_leaves_the_trainer_as_it_was() -
     assert (a.item(), b.item()) == (-1.0, 0.0)
 
 
-def test_group_is_refused_once_the_parameters_are_in_a_store() -> None:
-    a, b = zeros()
-    trainer = trainer_of([a], "sgd", None, in_store=True)
-    step(trainer)
+def test_several_groups_may_be_added_to_a_store_between_two_steps() -> None:
+    parameters = zeros(4)
+    trainer = trainer_of(parameters[:1], "adam", {"learning_rate": 1.0}, in_store=True)
+    oracle = torch.optim.Adam(twins := zeros(1), lr=1.0)
+    for at in (0, 1, 0, 2, 0):
+        for p in parameters[len(twins) : len(twins) + at]:
+            trainer.add_param_group({"params": [p], "lr": 0.5})
+            twins.append(Parameter(torch.zeros(1)))
+            oracle.add_param_group({"params": twins[-1:], "lr": 0.5})
+        for p in (*parameters[: len(twins)], *twins):
+            p.grad = torch.full((1,), float(trainer.version + 2))
+        trainer.step(1)
+        oracle.step()
+    assert trainer.version == 5
+    assert len(trainer.state) == 4
+    torch.testing.assert_close(parameters, twins)
+
+
+class Alone(KVStoreBase):
+    type, rank, num_workers = "alone", 0, 1  # type: ignore[assignment]
+
+    def broadcast(self, key: Any, value: Any, out: Any, priority: int = 0) -> None: ...
+    def pushpull(self, key: Any, value: Any, out: Any = None, priority: int = 0) -> None: ...
+
+
+@pytest.mark.parametrize("case", ["row-sparse", "third-party"])
+def test_group_is_refused_once_a_store_has_parameters_that_it_cannot_lay_out_anew(case: str) -> None:
+    [p] = zeros(1)
+    first = RowSparseParameter((2, 1)) if case == "row-sparse" else Parameter(torch.zeros(1))
+    trainer = Trainer([first], "sgd", kvstore=create("local") if case == "row-sparse" else Alone())
+    trainer.set_data()
     with pytest.raises(ConfigurationError, match="before the first step"):
+        trainer.add_param_group({"params": [p]})
+    assert len(trainer.param_groups) == 1
+
+
+def test_group_is_refused_while_weights_are_written_that_the_store_does_not_have() -> None:
+    a, b = zeros()
+    trainer = trainer_of({"a": a}, "sgd", None, in_store=True)
+    step(trainer)
+    a.data.fill_(5.0)
+    with pytest.raises(WeightsWrittenError, match="a"):
         trainer.add_param_group({"params": [b]})
+    assert len(trainer.param_groups) == 1
 
 
 def test_defaults_and_repr_show_the_numbers() -> None:

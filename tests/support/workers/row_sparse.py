@@ -30,6 +30,7 @@ def run(rank: int, workers: int) -> Results:
         "big": big(rank),
         "replaced": replaced(rank),
         "refused": refused(),
+        "loaded": loaded(rank),
         "gates": {kind: {mode: gate(kind, rank, mode) for mode in MODES} for kind in KINDS},
         "trained": {kind: trained(kind, rank) for kind in ("gradient", "weight")},
         "bytes": bytes_of_steps(rank),
@@ -121,12 +122,18 @@ def refused() -> dict[str, str]:
     kv = _store("k", torch.ones(2, 2))
     said = {"pull": _said(lambda: kv.pull("k", out=_rows((2, 2), [0], 1.0), ignore_sparse=False))}
     kv.close()
+    return said
+
+
+def loaded(rank: int) -> list[float]:
+    """A state_dict that is loaded while the servers have the values: 3 on rank 0, others elsewhere."""
     model = nn.Module()
     model.table = kvtrainer.RowSparseParameter((2, 2))
-    with kvtrainer.Trainer(model, "sgd", kvstore="dist_sync"):
+    with kvtrainer.Trainer(model, "sgd", kvstore="dist_sync") as trainer:
         model.table.row_sparse_data([0])
-        said["load"] = _said(lambda: model.load_state_dict(model.state_dict()))
-    return said
+        model.load_state_dict({"table": torch.full((2, 2), 3.0 + rank)})
+        trainer.set_data()
+        return model.table.row_sparse_data([0, 1])[:, 0].tolist()
 
 
 KINDS = ("dense", "gradient", "weight")
