@@ -1,4 +1,4 @@
-"""The server's socket and clock around the engine; the only file here that uses ZeroMQ.
+"""The server's socket and clock around the engine; the only file here, beside `tcp`, that knows ZeroMQ.
 
 One ROUTER socket, one thread. Sends never block: what a peer does not take is kept in a queue of its own, so a
 stopped worker delays nobody. Weights are sent without a copy; the engine asks `Leases` before it writes to them.

@@ -32,6 +32,5 @@ def watch(socket: Any) -> None:
 
 def routing_id() -> bytes:
     """A random name for one socket: who knows it can take its place, so it is told to its server alone."""
-    return bytes([1 + secrets.randbelow(255)]) + secrets.token_bytes(
-        SECRET_BYTES - 1
-    )  # ZeroMQ's own begin with 0
+    first = 1 + secrets.randbelow(255)  # those that ZeroMQ gives begin with 0
+    return bytes([first]) + secrets.token_bytes(SECRET_BYTES - 1)
