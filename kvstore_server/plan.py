@@ -11,6 +11,8 @@ Nothing here touches a tensor, a socket or the clock.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import zlib
 from collections.abc import Sequence
@@ -90,6 +92,12 @@ class Plan:
         object.__setattr__(self, "_resident", resident)
         object.__setattr__(self, "servers", tuple(sorted(by_server)))
         object.__setattr__(self, "has_row_sparse", any(spec.row_sparse for spec in self.specs))
+
+    @cached_property
+    def digest(self) -> str:
+        """Name the layout: equal in every process for equal inputs and the same rules of slicing, and only then."""
+        layout = [ALIGNMENT, MIN_SLICE, MAX_SLICE, SLICES_PER_TABLE, self.num_servers, self.whole_keys]
+        return hashlib.sha256(json.dumps([layout, self.specs]).encode()).hexdigest()
 
     @cached_property
     def _by_key(self) -> dict[int, tuple[Slice, ...]]:

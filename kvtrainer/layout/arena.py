@@ -51,9 +51,9 @@ class Arena:
         self._grads: dict[str, Tensor] = {}
         self._grad_pieces: list[Tensor] = []
         self._resident = [i for i, spec in enumerate(plan.specs) if not spec.row_sparse]
-        here: list[Tensor] = [self._parameters[i] for i in self._resident]
+        here = [self._parameters[i] for i in self._resident]
         pieces = self._own_pieces()
-        _copy(pieces, here)
+        _copy(pieces, list[Tensor](here))
         for parameter, piece in zip(here, pieces, strict=True):
             parameter.data = piece
         self._addresses = [p.data_ptr() for p in here]
@@ -123,11 +123,13 @@ class Arena:
                 f"was built, so updates would not reach the model: {', '.join(lost)}. Call model.to(...), "
                 "model.half() and the like before building the Trainer, or build a new Trainer now"
             )
+        if not moved:
+            return
+        places = dict(zip(self._resident, self._own_pieces(), strict=True))
         for i in moved:
-            piece = self._own_piece(i)
-            _copy([piece], [self._parameters[i].detach()])
-            self._parameters[i].data = piece
-            _placed[piece.data_ptr()] = self._parameters[i]
+            _copy([places[i]], [self._parameters[i].detach()])
+            self._parameters[i].data = places[i]
+            _placed[places[i].data_ptr()] = self._parameters[i]
 
     def _is_in_another(self, i: int) -> bool:
         """Whether an arena has put the data of a parameter where they are, in the form that they have here."""
