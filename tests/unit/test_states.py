@@ -13,7 +13,7 @@ from kvstore_server.optimizer import Optimizer, create
 from kvstore_server.plan import Plan, TensorSpec, make_plan
 from kvtrainer.errors import StateMismatchError
 from kvtrainer.local_update import LocalUpdate
-from kvtrainer.states.holder import StateElsewhere, export_states, import_states, read_states
+from kvtrainer.states.holder import export_states, import_states, read_states
 
 SHAPES: dict[str, tuple[int, ...]] = {"matrix": (3, 5), "scalar": (), "empty": (0, 2), "big": (170, 301)}
 CPU = torch.device("cpu")
@@ -148,9 +148,3 @@ def test_momentum_of_the_other_familys_sgd_is_refused(name: str, dampening: dict
     with pytest.raises(StateMismatchError, match="'sgd' for Gluon's, 'torch:SGD' for torch's"):
         read_states(given, groups_of([1]), plan, create(name))
     assert read_states({**given, "state": {}}, groups_of([1]), plan, create(name)) == {}
-
-
-def test_shown_state_is_empty_and_yet_true() -> None:
-    state = StateElsewhere(dict)
-    assert len(state) == 0
-    assert state
