@@ -13,7 +13,9 @@ from kvstore_server.protocol.requests import SECRET_BYTES
 class Loopback:
     """Hands requests to engines by a function call. Payloads are passed by reference."""
 
-    def __init__(self, engines: Sequence[Engine], clock: Callable[[], float], peer: bytes = bytes(SECRET_BYTES)) -> None:
+    def __init__(
+        self, engines: Sequence[Engine], clock: Callable[[], float], peer: bytes = bytes(SECRET_BYTES)
+    ) -> None:
         self.num_servers = len(engines)
         self._engines = list(engines)
         self._clock = clock

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from kvstore_server.outbox import packed
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import decode_reply, decode_request, encode_reply, encode_request
 from kvtrainer import RowSparseParameter, Trainer
@@ -33,6 +34,9 @@ class Counting(Loopback):
         frames = [bytes(frame) for frame in encode_request(request)]
         self.nbytes += sum(map(len, frames))
         super().send(server, decode_request([bytearray(frame) for frame in frames]), priority)
+        told = [m.Outgoing(b"", reply) for _, reply in self._replies]
+        self._replies.clear()
+        self._replies.extend((server, out.reply) for out in packed(told))  # as the server's loop does
 
     def receive(self, timeout: float) -> tuple[int, m.Reply] | None:
         got = super().receive(timeout)
