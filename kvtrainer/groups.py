@@ -99,7 +99,8 @@ def _with_checked_options(group: Group, optimizer: Optimizer) -> Group:
     notes = {name: value for name, value in group.items() if name in NOTES}
     kept = {name: group[name] for name in ("params", "param_names", COPIES) if name in group}
     options = {name: value for name, value in group.items() if name not in notes and name not in kept}
-    if is_foreign(optimizer):
+    if isinstance(optimizer, TorchOptimizer) and optimizer.is_foreign:
+        optimizer.check_foreign(options)
         return {**kept, **notes, **check_options(optimizer, options)}
     # Of the optimizer's own numbers only the names count here, and the pair of betas, of which one may be given.
     known = {name: optimizer.hyper[name] if name == "betas" else None for name in option_names(optimizer)}
@@ -148,8 +149,7 @@ def check_options(optimizer: Optimizer, options: dict[str, Any]) -> dict[str, An
         numbers = value if isinstance(value, tuple) else (value,)
         if any(isinstance(number, float) and not math.isfinite(number) for number in numbers):
             raise ConfigurationError(f"{optimizer.registered_name}: {name} must be finite, got {value!r}")
-    if isinstance(optimizer, TorchOptimizer) and optimizer.is_foreign:
-        optimizer.check_foreign(options)
+    if is_foreign(optimizer):
         return options
     spec = {"name": optimizer.registered_name, "hyper": {**optimizer.plain_hyper(), **options}}
     try:

@@ -306,9 +306,7 @@ class TorchOptimizer(Optimizer):
 
     def _constructed(self, params: list[Any]) -> torch.optim.Optimizer:
         try:
-            if "params" in inspect.signature(self.cls).parameters:
-                return self.cls(params=params, **self._options)
-            return self.cls(params, **self._options)
+            return _constructed(self.cls, params, self._options)
         except (TypeError, ValueError, RuntimeError, AssertionError, KeyError, AttributeError) as error:
             given = ", ".join(f"{key}={value!r}" for key, value in self._options.items())
             takes = ", ".join(_signature_defaults(self.cls) or self._options)
@@ -355,6 +353,12 @@ def _number(value: Any) -> Any:
     return value.item() if isinstance(value, Tensor) else value
 
 
+def _constructed(cls: TorchClass, params: list[Any], options: Mapping[str, Any]) -> torch.optim.Optimizer:
+    if "params" in inspect.signature(cls).parameters:
+        return cls(params=params, **options)
+    return cls(params, **options)
+
+
 def is_plain(value: Any) -> bool:
     """Whether a group's entry can travel: a number, a text, None, or a tuple or list of such."""
     if isinstance(value, tuple | list):
@@ -382,7 +386,7 @@ def _recovered(instance: torch.optim.Optimizer, found: Mapping[str, Any]) -> tup
     accepted = _signature_defaults(cls)
     options = {name: kept[name] for name in (found if accepted is None else accepted) if name in kept}
     try:
-        built = cls([torch.zeros(1, 1)], **options)
+        built = _constructed(cls, [torch.zeros(1, 1)], options)
     except Exception as error:
         return options, f"its constructor takes more than its groups have ({type(error).__name__}: {error})"
     torchs = {*vars(SGD([torch.zeros(1)])), "step", "_opt_called"}
