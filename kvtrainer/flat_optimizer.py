@@ -204,6 +204,8 @@ class FlatOptimizer(GroupedOptimizer):
 
     def _parameter_states(self) -> Mapping[Tensor, State]:
         """The states that `state` shows: those of updated keys, and before the first update initial ones."""
+        if (joint := self._joint()) is not None:
+            return joint.instance.state
         keys = range(len(self._layout.plan.specs))
         states = self._current_states() or {key: state for key in keys if (state := self._initial_state(key))}
         return {self._layout.parameters[key]: state for key, state in states.items()}
@@ -212,6 +214,8 @@ class FlatOptimizer(GroupedOptimizer):
         key = self._key_of(parameter)
         if key is None:
             return {}
+        if (joint := self._joint()) is not None:
+            return dict(joint.instance.state.get(parameter, {}))
         is_new = self._optimizer.num_update == self._optimizer.begin_num_update
         return self._current_state(key) or (self._initial_state(key) if is_new else {})
 
@@ -242,6 +246,9 @@ class FlatOptimizer(GroupedOptimizer):
         key = self._key_of(parameter)
         if key is None:
             raise ConfigurationError("the state of a parameter was assigned that this Trainer does not have")
+        if (joint := self._joint()) is not None:
+            joint.instance.state[parameter] = dict(state)
+            return
         plan, optimizer = self._layout.plan, self._optimizer
         found = read_state(state, self.param_groups[plan.specs[key].group], plan, key, optimizer)
         if not found and not self._current_state(key):

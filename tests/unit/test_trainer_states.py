@@ -365,3 +365,23 @@ def test_state_of_another_shape_or_parameter_is_refused_and_nothing_changes(uok:
         for at in before["state"]
         for name, value in before["state"][at].items()
     )
+
+
+def test_state_of_a_class_that_runs_as_torch_runs_it_is_its_own() -> None:
+    class Counting(torch.optim.Optimizer):
+        def __init__(self, params: Any, a: float) -> None:
+            super().__init__(params, {"a": a})
+
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            for p in self.param_groups[0]["params"]:
+                self.state[p]["count"] = self.state[p].get("count", 0) + 1
+
+    net = Net()
+    trainer = Trainer(net, Counting, {"a": 1.0}, kvstore=None)
+    assert trainer.state
+    assert len(trainer.state) == 0
+    train(net, trainer, 0, 2)
+    assert [state for _, state in trainer.state.items()] == [{"count": 2}] * len(trainer.state)
+    trainer.state[net.outer.bias] = {"count": 7}
+    train(net, trainer, 2, 1)
+    assert (trainer.state[net.outer.bias], trainer.state[torch.zeros(1)]) == ({"count": 8}, {})
