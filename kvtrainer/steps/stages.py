@@ -220,7 +220,7 @@ class Stages(FlatOptimizer):
                 f"step() gives nothing: none of the {len(self._layout.names)} parameters got a gradient since the "
                 f"last step. {REPLACED} If it is meant, pass ignore_stale_grad=True. This is said once",
                 NoGradientWarning,
-                stacklevel=4,
+                stacklevel=5,
             )
 
     def _options(self, coming: Sequence[bool]) -> dict[str, Any]:
