@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from pathlib import Path
 
@@ -17,6 +18,13 @@ def memory_limit(cgroup_limit: Path = _CGROUP_LIMIT) -> int:
         return min(total, int(cgroup_limit.read_text()))
     except (OSError, ValueError):  # not in a container, or one without a limit: "max"
         return total
+
+
+def return_free_memory() -> None:
+    """Give memory that is free, but that the C library keeps for later, back to the system, where it can do that."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 class Budget:

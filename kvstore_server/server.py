@@ -18,6 +18,7 @@ from kvstore_server.admission import EngineConfig
 from kvstore_server.engine import Engine
 from kvstore_server.errors import ConfigurationError, KVStoreError, to_wire
 from kvstore_server.leases import Leases
+from kvstore_server.memory import return_free_memory
 from kvstore_server.outbox import Backlog, Message, packed, payloads_of, size_of
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.buffers import MAX_FRAME, SENT_ALONE
@@ -99,6 +100,7 @@ class Server:
         worker that has not left asks for next.
         """
         next_tick = looked = self._clock()
+        used = 0
         while not self._is_drained():
             timeout = (0.005 if self._budget > 0 else 0.0) if self._backlog else TICK
             self._budget = _PORTION
@@ -112,6 +114,9 @@ class Server:
             if now >= next_tick:
                 self._send_all(self.engine.tick(now))
                 next_tick = now + TICK
+                used, before = self.engine.budget.used, used
+                if used < before:  # a job has ended
+                    return_free_memory()
             self._retry_backlog()
             if self._stop_requested and not self.engine.is_stopping:
                 _log.info(
