@@ -82,11 +82,11 @@ def small_slices() -> Iterator[None]:
     """Cut tables into slices of 64 bytes, so that tiny keys lie on both servers; make each plan only once."""
 
     @cache
-    def plan_once(specs: tuple[TensorSpec, ...], num_servers: int, whole_keys: bool) -> Plan:
-        return make_plan(specs, num_servers, whole_keys)
+    def plan_once(specs: tuple[TensorSpec, ...], *how: Any) -> Plan:
+        return make_plan(specs, *how)
 
-    def planned(specs: Sequence[TensorSpec], num_servers: int, whole_keys: bool = False) -> Plan:
-        return plan_once(tuple(specs), num_servers, whole_keys)
+    def planned(specs: Sequence[TensorSpec], *how: Any) -> Plan:
+        return plan_once(tuple(specs), *how)
 
     with (
         mock.patch.object(plan_module, "MIN_SLICE", 64),
