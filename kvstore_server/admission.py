@@ -12,6 +12,10 @@ from kvstore_server.protocol.buffers import KEYS_PER_MESSAGE
 from kvstore_server.slow import SLOW_AFTER
 
 MAX_WORKERS = 1 << 16
+MAX_ADDRESS = 512
+"""Characters in which a worker may say where it runs."""
+MAX_REASON = 2000
+"""Characters that are kept of the reason why a worker leaves, or gives a round up."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,11 @@ def check_hello(config: EngineConfig, hello: m.Hello) -> None:
             "every worker the same KVSTORE_SERVERS, in index order"
         )
     check_name("a namespace", hello.namespace)
+    if max(len(hello.address), len(hello.capability)) > MAX_ADDRESS:
+        raise ConfigurationError(
+            f"rank {hello.rank} says where it runs in {len(hello.address)} characters, and on what in "
+            f"{len(hello.capability)}; {MAX_ADDRESS} are allowed"
+        )
     if not 1 <= hello.num_workers <= MAX_WORKERS:
         raise ConfigurationError(f"num_workers must be 1 … {MAX_WORKERS}, got {hello.num_workers}")
     if hello.capability != config.capability and not config.allow_mixed_cpu:

@@ -24,6 +24,9 @@ from kvstore_server.protocol.messages import Commit, Payload, Push
 
 WaiterT = TypeVar("WaiterT")
 
+_FAILURES_KEPT = 16
+"""Of how many failed rounds in a row the reason is remembered."""
+
 
 @dataclass
 class Contribution(Generic[WaiterT]):
@@ -82,8 +85,10 @@ class SyncRounds(Generic[WaiterT]):
         """When the first rank committed the open round; infinity when none has."""
         self.wants_decision = False
         """Whether a rank has committed the open round with the wish that it be held."""
+        self._failed_since = math.inf
+        """The first failed round; forgotten when a later one is applied, since every rank then knew how it ended."""
         self._failures: dict[int, KVStoreError] = {}
-        """Failed rounds; forgotten when a later one is applied, since every rank then knew how they ended."""
+        """Why the last ones of them failed."""
 
     def push(self, rank: int, push: Push) -> None:
         """Take one provisional slice; a duplicate or one of a past round changes nothing.
@@ -113,8 +118,9 @@ class SyncRounds(Generic[WaiterT]):
                 f"rank {rank} committed round {commit.round} while round {self.number} is open"
             )
         if commit.round < self.number:
-            error = self._failures.get(commit.round)
-            return Applied() if error is None else Lost(error)
+            if commit.round < self._failed_since:
+                return Applied()
+            return Lost(self._failures.get(commit.round, KVStoreError(f"round {commit.round} failed")))
         mine = self._open.setdefault(rank, Contribution())
         if mine.commit is not None:
             mine.waiter = waiter
@@ -158,23 +164,24 @@ class SyncRounds(Generic[WaiterT]):
         """End the open round as applied and return its contributions in rank order."""
         ended = self.contributions()
         self._failures.clear()
+        self._failed_since = math.inf
         self._begin_next()
         return ended
 
     def fail(self, error: KVStoreError) -> list[WaiterT]:
         """End the open round as failed; return whom to tell now. The others are told when they come."""
         waiters = [mine.waiter for mine in self._open.values() if mine.waiter is not None]
-        self._failures[self.number] = error
+        self._note_failure(self.number, error)
         self._begin_next()
         return waiters
 
     def undo(self, error: KVStoreError) -> None:
         """Turn the last applied round into a failed one; the weights have been restored."""
-        self._failures[self.number - 1] = error
+        self._note_failure(self.number - 1, error)
 
     def was_applied(self, number: int) -> bool:
         """Whether a past round was applied and stands."""
-        return number < self.number and number not in self._failures
+        return number < min(self.number, self._failed_since)
 
     def replace_process(self, rank: int) -> None:
         """A newer process took the rank over: drop what the older one had not committed."""
@@ -185,6 +192,12 @@ class SyncRounds(Generic[WaiterT]):
             del self._open[rank]
         else:
             mine.waiter = None
+
+    def _note_failure(self, number: int, error: KVStoreError) -> None:
+        self._failed_since = min(self._failed_since, number)
+        self._failures[number] = error
+        if len(self._failures) > _FAILURES_KEPT:
+            del self._failures[min(self._failures)]
 
     def _begin_next(self) -> None:
         self._open = {}

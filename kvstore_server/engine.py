@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable
 from functools import partial
 
-from kvstore_server.admission import EngineConfig, check_hello, check_named, check_number
+from kvstore_server.admission import MAX_REASON, EngineConfig, check_hello, check_named, check_number
 from kvstore_server.commands import CommandContext, Commands
 from kvstore_server.controls import control
 from kvstore_server.dense import Leases, Updater
@@ -38,6 +38,9 @@ from kvstore_server.table import Table, Waiter
 from kvstore_server.tracing import Clock, handled
 
 _log = logging.getLogger(__name__)
+
+_SMALL, _LOOK_PER_ITEM = 1000, 5e-5
+"""A namespace with more tables, waits and ranks than this is looked at every so many seconds for each of them."""
 
 
 class Engine:
@@ -89,25 +92,31 @@ class Engine:
 
         Namespaces whose workers are all gone are freed.
         """
-        for space in list(self.namespaces.values()):
-            self._forget_if_silent(space, now)
-        return self._fail_hopeless(now)
-
-    def _fail_hopeless(self, now: float) -> list[m.Outgoing]:
         out: list[m.Outgoing] = []
-        for space in self.namespaces.values():
-            for table in space.tables.values():
-                if table.rounds.is_waiting():
-                    out += self._rounds.fail_if_hopeless(space, table, now)
-            out += self._rounds.release(space)
-            out += self._rounds.fail_hopeless_waits(space, now)
-            out += [
-                failed(peer, number, error)
-                for peer, number, error in space.expired_barriers(now, self.config.dead_after)
-            ]
-            slow = report_slow_waits(space, now)
-            if slow is not None:
-                _log.warning("%s", slow)
+        for space in list(self.namespaces.values()):
+            if now < space.next_look:
+                continue
+            # What is large is looked at more rarely, so that it takes no more of the time.
+            size = len(space.tables) + len(space.waits) + space.membership.num_workers
+            space.next_look = now + _LOOK_PER_ITEM * size if size > _SMALL else now
+            out += self._fail_hopeless(space, now)
+            self._forget_if_silent(space, now)
+        return out
+
+    def _fail_hopeless(self, space: Namespace, now: float) -> list[m.Outgoing]:
+        out: list[m.Outgoing] = []
+        for table in space.tables.values():
+            if table.rounds.is_waiting():
+                out += self._rounds.fail_if_hopeless(space, table, now)
+        out += self._rounds.release(space)
+        out += self._rounds.fail_hopeless_waits(space, now)
+        out += [
+            failed(peer, number, error)
+            for peer, number, error in space.expired_barriers(now, self.config.dead_after)
+        ]
+        slow = report_slow_waits(space, now)
+        if slow is not None:
+            _log.warning("%s", slow)
         return out
 
     def excuse_silence(self, now: float) -> None:
@@ -266,6 +275,7 @@ class Engine:
                 "give each its own namespace=…",
             )
         space.waits.take(lambda wait: wait.rank == hello.rank)
+        space.forget_declaration(hello.rank)
         for table in space.tables.values():
             table.begin_process(hello.rank)
         return m.Welcome(self.config.run, token)
@@ -331,14 +341,15 @@ class Engine:
         self, space: Namespace, rank: int, leave: m.Leave, session: int, now: float
     ) -> list[m.Outgoing]:
         self._shut_out(session, "it has left")
-        space.membership.leave(rank, leave.reason, leave.is_clean)
+        space.membership.leave(rank, leave.reason[:MAX_REASON], leave.is_clean)
+        space.forget_declaration(rank)
         space.waits.take(lambda wait: wait.rank == rank)
         for table in space.tables.values():
             table.end_process(rank, leave.is_clean)
         if space.membership.is_over():
             self._end(space)
             return []
-        return self._fail_hopeless(now)
+        return self._fail_hopeless(space, now)
 
 
 def _weights(table: Table, rank: int, waiter: Waiter) -> list[m.Outgoing]:

@@ -10,6 +10,9 @@ from kvstore_server.protocol import messages as m
 from kvstore_server.table import Table
 from kvstore_server.waits import Wait
 
+_TOLD = 64
+"""How many of the ranks that are missing a worker is told."""
+
 
 def why_round_cannot_end(
     space: Namespace, table: Table, now: float, dead_after: float
@@ -51,7 +54,7 @@ def still_waiting(space: Namespace, what: str, missing: Iterable[int], now: floa
     """Tell a rank for whom it still waits, and when they were last heard."""
     ranks = tuple(missing)
     who = space.membership.describe_all(ranks, now) or "nobody has decided about its sum yet"
-    return m.Pending(ranks, f"{what} waits: {who}")
+    return m.Pending(ranks[:_TOLD], f"{what} waits: {who}")
 
 
 def report_slow_waits(space: Namespace, now: float) -> str | None:

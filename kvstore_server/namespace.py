@@ -73,6 +73,8 @@ class Namespace:
         self.optimizer = OptimizerBelief()
         self.profiling = Profiling()
         self.slow_reports = SlowReports(slow_after)
+        self.next_look = 0.0
+        """When the waits are to be looked at again."""
         self.messages_in = 0
         """Messages of its members so far, without their heartbeats."""
         self.tables: dict[int, Table] = {}
@@ -100,7 +102,7 @@ class Namespace:
         """
         number = self._numbers.get(register.table)
         if number is not None and register.digest == self.tables[number].plan.digest:
-            self._declaring.pop(rank, None)
+            self.forget_declaration(rank)
             return self.tables[number]
         specs = self._declared(rank, register)
         if isinstance(specs, int):
@@ -133,7 +135,7 @@ class Namespace:
 
     def _declared(self, rank: int, register: m.Register) -> list[TensorSpec] | int:
         """All keys of the table that a rank declares, portion by portion; while they are not all here, how many are."""
-        name, specs = self._declaring.pop(rank, ("", []))
+        name, specs = self.forget_declaration(rank)
         if name != register.table:
             specs = []
         if register.first < 0:
@@ -144,8 +146,15 @@ class Namespace:
             specs[register.first :] = [TensorSpec(*spec) for spec in register.specs]
         if register.first <= len(specs) and len(specs) >= register.total:
             return specs
+        self.claim(KEY * len(specs), f"declaring {len(specs)} keys of table {register.table!r}")
         self._declaring[rank] = (register.table, specs)
         return len(specs)
+
+    def forget_declaration(self, rank: int) -> tuple[str, list[TensorSpec]]:
+        """Take out what a rank has declared of a table that is not complete, and give its memory back."""
+        name, specs = self._declaring.pop(rank, ("", []))
+        self.claim(-KEY * len(specs), "")
+        return name, specs
 
     def _check_size(self, table: str, specs: Sequence[TensorSpec], config: PlaceConfig) -> None:
         """Before the plan is made: it grows with the size that a peer claims."""

@@ -51,6 +51,11 @@ class Backlog:
     _coming: set[PartKey] = field(default_factory=set)
     _first: Message | None = None
 
+    @property
+    def has_state(self) -> bool:
+        """Whether optimizer state waits here."""
+        return any(isinstance(reply.body, m.State) for reply in self.replies)
+
     def append(self, reply: m.Reply) -> None:
         self.replies.append(reply)
         self.nbytes += size_of(reply)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
+from kvstore_server.admission import MAX_REASON
 from kvstore_server.consistency import Accepted, Applied, Lost, Refused
 from kvstore_server.dense import Updater
 from kvstore_server.errors import (
@@ -124,7 +125,7 @@ class RoundKeeper:
         """A rank gives a round up; tells those who wait for it, and the rank whether it stands all the same."""
         table = space.table(abort.table)
         error = RoundAbortedError(
-            f"rank {rank} aborted round {abort.round} of {table.name!r}: {abort.reason}"
+            f"rank {rank} aborted round {abort.round} of {table.name!r}: {abort.reason[:MAX_REASON]}"
         )
         waiters = table.abort(rank, abort.round, error, abort.undo)
         rounds = table.rounds_of(rank, abort.round)

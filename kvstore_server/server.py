@@ -70,7 +70,8 @@ class Server:
         self._budget = _PORTION
         """Bytes that may still be sent in this turn."""
         self._incoming: Incoming | None = None
-        """A message of which more frames are to come."""
+        """A message of which more frames are to come; meanwhile the socket gives nothing of others."""
+        self._incoming_since = 0.0
         self._stop_requested = False
         self._drain_until = float("inf")
         self._context = zmq.Context()
@@ -107,7 +108,7 @@ class Server:
             if self._socket.poll(int(timeout * 1000), zmq.POLLIN):
                 self._receive_burst()
             now = self._clock()
-            if now - looked > STANDSTILL:
+            if now - looked > STANDSTILL or (self._incoming and now - self._incoming_since > STANDSTILL):
                 self.engine.excuse_silence(now)
                 next_tick = now + STANDSTILL  # what the workers said meanwhile has yet to be read
             looked = now
@@ -162,9 +163,10 @@ class Server:
         """Take a message, or so many frames of it that the others should get their turn. Raises zmq.Again."""
         for _ in range(_BURST):
             frame = self._socket.recv(zmq.NOBLOCK, copy=False)
-            is_last = not self._socket.getsockopt(zmq.RCVMORE)
+            is_last = not frame.more
             if self._incoming is None:
                 self._incoming = Incoming(frame.bytes, self.engine.config.max_message_bytes)
+                self._incoming_since = self._clock()
             else:
                 self._incoming.take(frame)
             if is_last:
@@ -190,6 +192,8 @@ class Server:
         news = []
         for out in replies:
             waiting = self._backlog.get(out.peer)
+            if waiting is not None and waiting.has_state and isinstance(out.reply.body, m.State):
+                continue  # it is a copy: who reads none of them may have one, and ask again
             if waiting is not None and waiting.nbytes > self._options.max_backlog:
                 _log.error("a peer does not read; %d bytes for it are dropped", waiting.nbytes)
                 self._drop_backlog(out.peer)

@@ -124,7 +124,7 @@ class ArenaLayout:
     def add_big(self, key: int, numel: int, row: int) -> int:
         offset = self.end
         # Whole rows, so that a slice takes rows by itself; unless one is too long for that.
-        unit = math.lcm(row, ALIGNMENT // SIZES[self.dtype])
+        unit = math.lcm(max(row, 1), ALIGNMENT // SIZES[self.dtype])
         limit = self.limit - self.limit % unit or unit
         if limit * SIZES[self.dtype] > MAX_SLICE:
             limit = self.limit

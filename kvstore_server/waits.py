@@ -49,6 +49,9 @@ class Waits:
     def __bool__(self) -> bool:
         return bool(self._waits)
 
+    def __len__(self) -> int:
+        return len(self._waits)
+
     def __iter__(self) -> Iterator[Wait]:
         return iter(self._waits.values())
 

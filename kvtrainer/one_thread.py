@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Concatenate, ParamSpec, TypeVar
 
@@ -20,7 +21,7 @@ _CALL = "_call_under_way"
 class _Call:
     """One call that no other one surrounds."""
 
-    __slots__ = ("method", "thread")
+    __slots__ = ("__weakref__", "method", "thread")
 
     def __init__(self, method: str) -> None:
         self.method = method
@@ -40,18 +41,24 @@ def by_one_thread(
     @functools.wraps(method)
     def call(self: _Self, /, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
         mine = _Call(name)
-        # One operation of the interpreter: of two threads only one finds its own call there.
-        found: _Call = self.__dict__.setdefault(_CALL, mine)
+        # One operation of the interpreter: of two threads only one finds its own call there. Weak, because a signal
+        # handler may raise just before or behind the block: what it leaves behind then ends with this frame.
+        entry = weakref.ref(mine)
+        found = self.__dict__.setdefault(_CALL, entry)()
+        if found is None:
+            self.__dict__[_CALL], found = entry, mine
         if found is mine:
             try:
                 return method(self, *args, **kwargs)
             finally:
-                del self.__dict__[_CALL]
-        if found.thread != mine.thread:
+                self.__dict__.pop(_CALL, None)
+        thread, other = found.thread, found.method
+        del found  # a traceback of the error below would keep it
+        if thread != mine.thread:
             who = type(self).__name__
             raise ConcurrentCallError(
                 f"{name}() of a {who} was called by thread {threading.current_thread().name!r} while another thread is "
-                f"in its {found.method}(); a {who} may be used by one thread at a time: call it from one thread, or "
+                f"in its {other}(); a {who} may be used by one thread at a time: call it from one thread, or "
                 "put a lock around its calls. This one has changed nothing"
             )
         return method(self, *args, **kwargs)

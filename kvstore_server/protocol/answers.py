@@ -122,6 +122,7 @@ class Pending:
     """Answers a Heartbeat, and a repeated Commit or Barrier that still waits for other ranks: the server is alive."""
 
     waiting_for: tuple[int, ...]
+    """The first ones of them."""
     why: str = field(default="", compare=False)
     """For people: what waits for whom, and when those were last heard; empty when nothing waits."""
 

@@ -106,7 +106,9 @@ def _check_types(message: Any) -> None:
         if declared == "tuple[int, ...]" and not all(type(item) is int for item in value):
             raise ProtocolError(f"{type(message).__name__}.{f.name} must be {declared}, got {value!r:.80}")
     if isinstance(message, m.Register) and not all(_is_spec(spec) for spec in message.specs):
-        raise ProtocolError("Register.specs must be (key, shape, dtype, group, is row-sparse) each")
+        raise ProtocolError(
+            f"Register.specs must be (key, shape of up to {_MAX_DIMS} sizes, dtype, group, is row-sparse) each"
+        )
     if isinstance(message, m.Hello) and not _is_identified(message):
         raise ProtocolError(
             f"Hello must hold a nonce and 1 … {MAX_SOCKETS} routing ids, of {SECRET_BYTES} bytes each"
@@ -122,6 +124,10 @@ def _is_identified(hello: m.Hello) -> bool:
     )
 
 
+_MAX_DIMS, _MAX_SIZE = 64, 1 << 48
+"""Of a shape: more than any tensor has; without a limit, their product alone would take minutes."""
+
+
 def _is_spec(spec: Any) -> bool:
     if not isinstance(spec, tuple) or len(spec) != 5:
         return False
@@ -129,7 +135,8 @@ def _is_spec(spec: Any) -> bool:
     return (
         isinstance(key, str)
         and isinstance(shape, tuple)
-        and all(type(size) is int for size in shape)
+        and len(shape) <= _MAX_DIMS
+        and all(type(size) is int and abs(size) < _MAX_SIZE for size in shape)
         and isinstance(dtype, str)
         and type(group) is int
         and isinstance(is_row_sparse, bool)

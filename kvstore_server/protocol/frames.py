@@ -91,30 +91,33 @@ class Incoming:
         self._max_bytes = max_bytes
         self._frames: list[Frame] = []
         self._count = self._nbytes = 0
+        self._is_refused = False
 
     def take(self, frame: Frame) -> None:
-        """Add a frame."""
+        """Add a frame; of a message that is refused already it is not even looked at."""
         self._count += 1
+        if self._is_refused:
+            return
         self._nbytes += len(buffer_of(frame))
         if self._is_fine():
             self._frames.append(frame)
         else:
+            self._is_refused = True
             self._frames.clear()
 
     def request(self) -> m.Request:
         """What all frames together say. Raises as `decode_request`, and ProtocolError where there were too many."""
-        if self._is_fine():
+        if not self._is_refused:
             return decode_request(self._frames)
         raise ProtocolError(
-            f"a message of {self._count} frames and {self._nbytes} bytes is refused: one may have {_MOST_FRAMES} "
-            f"frames, or be optimizer state of up to {self._max_bytes} bytes (--max-message-bytes)"
+            f"a message of {self._count} frames is refused: one may have {_MOST_FRAMES} frames, or be optimizer state "
+            f"of up to {self._max_bytes} bytes (--max-message-bytes)"
         )
 
     def _is_fine(self) -> bool:
         if self._count <= _MOST_FRAMES:
             return True
-        # Once cleared it stays so: what is kept then begins with no header.
-        head = buffer_of(self._frames[0]) if self._frames else b""
+        head = buffer_of(self._frames[0])
         is_state = len(head) == _HEADER.size and head[3] == _STATE
         needed = 2 + -(-self._nbytes // MAX_PAYLOAD)
         return is_state and self._nbytes <= self._max_bytes and self._count <= needed

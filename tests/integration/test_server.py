@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import signal
 import socket
@@ -310,6 +311,27 @@ def test_a_server_that_stood_still_does_not_blame_the_workers() -> None:
             assert round_of(pair[1], "w", torch.ones(3)).tolist() == [2.0] * 3
             assert waiting.outcome().tolist() == [2.0] * 3
     finally:
+        server.request_stop()
+        thread.join()
+        server.close()
+
+
+def test_nobody_counts_as_silent_while_a_message_of_very_many_frames_is_read() -> None:
+    looks = itertools.count()
+    server = Server(EngineConfig(), ServerOptions(), clock=lambda: 0.05 * next(looks))
+    excused: list[float] = []
+    server.engine.excuse_silence = excused.append  # type: ignore[method-assign]
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    context = zmq.Context()
+    peer = context.socket(zmq.DEALER)
+    try:
+        peer.connect(server.endpoint)
+        peer.send_multipart([b""] * 100_000)
+        assert peer.poll(LIMIT * 1000), "the message was not refused"
+        assert excused
+    finally:
+        context.destroy(linger=0)
         server.request_stop()
         thread.join()
         server.close()

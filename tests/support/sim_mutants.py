@@ -5,6 +5,7 @@ The simulation must find every one of them; if it does not, it proves nothing ab
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
@@ -146,7 +147,7 @@ def _forgotten_failure() -> list[Patch]:
 
     def forgetting(self: Any, error: KVStoreError) -> list[Any]:
         waiters = fail(self, error)
-        self._failures.clear()
+        self._failed_since = math.inf
         return waiters
 
     return [(SyncRounds, "fail", forgetting)]

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from kvstore_server.consistency import Accepted, Applied, Lost, Refused, SyncRounds, Verdict
-from kvstore_server.errors import ProtocolError, RoundAbortedError
+from kvstore_server.errors import KVStoreError, ProtocolError, RoundAbortedError
 from kvstore_server.protocol.messages import Commit, Push
 
 ERROR = RoundAbortedError("rank 0 aborted round 0")
@@ -156,6 +156,18 @@ def test_failures_are_forgotten_once_every_rank_has_gone_on(rounds: SyncRounds[s
         rounds.fail(ERROR)
     rounds.finish()
     assert not rounds._failures
+
+
+def test_of_very_many_failures_in_a_row_the_last_reasons_are_kept_and_none_counts_as_applied(
+    rounds: SyncRounds[str],
+) -> None:
+    for number in range(1000):
+        rounds.fail(KVStoreError(str(number)))
+    told = [commit(rounds, 0, round_=number) for number in range(1000)]
+    assert all(isinstance(verdict, Lost) for verdict in told)
+    assert not any(rounds.was_applied(number) for number in range(1000))
+    assert str(told[-1].error) == "999"  # type: ignore[union-attr]
+    assert len(rounds._failures) < 100
 
 
 def test_an_undone_round_counts_as_failed(rounds: SyncRounds[str]) -> None:

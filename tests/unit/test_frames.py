@@ -152,7 +152,7 @@ class Piece:
 @pytest.mark.parametrize(
     ("head", "more", "told"),
     [
-        (m.Pull((0,)), [b"\0" * 1000] * 1500, "a message of 1502 frames and 15000"),
+        (m.Pull((0,)), [b"\0" * 1000] * 1500, "a message of 1502 frames is refused"),
         (m.State(0, 0, False, {}, b""), [b"\0"] * 100, "a message of 102 frames"),
         (
             m.State(0, 0, False, {}, b""),
@@ -328,3 +328,20 @@ def _damage(frames: list[bytearray], rng: random.Random) -> None:
         [b"", rng.randbytes(1), b"\xff" * 8, b"\x00" * 8, b"\xdf\xff\xff\xff\xff", rng.randbytes(8)]
     )
     frames[at][position : position + rng.choice([0, 1, 8])] = new
+
+
+def test_frames_of_a_message_that_is_refused_already_are_not_looked_at() -> None:
+    incoming = f.Incoming(b"peer", 8 * MAX_PAYLOAD)
+    for _ in range(5):
+        incoming.take(b"")
+    for _ in range(1000):
+        incoming.take(object())  # which has no bytes to look at
+    with pytest.raises(ProtocolError, match="of 1005 frames is refused"):
+        incoming.request()
+
+
+@pytest.mark.parametrize("shape", [(1,) * 65, (1 << 62,) * 3, (-(1 << 60), 2)])
+def test_a_shape_that_no_tensor_has_is_refused_before_its_size_is_computed(shape: tuple[int, ...]) -> None:
+    register = m.Register("t", (("k", shape, "float32", 0, False),), False)
+    with pytest.raises(ProtocolError):
+        f.decode_request(f.encode_request(m.Request(1, 2, 3, register)))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from kvtrainer import Trainer
+from kvtrainer import Trainer, one_thread
 from kvtrainer.errors import ConcurrentCallError, KVStoreError
 from kvtrainer.kvstore import LocalKVStore, create
 from tests.support.processes import Call
@@ -135,3 +136,16 @@ def test_calls_inside_of_a_call_are_free(net: torch.nn.Linear) -> None:
         return value
 
     assert isinstance(trainer.step(closure=loss), torch.Tensor)
+
+
+def test_what_a_call_left_behind_that_was_interrupted_beside_its_guard_is_in_nobodys_way(
+    net: torch.nn.Linear,
+) -> None:
+    trainer = Trainer(net, "sgd", {"learning_rate": 0.1}, kvstore=None)
+    interrupted = one_thread._Call("step")
+    trainer.__dict__[one_thread._CALL] = weakref.ref(interrupted)
+    net(torch.ones(1, 3)).sum().backward()
+    assert isinstance(Call(lambda: trainer.step(1)).outcome(), ConcurrentCallError)
+    del interrupted
+    assert not isinstance(Call(lambda: trainer.step(1)).outcome(), Exception)
+    assert one_thread._CALL not in trainer.__dict__

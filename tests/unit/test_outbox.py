@@ -52,3 +52,14 @@ def test_weights_that_wait_are_not_added_again_by_a_repeated_request() -> None:
     left = waiting.without_coming(weights(range(2, 6)))
     assert isinstance(left.body, m.Weights)
     assert [part.table for part in left.body.parts] == [4, 5]
+
+
+def test_a_peer_that_does_not_read_has_one_copy_of_optimizer_state_waiting_and_no_more() -> None:
+    waiting = Backlog()
+    waiting.append(weights(range(1)))
+    assert not waiting.has_state
+    waiting.append(m.Reply(4, m.State(0, 0, False, {}, bytes(1000))))
+    assert waiting.has_state
+    waiting.popleft()
+    waiting.popleft()
+    assert not waiting.has_state

@@ -285,3 +285,41 @@ def test_a_containers_limit_counts_where_there_is_one(
         file.write_text(content)
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     assert memory_limit(file) == (1000 if is_bound else total)
+
+
+def test_keys_that_are_declared_in_portions_have_claimed_their_memory_until_the_rank_leaves() -> None:
+    engine = Engine(EngineConfig(max_memory=100 * MIB))
+    peer, other = Peer(engine, num_workers=2), Peer(engine, "other")
+    before = engine.budget.used
+    specs = tuple((f"k{i}", (1,), "float32", 0, False) for i in range(4000))
+    answer = peer.ask(m.Register("t", specs, False, 0, 8000, "digest"))
+    assert answer == m.Info({"keys": 4000})
+    assert engine.budget.used - before >= 4000 * 1000
+    peer.ask_all(m.Leave("done", True))
+    assert engine.budget.used < before
+    assert isinstance(other.answer, m.Welcome)
+
+
+def test_a_worker_that_says_at_great_length_where_it_runs_is_refused() -> None:
+    hello = m.Hello("job", 0, 1, 0, 1, "", "a" * 60_000, bytes(16), (b"peer",))
+    [out] = Engine(EngineConfig()).handle(b"peer", m.Request(0, 0, 1, hello), 0.0)
+    assert "in 60000 characters" in refused(out.reply.body)
+
+
+def test_the_waits_of_a_very_large_namespace_are_looked_at_more_rarely_but_they_are() -> None:
+    engine = Engine(EngineConfig(dead_after=1e9))
+    peer = Peer(engine, num_workers=40_000)
+    [pending] = peer.ask_all(m.Barrier(0, 10.0))
+    assert isinstance(pending, m.Pending)
+    assert len(pending.waiting_for) < 100
+    times = [at / 10 for at in range(1, 200)]
+    failed = [at for at in times if engine.tick(at)]
+    [at] = failed
+    assert 10.0 <= at <= 13.0
+
+
+def test_a_row_sparse_table_of_empty_rows_is_taken() -> None:
+    answer = Peer(Engine(EngineConfig())).ask(
+        m.Register("t", (("k", (1 << 40, 0), "float32", 0, True),), False)
+    )
+    assert isinstance(answer, m.Registered)
