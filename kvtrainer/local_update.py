@@ -16,6 +16,7 @@ from kvstore_server.norms import Decision, apply_decision
 from kvstore_server.optimizer import KeyState, Optimizer, SliceState, update_key, update_rows, update_slice
 from kvstore_server.optimizer.half import follow, is_half
 from kvstore_server.optimizer.segment_rows import SegmentPlace, takes_rows, update_segment_rows
+from kvstore_server.optimizer.torch_family import OWN_COUNT
 from kvstore_server.plan import Plan, Slice
 from kvstore_server.reduction import RowSet
 from kvstore_server.row_payload import split_rows
@@ -264,6 +265,9 @@ class JointUpdate:
         order = [at for group in given.get("param_groups", ()) for at in group["params"]]
         own = {at: _as_torchs(state) if at in order else state for at, state in states.items()}
         masters = {at: own[at].pop("master") for at in order if at in own and "master" in own[at]}
+        first = {at: _cloned(self._first[key]) for key, at in enumerate(order) if key in self._first}
+        # Where the count of the store was all that there is, the class has kept nothing.
+        own = {**first, **{at: state for at, state in own.items() if at not in order or state or not states[at]}}
         try:
             self.instance.load_state_dict({**given, "state": own})
         except Exception as error:
@@ -293,12 +297,12 @@ class JointUpdate:
 
     def get_key_state(self, key: int) -> KeyState:
         state = _cloned(self.instance.state.get(self._parameters[key], {}))
-        values = {_STEP if name == "step" else name: value for name, value in state.items()}
+        values = {OWN_COUNT if name == "step" else name: value for name, value in state.items()}
         return KeyState(values, self._counts[key], self._masters.get(key))
 
     def put_key_state(self, key: int, state: KeyState) -> None:
         parameter, self._counts[key] = self._parameters[key], state.step
-        values = {"step" if name == _STEP else name: value for name, value in state.values.items()}
+        values = {"step" if name == OWN_COUNT else name: value for name, value in state.values.items()}
         if not state.step:
             values = _cloned(self._first.get(key, {}))
         if values:
@@ -398,8 +402,6 @@ class JointUpdate:
 
 
 _LISTS = ("params", "param_names")
-_STEP = "torch_step"
-"""What a store calls the count that a foreign class keeps itself."""
 
 
 class _Snapshot:
@@ -432,8 +434,10 @@ def _cloned(value: Any) -> Any:
 
 def _as_torchs(state: Mapping[str, Any]) -> dict[str, Any]:
     """The state of a parameter with the class's own count of steps, where a store has put its own in that place."""
-    entries = {name: value for name, value in state.items() if name != _STEP}
-    return {**entries, "step": state[_STEP]} if _STEP in state else entries
+    if OWN_COUNT not in state:
+        return dict(state)
+    entries = {name: value for name, value in state.items() if name not in (OWN_COUNT, "step")}
+    return entries if state[OWN_COUNT] is None else {**entries, "step": state[OWN_COUNT]}
 
 
 def _count(step: Any) -> int:

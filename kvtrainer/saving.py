@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvstore_server import lr_scheduler
 from kvstore_server.optimizer import Optimizer
+from kvstore_server.optimizer.torch_family import OWN_COUNT
 from kvtrainer.errors import ConfigurationError, StateMismatchError
 from kvtrainer.groups import check_options, kept_entries, option_names
 from kvtrainer.layout.layout import Layout
@@ -88,7 +89,11 @@ def as_state_dict(saved: SavedStates, layout: Layout) -> dict[str, Any]:
     for at, name in enumerate(layout.names):
         groups[saved.parameters[name].group]["params"].append(at)
     states = {at: saved.parameters[name].state for at, name in enumerate(layout.names)}
-    return {"state": {at: state for at, state in states.items() if state}, "param_groups": groups}
+    # The count is the store's: a class that keeps one of its own has that under another name, unless it keeps none.
+    return {
+        "state": {at: {OWN_COUNT: None, **state} for at, state in states.items() if state},
+        "param_groups": groups,
+    }
 
 
 def adopt_numbers(optimizer: Optimizer, saved: SavedStates) -> None:

@@ -48,6 +48,8 @@ WHOLE: tuple[TorchClass, ...] = (Adafactor, Muon, SparseAdam)
 _SPARSE_CAPABLE = (SGD, Adagrad, SparseAdam)
 _FUSED_ON_CPU = (SGD, Adam, AdamW, Adagrad)
 _LISTS = ("params", "param_names")
+OWN_COUNT = "torch_step"
+"""The name under which a store keeps the 'step' of a foreign class; for torch's own classes that is hyper['step']."""
 _OF_UPDATE = ("step", "key", "first")
 """What `hyper` of an update has beside the options of a group."""
 
@@ -191,7 +193,9 @@ class TorchOptimizer(Optimizer):
         """Return what the class creates in its constructor (Adagrad's sum); most create theirs in a step."""
         if self._instance is not None and self.unbuildable:
             return {}
-        return {key: v for key, v in self._build(weight).state.get(weight, {}).items() if key != "step"}
+        made = dict(self._build(weight).state.get(weight, {}))
+        step = made.pop("step", None)
+        return made if self._own or step is None else {**made, OWN_COUNT: step}
 
     def takes_sparse(self, hyper: Mapping[str, Any]) -> bool:
         """Whether torch's class takes sparse gradients, which SGD and Adagrad do without weight decay."""
@@ -241,8 +245,7 @@ class TorchOptimizer(Optimizer):
             {k: v.to_dense() if isinstance(v, Tensor) and v.is_sparse else v for k, v in result.items()}
         )
         if step is not None and not self._own:
-            # A foreign class may count in its own way; for torch's own it is hyper['step'].
-            state["torch_step"] = step
+            state[OWN_COUNT] = step
 
     def _given(
         self,
@@ -258,7 +261,9 @@ class TorchOptimizer(Optimizer):
             # torch keeps the buffer of sparse gradients sparse, and cannot add a dense one to them.
             given["momentum_buffer"] = given["momentum_buffer"].to_sparse(1)
         if state or (self._own and number > 1):
-            step = given.pop("torch_step", None)
+            step = given.pop(OWN_COUNT, None)
+            if step is None and not self._own:
+                return given  # it keeps no count
             if step is None and self.cls is SparseAdam:
                 step = number - 1
             elif step is None:

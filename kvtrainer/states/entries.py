@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvstore_server.optimizer import Optimizer
+from kvstore_server.optimizer.torch_family import OWN_COUNT
 from kvstore_server.plan import Plan, TensorSpec
 
 State = dict[str, Any]
@@ -77,7 +78,7 @@ def _differences(
     if expected is not None and spec.numel:
         for name in sorted(expected.keys() - state.keys() - _OPTIONAL):
             yield f"state {name!r} of PARAMETERS is missing"
-        for name in sorted(state.keys() - expected.keys() - _OPTIONAL):
+        for name in sorted(state.keys() - expected.keys() - _OPTIONAL - {OWN_COUNT}):
             yield f"state {name!r} of PARAMETERS is not one that {optimizer.registered_name} keeps"
     known = {**(expected or {}), "master": spec.shape, "step": ()}
     for name, value in state.items():

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvstore_server.optimizer import KeyState, Optimizer, SliceState
-from kvstore_server.optimizer.torch_family import TorchOptimizer
+from kvstore_server.optimizer.torch_family import OWN_COUNT, TorchOptimizer
 from kvstore_server.plan import Plan, Slice, TensorSpec
 from kvtrainer.errors import StateMismatchError
 from kvtrainer.states.entries import State, state_problems, trial_state
@@ -116,6 +116,8 @@ def read_state(
         StateMismatchError: it belongs to another shape or to another kind of optimizer.
     """
     state = _copied(given) if given and _is_updated(given) else {}
+    if state:
+        _name_own_count(state, given, options, plan.specs[key], optimizer)
     _refuse(state_problems({key: state}, {key: options}, plan, optimizer) if state else [])
     return state
 
@@ -138,16 +140,11 @@ def read_states(
     ids = [parameter_id for group in saved for parameter_id in group["params"]]
     found = (state_dict["state"].get(parameter_id) for parameter_id in ids)
     states = {key: _copied(state) for key, state in enumerate(found) if state and _is_updated(state)}
-    if isinstance(optimizer, TorchOptimizer) and optimizer.is_foreign:
-        # Its own count goes under a name of its own, beside that of a store.
-        for key, state in states.items():
-            own = state_dict["state"][ids[key]]
-            if "step" in own:
-                state.setdefault("torch_step", own["step"])
+    options = [group for group in saved for _ in group["params"]]
     for key, state in states.items():
+        _name_own_count(state, state_dict["state"][ids[key]], options[key], plan.specs[key], optimizer)
         if plan.specs[key].dtype not in _HALF:
             state.pop("master", None)  # the weights were of half precision then
-    options = [group for group in saved for _ in group["params"]]
     _refuse(momentum_problems(states, saved, optimizer) + state_problems(states, options, plan, optimizer))
     return states
 
@@ -268,6 +265,21 @@ def _copied(state: Mapping[str, Any]) -> State:
     used = {name: value for name, value in state.items() if value is not None and name != "step"}
     copies = {name: v.detach().clone() if isinstance(v, Tensor) else v for name, v in used.items()}
     return {"step": torch.tensor(float(state.get("step", 1.0))), **copies}
+
+
+def _name_own_count(
+    state: State, given: Mapping[str, Any], options: Mapping[str, Any], spec: TensorSpec, optimizer: Optimizer
+) -> None:
+    """Put the count that a foreign class keeps, which torch's form has as 'step', under its name in a store.
+
+    A class that keeps none has a 'step' from this form of the state alone.
+    """
+    if OWN_COUNT in given or "step" not in given:
+        return
+    if isinstance(optimizer, TorchOptimizer) and optimizer.is_foreign:
+        found = trial_state(optimizer, options, spec)
+        if found is None or OWN_COUNT in found:
+            state[OWN_COUNT] = given["step"]
 
 
 def _per_element(optimizer: Optimizer) -> set[str]:

@@ -451,3 +451,141 @@ def test_marks_that_a_script_made_in_the_groups_survive_a_resume() -> None:
     resumed, first = trainer(), trainer()
     resumed.adopt_saved_states(first.export_saved_states())
     assert resumed.param_groups[0]["lr_scale"] == 0.5
+
+
+LR = 1 / 64
+
+
+class Averaging(torch.optim.Optimizer):
+    """Makes its state when there is none, as MMCV's documentation does, and keeps no count under torch's name."""
+
+    def __init__(self, params: Any, lr: float = LR) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    state = self.state[p]
+                    if not state:
+                        state.update(n=0, m=torch.zeros_like(p))
+                    state["n"] += 1
+                    state["m"].add_((p.grad - state["m"]) / state["n"])
+                    p.sub_(state["m"], alpha=group["lr"])
+
+
+class Stateless(torch.optim.Optimizer):
+    """Keeps nothing, and minds if somebody else does."""
+
+    def __init__(self, params: Any, lr: float = LR) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    assert not self.state[p]
+                    p.sub_(p.grad, alpha=group["lr"])
+
+
+class OwnAdam(torch.optim.Adam):
+    """Keeps its count as torch's own classes do."""
+
+
+class OwnAdagrad(torch.optim.Adagrad):
+    """Makes its state, the count too, in its constructor."""
+
+
+class LateCount(Averaging):
+    """Begins to count at its second step, and refuses a gradient of zeros."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert all(bool(p.grad.any()) for g in self.param_groups for p in g["params"] if p.grad is not None)
+        counts = {p: s.pop("step", 0) + 1 for p, s in self.state.items() if s}
+        super().step()
+        for p, count in counts.items():
+            self.state[p]["step"] = count
+            p.sub_(count / 64)
+
+
+FOREIGN = [Averaging, Stateless, OwnAdam, OwnAdagrad, LateCount]
+
+
+def _copy_of(trainer: Trainer, other: Trainer, way: str, file: Path) -> None:
+    if way == "load_states":
+        trainer.save_states(file)
+        other.load_states(file)
+    elif way == "load_state_dict":
+        other.load_state_dict(trainer.state_dict())
+    else:
+        for mine, theirs in zip(other._layout.parameters, trainer._layout.parameters, strict=True):
+            other.state[mine] = dict(trainer.state[theirs])
+
+
+@pytest.mark.parametrize("way", ["load_states", "load_state_dict", "state"])
+@pytest.mark.parametrize("in_store", [True, False])
+@pytest.mark.parametrize("cls", FOREIGN)
+def test_a_foreign_class_goes_on_from_state_that_was_saved_here_as_in_torch(
+    cls: Any, in_store: bool, way: str, tmp_path: Path
+) -> None:
+    OPTIMIZERS.register_module(force=True)(cls)
+    store: dict[str, Any] = {"kvstore": "local", "update_on_kvstore": True} if in_store else {}
+    expected = net()
+    oracle = cls(expected.parameters(), lr=LR)
+    for at in range(6):
+        oracle.zero_grad()
+        loss_of(expected, at).backward()
+        oracle.step()
+
+    first, second = net(), net()
+    with Trainer(first, cls, {"lr": LR}, **store) as trainer:
+        for at in range(3):
+            trainer.update_params(loss_of(first, at))
+        second.load_state_dict(first.state_dict())
+        with Trainer(second, cls, {"lr": LR}, **store) as resumed:
+            _copy_of(trainer, resumed, way, tmp_path / "states")
+            for at in range(3, 6):
+                resumed.update_params(loss_of(second, at))
+    torch.testing.assert_close(weights(second), weights(expected))
+
+
+@pytest.mark.parametrize("cls", FOREIGN)
+def test_loading_what_was_saved_leaves_a_foreign_classs_state_as_it_was(cls: Any, tmp_path: Path) -> None:
+    model = net()
+    trainer = Trainer(model, cls, {"lr": LR})
+    for at in range(3):
+        trainer.update_params(loss_of(model, at))
+    before = [dict(trainer.state[p]) for p in model.parameters()]
+    trainer.save_states(tmp_path / "states")
+    trainer.load_states(tmp_path / "states")
+    torch.testing.assert_close([dict(trainer.state[p]) for p in model.parameters()], before)
+
+
+@pytest.mark.parametrize("cls", [OwnAdam, OwnAdagrad])
+def test_a_store_goes_on_from_the_state_dict_of_a_foreign_class_itself(cls: Any) -> None:
+    OPTIMIZERS.register_module(force=True)(cls)
+    expected, model = net(), net()
+    oracle = cls(expected.parameters(), lr=LR)
+    loss_of(expected).backward()
+    oracle.step()
+    model.load_state_dict(expected.state_dict())
+    with Trainer(model, cls, {"lr": LR}, kvstore="local", update_on_kvstore=True) as trainer:
+        trainer.load_state_dict(oracle.state_dict())
+        trainer.update_params(loss_of(model, 1))
+    oracle.zero_grad()
+    loss_of(expected, 1).backward()
+    oracle.step()
+    torch.testing.assert_close(weights(model), weights(expected))
+
+
+def test_states_saved_before_the_first_step_leave_what_a_constructor_made(tmp_path: Path) -> None:
+    model = net()
+    trainer = Trainer(model, OwnAdagrad)
+    trainer.save_states(tmp_path / "states")
+    trainer.load_states(tmp_path / "states")
+    trainer.update_params(loss_of(model))
+    assert len(trainer.state) == 2
+    assert all(float(state["step"]) == 1 for state in trainer.state.values())
