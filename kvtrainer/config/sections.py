@@ -30,14 +30,8 @@ SECTIONS = (
     "param_scheduler", "runner", "train_cfg", "total_epochs", "max_epochs", "max_iters", "epoch_length",
 )  # fmt: skip
 """What `trainer_arguments` reads of a configuration, beside arguments of a Trainer by their own names."""
-_OTHERS = frozenset({
-    "checkpoint_config", "log_config", "log_level", "log_processor", "load_from", "resume", "resume_from", "workflow",
-    "custom_hooks", "default_hooks", "data", "train_dataloader", "test_cfg", "val_cfg", "env_cfg", "work_dir",
-    "auto_scale_lr", "evaluation", "dist_params", "seed", "device", "model", "norm_cfg", "launcher", "visualizer",
-})  # fmt: skip
-"""Sections of MMCV and mmengine that are no Trainer's, some with names that are like those of its own."""
-
 _RUN = ("max_epochs", "max_iters", "epoch_length")
+_OF_RUNNER = ("type", *_RUN[:2])
 _ARGUMENTS = (
     "kvstore", "compression_params", "update_on_kvstore", "paramwise", "clip_grad", "amp", "accumulate", "schedules",
     "detect_anomalous_params", "on_nonfinite", "bucket_size_mb", "coalesce",
@@ -265,12 +259,11 @@ def _given_schedules(cfg: Mapping[str, Any]) -> Sequence[Any]:
 def _schedules(cfg: Mapping[str, Any]) -> list[Any]:
     """lr_config, momentum_config and param_scheduler, with what is known of how long training will be."""
     runner, loop = section(cfg, "runner"), section(cfg, "train_cfg")
-    check_keys("runner", runner, ("type", *_RUN[:2]))
-    total = {"max_epochs": cfg.get("total_epochs")}
-    parts = [
-        {key: part[key] for key in _RUN if part.get(key) is not None} for part in (cfg, runner, total, loop)
-    ]
-    length = joined(parts)
+    length: dict[str, Any] = {}
+    for part in (cfg, runner, {"max_epochs": cfg.get("total_epochs")}, loop):
+        told = {key: part[key] for key in _RUN if part.get(key) is not None}
+        # The same number twice is a variable of the configuration that is used again.
+        length = joined([{key: value for key, value in length.items() if told.get(key) != value}, told])
     made: list[Any] = [
         {**length, **section(cfg, source), "name": name}
         for name, source in (("lr", "lr_config"), ("momentum", "momentum_config"))
@@ -286,13 +279,35 @@ def _name_others(cfg: Mapping[str, Any]) -> None:
     """Log which sections no Trainer reads; raise UnknownNameError if one is a misspelt one that it does."""
     known = (*SECTIONS, *_ARGUMENTS)
     others = [key for key in cfg if key not in known]
-    slips = [
-        key for key in others if key not in _OTHERS and difflib.get_close_matches(str(key), known, 1, 0.75)
-    ]
+    slips = [key for key in others if _is_slip(str(key), known)]
     if slips:
         check_keys("the configuration", dict.fromkeys(slips), known)
+    runner = section(cfg, "runner")
+    of_runner = [key for key in runner if key not in _OF_RUNNER]
+    if any(_is_slip(str(key), _OF_RUNNER) for key in of_runner):
+        check_keys("runner", runner, _OF_RUNNER)
+    others += [f"runner.{key}" for key in of_runner]
     if others:
         _log.warning("not for the Trainer, and so not read: %s", ", ".join(map(str, others)))
+
+
+def _is_slip(name: str, known: Sequence[str]) -> bool:
+    """Whether a name is a known one with a slip of the pen, rather than a variable's of a user's own.
+
+    Word by word, because a word more or another one, as in num_epochs, optimizer_g or lr_cfg, is no slip.
+    """
+    words = name.split("_")
+    return any(
+        (len(one) > 3 and sorted(name.replace("_", "")) == sorted(one.replace("_", "")))
+        or (
+            len(words) == len(one.split("_"))
+            and all(
+                difflib.SequenceMatcher(None, mine, right).ratio() >= 0.75
+                for mine, right in zip(words, one.split("_"), strict=True)
+            )
+        )
+        for one in known
+    )
 
 
 def instance_arguments(model: Any, instance: torch.optim.Optimizer | Optimizer) -> dict[str, Any]:

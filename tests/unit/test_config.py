@@ -106,7 +106,57 @@ def test_schedules_are_lr_config_and_momentum_config_beside_others() -> None:
     with pytest.raises(TypeError, match="a list of schedules, got"):
         arguments(schedules=lr)
     with pytest.raises(ConfigurationError, match="max_iters: given twice"):
-        arguments(lr_config=lr, max_iters=3, runner={"type": "IterBasedRunner", "max_iters": 3})
+        arguments(lr_config=lr, max_iters=3, runner={"type": "IterBasedRunner", "max_iters": 4})
+
+
+@pytest.mark.parametrize(
+    "cfg",
+    [
+        {"max_epochs": 300, "runner": {"type": "EpochBasedRunner", "max_epochs": 300}},
+        {"max_epochs": 300, "train_cfg": {"max_epochs": 300}},
+        {"total_epochs": 300, "runner": {"max_epochs": 300}},
+        {"total_epochs": 300, "max_epochs": 300, "runner": {"max_epochs": 300}, "train_cfg": {"max_epochs": 300}},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_length_that_is_said_twice_alike_is_no_contradiction(cfg: dict[str, Any]) -> None:
+    [schedule] = arguments(lr_config={"policy": "poly"}, **cfg)["schedules"]
+    assert schedule == {"policy": "poly", "name": "lr", "max_epochs": 300}
+
+
+HELPERS = [
+    "num_epochs", "n_epochs", "epochs", "train_epochs", "max_steps", "num_last_epochs", "runner_cfg", "schedule_cfg",
+    "optimizer_cfgs", "optimizer_cfg", "optimizer_g", "paramwise_cfg", "train_img", "train_config", "base_lr", "map",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HELPERS)
+def test_a_variable_of_the_users_own_is_no_slip_of_the_pen(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert arguments(**{name: 3}) == {}
+    assert caplog.records[0].args == (name,)
+
+
+@pytest.mark.parametrize(
+    ("slip", "meant"),
+    [
+        ("optimzer", "optimizer"), ("optimizer_confg", "optimizer_config"), ("lr_confg", "lr_config"),
+        ("param_schedulers", "param_scheduler"), ("max_epoch", "max_epochs"), ("train_cgf", "train_cfg"),
+        ("lrconfig", "lr_config"), ("schedule", "schedules"), ("total_epcohs", "total_epochs"),
+    ],
+)  # fmt: skip
+def test_a_slip_of_the_pen_is_refused_with_what_was_meant(slip: str, meant: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"'{slip}'.*{meant}'"):
+        arguments(**{slip: {}})
+
+
+def test_of_a_runner_its_length_is_read_and_the_rest_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    runner = {"type": "DynamicIterBasedRunner", "is_dynamic_ddp": True, "max_iters": 9, "max_steps": 2}
+    [schedule] = arguments(lr_config={"policy": "poly"}, runner=runner)["schedules"]
+    assert schedule["max_iters"] == 9
+    [record] = caplog.records
+    assert record.args == ("runner.is_dynamic_ddp, runner.max_steps",)
 
 
 def test_arguments_of_a_trainer_are_passed_on_by_their_own_names() -> None:
@@ -136,7 +186,7 @@ def test_arguments_of_a_trainer_are_passed_on_by_their_own_names() -> None:
         ({"fp16": {"coalesce": 1}}, ValueError, "coalesce must be True or False, got 1"),
         ({"fp16": {"distributed": 1}}, ValueError, "distributed must be True or False"),
         ({"fp16": 512.0}, TypeError, "fp16 must be a dict, got float"),
-        ({"runner": {"max_steps": 3}, "lr_config": {}}, ValueError, "runner has 'max_steps'"),
+        ({"runner": {"max_epoch": 3}, "lr_config": {}}, ValueError, "runner has 'max_epoch'"),
         ({"fp16": {}, "amp": "dynamic"}, ValueError, "amp: given twice in the configuration"),
         ({"optimizer": {**SGD, "paramwise_cfg": {}}, "paramwise": {}}, ValueError, "paramwise: given twice"),
         ({"custom_imports": {"import": "a"}}, ValueError, "custom_imports has 'import'"),
