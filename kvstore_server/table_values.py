@@ -199,7 +199,7 @@ class TableValues:
         if number and updating:
             raise PlanMismatchError(
                 f"rank {updating[0]} updates {self.name!r} in a round in which other ranks replace its values; "
-                "call set_data in the same step on every worker"
+                "call set_data, or add_param_group, before the same step on every worker"
             )
         # A row-sparse key has its values here alone: they may stay.
         needed = self.plan.resident_slices_of(self.dense.server) if number else self.dense.slices

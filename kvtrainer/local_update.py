@@ -267,7 +267,10 @@ class JointUpdate:
         masters = {at: own[at].pop("master") for at in order if at in own and "master" in own[at]}
         first = {at: _cloned(self._first[key]) for key, at in enumerate(order) if key in self._first}
         # Where the count of the store was all that there is, the class has kept nothing.
-        own = {**first, **{at: state for at, state in own.items() if at not in order or state or not states[at]}}
+        own = {
+            **first,
+            **{at: state for at, state in own.items() if at not in order or state or not states[at]},
+        }
         try:
             self.instance.load_state_dict({**given, "state": own})
         except Exception as error:

@@ -172,7 +172,7 @@ class GroupExchange:
             raise ProtocolError(
                 "ranks came to one exchange with different calls: "
                 f"{', '.join(f'{name} on rank {rank}' for rank, name in enumerate(calls))}; call the Trainer's "
-                "collective methods in the same order on every rank"
+                "collective methods in the same order on every rank (add_param_group comes as set_data)"
             )
         if len(set(found[active, _HYPER].tolist())) > 1:
             self._name_disagreement(active)

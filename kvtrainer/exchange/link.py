@@ -196,8 +196,9 @@ class StoreLink:
         changed = [name for one, by in zip(layouts, written, strict=True) for name in one.differing(by, held)]
         changed += given
         if changed:
+            there = sum(len(one.names) for one in layouts)
             raise WeightsWrittenError(
-                f"{len(changed)} of {len(layout.names)} parameters were written to since the last step, but the "
+                f"{len(changed)} of {there} parameters were written to since the last step, but the "
                 f"kvstore's weights count, which this step would put in their place: {', '.join(changed)}. Call "
                 "trainer.set_data() on every worker after such a write, which publishes rank 0's weights; or build "
                 "the Trainer with update_on_kvstore=False, which keeps the weights here"

@@ -284,12 +284,14 @@ def build_data_parallel_model(
         ConfigurationError: as of DataParallel; or there are fewer CUDA devices.
         ArgumentTypeError: nothing takes an option.
     """
-    known = [name for name in inspect.signature(DataParallel).parameters if name not in _SAID]
+    own = inspect.signature(build_data_parallel_model).parameters
+    known = [name for name in own if name != "options"]
+    known += [name for name in inspect.signature(DataParallel).parameters if name not in (*_SAID, *known)]
     unknown = [name for name in options if name not in known]
     if unknown:
         raise ArgumentTypeError(
-            f"build_data_parallel_model has no {', '.join(map(repr, unknown))}; beside its own arguments it takes "
-            f"{', '.join(known)}{did_you_mean(unknown, known)}"
+            f"build_data_parallel_model has no {', '.join(map(repr, unknown))}; it takes {', '.join(known)}"
+            f"{did_you_mean(unknown, known)}"
         )
     mode = "forward" if only_build_forward_pass else "train" if train else "test"
     return DataParallel(model, default_devices(devices, num_gpus), target=target_gpu_id, mode=mode, **options)

@@ -39,7 +39,8 @@ class StateView(Mapping[Tensor, State]):
     """The optimizer state as torch's optimizers show it, by parameter: fetched when it is read, as copies.
 
     A parameter without state has an empty one. To assign one replaces that parameter's, on a server too: do it on every
-    worker. It counts as true: torch.distributed.checkpoint would otherwise make some by a step of zeros.
+    worker. So does `del`, after which the parameter starts afresh, and `clear`, of all of them. It counts as true:
+    torch.distributed.checkpoint would otherwise make some by a step of zeros.
     """
 
     def __init__(self, owner: StateOwner) -> None:
@@ -53,6 +54,13 @@ class StateView(Mapping[Tensor, State]):
 
     def __setitem__(self, parameter: Tensor, state: Mapping[str, Any]) -> None:
         self._owner._replace_state(parameter, state)
+
+    def __delitem__(self, parameter: Tensor) -> None:
+        self._owner._replace_state(parameter, {})
+
+    def clear(self) -> None:
+        for parameter in list(self):
+            del self[parameter]
 
     def __contains__(self, parameter: object) -> bool:
         return isinstance(parameter, Tensor) and bool(self[parameter])

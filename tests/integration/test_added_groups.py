@@ -96,7 +96,7 @@ def test_a_worker_that_does_not_add_the_group_makes_the_step_fail_on_all_until_i
         before = given[0].tolist()
         if rank == 0:
             trainer.add_param_group({"params": given[1:], "lr": 0.05})
-        with pytest.raises(KVStoreError):
+        with pytest.raises(KVStoreError, match="add_param_group"):
             train(trainer, given if rank == 0 else given[:1], rank, range(2, 3))
         is_same = given[0].tolist() == before
         if rank == 1:

@@ -119,6 +119,7 @@ def test_overflow_on_one_rank_skips_the_step_on_all(job: Job) -> None:
         ),
         ("optimizer", "PlanMismatchError", "name is 'sgd' on rank 0 and 'adam' on rank 1"),
         ("calls", "ProtocolError", "step on rank 0, set_data on rank 1"),
+        ("calls", "ProtocolError", "add_param_group"),
     ],
 )
 def test_ranks_that_disagree_raise_the_same_error(job: Job, what: str, error: str, message: str) -> None:

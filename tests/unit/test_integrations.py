@@ -43,5 +43,9 @@ def test_hooks_are_such_as_mmcvs_runner_registers(monkeypatch: pytest.MonkeyPatc
     assert isinstance(hook, MmcvHook)
     assert isinstance(hook, hooks.Fp16OptimizerHook)
     assert not hasattr(hook, "priority")
+    own: Any = registry.get("KVOptimizerHook")
+    registry.register_module(module=type("OwnHook", (own,), {"clip_grads": lambda self, params: None}))
+    assert isinstance(derived := registry.build({"type": "OwnHook"}), MmcvHook)
+    assert not hasattr(derived, "priority")
     hook.priority = 40
     assert hook.priority == 40

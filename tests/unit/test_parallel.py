@@ -79,6 +79,7 @@ def test_replicas_with_different_parameters_are_refused_by_name() -> None:
         (lambda: build_data_parallel_model(net, TWO, num_gpus=2), "devices or num_gpus, not both"),
         (lambda: build_data_parallel_model(net, num_gpus=99), "num_gpus must be between 1 and"),
         (lambda: build_data_parallel_model(net, TWO, reduser="tree"), "no 'reduser'.*Did you mean 'reducer'"),
+        (lambda: build_data_parallel_model(net, num_gpu=1), "no 'num_gpu'.*Did you mean 'num_gpus'"),
         (lambda: build_data_parallel_model(net, TWO, mode="train"), "no 'mode'"),
     ],
 )

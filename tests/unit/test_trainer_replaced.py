@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from kvtrainer import Trainer, kvstore
+from kvtrainer import DataParallel, Trainer, kvstore
 from kvtrainer.errors import (
     NoGradientWarning,
     ParameterMovedError,
@@ -173,6 +173,23 @@ def test_a_trainer_goes_on_where_one_that_is_gone_has_left_the_weights() -> None
     p.sum().backward()
     trainer.step(1)
     assert p.tolist() == [-1.5, -1.5]
+
+
+def test_no_more_parameters_were_written_to_than_there_are_on_all_devices() -> None:
+    model = DataParallel(nn.Linear(2, 2), ["cpu", "cpu"])
+    stored = Trainer(model, "sgd", {"lr": 1.0}, kvstore="device", update_on_kvstore=True)
+    other = Trainer(model, "sgd", {"lr": 0.5}, kvstore="device")
+
+    def backward() -> None:
+        for replica in model.replicas:
+            sum(p.sum() for p in replica.parameters()).backward()  # type: ignore[union-attr]
+
+    for trainer in (stored, other):
+        backward()
+        trainer.step(1)
+    backward()
+    with pytest.raises(WeightsWrittenError, match=r"^4 of 4 parameters"):
+        stored.step(1)
 
 
 def test_weights_in_a_store_are_not_replaced_by_another_trainers_until_they_are_published() -> None:

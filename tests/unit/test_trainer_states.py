@@ -385,3 +385,31 @@ def test_state_of_a_class_that_runs_as_torch_runs_it_is_its_own() -> None:
     trainer.state[net.outer.bias] = {"count": 7}
     train(net, trainer, 2, 1)
     assert (trainer.state[net.outer.bias], trainer.state[torch.zeros(1)]) == ({"count": 8}, {})
+
+
+@PLACES
+@pytest.mark.parametrize("kind", ["torch:Adam", "adam"])
+def test_a_cleared_state_starts_afresh(kind: str, uok: bool | None) -> None:
+    net, fresh = Net(), Net()
+    with trainer_of(net, kind, uok) as trainer:
+        train(net, trainer, 0, 2)
+        fresh.load_state_dict(net.state_dict())
+        trainer.state.clear()
+        assert not any(float(state["step"]) for state in trainer.state.values())
+        train(net, trainer, 2, 2)
+    with trainer_of(fresh, kind, uok) as other:
+        train(fresh, other, 2, 2)
+    assert all(map(torch.equal, net.parameters(), fresh.parameters()))
+
+
+@PLACES
+def test_a_parameters_state_is_deleted_alone(uok: bool | None) -> None:
+    net = Net()
+    with trainer_of(net, "torch:Adam", uok) as trainer:
+        train(net, trainer, 0, 2)
+        del trainer.state[net.scale]
+        steps = {name: float(trainer.state[p].get("step", 0)) for name, p in net.named_parameters()}
+        with pytest.raises(ConfigurationError):
+            del trainer.state[nn.Parameter(torch.zeros(1))]
+    assert steps.pop("scale") == 0
+    assert set(steps.values()) == {2}
