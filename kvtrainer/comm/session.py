@@ -247,7 +247,7 @@ class Session:
         reasons = self._reasons or [
             f"{self.describe(server)} was last heard {now - heard:.1f} s ago"
             for server, heard in enumerate(self._heard)
-            if now - heard > self._repeat_after
+            if now - heard > 2 * self._repeat_after  # it has been asked why, and had time to say
         ]
         if reasons and self._slow_reports.is_due(waited, now):
             more = f" (and {len(reasons) - 1} more)" if len(reasons) > 1 else ""
