@@ -293,10 +293,10 @@ class JointUpdate:
         return {name: value for name, value in found.items() if name not in tensors}, tensors
 
     def get_state(self, piece: Slice) -> SliceState:
-        raise NotImplementedError("this update keeps its state by key")
+        raise AssertionError("this update keeps its state by key")
 
     def put_state(self, piece: Slice, state: SliceState) -> None:
-        raise NotImplementedError("this update keeps its state by key")
+        raise AssertionError("this update keeps its state by key")
 
     def get_key_state(self, key: int) -> KeyState:
         state = _cloned(self.instance.state.get(self._parameters[key], {}))
