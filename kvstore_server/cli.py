@@ -25,7 +25,7 @@ import torch
 from kvstore_server.admission import EngineConfig
 from kvstore_server.cpu import capability
 from kvstore_server.errors import KVStoreError
-from kvstore_server.log_limit import LogLimit
+from kvstore_server.log_limit import limited_log
 from kvstore_server.memory import memory_limit
 from kvstore_server.optimizer.registry import prepare_to_serve
 from kvstore_server.protocol.buffers import KEYS_PER_MESSAGE
@@ -118,24 +118,18 @@ def main(argv: Sequence[str] | None = None, announce: Callable[[Server], None] |
         format=f"%(asctime)s server {flags.index} %(levelname)s %(message)s",
         stream=sys.stderr,
     )
-    limit = LogLimit()
-    for handler in logging.getLogger().handlers:
-        handler.addFilter(limit)
     torch.set_num_threads(flags.threads)
-    try:
-        sys.path.insert(0, os.getcwd())
-        for module in flags.imports:
-            importlib.import_module(module)
-        prepare_to_serve()
-        server = Server(_engine_config(flags), ServerOptions(flags.bind, flags.drain_timeout))
-    except (KVStoreError, ImportError) as error:
-        print(f"kvstore-server: {error}", file=sys.stderr)
-        return 1
-    try:
+    with limited_log():
+        try:
+            sys.path.insert(0, os.getcwd())
+            for module in flags.imports:
+                importlib.import_module(module)
+            prepare_to_serve()
+            server = Server(_engine_config(flags), ServerOptions(flags.bind, flags.drain_timeout))
+        except (KVStoreError, ImportError) as error:
+            print(f"kvstore-server: {error}", file=sys.stderr)
+            return 1
         return _serve(server, announce or (lambda server: _announce(server.endpoint, flags.ready_fd)))
-    finally:
-        if limit.left_out:
-            _log.warning("%d more lines were left out of this log", limit.left_out)
 
 
 def _serve(server: Server, announce: Callable[[Server], None]) -> int:

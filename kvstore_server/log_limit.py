@@ -4,8 +4,27 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+
+
+_log = logging.getLogger(__name__)
+
+
+@contextmanager
+def limited_log() -> Iterator[None]:
+    """Limit what this process logs while the block runs, and say at its end how many lines were left out."""
+    limit, handlers = LogLimit(), list(logging.getLogger().handlers)
+    for handler in handlers:
+        handler.addFilter(limit)
+    try:
+        yield
+    finally:
+        for handler in handlers:
+            handler.removeFilter(limit)
+        if limit.left_out:
+            _log.warning("%d more lines were left out of this log", limit.left_out)
 
 
 @dataclass

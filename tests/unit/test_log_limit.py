@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import logging
 
-from kvstore_server.log_limit import LogLimit
+from kvstore_server.log_limit import LogLimit, limited_log
 
 
 def logged(times: list[float], *, name: str = "kvstore_server.test") -> tuple[list[str], LogLimit]:
@@ -40,3 +40,14 @@ def test_lines_at_a_reasonable_distance_are_all_written() -> None:
 
 def test_lines_of_others_are_not_touched() -> None:
     assert len(logged([0.0] * 50, name="mine")[0]) == 50
+
+
+def test_the_log_of_a_process_is_limited_while_it_serves_and_not_afterwards() -> None:
+    handler = logging.NullHandler()
+    logging.getLogger().addHandler(handler)
+    try:
+        with limited_log():
+            assert [type(one) for one in handler.filters] == [LogLimit]
+        assert handler.filters == []
+    finally:
+        logging.getLogger().removeHandler(handler)
