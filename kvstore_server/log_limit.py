@@ -51,6 +51,7 @@ class LogLimit(logging.Filter):
         self._places: dict[tuple[str, int], _Place] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
+        """Let a line pass, or leave it out and count it; the next one that passes says how many were."""
         if not record.name.startswith(__package__ or ""):
             return True
         now = self._clock()
