@@ -15,8 +15,6 @@ from kvstore_server.optimizer.torch_family import TorchOptimizer
 from kvtrainer.config import check_overrides, trainer_arguments
 from kvtrainer.ddp import refuse_ddp, refuse_parameters_of_ddp
 from kvtrainer.errors import ArgumentTypeError
-from kvtrainer.exchange.choice import choose_store
-from kvtrainer.exchange.chosen import BUCKETS
 from kvtrainer.groups import make_groups
 from kvtrainer.kvstore.base import KVStoreBase
 from kvtrainer.layout.row_tables import check_claimable, claim, refuse_to_add
@@ -40,6 +38,8 @@ from kvtrainer.steps.extra_states import (
 )
 from kvtrainer.steps.loss_pipeline import LossPipeline
 from kvtrainer.steps.options import StageOptions
+from kvtrainer.sync.chosen import BUCKETS
+from kvtrainer.sync.select import choose_store
 
 __all__ = ["Trainer"]
 

@@ -9,13 +9,13 @@ from typing import Any
 from torch import Tensor
 
 from kvtrainer.errors import ConfigurationError, StateMismatchError
-from kvtrainer.exchange.link import Residuals
 from kvtrainer.layout.layout import Layout
 from kvtrainer.precision.loss_scaler import Scaler
 from kvtrainer.precision.torch_scaler import scaler_from_state
 from kvtrainer.schedules.param_schedule import BoundSchedule
 from kvtrainer.states.saved import SavedStates
 from kvtrainer.steps.accumulation import Accumulation
+from kvtrainer.sync.binding import Residuals
 
 _SCALER, _RESIDUALS, _SCHEDULES, _PASSES = "loss_scaler", "residuals", "schedules", "backward_passes"
 """The parts of saved states."""

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from kvtrainer.anomalies import describe_nonfinite, losses_of, report_anomalies
 from kvtrainer.errors import ConfigurationError
-from kvtrainer.exchange.chosen import BUCKETS
 from kvtrainer.parallel.losses import ReplicaLosses
 from kvtrainer.results import StepResult
 from kvtrainer.schedules.config import bind_schedules
@@ -20,6 +19,7 @@ from kvtrainer.schedules.param_schedule import BoundSchedule
 from kvtrainer.steps.accumulation import Accumulation
 from kvtrainer.steps.joining import JoiningPipeline
 from kvtrainer.steps.options import StageOptions
+from kvtrainer.sync.chosen import BUCKETS
 
 _log = logging.getLogger(__name__)
 

@@ -18,8 +18,6 @@ from kvstore_server.norms import Decision, measure
 from kvstore_server.optimizer import Optimizer
 from kvtrainer.clipping import Limits, Verdict
 from kvtrainer.errors import ConfigurationError, NoGradientWarning, StaleGradientError
-from kvtrainer.exchange.chosen import StoreChoice
-from kvtrainer.exchange.link import StoreLink
 from kvtrainer.flat_optimizer import FlatOptimizer
 from kvtrainer.layout.gradients import REPLACED
 from kvtrainer.layout.layout import Layout
@@ -28,6 +26,8 @@ from kvtrainer.local_update import JointUpdate, LocalUpdate
 from kvtrainer.precision.loss_scaler import Scaler
 from kvtrainer.states.holder import StateHolder
 from kvtrainer.steps.accumulation import Accumulation
+from kvtrainer.sync.binding import StoreLink
+from kvtrainer.sync.chosen import StoreChoice
 from kvtrainer.types import Group
 
 _log = logging.getLogger(__name__)

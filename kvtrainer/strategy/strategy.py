@@ -11,7 +11,6 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from kvtrainer.errors import ConfigurationError
-from kvtrainer.exchange.kinds import is_in_process, is_over_ranks, kind_of
 from kvtrainer.kvstore.base import KVStoreBase, create
 from kvtrainer.kvstore.device import DeviceKVStore
 from kvtrainer.parallel import DataParallel
@@ -19,6 +18,7 @@ from kvtrainer.strategy import environment
 from kvtrainer.strategy.agreement import Agreement, agreement_of
 from kvtrainer.strategy.checkpointing import CheckpointingStrategy
 from kvtrainer.strategy.trainer_parts import accumulated_passes, trainers_by_name
+from kvtrainer.sync.kinds import is_in_process, is_over_ranks, kind_of
 
 
 class Strategy(CheckpointingStrategy):

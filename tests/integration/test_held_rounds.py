@@ -14,8 +14,8 @@ from kvstore_server.norms import Decision, Guard, Measured
 from kvstore_server.optimizer import create
 from kvtrainer.comm import session
 from kvtrainer.errors import PlanMismatchError, WorkerLostError
-from kvtrainer.exchange.store import Gradients, Outcome, StoreExchange
 from kvtrainer.kvstore import DistKVStore, LocalKVStore
+from kvtrainer.sync.servers import Gradients, Outcome, StoreExchange
 from tests.support.engines import filled, plan_of
 from tests.support.lossy import LossyProxy
 from tests.support.processes import FORGETFUL, Members, Processes, new_name, together

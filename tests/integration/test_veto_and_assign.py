@@ -12,8 +12,8 @@ from torch import Tensor
 from kvstore_server.codec import make_codec
 from kvstore_server.optimizer import create
 from kvtrainer.errors import PlanMismatchError
-from kvtrainer.exchange.store import StoreExchange
 from kvtrainer.kvstore import DistKVStore
+from kvtrainer.sync.servers import StoreExchange
 from tests.support.engines import filled, plan_of, step
 from tests.support.stores import Servers, servers
 

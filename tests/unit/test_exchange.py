@@ -13,10 +13,10 @@ from kvstore_server.hyper import pack_hypers
 from kvstore_server.optimizer import create
 from kvstore_server.plan import Plan, TensorSpec, make_plan
 from kvtrainer.errors import ConfigurationError
-from kvtrainer.exchange.plugin import PluginExchange
-from kvtrainer.exchange.store import Exchange, Gradients, StoreExchange
 from kvtrainer.kvstore import KVStoreBase, LocalKVStore
 from kvtrainer.local_update import LocalUpdate
+from kvtrainer.sync.plugin import PluginExchange
+from kvtrainer.sync.servers import Exchange, Gradients, StoreExchange
 
 PLAN = make_plan(
     [TensorSpec("a", (2,), "float32"), TensorSpec("b", (), "float64"), TensorSpec("c", (3,), "float32")], 1

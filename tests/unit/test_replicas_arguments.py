@@ -13,7 +13,7 @@ from kvtrainer.errors import (
     ConfigurationError,
     WeightsWrittenError,
 )
-from kvtrainer.exchange.choice import LARGE, choose_store
+from kvtrainer.sync.select import LARGE, choose_store
 from tests.support.replica_training import backward, replicas, values
 
 TWO = [torch.device("cpu")] * 2

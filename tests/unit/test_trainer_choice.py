@@ -10,7 +10,7 @@ from torch.nn import Parameter
 
 from kvtrainer import Trainer, kvstore
 from kvtrainer.errors import ArgumentTypeError, ConfigurationError, UnknownNameError
-from kvtrainer.exchange.choice import LARGE, choose_store
+from kvtrainer.sync.select import LARGE, choose_store
 
 
 class Plugin(kvstore.KVStoreBase):

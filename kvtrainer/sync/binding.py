@@ -16,16 +16,16 @@ from kvstore_server.optimizer import Optimizer
 from kvstore_server.plan import Plan
 from kvtrainer.clipping import Limits
 from kvtrainer.errors import ConfigurationError, KVStoreError, WeightsWrittenError
-from kvtrainer.exchange.chosen import StoreChoice
-from kvtrainer.exchange.group import GroupExchange
-from kvtrainer.exchange.plugin import PluginExchange
-from kvtrainer.exchange.store import TABLE, Exchange, Gradients, Outcome, Shadowed, StoreExchange
 from kvtrainer.kvstore.dist import DistKVStore
 from kvtrainer.kvstore.replica_compression import ReplicaCompressor
 from kvtrainer.layout.arena import Arena
 from kvtrainer.layout.layout import Layout
 from kvtrainer.layout.residuals import put_residuals, residuals_by_device
 from kvtrainer.profiler import Profiler
+from kvtrainer.sync.chosen import StoreChoice
+from kvtrainer.sync.plugin import PluginExchange
+from kvtrainer.sync.ranks import GroupExchange
+from kvtrainer.sync.servers import TABLE, Exchange, Gradients, Outcome, Shadowed, StoreExchange
 
 _log = logging.getLogger(__name__)
 

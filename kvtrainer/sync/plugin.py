@@ -11,9 +11,9 @@ from torch import Tensor
 from kvstore_server.norms import Guard
 from kvstore_server.plan import Plan
 from kvtrainer.errors import ConfigurationError
-from kvtrainer.exchange.store import Gradients, Outcome, Shadowed
 from kvtrainer.kvstore.base import KVStoreBase
 from kvtrainer.layout.row_tables import NO_TABLES, Tables
+from kvtrainer.sync.servers import Gradients, Outcome, Shadowed
 
 
 class PluginExchange:

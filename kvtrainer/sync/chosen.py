@@ -8,12 +8,12 @@ from kvstore_server.codec import Codec
 from kvtrainer.comm.client import Client
 from kvtrainer.comm.rank_group import Buckets, RankGroup, current_group
 from kvtrainer.errors import ConfigurationError
-from kvtrainer.exchange.kinds import is_over_ranks, too_late, type_of
 from kvtrainer.kvstore.base import KVStoreBase, create
 from kvtrainer.kvstore.device import DeviceKVStore
 from kvtrainer.kvstore.dist import DistKVStore
 from kvtrainer.kvstore.local import LocalKVStore
 from kvtrainer.parallel.reducers import AUTO
+from kvtrainer.sync.kinds import is_over_ranks, too_late, type_of
 
 BUCKETS = ("bucket_size_mb", "coalesce")
 """What a 'device' store may be told about reductions over the ranks of torch.distributed."""

@@ -12,15 +12,15 @@ import torch
 from kvstore_server.codec import Codec, make_codec
 from kvtrainer.env import workers_of_job
 from kvtrainer.errors import ArgumentTypeError, ConfigurationError
-from kvtrainer.exchange.chosen import StoreChoice
-from kvtrainer.exchange.kinds import is_asynchronous, is_over_ranks, kind_of, type_of
-from kvtrainer.exchange.replica_choice import check_order, choose_reducer
 from kvtrainer.kvstore.base import KVStoreBase
 from kvtrainer.kvstore.device import DeviceKVStore, check_on_cuda, is_nccl
 from kvtrainer.kvstore.dist import DistKVStore
 from kvtrainer.kvstore.local import LocalKVStore
 from kvtrainer.parallel.policy import LISTS, ReplicaPolicy
 from kvtrainer.roles import serve_role
+from kvtrainer.sync.chosen import StoreChoice
+from kvtrainer.sync.kinds import is_asynchronous, is_over_ranks, kind_of, type_of
+from kvtrainer.sync.replica_choice import check_order, choose_reducer
 
 _log = logging.getLogger(__name__)
 

@@ -24,9 +24,9 @@ from kvstore_server.protocol.control import pack_control, unpack_control
 from kvstore_server.reduction import RowSet, compute_dtype
 from kvtrainer.comm.rank_group import RankGroup
 from kvtrainer.errors import ConfigurationError, PlanMismatchError, ProtocolError
-from kvtrainer.exchange.store import Gradients, Outcome, Shadowed
 from kvtrainer.kvstore.row_sums import gather_row_sum
 from kvtrainer.layout.row_tables import NO_TABLES, Tables
+from kvtrainer.sync.servers import Gradients, Outcome, Shadowed
 
 _DENSE, _ABSENT = -1, -2
 _CALL, _HYPER, _SCALE, _VETO, _FIRST_KEY = range(5)
