@@ -20,8 +20,8 @@ from kvtrainer.groups import check_options, make_groups, option_names, read_opti
 from kvtrainer.layout.layout import Layout
 from kvtrainer.layout.replicated import make_layout
 from kvtrainer.local_update import JointUpdate, LocalUpdate
+from kvtrainer.lr_scheduler import UpdateCounter
 from kvtrainer.parallel.policy import COPIES, devices_of, spread
-from kvtrainer.schedules.update_count import Schedule
 from kvtrainer.states.entries import State
 from kvtrainer.types import Group
 
@@ -60,7 +60,7 @@ class GroupedOptimizer(torch.optim.Optimizer, ABC):
             # One list of groups for both, so that schedulers bound to the instance reach this optimizer.
             self.param_groups = instance.param_groups
         self._layout = make_layout(self.param_groups, self._names)
-        self._schedule = Schedule(optimizer)
+        self._schedule = UpdateCounter(optimizer)
         self._last_options: dict[str, Any] = {}
         """Those that were checked last."""
         self._pending: dict[int, State] | None = None

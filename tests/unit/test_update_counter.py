@@ -7,7 +7,7 @@ import random
 import pytest
 
 from kvstore_server.optimizer import create
-from kvtrainer.schedules.update_count import Schedule
+from kvtrainer.lr_scheduler import UpdateCounter
 from kvtrainer.types import Group
 
 KEYS = 4
@@ -30,7 +30,7 @@ def test_rate_and_count_follow_the_greatest_count_of_any_key(seed: int) -> None:
     chance = random.Random(seed)
     begin = chance.choice([0, 7])
     optimizer = create("sgd", lr_scheduler=lambda n: float(n), begin_num_update=begin)
-    schedule, expected = Schedule(optimizer), PerKey(begin)
+    schedule, expected = UpdateCounter(optimizer), PerKey(begin)
     groups: list[Group] = [{"lr": 0.0}, {"lr": 0.0}]
     for _ in range(60):
         keys = [chance.random() < chance.choice([0.1, 0.5, 1.0]) for _ in range(KEYS)]
@@ -42,14 +42,14 @@ def test_rate_and_count_follow_the_greatest_count_of_any_key(seed: int) -> None:
             assert [group["lr"] for group in groups] == [expected.num_update] * 2
         if chance.random() < 0.1:
             updates = {key: count - begin for key, count in enumerate(expected.counts) if count > begin}
-            schedule = Schedule(optimizer)
+            schedule = UpdateCounter(optimizer)
             schedule.restore(updates, KEYS)
             assert optimizer.num_update == expected.num_update
 
 
 def test_coming_update_of_several_workers_counts_as_one_of_the_leading_key() -> None:
     optimizer = create("sgd", lr_scheduler=lambda n: float(n))
-    schedule, group = Schedule(optimizer), {"lr": 0.0}
+    schedule, group = UpdateCounter(optimizer), {"lr": 0.0}
     for keys, several, alone in (([True, True], 1, 1), ([True, False], 2, 2), ([False, True], 3, 2)):
         schedule.apply([group], None)
         assert group["lr"] == several
@@ -60,7 +60,7 @@ def test_coming_update_of_several_workers_counts_as_one_of_the_leading_key() -> 
 
 def test_without_a_scheduler_rates_are_left_alone_and_updates_are_counted_all_the_same() -> None:
     optimizer = create("sgd", learning_rate=0.5)
-    schedule, group = Schedule(optimizer), {"lr": 0.25}
+    schedule, group = UpdateCounter(optimizer), {"lr": 0.25}
     schedule.apply([group], None)
     schedule.count([True])
     assert (group["lr"], optimizer.num_update) == (0.25, 1)

@@ -10,7 +10,8 @@ from typing import Any
 import msgpack
 import pytest
 
-from kvstore_server.lr_scheduler import as_scheduler, base, create_from_spec
+from kvstore_server import lr_scheduler as base
+from kvstore_server.lr_scheduler import as_scheduler, create_from_spec
 from kvtrainer.errors import ConfigurationError, UnknownNameError
 from kvtrainer.lr_scheduler import (
     CosineScheduler,
@@ -147,7 +148,7 @@ def test_an_unknown_name_is_answered_with_the_known_ones() -> None:
         ({"name": 3}, "needs a name"),
         ({"name": "factor"}, "'factor' cannot be rebuilt.*step"),
         ({"name": "factor", "step": 2, "speed": 3}, "'factor' cannot be rebuilt.*speed"),
-        ({"name": "factor", "step": 0}, "step must be an int of at least 1"),
+        ({"name": "factor", "step": 0}, "step must be an integer of at least 1"),
     ],
 )
 def test_a_malformed_description_is_refused(spec: Any, message: str) -> None:

@@ -1,0 +1,131 @@
+"""Checks of arguments: each returns the value, or raises an error that says what is wanted and what was given.
+
+A bool is no number. Numbers and integers of numpy are numbers and integers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from numbers import Integral, Real
+from typing import TypeGuard, TypeVar
+
+from kvstore_server.errors import ConfigurationError, did_you_mean
+
+_Choice = TypeVar("_Choice")
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Return whether this is a real number, infinities and NaN included."""
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def is_integer(value: object, least: int | None = None, most: int | None = None) -> TypeGuard[int]:
+    """Return whether this is a whole number, at least `least` and at most `most`."""
+    if not isinstance(value, Integral) or isinstance(value, bool):
+        return False
+    return (least is None or int(value) >= least) and (most is None or int(value) <= most)
+
+
+def number(
+    name: str,
+    value: object,
+    least: float | None = None,
+    most: float | None = None,
+    *,
+    above: float | None = None,
+    below: float | None = None,
+    finite: bool = True,
+    error: type[ConfigurationError] = ConfigurationError,
+) -> float:
+    """Return a number as a float.
+
+    Args:
+        name: What the message calls it.
+        least, most, above, below: Its bounds, the last two exclusive.
+        finite: Whether an infinity is refused. A NaN always is.
+        error: The class to raise.
+
+    Raises:
+        ConfigurationError: it is no number, or out of bounds.
+    """
+    is_fit = (
+        is_number(value)
+        and not math.isnan(value)
+        and (not finite or math.isfinite(value))
+        and (least is None or value >= least)
+        and (most is None or value <= most)
+        and (above is None or value > above)
+        and (below is None or value < below)
+    )
+    if not is_fit:
+        wanted = _range("a finite number" if finite else "a number", least, most, above, below)
+        raise error(f"{name} must be {wanted}, got {value!r:.80}")
+    return float(value)  # type: ignore[arg-type]
+
+
+def integer(
+    name: str,
+    value: object,
+    least: int | None = None,
+    most: int | None = None,
+    *,
+    error: type[ConfigurationError] = ConfigurationError,
+) -> int:
+    """Return a whole number as an int.
+
+    Raises:
+        ConfigurationError: it is none, or out of bounds.
+    """
+    if not is_integer(value, least, most):
+        raise error(f"{name} must be {_range('an integer', least, most)}, got {value!r:.80}")
+    return int(value)
+
+
+def boolean(name: str, value: object, *, error: type[ConfigurationError] = ConfigurationError) -> bool:
+    """Return a bool.
+
+    Raises:
+        ConfigurationError: it is something else.
+    """
+    if not isinstance(value, bool):
+        raise error(f"{name} must be True or False, got {value!r:.80}")
+    return value
+
+
+def one_of(
+    name: str,
+    value: object,
+    choices: Collection[_Choice],
+    *,
+    error: type[ConfigurationError] = ConfigurationError,
+) -> _Choice:
+    """Return the choice that equals `value`.
+
+    Raises:
+        ConfigurationError: none does; lists them, and those that are spelled alike.
+    """
+    for choice in choices:
+        if isinstance(value, type(choice)) and choice == value:
+            return choice
+    hint = did_you_mean(value, [one for one in choices if isinstance(one, str)])
+    raise error(f"{name} must be {_listed(choices)}, got {value!r:.80}{hint}")
+
+
+def _listed(choices: Collection[object]) -> str:
+    shown = [repr(one) for one in choices]
+    return f"{', '.join(shown[:-1])} or {shown[-1]}" if len(shown) < 4 else f"one of {', '.join(shown)}"
+
+
+def _range(
+    kind: str,
+    least: float | None,
+    most: float | None,
+    above: float | None = None,
+    below: float | None = None,
+) -> str:
+    if least is not None and most is not None:
+        return f"{kind} from {least} to {most}"
+    bounds = [("of at least", least), ("above", above), ("at most", most), ("below", below)]
+    said = [f"{word} {bound}" for word, bound in bounds if bound is not None]
+    return f"{kind} {' and '.join(said)}".rstrip()
