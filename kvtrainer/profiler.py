@@ -9,22 +9,89 @@ kv.profiler.set_state("stop", profile_process="server")  # writes rank0_profile.
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kvstore_server.admission import MAX_WORKERS
 from kvstore_server.errors import ConfigurationError
-from kvstore_server.tracing import ROUND_LANE, Trace, chrome_trace
+from kvstore_server.tracing import CALLS, CATEGORIES, ROUND_LANE, ROUNDS, Trace, chrome_trace
 from kvtrainer.comm.client import Client
 from kvtrainer.comm.tracing import lane_name
 from kvtrainer.errors import TraceFileError, file_error
-from kvtrainer.profile_config import read_profile_config
 
 WORKER, SERVER = "worker", "server"
 _PROCESSES = (WORKER, SERVER)
+
+
+_DEFAULTS: dict[str, bool] = {
+    "profile_all": False, "profile_api": True, "profile_imperative": True, "profile_symbolic": True,
+    "profile_memory": True, "continuous_dump": False, "aggregate_stats": False,
+}  # fmt: skip
+"""MXNet's switches; the first three have an effect."""
+_OTHERS = ("filename", "dump_period", "gpu_memory_profile_filename_prefix")
+
+
+@dataclass(frozen=True)
+class ProfileConfig:
+    """Where a trace goes, and what is in it.
+
+    Args:
+        path: The file that was named; see `file_of`.
+        categories: Of events, as `kvstore_server.tracing` has them.
+    """
+
+    path: Path
+    categories: tuple[str, ...] = CATEGORIES
+
+    def file_of(self, index: int) -> Path:
+        """The file of a worker's rank or a server's index: beside the path, with rank{index}_ before its name.
+
+        MXNet's scripts put that before a worker's file themselves, so it is not put there twice.
+        """
+        prefix = f"rank{index}_"
+        return (
+            self.path
+            if self.path.name.startswith(prefix)
+            else self.path.with_name(f"{prefix}{self.path.name}")
+        )
+
+
+def read_profile_config(options: Mapping[str, Any]) -> ProfileConfig:
+    """Check settings as `profiler.set_config` takes them; what is absent has MXNet's default.
+
+    Raises:
+        ConfigurationError: a key is unknown, a value wrong, or the file's folder does not exist.
+    """
+    for key, value in options.items():
+        if key not in (*_DEFAULTS, *_OTHERS):
+            known = ", ".join(sorted((*_DEFAULTS, *_OTHERS)))
+            raise _improper(f"there is no {key!r}; it takes {known} and profile_process")
+        if key in _DEFAULTS and not isinstance(value, bool):
+            raise _improper(f"{key} must be True or False, got {value!r:.80}")
+    name = options.get("filename", "profile.json")
+    if not isinstance(name, str | os.PathLike) or not os.path.basename(os.fspath(name)):
+        raise _improper(f"filename must be the path of a file, got {name!r:.80}")
+    period = options.get("dump_period", 1.0)
+    if isinstance(period, bool) or not isinstance(period, int | float) or not 0 < period < math.inf:
+        raise _improper(f"dump_period must be a number of seconds above 0, got {period!r:.80}")
+    prefix = options.get("gpu_memory_profile_filename_prefix", "")
+    if not isinstance(prefix, str):
+        raise _improper(f"gpu_memory_profile_filename_prefix must be a str, got {prefix!r:.80}")
+    path = Path(name).absolute()
+    if not path.parent.is_dir():
+        raise _improper(f"filename is {name!r:.200}, but there is no folder {path.parent}")
+    switches = _DEFAULTS | {key: value for key, value in options.items() if key in _DEFAULTS}
+    wanted = {CALLS: switches["profile_api"], ROUNDS: switches["profile_imperative"]}
+    return ProfileConfig(path, tuple(name for name in CATEGORIES if switches["profile_all"] or wanted[name]))
+
+
+def _improper(problem: str) -> ConfigurationError:
+    return ConfigurationError(f"improper profiler config passed from worker: {problem}")
 
 
 class Profiler:

@@ -1,7 +1,7 @@
 """Registries: which class or function a name in a configuration means.
 
 Nothing is imported to fill them: what is built in, entry points of plugins and torch's optimizers are found on demand.
-A module of one's own is named in `custom_imports`, see `kvtrainer.config.imports`.
+A module of one's own is named in `custom_imports`, see `kvtrainer.config.dicts`.
 """
 
 from __future__ import annotations
@@ -276,7 +276,7 @@ OPTIMIZERS = Registry(
 OPTIMIZER_CONSTRUCTORS = Registry(
     "optimizer constructor",
     "kvtrainer.optimizer_constructors",
-    built_in={"DefaultOptimizerConstructor": "kvtrainer.config.constructors:DefaultOptimizerConstructor"},
+    built_in={"DefaultOptimizerConstructor": "kvtrainer.config.optimizers:DefaultOptimizerConstructor"},
 )
 """Takes (optimizer_cfg, paramwise_cfg); what it makes takes a model and returns a torch optimizer."""
 OPTIMIZER_BUILDERS = OPTIMIZER_CONSTRUCTORS

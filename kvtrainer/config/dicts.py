@@ -1,19 +1,27 @@
-"""Dicts of configurations: laid over one another, copied, and checked."""
+"""Merge, copy and check dicts of configurations, and import the modules that they name."""
 
 from __future__ import annotations
 
+import importlib
 import inspect
+import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from kvstore_server.errors import did_you_mean
-from kvtrainer.errors import ArgumentTypeError, ConfigurationError, UnknownNameError
+from kvtrainer.errors import (
+    ArgumentTypeError,
+    ConfigurationError,
+    CustomImportError,
+    FailedImportWarning,
+    UnknownNameError,
+)
 
 _DELETE = "_delete_"
 
 
 def merge_config(base: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    """`base` overlaid with `new`, dicts within dicts too; neither is changed.
+    """Return `base` overlaid with `new`, dicts within dicts too; neither is changed.
 
     A dict of `new` with `_delete_=True` replaces what `base` has instead; without a dict there, or None, it must.
 
@@ -40,7 +48,7 @@ def merge_config(base: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, A
 
 
 def joined(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """All entries of several dicts. Raises ConfigurationError if two have the same key."""
+    """Put the entries of several dicts together. Raises ConfigurationError if two have the same key."""
     entries: dict[str, Any] = {}
     for part in parts:
         twice = sorted(set(part) & set(entries))
@@ -51,7 +59,7 @@ def joined(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def section(cfg: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """A copy of the dict under a key, empty where there is none. Raises ArgumentTypeError if it is no dict."""
+    """Return a copy of the dict under a key, empty where there is none. Raises ArgumentTypeError if it is no dict."""
     return {} if cfg.get(name) is None else copied(cfg[name], name)
 
 
@@ -83,7 +91,7 @@ def _checked(given: Any, what: str) -> Mapping[str, Any]:
 
 
 def copied(given: Any, what: str) -> dict[str, Any]:
-    """A dict in plain dicts, without the marks of merging; `what` it is. Raises ArgumentTypeError if it is none."""
+    """Copy a dict, called `what`, into plain dicts without marks of merging. Raises ArgumentTypeError if it is none."""
     return {key: _copy(value) for key, value in _checked(given, what).items() if key != _DELETE}
 
 
@@ -91,3 +99,36 @@ def _copy(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _copy(inner) for key, inner in value.items() if key != _DELETE}
     return [_copy(inner) for inner in value] if type(value) is list else value
+
+
+def import_modules(imports: str | Sequence[str], allow_failed_imports: bool = False) -> None:
+    """Import modules by name.
+
+    Args:
+        imports: One name or several.
+        allow_failed_imports: Whether a module that cannot be found or imported is only warned of (FailedImportWarning).
+
+    Raises:
+        ArgumentTypeError: something is no name.
+        CustomImportError: an import failed; also an ImportError.
+    """
+    names = [imports] if isinstance(imports, str) else imports
+    if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
+        raise ArgumentTypeError(f"custom_imports takes a list of module names, got {imports!r:.80}")
+    if not isinstance(allow_failed_imports, bool):
+        raise ArgumentTypeError(
+            f"allow_failed_imports must be True or False, got {allow_failed_imports!r:.80}"
+        )
+    for name in names:
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            if not allow_failed_imports:
+                raise CustomImportError(
+                    f"module {name!r} of custom_imports cannot be imported: {error}; is its folder on PYTHONPATH?"
+                ) from error
+            warnings.warn(
+                f"module {name!r} of custom_imports cannot be imported and is left out: {error}",
+                FailedImportWarning,
+                stacklevel=2,
+            )

@@ -9,16 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from kvtrainer.config.sections import (
-    OF_WRAPPER,
-    WRAPPER_OPTIONS,
-    instance_arguments,
-    optimizer_arguments,
-    wrapper_options,
-)
+from kvtrainer.config.optimizers import construct, instance_arguments, read_wrapper
 from kvtrainer.errors import ArgumentTypeError, ConfigurationError
 from kvtrainer.kvstore.base import KVStoreBase
-from kvtrainer.registry import MODELS, OPTIMIZER_CONSTRUCTORS
+from kvtrainer.registry import MODELS
 from kvtrainer.schedules.config import build_param_schedules
 from kvtrainer.schedules.param_schedule import BoundSchedule
 from kvtrainer.strategy.weights import trained, unwrapped
@@ -73,126 +67,75 @@ def compile_model(
     return model
 
 
-class TrainerBuilder:
-    """Builds Trainers over one store.
+def build_trainers(
+    cfg: Any, model: nn.Module | None, kvstore: str | KVStoreBase | None
+) -> Trainer | TrainerDict:
+    """Build a Trainer over a store, or several by name.
 
     Args:
-        kvstore: What the Trainers are given.
+        cfg: A Trainer or TrainerDict, which is returned; a torch optimizer; a dict with `optimizer` (a torch
+            optimizer, or a dict with `type`) or `constructor`, and options of the Trainer, of which
+            `paramwise_cfg`, `accumulative_counts` and, with type='AmpOptimWrapper', `loss_scale` and `dtype`
+            have mmengine's names; or a dict of such things by name. There a dict is for the part of the model that
+            has this name.
+
+    Raises:
+        ConfigurationError, ArgumentTypeError: `cfg` is something else, or lacks something.
     """
-
-    def __init__(self, kvstore: str | KVStoreBase | None) -> None:
-        self._kvstore = kvstore
-
-    def build(self, cfg: Any, model: nn.Module | None = None) -> Trainer | TrainerDict:
-        """A Trainer, or several by name.
-
-        Args:
-            cfg: A Trainer or TrainerDict, which is returned; a torch optimizer; a dict with `optimizer` (a torch
-                optimizer, or a dict with `type`) or `constructor`, and options of the Trainer, of which
-                `paramwise_cfg`, `accumulative_counts` and, with type='AmpOptimWrapper', `loss_scale` and `dtype`
-                have mmengine's names; or a dict of such things by name. There a dict is for the part of the model that
-                has this name.
-
-        Raises:
-            ConfigurationError, ArgumentTypeError: `cfg` is something else, or lacks something.
-        """
-        if isinstance(cfg, Trainer | TrainerDict):
-            return cfg
-        if isinstance(cfg, torch.optim.Optimizer):
-            return self._of_instance(cfg, model, Trainer, {})
-        if not isinstance(cfg, Mapping):
-            raise ArgumentTypeError(
-                f"optimizer wrapper should be a Trainer, a torch optimizer or a dict, but got {cfg!r:.200}"
-            )
-        if cfg.get("optimizer") is not None or "constructor" in cfg:
-            return self._of_config(cfg, model)
-        return self._of_several(cfg, model)
-
-    def _of_several(self, cfg: Mapping[str, Any], model: nn.Module | None) -> TrainerDict:
-        trainers = {}
-        for name, one in cfg.items():
-            is_config = isinstance(one, Mapping) and one.get("optimizer") is not None
-            if not is_config and not isinstance(one, Trainer | torch.optim.Optimizer):
-                raise ConfigurationError(
-                    'each item must be an optimizer object when "type" and "constructor" are not in optimizer, but got '
-                    f"{name}={one!r:.200}. One optimizer is given as dict(optimizer=dict(type='SGD', lr=0.1))"
-                )
-            part = _part_of(model, name) if is_config else model
-            built = self.build(one, part)
-            assert isinstance(built, Trainer)
-            trainers[str(name)] = built
-        return TrainerDict(**trainers)
-
-    def _of_config(self, cfg: Mapping[str, Any], model: nn.Module | None) -> Trainer | TrainerDict:
-        optimizer, has_constructor = cfg.get("optimizer"), cfg.get("constructor") is not None
-        # Without one it is the constructor that knows what the other entries are.
-        several = (
-            {}
-            if optimizer is not None
-            else {n: v for n, v in cfg.items() if n not in (*OF_WRAPPER, *WRAPPER_OPTIONS)}
+    if isinstance(cfg, Trainer | TrainerDict):
+        return cfg
+    if isinstance(cfg, torch.optim.Optimizer):
+        return build_trainers({"optimizer": cfg}, model, kvstore)
+    if not isinstance(cfg, Mapping):
+        raise ArgumentTypeError(
+            f"optimizer wrapper should be a Trainer, a torch optimizer or a dict, but got {cfg!r:.200}"
         )
-        said = {name: v for name, v in cfg.items() if name not in several}
-        make, options = wrapper_options({**said, "type": None} if cfg.get("type") is Trainer else said)
-        make = make or Trainer
-        if isinstance(optimizer, torch.optim.Optimizer):
-            if has_constructor:
-                raise ConfigurationError(
-                    "a constructor makes the optimizer, so give it the optimizer's configuration, not a built one"
-                )
-            return self._of_instance(optimizer, model, make, options)
+    if cfg.get("optimizer") is None and "constructor" not in cfg:
+        return TrainerDict(**{str(name): _build_part(name, cfg[name], model, kvstore) for name in cfg})
+    wrapper = read_wrapper({**cfg, "type": None} if cfg.get("type") is Trainer else cfg)
+    if model is None and isinstance(wrapper.optimizer, Mapping):
+        raise ConfigurationError("an optimizer that is described by a dict needs the model that it trains")
+    make: Callable[..., Trainer] = wrapper.kind or Trainer
+    whole = None if model is None else trained(model)
+
+    def over(optimizer: torch.optim.Optimizer) -> Trainer:
+        if isinstance(optimizer, Trainer):
+            return optimizer
+        return make(**{"kvstore": kvstore, **instance_arguments(whole, optimizer), **wrapper.options})
+
+    if wrapper.constructor is None or not isinstance(wrapper.optimizer, Mapping):
+        return make(**{"kvstore": kvstore, **wrapper.arguments(whole)})
+    assert model is not None
+    made = construct(wrapper.constructor, wrapper.optimizer, wrapper.paramwise, unwrapped(model))
+    if not isinstance(made, Mapping):
+        return over(made)
+    return made if isinstance(made, TrainerDict) else TrainerDict(**{str(n): over(made[n]) for n in made})
+
+
+def _build_part(name: str, cfg: Any, model: nn.Module | None, kvstore: str | KVStoreBase | None) -> Trainer:
+    """Build one of several Trainers; a configuration is for the part of the model that has its name."""
+    if isinstance(cfg, Mapping) and cfg.get("optimizer") is not None:
         if model is None:
             raise ConfigurationError(
-                "an optimizer that is described by a dict needs the model that it trains"
+                f"the optimizer {name!r} that is described by a dict needs the model that it trains"
             )
-        if has_constructor:
-            return self._constructed(cfg["constructor"], optimizer or several, model, make, options)
-        arguments = optimizer_arguments(trained(model), optimizer, options.pop("paramwise", None))
-        return make(**{"kvstore": self._kvstore, **arguments, **options})
-
-    def _constructed(
-        self,
-        constructor: Any,
-        optimizer: Mapping[str, Any],
-        model: nn.Module,
-        make: Callable[..., Trainer],
-        options: dict[str, Any],
-    ) -> Trainer | TrainerDict:
-        kind, _ = OPTIMIZER_CONSTRUCTORS.split({"type": constructor})
-        made = kind(dict(optimizer), options.pop("paramwise", None))(unwrapped(model))
-        if isinstance(made, Trainer | TrainerDict):
-            return made
-        if isinstance(made, torch.optim.Optimizer):
-            return self._of_instance(made, model, make, options)
-        if not isinstance(made, Mapping):
-            raise ArgumentTypeError(
-                f"the optimizer constructor {constructor!r} must return a torch optimizer, a Trainer or a dict of "
-                f"these, got {made!r:.80}"
-            )
-        for name, one in made.items():
-            if not isinstance(one, torch.optim.Optimizer | Trainer):
-                raise ArgumentTypeError(f"the optimizer constructor {constructor!r} made {name}={one!r:.80}")
-        return TrainerDict(
-            **{
-                str(name): one if isinstance(one, Trainer) else self._of_instance(one, model, make, options)
-                for name, one in made.items()
-            }
-        )
-
-    def _of_instance(
-        self,
-        optimizer: torch.optim.Optimizer,
-        model: nn.Module | None,
-        make: Callable[..., Trainer],
-        options: Mapping[str, Any],
-    ) -> Trainer:
-        """Over the parameters of the optimizer, under the names that they have in the model."""
-        if options.get("paramwise") is not None:
+        parts = unwrapped(model)._modules
+        if parts.get(name) is None:
             raise ConfigurationError(
-                f"the {type(optimizer).__name__} instance has its groups already, so paramwise_cfg would have no "
-                "effect; give the optimizer as a dict with its type"
+                f"there is an optimizer for {name!r}, but the model has no part of that name; it has "
+                f"{', '.join(parts) or 'none'}. Name the optimizers after the parts that they train, or give a "
+                "constructor"
             )
-        whole = None if model is None else trained(model)
-        return make(**{"kvstore": self._kvstore, **instance_arguments(whole, optimizer), **options})
+        model = parts[name]
+    elif not isinstance(cfg, torch.optim.Optimizer):
+        raise ConfigurationError(
+            'each item must be an optimizer object when "type" and "constructor" are not in optimizer, but got '
+            f"{name}={cfg!r:.200}. One optimizer is given as dict(optimizer=dict(type='SGD', lr=0.1))"
+        )
+    built = build_trainers(cfg, model, kvstore)
+    if not isinstance(built, Trainer):
+        raise ConfigurationError(f"the constructor of the optimizer {name!r} made several, where one belongs")
+    return built
 
 
 def build_schedules(
@@ -231,18 +174,3 @@ def _refuse_others(cfg: Any) -> None:
     for one in cfg if isinstance(cfg, list | tuple) else [cfg]:
         if one is None or isinstance(one, str | int | float):
             raise ArgumentTypeError(f"scheduler should be a schedule or a dict, but got {one!r:.200}")
-
-
-def _part_of(model: nn.Module | None, name: str) -> nn.Module:
-    if model is None:
-        raise ConfigurationError(
-            f"the optimizer {name!r} that is described by a dict needs the model that it trains"
-        )
-    part = unwrapped(model)._modules.get(name)
-    if part is None:
-        has = ", ".join(unwrapped(model)._modules) or "none"
-        raise ConfigurationError(
-            f"there is an optimizer for {name!r}, but the model has no part of that name; it has {has}. Name the "
-            "optimizers after the parts that they train, or give a constructor"
-        )
-    return part

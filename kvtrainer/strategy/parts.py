@@ -65,8 +65,8 @@ class Parts(Run):
     def build_optim_wrapper(
         self, optim_wrapper: Any, model: nn.Module | None = None
     ) -> Trainer | TrainerDict:
-        """A Trainer over the strategy's kvstore, or several; see `building.TrainerBuilder.build`."""
-        return building.TrainerBuilder(self.kvstore).build(optim_wrapper, model)
+        """A Trainer over the strategy's kvstore, or several; see `building.build_trainers`."""
+        return building.build_trainers(optim_wrapper, model, self.kvstore)
 
     def build_param_scheduler(
         self,

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from kvtrainer import Trainer
-from kvtrainer.config.constructors import DefaultOptimizerConstructor, construct
+from kvtrainer.config.optimizers import DefaultOptimizerConstructor, construct
 from kvtrainer.errors import ConfigurationError, UnmatchedRuleWarning
 from kvtrainer.param_options.paramwise import apply_paramwise
 from kvtrainer.param_options.rules import ParamGroups, Rule

@@ -96,7 +96,7 @@ class TestTrainers:
     def test_options_by_parameter_beside_a_built_optimizer_are_refused(self, make: Make) -> None:
         net = Net()
         cfg = {"optimizer": torch.optim.SGD(net.parameters(), lr=0.1), "paramwise_cfg": {"bias_lr_mult": 2}}
-        with pytest.raises(ConfigurationError, match="groups already"):
+        with pytest.raises(ConfigurationError, match="brings its own groups"):
             self.build(make, cfg, net)
 
     @pytest.mark.parametrize("makes_several", [False, True])
