@@ -27,9 +27,9 @@ if TYPE_CHECKING:
         strategy,
         utils,
     )
+    from kvtrainer.memory.row_sparse import RowSparseParameter
     from kvtrainer.parallel import DataParallel, build_data_parallel_model
     from kvtrainer.param_options.rules import Rule
-    from kvtrainer.row_sparse import RowSparseParameter
     from kvtrainer.schedules import ParamSchedule
     from kvtrainer.strategy import Strategy
     from kvtrainer.trainer import Trainer
@@ -67,7 +67,7 @@ __all__ = [
 _CLASSES = {
     "DataParallel": "parallel",
     "ParamSchedule": "schedules",
-    "RowSparseParameter": "row_sparse",
+    "RowSparseParameter": "memory.row_sparse",
     "Rule": "param_options.rules",
     "Strategy": "strategy",
     "Trainer": "trainer",

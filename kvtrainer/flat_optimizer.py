@@ -17,9 +17,9 @@ from torch import Tensor
 
 from kvtrainer.errors import ConfigurationError
 from kvtrainer.grouped_optimizer import GroupedOptimizer
-from kvtrainer.layout.layout import Layout
-from kvtrainer.layout.replicated import make_layout
 from kvtrainer.local_update import JointUpdate
+from kvtrainer.memory.layout import Layout
+from kvtrainer.memory.replicated import make_layout
 from kvtrainer.one_thread import by_one_thread
 from kvtrainer.saving import adopt_numbers, as_state_dict, check_fit, take_out
 from kvtrainer.states.entries import State, initial_state

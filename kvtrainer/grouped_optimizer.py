@@ -17,10 +17,10 @@ from kvstore_server.optimizer import Optimizer
 from kvstore_server.optimizer.torch_family import TorchOptimizer
 from kvtrainer.errors import ConfigurationError, KVStoreError
 from kvtrainer.groups import check_options, make_groups, option_names, read_options
-from kvtrainer.layout.layout import Layout
-from kvtrainer.layout.replicated import make_layout
 from kvtrainer.local_update import JointUpdate, LocalUpdate
 from kvtrainer.lr_scheduler import UpdateCounter
+from kvtrainer.memory.layout import Layout
+from kvtrainer.memory.replicated import make_layout
 from kvtrainer.parallel.policy import COPIES, devices_of, spread
 from kvtrainer.states.entries import State
 from kvtrainer.types import Group

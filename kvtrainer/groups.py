@@ -13,7 +13,7 @@ from kvstore_server.optimizer import Optimizer, create_from_spec
 from kvstore_server.optimizer.base import canonical_options
 from kvstore_server.optimizer.torch_family import TorchOptimizer, is_plain
 from kvtrainer.errors import ConfigurationError, UnknownNameError
-from kvtrainer.layout.layout import Layout
+from kvtrainer.memory.layout import Layout
 from kvtrainer.parallel.policy import COPIES
 from kvtrainer.parameters import collect
 from kvtrainer.types import Group

@@ -14,7 +14,7 @@ from kvstore_server.optimizer import Optimizer
 from kvstore_server.optimizer.torch_family import OWN_COUNT
 from kvtrainer.errors import ConfigurationError, StateMismatchError
 from kvtrainer.groups import check_options, kept_entries, option_names
-from kvtrainer.layout.layout import Layout
+from kvtrainer.memory.layout import Layout
 from kvtrainer.states.entries import State, state_problems
 from kvtrainer.states.holder import momentum_problems
 from kvtrainer.states.saved import SavedParameter, SavedStates

@@ -17,7 +17,8 @@ from kvtrainer.ddp import refuse_ddp, refuse_parameters_of_ddp
 from kvtrainer.errors import ArgumentTypeError
 from kvtrainer.groups import make_groups
 from kvtrainer.kvstore.base import KVStoreBase
-from kvtrainer.layout.row_tables import check_claimable, claim, refuse_to_add
+from kvtrainer.memory.row_sparse import RowSparseParameter
+from kvtrainer.memory.row_tables import check_claimable, claim, refuse_to_add
 from kvtrainer.one_thread import by_one_thread
 from kvtrainer.optimizer import create as create_optimizer
 from kvtrainer.parallel.policy import devices_of, policy_of
@@ -25,7 +26,6 @@ from kvtrainer.param_options.paramwise import apply_paramwise
 from kvtrainer.param_options.report import ParamReport, rows_of
 from kvtrainer.precision.loss_scaler import scaler_of
 from kvtrainer.profiler import Profiler
-from kvtrainer.row_sparse import RowSparseParameter
 from kvtrainer.states.saved import SavedStates
 from kvtrainer.steps.extra_states import (
     extra_problems,

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from kvtrainer.errors import ConfigurationError, NonFiniteGradientError
-from kvtrainer.layout.replicated import ReplicatedLayout
+from kvtrainer.memory.replicated import ReplicatedLayout
 from kvtrainer.precision.torch_scaler import (
     StaticLossScaler,
     TorchLossScaler,

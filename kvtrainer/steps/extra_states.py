@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from kvtrainer.errors import ConfigurationError, StateMismatchError
-from kvtrainer.layout.layout import Layout
+from kvtrainer.memory.layout import Layout
 from kvtrainer.precision.loss_scaler import Scaler
 from kvtrainer.precision.torch_scaler import scaler_from_state
 from kvtrainer.schedules.param_schedule import BoundSchedule

@@ -19,10 +19,10 @@ from kvstore_server.optimizer import Optimizer
 from kvtrainer.clipping import Limits, Verdict
 from kvtrainer.errors import ConfigurationError, NoGradientWarning, StaleGradientError
 from kvtrainer.flat_optimizer import FlatOptimizer
-from kvtrainer.layout.gradients import REPLACED
-from kvtrainer.layout.layout import Layout
-from kvtrainer.layout.replicated import ReplicatedLayout
 from kvtrainer.local_update import JointUpdate, LocalUpdate
+from kvtrainer.memory.gradients import REPLACED
+from kvtrainer.memory.layout import Layout
+from kvtrainer.memory.replicated import ReplicatedLayout
 from kvtrainer.precision.loss_scaler import Scaler
 from kvtrainer.states.holder import StateHolder
 from kvtrainer.steps.accumulation import Accumulation

@@ -18,9 +18,9 @@ from kvtrainer.clipping import Limits
 from kvtrainer.errors import ConfigurationError, KVStoreError, WeightsWrittenError
 from kvtrainer.kvstore.dist import DistKVStore
 from kvtrainer.kvstore.replica_compression import ReplicaCompressor
-from kvtrainer.layout.arena import Arena
-from kvtrainer.layout.layout import Layout
-from kvtrainer.layout.residuals import put_residuals, residuals_by_device
+from kvtrainer.memory.arena import Arena
+from kvtrainer.memory.layout import Layout
+from kvtrainer.memory.residuals import put_residuals, residuals_by_device
 from kvtrainer.profiler import Profiler
 from kvtrainer.sync.chosen import StoreChoice
 from kvtrainer.sync.plugin import PluginExchange

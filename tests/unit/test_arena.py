@@ -17,7 +17,7 @@ from torch.nn import Parameter
 
 from kvstore_server.plan import ALIGNMENT, Plan, TensorSpec, make_plan
 from kvtrainer.errors import ConfigurationError, ParameterMovedError
-from kvtrainer.layout.arena import Arena
+from kvtrainer.memory.arena import Arena
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 

@@ -14,7 +14,7 @@ from torch.nn import Parameter
 from torch.utils.checkpoint import checkpoint
 
 from kvtrainer.errors import ConfigurationError
-from kvtrainer.layout.gradients import GradientTracker
+from kvtrainer.memory.gradients import GradientTracker
 
 
 def watch(*parameters: Parameter) -> GradientTracker:

@@ -10,9 +10,9 @@ from torch.nn import Parameter
 
 from kvtrainer.comm.tickets import Source
 from kvtrainer.errors import ConfigurationError, RowSparseError
+from kvtrainer.memory.row_sparse import Owner, RowSparseParameter, is_row_sparse
 from kvtrainer.parallel.policy import COPIES
 from kvtrainer.parameters import collect
-from kvtrainer.row_sparse import Owner, RowSparseParameter, is_row_sparse
 from kvtrainer.types import Group
 
 Tables = Mapping[int, Callable[[], Source]]

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from kvtrainer.kvstore.replica_compression import ReplicaCompressor
-from kvtrainer.layout.layout import Layout
+from kvtrainer.memory.layout import Layout
 
 
 def residuals_by_device(compressor: ReplicaCompressor, layout: Layout) -> list[dict[int, Tensor]]:

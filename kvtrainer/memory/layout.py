@@ -14,12 +14,12 @@ from torch.nn.parameter import is_lazy
 from kvstore_server.plan import Plan, TensorSpec, make_plan
 from kvstore_server.reduction import RowSet, compute_dtype
 from kvtrainer.errors import ConfigurationError, NotInitializedError
-from kvtrainer.layout.arena import Arena, dtype_name
-from kvtrainer.layout.gradients import GradientTracker
-from kvtrainer.layout.row_grads import SparseGrads
-from kvtrainer.layout.row_tables import RowTables
-from kvtrainer.layout.writes import WriteWatch
-from kvtrainer.row_sparse import is_row_sparse
+from kvtrainer.memory.arena import Arena, dtype_name
+from kvtrainer.memory.gradients import GradientTracker
+from kvtrainer.memory.row_grads import SparseGrads
+from kvtrainer.memory.row_sparse import is_row_sparse
+from kvtrainer.memory.row_tables import RowTables
+from kvtrainer.memory.writes import WriteWatch
 from kvtrainer.types import Group
 
 

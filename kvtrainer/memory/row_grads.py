@@ -12,7 +12,7 @@ from kvstore_server.optimizer import coalesce_rows
 from kvstore_server.plan import Plan, row_numel
 from kvstore_server.reduction import RowSet
 from kvtrainer.errors import ConfigurationError
-from kvtrainer.row_sparse import is_row_sparse
+from kvtrainer.memory.row_sparse import is_row_sparse
 
 
 class SparseGrads:

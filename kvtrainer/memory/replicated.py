@@ -11,8 +11,8 @@ from kvstore_server.plan import row_numel
 from kvstore_server.reduction import RowSet
 from kvtrainer.kvstore.replica_compression import ReplicaCompressor
 from kvtrainer.kvstore.row_sums import sum_rows
-from kvtrainer.layout.gradients import GradientTracker, stale_error
-from kvtrainer.layout.layout import Layout
+from kvtrainer.memory.gradients import GradientTracker, stale_error
+from kvtrainer.memory.layout import Layout
 from kvtrainer.parallel.policy import device_names, policy_of
 from kvtrainer.parallel.reducers import AUTO, FLAT, FlatReducer, make_reducer
 from kvtrainer.types import Group
