@@ -15,10 +15,8 @@ from pathlib import Path
 
 from kvstore_server.errors import ConfigurationError
 from kvstore_server.version import __version__
-from kvtrainer.launcher.hosts import bind_addresses, parse_hosts, place_servers, place_workers
-from kvtrainer.launcher.job import Launcher
-from kvtrainer.launcher.limits import Limits, until_noticed
-from kvtrainer.launcher.ssh import Remote
+from kvtrainer.launcher.hosts import Remote, bind_addresses, parse_hosts, place_servers, place_workers
+from kvtrainer.launcher.job import Launcher, Limits, until_noticed
 
 _DESCRIPTION = """\
 Start parameter servers and workers, on this machine or on the hosts of a file, and end them together.

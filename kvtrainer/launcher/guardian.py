@@ -1,29 +1,47 @@
-"""The guardian: a small process that ends a launched job when its launcher is gone, however it went.
+"""The guardian: a small process that ends what belongs to a launched job when its launcher is gone, however it went.
 
-The launcher holds the writing end of a pipe and nobody else does, so the guardian, which reads it, sees its
-end as soon as the launcher has exited or was killed. It then sends SIGTERM to every process of the job, and
-SIGKILL to what is left after a while. A process belongs to the job when it is in one of the sessions that the
-launcher told about, or carries the job's mark in its environment: a grandchild in a session of its own does.
+On the launcher's machine it watches sessions that the launcher names. The launcher holds the writing end of a pipe and
+nobody else does, so the guardian, which reads it, sees its end as soon as the launcher has exited or was killed. It
+then sends SIGTERM to every process of the job, and SIGKILL to what is left after a while. A process belongs to the job
+when it is in one of these sessions, or carries the job's mark in its environment: a grandchild in a session of its own
+does.
 
-This file is also run as a program, by its path, and so imports nothing outside the standard library.
+    python guardian.py --grace SEC --mark MARK
+
+On another host (`kvlaunch -H`) it runs one process of the job. Standard input comes from the launcher through ssh: a
+byte asks for a signal; its end, which comes when the launcher, ssh or network is gone, ends the process, all that it
+has started, and this program.
+
+    python -m kvtrainer.launcher.guardian --grace SEC [--share N] [--ready WORD] -- COMMAND [ARG ...]
+
+This file is run by its path, and so imports nothing outside the standard library.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import ctypes
 import os
+import secrets
+import select
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
+from types import FrameType
 
 MARK = "KVLAUNCH_MARK"
 """Environment variable that marks every process of a job; nested jobs append theirs."""
 KILL_WAIT = 5.0
 """Seconds to wait for processes to vanish after SIGKILL, which only one stuck in the kernel does not do."""
-MAX_RESTARTS = 3
+TERMINATE, KILL = b"T", b"K"
+"""Bytes by which the launcher asks a guardian on another host for a signal."""
+_MAX_RESTARTS = 3
 _POLL = 0.02
+_MAX_READY_LINE = 1024
+_PR_SET_PDEATHSIG = 1
 
 
 class Guardian:
@@ -55,7 +73,7 @@ class Guardian:
         """Start another guardian if this one has died; False when it has died too often to go on."""
         if self._process.poll() is None:
             return True
-        if self._restarts == MAX_RESTARTS:
+        if self._restarts == _MAX_RESTARTS:
             return False
         self._restarts += 1
         os.close(self._pipe)
@@ -73,10 +91,11 @@ class Guardian:
         return self._process.poll() is not None
 
     def _start(self) -> None:
+        program = (sys.executable, "-I", "-S", os.path.abspath(__file__))
         reading, self._pipe = os.pipe()
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", os.path.abspath(__file__), self._mark, str(self._grace)],
+                [*program, "--grace", str(self._grace), "--mark", self._mark],
                 stdin=reading,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -92,6 +111,22 @@ class Guardian:
         # A dead guardian is replaced by `ensure`, and the new one is told everything.
         with contextlib.suppress(BrokenPipeError):
             os.write(self._pipe, line.encode())
+
+
+def end_with_parent() -> Callable[[], None]:
+    """Return a function that runs in the child before exec: SIGTERM it when the launcher dies.
+
+    The guardian does this better, and for grandchildren too; this one still works when both are killed.
+    """
+    prctl = ctypes.CDLL(None).prctl
+    parent = os.getpid()
+
+    def set_death_signal() -> None:
+        prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
+        if os.getppid() != parent:  # the launcher died before the call
+            os._exit(1)
+
+    return set_death_signal
 
 
 def survivors(mark: str, sessions: Collection[int]) -> list[int]:
@@ -141,14 +176,97 @@ def _send(pids: Collection[int], number: signal.Signals) -> None:
             os.kill(pid, number)
 
 
-def _stand_guard(mark: str, grace: float) -> None:
+def main(argv: Sequence[str]) -> int:
+    """Stand guard until standard input ends; return the exit code of the command, as a shell does."""
+    parser = argparse.ArgumentParser(prog="guardian", allow_abbrev=False)
+    parser.add_argument("--grace", type=float, required=True)
+    parser.add_argument("--mark")
+    parser.add_argument("--share", type=int, default=0)
+    parser.add_argument("--ready", default="")
+    parser.add_argument("command", nargs="*")
+    options = parser.parse_args(argv)
+    if options.command:
+        return _run(options.command, options.grace, options.share, options.ready)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     sessions: set[int] = set()
     for line in sys.stdin:
         (sessions.add if line[0] == "+" else sessions.discard)(int(line[1:]))
-    end_all(mark, sessions, grace)
+    end_all(options.mark, sessions, options.grace)
+    return 0
+
+
+class _Stopped(Exception):
+    """This program was asked to end by a signal."""
+
+
+def _run(command: Sequence[str], grace: float, share: int, ready: str) -> int:
+    """Run a command until it or standard input ends; return its exit code as a shell does."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _stop)
+    mark = secrets.token_hex(16)
+    reading, writing = os.pipe() if ready else (-1, -1)
+    try:
+        process = subprocess.Popen(
+            [*command, *(["--ready-fd", str(writing)] if ready else [])],
+            env=_environ(mark, share),
+            stdin=subprocess.DEVNULL,
+            pass_fds=(writing,) if ready else (),
+            start_new_session=True,
+            preexec_fn=end_with_parent(),
+        )
+    except (OSError, ValueError) as error:
+        print(f"cannot start the command: {error}", file=sys.stderr)
+        return 127 if isinstance(error, FileNotFoundError) else 126
+    if ready:
+        os.close(writing)
+    try:
+        grace = _watch(process, reading, ready, grace)
+    except _Stopped:
+        pass
+    finally:
+        end_all(mark, {process.pid}, grace)
+    code = process.wait()
+    return code if code >= 0 else 128 - code
+
+
+def _watch(process: subprocess.Popen[bytes], ready: int, word: str, grace: float) -> float:
+    """Wait until the process or standard input ends; return the grace for what is left."""
+    received = b""
+    poll = select.poll()
+    ended = os.pidfd_open(process.pid)
+    for fd in (0, ended, *([ready] if word else [])):
+        poll.register(fd, select.POLLIN)
+    while True:
+        events = [fd for fd, _ in poll.poll()]
+        if ready in events:
+            data = os.read(ready, _MAX_READY_LINE)
+            received += data
+            if not data or b"\n" in received or len(received) > _MAX_READY_LINE:
+                poll.unregister(ready)
+                if received:
+                    # One write, so that no line of the process comes in between.
+                    os.write(1, f"{word} ".encode() + received.partition(b"\n")[0] + b"\n")
+        if 0 in events:
+            data = os.read(0, 64)
+            if not data or KILL in data:
+                return 0.0 if data else grace
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGTERM)
+        if ended in events:
+            return grace
+
+
+def _environ(mark: str, share: int) -> dict[str, str]:
+    environ = {**os.environ, MARK: ":".join(filter(None, (os.environ.get(MARK), mark)))}
+    if share:
+        environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // share)))
+    return environ
+
+
+def _stop(_number: int, _frame: FrameType | None) -> None:
+    raise _Stopped
 
 
 if __name__ == "__main__":
-    _stand_guard(sys.argv[1], float(sys.argv[2]))
+    sys.exit(main(sys.argv[1:]))

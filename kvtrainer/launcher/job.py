@@ -10,18 +10,44 @@ import os
 import secrets
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 
-from kvtrainer.env import NUM_WORKERS, RANK, SERVERS
-from kvtrainer.launcher.addresses import Addresses
-from kvtrainer.launcher.child import Child
-from kvtrainer.launcher.events import Events
+from kvstore_server.errors import ConfigurationError
+from kvtrainer.env import DEAD_AFTER, NUM_WORKERS, RANK, SERVERS, parse_address, read_timeout
 from kvtrainer.launcher.guardian import KILL_WAIT, MARK, Guardian
-from kvtrainer.launcher.limits import Limits
-from kvtrainer.launcher.ssh import Remote, RemoteChild, without_address
+from kvtrainer.launcher.hosts import Remote, RemoteChild, without_address
+from kvtrainer.launcher.processes import Child, Events
 
 _LAST_OUTPUT_WAIT = 1.0
+_MAX_READY_LINE = 1024
+_TO_REPORT = 5.0
+"""Seconds that processes need to end with a traceback, once they know that another one is dead."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How long the launcher waits, in seconds."""
+
+    start: float = 60.0
+    """For all servers to be ready."""
+    linger: float = 2.0
+    """After the first failure, for the others to report it in their own words."""
+    linger_unheard: float = 2.0
+    """The same where the others can only find out by silence: a server is gone, or a worker that could say nothing."""
+    grace: float = 5.0
+    """Between SIGTERM and SIGKILL."""
+
+
+def until_noticed(environ: Mapping[str, str]) -> float:
+    """Seconds in which processes notice a silent death and say so, with the `dead_after` of this environment.
+
+    Raises:
+        ConfigurationError: KVSTORE_DEAD_AFTER is not a number above 0.
+    """
+    return read_timeout(environ, DEAD_AFTER) + _TO_REPORT
 
 
 class Launcher:
@@ -275,6 +301,68 @@ class Launcher:
 
     def _workers_done(self) -> bool:
         return len(self._workers) == self._num_workers and self._no_worker_left()
+
+
+class Addresses:
+    """The addresses of a number of servers; `fail` is called with what is wrong with a report."""
+
+    def __init__(self, count: int, events: Events, fail: Callable[[str], None]) -> None:
+        self._count = count
+        self._events = events
+        self._fail = fail
+        self._known: dict[int, str] = {}
+        self._unread: set[int] = set()
+        """Pipes of servers that have not reported an address yet."""
+
+    def __contains__(self, index: int) -> bool:
+        return index in self._known
+
+    def are_complete(self) -> bool:
+        return len(self._known) == self._count
+
+    def missing(self) -> list[int]:
+        return [index for index in range(self._count) if index not in self._known]
+
+    def in_order(self) -> list[str]:
+        """All of them, by index; complete ones only."""
+        return [self._known[index] for index in range(self._count)]
+
+    @contextmanager
+    def pipe_to(self, index: int) -> Iterator[int]:
+        """A file descriptor for one server, which writes its address and a newline; open within the block."""
+        reading, writing = os.pipe()
+        try:
+            yield writing
+        finally:
+            os.close(writing)
+        self._unread.add(reading)
+        received = bytearray()
+        self._events.add_reader(reading, lambda: self._read(index, reading, received), pausable=False)
+
+    def note(self, index: int, text: str) -> None:
+        """Take down what one server reported."""
+        try:
+            self._known[index] = parse_address(text)
+        except ConfigurationError as error:
+            self._fail(f"server {index} did not report its address: {error}")
+
+    def close(self) -> None:
+        for fd in list(self._unread):
+            self._close_pipe(fd)
+
+    def _read(self, index: int, fd: int, received: bytearray) -> None:
+        data = os.read(fd, _MAX_READY_LINE)
+        received += data
+        if data and b"\n" not in received and len(received) < _MAX_READY_LINE:
+            return
+        self._close_pipe(fd)
+        if received:  # else it has exited, which is reported as that
+            self.note(index, received.decode(errors="replace").partition("\n")[0])
+
+    def _close_pipe(self, fd: int) -> None:
+        self._unread.discard(fd)
+        self._events.remove_reader(fd)
+        os.close(fd)
 
 
 def _never() -> bool:

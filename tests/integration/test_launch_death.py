@@ -12,7 +12,7 @@ import pytest
 
 from kvstore_server.errors import ConfigurationError
 from kvtrainer import launch
-from kvtrainer.launcher.limits import until_noticed
+from kvtrainer.launcher.job import until_noticed
 from tests.support.launch_jobs import READY, ROOT, Jobs
 from tests.support.limits import DEAD_AFTER, FOREVER, LIMIT
 

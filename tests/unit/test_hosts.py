@@ -12,8 +12,7 @@ import pytest
 
 from kvstore_server.errors import ConfigurationError
 from kvtrainer import launch
-from kvtrainer.launcher.hosts import Host, bind_addresses, parse_hosts, place_servers, place_workers
-from kvtrainer.launcher.ssh import Remote
+from kvtrainer.launcher.hosts import Host, Remote, bind_addresses, parse_hosts, place_servers, place_workers
 
 A, B = Host("", "a", 2), Host("", "b", 1)
 
@@ -121,7 +120,7 @@ def test_the_shell_there_gives_back_every_value_as_it_was(tmp_path: Path) -> Non
     line = remote(names=("MINE",), directory=str(place)).of_worker(0, ["printf", "%s", nasty], environ)[-1]
     # What would run under the guardian is shown instead of being run.
     shown = line.replace(
-        " -m kvtrainer.launcher.remote",
+        " -m kvtrainer.launcher.guardian",
         " -c 'import os, sys; print(repr((os.getcwd(), dict(os.environ), sys.argv)))'",
     )
     done = subprocess.run(

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from kvtrainer.launcher.output import HIGH_WATER, MAX_LINE, PROGRESS_INTERVAL, LineSplitter, Output
+from kvtrainer.launcher.processes import HIGH_WATER, MAX_LINE, PROGRESS_INTERVAL, LineSplitter, Output
 
 
 def split(*chunks: bytes, step: float = 0.0) -> list[bytes]:

@@ -1,0 +1,353 @@
+"""The processes of a launched job, their output, and the one loop that waits for all of them, without a thread.
+
+`LineSplitter` cuts what one stream of one process wrote into lines. `Output` holds lines until they can be written to
+the launcher's own standard output and error without blocking, in bounded memory, so that a paused terminal cannot make
+the launcher deaf to signals and exits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import select
+import signal
+import subprocess
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from types import FrameType
+
+from kvtrainer.launcher.guardian import end_with_parent
+
+MAX_LINE = 64 * 1024
+"""A longer line is cut into pieces of about this many bytes, each printed as a line."""
+PROGRESS_INTERVAL = 1.0
+"""Seconds between two states of a progress bar that are shown; the state in which its line ends always is."""
+HIGH_WATER = 256 * 1024
+"""Above this many waiting bytes the launcher stops reading, and writers wait, as at a slow terminal."""
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+_MAX_WAIT = 1.0
+_READ_SIZE = 64 * 1024
+_MAX_DRAIN_READS = 64
+# poll() reports a pipe as writable only when this much can be written at once.
+_CHUNK = 4096
+# A carriage return that ends the data so far is left alone, because a newline may follow it.
+_LINE_END = re.compile(rb"\r*\n|\r+(?=[^\r\n])")
+
+Put = Callable[[int, str, bytes], None]
+"""Takes a line: the descriptor on which it goes out, the tag of its process, and its bytes without an end."""
+
+
+class Child:
+    """A process in a session of its own, whose output comes back through pipes; it starts on construction.
+
+    Raises:
+        OSError: the command cannot be started.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        tag: str,
+        command: Sequence[str],
+        environ: Mapping[str, str],
+        put: Put,
+        pass_fds: Sequence[int] = (),
+        stdin: int = subprocess.DEVNULL,
+    ) -> None:
+        self.name = name
+        # The caller starts children from one thread only, which is what preexec_fn needs.
+        self._process = subprocess.Popen(
+            command,
+            env=dict(environ),
+            stdin=stdin,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            bufsize=0,
+            pass_fds=pass_fds,
+            start_new_session=True,
+            preexec_fn=end_with_parent(),
+        )
+        assert self._process.stdout is not None
+        assert self._process.stderr is not None
+        self.streams = {
+            pipe.fileno(): Stream(pipe.fileno(), target, f"[{tag}] ", put)
+            for pipe, target in ((self._process.stdout, 1), (self._process.stderr, 2))
+        }
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def stdin(self) -> int:
+        """The writing end of its standard input, of a child that was started with a pipe there."""
+        assert self._process.stdin is not None
+        return self._process.stdin.fileno()
+
+    @property
+    def returncode(self) -> int | None:
+        """The exit code, or minus the number of the signal that killed it; None until `reap` is True."""
+        return self._process.returncode
+
+    def reap(self) -> bool:
+        """Whether the process has exited; never waits."""
+        return self._process.poll() is not None
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to the process and all others of its group, unless it has been reaped."""
+        # A reaped leader's number may already be a stranger's.
+        if self._process.returncode is None:
+            with contextlib.suppress(PermissionError):  # it runs as another user now
+                os.killpg(self.pid, number)
+
+    def close_stream(self, fd: int) -> None:
+        del self.streams[fd]
+        for pipe in (self._process.stdout, self._process.stderr):
+            if pipe is not None and not pipe.closed and pipe.fileno() == fd:
+                pipe.close()
+
+    def describe_exit(self) -> str:
+        code = self._process.returncode
+        if code is None:
+            return f"{self.name} is running"
+        if code >= 0:
+            return f"{self.name} exited with code {code}"
+        return f"{self.name} was killed by signal {-code} ({signal.Signals(-code).name})"
+
+    def was_killed(self) -> bool:
+        """Whether a signal has ended it, or what it ran for us if it is a shell: it could not say why."""
+        return self.shell_code() > 128
+
+    def shell_code(self) -> int:
+        """The exit code as a shell reports it: 128 + n for signal n."""
+        code = self._process.returncode
+        assert code is not None
+        return code if code >= 0 else 128 - code
+
+
+class Stream:
+    """The reading end of one output pipe of a child, and where its lines go."""
+
+    def __init__(self, fd: int, target: int, tag: str, put: Put) -> None:
+        self.fd = fd
+        self._target = target
+        self._tag = tag
+        self._put = put
+        self._splitter = LineSplitter()
+
+    def read(self) -> bool:
+        """Read what is there (blocks if nothing is) and pass complete lines on; False at the end."""
+        data = os.read(self.fd, _READ_SIZE)
+        self._pass_on(self._splitter.feed(data) if data else self._splitter.finish())
+        return bool(data)
+
+    def drain(self) -> bool:
+        """Read without waiting until nothing is left; False at the end.
+
+        Gives up after a few MiB, because a process that outlives the child may write for ever.
+        """
+        poll = select.poll()
+        poll.register(self.fd, select.POLLIN)
+        for _ in range(_MAX_DRAIN_READS):
+            if not poll.poll(0):
+                break
+            if not self.read():
+                return False
+        return True
+
+    def flush(self) -> None:
+        """Pass on a last line that has no end."""
+        self._pass_on(self._splitter.finish())
+
+    def _pass_on(self, lines: Sequence[bytes]) -> None:
+        for line in lines:
+            self._put(self._target, self._tag, line)
+
+
+class LineSplitter:
+    """Cuts the bytes of one stream into lines, without their ends.
+
+    Text that a carriage return has overwritten is a progress bar: of these states only one per
+    PROGRESS_INTERVAL comes out.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._buffer = bytearray()
+        self._shown = -PROGRESS_INTERVAL
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """Add bytes; return the lines that are now complete."""
+        scanned = len(self._buffer)
+        if self._buffer.endswith(b"\r"):
+            scanned -= 1
+        self._buffer += data
+        lines: list[bytes] = []
+        start = 0
+        for end in _LINE_END.finditer(self._buffer, scanned):
+            text = bytes(self._buffer[start : end.start()]).rstrip(b"\r")
+            if end.group().endswith(b"\n") or self._due(text):
+                lines += _cut(text)
+            start = end.end()
+        del self._buffer[:start]
+        if len(self._buffer) > MAX_LINE:
+            *whole, rest = _cut(bytes(self._buffer))
+            lines += whole
+            self._buffer[:] = rest
+        return lines
+
+    def finish(self) -> list[bytes]:
+        """Return the last line if it had no end; the stream is over."""
+        text = bytes(self._buffer).rstrip(b"\r")
+        self._buffer.clear()
+        return _cut(text) if text else []
+
+    def _due(self, text: bytes) -> bool:
+        now = self._clock()
+        if not text.strip() or now - self._shown < PROGRESS_INTERVAL:
+            return False
+        self._shown = now
+        return True
+
+
+class Output:
+    """Lines on their way to file descriptors, written in the order in which they came.
+
+    One queue serves all descriptors: two of them may be one terminal, where a line must be over before the
+    next begins.
+    """
+
+    def __init__(self) -> None:
+        self._queue: deque[tuple[int, bytearray]] = deque()
+        self._waiting = 0
+        self._broken: set[int] = set()
+
+    @property
+    def full(self) -> bool:
+        return self._waiting >= HIGH_WATER
+
+    @property
+    def target(self) -> int | None:
+        """The descriptor to which the next bytes go, None when nothing waits."""
+        return self._queue[0][0] if self._queue else None
+
+    def put(self, fd: int, tag: str, line: bytes) -> None:
+        """Append `tag` and `line`; bytes that are not UTF-8 become replacement characters."""
+        if fd in self._broken:
+            return
+        data = f"{tag}{line.decode(errors='replace')}\n".encode()
+        if not self._queue or self._queue[-1][0] != fd:
+            self._queue.append((fd, bytearray()))
+        self._queue[-1][1].extend(data)
+        self._waiting += len(data)
+
+    def write_some(self) -> OSError | None:
+        """Write what surely fits to `target`, which poll() has reported as writable.
+
+        An error is returned once; from then on everything for that descriptor is dropped.
+        """
+        fd, data = self._queue[0]
+        try:
+            written = os.write(fd, data[:_CHUNK])
+        except OSError as error:
+            self._broken.add(fd)
+            self._queue = deque(item for item in self._queue if item[0] != fd)
+            self._waiting = sum(len(item[1]) for item in self._queue)
+            return error
+        del data[:written]
+        self._waiting -= written
+        if not data:
+            self._queue.popleft()
+        return None
+
+
+class Events:
+    """Waits for events and hands them out; a context that takes over signal handling (main thread only)."""
+
+    def __init__(self) -> None:
+        self.output = Output()
+        self.stop_signals: list[signal.Signals] = []
+        """Every SIGINT, SIGTERM and SIGHUP so far, in order of arrival."""
+        self.child_changed = True
+        """Whether a child may have exited since the owner last set this to False."""
+        self.write_error: OSError | None = None
+        """The first error in writing the output, with the descriptor as its `filename`."""
+        self._readers: dict[int, Callable[[], None]] = {}
+        self._pausable: set[int] = set()
+        self._previous: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
+
+    def __enter__(self) -> Events:
+        self._wake, self._wake_writer = os.pipe()
+        os.set_blocking(self._wake, False)
+        os.set_blocking(self._wake_writer, False)
+        self._previous_wakeup = signal.set_wakeup_fd(self._wake_writer, warn_on_full_buffer=False)
+        for number in (signal.SIGCHLD, *STOP_SIGNALS):
+            # nohup, and a shell that starts a background job, ask for a signal to be ignored.
+            if number == signal.SIGCHLD or signal.getsignal(number) is not signal.SIG_IGN:
+                self._previous[number] = signal.signal(number, lambda _number, _frame: None)
+        self.add_reader(self._wake, self._read_signals, pausable=False)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(self._previous_wakeup)
+        os.close(self._wake)
+        os.close(self._wake_writer)
+
+    def add_reader(self, fd: int, callback: Callable[[], None], *, pausable: bool) -> None:
+        """Call `callback` when `fd` is readable or at its end; if `pausable`, not while output is full."""
+        self._readers[fd] = callback
+        if pausable:
+            self._pausable.add(fd)
+
+    def remove_reader(self, fd: int) -> None:
+        del self._readers[fd]
+        self._pausable.discard(fd)
+
+    def turn(self, seconds: float) -> None:
+        """Wait at most `seconds` (and at most one second) for an event, then handle all that is there."""
+        poll = select.poll()
+        for fd in self._readers:
+            if not (fd in self._pausable and self.output.full):
+                poll.register(fd, select.POLLIN)
+        target = self.output.target
+        if target is not None:
+            poll.register(target, select.POLLOUT)
+        ready = [fd for fd, _ in poll.poll(1000 * max(0.0, min(seconds, _MAX_WAIT)))]
+        if not ready:
+            self.child_changed = True  # a second look, in case SIGCHLD is blocked in this process
+        for fd in ready:
+            if fd == target:
+                self._write()
+            elif fd in self._readers:
+                self._readers[fd]()
+
+    def _write(self) -> None:
+        target = self.output.target
+        error = self.output.write_some()
+        if error is not None and self.write_error is None:
+            error.filename = target
+            self.write_error = error
+
+    def _read_signals(self) -> None:
+        for number in os.read(self._wake, 4096):
+            if number == signal.SIGCHLD:
+                self.child_changed = True
+            elif number in STOP_SIGNALS:
+                self.stop_signals.append(signal.Signals(number))
+
+
+def _cut(text: bytes) -> list[bytes]:
+    """Cut into pieces of at most MAX_LINE bytes, not inside a UTF-8 character; at least one piece."""
+    pieces: list[bytes] = []
+    while len(text) > MAX_LINE:
+        end = MAX_LINE
+        while end > MAX_LINE - 3 and text[end] & 0xC0 == 0x80:
+            end -= 1
+        pieces.append(text[:end])
+        text = text[end:]
+    return [*pieces, text]
