@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from kvstore_server.errors import ConfigurationError
@@ -75,8 +76,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     options, command = _parse(arguments)
     # A server that still waits for a dead worker's round must have given up before it would be killed.
     drain = ["--drain-timeout", f"{max(0.8 * options.grace, 0.1):g}"]
-    extra = [*drain, *options.server_arg, *_import_flags(options.imports)]
-    server_command = _server_command(options.binds, extra)
+    imports = [part for module in options.imports for part in ("--import", module)]
+    extra = [*drain, *options.server_arg, *imports]
+    servers = [partial(_server_command, index, options.binds, extra) for index in range(options.servers)]
     environ = {**_MALLOC, **os.environ, **options.env}
     if options.remote is None and (other := _another_python(command[0], environ)):
         print(
@@ -84,14 +86,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"{sys.executable}",
             file=sys.stderr,
         )
-    launcher = Launcher(
-        command, options.workers, server_command, options.servers, environ, options.limits, options.remote
-    )
-    return launcher.run()
+    return Launcher(command, options.workers, servers, environ, options.limits, options.remote).run()
 
 
 def _another_python(command: str, environ: Mapping[str, str]) -> str | None:
-    """The path of what a worker's `python` is, if that has not the modules of the one that runs this."""
+    """Return the path of the workers' `python` if it has other modules than the one that runs this, else None."""
     found = (
         shutil.which(command, path=environ.get("PATH")) if re.fullmatch(r"python[\d.]*", command) else None
     )
@@ -105,21 +104,12 @@ def _another_python(command: str, environ: Mapping[str, str]) -> str | None:
     return None if told.stdout.strip() in ("", sys.prefix) else found
 
 
-def _limits(options: argparse.Namespace) -> Limits:
-    linger = Limits.linger if options.linger is None else options.linger
-    unheard = linger
-    if options.linger is None and options.servers:
-        unheard = until_noticed(os.environ)
-    return Limits(options.start_timeout, linger, unheard, options.grace)
-
-
-def _server_command(binds: Sequence[str], extra: Sequence[str]) -> Callable[[int, int | None], list[str]]:
-    def command(index: int, ready_fd: int | None) -> list[str]:
-        own = ["--bind", binds[index], "--index", str(index), "--num-servers", str(len(binds))]
-        ready = [] if ready_fd is None else ["--ready-fd", str(ready_fd)]
-        return [sys.executable, "-m", "kvstore_server", *own, *ready, *extra]
-
-    return command
+def _server_command(
+    index: int, binds: Sequence[str], extra: Sequence[str], ready_fd: int | None
+) -> list[str]:
+    own = ["--bind", binds[index], "--index", str(index), "--num-servers", str(len(binds))]
+    ready = [] if ready_fd is None else ["--ready-fd", str(ready_fd)]
+    return [sys.executable, "-m", "kvstore_server", *own, *ready, *extra]
 
 
 def _set_hosts(options: argparse.Namespace) -> None:
@@ -147,7 +137,7 @@ def _set_hosts(options: argparse.Namespace) -> None:
 
 
 def _environment(given: Sequence[str]) -> dict[str, str]:
-    """What --env says. Raises ConfigurationError."""
+    """Return the variables that --env sets. Raises ConfigurationError."""
     environ = {}
     for text in given:
         name, equals, value = text.partition("=")
@@ -157,10 +147,6 @@ def _environment(given: Sequence[str]) -> dict[str, str]:
             )
         environ[name] = value if equals else os.environ[name]
     return environ
-
-
-def _import_flags(modules: Sequence[str]) -> list[str]:
-    return [part for module in modules for part in ("--import", module)]
 
 
 def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -178,7 +164,9 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     if command[0].endswith(".py") and options.hostfile is None and shutil.which(command[0]) is None:
         parser.error(f"{command[0]} is no program that can be started; say: python {command[0]}")
     try:
-        options.limits = _limits(options)
+        linger = Limits.linger if options.linger is None else options.linger
+        unheard = until_noticed(os.environ) if options.linger is None and options.servers else linger
+        options.limits = Limits(options.start_timeout, linger, unheard, options.grace)
         options.env = _environment(options.env)
         _set_hosts(options)
     except ConfigurationError as error:

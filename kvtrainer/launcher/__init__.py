@@ -1,1 +1,1 @@
-"""What `kvlaunch` does behind its command line; nothing here imports torch."""
+"""The job behind the command line of `kvlaunch`; nothing here imports torch."""

@@ -1,7 +1,7 @@
 """The life of a launched job: servers, then workers, then the orderly end of all of them.
 
-`Launcher.run` reads from top to bottom; wherever it waits, it runs the event loop. The first failure, or
-signal, decides the exit code, and everything after it is about leaving nothing behind.
+`Launcher.run` reads from top to bottom; wherever it waits, it runs the event loop. The first failure, or signal,
+decides the exit code, and everything after it is about leaving nothing behind.
 """
 
 from __future__ import annotations
@@ -13,13 +13,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 
 from kvstore_server.errors import ConfigurationError
 from kvtrainer.env import DEAD_AFTER, NUM_WORKERS, RANK, SERVERS, parse_address, read_timeout
 from kvtrainer.launcher.guardian import KILL_WAIT, MARK, Guardian
 from kvtrainer.launcher.hosts import Remote, RemoteChild, without_address
-from kvtrainer.launcher.processes import Child, Events
+from kvtrainer.launcher.processes import Child, Events, Put
 
 _LAST_OUTPUT_WAIT = 1.0
 _MAX_READY_LINE = 1024
@@ -29,7 +28,7 @@ _TO_REPORT = 5.0
 
 @dataclass(frozen=True)
 class Limits:
-    """How long the launcher waits, in seconds."""
+    """How long the launcher of a job waits, in seconds."""
 
     start: float = 60.0
     """For all servers to be ready."""
@@ -42,7 +41,7 @@ class Limits:
 
 
 def until_noticed(environ: Mapping[str, str]) -> float:
-    """Seconds in which processes notice a silent death and say so, with the `dead_after` of this environment.
+    """Return the seconds in which processes notice a silent death and say so, as this environment sets them.
 
     Raises:
         ConfigurationError: KVSTORE_DEAD_AFTER is not a number above 0.
@@ -54,29 +53,27 @@ class Launcher:
     """Runs one job, on this machine or on others.
 
     Args:
-        worker_command: what every worker runs; rank, count and servers are in its environment.
-        num_workers: at least 1.
-        server_command: (index, file descriptor) -> what that server runs; it must write its address and a
-            newline to the descriptor when it is ready. On another host it is given `--ready-fd` there, and None here.
-        num_servers: 0 starts none and leaves KVSTORE_SERVERS unset.
-        environ: the environment that all processes inherit.
-        remote: the hosts on which they run; None means this one.
+        worker_command: What every worker runs; rank, count and servers are in its environment.
+        num_workers: At least 1.
+        server_commands: For each server, file descriptor -> what it runs; it must write its address and a newline to
+            the descriptor when it is ready. On another host it is given `--ready-fd` there, and None here. Without any,
+            KVSTORE_SERVERS stays unset.
+        environ: The environment that all processes inherit.
+        remote: The hosts on which they run; None means this one.
     """
 
     def __init__(
         self,
         worker_command: Sequence[str],
         num_workers: int,
-        server_command: Callable[[int, int | None], Sequence[str]],
-        num_servers: int,
+        server_commands: Sequence[Callable[[int | None], Sequence[str]]],
         environ: Mapping[str, str],
         limits: Limits,
         remote: Remote | None = None,
     ) -> None:
         self._worker_command = worker_command
         self._num_workers = num_workers
-        self._server_command = server_command
-        self._num_servers = num_servers
+        self._server_commands = server_commands
         self._limits = limits
         self._remote = remote
         self._linger = limits.linger
@@ -87,7 +84,7 @@ class Launcher:
         self._events = Events()
         self._servers: list[Child] = []
         self._workers: list[Child] = []
-        self._addresses = Addresses(num_servers, self._events, lambda text: self._fail(1, text))
+        self._addresses = Addresses(len(server_commands), self._events, lambda text: self._fail(1, text))
         self._code: int | None = None
         self._stopping = False
 
@@ -108,8 +105,9 @@ class Launcher:
     # The phases.
 
     def _start_and_work(self) -> None:
-        for index in range(self._num_servers):
-            self._start_server(index)
+        for index in range(len(self._server_commands)):
+            if self._code is None:
+                self._start_server(index)
         if not self._wait(self._addresses.are_complete, self._limits.start):
             self._fail_unready()
         for rank in range(self._num_workers):
@@ -147,56 +145,48 @@ class Launcher:
     # Starting.
 
     def _start_server(self, index: int) -> None:
-        if self._code is not None:
-            return
-        put = self._events.output.put
+        command, put = self._server_commands[index], self._events.output.put
         if self._remote is None:
             with self._addresses.pipe_to(index) as fd:
-                command = self._server_command(index, fd)
-                start = partial(Child, command=command, environ=self._environ, put=put, pass_fds=(fd,))
-                self._spawn(self._servers, "server", index, start)
+                self._spawn(self._servers, "server", command(fd), self._environ, put, (fd,))
         else:
             word = secrets.token_hex(16)
-            command = self._remote.of_server(index, self._server_command(index, None), self._environ, word)
+            there = self._remote.of_server(index, command(None), self._environ, word)
             hear = without_address(word, lambda text: self._addresses.note(index, text), put)
-            self._spawn(
-                self._servers,
-                "server",
-                index,
-                partial(RemoteChild, command=command, environ=self._environ, put=hear),
-            )
+            self._spawn(self._servers, "server", there, self._environ, hear)
 
     def _start_worker(self, rank: int) -> None:
-        environ, put = self._worker_environ(rank), self._events.output.put
-        start: Callable[[str, str], Child] = partial(
-            Child, command=self._worker_command, environ=environ, put=put
-        )
-        if self._remote is not None:
-            command = self._remote.of_worker(rank, self._worker_command, environ)
-            start = partial(RemoteChild, command=command, environ=environ, put=put)
-        self._spawn(self._workers, "worker", rank, start)
-
-    def _fail_unready(self) -> None:
-        what = f"server {', '.join(map(str, self._addresses.missing()))} did not report an address"
-        self._fail(1, f"{what} within {self._limits.start:g} s; allow more with --start-timeout")
-
-    def _worker_environ(self, rank: int) -> dict[str, str]:
         environ = {**self._environ, RANK: str(rank), NUM_WORKERS: str(self._num_workers)}
-        if self._num_servers:
+        if self._server_commands:
             environ[SERVERS] = ",".join(self._addresses.in_order())
-        # Each worker would start a thread per core, and the threads of all of them would fight for the cores.
-        if self._remote is None:
-            cores = len(os.sched_getaffinity(0))
-            environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // self._num_workers)))
-        return environ
-
-    def _spawn(self, group: list[Child], role: str, index: int, start: Callable[[str, str], Child]) -> None:
-        name, tag = f"{role} {index}", f"{role[0]}{index}"
+        command = self._worker_command
         if self._remote is not None:
-            host = (self._remote.servers if role == "server" else self._remote.workers)[index]
-            name += f" on {host.name}"
+            command = self._remote.of_worker(rank, command, environ)
+        else:
+            # Each worker would start a thread per core, and the threads of all of them would fight for the cores.
+            share = max(1, len(os.sched_getaffinity(0)) // self._num_workers)
+            environ.setdefault("OMP_NUM_THREADS", str(share))
+        self._spawn(self._workers, "worker", command, environ, self._events.output.put)
+
+    def _spawn(
+        self,
+        group: list[Child],
+        role: str,
+        command: Sequence[str],
+        environ: Mapping[str, str],
+        put: Put,
+        pass_fds: Sequence[int] = (),
+    ) -> None:
+        index = len(group)
+        name, tag = f"{role} {index}", f"{role[0]}{index}"
         try:
-            child = start(name, tag)
+            if self._remote is None:
+                child = Child(name, tag, command, environ, put, pass_fds)
+            else:
+                name += (
+                    f" on {(self._remote.servers if role == 'server' else self._remote.workers)[index].name}"
+                )
+                child = RemoteChild(name, tag, command, environ, put)
         except (OSError, ValueError) as error:
             # As a shell does: 127 for a command that does not exist, 126 for one that cannot be run.
             self._fail(127 if isinstance(error, FileNotFoundError) else 126, f"cannot start {name}: {error}")
@@ -205,6 +195,10 @@ class Launcher:
         group.append(child)
         for fd in child.streams:
             self._events.add_reader(fd, lambda fd=fd: self._read(child, fd), pausable=True)  # type: ignore[misc]
+
+    def _fail_unready(self) -> None:
+        what = f"server {', '.join(map(str, self._addresses.missing()))} did not report an address"
+        self._fail(1, f"{what} within {self._limits.start:g} s; allow more with --start-timeout")
 
     # While it runs.
 
@@ -304,7 +298,7 @@ class Launcher:
 
 
 class Addresses:
-    """The addresses of a number of servers; `fail` is called with what is wrong with a report."""
+    """Where the servers listen, as they report it when they are ready; `fail` is told what is wrong with a report."""
 
     def __init__(self, count: int, events: Events, fail: Callable[[str], None]) -> None:
         self._count = count

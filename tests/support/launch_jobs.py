@@ -23,9 +23,10 @@ package.__path__ = ["kvtrainer"]
 sys.modules["kvtrainer"] = package
 from kvtrainer.launcher.job import Launcher, Limits
 job = json.loads(sys.argv[1])
-server = lambda index, fd: [sys.executable, "-I", "-S", "-c", job["server"], str(index), str(fd)]
+command = [sys.executable, "-I", "-S", "-c", job["server"]]
+servers = [lambda fd, index=index: [*command, str(index), str(fd)] for index in range(job["servers"])]
 limits = Limits(**job["limits"])
-sys.exit(Launcher(job["worker"], job["workers"], server, job["servers"], os.environ, limits).run())
+sys.exit(Launcher(job["worker"], job["workers"], servers, os.environ, limits).run())
 """
 
 READY = """
