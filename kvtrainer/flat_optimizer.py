@@ -147,19 +147,24 @@ class FlatOptimizer(GroupedOptimizer):
         states = self._current_states()
         return take_out(self.param_groups, self._layout, self._optimizer, states, extra, tensors)
 
+    def export_own_states(self) -> SavedStates:
+        """Return what of `export_saved_states` is this worker's alone, such as residuals; nothing is fetched."""
+        extra, tensors = self._extra_states()
+        return SavedStates({}, 0, [], {}, extra, tensors)
+
     def adopt_saved_states(self, saved: SavedStates) -> None:
         """Take over what `export_saved_states` gave, as `load_states` does; call it on every worker.
 
         Raises:
             StateMismatchError: it belongs to another model or optimizer, of which nothing has changed; says how.
         """
-        self._check_saved_states(saved)
+        self.check_saved_states(saved)
         beside = {**saved.extra.get(_OPTIMIZER, {}), **saved.tensors.get(_OPTIMIZER, {})}
         self.load_state_dict({**as_state_dict(saved, self._layout), **beside})
         adopt_numbers(self._optimizer, saved)
         self._adopt_extra_states(saved)
 
-    def _check_saved_states(self, saved: SavedStates) -> None:
+    def check_saved_states(self, saved: SavedStates) -> None:
         """Raise StateMismatchError unless `adopt_saved_states` can take this."""
         self._settle()
         self._follow_instance()
@@ -168,7 +173,7 @@ class FlatOptimizer(GroupedOptimizer):
             saved, self.param_groups, self._layout, self._optimizer, is_in_store, self._extra_problems(saved)
         )
 
-    def _check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Raise StateMismatchError unless `load_state_dict` can take this; not if hooks are to change it first."""
         self._settle()
         self._follow_instance()

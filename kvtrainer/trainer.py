@@ -26,7 +26,9 @@ from kvtrainer.param_options.paramwise import apply_paramwise
 from kvtrainer.param_options.report import ParamReport, rows_of
 from kvtrainer.precision.loss_scaler import scaler_of
 from kvtrainer.profiler import Profiler
+from kvtrainer.schedules.param_schedule import BoundSchedule
 from kvtrainer.states.saved import SavedStates
+from kvtrainer.steps.accumulation import Accumulation
 from kvtrainer.steps.extra_states import (
     extra_problems,
     extra_states,
@@ -187,6 +189,26 @@ class Trainer(LossPipeline):
         return self._link.choice.store
 
     @property
+    def schedules(self) -> tuple[BoundSchedule, ...]:
+        """The schedules that the Trainer advances."""
+        return tuple(self._schedules)
+
+    @property
+    def accumulation(self) -> Accumulation:
+        """The count of backward passes; read only."""
+        return self._accumulation
+
+    @property
+    def num_replicas(self) -> int:
+        """How many copies of every parameter this process has."""
+        return 1 + len(self._layout.copies)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether there was a step or a `set_data`, so that a store may hold other weights than the model."""
+        return self._link.is_started
+
+    @property
     def amp_loss_scale(self) -> float:
         """The factor of the next loss. Raises AmpNotInitializedError before `kvtrainer.amp.init_trainer`."""
         return scaler_of(self).loss_scale
@@ -260,6 +282,22 @@ class Trainer(LossPipeline):
     def close(self) -> None:
         """End training and leave the store; idempotent. Other workers' rounds that need this one then fail."""
         self._leave(None)
+
+    def pull_weights(self) -> dict[Tensor, Tensor]:
+        """Fetch the store's present weights by parameter, where workers' updates count one by one; blocks.
+
+        The parameters here may lack what others gave since. Empty where they cannot, and without row-sparse ones.
+        """
+        holder = self._link.holder
+        if holder is None or not self._link.choice.updates_weights or holder.is_sync:
+            return {}
+        arenas, plan = holder.pull(), self._layout.plan
+        rows = zip(self._layout.parameters, plan.specs, plan.key_offsets, strict=True)
+        return {
+            p: arenas[spec.dtype][at : at + spec.numel].view(spec.shape).clone()
+            for p, spec, at in rows
+            if not spec.row_sparse
+        }
 
     def _row_sparse_pull(self, parameter: RowSparseParameter, ids: Tensor) -> Tensor:
         """The present values of rows of a row-sparse parameter; see `RowSparseParameter.row_sparse_data`."""

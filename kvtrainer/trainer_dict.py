@@ -112,7 +112,7 @@ class TrainerDict(Mapping[str, Trainer]):
         Raises:
             ConfigurationError: one goes by a metric, and there is none; nothing has changed then.
         """
-        waiting = [name for name, one in self.items() if any(s.by == "metric" for s in one._schedules)]
+        waiting = [name for name, one in self.items() if any(s.by == "metric" for s in one.schedules)]
         if metric is None and waiting:
             raise ConfigurationError(
                 f"a schedule of {', '.join(waiting)} goes by a metric; call end_epoch(metric), or that of each Trainer "

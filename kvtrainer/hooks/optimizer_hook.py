@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvtrainer.anomalies import checked_mode, losses_of, report_anomalies
+from kvtrainer.anomalies import checked_mode, report_anomalies
 from kvtrainer.clipping import make_clipping
 from kvtrainer.errors import ArgumentTypeError, ConfigurationError
 from kvtrainer.hooks.base import Hook, Priority
@@ -95,9 +95,9 @@ class OptimizerHook(Hook):
         """Log, in the runner's log if it has one, every parameter that is not in the loss, or raise."""
         model, logger = getattr(runner, "model", None), getattr(runner, "logger", None)
         if isinstance(model, torch.nn.Module) and not isinstance(model, DataParallel):
-            report_anomalies(losses_of(loss), model, self.detect_anomalous_params, logger)
+            report_anomalies(loss, model, self.detect_anomalous_params, logger)
         else:  # replicas, whose names the Trainer knows
-            trainer_of(runner)._report_anomalies(losses_of(loss), self.detect_anomalous_params, logger)
+            trainer_of(runner).report_anomalies(loss, self.detect_anomalous_params, logger)
 
     def _update(self, trainer: Any, loss: Any) -> float | None:
         """Make the step; return the norm that is to be logged."""
@@ -107,7 +107,7 @@ class OptimizerHook(Hook):
         trainer.backward(loss)
         trainer.allreduce_grads()
         norm = None
-        if trainer._accumulation.is_boundary:
+        if trainer.accumulation.is_boundary:
             if trainer.loss_scaler is not None:
                 unscale(trainer)
             norm = self.clip_grads(p for group in trainer.param_groups for p in group["params"])

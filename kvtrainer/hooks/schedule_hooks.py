@@ -99,7 +99,7 @@ class UpdaterHook(Hook):
             )
         several = dict(found) if isinstance(found, Mapping) else {"": found}
         for one in several.values():
-            others = getattr(one, "_schedules", ())
+            others = getattr(one, "schedules", ())
             if any(
                 self._value in getattr(other, "names", {getattr(other, "name", None)}) for other in others
             ):

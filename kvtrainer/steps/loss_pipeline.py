@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from kvtrainer.anomalies import describe_nonfinite, losses_of, report_anomalies
 from kvtrainer.errors import ConfigurationError
@@ -89,7 +88,7 @@ class LossPipeline(JoiningPipeline):
         if not losses:
             raise ConfigurationError(f"there is no loss in {loss!r:.80}, so there is nothing to learn from")
         if self._stage_options.detect_anomalous_params:
-            self._report_anomalies(losses, self._stage_options.detect_anomalous_params)
+            self.report_anomalies(losses, self._stage_options.detect_anomalous_params)
         if isinstance(loss, ReplicaLosses):
             loss.mark_used()
         if self._limits.on_nonfinite in ("raise", "skip") and (problem := describe_nonfinite(losses)):
@@ -206,13 +205,14 @@ class LossPipeline(JoiningPipeline):
                 "pass and the loss in it, or leave amp out"
             )
 
-    def _report_anomalies(
-        self, losses: Sequence[Tensor], mode: bool | str, logger: logging.Logger | None = None
+    def report_anomalies(
+        self, loss: Any, mode: bool | str = "log", logger: logging.Logger | None = None
     ) -> None:
+        """Log parameters that a loss does not depend on, or raise; see `kvtrainer.anomalies.report_anomalies`."""
         layouts = [self._layout, *self._layout.copies]
         replicas = zip(*(layout.parameters for layout in layouts), strict=True)
         named = dict(zip(self._layout.names, map(list, replicas), strict=True))
-        report_anomalies(losses, named, mode, logger)
+        report_anomalies(loss, named, mode, logger)
 
 
 def _has_moved(schedule: BoundSchedule) -> bool:

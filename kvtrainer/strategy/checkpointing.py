@@ -15,15 +15,10 @@ from kvtrainer.strategy import environment, weights
 from kvtrainer.strategy.base import BaseStrategy, Callback
 from kvtrainer.strategy.randomness import Randomness, check_rng_state, rng_state, set_rng_state
 from kvtrainer.strategy.trainer_parts import (
-    accumulated_passes,
     check_states,
     devices_of,
-    has_begun,
-    held_weights,
-    passes_made,
     put_states,
     readable,
-    schedules_of,
     take_states,
     trainers_by_name,
 )
@@ -223,11 +218,11 @@ class CheckpointingStrategy(BaseStrategy):
     def _present_weights(self) -> dict[str, Any]:
         """The weights of the model; where updates count one by one, those that the store has now."""
         found = self.model_state_dict()
-        held: dict[int, torch.Tensor] = {}
+        held: dict[torch.Tensor, torch.Tensor] = {}
         for trainer in trainers_by_name(self._wrapper()).values():
-            held |= held_weights(trainer)
+            held |= trainer.pull_weights()
         named = weights.unwrapped(self.model).named_parameters(remove_duplicate=False)
-        return found | {name: held[id(p)] for name, p in named if id(p) in held}
+        return found | {name: held[p] for name, p in named if p in held}
 
     def _fits(self, found: Mapping[str, Any], part: str, filename: str, missing: str) -> bool:
         """Whether a part can be taken over; that it cannot is tolerated, if `missing` is 'warn'."""
@@ -309,18 +304,18 @@ class CheckpointingStrategy(BaseStrategy):
         self.dispatch_kwargs["cur_iter"] = int(meta["iter"])
         trainers = trainers_by_name(self._wrapper())
         for trainer in trainers.values():
-            knows = is_resumed and passes_made(trainer) > 0
-            if accumulated_passes(trainer) > 1 and len(trainers) == 1 and not knows:
+            knows = is_resumed and trainer.accumulation.done > 0
+            if trainer.accumulation.counts > 1 and len(trainers) == 1 and not knows:
                 trainer.set_progress(int(meta["iter"]), self.dispatch_kwargs.get("max_iters"))
 
     def _publish_weights(self) -> None:
         """Give weights that were loaded to stores that hold others already; collective."""
         for trainer in trainers_by_name(self._wrapper()).values():
-            if has_begun(trainer):
+            if trainer.has_begun:
                 trainer.set_data()
 
     def _has_schedules(self) -> bool:
-        return any(schedules_of(one) for one in trainers_by_name(self._wrapper()).values())
+        return any(one.schedules for one in trainers_by_name(self._wrapper()).values())
 
     def _wrapper(self) -> Any:
         return getattr(self, "optim_wrapper", None)

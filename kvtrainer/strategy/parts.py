@@ -13,7 +13,7 @@ from kvtrainer.schedules.param_schedule import BoundSchedule
 from kvtrainer.strategy import building, weights
 from kvtrainer.strategy.run import Run
 from kvtrainer.strategy.scaling import scale_learning_rates
-from kvtrainer.strategy.trainer_parts import accumulated_passes, in_updates, schedules_of, trainers_by_name
+from kvtrainer.strategy.trainer_parts import in_updates, trainers_by_name
 from kvtrainer.trainer import Trainer
 from kvtrainer.trainer_dict import TrainerDict, check_names
 
@@ -83,7 +83,7 @@ class Parts(Run):
         """
         if default_args is None:
             run = {name: self.dispatch_kwargs[name] for name in _RUN if name in self.dispatch_kwargs}
-            passes = accumulated_passes(optim_wrapper) if isinstance(optim_wrapper, Trainer) else 1
+            passes = optim_wrapper.accumulation.counts if isinstance(optim_wrapper, Trainer) else 1
             default_args = in_updates(run, passes)
         return building.build_schedules(scheduler, optim_wrapper, default_args, self.logger)
 
@@ -109,8 +109,8 @@ class Parts(Run):
         """The state of every schedule of the Trainer, or by name of each of several."""
         wrapper = self._trainer()
         if isinstance(wrapper, Trainer):
-            return [one.state_dict() for one in schedules_of(wrapper)]
-        return {name: [one.state_dict() for one in schedules_of(t)] for name, t in wrapper.items()}
+            return [one.state_dict() for one in wrapper.schedules]
+        return {name: [one.state_dict() for one in t.schedules] for name, t in wrapper.items()}
 
     def load_model_state_dict(
         self,
@@ -159,7 +159,7 @@ class Parts(Run):
                 f"the states of a Trainer's schedules are a list, got {state_dict!r:.80}"
             )
         pairs = [
-            (name, schedules_of(one), list(state_dict[name] if name else state_dict))
+            (name, one.schedules, list(state_dict[name] if name else state_dict))
             for name, one in trainers_by_name(wrapper).items()
         ]
         for name, mine, given in pairs:

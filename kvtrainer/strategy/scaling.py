@@ -14,7 +14,6 @@ from typing import Any
 from torch import Tensor
 
 from kvtrainer.errors import ConfigurationError
-from kvtrainer.strategy.trainer_parts import accumulated_passes, num_replicas, schedules_of
 from kvtrainer.trainer import Trainer
 
 _LR_NOTES = ("lr", "initial_lr", "max_lr", "min_lr", "swa_lr")
@@ -50,15 +49,15 @@ def scale_learning_rates(
     micro = _positive(
         "train_micro_batch_size_per_gpu of dispatch_kwargs, which auto_scale_lr needs,", micro_batch
     )
-    if any(schedules_of(trainer) for trainer in trainers.values()):
+    if any(trainer.schedules for trainer in trainers.values()):
         raise ScheduledTooEarlyError(
             "schedules took their base from the learning rate before it was scaled; build them after it, by "
             "prepare(param_scheduler=...)"
         )
     factor, scaled = 1.0, set[int]()
     for name, trainer in trainers.items():
-        replicas = num_replicas(trainer)
-        passes = accumulated_passes(trainer) if cfg.get("count_accumulation", False) else 1
+        replicas = trainer.num_replicas
+        passes = trainer.accumulation.counts if cfg.get("count_accumulation", False) else 1
         real = num_workers * micro * replicas * passes
         factor = real / base
         parts = f"{num_workers} workers · {micro}" + (f" · {replicas} replicas" if replicas > 1 else "")

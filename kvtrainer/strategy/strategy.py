@@ -17,7 +17,7 @@ from kvtrainer.parallel import DataParallel
 from kvtrainer.strategy import environment
 from kvtrainer.strategy.agreement import Agreement, agreement_of
 from kvtrainer.strategy.checkpointing import CheckpointingStrategy
-from kvtrainer.strategy.trainer_parts import accumulated_passes, trainers_by_name
+from kvtrainer.strategy.trainer_parts import trainers_by_name
 from kvtrainer.sync.kinds import is_in_process, is_over_ranks, kind_of
 
 
@@ -162,7 +162,7 @@ class Strategy(CheckpointingStrategy):
     def _begin_to_count(self) -> None:
         """Tell Trainers that accumulate how many passes there will be."""
         trainers = trainers_by_name(self._trainer())
-        counting = {n: t for n, t in trainers.items() if accumulated_passes(t) > 1}
+        counting = {n: t for n, t in trainers.items() if t.accumulation.counts > 1}
         if not counting:
             return
         if len(trainers) == 1 and self.dispatch_kwargs.get("max_iters") is None:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from kvtrainer.errors import KVStoreError, StateMismatchError
-from kvtrainer.schedules.param_schedule import BoundSchedule
 from kvtrainer.states.saved import SavedParameter, SavedStates
 from kvtrainer.trainer import Trainer
 from kvtrainer.trainer_dict import TrainerDict
@@ -24,21 +22,6 @@ def trainers_by_name(trainer: Trainer | TrainerDict | None) -> Mapping[str, Trai
     if trainer is None:
         return {}
     return {"": trainer} if isinstance(trainer, Trainer) else trainer
-
-
-def schedules_of(trainer: Trainer) -> Sequence[BoundSchedule]:
-    """What the Trainer advances."""
-    return trainer._schedules
-
-
-def num_replicas(trainer: Trainer) -> int:
-    """How many copies of every parameter this process has."""
-    return 1 + len(trainer._layout.copies)
-
-
-def accumulated_passes(trainer: Trainer) -> int:
-    """How many backward passes make one update."""
-    return trainer._accumulation.counts
 
 
 def in_updates(run: Mapping[str, Any], passes: int) -> dict[str, Any]:
@@ -55,16 +38,6 @@ def in_updates(run: Mapping[str, Any], passes: int) -> dict[str, Any]:
     return counted
 
 
-def passes_made(trainer: Trainer) -> int:
-    """How many backward passes there were."""
-    return trainer._accumulation.done
-
-
-def has_begun(trainer: Trainer) -> bool:
-    """Whether there was a step or a `set_data`, so that a store may hold other weights than the model."""
-    return trainer._link.is_started
-
-
 def devices_of(trainers: Mapping[str, Trainer]) -> list[torch.device]:
     """The devices of all parameters, each once."""
     found = {
@@ -78,8 +51,9 @@ def take_states(trainer: Trainer, is_first: bool) -> tuple[dict[str, Any] | None
 
     Schedules are in neither.
     """
-    extra, tensors = trainer._extra_states()
-    own = {"extra": {name: value for name, value in extra.items() if name != _SCHEDULES}, "tensors": tensors}
+    mine = trainer.export_own_states()
+    extra = {name: value for name, value in mine.extra.items() if name != _SCHEDULES}
+    own = {"extra": extra, "tensors": mine.tensors}
     if not is_first:
         return None, own
     saved = trainer.export_saved_states()
@@ -99,9 +73,9 @@ def check_states(trainer: Trainer, common: Mapping[str, Any], own: Mapping[str, 
     """Raise StateMismatchError unless `put_states` can take this; nothing changes."""
     saved = _saved_states(common, own)
     if saved is None:
-        trainer._check_state_dict(common)
+        trainer.check_state_dict(common)
     else:
-        trainer._check_saved_states(saved)
+        trainer.check_saved_states(saved)
 
 
 def put_states(trainer: Trainer, common: Mapping[str, Any], own: Mapping[str, Any]) -> None:
@@ -147,23 +121,6 @@ def readable(what: str) -> Iterator[None]:
             f"the checkpoint does not fit: {what} makes no sense ({type(error).__name__}: {error}), and nothing has "
             "changed. It is neither what save_checkpoint wrote, nor, of an optimizer, the state_dict of one of torch"
         ) from error
-
-
-def held_weights(trainer: Trainer) -> dict[int, Tensor]:
-    """Where workers' updates count one by one: the weights that the store has now, by id of the parameter.
-
-    Those here may lack what others gave since. Empty where they cannot; blocks.
-    """
-    holder = trainer._link.holder
-    if holder is None or not trainer._link.choice.updates_weights or holder.is_sync:
-        return {}
-    arenas, layout = holder.pull(), trainer._layout
-    rows = zip(layout.plan.specs, layout.plan.key_offsets, layout.parameters, strict=True)
-    return {
-        id(p): arenas[spec.dtype][at : at + spec.numel].view(spec.shape).clone()
-        for spec, at, p in rows
-        if not spec.row_sparse
-    }
 
 
 def _tupled(value: Any) -> Any:

@@ -231,7 +231,7 @@ class KVStoreStrategy(Strategy, BaseStrategy):  # type: ignore[misc]
             super()._check_optimizer(states, share)
             return
         for name, wrapper in wrappers.items():
-            wrapper.optimizer._check_state_dict(_part(states, name))
+            wrapper.optimizer.check_state_dict(_part(states, name))
 
     def _put_optimizer(self, states: Any, share: Mapping[str, Any]) -> None:
         wrappers = _wrappers(self.optim_wrapper)

@@ -68,7 +68,7 @@ class TrainerOptimWrapper(OptimWrapper):  # type: ignore[misc]
             raise ArgumentTypeError(
                 f"optimizer must be a Trainer or a torch optimizer, got {type(optimizer).__name__}"
             )
-        super().__init__(trainer, accumulative_counts=trainer._accumulation.counts)
+        super().__init__(trainer, accumulative_counts=trainer.accumulation.counts)
         self.optimizer: Trainer
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
@@ -79,7 +79,7 @@ class TrainerOptimWrapper(OptimWrapper):  # type: ignore[misc]
                 "without accumulation and mixed precision"
             )
         self.optimizer.backward(loss)
-        self._inner_count = self.optimizer._accumulation.done
+        self._inner_count = self.optimizer.accumulation.done
 
     def step(self, **kwargs: Any) -> None:
         """Reduce the gradients and update; the norm before clipping is logged as train/grad_norm."""
@@ -101,12 +101,12 @@ class TrainerOptimWrapper(OptimWrapper):  # type: ignore[misc]
 
     def should_update(self) -> bool:
         """Whether the next `step` ends in an update."""
-        return self.optimizer._accumulation.is_boundary
+        return self.optimizer.accumulation.is_boundary
 
     def should_sync(self) -> bool:
         """Whether the backward pass that comes next is the last one before an update."""
-        count, total = self.optimizer._accumulation.done + 1, self.optimizer._accumulation.total
-        return count % self.optimizer._accumulation.counts == 0 or count == total
+        count, total = self.optimizer.accumulation.done + 1, self.optimizer.accumulation.total
+        return count % self.optimizer.accumulation.counts == 0 or count == total
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """The loss as it is: `backward` divides it."""
@@ -115,7 +115,7 @@ class TrainerOptimWrapper(OptimWrapper):  # type: ignore[misc]
     @property
     def inner_count(self) -> int:
         """How many backward passes were made."""
-        return self.optimizer._accumulation.done
+        return self.optimizer.accumulation.done
 
     def state_dict(self) -> dict[str, Any]:
         """Options and optimizer state, wherever it is kept, with the loss scale; blocks while state is fetched.
