@@ -40,8 +40,8 @@ from kvtrainer.steps.extra_states import (
 )
 from kvtrainer.steps.loss_pipeline import LossPipeline
 from kvtrainer.steps.options import StageOptions
-from kvtrainer.sync.chosen import BUCKETS
-from kvtrainer.sync.select import choose_store
+from kvtrainer.sync.binding import BUCKETS
+from kvtrainer.sync.select import select_store
 
 __all__ = ["Trainer"]
 
@@ -130,7 +130,7 @@ class Trainer(LossPipeline):
         if kvstore is not None:
             refuse_parameters_of_ddp(parameters)
         largest = max([0 if is_lazy(p) else p.numel() for p in parameters])
-        choice = choose_store(
+        selection = select_store(
             kvstore,
             update_on_kvstore,
             compression_params,
@@ -141,10 +141,10 @@ class Trainer(LossPipeline):
             replicas=policy_of(groups),
             is_joint=isinstance(built, TorchOptimizer) and built.is_joint,
         )
-        if choice.updates_weights and isinstance(built, TorchOptimizer):
+        if selection.updates_weights and isinstance(built, TorchOptimizer):
             spec_for_store(built)
         instance = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
-        super().__init__(groups, built, instance, choice, stages=stages)
+        super().__init__(groups, built, instance, selection, stages=stages)
         claim(self, groups)
 
     @by_one_thread
@@ -186,7 +186,7 @@ class Trainer(LossPipeline):
     @property
     def kvstore(self) -> KVStoreBase | None:
         """The store; None where none is needed, and before the first step if it was given by name."""
-        return self._link.choice.store
+        return self._link.store
 
     @property
     def schedules(self) -> tuple[BoundSchedule, ...]:

@@ -11,7 +11,7 @@ from kvstore_server.norms import Decision
 from kvtrainer.errors import ConfigurationError
 from kvtrainer.results import StepResult
 from kvtrainer.steps.pipeline import Pipeline
-from kvtrainer.sync.servers import Outcome
+from kvtrainer.sync.contract import Outcome
 
 _log = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from kvtrainer.schedules.param_schedule import BoundSchedule
 from kvtrainer.steps.accumulation import Accumulation
 from kvtrainer.steps.joining import JoiningPipeline
 from kvtrainer.steps.options import StageOptions
-from kvtrainer.sync.chosen import BUCKETS
+from kvtrainer.sync.binding import BUCKETS
 
 _log = logging.getLogger(__name__)
 
@@ -59,10 +59,10 @@ class LossPipeline(JoiningPipeline):
         buckets = {name: options.pop(name) for name in BUCKETS if name in options}
         stages = self._stage_options.changed(options)
         if buckets:
-            self._link.choice.check_buckets(buckets)
+            self._link.check_buckets(buckets)
         self._take_stage_options(stages, options)
         if buckets:
-            self._link.choice.set_buckets(buckets)
+            self._link.set_buckets(buckets)
 
     def context(self) -> AbstractContextManager[Any]:
         """What the forward pass and the loss belong in: torch.autocast as `amp` says, else nothing."""

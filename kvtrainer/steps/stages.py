@@ -26,8 +26,8 @@ from kvtrainer.memory.replicated import ReplicatedLayout
 from kvtrainer.precision.loss_scaler import Scaler
 from kvtrainer.states.holder import StateHolder
 from kvtrainer.steps.accumulation import Accumulation
-from kvtrainer.sync.binding import StoreLink
-from kvtrainer.sync.chosen import StoreChoice
+from kvtrainer.sync.binding import Binding
+from kvtrainer.sync.select import Selection
 from kvtrainer.types import Group
 
 _log = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ class Stages(FlatOptimizer):
 
     Args:
         groups, optimizer, instance: as of FlatOptimizer.
-        choice: the store, and whether the optimizer runs in it.
+        selection: the store, and whether the optimizer runs in it.
     """
 
     loss_scaler: Scaler | None = None
@@ -58,9 +58,9 @@ class Stages(FlatOptimizer):
         groups: list[Group],
         optimizer: Optimizer,
         instance: torch.optim.Optimizer | None,
-        choice: StoreChoice,
+        selection: Selection,
     ) -> None:
-        self._link = StoreLink(choice)
+        self._link = Binding(selection)
         self._effective: tuple[dict[str, Any], list[Any]] = ({}, [])
         """The options of the last update in this process, and what they mean for each key."""
         self._has_warned = False
@@ -114,7 +114,7 @@ class Stages(FlatOptimizer):
         if isinstance(layout, ReplicatedLayout) and self._link.exchange is not None:
             # What overflows cannot be compressed; its sum overflows as well, which is a veto.
             is_plain = self._link.replicas is None or self._overflows()
-            layout.sum_replicas(None if is_plain else self._link.replicas, self._link.choice.reducer)
+            layout.sum_replicas(None if is_plain else self._link.replicas, self._link.selection.reducer)
         return factor
 
     def _limit_own(self, decision: Decision, scale: float) -> float:
@@ -277,7 +277,7 @@ class Stages(FlatOptimizer):
 
     def _refuse_in_store(self, method: str) -> None:
         self._decide()
-        if not self._link.choice.allows_halves:
+        if not self._link.allows_halves:
             raise ConfigurationError(
                 f"{method} has no meaning while the optimizer runs in the kvstore; build the Trainer with "
                 "update_on_kvstore=False"
@@ -302,20 +302,20 @@ class Stages(FlatOptimizer):
 
     def _decide(self) -> None:
         """Where the optimizer runs, if that was left open until the first gradients are there."""
-        if self._link.choice.is_open:
+        if self._link.is_open:
             layouts = (self._layout, *self._layout.copies)
             grads = [p.grad for layout in layouts for p in layout.parameters]
-            self._link.choice.decide(any(grad is not None and grad.is_sparse for grad in grads))
+            self._link.decide(any(grad is not None and grad.is_sparse for grad in grads))
 
     def _holder(self) -> StateHolder | None:
-        if self._link.choice.updates_weights:
+        if self._link.updates_weights:
             return self._link.holder
         return self._local if self._layout.is_settled else None
 
     def _updates_jointly(self) -> bool:
         # Without a store each replica goes its own way, so nothing can be kept for all of them.
-        choice = self._link.choice
-        return not choice.updates_weights and not (self._layout.copies and choice.is_none)
+        link = self._link
+        return not link.updates_weights and not (self._layout.copies and link.is_alone)
 
     def _can_grow(self) -> bool:
         return self._link.check_growth(self._layout)

@@ -12,13 +12,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from kvtrainer.errors import ConfigurationError
 from kvtrainer.kvstore.base import KVStoreBase, create
-from kvtrainer.kvstore.device import DeviceKVStore
 from kvtrainer.parallel import DataParallel
 from kvtrainer.strategy import environment
 from kvtrainer.strategy.agreement import Agreement, agreement_of
 from kvtrainer.strategy.checkpointing import CheckpointingStrategy
 from kvtrainer.strategy.trainer_parts import trainers_by_name
-from kvtrainer.sync.kinds import is_in_process, is_over_ranks, kind_of
+from kvtrainer.sync.select import traits_of
 
 
 class Strategy(CheckpointingStrategy):
@@ -50,7 +49,7 @@ class Strategy(CheckpointingStrategy):
         **kwargs: Any,
     ) -> None:
         if kvstore is not None:
-            kind_of(kvstore)
+            traits_of(kvstore)
         self.kvstore = kvstore
         places = [device] if isinstance(device, str | torch.device) else device or []
         self._devices = [torch.device(one) for one in places]
@@ -81,7 +80,8 @@ class Strategy(CheckpointingStrategy):
                 "script by torchrun, or give dist_cfg the rank and world_size"
             )
         if isinstance(kvstore, str):
-            is_alone = is_in_process(kvstore) and not is_over_ranks(kvstore)
+            traits = traits_of(kvstore)
+            is_alone = traits.is_in_process and not traits.over_ranks
             if not is_alone:
                 options = {} if self._sums_over_ranks() else self._dist_cfg
                 kvstore = self.kvstore = self._made_store = create(kvstore, **options)
@@ -96,7 +96,7 @@ class Strategy(CheckpointingStrategy):
         return agreement_of(kvstore if isinstance(kvstore, KVStoreBase) else None)
 
     def _sums_over_ranks(self) -> bool:
-        return self.kvstore is not None and issubclass(kind_of(self.kvstore), DeviceKVStore)
+        return self.kvstore is not None and traits_of(self.kvstore).takes_ranks
 
     def _wrap_model(self, model: nn.Module) -> nn.Module:
         if any(isinstance(module, DataParallel) for module in model.modules()):

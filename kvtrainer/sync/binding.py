@@ -1,4 +1,4 @@
-"""A Trainer's tie to its store: made at the first step, then one round in every step."""
+"""Tie a Trainer to what synchronises it: made at the first step, then one round in every step."""
 
 from __future__ import annotations
 
@@ -15,19 +15,27 @@ from kvstore_server.hyper import pack_hypers
 from kvstore_server.optimizer import Optimizer
 from kvstore_server.plan import Plan
 from kvtrainer.clipping import Limits
+from kvtrainer.comm.client import Client
+from kvtrainer.comm.rank_group import Buckets, RankGroup, current_group
 from kvtrainer.errors import ConfigurationError, KVStoreError, WeightsWrittenError
+from kvtrainer.kvstore.base import KVStoreBase, create
+from kvtrainer.kvstore.device import DeviceKVStore
 from kvtrainer.kvstore.dist import DistKVStore
+from kvtrainer.kvstore.local import LocalKVStore
 from kvtrainer.kvstore.replica_compression import ReplicaCompressor
 from kvtrainer.memory.arena import Arena
 from kvtrainer.memory.layout import Layout
-from kvtrainer.memory.residuals import put_residuals, residuals_by_device
 from kvtrainer.profiler import Profiler
-from kvtrainer.sync.chosen import StoreChoice
+from kvtrainer.sync.contract import Exchange, Gradients, Outcome, Shadowed
 from kvtrainer.sync.plugin import PluginExchange
 from kvtrainer.sync.ranks import GroupExchange
-from kvtrainer.sync.servers import TABLE, Exchange, Gradients, Outcome, Shadowed, StoreExchange
+from kvtrainer.sync.select import Selection, group_too_late
+from kvtrainer.sync.servers import TABLE, StoreExchange
 
 _log = logging.getLogger(__name__)
+
+BUCKETS = ("bucket_size_mb", "coalesce")
+"""Names of options about reductions over the ranks of torch.distributed."""
 
 
 @dataclass(frozen=True)
@@ -42,20 +50,37 @@ class Residuals:
     """The same for the replicas on each further device, where they are compressed one by one."""
 
 
-class StoreLink:
-    """The store that was chosen, and the Trainer's one table in it. There may be no store: see `exchange`."""
+class Binding:
+    """A Trainer's tie to what synchronises it: the store, and the Trainer's one table in it.
 
-    def __init__(self, choice: StoreChoice) -> None:
-        self.choice = choice
+    There may be no store; then there is no `exchange` either.
+    """
+
+    def __init__(self, selection: Selection) -> None:
+        self.selection = selection
+        self.store: KVStoreBase | None = None
+        """The store; None where there is none, or it was named and is not made yet."""
+        if isinstance(selection.kvstore, KVStoreBase):
+            self.store = selection.kvstore
+        self.updates_weights = selection.updates_weights
+        """Whether the optimizer runs in the store."""
+        self.allows_halves = selection.allows_halves
+        """Whether `allreduce_grads` and `update` may be called."""
+        self.is_open = selection.is_open
+        """Whether `decide` has to be called before `start`."""
         self.exchange: Exchange | None = None
         """None before `start`, and where no store is needed."""
         self.replicas: ReplicaCompressor | None = None
-        """What compresses replicas before they are summed; None where none are, or are not compressed one by one."""
-        if choice.replica_codec is not None:
-            self.replicas = ReplicaCompressor(choice.replica_codec)
-        self._layout: Layout | None = None
+        """Compresses replicas before they are summed; None where none are, or are not compressed one by one."""
+        if selection.replica_codec is not None:
+            self.replicas = ReplicaCompressor(selection.replica_codec)
         self.is_started = False
         self.is_closed = False
+        self._client: Client | None = None
+        """The Trainer's own connection; None for a third-party store, which is used through its methods."""
+        self._group: RankGroup | None = None
+        self._buckets: dict[str, Any] = {}
+        self._layout: Layout | None = None
         self._profiler: Profiler | None = None
         self._sent_hyper = b""
         self._awaited: Residuals | None = None
@@ -69,9 +94,45 @@ class StoreLink:
     def num_workers(self) -> int:
         return 1 if self.exchange is None else self.exchange.num_workers
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether there is no store, and never will be."""
+        return self.selection.kvstore is None
+
+    def set_buckets(self, buckets: dict[str, Any]) -> None:
+        """Say how a 'device' store reduces over ranks, by the names in BUCKETS.
+
+        Raises:
+            ConfigurationError: the store does not reduce so, or a value is wrong; nothing has changed then.
+        """
+        self.check_buckets(buckets)
+        self._buckets = buckets
+        self._tell_buckets()
+
+    def check_buckets(self, buckets: dict[str, Any]) -> None:
+        """Raise what `set_buckets` would."""
+        if not self.selection.over_ranks:
+            name = self.store.type if self.store is not None else self.selection.kvstore
+            raise ConfigurationError(
+                f"{', '.join(buckets)} would have no effect: kvstore {name!r} does not reduce over ranks of "
+                "torch.distributed"
+            )
+        Buckets(buckets.get("bucket_size_mb"), buckets.get("coalesce", True))
+
+    def _tell_buckets(self) -> None:
+        if isinstance(self.store, DeviceKVStore):
+            for name, value in self._buckets.items():
+                setattr(self.store, name, value)
+
+    def decide(self, is_sparse: bool) -> None:
+        """The first gradients are there: with row-sparse ones the Trainer updates, as in MXNet."""
+        if self.is_open and is_sparse:
+            self.updates_weights, self.allows_halves = False, True
+        self.is_open = False
+
     def is_lossy(self, dtypes: Iterable[str]) -> bool:
         """Whether compression holds something back of gradients of any of these dtypes."""
-        codec = self.choice.codec or self.choice.replica_codec
+        codec = self.selection.codec or self.selection.replica_codec
         return codec is not None and not all(map(codec.is_exact, dtypes))
 
     @property
@@ -82,7 +143,7 @@ class StoreLink:
     @property
     def has_weights(self) -> bool:
         """Whether the store updates the weights and is there, so that its weights count."""
-        return self.holder is not None and self.choice.updates_weights
+        return self.holder is not None and self.updates_weights
 
     def check_open(self) -> None:
         """Raise KVStoreError after `close`."""
@@ -101,7 +162,7 @@ class StoreLink:
             exchange.assign(former.arena.weights)
             self._left = None
         if self.exchange is None:
-            self.exchange = self._open(layout.plan, optimizer)
+            self.exchange = self._open_exchange(layout.plan, optimizer)
         if self.exchange is not None:
             self.exchange.init(arena.weights, layout.tables.first())
             layout.tables.are_placed()
@@ -184,7 +245,7 @@ class StoreLink:
 
     def _check_written(self, layout: Layout) -> None:
         """Raise WeightsWrittenError if the loop has changed weights since the store gave them to it."""
-        if self.holder is None or not self.choice.updates_weights:
+        if self.holder is None or not self.updates_weights:
             return
         layouts = (layout, *layout.copies)
         written = [one.writes.by_others() for one in layouts]
@@ -216,7 +277,7 @@ class StoreLink:
 
     def describe(self) -> str:
         """The type of the store."""
-        return "none" if self.choice.store is None else self.choice.store.type
+        return "none" if self.store is None else self.store.type
 
     def assign(self, layout: Layout) -> None:
         """Give every worker, and the store, rank 0's weights; collective, and nothing without a store."""
@@ -233,7 +294,7 @@ class StoreLink:
     def residuals(self) -> Residuals | None:
         """What compression holds back of this worker's gradients now; None without compression."""
         if self.replicas is not None and self._layout is not None:
-            first, *others = residuals_by_device(self.replicas, self._layout)
+            first, *others = _residuals_by_device(self.replicas, self._layout)
             return Residuals(0, 1, first, others)
         exchange = self._compressing()
         if exchange is None:
@@ -245,7 +306,7 @@ class StoreLink:
         exchange = self._compressing()
         layout = self._layout if self.replicas is not None else None
         if exchange is None and layout is None:
-            is_compressing = self.choice.codec is not None or self.replicas is not None
+            is_compressing = self.selection.codec is not None or self.replicas is not None
             self._awaited = saved if is_compressing and not self.is_started else None
             return
         rank, num_workers = self._place()
@@ -261,32 +322,32 @@ class StoreLink:
         held = saved if is_mine else None
         if self.replicas is not None and layout is not None:
             by_device = [] if held is None else [held.values, *held.copies]
-            put_residuals(self.replicas, by_device, layout)
+            _put_residuals(self.replicas, by_device, layout)
         elif exchange is not None:
             exchange.set_residuals({} if held is None else held.values)
         self._awaited = None
 
     def _compressing(self) -> StoreExchange | None:
         """The exchange, if it is there and compresses."""
-        is_compressing = self.is_started and self.choice.codec is not None
+        is_compressing = self.is_started and self.selection.codec is not None
         return self.exchange if is_compressing and isinstance(self.exchange, StoreExchange) else None
 
     def _place(self) -> tuple[int, int]:
         """This worker's rank and the number of workers."""
-        assert self.choice.client is not None
-        return self.choice.client.options.rank, self.choice.client.options.num_workers
+        assert self._client is not None
+        return self._client.options.rank, self._client.options.num_workers
 
     def profiler(self) -> Profiler:
         """What profiles the connection; makes the store if there is none yet. Raises as `Trainer.profiler`."""
         self.check_open()
         if self._profiler is None:
-            self.choice.open()
-            if self.choice.client is None:
-                has = "no kvstore" if self.choice.store is None else f"kvstore {self.choice.store.type!r}"
+            self._open_store()
+            if self._client is None:
+                has = "no kvstore" if self.store is None else f"kvstore {self.store.type!r}"
                 raise ConfigurationError(
                     f"this Trainer has {has}, so there is nothing of ours to profile; use torch.profiler"
                 )
-            self._profiler = Profiler(self.choice.client, time.monotonic)
+            self._profiler = Profiler(self._client, time.monotonic)
         return self._profiler
 
     @property
@@ -306,22 +367,45 @@ class StoreLink:
     def close(self, error: BaseException | None) -> None:
         """Leave the store; other workers are told of the error. Idempotent."""
         self.is_closed = True
-        self.choice.close(error)
+        if self._client is not None:
+            self._client.close(error)
+        if self.store is not None and self.store is not self.selection.kvstore:
+            self.store.close()
 
-    def _open(self, plan: Plan, optimizer: Optimizer) -> Exchange | None:
-        choice = self.choice
-        choice.open()
-        if choice.client is not None:
-            is_sync = choice.client.options.mode.is_sync
-            there = _for_store(optimizer, is_sync) if choice.updates_weights else None
-            is_dist = isinstance(choice.store, DistKVStore)
+    def _open_store(self) -> None:
+        """Make the store and the connection if there are to be any; blocks until the servers answer. Idempotent.
+
+        Raises:
+            ConfigurationError: a torch.distributed group was initialised too late to be used.
+        """
+        if self.selection.is_alone_by_name and current_group() is not None:
+            raise group_too_late("the Trainer was built")
+        if self.store is None and isinstance(self.selection.kvstore, str):
+            self.store = create(self.selection.kvstore)
+            self._tell_buckets()
+        if isinstance(self.store, DeviceKVStore):
+            self._group = self.store.group
+            if self._group is not None and not self.selection.over_ranks:
+                raise group_too_late("the Trainer was built")
+        if (
+            self._group is None
+            and self._client is None
+            and isinstance(self.store, LocalKVStore | DistKVStore)
+        ):
+            self._client = self.store.open_client()
+
+    def _open_exchange(self, plan: Plan, optimizer: Optimizer) -> Exchange | None:
+        self._open_store()
+        if self._client is not None:
+            is_sync = self._client.options.mode.is_sync
+            there = _for_store(optimizer, is_sync) if self.updates_weights else None
+            is_dist = isinstance(self.store, DistKVStore)
             self._num_opened += 1
             name = TABLE if self._num_opened == 1 else f"{TABLE} ({self._num_opened})"
-            return StoreExchange(choice.client, plan, there, choice.codec, is_dist, name)
-        if choice.group is not None:
-            name = choice.store.type if choice.store is not None else ""
-            return GroupExchange(choice.group, plan, optimizer, name.lower())
-        return None if choice.store is None else PluginExchange(choice.store, plan)
+            return StoreExchange(self._client, plan, there, self.selection.codec, is_dist, name)
+        if self._group is not None:
+            return GroupExchange(self._group, plan, optimizer, self.describe().lower())
+        return None if self.store is None else PluginExchange(self.store, plan)
 
 
 def _named(place: tuple[int, int, int]) -> str:
@@ -339,3 +423,27 @@ def _for_store(optimizer: Optimizer, is_sync: bool) -> Optimizer:
     alone = copy.copy(optimizer)
     alone.lr_scheduler = None
     return alone
+
+
+def _residuals_by_device(compressor: ReplicaCompressor, layout: Layout) -> list[dict[int, Tensor]]:
+    """For every device the residuals by index of the key, in its shape; copies."""
+    held = compressor.residuals()
+    found: list[dict[int, Tensor]] = [{} for _ in range(1 + len(layout.copies))]
+    for key, spec in enumerate(layout.plan.specs):
+        for at, residual in enumerate(held.get(spec.key, ())):
+            if residual is not None:
+                found[at][key] = residual.view(spec.shape)
+    return found
+
+
+def _put_residuals(
+    compressor: ReplicaCompressor, by_device: Sequence[Mapping[int, Tensor]], layout: Layout
+) -> None:
+    """Replace all residuals by these, in the form of `_residuals_by_device`."""
+    compressor.set_residuals(
+        {
+            spec.key: [values.get(key) for values in by_device]
+            for key, spec in enumerate(layout.plan.specs)
+            if any(key in values for values in by_device)
+        }
+    )

@@ -1,26 +1,36 @@
-"""Which store a Trainer uses, and whether the optimizer runs in it: decided at once, opened at the first step."""
+"""Select what synchronises a Trainer: which store, and whether the optimizer runs in it.
+
+What stores can do is a table of capabilities, `kvtrainer.kvstore.capabilities()`; here is what a Trainer makes of it.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
 from kvstore_server.codec import Codec, make_codec
+from kvtrainer.comm.rank_group import current_group
 from kvtrainer.env import workers_of_job
 from kvtrainer.errors import ArgumentTypeError, ConfigurationError
-from kvtrainer.kvstore.base import KVStoreBase
+from kvtrainer.kvstore.base import (
+    ASYNCHRONOUS,
+    COMPRESSION,
+    OPTIMIZER,
+    SPARSE_WEIGHTS,
+    KVStoreBase,
+    factory_of,
+)
 from kvtrainer.kvstore.device import DeviceKVStore, check_on_cuda, is_nccl
 from kvtrainer.kvstore.dist import DistKVStore
 from kvtrainer.kvstore.local import LocalKVStore
 from kvtrainer.parallel.policy import LISTS, ReplicaPolicy
+from kvtrainer.parallel.reducers import AUTO, is_left_fold, make_reducer
 from kvtrainer.roles import serve_role
-from kvtrainer.sync.chosen import StoreChoice
-from kvtrainer.sync.kinds import is_asynchronous, is_over_ranks, kind_of, type_of
-from kvtrainer.sync.replica_choice import check_order, choose_reducer
 
 _log = logging.getLogger(__name__)
 
@@ -30,7 +40,70 @@ LARGE = 16 * 1024 * 1024
 """Elements. With a parameter that has more, 'local' leaves the update to the Trainer, as in MXNet."""
 
 
-def choose_store(
+class Traits(NamedTuple):
+    """Facts about a store that are known before a Trainer uses it."""
+
+    name: str
+    """The name under which it was, or will be, created."""
+    is_in_process: bool
+    """Keeps its keys in this process."""
+    is_on_servers: bool
+    takes_ranks: bool
+    """Sums over the ranks of torch.distributed where there are any."""
+    over_ranks: bool
+    """There are some."""
+    capabilities: Collection[str]
+    """What a Trainer makes use of; of a third-party store that is nothing."""
+
+
+def traits_of(kvstore: str | KVStoreBase) -> Traits:
+    """Describe a store, or the one that a name stands for.
+
+    Raises:
+        UnknownNameError: no store has that name.
+        ConfigurationError: the store was created before the process group that it would have needed.
+    """
+    by_name = isinstance(kvstore, str)
+    name = kvstore if isinstance(kvstore, str) else kvstore.type
+    made_by = factory_of(kvstore) if isinstance(kvstore, str) else type(kvstore)
+    kind: type = made_by if isinstance(made_by, type) else object
+    is_in_process, is_on_servers = issubclass(kind, LocalKVStore), issubclass(kind, DistKVStore)
+    takes_ranks = issubclass(kind, DeviceKVStore)
+    over_ranks = takes_ranks and current_group() is not None
+    if over_ranks and not by_name and isinstance(kvstore, DeviceKVStore) and kvstore.group is None:
+        raise group_too_late("the kvstore was created")
+    capabilities = kind.capabilities_as(name) if issubclass(kind, LocalKVStore | DistKVStore) else ()
+    return Traits(name, is_in_process, is_on_servers, takes_ranks, over_ranks, capabilities)
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What synchronises a Trainer.
+
+    Args:
+        kvstore: A name or a store; None means that none is needed.
+        updates_weights: Whether the optimizer runs in the store.
+        allows_halves: Whether `allreduce_grads` and `update` may be called.
+        is_open: The first gradients decide whether the optimizer runs in the store: not with row-sparse ones.
+        codec: How gradients are compressed on their way to the store; None means not at all.
+        replica_codec: How replicas are compressed one by one before they are summed here; None means not at all.
+        reducer: How replicas are summed here, out of reducers.REDUCERS.
+        over_ranks: Whether gradients are summed over the ranks of torch.distributed.
+        is_alone_by_name: Whether there is no store only because the one that was named serves a single process.
+    """
+
+    kvstore: str | KVStoreBase | None
+    updates_weights: bool
+    allows_halves: bool
+    is_open: bool = False
+    codec: Codec | None = None
+    replica_codec: Codec | None = None
+    reducer: str = AUTO
+    over_ranks: bool = False
+    is_alone_by_name: bool = False
+
+
+def select_store(
     kvstore: Any,
     update_on_kvstore: bool | None = None,
     compression_params: dict[str, Any] | None = None,
@@ -40,8 +113,8 @@ def choose_store(
     devices: Sequence[torch.device] = (torch.device("cpu"),),
     replicas: ReplicaPolicy = LISTS,
     is_joint: bool = False,
-) -> StoreChoice:
-    """Check the Trainer's arguments about its store and decide whether one is needed; opens nothing.
+) -> Selection:
+    """Check the Trainer's arguments about its store and select one; opens nothing.
 
     Where `update_on_kvstore` is None, the optimizer runs in the store if that can run it; unless it aggregates, or
     'local' has a large parameter, or the environment's MXNET_UPDATE_ON_KVSTORE is 0. Without synchronous rounds it
@@ -62,73 +135,56 @@ def choose_store(
         ConfigurationError: two arguments contradict each other, or the store cannot do what they ask for.
     """
     _check_arguments(kvstore, update_on_kvstore, aggregate_num)
+    store = None if kvstore is None else traits_of(kvstore)
     if has_row_sparse:
-        _check_for_rows(kvstore, update_on_kvstore)
+        _check_for_rows(store, update_on_kvstore)
         update_on_kvstore = True
-    is_local = kvstore is not None and issubclass(kind_of(kvstore), LocalKVStore)
-    if is_joint and update_on_kvstore is None and is_local:
-        update_on_kvstore = False
-    codec = _checked_codec(kvstore, compression_params)
-    reducer = choose_reducer(kvstore, replicas, devices)
-    choice = _choose(kvstore, update_on_kvstore, compression_params, aggregate_num, largest, devices, codec)
-    choice.reducer = reducer
-    check_order(reducer, is_compressing=choice.replica_codec is not None)
-    return choice
-
-
-def _choose(
-    kvstore: Any,
-    update_on_kvstore: bool | None,
-    compression_params: dict[str, Any] | None,
-    aggregate_num: float,
-    largest: int,
-    devices: Sequence[torch.device],
-    codec: Codec | None,
-) -> StoreChoice:
-    """As `choose_store`, of arguments that were checked one by one."""
-    if kvstore is None and update_on_kvstore:
+    codec = _codec_for(store, compression_params)
+    reducer = _reducer_for(kvstore, replicas, devices)
+    if store is None and update_on_kvstore:
         raise ConfigurationError("update_on_kvstore=True needs a kvstore, but kvstore=None")
-    if kvstore is not None and is_nccl(type_of(kvstore)):
+    if store is not None and is_nccl(store.name):
         check_on_cuda(devices, "the Trainer's parameters")
-    if is_over_ranks(kvstore):
-        return _over_ranks(kvstore, update_on_kvstore, codec)
-    if kvstore is not None and issubclass(kind_of(kvstore), LocalKVStore):
-        _warn_if_alone(type_of(kvstore))
-        if isinstance(kvstore, str) and not update_on_kvstore and len(devices) == 1:
-            return _without_store(kvstore, compression_params if codec is not None else None)
-    if kvstore is None:
-        return _without_store(kvstore, compression_params if codec is not None else None)
-    if is_asynchronous(kvstore):
-        if update_on_kvstore is False or aggregate_num > 1:
-            wrong = (
-                "update_on_kvstore=False" if update_on_kvstore is False else f"aggregate_num={aggregate_num}"
+    if store is not None and store.over_ranks:
+        # Every rank updates; to ask for an update in the store only forbids the two halves of a step.
+        return Selection(kvstore, False, not update_on_kvstore, reducer=reducer, over_ranks=True)
+    if store is not None and store.is_in_process:
+        _warn_if_alone(store.name)
+        if is_joint and update_on_kvstore is None:
+            update_on_kvstore = False
+    is_needless = store is not None and store.is_in_process and isinstance(kvstore, str) and len(devices) == 1
+    if store is None or (is_needless and not update_on_kvstore):
+        if codec is not None:
+            _log.warning(
+                "compression_params %r have no effect: one process needs no store, so no gradient travels",
+                compression_params,
             )
-            raise ConfigurationError(
-                f"please set update_on_kvstore=True when training in async mode, and leave {wrong} out: only the "
-                f"servers can apply contributions that come one by one (kvstore {type_of(kvstore)!r})"
-            )
-        update_on_kvstore = True
-    if isinstance(kvstore, str) and issubclass(kind_of(kvstore), DistKVStore):
+        is_alone_by_name = store is not None and store.takes_ranks
+        return Selection(None, False, True, reducer=reducer, is_alone_by_name=is_alone_by_name)
+    if isinstance(kvstore, str) and store.is_on_servers:
         serve_role(os.environ)
-    can_update = issubclass(kind_of(kvstore), LocalKVStore | DistKVStore)
-    if update_on_kvstore and not can_update:
+    updates = _updates_weights(store, update_on_kvstore, aggregate_num, largest)
+    if not (store.is_in_process and len(devices) > 1):
+        return Selection(kvstore, updates, not updates, codec=codec, reducer=reducer)
+    if codec is not None and not is_left_fold(reducer):
         raise ConfigurationError(
-            f"kvstore {type_of(kvstore)!r} cannot run a Trainer's optimizer; build the Trainer with "
-            "update_on_kvstore=False"
+            f"reducer={reducer!r} would have no effect: replicas that are compressed are decoded and added from left "
+            "to right; leave the reducer or the compression out"
         )
-    sums_replicas = issubclass(kind_of(kvstore), LocalKVStore) and len(devices) > 1
-    is_open = update_on_kvstore is None and sums_replicas
-    if update_on_kvstore is None:
-        update_on_kvstore = _default_of_update(type_of(kvstore), aggregate_num, largest)
-    if not sums_replicas:
-        return StoreChoice(kvstore, can_update and update_on_kvstore, codec)
-    choice = StoreChoice(kvstore, update_on_kvstore, is_open=is_open)
-    choice.replica_codec = codec
-    return choice
+    is_open = update_on_kvstore is None
+    return Selection(kvstore, updates, not updates, is_open, replica_codec=codec, reducer=reducer)
+
+
+def group_too_late(when: str) -> ConfigurationError:
+    """The error of a process group that came after something that would have needed it."""
+    return ConfigurationError(
+        f"torch.distributed was initialised after {when}, which therefore knows this process alone; call "
+        "init_process_group first"
+    )
 
 
 def _check_arguments(kvstore: Any, update_on_kvstore: Any, aggregate_num: float) -> None:
-    """Raise as `choose_store` if the arguments are wrong whatever the store is."""
+    """Raise as `select_store` if the arguments are wrong whatever the store is."""
     if kvstore is not None and not isinstance(kvstore, str | KVStoreBase):
         raise ArgumentTypeError(f"kvstore must be a name, a kvstore or None, got {type(kvstore).__name__}")
     if update_on_kvstore is not None and not isinstance(update_on_kvstore, bool):
@@ -140,80 +196,89 @@ def _check_arguments(kvstore: Any, update_on_kvstore: Any, aggregate_num: float)
         )
 
 
-def _without_store(kvstore: str | None, unused: dict[str, Any] | None) -> StoreChoice:
-    if unused is not None:
-        _log.warning(
-            "compression_params %r have no effect: one process needs no store, so no gradient travels",
-            unused,
-        )
-    choice = StoreChoice(None, False)
-    choice.is_alone_by_name = kvstore is not None and issubclass(kind_of(kvstore), DeviceKVStore)
-    return choice
-
-
-def _over_ranks(
-    kvstore: str | KVStoreBase, update_on_kvstore: bool | None, codec: Codec | None
-) -> StoreChoice:
-    """Every rank updates; to ask for an update in the store only forbids the two halves of a step."""
-    if codec is not None:
-        raise ConfigurationError(
-            f"kvstore {type_of(kvstore)!r} does not compress what the ranks of torch.distributed exchange; leave "
-            "compression_params out, or use 'dist_sync'"
-        )
-    return StoreChoice(kvstore, False, allows_halves=not update_on_kvstore)
-
-
-def _check_for_rows(kvstore: str | KVStoreBase | None, update_on_kvstore: bool | None) -> None:
+def _check_for_rows(store: Traits | None, update_on_kvstore: bool | None) -> None:
     """Raise ConfigurationError unless row-sparse parameters can live in such a store."""
-    if kvstore is None:
+    if store is None:
         raise ArgumentTypeError(
             "cannot train row_sparse parameters without a kvstore, in which their values live; kvstore must be a name "
             "or a kvstore"
         )
     if update_on_kvstore is False:
         raise ConfigurationError("cannot set update_on_kvstore=False when sparse weights are present")
-    if not issubclass(kind_of(kvstore), LocalKVStore | DistKVStore):
+    if SPARSE_WEIGHTS not in store.capabilities or store.over_ranks:
         raise ConfigurationError(
-            f"kvstore {type_of(kvstore)!r} cannot hold row_sparse parameters; use 'local' or a dist kvstore"
-        )
-    if is_nccl(type_of(kvstore)) or is_over_ranks(kvstore):
-        raise ConfigurationError(
-            f"kvstore {type_of(kvstore)!r} cannot hold row_sparse parameters for several ranks; use a dist kvstore"
+            f"kvstore {store.name!r} cannot hold row_sparse parameters"
+            f"{' for several ranks' if store.takes_ranks else ''}; use a dist kvstore, or 'local' in one process"
         )
 
 
-def _default_of_update(type: str, aggregate_num: float, largest: int) -> bool:
-    """Whether an optimizer runs in a store that can run it, where the argument does not say so."""
-    return (
-        _environment_lets_store_update()
-        and aggregate_num <= 1
-        and not (type.lower() == "local" and largest > LARGE)
-    )
+def _codec_for(store: Traits | None, params: dict[str, Any] | None) -> Codec | None:
+    """Make the codec that is asked for; None for none at all. Raises as `select_store`."""
+    codec = make_codec(params)
+    if params is None or codec.name == "none":
+        return None
+    if store is not None and COMPRESSION not in store.capabilities:
+        raise ConfigurationError(
+            f"gradient compression is not supported for this type of kvstore: {store.name!r}; use 'device' "
+            "or 'dist_sync', or leave compression_params out"
+        )
+    if store is not None and store.over_ranks:
+        raise ConfigurationError(
+            f"kvstore {store.name!r} does not compress what the ranks of torch.distributed exchange; leave "
+            "compression_params out, or use 'dist_sync'"
+        )
+    return codec
 
 
-def _environment_lets_store_update() -> bool:
+def _reducer_for(
+    kvstore: str | KVStoreBase | None, replicas: ReplicaPolicy, devices: Sequence[torch.device]
+) -> str:
+    """The reducer that the parameters or the store ask for. Raises ConfigurationError where it cannot be used."""
+    own = kvstore.reducer if isinstance(kvstore, DeviceKVStore) else AUTO
+    if AUTO not in (own, replicas.reducer) and own != replicas.reducer:
+        raise ConfigurationError(
+            f"the DataParallel has reducer={replicas.reducer!r} and the kvstore reducer={own!r}; give one of them alone"
+        )
+    if kvstore is None and replicas.must_agree and len(devices) > 1:
+        raise ConfigurationError(
+            f"without a kvstore the {len(devices)} replicas of a DataParallel would each go their own way; use "
+            "kvstore='device'"
+        )
+    reducer = own if own != AUTO else replicas.reducer
+    if reducer != AUTO and len(devices) == 1:
+        raise ConfigurationError(
+            f"reducer={reducer!r} would have no effect: it sums replicas, and every parameter is on one device of this "
+            "process only; leave it out, or give the Trainer replicas"
+        )
+    make_reducer(reducer, devices)
+    return reducer
+
+
+def _updates_weights(store: Traits, asked: bool | None, aggregate_num: float, largest: int) -> bool:
+    """Whether the optimizer runs in this store. Raises ConfigurationError if it cannot where it has to."""
+    if ASYNCHRONOUS in store.capabilities:
+        if asked is False or aggregate_num > 1:
+            wrong = "update_on_kvstore=False" if asked is False else f"aggregate_num={aggregate_num}"
+            raise ConfigurationError(
+                f"please set update_on_kvstore=True when training in async mode, and leave {wrong} out: only the "
+                f"servers can apply contributions that come one by one (kvstore {store.name!r})"
+            )
+        return True
+    can_update = OPTIMIZER in store.capabilities
+    if asked and not can_update:
+        raise ConfigurationError(
+            f"kvstore {store.name!r} cannot run a Trainer's optimizer; build the Trainer with "
+            "update_on_kvstore=False"
+        )
+    if asked is not None:
+        return asked
     given = os.environ.get(UPDATE_ON_KVSTORE, "1")
     if given not in ("0", "1"):
         raise ConfigurationError(
             f"the environment variable {UPDATE_ON_KVSTORE} must be 0 or 1, got {given!r}"
         )
-    return given == "1"
-
-
-def _checked_codec(kvstore: str | KVStoreBase | None, params: dict[str, Any] | None) -> Codec | None:
-    """The codec that is asked for; None for none at all. Raises as `choose_store`."""
-    codec = make_codec(params)
-    if params is None or codec.name == "none":
-        return None
-    if kvstore is not None:
-        kind = kind_of(kvstore)
-        is_device = issubclass(kind, DeviceKVStore) and not is_nccl(type_of(kvstore))
-        if not is_device and not issubclass(kind, DistKVStore):
-            raise ConfigurationError(
-                f"gradient compression is not supported for this type of kvstore: {type_of(kvstore)!r}; use 'device' "
-                "or 'dist_sync', or leave compression_params out"
-            )
-    return codec
+    is_large = store.name.lower() == "local" and largest > LARGE
+    return can_update and given == "1" and aggregate_num <= 1 and not is_large
 
 
 def _warn_if_alone(name: str) -> None:

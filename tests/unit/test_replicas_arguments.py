@@ -13,7 +13,7 @@ from kvtrainer.errors import (
     ConfigurationError,
     WeightsWrittenError,
 )
-from kvtrainer.sync.select import LARGE, choose_store
+from kvtrainer.sync.select import LARGE, select_store
 from tests.support.replica_training import backward, replicas, values
 
 TWO = [torch.device("cpu")] * 2
@@ -57,8 +57,8 @@ def test_with_two_devices_there_is_a_store_and_the_table_says_who_updates(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("MXNET_UPDATE_ON_KVSTORE", environ)
-    choice = choose_store(name, asked, None, aggregate, largest, devices=TWO)
-    assert (choice._name, choice.updates_weights) == (name, updates)
+    selection = select_store(name, asked, None, aggregate, largest, devices=TWO)
+    assert (selection.kvstore, selection.updates_weights) == (name, updates)
 
 
 @pytest.mark.parametrize("is_seen_by_torch", [True, False])

@@ -10,7 +10,7 @@ from torch.nn import Parameter
 
 from kvtrainer import Trainer, kvstore
 from kvtrainer.errors import ArgumentTypeError, ConfigurationError, UnknownNameError
-from kvtrainer.sync.select import LARGE, choose_store
+from kvtrainer.sync.select import LARGE, select_store
 
 
 class Plugin(kvstore.KVStoreBase):
@@ -63,16 +63,12 @@ TABLE: list[tuple[str, bool | None, bool, bool]] = [
 ]
 
 
-def has_store(choice: Any) -> bool:
-    return choice.store is not None or choice._name is not None
-
-
 @pytest.mark.parametrize(("given", "asked", "store", "updates"), TABLE)
 def test_store_and_site_of_the_update_follow_the_table(
     given: str, asked: bool | None, store: bool, updates: bool
 ) -> None:
-    choice = choose_store(GIVEN[given](), asked)
-    assert (has_store(choice), choice.updates_weights) == (store, updates)
+    selection = select_store(GIVEN[given](), asked)
+    assert (selection.kvstore is not None, selection.updates_weights) == (store, updates)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +81,7 @@ def test_store_and_site_of_the_update_follow_the_table(
 )
 def test_update_in_a_store_that_cannot_is_a_value_error(given: str, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message) as caught:
-        choose_store(GIVEN[given](), True)
+        select_store(GIVEN[given](), True)
     assert isinstance(caught.value, ValueError)
 
 
@@ -97,7 +93,7 @@ def test_environment_decides_only_where_the_argument_does_not(
 ) -> None:
     monkeypatch.setenv("MXNET_UPDATE_ON_KVSTORE", given)
     for name in ("local object", "dist_sync"):
-        assert choose_store(GIVEN[name](), asked).updates_weights is updates
+        assert select_store(GIVEN[name](), asked).updates_weights is updates
 
 
 @pytest.mark.parametrize("type", ["dist_async", "dist_ssp", "dist_device_async"])
@@ -105,15 +101,15 @@ def test_without_synchronous_rounds_the_update_is_in_the_store_whatever_the_envi
     type: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MXNET_UPDATE_ON_KVSTORE", "0")
-    assert choose_store(type).updates_weights
+    assert select_store(type).updates_weights
     with pytest.raises(ConfigurationError, match="update_on_kvstore=True when training in async mode"):
-        choose_store(type, False)
+        select_store(type, False)
 
 
 def test_environment_that_is_neither_0_nor_1_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MXNET_UPDATE_ON_KVSTORE", "maybe")
     with pytest.raises(ConfigurationError, match="MXNET_UPDATE_ON_KVSTORE must be 0 or 1, got 'maybe'"):
-        choose_store("dist_sync")
+        select_store("dist_sync")
 
 
 @pytest.mark.parametrize(
@@ -122,8 +118,8 @@ def test_environment_that_is_neither_0_nor_1_is_refused(monkeypatch: pytest.Monk
 )
 def test_local_leaves_a_large_parameter_to_the_trainer(type: str, largest: int, updates: bool) -> None:
     store = kvstore.create(type)
-    assert choose_store(store, largest=largest).updates_weights is updates
-    assert choose_store(store, True, largest=largest).updates_weights is True
+    assert select_store(store, largest=largest).updates_weights is updates
+    assert select_store(store, True, largest=largest).updates_weights is True
 
 
 def test_size_of_the_largest_parameter_reaches_the_choice() -> None:
@@ -142,18 +138,18 @@ def test_size_of_the_largest_parameter_reaches_the_choice() -> None:
 
 
 def test_aggregation_keeps_the_update_out_of_the_store() -> None:
-    assert choose_store("dist_sync", None, aggregate_num=4).updates_weights is False
-    assert choose_store("dist_sync", False, aggregate_num=4).updates_weights is False
-    assert choose_store(None, None, aggregate_num=4).updates_weights is False
+    assert select_store("dist_sync", None, aggregate_num=4).updates_weights is False
+    assert select_store("dist_sync", False, aggregate_num=4).updates_weights is False
+    assert select_store(None, None, aggregate_num=4).updates_weights is False
     for type in ("dist_sync", "dist_async", "dist_ssp"):
         with pytest.raises(ConfigurationError, match=r"aggregate_num is above 1, got 4"):
-            choose_store(type, True, aggregate_num=4)
+            select_store(type, True, aggregate_num=4)
 
 
 @pytest.mark.parametrize("asked", [None, False, True])
 def test_an_optimizer_that_aggregates_cannot_train_without_synchronous_rounds(asked: bool | None) -> None:
     with pytest.raises(ConfigurationError, match=r"aggregate_num|async mode"):
-        choose_store("dist_async", asked, aggregate_num=4)
+        select_store("dist_async", asked, aggregate_num=4)
 
 
 def test_aggregate_num_of_the_optimizer_reaches_the_choice() -> None:
@@ -167,21 +163,21 @@ def test_aggregate_num_of_the_optimizer_reaches_the_choice() -> None:
 @pytest.mark.parametrize("given", [3, ["local"], kvstore.LocalKVStore])
 def test_kvstore_of_a_wrong_type_is_a_type_error(given: Any) -> None:
     with pytest.raises(ArgumentTypeError, match="kvstore must be a name, a kvstore or None, got") as caught:
-        choose_store(given)
+        select_store(given)
     assert isinstance(caught.value, TypeError)
 
 
 @pytest.mark.parametrize("given", [1, "yes"])
 def test_update_on_kvstore_must_be_a_bool(given: Any) -> None:
     with pytest.raises(TypeError, match="update_on_kvstore must be True, False or None"):
-        choose_store("local", given)
+        select_store("local", given)
 
 
 def test_unknown_store_is_not_taken_for_a_local_one() -> None:
     """MXNet's create('bogus') silently makes a store on the CPU."""
     for asked in (None, True, False):
         with pytest.raises(UnknownNameError, match=r"'bogus'.*dist_sync"):
-            choose_store("bogus", asked)
+            select_store("bogus", asked)
 
 
 @pytest.mark.parametrize("name", ["dist_sync", "choice-plugin", "device"])
@@ -193,15 +189,15 @@ def test_no_store_is_opened_before_the_first_step(name: str) -> None:
 
 @pytest.mark.parametrize("given", ["dist_sync", "device object"])
 def test_compression_is_accepted_where_gradients_travel(given: str) -> None:
-    choice = choose_store(GIVEN[given](), None, {"type": "2bit", "threshold": 0.25})
-    assert choice.codec is not None
-    assert choice.codec.spec() == {"type": "2bit", "threshold": 0.25}
+    selection = select_store(GIVEN[given](), None, {"type": "2bit", "threshold": 0.25})
+    assert selection.codec is not None
+    assert selection.codec.spec() == {"type": "2bit", "threshold": 0.25}
 
 
 @pytest.mark.parametrize("params", [None, {"type": "none"}])
 def test_no_compression_is_no_codec_with_any_store(params: Any) -> None:
     for make in GIVEN.values():
-        assert choose_store(make(), None, params).codec is None
+        assert select_store(make(), None, params).codec is None
 
 
 @pytest.mark.parametrize("given", ["local object", "plugin by name", "plugin object"])
@@ -209,11 +205,11 @@ def test_compression_is_refused_where_the_store_has_none(given: str) -> None:
     with pytest.raises(
         ConfigurationError, match=r"not supported for this type of kvstore: .*; use .device. or .dist_sync."
     ):
-        choose_store(GIVEN[given](), None, {"type": "2bit"})
+        select_store(GIVEN[given](), None, {"type": "2bit"})
     with pytest.raises(
         ConfigurationError, match="compression is not supported for this type of kvstore: 'local'"
     ):
-        choose_store("local", None, {"type": "2bit"})
+        select_store("local", None, {"type": "2bit"})
 
 
 @pytest.mark.parametrize(
@@ -222,7 +218,7 @@ def test_compression_is_refused_where_the_store_has_none(given: str) -> None:
 def test_wrong_compression_params_are_refused_even_without_a_store(params: Any) -> None:
     for given in (None, "device", "dist_sync"):
         with pytest.raises(ConfigurationError, match=r"compression|threshold"):
-            choose_store(given, None, params)
+            select_store(given, None, params)
 
 
 @pytest.mark.parametrize("given", [None, "device"])
