@@ -206,10 +206,8 @@ def _check_for_rows(store: Traits | None, update_on_kvstore: bool | None) -> Non
     if update_on_kvstore is False:
         raise ConfigurationError("cannot set update_on_kvstore=False when sparse weights are present")
     if SPARSE_WEIGHTS not in store.capabilities or store.over_ranks:
-        raise ConfigurationError(
-            f"kvstore {store.name!r} cannot hold row_sparse parameters"
-            f"{' for several ranks' if store.takes_ranks else ''}; use a dist kvstore, or 'local' in one process"
-        )
+        way_out = " for several ranks; use a dist" if store.takes_ranks else "; use 'local' or a dist"
+        raise ConfigurationError(f"kvstore {store.name!r} cannot hold row_sparse parameters{way_out} kvstore")
 
 
 def _codec_for(store: Traits | None, params: dict[str, Any] | None) -> Codec | None:
