@@ -289,7 +289,7 @@ class Trainer(LossPipeline):
         The parameters here may lack what others gave since. Empty where they cannot, and without row-sparse ones.
         """
         holder = self._link.holder
-        if holder is None or not self._link.choice.updates_weights or holder.is_sync:
+        if holder is None or not self._link.updates_weights or holder.is_sync:
             return {}
         arenas, plan = holder.pull(), self._layout.plan
         rows = zip(self._layout.parameters, plan.specs, plan.key_offsets, strict=True)
