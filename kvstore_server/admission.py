@@ -6,10 +6,10 @@ from collections.abc import Collection, Hashable
 from dataclasses import dataclass
 
 from kvstore_server.errors import ConfigurationError, ProtocolError
+from kvstore_server.log_limit import SLOW_AFTER
 from kvstore_server.plan import check_name
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.buffers import KEYS_PER_MESSAGE
-from kvstore_server.slow import SLOW_AFTER
 
 MAX_WORKERS = 1 << 16
 MAX_ADDRESS = 512
@@ -35,7 +35,6 @@ class EngineConfig:
         max_namespaces: How many there may be at the same time.
         forget_after: Seconds after which a namespace of which no worker was heard from is freed, though it has weights.
         max_message_keys: Most keys, slices or tables that one message may name.
-        max_message_bytes: Largest message, of those that may be larger than a few frames.
         integers: Whether keys may be integers, which no optimizer can update.
     """
 
@@ -51,7 +50,6 @@ class EngineConfig:
     max_namespaces: int = 1024
     forget_after: float = 86400.0
     max_message_keys: int = KEYS_PER_MESSAGE
-    max_message_bytes: int = 4 << 30
     integers: bool = False
 
 

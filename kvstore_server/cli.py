@@ -23,14 +23,13 @@ from urllib.parse import urlsplit
 import torch
 
 from kvstore_server.admission import EngineConfig
-from kvstore_server.cpu import capability
 from kvstore_server.errors import KVStoreError
-from kvstore_server.log_limit import limited_log
+from kvstore_server.log_limit import SLOW_AFTER, limited_log
 from kvstore_server.memory import memory_limit
+from kvstore_server.optimizer.kernels import capability
 from kvstore_server.optimizer.registry import prepare_to_serve
 from kvstore_server.protocol.buffers import KEYS_PER_MESSAGE
-from kvstore_server.server import Server, ServerOptions
-from kvstore_server.slow import SLOW_AFTER
+from kvstore_server.server import Server, ServerOptions, make_server
 from kvstore_server.version import __version__
 
 _log = logging.getLogger("kvstore_server")
@@ -54,7 +53,7 @@ _VALUES: tuple[tuple[str, str, Any, Callable[[str], Any], str], ...] = (
      "seconds of silence of all workers after which weights are freed"),
     ("--max-message-keys", "KVSTORE_MAX_MESSAGE_KEYS", KEYS_PER_MESSAGE, int,
      "keys, slices or tables in one message"),
-    ("--max-message-bytes", "KVSTORE_MAX_MESSAGE_BYTES", EngineConfig.max_message_bytes, int,
+    ("--max-message-bytes", "KVSTORE_MAX_MESSAGE_BYTES", ServerOptions.max_message_bytes, int,
      "bytes of the optimizer state of one key in a message"),
     ("--threads", "KVSTORE_THREADS", 1, int, "threads for sums and updates; more than one helps on idle cores only"),
     ("--log", "KVSTORE_LOG", "warning", str, "debug, info, warning or error; goes to standard error"),
@@ -125,7 +124,10 @@ def main(argv: Sequence[str] | None = None, announce: Callable[[Server], None] |
             for module in flags.imports:
                 importlib.import_module(module)
             prepare_to_serve()
-            server = Server(_engine_config(flags), ServerOptions(flags.bind, flags.drain_timeout))
+            options = ServerOptions(
+                flags.bind, flags.drain_timeout, max_message_bytes=flags.max_message_bytes
+            )
+            server = make_server(_engine_config(flags), options)
         except (KVStoreError, ImportError) as error:
             print(f"kvstore-server: {error}", file=sys.stderr)
             return 1
@@ -204,7 +206,6 @@ def _engine_config(flags: argparse.Namespace) -> EngineConfig:
         max_namespaces=flags.max_namespaces,
         forget_after=flags.forget_after,
         max_message_keys=flags.max_message_keys,
-        max_message_bytes=flags.max_message_bytes,
     )
 
 

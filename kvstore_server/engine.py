@@ -72,6 +72,11 @@ class Engine:
         return self._rounds.updaters
 
     @property
+    def memory_used(self) -> int:
+        """Bytes that are promised to namespaces."""
+        return self.budget.used
+
+    @property
     def is_stopping(self) -> bool:
         """Whether `stop` was called."""
         return self._rounds.is_stopping

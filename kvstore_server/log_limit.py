@@ -1,12 +1,17 @@
-"""A log that no peer can fill: of what is said at one place in the code, only so much in a while."""
+"""A log that nobody can fill: of what is said at one place in the code only so much, of long waits ever less."""
 
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+
+SLOW_AFTER = 10.0
+"""Seconds of waiting before the first line, unless the user says otherwise."""
+_LONGEST_GAP = 600.0
 
 _log = logging.getLogger(__name__)
 
@@ -71,3 +76,29 @@ class LogLimit(logging.Filter):
     def left_out(self) -> int:
         """Lines that were left out, of which no line says so yet."""
         return sum(place.left_out for place in self._places.values())
+
+
+class SlowReports:
+    """Space the lines about waits that take long.
+
+    The first one is due after `slow_after` seconds of waiting. The gap to the next doubles from one to the next, up to
+    ten minutes, and over the waits that follow, too: a job whose every round is slow does not fill its log. After a
+    gap's time without a slow wait it starts anew.
+
+    Args:
+        slow_after: Seconds of waiting before the first line, and the first gap.
+    """
+
+    def __init__(self, slow_after: float) -> None:
+        self._slow_after = slow_after
+        self._gap = slow_after
+        self._next = -math.inf
+
+    def is_due(self, waited: float, now: float) -> bool:
+        """Say if a wait of so many seconds is to be reported at time `now`; if so, the next one is due later."""
+        if waited < self._slow_after or now < self._next:
+            return False
+        was_quiet = now > self._next + self._gap
+        self._gap = self._slow_after if was_quiet else min(2 * self._gap, _LONGEST_GAP)
+        self._next = now + self._gap
+        return True

@@ -1,18 +1,33 @@
-"""How much memory this process may use at most, and what of it a server has promised."""
+"""Memory of a server: what this process may use at most, what of it is promised, and what a table will need."""
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 from pathlib import Path
 
-from kvstore_server.errors import ConfigurationError
+import torch
 
+from kvstore_server.dense import DenseTable
+from kvstore_server.errors import ConfigurationError, KVStoreError
+from kvstore_server.hyper import effective_hypers
+from kvstore_server.modes import Mode
+from kvstore_server.optimizer import Optimizer, create_from_spec
+from kvstore_server.plan import ITEM_SIZE, Plan, TensorSpec, make_plan
+from kvstore_server.protocol.control import pack_control, unpack_control
+from kvstore_server.reduction import Addend, torch_dtype
+from kvstore_server.slicing import SIZES
+
+NAMESPACE, MEMBER, KEY = 16 << 10, 1 << 10, 1 << 10
+"""Bytes that one of them occupies, roughly, beside what the tables hold."""
+_TABLE, _SLICE = 12 << 10, 1 << 10
+_PROBE = (64, 64)
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
 def memory_limit(cgroup_limit: Path = _CGROUP_LIMIT) -> int:
-    """Bytes of the machine's memory, or of the container's share of it if that is less."""
+    """Return the bytes of the machine's memory, or of the container's share of it if that is less."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
         return min(total, int(cgroup_limit.read_text()))
@@ -57,3 +72,43 @@ class Budget:
     def give_back(self, nbytes: int) -> None:
         """What was promised is not needed any more."""
         self.used -= nbytes
+
+
+def footprint(plan: Plan, server: int, num_workers: int, mode: Mode, optimizer: Optimizer | None) -> int:
+    """Return the bytes that a table needs on one server: weights, their sum, and state of the named optimizer.
+
+    Of row-sparse keys and their sums, what is pushed counts as nothing. Contributions that wait for those of other
+    ranks come on top: up to one copy of the weights each.
+    """
+    total = _TABLE + KEY * len(plan.specs) + _SLICE * len(plan.slices) + 8 * num_workers
+    for piece in plan.slices_of(server):
+        weights = piece.length * SIZES[piece.dtype]
+        state = 0.0
+        if optimizer is not None and piece.dtype in ITEM_SIZE:  # which does not update integers
+            state = weights * _state_bytes(pack_control(optimizer.spec()), piece.dtype)
+            state += (weights + state) * optimizer.may_raise  # what a failed update goes back to
+            state += weights * num_workers * (optimizer.delay_state is not None and not mode.is_sync)
+        total += weights + int(state) + weights * plan.is_resident(piece)
+    return total
+
+
+@functools.lru_cache(maxsize=64)
+def _state_bytes(spec: bytes, dtype: str) -> float:
+    """Return the bytes of state for each byte of weights, found by one update of a small key; 0 where that fails.
+
+    Optimizers that users wrote are not tried out, for that could change them.
+    """
+    described = unpack_control(spec)
+    optimizer = create_from_spec(described)
+    if optimizer.may_raise:
+        return 0.0
+    optimizer.mute()
+    plan = make_plan([TensorSpec("key", _PROBE, dtype)], 1, not optimizer.elementwise)
+    table = DenseTable(plan, 0)
+    zeros = torch.zeros(_PROBE, dtype=torch_dtype(dtype)).view(-1)
+    try:
+        given = Addend({piece.index: zeros[: piece.used] for piece in plan.slices}, 1.0, frozenset())
+        table.update([given], optimizer, effective_hypers(plan, optimizer, {}))
+    except KVStoreError:
+        return 0.0
+    return table.state_nbytes / zeros.nbytes

@@ -18,17 +18,16 @@ from kvstore_server.errors import (
     PlanMismatchError,
     ProtocolError,
 )
-from kvstore_server.footprint import KEY, MEMBER, NAMESPACE, footprint
 from kvstore_server.hyper import OptimizerBelief
+from kvstore_server.log_limit import SLOW_AFTER, SlowReports
 from kvstore_server.membership import BarrierWait, Membership
-from kvstore_server.memory import Budget
+from kvstore_server.memory import KEY, MEMBER, NAMESPACE, Budget, footprint
 from kvstore_server.modes import SYNCHRONOUS, Mode
 from kvstore_server.optimizer import Optimizer
 from kvstore_server.plan import TensorSpec, check_name, check_same, check_specs, make_plan
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.control import unpack_control
 from kvstore_server.row_payload import PACKED_ROWS, RowForm
-from kvstore_server.slow import SLOW_AFTER, SlowReports
 from kvstore_server.table import Table
 from kvstore_server.tracing import Profiling
 from kvstore_server.waits import Waits

@@ -1,7 +1,7 @@
-"""The server's socket and clock around the engine; the only file here, beside `tcp`, that knows ZeroMQ.
+"""The socket and clock of a server, around what answers requests; the only file here, beside `tcp`, that knows ZeroMQ.
 
 One ROUTER socket, one thread. Sends never block: what a peer does not take is kept in a queue of its own, so a
-stopped worker delays nobody. Weights are sent without a copy; the engine asks `Leases` before it writes to them.
+stopped worker delays nobody. Weights are sent without a copy; the service asks `Leases` before it writes to them.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import Protocol
 
 import zmq
 
 from kvstore_server.admission import EngineConfig
 from kvstore_server.engine import Engine
 from kvstore_server.errors import ConfigurationError, KVStoreError, to_wire
-from kvstore_server.leases import Leases
 from kvstore_server.memory import return_free_memory
-from kvstore_server.outbox import Backlog, Message, packed, payloads_of, size_of
+from kvstore_server.outbox import Backlog, Leases, Message, packed, payloads_of, size_of
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.buffers import MAX_FRAME, SENT_ALONE
 from kvstore_server.protocol.frames import Incoming
@@ -49,30 +49,68 @@ class ServerOptions:
         bind: Address to listen on; port 0 lets the system choose.
         drain_timeout: Seconds that rounds which have begun get to finish after SIGTERM.
         max_backlog: Bytes that may wait for one slow peer; if more do when there is news for it, they are dropped.
+        max_message_bytes: Largest message, of those that may be larger than a few frames.
     """
 
     bind: str = "tcp://127.0.0.1:0"
     drain_timeout: float = 10.0
     max_backlog: int = 4 << 30
+    max_message_bytes: int = 4 << 30
+
+
+class Service(Protocol):
+    """Answers requests, given the time: the engine of a store, or the scheduler of a job."""
+
+    @property
+    def is_stopping(self) -> bool: ...
+    @property
+    def memory_used(self) -> int: ...
+    def handle(self, peer: bytes, request: m.Request, now: float) -> list[m.Outgoing]: ...
+    def tick(self, now: float) -> list[m.Outgoing]: ...
+    def excuse_silence(self, now: float) -> None: ...
+    def stop(self) -> None: ...
+    def is_idle(self) -> bool: ...
+    def abandon(self, now: float) -> list[m.Outgoing]: ...
+
+
+def make_server(
+    config: EngineConfig, options: ServerOptions, clock: Callable[[], float] = time.monotonic
+) -> Server:
+    """Return a server of a store; it listens. Raises ConfigurationError as `Server`."""
+    leases = Leases()
+    return Server(Engine(config, leases, clock), options, leases, clock)
 
 
 class Server:
-    """Serves one engine until it is told to stop."""
+    """Serves one service until it is told to stop.
+
+    Args:
+        leases: Is told which buffers of the service are still being sent.
+
+    Raises:
+        ConfigurationError: the address is taken, or not one of this machine.
+    """
 
     def __init__(
-        self, config: EngineConfig, options: ServerOptions, clock: Callable[[], float] = time.monotonic
+        self,
+        service: Service,
+        options: ServerOptions,
+        leases: Leases | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self.service = service
         self._options = options
         self._clock = clock
-        self._leases = Leases()
-        self.engine = Engine(config, self._leases, clock)
+        self._leases = leases or Leases()
         self._backlog: dict[bytes, Backlog] = {}
         self._budget = _PORTION
         """Bytes that may still be sent in this turn."""
         self._incoming: Incoming | None = None
         """A message of which more frames are to come; meanwhile the socket gives nothing of others."""
         self._incoming_since = 0.0
-        self._stop_requested = False
+        self.is_stop_requested = False
+        """Whether the server has been asked to stop."""
+        self._until: Callable[[float], bool] = lambda _now: False
         self._drain_until = float("inf")
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
@@ -92,7 +130,11 @@ class Server:
 
     def request_stop(self) -> None:
         """Ask the server to drain and return from `run`; may be called from a signal handler."""
-        self._stop_requested = True
+        self.is_stop_requested = True
+
+    def stop_when(self, condition: Callable[[float], bool]) -> None:
+        """Have the server stop by itself, as if asked to, when `condition` holds at a tick; it is given the time."""
+        self._until = condition
 
     def run(self) -> None:
         """Serve until `request_stop`; returns when rounds that had begun are over and replies are sent.
@@ -109,28 +151,29 @@ class Server:
                 self._receive_burst()
             now = self._clock()
             if now - looked > STANDSTILL or (self._incoming and now - self._incoming_since > STANDSTILL):
-                self.engine.excuse_silence(now)
+                self.service.excuse_silence(now)
                 next_tick = now + STANDSTILL  # what the workers said meanwhile has yet to be read
             looked = now
             if now >= next_tick:
-                self._send_all(self.engine.tick(now))
+                self._send_all(self.service.tick(now))
                 next_tick = now + TICK
-                used, before = self.engine.budget.used, used
+                used, before = self.service.memory_used, used
                 if used < before:  # a job has ended
                     return_free_memory()
+                self.is_stop_requested |= self._until(now)
             self._retry_backlog()
-            if self._stop_requested and not self.engine.is_stopping:
+            if self.is_stop_requested and not self.service.is_stopping:
                 _log.info(
                     "stopping; waiting up to %g s for rounds that have begun", self._options.drain_timeout
                 )
-                self.engine.stop()
+                self.service.stop()
                 self._drain_until = self._clock() + self._options.drain_timeout
         self._budget = _PORTION
-        self._send_all(self.engine.abandon(self._clock()))
+        self._send_all(self.service.abandon(self._clock()))
 
     def close(self) -> None:
         """Give the socket back; replies that are still queued get what is left of the drain timeout to leave."""
-        left = self._drain_until - self._clock() if self.engine.is_stopping else 0.0
+        left = self._drain_until - self._clock() if self.service.is_stopping else 0.0
         self._socket.close(linger=int(1000 * max(left, _LAST_WORDS)))
         self._context.term()
 
@@ -146,9 +189,9 @@ class Server:
         socket.setsockopt(zmq.BACKLOG, 512)
 
     def _is_drained(self) -> bool:
-        if not self.engine.is_stopping:
+        if not self.service.is_stopping:
             return False
-        return (self.engine.is_idle() and not self._backlog) or self._clock() >= self._drain_until
+        return (self.service.is_idle() and not self._backlog) or self._clock() >= self._drain_until
 
     def _receive_burst(self) -> None:
         """Take what has come, until there is no more or the turn is over."""
@@ -165,7 +208,7 @@ class Server:
             frame = self._socket.recv(zmq.NOBLOCK, copy=False)
             is_last = not frame.more
             if self._incoming is None:
-                self._incoming = Incoming(frame.bytes, self.engine.config.max_message_bytes)
+                self._incoming = Incoming(frame.bytes, self._options.max_message_bytes)
                 self._incoming_since = self._clock()
             else:
                 self._incoming.take(frame)
@@ -181,7 +224,7 @@ class Server:
             _log.warning("refused a message: %s", error)
             self._send(incoming.peer, m.Reply(0, m.Failed(*to_wire(error))))
             return
-        self._send_all(self.engine.handle(incoming.peer, request, self._clock()))
+        self._send_all(self.service.handle(incoming.peer, request, self._clock()))
 
     def _send_all(self, replies: Iterable[m.Outgoing]) -> None:
         for out in packed(self._news(replies)):

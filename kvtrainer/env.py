@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from kvstore_server import slow
+from kvstore_server import log_limit
 from kvtrainer.errors import ConfigurationError, file_error
 
 RANK = "KVSTORE_RANK"
@@ -29,7 +29,7 @@ DEAD_AFTER = "KVSTORE_DEAD_AFTER"
 SLOW_AFTER = "KVSTORE_SLOW_AFTER"
 """A wait for other workers that takes longer than this is logged, with their names."""
 
-DEFAULT_SECONDS = {TIMEOUT: 600.0, CONNECT_TIMEOUT: 30.0, DEAD_AFTER: 20.0, SLOW_AFTER: slow.SLOW_AFTER}
+DEFAULT_SECONDS = {TIMEOUT: 600.0, CONNECT_TIMEOUT: 30.0, DEAD_AFTER: 20.0, SLOW_AFTER: log_limit.SLOW_AFTER}
 
 _ADDRESS = re.compile(r"(?:tcp://)?(?P<host>[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.%A-Za-z]+\]):(?P<port>[0-9]{1,5})")
 

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import math
+import platform
 
 import torch
 from torch import Tensor
 
 from kvstore_server.optimizer.base import StateValue
+
+
+def capability() -> str:
+    """Name the instruction set of these kernels, as `x86_64/AVX2`; results have the same bits only on equal ones."""
+    return f"{platform.machine()}/{torch.backends.cpu.get_cpu_capability()}"
 
 
 def state_tensor(state: dict[str, StateValue], name: str, weight: Tensor) -> Tensor:

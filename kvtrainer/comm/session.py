@@ -19,10 +19,10 @@ from kvstore_server.errors import (
     ServerUnreachableError,
     from_wire,
 )
+from kvstore_server.log_limit import SlowReports
 from kvstore_server.plan import check_name
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.requests import SECRET_BYTES
-from kvstore_server.slow import SlowReports
 from kvtrainer.comm.tracing import SessionTrace
 from kvtrainer.comm.transport import SessionOptions, Transport
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from kvstore_server.log_limit import SLOW_AFTER
 from kvstore_server.modes import SYNCHRONOUS, Mode
 from kvstore_server.protocol import messages as m
-from kvstore_server.slow import SLOW_AFTER
 
 
 class Transport(Protocol):

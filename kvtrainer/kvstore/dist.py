@@ -11,8 +11,8 @@ import weakref
 from collections.abc import Collection, Sequence
 
 from kvstore_server.admission import MAX_WORKERS
-from kvstore_server.cpu import capability
 from kvstore_server.modes import SYNCHRONOUS, Mode
+from kvstore_server.optimizer.kernels import capability
 from kvtrainer.comm.client import Client
 from kvtrainer.comm.connection import Connection
 from kvtrainer.comm.transport import SessionOptions

@@ -19,12 +19,12 @@ import zmq
 
 from kvstore_server.admission import EngineConfig
 from kvstore_server.cli import build_parser, main
-from kvstore_server.cpu import capability
+from kvstore_server.optimizer.kernels import capability
 from kvstore_server.optimizer.registry import create, known
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.control import pack_control
 from kvstore_server.protocol.frames import decode_reply, encode_request
-from kvstore_server.server import Server, ServerOptions
+from kvstore_server.server import ServerOptions, make_server
 from kvstore_server.tcp import routing_id
 from kvtrainer.errors import ServerStoppingError
 from kvtrainer.kvstore import DistKVStore
@@ -293,10 +293,10 @@ def test_the_memory_of_a_table_is_occupied_when_its_weights_come_and_is_given_ba
 def test_a_server_that_stood_still_does_not_blame_the_workers() -> None:
     offset = 0.0
     config = EngineConfig(dead_after=LIMIT, capability=capability())
-    server = Server(config, ServerOptions(), clock=lambda: time.monotonic() + offset)
+    server = make_server(config, ServerOptions(), clock=lambda: time.monotonic() + offset)
     ticks: list[float] = []
-    tick = server.engine.tick
-    server.engine.tick = lambda now: ticks.append(now) or tick(now)  # type: ignore[func-returns-value,method-assign]
+    tick = server.service.tick
+    server.service.tick = lambda now: ticks.append(now) or tick(now)  # type: ignore[func-returns-value,method-assign]
     thread = threading.Thread(target=server.run)
     thread.start()
     try:
@@ -318,9 +318,9 @@ def test_a_server_that_stood_still_does_not_blame_the_workers() -> None:
 
 def test_nobody_counts_as_silent_while_a_message_of_very_many_frames_is_read() -> None:
     looks = itertools.count()
-    server = Server(EngineConfig(), ServerOptions(), clock=lambda: 0.05 * next(looks))
+    server = make_server(EngineConfig(), ServerOptions(), clock=lambda: 0.05 * next(looks))
     excused: list[float] = []
-    server.engine.excuse_silence = excused.append  # type: ignore[method-assign]
+    server.service.excuse_silence = excused.append  # type: ignore[method-assign]
     thread = threading.Thread(target=server.run)
     thread.start()
     context = zmq.Context()
@@ -346,7 +346,7 @@ class _Served:
     """A server in a thread of this process, whose inside can be looked at."""
 
     def __init__(self, options: ServerOptions) -> None:
-        self.server = Server(EngineConfig(capability=capability()), options)
+        self.server = make_server(EngineConfig(capability=capability()), options)
         self.handled = 0
         self.turns = 0
         retry = self.server._retry_backlog
@@ -356,14 +356,14 @@ class _Served:
             retry()
 
         self.server._retry_backlog = turning  # type: ignore[method-assign]
-        handle = self.server.engine.handle
+        handle = self.server.service.handle
 
         def counting(*arguments: Any) -> list[m.Outgoing]:
             replies = handle(*arguments)
             self.handled += 1
             return replies
 
-        self.server.engine.handle = counting  # type: ignore[method-assign]
+        self.server.service.handle = counting  # type: ignore[method-assign]
         self._thread = threading.Thread(target=self.server.run)
         self._thread.start()
 

@@ -23,9 +23,9 @@ import zmq
 
 import kvtrainer
 from kvstore_server.admission import EngineConfig
-from kvstore_server.cpu import capability
+from kvstore_server.optimizer.kernels import capability
 from kvstore_server.protocol import messages as m
-from kvstore_server.server import Server, ServerOptions
+from kvstore_server.server import ServerOptions, make_server
 from kvtrainer.comm import connection, session
 from kvtrainer.errors import FencedError
 from kvtrainer.kvstore import DistKVStore
@@ -52,9 +52,9 @@ def quick(socket, option, value):
     real(socket, option, {HEARTBEAT_MS} if option == zmq.HEARTBEAT_IVL else value)
 zmq.Socket.setsockopt = quick
 from kvstore_server.admission import EngineConfig
-from kvstore_server.cpu import capability
-from kvstore_server.server import Server, ServerOptions
-server = Server(EngineConfig(capability=capability()), ServerOptions())
+from kvstore_server.optimizer.kernels import capability
+from kvstore_server.server import ServerOptions, make_server
+server = make_server(EngineConfig(capability=capability()), ServerOptions())
 signal.signal(signal.SIGTERM, lambda *_: server.request_stop())
 print(server.endpoint, flush=True)
 sys.stdin.readline()
@@ -110,7 +110,7 @@ def test_no_socket_has_heartbeats_of_zeromq_and_the_system_watches_both_ends_of_
         real(one, option, value)
 
     monkeypatch.setattr(zmq.Socket, "setsockopt", noting)
-    server, desk = Server(EngineConfig(), ServerOptions()), Desk("127.0.0.1")
+    server, desk = make_server(EngineConfig(), ServerOptions()), Desk("127.0.0.1")
     worker = connection.Connection([server.endpoint])
     worker.start_heartbeats([(1, 1)])
     asking, presence = Asking(desk.address, "token"), Presence("token", [desk.address])
@@ -237,13 +237,13 @@ def test_signs_of_life_go_on_after_a_connection_was_cut(
     members: Members, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connection, "HEARTBEAT_INTERVAL", 0.05)
-    server = Server(EngineConfig(capability=capability()), ServerOptions())
+    server = make_server(EngineConfig(capability=capability()), ServerOptions())
     thread = threading.Thread(target=server.run)
     thread.start()
     proxy, name = CuttingProxy(server.endpoint), new_name()
     try:
         store = members.join([proxy.address], 0, 1, name)
-        [member] = server.engine.namespaces[name].membership.members.values()
+        [member] = server.service.namespaces[name].membership.members.values()
         assert eventually(lambda: proxy.made == 2)
         proxy.cut()
         assert eventually(lambda: proxy.made == 4)  # both sockets have come back

@@ -7,9 +7,9 @@ import re
 
 import pytest
 
+from kvstore_server.log_limit import SlowReports
 from kvstore_server.modes import SYNCHRONOUS, Mode
 from kvstore_server.protocol import messages as m
-from kvstore_server.slow import SlowReports
 from kvtrainer.errors import DeadlineError, ServerUnreachableError
 from tests.support.scripted import Scripted
 from tests.support.sim_engine_job import EngineJob
