@@ -48,7 +48,8 @@ class Fp16OptimizerHook(OptimizerHook):
         detect_anomalous_params: bool | str = False,
     ) -> None:
         super().__init__(grad_clip, detect_anomalous_params)
-        self._buckets = Buckets(bucket_size_mb, coalesce)
+        Buckets(bucket_size_mb, coalesce)  # checks them
+        self.coalesce, self.bucket_size_mb = coalesce, bucket_size_mb
         if loss_scale is None:
             raise ConfigurationError("loss_scale must be 'dynamic', a number or a dict; got None")
         make_precision(loss_scale)
@@ -103,10 +104,10 @@ class Fp16OptimizerHook(OptimizerHook):
 
     def _options(self) -> dict[str, Any]:
         buckets: dict[str, Any] = {}
-        if not self._buckets.coalesce:
+        if not self.coalesce:
             buckets = {"coalesce": False}
-        elif self._buckets != Buckets(-1):
-            buckets = {"bucket_size_mb": self._buckets.size_mb}
+        elif self.bucket_size_mb != -1:
+            buckets = {"bucket_size_mb": self.bucket_size_mb}
         return {**super()._options(), "amp": self.loss_scale, **buckets}
 
 

@@ -157,15 +157,17 @@ class Cumulative(Hook):
         super().before_run(runner)
         if self.cumulative_iters > 1:
             model = getattr(runner, "model", None)
-            if isinstance(model, torch.nn.Module) and any(
-                isinstance(m, _NORMALISING) for m in model.modules()
-            ):
+            if isinstance(model, torch.nn.Module) and self.has_batch_norm(model):
                 _log.warning(
                     "the model has batch normalisation, whose statistics are of single batches, not of the %d that "
                     "make an update",
                     self.cumulative_iters,
                 )
         trainer_of(runner).set_progress(done, total)
+
+    def has_batch_norm(self, module: torch.nn.Module) -> bool:
+        """Find out if a part of the module normalises with the statistics of a batch."""
+        return any(isinstance(part, _NORMALISING) for part in module.modules())
 
     def _options(self) -> dict[str, Any]:
         own = {"accumulate": self.cumulative_iters} if self.cumulative_iters > 1 else {}

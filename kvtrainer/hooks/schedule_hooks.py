@@ -6,6 +6,7 @@ need no hook; these are for runners, and for classes that were derived from them
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -31,7 +32,7 @@ class UpdaterHook(Hook):
         warmup: None, 'constant', 'linear' or 'exp'.
         warmup_iters: Batches of the warm-up; epochs, if `warmup_by_epoch`.
         warmup_ratio: Where it begins; None: 0.1, of momentum 0.9.
-        options: Of the policy, under MMCV's names; those that are given are attributes, too.
+        options: Of the policy, under MMCV's names; all of them are attributes, too.
 
     Raises:
         ConfigurationError: an argument is wrong. `before_run`: the policy does not fit the length of the run, or the
@@ -67,13 +68,14 @@ class UpdaterHook(Hook):
         self.warmup_epochs = warmup_iters if warmup_by_epoch else None
         self.warmup_iters: int | None = None if warmup_by_epoch else warmup_iters
         if self.policy is not None:
-            check_options(self.policy, options, self._value)
+            _, formula, given = check_options(self.policy, options, self._value)
+            vars(self).update(_attributes(formula, given, self._value))
         elif options:
             raise ConfigurationError(f"{type(self).__name__} has no option {', '.join(map(repr, options))}")
         self._options = options
         vars(self).update(options)
         self._targets: dict[str, GroupValue] = {}
-        self._policy: Callable[[float, int, int | None], float] | None = None
+        self._policy: Callable[..., float] | None = None
 
     def before_train_epoch(self, runner: Any) -> None:
         if self.warmup_epochs is not None:
@@ -290,7 +292,8 @@ class OneCycleLrUpdaterHook(LrUpdaterHook):
         self.base_lr = starts if isinstance(self.base_lr, Mapping) else starts[""]
 
     def get_lr(self, runner: Any, base_lr: float) -> float:
-        return base_lr * super().get_lr(runner, 1.0)
+        assert self._policy is not None
+        return self._policy(base_lr, *self._progress(runner), maximum=base_lr * self.div_factor)
 
 
 class StepMomentumUpdaterHook(MomentumUpdaterHook):
@@ -323,6 +326,17 @@ class OneCycleMomentumUpdaterHook(MomentumUpdaterHook):
 
     policy = "OneCycle"
     _counts_batches = True
+
+
+def _attributes(formula: Callable[..., float], given: Mapping[str, Any], value: str) -> dict[str, Any]:
+    """Return all options of a policy under MMCV's names, for classes that override its formula."""
+    theirs = {"every": "step", "maximum": "max_lr"}
+    theirs |= {"minimum": f"min_{value}", "minimum_ratio": f"min_{value}_ratio"}
+    return {
+        theirs.get(name, name): given.get(name, one.default)
+        for name, one in inspect.signature(formula).parameters.items()
+        if one.kind is one.KEYWORD_ONLY
+    }
 
 
 def _each(function: Callable[[Any], Any], values: Values) -> Values:

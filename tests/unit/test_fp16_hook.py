@@ -147,11 +147,13 @@ def test_single_worker_may_be_asked_for() -> None:
 
 @pytest.mark.parametrize("options", [{"coalesce": False}, {"bucket_size_mb": 2}])
 def test_size_of_buckets_is_refused_where_nothing_is_reduced_over_ranks(options: dict[str, Any]) -> None:
+    hook = Fp16OptimizerHook(**options)
+    assert {name: getattr(hook, name) for name in options} == options
     for given in (None, "device", "local", kvstore.create("device")):
         with pytest.raises(
             ConfigurationError, match=r"would have no effect: kvstore .* does not reduce over ranks"
         ):
-            Runner(Weights(1), Fp16OptimizerHook(**options), kvstore=given).run([])
+            Runner(Weights(1), hook, kvstore=given).run([])
 
 
 @pytest.mark.parametrize(

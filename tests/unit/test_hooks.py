@@ -252,8 +252,11 @@ def test_gradients_of_several_batches_make_an_update_and_the_last_window_may_be_
 
 def test_batch_normalisation_under_accumulation_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    Runner(model, GradientCumulativeOptimizerHook(cumulative_iters=2), max_iters=4).run([])
+    hook = GradientCumulativeOptimizerHook(cumulative_iters=2)
+    Runner(model, hook, max_iters=4).run([])
     assert "batch normalisation" in caplog.text
+    assert hook.has_batch_norm(model)
+    assert not hook.has_batch_norm(model[0])
 
 
 def test_accumulation_needs_to_know_where_the_run_ends() -> None:
@@ -394,6 +397,18 @@ def test_classes_derived_from_the_hook_have_a_formula_of_their_own() -> None:
         scheduled(LrUpdaterHook(), optimizer, 1, 1)
 
 
+def test_formula_of_a_derived_class_finds_all_options_under_mmcvs_names() -> None:
+    class Own(StepLrUpdaterHook):
+        def get_lr(self, runner: Any, base_lr: float) -> float:
+            options: Any = self
+            return float(max(base_lr * options.gamma ** (runner.iter // options.step), options.min_lr or 0))
+
+    optimizer = torch.optim.SGD(zeros(1), lr=0.5)
+    assert scheduled(Own(step=2, by_epoch=False), optimizer, 1, 3) == pytest.approx([0.5, 0.5, 0.05])
+    momentum = HOOKS.build({"type": "StepMomentumUpdaterHook", "step": 2, "min_momentum": 0.1})
+    assert (momentum.gamma, momentum.min_momentum) == (0.5, 0.1)
+
+
 def test_hook_writes_the_rates_of_a_trainer_before_it_updates() -> None:
     model = Weights()
     schedule, update = CyclicLrUpdaterHook(target_ratio=(3.0, 1.0), step_ratio_up=0.5), OptimizerHook()
@@ -403,6 +418,12 @@ def test_hook_writes_the_rates_of_a_trainer_before_it_updates() -> None:
         schedule.before_train_iter(runner)
         runner.run([batch([1.0, 1.0])])
         assert model.w.tolist() == pytest.approx([expected] * 2)
+
+
+def test_one_cycle_comes_to_mmcvs_numbers_to_the_last_bit() -> None:
+    hook = OneCycleLrUpdaterHook(max_lr=0.01, pct_start=0.5)
+    seen = scheduled(hook, torch.optim.SGD(zeros(1), lr=0.1), 1, 10)
+    assert (seen[0], seen[5], seen[9]) == (0.0003999999999999993, 0.00904508879153485, 4e-08)
 
 
 def test_peaks_of_a_cycle_may_differ_between_groups_and_optimizers() -> None:
@@ -415,7 +436,8 @@ def test_peaks_of_a_cycle_may_differ_between_groups_and_optimizers() -> None:
     hook.before_run(runner)
     hook.before_train_iter(runner)
     rates = {name: [group["lr"] for group in one.param_groups] for name, one in several.items()}
-    assert rates == {"body": [0.1, 0.2], "head": [0.4]} == hook.base_lr
+    assert hook.base_lr == {"body": [0.1, 0.2], "head": [0.4]}
+    assert rates == {"body": pytest.approx([0.1, 0.2]), "head": pytest.approx([0.4])}
     with pytest.raises(ConfigurationError, match="max_lr has 3 values"):
         scheduled(OneCycleLrUpdaterHook(max_lr=[1.0, 2.0, 3.0]), made(0.1, 0.2), 1, 5)
 
