@@ -18,7 +18,7 @@ from kvtrainer.errors import ArgumentTypeError
 from kvtrainer.groups import make_groups
 from kvtrainer.kvstore.base import KVStoreBase
 from kvtrainer.memory.row_sparse import RowSparseParameter
-from kvtrainer.memory.row_tables import check_claimable, claim, refuse_to_add
+from kvtrainer.memory.row_sparse import check_claimable, claim, refuse_to_add
 from kvtrainer.one_thread import by_one_thread
 from kvtrainer.optimizer import create as create_optimizer
 from kvtrainer.parallel.policy import devices_of, policy_of

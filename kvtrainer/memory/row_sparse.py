@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import chain
 from numbers import Real
+from types import MappingProxyType
 from typing import Any, NoReturn, Protocol, TypeAlias, TypeGuard
 
 import torch
@@ -14,8 +17,12 @@ from torch.nn import Parameter
 
 from kvstore_server.optimizer import coalesce_rows
 from kvstore_server.plan import ITEM_SIZE
+from kvtrainer.comm.tickets import Source
 from kvtrainer.errors import ConfigurationError, RowSparseError
 from kvtrainer.kvstore.row_values import read_ids
+from kvtrainer.parallel.policy import COPIES
+from kvtrainer.parameters import collect
+from kvtrainer.types import Group
 
 Init: TypeAlias = float | Tensor | Callable[[Tensor], object] | None
 
@@ -165,7 +172,7 @@ class RowSparseParameter(Parameter):
         """The values are in the store from now on, and no longer here."""
         self._init, self._is_placed = None, True
 
-    def _source(self) -> Callable[[int, int], Tensor]:
+    def _source(self) -> Source:
         """(first element, number of elements) → these of the values to begin with, flat, on the CPU."""
         init, dtype = self._init, self.dtype
         if callable(init) and not isinstance(init, Tensor):
@@ -175,8 +182,7 @@ class RowSparseParameter(Parameter):
                 init(filled)
             init = filled
         if isinstance(init, Tensor):
-            flat = init.detach().to("cpu", dtype).reshape(-1)
-            return lambda start, numel: flat[start : start + numel]
+            return _source_of(init.detach().to("cpu", dtype).reshape(-1))
         return lambda start, numel: torch.full((numel,), float(init or 0), dtype=dtype)
 
     def _name(self) -> str:
@@ -246,6 +252,109 @@ class RowSparseParameter(Parameter):
 def is_row_sparse(parameter: object) -> TypeGuard[RowSparseParameter]:
     """Whether it is a RowSparseParameter; much quicker than isinstance, which for parameters runs code of torch's."""
     return issubclass(type(parameter), RowSparseParameter)
+
+
+Tables = Mapping[int, Callable[[], Source]]
+"""Key (by index) → what gives its values, called on the worker whose values count."""
+
+
+NO_TABLES: Tables = MappingProxyType({})
+
+
+class RowTables:
+    """The row-sparse parameters of a Trainer: which of its keys they are, and values on their way to the store.
+
+    Args:
+        replicas: the parameters on each device, by key.
+    """
+
+    def __init__(self, replicas: Sequence[Sequence[Parameter]]) -> None:
+        first, *_ = replicas
+        self._parameters = {
+            key: [of_device[key] for of_device in replicas]
+            for key, parameter in enumerate(first)
+            if is_row_sparse(parameter)
+        }
+        self._given: dict[int, Tensor] = {}
+        """New values that the store has not got yet."""
+
+    def __contains__(self, key: int) -> bool:
+        return key in self._parameters
+
+    def key_of(self, parameter: RowSparseParameter) -> int:
+        """The key of which this is a replica."""
+        return next(
+            key for key, all in self._parameters.items() if any(one is parameter for one in all)
+        )
+
+    def give(self, key: int, values: Tensor) -> None:
+        """Values for `first` or `changed`."""
+        self._given[key] = values.detach().to("cpu", self._parameters[key][0].dtype).reshape(-1)
+
+    def given(self, key: int) -> Tensor | None:
+        """Values that the store has not got yet, flat; None if there are none."""
+        return self._given.get(key)
+
+    def first(self) -> Tables:
+        """The values of all keys, with which the store begins."""
+        return {**{key: first._source for key, (first, *_) in self._parameters.items()}, **self.changed()}
+
+    def changed(self) -> Tables:
+        """The values of the keys that were given new ones."""
+        return {key: partial(_source_of, flat) for key, flat in self._given.items()}
+
+    def are_placed(self) -> None:
+        """The store has the values now."""
+        self._given.clear()
+        for parameter in chain.from_iterable(self._parameters.values()):
+            parameter._place()
+
+
+def check_claimable(groups: Sequence[Group]) -> bool:
+    """Whether there are row-sparse parameters in these groups.
+
+    Raises:
+        RowSparseError: one has a Trainer already, or is a replica of a parameter of another kind.
+    """
+    found = list(_named(groups))
+    for name, parameter in found:
+        parameter.check_claimable(name)
+    for group in groups:
+        for of_device in group.get(COPIES, ()):
+            for name, p, copy in zip(group["param_names"], group["params"], of_device, strict=True):
+                if is_row_sparse(p) is not is_row_sparse(copy):
+                    raise RowSparseError(
+                        f"some replicas of {name!r} are row-sparse and some are not; make all alike"
+                    )
+    return bool(found)
+
+
+def refuse_to_add(group: Group) -> None:
+    """Raise ConfigurationError if there are row-sparse ones among parameters that come later than the Trainer."""
+    for name, _ in _named(collect([group])):
+        raise ConfigurationError(
+            f"parameter {name!r} is row-sparse, which decides about the Trainer's store; give it to the Trainer's "
+            "constructor"
+        )
+
+
+def claim(owner: Owner, groups: Sequence[Group]) -> None:
+    """Let the row-sparse parameters of these groups belong to a Trainer."""
+    for name, parameter in _named(groups):
+        parameter._claim(owner, name)
+
+
+def _named(groups: Sequence[Group]) -> Iterator[tuple[str, RowSparseParameter]]:
+    """The row-sparse parameters, each with all of its replicas."""
+    for group in groups:
+        for of_device in (group["params"], *group.get(COPIES, ())):
+            for name, parameter in zip(group["param_names"], of_device, strict=True):
+                if is_row_sparse(parameter):
+                    yield name, parameter
+
+
+def _source_of(flat: Tensor) -> Source:
+    return lambda start, numel: flat[start : start + numel]
 
 
 class _Gather(torch.autograd.Function):

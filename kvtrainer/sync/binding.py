@@ -24,7 +24,7 @@ from kvtrainer.kvstore.dist import DistKVStore
 from kvtrainer.kvstore.local import LocalKVStore
 from kvtrainer.kvstore.replica_compression import ReplicaCompressor
 from kvtrainer.memory.arena import Arena
-from kvtrainer.memory.layout import Layout
+from kvtrainer.memory.memory import Memory
 from kvtrainer.profiler import Profiler
 from kvtrainer.sync.contract import Exchange, Gradients, Outcome, Shadowed
 from kvtrainer.sync.plugin import PluginExchange
@@ -80,12 +80,12 @@ class Binding:
         """The Trainer's own connection; None for a third-party store, which is used through its methods."""
         self._group: RankGroup | None = None
         self._buckets: dict[str, Any] = {}
-        self._layout: Layout | None = None
+        self._layout: Memory | None = None
         self._profiler: Profiler | None = None
         self._sent_hyper = b""
         self._awaited: Residuals | None = None
         """Residuals that were loaded before the store was there."""
-        self._left: tuple[Exchange, Layout] | None = None
+        self._left: tuple[Exchange, Memory] | None = None
         """The exchange of fewer parameters, until all workers are known to go over to the next one."""
         self._num_opened = 0
         self._earlier_updates = 0
@@ -150,7 +150,7 @@ class Binding:
         if self.is_closed:
             raise KVStoreError("this Trainer is closed; build a new one to go on")
 
-    def start(self, layout: Layout, optimizer: Optimizer) -> bool:
+    def start(self, layout: Memory, optimizer: Optimizer) -> bool:
         """Make the store and give every worker rank 0's weights, once; collective. Returns whether it was now."""
         arena = layout.arena
         if self.is_started:
@@ -173,7 +173,7 @@ class Binding:
             self.take_residuals(self._awaited)
         return True
 
-    def check_growth(self, layout: Layout) -> bool:
+    def check_growth(self, layout: Memory) -> bool:
         """Whether parameters may be added: the store can lay its table out anew.
 
         Raises:
@@ -185,7 +185,7 @@ class Binding:
         is_ours = isinstance(self.exchange, StoreExchange | GroupExchange)
         return is_ours and self.exchange.is_sync and not layout.plan.has_row_sparse
 
-    def leave(self, former: Layout) -> None:
+    def leave(self, former: Memory) -> None:
         """Go on with more parameters than the exchange has, from the next `start`; on every worker."""
         if self.exchange is None:
             return
@@ -196,7 +196,7 @@ class Binding:
 
     def round(
         self,
-        layout: Layout,
+        layout: Memory,
         options: dict[str, Any],
         scale: float,
         absent: frozenset[int],
@@ -240,24 +240,23 @@ class Binding:
         self._sent_hyper = hyper
         if self.exchange.updates_weights and not outcome.skipped:
             arena.mark_updated(None)
-            layout.writes.count_own()
+            arena.writes.count_own()
         return outcome
 
-    def _check_written(self, layout: Layout) -> None:
+    def _check_written(self, layout: Memory) -> None:
         """Raise WeightsWrittenError if the loop has changed weights since the store gave them to it."""
         if self.holder is None or not self.updates_weights:
             return
-        layouts = (layout, *layout.copies)
-        written = [one.writes.by_others() for one in layouts]
+        written = [one.arena.writes.by_others() for one in layout.devices]
         given = [layout.names[key] for key in layout.tables.changed()]
         if not any(written) and not given:
             return
         # Written is not changed: averaged weights that were swapped in may be out again.
         held = self.holder.pull()
-        changed = [name for one, by in zip(layouts, written, strict=True) for name in one.differing(by, held)]
+        changed = [name for one, by in zip(layout.devices, written, strict=True) for name in one.differing(by, held)]
         changed += given
         if changed:
-            there = sum(len(one.names) for one in layouts)
+            there = sum(len(one.names) for one in layout.devices)
             raise WeightsWrittenError(
                 f"{len(changed)} of {there} parameters were written to since the last step, but the "
                 f"kvstore's weights count, which this step would put in their place: {', '.join(changed)}. Call "
@@ -279,7 +278,7 @@ class Binding:
         """The type of the store."""
         return "none" if self.store is None else self.store.type
 
-    def assign(self, layout: Layout) -> None:
+    def assign(self, layout: Memory) -> None:
         """Give every worker, and the store, rank 0's weights; collective, and nothing without a store."""
         if self.exchange is not None:
             self.exchange.assign(layout.arena.weights, layout.tables.changed())
@@ -310,7 +309,7 @@ class Binding:
             self._awaited = saved if is_compressing and not self.is_started else None
             return
         rank, num_workers = self._place()
-        devices = 1 if layout is None else 1 + len(layout.copies)
+        devices = 1 if layout is None else len(layout.devices)
         mine = (rank, num_workers, devices)
         is_mine = saved is not None and (saved.rank, saved.num_workers, 1 + len(saved.copies)) == mine
         if saved is not None and not is_mine:
@@ -425,10 +424,10 @@ def _for_store(optimizer: Optimizer, is_sync: bool) -> Optimizer:
     return alone
 
 
-def _residuals_by_device(compressor: ReplicaCompressor, layout: Layout) -> list[dict[int, Tensor]]:
+def _residuals_by_device(compressor: ReplicaCompressor, layout: Memory) -> list[dict[int, Tensor]]:
     """For every device the residuals by index of the key, in its shape; copies."""
     held = compressor.residuals()
-    found: list[dict[int, Tensor]] = [{} for _ in range(1 + len(layout.copies))]
+    found: list[dict[int, Tensor]] = [{} for _ in range(len(layout.devices))]
     for key, spec in enumerate(layout.plan.specs):
         for at, residual in enumerate(held.get(spec.key, ())):
             if residual is not None:
@@ -437,7 +436,7 @@ def _residuals_by_device(compressor: ReplicaCompressor, layout: Layout) -> list[
 
 
 def _put_residuals(
-    compressor: ReplicaCompressor, by_device: Sequence[Mapping[int, Tensor]], layout: Layout
+    compressor: ReplicaCompressor, by_device: Sequence[Mapping[int, Tensor]], layout: Memory
 ) -> None:
     """Replace all residuals by these, in the form of `_residuals_by_device`."""
     compressor.set_residuals(

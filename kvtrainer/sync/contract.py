@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvstore_server.norms import Decision, Guard, Measured
 from kvstore_server.reduction import RowSet
-from kvtrainer.memory.row_tables import NO_TABLES, Tables
+from kvtrainer.memory.row_sparse import NO_TABLES, Tables
 
 
 class Gradients(NamedTuple):

@@ -12,7 +12,7 @@ from kvstore_server.norms import Guard
 from kvstore_server.plan import Plan
 from kvtrainer.errors import ConfigurationError
 from kvtrainer.kvstore.base import KVStoreBase
-from kvtrainer.memory.row_tables import NO_TABLES, Tables
+from kvtrainer.memory.row_sparse import NO_TABLES, Tables
 from kvtrainer.sync.servers import Gradients, Outcome, Shadowed
 
 

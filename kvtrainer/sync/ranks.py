@@ -25,7 +25,7 @@ from kvstore_server.reduction import RowSet, compute_dtype
 from kvtrainer.comm.rank_group import RankGroup
 from kvtrainer.errors import ConfigurationError, PlanMismatchError, ProtocolError
 from kvtrainer.kvstore.row_sums import gather_row_sum
-from kvtrainer.memory.row_tables import NO_TABLES, Tables
+from kvtrainer.memory.row_sparse import NO_TABLES, Tables
 from kvtrainer.sync.servers import Gradients, Outcome, Shadowed
 
 _DENSE, _ABSENT = -1, -2

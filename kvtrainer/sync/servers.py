@@ -22,7 +22,7 @@ from kvtrainer.comm.compressor import Compressor
 from kvtrainer.comm.row_pulls import RowsWanted
 from kvtrainer.comm.tickets import Arenas, RoundItem, Source
 from kvtrainer.errors import ConfigurationError
-from kvtrainer.memory.row_tables import NO_TABLES, Tables
+from kvtrainer.memory.row_sparse import NO_TABLES, Tables
 from kvtrainer.sync.contract import Exchange, Gradients, Outcome, Shadowed
 
 __all__ = ["TABLE", "Exchange", "Gradients", "Outcome", "Shadowed", "StoreExchange"]

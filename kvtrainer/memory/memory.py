@@ -1,0 +1,503 @@
+"""A Trainer's parameters in their places, on one device or several: names, plan, arenas, new gradients and their sums.
+
+The replicas of the parameters on each device are a DeviceMemory; the first one has the sums. Replicas have gradients of
+their own until `sum_replicas`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import chain
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.nn.parameter import is_lazy
+
+from kvstore_server.plan import Plan, TensorSpec, make_plan, row_numel
+from kvstore_server.reduction import RowSet, compute_dtype
+from kvtrainer.errors import ConfigurationError, NotInitializedError
+from kvtrainer.kvstore.replica_compression import ReplicaCompressor
+from kvtrainer.kvstore.row_sums import sum_rows
+from kvtrainer.memory.arena import Arena, dtype_name
+from kvtrainer.memory.gradients import GradientTracker, SparseGrads, stale_error
+from kvtrainer.memory.row_sparse import RowTables, is_row_sparse
+from kvtrainer.parallel.policy import device_names, policy_of
+from kvtrainer.parallel.reducers import AUTO, FLAT, FlatReducer, make_reducer
+from kvtrainer.types import Group
+
+
+class DeviceMemory:
+    """The replicas of all parameters on one device; position i is key i of the plan, the arena and the tracker.
+
+    Args:
+        parameters: in the order of the groups.
+        names: of each, for messages.
+    """
+
+    plan: Plan
+    """Where every element lies; there once the parameters are placed."""
+    arena: Arena
+    """The weights and gradients; there once the parameters are placed."""
+
+    def __init__(self, parameters: Sequence[Parameter], names: Sequence[str]) -> None:
+        self.parameters = parameters
+        self.names = names
+        self.tracker = GradientTracker(parameters, names)
+        self.rows: dict[int, RowSet] = {}
+        """The row-sparse gradients that were gathered last, by index of the key; the arena has zeros for them."""
+        self._sparse = SparseGrads(parameters, names)
+
+    def place(self, parameters: Sequence[Parameter], names: Sequence[str], plan: Plan) -> None:
+        """Move parameters into an arena; `parameters` has empty ones for those that have no shape yet.
+
+        Raises:
+            ConfigurationError: a parameter cannot be stored; nothing has been changed then.
+        """
+        self.arena, self.plan = Arena(parameters, names, plan), plan
+
+    def gather(self, present: Sequence[bool]) -> None:
+        """Copy the dense gradients of the parameters that are `present` into the arena, and the others to `rows`.
+
+        Raises:
+            ParameterMovedError: the data of a parameter were replaced.
+            ConfigurationError: a gradient is sparse in another way than by rows.
+        """
+        self.arena.check_in_place()
+        while True:
+            sparse = self._sparse.present(present)
+            try:
+                self.arena.gather_grads(_without(present, sparse))
+                break
+            except RuntimeError:
+                if not self._sparse.find(present):
+                    raise
+        self.rows = self._sparse.rows(sparse, self.plan) if sparse else {}
+
+    def scatter(self, present: Sequence[bool], with_rows: bool) -> None:
+        """Copy the arena's gradients back to the parameters that are `present`.
+
+        Args:
+            with_rows: whether `rows` replace the row-sparse gradients, because they are sums of several.
+        """
+        self.arena.scatter_grads(_without(present, list(self.rows)))
+        for key, (ids, values) in self.rows.items() if with_rows else ():
+            if present[key]:
+                shape, dtype = self.plan.specs[key].shape, self.parameters[key].dtype
+                rows = values.to(dtype).view(-1, *shape[1:])
+                self.parameters[key].grad = torch.sparse_coo_tensor(
+                    ids.view(1, -1), rows, shape, is_coalesced=True, check_invariants=False
+                )
+
+    def scale_rows(self, scale: float) -> None:
+        """Multiply the row-sparse gradients that were gathered, not those that they were copied from."""
+        if scale != 1.0:
+            self.rows = {
+                key: RowSet(rows.ids, rows.values.to(compute_dtype(self.plan.specs[key].dtype)) * scale)
+                for key, rows in self.rows.items()
+            }
+
+    def is_finite(self) -> bool:
+        """Check that no gradient that was gathered is infinite or not a number; waits for the device."""
+        grads = [*self.arena.grads.values(), *(rows.values for rows in self.rows.values())]
+        bounds = [bound for grad in grads if grad.numel() for bound in torch.aminmax(grad)]
+        # A NaN anywhere is the minimum and the maximum.
+        return all(math.isfinite(bound.item()) for bound in bounds)
+
+    def differing(self, among: Sequence[int], held: Mapping[str, Tensor]) -> list[str]:
+        """Name those parameters, of some (by index), that differ in any bit from other weights.
+
+        Args:
+            held: the other weights, laid out by the plan, on the CPU.
+        """
+        names = []
+        for i in among:
+            spec, at = self.plan.specs[i], self.plan.key_offsets[i]
+            if spec.row_sparse:
+                continue
+            mine = self.parameters[i].detach().cpu().view(-1)
+            theirs = held[spec.dtype][at : at + spec.numel]
+            if not torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8)):
+                names.append(self.names[i])
+        return names
+
+    def piece(self, key: int) -> Tensor:
+        """The gradient of a key in the arena, flat."""
+        spec, at = self.plan.specs[key], self.plan.key_offsets[key]
+        return self.arena.grads[spec.dtype][at : at + spec.numel]
+
+
+class Memory:
+    """The parameters of all groups, and everything that is kept beside them.
+
+    Gradients are watched from the start. The parameters move into the arena at once if all have shapes, and otherwise
+    when `settle` is called.
+
+    Args:
+        groups: torch parameter groups; the first replicas of all parameters of a group come first, then those on the
+            second device, and so on.
+        names: of the parameters of each group, without replicas.
+
+    Raises:
+        ConfigurationError: a parameter cannot be stored; nothing has been changed then.
+    """
+
+    def __init__(self, groups: Sequence[Group], names: Sequence[Sequence[str]]) -> None:
+        self.names = list(chain.from_iterable(names))
+        self._group_of = [at for at, own in enumerate(names) for _ in own]
+        count = sum(len(group["params"]) for group in groups) // len(self.names)
+        rows = list(zip(groups, map(len, names), strict=True))
+        replicas: list[list[Parameter]] = [
+            [p for group, own in rows for p in group["params"][own * at : own * (at + 1)]]
+            for at in range(count)
+        ]
+        self._homes = [parameters[0].device for parameters in replicas]
+        self._labels = [self.names]
+        """By device: what replicas are called in messages."""
+        if count > 1:
+            self._labels = [[f"{name} on {one}" for name in self.names] for one in device_names(self._homes)]
+        self.devices = [
+            DeviceMemory(parameters, labels if at else self.names)
+            for at, (parameters, labels) in enumerate(zip(replicas, self._labels, strict=True))
+        ]
+        policy = policy_of(groups)
+        self._may_lack = policy.may_lack
+        self.num_averaged = 1 if policy.are_scaled else count
+        """How many gradients of a parameter a mean over this process is divided by."""
+        self.tables = RowTables(replicas)
+        """Those that live in the store alone."""
+        self.own_present: list[Sequence[bool]] = []
+        """By device: the keys whose gradients were gathered there last."""
+        self._is_summed = False
+        self._reducer, self._reducer_name = make_reducer(FLAT, self._homes), FLAT
+        self._keys: dict[int, int] = {}
+        self._left_out: list[Parameter] = []
+        """Those that had no shape when the others were placed; an empty key holds the place of each."""
+        self.is_settled = False
+        """Whether there are a plan and arenas."""
+        if not any([is_lazy(p) for p in self.parameters]):
+            self._place()
+        self.attach()
+
+    @property
+    def parameters(self) -> Sequence[Parameter]:
+        """The parameters on the first device."""
+        return self.devices[0].parameters
+
+    @property
+    def plan(self) -> Plan:
+        """Where every element lies, on every device; there once `is_settled`."""
+        return self.devices[0].plan
+
+    @property
+    def arena(self) -> Arena:
+        """The weights and gradients on the first device; there once `is_settled`."""
+        return self.devices[0].arena
+
+    @property
+    def rows(self) -> Mapping[int, RowSet]:
+        """The row-sparse gradients on the first device, or their sums, by index of the key."""
+        return self.devices[0].rows
+
+    @rows.setter
+    def rows(self, rows: Mapping[int, RowSet]) -> None:
+        self.devices[0].rows = dict(rows)
+
+    @property
+    def has_replicas(self) -> bool:
+        """Whether there are several devices."""
+        return len(self.devices) > 1
+
+    def key_of(self, parameter: Tensor) -> int | None:
+        """Find the key of a parameter; None if it is not one of these."""
+        if not self._keys:
+            self._keys = {id(p): key for key, p in enumerate(self.parameters)}
+        return self._keys.get(id(parameter))
+
+    def settle(self) -> None:
+        """Move the parameters into an arena, if that has not been done.
+
+        A parameter without a shape may stay outside while it takes no part in training.
+
+        Raises:
+            NotInitializedError: one takes part; names all of them.
+            ConfigurationError: a parameter cannot be stored; nothing has been changed then.
+        """
+        if self.is_settled:
+            return
+        rows = zip(self.names, self.parameters, self.participating(), strict=True)
+        missing = [name for name, parameter, takes_part in rows if takes_part and is_lazy(parameter)]
+        if missing:
+            raise NotInitializedError(
+                f"{len(missing)} of {len(self.names)} parameters have no shape yet, because no forward pass has "
+                f"reached their lazy modules: {', '.join(missing)}. Run one first, or set requires_grad=False or "
+                "grad_req='null' on those that shall not be trained"
+            )
+        self._place()
+
+    def latecomers(self) -> list[str]:
+        """Name the parameters that take part although they had no shape when the others went into the arena."""
+        if not self._left_out:
+            return []
+        rows = zip(self.names, self.parameters, self.participating(), strict=True)
+        return [
+            name for name, p, takes_part in rows if takes_part and any(p is one for one in self._left_out)
+        ]
+
+    def attach(self) -> None:
+        """Watch the gradients of all parameters that can be watched by now."""
+        for device in self.devices:
+            device.tracker.attach()
+
+    def participating(self) -> list[bool]:
+        """For each parameter, whether it takes part in training on any device.
+
+        Raises:
+            ConfigurationError: a parameter has an unknown `grad_req`.
+        """
+        return _any_of([device.tracker.participating() for device in self.devices])
+
+    def fresh_by_device(self, with_zeros: bool = False) -> list[list[bool]]:
+        """For each device, which of its replicas take part and have a new gradient.
+
+        Args:
+            with_zeros: whether one counts that was set to zero since it was used.
+        """
+        trackers = [device.tracker for device in self.devices]
+        return [
+            (one.fresh_or_zeroed if with_zeros else one.fresh)(one.participating()) for one in trackers
+        ]
+
+    def fresh(self, with_zeros: bool = False) -> list[bool]:
+        """For each parameter, whether it has a new gradient on any device; see `fresh_by_device`."""
+        return _any_of(self.fresh_by_device(with_zeros))
+
+    def fresh_or_raise(self, summed: Sequence[bool] | None = None) -> list[bool]:
+        """As `fresh`, where every parameter that takes part must have a new gradient, and so must all of its replicas.
+
+        Of replicas that may lack one, as in a DataParallel of uneven batches, a single new gradient is enough.
+
+        Args:
+            summed: the parameters that have the sum of new gradients, if that is known.
+
+        Raises:
+            StaleGradientError: some have none; names all of them.
+        """
+        takes_part = [device.tracker.participating() for device in self.devices]
+        by_device, labels = [list(summed or ())], [self.names]
+        if summed is None:
+            by_device = [
+                device.tracker.fresh(takes) for device, takes in zip(self.devices, takes_part, strict=True)
+            ]
+            if by_device == takes_part:
+                return _any_of(by_device)
+            labels = self._labels
+        fresh = _any_of(by_device)
+        rows = zip(labels, by_device, takes_part, strict=False)
+        # What is frozen here may have a sum all the same, of other workers' gradients.
+        stale = [
+            name
+            for own_labels, own, takes in rows
+            for name, is_fresh, takes_it, anywhere in zip(own_labels, own, takes, fresh, strict=True)
+            if takes_it and not (anywhere if self._may_lack else is_fresh)
+        ]
+        if stale:
+            raise stale_error(stale, sum(map(len, labels)), any(fresh))
+        return fresh
+
+    def consume(self, used: Sequence[bool]) -> None:
+        """Take the present gradients of these parameters as used up: not new, and due to be dropped."""
+        indices = [i for i, is_used in enumerate(used) if is_used]
+        for device in self.devices:
+            device.tracker.consume(indices)
+
+    def close(self) -> None:
+        """Stop watching gradients."""
+        for device in self.devices:
+            device.tracker.close()
+
+    def gather(self, present: Sequence[bool]) -> None:
+        """Copy new gradients of the parameters that are `present` into the arenas, those by rows into `rows`.
+
+        Raises:
+            ParameterMovedError: the data of a parameter were replaced.
+            ConfigurationError: a gradient is sparse in another way than by rows.
+        """
+        self._is_summed = False
+        self.own_present = [present]
+        if self.has_replicas:
+            self.own_present = [
+                [asked and own for asked, own in zip(present, fresh, strict=True)]
+                for fresh in self.fresh_by_device(with_zeros=True)
+            ]
+        for device, own in zip(self.devices, self.own_present, strict=True):
+            device.gather(own)
+
+    def gather_sums(self, present: Sequence[bool]) -> None:
+        """As `gather`, of gradients on the first device that `scatter` has replaced by sums."""
+        self._is_summed = True
+        self.devices[0].gather(present)
+
+    def scale(self, scale: float) -> None:
+        """Multiply all gradients that were gathered, not those that they were copied from."""
+        for device in self.devices if scale != 1.0 else ():
+            device.scale_rows(scale)
+            for grad in device.arena.grads.values():
+                grad.mul_(scale)
+
+    @torch.no_grad()
+    def sum_replicas(self, compressor: ReplicaCompressor | None, reducer: str = AUTO) -> None:
+        """Sum what was gathered into the arena and `rows` of the first device.
+
+        Half precision accumulates in float32. With a compressor, dense gradients count as what it says of each, and
+        are added from left to right, as rows always are. A gradient that a device does not have counts as zeros.
+
+        Args:
+            reducer: of REDUCERS; in which order.
+
+        Raises:
+            NonFiniteGradientError: one that is to be compressed is infinite or not a number.
+        """
+        self._is_summed = True
+        if reducer != self._reducer_name:
+            self._reducer, self._reducer_name = make_reducer(reducer, self._homes), reducer
+        has_rows = any(device.rows for device in self.devices)
+        summed_rows = {}
+        for key in range(len(self.plan.specs)) if has_rows or compressor is not None else ():
+            given = [device for device, own in zip(self.devices, self.own_present, strict=True) if own[key]]
+            if given and all(key in device.rows for device in given):
+                summed_rows[key] = self._sum_rows(key, given)
+            elif given:
+                self._densify(key)
+                if compressor is not None:
+                    self._compress(key, given, compressor)
+        if compressor is None:
+            for dtype in self.arena.grads:
+                self._reducer.sum([device.arena.grads[dtype] for device in self.devices])
+        self.rows = summed_rows
+
+    @torch.no_grad()
+    def share_weights(self, present: Sequence[bool] | None = None) -> None:
+        """Give every replica the weights of the first one, of which those that are `present` (None: all) are new."""
+        _, *copies = self.devices
+        for dtype, flat in self.arena.weights.items() if copies else ():
+            self._reducer.broadcast(flat, [copy.arena.weights[dtype] for copy in copies])
+        for copy in copies:
+            copy.arena.mark_updated(present)
+            if present is None:
+                copy.arena.writes.count_own()
+
+    @torch.no_grad()
+    def scatter(self, present: Sequence[bool], with_rows: bool) -> None:
+        """Copy the sums on the first device back to the gradients of all replicas; see `DeviceMemory.scatter`."""
+        first, *copies = self.devices
+        first.scatter(present, with_rows)
+        for dtype, flat in self.arena.grads.items() if copies else ():
+            self._reducer.broadcast(flat, [copy.arena.grads[dtype] for copy in copies])
+        for copy in copies:
+            home = copy.arena.device
+            copy.rows = {
+                key: rows._replace(ids=rows.ids.to(home), values=rows.values.to(home))
+                for key, rows in self.rows.items()
+            }
+            copy.scatter(present, with_rows)
+
+    def is_finite(self) -> bool:
+        """Check that no gradient that was gathered is infinite or not a number; waits for the device."""
+        # A sum is finite only if all that was summed is.
+        return all(device.is_finite() for device in (self.devices[:1] if self._is_summed else self.devices))
+
+    def check_in_place(self) -> None:
+        """Raise ParameterMovedError if the data of a parameter were replaced."""
+        for device in self.devices:
+            device.arena.check_in_place()
+
+    def accept_writes(self, is_in_store: bool) -> None:
+        """From now on watch for writes to the weights that come later; see WriteWatch.accept."""
+        for device in self.devices:
+            device.arena.writes.accept(is_in_store)
+
+    @torch.no_grad()
+    def write(self, values: Mapping[str, Tensor]) -> None:
+        """Copy values into the parameters that they name; those of row-sparse ones are kept for the store.
+
+        Raises:
+            ConfigurationError: a name is unknown or a value has another shape; nothing has changed then.
+        """
+        by_name = dict(zip(self.names, self.parameters, strict=True))
+        unknown = [repr(name) for name in values if name not in by_name]
+        if unknown:
+            raise ConfigurationError(
+                f"the Trainer has no parameter {', '.join(unknown)}; its parameters are {', '.join(self.names)}"
+            )
+        for name, value in values.items():
+            if not isinstance(value, Tensor) or value.shape != by_name[name].shape:
+                shape = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+                raise ConfigurationError(
+                    f"parameter {name!r} has shape {list(by_name[name].shape)}, its new value {shape}"
+                )
+        for i, name in enumerate(self.names):
+            if name in values and i in self.tables:
+                self.tables.give(i, values[name])
+            elif name in values:
+                self.parameters[i].copy_(values[name])
+
+    def _place(self) -> None:
+        self._left_out = [p for p in self.parameters if is_lazy(p)]
+        placed = self.parameters
+        if self._left_out:
+            placed = [
+                Parameter(torch.empty(0, dtype=p.dtype, device=p.device), requires_grad=False)
+                if is_lazy(p)
+                else p
+                for p in self.parameters
+            ]
+        rows = zip(self.names, placed, self._group_of, strict=True)
+        specs = [
+            TensorSpec(name, tuple(p.shape), dtype_name(p.dtype), group, is_row_sparse(p))
+            for name, p, group in rows
+        ]
+        first, *copies = self.devices
+        plan = make_plan(specs, 1)
+        first.place(placed, self.names, plan)
+        for copy in copies:
+            copy.place(copy.parameters, copy.names, plan)
+        self.is_settled = True
+
+    def _sum_rows(self, key: int, given: Sequence[DeviceMemory]) -> RowSet:
+        """Sum the gradients of one key of which every device that has one has only rows."""
+        home = self.arena.device
+        parts = [device.rows[key] for device in given]
+        here = [RowSet(part.ids.to(home), part.values.to(home)) for part in parts]
+        return sum_rows(here, self.plan.specs[key].dtype)
+
+    def _densify(self, key: int) -> None:
+        """Write the rows of a key to its place in the arena, on every device that has only rows of it."""
+        for device in self.devices:
+            if key in device.rows:
+                ids, values = device.rows[key]
+                piece = device.piece(key)
+                piece.view(-1, row_numel(self.plan.specs[key]))[ids] = values.to(piece.dtype)
+
+    def _compress(self, key: int, given: Sequence[DeviceMemory], compressor: ReplicaCompressor) -> None:
+        """Sum what is said of the gradients of one key; where one has only rows, the gradients themselves."""
+        pieces = [device.piece(key) for device in self.devices]
+        if any(key in device.rows for device in given):
+            FlatReducer().sum(pieces)
+            return
+        said = [piece if device in given else None for device, piece in zip(self.devices, pieces, strict=True)]
+        pieces[0].copy_(compressor.merge(self.plan.specs[key].key, said))
+
+
+def _without(present: Sequence[bool], those: Sequence[int]) -> Sequence[bool]:
+    if not those:
+        return present
+    rest = list(present)
+    for i in those:
+        rest[i] = False
+    return rest
+
+
+def _any_of(rows: Sequence[list[bool]]) -> list[bool]:
+    return rows[0] if len(rows) == 1 else [any(column) for column in zip(*rows, strict=True)]
