@@ -18,8 +18,7 @@ from torch import Tensor
 from kvtrainer.errors import ConfigurationError
 from kvtrainer.grouped_optimizer import GroupedOptimizer
 from kvtrainer.local_update import JointUpdate
-from kvtrainer.memory.layout import Layout
-from kvtrainer.memory.replicated import make_layout
+from kvtrainer.memory.memory import Memory
 from kvtrainer.one_thread import by_one_thread
 from kvtrainer.saving import adopt_numbers, as_state_dict, check_fit, take_out
 from kvtrainer.states.entries import State, initial_state
@@ -183,7 +182,7 @@ class FlatOptimizer(GroupedOptimizer):
     @contextmanager
     def _without_copies(self) -> Iterator[None]:
         """While it is open the groups have the first replicas alone, whose state stands for that of all."""
-        if not self._layout.copies:
+        if not self._layout.has_replicas:
             yield
             return
         kept = [{name: group[name] for name in _BY_PARAMETER if name in group} for group in self.param_groups]
@@ -211,8 +210,10 @@ class FlatOptimizer(GroupedOptimizer):
         """The states that `state` shows: those of updated keys, and before the first update initial ones."""
         if (joint := self._joint()) is not None:
             return joint.instance.state
-        keys = range(len(self._layout.plan.specs))
-        states = self._current_states() or {key: state for key in keys if (state := self._initial_state(key))}
+        states = self._current_states()
+        if not states:
+            keys = range(len(self._layout.names))
+            states = {key: state for key in keys if (state := self._initial_state(key))}
         return {self._layout.parameters[key]: state for key, state in states.items()}
 
     def _state_of(self, parameter: Tensor) -> State:
@@ -275,7 +276,7 @@ class FlatOptimizer(GroupedOptimizer):
         return {} if holder is None else export_states(self._layout.plan, holder, self._optimizer)
 
     @abstractmethod
-    def _leave_store(self, former: Layout) -> None:
+    def _leave_store(self, former: Memory) -> None:
         """Let a store that knows this former layout get the present one at the next step."""
 
     @abstractmethod
@@ -320,9 +321,9 @@ class FlatOptimizer(GroupedOptimizer):
         states, holder = self._pending, self._holder()
         if states is None and holder is not None:
             states = export_states(former.plan, holder, self._optimizer)
-        layout = make_layout(self.param_groups, names)
-        layout.tracker.consume(i for i in range(len(former.names)) if not former.tracker.is_fresh(i))
-        former.tracker.close()
+        layout = Memory(self.param_groups, names)
+        layout.consume([not is_fresh for is_fresh in former.fresh()])
+        former.close()
         self._layout, self._names = layout, names
         self._leave_store(former)
         self._bind_groups()
@@ -352,6 +353,6 @@ class FlatOptimizer(GroupedOptimizer):
             return []
         if holder is not self._local:
             return [(holder, torch.device("cpu"))]
-        layouts = (self._layout, *self._layout.copies)
+        layouts = self._layout.devices
         locals = (self._local, *self._local_copies)
         return [(local, layout.arena.device) for local, layout in zip(locals, layouts, strict=True)]

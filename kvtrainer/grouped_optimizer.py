@@ -19,8 +19,7 @@ from kvtrainer.errors import ConfigurationError, KVStoreError
 from kvtrainer.groups import check_options, make_groups, option_names, read_options
 from kvtrainer.local_update import JointUpdate, LocalUpdate
 from kvtrainer.lr_scheduler import UpdateCounter
-from kvtrainer.memory.layout import Layout
-from kvtrainer.memory.replicated import make_layout
+from kvtrainer.memory.memory import DeviceMemory, Memory
 from kvtrainer.parallel.policy import COPIES, devices_of, spread
 from kvtrainer.states.entries import State
 from kvtrainer.types import Group
@@ -59,7 +58,7 @@ class GroupedOptimizer(torch.optim.Optimizer, ABC):
         if instance is not None:
             # One list of groups for both, so that schedulers bound to the instance reach this optimizer.
             self.param_groups = instance.param_groups
-        self._layout = make_layout(self.param_groups, self._names)
+        self._layout = Memory(self.param_groups, self._names)
         self._schedule = UpdateCounter(optimizer)
         self._last_options: dict[str, Any] = {}
         """Those that were checked last."""
@@ -126,7 +125,7 @@ class GroupedOptimizer(torch.optim.Optimizer, ABC):
         [group] = make_groups([param_group], self._optimizer, None, first=len(self._layout.names))
         names = group["param_names"]
         self._check_devices(group)
-        here = {id(p) for layout in (self._layout, *self._layout.copies) for p in layout.parameters}
+        here = {id(p) for layout in self._layout.devices for p in layout.parameters}
         of_devices = [group["params"], *group.get(COPIES, ())]
         twice = [name for of in of_devices for name, p in zip(names, of, strict=True) if id(p) in here]
         group = spread(group)
@@ -198,18 +197,18 @@ class GroupedOptimizer(torch.optim.Optimizer, ABC):
             self._lay_out_again(self._names)
 
     def _make_local(self) -> None:
-        layouts = (self._layout, *self._layout.copies)
+        layouts = self._layout.devices
         self._local, *self._local_copies = [self._update_of(layout) for layout in layouts]
 
-    def _update_of(self, layout: Layout) -> LocalUpdate | JointUpdate:
+    def _update_of(self, layout: DeviceMemory) -> LocalUpdate | JointUpdate:
         """What updates the parameters of one device in this process."""
         optimizer = self._optimizer
         if not isinstance(optimizer, TorchOptimizer) or not optimizer.is_joint or not self._updates_jointly():
             return LocalUpdate(layout.plan, optimizer)
         made = self._instance or self._made
-        if made is None or self._layout.copies:
+        if made is None or self._layout.has_replicas:
             made = optimizer.instance_of(self._groups_over(layout))
-        if not self._layout.copies:
+        if not self._layout.has_replicas:
             self._made = made
             for live, own in zip(self.param_groups, made.param_groups, strict=True):
                 for name, value in own.items():
@@ -219,7 +218,7 @@ class GroupedOptimizer(torch.optim.Optimizer, ABC):
             layout.plan, made, layout.parameters, lambda: self.param_groups, optimizer.multi_precision
         )
 
-    def _groups_over(self, layout: Layout) -> list[Group]:
+    def _groups_over(self, layout: DeviceMemory) -> list[Group]:
         """The groups with the parameters of one device alone."""
         members: list[list[Any]] = [[] for _ in self.param_groups]
         for spec, parameter in zip(layout.plan.specs, layout.parameters, strict=True):
@@ -236,9 +235,9 @@ class GroupedOptimizer(torch.optim.Optimizer, ABC):
 
     def _check_devices(self, group: Group) -> None:
         """Raise ConfigurationError unless the replicas of a new group are where those of the other groups are."""
-        if not self._layout.copies and COPIES not in group:
+        if not self._layout.has_replicas and COPIES not in group:
             return
-        here = [layout.parameters[0].device for layout in (self._layout, *self._layout.copies)]
+        here = [layout.parameters[0].device for layout in self._layout.devices]
         if here != devices_of([group]):
             mine, theirs = (", ".join(map(str, devices)) for devices in (here, devices_of([group])))
             raise ConfigurationError(

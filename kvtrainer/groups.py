@@ -13,7 +13,7 @@ from kvstore_server.optimizer import Optimizer, create_from_spec
 from kvstore_server.optimizer.base import canonical_options
 from kvstore_server.optimizer.torch_family import TorchOptimizer, is_plain
 from kvtrainer.errors import ConfigurationError, UnknownNameError
-from kvtrainer.memory.layout import Layout
+from kvtrainer.memory.memory import Memory
 from kvtrainer.parallel.policy import COPIES
 from kvtrainer.parameters import collect
 from kvtrainer.types import Group
@@ -49,7 +49,7 @@ def make_groups(params: Any, optimizer: Optimizer, given: object, first: int = 0
     return [_with_checked_options(group, optimizer) for group in groups]
 
 
-def read_options(groups: Sequence[Group], optimizer: Optimizer, layout: Layout) -> dict[str, Any]:
+def read_options(groups: Sequence[Group], optimizer: Optimizer, layout: Memory) -> dict[str, Any]:
     """The numbers that hold now: per group its options, per parameter `lr_mult` and `wd_mult` where not 1.
 
     The form is the one of `kvstore_server.hyper`.
@@ -159,7 +159,7 @@ def check_options(optimizer: Optimizer, options: dict[str, Any]) -> dict[str, An
     return {name: built.hyper[name] for name in options}
 
 
-def _multipliers(layout: Layout, attribute: str) -> Mapping[int, float]:
+def _multipliers(layout: Memory, attribute: str) -> Mapping[int, float]:
     found = {}
     for i, parameter in enumerate(layout.parameters):
         value = getattr(parameter, attribute, None)

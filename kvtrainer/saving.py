@@ -14,7 +14,7 @@ from kvstore_server.optimizer import Optimizer
 from kvstore_server.optimizer.torch_family import OWN_COUNT
 from kvtrainer.errors import ConfigurationError, StateMismatchError
 from kvtrainer.groups import check_options, kept_entries, option_names
-from kvtrainer.memory.layout import Layout
+from kvtrainer.memory.memory import Memory
 from kvtrainer.states.entries import State, state_problems
 from kvtrainer.states.holder import momentum_problems
 from kvtrainer.states.saved import SavedParameter, SavedStates
@@ -30,7 +30,7 @@ _ON_SERVERS = ("multi_precision", "begin_num_update")
 
 def take_out(
     groups: Sequence[Group],
-    layout: Layout,
+    layout: Memory,
     optimizer: Optimizer,
     states: Mapping[int, State],
     extra: Mapping[str, Any],
@@ -50,7 +50,7 @@ def take_out(
 def check_fit(
     saved: SavedStates,
     groups: Sequence[Group],
-    layout: Layout,
+    layout: Memory,
     optimizer: Optimizer,
     is_in_store: bool,
     more: Sequence[str] = (),
@@ -83,7 +83,7 @@ def check_fit(
         )
 
 
-def as_state_dict(saved: SavedStates, layout: Layout) -> dict[str, Any]:
+def as_state_dict(saved: SavedStates, layout: Memory) -> dict[str, Any]:
     """The options and states in the form of torch's state_dict; parameters are numbered as in `layout`."""
     groups: list[dict[str, Any]] = [{**options, "params": []} for options in saved.groups]
     for at, name in enumerate(layout.names):
@@ -154,7 +154,7 @@ def _optimizer_problems(saved: Mapping[str, Any], optimizer: Optimizer, is_in_st
             yield f"the lr_scheduler cannot be made here: {error}"
 
 
-def _parameter_problems(saved: SavedStates, layout: Layout) -> Iterator[str]:
+def _parameter_problems(saved: SavedStates, layout: Memory) -> Iterator[str]:
     specs = {spec.key: spec for spec in layout.plan.specs}
     missing = [repr(name) for name in specs if name not in saved.parameters]
     unexpected = [repr(name) for name in saved.parameters if name not in specs]
@@ -168,7 +168,7 @@ def _parameter_problems(saved: SavedStates, layout: Layout) -> Iterator[str]:
 
 
 def _group_problems(
-    saved: SavedStates, groups: Sequence[Group], layout: Layout, optimizer: Optimizer
+    saved: SavedStates, groups: Sequence[Group], layout: Memory, optimizer: Optimizer
 ) -> Iterator[str]:
     if len(saved.groups) != len(groups):
         yield f"the file has {len(saved.groups)} parameter groups, this Trainer has {len(groups)}"

@@ -14,16 +14,16 @@ from kvstore_server.optimizer import Optimizer, spec_for_store
 from kvstore_server.optimizer.torch_family import TorchOptimizer
 from kvtrainer.config import check_overrides, trainer_arguments
 from kvtrainer.ddp import refuse_ddp, refuse_parameters_of_ddp
-from kvtrainer.errors import ArgumentTypeError
+from kvtrainer.errors import ArgumentTypeError, ConfigurationError
 from kvtrainer.groups import make_groups
 from kvtrainer.kvstore.base import KVStoreBase
-from kvtrainer.memory.row_sparse import RowSparseParameter
-from kvtrainer.memory.row_sparse import check_claimable, claim, refuse_to_add
+from kvtrainer.memory.row_sparse import RowSparseParameter, claimable, is_row_sparse
 from kvtrainer.one_thread import by_one_thread
 from kvtrainer.optimizer import create as create_optimizer
 from kvtrainer.parallel.policy import devices_of, policy_of
 from kvtrainer.param_options.paramwise import apply_paramwise
 from kvtrainer.param_options.report import ParamReport, rows_of
+from kvtrainer.parameters import collect
 from kvtrainer.precision.loss_scaler import scaler_of
 from kvtrainer.profiler import Profiler
 from kvtrainer.schedules.param_schedule import BoundSchedule
@@ -129,6 +129,7 @@ class Trainer(LossPipeline):
         parameters = [p for group in groups for p in group["params"]]
         if kvstore is not None:
             refuse_parameters_of_ddp(parameters)
+        row_sparse = claimable(groups)
         largest = max([0 if is_lazy(p) else p.numel() for p in parameters])
         selection = select_store(
             kvstore,
@@ -136,7 +137,7 @@ class Trainer(LossPipeline):
             compression_params,
             built.aggregate_num,
             largest,
-            has_row_sparse=check_claimable(groups),
+            has_row_sparse=bool(row_sparse),
             devices=devices_of(groups),
             replicas=policy_of(groups),
             is_joint=isinstance(built, TorchOptimizer) and built.is_joint,
@@ -145,12 +146,18 @@ class Trainer(LossPipeline):
             spec_for_store(built)
         instance = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
         super().__init__(groups, built, instance, selection, stages=stages)
-        claim(self, groups)
+        for name, parameter in row_sparse:
+            parameter.claim(self, name)
 
     @by_one_thread
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        if self._is_built:
-            refuse_to_add(param_group)
+        for group in collect([param_group]) if self._is_built else ():
+            for name, parameter in zip(group["param_names"], group["params"], strict=True):
+                if is_row_sparse(parameter):
+                    raise ConfigurationError(
+                        f"parameter {name!r} is row-sparse, which decides about the Trainer's store; give it to the "
+                        "Trainer's constructor"
+                    )
         super().add_param_group(param_group)
 
     add_param_group.__doc__ = LossPipeline.add_param_group.__doc__
@@ -201,7 +208,7 @@ class Trainer(LossPipeline):
     @property
     def num_replicas(self) -> int:
         """How many copies of every parameter this process has."""
-        return 1 + len(self._layout.copies)
+        return len(self._layout.devices)
 
     @property
     def has_begun(self) -> bool:
@@ -315,7 +322,7 @@ class Trainer(LossPipeline):
     def _leave(self, error: BaseException | None) -> None:
         if error is None:
             self._warn_of_what_had_no_effect()
-        self._layout.tracker.close()
+        self._layout.close()
         self._link.close(error)
 
     def __enter__(self) -> Trainer:

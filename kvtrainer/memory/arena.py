@@ -70,6 +70,8 @@ class Arena:
         _copy(pieces, list[Tensor](here))
         for parameter, piece in zip(here, pieces, strict=True):
             parameter.data = piece
+        self.writes = WriteWatch(parameters, self.weights, plan)
+        """What others than the Trainer do to the weights."""
         self._addresses = [p.data_ptr() for p in here]
         _placed.update(zip(self._addresses, here, strict=True))
 

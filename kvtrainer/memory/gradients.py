@@ -22,7 +22,11 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
+from kvstore_server.optimizer import coalesce_rows
+from kvstore_server.plan import Plan, row_numel
+from kvstore_server.reduction import RowSet
 from kvtrainer.errors import ConfigurationError, StaleGradientError
+from kvtrainer.memory.row_sparse import is_row_sparse
 
 GRAD_REQS = ("write", "add", "null")
 """What `parameter.grad_req` may be; without that attribute a parameter follows the default rule."""

@@ -265,9 +265,7 @@ class Memory:
             with_zeros: whether one counts that was set to zero since it was used.
         """
         trackers = [device.tracker for device in self.devices]
-        return [
-            (one.fresh_or_zeroed if with_zeros else one.fresh)(one.participating()) for one in trackers
-        ]
+        return [(one.fresh_or_zeroed if with_zeros else one.fresh)(one.participating()) for one in trackers]
 
     def fresh(self, with_zeros: bool = False) -> list[bool]:
         """For each parameter, whether it has a new gradient on any device; see `fresh_by_device`."""
@@ -486,7 +484,9 @@ class Memory:
         if any(key in device.rows for device in given):
             FlatReducer().sum(pieces)
             return
-        said = [piece if device in given else None for device, piece in zip(self.devices, pieces, strict=True)]
+        said = [
+            piece if device in given else None for device, piece in zip(self.devices, pieces, strict=True)
+        ]
         pieces[0].copy_(compressor.merge(self.plan.specs[key].key, said))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from numbers import Real
@@ -17,13 +17,13 @@ from torch.nn import Parameter
 
 from kvstore_server.optimizer import coalesce_rows
 from kvstore_server.plan import ITEM_SIZE
-from kvtrainer.comm.tickets import Source
 from kvtrainer.errors import ConfigurationError, RowSparseError
 from kvtrainer.kvstore.row_values import read_ids
 from kvtrainer.parallel.policy import COPIES
-from kvtrainer.parameters import collect
 from kvtrainer.types import Group
 
+Source: TypeAlias = Callable[[int, int], Tensor]
+"""(first element, number of elements) → these of some values, flat, on the CPU."""
 Init: TypeAlias = float | Tensor | Callable[[Tensor], object] | None
 
 _READABLE = frozenset({
@@ -151,7 +151,7 @@ class RowSparseParameter(Parameter):
         self._owner = None if owner is None else self._owner
         return self
 
-    def _claim(self, owner: Owner, name: str) -> None:
+    def claim(self, owner: Owner, name: str) -> None:
         """Belong to a Trainer from now on; `check_claimable` has not raised."""
         self._owner, self._label = weakref.ref(owner), name
 
@@ -173,7 +173,7 @@ class RowSparseParameter(Parameter):
         self._init, self._is_placed = None, True
 
     def _source(self) -> Source:
-        """(first element, number of elements) → these of the values to begin with, flat, on the CPU."""
+        """The values to begin with."""
         init, dtype = self._init, self.dtype
         if callable(init) and not isinstance(init, Tensor):
             filled = torch.empty(self.shape, dtype=dtype)
@@ -269,12 +269,11 @@ class RowTables:
     """
 
     def __init__(self, replicas: Sequence[Sequence[Parameter]]) -> None:
-        first, *_ = replicas
-        self._parameters = {
-            key: [of_device[key] for of_device in replicas]
-            for key, parameter in enumerate(first)
-            if is_row_sparse(parameter)
-        }
+        self._parameters: dict[int, list[RowSparseParameter]] = {}
+        for parameters in replicas:
+            for key, parameter in enumerate(parameters):
+                if is_row_sparse(parameter):
+                    self._parameters.setdefault(key, []).append(parameter)
         self._given: dict[int, Tensor] = {}
         """New values that the store has not got yet."""
 
@@ -283,9 +282,7 @@ class RowTables:
 
     def key_of(self, parameter: RowSparseParameter) -> int:
         """The key of which this is a replica."""
-        return next(
-            key for key, all in self._parameters.items() if any(one is parameter for one in all)
-        )
+        return next(key for key, all in self._parameters.items() if any(one is parameter for one in all))
 
     def give(self, key: int, values: Tensor) -> None:
         """Values for `first` or `changed`."""
@@ -310,47 +307,30 @@ class RowTables:
             parameter._place()
 
 
-def check_claimable(groups: Sequence[Group]) -> bool:
-    """Whether there are row-sparse parameters in these groups.
+def claimable(groups: Sequence[Group]) -> list[tuple[str, RowSparseParameter]]:
+    """Find the row-sparse parameters in these groups, with their names, and all of their replicas.
 
     Raises:
         RowSparseError: one has a Trainer already, or is a replica of a parameter of another kind.
     """
-    found = list(_named(groups))
-    for name, parameter in found:
-        parameter.check_claimable(name)
+    found: list[tuple[str, RowSparseParameter]] = []
     for group in groups:
-        for of_device in group.get(COPIES, ()):
-            for name, p, copy in zip(group["param_names"], group["params"], of_device, strict=True):
-                if is_row_sparse(p) is not is_row_sparse(copy):
+        of_devices = [group["params"], *group.get(COPIES, ())]
+        found += [
+            (name, p)
+            for of_device in of_devices
+            for name, p in zip(group["param_names"], of_device, strict=True)
+            if is_row_sparse(p)
+        ]
+        for of_device in of_devices[1:]:
+            for name, first, copy in zip(group["param_names"], group["params"], of_device, strict=True):
+                if is_row_sparse(first) is not is_row_sparse(copy):
                     raise RowSparseError(
                         f"some replicas of {name!r} are row-sparse and some are not; make all alike"
                     )
-    return bool(found)
-
-
-def refuse_to_add(group: Group) -> None:
-    """Raise ConfigurationError if there are row-sparse ones among parameters that come later than the Trainer."""
-    for name, _ in _named(collect([group])):
-        raise ConfigurationError(
-            f"parameter {name!r} is row-sparse, which decides about the Trainer's store; give it to the Trainer's "
-            "constructor"
-        )
-
-
-def claim(owner: Owner, groups: Sequence[Group]) -> None:
-    """Let the row-sparse parameters of these groups belong to a Trainer."""
-    for name, parameter in _named(groups):
-        parameter._claim(owner, name)
-
-
-def _named(groups: Sequence[Group]) -> Iterator[tuple[str, RowSparseParameter]]:
-    """The row-sparse parameters, each with all of its replicas."""
-    for group in groups:
-        for of_device in (group["params"], *group.get(COPIES, ())):
-            for name, parameter in zip(group["param_names"], of_device, strict=True):
-                if is_row_sparse(parameter):
-                    yield name, parameter
+    for name, parameter in found:
+        parameter.check_claimable(name)
+    return found
 
 
 def _source_of(flat: Tensor) -> Source:

@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from kvtrainer.errors import ConfigurationError, NonFiniteGradientError
-from kvtrainer.memory.replicated import ReplicatedLayout
 from kvtrainer.precision.torch_scaler import (
     StaticLossScaler,
     TorchLossScaler,
@@ -201,14 +200,10 @@ def _fresh(trainer: Any) -> list[Tensor]:
 
 
 def _named_fresh(trainer: Any) -> list[tuple[str, Any]]:
-    layout = trainer._layout
-    if isinstance(layout, ReplicatedLayout):
-        by_device = layout.tracker.fresh_by_device()
-    else:
-        by_device = [layout.tracker.fresh(layout.tracker.participating())]
+    memory = trainer._layout
     return [
         (name, parameter)
-        for one, own in zip([layout, *layout.copies], by_device, strict=True)
+        for one, own in zip(memory.devices, memory.fresh_by_device(), strict=True)
         for name, parameter, is_fresh in zip(one.names, one.parameters, own, strict=True)
         if is_fresh
     ]

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from kvtrainer.errors import ConfigurationError, StateMismatchError
-from kvtrainer.memory.layout import Layout
+from kvtrainer.memory.memory import Memory
 from kvtrainer.precision.loss_scaler import Scaler
 from kvtrainer.precision.torch_scaler import scaler_from_state
 from kvtrainer.schedules.param_schedule import BoundSchedule
@@ -53,7 +53,7 @@ def extra_states(
 
 def extra_problems(
     saved: SavedStates,
-    layout: Layout,
+    layout: Memory,
     schedules: Sequence[BoundSchedule] = (),
     scaler: Scaler | None = None,
     accumulation: Accumulation | None = None,

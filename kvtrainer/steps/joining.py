@@ -112,7 +112,7 @@ class JoiningPipeline(Pipeline):
                 passes,
             )
         fresh = self._fresh(is_strict=False)
-        self._layout.tracker.consume(i for i, is_fresh in enumerate(fresh) if is_fresh)
+        self._layout.consume(fresh)
         self._is_bad, self._bad_loss = False, ""
 
     def _follow_round(self, hyper: bytes, outcome: Outcome) -> None:
@@ -133,7 +133,7 @@ class JoiningPipeline(Pipeline):
         in_store = self._link.exchange is not None and self._link.exchange.updates_weights
         if updated is not None and not in_store:
             scale = 1.0 / self._kept_scale(1.0)
-            verdict = self._judge(self._layout, updated, scale)
+            verdict = self._judge(self._layout.devices[0], updated, scale)
             if verdict.decision.skip:
                 updated = None
             else:

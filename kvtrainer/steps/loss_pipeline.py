@@ -100,7 +100,7 @@ class LossPipeline(JoiningPipeline):
             factor *= self.loss_scaler.loss_scale
         if factor != 1.0:
             losses = [one * factor for one in losses]
-        self._layout.tracker.attach()
+        self._layout.attach()
         torch.autograd.backward(losses)
         self._accumulation.count()
 
@@ -209,7 +209,7 @@ class LossPipeline(JoiningPipeline):
         self, loss: Any, mode: bool | str = "log", logger: logging.Logger | None = None
     ) -> None:
         """Log parameters that a loss does not depend on, or raise; see `kvtrainer.anomalies.report_anomalies`."""
-        layouts = [self._layout, *self._layout.copies]
+        layouts = self._layout.devices
         replicas = zip(*(layout.parameters for layout in layouts), strict=True)
         named = dict(zip(self._layout.names, map(list, replicas), strict=True))
         report_anomalies(loss, named, mode, logger)

@@ -110,7 +110,9 @@ class Pipeline(Stages):
         if joint is None or closure is None:
             yield
             return
-        is_alone = self._link.exchange is None and not self._layout.copies and self._accumulation.counts == 1
+        is_alone = (
+            self._link.exchange is None and not self._layout.has_replicas and self._accumulation.counts == 1
+        )
         is_plain = is_alone and not self._active_limits.is_needed and self.loss_scaler is None
         had = [loss]
 
@@ -199,7 +201,7 @@ class Pipeline(Stages):
                 if self.loss_scaler is not None and any(summed) and not any(fresh):
                     self.loss_scaler.mark_scaled()  # the others' losses were, and so is the sum
                 # Rows of a single gradient are their own sum.
-                self._layout.scatter_grads(summed, self._link.num_workers > 1 or bool(self._layout.copies))
+                self._layout.scatter(summed, self._link.num_workers > 1 or self._layout.has_replicas)
 
     @by_one_thread
     def update(self, batch_size: float | None = None, ignore_stale_grad: bool = False) -> StepResult:
@@ -231,7 +233,7 @@ class Pipeline(Stages):
             self._layout.gather_sums(present)
         elif self._reduced is None:
             self._refuse_unsummed()
-            self._layout.gather_grads(present)
+            self._layout.gather(present)
         self._is_bad = self._is_bad or self._is_vetoed
         verdict = self._update_here(present, scale)
         return self._finish(present, None if verdict.decision.skip else present, verdict)
@@ -248,7 +250,7 @@ class Pipeline(Stages):
         own = Verdict()
         if exchange.updates_weights and not exchange.is_sync:
             # Every contribution is an update of its own.
-            own = self._judge(self._layout, fresh, scale)
+            own = self._judge(self._layout.devices[0], fresh, scale)
             scale = self._limit_own(own.decision, scale)
         veto = own.decision.skip or self._overflows()
         outcome = self._link.round(
@@ -258,12 +260,14 @@ class Pipeline(Stages):
             return None, Verdict(own.measured or outcome.measured, Decision(skip=True))
         if not exchange.updates_weights:
             if outcome.rows is None:
-                self._layout.scale_rows(scale)  # those did not travel; what did has come back scaled
+                self._layout.devices[0].scale_rows(
+                    scale
+                )  # those did not travel; what did has come back scaled
             else:
                 self._layout.rows = dict(outcome.rows)
         verdict = Verdict(outcome.measured, outcome.decision) if exchange.is_sync else own
         if not exchange.knows_left_out:
-            takes_part = self._layout.tracker.participating()
+            takes_part = self._layout.participating()
             return [takes and i not in outcome.left_out for i, takes in enumerate(takes_part)], verdict
         # What is frozen here may not be so elsewhere, and weights must stay equal: the sum is what counts.
         return [i not in outcome.left_out for i in range(len(fresh))], verdict
@@ -275,7 +279,7 @@ class Pipeline(Stages):
             NonFiniteGradientError: the step was skipped, and the script wants to stop then.
         """
         scale, limits = self._loss_scale, self._active_limits
-        self._layout.tracker.consume(i for i, is_used in enumerate(used) if is_used)
+        self._layout.consume(used)
         self._reduced, self._is_vetoed, self._is_bad = None, False, False
         self._accumulation.end()
         is_skipped, norm = updated is None, None

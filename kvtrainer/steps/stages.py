@@ -21,8 +21,7 @@ from kvtrainer.errors import ConfigurationError, NoGradientWarning, StaleGradien
 from kvtrainer.flat_optimizer import FlatOptimizer
 from kvtrainer.local_update import JointUpdate, LocalUpdate
 from kvtrainer.memory.gradients import REPLACED
-from kvtrainer.memory.layout import Layout
-from kvtrainer.memory.replicated import ReplicatedLayout
+from kvtrainer.memory.memory import DeviceMemory, Memory
 from kvtrainer.precision.loss_scaler import Scaler
 from kvtrainer.states.holder import StateHolder
 from kvtrainer.steps.accumulation import Accumulation
@@ -72,13 +71,13 @@ class Stages(FlatOptimizer):
         if options != self._effective[0]:
             self._effective = (options, effective_hypers(self._layout.plan, self._optimizer, options))
         layout, numbers = self._layout, self._effective[1]
-        places: list[tuple[Layout, LocalUpdate | JointUpdate, Sequence[bool]]] = [
-            (layout, self._local, present)
+        places: list[tuple[DeviceMemory, LocalUpdate | JointUpdate, Sequence[bool]]] = [
+            (layout.devices[0], self._local, present)
         ]
-        if isinstance(layout, ReplicatedLayout) and self._link.exchange is None:
+        if layout.has_replicas and self._link.exchange is None:
             # Without a store each replica goes its own way.
             updates = [self._local, *self._local_copies]
-            places = list(zip([layout, *layout.copies], updates, layout.own_present, strict=True))
+            places = list(zip(layout.devices, updates, layout.own_present, strict=True))
         verdicts = [self._judge(one, own, scale) for one, _, own in places]
         skipped = next((verdict for verdict in verdicts if verdict.decision.skip), None)
         if skipped is not None:
@@ -91,7 +90,7 @@ class Stages(FlatOptimizer):
             self._share_weights(present)
         return verdicts[0]
 
-    def _judge(self, layout: Layout, present: Sequence[bool], scale: float) -> Verdict:
+    def _judge(self, layout: DeviceMemory, present: Sequence[bool], scale: float) -> Verdict:
         """What becomes of the gradients in an arena, once they are multiplied by `scale`."""
         limits = self._active_limits
         if self._is_bad:
@@ -108,10 +107,10 @@ class Stages(FlatOptimizer):
         threshold and what is held back are of the gradient itself.
         """
         layout = self._layout
-        layout.gather_grads(fresh)
+        layout.gather(fresh)
         factor = self._loss_factor() if self._link.is_lossy(layout.arena.grads) else 1.0
-        layout.scale_grads(factor)
-        if isinstance(layout, ReplicatedLayout) and self._link.exchange is not None:
+        layout.scale(factor)
+        if layout.has_replicas and self._link.exchange is not None:
             # What overflows cannot be compressed; its sum overflows as well, which is a veto.
             is_plain = self._link.replicas is None or self._overflows()
             layout.sum_replicas(None if is_plain else self._link.replicas, self._link.selection.reducer)
@@ -169,8 +168,7 @@ class Stages(FlatOptimizer):
         return not self._accumulation.is_boundary
 
     def _share_weights(self, present: Sequence[bool] | None = None) -> None:
-        if isinstance(self._layout, ReplicatedLayout):
-            self._layout.share_weights(present)
+        self._layout.share_weights(present)
 
     def _num_averaged(self) -> int:
         """What the sum of a round is divided by for a mean: the gradients that meet, unless they carry shares."""
@@ -178,9 +176,9 @@ class Stages(FlatOptimizer):
         return 1 if is_alone else self._link.num_workers * self._layout.num_averaged
 
     def _refuse_unsummed(self) -> None:
-        if self._layout.copies and self._link.exchange is not None:
+        if self._layout.has_replicas and self._link.exchange is not None:
             raise ConfigurationError(
-                f"update() found gradients of {1 + len(self._layout.copies)} replicas that were not summed; call "
+                f"update() found gradients of {len(self._layout.devices)} replicas that were not summed; call "
                 "allreduce_grads() before it, or step() instead of both"
             )
 
@@ -198,19 +196,18 @@ class Stages(FlatOptimizer):
         self._link.check_open()
         self._settle()
         self._follow_instance()
-        tracker = self._layout.tracker
-        tracker.attach()
+        memory = self._layout
+        memory.attach()
         if is_strict:
             try:
-                return tracker.fresh_or_raise(summed)
+                return memory.fresh_or_raise(summed)
             except StaleGradientError:
                 # Gradients do not come back to parameters that were moved, which is then what has to be said.
-                self._layout.check_in_place()
+                memory.check_in_place()
                 raise
-        find = tracker.fresh_or_zeroed if with_zeros else tracker.fresh
-        fresh = find(tracker.participating()) if summed is None else summed
+        fresh = memory.fresh(with_zeros) if summed is None else summed
         if not any(fresh):
-            self._layout.check_in_place()
+            memory.check_in_place()
         return fresh
 
     def _warn_of_no_gradient(self) -> None:
@@ -239,7 +236,7 @@ class Stages(FlatOptimizer):
 
     def _overflows(self) -> bool:
         """Whether a gradient in the arena is infinite or not a number, where that matters."""
-        return self._is_bad or (self._active_limits.checks_finite and not self._layout.grads_are_finite())
+        return self._is_bad or (self._active_limits.checks_finite and not self._layout.is_finite())
 
     @property
     def _active_limits(self) -> Limits:
@@ -289,9 +286,7 @@ class Stages(FlatOptimizer):
         is_first = self._link.start(self._layout, self._optimizer)
         if is_first:
             if _log.isEnabledFor(logging.DEBUG):
-                for name, takes_part in zip(
-                    self._layout.names, self._layout.tracker.participating(), strict=True
-                ):
+                for name, takes_part in zip(self._layout.names, self._layout.participating(), strict=True):
                     if takes_part:
                         _log.debug("parameter %s will be updated", name)
             if self._link.exchange is not None:
@@ -303,7 +298,7 @@ class Stages(FlatOptimizer):
     def _decide(self) -> None:
         """Where the optimizer runs, if that was left open until the first gradients are there."""
         if self._link.is_open:
-            layouts = (self._layout, *self._layout.copies)
+            layouts = self._layout.devices
             grads = [p.grad for layout in layouts for p in layout.parameters]
             self._link.decide(any(grad is not None and grad.is_sparse for grad in grads))
 
@@ -315,10 +310,10 @@ class Stages(FlatOptimizer):
     def _updates_jointly(self) -> bool:
         # Without a store each replica goes its own way, so nothing can be kept for all of them.
         link = self._link
-        return not link.updates_weights and not (self._layout.copies and link.is_alone)
+        return not link.updates_weights and not (self._layout.has_replicas and link.is_alone)
 
     def _can_grow(self) -> bool:
         return self._link.check_growth(self._layout)
 
-    def _leave_store(self, former: Layout) -> None:
+    def _leave_store(self, former: Memory) -> None:
         self._link.leave(former)

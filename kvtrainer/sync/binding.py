@@ -253,7 +253,9 @@ class Binding:
             return
         # Written is not changed: averaged weights that were swapped in may be out again.
         held = self.holder.pull()
-        changed = [name for one, by in zip(layout.devices, written, strict=True) for name in one.differing(by, held)]
+        changed = [
+            name for one, by in zip(layout.devices, written, strict=True) for name in one.differing(by, held)
+        ]
         changed += given
         if changed:
             there = sum(len(one.names) for one in layout.devices)

@@ -101,6 +101,7 @@ def test_step_without_batch_size_is_a_mean_whether_losses_are_scaled_or_not(
     for in_store in (True, False):
         trainer = Trainer(model, "sgd", {"lr": 1.0}, update_on_kvstore=in_store)
         model.load_state_dict({"weight": torch.zeros(1, 1)})
+        trainer.zero_grad()
         model.forward_losses(x, lambda replica, part: replica(part).mean()).backward()
         trainer.step()
         assert [p.item() for p in model.params[0]] == pytest.approx([expected] * 2)

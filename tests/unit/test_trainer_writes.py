@@ -14,7 +14,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from kvtrainer import Trainer, amp, kvstore
 from kvtrainer.errors import WeightsWrittenError
-from kvtrainer.memory.writes import EVERY, WHOLE
+from kvtrainer.memory.arena import EVERY, WHOLE
 from kvtrainer.sync.servers import StoreExchange
 
 X = torch.linspace(-1, 1, 15).view(5, 3)
