@@ -1,35 +1,58 @@
-"""What every strategy is: surroundings and parts of a training run, and four methods that say how they go together."""
+"""Set a process up for training: environment, names, random numbers, log; and make and save the parts of a run."""
 
 from __future__ import annotations
 
+import logging
 import os
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
-from kvtrainer.strategy import weights
+from kvtrainer.config.dicts import check_arguments
+from kvtrainer.errors import ArgumentTypeError
+from kvtrainer.kvstore.base import KVStoreBase
+from kvtrainer.strategy import environment, trainers
+from kvtrainer.strategy import model as models
+from kvtrainer.strategy.agreement import Agreement, Alone
 from kvtrainer.strategy.checkpoint import MapLocation, find_last
-from kvtrainer.strategy.logger import close_logger
-from kvtrainer.strategy.parts import Parts
+from kvtrainer.strategy.model import WITHOUT_WRAPPER, LoadReport, ReviseKeys
+from kvtrainer.strategy.randomness import Randomness, draw_seed, set_randomness
+from kvtrainer.strategy.states import pair_schedules
+from kvtrainer.trainer import Trainer
+from kvtrainer.trainer_dict import TrainerDict
 
 Callback = Callable[[dict[str, Any]], object]
 Path = str | os.PathLike[str]
+TIME = "%Y%m%d_%H%M%S"
+_RUN = ("epoch_length", "max_epochs", "max_iters")
 
 
-class BaseStrategy(Parts, ABC):
+class BaseStrategy(ABC):
     """Sets a process up for training, and prepares, saves and resumes a model with its Trainers and schedules.
 
-    Making one is collective: every worker makes it, with the same arguments.
+    Making one is collective: every worker makes it, with the same arguments. Each part of a run is made by a method
+    that a subclass may override.
 
     Args:
         work_dir: Where checkpoints and logs go; made if it is missing.
         experiment_name: What the run is called, with the time; None: the time alone.
         env_kwargs: launcher, cudnn_benchmark, mp_cfg, dist_cfg, resource_limit and randomness; see `_setup_env`.
         log_kwargs: of `build_logger`.
-        auto_scale_lr: enable, base_batch_size, count_accumulation; see `kvtrainer.strategy.scaling`.
+        auto_scale_lr: enable, base_batch_size, count_accumulation; see `trainers.scale_learning_rates`.
     """
+
+    model: nn.Module
+    """There after `prepare`."""
+    optim_wrapper: Trainer | TrainerDict
+    """The Trainer, or several; there once `prepare` has built it."""
+    param_schedulers: trainers.Schedules
+    """The schedules that `prepare` has built."""
+    kvstore: str | KVStoreBase | None = "device"
+    """A store for all Trainers, or the name of one that each makes for itself where it needs it."""
 
     def __init__(
         self,
@@ -40,14 +63,293 @@ class BaseStrategy(Parts, ABC):
         log_kwargs: Mapping[str, Any] | None = None,
         auto_scale_lr: Mapping[str, Any] | None = None,
     ) -> None:
+        env, log = dict(env_kwargs or {}), dict(log_kwargs or {})
+        check_arguments("env_kwargs", self._setup_env, env)
+        check_arguments("mp_cfg", environment.set_multi_processing, env.get("mp_cfg") or {})
+        check_arguments("log_kwargs", self.build_logger, log)
         self._prepared = False
-        super().__init__(
-            work_dir=work_dir,
-            experiment_name=experiment_name,
-            env_kwargs=env_kwargs,
-            log_kwargs=log_kwargs,
-            auto_scale_lr=auto_scale_lr,
+        self.auto_scale_lr = None if auto_scale_lr is None else dict(auto_scale_lr)
+        self.dispatch_kwargs: dict[str, Any] = {}
+        """What the loop has told `prepare` of itself."""
+        self._work_dir = os.path.abspath(work_dir)
+        os.makedirs(self._work_dir, exist_ok=True)
+        self._agreement: Agreement = Alone()
+        self._env_kwargs = env
+        self._setup_env(**env)
+        name = f"{experiment_name}_{self._timestamp}" if experiment_name is not None else self._timestamp
+        self._experiment_name = self._agreement.broadcast(name.encode()).decode()
+        self._log_dir = os.path.join(self._work_dir, self._timestamp)
+        os.makedirs(self._log_dir, exist_ok=True)
+        self.logger = self.build_logger(**log)
+        self._log_handlers = list(self.logger.handlers)
+
+    @property
+    def work_dir(self) -> str:
+        return self._work_dir
+
+    @property
+    def log_dir(self) -> str:
+        """The directory of this run in `work_dir`; its name is the time."""
+        return self._log_dir
+
+    @property
+    def experiment_name(self) -> str:
+        return self._experiment_name
+
+    @property
+    def launcher(self) -> str:
+        """The program that started the job: 'none', 'kvlaunch', 'dmlc', 'pytorch', 'slurm' or 'mpi'."""
+        return self._launcher
+
+    @property
+    def distributed(self) -> bool:
+        """Whether there may be other workers: a launcher started this one, or the store knows several."""
+        return self._distributed
+
+    @property
+    def seed(self) -> int:
+        """The seed of this rank's random numbers."""
+        return self._seed
+
+    @property
+    def rank(self) -> int:
+        """This worker's number, as the kvstore has it."""
+        return self._agreement.rank
+
+    @property
+    def world_size(self) -> int:
+        """How many workers the kvstore has."""
+        return self._agreement.size
+
+    @property
+    def timestamp(self) -> str:
+        """When the run began, on rank 0."""
+        return self._timestamp
+
+    @property
+    def randomness(self) -> dict[str, Any]:
+        """How random numbers began: seed (None if none was given), diff_rank_seed, deterministic."""
+        return self._randomness.as_dict()
+
+    def _setup_env(
+        self,
+        *,
+        launcher: str | None = None,
+        cudnn_benchmark: bool = False,
+        mp_cfg: Mapping[str, Any] | None = None,
+        dist_cfg: Mapping[str, Any] | None = None,
+        resource_limit: int = 4096,
+        randomness: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Set the process up.
+
+        Args:
+            launcher: One of `environment.LAUNCHERS`; None: what the environment says.
+            cudnn_benchmark: Whether cuDNN tries which algorithm is fastest.
+            mp_cfg: mp_start_method and opencv_num_threads; None leaves multiprocessing and threads alone.
+            dist_cfg: for `_setup_distributed`.
+            resource_limit: How many files may be open at least.
+            randomness: seed (None: one for all ranks), diff_rank_seed (False) and deterministic (False).
+        """
+        self._launcher = environment.infer_launcher(os.environ) if launcher is None else launcher
+        environment.check_launcher(self._launcher)
+        read = Randomness.read(randomness)
+        torch.backends.cudnn.benchmark = bool(cudnn_benchmark)
+        if mp_cfg is not None:
+            environment.set_multi_processing(**mp_cfg, is_distributed=self._launcher != environment.NONE)
+        environment.raise_file_limit(resource_limit)
+        self._distributed = self._launcher != environment.NONE
+        options = dict(dist_cfg or {})
+        if (self._distributed or options.get("world_size", 1) > 1) and not _has_group():
+            self._setup_distributed(**options)
+        self._agreement = self._meet()
+        self._distributed = self._distributed or self.world_size > 1
+        now = time.strftime(TIME, time.localtime())
+        self._timestamp = self._agreement.broadcast(now.encode()).decode()
+        self._set_randomness(read)
+
+    def _setup_distributed(self, *args: Any, **kwargs: Any) -> None:
+        """Join the other processes, where a launcher started the job or dist_cfg has a world_size; here do nothing.
+
+        Not called where there is a process group.
+        """
+        return None
+
+    def _meet(self) -> Agreement:
+        """Return how the workers of the job come to agree; called once, after `_setup_distributed`."""
+        return Alone()
+
+    def _set_randomness(self, randomness: Randomness) -> None:
+        shared = draw_seed() if randomness.seed is None else randomness.seed
+        if randomness.seed is None:
+            shared = int(self._agreement.broadcast(str(shared).encode()))
+        self._randomness = randomness
+        self._seed = set_randomness(randomness, shared, self.rank)
+
+    def build_logger(
+        self,
+        log_level: int | str = "INFO",
+        log_file: str | None = None,
+        *,
+        name: str | None = None,
+        file_mode: str = "a",
+        distributed: bool = False,
+    ) -> logging.Logger:
+        """Make the logger of the run: to the terminal, and to a file.
+
+        Args:
+            log_file: None: in `log_dir`, named after the time.
+            name: of the logger; None: the experiment's.
+            distributed: Whether every rank has a file; else rank 0 alone.
+        """
+        path = os.path.join(self._log_dir, f"{self._timestamp}.log") if log_file is None else log_file
+        return environment.make_logger(
+            name or self._experiment_name, path, log_level, file_mode, self.rank, distributed
         )
+
+    def collect_env(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Describe what the process runs on, and how it was set up."""
+        runtime = {**self._env_kwargs, **self.randomness, "seed": self.seed}
+        runtime.pop("randomness", None)
+        runtime |= {
+            "Distributed launcher": self.launcher,
+            "Distributed training": self.distributed,
+            "GPU number": self.world_size,
+        }
+        return environment.describe_system(), runtime
+
+    def build_model(self, model: nn.Module | dict[str, Any]) -> nn.Module:
+        """See `model.build_model`."""
+        return models.build_model(model)
+
+    def _init_model_weights(self, model: nn.Module) -> nn.Module:
+        """Let the model initialise its weights, where it can, and give every worker rank 0's, with its buffers.
+
+        Not with init_weights_for_test_or_val=False in dispatch_kwargs, for a model that is loaded next.
+        """
+        if self.dispatch_kwargs.get("init_weights_for_test_or_val", True):
+            init = getattr(model, "init_weights", None)
+            if callable(init):
+                init()
+            models.share_weights(model, self._agreement)
+        return model
+
+    def _wrap_model(self, model: nn.Module) -> nn.Module:
+        """Bring the model to where it is trained; the base leaves it where it is."""
+        return model
+
+    def compile_model(self, model: nn.Module, compile: bool | Mapping[str, Any] = False) -> nn.Module:
+        """See `model.compile_model`."""
+        return models.compile_model(model, compile, self.logger)
+
+    def build_optim_wrapper(
+        self, optim_wrapper: Any, model: nn.Module | None = None
+    ) -> Trainer | TrainerDict:
+        """Build a Trainer over the strategy's kvstore, or several; see `trainers.build_trainers`."""
+        return trainers.build_trainers(optim_wrapper, model, self.kvstore)
+
+    def _scale_lr(self) -> None:
+        """Scale learning rates as `auto_scale_lr` says."""
+        self._trainer()
+        micro = self.dispatch_kwargs.get("train_micro_batch_size_per_gpu")
+        trainers.scale_learning_rates(self.auto_scale_lr, self._trainers, micro, self.world_size, self.logger)
+
+    def build_param_scheduler(
+        self,
+        scheduler: Any,
+        optim_wrapper: Trainer | TrainerDict,
+        default_args: Mapping[str, Any] | None = None,
+    ) -> trainers.Schedules:
+        """Build schedules that the Trainer advances; see `trainers.build_schedules`.
+
+        Args:
+            default_args: None: epoch_length, max_epochs and max_iters, as far as dispatch_kwargs has them. There they
+                count backward passes; schedules by step count updates, so they are divided by the passes that one
+                Trainer accumulates.
+        """
+        if default_args is None:
+            run = {name: self.dispatch_kwargs[name] for name in _RUN if name in self.dispatch_kwargs}
+            passes = optim_wrapper.accumulation.counts if isinstance(optim_wrapper, Trainer) else 1
+            default_args = trainers.in_updates(run, passes)
+        return trainers.build_schedules(scheduler, optim_wrapper, default_args, self.logger)
+
+    def model_state_dict(self) -> dict[str, Any]:
+        """Return the weights and buffers of the model, on the CPU, without the names of wrappers."""
+        return models.take_weights(self.model)
+
+    def optim_state_dict(self) -> dict[str, Any]:
+        """Return the state_dict of the Trainer, or of each by name; blocks while state is fetched.
+
+        Raises:
+            ArgumentTypeError: there is no Trainer.
+        """
+        return self._trainer().state_dict()
+
+    def scheduler_state_dict(self) -> list[dict[str, Any]] | dict[str, list[dict[str, Any]]]:
+        """Return the state of every schedule of the Trainer, or by name of each of several."""
+        self._trainer()
+        states = {name: [one.state_dict() for one in t.schedules] for name, t in self._trainers.items()}
+        return states.get("", states)
+
+    def load_model_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        *,
+        strict: bool = False,
+        revise_keys: ReviseKeys = WITHOUT_WRAPPER,
+    ) -> LoadReport:
+        """Load weights into the model; what does not fit is logged, and returned. See `model.load_weights`."""
+        report = models.load_weights(self.model, state_dict, strict, revise_keys)
+        if report:
+            self.logger.warning("the model and the checkpoint do not match: %s", report)
+        return report
+
+    def load_optim_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over what `optim_state_dict` gave; call it on every worker."""
+        self._trainer().load_state_dict(dict(state_dict))
+
+    def load_scheduler_state_dict(self, state_dict: Any) -> None:
+        """Take over what `scheduler_state_dict` gave.
+
+        Raises:
+            StateMismatchError: as `check_scheduler_state_dict`; nothing has changed then.
+        """
+        for schedule, state in self._scheduled(state_dict):
+            schedule.load_state_dict(state)
+
+    def check_scheduler_state_dict(self, state_dict: Any) -> None:
+        """Raise StateMismatchError unless `load_scheduler_state_dict` can take this; override both.
+
+        It is of other Trainers then, or of another number or kind of schedules.
+        """
+        self._scheduled(state_dict)
+
+    def _scheduled(self, state_dict: Any) -> list[tuple[Any, Mapping[str, Any]]]:
+        """Pair every schedule with its state, which fits."""
+        self._trainer()
+        schedules = {name: list(one.schedules) for name, one in self._trainers.items()}
+        rows = pair_schedules(schedules.get("", schedules), state_dict)
+        for schedule, state in rows:
+            schedule.check_state_dict(state)
+        return rows
+
+    def _wrapper(self) -> Trainer | TrainerDict | None:
+        """Return what was built to train the model, if anything."""
+        return getattr(self, "optim_wrapper", None)
+
+    def _trainer(self) -> Trainer | TrainerDict:
+        wrapper = self._wrapper()
+        if wrapper is None:
+            raise ArgumentTypeError(
+                "this strategy has no Trainer, so there is no state of an optimizer; give prepare() an optim_wrapper"
+            )
+        return wrapper
+
+    @property
+    def _trainers(self) -> Mapping[str, Trainer]:
+        """All Trainers; a single one has the name ''."""
+        wrapper = self._wrapper()
+        return {} if wrapper is None else {"": wrapper} if isinstance(wrapper, Trainer) else wrapper
 
     @abstractmethod
     def prepare(
@@ -68,7 +370,7 @@ class BaseStrategy(Parts, ABC):
         *,
         map_location: MapLocation = "cpu",
         strict: bool = False,
-        revise_keys: weights.ReviseKeys = weights.WITHOUT_WRAPPER,
+        revise_keys: ReviseKeys = WITHOUT_WRAPPER,
         callback: Callback | None = None,
     ) -> dict[str, Any]:
         """Load weights; see `Strategy.load_checkpoint`."""
@@ -125,7 +427,11 @@ class BaseStrategy(Parts, ABC):
 
     def close(self) -> None:
         """Close the Trainers and the log; idempotent."""
-        if hasattr(self, "optim_wrapper"):
+        if self._wrapper() is not None:
             self._trainer().close()
         self._agreement.close()
-        close_logger(self.logger, self._log_handlers)  # a later strategy may have the same name
+        environment.close_logger(self.logger, self._log_handlers)  # a later strategy may have the same name
+
+
+def _has_group() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()

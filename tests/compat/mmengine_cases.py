@@ -232,7 +232,7 @@ def a_schedule_that_had_ended_goes_on_where_training_is_longer(folder: Path) -> 
     cycle = prepared(folder, {"optimizer": SGD}, {**steps[1], "total_steps": 8})
     cycle.save_checkpoint(str(folder / "cycle.pth"), extra_ckpt={"meta": {"iter": 0, "epoch": 0}})
     refused(StateMismatchError, lambda: prepared(folder, {"optimizer": SGD}, steps[:1] * 2).resume(
-        str(folder / "cycle.pth")), "2 schedulers")  # fmt: skip
+        str(folder / "cycle.pth")), "2 schedules")  # fmt: skip
 
 
 def random_schedules_have_the_same_values(folder: Path) -> None:

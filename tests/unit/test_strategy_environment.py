@@ -271,7 +271,7 @@ def test_a_strategy_that_is_closed_leaves_the_log_to_one_of_the_same_name(make: 
 
 
 def test_other_ranks_write_errors_only_and_files_on_request(tmp_path: Path) -> None:
-    from kvtrainer.strategy.logger import close_logger, make_logger
+    from kvtrainer.strategy.environment import close_logger, make_logger
 
     path = str(tmp_path / "run.log")
     logger = make_logger("one of two", path, rank=1)

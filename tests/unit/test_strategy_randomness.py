@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from kvtrainer.errors import ConfigurationError
+from kvtrainer.strategy.checkpoint import pack_tree, plain_copy, unpack_tree
 from kvtrainer.strategy.randomness import Randomness, rng_state, set_randomness, set_rng_state
-from kvtrainer.strategy.trees import pack_tree, plain_copy, unpack_tree
 from tests.support.strategies import Make, make
 
 __all__ = ["make"]

@@ -10,7 +10,7 @@ import torch
 
 from kvtrainer import Trainer, lr_scheduler
 from kvtrainer.errors import ConfigurationError
-from kvtrainer.strategy.scaling import scale_learning_rates
+from kvtrainer.strategy.trainers import scale_learning_rates
 from tests.support.strategies import SGD, Make, Net, make
 
 __all__ = ["make"]

@@ -6,6 +6,7 @@ import copy
 import datetime
 import inspect
 import os
+import socket
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,15 +20,15 @@ from mmengine.optim import AmpOptimWrapper, OptimWrapper, OptimWrapperDict
 from mmengine.registry import OPTIM_WRAPPERS, STRATEGIES
 from torch import nn
 
+from kvtrainer.env import read_servers
 from kvtrainer.errors import ArgumentTypeError, ConfigurationError
-from kvtrainer.integrations.mmengine.schedulers import load_states, paired, states_of
 from kvtrainer.integrations.mmengine.values import decode_checkpoint, encode_checkpoint, mmengine_globals
-from kvtrainer.integrations.mmengine.worker_group import join_workers
 from kvtrainer.integrations.mmengine.wrapper import TrainerOptimWrapper
 from kvtrainer.kvstore.base import KVStoreBase
 from kvtrainer.strategy import Agreement, Strategy, environment
 from kvtrainer.strategy.checkpoint import OPTIMIZER
-from kvtrainer.strategy.weights import WITHOUT_WRAPPER, ReviseKeys
+from kvtrainer.strategy.model import WITHOUT_WRAPPER, ReviseKeys
+from kvtrainer.strategy.states import pair_schedules
 from kvtrainer.trainer import Trainer
 from kvtrainer.trainer_dict import TrainerDict
 
@@ -37,6 +38,8 @@ _UNKNOWN_TO_MMENGINE = ("kvlaunch", "dmlc", "mpi")
 """Launchers that mmengine takes for none; of MPI's it knows Open MPI's alone."""
 _LOOSE_PATTERN = [(r"^module.", "")]
 """What mmengine revises names with, which would also cut 'module1.weight' short."""
+_HORIZON = ("end", "total_iters", "total_steps", "T_max", "_schedule_phases")
+"""How long a scheduler goes, in its state: the configuration says that."""
 Callback = Callable[[dict[str, Any]], object]
 
 
@@ -127,7 +130,7 @@ class KVStoreStrategy(Strategy, BaseStrategy):  # type: ignore[misc]
         if isinstance(optim_wrapper, Mapping):
             optim_wrapper = self._over_trainers(optim_wrapper, model)
         built = BaseStrategy.build_optim_wrapper(self, optim_wrapper, model)
-        for name, one in _wrappers(built).items():
+        for name, one in _by_name(built).items():
             if not isinstance(one, TrainerOptimWrapper):
                 raise ArgumentTypeError(
                     f"the optimizer wrapper {name!r} is of type {type(one).__name__}, which knows no kvstore; give its "
@@ -168,20 +171,38 @@ class KVStoreStrategy(Strategy, BaseStrategy):  # type: ignore[misc]
 
     def _scale_lr(self) -> None:
         super()._scale_lr()
-        for wrapper in _wrappers(self.optim_wrapper).values():
+        for wrapper in self._optim_wrappers.values():
             wrapper.follow_defaults()
 
     def scheduler_state_dict(self) -> Any:
-        """The state of every scheduler, or by name of each of several optimizers; without functions."""
-        return states_of(getattr(self, "param_schedulers", []))
+        """Return the state of every scheduler, or by name of each of several optimizers; without functions."""
+        schedulers = getattr(self, "param_schedulers", [])
+        by_name = schedulers if isinstance(schedulers, Mapping) else {"": schedulers}
+        states = {
+            name: [{n: v for n, v in one.state_dict().items() if not callable(v)} for one in its]
+            for name, its in by_name.items()
+        }
+        return states.get("", states)
 
     def load_scheduler_state_dict(self, state_dict: Any) -> None:
-        """Take over what `scheduler_state_dict` gave. Raises StateMismatchError, as `schedulers.load_states`."""
-        load_states(getattr(self, "param_schedulers", []), state_dict)
+        """Take over what `scheduler_state_dict` gave, with schedulers that may go on for longer.
+
+        One that was past its end, and now has a later one, makes up for the steps that it has missed.
+
+        Raises:
+            StateMismatchError: as `check_scheduler_state_dict`; nothing has changed then.
+        """
+        for scheduler, state in pair_schedules(getattr(self, "param_schedulers", []), state_dict):
+            scheduler.load_state_dict({name: value for name, value in state.items() if name not in _HORIZON})
+            ended, passed = state.get("end", scheduler.end), scheduler._global_step
+            if ended < scheduler.end and passed >= ended and not getattr(scheduler, "need_val_args", False):
+                scheduler._global_step = ended - 1
+                for _ in range(ended, passed + 1):
+                    scheduler.step()
 
     def check_scheduler_state_dict(self, state_dict: Any) -> None:
         """Raise StateMismatchError unless `load_scheduler_state_dict` can take this."""
-        paired(getattr(self, "param_schedulers", []), state_dict)
+        pair_schedules(getattr(self, "param_schedulers", []), state_dict)
 
     def load_checkpoint(
         self,
@@ -211,45 +232,38 @@ class KVStoreStrategy(Strategy, BaseStrategy):  # type: ignore[misc]
         """As of Strategy, to a file on this host; remarks of hooks that are no plain values are left out."""
 
         def encode(checkpoint: dict[str, Any]) -> None:
+            checkpoint["meta"]["mmengine"] = mmengine.__version__
+            if OPTIMIZER in checkpoint:
+                for name, wrapper in self._optim_wrappers.items():
+                    _part(checkpoint[OPTIMIZER], name)[_NOTES] = wrapper.notes()
             if callback is not None:
                 callback(checkpoint)
             encode_checkpoint(checkpoint)
 
         super().save_checkpoint(filename, callback=encode, **options)
 
-    def _checkpoint(self, save_optimizer: bool, *args: Any) -> dict[str, Any]:
-        found = super()._checkpoint(save_optimizer, *args)
-        found["meta"]["mmengine"] = mmengine.__version__
-        if save_optimizer:
-            for name, wrapper in _wrappers(getattr(self, "optim_wrapper", None)).items():
-                _part(found[OPTIMIZER], name)[_NOTES] = wrapper.notes()
-        return found
+    def _fit_optimizer(self, states: Any, own: Mapping[str, Any]) -> Callable[[], None]:
+        wrappers = self._optim_wrappers
+        if not any("param_groups" in _part(states, name) for name in wrappers):
+            take_over = super()._fit_optimizer(states, own)
 
-    def _check_optimizer(self, states: Any, share: Mapping[str, Any]) -> None:
-        wrappers = _wrappers(self.optim_wrapper)
-        if not _is_of_mmengine(states, wrappers):
-            super()._check_optimizer(states, share)
-            return
-        for name, wrapper in wrappers.items():
+            def take_all() -> None:
+                take_over()
+                for name, wrapper in wrappers.items():
+                    wrapper.take_notes(_part(states, name).get(_NOTES, {}))
+
+            return take_all
+        for name, wrapper in wrappers.items():  # the states of mmengine's own wrappers
             wrapper.optimizer.check_state_dict(_part(states, name))
+        return lambda: self.optim_wrapper.load_state_dict(dict(states))
 
-    def _put_optimizer(self, states: Any, share: Mapping[str, Any]) -> None:
-        wrappers = _wrappers(self.optim_wrapper)
-        if _is_of_mmengine(states, wrappers):
-            self.optim_wrapper.load_state_dict(dict(states))
-            return
-        super()._put_optimizer(states, share)
-        for name, wrapper in wrappers.items():
-            wrapper.take_notes(_part(states, name).get(_NOTES, {}))
+    @property
+    def _optim_wrappers(self) -> dict[str, TrainerOptimWrapper]:
+        return _by_name(getattr(self, "optim_wrapper", None))
 
     def _wrapper(self) -> Any:
-        wrappers = _wrappers(getattr(self, "optim_wrapper", None))
-        if "" in wrappers:
-            return wrappers[""].optimizer
-        return TrainerDict(**{name: one.optimizer for name, one in wrappers.items()}) if wrappers else None
-
-    def _trainer(self) -> Any:
-        return self._wrapper() or super()._trainer()
+        trainers = {name: one.optimizer for name, one in self._optim_wrappers.items()}
+        return trainers.get("") or (TrainerDict(**trainers) if trainers else None)
 
     def close(self) -> None:
         """Close the Trainers, the store, the group of workers and the log; idempotent."""
@@ -258,20 +272,15 @@ class KVStoreStrategy(Strategy, BaseStrategy):  # type: ignore[misc]
             dist.destroy_process_group()
 
 
-def _wrappers(built: Any) -> dict[str, Any]:
-    """All wrappers; a single one has the name ''."""
+def _by_name(built: Any) -> dict[str, Any]:
+    """Return all wrappers; a single one has the name ''."""
     if built is None:
         return {}
     return dict(built.items()) if isinstance(built, OptimWrapperDict) else {"": built}
 
 
-def _is_of_mmengine(states: Any, wrappers: Mapping[str, Any]) -> bool:
-    """Whether these are the states of mmengine's own wrappers."""
-    return any("param_groups" in _part(states, name) for name in wrappers)
-
-
 def _part(states: Any, name: str) -> Any:
-    """Of the states of wrappers that of one; a single one has the name ''."""
+    """Return one wrapper's part of states; those of a single one, named '', are not divided."""
     return states.get(name, {}) if name else states
 
 
@@ -283,3 +292,43 @@ def _group_options(cfg: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(options.get("timeout"), int | float):
         options["timeout"] = datetime.timedelta(seconds=options["timeout"])
     return options
+
+
+def join_workers(agreement: Agreement, options: Mapping[str, Any]) -> None:
+    """Put the workers of a store into a torch.distributed group, with the same ranks; collective, blocks.
+
+    Where rank 0 listens is agreed on over the store, at an address that the servers are reached from.
+
+    Args:
+        options: of torch.distributed.init_process_group.
+    """
+    listener, told = None, b""
+    if agreement.rank == 0:
+        host = own_address(os.environ)
+        listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        told = f"{host} {listener.getsockname()[1]}".encode()
+    host, port = agreement.broadcast(told).decode().split()
+    timeout = options.get("timeout", datetime.timedelta(minutes=5))
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        host,
+        int(port),
+        agreement.size,
+        is_master=listener is not None,
+        timeout=timeout,
+        wait_for_workers=False,
+        master_listen_fd=None if listener is None else listener.detach(),
+    )
+    environment.init_process_group(
+        os.environ, **{**options, "store": store, "rank": agreement.rank, "world_size": agreement.size}
+    )
+
+
+def own_address(environ: Mapping[str, str]) -> str:
+    """The address of this host on the way to the first server: that of the loopback where the servers are here."""
+    servers = read_servers(environ) or ("tcp://127.0.0.1:1",)
+    host, _, port = servers[0].removeprefix("tcp://").rpartition(":")
+    found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)
+    family, kind, protocol, _, address = found[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(address)  # sends nothing
+        return str(probe.getsockname()[0])

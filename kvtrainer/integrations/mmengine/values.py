@@ -14,7 +14,7 @@ import torch
 from mmengine.logging import HistoryBuffer
 
 from kvtrainer.errors import ConfigurationError
-from kvtrainer.strategy.trees import plain_copy
+from kvtrainer.strategy.checkpoint import plain_copy
 
 _log = logging.getLogger(__name__)
 

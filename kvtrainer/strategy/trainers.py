@@ -1,4 +1,9 @@
-"""From what a configuration says of a model and its optimizers to a Module, to Trainers and to schedules."""
+"""Build Trainers and their schedules from a configuration, and scale their learning rates.
+
+    lr ← lr · (workers · batch of one worker · its replicas [· accumulated passes]) / base batch size
+
+Goyal et al.: Accurate, Large Minibatch SGD, 2017, section 2.1.
+"""
 
 from __future__ import annotations
 
@@ -7,64 +12,46 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from kvstore_server import check
 from kvtrainer.config.optimizers import construct, instance_arguments, read_wrapper
 from kvtrainer.errors import ArgumentTypeError, ConfigurationError
 from kvtrainer.kvstore.base import KVStoreBase
-from kvtrainer.registry import MODELS
 from kvtrainer.schedules.config import build_param_schedules
 from kvtrainer.schedules.param_schedule import BoundSchedule
-from kvtrainer.strategy.weights import trained, unwrapped
+from kvtrainer.strategy.model import trained, unwrapped
 from kvtrainer.trainer import Trainer
 from kvtrainer.trainer_dict import TrainerDict
 
 Schedules = list[BoundSchedule] | dict[str, list[BoundSchedule]]
+_LR_NOTES = ("lr", "initial_lr", "max_lr", "min_lr", "swa_lr")
 
 
-def build_model(model: nn.Module | Mapping[str, Any]) -> nn.Module:
-    """The model itself, or what a dict with the `type` of a registered one describes.
+class ScheduledTooEarlyError(ConfigurationError, RuntimeError):
+    """The learning rate is to be scaled after schedules have begun with it."""
 
-    Raises:
-        ArgumentTypeError: it is neither.
-        UnregisteredNameError: there is no such model.
+
+def in_updates(run: Mapping[str, Any], passes: int) -> dict[str, Any]:
+    """How long a run is in updates, where its max_iters and epoch_length count passes, so many to an update.
+
+    An epoch that does not end with an update has no length.
     """
-    built = MODELS.build(model) if isinstance(model, Mapping) else model
-    if not isinstance(built, nn.Module):
-        raise ArgumentTypeError(
-            f"model should be a nn.Module object or dict, but got {type(built).__name__}: {built!r:.80}"
-        )
-    return built
+    counted = dict(run)
+    if passes > 1 and isinstance(run.get("max_iters"), int):
+        counted["max_iters"] = -(-run["max_iters"] // passes)  # a last, shorter window is an update, too
+    if passes > 1 and isinstance(run.get("epoch_length"), int):
+        whole, rest = divmod(run["epoch_length"], passes)
+        counted["epoch_length"] = None if rest else whole
+    return counted
 
 
-def compile_model(
-    model: nn.Module, compile: bool | Mapping[str, Any] | None, log: logging.Logger
-) -> nn.Module:
-    """Let torch.compile compile a method of the model, in place; the names of its weights stay as they are.
-
-    Args:
-        compile: False or None leaves the model as it is, and so does disable=True; a dict has the method, `target`
-            ('forward'), and options of torch.compile.
-
-    Raises:
-        ConfigurationError: the model has no such method, or `compile` is something else.
-    """
-    if compile is None or compile is False:
-        return model
-    if compile is not True and not isinstance(compile, Mapping):
-        raise ArgumentTypeError(f"compile must be a bool or a dict, got {compile!r:.80}")
-    options = {} if compile is True else dict(compile)
-    target = options.pop("target", "forward")
-    if options.get("disable", False):
-        return model
-    if not callable(getattr(model, target, None)):
-        raise ConfigurationError(f"{type(model).__name__} has no method {target!r} to compile")
-    if target == "forward":
-        model.compile(**options)
-    else:
-        setattr(model, target, torch.compile(getattr(model, target), **options))
-    log.info("%s of the model is compiled: the first iterations will be slow", target)
-    return model
+def devices_of(trainers: Mapping[str, Trainer]) -> list[torch.device]:
+    """The devices of all parameters, each once."""
+    found = {
+        p.device: None for one in trainers.values() for group in one.param_groups for p in group["params"]
+    }
+    return list(found)
 
 
 def build_trainers(
@@ -174,3 +161,69 @@ def _refuse_others(cfg: Any) -> None:
     for one in cfg if isinstance(cfg, list | tuple) else [cfg]:
         if one is None or isinstance(one, str | int | float):
             raise ArgumentTypeError(f"scheduler should be a schedule or a dict, but got {one!r:.200}")
+
+
+def scale_learning_rates(
+    cfg: Mapping[str, Any] | None,
+    trainers: Mapping[str, Trainer],
+    micro_batch: int | None,
+    num_workers: int,
+    log: logging.Logger,
+) -> float:
+    """Scale the learning rates of all groups and what they are based on; return the factor.
+
+    Args:
+        cfg: `enable` (False), `base_batch_size`, and `count_accumulation` (False): whether the passes that make one
+            update count as well. None: nothing is scaled.
+        micro_batch: Samples in a batch of one worker, or of one device where it has replicas.
+
+    Raises:
+        ConfigurationError: an option is missing or impossible.
+        RuntimeError: a schedule has taken the learning rate already. (Also a ConfigurationError.)
+    """
+    if cfg is None:
+        return 1.0
+    known = ("enable", "base_batch_size", "count_accumulation")
+    unknown = sorted(set(cfg) - set(known))
+    if unknown:
+        raise ConfigurationError(f"auto_scale_lr has no {', '.join(unknown)}; it takes {', '.join(known)}")
+    if not cfg.get("enable", False):
+        return 1.0
+    base = check.integer("base_batch_size of auto_scale_lr", cfg.get("base_batch_size"), 1)
+    needed = "train_micro_batch_size_per_gpu of dispatch_kwargs, which auto_scale_lr needs,"
+    micro = check.integer(needed, micro_batch, 1)
+    if any(trainer.schedules for trainer in trainers.values()):
+        raise ScheduledTooEarlyError(
+            "schedules took their base from the learning rate before it was scaled; build them after it, by "
+            "prepare(param_scheduler=...)"
+        )
+    factor, scaled = 1.0, set[int]()
+    for name, trainer in trainers.items():
+        replicas = trainer.num_replicas
+        passes = trainer.accumulation.counts if cfg.get("count_accumulation", False) else 1
+        real = num_workers * micro * replicas * passes
+        factor = real / base
+        parts = f"{num_workers} workers · {micro}" + (f" · {replicas} replicas" if replicas > 1 else "")
+        parts += f" · {passes} accumulated" if passes > 1 else ""
+        log.info(
+            "learning rate%s · %g: batch size %s = %d, base %d",
+            name and f" of {name}",
+            factor,
+            parts,
+            real,
+            base,
+        )
+        _scale(trainer, factor, scaled)
+    return factor
+
+
+def _scale(trainer: Trainer, factor: float, scaled: set[int]) -> None:
+    """Scale what a Trainer has; of schedulers those that are not in `scaled`, because Trainers may share one."""
+    scheduler = trainer.optimizer.lr_scheduler
+    if scheduler is not None and id(scheduler) not in scaled and hasattr(scheduler, "base_lr"):
+        scheduler.base_lr *= factor  # a function that decides alone refuses that
+        scaled.add(id(scheduler))
+    for options in (*trainer.param_groups, trainer.defaults):
+        for name in _LR_NOTES:
+            if isinstance(options.get(name), int | float | Tensor):
+                options[name] = options[name] * factor

@@ -1,8 +1,9 @@
-"""Weights of a model as a checkpoint has them: taken out, and loaded with a report of what did not fit."""
+"""Build a model, look inside of its wrappers, and take, load and share its weights."""
 
 from __future__ import annotations
 
 import hashlib
+import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -10,10 +11,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from kvtrainer.errors import ConfigurationError, StateMismatchError
+from kvtrainer.errors import ArgumentTypeError, ConfigurationError, StateMismatchError
 from kvtrainer.parallel import DataParallel
+from kvtrainer.registry import MODELS
 from kvtrainer.strategy.agreement import Agreement
-from kvtrainer.strategy.trees import pack_tree, unpack_tree
+from kvtrainer.strategy.checkpoint import pack_tree, unpack_tree
 
 ReviseKeys = Sequence[tuple[str, str]]
 WITHOUT_WRAPPER: ReviseKeys = ((r"^module\.", ""),)
@@ -38,6 +40,51 @@ class LoadReport(NamedTuple):
     def __str__(self) -> str:
         parts = zip(("missing", "unexpected", "of another shape"), self, strict=True)
         return "; ".join(f"{what}: {', '.join(names)}" for what, names in parts if names) or "everything fits"
+
+
+def build_model(model: nn.Module | Mapping[str, Any]) -> nn.Module:
+    """The model itself, or what a dict with the `type` of a registered one describes.
+
+    Raises:
+        ArgumentTypeError: it is neither.
+        UnregisteredNameError: there is no such model.
+    """
+    built = MODELS.build(model) if isinstance(model, Mapping) else model
+    if not isinstance(built, nn.Module):
+        raise ArgumentTypeError(
+            f"model should be a nn.Module object or dict, but got {type(built).__name__}: {built!r:.80}"
+        )
+    return built
+
+
+def compile_model(
+    model: nn.Module, compile: bool | Mapping[str, Any] | None, log: logging.Logger
+) -> nn.Module:
+    """Let torch.compile compile a method of the model, in place; the names of its weights stay as they are.
+
+    Args:
+        compile: False or None leaves the model as it is, and so does disable=True; a dict has the method, `target`
+            ('forward'), and options of torch.compile.
+
+    Raises:
+        ConfigurationError: the model has no such method, or `compile` is something else.
+    """
+    if compile is None or compile is False:
+        return model
+    if compile is not True and not isinstance(compile, Mapping):
+        raise ArgumentTypeError(f"compile must be a bool or a dict, got {compile!r:.80}")
+    options = {} if compile is True else dict(compile)
+    target = options.pop("target", "forward")
+    if options.get("disable", False):
+        return model
+    if not callable(getattr(model, target, None)):
+        raise ConfigurationError(f"{type(model).__name__} has no method {target!r} to compile")
+    if target == "forward":
+        model.compile(**options)
+    else:
+        setattr(model, target, torch.compile(getattr(model, target), **options))
+    log.info("%s of the model is compiled: the first iterations will be slow", target)
+    return model
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
