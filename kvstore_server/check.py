@@ -6,7 +6,7 @@ A bool is no number. Numbers and integers of numpy are numbers and integers.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from numbers import Integral, Real
 from typing import TypeGuard, TypeVar
 
@@ -110,6 +110,27 @@ def one_of(
             return choice
     hint = did_you_mean(value, [one for one in choices if isinstance(one, str)])
     raise error(f"{name} must be {_listed(choices)}, got {value!r:.80}{hint}")
+
+
+def known(
+    what: str,
+    given: Iterable[object],
+    names: Iterable[str],
+    *,
+    error: type[ConfigurationError] = ConfigurationError,
+) -> None:
+    """Raise an error unless all names that are given are known; it lists those that are.
+
+    Args:
+        what: What has these options, keys or entries, for the message.
+    """
+    right = list(names)
+    wrong = [one for one in given if one not in right]
+    if wrong:
+        listing = ", ".join(right) or "none"
+        raise error(
+            f"{what} has no option {', '.join(map(repr, wrong))}; its options are {listing}{did_you_mean(wrong, right)}"
+        )
 
 
 def _listed(choices: Collection[object]) -> str:

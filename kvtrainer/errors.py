@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 from typing import Any, TypeVar
 
 from kvstore_server.errors import (
@@ -112,6 +113,14 @@ def _native(kind: type[KVStoreError], number: int) -> type[KVStoreError]:
         return file_error, (kind, str(self), self.errno, self.filename)
 
     return type(kind.__name__, (kind, native), {"__module__": kind.__module__, "__reduce__": reduce})
+
+
+def level_of_user() -> int:
+    """Count how many frames above the caller the script is that has called this package; a warning points there."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "kvtrainer":
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 class ParameterMovedError(KVStoreError):

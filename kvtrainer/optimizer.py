@@ -23,7 +23,6 @@ On parameter servers the module that defines it is loaded with `kvstore-server -
 from __future__ import annotations
 
 import inspect
-import sys
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -33,7 +32,7 @@ import torch.optim
 from kvstore_server.optimizer import Optimizer, register
 from kvstore_server.optimizer import create as _create
 from kvstore_server.optimizer.options import ALIASES
-from kvtrainer.errors import TorchNameWarning
+from kvtrainer.errors import TorchNameWarning, level_of_user
 
 __all__ = ["Optimizer", "create", "register"]
 
@@ -80,13 +79,5 @@ def _compare_with_torchs(name: str, kind: type[Optimizer], options: Mapping[str,
             f"optimizer {name!r} is Gluon's, which has other numbers than torch.optim.{name}: {', '.join(differing)}. "
             f"Write 'torch:{name}' for torch's, and {name.lower()!r} or these numbers for Gluon's",
             TorchNameWarning,
-            stacklevel=_level_of_user(),
+            stacklevel=level_of_user(),
         )
-
-
-def _level_of_user() -> int:
-    """How many frames above the caller the script is that has called this package."""
-    frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "kvtrainer":
-        frame, level = frame.f_back, level + 1
-    return level

@@ -14,11 +14,8 @@ import torch.optim
 
 from kvtrainer.errors import ArgumentTypeError, ConfigurationError
 from kvtrainer.hooks.base import Hook, Priority
-from kvtrainer.schedules.group_values import GroupValue
-from kvtrainer.schedules.param_schedule import MomentumWarmup
-from kvtrainer.schedules.policies import warmup_factor
-from kvtrainer.schedules.policy_names import check_options, make_policy
-from kvtrainer.schedules.spec import ScheduleSpec
+from kvtrainer.schedules.formulas import check_options, make_policy, warmup_factor
+from kvtrainer.schedules.param_schedule import GroupValue, MomentumWarmup, ScheduleSpec
 
 Values = list[Any] | dict[str, list[Any]]
 """One for each parameter group; of several optimizers by their names."""

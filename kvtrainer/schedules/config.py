@@ -1,31 +1,26 @@
-"""From what a configuration or a script says to schedules of an optimizer.
+"""Reads schedules as configurations say them: MMCV's `policy`, mmengine's `type` and Detectron's SOLVER.
 
-A schedule may be given as a ParamSchedule or its spec, as a scheduler of torch or a function that makes one, and as a
-dict in one of the forms that MMCV (`policy`) and mmengine (`type`) use.
+mmengine multiplies the present value step by step. Here each schedule gives a value from where it starts and from how
+far it is, and schedules of one value build on one another; where their windows do not overlap, or they are factors,
+both come to the same numbers. Where OneCycle, CosineRestart, or a minimum other than 0 overlaps another schedule, they
+do not: there mmengine's numbers depend on the order of the steps, and may exceed those of either schedule.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch.optim
+from torch.optim import lr_scheduler
 
+from kvstore_server import check
 from kvstore_server.errors import did_you_mean
-from kvtrainer.errors import ArgumentTypeError, ConfigurationError, UnknownNameError, UnregisteredNameError
-from kvtrainer.schedules.bound_torch import PlateauSchedule, TorchSchedule
-from kvtrainer.schedules.checks import check_owner, fit_together, is_bound, kept_on_error
-from kvtrainer.schedules.param_schedule import BoundSchedule, ParamSchedule, WarmupClock
-from kvtrainer.schedules.spec import ScheduleSpec
-from kvtrainer.schedules.types import from_type
-
-__all__ = [
-    "bind_schedules",
-    "build_param_schedules",
-    "detectron_schedule",
-    "schedule_from_lr_config",
-    "schedule_from_momentum_config",
-]
+from kvtrainer.errors import ConfigurationError, GroupValueError, UnregisteredNameError
+from kvtrainer.registry import SCHEDULES
+from kvtrainer.schedules.formulas import MMENGINE
+from kvtrainer.schedules.param_schedule import ParamSchedule, ScheduleSpec
+from kvtrainer.schedules.torch_schedule import PlateauSchedule
 
 _RUN = ("max_epochs", "max_iters", "epoch_length")
 _WARMUP = ("warmup", "warmup_iters", "warmup_ratio", "warmup_by_epoch")
@@ -33,87 +28,63 @@ _WARMUP_OF_MOMENTUM = 0.9
 """Where a warm-up of momentum begins unless it is said otherwise."""
 _STEPWISE = ("cyclic", "onecycle")
 """Policies that MMCV has by iteration only."""
+_INFINITE = 10**9
+"""What mmengine calls INF: an end that never comes."""
+_TYPES = (
+    "Constant",
+    "Linear",
+    "Step",
+    "MultiStep",
+    "Exponential",
+    "CosineAnnealing",
+    "Poly",
+    "OneCycle",
+    "CosineRestart",
+    "ReduceOnPlateau",
+)
+"""mmengine's types, each with LR, Momentum or ParamScheduler after it."""
+_WHEN = (
+    "type",
+    "param_name",
+    "begin",
+    "end",
+    "by_epoch",
+    "convert_to_iter_based",
+    "epoch_length",
+    "last_step",
+    "verbose",
+    "groups",
+)
+"""Entries of a dict with a `type` that are no options of its formula."""
 _DETECTRON = ("step", "steps_with_decay", "steps_with_lrs", "cosine_decay", "exp_decay")
 
+Maker = Callable[[torch.optim.Optimizer], Any]
+"""Makes a schedule, or its spec, of an optimizer."""
 
-def bind_schedules(
-    given: Sequence[Any],
-    optimizer: torch.optim.Optimizer,
-    default_args: Mapping[str, Any] | None = None,
-    bound_before: Sequence[BoundSchedule] = (),
-) -> list[BoundSchedule]:
-    """Tie schedules to an optimizer, in their order; those of the same value build on one another.
+
+def read_schedule(
+    cfg: Mapping[str, Any], default_args: Mapping[str, Any]
+) -> tuple[ScheduleSpec | Maker, str]:
+    """Read a dict with 'policy' or 'type'.
 
     Args:
-        given: Each a ScheduleSpec (`ParamSchedule.unbound`), a dict with 'policy' or 'type', a function
-            optimizer → scheduler, or something bound to this optimizer: a ParamSchedule or a scheduler of torch, or
-            one that is used alike.
-            `dict(scheduler=…, by='epoch')` says of a scheduler of torch that it goes by epoch, and not by step.
-        optimizer: A torch.optim.Optimizer, so also a Trainer.
-        default_args: max_epochs, max_iters and epoch_length, for dicts that do not say where they end.
-        bound_before: What the optimizer has already; those of the same value are built on.
+        cfg: A `run` in it has the configuration's own max_epochs and so on.
+        default_args: max_epochs, max_iters, epoch_length, where known.
 
     Returns:
-        What is to be advanced; a schedule by epoch whose warm-up goes by step is followed by the clock of that,
-        unless that is given too, as by whoever binds what this returned.
+        A schedule, or what makes one of an optimizer; and whether one of torch's goes by 'epoch' or 'step'.
 
     Raises:
-        ArgumentTypeError: one is nothing of this.
-        ConfigurationError: one does not fit the optimizer, or would undo what another one writes. In either case the
-            groups are as before.
+        UnregisteredNameError: there is no such policy or type.
+        ConfigurationError: an option is unknown, missing or impossible.
     """
-    if isinstance(given, str) or not isinstance(given, Sequence):
-        raise ArgumentTypeError(f"schedules must be a list of schedules, got {given!r:.80}")
-    run = _run_of(default_args)
-    bound: list[BoundSchedule] = []
-    last = {one.name: one for one in bound_before if isinstance(one, ParamSchedule)}
-    made: list[BoundSchedule] = []
-    with kept_on_error(optimizer, made):
-        for one in given:
-            schedule = _bind(one, optimizer, run, last)
-            if schedule is not one:
-                made.append(schedule)
-            _check_by(one, schedule)
-            bound.append(schedule)
-            if isinstance(schedule, ParamSchedule):
-                last[schedule.name] = schedule
-                clock = schedule.warmup_clock
-                if clock is not None and not any(other is clock for other in given):
-                    bound.append(clock)
-        fit_together([*bound_before, *bound])
-    return bound
-
-
-def build_param_schedules(
-    cfg: Any, optimizer: Any, default_args: Mapping[str, Any] | None = None
-) -> list[BoundSchedule] | dict[str, list[BoundSchedule]]:
-    """Make the schedules of one optimizer, or of several by name, as mmengine's build_param_scheduler does.
-
-    Args:
-        cfg: One schedule or a list, as `bind_schedules` takes them. For several optimizers also a dict of these by the
-            name of the optimizer; otherwise all get the same.
-        optimizer: A torch.optim.Optimizer or a mapping of several by name.
-        default_args: max_epochs, max_iters, epoch_length; read only.
-
-    Raises:
-        ArgumentTypeError: `optimizer` or a schedule is of a wrong type.
-        ConfigurationError: an end is known neither from the schedule nor from `default_args`, or as `bind_schedules`.
-    """
-    if isinstance(optimizer, torch.optim.Optimizer):
-        return _bind_more(cfg, optimizer, default_args)
-    if not isinstance(optimizer, Mapping) or not optimizer:
-        raise ArgumentTypeError(
-            f"schedules need an optimizer or a mapping of several by name, got {type(optimizer).__name__}"
-        )
-    is_by_name = isinstance(cfg, Mapping) and not {"type", "policy", "scheduler"} & set(cfg)
-    if is_by_name and (unknown := sorted(set(cfg) - set(optimizer))):
-        raise UnknownNameError(
-            f"there are schedules for {', '.join(map(repr, unknown))}, but the optimizers are "
-            f"{', '.join(map(repr, optimizer))}"
-        )
-    if is_by_name:
-        return {name: _bind_more(one, optimizer[name], default_args) for name, one in cfg.items()}
-    return {name: _bind_more(cfg, one, default_args) for name, one in optimizer.items()}
+    run = {key: default_args.get(key) for key in _RUN} | dict(cfg.get("run", {}))
+    cfg = {key: value for key, value in cfg.items() if key != "run"}
+    if "policy" in cfg:
+        return _from_policy(cfg, run), "step"
+    if "type" in cfg:
+        return _from_type(cfg, run)
+    raise ConfigurationError(f"a schedule as a dict has 'policy' or 'type', got {cfg!r:.120}")
 
 
 def schedule_from_lr_config(
@@ -123,7 +94,7 @@ def schedule_from_lr_config(
     max_iters: int | None = None,
     epoch_length: int | None = None,
 ) -> ScheduleSpec:
-    """MMCV's lr_config: `policy`, its options, `by_epoch` (True), and the warm-up.
+    """Read MMCV's lr_config: `policy`, its options, `by_epoch` (True), and the warm-up.
 
     Args:
         cfg: Read only. `end` in it stands for max_epochs or max_iters.
@@ -145,13 +116,13 @@ def schedule_from_momentum_config(
     max_iters: int | None = None,
     epoch_length: int | None = None,
 ) -> ScheduleSpec:
-    """MMCV's momentum_config; everything as in `schedule_from_lr_config`."""
+    """Read MMCV's momentum_config; everything as in `schedule_from_lr_config`."""
     run = {"max_epochs": max_epochs, "max_iters": max_iters, "epoch_length": epoch_length}
     return _from_policy({**cfg, "name": "momentum"}, run)
 
 
 def detectron_schedule(solver: Mapping[str, Any]) -> ScheduleSpec:
-    """The learning rate that Detectron's SOLVER keys say, by step; its defaults where they are missing.
+    """Read the learning rate that Detectron's SOLVER keys say, by step; its defaults where they are missing.
 
     Args:
         solver: LR_POLICY, BASE_LR, GAMMA, STEP_SIZE, STEPS, LRS, MAX_ITER, WARM_UP_ITERS, WARM_UP_FACTOR,
@@ -161,94 +132,32 @@ def detectron_schedule(solver: Mapping[str, Any]) -> ScheduleSpec:
         UnregisteredNameError: the policy or the warm-up is none of Detectron's.
         ConfigurationError: a value is missing or impossible, such as STEPS that do not begin at 0.
     """
-    policy = solver.get("LR_POLICY", "step")
-    if policy not in _DETECTRON:
-        hint = did_you_mean(policy, _DETECTRON)
-        raise UnregisteredNameError(f"LR_POLICY must be one of {', '.join(_DETECTRON)}, got {policy!r}{hint}")
-    gamma = solver.get("GAMMA", 0.1)
-    steps = list(solver.get("STEPS", ()))
+    policy = check.one_of(
+        "LR_POLICY", solver.get("LR_POLICY", "step"), _DETECTRON, error=UnregisteredNameError
+    )
+    gamma, steps = solver.get("GAMMA", 0.1), list(solver.get("STEPS", ()))
     if policy in ("steps_with_decay", "steps_with_lrs") and (not steps or steps[0] != 0):
         raise ConfigurationError(f"STEPS must begin at 0, got {steps!r}")
-    choices: dict[str, Callable[[], tuple[str, dict[str, Any]]]] = {
-        "step": lambda: ("step", {"every": solver.get("STEP_SIZE", 30000), "gamma": gamma}),
-        "steps_with_decay": lambda: (
-            ("step", {"every": steps[1:], "gamma": gamma}) if steps[1:] else ("fixed", {})
-        ),
-        "steps_with_lrs": lambda: (
-            "steps_with_lrs",
-            {
-                "steps": steps,
-                "values": list(solver.get("LRS", ())),
-                "reference": solver.get("BASE_LR", 0.001),
-            },
-        ),
-        "cosine_decay": lambda: ("CosineAnnealing", {"minimum": 0.0}),
-        "exp_decay": lambda: ("exp_decay", {"gamma": gamma}),
+    rates = {"values": list(solver.get("LRS", ())), "reference": solver.get("BASE_LR", 0.001)}
+    choices: dict[str, tuple[str, dict[str, Any]]] = {
+        "step": ("step", {"every": solver.get("STEP_SIZE", 30000), "gamma": gamma}),
+        "steps_with_decay": ("step", {"every": steps[1:], "gamma": gamma}) if steps[1:] else ("fixed", {}),
+        "steps_with_lrs": ("steps_with_lrs", {"steps": steps, **rates}),
+        "cosine_decay": ("CosineAnnealing", {"minimum": 0.0}),
+        "exp_decay": ("exp_decay", {"gamma": gamma}),
     }
-    name, options = choices[policy]()
-    method, iterations = solver.get("WARM_UP_METHOD", "linear"), solver.get("WARM_UP_ITERS", 500)
-    if iterations and method not in ("constant", "linear"):
-        raise UnregisteredNameError(f"WARM_UP_METHOD must be 'constant' or 'linear', got {method!r}")
-    warm = {
-        "warmup": method,
-        "warmup_iters": iterations,
-        "warmup_ratio": solver.get("WARM_UP_FACTOR", 1.0 / 3.0),
-    }
-    return ParamSchedule.unbound(
-        "lr", name, by="step", end=solver.get("MAX_ITER", 40000), **(warm if iterations else {}), **options
-    )
-
-
-def _bind(
-    one: Any, optimizer: torch.optim.Optimizer, run: Mapping[str, Any], last: Mapping[str, ParamSchedule]
-) -> BoundSchedule:
-    by = "step"
-    if isinstance(one, Mapping) and "scheduler" in one:
-        if set(one) - {"scheduler", "by"} or one.get("by", "step") not in ("step", "epoch"):
-            raise ConfigurationError(
-                f"a dict with a scheduler has that and by='step' or 'epoch', got {dict(one)!r:.120}"
-            )
-        one, by = one["scheduler"], one.get("by", "step")
-    if isinstance(one, Mapping):
-        one, by = _read(one, run)
-    if isinstance(one, ScheduleSpec):
-        return ParamSchedule.bound(one, optimizer, after=last.get(one.name))
-    if callable(one) and not is_bound(one):
-        one = one(optimizer)
-    if isinstance(one, ScheduleSpec):
-        return ParamSchedule.bound(one, optimizer, after=last.get(one.name))
-    if not is_bound(one):
-        raise ArgumentTypeError(
-            "a schedule is a ParamSchedule, a dict with 'policy' or 'type', a scheduler of torch or a function that "
-            f"makes one of an optimizer; got {type(one).__name__}"
-        )
-    check_owner(one, optimizer)
-    if isinstance(one, ParamSchedule | PlateauSchedule | TorchSchedule | WarmupClock):
-        return one
-    return TorchSchedule(one, "epoch" if getattr(one, "by_epoch", False) is True else by)
-
-
-def _check_by(given: Any, schedule: BoundSchedule) -> None:
-    """Raise ConfigurationError if it was said of it that it goes by something else than it does."""
-    if isinstance(given, Mapping) and "scheduler" in given and given.get("by", schedule.by) != schedule.by:
-        raise ConfigurationError(
-            f"by={given['by']!r} is said of a {type(given['scheduler']).__name__}, which goes by {schedule.by!r} itself"
-        )
-
-
-def _read(cfg: Mapping[str, Any], run: Mapping[str, Any]) -> tuple[ScheduleSpec | Callable[..., Any], str]:
-    if "run" in cfg:  # a configuration's own length
-        run = {**run, **cfg["run"]}
-        cfg = {key: value for key, value in cfg.items() if key != "run"}
-    if "policy" in cfg:
-        return _from_policy(cfg, run), "step"
-    if "type" in cfg:
-        return from_type(cfg, run)
-    raise ConfigurationError(f"a schedule as a dict has 'policy' or 'type', got {dict(cfg)!r:.120}")
+    name, options = choices[policy]
+    warm: dict[str, Any] = {}
+    if iterations := solver.get("WARM_UP_ITERS", 500):
+        method = solver.get("WARM_UP_METHOD", "linear")
+        check.one_of("WARM_UP_METHOD", method, ("constant", "linear"), error=UnregisteredNameError)
+        ratio = solver.get("WARM_UP_FACTOR", 1.0 / 3.0)
+        warm = {"warmup": method, "warmup_iters": iterations, "warmup_ratio": ratio}
+    return ParamSchedule.unbound("lr", name, by="step", end=solver.get("MAX_ITER", 40000), **warm, **options)
 
 
 def _from_policy(cfg: Mapping[str, Any], run: Mapping[str, Any]) -> ScheduleSpec:
-    """MMCV's form: everything that is neither about when nor about the warm-up is an option of the policy."""
+    """Read MMCV's form: everything that is neither about when nor about the warm-up is an option of the policy."""
     rest = dict(cfg)
     policy, name = rest.pop("policy", None), rest.pop("name", "lr")
     if not isinstance(policy, str):
@@ -258,28 +167,24 @@ def _from_policy(cfg: Mapping[str, Any], run: Mapping[str, Any]) -> ScheduleSpec
     by_epoch = _goes_by_epoch(rest, not is_stepwise)
     if by_epoch and is_stepwise:
         raise ConfigurationError(f"the policy {policy!r} goes by step; leave by_epoch out, or give False")
-    of_run = known["max_epochs"] if by_epoch else _max_iters(known)
-    end = of_run if (given := rest.pop("end", None)) is None else given
+    length = known["epoch_length"]
+    max_iters = known["max_iters"]
+    if max_iters is None and known["max_epochs"] and length:
+        max_iters = int(known["max_epochs"] * length)
+    end = rest.pop("end", None)
+    if end is None:
+        end = known["max_epochs"] if by_epoch else max_iters
     when = {key: rest.pop(key) for key in ("begin", "groups") if key in rest}
     warm = {key: rest.pop(key) for key in _WARMUP if key in rest}
     if name == "momentum" and "warmup" in warm:
         warm.setdefault("warmup_ratio", _WARMUP_OF_MOMENTUM)
-    length = known["epoch_length"]
     if length is not None and warm.get("warmup_by_epoch"):
         warm |= {"warmup_iters": warm.get("warmup_iters", 0) * length, "warmup_by_epoch": False}
     # Epochs may differ in length, so they are counted wherever that will do.
     if not (by_epoch and warm.get("warmup") and when.get("begin")):
         length = None
-    return ScheduleSpec(
-        name,
-        policy,
-        "epoch" if by_epoch else "step",
-        end=end,
-        epoch_length=length,
-        **when,
-        **warm,
-        options=rest,
-    )
+    by = "epoch" if by_epoch else "step"
+    return ScheduleSpec(name, policy, by, end=end, epoch_length=length, **when, **warm, options=rest)
 
 
 def _goes_by_epoch(cfg: dict[str, Any], default: bool) -> bool:
@@ -291,19 +196,167 @@ def _goes_by_epoch(cfg: dict[str, Any], default: bool) -> bool:
     return bool(by_epoch)
 
 
-def _max_iters(run: Mapping[str, Any]) -> int | None:
-    if run.get("max_iters") is None and run.get("max_epochs") and run.get("epoch_length"):
-        return int(run["max_epochs"] * run["epoch_length"])
-    return run.get("max_iters")
+def _from_type(cfg: Mapping[str, Any], run: Mapping[str, Any]) -> tuple[ScheduleSpec | Maker, str]:
+    """Read mmengine's form: `type`, options, begin, end, by_epoch (True), convert_to_iter_based, last_step.
+
+    A class or function as `type`, or what is registered in `SCHEDULES` under that name, is called with the optimizer
+    and the options. `verbose` does nothing.
+    """
+    by_epoch = bool(cfg.get("by_epoch", True))
+    if (made := _foreign(cfg["type"])) is not None:
+        given = {key: value for key, value in cfg.items() if key not in ("type", "by_epoch")}
+        return _calling(made, given), "epoch" if by_epoch else "step"
+    kind, name = _kind_and_name(cfg)
+    last_step = check.integer("last_step", cfg.get("last_step", -1), -1)
+    options = {key: value for key, value in cfg.items() if key not in _WHEN}
+    begin, end = _window(cfg, run, is_optional=kind == "ReduceOnPlateau")
+    if kind == "ReduceOnPlateau":
+        return _plateau(cfg, name, begin, end, options), "epoch"
+    if cfg.get("convert_to_iter_based"):
+        begin, end = _converted(cfg, run, options, begin, end)
+        by_epoch = False
+    span = (_INFINITE if end is None else end) - begin
+    if kind in ("Constant", "Linear") and span == 1:
+        end = None  # the step after the only one has another value
+    spec = ScheduleSpec(
+        name,
+        f"{MMENGINE}{kind}",
+        by := "epoch" if by_epoch else "step",
+        begin,
+        end,
+        groups=cfg.get("groups"),
+        passed=0 if last_step == -1 else begin + last_step + 1,
+        options=_completed(kind, name, options, span),
+    )
+    return (spec if last_step == -1 else _resumed(spec)), by
 
 
-def _run_of(default_args: Mapping[str, Any] | None) -> dict[str, Any]:
-    return {key: (default_args or {}).get(key) for key in _RUN}
+def _window(cfg: Mapping[str, Any], run: Mapping[str, Any], is_optional: bool) -> tuple[Any, Any]:
+    begin, end = cfg.get("begin", 0), cfg.get("end")
+    if end is None:
+        limit = "max_epochs" if cfg.get("by_epoch", True) else "max_iters"
+        end = run.get(limit)
+        if end is None and not is_optional:
+            raise ConfigurationError(
+                f"{limit} must be specified in default_args (dispatch_kwargs of a strategy), or `end` in the schedule "
+                f"{dict(cfg)!r:.120}"
+            )
+    end = None if end is None or end >= _INFINITE else end
+    if end is not None and end <= begin:
+        raise ConfigurationError(f"end should be larger than begin, but got begin={begin}, end={end}")
+    return begin, end
 
 
-def _bind_more(
-    cfg: Any, optimizer: torch.optim.Optimizer, default_args: Mapping[str, Any] | None
-) -> list[BoundSchedule]:
-    """One schedule or a list, bound; they build on those that a Trainer has."""
-    given = list(cfg) if isinstance(cfg, Sequence) and not isinstance(cfg, str) else [cfg]
-    return bind_schedules(given, optimizer, default_args, getattr(optimizer, "_schedules", ()))
+def _completed(kind: str, name: str, options: dict[str, Any], span: int) -> dict[str, Any]:
+    """Return the options with what follows from the length of the window."""
+    if kind == "OneCycle":
+        if name != "lr":
+            raise ConfigurationError(
+                "OneCycle of this form schedules the learning rate only; for momentum use a policy"
+            )
+        return {"total_steps": span, **options}
+    if kind == "CosineAnnealing":
+        return {**options, "T_max": options.get("T_max") or span}
+    if kind in ("Constant", "Linear", "Poly"):
+        check.known(f"a schedule of type {kind!r}", {"length"} & set(options), ())
+        return {**options, "length": max(span - 1, 1)}  # the end is reached in the last step
+    return options
+
+
+def _resumed(spec: ScheduleSpec) -> Maker:
+    """Make sure, before it is bound, that the groups still know what they started from."""
+
+    def checked(optimizer: torch.optim.Optimizer) -> ScheduleSpec:
+        for index, group in enumerate(getattr(optimizer, "param_groups", ())):
+            if f"initial_{spec.name}" not in group:
+                raise GroupValueError(
+                    f"last_step goes on from a former run, but parameter group {index} has no 'initial_{spec.name}', "
+                    "which it started from; load the optimizer's state before"
+                )
+        return spec
+
+    return checked
+
+
+def _foreign(given: object) -> Callable[..., Any] | None:
+    """Find a schedule that is none of ours: a class or function, a registered one, or a scheduler of torch."""
+    if callable(given):
+        return given
+    if not isinstance(given, str):
+        raise ConfigurationError(f"the type of a schedule is a name or what makes one, got {given!r:.80}")
+    if given in SCHEDULES:
+        return SCHEDULES.get(given)  # type: ignore[no-any-return]
+    if given.startswith("torch:") or _kind_of(given) is None:
+        return getattr(lr_scheduler, given.removeprefix("torch:"), None)
+    return None
+
+
+def _calling(made: Callable[..., Any], options: dict[str, Any]) -> Maker:
+    def make(optimizer: torch.optim.Optimizer) -> Any:
+        try:
+            return made(optimizer, **options)
+        except (TypeError, ValueError) as error:
+            name = getattr(made, "__name__", repr(made))
+            raise ConfigurationError(f"the schedule {name} cannot be made: {error}") from error
+
+    return make
+
+
+def _kind_of(given: str) -> tuple[str, str] | None:
+    """Split one of our names into kind and ending."""
+    for ending in ("LR", "Momentum", "ParamScheduler"):
+        kind = given.removesuffix(ending)
+        if kind != given and kind in _TYPES:
+            return kind, ending
+    return None
+
+
+def _kind_and_name(cfg: Mapping[str, Any]) -> tuple[str, str]:
+    """Find which schedule a type means, and of which value."""
+    if (found := _kind_of(cfg["type"])) is None:
+        known = [f"{kind}LR" for kind in _TYPES]
+        raise UnregisteredNameError(
+            f"there is no schedule of type {cfg['type']!r}; there are {', '.join(known)}, the same with Momentum, "
+            f"torch's schedulers, and what is registered in SCHEDULES{did_you_mean(cfg['type'], known)}"
+        )
+    kind, ending = found
+    name = {"LR": "lr", "Momentum": "momentum"}.get(ending, cfg.get("param_name"))
+    if not isinstance(name, str):
+        raise ConfigurationError(f"a {cfg['type']} needs param_name, the key of the groups that it schedules")
+    return kind, name
+
+
+def _converted(
+    cfg: Mapping[str, Any], run: Mapping[str, Any], options: dict[str, Any], begin: Any, end: Any
+) -> tuple[int, int | None]:
+    """Turn what counts epochs into steps."""
+    if not cfg.get("by_epoch", True):
+        raise ConfigurationError("only a schedule with by_epoch=True can be converted to go by step")
+    given = cfg.get("epoch_length", run.get("epoch_length"))
+    length = check.integer("epoch_length, the updates in an epoch, for convert_to_iter_based", given, 1)
+    for key in ("step_size", "T_max", "total_steps"):
+        if options.get(key) is not None:
+            options[key] = options[key] * length
+    for key in ("milestones", "periods"):
+        if options.get(key) is not None:
+            options[key] = [one * length for one in options[key]]
+    return int(begin * length), None if end is None else int(end * length)
+
+
+def _plateau(
+    cfg: Mapping[str, Any], name: str, begin: int, end: int | None, options: dict[str, Any]
+) -> Callable[[torch.optim.Optimizer], PlateauSchedule]:
+    """Read ReduceOnPlateau under mmengine's options; `monitor` is for whoever has the metric."""
+    if not cfg.get("by_epoch", True) or cfg.get("convert_to_iter_based"):
+        raise ConfigurationError(
+            f"{cfg['type']} goes by the metric that end_epoch(metric) brings; leave out by_epoch=False and "
+            "convert_to_iter_based"
+        )
+    options.pop("monitor", None)
+    rule = check.one_of("rule", options.pop("rule", "less"), ("less", "greater"))
+    check.number("threshold", options.get("threshold", 0), 0)
+    mode = options.pop("threshold_rule", "rel")
+    made: dict[str, Any] = {"threshold_mode": mode, "minimum": options.pop("min_value", 0.0), **options}
+    made["mode"] = {"less": "min", "greater": "max"}[rule]
+    window: dict[str, Any] = {"begin": begin, "end": end, "groups": cfg.get("groups")}
+    return lambda optimizer: PlateauSchedule(optimizer, name, **window, **made)

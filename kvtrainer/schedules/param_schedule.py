@@ -1,4 +1,4 @@
-"""Schedules of a group's values in closed form: of the learning rate, of momentum, of any number in a group.
+"""Schedules of numbers in parameter groups: of the learning rate, of momentum, of any other.
 
 What is written is a function of how many steps or epochs there were, so a schedule resumes from that count alone, and a
 schedule that was made longer or shorter since goes on along its new course.
@@ -8,19 +8,28 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch.optim
+from torch import Tensor
 
-from kvtrainer.errors import ConfigurationError, ScheduleWarning, StateMismatchError
-from kvtrainer.schedules.group_values import GroupValue
-from kvtrainer.schedules.policies import FromInitial, Policy, warmed_momentum, warmup_factor
-from kvtrainer.schedules.policy_names import spread_over_groups
-from kvtrainer.schedules.spec import ScheduleSpec
+from kvstore_server import check
+from kvtrainer.errors import (
+    ArgumentTypeError,
+    ConfigurationError,
+    GroupValueError,
+    SchedulerInUseError,
+    ScheduleWarning,
+    StateMismatchError,
+    level_of_user,
+)
+from kvtrainer.schedules.formulas import Formula, Policy, make_policy, warmed_momentum, warmup_factor
 
-__all__ = ["BoundSchedule", "ParamSchedule", "ScheduleSpec"]
+__all__ = ["BoundSchedule", "GroupValue", "MomentumWarmup", "ParamSchedule", "ScheduleSpec", "WarmupClock"]
 
-_ARGUMENTS = frozenset(ScheduleSpec.__dataclass_fields__) - {"name", "policy", "options"}
+_REMEMBERED = ("lr", "momentum")
+"""Values whose start is kept in the group as well, as torch's schedulers do: 'initial_lr'."""
 
 
 class BoundSchedule(Protocol):
@@ -38,16 +47,245 @@ class BoundSchedule(Protocol):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
 
 
+def refuse_second_scheduler(optimizer: object) -> None:
+    """Raise SchedulerInUseError if the optimizer takes its learning rate from a scheduler of its own."""
+    own = getattr(getattr(optimizer, "optimizer", None), "lr_scheduler", None)
+    if own is not None:
+        raise SchedulerInUseError(
+            f"{own!r} decides the learning rate of this Trainer; leave out lr_scheduler or the schedule of 'lr'"
+        )
+
+
+class GroupValue:
+    """Read and write one number in the groups of an optimizer; 'momentum' is betas[0] where there are betas.
+
+    Groups are looked up anew each time, because loading state replaces them and they may become more.
+
+    Raises:
+        ArgumentTypeError: this is no optimizer.
+        GroupValueError: a group has no such number; also a KeyError.
+        SchedulerInUseError: the optimizer takes its learning rate from a scheduler of its own.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, name: str) -> None:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise ArgumentTypeError(
+                f"a schedule is bound to a torch.optim.Optimizer or a Trainer, got {type(optimizer).__name__}"
+            )
+        if name == "lr":
+            refuse_second_scheduler(optimizer)
+        self.optimizer, self.name = optimizer, name
+        self._bases: list[float] = []
+        self._scheduled: dict[int, float] = {}
+        """Group → the value that schedules wrote last, before it was scaled."""
+        self._scales: dict[int, float] = {}
+        """Group → the factor that `overrule` has made of it."""
+        self._collect_bases()
+
+    def __len__(self) -> int:
+        return len(self.optimizer.param_groups)
+
+    def base(self, index: int) -> float:
+        """Return the value that this group started from."""
+        self._collect_bases()
+        return self._bases[index]
+
+    def set_bases(self, values: Sequence[float]) -> None:
+        """Take these as what the groups started from."""
+        self._bases = list(values)
+
+    def read(self, index: int) -> float:
+        """Return the present value in this group."""
+        group = self.optimizer.param_groups[index]
+        if self._is_beta(group):
+            return float(group["betas"][0])
+        value = group.get(self.name)
+        if not check.is_number(value) and not isinstance(value, Tensor):
+            numbers = sorted(key for key, one in group.items() if isinstance(one, float) or key == "betas")
+            raise GroupValueError(
+                f"parameter group {index} of this {type(self.optimizer).__name__} has no number {self.name!r} to "
+                f"schedule; it has {', '.join(numbers)}"
+            )
+        return float(value)
+
+    def write(self, index: int, value: float) -> None:
+        """Put a scheduled value into this group, as small as `overrule` has made former ones."""
+        self._scheduled[index] = value
+        self._put(index, value * self._scales.get(index, 1.0))
+
+    def overrule(self, index: int, value: float) -> None:
+        """Put a value into this group in place of the present one; what is written later is in proportion."""
+        present = self.read(index)
+        if present:
+            self._scales[index] = self._scales.get(index, 1.0) * value / present
+        self._put(index, value)
+
+    @property
+    def scales(self) -> list[float]:
+        """The factor of every group by which `overrule` has changed it."""
+        return [self._scales.get(index, 1.0) for index in range(len(self))]
+
+    def set_scales(self, scales: Sequence[float]) -> None:
+        """Take these over, and write again what schedules have written."""
+        self._scales = dict(enumerate(scales))
+        for index, value in self._scheduled.items():
+            self.write(index, value)
+
+    def indices(self, chosen: Sequence[int | str] | None) -> frozenset[int] | None:
+        """Find the groups that are meant by indices or names; None for all.
+
+        Raises:
+            ConfigurationError: there is no such group.
+        """
+        if chosen is None:
+            return None
+        if isinstance(chosen, str) or not isinstance(chosen, Sequence):
+            raise ArgumentTypeError(f"groups must be a list of indices and names, got {chosen!r}")
+        names: list[Any] = [group.get("name") for group in self.optimizer.param_groups]
+        found = set()
+        for one in chosen:
+            matches = {at for at, name in enumerate(names) if one == (name if isinstance(one, str) else at)}
+            if not matches:
+                known = ", ".join(map(repr, [name for name in names if name is not None])) or "none"
+                raise ConfigurationError(
+                    f"there is no parameter group {one!r}; there are {len(names)}, with the names {known}"
+                )
+            found |= matches
+        return frozenset(found)
+
+    def _put(self, index: int, value: float) -> None:
+        group = self.optimizer.param_groups[index]
+        if self._is_beta(group):
+            group["betas"] = (value, *tuple(group["betas"])[1:])
+        elif isinstance(group[self.name], Tensor):
+            group[self.name].fill_(value)
+        else:
+            group[self.name] = value
+
+    def _collect_bases(self) -> None:
+        for index in range(len(self._bases), len(self)):
+            group, present = self.optimizer.param_groups[index], self.read(index)
+            key = f"initial_{self.name}"
+            self._bases.append(float(group.get(key, present)))
+            if self.name in _REMEMBERED:
+                group.setdefault(key, present)
+
+    def _is_beta(self, group: dict[str, Any]) -> bool:
+        return self.name == "momentum" and "betas" in group and "momentum" not in group
+
+
+@dataclass(frozen=True)
+class ScheduleSpec:
+    """A schedule before it has an optimizer; the arguments are those of ParamSchedule.
+
+    Raises:
+        ConfigurationError: an argument is wrong.
+    """
+
+    name: str = "lr"
+    policy: str | Policy = "fixed"
+    by: str = "epoch"
+    begin: int = 0
+    end: int | None = None
+    warmup: str | None = None
+    warmup_iters: int = 0
+    warmup_ratio: float = 0.1
+    warmup_by_epoch: bool = False
+    epoch_length: int | None = None
+    groups: Sequence[int | str] | None = None
+    passed: int = 0
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str):
+            raise ArgumentTypeError(f"the name of the scheduled value must be a string, got {self.name!r}")
+        check.one_of("by", self.by, ("step", "epoch"))
+        check.integer("begin of a schedule", self.begin, 0)
+        check.integer("passed of a schedule", self.passed, 0)
+        if self.end is not None and check.integer("end of a schedule", self.end, 0) <= self.begin:
+            raise ConfigurationError(
+                f"end must be greater than begin, got begin={self.begin} and end={self.end}"
+            )
+        if self.epoch_length is not None:
+            check.integer("epoch_length of a schedule", self.epoch_length, 1)
+        if self.warmup is not None:
+            self._check_warmup()
+        if self._peaks is None:
+            make_policy(self.policy, self.options, self.name, self.span)
+
+    @property
+    def span(self) -> int | None:
+        """How many steps or epochs the policy has."""
+        return None if self.end is None else self.end - self.begin
+
+    @property
+    def is_driven_by(self) -> str:
+        """What advances it: with `epoch_length` steps, also where its values go by epoch."""
+        return "step" if self.epoch_length is not None else self.by
+
+    @property
+    def has_own_warmup_clock(self) -> bool:
+        """Whether the values go by epoch and the warm-up by step, and nothing says how long an epoch is."""
+        return self.warmup is not None and self.is_driven_by == "epoch" and not self.warmup_by_epoch
+
+    @property
+    def warmup_length(self) -> int:
+        """Length of the warm-up, in what advances it, or in steps where it has a clock of its own."""
+        per_unit = self.epoch_length if self.epoch_length is not None and self.warmup_by_epoch else 1
+        return self.warmup_iters * per_unit if self.warmup is not None else 0
+
+    def formulas(self, num_groups: int) -> list[Formula]:
+        """Return the formula of each group; a list as OneCycle's maximum has one for each.
+
+        Raises:
+            ConfigurationError: there are not as many maxima as groups.
+        """
+        if self._peaks is None:
+            return [make_policy(self.policy, self.options, self.name, self.span)] * num_groups
+        if len(self._peaks) != num_groups:
+            raise ConfigurationError(
+                f"max_lr has {len(self._peaks)} values, but there are {num_groups} parameter groups; give one for "
+                "each, or a number"
+            )
+        rest = {key: value for key, value in self.options.items() if key not in ("max_lr", "maximum")}
+        return [
+            make_policy(self.policy, {**rest, "maximum": peak}, self.name, self.span) for peak in self._peaks
+        ]
+
+    @property
+    def _peaks(self) -> Sequence[float] | None:
+        peaks = self.options.get("max_lr", self.options.get("maximum"))
+        return peaks if isinstance(peaks, list | tuple) else None
+
+    def _check_warmup(self) -> None:
+        check.one_of("warmup", self.warmup, (None, "constant", "linear", "exp"))
+        check.integer("warmup_iters of a schedule", self.warmup_iters, 1)
+        check.number("warmup_ratio", self.warmup_ratio, above=0, most=1)
+        if self.warmup_by_epoch and self.by == "step" and self.epoch_length is None:
+            raise ConfigurationError("warmup_by_epoch of a schedule by step needs epoch_length")
+        if self.has_own_warmup_clock and self.begin:
+            raise ConfigurationError(
+                f"a warm-up by step of a schedule that begins with epoch {self.begin} needs epoch_length, the "
+                "number of steps in an epoch"
+            )
+
+
+_ARGUMENTS = frozenset(ScheduleSpec.__dataclass_fields__) - {"name", "policy", "options"}
+
+
 class ParamSchedule:
-    """Writes a value of an optimizer's groups: at once, and whenever it is advanced.
+    """Write a value of an optimizer's groups: at once, and whenever it is advanced.
 
     Args:
         optimizer: Any torch.optim.Optimizer, so also a Trainer, from where the value travels to servers.
-        name: 'lr'; 'momentum', which is betas[0] of the Adams; or any key of the groups that holds a number.
+        name: 'lr'; 'momentum', which is betas[0] of the Adams; or any key of the groups that holds a number. Or a
+            ScheduleSpec, which says everything but `after`.
         policy: A name (MMCV's or Detectron's: fixed, step, exp, poly, inv, CosineAnnealing, LinearAnnealing,
             FlatCosineAnnealing, CosineRestart, cyclic, OneCycle, steps_with_lrs, exp_decay); or a function
             (base, at, span) → value, with how many steps or epochs have passed since `begin`, and end - begin.
-        by: Whether `step` is called after each 'step' of the optimizer or after each 'epoch'.
+        after: A schedule of the same value to build on: what it gives is where this one starts from, or, if this one
+            ends before it begins, the other way round.
+        by: Whether `step` is called after each 'step' of the optimizer or after each 'epoch' (the default).
         begin, end: From where up to where it holds. Past the end the value stays what it was last.
         warmup: None, 'constant', 'linear' or 'exp': the learning rate is multiplied by something that grows from
             `warmup_ratio` to 1 over `warmup_iters` steps (epochs, if `warmup_by_epoch`), momentum is divided by it.
@@ -55,8 +293,6 @@ class ParamSchedule:
             Without it a schedule by epoch whose warm-up goes by step needs `warmup_clock.step()` after each step.
         groups: The groups to write, by index or by their 'name'; None: all, later ones too.
         passed: How many steps or epochs are over already; the groups should know their 'initial_lr' then.
-        after: A schedule of the same value to build on: what it gives is where this one starts from, or, if this one
-            ends before it begins, the other way round.
         options: Of the policy, such as gamma, power, min_lr, min_lr_ratio, periods, target_ratio.
 
     The policy starts from each group's 'initial_lr' (or 'initial_…'), or else from its present value, so groups keep
@@ -72,58 +308,29 @@ class ParamSchedule:
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        name: str = "lr",
+        name: str | ScheduleSpec = "lr",
         policy: str | Policy = "fixed",
         *,
-        by: str = "epoch",
-        begin: int = 0,
-        end: int | None = None,
-        warmup: str | None = None,
-        warmup_iters: int = 0,
-        warmup_ratio: float = 0.1,
-        warmup_by_epoch: bool = False,
-        epoch_length: int | None = None,
-        groups: Sequence[int | str] | None = None,
-        passed: int = 0,
         after: ParamSchedule | None = None,
         **options: Any,
     ) -> None:
-        warm = (warmup, warmup_iters, warmup_ratio, warmup_by_epoch)
-        spec = ScheduleSpec(name, policy, by, begin, end, *warm, epoch_length, groups, passed, options)
-        self._start(spec, optimizer, after)
-
-    @classmethod
-    def unbound(cls, name: str = "lr", policy: str | Policy = "fixed", **arguments: Any) -> ScheduleSpec:
-        """The same schedule without an optimizer, for the Trainer's `schedules`; arguments as of the class."""
-        own = {key: arguments.pop(key) for key in tuple(arguments) if key in _ARGUMENTS}
-        return ScheduleSpec(name, policy, **own, options=arguments)
-
-    @classmethod
-    def bound(
-        cls, spec: ScheduleSpec, optimizer: torch.optim.Optimizer, after: ParamSchedule | None = None
-    ) -> ParamSchedule:
-        """Tie a schedule that `unbound` made to an optimizer; `after` and what is raised as of the class."""
-        schedule = cls.__new__(cls)
-        schedule._start(spec, optimizer, after)
-        return schedule
-
-    def _start(
-        self, spec: ScheduleSpec, optimizer: torch.optim.Optimizer, after: ParamSchedule | None
-    ) -> None:
+        spec = name if isinstance(name, ScheduleSpec) else self.unbound(name, policy, **options)
+        if spec is name and options:
+            raise ConfigurationError(f"a ScheduleSpec says everything itself; leave out {', '.join(options)}")
         if after is not None and (after.optimizer is not optimizer or after.name != spec.name):
             raise ConfigurationError(
                 f"a schedule of {spec.name!r} can only build on one of the same value of the same optimizer"
             )
         self._spec = spec
-        self._target: GroupValue = GroupValue(optimizer, spec.name) if after is None else after._target
-        self._indices = self._target.indices(spec.groups)
-        count = len(optimizer.param_groups)
-        self._policies = spread_over_groups(spec.policy, spec.options, count, spec.name, spec.span)
+        self.target: GroupValue = GroupValue(optimizer, spec.name) if after is None else after.target
+        """What it writes to; schedules that build on one another have the same."""
+        self._indices = self.target.indices(spec.groups)
+        self._formulas = spec.formulas(len(optimizer.param_groups))
         self._chain: list[ParamSchedule] = [] if after is None else after._chain
         self._count, self._warm_count = spec.passed, 0
         self._lift = MomentumWarmup()
         self.warmup_clock: WarmupClock | None = WarmupClock(self) if spec.has_own_warmup_clock else None
-        """What counts the steps of a warm-up of a schedule by epoch; None where there is no need of one."""
+        """Counts the steps of a warm-up of a schedule by epoch; None where there is no need of one."""
         later = [at for at, one in enumerate(self._chain) if self._precedes(one)]
         self._chain.insert(later[0] if later else len(self._chain), self)
         try:
@@ -132,13 +339,19 @@ class ParamSchedule:
             self.unbind()
             raise
 
+    @staticmethod
+    def unbound(name: str = "lr", policy: str | Policy = "fixed", **arguments: Any) -> ScheduleSpec:
+        """Return the same schedule without an optimizer, for the Trainer's `schedules`; arguments as of the class."""
+        own = {key: arguments.pop(key) for key in tuple(arguments) if key in _ARGUMENTS}
+        return ScheduleSpec(name, policy, **own, options=arguments)
+
     def unbind(self) -> None:
         """Let it no longer count in the schedules that build on one another; nothing is written."""
         self._chain.remove(self)
 
     @property
     def name(self) -> str:
-        """What is scheduled."""
+        """The key of the value that is scheduled."""
         return self._spec.name
 
     @property
@@ -148,34 +361,33 @@ class ParamSchedule:
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """What it is bound to."""
-        return self._target.optimizer
-
-    @property
-    def target(self) -> GroupValue:
-        """What it writes to; schedules that build on one another have the same."""
-        return self._target
+        """The optimizer that it is bound to."""
+        return self.target.optimizer
 
     def writes_beside(self, other: ParamSchedule) -> bool:
-        """Whether both write the same value of a group, and neither builds on the other."""
-        if self._target is other._target or self.name != other.name:
+        """Return whether both write the same value of a group, and neither builds on the other."""
+        if self.target is other.target or self.name != other.name:
             return False
         return self._indices is None or other._indices is None or bool(self._indices & other._indices)
 
     def step(self, count: int | None = None) -> None:
         """Advance by one step or epoch, or to where `count` of them have passed; writes the value."""
-        if count is not None:
-            self._spec.check_count("the count", count, 0)
-        self._count = self._count + 1 if count is None else count
+        self._count = self._count + 1 if count is None else check.integer("the count of a schedule", count, 0)
         self._write(is_jump=count is not None)
 
+    def step_warmup(self) -> None:
+        """Advance the warm-up alone by a step; writes the value while it lasts."""
+        self._warm_count += 1
+        if self._warm_count <= self._spec.warmup_length:
+            self._write(is_jump=False)
+
     def last_values(self) -> list[float]:
-        """The present value of every group."""
-        return [self._target.read(i) for i in range(len(self._target))]
+        """Return the present value of every group."""
+        return [self.target.read(index) for index in range(len(self.target))]
 
     def state_dict(self) -> dict[str, Any]:
-        """How far it is, and where each group started from: plain numbers."""
-        bases = [self._target.base(i) for i in range(len(self._target))]
+        """Return how far it is, and where each group started from: plain numbers."""
+        bases = [self.target.base(index) for index in range(len(self.target))]
         return {"count": self._count, "warmup_count": self._warm_count, "base_values": bases}
 
     def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -189,7 +401,7 @@ class ParamSchedule:
             StateMismatchError: it is no such state, or one of another number of groups; nothing has changed then.
         """
         self._count, self._warm_count, bases = self._read(state_dict)
-        self._target.set_bases(bases)
+        self.target.set_bases(bases)
         self._write(is_jump=True)
 
     def _read(self, state_dict: Mapping[str, Any]) -> tuple[int, int, list[float]]:
@@ -200,10 +412,10 @@ class ParamSchedule:
             raise StateMismatchError(
                 f"this is no state of a ParamSchedule: {state_dict!r:.120}; load what its state_dict() returned"
             ) from error
-        if len(bases) != len(self._target):
+        if len(bases) != len(self.target):
             raise StateMismatchError(
                 f"the state of the schedule of {self.name!r} is one of {len(bases)} groups, here there are "
-                f"{len(self._target)}"
+                f"{len(self.target)}"
             )
         return count, warm, bases
 
@@ -212,13 +424,12 @@ class ParamSchedule:
 
         What is past the end has been written before, unless this is a jump.
         """
-        for index in range(len(self._target)):
-            mine = [one for one in self._chain if one._has(index) and one._is_on(is_jump)]
-            if mine:
-                value = self._target.base(index)
+        for index in range(len(self.target)):
+            if any(one._has(index) and one._is_on(is_jump) for one in self._chain):
+                value = self.target.base(index)
                 for one in self._chain:
                     value = one._value(index, value)
-                self._target.write(index, value)
+                self.target.write(index, value)
 
     def _has(self, index: int) -> bool:
         return self._indices is None or index in self._indices
@@ -228,35 +439,33 @@ class ParamSchedule:
         return at >= self._spec.begin and (is_jump or end is None or at < end)
 
     @property
+    def _steps_per_unit(self) -> int:
+        """How often it is advanced in each step or epoch by which its values go."""
+        return 1 if self._spec.by == "step" else self._spec.epoch_length or 1
+
+    @property
     def _at(self) -> int:
-        """How many of what the values go by have passed."""
-        is_split = self._spec.by == "epoch" and self._spec.epoch_length is not None
-        return self._count // self._spec.epoch_length if is_split else self._count  # type: ignore[operator]
+        return self._count // self._steps_per_unit
 
     def _value(self, index: int, start: float) -> float:
-        """What it makes of the value that the schedule before it gives."""
+        """Return what it makes of the value that the schedule before it gives."""
         spec, at = self._spec, self._at
         if not self._has(index) or at < spec.begin:
             return start
         passed = at - spec.begin if spec.end is None else min(at, spec.end - 1) - spec.begin
-        policy = self._policies[min(index, len(self._policies) - 1)]
-        if isinstance(policy, FromInitial):
-            start = self._restarted(index) if policy.restarts else start
-            value = float(policy.formula(start, self._target.base(index), passed))
-        else:
-            value = float(policy(start, passed, spec.span))
+        formula = self._formulas[min(index, len(self._formulas) - 1)]
+        start = self._restarted(index) if formula.restarts else start
+        value = formula(start, passed, spec.span, self.target.base(index))
         if not spec.warmup_length:
             return value
-        per_unit = 1 if spec.by == "step" or spec.epoch_length is None else spec.epoch_length
-        warmed = self._warm_count if self.warmup_clock is not None else self._count - spec.begin * per_unit
+        is_apart = self.warmup_clock is not None
+        warmed = self._warm_count if is_apart else self._count - spec.begin * self._steps_per_unit
         factor = warmup_factor(str(spec.warmup), warmed, spec.warmup_length, spec.warmup_ratio)
-        if spec.name != "momentum":
-            return value * factor
-        return self._lift(value, factor)
+        return self._lift(value, factor) if spec.name == "momentum" else value * factor
 
     def _restarted(self, index: int) -> float:
         """Return what the schedules before this one give, but for those that end before it begins."""
-        value = self._target.base(index)
+        value = self.target.base(index)
         for one in self._chain[: self._chain.index(self)]:
             if not one._precedes(self):
                 value = one._value(index, value)
@@ -282,13 +491,13 @@ class MomentumWarmup:
                 f"the warm-up would raise momentum {momentum:g} to {momentum / factor:g}; it is kept at {lifted:g}. A "
                 "warmup_ratio that is further from 0 avoids that. This is said once",
                 ScheduleWarning,
-                stacklevel=7,
+                stacklevel=level_of_user(),
             )
         return lifted
 
 
 class WarmupClock:
-    """Counts the steps of a warm-up of a schedule that goes by epoch; a BoundSchedule beside that one."""
+    """Count the steps of a warm-up of a schedule that goes by epoch; a BoundSchedule beside that one."""
 
     by = "step"
 
@@ -297,18 +506,15 @@ class WarmupClock:
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """What its schedule is bound to."""
+        """The optimizer that its schedule is bound to."""
         return self._schedule.optimizer
 
     def step(self) -> None:
         """Advance by one step; writes the value while the warm-up lasts."""
-        schedule = self._schedule
-        schedule._warm_count += 1
-        if schedule._warm_count <= schedule._spec.warmup_length:
-            schedule._write(is_jump=False)
+        self._schedule.step_warmup()
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing: the schedule saves the count."""
+        """Return nothing: the schedule saves the count."""
         return {}
 
     def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -319,5 +525,5 @@ class WarmupClock:
             )
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Nothing to do: see `state_dict`. Raises StateMismatchError if there is one."""
+        """Do nothing: see `state_dict`. Raises StateMismatchError if there is one."""
         self.check_state_dict(state_dict)

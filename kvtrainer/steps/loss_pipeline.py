@@ -13,7 +13,7 @@ from kvtrainer.anomalies import describe_nonfinite, losses_of, report_anomalies
 from kvtrainer.errors import ConfigurationError
 from kvtrainer.parallel.losses import ReplicaLosses
 from kvtrainer.results import StepResult
-from kvtrainer.schedules.config import bind_schedules
+from kvtrainer.schedules.binding import bind_schedules
 from kvtrainer.schedules.param_schedule import BoundSchedule
 from kvtrainer.steps.accumulation import Accumulation
 from kvtrainer.steps.joining import JoiningPipeline

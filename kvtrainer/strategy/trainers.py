@@ -18,7 +18,7 @@ from kvstore_server import check
 from kvtrainer.config.optimizers import construct, instance_arguments, read_wrapper
 from kvtrainer.errors import ArgumentTypeError, ConfigurationError
 from kvtrainer.kvstore.base import KVStoreBase
-from kvtrainer.schedules.config import build_param_schedules
+from kvtrainer.schedules.binding import build_param_schedules
 from kvtrainer.schedules.param_schedule import BoundSchedule
 from kvtrainer.strategy.model import trained, unwrapped
 from kvtrainer.trainer import Trainer

@@ -14,7 +14,7 @@ from kvtrainer import DataParallel, Trainer
 from kvtrainer.detectron import detectron_arguments, detectron_devices, detectron_rules, linear_scaling
 from kvtrainer.errors import ConfigurationError
 from kvtrainer.param_options.paramwise import apply_paramwise
-from kvtrainer.schedules.config import bind_schedules
+from kvtrainer.schedules.binding import bind_schedules
 from tests.support.scalar_training import trainer_of
 
 GRADIENTS = (0.5, 0.5, -0.25, 0.1, 0.5)

@@ -253,7 +253,7 @@ def test_a_rate_for_each_group_at_the_peak_of_a_cycle() -> None:
         ({"begin": -1}, "begin of a schedule"),
         ({"begin": 3, "end": 3}, "greater than begin"),
         ({"end": 2.0}, "integer"),
-        ({"warmup": "cosine", "warmup_iters": 3}, "constant, linear, exp"),
+        ({"warmup": "cosine", "warmup_iters": 3}, "'constant', 'linear', 'exp'"),
         ({"warmup": "linear"}, "warmup_iters"),
         ({"warmup": "linear", "warmup_iters": 3, "warmup_ratio": 0.0}, "warmup_ratio"),
         ({"warmup": "linear", "warmup_iters": 3, "warmup_ratio": 1.1}, "warmup_ratio"),

@@ -13,13 +13,13 @@ import torch
 from torch.optim import lr_scheduler
 
 from kvtrainer.errors import ArgumentTypeError, ConfigurationError, UnknownNameError
-from kvtrainer.schedules.config import (
+from kvtrainer.schedules import (
+    ParamSchedule,
     bind_schedules,
     detectron_schedule,
     schedule_from_lr_config,
     schedule_from_momentum_config,
 )
-from kvtrainer.schedules.param_schedule import ParamSchedule
 from tests.support.scalar_training import IN_STORE, step, trainer_of, values, zeros
 
 

@@ -9,10 +9,8 @@ from typing import Any
 import pytest
 
 from kvtrainer.errors import ConfigurationError, UnknownNameError
-from kvtrainer.schedules import policies
 from kvtrainer.schedules.config import detectron_schedule
-from kvtrainer.schedules.policies import warmed_momentum, warmup_factor
-from kvtrainer.schedules.policy_names import make_policy
+from kvtrainer.schedules.formulas import MOST_MOMENTUM, make_policy, warmed_momentum, warmup_factor
 
 CYCLE = (
     0.001, 0.00231801948, 0.0055, 0.00868198052, 0.01, 0.00933013372, 0.007500025, 0.00500005, 0.002500075,
@@ -119,7 +117,7 @@ def test_warm_up_ends_at_the_full_rate(kind: str, expected: Sequence[float]) -> 
 
 def test_momentum_in_a_warm_up_stays_below_one() -> None:
     assert warmed_momentum(0.9, 0.95) == pytest.approx(0.9 / 0.95)
-    assert warmed_momentum(0.9, 0.9) == warmed_momentum(0.9, 0.1) == policies.MOST_MOMENTUM
+    assert warmed_momentum(0.9, 0.9) == warmed_momentum(0.9, 0.1) == MOST_MOMENTUM
     assert warmed_momentum(0.9995, 0.5) == 0.9995
 
 

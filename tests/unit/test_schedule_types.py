@@ -11,7 +11,7 @@ from torch.optim import lr_scheduler
 
 from kvtrainer.errors import ConfigurationError, UnknownNameError
 from kvtrainer.registry import SCHEDULES
-from kvtrainer.schedules.config import bind_schedules, build_param_schedules
+from kvtrainer.schedules.binding import bind_schedules, build_param_schedules
 from tests.support.scalar_training import zeros
 
 
@@ -283,7 +283,7 @@ def test_impossible_schedules_are_refused(cfg: dict[str, Any], run: dict[str, An
 
 
 def test_factors_are_from_zero_to_one() -> None:
-    with pytest.raises(ConfigurationError, match="end_factor must be a number from 0 to 1"):
+    with pytest.raises(ConfigurationError, match="end_factor of .*from 0 to 1, got 1.5"):
         values([{"type": "LinearLR", "end": 5, "end_factor": 1.5}], 1)
 
 

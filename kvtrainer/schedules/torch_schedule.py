@@ -13,13 +13,13 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from kvtrainer.errors import ConfigurationError, StateMismatchError
-from kvtrainer.schedules.group_values import GroupValue, refuse_second_scheduler
+from kvtrainer.schedules.param_schedule import GroupValue, refuse_second_scheduler
 
 _KINDS = {"tuple": tuple, "dict": dict, "counter": Counter}
 
 
 class TorchSchedule:
-    """A scheduler of torch, or of anybody who has torch's interface, which stays as it is.
+    """Advance and save a scheduler of torch, or of anybody who has torch's interface, which stays as it is.
 
     Args:
         scheduler: Bound to the optimizer already.
@@ -33,16 +33,16 @@ class TorchSchedule:
         if isinstance(scheduler, LRScheduler) or getattr(scheduler, "param_name", None) == "lr":
             refuse_second_scheduler(scheduler.optimizer)
         self.scheduler = scheduler
-        self._by = "metric" if isinstance(scheduler, ReduceLROnPlateau) else by
+        self.by = "metric" if isinstance(scheduler, ReduceLROnPlateau) else by
 
     @property
-    def by(self) -> str:
-        """'step', 'epoch' or 'metric'."""
-        return self._by
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer that the scheduler is bound to."""
+        return self.scheduler.optimizer  # type: ignore[no-any-return]
 
     @property
     def names(self) -> frozenset[str]:
-        """Which values it writes, as far as that can be known."""
+        """The values that it writes, as far as that can be known."""
         rate = (
             {"lr"} if isinstance(self.scheduler, LRScheduler) else {getattr(self.scheduler, "param_name", "")}
         )
@@ -54,7 +54,7 @@ class TorchSchedule:
         Raises:
             ConfigurationError: there is no metric where one is needed.
         """
-        if self._by == "metric" and not metric:
+        if self.by == "metric" and not metric:
             raise ConfigurationError(
                 f"{type(self.scheduler).__name__} is advanced with a metric, such as the loss of a validation"
             )
@@ -63,7 +63,7 @@ class TorchSchedule:
         self.scheduler.step(*metric)
 
     def state_dict(self) -> dict[str, Any]:
-        """What the scheduler keeps, as far as it is plain: numbers, text and collections of them; never code."""
+        """Return what the scheduler keeps, as far as it is plain: numbers, text and collections; never code."""
         return {key: _packed(value) for key, value in self.scheduler.state_dict().items() if _is_plain(value)}
 
     def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -88,7 +88,7 @@ class TorchSchedule:
 
 
 class PlateauSchedule:
-    """Multiplies a value of the groups by a factor when a metric has stopped improving, within a window.
+    """Multiply a value of the groups by a factor when a metric has stopped improving, within a window.
 
     torch's ReduceLROnPlateau decides, over groups that stand for those of the optimizer, so momentum is lowered alike.
     What other schedules write afterwards is lowered in proportion.
@@ -158,7 +158,7 @@ class PlateauSchedule:
 
     @property
     def name(self) -> str:
-        """What it lowers."""
+        """The key of the value that it lowers."""
         return self._value.name
 
     def build_on(self, target: GroupValue) -> None:
@@ -166,7 +166,7 @@ class PlateauSchedule:
         self._value = target
 
     def state_dict(self) -> dict[str, Any]:
-        """How far it is, the best value of the metric, and what the value was lowered by: plain numbers."""
+        """Return how far it is, the best metric, and by what the values were lowered: plain numbers."""
         state = self._scheduler.state_dict()
         return {
             "count": self._count,
@@ -195,7 +195,7 @@ class PlateauSchedule:
 
 
 def is_like_torchs(one: object) -> bool:
-    """Whether somebody else's scheduler can be used as one of torch: it has an optimizer, and `step()` will do."""
+    """Return whether a scheduler can be used as one of torch: it has an optimizer, and `step()` will do."""
     if isinstance(one, type | torch.optim.Optimizer) or not hasattr(one, "optimizer"):
         return False
     methods = [getattr(one, name, None) for name in ("step", "state_dict", "load_state_dict")]
@@ -220,7 +220,7 @@ def _is_plain(value: object) -> bool:
 
 
 def _packed(value: Any) -> Any:
-    """As JSON can hold it, which knows neither tuples nor keys that are no strings; all else is written as lists."""
+    """Write collections as lists, as JSON can hold them, which knows neither tuples nor keys but strings."""
     if isinstance(value, list):
         return [_packed(one) for one in value]
     if isinstance(value, tuple):

@@ -1,0 +1,585 @@
+"""Formulas of scheduled values as pure functions, and their names and options in MMCV, Detectron and mmengine.
+
+A formula takes the value to start from, how many steps or epochs have passed, how many there are in all (None where
+that is open), and its options by name. It keeps nothing, so a value never depends on how training came there. Where
+two systems differ in names alone there is one formula.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from kvstore_server import check
+from kvstore_server.errors import did_you_mean
+from kvtrainer.errors import ArgumentTypeError, ConfigurationError, UnregisteredNameError
+
+Policy = Callable[[float, int, int | None], float]
+"""(base, at, span) → value."""
+Low = Callable[[float], float]
+"""The minimum of a group that starts from a value: the same for all, or its share."""
+
+MMENGINE = "mmengine:"
+"""Comes before the names of mmengine's formulas, some of which MMCV has with other values."""
+
+MOST_MOMENTUM = 0.999
+"""The most to which a warm-up raises momentum, unless the momentum to come to is greater itself."""
+
+
+def fixed(base: float, at: int, span: int | None) -> float:
+    """Return `base`, always."""
+    return base
+
+
+def step(
+    base: float,
+    at: int,
+    span: int | None,
+    *,
+    every: int | Sequence[int],
+    gamma: float = 0.1,
+    minimum: float | None = None,
+) -> float:
+    """Return `base * gamma**k`, at least `minimum`; k: how often `every` went by, or how many of its moments came."""
+    decays: int = at // every if isinstance(every, int) else sum(at >= moment for moment in every)
+    value = float(base * gamma**decays)
+    return value if minimum is None else max(value, minimum)
+
+
+def multi_step(
+    base: float, at: int, span: int | None, *, milestones: Sequence[int], gamma: float = 0.1
+) -> float:
+    """Return `base * gamma**k` after k milestones, which count as often as they are given, and from 0 on."""
+    return step(base, at, span, every=milestones, gamma=gamma)
+
+
+def exponential(base: float, at: int, span: int | None, *, gamma: float) -> float:
+    """Return `base * gamma**at`."""
+    return float(base * gamma**at)
+
+
+def exponential_over(base: float, at: int, span: int | None, *, gamma: float) -> float:
+    """Return `base * gamma**(at / span)`: Detectron's exp_decay."""
+    return float(base * gamma ** _share(at, span))
+
+
+def inverse(base: float, at: int, span: int | None, *, gamma: float, power: float = 1.0) -> float:
+    """Return `base * (1 + gamma * at)**-power`."""
+    return float(base * (1.0 + gamma * at) ** -power)
+
+
+def constant_then_base(
+    base: float, at: int, span: int | None, *, length: int, factor: float = 1.0 / 3.0
+) -> float:
+    """Return `base * factor` before `length`, then `base`."""
+    return base * factor if at < length else base
+
+
+def between_factors(
+    base: float,
+    at: int,
+    span: int | None,
+    *,
+    length: int,
+    start_factor: float = 1.0 / 3.0,
+    end_factor: float = 1.0,
+) -> float:
+    """Multiply `base` by a factor that goes in a straight line to another one, which is reached at `length`."""
+    return base * (start_factor + (end_factor - start_factor) * min(at, length) / length)
+
+
+def poly(base: float, at: int, span: int | None, *, low: Low, power: float = 1.0) -> float:
+    """Go from `base` to the minimum as `(1 - at / span)**power`."""
+    return float(low(base) + (base - low(base)) * (1.0 - _share(at, span)) ** power)
+
+
+def poly_over(base: float, at: int, span: int | None, *, length: int, low: Low, power: float = 1.0) -> float:
+    """Go to the minimum as `poly`, and reach it at `length`."""
+    return poly(base, at, length, low=low, power=power)
+
+
+def linear(base: float, at: int, span: int | None, *, low: Low) -> float:
+    """Go from `base` to the minimum in a straight line."""
+    return _line(base, low(base), _share(at, span))
+
+
+def cosine(base: float, at: int, span: int | None, *, low: Low) -> float:
+    """Go from `base` to the minimum on half a cosine. Detectron's cosine_decay where the minimum is 0."""
+    return _half_cosine(base, low(base), _share(at, span))
+
+
+def cosine_up_and_down(
+    base: float, at: int, span: int | None, *, initial: float, T_max: float, low: Low
+) -> float:
+    """Go from `base` to the minimum in `T_max` and on to the initial value, again and again."""
+    return _half_cosine(base if at <= T_max else initial, low(initial), at / T_max)
+
+
+def flat_cosine(base: float, at: int, span: int | None, *, low: Low, start_percent: float = 0.75) -> float:
+    """Stay at `base` for a share of the time, then go to the minimum on half a cosine."""
+    total = _known(span)
+    start = round(total * start_percent)
+    if at < start or start >= total:
+        return base
+    return _half_cosine(base, low(base), _share(at - start, total - start))
+
+
+def cosine_restart(
+    base: float,
+    at: int,
+    span: int | None,
+    *,
+    low: Low,
+    periods: Sequence[int],
+    restart_weights: Sequence[float] = (1.0,),
+) -> float:
+    """Repeat a half cosine, each with its period, whose way down from `base` is multiplied by its weight.
+
+    Raises:
+        ConfigurationError: all periods are over.
+    """
+    index, share = _period_at(at, periods)
+    return low(base) + restart_weights[index] * (_half_cosine(base, low(base), share) - low(base))
+
+
+def cosine_restart_from_weights(
+    base: float,
+    at: int,
+    span: int | None,
+    *,
+    initial: float,
+    low: Low,
+    periods: Sequence[int],
+    restart_weights: Sequence[float] = (1.0,),
+) -> float:
+    """Repeat a half cosine that begins at `base` times the weight of its period; after the last one stay."""
+    index, share = _period_at(min(at, sum(periods) - 1), periods)
+    return _half_cosine(base * restart_weights[index], low(initial), share)
+
+
+def cyclic(
+    base: float,
+    at: int,
+    span: int | None,
+    *,
+    target_ratio: Sequence[float] = (10.0, 1e-4),
+    cyclic_times: int = 1,
+    step_ratio_up: float = 0.4,
+    anneal_strategy: str = "cos",
+    gamma: float = 1.0,
+) -> float:
+    """Cycle from `base` to `target_ratio[0] * base`, then on to `target_ratio[1] * base`, `cyclic_times`.
+
+    The way up takes a share `step_ratio_up` of the cycle. With a `gamma` of less than 1 the peak comes nearer to
+    `base` from cycle to cycle.
+    """
+    length = _known(span) // cyclic_times
+    cycle, inside = divmod(at, length)
+    scale = gamma**cycle
+    peak = base * (1.0 - scale + target_ratio[0] * scale)
+    up = int(step_ratio_up * length)
+    anneal = _ANNEAL[anneal_strategy]
+    if inside < up:
+        return anneal(base, peak, inside / up)
+    return anneal(peak, base * target_ratio[1], (inside - up) / (length - up))
+
+
+def one_cycle(
+    base: float,
+    at: int,
+    span: int | None,
+    *,
+    maximum: float,
+    total_steps: int | None = None,
+    pct_start: float = 0.3,
+    anneal_strategy: str = "cos",
+    div_factor: float = 25.0,
+    final_div_factor: float = 1e4,
+    three_phase: bool = False,
+) -> float:
+    """Follow the 1cycle learning rate, in which `base` does not count.
+
+    It goes from `maximum / div_factor` up to `maximum`, then down to where it began, divided by `final_div_factor`;
+    with three phases it comes back to where it began in between.
+    """
+    first = maximum / div_factor
+    stops = [first, maximum, *([first] if three_phase else []), first / final_div_factor]
+    return _in_phases(
+        at, _known(span if total_steps is None else total_steps), pct_start, stops, anneal_strategy
+    )
+
+
+def one_cycle_momentum(
+    base: float,
+    at: int,
+    span: int | None,
+    *,
+    base_momentum: float = 0.85,
+    max_momentum: float = 0.95,
+    total_steps: int | None = None,
+    pct_start: float = 0.3,
+    anneal_strategy: str = "cos",
+    three_phase: bool = False,
+) -> float:
+    """Follow the 1cycle momentum, from `max_momentum` to `base_momentum` and back; `base` does not count."""
+    stops = [max_momentum, base_momentum, max_momentum, *([max_momentum] if three_phase else [])]
+    return _in_phases(
+        at, _known(span if total_steps is None else total_steps), pct_start, stops, anneal_strategy
+    )
+
+
+def steps_with_values(
+    base: float,
+    at: int,
+    span: int | None,
+    *,
+    steps: Sequence[int],
+    values: Sequence[float],
+    reference: float | None = None,
+) -> float:
+    """Return `values[i]` from `steps[i]` on: Detectron's steps_with_lrs.
+
+    With a `reference` the values are meant for groups whose base it is, and those of others are in proportion.
+    """
+    value = values[max(sum(at >= moment for moment in steps) - 1, 0)]
+    return value if reference is None else value * (base / reference)
+
+
+def warmup_factor(kind: str, at: int, length: int, ratio: float) -> float:
+    """Return the factor of the learning rate in a warm-up of `length` that begins at `ratio`; 1 after it.
+
+    constant: `ratio`; linear: in a straight line to 1; exp: `ratio**(1 - at / length)`. Detectron's warm-ups are the
+    first two.
+    """
+    if at >= length:
+        return 1.0
+    if kind == "constant":
+        return ratio
+    rest = 1.0 - at / length
+    return 1.0 - rest * (1.0 - ratio) if kind == "linear" else float(ratio**rest)
+
+
+def warmed_momentum(momentum: float, factor: float) -> float:
+    """Divide momentum by the factor of the learning rate in a warm-up, but keep it below 1."""
+    most = max(momentum, MOST_MOMENTUM)
+    return min(momentum / factor, most) if factor > 0.0 else most
+
+
+def _known(span: int | None) -> int:
+    if span is None:
+        raise ConfigurationError("this policy leads to an end, so it must be given one")
+    return span
+
+
+def _share(at: int, span: int | None) -> float:
+    """Return how much of the way is done; what is past the end stays there."""
+    total = _known(span)
+    return min(at, total) / total
+
+
+def _half_cosine(start: float, end: float, share: float) -> float:
+    return end + 0.5 * (start - end) * (math.cos(math.pi * share) + 1.0)
+
+
+def _line(start: float, end: float, share: float) -> float:
+    return start + (end - start) * share
+
+
+_ANNEAL = {"cos": _half_cosine, "linear": _line}
+
+
+def _period_at(at: int, periods: Sequence[int]) -> tuple[int, float]:
+    """Find in which of some consecutive periods `at` is, and the share of it that is over."""
+    start = 0
+    for index, period in enumerate(periods):
+        if at < start + period:
+            return index, (at - start) / period
+        start += period
+    raise ConfigurationError(
+        f"the periods {list(periods)} are over after {start}, so there is no value at {at}; give more periods"
+    )
+
+
+def _in_phases(at: int, total: int, pct_start: float, stops: Sequence[float], strategy: str) -> float:
+    """Go from stop to stop; the first phase takes `pct_start` of the time, of three the second as much."""
+    ways = list(pairwise(stops))
+    ends = [(i + 1) * (pct_start * total - 1.0) for i in range(len(ways) - 1)] + [total - 1.0]
+    begin = 0.0
+    for end, (first, last) in zip(ends, ways, strict=True):
+        if at <= end:
+            return _ANNEAL[strategy](first, last, (at - begin) / (end - begin) if end > begin else 1.0)
+        begin = end
+    return stops[-1]
+
+
+class _Named(NamedTuple):
+    """A formula as it is found by a name."""
+
+    formula: Callable[..., float]
+    needs_end: bool = False
+    needs_minimum: bool = False
+    restarts: bool = False
+    of_momentum: Mapping[str, Any] = {}
+    """Defaults of options that are others where momentum is scheduled."""
+
+
+_NAMED: Mapping[str, _Named] = {
+    "fixed": _Named(fixed),
+    "step": _Named(step, of_momentum={"gamma": 0.5}),
+    "exp": _Named(exponential),
+    "poly": _Named(poly, needs_end=True),
+    "inv": _Named(inverse),
+    "CosineAnnealing": _Named(cosine, needs_end=True, needs_minimum=True),
+    "LinearAnnealing": _Named(linear, needs_end=True, needs_minimum=True),
+    "FlatCosineAnnealing": _Named(flat_cosine, needs_end=True, needs_minimum=True),
+    "CosineRestart": _Named(cosine_restart, needs_minimum=True),
+    "cyclic": _Named(cyclic, needs_end=True, of_momentum={"target_ratio": (0.85 / 0.95, 1.0)}),
+    "OneCycle": _Named(one_cycle, needs_end=True),
+    "steps_with_lrs": _Named(steps_with_values),
+    "exp_decay": _Named(exponential_over, needs_end=True),
+    "mmengine:Constant": _Named(constant_then_base),
+    "mmengine:Linear": _Named(between_factors),
+    "mmengine:Step": _Named(step),
+    "mmengine:MultiStep": _Named(multi_step),
+    "mmengine:Exponential": _Named(exponential),
+    "mmengine:CosineAnnealing": _Named(cosine_up_and_down),
+    "mmengine:Poly": _Named(poly_over),
+    "mmengine:OneCycle": _Named(one_cycle),
+    "mmengine:CosineRestart": _Named(cosine_restart_from_weights, needs_minimum=True, restarts=True),
+}
+_ALIASES = {
+    "min_lr": "minimum",
+    "min_momentum": "minimum",
+    "min_lr_ratio": "minimum_ratio",
+    "min_momentum_ratio": "minimum_ratio",
+    "step": "every",
+    "step_size": "every",
+    "max_lr": "maximum",
+    "lrs": "values",
+}
+"""MMCV's and Detectron's spellings of options → ours."""
+_OF_MMENGINE = {
+    "eta_min": "minimum",
+    "eta_min_ratio": "minimum_ratio",
+    "eta_max": "maximum",
+    "step_size": "every",
+}
+
+
+@dataclass(frozen=True)
+class Formula:
+    """A formula with its options.
+
+    Attributes:
+        takes_initial: Whether it needs what the group started from before all schedules.
+        restarts: Whether it starts from a value without the schedules that ended before it began.
+    """
+
+    function: Callable[..., float]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    takes_initial: bool = False
+    restarts: bool = False
+
+    def __call__(self, base: float, at: int, span: int | None, initial: float | None = None) -> float:
+        """Return the value; `initial` is `base` where no other schedule comes before."""
+        more = {"initial": base if initial is None else initial} if self.takes_initial else {}
+        return float(self.function(base, at, span, **self.options, **more))
+
+
+def make_policy(
+    policy: str | Policy, options: Mapping[str, Any], name: str = "lr", span: int | None = None
+) -> Formula:
+    """Return the formula that a name, in any case and with or without underscores, and its options mean.
+
+    Args:
+        policy: A name; or a function (base, at, span) → value, which takes no options.
+        options: Under our names or those of the source.
+        name: What is scheduled: momentum has other defaults.
+        span: How many steps or epochs there will be; None where that is open.
+
+    Raises:
+        UnregisteredNameError: there is no such policy; lists them.
+        ConfigurationError: an option is unknown, missing or impossible, or the policy needs an end.
+    """
+    if not isinstance(policy, str):
+        if not callable(policy):
+            raise ArgumentTypeError(f"a policy is a name or a function (base, at, span), got {policy!r:.80}")
+        if options:
+            raise ConfigurationError(f"a function takes no options, got {', '.join(options)}")
+        return Formula(policy)
+    kind, function, given = check_options(policy, options, name)
+    if _NAMED[kind].needs_end and span is None and given.get("total_steps") is None:
+        raise ConfigurationError(
+            f"the policy {kind!r} leads to an end, which is not known; give `end`, or max_epochs or max_iters in a "
+            "configuration"
+        )
+    if span is not None:
+        _check_span(kind, given, span)
+    takes_initial = "initial" in inspect.signature(function).parameters
+    return Formula(function, given, takes_initial, _NAMED[kind].restarts)
+
+
+def check_options(
+    policy: str, options: Mapping[str, Any], name: str = "lr"
+) -> tuple[str, Callable[..., float], dict[str, Any]]:
+    """Return a policy's own name, its function, and the options under our names.
+
+    Raises:
+        UnregisteredNameError: there is no such policy; lists them.
+        ConfigurationError: an option is unknown, missing or impossible.
+    """
+    kind = {_plainly(one): one for one in (*_NAMED, "FlatCosine")}.get(_plainly(policy))
+    if kind is None:
+        there = [one for one in _NAMED if not one.startswith(MMENGINE)]
+        raise UnregisteredNameError(
+            f"there is no schedule policy {policy!r}; the policies are {', '.join(there)}{did_you_mean(policy, there)}"
+        )
+    kind = "FlatCosineAnnealing" if kind == "FlatCosine" else kind
+    function, is_momentum = _NAMED[kind].formula, name == "momentum"
+    if kind == "OneCycle" and is_momentum:
+        function = one_cycle_momentum
+    given = _canonical(kind, function, options)
+    if is_momentum:
+        given = {**_NAMED[kind].of_momentum, **given}
+    ratio = given.get("target_ratio")
+    if check.is_number(ratio) or (isinstance(ratio, tuple) and len(ratio) == 1):
+        [peak] = ratio if isinstance(ratio, tuple) else (ratio,)
+        given["target_ratio"] = (peak, peak / 1e5)
+    for key, value in given.items():
+        _CHECKS.get(key, check.number)(f"{key} of {_label(kind)}", value)
+    _check_together(kind, given)
+    if "low" in inspect.signature(function).parameters:
+        given["low"] = _lows(given.pop("minimum", 0.0), given.pop("minimum_ratio", None))
+    return kind, function, given
+
+
+def _lows(minimum: float, ratio: float | None) -> Low:
+    return (lambda base: minimum) if ratio is None else (lambda base: base * ratio)
+
+
+def _plainly(name: str) -> str:
+    return name.replace("_", "").lower()
+
+
+def _label(kind: str) -> str:
+    return f"the policy {kind.removeprefix(MMENGINE)!r}"
+
+
+def _canonical(kind: str, function: Callable[..., float], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options under our names, lists as tuples, all of them known and none missing."""
+    own = inspect.signature(function).parameters.values()
+    defaults = {one.name: one.default for one in own if one.kind is inspect.Parameter.KEYWORD_ONLY}
+    defaults.pop("initial", None)
+    if defaults.pop("low", None) is not None:
+        defaults |= {"minimum": None, "minimum_ratio": None}
+    aliases = _OF_MMENGINE if kind.startswith(MMENGINE) else _ALIASES
+    given: dict[str, Any] = {}
+    for key, value in options.items():
+        name = key if key in defaults else aliases.get(key, key)
+        if name not in defaults:
+            spellings = [*defaults, *(alias for alias, meant in aliases.items() if meant in defaults)]
+            raise ConfigurationError(
+                f"{_label(kind)} has no option {key!r}; its options are {', '.join(spellings) or 'none'}"
+            )
+        if name in given:
+            raise ConfigurationError(f"{_label(kind)} was given {name!r} under two spellings")
+        if value is not None or defaults[name] is not None:
+            given[name] = tuple(value) if isinstance(value, list | tuple) else value
+    missing = [
+        key for key, value in defaults.items() if value is inspect.Parameter.empty and key not in given
+    ]
+    if missing:
+        raise ConfigurationError(f"{_label(kind)} needs {', '.join(missing)}")
+    minima = [key for key in ("minimum", "minimum_ratio") if key in given]
+    if len(minima) > 1 or (_NAMED[kind].needs_minimum and not minima):
+        spellings = [alias for alias, meant in aliases.items() if meant.startswith("minimum")]
+        raise ConfigurationError(
+            f"{_label(kind)} needs exactly one of a minimum and its ratio to the base ({', '.join(spellings)}), got "
+            f"{' and '.join(minima) or 'neither'}"
+        )
+    return given
+
+
+def _list_of(label: str, value: object, checked: Callable[[str, Any], object], least: int = 1) -> None:
+    if not isinstance(value, tuple) or len(value) < least:
+        raise ConfigurationError(f"{label} must be a list of numbers, got {value!r:.80}")
+    for one in value:
+        checked(f"each of {label}", one)
+
+
+def _check_every(label: str, value: object) -> None:
+    moments = value if isinstance(value, tuple) else (value,)
+    is_fit = bool(moments) and all(check.is_integer(moment, 1) for moment in moments)
+    if not is_fit or list(moments) != sorted(moments):
+        raise ConfigurationError(
+            f"{label} must be an integer above 0 or an ascending list of such, got {value!r:.80}"
+        )
+
+
+_count, _share_of_one = partial(check.integer, least=1), partial(check.number, least=0, most=1)
+_numbers = partial(_list_of, checked=check.number)
+_moments = partial(_list_of, checked=partial(check.integer, least=0))
+_CHECKS: Mapping[str, Callable[[str, Any], object]] = {
+    "every": _check_every,
+    "periods": partial(_list_of, checked=_count),
+    "steps": _moments,
+    "milestones": partial(_moments, least=0),
+    "restart_weights": _numbers,
+    "values": _numbers,
+    "target_ratio": _numbers,
+    "cyclic_times": _count,
+    "total_steps": _count,
+    "length": _count,
+    "T_max": partial(check.number, least=1),
+    "factor": _share_of_one,
+    "start_factor": _share_of_one,
+    "end_factor": _share_of_one,
+    "start_percent": _share_of_one,
+    "pct_start": _share_of_one,
+    "step_ratio_up": partial(check.number, least=0, below=1),
+    "anneal_strategy": partial(check.one_of, choices=tuple(_ANNEAL)),
+    "three_phase": check.boolean,
+}
+"""Option → what is checked of it; all others are numbers."""
+
+
+def _check_together(kind: str, given: Mapping[str, Any]) -> None:
+    """Raise ConfigurationError if options do not fit one another, or the policy."""
+    if kind == "cyclic":
+        check.number("gamma of the policy 'cyclic'", given.get("gamma", 1.0), above=0, most=1)
+        if len(given.get("target_ratio", (1, 1))) != 2:
+            raise ConfigurationError(
+                f"target_ratio must be one or two numbers, got {given['target_ratio']!r}"
+            )
+    if "periods" in given:
+        periods, weights = given["periods"], given.get("restart_weights", (1.0,))
+        if len(periods) != len(weights):
+            raise ConfigurationError(
+                f"periods and restart_weights must be equally long, got {periods!r} and {weights!r}"
+            )
+    if "steps" in given:
+        steps: Sequence[int] = given["steps"]
+        if steps[0] != 0 or list(steps) != sorted(steps) or len(steps) != len(given["values"]):
+            raise ConfigurationError(
+                f"steps must ascend from 0, with one value for each; got {steps!r} and {given['values']!r}"
+            )
+    if any(given.get(key) == 0 for key in ("div_factor", "final_div_factor", "reference")):
+        raise ConfigurationError(f"{_label(kind)} divides by its factors and its reference, so none may be 0")
+
+
+def _check_span(kind: str, given: Mapping[str, Any], span: int) -> None:
+    """Raise ConfigurationError if the options do not fit the length of the schedule."""
+    if given.get("cyclic_times", 1) > span:
+        raise ConfigurationError(f"{given['cyclic_times']} cycles do not fit in {span} steps")
+    if given.get("total_steps", span) < span:
+        raise ConfigurationError(f"total_steps is {given['total_steps']}, but there are {span} steps")
+    if kind == "CosineRestart" and sum(given["periods"]) < span:
+        raise ConfigurationError(
+            f"the periods {list(given['periods'])} are over after {sum(given['periods'])}, but there are {span} steps "
+            "or epochs; give more periods"
+        )
