@@ -283,7 +283,7 @@ def test_impossible_schedules_are_refused(cfg: dict[str, Any], run: dict[str, An
 
 
 def test_factors_are_from_zero_to_one() -> None:
-    with pytest.raises(ConfigurationError, match="end_factor of .*from 0 to 1, got 1.5"):
+    with pytest.raises(ConfigurationError, match=r"end_factor of .*from 0 to 1, got 1\.5"):
         values([{"type": "LinearLR", "end": 5, "end_factor": 1.5}], 1)
 
 
