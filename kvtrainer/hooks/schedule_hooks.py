@@ -6,15 +6,15 @@ need no hook; these are for runners, and for classes that were derived from them
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch.optim
 
 from kvtrainer.errors import ArgumentTypeError, ConfigurationError
 from kvtrainer.hooks.base import Hook, Priority
-from kvtrainer.schedules.formulas import check_options, make_policy, warmup_factor
+from kvtrainer.schedules.formulas import Formula, check_options, make_policy, warmup_factor
 from kvtrainer.schedules.param_schedule import GroupValue, MomentumWarmup, ScheduleSpec
 
 Values = list[Any] | dict[str, list[Any]]
@@ -65,14 +65,17 @@ class UpdaterHook(Hook):
         self.warmup_epochs = warmup_iters if warmup_by_epoch else None
         self.warmup_iters: int | None = None if warmup_by_epoch else warmup_iters
         if self.policy is not None:
-            _, formula, given = check_options(self.policy, options, self._value)
-            vars(self).update(_attributes(formula, given, self._value))
+            theirs = {"every": "step", "maximum": "max_lr"}
+            theirs |= {"minimum": f"min_{self._value}", "minimum_ratio": f"min_{self._value}_ratio"}
+            # Under MMCV's names, for classes that override the formula.
+            given = check_options(self.policy, options, self._value)
+            vars(self).update({theirs.get(name, name): value for name, value in given.items()})
         elif options:
             raise ConfigurationError(f"{type(self).__name__} has no option {', '.join(map(repr, options))}")
         self._options = options
         vars(self).update(options)
         self._targets: dict[str, GroupValue] = {}
-        self._policy: Callable[..., float] | None = None
+        self._policy: Formula | None = None
 
     def before_train_epoch(self, runner: Any) -> None:
         if self.warmup_epochs is not None:
@@ -290,7 +293,8 @@ class OneCycleLrUpdaterHook(LrUpdaterHook):
 
     def get_lr(self, runner: Any, base_lr: float) -> float:
         assert self._policy is not None
-        return self._policy(base_lr, *self._progress(runner), maximum=base_lr * self.div_factor)
+        options = {**self._policy.options, "maximum": base_lr * self.div_factor}
+        return replace(self._policy, options=options)(base_lr, *self._progress(runner))
 
 
 class StepMomentumUpdaterHook(MomentumUpdaterHook):
@@ -323,17 +327,6 @@ class OneCycleMomentumUpdaterHook(MomentumUpdaterHook):
 
     policy = "OneCycle"
     _counts_batches = True
-
-
-def _attributes(formula: Callable[..., float], given: Mapping[str, Any], value: str) -> dict[str, Any]:
-    """Return all options of a policy under MMCV's names, for classes that override its formula."""
-    theirs = {"every": "step", "maximum": "max_lr"}
-    theirs |= {"minimum": f"min_{value}", "minimum_ratio": f"min_{value}_ratio"}
-    return {
-        theirs.get(name, name): given.get(name, one.default)
-        for name, one in inspect.signature(formula).parameters.items()
-        if one.kind is one.KEYWORD_ONLY
-    }
 
 
 def _each(function: Callable[[Any], Any], values: Values) -> Values:

@@ -258,7 +258,8 @@ def _completed(kind: str, name: str, options: dict[str, Any], span: int) -> dict
     if kind == "CosineAnnealing":
         return {**options, "T_max": options.get("T_max") or span}
     if kind in ("Constant", "Linear", "Poly"):
-        check.known(f"a schedule of type {kind!r}", {"length"} & set(options), ())
+        if "length" in options:
+            raise ConfigurationError(f"a schedule of type {kind!r} has no option 'length'")
         return {**options, "length": max(span - 1, 1)}  # the end is reached in the last step
     return options
 

@@ -412,7 +412,8 @@ def make_policy(
         if options:
             raise ConfigurationError(f"a function takes no options, got {', '.join(options)}")
         return Formula(policy)
-    kind, function, given = check_options(policy, options, name)
+    given = check_options(policy, options, name)
+    kind, function = _find(policy, name)
     if _NAMED[kind].needs_end and span is None and given.get("total_steps") is None:
         raise ConfigurationError(
             f"the policy {kind!r} leads to an end, which is not known; give `end`, or max_epochs or max_iters in a "
@@ -420,19 +421,34 @@ def make_policy(
         )
     if span is not None:
         _check_span(kind, given, span)
-    takes_initial = "initial" in inspect.signature(function).parameters
-    return Formula(function, given, takes_initial, _NAMED[kind].restarts)
+    parameters = inspect.signature(function).parameters
+    if "low" in parameters:
+        given["low"] = _lows(given.pop("minimum"), given.pop("minimum_ratio"))
+    return Formula(function, given, "initial" in parameters, _NAMED[kind].restarts)
 
 
-def check_options(
-    policy: str, options: Mapping[str, Any], name: str = "lr"
-) -> tuple[str, Callable[..., float], dict[str, Any]]:
-    """Return a policy's own name, its function, and the options under our names.
+def check_options(policy: str, options: Mapping[str, Any], name: str = "lr") -> dict[str, Any]:
+    """Return all options of a policy under our names, those that were not given with their defaults.
 
     Raises:
         UnregisteredNameError: there is no such policy; lists them.
         ConfigurationError: an option is unknown, missing or impossible.
     """
+    kind, function = _find(policy, name)
+    given = _canonical(kind, function, _NAMED[kind].of_momentum if name == "momentum" else {}, options)
+    ratio = given.get("target_ratio")
+    if check.is_number(ratio) or (isinstance(ratio, tuple) and len(ratio) == 1):
+        [peak] = ratio if isinstance(ratio, tuple) else (ratio,)
+        given["target_ratio"] = (peak, peak / 1e5)
+    for key, value in given.items():
+        if value is not None:
+            _CHECKS.get(key, check.number)(f"{key} of {_label(kind)}", value)
+    _check_together(kind, given)
+    return given
+
+
+def _find(policy: str, name: str) -> tuple[str, Callable[..., float]]:
+    """Return a policy's own name and its function."""
     kind = {_plainly(one): one for one in (*_NAMED, "FlatCosine")}.get(_plainly(policy))
     if kind is None:
         there = [one for one in _NAMED if not one.startswith(MMENGINE)]
@@ -440,26 +456,12 @@ def check_options(
             f"there is no schedule policy {policy!r}; the policies are {', '.join(there)}{did_you_mean(policy, there)}"
         )
     kind = "FlatCosineAnnealing" if kind == "FlatCosine" else kind
-    function, is_momentum = _NAMED[kind].formula, name == "momentum"
-    if kind == "OneCycle" and is_momentum:
-        function = one_cycle_momentum
-    given = _canonical(kind, function, options)
-    if is_momentum:
-        given = {**_NAMED[kind].of_momentum, **given}
-    ratio = given.get("target_ratio")
-    if check.is_number(ratio) or (isinstance(ratio, tuple) and len(ratio) == 1):
-        [peak] = ratio if isinstance(ratio, tuple) else (ratio,)
-        given["target_ratio"] = (peak, peak / 1e5)
-    for key, value in given.items():
-        _CHECKS.get(key, check.number)(f"{key} of {_label(kind)}", value)
-    _check_together(kind, given)
-    if "low" in inspect.signature(function).parameters:
-        given["low"] = _lows(given.pop("minimum", 0.0), given.pop("minimum_ratio", None))
-    return kind, function, given
+    return kind, one_cycle_momentum if (kind, name) == ("OneCycle", "momentum") else _NAMED[kind].formula
 
 
-def _lows(minimum: float, ratio: float | None) -> Low:
-    return (lambda base: minimum) if ratio is None else (lambda base: base * ratio)
+def _lows(minimum: float | None, ratio: float | None) -> Low:
+    low = 0.0 if minimum is None else minimum
+    return (lambda base: low) if ratio is None else (lambda base: base * ratio)
 
 
 def _plainly(name: str) -> str:
@@ -470,32 +472,34 @@ def _label(kind: str) -> str:
     return f"the policy {kind.removeprefix(MMENGINE)!r}"
 
 
-def _canonical(kind: str, function: Callable[..., float], options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options under our names, lists as tuples, all of them known and none missing."""
+def _canonical(
+    kind: str, function: Callable[..., float], more: Mapping[str, Any], options: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return all options under our names, lists as tuples; `more` are defaults in place of the function's."""
     own = inspect.signature(function).parameters.values()
-    defaults = {one.name: one.default for one in own if one.kind is inspect.Parameter.KEYWORD_ONLY}
-    defaults.pop("initial", None)
-    if defaults.pop("low", None) is not None:
-        defaults |= {"minimum": None, "minimum_ratio": None}
+    given = {one.name: one.default for one in own if one.kind is inspect.Parameter.KEYWORD_ONLY} | dict(more)
+    given.pop("initial", None)
+    if given.pop("low", None) is not None:
+        given |= {"minimum": None, "minimum_ratio": None}
     aliases = _OF_MMENGINE if kind.startswith(MMENGINE) else _ALIASES
-    given: dict[str, Any] = {}
+    seen = set()
     for key, value in options.items():
-        name = key if key in defaults else aliases.get(key, key)
-        if name not in defaults:
-            spellings = [*defaults, *(alias for alias, meant in aliases.items() if meant in defaults)]
-            raise ConfigurationError(
-                f"{_label(kind)} has no option {key!r}; its options are {', '.join(spellings) or 'none'}"
-            )
-        if name in given:
+        name = key if key in given else aliases.get(key, key)
+        if name not in given:
+            known = ", ".join(_spelled(one, aliases) for one in given) or "none"
+            raise ConfigurationError(f"{_label(kind)} has no option {key!r}; its options are {known}")
+        if name in seen:
             raise ConfigurationError(f"{_label(kind)} was given {name!r} under two spellings")
-        if value is not None or defaults[name] is not None:
+        seen.add(name)
+        if value is not None:
             given[name] = tuple(value) if isinstance(value, list | tuple) else value
-    missing = [
-        key for key, value in defaults.items() if value is inspect.Parameter.empty and key not in given
-    ]
-    if missing:
+        elif given[name] not in (None, inspect.Parameter.empty):
+            raise ConfigurationError(f"{name} of {_label(kind)} must not be None; leave it out")
+    if missing := [
+        _spelled(key, aliases) for key, value in given.items() if value is inspect.Parameter.empty
+    ]:
         raise ConfigurationError(f"{_label(kind)} needs {', '.join(missing)}")
-    minima = [key for key in ("minimum", "minimum_ratio") if key in given]
+    minima = [key for key in ("minimum", "minimum_ratio") if given.get(key) is not None]
     if len(minima) > 1 or (_NAMED[kind].needs_minimum and not minima):
         spellings = [alias for alias, meant in aliases.items() if meant.startswith("minimum")]
         raise ConfigurationError(
@@ -503,6 +507,11 @@ def _canonical(kind: str, function: Callable[..., float], options: Mapping[str, 
             f"{' and '.join(minima) or 'neither'}"
         )
     return given
+
+
+def _spelled(option: str, aliases: Mapping[str, str]) -> str:
+    others = [alias for alias, meant in aliases.items() if meant == option]
+    return f"{option} (or {', '.join(others)})" if others else option
 
 
 def _list_of(label: str, value: object, checked: Callable[[str, Any], object], least: int = 1) -> None:
@@ -551,13 +560,13 @@ _CHECKS: Mapping[str, Callable[[str, Any], object]] = {
 def _check_together(kind: str, given: Mapping[str, Any]) -> None:
     """Raise ConfigurationError if options do not fit one another, or the policy."""
     if kind == "cyclic":
-        check.number("gamma of the policy 'cyclic'", given.get("gamma", 1.0), above=0, most=1)
-        if len(given.get("target_ratio", (1, 1))) != 2:
+        check.number("gamma of the policy 'cyclic'", given["gamma"], above=0, most=1)
+        if len(given["target_ratio"]) != 2:
             raise ConfigurationError(
                 f"target_ratio must be one or two numbers, got {given['target_ratio']!r}"
             )
     if "periods" in given:
-        periods, weights = given["periods"], given.get("restart_weights", (1.0,))
+        periods, weights = given["periods"], given["restart_weights"]
         if len(periods) != len(weights):
             raise ConfigurationError(
                 f"periods and restart_weights must be equally long, got {periods!r} and {weights!r}"
@@ -576,7 +585,7 @@ def _check_span(kind: str, given: Mapping[str, Any], span: int) -> None:
     """Raise ConfigurationError if the options do not fit the length of the schedule."""
     if given.get("cyclic_times", 1) > span:
         raise ConfigurationError(f"{given['cyclic_times']} cycles do not fit in {span} steps")
-    if given.get("total_steps", span) < span:
+    if (given.get("total_steps") or span) < span:
         raise ConfigurationError(f"total_steps is {given['total_steps']}, but there are {span} steps")
     if kind == "CosineRestart" and sum(given["periods"]) < span:
         raise ConfigurationError(
