@@ -280,32 +280,23 @@ OPTIMIZER_CONSTRUCTORS = Registry(
 )
 """Takes (optimizer_cfg, paramwise_cfg); what it makes takes a model and returns a torch optimizer."""
 OPTIMIZER_BUILDERS = OPTIMIZER_CONSTRUCTORS
-_SCHEDULE_HOOKS = (
-    "FixedLrUpdaterHook",
-    "StepLrUpdaterHook",
-    "ExpLrUpdaterHook",
-    "PolyLrUpdaterHook",
-    "InvLrUpdaterHook",
-    "CosineAnnealingLrUpdaterHook",
-    "FlatCosineAnnealingLrUpdaterHook",
-    "CosineRestartLrUpdaterHook",
-    "LinearAnnealingLrUpdaterHook",
-    "CyclicLrUpdaterHook",
-    "OneCycleLrUpdaterHook",
-    "StepMomentumUpdaterHook",
-    "CosineAnnealingMomentumUpdaterHook",
-    "LinearAnnealingMomentumUpdaterHook",
-    "CyclicMomentumUpdaterHook",
-    "OneCycleMomentumUpdaterHook",
-)
+_SCHEDULE_HOOKS = [
+    f"{policy}{value}UpdaterHook"
+    for value, policies in (
+        ("Lr", ("Fixed", "Step", "Exp", "Poly", "Inv", "CosineAnnealing", "FlatCosineAnnealing", "CosineRestart",
+                "LinearAnnealing", "Cyclic", "OneCycle")),
+        ("Momentum", ("Step", "CosineAnnealing", "LinearAnnealing", "Cyclic", "OneCycle")),
+    )
+    for policy in policies
+]  # fmt: skip
+_OPTIMIZER_HOOKS = [
+    f"{kind}OptimizerHook" for kind in ("", "Fp16", "GradientCumulative", "GradientCumulativeFp16")
+]
 HOOKS = Registry(
     "hook",
     "kvtrainer.hooks",
     built_in={
-        "OptimizerHook": "kvtrainer.hooks.optimizer_hook:OptimizerHook",
-        "GradientCumulativeOptimizerHook": "kvtrainer.hooks.optimizer_hook:GradientCumulativeOptimizerHook",
-        "Fp16OptimizerHook": "kvtrainer.hooks.fp16_hook:Fp16OptimizerHook",
-        "GradientCumulativeFp16OptimizerHook": "kvtrainer.hooks.fp16_hook:GradientCumulativeFp16OptimizerHook",
+        **{name: f"kvtrainer.hooks.optimizer_hooks:{name}" for name in _OPTIMIZER_HOOKS},
         **{name: f"kvtrainer.hooks.schedule_hooks:{name}" for name in _SCHEDULE_HOOKS},
     },
 )

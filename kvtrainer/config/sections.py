@@ -8,6 +8,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from kvstore_server import check
 from kvtrainer.config.dicts import check_keys, copied, import_modules, joined, section
 from kvtrainer.config.optimizers import ARGUMENTS, optimizer_arguments, wrapper_arguments
 from kvtrainer.errors import ArgumentTypeError, ConfigurationError
@@ -34,6 +35,7 @@ _OF_HOOK = {
     "grad_clip": "clip_grad",
     "cumulative_iters": "accumulate",
     "detect_anomalous_params": "detect_anomalous_params",
+    "loss_scale": "amp",
 }
 """Options of the hooks, and what the Trainer calls them."""
 
@@ -73,7 +75,7 @@ def trainer_arguments(model: Any, cfg: Mapping[str, Any]) -> dict[str, Any]:
     else:
         raise ConfigurationError("the configuration needs an 'optimizer', such as dict(type='SGD', lr=0.01)")
     own = {key: cfg[key] for key in ARGUMENTS if key in cfg and key != "schedules"}
-    arguments = joined([own, of_optimizer, hook_arguments(*_hook_of_sections(cfg))])
+    arguments = joined([own, of_optimizer, hook_arguments(_hook_options(cfg))])
     schedules = [*_given_schedules(arguments), *_given_schedules(cfg), *_described_schedules(cfg)]
     return {**arguments, "schedules": schedules} if schedules else arguments
 
@@ -85,49 +87,44 @@ def check_overrides(trainer: type, overrides: Mapping[str, Any]) -> None:
         check_keys("from_config", overrides, {*takes, *ARGUMENTS} - {"params"})
 
 
-def hook_arguments(kind: str, options: Mapping[str, Any]) -> dict[str, Any]:
+def hook_arguments(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return a Trainer's arguments for the options of one of MMCV's optimizer hooks.
 
     Raises:
-        ConfigurationError: there is no such hook, or an option is not its, or none.
+        ConfigurationError: a switch is neither True nor False, or there is a loss_scale, but it is None.
     """
+    found = {_OF_HOOK[name]: value for name, value in options.items() if name in _OF_HOOK}
+    if found.get("clip_grad", found) is None:
+        del found["clip_grad"]
+    if found.get("amp", found) is None:
+        raise ConfigurationError("loss_scale must be 'dynamic', a number or a dict; got None")
+    # The defaults of these leave it to the store, whatever that is.
+    if not check.boolean("coalesce", options.get("coalesce", True)):
+        found["coalesce"] = False
+    if options.get("bucket_size_mb", -1) != -1:
+        found["bucket_size_mb"] = options["bucket_size_mb"]
+    if not check.boolean("distributed", options.get("distributed", True)):
+        found["kvstore"] = None
+    return found
+
+
+def _hook_options(cfg: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of the hook that optimizer_config and fp16 describe together."""
+    options = section(cfg, "optimizer_config")
+    kind = options.get("type", "OptimizerHook")
+    if cfg.get("fp16") is not None:
+        half = section(cfg, "fp16")
+        check_keys("fp16", half, _FP16)
+        options = joined([options, half])
+        if kind in ("OptimizerHook", "GradientCumulativeOptimizerHook"):
+            kind = kind.replace("Optimizer", "Fp16Optimizer")
     if kind not in _HOOKS:
         raise ConfigurationError(
             f"optimizer_config of type {kind!r} is no hook whose options a Trainer has; those are {', '.join(_HOOKS)}. "
             "Build another one by HOOKS.build and let your runner call it"
         )
     check_keys(f"optimizer_config ({kind})", options, _HOOKS[kind])
-    found = {_OF_HOOK[name]: value for name, value in options.items() if name in _OF_HOOK}
-    if found.get("clip_grad", found) is None:
-        del found["clip_grad"]
-    if not _HOOKS[kind] >= _FP16:
-        return found
-    found["amp"] = options.get("loss_scale", 512.0)
-    if found["amp"] is None:
-        raise ConfigurationError("loss_scale must be 'dynamic', a number or a dict; got None")
-    switches = {name: options.get(name, True) for name in ("coalesce", "distributed")}
-    for name, value in switches.items():
-        if not isinstance(value, bool):
-            raise ConfigurationError(f"{name} must be True or False, got {value!r:.80}")
-    # Their defaults leave it to the store, whatever that is.
-    if not switches["coalesce"]:
-        found["coalesce"] = False
-    if options.get("bucket_size_mb", -1) != -1:
-        found["bucket_size_mb"] = options["bucket_size_mb"]
-    return found if switches["distributed"] else {**found, "kvstore": None}
-
-
-def _hook_of_sections(cfg: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return the type and options of the hook that optimizer_config and fp16 describe together."""
-    hook = section(cfg, "optimizer_config")
-    if cfg.get("fp16") is None:
-        return hook.get("type", "OptimizerHook"), hook
-    half = section(cfg, "fp16")
-    check_keys("fp16", half, _FP16)
-    hook = joined([hook, half])
-    kind = hook.get("type", "OptimizerHook")
-    is_whole = kind in ("OptimizerHook", "GradientCumulativeOptimizerHook")
-    return kind.replace("Optimizer", "Fp16Optimizer") if is_whole else kind, hook
+    return {"loss_scale": 512.0, **options} if _HOOKS[kind] >= _FP16 else options
 
 
 def _given_schedules(cfg: Mapping[str, Any]) -> Sequence[Any]:

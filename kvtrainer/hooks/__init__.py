@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from kvtrainer.hooks.base import Hook, Priority, get_priority
-from kvtrainer.hooks.fp16_hook import Fp16OptimizerHook, GradientCumulativeFp16OptimizerHook
-from kvtrainer.hooks.optimizer_hook import GradientCumulativeOptimizerHook, OptimizerHook
+from kvtrainer.hooks.optimizer_hooks import (
+    Fp16OptimizerHook,
+    GradientCumulativeFp16OptimizerHook,
+    GradientCumulativeOptimizerHook,
+    OptimizerHook,
+)
 from kvtrainer.hooks.schedule_hooks import (
     CosineAnnealingLrUpdaterHook,
     CosineAnnealingMomentumUpdaterHook,
