@@ -12,7 +12,6 @@ from torch.nn.parameter import is_lazy
 
 from kvstore_server.optimizer import Optimizer, spec_for_store
 from kvstore_server.optimizer.torch_family import TorchOptimizer
-from kvtrainer.config import check_overrides, trainer_arguments
 from kvtrainer.ddp import refuse_ddp, refuse_parameters_of_ddp
 from kvtrainer.errors import ArgumentTypeError, ConfigurationError
 from kvtrainer.groups import make_groups
@@ -176,6 +175,8 @@ class Trainer(LossPipeline):
         Raises:
             ConfigurationError: something in it is unknown, wrong or said twice; nothing has been changed then.
         """
+        from kvtrainer.config import check_overrides, trainer_arguments  # built around the Trainer
+
         check_overrides(cls, overrides)
         arguments = {**trainer_arguments(model, cfg), **overrides}
         buckets = {name: arguments.pop(name) for name in BUCKETS if name in arguments}
