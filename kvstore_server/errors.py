@@ -129,6 +129,7 @@ WIRE_ERRORS: dict[str, type[KVStoreError]] = {
         ProtocolError,
         VersionMismatchError,
         DeadlineError,
+        ConnectTimeoutError,
         WorkerLostError,
         RoundAbortedError,
         FencedError,

@@ -20,6 +20,8 @@ _log = logging.getLogger(__name__)
 def limited_log() -> Iterator[None]:
     """Limit what this process logs while the block runs, and say at its end how many lines were left out."""
     limit, handlers = LogLimit(), list(logging.getLogger().handlers)
+    if not handlers and logging.lastResort is not None:  # what writes where nothing was set up
+        handlers.append(logging.lastResort)
     for handler in handlers:
         handler.addFilter(limit)
     try:

@@ -23,7 +23,7 @@ from kvstore_server.outbox import Backlog, Leases, Message, packed, payloads_of,
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.buffers import MAX_FRAME, SENT_ALONE
 from kvstore_server.protocol.frames import Incoming
-from kvstore_server.tcp import watch
+from kvstore_server.tcp import prepare
 
 _log = logging.getLogger(__name__)
 
@@ -120,7 +120,8 @@ class Server:
         except zmq.ZMQError as error:
             self.close()
             raise ConfigurationError(
-                f"cannot listen on {options.bind}: {error}; choose another --bind"
+                f"cannot listen on {options.bind}: {error}; is another process there, or is this not an address of "
+                "this machine?"
             ) from None
 
     @property
@@ -185,7 +186,7 @@ class Server:
         socket.setsockopt(zmq.RCVHWM, 1000)
         socket.setsockopt(zmq.SNDHWM, 64)
         socket.setsockopt(zmq.HANDSHAKE_IVL, 5000)
-        watch(socket)
+        prepare(socket, self._options.bind)
         socket.setsockopt(zmq.BACKLOG, 512)
 
     def _is_drained(self) -> bool:

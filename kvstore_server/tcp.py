@@ -19,8 +19,12 @@ _GONE_AFTER = 30
 _PROBES = 4
 
 
-def watch(socket: Any) -> None:
-    """Have connections of a ZeroMQ socket end when the peer's host is gone; call it before `bind` or `connect`."""
+def prepare(socket: Any, address: str) -> None:
+    """Let a ZeroMQ socket use that address, and end connections when the peer's host is gone.
+
+    Call it before `bind` or `connect`.
+    """
+    socket.setsockopt(zmq.IPV6, "[" in address)
     idle, between = _GONE_AFTER // 3, _GONE_AFTER * 2 // 3 // _PROBES
     socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
     socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, idle)

@@ -1,20 +1,70 @@
-"""What MXNet's launcher tells a process of a job: its role, how many of each there are, and where they meet."""
+"""Jobs for MXNet's launcher: one script in a scheduler, servers and workers, told apart by variables.
+
+The role of a process is in DMLC_ROLE. A scheduler or a server does its work where the script creates its store, and
+the process ends there; the script behind it is for workers. Nothing happens on import, and `kvtrainer.env` imports this
+only where DMLC_ROLE is set. All of it travels in the messages of servers and workers; see `kvtrainer.scheduler`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import ipaddress
+import os
+import socket
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+from urllib.parse import urlsplit
 
-from kvstore_server.errors import ConfigurationError
-from kvtrainer.env import as_int, parse_address
+from kvstore_server import cli
+from kvstore_server.engine import Engine
+from kvstore_server.errors import (
+    ConfigurationError,
+    ConnectTimeoutError,
+    FencedError,
+    KVStoreError,
+    ProtocolError,
+    ServerLostState,
+    describe,
+    from_wire,
+)
+from kvstore_server.log_limit import limited_log
+from kvstore_server.optimizer.kernels import capability
+from kvstore_server.protocol import messages as m
+from kvstore_server.server import Server, ServerOptions
+from kvstore_server.tcp import routing_id
+from kvtrainer.comm.connection import Connection
+from kvtrainer.comm.session import Session
+from kvtrainer.comm.transport import SessionOptions
+from kvtrainer.env import (
+    CONNECT_TIMEOUT,
+    DEAD_AFTER,
+    NUM_WORKERS,
+    RANK,
+    ROLE,
+    SERVERS,
+    Topology,
+    as_int,
+    parse_address,
+    read_place,
+    read_timeout,
+    read_topology,
+)
+from kvtrainer.scheduler import SERVER, WORKER, Scheduler
 
-ROLE = "DMLC_ROLE"
-SCHEDULER, SERVER, WORKER = "scheduler", "server", "worker"
+SCHEDULER = "scheduler"
+ALLOW_PUBLIC = "KVSTORE_ALLOW_PUBLIC_BIND"
+MAX_PROCESSES = 4096
+"""Processes of one role that a job may have."""
 _RANKS = {WORKER: ("DMLC_WORKER_ID", "DMLC_RANK"), SERVER: ("DMLC_SERVER_ID", "DMLC_RANK"), SCHEDULER: ()}
 """Variables that say which process of its role this is; the first that is set counts."""
 _TASK = "DMLC_TASK_ID"
-MAX_PROCESSES = 4096
-"""Processes of one role that a job may have."""
+_GROUP = "workers of the job"
+"""The namespace in which a server hears that the processes of workers live; their stores have others."""
+_ASK_EVERY = 0.1
 
 
 @dataclass(frozen=True)
@@ -86,3 +136,372 @@ def _first(environ: Mapping[str, str], names: tuple[str, ...]) -> tuple[str, int
         if text:
             return name, as_int(text, name)
     return None
+
+
+# Roles.
+
+
+def find_topology(
+    environ: Mapping[str, str],
+    *,
+    rank: int | None = None,
+    num_workers: int | None = None,
+    servers: str | Sequence[str] | None = None,
+    connect_timeout: float | None = None,
+    dead_after: float | None = None,
+) -> Topology:
+    """Play the role of this process, as `kvtrainer.env.find_topology` says; return the topology of a worker."""
+    serve_role(environ, rank=rank, servers=servers, connect_timeout=connect_timeout, dead_after=dead_after)
+    job = read_dmlc(environ) if _asks_for_servers(environ, servers) else None
+    if job is None or job.role != WORKER:
+        return read_topology(environ, rank=rank, num_workers=num_workers, servers=servers)
+    own = _claimed_rank(environ, job, rank, num_workers)
+    known = _joined.get((os.getpid(), job.root))
+    if known is None:
+        known = _join(job, own, *_limits(environ, connect_timeout, dead_after))
+        _joined[os.getpid(), job.root] = known
+    if own is not None and own != known.topology.rank:
+        raise ConfigurationError(
+            f"this process is worker {known.topology.rank} of its job and cannot be worker {own} as well"
+        )
+    return known.topology
+
+
+def serve_role(
+    environ: Mapping[str, str],
+    *,
+    rank: int | None = None,
+    servers: str | Sequence[str] | None = None,
+    connect_timeout: float | None = None,
+    dead_after: float | None = None,
+) -> None:
+    """Serve until the job is over in a scheduler or a server, as `kvtrainer.env.serve_role` says."""
+    if rank is not None or environ.get(RANK, "").strip() or environ.get(ROLE, "").strip() in ("", WORKER):
+        return
+    job = read_dmlc(environ)
+    assert job is not None
+    if not _asks_for_servers(environ, servers):
+        raise ConfigurationError(
+            f"{ROLE} is {job.role!r}, but {SERVERS} or servers= names servers that run already; unset one of them"
+        )
+    limits = _limits(environ, connect_timeout, dead_after)
+    if job.role == SCHEDULER:
+        _be_scheduler(job, *limits)
+    _be_server(environ, job, *limits)
+
+
+def _be_scheduler(job: DmlcJob, timeout: float, dead_after: float) -> NoReturn:
+    scheduler = Scheduler(job.num_workers, job.num_servers, timeout, dead_after, time.monotonic())
+    # Where other hosts shall come, the launcher has said so by giving an address that they can reach.
+    server = Server(scheduler, ServerOptions(_numeric(job.root), drain_timeout=dead_after))
+    server.stop_when(scheduler.is_over)
+    try:
+        with limited_log():
+            server.run()
+    finally:
+        server.close()
+    if scheduler.failure is not None:
+        raise scheduler.failure
+    raise SystemExit(0)
+
+
+def _be_server(environ: Mapping[str, str], job: DmlcJob, timeout: float, dead_after: float) -> NoReturn:
+    client = SchedulerClient(job.root)
+    failures: list[KVStoreError] = []
+
+    def begin(server: Server) -> None:
+        """Wait until all servers listen; then end with the last worker."""
+        try:
+            client.ask(m.Listening(server.endpoint), timeout, lambda: server.is_stop_requested)
+        except KVStoreError as error:
+            if not server.is_stop_requested:
+                failures.append(error)
+            server.request_stop()
+            return
+        assert isinstance(server.service, Engine)
+        workers = _Workers(server.service, job.num_workers, dead_after, time.monotonic())
+        server.stop_when(workers.are_gone)
+
+    try:
+        told = client.ask(_join_message(job, job.rank), timeout)
+        host = _host_of_server(environ, job, bool(told["is_one_machine"]))
+        flags = ["--index", str(told["rank"]), "--num-servers", str(job.num_servers)]
+        flags += ["--bind", f"tcp://{_bracketed(host)}:0", "--dead-after", str(dead_after)]
+        code = cli.main(flags, announce=begin)
+    except BaseException as error:
+        client.give_up(error)
+        raise
+    finally:
+        client.close()
+    if failures:
+        raise failures[0]
+    raise SystemExit(code)
+
+
+class _Workers:
+    """The processes of a job's workers, as a namespace of one of its servers.
+
+    The server takes the last seat of it: so the namespace is there as long as the server, and remembers who has left.
+    """
+
+    def __init__(self, engine: Engine, num_workers: int, dead_after: float, now: float) -> None:
+        self._engine = engine
+        self._num_workers = num_workers
+        self._dead_after = dead_after
+        self._began = now
+        self._socket = routing_id()
+        config = engine.config
+        hello = m.Hello(
+            _GROUP, num_workers, num_workers + 1, config.server, config.num_servers, config.capability, "the server",
+            routing_id(), (self._socket,),
+        )  # fmt: skip
+        [welcome] = engine.handle(self._socket, m.Request(0, 0, 1, hello), now)
+        assert isinstance(welcome.reply.body, m.Welcome)
+        self._alive = m.Request(welcome.reply.body.run, welcome.reply.body.session, 1, m.Heartbeat())
+
+    def are_gone(self, now: float) -> bool:
+        """Whether every worker has left, fell silent, or did not even come for so long."""
+        self._engine.handle(self._socket, self._alive, now)
+        members = self._engine.namespaces[_GROUP].membership
+        gone = {*members.departed, *members.silent(now, self._dead_after)}
+        if now - self._began > self._dead_after:
+            gone |= set(range(self._num_workers)) - members.members.keys()
+        return gone >= set(range(self._num_workers))
+
+
+class _Joined:
+    """A worker that has met the others; its process says that it lives until it ends."""
+
+    def __init__(self, topology: Topology, client: SchedulerClient, servers: Session) -> None:
+        self.topology = topology
+        # The stores of this process, which are younger, leave the servers before this is called.
+        weakref.finalize(self, _leave, client, servers)
+
+
+_joined: dict[tuple[int, str], _Joined] = {}
+"""A process joins a job once, for all of its stores: by process id, since forks inherit this, and scheduler."""
+
+
+def _leave(client: SchedulerClient, servers: Session) -> None:
+    servers.close("its process ended", is_clean=True)
+    client.leave()
+    client.close()
+
+
+def _join(job: DmlcJob, rank: int | None, timeout: float, dead_after: float) -> _Joined:
+    client = SchedulerClient(job.root)
+    try:
+        told = client.ask(_join_message(job, rank), timeout)
+        topology = Topology(int(told["rank"]), job.num_workers, tuple(map(parse_address, told["servers"])))
+        options = SessionOptions(
+            _GROUP,
+            topology.rank,
+            job.num_workers + 1,
+            connect_timeout=timeout,
+            dead_after=dead_after,
+            capability=capability(),
+            address=f"{socket.gethostname()}:{os.getpid()}",
+        )
+        servers = Session(Connection(topology.servers), options, time.monotonic)
+        servers.connect()
+    except BaseException:
+        client.close()
+        raise
+    client.start_heartbeats()
+    return _Joined(topology, client, servers)
+
+
+class SchedulerClient:
+    """One process's side of the talk with the scheduler at `root`."""
+
+    def __init__(self, root: str) -> None:
+        self._root = root
+        with suppress(ConfigurationError):  # the name may become known while this waits
+            root = _numeric(root)
+        self._connection = Connection([root])
+        self._number = 0
+        self._session = 0
+
+    def ask(
+        self, question: m.RequestBody, timeout: float, cancelled: Callable[[], bool] = lambda: False
+    ) -> Mapping[str, Any]:
+        """Ask until the answer is there; blocks up to `timeout` seconds. If this fails, the others learn why.
+
+        Raises:
+            ConnectTimeoutError: the scheduler did not answer, or processes are missing; says which.
+            KVStoreError: the scheduler's reason why the job cannot begin.
+        """
+        try:
+            answer = self._ask(question, timeout, cancelled)
+        except BaseException as error:
+            self.give_up(error)
+            raise
+        self._session = int(answer.get("session", self._session))
+        return answer
+
+    def give_up(self, error: BaseException) -> None:
+        """Tell the scheduler that this process cannot go on, so that nobody waits for it."""
+        self._send(m.Leave(describe(error), False))
+
+    def start_heartbeats(self) -> None:
+        """Say from time to time, in a thread, that this process lives; only after it has joined."""
+        self._connection.start_heartbeats([(0, self._session)])
+
+    def leave(self) -> None:
+        """Say that this process ends."""
+        self._send(m.Leave("its process ended", True))
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def _ask(
+        self, question: m.RequestBody, timeout: float, cancelled: Callable[[], bool]
+    ) -> Mapping[str, Any]:
+        self._number += 1
+        now = next_time = time.monotonic()
+        deadline = now + timeout
+        heard, missing = 0.0, ""
+        while (now := time.monotonic()) < deadline and not cancelled():
+            if now >= next_time:
+                self._send(question)
+                next_time = now + _ASK_EVERY
+            answer = self._receive(next_time - now)
+            if isinstance(answer, m.Info):
+                return answer.values
+            if isinstance(answer, m.Failed):
+                error = from_wire(answer.code, answer.text)
+                if isinstance(error, ServerLostState | FencedError):  # a server's answer to a stranger
+                    raise ProtocolError(f"what listens at {self._root} is no scheduler, but a server")
+                raise error
+            if isinstance(answer, m.Pending):
+                heard, missing = now, answer.why
+        if now - heard < max(1.0, timeout / 2):
+            raise ConnectTimeoutError(
+                f"{missing or 'the scheduler was not done'}: waited {timeout:g} s; look for the last words of those "
+                "who are missing (connect_timeout=… or KVSTORE_CONNECT_TIMEOUT raises the limit)"
+            )
+        raise ConnectTimeoutError(
+            f"the scheduler at {self._root} {'fell silent' if heard else 'did not answer'} within {timeout:g} s; is "
+            "the process with DMLC_ROLE=scheduler running, and are DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT right? "
+            "(connect_timeout=… or KVSTORE_CONNECT_TIMEOUT raises the limit)"
+        )
+
+    def _send(self, body: m.RequestBody) -> None:
+        with suppress(KVStoreError):  # a forked process has nothing to say
+            self._connection.send(0, m.Request(0, self._session, self._number, body))
+
+    def _receive(self, seconds: float) -> m.ReplyBody | None:
+        """The next answer to the present question; None if none comes in time."""
+        try:
+            got = self._connection.receive(seconds)
+        except ProtocolError as error:
+            raise type(error)(
+                f"what listens at {self._root} is no scheduler of this version: {error}"
+            ) from None
+        return got[1].body if got is not None and got[1].number in (0, self._number) else None
+
+
+def _join_message(job: DmlcJob, rank: int | None) -> m.JoinJob:
+    return m.JoinJob(
+        job.role,
+        job.num_workers,
+        job.num_servers,
+        -1 if rank is None else rank,
+        -1 if job.task is None else job.task,
+        (job.node_host or socket.gethostname())[:255],
+        _started(),
+        os.getpid(),
+        _machine(),
+    )
+
+
+def _host_of_server(environ: Mapping[str, str], job: DmlcJob, is_one_machine: bool) -> str:
+    """Where a server listens: on loopback if that is enough, else where the launcher says, if that is allowed."""
+    if is_one_machine:
+        return "127.0.0.1"
+    host = _resolve(job.node_host) if job.node_host else _host_towards(job.root)
+    is_loopback = ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    if not is_loopback and environ.get(ALLOW_PUBLIC, "") != "1":
+        raise ConfigurationError(
+            f"the processes of this job are on several machines, so its servers must listen on an address like {host} "
+            f"that other hosts can reach; set {ALLOW_PUBLIC}=1 for all processes if you trust the network, because "
+            "traffic is neither authenticated nor encrypted"
+        )
+    return host
+
+
+def _resolve(host: str) -> str:
+    """Return the numeric address of a host, which is what a socket can listen on.
+
+    Raises:
+        ConfigurationError: nobody knows the host.
+    """
+    try:
+        return str(socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError as error:
+        raise ConfigurationError(f"cannot find the address of host {host!r}: {error}") from None
+
+
+def _numeric(address: str) -> str:
+    """Return tcp://host:port with a numeric host. Raises as `_resolve`."""
+    parts = urlsplit(address)
+    return f"tcp://{_bracketed(_resolve(parts.hostname or ''))}:{parts.port}"
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+def _host_towards(address: str) -> str:
+    """Return the address that this machine has on the way to tcp://host:port; sends nothing."""
+    parts = urlsplit(address)
+    target = _resolve(parts.hostname or "")
+    family = socket.AF_INET6 if ":" in target else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((target, parts.port or 1))
+            return str(probe.getsockname()[0])
+        except OSError as error:
+            raise ConfigurationError(f"there is no way to {address}: {error}") from None
+
+
+def _asks_for_servers(environ: Mapping[str, str], servers: object) -> bool:
+    return servers is None and not environ.get(SERVERS, "").strip()
+
+
+def _claimed_rank(
+    environ: Mapping[str, str], job: DmlcJob, rank: int | None, num_workers: int | None
+) -> int | None:
+    """The rank that this worker must have; None where the scheduler chooses. Checks what else is given."""
+    ours = {k: v for k, v in environ.items() if k in (RANK, NUM_WORKERS) and v.strip()}
+    if rank is None and num_workers is None and not ours:
+        return job.rank
+    numbers = {NUM_WORKERS: str(job.num_workers), **ours}
+    if rank is None and RANK not in ours:
+        numbers[RANK] = "0" if job.rank is None else str(job.rank)
+    own, count = read_place(numbers, rank, num_workers)
+    if count != job.num_workers:
+        raise ConfigurationError(
+            f"num_workers is {count}, but DMLC_NUM_WORKER is {job.num_workers}; give both alike, or one only"
+        )
+    return own if rank is not None or RANK in ours else job.rank
+
+
+def _limits(
+    environ: Mapping[str, str], connect_timeout: float | None, dead_after: float | None
+) -> tuple[float, float]:
+    return (
+        read_timeout(environ, CONNECT_TIMEOUT, value=connect_timeout),
+        read_timeout(environ, DEAD_AFTER, value=dead_after),
+    )
+
+
+def _started() -> int:
+    """When this process was started, in ticks since its machine was."""
+    return int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+
+
+def _machine() -> str:
+    """Equal in processes that reach each other on loopback."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{socket.gethostname()}/{boot}/{os.stat('/proc/self/ns/net').st_ino}"[:255]

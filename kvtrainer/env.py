@@ -7,10 +7,12 @@ here opens a socket, and the environment is an argument, so nothing is read on i
 
 from __future__ import annotations
 
+import importlib
 import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 
 from kvstore_server import log_limit
 from kvtrainer.errors import ConfigurationError, file_error
@@ -18,6 +20,8 @@ from kvtrainer.errors import ConfigurationError, file_error
 RANK = "KVSTORE_RANK"
 NUM_WORKERS = "KVSTORE_NUM_WORKERS"
 SERVERS = "KVSTORE_SERVERS"
+ROLE = "DMLC_ROLE"
+"""Set by MXNet's launcher, which gives processes other roles than that of a worker, too."""
 
 TIMEOUT = "KVSTORE_TIMEOUT"
 """Longest wait for a round, a pull or a barrier."""
@@ -64,6 +68,57 @@ class Topology:
     rank: int
     num_workers: int
     servers: tuple[str, ...]
+
+
+def find_topology(
+    environ: Mapping[str, str],
+    *,
+    rank: int | None = None,
+    num_workers: int | None = None,
+    servers: str | Sequence[str] | None = None,
+    connect_timeout: float | None = None,
+    dead_after: float | None = None,
+) -> Topology:
+    """Return the topology as `read_topology` does, or as the scheduler of a job for MXNet's launcher says it.
+
+    The scheduler is asked where DMLC_ROLE is set and nothing else names the servers; this blocks until all processes
+    are there, up to `connect_timeout` seconds. In a scheduler or a server this does not return: see `serve_role`.
+
+    Raises:
+        ConfigurationError: something is missing, wrong or contradictory; says what.
+        ConnectTimeoutError: a process, or the scheduler, is missing.
+        SystemExit: this process was the scheduler or a server, and its job is over.
+    """
+    if not _get(environ, ROLE):
+        return read_topology(environ, rank=rank, num_workers=num_workers, servers=servers)
+    topology: Topology = _dmlc().find_topology(
+        environ,
+        rank=rank,
+        num_workers=num_workers,
+        servers=servers,
+        connect_timeout=connect_timeout,
+        dead_after=dead_after,
+    )
+    return topology
+
+
+def serve_role(environ: Mapping[str, str]) -> None:
+    """In a process whose DMLC_ROLE is scheduler or server, serve until the job is over; in others return at once.
+
+    A process that is given a rank, by argument or KVSTORE_RANK, is a worker whatever DMLC_ROLE says.
+
+    Raises:
+        SystemExit: the job is over; the code is 0, or a server's if that has failed.
+        ConfigurationError: the role cannot be played; says why.
+        ConnectTimeoutError: a process of the job is missing.
+    """
+    if _get(environ, ROLE):
+        _dmlc().serve_role(environ)
+
+
+def _dmlc() -> ModuleType:
+    # Loaded where it is needed: with it comes all that a server is made of.
+    return importlib.import_module("kvtrainer.dmlc")
 
 
 def read_topology(

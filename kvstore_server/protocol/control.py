@@ -36,6 +36,8 @@ _CONTROL: tuple[type[Any], ...] = (
     m.InForce,
     m.Command,
     m.Profile,
+    m.JoinJob,
+    m.Listening,
 )
 _KIND_OF = {cls: kind for kind, cls in enumerate(_CONTROL)}
 _FIELDS = {cls: tuple(f.name for f in fields(cls)) for cls in _CONTROL}

@@ -245,6 +245,34 @@ class Profile:
     """With "fetch": the number of the first event that is wanted."""
 
 
+@dataclass(frozen=True, slots=True)
+class JoinJob:
+    """Tells the scheduler of a job that a process is there; answered by Pending until it can begin, then by Info."""
+
+    role: str
+    """"server" or "worker"."""
+    num_workers: int
+    num_servers: int
+    rank: int
+    """The rank that the process must have; -1 for any."""
+    task: int
+    """Orders processes without a rank; -1 where the launcher gives no such number."""
+    host: str
+    """Orders the others, with the next two: the host's name."""
+    started: int
+    """When the process was started there, in any unit."""
+    pid: int
+    machine: str
+    """Equal for processes that reach each other on loopback."""
+
+
+@dataclass(frozen=True, slots=True)
+class Listening:
+    """Tells the scheduler where a server of its job listens; answered by Pending until all do, then by Info."""
+
+    address: str
+
+
 RequestBody: TypeAlias = (
     Hello
     | Register
@@ -263,4 +291,6 @@ RequestBody: TypeAlias = (
     | Stats
     | Command
     | Profile
+    | JoinJob
+    | Listening
 )

@@ -22,7 +22,7 @@ from kvstore_server.errors import KVStoreError
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.buffers import MAX_FRAME, SENT_ALONE
 from kvstore_server.protocol.frames import decode_reply, encode_request
-from kvstore_server.tcp import routing_id, watch
+from kvstore_server.tcp import prepare, routing_id
 from kvtrainer.comm.send_queue import SendQueue
 
 HEARTBEAT_INTERVAL = 1.0
@@ -214,7 +214,7 @@ def _dealer(context: Any, address: str, own: bytes, sent: int = 0, received: int
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME)
     socket.setsockopt(zmq.RECONNECT_IVL, 50)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-    watch(socket)
+    prepare(socket, address)
     socket.connect(address)
     return socket
 

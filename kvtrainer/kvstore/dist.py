@@ -16,7 +16,15 @@ from kvstore_server.optimizer.kernels import capability
 from kvtrainer.comm.client import Client
 from kvtrainer.comm.connection import Connection
 from kvtrainer.comm.transport import SessionOptions
-from kvtrainer.env import CONNECT_TIMEOUT, DEAD_AFTER, SLOW_AFTER, TIMEOUT, Topology, read_timeout
+from kvtrainer.env import (
+    CONNECT_TIMEOUT,
+    DEAD_AFTER,
+    SLOW_AFTER,
+    TIMEOUT,
+    Topology,
+    find_topology,
+    read_timeout,
+)
 from kvtrainer.errors import ConfigurationError
 from kvtrainer.kvstore.base import (
     ASYNCHRONOUS,
@@ -30,7 +38,6 @@ from kvtrainer.kvstore.base import (
 from kvtrainer.kvstore.dist_modes import ASYNC_NAMES, SSP_NAMES, SYNC_NAMES, mode_of, water_mark_of
 from kvtrainer.kvstore.store import TableKVStore
 from kvtrainer.kvstore.values import check_text
-from kvtrainer.roles import find_topology
 
 _created = itertools.count()
 """Numbers the stores of this process: the n-th store of every worker meets the n-th of the others."""
@@ -51,7 +58,7 @@ class DistKVStore(TableKVStore):
     Args:
         type: The name under which it was created.
         rank, num_workers, servers: The topology; read from the environment when absent, see
-            `kvtrainer.env.read_topology`. Where DMLC_ROLE is set as MXNet's launcher does, see `kvtrainer.roles`.
+            `kvtrainer.env.find_topology`.
         timeout: Seconds to wait for the other workers (KVSTORE_TIMEOUT, 600).
         connect_timeout: Seconds to wait for the servers at first (KVSTORE_CONNECT_TIMEOUT, 30).
         dead_after: Seconds of silence after which a server counts as gone (KVSTORE_DEAD_AFTER, 20).

@@ -15,7 +15,7 @@ import torch
 
 from kvstore_server.codec import Codec, make_codec
 from kvtrainer.comm.rank_group import current_group
-from kvtrainer.env import workers_of_job
+from kvtrainer.env import serve_role, workers_of_job
 from kvtrainer.errors import ArgumentTypeError, ConfigurationError
 from kvtrainer.kvstore.base import (
     ASYNCHRONOUS,
@@ -30,7 +30,6 @@ from kvtrainer.kvstore.dist import DistKVStore
 from kvtrainer.kvstore.local import LocalKVStore
 from kvtrainer.parallel.policy import LISTS, ReplicaPolicy
 from kvtrainer.parallel.reducers import AUTO, is_left_fold, make_reducer
-from kvtrainer.roles import serve_role
 
 _log = logging.getLogger(__name__)
 

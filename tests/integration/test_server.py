@@ -119,6 +119,11 @@ def test_an_address_in_use_ends_with_code_1_and_names_it(capsys: pytest.CaptureF
     assert f"cannot listen on {address}: Address already in use" in capsys.readouterr().err
 
 
+def test_a_server_may_listen_on_an_address_of_ipv6(members: Members) -> None:
+    with _Served(ServerOptions("tcp://[::1]:0")) as served:
+        members.join([served.server.endpoint], 0, 1, new_name()).init("w", torch.ones(2))
+
+
 def test_a_module_that_cannot_be_imported_ends_with_code_1_and_is_named(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

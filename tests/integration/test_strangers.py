@@ -29,7 +29,6 @@ from kvstore_server.server import ServerOptions, make_server
 from kvtrainer.comm import connection, session
 from kvtrainer.errors import FencedError
 from kvtrainer.kvstore import DistKVStore
-from kvtrainer.rendezvous.sockets import Asking, Desk, Presence
 from tests.support.lossy import CuttingProxy
 from tests.support.processes import (
     LIMIT,
@@ -110,18 +109,17 @@ def test_no_socket_has_heartbeats_of_zeromq_and_the_system_watches_both_ends_of_
         real(one, option, value)
 
     monkeypatch.setattr(zmq.Socket, "setsockopt", noting)
-    server, desk = make_server(EngineConfig(), ServerOptions()), Desk("127.0.0.1")
+    server = make_server(EngineConfig(), ServerOptions())
     worker = connection.Connection([server.endpoint])
     worker.start_heartbeats([(1, 1)])
-    asking, presence = Asking(desk.address, "token"), Presence("token", [desk.address])
-    ports = {urlsplit(address).port for address in (server.endpoint, desk.address)}
+    ports = {urlsplit(server.endpoint).port}
     try:
-        assert eventually(lambda: len(_limits_of_connections(ports)) == 2 * 4)
+        assert eventually(lambda: len(_limits_of_connections(ports)) == 2 * 2)
         limits = _limits_of_connections(ports)
     finally:
-        for one in (presence, asking, desk, worker, server):
-            one.close()
-    assert len(made) == 6
+        worker.close()
+        server.close()
+    assert len(made) == 3
     assert not set().union(*made.values()) & {zmq.HEARTBEAT_IVL, zmq.HEARTBEAT_TIMEOUT, zmq.HEARTBEAT_TTL}
     assert all(0 < seconds <= 60 for end in limits for seconds in end)
 

@@ -49,6 +49,8 @@ REQUESTS: list[Any] = [
     m.Stats(),
     m.Command(7, "größe".encode()),
     m.Profile("run", ("calls", "rounds"), 3),
+    m.JoinJob("worker", 2, 1, -1, 3, "host", 1234, 17, "machine"),
+    m.Listening("tcp://host:1"),
 ]
 HELLO = REQUESTS[0]
 REPLIES: list[Any] = [

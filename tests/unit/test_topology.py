@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from kvstore_server.errors import ConfigurationError
-from kvtrainer.dmlc import read_dmlc
 from kvtrainer.env import SOURCES, read_place, read_topology, workers_of_job
 
 LAUNCHERS = {
@@ -145,61 +144,3 @@ def test_the_size_of_the_job_is_known_wherever_the_rank_is(launcher: str) -> Non
 )
 def test_where_no_launcher_places_this_process_the_size_is_unknown(environ: dict[str, str]) -> None:
     assert workers_of_job(environ) is None
-
-
-# MXNet's launcher.
-
-DMLC = {
-    "DMLC_ROLE": "worker",
-    "DMLC_PS_ROOT_URI": "10.0.0.1",
-    "DMLC_PS_ROOT_PORT": "9091",
-    "DMLC_NUM_WORKER": "4",
-    "DMLC_NUM_SERVER": "2",
-}
-
-
-def test_without_a_role_there_is_no_job_of_mxnets_launcher() -> None:
-    assert read_dmlc({name: value for name, value in DMLC.items() if name != "DMLC_ROLE"}) is None
-
-
-def test_what_mxnets_launcher_says_is_read() -> None:
-    job = read_dmlc({**DMLC, "DMLC_TASK_ID": "7", "DMLC_NODE_HOST": "n1"})
-    assert job is not None
-    assert (job.role, job.root, job.num_workers, job.num_servers) == ("worker", "tcp://10.0.0.1:9091", 4, 2)
-    assert (job.rank, job.task, job.node_host) == (None, 7, "n1")
-
-
-@pytest.mark.parametrize(
-    ("extra", "rank"),
-    [
-        ({"DMLC_WORKER_ID": "3"}, 3),
-        ({"DMLC_RANK": "2"}, 2),
-        ({"DMLC_WORKER_ID": "3", "DMLC_RANK": "2"}, 3),
-        ({"DMLC_SERVER_ID": "1"}, None),
-        ({"DMLC_ROLE": "server", "DMLC_SERVER_ID": "1"}, 1),
-        ({"DMLC_ROLE": "server", "DMLC_WORKER_ID": "3"}, None),
-        ({"DMLC_ROLE": "scheduler", "DMLC_RANK": "5"}, None),
-    ],
-)
-def test_a_rank_is_that_of_the_processs_own_role(extra: dict[str, str], rank: int | None) -> None:
-    job = read_dmlc({**DMLC, **extra})
-    assert job is not None
-    assert job.rank == rank
-
-
-@pytest.mark.parametrize(
-    ("extra", "message"),
-    [
-        ({"DMLC_ROLE": "joint"}, "DMLC_ROLE is 'joint'; it must be scheduler, server or worker"),
-        ({"DMLC_PS_ROOT_URI": ""}, "DMLC_PS_ROOT_URI is not set"),
-        ({"DMLC_PS_ROOT_PORT": ""}, "DMLC_PS_ROOT_PORT is not set"),
-        ({"DMLC_NUM_WORKER": ""}, "DMLC_NUM_WORKER is not set"),
-        ({"DMLC_NUM_SERVER": "0"}, r"DMLC_NUM_SERVER is 0; it must lie in 1\.\."),
-        ({"DMLC_PS_ROOT_PORT": "0"}, "'10.0.0.1:0' is not the address"),
-        ({"DMLC_WORKER_ID": "4"}, r"DMLC_WORKER_ID is 4; a job with 4 workers numbers them 0\.\.3"),
-        ({"DMLC_TASK_ID": "x"}, "DMLC_TASK_ID is 'x'"),
-    ],
-)
-def test_what_mxnets_launcher_must_say_is_checked(extra: dict[str, str], message: str) -> None:
-    with pytest.raises(ConfigurationError, match=message):
-        read_dmlc({**DMLC, **extra})

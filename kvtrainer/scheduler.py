@@ -1,0 +1,319 @@
+"""The scheduler of a job for MXNet's launcher: it tells workers where the servers are, and stays until they are done.
+
+A service for the loop of `kvstore_server.server`: no sockets and no clock; a message and the time go in, the answer
+comes out. Each question is answered with the present state, so a process asks again and again until the answer is no
+longer Pending, and a lost or repeated message changes nothing. Whatever fails, fails for all, and all are told why.
+
+    server     JoinJob → Info: rank        when all processes are there
+               Listening → Info            when all servers listen
+    worker     JoinJob → Info: servers     when every server knows that, and so needs the scheduler no more
+               Heartbeat …, Leave          until its process ends
+
+Ranks do not depend on the order in which processes arrive: a process has the rank that its launcher gave it, and the
+others of its role take what is left in the order of their task numbers, or else of (host, time of start, process id).
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvstore_server.errors import (
+    ConfigurationError,
+    ConnectTimeoutError,
+    KVStoreError,
+    ProtocolError,
+    RoundAbortedError,
+    to_wire,
+)
+from kvstore_server.protocol import messages as m
+
+SERVER, WORKER = "server", "worker"
+REPLACED_AFTER = 1.0
+"""A process that waits asks many times a second; after so many seconds of silence another one may take its place."""
+_LAST_WORDS = 2.0
+"""Seconds of silence after which a process is not waited for any more when the scheduler ends."""
+_LONGEST = 4000
+"""Characters that are said about who is missing."""
+_MAX_NAME = 255
+
+
+@dataclass
+class _Member:
+    """A process that has joined."""
+
+    join: m.JoinJob
+    token: int
+    """By which its heartbeats are known."""
+    heard: float
+    rank: int = -1
+    address: str = ""
+    """Where a server listens, once it does."""
+    is_told: bool = False
+    """Whether it has got its last answer: where the servers are, that all listen, or why there is no job."""
+    is_done: bool = False
+
+    @property
+    def name(self) -> str:
+        return _name(self.join)
+
+
+class Scheduler:
+    """Brings `num_workers` workers and `num_servers` servers together, and keeps count of the workers that are left.
+
+    Args:
+        timeout: Seconds after which those who are missing are given up.
+        dead_after: Seconds of silence after which a process counts as dead.
+        now: The time, in seconds of one monotonic clock.
+        tokens: Gives each process a number that nobody can guess.
+    """
+
+    memory_used = 0
+
+    def __init__(
+        self,
+        num_workers: int,
+        num_servers: int,
+        timeout: float,
+        dead_after: float,
+        now: float,
+        tokens: Callable[[], int] = lambda: secrets.randbits(64),
+    ) -> None:
+        self.failure: KVStoreError | None = None
+        """Why the job cannot begin; every process that asks is told."""
+        self.is_stopping = False
+        self._counts = {SERVER: num_servers, WORKER: num_workers}
+        self._timeout = timeout
+        self._deadline = now + timeout
+        self._dead_after = dead_after
+        self._tokens = tokens
+        self._now = now
+        self._members: dict[bytes, _Member] = {}
+        """By the routing id of the socket that asks."""
+        self._peers: dict[int, bytes] = {}
+        """By the token."""
+        self._is_assigned = False
+        """Whether all are there and have their ranks."""
+        self._turned_away = ""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all are there, and all servers know that all listen: from here on nobody needs the scheduler."""
+        return self._do_all_listen() and all(member.is_told for member in self._of(SERVER))
+
+    def handle(self, peer: bytes, request: m.Request, now: float) -> list[m.Outgoing]:
+        """Take note of what a process says; return what it has to know at this time."""
+        member = self._members.get(self._peers.get(request.session, peer))
+        if member is not None:
+            member.heard = now
+        try:
+            answer = self._answer(peer, member, request.body, now)
+        except KVStoreError as error:
+            answer = m.Failed(*to_wire(error))
+        return [] if answer is None else [m.Outgoing(peer, m.Reply(request.number, answer))]
+
+    def tick(self, now: float) -> list[m.Outgoing]:
+        """Forget processes that fell silent before all were there; at the deadline, give up those who are missing."""
+        self._now = now
+        if not self._is_assigned:
+            for peer, member in list(self._members.items()):
+                if now - member.heard > self._dead_after:
+                    self._forget(peer)
+        if now >= self._deadline and not self.is_complete:
+            self._fail(ConnectTimeoutError(f"after {self._timeout:g} s {self.missing()}"))
+        return []
+
+    def is_over(self, now: float) -> bool:
+        """Whether the job cannot begin, or every worker is done or has been silent for longer than `dead_after`."""
+        if not self.is_complete:
+            return self.failure is not None
+        return all(worker.is_done or now - worker.heard > self._dead_after for worker in self._of(WORKER))
+
+    def excuse_silence(self, now: float) -> None:
+        """Count every process as just heard: it was the scheduler that did not listen."""
+        for member in self._members.values():
+            member.heard = now
+
+    def stop(self) -> None:
+        """Begin to end: what is left is to let everybody know."""
+        self.is_stopping = True
+
+    def is_idle(self) -> bool:
+        """Whether all that are still there have got their last answer."""
+        return all(
+            member.is_told or self._now - member.heard > _LAST_WORDS for member in self._members.values()
+        )
+
+    def abandon(self, now: float) -> list[m.Outgoing]:
+        return []
+
+    def missing(self) -> str:
+        """Say who has not come, or does not listen."""
+        if self._is_assigned:
+            late = [
+                f"server {server.rank} ({server.name})"
+                for server in sorted(self._of(SERVER), key=lambda server: server.rank)
+                if not (server.address and server.is_told)
+            ]
+            return f"{', '.join(late)} did not say where it listens, or did not come back to hear that all do"
+        return f"there is no {' and no '.join(filter(None, map(self._missing_of, self._counts)))}" + (
+            f"; turned away was {self._turned_away}" if self._turned_away else ""
+        )
+
+    def _missing_of(self, role: str) -> str:
+        here, count = self._of(role), self._counts[role]
+        if len(here) >= count:
+            return ""
+        if here and all(member.join.rank >= 0 for member in here):
+            left = sorted(set(range(count)) - {member.join.rank for member in here})
+            return f"{role} {', '.join(map(str, left[:20]))}"
+        names = ", ".join(sorted(member.name for member in here)[:20]) or "nobody"
+        return f"{role} but {len(here)} of {count} ({names})"
+
+    def _answer(
+        self, peer: bytes, member: _Member | None, body: m.RequestBody, now: float
+    ) -> m.ReplyBody | None:
+        if isinstance(body, m.Leave):
+            if member is not None:
+                self._leave(member, body)
+            return None
+        if isinstance(body, m.Heartbeat):
+            return m.Pending(())
+        if self.failure is None and isinstance(body, m.JoinJob) and member is None:
+            member = self._join(peer, body, now)
+        if self.failure is not None:
+            if member is not None:
+                member.is_told = True
+            raise self.failure
+        if not isinstance(body, m.JoinJob | m.Listening):
+            raise ProtocolError(
+                f"this is the scheduler of a job, which has no answer to {type(body).__name__}"
+            )
+        if member is None:
+            raise ConfigurationError("the scheduler does not know this process")
+        told = self._told_at_listening(member, body) if isinstance(body, m.Listening) else self._told(member)
+        return m.Pending((), self.missing()[:_LONGEST]) if told is None else m.Info(told)
+
+    def _told(self, member: _Member) -> Mapping[str, Any] | None:
+        """The values of the answer to JoinJob; None while somebody is missing."""
+        known = {"rank": member.rank, "session": member.token}
+        if member.join.role == SERVER and self._is_assigned:
+            machines = {other.join.machine for other in self._members.values()}
+            return {**known, "is_one_machine": len(machines) == 1}
+        if member.join.role == WORKER and self.is_complete:
+            member.is_told = True
+            servers = sorted(self._of(SERVER), key=lambda server: server.rank)
+            return {**known, "servers": [server.address for server in servers]}
+        return None
+
+    def _told_at_listening(self, member: _Member, listening: m.Listening) -> Mapping[str, Any] | None:
+        if member.rank < 0 or member.join.role != SERVER:
+            raise ProtocolError(f"no server of this job listens at {listening.address!r:.80}")
+        member.address = listening.address
+        if not self._do_all_listen():
+            return None
+        member.is_told = True
+        return {}
+
+    def _join(self, peer: bytes, join: m.JoinJob, now: float) -> _Member:
+        if join.role not in self._counts or max(len(join.host), len(join.machine)) > _MAX_NAME:
+            raise ProtocolError(f"no process of a job: {join!r:.200}")
+        if self._is_assigned:
+            raise ConfigurationError(f"{_name(join)} comes too late: all processes of this job are there")
+        self._check(join)
+        for other_peer, other in list(self._members.items()):
+            if _claims_the_same(join, other.join) and now - other.heard > REPLACED_AFTER:
+                self._forget(other_peer)  # its launcher has started it again
+            elif _claims_the_same(join, other.join):
+                self._refuse(f"{other.name} and {_name(join)} both have {_claim(join)}")
+        member = self._members[peer] = _Member(join, self._tokens(), now)
+        self._peers[member.token] = peer
+        self._check_number(join.role, now)
+        if all(len(self._of(role)) == count for role, count in self._counts.items()):
+            self._assign()
+        return member
+
+    def _check(self, join: m.JoinJob) -> None:
+        theirs, ours = (join.num_workers, join.num_servers), (self._counts[WORKER], self._counts[SERVER])
+        if theirs != ours or join.rank >= self._counts[join.role]:
+            self._turned_away = (
+                f"{_name(join)}, which has rank {join.rank} in a job of {theirs[0]} workers and {theirs[1]} servers, "
+                f"while the scheduler's has {ours[0]} and {ours[1]}"
+            )
+            raise ConfigurationError(f"the scheduler has turned away {self._turned_away}")
+
+    def _check_number(self, role: str, now: float) -> None:
+        """Refuse a process too many, unless one without a rank has fallen silent and makes room."""
+        while len(self._of(role)) > self._counts[role]:
+            silent = [
+                peer
+                for peer, member in self._members.items()
+                if member.join.role == role and now - member.heard > REPLACED_AFTER
+            ]
+            if not silent:
+                names = ", ".join(sorted(member.name for member in self._of(role)))
+                self._refuse(f"the job has {self._counts[role]} {role}s, but there are {names}")
+                return
+            self._forget(silent[0])
+
+    def _refuse(self, text: str) -> None:
+        self._fail(
+            ConfigurationError(
+                f"{text}; give every process a number of its own, and end what is left of an earlier job"
+            )
+        )
+
+    def _fail(self, error: KVStoreError) -> None:
+        """Let the job not begin; the first reason counts."""
+        self.failure = self.failure or error
+
+    def _leave(self, member: _Member, leave: m.Leave) -> None:
+        if not self.is_complete:
+            self._fail(RoundAbortedError(f"{member.name} gave up: {leave.reason}"))
+        member.is_told = member.is_done = True
+
+    def _forget(self, peer: bytes) -> None:
+        del self._peers[self._members.pop(peer).token]
+
+    def _assign(self) -> None:
+        self._is_assigned = True
+        for role in self._counts:
+            members = self._of(role)
+            for member, rank in zip(members, ranks_of([member.join for member in members]), strict=True):
+                member.rank = rank
+
+    def _do_all_listen(self) -> bool:
+        return self._is_assigned and all(server.address for server in self._of(SERVER))
+
+    def _of(self, role: str) -> list[_Member]:
+        return [member for member in self._members.values() if member.join.role == role]
+
+
+def ranks_of(joins: list[m.JoinJob]) -> list[int]:
+    """Return the rank of each process of one role; it does not depend on the order of `joins`."""
+    ranks = [join.rank for join in joins]
+    free = sorted(set(range(len(joins))) - set(ranks))
+    others = sorted((i for i in range(len(joins)) if ranks[i] < 0), key=lambda i: _order(joins[i]))
+    for i, rank in zip(others, free, strict=True):
+        ranks[i] = rank
+    return ranks
+
+
+def _order(join: m.JoinJob) -> tuple[int, int, str, int, int]:
+    return (join.task < 0, join.task, join.host, join.started, join.pid)
+
+
+def _claims_the_same(one: m.JoinJob, other: m.JoinJob) -> bool:
+    if one.role != other.role:
+        return False
+    return one.rank == other.rank >= 0 or (one.rank < 0 and other.rank < 0 and one.task == other.task >= 0)
+
+
+def _claim(join: m.JoinJob) -> str:
+    return f"rank {join.rank}" if join.rank >= 0 else f"task {join.task} (DMLC_TASK_ID)"
+
+
+def _name(join: m.JoinJob) -> str:
+    return f"{join.role} on {join.host} (process {join.pid})"
