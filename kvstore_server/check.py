@@ -146,7 +146,11 @@ def _range(
     below: float | None = None,
 ) -> str:
     if least is not None and most is not None:
-        return f"{kind} from {least} to {most}"
+        return f"{kind} from {_shown(least)} to {_shown(most)}"
     bounds = [("of at least", least), ("above", above), ("at most", most), ("below", below)]
-    said = [f"{word} {bound}" for word, bound in bounds if bound is not None]
+    said = [f"{word} {_shown(bound)}" for word, bound in bounds if bound is not None]
     return f"{kind} {' and '.join(said)}".rstrip()
+
+
+def _shown(bound: float) -> str:
+    return f"{bound:g}" if isinstance(bound, float) else str(bound)

@@ -14,18 +14,21 @@ optimizer state and no update count changes, the gradients are used up, and the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from types import SimpleNamespace
+from typing import Any, TypeVar, cast
 
 import torch
+import torch.amp
 import torch.optim
 from torch import Tensor
+from torch.amp.grad_scaler import OptState
 
-from kvtrainer.errors import ArgumentTypeError
+from kvtrainer.errors import ArgumentTypeError, ConfigurationError, NonFiniteGradientError
 from kvtrainer.optimizer import Optimizer
-from kvtrainer.precision.grad_scaler import GradScaler
-from kvtrainer.precision.loss_scaler import LossScaler, Scaler, scaler_of, unscale
+from kvtrainer.results import StepResult
+from kvtrainer.scaling import LossScaler, refuse_second_scaler, scaler_of, unscale
 from kvtrainer.trainer import Trainer
 
 __all__ = ["GradScaler", "LossScaler", "init_trainer", "scale_loss", "unscale"]
@@ -33,7 +36,7 @@ __all__ = ["GradScaler", "LossScaler", "init_trainer", "scale_loss", "unscale"]
 _Loss = TypeVar("_Loss", bound=Tensor | Sequence[Tensor])
 
 
-def init_trainer(trainer: Trainer, scaler: Scaler | None = None) -> None:
+def init_trainer(trainer: Trainer, scaler: LossScaler | None = None) -> None:
     """Give a Trainer a loss scaler; call it on every worker, with equal scalers.
 
     Args:
@@ -73,3 +76,133 @@ def scale_loss(loss: _Loss, trainer: Trainer) -> Iterator[Any]:
         yield loss * scaler.loss_scale
     else:
         yield [one * scaler.loss_scale for one in loss]
+
+
+class GradScaler(torch.amp.GradScaler):
+    """torch.amp.GradScaler, for a Trainer: a gradient that overflows on any worker skips the step of all.
+
+    What a worker has found travels with its contribution, so there is no further message, and `update` sees the
+    decision instead of this worker's part of it: scales stay equal on all workers. With one of torch's optimizers it
+    is torch's GradScaler. Several Trainers, as of a GAN, may share one::
+
+        scaler.scale(loss).backward()
+        scaler.unscale_(trainer)  # if the loop wants to see unscaled gradients
+        result = scaler.step(trainer)  # a StepResult; other arguments go to trainer.step
+        scaler.update()
+
+    With contributions that count one by one, in async mode, each worker has a scale of its own. A worker that waits at
+    the end of a `trainer.join()` block does not see what becomes of the others' steps: its scale may be another one
+    afterwards, which changes no gradient (the Trainer's option amp="dynamic" follows there too). Gradients in float16
+    cannot be unscaled where they are; build the Trainer with amp="dynamic" for them, which does it in float32.
+
+    Args:
+        device: "cuda" or "cpu"; by default "cuda" where there is one.
+        init_scale, growth_factor, backoff_factor, growth_interval, enabled: as of torch.amp.GradScaler.
+    """
+
+    def __init__(
+        self,
+        device: str | None = None,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+    ) -> None:
+        chosen = ("cuda" if torch.cuda.is_available() else "cpu") if device is None else device
+        super().__init__(chosen, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Divide the gradients of the coming step by the scale, where they are; at most once before `step`.
+
+        Raises:
+            ConfigurationError: a Trainer's gradients are float16, or it scales losses itself.
+            RuntimeError: it was called already since the last `update`.
+        """
+        if self._enabled and _is_trainer(optimizer):
+            refuse_second_scaler(optimizer)
+            _refuse_half(optimizer)
+            if self._scale is None and not _fresh(optimizer):
+                # A worker that has had no data takes part in the vote all the same.
+                self._lazy_init_scale_growth_tracker(torch.device(self._device))
+        super().unscale_(optimizer)
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """Unscale unless that was done, and let the Trainer make the step, which all workers skip if one overflows.
+
+        Returns:
+            The Trainer's StepResult; with another optimizer what its `step` returns, None where it was skipped.
+
+        Raises:
+            ConfigurationError: as of `unscale_`.
+            RuntimeError: there is a closure, or it was called already since the last `update`.
+            Any error of the Trainer's `step`.
+        """
+        if not self._enabled or not _is_trainer(optimizer):
+            return super().step(optimizer, *args, **kwargs)
+        if kwargs.get("closure") is not None or (args and callable(args[0])):
+            raise RuntimeError("a GradScaler cannot step with a closure: its gradients would not be unscaled")
+        state = self._per_optimizer_states[id(optimizer)]
+        if state["stage"] is OptState.STEPPED:
+            raise RuntimeError("step() has already been called since the last update().")
+        if state["stage"] is OptState.READY:
+            self.unscale_(optimizer)
+        overflows = any(found.item() for found in state["found_inf_per_device"].values())
+        vote = cast(Callable[..., StepResult], optimizer._step_voting)  # type: ignore[attr-defined]
+        try:
+            result = vote(overflows, self.get_scale(), *args, **kwargs)
+        except NonFiniteGradientError:
+            self._note(state, True)  # on all workers
+            raise
+        self._note(state, result.skipped)
+        return result
+
+    def _note(self, state: dict[str, Any], is_skipped: bool) -> None:
+        """Let `update` see what all workers have decided, in place of what was found here."""
+        assert self._scale is not None
+        decision = torch.full_like(self._scale, float(is_skipped))
+        state["found_inf_per_device"] = {self._scale.device: decision}
+        state["stage"] = OptState.STEPPED
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the state, where an empty one, which a disabled scaler saves, changes nothing."""
+        if state_dict:
+            super().load_state_dict(state_dict)
+
+    def _unscale_grads_(
+        self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        if _is_trainer(optimizer):
+            # Gradients that were used up stay readable: an old infinity among them must not count again.
+            given = SimpleNamespace(param_groups=[{"params": _fresh(optimizer)}])
+            optimizer = cast(torch.optim.Optimizer, given)
+        return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+
+
+def _is_trainer(optimizer: object) -> bool:
+    return hasattr(optimizer, "_step_voting")
+
+
+def _refuse_half(trainer: Any) -> None:
+    """Raise ConfigurationError if a gradient would lose what the loss scale has saved."""
+    half = sorted({name for name, p in _named_fresh(trainer) if p.grad.dtype == torch.float16})
+    if half:
+        raise ConfigurationError(
+            f"gradients in float16 cannot be unscaled where they are without loss: {', '.join(half)}; build the "
+            "Trainer with amp='dynamic', which unscales in float32, or keep float32 parameters under torch.autocast"
+        )
+
+
+def _fresh(trainer: Any) -> list[Tensor]:
+    """Return the parameters, of every device, whose gradients the coming step would use."""
+    return [parameter for _, parameter in _named_fresh(trainer)]
+
+
+def _named_fresh(trainer: Any) -> list[tuple[str, Any]]:
+    memory = trainer._layout
+    return [
+        (name, parameter)
+        for one, own in zip(memory.devices, memory.fresh_by_device(), strict=True)
+        for name, parameter, is_fresh in zip(one.names, one.parameters, own, strict=True)
+        if is_fresh
+    ]

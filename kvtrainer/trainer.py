@@ -23,8 +23,8 @@ from kvtrainer.parallel.policy import devices_of, policy_of
 from kvtrainer.param_options.paramwise import apply_paramwise
 from kvtrainer.param_options.report import ParamReport, rows_of
 from kvtrainer.parameters import collect
-from kvtrainer.precision.loss_scaler import scaler_of
 from kvtrainer.profiler import Profiler
+from kvtrainer.scaling import scaler_of
 from kvtrainer.schedules.param_schedule import BoundSchedule
 from kvtrainer.states.saved import SavedStates
 from kvtrainer.steps.accumulation import Accumulation

@@ -22,10 +22,9 @@ from kvtrainer.config.sections import hook_arguments
 from kvtrainer.errors import ArgumentTypeError, ConfigurationError
 from kvtrainer.hooks.base import Hook, Priority
 from kvtrainer.parallel import DataParallel
-from kvtrainer.precision.loss_scaler import unscale
-from kvtrainer.precision.master_weights import copy_grads_to_fp32, copy_params_to_fp16
-from kvtrainer.precision.options import make_precision
+from kvtrainer.precision import copy_grads_to_fp32, copy_params_to_fp16
 from kvtrainer.results import StepResult
+from kvtrainer.scaling import make_precision, unscale
 
 _log = logging.getLogger(__name__)
 

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from kvtrainer.errors import ConfigurationError, StateMismatchError
 from kvtrainer.memory.memory import Memory
-from kvtrainer.precision.loss_scaler import Scaler
-from kvtrainer.precision.torch_scaler import scaler_from_state
+from kvtrainer.scaling import LossScaler, scaler_from_state
 from kvtrainer.schedules.param_schedule import BoundSchedule
 from kvtrainer.states.saved import SavedStates
 from kvtrainer.steps.accumulation import Accumulation
@@ -22,7 +21,7 @@ _SCALER, _RESIDUALS, _SCHEDULES, _PASSES = "loss_scaler", "residuals", "schedule
 
 
 def extra_states(
-    scaler: Scaler | None,
+    scaler: LossScaler | None,
     residuals: Residuals | None,
     names: Sequence[str],
     schedules: Sequence[BoundSchedule] = (),
@@ -55,7 +54,7 @@ def extra_problems(
     saved: SavedStates,
     layout: Memory,
     schedules: Sequence[BoundSchedule] = (),
-    scaler: Scaler | None = None,
+    scaler: LossScaler | None = None,
     accumulation: Accumulation | None = None,
 ) -> list[str]:
     """Why these parts could not be taken over; nothing changes."""
@@ -100,7 +99,7 @@ def extra_problems(
     return problems
 
 
-def saved_scaler(saved: SavedStates) -> Scaler | None:
+def saved_scaler(saved: SavedStates) -> LossScaler | None:
     """The loss scaler as it was saved; None if there was none.
 
     Raises:

@@ -10,8 +10,7 @@ from kvstore_server.errors import did_you_mean
 from kvtrainer.anomalies import checked_mode
 from kvtrainer.clipping import Limits, make_limits
 from kvtrainer.errors import ArgumentTypeError, ConfigurationError
-from kvtrainer.precision.options import Precision, make_precision
-from kvtrainer.precision.torch_scaler import StaticLossScaler
+from kvtrainer.scaling import Precision, StaticLossScaler, make_precision
 from kvtrainer.steps.accumulation import Accumulation
 
 _NAMES = ("clip_grad", "amp", "accumulate", "schedules", "detect_anomalous_params", "on_nonfinite")

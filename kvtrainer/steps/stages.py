@@ -22,7 +22,7 @@ from kvtrainer.flat_optimizer import FlatOptimizer
 from kvtrainer.local_update import JointUpdate, LocalUpdate
 from kvtrainer.memory.gradients import REPLACED
 from kvtrainer.memory.memory import DeviceMemory, Memory
-from kvtrainer.precision.loss_scaler import Scaler
+from kvtrainer.scaling import LossScaler
 from kvtrainer.states.holder import StateHolder
 from kvtrainer.steps.accumulation import Accumulation
 from kvtrainer.sync.binding import Binding
@@ -40,7 +40,7 @@ class Stages(FlatOptimizer):
         selection: the store, and whether the optimizer runs in it.
     """
 
-    loss_scaler: Scaler | None = None
+    loss_scaler: LossScaler | None = None
     """What the option `amp` or `kvtrainer.amp.init_trainer` sets. With one, a step in which a gradient overflows on any
     worker changes nothing on any of them."""
     _limits = Limits()

@@ -11,9 +11,9 @@ import torch
 from torch.nn import Parameter
 
 from kvtrainer import Trainer
+from kvtrainer.amp import GradScaler
 from kvtrainer.errors import ConfigurationError
 from kvtrainer.kvstore import DistKVStore
-from kvtrainer.precision.grad_scaler import GradScaler
 from tests.support.stores import Servers, servers
 
 SITES = pytest.mark.parametrize("in_store", [True, False])

@@ -13,7 +13,7 @@ from torch import nn
 from kvtrainer import DataParallel, Trainer, kvstore
 from kvtrainer.errors import ConfigurationError
 from kvtrainer.hooks import Fp16OptimizerHook, GradientCumulativeFp16OptimizerHook
-from kvtrainer.precision.torch_scaler import StaticLossScaler
+from kvtrainer.scaling import StaticLossScaler
 from tests.unit.test_hooks import Runner, Weights, batch
 
 

@@ -10,9 +10,10 @@ import torch
 from torch.nn import Parameter
 
 from kvtrainer import Trainer, amp, kvstore
+from kvtrainer.amp import GradScaler
 from kvtrainer.errors import ConfigurationError, NonFiniteGradientError
-from kvtrainer.precision.grad_scaler import GradScaler, plain_scaling
 from kvtrainer.results import StepResult
+from kvtrainer.scaling import plain_scaling
 
 STORES = [
     pytest.param(None, id="in-process"),

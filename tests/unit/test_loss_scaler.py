@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvtrainer.errors import ConfigurationError
-from kvtrainer.precision.loss_scaler import CLEAN_STEPS, FIRST, LARGEST, LEAST, LossScaler
+from kvtrainer.scaling import CLEAN_STEPS, FIRST, LARGEST, LEAST, LossScaler
 
 
 def scales(scaler: LossScaler, *overflows: bool) -> list[float]:
@@ -97,5 +97,5 @@ def test_state_of_something_else_is_refused_and_changes_nothing(state: Any) -> N
 
 @pytest.mark.parametrize("scale", [0, -1.0, True, "big", float("inf"), 2.0**25])
 def test_impossible_scale_is_refused(scale: Any) -> None:
-    with pytest.raises(ConfigurationError, match="must be a number from"):
+    with pytest.raises(ConfigurationError, match="must be a finite number from"):
         LossScaler(scale)

@@ -12,8 +12,9 @@ import torch
 
 from kvtrainer import Trainer, amp
 from kvtrainer.errors import ConfigurationError, StateMismatchError
-from kvtrainer.precision.loss_scaler import LEAST, LossScaler
-from kvtrainer.precision.torch_scaler import (
+from kvtrainer.scaling import (
+    LEAST,
+    LossScaler,
     StaticLossScaler,
     TorchLossScaler,
     make_loss_scaler,

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from kvtrainer import Trainer, kvstore
 from kvtrainer.errors import ArgumentTypeError, ConfigurationError, ShapeMismatchError
-from kvtrainer.precision.master_weights import copy_grads_to_fp32, copy_params_to_fp16
+from kvtrainer.precision import copy_grads_to_fp32, copy_params_to_fp16
 
 
 class Net(nn.Module):
