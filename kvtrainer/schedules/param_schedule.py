@@ -247,14 +247,14 @@ class ScheduleSpec:
                 f"max_lr has {len(self._peaks)} values, but there are {num_groups} parameter groups; give one for "
                 "each, or a number"
             )
-        rest = {key: value for key, value in self.options.items() if key not in ("max_lr", "maximum")}
+        rest = {key: value for key, value in self.options.items() if key not in _PEAKS}
         return [
             make_policy(self.policy, {**rest, "maximum": peak}, self.name, self.span) for peak in self._peaks
         ]
 
     @property
     def _peaks(self) -> Sequence[float] | None:
-        peaks = self.options.get("max_lr", self.options.get("maximum"))
+        peaks = next((self.options[name] for name in _PEAKS if name in self.options), None)
         return peaks if isinstance(peaks, list | tuple) else None
 
     def _check_warmup(self) -> None:
@@ -270,6 +270,8 @@ class ScheduleSpec:
             )
 
 
+_PEAKS = ("max_lr", "eta_max", "maximum")
+"""Names of OneCycle's maximum, which may be a list."""
 _ARGUMENTS = frozenset(ScheduleSpec.__dataclass_fields__) - {"name", "policy", "options"}
 
 

@@ -405,3 +405,10 @@ def test_one_schedule_makes_a_list_of_one_and_the_configuration_is_left_as_it_is
 def test_schedules_need_an_optimizer() -> None:
     with pytest.raises(TypeError, match="an optimizer or a mapping"):
         build_param_schedules({"type": "PolyLR", "end": 3}, [sgd()])
+
+
+def test_each_group_may_have_a_maximum_of_its_own() -> None:
+    groups = [{"params": zeros(1)} for _ in range(2)]
+    optimizer = torch.optim.SGD(groups, lr=0.1)
+    bind_schedules([{"type": "OneCycleLR", "eta_max": [0.8, 0.4], "by_epoch": False, "end": 10}], optimizer)
+    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.8 / 25, 0.4 / 25])
