@@ -62,7 +62,7 @@ _VALUES: tuple[tuple[str, str, Any, Callable[[str], Any], str], ...] = (
 
 
 def build_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
-    """The flags; each but --ready-fd has a twin in the environment, which gives its default."""
+    """Return the parser of the flags; each but --ready-fd has a twin in the environment, which gives its default."""
     parser = argparse.ArgumentParser(
         prog="kvstore-server",
         description="Hold weights and optimizer state for the workers of a training job, until SIGTERM.",
@@ -176,7 +176,7 @@ def _check(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> None:
 
 
 def _problem_with(ready_fd: int) -> str | None:
-    """Why nothing can be written to a file descriptor; None if it can."""
+    """Say why nothing can be written to a file descriptor; None if it can."""
     try:
         mode = fcntl.fcntl(ready_fd, fcntl.F_GETFL) & os.O_ACCMODE
     except (OSError, ValueError, OverflowError):

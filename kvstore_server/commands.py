@@ -27,7 +27,7 @@ LONGEST = 1 << 20
 
 
 class CommandContext(NamedTuple):
-    """Where a command is answered."""
+    """The place where a command is answered."""
 
     server: int
     """Index of the server, from 0."""
@@ -92,7 +92,7 @@ class Commands:
         return answer
 
     def forget(self, session: int) -> None:
-        """A session is over."""
+        """Drop what is kept for a session that is over."""
         self._last.pop(session, None)
 
     def _run(self, command: m.Command) -> bytes:

@@ -35,7 +35,7 @@ def limited_log() -> Iterator[None]:
 
 @dataclass
 class _Place:
-    """What was said at one place in the code."""
+    """Lines of one place in the code, counted."""
 
     since: float
     lines: int = 0
@@ -43,7 +43,7 @@ class _Place:
 
 
 class LogLimit(logging.Filter):
-    """Leaves out what is above `lines` lines in `seconds` seconds of one place, and says how many they were.
+    """Leave out what is above `lines` lines in `seconds` seconds of one place, and say how many they were.
 
     Add it to a handler. It touches what this package logs, and nothing else.
     """

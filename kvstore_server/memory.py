@@ -43,7 +43,7 @@ def return_free_memory() -> None:
 
 
 class Budget:
-    """The memory that the namespaces of a server may have together.
+    """Memory that the namespaces of a server may have together.
 
     Args:
         limit: In bytes; 0: any amount.
@@ -70,7 +70,7 @@ class Budget:
         self.used += nbytes
 
     def give_back(self, nbytes: int) -> None:
-        """What was promised is not needed any more."""
+        """Take back a promise of memory that is not needed any more."""
         self.used -= nbytes
 
 

@@ -47,7 +47,7 @@ class Message:
 
 @dataclass
 class Backlog:
-    """What a peer has not been sent yet, oldest first; a reply is encoded when it is its turn."""
+    """Replies that a peer has not been sent yet, oldest first; each is encoded when it is its turn."""
 
     replies: deque[m.Reply] = field(default_factory=deque)
     nbytes: int = 0
@@ -56,7 +56,7 @@ class Backlog:
 
     @property
     def has_state(self) -> bool:
-        """Whether optimizer state waits here."""
+        """True while optimizer state waits here."""
         return any(isinstance(reply.body, m.State) for reply in self.replies)
 
     def append(self, reply: m.Reply) -> None:
@@ -65,7 +65,7 @@ class Backlog:
         self._coming.update(_keys(reply))
 
     def first(self) -> Message:
-        """The oldest message."""
+        """Return the oldest message."""
         if self._first is None:
             self._first = Message.of(self.replies[0])
         return self._first
@@ -77,7 +77,7 @@ class Backlog:
         return reply
 
     def without_coming(self, reply: m.Reply) -> m.Reply:
-        """The reply without weights that wait here already, because a repeated request asks for them again."""
+        """Return the reply without weights that wait here already, which a repeated request asks for again."""
         if not isinstance(reply.body, m.Weights):
             return reply
         parts = tuple(part for part in reply.body.parts if _key(reply, part) not in self._coming)
@@ -85,13 +85,13 @@ class Backlog:
 
 
 def payloads_of(reply: m.Reply) -> list[Tensor]:
-    """The buffers of the store that a reply reads from."""
+    """Return the buffers of the store that a reply reads from."""
     parts = reply.body.parts if isinstance(reply.body, m.Weights) else ()
     return [part.payload for part in parts if isinstance(part.payload, Tensor)]
 
 
 def size_of(reply: m.Reply) -> int:
-    """About how many bytes a reply has when it is sent, which is also what it costs to encode it."""
+    """Estimate the bytes of a reply when it is sent, which is also what it costs to encode it."""
     if isinstance(reply.body, m.State):
         return _LEAST + len(reply.body.data)
     parts = reply.body.parts if isinstance(reply.body, m.Weights) else ()
@@ -147,7 +147,7 @@ def _groups(parts: Iterable[m.WeightsPart]) -> Iterable[list[m.WeightsPart]]:
 
 
 class Tracker(Protocol):
-    """Knows whether the socket still reads from a buffer."""
+    """The state of one buffer that the socket reads from."""
 
     @property
     def done(self) -> bool: ...
@@ -161,11 +161,11 @@ class Leases:
         self._held: dict[int, int] = {}
 
     def hold(self, buffer: Tensor) -> None:
-        """A message with this buffer waits in a queue of ours; may be called several times."""
+        """Note that a message with this buffer waits in a queue of ours; may be called several times."""
         self._held[buffer.data_ptr()] = self._held.get(buffer.data_ptr(), 0) + 1
 
     def release(self, buffer: Tensor) -> None:
-        """One of the messages with this buffer has left its queue."""
+        """Note that one of the messages with this buffer has left its queue."""
         left = self._held[buffer.data_ptr()] - 1
         if left:
             self._held[buffer.data_ptr()] = left
@@ -173,12 +173,12 @@ class Leases:
             del self._held[buffer.data_ptr()]
 
     def track(self, buffer: Tensor, tracker: Tracker) -> None:
-        """The socket has taken a message with this buffer, and reads it until the tracker is done."""
+        """Note that the socket has taken a message with this buffer, and reads it until the tracker is done."""
         known = self._trackers.get(buffer.data_ptr(), [])
         self._trackers[buffer.data_ptr()] = [one for one in known if not one.done] + [tracker]
 
     def is_busy(self, buffer: Tensor) -> bool:
-        """Whether somebody still reads from the buffer, so that it must not be written."""
+        """Say whether somebody still reads from the buffer, so that it must not be written."""
         address = buffer.data_ptr()
         if address in self._held:
             return True

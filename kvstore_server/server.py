@@ -43,7 +43,7 @@ _LAST_WORDS = 1.0
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """How a server talks to the network.
+    """Where a server listens, and how much it keeps for slow peers.
 
     Args:
         bind: Address to listen on; port 0 lets the system choose.
@@ -109,7 +109,7 @@ class Server:
         """A message of which more frames are to come; meanwhile the socket gives nothing of others."""
         self._incoming_since = 0.0
         self.is_stop_requested = False
-        """Whether the server has been asked to stop."""
+        """The server has been asked to stop."""
         self._until: Callable[[float], bool] = lambda _now: False
         self._drain_until = float("inf")
         self._context = zmq.Context()
@@ -304,7 +304,7 @@ class Server:
 
 
 class _Sent(Enum):
-    """What became of a message: the socket took it, the peer is slow, or the peer is gone."""
+    """The fate of a message: the socket took it, the peer is slow, or the peer is gone."""
 
     NOW = auto()
     LATER = auto()

@@ -1,4 +1,4 @@
-"""What all sockets of ours have in common: how a peer that is gone is noticed, and a name that nobody can guess.
+"""Options of all sockets of ours: a peer that is gone is noticed, and nobody can guess the name of a socket.
 
 It is TCP that notices, on both sides, not heartbeats of ZeroMQ: libzmq aborts the process if one is due on a connection
 that broke while it was not read, because as many messages as the socket takes wait already (`Assertion failed:
@@ -35,6 +35,6 @@ def prepare(socket: Any, address: str) -> None:
 
 
 def routing_id() -> bytes:
-    """A random name for one socket: who knows it can take its place, so it is told to its server alone."""
+    """Draw a name for one socket; who knows it can take its place, so it is told to its server alone."""
     first = 1 + secrets.randbelow(255)  # those that ZeroMQ gives begin with 0
     return bytes([first]) + secrets.token_bytes(SECRET_BYTES - 1)

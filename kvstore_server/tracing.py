@@ -20,7 +20,7 @@ ROUNDS = "rounds"
 """Category: sums and updates."""
 CATEGORIES = (CALLS, ROUNDS)
 ROUND_LANE = 0
-"""Where a server shows its rounds; what rank r says is in lane r + 1."""
+"""The lane of a server's rounds; requests of rank r are in lane r + 1."""
 LIMIT = 100_000
 """Events that are kept, about 50 MB; later ones are only counted."""
 _LONGEST_NAME = 200
@@ -31,7 +31,7 @@ Clock = Callable[[], float]
 
 
 class Event(NamedTuple):
-    """Something that took a while."""
+    """One span of time on a lane."""
 
     name: str
     category: str
@@ -63,11 +63,11 @@ class Trace:
         self._limit = limit
 
     def add(self, name: str, category: str, start: float, lane: int, args: Mapping[str, Any]) -> None:
-        """Something that began at `start` is over now."""
+        """Note what began at `start` and is over now."""
         self.add_past(Event(name[:_LONGEST_NAME], category, start, self.clock() - start, lane, args))
 
     def add_past(self, event: Event) -> None:
-        """Something is over, perhaps for longer."""
+        """Note what is over, perhaps for longer."""
         if event.category not in self.categories:
             return
         if len(self.events) >= self._limit:
@@ -76,7 +76,7 @@ class Trace:
         self.events.append(event)
 
     def piece(self, start: int) -> dict[str, Any]:
-        """The events from number `start` on, as many as fit into a message, to be read by `events_of`."""
+        """Return the events from number `start` on, as many as fit into a message, to be read by `events_of`."""
         packed: list[bytes] = []
         size = 0
         for event in self.events[start:]:
@@ -88,11 +88,11 @@ class Trace:
 
 
 class Profiling:
-    """What a server records for one namespace, as the workers ask for it."""
+    """The recording of one namespace on a server, as the workers ask for it."""
 
     def __init__(self) -> None:
         self.active: Trace | None = None
-        """Where events go now; None while nothing is recorded, which is all that the rest has to look at."""
+        """The trace that takes events now; None while nothing is recorded: the rest looks at nothing else."""
         self._trace: Trace | None = None
         self._is_running = self._is_paused = False
 
@@ -139,12 +139,12 @@ def handled(
 
 
 def payload_in(body: m.RequestBody) -> int:
-    """Bytes of the slices that a request brings."""
+    """Return the bytes of the slices that a request brings."""
     return sum(payload_size(p.payload) for p in body.pushes) if isinstance(body, m.PushBatch) else 0
 
 
 def payload_out(body: m.ReplyBody) -> int:
-    """Bytes of the weights that a reply brings."""
+    """Return the bytes of the weights that a reply brings."""
     return sum(payload_size(p.payload) for p in body.parts) if isinstance(body, m.Weights) else 0
 
 
@@ -171,7 +171,7 @@ def _event(values: Any) -> Event:
 def chrome_trace(
     events: Iterable[Event], pid: int, process: str, lanes: Callable[[int], str], dropped: int
 ) -> dict[str, Any]:
-    """A whole trace file as plain values.
+    """Return a whole trace file as plain values.
 
     Args:
         events: What happened.

@@ -143,15 +143,14 @@ def _first(environ: Mapping[str, str], names: tuple[str, ...]) -> tuple[str, int
 
 def find_topology(
     environ: Mapping[str, str],
-    *,
-    rank: int | None = None,
-    num_workers: int | None = None,
-    servers: str | Sequence[str] | None = None,
-    connect_timeout: float | None = None,
-    dead_after: float | None = None,
+    rank: int | None,
+    num_workers: int | None,
+    servers: str | Sequence[str] | None,
+    connect_timeout: float | None,
+    dead_after: float | None,
 ) -> Topology:
     """Play the role of this process, as `kvtrainer.env.find_topology` says; return the topology of a worker."""
-    serve_role(environ, rank=rank, servers=servers, connect_timeout=connect_timeout, dead_after=dead_after)
+    serve_role(environ, rank, servers, connect_timeout, dead_after)
     job = read_dmlc(environ) if _asks_for_servers(environ, servers) else None
     if job is None or job.role != WORKER:
         return read_topology(environ, rank=rank, num_workers=num_workers, servers=servers)
@@ -169,7 +168,6 @@ def find_topology(
 
 def serve_role(
     environ: Mapping[str, str],
-    *,
     rank: int | None = None,
     servers: str | Sequence[str] | None = None,
     connect_timeout: float | None = None,
@@ -239,9 +237,9 @@ def _be_server(environ: Mapping[str, str], job: DmlcJob, timeout: float, dead_af
 
 
 class _Workers:
-    """The processes of a job's workers, as a namespace of one of its servers.
+    """Watch the workers of a job on one of its servers, as the members of a namespace.
 
-    The server takes the last seat of it: so the namespace is there as long as the server, and remembers who has left.
+    The server takes the last seat itself: so the namespace is there as long as it, and remembers who has left.
     """
 
     def __init__(self, engine: Engine, num_workers: int, dead_after: float, now: float) -> None:
@@ -260,7 +258,7 @@ class _Workers:
         self._alive = m.Request(welcome.reply.body.run, welcome.reply.body.session, 1, m.Heartbeat())
 
     def are_gone(self, now: float) -> bool:
-        """Whether every worker has left, fell silent, or did not even come for so long."""
+        """Say whether every worker has left, or was not heard from for too long."""
         self._engine.handle(self._socket, self._alive, now)
         members = self._engine.namespaces[_GROUP].membership
         gone = {*members.departed, *members.silent(now, self._dead_after)}
@@ -292,27 +290,37 @@ def _join(job: DmlcJob, rank: int | None, timeout: float, dead_after: float) -> 
     client = SchedulerClient(job.root)
     try:
         told = client.ask(_join_message(job, rank), timeout)
+        client.start_heartbeats()
         topology = Topology(int(told["rank"]), job.num_workers, tuple(map(parse_address, told["servers"])))
-        options = SessionOptions(
-            _GROUP,
-            topology.rank,
-            job.num_workers + 1,
-            connect_timeout=timeout,
-            dead_after=dead_after,
-            capability=capability(),
-            address=f"{socket.gethostname()}:{os.getpid()}",
-        )
-        servers = Session(Connection(topology.servers), options, time.monotonic)
-        servers.connect()
+        servers = _enter_group(topology, timeout, dead_after)
     except BaseException:
         client.close()
         raise
-    client.start_heartbeats()
     return _Joined(topology, client, servers)
 
 
+def _enter_group(topology: Topology, timeout: float, dead_after: float) -> Session:
+    """Let every server know that this worker lives, from now on."""
+    options = SessionOptions(
+        _GROUP,
+        topology.rank,
+        topology.num_workers + 1,
+        connect_timeout=timeout,
+        dead_after=dead_after,
+        capability=capability(),
+        address=f"{socket.gethostname()}:{os.getpid()}",
+    )
+    session = Session(Connection(topology.servers), options, time.monotonic)
+    try:
+        session.connect()
+    except BaseException as error:
+        session.close(describe(error), is_clean=False)
+        raise
+    return session
+
+
 class SchedulerClient:
-    """One process's side of the talk with the scheduler at `root`."""
+    """The tie of one process to the scheduler of its job."""
 
     def __init__(self, root: str) -> None:
         self._root = root
@@ -391,7 +399,7 @@ class SchedulerClient:
             self._connection.send(0, m.Request(0, self._session, self._number, body))
 
     def _receive(self, seconds: float) -> m.ReplyBody | None:
-        """The next answer to the present question; None if none comes in time."""
+        """Receive the next answer to the present question; None if none comes in time."""
         try:
             got = self._connection.receive(seconds)
         except ProtocolError as error:
@@ -416,7 +424,7 @@ def _join_message(job: DmlcJob, rank: int | None) -> m.JoinJob:
 
 
 def _host_of_server(environ: Mapping[str, str], job: DmlcJob, is_one_machine: bool) -> str:
-    """Where a server listens: on loopback if that is enough, else where the launcher says, if that is allowed."""
+    """Choose where a server listens: loopback if that is enough, else what the launcher says, if that is allowed."""
     if is_one_machine:
         return "127.0.0.1"
     host = _resolve(job.node_host) if job.node_host else _host_towards(job.root)
@@ -472,7 +480,7 @@ def _asks_for_servers(environ: Mapping[str, str], servers: object) -> bool:
 def _claimed_rank(
     environ: Mapping[str, str], job: DmlcJob, rank: int | None, num_workers: int | None
 ) -> int | None:
-    """The rank that this worker must have; None where the scheduler chooses. Checks what else is given."""
+    """Return the rank that this worker must have, None where the scheduler chooses; check what else is given."""
     ours = {k: v for k, v in environ.items() if k in (RANK, NUM_WORKERS) and v.strip()}
     if rank is None and num_workers is None and not ours:
         return job.rank
@@ -497,11 +505,11 @@ def _limits(
 
 
 def _started() -> int:
-    """When this process was started, in ticks since its machine was."""
+    """Return when this process was started, in ticks since its machine was."""
     return int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
 
 
 def _machine() -> str:
-    """Equal in processes that reach each other on loopback."""
+    """Name this machine, alike in all processes that reach each other on loopback."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{socket.gethostname()}/{boot}/{os.stat('/proc/self/ns/net').st_ino}"[:255]

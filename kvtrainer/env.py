@@ -91,14 +91,8 @@ def find_topology(
     """
     if not _get(environ, ROLE):
         return read_topology(environ, rank=rank, num_workers=num_workers, servers=servers)
-    topology: Topology = _dmlc().find_topology(
-        environ,
-        rank=rank,
-        num_workers=num_workers,
-        servers=servers,
-        connect_timeout=connect_timeout,
-        dead_after=dead_after,
-    )
+    dmlc = _dmlc()
+    topology: Topology = dmlc.find_topology(environ, rank, num_workers, servers, connect_timeout, dead_after)
     return topology
 
 
@@ -176,7 +170,7 @@ def read_servers(
 
 
 def workers_of_job(environ: Mapping[str, str]) -> tuple[int, str] | None:
-    """How many workers the environment says there are, and the variable that says so; None where nothing does.
+    """Return how many workers the environment says there are, and the variable that says so; None without any.
 
     A launcher counts only if it also tells this process which of them it is.
     """
@@ -225,7 +219,7 @@ def read_timeout(
 
 
 def as_int(value: object, what: str) -> int:
-    """A number that was given as one or as text. Raises ConfigurationError, which says `what` it is."""
+    """Return a number that was given as one or as text. Raises ConfigurationError, which says `what` it is."""
     if isinstance(value, int) and not isinstance(value, bool):
         return value
     if isinstance(value, str) and re.fullmatch(r"-?[0-9]{1,18}", value):
@@ -241,7 +235,7 @@ _ADVICE = (
 
 
 def _missing(environ: Mapping[str, str], source: Source | None, name: str, option: str) -> str:
-    """Why there is no rank, or no number of workers: what was looked for, and what was found where."""
+    """Say why there is no rank, or no number of workers: what was looked for, and what was found where."""
     if source is None:
         return f"{name} is not set and no {option} was given. {_ADVICE}"
     found = _found(environ, source)
@@ -268,7 +262,7 @@ def _source(environ: Mapping[str, str]) -> Source | None:
 
 
 def _rank_of(environ: Mapping[str, str], source: Source | None) -> tuple[str, str]:
-    """The variable with the rank and what it says; the first one, and nothing, where none is set."""
+    """Return the variable with the rank and what it says; where none is set, the first one and nothing."""
     names = source.ranks if source is not None else (RANK,)
     name = next((name for name in names if _get(environ, name)), names[0])
     return name, _get(environ, name)
@@ -301,7 +295,7 @@ def _parse_servers(listed: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def _lines(path: str) -> list[str]:
-    """The lines of a file without comments, which begin with '#', and empty ones."""
+    """Read the lines of a file without comments, which begin with '#', and empty ones."""
     try:
         with open(path, encoding="utf-8") as file:
             lines = [line.partition("#")[0].strip() for line in file]

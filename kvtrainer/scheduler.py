@@ -52,7 +52,7 @@ class _Member:
     address: str = ""
     """Where a server listens, once it does."""
     is_told: bool = False
-    """Whether it has got its last answer: where the servers are, that all listen, or why there is no job."""
+    """It has got its last answer: where the servers are, that all listen, or why there is no job."""
     is_done: bool = False
 
     @property
@@ -95,12 +95,12 @@ class Scheduler:
         self._peers: dict[int, bytes] = {}
         """By the token."""
         self._is_assigned = False
-        """Whether all are there and have their ranks."""
+        """All are there and have their ranks."""
         self._turned_away = ""
 
     @property
     def is_complete(self) -> bool:
-        """Whether all are there, and all servers know that all listen: from here on nobody needs the scheduler."""
+        """True once all servers know that all listen: from then on nobody needs the scheduler."""
         return self._do_all_listen() and all(member.is_told for member in self._of(SERVER))
 
     def handle(self, peer: bytes, request: m.Request, now: float) -> list[m.Outgoing]:
@@ -126,7 +126,7 @@ class Scheduler:
         return []
 
     def is_over(self, now: float) -> bool:
-        """Whether the job cannot begin, or every worker is done or has been silent for longer than `dead_after`."""
+        """Say whether the job cannot begin, or every worker is done or silent for longer than `dead_after`."""
         if not self.is_complete:
             return self.failure is not None
         return all(worker.is_done or now - worker.heard > self._dead_after for worker in self._of(WORKER))
@@ -141,7 +141,7 @@ class Scheduler:
         self.is_stopping = True
 
     def is_idle(self) -> bool:
-        """Whether all that are still there have got their last answer."""
+        """Say whether all that are still there have got their last answer."""
         return all(
             member.is_told or self._now - member.heard > _LAST_WORDS for member in self._members.values()
         )
@@ -197,7 +197,7 @@ class Scheduler:
         return m.Pending((), self.missing()[:_LONGEST]) if told is None else m.Info(told)
 
     def _told(self, member: _Member) -> Mapping[str, Any] | None:
-        """The values of the answer to JoinJob; None while somebody is missing."""
+        """Return the values of the answer to JoinJob; None while somebody is missing."""
         known = {"rank": member.rank, "session": member.token}
         if member.join.role == SERVER and self._is_assigned:
             machines = {other.join.machine for other in self._members.values()}

@@ -87,7 +87,7 @@ class Guardian:
             self._pipe = -1
 
     def closed(self) -> bool:
-        """Whether the guardian process has exited, which means that nothing is left of the job."""
+        """Say whether the guardian process has exited, which means that nothing is left of the job."""
         return self._process.poll() is not None
 
     def _start(self) -> None:

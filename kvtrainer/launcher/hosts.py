@@ -44,12 +44,12 @@ class Host:
 
     @property
     def target(self) -> str:
-        """What ssh is told."""
+        """The destination, as ssh is given it."""
         return f"{self.user}@{self.name}" if self.user else self.name
 
     @property
     def is_loopback(self) -> bool:
-        """Whether this is the launcher's own machine by the name that only that machine has for itself."""
+        """True for names and addresses that mean the launcher's own machine wherever they are used."""
         return _is_loopback(self.name) if _is_numeric(self.name) else self.name.lower() == "localhost"
 
 
@@ -80,18 +80,18 @@ def parse_hosts(text: str, path: str) -> list[Host]:
 
 
 def place_workers(hosts: Sequence[Host], count: int) -> list[Host]:
-    """The host of each rank."""
+    """Return the host of each rank."""
     slots = [host for host in hosts for _ in range(host.slots)]
     return [slots[rank % len(slots)] for rank in range(count)]
 
 
 def place_servers(hosts: Sequence[Host], count: int) -> list[Host]:
-    """The host of each server, by its index."""
+    """Return the host of each server, by its index."""
     return [hosts[index % len(hosts)] for index in range(count)]
 
 
 def bind_addresses(servers: Sequence[Host], is_public: bool) -> list[str]:
-    """Where each server listens, as tcp://address:0, so that all hosts of the job reach it.
+    """Return the address on which each server listens, tcp://host:0, so that all hosts of the job reach it.
 
     Args:
         servers: Their hosts.
@@ -136,7 +136,7 @@ def _bracketed(address: str) -> str:
 
 @dataclass(frozen=True)
 class Remote:
-    """Where the processes of a job run, and how they are started there.
+    """The hosts of a job's processes, and the commands that start them there.
 
     Args:
         workers, servers: The host of each.
@@ -154,7 +154,7 @@ class Remote:
     directory: str = field(default_factory=os.getcwd)
 
     def of_worker(self, rank: int, command: Sequence[str], environ: Mapping[str, str]) -> list[str]:
-        """The ssh command that runs a worker; cores are divided among the workers of its host."""
+        """Return the ssh command that runs a worker; cores are divided among the workers of its host."""
         host = self.workers[rank]
         here = sum(other.target == host.target for other in self.workers)
         return self._command(host, ["--share", str(here)], command, environ)
@@ -162,7 +162,7 @@ class Remote:
     def of_server(
         self, index: int, command: Sequence[str], environ: Mapping[str, str], word: str
     ) -> list[str]:
-        """The ssh command that runs a server; it prints `word` and the address when it listens."""
+        """Return the ssh command that runs a server; it prints `word` and the address when it listens."""
         return self._command(self.servers[index], ["--ready", word], command, environ)
 
     def _command(

@@ -276,7 +276,7 @@ class Launcher:
         return self._events.output.target is None
 
     def _in_a_hurry(self) -> bool:
-        """Whether the user pressed Ctrl-C once more, while the job was being stopped for a signal."""
+        """Say whether the user pressed Ctrl-C once more, while the job was being stopped for a signal."""
         signals = self._events.stop_signals
         return len(signals) > 1 and signals[-1] == signal.SIGINT
 
@@ -323,7 +323,7 @@ class Addresses:
 
     @contextmanager
     def pipe_to(self, index: int) -> Iterator[int]:
-        """A file descriptor for one server, which writes its address and a newline; open within the block."""
+        """Open a file descriptor within the block for one server, which writes its address and a newline."""
         reading, writing = os.pipe()
         try:
             yield writing

@@ -93,7 +93,7 @@ class Child:
         return self._process.returncode
 
     def reap(self) -> bool:
-        """Whether the process has exited; never waits."""
+        """Say whether the process has exited; never waits."""
         return self._process.poll() is not None
 
     def signal(self, number: signal.Signals) -> None:
@@ -118,11 +118,11 @@ class Child:
         return f"{self.name} was killed by signal {-code} ({signal.Signals(-code).name})"
 
     def was_killed(self) -> bool:
-        """Whether a signal has ended it, or what it ran for us if it is a shell: it could not say why."""
+        """Say whether a signal has ended it, or what it ran for us if it is a shell: it could not say why."""
         return self.shell_code() > 128
 
     def shell_code(self) -> int:
-        """The exit code as a shell reports it: 128 + n for signal n."""
+        """Return the exit code as a shell reports it: 128 + n for signal n."""
         code = self._process.returncode
         assert code is not None
         return code if code >= 0 else 128 - code
@@ -168,7 +168,7 @@ class Stream:
 
 
 class LineSplitter:
-    """Cuts the bytes of one stream into lines, without their ends.
+    """Cut the bytes of one stream into lines, without their ends.
 
     Text that a carriage return has overwritten is a progress bar: of these states only one per
     PROGRESS_INTERVAL comes out.
@@ -272,7 +272,7 @@ class Events:
         self.stop_signals: list[signal.Signals] = []
         """Every SIGINT, SIGTERM and SIGHUP so far, in order of arrival."""
         self.child_changed = True
-        """Whether a child may have exited since the owner last set this to False."""
+        """A child may have exited since the owner last set this to False."""
         self.write_error: OSError | None = None
         """The first error in writing the output, with the descriptor as its `filename`."""
         self._readers: dict[int, Callable[[], None]] = {}
