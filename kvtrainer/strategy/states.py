@@ -24,7 +24,9 @@ def own_states(trainer: Trainer) -> dict[str, Any]:
 
 def common_states(trainer: Trainer) -> dict[str, Any]:
     """Return what all workers have in common of a Trainer's states; blocks while a store is asked."""
-    saved = trainer.export_saved_states()
+    saved, mine = trainer.export_saved_states(), trainer.export_own_states()
+    extra = {name: value for name, value in saved.extra.items() if name not in mine.extra}
+    tensors = {name: value for name, value in saved.tensors.items() if name not in mine.tensors}
     return {
         "optimizer": saved.optimizer,
         "num_update": saved.num_update,
@@ -33,6 +35,8 @@ def common_states(trainer: Trainer) -> dict[str, Any]:
             name: {"shape": list(one.shape), "dtype": one.dtype, "group": one.group, "state": one.state}
             for name, one in saved.parameters.items()
         },
+        **({"extra": extra} if extra else {}),
+        **({"tensors": tensors} if tensors else {}),
     }
 
 
@@ -57,8 +61,11 @@ def fit_states(trainer: Trainer, common: Mapping[str, Any], own: Mapping[str, An
             name: SavedParameter(tuple(one["shape"]), one["dtype"], one["group"], dict(one["state"]))
             for name, one in common["parameters"].items()
         },
-        dict(own.get("extra", {})),
-        {part: dict(members) for part, members in own.get("tensors", {}).items()},
+        {**common.get("extra", {}), **own.get("extra", {})},
+        {
+            part: dict(members)
+            for part, members in {**common.get("tensors", {}), **own.get("tensors", {})}.items()
+        },
     )
     trainer.check_saved_states(saved)
     return lambda: trainer.adopt_saved_states(saved)

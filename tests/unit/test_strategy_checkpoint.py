@@ -60,6 +60,41 @@ def test_training_goes_on_with_the_same_bits(make: Make, tmp_path: Path, place: 
     assert found[0][1:] == found[1][1:]
 
 
+class Counting(torch.optim.SGD):
+    """Divides each step by how many there were, which its state_dict has beside the state of parameters."""
+
+    count = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.count += 1
+        for p in (p for group in self.param_groups for p in group["params"]):
+            p.grad /= self.count
+        return super().step(closure)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "count": self.count}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.count = state_dict["count"]
+        super().load_state_dict(state_dict)
+
+
+def test_what_an_optimizer_keeps_beside_parameters_goes_on(make: Make, tmp_path: Path) -> None:
+    found = []
+    for path in ("save", "resume"):
+        net = Net()
+        strategy = make()
+        strategy.prepare(net, optim_wrapper=Counting(net.parameters(), lr=0.1))
+        if path == "save":
+            steps(net, strategy.optim_wrapper, 2)
+            strategy.save_checkpoint(str(tmp_path / "a.pt"))
+        else:
+            strategy.resume(str(tmp_path / "a.pt"))
+        steps(net, strategy.optim_wrapper, 2)
+        found.append(weights(net))
+    assert same(*found)
+
+
 def test_a_running_trainer_can_go_back_to_a_checkpoint(make: Make, tmp_path: Path) -> None:
     strategy, model, trainer = prepared(make, kvstore=create("local"))
     steps(model, trainer, 4)
