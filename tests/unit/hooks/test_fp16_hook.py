@@ -14,7 +14,7 @@ from kvtrainer import DataParallel, Trainer, kvstore
 from kvtrainer.errors import ConfigurationError
 from kvtrainer.hooks import Fp16OptimizerHook, GradientCumulativeFp16OptimizerHook
 from kvtrainer.scaling import StaticLossScaler
-from tests.unit.test_hooks import Runner, Weights, batch
+from tests.unit.hooks.test_hooks import Runner, Weights, batch
 
 
 def test_static_scale_is_the_default_and_whole_numbers_are_scales_too() -> None:
