@@ -6,7 +6,7 @@ All of them block, are called by every rank in the same order, and have the time
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from numbers import Real
@@ -16,7 +16,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kvstore_server.errors import ConfigurationError, DeadlineError, WorkerLostError
+from kvstore_server.errors import (
+    ConfigurationError,
+    DeadlineError,
+    PlanMismatchError,
+    ProtocolError,
+    RoundAbortedError,
+    WorkerLostError,
+)
+from kvstore_server.plan import TensorSpec, check_same
+from kvstore_server.protocol.control import pack_control, unpack_control
+from kvstore_server.reduction import RowSet
 
 BUCKET = 25 * 1024 * 1024
 """Bytes that are summed in one collective where nothing else is asked for."""
@@ -166,6 +176,50 @@ class RankGroup:
         """Block until every rank has come here."""
         self.all_gather(torch.zeros(1, dtype=torch.uint8))
 
+    @torch.no_grad()
+    def gather_rows(self, mine: RowSet, counts: Sequence[int]) -> list[RowSet]:
+        """The rows of one key of those ranks that have some, in the order of ranks; only this rank's if none has.
+
+        Args:
+            mine: this rank's rows; on all ranks in the same dtype.
+            counts: how many rows every rank has; none where it is not above 0.
+        """
+        most = max(counts)
+        if most <= 0:
+            return [mine]
+        ids, values = mine.ids.new_zeros(most), mine.values.new_zeros(most, mine.values.shape[1])
+        ids[: len(mine.ids)] = mine.ids
+        values[: len(mine.ids)] = mine.values
+        rows = zip(self.all_gather(ids), self.all_gather(values), counts, strict=True)
+        return [RowSet(i[:count], v[:count]) for i, v, count in rows if count > 0]
+
+    def agree(self, verb: str, said: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Compare what the ranks are about to do; returns what all said, by rank.
+
+        Args:
+            verb: what is called.
+            said: its "keys", "specs", "optimizer" and "bucket_size_mb", which have to be alike, and others.
+
+        Raises:
+            RoundAbortedError: a rank has reported an error.
+            ProtocolError, PlanMismatchError: ranks differ; on every rank, with both sides named.
+        """
+        packed = self.all_gather_bytes(pack_control({"verb": verb, **said}))
+        heard: list[dict[str, Any]] = [unpack_control(one) for one in packed]
+        if all(one == packed[0] for one in packed):
+            return heard
+        for rank, theirs in enumerate(heard):
+            if "error" in theirs:
+                raise RoundAbortedError(f"rank {rank} raised in {theirs['verb']}: {theirs['error']}")
+        for rank, theirs in enumerate(heard):
+            _check_same_call(heard[0], theirs, rank)
+        return heard
+
+    def report(self, verb: str, error: Exception) -> None:
+        """Tell the other ranks, which `agree`, of the error that this one is about to raise."""
+        text = f"{type(error).__name__}: {error}"[:1000]
+        self.all_gather_bytes(pack_control({"verb": verb, "error": text}))
+
     def _place(self, device: torch.device) -> torch.device:
         """Where a tensor of a device has to be to be exchanged."""
         if device.type == "cuda" and self.has_nccl:
@@ -194,3 +248,25 @@ class RankGroup:
                 f"rank {self.rank} of {self.size} could not {what} with the other ranks, one of which is probably gone "
                 f"({text:.300}); {hint}"
             ) from error
+
+
+def _check_same_call(first: Mapping[str, Any], other: Mapping[str, Any], rank: int) -> None:
+    """Raise unless two ranks said the same of a call."""
+    if first["verb"] != other["verb"] or first.get("keys") != other.get("keys"):
+        raise ProtocolError(
+            f"rank 0 calls {first['verb']}({first.get('keys', '')}) and rank {rank} {other['verb']}"
+            f"({other.get('keys', '')}); every rank must make the same calls with the same keys in the same order"
+        )
+    if "specs" in first:
+        specs = [[TensorSpec(k, tuple(s), d) for k, s, d in said["specs"]] for said in (first, other)]
+        check_same(specs[0], specs[1], "rank 0", f"rank {rank}")
+    if first.get("bucket_size_mb") != other.get("bucket_size_mb"):
+        raise PlanMismatchError(
+            f"ranks set different bucket sizes: bucket_size_mb is {first['bucket_size_mb']!r} on rank 0 and "
+            f"{other['bucket_size_mb']!r} on rank {rank}; set the same one on every rank"
+        )
+    if first.get("optimizer") != other.get("optimizer"):
+        raise PlanMismatchError(
+            f"ranks set different optimizers: {first['optimizer']} on rank 0 and {other['optimizer']} on rank {rank}; "
+            "set the same one, with the same numbers, on every rank"
+        )

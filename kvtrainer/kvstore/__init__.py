@@ -6,7 +6,13 @@ kv.push("w", torch.ones(3))
 kv.pull("w", out=w)
 """
 
-from kvtrainer.kvstore.base import CAPABILITIES, KVStoreBase, capabilities, create, register
+from __future__ import annotations
+
+import inspect
+from typing import Any, Literal, overload
+
+from kvstore_server.errors import ConfigurationError
+from kvtrainer.kvstore.base import CAPABILITIES, KVStoreBase, capabilities, factory_of, register
 from kvtrainer.kvstore.device import DeviceKVStore
 from kvtrainer.kvstore.dist import DistKVStore
 from kvtrainer.kvstore.local import LocalKVStore
@@ -21,3 +27,45 @@ __all__ = [
     "create",
     "register",
 ]
+
+LocalName = Literal["local", "local_update_cpu", "local_allreduce_cpu"]
+DeviceName = Literal["device", "local_allreduce_device", "nccl"]
+DistName = Literal[
+    "dist", "dist_sync", "dist_sync_device", "dist_device_sync", "p3",
+    "dist_async", "dist_async_device", "dist_device_async", "dist_ssp", "dist_ssp_device", "dist_device_ssp",
+]  # fmt: skip
+"""So type checkers know the class of a store that is created by the name of a built-in one."""
+
+
+@overload
+def create(type: LocalName = "local", **options: Any) -> LocalKVStore: ...
+@overload
+def create(type: DeviceName, **options: Any) -> DeviceKVStore: ...
+@overload
+def create(type: DistName, **options: Any) -> DistKVStore: ...
+@overload
+def create(type: str, **options: Any) -> KVStoreBase: ...
+def create(type: str = "local", **options: Any) -> KVStoreBase:
+    """Create a store.
+
+    Args:
+        type: One of the registered names; case does not matter. "local" keeps everything in this process,
+            "dist_sync" joins the job's servers and blocks until they answer.
+        **options: Passed to the store. For "dist_sync": `rank`, `num_workers`, `servers` (each read from the
+            environment when absent), `namespace`; `timeout`, `connect_timeout`, `dead_after`, `slow_after` in
+            seconds.
+
+    Raises:
+        UnknownNameError: no store has that name; lists those that there are.
+        ConfigurationError: an option is wrong.
+    """
+    factory = factory_of(type)
+    signature = inspect.signature(factory)
+    taken = signature.parameters.values()
+    if "type" in signature.parameters or any(one.kind is one.VAR_KEYWORD for one in taken):
+        options["type"] = type
+    try:
+        signature.bind(**options)
+    except TypeError as error:
+        raise ConfigurationError(f"kvstore {type!r} does not take these options: {error}") from None
+    return factory(**options)

@@ -1,31 +1,18 @@
-"""What every kvstore offers, the registry of stores, and `create`."""
+"""The abstract kvstore, the registry of stores, and the table of what each built-in one can do."""
 
 from __future__ import annotations
 
-import inspect
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, TypeVar, overload
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, ClassVar, TypeAlias, TypeVar
 
 from torch import Tensor
 
 from kvstore_server.errors import ConfigurationError, UnknownNameError, did_you_mean
 
-if TYPE_CHECKING:
-    from kvtrainer.kvstore.device import DeviceKVStore
-    from kvtrainer.kvstore.dist import DistKVStore
-    from kvtrainer.kvstore.local import LocalKVStore
-
 _log = logging.getLogger(__name__)
 
-LocalName = Literal["local", "local_update_cpu", "local_allreduce_cpu"]
-DeviceName = Literal["device", "local_allreduce_device", "nccl"]
-DistName = Literal[
-    "dist", "dist_sync", "dist_sync_device", "dist_device_sync", "p3",
-    "dist_async", "dist_async_device", "dist_device_async", "dist_ssp", "dist_ssp_device", "dist_device_ssp",
-]  # fmt: skip
-"""So type checkers know the class of a store that is created by the name of a built-in one."""
 Key: TypeAlias = int | str
 Value: TypeAlias = Tensor | Sequence[Tensor]
 """One tensor, or one per device: replicas, which are summed."""
@@ -39,6 +26,24 @@ SEVERAL_WORKERS = "several_workers"
 CAPABILITIES = (OPTIMIZER, COMPRESSION, SPARSE_GRADIENTS, SPARSE_WEIGHTS, ASYNCHRONOUS, SEVERAL_WORKERS)
 """What a store may be able to do: run the optimizer; compress gradients on their way; take row-sparse gradients; hold
 row-sparse weights, of which single rows are pulled; apply contributions as they come; join several processes."""
+
+LOCAL_NAMES = ("local", "local_update_cpu", "local_allreduce_cpu")
+NCCL = "nccl"
+DEVICE_NAMES = ("device", "local_allreduce_device", NCCL)
+P3 = "p3"
+SYNC_NAMES = ("dist_sync", "dist", "dist_sync_device", "dist_device_sync", P3)
+ASYNC_NAMES = ("dist_async", "dist_async_device", "dist_device_async")
+SSP_NAMES = ("dist_ssp", "dist_ssp_device", "dist_device_ssp")
+
+_ROWS = (OPTIMIZER, SPARSE_GRADIENTS, SPARSE_WEIGHTS)
+BUILT_IN: Mapping[str, Collection[str]] = {
+    **dict.fromkeys(LOCAL_NAMES, _ROWS),
+    **dict.fromkeys(DEVICE_NAMES, (*_ROWS, SEVERAL_WORKERS, COMPRESSION)),
+    NCCL: (OPTIMIZER, SEVERAL_WORKERS),
+    **dict.fromkeys(SYNC_NAMES, (*_ROWS, SEVERAL_WORKERS, COMPRESSION)),
+    **dict.fromkeys((*ASYNC_NAMES, *SSP_NAMES), (*_ROWS, SEVERAL_WORKERS, COMPRESSION, ASYNCHRONOUS)),
+}
+"""The name of a built-in store → its capabilities. The registry has those of all others."""
 
 
 class KVStoreBase(ABC):
@@ -188,37 +193,3 @@ def factory_of(type: str) -> Factory:
             f"no kvstore is named {type!r}; known ones: {', '.join(sorted(_registry))}{did_you_mean(type, _registry)}"
         )
     return factory
-
-
-@overload
-def create(type: LocalName = "local", **options: Any) -> LocalKVStore: ...
-@overload
-def create(type: DeviceName, **options: Any) -> DeviceKVStore: ...
-@overload
-def create(type: DistName, **options: Any) -> DistKVStore: ...
-@overload
-def create(type: str, **options: Any) -> KVStoreBase: ...
-def create(type: str = "local", **options: Any) -> KVStoreBase:
-    """Create a store.
-
-    Args:
-        type: One of the registered names; case does not matter. "local" keeps everything in this process,
-            "dist_sync" joins the job's servers and blocks until they answer.
-        **options: Passed to the store. For "dist_sync": `rank`, `num_workers`, `servers` (each read from the
-            environment when absent), `namespace`; `timeout`, `connect_timeout`, `dead_after`, `slow_after` in
-            seconds.
-
-    Raises:
-        UnknownNameError: no store has that name; lists those that there are.
-        ConfigurationError: an option is wrong.
-    """
-    factory = factory_of(type)
-    signature = inspect.signature(factory)
-    taken = signature.parameters.values()
-    if "type" in signature.parameters or any(one.kind is one.VAR_KEYWORD for one in taken):
-        options["type"] = type
-    try:
-        signature.bind(**options)
-    except TypeError as error:
-        raise ConfigurationError(f"kvstore {type!r} does not take these options: {error}") from None
-    return factory(**options)

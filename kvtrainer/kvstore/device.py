@@ -2,41 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from kvstore_server.errors import ConfigurationError, RoundAbortedError
-from kvstore_server.plan import TensorSpec
-from kvstore_server.protocol.control import pack_control, unpack_control
-from kvstore_server.reduction import torch_dtype
-from kvtrainer.comm.rank_group import Buckets, current_group
-from kvtrainer.comm.tickets import Arenas, RoundItem
-from kvtrainer.kvstore.base import (
-    COMPRESSION,
-    OPTIMIZER,
-    SEVERAL_WORKERS,
-    SPARSE_GRADIENTS,
-    SPARSE_WEIGHTS,
-    Key,
-    register,
-)
-from kvtrainer.kvstore.entries import Entry
+from kvstore_server.errors import ConfigurationError
+from kvstore_server.plan import INTEGERS
+from kvtrainer.comm.rank_group import Buckets, RankGroup, current_group
+from kvtrainer.kvstore.base import BUILT_IN, COMPRESSION, DEVICE_NAMES, NCCL, Key, register
+from kvtrainer.kvstore.engine import LocalEngine
 from kvtrainer.kvstore.local import LocalKVStore
-from kvtrainer.kvstore.row_sums import gather_row_sum
-from kvtrainer.kvstore.row_values import densified, is_sparse, merge_rows
-from kvtrainer.kvstore.same_calls import check_same_call, error_text
-from kvtrainer.kvstore.values import merge, pair, spec_of
+from kvtrainer.kvstore.replicas import densified, merge, merge_rows, sum_rows
+from kvtrainer.kvstore.values import (
+    Entry,
+    as_sparse,
+    check_keys,
+    check_on_cuda,
+    check_out,
+    check_value,
+    is_sparse,
+    pair,
+    spec_of,
+)
+from kvtrainer.kvstore.verbs import Found, TableKVStore, without_collections
 from kvtrainer.one_thread import by_one_thread
-from kvtrainer.parallel.reducers import check_reducer, is_left_fold, make_reducer
-
-Pairs = Sequence[tuple[Key, list[Tensor]]]
+from kvtrainer.parallel.reducers import check_reducer, is_left_fold
 
 
-@register("device", "local_allreduce_device", "nccl")
-class DeviceKVStore(LocalKVStore):
+@register(*DEVICE_NAMES)
+class DeviceKVStore(TableKVStore):
     """As LocalKVStore; inside a torch.distributed group of several ranks it sums over those as well.
 
     Then `init`, `broadcast`, `push`, `pushpull` and `barrier` are collective: every rank calls them with the same keys
@@ -59,17 +55,7 @@ class DeviceKVStore(LocalKVStore):
         ConfigurationError: an argument is wrong, or the store cannot work here.
     """
 
-    capabilities: ClassVar[Collection[str]] = (OPTIMIZER, SEVERAL_WORKERS)
-
-    @classmethod
-    def capabilities_as(cls, type: str) -> Collection[str]:
-        if is_nccl(type):
-            return cls.capabilities
-        return (*cls.capabilities, COMPRESSION, SPARSE_GRADIENTS, SPARSE_WEIGHTS)
-
-    def is_capable(self, capability: str) -> bool:
-        can = super().is_capable(capability)
-        return can and (self._can_compress or capability.lower() != COMPRESSION)
+    capabilities: ClassVar[Collection[str]] = BUILT_IN["device"]
 
     def __init__(
         self,
@@ -79,24 +65,34 @@ class DeviceKVStore(LocalKVStore):
         bucket_size_mb: float | None = None,
         coalesce: bool = True,
     ) -> None:
-        self.reducer = check_reducer(reducer)
+        check_reducer(reducer)
         self._buckets = Buckets(bucket_size_mb, coalesce)
-        super().__init__(type)
+        engine = LocalEngine()
+        super().__init__(type, engine.client, engine)
+        self._reducer = reducer
         self.group = current_group()
         if self.group is not None:
             self.group.buckets = self._buckets
-        self._sparse_keys: frozenset[str] = frozenset()
-        """In a group: the keys of which every rank pushes rows only, in the call that is under way."""
-        self._can_compress = not is_nccl(type) and self.group is None
-        if is_nccl(type) and not torch.cuda.is_available():
+        self._only_cuda = is_nccl(type)
+        self._can_compress = self._can_compress and self.group is None
+        if self._only_cuda and not torch.cuda.is_available():
             raise ConfigurationError(
                 "kvstore 'nccl' needs CUDA, and torch finds no CUDA device; use 'device'"
             )
-        if is_nccl(type) and self.group is not None and not self.group.has_nccl:
+        if self._only_cuda and self.group is not None and not self.group.has_nccl:
             raise ConfigurationError(
                 "kvstore 'nccl' needs a process group with NCCL for CUDA tensors; call "
                 "init_process_group('cpu:gloo,cuda:nccl'), or use 'device'"
             )
+
+    def is_capable(self, capability: str) -> bool:
+        can = super().is_capable(capability)
+        return can and (self._can_compress or capability.lower() != COMPRESSION)
+
+    @property
+    def reducer(self) -> str:
+        """How replicas are summed."""
+        return self._reducer
 
     @property
     def rank(self) -> int:
@@ -125,21 +121,40 @@ class DeviceKVStore(LocalKVStore):
         self._set_buckets(Buckets(self._buckets.size_mb, value))
 
     @by_one_thread
-    def push(self, key: Any, value: Any, priority: int = 0) -> None:
-        self._agree("push", key, value)
-        super().push(key, value, priority)
+    @without_collections
+    def init(self, key: Any, value: Any) -> None:
+        super().init(key, value if self.group is None else self._of_rank_0(self.group, key, value))
 
     @by_one_thread
+    @without_collections
+    def broadcast(self, key: Any, value: Any, out: Any, priority: int = 0) -> None:
+        given = value if self.group is None else self._of_rank_0(self.group, key, value)
+        super().broadcast(key, given, out, priority)
+
+    @by_one_thread
+    @without_collections
+    def push(self, key: Any, value: Any, priority: int = 0) -> None:
+        if self.group is None:
+            super().push(key, value, priority)
+        else:
+            pushed, _ = self._over_ranks(self.group, "push", key, value)
+            self._contribute(pushed, None, priority)
+
+    @by_one_thread
+    @without_collections
     def pushpull(self, key: Any, value: Any, out: Any = None, priority: int = 0) -> None:
-        self._agree("pushpull", key, value, value if out is None else out)
-        super().pushpull(key, value, out, priority)
+        if self.group is None:
+            super().pushpull(key, value, out, priority)
+        else:
+            pushed, outs = self._over_ranks(self.group, "pushpull", key, value, value if out is None else out)
+            self._contribute(pushed, outs, priority)
 
     @by_one_thread
     def barrier(self) -> None:
         if self.group is None:
             super().barrier()
         else:
-            self._exchange("barrier", {})
+            self.group.agree("barrier", {})
 
     @by_one_thread
     def set_gradient_compression(self, compression_params: Mapping[str, Any]) -> None:
@@ -155,46 +170,10 @@ class DeviceKVStore(LocalKVStore):
             )
         super().set_gradient_compression(compression_params)
 
-    def _create(self, values: Pairs, outs: Pairs | None) -> None:
-        if self.group is not None:
-            values = self._of_rank_0(values)
-        super()._create(values, outs)
+    def set_updater(self, updater: Callable[[Key, Tensor, Tensor], object]) -> None:
+        self._set_updater(updater)
 
-    def _lookup(self, pairs: Pairs, same_dtype: bool) -> list[tuple[Entry, list[Tensor]]]:
-        found = super()._lookup(pairs, same_dtype)
-        if is_nccl(self._type):
-            for entry, tensors in found:
-                check_on_cuda([tensor.device for tensor in tensors], f"the values of key {entry.spec.key!r}")
-        return found
-
-    def _merged(self, spec: TensorSpec, replicas: Sequence[Tensor]) -> tuple[Tensor, bool]:
-        if is_left_fold(self.reducer) or len(replicas) == 1:
-            flat, is_own = super()._merged(spec, replicas)
-        else:
-            flat, is_own = self._reduced(replicas), True
-        if self.group is None:
-            return flat, is_own
-        flat = flat if is_own else flat.clone()
-        self.group.sum(flat, [(0, flat.numel())])
-        return flat, True
-
-    def _item(self, entry: Entry, replicas: Sequence[Tensor], out: Arenas | None) -> RoundItem:
-        if self.group is None:
-            return super()._item(entry, replicas, out)
-        spec, table = entry.spec, entry.table
-        if spec.key not in self._sparse_keys:
-            return super()._item(entry, [densified(spec, one) for one in replicas], out)
-        mine = merge_rows(spec, replicas)
-        counts = [int(one) for one in self.group.all_gather(torch.tensor([len(mine.ids)]))]
-        total = gather_row_sum(self.group, mine, counts, spec.dtype)
-        rows = total._replace(values=total.values.to(torch_dtype(spec.dtype)))
-        return RoundItem(table, {}, out, rows={0: rows})
-
-    def _reduced(self, replicas: Sequence[Tensor]) -> Tensor:
-        """The flat sum of replicas on the CPU, as the reducer computes it where they are."""
-        parts = [one.detach().clone(memory_format=torch.contiguous_format).view(-1) for one in replicas]
-        make_reducer(self.reducer, [part.device for part in parts]).sum(parts)
-        return parts[0].to("cpu")
+    set_updater.__doc__ = LocalKVStore.set_updater.__doc__
 
     def _set_buckets(self, buckets: Buckets) -> None:
         if self.group is not None:
@@ -206,89 +185,72 @@ class DeviceKVStore(LocalKVStore):
             self.group.buckets = buckets
         self._buckets = buckets
 
-    def _of_rank_0(self, values: Pairs) -> Pairs:
-        """Rank 0's values, after ranks have agreed on the keys, shapes and dtypes."""
-        said: dict[str, Any] = {}
+    def _of_rank_0(self, group: RankGroup, key: Any, value: Any) -> Any:
+        """Rank 0's values of new keys, in the form of `value`; the ranks agree on keys, shapes and dtypes first."""
         try:
+            values = pair(key, value, "value")
+            check_keys([one for one, _ in values])
             seen: set[str] = set()
-            for key, replicas in values:
-                self._check_new(key, seen)
-                seen.add(str(key))
-                if is_nccl(self._type):
-                    check_on_cuda([one.device for one in replicas], f"the values of key {key!r}")
-            specs = [spec_of(key, replicas[0], self._other_dtypes) for key, replicas in values]
-            said["specs"] = [[spec.key, list(spec.shape), spec.dtype] for spec in specs]
+            for one, replicas in values:
+                self._check_new(one, seen)
+                seen.add(str(one))
+                if self._only_cuda:
+                    check_on_cuda([tensor.device for tensor in replicas], f"the values of key {one!r}")
+            specs = [spec_of(one, replicas[0], INTEGERS) for one, replicas in values]
         except Exception as error:
-            self._exchange("init", {"error": error_text(error)}, error)
+            group.report("init", error)
             raise
-        self._exchange("init", said)
-        flats = [
-            merge([densified(spec, replicas[0])])[0].clone()
-            for spec, (_, replicas) in zip(specs, values, strict=True)
-        ]
-        assert self.group is not None
+        group.agree("init", {"specs": [[spec.key, list(spec.shape), spec.dtype] for spec in specs]})
+        rows = zip(specs, values, strict=True)
+        flats = [merge([densified(spec, replicas[0])])[0].clone() for spec, (_, replicas) in rows]
         for flat in flats:
-            self.group.broadcast(flat)
-        return [
-            (key, [flat.view(replicas[0].shape)]) for (key, replicas), flat in zip(values, flats, strict=True)
-        ]
+            group.broadcast(flat)
+        shaped = [flat.view(spec.shape) for flat, spec in zip(flats, specs, strict=True)]
+        return shaped if isinstance(key, list | tuple) else shaped[0]
 
-    def _agree(self, verb: str, key: Any, value: Any, out: Any = None) -> None:
-        """In a group: check the arguments here, and let the ranks compare their keys and optimizers."""
-        if self.group is None:
-            return
-        try:
-            found = self._lookup(pair(key, value, "value"), same_dtype=True)
-            if out is not None:
-                self._lookup(pair(key, out, "out"), same_dtype=False)
-            optimizer = None if self._optimizer is None else self._optimizer.spec()
-        except Exception as error:
-            self._exchange(verb, {"error": error_text(error)}, error)
-            raise
-        sparse = [
-            entry.spec.key
-            for entry, values in found
-            if all(map(is_sparse, values)) and self._goes_by_rows(entry)
-        ]
-        keys, buckets = [entry.spec.key for entry, _ in found], self.group.buckets.size_mb
-        said = {"keys": keys, "optimizer": optimizer, "sparse": sparse, "bucket_size_mb": buckets}
-        heard = self._exchange(verb, said)
-        self._sparse_keys = frozenset.intersection(*(frozenset(one["sparse"]) for one in heard))
+    def _over_ranks(
+        self, group: RankGroup, verb: str, key: Any, value: Any, out: Any = None
+    ) -> tuple[Found, Found]:
+        """Find keys, as every rank does, and sum their values over ranks; also find those of `out`.
 
-    def _exchange(
-        self, verb: str, said: Mapping[str, Any], mine: Exception | None = None
-    ) -> list[dict[str, Any]]:
-        """Compare what the ranks are about to do; raise on every rank if they differ, or one cannot do it.
-
-        Returns what all ranks said.
-
-        Args:
-            mine: The error that this rank is about to raise, which the others hear of.
+        Raises:
+            ProtocolError, PlanMismatchError: ranks differ in what they call; on every rank.
+            RoundAbortedError: another rank's arguments are wrong.
         """
-        assert self.group is not None
-        packed = self.group.all_gather_bytes(pack_control({"verb": verb, **said}))
-        if mine is not None:
-            raise mine
-        heard: list[dict[str, Any]] = [unpack_control(one) for one in packed]
-        if all(one == packed[0] for one in packed):
-            return heard
-        for rank, theirs in enumerate(heard):
-            if "error" in theirs:
-                raise RoundAbortedError(f"rank {rank} raised in {theirs['verb']}: {theirs['error']}")
-        for rank, theirs in enumerate(heard):
-            check_same_call(heard[0], theirs, rank)
-        return heard
+        try:
+            pushed = self._find(pair(key, value, "value"), check_value)
+            outs = [] if out is None else self._find(pair(key, out, "out"), check_out)
+            optimizer = None if self._optimizer is None else self._optimizer.spec()
+            by_rows = [
+                entry.spec.key
+                for entry, values in pushed
+                if all(map(is_sparse, values)) and self._goes_by_rows(entry)
+            ]
+        except Exception as error:
+            group.report(verb, error)
+            raise
+        keys, size = [entry.spec.key for entry, _ in pushed], group.buckets.size_mb
+        said = {"keys": keys, "optimizer": optimizer, "sparse": by_rows, "bucket_size_mb": size}
+        heard = group.agree(verb, said)
+        rows_only = frozenset.intersection(*(frozenset(one["sparse"]) for one in heard))
+        return [(entry, [self._sum_over(group, entry, values, rows_only)]) for entry, values in pushed], outs
+
+    def _sum_over(
+        self, group: RankGroup, entry: Entry, values: Sequence[Tensor], rows_only: Collection[str]
+    ) -> Tensor:
+        """Sum one key's values over replicas and ranks; sparse if every rank gives only rows."""
+        spec = entry.spec
+        if spec.key in rows_only:
+            mine = merge_rows(spec, values)
+            counts = [int(one) for one in group.all_gather(torch.tensor([len(mine.ids)]))]
+            ids, total = sum_rows(group.gather_rows(mine, counts), spec.dtype)
+            return as_sparse(spec, ids, total.to(entry.dtype))
+        flat, is_own = self._sum(spec, [densified(spec, one) for one in values])
+        flat = flat if is_own else flat.clone()
+        group.sum(flat, [(0, flat.numel())])
+        return flat.view(spec.shape)
 
 
 def is_nccl(type: str) -> bool:
     """Whether a store's name is that of the one for CUDA tensors only."""
-    return type.lower() == "nccl"
-
-
-def check_on_cuda(devices: Sequence[torch.device], what: str) -> None:
-    """Raise ConfigurationError unless all devices are CUDA's."""
-    others = sorted({str(device) for device in devices if device.type != "cuda"})
-    if others:
-        raise ConfigurationError(
-            f"kvstore 'nccl' takes CUDA tensors only, but {what} are on {', '.join(others)}; use 'device'"
-        )
+    return type.lower() == NCCL

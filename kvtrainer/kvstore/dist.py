@@ -8,10 +8,10 @@ import socket
 import sys
 import time
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 
 from kvstore_server.admission import MAX_WORKERS
-from kvstore_server.modes import SYNCHRONOUS, Mode
+from kvstore_server.modes import ASYNC, SSP, SYNCHRONOUS, Mode
 from kvstore_server.optimizer.kernels import capability
 from kvtrainer.comm.client import Client
 from kvtrainer.comm.connection import Connection
@@ -26,18 +26,16 @@ from kvtrainer.env import (
     read_timeout,
 )
 from kvtrainer.errors import ConfigurationError
-from kvtrainer.kvstore.base import (
-    ASYNCHRONOUS,
-    COMPRESSION,
-    OPTIMIZER,
-    SEVERAL_WORKERS,
-    SPARSE_GRADIENTS,
-    SPARSE_WEIGHTS,
-    register,
-)
-from kvtrainer.kvstore.dist_modes import ASYNC_NAMES, SSP_NAMES, SYNC_NAMES, mode_of, water_mark_of
-from kvtrainer.kvstore.store import TableKVStore
+from kvtrainer.kvstore.base import ASYNC_NAMES, P3, SSP_NAMES, SYNC_NAMES, register
 from kvtrainer.kvstore.values import check_text
+from kvtrainer.kvstore.verbs import TableKVStore
+
+STALENESS = "KVSTORE_STALENESS"
+"""The environment variable with the default of `staleness`."""
+DEFAULT_STALENESS = 1
+VAN_TYPE, WATER_MARK = "DMLC_PS_VAN_TYPE", "DMLC_PS_WATER_MARK"
+"""MXNet's variables: "p3" lets urgent messages overtake others that wait here; how many may be on their way."""
+DEFAULT_WATER_MARK = 10
 
 _created = itertools.count()
 """Numbers the stores of this process: the n-th store of every worker meets the n-th of the others."""
@@ -75,13 +73,6 @@ class DistKVStore(TableKVStore):
         ConnectTimeoutError: a server did not answer in time.
         SystemExit: DMLC_ROLE made this process the scheduler or a server of its job, and the job is over.
     """
-
-    capabilities = (OPTIMIZER, COMPRESSION, SPARSE_GRADIENTS, SPARSE_WEIGHTS, SEVERAL_WORKERS)
-
-    @classmethod
-    def capabilities_as(cls, type: str) -> Collection[str]:
-        is_asynchronous = type.lower() in (*ASYNC_NAMES, *SSP_NAMES)
-        return (*cls.capabilities, ASYNCHRONOUS) if is_asynchronous else cls.capabilities
 
     def __init__(
         self,
@@ -124,10 +115,7 @@ class DistKVStore(TableKVStore):
         super().__init__(type, self._connect(self._namespace))
 
     def open_client(self) -> Client:
-        """A client with a namespace of its own, for a Trainer; blocks until the servers answer."""
-        client = self._connect(f"{self._namespace}/trainer{len(self._for_trainers) + 1}")
-        self._for_trainers.append(weakref.ref(client))
-        return client
+        return self._lend(self._connect(f"{self._namespace}/trainer{len(self._for_trainers) + 1}"))
 
     def open_side_client(self) -> Client:
         """A client with a namespace of its own and synchronous rounds, for what workers agree on beside training.
@@ -183,3 +171,59 @@ def _leave(clients: Sequence[Client]) -> None:
     """Tell the servers when the store is dropped or the process ends, and why: nobody shall wait for it in vain."""
     for client in clients:
         client.close(getattr(sys, "last_value", None))
+
+
+def mode_of(
+    type: str, staleness: int | None, scale_lr_by_staleness: bool, environ: Mapping[str, str]
+) -> Mode:
+    """The mode of a store of that name.
+
+    Raises:
+        ConfigurationError: an option does not go with the name, or is no whole number of 0 or more.
+    """
+    name = type.lower()
+    if name not in SSP_NAMES and staleness is not None:
+        raise ConfigurationError(f"kvstore {type!r} takes no staleness, got {staleness!r}; 'dist_ssp' does")
+    if not isinstance(scale_lr_by_staleness, bool):
+        raise ConfigurationError(
+            f"scale_lr_by_staleness must be True or False, got {scale_lr_by_staleness!r}"
+        )
+    if name in ASYNC_NAMES:
+        return Mode(ASYNC, 0, scale_lr_by_staleness)
+    if name in SSP_NAMES:
+        return Mode(SSP, _staleness(staleness, environ), scale_lr_by_staleness)
+    if scale_lr_by_staleness:
+        raise ConfigurationError(
+            f"scale_lr_by_staleness has no meaning for kvstore {type!r}, whose gradients are never stale; use "
+            "'dist_async' or 'dist_ssp'"
+        )
+    return SYNCHRONOUS
+
+
+def water_mark_of(type: str, environ: Mapping[str, str]) -> int:
+    """How many messages for a server may be on their way while others queue by priority; 0: all, nothing queues.
+
+    Raises:
+        ConfigurationError: a variable has no value that is known.
+    """
+    van = environ.get(VAN_TYPE, "").strip().lower()
+    if van not in ("", "zmq", P3):
+        raise ConfigurationError(f"{VAN_TYPE} is {van!r}; this library knows 'zmq' and 'p3'")
+    if P3 not in (type.lower(), van):
+        return 0
+    given = environ.get(WATER_MARK, "").strip() or str(DEFAULT_WATER_MARK)
+    if not given.isdecimal() or not 0 < int(given) < 1 << 31:
+        raise ConfigurationError(f"{WATER_MARK} is {given!r}; it must be a whole number above 0")
+    return int(given)
+
+
+def _staleness(given: int | None, environ: Mapping[str, str]) -> int:
+    value: object = given
+    if given is None:
+        text = environ.get(STALENESS, "").strip()
+        value = int(text) if text.isdecimal() and len(text) < 10 else text or DEFAULT_STALENESS
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ConfigurationError(
+            f"staleness ({STALENESS}) is {value!r}; it must be a whole number of 0 or more"
+        )
+    return value

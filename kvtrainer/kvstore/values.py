@@ -1,38 +1,94 @@
-"""Keys and values of the kvstore methods, brought into one form: pairs of (key, list of replicas)."""
+"""Keys and values as the kvstore verbs are given them, checked and brought into one form."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Sequence
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from kvstore_server.errors import ConfigurationError, ShapeMismatchError
+from kvstore_server.errors import ConfigurationError, KeyNotFoundError, ShapeMismatchError
 from kvstore_server.plan import ITEM_SIZE, TensorSpec
-from kvstore_server.reduction import compute_dtype
+from kvstore_server.reduction import torch_dtype
+from kvtrainer.comm.tickets import RemoteTable
+from kvtrainer.errors import RowIdError
 from kvtrainer.kvstore.base import Key
-from kvtrainer.kvstore.row_values import check_rows, is_sparse
 
 _INT_LIMIT = 1 << 63
+_NAMED = 8
+"""Ids that a message lists."""
+
+
+class Entry:
+    """A key that a store has: its spec and its table."""
+
+    __slots__ = ("dtype", "spec", "table")
+
+    def __init__(self, spec: TensorSpec, table: RemoteTable) -> None:
+        self.spec, self.table = spec, table
+        self.dtype = torch_dtype(spec.dtype)
+
+    def new_arena(self) -> dict[str, Tensor]:
+        """Make room for the key's values; not initialised."""
+        return {self.spec.dtype: torch.empty(self.spec.numel, dtype=self.dtype)}
+
+
+class Target:
+    """Where a key's new values go: straight into the first `out` if that is flat memory of the right kind.
+
+    Args:
+        outs: The tensors that get them, checked by `check_out`.
+    """
+
+    __slots__ = ("_others", "flat")
+
+    def __init__(self, dtype: torch.dtype, outs: Sequence[Tensor]) -> None:
+        first = outs[0].detach()
+        is_direct = first.dtype is dtype and first.device.type == "cpu" and first.is_contiguous()
+        self.flat = first.view(-1) if is_direct else torch.empty(first.numel(), dtype=dtype)
+        """On the CPU; what the values are received in."""
+        self._others = outs[1:] if is_direct else outs
+
+    def finish(self) -> None:
+        """Bring the values that have come to the tensors that they were not written to."""
+        for out in self._others:
+            out.detach().copy_(self.flat.view(out.shape))
+
+
+class RowPull(NamedTuple):
+    """One set of rows of one key, and the tensors that they go to."""
+
+    entry: Entry
+    ids: Tensor
+    """int64, distinct and ascending."""
+    outs: Sequence[Tensor]
 
 
 def pair(key: Any, value: Any, what: str) -> list[tuple[Key, list[Tensor]]]:
     """Bring (key, value) or (keys, values) into a list of pairs; a key may appear more than once.
 
+    Keys are not checked here, but by `check_keys` where they are not known.
+
     Raises:
-        ConfigurationError: keys of an unexpected or mixed type, or lists of different lengths.
+        ConfigurationError: values are no tensors that a key can take, or lists have different lengths.
     """
     if not isinstance(key, list | tuple):
-        return [(check_key(key), _replicas(key, value, what))]
-    keys = [check_key(one) for one in key]
-    if len({type(one) for one in keys}) > 1:
-        raise ConfigurationError(f"the keys of one call must all be int or all be str, got {keys!r}")
-    if not isinstance(value, list | tuple) or len(value) != len(keys):
+        return [(key, _replicas(key, value, what))]
+    if not isinstance(value, list | tuple) or len(value) != len(key):
+        check_keys(key)
         got = f"{len(value)} values" if isinstance(value, list | tuple) else f"{type(value).__name__}"
-        raise ConfigurationError(f"{len(keys)} keys need a list of {len(keys)} values in {what}, got {got}")
-    return [(one, _replicas(one, item, what)) for one, item in zip(keys, value, strict=True)]
+        raise ConfigurationError(f"{len(key)} keys need a list of {len(key)} values in {what}, got {got}")
+    return [(one, _replicas(one, item, what)) for one, item in zip(key, value, strict=True)]
+
+
+def check_keys(keys: Sequence[Any]) -> None:
+    """Raise ConfigurationError unless all keys of a call can be keys, and are of one type."""
+    kinds = {type(check_key(one)) for one in keys}
+    if len(kinds) > 1:
+        raise ConfigurationError(f"the keys of one call must all be int or all be str, got {list(keys)!r}")
 
 
 def check_key(key: Any) -> Key:
@@ -80,23 +136,23 @@ def spec_of(key: Key, value: Tensor, others: Collection[str] = ()) -> TensorSpec
     return TensorSpec(str(key), tuple(value.shape), name)
 
 
-def check_fits(spec: TensorSpec, value: Tensor, any_dtype: bool = False) -> None:
-    """Raise ShapeMismatchError unless a value has the shape (and dtype) of its key."""
-    same_dtype = any_dtype or dtype_name(value.dtype) == spec.dtype
-    if tuple(value.shape) != spec.shape or not same_dtype:
-        raise ShapeMismatchError(
-            f"key {spec.key!r} holds {spec.dtype}{list(spec.shape)}, got {dtype_name(value.dtype)}{list(value.shape)}"
-        )
+def check_value(spec: TensorSpec, value: Tensor) -> None:
+    """Raise ShapeMismatchError unless a value has the shape and dtype of its key."""
+    if value.shape != spec.shape or dtype_name(value.dtype) != spec.dtype:
+        raise _mismatch(spec, value)
 
 
 def check_out(spec: TensorSpec, out: Tensor) -> None:
     """Raise ShapeMismatchError unless a key's values can be written to `out`; any dtype that torch converts will do."""
-    check_fits(spec, out, any_dtype=True)
+    if out.shape != spec.shape:
+        raise _mismatch(spec, out)
     if is_sparse(out):
         raise ConfigurationError(
             f"out of key {spec.key!r} is sparse, but all of the key is written to it; give a dense tensor, or call "
             "row_sparse_pull for some rows"
         )
+    if out.is_contiguous():
+        return
     if any(stride == 0 and size > 1 for stride, size in zip(out.stride(), out.shape, strict=True)):
         raise ShapeMismatchError(
             f"out of key {spec.key!r} has shape {list(out.shape)} but strides {list(out.stride())}: several of its "
@@ -104,25 +160,89 @@ def check_out(spec: TensorSpec, out: Tensor) -> None:
         )
 
 
-def merge(replicas: Sequence[Tensor]) -> tuple[Tensor, bool]:
-    """Sum replicas from left to right on the CPU; half precision accumulates in float32.
+def check_on_cuda(devices: Sequence[torch.device], what: str) -> None:
+    """Raise ConfigurationError unless all devices are CUDA's."""
+    others = sorted({str(device) for device in devices if device.type != "cuda"})
+    if others:
+        raise ConfigurationError(
+            f"kvstore 'nccl' takes CUDA tensors only, but {what} are on {', '.join(others)}; use 'device'"
+        )
 
-    Returns the flat sum, and whether it is a tensor of its own rather than the caller's memory.
+
+def is_sparse(value: Tensor) -> bool:
+    """Whether a value has only some of the elements, in whatever layout."""
+    return value.layout is not torch.strided
+
+
+def read_ids(key: object, row_ids: Any, num_rows: int) -> Tensor:
+    """Return the distinct ids in ascending order, int64 on the CPU, of any tensor, array or list of whole numbers.
+
+    Raises:
+        ConfigurationError: these are no whole numbers.
+        RowIdError: the key has no such rows; names them.
     """
-    first = replicas[0].detach()
-    if len(replicas) == 1:
-        flat = first.to("cpu").contiguous().view(-1)
-        return flat, flat.untyped_storage().data_ptr() != first.untyped_storage().data_ptr()
-    compute = compute_dtype(dtype_name(first.dtype))
-    total = first.to("cpu", compute, copy=True, memory_format=torch.contiguous_format)
-    for other in replicas[1:]:
-        total += other.detach().to("cpu", compute)
-    return total.to(first.dtype).view(-1), True
+    try:
+        given = torch.as_tensor(np.asarray(row_ids) if isinstance(row_ids, list | tuple) else row_ids)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigurationError(f"row_ids of key {key!r} must be whole numbers: {error}") from None
+    flat = given.detach().reshape(-1).cpu()
+    ids: Tensor = torch.unique(flat.to(torch.int64))
+    is_whole = not flat.dtype.is_floating_point or bool((flat == flat.to(torch.int64)).all())
+    if flat.dtype in (torch.bool, torch.complex64, torch.complex128) or not is_whole:
+        raise ConfigurationError(
+            f"row_ids of key {key!r} must be whole numbers, got {flat.dtype}{list(given.shape)}: "
+            f"{flat[:_NAMED].tolist()}"
+        )
+    wrong = ids[(ids < 0) | (ids >= num_rows)].tolist()
+    if wrong:
+        named = ", ".join(map(str, wrong[:_NAMED])) + (", …" if len(wrong) > _NAMED else "")
+        raise RowIdError(f"key {key!r} has rows 0 to {num_rows - 1}, but row_ids has {named}")
+    return ids
+
+
+def read_row_pulls(
+    entries: Mapping[Key, Entry], key: Any, out: Any, row_ids: Any
+) -> tuple[list[list[RowPull]], list[bool]]:
+    """Per key: its pulls, one for each set of ids; and whether several sets were given.
+
+    Raises:
+        ConfigurationError: the arguments do not fit together, or ids are no whole numbers.
+        KeyNotFoundError: a key was never initialised.
+        ShapeMismatchError: a key has no rows, or an `out` is not like its key.
+        RowIdError: a key has no such rows.
+    """
+    if row_ids is None:
+        raise ConfigurationError("row_sparse_pull needs row_ids=…: the rows that are wanted")
+    if not isinstance(key, list | tuple):
+        keys, outs, ids = [key], [out], [row_ids]
+    else:
+        keys = list(key)
+        outs = _for_each(keys, out, "out") if out is not None else [None] * len(keys)
+        ids = [row_ids] * len(keys) if _is_one_set(row_ids) else _for_each(keys, row_ids, "row_ids")
+    pulls = [_pulls_of(entries, *row) for row in zip(keys, outs, ids, strict=True)]
+    return pulls, [not _is_one_set(one) for one in ids]
+
+
+def as_sparse(spec: TensorSpec, ids: Tensor, rows: Tensor) -> Tensor:
+    """Rows as a coalesced sparse tensor of the key's shape."""
+    values = rows.view(len(ids), *spec.shape[1:])
+    return torch.sparse_coo_tensor(ids[None], values, spec.shape, is_coalesced=True, check_invariants=False)
+
+
+@torch.no_grad()
+def write_rows(out: Tensor, rows: Tensor) -> None:
+    """Let `out` have the rows of a sparse tensor and, if it is dense, zeros elsewhere."""
+    if is_sparse(out):
+        out.copy_(rows)  # not through detach(), which has indices of its own
+        return
+    ids, values = rows._indices()[0], rows._values()
+    out.zero_()
+    out[ids.to(out.device)] = values.to(out.device, out.dtype)
 
 
 def _replicas(key: Key, value: Any, what: str) -> list[Tensor]:
-    if isinstance(value, Tensor) and value.layout == torch.strided and not value.is_meta:
-        return [value]  # what it nearly always is
+    if isinstance(value, Tensor) and value.layout is torch.strided and not value.is_meta:
+        return [value]  # nearly always
     tensors = list(value) if isinstance(value, list | tuple) else [value]
     if not tensors or not all(isinstance(one, Tensor) for one in tensors):
         raise ConfigurationError(
@@ -130,9 +250,73 @@ def _replicas(key: Key, value: Any, what: str) -> list[Tensor]:
         )
     for one in tensors:
         if is_sparse(one):
-            check_rows(what, key, one)
+            _check_has_rows(what, key, one)
     if any(one.is_meta for one in tensors):
         raise ConfigurationError(
             f"{what} of key {key!r} is on the meta device and has no values; make it on a real device first"
         )
     return tensors
+
+
+def _check_has_rows(what: str, key: object, value: Tensor) -> None:
+    """Raise ConfigurationError unless a sparse tensor has whole rows."""
+    if value.layout is not torch.sparse_coo or value.sparse_dim() != 1:
+        form = f" with sparse_dim {value.sparse_dim()}" if value.layout is torch.sparse_coo else ""
+        raise ConfigurationError(
+            f"{what} of key {key!r} is sparse, of shape {list(value.shape)} and layout {value.layout}{form}; it must "
+            "be a sparse COO tensor with sparse_dim 1, which has whole rows"
+        )
+
+
+def _mismatch(spec: TensorSpec, value: Tensor) -> ShapeMismatchError:
+    return ShapeMismatchError(
+        f"key {spec.key!r} holds {spec.dtype}{list(spec.shape)}, got {dtype_name(value.dtype)}{list(value.shape)}"
+    )
+
+
+def _pulls_of(entries: Mapping[Key, Entry], key: Key, out: Any, row_ids: Any) -> list[RowPull]:
+    entry = entries.get(key)
+    if entry is None:
+        raise KeyNotFoundError(f"key {key!r} has not been initialised; call init or broadcast first")
+    if not entry.spec.shape:
+        raise ShapeMismatchError(f"key {key!r} has no dimension, hence no rows; use pull")
+    outs = _row_outs(entry, key, out)
+    sets = [row_ids] if _is_one_set(row_ids) else list(row_ids)
+    found = [read_ids(key, one, entry.spec.shape[0]) for one in sets]
+    if len(found) == 1:
+        return [RowPull(entry, found[0], outs)]
+    if out is not None and len(outs) != len(found):
+        raise ConfigurationError(
+            f"key {key!r} has {len(outs)} outs but {len(found)} row_ids; give one for each, or one for all"
+        )
+    return [RowPull(entry, ids, outs[at : at + 1]) for at, ids in enumerate(found)]
+
+
+def _row_outs(entry: Entry, key: Key, out: Any) -> list[Tensor]:
+    outs = [] if out is None else list(out) if isinstance(out, list | tuple) else [out]
+    for one in outs:
+        if not isinstance(one, Tensor) or one.is_meta:
+            raise ConfigurationError(
+                f"out of key {key!r} must be a tensor or a list of tensors, got {one!r:.80}"
+            )
+        if not is_sparse(one):
+            check_out(entry.spec, one)
+            continue
+        _check_has_rows("out", key, one)
+        if one.shape != entry.spec.shape:
+            raise _mismatch(entry.spec, one)
+    return outs
+
+
+def _is_one_set(row_ids: Any) -> bool:
+    """Whether this is one set of ids, rather than a list of several."""
+    if isinstance(row_ids, list | tuple):
+        return all(isinstance(one, int | float | np.number) for one in row_ids)
+    return True
+
+
+def _for_each(keys: Sequence[Key], given: Any, what: str) -> list[Any]:
+    if not isinstance(given, list | tuple) or len(given) != len(keys):
+        got = f"{len(given)}" if isinstance(given, list | tuple) else type(given).__name__
+        raise ConfigurationError(f"{len(keys)} keys need a list of {len(keys)} {what}, got {got}")
+    return list(given)

@@ -18,8 +18,7 @@ from torch.nn.parameter import is_lazy
 from kvstore_server.plan import Plan, TensorSpec, make_plan, row_numel
 from kvstore_server.reduction import RowSet, compute_dtype
 from kvtrainer.errors import ConfigurationError, NotInitializedError
-from kvtrainer.kvstore.replica_compression import ReplicaCompressor
-from kvtrainer.kvstore.row_sums import sum_rows
+from kvtrainer.kvstore.replicas import ReplicaCompressor, sum_rows
 from kvtrainer.memory.arena import Arena, dtype_name
 from kvtrainer.memory.gradients import GradientTracker, SparseGrads, stale_error
 from kvtrainer.memory.row_sparse import RowTables, is_row_sparse

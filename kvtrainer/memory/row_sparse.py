@@ -18,7 +18,7 @@ from torch.nn import Parameter
 from kvstore_server.optimizer import coalesce_rows
 from kvstore_server.plan import ITEM_SIZE
 from kvtrainer.errors import ConfigurationError, RowSparseError
-from kvtrainer.kvstore.row_values import read_ids
+from kvtrainer.kvstore.values import read_ids
 from kvtrainer.parallel.policy import COPIES
 from kvtrainer.types import Group
 

@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from kvstore_server.version import __version__
 from kvtrainer.errors import CheckpointKeyError, ConfigurationError, StateMismatchError
-from kvtrainer.kvstore.base import KVStoreBase, create
+from kvtrainer.kvstore import KVStoreBase, create
 from kvtrainer.parallel import DataParallel
 from kvtrainer.strategy import checkpoint as files
 from kvtrainer.strategy import environment

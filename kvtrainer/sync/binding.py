@@ -18,11 +18,11 @@ from kvtrainer.clipping import Limits
 from kvtrainer.comm.client import Client
 from kvtrainer.comm.rank_group import Buckets, RankGroup, current_group
 from kvtrainer.errors import ConfigurationError, KVStoreError, WeightsWrittenError
-from kvtrainer.kvstore.base import KVStoreBase, create
+from kvtrainer.kvstore import KVStoreBase, create
 from kvtrainer.kvstore.device import DeviceKVStore
 from kvtrainer.kvstore.dist import DistKVStore
-from kvtrainer.kvstore.local import LocalKVStore
-from kvtrainer.kvstore.replica_compression import ReplicaCompressor
+from kvtrainer.kvstore.replicas import ReplicaCompressor
+from kvtrainer.kvstore.verbs import TableKVStore
 from kvtrainer.memory.arena import Arena
 from kvtrainer.memory.memory import Memory
 from kvtrainer.profiler import Profiler
@@ -388,11 +388,7 @@ class Binding:
             self._group = self.store.group
             if self._group is not None and not self.selection.over_ranks:
                 raise group_too_late("the Trainer was built")
-        if (
-            self._group is None
-            and self._client is None
-            and isinstance(self.store, LocalKVStore | DistKVStore)
-        ):
+        if self._group is None and self._client is None and isinstance(self.store, TableKVStore):
             self._client = self.store.open_client()
 
     def _open_exchange(self, plan: Plan, optimizer: Optimizer) -> Exchange | None:

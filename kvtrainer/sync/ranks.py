@@ -24,7 +24,7 @@ from kvstore_server.protocol.control import pack_control, unpack_control
 from kvstore_server.reduction import RowSet, compute_dtype
 from kvtrainer.comm.rank_group import RankGroup
 from kvtrainer.errors import ConfigurationError, PlanMismatchError, ProtocolError
-from kvtrainer.kvstore.row_sums import gather_row_sum
+from kvtrainer.kvstore.replicas import sum_rows
 from kvtrainer.memory.row_sparse import NO_TABLES, Tables
 from kvtrainer.sync.servers import Gradients, Outcome, Shadowed
 
@@ -217,7 +217,7 @@ class GroupExchange:
         mine = grads.rows.get(key, none)
         values = mine.values.to(compute_dtype(spec.dtype))
         mine = mine._replace(values=values * before if before != 1.0 else values)
-        total = gather_row_sum(self._group, mine, counts, spec.dtype)
+        total = sum_rows(self._group.gather_rows(mine, counts), spec.dtype)
         return total._replace(values=total.values * after) if after != 1.0 else total
 
     def _piece(self, arenas: Mapping[str, Tensor], key: int) -> Tensor:

@@ -25,9 +25,11 @@ from kvtrainer.kvstore.base import (
     KVStoreBase,
     factory_of,
 )
-from kvtrainer.kvstore.device import DeviceKVStore, check_on_cuda, is_nccl
+from kvtrainer.kvstore.device import DeviceKVStore, is_nccl
 from kvtrainer.kvstore.dist import DistKVStore
 from kvtrainer.kvstore.local import LocalKVStore
+from kvtrainer.kvstore.values import check_on_cuda
+from kvtrainer.kvstore.verbs import TableKVStore
 from kvtrainer.parallel.policy import LISTS, ReplicaPolicy
 from kvtrainer.parallel.reducers import AUTO, is_left_fold, make_reducer
 
@@ -66,12 +68,15 @@ def traits_of(kvstore: str | KVStoreBase) -> Traits:
     name = kvstore if isinstance(kvstore, str) else kvstore.type
     made_by = factory_of(kvstore) if isinstance(kvstore, str) else type(kvstore)
     kind: type = made_by if isinstance(made_by, type) else object
-    is_in_process, is_on_servers = issubclass(kind, LocalKVStore), issubclass(kind, DistKVStore)
+    is_in_process, is_on_servers = (
+        issubclass(kind, LocalKVStore | DeviceKVStore),
+        issubclass(kind, DistKVStore),
+    )
     takes_ranks = issubclass(kind, DeviceKVStore)
     over_ranks = takes_ranks and current_group() is not None
     if over_ranks and not by_name and isinstance(kvstore, DeviceKVStore) and kvstore.group is None:
         raise group_too_late("the kvstore was created")
-    capabilities = kind.capabilities_as(name) if issubclass(kind, LocalKVStore | DistKVStore) else ()
+    capabilities = kind.capabilities_as(name) if issubclass(kind, TableKVStore) else ()
     return Traits(name, is_in_process, is_on_servers, takes_ranks, over_ranks, capabilities)
 
 

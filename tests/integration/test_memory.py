@@ -16,7 +16,7 @@ from kvstore_server.engine import Engine
 from kvstore_server.modes import ASYNC, SSP, SYNCHRONOUS, Mode
 from kvtrainer.comm.client import Client
 from kvtrainer.comm.transport import SessionOptions
-from kvtrainer.kvstore.store import TableKVStore
+from kvtrainer.kvstore.verbs import TableKVStore
 from tests.support.limits import LIMIT
 from tests.support.processes import Members, Processes, new_name
 from tests.support.reachable import reachable, resident_bytes

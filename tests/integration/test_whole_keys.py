@@ -13,7 +13,7 @@ import kvtrainer
 from kvstore_server.optimizer import create
 from kvtrainer.errors import ConfigurationError, OptimizerError, PlanMismatchError
 from kvtrainer.kvstore import DistKVStore
-from kvtrainer.kvstore.store import TableKVStore
+from kvtrainer.kvstore.verbs import TableKVStore
 from kvtrainer.sync.servers import StoreExchange
 from tests.integration import raising_optimizer
 from tests.support.engines import filled, plan_of, step, views

@@ -14,7 +14,7 @@ from torch import Tensor
 import kvtrainer
 from kvstore_server.optimizer import gluon, gluon_layerwise
 from kvstore_server.plan import TensorSpec, make_plan
-from kvtrainer.kvstore.store import TableKVStore
+from kvtrainer.kvstore.verbs import TableKVStore
 from tests.support.dtype_runs import (
     HALF,
     LABELS,

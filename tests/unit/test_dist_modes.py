@@ -8,7 +8,7 @@ import pytest
 
 from kvstore_server.modes import SYNCHRONOUS, Mode
 from kvtrainer.errors import ConfigurationError
-from kvtrainer.kvstore.dist_modes import mode_of, water_mark_of
+from kvtrainer.kvstore.dist import mode_of, water_mark_of
 
 
 @pytest.mark.parametrize("name", ["dist_sync", "dist", "DIST_Sync_Device", "dist_device_sync", "p3"])

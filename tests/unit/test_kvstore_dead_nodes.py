@@ -11,11 +11,11 @@ from kvstore_server.protocol import messages as m
 from kvtrainer.comm.client import Client
 from kvtrainer.comm.transport import SessionOptions
 from kvtrainer.errors import ConfigurationError, ServerUnreachableError
-from kvtrainer.kvstore.client_store import SERVERS, WORKERS, ClientStore
+from kvtrainer.kvstore.verbs import SERVERS, WORKERS, TableKVStore
 from tests.support.scripted import Scripted
 
 
-class Store(ClientStore):
+class Store(TableKVStore):
     """A store without verbs."""
 
     def broadcast(self, key: Any, value: Any, out: Any, priority: int = 0) -> None: ...

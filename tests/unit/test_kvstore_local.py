@@ -16,7 +16,7 @@ from kvtrainer.errors import (
     OptimizerError,
 )
 from kvtrainer.kvstore import LocalKVStore
-from kvtrainer.kvstore.store import TableKVStore
+from kvtrainer.kvstore.verbs import TableKVStore
 from tests.support.engines import client_of
 from tests.support.local_stores import SHAPE, full, local, pulled
 

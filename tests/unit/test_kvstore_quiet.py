@@ -7,7 +7,7 @@ import gc
 import pytest
 import torch
 
-from kvtrainer.kvstore.quiet import MANY, without_collections
+from kvtrainer.kvstore.verbs import MANY, without_collections
 
 
 class Verbs:

@@ -10,8 +10,16 @@ import pytest
 
 from kvtrainer import kvstore
 from kvtrainer.errors import ConfigurationError, UnknownNameError
-from kvtrainer.kvstore import DeviceKVStore, DistKVStore, KVStoreBase, LocalKVStore
-from kvtrainer.kvstore.base import DeviceName, DistName, LocalName, factory_of
+from kvtrainer.kvstore import (
+    DeviceKVStore,
+    DeviceName,
+    DistKVStore,
+    DistName,
+    KVStoreBase,
+    LocalKVStore,
+    LocalName,
+)
+from kvtrainer.kvstore.base import factory_of
 
 
 @pytest.mark.parametrize(

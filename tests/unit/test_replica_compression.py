@@ -11,21 +11,21 @@ from torch import Tensor
 
 from kvtrainer import kvstore, optimizer
 from kvtrainer.errors import ConfigurationError, NonFiniteGradientError, OptimizerError
-from kvtrainer.kvstore import LocalKVStore
+from kvtrainer.kvstore import DeviceKVStore, LocalKVStore
 
 TWO_BIT = {"type": "2bit", "threshold": 0.5}
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
 
-def device(params: Any = TWO_BIT, dtype: torch.dtype = torch.float32, name: str = "device") -> LocalKVStore:
+def device(params: Any = TWO_BIT, dtype: torch.dtype = torch.float32, name: str = "device") -> DeviceKVStore:
     store = kvstore.create(name)
-    assert isinstance(store, LocalKVStore)
+    assert isinstance(store, DeviceKVStore)
     store.set_gradient_compression(params)
     store.init("w", torch.zeros(5, dtype=dtype))
     return store
 
 
-def pushed(store: LocalKVStore, *values: float, dtype: torch.dtype = torch.float32) -> float:
+def pushed(store: DeviceKVStore, *values: float, dtype: torch.dtype = torch.float32) -> float:
     """Push a replica for each value; the one distinct number that is in the store then."""
     store.push("w", [torch.full((5,), value, dtype=dtype) for value in values])
     out = torch.empty(5, dtype=dtype)
@@ -130,7 +130,7 @@ def test_a_replica_that_is_not_finite_changes_nothing() -> None:
 
 def test_initial_values_are_never_compressed() -> None:
     store = kvstore.create("device")
-    assert isinstance(store, LocalKVStore)
+    assert isinstance(store, DeviceKVStore)
     store.set_gradient_compression(TWO_BIT)
     store.init("w", torch.full((5,), 0.3))
     out = torch.empty(5)
@@ -156,8 +156,7 @@ def test_the_callers_replicas_stay_as_they_were() -> None:
 
 @pytest.mark.parametrize("name", ["local", "local_update_cpu", "local_allreduce_cpu"])
 def test_local_refuses_compression_and_says_so(name: str) -> None:
-    store = kvstore.create(name)
-    assert isinstance(store, LocalKVStore)
+    store = LocalKVStore(name)
     assert not store.is_capable("gradient_compression")
     with pytest.raises(ConfigurationError, match=f"not supported for kvstore '{name}'"):
         store.set_gradient_compression(TWO_BIT)

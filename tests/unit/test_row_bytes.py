@@ -53,7 +53,7 @@ class CountingStore(LocalKVStore):
     transport: Counting
 
     def open_client(self) -> Client:
-        self.transport = Counting([self._engine], time.monotonic)
+        self.transport = Counting([self._engine._engine], time.monotonic)
         client = Client(self.transport, SessionOptions("trainer", 0, 1), time.monotonic)
         client.connect()
         return client
@@ -110,7 +110,7 @@ def test_keys_that_are_left_out_cost_nothing_beside_rows() -> None:
 def test_a_store_pulls_only_the_rows_that_are_asked_for() -> None:
     store = CountingStore()
     client = store.open_client()
-    store._only_client = client
+    store._connected = client
     store.init("w", torch.ones(16_000, WIDTH))
     costs = []
     for count in (1, 101, 201):

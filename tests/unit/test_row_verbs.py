@@ -20,7 +20,7 @@ from kvtrainer.errors import (
     SparsePullWarning,
 )
 from kvtrainer.kvstore import LocalKVStore
-from kvtrainer.kvstore.store import TableKVStore
+from kvtrainer.kvstore.verbs import TableKVStore
 from tests.support.engines import client_of
 
 Make = Callable[[], TableKVStore]

@@ -141,7 +141,7 @@ def test_update_on_kvstore_makes_a_store_even_for_one_device() -> None:
     trainer = Trainer([p], "sgd", {"lr": 1.0}, kvstore="device", update_on_kvstore=True)
     backward(p)
     trainer.step(1)
-    assert isinstance(trainer.kvstore, kvstore.LocalKVStore)
+    assert isinstance(trainer.kvstore, kvstore.DeviceKVStore)
     assert p.item() == -1
     [stats] = trainer.server_stats()
     assert [(table["rounds_applied"], table["keys"]) for table in stats["tables"]] == [(1, 1)]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import kvtrainer
 from kvtrainer.kvstore import KVStoreBase
-from kvtrainer.kvstore.store import TableKVStore
+from kvtrainer.kvstore.verbs import TableKVStore
 from tests.support.jobs import Results
 
 STEPS = 8

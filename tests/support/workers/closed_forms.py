@@ -13,7 +13,7 @@ from torch import Tensor
 
 import kvtrainer
 from kvtrainer.errors import ConfigurationError
-from kvtrainer.kvstore.store import TableKVStore
+from kvtrainer.kvstore.verbs import TableKVStore
 from tests.support.jobs import Results
 
 REPEATS = 7

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import kvtrainer
 from kvtrainer.kvstore import KVStoreBase
-from kvtrainer.kvstore.store import TableKVStore
+from kvtrainer.kvstore.verbs import TableKVStore
 from tests.support.jobs import Results
 
 LARGE = {"float16": 2048.0, "bfloat16": 256.0}

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import kvtrainer
 from kvtrainer.errors import ConfigurationError
-from kvtrainer.kvstore.store import TableKVStore
+from kvtrainer.kvstore.verbs import TableKVStore
 from tests.support.jobs import Results
 from tests.support.lazy_runs import GOLDEN, START, TOUCHED, gradient
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import kvtrainer
 from kvtrainer import kvstore
-from kvtrainer.kvstore.store import TableKVStore
+from kvtrainer.kvstore.verbs import TableKVStore
 from tests.support.jobs import deliver, own_place
 
 MOMENTUM, RATE, NEW_RATE = 0.5, 0.5, 0.25

@@ -1,0 +1,169 @@
+"""Sums of what several replicas in this process, or several ranks, give of one key: dense, by rows, or compressed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from kvstore_server.codec import Codec
+from kvstore_server.optimizer import coalesce_rows
+from kvstore_server.plan import TensorSpec, row_numel
+from kvstore_server.reduction import RowSet, compute_dtype, torch_dtype
+from kvtrainer.kvstore.values import dtype_name, is_sparse
+from kvtrainer.parallel.reducers import make_reducer
+
+
+def merge(replicas: Sequence[Tensor]) -> tuple[Tensor, bool]:
+    """Sum dense replicas from left to right on the CPU; half precision accumulates in float32.
+
+    Returns the flat sum, and whether it is a tensor of its own rather than the caller's memory.
+    """
+    first = replicas[0].detach()
+    if len(replicas) == 1:
+        flat = first.to("cpu").contiguous().view(-1)
+        return flat, flat.untyped_storage().data_ptr() != first.untyped_storage().data_ptr()
+    compute = compute_dtype(dtype_name(first.dtype))
+    total = first.to("cpu", compute, copy=True, memory_format=torch.contiguous_format)
+    for other in replicas[1:]:
+        total += other.detach().to("cpu", compute)
+    return total.to(first.dtype).view(-1), True
+
+
+def reduce_replicas(reducer: str, replicas: Sequence[Tensor]) -> Tensor:
+    """Sum dense replicas as a reducer does it where they are; the flat sum on the CPU."""
+    parts = [one.detach().clone(memory_format=torch.contiguous_format).view(-1) for one in replicas]
+    make_reducer(reducer, [part.device for part in parts]).sum(parts)
+    return parts[0].to("cpu")
+
+
+def merge_rows(spec: TensorSpec, replicas: Sequence[Tensor]) -> RowSet:
+    """Sum sparse replicas from left to right, on the CPU; half precision accumulates in float32.
+
+    Raises:
+        ShapeMismatchError: a replica has a row that the key does not have.
+    """
+    parts = [_coalesced(spec, one) for one in replicas]
+    if len(parts) == 1:
+        return RowSet(parts[0].ids, parts[0].values.to(torch_dtype(spec.dtype)))
+    ids, values = torch.cat([part.ids for part in parts]), torch.cat([part.values for part in parts])
+    ids, values = coalesce_rows(ids, values, spec.shape[0])
+    return RowSet(ids, values.to(torch_dtype(spec.dtype)))
+
+
+def densified(spec: TensorSpec, value: Tensor) -> Tensor:
+    """A value as a dense tensor, on the CPU if it is sparse."""
+    return dense_sum(spec, [value]) if is_sparse(value) else value
+
+
+def dense_sum(spec: TensorSpec, replicas: Sequence[Tensor]) -> Tensor:
+    """Sum sparse replicas as `merge_rows` does it; dense."""
+    ids, values = merge_rows(spec, replicas)
+    dense = values.new_zeros(spec.shape[0], row_numel(spec))
+    dense[ids] = values
+    return dense.view(spec.shape)
+
+
+@torch.no_grad()
+def sum_rows(parts: Sequence[RowSet], dtype: str) -> RowSet:
+    """Sum the rows that several gave of one key: a left fold in their order, in the dtype to sum `dtype` in.
+
+    It has the same bits on every device, because the ids of one part are distinct.
+    """
+    values = [part.values.to(compute_dtype(dtype)) for part in parts]
+    if len(parts) == 1:
+        return RowSet(parts[0].ids, values[0])
+    ids = torch.unique(torch.cat([part.ids for part in parts]))
+    total = values[0].new_zeros(len(ids), values[0].shape[1])
+    for part, value in zip(parts, values, strict=True):
+        total.index_add_(0, torch.searchsorted(ids, part.ids), value)
+    return RowSet(ids, total)
+
+
+class ReplicaCompressor:
+    """Compresses the replicas of a value before they are summed, with error feedback for each.
+
+    There is one residual for every key and every position in its list of replicas.
+
+    Args:
+        codec: How replicas are compressed; residuals start at zero.
+    """
+
+    def __init__(self, codec: Codec) -> None:
+        self._codec = codec
+        self._residuals: dict[str, list[Tensor | None]] = {}
+        self._next: dict[str, list[Tensor | None]] = {}
+
+    def merge(self, key: str, replicas: Sequence[Tensor | None]) -> Tensor:
+        """Sum what the compressed replicas say, from left to right on the CPU; flat.
+
+        Half precision accumulates in float32. Residuals stay as they are until `accept`. None stands for a replica
+        that is left out, as is its residual; one at least is there.
+
+        Raises:
+            NonFiniteGradientError: a replica is infinite or not a number; nothing has changed.
+        """
+        first = next(replica for replica in replicas if replica is not None)
+        dtype = dtype_name(first.dtype)
+        kept = self._residuals.get(key, [])
+        total = torch.empty(first.numel(), dtype=compute_dtype(dtype))
+        said = torch.empty(self._codec.encoded_nbytes(first.numel(), dtype), dtype=torch.uint8)
+        following: list[Tensor | None] = []
+        is_first = True
+        for at, replica in enumerate(replicas):
+            if replica is None:
+                following.append(kept[at] if at < len(kept) else None)
+                continue
+            grad = replica.detach().to("cpu").reshape(-1)
+            residual, after = self._residual(kept[at] if at < len(kept) else None, grad, dtype)
+            self._codec.encode(grad, residual, said, after)
+            add = self._codec.decode if is_first else self._codec.decode_add
+            add(said, dtype, total)
+            is_first = False
+            following.append(after)
+        self._next[key] = following + kept[len(following) :]
+        return total.to(first.dtype)
+
+    def accept(self, keys: Iterable[str]) -> None:
+        """Keep what these keys did not say for their next rounds: this one was applied."""
+        for key in keys:
+            if key in self._next:  # not where the replicas were sparse
+                self._residuals[key] = self._next.pop(key)
+
+    def accept_all(self) -> None:
+        """As `accept`, for all that was merged since the last call."""
+        self.accept(list(self._next))
+
+    def forget(self) -> None:
+        """Drop what was merged since the last `accept`: it did not count."""
+        self._next.clear()
+
+    def residuals(self) -> dict[str, list[Tensor | None]]:
+        """Copy what is held back of each replica, by key; flat."""
+        return {
+            key: [None if one is None else one.clone() for one in kept]
+            for key, kept in self._residuals.items()
+        }
+
+    def set_residuals(self, residuals: Mapping[str, Sequence[Tensor | None]]) -> None:
+        """Replace all that is held back; in the form of `residuals`."""
+        self._residuals = {
+            key: [None if one is None else one.detach().reshape(-1).clone() for one in kept]
+            for key, kept in residuals.items()
+        }
+
+    def _residual(self, kept: Tensor | None, grad: Tensor, dtype: str) -> tuple[Tensor | None, Tensor | None]:
+        """What earlier rounds left of a replica, and room for what this one leaves; None where nothing is lost."""
+        kind = self._codec.residual_dtype(dtype)
+        if kind is None:
+            return None, None
+        residual = torch.zeros(grad.numel(), dtype=kind) if kept is None else kept
+        return residual, torch.empty_like(residual)
+
+
+def _coalesced(spec: TensorSpec, value: Tensor) -> RowSet:
+    value = value.detach()
+    ids = value._indices()[0].to("cpu")
+    values = value._values().to("cpu", compute_dtype(spec.dtype)).reshape(len(ids), row_numel(spec))
+    return RowSet(*coalesce_rows(ids, values, spec.shape[0]))

@@ -1,0 +1,719 @@
+"""The kvstore verbs over a client of engines, in this process or on servers.
+
+Each key is a table of its own, so workers may push keys in any order and any subset of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import os
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, ClassVar, NoReturn, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+from kvstore_server.codec import Codec, make_codec
+from kvstore_server.commands import LONGEST, check_head
+from kvstore_server.errors import ConfigurationError, KeyNotFoundError, OptimizerError, ServerUnreachableError
+from kvstore_server.optimizer import Optimizer, spec_for_store
+from kvstore_server.plan import INTEGERS, TensorSpec
+from kvtrainer.comm.client import Client
+from kvtrainer.comm.compressor import Compressor
+from kvtrainer.comm.row_pulls import RowsWanted
+from kvtrainer.comm.tickets import RemoteTable, RoundItem
+from kvtrainer.errors import SparsePullWarning
+from kvtrainer.kvstore import states
+from kvtrainer.kvstore.base import BUILT_IN, COMPRESSION, Key, KVStoreBase
+from kvtrainer.kvstore.engine import LocalEngine
+from kvtrainer.kvstore.replicas import (
+    ReplicaCompressor,
+    dense_sum,
+    densified,
+    merge,
+    merge_rows,
+    reduce_replicas,
+)
+from kvtrainer.kvstore.values import (
+    Entry,
+    RowPull,
+    Target,
+    as_sparse,
+    check_key,
+    check_keys,
+    check_on_cuda,
+    check_out,
+    check_value,
+    is_sparse,
+    pair,
+    read_row_pulls,
+    spec_of,
+    write_rows,
+)
+from kvtrainer.one_thread import by_one_thread
+from kvtrainer.optimizer import create as create_optimizer
+from kvtrainer.parallel.reducers import AUTO, is_left_fold
+from kvtrainer.profiler import Profiler
+
+WORKERS, SERVERS = 4, 2
+"""Groups of processes, as `num_dead_nodes` takes them."""
+MANY = 64
+"""Keys from which on a call pauses the collector."""
+
+Pairs = Sequence[tuple[Key, list[Tensor]]]
+Found = list[tuple[Entry, list[Tensor]]]
+"""Keys that are known, each once, with their tensors, which were checked."""
+_Arguments = ParamSpec("_Arguments")
+_Store = TypeVar("_Store", bound="TableKVStore")
+
+
+def without_collections(method: Callable[_Arguments, None]) -> Callable[_Arguments, None]:
+    """Pause the cyclic garbage collector during a verb (self, key, …) that is given a long list of keys.
+
+    Such a call makes a dozen short-lived objects per key. They set off full collections, each of which walks all that
+    torch has loaded: half of the call's time. Reference counting frees them all the same. The collector is process
+    wide, so other threads' cycles wait until the call is over.
+    """
+
+    @functools.wraps(method)
+    def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> None:
+        key = args[1] if len(args) > 1 else kwargs.get("key")
+        pause = isinstance(key, list | tuple) and len(key) >= MANY and gc.isenabled()
+        if pause:
+            gc.disable()
+        try:
+            method(*args, **kwargs)
+        finally:
+            if pause:
+                gc.enable()
+
+    return call
+
+
+class TableKVStore(KVStoreBase):
+    """init, push, pull, pushpull and broadcast as MXNet defines them, with errors raised at once.
+
+    Not thread-safe. `push` returns at once and its error is raised by the next call that concerns the key, by
+    `barrier` or by `close`; everything else blocks. A `pull` sees this worker's own earlier pushes. Keys are all
+    int or all str within one store.
+
+    Args:
+        type: The name under which it was created.
+        client: Where its keys live.
+        engine: The engine behind the client, if that is in this process. Then a push is over when it returns.
+    """
+
+    def __init__(self, type: str, client: Client, engine: LocalEngine | None = None) -> None:
+        self._type = type
+        self._connected = client
+        self._engine = engine
+        self._can_compress = COMPRESSION in self.capabilities_as(type)
+        self._only_cuda = False
+        """Whether values have to be on CUDA devices."""
+        self._reducer = AUTO
+        """How replicas are summed, out of reducers.REDUCERS."""
+        self._replicas: ReplicaCompressor | None = None
+        """Compresses replicas before they are summed, where the sum stays in this process."""
+        self._codec: Codec | None = None
+        """How sums of replicas are compressed on their way to servers."""
+        self._entries: dict[Key, Entry] = {}
+        self._optimizer: Optimizer | None = None
+        self._sent_spec: dict[str, Any] | None = None
+        self._profiler: Profiler | None = None
+        self._for_trainers: list[weakref.ref[Client]] = []
+        """The clients that Trainers were given."""
+        self._has_warned = False
+
+    capabilities: ClassVar[Collection[str]] = BUILT_IN["dist_sync"]
+    """Of names that are not built in."""
+
+    @classmethod
+    def capabilities_as(cls, type: str) -> Collection[str]:
+        return BUILT_IN.get(type.lower(), cls.capabilities)
+
+    @property
+    def type(self) -> str:
+        return self._type
+
+    @property
+    def rank(self) -> int:
+        return self._connected.options.rank
+
+    @property
+    def num_workers(self) -> int:
+        return self._connected.options.num_workers
+
+    @property
+    def num_servers(self) -> int:
+        """How many servers hold the keys."""
+        return self._client.num_servers
+
+    @property
+    def _client(self) -> Client:
+        if self._engine is not None and self._engine.is_busy:
+            raise OptimizerError(
+                f"this {self._type!r} store was called by the updater or optimizer that one of its own rounds was "
+                "running: re-entrance, which would wait for itself. Change `stored` in place, and use the store after "
+                "the push"
+            )
+        return self._connected
+
+    @by_one_thread
+    @without_collections
+    def init(self, key: Any, value: Any) -> None:
+        """Create keys with rank 0's values; blocks until every worker has called it.
+
+        Raises:
+            ConfigurationError: a key exists already, or is of another type than the keys before it.
+            PlanMismatchError: workers give different shapes or dtypes.
+        """
+        self._create(pair(key, value, "value"), None)
+
+    @by_one_thread
+    @without_collections
+    def broadcast(self, key: Any, value: Any, out: Any, priority: int = 0) -> None:
+        """Create keys with rank 0's values and write those to `out` on every worker; blocks as `init` does."""
+        self._create(pair(key, value, "value"), pair(key, out, "out"))
+
+    @by_one_thread
+    @without_collections
+    def push(self, key: Any, value: Any, priority: int = 0) -> None:
+        """Give this worker's part to the next round of each key and return; `value` may be changed at once.
+
+        Replicas and repeated keys are summed. When every worker has pushed, the optimizer is applied to the sum, or
+        without one the sum replaces the value. If all have pushed some rows of it, on servers the others stay; in
+        process they become zero.
+
+        Raises:
+            KeyNotFoundError: a key was never initialised.
+            ConfigurationError: rows are too long for a server to know them apart, and there is no optimizer.
+            ShapeMismatchError: a value does not fit its key. Nothing has been sent then.
+        """
+        self._contribute(self._find(pair(key, value, "value"), check_value), None, priority)
+
+    @by_one_thread
+    @without_collections
+    def pushpull(self, key: Any, value: Any, out: Any = None, priority: int = 0) -> None:
+        """Push, wait for the round, and write the new values to `out`, or back to `value`; blocks.
+
+        All workers must come to the same keys before their deadline; a worker that pushes only counts as well.
+        """
+        pushed = self._find(pair(key, value, "value"), check_value)
+        outs = self._find(pair(key, value if out is None else out, "out"), check_out)
+        self._contribute(pushed, outs, priority)
+
+    @by_one_thread
+    @without_collections
+    def pull(self, key: Any, out: Any = None, priority: int = 0, ignore_sparse: bool = True) -> None:
+        """Write the present values of keys to `out`, after this worker's own pushes; blocks.
+
+        A sparse `out` is left as it is, with a SparsePullWarning: `row_sparse_pull` is meant. Where `ignore_sparse` is
+        false, a store of this process writes the rows that are not zero to it, and others raise ConfigurationError.
+        """
+        if out is None:
+            raise ConfigurationError("pull needs out=…: the tensor, or list of tensors, to write to")
+        pairs = pair(key, out, "out")
+        copies: list[tuple[Tensor, Tensor]] = []
+        if any([is_sparse(one) for _, outs in pairs for one in outs]):
+            pairs, copies = self._without_sparse(pairs, ignore_sparse)
+        wanted = self._find(pairs, check_out)
+        targets = [Target(entry.dtype, outs) for entry, outs in wanted]
+        rows = zip(wanted, targets, strict=True)
+        self._client.rounds.pull(
+            [(entry.table, {entry.spec.dtype: target.flat}) for (entry, _), target in rows]
+        )
+        for target in targets:
+            target.finish()
+        for sparse, dense in copies:
+            sparse.copy_(dense.to_sparse(1))
+
+    @by_one_thread
+    def row_sparse_pull(
+        self, key: Any, out: Any = None, priority: int = 0, row_ids: Any = None
+    ) -> Tensor | list[Any]:
+        """Fetch some rows of keys, after this worker's own pushes; only these travel; blocks.
+
+        Args:
+            key: A key, or a list of keys.
+            out: Tensors of the keys' shapes that get the rows too, and are zero elsewhere: one, or a list of them.
+            row_ids: Whole numbers in any shape, also repeated or none. For several `out` one for all, or one each.
+
+        Returns:
+            For each set of ids a coalesced sparse tensor of the key's shape: one, a list for several sets, and a list
+            of those for a list of keys.
+
+        Raises:
+            RowIdError: ids outside a key; nothing has been written then.
+            ShapeMismatchError, KeyNotFoundError, ConfigurationError: as of the other verbs.
+        """
+        is_list = isinstance(key, list | tuple)
+        for one in key if is_list else (key,):
+            self._check_type(one)
+        pulls, are_several = read_row_pulls(self._entries, key, out, row_ids)
+        found = iter(self._pull_rows([one for of_key in pulls for one in of_key]))
+        results = [
+            [next(found) for _ in of_key] if several else next(found)
+            for of_key, several in zip(pulls, are_several, strict=True)
+        ]
+        return results if is_list else results[0]
+
+    @by_one_thread
+    def version(self, key: Key) -> int:
+        """How many updates are in the values of a key that this worker read last: the most that any server had applied.
+
+        -1 if it has read none. Waits for this worker's own push of the key.
+        """
+        return max(self._settled(key).versions.values(), default=-1)
+
+    @by_one_thread
+    def staleness(self, key: Key) -> int:
+        """How many updates others made between this worker's last read of a key and its last push of it.
+
+        Always 0 with synchronous rounds. Of several servers the one with most counts. Waits for this worker's own
+        push of the key.
+        """
+        return self._settled(key).staleness
+
+    @by_one_thread
+    def set_optimizer(self, optimizer: Any) -> None:
+        """Apply this optimizer to every round from now on, where the keys live.
+
+        Call it on every worker (those that call it must name the same one), with what `kvtrainer.optimizer.create`
+        returns, a name, or a torch.optim class. Later changes of its numbers (`set_learning_rate`) are sent
+        with the next push. Naming the same optimizer again keeps its state. Blocks; with an optimizer that needs whole
+        keys until every worker has called it, because keys that are spread over servers are brought together.
+        """
+        self._optimizer = create_optimizer(optimizer)
+        self._refresh_optimizer()
+        if not self._optimizer.elementwise:
+            self._bring_together()
+        if self._engine is not None:
+            self._engine.set_updater(None)
+
+    @by_one_thread
+    def save_optimizer_states(self, fname: str | os.PathLike[str], dump_optimizer: bool = False) -> None:
+        """Save the optimizer's state of every key, wherever it is; any one worker may, between its pushes; blocks.
+
+        With `dump_optimizer` the optimizer's numbers count as well when the file is loaded.
+
+        Raises:
+            ConfigurationError: no optimizer is set.
+            StateFileError: the file cannot be written; the former one is unchanged.
+        """
+        tables = [entry.table for entry in self._entries.values()]
+        states.save(fname, self._client, tables, self._known_optimizer(), dump_optimizer)
+
+    @by_one_thread
+    def load_optimizer_states(self, fname: str | os.PathLike[str]) -> None:
+        """Go on from saved state; call it on every worker, with the same file, after `init` and `set_optimizer`.
+
+        Raises:
+            ConfigurationError: no optimizer is set.
+            StateFileError, StateMismatchError: the file cannot be read or does not fit; nothing has changed.
+        """
+        optimizer = self._known_optimizer()
+        tables = [entry.table for entry in self._entries.values()]
+        optimizer.hyper.update(states.load(fname, self._client, tables, optimizer))
+
+    @by_one_thread
+    def set_gradient_compression(self, compression_params: Mapping[str, Any]) -> None:
+        """Compress what this worker pushes from now on; what is lost is added to its next push of the key.
+
+        Waits for this worker's own pushes. Initial values are never compressed. A round that fails changes nothing
+        of what is kept back.
+
+        Args:
+            compression_params: {"type": "2bit", "threshold": 0.5}, or "1bit", "fp16", "bf16" or "none". Residuals of
+                an earlier compression are dropped.
+
+        Raises:
+            ConfigurationError: this store does not compress, or the parameters are wrong.
+        """
+        if not self._can_compress:
+            raise ConfigurationError(
+                f"gradient compression is not supported for kvstore {self._type!r}, which sends nothing anywhere"
+            )
+        codec = make_codec(compression_params)
+        self._client.settle()  # a push under way may have to be sent again, as it was
+        wanted = None if codec.name == "none" else codec
+        if self._engine is not None:
+            self._replicas = None if wanted is None else ReplicaCompressor(wanted)
+            return
+        self._codec = wanted
+        for entry in self._entries.values():
+            entry.table.compressor = self._compressor(entry.table)
+
+    @by_one_thread
+    def barrier(self) -> None:
+        """Block until every worker has come here."""
+        self._client.barrier()
+
+    @by_one_thread
+    def num_dead_nodes(self, node_id: int = WORKERS) -> int:
+        """How many processes of the job are dead; asks the servers, up to `dead_after` seconds if one is silent.
+
+        A worker is dead when it ended without `close`, or was silent for the servers' --dead-after; one that left as it
+        should is not. A server is dead when it does not answer, or was started anew and holds none of this job.
+
+        Args:
+            node_id: Who counts, as in MXNet: WORKERS (4), SERVERS (2), or their sum.
+
+        Raises:
+            ServerUnreachableError: workers count, but no server answered.
+        """
+        if type(node_id) is not int or node_id & ~(WORKERS | SERVERS) or not node_id:
+            raise ConfigurationError(f"node_id is 4 (workers), 2 (servers) or their sum, got {node_id!r:.80}")
+        answers = self._client.poll()
+        there = [stats for stats in answers if stats is not None]
+        if node_id & WORKERS and not there:
+            raise ServerUnreachableError(
+                f"none of the {len(answers)} servers answered; are they still running?"
+            )
+        workers = max((int(stats["num_dead"]) for stats in there), default=0) if node_id & WORKERS else 0
+        return workers + (len(answers) - len(there) if node_id & SERVERS else 0)
+
+    @by_one_thread
+    def send_command_to_servers(self, head: int, body: str) -> list[str]:
+        """Have every server answer a command, and return the answers in server order; blocks until all have.
+
+        Commands are functions that the servers loaded by --import, registered under the number `head` with
+        `kvstore_server.commands.register`. Each call runs the function once on every server. A store without servers
+        answers by what this process has registered.
+
+        Raises:
+            CommandError: a server has no such function, or it raised; names server, head and body.
+            ConfigurationError: `head` is no int of 0 … 2**31 - 1, or `body` no text of up to 1 MiB.
+            ServerUnreachableError: a server did not answer within `dead_after` seconds.
+        """
+        check_head(head)
+        return [answer.decode() for answer in self._client.command(head, _encoded(body))]
+
+    @property
+    def profiler(self) -> Profiler:
+        """Profiles what this worker and the servers do for this store's own keys; a Trainer has its own."""
+        if self._profiler is None:
+            self._profiler = Profiler(self._client, time.monotonic)
+        return self._profiler
+
+    @by_one_thread
+    def server_stats(self) -> list[dict[str, Any]]:
+        """Each server's counters for this store, in server order; waits for this worker's own pushes.
+
+        In "tables" come the store's own keys first, and then the parameters of the Trainers that were given this store
+        and are not closed; the "namespace" of each tells them apart. A Trainer has its own in `trainer.server_stats()`.
+        """
+        self._client.settle()
+        stats = self._client.stats()
+        trainers = [client for made in self._for_trainers if (client := made()) is not None]
+        for of_trainer in [client.stats() for client in trainers if not client.is_closed]:
+            for mine, theirs in zip(stats, of_trainer, strict=True):
+                mine["tables"] = [*mine["tables"], *theirs["tables"]]
+        return stats
+
+    def open_client(self) -> Client:
+        """Connect a client with a namespace of its own, for a Trainer; blocks until the servers answer."""
+        assert self._engine is not None
+        return self._lend(self._engine.open_client(f"trainer{len(self._for_trainers) + 1}"))
+
+    def _lend(self, client: Client) -> Client:
+        self._for_trainers.append(weakref.ref(client))
+        return client
+
+    def close(self) -> None:
+        """Wait for this worker's pushes and leave; idempotent. Other workers' rounds that need it fail."""
+        if not self._client.is_closed:
+            try:
+                self._client.settle()
+            finally:
+                self._client.close()
+
+    def __enter__(self: _Store) -> _Store:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            self._client.close(error)  # without waiting for rounds that may never end
+        self.close()
+
+    # ---------------------------------------------------------------- the way of a value
+
+    def _find(self, pairs: Pairs, check: Callable[[TensorSpec, Tensor], None]) -> Found:
+        """Find the entries of keys, tensors of a repeated key joined; all are checked before anything is sent."""
+        found: dict[Key, tuple[Entry, list[Tensor]]] = {}
+        key_type = type(next(iter(self._entries), None))
+        for key, tensors in pairs:
+            entry = self._entries.get(key) if type(key) is key_type else None
+            if entry is None:
+                self._refuse(key, [one for one, _ in pairs])
+            for tensor in tensors:
+                check(entry.spec, tensor)
+            if self._only_cuda:
+                check_on_cuda([one.device for one in tensors], f"the values of key {entry.spec.key!r}")
+            if key in found:
+                found[key][1].extend(tensors)
+            else:
+                found[key] = entry, tensors
+        return list(found.values())
+
+    def _contribute(self, pushed: Found, outs: Found | None, priority: int) -> None:
+        """Give values to the next round of their keys; with `outs` of the same keys, wait and write the new ones there.
+
+        Raises:
+            ConfigurationError: the optimizer, or its absence, does not go with the keys; nothing has been sent.
+        """
+        self._refresh_optimizer()
+        if self._optimizer is None and not self._client.options.mode.is_sync:
+            raise ConfigurationError(
+                f"kvstore {self._type!r} applies every push by itself and needs an optimizer for that; call "
+                "set_optimizer on every worker before the first push"
+            )
+        if self._optimizer is not None and self._engine is not None and not self._engine.has_updater:
+            self._refuse_integers(pushed, self._optimizer)
+        targets = [Target(entry.dtype, tensors) for entry, tensors in outs or ()]
+        items = [
+            self._item(entry, replicas, targets[at] if targets else None)
+            for at, (entry, replicas) in enumerate(pushed)
+        ]
+        ticket = self._client.rounds.start(items, priority=priority)
+        if self._engine is None and outs is None:
+            return
+        try:
+            self._client.rounds.wait(ticket)
+        finally:
+            if self._replicas is not None:
+                applied = [entry for entry, _ in pushed if not ticket.is_lost(entry.table)]
+                self._replicas.accept(entry.spec.key for entry in applied)
+        for target in targets:
+            target.finish()
+
+    def _item(self, entry: Entry, replicas: Sequence[Tensor], target: Target | None) -> RoundItem:
+        """A key's part in a round: of the caller's memory only if the caller waits for the new values."""
+        spec, table = entry.spec, entry.table
+        out = None if target is None else {spec.dtype: target.flat}
+        num_sparse = sum([is_sparse(one) for one in replicas])
+        if num_sparse == len(replicas):
+            if self._goes_by_rows(entry):
+                return RoundItem(table, {}, out, rows={0: merge_rows(spec, replicas)})
+            return RoundItem(table, {spec.dtype: dense_sum(spec, replicas).view(-1)}, out)
+        if num_sparse:
+            replicas = [densified(spec, one) for one in replicas]
+        flat, is_own = self._sum(spec, replicas)
+        return RoundItem(table, {spec.dtype: flat if is_own or out is not None else flat.clone()}, out)
+
+    def _sum(self, spec: TensorSpec, replicas: Sequence[Tensor]) -> tuple[Tensor, bool]:
+        """Sum dense replicas; the flat sum, and whether it is a tensor of its own rather than the caller's memory."""
+        if self._replicas is not None and spec.dtype not in INTEGERS:
+            return self._replicas.merge(spec.key, replicas), True
+        if len(replicas) > 1 and not is_left_fold(self._reducer):
+            return reduce_replicas(self._reducer, replicas), True
+        return merge(replicas)
+
+    def _goes_by_rows(self, entry: Entry) -> bool:
+        """Whether only rows are pushed of a key of which only rows are given. Raises as `push`."""
+        if self._optimizer is None and self._engine is not None:
+            return False  # MXNet's own stores in process put zeros in the place of the other rows
+        if entry.table.plan.takes_rows(0):
+            return True
+        if self._optimizer is None:
+            raise ConfigurationError(
+                f"the rows of key {entry.spec.key!r} are longer than the 1 MiB that a server tells apart, so without "
+                "an optimizer a push of some would replace them all; push a dense value, or set an optimizer"
+            )
+        return False
+
+    def _without_sparse(
+        self, pairs: Pairs, ignore_sparse: bool
+    ) -> tuple[list[tuple[Key, list[Tensor]]], list[tuple[Tensor, Tensor]]]:
+        """Take sparse tensors out of what a pull writes to; returns those that get a copy, with its dense source.
+
+        Raises:
+            ConfigurationError: there is one, and it is neither to be ignored nor can be written to.
+        """
+        dense: list[tuple[Key, list[Tensor]]] = []
+        copies: list[tuple[Tensor, Tensor]] = []
+        for key, outs in pairs:
+            kept = [one for one in outs if not is_sparse(one)]
+            for one in outs:
+                if not is_sparse(one):
+                    continue
+                if ignore_sparse:
+                    self._warn_of_sparse_out(key)
+                elif self._engine is None:
+                    raise ConfigurationError(
+                        f"out of key {key!r} is sparse, which pull does not write to; use row_sparse_pull(…, row_ids=…)"
+                    )
+                else:
+                    copies.append((one, torch.empty_like(one, layout=torch.strided)))
+                    kept.append(copies[-1][1])
+            if kept:
+                dense.append((key, kept))
+        return dense, copies
+
+    def _warn_of_sparse_out(self, key: Key) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"pull into a sparse tensor (of key {key!r}) has been ignored; use row_sparse_pull(…, row_ids=…)",
+                SparsePullWarning,
+                stacklevel=6,
+            )
+
+    def _pull_rows(self, pulls: Sequence[RowPull]) -> list[Tensor]:
+        """Fetch all rows, write them to their `outs`, and return them as sparse tensors; blocks."""
+        whole = {id(p): p for p in pulls if not p.entry.table.plan.takes_rows(0)}
+        arenas = {at: p.entry.new_arena() for at, p in whole.items()}
+        self._client.rounds.pull([(p.entry.table, arenas[at]) for at, p in whole.items()])
+        wanted = [p for p in pulls if id(p) not in whole]
+        fetched = self._client.rounds.pull_rows([RowsWanted(p.entry.table, 0, p.ids) for p in wanted])
+        found = dict(zip(map(id, wanted), fetched, strict=True))
+        for at, p in whole.items():
+            # Its rows are too long for a slice, so that a server cannot tell them apart.
+            spec = p.entry.spec
+            found[at] = arenas[at][spec.dtype].view(spec.shape[0], -1)[p.ids]
+        results = [as_sparse(p.entry.spec, p.ids, found[id(p)]) for p in pulls]
+        for p, rows in zip(pulls, results, strict=True):
+            for out in p.outs:
+                write_rows(out, rows)
+        return results
+
+    def _create(self, values: Pairs, outs: Pairs | None) -> None:
+        """Register keys and give them rank 0's values. Raises as `init`; nothing has been sent then."""
+        specs: list[TensorSpec] = []
+        seen: set[str] = set()
+        others = INTEGERS if self._engine is not None else ()
+        check_keys([key for key, _ in values])
+        for key, replicas in values:
+            self._check_new(key, seen)
+            specs.append(spec_of(key, replicas[0], others))
+            seen.add(str(key))
+        for spec, (_, tensors) in zip(specs, outs or (), strict=False):
+            for tensor in tensors:
+                check_out(spec, tensor)
+        # Before a key is registered, because from then on the other workers wait for this one's value.
+        rows = zip(specs, values, strict=True)
+        flats = [merge([densified(spec, replicas[0])])[0] for spec, (_, replicas) in rows]
+        whole_keys = self._optimizer is not None and not self._optimizer.elementwise
+        tables = self._client.register({spec.key: [spec] for spec in specs}, whole_keys)
+        entries = [Entry(spec, table) for spec, table in zip(specs, tables, strict=True)]
+        targets = [
+            Target(entry.dtype, tensors) for entry, (_, tensors) in zip(entries, outs or (), strict=False)
+        ]
+        items = []
+        for at, (spec, table) in enumerate(zip(specs, tables, strict=True)):
+            table.compressor = self._compressor(table)
+            mine = {spec.dtype: flats[at]} if self._connected.options.rank == 0 else None
+            items.append(RoundItem(table, mine, {spec.dtype: targets[at].flat} if targets else None))
+        self._client.rounds.initialise(items)
+        self._entries.update({key: entry for (key, _), entry in zip(values, entries, strict=True)})
+        for target in targets:
+            target.finish()
+
+    # ---------------------------------------------------------------- keys that are refused
+
+    def _refuse(self, unknown: Key, keys: Sequence[Key]) -> NoReturn:
+        """Say why one of a call's keys is not known."""
+        check_keys(keys)
+        self._check_type(unknown)
+        raise KeyNotFoundError(f"key {unknown!r} has not been initialised; call init or broadcast first")
+
+    def _check_new(self, key: Key, also: Collection[str]) -> None:
+        self._check_type(key)
+        if key in self._entries or str(key) in also:
+            raise ConfigurationError(
+                f"key {key!r} is initialised already; call init or broadcast once per key"
+            )
+
+    def _check_type(self, key: Key) -> None:
+        known = next(iter(self._entries), key)
+        if type(known) is not type(check_key(key)):
+            raise ConfigurationError(
+                f"this store has {type(known).__name__} keys, so {key!r} cannot be one of them"
+            )
+
+    def _refuse_integers(self, pushed: Found, optimizer: Optimizer) -> None:
+        for entry, _ in pushed:
+            if entry.spec.dtype in INTEGERS:
+                raise ConfigurationError(
+                    f"key {entry.spec.key!r} is {entry.spec.dtype}, which {optimizer.registered_name!r} cannot update; "
+                    "keep integers in a store without an optimizer, or with an updater"
+                )
+
+    # ---------------------------------------------------------------- optimizer and compression
+
+    def _settled(self, key: Key) -> RemoteTable:
+        """The table of a key, after this worker's own push of it."""
+        [(entry, _)] = self._find([(key, [])], check_value)
+        self._client.rounds.settle(entry.table)
+        return entry.table
+
+    def _set_updater(self, updater: Callable[[Key, Tensor, Tensor], object]) -> None:
+        """As LocalKVStore.set_updater."""
+        if not callable(updater):
+            raise ConfigurationError(
+                f"an updater is a function of (key, merged, stored), got {updater!r:.80}"
+            )
+        assert self._engine is not None
+        keys: dict[str, Key] = {}
+
+        def call(name: str, merged: Tensor, stored: Tensor) -> None:
+            if name not in keys:
+                keys.update({str(key): key for key in self._entries})
+            updater(keys[name], merged, stored)
+
+        self._engine.set_updater(call)
+
+    def _known_optimizer(self) -> Optimizer:
+        if self._optimizer is None:
+            raise ConfigurationError(
+                "this kvstore has no optimizer, hence no states; call set_optimizer first"
+            )
+        return self._optimizer
+
+    def _refresh_optimizer(self) -> None:
+        if self._optimizer is None:
+            return
+        spec = spec_for_store(self._optimizer)
+        if spec != self._sent_spec:
+            self._client.set_optimizer(spec)
+            self._sent_spec = spec
+
+    def _bring_together(self) -> None:
+        """Lay out anew, with whole keys, those that are spread over servers, with the values that they have now."""
+        spread = [entry for entry in self._entries.values() if len(entry.table.plan.servers) > 1]
+        if not spread:
+            return
+        values = [entry.new_arena() for entry in spread]
+        self._client.rounds.pull([(entry.table, arena) for entry, arena in zip(spread, values, strict=True)])
+        self._client.barrier()
+        specs = {f"{entry.spec.key} (whole)": [entry.spec] for entry in spread}
+        tables = self._client.register(specs, whole_keys=True)
+        items = [
+            RoundItem(table, arena if self.rank == 0 else None, None)
+            for table, arena in zip(tables, values, strict=True)
+        ]
+        self._client.rounds.wait(self._client.rounds.start(items))
+        for entry, table in zip(spread, tables, strict=True):
+            table.compressor = self._compressor(table)
+            if table.compressor is not None and entry.table.compressor is not None:
+                table.compressor.set_residuals(entry.table.compressor.residuals())
+            entry.table = table
+
+    def _compressor(self, table: RemoteTable) -> Compressor | None:
+        return None if self._codec is None else Compressor(self._codec, table.plan)
+
+
+def _encoded(body: object) -> bytes:
+    """The body of a command as it travels. Raises ConfigurationError if it cannot."""
+    if not isinstance(body, str):
+        raise ConfigurationError(f"the body of a command must be a str, got {type(body).__name__}")
+    try:
+        packed = body.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigurationError(f"the body of a command cannot be written as UTF-8: {error}") from None
+    if len(packed) > LONGEST:
+        raise ConfigurationError(f"the body of a command may have {LONGEST} bytes, got {len(packed)}")
+    return packed
