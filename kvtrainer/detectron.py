@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
-from numbers import Integral
 from typing import Any, NamedTuple
 
 from torch.nn import GroupNorm
 
+from kvstore_server import check
 from kvtrainer.errors import ArgumentTypeError, ConfigurationError
-from kvtrainer.param_options.places import Place
-from kvtrainer.param_options.rules import Rule, check_number
-from kvtrainer.schedules.config import detectron_schedule
+from kvtrainer.param_rules import Place, Rule
+from kvtrainer.schedules import detectron_schedule
 
 __all__ = ["detectron_arguments", "detectron_devices", "detectron_rules", "linear_scaling"]
 
@@ -60,12 +59,9 @@ def linear_scaling(base_lr: float, steps: Sequence[int], max_iter: int, n: float
     Raises:
         ConfigurationError: `n` is not above 0, or a number is none.
     """
-    for what, value in (("base_lr", base_lr), ("max_iter", max_iter), ("n", n)):
-        if value is None:
-            raise ConfigurationError(f"{what} must be a finite number, got None")
-        check_number(what, value)
-    if n <= 0:
-        raise ConfigurationError(f"n must be above 0, got {n!r}")
+    for what, value in (("base_lr", base_lr), ("max_iter", max_iter)):
+        check.number(what, value)
+    check.number("n", n, above=0)
     factor = Fraction(n).limit_denominator(10**6)
     return Recipe(
         base_lr * float(n), [round(step / factor) for step in steps], max(1, round(max_iter / factor))
@@ -122,12 +118,11 @@ def detectron_devices(cfg: Mapping[str, Any]) -> tuple[int, str]:
     Raises as `detectron_arguments` does.
     """
     _, top = _read(cfg)
-    count = top["NUM_GPUS"]
-    if isinstance(count, bool) or not isinstance(count, Integral) or count < 1:
-        raise ConfigurationError(f"NUM_GPUS must be an int of at least 1, got {count!r}")
-    if not isinstance(top["USE_NCCL"], bool):
-        raise ConfigurationError(f"USE_NCCL must be True or False, got {top['USE_NCCL']!r}")
-    return int(count), "auto" if count == 1 else "nccl" if top["USE_NCCL"] else "tree"
+    count, use_nccl = (
+        check.integer("NUM_GPUS", top["NUM_GPUS"], 1),
+        check.boolean("USE_NCCL", top["USE_NCCL"]),
+    )
+    return count, "auto" if count == 1 else "nccl" if use_nccl else "tree"
 
 
 def _read(cfg: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -153,9 +148,7 @@ def _read(cfg: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         )
     for name, value in flat.items():
         if isinstance(known[name], float):
-            if value is None:
-                raise ConfigurationError(f"{name} must be a finite number, got None")
-            check_number(name, value)
+            check.number(name, value)
     all_of = {**known, **flat}
     solver = {name: all_of[f"SOLVER.{name}"] for name in _SOLVER}
     if solver["LOG_LR_CHANGE_THRESHOLD"] != _SOLVER["LOG_LR_CHANGE_THRESHOLD"]:
@@ -163,10 +156,7 @@ def _read(cfg: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
             "SOLVER.LOG_LR_CHANGE_THRESHOLD would have no effect, because changes of the rate are not logged; leave it "
             "out"
         )
-    if not isinstance(solver["SCALE_MOMENTUM"], bool):
-        raise ConfigurationError(
-            f"SOLVER.SCALE_MOMENTUM must be True or False, got {solver['SCALE_MOMENTUM']!r}"
-        )
+    check.boolean("SOLVER.SCALE_MOMENTUM", solver["SCALE_MOMENTUM"])
     return solver, {name: all_of[name] for name in _TOP}
 
 

@@ -20,9 +20,9 @@ from kvtrainer.memory.row_sparse import RowSparseParameter, claimable, is_row_sp
 from kvtrainer.one_thread import by_one_thread
 from kvtrainer.optimizer import create as create_optimizer
 from kvtrainer.parallel.policy import devices_of, policy_of
-from kvtrainer.param_options.paramwise import apply_paramwise
-from kvtrainer.param_options.report import ParamReport, rows_of
+from kvtrainer.param_rules import ParamReport, rows_of
 from kvtrainer.parameters import collect
+from kvtrainer.paramwise import apply_paramwise
 from kvtrainer.profiler import Profiler
 from kvtrainer.scaling import scaler_of
 from kvtrainer.schedules.param_schedule import BoundSchedule

@@ -20,10 +20,8 @@ from torch.nn import Module
 from kvstore_server.optimizer import Optimizer, create
 from kvtrainer.config.dicts import check_keys, copied, joined
 from kvtrainer.errors import ArgumentTypeError, ConfigurationError
-from kvtrainer.param_options.paramwise import apply_paramwise
-from kvtrainer.param_options.places import unwrapped
-from kvtrainer.param_options.report import ParamReport, rows_of
-from kvtrainer.param_options.rules import ParamGroups
+from kvtrainer.param_rules import ParamGroups, ParamReport, rows_of, unwrapped
+from kvtrainer.paramwise import apply_paramwise
 from kvtrainer.registry import OPTIM_WRAPPERS, OPTIMIZER_CONSTRUCTORS, OPTIMIZERS
 
 ARGUMENTS = (
@@ -49,7 +47,7 @@ class DefaultOptimizerConstructor:
 
     Args:
         optimizer_cfg: "type" and the options of an optimizer of torch's kind.
-        paramwise_cfg: As `kvtrainer.param_options.paramwise.apply_paramwise` takes it.
+        paramwise_cfg: As `kvtrainer.paramwise.apply_paramwise` takes it.
 
     Raises:
         ArgumentTypeError: `optimizer_cfg` is no dict, or `paramwise_cfg` of no kind that is known.

@@ -13,7 +13,7 @@ from torch.nn import Parameter
 from kvtrainer import DataParallel, Trainer
 from kvtrainer.detectron import detectron_arguments, detectron_devices, detectron_rules, linear_scaling
 from kvtrainer.errors import ConfigurationError
-from kvtrainer.param_options.paramwise import apply_paramwise
+from kvtrainer.paramwise import apply_paramwise
 from kvtrainer.schedules.binding import bind_schedules
 from tests.support.scalar_training import trainer_of
 
@@ -190,7 +190,7 @@ def test_devices_and_reducer_come_from_their_keys(cfg: dict[str, Any], expected:
         ({"SOLVER.MOMENTUM": "0.9"}, r"SOLVER\.MOMENTUM must be a finite number, got '0\.9'"),
         ({"SOLVER.SCALE_MOMENTUM": 1}, "SCALE_MOMENTUM must be True or False"),
         ({"SOLVER.LOG_LR_CHANGE_THRESHOLD": 2.0}, "would have no effect"),
-        ({"NUM_GPUS": 0}, "NUM_GPUS must be an int of at least 1, got 0"),
+        ({"NUM_GPUS": 0}, "NUM_GPUS must be an integer of at least 1, got 0"),
         ({"USE_NCCL": 1}, "USE_NCCL must be True or False"),
     ],
 )

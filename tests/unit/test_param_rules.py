@@ -11,9 +11,8 @@ from torch.nn import Parameter
 
 from kvtrainer import Trainer
 from kvtrainer.errors import ArgumentTypeError, ConfigurationError, UnmatchedRuleWarning
-from kvtrainer.param_options.paramwise import apply_paramwise
-from kvtrainer.param_options.places import unwrapped
-from kvtrainer.param_options.rules import ParamGroups, Rule
+from kvtrainer.param_rules import ParamGroups, Rule, unwrapped
+from kvtrainer.paramwise import apply_paramwise
 from tests.support.scalar_training import IN_STORE, step, trainer_of, values
 
 BASE = {"lr": 0.5, "weight_decay": 0.25}

@@ -15,7 +15,7 @@ from kvtrainer.errors import (
     NotInitializedError,
     UnmatchedRuleWarning,
 )
-from kvtrainer.param_options.paramwise import apply_paramwise
+from kvtrainer.paramwise import apply_paramwise
 
 LR, WD = 0.01, 1e-4
 BASE = {"lr": LR, "weight_decay": WD}
@@ -261,9 +261,9 @@ def test_gluons_spelling_of_the_options_counts() -> None:
         (
             {"norm_decay": 0.1},
             ValueError,
-            "paramwise_cfg does not know 'norm_decay'; its keys are custom_keys",
+            "paramwise_cfg has no option 'norm_decay'; its options are custom_keys",
         ),
-        ({"bias_lr_mult": None}, ValueError, "bias_lr_mult must be a number, got None"),
+        ({"bias_lr_mult": None}, ValueError, "bias_lr_mult must be a finite number, got None"),
         ({"bias_lr_mult": "2"}, ValueError, "bias_lr_mult must be a finite number, got '2'"),
         (
             {"custom_keys": {"bias": {"lr_mult": "2"}}},

@@ -12,7 +12,7 @@ from torch.optim import lr_scheduler
 
 from kvtrainer import Trainer
 from kvtrainer.errors import ConfigurationError, StateMismatchError
-from kvtrainer.param_options.rules import Rule
+from kvtrainer.param_rules import Rule
 from kvtrainer.schedules.binding import bind_schedules, build_param_schedules
 from kvtrainer.schedules.param_schedule import ParamSchedule
 from tests.support.scalar_training import step, zeros

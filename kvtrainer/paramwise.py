@@ -16,11 +16,20 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.parameter import is_lazy
 
-from kvstore_server.errors import did_you_mean
+from kvstore_server import check
 from kvtrainer.errors import ArgumentTypeError, ConfigurationError, NotInitializedError
-from kvtrainer.param_options.places import Place, places_in, unwrapped
-from kvtrainer.param_options.report import ParamReport, rows_of
-from kvtrainer.param_options.rules import Base, Duplicates, ParamGroups, Rule, apply_rules, check_number
+from kvtrainer.param_rules import (
+    Base,
+    Duplicates,
+    ParamGroups,
+    ParamReport,
+    Place,
+    Rule,
+    apply_rules,
+    places_in,
+    rows_of,
+    unwrapped,
+)
 
 __all__ = ["apply_paramwise", "paramwise_rules"]
 
@@ -39,7 +48,7 @@ _ORDERS = {
         "flat_decay_mult",
     ),
 }  # fmt: skip
-"""In which order the kinds of parameters are asked for."""
+"""The order in which the kinds of parameters are asked for."""
 
 
 def apply_paramwise(
@@ -90,7 +99,7 @@ def apply_paramwise(
 
 
 def paramwise_rules(cfg: Any, base: Mapping[str, Any]) -> list[Rule]:
-    """MMCV's paramwise_cfg as rules.
+    """Turn MMCV's paramwise_cfg into rules.
 
     Keys: custom_keys, {part of "." + name: {lr_mult, decay_mult, and options of the optimizer}}, of which the longest
     counts, in case of a tie the first in the alphabet; bias_lr_mult (not of norms); norm_decay_mult (batch, instance,
@@ -131,21 +140,13 @@ def paramwise_rules(cfg: Any, base: Mapping[str, Any]) -> list[Rule]:
 
 
 def _check(cfg: Mapping[str, Any]) -> None:
-    unknown = [key for key in cfg if key not in _KEYS]
-    if unknown:
-        raise ConfigurationError(
-            f"paramwise_cfg does not know {', '.join(map(repr, unknown))}; its keys are {', '.join(_KEYS)}"
-            f"{did_you_mean(unknown, _KEYS)}"
-        )
+    check.known("paramwise_cfg", cfg, _KEYS)
     for key in _MULTIPLIERS:
-        if key in cfg and cfg[key] is None:
-            raise ConfigurationError(f"{key} must be a number, got None; leave it out")
-        check_number(key, cfg.get(key))
+        if key in cfg:
+            check.number(key, cfg[key])
     for key in _SWITCHES:
-        if not isinstance(cfg.get(key, False), bool):
-            raise ConfigurationError(f"{key} must be True or False, got {cfg[key]!r:.80}")
-    if cfg.get("precedence", "mmcv") not in _ORDERS:
-        raise ConfigurationError(f"precedence must be 'mmcv' or 'mmengine', got {cfg['precedence']!r:.80}")
+        check.boolean(key, cfg.get(key, False))
+    check.one_of("precedence", cfg.get("precedence", "mmcv"), tuple(_ORDERS))
     custom = cfg.get("custom_keys", {})
     if not isinstance(custom, Mapping):
         raise ArgumentTypeError(
@@ -241,7 +242,7 @@ _KINDS: Mapping[str, Callable[[Place], bool]] = {
 def _made_by(
     function: Callable[[Any], Any], model: Any, base: Mapping[str, Any], defaults: Mapping[str, Any] | None
 ) -> ParamGroups:
-    """Groups of a user's function, with the names that the model gives their parameters."""
+    """Call a user's function for groups, and give their parameters the names that the model has."""
     label = getattr(function, "__name__", repr(function))
     made = function(model)
     if not isinstance(made, Sequence) or not all(

@@ -1,4 +1,4 @@
-"""Rules that give parameters options of their own, and the parameter groups that follow from them.
+"""Rules that give parameters options of their own, the groups that follow from them, and a report of what they did.
 
 Every front-end (`paramwise`, `detectron`) makes a list of rules; this module applies it. For each option of a parameter
 the first rule in the list counts that matches the parameter and says something about the option; a rule with `stop` is
@@ -8,39 +8,203 @@ makes every step several times slower.
 
 from __future__ import annotations
 
-import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
-from numbers import Real
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
+from torch import Tensor
 from torch.nn import Module
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
+from kvstore_server import check
 from kvstore_server.optimizer.options import ALIASES
 from kvtrainer.errors import (
     ArgumentTypeError,
     ConfigurationError,
     DuplicateParameterWarning,
     UnmatchedRuleWarning,
+    level_of_user,
 )
-from kvtrainer.param_options.places import Place
-from kvtrainer.param_options.report import ParamReport, ParamRow
 
-__all__ = [
-    "Base",
-    "Duplicates",
-    "ParamGroups",
-    "ParamReport",
-    "Place",
-    "Rule",
-    "apply_rules",
-    "check_number",
-]
+_ALWAYS = ("lr", "weight_decay")
+"""Options that the table of a report always shows."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A parameter, and where in its model it is.
+
+    `given` goes into a group's "params": the parameter, or the list of its replicas.
+    """
+
+    name: str
+    parameter: Tensor
+    given: Any
+    holder: Module | None = None
+    parent: Module | None = None
+    """The module around the one that holds it; None at the top."""
+
+    @property
+    def own_name(self) -> str:
+        """The last part of the name, such as "bias"."""
+        return self.name.rpartition(".")[2]
+
+    @property
+    def module_name(self) -> str:
+        """The name of the module that holds it; empty at the top."""
+        return self.name.rpartition(".")[0]
+
+    @property
+    def module(self) -> Module:
+        """The module that holds it.
+
+        Raises:
+            ConfigurationError: only names and parameters are known.
+        """
+        if self.holder is None:
+            raise ConfigurationError(
+                f"a rule asks what kind of module {self.name!r} belongs to, and only names and parameters were given; "
+                "give the Module itself"
+            )
+        return self.holder
+
+
+def places_in(model: Any) -> list[Place]:
+    """List the parameters of a model as often as modules hold them, in the model's order.
+
+    Takes a Module, one with replicas (`kvtrainer.DataParallel`), a dict, or pairs of names and parameters; in place of
+    a parameter there may be a list of replicas.
+
+    Raises:
+        ConfigurationError: it is something else, in which parameters have no names.
+    """
+    if hasattr(model, "named_replicas"):
+        rows_of = {id(replicas[0]): replicas for _, replicas in model.named_replicas()}
+        return [replace(place, given=rows_of[id(place.parameter)]) for place in _walk(model.module, "", None)]
+    if isinstance(model, Module):
+        return list(_walk(model, "", None))
+    rows: Iterable[Any] = model.items() if isinstance(model, Mapping) else model
+    named: list[Any] = list(rows) if isinstance(rows, Iterable) and not isinstance(rows, Tensor) else []
+    if not named or not all(
+        isinstance(row, tuple) and len(row) == 2 and isinstance(row[0], str) for row in named
+    ):
+        raise ConfigurationError(
+            "rules find parameters by name and by the kind of their module; give a Module, named_parameters() or a "
+            f"dict of parameters, not {type(model).__name__}"
+        )
+    if isinstance(model, Mapping):
+        named.sort(key=lambda row: str(row[0]))  # as the Trainer takes them
+    return [Place(name, given[0] if isinstance(given, Sequence) else given, given) for name, given in named]
+
+
+def unwrapped(model: Any) -> Any:
+    """Take a module out of DataParallel, DistributedDataParallel, or a wrapper that has nothing but `module`."""
+    while isinstance(model, Module) and not hasattr(model, "named_replicas"):
+        inner = model._modules.get("module")
+        is_wrapper = isinstance(model, DataParallel | DistributedDataParallel) or (
+            set(model._modules) == {"module"} and not any(True for _ in model.parameters(recurse=False))
+        )
+        if inner is None or not is_wrapper:
+            break
+        model = inner
+    return model
+
+
+def _walk(module: Module, prefix: str, parent: Module | None) -> Iterator[Place]:
+    for name, parameter in module.named_parameters(recurse=False):
+        yield Place(f"{prefix}{name}", parameter, parameter, module, parent)
+    for name, child in module.named_children():
+        yield from _walk(child, f"{prefix}{name}.", module)
+
+
+@dataclass(frozen=True)
+class ParamRow:
+    """One parameter; `options` are all that hold for it, `rules` the names of those that decided some."""
+
+    name: str
+    parameter: Tensor
+    options: Mapping[str, Any]
+    rules: tuple[str, ...] = ()
+
+    @property
+    def lr(self) -> Any:
+        return self.options.get("lr")
+
+    @property
+    def weight_decay(self) -> Any:
+        return self.options.get("weight_decay")
+
+
+@dataclass(frozen=True)
+class ParamReport:
+    """All parameters in the model's order, and the rules that matched none. As a str it is a table."""
+
+    rows: tuple[ParamRow, ...]
+    unmatched: tuple[str, ...] = ()
+
+    def __getitem__(self, name: str) -> ParamRow:
+        """The row of a parameter. Raises KeyError if there is none of that name."""
+        for row in self.rows:
+            if row.name == name:
+                return row
+        raise KeyError(name)
+
+    def __str__(self) -> str:
+        lines = [_table(self.rows)]
+        if self.unmatched:
+            lines.append(f"no parameter matches {', '.join(self.unmatched)}")
+        return "\n".join(lines)
+
+    def with_groups(self, groups: Iterable[Mapping[str, Any]]) -> ParamReport:
+        """Return the same with the options that groups have now, of the parameters that are in them.
+
+        Replicas, which a Trainer calls "NAME on DEVICE", come after all others, with the rules of NAME.
+        """
+        rules = {row.name: row.rules for row in self.rows}
+        rows = {row.name: row for row in rows_of(groups)}
+        order = [name for name in rules if name in rows] + [name for name in rows if name not in rules]
+        decided = [rules.get(name, rules.get(name.rpartition(" on ")[0], ())) for name in order]
+        found = (replace(rows[name], rules=by) for name, by in zip(order, decided, strict=True))
+        return ParamReport(tuple(found), self.unmatched)
+
+
+def rows_of(groups: Iterable[Mapping[str, Any]]) -> list[ParamRow]:
+    """Make a row for each parameter of torch's groups; without "param_names" it is called by its position."""
+    rows: list[ParamRow] = []
+    for group in groups:
+        names = group.get("param_names") or [str(len(rows) + i) for i in range(len(group["params"]))]
+        options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        for name, given in zip(names, group["params"], strict=True):
+            parameter = given[0] if isinstance(given, list | tuple) else given
+            rows.append(ParamRow(name, parameter, options))
+    return rows
+
+
+def _table(rows: Sequence[ParamRow]) -> str:
+    """Show the learning rate, weight decay, and what else is not the same for all, in columns."""
+    others = dict.fromkeys(key for row in rows for key in row.options if key not in _ALWAYS)
+    differing = [key for key in others if any(_of(row, key) != _of(rows[0], key) for row in rows)]
+    columns = [key for key in _ALWAYS if any(key in row.options for row in rows)] + differing
+    lines = [["parameter", "shape", *columns, "rules"]]
+    for row in rows:
+        shape = "?" if is_lazy(row.parameter) else "x".join(map(str, row.parameter.shape)) or "scalar"
+        lines.append([row.name, shape, *(_of(row, key) for key in columns), ", ".join(row.rules) or "-"])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in lines
+    )
+
+
+def _of(row: ParamRow, key: str) -> str:
+    value = row.options.get(key)
+    return "-" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+
 
 Duplicates = Literal["refuse", "warn", "first"]
-"""What happens to a parameter that appears again: an error, a warning, or nothing; it counts where it appears first."""
-
+"""What a parameter that appears again brings: an error, a warning, or nothing; it counts where it appears first."""
 
 Match = str | type[Module] | tuple[type[Module], ...] | Callable[[Place], bool]
 
@@ -84,7 +248,8 @@ class Rule:
         if not self.name:
             object.__setattr__(self, "name", _name_of(self.match))
         for what in ("lr_mult", "decay_mult", "weight_decay"):
-            check_number(f"{what} of {self.name}", getattr(self, what))
+            if getattr(self, what) is not None:
+                check.number(f"{what} of {self.name}", getattr(self, what))
         if not isinstance(self.extra, Mapping):
             raise ArgumentTypeError(f"extra of {self.name} must be a dict of options, got {self.extra!r:.80}")
         object.__setattr__(self, "extra", {ALIASES.get(key, key): value for key, value in self.extra.items()})
@@ -97,7 +262,7 @@ class Rule:
             )
 
     def matches(self, place: Place) -> bool:
-        """Whether it says something about a parameter. Raises ConfigurationError if that cannot be known."""
+        """Return whether it is about this parameter. Raises ConfigurationError if that cannot be known."""
         if isinstance(self.match, str):
             return self.match in f".{place.name}"
         if isinstance(self.match, type | tuple):
@@ -127,12 +292,12 @@ class Base:
 
     @property
     def options(self) -> dict[str, Any]:
-        """What holds for a parameter of which no rule speaks, as far as a group may say it."""
+        """The options of a parameter of which no rule speaks, as far as a group may say them."""
         known = self._defaults or self.given
         return {**self._defaults, **{key: value for key, value in self.given.items() if key in known}}
 
     def number(self, option: str, rule: str) -> float:
-        """What a rule multiplies. Raises ConfigurationError if the optimizer has no such option."""
+        """Return what a rule multiplies. Raises ConfigurationError if the optimizer has no such option."""
         value = self.options.get(option)
         if value is None:
             raise ConfigurationError(
@@ -181,7 +346,7 @@ def apply_rules(
         warnings.warn(
             f"{', '.join(unmatched)}: no parameter matches, so this has no effect; describe_params() shows all names",
             UnmatchedRuleWarning,
-            stacklevel=2,
+            stacklevel=level_of_user(),
         )
     made = [
         {"params": [one.given for one in members], "param_names": [one.name for one in members], **own}
@@ -190,16 +355,8 @@ def apply_rules(
     return ParamGroups(made, ParamReport(tuple(rows), tuple(unmatched)))
 
 
-def check_number(what: str, value: Any) -> None:
-    """Raise ConfigurationError unless it is None or a finite number."""
-    if value is not None and (
-        isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value)
-    ):
-        raise ConfigurationError(f"{what} must be a finite number, got {value!r:.80}")
-
-
 def _decide(hits: Sequence[Rule], base: Base) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """The options that the rules which match a parameter give it, and the names of those that counted."""
+    """Return the options that matching rules give a parameter, and the names of the rules that counted."""
     options: dict[str, Any] = {}
     names = []
     for rule in hits:
@@ -241,7 +398,7 @@ def _distinct(places: Sequence[Place], duplicates: Duplicates) -> list[Place]:
         warnings.warn(
             f"{', '.join(again)}: skipped where they appear again, since bypass_duplicate=True",
             DuplicateParameterWarning,
-            stacklevel=3,
+            stacklevel=level_of_user(),
         )
     return list(first.values())
 

@@ -1,1 +1,0 @@
-"""Options that depend on the parameter: rules, where they apply, and what became of it."""
