@@ -51,7 +51,7 @@ class Recipe(NamedTuple):
 
 
 def linear_scaling(base_lr: float, steps: Sequence[int], max_iter: int, n: float) -> Recipe:
-    """The schedule for `n` times as many images in each iteration: n times the rate, an n-th of the iterations.
+    """Scale a schedule to `n` times as many images in each iteration: n times the rate, an n-th of the iterations.
 
     `n` is the new number of devices over the one that the arguments are for; 1 / 8 goes from eight to one. Iterations
     are rounded to the nearest.
@@ -111,7 +111,7 @@ def detectron_arguments(model: Any, cfg: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def detectron_devices(cfg: Mapping[str, Any]) -> tuple[int, str]:
-    """How many devices train, and the reducer that sums their gradients: "nccl", or "tree" as Detectron's own.
+    """Return how many devices train, and the reducer of their gradients: "nccl", or "tree" as Detectron's own.
 
     They are for `kvtrainer.DataParallel`. One device alone has "auto".
 
@@ -126,7 +126,7 @@ def detectron_devices(cfg: Mapping[str, Any]) -> tuple[int, str]:
 
 
 def _read(cfg: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The solver's options and the others, all of them."""
+    """Return all options of the solver, and the others."""
     if not isinstance(cfg, Mapping):
         raise ArgumentTypeError(f"Detectron's configuration is a dict, got {type(cfg).__name__}: {cfg!r:.80}")
     flat: dict[str, Any] = {}

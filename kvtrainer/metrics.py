@@ -1,5 +1,4 @@
-"""What several devices report of one step, as one: losses are summed, because each was divided by their number; metrics
-are averaged."""
+"""Combine what several devices report of one step: sum losses, each divided by their number; average metrics."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from kvtrainer.errors import ConfigurationError
 
 
 def sum_losses(by_device: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """The sum of each loss over devices, where each device's was divided by how many devices there are.
+    """Sum each loss over devices, where each device's was divided by how many devices there are.
 
     Args:
         by_device: for every device the same names, with numbers or tensors of one element, which are waited for.
@@ -25,12 +24,12 @@ def sum_losses(by_device: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def mean_metrics(by_device: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """The mean of each metric over devices; arguments and errors as of `sum_losses`."""
+    """Average each metric over devices; arguments and errors as of `sum_losses`."""
     return {name: float(sum(values)) / len(values) for name, values in _columns(by_device).items()}
 
 
 def total_loss(losses: Mapping[str, Any] | Sequence[Any], device: torch.device | str | None = None) -> Tensor:
-    """The sum of losses by name or by device, to call `backward` on; on `device`, by default that of the first one.
+    """Sum losses by name or by device into one to call `backward` on; on `device`, by default that of the first one.
 
     Raises:
         ConfigurationError: there is none.

@@ -49,7 +49,7 @@ class ProfileConfig:
     categories: tuple[str, ...] = CATEGORIES
 
     def file_of(self, index: int) -> Path:
-        """The file of a worker's rank or a server's index: beside the path, with rank{index}_ before its name.
+        """Return the file of a worker or server: beside the path, with rank{index}_ before its name.
 
         MXNet's scripts put that before a worker's file themselves, so it is not put there twice.
         """

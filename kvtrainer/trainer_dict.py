@@ -99,11 +99,11 @@ class TrainerDict(Mapping[str, Trainer]):
         return {name: trainer.param_groups for name, trainer in self._trainers.items()}
 
     def get_lr(self) -> dict[str, list[float]]:
-        """The learning rates of every Trainer's groups: {"generator.lr": [...], ...}."""
+        """Return the learning rates of every Trainer's groups: {"generator.lr": [...], ...}."""
         return {f"{name}.lr": one.get_lr()["lr"] for name, one in self._trainers.items()}
 
     def get_momentum(self) -> dict[str, list[float]]:
-        """The momentum of every Trainer's groups: {"generator.momentum": [...], ...}."""
+        """Return the momentum of every Trainer's groups: {"generator.momentum": [...], ...}."""
         return {f"{name}.momentum": one.get_momentum()["momentum"] for name, one in self._trainers.items()}
 
     def end_epoch(self, metric: float | None = None) -> None:
@@ -122,7 +122,7 @@ class TrainerDict(Mapping[str, Trainer]):
             trainer.end_epoch(metric)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state_dict of every Trainer, by its name; blocks while state is fetched."""
+        """Return the state_dict of every Trainer, by its name; blocks while state is fetched."""
         return {name: trainer.state_dict() for name, trainer in self._trainers.items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

@@ -74,10 +74,10 @@ def check_keys(what: str, given: Mapping[str, Any], known: Collection[str]) -> N
 
 
 def check_arguments(what: str, function: Callable[..., Any], given: Mapping[str, Any]) -> None:
-    """Raise ArgumentTypeError, naming them and what is similar, if a function does not take these by name."""
+    """Raise ArgumentTypeError unless this is a dict whose keys a function takes by name; says what is similar."""
     takes = inspect.signature(function).parameters.values()
     known = [one.name for one in takes if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
-    unknown = [name for name in given if name not in known]
+    unknown = [name for name in _checked(given, what) if name not in known]
     if unknown and not any(one.kind is one.VAR_KEYWORD for one in takes):
         raise ArgumentTypeError(
             f"{what} has no {', '.join(map(repr, unknown))}; it has {', '.join(known)}{did_you_mean(unknown, known)}"

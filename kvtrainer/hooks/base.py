@@ -1,4 +1,4 @@
-"""What a hook is: an object with a method for each place of a runner's loop."""
+"""The base of all hooks: an object with a method for each place of a runner's loop."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Priority(IntEnum):
 
 
 def get_priority(priority: int | str | Priority) -> int:
-    """A priority from 0 (first) to 100, given as a number or by its name in any case.
+    """Return a priority from 0 (first) to 100, given as a number or by its name in any case.
 
     Raises:
         UnregisteredNameError: there is none of that name; also a KeyError.
@@ -67,7 +67,7 @@ class Hook:
     """Where a runner puts the hook unless it is told otherwise."""
 
     def get_triggered_stages(self) -> list[str]:
-        """The stages at which the hook does something, in their order."""
+        """Return the stages at which the hook does something, in their order."""
         kind = type(self)
         found = {name for name in _PLACES if getattr(kind, name) is not getattr(Hook, name)}
         return [name for name in self.stages if found & {name, _GENERAL.get(name, name)}]
@@ -123,30 +123,30 @@ class Hook:
         self.after_iter(runner)
 
     def every_n_epochs(self, runner: Any, n: int) -> bool:
-        """Whether the epoch that is running is the last of `n`; never, for n < 1."""
+        """Tell if the epoch that is running is the last of `n`; never, for n < 1."""
         return n > 0 and (runner.epoch + 1) % n == 0
 
     def every_n_inner_iters(self, runner: Any, n: int) -> bool:
-        """Whether the batch is the last of `n` within its epoch; never, for n < 1."""
+        """Tell if the batch is the last of `n` within its epoch; never, for n < 1."""
         return n > 0 and (runner.inner_iter + 1) % n == 0
 
     def every_n_iters(self, runner: Any, n: int) -> bool:
-        """Whether the batch is the last of `n`; never, for n < 1."""
+        """Tell if the batch is the last of `n`; never, for n < 1."""
         return n > 0 and (runner.iter + 1) % n == 0
 
     def end_of_epoch(self, runner: Any) -> bool:
-        """Whether the batch is the last of its epoch."""
+        """Tell if the batch is the last of its epoch."""
         return bool(runner.inner_iter + 1 == len(runner.data_loader))
 
     def is_last_epoch(self, runner: Any) -> bool:
-        """Whether the epoch is the last of all."""
+        """Tell if the epoch is the last of all."""
         return bool(runner.epoch + 1 == runner.max_epochs)
 
     def is_last_iter(self, runner: Any) -> bool:
-        """Whether the batch is the last of all."""
+        """Tell if the batch is the last of all."""
         return bool(runner.iter + 1 == runner.max_iters)
 
 
 _GENERAL = {name: name.replace("train_", "").replace("val_", "") for name in Hook.stages}
-"""What a stage calls by default."""
+"""The method that a stage calls by default."""
 _PLACES = frozenset({*_GENERAL, *_GENERAL.values()})

@@ -7,11 +7,13 @@ import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from typing import Any
 
 import torch
 from torch import nn
 
+from kvstore_server import check
 from kvtrainer.config.dicts import check_arguments
 from kvtrainer.errors import ArgumentTypeError
 from kvtrainer.kvstore.base import KVStoreBase
@@ -129,7 +131,7 @@ class BaseStrategy(ABC):
     @property
     def randomness(self) -> dict[str, Any]:
         """How random numbers began: seed (None if none was given), diff_rank_seed, deterministic."""
-        return self._randomness.as_dict()
+        return asdict(self._randomness)
 
     def _setup_env(
         self,
@@ -152,7 +154,7 @@ class BaseStrategy(ABC):
             randomness: seed (None: one for all ranks), diff_rank_seed (False) and deterministic (False).
         """
         self._launcher = environment.infer_launcher(os.environ) if launcher is None else launcher
-        environment.check_launcher(self._launcher)
+        check.one_of("launcher", self._launcher, environment.LAUNCHERS)
         read = Randomness.read(randomness)
         torch.backends.cudnn.benchmark = bool(cudnn_benchmark)
         if mp_cfg is not None:

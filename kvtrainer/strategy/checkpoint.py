@@ -1,4 +1,4 @@
-"""The file of a checkpoint: read without running code, written whole or not at all, and found again."""
+"""Read a checkpoint's file without running code, write it whole or not at all, and find it again."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ _FORMAT, _CHECKSUM = "kvtrainer_format", "kvtrainer_checksum"
 _ARCHIVE = b"PK\x03\x04"
 """What a file of torch.save begins with, unless it is one of torch before 1.6."""
 _FOLDER = 0x10
-"""The bit in the attributes of an archive's record that says so."""
+"""The bit in the attributes of an archive's record that marks a folder."""
 _WITH_CHECKSUM = 2
-"""The format; files of the first one have neither."""
+"""The number of the format that has a checksum; files of the first one have neither mark."""
 _DICT, _TENSOR, _BYTES = "d", "t", "b"
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -76,7 +76,7 @@ def read_checkpoint(filename: str, map_location: MapLocation = "cpu") -> dict[st
 
 
 def _has_its_checksum(content: dict[str, Any], filename: str) -> bool:
-    """Whether there is a checksum, which then is right; it is taken out of the meta. Raises StateFileError."""
+    """Check the checksum, and take it out of the meta; False if there is none. Raises StateFileError if it is wrong."""
     meta = content.get(META)
     if not isinstance(meta, Mapping) or not {_FORMAT, _CHECKSUM} & set(meta):
         return False
@@ -159,7 +159,7 @@ def note_last(work_dir: str, filename: str) -> None:
 
 
 def find_last(work_dir: str) -> str | None:
-    """The latest checkpoint of a work directory, also if that was moved since; None where there is none.
+    """Find the latest checkpoint of a work directory, also if that was moved since; None where there is none.
 
     Raises StateFileError if what says it cannot be read.
     """
@@ -180,7 +180,7 @@ def find_last(work_dir: str) -> str | None:
 
 
 def path_to_write(filename: str) -> str:
-    """Where a checkpoint of this name is written, on this host. Raises ConfigurationError."""
+    """Return the path on this host at which a checkpoint is written. Raises ConfigurationError."""
     name = _checked(filename)
     scheme, mark, rest = name.partition("://")
     if mark and scheme != "file":
@@ -195,7 +195,7 @@ def _checked(filename: str) -> str:
 
 
 def _local_path(filename: str) -> str:
-    """Where the file is on this host; it is fetched first if it is elsewhere."""
+    """Return the path of a file on this host; fetch it first if it is elsewhere."""
     name = _checked(filename)
     scheme, mark, rest = name.partition("://")
     if not mark:
@@ -229,7 +229,7 @@ def _downloaded(url: str) -> str:
 
 
 def _with_weights(found: dict[str, Any], filename: str) -> dict[str, Any]:
-    """A checkpoint; a file of weights alone becomes one."""
+    """Return a checkpoint; a file of weights alone becomes one."""
     if isinstance(found.get(WEIGHTS), Mapping):
         return found
     if found and all(isinstance(value, Tensor) for value in found.values()):
@@ -241,7 +241,7 @@ def _with_weights(found: dict[str, Any], filename: str) -> dict[str, Any]:
 
 
 def require(checkpoint: Mapping[str, Any], part: str, filename: str) -> Any:
-    """A part of a checkpoint. Raises CheckpointKeyError, which says what there is."""
+    """Return a part of a checkpoint. Raises CheckpointKeyError, which says what there is."""
     if part not in checkpoint:
         raise CheckpointKeyError(
             f"{filename!r} has no {part!r}, only {', '.join(map(repr, checkpoint))}; it was saved without. Resume with "
@@ -251,7 +251,7 @@ def require(checkpoint: Mapping[str, Any], part: str, filename: str) -> Any:
 
 
 def plain_copy(value: Any, where: str) -> Any:
-    """A copy with plain dicts, lists and CPU tensors, which `torch.load(weights_only=True)` reads.
+    """Copy into plain dicts, lists and CPU tensors, which `torch.load(weights_only=True)` reads.
 
     Args:
         where: what to call the value in an error.
@@ -285,7 +285,7 @@ def plain_copy(value: Any, where: str) -> Any:
 
 
 def tree_checksum(value: Any) -> str:
-    """The checksum of a `plain_copy`: of its tensors and its plain values alike, and of how they hang together.
+    """Compute the checksum of a `plain_copy`: of tensors and plain values alike, and of their structure.
 
     Raises TypeError, ValueError or RecursionError if it is no such copy.
     """
@@ -293,7 +293,7 @@ def tree_checksum(value: Any) -> str:
 
 
 def pack_tree(value: Any) -> bytes:
-    """The bytes of a `plain_copy`; `unpack_tree` gives the value back, with lists for tuples."""
+    """Encode a `plain_copy` as bytes; `unpack_tree` gives the value back, with lists for tuples."""
     tensors, text = _taken_apart(value)
     own = {name: one.detach().to("cpu").contiguous().clone() for name, one in tensors.items()}
     # A file of safetensors holds at least one tensor in every release.
@@ -301,7 +301,7 @@ def pack_tree(value: Any) -> bytes:
 
 
 def _taken_apart(value: Any) -> tuple[dict[str, Tensor], str]:
-    """The tensors by number, and all else as JSON, in which these numbers stand for them."""
+    """Return the tensors by number, and all else as JSON, in which these numbers stand for them."""
     tensors: dict[str, Tensor] = {}
 
     def walk(one: Any) -> Any:
@@ -320,7 +320,7 @@ def _taken_apart(value: Any) -> tuple[dict[str, Tensor], str]:
 
 
 def unpack_tree(data: bytes) -> Any:
-    """The value that `pack_tree` packed."""
+    """Decode the value that `pack_tree` encoded."""
     tensors = safetensors.torch.load(data)
     length = int.from_bytes(data[:8], "little")
     text = json.loads(data[8 : 8 + length])["__metadata__"]["tree"]

@@ -1,4 +1,4 @@
-"""What a training process sets up before anything else: who started it, limits, threads, and torch.distributed."""
+"""Find out who started a process, and set up its limits, threads, torch.distributed and log."""
 
 from __future__ import annotations
 
@@ -41,18 +41,11 @@ _FORMAT = "%(asctime)s - %(name)s - %(levelname)s - %(message)s"
 
 
 def infer_launcher(environ: Mapping[str, str]) -> str:
-    """Who started this process: one of LAUNCHERS, by the variables that it has set."""
+    """Tell by the environment which of LAUNCHERS started this process."""
     for launcher, names in _SIGNS:
         if any(environ.get(name, "").strip() for name in names):
             return launcher
     return NONE
-
-
-def check_launcher(launcher: str) -> str:
-    """The name, if it is one of LAUNCHERS. Raises ConfigurationError."""
-    if launcher not in LAUNCHERS:
-        raise ConfigurationError(f"launcher is {launcher!r}; it must be one of {', '.join(LAUNCHERS)}")
-    return launcher
 
 
 def raise_file_limit(limit: int) -> None:
@@ -98,7 +91,7 @@ def set_multi_processing(
 
 
 def local_rank(environ: Mapping[str, str]) -> int:
-    """Which process of its host this one is, as far as a launcher says so; else 0."""
+    """Return the number of this process on its host, as far as a launcher says so; else 0."""
     texts = (environ.get(name, "").strip() for name in _LOCAL_RANKS)
     return next((int(text) for text in texts if text.isdecimal()), 0)
 
@@ -110,7 +103,7 @@ def choose_cuda_device(environ: Mapping[str, str]) -> None:
 
 
 def current_device() -> torch.device:
-    """The current CUDA device, or the CPU where there is none."""
+    """Return the current CUDA device, or the CPU where there is none."""
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
@@ -152,7 +145,7 @@ def init_process_group(environ: Mapping[str, str], **options: Any) -> None:
 
 
 def processes_of_job(environ: Mapping[str, str]) -> int:
-    """How many processes the environment says there are; 1 where nothing does.
+    """Return how many processes the environment says there are; 1 where nothing does.
 
     Raises:
         ConfigurationError: there are several, and this one is not told which of them it is.
@@ -164,7 +157,7 @@ def processes_of_job(environ: Mapping[str, str]) -> int:
 
 
 def describe_system() -> dict[str, Any]:
-    """What this process runs on: platform, versions, GPUs and threads."""
+    """Describe what this process runs on: platform, versions, GPUs and threads."""
     found: dict[str, Any] = {
         "sys.platform": sys.platform,
         "Platform": platform.platform(),
@@ -197,7 +190,7 @@ def make_logger(
     rank: int = 0,
     every_rank: bool = False,
 ) -> logging.Logger:
-    """A logger that writes to the terminal and to a file; a former one of that name is closed.
+    """Make a logger that writes to the terminal and to a file; a former one of that name is closed.
 
     Rank 0 writes what `log_level` lets through. The others write errors to the terminal, and have files
     of their own, with their rank in the name, if `every_rank`.

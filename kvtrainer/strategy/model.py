@@ -21,11 +21,11 @@ ReviseKeys = Sequence[tuple[str, str]]
 WITHOUT_WRAPPER: ReviseKeys = ((r"^module\.", ""),)
 """Takes away what DistributedDataParallel puts before every name."""
 _INSIDE = ("_orig_mod", "module")
-"""Where wrappers keep the model: torch.compile's, and DistributedDataParallel's and its like."""
+"""Names under which wrappers keep the model: torch.compile, and DistributedDataParallel and its like."""
 
 
 class LoadReport(NamedTuple):
-    """What a model and a checkpoint did not have in common."""
+    """Names that a model and a checkpoint do not have in common."""
 
     missing: list[str]
     """In the model only: these have the values that they had before."""
@@ -43,7 +43,7 @@ class LoadReport(NamedTuple):
 
 
 def build_model(model: nn.Module | Mapping[str, Any]) -> nn.Module:
-    """The model itself, or what a dict with the `type` of a registered one describes.
+    """Return the model itself, or build it from a dict with the `type` of a registered one.
 
     Raises:
         ArgumentTypeError: it is neither.
@@ -88,18 +88,18 @@ def compile_model(
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside of wrappers; of replicas the first."""
+    """Return the model inside of wrappers; of replicas the first."""
     *_, inner = _wrappers(model)
     return inner
 
 
 def trained(model: nn.Module) -> nn.Module:
-    """What a Trainer is given of a model: all replicas of it, else what is inside of wrappers."""
+    """Return what a Trainer is given of a model: all its replicas, else what is inside of wrappers."""
     return next((one for one in _wrappers(model) if isinstance(one, DataParallel)), unwrapped(model))
 
 
 def _wrappers(model: nn.Module) -> Iterator[nn.Module]:
-    """A model, what is inside of it if it is a wrapper, and so on."""
+    """Iterate over a model, what is inside of it if it is a wrapper, and so on."""
     inner: nn.Module | None = model
     while inner is not None:
         yield inner
@@ -108,7 +108,7 @@ def _wrappers(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def take_weights(model: nn.Module) -> dict[str, Any]:
-    """The weights and buffers of a model, by name, on the CPU."""
+    """Return the weights and buffers of a model, by name, on the CPU."""
     state = unwrapped(model).state_dict()
     return {name: v.detach().cpu() if isinstance(v, Tensor) else v for name, v in state.items()}
 
@@ -193,7 +193,7 @@ def _shape(value: Any) -> str:
 
 
 def _is_wrapper(model: nn.Module, name: str) -> bool:
-    """Whether all that a module has is one inner module, under a name that wrappers use."""
+    """Check if all that a module has is one inner module of this name."""
     inner = model._modules.get(name)
     return inner is not None and len(model._modules) == 1 and not model._parameters and not model._buffers
 

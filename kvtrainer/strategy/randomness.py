@@ -1,4 +1,4 @@
-"""Random numbers of a process: where they begin, and where they are now."""
+"""Seed the random numbers of a process, and save and restore where they are."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvtrainer.errors import ConfigurationError
+from kvstore_server import check
+from kvtrainer.config.dicts import check_arguments
 
 _log = logging.getLogger(__name__)
 
@@ -39,31 +40,18 @@ class Randomness:
     deterministic: bool = False
 
     def __post_init__(self) -> None:
-        is_number = isinstance(self.seed, int) and not isinstance(self.seed, bool)
-        if self.seed is not None and not (is_number and 0 <= self.seed < _SEEDS):
-            raise ConfigurationError(f"seed must be None or an int from 0 up to 2**32 - 1, got {self.seed!r}")
+        if self.seed is not None:
+            object.__setattr__(self, "seed", check.integer("seed", self.seed, 0, _SEEDS - 1))
 
     @staticmethod
     def read(given: Mapping[str, Any] | None) -> Randomness:
-        """From a dict with the arguments; it is not kept. Raises ConfigurationError if it has others."""
-        try:
-            return Randomness(**({} if given is None else given))
-        except TypeError as error:
-            raise ConfigurationError(
-                f"randomness takes seed, diff_rank_seed and deterministic, got {given!r:.200}"
-            ) from error
-
-    def as_dict(self) -> dict[str, Any]:
-        """The arguments by name."""
-        return {
-            "seed": self.seed,
-            "diff_rank_seed": self.diff_rank_seed,
-            "deterministic": self.deterministic,
-        }
+        """Read a dict with the arguments. Raises ConfigurationError if it has others."""
+        check_arguments("randomness", Randomness, given or {})
+        return Randomness(**(given or {}))
 
 
 def draw_seed() -> int:
-    """A seed that nobody chose."""
+    """Draw a random seed."""
     return secrets.randbelow(1 << 31)
 
 
@@ -79,7 +67,7 @@ def set_randomness(randomness: Randomness, shared_seed: int, rank: int) -> int:
 
 
 def rng_state(devices: Sequence[torch.device] = ()) -> dict[str, Any]:
-    """Where the random numbers of this process are: python's, numpy's, torch's on the CPU and on CUDA `devices`.
+    """Return the states of python's, numpy's and torch's random numbers, on the CPU and on CUDA `devices`.
 
     Tensors and plain numbers.
     """

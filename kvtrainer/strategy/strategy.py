@@ -65,7 +65,7 @@ class Strategy(BaseStrategy):
         self._dist_cfg = dict((kwargs.get("env_kwargs") or {}).get("dist_cfg") or {})
         self._made_store: KVStoreBase | None = None
         self._due: list[Callable[[], None]] = []
-        """What a new Trainer still needs."""
+        """Steps that a new Trainer still needs."""
         super().__init__(**kwargs)
 
     @property
@@ -375,7 +375,7 @@ class Strategy(BaseStrategy):
         return {**found, files.RANKS: ranks, **extra, files.META: meta}
 
     def _present_weights(self) -> dict[str, Any]:
-        """The weights of the model; where updates count one by one, those that the store has now."""
+        """Return the model's weights; where updates count one by one, those that the store has now."""
         found = self.model_state_dict()
         held: dict[torch.Tensor, torch.Tensor] = {}
         for trainer in self._trainers.values():
@@ -411,13 +411,13 @@ class Strategy(BaseStrategy):
         return take_over
 
     def _own(self, found: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        """What a checkpoint has of this rank; None if it was saved by another number of workers."""
+        """Return what a checkpoint has of this rank; None if it was saved by another number of workers."""
         ranks = found.get(files.RANKS) or []
         own: Mapping[str, Any] | None = ranks[self.rank] if len(ranks) == self.world_size else None
         return own
 
     def _share(self, found: Mapping[str, Any]) -> Mapping[str, Any]:
-        """As `_own`; by another number of workers that of rank 0."""
+        """Return the same, or rank 0's if it was saved by another number of workers."""
         ranks = found.get(files.RANKS) or [{}]
         return self._own(found) or ranks[0]
 
@@ -452,7 +452,7 @@ class Strategy(BaseStrategy):
             )
 
     def _resume_counts(self, meta: Mapping[str, Any], is_resumed: bool) -> None:
-        """Where the loop is; a Trainer that was resumed knows itself how many passes it made, if it accumulated."""
+        """Go on counting where the loop was; a resumed Trainer that accumulates knows its passes itself."""
         if "iter" not in meta:
             return
         self.dispatch_kwargs["cur_iter"] = int(meta["iter"])

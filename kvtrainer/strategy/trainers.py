@@ -33,7 +33,7 @@ class ScheduledTooEarlyError(ConfigurationError, RuntimeError):
 
 
 def in_updates(run: Mapping[str, Any], passes: int) -> dict[str, Any]:
-    """How long a run is in updates, where its max_iters and epoch_length count passes, so many to an update.
+    """Convert max_iters and epoch_length from backward passes to updates, of so many passes each.
 
     An epoch that does not end with an update has no length.
     """
@@ -47,7 +47,7 @@ def in_updates(run: Mapping[str, Any], passes: int) -> dict[str, Any]:
 
 
 def devices_of(trainers: Mapping[str, Trainer]) -> list[torch.device]:
-    """The devices of all parameters, each once."""
+    """Return the devices of all parameters, each once."""
     found = {
         p.device: None for one in trainers.values() for group in one.param_groups for p in group["params"]
     }

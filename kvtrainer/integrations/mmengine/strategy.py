@@ -117,7 +117,7 @@ class KVStoreStrategy(Strategy, BaseStrategy):  # type: ignore[misc]
         return super()._wrap_model(model)
 
     def build_optim_wrapper(self, optim_wrapper: Any, model: nn.Module | None = None) -> Any:
-        """A TrainerOptimWrapper over the strategy's kvstore, or an OptimWrapperDict of several.
+        """Build a TrainerOptimWrapper over the strategy's kvstore, or an OptimWrapperDict of several.
 
         Args:
             optim_wrapper: As mmengine takes it, options of TrainerOptimWrapper included; or a torch optimizer.
@@ -139,7 +139,7 @@ class KVStoreStrategy(Strategy, BaseStrategy):  # type: ignore[misc]
         return built
 
     def _over_trainers(self, cfg: Mapping[str, Any], model: nn.Module | None) -> Any:
-        """The configuration of a wrapper, or of several by name, so that building it makes a Trainer."""
+        """Change the configuration of a wrapper, or of several, so that mmengine's building it makes a Trainer."""
         changed: Any = copy.copy(cfg)
         if "optimizer" not in cfg:
             for name, one in cfg.items():
@@ -212,7 +212,7 @@ class KVStoreStrategy(Strategy, BaseStrategy):  # type: ignore[misc]
         callback: Callback | None = None,
         **options: Any,
     ) -> dict[str, Any]:
-        """As of Strategy; also of checkpoints that mmengine itself wrote, without running code of theirs."""
+        """Load as Strategy does; also what mmengine itself wrote, without running code of theirs."""
 
         def decode(checkpoint: dict[str, Any]) -> None:
             decode_checkpoint(checkpoint)
@@ -224,12 +224,12 @@ class KVStoreStrategy(Strategy, BaseStrategy):  # type: ignore[misc]
             return super().load_checkpoint(filename, revise_keys=revise, callback=decode, **options)
 
     def resume(self, filename: str, *, resume_param_scheduler: bool = True, **options: Any) -> dict[str, Any]:
-        """As of Strategy; schedulers are resumed where there are any."""
+        """Resume as Strategy does; schedulers where there are any."""
         is_due = resume_param_scheduler and hasattr(self, "param_schedulers")
         return super().resume(filename, resume_param_scheduler=is_due, **options)
 
     def save_checkpoint(self, filename: str, *, callback: Callback | None = None, **options: Any) -> None:
-        """As of Strategy, to a file on this host; remarks of hooks that are no plain values are left out."""
+        """Save as Strategy does; what hooks remarked and is no plain value is left out."""
 
         def encode(checkpoint: dict[str, Any]) -> None:
             checkpoint["meta"]["mmengine"] = mmengine.__version__
@@ -324,7 +324,7 @@ def join_workers(agreement: Agreement, options: Mapping[str, Any]) -> None:
 
 
 def own_address(environ: Mapping[str, str]) -> str:
-    """The address of this host on the way to the first server: that of the loopback where the servers are here."""
+    """Return this host's address on the way to the first server: the loopback's where the servers are here."""
     servers = read_servers(environ) or ("tcp://127.0.0.1:1",)
     host, _, port = servers[0].removeprefix("tcp://").rpartition(":")
     found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)

@@ -24,7 +24,7 @@ _MARK = "kvtrainer.mmengine"
 
 
 def encode(value: Any) -> Any:
-    """A value with plain dicts in the place of HistoryBuffers, arrays, tuples and Counters; others stay as they are."""
+    """Replace HistoryBuffers, arrays, tuples and Counters by plain dicts; others stay as they are."""
     if isinstance(value, HistoryBuffer):
         log, counts = (torch.from_numpy(np.array(one, dtype=np.float64)) for one in value.data)
         return {_MARK: "history", "log": log, "counts": counts, "max_length": value.max_length}
@@ -42,7 +42,7 @@ def encode(value: Any) -> Any:
 
 
 def decode(value: Any) -> Any:
-    """The value that `encode` was given."""
+    """Return the value that `encode` was given."""
     if isinstance(value, list):
         return [decode(one) for one in value]
     if not isinstance(value, Mapping):
@@ -60,7 +60,7 @@ def decode(value: Any) -> Any:
 
 
 def encode_what_can_be(value: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The encoded entries of a dict of remarks; those that no checkpoint can hold are left out, with a warning."""
+    """Encode the entries of a dict of remarks; leave out, with a warning, what no checkpoint can hold."""
     found = {}
     for key, one in value.items():
         encoded = encode(one)
@@ -95,7 +95,7 @@ def decode_checkpoint(checkpoint: dict[str, Any]) -> None:
 
 
 def mmengine_globals() -> AbstractContextManager[Any]:
-    """A context in which torch.load(weights_only=True) also reads the checkpoints that mmengine itself writes.
+    """Let torch.load(weights_only=True) also read checkpoints of mmengine itself, while the context is open.
 
     It allows HistoryBuffer and the numpy types that are in one, which hold numbers and run nothing. A HistoryBuffer's
     statistics are pickled as attributes of its class: of `getattr` nothing else is allowed.

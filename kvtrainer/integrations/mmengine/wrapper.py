@@ -90,7 +90,7 @@ class TrainerOptimWrapper(OptimWrapper):  # type: ignore[misc]
 
     @contextmanager
     def optim_context(self, model: nn.Module) -> Iterator[None]:
-        """What the forward pass belongs in. Nothing travels before `step`, so there is nothing to hold back."""
+        """Open the context for the forward pass. Nothing travels before `step`, so there is nothing to hold back."""
         with self.optimizer.context():
             yield
 
@@ -100,16 +100,16 @@ class TrainerOptimWrapper(OptimWrapper):  # type: ignore[misc]
         super().initialize_count_status(model, init_counts, max_counts)
 
     def should_update(self) -> bool:
-        """Whether the next `step` ends in an update."""
+        """Tell if the next `step` ends in an update."""
         return self.optimizer.accumulation.is_boundary
 
     def should_sync(self) -> bool:
-        """Whether the backward pass that comes next is the last one before an update."""
+        """Tell if the backward pass that comes next is the last one before an update."""
         count, total = self.optimizer.accumulation.done + 1, self.optimizer.accumulation.total
         return count % self.optimizer.accumulation.counts == 0 or count == total
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """The loss as it is: `backward` divides it."""
+        """Return the loss as it is: `backward` divides it."""
         return loss
 
     @property
@@ -141,7 +141,7 @@ class TrainerOptimWrapper(OptimWrapper):  # type: ignore[misc]
         self._keep_marks(notes["groups"])
 
     def notes(self) -> dict[str, Any]:
-        """What schedulers keep beside a Trainer's own options: the base settings, and marks in the groups."""
+        """Return what schedulers keep beside a Trainer's options: base settings, and marks in the groups."""
         groups = [{n: v for n, v in g.items() if n not in _LISTS} for g in self.optimizer.param_groups]
         base = None if self.base_param_settings is None else dict(self.base_param_settings)
         return {"groups": groups, _BASE: base}

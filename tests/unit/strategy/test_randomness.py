@@ -84,8 +84,10 @@ def test_impossible_seeds_are_refused(seed: Any) -> None:
 
 
 def test_unknown_options_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match="diff_rank_seed and deterministic"):
+    with pytest.raises(ConfigurationError, match="Did you mean 'seed'"):
         Randomness.read({"seeds": 3})
+    with pytest.raises(ConfigurationError, match="randomness must be a dict"):
+        Randomness.read(3)  # type: ignore[arg-type]
 
 
 def test_random_numbers_go_on_where_they_were_saved(tmp_path: Any) -> None:
