@@ -1,11 +1,9 @@
-"""The server process: its command line, and how it ends."""
+"""The server process: how it serves, how it ends, and what slow peers get."""
 
 from __future__ import annotations
 
 import itertools
-import re
 import signal
-import socket
 import struct
 import sys
 import threading
@@ -18,7 +16,6 @@ import torch
 import zmq
 
 from kvstore_server.admission import EngineConfig
-from kvstore_server.cli import build_parser, main
 from kvstore_server.optimizer.kernels import capability
 from kvstore_server.optimizer.registry import create, known
 from kvstore_server.protocol import messages as m
@@ -37,6 +34,7 @@ from tests.support.processes import (
     new_name,
     raised,
     round_of,
+    serving,
     together,
 )
 from tests.support.reachable import resident_bytes
@@ -52,83 +50,6 @@ def processes() -> Iterator[Processes]:
 def members() -> Iterator[Members]:
     with Members() as joined:
         yield joined
-
-
-# ---------------------------------------------------------------- command line
-
-
-def test_help_lists_every_flag_with_its_twin_in_the_environment() -> None:
-    text = build_parser({}).format_help()
-    described = re.split(r"\n  (?=-)", text)[1:]
-    flags = {re.search(r"--[a-z-]+", part).group(): part for part in described}  # type: ignore[union-attr]
-    assert len(flags) >= 12
-    for flag in set(flags) - {"--help", "--version", "--ready-fd"}:
-        assert re.search(r"\[KVSTORE_[A-Z_]+(=1)?\]", flags[flag]), flag
-
-
-@pytest.mark.parametrize("flag", ["--bind", "--dead-after", "--drain-timeout", "--num-servers", "--threads"])
-def test_a_variable_gives_a_flags_default_and_the_flag_wins(flag: str) -> None:
-    variable = "KVSTORE_" + flag.strip("-").replace("-", "_").upper()
-    name = flag.strip("-").replace("-", "_")
-    parser = build_parser({variable: "7"})
-    assert str(getattr(parser.parse_args([]), name)) in ("7", "7.0")
-    assert str(getattr(parser.parse_args([flag, "8"]), name)) in ("8", "8.0")
-
-
-@pytest.mark.parametrize(
-    ("flags", "told"),
-    [
-        (["--nonsense"], "unrecognized arguments: --nonsense"),
-        (["--dead-after", "soon"], "invalid float value: 'soon'"),
-        (["--dead-after", "0"], "--dead-after must be above 0"),
-        (["--dead-after", "nan"], "--dead-after must be above 0"),
-        (["--drain-timeout", "-1"], "--drain-timeout must be above 0"),
-        (["--threads", "0"], "--threads must be above 0"),
-        (["--index", "2", "--num-servers", "2"], "--index 2 is not one of 2 servers"),
-        (["--log", "loud"], "--log must be debug"),
-        (["--bind", "tcp://0.0.0.0:0"], "add --allow-public-bind"),
-        (["--bind", "tcp://*:0"], "add --allow-public-bind"),
-        (["--bind", "tcp://[::]:0"], "add --allow-public-bind"),
-        (["--bind", "tcp://localhost.example.org:0"], "add --allow-public-bind"),
-        (["--bind", "tcp://[::1"], "--bind tcp://[::1"),
-    ],
-)
-def test_a_wrong_flag_ends_with_code_2_and_says_why(
-    flags: list[str], told: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(flags)
-    assert ended.value.code == 2
-    assert told in capsys.readouterr().err
-
-
-def test_a_wrong_variable_is_a_usage_error_too(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("KVSTORE_DEAD_AFTER", "soon")
-    with pytest.raises(SystemExit) as ended:
-        main([])
-    assert ended.value.code == 2
-    assert "--dead-after: invalid float value: 'soon'" in capsys.readouterr().err
-
-
-def test_an_address_in_use_ends_with_code_1_and_names_it(capsys: pytest.CaptureFixture[str]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
-        assert main(["--bind", address]) == 1
-    assert f"cannot listen on {address}: Address already in use" in capsys.readouterr().err
-
-
-def test_a_server_may_listen_on_an_address_of_ipv6(members: Members) -> None:
-    with _Served(ServerOptions("tcp://[::1]:0")) as served:
-        members.join([served.server.endpoint], 0, 1, new_name()).init("w", torch.ones(2))
-
-
-def test_a_module_that_cannot_be_imported_ends_with_code_1_and_is_named(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert main(["--import", "no_such_module"]) == 1
-    assert "kvstore-server: No module named 'no_such_module'" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------- serving
@@ -159,6 +80,13 @@ def test_a_server_that_is_ready_imports_nothing_more_whatever_optimizer_is_named
         assert not out.eq(1).all(), name
     assert imported(kv) == before
     assert "torch._dynamo" not in before
+
+
+def test_a_server_may_listen_on_an_address_of_ipv6(members: Members) -> None:
+    with serving(
+        make_server(EngineConfig(capability=capability()), ServerOptions("tcp://[::1]:0"))
+    ) as server:
+        members.join([server.endpoint], 0, 1, new_name()).init("w", torch.ones(2))
 
 
 # ---------------------------------------------------------------- draining
@@ -302,23 +230,16 @@ def test_a_server_that_stood_still_does_not_blame_the_workers() -> None:
     ticks: list[float] = []
     tick = server.service.tick
     server.service.tick = lambda now: ticks.append(now) or tick(now)  # type: ignore[func-returns-value,method-assign]
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    try:
-        with Members() as members:
-            pair = members.pair([server.endpoint], timeout=FOREVER)
-            together(*(lambda s=s: s.init("w", torch.zeros(3)) for s in pair))
-            waiting = Call(lambda: round_of(pair[0], "w", torch.ones(3)))
-            assert eventually(lambda: _waiting_for(pair[1]) == [1])
-            before = time.monotonic()
-            offset = 2 * LIMIT  # as if the server had been stopped: twice the silence that is allowed
-            assert eventually(lambda: ticks[-1] > before + offset)
-            assert round_of(pair[1], "w", torch.ones(3)).tolist() == [2.0] * 3
-            assert waiting.outcome().tolist() == [2.0] * 3
-    finally:
-        server.request_stop()
-        thread.join()
-        server.close()
+    with serving(server), Members() as members:
+        pair = members.pair([server.endpoint], timeout=FOREVER)
+        together(*(lambda s=s: s.init("w", torch.zeros(3)) for s in pair))
+        waiting = Call(lambda: round_of(pair[0], "w", torch.ones(3)))
+        assert eventually(lambda: _waiting_for(pair[1]) == [1])
+        before = time.monotonic()
+        offset = 2 * LIMIT  # as if the server had been stopped: twice the silence that is allowed
+        assert eventually(lambda: ticks[-1] > before + offset)
+        assert round_of(pair[1], "w", torch.ones(3)).tolist() == [2.0] * 3
+        assert waiting.outcome().tolist() == [2.0] * 3
 
 
 def test_nobody_counts_as_silent_while_a_message_of_very_many_frames_is_read() -> None:
@@ -326,20 +247,16 @@ def test_nobody_counts_as_silent_while_a_message_of_very_many_frames_is_read() -
     server = make_server(EngineConfig(), ServerOptions(), clock=lambda: 0.05 * next(looks))
     excused: list[float] = []
     server.service.excuse_silence = excused.append  # type: ignore[method-assign]
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    context = zmq.Context()
-    peer = context.socket(zmq.DEALER)
-    try:
-        peer.connect(server.endpoint)
-        peer.send_multipart([b""] * 100_000)
-        assert peer.poll(LIMIT * 1000), "the message was not refused"
-        assert excused
-    finally:
-        context.destroy(linger=0)
-        server.request_stop()
-        thread.join()
-        server.close()
+    with serving(server):
+        context = zmq.Context()
+        peer = context.socket(zmq.DEALER)
+        try:
+            peer.connect(server.endpoint)
+            peer.send_multipart([b""] * 100_000)
+            assert peer.poll(LIMIT * 1000), "the message was not refused"
+            assert excused
+        finally:
+            context.destroy(linger=0)
 
 
 def _waiting_for(store: DistKVStore) -> list[int]:

@@ -39,6 +39,7 @@ from tests.support.processes import (
     eventually,
     new_name,
     round_of,
+    serving,
     together,
 )
 
@@ -235,21 +236,16 @@ def test_signs_of_life_go_on_after_a_connection_was_cut(
     members: Members, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connection, "HEARTBEAT_INTERVAL", 0.05)
-    server = make_server(EngineConfig(capability=capability()), ServerOptions())
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    proxy, name = CuttingProxy(server.endpoint), new_name()
-    try:
-        store = members.join([proxy.address], 0, 1, name)
-        [member] = server.service.namespaces[name].membership.members.values()
-        assert eventually(lambda: proxy.made == 2)
-        proxy.cut()
-        assert eventually(lambda: proxy.made == 4)  # both sockets have come back
-        again = time.monotonic()
-        assert eventually(lambda: member.last_heard > again)
-        store.close()
-    finally:
-        proxy.close()
-        server.request_stop()
-        thread.join()
-        server.close()
+    with serving(make_server(EngineConfig(capability=capability()), ServerOptions())) as server:
+        proxy, name = CuttingProxy(server.endpoint), new_name()
+        try:
+            store = members.join([proxy.address], 0, 1, name)
+            [member] = server.service.namespaces[name].membership.members.values()
+            assert eventually(lambda: proxy.made == 2)
+            proxy.cut()
+            assert eventually(lambda: proxy.made == 4)  # both sockets have come back
+            again = time.monotonic()
+            assert eventually(lambda: member.last_heard > again)
+            store.close()
+        finally:
+            proxy.close()

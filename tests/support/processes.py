@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from kvstore_server.server import Server
 from kvtrainer.kvstore import DistKVStore
 from tests.support.forks import Fork, piped_fork
 from tests.support.limits import DEAD_AFTER, LIMIT
@@ -245,6 +246,19 @@ def together(*calls: Callable[[], Any], seconds: float = LIMIT) -> list[Any]:
     """Run calls at the same time, a thread each; what each returned, or the exception that it raised."""
     threads = [Call(call) for call in calls]
     return [thread.outcome(seconds) for thread in threads]
+
+
+@contextmanager
+def serving(server: Server) -> Iterator[Server]:
+    """Run a server in a thread of this process, where its inside can be looked at; it has ended with the block."""
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.request_stop()
+        thread.join()
+        server.close()
 
 
 class Call:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,14 +14,6 @@ from kvtrainer import launch
 from kvtrainer.launcher.job import until_noticed
 from tests.support.launch_jobs import READY, ROOT, Jobs
 from tests.support.limits import DEAD_AFTER, FOREVER, LIMIT
-
-
-@pytest.fixture
-def jobs() -> Iterator[Jobs]:
-    started = Jobs()
-    yield started
-    started.close()
-
 
 TRAINING = """
 import os, signal, sys, torch, kvtrainer
@@ -48,22 +39,11 @@ def is_server(pid):
 
 def launched(script: str, *flags: str) -> tuple[int, str]:
     """The exit code and standard error of a job of two workers and one server."""
-    command = [
-        sys.executable,
-        "-m",
-        "kvtrainer.launch",
-        "-n",
-        "2",
-        "-s",
-        "1",
-        *flags,
-        "--",
-        sys.executable,
-        "-c",
-    ]
+    kvlaunch = [sys.executable, "-m", "kvtrainer.launch", "-n", "2", "-s", "1", *flags, "--"]
+    command = [*kvlaunch, sys.executable, "-c", script]
     environ = {**os.environ, "KVSTORE_DEAD_AFTER": str(DEAD_AFTER), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [*command, script], cwd=ROOT, env=environ, capture_output=True, text=True, timeout=LIMIT, check=False
+        command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=LIMIT, check=False
     )
     return done.returncode, done.stderr
 

@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
 
 import pytest
 
 from tests.support.dmlc import DmlcJob
-from tests.support.limits import DEAD_AFTER
+from tests.support.limits import DEAD_AFTER, LIMIT, SOON
 from tests.support.processes import Process, Processes
-
-
-@pytest.fixture
-def processes() -> Iterator[Processes]:
-    with Processes() as started:
-        yield started
-
 
 STORE = """
 kv = kvstore.create("dist_sync")
@@ -44,6 +36,22 @@ print(kvstore.create("dist_sync", namespace="another").num_workers, flush=True)
 """
 
 
+ROUNDS = """
+kv = kvstore.create(os.environ["STORE"], connect_timeout=float(os.environ["PATIENCE"]))
+kv.set_optimizer(kvtrainer.optimizer.create("test", learning_rate=-1.0))
+kv.init("w", torch.zeros(3))
+out = torch.empty(3)
+kv.pushpull("w", torch.ones(3), out)
+at("begun")
+for _ in range(20):
+    kv.pushpull("w", torch.ones(3), out)
+kv.barrier()
+kv.pull("w", out)
+kv.barrier()
+print(out.tolist(), flush=True)
+"""
+
+
 def ended(*members: Process) -> None:
     """All of them end well."""
     for member in members:
@@ -61,22 +69,6 @@ def test_a_script_for_mxnets_launcher_trains_and_every_process_ends(processes: P
         worker.go()
     assert [worker.line() for worker in workers] == ["[2.0]"] * 2
     ended(*workers, *others)
-
-
-def test_a_scheduler_that_is_killed_after_the_start_stops_nobody_and_no_exit_hangs(
-    processes: Processes,
-) -> None:
-    job = DmlcJob(processes, STORE, 2, 2)
-    scheduler = job.start("scheduler")
-    members = [job.start(role) for role in ("server", "server", "worker", "worker")]
-    for worker in members[2:]:
-        worker.line()
-        assert worker.line() == LAST_SUM
-    scheduler.signal(signal.SIGKILL)
-    assert scheduler.end()[0] == -signal.SIGKILL
-    for worker in members[2:]:
-        worker.go()
-    ended(*members)
 
 
 def test_servers_and_scheduler_end_when_the_last_worker_was_killed(processes: Processes) -> None:
@@ -126,3 +118,42 @@ def test_a_missing_server_is_named_by_everybody(processes: Processes) -> None:
         # Whoever began to wait first was the first to give up.
         assert "ConnectTimeoutError" in err or "gave up" in err
         assert "no server but 1 of 2" in err
+
+
+# The fault matrix: once a job has begun nobody needs the scheduler, and its end hangs nobody.
+
+FAST = {("killed", "dist_ssp"), ("stopped", "dist_async"), ("started again", "dist_sync")}
+
+
+@pytest.mark.parametrize(
+    ("event", "type"),
+    [
+        pytest.param(event, type, marks=() if (event, type) in FAST else pytest.mark.full)
+        for event in ("killed", "stopped", "started again")
+        for type in ("dist_sync", "dist_async", "dist_ssp")
+    ],
+)
+def test_a_job_goes_on_and_ends_whatever_happens_to_its_scheduler(
+    processes: Processes, event: str, type: str
+) -> None:
+    job = DmlcJob(processes, ROUNDS, 2, 1, STORE=type, PATIENCE=str(LIMIT))
+    members = [job.start(role) for role in ("scheduler", "server", "worker", "worker")]
+    scheduler, _, *workers = members
+    assert [worker.line() for worker in workers] == ["begun"] * 2
+    if event == "stopped":
+        scheduler.freeze()
+    else:
+        scheduler.signal(signal.SIGKILL)
+        assert scheduler.end()[0] == -signal.SIGKILL
+    again = [job.start("scheduler", PATIENCE=str(SOON))] if event == "started again" else []
+    for worker in workers:
+        worker.go()
+    assert [worker.line() for worker in workers] == ["[42.0, 42.0, 42.0]"] * 2
+    ended(*members[1:])
+    for successor in again:  # nobody comes to it: it says so in time
+        code, err = successor.end()
+        assert code == 1
+        assert "ConnectTimeoutError" in err
+    if event == "stopped":
+        scheduler.signal(signal.SIGCONT)
+        ended(scheduler)

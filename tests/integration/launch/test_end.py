@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import select
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,14 +12,6 @@ import pytest
 from tests.support.launch_jobs import READY, STUBBORN, Jobs, command_line, line_of
 from tests.support.limits import FOREVER, LIMIT
 from tests.support.processes import eventually
-
-
-@pytest.fixture
-def jobs() -> Iterator[Jobs]:
-    started = Jobs()
-    yield started
-    started.close()
-
 
 # The orderly end.
 

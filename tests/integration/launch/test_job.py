@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,14 +16,6 @@ from kvtrainer import launch
 from tests.support.launch_jobs import READY, ROOT, STUBBORN, Jobs, line_of
 from tests.support.limits import FOREVER, LIMIT, SOON
 from tests.support.processes import eventually
-
-
-@pytest.fixture
-def jobs() -> Iterator[Jobs]:
-    started = Jobs()
-    yield started
-    started.close()
-
 
 # What workers find.
 
@@ -235,13 +226,13 @@ def test_help_names_every_variable_that_is_set(capsys: pytest.CaptureFixture[str
         launch.main(["--help"])
     text = capsys.readouterr().out
     assert caught.value.code == 0
-    for name in (
+    for name in [
         "KVSTORE_RANK",
         "KVSTORE_NUM_WORKERS",
         "KVSTORE_SERVERS",
         "OMP_NUM_THREADS",
         "PYTHONUNBUFFERED",
-    ):
+    ]:
         assert name in text
 
 
@@ -267,14 +258,8 @@ def test_everything_after_the_name_of_the_command_is_the_commands(
 
 @pytest.mark.parametrize("module", ["kvtrainer", "kvstore_server"])
 def test_every_command_says_its_version(module: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", module, "--version"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-        check=False,
-    )
+    command = [sys.executable, "-m", module, "--version"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, f"{__version__}\n", "")
 
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import itertools
 import logging
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -23,7 +21,7 @@ from kvtrainer.dmlc import DmlcJob, SchedulerClient, read_dmlc
 from kvtrainer.scheduler import Scheduler
 from tests.support.dmlc import free_port
 from tests.support.limits import FOREVER, LIMIT
-from tests.support.processes import Call, raised
+from tests.support.processes import Call, raised, serving
 
 DMLC = {
     "DMLC_PS_ROOT_URI": "127.0.0.1",
@@ -247,19 +245,6 @@ def test_a_server_ends_when_those_who_have_not_left_are_silent_or_never_came() -
 
 
 # The talk with a scheduler, over sockets.
-
-
-@contextmanager
-def serving(server: Server) -> Iterator[Server]:
-    """Run a server in a thread; it has ended with the block."""
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    try:
-        yield server
-    finally:
-        server.request_stop()
-        thread.join()
-        server.close()
 
 
 def scheduler(workers: int, servers: int) -> Server:

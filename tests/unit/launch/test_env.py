@@ -1,11 +1,22 @@
-"""Reading the topology and time limits: arguments first, then the environment, and errors that help."""
+"""Reading topology and time limits: arguments, then one launcher's variables, and errors that say what was found."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 
 from kvstore_server.errors import ConfigurationError
-from kvtrainer.env import DEFAULT_SECONDS, Topology, parse_address, read_timeout, read_topology
+from kvtrainer.env import (
+    DEFAULT_SECONDS,
+    SOURCES,
+    Topology,
+    parse_address,
+    read_place,
+    read_timeout,
+    read_topology,
+    workers_of_job,
+)
 
 ENVIRON = {
     "KVSTORE_RANK": "1",
@@ -13,9 +24,19 @@ ENVIRON = {
     "KVSTORE_SERVERS": "tcp://10.0.0.1:5000,tcp://10.0.0.2:5000",
 }
 
-
-def without(name: str) -> dict[str, str]:
-    return {key: value for key, value in ENVIRON.items() if key != name}
+LAUNCHERS = {
+    "kvlaunch": {"KVSTORE_RANK": "1", "KVSTORE_NUM_WORKERS": "10"},
+    "MXNet": {"DMLC_WORKER_ID": "2", "DMLC_NUM_WORKER": "11"},
+    "torchrun": {"RANK": "3", "WORLD_SIZE": "12", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"},
+    "Slurm": {"SLURM_PROCID": "4", "SLURM_NTASKS": "13", "SLURM_LOCALID": "0"},
+    "Open MPI": {
+        "OMPI_COMM_WORLD_RANK": "5",
+        "OMPI_COMM_WORLD_SIZE": "14",
+        "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+    },
+    "MPI": {"PMI_RANK": "6", "PMI_SIZE": "15"},
+}
+NAMES = list(LAUNCHERS)
 
 
 def test_topology_comes_from_the_environment() -> None:
@@ -27,18 +48,18 @@ def test_arguments_win_over_the_environment() -> None:
     assert topology == Topology(0, 2, ("tcp://localhost:7000",))
 
 
-def test_arguments_alone_are_enough() -> None:
-    assert read_topology({}, rank=0, num_workers=1, servers="a:1, b:2").servers == ("tcp://a:1", "tcp://b:2")
-
-
-def test_rank_zero_as_an_argument_is_not_taken_for_missing() -> None:
-    assert read_topology(ENVIRON, rank=0).rank == 0
+@pytest.mark.parametrize("environ", [{}, {"RANK": "x", "KVSTORE_RANK": "y", "KVSTORE_SERVERS": "z"}])
+def test_arguments_alone_are_enough_whatever_the_environment(environ: dict[str, str]) -> None:
+    topology = read_topology(environ, rank=0, num_workers=1, servers="a:1, b:2")
+    assert topology == Topology(0, 1, ("tcp://a:1", "tcp://b:2"))
 
 
 @pytest.mark.parametrize("name", sorted(ENVIRON))
 @pytest.mark.parametrize("empty", [False, True])
 def test_missing_variable_is_named_together_with_both_ways_to_give_it(name: str, empty: bool) -> None:
-    environ = {**ENVIRON, name: " "} if empty else without(name)
+    environ = {**ENVIRON, name: " "}
+    if not empty:
+        del environ[name]
     with pytest.raises(ConfigurationError, match=f"^{name} is not set") as caught:
         read_topology(environ)
     assert "kvlaunch -n" in str(caught.value)
@@ -54,6 +75,7 @@ def test_missing_variable_is_named_together_with_both_ways_to_give_it(name: str,
         ("KVSTORE_RANK", "-1", "is -1"),
         ("KVSTORE_NUM_WORKERS", "0", "is 0; a job has at least 1 worker"),
         ("KVSTORE_NUM_WORKERS", "2_0", "'2_0'"),
+        ("KVSTORE_NUM_WORKERS", "9" * 5000, "'9999"),
         ("KVSTORE_SERVERS", "tcp://a:1,,tcp://b:1", "'' is not the address"),
         ("KVSTORE_SERVERS", "tcp://a:1,a:1", "servers 0 and 1 .* same address tcp://a:1"),
         ("KVSTORE_SERVERS", "tcp://A:01,tcp://a:1", "same address tcp://a:1"),
@@ -79,22 +101,12 @@ def test_rank_of_a_wrong_type_is_refused(value: object) -> None:
         (b"a:1", "^97 is not the address"),
         (5, r"servers \(KVSTORE_SERVERS\) is 5; it must be a list"),
         ({"a:1": 0}, r"is \{'a:1': 0\}; it must be a list"),
+        ([], r"list of servers .* is empty"),
     ],
 )
-def test_servers_of_a_wrong_type_are_refused(servers: object, message: str) -> None:
+def test_servers_that_are_no_list_of_addresses_are_refused(servers: object, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         read_topology(ENVIRON, servers=servers)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("name", ["KVSTORE_RANK", "KVSTORE_NUM_WORKERS"])
-def test_number_too_long_to_be_meant_is_refused(name: str) -> None:
-    with pytest.raises(ConfigurationError, match=r"is '9999.*must be a whole number"):
-        read_topology({**ENVIRON, name: "9" * 5000})
-
-
-def test_empty_list_of_servers_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"list of servers .* is empty"):
-        read_topology(ENVIRON, servers=[])
 
 
 @pytest.mark.parametrize(
@@ -133,6 +145,125 @@ def test_malformed_address_is_refused_with_its_text(text: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
         parse_address(text)
     assert repr(text) in str(caught.value)
+
+
+# Launchers: the order, and one source for both numbers.
+
+
+@pytest.mark.parametrize("launcher", NAMES)
+def test_each_launcher_is_understood(launcher: str) -> None:
+    place = 1 + NAMES.index(launcher)
+    assert read_place(LAUNCHERS[launcher], None, None) == (place, 9 + place)
+    assert workers_of_job(LAUNCHERS[launcher]) == (9 + place, SOURCES[place - 1].count)
+
+
+@pytest.mark.parametrize("first", range(len(NAMES)))
+def test_an_earlier_launcher_wins_over_all_later_ones(first: int) -> None:
+    environ = {name: value for later in NAMES[first:] for name, value in LAUNCHERS[later].items()}
+    assert read_place(environ, None, None) == (1 + first, 10 + first)
+
+
+@pytest.mark.parametrize("name", ["DMLC_WORKER_ID", "DMLC_RANK", "DMLC_TASK_ID"])
+def test_mxnets_launchers_say_the_rank_in_different_variables(name: str) -> None:
+    assert read_place({name: "1", "DMLC_NUM_WORKER": "2"}, None, None) == (1, 2)
+
+
+def test_a_local_rank_is_no_rank() -> None:
+    with pytest.raises(ConfigurationError, match="KVSTORE_RANK is not set and no rank was given"):
+        read_place({"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}, None, None)
+
+
+HALVES = [(source.launcher, name) for source in SOURCES for name in (source.ranks[0], source.count) if name]
+
+
+@pytest.mark.parametrize(("launcher", "only"), HALVES)
+def test_half_of_a_source_is_never_completed_from_another(launcher: str, only: str) -> None:
+    later = {
+        "RANK": "0",
+        "WORLD_SIZE": "2",
+        "PMI_RANK": "0",
+        "PMI_SIZE": "2",
+        "SLURM_PROCID": "0",
+        "SLURM_NTASKS": "2",
+    }
+    [source] = [source for source in SOURCES if source.launcher == launcher]
+    earlier = {name for s in SOURCES[: SOURCES.index(source) + 1] for name in (*s.ranks, s.count)}
+    environ = {name: value for name, value in later.items() if name not in earlier} | {only: "1"}
+    with pytest.raises(ConfigurationError, match=rf"although {only}='1' was found \({launcher}\)") as caught:
+        read_place(environ, None, None)
+    text = str(caught.value)
+    assert "Set KVSTORE_RANK and KVSTORE_NUM_WORKERS, or pass" in text
+    if "PMI_RANK" in environ and only != "PMI_RANK":
+        assert "Found, but not used:" in text
+        assert "PMI_RANK='0', PMI_SIZE='2' (MPI)" in text
+
+
+def test_pmix_needs_the_number_of_workers_as_an_argument() -> None:
+    with pytest.raises(ConfigurationError, match="PMIx does not tell the number of workers"):
+        read_place({"PMIX_RANK": "1"}, None, None)
+    assert read_place({"PMIX_RANK": "1"}, None, 2) == (1, 2)
+
+
+def test_an_argument_may_complete_half_a_source() -> None:
+    assert read_place({"WORLD_SIZE": "4"}, 3, None) == (3, 4)
+    assert read_place({"SLURM_PROCID": "1"}, None, 2) == (1, 2)
+
+
+def test_an_empty_variable_does_not_make_a_source() -> None:
+    environ = {"KVSTORE_RANK": " ", "KVSTORE_NUM_WORKERS": "", **LAUNCHERS["Slurm"]}
+    assert read_place(environ, None, None) == (4, 13)
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        ({"RANK": "two", "WORLD_SIZE": "2"}, r"rank \(RANK\) is 'two'"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, r"rank \(RANK\) is 2; with num_workers \(WORLD_SIZE\) 2"),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "0"}, r"num_workers \(SLURM_NTASKS\) is 0"),
+    ],
+)
+def test_a_bad_number_is_refused_with_the_name_of_its_variable(environ: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        read_place(environ, None, None)
+
+
+def test_servers_come_from_our_own_variable_only() -> None:
+    with pytest.raises(
+        ConfigurationError, match=r"^KVSTORE_SERVERS is not set .*torchrun, Slurm and MPI tell"
+    ):
+        read_topology(LAUNCHERS["torchrun"])
+    environ = {**LAUNCHERS["torchrun"], "KVSTORE_SERVERS": "h:1"}
+    assert read_topology(environ).servers == ("tcp://h:1",)
+
+
+def test_servers_may_be_listed_in_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "servers"
+    file.write_text("# two of them\nh:1\n\n tcp://h:2  # the other\n")
+    environ = {**LAUNCHERS["kvlaunch"], "KVSTORE_SERVERS": f"@{file}"}
+    assert read_topology(environ).servers == ("tcp://h:1", "tcp://h:2")
+    assert read_topology({}, rank=0, num_workers=1, servers=f"@{file}").servers == ("tcp://h:1", "tcp://h:2")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [(None, "cannot read the list .*No such file"), ("# none\n", "is empty"), ("h\n", "'h' is not")],
+)
+def test_a_bad_file_of_servers_is_refused(tmp_path: Path, text: str | None, message: str) -> None:
+    if text is not None:
+        (tmp_path / "servers").write_text(text)
+    with pytest.raises(ConfigurationError, match=message) as caught:
+        read_topology({}, rank=0, num_workers=1, servers=f"@{tmp_path / 'servers'}")
+    assert isinstance(caught.value, FileNotFoundError) is (text is None)
+
+
+@pytest.mark.parametrize(
+    "environ", [{}, {"SLURM_NTASKS": "4"}, {"PMIX_RANK": "0"}, {"RANK": "0", "WORLD_SIZE": "x"}]
+)
+def test_where_no_launcher_places_this_process_the_size_is_unknown(environ: dict[str, str]) -> None:
+    assert workers_of_job(environ) is None
+
+
+# Time limits.
 
 
 def test_timeout_is_the_argument_then_the_variable_then_the_default() -> None:

@@ -1,36 +1,91 @@
-"""--ready-fd of a server: what cannot be written to is refused before the server listens."""
+"""The command line of a server: flags, their twins in the environment, and what is refused before it listens."""
 
 from __future__ import annotations
 
 import os
+import re
+import socket
 
 import pytest
 
-from kvstore_server.cli import main
+from kvstore_server.cli import build_parser, main
 
 
-def refusal_of(ready_fd: str, capsys: pytest.CaptureFixture[str]) -> str:
-    with pytest.raises(SystemExit) as ended:
-        main(["--ready-fd", ready_fd])
-    assert ended.value.code == 2
-    return capsys.readouterr().err
+def test_help_lists_every_flag_with_its_twin_in_the_environment() -> None:
+    text = build_parser({}).format_help()
+    described = re.split(r"\n  (?=-)", text)[1:]
+    flags = {re.search(r"--[a-z-]+", part).group(): part for part in described}  # type: ignore[union-attr]
+    assert len(flags) >= 12
+    for flag in set(flags) - {"--help", "--version", "--ready-fd"}:
+        assert re.search(r"\[KVSTORE_[A-Z_]+(=1)?\]", flags[flag]), flag
 
 
-@pytest.mark.parametrize("ready_fd", ["777", "-1", "9" * 30])
-def test_a_descriptor_that_is_not_open_is_wrong_usage(
-    ready_fd: str, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("flag", ["--bind", "--dead-after", "--drain-timeout", "--num-servers", "--threads"])
+def test_a_variable_gives_a_flags_default_and_the_flag_wins(flag: str) -> None:
+    variable = "KVSTORE_" + flag.strip("-").replace("-", "_").upper()
+    name = flag.strip("-").replace("-", "_")
+    parser = build_parser({variable: "7"})
+    assert str(getattr(parser.parse_args([]), name)) in ("7", "7.0")
+    assert str(getattr(parser.parse_args([flag, "8"]), name)) in ("8", "8.0")
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--nonsense"], "unrecognized arguments: --nonsense"),
+        (["--dead-after", "soon"], "invalid float value: 'soon'"),
+        (["--dead-after", "0"], "--dead-after must be above 0"),
+        (["--dead-after", "nan"], "--dead-after must be above 0"),
+        (["--drain-timeout", "-1"], "--drain-timeout must be above 0"),
+        (["--threads", "0"], "--threads must be above 0"),
+        (["--index", "2", "--num-servers", "2"], "--index 2 is not one of 2 servers"),
+        (["--log", "loud"], "--log must be debug"),
+        (["--bind", "tcp://0.0.0.0:0"], "add --allow-public-bind"),
+        (["--bind", "tcp://*:0"], "add --allow-public-bind"),
+        (["--bind", "tcp://[::]:0"], "add --allow-public-bind"),
+        (["--bind", "tcp://localhost.example.org:0"], "add --allow-public-bind"),
+        (["--bind", "tcp://[::1"], "--bind tcp://[::1"),
+        (["--ready-fd", "777"], "--ready-fd 777 is not open in this process"),
+        (["--ready-fd", "-1"], "--ready-fd -1 is not open in this process"),
+        (["--ready-fd", "9" * 30], "is not open in this process"),
+    ],
+)
+def test_a_wrong_flag_ends_with_code_2_and_says_why(
+    flags: list[str], told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    text = refusal_of(ready_fd, capsys)
-    assert (
-        f"--ready-fd {ready_fd} is not open in this process; the program that starts the server must pass"
-        in text
-    )
+    with pytest.raises(SystemExit) as ended:
+        main(flags)
+    assert ended.value.code == 2
+    assert told in capsys.readouterr().err
 
 
-def test_a_descriptor_that_is_only_read_is_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_variable_is_a_usage_error_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("KVSTORE_DEAD_AFTER", "soon")
+    with pytest.raises(SystemExit) as ended:
+        main([])
+    assert ended.value.code == 2
+    assert "--dead-after: invalid float value: 'soon'" in capsys.readouterr().err
+
+
+def test_an_address_in_use_ends_with_code_1_and_names_it(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+        assert main(["--bind", address]) == 1
+    assert f"cannot listen on {address}: Address already in use" in capsys.readouterr().err
+
+
+def test_a_module_that_cannot_be_imported_ends_with_code_1_and_is_named(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["--import", "no_such_module"]) == 1
+    assert "kvstore-server: No module named 'no_such_module'" in capsys.readouterr().err
+
+
+def test_a_ready_descriptor_that_is_only_read_is_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
     reading, writing = os.pipe()
-    try:
-        assert f"--ready-fd {reading} is open for reading only" in refusal_of(str(reading), capsys)
-    finally:
-        os.close(reading)
-        os.close(writing)
+    with os.fdopen(reading), os.fdopen(writing, "w"), pytest.raises(SystemExit) as ended:
+        main(["--ready-fd", str(reading)])
+    assert ended.value.code == 2
+    assert f"--ready-fd {reading} is open for reading only" in capsys.readouterr().err

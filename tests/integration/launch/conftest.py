@@ -1,0 +1,23 @@
+"""What the tests of launched jobs share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.launch_jobs import Jobs
+from tests.support.processes import Processes
+
+
+@pytest.fixture
+def jobs() -> Iterator[Jobs]:
+    started = Jobs()
+    yield started
+    started.close()
+
+
+@pytest.fixture
+def processes() -> Iterator[Processes]:
+    with Processes() as started:
+        yield started
