@@ -11,7 +11,7 @@ from kvstore_server.codec import Codec
 from kvstore_server.optimizer import coalesce_rows
 from kvstore_server.plan import TensorSpec, row_numel
 from kvstore_server.reduction import RowSet, compute_dtype, torch_dtype
-from kvtrainer.kvstore.values import dtype_name, is_sparse
+from kvtrainer.kvstore.values import dtype_name, flat_view, is_sparse
 from kvtrainer.parallel.reducers import make_reducer
 
 
@@ -20,12 +20,12 @@ def merge(replicas: Sequence[Tensor]) -> tuple[Tensor, bool]:
 
     Returns the flat sum, and whether it is a tensor of its own rather than the caller's memory.
     """
-    first = replicas[0].detach()
+    first = replicas[0]
     if len(replicas) == 1:
-        flat = first.to("cpu").contiguous().view(-1)
-        return flat, flat.untyped_storage().data_ptr() != first.untyped_storage().data_ptr()
+        flat = flat_view(first)
+        return (first.detach().to("cpu").contiguous().view(-1), True) if flat is None else (flat, False)
     compute = compute_dtype(dtype_name(first.dtype))
-    total = first.to("cpu", compute, copy=True, memory_format=torch.contiguous_format)
+    total = first.detach().to("cpu", compute, copy=True, memory_format=torch.contiguous_format)
     for other in replicas[1:]:
         total += other.detach().to("cpu", compute)
     return total.to(first.dtype).view(-1), True

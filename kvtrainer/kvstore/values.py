@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -36,26 +36,8 @@ class Entry:
         return {self.spec.dtype: torch.empty(self.spec.numel, dtype=self.dtype)}
 
 
-class Target:
-    """Where a key's new values go: straight into the first `out` if that is flat memory of the right kind.
-
-    Args:
-        outs: The tensors that get them, checked by `check_out`.
-    """
-
-    __slots__ = ("_others", "flat")
-
-    def __init__(self, dtype: torch.dtype, outs: Sequence[Tensor]) -> None:
-        first = outs[0].detach()
-        is_direct = first.dtype is dtype and first.device.type == "cpu" and first.is_contiguous()
-        self.flat = first.view(-1) if is_direct else torch.empty(first.numel(), dtype=dtype)
-        """On the CPU; what the values are received in."""
-        self._others = outs[1:] if is_direct else outs
-
-    def finish(self) -> None:
-        """Bring the values that have come to the tensors that they were not written to."""
-        for out in self._others:
-            out.detach().copy_(self.flat.view(out.shape))
+Target: TypeAlias = tuple[Tensor, Sequence[Tensor]]
+"""Flat memory on the CPU in which a key's new values are received, and tensors that get them afterwards."""
 
 
 class RowPull(NamedTuple):
@@ -65,6 +47,29 @@ class RowPull(NamedTuple):
     ids: Tensor
     """int64, distinct and ascending."""
     outs: Sequence[Tensor]
+
+
+def flat_view(tensor: Tensor) -> Tensor | None:
+    """View a tensor as flat memory on the CPU; None where that takes a copy."""
+    if not tensor.is_cpu or not tensor.is_contiguous():
+        return None
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    return tensor if tensor.dim() == 1 else tensor.view(-1)
+
+
+def target_of(dtype: torch.dtype, outs: Sequence[Tensor]) -> Target:
+    """Choose where a key's new values are received: in the first `out` if that is flat memory of the right dtype."""
+    first = outs[0]
+    flat = flat_view(first) if first.dtype is dtype else None
+    return (torch.empty(first.numel(), dtype=dtype), outs) if flat is None else (flat, outs[1:])
+
+
+def write_outs(targets: Iterable[Target]) -> None:
+    """Bring the values that have come to the tensors that they were not received in."""
+    for flat, outs in targets:
+        for out in outs:
+            out.detach().copy_(flat.view(out.shape))
 
 
 def pair(key: Any, value: Any, what: str) -> list[tuple[Key, list[Tensor]]]:

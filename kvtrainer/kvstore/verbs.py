@@ -11,7 +11,8 @@ import os
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import repeat
 from typing import Any, ClassVar, NoReturn, ParamSpec, TypeVar
 
 import torch
@@ -41,7 +42,6 @@ from kvtrainer.kvstore.replicas import (
 from kvtrainer.kvstore.values import (
     Entry,
     RowPull,
-    Target,
     as_sparse,
     check_key,
     check_keys,
@@ -52,6 +52,8 @@ from kvtrainer.kvstore.values import (
     pair,
     read_row_pulls,
     spec_of,
+    target_of,
+    write_outs,
     write_rows,
 )
 from kvtrainer.one_thread import by_one_thread
@@ -221,13 +223,10 @@ class TableKVStore(KVStoreBase):
         if any([is_sparse(one) for _, outs in pairs for one in outs]):
             pairs, copies = self._without_sparse(pairs, ignore_sparse)
         wanted = self._find(pairs, check_out)
-        targets = [Target(entry.dtype, outs) for entry, outs in wanted]
+        targets = [target_of(entry.dtype, outs) for entry, outs in wanted]
         rows = zip(wanted, targets, strict=True)
-        self._client.rounds.pull(
-            [(entry.table, {entry.spec.dtype: target.flat}) for (entry, _), target in rows]
-        )
-        for target in targets:
-            target.finish()
+        self._client.rounds.pull([(entry.table, {entry.spec.dtype: flat}) for (entry, _), (flat, _) in rows])
+        write_outs(targets)
         for sparse, dense in copies:
             sparse.copy_(dense.to_sparse(1))
 
@@ -288,7 +287,7 @@ class TableKVStore(KVStoreBase):
         keys until every worker has called it, because keys that are spread over servers are brought together.
         """
         self._optimizer = create_optimizer(optimizer)
-        self._refresh_optimizer()
+        self._send_optimizer(self._optimizer)
         if not self._optimizer.elementwise:
             self._bring_together()
         if self._engine is not None:
@@ -465,18 +464,19 @@ class TableKVStore(KVStoreBase):
         Raises:
             ConfigurationError: the optimizer, or its absence, does not go with the keys; nothing has been sent.
         """
-        self._refresh_optimizer()
-        if self._optimizer is None and not self._client.options.mode.is_sync:
+        if self._optimizer is not None:
+            if self._engine is not None and not self._engine.has_updater:
+                self._refuse_integers(pushed, self._optimizer)
+            self._send_optimizer(self._optimizer)
+        elif not self._client.options.mode.is_sync:
             raise ConfigurationError(
                 f"kvstore {self._type!r} applies every push by itself and needs an optimizer for that; call "
                 "set_optimizer on every worker before the first push"
             )
-        if self._optimizer is not None and self._engine is not None and not self._engine.has_updater:
-            self._refuse_integers(pushed, self._optimizer)
-        targets = [Target(entry.dtype, tensors) for entry, tensors in outs or ()]
+        targets = [target_of(entry.dtype, tensors) for entry, tensors in outs or ()]
+        flats: Iterable[Tensor | None] = repeat(None) if outs is None else [flat for flat, _ in targets]
         items = [
-            self._item(entry, replicas, targets[at] if targets else None)
-            for at, (entry, replicas) in enumerate(pushed)
+            self._item(entry, replicas, flat) for (entry, replicas), flat in zip(pushed, flats, strict=False)
         ]
         ticket = self._client.rounds.start(items, priority=priority)
         if self._engine is None and outs is None:
@@ -487,13 +487,12 @@ class TableKVStore(KVStoreBase):
             if self._replicas is not None:
                 applied = [entry for entry, _ in pushed if not ticket.is_lost(entry.table)]
                 self._replicas.accept(entry.spec.key for entry in applied)
-        for target in targets:
-            target.finish()
+        write_outs(targets)
 
-    def _item(self, entry: Entry, replicas: Sequence[Tensor], target: Target | None) -> RoundItem:
+    def _item(self, entry: Entry, replicas: Sequence[Tensor], target: Tensor | None) -> RoundItem:
         """A key's part in a round: of the caller's memory only if the caller waits for the new values."""
         spec, table = entry.spec, entry.table
-        out = None if target is None else {spec.dtype: target.flat}
+        out = None if target is None else {spec.dtype: target}
         num_sparse = sum([is_sparse(one) for one in replicas])
         if num_sparse == len(replicas):
             if self._goes_by_rows(entry):
@@ -600,17 +599,16 @@ class TableKVStore(KVStoreBase):
         tables = self._client.register({spec.key: [spec] for spec in specs}, whole_keys)
         entries = [Entry(spec, table) for spec, table in zip(specs, tables, strict=True)]
         targets = [
-            Target(entry.dtype, tensors) for entry, (_, tensors) in zip(entries, outs or (), strict=False)
+            target_of(entry.dtype, tensors) for entry, (_, tensors) in zip(entries, outs or (), strict=False)
         ]
         items = []
         for at, (spec, table) in enumerate(zip(specs, tables, strict=True)):
             table.compressor = self._compressor(table)
             mine = {spec.dtype: flats[at]} if self._connected.options.rank == 0 else None
-            items.append(RoundItem(table, mine, {spec.dtype: targets[at].flat} if targets else None))
+            items.append(RoundItem(table, mine, {spec.dtype: targets[at][0]} if targets else None))
         self._client.rounds.initialise(items)
         self._entries.update({key: entry for (key, _), entry in zip(values, entries, strict=True)})
-        for target in targets:
-            target.finish()
+        write_outs(targets)
 
     # ---------------------------------------------------------------- keys that are refused
 
@@ -673,10 +671,9 @@ class TableKVStore(KVStoreBase):
             )
         return self._optimizer
 
-    def _refresh_optimizer(self) -> None:
-        if self._optimizer is None:
-            return
-        spec = spec_for_store(self._optimizer)
+    def _send_optimizer(self, optimizer: Optimizer) -> None:
+        """Tell the engines of the optimizer, if it is another one than they know, or has other numbers."""
+        spec = spec_for_store(optimizer)
         if spec != self._sent_spec:
             self._client.set_optimizer(spec)
             self._sent_spec = spec
