@@ -1,4 +1,4 @@
-"""What is wrong with a loss before its backward pass: parameters that it does not depend on, and values such as NaN."""
+"""Faults of a loss before its backward pass: parameters that it does not depend on, and values such as NaN."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.nn.parameter import is_lazy
 
+from kvstore_server import check
 from kvtrainer.errors import (
     AnomalousParametersError,
     ArgumentTypeError,
@@ -32,7 +33,7 @@ class Unused(NamedTuple):
 
 
 def find_unused_parameters(loss: Any, named_parameters: Any) -> list[Unused]:
-    """The parameters that get no gradient from a loss: unused in the forward pass, or with no way from there to it.
+    """Find parameters that get no gradient from a loss: unused in the forward pass, or with no way from there to it.
 
     Walks over the graph that autograd has recorded, before the backward pass frees it; no gradient is computed, and
     nothing is waited for. Frozen parameters, and those of lazy modules that have no shape yet, are left out.
@@ -94,7 +95,7 @@ def report_anomalies(
 
 
 def checked_mode(mode: Any) -> Literal[False, "log", "raise"]:
-    """The option `detect_anomalous_params` as False, "log" or "raise".
+    """Read the option `detect_anomalous_params` as False, "log" or "raise".
 
     Raises:
         ConfigurationError: it is nothing of the kind.
@@ -109,7 +110,7 @@ def checked_mode(mode: Any) -> Literal[False, "log", "raise"]:
 
 
 def check_loss(loss: Any, on_nonfinite: str = "raise") -> bool:
-    """Whether a loss may be used: whether all of it is finite, as far as that matters. Waits for its value.
+    """Return whether a loss may be used: whether all of it is finite, as far as that matters. Waits for its value.
 
     Args:
         loss: a tensor, or losses in sequences or mappings.
@@ -119,10 +120,7 @@ def check_loss(loss: Any, on_nonfinite: str = "raise") -> bool:
         NonFiniteLossError: it is infinite or not a number, and `on_nonfinite` is "raise".
         ConfigurationError: `on_nonfinite` is something else.
     """
-    if on_nonfinite not in ("raise", "skip", "ignore"):
-        raise ConfigurationError(
-            f"on_nonfinite must be one of 'raise', 'skip', 'ignore', got {on_nonfinite!r}"
-        )
+    check.one_of("on_nonfinite", on_nonfinite, ("raise", "skip", "ignore"))
     if on_nonfinite == "ignore":
         return True
     problem = describe_nonfinite(loss)
@@ -137,7 +135,7 @@ def check_loss(loss: Any, on_nonfinite: str = "raise") -> bool:
 
 
 def describe_nonfinite(loss: Any) -> str | None:
-    """'Loss is NaN' or 'Loss is infinite'; None if all of it is finite. Waits for its value."""
+    """Return 'Loss is NaN' or 'Loss is infinite'; None if all of it is finite. Waits for its value."""
     losses = [one.detach() for one in losses_of(loss)]
     if all(bool(torch.isfinite(one).all()) for one in losses):
         return None
@@ -146,7 +144,7 @@ def describe_nonfinite(loss: Any) -> str | None:
 
 
 def losses_of(loss: Any) -> list[Tensor]:
-    """The tensors in a loss, which may be nested in sequences and mappings.
+    """List the tensors in a loss, which may be nested in sequences and mappings.
 
     Raises:
         ArgumentTypeError: there is something else in it.
@@ -166,7 +164,7 @@ def losses_of(loss: Any) -> list[Tensor]:
 
 
 def _search(losses: Sequence[Tensor], named_parameters: Any) -> tuple[list[Unused], bool]:
-    """The unused parameters, and whether a part of the graph cannot be seen."""
+    """Find the unused parameters, and whether a part of the graph cannot be seen."""
     if isinstance(named_parameters, torch.nn.Module):
         named_parameters = named_parameters.named_parameters()
     pairs = named_parameters.items() if isinstance(named_parameters, Mapping) else named_parameters
@@ -184,7 +182,7 @@ def _search(losses: Sequence[Tensor], named_parameters: Any) -> tuple[list[Unuse
 
 
 def _reached(roots: Iterable[Node]) -> set[Node]:
-    """All nodes of the graph; without recursion, because graphs are deeper than Python's stack."""
+    """Collect all nodes of the graph; without recursion, because graphs are deeper than Python's stack."""
     waiting = list(roots)
     seen = set(waiting)
     while waiting:

@@ -1,4 +1,4 @@
-"""What is checked of a reduced gradient before it is used: how large it may be, and whether it must be finite.
+"""Limits of a reduced gradient: how large it may be, and whether it must be finite.
 
 The decision is a pure function of numbers that all workers have alike, so all of them decide the same.
 """
@@ -8,14 +8,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from numbers import Real
 from typing import Any, NamedTuple
 
+from kvstore_server import check
 from kvstore_server.norms import Decision, Guard, Measured
 from kvtrainer.errors import ArgumentTypeError, ConfigurationError
 
 ON_NONFINITE = ("raise", "skip", "ignore")
-"""What may happen to a step whose gradient or loss is infinite or not a number."""
+"""Answers to a gradient or loss that is infinite or not a number."""
 
 _EPSILON = 1e-6
 """Added to the norm, as torch.nn.utils.clip_grad_norm_ does."""
@@ -23,7 +23,7 @@ _KEYS = {"norm": {"type", "max_norm", "norm_type", "error_if_nonfinite"}, "value
 
 
 class Verdict(NamedTuple):
-    """What was found of a gradient, if it was looked at, and what became of it."""
+    """A gradient's norm, if it was looked at, and the decision about it."""
 
     measured: Measured | None = None
     decision: Decision = Decision()
@@ -31,7 +31,7 @@ class Verdict(NamedTuple):
 
 @dataclass(frozen=True)
 class Clipping:
-    """A limit of the gradient: of its norm over all parameters, or of every element."""
+    """A limit of the gradient's norm over all parameters, or of every element."""
 
     max_norm: float | None = None
     norm_type: float = 2.0
@@ -78,11 +78,11 @@ class Limits:
         return self if has_scaler == self.has_scaler else replace(self, has_scaler=has_scaler)
 
     def guard(self) -> Guard | None:
-        """What a store needs to hold a round until it was decided; None if nothing is checked."""
+        """Return what a store needs to hold a round until it was decided; None if nothing is checked."""
         return Guard(self.norm_type, self.decide) if self.is_needed else None
 
     def decide(self, measured: Measured) -> Decision:
-        """What becomes of a gradient.
+        """Decide about a gradient.
 
         The coefficient is max_norm / (norm + 1e-6), at most 1, as torch's. A norm that is not a number cannot be
         limited; where such a gradient is not to be skipped, it is used as it is.
@@ -98,7 +98,7 @@ class Limits:
         return Decision(coef=min(1.0, self.clip.max_norm / (measured.norm + _EPSILON)))
 
     def summary(self) -> dict[str, Any] | None:
-        """Plain values by which workers compare their limits; None for none."""
+        """Return plain values by which workers compare their limits; None for none."""
         if not self.is_needed:
             return None
         clip = self.clip or Clipping()
@@ -111,15 +111,12 @@ class Limits:
 
 
 def make_limits(clip_grad: Any, on_nonfinite: Any) -> Limits:
-    """The limits that a Trainer's arguments ask for.
+    """Make the limits that a Trainer's arguments ask for.
 
     Raises:
         ConfigurationError: an argument is wrong, or two contradict each other.
     """
-    if on_nonfinite is not None and on_nonfinite not in ON_NONFINITE:
-        raise ConfigurationError(
-            f"on_nonfinite must be one of {', '.join(map(repr, ON_NONFINITE))}, got {on_nonfinite!r}"
-        )
+    check.one_of("on_nonfinite", on_nonfinite, (None, *ON_NONFINITE))
     clip = make_clipping(clip_grad)
     if clip is not None and clip.error_if_nonfinite:
         if on_nonfinite not in (None, "raise"):
@@ -131,7 +128,7 @@ def make_limits(clip_grad: Any, on_nonfinite: Any) -> Limits:
 
 
 def make_clipping(given: Any) -> Clipping | None:
-    """Clipping as `clip_grad` describes it: the arguments of torch's clip_grad_norm_, or with type="value" clip_value.
+    """Read `clip_grad`: the arguments of torch's clip_grad_norm_, or with type="value" clip_value.
 
     Raises:
         ArgumentTypeError: it is no dict.
@@ -143,29 +140,20 @@ def make_clipping(given: Any) -> Clipping | None:
         raise ArgumentTypeError(
             f"clip_grad must be a dict such as dict(max_norm=35, norm_type=2), got {given!r:.80}"
         )
-    kind = given.get("type", "norm")
-    if kind not in _KEYS:
-        raise ConfigurationError(f"clip_grad type must be 'norm' or 'value', got {kind!r}")
-    unknown = sorted(set(given) - _KEYS[kind], key=str)
+    kind = check.one_of("clip_grad type", given.get("type", "norm"), tuple(_KEYS))
     needed = "max_norm" if kind == "norm" else "clip_value"
-    if unknown or needed not in given:
-        problem = f"does not know {', '.join(map(repr, unknown))}" if unknown else f"needs {needed}"
-        raise ConfigurationError(
-            f"clip_grad of type {kind!r} {problem}; its entries are {', '.join(sorted(_KEYS[kind]))}"
-        )
-    limit = _positive(needed, given[needed])
+    check.known(f"clip_grad of type {kind!r}", given, sorted(_KEYS[kind]))
+    if needed not in given:
+        raise ConfigurationError(f"clip_grad of type {kind!r} needs {needed}")
+    limit = check.number(f"{needed} of clip_grad", given[needed], above=0)
     if kind == "value":
         return Clipping(clip_value=limit)
     norm_type = given.get("norm_type", 2.0)
-    norm_type = math.inf if norm_type == "inf" else _positive("norm_type", norm_type, allows_inf=True)
-    error = given.get("error_if_nonfinite", False)
-    if not isinstance(error, bool):
-        raise ConfigurationError(f"error_if_nonfinite must be True or False, got {error!r}")
-    return Clipping(limit, norm_type, error_if_nonfinite=error)
-
-
-def _positive(name: str, value: Any, allows_inf: bool = False) -> float:
-    is_number = isinstance(value, Real) and not isinstance(value, bool)
-    if not is_number or not value > 0 or not (allows_inf or value < math.inf):
-        raise ConfigurationError(f"{name} of clip_grad must be a number above 0, got {value!r}")
-    return float(value)
+    norm_type = math.inf if norm_type == "inf" else norm_type
+    return Clipping(
+        limit,
+        check.number("norm_type of clip_grad", norm_type, above=0, finite=False),
+        error_if_nonfinite=check.boolean(
+            "error_if_nonfinite of clip_grad", given.get("error_if_nonfinite", False)
+        ),
+    )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterable, Sequence
-from numbers import Integral, Real
 from typing import Literal, overload
 
 import numpy as np
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.linalg import vector_norm
 
+from kvstore_server import check
 from kvtrainer.errors import ConfigurationError, NonFiniteNormWarning
 
 Device = torch.device | str | int
@@ -36,11 +36,10 @@ def split_data(
         ConfigurationError: (a ValueError) the axis cannot be split that way: it is not a multiple of `num_slice`
             with `even_split`, or shorter than `num_slice` without; or there is no such axis.
     """
-    if isinstance(num_slice, bool) or not isinstance(num_slice, Integral) or num_slice < 1:
-        raise ConfigurationError(f"num_slice must be an int of at least 1, got {num_slice!r}")
+    num_slice = check.integer("num_slice", num_slice, 1)
     data = _as_tensor(data)
     shape = tuple(data.shape)
-    if not isinstance(batch_axis, Integral) or not -len(shape) <= batch_axis < len(shape):
+    if not check.is_integer(batch_axis, -len(shape), len(shape) - 1):
         raise ConfigurationError(f"data with shape {shape} has no batch_axis {batch_axis!r}")
     size = shape[batch_axis]
     if size < num_slice and (size == 0 or not even_split):
@@ -53,7 +52,7 @@ def split_data(
             f"data with shape {shape} cannot be evenly split into {num_slice} slices along axis {batch_axis}; use a "
             f"batch size that is a multiple of {num_slice}, or even_split=False for slices of different lengths"
         )
-    return list(data.tensor_split(int(num_slice), dim=batch_axis))
+    return list(data.tensor_split(num_slice, dim=batch_axis))
 
 
 def split_and_load(
@@ -120,8 +119,7 @@ def clip_global_norm(
     grads = [_checked_gradient(array) for array in given if array is not None]
     if not given:
         raise ConfigurationError("clip_global_norm needs at least one gradient, got none")
-    if isinstance(max_norm, bool) or not isinstance(max_norm, Real) or not max_norm >= 0:
-        raise ConfigurationError(f"max_norm must be a number of at least 0, got {max_norm!r}")
+    check.number("max_norm", max_norm, 0, finite=False)
     norm = _global_norm(grads)
     if not check_isfinite:
         factor = torch.where(norm.isfinite(), (float(max_norm) / (norm + 1e-8)).clamp(max=1.0), 1.0)
@@ -166,7 +164,7 @@ def _checked_gradient(array: object) -> Tensor:
 
 
 def _global_norm(grads: Sequence[Tensor]) -> Tensor:
-    """The 2-norm of all elements, as a 0-d float64 tensor on the first gradient's device."""
+    """Compute the 2-norm of all elements, as a 0-d float64 tensor on the first gradient's device."""
     # Entries of one sparse gradient that share an index are summed before they are squared.
     flats = [(grad.coalesce().values() if grad.is_sparse else grad).reshape(-1) for grad in grads]
     norms = [
@@ -178,7 +176,7 @@ def _global_norm(grads: Sequence[Tensor]) -> Tensor:
 
 
 def _norm(flat: Tensor) -> Tensor:
-    """The 2-norm of some elements; no square of theirs overflows or vanishes."""
+    """Compute the 2-norm of some elements; no square of theirs overflows or vanishes."""
     scale: Tensor | float = 1.0
     if flat.dtype == torch.float64:
         peak = flat.abs().max()

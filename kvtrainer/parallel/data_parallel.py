@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
+from torch.nn.parallel import parallel_apply
+from torch.nn.parameter import is_lazy
 
-from kvstore_server.errors import did_you_mean
+from kvstore_server import check
 from kvtrainer.errors import ArgumentTypeError, ConfigurationError
-from kvtrainer.parallel.build import Device, build, check_devices, default_devices, tensors_of
-from kvtrainer.parallel.calls import call_all, call_with
-from kvtrainer.parallel.losses import ReplicaLosses, total_of
+from kvtrainer.parallel.batch import PerReplica, ReplicaLosses, scatter, to_device, total_of
 from kvtrainer.parallel.policy import Membership, ReplicaPolicy, enter
-from kvtrainer.parallel.reducers import AUTO, check_reducer, make_reducer
-from kvtrainer.parallel.scatter import PerReplica, scatter, to_device
+from kvtrainer.parallel.reducers import AUTO, are_distinct_cuda, check_reducer, make_reducer
 
-MODES = ("train", "forward", "test")
+Device = torch.device | str | int
+_ResultT = TypeVar("_ResultT")
 
 
 class DataParallel(Module):
-    """A model that is trained on several devices at once. Given to a Trainer, parameter i of all replicas is one.
+    """Train a model on several devices at once. Given to a Trainer, parameter i of all replicas is one.
 
         model = kvtrainer.DataParallel(net, ["cuda:0", "cuda:1"])
         trainer = kvtrainer.Trainer(model, "sgd", {"learning_rate": 0.1})
@@ -65,10 +67,8 @@ class DataParallel(Module):
         batch_axis: int = 0,
     ) -> None:
         super().__init__()
-        places = check_devices(devices, target)
-        if mode not in MODES:
-            raise ConfigurationError(f"the mode must be one of {', '.join(map(repr, MODES))}, got {mode!r}")
-        self.mode = mode
+        places = _checked_devices(devices, target)
+        self.mode = check.one_of("the mode", mode, ("train", "forward", "test"))
         self.devices = places if mode == "train" else [places[target]]
         self.target = target if mode == "train" else 0
         if check_reducer(reducer) != AUTO and len(self.devices) == 1:
@@ -78,7 +78,7 @@ class DataParallel(Module):
         make_reducer(reducer, self.devices)
         self._policy = ReplicaPolicy(reducer, loss_scale_by_replicas, may_lack=True, must_agree=True)
         self.batch_axis = batch_axis
-        built = build(module, self.devices)
+        built = _replicas(module, self.devices)
         # Outside of torch's registry of submodules: parameters and statistics are those of replica 0.
         self.__dict__["replicas"] = tuple(built)
         self.module = built[0]
@@ -91,7 +91,7 @@ class DataParallel(Module):
 
     @property
     def loss_scale(self) -> float:
-        """What each replica's loss is multiplied by where all have equally long parts."""
+        """The factor of each replica's loss where all have equally long parts."""
         return 1.0 / len(self.replicas) if self._policy.are_scaled else 1.0
 
     @property
@@ -100,12 +100,12 @@ class DataParallel(Module):
         return [replicas for _, replicas in self.named_replicas()]
 
     def named_replicas(self) -> Iterator[tuple[str, list[Parameter]]]:
-        """The name of every parameter, and its replicas in the order of devices."""
+        """Yield the name of every parameter, and its replicas in the order of devices."""
         for rows in zip(*(replica.named_parameters() for replica in self.replicas), strict=True):
             yield rows[0][0], [parameter for _, parameter in rows]
 
     def with_replicas(self, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Parameter groups for a Trainer out of groups of replica 0's parameters: each becomes a list of replicas."""
+        """Make groups for a Trainer of groups of replica 0's parameters: each becomes a list of replicas."""
         rows = {id(replicas[0]): (name, replicas) for name, replicas in self.named_replicas()}
         found = []
         for group in groups:
@@ -116,11 +116,11 @@ class DataParallel(Module):
         return found
 
     def scatter(self, batch: Any) -> PerReplica:
-        """A part of the batch for each replica, on its device; see `kvtrainer.parallel.scatter.scatter`."""
+        """Split a batch into a part for each replica, on its device; see `kvtrainer.parallel.batch.scatter`."""
         return scatter(batch, self.devices, self.batch_axis)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """While training: the outputs of the replicas that got a part of the batch, as a list.
+        """Return the outputs of the replicas that got a part of the batch, as a list, while training.
 
         In evaluation mode, and where no gradients are computed: the output of the target's replica for all of it.
         """
@@ -134,7 +134,7 @@ class DataParallel(Module):
     def forward_losses(
         self, batch: Any, loss_fn: Callable[[Module, Any], Any] | None = None
     ) -> ReplicaLosses:
-        """The loss of every replica for its part of the batch, times its share.
+        """Compute the loss of every replica for its part of the batch, times its share.
 
         Args:
             batch: is scattered; a PerReplica has a part for each replica already, and then the shares are equal.
@@ -155,7 +155,7 @@ class DataParallel(Module):
                 f"least; got {len(parts)}"
             )
         here = [at for at, part in enumerate(parts) if part is not None]
-        outputs = self._call(parts, loss_fn or call_with)
+        outputs = self._call(parts, loss_fn or _call_with)
         losses = [total_of(output, at) for at, output in zip(here, outputs, strict=True)]
         if self._policy.are_scaled:
             shares = parts.shares or [1 / len(here)] * len(parts)
@@ -166,11 +166,11 @@ class DataParallel(Module):
     def broadcast(self) -> None:
         """Give all replicas the parameters and statistics of replica 0; needed after writing to those."""
         for replica in self.replicas[1:]:
-            for source, target in zip(tensors_of(self.module), tensors_of(replica), strict=True):
+            for source, target in zip(_tensors_of(self.module), _tensors_of(replica), strict=True):
                 target.copy_(source)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Replica 0's, under the names in the model itself."""
+        """Return replica 0's, under the names in the model itself."""
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(
@@ -227,7 +227,7 @@ class DataParallel(Module):
         return self
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> DataParallel:
-        before = [p.device for replica in self.replicas for p in tensors_of(replica)]
+        before = [p.device for replica in self.replicas for p in _tensors_of(replica)]
         trial = [fn(torch.empty(0, device=device)).device for device in dict.fromkeys(before)]
         if trial != list(dict.fromkeys(before)):
             raise ConfigurationError(
@@ -245,8 +245,8 @@ class DataParallel(Module):
 
     def _call(self, parts: PerReplica, call: Callable[[Module, Any], Any]) -> list[Any]:
         rows = zip(self.replicas, parts, self.devices, strict=True)
-        given = [(replica, part, device) for replica, part, device in rows if part is not None]
-        return call_all(call, given)
+        given = [(partial(call, replica, part), device) for replica, part, device in rows if part is not None]
+        return _call_all([one for one, _ in given], [device for _, device in given])
 
     def _enter(self) -> None:
         """Let the parameters say where they belong."""
@@ -255,10 +255,6 @@ class DataParallel(Module):
             for replica in self.replicas:
                 for parameter in replica.parameters():
                     enter(parameter, membership)
-
-
-_SAID = ("module", "devices", "target", "mode")
-"""The arguments of a DataParallel that `build_data_parallel_model` has under names of its own."""
 
 
 def build_data_parallel_model(
@@ -270,7 +266,7 @@ def build_data_parallel_model(
     train: bool = True,
     **options: Any,
 ) -> DataParallel:
-    """A DataParallel as Detectron builds its models, on devices or on the first `num_gpus` CUDA devices.
+    """Build a DataParallel as Detectron does, on devices or on the first `num_gpus` CUDA devices.
 
     Args:
         model: or a function that builds it for one device.
@@ -284,14 +280,129 @@ def build_data_parallel_model(
         ConfigurationError: as of DataParallel; or there are fewer CUDA devices.
         ArgumentTypeError: nothing takes an option.
     """
-    own = inspect.signature(build_data_parallel_model).parameters
-    known = [name for name in own if name != "options"]
-    known += [name for name in inspect.signature(DataParallel).parameters if name not in (*_SAID, *known)]
-    unknown = [name for name in options if name not in known]
-    if unknown:
-        raise ArgumentTypeError(
-            f"build_data_parallel_model has no {', '.join(map(repr, unknown))}; it takes {', '.join(known)}"
-            f"{did_you_mean(unknown, known)}"
-        )
+    own = [*inspect.signature(build_data_parallel_model).parameters][:-1]
+    said = ("module", "devices", "target", "mode")
+    more = [name for name in inspect.signature(DataParallel).parameters if name not in said]
+    check.known("build_data_parallel_model", options, [*own, *more], error=ArgumentTypeError)
     mode = "forward" if only_build_forward_pass else "train" if train else "test"
-    return DataParallel(model, default_devices(devices, num_gpus), target=target_gpu_id, mode=mode, **options)
+    return DataParallel(
+        model, _default_devices(devices, num_gpus), target=target_gpu_id, mode=mode, **options
+    )
+
+
+def _replicas(module: Module | Callable[[], Module], devices: Sequence[torch.device]) -> list[Module]:
+    """Make a module for each device. A given module is the first of them, and the others are its copies.
+
+    Raises:
+        ConfigurationError: it is neither a module nor a function that builds one; it has no shapes yet; or replicas
+            that were built have different parameters or buffers.
+    """
+    if isinstance(module, Module):
+        built = [module, *(copy.deepcopy(module) for _ in devices[1:])]
+    elif callable(module):
+        built = [_built(module, device) for device in devices]
+    else:
+        raise ConfigurationError(
+            f"a DataParallel needs a Module, or a function that builds one, got {type(module).__name__}"
+        )
+    if any(is_lazy(tensor) for replica in built for tensor in replica.parameters()):
+        raise ConfigurationError(
+            "a DataParallel needs a module whose parameters have shapes; run a forward pass through it first"
+        )
+    for at, replica in enumerate(built[1:], 1):
+        _check_alike(built[0], replica, f"replica {at} on {devices[at]}")
+    if len({id(one) for replica in built for one in replica.parameters()}) < sum(
+        len(list(replica.parameters())) for replica in built
+    ):
+        raise ConfigurationError("the function gave two devices the same parameters; it must build new ones")
+    return [replica.to(device) for replica, device in zip(built, devices, strict=True)]
+
+
+def _tensors_of(module: Module) -> Iterator[Tensor]:
+    """Yield parameters and buffers, in order."""
+    yield from module.parameters()
+    yield from module.buffers()
+
+
+def _checked_devices(devices: Sequence[Device], target: int) -> list[torch.device]:
+    """Return the devices, CUDA's with their numbers.
+
+    Raises:
+        ConfigurationError: there is none, or none at position `target`.
+    """
+    if isinstance(devices, str | torch.device) or not isinstance(devices, Sequence) or not devices:
+        raise ConfigurationError(f"devices must be a list of at least one device, got {devices!r}")
+    check.integer(f"the target, a position in {len(devices)} devices,", target, 0, len(devices) - 1)
+    found = []
+    for given in devices:
+        device = torch.device(given)
+        if device.type == "cuda" and not torch.cuda.is_available():
+            raise ConfigurationError(f"device {given!r} cannot be used: torch finds no CUDA device here")
+        is_current = device.type == "cuda" and device.index is None
+        found.append(torch.device("cuda", torch.cuda.current_device()) if is_current else device)
+    return found
+
+
+def _default_devices(devices: Sequence[Device] | None, num_gpus: int | None) -> Sequence[Device]:
+    """Find the devices that a list, a number of CUDA devices, or neither means. Raises ConfigurationError."""
+    if devices is not None and num_gpus is not None:
+        raise ConfigurationError(f"give devices or num_gpus, not both; got {devices!r} and {num_gpus!r}")
+    if devices is not None:
+        return devices
+    there = torch.cuda.device_count()
+    if num_gpus is None:
+        return [torch.device("cuda", at) for at in range(there)] or [torch.device("cpu")]
+    if not check.is_integer(num_gpus, 1, there):
+        raise ConfigurationError(
+            f"num_gpus must be between 1 and the {there} CUDA devices that torch finds, got {num_gpus!r}; on a machine "
+            "without them give devices=['cpu', 'cpu'] or the like"
+        )
+    return [torch.device("cuda", at) for at in range(num_gpus)]
+
+
+def _built(function: Callable[[], Module], device: torch.device) -> Module:
+    with torch.device(device):
+        built = function()
+    if not isinstance(built, Module):
+        raise ConfigurationError(
+            f"the function that builds the model returned {type(built).__name__}, not a Module"
+        )
+    return built
+
+
+def _check_alike(first: Module, other: Module, what: str) -> None:
+    for kind, lists in (
+        ("parameters", [list(one.named_parameters()) for one in (first, other)]),
+        ("buffers", [list(one.named_buffers()) for one in (first, other)]),
+    ):
+        forms = [{name: (tensor.dtype, list(tensor.shape)) for name, tensor in rows} for rows in lists]
+        if forms[0] == forms[1] and list(forms[0]) == list(forms[1]):
+            continue
+        names = dict.fromkeys([*forms[0], *forms[1]])
+        differing = [name for name in names if forms[0].get(name) != forms[1].get(name)] or list(names)
+        raise ConfigurationError(
+            f"{what} has {len(forms[1])} {kind} and replica 0 has {len(forms[0])}; they must be the same in the same "
+            f"order, but these differ: {', '.join(differing[:10])}"
+        )
+
+
+def _call_all(calls: Sequence[Callable[[], _ResultT]], devices: Sequence[torch.device]) -> list[_ResultT]:
+    """Call all: at once on distinct CUDA devices, elsewhere one after the other. The first error is raised."""
+    if len(calls) < 2 or not are_distinct_cuda(devices):
+        return [one() for one in calls]
+    is_on, dtype = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+
+    def with_autocast(one: Callable[[], _ResultT]) -> _ResultT:
+        # parallel_apply's threads take over whether autocast is on, but not to which dtype.
+        with torch.autocast("cuda", dtype, enabled=is_on):
+            return one()
+
+    threaded: Any = [partial(with_autocast, one) for one in calls]
+    return parallel_apply(threaded, [()] * len(calls), devices=devices)
+
+
+def _call_with(replica: Module, part: Any) -> Any:
+    """Call a replica with its part: a tuple or list as positional arguments, a dict as keywords."""
+    if isinstance(part, dict):
+        return replica(**part)
+    return replica(*part) if isinstance(part, tuple | list) else replica(part)

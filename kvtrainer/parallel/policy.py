@@ -37,7 +37,7 @@ LISTS = ReplicaPolicy()
 
 
 class Membership:
-    """That a parameter is one replica of several in a DataParallel. Copies and pickles of the parameter lose it.
+    """Mark a parameter as one replica of several in a DataParallel. Copies and pickles of the parameter lose it.
 
     Args:
         owner: the DataParallel.
@@ -63,7 +63,7 @@ def enter(parameter: Tensor, membership: Membership) -> None:
 
 
 def policy_of(groups: Sequence[Mapping[str, Any]]) -> ReplicaPolicy:
-    """How the replicas in these groups are to be treated, which may have COPIES yet, or be torch's."""
+    """Return the policy of the replicas in these groups, which may have COPIES yet, or be torch's."""
     for parameter in (p for group in groups for p in group["params"]):
         membership = getattr(parameter, _MEMBERSHIP, None)
         if membership is not None and membership.counts:
@@ -121,20 +121,20 @@ def same_devices(parameters: Mapping[str, Sequence[Tensor]]) -> None:
 
 
 def devices_of(groups: Sequence[Mapping[str, Any]]) -> list[torch.device]:
-    """The device of each replica, of groups that have COPIES yet."""
+    """List the device of each replica, of groups that have COPIES yet."""
     group = next(group for group in groups if group["params"])
     return [of_device[0].device for of_device in [group["params"], *group.get(COPIES, ())]]
 
 
 def device_names(devices: Sequence[torch.device]) -> list[str]:
-    """What each place in a list of replicas is called: by its device, with its number where that is not enough."""
+    """Name each place in a list of replicas by its device, with its number where that is not enough."""
     if len(set(devices)) == len(devices):
         return [str(device) for device in devices]
     return [f"{device} (replica {at})" for at, device in enumerate(devices)]
 
 
 def spread(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A group in torch's form: after the first replicas of all its parameters come those on the other devices."""
+    """Turn a group into torch's form: the first replicas of all its parameters, then those on the other devices."""
     spread = {name: value for name, value in group.items() if name != COPIES}
     copies = group.get(COPIES, ())
     if copies:

@@ -1,4 +1,4 @@
-"""How equally long tensors on several devices of one process are summed: in which order, and with which library."""
+"""Sums of equally long tensors on several devices of one process: in which order, and with which library."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from torch import Tensor
 from torch.cuda import nccl
 from torch.nn.parallel import comm
 
-from kvstore_server.errors import ConfigurationError, did_you_mean
+from kvstore_server import check
+from kvstore_server.errors import ConfigurationError
 
 AUTO = "auto"
 FLAT = "flat"
 REDUCERS = (AUTO, "nccl", "tree", FLAT, "coalesced")
-"""What a reducer may be called."""
+"""Names of reducers."""
 
 _BUFFER = 10 * 1024 * 1024
 """Bytes that are summed at a time by `coalesced`; torch's own number."""
@@ -101,12 +102,7 @@ class NcclReducer(CoalescedReducer):
 
 def check_reducer(name: object) -> str:
     """Return the name if a reducer is called so. Raises ConfigurationError."""
-    if not isinstance(name, str) or name not in REDUCERS:
-        hint = did_you_mean(name, REDUCERS)
-        raise ConfigurationError(
-            f"the reducer must be one of {', '.join(map(repr, REDUCERS))}; got {name!r}{hint}"
-        )
-    return name
+    return check.one_of("the reducer", name, REDUCERS)
 
 
 def make_reducer(
@@ -114,7 +110,7 @@ def make_reducer(
     devices: Sequence[torch.device],
     can_access: Callable[[int, int], bool] = torch.cuda.can_device_access_peer,
 ) -> Reducer:
-    """The reducer of that name for these devices.
+    """Return the reducer of that name for these devices.
 
     "auto" is the tree where CUDA devices reach each other's memory, as caffe2's muji decides it, and else "flat".
 
@@ -139,12 +135,12 @@ def make_reducer(
 
 
 def is_left_fold(name: str) -> bool:
-    """Whether a reducer of that name always adds on the CPU from left to right, as where there is no choice."""
+    """Return whether a reducer of that name always adds on the CPU from left to right, as without a choice."""
     return name in (AUTO, FLAT)
 
 
 def _is_tree_direct(devices: Sequence[torch.device], can_access: Callable[[int, int], bool]) -> bool:
-    """Whether every addition of the tree can read the other device's memory."""
+    """Return whether every addition of the tree can read the other device's memory."""
     if len(devices) not in _TREE_SIZES or any(device.type != "cuda" for device in devices):
         return False
     places = [torch.cuda.current_device() if d.index is None else d.index for d in devices]
@@ -168,7 +164,7 @@ def _check_nccl(devices: Sequence[torch.device]) -> None:
 
 
 def are_distinct_cuda(devices: Sequence[torch.device]) -> bool:
-    """Whether all devices are CUDA's, and none occurs twice."""
+    """Return whether all devices are CUDA's, and none occurs twice."""
     return all(device.type == "cuda" for device in devices) and len(set(devices)) == len(devices)
 
 

@@ -11,7 +11,7 @@ import torch
 
 from kvtrainer.anomalies import describe_nonfinite, losses_of, report_anomalies
 from kvtrainer.errors import ConfigurationError
-from kvtrainer.parallel.losses import ReplicaLosses
+from kvtrainer.parallel.batch import ReplicaLosses
 from kvtrainer.results import StepResult
 from kvtrainer.schedules.binding import bind_schedules
 from kvtrainer.schedules.param_schedule import BoundSchedule

@@ -88,14 +88,14 @@ def test_norm_type_may_be_infinite_under_either_spelling() -> None:
         ({}, "needs max_norm"),
         ({"type": "value"}, "needs clip_value"),
         ({"type": "norms", "max_norm": 1}, "type must be 'norm' or 'value', got 'norms'"),
-        ({"max_norm": 1, "foreach": True}, "does not know 'foreach'"),
-        ({"type": "value", "clip_value": 1, "max_norm": 1}, "does not know 'max_norm'"),
-        ({"max_norm": 0}, "max_norm of clip_grad must be a number above 0, got 0"),
+        ({"max_norm": 1, "foreach": True}, "no option 'foreach'"),
+        ({"type": "value", "clip_value": 1, "max_norm": 1}, "no option 'max_norm'"),
+        ({"max_norm": 0}, "max_norm of .*above 0, got 0"),
         ({"max_norm": math.nan}, "got nan"),
         ({"max_norm": math.inf}, "got inf"),
         ({"max_norm": True}, "got True"),
         ({"max_norm": "1"}, "got '1'"),
-        ({"max_norm": 1, "norm_type": -2}, "norm_type of clip_grad must be a number above 0, got -2"),
+        ({"max_norm": 1, "norm_type": -2}, "norm_type of .*above 0, got -2"),
         ({"max_norm": 1, "error_if_nonfinite": 1}, "must be True or False, got 1"),
     ],
 )
@@ -110,7 +110,7 @@ def test_a_number_is_no_limit() -> None:
 
 
 def test_unknown_way_out_is_named() -> None:
-    with pytest.raises(ConfigurationError, match="one of 'raise', 'skip', 'ignore', got 'stop'"):
+    with pytest.raises(ConfigurationError, match="on_nonfinite .*got 'stop'"):
         make_limits(None, "stop")
 
 

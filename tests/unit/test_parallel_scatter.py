@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvtrainer.errors import ConfigurationError
-from kvtrainer.parallel.scatter import scatter
+from kvtrainer.parallel.batch import scatter
 
 CPU = torch.device("cpu")
 

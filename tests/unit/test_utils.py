@@ -56,8 +56,8 @@ def test_slices_are_views_of_the_batch() -> None:
         ((0, 3), dict(num_slice=2), r"shape \(0, 3\) has too few entries"),
         ((2, 3), dict(num_slice=2, batch_axis=2), r"shape \(2, 3\) has no batch_axis 2"),
         ((), dict(num_slice=1), r"shape \(\) has no batch_axis 0"),
-        ((2, 3), dict(num_slice=0), "num_slice must be an int of at least 1, got 0"),
-        ((2, 3), dict(num_slice=1.0), r"num_slice must be an int of at least 1, got 1\.0"),
+        ((2, 3), dict(num_slice=0), "num_slice must be an integer of at least 1, got 0"),
+        ((2, 3), dict(num_slice=1.0), r"num_slice must be an integer of at least 1, got 1\.0"),
     ],
 )  # fmt: skip
 def test_a_split_that_is_impossible_is_a_value_error(

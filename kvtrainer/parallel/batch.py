@@ -1,8 +1,8 @@
-"""A batch, split over the devices of one process."""
+"""A batch on the devices of one process: how it is split, and the losses of its parts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvtrainer.errors import ConfigurationError
+from kvtrainer.errors import BackwardTwiceError, ConfigurationError
 
 
 class PerReplica(list[Any]):
@@ -20,7 +20,7 @@ class PerReplica(list[Any]):
     Also what a loop makes itself when it has a part for each replica already.
 
     Attributes:
-        shares: what part of the whole each is; None where that is not known.
+        shares: the part of the whole that each is; None where that is not known.
     """
 
     shares: list[float] | None = None
@@ -62,7 +62,7 @@ def scatter(batch: Any, devices: Sequence[torch.device], axis: int = 0) -> PerRe
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """A batch with all its tensors on one device."""
+    """Move all tensors of a batch to one device."""
     return _mapped(batch, partial(_to, device=device))
 
 
@@ -75,7 +75,7 @@ def _to(one: Tensor, device: torch.device) -> Tensor:
 
 
 def _sizes(batch: Any, axis: int, path: str) -> Iterator[tuple[str, int]]:
-    """What each tensor is called and how long it is."""
+    """Yield the path and the length of each tensor."""
     if isinstance(batch, Tensor | np.ndarray):
         if batch.ndim:
             if not -batch.ndim <= axis < batch.ndim:
@@ -90,7 +90,7 @@ def _sizes(batch: Any, axis: int, path: str) -> Iterator[tuple[str, int]]:
 
 
 def _mapped(batch: Any, call: Callable[[Tensor], Tensor]) -> Any:
-    """The same structure with `call` of every tensor in it."""
+    """Return the same structure with `call` of every tensor in it."""
     if isinstance(batch, Tensor):
         return call(batch)
     if isinstance(batch, np.ndarray):
@@ -102,3 +102,68 @@ def _mapped(batch: Any, call: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(batch, list | tuple):
         return type(batch)(_mapped(value, call) for value in batch)
     return batch
+
+
+class ReplicaLosses(list[Tensor]):
+    """One loss of each replica that got data, multiplied by its share: their sum is the mean loss of the batch.
+
+    A list, so it goes wherever a list of losses does: `trainer.backward`, `amp.scale_loss`, `GradScaler.scale`.
+
+    Args:
+        losses: scalars, each on its device.
+        outputs: what the replicas' loss functions returned, unscaled.
+    """
+
+    def __init__(self, losses: Iterable[Tensor] = (), outputs: Sequence[Any] | None = None) -> None:
+        super().__init__(losses)
+        self.outputs: list[Any] = list(self if outputs is None else outputs)
+        self._is_used = False
+
+    def backward(self, factor: float | Tensor = 1.0) -> None:
+        """Compute the gradients of all replicas, of the losses times `factor`; they add to those that there are.
+
+        Raises:
+            BackwardTwiceError: there was a backward pass of these losses; nothing has happened then.
+        """
+        self.mark_used()
+        is_plain = not isinstance(factor, Tensor) and factor == 1.0
+        scaled = [loss if is_plain else loss * _on(factor, loss.device) for loss in self]
+        torch.autograd.backward(scaled)
+
+    def mark_used(self) -> None:
+        """Note that a backward pass of these losses begins. Raises BackwardTwiceError if there was one."""
+        if self._is_used:
+            raise BackwardTwiceError(
+                "the gradients of these losses have been computed already; a second backward pass would count the "
+                "batch twice. Compute new losses with forward_losses(batch)"
+            )
+        self._is_used = True
+
+    @property
+    def total(self) -> Tensor:
+        """The mean loss of the batch: the sum of the scaled losses, without graphs, on the first one's device."""
+        return torch.stack([loss.detach().to(self[0].device) for loss in self]).sum()
+
+
+def total_of(output: Any, replica: int) -> Tensor:
+    """Make one scalar of what a loss function returned: a loss, or several in a mapping or list, which are added.
+
+    Raises:
+        ConfigurationError: it is something else.
+    """
+    if isinstance(output, Tensor) and output.numel() == 1:
+        return output.reshape(())
+    if isinstance(output, Mapping):
+        output = list(output.values())
+    if isinstance(output, list | tuple) and output:
+        totals = [total_of(one, replica) for one in output]
+        return sum(totals[1:], start=totals[0])
+    got = f"a tensor of shape {list(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
+    raise ConfigurationError(
+        f"the loss of replica {replica} must be a scalar tensor, or a dict or list of them; got {got}. Pass loss_fn, a "
+        "function of the replica and its part of the batch"
+    )
+
+
+def _on(factor: float | Tensor, device: torch.device) -> float | Tensor:
+    return factor.to(device) if isinstance(factor, Tensor) else factor
