@@ -110,7 +110,7 @@ def test_a_number_is_no_limit() -> None:
 
 
 def test_unknown_way_out_is_named() -> None:
-    with pytest.raises(ConfigurationError, match="on_nonfinite .*got 'stop'"):
+    with pytest.raises(ConfigurationError, match=r"on_nonfinite .*got 'stop'"):
         make_limits(None, "stop")
 
 
