@@ -1,33 +1,21 @@
-"""From what ranks have committed to what is summed, to which keys that is, and whether the sum is held."""
+"""Which keys ranks contributed to, how much a late contribution counts, and whether a sum is held."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvstore_server.consistency import Contribution
 from kvstore_server.errors import PlanMismatchError
-from kvstore_server.optimizer import Optimizer
-from kvstore_server.protocol.messages import Commit, Payload
-from kvstore_server.reduction import Addend
+from kvstore_server.protocol.messages import Commit
+from kvstore_server.reduction import Contribution
 
 
-def addend_of(mine: Contribution[Any], optimizer: Optimizer | None, absent: frozenset[int]) -> Addend:
-    """One rank's part in the sum; without a factor of its own that of the optimizer counts."""
-    assert mine.commit is not None
-    scale = mine.commit.rescale
-    if scale is None:
-        scale = optimizer.rescale_grad if optimizer is not None else 1.0
-    slices: dict[int, Payload] = {s: payload for s, (_, payload) in mine.slices.items()}
-    return Addend(slices, scale, absent)
-
-
-def keys_in(addends: Sequence[Addend], keys: frozenset[int]) -> frozenset[int]:
+def keys_in(contributions: Sequence[Contribution], keys: frozenset[int]) -> frozenset[int]:
     """Those of some keys that any rank contributed to; the same object where that is all of them."""
-    for addend in addends:
-        if not addend.absent:
+    for given in contributions:
+        if not given.absent:
             return keys
-    return frozenset(key for key in keys if any(key not in a.absent for a in addends))
+    return frozenset(key for key in keys if any(key not in a.absent for a in contributions))
 
 
 def slowed_down(hypers: Sequence[Mapping[str, Any]], staleness: int) -> Sequence[Mapping[str, Any]]:

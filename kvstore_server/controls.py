@@ -5,6 +5,7 @@ from __future__ import annotations
 from kvstore_server.admission import EngineConfig
 from kvstore_server.errors import ProtocolError, UnknownNameError
 from kvstore_server.namespace import Namespace
+from kvstore_server.optimizer.state import pack_states, unpack_states
 from kvstore_server.protocol import messages as m
 from kvstore_server.tracing import Clock
 
@@ -29,13 +30,14 @@ def control(
             raise UnknownNameError(f"server {config.server} cannot run the optimizer: {error}") from None
         return m.Info()
     if isinstance(body, m.GetState):
-        dense = space.table(body.table).dense
-        export = dense.export_key_state if body.of_key else dense.export_state
-        return m.State(body.table, body.index, body.of_key, *export(body.index))
+        table = space.table(body.table)
+        found = table.shard.get_state(table.unit, body.index)
+        return m.State(body.table, body.index, *pack_states(found))
     if isinstance(body, m.State):
-        dense = space.table(body.table).dense
-        take = dense.import_key_state if body.of_key else dense.import_state
-        take(body.index, body.summary, body.data)
+        table = space.table(body.table)
+        table.shard.slot_of(table.unit, body.index)
+        piece = table.plan.slices[body.index]
+        table.shard.put_state(table.unit, body.index, unpack_states(piece, body.summary, body.data))
         return m.Info()
     if isinstance(body, m.Stats):
         return m.Info(space.stats(now, config))

@@ -14,7 +14,6 @@ from functools import partial
 from kvstore_server.admission import MAX_REASON, EngineConfig, check_hello, check_named, check_number
 from kvstore_server.commands import CommandContext, Commands
 from kvstore_server.controls import control
-from kvstore_server.dense import Leases, Updater
 from kvstore_server.errors import (
     ConfigurationError,
     KeyNotFoundError,

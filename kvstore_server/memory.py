@@ -9,14 +9,14 @@ from pathlib import Path
 
 import torch
 
-from kvstore_server.dense import DenseTable
 from kvstore_server.errors import ConfigurationError, KVStoreError
 from kvstore_server.hyper import effective_hypers
 from kvstore_server.modes import Mode
 from kvstore_server.optimizer import Optimizer, create_from_spec
 from kvstore_server.plan import ITEM_SIZE, Plan, TensorSpec, make_plan
 from kvstore_server.protocol.control import pack_control, unpack_control
-from kvstore_server.reduction import Addend, torch_dtype
+from kvstore_server.reduction import torch_dtype
+from kvstore_server.shard import Shard
 from kvstore_server.slicing import SIZES
 
 NAMESPACE, MEMBER, KEY = 16 << 10, 1 << 10, 1 << 10
@@ -104,11 +104,12 @@ def _state_bytes(spec: bytes, dtype: str) -> float:
         return 0.0
     optimizer.mute()
     plan = make_plan([TensorSpec("key", _PROBE, dtype)], 1, not optimizer.elementwise)
-    table = DenseTable(plan, 0)
+    shard = Shard()
+    unit = shard.add(plan)
     zeros = torch.zeros(_PROBE, dtype=torch_dtype(dtype)).view(-1)
     try:
-        given = Addend({piece.index: zeros[: piece.used] for piece in plan.slices}, 1.0, frozenset())
-        table.update([given], optimizer, effective_hypers(plan, optimizer, {}))
+        given = shard.contribution(unit, {p.index: zeros[: p.used] for p in plan.slices}, 1.0, frozenset())
+        shard.update([given], optimizer, [effective_hypers(plan, optimizer, {})])
     except KVStoreError:
         return 0.0
-    return table.state_nbytes / zeros.nbytes
+    return shard.state_nbytes / zeros.nbytes

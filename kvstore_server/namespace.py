@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from kvstore_server.codec import Codec, make_codec
-from kvstore_server.dense import Leases
 from kvstore_server.errors import (
     ConfigurationError,
     DeadlineError,
@@ -28,6 +27,7 @@ from kvstore_server.plan import TensorSpec, check_name, check_same, check_specs,
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.control import unpack_control
 from kvstore_server.row_payload import PACKED_ROWS, RowForm
+from kvstore_server.shard import Leases
 from kvstore_server.table import Table
 from kvstore_server.tracing import Profiling
 from kvstore_server.waits import Waits
@@ -228,14 +228,14 @@ class Namespace:
                 "namespace %r: the state of optimizer %r is dropped for another one", self.name, replaced
             )
             for table in self.tables.values():
-                table.dense.reset_states()
+                table.shard.reset_states()
         self._let_note_reads(self.tables.values())
 
     def _make_room(self, optimizer: Optimizer) -> None:
         """Claim the memory that the tables need with another optimizer."""
         workers = self.membership.num_workers
         needed = {
-            number: footprint(table.plan, table.dense.server, workers, self.mode, optimizer)
+            number: footprint(table.plan, table.unit.server, workers, self.mode, optimizer)
             for number, table in self.tables.items()
         }
         more = sum(needed.values()) - sum(self._footprints.values())
@@ -249,7 +249,7 @@ class Namespace:
             wanted = optimizer is not None and optimizer.delay_state is not None
             if wanted and not table.notes_reads and table.is_initialised:
                 # Without an optimizer nothing has changed the first values, so these are what every rank has.
-                table.delayed.note_all(self.membership.num_workers)
+                table.shard.note_read(table.unit, range(self.membership.num_workers))
             table.notes_reads = wanted
 
     def enter_barrier(

@@ -95,6 +95,10 @@ def combine(partials: Iterable[float], norm_type: float) -> float:
     return math.sqrt(total) if norm_type == 2.0 else total ** (1.0 / norm_type)
 
 
+UNCHANGED = Decision()
+"""The gradient is used as it is."""
+
+
 def same_decision(a: Decision, b: Decision) -> bool:
     """Whether two decisions have the same effect."""
     if a.skip or b.skip:

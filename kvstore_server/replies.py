@@ -8,7 +8,7 @@ from kvstore_server.errors import KVStoreError, to_wire
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.buffers import payload_size
 from kvstore_server.row_replies import changed_parts, pulled_parts
-from kvstore_server.sums import Partial
+from kvstore_server.shard import Partial
 from kvstore_server.table import Given, RoundEnd, Table, Waiter
 
 Parts = tuple[m.WeightsPart, ...]
@@ -20,14 +20,14 @@ def parts_of(table: Table, rank: int) -> Parts:
 
 
 def _whole(table: Table) -> Parts:
-    number, version, dense = table.number, table.version, table.dense
-    pieces = table.plan.resident_slices_of(dense.server)
-    return tuple([m.WeightsPart(number, p.index, version, dense.visible(p.index)) for p in pieces])
+    number, version, shard, unit = table.number, table.version, table.shard, table.unit
+    pieces = table.plan.resident_slices_of(unit.server)
+    return tuple([m.WeightsPart(number, p.index, version, shard.visible(unit, p.index)) for p in pieces])
 
 
 def rows_for(table: Table, rank: int, pull: m.PullRows) -> Parts:
     """The rows that a rank asks for. Raises as `pulled_parts`."""
-    return _sent(table, rank, pulled_parts(table.dense, table.number, table.version, pull))
+    return _sent(table, rank, pulled_parts(table.shard, table.unit, table.number, table.version, pull))
 
 
 def _sent(table: Table, rank: int, parts: Parts) -> Parts:
@@ -75,7 +75,7 @@ def outcome(
         if not table.mode.is_sync:  # by the time that the weights may be read they can be newer
             out += reply(waiter, m.Done(((table.number, commit.round, end.version),)))
         if commit.delta:
-            parts = changed_parts(table.dense, table.number, table.version, commit.version)
+            parts = changed_parts(table.shard, table.unit, table.number, table.version, commit.version)
         else:
             parts = _whole(table) if whole is None else whole
         return out + reply(waiter, m.Weights(_sent(table, rank, parts)))

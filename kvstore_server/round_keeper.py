@@ -10,7 +10,6 @@ from collections.abc import Callable
 
 from kvstore_server.admission import MAX_REASON
 from kvstore_server.consistency import Accepted, Applied, Lost, Refused
-from kvstore_server.dense import Updater
 from kvstore_server.errors import (
     KVStoreError,
     ProtocolError,
@@ -198,7 +197,7 @@ class RoundKeeper:
             return reply(waiter, m.Missing(table.number, commit.round, verdict.slices))
         assert isinstance(verdict, Accepted)
         if verdict.repeated and table.held is not None and commit.hold:
-            return held(table, commit.round, waiter, table.held.partials)
+            return held(table, commit.round, waiter, table.held.sum.partials)
         if verdict.repeated:
             return reply(waiter, still_waiting(space, open_round(table), rounds.missing_ranks(), now))
         table.absent[rank] = frozenset(batch.absent)
@@ -279,7 +278,7 @@ def _tell_held(table: Table) -> list[m.Outgoing]:
     out = []
     for _, mine in table.rounds.contributions():
         if mine.waiter is not None and mine.commit is not None and mine.commit.hold:
-            out += held(table, table.rounds.number, mine.waiter, table.held.partials)
+            out += held(table, table.rounds.number, mine.waiter, table.held.sum.partials)
     return out
 
 

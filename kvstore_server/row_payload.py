@@ -21,7 +21,10 @@ from torch import Tensor
 from kvstore_server.errors import ProtocolError
 from kvstore_server.plan import ITEM_SIZE, Plan, Slice, row_numel
 from kvstore_server.protocol.control import pack_control
-from kvstore_server.reduction import RowSet, SparsePayload, torch_dtype
+from kvstore_server.codec import Codec
+from kvstore_server.protocol.buffers import payload_bytes
+from kvstore_server.protocol.messages import Payload
+from kvstore_server.reduction import Encoded, RowSet, SparsePayload, torch_dtype, view_payload
 
 ROWS = "rows"
 PACKED_ROWS = pack_control({"type": ROWS})
@@ -81,6 +84,20 @@ def decode_rows(plan: Plan, piece: Slice, data: memoryview) -> Parts:
             raise ProtocolError(f"a row-sparse slice has a segment in form {form}")
     reader.finish()
     return parts
+
+
+def read_payload(
+    plan: Plan, piece: Slice, payload: Payload, form: Codec | RowForm | None
+) -> Tensor | Encoded | SparsePayload:
+    """View a payload as the numbers of a slice, or what a codec reads, or some rows. Nothing large is copied.
+
+    Raises:
+        ProtocolError: rows are malformed, or no codec of that kind wrote the bytes.
+        ShapeMismatchError: the payload has another size or dtype than the slice.
+    """
+    if isinstance(form, RowForm):
+        return as_contribution(piece, decode_rows(plan, piece, payload_bytes(payload)))
+    return view_payload(plan, piece, payload, form)
 
 
 def as_contribution(piece: Slice, parts: Parts) -> SparsePayload:

@@ -6,18 +6,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvstore_server.dense import DenseTable
 from kvstore_server.errors import ProtocolError
 from kvstore_server.plan import Plan, Slice, row_numel
 from kvstore_server.protocol import messages as m
 from kvstore_server.reduction import RowSet
 from kvstore_server.row_changes import Rows
 from kvstore_server.row_payload import encode_rows
+from kvstore_server.shard import Shard, Unit
 
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
-def changed_parts(table: DenseTable, number: int, version: int, held: int) -> tuple[m.WeightsPart, ...]:
+def changed_parts(shard: Shard, unit: Unit, number: int, version: int, held: int) -> tuple[m.WeightsPart, ...]:
     """What a worker that holds version `held` of all its slices here must be sent to have `version`, the present one.
 
     A slice in which nothing has changed has an empty part of kind ROWS.
@@ -26,18 +26,18 @@ def changed_parts(table: DenseTable, number: int, version: int, held: int) -> tu
         number: of the table.
     """
     parts = []
-    for piece in table.plan.resident_slices_of(table.server):
-        rows = table.changes.since(piece.index, held, version)
+    for piece in unit.plan.resident_slices_of(unit.server):
+        rows = shard.changed_since(unit, piece.index, held, version)
         payload, kind = _NOTHING, m.ROWS
-        if rows is None or _bytes_of(table.plan, piece, rows) >= piece.nbytes:
-            payload, kind = table.visible(piece.index), m.WHOLE
+        if rows is None or _bytes_of(unit.plan, piece, rows) >= piece.nbytes:
+            payload, kind = shard.visible(unit, piece.index), m.WHOLE
         elif rows:
-            payload = _pack(table, piece, rows)
+            payload = _pack(shard, unit, piece, rows)
         parts.append(m.WeightsPart(number, piece.index, version, payload, kind))
     return tuple(parts)
 
 
-def pulled_parts(table: DenseTable, number: int, version: int, pull: m.PullRows) -> tuple[m.WeightsPart, ...]:
+def pulled_parts(shard: Shard, unit: Unit, number: int, version: int, pull: m.PullRows) -> tuple[m.WeightsPart, ...]:
     """The values of the rows that were asked for, one part for each slice, flat.
 
     Raises:
@@ -49,7 +49,7 @@ def pulled_parts(table: DenseTable, number: int, version: int, pull: m.PullRows)
     ids = torch.from_numpy(np.frombuffer(pull.ids, "<i4").astype(np.int64))
     parts = []
     for (index, position, _), some in zip(pull.wanted, torch.split(ids, counts), strict=True):
-        rows = _rows_of(table, index, position)
+        rows = shard.rows_of(unit, index, position)
         if len(some) and not 0 <= int(some[0]) <= int(some[-1]) < len(rows):
             raise ProtocolError(
                 f"a pull names rows {some[0]} to {some[-1]} of the {len(rows)} of slice {index}"
@@ -60,28 +60,15 @@ def pulled_parts(table: DenseTable, number: int, version: int, pull: m.PullRows)
     return tuple(parts)
 
 
-def _rows_of(table: DenseTable, index: int, position: int) -> Tensor:
-    """The rows of the part of a key that a slice has at a position; not a copy. Raises as `pulled_parts`."""
-    at = table.by_index.get(index)
-    piece = table.slices[at] if at is not None else None
-    if piece is None or not 0 <= position < len(piece.segments):
-        raise ProtocolError(f"this server has no slice {index} with a segment {position}")
-    segment = piece.segments[position]
-    width = row_numel(table.plan.specs[segment.key])
-    if not width or segment.numel % width or segment.key_start % width:
-        raise ProtocolError(f"slice {index} has no whole rows of {table.plan.specs[segment.key].key!r}")
-    return table.visible(index)[segment.start : segment.start + segment.numel].view(-1, width)
-
-
-def _pack(table: DenseTable, piece: Slice, rows: Rows) -> Tensor:
+def _pack(shard: Shard, unit: Unit, piece: Slice, rows: Rows) -> Tensor:
     parts: dict[int, RowSet | Tensor] = {}
     for position, ids in rows.items():
         segment = piece.segments[position]
         if ids is None:
-            parts[position] = table.visible(piece.index)[segment.start : segment.start + segment.numel]
+            parts[position] = shard.visible(unit, piece.index)[segment.start : segment.start + segment.numel]
         else:
-            parts[position] = RowSet(ids, _rows_of(table, piece.index, position)[ids])
-    return encode_rows(table.plan, piece, parts)
+            parts[position] = RowSet(ids, shard.rows_of(unit, piece.index, position)[ids])
+    return encode_rows(unit.plan, piece, parts)
 
 
 def _bytes_of(plan: Plan, piece: Slice, rows: Rows) -> int:

@@ -11,8 +11,7 @@ from typing import Any
 from kvstore_server.addends import norm_to_hold
 from kvstore_server.codec import Codec
 from kvstore_server.consistency import SyncRounds
-from kvstore_server.dense import Leases, Updater
-from kvstore_server.errors import ConfigurationError, KVStoreError
+from kvstore_server.errors import ConfigurationError, KVStoreError, ProtocolError
 from kvstore_server.modes import SYNCHRONOUS, Mode
 from kvstore_server.norms import Decision, same_decision
 from kvstore_server.optimizer import Optimizer
@@ -20,7 +19,8 @@ from kvstore_server.plan import Plan
 from kvstore_server.protocol.buffers import payload_size
 from kvstore_server.protocol.messages import Push
 from kvstore_server.reduction import same_payload
-from kvstore_server.row_payload import RowForm
+from kvstore_server.row_payload import RowForm, read_payload
+from kvstore_server.shard import Leases, Updater
 from kvstore_server.table_values import Given, RoundEnd, TableValues, Waiter
 
 __all__ = ["Given", "RoundEnd", "Table", "Waiter"]
@@ -70,11 +70,13 @@ class Table(TableValues):
 
     def push(self, rank: int, push: Push, form: Codec | RowForm | None) -> None:
         """Take a provisional slice, in a form other than plain numbers if there is one, after checking that it fits."""
-        payload = self.dense.check_payload(push.slice, push.payload, form)
+        if push.slice not in self.unit.slots:
+            raise ProtocolError(f"slice {push.slice} of the table is not on this server")
+        payload = read_payload(self.plan, self.plan.slices[push.slice], push.payload, form)
         self.bytes_in += payload_size(push.payload)
         rounds = self.rounds_of(rank, push.round)
         if push.round == rounds.number and self._last_rank in (_ALL, rank):
-            self.dense.forget_undo()
+            self.unit.undo = None
         rounds.push(rank, Push(push.table, push.slice, push.round, push.generation, payload))
 
     def hold(self, rank: int, optimizer: Optimizer | None, updater: Updater | None) -> bool:
@@ -121,7 +123,7 @@ class Table(TableValues):
         rounds = self.rounds_of(rank)
         is_lane = rounds is not self.rounds
         given = rounds.contributions()
-        self.dense.forget_undo()
+        self.unit.undo = None
         active = _with_data(given)
         if decision is None:
             end = self._apply(rounds.number, active, optimizer, updater, is_lane)
@@ -146,7 +148,7 @@ class Table(TableValues):
         if rounds is not self.rounds:
             self.lanes.advance(rank)
         if self._last_rank in (_ALL, rank):
-            self.dense.forget_undo()
+            self.unit.undo = None
         return rounds.fail(error)
 
     def abort(self, rank: int, number: int, error: KVStoreError, undo: bool) -> list[Waiter]:
@@ -159,9 +161,9 @@ class Table(TableValues):
             return []
         end = self._ends[whose]
         has_changed = not end.is_skipped and not end.is_over
-        if not has_changed or (self.dense.can_undo and self._last_rank == whose):
+        if not has_changed or (self.unit.undo is not None and self._last_rank == whose):
             if has_changed:
-                self.dense.undo()
+                self.shard.undo(self.unit)
                 self.version += 1  # also the way back is a change
             rounds.undo(error)
             self.undone += 1
@@ -185,7 +187,7 @@ class Table(TableValues):
     def note_read(self, rank: int) -> None:
         """The present weights are sent to a rank."""
         if self.notes_reads:
-            self.delayed.note(rank)
+            self.shard.note_read(self.unit, [rank])
 
     def begin_process(self, rank: int) -> None:
         """A process begins to stand for a rank: drop what a former one had not committed."""
@@ -208,7 +210,7 @@ class Table(TableValues):
             "round": self.rounds.number,
             "version": self.version,
             "rounds_applied": self.rounds_applied,
-            "keys": len(self.dense.keys),
+            "keys": len(self.unit.keys),
             "keys_applied": self.keys_applied,
             "payload_mismatches": self.rounds.mismatches + self.lanes.mismatches,
             "rounds_undone": self.undone,

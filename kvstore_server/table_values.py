@@ -9,10 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from kvstore_server.addends import addend_of, keys_in, slowed_down
+from kvstore_server.addends import keys_in, slowed_down
 from kvstore_server.consistency import Contribution
-from kvstore_server.delayed_reads import DelayedReads
-from kvstore_server.dense import DenseTable, Leases, Updater
 from kvstore_server.errors import (
     ConfigurationError,
     KeyNotFoundError,
@@ -24,12 +22,13 @@ from kvstore_server.errors import (
 from kvstore_server.hyper import HyperBelief
 from kvstore_server.lanes import Lanes
 from kvstore_server.modes import Mode
-from kvstore_server.norms import Decision
+from kvstore_server.norms import UNCHANGED, Decision
 from kvstore_server.optimizer import Optimizer
 from kvstore_server.plan import Plan
 from kvstore_server.protocol.messages import Commit
-from kvstore_server.reduction import Addend, same_payload
-from kvstore_server.sums import Partial, Sums
+from kvstore_server.reduction import Contribution as Summand
+from kvstore_server.reduction import same_payload
+from kvstore_server.shard import HeldSum, Leases, Partial, Shard, Updater
 
 
 class Waiter(NamedTuple):
@@ -66,11 +65,10 @@ class RoundEnd(NamedTuple):
 class HeldRound:
     """The open round once all ranks have committed it, while its sums wait for a decision."""
 
-    addends: Sequence[Addend]
     optimizer: Optimizer
     hyper: bytes
     hypers: Sequence[Mapping[str, Any]]
-    partials: tuple[Partial, ...]
+    sum: HeldSum
 
 
 Given = list[tuple[int, Contribution[Waiter]]]
@@ -88,9 +86,9 @@ class TableValues:
         self.mode = mode
         self._is_sync = mode.is_sync
         self.num_workers = num_workers
-        self.dense = DenseTable(plan, server, leases)
+        self.shard = Shard(leases)
+        self.unit = self.shard.add(plan, server)
         self.lanes: Lanes[Waiter] = Lanes(num_workers, mode.bound, same_payload)
-        self.delayed = DelayedReads(self.dense)
         self.notes_reads = False
         """Whether the optimizer needs to know what each rank has read."""
         self.hyper = HyperBelief(plan)
@@ -140,49 +138,59 @@ class TableValues:
         if vetoes:
             return RoundEnd(self.version, (), tuple(vetoes))
         hyper = self._lowest() if is_lane else self.hyper.common(commits)
-        addends = self._addends(given, optimizer)
+        summands = self._summands(given, optimizer)
         if updater is not None:
-            self.dense.call_updater(addends, updater)
+            self.shard.call_updater(self.unit, summands, updater)
         elif optimizer is not None:
-            hypers = self._hypers(addends, optimizer, hyper, given if is_lane else None)
-            self._update(addends, optimizer, hypers)
+            hypers = self._hypers(summands, optimizer, hyper, given if is_lane else None)
+            self._update(summands, optimizer, hypers)
         elif not self.mode.is_sync:
             raise ConfigurationError(
                 f"{self.name!r} got a contribution in {self.mode.name} mode but has no optimizer to apply it; call "
                 "set_optimizer on every worker before the first push"
             )
         else:
-            self.dense.assign_sum(addends)
-        return self._applied(addends, hyper)
+            self.shard.assign_sum(summands)
+        return self._applied(summands, hyper)
 
     def _hold(self, given: Given, optimizer: Optimizer, norm_type: float) -> HeldRound:
         """Sum what ranks that have not joined gave, and keep that; the weights are as before."""
         commits = {rank: mine.commit for rank, mine in given if mine.commit is not None}
         hyper = self.hyper.common(commits)
-        addends = self._addends(given, optimizer)
-        hypers = self._hypers(addends, optimizer, hyper, None)
-        partials = self.dense.kept.hold(addends, optimizer, hypers, norm_type)
-        return HeldRound(addends, optimizer, hyper, hypers, tuple(partials))
+        summands = self._summands(given, optimizer)
+        hypers = self._hypers(summands, optimizer, hyper, None)
+        held = self.shard.hold(summands, optimizer, hypers, norm_type, self.unit)
+        return HeldRound(optimizer, hyper, hypers, held)
 
     def _apply_held(self, held: HeldRound, decision: Decision) -> RoundEnd:
         """Update with the sums that were kept, as was decided."""
         if decision.skip:
-            return RoundEnd(self.version, partials=held.partials, decision=decision)
-        self.dense.kept.decide(decision)
-        self._update(held.addends, held.optimizer, held.hypers, self.dense.kept)
-        end = self._applied(held.addends, held.hyper)
-        return end._replace(partials=held.partials, decision=decision)
+            return RoundEnd(self.version, partials=held.sum.partials, decision=decision)
+        summands = [held.sum.total]
+        self._update(summands, held.optimizer, held.hypers, decision)
+        end = self._applied(summands, held.hyper)
+        return end._replace(partials=held.sum.partials, decision=decision)
 
-    def _addends(self, given: Given, optimizer: Optimizer | None) -> list[Addend]:
-        return [addend_of(mine, optimizer, self.absent.get(rank, frozenset())) for rank, mine in given]
+    def _summands(self, given: Given, optimizer: Optimizer | None) -> list[Summand]:
+        """Each rank's part in the sum; without a factor of its own that of the optimizer counts."""
+        found = []
+        for rank, mine in given:
+            assert mine.commit is not None
+            scale = mine.commit.rescale
+            if scale is None:
+                scale = optimizer.rescale_grad if optimizer is not None else 1.0
+            payloads: dict[int, Any] = {s: payload for s, (_, payload) in mine.slices.items()}
+            absent = self.absent.get(rank, frozenset())
+            found.append(self.shard.contribution(self.unit, payloads, scale, absent))
+        return found
 
-    def _applied(self, addends: Sequence[Addend], hyper: bytes) -> RoundEnd:
+    def _applied(self, summands: Sequence[Summand], hyper: bytes) -> RoundEnd:
         """Count a round that has changed the weights."""
-        keys = keys_in(addends, self.dense.keys)
+        keys = keys_in(summands, self.unit.keys)
         self.version += 1
         self.rounds_applied += 1
         self.keys_applied += len(keys)
-        left_out = () if keys is self.dense.keys else tuple(sorted(self.dense.keys - keys))
+        left_out = () if keys is self.unit.keys else tuple(sorted(self.unit.keys - keys))
         return RoundEnd(self.version, left_out, (), hyper)
 
     def _assign(self, number: int, given: Given, is_lane: bool) -> None:
@@ -202,20 +210,21 @@ class TableValues:
                 "call set_data, or add_param_group, before the same step on every worker"
             )
         # A row-sparse key has its values here alone: they may stay.
-        needed = self.plan.resident_slices_of(self.dense.server) if number else self.dense.slices
+        needed = self.plan.resident_slices_of(self.unit.server) if number else self.unit.slices
         missing = [piece.index for piece in needed if piece.index not in first.slices]
         if missing:
             raise ProtocolError(
                 f"rank {rank} gave table {self.name!r} values without its slices {missing[:8]}"
             )
-        self.dense.assign({s: payload for s, (_, payload) in first.slices.items()})
+        values: dict[int, Any] = {s: payload for s, (_, payload) in first.slices.items()}
+        self.shard.assign(self.unit, values)
         self.is_initialised = True
         self.version += 1
         if self.notes_reads:
-            self.delayed.note_all(self.num_workers)
+            self.shard.note_read(self.unit, range(self.num_workers))
 
     def _hypers(
-        self, addends: Sequence[Addend], optimizer: Optimizer, hyper: bytes, alone: Given | None
+        self, summands: Sequence[Summand], optimizer: Optimizer, hyper: bytes, alone: Given | None
     ) -> Sequence[Mapping[str, Any]]:
         """The numbers with which the optimizer updates each key by a sum, or by what one rank gave `alone`."""
         if not optimizer.elementwise and not self.plan.whole_keys and len(self.plan.servers) > 1:
@@ -224,25 +233,25 @@ class TableValues:
                 f"{len(self.plan.servers)} servers; set the optimizer on every worker before the next push"
             )
         hypers: Sequence[Mapping[str, Any]]
-        hypers = self.hyper.effective(optimizer, hyper, self._scheduled_rate(optimizer, addends))
+        hypers = self.hyper.effective(optimizer, hyper, self._scheduled_rate(optimizer, summands))
         if alone is not None:
             [(rank, mine)] = alone
             if self.notes_reads and optimizer.delay_state is not None:
-                self.delayed.restore(rank, optimizer.delay_state)
+                self.shard.restore_read(self.unit, rank, optimizer.delay_state)
             if self.mode.slow_down and mine.commit is not None:
                 hypers = slowed_down(hypers, self.staleness(mine.commit))
         return hypers
 
     def _update(
         self,
-        addends: Sequence[Addend],
+        summands: Sequence[Summand],
         optimizer: Optimizer,
         hypers: Sequence[Mapping[str, Any]],
-        sums: Sums | None = None,
+        decision: Decision = UNCHANGED,
     ) -> None:
-        """Let the optimizer apply the sum of what was given, or one that was kept."""
+        """Let the optimizer apply the sum of what was given."""
         try:
-            self.dense.update(addends, optimizer, hypers, sums)
+            self.shard.update(summands, optimizer, [hypers], decision=decision)
         except OptimizerError:
             raise  # has been undone
         except Exception as error:
@@ -257,11 +266,12 @@ class TableValues:
         """How many updates came between the weights that a contribution was computed with and now."""
         return self.version - commit.version if commit.version >= 0 else 0
 
-    def _scheduled_rate(self, optimizer: Optimizer, addends: Sequence[Addend]) -> float | None:
+    def _scheduled_rate(self, optimizer: Optimizer, summands: Sequence[Summand]) -> float | None:
         """The learning rate that the optimizer's scheduler gives for this update of the table; None without one.
 
         Each table counts for itself, so that neither other keys nor the number of servers matter.
         """
         if optimizer.lr_scheduler is None:
             return None
-        return float(optimizer.lr_scheduler(optimizer.begin_num_update + self.dense.updates_after(addends)))
+        updates = self.shard.updates_after(self.unit, summands)
+        return float(optimizer.lr_scheduler(optimizer.begin_num_update + updates))

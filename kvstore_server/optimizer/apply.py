@@ -1,0 +1,482 @@
+"""The update of a run of elements, of some rows of a key, and of one whole key.
+
+A run is flat memory of whole 64-byte lines that is updated alike. Fused kernels round the tail of a vector differently
+from its body, so what is not a multiple of a line (gathered rows, a key that is updated alone) goes through scratch with
+zeros behind it. Then the bits of an element do not depend on where the vector around it was cut.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvstore_server.errors import OptimizerError, ShapeMismatchError
+from kvstore_server.optimizer.base import Optimizer, StateValue
+from kvstore_server.optimizer.state import RESERVED, State
+from kvstore_server.optimizer.torch_family import TorchOptimizer
+from kvstore_server.plan import ALIGNMENT
+
+Hyper = Mapping[str, Any]
+Room = Callable[[str, Tensor], Tensor]
+"""(name, something of its dtype) → a flat entry of zeros for all elements of a key."""
+
+_HALF = (torch.float16, torch.bfloat16)
+_BLOCK = 32768
+"""Elements up to which torch does not share an elementwise operation among threads (its grain size). Where it
+does, the shares end anywhere, and operations such as pow or sigmoid round the end of a share differently."""
+_UNIT = 64
+"""Elements whose multiples torch's vector loops cover without a rest, which is rounded like the end of a share."""
+
+
+def is_half(weight: Tensor) -> bool:
+    """Whether an update of `weight` is computed in float32 and rounded afterwards."""
+    return weight.dtype in _HALF
+
+
+def follow(master: Tensor, weight: Tensor) -> Tensor:
+    """Return `master`, changed in place where the weights are not its rounding: they were replaced, and win."""
+    replaced = master.to(weight.dtype) != weight
+    if replaced.any():
+        master.copy_(torch.where(replaced, weight.to(master.dtype), master))
+    return master
+
+
+@torch.no_grad()
+def update_run(
+    optimizer: Optimizer,
+    weight: Tensor,
+    grad: Tensor,
+    state: State,
+    hyper: Hyper,
+    padding: Callable[[], Iterable[slice]] = tuple,
+) -> None:
+    """Apply one update of an elementwise optimizer.
+
+    Args:
+        weight: flat, whole lines, updated in place; its padding is zero and stays so.
+        grad: flat, as long, float64 for float64 weights, else float32; rescaled; its padding is zero. It may be
+            overwritten.
+        state: of these elements, updated in place: a tensor in it has one number per element.
+        hyper: the optimizer's numbers with multipliers applied; no tensors. An optimizer that is `positioned` needs
+            'key' and 'first' too.
+        padding: finds the parts of `weight` that are padding.
+
+    Raises:
+        OptimizerError: the optimizer put something else than flat tensors and numbers into the state.
+        Exception: whatever a user-defined optimizer raises; weights and state are then half updated.
+    """
+    assert optimizer.elementwise, f"{optimizer.registered_name} needs whole keys; see update_key"
+    if not weight.numel():
+        state.values, state.step = {}, state.step + 1
+        return
+    target = _computed_in(optimizer, weight, state)
+    _clip(optimizer, grad, hyper)
+    numbers = {**hyper, "step": optimizer.begin_num_update + state.step + 1}
+    if _may_round_ends_differently(optimizer, weight):
+        _update_in_blocks(optimizer, target, grad, state, numbers)
+    else:
+        values = dict(state.values) if state.step else optimizer.create_state(target)
+        optimizer.update(target, grad, values, numbers)
+        state.values = {
+            name: _flat_entry(optimizer, name, value, target, (target, grad)) for name, value in values.items()
+        }
+    if not optimizer.verified or hyper.get("eps") == 0:
+        # An optimizer that is not ours, or 0 / 0 where eps is 0, may have changed it.
+        for part in padding():
+            target[part].zero_()
+    if target is not weight:
+        weight.copy_(target)
+    state.step += 1
+
+
+def _may_round_ends_differently(optimizer: Optimizer, weight: Tensor) -> bool:
+    """Whether bits could depend on where a vector ends, so that the vectors given to it must end alike."""
+    return not optimizer.verified and weight.device.type == "cpu"
+
+
+def _update_in_blocks(
+    optimizer: Optimizer, weight: Tensor, grad: Tensor, state: State, numbers: dict[str, Any]
+) -> None:
+    """Update a run in blocks that torch does not share among threads, each of whole units."""
+    former = state.values if state.step else {}
+    result: dict[str, StateValue] = {}
+    for offset in range(0, weight.numel(), _BLOCK):
+        part = slice(offset, offset + _BLOCK)
+        count = weight[part].numel()
+        spare = -count % _UNIT
+        lent, lent_grad = _lengthened(weight[part], spare), _lengthened(grad[part], spare)
+        values = _block_of(former, part, spare) if state.step else optimizer.create_state(lent)
+        if optimizer.positioned:
+            numbers = {**numbers, "first": numbers["first"] + (offset and _BLOCK)}
+        optimizer.update(lent, lent_grad, values, numbers)
+        if spare:
+            weight[part].copy_(lent[:count])
+        for name, value in values.items():
+            entry = _flat_entry(optimizer, name, value, lent)
+            if isinstance(entry, Tensor) and entry.dim():
+                whole = result.get(name, former.get(name))
+                if not isinstance(whole, Tensor):
+                    whole = entry.new_zeros(weight.numel())
+                if whole[part].data_ptr() != entry.data_ptr():
+                    whole[part].copy_(entry[:count])
+                entry = whole
+            result[name] = entry
+    state.values = result
+
+
+def _block_of(values: Mapping[str, StateValue], part: slice, spare: int) -> dict[str, StateValue]:
+    return {
+        name: _lengthened(value[part], spare) if isinstance(value, Tensor) and value.dim() else _own(value)
+        for name, value in values.items()
+    }
+
+
+def _lengthened(flat: Tensor, spare: int) -> Tensor:
+    """The vector with so many zeros after it; itself, not a copy, where there are none."""
+    return torch.nn.functional.pad(flat, (0, spare)) if spare else flat
+
+
+def _flat_entry(
+    optimizer: Optimizer, name: str, value: object, weight: Tensor, lent: Sequence[Tensor] = ()
+) -> StateValue:
+    """An entry that an elementwise optimizer made, checked; copied if it lies in the memory of a tensor it was lent.
+
+    Raises:
+        OptimizerError: it is no flat tensor and no number, or has a reserved name.
+    """
+    is_flat = isinstance(value, Tensor) and value.shape == weight.shape and name not in RESERVED
+    is_number = isinstance(value, int | float) or (isinstance(value, Tensor) and value.dim() == 0)
+    if not is_flat and not is_number:
+        got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+        raise OptimizerError(
+            f"optimizer {optimizer.registered_name} put {got} into its state as {name!r}; an entry is a tensor "
+            f"of the weights' shape {tuple(weight.shape)}, a 0-d tensor or a number, and not called "
+            f"{' or '.join(RESERVED)}"
+        )
+    assert isinstance(value, Tensor | int | float)
+    if isinstance(value, Tensor) and any(_shares_memory(value, other) for other in lent):
+        return value.clone()
+    return value
+
+
+@torch.no_grad()
+def update_key(optimizer: Optimizer, weight: Tensor, grad: Tensor, state: State, hyper: Hyper) -> None:
+    """Apply one update to a whole key.
+
+    An optimizer with `elementwise = False` needs more of a key than one element: its norm, the mean of a row, a product
+    of matrices. An elementwise one is run as on a run that holds the key alone.
+
+    Args:
+        weight: the key in its own shape, contiguous, updated in place.
+        grad: of the same shape, float64 for float64 weights, else float32; rescaled. It may be overwritten.
+            Where `optimizer.takes_sparse(hyper)`, it may be a coalesced sparse tensor with one sparse dimension.
+        state: of this key, updated in place: tensors of any shape and numbers.
+        hyper: the optimizer's numbers with multipliers applied, and 'key', the name of the key.
+
+    Raises:
+        ConfigurationError: the optimizer cannot update a key of this shape with these numbers; nothing changed.
+        OptimizerError: the optimizer put something else than tensors and numbers into the state.
+        Exception: whatever a user-defined optimizer raises; weight and state are then half updated.
+    """
+    optimizer.check_key(str(hyper.get("key", "")), weight.shape, hyper)
+    if not weight.numel():
+        state.step += 1  # there is nothing to update, and torch's matrix classes fail on that
+        return
+    if optimizer.elementwise and not grad.is_sparse:
+        _update_alone(optimizer, weight, grad, state, hyper)
+        return
+    target = _computed_in(optimizer, weight, state)
+    _clip(optimizer, grad.values() if grad.is_sparse else grad, hyper)
+    values = dict(state.values) if state.step else optimizer.create_state(target)
+    optimizer.update(target, grad, values, {**hyper, "step": optimizer.begin_num_update + state.step + 1})
+    state.values = {name: _entry(optimizer, name, value, (target, grad)) for name, value in values.items()}
+    state.step += 1
+    if target is not weight:
+        weight.copy_(target)
+
+
+def coalesce_rows(ids: Tensor, values: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+    """Return the distinct ids in ascending order, and for each the sum of its values in the order given.
+
+    torch's own coalesce adds the values of one id in an order that it does not promise. Ids that are distinct
+    and ascending already are returned as they are, not copied.
+
+    Args:
+        ids: int64, one dimension, each from 0 up to `num_rows`.
+        values: one row for each id; half precision should have been converted, for it is summed as it is.
+
+    Raises:
+        ShapeMismatchError: the numbers of ids and of rows differ, or an id is outside the key.
+    """
+    if ids.dim() != 1 or values.dim() < 1 or len(ids) != len(values):
+        raise ShapeMismatchError(
+            f"a row-sparse gradient needs one row of values for each id, got ids of shape {tuple(ids.shape)} and "
+            f"values of shape {tuple(values.shape)}"
+        )
+    if not len(ids):
+        return ids, values
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high >= num_rows:
+        wrong = low if low < 0 else high
+        raise ShapeMismatchError(f"a row-sparse gradient has row {wrong}, but its key has {num_rows} rows")
+    if bool((ids[1:] > ids[:-1]).all()):
+        return ids, values
+    distinct, place = torch.unique(ids, return_inverse=True)
+    return distinct, values.new_zeros(len(distinct), *values.shape[1:]).index_add_(0, place, values)
+
+
+def _zeros(numel: int) -> Room:
+    return lambda name, like: like.new_zeros(numel)
+
+
+@torch.no_grad()
+def update_rows(
+    optimizer: Optimizer,
+    weight: Tensor,
+    rows: Tensor,
+    grad_rows: Tensor,
+    state: State,
+    hyper: Hyper,
+    room: Room | None = None,
+) -> None:
+    """Apply one update to a key, or to a block of its rows, whose gradient is zero outside `rows`.
+
+    Three ways, chosen by the optimizer: torch's sparse-capable classes get a sparse tensor; a lazy update runs on the
+    rows that are present alone; for all other optimizers the gradient counts as a dense one that is zero elsewhere.
+
+    Args:
+        weight: of at least one dimension, contiguous, updated in place.
+        rows: distinct, ascending ids of rows, int64; as `coalesce_rows` returns them. None at all still count
+            as an update.
+        grad_rows: one row for each id, of any shape with the elements of a row; float64 for float64 weights, else
+            float32; rescaled. It may be overwritten.
+        state: of this key, updated in place; also what `update_key` uses, so the two may alternate.
+        hyper: as for `update_key`.
+        room: makes entries that a lazy update begins.
+
+    Raises:
+        ConfigurationError, OptimizerError, Exception: as `update_key` does.
+    """
+    grad_rows = grad_rows.reshape(len(rows), *weight.shape[1:])
+    if optimizer.takes_sparse(hyper):
+        if 1 in grad_rows.shape:
+            # A dimension of size 1 may have any stride, as in an expanded gradient, and torch's addition of sparse
+            # tensors goes wrong with those.
+            grad_rows = torch.empty(grad_rows.shape, dtype=grad_rows.dtype, device=grad_rows.device).copy_(grad_rows)
+        sparse = torch.sparse_coo_tensor(
+            rows[None], grad_rows, weight.shape, is_coalesced=True, check_invariants=False
+        )
+        update_key(optimizer, weight, sparse, state, hyper)
+    elif updates_rows_alone(optimizer, hyper):
+        _update_lazily(optimizer, weight, rows, grad_rows, state, hyper, room or _zeros(weight.numel()))
+    else:
+        dense = grad_rows.new_zeros(weight.shape)
+        dense[rows] = grad_rows
+        update_key(optimizer, weight, dense, state, hyper)
+
+
+def updates_rows_alone(optimizer: Optimizer, hyper: Hyper) -> bool:
+    """Whether `update_rows` gathers the rows that are present and updates nothing else."""
+    return optimizer.updates_rows(hyper) and not optimizer.positioned
+
+
+def takes_rows(optimizer: Optimizer, hyper: Hyper) -> bool:
+    """Whether an update by some rows differs from one by a gradient that is zero elsewhere."""
+    return optimizer.takes_sparse(hyper) or updates_rows_alone(optimizer, hyper)
+
+
+def moves_only_rows(optimizer: Optimizer, hyper: Hyper) -> bool:
+    """Whether `update_rows` is sure to leave the weights of all other rows as they are."""
+    if optimizer.takes_sparse(hyper):
+        # The momentum of torch's SGD moves all rows that ever had a gradient.
+        return isinstance(optimizer, TorchOptimizer) and not hyper.get("momentum")
+    return updates_rows_alone(optimizer, hyper)
+
+
+def _update_lazily(
+    optimizer: Optimizer, weight: Tensor, rows: Tensor, grad_rows: Tensor, state: State, hyper: Hyper, room: Room
+) -> None:
+    """Gather the rows of the weights and of the state, update them as a key of their own, and put them back."""
+    optimizer.check_key(str(hyper.get("key", "")), weight.shape, hyper)
+    if not state.step:
+        _begin(optimizer, weight, state)
+    kept = {name: _by_row(value, weight) for name, value in state.values.items()}
+    if not len(rows):
+        state.values, state.step = kept, state.step + 1
+        return
+    live = optimizer.hyper_for_rows(weight if state.master is None else state.master, grad_rows, hyper)
+    gathered = _Gathered(rows, weight, optimizer.elementwise)
+    part = State(
+        {name: gathered.take(v) if _has_rows(v) else v for name, v in kept.items()},
+        state.step,
+        None if state.master is None else gathered.take(state.master),
+    )
+    piece = gathered.take(weight)
+    if optimizer.elementwise:
+        grad = gathered.padded(grad_rows)
+        used = grad_rows.numel()
+        update_run(optimizer, piece, grad, part, live, lambda: [slice(used, None)])
+    else:
+        update_key(optimizer, piece, grad_rows, part, live)
+    gathered.put(weight, piece)
+    if state.master is not None and part.master is not None:
+        gathered.put(state.master, part.master)
+    state.values = {}
+    for name, value in part.values.items():
+        if isinstance(value, Tensor) and value.dim():
+            entry = kept.get(name)
+            if not isinstance(entry, Tensor) or not entry.dim():
+                entry = _new_entry(optimizer, name, value, weight, len(rows), room)
+            gathered.put(entry, value)
+            value = entry
+        state.values[name] = value
+    state.step = part.step
+
+
+class _Gathered:
+    """Takes some rows out of tensors and puts them back; for an elementwise optimizer flat, with zeros up to a line."""
+
+    def __init__(self, rows: Tensor, weight: Tensor, is_flat: bool) -> None:
+        self._rows = rows
+        self._is_flat = is_flat
+        self._shape = (len(rows), *weight.shape[1:])
+        unit = ALIGNMENT // weight.element_size()
+        self._count = math.prod(self._shape)
+        self._length = -(-self._count // unit) * unit
+
+    def take(self, whole: Tensor) -> Tensor:
+        if not self._is_flat:
+            return whole.index_select(0, self._rows)
+        flat = self._scratch(whole)
+        torch.index_select(whole, 0, self._rows, out=flat[: self._count].view(self._shape))
+        return flat
+
+    def padded(self, values: Tensor) -> Tensor:
+        """What `take` would return, of rows that have been taken; not a copy where nothing is to be added."""
+        if self._length == self._count and values.is_contiguous():
+            return values.view(-1)
+        flat = self._scratch(values)
+        flat[: self._count].view(self._shape).copy_(values)
+        return flat
+
+    def put(self, whole: Tensor, values: Tensor) -> None:
+        rows = values[: self._count].view(self._shape) if self._is_flat else values
+        whole.index_copy_(0, self._rows, rows.to(whole.dtype))
+
+    def _scratch(self, like: Tensor) -> Tensor:
+        flat = torch.empty(self._length, dtype=like.dtype, device=like.device)
+        flat[self._count :].zero_()
+        return flat
+
+
+def _begin(optimizer: Optimizer, weight: Tensor, state: State) -> None:
+    """Make the state before the first update, of all rows."""
+    whole = weight.float() if is_half(weight) else weight
+    if optimizer.multi_precision and whole is not weight and state.master is None:
+        state.master = whole
+    values = optimizer.create_state(whole.reshape(-1) if optimizer.elementwise else whole)
+    state.values = {name: _entry(optimizer, name, value, (whole,)) for name, value in values.items()}
+
+
+def _has_rows(value: StateValue | None) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0
+
+
+def _by_row(value: StateValue, weight: Tensor) -> Any:
+    """An entry of state with the rows of the key as its first dimension."""
+    if isinstance(value, Tensor) and value.numel() == weight.numel() and value.dim() == 1:
+        return value.view(weight.shape)
+    return value
+
+
+def _new_entry(
+    optimizer: Optimizer, name: str, value: Tensor, weight: Tensor, count: int, room: Room
+) -> Tensor:
+    """An entry that a lazy update has begun, zero in the rows that were not updated."""
+    if optimizer.elementwise:
+        return room(name, value).view(weight.shape)
+    if len(value) != count:
+        raise OptimizerError(
+            f"optimizer {optimizer.registered_name} put a tensor of shape {tuple(value.shape)} into its state as "
+            f"{name!r} in an update of {count} rows; an entry of a lazy update is a number or has one row for each"
+        )
+    return value.new_zeros(weight.shape[0], *value.shape[1:])
+
+
+def _computed_in(optimizer: Optimizer, weight: Tensor, state: State) -> Tensor:
+    """The weights to update: float32 ones in place of half-precision ones."""
+    if not is_half(weight):
+        return weight
+    if not optimizer.multi_precision:
+        optimizer.warn_of_low_precision(weight.dtype)
+        return weight.float()
+    state.master = weight.float() if state.master is None else follow(state.master, weight)
+    return state.master
+
+
+def _clip(optimizer: Optimizer, grad: Tensor, hyper: Hyper) -> None:
+    bound = hyper.get("clip_gradient")
+    if bound is not None and optimizer.clips:
+        grad.clamp_(-bound, bound)
+
+
+def _entry(optimizer: Optimizer, name: str, value: object, lent: Sequence[Tensor]) -> StateValue:
+    """An entry that an optimizer of whole keys made, checked; copied if it lies in the memory of a tensor it was lent.
+
+    Raises:
+        OptimizerError: it is no tensor and no number, or has a reserved name.
+    """
+    kind = "sparse tensor" if isinstance(value, Tensor) and value.is_sparse else type(value).__name__
+    if name in RESERVED or not isinstance(value, Tensor | int | float) or kind == "sparse tensor":
+        raise OptimizerError(
+            f"optimizer {optimizer.registered_name} put a {kind} into its state as {name!r}; "
+            f"an entry is a dense tensor or a number, and not called {' or '.join(RESERVED)}"
+        )
+    if isinstance(value, Tensor) and any(_shares_memory(value, other) for other in lent):
+        return value.clone()
+    return value
+
+
+def _shares_memory(a: Tensor, b: Tensor) -> bool:
+    if b.is_sparse:
+        return _shares_memory(a, b.values())
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+
+
+def _update_alone(optimizer: Optimizer, weight: Tensor, grad: Tensor, state: State, hyper: Hyper) -> None:
+    """Run an elementwise optimizer on a run that holds nothing but this key, padding included."""
+    numel, unit = weight.numel(), ALIGNMENT // weight.element_size()
+    length = -(-numel // unit) * unit
+    flat = State(
+        {n: _padded(v, length) if isinstance(v, Tensor) and v.dim() else v for n, v in state.values.items()},
+        state.step,
+        None if state.master is None else _padded(state.master, length),
+    )
+    body, numbers = _padded(weight, length), {"first": 0, **hyper}
+    update_run(optimizer, body, _padded(grad, length), flat, numbers, lambda: [slice(numel, None)])
+    if length != numel:
+        weight.copy_(body[:numel].view(weight.shape))
+    shape = weight.shape or (1,)  # a 0-d entry would be taken for a number
+    state.values = {
+        n: v[:numel].view(shape) if isinstance(v, Tensor) and v.dim() else v for n, v in flat.values.items()
+    }
+    state.master = None if flat.master is None else flat.master[:numel].view(weight.shape)
+    state.step = flat.step
+
+
+def _padded(tensor: Tensor, length: int) -> Tensor:
+    """The flat tensor with zeros up to `length`; not a copy where it has that length."""
+    flat = tensor.reshape(-1)
+    if flat.numel() == length:
+        return flat
+    padded = flat.new_zeros(length)
+    padded[: flat.numel()] = flat
+    return padded
+
+
+def _own(value: StateValue) -> StateValue:
+    return value.clone() if isinstance(value, Tensor) else value

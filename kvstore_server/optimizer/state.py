@@ -1,0 +1,336 @@
+"""The optimizer state of neighbouring segments, and the same as a summary of plain numbers and one block of bytes.
+
+An entry with one number per element lies in flat memory beside the weights, so that one kernel call can update many
+segments. Every other entry (a number, or a tensor that an optimizer of whole keys has shaped as it likes) is kept with
+its segment; of a key that has several segments, with the first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvstore_server.errors import ProtocolError, ShapeMismatchError
+from kvstore_server.optimizer.base import StateValue
+from kvstore_server.plan import ALIGNMENT, Slice
+
+RESERVED = ("step", "master")
+"""Names of entries that are no optimizer's own: the number of updates, and float32 copies of half-precision weights."""
+
+_DTYPES = ("float32", "float64", "float16", "bfloat16", "int64", "int32", "uint8", "bool")
+
+
+class Place(Enum):
+    """Stands for an entry that lies in flat memory."""
+
+    MEMORY = 0
+
+
+Entries = Mapping[str, StateValue | Place]
+
+
+@dataclass
+class State:
+    """The state of some elements while they are updated together; a new one is the state before the first update."""
+
+    values: dict[str, StateValue] = field(default_factory=dict)
+    """What the optimizer keeps, under its own names."""
+    step: int = 0
+    """The number of updates applied."""
+    master: Tensor | None = None
+    """float32 weights of half-precision ones (multi_precision); they follow weights that are replaced."""
+
+
+class States:
+    """The state of segments that lie one after the other in flat memory: those of one slice, or of a whole Shard.
+
+    Args:
+        dtype: Of the weights, as a Plan names it.
+        length: Elements of the memory, padding included.
+        segments: Start and number of elements of each segment.
+        device: Of the weights.
+    """
+
+    def __init__(
+        self,
+        dtype: str,
+        length: int,
+        segments: Sequence[tuple[int, int]] = (),
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.dtype = dtype
+        self.length = length
+        self.device = torch.device(device)
+        self.segments: list[tuple[int, int]] = []
+        self.steps = np.zeros(0, np.int64)
+        """The number of updates of each segment."""
+        self.entries: list[Entries] = []
+        """Of each segment. A mapping may be shared by segments and is replaced, never changed."""
+        self.tensors: dict[str, Tensor] = {}
+        """The flat memory of each name, in the dtype that updates compute in; zero where nothing has been kept."""
+        self._shared: dict[tuple[str, ...], Entries] = {}
+        self.add(segments)
+
+    @classmethod
+    def of_slice(cls, piece: Slice, device: torch.device | str = "cpu") -> States:
+        """The state of a slice that was never updated."""
+        return cls(piece.dtype, piece.length, [(s.start, s.numel) for s in piece.segments], device)
+
+    def add(self, segments: Sequence[tuple[int, int]]) -> None:
+        """Append segments that were never updated."""
+        self.segments += segments
+        self.steps = np.concatenate([self.steps, np.zeros(len(segments), np.int64)])
+        self.entries += [self._share({})] * len(segments)
+
+    def view(self, first: int, end: int, part: slice) -> State:
+        """The state of segments with equal steps and entries; per-element tensors are views of their memory.
+
+        Args:
+            part: Their elements.
+        """
+        values = {
+            name: self.tensors[name][part] if value is Place.MEMORY else _own(value)
+            for name, value in self.entries[first].items()
+        }
+        master = values.pop("master", None)
+        assert master is None or isinstance(master, Tensor)
+        return State(values, int(self.steps[first]), master)
+
+    def keep(self, first: int, end: int, part: slice, state: State) -> None:
+        """Take over what an update made of a `view`; every tensor with a dimension has a number per element."""
+        entries: dict[str, StateValue | Place] = {}
+        named = state.values if state.master is None else {**state.values, "master": state.master}
+        for name, value in named.items():
+            if isinstance(value, Tensor) and value.dim():
+                memory = self.tensor(name, value)[part]
+                if memory.data_ptr() != value.data_ptr():
+                    memory.copy_(value.reshape(-1))
+                entries[name] = Place.MEMORY
+            else:
+                entries[name] = value
+        self.entries[first:end] = [self._share(entries)] * (end - first)
+        self.steps[first:end] = state.step
+
+    def keep_key(self, first: int, end: int, part: slice, state: State) -> None:
+        """As `keep`, of one whole key: only the master has a number per element."""
+        self.keep(first, end, part, State({}, state.step, state.master))
+        self.entries[first] = {**self.entries[first], **state.values}
+
+    def cleared(self, name: str, like: Tensor, part: slice) -> Tensor:
+        """The memory of that name, zero in `part`; made now if there is none."""
+        is_new = name not in self.tensors
+        memory = self.tensor(name, like)[part]
+        return memory if is_new else memory.zero_()
+
+    def tensor(self, name: str, like: Tensor) -> Tensor:
+        """The memory of that name; a missing one is made, zero, in the dtype to compute in."""
+        if name not in self.tensors:
+            compute = torch.float64 if self.dtype == "float64" else torch.float32
+            dtype = compute if like.is_floating_point() else like.dtype
+            self.tensors[name] = aligned_zeros(self.length, dtype, self.device)
+        return self.tensors[name]
+
+    def state_of(self, index: int) -> dict[str, StateValue]:
+        """Copy out the state of one segment: 'step' and its entries."""
+        return joined([(self, index)], None)
+
+    def copy(self, first: int, end: int, part: slice) -> States:
+        """Copy out the state of some segments, whose elements are `part`."""
+        segments = [(start - part.start, numel) for start, numel in self.segments[first:end]]
+        found = States(self.dtype, part.stop - part.start, segments, self.device)
+        found.steps[:] = self.steps[first:end]
+        found.entries = [{n: _own(v) for n, v in entries.items()} for entries in self.entries[first:end]]
+        names = {n for entries in found.entries for n, v in entries.items() if v is Place.MEMORY}
+        found.tensors = {name: memory[part].clone() for name, memory in self.tensors.items() if name in names}
+        return found
+
+    def replace(self, first: int, part: slice, other: States) -> None:
+        """Take over the state of the segments of `other`, which lie in `part` here, from `first` on."""
+        for name, memory in other.tensors.items():
+            self.tensor(name, memory)[part].copy_(memory)
+        end = first + len(other.segments)
+        self.steps[first:end] = other.steps
+        self.entries[first:end] = [self._share(entries) for entries in other.entries]
+
+    def forget(self) -> None:
+        """Drop all state."""
+        self.steps[:] = 0
+        self.entries = [self._share({})] * len(self.segments)
+        self.tensors.clear()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        own = [value for entries in self.entries for value in entries.values()]
+        return sum(value.nbytes for value in [*self.tensors.values(), *own] if isinstance(value, Tensor))
+
+    def _share(self, entries: Entries) -> Entries:
+        """The same mapping for all segments that have everything in memory, and under the same names."""
+        if any(value is not Place.MEMORY for value in entries.values()):
+            return entries
+        return self._shared.setdefault(tuple(entries), entries)
+
+
+def joined(
+    parts: Sequence[tuple[States, int]], shape: Sequence[int] | None
+) -> dict[str, StateValue]:
+    """Copy out the state of a key: 'step', and its entries.
+
+    Args:
+        parts: Its segments, in order.
+        shape: Of the key; None leaves what has a number per element flat.
+    """
+    first, at = parts[0]
+    found: dict[str, StateValue] = {"step": float(first.steps[at])}
+    for name, value in first.entries[at].items():
+        if value is Place.MEMORY:
+            pieces = [states.tensors[name][start : start + numel] for states, start, numel in _places(parts)]
+            flat = torch.cat(pieces) if len(pieces) > 1 else pieces[0].clone()
+            found[name] = flat if shape is None else flat.view(tuple(shape))
+        else:
+            found[name] = _own(value)
+    return found
+
+
+def spread(
+    parts: Sequence[tuple[States, int]],
+    values: Mapping[str, StateValue],
+    is_per_element: Callable[[str, StateValue], bool],
+) -> None:
+    """Replace the state of a key by what `joined` returned, there or elsewhere.
+
+    Without a 'step' the key counts as never updated. A tensor of a shape of its own goes to the first segment.
+
+    Args:
+        parts: Its segments, in order.
+        is_per_element: Tells the entries with a number per element from the others by name and value.
+
+    Raises:
+        ShapeMismatchError: one has another number of elements than the key; nothing has changed.
+    """
+    flat = {n: torch.as_tensor(v).detach().reshape(-1) for n, v in values.items() if is_per_element(n, v)}
+    others = {n: _own(v) for n, v in values.items() if n not in flat and n != "step"}
+    size = sum(numel for _, _, numel in _places(parts))
+    for name, tensor in flat.items():
+        if tensor.numel() != size:
+            raise ShapeMismatchError(
+                f"state {name!r} has {tensor.numel()} elements, but its key has {size}; load the state of the same model"
+            )
+    at = 0
+    for (states, index), (_, start, numel) in zip(parts, _places(parts), strict=True):
+        for name, tensor in flat.items():
+            states.tensor(name, tensor)[start : start + numel].copy_(tensor[at : at + numel])
+        states.steps[index] = int(values.get("step", 0))
+        states.entries[index] = states._share({**others, **dict.fromkeys(flat, Place.MEMORY)})
+        others = {n: v for n, v in others.items() if not (isinstance(v, Tensor) and v.dim())}
+        at += numel
+
+
+def aligned_zeros(numel: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
+    """Zeros that begin on a boundary of 64 bytes; on the CPU the system provides the memory as it is written."""
+    if torch.device(device).type != "cpu":
+        return torch.zeros(numel, dtype=dtype, device=device)
+    nbytes = numel * dtype.itemsize
+    raw = np.zeros(nbytes + ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % ALIGNMENT
+    return torch.from_numpy(raw[start : start + nbytes]).view(dtype)
+
+
+def pack_states(states: States) -> tuple[dict[str, Any], bytes]:
+    """Return (summary, data): tensors lie in `data` in the order in which the summary names them."""
+    tensors: list[tuple[str, Tensor, int]] = [(name, memory, -1) for name, memory in states.tensors.items()]
+    rows: list[dict[str, Any]] = []
+    for index, entries in enumerate(states.entries):
+        rows.append({})
+        for name, value in entries.items():
+            if isinstance(value, Tensor) and value.dim():
+                tensors.append((name, value, index))
+            elif isinstance(value, Tensor):
+                rows[-1][name] = [value.item(), _dtype_name(value)]
+            else:
+                rows[-1][name] = None if value is Place.MEMORY else [value, ""]
+    parts = [tensor.detach().cpu().contiguous() for _, tensor, _ in tensors]
+    named = [[name, _dtype_name(t), list(t.shape), index] for name, t, index in tensors]
+    data = b"".join(part.reshape(-1).view(torch.uint8).numpy().tobytes() for part in parts)
+    return {"steps": states.steps.tolist(), "entries": rows, "tensors": named}, data
+
+
+def unpack_states(piece: Slice, summary: Mapping[str, Any], data: bytes) -> States:
+    """Rebuild the state of a slice.
+
+    Raises:
+        ProtocolError: summary and data do not describe the state of a slice of this shape.
+    """
+    try:
+        return _unpacked(piece, summary, data)
+    except (KeyError, TypeError, ValueError, IndexError, RuntimeError) as error:
+        raise ProtocolError(f"this is no optimizer state of slice {piece.index}: {error}") from None
+
+
+def _unpacked(piece: Slice, summary: Mapping[str, Any], data: bytes) -> States:
+    found, count = States.of_slice(piece), len(piece.segments)
+    steps = [int(step) for step in summary["steps"]]
+    rows = [{str(name): _unpack(value) for name, value in row.items()} for row in summary["entries"]]
+    if len(steps) != count or len(rows) != count:
+        raise ValueError(f"it has {len(steps)} segments, the slice has {count}")
+    at = 0
+    for name, dtype, shape, index in summary["tensors"]:
+        tensor = _read_tensor(data, at, str(name), dtype, shape)
+        at += tensor.nbytes
+        if 0 <= index < count:
+            rows[index][str(name)] = tensor
+        elif tuple(shape) == (piece.length,):
+            found.tensors[str(name)] = tensor
+        else:
+            raise ValueError(f"{name!r} has the shape {list(shape)}, the slice {piece.length} elements")
+    if at != len(data):
+        raise ValueError(f"it has {len(data)} bytes, its tensors need {at}")
+    missing = {n for row in rows for n, v in row.items() if v is Place.MEMORY} - found.tensors.keys()
+    if missing or any(row.get("master", Place.MEMORY) is not Place.MEMORY for row in rows):
+        raise ValueError(f"{sorted(missing) or 'master'} should have a number per element")
+    found.steps[:] = steps
+    found.entries = [found._share(row) for row in rows]
+    return found
+
+
+def _read_tensor(data: bytes, at: int, name: str, dtype: Any, shape: Any) -> Tensor:
+    if dtype not in _DTYPES or not all(type(size) is int and size >= 0 for size in shape):
+        raise ValueError(f"{name!r} is {dtype}{shape}")
+    kind: torch.dtype = getattr(torch, dtype)
+    size = math.prod(shape) * kind.itemsize
+    if size > len(data) - at:
+        raise ValueError(f"{name!r} needs {size} bytes, {len(data) - at} are left")
+    if not size:
+        return torch.empty(shape, dtype=kind)
+    # Copied: the message's memory is not ours, nor aligned.
+    return torch.frombuffer(bytearray(data[at : at + size]), dtype=kind).reshape(shape)
+
+
+def _unpack(value: Any) -> StateValue | Place:
+    if value is None:
+        return Place.MEMORY
+    number, dtype = value
+    if not isinstance(number, int | float) or (dtype and dtype not in _DTYPES):
+        raise ValueError(f"{value!r} is no number")
+    return torch.tensor(number, dtype=getattr(torch, dtype)) if dtype else number
+
+
+def _dtype_name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _places(parts: Sequence[tuple[States, int]]) -> list[tuple[States, int, int]]:
+    """The memory, start and number of elements of each segment."""
+    return [(states, *states.segments[index]) for states, index in parts]
+
+
+def _own(value: Any) -> Any:
+    """A copy of a tensor; anything else as it is."""
+    return value.clone() if isinstance(value, Tensor) else value
