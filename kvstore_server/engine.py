@@ -33,6 +33,7 @@ from kvstore_server.protocol import messages as m
 from kvstore_server.replies import failed, parts_of, reply, rows_for
 from kvstore_server.round_keeper import RoundKeeper
 from kvstore_server.sessions import Session, Sessions, random_token
+from kvstore_server.shard import Leases, Updater
 from kvstore_server.table import Table, Waiter
 from kvstore_server.tracing import Clock, handled
 

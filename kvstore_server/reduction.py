@@ -16,7 +16,6 @@ from kvstore_server.codec import Codec
 from kvstore_server.errors import ShapeMismatchError
 from kvstore_server.optimizer import coalesce_rows
 from kvstore_server.plan import Plan, Slice
-from kvstore_server.protocol.buffers import payload_bytes
 from kvstore_server.protocol.messages import Payload
 
 NO_KEYS: frozenset[int] = frozenset()

@@ -24,6 +24,7 @@ from kvstore_server.norms import Decision
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.buffers import payload_size
 from kvstore_server.replies import failed, held, outcome, outcomes, reply, tell
+from kvstore_server.shard import Updater
 from kvstore_server.table import Given, Table, Waiter
 from kvstore_server.tracing import ROUND_LANE, ROUNDS
 from kvstore_server.waits import Wait

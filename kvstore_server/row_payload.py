@@ -18,11 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvstore_server.codec import Codec
 from kvstore_server.errors import ProtocolError
 from kvstore_server.plan import ITEM_SIZE, Plan, Slice, row_numel
-from kvstore_server.protocol.control import pack_control
-from kvstore_server.codec import Codec
 from kvstore_server.protocol.buffers import payload_bytes
+from kvstore_server.protocol.control import pack_control
 from kvstore_server.protocol.messages import Payload
 from kvstore_server.reduction import Encoded, RowSet, SparsePayload, torch_dtype, view_payload
 

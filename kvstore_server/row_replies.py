@@ -17,7 +17,9 @@ from kvstore_server.shard import Shard, Unit
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
-def changed_parts(shard: Shard, unit: Unit, number: int, version: int, held: int) -> tuple[m.WeightsPart, ...]:
+def changed_parts(
+    shard: Shard, unit: Unit, number: int, version: int, held: int
+) -> tuple[m.WeightsPart, ...]:
     """What a worker that holds version `held` of all its slices here must be sent to have `version`, the present one.
 
     A slice in which nothing has changed has an empty part of kind ROWS.
@@ -37,7 +39,9 @@ def changed_parts(shard: Shard, unit: Unit, number: int, version: int, held: int
     return tuple(parts)
 
 
-def pulled_parts(shard: Shard, unit: Unit, number: int, version: int, pull: m.PullRows) -> tuple[m.WeightsPart, ...]:
+def pulled_parts(
+    shard: Shard, unit: Unit, number: int, version: int, pull: m.PullRows
+) -> tuple[m.WeightsPart, ...]:
     """The values of the rows that were asked for, one part for each slice, flat.
 
     Raises:

@@ -16,6 +16,7 @@ import sys
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -286,9 +287,9 @@ class Shard:
         """What a rank gave to the slices of a unit, each by itself; `absent` are keys by their index in the plan."""
         runs, found = [], dict[int, list[RowSet]]()
         for index, payload in sorted(payloads.items()):
-            slot, dense = unit.slots[index], payload
+            slot = unit.slots[index]
+            dense = payload.dense if isinstance(payload, SparsePayload) else payload
             if isinstance(payload, SparsePayload):
-                dense = payload.dense
                 for position, rows in payload.rows.items():
                     segment = unit.plan.slices[index].segments[position]
                     key, width = unit.first_key + segment.key, rows.values.shape[1]
@@ -305,6 +306,15 @@ class Shard:
         if unit.first_key:
             absent = frozenset(unit.first_key + key for key in absent)
         return Contribution(runs, scale, absent, rows_of)
+
+    def runs_of(self, unit: Unit, arenas: Mapping[str, Tensor]) -> list[Run]:
+        """Numbers for all slices of a unit, laid out as a plan for one server says."""
+        runs = []
+        for dtype, flat in arenas.items():
+            own = [slot for slot in range(unit.first, unit.end) if self._slots[slot].block.dtype == dtype]
+            if own:
+                runs.append(Run(own[0], own[-1] + 1, flat))
+        return sorted(runs, key=lambda run: run.first)
 
     def visible(self, unit: Unit, index: int) -> Tensor:
         """The weights of a slice without its padding, as they are sent; not a copy."""
@@ -473,7 +483,7 @@ class Shard:
             breaks |= present[1:] != present[:-1]
         edges = [first, *(np.flatnonzero(breaks) + (first + 1)).tolist(), end]
         runs: list[tuple[int, int]] = []
-        for i, j in zip(edges, edges[1:], strict=False):
+        for i, j in pairwise(edges):
             if present is not None and not present[i - first]:
                 continue
             if runs and runs[-1][1] == i and _alike(block, i - 1, i):
@@ -548,7 +558,7 @@ class Shard:
         norm_type: float,
         unit: Unit,
     ) -> HeldSum:
-        """Sum the contributions to one unit and keep that; returns the sum, as a contribution to `update`, and its norms.
+        """Sum the contributions to one unit and keep that; return it, as a contribution to `update`, and its norms.
 
         What all ranks gave as rows is measured as rows, whatever the optimizer makes of it: so does a worker that
         updates by itself. The memory is used again by the next call.
@@ -562,7 +572,9 @@ class Shard:
         for spans in self._chunks(contributions, self._to_densify(contributions, by_rows), False):
             block, place = self._place_of(spans)
             if block.sums is None:
-                block.sums = aligned_zeros(block.weights.numel(), compute_dtype(block.dtype), block.weights.device)
+                block.sums = aligned_zeros(
+                    block.weights.numel(), compute_dtype(block.dtype), block.weights.device
+                )
             total = self._total(spans, block.sums[place])
             runs.append(Run(spans[0].first, spans[-1].end, total))
             present, first = self._present(spans, frozenset()), self._slots[spans[0].first].first
@@ -575,7 +587,9 @@ class Shard:
                     body = _only_dense(own, one.piece, here, sparse)
                     partials[slot] = Partial(one.piece.index, *partial_of_slice(body, sparse, norm_type))
         for slot, sparse in measured.items():
-            partials[slot] = Partial(self._slots[slot].piece.index, *partial_of_slice(None, sparse, norm_type))
+            partials[slot] = Partial(
+                self._slots[slot].piece.index, *partial_of_slice(None, sparse, norm_type)
+            )
         updated = {key: rows[key] for key in by_rows}
         held = Contribution(runs, 1.0, left_out_by_all(contributions), updated, is_scratch=True)
         return HeldSum(held, tuple(partials[slot] for slot in sorted(partials)))
@@ -609,7 +623,9 @@ class Shard:
                 weight, put_back = self._lent_key(key)
                 merged = sums.get(key)
                 updater(
-                    spec.key, (torch.zeros_like(weight) if merged is None else merged).view(spec.shape), weight.view(spec.shape)
+                    spec.key,
+                    (torch.zeros_like(weight) if merged is None else merged).view(spec.shape),
+                    weight.view(spec.shape),
                 )
                 put_back()
         except Exception as error:
@@ -621,7 +637,9 @@ class Shard:
         former = unit.undo
         assert former is not None
         unit.changes.note_all()
-        for slot, weight, state in zip(range(unit.first, unit.end), former.weights, former.states, strict=True):
+        for slot, weight, state in zip(
+            range(unit.first, unit.end), former.weights, former.states, strict=True
+        ):
             self._make_writable(slot)
             self._visible[slot].copy_(weight)
             self._replace_state(slot, state)
@@ -660,7 +678,10 @@ class Shard:
         """
         left_out = left_out_by_all(contributions)
         end = unit.first_key + len(unit.plan.specs)
-        found = [c + (k not in left_out) for k, c in enumerate(self._counts[unit.first_key : end].tolist(), unit.first_key)]
+        found = [
+            c + (k not in left_out)
+            for k, c in enumerate(self._counts[unit.first_key : end].tolist(), unit.first_key)
+        ]
         for slot in self._slots[unit.first : unit.end]:
             states, keys = slot.block.states, slot.block.keys
             found += [int(states.steps[i]) + (keys[i] not in left_out) for i in range(slot.first, slot.last)]
@@ -755,7 +776,9 @@ class Shard:
             home, width = self._homes[key], self._homes[key].width
             segments = home.block.states.segments[home.first : home.last]
             edges = [(start - home.part.start) // width for start, _ in segments]
-            cuts = torch.searchsorted(ids, torch.tensor([*edges, edges[-1] + segments[-1][1] // width])).tolist()
+            cuts = torch.searchsorted(
+                ids, torch.tensor([*edges, edges[-1] + segments[-1][1] // width])
+            ).tolist()
             for at, slot in enumerate(range(home.slot, home.end_slot)):
                 part = slice(cuts[at], cuts[at + 1])
                 position = home.first + at - self._slots[slot].first
@@ -772,7 +795,7 @@ class Shard:
         pairs = [(home.slot, home.end_slot) for home in homes] + [pair for own in bounds for pair in own]
         cuts = sorted({edge for pair in pairs for edge in pair})
         at = [0] * len(contributions)
-        for first, end in zip(cuts, cuts[1:], strict=False):
+        for first, end in pairwise(cuts):
             sparse = [home for home in homes if home.slot <= first < home.end_slot]
             given: list[tuple[Contribution, Run | None]] = []
             for number, one in enumerate(contributions):
@@ -854,7 +877,10 @@ class Shard:
             out = self._scratch.get(block.weights, dtype, length)
         for span in spans:
             last = self._slots[span.end - 1]
-            start, used = self._slots[span.first].start - place.start, last.start + last.piece.used - place.start
+            start, used = (
+                self._slots[span.first].start - place.start,
+                last.start + last.piece.used - place.start,
+            )
             out[used : self._ends[span.end - 1] - place.start].zero_()
             parts = [self._part(span, one, run, used - start) for one, run in span.given]
             sum_into(out[start:used], block.dtype, parts, self._scratch)
@@ -914,7 +940,9 @@ class Shard:
         if not self._moved or not any(slot in self._moved for slot in slots):
             return weights, _do_nothing
         places = [slice(self._slots[s].start - one.start, self._ends[s] - one.start) for s in slots]
-        joined = torch.cat([self._moved.get(s, weights[place]) for s, place in zip(slots, places, strict=True)])
+        joined = torch.cat(
+            [self._moved.get(s, weights[place]) for s, place in zip(slots, places, strict=True)]
+        )
 
         def put_back() -> None:
             for slot, place in zip(slots, places, strict=True):
@@ -963,7 +991,9 @@ class Shard:
             for at, slot in enumerate(self._slots[home.slot : home.end_slot]):
                 slot.unit.changes.note(slot.piece.index, home.first + at - slot.first)
             return
-        for number, parts in self._by_slot({key: RowSet(ids, ids.view(-1, 1).expand(-1, home.width))}).items():
+        for number, parts in self._by_slot(
+            {key: RowSet(ids, ids.view(-1, 1).expand(-1, home.width))}
+        ).items():
             for position, rows in parts.items():
                 home.unit.changes.note(self._slots[number].piece.index, position, rows.ids)
 

@@ -241,7 +241,7 @@ class FlatOptimizer(GroupedOptimizer):
         holder = self._holder()
         if self._pending is not None:
             return self._pending.get(key, {})
-        return {} if holder is None else export_state(self._layout.plan, holder, self._optimizer, key)
+        return {} if holder is None else export_state(self._layout.plan, holder, key)
 
     def _replace_state(self, parameter: Tensor, state: Mapping[str, Any]) -> None:
         """Replace the state of one parameter.
@@ -273,7 +273,7 @@ class FlatOptimizer(GroupedOptimizer):
         if self._pending is not None:
             return self._pending
         holder = self._holder()
-        return {} if holder is None else export_states(self._layout.plan, holder, self._optimizer)
+        return {} if holder is None else export_states(self._layout.plan, holder)
 
     @abstractmethod
     def _leave_store(self, former: Memory) -> None:
@@ -320,7 +320,7 @@ class FlatOptimizer(GroupedOptimizer):
         former = self._layout
         states, holder = self._pending, self._holder()
         if states is None and holder is not None:
-            states = export_states(former.plan, holder, self._optimizer)
+            states = export_states(former.plan, holder)
         layout = Memory(self.param_groups, names)
         layout.consume([not is_fresh for is_fresh in former.fresh()])
         former.close()

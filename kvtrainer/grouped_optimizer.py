@@ -17,7 +17,7 @@ from kvstore_server.optimizer import Optimizer
 from kvstore_server.optimizer.torch_family import TorchOptimizer
 from kvtrainer.errors import ConfigurationError, KVStoreError
 from kvtrainer.groups import check_options, make_groups, option_names, read_options
-from kvtrainer.local_update import JointUpdate, LocalUpdate
+from kvtrainer.local_update import JointUpdate, ShardUpdate
 from kvtrainer.lr_scheduler import UpdateCounter
 from kvtrainer.memory.memory import DeviceMemory, Memory
 from kvtrainer.parallel.policy import COPIES, devices_of, spread
@@ -40,9 +40,9 @@ class GroupedOptimizer(torch.optim.Optimizer, ABC):
     """
 
     _is_built = False
-    _local: LocalUpdate | JointUpdate
+    _local: ShardUpdate | JointUpdate
     """The state of an update in this process; there once `_settle` has succeeded."""
-    _local_copies: list[LocalUpdate | JointUpdate]
+    _local_copies: list[ShardUpdate | JointUpdate]
     """The same for the replicas on each further device, which only updates without a store use."""
 
     def __init__(
@@ -200,11 +200,11 @@ class GroupedOptimizer(torch.optim.Optimizer, ABC):
         layouts = self._layout.devices
         self._local, *self._local_copies = [self._update_of(layout) for layout in layouts]
 
-    def _update_of(self, layout: DeviceMemory) -> LocalUpdate | JointUpdate:
+    def _update_of(self, layout: DeviceMemory) -> ShardUpdate | JointUpdate:
         """What updates the parameters of one device in this process."""
         optimizer = self._optimizer
         if not isinstance(optimizer, TorchOptimizer) or not optimizer.is_joint or not self._updates_jointly():
-            return LocalUpdate(layout.plan, optimizer)
+            return ShardUpdate(layout.plan, optimizer, layout.arena.weights)
         made = self._instance or self._made
         if made is None or self._layout.has_replicas:
             made = optimizer.instance_of(self._groups_over(layout))
@@ -215,7 +215,12 @@ class GroupedOptimizer(torch.optim.Optimizer, ABC):
                     live.setdefault(name, value)
             made.param_groups = self.param_groups
         return JointUpdate(
-            layout.plan, made, layout.parameters, lambda: self.param_groups, optimizer.multi_precision
+            layout.plan,
+            layout.arena.weights,
+            made,
+            layout.parameters,
+            lambda: self.param_groups,
+            optimizer.multi_precision,
         )
 
     def _groups_over(self, layout: DeviceMemory) -> list[Group]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -12,24 +13,21 @@ import torch.optim
 from torch import Tensor
 from torch.nn import Parameter
 
-from kvstore_server.norms import Decision, apply_decision
-from kvstore_server.optimizer import KeyState, Optimizer, SliceState, update_key, update_rows, update_slice
-from kvstore_server.optimizer.half import follow, is_half
-from kvstore_server.optimizer.segment_rows import SegmentPlace, takes_rows, update_segment_rows
+from kvstore_server.norms import UNCHANGED, Decision, apply_decision
+from kvstore_server.optimizer import Optimizer, States
+from kvstore_server.optimizer.apply import follow, is_half
+from kvstore_server.optimizer.state import Place
 from kvstore_server.optimizer.torch_family import OWN_COUNT
 from kvstore_server.plan import Plan, Slice
-from kvstore_server.reduction import RowSet
-from kvstore_server.row_payload import split_rows
+from kvstore_server.reduction import Contribution, RowSet
+from kvstore_server.shard import Shard
 from kvtrainer.errors import KVStoreError, OptimizerError, StateMismatchError
 from kvtrainer.types import Group
 
-UNLIMITED = Decision()
-
 
 class _Step(NamedTuple):
-    """The arguments of `LocalUpdate.apply`."""
+    """The arguments of `apply`."""
 
-    weights: Mapping[str, Tensor]
     grads: Mapping[str, Tensor]
     scale: float
     present: Sequence[bool]
@@ -39,139 +37,65 @@ class _Step(NamedTuple):
 
     def ready(self, grad: Tensor) -> Tensor:
         """A gradient as the update uses it: scaled and limited, in the dtype that the update computes in."""
-        ready = _scaled(grad, self.scale)
+        grad = grad.float() if grad.dtype.itemsize < 4 else grad
+        ready = grad.mul_(self.scale) if self.scale != 1.0 else grad
         apply_decision(ready, self.decision)
         return ready
 
 
-class LocalUpdate:
-    """Applies one optimizer to all slices or, if it is not elementwise, keys of a plan, with the bits of a server.
+class ShardUpdate:
+    """Updates parameters where they lie, by a Shard whose memory they are: with the bits of a server.
 
     Args:
         plan: The layout of the arenas.
-        optimizer: Its state is kept here, per slice or per key.
+        optimizer: Its state is kept here.
+        weights: dtype → the arena.
     """
 
-    def __init__(self, plan: Plan, optimizer: Optimizer) -> None:
+    def __init__(self, plan: Plan, optimizer: Optimizer, weights: Mapping[str, Tensor]) -> None:
         self.plan = plan
         self.optimizer = optimizer
-        self.states: dict[int, SliceState] = {piece.index: SliceState.empty(piece) for piece in plan.slices}
-        # Only one of the two is in use.
-        self.key_states: list[KeyState] = [] if optimizer.elementwise else [KeyState() for _ in plan.specs]
+        self._weights = weights
+
+    @cached_property
+    def shard(self) -> Shard:
+        """Made when it is first used: a Trainer whose store updates the weights needs none."""
+        shard = Shard()
+        shard.add(self.plan, 0, self._weights)
+        return shard
 
     def apply(
         self,
-        weights: Mapping[str, Tensor],
         grads: Mapping[str, Tensor],
         scale: float,
         present: Sequence[bool],
         hypers: Sequence[Mapping[str, Any]],
         rows: Mapping[int, RowSet] | None = None,
-        decision: Decision = UNLIMITED,
+        decision: Decision = UNCHANGED,
     ) -> None:
         """Update the weights of the keys that are `present` with scale · gradient, limited as `decision` says.
 
-        `grads` is used as scratch.
-
-        Of the keys in `rows` the gradient has only those, and `grads` is zero.
+        `grads` is used as scratch. Of the keys in `rows` the gradient has only those, and `grads` is zero.
 
         Raises:
             OptimizerError: a user-defined optimizer raised; weights and state are as before.
             ConfigurationError: the optimizer cannot update a key of this shape; nothing has changed.
         """
-        step = _Step(weights, grads, scale, present, hypers, rows or {}, decision)
-        if not self.optimizer.may_raise:
-            self._apply(step)
-            return
-        former = {dtype: flat.clone() for dtype, flat in weights.items()}
-        states = {index: state.copy() for index, state in self.states.items()}
-        key_states = [state.copy() for state in self.key_states]
-        try:
-            self._apply(step)
-        except Exception as error:
-            for dtype, flat in weights.items():
-                flat.copy_(former[dtype])
-            self.states, self.key_states = states, key_states
-            raise OptimizerError(
-                f"optimizer {self.optimizer.registered_name!r} raised {type(error).__name__}: {error}; "
-                "the step was not applied"
-            ) from error
-
-    def get_state(self, piece: Slice) -> SliceState:
-        return self.states[piece.index]
-
-    def put_state(self, piece: Slice, state: SliceState) -> None:
-        self.states[piece.index] = state
-
-    def get_key_state(self, key: int) -> KeyState:
-        return self.key_states[key]
-
-    def put_key_state(self, key: int, state: KeyState) -> None:
-        self.key_states[key] = state
-
-    @torch.no_grad()
-    def _apply(self, step: _Step) -> None:
+        shard, absent = self.shard, frozenset(key for key, is_in in enumerate(present) if not is_in)
         if not self.optimizer.elementwise:
-            self._apply_to_keys(step)
-            return
-        rows = self._rows_by_slice(step)
-        for piece in self.plan.slices:
-            here = [step.present[segment.key] for segment in piece.segments]
-            numbers = [step.hypers[segment.key] for segment in piece.segments]
-            part = slice(piece.offset, piece.offset + piece.length)
-            state, weight = self.states[piece.index], step.weights[piece.dtype][part]
-            for position, found in rows.get(piece.index, {}).items():
-                here[position] = False
-                place = SegmentPlace(piece, position, self.plan.specs[piece.segments[position].key])
-                values = step.ready(found.values.clone())
-                update_segment_rows(
-                    self.optimizer, place, weight, found.ids, values, state, numbers[position]
-                )
-            if any(here):
-                grad = step.ready(step.grads[piece.dtype][part])
-                names = self._names(piece) if self.optimizer.positioned else None
-                update_slice(self.optimizer, piece, weight, grad, state, numbers, here, names)
+            for key, spec in enumerate(self.plan.specs):
+                if present[key]:
+                    self.optimizer.check_key(spec.key, spec.shape, hypers[key])
+        found = {key: some for key, some in (rows or {}).items() if present[key]}
+        runs = shard.runs_of(shard.units[0], grads)
+        given = Contribution(runs, scale, absent, found, is_scratch=True)
+        shard.update([given], self.optimizer, [hypers], decision=decision)
 
-    def _rows_by_slice(self, step: _Step) -> dict[int, dict[int, RowSet]]:
-        """Slice → position of a segment → its rows; rows that do not count as such go to the dense gradients."""
-        found: dict[int, dict[int, RowSet]] = {}
-        for key, (ids, values) in step.rows.items():
-            if not step.present[key]:
-                continue
-            spec, begin = self.plan.specs[key], self.plan.key_offsets[key]
-            if takes_rows(self.optimizer, step.hypers[key]):
-                for index, (position, part) in split_rows(self.plan, key, ids, values).items():
-                    found.setdefault(index, {})[position] = part
-            else:
-                dense = step.grads[spec.dtype][begin : begin + spec.numel].view(-1, values.shape[1])
-                dense[ids] = values.to(dense.dtype)
-        return found
+    def get_state(self, piece: Slice) -> States:
+        return self.shard.get_state(self.shard.units[0], piece.index)
 
-    def _names(self, piece: Slice) -> list[str]:
-        return [self.plan.specs[segment.key].key for segment in piece.segments]
-
-    def _apply_to_keys(self, step: _Step) -> None:
-        keys = [key for key, is_present in enumerate(step.present) if is_present]
-        specs = self.plan.specs
-        for key in keys:
-            self.optimizer.check_key(specs[key].key, specs[key].shape, step.hypers[key])
-        for key in keys:
-            spec, begin = specs[key], self.plan.key_offsets[key]
-            part = slice(begin, begin + spec.numel)
-            weight = step.weights[spec.dtype][part].view(spec.shape)
-            hyper, state = {**step.hypers[key], "key": spec.key}, self.key_states[key]
-            if key in step.rows:
-                ids, values = step.rows[key]
-                update_rows(self.optimizer, weight, ids, step.ready(values.clone()), state, hyper)
-            else:
-                grad = step.ready(step.grads[spec.dtype][part]).view(spec.shape)
-                update_key(self.optimizer, weight, grad, state, hyper)
-
-
-def _scaled(grad: Tensor, scale: float) -> Tensor:
-    """In the dtype that the update computes in; `grad` itself where it has that."""
-    grad = grad.float() if grad.dtype.itemsize < 4 else grad
-    return grad.mul_(scale) if scale != 1.0 else grad
+    def put_state(self, piece: Slice, state: States) -> None:
+        self.shard.put_state(self.shard.units[0], piece.index, state)
 
 
 class JointUpdate:
@@ -182,6 +106,7 @@ class JointUpdate:
 
     Args:
         plan: The layout of the arenas.
+        weights: dtype → the arena.
         instance: The optimizer, over `parameters`.
         parameters: By key; their data lie in the arena.
         groups: The groups whose options count.
@@ -191,12 +116,14 @@ class JointUpdate:
     def __init__(
         self,
         plan: Plan,
+        weights: Mapping[str, Tensor],
         instance: torch.optim.Optimizer,
         parameters: Sequence[Parameter],
         groups: Callable[[], Sequence[Group]],
         multi_precision: bool = False,
     ) -> None:
         self.plan = plan
+        self._weights = weights
         self.instance = instance
         self._parameters = parameters
         self._groups = groups
@@ -214,21 +141,20 @@ class JointUpdate:
 
     def apply(
         self,
-        weights: Mapping[str, Tensor],
         grads: Mapping[str, Tensor],
         scale: float,
         present: Sequence[bool],
         hypers: Sequence[Mapping[str, Any]],
         rows: Mapping[int, RowSet] | None = None,
-        decision: Decision = UNLIMITED,
+        decision: Decision = UNCHANGED,
     ) -> None:
-        """Update as `LocalUpdate.apply`; what raises leaves weights, state and groups as they were.
+        """Update as `ShardUpdate.apply`; what raises leaves weights, state and groups as they were.
 
         Raises:
             OptimizerError: the optimizer raised.
         """
-        step = _Step(weights, grads, scale, present, hypers, rows or {}, decision)
-        former = {dtype: flat.clone() for dtype, flat in weights.items()}
+        step = _Step(grads, scale, present, hypers, rows or {}, decision)
+        former = {dtype: flat.clone() for dtype, flat in self._weights.items()}
         taken = _Snapshot(self.instance)
         try:
             with self._lent(step), self._grouped(hypers):
@@ -237,7 +163,7 @@ class JointUpdate:
                 else:
                     self.instance.step(self.closure)
         except Exception as error:
-            for dtype, flat in weights.items():
+            for dtype, flat in self._weights.items():
                 flat.copy_(former[dtype])
             taken.restore()
             if isinstance(error, KVStoreError):
@@ -292,29 +218,45 @@ class JointUpdate:
         tensors = {name: value for name, value in found.items() if isinstance(value, Tensor)}
         return {name: value for name, value in found.items() if name not in tensors}, tensors
 
-    def get_state(self, piece: Slice) -> SliceState:
-        raise AssertionError("this update keeps its state by key")
+    def get_state(self, piece: Slice) -> States:
+        found = States.of_slice(piece)
+        for at, segment in enumerate(piece.segments):
+            state = _cloned(self.instance.state.get(self._parameters[segment.key], {}))
+            entries = {OWN_COUNT if name == "step" else name: value for name, value in state.items()}
+            master = self._masters.get(segment.key)
+            if master is not None:
+                part = slice(segment.key_start, segment.key_start + segment.numel)
+                own = found.tensor("master", master)[segment.start : segment.start + segment.numel]
+                own.copy_(master.reshape(-1)[part])
+            own_master = {} if master is None else {"master": Place.MEMORY}
+            found.steps[at] = self._counts[segment.key]
+            found.entries[at] = {**(entries if not segment.key_start else {}), **own_master}
+        return found
 
-    def put_state(self, piece: Slice, state: SliceState) -> None:
-        raise AssertionError("this update keeps its state by key")
+    def put_state(self, piece: Slice, state: States) -> None:
+        for at, segment in enumerate(piece.segments):
+            entries = dict(state.entries[at])
+            if entries.pop("master", None) is not None:
+                own = state.tensors["master"][segment.start : segment.start + segment.numel]
+                if not segment.key_start:
+                    self._masters[segment.key] = own.new_zeros(self.plan.specs[segment.key].shape)
+                part = slice(segment.key_start, segment.key_start + segment.numel)
+                self._masters[segment.key].view(-1)[part].copy_(own)
+            elif not segment.key_start:
+                self._masters.pop(segment.key, None)
+            if not segment.key_start:
+                self._put_entries(segment.key, int(state.steps[at]), entries)
 
-    def get_key_state(self, key: int) -> KeyState:
-        state = _cloned(self.instance.state.get(self._parameters[key], {}))
-        values = {OWN_COUNT if name == "step" else name: value for name, value in state.items()}
-        return KeyState(values, self._counts[key], self._masters.get(key))
-
-    def put_key_state(self, key: int, state: KeyState) -> None:
-        parameter, self._counts[key] = self._parameters[key], state.step
-        values = {"step" if name == OWN_COUNT else name: value for name, value in state.values.items()}
-        if not state.step:
+    def _put_entries(self, key: int, count: int, entries: Mapping[str, Any]) -> None:
+        """Replace what the optimizer keeps of a parameter, updated `count` times."""
+        parameter, self._counts[key] = self._parameters[key], count
+        values = {"step" if name == OWN_COUNT else name: value for name, value in entries.items()}
+        if not count:
             values = _cloned(self._first.get(key, {}))
         if values:
             self.instance.state[parameter] = values
         else:
             self.instance.state.pop(parameter, None)
-        self._masters.pop(key, None)
-        if state.master is not None:
-            self._masters[key] = state.master
 
     @contextmanager
     def _lent(self, step: _Step) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""Optimizers of a store: Gluon's family, torch's, user-defined ones, and their application to elements, keys and rows."""
+"""Optimizers of a store: Gluon's family, torch's, user-defined ones, applied to elements, keys and rows."""
 
 from kvstore_server.optimizer.apply import coalesce_rows, update_key, update_rows, update_run
 from kvstore_server.optimizer.base import Optimizer

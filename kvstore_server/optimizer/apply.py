@@ -1,7 +1,7 @@
 """The update of a run of elements, of some rows of a key, and of one whole key.
 
 A run is flat memory of whole 64-byte lines that is updated alike. Fused kernels round the tail of a vector differently
-from its body, so what is not a multiple of a line (gathered rows, a key that is updated alone) goes through scratch with
+from its body, so what is no multiple of a line (gathered rows, a key that is updated alone) goes through scratch with
 zeros behind it. Then the bits of an element do not depend on where the vector around it was cut.
 """
 
@@ -82,7 +82,8 @@ def update_run(
         values = dict(state.values) if state.step else optimizer.create_state(target)
         optimizer.update(target, grad, values, numbers)
         state.values = {
-            name: _flat_entry(optimizer, name, value, target, (target, grad)) for name, value in values.items()
+            name: _flat_entry(optimizer, name, value, target, (target, grad))
+            for name, value in values.items()
         }
     if not optimizer.verified or hyper.get("eps") == 0:
         # An optimizer that is not ours, or 0 / 0 where eps is 0, may have changed it.
@@ -151,7 +152,11 @@ def _flat_entry(
     is_flat = isinstance(value, Tensor) and value.shape == weight.shape and name not in RESERVED
     is_number = isinstance(value, int | float) or (isinstance(value, Tensor) and value.dim() == 0)
     if not is_flat and not is_number:
-        got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+        got = (
+            f"a tensor of shape {tuple(value.shape)}"
+            if isinstance(value, Tensor)
+            else f"a {type(value).__name__}"
+        )
         raise OptimizerError(
             f"optimizer {optimizer.registered_name} put {got} into its state as {name!r}; an entry is a tensor "
             f"of the weights' shape {tuple(weight.shape)}, a 0-d tensor or a number, and not called "
@@ -266,7 +271,9 @@ def update_rows(
         if 1 in grad_rows.shape:
             # A dimension of size 1 may have any stride, as in an expanded gradient, and torch's addition of sparse
             # tensors goes wrong with those.
-            grad_rows = torch.empty(grad_rows.shape, dtype=grad_rows.dtype, device=grad_rows.device).copy_(grad_rows)
+            grad_rows = torch.empty(grad_rows.shape, dtype=grad_rows.dtype, device=grad_rows.device).copy_(
+                grad_rows
+            )
         sparse = torch.sparse_coo_tensor(
             rows[None], grad_rows, weight.shape, is_coalesced=True, check_invariants=False
         )
@@ -298,7 +305,13 @@ def moves_only_rows(optimizer: Optimizer, hyper: Hyper) -> bool:
 
 
 def _update_lazily(
-    optimizer: Optimizer, weight: Tensor, rows: Tensor, grad_rows: Tensor, state: State, hyper: Hyper, room: Room
+    optimizer: Optimizer,
+    weight: Tensor,
+    rows: Tensor,
+    grad_rows: Tensor,
+    state: State,
+    hyper: Hyper,
+    room: Room,
 ) -> None:
     """Gather the rows of the weights and of the state, update them as a key of their own, and put them back."""
     optimizer.check_key(str(hyper.get("key", "")), weight.shape, hyper)

@@ -178,9 +178,7 @@ class States:
         return self._shared.setdefault(tuple(entries), entries)
 
 
-def joined(
-    parts: Sequence[tuple[States, int]], shape: Sequence[int] | None
-) -> dict[str, StateValue]:
+def joined(parts: Sequence[tuple[States, int]], shape: Sequence[int] | None) -> dict[str, StateValue]:
     """Copy out the state of a key: 'step', and its entries.
 
     Args:
@@ -221,7 +219,8 @@ def spread(
     for name, tensor in flat.items():
         if tensor.numel() != size:
             raise ShapeMismatchError(
-                f"state {name!r} has {tensor.numel()} elements, but its key has {size}; load the state of the same model"
+                f"state {name!r} has {tensor.numel()} elements, but its key has {size}; load the state of the "
+                "same model"
             )
     at = 0
     for (states, index), (_, start, numel) in zip(parts, _places(parts), strict=True):

@@ -6,7 +6,7 @@ resolve   table, round, flags, coefficient, limit of each element
 held      table, round, is finite; then (slice, partial norm) of each slice
 weights   table, slice, version, kind, size; then the payloads
 done      table, round, version
-state     [table, slice or key, which of the two, summary, size]; then the bytes in pieces
+state     [table, slice, summary, size]; then the bytes in pieces
 """
 
 from __future__ import annotations
@@ -159,19 +159,19 @@ def encode_state(state: m.State) -> list[Frame]:
     """The summary, then the bytes in pieces that fit into frames."""
     data = memoryview(state.data)
     chunks = [data[at : at + MAX_PAYLOAD] for at in range(0, len(data), MAX_PAYLOAD)]
-    return [pack_control([state.table, state.index, state.of_key, dict(state.summary), len(data)]), *chunks]
+    return [pack_control([state.table, state.index, dict(state.summary), len(data)]), *chunks]
 
 
 def decode_state(frames: Sequence[Frame]) -> m.State:
     """Inverse of `encode_state`. Raises ProtocolError on anything else."""
     head = unpack_control(buffer_of(frames[0])) if frames else None
-    kinds = (int, int, bool, dict, int)
+    kinds = (int, int, dict, int)
     if not (isinstance(head, list) and len(head) == len(kinds) and all(map(isinstance, head, kinds))):
-        raise ProtocolError("a state message must begin with [table, index, of_key, summary, size]")
+        raise ProtocolError("a state message must begin with [table, index, summary, size]")
     data = b"".join(buffer_of(frame) for frame in frames[1:])
-    if len(data) != head[4]:
-        raise ProtocolError(f"a state message names {head[4]} bytes and brings {len(data)}")
-    return m.State(head[0], head[1], head[2], head[3], data)
+    if len(data) != head[3]:
+        raise ProtocolError(f"a state message names {head[3]} bytes and brings {len(data)}")
+    return m.State(head[0], head[1], head[2], data)
 
 
 def _flags(commit: m.Commit) -> int:

@@ -185,22 +185,20 @@ class Barrier:
 
 @dataclass(frozen=True, slots=True)
 class GetState:
-    """Asks for the optimizer state of one slice, or of one whole key; answered by State."""
+    """Asks for the optimizer state of one slice; answered by State."""
 
     table: int
     index: int
-    of_key: bool
 
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """The optimizer state of a slice or key: as a request it replaces the state, as a reply it answers GetState."""
+    """The optimizer state of a slice: as a request it replaces the state, as a reply it answers GetState."""
 
     table: int
     index: int
-    of_key: bool
     summary: Mapping[str, Any]
-    """Numbers, and the names and sizes of the tensors in `data`; see `state_blob`."""
+    """Numbers, and the names and sizes of the tensors in `data`; see `optimizer.state`."""
     data: bytes
 
 

@@ -6,12 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kvstore_server.errors import ConfigurationError, describe
-from kvstore_server.optimizer import KeyState, SliceState
-from kvstore_server.plan import Plan, Slice, TensorSpec, check_name, make_plan
+from kvstore_server.optimizer.state import States, pack_states, unpack_states
+from kvstore_server.plan import Slice, TensorSpec, check_name, make_plan
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.buffers import KEYS_PER_MESSAGE, MAX_PAYLOAD
 from kvstore_server.protocol.control import pack_control
-from kvstore_server.state_blob import pack_key_state, pack_state, unpack_key_state, unpack_state
 from kvstore_server.tracing import Event, Trace, events_of
 from kvtrainer.comm.rounds import Rounds
 from kvtrainer.comm.session import Session
@@ -108,34 +107,18 @@ class Client:
         for server in range(self.num_servers):
             self._session.call(server, m.SetOptimizer(packed))
 
-    def get_state(self, table: RemoteTable, piece: Slice) -> SliceState:
+    def get_state(self, table: RemoteTable, piece: Slice) -> States:
         """Fetch the optimizer state of one slice, as of this worker's last round."""
         self.rounds.settle(table)
-        reply = self._ask_for_state(table, piece.server, piece.index, of_key=False)
-        return unpack_state(piece, reply.summary, reply.data)
+        reply = self._session.call(piece.server, m.GetState(table.numbers[piece.server], piece.index))
+        assert isinstance(reply, m.State)
+        return unpack_states(piece, reply.summary, reply.data)
 
-    def put_state(self, table: RemoteTable, piece: Slice, state: SliceState) -> None:
+    def put_state(self, table: RemoteTable, piece: Slice, state: States) -> None:
         """Replace the optimizer state of one slice."""
         self.rounds.settle(table)
         number = table.numbers[piece.server]
-        self._session.call(piece.server, m.State(number, piece.index, False, *pack_state(state)))
-
-    def get_key_state(self, table: RemoteTable, key: int) -> KeyState:
-        """Fetch the optimizer state of one whole key (by index), as of this worker's last round."""
-        self.rounds.settle(table)
-        reply = self._ask_for_state(table, _server_of(table.plan, key), key, of_key=True)
-        return unpack_key_state(table.plan.specs[key], reply.summary, reply.data)
-
-    def put_key_state(self, table: RemoteTable, key: int, state: KeyState) -> None:
-        """Replace the optimizer state of one whole key."""
-        self.rounds.settle(table)
-        server = _server_of(table.plan, key)
-        self._session.call(server, m.State(table.numbers[server], key, True, *pack_key_state(state)))
-
-    def _ask_for_state(self, table: RemoteTable, server: int, index: int, of_key: bool) -> m.State:
-        reply = self._session.call(server, m.GetState(table.numbers[server], index, of_key))
-        assert isinstance(reply, m.State)
-        return reply
+        self._session.call(piece.server, m.State(number, piece.index, *pack_states(state)))
 
     def barrier(self) -> None:
         """Block until every worker of the namespace has come to the same barrier.
@@ -213,11 +196,6 @@ class Client:
         if error is not None:
             reason = describe(error)
         self._session.close(reason, is_clean=error is None)
-
-
-def _server_of(plan: Plan, key: int) -> int:
-    """The server that holds a whole key."""
-    return next(piece.server for piece in plan.slices if any(s.key == key for s in piece.segments))
 
 
 def _declaration(table: RemoteTable, first: int) -> m.Register:

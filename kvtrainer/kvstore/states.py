@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from kvstore_server.optimizer import KeyState, Optimizer, SliceState
+from kvstore_server.optimizer import Optimizer, States
 from kvstore_server.plan import Plan, Slice
 from kvtrainer.comm.client import Client
 from kvtrainer.comm.tickets import RemoteTable
@@ -36,7 +36,7 @@ def save(
     parameters = {}
     for table in tables:
         [spec] = table.plan.specs
-        state = export_states(table.plan, _Holder(client, table), optimizer).get(0, {})
+        state = export_states(table.plan, _Holder(client, table)).get(0, {})
         counted = {**state, "step": int(state["step"])} if state else {}
         parameters[spec.key] = SavedParameter(spec.shape, spec.dtype, 0, counted)
     options = [dict(optimizer.plain_hyper())]
@@ -75,17 +75,11 @@ class _Holder:
     def __init__(self, client: Client, table: RemoteTable) -> None:
         self._client, self._table = client, table
 
-    def get_state(self, piece: Slice) -> SliceState:
+    def get_state(self, piece: Slice) -> States:
         return self._client.get_state(self._table, piece)
 
-    def put_state(self, piece: Slice, state: SliceState) -> None:
+    def put_state(self, piece: Slice, state: States) -> None:
         self._client.put_state(self._table, piece, state)
-
-    def get_key_state(self, key: int) -> KeyState:
-        return self._client.get_key_state(self._table, key)
-
-    def put_key_state(self, key: int, state: KeyState) -> None:
-        self._client.put_key_state(self._table, key, state)
 
 
 def _problems(saved: SavedStates, tables: Sequence[RemoteTable], optimizer: Optimizer) -> list[str]:

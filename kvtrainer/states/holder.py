@@ -1,4 +1,4 @@
-"""Optimizer state in two forms: per slice or key, as it is kept, and per parameter, as torch's state_dict has it."""
+"""Optimizer state in two forms: per slice, as it is kept, and per parameter, as torch's state_dict has it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from kvstore_server.optimizer import KeyState, Optimizer, SliceState
+from kvstore_server.optimizer import Optimizer, States
+from kvstore_server.optimizer.state import joined, spread
 from kvstore_server.optimizer.torch_family import OWN_COUNT, TorchOptimizer
 from kvstore_server.plan import Plan, Slice, TensorSpec
 from kvtrainer.errors import StateMismatchError
@@ -19,12 +20,10 @@ _HALF = ("float16", "bfloat16")
 
 
 class StateHolder(Protocol):
-    """Keeps optimizer state, here or on a server: of every slice, or, if not `elementwise`, of every key."""
+    """Keeps optimizer state, here or on a server, by slice."""
 
-    def get_state(self, piece: Slice) -> SliceState: ...
-    def put_state(self, piece: Slice, state: SliceState) -> None: ...
-    def get_key_state(self, key: int) -> KeyState: ...
-    def put_key_state(self, key: int, state: KeyState) -> None: ...
+    def get_state(self, piece: Slice) -> States: ...
+    def put_state(self, piece: Slice, state: States) -> None: ...
 
 
 class StateOwner(Protocol):
@@ -84,35 +83,17 @@ class StateView(Mapping[Tensor, State]):
         return repr(dict(self.items()))
 
 
-def export_state(plan: Plan, holder: StateHolder, optimizer: Optimizer, key: int) -> State:
+def export_state(plan: Plan, holder: StateHolder, key: int) -> State:
     """The state of one key, by index, as `export_states` has it; empty if it was not updated."""
-    if not optimizer.elementwise:
-        whole = holder.get_key_state(key).state_of()
-        return _with_step(whole) if _is_updated(whole) else {}
-    parts = [
-        (segment.key_start, kept.state_of(piece, at))
-        for piece in plan.slices_with(key)
-        for kept in [holder.get_state(piece)]
-        for at, segment in enumerate(piece.segments)
-        if segment.key == key
-    ]
-    parts = [(start, state) for start, state in parts if _is_updated(state)]
-    return _join(plan, key, parts) if parts else {}
+    kept = {piece.index: holder.get_state(piece) for piece in plan.slices_with(key)}
+    return _exported(plan, kept, key)
 
 
-def export_states(plan: Plan, holder: StateHolder, optimizer: Optimizer) -> dict[int, State]:
+def export_states(plan: Plan, holder: StateHolder) -> dict[int, State]:
     """The state of every key that was updated, by index; copies."""
-    if not optimizer.elementwise:
-        whole = {key: holder.get_key_state(key).state_of() for key in range(len(plan.specs))}
-        return {key: _with_step(state) for key, state in whole.items() if _is_updated(state)}
-    pieces: dict[int, list[tuple[int, State]]] = {}
-    for piece in plan.slices:
-        kept = holder.get_state(piece)
-        for at, segment in enumerate(piece.segments):
-            state = kept.state_of(piece, at)
-            if _is_updated(state):
-                pieces.setdefault(segment.key, []).append((segment.key_start, state))
-    return {key: _join(plan, key, parts) for key, parts in sorted(pieces.items())}
+    kept = {piece.index: holder.get_state(piece) for piece in plan.slices}
+    found = {key: _exported(plan, kept, key) for key in range(len(plan.specs))}
+    return {key: state for key, state in found.items() if state}
 
 
 def read_state(
@@ -161,33 +142,40 @@ def import_states(
     plan: Plan, holder: StateHolder, states: Mapping[int, State], optimizer: Optimizer, device: torch.device
 ) -> None:
     """Replace the state of every key; one without an entry starts afresh. `states` fit the plan, see `read_states`."""
-    if not optimizer.elementwise:
-        for key in range(len(plan.specs)):
-            _put_whole(plan, holder, key, states.get(key, {}), device)
-        return
-    per_element = _per_element(optimizer) if any(not plan.specs[key].shape for key in states) else set()
-    for piece in plan.slices:
-        kept = SliceState.empty(piece)
-        for at, segment in enumerate(piece.segments):
-            if states.get(segment.key):
-                _fill(plan, piece, kept, at, states[segment.key], per_element, device)
-        holder.put_state(piece, kept)
+    kept = {piece.index: States.of_slice(piece, device) for piece in plan.slices}
+    _import(plan, holder, kept, states, optimizer, device)
 
 
 def import_state(
     plan: Plan, holder: StateHolder, key: int, state: State, optimizer: Optimizer, device: torch.device
 ) -> None:
     """Replace the state of one key, by index; the state fits the plan, see `read_state`."""
-    if not optimizer.elementwise:
-        _put_whole(plan, holder, key, state, device)
-        return
-    per_element = set() if plan.specs[key].shape else _per_element(optimizer)
-    for piece in plan.slices_with(key):
-        kept = holder.get_state(piece)
-        for at, segment in enumerate(piece.segments):
-            if segment.key == key:
-                _fill(plan, piece, kept, at, state, per_element, device)
-        holder.put_state(piece, kept)
+    kept = {piece.index: holder.get_state(piece) for piece in plan.slices_with(key)}
+    _import(plan, holder, kept, {key: state}, optimizer, device)
+
+
+def _import(
+    plan: Plan,
+    holder: StateHolder,
+    kept: Mapping[int, States],
+    states: Mapping[int, State],
+    optimizer: Optimizer,
+    device: torch.device,
+) -> None:
+    """Put the state of some keys into that of the slices that they lie in, and that in its place."""
+    has_scalars = optimizer.elementwise and any(not plan.specs[key].shape for key in states)
+    of_scalars = _per_element(optimizer) if has_scalars else {"master"}
+    for key, state in states.items():
+        shape = plan.specs[key].shape
+
+        def is_per_element(name: str, value: Any, shape: tuple[int, ...] = shape) -> bool:
+            if not optimizer.elementwise or not shape:
+                return name in of_scalars
+            return isinstance(value, Tensor) and value.dim() > 0
+
+        spread(_parts(plan, kept, key), {n: _on(v, device) for n, v in state.items()}, is_per_element)
+    for index, state_of_slice in kept.items():
+        holder.put_state(plan.slices[index], state_of_slice)
 
 
 def momentum_problems(
@@ -212,29 +200,6 @@ def _refuse(problems: Sequence[str]) -> None:
         )
 
 
-def _put_whole(plan: Plan, holder: StateHolder, key: int, state: State, device: torch.device) -> None:
-    whole = KeyState()
-    if state:
-        whole.set_state({name: _on(value, device) for name, value in state.items()}, plan.specs[key].shape)
-    holder.put_key_state(key, whole)
-
-
-def _fill(
-    plan: Plan,
-    piece: Slice,
-    kept: SliceState,
-    at: int,
-    state: State,
-    per_element: set[str],
-    device: torch.device,
-) -> None:
-    """Put a key's state into the part of a slice that is its own."""
-    segment = piece.segments[at]
-    part = slice(segment.key_start, segment.key_start + segment.numel)
-    flat = set() if plan.specs[segment.key].shape else per_element
-    kept.set_state(piece, at, {n: _cut(v, part, n in flat, device) for n, v in state.items()})
-
-
 def _is_updated(state: Mapping[str, Any]) -> bool:
     """Whether there is more than an initial state; where torch keeps no count, there is a state after an update only.
 
@@ -243,24 +208,22 @@ def _is_updated(state: Mapping[str, Any]) -> bool:
     return float(state.get("step", 1.0)) > 0
 
 
-def _with_step(state: State) -> State:
+def _parts(plan: Plan, kept: Mapping[int, States], key: int) -> list[tuple[States, int]]:
+    """The segments of a key in order: the state of the slice of each, and its position there."""
+    return [
+        (kept[piece.index], at)
+        for piece in plan.slices_with(key)
+        for at, segment in enumerate(piece.segments)
+        if segment.key == key
+    ]
+
+
+def _exported(plan: Plan, kept: Mapping[int, States], key: int) -> State:
+    parts = _parts(plan, kept, key)
+    if not parts or not parts[0][0].steps[parts[0][1]]:
+        return {}
+    state: State = joined(parts, plan.specs[key].shape)
     return {**state, "step": torch.tensor(float(state["step"]))}
-
-
-def _join(plan: Plan, key: int, parts: list[tuple[int, State]]) -> State:
-    shape = plan.specs[key].shape
-    ordered = [state for _, state in sorted(parts, key=lambda part: part[0])]
-    joined: State = _with_step(ordered[0])
-    for name, value in ordered[0].items():
-        if isinstance(value, Tensor) and value.dim() == 1:
-            joined[name] = torch.cat([state[name] for state in ordered]).view(shape)
-    return joined
-
-
-def _cut(value: Any, part: slice, is_per_element: bool, device: torch.device) -> Any:
-    if not isinstance(value, Tensor) or not (value.dim() or is_per_element):
-        return value
-    return value.reshape(-1)[part].to(device)
 
 
 def _on(value: Any, device: torch.device) -> Any:

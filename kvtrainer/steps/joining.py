@@ -143,7 +143,7 @@ class JoiningPipeline(Pipeline):
     def _apply_here(self, updated: list[bool], hyper: bytes, scale: float, decision: Decision) -> None:
         arena = self._layout.arena
         hypers = effective_hypers(self._layout.plan, self._optimizer, unpack_hypers(hyper))
-        self._local.apply(arena.weights, arena.grads, scale, updated, hypers, self._layout.rows, decision)
+        self._local.apply(arena.grads, scale, updated, hypers, self._layout.rows, decision)
         arena.mark_updated(updated)
         self._share_weights(updated)
 

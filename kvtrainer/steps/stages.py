@@ -19,7 +19,7 @@ from kvstore_server.optimizer import Optimizer
 from kvtrainer.clipping import Limits, Verdict
 from kvtrainer.errors import ConfigurationError, NoGradientWarning, StaleGradientError
 from kvtrainer.flat_optimizer import FlatOptimizer
-from kvtrainer.local_update import JointUpdate, LocalUpdate
+from kvtrainer.local_update import JointUpdate, ShardUpdate
 from kvtrainer.memory.gradients import REPLACED
 from kvtrainer.memory.memory import DeviceMemory, Memory
 from kvtrainer.scaling import LossScaler
@@ -71,7 +71,7 @@ class Stages(FlatOptimizer):
         if options != self._effective[0]:
             self._effective = (options, effective_hypers(self._layout.plan, self._optimizer, options))
         layout, numbers = self._layout, self._effective[1]
-        places: list[tuple[DeviceMemory, LocalUpdate | JointUpdate, Sequence[bool]]] = [
+        places: list[tuple[DeviceMemory, ShardUpdate | JointUpdate, Sequence[bool]]] = [
             (layout.devices[0], self._local, present)
         ]
         if layout.has_replicas and self._link.exchange is None:
@@ -84,7 +84,7 @@ class Stages(FlatOptimizer):
             return skipped
         for (one, local, own), verdict in zip(places, verdicts, strict=True):
             decision = verdict.decision
-            local.apply(one.arena.weights, one.arena.grads, scale, own, numbers, one.rows, decision)
+            local.apply(one.arena.grads, scale, own, numbers, one.rows, decision)
             one.arena.mark_updated(own)
         if self._link.exchange is not None:
             self._share_weights(present)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvstore_server.codec import Codec
 from kvstore_server.norms import Decision, Guard
-from kvstore_server.optimizer import KeyState, Optimizer, SliceState, spec_for_store
+from kvstore_server.optimizer import Optimizer, States, spec_for_store
 from kvstore_server.plan import Plan, Slice
 from kvstore_server.reduction import RowSet, torch_dtype
 from kvtrainer.comm.client import Client
@@ -182,17 +182,11 @@ class StoreExchange:
         [rows] = self._client.rounds.pull_rows([RowsWanted(self._table, key, ids)])
         return rows
 
-    def get_state(self, piece: Slice) -> SliceState:
+    def get_state(self, piece: Slice) -> States:
         return self._client.get_state(self._table, self._placed(piece))
 
-    def put_state(self, piece: Slice, state: SliceState) -> None:
+    def put_state(self, piece: Slice, state: States) -> None:
         self._client.put_state(self._table, self._placed(piece), state)
-
-    def get_key_state(self, key: int) -> KeyState:
-        return self._client.get_key_state(self._table, key)
-
-    def put_key_state(self, key: int, state: KeyState) -> None:
-        self._client.put_key_state(self._table, key, state)
 
     @property
     def version(self) -> int:
