@@ -641,7 +641,7 @@ class Shard:
             range(unit.first, unit.end), former.weights, former.states, strict=True
         ):
             self._make_writable(slot)
-            self._visible[slot].copy_(weight)
+            self._padded(slot).copy_(weight)
             self._replace_state(slot, state)
         self._counts[unit.first_key : unit.first_key + len(former.counts)] = former.counts
         unit.undo = None
@@ -722,7 +722,7 @@ class Shard:
     def _snapshot(self, unit: Unit) -> _Undo:
         slots = range(unit.first, unit.end)
         counts = self._counts[unit.first_key : unit.first_key + len(unit.plan.specs)]
-        weights = [self._visible[slot].clone() for slot in slots]
+        weights = [self._padded(slot).clone() for slot in slots]
         return _Undo(weights, [self._copied_state(slot) for slot in slots], counts.copy())
 
     def _set_hypers(self, unit: Unit, hypers: Hypers) -> None:
@@ -939,14 +939,12 @@ class Shard:
         weights = one.block.weights[one.start : self._ends[end - 1]]
         if not self._moved or not any(slot in self._moved for slot in slots):
             return weights, _do_nothing
-        places = [slice(self._slots[s].start - one.start, self._ends[s] - one.start) for s in slots]
-        joined = torch.cat(
-            [self._moved.get(s, weights[place]) for s, place in zip(slots, places, strict=True)]
-        )
+        own = [self._padded(slot) for slot in slots]
+        joined = torch.cat(own)
 
         def put_back() -> None:
-            for slot, place in zip(slots, places, strict=True):
-                self._moved.get(slot, weights[place]).copy_(joined[place])
+            for target, source in zip(own, joined.split(list(map(len, own))), strict=True):
+                target.copy_(source)
 
         return joined, put_back
 
@@ -956,6 +954,11 @@ class Shard:
         weights, put_back = self._lent(home.slot, home.end_slot)
         start = self._slots[home.slot].start
         return weights[home.part.start - start : home.part.stop - start], put_back
+
+    def _padded(self, slot: int) -> Tensor:
+        """The weights of a slot with their padding."""
+        one = self._slots[slot]
+        return self._moved.get(slot, one.block.weights[one.start : self._ends[slot]])
 
     def _make_writable(self, slot: int) -> None:
         """Leave a buffer that a slow peer is still being sent to it; go on with a copy as long as that takes."""

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 import kvtrainer.optimizer
-from kvstore_server.optimizer import Optimizer, SliceState, gluon, gluon_layerwise, gluon_sgd, update_slice
-from kvstore_server.optimizer.whole import KeyState, update_key
+from kvstore_server.optimizer import Optimizer, State, gluon, gluon_layerwise, gluon_sgd, update_key
 from kvstore_server.plan import TensorSpec, make_plan
 from tests.compat.conftest import Ask
 from tests.compat.random_cases import OWN, STEPS, random_case
+from tests.support.optimizer_slices import empty, update_slice
 
 pytestmark = pytest.mark.compat
 
@@ -33,8 +33,8 @@ class Model:
         self.names = [key["name"] for key in keys]
         self.plan = make_plan([TensorSpec(key["name"], tuple(key["shape"]), "float32") for key in keys], 1)
         self.slices = [torch.zeros(piece.length) for piece in self.plan.slices]
-        self.slice_states = [SliceState.empty(piece) for piece in self.plan.slices]
-        self.key_states = [KeyState() for _ in keys]
+        self.slice_states = [empty(piece) for piece in self.plan.slices]
+        self.key_states = [State() for _ in keys]
         self.scatter([key["weight"] for key in keys], self.slices)
 
     def scatter(self, values: list[list[float]], slices: list[Tensor]) -> None:

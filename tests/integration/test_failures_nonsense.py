@@ -125,8 +125,8 @@ def _bodies() -> list[m.RequestBody]:
         m.Pull((0,)),
         m.SetOptimizer(b"\x80"),
         m.Barrier(0, 1.0),
-        m.GetState(0, 0, False),
-        m.State(0, 0, False, {"a": 1}, b"data"),
+        m.GetState(0, 0),
+        m.State(0, 0, {"a": 1}, b"data"),
         m.Leave("bye", True),
         m.Stats(),
     ]

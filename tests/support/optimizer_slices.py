@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from kvstore_server.optimizer import Optimizer, SliceState, create
+from kvstore_server.optimizer import Optimizer, State, States, create
 from kvstore_server.optimizer.gluon import FAMILY
+from kvstore_server.optimizer.state import joined, spread
 from kvstore_server.optimizer.torch_family import ELEMENTWISE
-from kvstore_server.plan import Segment, Slice, TensorSpec, make_plan
+from kvstore_server.plan import Plan, Segment, Slice, TensorSpec, make_plan
+from kvstore_server.reduction import Contribution, Run
+from kvstore_server.shard import Shard
 
 SHAPES = [(30,), (0,), (5, 7), (1,), (64,)]
 GLUONS = [cls.name for cls in FAMILY if not cls.positioned]
@@ -63,9 +67,68 @@ def padding(piece: Slice, flat: Tensor) -> Tensor:
     return flat[~used]
 
 
-def same_bits(a: SliceState, b: SliceState) -> bool:
+def same_bits(a: States, b: States) -> bool:
     return (
-        a.steps == b.steps
-        and a.scalars == b.scalars
+        a.steps.tolist() == b.steps.tolist()
+        and a.entries == b.entries
         and all(map(torch.equal, a.tensors.values(), b.tensors.values()))
     )
+
+
+def plan_of(piece: Slice, names: Sequence[str] | None = None) -> Plan:
+    """A plan of this slice alone, whose keys have its segments."""
+    count = max(s.key for s in piece.segments) + 1
+    specs = [TensorSpec(str(key), (0,), piece.dtype) for key in range(count)]
+    for at, s in enumerate(piece.segments):
+        specs[s.key] = TensorSpec(names[at] if names else str(s.key), (s.numel,), piece.dtype)
+    sizes = {piece.dtype: piece.length}
+    return Plan(tuple(specs), 1, (piece,), sizes, sizes, (0,) * count, False)
+
+
+def update_slice(
+    optimizer: Optimizer,
+    piece: Slice,
+    weight: Tensor,
+    grad: Tensor,
+    state: States,
+    hypers: Sequence[Any],
+    present: Sequence[bool] | None = None,
+    names: Sequence[str] | None = None,
+) -> None:
+    """Let a Shard over `weight` update the segments of a slice that are present; `state` is that of the slice."""
+    shard = Shard()
+    plan = plan_of(piece, names)
+    unit = shard.add(plan, piece.server, {piece.dtype: weight})
+    shard.put_state(unit, piece.index, state)
+    own = dict(zip([s.key for s in piece.segments], hypers, strict=True))
+    absent = frozenset(
+        s.key for s, here in zip(piece.segments, present or [True] * len(hypers), strict=True) if not here
+    )
+    numbers = [own.get(key, {}) for key in range(len(plan.specs))]
+    shard.update([Contribution([Run(0, 1, grad)], 1.0, absent)], optimizer, [numbers])
+    vars(state).update(vars(shard.get_state(unit, piece.index)))
+
+
+def empty(piece: Slice) -> States:
+    return States.of_slice(piece)
+
+
+def replace_state(state: States, index: int, values: Any) -> None:
+    """Replace the state of one segment, of an elementwise optimizer."""
+    spread([(state, index)], values, lambda _, value: isinstance(value, Tensor) and value.dim() > 0)
+
+
+def moved(optimizer: Optimizer, state: State, weight: Tensor) -> State:
+    """The state of a key, taken out as a checkpoint has it and put elsewhere."""
+    dtype = str(weight.dtype).removeprefix("torch.")
+    [piece] = make_plan([TensorSpec("w", tuple(weight.shape), dtype)], 1).slices
+    here, there, part = States.of_slice(piece), States.of_slice(piece), slice(0, weight.numel())
+
+    def is_per_element(name: str, value: Any) -> bool:
+        return name == "master" or (optimizer.elementwise and isinstance(value, Tensor) and value.dim() > 0)
+
+    (here.keep if optimizer.elementwise else here.keep_key)(0, 1, part, state)
+    spread([(there, 0)], joined([(here, 0)], weight.shape), is_per_element)
+    found = there.view(0, 1, part)
+    found.master = None if found.master is None else found.master.view(weight.shape)
+    return found

@@ -10,7 +10,7 @@ from tests.support.sim_async_model import AsyncModel, Told, Waiting
 from tests.support.sim_delivery import Delivery, copies, is_fencing, token_in
 from tests.support.sim_lane import DEAD_AFTER, NAMESPACE, NUM_WORKERS
 from tests.support.sim_model import same_bits
-from tests.support.sim_referee import Views, Violation
+from tests.support.sim_referee import Views, Violation, views_of
 from tests.support.sim_workers import SimProcess
 
 
@@ -39,9 +39,7 @@ class AsyncReferee:
         self.is_watching = True
         tables = self.engine.namespaces[NAMESPACE].tables
         # Taken once: without leases the engine writes its weights in place.
-        self._views = [
-            {s: tables[model.number].dense.visible(s).numpy() for s in model.weights} for model in self.models
-        ]
+        self._views = [views_of(tables[model.number], model) for model in self.models]
 
     def handle(self, process: int, request: m.Request, now: float) -> list[Delivery]:
         """Let the engine handle a request and check all that it did."""

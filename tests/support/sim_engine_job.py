@@ -90,7 +90,8 @@ class EngineJob:
 
     @property
     def total(self) -> list[float]:
-        return sorted(set(self.engine.namespaces["j"].tables[0].dense.visible(0).tolist()))
+        table = self.engine.namespaces["j"].tables[0]
+        return sorted(set(table.shard.visible(table.unit, 0).tolist()))
 
     def _keep(self, out: list[m.Outgoing]) -> dict[tuple[int, int], list[m.ReplyBody]]:
         told: dict[tuple[int, int], list[m.ReplyBody]] = {}

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 from kvstore_server import round_keeper, table
-from kvstore_server.norms import Decision
+from kvstore_server.norms import UNCHANGED, Decision
 from kvstore_server.protocol import messages as m
 from kvstore_server.round_keeper import RoundKeeper
-from kvstore_server.sums import HeldSums
+from kvstore_server.shard import Shard
 from kvstore_server.table import Table
 from tests.support.sim_mutants import Patch
 
@@ -80,27 +80,26 @@ def _lost_answer_is_gone_when_it_is_over() -> list[Patch]:
 
 def _partials_of_other_slices() -> list[Patch]:
     """The partial norms come in the wrong order."""
-    hold = HeldSums.hold
+    hold = Shard.hold
 
     def turned(self: Any, *args: Any) -> Any:
-        partials = hold(self, *args)
-        slices = [partial.slice for partial in partials]
-        turned = zip(partials, reversed(slices), strict=True)
-        return [partial._replace(slice=slice_) for partial, slice_ in turned]
+        held = hold(self, *args)
+        slices = [partial.slice for partial in held.partials]
+        turned = zip(held.partials, reversed(slices), strict=True)
+        return held._replace(partials=tuple(one._replace(slice=slice_) for one, slice_ in turned))
 
-    return [(HeldSums, "hold", turned)]
+    return [(Shard, "hold", turned)]
 
 
 def _norm_of_one_rank() -> list[Patch]:
     """What is measured is the gradient of the first rank alone."""
-    hold = HeldSums.hold
+    hold = Shard.hold
 
-    def alone(self: Any, addends: Any, *args: Any) -> Any:
-        told = hold(self, addends[:1], *args)
-        hold(self, addends, *args)
-        return told
+    def alone(self: Any, contributions: Any, *args: Any) -> Any:
+        told = hold(self, contributions[:1], *args).partials
+        return hold(self, contributions, *args)._replace(partials=told)
 
-    return [(HeldSums, "hold", alone)]
+    return [(Shard, "hold", alone)]
 
 
 def _skipped_all_the_same() -> list[Patch]:
@@ -115,13 +114,12 @@ def _skipped_all_the_same() -> list[Patch]:
 
 def _clipped_on_one_server() -> list[Patch]:
     """One of the servers applies the sum as it is."""
-    decide = HeldSums.decide
+    update = Shard.update
 
-    def partly(self: Any, decision: Decision) -> None:
-        if self._slices[0].server == 0:
-            decide(self, decision)
+    def partly(self: Any, *args: Any, decision: Decision) -> None:
+        update(self, *args, decision=UNCHANGED if self.units[0].server == 0 else decision)
 
-    return [(HeldSums, "decide", partly)]
+    return [(Shard, "update", partly)]
 
 
 def _held_for_ever() -> list[Patch]:
@@ -151,7 +149,7 @@ def _joined_ranks_are_asked() -> list[Patch]:
 
     def everybody(where: Any) -> list[m.Outgoing]:
         waiters = [mine.waiter for _, mine in where.rounds.contributions() if mine.waiter is not None]
-        partials = where.held.partials
+        partials = where.held.sum.partials
         return [o for w in waiters for o in round_keeper.held(where, where.rounds.number, w, partials)]
 
     return [(round_keeper, "_tell_held", everybody)]

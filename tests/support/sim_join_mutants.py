@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvstore_server import reduction
 from kvstore_server.hyper import HyperBelief
-from kvstore_server.reduction import Reducer, SparsePayload
+from kvstore_server.shard import Shard
 from kvstore_server.table import Table
 from tests.support.sim_mutants import Patch
 
@@ -61,16 +61,14 @@ def _rows_overwrite() -> list[Patch]:
 
 
 def _empty_rows_do_not_take_part() -> list[Patch]:
-    """A rank that has no row of a slice makes the others' sum a dense one."""
-    rows = Reducer.rows
+    """A rank that has no row of a key makes the others' sum a dense one."""
+    given_as_rows = Shard._given_as_rows
 
-    def without(self: Any, piece: Any, position: int, addends: Any) -> Any:
-        found = rows(self, piece, position, addends)
-        parts = [a.slices.get(piece.index) for a in addends]
-        is_empty = any(isinstance(p, SparsePayload) and not len(p.rows[position].ids) for p in parts)
-        return None if is_empty else found
+    def without(self: Any, contributions: Any) -> Any:
+        found = given_as_rows(self, contributions)
+        return [k for k in found if all(k not in c.rows or len(c.rows[k].ids) for c in contributions)]
 
-    return [(Reducer, "rows", without)]
+    return [(Shard, "_given_as_rows", without)]
 
 
 JOIN_MUTANTS: dict[str, Callable[[], list[Patch]]] = {

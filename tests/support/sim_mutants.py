@@ -13,7 +13,6 @@ from typing import Any
 from unittest import mock
 
 from kvstore_server import replies, round_keeper
-from kvstore_server.addends import addend_of
 from kvstore_server.consistency import Contribution, SyncRounds, Verdict
 from kvstore_server.errors import KVStoreError
 from kvstore_server.protocol import messages as m
@@ -168,7 +167,7 @@ def _veto_ignored_by_one_server() -> list[Patch]:
     apply = Table.apply
 
     def deaf(self: Any, *args: Any) -> list[tuple[int, Contribution[Any]]]:
-        if self.dense.slices[0].server == 1:
+        if self.unit.server == 1:
             for _, mine in self.rounds.contributions():
                 mine.commit = mine.commit._replace(veto=False)
         return apply(self, *args)
@@ -193,7 +192,7 @@ def _assign_that_sums() -> list[Patch]:
     def summing(self: Any, number: int, given: Any, is_lane: bool) -> None:
         assign(self, number, given, is_lane)
         if number:
-            self.dense.assign_sum([addend_of(mine, None, frozenset()) for _, mine in given])
+            self.shard.assign_sum(self._summands(given, None))
 
     return [(Table, "_assign", summing)]
 
@@ -204,7 +203,7 @@ def _assign_that_forgets() -> list[Patch]:
 
     def forgetting(self: Any, *args: Any) -> None:
         assign(self, *args)
-        self.dense.reset_states()
+        self.shard.reset_states()
 
     return [(Table, "_assign", forgetting)]
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from kvstore_server.engine import Engine
 from kvstore_server.norms import Decision
 from kvstore_server.protocol import messages as m
 from kvstore_server.row_payload import PACKED_ROWS
+from kvstore_server.table import Table
 from tests.support.sim_compression import Array
 from tests.support.sim_delivery import Delivery, copies, is_fencing, token_in
 from tests.support.sim_ends import count_end
@@ -24,6 +25,11 @@ from tests.support.sim_workers import SimProcess
 
 Views: TypeAlias = Mapping[int, Array]
 """Slice → the weights of an engine, as numpy sees them."""
+
+
+def views_of(table: Table, model: Any) -> Views:
+    """The weights of a table on a server, in place."""
+    return {s: table.shard.visible(table.unit, s).numpy() for s in model.weights}
 
 
 class Violation(AssertionError):
@@ -249,7 +255,7 @@ class Referee:
             model = self.models[number]
             if number == len(self._views):
                 # Taken once: without leases the engine writes its weights in place.
-                self._views.append({s: table.dense.visible(s).numpy() for s in model.weights})
+                self._views.append(views_of(table, model))
             if table.rounds.number != model.open:
                 raise Violation(
                     f"{self._name}: {table.name} is at round {table.rounds.number}, not {model.open}"

@@ -14,7 +14,7 @@ from kvstore_server.optimizer import create
 from kvstore_server.plan import Plan, TensorSpec, make_plan
 from kvtrainer.errors import ConfigurationError
 from kvtrainer.kvstore import KVStoreBase, LocalKVStore
-from kvtrainer.local_update import LocalUpdate
+from kvtrainer.local_update import ShardUpdate
 from kvtrainer.sync.plugin import PluginExchange
 from kvtrainer.sync.servers import Exchange, Gradients, StoreExchange
 
@@ -98,13 +98,13 @@ def test_store_that_does_not_update_writes_the_sum_to_the_gradients() -> None:
 
 def test_state_of_a_slice_goes_to_the_store_and_comes_back() -> None:
     optimizer = create("sgd", learning_rate=1.0, momentum=0.5)
-    exchange, local = over_store(optimizer), LocalUpdate(PLAN, optimizer)
-    weights, mirror = arenas(0, 0, 0), arenas(0, 0, 0)
+    exchange, local = over_store(optimizer), ShardUpdate(PLAN, optimizer, arenas(0, 0, 0))
+    weights = arenas(0, 0, 0)
     exchange.init(weights)
-    local.apply(mirror, arenas(1, 2, 3), 1.0, [True] * 3, [optimizer.hyper] * 3)
+    local.apply(arenas(1, 2, 3), 1.0, [True] * 3, [optimizer.hyper] * 3)
     for piece in PLAN.slices:
         exchange.put_state(piece, local.get_state(piece))
-        assert exchange.get_state(piece).steps == [1] * len(piece.segments)
+        assert exchange.get_state(piece).steps.tolist() == [1] * len(piece.segments)
     exchange.run(Gradients(arenas(0, 0, 0), {}, 1.0, frozenset()), weights, b"")
     assert same(weights, arenas(-0.5, -1, -1.5))
 

@@ -41,9 +41,9 @@ REQUESTS: list[Any] = [
     m.PullRows(0, ((3, 0, 2),), b"\0\0\0\0\2\0\0\0", 3.5),
     m.SetOptimizer(b"\x81"),
     m.Barrier(4, 2.5),
-    m.GetState(1, 2, False),
-    m.GetState(1, 2, True),
-    m.State(1, 2, False, {"step": 3, "tensors": ["a"]}, bytes(range(256)) * 9000),
+    m.GetState(1, 2),
+    m.GetState(1, 2),
+    m.State(1, 2, {"step": 3, "tensors": ["a"]}, bytes(range(256)) * 9000),
     m.Heartbeat(),
     m.Leave("done", True),
     m.Stats(),
@@ -66,7 +66,7 @@ REPLIES: list[Any] = [
     m.Pending((1, 2)),
     m.Failed("DeadlineError", "too late", 1, 2, 3),
     m.Info({"a": 1, "b": [1.5, "x"]}),
-    m.State(1, 2, True, {}, b""),
+    m.State(1, 2, {}, b""),
 ]
 
 
@@ -116,7 +116,7 @@ def test_a_large_payload_is_passed_through_without_a_copy() -> None:
 
 
 def test_no_frame_of_a_large_state_exceeds_the_limit() -> None:
-    frames = f.encode_reply(m.Reply(1, m.State(0, 0, False, {}, bytes(5 * MAX_FRAME))))
+    frames = f.encode_reply(m.Reply(1, m.State(0, 0, {}, bytes(5 * MAX_FRAME))))
     assert max(len(frame) for frame in frames) <= MAX_FRAME
 
 
@@ -155,9 +155,9 @@ class Piece:
     ("head", "more", "told"),
     [
         (m.Pull((0,)), [b"\0" * 1000] * 1500, "a message of 1502 frames is refused"),
-        (m.State(0, 0, False, {}, b""), [b"\0"] * 100, "a message of 102 frames"),
+        (m.State(0, 0, {}, b""), [b"\0"] * 100, "a message of 102 frames"),
         (
-            m.State(0, 0, False, {}, b""),
+            m.State(0, 0, {}, b""),
             [bytes(MAX_PAYLOAD)] * 9,
             r"up to 8388608 bytes \(--max-message-bytes\)",
         ),
@@ -181,7 +181,7 @@ def test_nothing_is_kept_of_a_message_with_too_many_frames_or_bytes(
 
 
 def test_a_state_within_the_limit_is_taken_whole() -> None:
-    state = m.State(3, 1, True, {"a": 1}, random.Random(0).randbytes(5 * MAX_PAYLOAD + 17))
+    state = m.State(3, 1, {"a": 1}, random.Random(0).randbytes(5 * MAX_PAYLOAD + 17))
     incoming = f.Incoming(b"peer", 6 * MAX_PAYLOAD)
     for frame in f.encode_request(m.Request(1, 2, 3, state)):
         incoming.take(frame)
@@ -281,7 +281,7 @@ def test_a_damaged_answer_of_partial_norms_is_a_protocol_error(size: int) -> Non
         (m.Resolve(0, 0, 1.0, None, False), resolve(clip=float("nan")), "limit of nan"),
         (m.CommitBatch(()), [struct.pack("<q", 0), b"\x90"], "must end with"),
         (m.CommitBatch(()), [struct.pack("<q", 0), b"\x92\xc4\x00\x91\xa1x"], "list of integers"),
-        (m.State(0, 0, False, {}, b""), [msgpack.packb([0, 0, False, {}, 5]), b"1234"], "names 5 bytes and brings 4"),
+        (m.State(0, 0, {}, b""), [msgpack.packb([0, 0, {}, 5]), b"1234"], "names 5 bytes and brings 4"),
     ],
 )  # fmt: skip
 def test_a_damaged_body_is_a_protocol_error_that_says_what_is_wrong(

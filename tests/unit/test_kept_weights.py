@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from kvstore_server.admission import EngineConfig
-from kvstore_server.dense import DenseTable
 from kvstore_server.engine import Engine
 from kvstore_server.errors import KVStoreError
 from kvstore_server.hyper import pack_hypers
@@ -23,7 +22,8 @@ from kvstore_server.optimizer import Optimizer, create, register, registry
 from kvstore_server.optimizer.base import StateValue
 from kvstore_server.plan import TensorSpec, make_plan
 from kvstore_server.protocol import messages as m
-from kvstore_server.reduction import Addend, RowSet, SparsePayload
+from kvstore_server.reduction import RowSet, SparsePayload
+from kvstore_server.shard import Shard
 from kvtrainer.comm.client import Client
 from kvtrainer.comm.tickets import RemoteTable, RoundItem
 from tests.support.switchboard import connected
@@ -228,11 +228,12 @@ def test_what_comes_back_is_rows_whole_keys_or_nothing() -> None:
 
 def test_a_round_that_is_taken_back_changes_everything_for_whoever_has_read_it() -> None:
     plan = make_plan([TensorSpec("w", (40, 2), "float32")], 1)
-    table = DenseTable(plan, 0)
-    assert table.changes.since(0, 0, 0) == {}
+    shard = Shard()
+    unit = shard.add(plan)
+    assert shard.changed_since(unit, 0, 0, 0) == {}
     rows = SparsePayload({0: RowSet(torch.tensor([3]), torch.ones(1, 2))}, None)
     optimizer = create("fussy")
-    table.update([Addend({0: rows}, 1.0, frozenset())], optimizer, [optimizer.hyper])
-    assert table.changes.since(0, 0, 1) == {0: torch.tensor([3])}
-    table.undo()
-    assert table.changes.since(0, 1, 2) is None
+    shard.update([shard.contribution(unit, {0: rows}, 1.0, frozenset())], optimizer, [[optimizer.hyper]])
+    assert shard.changed_since(unit, 0, 0, 1) == {0: torch.tensor([3])}
+    shard.undo(unit)
+    assert shard.changed_since(unit, 0, 1, 2) is None

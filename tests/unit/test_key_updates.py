@@ -12,6 +12,7 @@ from torch import Tensor
 from kvstore_server.optimizer import Optimizer, create, register
 from kvstore_server.optimizer.base import StateValue
 from kvtrainer.errors import ConfigurationError, OptimizerError, ProtocolError
+from kvtrainer.states.holder import export_state
 from kvtrainer.sync.servers import Gradients, StoreExchange
 from tests.support.engines import client_of, filled, plan_of, views
 
@@ -107,8 +108,8 @@ def test_the_state_of_keys_carries_on_in_a_store_with_another_number_of_servers(
     for step in (1, 2):
         first.run(Gradients(filled(plan, normal(step)), {}, 0.5, frozenset()), weights, b"")
     second.init(weights)
-    for key in range(len(SHAPES)):
-        second.put_key_state(key, first.get_key_state(key))
+    for piece in plan.slices:
+        second.put_state(piece, first.get_state(piece))
     for step in (3, 4):
         second.run(Gradients(filled(plan, normal(step)), {}, 0.5, frozenset()), weights, b"")
     assert_same(views(plan, weights), alone(optimizer, range(1, STEPS + 1)))
@@ -121,11 +122,10 @@ def test_a_state_of_another_shape_is_refused_and_changes_nothing() -> None:
     weights = filled(plan, normal(0, torch.float16))
     exchange.init(weights)
     exchange.run(Gradients(filled(plan, normal(1, torch.float16)), {}, 0.5, frozenset()), weights, b"")
-    with pytest.raises(
-        ProtocolError, match=r"no optimizer state of key 'odd': its master has the shape \[150"
-    ):
-        exchange.put_key_state(2, exchange.get_key_state(1))
-    assert exchange.get_key_state(2).state_of()["exp_avg"].shape == (7, 13)  # type: ignore[union-attr]
+    bucket, other = plan.slices_with(2)[0], plan.slices_with(1)[0]
+    with pytest.raises(ProtocolError, match="no optimizer state of slice"):
+        exchange.put_state(bucket, exchange.get_state(other))
+    assert export_state(plan, exchange, 2)["exp_avg"].shape == (7, 13)
 
 
 @register
@@ -165,7 +165,7 @@ def test_an_update_that_raises_on_one_server_leaves_no_trace_on_any(num_servers:
     with pytest.raises(OptimizerError, match="'raising_at_two' raised ValueError: too big"):
         exchange.run(Gradients(filled(plan, normal(2)), {}, 0.5, frozenset()), weights, b"")
     assert torch.equal(weights["float32"], before["float32"])
-    assert [exchange.get_key_state(key).step for key in range(len(SHAPES))] == [1] * len(SHAPES)
+    assert [export_state(plan, exchange, key)["step"] for key in range(len(SHAPES))] == [1] * len(SHAPES)
     for step in range(2, STEPS + 1):
         exchange.run(Gradients(filled(plan, normal(step)), {}, 0.5, frozenset()), weights, b"")
     assert_same(views(plan, weights), expected)

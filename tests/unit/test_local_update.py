@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvstore_server.dense import DenseTable
 from kvstore_server.optimizer import Optimizer, create
 from kvstore_server.plan import Plan, TensorSpec, make_plan
-from kvstore_server.reduction import Addend
+from kvstore_server.shard import Shard
 from kvtrainer.errors import ConfigurationError, OptimizerError
-from kvtrainer.local_update import LocalUpdate
+from kvtrainer.local_update import ShardUpdate
+from kvtrainer.states.holder import export_state, export_states
 
 SHAPES = {"a": (3, 5), "b": (), "c": (170, 301)}
 
@@ -43,7 +43,7 @@ def test_present_keys_move_by_scale_times_gradient_and_absent_ones_stay(dtype: s
     weights, grads = arenas(plan, 1), arenas(plan, 2)
     expected = [part(plan, weights, key) - 2.0 * (part(plan, grads, key) * 0.25) for key in range(3)]
     expected[1] = part(plan, weights, 1)
-    LocalUpdate(plan, optimizer).apply(weights, grads, 0.25, [True, False, True], [optimizer.hyper] * 3)
+    ShardUpdate(plan, optimizer, weights).apply(grads, 0.25, [True, False, True], [optimizer.hyper] * 3)
     for key, value in enumerate(expected):
         torch.testing.assert_close(part(plan, weights, key), value, rtol=0, atol=1e-6)
 
@@ -53,9 +53,9 @@ def test_present_keys_move_by_scale_times_gradient_and_absent_ones_stay(dtype: s
 def test_bits_are_those_of_a_servers_table(name: str, dtype: str) -> None:
     plan = plan_of(dtype)
     optimizer = create(name, **({"momentum": 0.9} if name == "sgd" else {}))
-    here, there = LocalUpdate(plan, optimizer), DenseTable(plan, 0)
-    weights = arenas(plan, 1)
-    there.assign({p.index: weights[dtype][p.offset : p.offset + p.used] for p in plan.slices})
+    weights, there = arenas(plan, 1), Shard()
+    here, unit = ShardUpdate(plan, optimizer, weights), there.add(plan)
+    there.assign(unit, {p.index: weights[dtype][p.offset : p.offset + p.used] for p in plan.slices})
     for step, present in enumerate([[True] * 3, [False, True, True], [True, True, False]]):
         grads = arenas(plan, 10 + step)
         absent = frozenset(key for key in range(3) if not present[key])
@@ -63,9 +63,11 @@ def test_bits_are_those_of_a_servers_table(name: str, dtype: str) -> None:
             begin = plan.key_offsets[key]
             grads[dtype][begin : begin + plan.specs[key].numel] = 0
         slices = {p.index: grads[dtype][p.offset : p.offset + p.used].clone() for p in plan.slices}
-        there.update([Addend(slices, 1 / 3, absent)], optimizer, [optimizer.hyper] * 3)
-        here.apply(weights, grads, 1 / 3, present, [optimizer.hyper] * 3)
-    assert torch.equal(weights[dtype], there.arenas[dtype])
+        given = there.contribution(unit, dict(slices), 1 / 3, absent)
+        there.update([given], optimizer, [[optimizer.hyper] * 3])
+        here.apply(grads, 1 / 3, present, [optimizer.hyper] * 3)
+    for p in plan.slices:
+        assert torch.equal(weights[dtype][p.offset : p.offset + p.used], there.visible(unit, p.index))
 
 
 class FailsAtLast(Optimizer):
@@ -83,45 +85,46 @@ class FailsAtLast(Optimizer):
 
 def test_error_of_a_users_optimizer_takes_the_whole_step_back() -> None:
     plan, optimizer = plan_of(), FailsAtLast()
-    update = LocalUpdate(plan, optimizer)
     weights, grads = arenas(plan, 1), arenas(plan, 2)
-    update.apply(weights, grads, 1.0, [True] * 3, [optimizer.hyper] * 3)
+    update = ShardUpdate(plan, optimizer, weights)
+    update.apply(grads, 1.0, [True] * 3, [optimizer.hyper] * 3)
     before = weights["float32"].clone()
-    seen = {index: state.copy() for index, state in update.states.items()}
+    seen = [update.get_state(piece) for piece in plan.slices]
     grads = {"float32": torch.ones_like(grads["float32"])}
     last = plan.slices[-1]
     grads["float32"][last.offset + last.length - 1] = 7
-    with pytest.raises(
-        OptimizerError, match="'failsatlast' raised ArithmeticError: seven; the step was not applied"
-    ):
-        update.apply(weights, grads, 1.0, [True] * 3, [optimizer.hyper] * 3)
+    with pytest.raises(OptimizerError, match="'failsatlast' raised ArithmeticError: seven"):
+        update.apply(grads, 1.0, [True] * 3, [optimizer.hyper] * 3)
     assert weights["float32"].equal(before)
-    for index, state in update.states.items():
-        assert state.steps == seen[index].steps
-        assert state.tensors["seen"].equal(seen[index].tensors["seen"])
+    for piece, former in zip(plan.slices, seen, strict=True):
+        state = update.get_state(piece)
+        assert state.steps.tolist() == former.steps.tolist()
+        assert state.tensors["seen"].equal(former.tensors["seen"])
 
 
 def test_state_can_be_taken_out_and_put_back() -> None:
     plan, optimizer = plan_of(), create("sgd", learning_rate=1.0, momentum=0.5)
-    update, fresh = LocalUpdate(plan, optimizer), LocalUpdate(plan, optimizer)
     weights, grads = arenas(plan, 1), arenas(plan, 2)
-    update.apply(weights, grads, 1.0, [True] * 3, [optimizer.hyper] * 3)
-    for piece in plan.slices:
-        fresh.put_state(piece, update.get_state(piece).copy())
+    update = ShardUpdate(plan, optimizer, weights)
+    update.apply(grads, 1.0, [True] * 3, [optimizer.hyper] * 3)
     copies = {"float32": weights["float32"].clone()}
-    for one, flat in ((update, weights), (fresh, copies)):
-        one.apply(flat, arenas(plan, 3), 1.0, [True] * 3, [optimizer.hyper] * 3)
+    fresh = ShardUpdate(plan, optimizer, copies)
+    for piece in plan.slices:
+        fresh.put_state(piece, update.get_state(piece))
+    for one in (update, fresh):
+        one.apply(arenas(plan, 3), 1.0, [True] * 3, [optimizer.hyper] * 3)
     assert torch.equal(weights["float32"], copies["float32"])
 
 
 def run_whole(
     name: str, scale: float, present: list[bool], **options: Any
-) -> tuple[LocalUpdate, list[Tensor], Plan]:
+) -> tuple[ShardUpdate, list[Tensor], Plan]:
     """Two updates of an optimizer of whole keys; the keys' values after them."""
     plan, optimizer = plan_of(), create(name, **options)
-    update, weights = LocalUpdate(plan, optimizer), arenas(plan, 1)
+    weights = arenas(plan, 1)
+    update = ShardUpdate(plan, optimizer, weights)
     for step in range(2):
-        update.apply(weights, arenas(plan, 10 + step), scale, present, [optimizer.hyper] * 3)
+        update.apply(arenas(plan, 10 + step), scale, present, [optimizer.hyper] * 3)
     return update, [part(plan, weights, key).view(plan.specs[key].shape) for key in range(3)], plan
 
 
@@ -136,28 +139,27 @@ def test_optimizer_of_whole_keys_gets_each_key_in_its_shape() -> None:
             parameter.grad = 0.5 * part(plan, arenas(plan, 10 + step), key).view(parameter.shape)
             plain.step()
         torch.testing.assert_close(value, parameter.detach(), rtol=0, atol=1e-6)
-    assert update.get_key_state(0).step == 2
-    assert {
-        n: tuple(v.shape) for n, v in update.get_key_state(0).values.items() if isinstance(v, Tensor)
-    } == {
-        "row_var": (3, 1),
-        "col_var": (1, 5),
-    }
+    state = export_state(plan, update, 0)
+    assert state["step"] == 2
+    shapes = {name: tuple(value.shape) for name, value in state.items() if name != "step"}
+    assert shapes == {"row_var": (3, 1), "col_var": (1, 5)}
 
 
 def test_absent_whole_keys_stay_and_get_no_step() -> None:
     update, values, plan = run_whole("lamb", 1.0, [True, False, True])
     assert values[1].flatten().equal(part(plan, arenas(plan, 1), 1))
-    assert [update.get_key_state(key).step for key in range(3)] == [2, 0, 2]
+    states = export_states(plan, update)
+    assert [states.get(key, {}).get("step", 0) for key in range(3)] == [2, 0, 2]
 
 
 def test_key_that_the_optimizer_cannot_update_is_found_before_any_other_is_updated() -> None:
     plan, optimizer = plan_of(), create("groupadagrad")
-    update, weights = LocalUpdate(plan, optimizer), arenas(plan, 1)
+    weights = arenas(plan, 1)
+    update = ShardUpdate(plan, optimizer, weights)
     with pytest.raises(ConfigurationError, match="'b'"):
-        update.apply(weights, arenas(plan, 2), 1.0, [True] * 3, [optimizer.hyper] * 3)
+        update.apply(arenas(plan, 2), 1.0, [True] * 3, [optimizer.hyper] * 3)
     assert weights["float32"].equal(arenas(plan, 1)["float32"])
-    update.apply(weights, arenas(plan, 2), 1.0, [True, False, True], [optimizer.hyper] * 3)
+    update.apply(arenas(plan, 2), 1.0, [True, False, True], [optimizer.hyper] * 3)
     assert not weights["float32"].equal(arenas(plan, 1)["float32"])
 
 
@@ -172,13 +174,14 @@ def test_error_of_a_users_optimizer_of_whole_keys_takes_the_whole_step_back() ->
             weight -= grad
 
     plan, optimizer = plan_of(), FailsAtC()
-    update, weights = LocalUpdate(plan, optimizer), arenas(plan, 1)
-    update.apply(weights, arenas(plan, 2), 1.0, [True] * 3, [optimizer.hyper] * 3)
-    before, seen = weights["float32"].clone(), update.get_key_state(0).copy()
-    with pytest.raises(OptimizerError, match="raised ArithmeticError: no; the step was not applied"):
-        update.apply(weights, arenas(plan, 3), 1.0, [True] * 3, [optimizer.hyper] * 3)
+    weights = arenas(plan, 1)
+    update = ShardUpdate(plan, optimizer, weights)
+    update.apply(arenas(plan, 2), 1.0, [True] * 3, [optimizer.hyper] * 3)
+    before, seen = weights["float32"].clone(), export_state(plan, update, 0)
+    with pytest.raises(OptimizerError, match="raised ArithmeticError: no"):
+        update.apply(arenas(plan, 3), 1.0, [True] * 3, [optimizer.hyper] * 3)
     assert weights["float32"].equal(before)
-    assert update.get_key_state(0) == seen
+    assert export_state(plan, update, 0) == seen
 
 
 def test_noise_depends_on_the_name_of_the_key_and_not_on_its_place() -> None:
@@ -188,7 +191,7 @@ def test_noise_depends_on_the_name_of_the_key_and_not_on_its_place() -> None:
         optimizer = create("sgld", learning_rate=0.01)
         weights = {"float32": torch.zeros(plan.arena_sizes["float32"])}
         grads = {"float32": torch.zeros(plan.arena_sizes["float32"])}
-        LocalUpdate(plan, optimizer).apply(weights, grads, 1.0, [True] * 3, [optimizer.hyper] * 3)
+        ShardUpdate(plan, optimizer, weights).apply(grads, 1.0, [True] * 3, [optimizer.hyper] * 3)
         values.append({name: part(plan, weights, key) for key, name in enumerate(names)})
     for name in SHAPES:
         assert values[0][name].equal(values[1][name])

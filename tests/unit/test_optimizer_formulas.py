@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from kvstore_server.optimizer import SliceState, create, gluon, update_slice
+from kvstore_server.optimizer import create, gluon
 from kvstore_server.plan import TensorSpec, make_plan
 from tests.support.gluon_cases import ELEMENTWISE, Case
 from tests.support.gluon_formulas import FORMULAS, Numbers, Zeros
+from tests.support.optimizer_slices import empty, update_slice
 
 NUMEL = 77
 RATES = [0.05, 0.02, 0.1, 0.005, 0.07, 0.01, 0.03]
@@ -39,7 +40,7 @@ def by_slice(case: Case, wd: float, dtype: torch.dtype, master: bool = False) ->
     """The weights in float64 after as many updates of one slice as there are RATES."""
     optimizer = create(case.name, wd=wd, clip_gradient=BOUND / 2, multi_precision=master, **case.options)
     piece = make_plan([TensorSpec("w", (NUMEL,), str(dtype)[6:])], 1).slices[0]
-    weight, state = torch.zeros(piece.length, dtype=dtype), SliceState.empty(piece)
+    weight, state = torch.zeros(piece.length, dtype=dtype), empty(piece)
     weight[:NUMEL] = torch.from_numpy(start()).to(dtype)
     compute = torch.float64 if dtype == torch.float64 else torch.float32
     for g, lr in zip(gradients(len(RATES)), RATES, strict=True):
@@ -101,7 +102,7 @@ def test_a_negative_learning_rate_climbs(label: str) -> None:
     weight[:NUMEL] = torch.from_numpy(start())
     grad = torch.zeros(piece.length, dtype=torch.float64)
     grad[:NUMEL] = torch.from_numpy(gradients(1)[0])
-    update_slice(optimizer, piece, weight, grad, SliceState.empty(piece), [optimizer.hyper])
+    update_slice(optimizer, piece, weight, grad, empty(piece), [optimizer.hyper])
     expected = FORMULAS[case.name](start(), gradients(1)[0], Zeros(), 1, -0.05, 0.0, case.options)
     assert relative(weight[:NUMEL].numpy(), expected) <= 1e-12
 
@@ -111,7 +112,7 @@ def test_begin_num_update_counts_as_updates_that_came_before(label: str) -> None
     case = ELEMENTWISE[label]
     optimizer = create(case.name, lr=0.05, begin_num_update=6, **case.options)
     piece = make_plan([TensorSpec("w", (NUMEL,), "float64")], 1).slices[0]
-    weight, state = torch.zeros(piece.length, dtype=torch.float64), SliceState.empty(piece)
+    weight, state = torch.zeros(piece.length, dtype=torch.float64), empty(piece)
     weight[:NUMEL] = torch.from_numpy(start())
     expected, reference = start(), Zeros(product=1.0)
     for t in (7, 8, 9):
@@ -120,4 +121,4 @@ def test_begin_num_update_counts_as_updates_that_came_before(label: str) -> None
         update_slice(optimizer, piece, weight, grad, state, [optimizer.hyper])
         expected = FORMULAS[case.name](expected, gradients(9)[t - 1], reference, t, 0.05, 0.0, case.options)
     assert relative(weight[:NUMEL].numpy(), expected) <= 1e-11
-    assert state.steps == [3]
+    assert state.steps.tolist() == [3]

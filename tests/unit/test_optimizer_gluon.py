@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvstore_server.optimizer import Optimizer, SliceState, create, update_slice
+from kvstore_server.optimizer import Optimizer, create
 from kvstore_server.plan import TensorSpec, make_plan
 from tests.support.golden import GOLDEN, RESCALED, START, TOLERANCE, UPDATES, gradient
+from tests.support.optimizer_slices import empty, update_slice
 
 
 def train(
@@ -20,7 +21,7 @@ def train(
     piece = make_plan([TensorSpec("w", tuple(weight.shape), str(weight.dtype)[6:])], 1).slices[0]
     flat = torch.zeros(piece.length, dtype=weight.dtype)
     flat[: weight.numel()] = weight.reshape(-1)
-    state = SliceState.empty(piece)
+    state = empty(piece)
     for i, grad in enumerate(grads):
         if rates is not None:
             optimizer.lr = rates[i]
@@ -54,7 +55,7 @@ def test_momentum_that_is_switched_on_later_starts_from_zero() -> None:
     optimizer = create("sgd", lr=0.5)
     weight, grad = torch.tensor([1.0], dtype=torch.float64), torch.tensor([1.0], dtype=torch.float64)
     piece = make_plan([TensorSpec("w", (1,), "float64")], 1).slices[0]
-    flat, state = torch.zeros(piece.length, dtype=torch.float64), SliceState.empty(piece)
+    flat, state = torch.zeros(piece.length, dtype=torch.float64), empty(piece)
     flat[:1] = weight
     for momentum in (0.0, 0.5, 0.5):
         change = torch.zeros_like(flat)
@@ -92,7 +93,7 @@ def test_ftrl_leaves_a_weight_that_never_had_a_gradient_at_zero_even_without_bet
 def test_nadam_gives_every_key_its_own_momentum_schedule() -> None:
     optimizer = create("nadam", lr=0.1)
     piece = make_plan([TensorSpec(name, (3,), "float32") for name in "ab"], 1).slices[0]
-    state, flat = SliceState.empty(piece), torch.zeros(piece.length)
+    state, flat = empty(piece), torch.zeros(piece.length)
     for _ in range(4):
         update_slice(optimizer, piece, flat, torch.ones(piece.length), state, [optimizer.hyper] * 2)
     alone = train(create("nadam", lr=0.1), torch.zeros(3), [torch.ones(3)] * 4)

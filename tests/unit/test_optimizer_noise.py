@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from kvstore_server.errors import ConfigurationError
-from kvstore_server.optimizer import Optimizer, SliceState, create, update_slice
+from kvstore_server.optimizer import Optimizer, create
 from kvstore_server.optimizer.noise import normal
 from kvstore_server.plan import Plan, Segment, Slice, TensorSpec, make_plan
+from tests.support.optimizer_slices import empty, update_slice
 
 MANY = 1 << 20
 WORD = 2**64
@@ -97,7 +98,7 @@ def run(optimizer: Optimizer, layout: Plan, steps: int, together: bool = True) -
     keys = [torch.ones(spec.numel, dtype=getattr(torch, spec.dtype)) for spec in layout.specs]
     for piece in reversed(layout.slices):
         dtype = getattr(torch, piece.dtype)
-        weight, state = torch.zeros(piece.length, dtype=dtype), SliceState.empty(piece)
+        weight, state = torch.zeros(piece.length, dtype=dtype), empty(piece)
         for s in piece.segments:
             weight[s.start : s.start + s.numel] = 1.0
         names = [NAMES[s.key] for s in piece.segments]
@@ -153,9 +154,7 @@ def test_sgld_has_the_same_bits_where_a_long_key_is_cut() -> None:
                 0, "float32", start, end - start, end - start, (Segment(0, 0, start, end - start),), 0
             )
             weight, grad = torch.ones(piece.length), torch.full((piece.length,), 0.5)
-            update_slice(
-                optimizer, piece, weight, grad, SliceState.empty(piece), [optimizer.hyper], names=["w"]
-            )
+            update_slice(optimizer, piece, weight, grad, empty(piece), [optimizer.hyper], names=["w"])
             parts.append(weight)
         ends.append(torch.cat(parts))
     assert torch.equal(*ends)

@@ -15,17 +15,16 @@ from kvstore_server.errors import ConfigurationError, UnknownNameError
 from kvstore_server.lr_scheduler import FactorScheduler
 from kvstore_server.optimizer import (
     Optimizer,
-    SliceState,
     create,
     create_from_spec,
     register,
     registry,
-    update_slice,
 )
 from kvstore_server.optimizer.torch_family import ELEMENTWISE
 from kvstore_server.plan import TensorSpec, make_plan
 from kvtrainer import Trainer
 from kvtrainer.errors import TorchNameWarning
+from tests.support.optimizer_slices import empty, update_slice
 
 
 @pytest.fixture(autouse=True)
@@ -215,7 +214,7 @@ def test_the_example_of_the_documentation_follows_the_sign_of_the_averaged_gradi
     piece = make_plan([TensorSpec("w", (4,), "float32")], 1).slices[0]
     optimizer, state, weight = (
         facade.create("averagedsign", wd=0.01),
-        SliceState.empty(piece),
+        empty(piece),
         torch.zeros(16),
     )
     weight[:4] = torch.tensor([1.0, -2.0, 0.5, 3.0])

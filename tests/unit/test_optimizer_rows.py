@@ -9,9 +9,7 @@ import torch
 from torch import Tensor
 
 from kvstore_server.errors import ConfigurationError, OptimizerError, ShapeMismatchError
-from kvstore_server.optimizer import Optimizer, create
-from kvstore_server.optimizer.rows import coalesce_rows, update_rows
-from kvstore_server.optimizer.whole import KeyState, update_key
+from kvstore_server.optimizer import Optimizer, State, coalesce_rows, create, update_key, update_rows
 
 LAZY: list[tuple[str, dict[str, Any]]] = [
     ("sgd", {"lr": 0.1, "wd": 0.01, "lazy_update": True}),
@@ -52,7 +50,7 @@ def named(case: tuple[str, dict[str, Any]]) -> str:
 
 
 def trajectory(optimizer: Optimizer) -> Tensor:
-    weight, state = torch.tensor([[1.0, -2.0], [0.5, 3.0], [2.0, 2.0]]), KeyState()
+    weight, state = torch.tensor([[1.0, -2.0], [0.5, 3.0], [2.0, 2.0]]), State()
     for t, rows in enumerate(ROWS, 1):
         grad_rows = torch.tensor([[0.1 * t, -0.2]] * len(rows))
         update_rows(optimizer, weight, torch.tensor(rows), grad_rows, state, {**optimizer.hyper, "key": "w"})
@@ -81,7 +79,7 @@ def test_an_update_that_is_not_lazy_counts_the_gradient_as_dense(
 
 def test_a_dense_gradient_of_ftrl_changes_also_the_rows_where_it_is_zero() -> None:
     optimizer = create("ftrl", lr=0.1)
-    weight, state = torch.tensor([[1.0, -2.0], [0.5, 3.0], [2.0, 2.0]]), KeyState()
+    weight, state = torch.tensor([[1.0, -2.0], [0.5, 3.0], [2.0, 2.0]]), State()
     for t, rows in enumerate(ROWS, 1):
         grad = torch.zeros(3, 2)
         grad[rows] = torch.tensor([0.1 * t, -0.2])
@@ -96,7 +94,7 @@ def filled(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor
 @pytest.mark.parametrize("case", LAZY, ids=named)
 def test_a_row_that_is_absent_keeps_its_weights_and_its_state(case: tuple[str, dict[str, Any]]) -> None:
     optimizer = create(case[0], **case[1])
-    weight, state, rows = filled(6, 5, seed=0), KeyState(), torch.tensor([1, 4])
+    weight, state, rows = filled(6, 5, seed=0), State(), torch.tensor([1, 4])
     update_rows(optimizer, weight, torch.arange(6), filled(6, 5, seed=1), state, optimizer.hyper)
     before, kept = weight.clone(), state.copy()
     update_rows(optimizer, weight, rows, filled(2, 5, seed=2), state, optimizer.hyper)
@@ -111,7 +109,7 @@ def test_a_row_that_is_absent_keeps_its_weights_and_its_state(case: tuple[str, d
 @pytest.mark.parametrize("case", LAZY, ids=named)
 def test_a_lazy_update_of_all_rows_has_the_bits_of_a_dense_one(case: tuple[str, dict[str, Any]]) -> None:
     optimizer = create(case[0], **case[1])
-    lazy, dense, states = filled(6, 5, seed=0), filled(6, 5, seed=0), (KeyState(), KeyState())
+    lazy, dense, states = filled(6, 5, seed=0), filled(6, 5, seed=0), (State(), State())
     for step in range(3):
         update_rows(optimizer, lazy, torch.arange(6), filled(6, 5, seed=step), states[0], optimizer.hyper)
         update_key(optimizer, dense, filled(6, 5, seed=step), states[1], optimizer.hyper)
@@ -123,8 +121,8 @@ def test_a_lazy_update_of_all_rows_has_the_bits_of_a_dense_one(case: tuple[str, 
 @pytest.mark.parametrize("case", [case for case in LAZY if case[0] != "lars"], ids=named)
 def test_the_bits_of_a_row_do_not_depend_on_the_rows_beside_it(case: tuple[str, dict[str, Any]]) -> None:
     optimizer = create(case[0], **case[1])
-    together, state = filled(7, 37, seed=0), KeyState()
-    parts, states = (together[:3].clone(), together[3:].clone()), (KeyState(), KeyState())
+    together, state = filled(7, 37, seed=0), State()
+    parts, states = (together[:3].clone(), together[3:].clone()), (State(), State())
     for step, rows in enumerate(([0, 1, 2, 4, 6], [1, 2, 3], [0, 2, 4, 5], [2, 3, 4, 5, 6])):
         ids, grad = torch.tensor(rows), filled(len(rows), 37, seed=step + 1)
         update_rows(optimizer, together, ids, grad.clone(), state, optimizer.hyper)
@@ -140,7 +138,7 @@ def test_half_weights_keep_a_master_of_every_row(
 ) -> None:
     name, options = case
     half, exact = filled(6, 5, seed=0, dtype=dtype), filled(6, 5, seed=0, dtype=dtype).double()
-    state, other = KeyState(), KeyState()
+    state, other = State(), State()
     optimizer = create(name, multi_precision=True, **options)
     for step, rows in enumerate(([0, 3], [3, 5], [1, 3])):
         grad = filled(2, 5, seed=step + 1)
@@ -153,7 +151,7 @@ def test_half_weights_keep_a_master_of_every_row(
 
 def test_the_step_count_is_that_of_the_key_not_of_the_row() -> None:
     optimizer = create("adam", lr=0.1, epsilon=0.0, lazy_update=True)
-    weight, state = torch.zeros(2, 1, dtype=torch.float64), KeyState()
+    weight, state = torch.zeros(2, 1, dtype=torch.float64), State()
     for row in (0, 0, 1):
         update_rows(optimizer, weight, torch.tensor([row]), torch.ones(1, 1).double(), state, optimizer.hyper)
     mean, square = 0.1 / (1 - 0.9**3), 0.001 / (1 - 0.999**3)
@@ -163,16 +161,14 @@ def test_the_step_count_is_that_of_the_key_not_of_the_row() -> None:
 def test_clipping_bounds_the_elements_of_the_rows() -> None:
     optimizer = create("sgd", lr=1.0, clip_gradient=0.5, lazy_update=True)
     weight = torch.zeros(3, 2)
-    update_rows(
-        optimizer, weight, torch.tensor([1]), torch.tensor([[2.0, -0.25]]), KeyState(), optimizer.hyper
-    )
+    update_rows(optimizer, weight, torch.tensor([1]), torch.tensor([[2.0, -0.25]]), State(), optimizer.hyper)
     assert weight.tolist() == [[0.0, 0.0], [-0.5, 0.25], [0.0, 0.0]]
 
 
 @pytest.mark.parametrize("case", LAZY, ids=named)
 def test_no_rows_at_all_count_as_an_update_that_changes_nothing(case: tuple[str, dict[str, Any]]) -> None:
     optimizer = create(case[0], **case[1])
-    weight, state, none = filled(4, 3, seed=0), KeyState(), torch.empty(0, dtype=torch.int64)
+    weight, state, none = filled(4, 3, seed=0), State(), torch.empty(0, dtype=torch.int64)
     for _ in range(2):
         update_rows(optimizer, weight, none, torch.empty(0, 3), state, optimizer.hyper)
     assert torch.equal(weight, filled(4, 3, seed=0))
@@ -183,7 +179,7 @@ def test_no_rows_at_all_count_as_an_update_that_changes_nothing(case: tuple[str,
 
 def test_rows_of_a_key_with_more_dimensions_may_come_flat() -> None:
     optimizer = create("sgd", lr=1.0, momentum=0.5, lazy_update=True)
-    weight, state = torch.zeros(4, 2, 3), KeyState()
+    weight, state = torch.zeros(4, 2, 3), State()
     update_rows(optimizer, weight, torch.tensor([3]), torch.ones(1, 6), state, optimizer.hyper)
     assert weight[3].tolist() == [[-1.0] * 3] * 2
     buffer = state.values["momentum_buffer"]
@@ -194,13 +190,13 @@ def test_rows_of_a_key_with_more_dimensions_may_come_flat() -> None:
 def test_adagrad_with_weight_decay_is_not_lazy() -> None:
     optimizer = create("adagrad", lr=0.1, wd=0.5)
     weight = torch.ones(2, 2)
-    update_rows(optimizer, weight, torch.tensor([0]), torch.ones(1, 2), KeyState(), optimizer.hyper)
+    update_rows(optimizer, weight, torch.tensor([0]), torch.ones(1, 2), State(), optimizer.hyper)
     assert (weight[1] < 1).all()
 
 
 def test_dense_and_row_sparse_gradients_of_one_key_may_alternate() -> None:
     optimizer = create("sgd", lr=1.0, momentum=0.5, lazy_update=True)
-    weight, state = torch.zeros(2, 1, dtype=torch.float64), KeyState()
+    weight, state = torch.zeros(2, 1, dtype=torch.float64), State()
     one = torch.ones(1, 1, dtype=torch.float64)
     update_key(optimizer, weight, torch.ones(2, 1).double(), state, optimizer.hyper)
     update_rows(optimizer, weight, torch.tensor([0]), one, state, optimizer.hyper)
@@ -234,7 +230,7 @@ class CountingWhole(Counting):
 
 @pytest.mark.parametrize("cls", [Counting, CountingWhole])
 def test_an_entry_that_update_makes_is_zero_in_the_rows_it_has_not_seen(cls: type[Optimizer]) -> None:
-    optimizer, weight, state = cls(), torch.zeros(3, 4), KeyState()
+    optimizer, weight, state = cls(), torch.zeros(3, 4), State()
     for rows in ([0], [0, 2]):
         update_rows(optimizer, weight, torch.tensor(rows), torch.ones(len(rows), 4), state, optimizer.hyper)
     columns = {n: v[:, 0].tolist() for n, v in state.values.items() if isinstance(v, Tensor)}
@@ -247,18 +243,18 @@ def test_an_entry_without_a_row_for_each_row_is_refused_with_its_name(cls: type[
     optimizer = cls(wrong=True)
     with pytest.raises(OptimizerError, match="'late'"):
         update_rows(
-            optimizer, torch.zeros(3, 4), torch.tensor([0]), torch.ones(1, 4), KeyState(), optimizer.hyper
+            optimizer, torch.zeros(3, 4), torch.tensor([0]), torch.ones(1, 4), State(), optimizer.hyper
         )
 
 
 def test_groupadagrad_names_a_key_of_three_dimensions_before_anything_changes() -> None:
-    optimizer, weight, state = create("groupadagrad"), torch.ones(3, 2, 2), KeyState()
+    optimizer, weight, state = create("groupadagrad"), torch.ones(3, 2, 2), State()
     with pytest.raises(ConfigurationError, match=r"'emb' has the shape \(3, 2, 2\)"):
         update_rows(
             optimizer, weight, torch.tensor([0]), torch.ones(1, 4), state, {**optimizer.hyper, "key": "emb"}
         )
     assert (weight == 1).all()
-    assert state == KeyState()
+    assert state == State()
 
 
 def test_values_of_one_row_are_added_in_the_order_given() -> None:

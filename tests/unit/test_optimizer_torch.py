@@ -12,16 +12,15 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from kvstore_server.errors import ConfigurationError, OptimizerError
 from kvstore_server.optimizer import (
     Optimizer,
-    SliceState,
     create,
     create_from_spec,
     register,
     registry,
-    update_slice,
 )
 from kvstore_server.optimizer.torch_family import ELEMENTWISE, TorchOptimizer
 from kvstore_server.plan import TensorSpec, make_plan
 from kvtrainer import Trainer
+from tests.support.optimizer_slices import empty, update_slice
 
 SHAPES = [(3, 5), (1,), (40,), (), (7, 2)]
 CASES: list[tuple[type[optim.Optimizer], dict[str, Any]]] = [
@@ -90,7 +89,7 @@ def test_twenty_steps_equal_torchs_loop_with_late_and_absent_keys(
     expected, oracle = torch_loop(cls, options, weights, grads)
     optimizer = create(cls, **options)
     piece = make_plan([TensorSpec(str(i), shape, "float64") for i, shape in enumerate(SHAPES)], 1).slices[0]
-    flat, state = torch.zeros(piece.length, dtype=torch.float64), SliceState.empty(piece)
+    flat, state = torch.zeros(piece.length, dtype=torch.float64), empty(piece)
     parts = [slice(s.start, s.start + s.numel) for s in piece.segments]
     for part, weight in zip(parts, weights, strict=True):
         flat[part] = weight.reshape(-1)
@@ -100,10 +99,10 @@ def test_twenty_steps_equal_torchs_loop_with_late_and_absent_keys(
         for i, part in enumerate(parts):
             if present[i]:
                 change[part] = row[i].reshape(-1)
-        assert update_slice(optimizer, piece, flat, change, state, hypers, present) == sum(present)
+        update_slice(optimizer, piece, flat, change, state, hypers, present)
     for i, (part, param) in enumerate(zip(parts, expected, strict=True)):
         assert (flat[part] - param.detach().reshape(-1)).abs().max() <= 1e-12
-        mine = state.state_of(piece, i)
+        mine = state.state_of(i)
         for name, value in oracle.state[param].items():
             if isinstance(value, Tensor):
                 difference = torch.as_tensor(mine[name]).double() - value.reshape(-1).double()
@@ -164,7 +163,7 @@ def _registered() -> Any:
 def test_a_declared_foreign_class_runs_with_its_own_step_count() -> None:
     optimizer = create_from_spec(create(HalfLife, lr=0.5).spec())
     piece = make_plan([TensorSpec("w", (3,), "float32")], 1).slices[0]
-    weight, state = torch.zeros(piece.length), SliceState.empty(piece)
+    weight, state = torch.zeros(piece.length), empty(piece)
     for _ in range(3):
         update_slice(optimizer, piece, weight, torch.ones(piece.length), state, [optimizer.hyper])
     assert weight.tolist() == [-0.875] * 3 + [0.0] * 13
@@ -198,6 +197,4 @@ def test_a_state_entry_of_another_shape_is_refused_with_its_name() -> None:
     piece = make_plan([TensorSpec("w", (3,), "float32")], 1).slices[0]
     optimizer = Wrong()
     with pytest.raises(OptimizerError, match=r"wrong put a tensor of shape \(2,\) into its state as 'norms'"):
-        update_slice(
-            optimizer, piece, torch.zeros(16), torch.zeros(16), SliceState.empty(piece), [optimizer.hyper]
-        )
+        update_slice(optimizer, piece, torch.zeros(16), torch.zeros(16), empty(piece), [optimizer.hyper])

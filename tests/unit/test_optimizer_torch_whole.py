@@ -10,10 +10,18 @@ import torch
 from torch import Tensor, optim
 
 from kvstore_server.errors import ConfigurationError, OptimizerError
-from kvstore_server.optimizer import Optimizer, create, create_from_spec, register, registry, spec_for_store
-from kvstore_server.optimizer.rows import update_rows
+from kvstore_server.optimizer import (
+    Optimizer,
+    State,
+    create,
+    create_from_spec,
+    register,
+    registry,
+    spec_for_store,
+    update_key,
+    update_rows,
+)
 from kvstore_server.optimizer.torch_family import ELEMENTWISE, WHOLE
-from kvstore_server.optimizer.whole import KeyState, update_key
 
 Case = tuple[type[optim.Optimizer], dict[str, Any]]
 
@@ -71,8 +79,8 @@ def sparse(rows: list[int], values: Tensor, num_rows: int) -> Tensor:
     )
 
 
-def same_state(mine: KeyState, theirs: dict[str, Any]) -> bool:
-    """Whether all of torch's own entries are here with the same bits; its step count is `KeyState.step`."""
+def same_state(mine: State, theirs: dict[str, Any]) -> bool:
+    """Whether all of torch's own entries are here with the same bits; its step count is `State.step`."""
     names = [name for name, value in theirs.items() if name != "step" and value is not None]
     dense = {
         name: value.to_dense() if value.is_sparse else value
@@ -87,7 +95,7 @@ def test_six_updates_of_a_whole_key_equal_torchs(case: Case) -> None:
     cls, options = case
     optimizer = create(cls, **options)
     assert not optimizer.elementwise
-    weight, state = filled(4, 6, seed=0), KeyState()
+    weight, state = filled(4, 6, seed=0), State()
     param = weight.clone().requires_grad_()
     oracle = cls([param], **options)
     for step in range(6):
@@ -107,7 +115,7 @@ def test_adafactor_updates_vectors_and_scalars_too() -> None:
         param.grad = torch.ones(shape)
         oracle: optim.Optimizer = optim.Adafactor([param], lr=0.1)
         oracle.step()
-        update_key(optimizer, weight, torch.ones(shape), KeyState(), optimizer.hyper)
+        update_key(optimizer, weight, torch.ones(shape), State(), optimizer.hyper)
         assert torch.equal(weight, param)
 
 
@@ -119,7 +127,7 @@ def test_every_class_of_torch_but_lbfgs_has_a_way_to_run() -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_muon_moves_half_weights_through_their_float32_master(dtype: torch.dtype) -> None:
     optimizer = create("torch:Muon", lr=0.1, multi_precision=True)
-    half, state = filled(4, 6, seed=0).to(dtype), KeyState()
+    half, state = filled(4, 6, seed=0).to(dtype), State()
     param = half.float().requires_grad_()
     oracle: optim.Optimizer = optim.Muon([param], lr=0.1)
     for step in range(3):
@@ -134,7 +142,7 @@ def test_muon_moves_half_weights_through_their_float32_master(dtype: torch.dtype
 def test_muon_names_the_key_that_is_no_matrix() -> None:
     optimizer, weight = create(optim.Muon), torch.ones(3)
     with pytest.raises(ConfigurationError, match=r"Muon cannot update key 'bias' of shape \(3,\): .*2D"):
-        update_key(optimizer, weight, torch.ones(3), KeyState(), {**optimizer.hyper, "key": "bias"})
+        update_key(optimizer, weight, torch.ones(3), State(), {**optimizer.hyper, "key": "bias"})
     optimizer.check_key("weight", (3, 3), optimizer.hyper)
 
 
@@ -149,7 +157,7 @@ def test_a_whole_key_class_travels_as_a_description() -> None:
 def test_updates_by_sparse_gradients_equal_torchs(case: Case) -> None:
     cls, options = case
     optimizer = create(cls, **options)
-    weight, state = filled(6, 3, seed=0), KeyState()
+    weight, state = filled(6, 3, seed=0), State()
     param = weight.clone().requires_grad_()
     oracle = cls([param], **options)
     for step, rows in enumerate(ROWS):
@@ -173,7 +181,7 @@ def test_sparse_gradients_of_other_dtypes_move_the_rows_they_have(dtype: torch.d
     oracle.step()
     optimizer = create("torch:SparseAdam", lr=0.1)
     update_rows(
-        optimizer, weight, torch.tensor([2]), filled(1, 3, seed=1).to(compute), KeyState(), optimizer.hyper
+        optimizer, weight, torch.tensor([2]), filled(1, 3, seed=1).to(compute), State(), optimizer.hyper
     )
     assert torch.equal(weight, param.to(dtype))
     assert torch.equal(weight[3:], before[3:])
@@ -186,13 +194,13 @@ def test_a_sparse_gradient_that_torchs_class_would_refuse_counts_as_dense(cls: A
     param = weight.clone().requires_grad_()
     param.grad = sparse([0, 4], values.clone(), 6).to_dense()
     cls([param], lr=0.1, weight_decay=0.1, fused=True).step()
-    update_rows(optimizer, weight, torch.tensor([0, 4]), values, KeyState(), optimizer.hyper)
+    update_rows(optimizer, weight, torch.tensor([0, 4]), values, State(), optimizer.hyper)
     assert torch.allclose(weight, param, rtol=1e-6, atol=1e-7)
 
 
 def test_dense_and_sparse_gradients_of_torchs_sgd_may_alternate() -> None:
     optimizer = create("torch:SGD", lr=0.1, momentum=0.9, nesterov=True)
-    mixed, dense, states = filled(6, 3, seed=0), filled(6, 3, seed=0), (KeyState(), KeyState())
+    mixed, dense, states = filled(6, 3, seed=0), filled(6, 3, seed=0), (State(), State())
     for step, rows in enumerate(ROWS):
         values = filled(len(rows), 3, seed=step + 1)
         whole = sparse(rows, values, 6).to_dense()
@@ -209,7 +217,7 @@ def test_dense_and_sparse_gradients_of_torchs_sgd_may_alternate() -> None:
 def test_sparse_adam_names_the_key_whose_gradient_is_dense() -> None:
     optimizer, weight = create("torch:SparseAdam"), torch.ones(2, 2)
     with pytest.raises(ConfigurationError, match="sparse gradients only, and that of 'emb' is dense"):
-        update_key(optimizer, weight, torch.ones(2, 2), KeyState(), {**optimizer.hyper, "key": "emb"})
+        update_key(optimizer, weight, torch.ones(2, 2), State(), {**optimizer.hyper, "key": "emb"})
     assert (weight == 1).all()
 
 
@@ -281,12 +289,12 @@ class Sharing(Centered):
 def test_a_foreign_class_that_keeps_something_for_all_parameters_is_refused(where: str, match: str) -> None:
     optimizer = create(type("Sharing", (Sharing,), {"where": where}))
     with pytest.raises(OptimizerError, match=f"{where}.* {match}.*all parameters share"):
-        update_key(optimizer, torch.ones(2, 2), torch.ones(2, 2), KeyState(), optimizer.hyper)
+        update_key(optimizer, torch.ones(2, 2), torch.ones(2, 2), State(), optimizer.hyper)
 
 
 @pytest.mark.parametrize("name", ["Muon", "Adafactor"])
 def test_an_empty_key_is_left_alone(name: str) -> None:
-    state = KeyState()
+    state = State()
     optimizer = create(f"torch:{name}")
     update_key(optimizer, torch.zeros(4, 0), torch.zeros(4, 0), state, {**optimizer.hyper, "key": "empty"})
     assert state.step == 1

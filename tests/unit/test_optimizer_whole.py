@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from kvstore_server.errors import ConfigurationError
-from kvstore_server.optimizer import Optimizer, create, create_from_spec
+from kvstore_server.optimizer import Optimizer, State, create, create_from_spec, update_key
 from kvstore_server.optimizer.gluon_layerwise import l2_norm
-from kvstore_server.optimizer.whole import KeyState, update_key
 from tests.support.gluon_formulas import FORMULAS, Zeros
 from tests.support.golden import GOLDEN, RESCALED, START, TOLERANCE, UPDATES, gradient
 
@@ -31,9 +30,9 @@ def train(
     grads: list[Tensor],
     rates: list[float] | None = None,
     key: str = "w",
-) -> tuple[Tensor, KeyState]:
+) -> tuple[Tensor, State]:
     """Update one key once for each gradient; return a changed copy of the weights, and the state."""
-    weight, state = weight.clone(), KeyState()
+    weight, state = weight.clone(), State()
     for i, grad in enumerate(grads):
         if rates is not None:
             optimizer.lr = rates[i]
@@ -123,7 +122,7 @@ def test_half_weights_without_a_master_move_as_the_formula_up_to_rounding(
 
 
 def test_replaced_half_weights_win_over_the_master() -> None:
-    weight, state = torch.ones(2, 2, dtype=torch.float16), KeyState()
+    weight, state = torch.ones(2, 2, dtype=torch.float16), State()
     optimizer = make("lars", multi_precision=True)
     update_key(optimizer, weight, torch.ones(2, 2), state, optimizer.hyper)
     weight[0] = 8.0
@@ -196,7 +195,7 @@ def test_bits_do_not_depend_on_the_number_of_threads(name: str, threads: Callabl
 def test_groupadagrad_names_the_key_that_is_no_matrix() -> None:
     optimizer, weight = create("groupadagrad"), torch.ones(3)
     with pytest.raises(ConfigurationError, match=r"'fc\.bias' has the shape \(3,\)"):
-        update_key(optimizer, weight, torch.ones(3), KeyState(), {**optimizer.hyper, "key": "fc.bias"})
+        update_key(optimizer, weight, torch.ones(3), State(), {**optimizer.hyper, "key": "fc.bias"})
     assert weight.tolist() == [1.0, 1.0, 1.0]
 
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from kvstore_server.errors import OptimizerError, ShapeMismatchError
-from kvstore_server.optimizer import Optimizer, SliceState, create, update_slice
-from kvstore_server.optimizer.whole import KeyState, update_key
+from kvstore_server.optimizer import Optimizer, State, States, create, update_key, update_run
 from kvstore_server.plan import TensorSpec, make_plan
+from tests.support.optimizer_slices import empty, moved, replace_state, update_slice
 
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("lamb", {"wd": 0.1}),
@@ -29,7 +29,7 @@ def filled(*shape: int, seed: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def train(optimizer: Optimizer, weight: Tensor, state: KeyState, steps: range) -> None:
+def train(optimizer: Optimizer, weight: Tensor, state: State, steps: range) -> None:
     for step in steps:
         update_key(optimizer, weight, filled(3, 5, seed=step), state, {**optimizer.hyper, "key": "w"})
 
@@ -40,47 +40,22 @@ def test_training_goes_on_as_if_the_state_had_never_been_moved(
     name: str, options: dict[str, Any], dtype: torch.dtype
 ) -> None:
     optimizer = create(name, multi_precision=True, **options)
-    weight, state = filled(3, 5, seed=99).to(dtype), KeyState()
+    weight, state = filled(3, 5, seed=99).to(dtype), State()
     train(optimizer, weight, state, range(3))
-    moved, other = weight.clone(), KeyState()
-    other.set_state(state.state_of(), weight.shape)
+    copy, other = weight.clone(), moved(optimizer, state, weight)
     train(optimizer, weight, state, range(3, 6))
-    train(optimizer, moved, other, range(3, 6))
-    assert torch.equal(weight, moved)
+    train(optimizer, copy, other, range(3, 6))
+    assert torch.equal(weight, copy)
     assert state.step == other.step == 6
     assert (state.master is None) == (dtype == torch.float32)
 
 
-@pytest.mark.parametrize(("name", "options"), CASES)
-def test_a_copy_and_what_was_taken_out_do_not_follow_later_updates(
-    name: str, options: dict[str, Any]
-) -> None:
-    optimizer = create(name, multi_precision=True, **options)
-    weight, state = filled(3, 5, seed=99).half(), KeyState()
-    train(optimizer, weight, state, range(2))
-    copy, out = state.copy(), state.state_of()
-    before = {name: torch.as_tensor(value).clone() for name, value in out.items()}
-    train(optimizer, weight, state, range(2, 4))
-    for later in (out, copy.state_of()):
-        assert later.keys() == before.keys()
-        assert all(torch.equal(torch.as_tensor(later[name]), value) for name, value in before.items())
-
-
-def test_a_key_that_was_never_updated_has_only_a_step_count() -> None:
-    assert KeyState().state_of() == {"step": 0.0}
-    state = KeyState({"exp_avg": torch.ones(2)}, 3)
-    state.set_state({}, (2,))
-    assert state == KeyState()
-
-
 def test_a_master_of_another_size_is_refused_and_nothing_changes() -> None:
-    state = KeyState({"count": 1.0}, 2)
-    with pytest.raises(ShapeMismatchError, match=r"'master' has 3 elements.*\(2, 2\)"):
-        state.set_state({"step": 5.0, "master": torch.zeros(3)}, (2, 2))
-    assert state == KeyState({"count": 1.0}, 2)
-    state.set_state({"step": 5.0, "master": torch.zeros(4)}, (2, 2))
-    assert state.master is not None
-    assert state.master.shape == (2, 2)
+    [piece] = make_plan([TensorSpec("w", (2, 2), "float16")], 1).slices
+    states = States.of_slice(piece)
+    with pytest.raises(ShapeMismatchError, match="'master' has 3 elements"):
+        replace_state(states, 0, {"step": 5.0, "master": torch.zeros(3)})
+    assert states.state_of(0) == {"step": 0.0}
 
 
 class Keeping(Optimizer):
@@ -99,7 +74,7 @@ class Keeping(Optimizer):
 
 @pytest.mark.parametrize("what", ["shape", "number"])
 def test_a_users_entry_may_be_a_number_or_have_any_shape(what: str) -> None:
-    optimizer, state = Keeping(what=what), KeyState()
+    optimizer, state = Keeping(what=what), State()
     update_key(optimizer, torch.ones(2), torch.ones(2), state, optimizer.hyper)
     assert torch.equal(
         torch.as_tensor(state.values["kept"]), torch.ones(2, 3, 4) if what == "shape" else torch.tensor(2)
@@ -117,12 +92,12 @@ def test_a_users_entry_may_be_a_number_or_have_any_shape(what: str) -> None:
 def test_an_entry_that_no_state_can_have_is_refused_with_its_name(name: str, what: str, match: str) -> None:
     optimizer = Keeping(name=name, what=what)
     with pytest.raises(OptimizerError, match=match):
-        update_key(optimizer, torch.ones(2), torch.ones(2), KeyState(), optimizer.hyper)
+        update_key(optimizer, torch.ones(2), torch.ones(2), State(), optimizer.hyper)
 
 
 @pytest.mark.parametrize("what", ["grad", "view"])
 def test_an_entry_in_the_memory_of_the_gradient_or_of_the_weights_is_copied(what: str) -> None:
-    optimizer, state = Keeping(what=what), KeyState()
+    optimizer, state = Keeping(what=what), State()
     weight, grad = torch.ones(4), torch.ones(4)
     update_key(optimizer, weight, grad, state, optimizer.hyper)
     weight.zero_()
@@ -148,7 +123,7 @@ def test_update_sees_the_shape_the_name_and_the_number_of_the_update() -> None:
                 )
             )
 
-    optimizer, state = Looking(clip_gradient=0.5, begin_num_update=10), KeyState()
+    optimizer, state = Looking(clip_gradient=0.5, begin_num_update=10), State()
     for _ in range(2):
         update_key(
             optimizer, torch.ones(2, 3).half(), torch.ones(2, 3), state, {**optimizer.hyper, "key": "fc"}
@@ -161,10 +136,10 @@ def test_update_sees_the_shape_the_name_and_the_number_of_the_update() -> None:
 def test_an_elementwise_optimizer_has_the_bits_it_has_on_a_slice(name: str, shape: tuple[int, ...]) -> None:
     optimizer = create(name, lr=0.1, **({"momentum": 0.9} if name == "sgd" else {}))
     piece = make_plan([TensorSpec("w", shape, "float32")], 1).slices[0] if 0 not in shape else None
-    weight, state = filled(*shape, seed=9), KeyState()
+    weight, state = filled(*shape, seed=9), State()
     flat, other = (
         torch.zeros(piece.length if piece else 0),
-        SliceState.empty(piece) if piece else SliceState(),
+        empty(piece) if piece else None,
     )
     flat[: weight.numel()] = weight.reshape(-1)
     for step in range(3):
@@ -172,16 +147,13 @@ def test_an_elementwise_optimizer_has_the_bits_it_has_on_a_slice(name: str, shap
         padded = torch.zeros_like(flat)
         padded[: weight.numel()] = grad.reshape(-1)
         update_key(optimizer, weight, grad, state, optimizer.hyper)
-        if piece:
+        if piece and other:
             update_slice(optimizer, piece, flat, padded, other, [optimizer.hyper])
     assert torch.equal(weight.reshape(-1), flat[: weight.numel()])
     assert state.step == 3
 
 
-def test_a_slice_is_refused_to_an_optimizer_that_needs_whole_keys() -> None:
-    piece = make_plan([TensorSpec("w", (4,), "float32")], 1).slices[0]
+def test_a_run_is_refused_to_an_optimizer_that_needs_whole_keys() -> None:
     optimizer = create("lamb")
     with pytest.raises(AssertionError, match="lamb needs whole keys"):
-        update_slice(
-            optimizer, piece, torch.ones(16), torch.ones(16), SliceState.empty(piece), [optimizer.hyper]
-        )
+        update_run(optimizer, torch.ones(16), torch.ones(16), State(), optimizer.hyper)

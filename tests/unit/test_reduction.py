@@ -11,8 +11,8 @@ from torch import Tensor
 
 from kvstore_server.codec import make_codec
 from kvstore_server.plan import Slice, TensorSpec, make_plan
-from kvstore_server.protocol import messages as m
-from kvstore_server.reduction import Addend, Encoded, Reducer, same_payload
+from kvstore_server.reduction import Contribution, Encoded, Part, Run, Scratch, same_payload, sum_into
+from kvstore_server.shard import Shard
 
 NOTHING: frozenset[int] = frozenset()
 SPECS = [
@@ -20,7 +20,8 @@ SPECS = [
     TensorSpec("b", (18,), "float32"),
     TensorSpec("c", (4,), "float32"),
 ]
-[PIECE] = make_plan(SPECS, 1).slices
+PLAN = make_plan(SPECS, 1)
+[PIECE] = PLAN.slices
 """A bucket with padding between its keys: a ends at 3, b begins at 16."""
 
 
@@ -32,8 +33,17 @@ def encoded(kind: str, values: Tensor, piece: Slice = PIECE, **options: Any) -> 
     return Encoded(codec, data)
 
 
-def addend(payload: m.Payload, scale: float = 1.0, absent: frozenset[int] = NOTHING) -> Addend:
-    return Addend({PIECE.index: payload}, scale, absent)
+def given(payload: Tensor | Encoded, scale: float = 1.0, absent: frozenset[int] = NOTHING) -> Contribution:
+    return Contribution([Run(0, 1, payload)], scale, absent)
+
+
+def total(parts: list[Contribution]) -> Tensor:
+    """The sum, padding included, as it takes the place of weights."""
+    memory = torch.zeros(PIECE.length)
+    shard = Shard()
+    shard.add(PLAN, 0, {"float32": memory})
+    shard.assign_sum(parts)
+    return memory
 
 
 def by_key(total: Tensor) -> Mapping[str, list[float]]:
@@ -53,44 +63,41 @@ def ones(value: float = 1.0) -> Tensor:
 
 @pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0], [1, 0, 2]])
 def test_compressed_and_plain_contributions_add_up_in_any_order(order: list[int]) -> None:
-    parts = [addend(encoded("2bit", ones(0.75))), addend(ones(0.25)), addend(encoded("fp16", ones(2.0)))]
-    total = Reducer().total(PIECE, [parts[i] for i in order])
-    assert by_key(total) == {"a": [2.75], "b": [2.75], "c": [2.75]}
+    parts = [given(encoded("2bit", ones(0.75))), given(ones(0.25)), given(encoded("fp16", ones(2.0)))]
+    summed = total([parts[i] for i in order])
+    assert by_key(summed) == {"a": [2.75], "b": [2.75], "c": [2.75]}
 
 
 def test_one_bit_says_nothing_of_keys_that_the_rank_left_out() -> None:
-    parts = [addend(encoded("1bit", ones(1.0)), absent=frozenset({1})), addend(encoded("1bit", ones(1.0)))]
-    assert by_key(Reducer().total(PIECE, parts)) == {"a": [2.0], "b": [1.0], "c": [2.0]}
+    parts = [given(encoded("1bit", ones(1.0)), absent=frozenset({1})), given(encoded("1bit", ones(1.0)))]
+    assert by_key(total(parts)) == {"a": [2.0], "b": [1.0], "c": [2.0]}
 
 
 def test_one_bit_leaves_the_padding_zero() -> None:
-    total = Reducer().total(PIECE, [addend(encoded("1bit", ones(1.0)))] * 2)
-    assert len(padding(total)) > 0
-    assert padding(total).unique().tolist() == [0.0]
+    summed = total([given(encoded("1bit", ones(1.0)))] * 2)
+    assert len(padding(summed)) > 0
+    assert padding(summed).unique().tolist() == [0.0]
 
 
 def test_equal_factors_are_applied_once_to_the_sum_and_others_to_each_part() -> None:
     parts = [encoded("2bit", ones(0.75), threshold=0.7), encoded("2bit", ones(0.75), threshold=0.1)]
     low, high = torch.tensor(0.1), torch.tensor(0.7)
-    equal = Reducer().total(PIECE, [addend(part, 1 / 3) for part in parts])
+    equal = total([given(part, 1 / 3) for part in parts])
     assert by_key(equal)["b"] == [((high + low) * (1 / 3)).item()]
-    other = Reducer().total(PIECE, [addend(parts[0], 0.3), addend(parts[1], 0.6)])
+    other = total([given(parts[0], 0.3), given(parts[1], 0.6)])
     assert by_key(other)["b"] == [(high * 0.3 + low * 0.6).item()]
 
 
 def test_a_single_contribution_is_decoded_and_scaled() -> None:
-    total = Reducer().total(PIECE, [addend(encoded("2bit", ones(-0.75)), 0.5)])
-    assert by_key(total) == {"a": [-0.25], "b": [-0.25], "c": [-0.25]}
+    summed = total([given(encoded("2bit", ones(-0.75)), 0.5)])
+    assert by_key(summed) == {"a": [-0.25], "b": [-0.25], "c": [-0.25]}
 
 
 def test_a_sum_does_not_see_what_the_one_before_left_in_memory() -> None:
-    reducer = Reducer()
-    reducer.total(PIECE, [addend(encoded("1bit", ones(9.0)))] * 3)
-    assert by_key(reducer.total(PIECE, [addend(encoded("2bit", ones(0.0)))])) == {
-        "a": [0],
-        "b": [0],
-        "c": [0],
-    }
+    scratch, body = Scratch(), torch.empty(PIECE.used)
+    sum_into(body, "float32", [Part(encoded("1bit", ones(9.0)), 1.0)] * 3, scratch)
+    sum_into(body, "float32", [Part(encoded("2bit", ones(0.0)), 1.0)], scratch)
+    assert not body.any()
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -99,10 +106,10 @@ def test_half_precision_is_decoded_and_summed_in_float32(dtype: str) -> None:
     values = torch.full((8,), 1000.0, dtype=getattr(torch, dtype))
     small = encoded("2bit", values, piece, threshold=0.001)
     payloads = [values, small, small]
-    total = Reducer().total(piece, [Addend({piece.index: p}, 1.0, NOTHING) for p in payloads])
-    assert total.dtype == torch.float32
+    body = torch.empty(8)
+    sum_into(body, dtype, [Part(payload, 1.0) for payload in payloads], Scratch())
     step = torch.tensor(0.001)
-    assert total[:8].unique().tolist() == [(torch.tensor(values[0].item()) + step + step).item()]
+    assert body.unique().tolist() == [(torch.tensor(values[0].item()) + step + step).item()]
 
 
 def test_payloads_are_the_same_if_codec_and_bytes_are() -> None:

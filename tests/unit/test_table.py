@@ -48,11 +48,11 @@ class Ranks:
 
     @property
     def weights(self) -> list[float]:
-        return self.table.dense.visible(0).unique().tolist()
+        return self.table.shard.visible(self.table.unit, 0).unique().tolist()
 
     @property
     def state(self) -> Tensor:
-        return self.table.dense.states[0].tensors["momentum_buffer"][:4].clone()
+        return self.table.shard.get_state(self.table.unit, 0).tensors["momentum_buffer"][:4]
 
 
 def test_a_veto_of_one_rank_keeps_weights_and_state_and_names_the_rank() -> None:

@@ -4,34 +4,40 @@ from __future__ import annotations
 
 import random
 
+import pytest
 import torch
 
-from kvstore_server.reduction import Addend
-from kvstore_server.update_counts import UpdateCounts, left_out_by_all
+from kvstore_server.optimizer import create
+from kvstore_server.plan import TensorSpec, make_plan
+from kvstore_server.reduction import Contribution, left_out_by_all
+from kvstore_server.shard import Shard
 
 KEYS = 5
+PLAN = make_plan([TensorSpec(str(key), (4000,), "float32") for key in range(KEYS)], 2)
 
 
-def test_the_count_is_that_of_the_key_with_most_updates_whatever_is_left_out() -> None:
+def contribution(shard: Shard, absent: frozenset[int]) -> Contribution:
+    unit = shard.units[-1]
+    here = [p for p in unit.slices if any(s.key not in absent for s in p.segments)]
+    return shard.contribution(unit, {p.index: torch.ones(p.used) for p in here}, 1.0, absent)
+
+
+@pytest.mark.parametrize("server", [0, 1])
+def test_the_count_is_that_of_the_key_with_most_updates_on_any_server(server: int) -> None:
     chance = random.Random(3)
-    counts, every = UpdateCounts(KEYS), [0] * KEYS
-    for _ in range(500):
+    shard, optimizer = Shard(), create("test")
+    shard.add(PLAN, 0)
+    unit, every = shard.add(PLAN, server), [0] * KEYS
+    hypers = [optimizer.hyper] * KEYS
+    for _ in range(100):
         left_out = frozenset(key for key in range(KEYS) if chance.random() < chance.choice((0.0, 0.5, 1.0)))
         every = [n + (key not in left_out) for key, n in enumerate(every)]
-        assert counts.following(left_out) == max(every)
-        counts.count(left_out)
-
-
-def test_a_copy_counts_by_itself() -> None:
-    counts = UpdateCounts(2)
-    counts.count([1])
-    copy = counts.copy()
-    counts.count([])
-    assert (copy.following([0]), copy.following([1]), counts.following([])) == (1, 2, 3)
+        given = [contribution(shard, left_out)]
+        assert shard.updates_after(unit, given) == max(every)
+        shard.update(given, optimizer, [hypers], [unit])
 
 
 def test_only_what_no_contribution_has_is_left_out() -> None:
-    one, other, all_of_it = ({0, 2}, {2, 3}, set[int]())
-    addends = [Addend({0: torch.ones(1)}, 1.0, frozenset(absent)) for absent in (one, other, all_of_it)]
-    assert left_out_by_all(addends[:2]) == {2}
-    assert left_out_by_all(addends) == frozenset()
+    given = [Contribution([], 1.0, frozenset(absent)) for absent in ({0, 2}, {2, 3}, set[int]())]
+    assert left_out_by_all(given[:2]) == {2}
+    assert left_out_by_all(given) == frozenset()
