@@ -742,8 +742,16 @@ class Shard:
         return [
             key
             for key in sorted({key for given in contributions for key in given.rows})
-            if all(key in given.rows or key in given.absent for given in contributions)
+            if not any(self._gives_all_of(given, key) for given in contributions)
         ]
+
+    def _gives_all_of(self, given: Contribution, key: int) -> bool:
+        """Whether a rank gave all rows of a key."""
+        if key in given.rows or key in given.absent:
+            return False
+        slot = self._homes[key].slot
+        at = bisect_right(given.runs, slot, key=lambda run: run.first) - 1
+        return at >= 0 and slot < given.runs[at].end
 
     def _updated_by_rows(self, contributions: Sequence[Contribution], optimizer: Optimizer) -> list[int]:
         """Those among them that the optimizer updates by rows."""
