@@ -951,7 +951,7 @@ class Shard:
         joined = torch.cat(own)
 
         def put_back() -> None:
-            for target, source in zip(own, joined.split(list(map(len, own))), strict=True):
+            for target, source in zip(own, torch.split(joined, list(map(len, own))), strict=True):
                 target.copy_(source)
 
         return joined, put_back
