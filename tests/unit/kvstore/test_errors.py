@@ -48,6 +48,10 @@ ERRORS: dict[str, tuple[Action, type[Exception], str]] = {
     "second key of a list": (
         lambda kv: kv.push(["b", "c"], [full(1), torch.ones(3)]), ShapeMismatchError, "'c' holds",
     ),
+    "key that is no key": (lambda kv: kv.push(None, full(1)), ConfigurationError, "got None of type NoneType"),
+    "tensor for several keys": (lambda kv: kv.push(["b", "c"], full(1)), ConfigurationError, "in value, got Tensor"),
+    "no replicas": (lambda kv: kv.push("b", []), ConfigurationError, "must be a tensor or a list"),
+    "number beside a replica": (lambda kv: kv.push("b", [full(1), 1]), ConfigurationError, "must be a tensor or"),
     "fewer values than keys": (lambda kv: kv.push(["b", "c"], [full(1)]), ConfigurationError, "need a list of 2"),
     "no out": (lambda kv: kv.pull("b"), ConfigurationError, "pull needs out="),
     "sparse value": (lambda kv: kv.push("b", full(1).to_sparse()), ConfigurationError, "'b' is sparse"),
@@ -74,6 +78,8 @@ ERRORS: dict[str, tuple[Action, type[Exception], str]] = {
     "surrogate in a key": (lambda kv: kv.init("w\ud800", full(1)), ConfigurationError, r"'w\\ud800' has the surrogate"),
     "surrogate in a key at push": (lambda kv: kv.push("\ud800", full(1)), ConfigurationError, "at position 0"),
     "key of too many bits": (lambda kv: kv.init(10**5000, full(1)), ConfigurationError, "up to 64 bits, got one of"),
+    "key of 65 bits": (lambda kv: kv.init(2**63, full(1)), ConfigurationError, "got one of 64 bits"),
+    "negative key of 65 bits": (lambda kv: kv.init(-(2**63) - 1, full(1)), ConfigurationError, "got one of 64 bits"),
     "dtype that cannot be stored": (
         lambda kv: kv.init("x", torch.ones(2, dtype=torch.bool)), ConfigurationError, "'x' has dtype bool",
     ),

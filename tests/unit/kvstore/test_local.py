@@ -35,12 +35,20 @@ def test_push_without_optimizer_replaces_the_value(keys: list[Any]) -> None:
 
 
 @KEYS
-def test_list_of_keys_takes_a_list_of_values(keys: list[Any]) -> None:
+@pytest.mark.parametrize("sequence", [list, tuple])
+def test_list_of_keys_takes_a_list_of_values(keys: list[Any], sequence: Any) -> None:
     store = local(keys)
-    store.push(keys, [full(4)] * 3)
+    store.push(sequence(keys), sequence([full(4)] * 3))
+    store.push(sequence(), sequence())
     outs = [torch.empty(SHAPE) for _ in keys]
-    store.pull(keys, out=outs)
+    store.pull(sequence(keys), out=sequence(outs))
     assert all(out.equal(full(4)) for out in outs)
+
+
+@pytest.mark.parametrize("key", [2**63 - 1, -(2**63), "", "\0", "schlüssel", "鍵", "🔑", "k" * 1024])
+def test_keys_of_64_bits_and_of_any_text_are_taken(key: Any) -> None:
+    store = local([key], 2.0)
+    assert pulled(store, key).equal(full(2))
 
 
 @KEYS
@@ -272,7 +280,7 @@ def test_outs_and_values_may_have_any_memory_order() -> None:
     store, value = LocalKVStore(), torch.arange(12.0).view(3, 4)
     store.init("w", value.t().contiguous().t())
     whole = torch.zeros(3, 8)
-    outs = [torch.zeros(4, 3).t(), whole[:, ::2]]
+    outs = [torch.zeros(4, 3).t(), whole[:, ::2], torch.zeros(1, 3, 4).expand(1, 3, 4)[0]]
     store.pull("w", out=outs)
     assert all(out.equal(value) for out in outs)
     assert whole[:, 1::2].count_nonzero() == 0

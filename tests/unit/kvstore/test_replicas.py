@@ -1,4 +1,4 @@
-"""Compression of replicas within one process: a residual for each replica, and never for a round that failed."""
+"""Replicas within one process: their sums; and their compression, with a residual for each of them."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from kvtrainer import kvstore, optimizer
 from kvtrainer.errors import ConfigurationError, NonFiniteGradientError, OptimizerError
 from kvtrainer.kvstore import DeviceKVStore, LocalKVStore
+from kvtrainer.kvstore.replicas import merge
 
 TWO_BIT = {"type": "2bit", "threshold": 0.5}
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -32,6 +33,31 @@ def pushed(store: DeviceKVStore, *values: float, dtype: torch.dtype = torch.floa
     store.pull("w", out=out)
     [value] = out.unique().tolist()
     return float(value)
+
+
+def test_single_contiguous_value_is_not_copied_and_says_so() -> None:
+    value = torch.arange(6.0).view(2, 3)
+    flat, is_own = merge([value])
+    assert not is_own
+    assert flat.data_ptr() == value.data_ptr()
+    turned, is_own = merge([value.t()])
+    assert is_own
+    assert turned.tolist() == [0, 3, 1, 4, 2, 5]
+
+
+def test_sum_is_a_left_fold_and_leaves_the_replicas_alone() -> None:
+    replicas = [torch.tensor([value]) for value in (1e8, 1.0, -1e8)]
+    total, is_own = merge(replicas)
+    assert is_own
+    # In float32 1e8 + 1 is 1e8; any other order would give 1.
+    assert total.tolist() == [0]
+    assert [replica.item() for replica in replicas] == [1e8, 1, -1e8]
+
+
+def test_replicas_of_different_memory_order_are_summed_by_position() -> None:
+    value = torch.arange(6.0).view(2, 3)
+    total, _ = merge([value, value.t().contiguous().t()])
+    assert total.tolist() == (2 * value).flatten().tolist()
 
 
 @pytest.mark.parametrize("name", ["device", "local_allreduce_device"])
