@@ -31,7 +31,7 @@ from kvtrainer.hooks import (
 from kvtrainer.log_buffer import LogBuffer
 from kvtrainer.registry import HOOKS
 from tests.support.scalar_training import zeros
-from tests.unit.test_schedule_policies import MMCV
+from tests.unit.schedules.test_formulas import MMCV
 
 
 class Runner:

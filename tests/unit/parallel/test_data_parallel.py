@@ -1,12 +1,13 @@
-"""A model on several devices of this process, which are all the CPU: what it is made of and what it refuses."""
+"""A model on several devices of this process, which are all the CPU: its replicas, and how a batch is split."""
 
 from __future__ import annotations
 
 import copy
 import io
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from torch.nn import BatchNorm1d, Dropout, Linear, Module, Sequential
 
 from kvtrainer import DataParallel, Trainer, build_data_parallel_model
 from kvtrainer.errors import BackwardTwiceError, ConfigurationError
-from kvtrainer.parallel.batch import PerReplica
+from kvtrainer.parallel.batch import PerReplica, scatter
 
 TWO = ["cpu", "cpu"]
 
@@ -294,3 +295,91 @@ def test_replicas_of_a_model_do_not_train_without_a_store() -> None:
     with pytest.raises(ConfigurationError, match="2 replicas of a DataParallel would each go their own way"):
         Trainer(DataParallel(net(), TWO), "sgd", kvstore=None)
     Trainer(DataParallel(net(), ["cpu"]), "sgd", kvstore=None)
+
+
+CPU = torch.device("cpu")
+
+
+class Sample(NamedTuple):
+    x: torch.Tensor
+    label: str
+
+
+@pytest.mark.parametrize(
+    ("size", "count", "lengths"),
+    [
+        (8, 2, [4, 4]),
+        (5, 2, [3, 2]),
+        (5, 4, [2, 1, 1, 1]),
+        (2, 3, [1, 1, None]),
+        (1, 4, [1, None, None, None]),
+    ],
+)
+def test_parts_differ_by_one_at_most_and_say_their_shares(
+    size: int, count: int, lengths: list[int | None]
+) -> None:
+    batch = torch.arange(size)
+    parts = scatter(batch, [CPU] * count)
+    assert [None if part is None else len(part) for part in parts] == lengths
+    assert torch.equal(torch.cat([part for part in parts if part is not None]), batch)
+    assert parts.shares == [(length or 0) / size for length in lengths]
+
+
+def test_structure_is_kept_and_only_tensors_with_axes_are_split() -> None:
+    batch: Any = {
+        "x": [torch.arange(4), (torch.arange(8).view(4, 2),)],
+        "sample": Sample(torch.arange(4) * 10, "cat"),
+        "array": np.arange(4.0),
+        "rate": torch.tensor(0.5),
+        "flag": True,
+        "nothing": None,
+    }
+    first, second = scatter(batch, [CPU] * 2)
+    assert first["x"][0].tolist() == [0, 1]
+    assert second["x"][1][0].tolist() == [[4, 5], [6, 7]]
+    assert isinstance(second["x"], list)
+    assert isinstance(second["x"][1], tuple)
+    assert isinstance(second["sample"], Sample)
+    assert (second["sample"].x.tolist(), second["sample"].label) == ([20, 30], "cat")
+    assert second["array"].tolist() == [2.0, 3.0]
+    assert [(part["rate"].item(), part["flag"], part["nothing"]) for part in (first, second)] == [
+        (0.5, True, None)
+    ] * 2
+
+
+def test_batch_is_split_along_the_axis_that_is_asked_for() -> None:
+    batch = torch.arange(12).view(3, 4)
+    assert [part.tolist() for part in scatter(batch, [CPU] * 2, axis=1)] == [
+        batch[:, :2].tolist(),
+        batch[:, 2:].tolist(),
+    ]
+    assert torch.equal(scatter(batch, [CPU] * 2, axis=-1)[1], batch[:, 2:])
+    with pytest.raises(ConfigurationError, match=r"the batch\['x'\] has shape \[3\] and no axis 1"):
+        scatter({"x": torch.zeros(3)}, [CPU] * 2, axis=1)
+
+
+def test_gradients_flow_back_through_the_parts() -> None:
+    x = torch.ones(5, requires_grad=True)
+    first, second = scatter(x, [CPU] * 2)
+    (first.sum() + 3 * second.sum()).backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [1, 1, 1, 3, 3]
+
+
+def test_batch_without_tensors_goes_to_every_device_whole() -> None:
+    parts = scatter(["a", "b"], [CPU] * 2)
+    assert list(parts) == [["a", "b"]] * 2
+    assert parts.shares is None
+
+
+def test_tensors_of_different_lengths_are_refused_by_name() -> None:
+    batch = {"x": torch.zeros(8, 2), "anchors": torch.zeros(100)}
+    with pytest.raises(
+        ConfigurationError, match=r"\['x'\] has 8, the batch\['anchors'\] has 100; leave what"
+    ):
+        scatter(batch, [CPU] * 2)
+
+
+def test_empty_batch_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="no entry along axis 0"):
+        scatter(torch.zeros(0, 3), [CPU] * 2)
