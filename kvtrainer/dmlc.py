@@ -226,6 +226,8 @@ def _be_server(environ: Mapping[str, str], job: DmlcJob, timeout: float, dead_af
         flags = ["--index", str(told["rank"]), "--num-servers", str(job.num_servers)]
         flags += ["--bind", f"tcp://{_bracketed(host)}:0", "--dead-after", str(dead_after)]
         code = cli.main(flags, announce=begin)
+        if code:  # it has said why in its own log
+            client.give_up(KVStoreError(f"its server ended with code {code}"))
     except BaseException as error:
         client.give_up(error)
         raise

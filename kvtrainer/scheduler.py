@@ -83,6 +83,8 @@ class Scheduler:
     ) -> None:
         self.failure: KVStoreError | None = None
         """Why the job cannot begin; every process that asks is told."""
+        self.is_complete = False
+        """All servers know that all listen: from here on nobody needs the scheduler."""
         self.is_stopping = False
         self._counts = {SERVER: num_servers, WORKER: num_workers}
         self._timeout = timeout
@@ -97,11 +99,6 @@ class Scheduler:
         self._is_assigned = False
         """All are there and have their ranks."""
         self._turned_away = ""
-
-    @property
-    def is_complete(self) -> bool:
-        """True once all servers know that all listen: from then on nobody needs the scheduler."""
-        return self._do_all_listen() and all(member.is_told for member in self._of(SERVER))
 
     def handle(self, peer: bytes, request: m.Request, now: float) -> list[m.Outgoing]:
         """Take note of what a process says; return what it has to know at this time."""
@@ -212,9 +209,11 @@ class Scheduler:
         if member.rank < 0 or member.join.role != SERVER:
             raise ProtocolError(f"no server of this job listens at {listening.address!r:.80}")
         member.address = listening.address
-        if not self._do_all_listen():
+        servers = self._of(SERVER)
+        if not all(server.address for server in servers):
             return None
         member.is_told = True
+        self.is_complete = all(server.is_told for server in servers)
         return {}
 
     def _join(self, peer: bytes, join: m.JoinJob, now: float) -> _Member:
@@ -283,9 +282,6 @@ class Scheduler:
             members = self._of(role)
             for member, rank in zip(members, ranks_of([member.join for member in members]), strict=True):
                 member.rank = rank
-
-    def _do_all_listen(self) -> bool:
-        return self._is_assigned and all(server.address for server in self._of(SERVER))
 
     def _of(self, role: str) -> list[_Member]:
         return [member for member in self._members.values() if member.join.role == role]

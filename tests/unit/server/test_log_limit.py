@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import logging
 
+import pytest
+
 from kvstore_server.log_limit import LogLimit, limited_log
 
 
@@ -42,12 +44,13 @@ def test_lines_of_others_are_not_touched() -> None:
     assert len(logged([0.0] * 50, name="mine")[0]) == 50
 
 
-def test_the_log_of_a_process_is_limited_while_it_serves_and_not_afterwards() -> None:
+@pytest.mark.parametrize("is_set_up", [True, False])
+def test_the_log_of_a_process_is_limited_while_it_serves_and_not_afterwards(
+    is_set_up: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     handler = logging.NullHandler()
-    logging.getLogger().addHandler(handler)
-    try:
-        with limited_log():
-            assert [type(one) for one in handler.filters] == [LogLimit]
-        assert handler.filters == []
-    finally:
-        logging.getLogger().removeHandler(handler)
+    monkeypatch.setattr(logging.getLogger(), "handlers", [handler] if is_set_up else [])
+    monkeypatch.setattr(logging, "lastResort", handler)
+    with limited_log():
+        assert [type(one) for one in handler.filters] == [LogLimit]
+    assert handler.filters == []
