@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from kvstore_server.errors import (
@@ -129,6 +130,16 @@ class ParameterMovedError(KVStoreError):
 
 class WeightsWrittenError(KVStoreError):
     """The loop wrote weights that a store holds otherwise, and that the next step would overwrite."""
+
+    @classmethod
+    def of(cls, names: Sequence[str], total: int) -> WeightsWrittenError:
+        """The error that names the parameters, out of so many."""
+        return cls(
+            f"{len(names)} of {total} parameters were written to since the last step, but the kvstore's weights "
+            f"count, which this step would put in their place: {', '.join(names)}. Call trainer.set_data() on every "
+            "worker after such a write, which publishes rank 0's weights; or build the Trainer with "
+            "update_on_kvstore=False, which keeps the weights here"
+        )
 
 
 class StaleGradientError(KVStoreError, UserWarning):

@@ -12,7 +12,7 @@ from kvstore_server.plan import Plan, Slice
 from kvtrainer.comm.client import Client
 from kvtrainer.comm.tickets import RemoteTable
 from kvtrainer.errors import StateMismatchError
-from kvtrainer.states.entries import State, state_problems
+from kvtrainer.states.entries import state_problems
 from kvtrainer.states.file import read_state_file, write_state_file
 from kvtrainer.states.holder import export_states, import_states, momentum_problems
 from kvtrainer.states.saved import SavedParameter, SavedStates
@@ -63,8 +63,8 @@ def load(
         )
     for table in tables:
         [spec] = table.plan.specs
-        found = _state_of(saved, spec.key)
-        states = {0: found} if found else {}
+        found = saved.parameters[spec.key].state
+        states = {0: dict(found)} if found else {}
         import_states(table.plan, _Holder(client, table), states, optimizer, torch.device("cpu"))
     return saved.groups[0] if saved.extra.get(_NUMBERS) and saved.groups else {}
 
@@ -108,7 +108,3 @@ def _problems(saved: SavedStates, tables: Sequence[RemoteTable], optimizer: Opti
             problems += momentum_problems(states, saved.groups, optimizer)
             problems += state_problems(states, saved.groups[:1] or [{}], plan, optimizer)
     return problems
-
-
-def _state_of(saved: SavedStates, key: str) -> State:
-    return dict(saved.parameters[key].state)

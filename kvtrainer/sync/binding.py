@@ -258,13 +258,7 @@ class Binding:
         ]
         changed += given
         if changed:
-            there = sum(len(one.names) for one in layout.devices)
-            raise WeightsWrittenError(
-                f"{len(changed)} of {there} parameters were written to since the last step, but the "
-                f"kvstore's weights count, which this step would put in their place: {', '.join(changed)}. Call "
-                "trainer.set_data() on every worker after such a write, which publishes rank 0's weights; or build "
-                "the Trainer with update_on_kvstore=False, which keeps the weights here"
-            )
+            raise WeightsWrittenError.of(changed, sum(len(one.names) for one in layout.devices))
         layout.accept_writes(self.has_weights)
 
     def shadow(self, arena: Arena) -> Shadowed:

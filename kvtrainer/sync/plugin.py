@@ -13,7 +13,7 @@ from kvstore_server.plan import Plan
 from kvtrainer.errors import ConfigurationError
 from kvtrainer.kvstore.base import KVStoreBase
 from kvtrainer.memory.row_sparse import NO_TABLES, Tables
-from kvtrainer.sync.servers import Gradients, Outcome, Shadowed
+from kvtrainer.sync.contract import Gradients, Outcome, Shadowed
 
 
 class PluginExchange:

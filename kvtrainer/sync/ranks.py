@@ -26,7 +26,7 @@ from kvtrainer.comm.rank_group import RankGroup
 from kvtrainer.errors import ConfigurationError, PlanMismatchError, ProtocolError
 from kvtrainer.kvstore.replicas import sum_rows
 from kvtrainer.memory.row_sparse import NO_TABLES, Tables
-from kvtrainer.sync.servers import Gradients, Outcome, Shadowed
+from kvtrainer.sync.contract import Gradients, Outcome, Shadowed
 
 _DENSE, _ABSENT = -1, -2
 _CALL, _HYPER, _SCALE, _VETO, _FIRST_KEY = range(5)

@@ -1,13 +1,10 @@
-"""Where a Trainer's gradients meet those of other workers, and where its weights live.
-
-An exchange knows one table: all parameters of one Trainer. It is made at the first step, when the store is.
-"""
+"""Synchronise a Trainer over an engine, in this process or on servers: its parameters are one table there."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,23 +17,19 @@ from kvstore_server.reduction import RowSet, torch_dtype
 from kvtrainer.comm.client import Client
 from kvtrainer.comm.compressor import Compressor
 from kvtrainer.comm.row_pulls import RowsWanted
-from kvtrainer.comm.tickets import Arenas, RoundItem, Source
+from kvtrainer.comm.tickets import RoundItem
 from kvtrainer.errors import ConfigurationError
 from kvtrainer.memory.row_sparse import NO_TABLES, Tables
-from kvtrainer.sync.contract import Exchange, Gradients, Outcome, Shadowed
-
-__all__ = ["TABLE", "Exchange", "Gradients", "Outcome", "Shadowed", "StoreExchange"]
+from kvtrainer.sync.contract import Gradients, Outcome, Shadowed
 
 TABLE = "parameters"
 
 
-class _Given(NamedTuple):
-    values: Arenas | None
-    tables: Mapping[int, Source]
-
-
 class StoreExchange:
-    """Over a client of an engine, in this process or, if it `is_dist`, on servers."""
+    """Over a client of an engine, in this process or, if it `is_dist`, on servers.
+
+    Slices are those of the plan that the Trainer made, which differs from the table's in servers only.
+    """
 
     knows_left_out = True
     can_shadow = True
@@ -67,19 +60,8 @@ class StoreExchange:
 
     def init(self, weights: Mapping[str, Tensor], tables: Tables = NO_TABLES) -> None:
         mine = _on_cpu(weights)
-        self._client.rounds.initialise([self._item(self._given(mine, tables), mine)])
+        self._client.rounds.initialise([self._of_rank_0(mine, tables, mine)])
         _copy_back(weights, mine)
-
-    def _given(self, mine: Mapping[str, Tensor], tables: Tables) -> _Given:
-        """The values that this worker gives in a round in which rank 0's count."""
-        if self._client.options.rank:
-            return _Given(None, {})
-        return _Given(mine, {key: make() for key, make in tables.items()})
-
-    def _item(self, given: _Given, out: Mapping[str, Tensor] | None, assign: bool = False) -> RoundItem:
-        values, tables = given
-        is_kept = self.updates_weights and self._has_rows and out is not None
-        return RoundItem(self._table, values, out, assign=assign, tables=tables, is_kept=is_kept)
 
     def check_sparse(self, names: Sequence[str]) -> None:
         # Also with one worker, so that a script that works with one works with several.
@@ -100,12 +82,15 @@ class StoreExchange:
         target = weights if self.updates_weights else grads.arenas
         values, out = _on_cpu(grads.arenas), _on_cpu(target)
         # Rows of a single worker are their own sum.
-        given = dict(_rows_to_send(grads.rows, self._table.plan)) if self.updates_weights else {}
+        given = self._rows_to_send(grads.rows) if self.updates_weights else {}
         absent = grads.absent | (grads.rows.keys() - given.keys())
         # Only rows make it worth the servers' while to know what has changed.
         self._has_rows = self._has_rows or bool(given)
         kept = self.updates_weights and self._has_rows
-        self._check_guard(guard)
+        if guard is not None and not (self.updates_weights and self.is_sync):
+            raise ConfigurationError(
+                "a gradient is checked by the store only where the store updates the weights, in synchronous rounds"
+            )
         item = RoundItem(
             self._table, values, out, grads.scale, absent, veto, rows=given, is_kept=kept, guard=guard
         )
@@ -123,49 +108,32 @@ class StoreExchange:
         left_out = frozenset(ticket.absent.get(self._name, ())) - (grads.rows.keys() - given.keys())
         return Outcome(left_out, False, None, measured, decision)
 
-    def _check_guard(self, guard: Guard | None) -> None:
-        if guard is not None and not (self.updates_weights and self.is_sync):
-            raise ConfigurationError(
-                "a gradient is checked by the store only where the store updates the weights, in synchronous rounds"
-            )
-
     def shadow(self, weights: Mapping[str, Tensor], grads: Mapping[str, Tensor]) -> Shadowed:
-        is_sync = self._client.options.mode.is_sync
-        target = grads if not self.updates_weights else None if is_sync else weights
+        target = grads if not self.updates_weights else None if self.is_sync else weights
         out = None if target is None else _on_cpu(target)
         ticket = self._client.rounds.start([RoundItem(self._table, None, out, joined=True)])
         self._client.rounds.wait(ticket)
         said = ticket.in_force[self._name]
         if target is not None and out is not None:
             _copy_back(target, out)
-        if said.is_over and self.updates_weights and is_sync:
+        if said.is_over and self.updates_weights and self.is_sync:
             mine = _on_cpu(weights)
             self._client.rounds.pull([(self._table, mine)])
             _copy_back(weights, mine)
         outcome = Outcome(frozenset(ticket.absent.get(self._name, ())), self._name in ticket.vetoes)
         return Shadowed(outcome, said.hyper, said.is_over)
 
-    @contextmanager
-    def _forgetting_on_error(self) -> Iterator[None]:
-        """After an interrupted round nobody knows what is in the arena: then all weights come again."""
-        try:
-            yield
-        except BaseException:
-            self._table.held.clear()
-            raise
-
     def assign(self, weights: Mapping[str, Tensor], tables: Tables = NO_TABLES) -> None:
         mine = _on_cpu(weights)
-        given = self._given(mine, tables)
         rounds = self._client.rounds
-        if self._client.options.mode.is_sync:
+        if self.is_sync:
             with self._forgetting_on_error():
-                rounds.wait(rounds.start([self._item(given, mine, assign=True)]))
+                rounds.wait(rounds.start([self._of_rank_0(mine, tables, mine, assign=True)]))
         else:
             # Contributions count one by one: none may come between, and nobody may read before.
             self._client.barrier()
-            if given.values is not None:
-                rounds.wait(rounds.start([self._item(given, None, assign=True)]))
+            if not self._client.options.rank:
+                rounds.wait(rounds.start([self._of_rank_0(mine, tables, None, assign=True)]))
             self._client.barrier()
             rounds.pull([(self._table, mine)])
         _copy_back(weights, mine)
@@ -183,10 +151,10 @@ class StoreExchange:
         return rows
 
     def get_state(self, piece: Slice) -> States:
-        return self._client.get_state(self._table, self._placed(piece))
+        return self._client.get_state(self._table, self._table.plan.slices[piece.index])
 
     def put_state(self, piece: Slice, state: States) -> None:
-        self._client.put_state(self._table, self._placed(piece), state)
+        self._client.put_state(self._table, self._table.plan.slices[piece.index], state)
 
     @property
     def version(self) -> int:
@@ -211,15 +179,36 @@ class StoreExchange:
     def stats(self) -> list[dict[str, Any]]:
         return self._client.stats()
 
-    def _placed(self, piece: Slice) -> Slice:
-        """The same slice in the plan of the real number of servers; only its server differs."""
-        return self._table.plan.slices[piece.index]
+    def _of_rank_0(
+        self,
+        mine: Mapping[str, Tensor],
+        tables: Tables,
+        out: Mapping[str, Tensor] | None,
+        assign: bool = False,
+    ) -> RoundItem:
+        """A part in a round in which rank 0's values count."""
+        is_first = not self._client.options.rank
+        given = {key: make() for key, make in tables.items()} if is_first else {}
+        is_kept = self.updates_weights and self._has_rows and out is not None
+        values = mine if is_first else None
+        return RoundItem(self._table, values, out, assign=assign, tables=given, is_kept=is_kept)
 
-
-def _rows_to_send(rows: Mapping[int, RowSet], plan: Plan) -> Iterator[tuple[int, RowSet]]:
-    for key, (ids, values) in rows.items():
+    def _rows_to_send(self, rows: Mapping[int, RowSet]) -> dict[int, RowSet]:
         # The sum of replicas may have come in a wider dtype.
-        yield key, RowSet(ids.cpu(), values.to("cpu", torch_dtype(plan.specs[key].dtype)))
+        specs = self._table.plan.specs
+        return {
+            key: RowSet(ids.cpu(), values.to("cpu", torch_dtype(specs[key].dtype)))
+            for key, (ids, values) in rows.items()
+        }
+
+    @contextmanager
+    def _forgetting_on_error(self) -> Iterator[None]:
+        """After an interrupted round nobody knows what is in the arena: then all weights come again."""
+        try:
+            yield
+        except BaseException:
+            self._table.held.clear()
+            raise
 
 
 def _on_cpu(arenas: Mapping[str, Tensor]) -> Mapping[str, Tensor]:

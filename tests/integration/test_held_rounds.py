@@ -15,7 +15,8 @@ from kvstore_server.optimizer import create
 from kvtrainer.comm import session
 from kvtrainer.errors import PlanMismatchError, WorkerLostError
 from kvtrainer.kvstore import DistKVStore, LocalKVStore
-from kvtrainer.sync.servers import Gradients, Outcome, StoreExchange
+from kvtrainer.sync.contract import Gradients, Outcome
+from kvtrainer.sync.servers import StoreExchange
 from tests.support.engines import filled, plan_of
 from tests.support.lossy import LossyProxy
 from tests.support.processes import FORGETFUL, Members, Processes, new_name, together

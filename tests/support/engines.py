@@ -14,7 +14,7 @@ from kvstore_server.plan import Plan, TensorSpec, make_plan
 from kvtrainer.comm.client import Client
 from kvtrainer.comm.loopback import Loopback
 from kvtrainer.comm.transport import SessionOptions
-from kvtrainer.sync.servers import Exchange, Gradients, Outcome
+from kvtrainer.sync.contract import Exchange, Gradients, Outcome
 
 
 def client_of(num_servers: int, engines: Sequence[Engine] | None = None) -> Client:

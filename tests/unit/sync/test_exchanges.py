@@ -15,8 +15,9 @@ from kvstore_server.plan import Plan, TensorSpec, make_plan
 from kvtrainer.errors import ConfigurationError
 from kvtrainer.kvstore import KVStoreBase, LocalKVStore
 from kvtrainer.local_update import ShardUpdate
+from kvtrainer.sync.contract import Exchange, Gradients
 from kvtrainer.sync.plugin import PluginExchange
-from kvtrainer.sync.servers import Exchange, Gradients, StoreExchange
+from kvtrainer.sync.servers import StoreExchange
 
 PLAN = make_plan(
     [TensorSpec("a", (2,), "float32"), TensorSpec("b", (), "float64"), TensorSpec("c", (3,), "float32")], 1
