@@ -27,9 +27,9 @@ from torch.amp.grad_scaler import OptState
 
 from kvtrainer.errors import ArgumentTypeError, ConfigurationError, NonFiniteGradientError
 from kvtrainer.optimizer import Optimizer
-from kvtrainer.results import StepResult
 from kvtrainer.scaling import LossScaler, refuse_second_scaler, scaler_of, unscale
 from kvtrainer.trainer import Trainer
+from kvtrainer.types import StepResult
 
 __all__ = ["GradScaler", "LossScaler", "init_trainer", "scale_loss", "unscale"]
 

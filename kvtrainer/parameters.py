@@ -1,10 +1,12 @@
-"""What a Trainer trains: parameters and their names, out of any of the forms in which they are given."""
+"""Parameters and their names, out of any of the forms in which a Trainer is given them, checked."""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
+import torch.distributed
 from torch import Tensor
 from torch.nn import Module
 
@@ -12,8 +14,6 @@ from kvtrainer.errors import ConfigurationError
 from kvtrainer.parallel import DataParallel
 from kvtrainer.parallel.policy import COPIES, check_replicas, same_devices
 from kvtrainer.types import Group
-
-"""A torch parameter group: "params", "param_names" and options."""
 
 Named = list[tuple[str | None, Tensor | Sequence[Tensor]]]
 """Names, and each one's parameter or list of replicas."""
@@ -129,3 +129,53 @@ def _not_trainable(name: str | None, parameter: Any) -> ConfigurationError:
 
 def _expected(got: Any) -> str:
     return f"expected a Module, or a list or dict of parameters, got {type(got).__name__}"
+
+
+def refuse_ddp(params: Any) -> None:
+    """Raise ConfigurationError if a Trainer with a store is given a DistributedDataParallel module."""
+    given = params["params"] if isinstance(params, dict) and "params" in params else params
+    if _is_ddp(given):
+        raise _sums_twice("the module is wrapped in DistributedDataParallel")
+    if isinstance(given, list | tuple):
+        for item in given:
+            if isinstance(item, dict) and _is_ddp(item.get("params")):
+                raise _sums_twice("the module of a parameter group is wrapped in DistributedDataParallel")
+
+
+def refuse_parameters_of_ddp(parameters: Sequence[Tensor]) -> None:
+    """Raise ConfigurationError if some of a Trainer's parameters belong to a DistributedDataParallel module.
+
+    Nothing in a parameter tells. All objects of the process are looked through, but only where there is a process
+    group, without which nobody can have wrapped anything.
+    """
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return
+    ids = {id(p) for p in parameters}
+    if _wrapped_in_ddp(ids):
+        gc.collect()  # a wrapper that nobody uses any more does not count
+    if found := _wrapped_in_ddp(ids):
+        raise _sums_twice(
+            f"{found} of the {len(parameters)} parameters belong to a DistributedDataParallel module"
+        )
+
+
+def _wrapped_in_ddp(ids: set[int]) -> int:
+    """Count how many of these tensors are parameters of a DistributedDataParallel module."""
+    kind = torch.nn.parallel.DistributedDataParallel
+    things = gc.get_objects()
+    # By type, not by isinstance: some objects run code when they are asked for their class. And by distinct types,
+    # because there are hundreds of thousands of things.
+    kinds = {found for found in set(map(type, things)) if kind in found.__mro__}
+    wrappers = [thing for thing in things if type(thing) in kinds] if kinds else []
+    return len(ids & {id(p) for wrapper in wrappers for p in wrapper.module.parameters()})
+
+
+def _is_ddp(thing: object) -> bool:
+    return torch.distributed.is_available() and isinstance(thing, torch.nn.parallel.DistributedDataParallel)
+
+
+def _sums_twice(what: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"{what}, which averages gradients over ranks in every backward pass, and the kvstore would sum them once "
+        "more; give the Trainer kvstore=None, or the module without the wrapper"
+    )

@@ -12,7 +12,6 @@ from torch.nn.parameter import is_lazy
 
 from kvstore_server.optimizer import Optimizer, spec_for_store
 from kvstore_server.optimizer.torch_family import TorchOptimizer
-from kvtrainer.ddp import refuse_ddp, refuse_parameters_of_ddp
 from kvtrainer.errors import ArgumentTypeError, ConfigurationError
 from kvtrainer.groups import make_groups
 from kvtrainer.kvstore.base import KVStoreBase
@@ -21,7 +20,7 @@ from kvtrainer.one_thread import by_one_thread
 from kvtrainer.optimizer import create as create_optimizer
 from kvtrainer.parallel.policy import devices_of, policy_of
 from kvtrainer.param_rules import ParamReport, rows_of
-from kvtrainer.parameters import collect
+from kvtrainer.parameters import collect, refuse_ddp, refuse_parameters_of_ddp
 from kvtrainer.paramwise import apply_paramwise
 from kvtrainer.profiler import Profiler
 from kvtrainer.scaling import scaler_of

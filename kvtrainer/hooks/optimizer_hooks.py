@@ -23,8 +23,8 @@ from kvtrainer.errors import ArgumentTypeError, ConfigurationError
 from kvtrainer.hooks.base import Hook, Priority
 from kvtrainer.parallel import DataParallel
 from kvtrainer.precision import copy_grads_to_fp32, copy_params_to_fp16
-from kvtrainer.results import StepResult
 from kvtrainer.scaling import make_precision, unscale
+from kvtrainer.types import StepResult
 
 _log = logging.getLogger(__name__)
 

@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from kvstore_server.hyper import effective_hypers, unpack_hypers
 from kvstore_server.norms import Decision
 from kvtrainer.errors import ConfigurationError
-from kvtrainer.results import StepResult
 from kvtrainer.steps.pipeline import Pipeline
 from kvtrainer.sync.contract import Outcome
+from kvtrainer.types import StepResult
 
 _log = logging.getLogger(__name__)
 

@@ -12,13 +12,13 @@ import torch
 from kvtrainer.anomalies import describe_nonfinite, losses_of, report_anomalies
 from kvtrainer.errors import ConfigurationError
 from kvtrainer.parallel.batch import ReplicaLosses
-from kvtrainer.results import StepResult
 from kvtrainer.schedules.binding import bind_schedules
 from kvtrainer.schedules.param_schedule import BoundSchedule
 from kvtrainer.steps.accumulation import Accumulation
 from kvtrainer.steps.joining import JoiningPipeline
 from kvtrainer.steps.options import StageOptions
 from kvtrainer.sync.binding import BUCKETS
+from kvtrainer.types import StepResult
 
 _log = logging.getLogger(__name__)
 

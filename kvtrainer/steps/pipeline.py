@@ -19,10 +19,10 @@ from kvstore_server.norms import Decision
 from kvtrainer.clipping import Verdict
 from kvtrainer.errors import ConfigurationError, NonFiniteGradientError
 from kvtrainer.one_thread import by_one_thread
-from kvtrainer.results import StepResult
 from kvtrainer.scaling import plain_scaling
 from kvtrainer.schedules.param_schedule import BoundSchedule
 from kvtrainer.steps.stages import Stages
+from kvtrainer.types import StepResult
 
 
 class Pipeline(Stages):

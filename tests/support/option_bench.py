@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import kvtrainer
 from kvtrainer.kvstore import KVStoreBase
-from kvtrainer.results import StepResult
+from kvtrainer.types import StepResult
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from kvtrainer.errors import (
 )
 from kvtrainer.kvstore import LocalKVStore
 from kvtrainer.param_rules import Rule
-from kvtrainer.results import StepResult
+from kvtrainer.types import StepResult
 
 SITES = pytest.mark.parametrize("in_store", [None, False, True], ids=["without", "by-trainer", "in-store"])
 

@@ -15,13 +15,7 @@ import kvtrainer
 from kvtrainer import Trainer, amp, kvstore
 from kvtrainer.amp import LossScaler
 from kvtrainer.errors import AmpNotInitializedError, ArgumentTypeError, ConfigurationError, StateMismatchError
-
-STORES = [
-    pytest.param(None, id="in-process"),
-    pytest.param(False, id="reduced"),
-    pytest.param(True, id="in-store"),
-]
-"""update_on_kvstore of the three ways in which one process can train; None stands for no store at all."""
+from tests.support.ways_to_train import STORES
 
 
 def trainer_of(

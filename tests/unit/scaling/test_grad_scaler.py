@@ -12,14 +12,9 @@ from torch.nn import Parameter
 from kvtrainer import Trainer, amp, kvstore
 from kvtrainer.amp import GradScaler
 from kvtrainer.errors import ConfigurationError, NonFiniteGradientError
-from kvtrainer.results import StepResult
 from kvtrainer.scaling import plain_scaling
-
-STORES = [
-    pytest.param(None, id="in-process"),
-    pytest.param(False, id="reduced"),
-    pytest.param(True, id="in-store"),
-]
+from kvtrainer.types import StepResult
+from tests.support.ways_to_train import STORES
 
 
 def trainer_of(parameters: Any, uok: bool | None = None, **options: Any) -> Trainer:

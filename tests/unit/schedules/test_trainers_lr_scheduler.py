@@ -16,13 +16,8 @@ from kvtrainer import Trainer, kvstore
 from kvtrainer.errors import ConfigurationError, OptimizerError, SchedulerInUseError
 from kvtrainer.lr_scheduler import CosineScheduler, FactorScheduler, LRScheduler, PolyScheduler, UpdateCounter
 from kvtrainer.types import Group
+from tests.support.ways_to_train import STORES
 
-STORES = [
-    pytest.param(None, id="in-process"),
-    pytest.param(False, id="reduced"),
-    pytest.param(True, id="in-store"),
-]
-"""update_on_kvstore of the three ways in which one process can train; None stands for no store at all."""
 TRACES: dict[str, tuple[LRScheduler, list[float]]] = {
     # MXNet's own traces for num_update 1, 2, 3, …
     "factor": (FactorScheduler(step=2, factor=0.5, base_lr=1), [1, 1, 0.5, 0.5, 0.25, 0.25, 0.125]),
