@@ -347,6 +347,12 @@ def test_optim_wrapper_of_mmengine_becomes_the_options_of_a_trainer(
         ({"optimizer": SGD, "loss_scale": 8}, r"OptimWrapper\) has 'loss_scale'"),
         ({"clip_grad": {}}, "optim_wrapper needs an 'optimizer'"),
         ({"type": "AmpOptimWrapper", "optimizer": SGD, "amp": 8, "loss_scale": 8}, "'loss_scale' and 'amp'"),
+        ({"optimizer": SGD, "paramwise": {}, "paramwise_cfg": {}}, "'paramwise_cfg' and 'paramwise'"),
+        (
+            {"optimizer": SGD, "accumulate": 2, "accumulative_counts": 3},
+            "'accumulative_counts' and 'accumulate'",
+        ),
+        ({"optimizer": SGD, "clip_gard": {}}, "Did you mean 'clip_grad'"),
     ],
 )
 def test_optim_wrapper_that_no_trainer_is_like_is_refused(cfg: dict[str, Any], message: str) -> None:

@@ -154,6 +154,8 @@ def test_what_cannot_be_loaded_without_code_is_refused_by_its_place(make: Make, 
         ConfigurationError, match=r"checkpoint\['rows'\] is a tensor of layout torch\.sparse_coo"
     ):
         strategy.save_checkpoint(str(path), extra_ckpt={"rows": torch.eye(2).to_sparse()})
+    with pytest.raises(ConfigurationError, match=r"checkpoint\['keys'\] has the key \(1, 2\)"):
+        strategy.save_checkpoint(str(path), extra_ckpt={"keys": {(1, 2): 0}})
     with pytest.raises(ConfigurationError, match="extra_ckpt has 'optimizer'"):
         strategy.save_checkpoint(str(path), extra_ckpt={"optimizer": {}})
     assert not path.exists()
@@ -248,17 +250,23 @@ def test_state_of_torchs_optimizer_is_taken_too(make: Make, tmp_path: Path) -> N
 def test_a_missing_part_is_an_error_unless_it_is_left_out_or_tolerated(
     make: Make, tmp_path: Path, part: str
 ) -> None:
-    strategy, _, _ = prepared(make)
+    strategy, model, trainer = prepared(make)
     options = {"save_optimizer": part != "optimizer", "save_param_scheduler": part == "optimizer"}
     path = str(tmp_path / "a.pt")
     strategy.save_checkpoint(path, **options)
+    steps(model, trainer, 4)
+    before, schedules = weights(model), strategy.scheduler_state_dict()
     with pytest.raises(KeyError, match=f"has no '{part}', only .*'meta'") as raised:
         strategy.resume(path)
     assert isinstance(raised.value, CheckpointKeyError)
-    strategy.resume(path, missing="warn")
-    strategy.resume(path, resume_optimizer=part != "optimizer", resume_param_scheduler=part == "optimizer")
+    assert same(weights(model), before)
     with pytest.raises(ConfigurationError, match="missing must be"):
         strategy.resume(path, missing="ignore")
+    strategy.resume(path, missing="warn")
+    assert not same(weights(model), before)
+    assert (strategy.scheduler_state_dict() == schedules) is (part == "param_schedulers")
+    assert trainer.export_saved_states().num_update == (2 if part == "optimizer" else 0)
+    strategy.resume(path, resume_optimizer=part != "optimizer", resume_param_scheduler=part == "optimizer")
 
 
 def test_optimizer_and_schedules_stay_as_they_are_where_not_resumed(make: Make, tmp_path: Path) -> None:

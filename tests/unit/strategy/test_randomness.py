@@ -123,13 +123,6 @@ def test_trees_keep_values_keys_and_bits() -> None:
         assert torch.equal(found[3][name].nan_to_num(), value.nan_to_num())
 
 
-def test_what_is_not_plain_is_named() -> None:
-    with pytest.raises(ConfigurationError, match=r"extra\['meta'\]\[1\] is a numpy.ndarray"):
-        plain_copy({"meta": [1, np.zeros(2)]}, "extra")
-    with pytest.raises(ConfigurationError, match=r"extra has the key \(1, 2\)"):
-        plain_copy({(1, 2): 0}, "extra")
-
-
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_cuda_numbers_go_on_where_they_were_saved() -> None:
     device = torch.device("cuda", 0)

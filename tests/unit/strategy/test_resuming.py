@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from kvtrainer.errors import CheckpointKeyError, ConfigurationError, StateFileError, StateMismatchError
+from kvtrainer.errors import ConfigurationError, StateFileError, StateMismatchError
 from kvtrainer.strategy import Strategy
 from tests.support.strategies import SGD, Make, Net, make, same, steps, weights
 
@@ -22,17 +22,6 @@ def prepared(make: Make, net: nn.Module | None = None, **given: Any) -> Strategy
     strategy = make()
     strategy.prepare(net or Net(), **{"optim_wrapper": SGD, **given})
     return strategy
-
-
-@pytest.mark.parametrize("left_out", ["save_optimizer", "save_param_scheduler"])
-def test_nothing_has_changed_where_a_part_is_missing(make: Make, tmp_path: Path, left_out: str) -> None:
-    prepared(make).save_checkpoint(str(tmp_path / "a.pt"), **{left_out: False})  # type: ignore[arg-type]
-    strategy = prepared(make, param_scheduler=LINEAR)
-    steps(strategy.model, strategy.optim_wrapper, 2)
-    before = weights(strategy.model)
-    with pytest.raises(CheckpointKeyError):
-        strategy.resume(str(tmp_path / "a.pt"))
-    assert same(weights(strategy.model), before)
 
 
 def test_a_run_without_schedules_goes_on_from_a_file_without_them(make: Make, tmp_path: Path) -> None:

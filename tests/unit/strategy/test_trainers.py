@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from kvtrainer import Trainer, TrainerDict
-from kvtrainer.errors import ConfigurationError, UnknownNameError
+from kvtrainer.errors import ConfigurationError
 from kvtrainer.registry import OPTIM_WRAPPERS, OPTIMIZER_CONSTRUCTORS
 from tests.support.strategies import SGD, Make, Net, make
 
@@ -38,21 +38,6 @@ class TestTrainers:
                 name for name, _ in net.named_parameters()
             ]
 
-    def test_type_in_a_configuration_names_torchs_optimizer(self, make: Make) -> None:
-        net, other = Net(), Net()
-        other.load_state_dict(net.state_dict())
-        trainer = self.build(make, {"type": "OptimWrapper", **SGD}, net)
-        reference = torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9)
-        for lr in (0.1, 0.1, 0.01):
-            x = torch.randn(3, 2)
-            trainer.param_groups[0]["lr"] = reference.param_groups[0]["lr"] = lr
-            trainer.update_params(net(x).square().mean())
-            reference.zero_grad()
-            other(x).square().mean().backward()
-            reference.step()
-        for a, b in zip(net.parameters(), other.parameters(), strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
-
     def test_options_of_the_wrapper_reach_the_trainer(self, make: Make) -> None:
         cfg = {**SGD, "type": "AmpOptimWrapper", "loss_scale": 512, "clip_grad": {"max_norm": 1e-3},
                "accumulative_counts": 2, "paramwise_cfg": {"custom_keys": {"head": {"lr_mult": 0.1}}}}  # fmt: skip
@@ -63,24 +48,6 @@ class TestTrainers:
         assert [one.updated for one in results] == [False, True]
         assert results[1].loss_scale == 512
         assert results[1].clip_coef < 0.1
-
-    def test_unknown_options_and_wrappers_are_refused(self, make: Make) -> None:
-        with pytest.raises(UnknownNameError, match=r"has 'clip_gard'.*Did you mean 'clip_grad'"):
-            self.build(make, {**SGD, "clip_gard": {}}, Net())
-        with pytest.raises(UnknownNameError, match="ApexOptimWrapper"):
-            self.build(make, {**SGD, "type": "ApexOptimWrapper"}, Net())
-
-    @pytest.mark.parametrize(
-        "said",
-        [
-            {"paramwise": {"bias_lr_mult": 2}, "paramwise_cfg": {"bias_lr_mult": 3}},
-            {"accumulate": 2, "accumulative_counts": 3},
-            {"type": "AmpOptimWrapper", "loss_scale": 512, "amp": "dynamic"},
-        ],
-    )
-    def test_an_option_under_two_names_is_refused(self, make: Make, said: dict[str, Any]) -> None:
-        with pytest.raises(ConfigurationError, match="told the same by"):
-            self.build(make, {**SGD, **said}, Net())
 
     def test_registered_wrapper_makes_the_trainer(self, make: Make) -> None:
         class Mine(Trainer):
