@@ -21,8 +21,8 @@ _SOLVER: Mapping[str, Any] = {
     "WARM_UP_FACTOR": 1.0 / 3.0, "WARM_UP_METHOD": "linear", "SCALE_MOMENTUM": True,
     "SCALE_MOMENTUM_THRESHOLD": 1.1, "LOG_LR_CHANGE_THRESHOLD": 1.1,
 }  # fmt: skip
-"""Detectron's solver options and their defaults."""
-_TOP: Mapping[str, Any] = {"NUM_GPUS": 1, "USE_NCCL": False}
+_DEFAULTS = {**{f"SOLVER.{name}": value for name, value in _SOLVER.items()}, "NUM_GPUS": 1, "USE_NCCL": False}
+"""Detectron's keys about the optimizer, and their defaults."""
 _LEAST_RATE = 1e-7
 """Below it Detectron does not correct the momentum: a rate as small was a placeholder."""
 
@@ -69,7 +69,7 @@ def linear_scaling(base_lr: float, steps: Sequence[int], max_iter: int, n: float
 
 
 def detectron_arguments(model: Any, cfg: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of a Trainer that trains as Detectron does with this configuration.
+    """Return arguments of a Trainer that trains as Detectron does with this configuration.
 
     The optimizer is Gluon's 'sgd', which has the learning rate inside its momentum as caffe2 has. SCALE_MOMENTUM
     becomes its `momentum_correction`; changes of the rate are not logged. Policy and warm-up are a schedule by step.
@@ -84,8 +84,9 @@ def detectron_arguments(model: Any, cfg: Mapping[str, Any]) -> dict[str, Any]:
         ConfigurationError: a key is unknown or given twice, or a number is none; or the model has not NUM_GPUS
             replicas.
     """
-    solver, _ = _read(cfg)
     count, reducer = detectron_devices(cfg)
+    read = _read(cfg)
+    solver = {name: read[f"SOLVER.{name}"] for name in _SOLVER}
     replicas = len(getattr(model, "replicas", (model,)))
     if "NUM_GPUS" in cfg and replicas != count:
         raise ConfigurationError(
@@ -117,47 +118,41 @@ def detectron_devices(cfg: Mapping[str, Any]) -> tuple[int, str]:
 
     Raises as `detectron_arguments` does.
     """
-    _, top = _read(cfg)
-    count, use_nccl = (
-        check.integer("NUM_GPUS", top["NUM_GPUS"], 1),
-        check.boolean("USE_NCCL", top["USE_NCCL"]),
-    )
+    read = _read(cfg)
+    count = check.integer("NUM_GPUS", read["NUM_GPUS"], 1)
+    use_nccl = check.boolean("USE_NCCL", read["USE_NCCL"])
     return count, "auto" if count == 1 else "nccl" if use_nccl else "tree"
 
 
-def _read(cfg: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return all options of the solver, and the others."""
+def _read(cfg: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of all keys, flat."""
     if not isinstance(cfg, Mapping):
         raise ArgumentTypeError(f"Detectron's configuration is a dict, got {type(cfg).__name__}: {cfg!r:.80}")
     flat: dict[str, Any] = {}
     for key, value in cfg.items():
-        rows = (
-            [(f"{key}.{inner}", v) for inner, v in value.items()]
-            if isinstance(value, Mapping)
-            else [(key, value)]
-        )
-        for name, given in rows:
+        is_section = isinstance(value, Mapping)
+        for name, given in (
+            {f"{key}.{n}": v for n, v in value.items()} if is_section else {key: value}
+        ).items():
             if name in flat:
                 raise ConfigurationError(f"{name} is given twice, nested and flat; give it once")
             flat[str(name)] = given
-    known = {**_TOP, **{f"SOLVER.{name}": value for name, value in _SOLVER.items()}}
-    unknown = [name for name in flat if name not in known]
+    unknown = [name for name in flat if name not in _DEFAULTS]
     if unknown:
         raise ConfigurationError(
-            f"{', '.join(unknown)}: no key of Detectron's that is about the optimizer; those are {', '.join(known)}"
+            f"{', '.join(unknown)}: no key of Detectron's that is about the optimizer; those are {', '.join(_DEFAULTS)}"
         )
     for name, value in flat.items():
-        if isinstance(known[name], float):
+        if isinstance(_DEFAULTS[name], float):
             check.number(name, value)
-    all_of = {**known, **flat}
-    solver = {name: all_of[f"SOLVER.{name}"] for name in _SOLVER}
-    if solver["LOG_LR_CHANGE_THRESHOLD"] != _SOLVER["LOG_LR_CHANGE_THRESHOLD"]:
+    read = {**_DEFAULTS, **flat}
+    check.boolean("SOLVER.SCALE_MOMENTUM", read["SOLVER.SCALE_MOMENTUM"])
+    log_threshold = "SOLVER.LOG_LR_CHANGE_THRESHOLD"
+    if read[log_threshold] != _DEFAULTS[log_threshold]:
         raise ConfigurationError(
-            "SOLVER.LOG_LR_CHANGE_THRESHOLD would have no effect, because changes of the rate are not logged; leave it "
-            "out"
+            f"{log_threshold} would have no effect, because changes of the rate are not logged; leave it out"
         )
-    check.boolean("SOLVER.SCALE_MOMENTUM", solver["SCALE_MOMENTUM"])
-    return solver, {name: all_of[name] for name in _TOP}
+    return read
 
 
 def _is_bias(place: Place) -> bool:

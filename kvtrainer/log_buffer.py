@@ -6,11 +6,11 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Mapping
-from numbers import Integral, Real
 from typing import Any
 
 from torch import Tensor
 
+from kvstore_server import check
 from kvtrainer.errors import ConfigurationError
 
 
@@ -26,9 +26,7 @@ class LogBuffer:
     """
 
     def __init__(self, window: int | None = None) -> None:
-        if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window < 1):
-            raise ConfigurationError(f"window must be an int of at least 1, got {window!r}")
-        self._window = window
+        self._window = None if window is None else check.integer("window", window, 1)
         self.val_history: dict[str, deque[float]] = {}
         self.n_history: dict[str, deque[float]] = {}
         self.output: dict[str, float] = {}
@@ -48,12 +46,11 @@ class LogBuffer:
         """
         if not isinstance(values, Mapping):
             raise ConfigurationError(f"a LogBuffer takes a dict of values by name, got {values!r:.80}")
-        if isinstance(num_samples, bool) or not isinstance(num_samples, Real) or not num_samples >= 0:
-            raise ConfigurationError(f"num_samples must be a number from 0 on, got {num_samples!r}")
+        weight = check.number("num_samples", num_samples, 0, finite=False)
         numbers = {name: _number(name, value) for name, value in values.items()}
         for name, number in numbers.items():
             self.val_history.setdefault(name, deque(maxlen=self._window)).append(number)
-            self.n_history.setdefault(name, deque(maxlen=self._window)).append(float(num_samples))
+            self.n_history.setdefault(name, deque(maxlen=self._window)).append(weight)
 
     def average(self, n: int = 0) -> None:
         """Put the weighted mean of the latest `n` values of each name, or of all for 0, into `output`.
@@ -89,9 +86,8 @@ class LogBuffer:
         self.ready = False
 
     def _latest(self, n: int) -> dict[str, list[float]]:
-        if isinstance(n, bool) or not isinstance(n, Integral) or n < 0:
-            raise ConfigurationError(f"n must be an int from 0 on, got {n!r}")
-        return {name: list(values)[-int(n) :] for name, values in self.val_history.items()}
+        latest = check.integer("n", n, 0)
+        return {name: list(values)[-latest:] for name, values in self.val_history.items()}
 
 
 def _number(name: str, value: Any) -> float:
