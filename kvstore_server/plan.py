@@ -100,6 +100,12 @@ class Plan:
         return hashlib.sha256(json.dumps([layout, self.specs]).encode()).hexdigest()
 
     @cached_property
+    def _torn(self) -> frozenset[int]:
+        """The keys that are cut within a row."""
+        segments = [segment for piece in self.slices for segment in piece.segments if segment.key_start]
+        return frozenset(s.key for s in segments if s.key_start % max(row_numel(self.specs[s.key]), 1))
+
+    @cached_property
     def _by_key(self) -> dict[int, tuple[Slice, ...]]:
         by_key: dict[int, list[Slice]] = {}
         for piece in self.slices:
@@ -121,13 +127,7 @@ class Plan:
 
     def takes_rows(self, key: int) -> bool:
         """Whether the slices of a key (by index) hold whole rows of it; not so where a row is too long for one."""
-        width = row_numel(self.specs[key])
-        return all(
-            segment.key_start % width == 0
-            for piece in self.slices_with(key)
-            for segment in piece.segments
-            if segment.key == key
-        )
+        return key not in self._torn
 
     def slices_with(self, key: int) -> tuple[Slice, ...]:
         """The slices that hold a part of a key (by index), in the order of its elements; none of an empty key."""

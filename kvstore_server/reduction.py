@@ -186,7 +186,10 @@ def sum_rows_of(given: Sequence[tuple[RowSet, float]], dtype: str, num_rows: int
     values = [rows.values.to(compute_dtype(dtype)) for rows, _ in given]
     if common is None:
         values = [value * scale for value, (_, scale) in zip(values, given, strict=True)]
-    ids, total = coalesce_rows(torch.cat([rows.ids for rows, _ in given]), torch.cat(values), num_rows)
+    ids, total = given[0][0].ids, values[0]
+    if len(given) > 1:
+        ids, total = torch.cat([rows.ids for rows, _ in given]), torch.cat(values)
+    ids, total = coalesce_rows(ids, total, num_rows)
     return RowSet(ids, total if common in (None, 1.0) else total * common)
 
 

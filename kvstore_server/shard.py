@@ -307,14 +307,25 @@ class Shard:
             absent = frozenset(unit.first_key + key for key in absent)
         return Contribution(runs, scale, absent, rows_of)
 
-    def runs_of(self, unit: Unit, arenas: Mapping[str, Tensor]) -> list[Run]:
-        """Numbers for all slices of a unit, laid out as a plan for one server says."""
-        runs = []
-        for dtype, flat in arenas.items():
-            own = [slot for slot in range(unit.first, unit.end) if self._slots[slot].block.dtype == dtype]
-            if own:
-                runs.append(Run(own[0], own[-1] + 1, flat))
-        return sorted(runs, key=lambda run: run.first)
+    def runs_of(self, unit: Unit, arenas: Mapping[str, Tensor], without: Collection[int] = ()) -> list[Run]:
+        """Numbers for the slices of a unit, laid out as a plan for one server says.
+
+        Args:
+            without: Keys that may be left out, where a slice holds nothing else.
+        """
+        homes = [home for home in map(self._homes.get, without) if home is not None]
+        alone = sorted((h.slot, h.end_slot) for h in homes if len(self._slots[h.slot].piece.segments) == 1)
+        runs: list[Run] = []
+        for first, end in zip(
+            [unit.first, *(e for _, e in alone)], [*(f for f, _ in alone), unit.end], strict=True
+        ):
+            for number in range(first, end):
+                slot = self._slots[number]
+                if runs and runs[-1].end == number and self._slots[number - 1].block is slot.block:
+                    runs[-1] = runs[-1]._replace(end=number + 1)
+                else:
+                    runs.append(Run(number, number + 1, arenas[slot.block.dtype][slot.piece.offset :]))
+        return runs
 
     def visible(self, unit: Unit, index: int) -> Tensor:
         """The weights of a slice without its padding, as they are sent; not a copy."""

@@ -87,7 +87,7 @@ class ShardUpdate:
                 if present[key]:
                     self.optimizer.check_key(spec.key, spec.shape, hypers[key])
         found = {key: some for key, some in (rows or {}).items() if present[key]}
-        runs = shard.runs_of(shard.units[0], grads)
+        runs = shard.runs_of(shard.units[0], grads, absent | found.keys())
         given = Contribution(runs, scale, absent, found, is_scratch=True)
         shard.update([given], self.optimizer, [hypers], decision=decision)
 

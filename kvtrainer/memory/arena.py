@@ -64,6 +64,8 @@ class Arena:
         self.weights = self._allocate()
         self._grads: dict[str, Tensor] = {}
         self._grad_pieces: list[Tensor] = []
+        self._zero: frozenset[int] = frozenset()
+        """The gradients that are known to be zero."""
         self._resident = [i for i, spec in enumerate(plan.specs) if not spec.row_sparse]
         here = [self._parameters[i] for i in self._resident]
         pieces = self._own_pieces()
@@ -91,9 +93,14 @@ class Arena:
         pieces = self._pieces_of_grads()
         here = [i for i, is_present in enumerate(present) if is_present]
         _copy([pieces[i] for i in here], [self._grad(i) for i in here])
-        absent = [pieces[i] for i, is_present in enumerate(present) if not is_present]
+        zero, self._zero = self._zero, frozenset()
+        absent = [pieces[i] for i, is_present in enumerate(present) if not is_present and i not in zero]
         if absent:
             torch._foreach_zero_(absent)
+
+    def trust_zeros(self, keys: Iterable[int]) -> None:
+        """Take it that nobody writes to the places of these gradients, zeroed last, before the next `gather_grads`."""
+        self._zero = frozenset(keys)
 
     def scatter_grads(self, present: Sequence[bool]) -> None:
         """Copy `grads` into `.grad` of the parameters that are `present`, in place.

@@ -86,6 +86,8 @@ class Stages(FlatOptimizer):
             decision = verdict.decision
             local.apply(one.arena.grads, scale, own, numbers, one.rows, decision)
             one.arena.mark_updated(own)
+            if self._link.exchange is None and isinstance(local, ShardUpdate):
+                one.arena.trust_zeros(one.rows)
         if self._link.exchange is not None:
             self._share_weights(present)
         return verdicts[0]
