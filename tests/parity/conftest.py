@@ -7,18 +7,13 @@ import pytest
 from tests.support.jobs import Job, PartOfJob, run_job
 
 TOGETHER = {
-    (1, 1): ("closed_forms", "bits", "golden", "trajectories", "dtypes", "row_sparse"),
-    (1, 2): ("closed_forms", "bits", "golden", "trajectories", "row_sparse"),
-    (1, 3): ("closed_forms", "bits", "golden", "trajectories", "row_sparse"),
-    (2, 1): ("closed_forms", "golden", "row_sparse"),
-    (2, 2): ("closed_forms", "golden", "one_problem", "dtypes", "row_sparse"),
+    (1, 1): ("closed_forms", "bits", "trajectories", "dtypes", "row_sparse"),
+    (1, 2): ("bits", "golden"),
+    (1, 3): ("bits", "trajectories"),
+    (2, 2): ("one_problem", "dtypes"),
     (2, 3): ("closed_forms", "golden", "trajectories", "row_sparse"),
-    (3, 1): ("closed_forms", "row_sparse"),
-    (3, 2): ("closed_forms", "one_problem", "bits", "half_sums", "row_sparse"),
-    (3, 3): ("closed_forms", "row_sparse"),
+    (3, 2): ("closed_forms", "bits", "half_sums", "row_sparse"),
     (7, 1): ("closed_forms", "row_sparse"),
-    (7, 2): ("closed_forms", "row_sparse"),
-    (7, 3): ("closed_forms", "row_sparse"),
 }
 """Sizes of which one job serves several tests."""
 

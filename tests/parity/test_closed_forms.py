@@ -14,16 +14,11 @@ import pytest
 
 from kvstore_server.plan import TensorSpec, make_plan
 from tests.support.jobs import Job, PartOfJob
+from tests.support.sizes import FAST, sizes
 from tests.support.workers.closed_forms import HALF_PUSHED, MODES, PUSHED, RATES, REPEATS, TRAINED
 
-GRID = [
-    pytest.param((w, s), id=f"{w}x{s}", marks=pytest.mark.full if s == 7 else ())
-    for w in (1, 2, 3, 7)
-    for s in (1, 2, 3, 7)
-]
 
-
-@pytest.fixture(scope="module", params=GRID)
+@pytest.fixture(scope="module", params=sizes(*FAST, servers=(1, 2, 3, 7)))
 def job(request: pytest.FixtureRequest, part_of_job: PartOfJob) -> Job:
     return part_of_job("closed_forms", *request.param)
 
@@ -117,10 +112,3 @@ def test_the_optimizer_runs_where_it_was_asked_to(job: Job, mode: str, in_store:
     [grads] = all_equal([float(total(job))], len(TRAINED))
     expected = {"in store": in_store, "weights": weights, **({} if in_store else {"grads": grads})}
     assert_everywhere(job[f"split step {mode}"], expected)
-
-
-def test_tiny_half_precision_updates_add_up_only_with_multi_precision(part_of_job: PartOfJob) -> None:
-    # MXNet's number is for one worker.
-    [seen] = part_of_job("closed_forms", 1, 1)["half"]
-    assert seen[True] == pytest.approx((0.8, 0.8), abs=5e-4)
-    assert seen[False] == (1.0, 1.0)

@@ -16,6 +16,7 @@ from torch import Tensor
 import kvtrainer
 from kvtrainer.kvstore import DistKVStore
 from tests.support.limits import FOREVER
+from tests.support.sizes import sizes
 from tests.support.stores import Servers, servers
 
 NAMES = ["dist_sync", "dist_sync_device", "dist_device_sync", "p3"]
@@ -23,7 +24,6 @@ SYNC_AND_ASYNC = ["dist_sync", "p3", "dist_async", "dist_ssp"]
 REPLICAS, RATE, REPEATS = 2, 2, 3
 SHAPES = {"9": (2, 3), "99": (300, 301), "10": (2, 3), "100": (300, 301)}
 """The first two are pushed and pulled, the others pushpulled."""
-FAST = {(1, 1), (2, 2), (3, 2)}
 
 
 @pytest.fixture(scope="module")
@@ -32,13 +32,7 @@ def jobs() -> Iterator[Servers]:
         yield started
 
 
-@pytest.fixture(
-    params=[
-        pytest.param((w, s), id=f"{w}x{s}", marks=() if (w, s) in FAST else pytest.mark.full)
-        for w in (1, 2, 3, 7)
-        for s in (1, 2, 3, 7)
-    ]
-)
+@pytest.fixture(params=sizes((1, 1), (2, 3), (3, 2), servers=(1, 2, 3, 7)))
 def size(request: pytest.FixtureRequest) -> tuple[int, int]:
     """Numbers of workers and servers."""
     workers, count = request.param

@@ -11,11 +11,11 @@ from kvstore_server.optimizer import gluon, gluon_layerwise
 from kvstore_server.plan import TensorSpec, make_plan
 from tests.support.golden import GOLDEN, START, TOLERANCE
 from tests.support.jobs import Job, PartOfJob
+from tests.support.sizes import sizes
 from tests.support.workers.golden import REPEATS, SITES, name_of, play
 
 # One fixture may run the whole job that this part belongs to.
 
-SIZES = [pytest.param((w, s), id=f"{w}x{s}") for w in (1, 2) for s in (1, 2, 3)]
 each_run = pytest.mark.parametrize(
     ("label", "rescaled"),
     [
@@ -26,7 +26,7 @@ each_run = pytest.mark.parametrize(
 )
 
 
-@pytest.fixture(scope="module", params=SIZES)
+@pytest.fixture(scope="module", params=sizes((1, 2), (2, 3), workers=(1, 2)))
 def job(request: pytest.FixtureRequest, part_of_job: PartOfJob) -> Job:
     return part_of_job("golden", *request.param)
 

@@ -14,12 +14,13 @@ from kvstore_server.plan import TensorSpec, make_plan
 from tests.support import float64_loop
 from tests.support.coupled_model import BIASES, CASES, SHAPES, STEPS, start_weights
 from tests.support.jobs import Job, PartOfJob
+from tests.support.sizes import sizes
 
 TOLERANCE = 1e-11
 SITES = [pytest.param(True, id="store"), pytest.param(False, id="worker")]
 
 
-@pytest.fixture(scope="module", params=[(2, 2), (3, 2)], ids=["2x2", "3x2"])
+@pytest.fixture(scope="module", params=sizes((2, 2), workers=(2, 3), servers=(2,)))
 def job(request: pytest.FixtureRequest, part_of_job: PartOfJob) -> Job:
     return part_of_job("one_problem", *request.param)
 

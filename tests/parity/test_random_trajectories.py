@@ -37,8 +37,9 @@ SERVERS = (1, 2, 3)
 # One fixture runs three jobs.
 
 SIZES = [
-    pytest.param((1, SERVERS), id="1x1,2,3"),
+    pytest.param((1, (1, 3)), id="1x1,3"),
     pytest.param((2, (3,)), id="2x3"),
+    pytest.param((1, SERVERS), id="1x1,2,3", marks=pytest.mark.full),
     pytest.param((2, SERVERS), id="2x1,2,3", marks=pytest.mark.full),
 ]
 

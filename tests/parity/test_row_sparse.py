@@ -12,6 +12,7 @@ import torch
 
 from tests.support.jobs import Job, PartOfJob
 from tests.support.lazy_runs import GOLDEN, ORACLES
+from tests.support.sizes import FAST, sizes
 from tests.support.workers.row_sparse import (
     BIG,
     KINDS,
@@ -24,11 +25,10 @@ from tests.support.workers.row_sparse import (
     touched_of,
 )
 
-GRID = [pytest.param((w, s), id=f"{w}x{s}") for w in (1, 2, 3, 7) for s in (1, 2, 3)]
 SPARSE = ("gradient", "weight")
 
 
-@pytest.fixture(scope="module", params=GRID)
+@pytest.fixture(scope="module", params=sizes(*FAST))
 def job(request: pytest.FixtureRequest, part_of_job: PartOfJob) -> Job:
     return part_of_job("row_sparse", *request.param)
 

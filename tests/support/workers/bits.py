@@ -19,7 +19,7 @@ from kvtrainer.kvstore import KVStoreBase
 from kvtrainer.kvstore.verbs import TableKVStore
 from tests.support.jobs import Results
 
-STEPS = 8
+STEPS = 5
 BATCH = 8
 LAYERS = (21, 64, 257, 5)
 OPTIMIZERS: dict[str, dict[str, Any]] = {

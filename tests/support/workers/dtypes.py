@@ -28,7 +28,7 @@ from tests.support.dtype_runs import (
 from tests.support.jobs import Results
 from tests.support.workers.trajectories import set_gradients
 
-TINY, TIMES = 2e-4, 1000
+TINY, TIMES = 2e-4, 200
 
 
 def run(rank: int, workers: int) -> Results:

@@ -15,7 +15,7 @@ from tests.support.jobs import Results
 from tests.support.lazy_runs import GOLDEN, START, TOUCHED, gradient
 
 REPEATS = 3
-SMALL, BIG = (2, 3), (1200, 1200)
+SMALL, BIG = (2, 3), (1200, 200)
 MODES = {"default": None, "store": True, "worker": False}
 STORES = ("dist_sync", "dist_async", "dist_ssp")
 TABLE = (3_000, 24)
