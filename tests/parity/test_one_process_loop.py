@@ -1,7 +1,7 @@
 """W workers with batch b train as one process with batch W · b does, for every optimizer and both update sites.
 
 The oracle is a plain float64 torch loop (tests/support/float64_loop.py). Its sums are the same sums in another
-order, so after 50 steps weights differ by rounding alone.
+order, so after 25 steps weights differ by rounding alone.
 """
 
 from __future__ import annotations

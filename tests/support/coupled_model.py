@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-STEPS = 50
+STEPS = 25
 BATCH = 4
 """Examples of one worker in one step."""
 BIAS_RATE = 0.5
@@ -24,8 +24,8 @@ BIASES = ("b1", "b2")
 
 MULTIPLIERS: dict[int, dict[str, dict[str, float]]] = {
     0: {"lr_mult": {"W1": 0.5}, "wd_mult": {"b1": 0.0, "b2": 0.0}},
-    20: {"lr_mult": {"W2": 1.5}, "wd_mult": {"W1": 3.0, "b2": 0.5}},
-    35: {"lr_mult": {"W1": 1.0, "b1": 0.0}},
+    10: {"lr_mult": {"W2": 1.5}, "wd_mult": {"W1": 3.0, "b2": 0.5}},
+    17: {"lr_mult": {"W1": 1.0, "b1": 0.0}},
 }
 """From which step on which parameter has which multiplier; others have 1."""
 

@@ -3,12 +3,16 @@
     states_matrix save FOLDER PLACE...        delivers the weights of runs that were never interrupted
     states_matrix load FOLDER PLACE... -- SOURCE...   delivers those of runs that went on from the files of SOURCE...
 
+A place goes on with one kind of optimizer from each source, such that it meets every kind, and every kind meets every
+place and source.
+
 All workers have the same data, so that a mean over them has the bits of one worker's gradient.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +108,12 @@ def folder_of(base: Path, source: str, kind: str) -> Path:
     return found
 
 
+def kind_of(place: str, source: str, sources: Sequence[str]) -> str:
+    """Give the optimizer with which a place goes on from a source."""
+    kinds = [*OPTIMIZERS]
+    return kinds[(sources.index(place) + sources.index(source)) % len(kinds)]
+
+
 def main(mode: str, base: Path, arguments: list[str]) -> dict[str, Any]:
     if mode == "save":
         return {
@@ -111,13 +121,13 @@ def main(mode: str, base: Path, arguments: list[str]) -> dict[str, Any]:
             for place in arguments
         }
     at = arguments.index("--")
-    return {
-        place: {
-            source: {k: load(folder_of(base, source, k), place.rstrip("123 "), k) for k in OPTIMIZERS}
-            for source in arguments[at + 1 :]
-        }
-        for place in arguments[:at]
-    }
+    sources = arguments[at + 1 :]
+    results: dict[str, Any] = {place: {} for place in arguments[:at]}
+    for place, found in results.items():
+        for source in sources:
+            kind = kind_of(place, source, sources)
+            found[source] = load(folder_of(base, source, kind), place.rstrip("123 "), kind)
+    return results
 
 
 if __name__ == "__main__":
