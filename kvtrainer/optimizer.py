@@ -31,7 +31,7 @@ import torch.optim
 
 from kvstore_server.optimizer import Optimizer, register
 from kvstore_server.optimizer import create as _create
-from kvstore_server.optimizer.options import ALIASES
+from kvstore_server.optimizer.base import ALIASES
 from kvtrainer.errors import TorchNameWarning, level_of_user
 
 __all__ = ["Optimizer", "create", "register"]

@@ -19,7 +19,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from kvstore_server import check
-from kvstore_server.optimizer.options import ALIASES
+from kvstore_server.optimizer.base import ALIASES
 from kvtrainer.errors import (
     ArgumentTypeError,
     ConfigurationError,

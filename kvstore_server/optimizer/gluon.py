@@ -1,11 +1,654 @@
-"""All of Gluon's optimizers whose update is elementwise: the names under which a store knows them."""
+"""Gluon's optimizers whose update is elementwise, numerically those of MXNet 2.x.
+
+In the formulas g = grad + wd * w, grad has been rescaled and clipped on entry (MXNet's order), t is the number of the
+key's update, and Adam and its relatives have the averages `m = beta1 * m + (1 - beta1) * g` and
+`v = beta2 * v + (1 - beta2) * g**2`. MXNet adds epsilon outside the bias correction, torch inside; torch's kernels get
+an epsilon that makes up for it.
+
+Momentum with the learning rate inside, `m = momentum * m - lr * g`, weighs former gradients with the rates they came
+with. Multiplying m by new / old when the rate changes gives them the new one, which is what torch's form has always;
+Detectron does it at jumps of the rate, and so does `momentum_correction`.
+"""
 
 from __future__ import annotations
 
-from kvstore_server.optimizer.base import Optimizer
-from kvstore_server.optimizer.gluon_adam import FTML, AdaBelief, Adam, Adamax, AdamW, Nadam
-from kvstore_server.optimizer.gluon_adaptive import AdaDelta, AdaGrad, Ftrl, RMSProp
-from kvstore_server.optimizer.gluon_sgd import DCASGD, NAG, SGD, SGLD, Signum, Test
+import math
+from collections.abc import Mapping
+from numbers import Real
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvstore_server.errors import ConfigurationError
+from kvstore_server.optimizer.base import Optimizer, StateValue, checked_count
+from kvstore_server.optimizer.kernels import (
+    bias_corrections,
+    fused_adam,
+    fused_momentum,
+    fused_scaled,
+    fused_sgd,
+    normal,
+    state_tensor,
+)
+
+_TINY = 1e-10
+"""What Detectron divides by at least when it compares two rates."""
+
+
+class Correction(NamedTuple):
+    """When momentum is corrected."""
+
+    threshold: float = 1.1
+    """By what factor the rate must have changed, up or down, and more."""
+    min_lr: float = 1e-7
+    """What the former rate must have exceeded."""
+
+
+def read_correction(value: Any) -> Correction | None:
+    """Read the option: None or False, True, a mapping, or the two numbers as which it travels.
+
+    Raises:
+        ConfigurationError: it is nothing of this, or a number is impossible.
+    """
+    if value is None or value is False:
+        return None
+    if value is True:
+        return Correction()
+    if isinstance(value, Mapping) and not set(value) - set(Correction._fields):
+        numbers: Any = Correction(**value)
+    elif isinstance(value, list | tuple) and len(value) == len(Correction._fields):
+        numbers = Correction(*value)
+    else:
+        raise ConfigurationError(
+            "momentum_correction must be None, True or a dict of threshold and min_lr, such as "
+            f"{Correction()._asdict()}, got {value!r:.80}"
+        )
+    for name, number, least in zip(Correction._fields, numbers, (1.0, 0.0), strict=True):
+        is_number = isinstance(number, Real) and not isinstance(number, bool)
+        if not is_number or not math.isfinite(number) or number < least:
+            raise ConfigurationError(
+                f"{name} of momentum_correction must be a number of at least {least:g}, got {number!r}"
+            )
+    return Correction(float(numbers.threshold), float(numbers.min_lr))
+
+
+def correct_momentum(
+    buffer: Tensor, state: dict[str, StateValue], lr: float, correction: Correction | None
+) -> None:
+    """Multiply the momentum by new / old if the rate has changed enough since the last update; note the new rate.
+
+    Args:
+        buffer: The momentum, changed in place.
+        state: Its 'last_lr' is the rate of the last update; none before the first one.
+        lr: The rate of this update, multipliers applied.
+    """
+    last, state["last_lr"] = state.get("last_lr"), lr
+    if last is None or correction is None:
+        return
+    former = float(last)
+    if former <= correction.min_lr or max(lr / former, former / max(lr, _TINY)) <= correction.threshold:
+        return
+    if lr == 0.0:
+        buffer.zero_()
+    else:
+        buffer.mul_(lr / former)
+
+
+class _Momentum(Optimizer):
+    """Descent with a momentum that has the learning rate inside.
+
+    State: 'momentum_buffer', the negative of MXNet's m; none while momentum is 0.
+    """
+
+    may_raise = False
+    verified = True
+    nesterov: ClassVar[bool] = False
+
+    def update(
+        self, weight: Tensor, grad: Tensor, state: dict[str, StateValue], hyper: Mapping[str, Any]
+    ) -> None:
+        """Apply one update in place; see `Optimizer.update`."""
+        lr, wd, momentum = hyper["lr"], hyper["weight_decay"], hyper["momentum"]
+        if momentum == 0.0:
+            fused_sgd(weight, grad, lr=lr, wd=wd)
+            return
+        buffer = state_tensor(state, "momentum_buffer", weight)
+        self._before_momentum(buffer, state, hyper)
+        fused_momentum(weight, grad, buffer, lr=lr, wd=wd, momentum=momentum, nesterov=self.nesterov)
+
+    def _before_momentum(
+        self, buffer: Tensor, state: dict[str, StateValue], hyper: Mapping[str, Any]
+    ) -> None:
+        """What is to be done to the momentum before it is used."""
+
+
+class SGD(_Momentum):
+    """`m = momentum * m - lr * g; w += m`; unlike torch's, lr is inside m.
+
+    Options: learning_rate 0.1, momentum 0.0, lazy_update False (True: of a row-sparse gradient only the rows),
+    momentum_correction None (True, or {"threshold": 1.1, "min_lr": 1e-7}: when the learning rate of a key changes by
+    more than that factor, m is multiplied by new / old, as in Detectron, so that m has the new rate inside; not if the
+    old one was min_lr or less). With it the state also has 'last_lr', the learning rate of the last update.
+    """
+
+    name = "sgd"
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "lr": 0.1,
+        "momentum": 0.0,
+        "lazy_update": False,
+        "momentum_correction": None,
+    }
+
+    def __init__(self, learning_rate: float | None = None, **options: Any) -> None:
+        super().__init__(learning_rate, **options)
+        if self.hyper["lazy_update"] and self.hyper["momentum_correction"] is not None:
+            raise ConfigurationError(
+                "sgd cannot correct the momentum of lazy updates, because rows that an update leaves out keep the "
+                "momentum of an older learning rate; leave out momentum_correction or lazy_update"
+            )
+
+    def _checked(self, name: str, value: Any, default: Any) -> Any:
+        if name == "momentum_correction":
+            found = read_correction(value)
+            # Saved with a group it is then read back by torch.load(weights_only=True).
+            return None if found is None else tuple(found)
+        return super()._checked(name, value, default)
+
+    def _before_momentum(
+        self, buffer: Tensor, state: dict[str, StateValue], hyper: Mapping[str, Any]
+    ) -> None:
+        given = hyper.get("momentum_correction")
+        if given is None or given is False:
+            # Were it turned on again, a rate that m has left behind would be corrected for.
+            state.pop("last_lr", None)
+            return
+        correct_momentum(buffer, state, hyper["lr"], read_correction(given))
+
+    def updates_rows(self, hyper: Mapping[str, Any]) -> bool:
+        """Whether `lazy_update` is on; see `Optimizer.updates_rows`."""
+        return bool(hyper["lazy_update"])
+
+
+class NAG(_Momentum):
+    """Nesterov's: `m = momentum * m - lr * g; w += momentum * m - lr * g`.
+
+    Options: learning_rate 0.1, momentum 0.9.
+    """
+
+    name = "nag"
+    defaults: ClassVar[Mapping[str, Any]] = {"lr": 0.1, "momentum": 0.9}
+    nesterov = True
+
+
+class SGLD(Optimizer):
+    """Langevin dynamics: `w -= lr / 2 * g; w += N(0, sqrt(lr))`.
+
+    The noise of an element is a function of seed, name of the key, place in the key and number of the update, so it
+    depends neither on how keys are cut nor on any order. Where lr is 0 or, through a multiplier, below, there is none.
+
+    Options: learning_rate 0.1, at least 0; seed 0. No state.
+    """
+
+    name = "sgld"
+    defaults: ClassVar[Mapping[str, Any]] = {"lr": 0.1, "seed": 0}
+    never_negative = frozenset({"lr"})
+    may_raise = False
+    positioned = True
+
+    def update(
+        self, weight: Tensor, grad: Tensor, state: dict[str, StateValue], hyper: Mapping[str, Any]
+    ) -> None:
+        """Apply one update in place; see `Optimizer.update`."""
+        lr = hyper["lr"]
+        fused_sgd(weight, grad, lr=lr / 2, wd=hyper["weight_decay"])
+        if lr > 0.0:
+            stream = (hyper["seed"], hyper["key"], hyper["step"])
+            noise = normal(stream, hyper["first"], weight.numel(), weight.device)
+            weight.add_(noise.mul_(math.sqrt(lr)).to(weight.dtype))
+
+    def _checked(self, name: str, value: Any, default: Any) -> Any:
+        if name == "seed":
+            return checked_count(self.registered_name, name, value, 0)
+        return super()._checked(name, value, default)
+
+
+class Signum(Optimizer):
+    """`m = momentum * m - (1 - momentum) * g; w = (1 - lr * wd_lh) * w + lr * sign(m)`.
+
+    Without momentum `w = (1 - lr * (wd + wd_lh)) * w - lr * sign(grad)`.
+
+    Options: learning_rate 0.01, momentum 0.9, wd_lh 0.0. State: 'momentum_buffer', the negative of m.
+    """
+
+    name = "signum"
+    defaults: ClassVar[Mapping[str, Any]] = {"lr": 0.01, "momentum": 0.9, "wd_lh": 0.0}
+    never_negative = frozenset({"wd_lh"})
+    may_raise = False
+    verified = True
+
+    def update(
+        self, weight: Tensor, grad: Tensor, state: dict[str, StateValue], hyper: Mapping[str, Any]
+    ) -> None:
+        """Apply one update in place; see `Optimizer.update`."""
+        lr, wd, momentum, decay = hyper["lr"], hyper["weight_decay"], hyper["momentum"], hyper["wd_lh"]
+        if momentum == 0.0:
+            decay += wd
+            direction = grad
+        else:
+            buffer = state_tensor(state, "momentum_buffer", weight)
+            direction = buffer.lerp_(grad.add_(weight, alpha=wd), 1.0 - momentum)
+        weight.mul_(1.0 - lr * decay).sub_(torch.sign(direction), alpha=lr)
+
+
+class DCASGD(Optimizer):
+    """Delay-compensated: `d = g + lamda * g**2 * (w - w'); m = momentum * m - lr * d; w' = w; w += m`.
+
+    w' is the weight before the last update, so the term is about what other workers changed since. On a server that
+    applies contributions one by one it is the weight that the contributing worker was sent last.
+
+    Options: learning_rate 0.1, momentum 0.0, lamda 0.04. State: 'previous_weight' w', 'momentum_buffer' -m.
+    """
+
+    name = "dcasgd"
+    delay_state = "previous_weight"
+    defaults: ClassVar[Mapping[str, Any]] = {"lr": 0.1, "momentum": 0.0, "lamda": 0.04}
+    may_raise = False
+    verified = True
+
+    def create_state(self, weight: Tensor) -> dict[str, StateValue]:
+        """Return the weight itself as the previous one."""
+        return {"previous_weight": weight.clone()}
+
+    def update(
+        self, weight: Tensor, grad: Tensor, state: dict[str, StateValue], hyper: Mapping[str, Any]
+    ) -> None:
+        """Apply one update in place; see `Optimizer.update`."""
+        previous = state["previous_weight"]
+        assert isinstance(previous, Tensor)
+        grad.add_(weight, alpha=hyper["weight_decay"])
+        drift = (weight - previous).mul_(grad).mul_(grad)
+        grad.add_(drift, alpha=hyper["lamda"])
+        previous.copy_(weight)
+        if hyper["momentum"] == 0.0:
+            fused_sgd(weight, grad, lr=hyper["lr"], wd=0.0)
+            return
+        buffer = state_tensor(state, "momentum_buffer", weight)
+        fused_momentum(
+            weight, grad, buffer, lr=hyper["lr"], wd=0.0, momentum=hyper["momentum"], nesterov=False
+        )
+
+
+class Test(Optimizer):
+    """`w -= lr * (grad + wd * w)`: MXNet's optimizer for tests, which ignores clip_gradient.
+
+    Options: learning_rate 0.01. No state.
+    """
+
+    __test__ = False  # keeps pytest from collecting a class of this name
+    clips = False
+    name = "test"
+    may_raise = False
+    verified = True
+
+    def update(
+        self, weight: Tensor, grad: Tensor, state: dict[str, StateValue], hyper: Mapping[str, Any]
+    ) -> None:
+        """Apply one update in place; see `Optimizer.update`."""
+        fused_sgd(weight, grad, lr=hyper["lr"], wd=hyper["weight_decay"])
+
+
+class Adam(Optimizer):
+    """`w -= lr * sqrt(1 - beta2**t) / (1 - beta1**t) * m / (sqrt(v) + epsilon)`.
+
+    Options: learning_rate 0.001, beta1 0.9, beta2 0.999, epsilon 1e-8, lazy_update False (True: of a row-sparse
+    gradient only the rows). State: 'exp_avg' m, 'exp_avg_sq' v.
+    """
+
+    name = "adam"
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "lr": 0.001,
+        "betas": (0.9, 0.999),
+        "eps": 1e-8,
+        "lazy_update": False,
+    }
+    may_raise = False
+    verified = True
+
+    def update(
+        self, weight: Tensor, grad: Tensor, state: dict[str, StateValue], hyper: Mapping[str, Any]
+    ) -> None:
+        """Apply one update in place; see `Optimizer.update`."""
+        mean, square = state_tensor(state, "exp_avg", weight), state_tensor(state, "exp_avg_sq", weight)
+        _, root = bias_corrections(hyper["betas"], hyper["step"])
+        fused_adam(
+            weight,
+            grad,
+            mean,
+            square,
+            lr=hyper["lr"],
+            betas=hyper["betas"],
+            eps=hyper["eps"] / root,
+            wd=hyper["weight_decay"],
+            step=hyper["step"],
+        )
+
+    def updates_rows(self, hyper: Mapping[str, Any]) -> bool:
+        """Whether `lazy_update` is on; see `Optimizer.updates_rows`."""
+        return bool(hyper["lazy_update"])
+
+
+class AdamW(Optimizer):
+    """`w -= lr_t * (m / (sqrt(v) + epsilon) + wd * w)`, with g = grad and Adam's lr_t, or lr without `correct_bias`.
+
+    The decay has the corrected learning rate, unlike torch's. This is MXNet's fused kernel, its default; its other
+    implementation decays the weight that it has just updated.
+
+    Options: learning_rate 0.001, beta1 0.9, beta2 0.999, epsilon 1e-6, correct_bias True. State: as Adam's.
+    """
+
+    name = "adamw"
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "lr": 0.001,
+        "betas": (0.9, 0.999),
+        "eps": 1e-6,
+        "correct_bias": True,
+    }
+    may_raise = False
+    verified = True
+
+    def update(
+        self, weight: Tensor, grad: Tensor, state: dict[str, StateValue], hyper: Mapping[str, Any]
+    ) -> None:
+        """Apply one update in place; see `Optimizer.update`."""
+        mean, square = state_tensor(state, "exp_avg", weight), state_tensor(state, "exp_avg_sq", weight)
+        step = hyper["step"] if hyper["correct_bias"] else math.inf
+        correction, root = bias_corrections(hyper["betas"], step)
+        fused_adam(
+            weight,
+            grad,
+            mean,
+            square,
+            lr=hyper["lr"],
+            betas=hyper["betas"],
+            eps=hyper["eps"] / root,
+            wd=hyper["weight_decay"] * root / correction,
+            step=step,
+            decoupled=True,
+        )
+
+
+class AdaBelief(Optimizer):
+    """`v = beta2 * v + (1 - beta2) * (g - m)**2 + epsilon`, else as Adam; clips grad + wd * w, not grad.
+
+    Options: learning_rate 0.001, beta1 0.9, beta2 0.999, epsilon 1e-6, correct_bias True. State: 'exp_avg' m,
+    'exp_avg_var' v.
+    """
+
+    name = "adabelief"
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "lr": 0.001,
+        "betas": (0.9, 0.999),
+        "eps": 1e-6,
+        "correct_bias": True,
+    }
+    clips = False
+    may_raise = False
+    verified = True
+
+    def update(
+        self, weight: Tensor, grad: Tensor, state: dict[str, StateValue], hyper: Mapping[str, Any]
+    ) -> None:
+        """Apply one update in place; see `Optimizer.update`."""
+        mean, variance = state_tensor(state, "exp_avg", weight), state_tensor(state, "exp_avg_var", weight)
+        (beta1, beta2), eps, bound = hyper["betas"], hyper["eps"], hyper["clip_gradient"]
+        correction, root = bias_corrections(
+            hyper["betas"], hyper["step"] if hyper["correct_bias"] else math.inf
+        )
+        grad.add_(weight, alpha=hyper["weight_decay"])
+        if bound is not None:
+            grad.clamp_(-bound, bound)
+        mean.lerp_(grad, 1.0 - beta1)
+        surprise = grad.sub_(mean)
+        variance.mul_(beta2).addcmul_(surprise, surprise, value=1.0 - beta2).add_(eps)
+        weight.addcdiv_(mean, variance.sqrt().add_(eps), value=-hyper["lr"] * root / correction)
+
+
+class Adamax(Optimizer):
+    """`u = max(beta2 * u, |g|); w -= lr / (1 - beta1**t) * m / (u + epsilon)`.
+
+    Options: learning_rate 0.002, beta1 0.9, beta2 0.999, epsilon 1e-8. State: 'exp_avg' m, 'exp_inf' u.
+    """
+
+    name = "adamax"
+    defaults: ClassVar[Mapping[str, Any]] = {"lr": 0.002, "betas": (0.9, 0.999), "eps": 1e-8}
+    may_raise = False
+    verified = True
+
+    def update(
+        self, weight: Tensor, grad: Tensor, state: dict[str, StateValue], hyper: Mapping[str, Any]
+    ) -> None:
+        """Apply one update in place; see `Optimizer.update`."""
+        mean, largest = state_tensor(state, "exp_avg", weight), state_tensor(state, "exp_inf", weight)
+        beta1, beta2 = hyper["betas"]
+        grad.add_(weight, alpha=hyper["weight_decay"])
+        mean.lerp_(grad, 1.0 - beta1)
+        torch.maximum(largest.mul_(beta2), grad.abs_(), out=largest)
+        correction, _ = bias_corrections(hyper["betas"], hyper["step"])
+        weight.addcdiv_(mean, largest + hyper["eps"], value=-hyper["lr"] / correction)
+
+
+class Nadam(Optimizer):
+    """Adam with Nesterov's momentum, whose rate `u(t) = beta1 * (1 - 0.96**(t * schedule_decay) / 2)` warms up.
+
+    With p(t) = u(1) * ... * u(t): `w -= lr * (u(t+1) * m / (1 - p(t+1)) + (1 - u(t)) * g / (1 - p(t))) /
+    (sqrt(v / (1 - beta2**t)) + epsilon)`. MXNet shares p among all keys, and so multiplies it once per key and update;
+    here every key has its own.
+
+    Options: learning_rate 0.001, beta1 0.9, beta2 0.999, epsilon 1e-8, schedule_decay 0.004. State: 'exp_avg' m,
+    'exp_avg_sq' v, 'mu_product' p.
+    """
+
+    name = "nadam"
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "lr": 0.001,
+        "betas": (0.9, 0.999),
+        "eps": 1e-8,
+        "schedule_decay": 0.004,
+    }
+    never_negative = frozenset({"schedule_decay"})
+    may_raise = False
+    verified = True
+
+    def update(
+        self, weight: Tensor, grad: Tensor, state: dict[str, StateValue], hyper: Mapping[str, Any]
+    ) -> None:
+        """Apply one update in place; see `Optimizer.update`."""
+        mean, square = state_tensor(state, "exp_avg", weight), state_tensor(state, "exp_avg_sq", weight)
+        (beta1, beta2), lr, step = hyper["betas"], hyper["lr"], hyper["step"]
+        rate, next_rate = (
+            beta1 * (1 - 0.5 * 0.96 ** (t * hyper["schedule_decay"])) for t in (step, step + 1)
+        )
+        product = float(state.get("mu_product", 1.0)) * rate
+        state["mu_product"] = product
+        grad.add_(weight, alpha=hyper["weight_decay"])
+        mean.lerp_(grad, 1.0 - beta1)
+        square.mul_(beta2).addcmul_(grad, grad, value=1.0 - beta2)
+        _, root = bias_corrections(hyper["betas"], step)
+        scale = square.sqrt().div_(root).add_(hyper["eps"])
+        weight.addcdiv_(mean, scale, value=-lr * next_rate / (1 - product * next_rate))
+        weight.addcdiv_(grad, scale, value=-lr * (1 - rate) / (1 - product))
+
+
+class FTML(Optimizer):
+    """Follow the moving leader: `d = (1 - beta1**t) / lr * (sqrt(v / (1 - beta2**t)) + epsilon)`, then with the d'
+    of the update before `z = beta1 * z + (1 - beta1) * g - (d - beta1 * d') * w; w = -z / d`.
+
+    Before every update z = -d' * w, so this is `w -= (1 - beta1) * g / d`, which needs neither z nor d, loses no
+    digits in their difference, and stays as it is where lr is 0. (Only weights that were replaced in between differ:
+    MXNet pulls them back to what it remembers in z.)
+
+    Options: learning_rate 0.0025, beta1 0.6, beta2 0.999, epsilon 1e-8. State: 'exp_avg_sq' v.
+    """
+
+    name = "ftml"
+    defaults: ClassVar[Mapping[str, Any]] = {"lr": 0.0025, "betas": (0.6, 0.999), "eps": 1e-8}
+    may_raise = False
+    verified = True
+
+    def update(
+        self, weight: Tensor, grad: Tensor, state: dict[str, StateValue], hyper: Mapping[str, Any]
+    ) -> None:
+        """Apply one update in place; see `Optimizer.update`."""
+        beta1, beta2 = hyper["betas"]
+        fused_scaled(
+            weight,
+            grad,
+            state_tensor(state, "exp_avg_sq", weight),
+            lr=hyper["lr"] * (1.0 - beta1) / (1.0 - beta1 ** hyper["step"]),
+            beta=beta2,
+            eps=hyper["eps"],
+            wd=hyper["weight_decay"],
+            step=hyper["step"],
+        )
+
+
+class AdaDelta(Optimizer):
+    """`a = rho * a + (1 - rho) * g**2; d = g * sqrt(b + epsilon) / sqrt(a + epsilon);
+    b = rho * b + (1 - rho) * d**2; w -= lr * d`.
+
+    Options: learning_rate 1.0, rho 0.9, epsilon 1e-6. State: 'square_avg' a, 'acc_delta' b.
+    """
+
+    name = "adadelta"
+    defaults: ClassVar[Mapping[str, Any]] = {"lr": 1.0, "rho": 0.9, "eps": 1e-6}
+    fractions = frozenset({"rho"})
+    may_raise = False
+    verified = True
+
+    def update(
+        self, weight: Tensor, grad: Tensor, state: dict[str, StateValue], hyper: Mapping[str, Any]
+    ) -> None:
+        """Apply one update in place; see `Optimizer.update`."""
+        square, moved = state_tensor(state, "square_avg", weight), state_tensor(state, "acc_delta", weight)
+        rho, eps = hyper["rho"], hyper["eps"]
+        grad.add_(weight, alpha=hyper["weight_decay"])
+        square.mul_(rho).addcmul_(grad, grad, value=1.0 - rho)
+        delta = (moved + eps).sqrt_().div_((square + eps).sqrt_()).mul_(grad)
+        moved.mul_(rho).addcmul_(delta, delta, value=1.0 - rho)
+        weight.sub_(delta, alpha=hyper["lr"])
+
+
+class AdaGrad(Optimizer):
+    """`h += g**2; w -= lr * g / (sqrt(h) + epsilon)`. A row-sparse gradient updates only its rows while wd is 0.
+
+    Options: learning_rate 0.01, epsilon 1e-6. State: 'sum' h.
+    """
+
+    name = "adagrad"
+    defaults: ClassVar[Mapping[str, Any]] = {"lr": 0.01, "eps": 1e-6}
+    may_raise = False
+    verified = True
+
+    def update(
+        self, weight: Tensor, grad: Tensor, state: dict[str, StateValue], hyper: Mapping[str, Any]
+    ) -> None:
+        """Apply one update in place; see `Optimizer.update`."""
+        torch._fused_adagrad_(
+            [weight],
+            [grad],
+            [state_tensor(state, "sum", weight)],
+            [torch.scalar_tensor(1.0, device=weight.device)],
+            lr=hyper["lr"],
+            lr_decay=0.0,
+            weight_decay=hyper["weight_decay"],
+            eps=hyper["eps"],
+            maximize=False,
+        )
+
+    def updates_rows(self, hyper: Mapping[str, Any]) -> bool:
+        """Whether there is no weight decay; see `Optimizer.updates_rows`."""
+        return bool(hyper["weight_decay"] == 0.0)
+
+
+class RMSProp(Optimizer):
+    """`v = rho * v + (1 - rho) * g**2; w -= lr * g / (sqrt(v) + epsilon)`.
+
+    Centered: besides `n = rho * n + (1 - rho) * g; d = momentum * d - lr * g / sqrt(v - n**2 + epsilon); w += d`,
+    where v - n**2, which only rounding makes negative, counts as 0 then. Last, `clip_weights` bounds the weights.
+
+    Options: learning_rate 0.001, rho 0.9, momentum 0.9 (if centered), epsilon 1e-8, centered False, clip_weights
+    None. State: 'square_avg' v, 'grad_avg' n, 'momentum_buffer' -d.
+    """
+
+    name = "rmsprop"
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "lr": 0.001,
+        "rho": 0.9,
+        "momentum": 0.9,
+        "eps": 1e-8,
+        "centered": False,
+        "clip_weights": None,
+    }
+    fractions = frozenset({"rho"})
+    never_negative = frozenset({"clip_weights"})
+    may_raise = False
+    verified = True
+
+    def update(
+        self, weight: Tensor, grad: Tensor, state: dict[str, StateValue], hyper: Mapping[str, Any]
+    ) -> None:
+        """Apply one update in place; see `Optimizer.update`."""
+        square, rho, bound = state_tensor(state, "square_avg", weight), hyper["rho"], hyper["clip_weights"]
+        lr, eps, wd = hyper["lr"], hyper["eps"], hyper["weight_decay"]
+        if hyper["centered"]:
+            mean, buffer = (state_tensor(state, name, weight) for name in ("grad_avg", "momentum_buffer"))
+            grad.add_(weight, alpha=wd)
+            mean.lerp_(grad, 1.0 - rho)
+            square.mul_(rho).addcmul_(grad, grad, value=1.0 - rho)
+            spread = square.addcmul(mean, mean, value=-1.0).clamp_min_(0.0).add_(eps).sqrt_()
+            weight.sub_(buffer.mul_(hyper["momentum"]).addcdiv_(grad, spread, value=lr))
+        else:
+            fused_scaled(weight, grad, square, lr=lr, beta=rho, eps=eps, wd=wd, step=math.inf)
+        if bound is not None:
+            weight.clamp_(-bound, bound)
+
+
+class Ftrl(Optimizer):
+    """`z += grad - (sqrt(n + grad**2) - sqrt(n)) / lr * w; n += grad**2;
+    w = -sign(z) * max(|z| - lamda1, 0) / ((beta + sqrt(n)) / lr + wd)`.
+
+    A row-sparse gradient updates only its rows. Where lr is not positive there is no such weight: nothing changes.
+
+    Options: learning_rate 0.1, at least 0; lamda1 0.01, beta 1.0. State: 'z', 'n'.
+    """
+
+    name = "ftrl"
+    defaults: ClassVar[Mapping[str, Any]] = {"lr": 0.1, "lamda1": 0.01, "beta": 1.0}
+    never_negative = frozenset({"lr", "lamda1", "beta"})
+    may_raise = False
+    verified = True
+
+    def update(
+        self, weight: Tensor, grad: Tensor, state: dict[str, StateValue], hyper: Mapping[str, Any]
+    ) -> None:
+        """Apply one update in place; see `Optimizer.update`."""
+        z, n = state_tensor(state, "z", weight), state_tensor(state, "n", weight)
+        lr, threshold = hyper["lr"], hyper["lamda1"]
+        if lr <= 0.0:
+            return
+        growth = n.sqrt().neg_()
+        root = n.addcmul_(grad, grad).sqrt()
+        z.add_(grad).addcmul_(growth.add_(root), weight, value=-1.0 / lr)
+        # Without beta, wd and any gradient so far the divisor is 0, and so is the dividend.
+        scale = root.add_(hyper["beta"]).div_(lr).add_(hyper["weight_decay"])
+        scale.clamp_min_(torch.finfo(scale.dtype).tiny)
+        torch.sub(z.clamp(-threshold, threshold), z, out=weight).div_(scale)
+
+    def updates_rows(self, hyper: Mapping[str, Any]) -> bool:
+        """Always; see `Optimizer.updates_rows`."""
+        return True
+
 
 __all__ = [
     "DCASGD", "FAMILY", "FTML", "NAG", "SGD", "SGLD", "AdaBelief", "AdaDelta", "AdaGrad", "Adam", "AdamW", "Adamax",

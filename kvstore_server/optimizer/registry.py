@@ -16,7 +16,7 @@ import torch
 
 from kvstore_server import lr_scheduler
 from kvstore_server.errors import ConfigurationError, UnknownNameError, did_you_mean
-from kvstore_server.optimizer import gluon, gluon_layerwise
+from kvstore_server.optimizer import gluon, layerwise
 from kvstore_server.optimizer.base import Optimizer
 from kvstore_server.optimizer.torch_family import (
     ELEMENTWISE,
@@ -34,7 +34,7 @@ AnyClass = type[Optimizer] | TorchClass
 _Registered = TypeVar("_Registered", bound=AnyClass)
 
 _registry: dict[str, AnyClass] = {
-    **{cls.name: cls for cls in (*gluon.FAMILY, *gluon_layerwise.FAMILY)},
+    **{cls.name: cls for cls in (*gluon.FAMILY, *layerwise.FAMILY)},
     **{torch_name(cls).lower(): cls for cls in ELEMENTWISE + WHOLE},
 }
 _declared: set[TorchClass] = set()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import kvtrainer.optimizer
-from kvstore_server.optimizer import Optimizer, State, gluon, gluon_layerwise, gluon_sgd, update_key
+from kvstore_server.optimizer import Optimizer, State, gluon, layerwise, update_key
 from kvstore_server.plan import TensorSpec, make_plan
 from tests.compat.conftest import Ask
 from tests.compat.random_cases import OWN, STEPS, random_case
@@ -121,12 +121,12 @@ def test_random_runs_go_where_mxnet_goes(
     name: str, runs: dict[str, list[tuple[dict[str, Any], list[Any]]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # SGLD's noise differs, of course; with one standard deviation everywhere there is something to compare.
-    monkeypatch.setattr(gluon_sgd, "normal", one_deviation)
+    monkeypatch.setattr(gluon, "normal", one_deviation)
     assert len(runs[name]) == RUNS
     for case, expected in runs[name]:
         assert_same(our_trajectory(case), expected, case)
 
 
 def test_every_optimizer_of_gluon_is_compared() -> None:
-    gluons = {cls.name for cls in (*gluon.FAMILY, *gluon_layerwise.FAMILY)}
+    gluons = {cls.name for cls in (*gluon.FAMILY, *layerwise.FAMILY)}
     assert set(OWN) == gluons

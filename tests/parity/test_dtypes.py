@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import kvtrainer
-from kvstore_server.optimizer import gluon, gluon_layerwise
+from kvstore_server.optimizer import gluon, layerwise
 from kvstore_server.plan import TensorSpec, make_plan
 from kvtrainer.kvstore.verbs import TableKVStore
 from tests.support.dtype_runs import (
@@ -151,7 +151,7 @@ def test_a_thousand_tiny_pushes_to_a_local_store_give_mxnets_numbers() -> None:
 
 
 def test_every_optimizer_of_gluon_is_played() -> None:
-    ours = {cls.name for cls in (*gluon.FAMILY, *gluon_layerwise.FAMILY)}
+    ours = {cls.name for cls in (*gluon.FAMILY, *layerwise.FAMILY)}
     assert {case.name for case in OPTIMIZERS.values()} == ours
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import kvtrainer
-from kvstore_server.optimizer import gluon, gluon_layerwise
+from kvstore_server.optimizer import gluon, layerwise
 from kvstore_server.plan import TensorSpec, make_plan
 from tests.support.golden import GOLDEN, START, TOLERANCE
 from tests.support.jobs import Job, PartOfJob
@@ -59,7 +59,7 @@ def test_one_process_ends_where_mxnet_ends(
 
 
 def test_every_optimizer_without_noise_was_recorded() -> None:
-    ours = {cls.name for cls in (*gluon.FAMILY, *gluon_layerwise.FAMILY)}
+    ours = {cls.name for cls in (*gluon.FAMILY, *layerwise.FAMILY)}
     assert {row.name for row in GOLDEN.values()} == ours - {"sgld"}
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import kvtrainer
-from kvstore_server.optimizer import gluon, gluon_layerwise
+from kvstore_server.optimizer import gluon, layerwise
 from kvstore_server.plan import Slice, TensorSpec, make_plan
 from tests.support.gluon_formulas import Reference
 from tests.support.jobs import Job, PartOfJob
@@ -169,7 +169,7 @@ def test_the_weights_move_and_stay_bounded(label: str, scenario: str) -> None:
 
 
 def test_every_optimizer_of_gluon_is_played() -> None:
-    ours = {cls.name for cls in (*gluon.FAMILY, *gluon_layerwise.FAMILY)}
+    ours = {cls.name for cls in (*gluon.FAMILY, *layerwise.FAMILY)}
     assert {OPTIMIZERS[label].name for label, _ in RUNS} == ours
 
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvstore_server.codec import Codec, base, make_codec
+from kvstore_server import codec as codec_module
+from kvstore_server.codec import Codec, make_codec
 from kvstore_server.errors import (
     ConfigurationError,
     NonFiniteGradientError,
@@ -64,7 +65,7 @@ def test_slice_by_slice_gives_the_bytes_and_the_residual_of_the_whole(kind: str,
 def test_a_block_more_or_less_changes_nothing(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     codec, grad, results = codec_of(kind), random_grad(200), []
     for block in (8, 64, 200, 208):
-        monkeypatch.setattr(base, "BLOCK", block)
+        monkeypatch.setattr(codec_module, "BLOCK", block)
         residual, payload, out = (
             new_residual(codec, 200, "float32"),
             new_payload(codec, 200),
@@ -102,7 +103,7 @@ def test_adding_is_decoding_and_then_adding(kind: str, dtype: str) -> None:
     codec = codec_of(kind)
     payload = new_payload(codec, 70, dtype)
     codec.encode(random_grad(70, dtype), new_residual(codec, 70, dtype), payload)
-    out = torch.empty(70, dtype=base.compute_dtype(dtype))
+    out = torch.empty(70, dtype=codec_module.compute_dtype(dtype))
     codec.decode(payload, dtype, out)
     total = random_grad(70, dtype, seed=2).to(out.dtype)
     expected = total + out
@@ -133,7 +134,7 @@ def test_the_residual_stays_where_the_next_one_goes_elsewhere(kind: str) -> None
 def test_a_gradient_that_is_not_finite_raises_and_changes_nothing(
     kind: str, dtype: str, wrong: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(base, "BLOCK", 16)
+    monkeypatch.setattr(codec_module, "BLOCK", 16)
     codec, grad = codec_of(kind), random_grad(40, dtype)
     residual, payload = new_residual(codec, 40, dtype), new_payload(codec, 40, dtype)
     grad[37] = wrong

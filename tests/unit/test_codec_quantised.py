@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvstore_server.codec import Codec, base, make_codec
+from kvstore_server import codec as codec_module
+from kvstore_server.codec import Codec, make_codec
 from kvstore_server.errors import ProtocolError
 
 LENGTHS = (0, 1, 3, 4, 5, 15, 16, 17, 63, 64, 65)
@@ -116,7 +117,7 @@ def test_one_bit_is_the_reference_for_every_threshold(threshold: float) -> None:
 
 @pytest.mark.parametrize("kind", ["1bit", "2bit"])
 def test_several_blocks_are_the_reference(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(base, "BLOCK", 64)
+    monkeypatch.setattr(codec_module, "BLOCK", 64)
     assert_follows_reference(kind, 0.25, 64 * 5 + 7, "float32", rounds=3)
 
 

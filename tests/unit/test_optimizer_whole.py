@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvstore_server.errors import ConfigurationError
 from kvstore_server.optimizer import Optimizer, State, create, create_from_spec, update_key
-from kvstore_server.optimizer.gluon_layerwise import l2_norm
+from kvstore_server.optimizer.layerwise import l2_norm
 from tests.support.gluon_formulas import FORMULAS, Zeros
 from tests.support.golden import GOLDEN, RESCALED, START, TOLERANCE, UPDATES, gradient
 

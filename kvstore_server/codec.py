@@ -1,14 +1,17 @@
-"""What every codec shares: its contract, the checks of what it is given, error feedback, and the walk in blocks.
+"""Gradient compression: how the numbers of one slice become fewer bytes, and what is kept back meanwhile.
 
-A codec's family adds two functions: how a block of numbers becomes bytes, and how those become numbers again.
+Every codec but 'none' rounds, and keeps what it rounded away in a residual beside the gradient, which the
+sender adds to its next gradient (error feedback): nothing is lost, it only arrives later. Nothing here knows a
+message, a key or a rank.
 """
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from numbers import Real
 from typing import Any, ClassVar
 
 import torch
@@ -19,7 +22,10 @@ from kvstore_server.errors import (
     NonFiniteGradientError,
     ProtocolError,
     ShapeMismatchError,
+    UnknownNameError,
+    did_you_mean,
 )
+from kvstore_server.plan import ITEM_SIZE
 
 BLOCK = 131072
 """Elements that are worked on at a time, so that intermediate results stay in the cache. A multiple of 8, so that
@@ -214,3 +220,230 @@ def _check_tensor(tensor: Tensor, what: str, dtype: torch.dtype | None, numel: i
 
 def _what(tensor: Tensor | None) -> str:
     return "None" if tensor is None else f"{tensor.dtype}{list(tensor.shape)}"
+
+
+@dataclass(frozen=True)
+class NoCompression(Codec):
+    """Gradients travel as they are, infinities and NaNs too."""
+
+    name: ClassVar[str] = "none"
+
+    def is_exact(self, dtype: str) -> bool:
+        return True
+
+    def encoded_nbytes(self, numel: int, dtype: str) -> int:
+        return numel * ITEM_SIZE[dtype]
+
+    def _quantise(self, total: Tensor, codes: Tensor) -> None:
+        raise AssertionError("an exact codec quantises nothing")
+
+    def _dequantise(self, codes: Tensor, dtype: str, numel: int) -> Tensor:
+        # A copy, because bytes that were received may begin at an odd address.
+        return codes.clone().view(getattr(torch, dtype))
+
+
+@dataclass(frozen=True)
+class HalfPrecision(Codec):
+    """Rounds to a half-precision type (float64 by way of float32); the residual keeps the rounding errors.
+
+    What exceeds the type's largest number (65504 for float16) is sent as that number rather than as an
+    infinity; the residual keeps the rest, and sends it along with the next gradients. Gradients that are of
+    the type already travel as they are.
+    """
+
+    wire: ClassVar[torch.dtype]
+
+    def is_exact(self, dtype: str) -> bool:
+        return getattr(torch, dtype) is self.wire
+
+    def encoded_nbytes(self, numel: int, dtype: str) -> int:
+        return 2 * numel
+
+    def _quantise(self, total: Tensor, codes: Tensor) -> None:
+        largest = torch.finfo(self.wire).max
+        rounded = total.clamp(-largest, largest).to(self.wire)
+        total.sub_(rounded)
+        codes.copy_(rounded.view(torch.uint8))
+
+    def _dequantise(self, codes: Tensor, dtype: str, numel: int) -> Tensor:
+        # A copy, because bytes that were received may begin at an odd address.
+        return codes.clone().view(self.wire)
+
+
+@dataclass(frozen=True)
+class Float16(HalfPrecision):
+    """IEEE half precision: 11 significant bits, from 6e-8 to 65504."""
+
+    name: ClassVar[str] = "fp16"
+    wire: ClassVar[torch.dtype] = torch.float16
+
+
+@dataclass(frozen=True)
+class BFloat16(HalfPrecision):
+    """bfloat16: 8 significant bits, the range of float32."""
+
+    name: ClassVar[str] = "bf16"
+    wire: ClassVar[torch.dtype] = torch.bfloat16
+
+
+_FLOAT32 = torch.finfo(torch.float32)
+
+Tables = dict[torch.dtype, Tensor]
+"""Per compute dtype: one row for each of the 256 bytes, the numbers that the byte's elements decode to."""
+
+
+@dataclass(frozen=True)
+class TwoBit(Codec):
+    """Sends +threshold, −threshold or nothing for each element, and takes it out of the residual.
+
+    With r the residual plus the gradient: r ≥ threshold is sent as 11, r ≤ −threshold as 10, the rest as 00.
+
+    Raises:
+        ConfigurationError: the threshold is not a positive number that float32 can hold.
+    """
+
+    name: ClassVar[str] = "2bit"
+    threshold: float = 0.5
+    _tables: Tables = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        threshold = _number(self)
+        if threshold < _FLOAT32.tiny:
+            raise ConfigurationError(
+                f"compression '2bit': threshold must be greater than 0 (at least {_FLOAT32.tiny:.2g}, the "
+                f"smallest normal float32), got {self.threshold!r}"
+            )
+        object.__setattr__(self, "threshold", threshold)
+        object.__setattr__(self, "_tables", _tables((0.0, 0.0, -threshold, threshold)))
+
+    def encoded_nbytes(self, numel: int, dtype: str) -> int:
+        return -(-numel // 4)
+
+    def _quantise(self, total: Tensor, codes: Tensor) -> None:
+        above, below = _zeros(total, 4), _zeros(total, 4)
+        torch.ge(total, self.threshold, out=above[: total.numel()])
+        torch.le(total, -self.threshold, out=below[: total.numel()])
+        total.sub_(above[: total.numel()], alpha=self.threshold)
+        total.add_(below[: total.numel()], alpha=self.threshold)
+        # 11 is one and a half times 10.
+        codes.copy_(_packed(below.add_(above, alpha=1.5), (128, 32, 8, 2)))
+
+    def _dequantise(self, codes: Tensor, dtype: str, numel: int) -> Tensor:
+        return _looked_up(self._tables[compute_dtype(dtype)], codes, numel)
+
+    def check_payload(self, payload: Tensor, dtype: str, numel: int) -> None:
+        super().check_payload(payload, dtype, numel)
+        lone = payload & ~(payload >> 1) & 0b01010101
+        if lone.any():
+            raise ProtocolError(
+                f"byte {torch.nonzero(lone)[0].item()} of a payload holds the code 01, which '2bit' never sends; "
+                "it was not written by a '2bit' codec, or was damaged on the way"
+            )
+
+
+@dataclass(frozen=True)
+class OneBit(Codec):
+    """Sends +1 or −1 for each element, and takes it out of the residual.
+
+    With r the residual plus the gradient: r > threshold is sent as 1, the rest as 0. Nothing is scaled, and zero
+    cannot be said: what had no gradient, padding too, decodes to alternating ones.
+
+    Raises:
+        ConfigurationError: the threshold is not a number that float32 can hold.
+    """
+
+    name: ClassVar[str] = "1bit"
+    threshold: float = 0.5
+    _tables: Tables = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "threshold", _number(self))
+        object.__setattr__(self, "_tables", _tables((-1.0, 1.0)))
+
+    def encoded_nbytes(self, numel: int, dtype: str) -> int:
+        return -(-numel // 8)
+
+    def _quantise(self, total: Tensor, codes: Tensor) -> None:
+        above = _zeros(total, 8)
+        fired = above[: total.numel()]
+        torch.gt(total, self.threshold, out=fired)
+        codes.copy_(_packed(above, (128, 64, 32, 16, 8, 4, 2, 1)))
+        total.sub_(fired.mul_(2).sub_(1))
+
+    def _dequantise(self, codes: Tensor, dtype: str, numel: int) -> Tensor:
+        return _looked_up(self._tables[compute_dtype(dtype)], codes, numel)
+
+
+def _number(codec: TwoBit | OneBit) -> float:
+    value = codec.threshold
+    if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
+        raise ConfigurationError(
+            f"compression {codec.name!r}: threshold must be a finite number, got {value!r}"
+        )
+    if abs(value) > _FLOAT32.max:
+        raise ConfigurationError(
+            f"compression {codec.name!r}: threshold must be a number that float32 can hold, got {value!r}"
+        )
+    return float(value)
+
+
+def _zeros(total: Tensor, multiple: int) -> Tensor:
+    """Zeros for each element of `total` and on to the end of the last byte."""
+    return total.new_zeros(-(-total.numel() // multiple) * multiple)
+
+
+def _packed(flags: Tensor, weights: Sequence[int]) -> Tensor:
+    """Σ weight · flag over the elements of each byte: a whole number below 256, so exact in any float type."""
+    return torch.mv(flags.view(-1, len(weights)), flags.new_tensor(weights))
+
+
+def _tables(values: Sequence[float]) -> Tables:
+    """The numbers behind each byte, where a code of the fewest bits that hold it means `values[code]`."""
+    width = (len(values) - 1).bit_length()
+    shifts = torch.arange(8 - width, -1, -width)
+    codes = torch.arange(256).view(-1, 1) >> shifts & len(values) - 1
+    return {dtype: torch.tensor(values, dtype=dtype)[codes] for dtype in (torch.float32, torch.float64)}
+
+
+def _looked_up(table: Tensor, codes: Tensor, numel: int) -> Tensor:
+    return table.index_select(0, codes.int()).view(-1)[:numel]
+
+
+_CODECS = {cls.name: cls for cls in (NoCompression, OneBit, TwoBit, Float16, BFloat16)}
+
+
+def make_codec(params: Mapping[str, Any] | None) -> Codec:
+    """Return the codec that Gluon's `compression_params`, or a `Codec.spec`, describes.
+
+    Args:
+        params: `type`: 'none', '1bit', '2bit', 'fp16' or 'bf16', in any case; `threshold` for the bits (0.5).
+            None: no compression.
+
+    Raises:
+        UnknownNameError: there is no such type; lists the valid ones.
+        ConfigurationError: not a mapping, no type, an entry that the type does not know, or a bad threshold.
+    """
+    if params is None:
+        return NoCompression()
+    if not isinstance(params, Mapping):
+        raise ConfigurationError(
+            f"compression_params must be a dict such as {{'type': '2bit'}}, got {params!r:.80}"
+        )
+    options = dict(params)
+    kind = options.pop("type", None)
+    if not isinstance(kind, str):
+        raise ConfigurationError(
+            f"compression_params needs a 'type', one of {', '.join(_CODECS)}; got {dict(params)!r:.80}"
+        )
+    cls = _CODECS.get(kind.lower())
+    if cls is None:
+        raise UnknownNameError(
+            f"there is no compression type {kind!r}; known are {', '.join(_CODECS)}{did_you_mean(kind, _CODECS)}"
+        )
+    valid = [f.name for f in fields(cls) if f.init]
+    unknown = [repr(name) for name in options if name not in valid]
+    if unknown:
+        raise ConfigurationError(
+            f"compression {cls.name!r} does not take {', '.join(unknown)}; it takes {', '.join(['type', *valid])}"
+        )
+    return cls(**options)
