@@ -52,6 +52,7 @@ from kvtrainer.env import (
     read_place,
     read_timeout,
     read_topology,
+    tcp_address,
 )
 from kvtrainer.scheduler import SERVER, WORKER, Scheduler
 
@@ -224,7 +225,7 @@ def _be_server(environ: Mapping[str, str], job: DmlcJob, timeout: float, dead_af
         told = client.ask(_join_message(job, job.rank), timeout)
         host = _host_of_server(environ, job, bool(told["is_one_machine"]))
         flags = ["--index", str(told["rank"]), "--num-servers", str(job.num_servers)]
-        flags += ["--bind", f"tcp://{_bracketed(host)}:0", "--dead-after", str(dead_after)]
+        flags += ["--bind", tcp_address(host, 0), "--dead-after", str(dead_after)]
         code = cli.main(flags, announce=begin)
         if code:  # it has said why in its own log
             client.give_up(KVStoreError(f"its server ended with code {code}"))
@@ -295,7 +296,8 @@ def _join(job: DmlcJob, rank: int | None, timeout: float, dead_after: float) -> 
         client.start_heartbeats()
         topology = Topology(int(told["rank"]), job.num_workers, tuple(map(parse_address, told["servers"])))
         servers = _enter_group(topology, timeout, dead_after)
-    except BaseException:
+    except BaseException as error:
+        client.give_up(error)
         client.close()
         raise
     return _Joined(topology, client, servers)
@@ -455,11 +457,7 @@ def _resolve(host: str) -> str:
 def _numeric(address: str) -> str:
     """Return tcp://host:port with a numeric host. Raises as `_resolve`."""
     parts = urlsplit(address)
-    return f"tcp://{_bracketed(_resolve(parts.hostname or ''))}:{parts.port}"
-
-
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
+    return tcp_address(_resolve(parts.hostname or ""), parts.port or 0)
 
 
 def _host_towards(address: str) -> str:

@@ -1,8 +1,8 @@
 """The topology of a job, and its time limits, as read from options and environment variables.
 
-A worker has to know three things: which worker it is, how many there are, and where the servers listen. An
-option given in code wins over the environment; what neither of them says is an error, never a guess. Nothing
-here opens a socket, and the environment is an argument, so nothing is read on import.
+A worker has to know three things: which worker it is, how many there are, and where the servers listen. An option
+given in code wins over the environment; what neither of them says is an error, never a guess. The environment is an
+argument, so nothing is read on import. Only a job for MXNet's launcher has to be asked over a socket: `kvtrainer.dmlc`.
 """
 
 from __future__ import annotations
@@ -194,6 +194,11 @@ def parse_address(text: str) -> str:
             "and an IPv6 host in brackets, as in tcp://[::1]:5555"
         )
     return f"tcp://{match['host'].lower()}:{int(match['port'])}"
+
+
+def tcp_address(host: str, port: int) -> str:
+    """Return tcp://host:port, with an IPv6 host in brackets."""
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
 def read_timeout(

@@ -20,6 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from kvstore_server.errors import ConfigurationError
+from kvtrainer.env import tcp_address
 from kvtrainer.launcher.guardian import KILL, TERMINATE
 from kvtrainer.launcher.processes import Child, Put
 
@@ -100,7 +101,7 @@ def bind_addresses(servers: Sequence[Host], is_public: bool) -> list[str]:
     Raises:
         ConfigurationError: the address of a host cannot be found, or is one that other hosts cannot reach.
     """
-    return [f"tcp://{_bracketed(_address_of(host) if is_public else '127.0.0.1')}:0" for host in servers]
+    return [tcp_address(_address_of(host) if is_public else "127.0.0.1", 0) for host in servers]
 
 
 def _address_of(host: Host) -> str:
@@ -128,10 +129,6 @@ def _is_numeric(name: str) -> bool:
 
 def _is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
-
-
-def _bracketed(address: str) -> str:
-    return f"[{address}]" if ":" in address else address
 
 
 @dataclass(frozen=True)
