@@ -26,7 +26,7 @@ from kvtrainer.kvstore.values import (
     pair,
     spec_of,
 )
-from kvtrainer.kvstore.verbs import Found, TableKVStore, without_collections
+from kvtrainer.kvstore.verbs import Found, TableKVStore
 from kvtrainer.one_thread import by_one_thread
 from kvtrainer.parallel.reducers import check_reducer, is_left_fold
 
@@ -121,18 +121,15 @@ class DeviceKVStore(TableKVStore):
         self._set_buckets(Buckets(self._buckets.size_mb, value))
 
     @by_one_thread
-    @without_collections
     def init(self, key: Any, value: Any) -> None:
         super().init(key, value if self.group is None else self._of_rank_0(self.group, key, value))
 
     @by_one_thread
-    @without_collections
     def broadcast(self, key: Any, value: Any, out: Any, priority: int = 0) -> None:
         given = value if self.group is None else self._of_rank_0(self.group, key, value)
         super().broadcast(key, given, out, priority)
 
     @by_one_thread
-    @without_collections
     def push(self, key: Any, value: Any, priority: int = 0) -> None:
         if self.group is None:
             super().push(key, value, priority)
@@ -141,7 +138,6 @@ class DeviceKVStore(TableKVStore):
             self._contribute(pushed, None, priority)
 
     @by_one_thread
-    @without_collections
     def pushpull(self, key: Any, value: Any, out: Any = None, priority: int = 0) -> None:
         if self.group is None:
             super().pushpull(key, value, out, priority)

@@ -233,8 +233,9 @@ def test_a_vector_has_rows_of_one_number(make: Make) -> None:
 def test_pull_leaves_sparse_tensors_alone_and_warns_once() -> None:
     kv = store_with(LocalKVStore, w=torch.ones(4, 1), x=torch.ones(2, 1))
     sparse, dense = rows((4, 1), [0], 2.0), torch.zeros(2, 1)
-    with pytest.warns(SparsePullWarning, match=r"'w'.* has been ignored; use row_sparse_pull"):
+    with pytest.warns(SparsePullWarning, match=r"'w'.* has been ignored; use row_sparse_pull") as warned:
         kv.pull(["w", "x"], out=[sparse, dense])
+    assert warned[0].filename == __file__
     assert sparse.to_dense().flatten().tolist() == [2, 0, 0, 0]
     assert dense.flatten().tolist() == [1, 1]
     with warnings.catch_warnings():
