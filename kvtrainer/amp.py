@@ -185,7 +185,7 @@ def _is_trainer(optimizer: object) -> bool:
 
 def _refuse_half(trainer: Any) -> None:
     """Raise ConfigurationError if a gradient would lose what the loss scale has saved."""
-    half = sorted({name for name, p in _named_fresh(trainer) if p.grad.dtype == torch.float16})
+    half = sorted({name for name, p in trainer._named_fresh() if p.grad.dtype == torch.float16})
     if half:
         raise ConfigurationError(
             f"gradients in float16 cannot be unscaled where they are without loss: {', '.join(half)}; build the "
@@ -195,14 +195,4 @@ def _refuse_half(trainer: Any) -> None:
 
 def _fresh(trainer: Any) -> list[Tensor]:
     """Return the parameters, of every device, whose gradients the coming step would use."""
-    return [parameter for _, parameter in _named_fresh(trainer)]
-
-
-def _named_fresh(trainer: Any) -> list[tuple[str, Any]]:
-    memory = trainer._layout
-    return [
-        (name, parameter)
-        for one, own in zip(memory.devices, memory.fresh_by_device(), strict=True)
-        for name, parameter, is_fresh in zip(one.names, one.parameters, own, strict=True)
-        if is_fresh
-    ]
+    return [parameter for _, parameter in trainer._named_fresh()]

@@ -388,7 +388,7 @@ def refuse_second_scaler(trainer: Any) -> None:
         raise ConfigurationError(
             "the Trainer scales losses itself, because of amp=... or amp.init_trainer; leave out that or the GradScaler"
         )
-    accumulation = getattr(trainer, "_accumulation", None)
+    accumulation = getattr(trainer, "accumulation", None)
     if accumulation is not None and accumulation.counts > 1:
         raise ConfigurationError(
             f"the Trainer accumulates {accumulation.counts} backward passes, of which a GradScaler knows nothing; "

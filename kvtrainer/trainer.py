@@ -1,50 +1,54 @@
-"""The Trainer: what a training script builds, and what it may ask of it beside a step."""
+"""The Trainer: what a training script builds, and all that it may ask of it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import logging
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any, NoReturn
 
 import torch
 import torch.optim
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
+from kvstore_server.check import is_number
 from kvstore_server.optimizer import Optimizer, spec_for_store
 from kvstore_server.optimizer.torch_family import TorchOptimizer
-from kvtrainer.errors import ArgumentTypeError, ConfigurationError
-from kvtrainer.groups import make_groups
+from kvtrainer.errors import ArgumentTypeError, ConfigurationError, KVStoreError
+from kvtrainer.groups import ParameterGroups, make_groups
 from kvtrainer.kvstore.base import KVStoreBase
 from kvtrainer.memory.row_sparse import RowSparseParameter, claimable, is_row_sparse
 from kvtrainer.one_thread import by_one_thread
 from kvtrainer.optimizer import create as create_optimizer
-from kvtrainer.parallel.policy import devices_of, policy_of
+from kvtrainer.optimizer_states import OptimizerStates, StateView
+from kvtrainer.parallel.policy import COPIES, devices_of, policy_of, spread
 from kvtrainer.param_rules import ParamReport, rows_of
-from kvtrainer.parameters import collect, refuse_ddp, refuse_parameters_of_ddp
+from kvtrainer.parameters import refuse_ddp, refuse_parameters_of_ddp
 from kvtrainer.paramwise import apply_paramwise
 from kvtrainer.profiler import Profiler
-from kvtrainer.scaling import scaler_of
+from kvtrainer.saving import adopt_rest, as_state_dict, check_fit, export_own_states, export_states
+from kvtrainer.scaling import LossScaler, plain_scaling, scaler_of
+from kvtrainer.schedules.binding import bind_schedules
 from kvtrainer.schedules.param_schedule import BoundSchedule
+from kvtrainer.stage_options import STAGES, Accumulation, StageOptions
+from kvtrainer.states.entries import State
+from kvtrainer.states.file import read_state_file, write_state_file
 from kvtrainer.states.saved import SavedStates
-from kvtrainer.steps.accumulation import Accumulation
-from kvtrainer.steps.extra_states import (
-    extra_problems,
-    extra_states,
-    saved_passes,
-    saved_residuals,
-    saved_scaler,
-    saved_scaler_state,
-    saved_schedules,
-)
-from kvtrainer.steps.loss_pipeline import LossPipeline
-from kvtrainer.steps.options import StageOptions
-from kvtrainer.sync.binding import BUCKETS
-from kvtrainer.sync.select import select_store
+from kvtrainer.step import StepPipeline
+from kvtrainer.sync.binding import BUCKETS, Binding
+from kvtrainer.sync.select import Selection, select_store
+from kvtrainer.types import Group, StepResult
 
 __all__ = ["Trainer"]
 
+_log = logging.getLogger(__name__)
 
-class Trainer(LossPipeline):
+
+class Trainer(torch.optim.Optimizer):
     """Trains parameters with an optimizer over a kvstore; Gluon's Trainer and a torch.optim.Optimizer in one.
 
     Args:
@@ -94,6 +98,12 @@ class Trainer(LossPipeline):
         trainer.step(batch_size)
     """
 
+    _pipeline: StepPipeline
+    _is_built = False
+    _has_warned_of_zeros = False
+    _step_supports_amp_scaling = True
+    """Tells torch.amp.GradScaler to call `step` in any case: it is for all workers together to skip it."""
+
     def __init__(
         self,
         params: Any,
@@ -124,41 +134,19 @@ class Trainer(LossPipeline):
         if paramwise is not None:
             params, self._param_report = apply_paramwise(params, paramwise, options, built.hyper)
         groups = make_groups(params, built, optimizer)
-        parameters = [p for group in groups for p in group["params"]]
-        if kvstore is not None:
-            refuse_parameters_of_ddp(parameters)
         row_sparse = claimable(groups)
-        largest = max([0 if is_lazy(p) else p.numel() for p in parameters])
-        selection = select_store(
-            kvstore,
-            update_on_kvstore,
-            compression_params,
-            built.aggregate_num,
-            largest,
-            has_row_sparse=bool(row_sparse),
-            devices=devices_of(groups),
-            replicas=policy_of(groups),
-            is_joint=isinstance(built, TorchOptimizer) and built.is_joint,
-        )
-        if selection.updates_weights and isinstance(built, TorchOptimizer):
-            spec_for_store(built)
+        selection = _select(groups, built, kvstore, compression_params, update_on_kvstore, bool(row_sparse))
         instance = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
-        super().__init__(groups, built, instance, selection, stages=stages)
+        self._groups = ParameterGroups([list(group["param_names"]) for group in groups], built, instance)
+        super().__init__([spread(group) for group in groups], self._groups.defaults)
+        if instance is not None:
+            # One list of groups for both, so that schedulers bound to the instance reach this optimizer.
+            self._groups.live = instance.param_groups
+        self._pipeline = StepPipeline(self._groups, Binding(selection), stages)
+        self._is_built = True
+        self._take_options(stages, STAGES, stages.schedules)
         for name, parameter in row_sparse:
             parameter.claim(self, name)
-
-    @by_one_thread
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        for group in collect([param_group]) if self._is_built else ():
-            for name, parameter in zip(group["param_names"], group["params"], strict=True):
-                if is_row_sparse(parameter):
-                    raise ConfigurationError(
-                        f"parameter {name!r} is row-sparse, which decides about the Trainer's store; give it to the "
-                        "Trainer's constructor"
-                    )
-        super().add_param_group(param_group)
-
-    add_param_group.__doc__ = LossPipeline.add_param_group.__doc__
 
     @classmethod
     def from_config(cls, model: Any, cfg: Mapping[str, Any], **overrides: Any) -> Trainer:
@@ -184,41 +172,540 @@ class Trainer(LossPipeline):
             trainer.configure(**buckets)
         return trainer
 
-    def describe_params(self) -> ParamReport:
-        """Every parameter with its present options and the rules that decided them; as a str it is a table."""
-        if self._param_report is None:
-            return ParamReport(tuple(rows_of(self._named_groups())))
-        return self._param_report.with_groups(self.param_groups)
+    def configure(self, **options: Any) -> None:
+        """Change options before the first step: those of the constructor, by its names, and two more.
+
+        Args:
+            clip_grad, amp, accumulate, detect_anomalous_params, on_nonfinite: as of the constructor.
+            schedules: are added to those that there are.
+            bucket_size_mb: how much one reduction over torch.distributed takes, in MiB; -1: all of a dtype.
+            coalesce: False reduces every parameter by itself there.
+
+        Raises:
+            ConfigurationError: an option is unknown or wrong, or there was a step; nothing has changed then.
+        """
+        link = self._pipeline.link
+        if link.is_started:
+            raise ConfigurationError(
+                f"{', '.join(options)} cannot change after the first step; call configure() before it"
+            )
+        buckets = {name: options.pop(name) for name in BUCKETS if name in options}
+        stages = self._pipeline.stages.changed(options)
+        if buckets:
+            link.check_buckets(buckets)
+        self._take_options(stages, list(options), options.get("schedules", ()))
+        if buckets:
+            link.set_buckets(buckets)
+
+    def _take_options(self, stages: StageOptions, changed: Sequence[str], schedules: Sequence[Any]) -> None:
+        bound = bind_schedules(schedules, self, None, self._pipeline.schedules)
+        self._pipeline.take_options(stages, changed, bound)
+
+    # Steps.
+
+    @by_one_thread
+    def step(  # type: ignore[override]
+        self,
+        batch_size: float | Callable[[], Any] | None = None,
+        ignore_stale_grad: bool = False,
+        *,
+        closure: Callable[[], Any] | None = None,
+    ) -> Any:
+        """Reduce gradients over workers and update the weights; blocks until the new weights are here.
+
+        With a batch size b, gradients are summed over workers, each divided by the b of its worker: pass the
+        global batch size for a mean. It may differ from step to step and from worker to worker. Without one they are
+        averaged over workers, as DistributedDataParallel does. Gradients stay readable until the next backward pass.
+        Replicas are summed or averaged as workers are, and are equal afterwards; with kvstore=None each has its own
+        update and state. Where backward passes are accumulated, it does nothing until there were enough of them.
+
+        Returns the closure's result if there is a closure, and otherwise the StepResult, which is also `last`.
+
+        Args:
+            batch_size: A positive number; or the closure, as torch's optimizers take it.
+            ignore_stale_grad: Leave out parameters without a new gradient instead of raising. Without a batch
+                size they are always left out, save those that `zero_grad(set_to_none=False)` gave zeros.
+            closure: Called first, with gradients enabled.
+
+        Raises:
+            StaleGradientError: a parameter got no gradient since the last step; nothing has changed then.
+            NotInitializedError: a parameter has no shape yet; nothing has changed then.
+            ParameterMovedError: the data of a parameter were replaced; nothing has changed then.
+            WeightsWrittenError: the loop has written weights that the store would replace; see `set_data`.
+            NonFiniteGradientError: a gradient is not finite on any worker, and `on_nonfinite` is "raise"; on every
+                worker, and nothing has changed.
+            KVStoreError: the round failed on every worker; weights and optimizer state are as before.
+        """
+        if callable(batch_size):
+            batch_size, closure = None, batch_size
+        return self._pipeline.step(batch_size, ignore_stale_grad, closure, partial(plain_scaling, self))
+
+    def _step_voting(self, overflows: bool, carried: float, *args: Any, **kwargs: Any) -> StepResult:
+        """Make a step for a GradScaler: all workers skip it if gradients overflow on any; see `step_voting`."""
+        self._pipeline.step_voting(overflows, carried, partial(self.step, *args, **kwargs))
+        assert self.last is not None
+        return self.last
+
+    def _named_fresh(self) -> list[tuple[str, Tensor]]:
+        """The parameters, of every device, whose gradients the coming step would use."""
+        memory = self._pipeline.memory
+        return [
+            (name, parameter)
+            for one, own in zip(memory.devices, memory.fresh_by_device(), strict=True)
+            for name, parameter, is_fresh in zip(one.names, one.parameters, own, strict=True)
+            if is_fresh
+        ]
+
+    @by_one_thread
+    def allreduce_grads(self) -> None:
+        """Replace every gradient by its sum over workers and replicas, to be changed before `update`; blocks.
+
+        With a loss scaler, gradients that overflow on any worker stay as they are, and `update` skips the step. The
+        gradient is limited by `update`. While backward passes are accumulated it does nothing.
+
+        Raises:
+            ConfigurationError: the optimizer runs in the store, which leaves nothing to do in between.
+        """
+        self._pipeline.allreduce_grads()
+
+    @by_one_thread
+    def update(self, batch_size: float | None = None, ignore_stale_grad: bool = False) -> StepResult:
+        """Update the weights from the present gradients, after `allreduce_grads`; arguments as of `step`.
+
+        Of replicas the gradients on the first device count. Returns how the step ended, which is also `last`.
+
+        Raises:
+            ConfigurationError: the optimizer runs in the store; or there are replicas that were not summed.
+            StaleGradientError: as `step`.
+        """
+        return self._pipeline.update(batch_size, ignore_stale_grad)
+
+    @contextmanager
+    def join(self) -> Iterator[None]:
+        """Let workers take different numbers of steps in the block; collective, and it ends on all workers together.
+
+            with trainer.join():
+                for x, y in my_batches:
+                    loss_fn(net(x), y).backward()
+                    trainer.step(batch_size)
+
+        A worker that leaves the block takes part in the others' rounds with nothing, until all have left it; then all
+        have the same weights, update counts and options (those of the lowest rank that had data last) and go on
+        together. `step()` goes on dividing by the number of all workers, joined ones too. Gradients that were not given
+        when the block is left are dropped, and windows of accumulation begin anew. The block needs no
+        other call that all workers make together; `allreduce_grads` and `update` are refused in it, because what the
+        loop does between them cannot be repeated on a worker that has left. With an exception the block is left
+        without waiting, and the others fail when this worker goes.
+
+        Raises:
+            ConfigurationError: the store cannot do that, or blocks are nested.
+            KVStoreError: as `step`.
+        """
+        pipeline = self._pipeline
+        if pipeline.is_in_join:
+            raise ConfigurationError("this Trainer is in a join() block already; leave it first")
+        pipeline.check_join()
+        pipeline.is_in_join = True
+        try:
+            yield
+            pipeline.keep_company()
+        finally:
+            pipeline.is_in_join = False
 
     @property
-    def kvstore(self) -> KVStoreBase | None:
-        """The store; None where none is needed, and before the first step if it was given by name."""
-        return self._link.store
+    def last(self) -> StepResult | None:
+        """How the last step ended; None before the first one."""
+        return self._pipeline.last
+
+    # Losses.
+
+    def context(self) -> AbstractContextManager[Any]:
+        """What the forward pass and the loss belong in: torch.autocast as `amp` says, else nothing."""
+        self._pipeline.has_context = True
+        precision = self._pipeline.stages.precision
+        if precision is None:
+            return nullcontext()
+        device = next(p for group in self.param_groups for p in group["params"]).device
+        return torch.autocast(device.type, precision.dtype)
+
+    def backward(self, loss: Any) -> None:
+        """Run a backward pass of the loss, or of those in a list or dict, as of several replicas, as the options say.
+
+        The loss is multiplied by the loss scale, and divided by the number of backward passes that make one update.
+        `step` undoes the former.
+
+        Raises:
+            ConfigurationError: there is no loss.
+            BackwardTwiceError: these losses of replicas had their backward pass.
+            AnomalousParametersError: a parameter does not contribute to the loss, and that is to raise; nothing has
+                happened then.
+        """
+        self._pipeline.backward(loss)
+
+    def update_params(self, loss: Any, batch_size: float | None = None) -> StepResult:
+        """`backward(loss)`, then `step(batch_size)`, which does nothing until a window of accumulation is full.
+
+        Without a batch size gradients are averaged over workers; `ignore_stale_grad` holds then. Raises as both do.
+        """
+        self.backward(loss)
+        self.step(batch_size)
+        assert self.last is not None
+        return self.last
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+        accumulation = self._pipeline.accumulation
+        if accumulation.pending and not self._has_warned_of_zeros:
+            self._has_warned_of_zeros = True
+            _log.warning(
+                "zero_grad() drops the gradients of %d backward passes of a window of %d, which reach no weight; call "
+                "it after an update only, or not at all: the Trainer drops gradients that were used. This is said once",
+                accumulation.pending,
+                accumulation.counts,
+            )
+        self._pipeline.drop_gradients()
+
+    zero_grad.__doc__ = torch.optim.Optimizer.zero_grad.__doc__
+
+    def report_anomalies(
+        self, loss: Any, mode: bool | str = "log", logger: logging.Logger | None = None
+    ) -> None:
+        """Log parameters that a loss does not depend on, or raise; see `kvtrainer.anomalies.report_anomalies`."""
+        self._pipeline.report_anomalies(loss, mode, logger)
 
     @property
-    def schedules(self) -> tuple[BoundSchedule, ...]:
-        """The schedules that the Trainer advances."""
-        return tuple(self._schedules)
+    def loss_scaler(self) -> LossScaler | None:
+        """What the option `amp` or `kvtrainer.amp.init_trainer` sets.
 
-    @property
-    def accumulation(self) -> Accumulation:
-        """The count of backward passes; read only."""
-        return self._accumulation
+        With one, a step in which a gradient overflows on any worker changes nothing on any of them.
+        """
+        return self._pipeline.loss_scaler
 
-    @property
-    def num_replicas(self) -> int:
-        """How many copies of every parameter this process has."""
-        return len(self._layout.devices)
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether there was a step or a `set_data`, so that a store may hold other weights than the model."""
-        return self._link.is_started
+    @loss_scaler.setter
+    def loss_scaler(self, scaler: LossScaler | None) -> None:
+        self._pipeline.loss_scaler = scaler
 
     @property
     def amp_loss_scale(self) -> float:
         """The factor of the next loss. Raises AmpNotInitializedError before `kvtrainer.amp.init_trainer`."""
         return scaler_of(self).loss_scale
+
+    @property
+    def accumulation(self) -> Accumulation:
+        """The count of backward passes; read only."""
+        return self._pipeline.accumulation
+
+    def set_progress(self, iteration: int, max_iterations: int | None = None) -> None:
+        """Say how many backward passes were made before, and how many there will be in all.
+
+        With accumulation a last window that is shorter then counts in full, and the last pass of all ends in an update.
+
+        Raises:
+            ConfigurationError: the numbers are impossible.
+        """
+        self._pipeline.accumulation.set_progress(iteration, max_iterations)
+
+    # Options of groups, and what advances them.
+
+    @property
+    def param_groups(self) -> list[Group]:
+        """The parameter groups, as torch's optimizers have them; their options are read at every step."""
+        return self._groups.live
+
+    @param_groups.setter
+    def param_groups(self, groups: list[Group]) -> None:
+        if self._is_built:
+            self._groups.bind(groups)
+        else:
+            self._groups.live = groups
+
+    @by_one_thread
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters with options of their own; optimizer state and update counts of the others stay.
+
+        Where there is a store, do it on every worker between the same steps: the store gets the new parameters, with
+        rank 0's values, at the next step, which otherwise fails on all workers. State on servers is fetched for that,
+        and the servers keep the memory of the former table. Without synchronous rounds, with row-sparse parameters, and
+        in a third-party store, it is possible before the first step only.
+
+        Raises:
+            ConfigurationError: the store does not allow it any more, or an argument is wrong; nothing has changed.
+            WeightsWrittenError: the loop has written weights that the store would replace; nothing has changed.
+        """
+        if not self._is_built:
+            # `make_groups` has checked what torch would check of each parameter.
+            self.param_groups.append({**self.defaults, **param_group})
+            return
+        group = self._new_group(param_group)
+        names = group["param_names"]
+        group = spread(group)
+        if "param_names" not in self.param_groups[0]:
+            del group["param_names"]
+        super().add_param_group(group)
+        try:
+            self._pipeline.grow([*self._groups.names, names])
+        except KVStoreError:
+            self.param_groups.pop()
+            raise
+
+    def _new_group(self, param_group: Any) -> Group:
+        """Check a group that is to be added, and give it names and options."""
+        if not self._pipeline.can_grow():
+            raise ConfigurationError(
+                "the parameters are in the kvstore already, and with row-sparse ones, without synchronous rounds and "
+                "in a third-party store no others can follow; add parameter groups before the first step"
+            )
+        if not isinstance(param_group, dict):
+            raise ConfigurationError(f"a parameter group is a dict, got {type(param_group).__name__}")
+        self._groups.follow_instance()
+        memory = self._pipeline.memory
+        [group] = make_groups([param_group], self._groups.optimizer, None, first=len(memory.names))
+        here = {id(p) for device in memory.devices for p in device.parameters}
+        rows = [
+            (name, p)
+            for of_device in [group["params"], *group.get(COPIES, ())]
+            for name, p in zip(group["param_names"], of_device, strict=True)
+        ]
+        for name in [name for name, p in rows if is_row_sparse(p)]:
+            raise ConfigurationError(
+                f"parameter {name!r} is row-sparse, which decides about the Trainer's store; give it to the Trainer's "
+                "constructor"
+            )
+        homes, theirs = [device.parameters[0].device for device in memory.devices], devices_of([group])
+        if (memory.has_replicas or COPIES in group) and homes != theirs:
+            raise ConfigurationError(
+                f"all parameters must be on the same list of devices, but those of the new group are on "
+                f"[{', '.join(map(str, theirs))}] while the others are on [{', '.join(map(str, homes))}]"
+            )
+        twice = [name for name, p in rows if id(p) in here]
+        if twice:
+            raise ConfigurationError(
+                f"{', '.join(twice)}: in a parameter group already; add each parameter once"
+            )
+        return group
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The optimizer's kind and numbers; with one parameter group, that group's numbers, live."""
+        return self._groups.optimizer
+
+    @property
+    def learning_rate(self) -> float:
+        """The learning rate of the first parameter group, before `lr_mult`; that of the last update, if there is a
+        lr_scheduler."""
+        optimizer, first = self._groups.optimizer, self.param_groups[0]
+        if optimizer.lr_scheduler is not None or "lr" not in first:
+            return optimizer.learning_rate
+        return float(first["lr"])
+
+    def set_learning_rate(self, lr: float) -> None:
+        """Set the learning rate of every group, from the next step on, wherever the optimizer runs.
+
+        Raises:
+            SchedulerInUseError: the optimizer has a lr_scheduler.
+            ConfigurationError: `lr` is not a finite number.
+        """
+        if self._groups.optimizer.lr_scheduler is not None:
+            self._groups.optimizer.set_learning_rate(lr)
+        if not is_number(lr) or not math.isfinite(lr):
+            raise ConfigurationError(f"the learning rate must be a finite number, got {lr!r}")
+        self.learning_rate  # noqa: B018  (an optimizer may have none, which this says)
+        for group in self.param_groups:
+            group["lr"] = float(lr)
+
+    def get_lr(self) -> dict[str, list[float]]:
+        """{"lr": the learning rate of every group}; an empty list of an optimizer without any."""
+        return {"lr": [float(group["lr"]) for group in self.param_groups if "lr" in group]}
+
+    def get_momentum(self) -> dict[str, list[float]]:
+        """{"momentum": that of every group}: betas[0] of the Adams, 0 where there is none."""
+        rows = self.param_groups
+        found = [group["betas"][0] if "betas" in group else group.get("momentum", 0.0) for group in rows]
+        return {"momentum": [float(momentum) for momentum in found]}
+
+    def describe_params(self) -> ParamReport:
+        """Every parameter with its present options and the rules that decided them; as a str it is a table."""
+        if self._param_report is None:
+            return ParamReport(tuple(rows_of(self._groups.named())))
+        return self._param_report.with_groups(self.param_groups)
+
+    @property
+    def schedules(self) -> tuple[BoundSchedule, ...]:
+        """The schedules that the Trainer advances."""
+        return tuple(self._pipeline.schedules)
+
+    def end_epoch(self, metric: float | None = None) -> None:
+        """Advance the schedules that go by epoch, and those that go by a metric, such as ReduceLROnPlateau.
+
+        Raises:
+            ConfigurationError: one goes by a metric, and there is none; nothing has changed then.
+        """
+        schedules = self._pipeline.schedules
+        if metric is None and any(schedule.by == "metric" for schedule in schedules):
+            raise ConfigurationError(
+                "a schedule goes by a metric, such as the loss on validation data; call end_epoch(metric)"
+            )
+        for schedule in schedules:
+            if schedule.by == "epoch":
+                schedule.step()
+            elif schedule.by == "metric":
+                schedule.step(metric)  # type: ignore[call-arg]
+
+    # State.
+
+    @property  # type: ignore[override]
+    def state(self) -> StateView:
+        """The optimizer state by parameter, wherever it is kept, with the entries of `state_dict`.
+
+        A snapshot: it is fetched each time that it is read, and blocks for that; changes of what was read have no
+        effect. `state[parameter] = {...}` replaces the state of one parameter; on servers, do it on every worker.
+        """
+        return StateView(self._ready_states)
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        if self._is_built:
+            raise ConfigurationError(
+                "the optimizer's state does not lie in a dict; give it to load_state_dict, or assign that of single "
+                "parameters: trainer.state[parameter] = {...}"
+            )
+
+    def _ready_states(self) -> OptimizerStates:
+        self._pipeline.ready()
+        return self._pipeline.states
+
+    @by_one_thread
+    def state_dict(self) -> dict[str, Any]:
+        """Options and optimizer state in torch's form, wherever the state is kept; blocks while it is fetched.
+
+        It has neither schedules nor a loss scale; `save_states` has. Any one worker may call it between its steps.
+        Before the first update the entries are there already, with a step count of 0, because
+        torch.distributed.checkpoint loads only into what it finds.
+        """
+        if (joint := self._pipeline.states.joint) is not None:
+            return joint.state_dict()
+        with self._groups.without_replicas():
+            return super().state_dict()
+
+    @by_one_thread
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over options and optimizer state, of this class or of the torch optimizer of the same kind.
+
+        Call it on every worker, after building the Trainer. State for a store is handed over when the store is
+        there: now, or at the first step.
+
+        Raises:
+            ConfigurationError: the state belongs to another model or optimizer; nothing has changed then.
+        """
+        found: dict[int, State] = {}
+        states = self._ready_states()
+        if states.joint is not None:
+            states.take_jointly(state_dict)
+            return
+
+        def take_states(_: torch.optim.Optimizer, given: dict[str, Any]) -> dict[str, Any]:
+            found.update(states.read(given))
+            return {**given, "state": {}}
+
+        former = self.param_groups
+        # As the last hook it sees what the user's hooks made of the dict, before torch rounds the float32 state of
+        # half-precision parameters.
+        hook = self.register_load_state_dict_pre_hook(take_states)
+        try:
+            with self._groups.without_replicas():
+                super().load_state_dict(state_dict)
+        finally:
+            hook.remove()
+        for group, before in zip(self.param_groups, former, strict=True):
+            for name in self.defaults.keys() & before.keys():
+                group.setdefault(name, before[name])
+        states.take(found)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # torch's load_state_dict puts new groups in the place of the former ones; state has gone its own way.
+        super().__setstate__({})
+        self._groups.bind(state["param_groups"])
+
+    def __getstate__(self) -> NoReturn:
+        raise ConfigurationError(
+            f"a {type(self).__name__} cannot be copied or pickled, because its parameters belong to a running model; "
+            "save its state_dict() and load that into a new one"
+        )
+
+    @by_one_thread
+    def save_states(self, fname: str | os.PathLike[str]) -> None:
+        """Save all that another Trainer needs, beside the weights, to go on as if never interrupted, in one file.
+
+        Optimizer state is in it by the name of the parameter, and the options of every group, wherever the optimizer
+        runs; blocks while state is fetched. Any one worker may save between its steps: no round ends without it, so
+        what it saves belongs to its own last step.
+
+        Raises:
+            StateFileError: the file cannot be written; the former one is unchanged.
+        """
+        write_state_file(fname, self.export_saved_states())
+
+    @by_one_thread
+    def load_states(self, fname: str | os.PathLike[str]) -> None:
+        """Take over what `save_states` saved, here or elsewhere, with any kvstore and any number of servers.
+
+        Call it on every worker, with the same file. The numbers in the file win over those that the Trainer was built
+        with; `lr_mult` and `wd_mult` of the parameters stay as they are. The weights are not in the file.
+
+        Raises:
+            StateFileError: it cannot be read, or is no file of saved states, or a damaged one.
+            StateMismatchError: it belongs to another model or optimizer; names every difference.
+            In either case nothing has changed.
+        """
+        self._pipeline.ready()  # what is missing here is said before what is wrong with a file
+        self.adopt_saved_states(read_state_file(fname))
+
+    def export_saved_states(self) -> SavedStates:
+        """What `save_states` saves, as one value; blocks while state is fetched."""
+        self._pipeline.ready()
+        return export_states(self._pipeline)
+
+    def export_own_states(self) -> SavedStates:
+        """Return what of `export_saved_states` is this worker's alone, such as residuals; nothing is fetched."""
+        return export_own_states(self._pipeline)
+
+    def adopt_saved_states(self, saved: SavedStates) -> None:
+        """Take over what `export_saved_states` gave, as `load_states` does; call it on every worker.
+
+        Raises:
+            StateMismatchError: it belongs to another model or optimizer, of which nothing has changed; says how.
+        """
+        self.check_saved_states(saved)
+        self.load_state_dict(as_state_dict(saved, self._pipeline.memory.names))
+        adopt_rest(saved, self._pipeline)
+
+    def check_saved_states(self, saved: SavedStates) -> None:
+        """Raise StateMismatchError unless `adopt_saved_states` can take this."""
+        self._pipeline.ready()
+        check_fit(saved, self._pipeline)
+
+    def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Raise StateMismatchError unless `load_state_dict` can take this; not if hooks are to change it first."""
+        states = self._ready_states()
+        if not self._optimizer_load_state_dict_pre_hooks and states.joint is None:
+            states.read(state_dict)
+
+    # Weights and the store.
+
+    @property
+    def kvstore(self) -> KVStoreBase | None:
+        """The store; None where none is needed, and before the first step if it was given by name."""
+        return self._pipeline.link.store
+
+    @property
+    def num_replicas(self) -> int:
+        """How many copies of every parameter this process has."""
+        return len(self._pipeline.memory.devices)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether there was a step or a `set_data`, so that a store may hold other weights than the model."""
+        return self._pipeline.link.is_started
 
     @by_one_thread
     def set_data(self, values: Mapping[str, Tensor] | None = None) -> None:
@@ -237,18 +724,53 @@ class Trainer(LossPipeline):
             ConfigurationError: `values` has an unknown name or a wrong shape; nothing has changed then.
             ParameterMovedError: the data of a parameter were replaced instead of written to.
         """
-        self._refuse_in_join("set_data()")
-        self._link.check_open()
-        self._settle()
+        pipeline = self._pipeline
+        pipeline.refuse_in_join("set_data()")
+        pipeline.link.check_open()
+        pipeline.ready()
         if values is not None:
-            self._layout.write(values)
-        if not self._prepare():
-            self._layout.check_in_place()
-            self._link.assign(self._layout)
-            self._share_weights()
-            self._layout.accept_writes(self._link.has_weights)
-        elif self._link.exchange is None:
-            self._share_weights()
+            pipeline.memory.write(values)
+        if pipeline.prepare():
+            if pipeline.link.exchange is None:
+                pipeline.memory.share_weights()
+            return
+        pipeline.memory.check_in_place()
+        pipeline.link.assign(pipeline.memory)
+        pipeline.memory.share_weights()
+        pipeline.memory.accept_writes(pipeline.link.has_weights)
+
+    def pull_weights(self) -> dict[Tensor, Tensor]:
+        """Fetch the store's present weights by parameter, where workers' updates count one by one; blocks.
+
+        The parameters here may lack what others gave since. Empty where they cannot, and without row-sparse ones.
+        """
+        link, memory = self._pipeline.link, self._pipeline.memory
+        if link.holder is None or not link.updates_weights or link.holder.is_sync:
+            return {}
+        arenas = link.holder.pull()
+        rows = zip(memory.parameters, memory.plan.specs, memory.plan.key_offsets, strict=True)
+        return {
+            p: arenas[spec.dtype][at : at + spec.numel].view(spec.shape).clone()
+            for p, spec, at in rows
+            if not spec.row_sparse
+        }
+
+    def row_sparse_pull(self, parameter: RowSparseParameter, ids: Tensor) -> Tensor:
+        """Fetch rows of a row-sparse parameter; see `RowSparseParameter.row_sparse_data`."""
+        pipeline = self._pipeline
+        pipeline.link.check_open()
+        pipeline.ready()
+        pipeline.prepare()
+        key = pipeline.memory.tables.key_of(parameter)
+        given = pipeline.memory.tables.given(key)
+        if given is not None:
+            return given.view(parameter.shape[0], -1)[ids]
+        return pipeline.link.pull_rows(key, ids)
+
+    def row_sparse_write(self, parameter: RowSparseParameter, values: Tensor) -> None:
+        """Keep new values for a row-sparse parameter until `set_data`; see `RowSparseParameter.copy_`."""
+        tables = self._pipeline.memory.tables
+        tables.give(tables.key_of(parameter), values)
 
     @property
     def profiler(self) -> Profiler:
@@ -259,7 +781,7 @@ class Trainer(LossPipeline):
         Raises:
             ConfigurationError: there is no store, or one whose workings are its own.
         """
-        return self._link.profiler()
+        return self._pipeline.link.profiler()
 
     @property
     def version(self) -> int:
@@ -267,7 +789,7 @@ class Trainer(LossPipeline):
 
         Of several servers the one that had applied most counts.
         """
-        return self._link.version
+        return self._pipeline.link.version
 
     @property
     def staleness(self) -> int:
@@ -275,7 +797,7 @@ class Trainer(LossPipeline):
 
         Always 0 with synchronous rounds. Of several servers the one with most counts.
         """
-        return self._link.staleness
+        return self._pipeline.link.staleness
 
     @by_one_thread
     def server_stats(self) -> list[dict[str, Any]]:
@@ -284,46 +806,11 @@ class Trainer(LossPipeline):
         One dict for each server: in "tables" is one row, with the round, the version, bytes, and the ranks that the
         round waits for. Before the first step there is no store yet.
         """
-        return self._link.stats()
+        return self._pipeline.link.stats()
 
     def close(self) -> None:
         """End training and leave the store; idempotent. Other workers' rounds that need this one then fail."""
         self._leave(None)
-
-    def pull_weights(self) -> dict[Tensor, Tensor]:
-        """Fetch the store's present weights by parameter, where workers' updates count one by one; blocks.
-
-        The parameters here may lack what others gave since. Empty where they cannot, and without row-sparse ones.
-        """
-        holder = self._link.holder
-        if holder is None or not self._link.updates_weights or holder.is_sync:
-            return {}
-        arenas, plan = holder.pull(), self._layout.plan
-        rows = zip(self._layout.parameters, plan.specs, plan.key_offsets, strict=True)
-        return {
-            p: arenas[spec.dtype][at : at + spec.numel].view(spec.shape).clone()
-            for p, spec, at in rows
-            if not spec.row_sparse
-        }
-
-    def _row_sparse_pull(self, parameter: RowSparseParameter, ids: Tensor) -> Tensor:
-        """The present values of rows of a row-sparse parameter; see `RowSparseParameter.row_sparse_data`."""
-        self._link.check_open()
-        self._settle()
-        self._prepare()
-        key = self._layout.tables.key_of(parameter)
-        given = self._layout.tables.given(key)
-        return self._link.pull_rows(key, ids) if given is None else given.view(parameter.shape[0], -1)[ids]
-
-    def _row_sparse_write(self, parameter: RowSparseParameter, values: Tensor) -> None:
-        """Keep new values for a row-sparse parameter until `set_data`; see `RowSparseParameter.copy_`."""
-        self._layout.tables.give(self._layout.tables.key_of(parameter), values)
-
-    def _leave(self, error: BaseException | None) -> None:
-        if error is None:
-            self._warn_of_what_had_no_effect()
-        self._layout.close()
-        self._link.close(error)
 
     def __enter__(self) -> Trainer:
         return self
@@ -331,24 +818,59 @@ class Trainer(LossPipeline):
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._leave(error)
 
-    def _extra_states(self) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
-        passes = self._accumulation.done if self._accumulation.counts > 1 else None
-        residuals = self._link.residuals()
-        return extra_states(self.loss_scaler, residuals, self._layout.names, self._schedules, passes)
+    def _leave(self, error: BaseException | None) -> None:
+        if error is None:
+            self._warn_of_what_had_no_effect()
+        self._pipeline.memory.close()
+        self._pipeline.link.close(error)
 
-    def _extra_problems(self, saved: SavedStates) -> Sequence[str]:
-        return extra_problems(saved, self._layout, self._schedules, self.loss_scaler, self._accumulation)
+    def _warn_of_what_had_no_effect(self) -> None:
+        """Training ends: log what was asked for and never came to anything."""
+        accumulation = self._pipeline.accumulation
+        if accumulation.pending:
+            _log.warning(
+                "the gradients of the last %d backward passes reached no weight: %d make an update; set_progress() "
+                "with the number of all lets a shorter window count",
+                accumulation.pending,
+                accumulation.counts,
+            )
+        waiting = [one for one in self._pipeline.schedules if one.by == "epoch" and not _has_moved(one)]
+        if waiting and self.last is not None:
+            _log.warning(
+                "no epoch was ended, so %d schedules that go by epoch never moved; call end_epoch() after each epoch",
+                len(waiting),
+            )
 
-    def _adopt_extra_states(self, saved: SavedStates) -> None:
-        scaler = saved_scaler(saved)
-        if scaler is not None and self.loss_scaler is not None:
-            # It knows which scale the present gradients carry, and the script may hold on to it.
-            self.loss_scaler.load_state_dict(saved_scaler_state(saved))
-        elif scaler is not None:
-            self.loss_scaler = scaler
-        for schedule, state in zip(self._schedules, saved_schedules(saved), strict=False):
-            schedule.load_state_dict(state)
-        passes = saved_passes(saved)
-        if passes is not None and self._accumulation.counts > 1:
-            self._accumulation.set_progress(passes, self._accumulation.total)
-        self._link.take_residuals(saved_residuals(saved, self._layout.names))
+
+def _select(
+    groups: Sequence[Group],
+    optimizer: Optimizer,
+    kvstore: str | KVStoreBase | None,
+    compression_params: dict[str, Any] | None,
+    update_on_kvstore: bool | None,
+    has_row_sparse: bool,
+) -> Selection:
+    """Decide which store synchronises these groups, and where the optimizer runs; see `select_store`."""
+    parameters = [p for group in groups for p in group["params"]]
+    if kvstore is not None:
+        refuse_parameters_of_ddp(parameters)
+    selection = select_store(
+        kvstore,
+        update_on_kvstore,
+        compression_params,
+        optimizer.aggregate_num,
+        max([0 if is_lazy(p) else p.numel() for p in parameters]),
+        has_row_sparse=has_row_sparse,
+        devices=devices_of(groups),
+        replicas=policy_of(groups),
+        is_joint=isinstance(optimizer, TorchOptimizer) and optimizer.is_joint,
+    )
+    if selection.updates_weights and isinstance(optimizer, TorchOptimizer):
+        spec_for_store(optimizer)
+    return selection
+
+
+def _has_moved(schedule: BoundSchedule) -> bool:
+    """Tell whether a schedule was ever advanced, as far as its state says so."""
+    state = schedule.state_dict()
+    return bool(state.get("count", state.get("last_epoch", 1)))

@@ -40,10 +40,10 @@ _VIEWS = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
 class Owner(Protocol):
     """The Trainer of a row-sparse parameter."""
 
-    def _row_sparse_pull(self, parameter: RowSparseParameter, ids: Tensor) -> Tensor:
+    def row_sparse_pull(self, parameter: RowSparseParameter, ids: Tensor) -> Tensor:
         """The present values of rows (distinct, ascending ids): (number of ids, elements of a row), on the CPU."""
 
-    def _row_sparse_write(self, parameter: RowSparseParameter, values: Tensor) -> None:
+    def row_sparse_write(self, parameter: RowSparseParameter, values: Tensor) -> None:
         """Keep values, which the store shall have when they are published."""
 
 
@@ -120,7 +120,7 @@ class RowSparseParameter(Parameter):
             )
         ids = read_ids(self._name(), row_ids, self.shape[0])
         wanted = torch.as_tensor(row_ids).detach().cpu().to(torch.int64)
-        rows = owner._row_sparse_pull(self, ids)
+        rows = owner.row_sparse_pull(self, ids)
         rows = rows.view(len(ids), *self.shape[1:]).to(self.device)
         place = torch.searchsorted(ids, wanted)
         gathered: Tensor = _Gather.apply(self, rows, ids, place)  # type: ignore[no-untyped-call]
@@ -134,7 +134,7 @@ class RowSparseParameter(Parameter):
                 raise RowSparseError(
                     f"the values of {self._name()} were in the store of a Trainer that is gone"
                 )
-            rows = owner._row_sparse_pull(self, torch.arange(self.shape[0]))
+            rows = owner.row_sparse_pull(self, torch.arange(self.shape[0]))
             return rows.view(self.shape).to(self.device)
         return self._source()(0, self.numel()).view(self.shape).to(self.device, copy=True)
 
@@ -145,7 +145,7 @@ class RowSparseParameter(Parameter):
         _checked_init(values, tuple(self.shape))
         owner = self._owner() if self._owner is not None else None
         if self._is_placed and owner is not None:
-            owner._row_sparse_write(self, values)
+            owner.row_sparse_write(self, values)
             return self
         self._init, self._is_placed = values, False
         self._owner = None if owner is None else self._owner

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import ItemsView, Iterator, Mapping, Sequence, ValuesView
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -24,63 +24,6 @@ class StateHolder(Protocol):
 
     def get_state(self, piece: Slice) -> States: ...
     def put_state(self, piece: Slice, state: States) -> None: ...
-
-
-class StateOwner(Protocol):
-    """What has the states that a StateView shows: a Trainer."""
-
-    def _parameter_states(self) -> Mapping[Tensor, State]: ...
-    def _state_of(self, parameter: Tensor) -> State: ...
-    def _replace_state(self, parameter: Tensor, state: Mapping[str, Any]) -> None: ...
-
-
-class StateView(Mapping[Tensor, State]):
-    """The optimizer state as torch's optimizers show it, by parameter: fetched when it is read, as copies.
-
-    A parameter without state has an empty one. To assign one replaces that parameter's, on a server too: do it on every
-    worker. So does `del`, after which the parameter starts afresh, and `clear`, of all of them. It counts as true:
-    torch.distributed.checkpoint would otherwise make some by a step of zeros.
-    """
-
-    def __init__(self, owner: StateOwner) -> None:
-        self._owner = owner
-
-    def __bool__(self) -> bool:
-        return True
-
-    def __getitem__(self, parameter: Tensor) -> State:
-        return self._owner._state_of(parameter)
-
-    def __setitem__(self, parameter: Tensor, state: Mapping[str, Any]) -> None:
-        self._owner._replace_state(parameter, state)
-
-    def __delitem__(self, parameter: Tensor) -> None:
-        self._owner._replace_state(parameter, {})
-
-    def clear(self) -> None:
-        for parameter in list(self):
-            del self[parameter]
-
-    def __contains__(self, parameter: object) -> bool:
-        return isinstance(parameter, Tensor) and bool(self[parameter])
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return iter(self._owner._parameter_states())
-
-    def __len__(self) -> int:
-        return len(self._owner._parameter_states())
-
-    def items(self) -> ItemsView[Tensor, State]:
-        return self._owner._parameter_states().items()
-
-    def values(self) -> ValuesView[State]:
-        return self._owner._parameter_states().values()
-
-    def get(self, parameter: Tensor, default: Any = None) -> Any:
-        return self[parameter] or default
-
-    def __repr__(self) -> str:
-        return repr(dict(self.items()))
 
 
 def export_state(plan: Plan, holder: StateHolder, key: int) -> State:

@@ -136,7 +136,7 @@ def interrupted_step(make: Make, rank: int) -> Any:
     before = state_of(trainer, p)
     if rank == 0:
         return push(trainer, p), state_of(trainer, p)
-    exchange: Any = trainer._link.exchange
+    exchange: Any = trainer._pipeline.link.exchange
     run, exchange.run = exchange.run, _interrupted
     with pytest.raises(KeyboardInterrupt):
         push(trainer, p)

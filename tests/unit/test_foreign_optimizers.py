@@ -521,7 +521,9 @@ def _copy_of(trainer: Trainer, other: Trainer, way: str, file: Path) -> None:
     elif way == "load_state_dict":
         other.load_state_dict(trainer.state_dict())
     else:
-        for mine, theirs in zip(other._layout.parameters, trainer._layout.parameters, strict=True):
+        for mine, theirs in zip(
+            other._pipeline.memory.parameters, trainer._pipeline.memory.parameters, strict=True
+        ):
             other.state[mine] = dict(trainer.state[theirs])
 
 

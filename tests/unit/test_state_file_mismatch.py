@@ -215,15 +215,6 @@ def test_scheduler_that_is_not_known_here_is_refused(path: Path) -> None:
     assert "'tuesdays'" in message
 
 
-def test_part_of_a_subclass_can_refuse_before_anything_changes(path: Path) -> None:
-    class Extended(Trainer):
-        def _extra_problems(self, saved: SavedStates) -> list[str]:
-            return ["the residuals are of another codec"]
-
-    trainer = Extended(parameters(), "adam", {"learning_rate": 7.0})
-    assert "the residuals are of another codec" in refusal(trainer, path)
-
-
 def test_file_that_is_none_changes_nothing(tmp_path: Path) -> None:
     (tmp_path / "states").write_bytes(b"x")
     trainer = stepped(parameters())

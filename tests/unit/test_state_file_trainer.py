@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from kvtrainer import Trainer
 from kvtrainer.lr_scheduler import FactorScheduler
@@ -151,22 +150,20 @@ def test_state_dict_too_sets_the_count_of_updates() -> None:
     assert other.optimizer.num_update == 13
 
 
-def test_parts_of_a_subclass_are_saved_asked_and_restored(tmp_path: Path) -> None:
+def test_subclass_saves_and_restores_parts_of_its_own(tmp_path: Path) -> None:
     class Extended(Trainer):
-        restored: SavedStates | None = None
+        restored: Any = None
 
-        def _extra_states(self) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
-            return {"scaler": {"scale": 2.0}}, {"residuals": {"w": torch.ones(2)}}
+        def export_saved_states(self) -> SavedStates:
+            saved = super().export_saved_states()
+            tensors = {**saved.tensors, "mine": {"w": torch.ones(2)}}
+            return replace(saved, extra={**saved.extra, "mine": {"scale": 2.0}}, tensors=tensors)
 
-        def _extra_problems(self, saved: SavedStates) -> list[str]:
-            return [] if saved.extra["scaler"]["scale"] == 2.0 else ["another scale"]
-
-        def _adopt_extra_states(self, saved: SavedStates) -> None:
-            self.restored = saved
+        def adopt_saved_states(self, saved: SavedStates) -> None:
+            super().adopt_saved_states(saved)
+            self.restored = saved.extra["mine"], saved.tensors["mine"]["w"].tolist()
 
     trainer = Extended(Net().trained(), "sgd")
     trainer.save_states(tmp_path / "states")
     trainer.load_states(tmp_path / "states")
-    assert trainer.restored is not None
-    assert trainer.restored.extra == {"scaler": {"scale": 2.0}}
-    assert trainer.restored.tensors["residuals"]["w"].equal(torch.ones(2))
+    assert trainer.restored == ({"scale": 2.0}, [1.0, 1.0])

@@ -11,9 +11,9 @@ from torch.nn import Parameter
 
 from kvtrainer import Trainer
 from kvtrainer.errors import StateMismatchError
+from kvtrainer.saving import saved_residuals
 from kvtrainer.states.file import read_state_file, write_state_file
 from kvtrainer.states.saved import SavedStates
-from kvtrainer.steps.extra_states import saved_residuals
 
 
 def zeros() -> dict[str, Parameter]:

@@ -1,0 +1,266 @@
+"""The state of a Trainer's optimizer, wherever it is kept: in this process or in a store, or on its way to either."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, ItemsView, Iterator, Mapping, Sequence, ValuesView
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvstore_server.optimizer.torch_family import TorchOptimizer
+from kvtrainer.errors import ConfigurationError
+from kvtrainer.groups import ParameterGroups
+from kvtrainer.local_update import JointUpdate, ShardUpdate
+from kvtrainer.lr_scheduler import UpdateCounter
+from kvtrainer.memory.memory import DeviceMemory, Memory
+from kvtrainer.states.entries import State, initial_state
+from kvtrainer.states.holder import (
+    StateHolder,
+    export_state,
+    export_states,
+    import_state,
+    import_states,
+    read_state,
+    read_states,
+)
+from kvtrainer.sync.binding import Binding
+
+
+class OptimizerStates:
+    """The optimizer's state by key, and what updates with it in this process.
+
+    Args:
+        counts: the update counts, which state brings with it.
+    """
+
+    def __init__(self, groups: ParameterGroups, memory: Memory, link: Binding, counts: UpdateCounter) -> None:
+        self._groups, self._memory, self._link, self._counts = groups, memory, link, counts
+        self.here: list[ShardUpdate | JointUpdate] = []
+        """What updates the parameters on each device in this process; there once they have places."""
+        self._pending: dict[int, State] | None = None
+        """State that has not reached its holder yet."""
+        self.make_places()
+
+    def make_places(self) -> None:
+        """Make what updates in this process, and hand pending state over to it, if the parameters have places."""
+        if self._memory.is_settled:
+            self.here = [self._update_of(device) for device in self._memory.devices]
+            self.hand_over()
+
+    def move(self, memory: Memory) -> None:
+        """Go on with other parameters, of which the first ones are those that there were; state goes along."""
+        states, holder = self._pending, self.holder
+        if states is None and holder is not None:
+            states = export_states(self._memory.plan, holder)
+        self._link.leave(self._memory)
+        self._memory, self.here = memory, []
+        self.make_places()
+        self.take(states or {})
+
+    @property
+    def holder(self) -> StateHolder | None:
+        """Where the state is, of replicas the first one's; None before it has a place, here or in a store."""
+        if self._link.updates_weights:
+            return self._link.holder
+        return self.here[0] if self.here else None
+
+    @property
+    def is_in_store(self) -> bool:
+        """Whether a store has been told of the optimizer already."""
+        return self._link.updates_weights and self._link.holder is not None
+
+    @property
+    def joint(self) -> JointUpdate | None:
+        """The update of all parameters together, if there is one, which has the state of the optimizer itself."""
+        holder = self.holder
+        return holder if isinstance(holder, JointUpdate) else None
+
+    def current(self) -> Mapping[int, State]:
+        """Fetch the state of every key that was updated; blocks."""
+        if self._pending is not None:
+            return self._pending
+        holder = self.holder
+        return {} if holder is None else export_states(self._memory.plan, holder)
+
+    def shown(self) -> Mapping[Tensor, State]:
+        """Fetch the state of updated parameters, before the first update initial ones; blocks."""
+        if (joint := self.joint) is not None:
+            return joint.instance.state
+        keys = range(len(self._memory.names))
+        states = self.current() or {key: state for key in keys if (state := self._initial(key))}
+        return {self._memory.parameters[key]: state for key, state in states.items()}
+
+    def shown_of(self, parameter: Tensor) -> State:
+        """Fetch the state of one parameter as `shown` has it; empty if there is none."""
+        key = self._memory.key_of(parameter)
+        if key is None:
+            return {}
+        if (joint := self.joint) is not None:
+            return dict(joint.instance.state.get(parameter, {}))
+        optimizer = self._groups.optimizer
+        is_new = optimizer.num_update == optimizer.begin_num_update
+        return self._current_of(key) or (self._initial(key) if is_new else {})
+
+    def replace(self, parameter: Tensor, state: Mapping[str, Any]) -> None:
+        """Replace the state of one parameter.
+
+        Raises:
+            ConfigurationError: it is not a parameter of this Trainer, or the state is not one of its kind.
+        """
+        key = self._memory.key_of(parameter)
+        if key is None:
+            raise ConfigurationError("the state of a parameter was assigned that this Trainer does not have")
+        if (joint := self.joint) is not None:
+            joint.instance.state[parameter] = dict(state)
+            return
+        plan, optimizer = self._memory.plan, self._groups.optimizer
+        found = read_state(state, self._groups.live[plan.specs[key].group], plan, key, optimizer)
+        if not found and not self._current_of(key):
+            return
+        holders = self._holders()
+        if self._pending is not None or not holders:
+            self._pending = {**(self._pending or {}), key: found}
+        else:
+            for holder, device in holders:
+                import_state(plan, holder, key, found, optimizer, device)
+        self._counts.restore_one(key, int(float(found.get("step", 0))), len(self._memory.names))
+
+    def follow_instance(self) -> None:
+        """Take over the state that a torch instance has got, by its own load_state_dict or before it came here."""
+        instance = self._groups.instance
+        if instance is not None and instance.state and self.joint is None:
+            states = self.read(instance.state_dict())
+            instance.state.clear()
+            self.take(states)
+
+    def read(self, state_dict: Mapping[str, Any]) -> dict[int, State]:
+        """Take state by key out of a torch state_dict. Raises StateMismatchError if it belongs to something else."""
+        return read_states(state_dict, self._groups.live, self._memory.plan, self._groups.optimizer)
+
+    def take(self, states: Mapping[int, State]) -> None:
+        """Go on from this state of every key, and from its update counts."""
+        # State as some torch optimizers keep it has no step count.
+        updates = {key: int(float(state.get("step", 1))) for key, state in states.items()}
+        self._counts.restore(updates, len(self._memory.names))
+        self._pending = dict(states)
+        self.hand_over()
+
+    def take_jointly(self, state_dict: Mapping[str, Any]) -> None:
+        """Let the optimizer that updates all parameters together take over its own state_dict.
+
+        Raises:
+            StateMismatchError: it does not take it.
+        """
+        counts: dict[int, int] = {}
+        for one in reversed(self.here):
+            assert isinstance(one, JointUpdate)
+            counts = one.load_state_dict(state_dict)
+        self._groups.bind(self._groups.live)
+        self._counts.restore(counts, len(self._memory.names))
+
+    def hand_over(self) -> None:
+        """Let pending state reach its holder, if that is there."""
+        holders = self._holders()
+        if self._pending is not None and holders:
+            for holder, device in holders:
+                import_states(self._memory.plan, holder, self._pending, self._groups.optimizer, device)
+            self._pending = None
+
+    def _current_of(self, key: int) -> State:
+        """The state of one key, empty if it was not updated."""
+        if self._pending is not None:
+            return self._pending.get(key, {})
+        holder = self.holder
+        return {} if holder is None else export_state(self._memory.plan, holder, key)
+
+    def _initial(self, key: int) -> State:
+        if not self._memory.parameters[key].requires_grad:
+            return {}
+        spec = self._memory.plan.specs[key]
+        return initial_state(self._groups.optimizer, self._groups.live[spec.group], spec)
+
+    def _holders(self) -> Sequence[tuple[StateHolder, torch.device]]:
+        """Where the state is kept, with the devices for it: in a store, or here for each replica."""
+        if self._link.updates_weights:
+            return [] if self._link.holder is None else [(self._link.holder, torch.device("cpu"))]
+        return [
+            (one, device.arena.device) for one, device in zip(self.here, self._memory.devices, strict=False)
+        ]
+
+    def _update_of(self, device: DeviceMemory) -> ShardUpdate | JointUpdate:
+        """Make what updates the parameters of one device in this process."""
+        groups, optimizer, has_replicas = self._groups, self._groups.optimizer, self._memory.has_replicas
+        # Without a store each replica goes its own way, so nothing can be kept for all of them.
+        can_join = not self._link.updates_weights and not (has_replicas and self._link.is_alone)
+        if not isinstance(optimizer, TorchOptimizer) or not optimizer.is_joint or not can_join:
+            return ShardUpdate(device.plan, optimizer, device.arena.weights)
+        made = groups.instance or groups.made
+        if made is None or has_replicas:
+            made = optimizer.instance_of(groups.over(device))
+        if not has_replicas:
+            groups.made = made
+            for live, own in zip(groups.live, made.param_groups, strict=True):
+                for name, value in own.items():
+                    live.setdefault(name, value)
+            made.param_groups = groups.live
+        return JointUpdate(
+            device.plan,
+            device.arena.weights,
+            made,
+            device.parameters,
+            lambda: groups.live,
+            optimizer.multi_precision,
+        )
+
+
+class StateView(Mapping[Tensor, State]):
+    """The optimizer state as torch's optimizers show it, by parameter: fetched when it is read, as copies.
+
+    A parameter without state has an empty one. To assign one replaces that parameter's, on a server too: do it on every
+    worker. So does `del`, after which the parameter starts afresh, and `clear`, of all of them. It counts as true:
+    torch.distributed.checkpoint would otherwise make some by a step of zeros.
+
+    Args:
+        states: gives the states of the Trainer as they are now.
+    """
+
+    def __init__(self, states: Callable[[], OptimizerStates]) -> None:
+        self._states = states
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __getitem__(self, parameter: Tensor) -> State:
+        return self._states().shown_of(parameter)
+
+    def __setitem__(self, parameter: Tensor, state: Mapping[str, Any]) -> None:
+        self._states().replace(parameter, state)
+
+    def __delitem__(self, parameter: Tensor) -> None:
+        self[parameter] = {}
+
+    def clear(self) -> None:
+        for parameter in list(self):
+            del self[parameter]
+
+    def __contains__(self, parameter: object) -> bool:
+        return isinstance(parameter, Tensor) and bool(self[parameter])
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self._states().shown())
+
+    def __len__(self) -> int:
+        return len(self._states().shown())
+
+    def items(self) -> ItemsView[Tensor, State]:
+        return self._states().shown().items()
+
+    def values(self) -> ValuesView[State]:
+        return self._states().shown().values()
+
+    def get(self, parameter: Tensor, default: Any = None) -> Any:
+        return self[parameter] or default
+
+    def __repr__(self) -> str:
+        return repr(dict(self.items()))

@@ -1,1 +1,0 @@
-"""The pipeline of a step, stage by stage."""
