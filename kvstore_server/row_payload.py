@@ -11,6 +11,8 @@ bytes exceed those of the dense slice by no more than a frame allows.
 
 from __future__ import annotations
 
+import itertools
+import struct
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
@@ -43,20 +45,25 @@ class RowForm:
 def encode_rows(plan: Plan, piece: Slice, parts: Parts) -> Tensor:
     """The bytes of some parts of a slice, as one uint8 tensor."""
     head = [len(parts), 0]
-    body: list[bytes] = []
+    body: list[np.ndarray[Any, Any]] = []
     for position, part in sorted(parts.items()):
-        segment = piece.segments[position]
         if isinstance(part, Tensor):
             head += [position, len(part), _ALL, 0]
-            body.append(_padded(_raw(part)))
+            body.append(_raw(part))
             continue
-        num_rows = segment.numel // row_numel(plan.specs[segment.key])
-        form = _BITS if 4 * len(part.ids) > num_rows // 8 else _IDS
-        head += [position, len(part.ids), form, 0]
-        ids = _bits(part.ids, num_rows) if form == _BITS else part.ids.numpy().astype("<i4").tobytes()
-        body += [_padded(ids), _padded(_raw(part.values))]
-    data = b"".join([np.array(head, "<i4").tobytes(), *body])
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        segment = piece.segments[position]
+        num_rows, count = segment.numel // row_numel(plan.specs[segment.key]), len(part.ids)
+        form = _BITS if 4 * count > num_rows // 8 else _IDS
+        head += [position, count, form, 0]
+        ids = part.ids.numpy()
+        body.append(_bits(ids, num_rows) if form == _BITS else ids.astype("<i4").view(np.uint8))
+        body.append(_raw(part.values))
+    starts = list(itertools.accumulate((-(-len(part) // 8) * 8 for part in body), initial=4 * len(head)))
+    data = np.zeros(starts[-1], np.uint8)
+    data[: 4 * len(head)] = np.array(head, "<i4").view(np.uint8)
+    for start, raw in zip(starts, body, strict=False):
+        data[start : start + len(raw)] = raw
+    return torch.from_numpy(data)
 
 
 def decode_rows(plan: Plan, piece: Slice, data: memoryview) -> Parts:
@@ -66,12 +73,12 @@ def decode_rows(plan: Plan, piece: Slice, data: memoryview) -> Parts:
         ProtocolError: the bytes do not fit the slice.
     """
     reader = _Reader(data)
-    count, zero = reader.take("<i4", 2).tolist()
+    count, zero = reader.numbers(2)
     if not 0 < count <= len(piece.segments) or zero:
         raise ProtocolError(f"a slice of {len(piece.segments)} segments cannot have rows of {count} ({zero})")
-    table = reader.take("<i4", 4 * count).reshape(count, 4).tolist()
+    table = reader.numbers(4 * count)
     parts: dict[int, RowSet | Tensor] = {}
-    for position, size, form, _ in table:
+    for position, size, form in zip(table[::4], table[1::4], table[2::4], strict=True):
         if not 0 <= position < len(piece.segments) or position in parts:
             raise ProtocolError(f"a row-sparse slice names segment {position} of {len(piece.segments)}")
         if form == _ALL:
@@ -153,9 +160,18 @@ class _Reader:
         self._at += -(-size // 8) * 8
         return part
 
+    def numbers(self, count: int) -> tuple[int, ...]:
+        """The same as plain integers of 4 bytes, of which there are few."""
+        at, self._at = self._at, self._at + -(-4 * count // 8) * 8
+        if 4 * count > len(self._data) - at:
+            raise ProtocolError(f"a row-sparse slice of {len(self._data)} bytes ends too early")
+        return struct.unpack_from(f"<{count}i", self._data, at)
+
     def tensor(self, numel: int, dtype: str) -> Tensor:
-        start = self._at
-        self.take("u1", numel * ITEM_SIZE[dtype])
+        start, size = self._at, numel * ITEM_SIZE[dtype]
+        if size > len(self._data) - start:
+            raise ProtocolError(f"a row-sparse slice of {len(self._data)} bytes ends too early")
+        self._at += -(-size // 8) * 8
         if not numel:
             return torch.empty(0, dtype=torch_dtype(dtype))
         return torch.frombuffer(self._data, dtype=torch_dtype(dtype), count=numel, offset=start)
@@ -167,20 +183,20 @@ class _Reader:
             )
 
 
-def _raw(values: Tensor) -> bytes:
-    # A new tensor: one that `expand` made has strides that cannot be viewed as bytes.
-    flat = torch.empty(values.numel(), dtype=values.dtype).copy_(values.reshape(-1))
-    return flat.view(torch.uint8).numpy().tobytes()
+def _raw(values: Tensor) -> np.ndarray[Any, Any]:
+    flat = values.reshape(-1)
+    if len(flat) and flat.stride() != (
+        1,
+    ):  # one that `expand` made has strides that cannot be viewed as bytes
+        flat = torch.empty(len(flat), dtype=values.dtype).copy_(flat)
+    found: np.ndarray[Any, Any] = flat.view(torch.uint8).numpy() if len(flat) else np.zeros(0, np.uint8)
+    return found
 
 
-def _bits(ids: Tensor, num_rows: int) -> bytes:
+def _bits(ids: np.ndarray[Any, Any], num_rows: int) -> np.ndarray[Any, Any]:
     present = np.zeros(num_rows, dtype=bool)
-    present[ids.numpy()] = True
-    return np.packbits(present, bitorder="little").tobytes()
-
-
-def _padded(part: bytes) -> bytes:
-    return part + bytes(-len(part) % 8)
+    present[ids] = True
+    return np.packbits(present, bitorder="little")
 
 
 def split_rows(plan: Plan, key: int, ids: Tensor, values: Tensor) -> dict[int, tuple[int, RowSet]]:
@@ -189,14 +205,11 @@ def split_rows(plan: Plan, key: int, ids: Tensor, values: Tensor) -> dict[int, t
     Every slice of the key gets an entry, with no rows where none are in it: the key has taken part there too.
     """
     width = row_numel(plan.specs[key])
-    found = {}
-    for piece in plan.slices_with(key):
-        position = next(at for at, segment in enumerate(piece.segments) if segment.key == key)
-        segment = piece.segments[position]
-        first, end = segment.key_start // width, (segment.key_start + segment.numel) // width
-        low, high = torch.searchsorted(ids, torch.tensor([first, end])).tolist()
-        found[piece.index] = (
-            position,
-            RowSet(ids[low:high] - first, values[low:high].reshape(high - low, width)),
-        )
-    return found
+    pieces = plan.slices_with(key)
+    positions = [next(at for at, s in enumerate(piece.segments) if s.key == key) for piece in pieces]
+    starts = [piece.segments[at].key_start // width for piece, at in zip(pieces, positions, strict=True)]
+    cuts = torch.searchsorted(ids, torch.tensor(starts[1:], dtype=torch.int64)).tolist()
+    counts = np.diff([0, *cuts, len(ids)]).tolist()
+    local = torch.split(ids - torch.from_numpy(np.repeat(starts, counts)), counts)
+    found = zip(pieces, positions, local, torch.split(values.reshape(len(ids), width), counts), strict=True)
+    return {piece.index: (at, RowSet(own, some)) for piece, at, own, some in found}

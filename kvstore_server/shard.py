@@ -420,8 +420,13 @@ class Shard:
             raise OptimizerError(
                 f"optimizer {optimizer.registered_name!r} raised {type(error).__name__}: {error}; nothing was applied"
             ) from error
-        for unit in units:
-            self._counts[unit.first_key : unit.first_key + len(unit.plan.specs)] += 1
+        first = end = 0
+        for unit in units:  # neighbours are counted together
+            if unit.first_key != end:
+                self._counts[first:end] += 1
+                first = unit.first_key
+            end = unit.first_key + len(unit.plan.specs)
+        self._counts[first:end] += 1
         left_out = left_out_by_all(contributions)
         if left_out:
             self._counts[list(left_out)] -= 1
@@ -435,7 +440,8 @@ class Shard:
         decision: Decision,
     ) -> None:
         for unit, own in hypers:
-            self._set_hypers(unit, own)
+            if unit.hypers is not own:
+                self._set_hypers(unit, own)
         by_rows = self._updated_by_rows(contributions, optimizer)
         for key in by_rows:
             rows = self._sum_of_rows(key, contributions)
@@ -738,8 +744,6 @@ class Shard:
 
     def _set_hypers(self, unit: Unit, hypers: Hypers) -> None:
         """Note the numbers of each segment."""
-        if unit.hypers is hypers:
-            return
         unit.hypers = hypers
         for slot in self._slots[unit.first : unit.end]:
             own = [hypers[segment.key] for segment in slot.piece.segments]

@@ -241,6 +241,8 @@ class Binding:
         if self.exchange.updates_weights and not outcome.skipped:
             arena.mark_updated(None)
             arena.writes.count_own()
+            if not layout.has_replicas:
+                arena.trust_zeros(rows)
         return outcome
 
     def _check_written(self, layout: Memory) -> None:

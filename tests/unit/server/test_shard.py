@@ -1,0 +1,199 @@
+"""Many units in one Shard: bits do not depend on what is summed and updated together, nor on the number of servers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvstore_server.norms import Decision
+from kvstore_server.optimizer import Optimizer, create
+from kvstore_server.plan import Plan, TensorSpec, make_plan
+from kvstore_server.reduction import Contribution, Run, SparsePayload
+from kvstore_server.row_payload import split_rows
+from kvstore_server.shard import Shard, Unit
+from tests.support.optimizer_slices import BUILT_IN, Curved, make
+
+SIZES = (1, 10, 33, 100, 4097, 16, 0, 301)
+ALL = range(len(SIZES))
+
+
+def filled(*shape: int, seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def plan_of(size: int, name: str = "w") -> Plan:
+    return make_plan([TensorSpec(name, (size,), "float32")], 1)
+
+
+def give(unit: Unit, rank: int, step: int) -> dict[int, Any]:
+    return {p.index: filled(p.used, seed=1000 * rank + 10 * step + p.used) for p in unit.slices}
+
+
+def weights(shard: Shard, unit: Unit) -> Tensor:
+    return torch.cat([shard.visible(unit, piece.index) for piece in unit.slices])
+
+
+def one_run(shard: Shard, units: Sequence[Unit], given: Sequence[Mapping[int, Tensor]]) -> list[Run]:
+    """What a rank gives to neighbouring units: one tensor for those that are neighbours in memory, padding included."""
+    runs: list[Run] = []
+    for unit, payloads in zip(units, given, strict=True):
+        for piece in unit.slices:
+            slot = unit.slots[piece.index]
+            padded = torch.nn.functional.pad(payloads[piece.index], (0, piece.length - piece.used))
+            if runs and runs[-1].end == slot and shard._is_next(slot - 1, slot):
+                assert isinstance(runs[-1].payload, Tensor)
+                runs[-1] = Run(runs[-1].first, slot + 1, torch.cat([runs[-1].payload, padded]))
+            else:
+                runs.append(Run(slot, slot + 1, padded))
+    return runs
+
+
+@pytest.mark.parametrize("name", [*BUILT_IN, Curved])
+def test_units_that_are_updated_together_have_the_bits_that_each_has_alone(name: Any) -> None:
+    optimizer, together = make(name), Shard()
+    units = [together.add(plan_of(size)) for size in SIZES]
+    alone = [Shard() for _ in SIZES]
+    own = [shard.add(plan_of(size)) for shard, size in zip(alone, SIZES, strict=True)]
+    hypers = [optimizer.hyper]
+    for step, some in enumerate([ALL, (1, 2, 3, 7), ALL, (0, 4)]):
+        parts = []
+        for rank in range(2):
+            given = [give(own[at], rank, step) for at in some]
+            runs = one_run(together, [units[at] for at in some], given)
+            parts.append(Contribution(runs, 0.5))
+        together.update(parts, optimizer, [hypers] * len(some), [units[at] for at in some])
+        for at in some:
+            apart = [
+                alone[at].contribution(own[at], give(own[at], rank, step), 0.5, frozenset())
+                for rank in range(2)
+            ]
+            alone[at].update(apart, optimizer, [hypers])
+    for unit, shard, other in zip(units, alone, own, strict=True):
+        assert torch.equal(weights(together, unit), weights(shard, other))
+
+
+def test_one_kernel_call_updates_many_units() -> None:
+    sizes: list[int] = []
+
+    class Counting(Optimizer):
+        verified = True
+
+        def update(self, weight: Tensor, grad: Tensor, state: dict[str, Any], hyper: Any) -> None:
+            sizes.append(weight.numel())
+
+    shard, optimizer = Shard(), Counting()
+    memory = torch.zeros(4 * 112)
+    plan = make_plan([TensorSpec(str(at), (100,), "float32") for at in range(4)], 1)
+    unit = shard.add(plan, 0, {"float32": memory})
+    shard.update([Contribution([Run(0, 1, torch.ones(436))])], optimizer, [[optimizer.hyper] * 4])
+    more = [shard.add(plan_of(100)) for _ in range(100)]
+    last = more[60:]  # of one block, whatever room was made for those before
+    shard.update(
+        [Contribution(one_run(shard, last, [{0: torch.ones(100)}] * 40))],
+        optimizer,
+        [[optimizer.hyper]] * 40,
+        last,
+    )
+    assert unit.end == 1
+    assert sizes[0] == 4 * 112
+    assert sum(sizes[1:]) == 40 * 112
+    assert len(sizes) <= 3
+
+
+LAZY: list[tuple[str, dict[str, Any]]] = [
+    ("sgd", {"lazy_update": True, "momentum": 0.9}),
+    ("adam", {"lazy_update": True}),
+    ("adagrad", {}),
+    ("ftrl", {}),
+    ("torch:SGD", {"lr": 0.1}),
+    ("torch:Adagrad", {"lr": 0.1}),
+]
+
+
+@pytest.mark.parametrize(("name", "options"), LAZY)
+@pytest.mark.parametrize("width", [1, 10, 33])
+def test_rows_have_the_same_bits_on_any_number_of_servers(
+    name: str, options: dict[str, Any], width: int
+) -> None:
+    rows, optimizer = 2001, create(name, **options)
+    spec = TensorSpec("table", (rows, width), "float32", row_sparse=True)
+    ends = []
+    for servers in (1, 2, 3):
+        plan = make_plan([spec], servers)
+        shards = [Shard() for _ in range(servers)]
+        units = [shard.add(plan, server) for server, shard in enumerate(shards)]
+        for step in range(3):
+            given = []
+            for rank in range(2):
+                ids = torch.randperm(rows, generator=torch.Generator().manual_seed(7 * step + rank))[:57]
+                given.append(split_rows(plan, 0, ids.sort().values, filled(57, width, seed=9 * step + rank)))
+            for shard, unit in zip(shards, units, strict=True):
+                parts = [
+                    shard.contribution(
+                        unit,
+                        {index: SparsePayload(dict([one[index]]), None) for index in unit.slots},
+                        0.3,
+                        frozenset(),
+                    )
+                    for one in given
+                ]
+                shard.update(parts, optimizer, [[optimizer.hyper]])
+        slices = {p.index: shards[p.server].visible(units[p.server], p.index) for p in plan.slices}
+        ends.append(torch.cat([slices[piece.index] for piece in plan.slices]))
+    assert torch.equal(ends[0], ends[1])
+    assert torch.equal(ends[0], ends[2])
+    assert ends[0].any()
+
+
+class Busy:
+    """Leases of the buffers that a test names."""
+
+    def __init__(self) -> None:
+        self.addresses: set[int] = set()
+
+    def is_busy(self, buffer: Tensor) -> bool:
+        return buffer.data_ptr() in self.addresses
+
+
+def test_weights_that_are_being_sent_are_left_alone_and_taken_back_later() -> None:
+    leases, optimizer = Busy(), create("test", learning_rate=1.0)
+    shard = Shard(leases)
+    unit = shard.add(make_plan([TensorSpec(str(at), (5000,), "float32") for at in range(3)], 1))
+    first = unit.slices[0]
+    sent = shard.visible(unit, first.index)
+    home, before = sent.data_ptr(), sent.clone()
+
+    def step() -> None:
+        ones = {p.index: torch.ones(p.used) for p in unit.slices}
+        shard.update([shard.contribution(unit, ones, 1.0, frozenset())], optimizer, [[optimizer.hyper] * 3])
+
+    leases.addresses.add(home)
+    step()
+    assert torch.equal(sent, before)
+    moved = shard.visible(unit, first.index)
+    assert moved.data_ptr() != home
+    leases.addresses.add(moved.data_ptr())
+    step()
+    assert (moved == -1).all()
+    assert weights(shard, unit).unique().tolist() == [-2.0]
+    leases.addresses.clear()
+    step()
+    assert shard.visible(unit, first.index).data_ptr() == home
+    assert weights(shard, unit).unique().tolist() == [-3.0]
+
+
+def test_a_sum_that_was_held_is_clipped_as_decided_and_a_key_without_a_gradient_stays() -> None:
+    shard, optimizer = Shard(), create("test", learning_rate=1.0)
+    unit = shard.add(make_plan([TensorSpec("a", (3,), "float32"), TensorSpec("b", (4,), "float32")], 1))
+    gradient = torch.zeros(20)
+    gradient[:3] = 8.0
+    given = [Contribution([Run(0, 1, gradient.clone())], 0.5, frozenset({1})) for _ in range(2)]
+    held = shard.hold(given, optimizer, [optimizer.hyper] * 2, 1.0, unit)
+    assert [tuple(partial) for partial in held.partials] == [(0, 24.0, True)]
+    shard.update([held.total], optimizer, [[optimizer.hyper] * 2], decision=Decision(0.5, 3.0))
+    assert weights(shard, unit)[:3].tolist() == [-3.0] * 3
+    assert not weights(shard, unit)[3:].any()
