@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import time
 from collections.abc import Callable
 
@@ -109,14 +108,12 @@ def test_a_role_beside_servers_that_run_already_is_a_contradiction(role: str) ->
         env.find_topology(in_role(role), servers=["h:1"])
 
 
-def test_a_process_with_a_rank_is_a_worker_whatever_its_role() -> None:
-    environ = in_role("server", KVSTORE_RANK="1", KVSTORE_NUM_WORKERS="2", KVSTORE_SERVERS="h:1")
-    assert env.find_topology(environ).rank == 1
-
-
-def test_a_worker_with_a_list_of_servers_does_not_ask_the_scheduler() -> None:
-    environ = in_role("worker", DMLC_WORKER_ID="1", KVSTORE_SERVERS="h:1")
-    topology = env.find_topology(environ)
+@pytest.mark.parametrize(
+    ("role", "own"),
+    [("server", {"KVSTORE_RANK": "1", "KVSTORE_NUM_WORKERS": "4"}), ("worker", {"DMLC_WORKER_ID": "1"})],
+)
+def test_a_process_that_knows_rank_and_servers_asks_no_scheduler(role: str, own: dict[str, str]) -> None:
+    topology = env.find_topology(in_role(role, KVSTORE_SERVERS="h:1", **own))
     assert (topology.rank, topology.num_workers, topology.servers) == (1, 4, ("tcp://h:1",))
 
 
@@ -175,25 +172,6 @@ def test_servers_for_other_machines_need_permission() -> None:
 def test_without_a_host_name_servers_listen_where_the_way_to_the_scheduler_begins() -> None:
     job = job_of("server")
     assert dmlc._host_of_server({}, job, False) == "127.0.0.1"
-
-
-@pytest.mark.parametrize(
-    "environ",
-    [
-        {"RANK": "0", "WORLD_SIZE": "3"},
-        {"SLURM_PROCID": "0", "SLURM_NTASKS": "3"},
-        {"KVSTORE_RANK": "0", "KVSTORE_NUM_WORKERS": "3"},
-    ],
-)
-def test_a_worker_that_is_about_to_train_alone_is_warned_under_every_launcher(
-    environ: dict[str, str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    for name, value in environ.items():
-        monkeypatch.setenv(name, value)
-    with caplog.at_level(logging.WARNING):
-        kvtrainer.Trainer([torch.nn.Parameter(torch.zeros(2))], "sgd", kvstore="local")
-    assert "keeps gradients in this process, although the job has 3 workers" in caplog.text
-    assert list(environ)[1] in caplog.text
 
 
 # When a server ends.
