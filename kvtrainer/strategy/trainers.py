@@ -142,25 +142,14 @@ def build_schedules(
             "schedules need the Trainer whose values they change, so build that first, and give it: got "
             f"{type(trainer).__name__}"
         )
-    _refuse_others(cfg)
-    made = build_param_schedules(cfg, trainer, default_args)
-    by_trainer = [(trainer, made)] if isinstance(trainer, Trainer) else _pairs(trainer, made)
-    for one, its in by_trainer:
-        log.debug(
-            "%d schedules; where they do not say their end, it is that of %s", len(its), dict(default_args)
-        )
-        one.configure(schedules=its)
-    return made
-
-
-def _pairs(trainers: TrainerDict, made: Any) -> list[tuple[Trainer, list[BoundSchedule]]]:
-    return [(trainers[name], its) for name, its in made.items()]
-
-
-def _refuse_others(cfg: Any) -> None:
     for one in cfg if isinstance(cfg, list | tuple) else [cfg]:
         if one is None or isinstance(one, str | int | float):
             raise ArgumentTypeError(f"scheduler should be a schedule or a dict, but got {one!r:.200}")
+    made = build_param_schedules(cfg, trainer, default_args)
+    log.debug("schedules that do not say their end have that of %s", dict(default_args))
+    for name, its in made.items() if isinstance(made, dict) else [("", made)]:
+        (trainer if isinstance(trainer, Trainer) else trainer[name]).configure(schedules=its)
+    return made
 
 
 def scale_learning_rates(
@@ -205,14 +194,8 @@ def scale_learning_rates(
         factor = real / base
         parts = f"{num_workers} workers · {micro}" + (f" · {replicas} replicas" if replicas > 1 else "")
         parts += f" · {passes} accumulated" if passes > 1 else ""
-        log.info(
-            "learning rate%s · %g: batch size %s = %d, base %d",
-            name and f" of {name}",
-            factor,
-            parts,
-            real,
-            base,
-        )
+        of = name and f" of {name}"
+        log.info("learning rate%s · %g: batch size %s = %d, base %d", of, factor, parts, real, base)
         _scale(trainer, factor, scaled)
     return factor
 

@@ -55,11 +55,6 @@ def test_unknown_launcher_is_refused(make: Make) -> None:
         make(env_kwargs={"launcher": "ray"})
 
 
-def test_unknown_environment_option_is_refused(make: Make) -> None:
-    with pytest.raises(TypeError, match="benchmark_cudnn"):
-        make(env_kwargs={"benchmark_cudnn": True})
-
-
 def test_arguments_are_keywords_and_the_base_is_abstract() -> None:
     with pytest.raises(TypeError, match="abstract"):
         BaseStrategy()  # type: ignore[abstract]
@@ -75,8 +70,11 @@ def test_unknown_kvstore_is_refused_before_anything_is_made(tmp_path: Path) -> N
     assert not (tmp_path / "w").exists()
 
 
-def test_directories_and_names_carry_the_time(make: Make, tmp_path: Path) -> None:
-    plain, named = make(), make(experiment_name="try")
+def test_directories_and_names_carry_the_time(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    plain, named = make(work_dir="work"), make(experiment_name="try")
     assert re.fullmatch(r"\d{8}_\d{6}", plain.timestamp)
     assert abs(time.mktime(time.strptime(plain.timestamp, "%Y%m%d_%H%M%S")) - time.time()) < 60
     assert plain.work_dir == str(tmp_path / "work")
@@ -84,13 +82,6 @@ def test_directories_and_names_carry_the_time(make: Make, tmp_path: Path) -> Non
     assert os.path.isdir(plain.log_dir)
     assert plain.experiment_name == plain.timestamp
     assert named.experiment_name == f"try_{named.timestamp}"
-
-
-def test_relative_work_dir_becomes_absolute(
-    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert make(work_dir="here").work_dir == str(tmp_path / "here")
 
 
 def test_properties_of_a_process_alone_cannot_be_set(make: Make) -> None:
