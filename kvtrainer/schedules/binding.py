@@ -84,7 +84,7 @@ def build_param_schedules(
     """
     if isinstance(optimizer, torch.optim.Optimizer):
         given = list(cfg) if isinstance(cfg, Sequence) and not isinstance(cfg, str) else [cfg]
-        return bind_schedules(given, optimizer, default_args, getattr(optimizer, "_schedules", ()))
+        return bind_schedules(given, optimizer, default_args, getattr(optimizer, "schedules", ()))
     if not isinstance(optimizer, Mapping) or not optimizer:
         raise ArgumentTypeError(
             f"schedules need an optimizer or a mapping of several by name, got {type(optimizer).__name__}"
