@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.support.examples import RANKS, ROOT, SERVERS, example, run
+from tests.support.examples import ROOT, example, run_with_ranks, run_with_servers
 
 pytest.importorskip("sklearn", reason="the data are not installed: pip install scikit-learn")
 CONFIG = ["--config", str(ROOT / "examples" / "cnn.json")]
@@ -23,6 +24,7 @@ def trained(folder: Path, *options: str) -> Weights:
     return torch.load(folder / "weights.pt")  # type: ignore[no-any-return]
 
 
+@functools.cache
 def written_out(batches: int = 1) -> Weights:
     """The same epoch in plain PyTorch, with so many batches for an update."""
     cnn, plain = example("cnn"), example("digits_plain")
@@ -75,13 +77,18 @@ def test_bfloat16_stays_close_to_full_precision(tmp_path: Path) -> None:
     check_close(found, written_out(), tolerance=0.05)
 
 
-@pytest.mark.parametrize("launcher", [SERVERS, RANKS], ids=["servers", "ranks"])
-def test_two_workers_train_what_one_process_trains(tmp_path: Path, launcher: Sequence[str]) -> None:
-    run("cnn", "--epochs", "1", "--save", str(tmp_path / "weights.pt"), *CONFIG, launcher=launcher)
+def test_two_workers_and_two_servers_train_what_one_process_trains(tmp_path: Path) -> None:
+    run_with_servers("cnn", tmp_path, "--epochs", "1", "--save", str(tmp_path / "weights.pt"), *CONFIG)
     check_close(torch.load(tmp_path / "weights.pt"), written_out())
 
 
-def test_it_reads_97_of_100_held_out_digits() -> None:
-    lines = run("cnn").splitlines()
+def test_two_ranks_train_what_one_process_trains(tmp_path: Path) -> None:
+    run_with_ranks("cnn", "--epochs", "1", "--save", str(tmp_path / "weights.pt"), *CONFIG)
+    check_close(torch.load(tmp_path / "weights.pt"), written_out())
+
+
+def test_it_reads_97_of_100_held_out_digits(capsys: pytest.CaptureFixture[str]) -> None:
+    example("cnn").main([])
+    lines = capsys.readouterr().out.splitlines()
     assert "bias_lr_mult" in "".join(lines)
     assert float(lines[-2].rsplit(maxsplit=1)[-1].rstrip("%")) >= 97.0

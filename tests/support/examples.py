@@ -1,4 +1,4 @@
-"""The programs in examples/, as modules of this process or run as a user runs them."""
+"""The programs in examples/: as modules of this process, as workers beside servers, or as ranks of torchrun."""
 
 from __future__ import annotations
 
@@ -6,19 +6,15 @@ import importlib
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
+from tests.support.jobs import run_program
 from tests.support.limits import LIMIT
 
 ROOT = Path(__file__).parents[2]
-SERVERS = ("-m", "kvtrainer.launch", "-n", "2", "-s", "2", "--", sys.executable)
-"""Starts two workers and two servers."""
-RANKS = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-"""Starts two ranks of torch.distributed."""
 
 
 def example(name: str) -> ModuleType:
@@ -28,16 +24,28 @@ def example(name: str) -> ModuleType:
         return importlib.import_module(name)
 
 
-def run(name: str, *options: str, launcher: Sequence[str] = ()) -> str:
-    """Run an example to its end, alone or by a launcher; gives what it printed.
+def run_with_servers(name: str, folder: Path, *options: str) -> str:
+    """Run an example with two workers and two servers to its end; gives what they printed."""
+    folder_of_examples = str(ROOT / "examples")
+    code = f"""
+import runpy, sys
+sys.path.insert(0, {folder_of_examples!r})
+runpy.run_module({name!r}, run_name="__main__")
+"""
+    return run_program(["-c", code, *options], folder, 2, 2)
+
+
+def run_with_ranks(name: str, *options: str) -> None:
+    """Run an example on two ranks of torch.distributed to its end, as torchrun starts it.
 
     Raises:
         AssertionError: it failed.
         subprocess.TimeoutExpired: it took longer.
     """
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(("KVSTORE_", "DMLC_"))}
+    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
-        [sys.executable, *launcher, f"examples/{name}.py", *options],
+        [sys.executable, "-m", *launcher, f"examples/{name}.py", *options],
         cwd=ROOT,
         env={**inherited, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
@@ -47,4 +55,3 @@ def run(name: str, *options: str, launcher: Sequence[str] = ()) -> str:
         check=False,
     )
     assert done.returncode == 0, done.stdout
-    return done.stdout

@@ -1,7 +1,7 @@
-"""Real jobs for tests: worker modules beside real servers, with a deadline, and their results as files.
+"""Real jobs for tests: Python programs beside real servers, with a deadline, and their results as files.
 
-A job is the module `tests.support.workers.NAME`, started once per worker as the launcher would. Each worker ends by
-calling `deliver`; `run_job` gives the tests what all of them delivered.
+A program is started once per worker, with the environment that the launcher would give it. Most are the modules
+`tests.support.workers.NAME`, which end by calling `deliver`; `run_job` gives the tests what all of them delivered.
 """
 
 from __future__ import annotations
@@ -54,19 +54,30 @@ def run_job(worker: str, folder: Path, workers: int, servers: int, *arguments: s
     Raises:
         AssertionError: the job failed or took too long, or a rank delivered nothing; shows its output.
     """
-    members = _Members(folder)
-    try:
-        code = members.run([f"tests.support.workers.{worker}", *arguments], workers, servers, JOB_LIMIT)
-    finally:
-        members.close()
-    what = f"the job {' '.join([worker, *arguments])} with {workers} workers and {servers} servers"
-    if code != 0:
-        how = f"took more than {JOB_LIMIT:g} s" if code is None else f"exited with code {code}"
-        raise AssertionError(f"{what} {how}; its output:\n{members.log.read_text(errors='replace')}")
+    run_program(["-m", f"tests.support.workers.{worker}", *arguments], folder, workers, servers)
     missing = [rank for rank in range(workers) if not _file(folder, rank).exists()]
     if missing:
-        raise AssertionError(f"{what} ended well, but ranks {missing} delivered nothing")
+        raise AssertionError(f"the job {worker} ended well, but ranks {missing} delivered nothing")
     return Job(workers, servers, [torch.load(_file(folder, rank)) for rank in range(workers)])
+
+
+def run_program(command: Sequence[str], folder: Path, workers: int, servers: int) -> str:
+    """Run `python COMMAND` as every worker of a job, to its end; gives what all processes printed.
+
+    Raises:
+        AssertionError: the job failed or took too long; shows its output.
+    """
+    members = _Members(folder)
+    try:
+        code = members.run(command, workers, servers, JOB_LIMIT)
+    finally:
+        members.close()
+    output = members.log.read_text(errors="replace")
+    if code != 0:
+        how = f"took more than {JOB_LIMIT:g} s" if code is None else f"exited with code {code}"
+        what = f"the job {' '.join(command)} with {workers} workers and {servers} servers"
+        raise AssertionError(f"{what} {how}; its output:\n{output}")
+    return output
 
 
 def own_place() -> tuple[int, int]:
@@ -135,7 +146,7 @@ class _Members:
         for index in range(count):
             ours, theirs = os.pipe()
             flags = ["--index", str(index), "--num-servers", str(count), "--ready-fd", str(theirs)]
-            self._servers.append(self._start(["kvstore_server", *flags], {}, [theirs]))
+            self._servers.append(self._start(["-m", "kvstore_server", *flags], {}, [theirs]))
             os.close(theirs)
             ready.append(ours)
         addresses = []
@@ -146,7 +157,7 @@ class _Members:
 
     def _start(self, command: Sequence[str], environ: Mapping[str, str], others: Sequence[int] = ()) -> Fork:
         streams = [self._input.fileno(), self._output.fileno(), self._output.fileno()]
-        return fork_server().start(["-m", *command], {**self._environ, **environ}, ROOT, streams, others)
+        return fork_server().start(command, {**self._environ, **environ}, ROOT, streams, others)
 
 
 def _first_failure(processes: Sequence[Fork], deadline: float) -> int | None:
