@@ -153,8 +153,7 @@ def played(job: Job, rng: random.Random) -> str:
     return kind
 
 
-@pytest.mark.parametrize("servers", [1, 2, 3])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(("optimizer", "servers"), [(name, 1 + i % 3) for i, name in enumerate(OPTIMIZERS)])
 def test_every_round_leaves_the_weights_of_the_store(optimizer: str, servers: int) -> None:
     job, rng = Job(servers, optimizer), random.Random(servers)
     job.check()

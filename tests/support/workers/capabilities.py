@@ -10,7 +10,7 @@ from dataclasses import astuple
 
 import torch.distributed as dist
 
-from tests.support.capabilities import group_cases, try_out
+from tests.support.capabilities import GROUP, cases, try_out
 from tests.support.jobs import deliver, own_place
 from tests.support.limits import LIMIT
 
@@ -22,7 +22,7 @@ def main() -> None:
     meeting, timeout = f"file://{sys.argv[1]}/meeting", datetime.timedelta(seconds=LIMIT)
     dist.init_process_group("gloo", init_method=meeting, rank=RANK, world_size=SIZE, timeout=timeout)
     outcomes = []
-    for case in group_cases():
+    for case in cases(GROUP):
         outcomes.append(astuple(try_out(case)))
         gc.freeze()  # beside a process group every new Trainer looks at all objects that are not frozen
     dist.barrier()

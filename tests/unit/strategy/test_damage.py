@@ -118,7 +118,7 @@ def test_every_random_damage_is_refused_and_changes_nothing_or_does_no_harm(
         assert run.state() == right
         steps(run.model, run.trainer, 3)
         before, outcomes = run.state(), Counter[str]()
-        for _ in range(300):
+        for _ in range(100):
             path.write_bytes(damaged(whole, numbers))
             try:
                 found = run.strategy.resume(str(path))
@@ -132,7 +132,7 @@ def test_every_random_damage_is_refused_and_changes_nothing_or_does_no_harm(
                 before = run.state()
     finally:
         logging.disable(logging.NOTSET)
-    assert outcomes["refused"] > 200
+    assert outcomes["refused"] > 66
 
 
 def test_an_old_files_record_that_is_marked_as_a_folder_is_refused(make: Make, path: Path) -> None:
