@@ -44,7 +44,7 @@ def current_group() -> RankGroup | None:
 
 @dataclass(frozen=True)
 class Buckets:
-    """How much is summed in one collective.
+    """The sizes of what is summed in one collective.
 
     Args:
         size_mb: at most so many times 1024² bytes; -1 for all that lies beside each other; None for 25.
@@ -178,7 +178,9 @@ class RankGroup:
 
     @torch.no_grad()
     def gather_rows(self, mine: RowSet, counts: Sequence[int]) -> list[RowSet]:
-        """The rows of one key of those ranks that have some, in the order of ranks; only this rank's if none has.
+        """Gather the rows of one key of those ranks that have some, in the order of ranks.
+
+        Only this rank's, if none has.
 
         Args:
             mine: this rank's rows; on all ranks in the same dtype.
@@ -221,7 +223,7 @@ class RankGroup:
         self.all_gather_bytes(pack_control({"verb": verb, "error": text}))
 
     def _place(self, device: torch.device) -> torch.device:
-        """Where a tensor of a device has to be to be exchanged."""
+        """Choose the device on which a tensor of another one is exchanged."""
         if device.type == "cuda" and self.has_nccl:
             return device
         if self._backends.get("cpu") == "gloo":

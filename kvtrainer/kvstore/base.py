@@ -56,7 +56,7 @@ class KVStoreBase(ABC):
     OPTIMIZER: ClassVar[str] = OPTIMIZER
     """The name of a capability, for `is_capable`."""
     capabilities: ClassVar[Collection[str]] = ()
-    """What stores of this class can do, out of CAPABILITIES; a third-party class says so here."""
+    """Capabilities of stores of this class, out of CAPABILITIES; a third-party class names them here."""
 
     @property
     @abstractmethod
@@ -71,7 +71,7 @@ class KVStoreBase(ABC):
     @property
     @abstractmethod
     def num_workers(self) -> int:
-        """How many workers take part."""
+        """The number of workers that take part."""
 
     @abstractmethod
     def broadcast(self, key: Any, value: Any, out: Any, priority: int = 0) -> None:
@@ -83,11 +83,11 @@ class KVStoreBase(ABC):
 
     @classmethod
     def capabilities_as(cls, type: str) -> Collection[str]:
-        """What stores of this class can do when created under a name; by default `capabilities`, whatever the name."""
+        """Return the capabilities of stores of this class under a name; by default `capabilities`."""
         return cls.capabilities
 
     def is_capable(self, capability: str) -> bool:
-        """Whether the store can do something; the names are in CAPABILITIES, case does not matter.
+        """Tell whether the store has a capability, out of CAPABILITIES; case does not matter.
 
         Raises:
             ConfigurationError: no such capability exists.
@@ -95,12 +95,12 @@ class KVStoreBase(ABC):
         return self._capability(capability) in _checked(self.capabilities_as(self.type), self.__class__)
 
     def close(self) -> None:
-        """Give up the store's resources; idempotent. The base class has none."""
+        """Release the store's resources; idempotent. The base class has none."""
         return None
 
     @staticmethod
     def register(cls: _ClassT) -> _ClassT:
-        """Make a store known to `create` under its class name in lower case, as MXNet's plug-ins do it.
+        """Register a store under its class name in lower case, as MXNet's plug-ins do.
 
             @kvtrainer.kvstore.KVStoreBase.register
             class MyStore(kvtrainer.kvstore.KVStoreBase): ...   # kvstore="mystore"
@@ -131,7 +131,7 @@ _registry: dict[str, Factory] = {}
 
 
 def register(*names: str) -> Callable[[_FactoryT], _FactoryT]:
-    """Make a store known to `create` under one or more names (case does not matter).
+    """Register a store for `create` under one or more names; case does not matter.
 
     The class is called as `cls(type=name, **options)`; without `type` if it does not take that. Taking over a name that
     is in use is logged.
@@ -158,7 +158,7 @@ def register(*names: str) -> Callable[[_FactoryT], _FactoryT]:
 
 
 def capabilities() -> dict[str, dict[str, bool]]:
-    """What the store of every registered name can do: name → capability → whether.
+    """Tabulate the capabilities of every registered store: name → capability → whether it has it.
 
     A class says so by its `capabilities`, or by `capabilities_as` where it depends on the name; a function that makes
     stores by an attribute `capabilities`. Names are in alphabetical order.
@@ -184,7 +184,7 @@ def _checked(capabilities: Collection[str], owner: object) -> frozenset[str]:
 
 
 def factory_of(type: str) -> Factory:
-    """What makes stores of that name. Raises as `create`."""
+    """Find the class or function that makes stores of a name. Raises as `create`."""
     if not isinstance(type, str):
         raise ConfigurationError(f"the type of a kvstore must be a string, got {type!r}")
     factory = _registry.get(type.lower())

@@ -33,7 +33,7 @@ from kvtrainer.parallel.reducers import check_reducer, is_left_fold
 
 @register(*DEVICE_NAMES)
 class DeviceKVStore(TableKVStore):
-    """As LocalKVStore; inside a torch.distributed group of several ranks it sums over those as well.
+    """As LocalKVStore; in a torch.distributed group of several ranks it sums over those, too.
 
     Then `init`, `broadcast`, `push`, `pushpull` and `barrier` are collective: every rank calls them with the same keys
     and in the same order, and they block, as long as the group's own timeout says. `init` takes rank 0's values. Every
@@ -91,7 +91,7 @@ class DeviceKVStore(TableKVStore):
 
     @property
     def reducer(self) -> str:
-        """How replicas are summed."""
+        """The name of the reducer that sums replicas."""
         return self._reducer
 
     @property
@@ -104,7 +104,10 @@ class DeviceKVStore(TableKVStore):
 
     @property
     def bucket_size_mb(self) -> float | None:
-        """The most that is summed in one collective; may change, on every rank, until a Trainer's first step."""
+        """The most that is summed in one collective, in units of 1024² bytes.
+
+        It may change, on every rank, until a Trainer's first step.
+        """
         return self._buckets.size_mb
 
     @bucket_size_mb.setter
@@ -113,7 +116,7 @@ class DeviceKVStore(TableKVStore):
 
     @property
     def coalesce(self) -> bool:
-        """Whether parameters share collectives; may change, on every rank, until a Trainer's first step."""
+        """Whether parameters share collectives. It may change as `bucket_size_mb` may."""
         return self._buckets.coalesce
 
     @coalesce.setter
@@ -182,7 +185,10 @@ class DeviceKVStore(TableKVStore):
         self._buckets = buckets
 
     def _of_rank_0(self, group: RankGroup, key: Any, value: Any) -> Any:
-        """Rank 0's values of new keys, in the form of `value`; the ranks agree on keys, shapes and dtypes first."""
+        """Take rank 0's values of new keys, once all ranks agree on keys, shapes and dtypes.
+
+        They come in the form of `value`.
+        """
         try:
             values = pair(key, value, "value")
             check_keys([one for one, _ in values])
@@ -248,5 +254,5 @@ class DeviceKVStore(TableKVStore):
 
 
 def is_nccl(type: str) -> bool:
-    """Whether a store's name is that of the one for CUDA tensors only."""
+    """Tell whether a store of this name takes CUDA tensors only."""
     return type.lower() == NCCL

@@ -38,7 +38,7 @@ VAN_TYPE, WATER_MARK = "DMLC_PS_VAN_TYPE", "DMLC_PS_WATER_MARK"
 DEFAULT_WATER_MARK = 10
 
 _created = itertools.count()
-"""Numbers the stores of this process: the n-th store of every worker meets the n-th of the others."""
+"""Counts the stores of this process: the n-th store of every worker meets the n-th of the others."""
 
 
 @register(*SYNC_NAMES, *ASYNC_NAMES, *SSP_NAMES)
@@ -118,10 +118,10 @@ class DistKVStore(TableKVStore):
         return self._lend(self._connect(f"{self._namespace}/trainer{len(self._for_trainers) + 1}"))
 
     def open_side_client(self) -> Client:
-        """A client with a namespace of its own and synchronous rounds, for what workers agree on beside training.
+        """Connect a client with synchronous rounds for what workers agree on beside training.
 
-        As with `open_client`, the n-th one of every worker meets the n-th of the others; blocks until the servers
-        answer.
+        It has a namespace of its own. As with `open_client`, the n-th one of every worker meets the n-th of the others;
+        blocks until the servers answer.
         """
         self._sides += 1
         return self._connect(f"{self._namespace}/side{self._sides}", SYNCHRONOUS)
@@ -168,7 +168,7 @@ def _check(topology: Topology, namespace: object) -> None:
 
 
 def _leave(clients: Sequence[Client]) -> None:
-    """Tell the servers when the store is dropped or the process ends, and why: nobody shall wait for it in vain."""
+    """Tell the servers that the store is dropped or the process ends, and why, so that nobody waits for it."""
     for client in clients:
         client.close(getattr(sys, "last_value", None))
 
@@ -176,7 +176,7 @@ def _leave(clients: Sequence[Client]) -> None:
 def mode_of(
     type: str, staleness: int | None, scale_lr_by_staleness: bool, environ: Mapping[str, str]
 ) -> Mode:
-    """The mode of a store of that name.
+    """Choose the mode of a store of that name.
 
     Raises:
         ConfigurationError: an option does not go with the name, or is no whole number of 0 or more.
@@ -201,7 +201,9 @@ def mode_of(
 
 
 def water_mark_of(type: str, environ: Mapping[str, str]) -> int:
-    """How many messages for a server may be on their way while others queue by priority; 0: all, nothing queues.
+    """Read how many messages may be on their way to a server while others queue by priority.
+
+    0 stands for all: nothing queues.
 
     Raises:
         ConfigurationError: a variable has no value that is known.

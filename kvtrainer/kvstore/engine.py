@@ -32,7 +32,7 @@ class LocalEngine:
 
     @property
     def is_busy(self) -> bool:
-        """Whether it is in the middle of a request of the store, whose caller is code that the request runs."""
+        """Whether it runs a request of the store; who asks is then called by that request."""
         return self._transport.is_busy
 
     @property
@@ -53,7 +53,7 @@ class LocalEngine:
 
 
 class _Direct(Loopback):
-    """Knows whether the engine is in the middle of a request."""
+    """A loopback that knows whether the engine runs a request."""
 
     is_busy = False
 

@@ -1,4 +1,4 @@
-"""Sums of what several replicas in this process, or several ranks, give of one key: dense, by rows, or compressed."""
+"""Sum what replicas or ranks give of one key: dense values, rows, or compressed ones."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def merge_rows(spec: TensorSpec, replicas: Sequence[Tensor]) -> RowSet:
 
 
 def densified(spec: TensorSpec, value: Tensor) -> Tensor:
-    """A value as a dense tensor, on the CPU if it is sparse."""
+    """Make a value dense, on the CPU if it is sparse."""
     return dense_sum(spec, [value]) if is_sparse(value) else value
 
 
@@ -67,8 +67,9 @@ def dense_sum(spec: TensorSpec, replicas: Sequence[Tensor]) -> Tensor:
 
 @torch.no_grad()
 def sum_rows(parts: Sequence[RowSet], dtype: str) -> RowSet:
-    """Sum the rows that several gave of one key: a left fold in their order, in the dtype to sum `dtype` in.
+    """Sum the rows that several gave of one key: a left fold in their order.
 
+    The sum is in the dtype that `dtype` is summed in.
     It has the same bits on every device, because the ids of one part are distinct.
     """
     values = [part.values.to(compute_dtype(dtype)) for part in parts]
@@ -154,7 +155,10 @@ class ReplicaCompressor:
         }
 
     def _residual(self, kept: Tensor | None, grad: Tensor, dtype: str) -> tuple[Tensor | None, Tensor | None]:
-        """What earlier rounds left of a replica, and room for what this one leaves; None where nothing is lost."""
+        """Find what earlier rounds left of a replica, and make room for what this one leaves.
+
+        Both are None where nothing is lost.
+        """
         kind = self._codec.residual_dtype(dtype)
         if kind is None:
             return None, None

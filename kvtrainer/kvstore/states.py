@@ -18,7 +18,7 @@ from kvtrainer.states.holder import export_states, import_states, momentum_probl
 from kvtrainer.states.saved import SavedParameter, SavedStates
 
 _NUMBERS = "numbers count"
-"""What a file says when the optimizer's numbers are to be taken over as well."""
+"""Key of a file's extra values: whether the optimizer's numbers are taken over as well."""
 
 
 def save(
@@ -47,7 +47,9 @@ def save(
 def load(
     fname: str | os.PathLike[str], client: Client, tables: Sequence[RemoteTable], optimizer: Optimizer
 ) -> Mapping[str, object]:
-    """Replace the state of every table; returns the optimizer's numbers if they were saved to be taken over.
+    """Replace the state of every table.
+
+    Returns the optimizer's numbers, if they were saved to be taken over.
 
     Raises:
         StateFileError: the file cannot be read.

@@ -59,7 +59,7 @@ def flat_view(tensor: Tensor) -> Tensor | None:
 
 
 def target_of(dtype: torch.dtype, outs: Sequence[Tensor]) -> Target:
-    """Choose where a key's new values are received: in the first `out` if that is flat memory of the right dtype."""
+    """Choose where a key's new values are received: in the first `out`, if that is flat and of its dtype."""
     first = outs[0]
     flat = flat_view(first) if first.dtype is dtype else None
     return (torch.empty(first.numel(), dtype=dtype), outs) if flat is None else (flat, outs[1:])
@@ -110,7 +110,7 @@ def check_key(key: Any) -> Key:
 
 
 def check_text(what: str, text: str) -> None:
-    """Raise ConfigurationError unless this key or name can be sent: it must be text that UTF-8 can express."""
+    """Raise ConfigurationError unless UTF-8 can express a key or name."""
     if text.isascii():
         return
     try:
@@ -129,7 +129,9 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def spec_of(key: Key, value: Tensor, others: Collection[str] = ()) -> TensorSpec:
-    """The spec under which a key of this first value is stored, in a store that takes `others` beside ITEM_SIZE.
+    """Make the spec of a key from its first value.
+
+    The store takes dtypes of `others` beside those of ITEM_SIZE.
 
     Raises:
         ConfigurationError: the dtype cannot be stored.
@@ -148,7 +150,7 @@ def check_value(spec: TensorSpec, value: Tensor) -> None:
 
 
 def check_out(spec: TensorSpec, out: Tensor) -> None:
-    """Raise ShapeMismatchError unless a key's values can be written to `out`; any dtype that torch converts will do."""
+    """Raise ShapeMismatchError unless a key's values can be written to `out`, in any dtype."""
     if out.shape != spec.shape:
         raise _mismatch(spec, out)
     if is_sparse(out):
@@ -175,12 +177,14 @@ def check_on_cuda(devices: Sequence[torch.device], what: str) -> None:
 
 
 def is_sparse(value: Tensor) -> bool:
-    """Whether a value has only some of the elements, in whatever layout."""
+    """Tell whether a value has only some of the elements, in whatever layout."""
     return value.layout is not torch.strided
 
 
 def read_ids(key: object, row_ids: Any, num_rows: int) -> Tensor:
-    """Return the distinct ids in ascending order, int64 on the CPU, of any tensor, array or list of whole numbers.
+    """Read ids of rows: distinct, in ascending order, int64, on the CPU.
+
+    Any tensor, array or list of whole numbers will do.
 
     Raises:
         ConfigurationError: these are no whole numbers.
@@ -208,7 +212,9 @@ def read_ids(key: object, row_ids: Any, num_rows: int) -> Tensor:
 def read_row_pulls(
     entries: Mapping[Key, Entry], key: Any, out: Any, row_ids: Any
 ) -> tuple[list[list[RowPull]], list[bool]]:
-    """Per key: its pulls, one for each set of ids; and whether several sets were given.
+    """Read the arguments of row_sparse_pull.
+
+    Returns, per key, its pulls, one for each set of ids; and whether several sets were given.
 
     Raises:
         ConfigurationError: the arguments do not fit together, or ids are no whole numbers.
@@ -229,7 +235,7 @@ def read_row_pulls(
 
 
 def as_sparse(spec: TensorSpec, ids: Tensor, rows: Tensor) -> Tensor:
-    """Rows as a coalesced sparse tensor of the key's shape."""
+    """Make rows a coalesced sparse tensor of the key's shape."""
     values = rows.view(len(ids), *spec.shape[1:])
     return torch.sparse_coo_tensor(ids[None], values, spec.shape, is_coalesced=True, check_invariants=False)
 
@@ -314,7 +320,7 @@ def _row_outs(entry: Entry, key: Key, out: Any) -> list[Tensor]:
 
 
 def _is_one_set(row_ids: Any) -> bool:
-    """Whether this is one set of ids, rather than a list of several."""
+    """Tell one set of ids from a list of several."""
     if isinstance(row_ids, list | tuple):
         return all(isinstance(one, int | float | np.number) for one in row_ids)
     return True

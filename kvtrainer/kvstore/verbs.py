@@ -74,7 +74,7 @@ _Store = TypeVar("_Store", bound="TableKVStore")
 
 
 def without_collections(method: Callable[_Arguments, None]) -> Callable[_Arguments, None]:
-    """Pause the cyclic garbage collector during a verb (self, key, …) that is given a long list of keys.
+    """Pause the cyclic garbage collector while a verb (self, key, …) handles a long list of keys.
 
     Such a call makes a dozen short-lived objects per key. They set off full collections, each of which walks all that
     torch has loaded: half of the call's time. Reference counting frees them all the same. The collector is process
@@ -131,7 +131,7 @@ class TableKVStore(KVStoreBase):
         self._has_warned = False
 
     capabilities: ClassVar[Collection[str]] = BUILT_IN["dist_sync"]
-    """Of names that are not built in."""
+    """The capabilities under names that are not built in."""
 
     @classmethod
     def capabilities_as(cls, type: str) -> Collection[str]:
@@ -151,7 +151,7 @@ class TableKVStore(KVStoreBase):
 
     @property
     def num_servers(self) -> int:
-        """How many servers hold the keys."""
+        """The number of servers that hold the keys."""
         return self._client.num_servers
 
     @property
@@ -178,17 +178,17 @@ class TableKVStore(KVStoreBase):
     @by_one_thread
     @without_collections
     def broadcast(self, key: Any, value: Any, out: Any, priority: int = 0) -> None:
-        """Create keys with rank 0's values and write those to `out` on every worker; blocks as `init` does."""
+        """Create keys as `init` does and write rank 0's values to `out` on every worker."""
         self._create(pair(key, value, "value"), pair(key, out, "out"))
 
     @by_one_thread
     @without_collections
     def push(self, key: Any, value: Any, priority: int = 0) -> None:
-        """Give this worker's part to the next round of each key and return; `value` may be changed at once.
+        """Give this worker's part to the next round of each key and return.
 
-        Replicas and repeated keys are summed. When every worker has pushed, the optimizer is applied to the sum, or
-        without one the sum replaces the value. If all have pushed some rows of it, on servers the others stay; in
-        process they become zero.
+        `value` may be changed at once. Replicas and repeated keys are summed. When every worker has pushed, the
+        optimizer is applied to the sum, or without one the sum replaces the value. If all have pushed some rows of it,
+        on servers the others stay; in process they become zero.
 
         Raises:
             KeyNotFoundError: a key was never initialised.
@@ -262,15 +262,16 @@ class TableKVStore(KVStoreBase):
 
     @by_one_thread
     def version(self, key: Key) -> int:
-        """How many updates are in the values of a key that this worker read last: the most that any server had applied.
+        """Count the updates in the values of a key that this worker read last.
 
-        -1 if it has read none. Waits for this worker's own push of the key.
+        Of several servers the one with most counts; -1 if it has read none. Waits for this worker's own push of the
+        key.
         """
         return max(self._settled(key).versions.values(), default=-1)
 
     @by_one_thread
     def staleness(self, key: Key) -> int:
-        """How many updates others made between this worker's last read of a key and its last push of it.
+        """Count the updates of others between this worker's last read and last push of a key.
 
         Always 0 with synchronous rounds. Of several servers the one with most counts. Waits for this worker's own
         push of the key.
@@ -295,9 +296,10 @@ class TableKVStore(KVStoreBase):
 
     @by_one_thread
     def save_optimizer_states(self, fname: str | os.PathLike[str], dump_optimizer: bool = False) -> None:
-        """Save the optimizer's state of every key, wherever it is; any one worker may, between its pushes; blocks.
+        """Save the optimizer's state of every key, wherever it is; blocks.
 
-        With `dump_optimizer` the optimizer's numbers count as well when the file is loaded.
+        Any one worker may do so, between its pushes. With `dump_optimizer` the optimizer's numbers count as well when
+        the file is loaded.
 
         Raises:
             ConfigurationError: no optimizer is set.
@@ -308,7 +310,7 @@ class TableKVStore(KVStoreBase):
 
     @by_one_thread
     def load_optimizer_states(self, fname: str | os.PathLike[str]) -> None:
-        """Go on from saved state; call it on every worker, with the same file, after `init` and `set_optimizer`.
+        """Load saved states; on every worker the same file, after `init` and `set_optimizer`.
 
         Raises:
             ConfigurationError: no optimizer is set.
@@ -320,10 +322,10 @@ class TableKVStore(KVStoreBase):
 
     @by_one_thread
     def set_gradient_compression(self, compression_params: Mapping[str, Any]) -> None:
-        """Compress what this worker pushes from now on; what is lost is added to its next push of the key.
+        """Compress what this worker pushes from now on.
 
-        Waits for this worker's own pushes. Initial values are never compressed. A round that fails changes nothing
-        of what is kept back.
+        What is lost is added to its next push of the key. Waits for this worker's own pushes. Initial values are never
+        compressed. A round that fails changes nothing of what is kept back.
 
         Args:
             compression_params: {"type": "2bit", "threshold": 0.5}, or "1bit", "fp16", "bf16" or "none". Residuals of
@@ -353,8 +355,9 @@ class TableKVStore(KVStoreBase):
 
     @by_one_thread
     def num_dead_nodes(self, node_id: int = WORKERS) -> int:
-        """How many processes of the job are dead; asks the servers, up to `dead_after` seconds if one is silent.
+        """Count the dead processes of the job, as the servers know them.
 
+        Blocks up to `dead_after` seconds if a server is silent.
         A worker is dead when it ended without `close`, or was silent for the servers' --dead-after; one that left as it
         should is not. A server is dead when it does not answer, or was started anew and holds none of this job.
 
@@ -377,7 +380,7 @@ class TableKVStore(KVStoreBase):
 
     @by_one_thread
     def send_command_to_servers(self, head: int, body: str) -> list[str]:
-        """Have every server answer a command, and return the answers in server order; blocks until all have.
+        """Send a command to every server and return their answers, in server order; blocks.
 
         Commands are functions that the servers loaded by --import, registered under the number `head` with
         `kvstore_server.commands.register`. Each call runs the function once on every server. A store without servers
@@ -393,14 +396,14 @@ class TableKVStore(KVStoreBase):
 
     @property
     def profiler(self) -> Profiler:
-        """Profiles what this worker and the servers do for this store's own keys; a Trainer has its own."""
+        """The profiler of this worker and the servers, for the store's own keys; a Trainer has its own."""
         if self._profiler is None:
             self._profiler = Profiler(self._client, time.monotonic)
         return self._profiler
 
     @by_one_thread
     def server_stats(self) -> list[dict[str, Any]]:
-        """Each server's counters for this store, in server order; waits for this worker's own pushes.
+        """Fetch each server's counters for this store, in server order, after this worker's own pushes.
 
         In "tables" come the store's own keys first, and then the parameters of the Trainers that were given this store
         and are not closed; the "namespace" of each tells them apart. A Trainer has its own in `trainer.server_stats()`.
@@ -441,7 +444,7 @@ class TableKVStore(KVStoreBase):
     # ---------------------------------------------------------------- the way of a value
 
     def _find(self, pairs: Pairs, check: Callable[[TensorSpec, Tensor], None]) -> Found:
-        """Find the entries of keys, tensors of a repeated key joined; all are checked before anything is sent."""
+        """Find known keys and check their tensors; those of a repeated key are joined."""
         found: dict[Key, tuple[Entry, list[Tensor]]] = {}
         key_type = type(next(iter(self._entries), None))
         for key, tensors in pairs:
@@ -459,7 +462,9 @@ class TableKVStore(KVStoreBase):
         return list(found.values())
 
     def _contribute(self, pushed: Found, outs: Found | None, priority: int) -> None:
-        """Give values to the next round of their keys; with `outs` of the same keys, wait and write the new ones there.
+        """Give values to the next round of their keys.
+
+        With `outs`, of the same keys, wait and write the new values there.
 
         Raises:
             ConfigurationError: the optimizer, or its absence, does not go with the keys; nothing has been sent.
@@ -490,7 +495,7 @@ class TableKVStore(KVStoreBase):
         write_outs(targets)
 
     def _item(self, entry: Entry, replicas: Sequence[Tensor], target: Tensor | None) -> RoundItem:
-        """A key's part in a round: of the caller's memory only if the caller waits for the new values."""
+        """Make a key's part in a round; it is the caller's memory only if the caller waits for the end."""
         spec, table = entry.spec, entry.table
         out = None if target is None else {spec.dtype: target}
         num_sparse = sum([is_sparse(one) for one in replicas])
@@ -512,7 +517,7 @@ class TableKVStore(KVStoreBase):
         return merge(replicas)
 
     def _goes_by_rows(self, entry: Entry) -> bool:
-        """Whether only rows are pushed of a key of which only rows are given. Raises as `push`."""
+        """Tell whether a key of which only rows are given is pushed by rows. Raises as `push`."""
         if self._optimizer is None and self._engine is not None:
             return False  # MXNet's own stores in process put zeros in the place of the other rows
         if entry.table.plan.takes_rows(0):
@@ -527,7 +532,9 @@ class TableKVStore(KVStoreBase):
     def _without_sparse(
         self, pairs: Pairs, ignore_sparse: bool
     ) -> tuple[list[tuple[Key, list[Tensor]]], list[tuple[Tensor, Tensor]]]:
-        """Take sparse tensors out of what a pull writes to; returns those that get a copy, with its dense source.
+        """Take sparse tensors out of what a pull writes to.
+
+        Returns also those that get a copy afterwards, each with its dense source.
 
         Raises:
             ConfigurationError: there is one, and it is neither to be ignored nor can be written to.

@@ -40,7 +40,7 @@ BUCKETS = ("bucket_size_mb", "coalesce")
 
 @dataclass(frozen=True)
 class Residuals:
-    """What gradient compression has held back of one worker's gradients."""
+    """Residuals of compression: what it has held back of one worker's gradients."""
 
     rank: int
     num_workers: int
@@ -125,19 +125,19 @@ class Binding:
                 setattr(self.store, name, value)
 
     def decide(self, is_sparse: bool) -> None:
-        """The first gradients are there: with row-sparse ones the Trainer updates, as in MXNet."""
+        """Decide by the first gradients who updates: with row-sparse ones the Trainer, as in MXNet."""
         if self.is_open and is_sparse:
             self.updates_weights, self.allows_halves = False, True
         self.is_open = False
 
     def is_lossy(self, dtypes: Iterable[str]) -> bool:
-        """Whether compression holds something back of gradients of any of these dtypes."""
+        """Tell whether compression holds something back of gradients of any of these dtypes."""
         codec = self.selection.codec or self.selection.replica_codec
         return codec is not None and not all(map(codec.is_exact, dtypes))
 
     @property
     def holder(self) -> StoreExchange | None:
-        """Where the optimizer's state is, if that is in the store and the store is there."""
+        """The exchange over an engine, if there is one: it holds weights, and perhaps the optimizer's state."""
         return self.exchange if self.is_started and isinstance(self.exchange, StoreExchange) else None
 
     @property
@@ -174,7 +174,7 @@ class Binding:
         return True
 
     def check_growth(self, layout: Memory) -> bool:
-        """Whether parameters may be added: the store can lay its table out anew.
+        """Tell whether parameters may be added: the store can lay its table out anew.
 
         Raises:
             WeightsWrittenError: the loop has written weights that the store would replace.
@@ -203,7 +203,9 @@ class Binding:
         veto: bool,
         limits: Limits,
     ) -> Outcome:
-        """One round of the gradients that were gathered, scaled; raises before or after it, never in the middle.
+        """Run one round of the gradients that were gathered, scaled.
+
+        It raises before or after the round, never in the middle.
 
         Args:
             options: the numbers that hold now, as `read_options` returns them.
@@ -264,7 +266,7 @@ class Binding:
         layout.accept_writes(self.has_weights)
 
     def shadow(self, arena: Arena) -> Shadowed:
-        """A round to which this worker gives nothing, because it has no more data."""
+        """Run a round to which this worker gives nothing, because it has no more data."""
         assert self.exchange is not None
         self._sent_hyper = b""  # what is in force now is another worker's
         shadowed = self.exchange.shadow(arena.weights, arena.grads)
@@ -273,7 +275,7 @@ class Binding:
         return shadowed
 
     def describe(self) -> str:
-        """The type of the store."""
+        """Name the store: its type, or "none"."""
         return "none" if self.store is None else self.store.type
 
     def assign(self, layout: Memory) -> None:
@@ -284,12 +286,12 @@ class Binding:
             layout.arena.mark_updated(None)
 
     def pull_rows(self, key: int, ids: Tensor) -> Tensor:
-        """The present values of some rows (distinct, ascending ids) of a row-sparse key, on the CPU."""
+        """Fetch rows (distinct, ascending ids) of a row-sparse key, on the CPU."""
         assert self.holder is not None
         return self.holder.pull_rows(key, ids)
 
     def residuals(self) -> Residuals | None:
-        """What compression holds back of this worker's gradients now; None without compression."""
+        """Copy what compression holds back of this worker's gradients; None without compression."""
         if self.replicas is not None and self._layout is not None:
             first, *others = _residuals_by_device(self.replicas, self._layout)
             return Residuals(0, 1, first, others)
@@ -299,7 +301,7 @@ class Binding:
         return Residuals(*self._place(), exchange.residuals())
 
     def take_residuals(self, saved: Residuals | None) -> None:
-        """Go on with saved residuals if they are this worker's, and else with none; as soon as the store is there."""
+        """Load saved residuals, if they are this worker's, as soon as the store is there; else start with none."""
         exchange = self._compressing()
         layout = self._layout if self.replicas is not None else None
         if exchange is None and layout is None:
@@ -335,7 +337,7 @@ class Binding:
         return self._client.options.rank, self._client.options.num_workers
 
     def profiler(self) -> Profiler:
-        """What profiles the connection; makes the store if there is none yet. Raises as `Trainer.profiler`."""
+        """Get the profiler of the connection; makes the store if there is none yet. Raises as `Trainer.profiler`."""
         self.check_open()
         if self._profiler is None:
             self._open_store()
@@ -349,16 +351,16 @@ class Binding:
 
     @property
     def version(self) -> int:
-        """How many updates are in the weights here; -1 without a store that knows."""
+        """The number of updates in the weights here; -1 without a store that knows."""
         return self._earlier_updates + self.holder.version if self.holder is not None else -1
 
     @property
     def staleness(self) -> int:
-        """How many updates others made between the weights of the last contribution and that."""
+        """The number of updates of others between the weights of the last contribution and that."""
         return self.holder.staleness if self.holder is not None else 0
 
     def stats(self) -> list[dict[str, Any]]:
-        """Each server's counters, in server order; empty without a store."""
+        """Fetch each server's counters, in server order; empty without a store."""
         return [] if self.exchange is None else self.exchange.stats()
 
     def close(self, error: BaseException | None) -> None:
@@ -407,7 +409,7 @@ def _named(place: tuple[int, int, int]) -> str:
 
 
 def _for_store(optimizer: Optimizer, is_sync: bool) -> Optimizer:
-    """The optimizer without its scheduler: the workers evaluate that, so it may be code that cannot travel.
+    """Leave out the optimizer's scheduler, which workers evaluate, because it may be code.
 
     Where contributions count one by one, only the servers know how many there were: then it must travel.
     """
@@ -419,7 +421,7 @@ def _for_store(optimizer: Optimizer, is_sync: bool) -> Optimizer:
 
 
 def _residuals_by_device(compressor: ReplicaCompressor, layout: Memory) -> list[dict[int, Tensor]]:
-    """For every device the residuals by index of the key, in its shape; copies."""
+    """Copy the residuals: for every device by index of the key, in its shape."""
     held = compressor.residuals()
     found: list[dict[int, Tensor]] = [{} for _ in range(len(layout.devices))]
     for key, spec in enumerate(layout.plan.specs):

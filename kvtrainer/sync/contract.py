@@ -1,4 +1,4 @@
-"""What a Trainer's pipeline needs of a store, and what goes between the two in a round."""
+"""Contract of a Trainer and what synchronises it, and what goes between the two in a round."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvtrainer.memory.row_sparse import NO_TABLES, Tables
 
 
 class Gradients(NamedTuple):
-    """What one worker gives to a round."""
+    """The part that one worker gives to a round."""
 
     arenas: Mapping[str, Tensor]
     """Flat, laid out by the plan; also where sums come back."""
@@ -25,7 +25,7 @@ class Gradients(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """How a round ended that did not fail."""
+    """The end of a round that did not fail."""
 
     left_out: frozenset[int]
     """The keys (by index) that no worker contributed to."""
@@ -37,7 +37,7 @@ class Outcome(NamedTuple):
     measured: Measured | None = None
     """The gradient that the store updated with, where it was asked."""
     decision: Decision = Decision()
-    """What was made of it."""
+    """The decision about it."""
 
 
 class Shadowed(NamedTuple):
@@ -51,7 +51,7 @@ class Shadowed(NamedTuple):
 
 
 class Exchange(Protocol):
-    """What the Trainer's pipeline needs of a store."""
+    """One way to synchronise a Trainer: over an engine, over ranks, or over somebody else's store."""
 
     num_workers: int
     updates_weights: bool
@@ -78,20 +78,23 @@ class Exchange(Protocol):
         veto: bool = False,
         guard: Guard | None = None,
     ) -> Outcome:
-        """One round. New weights go to `weights`, or else sums of gradients to those of `grads`. A worker vetoes when
-        its gradients are not finite; the round then has no effect on any worker.
+        """Run one round. New weights go to `weights`, or else sums of gradients to those of `grads`.
+
+        A worker vetoes when its gradients are not finite; the round then has no effect on any worker.
 
         With a guard, which only a store that updates in synchronous rounds takes, all workers' sum is measured and
         decided about before it is used; every worker must give one, of the same type of norm.
         """
 
     def shadow(self, weights: Mapping[str, Tensor], grads: Mapping[str, Tensor]) -> Shadowed:
-        """One round to which this worker gives nothing; sums go to `grads`. When it is over for all workers, or where
-        contributions count one by one, the store's weights go to `weights`."""
+        """Run one round to which this worker gives nothing; sums go to `grads`.
+
+        When it is over for all workers, or where contributions count one by one, the store's weights go to `weights`.
+        """
 
     def assign(self, weights: Mapping[str, Tensor], tables: Tables = NO_TABLES) -> None:
         """Give every worker, and the store, rank 0's weights as they are now; optimizer state stays. Of row-sparse keys
         only those of rank 0's `tables` change."""
 
     def stats(self) -> list[dict[str, Any]]:
-        """Counters of every server; empty for stores that keep none."""
+        """Fetch the counters of every server; none for stores that keep none."""

@@ -1,4 +1,4 @@
-"""The exchange of a Trainer with a third-party store."""
+"""Synchronise a Trainer over a third-party store."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A Trainer's exchange over the ranks of torch.distributed: gradients are summed in place, every rank updates.
+"""Synchronise a Trainer over the ranks of torch.distributed: sums in place, every rank updates.
 
 A round is a small header from every rank, from which all of them conclude the same, and then collectives over the
 gradients. The header is (int64, all ranks' equally long):
@@ -34,7 +34,7 @@ _CALLS = ("step", "set_data", "join")
 
 
 class _Headers(NamedTuple):
-    """What all ranks said before a round."""
+    """The headers of all ranks before a round."""
 
     states: Tensor
     """(rank, key): the number of rows, or DENSE, or ABSENT."""
@@ -113,7 +113,7 @@ class GroupExchange:
         veto: bool = False,
         guard: Guard | None = None,
     ) -> Outcome:
-        """One round; see Exchange.
+        """Run one round; see Exchange.
 
         Raises:
             PlanMismatchError: ranks disagree on a hyper-parameter; on every rank, and nothing has changed.
@@ -195,7 +195,7 @@ class GroupExchange:
         return range(len(self._plan.specs))
 
     def _runs(self, dtype: str, keys: frozenset[int]) -> list[tuple[int, int]]:
-        """The parts of the arena with these keys; those that lie beside each other as one, if they coalesce."""
+        """Find the parts of the arena with these keys; neighbours are one part, if they coalesce."""
         specs, offsets = self._plan.specs, self._plan.key_offsets
         here = sorted((offsets[key], key) for key in self._keys if specs[key].dtype == dtype)
         ends = [*(at for at, _ in here[1:]), self._plan.arena_sizes[dtype]]
@@ -208,7 +208,7 @@ class GroupExchange:
         return runs
 
     def _sum_rows(self, key: int, grads: Gradients, headers: _Headers, before: float, after: float) -> RowSet:
-        """The sum of one key of which every rank has only some rows: a left fold in the order of ranks."""
+        """Sum one key of which every rank has only some rows: a left fold in the order of ranks."""
         spec, counts = self._plan.specs[key], headers.states[:, key].tolist()
         device = grads.arenas[spec.dtype].device
         none = RowSet(

@@ -54,7 +54,7 @@ class Traits(NamedTuple):
     over_ranks: bool
     """There are some."""
     capabilities: Collection[str]
-    """What a Trainer makes use of; of a third-party store that is nothing."""
+    """Those that a Trainer makes use of; none of a third-party store."""
 
 
 def traits_of(kvstore: str | KVStoreBase) -> Traits:
@@ -82,7 +82,7 @@ def traits_of(kvstore: str | KVStoreBase) -> Traits:
 
 @dataclass(frozen=True)
 class Selection:
-    """What synchronises a Trainer.
+    """The store that was selected for a Trainer, and how it is used.
 
     Args:
         kvstore: A name or a store; None means that none is needed.
@@ -257,7 +257,7 @@ def _reducer_for(
 
 
 def _updates_weights(store: Traits, asked: bool | None, aggregate_num: float, largest: int) -> bool:
-    """Whether the optimizer runs in this store. Raises ConfigurationError if it cannot where it has to."""
+    """Decide whether the optimizer runs in this store. Raises ConfigurationError if it must and cannot."""
     if ASYNCHRONOUS in store.capabilities:
         if asked is False or aggregate_num > 1:
             wrong = "update_on_kvstore=False" if asked is False else f"aggregate_num={aggregate_num}"

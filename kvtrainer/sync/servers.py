@@ -139,14 +139,14 @@ class StoreExchange:
         _copy_back(weights, mine)
 
     def pull(self) -> dict[str, Tensor]:
-        """The weights that the store has now, laid out by the plan, on the CPU."""
+        """Fetch the weights that the store has now, laid out by the plan, on the CPU."""
         sizes = self._table.plan.resident_sizes
         held = {dtype: torch.zeros(size, dtype=torch_dtype(dtype)) for dtype, size in sizes.items()}
         self._client.rounds.pull([(self._table, held)])
         return held
 
     def pull_rows(self, key: int, ids: Tensor) -> Tensor:
-        """Some rows (distinct, ascending ids) of a row-sparse key (by index), flat ones, on the CPU."""
+        """Fetch rows (distinct, ascending ids) of a row-sparse key (by index), flat, on the CPU."""
         [rows] = self._client.rounds.pull_rows([RowsWanted(self._table, key, ids)])
         return rows
 
@@ -158,16 +158,16 @@ class StoreExchange:
 
     @property
     def version(self) -> int:
-        """How many updates are in the weights that came last; -1 if none came yet."""
+        """The number of updates in the weights that came last; -1 if none came yet."""
         return max(self._table.versions.values(), default=-1)
 
     @property
     def staleness(self) -> int:
-        """How many updates others made between the weights of the last contribution and that."""
+        """The number of updates of others between the weights of the last contribution and that."""
         return self._table.staleness
 
     def residuals(self) -> dict[int, Tensor]:
-        """What compression has held back of this worker's gradients, by index of the key; copies."""
+        """Copy what compression has held back of this worker's gradients, by index of the key."""
         compressor = self._table.compressor
         return {} if compressor is None else compressor.residuals()
 
@@ -186,7 +186,7 @@ class StoreExchange:
         out: Mapping[str, Tensor] | None,
         assign: bool = False,
     ) -> RoundItem:
-        """A part in a round in which rank 0's values count."""
+        """Make this worker's part in a round in which rank 0's values count."""
         is_first = not self._client.options.rank
         given = {key: make() for key, make in tables.items()} if is_first else {}
         is_kept = self.updates_weights and self._has_rows and out is not None
@@ -203,7 +203,7 @@ class StoreExchange:
 
     @contextmanager
     def _forgetting_on_error(self) -> Iterator[None]:
-        """After an interrupted round nobody knows what is in the arena: then all weights come again."""
+        """After an error forget which weights the arena holds, so that all come again."""
         try:
             yield
         except BaseException:
