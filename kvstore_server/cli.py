@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 
 import torch
 
-from kvstore_server.admission import EngineConfig
+from kvstore_server.engine import EngineConfig
 from kvstore_server.errors import KVStoreError
 from kvstore_server.log_limit import SLOW_AFTER, limited_log
 from kvstore_server.memory import memory_limit

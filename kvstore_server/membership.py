@@ -9,8 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from kvstore_server.errors import ConfigurationError, WorkerLostError
-from kvstore_server.protocol.messages import Hello
+from kvstore_server.errors import (
+    ConfigurationError,
+    DeadlineError,
+    KVStoreError,
+    ProtocolError,
+    WorkerLostError,
+)
+from kvstore_server.protocol.messages import Gather, Hello
+from kvstore_server.rounds import Waiter
 
 _NAMED = 8
 """Of how many ranks a message tells more than their number."""
@@ -30,11 +37,10 @@ class Member:
 class BarrierWait:
     """One rank that waits at a barrier."""
 
-    sequence: int
     since: float
     deadline: float
-    peer: bytes
-    number: int
+    waiter: Waiter
+    data: bytes
 
 
 class Membership:
@@ -52,6 +58,8 @@ class Membership:
         """Those that did."""
         self.barrier_sequence = 0
         self.barrier: dict[int, BarrierWait] = {}
+        self._gathered: tuple[bytes, ...] = ()
+        """What the ranks gave at the last barrier."""
 
     def join(self, hello: Hello, session: int, now: float) -> Member | None:
         """Let a process stand for its rank; return the member that it replaces, if any.
@@ -125,6 +133,58 @@ class Membership:
                     "words, and restart the job from its last saved states"
                 )
         return None
+
+    def enter_barrier(
+        self, rank: int, gather: Gather, waiter: Waiter, now: float, dead_after: float
+    ) -> tuple[list[Waiter], tuple[bytes, ...]]:
+        """Let a rank wait; return whom to release, and what all have given; nobody while somebody is missing.
+
+        Raises:
+            WorkerLostError: a rank that the barrier needs is gone.
+            ProtocolError: the rank is at another barrier than the others.
+        """
+        if gather.sequence < self.barrier_sequence:
+            return [waiter], self._gathered if gather.sequence == self.barrier_sequence - 1 else ()
+        if gather.sequence > self.barrier_sequence:
+            raise ProtocolError(
+                f"rank {rank} is at barrier {gather.sequence} while barrier {self.barrier_sequence} is open"
+            )
+        known = self.barrier.get(rank)
+        since = now if known is None else known.since  # one that is repeated has no more time than it had
+        self.barrier[rank] = BarrierWait(since, since + gather.timeout, waiter, gather.data)
+        absent = self.absent_from_barrier()
+        if absent:
+            lost = self.lost_error(absent, f"barrier {gather.sequence}", now, dead_after)
+            if lost is not None:
+                del self.barrier[rank]
+                raise lost
+            return [], ()
+        self._gathered = tuple(self.barrier[each].data for each in range(self.num_workers))
+        self.barrier_sequence += 1
+        return self.take_barrier(), self._gathered
+
+    def absent_from_barrier(self) -> list[int]:
+        """The ranks that have not come to the barrier."""
+        return [rank for rank in range(self.num_workers) if rank not in self.barrier]
+
+    def take_barrier(self) -> list[Waiter]:
+        """Take out those that wait at the barrier."""
+        waiters = [wait.waiter for wait in self.barrier.values()]
+        self.barrier.clear()
+        return waiters
+
+    def why_barrier_cannot_end(self, now: float, dead_after: float) -> KVStoreError | None:
+        """The error with which the barrier fails for those who wait there; None while it may go well."""
+        if not self.barrier:
+            return None
+        absent = self.absent_from_barrier()
+        what = f"barrier {self.barrier_sequence}"
+        lost = self.lost_error(absent, what, now, dead_after)
+        if lost is not None or now < min(wait.deadline for wait in self.barrier.values()):
+            return lost
+        return DeadlineError(
+            f"{what} reached its deadline while waiting for {self.describe_all(absent, now)}"
+        )
 
     def describe_all(self, ranks: Iterable[int], now: float) -> str:
         """Name some ranks for a message; of very many the first ones."""

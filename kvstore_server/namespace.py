@@ -6,31 +6,39 @@ Namespaces share a server without seeing each other: each has its own keys, roun
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, NoReturn, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
 
 from kvstore_server.codec import Codec, make_codec
 from kvstore_server.errors import (
     ConfigurationError,
-    DeadlineError,
-    KVStoreError,
     PlanMismatchError,
     ProtocolError,
+    ShapeMismatchError,
 )
 from kvstore_server.hyper import OptimizerBelief
 from kvstore_server.log_limit import SLOW_AFTER, SlowReports
-from kvstore_server.membership import BarrierWait, Membership
+from kvstore_server.membership import Membership
 from kvstore_server.memory import KEY, MEMBER, NAMESPACE, Budget, footprint
 from kvstore_server.modes import SYNCHRONOUS, Mode
 from kvstore_server.optimizer import Optimizer
 from kvstore_server.plan import TensorSpec, check_name, check_same, check_specs, make_plan
 from kvstore_server.protocol import messages as m
+from kvstore_server.protocol.buffers import located, payload_size
 from kvstore_server.protocol.control import unpack_control
-from kvstore_server.row_payload import PACKED_ROWS, RowForm
+from kvstore_server.reduction import same_payload, torch_dtype
+from kvstore_server.rounds import Book, Ints, Rounds, Wait, Waits
+from kvstore_server.row_payload import PACKED_ROWS, RowForm, read_payload
+from kvstore_server.row_replies import RowPart
 from kvstore_server.shard import Leases
-from kvstore_server.table import Table
+from kvstore_server.slicing import SIZES
+from kvstore_server.table import ALL, Part, Table
 from kvstore_server.tracing import Profiling
-from kvstore_server.waits import Waits
 
 _log = logging.getLogger(__name__)
 
@@ -68,7 +76,8 @@ class Namespace:
         self.name = name
         self.mode = mode
         self.membership = Membership(name, num_workers)
-        self.waits = Waits()
+        self.rounds = Rounds(num_workers, mode.is_sync, mode.bound, _same_payload)
+        self.waits = Waits(self.rounds)
         self.optimizer = OptimizerBelief()
         self.profiling = Profiling()
         self.slow_reports = SlowReports(slow_after)
@@ -76,7 +85,12 @@ class Namespace:
         """When the waits are to be looked at again."""
         self.messages_in = 0
         """Messages of its members so far, without their heartbeats."""
-        self.tables: dict[int, Table] = {}
+        self.tables: list[Table] = []
+        """By number."""
+        self.absent: dict[tuple[int, int], frozenset[int]] = {}
+        """(table, rank) → the keys that it leaves out of the open round."""
+        self._dtypes: list[torch.dtype] = []
+        """Of each slot."""
         self._numbers: dict[str, int] = {}
         self._registered_by: dict[str, int] = {}
         self._codecs: dict[bytes, Codec] = {}
@@ -84,8 +98,8 @@ class Namespace:
         """Rank → the table that it declares now, and the keys of it that have come."""
         self.budget = budget or Budget(0, 0)
         self._claimed = 0
-        self._footprints: dict[int, int] = {}
-        """Table → what is claimed for it."""
+        self._footprints = 0
+        """What is claimed for all tables."""
 
     def register(
         self, rank: int, register: m.Register, config: PlaceConfig, leases: Leases | None
@@ -126,8 +140,10 @@ class Namespace:
         number = len(self.tables)
         table = Table(number, register.table, plan, config.server, workers, leases, self.mode)
         self._let_note_reads([table])
-        self.tables[number] = table
-        self._footprints[number] = needed
+        self.tables.append(table)
+        self.rounds.slots.add([piece.length * SIZES[piece.dtype] for piece in table.unit.slices])
+        self._dtypes += [torch_dtype(piece.dtype) for piece in table.unit.slices]
+        self._footprints += needed
         self._numbers[register.table] = number
         self._registered_by[register.table] = rank
         return table
@@ -187,7 +203,7 @@ class Namespace:
     @property
     def has_values(self) -> bool:
         """Whether there is anything that ending the namespace would lose."""
-        return any(table.is_initialised for table in self.tables.values())
+        return any(table.is_initialised for table in self.tables)
 
     def table(self, number: int) -> Table:
         """The table of that number.
@@ -195,10 +211,177 @@ class Namespace:
         Raises:
             ProtocolError: there is none.
         """
-        table = self.tables.get(number)
-        if table is None:
-            raise ProtocolError(f"namespace {self.name!r} has no table {number}; register it first")
-        return table
+        self.check_tables(np.array([number]))
+        return self.tables[number]
+
+    def check_tables(self, numbers: Ints) -> None:
+        """Raise ProtocolError if one of these tables does not exist."""
+        unknown = numbers[(numbers < 0) | (numbers >= len(self.tables))]
+        if len(unknown):
+            raise ProtocolError(f"namespace {self.name!r} has no table {unknown[0]}; register it first")
+
+    def begin_process(self, rank: int) -> None:
+        """A process begins to stand for a rank: drop what a former one had not committed."""
+        self.rounds.begin_process(rank)
+        self._forget(rank)
+
+    def end_process(self, rank: int, is_done: bool) -> None:
+        """No process stands for a rank any more: drop what the last one had not committed."""
+        self.rounds.end_process(rank, is_done)
+        self._forget(rank)
+
+    def _forget(self, rank: int) -> None:
+        self.waits.take(lambda wait: wait.rank == rank)
+        self.forget_declaration(rank)
+        for table in self.tables if not self.mode.is_sync else ():
+            table.hyper.forget(rank)
+
+    def open_round(self, number: int) -> str:
+        """Name the open round of all ranks of a table in messages."""
+        return f"round {self.rounds.shared.number(number)} of {self.tables[number].name!r}"
+
+    def describe_wait(self, wait: Wait) -> str:
+        """Name a wait in messages."""
+        return f"{'the end' if wait.is_join else 'a read'} of {self.tables[wait.table].name!r} by rank {wait.rank}"
+
+    def forget_absent(self, tables: Collection[int]) -> None:
+        """Forget what ranks leave out of rounds of some tables that are over."""
+        if self.absent:
+            self.absent = {where: keys for where, keys in self.absent.items() if where[0] not in tables}
+
+    # ---------------------------------------------------------------- slices
+
+    def push(self, rank: int, body: m.Contribute) -> None:
+        """Keep the slices that a rank gives, after checking that they fit.
+
+        Raises:
+            ProtocolError: there is no such slice, or its round is not open yet; nothing was kept.
+            ShapeMismatchError: one has another size or dtype.
+        """
+        slots, sizes = body.pushes[:, 0], body.pushes[:, 3]
+        known = self.rounds.slots
+        unknown = slots[(slots < 0) | (slots >= len(known.table))]
+        if len(unknown):
+            raise ProtocolError(f"slice {unknown[0]} of namespace {self.name!r} is not on this server")
+        tables = known.table[slots]
+        sources, which, starts = located(body.payloads, sizes)
+        if body.form:
+            sources = self._viewed(slots, sources, which, starts, sizes, self.form(body.form))
+            which, starts = np.arange(len(slots)), np.zeros(len(slots), np.int64)
+        else:
+            self._check_plain(slots, sizes, body.payloads, which)
+        for table, nbytes in zip(tables.tolist(), sizes.tolist(), strict=True):
+            self.tables[table].bytes_in += nbytes
+        shared = self.rounds.is_shared(tables, body.pushes[:, 1])
+        for mine, whose in ((shared, ALL), (~shared, rank)):
+            if not mine.any():
+                continue
+            some = body.pushes if mine.all() else body.pushes[mine]
+            book = self.rounds.shared
+            if whose != ALL:
+                book = self.rounds.lane(rank, tables[mine], some[:, 1])
+            is_open = some[:, 1] == book.tables["number"][tables[mine]]
+            for table in tables[mine][is_open].tolist():
+                self.tables[table].begin_round(whose)
+            book.push(rank, some, sources, which[mine], starts[mine])
+
+    def _check_plain(self, slots: Ints, sizes: Ints, payloads: Sequence[m.Payload], which: Ints) -> None:
+        wrong = np.flatnonzero(sizes != self.rounds.slots.nbytes[slots])
+        dtypes = [_dtype_of(payload) for payload in payloads]
+        if any(dtypes):
+            rows = enumerate(zip(slots.tolist(), which.tolist(), strict=True))
+            mine = self._dtypes
+            wrong = np.array([at for at, (slot, number) in rows if dtypes[number] is not mine[slot]] or wrong)
+        for at in wrong[:1].tolist():
+            self._refuse_slice(int(slots[at]), int(sizes[at]), dtypes[which[at]])
+
+    def _refuse_slice(self, slot: int, nbytes: int, dtype: torch.dtype | None) -> NoReturn:
+        table, at = self.place(slot)
+        piece = table.unit.slices[at]
+        names = ", ".join(repr(table.plan.specs[segment.key].key) for segment in piece.segments[:3])
+        got = f"{nbytes} bytes" if dtype is None else f"{dtype}[{nbytes // dtype.itemsize}]"
+        raise ShapeMismatchError(
+            f"slice {piece.index} (of {names}) takes {piece.dtype}[{piece.length}], padding included, got {got}"
+        )
+
+    def _viewed(
+        self,
+        slots: Ints,
+        sources: Sequence[Any],
+        which: Ints,
+        starts: Ints,
+        sizes: Ints,
+        form: Codec | RowForm,
+    ) -> list[m.Payload]:
+        """What a codec's bytes, or those of rows, stand for, slice by slice."""
+        found = []
+        for slot, source, start, size in zip(
+            slots.tolist(), which.tolist(), starts.tolist(), sizes.tolist(), strict=True
+        ):
+            table, at = self.place(slot)
+            payload = sources[source][start : start + size]
+            found.append(read_payload(table.plan, table.unit.slices[at], payload, form))
+        return found
+
+    def place(self, slot: int) -> tuple[Table, int]:
+        """The table of a slot, and the position of its slice among those that the table has here."""
+        table = int(self.rounds.slots.table[slot])
+        return self.tables[table], slot - int(self.rounds.slots.first[table])
+
+    def given(self, rank: int, book: Book, number: int) -> Part | None:
+        """What a rank has committed to the open round of a table; None of one that has joined."""
+        given = book.of(rank)
+        row = given.tables[number]
+        flags = int(row["flags"])
+        if flags & m.HAS_JOINED:
+            return None
+        table = self.tables[number]
+        first = int(self.rounds.slots.first[number])
+        slices = {
+            table.unit.slices[slot - first].index: self._payload(slot, source, start)
+            for slot, source, start in given.here(number)
+        }
+        rescale = None if math.isnan(row["rescale"]) else float(row["rescale"])
+        absent = self.absent.get((number, rank), frozenset())
+        return Part(slices, flags, int(row["version"]), rescale, float(row["hold"]), absent)
+
+    def _payload(self, slot: int, source: Any, start: int) -> m.Payload:
+        """A slice that is kept, as what it stands for."""
+        if not isinstance(source, Tensor):
+            return source
+        table, at = self.place(slot)
+        piece, nbytes = table.unit.slices[at], int(self.rounds.slots.nbytes[slot])
+        return source[start : start + nbytes].view(torch_dtype(piece.dtype))[: piece.used]
+
+    def weights(self, tables: Iterable[int]) -> m.Weights:
+        """The present weights of some tables, except row-sparse ones; not copies."""
+        payloads: list[Tensor] = []
+        parts: list[tuple[int, int, int, int]] = []
+        first = self.rounds.slots.first
+        for number in tables:
+            table = self.tables[number]
+            before, slot = len(parts), int(first[number])
+            for at, piece in enumerate(table.unit.slices):
+                if table.plan.is_resident(piece):
+                    payloads.append(table.shard.padded(table.unit.first + at))
+                    parts.append((slot + at, table.version, m.WHOLE, payloads[-1].nbytes))
+            table.bytes_out += sum(part[3] for part in parts[before:])
+        return m.Weights(m.matrix(parts, 4), tuple(payloads))
+
+    def rows(self, table: Table, found: Iterable[RowPart]) -> m.Weights:
+        """Rows of slices, as a reply."""
+        first = int(self.rounds.slots.first[table.number])
+        parts, payloads = [], []
+        for part in found:
+            slot = table.unit.slots[part.slice]
+            at = slot - table.unit.first
+            payload = table.shard.padded(slot) if part.kind == m.WHOLE else part.payload
+            payloads.append(payload)
+            parts.append((first + at, table.version, part.kind, payload_size(payload)))
+        table.bytes_out += sum(part[3] for part in parts)
+        return m.Weights(m.matrix(parts, 4), tuple(payloads))
+
+    # ---------------------------------------------------------------- optimizer
 
     def form(self, packed: bytes) -> Codec | RowForm:
         """The form of payloads that a push describes.
@@ -227,19 +410,18 @@ class Namespace:
             _log.warning(
                 "namespace %r: the state of optimizer %r is dropped for another one", self.name, replaced
             )
-            for table in self.tables.values():
+            for table in self.tables:
                 table.shard.reset_states()
-        self._let_note_reads(self.tables.values())
+        self._let_note_reads(self.tables)
 
     def _make_room(self, optimizer: Optimizer) -> None:
         """Claim the memory that the tables need with another optimizer."""
         workers = self.membership.num_workers
-        needed = {
-            number: footprint(table.plan, table.unit.server, workers, self.mode, optimizer)
-            for number, table in self.tables.items()
-        }
-        more = sum(needed.values()) - sum(self._footprints.values())
-        self.claim(more, f"the state of optimizer {optimizer.registered_name!r} in namespace {self.name!r}")
+        needed = sum(
+            footprint(table.plan, table.unit.server, workers, self.mode, optimizer) for table in self.tables
+        )
+        what = f"the state of optimizer {optimizer.registered_name!r} in namespace {self.name!r}"
+        self.claim(needed - self._footprints, what)
         self._footprints = needed
 
     def _let_note_reads(self, tables: Iterable[Table]) -> None:
@@ -252,65 +434,9 @@ class Namespace:
                 table.shard.note_read(table.unit, range(self.membership.num_workers))
             table.notes_reads = wanted
 
-    def enter_barrier(
-        self, rank: int, barrier: m.Barrier, peer: bytes, number: int, now: float, dead_after: float
-    ) -> list[tuple[bytes, int]] | None:
-        """Let a rank wait; return whom to release (peer, request number), or None while somebody is missing.
-
-        Raises:
-            WorkerLostError: a rank that the barrier needs is gone.
-            ProtocolError: the rank is at another barrier than the others.
-        """
-        members = self.membership
-        if barrier.sequence < members.barrier_sequence:
-            return [(peer, number)]
-        if barrier.sequence > members.barrier_sequence:
-            raise ProtocolError(
-                f"rank {rank} is at barrier {barrier.sequence} while barrier {members.barrier_sequence} is open"
-            )
-        known = members.barrier.get(rank)
-        since = now if known is None else known.since  # one that is repeated has no more time than it had
-        members.barrier[rank] = BarrierWait(barrier.sequence, since, since + barrier.timeout, peer, number)
-        absent = self.absent_from_barrier()
-        if absent:
-            lost = members.lost_error(absent, f"barrier {barrier.sequence}", now, dead_after)
-            if lost is not None:
-                del members.barrier[rank]
-                raise lost
-            return None
-        released = [(wait.peer, wait.number) for wait in members.barrier.values()]
-        members.barrier.clear()
-        members.barrier_sequence += 1
-        return released
-
-    def absent_from_barrier(self) -> list[int]:
-        members = self.membership
-        return [rank for rank in range(members.num_workers) if rank not in members.barrier]
-
-    def expired_barriers(self, now: float, dead_after: float) -> list[tuple[bytes, int, KVStoreError]]:
-        """Waits at the barrier that have no hope any more, with the error to send; they are dropped."""
-        members = self.membership
-        if not members.barrier:
-            return []
-        absent = self.absent_from_barrier()
-        what = f"barrier {members.barrier_sequence}"
-        error: KVStoreError | None = members.lost_error(absent, what, now, dead_after)
-        if error is None and now >= min(wait.deadline for wait in members.barrier.values()):
-            who = members.describe_all(absent, now)
-            error = DeadlineError(f"{what} reached its deadline while waiting for {who}")
-        if error is None:
-            return []
-        waits = list(members.barrier.values())
-        members.barrier.clear()
-        return [(wait.peer, wait.number, error) for wait in waits]
-
     def is_waiting(self) -> bool:
         """Whether a rank waits for a round or at the barrier."""
-        return (
-            bool(self.membership.barrier)
-            or bool(self.waits)
-            or any(t.rounds.is_waiting() for t in self.tables.values())
-        )
+        return bool(self.membership.barrier or len(self.waits) or len(self.rounds.shared.waiting()))
 
     def stats(self, now: float, config: PlaceConfig) -> Mapping[str, Any]:
         """Counters of every table and the state of every member."""
@@ -321,7 +447,26 @@ class Namespace:
             "num_workers": members.num_workers,
             "num_dead": members.num_dead(now, config.dead_after),
             "messages_in": self.messages_in,
-            "tables": [{"namespace": self.name, **table.counters()} for table in self.tables.values()],
+            "tables": [{"namespace": self.name, **self._counters(table)} for table in self.tables],
+        }
+
+    def _counters(self, table: Table) -> Mapping[str, Any]:
+        """What a table has done so far, and the ranks that its open round waits for, as plain numbers."""
+        shared, number = self.rounds.shared, table.number
+        return {
+            "table": table.name,
+            "round": shared.number(number),
+            "version": table.version,
+            "rounds_applied": table.rounds_applied,
+            "keys": len(table.unit.keys),
+            "keys_applied": table.keys_applied,
+            "payload_mismatches": self.rounds.mismatches(number),
+            "rounds_undone": table.undone,
+            "decisions_differing": table.decisions_differing,
+            "bytes_in": table.bytes_in,
+            "bytes_out": table.bytes_out,
+            "joined": sorted(self.rounds.joined(number)),
+            "waiting_for": shared.missing_ranks(number) if shared.is_waiting(number) else [],
         }
 
 
@@ -332,3 +477,15 @@ def _check_same_placement(mine: bool, theirs: bool, first: int, rank: int) -> No
             f"rank {first} wants {names[mine]} on a server, rank {rank} wants {names[theirs]}: one of them has an "
             "optimizer that needs whole keys; set the same one on every worker"
         )
+
+
+def _dtype_of(payload: m.Payload) -> torch.dtype | None:
+    """The dtype of what came; None of bytes."""
+    return payload.dtype if isinstance(payload, Tensor) and payload.dtype != torch.uint8 else None
+
+
+def _same_payload(nbytes: int, mine: Any, start: int, theirs: Any, other: int) -> bool:
+    """Whether two slices are the same contribution: of that many bytes in buffers, or what a form stands for."""
+    if isinstance(mine, Tensor) and isinstance(theirs, Tensor):
+        return torch.equal(mine[start : start + nbytes], theirs[other : other + nbytes])
+    return same_payload(mine, theirs)

@@ -6,19 +6,20 @@ Weights are sent without a copy, so nobody may write to them meanwhile: `Leases`
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy as np
 from torch import Tensor
 
 from kvstore_server.errors import KVStoreError, to_wire
 from kvstore_server.protocol import messages as m
-from kvstore_server.protocol.buffers import KEYS_PER_MESSAGE, MAX_PAYLOAD, SENT_ALONE, payload_size
+from kvstore_server.protocol.buffers import KEYS_PER_MESSAGE, groups
 from kvstore_server.protocol.frames import encode_reply
 
-PartKey = tuple[int, int, int, int]
-"""(request number, table, slice, version) of a slice of weights."""
+PartKey = tuple[int, int, int]
+"""(request number, slot, version) of a slice of weights."""
 _LEAST, _OF_PART = 4096, 256
 """Bytes that take about as long as what is done once for each message, and for each part of it."""
 
@@ -40,9 +41,7 @@ class Message:
             frames = encode_reply(m.Reply(reply.number, m.Failed(*to_wire(error))))
         if not isinstance(reply.body, m.Weights):
             return cls(frames, None)
-        parts = reply.body.parts
-        alone = parts[0].payload if len(parts) == 1 and isinstance(parts[0].payload, Tensor) else None
-        return cls(frames, alone)
+        return cls(frames, reply.body.payloads[0] if len(reply.body.payloads) == 1 else None)
 
 
 @dataclass
@@ -80,70 +79,53 @@ class Backlog:
         """Return the reply without weights that wait here already, which a repeated request asks for again."""
         if not isinstance(reply.body, m.Weights):
             return reply
-        parts = tuple(part for part in reply.body.parts if _key(reply, part) not in self._coming)
-        return m.Reply(reply.number, m.Weights(parts))
+        news = [at for at, key in enumerate(_keys(reply)) if key not in self._coming]
+        payloads = tuple([reply.body.payloads[at] for at in news])
+        return m.Reply(reply.number, m.Weights(reply.body.parts[news], payloads))
 
 
-def payloads_of(reply: m.Reply) -> list[Tensor]:
-    """Return the buffers of the store that a reply reads from."""
-    parts = reply.body.parts if isinstance(reply.body, m.Weights) else ()
-    return [part.payload for part in parts if isinstance(part.payload, Tensor)]
+def payloads_of(reply: m.Reply) -> Sequence[Tensor]:
+    """The buffers of the store that a reply reads from, one for each part."""
+    return reply.body.payloads if isinstance(reply.body, m.Weights) else ()
 
 
 def size_of(reply: m.Reply) -> int:
     """Estimate the bytes of a reply when it is sent, which is also what it costs to encode it."""
     if isinstance(reply.body, m.State):
         return _LEAST + len(reply.body.data)
-    parts = reply.body.parts if isinstance(reply.body, m.Weights) else ()
-    return _LEAST + sum([_OF_PART + payload_size(part.payload) for part in parts])
+    if isinstance(reply.body, m.Weights):
+        return _LEAST + _OF_PART * len(reply.body.parts) + int(reply.body.parts[:, 3].sum())
+    return _LEAST
 
 
 def _keys(reply: m.Reply) -> list[PartKey]:
-    parts = reply.body.parts if isinstance(reply.body, m.Weights) else ()
-    return [_key(reply, part) for part in parts]
-
-
-def _key(reply: m.Reply, part: m.WeightsPart) -> PartKey:
-    return (reply.number, part.table, part.slice, part.version)
+    parts = reply.body.parts[:, :2].tolist() if isinstance(reply.body, m.Weights) else ()
+    return [(reply.number, slot, version) for slot, version in parts]
 
 
 def packed(replies: Iterable[m.Outgoing]) -> Iterable[m.Outgoing]:
     """Join what goes to one request into messages of at most MAX_PAYLOAD bytes; order within a request is kept."""
-    joined: dict[tuple[bytes, int], list[m.WeightsPart]] = {}
-    done: dict[tuple[bytes, int], list[tuple[int, int, int]]] = {}
+    weights: dict[tuple[bytes, int], list[m.Weights]] = {}
+    done: dict[tuple[bytes, int], list[m.Matrix]] = {}
     others: list[m.Outgoing] = []
     for out in replies:
         where = (out.peer, out.reply.number)
         if isinstance(out.reply.body, m.Weights):
-            joined.setdefault(where, []).extend(out.reply.body.parts)
+            weights.setdefault(where, []).append(out.reply.body)
         elif isinstance(out.reply.body, m.Done):
-            done.setdefault(where, []).extend(out.reply.body.rounds)
+            done.setdefault(where, []).append(out.reply.body.rounds)
         else:
             others.append(out)
     yield from others  # what is said about a round (Absent, Done) goes ahead of its weights
-    for (peer, number), rounds in done.items():
+    for (peer, number), several in done.items():
+        rounds = np.concatenate(several)
         for at in range(0, len(rounds), KEYS_PER_MESSAGE):
-            yield m.Outgoing(peer, m.Reply(number, m.Done(tuple(rounds[at : at + KEYS_PER_MESSAGE]))))
-    for (peer, number), parts in joined.items():
-        for group in _groups(parts):
-            yield m.Outgoing(peer, m.Reply(number, m.Weights(tuple(group))))
-
-
-def _groups(parts: Iterable[m.WeightsPart]) -> Iterable[list[m.WeightsPart]]:
-    group: list[m.WeightsPart] = []
-    size = 0
-    for part in parts:
-        nbytes = part.payload.nbytes
-        if nbytes >= SENT_ALONE:
-            yield [part]
-            continue
-        if size + nbytes > MAX_PAYLOAD or len(group) == KEYS_PER_MESSAGE:
-            yield group
-            group, size = [], 0
-        group.append(part)
-        size += nbytes
-    if group:
-        yield group
+            yield m.Outgoing(peer, m.Reply(number, m.Done(rounds[at : at + KEYS_PER_MESSAGE])))
+    for (peer, number), bodies in weights.items():
+        parts = np.concatenate([body.parts for body in bodies])
+        payloads = [payload for body in bodies for payload in body.payloads]
+        for group in groups(parts[:, 3].tolist()):
+            yield m.Outgoing(peer, m.Reply(number, m.Weights(parts[group], tuple(payloads[group]))))
 
 
 class Tracker(Protocol):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -14,18 +16,24 @@ from kvstore_server.row_changes import Rows
 from kvstore_server.row_payload import encode_rows
 from kvstore_server.shard import Shard, Unit
 
+
+class RowPart(NamedTuple):
+    """What a worker is sent of one slice."""
+
+    slice: int
+    payload: Tensor
+    kind: int
+    """WHOLE, ROWS or VALUES."""
+
+
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
-def changed_parts(
-    shard: Shard, unit: Unit, number: int, version: int, held: int
-) -> tuple[m.WeightsPart, ...]:
+def changed_parts(shard: Shard, unit: Unit, version: int, held: int) -> list[RowPart]:
     """What a worker that holds version `held` of all its slices here must be sent to have `version`, the present one.
 
     A slice in which nothing has changed has an empty part of kind ROWS.
 
-    Args:
-        number: of the table.
     """
     parts = []
     for piece in unit.plan.resident_slices_of(unit.server):
@@ -35,13 +43,11 @@ def changed_parts(
             payload, kind = shard.visible(unit, piece.index), m.WHOLE
         elif rows:
             payload = _pack(shard, unit, piece, rows)
-        parts.append(m.WeightsPart(number, piece.index, version, payload, kind))
-    return tuple(parts)
+        parts.append(RowPart(piece.index, payload, kind))
+    return parts
 
 
-def pulled_parts(
-    shard: Shard, unit: Unit, number: int, version: int, pull: m.PullRows
-) -> tuple[m.WeightsPart, ...]:
+def pulled_parts(shard: Shard, unit: Unit, pull: m.PullRows) -> list[RowPart]:
     """The values of the rows that were asked for, one part for each slice, flat.
 
     Raises:
@@ -60,8 +66,8 @@ def pulled_parts(
             )
         if not bool((some[1:] > some[:-1]).all()):
             raise ProtocolError(f"a pull names rows of slice {index} twice, or not in ascending order")
-        parts.append(m.WeightsPart(number, index, version, rows[some].view(-1), m.VALUES))
-    return tuple(parts)
+        parts.append(RowPart(index, rows[some].view(-1), m.VALUES))
+    return parts
 
 
 def _pack(shard: Shard, unit: Unit, piece: Slice, rows: Rows) -> Tensor:

@@ -658,7 +658,7 @@ class Shard:
             range(unit.first, unit.end), former.weights, former.states, strict=True
         ):
             self._make_writable(slot)
-            self._padded(slot).copy_(weight)
+            self.padded(slot).copy_(weight)
             self._replace_state(slot, state)
         self._counts[unit.first_key : unit.first_key + len(former.counts)] = former.counts
         unit.undo = None
@@ -739,7 +739,7 @@ class Shard:
     def _snapshot(self, unit: Unit) -> _Undo:
         slots = range(unit.first, unit.end)
         counts = self._counts[unit.first_key : unit.first_key + len(unit.plan.specs)]
-        weights = [self._padded(slot).clone() for slot in slots]
+        weights = [self.padded(slot).clone() for slot in slots]
         return _Undo(weights, [self._copied_state(slot) for slot in slots], counts.copy())
 
     def _set_hypers(self, unit: Unit, hypers: Hypers) -> None:
@@ -962,7 +962,7 @@ class Shard:
         weights = one.block.weights[one.start : self._ends[end - 1]]
         if not self._moved or not any(slot in self._moved for slot in slots):
             return weights, _do_nothing
-        own = [self._padded(slot) for slot in slots]
+        own = [self.padded(slot) for slot in slots]
         joined = torch.cat(own)
 
         def put_back() -> None:
@@ -978,7 +978,7 @@ class Shard:
         start = self._slots[home.slot].start
         return weights[home.part.start - start : home.part.stop - start], put_back
 
-    def _padded(self, slot: int) -> Tensor:
+    def padded(self, slot: int) -> Tensor:
         """The weights of a slot with their padding."""
         one = self._slots[slot]
         return self._moved.get(slot, one.block.weights[one.start : self._ends[slot]])

@@ -1,33 +1,86 @@
-"""One table of one namespace: its rounds, its weights and what its ranks believe, tied together.
+"""One table of one namespace: what its rounds do to its weights, and what its ranks believe.
 
-A table takes messages of known ranks and says whom to answer; sessions, sockets and the clock are elsewhere.
+Which contributions make a round is the business of `rounds`, and who is answered that of `engine`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-from kvstore_server.addends import norm_to_hold
-from kvstore_server.codec import Codec
-from kvstore_server.consistency import SyncRounds
-from kvstore_server.errors import ConfigurationError, KVStoreError, ProtocolError
+from kvstore_server.errors import (
+    ConfigurationError,
+    KeyNotFoundError,
+    KVStoreError,
+    OptimizerError,
+    PlanMismatchError,
+    ProtocolError,
+)
+from kvstore_server.hyper import HyperBelief
 from kvstore_server.modes import SYNCHRONOUS, Mode
-from kvstore_server.norms import Decision, same_decision
+from kvstore_server.norms import UNCHANGED, Decision, same_decision
 from kvstore_server.optimizer import Optimizer
 from kvstore_server.plan import Plan
-from kvstore_server.protocol.buffers import payload_size
-from kvstore_server.protocol.messages import Push
-from kvstore_server.reduction import same_payload
-from kvstore_server.row_payload import RowForm, read_payload
-from kvstore_server.shard import Leases, Updater
-from kvstore_server.table_values import Given, RoundEnd, TableValues, Waiter
+from kvstore_server.protocol import messages as m
+from kvstore_server.reduction import Contribution
+from kvstore_server.shard import HeldSum, Leases, Partial, Shard, Updater
 
-__all__ = ["Given", "RoundEnd", "Table", "Waiter"]
+ALL = -1
+"""In place of a rank: all of them together."""
 
 
-class Table(TableValues):
-    """A table and the state of its rounds on one server."""
+class Part(NamedTuple):
+    """One rank's committed contribution to a round of a table."""
+
+    slices: Mapping[int, m.Payload]
+    flags: int = 0
+    version: int = -1
+    rescale: float | None = None
+    hold: float = 0.0
+    absent: frozenset[int] = frozenset()
+    """The keys that it leaves out."""
+
+
+Parts = Mapping[int, Part]
+"""Rank → its contribution, in rank order; ranks that have joined are not among them."""
+
+
+class RoundEnd(NamedTuple):
+    """How the last round of a rank ended that was applied."""
+
+    version: int
+    left_out: tuple[int, ...] = ()
+    """The keys here that no rank contributed to."""
+    vetoes: tuple[int, ...] = ()
+    """The ranks because of which nothing was changed."""
+    hyper: bytes = b""
+    """The hyper-parameters in force, as they were sent."""
+    is_over: bool = False
+    """All ranks have joined."""
+    partials: tuple[Partial, ...] = ()
+    """What was told of the sums before they were used."""
+    decision: Decision = Decision()
+    """What became of them."""
+
+    @property
+    def is_skipped(self) -> bool:
+        """Whether nothing was changed, though the ranks have contributed."""
+        return bool(self.vetoes) or self.decision.skip
+
+
+@dataclass(frozen=True)
+class HeldRound:
+    """The open round once all ranks have committed it, while its sums wait for a decision."""
+
+    optimizer: Optimizer
+    hyper: bytes
+    hypers: Sequence[Mapping[str, Any]]
+    sum: HeldSum
+
+
+class Table:
+    """The weights of a table on one server, with what its ranks believe and have read."""
 
     def __init__(
         self,
@@ -39,10 +92,24 @@ class Table(TableValues):
         leases: Leases | None,
         mode: Mode = SYNCHRONOUS,
     ) -> None:
-        super().__init__(name, plan, server, num_workers, leases, mode)
         self.number = number
-        self.rounds: SyncRounds[Waiter] = SyncRounds(num_workers, same_payload)
-        """Those of all ranks together; without synchronous rounds, only the first one, which gives the first values."""
+        self.name = name
+        self.plan = plan
+        self.mode = mode
+        self.num_workers = num_workers
+        self.shard = Shard(leases)
+        self.unit = self.shard.add(plan, server)
+        self.notes_reads = False
+        """Whether the optimizer needs to know what each rank has read."""
+        self.hyper = HyperBelief(plan)
+        self.conflict: KVStoreError | None = None
+        """Why the table cannot be used any more: ranks declared different keys, or an update broke off."""
+        self.held: HeldRound | None = None
+        self.is_initialised = False
+        """Whether round 0 was applied."""
+        self.version = -1
+        """How often the weights have changed since their first values."""
+        self.rounds_applied = self.keys_applied = 0
         self.undone = 0
         self.decisions_differing = 0
         """Decisions about a round that were not the one that was applied."""
@@ -50,186 +117,261 @@ class Table(TableValues):
         """Bytes of payload that ranks have sent, as they came: compressed, or rows alone."""
         self.bytes_out = 0
         """Bytes of weights that were handed out."""
-        self._ends: dict[int, RoundEnd] = {}
-        self._last_rank = -1
+        self.ends: dict[int, RoundEnd] = {}
+        """Rank, or ALL → how the last of its rounds ended that was applied."""
+        self._last_rank = ALL
         """Whose contribution was applied last, where ranks contribute by themselves."""
 
-    def rounds_of(self, rank: int, number: int = -1) -> SyncRounds[Waiter]:
-        """The rounds of which a rank means that number, or its present one: those of all ranks, or its lane."""
-        if self._is_sync or self._whose(rank, number) == _ALL:
-            return self.rounds
-        return self.lanes.of(rank, number)
-
-    def next_round(self, rank: int) -> int:
-        """The number of the round that a rank should begin with."""
-        return self.rounds.number if self._whose(rank, -1) == _ALL else self.lanes.proposed(rank)
-
-    def end_of(self, rank: int, number: int = -1) -> RoundEnd:
-        """How the last round that was applied has ended, of those of which a rank means that number."""
-        return self._ends[self._whose(rank, number)]
-
-    def push(self, rank: int, push: Push, form: Codec | RowForm | None) -> None:
-        """Take a provisional slice, in a form other than plain numbers if there is one, after checking that it fits."""
-        if push.slice not in self.unit.slots:
-            raise ProtocolError(f"slice {push.slice} of the table is not on this server")
-        payload = read_payload(self.plan, self.plan.slices[push.slice], push.payload, form)
-        self.bytes_in += payload_size(push.payload)
-        rounds = self.rounds_of(rank, push.round)
-        if push.round == rounds.number and self._last_rank in (_ALL, rank):
+    def begin_round(self, whose: int) -> None:
+        """A slice of the next round of a rank, or of all, has come: the last one is final."""
+        if self._last_rank in (ALL, whose):
             self.unit.undo = None
-        rounds.push(rank, Push(push.table, push.slice, push.round, push.generation, payload))
-
-    def hold(self, rank: int, optimizer: Optimizer | None, updater: Updater | None) -> bool:
-        """Sum the open round of a rank, which all of its members have committed, if a decision is wanted then.
-
-        Returns whether that is so.
-
-        Raises:
-            PlanMismatchError: ranks disagree on it, or on hyper-parameters.
-            ConfigurationError: it is not possible here.
-        """
-        rounds = self.rounds_of(rank)
-        if not rounds.wants_decision or not self.is_initialised:
-            return False
-        active = _with_data(rounds.contributions())
-        commits = {r: mine.commit for r, mine in active if mine.commit is not None}
-        is_plain = not any(commit.hold for commit in commits.values())
-        is_special = any(commit.assign or commit.veto for commit in commits.values())
-        if is_plain or is_special:
-            return False
-        norm_type = norm_to_hold(commits)
-        if optimizer is None or updater is not None or not self.mode.is_sync:
-            raise ConfigurationError(
-                f"a gradient of {self.name!r} cannot be checked before it is applied: that needs synchronous rounds "
-                "and an optimizer of the store"
-            )
-        self.held = self._hold(active, optimizer, norm_type)
-        return True
-
-    def apply(
-        self,
-        rank: int,
-        optimizer: Optimizer | None,
-        updater: Updater | None,
-        decision: Decision | None = None,
-    ) -> Given:
-        """Apply the open round of a rank, which all of its members have committed, and begin the next one.
-
-        With a decision, the round is held. Returns the contributions that went in, in rank order.
-
-        Raises:
-            KVStoreError: the round cannot be applied; nothing has changed and the round is still open.
-        """
-        rounds = self.rounds_of(rank)
-        is_lane = rounds is not self.rounds
-        given = rounds.contributions()
-        self.unit.undo = None
-        active = _with_data(given)
-        if decision is None:
-            end = self._apply(rounds.number, active, optimizer, updater, is_lane)
-        else:
-            assert self.held is not None
-            end = self._apply_held(self.held, decision)
-            self.held = None
-        self._ends[rank if is_lane else _ALL] = end if active else end._replace(is_over=True)
-        self._last_rank = rank if is_lane else _ALL
-        for r, _ in given:
-            self.absent.pop(r, None)
-        if is_lane:
-            self.lanes.advance(rank)
-        return rounds.finish()
-
-    def fail(self, rank: int, error: KVStoreError) -> list[Waiter]:
-        """End the open round of a rank without effect; return whom to tell now."""
-        rounds = self.rounds_of(rank)
-        self.held = None
-        for r, _ in rounds.contributions():
-            self.absent.pop(r, None)
-        if rounds is not self.rounds:
-            self.lanes.advance(rank)
-        if self._last_rank in (_ALL, rank):
-            self.unit.undo = None
-        return rounds.fail(error)
-
-    def abort(self, rank: int, number: int, error: KVStoreError, undo: bool) -> list[Waiter]:
-        """A rank gives a round up: fail it if it is open, take it back if that is wanted and it was the last one."""
-        rounds, whose = self.rounds_of(rank, number), self._whose(rank, number)
-        if number == rounds.number:
-            return self.fail(rank, error)
-        is_last = number == rounds.number - 1 and rounds.was_applied(number)
-        if not undo or not is_last:
-            return []
-        end = self._ends[whose]
-        has_changed = not end.is_skipped and not end.is_over
-        if not has_changed or (self.unit.undo is not None and self._last_rank == whose):
-            if has_changed:
-                self.shard.undo(self.unit)
-                self.version += 1  # also the way back is a change
-            rounds.undo(error)
-            self.undone += 1
-        return []
-
-    def note_decision(self, number: int, decision: Decision) -> bool:
-        """Whether a decision about a round that is over is the one that was applied, as it must be; counts others."""
-        if number != self.rounds.number - 1 or not self.rounds.was_applied(number):
-            return True
-        is_same = same_decision(decision, self._ends[_ALL].decision)
-        self.decisions_differing += not is_same
-        return is_same
-
-    def fail_join(self, rank: int, number: int, error: KVStoreError) -> None:
-        """A rank that waits for all to join will not see that: it takes part as before, and its joining has failed."""
-        self.lanes.joined.discard(rank)
-        lane = self.lanes.of(rank)
-        if number == lane.number - 1:
-            lane.undo(error)
 
     def note_read(self, rank: int) -> None:
         """The present weights are sent to a rank."""
         if self.notes_reads:
             self.shard.note_read(self.unit, [rank])
 
-    def begin_process(self, rank: int) -> None:
-        """A process begins to stand for a rank: drop what a former one had not committed."""
-        self.rounds.replace_process(rank)
-        self.lanes.begin(rank)
-        if not self.mode.is_sync:
-            self.hyper.forget(rank)
+    def hold(self, parts: Parts, optimizer: Optimizer | None, updater: Updater | None) -> bool:
+        """Sum a round of all ranks, if a decision is wanted before it is applied. Returns whether that is so.
 
-    def end_process(self, rank: int, is_done: bool) -> None:
-        """No process stands for a rank any more: drop what the last one had not committed."""
-        self.rounds.replace_process(rank)
-        self.lanes.leave(rank, is_done)
-        if not self.mode.is_sync:
-            self.hyper.forget(rank)
+        Raises:
+            PlanMismatchError: ranks disagree on it, or on hyper-parameters.
+            ConfigurationError: it is not possible here.
+        """
+        if not self.is_initialised or not any(part.hold for part in parts.values()):
+            return False
+        if any(part.flags & (m.ASSIGNS | m.VETOES) for part in parts.values()):
+            return False
+        norm_type = norm_to_hold(parts)
+        if optimizer is None or updater is not None or not self.mode.is_sync:
+            raise ConfigurationError(
+                f"a gradient of {self.name!r} cannot be checked before it is applied: that needs synchronous rounds "
+                "and an optimizer of the store"
+            )
+        hyper = self.hyper.common(parts)
+        given = self._contributions(parts, optimizer)
+        hypers = self._hypers(given, optimizer, hyper)
+        held = self.shard.hold(given, optimizer, hypers, norm_type, self.unit)
+        self.held = HeldRound(optimizer, hyper, hypers, held)
+        return True
 
-    def counters(self) -> Mapping[str, Any]:
-        """What this table has done so far, and the ranks that its open round waits for, as plain numbers."""
-        return {
-            "table": self.name,
-            "round": self.rounds.number,
-            "version": self.version,
-            "rounds_applied": self.rounds_applied,
-            "keys": len(self.unit.keys),
-            "keys_applied": self.keys_applied,
-            "payload_mismatches": self.rounds.mismatches + self.lanes.mismatches,
-            "rounds_undone": self.undone,
-            "decisions_differing": self.decisions_differing,
-            "bytes_in": self.bytes_in,
-            "bytes_out": self.bytes_out,
-            "joined": sorted(self.lanes.joined),
-            "waiting_for": self.rounds.missing_ranks() if self.rounds.is_waiting() else [],
-        }
+    def apply_held(self, decision: Decision) -> None:
+        """Update with the sums that were kept, as was decided. Raises as `apply`."""
+        assert self.held is not None
+        held = self.held
+        self.unit.undo = None
+        end = RoundEnd(self.version)
+        if not decision.skip:
+            self._update([held.sum.total], held.optimizer, held.hypers, decision)
+            end = self._applied([held.sum.total], held.hyper)
+        self.held = None
+        self._end(ALL, end._replace(partials=held.sum.partials, decision=decision))
 
-    def _whose(self, rank: int, number: int) -> int:
-        """Whose rounds a rank means by a number; the first one is always that of all ranks together."""
-        return _ALL if self._is_sync or not number or not self.rounds.number else rank
+    def apply(
+        self,
+        whose: int,
+        round_: int,
+        parts: Parts,
+        optimizer: Optimizer | None,
+        updater: Updater | None,
+        joined: Collection[int],
+    ) -> None:
+        """Apply a round of a rank, or of ALL, which all of its members have committed.
+
+        Args:
+            parts: Of the members that have data.
+            joined: The ranks whose hyper-parameters do not count.
+
+        Raises:
+            KVStoreError: the round cannot be applied; nothing has changed.
+        """
+        self.unit.undo = None
+        is_lane = whose != ALL
+        vetoes = tuple(rank for rank, part in parts.items() if part.flags & m.VETOES)
+        if not parts:
+            hyper = self.hyper.lowest(joined) if is_lane else b""
+            end = RoundEnd(self.version, hyper=hyper, is_over=True)
+        elif not round_ or any(part.flags & m.ASSIGNS for part in parts.values()):
+            self._assign(round_, parts, is_lane)
+            end = RoundEnd(self.version)
+        elif not self.is_initialised:
+            raise KeyNotFoundError(
+                f"table {self.name!r} has no values: initialising it failed; restart the job"
+            )
+        elif vetoes:
+            end = RoundEnd(self.version, vetoes=vetoes)
+        else:
+            hyper = self.hyper.lowest(joined) if is_lane else self.hyper.common(parts)
+            end = self._change(parts, optimizer, updater, hyper, is_lane)
+        self._end(whose, end)
+
+    def _change(
+        self, parts: Parts, optimizer: Optimizer | None, updater: Updater | None, hyper: bytes, is_lane: bool
+    ) -> RoundEnd:
+        """Change the weights by the sum of some contributions."""
+        given = self._contributions(parts, optimizer)
+        if updater is not None:
+            self.shard.call_updater(self.unit, given, updater)
+        elif optimizer is not None:
+            hypers = self._hypers(given, optimizer, hyper)
+            if is_lane:
+                hypers = self._delayed(parts, optimizer, hypers)
+            self._update(given, optimizer, hypers)
+        elif not self.mode.is_sync:
+            raise ConfigurationError(
+                f"{self.name!r} got a contribution in {self.mode.name} mode but has no optimizer to apply it; call "
+                "set_optimizer on every worker before the first push"
+            )
+        else:
+            self.shard.assign_sum(given)
+        return self._applied(given, hyper)
+
+    def _assign(self, round_: int, parts: Parts, is_lane: bool) -> None:
+        """Take over the lowest rank's values, in the first round and wherever all ranks want that."""
+        rank, first = next(iter(parts.items()))
+        updating = [r for r, part in parts.items() if not part.flags & m.ASSIGNS]
+        if is_lane and not first.slices:
+            return  # another rank gives the values
+        if round_ and not is_lane and len(parts) < self.num_workers:
+            raise PlanMismatchError(
+                f"ranks replace the values of {self.name!r} while another one has no more data; call set_data outside "
+                "of the join() block"
+            )
+        if round_ and updating:
+            raise PlanMismatchError(
+                f"rank {updating[0]} updates {self.name!r} in a round in which other ranks replace its values; "
+                "call set_data, or add_param_group, before the same step on every worker"
+            )
+        # A row-sparse key has its values here alone: they may stay.
+        needed = self.plan.resident_slices_of(self.unit.server) if round_ else self.unit.slices
+        missing = [piece.index for piece in needed if piece.index not in first.slices]
+        if missing:
+            raise ProtocolError(
+                f"rank {rank} gave table {self.name!r} values without its slices {missing[:8]}"
+            )
+        self.shard.assign(self.unit, first.slices)
+        self.is_initialised = True
+        self.version += 1
+        if self.notes_reads:
+            self.shard.note_read(self.unit, range(self.num_workers))
+
+    def _hypers(
+        self, given: Sequence[Contribution], optimizer: Optimizer, hyper: bytes
+    ) -> Sequence[Mapping[str, Any]]:
+        """The numbers with which the optimizer updates each key."""
+        if not optimizer.elementwise and not self.plan.whole_keys and len(self.plan.servers) > 1:
+            raise ConfigurationError(
+                f"optimizer {optimizer.registered_name!r} needs whole keys, but {self.name!r} is spread over "
+                f"{len(self.plan.servers)} servers; set the optimizer on every worker before the next push"
+            )
+        rate = None
+        if optimizer.lr_scheduler is not None:
+            # Each table counts for itself, so that neither other keys nor the number of servers matter.
+            count = optimizer.begin_num_update + self.shard.updates_after(self.unit, given)
+            rate = float(optimizer.lr_scheduler(count))
+        return self.hyper.effective(optimizer, hyper, rate)
+
+    def _delayed(
+        self, parts: Parts, optimizer: Optimizer, hypers: Sequence[Mapping[str, Any]]
+    ) -> Sequence[Mapping[str, Any]]:
+        """Make up for what others have changed since a rank, which contributes alone, read the weights."""
+        [(rank, part)] = parts.items()
+        if self.notes_reads and optimizer.delay_state is not None:
+            self.shard.restore_read(self.unit, rank, optimizer.delay_state)
+        staleness = self.version - part.version if part.version >= 0 else 0
+        if not self.mode.slow_down or staleness <= 1:
+            return hypers
+        # Keys with equal numbers share one mapping, by which they are updated together.
+        slowed = {id(row): {**row, "lr": row["lr"] / staleness} if "lr" in row else row for row in hypers}
+        return [slowed[id(row)] for row in hypers]
+
+    def _update(
+        self,
+        given: Sequence[Contribution],
+        optimizer: Optimizer,
+        hypers: Sequence[Mapping[str, Any]],
+        decision: Decision = UNCHANGED,
+    ) -> None:
+        """Let the optimizer apply the sum of what was given."""
+        try:
+            self.shard.update(given, optimizer, [hypers], decision=decision)
+        except OptimizerError:
+            raise  # has been undone
+        except Exception as error:
+            # No copy is kept for the built-in optimizers: the table must not be trained on as if nothing had happened.
+            self.conflict = KVStoreError(
+                f"the update of {self.name!r} broke off with {type(error).__name__}: {error}; its weights may be half "
+                "updated. Restart the job from its last saved states"
+            )
+            raise self.conflict from error
+
+    def _contributions(self, parts: Parts, optimizer: Optimizer | None) -> list[Contribution]:
+        """Each rank's part in the sum; without a factor of its own that of the optimizer counts."""
+        common = optimizer.rescale_grad if optimizer is not None else 1.0
+        return [
+            self.shard.contribution(
+                self.unit, part.slices, common if part.rescale is None else part.rescale, part.absent
+            )
+            for part in parts.values()
+        ]
+
+    def _applied(self, given: Sequence[Contribution], hyper: bytes) -> RoundEnd:
+        """Count a round that has changed the weights."""
+        keys = self.unit.keys
+        if all(one.absent for one in given):
+            keys = frozenset(key for key in keys if any(key not in one.absent for one in given))
+        self.version += 1
+        self.rounds_applied += 1
+        self.keys_applied += len(keys)
+        left_out = () if keys is self.unit.keys else tuple(sorted(self.unit.keys - keys))
+        return RoundEnd(self.version, left_out, (), hyper)
+
+    def _end(self, whose: int, end: RoundEnd) -> None:
+        self.ends[whose] = end
+        self._last_rank = whose
+
+    def fail(self, whose: int) -> None:
+        """The open round of a rank, or of ALL, ends without effect."""
+        self.held = None
+        self.begin_round(whose)
+
+    def undo(self, whose: int) -> bool:
+        """Take the last round of a rank, or of ALL, back; returns whether that was possible."""
+        end = self.ends[whose]
+        if end.is_skipped or end.is_over:
+            self.undone += 1
+            return True  # it has changed nothing
+        if self.unit.undo is None or self._last_rank != whose:
+            return False
+        self.shard.undo(self.unit)
+        self.version += 1  # also the way back is a change
+        self.undone += 1
+        return True
+
+    def note_decision(self, decision: Decision) -> bool:
+        """Whether a decision about the last round is the one that was applied, as it must be; counts others."""
+        is_same = same_decision(decision, self.ends[ALL].decision)
+        self.decisions_differing += not is_same
+        return is_same
 
 
-_ALL = -1
-"""In place of a rank: all of them together."""
+def norm_to_hold(parts: Parts) -> float:
+    """The type of norm for which all ranks want their sum held; 0 where they do not.
+
+    Raises:
+        PlanMismatchError: ranks differ in that.
+    """
+    lowest, first = next(iter(parts.items()))
+    for rank, part in parts.items():
+        if part.hold != first.hold:
+            raise PlanMismatchError(
+                f"ranks disagree on what is checked of the gradient before it is applied: rank {lowest} "
+                f"{_described(first.hold)}, rank {rank} {_described(part.hold)}; give clip_grad, amp and on_nonfinite "
+                "the same values on every worker"
+            )
+    return first.hold
 
 
-def _with_data(given: Given) -> Given:
-    """The contributions of ranks that have not joined."""
-    return [(rank, mine) for rank, mine in given if mine.commit is not None and not mine.commit.joined]
+def _described(hold: float) -> str:
+    return f"wants its norm of type {hold:g}" if hold else "wants nothing to be checked"

@@ -12,7 +12,7 @@ from typing import Any
 
 import zmq
 
-from kvstore_server.protocol.requests import SECRET_BYTES
+from kvstore_server.protocol.messages import SECRET_BYTES
 
 _GONE_AFTER = 30
 """Seconds without an acknowledgement after which a connection counts as broken; it is then made anew."""

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 from kvstore_server.errors import ConfigurationError, ProtocolError
 from kvstore_server.protocol import messages as m
-from kvstore_server.protocol.buffers import payload_size
 from kvstore_server.protocol.control import pack_control, unpack_control
 
 CALLS = "calls"
@@ -139,13 +138,13 @@ def handled(
 
 
 def payload_in(body: m.RequestBody) -> int:
-    """Return the bytes of the slices that a request brings."""
-    return sum(payload_size(p.payload) for p in body.pushes) if isinstance(body, m.PushBatch) else 0
+    """Bytes of the slices that a request brings."""
+    return int(body.pushes[:, 3].sum()) if isinstance(body, m.Contribute) else 0
 
 
 def payload_out(body: m.ReplyBody) -> int:
-    """Return the bytes of the weights that a reply brings."""
-    return sum(payload_size(p.payload) for p in body.parts) if isinstance(body, m.Weights) else 0
+    """Bytes of the weights that a reply brings."""
+    return int(body.parts[:, 3].sum()) if isinstance(body, m.Weights) else 0
 
 
 def events_of(packed: Iterable[bytes]) -> list[Event]:

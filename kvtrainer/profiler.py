@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvstore_server.admission import MAX_WORKERS
+from kvstore_server.engine import MAX_WORKERS
 from kvstore_server.errors import ConfigurationError
 from kvstore_server.tracing import CALLS, CATEGORIES, ROUND_LANE, ROUNDS, Trace, chrome_trace
 from kvtrainer.comm.client import Client

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -48,6 +48,8 @@ def join_payloads(payloads: Sequence[m.Payload]) -> Frame:
     """Several payloads as one frame; a single one is passed through."""
     if len(payloads) == 1:
         return payload_bytes(payloads[0])
+    if not payloads:
+        return b""
     kinds = {payload.dtype if isinstance(payload, torch.Tensor) else None for payload in payloads}
     if len(kinds) == 1 and None not in kinds:
         # One call for many small tensors; asking each for its bytes would cost more than all the rest.
@@ -55,15 +57,38 @@ def join_payloads(payloads: Sequence[m.Payload]) -> Frame:
     return b"".join(payload_bytes(payload) for payload in payloads)
 
 
-def split_payload(frame: Frame, sizes: np.ndarray[Any, np.dtype[np.int64]]) -> list[memoryview]:
-    """Cut a payload frame into pieces of the given sizes.
+def groups(sizes: Sequence[int]) -> Iterator[slice]:
+    """Divide slices of so many bytes into messages, in order; a large one is alone, for then it is not copied."""
+    first, nbytes = 0, 0
+    for at, size in enumerate(sizes):
+        is_full = nbytes + size > MAX_PAYLOAD or at - first == KEYS_PER_MESSAGE
+        if at > first and (is_full or size >= SENT_ALONE or sizes[at - 1] >= SENT_ALONE):
+            yield slice(first, at)
+            first, nbytes = at, 0
+        nbytes += size
+    if first < len(sizes):
+        yield slice(first, len(sizes))
+
+
+def located(payloads: Sequence[m.Payload], sizes: m.Matrix) -> tuple[list[torch.Tensor], m.Matrix, m.Matrix]:
+    """Buffers as bytes; and of pieces of some sizes in this order, which buffer each is in, and where.
 
     Raises:
-        ProtocolError: the sizes do not add up to the frame.
+        ProtocolError: the pieces are not the buffers.
     """
-    data = buffer_of(frame)
-    # Each alone as well: the sum of hostile sizes can wrap around to the right one.
-    if ((sizes < 0) | (sizes > len(data))).any() or int(sizes.sum()) != len(data):
-        raise ProtocolError(f"the payload has {len(data)} bytes, the body names {int(sizes.sum())}")
-    ends = np.cumsum(sizes).tolist()
-    return [data[end - size : end] for size, end in zip(sizes.tolist(), ends, strict=True)]
+    sources = [_as_bytes(payload) for payload in payloads]
+    ends = np.cumsum([len(source) for source in sources], dtype=np.int64)
+    starts = np.cumsum(sizes) - sizes
+    which = np.minimum(np.searchsorted(ends, starts, side="right"), len(sources) - 1)
+    begins = np.append(0, ends)[which]
+    total = int(ends[-1]) if len(ends) else 0
+    if (sizes < 0).any() or int(sizes.sum()) != total or (starts + sizes > ends[which]).any():
+        raise ProtocolError(f"slices of {int(sizes.sum())} bytes came in payloads of {total}")
+    return sources, which, starts - begins
+
+
+def _as_bytes(payload: m.Payload) -> torch.Tensor:
+    if isinstance(payload, torch.Tensor):
+        return payload.view(torch.uint8)
+    data = payload_bytes(payload)
+    return torch.frombuffer(data, dtype=torch.uint8) if len(data) else torch.empty(0, dtype=torch.uint8)

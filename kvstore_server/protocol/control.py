@@ -11,7 +11,6 @@ import msgpack
 from kvstore_server.errors import ProtocolError
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.buffers import MAX_FRAME
-from kvstore_server.protocol.requests import MAX_SOCKETS, SECRET_BYTES
 
 _CONTROL: tuple[type[Any], ...] = (
     m.Hello,
@@ -19,7 +18,7 @@ _CONTROL: tuple[type[Any], ...] = (
     m.Abort,
     m.Pull,
     m.SetOptimizer,
-    m.Barrier,
+    m.Gather,
     m.GetState,
     m.Heartbeat,
     m.Leave,
@@ -31,6 +30,7 @@ _CONTROL: tuple[type[Any], ...] = (
     m.Missing,
     m.Pending,
     m.Failed,
+    m.Gathered,
     m.Info,
     m.PullRows,
     m.InForce,
@@ -69,9 +69,9 @@ def unpack_control(data: bytes | memoryview) -> Any:
         raise ProtocolError(f"a control message of {len(data)} bytes cannot be decoded: {error}") from None
 
 
-def encode_control(body: Any) -> tuple[int, bytes]:
-    """The kind of a control message and its bytes."""
-    return _KIND_OF[type(body)], pack_control([getattr(body, name) for name in _FIELDS[type(body)]])
+def encode_control(body: Any) -> tuple[int, list[bytes]]:
+    """The kind of a control message and its one frame."""
+    return _KIND_OF[type(body)], [pack_control([getattr(body, name) for name in _FIELDS[type(body)]])]
 
 
 def decode_control(kind: int, data: memoryview) -> Any:
@@ -105,6 +105,8 @@ def _check_types(message: Any) -> None:
             raise ProtocolError(f"{type(message).__name__}.{f.name} must be {declared}, got {value!r:.80}")
         if isinstance(value, float) and not math.isfinite(value):
             raise ProtocolError(f"{type(message).__name__}.{f.name} must be finite, got {value}")
+        if declared == "tuple[bytes, ...]" and not all(type(item) is bytes for item in value):
+            raise ProtocolError(f"{type(message).__name__}.{f.name} must be {declared}, got {value!r:.80}")
         if declared == "tuple[int, ...]" and not all(type(item) is int for item in value):
             raise ProtocolError(f"{type(message).__name__}.{f.name} must be {declared}, got {value!r:.80}")
     if isinstance(message, m.Register) and not all(_is_spec(spec) for spec in message.specs):
@@ -113,7 +115,7 @@ def _check_types(message: Any) -> None:
         )
     if isinstance(message, m.Hello) and not _is_identified(message):
         raise ProtocolError(
-            f"Hello must hold a nonce and 1 … {MAX_SOCKETS} routing ids, of {SECRET_BYTES} bytes each"
+            f"Hello must hold a nonce and 1 … {m.MAX_SOCKETS} routing ids, of {m.SECRET_BYTES} bytes each"
         )
     if isinstance(message, m.PullRows) and not all(_is_triple(part) for part in message.wanted):
         raise ProtocolError("PullRows.wanted must be (slice, position, number of ids) each")
@@ -121,8 +123,8 @@ def _check_types(message: Any) -> None:
 
 def _is_identified(hello: m.Hello) -> bool:
     secrets = (hello.nonce, *hello.sockets)
-    return 1 < len(secrets) <= 1 + MAX_SOCKETS and all(
-        isinstance(secret, bytes) and len(secret) == SECRET_BYTES for secret in secrets
+    return 1 < len(secrets) <= 1 + m.MAX_SOCKETS and all(
+        isinstance(secret, bytes) and len(secret) == m.SECRET_BYTES for secret in secrets
     )
 
 

@@ -12,9 +12,9 @@ from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.buffers import KEYS_PER_MESSAGE, MAX_PAYLOAD
 from kvstore_server.protocol.control import pack_control
 from kvstore_server.tracing import Event, Trace, events_of
-from kvtrainer.comm.rounds import Rounds
+from kvtrainer.comm.round import Rounds
 from kvtrainer.comm.session import Session
-from kvtrainer.comm.tickets import RemoteTable
+from kvtrainer.comm.tables import RemoteTable
 from kvtrainer.comm.tracing import SessionTrace
 from kvtrainer.comm.transport import SessionOptions, Transport
 
@@ -72,7 +72,7 @@ class Client:
             state = "is registered already" if known.is_initialised else "could not be initialised before"
             raise ConfigurationError(f"table {name!r} {state}; restart the job, or give another namespace=…")
         check_name("a table", name)
-        return RemoteTable(name, make_plan(specs, self.num_servers, whole_keys, integers=True), {})
+        return self.rounds.tables.add(name, make_plan(specs, self.num_servers, whole_keys, integers=True))
 
     def _register(self, requests: Sequence[tuple[int, RemoteTable]]) -> None:
         """Declare (server, table) pairs in one go: asking for a thousand keys one after the other takes long."""
@@ -85,7 +85,7 @@ class Client:
             goes_on = reply.next_round > 0
             if not self.options.mode.is_sync and (not is_known or table.is_initialised == goes_on):
                 # The others may have gone on without a process of this rank, and it goes on beside them.
-                table.round, table.is_initialised = max(table.round, reply.next_round), goes_on
+                table.go_on(max(table.round, reply.next_round), goes_on)
             elif reply.next_round or table.round:
                 raise ConfigurationError(
                     f"{self._session.describe(server)} is at round {reply.next_round} of "
@@ -93,7 +93,7 @@ class Client:
                     f"because its own was refused, or an earlier run of namespace {self.options.namespace!r} has left "
                     "it there. Restart the job and its servers, or give another namespace=…"
                 )
-            table.numbers[server] = reply.table
+            table.register(server, reply)
 
     def set_optimizer(self, spec: Mapping[str, Any]) -> None:
         """Name the optimizer on every server; naming the same one again changes nothing there.
@@ -129,7 +129,7 @@ class Client:
         """
         self.settle()
         timeout = self.options.timeout + self.options.dead_after
-        self._session.call(0, m.Barrier(self._barriers, self.options.timeout), timeout)
+        self._session.call(0, m.Gather(self._barriers, self.options.timeout), timeout)
         self._barriers += 1
 
     def stats(self) -> list[dict[str, Any]]:
@@ -183,9 +183,7 @@ class Client:
 
     def settle(self) -> None:
         """Wait for every round in flight; raises what the first failed one raises."""
-        for table in list(self._tables.values()):
-            if table.ticket is not None:
-                self.rounds.wait(table.ticket)
+        self.rounds.settle_all()
 
     def close(self, error: BaseException | None = None) -> None:
         """Leave the job; idempotent. Rounds of others that still need this worker fail.

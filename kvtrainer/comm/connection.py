@@ -72,7 +72,7 @@ class Connection:
             )
         frames = encode_request(request)
         body = request.body
-        if isinstance(body, m.PushBatch) and len(body.pushes) == 1 and _is_large(body.pushes[0].payload):
+        if isinstance(body, m.Contribute) and len(body.payloads) == 1 and _is_large(body.payloads[0]):
             frames = [zmq.Frame(frame, copy=frame is not frames[-1]) for frame in frames]
         self._queues[server].put(frames, priority)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from kvstore_server.engine import Engine
 from kvstore_server.protocol import messages as m
-from kvstore_server.protocol.requests import SECRET_BYTES
+from kvstore_server.protocol.messages import SECRET_BYTES
 
 
 class Loopback:

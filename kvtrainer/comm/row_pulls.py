@@ -13,10 +13,10 @@ from torch import Tensor
 from kvstore_server.errors import DeadlineError, KVStoreError, ProtocolError, from_wire
 from kvstore_server.plan import row_numel
 from kvstore_server.protocol import messages as m
-from kvstore_server.protocol.buffers import KEYS_PER_MESSAGE, payload_bytes, payload_size
+from kvstore_server.protocol.buffers import KEYS_PER_MESSAGE, located
 from kvstore_server.reduction import torch_dtype
 from kvtrainer.comm.session import Session
-from kvtrainer.comm.tickets import RemoteTable
+from kvtrainer.comm.tables import RemoteTable
 
 IDS_PER_MESSAGE = 240_000
 """Of 4 bytes each; with what else is in it, the message fits a frame."""
@@ -38,6 +38,7 @@ class _Some(NamedTuple):
     """Rows of one slice: which, and where they go."""
 
     slice: int
+    slot: int
     position: int
     ids: Tensor
     """From the first row of the segment."""
@@ -52,7 +53,7 @@ class _Request:
     table: RemoteTable
     rows: list[_Some] = field(default_factory=list)
     waiting: dict[int, Tensor] = field(default_factory=dict)
-    """Slice → where its rows go."""
+    """Slot → where its rows go."""
     size: int = 0
     nbytes: int = 0
     version: int = sys.maxsize
@@ -61,12 +62,12 @@ class _Request:
     def takes(self, some: _Some) -> bool:
         is_small = self.size + len(some.ids) <= IDS_PER_MESSAGE and len(self.rows) < KEYS_PER_MESSAGE
         return (
-            is_small and self.nbytes + some.out.nbytes <= BYTES_PER_ANSWER and some.slice not in self.waiting
+            is_small and self.nbytes + some.out.nbytes <= BYTES_PER_ANSWER and some.slot not in self.waiting
         )
 
     def add(self, some: _Some) -> None:
         self.rows.append(some)
-        self.waiting[some.slice] = some.out
+        self.waiting[some.slot] = some.out
         self.size += len(some.ids)
         self.nbytes += some.out.nbytes
 
@@ -75,22 +76,21 @@ class _Request:
         ids = torch.cat([some.ids for some in self.rows]).numpy().astype("<i4").tobytes()
         return m.PullRows(self.table.numbers[self.server], wanted, ids, timeout)
 
-    def take(self, part: m.WeightsPart) -> None:
-        """Bring the rows of one slice to their place; rows that came before are the same."""
-        out = self.waiting.get(part.slice)
-        if out is None:
-            return
-        if part.kind != m.VALUES or payload_size(part.payload) != out.nbytes:
-            raise ProtocolError(
-                f"{out.nbytes} bytes of slice {part.slice} of {self.table.name!r} were asked for, but "
-                f"{payload_size(part.payload)} came, of kind {part.kind}"
-            )
-        values = part.payload
-        if not isinstance(values, Tensor):
-            values = torch.frombuffer(payload_bytes(values), dtype=out.dtype)
-        out.copy_(values.view(out.shape))
-        self.version = min(self.version, part.version)
-        del self.waiting[part.slice]
+    def take(self, weights: m.Weights) -> None:
+        """Bring the rows of some slices to their places; rows that came before are the same."""
+        sources, which, starts = located(weights.payloads, weights.parts[:, 3])
+        for at, (slot, version, kind, nbytes) in enumerate(weights.parts.tolist()):
+            out = self.waiting.get(slot)
+            if out is None:
+                continue
+            if kind != m.VALUES or nbytes != out.nbytes:
+                raise ProtocolError(
+                    f"{out.nbytes} bytes of slice {slot} of {self.table.name!r} were asked for, but {nbytes} came, of "
+                    f"kind {kind}"
+                )
+            out.view(torch.uint8).view(-1).copy_(sources[which[at]][starts[at] : starts[at] + nbytes])
+            self.version = min(self.version, version)
+            del self.waiting[slot]
 
 
 def pull_rows(session: Session, wanted: Sequence[RowsWanted]) -> list[Tensor]:
@@ -108,11 +108,12 @@ def pull_rows(session: Session, wanted: Sequence[RowsWanted]) -> list[Tensor]:
         requests += _requests(table, key, ids, outs[-1])
     if requests:
         _fetch(session, requests)
-    read: dict[int, dict[int, int]] = {}
+    read: dict[tuple[RemoteTable, int], int] = {}
     for one in requests:
-        versions = read.setdefault(id(one.table), {})
-        versions[one.server] = min(one.version, versions.get(one.server, one.version))
-        one.table.versions |= versions
+        where = (one.table, one.server)
+        read[where] = min(one.version, read.get(where, one.version))
+    for (table, server), version in read.items():
+        table.note_read(server, version)
     return outs
 
 
@@ -136,7 +137,10 @@ def _by_slice(table: RemoteTable, key: int, ids: Tensor, out: Tensor) -> Iterato
         low, high = torch.searchsorted(ids, torch.tensor([first, end])).tolist()
         for at in range(low, high, IDS_PER_MESSAGE):
             part = slice(at, min(at + IDS_PER_MESSAGE, high))
-            yield piece.server, _Some(piece.index, position, ids[part] - first, out[part])
+            yield (
+                piece.server,
+                _Some(piece.index, table.slot_of(piece), position, ids[part] - first, out[part]),
+            )
 
 
 def _fetch(session: Session, requests: Sequence[_Request]) -> None:
@@ -149,8 +153,7 @@ def _fetch(session: Session, requests: Sequence[_Request]) -> None:
         if isinstance(reply, m.Failed):
             failures.append(from_wire(reply.code, reply.text))
         elif isinstance(reply, m.Weights):
-            for part in reply.parts:
-                request.take(part)
+            request.take(reply)
 
     def repeat(now: float) -> None:
         for number, request in numbers.items():

@@ -22,7 +22,7 @@ from kvstore_server.errors import (
 from kvstore_server.log_limit import SlowReports
 from kvstore_server.plan import check_name
 from kvstore_server.protocol import messages as m
-from kvstore_server.protocol.requests import SECRET_BYTES
+from kvstore_server.protocol.messages import SECRET_BYTES
 from kvtrainer.comm.tracing import SessionTrace
 from kvtrainer.comm.transport import SessionOptions, Transport
 

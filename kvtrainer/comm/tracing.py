@@ -43,12 +43,12 @@ class SessionTrace:
             known = self._open[number] = _Open(lane, now, now)
             known.args.update(server=server, bytes_out=0, bytes_in=0)
         known.args["bytes_out"] += payload_in(body)
-        if not known.name or not isinstance(body, m.PushBatch):
-            known.name = type(body).__name__
-        if isinstance(body, m.CommitBatch):
+        known.name = known.name or type(body).__name__
+        if isinstance(body, m.Contribute) and len(body.commits):
+            table, round_ = body.commits[0, :2].tolist()
             known.args.setdefault("rounds", len(body.commits))
-            known.args.setdefault("first_table", body.commits[0].table)
-            known.args.setdefault("first_round", body.commits[0].round)
+            known.args.setdefault("first_table", table)
+            known.args.setdefault("first_round", round_)
 
     def received(self, reply: m.Reply) -> None:
         """A server answers."""

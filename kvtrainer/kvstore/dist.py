@@ -10,7 +10,7 @@ import time
 import weakref
 from collections.abc import Mapping, Sequence
 
-from kvstore_server.admission import MAX_WORKERS
+from kvstore_server.engine import MAX_WORKERS
 from kvstore_server.modes import ASYNC, SSP, SYNCHRONOUS, Mode
 from kvstore_server.optimizer.kernels import capability
 from kvtrainer.comm.client import Client

@@ -10,7 +10,7 @@ import torch
 from kvstore_server.optimizer import Optimizer, States
 from kvstore_server.plan import Plan, Slice
 from kvtrainer.comm.client import Client
-from kvtrainer.comm.tickets import RemoteTable
+from kvtrainer.comm.tables import RemoteTable
 from kvtrainer.errors import StateMismatchError
 from kvtrainer.states.entries import state_problems
 from kvtrainer.states.file import read_state_file, write_state_file

@@ -25,8 +25,9 @@ from kvstore_server.optimizer import Optimizer, spec_for_store
 from kvstore_server.plan import INTEGERS, TensorSpec
 from kvtrainer.comm.client import Client
 from kvtrainer.comm.compressor import Compressor
+from kvtrainer.comm.round import RoundItem
 from kvtrainer.comm.row_pulls import RowsWanted
-from kvtrainer.comm.tickets import RemoteTable, RoundItem
+from kvtrainer.comm.tables import RemoteTable
 from kvtrainer.errors import SparsePullWarning
 from kvtrainer.kvstore import states
 from kvtrainer.kvstore.base import BUILT_IN, COMPRESSION, Key, KVStoreBase

@@ -17,7 +17,8 @@ from torch import Tensor
 from kvstore_server.errors import describe
 from kvstore_server.plan import TensorSpec
 from kvtrainer.comm.rank_group import RankGroup
-from kvtrainer.comm.tickets import RemoteTable, RoundItem
+from kvtrainer.comm.round import RoundItem
+from kvtrainer.comm.tables import RemoteTable
 from kvtrainer.errors import RoundAbortedError
 from kvtrainer.kvstore.base import KVStoreBase
 from kvtrainer.kvstore.device import DeviceKVStore

@@ -207,7 +207,7 @@ class StoreExchange:
         try:
             yield
         except BaseException:
-            self._table.held.clear()
+            self._table.forget_held()
             raise
 
 

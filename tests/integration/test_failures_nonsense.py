@@ -16,6 +16,7 @@ from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.buffers import MAX_FRAME
 from kvstore_server.protocol.frames import decode_reply, encode_request
 from tests.support.processes import Process, Processes, assert_serve
+from tests.support.said import contribution
 
 OWN = b"socket of a test"
 """The routing id of `peer`."""
@@ -115,16 +116,14 @@ def _answer(peer: zmq.Socket[bytes]) -> list[bytes]:
 
 def _bodies() -> list[m.RequestBody]:
     """One request of each kind."""
-    push = m.Push(0, 0, 0, 0, b"\0" * 64)
     return [
         m.Hello("nonsense", 0, 1, 0, 1, capability(), "here:1", bytes(16), (OWN,)),
         m.Register("w", (("w", (16,), "float32", 0, False),), False),
-        m.PushBatch((push, push)),
-        m.CommitBatch((m.Commit(0, 0, ((0, 0),), None, True, 1.0),), b"", (1, 2)),
+        contribution([(0, b"\0" * 64), (1, b"\0" * 64)], 0, table=0, given=1, absent=((0, 1), (0, 2))),
         m.Abort(0, 0, "because", False),
         m.Pull((0,)),
         m.SetOptimizer(b"\x80"),
-        m.Barrier(0, 1.0),
+        m.Gather(0, 1.0),
         m.GetState(0, 0),
         m.State(0, 0, {"a": 1}, b"data"),
         m.Leave("bye", True),

@@ -29,6 +29,7 @@ from tests.support.processes import (
     round_of,
     together,
 )
+from tests.support.said import contribution
 
 READY = 'kv.init("w", torch.zeros(3)); at("ready")\n'
 PUSHPULL = 'out = torch.empty(3); kv.pushpull("w", torch.ones(3), out=out); print(out.tolist(), flush=True)\n'
@@ -279,8 +280,9 @@ def _contribute(
         at = table.numbers[server]
         pieces = table.plan.slices_of(server)
         for piece in pieces:
-            payload = value[piece.offset : piece.offset + piece.used]
-            push = m.PushBatch((m.Push(at, piece.index, number, 0, payload),))
+            whole = torch.zeros(piece.length)
+            whole[: piece.used] = value[piece.offset : piece.offset + piece.used]
+            push = contribution([(table.slot_of(piece), whole)], number)
             impostor.send(server, m.Request(run, session, 1, push))
-        commit = m.Commit(at, number, tuple((piece.index, 0) for piece in pieces), None, False, LIMIT)
-        impostor.send(server, m.Request(run, session, 1, m.CommitBatch((commit,))))
+        body = contribution([], number, at, len(pieces), timeout=LIMIT)
+        impostor.send(server, m.Request(run, session, 1, body))

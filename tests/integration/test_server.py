@@ -15,7 +15,7 @@ import pytest
 import torch
 import zmq
 
-from kvstore_server.admission import EngineConfig
+from kvstore_server.engine import EngineConfig
 from kvstore_server.optimizer.kernels import capability
 from kvstore_server.optimizer.registry import create, known
 from kvstore_server.protocol import messages as m
@@ -38,6 +38,7 @@ from tests.support.processes import (
     together,
 )
 from tests.support.reachable import resident_bytes
+from tests.support.said import contribution
 
 
 @pytest.fixture
@@ -202,8 +203,8 @@ def test_a_long_answer_goes_out_in_portions_of_one_version_while_others_are_serv
         # Asked for at the same time: all weights before an update, and the update.
         turns = served.turns
         parts = reader.weights_while_they_change(64)
-        assert {part.version for part in parts} == {0}
-        assert {bytes(part.payload[:4]) for part in parts} == {bytes(4)}
+        assert {version for version, _ in parts} == {0}
+        assert {payload[:4] for _, payload in parts} == {bytes(4)}
         assert len(parts) == 64
         assert served.turns - turns >= 64
 
@@ -332,14 +333,14 @@ class _Reader:
         assert self._socket.poll(LIMIT * 1000), "the round did not end"
         self._socket.recv_multipart()
 
-    def weights_while_they_change(self, slices: int) -> list[m.WeightsPart]:
+    def weights_while_they_change(self, slices: int) -> list[tuple[int, bytes]]:
         """What a pull gives beside which the weights change."""
         self.initialise(slices, "async")
         optimizer = m.SetOptimizer(pack_control(create("sgd", learning_rate=1.0).spec()))
         assert isinstance(self._ask(m.Request(*self._place, 4, optimizer)), m.Info)
         self._socket.send_multipart(encode_request(m.Request(*self._place, 5, m.Pull((self._table,)))))
         self._send_round(slices, 1, 6, 1.0, want_weights=False)
-        parts: list[m.WeightsPart] = []
+        parts: list[tuple[int, bytes]] = []
         while True:
             assert self._socket.poll(LIMIT * 1000), "the answer did not come"
             reply = decode_reply(self._socket.recv_multipart())
@@ -347,7 +348,10 @@ class _Reader:
                 assert isinstance(reply.body, m.Done)
                 return parts
             assert isinstance(reply.body, m.Weights)
-            parts += reply.body.parts
+            parts += [
+                (row[1], bytes(p))
+                for row, p in zip(reply.body.parts.tolist(), reply.body.payloads, strict=True)
+            ]
 
     def pull_without_reading(self, nbytes: int) -> None:
         self.declare(nbytes >> 20)
@@ -363,10 +367,10 @@ class _Reader:
         """Push all slices and commit them; the frames of the commit."""
         payload = struct.pack("<f", value) * (1 << 18)
         for i in range(slices):
-            push = m.PushBatch((m.Push(self._table, i, round_, 0, payload),))
+            push = contribution([(i, payload)], round_)
             self._socket.send_multipart(encode_request(m.Request(*self._place, number, push)))
-        manifest = tuple((i, 0) for i in range(slices))
-        commit = m.CommitBatch((m.Commit(self._table, round_, manifest, None, want_weights, LIMIT),))
+        flags = m.WANTS_WEIGHTS * want_weights
+        commit = contribution([], round_, self._table, slices, flags=flags, timeout=LIMIT)
         frames = encode_request(m.Request(*self._place, number, commit))
         self._socket.send_multipart(frames)
         return frames

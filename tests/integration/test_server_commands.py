@@ -109,7 +109,7 @@ def test_profiles_of_all_servers_and_workers_are_written_and_hold_every_round(
     assert sum(event["args"]["bytes"] for event in last) == 10 * 3 * NBYTES
     for rank in range(3):
         events = _events(tmp_path / f"rank{rank}_test_profile_worker.json")
-        commits = [event for event in events if event["name"] == "CommitBatch"]
+        commits = [event for event in events if event["name"] == "Contribute"]
         assert sum(event["args"]["bytes_out"] for event in commits) == (10 + (rank == 0)) * NBYTES
         pulls = [event for event in events if event["name"] == "Pull"]
         assert sum(event["args"]["bytes_in"] for event in pulls) == 10 * NBYTES

@@ -22,7 +22,7 @@ import torch
 import zmq
 
 import kvtrainer
-from kvstore_server.admission import EngineConfig
+from kvstore_server.engine import EngineConfig
 from kvstore_server.optimizer.kernels import capability
 from kvstore_server.protocol import messages as m
 from kvstore_server.server import ServerOptions, make_server
@@ -42,6 +42,7 @@ from tests.support.processes import (
     serving,
     together,
 )
+from tests.support.said import contribution
 
 HEARTBEAT_MS = 20
 """As often as this, a ZeroMQ heartbeat would be due in the server that is flooded here, if it had any."""
@@ -51,7 +52,7 @@ real = zmq.Socket.setsockopt
 def quick(socket, option, value):
     real(socket, option, {HEARTBEAT_MS} if option == zmq.HEARTBEAT_IVL else value)
 zmq.Socket.setsockopt = quick
-from kvstore_server.admission import EngineConfig
+from kvstore_server.engine import EngineConfig
 from kvstore_server.optimizer.kernels import capability
 from kvstore_server.server import ServerOptions, make_server
 server = make_server(EngineConfig(capability=capability()), ServerOptions())
@@ -167,10 +168,10 @@ def test_a_stranger_can_neither_read_nor_push_nor_end_a_job_that_is_not_his(
     for token in {*range(1, 50), *seen}:
         for server in range(2):
             at, pieces = table.numbers[server], table.plan.slices_of(server)
-            pushes = [m.Push(at, piece.index, 1, 0, torch.full((piece.used,), 1e9)) for piece in pieces]
-            commit = m.Commit(at, 1, tuple((piece.index, 0) for piece in pieces), None, True, 20.0)
-            attacks = [m.Pull((at,)), *(m.PushBatch((push,)) for push in pushes), m.CommitBatch((commit,)),
-                       m.Leave("over", True)]  # fmt: skip
+            values = [(table.slot_of(piece), torch.full((piece.length,), 1e9)) for piece in pieces]
+            pushes = [contribution([value], 1) for value in values]
+            commit = contribution([], 1, at, len(values), flags=m.WANTS_WEIGHTS, timeout=20.0)
+            attacks = [m.Pull((at,)), *pushes, commit, m.Leave("over", True)]
             for body in attacks if token in seen else attacks[-1:]:
                 assert _answer(stranger, server, token, body) == FencedError.__name__
     outcomes = together(*(lambda s=s: round_of(s, "w", torch.ones(numel)) for s in pair))

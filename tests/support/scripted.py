@@ -8,16 +8,19 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from kvstore_server.plan import TensorSpec, make_plan
+from kvstore_server.plan import Plan, TensorSpec, make_plan
 from kvstore_server.protocol import messages as m
-from kvtrainer.comm.rounds import Rounds
+from kvstore_server.reduction import torch_dtype
+from kvtrainer.comm.round import Round, RoundItem, Rounds
 from kvtrainer.comm.session import Session
-from kvtrainer.comm.tickets import RemoteTable, RoundItem
+from kvtrainer.comm.tables import RemoteTable
 from kvtrainer.comm.transport import SessionOptions
 
 Answer = Callable[[int, m.Request], Iterable[m.ReplyBody] | None]
 """(server, request) → what it answers at once; None leaves it to the defaults."""
-Act = Callable[[int, m.Commit], Iterable[m.ReplyBody]]
+Act = Callable[[int, m.Contribute], Iterable[m.ReplyBody]]
+SLOT = 100
+"""The number of the first slice of the bench's table on each server."""
 
 
 class Scripted:
@@ -92,30 +95,58 @@ class Bench:
         self.servers.answer = self._answer
         self.rounds = Rounds(self.session)
         self.plan = make_plan([TensorSpec("w", (numel,), "float32")], num_servers)
-        self.table = RemoteTable(
-            "w", self.plan, {server: server + 5 for server in self.plan.servers}, round=3
-        )
+        self.table = add_table(self.rounds, "w", self.plan, 5, 3)
         self.out = torch.zeros(numel)
 
     def run(self, value: float = 1.0) -> None:
         self.rounds.wait(self.start(value))
 
-    def start(self, value: float = 1.0) -> object:
+    def start(self, value: float = 1.0) -> Round:
         item = RoundItem(self.table, {"float32": torch.full_like(self.out, value)}, {"float32": self.out})
         return self.rounds.start([item])
 
     def weights(self, server: int, value: float, round_: int = 3) -> m.Weights:
         pieces = self.plan.slices_of(server)
-        parts = (m.WeightsPart(server + 5, p.index, round_, torch.full((p.used,), value)) for p in pieces)
-        return m.Weights(tuple(parts))
+        return weights(SLOT, [torch.full((piece.length,), value) for piece in pieces], round_)
 
     def failed(self, server: int, code: str, next_round: int = 4) -> m.Failed:
         return m.Failed(code, f"{code} of server {server}", server + 5, 3, next_round)
 
     def _answer(self, server: int, request: m.Request) -> Iterable[m.ReplyBody] | None:
-        if isinstance(request.body, m.CommitBatch):
-            return [reply for commit in request.body.commits for reply in self.act(server, commit)]
-        return None
+        return self.act(server, request.body) if is_commit(request.body) else None
+
+
+def is_commit(body: m.RequestBody) -> bool:
+    """Whether a message ends a contribution."""
+    return isinstance(body, m.Contribute) and len(body.commits) > 0
+
+
+def add_table(rounds: Rounds, name: str, plan: Plan, number: int, round_: int = 0) -> RemoteTable:
+    """A table that has the number `number + s` on server s, where its slices have those from SLOT on."""
+    table = rounds.tables.add(name, plan)
+    for server in plan.servers:
+        table.register(server, m.Registered(number + server, SLOT, round_))
+    table.go_on(round_, round_ > 0)
+    return table
+
+
+def weights(slot: int, slices: Sequence[torch.Tensor], version: int) -> m.Weights:
+    """Whole slices from a slot on."""
+    parts = [(slot + at, version, m.WHOLE, one.nbytes) for at, one in enumerate(slices)]
+    return m.Weights(m.matrix(parts, 4), tuple(slices))
+
+
+def padded(values: Sequence[float], plan: Plan) -> torch.Tensor:
+    """The one slice of a plan, with its padding."""
+    [piece] = plan.slices
+    whole = torch.zeros(piece.length, dtype=torch_dtype(piece.dtype))
+    whole[: piece.used] = torch.tensor(values)
+    return whole
+
+
+def done(*rounds: tuple[int, int, int]) -> m.Done:
+    """(table, round, version) of rounds that were applied."""
+    return m.Done(m.matrix(rounds, 3))
 
 
 def _default(server: int, request: m.Request) -> list[m.ReplyBody]:

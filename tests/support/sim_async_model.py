@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvstore_server.plan import Plan
-from kvstore_server.protocol import messages as m
+from tests.support import said as m
 from tests.support.sim_compression import Array
 from tests.support.sim_lane import BY_ROWS, NUM_WORKERS, SimOptions
 from tests.support.sim_payloads import INTEGERS, only_rows, payload_at, rows_at

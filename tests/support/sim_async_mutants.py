@@ -5,101 +5,114 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from kvstore_server.consistency import Contribution, SyncRounds, Verdict
-from kvstore_server.lanes import Lanes
+import numpy as np
+
 from kvstore_server.protocol import messages as m
+from kvstore_server.rounds import Book, Ints, Rounds, Wait, Waits
 from kvstore_server.table import Table
-from kvstore_server.waits import Wait, Waits
 from tests.support.sim_mutants import Patch
 
 
 def _bound_off_by_one() -> list[Patch]:
     """A rank may read one contribution too far ahead."""
-    behind = Lanes.behind
+    behind = Rounds.behind
 
-    def lenient(self: Any, rank: int) -> list[int]:
-        self.clocks[rank] -= 1
+    def lenient(self: Any, rank: int, table: int) -> list[int]:
+        self.clocks(table)[rank] -= 1
         try:
-            return behind(self, rank)
+            return behind(self, rank, table)
         finally:
-            self.clocks[rank] += 1
+            self.clocks(table)[rank] += 1
 
-    return [(Lanes, "behind", lenient)]
+    return [(Rounds, "behind", lenient)]
 
 
 def _bound_of_the_fastest() -> list[Patch]:
     """A rank waits only while all of the others are too far behind."""
-    behind = Lanes.behind
+    behind = Rounds.behind
 
-    def any_will_do(self: Any, rank: int) -> list[int]:
-        found = behind(self, rank)
-        return found if len(found) == len(self.clocks) - 1 else []
+    def any_will_do(self: Any, rank: int, table: int) -> list[int]:
+        found = behind(self, rank, table)
+        return found if len(found) == self.num_workers - 1 else []
 
-    return [(Lanes, "behind", any_will_do)]
+    return [(Rounds, "behind", any_will_do)]
 
 
 def _applied_twice() -> list[Patch]:
     """A contribution that is repeated is applied again."""
-    finish, commit = SyncRounds.finish, SyncRounds.commit
+    finish, commit = Book.finish, Book.commit
 
-    def keeping(self: Any) -> list[tuple[int, Contribution[Any]]]:
-        self.last = dict(self._open)
-        return finish(self)
+    def keeping(self: Any, tables: Ints) -> None:
+        if self.num_members == 1:
+            self.last = getattr(self, "last", {})
+            for table in tables.tolist():
+                slots = self._slots.of(np.array([table]))
+                [given] = self.given.values()
+                sources = {slot: given.payload(slot) for slot in slots.tolist() if given.slots[slot][0] >= 0}
+                self.last[table] = given.slots["generation"][slots].copy(), sources
+        finish(self, tables)
 
-    def again(self: Any, rank: int, body: m.Commit, waiter: Any, now: float) -> Verdict:
-        last = getattr(self, "last", {}) if self.num_workers == 1 else {}
-        if (
-            rank in last
-            and body.round == self.number - 1
-            and not body.joined
-            and self.was_applied(body.round)
-        ):
-            self.number -= 1
-            self._open = {rank: Contribution(last[rank].slices)}
-        return commit(self, rank, body, waiter, now)
+    def again(self: Any, rank: int, commits: m.Matrix, *args: Any) -> Ints:
+        for table, round_, _, _, _, flags in commits.tolist():
+            is_last = round_ == self.number(table) - 1 and self.was_applied(table, round_)
+            if table in getattr(self, "last", {}) and is_last and not flags & m.HAS_JOINED:
+                generations, sources = self.last[table]
+                self.tables["number"][table] -= 1
+                slots, given = self._slots.of(np.array([table])), self.of(rank)
+                given.clear(np.array([table]), slots)
+                kept = slots[generations >= 0]
+                found = [sources[slot] for slot in kept.tolist()]
+                given.keep(
+                    kept, generations[generations >= 0], [source for source, _ in found], np.arange(len(kept)),
+                    np.array([start for _, start in found], np.int64),
+                )  # fmt: skip
+        return commit(self, rank, commits, *args)
 
-    return [(SyncRounds, "finish", keeping), (SyncRounds, "commit", again)]
+    return [(Book, "finish", keeping), (Book, "commit", again)]
 
 
 def _shared_lane() -> list[Patch]:
     """Two ranks share a sequence."""
-    of = Lanes.of
+    lane = Rounds.lane
 
-    def shared(self: Any, rank: int, number: int = -1) -> SyncRounds[Any]:
-        return of(self, max(rank, 1), number)
+    def shared(self: Any, rank: int, *args: Any) -> Book:
+        return lane(self, max(rank, 1), *args)
 
-    return [(Lanes, "of", shared)]
+    return [(Rounds, "lane", shared)]
 
 
 def _lane_of_the_dead() -> list[Patch]:
     """A new process goes on in the sequence of the one that it replaces."""
+    begin = Rounds.begin_process
 
     def keeping(self: Any, rank: int) -> None:
-        self.joined.discard(rank)
-        self.left.discard(rank)
+        lanes = dict(self._lanes)
+        begin(self, rank)
+        self._lanes = lanes
 
-    return [(Lanes, "begin", keeping)]
+    return [(Rounds, "begin_process", keeping)]
 
 
 def _joined_is_needed() -> list[Patch]:
     """A rank that has no more data holds the others back."""
+    takes_part = Rounds._takes_part
 
-    def takes_part(self: Any, rank: int) -> bool:
+    def all_but_the_left(self: Any, rank: int, table: int) -> bool:
         return rank not in self.left
 
-    def missing(self: Any) -> list[int]:
-        return [r for r in range(len(self.clocks)) if r not in self.joined and r not in self.left]
+    def missing(self: Any, table: int) -> list[int]:
+        return [rank for rank in range(self.num_workers) if takes_part(self, rank, table)]
 
-    return [(Lanes, "_takes_part", takes_part), (Lanes, "missing_from_join", missing)]
+    return [(Rounds, "_takes_part", all_but_the_left), (Rounds, "missing_from_join", missing)]
 
 
 def _left_is_needed() -> list[Patch]:
     """A rank that left because it was done holds the others back."""
 
-    def takes_part(self: Any, rank: int) -> bool:
-        return rank not in self.joined
+    def takes_part(self: Any, rank: int, table: int) -> bool:
+        return rank not in self.joined(table)
 
-    return [(Lanes, "_takes_part", takes_part)]
+    return [(Rounds, "_takes_part", takes_part)]
 
 
 def _one_wakes_up() -> list[Patch]:
@@ -128,34 +141,37 @@ def _read_not_released() -> list[Patch]:
 
 def _undoes_what_others_gave() -> list[Patch]:
     """A rank that takes its contribution back takes back whatever came last."""
-    abort = Table.abort
+    undo = Table.undo
 
-    def careless(self: Any, rank: int, number: int, *args: Any) -> Any:
-        self._last_rank = self._whose(rank, number)
-        return abort(self, rank, number, *args)
+    def careless(self: Any, whose: int) -> bool:
+        self._last_rank = whose
+        return undo(self, whose)
 
-    return [(Table, "abort", careless)]
+    return [(Table, "undo", careless)]
 
 
 def _each_server_has_its_clock() -> list[Patch]:
     """A new process begins on each server where that server's slowest rank is."""
-    of = Lanes.of
+    lane = Rounds.lane
 
-    def alone(self: Any, rank: int, number: int = -1) -> SyncRounds[Any]:
-        if rank not in self._lanes:
-            self.clocks[rank] = max(self.clocks[rank], self.proposed(rank) - 1)
-            lane = of(self, rank)
-            lane.number = max(1, number)
-        return of(self, rank, number)
+    def alone(self: Any, rank: int, tables: Ints, rounds: Ints) -> Book:
+        for table in tables.tolist():
+            clocks = self.clocks(table)
+            clocks[rank] = max(clocks[rank], self.next_round(rank, table) - 1)
+        mine = {table: list(self.clocks(table)) for table in tables.tolist()}
+        found = lane(self, rank, tables, rounds)
+        for table, clocks in mine.items():
+            self.clocks(table)[rank] = clocks[rank]
+        return found
 
-    return [(Lanes, "of", alone)]
+    return [(Rounds, "lane", alone)]
 
 
 def _repeating_extends() -> list[Patch]:
     """Who asks again waits from then on."""
 
     def extending(self: Any, wait: Wait) -> None:
-        self._waits[(wait.table.number, wait.rank, *wait.waiter)] = wait
+        self._waits[(wait.table, wait.rank, *wait.waiter)] = wait
 
     return [(Waits, "add", extending)]
 
@@ -163,19 +179,19 @@ def _repeating_extends() -> list[Patch]:
 def _failed_join_forgotten() -> list[Patch]:
     """Who joined in vain, and asks again, is told that all have joined."""
 
-    def forgetting(self: Any, rank: int, *_: Any) -> None:
-        self.lanes.joined.discard(rank)
+    def forgetting(self: Any, rank: int, table: int, *_: Any) -> None:
+        self.joined(table).discard(rank)
 
-    return [(Table, "fail_join", forgetting)]
+    return [(Rounds, "fail_join", forgetting)]
 
 
 def _join_that_stays() -> list[Patch]:
     """After all have joined they still count as ranks without data."""
 
-    def staying(self: Any) -> None:
-        self.clocks = [max(self.clocks)] * len(self.clocks)
+    def staying(self: Any, table: int) -> None:
+        self._clocks[table] = [max(self.clocks(table))] * self.num_workers
 
-    return [(Lanes, "part_again", staying)]
+    return [(Rounds, "part_again", staying)]
 
 
 def _abort_of_a_wait_unheard() -> list[Patch]:

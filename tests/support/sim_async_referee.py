@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from kvstore_server.engine import Engine
-from kvstore_server.protocol import messages as m
+from tests.support import said as m
 from tests.support.sim_async_model import AsyncModel, Told, Waiting
 from tests.support.sim_delivery import Delivery, copies, is_fencing, token_in
 from tests.support.sim_lane import DEAD_AFTER, NAMESPACE, NUM_WORKERS
@@ -44,7 +44,7 @@ class AsyncReferee:
     def handle(self, process: int, request: m.Request, now: float) -> list[Delivery]:
         """Let the engine handle a request and check all that it did."""
         rank = self._processes[process].rank
-        out = copies(self.engine.handle(b"%d" % process, request, now))
+        out = copies(m.handle(self.engine, b"%d" % process, request, now, NAMESPACE))
         body = request.body
         if isinstance(body, m.Hello) and self.current.get(rank) == process:
             self._seen["hello again"] += 1
@@ -69,7 +69,7 @@ class AsyncReferee:
 
     def tick(self, now: float) -> list[Delivery]:
         """Let time pass; what waits may be answered, or fail."""
-        out = copies(self.engine.tick(now))
+        out = copies(m.tick(self.engine, now, NAMESPACE))
         self._expect(self._tick(now), out)
         self._compare(out)
         return out

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvstore_server.protocol import messages as m
+from tests.support import said as m
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 
-from kvstore_server.admission import EngineConfig
-from kvstore_server.engine import Engine
+from kvstore_server.engine import Engine, EngineConfig
 from kvstore_server.modes import Mode
-from kvstore_server.protocol import messages as m
+from tests.support import said as m
 from tests.support.sim_optimizers import Adding
 from tests.support.sim_schedule import packed
 
@@ -56,7 +55,7 @@ class EngineJob:
         """Send a request; what this one is told now, others' answers aside."""
         number = next(self._numbers) if number is None else number
         request = m.Request(1, self.sessions.get(rank, 0), number, body)
-        told = self._keep(self.engine.handle(b"%d" % rank, request, self.now))
+        told = self._keep(m.handle(self.engine, b"%d" % rank, request, self.now, "j"))
         return told.get((rank, number), [])
 
     def push(self, rank: int, round_: int, value: float) -> list[m.ReplyBody]:
@@ -82,11 +81,11 @@ class EngineJob:
         self.now += seconds
         for rank in alive:
             self.ask(rank, m.Heartbeat(), 0)
-        return self._keep(self.engine.tick(self.now))
+        return self._keep(m.tick(self.engine, self.now, "j"))
 
     def leave(self, rank: int, is_clean: bool) -> dict[tuple[int, int], list[m.ReplyBody]]:
         request = m.Request(1, self.sessions.pop(rank), 0, m.Leave("over", is_clean))
-        return self._keep(self.engine.handle(b"%d" % rank, request, self.now))
+        return self._keep(m.handle(self.engine, b"%d" % rank, request, self.now, "j"))
 
     @property
     def total(self) -> list[float]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from kvstore_server.norms import Decision, combine
-from kvstore_server.protocol import messages as m
+from tests.support import said as m
 from tests.support.sim_compression import Array
 from tests.support.sim_lane import NUM_SERVERS, Lane
 

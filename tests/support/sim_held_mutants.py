@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from kvstore_server import round_keeper, table
+from kvstore_server import engine, table
+from kvstore_server.engine import Engine
 from kvstore_server.norms import UNCHANGED, Decision
 from kvstore_server.protocol import messages as m
-from kvstore_server.round_keeper import RoundKeeper
 from kvstore_server.shard import Shard
-from kvstore_server.table import Table
+from kvstore_server.table import ALL, Table
 from tests.support.sim_mutants import Patch
 
 
@@ -25,57 +25,64 @@ def _applied_without_a_decision() -> list[Patch]:
 
 def _applied_twice() -> list[Patch]:
     """The sum that was held is applied two times."""
-    apply_held = Table._apply_held
+    apply_held = Table.apply_held
 
-    def twice(self: Any, held: Any, decision: Decision) -> Any:
-        end = apply_held(self, held, decision)
-        return end if decision.skip else apply_held(self, held, Decision())._replace(version=end.version)
+    def twice(self: Any, decision: Decision) -> None:
+        held = self.held
+        apply_held(self, decision)
+        if not decision.skip:
+            end = self.ends[ALL]
+            self.held = held
+            apply_held(self, Decision())
+            self.ends[ALL], self.version = end, end.version
 
-    return [(Table, "_apply_held", twice)]
+    return [(Table, "apply_held", twice)]
 
 
 def _second_decision_counts() -> list[Patch]:
     """A decision about the round before, which comes late, is applied as well."""
-    apply_held, resolve = Table._apply_held, RoundKeeper.resolve
+    apply_held, resolve = Table.apply_held, Engine._resolve
 
-    def remembering(self: Any, held: Any, decision: Decision) -> Any:
-        self.last_held = held
-        return apply_held(self, held, decision)
+    def remembering(self: Any, decision: Decision) -> None:
+        self.last_held = self.held
+        apply_held(self, decision)
 
     def again(self: Any, space: Any, rank: int, body: m.Resolve, now: float) -> list[m.Outgoing]:
-        where = space.table(body.table)
-        if body.round == where.rounds.number - 1 and hasattr(where, "last_held"):
-            apply_held(where, where.last_held, Decision(body.coef, body.clip_value, body.skip))
+        where = space.tables[body.table]
+        if body.round == space.rounds.shared.number(body.table) - 1 and hasattr(where, "last_held"):
+            open_, where.held = where.held, where.last_held
+            apply_held(where, Decision(body.coef, body.clip_value, body.skip))
+            where.held = open_
         return resolve(self, space, rank, body, now)
 
-    return [(Table, "_apply_held", remembering), (RoundKeeper, "resolve", again)]
+    return [(Table, "apply_held", remembering), (Engine, "_resolve", again)]
 
 
 def _lost_answer_stays_lost() -> list[Patch]:
     """Who asks again is told that the round waits, but not for what."""
-    commit = RoundKeeper._commit
+    answer = Engine._answer_others
 
-    def forgetful(self: Any, space: Any, where: Any, rank: int, *args: Any) -> list[m.Outgoing]:
-        was_held = where.held is not None
-        out = commit(self, space, where, rank, *args)
+    def forgetful(self: Any, space: Any, book: Any, rank: int, commits: Any, *args: Any) -> list[m.Outgoing]:
+        was_held = any(space.tables[number].held is not None for number in commits[:, 0])
+        out = answer(self, space, book, rank, commits, *args)
         if not was_held:
             return out
         pending = m.Pending(())
         return [o._replace(reply=o.reply._replace(body=pending)) if _is_held(o) else o for o in out]
 
-    return [(RoundKeeper, "_commit", forgetful)]
+    return [(Engine, "_answer_others", forgetful)]
 
 
 def _lost_answer_is_gone_when_it_is_over() -> list[Patch]:
     """Who asks again when the round is over is not told what was measured."""
-    commit = RoundKeeper._commit
+    answer = Engine._answer_others
 
-    def silent(self: Any, space: Any, where: Any, rank: int, batch: Any, body: m.Commit, *args: Any) -> Any:
-        is_past = body.round < where.rounds.number
-        out = commit(self, space, where, rank, batch, body, *args)
+    def silent(self: Any, space: Any, book: Any, rank: int, commits: Any, *args: Any) -> list[m.Outgoing]:
+        is_past = any(round_ < book.number(number) for number, round_ in commits[:, :2].tolist())
+        out = answer(self, space, book, rank, commits, *args)
         return [o for o in out if not (is_past and _is_held(o))]
 
-    return [(RoundKeeper, "_commit", silent)]
+    return [(Engine, "_answer_others", silent)]
 
 
 def _partials_of_other_slices() -> list[Patch]:
@@ -104,12 +111,12 @@ def _norm_of_one_rank() -> list[Patch]:
 
 def _skipped_all_the_same() -> list[Patch]:
     """A round that is to be skipped is applied."""
-    apply_held = Table._apply_held
+    apply_held = Table.apply_held
 
-    def stubborn(self: Any, held: Any, decision: Decision) -> Any:
-        return apply_held(self, held, decision._replace(skip=False))
+    def stubborn(self: Any, decision: Decision) -> None:
+        apply_held(self, decision._replace(skip=False))
 
-    return [(Table, "_apply_held", stubborn)]
+    return [(Table, "apply_held", stubborn)]
 
 
 def _clipped_on_one_server() -> list[Patch]:
@@ -128,9 +135,8 @@ def _held_for_ever() -> list[Patch]:
 
     def keeping(self: Any, *args: Any) -> Any:
         held = self.held
-        waiters = fail(self, *args)
+        fail(self, *args)
         self.held = held
-        return waiters
 
     return [(Table, "fail", keeping)]
 
@@ -138,8 +144,8 @@ def _held_for_ever() -> list[Patch]:
 def _held_for_some() -> list[Patch]:
     """Where ranks differ in whether a round is held, it is."""
 
-    def any_of(commits: Any) -> float:
-        return max(commit.hold for commit in commits.values())
+    def any_of(parts: Any) -> float:
+        return float(max(part.hold for part in parts.values()))
 
     return [(table, "norm_to_hold", any_of)]
 
@@ -147,12 +153,14 @@ def _held_for_some() -> list[Patch]:
 def _joined_ranks_are_asked() -> list[Patch]:
     """Ranks without data are told what there is to decide about, too."""
 
-    def everybody(where: Any) -> list[m.Outgoing]:
-        waiters = [mine.waiter for _, mine in where.rounds.contributions() if mine.waiter is not None]
-        partials = where.held.sum.partials
-        return [o for w in waiters for o in round_keeper.held(where, where.rounds.number, w, partials)]
+    def everybody(space: Any, where: Any) -> list[m.Outgoing]:
+        shared, out = space.rounds.shared, []
+        for _, given in shared.members():
+            if (waiter := given.waiter(where.number)) is not None:
+                out += engine._held(where, shared.number(where.number), waiter, where.held.sum.partials)
+        return out
 
-    return [(round_keeper, "_tell_held", everybody)]
+    return [(engine, "_tell_held", everybody)]
 
 
 def _is_held(out: m.Outgoing) -> bool:

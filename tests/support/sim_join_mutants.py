@@ -27,26 +27,24 @@ def _hyper_of_the_joined() -> list[Patch]:
 
 def _join_without_an_end() -> list[Patch]:
     """Ranks that have joined are never told that all have."""
-    apply = Table.apply
+    end = Table._end
 
-    def endless(self: Any, *args: Any) -> Any:
-        ended = apply(self, *args)
-        self._ends = {who: end._replace(is_over=False) for who, end in self._ends.items()}
-        return ended
+    def endless(self: Any, whose: int, how: Any) -> None:
+        end(self, whose, how._replace(is_over=False))
 
-    return [(Table, "apply", endless)]
+    return [(Table, "_end", endless)]
 
 
 def _joined_rank_still_gives() -> list[Patch]:
     """The values of a rank without data replace the weights, where it is the lowest."""
-    apply = Table._apply
+    apply = Table.apply
 
-    def zeroing(self: Any, number: int, given: Any, *args: Any) -> Any:
-        if number and len(given) < self.rounds.num_workers:
-            given = given[1:] or given
-        return apply(self, number, given, *args)
+    def zeroing(self: Any, whose: int, round_: int, parts: Any, *args: Any) -> None:
+        if round_ and 1 < len(parts) < self.num_workers:
+            parts = dict(list(parts.items())[1:])
+        apply(self, whose, round_, parts, *args)
 
-    return [(Table, "_apply", zeroing)]
+    return [(Table, "apply", zeroing)]
 
 
 def _rows_overwrite() -> list[Patch]:

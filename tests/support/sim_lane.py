@@ -9,8 +9,8 @@ import torch
 from kvstore_server.modes import SYNCHRONOUS, Mode
 from kvstore_server.norms import Decision
 from kvstore_server.plan import Plan, TensorSpec
-from kvstore_server.protocol import messages as m
 from kvtrainer.comm.compressor import Compressor
+from tests.support import said as m
 
 NUM_WORKERS = 3
 NUM_SERVERS = 2

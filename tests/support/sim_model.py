@@ -117,9 +117,14 @@ class TableModel:
             seen[slice_] = max(generation, seen.get(slice_, -1))
 
     def missing(self, rank: int, manifest: tuple[tuple[int, int], ...]) -> tuple[int, ...]:
-        """The slices of a manifest that have not arrived in exactly the generation that it names."""
+        """What a server says that a commit lacks: all that has not arrived, or everything if that is nothing.
+
+        It lacks nothing if each slice of the manifest has arrived in exactly the generation that it names.
+        """
         seen = self.arrived.get(rank, {})
-        return tuple(s for s, g in manifest if seen.get(s) != g)
+        if all(seen.get(s) == g for s, g in manifest):
+            return ()
+        return tuple(s for s in self.weights if s not in seen) or tuple(self.weights)
 
     def is_complete(self) -> bool:
         return len(self.committed) == self.num_workers

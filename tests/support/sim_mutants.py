@@ -5,17 +5,20 @@ The simulation must find every one of them; if it does not, it proves nothing ab
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 from unittest import mock
 
-from kvstore_server import replies, round_keeper
-from kvstore_server.consistency import Contribution, SyncRounds, Verdict
+import numpy as np
+import torch
+
+from kvstore_server import engine
+from kvstore_server.engine import Engine
 from kvstore_server.errors import KVStoreError
 from kvstore_server.protocol import messages as m
+from kvstore_server.rounds import Book, Given, Ints, Verdict
 from kvstore_server.sessions import Session, Sessions
 from kvstore_server.table import Table
 from kvtrainer.comm.compressor import Compressor
@@ -25,51 +28,50 @@ Patch = tuple[type | ModuleType, str, Callable[..., Any]]
 
 def _count_based_round() -> list[Patch]:
     """A round is complete when as many commits as workers came, whoever sent them."""
-    commit, missing_ranks = SyncRounds.commit, SyncRounds.missing_ranks
+    commit = Book.commit
 
-    def counting(self: Any, rank: int, body: m.Commit, waiter: Any, now: float) -> Verdict:
-        if getattr(self, "counted_round", -1) != self.number:
-            self.counted_round, self.count = self.number, 0
-        verdict = commit(self, rank, body, waiter, now)
-        self.count += body.round == self.number
-        return verdict
+    def counting(self: Any, rank: int, commits: m.Matrix, *args: Any) -> Ints:
+        verdicts = commit(self, rank, commits, *args)
+        repeated = commits[verdicts == Verdict.REPEATED]
+        self.tables["committed"][repeated[repeated[:, 1] > 0, 0]] += 1
+        return verdicts
 
-    def by_count(self: Any) -> list[int]:
-        enough = getattr(self, "counted_round", -1) == self.number and self.count >= self.num_workers
-        return [] if self.number and enough else missing_ranks(self)
-
-    return [
-        (SyncRounds, "commit", counting),
-        (SyncRounds, "missing_ranks", by_count),
-        (SyncRounds, "is_complete", _nobody_is_missing),
-        (SyncRounds, "contributions", _only_committed),
-    ]
+    return [(Book, "commit", counting)]
 
 
 def _no_dedup() -> list[Patch]:
     """A slice that arrives twice counts twice."""
-    push = SyncRounds.push
+    push = Book.push
 
-    def adding(self: Any, rank: int, body: m.Push) -> None:
-        mine = self._open.get(rank)
-        known = mine.slices.get(body.slice) if mine is not None and body.round == self.number else None
-        if known is not None and known[0] == body.generation:
-            mine.slices[body.slice] = (body.generation, known[1] + body.payload)
-        else:
-            push(self, rank, body)
+    def adding(self: Any, rank: int, pushes: m.Matrix, sources: Any, which: Ints, starts: Ints) -> None:
+        given = self.of(rank)
+        for (slot, round_, generation, size), source, start in zip(
+            pushes.tolist(), which, starts, strict=True
+        ):
+            is_open = round_ == self.number(self._slots.table[slot])
+            if is_open and given.slots["generation"][slot] == generation and torch.is_tensor(sources[source]):
+                known, at = given.payload(slot)
+                mine = known[at : at + size].view(torch.float32)
+                mine += sources[source][start : start + size].view(torch.float32)
+        push(self, rank, pushes, sources, which, starts)
 
-    return [(SyncRounds, "push", adding)]
+    return [(Book, "push", adding)]
 
 
 def _arrival_order_sum() -> list[Patch]:
     """Contributions are summed as they came."""
+    commit = Book.commit
 
-    contributions = SyncRounds.contributions
+    def last(self: Any, rank: int, *args: Any) -> Ints:
+        verdicts = commit(self, rank, *args)
+        self.given[rank] = self.given.pop(rank)
+        return verdicts
 
-    def as_they_came(self: Any) -> list[tuple[int, Contribution[Any]]]:
-        return list(self._open.items()) if self.number else contributions(self)
+    def as_they_came(self: Any) -> list[tuple[int, Given]]:
+        is_begun = self.tables["number"][: self._slots.num_tables].all()
+        return list(self.given.items()) if is_begun else sorted(self.given.items())
 
-    return [(SyncRounds, "contributions", as_they_came)]
+    return [(Book, "commit", last), (Book, "members", as_they_came)]
 
 
 def _no_fencing() -> list[Patch]:
@@ -103,96 +105,87 @@ def _hello_begins_anew() -> list[Patch]:
 
 def _mixed_generation() -> list[Patch]:
     """A commit is accepted with whatever generation of a slice is there."""
-    commit = SyncRounds.commit
+    commit = Book.commit
 
-    def lenient(self: Any, rank: int, body: m.Commit, waiter: Any, now: float) -> Verdict:
-        mine = self._open.get(rank)
-        here = {s: g for s, (g, _) in mine.slices.items()} if mine is not None else {}
-        if body.round == self.number:
-            manifest = tuple((s, here.get(s, g)) for s, g in body.manifest)
-            body = body._replace(manifest=manifest)
-        return commit(self, rank, body, waiter, now)
+    def lenient(self: Any, rank: int, commits: m.Matrix, *args: Any) -> Ints:
+        commits = commits.copy()
+        commits[:, 3] = self.of(rank).tables["generations"][commits[:, 0]]
+        return commit(self, rank, commits, *args)
 
-    return [(SyncRounds, "commit", lenient)]
+    return [(Book, "commit", lenient)]
 
 
 def _early_apply() -> list[Patch]:
     """A round does not wait for the slowest worker."""
-    missing_ranks = SyncRounds.missing_ranks
 
-    def but_one(self: Any) -> list[int]:
-        missing = missing_ranks(self)
-        return [] if self.number and len(missing) == 1 else missing
+    def but_one(self: Any, tables: Ints) -> Any:
+        here = self.tables[tables]
+        return here["committed"] >= self.num_members - ((here["number"] > 0) & (self.num_members > 1))
 
-    return [
-        (SyncRounds, "missing_ranks", but_one),
-        (SyncRounds, "is_complete", _nobody_is_missing),
-        (SyncRounds, "contributions", _only_committed),
-    ]
+    return [(Book, "complete", but_one)]
 
 
 def _lost_abort() -> list[Patch]:
     """An abort is acknowledged, but the round stays open."""
 
-    def ignoring(self: Any, *_: Any) -> list[Any]:
-        return []
+    def ignoring(self: Any, space: Any, rank: int, abort: m.Abort, waiter: Any) -> list[m.Outgoing]:
+        stands = space.rounds.book(rank, abort.table, abort.round).was_applied(abort.table, abort.round)
+        return engine._reply(waiter, m.Info({"applied": stands}))
 
-    return [(Table, "abort", ignoring)]
+    return [(Engine, "_abort", ignoring)]
 
 
 def _forgotten_failure() -> list[Patch]:
     """A rank that comes late to a failed round is told that it was applied."""
-    fail = SyncRounds.fail
+    fail = Book.fail
 
-    def forgetting(self: Any, error: KVStoreError) -> list[Any]:
-        waiters = fail(self, error)
-        self._failed_since = math.inf
+    def forgetting(self: Any, table: int, error: KVStoreError) -> list[Any]:
+        waiters = fail(self, table, error)
+        self.tables["failed"][table] = np.iinfo(np.int64).max
         return waiters
 
-    return [(SyncRounds, "fail", forgetting)]
+    return [(Book, "fail", forgetting)]
 
 
 def _slices_of_the_dead() -> list[Patch]:
     """What a process had pushed and not committed is left for its successor's commit."""
 
-    def keeping(self: Any, rank: int) -> None:
-        if self.has_committed(rank):
-            self._open[rank].waiter = None
+    def keeping(self: Any) -> None:
+        self.tables["waits"] = False
 
-    return [(SyncRounds, "replace_process", keeping)]
+    return [(Given, "replace_process", keeping)]
 
 
 def _veto_ignored_by_one_server() -> list[Patch]:
     """One of the servers applies a round although a rank has vetoed it."""
     apply = Table.apply
 
-    def deaf(self: Any, *args: Any) -> list[tuple[int, Contribution[Any]]]:
+    def deaf(self: Any, whose: int, round_: int, parts: Any, *args: Any) -> None:
         if self.unit.server == 1:
-            for _, mine in self.rounds.contributions():
-                mine.commit = mine.commit._replace(veto=False)
-        return apply(self, *args)
+            parts = {rank: part._replace(flags=part.flags & ~m.VETOES) for rank, part in parts.items()}
+        apply(self, whose, round_, parts, *args)
 
     return [(Table, "apply", deaf)]
 
 
 def _silent_veto() -> list[Patch]:
     """A round that was vetoed is answered as if it had been applied."""
-    told = replies.outcome
+    told = engine._outcomes
 
     def silent(*args: Any) -> list[m.Outgoing]:
         return [out for out in told(*args) if not isinstance(out.reply.body, m.Vetoed)]
 
-    return [(round_keeper, "outcome", silent)]
+    return [(engine, "_outcomes", silent)]
 
 
 def _assign_that_sums() -> list[Patch]:
     """Values that are to replace the weights are summed over ranks."""
     assign = Table._assign
 
-    def summing(self: Any, number: int, given: Any, is_lane: bool) -> None:
-        assign(self, number, given, is_lane)
-        if number:
-            self.shard.assign_sum(self._summands(given, None))
+    def summing(self: Any, round_: int, parts: Any, is_lane: bool) -> None:
+        assign(self, round_, parts, is_lane)
+        if round_:
+            self.shard.assign_sum(self._contributions(parts, None))
 
     return [(Table, "_assign", summing)]
 
@@ -227,14 +220,6 @@ def _residual_that_stays() -> list[Patch]:
         self._next = {}
 
     return [(Compressor, "accept", nothing)]
-
-
-def _nobody_is_missing(self: Any) -> bool:
-    return not self.missing_ranks()
-
-
-def _only_committed(self: Any) -> list[tuple[int, Contribution[Any]]]:
-    return [item for item in sorted(self._open.items()) if item[1].commit is not None]
 
 
 MUTANTS: dict[str, Callable[[], list[Patch]]] = {

@@ -12,9 +12,9 @@ from typing import Any, TypeAlias
 
 from kvstore_server.engine import Engine
 from kvstore_server.norms import Decision
-from kvstore_server.protocol import messages as m
 from kvstore_server.row_payload import PACKED_ROWS
 from kvstore_server.table import Table
+from tests.support import said as m
 from tests.support.sim_compression import Array
 from tests.support.sim_delivery import Delivery, copies, is_fencing, token_in
 from tests.support.sim_ends import count_end
@@ -59,7 +59,7 @@ class Referee:
         """Let the engine handle a request and check all that it did."""
         sender = self._processes[process]
         body = request.body
-        out = copies(self.engine.handle(b"%d" % process, request, now))
+        out = copies(m.handle(self.engine, b"%d" % process, request, now, NAMESPACE))
         if isinstance(body, m.Hello) and process in self.tokens:
             self._hello_again(sender, out, now)
         elif self.current.get(sender.rank) != process and not isinstance(body, m.Hello):
@@ -74,7 +74,7 @@ class Referee:
 
     def tick(self, now: float) -> list[Delivery]:
         """Let time pass; a round that waits may fail."""
-        out = copies(self.engine.tick(now))
+        out = copies(m.tick(self.engine, now, NAMESPACE))
         self._end_hopeless(out, now)
         self._compare(out)
         return out
@@ -250,16 +250,14 @@ class Referee:
 
     def _compare(self, out: list[Delivery]) -> None:
         space = self.engine.namespaces.get(NAMESPACE)
-        tables = space.tables if space is not None else {}
-        for number, table in tables.items():
+        for number, table in enumerate(space.tables if space is not None else ()):
+            assert space is not None
             model = self.models[number]
             if number == len(self._views):
                 # Taken once: without leases the engine writes its weights in place.
                 self._views.append(views_of(table, model))
-            if table.rounds.number != model.open:
-                raise Violation(
-                    f"{self._name}: {table.name} is at round {table.rounds.number}, not {model.open}"
-                )
+            if (number_here := space.rounds.shared.number(number)) != model.open:
+                raise Violation(f"{self._name}: {table.name} is at round {number_here}, not {model.open}")
             if not same_bits(self._views[number], model.weights):
                 raise Violation(f"{self._name}: {table.name} has wrong weights after round {model.open - 1}")
         for delivery in out:

@@ -10,13 +10,12 @@ from functools import partial
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from kvstore_server import plan as plan_module
-from kvstore_server.admission import EngineConfig
-from kvstore_server.engine import Engine
+from kvstore_server.engine import Engine, EngineConfig
 from kvstore_server.plan import Plan
-from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.control import pack_control
+from tests.support import said as m
 from tests.support.sim_delivery import Delivery, is_fencing
-from tests.support.sim_lane import NUM_SERVERS, NUM_WORKERS, TABLES, Lane, SimOptions
+from tests.support.sim_lane import NAMESPACE, NUM_SERVERS, NUM_WORKERS, TABLES, Lane, SimOptions
 from tests.support.sim_referee import Violation
 from tests.support.sim_workers import SimProcess
 
@@ -177,9 +176,8 @@ class Schedule(ABC, Generic[JudgeT]):
         bodies: list[m.RequestBody] = [m.Heartbeat(), m.Leave("a stranger", True), m.Stats()]
         bodies.append(m.Abort(lane.numbers[server], lane.round, "a stranger", False))
         bodies += [request.body for _, to, request in self.replays[-3:] if to == server and request.session]
-        out = self._engines[server].handle(
-            STRANGER, m.Request(run, session, 1, self.rng.choice(bodies)), self.now
-        )
+        request = m.Request(run, session, 1, self.rng.choice(bodies))
+        out = m.handle(self._engines[server], STRANGER, request, self.now, NAMESPACE)
         if len(out) != 1 or out[0].peer != STRANGER or not is_fencing(out[0].reply.body):
             raise Violation(f"server {server}: a stranger spoke for p{process.process}: {out}")
         self.seen["strangers"] += 1

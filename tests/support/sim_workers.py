@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable
 
 from kvstore_server.codec import make_codec
 from kvstore_server.plan import Plan
-from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.control import unpack_control
 from kvtrainer.comm.compressor import Compressor
+from tests.support import said as m
 from tests.support.sim_contributions import Contributions
 from tests.support.sim_held import NORM_TYPES, RAISES, is_known, note_held, note_veto, resolve_of
 from tests.support.sim_lane import (
@@ -173,7 +173,7 @@ class SimProcess:
         elif isinstance(body, m.Pending):
             lane.accepted.add(server)
         elif isinstance(body, m.Missing):
-            self._push(lane, server, [(s, lane.generations[s]) for s in body.slices])
+            self._push(lane, server, [(s, lane.generations[s]) for s in body.slices if s in lane.generations])
             self._commit(lane, server)
         if lane.given_up and not lane.aborts:
             self._given_up(lane)

@@ -9,9 +9,9 @@ import pytest
 
 from kvstore_server.norms import Decision, Guard, Measured
 from kvstore_server.protocol import messages as m
-from kvtrainer.comm.tickets import RoundItem, Ticket
+from kvtrainer.comm.round import Round, RoundItem
 from kvtrainer.errors import KVStoreError, OptimizerError
-from tests.support.scripted import Act, Bench
+from tests.support.scripted import Act, Bench, done, is_commit
 
 HALVING = Decision(coef=0.5)
 
@@ -29,7 +29,7 @@ class HeldBench(Bench):
         self.measured.append(measured)
         return self.decision
 
-    def start(self, value: float = 1.0) -> Ticket:
+    def start(self, value: float = 1.0) -> Round:
         values = {"float32": self.out.new_full(self.out.shape, value)}
         item = RoundItem(self.table, values, {"float32": self.out}, guard=Guard(2.0, self.decide))
         return self.rounds.start([item])
@@ -50,7 +50,7 @@ class HeldBench(Bench):
         if isinstance(request.body, m.Resolve):
             return self.on_resolve(server, request.body)
         if isinstance(request.body, m.Abort) and not request.body.undo:
-            batches = (r for to, r in self.servers.sent if to == server and isinstance(r.body, m.CommitBatch))
+            batches = (r for to, r in self.servers.sent if to == server and is_commit(r.body))
             self.servers.reply(server, next(batches).number, self.failed(server, "RoundAbortedError"))
         return super()._answer(server, request)
 
@@ -60,9 +60,8 @@ def test_every_server_is_told_the_decision_when_all_have_said_what_they_hold() -
     bench.run()
     assert bench.measured == [Measured(math.sqrt(18.0), True)]
     assert bench.resolved() == [(s, m.Resolve(s + 5, 3, 0.25, 3.0, False)) for s in (0, 1)]
-    assert [commit.hold for batch in bench.servers.bodies(m.CommitBatch) for commit in batch.commits] == [
-        2.0
-    ] * 2  # type: ignore[attr-defined]
+    holds = [body.hold for body in bench.servers.bodies(m.Contribute) if is_commit(body)]  # type: ignore[attr-defined]
+    assert holds == [2.0] * 2
     assert bench.out.unique().tolist() == [9.0]
 
 
@@ -73,7 +72,7 @@ def test_partial_norms_are_added_in_the_order_of_the_slices_whoever_holds_them()
     assert owners[0] != owners[1]
     values = {piece.index: parts[min(piece.index, 3)] for piece in bench.plan.slices}
 
-    def told(server: int, commit: m.Commit) -> list[m.ReplyBody]:
+    def told(server: int, commit: m.Contribute) -> list[m.ReplyBody]:
         mine = [piece.index for piece in bench.plan.slices_of(server)]
         return [m.Held(server + 5, 3, tuple((s, values[s]) for s in reversed(mine)), True)]
 
@@ -116,7 +115,7 @@ def test_a_server_that_asks_again_is_told_again_and_the_other_one_is_not() -> No
 def test_weights_without_what_was_measured_are_not_enough() -> None:
     asked: list[int] = []
 
-    def act(server: int, commit: m.Commit) -> list[m.ReplyBody]:
+    def act(server: int, commit: m.Contribute) -> list[m.ReplyBody]:
         asked.append(server)
         told = [bench.held(server, 4.0)] if server == 0 or asked.count(1) > 1 else []
         return [*told, bench.weights(server, 9.0)]  # another worker has decided, and its message was lost
@@ -146,9 +145,9 @@ def test_a_round_that_was_skipped_leaves_the_weights_and_the_next_one_has_the_ne
 
 
 def test_what_one_server_has_vetoed_and_another_one_holds_is_skipped() -> None:
-    def act(server: int, commit: m.Commit) -> list[m.ReplyBody]:
-        done = m.Done(((server + 5, 3, 2),))
-        return [bench.held(1, 4.0)] if server else [m.Vetoed(5, 3, (1,)), done]
+    def act(server: int, commit: m.Contribute) -> list[m.ReplyBody]:
+        over = done((server + 5, 3, 2))
+        return [bench.held(1, 4.0)] if server else [m.Vetoed(5, 3, (1,)), over]
 
     bench = HeldBench(2, act)
     bench.on_resolve = lambda server, resolve: _skipped(server)
@@ -182,7 +181,7 @@ def test_a_guard_that_raises_gives_the_round_up_on_all_servers() -> None:
 
 @pytest.mark.parametrize("decision", [Decision(), Decision(skip=True)])
 def test_servers_that_were_told_otherwise_by_another_worker_are_not_used_again(decision: Decision) -> None:
-    def act(server: int, commit: m.Commit) -> list[m.ReplyBody]:
+    def act(server: int, commit: m.Contribute) -> list[m.ReplyBody]:
         ended = _skipped(0) if server == 0 else [bench.weights(1, 9.0)]
         return [bench.held(server, 4.0), *ended]
 
@@ -194,4 +193,4 @@ def test_servers_that_were_told_otherwise_by_another_worker_are_not_used_again(d
 
 
 def _skipped(server: int) -> list[m.ReplyBody]:
-    return [m.Vetoed(server + 5, 3, ()), m.Done(((server + 5, 3, 2),))]
+    return [m.Vetoed(server + 5, 3, ()), done((server + 5, 3, 2))]

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from kvstore_server.modes import Mode
-from kvstore_server.protocol import messages as m
 from kvstore_server.reduction import RowSet
 from kvstore_server.row_payload import PACKED_ROWS, encode_rows
+from tests.support import said as m
 from tests.support.sim_engine_job import EngineJob as Job
 
 
@@ -147,7 +147,7 @@ def test_a_rank_that_comes_back_after_it_left_is_waited_for_again() -> None:
     job.leave(1, is_clean=True)
     for round_ in (1, 2, 3):
         job.commit(0, round_, 1.0)
-    assert job.hello(1) == m.Registered(0, 4)
+    assert job.hello(1) == m.Registered(0, 0, 4)
     assert job.pull(0) == [m.Pending((1,))]
     job.commit(1, 4, 1.0)
     assert kinds(job.pull(0)) == [m.Weights]
@@ -167,7 +167,7 @@ def test_a_new_process_counts_from_its_first_contribution_and_the_old_one_is_shu
     job = Job(2, Mode("async"))
     job.commit(1, 1, 1.0)
     old = job.sessions[1]
-    assert job.hello(1) == m.Registered(0, 2)
+    assert job.hello(1) == m.Registered(0, 0, 2)
     job.commit(1, 2, 10.0)
     job.sessions[1] = old
     assert codes(job.commit(1, 2, 100.0)) == ["FencedError"]

@@ -6,6 +6,8 @@ import math
 import random
 import struct
 import weakref
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgpack
@@ -16,23 +18,11 @@ from kvstore_server.errors import ProtocolError, VersionMismatchError
 from kvstore_server.protocol import frames as f
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.buffers import MAX_FRAME, MAX_PAYLOAD
+from tests.support.said import contribution
 
 REQUESTS: list[Any] = [
     m.Hello("job", 1, 3, 0, 2, "AVX512", "host:17", bytes(16), (b"a" * 16, b"b" * 16)),
     m.Register("w", (("w", (3, 4), "float32", 0, False), ("empty", (), "bfloat16", 1, False)), True),
-    m.CommitBatch(
-        (
-            m.Commit(1, 7, ((0, 0), (5, 2)), 0.25, True, 3.5),
-            m.Commit(2, 7, (), None, False, 0.0, veto=True),
-            m.Commit(3, 7, (), None, True, 0.0, assign=True),
-            m.Commit(4, 7, (), None, True, 0.0, joined=True, version=5),
-            m.Commit(4, 7, (), None, True, 0.0, delta=True, version=6),
-            m.Commit(5, 7, (), None, True, 0.0, hold=2.0),
-            m.Commit(5, 7, (), None, True, 0.0, hold=math.inf),
-        ),
-        b"h",
-        (4,),
-    ),
     m.Resolve(1, 2, 0.25, None, False),
     m.Resolve(1, 2, 1.0, 0.1, False),
     m.Resolve(1, 2, 1.0, None, True),
@@ -40,8 +30,8 @@ REQUESTS: list[Any] = [
     m.Pull((0, 1, 5), 3.5),
     m.PullRows(0, ((3, 0, 2),), b"\0\0\0\0\2\0\0\0", 3.5),
     m.SetOptimizer(b"\x81"),
-    m.Barrier(4, 2.5),
-    m.GetState(1, 2),
+    m.Gather(4, 2.5),
+    m.Gather(5, 2.5, b"mine"),
     m.GetState(1, 2),
     m.State(1, 2, {"step": 3, "tensors": ["a"]}, bytes(range(256)) * 9000),
     m.Heartbeat(),
@@ -55,8 +45,7 @@ REQUESTS: list[Any] = [
 HELLO = REQUESTS[0]
 REPLIES: list[Any] = [
     m.Welcome(1 << 61, 5),
-    m.Registered(3, 1),
-    m.Done(((1, 7, 7), (2, 8, 11))),
+    m.Registered(3, 7, 1),
     m.InForce(1, 7, b"\x80", True),
     m.Absent(1, 7, (3, 4)),
     m.Held(1, 7, ((0, 2.5), (3, math.inf)), False),
@@ -64,6 +53,7 @@ REPLIES: list[Any] = [
     m.Vetoed(1, 7, (0, 2)),
     m.Missing(1, 7, (0, 2)),
     m.Pending((1, 2)),
+    m.Gathered((b"a", b"", b"c" * 9)),
     m.Failed("DeadlineError", "too late", 1, 2, 3),
     m.Info({"a": 1, "b": [1.5, "x"]}),
     m.State(1, 2, {}, b""),
@@ -85,32 +75,71 @@ def test_a_reply_comes_out_as_it_went_in(body: Any) -> None:
     assert f.decode_reply(_wire(f.encode_reply(m.Reply(12, body)))) == m.Reply(12, body)
 
 
+CONTRIBUTE = m.Contribute(
+    m.matrix([(3, 7, 0, 64), (4, 7, 2, 0), (9, 8, 1, 16)], m.PUSH_WORDS),
+    (b"x" * 64, b"", b"y" * 16),
+    m.matrix([(1, 7, 2, 2, -1, m.WANTS_WEIGHTS), (2, 8, 1, 1, 5, m.VETOES | m.WANTS_DELTA)], m.COMMIT_WORDS),
+    b"form",
+    b"h",
+    ((1, 4), (2, 0)),
+    0.25,
+    3.5,
+    2.0,
+)
+
+
+@pytest.mark.parametrize(
+    "changed", [{}, {"rescale": None}, {"hold": math.inf}, {"timeout": 0.0}, {"absent": ()}]
+)
+def test_a_contribution_comes_out_as_it_went_in(changed: dict[str, Any]) -> None:
+    body = replace(CONTRIBUTE, **changed)
+    got = f.decode_request(_wire(f.encode_request(m.Request(1, 2, 3, body)))).body
+    assert isinstance(got, m.Contribute)
+    assert got.pushes.tolist() == body.pushes.tolist()
+    assert got.commits.tolist() == body.commits.tolist()
+    assert b"".join(map(bytes, got.payloads)) == b"".join(body.payloads)
+    for name in ("form", "hyper", "absent", "rescale", "timeout", "hold"):
+        assert getattr(got, name) == getattr(body, name)
+
+
+def test_rounds_that_are_done_come_out_as_they_went_in() -> None:
+    rounds = m.matrix([(1, 7, 7), (2, 8, 11)], 3)
+    body = f.decode_reply(_wire(f.encode_reply(m.Reply(1, m.Done(rounds))))).body
+    assert isinstance(body, m.Done)
+    assert body.rounds.tolist() == rounds.tolist()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 def test_pushed_slices_keep_their_bytes_alone_and_together(dtype: torch.dtype) -> None:
     values = [torch.randn(n, generator=torch.Generator().manual_seed(n)).to(dtype) for n in (5, 0, 17)]
     for some in (values, values[:1]):
-        pushes = tuple(m.Push(3, i, 8, i + 1, value) for i, value in enumerate(some))
-        body = f.decode_request(_wire(f.encode_request(m.Request(1, 2, 3, m.PushBatch(pushes))))).body
-        assert isinstance(body, m.PushBatch)
-        for given, got in zip(pushes, body.pushes, strict=True):
-            assert (got.table, got.slice, got.round, got.generation) == (3, given.slice, 8, given.slice + 1)
-            assert bytes(got.payload) == bytes(given.payload.view(torch.uint8).numpy())
+        sent = contribution(list(enumerate(some)), 8)
+        body = f.decode_request(_wire(f.encode_request(m.Request(1, 2, 3, sent)))).body
+        assert isinstance(body, m.Contribute)
+        assert body.pushes[:, 3].tolist() == [value.nbytes for value in some]
+        assert bytes(body.payloads[0]) == b"".join(bytes(value.view(torch.uint8).numpy()) for value in some)
 
 
 def test_weights_of_several_slices_keep_their_bytes() -> None:
-    parts = tuple(m.WeightsPart(1, i, 4, torch.full((i + 1,), float(i))) for i in range(3))
-    body = f.decode_reply(_wire(f.encode_reply(m.Reply(1, m.Weights(parts))))).body
+    values = tuple(torch.full((i + 1,), float(i)) for i in range(3))
+    parts = m.matrix([(i, 4, m.WHOLE, value.nbytes) for i, value in enumerate(values)], 4)
+    body = f.decode_reply(_wire(f.encode_reply(m.Reply(1, m.Weights(parts, values))))).body
     assert isinstance(body, m.Weights)
-    assert [torch.frombuffer(bytearray(p.payload), dtype=torch.float32).tolist() for p in body.parts] == [
-        [0.0],
-        [1.0] * 2,
-        [2.0] * 3,
+    assert body.parts.tolist() == parts.tolist()
+    [payload] = body.payloads
+    assert torch.frombuffer(bytearray(payload), dtype=torch.float32).tolist() == [
+        0.0,
+        1.0,
+        1.0,
+        2.0,
+        2.0,
+        2.0,
     ]
 
 
 def test_a_large_payload_is_passed_through_without_a_copy() -> None:
     value = torch.zeros(1000)
-    frames = f.encode_request(m.Request(1, 2, 3, m.PushBatch((m.Push(0, 0, 0, 0, value),))))
+    frames = f.encode_request(m.Request(1, 2, 3, contribution([(0, value)], 0)))
     value.fill_(1.0)
     assert bytes(frames[-1]) == b"\x00\x00\x80\x3f" * 1000
 
@@ -131,9 +160,8 @@ def test_a_control_message_that_no_frame_can_hold_is_refused_before_it_is_sent()
 @pytest.mark.parametrize(
     "body",
     [
-        m.CommitBatch((m.Commit(0, 0, ((0, 0),) * 80_000, None, True, 1.0),)),
-        m.CommitBatch((), bytes(MAX_FRAME)),
-        m.PushBatch(tuple(m.Push(i, 0, 0, 0, b"abcd") for i in range(30_000))),
+        contribution([(i, b"abcd") for i in range(40_000)], 0),
+        contribution([], 0, table=0, hyper=bytes(MAX_FRAME)),
         m.Command(7, bytes(MAX_FRAME)),
         m.SetOptimizer(bytes(MAX_FRAME)),
         m.Leave("so" * MAX_FRAME, False),
@@ -226,9 +254,21 @@ def register(spec: list[Any]) -> bytes:
     return bytes(msgpack.packb(["w", [spec], False, 0, -1, ""]))
 
 
-def commit(flags: int = 0, slices: int = 0, timeout: float = 1.0, hold: float = 0.0) -> list[bytes]:
-    """The frames of one commit of table 0 and round 0."""
-    return [struct.pack("<q5q3d", 1, 0, 0, flags, slices, -1, 1.0, timeout, hold), b"\x92\xc4\x00\x90"]
+EXTRA = msgpack.packb([b"", b"", []])
+
+
+def contribute(
+    pushes: int = 0,
+    commits: int = 0,
+    rescale: float = 1.0,
+    timeout: float = 1.0,
+    hold: float = 0.0,
+    words: Sequence[int] = (),
+    extra: Any = (b"", b"", ()),
+) -> list[bytes]:
+    """The frames of a contribution without a payload, after the header."""
+    head = struct.pack("<2q3d", pushes, commits, rescale, timeout, hold)
+    return [head + struct.pack(f"<{len(words)}q", *words), msgpack.packb(extra), b""]
 
 
 def resolve(flags: int = 0, clip: float = 0.0) -> list[bytes]:
@@ -253,34 +293,38 @@ def test_a_damaged_answer_of_partial_norms_is_a_protocol_error(size: int) -> Non
         (HELLO, [hello(rank=True)], "Hello.rank must be int"),
         (HELLO, [hello(nonce=b"short")], "a nonce and 1 … 8 routing ids, of 16 bytes each"),
         (HELLO, [hello(sockets=[b"a" * 17])], "a nonce and 1 … 8 routing ids, of 16 bytes each"),
-        (HELLO, [hello(sockets=["a" * 16])], "a nonce and 1 … 8 routing ids, of 16 bytes each"),
+        (HELLO, [hello(sockets=["a" * 16])], "Hello.sockets must be"),
         (HELLO, [hello(sockets=[])], "a nonce and 1 … 8 routing ids, of 16 bytes each"),
         (HELLO, [hello(sockets=[b"a" * 16] * 9)], "a nonce and 1 … 8 routing ids, of 16 bytes each"),
-        (m.Barrier(0, 1.0), [msgpack.packb([0, float("nan")])], "Barrier.timeout must be finite"),
-        (m.Barrier(0, 1.0), [msgpack.packb([0, float("inf")])], "Barrier.timeout must be finite"),
+        (m.Gather(0, 1.0), [msgpack.packb([0, float("nan"), b""])], "Gather.timeout must be finite"),
+        (m.Gather(0, 1.0), [msgpack.packb([0, float("inf"), b""])], "Gather.timeout must be finite"),
         (m.Pull((0,)), [msgpack.packb([["0"], 1.0])], "Pull.tables must be"),
         (m.Pull((0,)), [b"\x91" + b"\xdd\xff\xff\xff\xff"], "cannot be decoded"),
         (m.Pull((0,)), [b"\x91" * 5000], "cannot be decoded"),
         (m.Register("w", (), False), [register(["k", [1.5], "f", 0, False])], "Register.specs must be"),
         (m.Register("w", (), False), [register(["k", [1], "f", 0])], "Register.specs must be"),
         (m.SetOptimizer(b""), [msgpack.packb([msgpack.ExtType(1, b"x")])], "cannot be decoded"),
-        (m.PushBatch(()), [bytes(39), b""], "no whole number of 40-byte records"),
-        (m.PushBatch(()), [struct.pack("<5q", 0, 0, 0, 0, -1), b""], "body names -1"),
-        (m.PushBatch(()), [struct.pack("<5q", 0, 0, 0, 0, 1 << 40), b"1234"], "payload has 4 bytes"),
-        (m.PushBatch(()), [struct.pack("<5q", 0, 0, 0, 0, 1 << 62) * 4, b""], "payload has 0 bytes"),
-        (m.CommitBatch(()), [b"", b"\x92\xc4\x00\x90"], "cannot hold -1 commits"),
-        (m.CommitBatch(()), [struct.pack("<q", 1 << 62), b"\x92\xc4\x00\x90"], "cannot hold 4611686018427387904"),
-        (m.CommitBatch(()), commit(slices=9), "names 9 slices"),
-        (m.CommitBatch(()), commit(timeout=-1.0), "timeout -1"),
-        (m.CommitBatch(()), commit(flags=32), "unknown flags 0x20"),
-        (m.CommitBatch(()), commit(hold=-1.0), "norm of type -1"),
-        (m.CommitBatch(()), commit(hold=float("nan")), "norm of type nan"),
+        (CONTRIBUTE, [b"", b""], "has 2 frames after its header, expected 3"),
+        (CONTRIBUTE, [b"1234", EXTRA, b""], "a body of 4 bytes"),
+        (CONTRIBUTE, contribute(pushes=-1), "cannot hold -1 slices"),
+        (CONTRIBUTE, contribute(pushes=1 << 62), "cannot hold 4611686018427387904 slices"),
+        (CONTRIBUTE, contribute(commits=1 << 62), "and 4611686018427387904 commits"),
+        (CONTRIBUTE, contribute(pushes=1, words=[0, 0, 0, -1]), "body names -1"),
+        (CONTRIBUTE, contribute(pushes=1, words=[0, 0, 0, 1 << 40]), "payload has 0 bytes"),
+        (CONTRIBUTE, contribute(pushes=4, words=[0, 0, 0, 1 << 62] * 4), "payload has 0 bytes"),
+        (CONTRIBUTE, contribute(timeout=-1.0), "timeout -1"),
+        (CONTRIBUTE, contribute(rescale=math.inf), "rescale inf"),
+        (CONTRIBUTE, contribute(commits=1, words=[0, 0, 0, 0, 0, 32]), "unknown flags"),
+        (CONTRIBUTE, contribute(hold=-1.0), "norm of type -1"),
+        (CONTRIBUTE, contribute(hold=float("nan")), "norm of type nan"),
+        (CONTRIBUTE, contribute(extra=[]), "must name"),
+        (CONTRIBUTE, contribute(extra=[b"", b"", ["x"]]), "list of .table, key."),
+        (CONTRIBUTE, contribute(extra=[b"", b"", [[1, "x"]]]), "list of .table, key."),
+        (m.Gathered((b"",)), [msgpack.packb([["text"]])], "Gathered.parts must be"),
         (m.Resolve(0, 0, 1.0, None, False), [b"1234"], "4 bytes, expected 40"),
         (m.Resolve(0, 0, 1.0, None, False), resolve(flags=4), "flags 0x4"),
         (m.Resolve(0, 0, 1.0, None, False), resolve(clip=-1.0), "limit of -1"),
         (m.Resolve(0, 0, 1.0, None, False), resolve(clip=float("nan")), "limit of nan"),
-        (m.CommitBatch(()), [struct.pack("<q", 0), b"\x90"], "must end with"),
-        (m.CommitBatch(()), [struct.pack("<q", 0), b"\x92\xc4\x00\x91\xa1x"], "list of integers"),
         (m.State(0, 0, {}, b""), [msgpack.packb([0, 0, {}, 5]), b"1234"], "names 5 bytes and brings 4"),
     ],
 )  # fmt: skip
@@ -302,10 +346,10 @@ def test_an_unknown_kind_is_a_protocol_error() -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_nothing_but_protocol_errors_comes_of_thousands_of_damaged_messages(seed: int) -> None:
     rng = random.Random(seed)
-    push = m.PushBatch((m.Push(0, 1, 2, 3, b"x" * 64), m.Push(0, 2, 2, 3, b"y" * 64)))
-    weights = m.Weights((m.WeightsPart(0, 1, 2, b"x" * 64),))
-    requests = [f.encode_request(m.Request(1, 2, 3, body)) for body in [*REQUESTS[:8], push]]
-    replies = [f.encode_reply(m.Reply(3, body)) for body in [*REPLIES, weights]]
+    weights = m.Weights(m.matrix([(1, 2, m.WHOLE, 64)], 4), (b"x" * 64,))
+    done = m.Done(m.matrix([(1, 7, 7)], 3))
+    requests = [f.encode_request(m.Request(1, 2, 3, body)) for body in [*REQUESTS[:8], CONTRIBUTE]]
+    replies = [f.encode_reply(m.Reply(3, body)) for body in [*REPLIES, weights, done]]
     kept = 0
     for _ in range(3000):
         is_request = rng.random() < 0.5

@@ -9,7 +9,7 @@ import torch
 
 from kvstore_server.errors import KVStoreError, from_wire
 from kvstore_server.modes import SYNCHRONOUS, Mode
-from kvstore_server.protocol import messages as m
+from tests.support import said as m
 from tests.support.sim_engine_job import EngineJob
 
 SQUARES = 8 * 3.0**2

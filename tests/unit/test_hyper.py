@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from kvstore_server.consistency import Accepted
 from kvstore_server.errors import ConfigurationError, KVStoreError, PlanMismatchError, UnknownNameError
 from kvstore_server.hyper import HyperBelief, OptimizerBelief, effective_hypers, pack_hypers
 from kvstore_server.optimizer import create
 from kvstore_server.plan import TensorSpec, make_plan
 from kvstore_server.protocol.control import pack_control
-from kvstore_server.protocol.messages import Commit, Push
-from kvstore_server.table import Table, Waiter
+from kvstore_server.table import ALL, Part, Table
 
 RANKS = range(3)
 PLAN = make_plan([TensorSpec("w", (3,), "float32"), TensorSpec("b", (2,), "float32", group=1)], 1)
@@ -125,16 +124,12 @@ def test_bytes_that_are_no_numbers_of_this_table_are_refused(values: object) -> 
 def test_a_round_without_an_optimizer_fails_too_when_ranks_disagree() -> None:
     table = Table(0, "t", PLAN, 0, 2, None)
     [piece] = PLAN.slices
-    for number, rates in ((0, (0.5, 0.5)), (1, (0.5, 0.25))):
-        for rank, rate in enumerate(rates):
-            table.push(rank, Push(0, 0, number, 0, memoryview(bytearray(piece.nbytes))), None)
-            commit = Commit(0, number, ((0, 0),), 1.0, False, 9.0)
-            assert table.rounds.commit(rank, commit, Waiter(b"", rank), 0.0) == Accepted(repeated=False)
-            table.hyper.set(rank, packed(rate))
-        if number == 0:
-            table.apply(0, None, None)
+    parts = {rank: Part({0: torch.zeros(piece.used)}, rescale=1.0) for rank in (0, 1)}
+    table.apply(ALL, 0, parts, None, None, ())
+    for rank, rate in enumerate((0.5, 0.25)):
+        table.hyper.set(rank, packed(rate))
     with pytest.raises(PlanMismatchError, match=r"lr=0\.5 on rank 0 and 0\.25 on rank 1"):
-        table.apply(0, None, None)
+        table.apply(ALL, 1, parts, None, None, ())
 
 
 def test_ranks_that_update_in_different_places_are_named() -> None:
@@ -159,12 +154,9 @@ def test_an_optimizer_at_the_address_of_one_that_is_gone_brings_its_own_numbers(
 def test_a_table_whose_update_broke_off_is_not_used_again() -> None:
     table = Table(0, "t", PLAN, 0, 1, None)
     [piece] = PLAN.slices
-    for number in (0, 1):
-        table.push(0, Push(0, 0, number, 0, memoryview(bytearray(piece.nbytes))), None)
-        table.rounds.commit(0, Commit(0, number, ((0, 0),), 1.0, False, 9.0), Waiter(b"", 1), 0.0)
-        table.hyper.set(0, pack_hypers([{"lr": 0.5, "momentum": "x"}] * 2, {}, {}, update_on_kvstore=True))
-        if number == 0:
-            table.apply(0, None, None)
+    parts = {0: Part({0: torch.zeros(piece.used)}, rescale=1.0)}
+    table.apply(ALL, 0, parts, None, None, ())
+    table.hyper.set(0, pack_hypers([{"lr": 0.5, "momentum": "x"}] * 2, {}, {}, update_on_kvstore=True))
     with pytest.raises(KVStoreError, match="its weights may be half updated"):
-        table.apply(0, create("sgd"), None)
+        table.apply(ALL, 1, parts, create("sgd"), None, ())
     assert table.conflict is not None

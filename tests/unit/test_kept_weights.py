@@ -14,8 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvstore_server.admission import EngineConfig
-from kvstore_server.engine import Engine
+from kvstore_server.engine import Engine, EngineConfig
 from kvstore_server.errors import KVStoreError
 from kvstore_server.hyper import pack_hypers
 from kvstore_server.optimizer import Optimizer, create, register, registry
@@ -25,7 +24,8 @@ from kvstore_server.protocol import messages as m
 from kvstore_server.reduction import RowSet, SparsePayload
 from kvstore_server.shard import Shard
 from kvtrainer.comm.client import Client
-from kvtrainer.comm.tickets import RemoteTable, RoundItem
+from kvtrainer.comm.round import RoundItem
+from kvtrainer.comm.tables import RemoteTable
 from tests.support.switchboard import connected
 
 SPECS = [
@@ -174,9 +174,10 @@ class Dropping:
     def receive(self, timeout: float) -> tuple[int, m.Reply] | None:
         got: tuple[int, m.Reply] | None = self._inner.receive(timeout)
         if got is not None and isinstance(got[1].body, m.Weights) and self._rng.random() < 0.5:
-            parts = got[1].body.parts
-            kept = tuple(part for part in parts if self._rng.random() < 0.5)
-            return got[0], m.Reply(got[1].number, m.Weights(kept))
+            body = got[1].body
+            kept = [at for at in range(len(body.parts)) if self._rng.random() < 0.5]
+            some = m.Weights(body.parts[kept], tuple(body.payloads[at] for at in kept))
+            return got[0], m.Reply(got[1].number, some)
         return got
 
 
@@ -193,17 +194,17 @@ def test_lost_replies_are_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> No
     job.check()
 
 
-def parts_of(job: Job, items: list[RoundItem]) -> dict[int, m.WeightsPart]:
-    """Slice → what comes back to rank 0 in a round."""
-    replies: dict[int, m.WeightsPart] = {}
+def parts_of(job: Job, items: list[RoundItem]) -> dict[int, tuple[int, int]]:
+    """Slot → kind and size of what comes back to rank 0 in a round."""
+    replies: dict[int, tuple[int, int]] = {}
     rounds = job.clients[0].rounds
-    take = rounds._replies._take_part
+    take = rounds._take_weights
 
-    def note(ticket: Any, server: int, part: m.WeightsPart) -> None:
-        replies[part.slice] = part
-        take(ticket, server, part)
+    def note(round_: Any, leg: Any, weights: m.Weights) -> None:
+        replies.update({slot: (kind, nbytes) for slot, _, kind, nbytes in weights.parts.tolist()})
+        take(round_, leg, weights)
 
-    rounds._replies._take_part = note  # type: ignore[method-assign]
+    rounds._take_weights = note  # type: ignore[method-assign]
     job.play(items)
     return replies
 
@@ -216,8 +217,8 @@ def test_what_comes_back_is_rows_whole_keys_or_nothing() -> None:
     items = [job.item(rank, grads, rescale=1.0, absent=frozenset({1, 3, 4}), rows=rows) for rank in range(2)]
     parts = parts_of(job, items)
     plan = job.tables[0].plan
-    sizes = {tuple(SPECS[s.key].key for s in plan.slices[i].segments): parts[i].payload.nbytes for i in parts}
-    assert all(part.kind == m.ROWS for part in parts.values())
+    sizes = {tuple(SPECS[s.key].key for s in plan.slices[i].segments): parts[i][1] for i in parts}
+    assert all(kind == m.ROWS for kind, _ in parts.values())
     # The bucket: two rows of nine numbers with their ids, and 39 numbers, each with 16 bytes about it and 8 before all.
     assert sizes["big", "small", "head"] == 8 + (16 + 8 + 72) + (16 + 160)
     assert sizes["half",] == 0

@@ -6,8 +6,8 @@ import pytest
 
 from kvstore_server.errors import ConfigurationError, ProtocolError, WorkerLostError
 from kvstore_server.membership import Membership
-from kvstore_server.namespace import Namespace
-from kvstore_server.protocol.messages import Barrier, Hello
+from kvstore_server.protocol.messages import Gather, Hello
+from kvstore_server.rounds import Waiter
 
 DEAD_AFTER = 20.0
 
@@ -24,17 +24,12 @@ def joined(*ranks: int, now: float = 0.0) -> Membership:
     return members
 
 
-def space_of(*ranks: int) -> Namespace:
-    """A namespace of three workers, of which these have joined."""
-    space = Namespace("job", 3)
-    for rank in ranks:
-        space.membership.join(hello(rank), session=rank + 1, now=0.0)
-    return space
-
-
-def enter(space: Namespace, rank: int, sequence: int = 0, now: float = 0.0) -> list[tuple[bytes, int]] | None:
-    """Rank `rank` comes to a barrier, under request number 10 + rank, with 60 s of patience."""
-    return space.enter_barrier(rank, Barrier(sequence, 60.0), b"p%d" % rank, 10 + rank, now, DEAD_AFTER)
+def enter(
+    members: Membership, rank: int, sequence: int = 0, now: float = 0.0, data: bytes = b""
+) -> list[tuple[bytes, int]]:
+    """Rank `rank` comes to a barrier, under request number 10 + rank, with 60 s of patience; who is released."""
+    waiter = Waiter(b"p%d" % rank, 10 + rank)
+    return list(members.enter_barrier(rank, Gather(sequence, 60.0, data), waiter, now, DEAD_AFTER)[0])
 
 
 def test_the_first_process_of_a_rank_replaces_nobody() -> None:
@@ -148,89 +143,96 @@ def test_a_rank_that_never_came_is_described_so() -> None:
 
 
 def test_a_barrier_holds_until_the_last_rank_comes() -> None:
-    space = space_of(0, 1, 2)
-    assert enter(space, 0) is None
-    assert enter(space, 2) is None
-    assert space.absent_from_barrier() == [1]
+    members = joined(0, 1, 2)
+    assert enter(members, 0) == []
+    assert enter(members, 2) == []
+    assert members.absent_from_barrier() == [1]
 
 
 def test_the_last_rank_releases_all_of_them() -> None:
-    space = space_of(0, 1, 2)
-    enter(space, 2)
-    enter(space, 0)
-    assert sorted(enter(space, 1) or []) == [(b"p0", 10), (b"p1", 11), (b"p2", 12)]
+    members = joined(0, 1, 2)
+    enter(members, 2)
+    enter(members, 0)
+    assert sorted(enter(members, 1)) == [(b"p0", 10), (b"p1", 11), (b"p2", 12)]
 
 
 def test_one_rank_cannot_open_a_barrier_by_coming_often() -> None:
-    space = space_of(0, 1, 2)
-    assert [enter(space, 0) for _ in range(4)] == [None] * 4
+    members = joined(0, 1, 2)
+    assert [enter(members, 0) for _ in range(4)] == [[]] * 4
 
 
 def test_a_rank_that_missed_its_release_passes_when_it_asks_again() -> None:
-    space = space_of(0, 1, 2)
+    members = joined(0, 1, 2)
     for rank in range(3):
-        enter(space, rank)
-    assert enter(space, 1) == [(b"p1", 11)]
+        enter(members, rank)
+    assert enter(members, 1) == [(b"p1", 11)]
 
 
 def test_a_barrier_ahead_of_the_open_one_is_refused() -> None:
     with pytest.raises(ProtocolError, match="rank 1 is at barrier 2 while barrier 0 is open"):
-        enter(space_of(0, 1), 1, sequence=2)
+        enter(joined(0, 1), 1, sequence=2)
 
 
 def test_a_barrier_that_needs_a_departed_rank_fails_at_once() -> None:
-    space = space_of(0, 1, 2)
-    space.membership.leave(2, "done", is_clean=True)
+    members = joined(0, 1, 2)
+    members.leave(2, "done", is_clean=True)
     with pytest.raises(WorkerLostError, match=r"barrier 0 cannot complete: rank 2 has left \(done\)"):
-        enter(space, 0)
+        enter(members, 0)
 
 
 def test_a_rank_that_was_refused_no_longer_waits_at_the_barrier() -> None:
-    space = space_of(0, 1, 2)
-    space.membership.leave(2, "done", is_clean=True)
+    members = joined(0, 1, 2)
+    members.leave(2, "done", is_clean=True)
     with pytest.raises(WorkerLostError):
-        enter(space, 0)
-    assert space.absent_from_barrier() == [0, 1, 2]
+        enter(members, 0)
+    assert members.absent_from_barrier() == [0, 1, 2]
 
 
 def test_a_replaced_process_no_longer_waits_at_the_barrier() -> None:
-    space = space_of(0, 1, 2)
-    enter(space, 0)
-    space.membership.join(hello(0), session=9, now=1.0)
-    assert space.absent_from_barrier() == [0, 1, 2]
+    members = joined(0, 1, 2)
+    enter(members, 0)
+    members.join(hello(0), session=9, now=1.0)
+    assert members.absent_from_barrier() == [0, 1, 2]
 
 
 def test_a_departed_process_no_longer_waits_at_the_barrier() -> None:
-    space = space_of(0, 1, 2)
-    enter(space, 0)
-    space.membership.leave(0, "killed", is_clean=False)
-    assert space.absent_from_barrier() == [0, 1, 2]
+    members = joined(0, 1, 2)
+    enter(members, 0)
+    members.leave(0, "killed", is_clean=False)
+    assert members.absent_from_barrier() == [0, 1, 2]
 
 
 def test_a_barrier_fails_for_all_at_the_first_deadline_and_names_who_is_missing() -> None:
-    space = space_of(0, 1, 2)
-    enter(space, 0, now=0.0)
-    enter(space, 1, now=1.0)
-    assert space.expired_barriers(59.9, dead_after=1000.0) == []
-    failed = space.expired_barriers(60.0, dead_after=1000.0)
+    members = joined(0, 1, 2)
+    enter(members, 0, now=0.0)
+    enter(members, 1, now=1.0)
+    assert members.why_barrier_cannot_end(59.9, dead_after=1000.0) is None
     text = "barrier 0 reached its deadline while waiting for rank 2 (host2:12) was last heard 60.0 s ago"
-    assert [(peer, number, str(error)) for peer, number, error in failed] == [
-        (b"p0", 10, text),
-        (b"p1", 11, text),
-    ]
+    assert str(members.why_barrier_cannot_end(60.0, dead_after=1000.0)) == text
+    assert members.take_barrier() == [(b"p0", 10), (b"p1", 11)]
 
 
 def test_a_barrier_fails_when_a_missing_rank_falls_silent() -> None:
-    space = space_of(0, 1, 2)
-    enter(space, 0)
-    (failure,) = space.expired_barriers(21.0, DEAD_AFTER)
-    assert isinstance(failure[2], WorkerLostError)
+    members = joined(0, 1, 2)
+    enter(members, 0)
+    assert isinstance(members.why_barrier_cannot_end(21.0, DEAD_AFTER), WorkerLostError)
 
 
 def test_a_failed_barrier_can_be_tried_again() -> None:
-    space = space_of(0, 1, 2)
-    enter(space, 0)
-    space.expired_barriers(60.0, dead_after=1000.0)
-    for member in space.membership.members.values():
+    members = joined(0, 1, 2)
+    enter(members, 0)
+    members.take_barrier()
+    for member in members.members.values():
         member.last_heard = 61.0
-    assert [enter(space, rank, now=61.0) is None for rank in range(3)] == [True, True, False]
+    assert [enter(members, rank, now=61.0) == [] for rank in range(3)] == [True, True, False]
+
+
+def test_everybody_gets_what_all_gave_in_rank_order_also_who_asks_again() -> None:
+    members = joined(0, 1, 2)
+    for rank in (2, 0):
+        enter(members, rank, data=b"of %d" % rank)
+    waiter = Waiter(b"p1", 11)
+    gather = Gather(0, 60.0, b"of 1")
+    for released in (3, 1):
+        waiters, parts = members.enter_barrier(1, gather, waiter, 0.0, DEAD_AFTER)
+        assert (len(waiters), parts) == (released, (b"of 0", b"of 1", b"of 2"))

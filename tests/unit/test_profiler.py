@@ -49,8 +49,8 @@ def test_stop_writes_the_files_of_servers_and_workers_under_their_numbers(tmp_pa
     store.profiler.set_state("stop", "worker")
     assert files(tmp_path) == ["rank0_server.json", "rank0_worker.json"]
     names = [event["name"] for event in written(tmp_path / "rank0_server.json")]
-    assert names[:3] == ["PushBatch", "3", "CommitBatch"]
-    [commit] = [e for e in written(tmp_path / "rank0_worker.json") if e["name"] == "CommitBatch"]
+    assert names[:2] == ["3", "Contribute"]
+    [commit] = [e for e in written(tmp_path / "rank0_worker.json") if e["name"] == "Contribute"]
     assert (commit["args"]["bytes_out"], commit["args"]["server"]) == (4 * 16, 0)
 
 
@@ -84,7 +84,7 @@ def test_pause_and_resume_leave_out_what_is_between_them(tmp_path: Path) -> None
         store.profiler.dump(profile_process=process)
         names = {event["name"] for event in written(tmp_path / f"rank0_{process}.json")}
         assert "Pull" in names
-        assert "CommitBatch" not in names
+        assert "Contribute" not in names
 
 
 def test_a_finished_dump_ends_recording_and_another_one_goes_on(tmp_path: Path) -> None:
@@ -192,7 +192,7 @@ def test_requests_last_from_their_sending_to_their_last_answer_in_lanes_of_their
     heard: list[m.ReplyBody] = []
     numbers = [session.next_number(lambda server, reply: heard.append(reply)) for _ in range(2)]
     session.send(0, numbers[0], m.Stats())
-    session.send(1, numbers[1], m.Barrier(0, 1.0))
+    session.send(1, numbers[1], m.Gather(0, 1.0))
     servers.reply(0, numbers[0], m.Info(), after=3.0)
     servers.reply(1, numbers[1], m.Info(), after=1.0)
     servers.reply(1, numbers[1], m.Info(), after=2.0)
@@ -201,7 +201,7 @@ def test_requests_last_from_their_sending_to_their_last_answer_in_lanes_of_their
         session.forget(number)
     seen = {event.name: event for event in trace.events}
     assert (seen["Stats"].start, seen["Stats"].duration, seen["Stats"].lane) == (100.0, 3.0, 1)
-    assert (seen["Barrier"].duration, seen["Barrier"].lane, seen["Barrier"].args["server"]) == (2.0, 2, 1)
+    assert (seen["Gather"].duration, seen["Gather"].lane, seen["Gather"].args["server"]) == (2.0, 2, 1)
     assert (seen["wait"].duration, seen["wait"].lane) == (3.0, 0)
 
 

@@ -8,38 +8,55 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvstore_server.codec import make_codec
 from kvstore_server.plan import TensorSpec, make_plan
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.buffers import KEYS_PER_MESSAGE
-from kvtrainer.comm.rounds import Rounds
-from kvtrainer.comm.tickets import RemoteTable, RoundItem
+from kvstore_server.protocol.control import unpack_control
+from kvtrainer.comm.compressor import Compressor
+from kvtrainer.comm.round import RoundItem, Rounds
 from kvtrainer.errors import (
     DeadlineError,
     KVStoreError,
+    NonFiniteGradientError,
     OptimizerError,
     RoundAbortedError,
     ServerStoppingError,
     ServerUnreachableError,
     WorkerLostError,
 )
-from tests.support.scripted import Bench, Scripted
+from tests.support.scripted import SLOT, Bench, Scripted, done, is_commit, weights
 
 
 def _values(tensor: Tensor) -> list[float]:
     return tensor.unique().tolist()
 
 
-def test_every_server_gets_its_slices_before_the_commit_that_names_them() -> None:
+def commits(bench: Bench, server: int | None = None) -> list[m.Contribute]:
+    found = bench.servers.bodies(m.Contribute, server)
+    return [body for body in found if isinstance(body, m.Contribute) and is_commit(body)]
+
+
+def test_every_server_gets_its_slices_and_the_commit_with_the_last_of_them() -> None:
     bench = Bench(2, lambda server, commit: [bench.weights(server, 9.0)])
     bench.run()
     for server in range(2):
         bodies = [r.body for to, r in bench.servers.sent if to == server]
-        pushed = [p for body in bodies[:-1] for p in body.pushes]  # type: ignore[union-attr]
-        assert [p.slice for p in pushed] == [piece.index for piece in bench.plan.slices_of(server)]
-        assert all(_values(p.payload) == [1.0] for p in pushed)
-        [commit] = bodies[-1].commits  # type: ignore[union-attr]
-        assert commit.manifest == tuple((p.slice, 0) for p in pushed)
-        assert (commit.table, commit.round, commit.want_weights) == (server + 5, 3, True)
+        pieces = bench.plan.slices_of(server)
+        rows = [row for body in bodies for row in body.pushes.tolist()]  # type: ignore[union-attr]
+        assert rows == [[SLOT + at, 3, 0, 4 * piece.length] for at, piece in enumerate(pieces)]
+        assert all(_values(p[: piece.used]) == [1.0] for body, piece in zip(bodies, pieces, strict=True)
+                   for p in body.payloads)  # type: ignore[union-attr]  # fmt: skip
+        assert [is_commit(body) for body in bodies] == [False] * (len(bodies) - 1) + [True]
+        [commit] = bodies[-1].commits.tolist()  # type: ignore[union-attr]
+        assert commit == [server + 5, 3, len(pieces), 0, -1, m.WANTS_WEIGHTS]
+
+
+def test_commits_are_sent_when_all_servers_have_all_other_slices() -> None:
+    bench = Bench(2, lambda server, commit: [bench.weights(server, 9.0)])
+    bench.run()
+    kinds = [is_commit(request.body) for _, request in bench.servers.sent]
+    assert kinds == [False] * (len(kinds) - 2) + [True, True]
 
 
 def test_new_weights_are_in_place_after_the_wait_and_the_next_round_has_the_next_number() -> None:
@@ -55,7 +72,7 @@ def test_a_second_round_of_a_table_waits_for_the_first_and_raises_its_error() ->
     bench.start()
     with pytest.raises(WorkerLostError):
         bench.start()
-    assert len(bench.servers.bodies(m.CommitBatch)) == 1
+    assert len(commits(bench)) == 1
 
 
 @pytest.mark.parametrize("code", ["OptimizerError", "WorkerLostError", "PlanMismatchError"])
@@ -133,7 +150,7 @@ def test_an_exception_while_a_round_is_sent_gives_it_up_too() -> None:
     send = bench.servers.send
 
     def interrupted(server: int, request: m.Request, priority: int = 0) -> None:
-        if isinstance(request.body, m.PushBatch) and server == 1:
+        if isinstance(request.body, m.Contribute) and server == 1:
             raise KeyboardInterrupt
         send(server, request)
 
@@ -141,7 +158,7 @@ def test_an_exception_while_a_round_is_sent_gives_it_up_too() -> None:
     with pytest.raises(KeyboardInterrupt):
         bench.start()
     assert len(bench.servers.bodies(m.Abort)) == 2
-    assert (bench.table.round, bench.table.ticket) == (4, None)
+    assert (bench.table.round, bench.rounds.open) == (4, {})
 
 
 def test_the_reason_of_an_abort_is_kept_short() -> None:
@@ -152,29 +169,33 @@ def test_the_reason_of_an_abort_is_kept_short() -> None:
     assert len(abort.reason) <= 500  # type: ignore[attr-defined]
 
 
-def test_slices_that_a_server_misses_are_sent_again_and_the_commit_after_them() -> None:
-    def act(server: int, commit: m.Commit) -> list[m.ReplyBody]:
-        commits = len(bench.servers.bodies(m.CommitBatch, server))
-        if commits == 1:
-            return [m.Missing(5, 3, (commit.manifest[-1][0],))]
-        return [bench.weights(server, 9.0)]
+def test_slices_that_a_server_misses_are_sent_again_with_the_commit() -> None:
+    last = SLOT + len(Bench(1, lambda server, commit: []).plan.slices) - 1
+
+    def act(server: int, commit: m.Contribute) -> list[m.ReplyBody]:
+        return (
+            [m.Missing(5, 3, (last, last + 7))] if len(commits(bench)) == 1 else [bench.weights(server, 9.0)]
+        )
 
     bench = Bench(1, act)
     bench.run()
     assert _values(bench.out) == [9.0]
-    kinds = [type(request.body).__name__ for _, request in bench.servers.sent]
-    assert kinds == ["PushBatch"] * len(bench.plan.slices) + ["CommitBatch", "PushBatch", "CommitBatch"]
+    again = bench.servers.sent[-1][1].body
+    assert isinstance(again, m.Contribute)
+    assert is_commit(again)
+    assert again.pushes[:, 0].tolist() == [last]
+    assert len(bench.servers.sent) == len(bench.plan.slices) + 1
 
 
 def test_a_lost_commit_is_repeated_for_what_is_still_open_only() -> None:
-    def act(server: int, commit: m.Commit) -> list[m.ReplyBody]:
-        first = len(bench.servers.bodies(m.CommitBatch, server)) == 1
+    def act(server: int, commit: m.Contribute) -> list[m.ReplyBody]:
+        first = len(commits(bench, server)) == 1
         return [] if first and server == 1 else [bench.weights(server, 9.0)]
 
     bench = Bench(2, act)
     bench.run()
     assert _values(bench.out) == [9.0]
-    assert [len(bench.servers.bodies(m.CommitBatch, server)) for server in range(2)] == [1, 2]
+    assert [len(commits(bench, server)) for server in range(2)] == [1, 2]
 
 
 def test_a_silent_server_is_named_and_its_tables_are_not_used_again() -> None:
@@ -195,9 +216,10 @@ def test_a_server_that_only_ever_says_wait_is_named_after_the_deadline() -> None
 
 
 def test_a_round_ends_that_needs_no_server_any_more_which_says_farewell() -> None:
-    def act(server: int, commit: m.Commit) -> list[m.ReplyBody]:
+    def act(server: int, commit: m.Contribute) -> list[m.ReplyBody]:
         if server == 0:  # it has told the outcome, and is stopped before the other one does
-            bench.servers.reply(1, bench.servers.sent[-1][1].number, bench.weights(1, 9.0), after=5.0)
+            number = next(request.number for to, request in bench.servers.sent if to == 1)
+            bench.servers.reply(1, number, bench.weights(1, 9.0), after=5.0)
             bench.servers.reply(0, 0, m.Failed("ServerStoppingError", "stopped"), after=1.0)
             return [bench.weights(0, 9.0)]
         return []
@@ -210,8 +232,11 @@ def test_a_round_ends_that_needs_no_server_any_more_which_says_farewell() -> Non
 
 
 def test_weights_are_not_touched_while_a_part_of_them_is_missing() -> None:
-    def act(server: int, commit: m.Commit) -> list[m.ReplyBody]:
-        return [m.Weights(bench.weights(0, 9.0).parts[:1]), bench.failed(0, "ServerStoppingError")]
+    def act(server: int, commit: m.Contribute) -> list[m.ReplyBody]:
+        return [
+            weights(SLOT, [torch.full((bench.plan.slices[0].length,), 9.0)], 3),
+            bench.failed(0, "ServerStoppingError"),
+        ]
 
     bench = Bench(1, act)
     with pytest.raises(KVStoreError):
@@ -234,25 +259,40 @@ def test_a_failed_pull_leaves_its_target_as_it_was() -> None:
     assert (bench.table.round, bench.servers.bodies(m.Abort)) == (3, [])
 
 
-def test_commits_of_many_tables_go_in_messages_of_bounded_size() -> None:
+def many_tables(count: int) -> tuple[Scripted, Rounds, list[RoundItem]]:
+    """Tables of one number each, in their first round."""
     servers = Scripted(1)
-    session = servers.session()
+    rounds = Rounds(servers.session())
     plan = make_plan([TensorSpec("w", (1,), "float32")], 1)
-    tables = [RemoteTable(str(i), plan, {0: i}) for i in range(3000)]
+    tables = [rounds.tables.add(str(i), plan) for i in range(count)]
+    for number, table in enumerate(tables):
+        table.register(0, m.Registered(number, number, 0))
+    return servers, rounds, [RoundItem(table, {"float32": torch.ones(1)}, None) for table in tables]
+
+
+def test_many_tables_travel_in_few_messages_of_bounded_size_with_their_commits() -> None:
+    servers, rounds, items = many_tables(3000)
 
     def answer(server: int, request: m.Request) -> list[m.ReplyBody] | None:
-        if isinstance(request.body, m.CommitBatch):
-            return [m.Done(tuple((c.table, c.round, c.round) for c in request.body.commits))]
-        return None
+        assert isinstance(request.body, m.Contribute)
+        return [done(*((table, round_, round_) for table, round_ in request.body.commits[:, :2].tolist()))]
 
     servers.answer = answer
-    rounds = Rounds(session)
-    values = {"float32": torch.ones(1)}
-    rounds.wait(rounds.start([RoundItem(table, values, None) for table in tables]))
-    batches = servers.bodies(m.CommitBatch)
-    assert max(len(batch.commits) for batch in batches) <= 512  # type: ignore[attr-defined]
-    assert sum(len(batch.commits) for batch in batches) == 3000  # type: ignore[attr-defined]
-    assert {table.round for table in tables} == {1}
+    rounds.wait(rounds.start(items))
+    sizes = [len(body.commits) for body in servers.bodies(m.Contribute)]  # type: ignore[attr-defined]
+    assert sum(sizes) == 3000
+    assert len(sizes) == 3
+    assert max(sizes) <= KEYS_PER_MESSAGE
+    assert {item.table.round for item in items} == {1}
+
+
+def test_any_subset_of_tables_in_any_order_is_one_message_in_the_order_of_the_server() -> None:
+    servers, rounds, items = many_tables(6)
+    servers.answer = lambda server, request: [done((4, 0, 0), (2, 0, 0), (5, 0, 0))]
+    rounds.wait(rounds.start([items[at] for at in (4, 2, 5)]))
+    [body] = servers.bodies(m.Contribute)
+    assert body.commits[:, 0].tolist() == [2, 4, 5]  # type: ignore[attr-defined]
+    assert [item.table.round for item in items] == [0, 0, 1, 0, 1, 1]
 
 
 def _keeping(
@@ -275,9 +315,7 @@ def _aborting(bench: Bench) -> Callable[[int, m.Request], Iterable[m.ReplyBody] 
 
     def answer(server: int, request: m.Request) -> Iterable[m.ReplyBody] | None:
         if isinstance(request.body, m.Abort) and server == 0:
-            commit = next(
-                r.number for to, r in bench.servers.sent if to == 0 and isinstance(r.body, m.CommitBatch)
-            )
+            commit = next(r.number for to, r in bench.servers.sent if to == 0 and is_commit(r.body))
             bench.servers.reply(0, commit, bench.failed(0, "RoundAbortedError"))
         return bench._answer(server, request)
 
@@ -285,23 +323,98 @@ def _aborting(bench: Bench) -> Callable[[int, m.Request], Iterable[m.ReplyBody] 
 
 
 def test_many_tables_are_read_in_several_messages_and_only_what_is_missing_is_asked_for_again() -> None:
-    servers = Scripted()
-    plan = make_plan([TensorSpec("k", (1,), "float32")], 1)
-    tables = [RemoteTable(str(i), plan, {0: i}, round=1) for i in range(3000)]
-    outs = [torch.zeros(16) for _ in tables]
+    servers, rounds, items = many_tables(3000)
+    outs = [torch.zeros(1) for _ in items]
     lost = {7, 2999}
 
     def answer(server: int, request: m.Request) -> list[m.ReplyBody]:
         assert isinstance(request.body, m.Pull)
         came = [table for table in request.body.tables if table not in lost]
         lost.clear()
-        return [m.Weights(tuple(m.WeightsPart(t, 0, 5, torch.tensor([float(t)])) for t in came))]
+        parts = [(table, 5, m.WHOLE, 64) for table in came]
+        return [m.Weights(m.matrix(parts, 4), tuple(torch.full((16,), float(table)) for table in came))]
 
-    session = servers.session()
     servers.answer = answer
-    Rounds(session).pull([(table, {"float32": out}) for table, out in zip(tables, outs, strict=True)])
+    rounds.pull([(item.table, {"float32": out}) for item, out in zip(items, outs, strict=True)])
     assert [int(out[0]) for out in outs] == list(range(3000))
     *first, again = [body.tables for body in servers.bodies(m.Pull)]  # type: ignore[attr-defined]
     assert [number for numbers in first for number in numbers] == list(range(3000))
     assert max(map(len, first)) <= KEYS_PER_MESSAGE
     assert again == (7,)
+
+
+# ---------------------------------------------------------------- compressed
+
+
+def compressed(
+    rounds: Rounds, name: str, codec: str = "", numel: int = 40, round_: int = 1, **options: bool
+) -> RoundItem:
+    plan = make_plan([TensorSpec("k", (numel,), "float32")], 1)
+    table = rounds.tables.add(name, plan)
+    index = len(rounds.tables.all)
+    table.register(0, m.Registered(index, 100 * index, 0))
+    table.go_on(round_, round_ > 0)
+    if codec:
+        table.compressor = Compressor(make_codec({"type": codec}), plan)
+    return RoundItem(table, {"float32": torch.ones(numel)}, None, **options)  # type: ignore[arg-type]
+
+
+def sent(servers: Scripted) -> list[tuple[str, list[int]]]:
+    """(codec or "", bytes of each slice) of every message with slices."""
+    bodies = [body for body in servers.bodies(m.Contribute) if isinstance(body, m.Contribute)]
+    return [
+        (unpack_control(body.form)["type"] if body.form else "", body.pushes[:, 3].tolist())
+        for body in bodies
+        if len(body.pushes)
+    ]
+
+
+def test_slices_of_one_codec_travel_together_and_of_several_apart() -> None:
+    servers = Scripted(1)
+    rounds = Rounds(servers.session())
+    kinds = (("a", "2bit"), ("b", "2bit"), ("c", ""), ("d", ""), ("e", "1bit"))
+    rounds.start([compressed(rounds, name, codec) for name, codec in kinds])
+    assert sent(servers) == [("2bit", [10, 10]), ("1bit", [5]), ("", [192, 192])]
+
+
+def test_a_large_compressed_slice_is_a_message_of_its_own() -> None:
+    servers = Scripted(1)
+    rounds = Rounds(servers.session())
+    rounds.start([compressed(rounds, "a", "2bit"), compressed(rounds, "b", "fp16", numel=600_000)])
+    large = [sizes for form, sizes in sent(servers) if form == "fp16"]
+    assert sum(sum(sizes) for sizes in large) == 1_200_000
+    assert all(len(sizes) == 1 for sizes in large)
+    assert ("2bit", [10]) in sent(servers)
+
+
+@pytest.mark.parametrize("options", [{"round_": 0}, {"assign": True}])
+def test_values_that_replace_what_the_store_holds_are_sent_as_they_are(options: dict[str, int]) -> None:
+    servers = Scripted(1)
+    rounds = Rounds(servers.session())
+    item = compressed(rounds, "a", "2bit", **options)  # type: ignore[arg-type]
+    rounds.start([item])
+    assert sent(servers) == [("", [192])]
+    assert item.table.compressor is not None
+    assert item.table.compressor.residuals() == {}
+
+
+def test_a_veto_sends_nothing_even_if_the_gradient_cannot_be_compressed() -> None:
+    servers = Scripted(1)
+    rounds = Rounds(servers.session())
+    item = compressed(rounds, "a", "2bit", veto=True)
+    assert item.values is not None
+    item.values["float32"].fill_(float("nan"))
+    rounds.start([item])
+    assert sent(servers) == []
+
+
+def test_one_gradient_that_is_not_finite_stops_all_tables_of_the_round() -> None:
+    servers = Scripted(1)
+    rounds = Rounds(servers.session())
+    items = [compressed(rounds, "a", "2bit"), compressed(rounds, "b", "2bit")]
+    assert items[1].values is not None
+    items[1].values["float32"][7] = float("inf")
+    with pytest.raises(NonFiniteGradientError, match="element 7 of 40"):
+        rounds.start(items)
+    assert sent(servers) == []
+    assert all(item.table.compressor.residuals() == {} for item in items if item.table.compressor is not None)

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvstore_server.admission import EngineConfig
-from kvstore_server.engine import Engine
+from kvstore_server.engine import Engine, EngineConfig
 from kvstore_server.hyper import pack_hypers
 from kvstore_server.optimizer import create
 from kvstore_server.plan import TensorSpec
 from kvstore_server.reduction import RowSet
-from kvtrainer.comm.tickets import RemoteTable, RoundItem
+from kvtrainer.comm.round import RoundItem
+from kvtrainer.comm.tables import RemoteTable
 from tests.support.switchboard import connected
 
 Rows = Mapping[int, RowSet]

@@ -13,6 +13,7 @@ from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import decode_request
 from kvtrainer.comm.connection import Connection
 from kvtrainer.comm.send_queue import SendQueue
+from tests.support.said import contribution
 
 
 class Network:
@@ -84,8 +85,7 @@ def test_an_urgent_push_arrives_before_others_that_were_pushed_first(listener: A
     large = torch.zeros(1 << 18)
     try:
         for number in range(1, 41):
-            push = m.Push(0, 0, 1, 0, large)
-            connection.send(0, m.Request(1, 1, number, m.PushBatch((push,))), priority=-number)
+            connection.send(0, m.Request(1, 1, number, contribution([(0, large)], 1)), priority=-number)
         connection.send(0, m.Request(1, 1, 99, m.Heartbeat()), priority=5)
         order = numbers_read(listener, connection, 41)
     finally:

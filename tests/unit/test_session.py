@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvstore_server.admission import EngineConfig
-from kvstore_server.engine import Engine
+from kvstore_server.engine import Engine, EngineConfig
 from kvstore_server.plan import TensorSpec
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.buffers import KEYS_PER_MESSAGE, MAX_FRAME
@@ -128,7 +127,7 @@ def test_pending_is_no_answer_but_shows_that_the_server_lives() -> None:
     servers = Scripted(1)
     session = servers.session(dead_after=5.0)
     servers.answer = lambda server, request: [m.Pending((1,))] if servers.now < 150 else [m.Info()]
-    assert session.call(0, m.Barrier(0, 60.0), timeout=60.0) == m.Info()
+    assert session.call(0, m.Gather(0, 60.0), timeout=60.0) == m.Info()
 
 
 def test_a_server_that_has_just_been_heard_is_not_asked_again() -> None:

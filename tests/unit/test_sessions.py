@@ -7,8 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kvstore_server.admission import EngineConfig
-from kvstore_server.engine import Engine
+from kvstore_server.engine import Engine, EngineConfig
 from kvstore_server.errors import FencedError, ProtocolError, WorkerLostError
 from kvstore_server.protocol import messages as m
 from kvstore_server.sessions import random_token
@@ -90,16 +89,16 @@ def test_another_socket_is_no_sign_of_life() -> None:
     alive, dead = place.token(0, b"a", (OWN,)), place.token(1, b"b", (OTHER,))
     place.now = DEAD_AFTER + 1
     place.ask(STRANGER, dead, m.Heartbeat())
-    assert code(place.ask(OWN, alive, m.Barrier(0, 60.0))) == WorkerLostError.__name__
+    assert code(place.ask(OWN, alive, m.Gather(0, 60.0))) == WorkerLostError.__name__
 
 
 def test_a_hello_that_comes_again_gets_the_same_session_and_begins_nothing_anew() -> None:
     place = Place()
     token = place.token()
-    place.ask(OWN, token, m.Barrier(0, 60.0))
+    place.ask(OWN, token, m.Gather(0, 60.0))
     assert place.token() == token
     released = place.engine.handle(
-        b"b", m.Request(1, place.token(1, b"b", (b"b",)), 1, m.Barrier(0, 60.0)), 0.0
+        b"b", m.Request(1, place.token(1, b"b", (b"b",)), 1, m.Gather(0, 60.0)), 0.0
     )
     assert [out.peer for out in released] == [OWN, b"b"]
 
@@ -110,7 +109,7 @@ def test_a_hello_that_comes_again_is_a_sign_of_life() -> None:
     alive = place.token(1, b"b", (OTHER,))
     place.now = DEAD_AFTER + 1
     place.token(0, b"a", (OWN,))
-    assert isinstance(place.ask(OTHER, alive, m.Barrier(0, 60.0)), m.Pending)
+    assert isinstance(place.ask(OTHER, alive, m.Gather(0, 60.0)), m.Pending)
 
 
 @pytest.mark.parametrize(("nonce", "sockets"), [(b"second", (OWN, OTHER)), (b"first", (b"new", OTHER))])

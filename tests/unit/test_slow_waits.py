@@ -9,8 +9,8 @@ import pytest
 
 from kvstore_server.log_limit import SlowReports
 from kvstore_server.modes import SYNCHRONOUS, Mode
-from kvstore_server.protocol import messages as m
 from kvtrainer.errors import DeadlineError, ServerUnreachableError
+from tests.support import said as m
 from tests.support.scripted import Scripted
 from tests.support.sim_engine_job import EngineJob
 
@@ -77,7 +77,7 @@ def test_a_server_says_of_many_waits_how_many_there_are(caplog: pytest.LogCaptur
 
 def test_a_server_names_who_is_missing_at_a_barrier(caplog: pytest.LogCaptureFixture) -> None:
     job = EngineJob(2, SYNCHRONOUS)
-    job.ask(0, m.Barrier(0, 600.0))
+    job.ask(0, m.Gather(0, 600.0))
     job.tick(11.0, alive=[0, 1])
     [line] = lines(caplog)
     assert "barrier 0" in line
@@ -86,9 +86,9 @@ def test_a_server_names_who_is_missing_at_a_barrier(caplog: pytest.LogCaptureFix
 
 def test_a_barrier_that_is_asked_for_again_has_no_more_time_than_it_had() -> None:
     job = EngineJob(2, SYNCHRONOUS)
-    job.ask(0, m.Barrier(0, 5.0), 51)
+    job.ask(0, m.Gather(0, 5.0), 51)
     job.tick(4.0, alive=[0, 1])
-    [pending] = job.ask(0, m.Barrier(0, 5.0), 51)
+    [pending] = job.ask(0, m.Gather(0, 5.0), 51)
     assert isinstance(pending, m.Pending)
     told = job.tick(1.5, alive=[0, 1])
     [failure] = told[0, 51]
@@ -112,7 +112,7 @@ def test_a_worker_says_for_whom_it_waits(caplog: pytest.LogCaptureFixture) -> No
     session = servers.session()
     servers.answer = lambda server, request: [m.Pending((1,), f"barrier 0 waits for rank 1, {servers.now:g}")]
     with pytest.raises(DeadlineError):
-        session.wait(lambda: False, servers.now + 45.0, lambda now: session.send(0, 7, m.Barrier(0, 60.0)))
+        session.wait(lambda: False, servers.now + 45.0, lambda now: session.send(0, 7, m.Gather(0, 60.0)))
     said = [re.findall(r"rank 0|rank 1|waited \d+ s", line) for line in lines(caplog)]
     assert said == [["rank 0", f"waited {after} s", "rank 1"] for after in (10, 20, 40)]
     assert "more" not in lines(caplog)[-1]  # only what was said since it last asked

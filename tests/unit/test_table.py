@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from kvstore_server.codec import make_codec
-from kvstore_server.errors import PlanMismatchError, ProtocolError, RoundAbortedError, ShapeMismatchError
+from kvstore_server.errors import PlanMismatchError, ProtocolError, ShapeMismatchError
 from kvstore_server.hyper import pack_hypers
 from kvstore_server.optimizer import Optimizer, create
 from kvstore_server.plan import TensorSpec, make_plan
 from kvstore_server.protocol import messages as m
-from kvstore_server.table import Table, Waiter
+from kvstore_server.row_payload import read_payload
+from kvstore_server.table import ALL, Part, Table
 
 SGD = create("sgd", learning_rate=1.0, momentum=0.5)
 
@@ -27,23 +28,23 @@ class Ranks:
         self.table = Table(0, "t", plan, 0, 2, None)
         self.dtype = getattr(torch, dtype)
         self.optimizer = optimizer
+        self.number = 0
         self.round(10.0, None)
 
     def round(self, *values: float | None, **said: Any) -> list[float]:
         """Every rank gives its value, or nothing where it is None; the distinct weights afterwards.
 
-        `said` has what the commits say: one value for all ranks, or a list.
+        `said` has the ranks that veto, or that want the weights replaced.
         """
-        number = self.table.rounds.number
+        parts = {}
         for rank, value in enumerate(values):
-            if value is not None:
-                payload = torch.full((4,), value, dtype=self.dtype)
-                self.table.push(rank, m.Push(0, 0, number, 0, payload), None)
-            mine = {name: v[rank] if isinstance(v, list) else v for name, v in said.items()}
-            manifest = ((0, 0),) if value is not None else ()
-            commit = m.Commit(0, number, manifest, None, True, 10.0, **mine)
-            self.table.rounds.commit(rank, commit, Waiter(b"%d" % rank, 1), 0.0)
-        self.table.apply(0, self.optimizer, None)
+            slices = {} if value is None else {0: torch.full((4,), value, dtype=self.dtype)}
+            flags = m.VETOES * (rank in said.get("vetoes", ())) | m.ASSIGNS * (
+                rank in said.get("assigns", ())
+            )
+            parts[rank] = Part(slices, flags)
+        self.table.apply(ALL, self.number, parts, self.optimizer, None, ())
+        self.number += 1
         return self.weights
 
     @property
@@ -59,62 +60,49 @@ def test_a_veto_of_one_rank_keeps_weights_and_state_and_names_the_rank() -> None
     ranks = Ranks()
     assert ranks.round(1.0, 1.0) == [8.0]
     state = ranks.state
-    assert ranks.round(5.0, None, veto=[False, True]) == [8.0]
-    assert ranks.table.end_of(0).vetoes == (1,)
+    assert ranks.round(5.0, None, vetoes=[1]) == [8.0]
+    assert ranks.table.ends[ALL].vetoes == (1,)
     assert torch.equal(ranks.state, state)
-    assert ranks.table.counters()["rounds_applied"] == 1
+    assert ranks.table.rounds_applied == 1
     assert ranks.round(1.0, 1.0) == [5.0]
-    assert ranks.table.end_of(0).vetoes == ()
+    assert ranks.table.ends[ALL].vetoes == ()
 
 
 def test_a_veto_counts_without_an_optimizer_too() -> None:
     ranks = Ranks(optimizer=None)
     assert ranks.round(1.0, 2.0) == [3.0]
-    assert ranks.round(5.0, 5.0, veto=[True, True]) == [3.0]
-    assert ranks.table.end_of(0).vetoes == (0, 1)
+    assert ranks.round(5.0, 5.0, vetoes=[0, 1]) == [3.0]
+    assert ranks.table.ends[ALL].vetoes == (0, 1)
 
 
-def test_a_vetoed_round_that_another_server_failed_becomes_a_failed_one() -> None:
+def test_a_vetoed_round_that_another_server_failed_can_be_taken_back_though_nothing_is_kept_of_it() -> None:
     ranks = Ranks()
-    ranks.round(1.0, None, veto=[False, True])
-    number = ranks.table.rounds.number - 1
-    for _ in range(2):
-        ranks.table.abort(0, number, RoundAbortedError("gone"), undo=True)
-        assert not ranks.table.rounds.was_applied(number)
-    assert ranks.table.counters()["rounds_undone"] == 1
-
-
-def test_a_failed_round_after_a_vetoed_one_is_not_taken_back_a_second_time() -> None:
-    ranks = Ranks()
-    ranks.round(1.0, None, veto=[False, True])
-    number = ranks.table.rounds.number
-    ranks.table.fail(0, RoundAbortedError("first"))
-    ranks.table.abort(0, number, RoundAbortedError("second"), undo=True)
-    verdict = ranks.table.rounds.commit(0, m.Commit(0, number, (), None, True, 1.0), Waiter(b"0", 9), 0.0)
-    assert "first" in str(verdict)
+    ranks.round(1.0, None, vetoes=[1])
+    assert ranks.table.undo(ALL)
+    assert (ranks.table.undone, ranks.table.version) == (1, 0)
+    ranks.round(1.0, 1.0)
+    assert not ranks.table.undo(ALL)  # SGD cannot raise: no copy is kept
 
 
 def test_replaced_weights_are_the_lowest_ranks_and_the_state_stays() -> None:
     ranks = Ranks()
     assert ranks.round(1.0, 1.0) == [8.0]  # m = 2
-    assert ranks.round(100.0, 7.0, assign=True) == [100.0]
+    assert ranks.round(100.0, 7.0, assigns=[0, 1]) == [100.0]
     assert ranks.round(0.0, 0.0) == [99.0]  # m = 1
 
 
-@pytest.mark.parametrize("said", [[True, False], [False, True]])
-def test_a_round_in_which_only_some_replace_the_weights_fails_and_names_one_that_does_not(
-    said: list[bool],
-) -> None:
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_round_in_which_only_some_replace_the_weights_fails_and_names_one_that_does_not(rank: int) -> None:
     ranks = Ranks()
-    with pytest.raises(PlanMismatchError, match=f"rank {said.index(False)} updates 't' in a round in which"):
-        ranks.round(1.0, 1.0, assign=said)
+    with pytest.raises(PlanMismatchError, match=f"rank {1 - rank} updates 't' in a round in which"):
+        ranks.round(1.0, 1.0, assigns=[rank])
     assert ranks.weights == [10.0]
 
 
 def test_replacing_the_weights_without_all_their_slices_fails() -> None:
     ranks = Ranks()
     with pytest.raises(ProtocolError, match=r"rank 0 gave table 't' values without its slices \[0\]"):
-        ranks.round(None, 1.0, assign=True)
+        ranks.round(None, 1.0, assigns=[0, 1])
     assert ranks.weights == [10.0]
 
 
@@ -123,20 +111,17 @@ def test_masters_follow_replaced_weights(dtype: str) -> None:
     optimizer = create("sgd", learning_rate=2.0**-14, multi_precision=True)
     ranks = Ranks(dtype, optimizer)
     ranks.round(0.0, 1.0)
-    ranks.round(1.0, None, assign=True)
+    ranks.round(1.0, None, assigns=[0, 1])
     for _ in range(64):  # each step is far below the resolution at 1, half of them together are not
         ranks.round(0.5, 0.5)
     assert ranks.weights == [1.0 - 2.0**-8]
 
 
 def test_a_damaged_compressed_payload_is_refused_when_it_comes() -> None:
-    ranks = Ranks()
-    codec = make_codec({"type": "2bit"})
+    codec, plan = make_codec({"type": "2bit"}), make_plan([TensorSpec("k", (4,), "float32")], 1)
     for data, error in (([0b01000000], ProtocolError), ([0, 0], ShapeMismatchError)):
-        push = m.Push(0, 0, ranks.table.rounds.number, 0, torch.tensor(data, dtype=torch.uint8))
         with pytest.raises(error, match=r"holds the code 01|2 bytes compressed by"):
-            ranks.table.push(0, push, codec)
-    assert ranks.round(1.0, 1.0) == [8.0]
+            read_payload(plan, plan.slices[0], torch.tensor(data, dtype=torch.uint8), codec)
 
 
 def test_ranks_that_disagree_on_the_learning_rate_cannot_veto_it_away() -> None:
@@ -144,6 +129,6 @@ def test_ranks_that_disagree_on_the_learning_rate_cannot_veto_it_away() -> None:
     for rank, lr in enumerate((0.1, 0.2)):
         options = {"lr": lr, "weight_decay": 0.0, "clip_gradient": None, "momentum": 0.5}
         ranks.table.hyper.set(rank, pack_hypers([options], {}, {}, update_on_kvstore=True))
-    assert ranks.round(1.0, None, veto=[False, True]) == [10.0]
+    assert ranks.round(1.0, None, vetoes=[1]) == [10.0]
     with pytest.raises(PlanMismatchError):
         ranks.round(1.0, 1.0)

@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvstore_server.admission import EngineConfig
-from kvstore_server.engine import Engine
+from kvstore_server.engine import Engine, EngineConfig
 from kvstore_server.errors import OptimizerError
 from kvstore_server.optimizer import Optimizer, create, register, registry
 from kvstore_server.optimizer.base import StateValue
 from kvstore_server.plan import TensorSpec
 from kvtrainer.comm.client import Client
-from kvtrainer.comm.tickets import RemoteTable, RoundItem
+from kvtrainer.comm.round import RoundItem
+from kvtrainer.comm.tables import RemoteTable
 from tests.support.switchboard import connected
 
 SIZE = 300_000

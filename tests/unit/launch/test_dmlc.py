@@ -10,8 +10,7 @@ import pytest
 import torch
 
 import kvtrainer
-from kvstore_server.admission import EngineConfig
-from kvstore_server.engine import Engine
+from kvstore_server.engine import Engine, EngineConfig
 from kvstore_server.errors import ConfigurationError, ConnectTimeoutError, ProtocolError, RoundAbortedError
 from kvstore_server.protocol import messages as m
 from kvstore_server.server import Server, ServerOptions, make_server

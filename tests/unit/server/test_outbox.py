@@ -12,15 +12,14 @@ from kvstore_server.protocol.frames import encode_reply
 
 
 def weights(tables: range, numel: int = 1) -> m.Reply:
-    return m.Reply(
-        3, m.Weights(tuple(m.WeightsPart(t, 0, 1, torch.full((numel,), float(t))) for t in tables))
-    )
+    parts = m.matrix([(t, 1, m.WHOLE, 4 * numel) for t in tables], 4)
+    return m.Reply(3, m.Weights(parts, tuple(torch.full((numel,), float(t)) for t in tables)))
 
 
 @pytest.mark.parametrize("kind", ["weights", "done"])
 def test_an_answer_about_very_many_small_keys_is_cut_into_messages_that_workers_take(kind: str) -> None:
     many = range(2 * KEYS_PER_MESSAGE + 1)
-    reply = weights(many) if kind == "weights" else m.Reply(3, m.Done(tuple((t, 1, 1) for t in many)))
+    reply = weights(many) if kind == "weights" else m.Reply(3, m.Done(m.matrix([(t, 1, 1) for t in many], 3)))
     messages = [out.reply for out in packed([m.Outgoing(b"peer", reply)])]
     assert len(messages) == 3
     for message in messages:
@@ -51,7 +50,8 @@ def test_weights_that_wait_are_not_added_again_by_a_repeated_request() -> None:
     waiting.append(weights(range(4)))
     left = waiting.without_coming(weights(range(2, 6)))
     assert isinstance(left.body, m.Weights)
-    assert [part.table for part in left.body.parts] == [4, 5]
+    assert left.body.parts[:, 0].tolist() == [4, 5]
+    assert [payload[0] for payload in left.body.payloads] == [4.0, 5.0]
 
 
 def test_a_peer_that_does_not_read_has_one_copy_of_optimizer_state_waiting_and_no_more() -> None:

@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvstore_server.admission import EngineConfig
-from kvstore_server.engine import Engine
+from kvstore_server.engine import Engine, EngineConfig
 from kvstore_server.errors import ConfigurationError, FencedError, ProtocolError
 from kvstore_server.memory import memory_limit
 from kvstore_server.optimizer import create
 from kvstore_server.plan import TensorSpec, make_plan
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.control import pack_control
+from tests.support.said import contribution
 
 
 class Peer:
@@ -55,8 +55,8 @@ class Peer:
         """Declare a table of one slice, and give it values."""
         table = self.register(name, numel)
         assert isinstance(table, m.Registered)
-        self.ask_all(m.PushBatch((m.Push(table.table, 0, 0, 0, torch.zeros(numel)),)))
-        self.ask(m.CommitBatch((m.Commit(table.table, 0, ((0, 0),), None, False, 1.0),)))
+        whole = torch.zeros(-(-numel // 16) * 16)
+        self.ask(contribution([(table.slot, whole)], 0, table.table, 1))
 
 
 def refused(answer: m.ReplyBody, kind: type[Exception] = ConfigurationError) -> str:
@@ -209,8 +209,8 @@ def test_one_worker_that_is_heard_keeps_the_weights_of_all() -> None:
     [
         m.Pull(tuple(range(100))),
         m.PullRows(0, tuple((i, 0, 0) for i in range(100)), b"", 1.0),
-        m.PushBatch((m.Push(0, 0, 0, 0, torch.zeros(4)),) * 100),
-        m.CommitBatch(tuple(m.Commit(i, 0, (), None, True, 1.0) for i in range(100))),
+        contribution([(i, torch.zeros(16)) for i in range(100)], 0),
+        m.Contribute(m.matrix([], 4), (), m.matrix([(i, 0, 0, 0, -1, 0) for i in range(100)], 6)),
         m.Register("v", tuple((str(i), (1,), "float32", 0, False) for i in range(100)), False),
     ],
 )
@@ -230,7 +230,8 @@ def test_a_message_that_names_too_much_is_refused_with_the_number_and_the_flag(b
         m.Pull((0,) * 50),
         m.PullRows(0, ((0, 0, 1), (0, 0, 1)), struct.pack("<2i", 0, 0), 1.0),
         m.PullRows(0, ((0, 0, 2),), struct.pack("<2i", 3, 3), 1.0),
-        m.CommitBatch((m.Commit(0, 0, ((0, 0),), None, True, 1.0),) * 2),
+        contribution([(0, torch.zeros(16))] * 2, 0),
+        m.Contribute(m.matrix([], 4), (), m.matrix([(0, 0, 0, 0, -1, 0)] * 2, 6)),
     ],
 )
 def test_what_is_named_twice_is_answered_with_an_error_alone(body: m.RequestBody) -> None:
@@ -252,8 +253,8 @@ def test_keys_come_in_portions_of_which_each_may_come_again_or_get_lost() -> Non
     assert [portion(0), portion(0), portion(8), portion(4)] == [
         m.Info({"keys": keys}) for keys in (4, 4, 4, 8)
     ]
-    assert portion(8) == m.Registered(0, 0)
-    assert portion(8) == m.Registered(0, 0)
+    assert portion(8) == m.Registered(0, 0, 0)
+    assert portion(8) == m.Registered(0, 0, 0)
     assert engine.namespaces["job"].tables[0].plan == plan
 
 
@@ -309,7 +310,7 @@ def test_a_worker_that_says_at_great_length_where_it_runs_is_refused() -> None:
 def test_the_waits_of_a_very_large_namespace_are_looked_at_more_rarely_but_they_are() -> None:
     engine = Engine(EngineConfig(dead_after=1e9))
     peer = Peer(engine, num_workers=40_000)
-    [pending] = peer.ask_all(m.Barrier(0, 10.0))
+    [pending] = peer.ask_all(m.Gather(0, 10.0))
     assert isinstance(pending, m.Pending)
     assert len(pending.waiting_for) < 100
     times = [at / 10 for at in range(1, 200)]

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvstore_server.admission import EngineConfig
-from kvstore_server.engine import Engine
+from kvstore_server.engine import Engine, EngineConfig
 from kvstore_server.plan import TensorSpec
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.buffers import MAX_FRAME
@@ -18,13 +17,15 @@ from kvstore_server.protocol.control import encode_control, pack_control
 from kvstore_server.tracing import CALLS, CATEGORIES, ROUNDS, Event, Profiling, Trace, chrome_trace, events_of
 from kvtrainer.comm.client import Client
 from kvtrainer.comm.loopback import Loopback
-from kvtrainer.comm.tickets import RemoteTable, RoundItem
+from kvtrainer.comm.round import RoundItem
+from kvtrainer.comm.tables import RemoteTable
 from kvtrainer.comm.transport import SessionOptions
 from kvtrainer.errors import ConfigurationError, ProtocolError
 from tests.support.engines import client_of
 
 NUMEL = 100
 NBYTES = 4 * NUMEL
+PADDED = 4 * (-(-NUMEL // 16) * 16)
 
 
 class Ticking:
@@ -60,15 +61,13 @@ def test_messages_and_rounds_are_recorded_with_their_bytes_and_times() -> None:
     client, table, _ = profiled()
     one_round(client, table)
     events, dropped = client.recorded(0)
-    # Each look at the clock takes half a second: the commit is looked at around the round, which is in it.
-    # The first commit's lane is that of rank 0.
-    push, round_, commit = events[-3:]
-    assert (push.name, push.category, push.lane, push.duration) == ("PushBatch", CALLS, 1, 0.5)
-    assert push.args == {"bytes_in": NBYTES, "bytes_out": 0}
+    # Each look at the clock takes half a second: the message is looked at around the round, which is in it.
+    # The first message's lane is that of rank 0.
+    round_, commit = events[-2:]
     assert (round_.name, round_.category, round_.lane, round_.duration) == ("w", ROUNDS, 0, 0.5)
     assert round_.args == {"round": 1, "ranks": 1, "bytes": NBYTES}
-    assert (commit.name, commit.category, commit.lane, commit.duration) == ("CommitBatch", CALLS, 1, 1.5)
-    assert commit.args == {"bytes_in": 0, "bytes_out": NBYTES}
+    assert (commit.name, commit.category, commit.lane, commit.duration) == ("Contribute", CALLS, 1, 1.5)
+    assert commit.args == {"bytes_in": PADDED, "bytes_out": PADDED}
     assert commit.start < round_.start < round_.start + round_.duration < commit.start + commit.duration
     assert dropped == 0
 
