@@ -25,10 +25,10 @@ from tests.support.sim_referee import Violation
 from tests.support.simulation import run_seed
 
 SYNC_MUTANTS = {**MUTANTS, **JOIN_MUTANTS, **HELD_MUTANTS}
-SEEDS, ASYNC_SEEDS = 10_000, 1_000
+SEEDS, ASYNC_SEEDS = 3_000, 400
 MUTANT_SEEDS = 2_000
-BLOCK, ASYNC_BLOCK = 500, 250
-READS = 100_000
+BLOCK, ASYNC_BLOCK = 500, 200
+READS = 40_000
 """So many reads are compared with the bound."""
 EVERYTHING = {
     "applied",
