@@ -16,8 +16,8 @@ from kvstore_server.plan import Plan, Slice
 from kvstore_server.reduction import RowSet, torch_dtype
 from kvtrainer.comm.client import Client
 from kvtrainer.comm.compressor import Compressor
-from kvtrainer.comm.row_pulls import RowsWanted
 from kvtrainer.comm.round import RoundItem
+from kvtrainer.comm.row_pulls import RowsWanted
 from kvtrainer.errors import ConfigurationError
 from kvtrainer.memory.row_sparse import NO_TABLES, Tables
 from kvtrainer.sync.contract import Gradients, Outcome, Shadowed
