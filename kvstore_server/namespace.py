@@ -27,7 +27,7 @@ from kvstore_server.membership import Membership
 from kvstore_server.memory import KEY, MEMBER, NAMESPACE, Budget, footprint
 from kvstore_server.modes import SYNCHRONOUS, Mode
 from kvstore_server.optimizer import Optimizer
-from kvstore_server.plan import TensorSpec, check_name, check_same, check_specs, make_plan
+from kvstore_server.plan import SIZES, TensorSpec, check_name, check_same, check_specs, make_plan
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.buffers import located, payload_size
 from kvstore_server.protocol.control import unpack_control
@@ -36,7 +36,6 @@ from kvstore_server.rounds import Book, Ints, Rounds, Wait, Waits
 from kvstore_server.row_payload import PACKED_ROWS, RowForm, read_payload
 from kvstore_server.row_replies import RowPart
 from kvstore_server.shard import Leases
-from kvstore_server.slicing import SIZES
 from kvstore_server.table import ALL, Part, Table
 from kvstore_server.tracing import Profiling
 
