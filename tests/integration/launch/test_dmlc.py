@@ -120,6 +120,17 @@ def test_a_missing_server_is_named_by_everybody(processes: Processes) -> None:
         assert "no server but 1 of 2" in err
 
 
+def test_a_server_that_cannot_serve_ends_the_job_at_once(processes: Processes) -> None:
+    job = DmlcJob(processes, 'kvstore.create("dist_sync")', 1, 1)
+    server = job.start("server", KVSTORE_IMPORT="no_such_module")
+    others = [job.start(role) for role in ("scheduler", "worker")]
+    assert server.end()[0] == 1
+    for member in others:
+        code, err = member.end()
+        assert code == 1
+        assert "RoundAbortedError: server on " in err
+
+
 # The fault matrix: once a job has begun nobody needs the scheduler, and its end hangs nobody.
 
 FAST = {("killed", "dist_ssp"), ("stopped", "dist_async"), ("started again", "dist_sync")}
