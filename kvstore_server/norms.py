@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvstore_server.errors import ConfigurationError
+from kvstore_server import check
 from kvstore_server.plan import Plan, Slice
 from kvstore_server.reduction import RowSet
 from kvstore_server.row_payload import split_rows
@@ -65,9 +65,7 @@ class Guard:
 
 def check_norm_type(norm_type: float) -> None:
     """Raise ConfigurationError unless there is such a norm."""
-    is_number = isinstance(norm_type, int | float) and not isinstance(norm_type, bool)
-    if not is_number or not norm_type > 0:
-        raise ConfigurationError(f"norm_type must be a number above 0, or infinity, got {norm_type!r}")
+    check.number("norm_type", norm_type, above=0, finite=False)
 
 
 def partial_norm(values: Tensor, norm_type: float) -> float:

@@ -80,7 +80,7 @@ class Registry:
     def register(
         self, name: str | Sequence[str] | None = None, force: bool = False
     ) -> Callable[[_Entry], _Entry]:
-        """A decorator that registers a class or function under `name`, or several, or by default its own.
+        """Return a decorator that registers a class or function under `name`, or several, or by default its own.
 
         Args:
             force: Whether it may replace another one of that name.
@@ -123,7 +123,7 @@ class Registry:
         return add if module is None else add(module)
 
     def get(self, name: str) -> Any:
-        """The class or function of that name; if there is none, that of the name in another case.
+        """Return the class or function of that name; if there is none, that of the name in another case.
 
         Raises:
             UnregisteredNameError: there is none; also a KeyError. Its message has names that are similar.
@@ -150,7 +150,7 @@ class Registry:
         return kind(**{**default_args, **options})
 
     def split(self, cfg: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """What `cfg["type"]` means, and the other entries. Raises as `build` does."""
+        """Return what `cfg["type"]` means, and the other entries. Raises as `build` does."""
         if not isinstance(cfg, Mapping):
             raise ArgumentTypeError(
                 f"a {self.name} is configured by a dict, got {type(cfg).__name__}: {cfg!r:.80}"
@@ -184,8 +184,8 @@ class Registry:
         self._entries[name] = entry
 
     def _find(self, name: str) -> Any:
-        """What is known under a name: exactly, else in any case. What was registered comes first."""
-        tables = (self._entries, self._built_in, self._fallback())
+        """Find what is known under a name: exactly, else in any case. What was registered comes first."""
+        tables = self._tables()
         for same in (str, str.casefold):
             for table in tables:
                 for key, entry in table.items():
@@ -210,22 +210,25 @@ class Registry:
             if callable(loaded) and self._find(point.name) is None:
                 self._add(point.name, loaded)
 
+    def _tables(self) -> tuple[Mapping[str, Any], ...]:
+        return self._entries, self._built_in, self._fallback()
+
     def _describe_miss(self, name: str) -> str:
         names: dict[int, str] = {}
-        for table in (self._entries, self._built_in, self._fallback()):
+        for table in self._tables():
             for other, entry in table.items():
                 names.setdefault(id(entry), other)
         others = sorted(names.values(), key=str.casefold)
         near = similar(name, others)
-        parts = [f"{name!r} is not in the {self.name} registry"]
-        if near:
-            parts.append(f"did you mean {' or '.join(map(repr, near))}?")
-        parts.append(f"Registered are {', '.join(others) or 'none'}.")
-        parts.append("Import the module that registers it, or name that in custom_imports")
+        hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else "."
+        text = (
+            f"{name!r} is not in the {self.name} registry{hint} Registered are {', '.join(others) or 'none'}. Import "
+            "the module that registers it, or name that in custom_imports"
+        )
         if self._broken:
             why = "; ".join(f"{point} ({reason})" for point, reason in self._broken.items())
-            parts.append(f"(entry points that could not be loaded: {why})")
-        return f"{parts[0]}; {' '.join(parts[1:])}" if near else f"{parts[0]}. {' '.join(parts[1:])}"
+            text += f" (entry points that could not be loaded: {why})"
+        return text
 
 
 def _load(place: str) -> Any:
@@ -240,7 +243,7 @@ def _where(entry: Any) -> str:
 
 
 def _other_optimizers() -> dict[str, Any]:
-    """torch's optimizers by class name, those that stores know by theirs, and Gluon's also with "gluon:" before it."""
+    """Collect torch's optimizers by class name, those that stores know by theirs, and Gluon's with "gluon:" too."""
     found: dict[str, Any] = {
         name: cls
         for name, cls in vars(torch.optim).items()

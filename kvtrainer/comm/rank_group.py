@@ -9,13 +9,13 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from numbers import Real
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from kvstore_server import check
 from kvstore_server.errors import (
     ConfigurationError,
     DeadlineError,
@@ -59,13 +59,9 @@ class Buckets:
 
     def __post_init__(self) -> None:
         size = self.size_mb
-        is_number = isinstance(size, Real) and not isinstance(size, bool)
-        if size is not None and not (is_number and (size == -1 or 0 < size < float("inf"))):
-            raise ConfigurationError(
-                f"bucket_size_mb must be a number above 0, or -1 for one bucket, got {size!r}"
-            )
-        if not isinstance(self.coalesce, bool):
-            raise ConfigurationError(f"coalesce must be True or False, got {self.coalesce!r}")
+        if size is not None and size != -1:
+            check.number("bucket_size_mb (-1 for one bucket)", size, above=0)
+        check.boolean("coalesce", self.coalesce)
         if not self.coalesce and size not in (None, -1):
             raise ConfigurationError(
                 f"bucket_size_mb={size!r} would have no effect with coalesce=False, which sums each parameter by "

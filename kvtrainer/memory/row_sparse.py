@@ -6,7 +6,6 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain
-from numbers import Real
 from types import MappingProxyType
 from typing import Any, NoReturn, Protocol, TypeAlias, TypeGuard
 
@@ -15,6 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import Parameter
 
+from kvstore_server import check
 from kvstore_server.optimizer import coalesce_rows
 from kvstore_server.plan import ITEM_SIZE
 from kvtrainer.errors import ConfigurationError, RowSparseError
@@ -360,12 +360,11 @@ class _Gather(torch.autograd.Function):
 
 def _checked_shape(shape: Any) -> tuple[int, ...]:
     sizes = tuple(shape) if isinstance(shape, list | tuple) else (shape,)
-    is_fit = all(isinstance(size, int) and not isinstance(size, bool) and size >= 0 for size in sizes)
-    if not is_fit or not sizes:
+    if not sizes or not all(check.is_integer(size, 0) for size in sizes):
         raise ConfigurationError(
             f"a RowSparseParameter needs a shape of one or more whole numbers, rows first; got {shape!r}"
         )
-    return sizes
+    return tuple(map(int, sizes))
 
 
 def _checked_init(init: Any, shape: tuple[int, ...]) -> Init:
@@ -376,9 +375,8 @@ def _checked_init(init: Any, shape: tuple[int, ...]) -> Init:
                 f"{list(init.shape)} as its values; give a dense one of its shape"
             )
         return init
-    is_number = isinstance(init, Real) and not isinstance(init, bool)
-    if init is not None and not is_number and not callable(init):
+    if init is not None and not check.is_number(init) and not callable(init):
         raise ConfigurationError(
             f"init of a RowSparseParameter is a number, a tensor, a function that fills a tensor, or None; got {init!r}"
         )
-    return float(init) if is_number else init
+    return float(init) if check.is_number(init) else init

@@ -21,14 +21,25 @@ from kvtrainer.errors import ArgumentTypeError, ConfigurationError, Unregistered
 
 Policy = Callable[[float, int, int | None], float]
 """(base, at, span) → value."""
-Low = Callable[[float], float]
-"""The minimum of a group that starts from a value: the same for all, or its share."""
-
 MMENGINE = "mmengine:"
 """Comes before the names of mmengine's formulas, some of which MMCV has with other values."""
 
 MOST_MOMENTUM = 0.999
 """The most to which a warm-up raises momentum, unless the momentum to come to is greater itself."""
+
+
+@dataclass(frozen=True)
+class Low:
+    """The minimum of a schedule: the same for all groups, or a share of what the group starts from."""
+
+    minimum: float | None = None
+    ratio: float | None = None
+
+    def __call__(self, base: float) -> float:
+        """Return the minimum of a group that starts from `base`."""
+        if self.ratio is not None:
+            return base * self.ratio
+        return 0.0 if self.minimum is None else self.minimum
 
 
 def fixed(base: float, at: int, span: int | None) -> float:
@@ -423,7 +434,7 @@ def make_policy(
         _check_span(kind, given, span)
     parameters = inspect.signature(function).parameters
     if "low" in parameters:
-        given["low"] = _lows(given.pop("minimum"), given.pop("minimum_ratio"))
+        given["low"] = Low(given.pop("minimum"), given.pop("minimum_ratio"))
     return Formula(function, given, "initial" in parameters, _NAMED[kind].restarts)
 
 
@@ -449,19 +460,14 @@ def check_options(policy: str, options: Mapping[str, Any], name: str = "lr") -> 
 
 def _find(policy: str, name: str) -> tuple[str, Callable[..., float]]:
     """Return a policy's own name and its function."""
-    kind = {_plainly(one): one for one in (*_NAMED, "FlatCosine")}.get(_plainly(policy))
+    known = {_plainly(one): one for one in _NAMED} | {"flatcosine": "FlatCosineAnnealing"}
+    kind = known.get(_plainly(policy))
     if kind is None:
         there = [one for one in _NAMED if not one.startswith(MMENGINE)]
         raise UnregisteredNameError(
             f"there is no schedule policy {policy!r}; the policies are {', '.join(there)}{did_you_mean(policy, there)}"
         )
-    kind = "FlatCosineAnnealing" if kind == "FlatCosine" else kind
     return kind, one_cycle_momentum if (kind, name) == ("OneCycle", "momentum") else _NAMED[kind].formula
-
-
-def _lows(minimum: float | None, ratio: float | None) -> Low:
-    low = 0.0 if minimum is None else minimum
-    return (lambda base: low) if ratio is None else (lambda base: base * ratio)
 
 
 def _plainly(name: str) -> str:
