@@ -226,10 +226,10 @@ def test_model_and_store_that_ask_for_different_reducers_are_refused() -> None:
 
 @pytest.mark.parametrize("given", [0, -2, float("nan"), float("inf"), True, "25"])
 def test_bucket_size_must_be_a_positive_number_or_minus_one(given: Any) -> None:
-    with pytest.raises(ConfigurationError, match="bucket_size_mb must be a number above 0, or -1"):
+    with pytest.raises(ConfigurationError, match=r"bucket_size_mb .*-1.* must be .*above 0"):
         kvstore.create("device", bucket_size_mb=given)
     store: Any = kvstore.create("device")
-    with pytest.raises(ConfigurationError, match="bucket_size_mb must be"):
+    with pytest.raises(ConfigurationError, match=r"bucket_size_mb .* must be"):
         store.bucket_size_mb = given
     assert store.bucket_size_mb is None
 
