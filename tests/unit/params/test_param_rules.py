@@ -125,6 +125,9 @@ def test_options_that_no_group_can_have_do_not_disturb_rules() -> None:
 
 
 def test_rule_that_matches_nothing_is_reported() -> None:
+    custom = {"bdy": {"lr_mult": 0.1}, "head": {"lr_mult": 2.0}}
+    with pytest.warns(UnmatchedRuleWarning, match=r"custom_keys\['bdy'\]: no parameter matches"):
+        apply_paramwise(Net(), {"custom_keys": custom}, BASE)
     rules = [Rule(".nowhere", lr_mult=2), Rule(nn.Conv2d, lr_mult=2), Rule(".bias", lr_mult=2)]
     with pytest.warns(UnmatchedRuleWarning, match=r"'\.nowhere', Conv2d: no parameter matches"):
         made = apply_paramwise(Net(), rules, BASE)
@@ -250,6 +253,9 @@ def test_wrappers_are_taken_off_but_a_part_called_module_stays() -> None:
     wrapper.module = inner
     assert unwrapped(wrapper) is inner
     assert unwrapped(nn.DataParallel(inner)) is inner
+    assert names(apply_paramwise(nn.DataParallel(inner), None, BASE)) == [
+        [n for n, _ in inner.named_parameters()]
+    ]
     wrapper.scale = Parameter(torch.ones(1))
     assert unwrapped(wrapper) is wrapper
 

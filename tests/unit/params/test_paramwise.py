@@ -13,7 +13,6 @@ from kvtrainer.errors import (
     ConfigurationError,
     DuplicateParameterWarning,
     NotInitializedError,
-    UnmatchedRuleWarning,
 )
 from kvtrainer.paramwise import apply_paramwise
 
@@ -194,14 +193,6 @@ def test_frozen_parameters_keep_the_options_of_the_optimizer() -> None:
     assert sum(len(group["params"]) for group in made.groups) == 10
 
 
-def test_model_in_a_wrapper_has_the_names_that_it_has_without() -> None:
-    model = Detector()
-    got = apply_paramwise(nn.DataParallel(model), ALL_KINDS, BASE).groups
-    assert [g["param_names"] for g in got] == [
-        g["param_names"] for g in apply_paramwise(model, ALL_KINDS, BASE).groups
-    ]
-
-
 class ModulatedDeformConv2d(nn.Module):
     """Named as MMCV's; what counts is the convolution of its offsets."""
 
@@ -236,16 +227,6 @@ def test_shared_module_is_refused_by_name_unless_bypassed() -> None:
         got = table({"bias_lr_mult": 2.0, "bypass_duplicate": True}, shared())
     assert_table(got, {"a.0.weight": (LR, WD), "a.0.bias": (0.02, WD)})
     assert len(table(None, shared())) == 2
-
-
-def test_custom_key_that_matches_nothing_is_reported_by_name() -> None:
-    custom = {"backbne": {"lr_mult": 0.1}, "cls": {"lr_mult": 2.0}}
-    with pytest.warns(UnmatchedRuleWarning, match=r"custom_keys\['backbne'\]: no parameter matches"):
-        table({"custom_keys": custom})
-
-
-def test_missing_learning_rate_is_the_optimizers_default() -> None:
-    assert table({"bias_lr_mult": 2.0}, base={})["bias"] == (1.0, 0.0)
 
 
 def test_gluons_spelling_of_the_options_counts() -> None:

@@ -246,12 +246,6 @@ def test_saved_scaler_with_impossible_numbers_is_refused(
     assert trainer.amp_loss_scale == 2.0**16
 
 
-def test_new_trainer_begins_with_mxnets_scale() -> None:
-    trainer = trainer_of([zeros()], None, None)
-    amp.init_trainer(trainer)
-    assert trainer.amp_loss_scale == 2.0**16
-
-
 @pytest.mark.parametrize(
     "use", [lambda t: t.amp_loss_scale, amp.unscale, lambda t: amp.scale_loss(1, t).__enter__()]
 )

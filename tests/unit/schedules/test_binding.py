@@ -317,16 +317,6 @@ def test_no_warning_where_an_update_is_not_a_step() -> None:
     assert trainer.learning_rate == pytest.approx(0.01)
 
 
-def test_rates_of_detectron_reach_an_optimizer() -> None:
-    solver = {
-        "LR_POLICY": "steps_with_decay", "BASE_LR": 0.02, "STEPS": [0, 6], "MAX_ITER": 9, "WARM_UP_ITERS": 5,
-    }  # fmt: skip
-    warm = [0.0066666668, 0.0093333330, 0.0120000001, 0.0146666663, 0.0173333324]
-    assert rates(detectron_schedule(solver), 8, sgd(0.02)) == pytest.approx(
-        [*warm, 0.02, 0.002, 0.002], rel=1e-6
-    )
-
-
 WARM_UP = {"type": "LinearLR", "start_factor": 0.1, "end": 3, "by_epoch": False}
 PLATEAU = {"type": "ReduceOnPlateauLR", "patience": 0, "factor": 0.5}
 

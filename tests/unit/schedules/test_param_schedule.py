@@ -16,7 +16,7 @@ from kvtrainer.errors import (
     StateMismatchError,
 )
 from kvtrainer.schedules.param_schedule import ParamSchedule
-from tests.support.scalar_training import IN_STORE, step, trainer_of, zeros
+from tests.support.scalar_training import trainer_of, zeros
 
 
 def sgd(*rates: float, momentum: float = 0.9, **more: Any) -> torch.optim.SGD:
@@ -282,21 +282,3 @@ def test_trainer_with_a_scheduler_of_its_own_takes_no_schedule_of_the_rate() -> 
     with pytest.raises(SchedulerInUseError, match="leave out lr_scheduler"):
         ParamSchedule(trainer, "lr", "fixed")
     ParamSchedule(trainer, "momentum", "fixed")
-
-
-@IN_STORE
-def test_scheduled_rate_and_momentum_reach_the_update(in_store: bool) -> None:
-    [ours] = zeros(1)
-    trainer = trainer_of([ours], "sgd", {"learning_rate": 0.1, "momentum": 0.9}, in_store)
-    schedules = [
-        ParamSchedule(trainer, "lr", "exp", by="step", gamma=0.5),
-        ParamSchedule(trainer, "momentum", "LinearAnnealing", by="step", end=4, min_momentum=0.5),
-    ]
-    weight, moved = 0.0, 0.0
-    for i in range(4):
-        step(trainer, slope=1.0 + i)
-        for schedule in schedules:
-            schedule.step()
-        moved = (0.9 - 0.1 * i) * moved - 0.1 * 0.5**i * (1.0 + i)
-        weight += moved
-        assert ours.item() == pytest.approx(weight, abs=1e-6)
