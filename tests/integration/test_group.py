@@ -221,7 +221,8 @@ def test_module_under_ddp_is_refused_with_any_kvstore_but_none(job: Job) -> None
 
 
 def test_what_was_built_before_the_group_says_so(job: Job) -> None:
-    assert "initialised after the Trainer was built" in everywhere(job, "late", "trainer")
+    for name in ("trainer", "updating trainer"):
+        assert "initialised after the Trainer was built" in everywhere(job, "late", name)
     assert "initialised after the kvstore was created" in everywhere(job, "late", "store")
 
 

@@ -233,21 +233,23 @@ def absence(folder: Path) -> dict[str, Any]:
     return {"error": found, "weights": first(w)}
 
 
-def late(early: Trainer, early_store: Any) -> dict[str, Any]:
-    """The Trainer and the store were built before the group."""
-    backward([p for group in early.param_groups for p in group["params"]])
+def late(early: Trainer, updating: Trainer, early_store: Any) -> dict[str, Any]:
+    """The Trainers and the store were built before the group."""
+    backward([p for one in (early, updating) for group in one.param_groups for p in group["params"]])
     return {
         "trainer": error_of(lambda: early.step(1)),
+        "updating trainer": error_of(lambda: updating.step(1)),
         "store": error_of(lambda: Trainer(parameters(0.0), "sgd", kvstore=early_store)),
     }
 
 
 def main(folder: Path) -> None:
     early, early_store = Trainer(parameters(0.0), "sgd"), kvstore.create("device")
+    updating = Trainer(parameters(0.0), "sgd", update_on_kvstore=True)
     meeting = f"file://{folder}/meeting"
     dist.init_process_group("gloo", init_method=meeting, rank=RANK, world_size=SIZE)
     results = {
-        "late": late(early, early_store),
+        "late": late(early, updating, early_store),
         "closed_forms": closed_forms(),
         "replicas": replicas(),
         "random": random_weights(),

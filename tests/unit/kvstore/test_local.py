@@ -313,11 +313,6 @@ def test_trainable_tensors_may_be_values_and_outs() -> None:
         saved.backward()
 
 
-@pytest.mark.parametrize("name", ["optimizer", "OPTIMIZER"])
-def test_local_store_can_run_the_optimizer(name: str) -> None:
-    assert local().is_capable(name)
-
-
 def test_counters_tell_the_rounds_of_each_key() -> None:
     store = local(STR_KEYS)
     store.push("b", full(1))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from kvtrainer import Trainer, kvstore
-from kvtrainer.errors import ConfigurationError, DeadlineError, KVStoreError
+from kvtrainer.errors import DeadlineError, KVStoreError
 
 
 class Recorder(kvstore.KVStoreBase):
@@ -114,26 +113,6 @@ def test_third_party_store_of_one_worker_leaves_stale_parameters_out(
     backward(a)
     trainer.step(1, ignore_stale_grad=True)
     assert values(a, b) == expected
-
-
-@pytest.mark.parametrize("by_name", [False, True])
-def test_third_party_store_cannot_run_the_optimizer(by_name: bool) -> None:
-    name = f"recorder-{uuid.uuid4()}"
-    kvstore.register(name)(Recorder)
-    with pytest.raises(
-        ConfigurationError, match=rf"{name if by_name else 'recorder'}.*update_on_kvstore=False"
-    ):
-        Trainer(zeros(), "sgd", kvstore=name if by_name else Recorder(), update_on_kvstore=True)
-
-
-@pytest.mark.parametrize("name", ["local", "device", None])
-def test_single_process_needs_no_store(name: str | None) -> None:
-    [p] = zeros(1)
-    trainer = Trainer([p], "sgd", {"lr": 1.0}, kvstore=name)
-    backward(p)
-    trainer.step(1)
-    assert trainer.kvstore is None
-    assert p.item() == -1
 
 
 def test_update_on_kvstore_makes_a_store_even_for_one_device() -> None:
