@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvstore_server import reduction
 from kvstore_server.hyper import HyperBelief
-from kvstore_server.shard import Shard
+from kvstore_server.sums import Sums
 from kvstore_server.table import Table
 from tests.support.sim_mutants import Patch
 
@@ -60,13 +60,13 @@ def _rows_overwrite() -> list[Patch]:
 
 def _empty_rows_do_not_take_part() -> list[Patch]:
     """A rank that has no row of a key makes the others' sum a dense one."""
-    given_as_rows = Shard._given_as_rows
+    given_as_rows = Sums.given_as_rows
 
     def without(self: Any, contributions: Any) -> Any:
         found = given_as_rows(self, contributions)
         return [k for k in found if all(k not in c.rows or len(c.rows[k].ids) for c in contributions)]
 
-    return [(Shard, "_given_as_rows", without)]
+    return [(Sums, "given_as_rows", without)]
 
 
 JOIN_MUTANTS: dict[str, Callable[[], list[Patch]]] = {

@@ -44,7 +44,7 @@ def one_run(shard: Shard, units: Sequence[Unit], given: Sequence[Mapping[int, Te
         for piece in unit.slices:
             slot = unit.slots[piece.index]
             padded = torch.nn.functional.pad(payloads[piece.index], (0, piece.length - piece.used))
-            if runs and runs[-1].end == slot and shard._is_next(slot - 1, slot):
+            if runs and runs[-1].end == slot and shard.storage.is_next(slot - 1, slot):
                 assert isinstance(runs[-1].payload, Tensor)
                 runs[-1] = Run(runs[-1].first, slot + 1, torch.cat([runs[-1].payload, padded]))
             else:

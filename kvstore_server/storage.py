@@ -1,0 +1,277 @@
+"""Where the slices of a Shard lie in memory, and who may write to them.
+
+Slices of one dtype lie one after the other in blocks of flat memory, each on a 64-byte line, in the order in which they
+came; the place of a slice in that order is its slot. A key lies in neighbouring slots of one block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvstore_server.optimizer import States
+from kvstore_server.optimizer.state import aligned_zeros
+from kvstore_server.plan import Plan, Slice, TensorSpec, row_numel
+from kvstore_server.reduction import torch_dtype
+from kvstore_server.row_changes import RowChanges
+
+Hypers = Sequence[Mapping[str, Any]]
+"""By index of the key: the optimizer's numbers, multipliers applied. Keys with equal numbers may share a mapping."""
+Counts = np.ndarray[Any, np.dtype[np.int64]]
+
+
+class Leases(Protocol):
+    """Knows which buffers are still being sent, and so may not be written."""
+
+    def is_busy(self, buffer: Tensor) -> bool: ...
+
+
+@dataclass
+class Block:
+    """Flat memory of one dtype, and the segments in it."""
+
+    dtype: str
+    weights: Tensor
+    states: States
+    used: int = 0
+    """Elements that are given to slots."""
+    ends: list[int] = field(default_factory=list)
+    """Of each segment, where its padding ends."""
+    keys: list[int] = field(default_factory=list)
+    """Of each segment, as the Shard numbers keys."""
+    key_starts: list[int] = field(default_factory=list)
+    """Of each segment, where it begins in its key."""
+    hypers: list[Mapping[str, Any]] = field(default_factory=list)
+    """Of each segment, those of the last update."""
+    hyper_ids: Counts = field(default_factory=lambda: np.zeros(0, np.int64))
+    sums: Tensor | None = None
+    """Sums that are kept."""
+
+
+class Slot(NamedTuple):
+    piece: Slice
+    unit: Unit
+    block: Block
+    start: int
+    """In the block, in elements."""
+    first: int
+    """Its first segment in the block."""
+
+    @property
+    def last(self) -> int:
+        """The segment behind its last one."""
+        return self.first + len(self.piece.segments)
+
+
+class Undo(NamedTuple):
+    """What a unit looked like before its last update."""
+
+    weights: list[Tensor]
+    states: list[States]
+    counts: Counts
+
+
+@dataclass(eq=False)
+class Unit:
+    """The slices that one plan gives to this server."""
+
+    plan: Plan
+    server: int
+    first: int
+    """Its first slot."""
+    first_key: int
+    """The number of the plan's first key among those of the Shard."""
+    slices: tuple[Slice, ...]
+    slots: dict[int, int]
+    """Slice → slot."""
+    keys: frozenset[int]
+    """The keys (by index in the plan) of which there is something here."""
+    changes: RowChanges
+    undo: Undo | None = None
+    """How to take the last update back."""
+    reads: dict[int, list[Tensor]] = field(default_factory=dict)
+    """Rank → the weights that it was sent last, for optimizers that make up for what others have changed since."""
+    hypers: Hypers | None = None
+
+    @property
+    def end(self) -> int:
+        """The slot behind its last one."""
+        return self.first + len(self.slices)
+
+
+class Home(NamedTuple):
+    """Where a key lies: neighbouring segments of one block, in neighbouring slots."""
+
+    unit: Unit
+    slot: int
+    end_slot: int
+    block: Block
+    first: int
+    last: int
+    part: slice
+    """Its elements in the block."""
+    width: int
+    """Elements of a row, at least 1."""
+
+    @property
+    def key(self) -> int:
+        return self.block.keys[self.first]
+
+    @property
+    def spec(self) -> TensorSpec:
+        return self.unit.plan.specs[self.key - self.unit.first_key]
+
+
+class Storage:
+    """The memory of a Shard.
+
+    Args:
+        leases: Weights that these call busy are not written: a copy takes their place as long as that takes.
+    """
+
+    def __init__(self, leases: Leases | None = None) -> None:
+        self.slots: list[Slot] = []
+        self.ends: list[int] = []
+        """Of each slot, where it ends in its block."""
+        self.visible: list[Tensor] = []
+        """Of each slot, its weights without padding."""
+        self.homes: dict[int, Home] = {}
+        """Where each key lies."""
+        self.num_keys = 0
+        """Keys of all units, on whichever server they lie."""
+        self._leases = leases
+        self._moved: dict[int, Tensor] = {}
+        """Slot → its weights, while those in the block are being sent."""
+        self._blocks: dict[str, Block] = {}
+
+    def add(self, plan: Plan, server: int, memory: Mapping[str, Tensor] | None) -> Unit:
+        """Take in the slices of a plan that lie on `server`, with weights of zero; see `Shard.add`."""
+        slices, first_key = plan.slices_of(server), self.num_keys
+        keys = frozenset(segment.key for piece in slices for segment in piece.segments)
+        slots = {piece.index: len(self.slots) + at for at, piece in enumerate(slices)}
+        unit = Unit(plan, server, len(self.slots), first_key, slices, slots, keys, RowChanges(slices))
+        blocks = self._blocks_for(slices, memory)
+        for piece in slices:
+            self._add_slot(unit, piece, blocks[piece.dtype])
+        for block in blocks.values():
+            new = len(block.keys) - len(block.hypers)
+            block.hyper_ids = np.concatenate([block.hyper_ids, np.zeros(new, np.int64)])
+            block.hypers += [{}] * new
+        self.num_keys += len(plan.specs)
+        return unit
+
+    def _blocks_for(self, slices: Sequence[Slice], memory: Mapping[str, Tensor] | None) -> dict[str, Block]:
+        """The memory for some slices, by dtype: what is left of the last block, or a new one."""
+        sizes: dict[str, int] = {}
+        for piece in slices:
+            sizes[piece.dtype] = sizes.get(piece.dtype, 0) + piece.length
+        found = {}
+        for dtype, size in sizes.items():
+            block = self._blocks.get(dtype) if memory is None else None
+            if block is None or block.used + size > block.weights.numel():
+                if memory is not None:
+                    weights = memory[dtype]
+                else:
+                    # Room for as much again, which takes no memory before it is written.
+                    weights = aligned_zeros(max(size, 2 * block.used if block else 0), torch_dtype(dtype))
+                states = States(dtype, weights.numel(), device=weights.device)
+                block = self._blocks[dtype] = Block(dtype, weights, states)
+            found[dtype] = block
+        return found
+
+    def _add_slot(self, unit: Unit, piece: Slice, block: Block) -> None:
+        number, first = len(self.slots), len(block.keys)
+        start = block.used
+        block.states.add([(start + s.start, s.numel) for s in piece.segments])
+        starts = [start + s.start for s in piece.segments]
+        block.ends += [*starts[1:], start + piece.length]
+        for at, segment in enumerate(piece.segments):
+            key = unit.first_key + segment.key
+            block.keys.append(key)
+            block.key_starts.append(segment.key_start)
+            begin, home = start + segment.start, self.homes.get(key)
+            if home is not None:
+                begin = home.part.start
+            self.homes[key] = Home(
+                unit,
+                number if home is None else home.slot,
+                number + 1,
+                block,
+                first + at if home is None else home.first,
+                first + at + 1,
+                slice(begin, start + segment.start + segment.numel),
+                max(row_numel(unit.plan.specs[segment.key]), 1),
+            )
+        block.used += piece.length
+        self.slots.append(Slot(piece, unit, block, start, first))
+        self.ends.append(block.used)
+        self.visible.append(block.weights[start : start + piece.used])
+
+    @property
+    def blocks(self) -> list[Block]:
+        """All blocks."""
+        return list({id(slot.block): slot.block for slot in self.slots}.values())
+
+    def is_next(self, slot: int, other: int) -> bool:
+        """Whether a slot is the neighbour of another one in memory."""
+        a, b = self.slots[slot], self.slots[other]
+        return other == slot + 1 and a.block is b.block and self.ends[slot] == b.start
+
+    def continues_key(self, slot: int) -> bool:
+        """Whether a slot goes on with the key of the one before."""
+        return slot > 0 and self.slots[slot].piece.segments[0].key_start > 0
+
+    def lent(self, first: int, end: int) -> tuple[Tensor, Callable[[], None]]:
+        """The weights of neighbouring slots, to be written, and what is called when they are."""
+        slots = range(first, end)
+        for slot in slots if self._leases is not None else ():
+            self.make_writable(slot)
+        one = self.slots[first]
+        weights = one.block.weights[one.start : self.ends[end - 1]]
+        if not self._moved or not any(slot in self._moved for slot in slots):
+            return weights, _do_nothing
+        own = [self.padded(slot) for slot in slots]
+        joined = torch.cat(own)
+
+        def put_back() -> None:
+            for target, source in zip(own, torch.split(joined, list(map(len, own))), strict=True):
+                target.copy_(source)
+
+        return joined, put_back
+
+    def lent_key(self, key: int) -> tuple[Tensor, Callable[[], None]]:
+        """The weights of a key, flat, as `_lent`."""
+        home = self.homes[key]
+        weights, put_back = self.lent(home.slot, home.end_slot)
+        start = self.slots[home.slot].start
+        return weights[home.part.start - start : home.part.stop - start], put_back
+
+    def padded(self, slot: int) -> Tensor:
+        """The weights of a slot with their padding."""
+        one = self.slots[slot]
+        return self._moved.get(slot, one.block.weights[one.start : self.ends[slot]])
+
+    def make_writable(self, slot: int) -> None:
+        """Leave a buffer that a slow peer is still being sent to it; go on with a copy as long as that takes."""
+        visible, leases = self.visible[slot], self._leases
+        if leases is None or (slot not in self._moved and not leases.is_busy(visible)):
+            return
+        one = self.slots[slot]
+        home, own = one.block.weights[one.start : self.ends[slot]], self._moved.pop(slot, None)
+        if own is not None and not leases.is_busy(home):
+            home.copy_(own)
+            self.visible[slot] = home[: one.piece.used]
+            return
+        if own is None or leases.is_busy(own):
+            own = (home if own is None else own).clone()
+        self._moved[slot] = own
+        self.visible[slot] = own[: one.piece.used]
+
+
+def _do_nothing() -> None:
+    pass
