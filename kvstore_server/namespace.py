@@ -33,8 +33,8 @@ from kvstore_server.protocol.buffers import located, payload_size
 from kvstore_server.protocol.control import unpack_control
 from kvstore_server.reduction import same_payload, torch_dtype
 from kvstore_server.rounds import Book, Ints, Rounds, Wait, Waits
-from kvstore_server.row_payload import PACKED_ROWS, RowForm, read_payload
 from kvstore_server.row_replies import RowPart
+from kvstore_server.rows import PACKED_ROWS, RowForm, read_payload
 from kvstore_server.shard import Leases
 from kvstore_server.table import ALL, Part, Table
 from kvstore_server.tracing import Profiling
@@ -362,7 +362,7 @@ class Namespace:
             before, slot = len(parts), int(first[number])
             for at, piece in enumerate(table.unit.slices):
                 if table.plan.is_resident(piece):
-                    payloads.append(table.shard.padded(table.unit.first + at))
+                    payloads.append(table.shard.storage.padded(table.unit.first + at))
                     parts.append((slot + at, table.version, m.WHOLE, payloads[-1].nbytes))
             table.bytes_out += sum(part[3] for part in parts[before:])
         return m.Weights(m.matrix(parts, 4), tuple(payloads))
@@ -374,7 +374,7 @@ class Namespace:
         for part in found:
             slot = table.unit.slots[part.slice]
             at = slot - table.unit.first
-            payload = table.shard.padded(slot) if part.kind == m.WHOLE else part.payload
+            payload = table.shard.storage.padded(slot) if part.kind == m.WHOLE else part.payload
             payloads.append(payload)
             parts.append((first + at, table.version, part.kind, payload_size(payload)))
         table.bytes_out += sum(part[3] for part in parts)

@@ -18,7 +18,7 @@ from torch import Tensor
 from kvstore_server import check
 from kvstore_server.plan import Plan, Slice
 from kvstore_server.reduction import RowSet
-from kvstore_server.row_payload import split_rows
+from kvstore_server.rows import split_rows
 
 _BLOCK = 16384
 """Elements that are summed at a time: torch divides longer sums (from 32768) between threads, which changes bits."""

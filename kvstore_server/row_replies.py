@@ -12,8 +12,7 @@ from kvstore_server.errors import ProtocolError
 from kvstore_server.plan import Plan, Slice, row_numel
 from kvstore_server.protocol import messages as m
 from kvstore_server.reduction import RowSet
-from kvstore_server.row_changes import Rows
-from kvstore_server.row_payload import encode_rows
+from kvstore_server.rows import Rows, encode_rows
 from kvstore_server.shard import Shard, Unit
 
 

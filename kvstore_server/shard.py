@@ -36,7 +36,7 @@ from kvstore_server.reduction import (
     left_out_by_all,
     torch_dtype,
 )
-from kvstore_server.row_changes import Rows
+from kvstore_server.rows import Rows
 from kvstore_server.storage import Block, Home, Hypers, Leases, Storage, Undo, Unit
 from kvstore_server.sums import Present, Span, Sums
 

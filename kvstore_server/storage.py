@@ -18,7 +18,7 @@ from kvstore_server.optimizer import States
 from kvstore_server.optimizer.state import aligned_zeros
 from kvstore_server.plan import Plan, Slice, TensorSpec, row_numel
 from kvstore_server.reduction import torch_dtype
-from kvstore_server.row_changes import RowChanges
+from kvstore_server.rows import RowChanges
 
 Hypers = Sequence[Mapping[str, Any]]
 """By index of the key: the optimizer's numbers, multipliers applied. Keys with equal numbers may share a mapping."""

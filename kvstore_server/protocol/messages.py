@@ -309,7 +309,7 @@ class Registered:
 
 
 WHOLE, ROWS, VALUES = range(3)
-"""What the payload of a part is: the whole slice; rows that changed, as `row_payload` packs them; or just the values
+"""What the payload of a part is: the whole slice; rows that changed, as `rows` packs them; or just the values
 of the rows that were asked for."""
 
 

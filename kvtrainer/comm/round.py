@@ -30,7 +30,7 @@ from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.buffers import SENT_ALONE, groups, located
 from kvstore_server.reduction import RowSet, torch_dtype
 from kvstore_server.rounds import Ints
-from kvstore_server.row_payload import PACKED_ROWS, decode_rows, encode_rows, split_rows
+from kvstore_server.rows import PACKED_ROWS, decode_rows, encode_rows, split_rows
 from kvtrainer.comm.row_pulls import RowsWanted, pull_rows
 from kvtrainer.comm.session import Session
 from kvtrainer.comm.tables import RemoteTable, Tables

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from kvstore_server.reduction import RowSet
-from kvstore_server.row_payload import PACKED_ROWS, encode_rows
+from kvstore_server.rows import PACKED_ROWS, encode_rows
 from tests.support.sim_lane import BY_ROWS, Lane, SimOptions
 from tests.support.sim_payloads import INTEGERS, POOL, ROWS, payload_at, rows_at
 

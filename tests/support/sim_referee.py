@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 from kvstore_server.engine import Engine
 from kvstore_server.norms import Decision
-from kvstore_server.row_payload import PACKED_ROWS
+from kvstore_server.rows import PACKED_ROWS
 from kvstore_server.table import Table
 from tests.support import said as m
 from tests.support.sim_compression import Array

@@ -10,7 +10,7 @@ import torch
 
 from kvstore_server.modes import Mode
 from kvstore_server.reduction import RowSet
-from kvstore_server.row_payload import PACKED_ROWS, encode_rows
+from kvstore_server.rows import PACKED_ROWS, encode_rows
 from tests.support import said as m
 from tests.support.sim_engine_job import EngineJob as Job
 

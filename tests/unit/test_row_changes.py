@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvstore_server.plan import TensorSpec, make_plan
-from kvstore_server.row_changes import VERSIONS_KEPT, RowChanges
+from kvstore_server.rows import VERSIONS_KEPT, RowChanges
 
 SPECS = [TensorSpec("a", (40, 2), "float32"), TensorSpec("b", (30, 3), "float32")]
 PLAN = make_plan(SPECS, 1)

@@ -13,7 +13,7 @@ from kvstore_server.errors import ProtocolError
 from kvstore_server.plan import Plan, Slice, TensorSpec, make_plan
 from kvstore_server.protocol.buffers import MAX_FRAME
 from kvstore_server.reduction import RowSet
-from kvstore_server.row_payload import as_contribution, decode_rows, encode_rows, split_rows
+from kvstore_server.rows import as_contribution, decode_rows, encode_rows, split_rows
 
 DTYPES = {
     "float16": torch.float16,

@@ -14,7 +14,7 @@ from kvstore_server.hyper import pack_hypers
 from kvstore_server.optimizer import Optimizer, create
 from kvstore_server.plan import TensorSpec, make_plan
 from kvstore_server.protocol import messages as m
-from kvstore_server.row_payload import read_payload
+from kvstore_server.rows import read_payload
 from kvstore_server.table import ALL, Part, Table
 
 SGD = create("sgd", learning_rate=1.0, momentum=0.5)

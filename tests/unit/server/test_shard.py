@@ -13,7 +13,7 @@ from kvstore_server.norms import Decision
 from kvstore_server.optimizer import Optimizer, create
 from kvstore_server.plan import Plan, TensorSpec, make_plan
 from kvstore_server.reduction import Contribution, Run, SparsePayload
-from kvstore_server.row_payload import split_rows
+from kvstore_server.rows import split_rows
 from kvstore_server.shard import Shard, Unit
 from tests.support.optimizer_slices import BUILT_IN, Curved, make
 
