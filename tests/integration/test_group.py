@@ -11,12 +11,13 @@ from kvtrainer import Trainer
 from tests.support.jobs import Job, run_job
 from tests.support.replica_training import random_gradients, random_parameters
 from tests.support.sparse_model import CASES, Embeddings, batches
+from tests.support.workers import group
 
 
 @pytest.fixture(scope="module", params=[2, 3], ids=["2-ranks", "3-ranks"])
 def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Job:
     folder = tmp_path_factory.mktemp("group")
-    return run_job("group", folder, request.param, 1, str(folder))
+    return run_job(group.run, folder, request.param, 1, str(folder))
 
 
 def everywhere(job: Job, part: str, name: str) -> Any:

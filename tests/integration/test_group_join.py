@@ -3,14 +3,52 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch import nn
 
-from tests.support.jobs import Job, run_job
+from kvtrainer import Trainer
+from tests.support.jobs import Job, Results, run_job
+
+TOUCHED = (1, 3)
+
+
+def uneven(rank: int, in_store: bool) -> list[float]:
+    """Rank r takes 2·r steps, then all take one; momentum and a rate that the last ones change by themselves."""
+    weight = nn.Parameter(torch.zeros(3))
+    options = {"learning_rate": 1.0, "momentum": 0.5}
+    trainer = Trainer([weight], "sgd", options, update_on_kvstore=in_store)
+    with trainer.join():
+        for at in range(2 * rank):
+            if at == 2:
+                trainer.set_learning_rate(0.25)
+            (weight * (rank + 1.0)).sum().backward()
+            trainer.step(1)
+    (weight * (rank + 1.0)).sum().backward()
+    trainer.step(1)
+    return [*weight.unique().tolist(), trainer.learning_rate]
+
+
+def uneven_rows(rank: int) -> list[float]:
+    """As `uneven`, with gradients of some rows, and without momentum."""
+    net = nn.Embedding(5, 2, sparse=True)
+    nn.init.zeros_(net.weight)
+    trainer = Trainer(net, "sgd", {"learning_rate": 1.0}, update_on_kvstore=False)
+    with trainer.join():
+        for _ in range(rank + 1):
+            (net(torch.tensor(TOUCHED)) * (rank + 1.0)).sum().backward()
+            trainer.step(1)
+    return net.weight[:, 0].tolist()
+
+
+def uneven_ranks(rank: int, ranks: int) -> Results:
+    """On a rank of a group that has its own number of batches."""
+    return {**{f"uneven {site}": uneven(rank, site) for site in (True, False)}, "rows": uneven_rows(rank)}
 
 
 @pytest.fixture(scope="module", params=[2, 3], ids=["2-ranks", "3-ranks"])
 def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Job:
     folder = tmp_path_factory.mktemp("group_join")
-    return run_job("group_join", folder, request.param, 1, str(folder))
+    return run_job(uneven_ranks, folder, request.param, 1, in_group=True)
 
 
 def expected(ranks: int) -> tuple[float, float]:

@@ -14,8 +14,8 @@ from torch.nn import Parameter
 from kvtrainer import Trainer
 from kvtrainer.amp import GradScaler
 from kvtrainer.errors import NonFiniteGradientError
-from kvtrainer.kvstore import DistKVStore
-from tests.support.jobs import Job, run_job
+from kvtrainer.kvstore import DistKVStore, create
+from tests.support.jobs import Job, Results, run_job
 from tests.support.stage_scenarios import (
     DIFFERENT,
     HALF,
@@ -31,6 +31,27 @@ from tests.support.stage_scenarios import (
     push,
 )
 from tests.support.stores import Servers, servers
+from tests.support.workers.allreduce import AllReduce
+
+
+def over(store: Any) -> Any:
+    def make(**options: Any) -> tuple[Any, Trainer]:
+        p = Parameter(torch.zeros(2))
+        return p, Trainer({"p": p}, "sgd", NUMBERS, store, None, False, **options)
+
+    return make
+
+
+def scenarios_in_a_group(rank: int, ranks: int) -> Results:
+    """All scenarios on a rank of torch.distributed, some with a plug-in as well."""
+    make, plugged = over(create("device")), over(AllReduce())
+    found = {name: scenario(make, rank) for name, scenario in SAME.items()}
+    found |= {name: different(mine, other)(make, rank) for name, (mine, other, _) in DIFFERENT.items()}
+    found |= {HALF: halves_of_a_step(make, rank), f"plug-in: {HALF}": halves_of_a_step(plugged, rank)}
+    return found | {
+        f"plug-in: {name}": SAME[name](plugged, rank) for name in ("one bad loss", "gradients by turns")
+    }
+
 
 SITES = pytest.mark.parametrize("in_store", [True, False], ids=["in-store", "by-workers"])
 
@@ -77,7 +98,7 @@ def test_workers_of_servers_that_disagree_about_an_option_hear_of_it(
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Job:
     folder = tmp_path_factory.mktemp("stages")
-    return run_job("stages", folder, 2, 1, str(folder))
+    return run_job(scenarios_in_a_group, folder, 2, 1, in_group=True)
 
 
 @pytest.mark.parametrize("name", [*SAME, HALF])

@@ -2,15 +2,56 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import kvtrainer
 from kvtrainer.states.file import read_state_file
-from tests.support.jobs import Job, run_job
+from tests.support.jobs import Job, Results, run_job
+from tests.support.limits import LIMIT
 from tests.support.workers.states_matrix import OPTIMIZERS, Net, train, trainer_of, weights
+
+
+def wait_until_it_waits(trainer: kvtrainer.Trainer, rank: int) -> None:
+    """Return when the next round of every server lacks nobody but `rank`."""
+    pause, deadline = threading.Event(), time.monotonic() + LIMIT
+    while True:
+        tables = [table for stats in trainer.server_stats() for table in stats["tables"]]
+        if all(table["waiting_for"] == [rank] for table in tables):
+            return
+        assert time.monotonic() < deadline, f"the other worker never came to the next round: {tables}"
+        pause.wait(0.01)
+
+
+def run(base: Path, kind: str, rank: int, saver: int) -> dict[str, object]:
+    """Train, and save while the other worker is already in the next round; then go back to what was saved."""
+    path = base / f"{kind}-{saver}"
+    net = Net()
+    results: dict[str, object] = {}
+    with trainer_of(net, kind, "dist") as trainer:
+        train(net, trainer, 0, 2)
+        if rank == saver:
+            wait_until_it_waits(trainer, rank)
+            trainer.save_states(path)
+            wait_until_it_waits(trainer, rank)
+        train(net, trainer, 2, 2)
+        results["after 4"] = weights(net)
+        # Back to the states of step 2, with the weights of step 4; the third step made sure that the file is there.
+        trainer.load_states(path)
+        train(net, trainer, 2, 2)
+        results["again"] = weights(net)
+    return results
+
+
+def run_all(rank: int, workers: int, folder: str) -> Results:
+    return {
+        f"{kind} {saver}": run(Path(folder), kind, rank, saver) for kind in OPTIMIZERS for saver in (0, 1)
+    }
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +61,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def job(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Job:
-    return run_job("states_cut", tmp_path_factory.mktemp("job"), 2, 2, str(folder))
+    return run_job(run_all, tmp_path_factory.mktemp("job"), 2, 2, str(folder))
 
 
 @pytest.fixture(params=[(kind, saver) for kind in OPTIMIZERS for saver in (0, 1)], ids=str)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tests.support.jobs import run_job
-from tests.support.workers.states_matrix import OPTIMIZERS, Net, kind_of, weights
+from tests.support.workers.states_matrix import OPTIMIZERS, Net, kind_of, load_all, save_all, weights
 
 IN_PROCESS = ["none", "local", "device", "reduced"]
 SIZES: dict[int, list[str]] = {
@@ -39,7 +39,7 @@ def uninterrupted(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Run
     found: Runs = {}
     for servers, places in SIZES.items():
         own = tmp_path_factory.mktemp(f"save{servers}")
-        job = run_job("states_matrix", own, WORKERS[servers], servers, "save", str(folder), *places)
+        job = run_job(save_all, own, WORKERS[servers], servers, str(folder), places)
         found |= {place: job[place][0] for place in places}
     return found
 
@@ -53,9 +53,8 @@ def resumed(
 ) -> Runs:
     """Weights by place, source and optimizer, of a job with so many servers, from the states of every place."""
     servers = request.param
-    arguments = ["load", str(folder), *SIZES[servers], "--", *uninterrupted]
     own = tmp_path_factory.mktemp(f"load{servers}")
-    job = run_job("states_matrix", own, WORKERS[servers], servers, *arguments)
+    job = run_job(load_all, own, WORKERS[servers], servers, str(folder), SIZES[servers], [*uninterrupted])
     return {place: job[place][0] for place in SIZES[servers]}
 
 

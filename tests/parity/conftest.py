@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.support.jobs import Job, PartOfJob, run_job
+from tests.support.workers import parity
 
 TOGETHER = {
     (1, 1): ("closed_forms", "bits", "trajectories", "dtypes", "row_sparse"),
@@ -29,7 +30,7 @@ def part_of_job(tmp_path_factory: pytest.TempPathFactory) -> PartOfJob:
             parts = together if part in together else (part,)
             folder = tmp_path_factory.mktemp(f"{workers}x{servers}")
             try:
-                job = run_job("parity", folder, workers, servers, *parts)
+                job = run_job(parity.run, folder, workers, servers, *parts)
             except AssertionError as error:
                 done.update({(name, workers, servers): error for name in parts})
             else:

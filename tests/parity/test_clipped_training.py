@@ -7,6 +7,7 @@ to 1, then one of 2.236; later ones are below the limit.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -25,8 +26,23 @@ from tests.support.clipped_training import (
     parameters,
     train,
 )
-from tests.support.jobs import Job, run_job
+from tests.support.jobs import Job, Results, run_job
 from tests.support.stores import Servers, servers
+from tests.support.workers.allreduce import AllReduce
+
+
+def train_in_a_group(rank: int, ranks: int) -> Results:
+    """All cases on a rank of torch.distributed, and with a third-party store."""
+    found: dict[str, Any] = {}
+    for name, case in CASES.items():
+        for dtype in (torch.float64, torch.float32):
+            for in_store in (None, True, False):
+                found[f"{in_store} {name} {dtype}"] = train(
+                    case, [parameters(dtype)], [rank], kvstore="device", update_on_kvstore=in_store
+                )
+            found[f"plug-in {name} {dtype}"] = train(case, [parameters(dtype)], [rank], kvstore=AllReduce())
+    return found
+
 
 _FIRST = [[0.93900001, 1.91800002, 3.0], [0.83843968, 1.84228203, 2.82111464]]
 CORRECTED = [*_FIRST, [0.83132782, 1.83731190, 2.81217037], [0.82268876, 1.82964311, 2.79769824]]
@@ -76,7 +92,7 @@ def test_two_workers_and_servers_end_where_the_arithmetic_does(
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Job:
     folder = tmp_path_factory.mktemp("clipped")
-    return run_job("clipped_training", folder, 2, 0, str(folder))
+    return run_job(train_in_a_group, folder, 2, 0, in_group=True)
 
 
 @DTYPES

@@ -7,13 +7,37 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.jobs import Job, run_job
+import kvtrainer
+from tests.support.jobs import Job, Results, run_job
+
+
+def train(rank: int, update_on_kvstore: bool) -> list[torch.Tensor]:
+    """Three steps in which only rank 0 trains the bias."""
+    torch.manual_seed(0)
+    net = torch.nn.Linear(3, 2)
+    net.bias.requires_grad_(rank == 0)
+    options = {"learning_rate": 0.5, "momentum": 0.5, "wd": 0.125}
+    with (
+        kvtrainer.kvstore.create("dist_sync") as kv,
+        kvtrainer.Trainer(
+            net.named_parameters(), "sgd", options, kvstore=kv, update_on_kvstore=update_on_kvstore
+        ) as trainer,
+    ):
+        for step in range(3):
+            net(torch.full((1, 3), float(rank + step))).sum().backward()
+            trainer.step(1)
+        kv.barrier()
+    return [p.detach().clone() for p in net.parameters()]
+
+
+def train_at_both_sites(rank: int, workers: int) -> Results:
+    return {"in_store": train(rank, True), "in_worker": train(rank, False)}
 
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
     folder: Path = tmp_path_factory.mktemp("frozen")
-    return run_job("frozen_on_one", folder, 2, 1)
+    return run_job(train_at_both_sites, folder, 2, 1)
 
 
 @pytest.mark.parametrize("site", ["in_store", "in_worker"])

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from tests.support.jobs import Job, run_job
-from tests.support.workers.allreduce import KEYS, REPLICAS
+from tests.support.workers.allreduce import KEYS, REPLICAS, run
 
 
 @pytest.fixture(scope="module", params=[2, 3])
 def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Job:
     folder: Path = tmp_path_factory.mktemp("allreduce")
-    return run_job("allreduce", folder, request.param, 0)
+    return run_job(run, folder, request.param, 0, in_group=True)
 
 
 def test_it_is_known_by_the_name_of_its_class_in_lower_case(job: Job) -> None:

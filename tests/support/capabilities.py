@@ -8,12 +8,13 @@ right, or was refused with an error.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import logging
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 import kvtrainer
 from kvtrainer.errors import ConfigurationError, KVStoreError
 from kvtrainer.kvstore import DistKVStore, KVStoreBase
-from tests.support.jobs import run_job
+from tests.support.jobs import Results, run_job
 from tests.support.processes import Process, new_name
 from tests.support.stores import servers
 
@@ -272,12 +273,22 @@ def _compressions(cases: Sequence[Case], outcomes: dict[Case, Outcome]) -> str:
     return ", ".join(found) or f"`{ConfigurationError.__name__}` at construction"
 
 
+def try_out_in_a_group(rank: int, ranks: int) -> Results:
+    """On a rank of torch.distributed: the outcomes of the cases for stores of such jobs."""
+    logging.disable(logging.WARNING)
+    outcomes = []
+    for case in cases(GROUP):
+        outcomes.append(astuple(try_out(case)))
+        gc.freeze()  # beside a process group every new Trainer looks at all objects that are not frozen
+    return {"outcomes": outcomes}
+
+
 def all_outcomes() -> dict[Case, Outcome]:
     """Try out every combination; starts a server, and a job of two ranks."""
     with servers() as started:
         outcomes = {case: try_out(case) for case in cases(places(started.of(1)))}
     with tempfile.TemporaryDirectory() as folder:
-        job = run_job("capabilities", Path(folder), 2, 0, folder)
+        job = run_job(try_out_in_a_group, Path(folder), 2, 0, in_group=True)
     for case, *found in zip(cases(GROUP), *job["outcomes"], strict=True):
         assert found[0] == found[1], f"{case}: the ranks differ: {found}"
         outcomes[case] = Outcome(*found[0])

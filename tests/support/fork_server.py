@@ -22,12 +22,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy
+import pytest
 import torch._dynamo  # torch's optimizers import it when they are first used
 
 import kvstore_server.cli
 import kvtrainer
 
-PRELOADED = (numpy, torch, kvstore_server, kvtrainer)
+PRELOADED = (numpy, pytest, torch, kvstore_server, kvtrainer)
 LARGEST = 1 << 20
 """Bytes of a request."""
 _ABOVE_ALL = 500

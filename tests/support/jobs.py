@@ -1,41 +1,47 @@
 """Real jobs for tests: Python programs beside real servers, with a deadline, and their results as files.
 
-A program is started once per worker, with the environment that the launcher would give it. Most are the modules
-`tests.support.workers.NAME`, which end by calling `deliver`; `run_job` gives the tests what all of them delivered.
+A program is started once per worker, with the environment that the launcher would give it. `run_job` has every worker
+call one function, and gives what each returned.
 """
 
 from __future__ import annotations
 
+import contextlib
+import datetime
+import importlib
+import json
 import os
+import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from tests.support.forks import Fork, fork_server
-from tests.support.limits import JOB_LIMIT
+from tests.support.limits import JOB_LIMIT, LIMIT
 
 ROOT = Path(__file__).parents[2]
 FOLDER = "KVTRAINER_TEST_FOLDER"
 """The variable that tells a worker where its results go."""
 
 Results = Mapping[str, Any]
-"""What one worker delivers: numbers, strings and tensors under names, nested as one likes."""
+"""What one worker returns: numbers, strings and tensors under names, nested as one likes."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """A job that has ended well: its size, and what each worker delivered, by rank."""
+    """A job that has ended well: its size, and what each worker returned, by rank."""
 
     workers: int
     servers: int
     results: list[Results]
 
     def __getitem__(self, name: str) -> list[Any]:
-        """What the workers delivered under one name, by rank."""
+        """What the workers returned under one name, by rank."""
         return [result[name] for result in self.results]
 
 
@@ -43,21 +49,30 @@ PartOfJob = Callable[[str, int, int], Job]
 """Takes the name of a part of `workers.parity`, a number of workers and one of servers; gives what it returned."""
 
 
-def run_job(worker: str, folder: Path, workers: int, servers: int, *arguments: str) -> Job:
-    """Run `tests.support.workers.WORKER` to its end; every process computes on one thread, warnings are errors.
+def run_job(
+    body: Callable[..., Results],
+    folder: Path,
+    workers: int,
+    servers: int,
+    *arguments: Any,
+    in_group: bool = False,
+) -> Job:
+    """Call `body(rank, workers, *arguments)` in every worker; each computes on one thread, warnings are errors.
 
     Args:
-        worker: Name of the module.
+        body: A function of a module, which the workers import.
         folder: An empty folder for results and output.
-        arguments: The worker's command line.
+        arguments: Of JSON's kinds.
+        in_group: Whether the workers are also ranks of torch.distributed, over gloo. A group that `body` makes itself
+            and leaves behind is not ended in order.
 
     Raises:
-        AssertionError: the job failed or took too long, or a rank delivered nothing; shows its output.
+        AssertionError: the job failed or took too long; shows its output.
     """
-    run_program(["-m", f"tests.support.workers.{worker}", *arguments], folder, workers, servers)
-    missing = [rank for rank in range(workers) if not _file(folder, rank).exists()]
-    if missing:
-        raise AssertionError(f"the job {worker} ended well, but ranks {missing} delivered nothing")
+    main = sys.modules["__main__"].__spec__
+    module = main.name if body.__module__ == "__main__" and main else body.__module__
+    call = [module, body.__name__, json.dumps(arguments), str(int(in_group))]
+    run_program(["-m", "tests.support.jobs", *call], folder, workers, servers)
     return Job(workers, servers, [torch.load(_file(folder, rank)) for rank in range(workers)])
 
 
@@ -85,10 +100,26 @@ def own_place() -> tuple[int, int]:
     return int(os.environ["KVSTORE_RANK"]), int(os.environ["KVSTORE_NUM_WORKERS"])
 
 
-def deliver(results: Results) -> None:
-    """In a worker: hand the results to the test that started the job."""
-    rank, _ = own_place()
-    torch.save(dict(results), _file(Path(os.environ[FOLDER]), rank))
+def _work(module: str, function: str, arguments: str, in_group: str) -> None:
+    """In a worker: call the function, and hand what it returns to the test that started the job."""
+    rank, workers = own_place()
+    folder = Path(os.environ[FOLDER])
+    body = getattr(importlib.import_module(module), function)
+    with _group(rank, workers, folder) if in_group == "1" else contextlib.nullcontext():
+        results = body(rank, workers, *json.loads(arguments))
+    torch.save(dict(results), _file(folder, rank))
+    if dist.is_initialized():
+        sys.stdout.flush()
+        os._exit(0)  # a group in which a collective timed out cannot be destroyed in order
+
+
+@contextlib.contextmanager
+def _group(rank: int, workers: int, folder: Path) -> Iterator[None]:
+    meeting, timeout = f"file://{folder / 'meeting'}", datetime.timedelta(seconds=LIMIT)
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=workers, timeout=timeout)
+    yield
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def _environ(folder: Path) -> dict[str, str]:
@@ -169,3 +200,7 @@ def _first_failure(processes: Sequence[Fork], deadline: float) -> int | None:
             return failed[0] if failed else 0
         time.sleep(0.005)
     return None
+
+
+if __name__ == "__main__":
+    _work(*sys.argv[1:])

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +11,7 @@ from torch import Tensor
 
 import kvtrainer
 from kvtrainer.errors import ConfigurationError
-from tests.support.jobs import FOLDER, deliver, own_place
+from tests.support.jobs import Results
 
 KEYS = 20
 """MXNet's test has 400; each is a message of its own here."""
@@ -105,15 +103,11 @@ def refusals() -> dict[str, str]:
     return said
 
 
-if __name__ == "__main__":
-    rank, num_workers = own_place()
-    meeting = Path(os.environ[FOLDER]) / "meeting"
-    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=num_workers)
-    results = {
+def run(rank: int, workers: int) -> Results:
+    """In a group of torch.distributed."""
+    return {
         **verbs(),
         "by_name": trained("allreduce", 2),
         "by_object": trained(AllReduce(), 2),
         "refusals": refusals(),
     }
-    dist.destroy_process_group()
-    deliver(results)

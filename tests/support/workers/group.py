@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -16,12 +14,10 @@ from torch.nn import Parameter
 from kvtrainer import Trainer, amp, kvstore
 from kvtrainer.comm import rank_group
 from tests.support.group_verbs import error_of, verbs
-from tests.support.jobs import deliver, own_place
+from tests.support.jobs import Results
 from tests.support.limits import LIMIT, SOON
 from tests.support.replica_training import random_gradients, random_parameters
 from tests.support.sparse_model import CASES, Embeddings, batches
-
-RANK, SIZE = own_place()
 
 
 def parameters(*values: float) -> list[Parameter]:
@@ -42,12 +38,12 @@ def first(given: Sequence[torch.Tensor]) -> list[float]:
 def closed_forms() -> dict[str, Any]:
     found: dict[str, Any] = {}
     for in_store in (None, True, False):
-        w = parameters(5.0 + RANK)
+        w = parameters(5.0 + dist.get_rank())
         options = {"learning_rate": 1.0, "momentum": 0.5}
         trainer = Trainer(w, "sgd", options, update_on_kvstore=in_store)
         rows = []
         for _ in range(3):
-            backward(w, RANK + 1.0)
+            backward(w, dist.get_rank() + 1.0)
             trainer.step(2)
             rows += first(w)
         trainer.set_learning_rate(0.5)
@@ -56,13 +52,13 @@ def closed_forms() -> dict[str, Any]:
         found[f"momentum {in_store}"] = rows + first(w)
     w = parameters(0.0)
     trainer = Trainer(w, "sgd", {"lr": 1.0})
-    backward(w, RANK + 1.0)
+    backward(w, dist.get_rank() + 1.0)
     trainer.step()
     found["mean"] = first(w)
     backward(w)
-    trainer.step(2**RANK)
+    trainer.step(2 ** dist.get_rank())
     found["own batch sizes"] = first(w)
-    backward(w, RANK + 1.0)
+    backward(w, dist.get_rank() + 1.0)
     trainer.allreduce_grads()
     found["sums"] = first([p.grad for p in w if p.grad is not None])
     for p in w:
@@ -78,7 +74,7 @@ def closed_forms() -> dict[str, Any]:
 def replicas() -> dict[str, Any]:
     w = parameters(0.0, 9.0)
     trainer = Trainer([w], "sgd", {"lr": 1.0})
-    backward(w, RANK + 1.0)
+    backward(w, dist.get_rank() + 1.0)
     trainer.step(1)
     summed = first(w)
     backward(w, [1.0, 3.0])
@@ -86,7 +82,7 @@ def replicas() -> dict[str, Any]:
     averaged = first(w)
     w = parameters(0.0, 9.0)
     trainer = Trainer([w], "sgd", {"lr": 1.0}, kvstore="dist_sync_device")
-    backward(w, RANK + 1.0)
+    backward(w, dist.get_rank() + 1.0)
     trainer.step(1)
     return {"summed": summed, "averaged": averaged, "over servers": first(w)}
 
@@ -99,7 +95,7 @@ def random_weights() -> dict[str, Any]:
         for name in ("device", "dist_sync"):
             w = random_parameters()
             trainer = Trainer(w, "adam", {"lr": 0.01, "multi_precision": True}, kvstore=name)
-            for _ in random_gradients(RANK, w):
+            for _ in random_gradients(dist.get_rank(), w):
                 trainer.step(8)
             found[name] = [p.detach().clone() for p in w]
             trainer.close()
@@ -111,7 +107,7 @@ def random_weights() -> dict[str, Any]:
 def left_out() -> dict[str, Any]:
     w = parameters(1.0, 1.0, 1.0)
     trainer = Trainer(w, "sgd", {"lr": 1.0, "wd": 0.5})
-    backward(w, [1.0, 1.0 if RANK == 1 else None, None])
+    backward(w, [1.0, 1.0 if dist.get_rank() == 1 else None, None])
     trainer.step(1, ignore_stale_grad=True)
     return {"weights": first(w), "updates": sorted(trainer.state_dict()["state"])}
 
@@ -121,7 +117,7 @@ def veto() -> dict[str, Any]:
     trainer = Trainer(w, "sgd", {"lr": 1.0})
     amp.init_trainer(trainer, amp.LossScaler(8.0))
     found = []
-    for slope in (float("inf") if RANK == SIZE - 1 else 1.0, 1.0):
+    for slope in (float("inf") if dist.get_rank() == dist.get_world_size() - 1 else 1.0, 1.0):
         with amp.scale_loss((w[0] * slope).sum(), trainer) as loss:
             loss.backward()
         trainer.step(1)
@@ -132,17 +128,17 @@ def veto() -> dict[str, Any]:
 def disagreement() -> dict[str, Any]:
     w = parameters(0.0)
     trainer = Trainer(w, "sgd", {"lr": 1.0})
-    trainer.set_learning_rate(0.5 if RANK == 1 else 1.0)
+    trainer.set_learning_rate(0.5 if dist.get_rank() == 1 else 1.0)
     backward(w)
     found = {"rate": error_of(lambda: trainer.step(1)), "unchanged": first(w)}
     trainer.set_learning_rate(0.25)
     trainer.step(1)
     found["after"] = first(w)
     backward(w)
-    found["calls"] = error_of(trainer.set_data if RANK else lambda: trainer.step(1))
-    other = Trainer(parameters(0.0, *([1.0] if RANK else [])), "sgd")
+    found["calls"] = error_of(trainer.set_data if dist.get_rank() else lambda: trainer.step(1))
+    other = Trainer(parameters(0.0, *([1.0] if dist.get_rank() else [])), "sgd")
     found["model"] = error_of(other.set_data)
-    kinds = Trainer(parameters(0.0), "adam" if RANK else "sgd")
+    kinds = Trainer(parameters(0.0), "adam" if dist.get_rank() else "sgd")
     found["optimizer"] = error_of(kinds.set_data)
     return found
 
@@ -150,17 +146,17 @@ def disagreement() -> dict[str, Any]:
 def states(folder: Path) -> dict[str, Any]:
     def trained(trainer: Trainer, w: list[Parameter], steps: int) -> None:
         for _ in range(steps):
-            backward(w, RANK + 1.0)
+            backward(w, dist.get_rank() + 1.0)
             trainer.step(4)
 
     w, again = parameters(1.0, 2.0), parameters(1.0, 2.0)
     trainer = Trainer(w, "adam", {"lr": 0.1})
     trained(trainer, w, 2)
-    trainer.save_states(folder / f"states{RANK}")
+    trainer.save_states(folder / f"states{dist.get_rank()}")
     values = {str(i): p.detach().clone() for i, p in enumerate(w)}
     trained(trainer, w, 2)
     other = Trainer(again, "adam", {"lr": 0.3})
-    other.load_states(folder / f"states{RANK}")
+    other.load_states(folder / f"states{dist.get_rank()}")
     other.set_data(values)
     trained(other, again, 2)
     return {"uninterrupted": [p.detach() for p in w], "resumed": [p.detach() for p in again]}
@@ -172,19 +168,19 @@ def sparse() -> dict[str, Any]:
     for name, (kind, options) in CASES.items():
         model = Embeddings()
         trainer = Trainer(model.parameters(), kind, options)
-        for big, small in batches(RANK):
+        for big, small in batches(dist.get_rank()):
             model(big, small).backward()
             trainer.step(1)
         found[name] = [p.detach() for p in model.parameters()]
     net = torch.nn.Embedding.from_pretrained(torch.zeros(6, 2), freeze=False, sparse=True)
     trainer = Trainer(net.parameters(), "sgd", {"lr": 1.0})
-    if RANK:
-        net(torch.tensor([RANK, RANK])).sum().backward()
+    if dist.get_rank():
+        net(torch.tensor([dist.get_rank(), dist.get_rank()])).sum().backward()
     else:
         net.weight.grad = torch.full((6, 2), 0.5)
     trainer.step(1)
     found["mixed"] = net.weight.detach().clone()
-    if RANK == 1:
+    if dist.get_rank() == 1:
         net(torch.tensor([5])).sum().backward()
     trainer.step(1, ignore_stale_grad=True)
     found["one rank only"] = net.weight.detach().clone()
@@ -224,9 +220,9 @@ def absence(folder: Path) -> dict[str, Any]:
     trainer.set_data()
     backward(w)
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=SOON))
-    found = error_of(lambda: trainer.step(1)) if RANK == 0 else "nothing"
-    store = dist.FileStore(str(folder / "absence"), SIZE)
-    if RANK == 0:
+    found = error_of(lambda: trainer.step(1)) if dist.get_rank() == 0 else "nothing"
+    store = dist.FileStore(str(folder / "absence"), dist.get_world_size())
+    if dist.get_rank() == 0:
         store.set("over", "yes")
     else:
         store.wait(["over"])
@@ -243,11 +239,12 @@ def late(early: Trainer, updating: Trainer, early_store: Any) -> dict[str, Any]:
     }
 
 
-def main(folder: Path) -> None:
+def run(rank: int, ranks: int, place: str) -> Results:
+    folder = Path(place)
     early, early_store = Trainer(parameters(0.0), "sgd"), kvstore.create("device")
     updating = Trainer(parameters(0.0), "sgd", update_on_kvstore=True)
     meeting = f"file://{folder}/meeting"
-    dist.init_process_group("gloo", init_method=meeting, rank=RANK, world_size=SIZE)
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=ranks)
     results = {
         "late": late(early, updating, early_store),
         "closed_forms": closed_forms(),
@@ -258,18 +255,12 @@ def main(folder: Path) -> None:
         "disagreement": disagreement(),
         "states": states(folder),
         "sparse": sparse(),
-        "verbs": verbs(RANK),
+        "verbs": verbs(rank),
         "refusals": {**refusals(), "dropped": after_ddp()},
     }
     dist.destroy_process_group()
     dist.init_process_group(
-        "gloo", init_method=f"{meeting}2", rank=RANK, world_size=SIZE, timeout=timedelta(seconds=LIMIT)
+        "gloo", init_method=f"{meeting}2", rank=rank, world_size=ranks, timeout=timedelta(seconds=LIMIT)
     )
     results["absence"] = absence(folder)
-    deliver(results)
-    sys.stdout.flush()
-    os._exit(0)  # a group in which a collective timed out cannot be destroyed in order
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    return results

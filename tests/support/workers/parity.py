@@ -1,4 +1,4 @@
-"""Worker: runs the parts named on its command line, one after another, and delivers what each returned.
+"""Workers that run the parts of which each is told, one after another.
 
 Starting a process costs more than a part does, so jobs of one size share their processes; and every part finds
 servers that have served others before.
@@ -6,10 +6,9 @@ servers that have served others before.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 
-from tests.support.jobs import Results, deliver, own_place
+from tests.support.jobs import Results
 from tests.support.workers import (
     bits,
     closed_forms,
@@ -32,5 +31,6 @@ PARTS: dict[str, Callable[[int, int], Results]] = {
     "trajectories": trajectories.run,
 }
 
-if __name__ == "__main__":
-    deliver({part: PARTS[part](*own_place()) for part in sys.argv[1:]})
+
+def run(rank: int, workers: int, *parts: str) -> Results:
+    return {part: PARTS[part](rank, workers) for part in parts}

@@ -1,17 +1,11 @@
-"""A worker that trains with every kind of store and saves states, or goes on from states that others have saved.
-
-    states_matrix save FOLDER PLACE...        delivers the weights of runs that were never interrupted
-    states_matrix load FOLDER PLACE... -- SOURCE...   delivers those of runs that went on from the files of SOURCE...
+"""Workers that train with every kind of store and save states, or go on from states that others have saved.
 
 A place goes on with one kind of optimizer from each source, such that it meets every kind, and every kind meets every
-place and source.
-
-All workers have the same data, so that a mean over them has the bits of one worker's gradient.
+place and source. All workers have the same data, so that a mean over them has the bits of one worker's gradient.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import kvtrainer
-from tests.support.jobs import deliver, own_place
+from tests.support.jobs import own_place
 
 BEFORE, AFTER = 3, 3
 """Steps before the states are saved, and after."""
@@ -114,21 +108,20 @@ def kind_of(place: str, source: str, sources: Sequence[str]) -> str:
     return kinds[(sources.index(place) + sources.index(source)) % len(kinds)]
 
 
-def main(mode: str, base: Path, arguments: list[str]) -> dict[str, Any]:
-    if mode == "save":
-        return {
-            place: {k: save(folder_of(base, place, k), place.rstrip("123 "), k) for k in OPTIMIZERS}
-            for place in arguments
-        }
-    at = arguments.index("--")
-    sources = arguments[at + 1 :]
-    results: dict[str, Any] = {place: {} for place in arguments[:at]}
+def save_all(rank: int, workers: int, folder: str, places: list[str]) -> dict[str, Any]:
+    """The weights of runs that were never interrupted, by place and kind; they save in the middle."""
+    base = Path(folder)
+    return {
+        place: {kind: save(folder_of(base, place, kind), place.rstrip("123 "), kind) for kind in OPTIMIZERS}
+        for place in places
+    }
+
+
+def load_all(rank: int, workers: int, folder: str, places: list[str], sources: list[str]) -> dict[str, Any]:
+    """The weights of runs that went on from the files of the sources, by place and source."""
+    results: dict[str, Any] = {place: {} for place in places}
     for place, found in results.items():
         for source in sources:
             kind = kind_of(place, source, sources)
-            found[source] = load(folder_of(base, source, kind), place.rstrip("123 "), kind)
+            found[source] = load(folder_of(Path(folder), source, kind), place.rstrip("123 "), kind)
     return results
-
-
-if __name__ == "__main__":
-    deliver(main(sys.argv[1], Path(sys.argv[2]), sys.argv[3:]))
