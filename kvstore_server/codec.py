@@ -11,12 +11,12 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from numbers import Real
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from kvstore_server import check
 from kvstore_server.errors import (
     ConfigurationError,
     NonFiniteGradientError,
@@ -376,10 +376,7 @@ class OneBit(Codec):
 
 def _number(codec: TwoBit | OneBit) -> float:
     value = codec.threshold
-    if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
-        raise ConfigurationError(
-            f"compression {codec.name!r}: threshold must be a finite number, got {value!r}"
-        )
+    check.number(f"compression {codec.name!r}: threshold", value)
     if abs(value) > _FLOAT32.max:
         raise ConfigurationError(
             f"compression {codec.name!r}: threshold must be a number that float32 can hold, got {value!r}"

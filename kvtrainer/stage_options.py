@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from numbers import Integral
 from typing import Any
 
+from kvstore_server import check
 from kvstore_server.errors import did_you_mean
 from kvtrainer.anomalies import checked_mode
 from kvtrainer.clipping import Limits, make_limits
@@ -86,9 +86,7 @@ class Accumulation:
     """
 
     def __init__(self, counts: Any = 1) -> None:
-        if isinstance(counts, bool) or not isinstance(counts, Integral) or counts < 1:
-            raise ConfigurationError(f"accumulate must be an int of at least 1, got {counts!r}")
-        self.counts = int(counts)
+        self.counts = check.integer("accumulate", counts, 1)
         self.done = 0
         """Backward passes so far."""
         self.total: int | None = None
@@ -102,8 +100,7 @@ class Accumulation:
             ConfigurationError: the numbers are impossible.
         """
         for name, number in (("done", done), ("in all", 0 if total is None else total)):
-            if isinstance(number, bool) or not isinstance(number, Integral):
-                raise ConfigurationError(f"backward passes {name} must be an int, got {number!r}")
+            check.integer(f"backward passes {name}", number)
         if done < 0 or (total is not None and total < max(done, 1)):
             raise ConfigurationError(f"{done} backward passes of {total} cannot have been made")
         if done % self.counts:

@@ -10,12 +10,12 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from numbers import Integral, Real
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from kvstore_server import check
 from kvstore_server.errors import ConfigurationError, SchedulerInUseError, did_you_mean
 from kvstore_server.lr_scheduler import LRScheduler, as_scheduler
 
@@ -74,19 +74,17 @@ def checked_option(who: str, name: str, value: Any, default: Any) -> Any:
         return value
     if value is None and default is None:
         return None
-    label = f"{who}: {_both_spellings(name)}"
-    if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
-        raise ConfigurationError(f"{label} must be a finite number, got {value!r}")
+    check.number(f"{who}: {_both_spellings(name)}", value)
     if name in _NEVER_NEGATIVE:
         check_not_negative(who, name, float(value))
     if name == "betas":
         check_fraction(who, name, float(value))
-    return int(value) if isinstance(default, int) and isinstance(value, Integral) else float(value)
+    return int(value) if isinstance(default, int) and check.is_integer(value) else float(value)
 
 
 def checked_count(who: str, name: str, value: Any, least: int) -> int:
     """Return `value` as an int; raise ConfigurationError unless it is one, and `least` or more."""
-    if isinstance(value, bool) or not isinstance(value, Integral) or not least <= int(value) < 2**63:
+    if not check.is_integer(value, least, 2**63 - 1):
         raise ConfigurationError(f"{who}: {name} must be an integer of at least {least}, got {value!r}")
     return int(value)
 

@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from numbers import Real
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
+from kvstore_server import check
 from kvstore_server.errors import ConfigurationError
 from kvstore_server.optimizer.base import Optimizer, StateValue, checked_count
 from kvstore_server.optimizer.kernels import (
@@ -65,11 +65,7 @@ def read_correction(value: Any) -> Correction | None:
             f"{Correction()._asdict()}, got {value!r:.80}"
         )
     for name, number, least in zip(Correction._fields, numbers, (1.0, 0.0), strict=True):
-        is_number = isinstance(number, Real) and not isinstance(number, bool)
-        if not is_number or not math.isfinite(number) or number < least:
-            raise ConfigurationError(
-                f"{name} of momentum_correction must be a number of at least {least:g}, got {number!r}"
-            )
+        check.number(f"{name} of momentum_correction", number, least)
     return Correction(float(numbers.threshold), float(numbers.min_lr))
 
 

@@ -10,6 +10,7 @@ import time
 import weakref
 from collections.abc import Mapping, Sequence
 
+from kvstore_server import check
 from kvstore_server.engine import MAX_WORKERS
 from kvstore_server.modes import ASYNC, SSP, SYNCHRONOUS, Mode
 from kvstore_server.optimizer.kernels import capability
@@ -184,10 +185,7 @@ def mode_of(
     name = type.lower()
     if name not in SSP_NAMES and staleness is not None:
         raise ConfigurationError(f"kvstore {type!r} takes no staleness, got {staleness!r}; 'dist_ssp' does")
-    if not isinstance(scale_lr_by_staleness, bool):
-        raise ConfigurationError(
-            f"scale_lr_by_staleness must be True or False, got {scale_lr_by_staleness!r}"
-        )
+    check.boolean("scale_lr_by_staleness", scale_lr_by_staleness)
     if name in ASYNC_NAMES:
         return Mode(ASYNC, 0, scale_lr_by_staleness)
     if name in SSP_NAMES:

@@ -54,7 +54,7 @@ def test_going_on_within_a_window_is_said(caplog: pytest.LogCaptureFixture) -> N
 
 @pytest.mark.parametrize("given", [0, -1, 1.5, True, "2", None])
 def test_counts_must_be_a_positive_int(given: Any) -> None:
-    with pytest.raises(ConfigurationError, match="accumulate must be an int of at least 1"):
+    with pytest.raises(ConfigurationError, match="accumulate must be an integer of at least 1"):
         Accumulation(given)
 
 
