@@ -74,6 +74,7 @@ class UpdaterHook(Hook):
             raise ConfigurationError(f"{type(self).__name__} has no option {', '.join(map(repr, options))}")
         self._options = options
         vars(self).update(options)
+        vars(self).update({f"base_{self._value}": [], f"regular_{self._value}": []})
         self._targets: dict[str, GroupValue] = {}
         self._policy: Formula | None = None
 
@@ -91,8 +92,8 @@ class UpdaterHook(Hook):
         elif left == 0 or not self.by_epoch:
             self._write(regular)
 
-    def _bind(self, runner: Any) -> Values:
-        """Find the optimizer, or several, and return what their groups start from."""
+    def before_run(self, runner: Any) -> None:
+        """Find the optimizer, or several, and note what their groups start from."""
         found = getattr(runner, "trainer", None)
         found = getattr(runner, "optimizer", None) if found is None else found
         if not isinstance(found, Mapping | torch.optim.Optimizer):
@@ -113,7 +114,7 @@ class UpdaterHook(Hook):
         if self.policy is not None:
             self._policy = make_policy(self.policy, self._options, self._value, self._progress(runner)[1])
         bases = {name: [to.base(at) for at in range(len(to))] for name, to in self._targets.items()}
-        return bases if isinstance(found, Mapping) else bases[""]
+        setattr(self, f"base_{self._value}", bases if isinstance(found, Mapping) else bases[""])
 
     def _progress(self, runner: Any) -> tuple[int, int | None]:
         """Return how many epochs or batches have passed, and how many there will be."""
@@ -148,13 +149,8 @@ class LrUpdaterHook(UpdaterHook):
 
     priority = Priority.VERY_HIGH
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.base_lr: Values = []
-        self.regular_lr: Values = []
-
-    def before_run(self, runner: Any) -> None:
-        self.base_lr = self._bind(runner)
+    base_lr: Values
+    regular_lr: Values
 
     def get_lr(self, runner: Any, base_lr: float) -> float:
         """Return the learning rate of now of a group that started from `base_lr`, without a warm-up."""
@@ -178,14 +174,12 @@ class MomentumUpdaterHook(UpdaterHook):
     priority = Priority.HIGH
     _value = "momentum"
 
+    base_momentum: Values
+    regular_momentum: Values
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.base_momentum: Values = []
-        self.regular_momentum: Values = []
         self._lift = MomentumWarmup()
-
-    def before_run(self, runner: Any) -> None:
-        self.base_momentum = self._bind(runner)
 
     def get_momentum(self, runner: Any, base_momentum: float) -> float:
         """Return the momentum of now of a group that started from `base_momentum`, without a warm-up."""
