@@ -644,11 +644,11 @@ class Engine:
         self, space: Namespace, rank: int, gather: m.Gather, waiter: Waiter, now: float
     ) -> list[m.Outgoing]:
         members = space.membership
-        released, parts = members.enter_barrier(rank, gather, waiter, now, self.config.dead_after)
+        released = members.enter_barrier(rank, gather, waiter, now, self.config.dead_after)
         if not released:
             what = f"barrier {gather.sequence}"
             return _still_waiting(space, waiter, what, members.absent_from_barrier(), now)
-        return [out for one in released for out in _reply(one, m.Gathered(parts))]
+        return [out for one, parts in released for out in _reply(one, m.Gathered(parts))]
 
     def _hello(self, peer: bytes, hello: m.Hello, now: float) -> m.Welcome:
         known = self._sessions.repeated(peer, hello)

@@ -41,6 +41,7 @@ class BarrierWait:
     deadline: float
     waiter: Waiter
     data: bytes
+    reads: bool
 
 
 class Membership:
@@ -136,32 +137,35 @@ class Membership:
 
     def enter_barrier(
         self, rank: int, gather: Gather, waiter: Waiter, now: float, dead_after: float
-    ) -> tuple[list[Waiter], tuple[bytes, ...]]:
-        """Let a rank wait; return whom to release, and what all have given; nobody while somebody is missing.
+    ) -> list[tuple[Waiter, tuple[bytes, ...]]]:
+        """Let a rank wait; return whom to release with what all have given; nobody while somebody is missing.
 
         Raises:
             WorkerLostError: a rank that the barrier needs is gone.
             ProtocolError: the rank is at another barrier than the others.
         """
         if gather.sequence < self.barrier_sequence:
-            return [waiter], self._gathered if gather.sequence == self.barrier_sequence - 1 else ()
+            is_last = gather.sequence == self.barrier_sequence - 1
+            return [(waiter, self._gathered if is_last and gather.reads else ())]
         if gather.sequence > self.barrier_sequence:
             raise ProtocolError(
                 f"rank {rank} is at barrier {gather.sequence} while barrier {self.barrier_sequence} is open"
             )
         known = self.barrier.get(rank)
         since = now if known is None else known.since  # one that is repeated has no more time than it had
-        self.barrier[rank] = BarrierWait(since, since + gather.timeout, waiter, gather.data)
+        self.barrier[rank] = BarrierWait(since, since + gather.timeout, waiter, gather.data, gather.reads)
         absent = self.absent_from_barrier()
         if absent:
             lost = self.lost_error(absent, f"barrier {gather.sequence}", now, dead_after)
             if lost is not None:
                 del self.barrier[rank]
                 raise lost
-            return [], ()
+            return []
         self._gathered = tuple(self.barrier[each].data for each in range(self.num_workers))
         self.barrier_sequence += 1
-        return self.take_barrier(), self._gathered
+        released = [(wait.waiter, self._gathered if wait.reads else ()) for wait in self.barrier.values()]
+        self.barrier.clear()
+        return released
 
     def absent_from_barrier(self) -> list[int]:
         """The ranks that have not come to the barrier."""

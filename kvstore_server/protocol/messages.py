@@ -192,11 +192,15 @@ class SetOptimizer:
 
 @dataclass(frozen=True, slots=True)
 class Gather:
-    """Waits for every rank of the namespace to come to the same barrier, where each gives bytes and gets all."""
+    """Waits for every rank of the namespace to come to the same barrier, where each gives bytes.
+
+    Those that read get the bytes of all.
+    """
 
     sequence: int
     timeout: float
     data: bytes = b""
+    reads: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -411,7 +415,7 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """Answers Gather: the bytes of all ranks, in rank order."""
+    """Answers Gather: the bytes of all ranks, in rank order; nothing where they are not read."""
 
     parts: tuple[bytes, ...]
 

@@ -127,10 +127,19 @@ class Client:
             DeadlineError: some did not come in time; names them.
             WorkerLostError: one of them is gone.
         """
+        self.gather(b"", reads=False)
+
+    def gather(self, data: bytes, reads: bool = True) -> list[bytes]:
+        """Come to a barrier with bytes; return those of all workers, by rank, or nothing where they are not read.
+
+        All bytes together must fit into one message, of `MAX_PAYLOAD`. Blocks, and raises, as `barrier`.
+        """
         self.settle()
         timeout = self.options.timeout + self.options.dead_after
-        self._session.call(0, m.Gather(self._barriers, self.options.timeout), timeout)
+        answer = self._session.call(0, m.Gather(self._barriers, self.options.timeout, data, reads), timeout)
         self._barriers += 1
+        assert isinstance(answer, m.Gathered)
+        return list(answer.parts)
 
     def stats(self) -> list[dict[str, Any]]:
         """Each server's counters for this namespace, in server order."""

@@ -1,7 +1,7 @@
-"""What workers tell each other beside gradients: bytes, from one to all or from all to all, over any store.
+"""Exchange bytes between workers beside gradients, from one to all or from all to all, over any store.
 
 Every call is collective: all workers make it, in the same order, and it blocks. Where there are several workers it goes
-the way that the store goes: over the process group, over the servers, or by a third-party store's own verbs.
+the way that the store goes: over the process group, over a server, or by a third-party store's own verbs.
 """
 
 from __future__ import annotations
@@ -15,10 +15,8 @@ import torch
 from torch import Tensor
 
 from kvstore_server.errors import describe
-from kvstore_server.plan import TensorSpec
+from kvstore_server.protocol.buffers import MAX_PAYLOAD
 from kvtrainer.comm.rank_group import RankGroup
-from kvtrainer.comm.round import RoundItem
-from kvtrainer.comm.tables import RemoteTable
 from kvtrainer.errors import RoundAbortedError
 from kvtrainer.kvstore.base import KVStoreBase
 from kvtrainer.kvstore.device import DeviceKVStore
@@ -26,28 +24,30 @@ from kvtrainer.kvstore.dist import DistKVStore
 
 _HEAD = 8
 """Bytes before a message that say how long it is."""
+_FIRST = 4096
+"""Bytes of the first piece that is given to servers; most messages are no longer."""
 _SMALL, _LARGE = 4096, 256 * 1024
-"""Numbers in the two tables through which bytes travel; a message begins in the small one."""
+"""Numbers under the two keys of a third-party store; a message begins in the small one."""
 _PER_NUMBER = 3
 """Bytes in a float32 number: so many that it holds them exactly."""
 
 
 class Agreement(ABC):
-    """The workers of a job as one that talks: who this one is, and what they exchange."""
+    """The workers of a job that exchange bytes, and the rank of this one."""
 
     rank: int = 0
     size: int = 1
 
     @abstractmethod
     def broadcast(self, data: bytes) -> bytes:
-        """Rank 0's bytes, on every worker; what the others give does not count."""
+        """Return rank 0's bytes on every worker; what the others give does not count."""
 
     @abstractmethod
     def all_gather(self, mine: bytes) -> list[bytes]:
-        """The bytes of all workers, by rank; they may differ in length."""
+        """Return the bytes of all workers, by rank; they may differ in length."""
 
     def gather(self, mine: bytes) -> list[bytes] | None:
-        """The bytes of all workers, by rank, on rank 0; None on the others."""
+        """Return the bytes of all workers, by rank, on rank 0; None on the others."""
         found = self.all_gather(mine)
         return found if self.rank == 0 else None
 
@@ -110,55 +110,22 @@ class OverRanks(Agreement):
         return self._group.all_gather_bytes(mine)
 
 
-class _InRounds(Agreement):
-    """Over a store that sums: in every round one worker gives a piece of its bytes, the others nothing or zeros."""
-
-    def broadcast(self, data: bytes) -> bytes:
-        found = self._from(0, data)
-        assert found is not None
-        return found
-
-    def all_gather(self, mine: bytes) -> list[bytes]:
-        found = [self._from(rank, mine) for rank in range(self.size)]
-        return [one for one in found if one is not None]
-
-    def gather(self, mine: bytes) -> list[bytes] | None:
-        found = [self._from(rank, mine, only_first_reads=True) for rank in range(self.size)]
-        return [one for one in found if one is not None] if self.rank == 0 else None
-
-    def _from(self, root: int, data: bytes, only_first_reads: bool = False) -> bytes | None:
-        """The bytes of one rank; None where they are not read."""
-        is_mine, reads = self.rank == root, self.rank == 0 or not only_first_reads
-        message = len(data).to_bytes(_HEAD, "little") + data if is_mine else b""
-        start = self._piece(_SMALL, message, is_mine, True)
-        length = int.from_bytes(start[:_HEAD], "little")
-        parts = [start]
-        step = _LARGE * _PER_NUMBER
-        for at in range(len(start), _HEAD + length, step):
-            parts.append(self._piece(_LARGE, message[at : at + step], is_mine, reads))
-        return b"".join(parts)[_HEAD : _HEAD + length] if reads else None
-
-    def _piece(self, count: int, data: bytes, is_mine: bool, reads: bool) -> bytes:
-        given = _as_numbers(data[: count * _PER_NUMBER], count) if is_mine else None
-        out = torch.zeros(count) if reads else None
-        self._round(count, given, out)
-        return b"" if out is None else _as_bytes(out)
-
-    @abstractmethod
-    def _round(self, count: int, given: Tensor | None, out: Tensor | None) -> None:
-        """One round of the table with so many numbers; the sum of what is given goes to `out`."""
-
-
-class OverServers(_InRounds):
-    """The workers of parameter servers, over rounds in a namespace that no keys of the store are in.
-
-    The rounds are synchronous whatever the store's mode is.
-    """
+class OverServers(Agreement):
+    """The workers of parameter servers, who come to barriers in a namespace of their own, and give bytes there."""
 
     def __init__(self, store: DistKVStore) -> None:
         self.rank, self.size = store.rank, store.num_workers
         self._client = store.open_side_client()
-        self._tables: dict[int, RemoteTable] = {}
+
+    def broadcast(self, data: bytes) -> bytes:
+        return self._exchange(_with_length(data) if self.rank == 0 else b"", MAX_PAYLOAD)[0]
+
+    def all_gather(self, mine: bytes) -> list[bytes]:
+        return self._exchange(_with_length(mine), MAX_PAYLOAD // self.size)
+
+    def gather(self, mine: bytes) -> list[bytes] | None:
+        found = self._exchange(_with_length(mine), MAX_PAYLOAD // self.size, self.rank == 0)
+        return found if self.rank == 0 else None
 
     def barrier(self) -> None:
         self._client.barrier()
@@ -166,46 +133,66 @@ class OverServers(_InRounds):
     def close(self) -> None:
         self._client.close()
 
-    def _round(self, count: int, given: Tensor | None, out: Tensor | None) -> None:
-        table = self._tables.get(count)
-        if table is None:
-            specs = [TensorSpec("bytes", (count,), "float32")]
-            [table] = self._client.register({f"bytes {count}": specs})
-            first = {"float32": torch.zeros(count)} if self.rank == 0 else None
-            self._client.rounds.initialise([RoundItem(table, first, None)])
-            self._tables[count] = table
-        item = RoundItem(
-            table,
-            None if given is None else {"float32": given},
-            None if out is None else {"float32": out},
-        )
-        self._client.rounds.wait(self._client.rounds.start([item]))
+    def _exchange(self, message: bytes, limit: int, reads: bool = True) -> list[bytes]:
+        """Give a message in pieces of at most `limit` bytes; return the messages of all ranks, if this one reads."""
+        first = min(_FIRST, limit)
+        pieces = [self._client.gather(message[:first])]
+        longest = max(_HEAD + int.from_bytes(piece[:_HEAD], "little") for piece in pieces[0])
+        pieces += [
+            self._client.gather(message[at : at + limit], reads) for at in range(first, longest, limit)
+        ]
+        return [b"".join(its)[_HEAD:] for its in zip(*pieces, strict=True)] if reads else []
 
 
-class OverVerbs(_InRounds):
-    """The workers of a third-party store, over two keys of its own: 'kvtrainer agreement' and a number."""
+class OverVerbs(Agreement):
+    """The workers of a third-party store, over two keys of its own: 'kvtrainer agreement' and a number.
+
+    In every round one worker gives a piece of its bytes, as numbers, and the others give zeros.
+    """
 
     def __init__(self, store: KVStoreBase) -> None:
         self.rank, self.size = store.rank, store.num_workers
         self._store = store
         self._known: set[int] = set()
 
-    def _round(self, count: int, given: Tensor | None, out: Tensor | None) -> None:
+    def broadcast(self, data: bytes) -> bytes:
+        return self._from(0, data)
+
+    def all_gather(self, mine: bytes) -> list[bytes]:
+        return [self._from(rank, mine) for rank in range(self.size)]
+
+    def _from(self, root: int, data: bytes) -> bytes:
+        """Return the bytes of one rank."""
+        message = _with_length(data) if self.rank == root else b""
+        parts = [self._piece(_SMALL, message)]
+        length = _HEAD + int.from_bytes(parts[0][:_HEAD], "little")
+        step = _LARGE * _PER_NUMBER
+        for at in range(len(parts[0]), length, step):
+            parts.append(self._piece(_LARGE, message[at : at + step]))
+        return b"".join(parts)[_HEAD:length]
+
+    def _piece(self, count: int, data: bytes) -> bytes:
+        """Sum what all give under a key of so many numbers."""
         key = f"kvtrainer agreement {count}"
         if count not in self._known:
             self._store.broadcast(key, torch.zeros(count), torch.zeros(count))
             self._known.add(count)
-        value = torch.zeros(count) if given is None else given
-        self._store.pushpull(key, value, torch.zeros(count) if out is None else out)
+        out = torch.zeros(count)
+        self._store.pushpull(key, _as_numbers(data[: count * _PER_NUMBER], count), out)
+        return _as_bytes(out)
 
 
 def agreement_of(store: KVStoreBase | None) -> Agreement:
-    """How the workers of a store come to agree; of a store that has one, or None, this process alone."""
+    """Return how the workers of a store agree; for one worker, or no store, this process alone."""
     if store is None or store.num_workers == 1:
         return Alone()
     if isinstance(store, DeviceKVStore) and store.group is not None:
         return OverRanks(store.group)
     return OverServers(store) if isinstance(store, DistKVStore) else OverVerbs(store)
+
+
+def _with_length(data: bytes) -> bytes:
+    return len(data).to_bytes(_HEAD, "little") + data
 
 
 def _as_numbers(data: bytes, count: int) -> Tensor:
