@@ -49,7 +49,8 @@ class ParameterGroups:
         self.made: torch.optim.Optimizer | None = None
         """The torch optimizer that was made for an update of all parameters together."""
         self.defaults = dict(optimizer.hyper)
-        self._option_names = option_names(optimizer)
+        self._option_names = None if is_foreign(optimizer) else option_names(optimizer)
+        """None of a torch class that we do not know, whose groups may have any entries."""
         self._checked: dict[str, Any] = {}
         """The options that were checked last."""
 
@@ -63,7 +64,7 @@ class ParameterGroups:
         self.optimizer.hyper = live[0] if len(live) == 1 else dict(self.defaults)
 
     def follow_instance(self) -> None:
-        """Take over the groups of the torch instance, which loading a state_dict replaces.
+        """Take over the groups of the torch instance, if there is one, which loading a state_dict replaces.
 
         Raises:
             ConfigurationError: they have other parameters.
@@ -134,7 +135,7 @@ class ParameterGroups:
 
     def _options_of(self, group: Mapping[str, Any]) -> dict[str, Any]:
         """The options of a group that travel with every round, as plain numbers; of a foreign class all plain ones."""
-        if not is_foreign(self.optimizer):
+        if self._option_names is not None:
             return {name: _plain(group[name]) for name in self._option_names}
         found = {
             name: _plain(value) for name, value in group.items() if name not in _LISTS and name not in NOTES

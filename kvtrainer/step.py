@@ -172,15 +172,15 @@ class StepPipeline:
             updated: list[bool] | None = fresh
             verdict, in_store = Verdict(), False
             if (exchange := self.link.exchange) is not None:
-                kept = self._kept_scale(undone)
+                kept = 1.0 if exchange.updates_weights else self._kept_scale(undone)
                 mean = self._num_averaged if batch_size is None else 1
                 updated, verdict = self._reduce(fresh, scale * kept / mean)
                 scale, in_store = 1.0 / kept, exchange.updates_weights
-            if updated is not None and in_store:
-                self.memory.share_weights()
-            elif updated is not None:
+            if updated is not None and not in_store:
                 verdict = self._update_here(updated, scale, again)
                 updated = None if verdict.decision.skip else updated
+            elif updated is not None and self.memory.has_replicas:
+                self.memory.share_weights()
         self._finish(fresh, updated, verdict)
         return self.last if closure is None else loss
 
@@ -271,8 +271,9 @@ class StepPipeline:
                     "kvstore; run a forward pass through the whole model before the first step"
                 )
             self.grow(self.groups.names)
-        self.groups.follow_instance()
-        self.states.follow_instance()
+        if self.groups.instance is not None:
+            self.groups.follow_instance()
+            self.states.follow_instance()
 
     def can_grow(self) -> bool:
         """Ask the store whether parameters may still be added.
@@ -303,7 +304,7 @@ class StepPipeline:
                 for name, takes_part in zip(self.memory.names, self.memory.participating(), strict=True):
                     if takes_part:
                         _log.debug("parameter %s will be updated", name)
-            if self.link.exchange is not None:
+            if self.link.exchange is not None and self.memory.has_replicas:
                 self.memory.share_weights()
             self.memory.accept_writes(self.link.has_weights)
             self.states.hand_over()
@@ -462,7 +463,7 @@ class StepPipeline:
             loss: what it gave already.
             scale: what gradients are multiplied by.
         """
-        joint = self.states.joint
+        joint = None if closure is None else self.states.joint
         if joint is None or closure is None:
             return None
         is_alone = (
@@ -504,7 +505,8 @@ class StepPipeline:
         memory, link = self.memory, self.link
         memory.gather(fresh)
         factor = self._loss_factor if link.is_lossy(memory.arena.grads) else 1.0
-        memory.scale(factor)
+        if factor != 1.0:
+            memory.scale(factor)
         if memory.has_replicas and link.exchange is not None:
             # What overflows cannot be compressed; its sum overflows as well, which is a veto.
             is_plain = link.replicas is None or self._overflows()
@@ -530,7 +532,14 @@ class StepPipeline:
             own = self._judge(memory.devices[0], fresh, scale)
             scale = self._limit_own(own.decision, scale)
         veto = own.decision.skip or self._overflows()
-        outcome = self.link.round(memory, self._agreed_options(fresh), scale, absent, veto, self.limits)
+        # What workers must have alike, or they come to different numbers of rounds, or scales.
+        stages: dict[str, Any] = {}
+        if self.accumulation.counts > 1:
+            stages["accumulate"] = self.accumulation.counts
+        if self.loss_scaler is not None:
+            stages["loss_scale"] = self.loss_scaler.loss_scale
+        options = {**self._options(fresh), "stages": stages}
+        outcome = self.link.round(memory, options, scale, absent, veto, self.limits)
         if outcome.skipped:
             return None, Verdict(own.measured or outcome.measured, Decision(skip=True))
         if not exchange.updates_weights:
@@ -559,15 +568,6 @@ class StepPipeline:
         self.counts.apply(self.groups.live, coming if self.link.num_workers == 1 else None)
         return self.groups.options(self.memory)
 
-    def _agreed_options(self, coming: Sequence[bool]) -> dict[str, Any]:
-        """The same with what else workers must have alike, or they come to different numbers of rounds, or scales."""
-        stages: dict[str, Any] = {}
-        if self.accumulation.counts > 1:
-            stages["accumulate"] = self.accumulation.counts
-        if self.loss_scaler is not None:
-            stages["loss_scale"] = self.loss_scaler.loss_scale
-        return {**self._options(coming), "stages": stages}
-
     def _update_here(
         self, present: Sequence[bool], scale: float, again: Callable[[], Any] | None = None
     ) -> Verdict:
@@ -589,7 +589,7 @@ class StepPipeline:
             return skipped
         for (device, update, own), verdict in zip(places, verdicts, strict=True):
             self._apply(device, update, own, scale, numbers, verdict.decision, again)
-        if self.link.exchange is not None:
+        if self.link.exchange is not None and self.memory.has_replicas:
             self.memory.share_weights(present)
         return verdicts[0]
 

@@ -90,9 +90,9 @@ class Arena:
 
         A present parameter must have a dense gradient; any memory format will do.
         """
-        pieces = self._pieces_of_grads()
+        _, pieces = self.grads, self._grad_pieces
         here = [i for i, is_present in enumerate(present) if is_present]
-        _copy([pieces[i] for i in here], [self._grad(i) for i in here])
+        _copy([pieces[i] for i in here], self._grads_of(here))
         zero, self._zero = self._zero, frozenset()
         absent = [pieces[i] for i, is_present in enumerate(present) if not is_present and i not in zero]
         if absent:
@@ -107,10 +107,10 @@ class Arena:
 
         A present parameter without a gradient gets a new tensor: other workers had one.
         """
-        pieces = self._pieces_of_grads()
+        _, pieces = self.grads, self._grad_pieces
         here = [i for i, is_present in enumerate(present) if is_present]
         with_grad = [i for i in here if self._parameters[i].grad is not None]
-        _copy([self._grad(i) for i in with_grad], [pieces[i] for i in with_grad])
+        _copy(self._grads_of(with_grad), [pieces[i] for i in with_grad])
         for i in here:
             if self._parameters[i].grad is None:
                 self._parameters[i].grad = pieces[i].clone()
@@ -184,14 +184,9 @@ class Arena:
             return arenas[spec.dtype].new_empty(0)
         return arenas[spec.dtype].narrow(0, self._plan.key_offsets[i], spec.numel).view(spec.shape)
 
-    def _pieces_of_grads(self) -> list[Tensor]:
-        _ = self.grads
-        return self._grad_pieces
-
-    def _grad(self, i: int) -> Tensor:
-        grad = self._parameters[i].grad
-        assert grad is not None, f"{self._names[i]} counts as present but has no gradient"
-        return grad
+    def _grads_of(self, keys: Iterable[int]) -> list[Tensor]:
+        found = [self._parameters[i].grad for i in keys]
+        return [grad for grad in found if grad is not None]
 
 
 class WriteWatch:

@@ -76,6 +76,8 @@ class GradientTracker:
         """
         rows = zip(self._nodes, self._parameters, strict=True)
         unwatched = [i for i, (node, p) in enumerate(rows) if node is None and p.requires_grad]
+        if not unwatched and self._forward_handle is None:
+            return
         ready = [i for i in unwatched if not is_lazy(self._parameters[i])]
         me = weakref.ref(self)
         for i, node in zip(ready, _nodes_of([self._parameters[i] for i in ready]), strict=True):

@@ -67,7 +67,7 @@ class DeviceMemory:
         while True:
             sparse = self._sparse.present(present)
             try:
-                self.arena.gather_grads(_without(present, sparse))
+                self.arena.gather_grads(_without(present, sparse) if sparse else present)
                 break
             except RuntimeError:
                 if not self._sparse.find(present):
@@ -142,6 +142,11 @@ class Memory:
         ConfigurationError: a parameter cannot be stored; nothing has been changed then.
     """
 
+    plan: Plan
+    """Where every element lies, on every device; there once `is_settled`."""
+    arena: Arena
+    """The weights and gradients on the first device; there once `is_settled`."""
+
     def __init__(self, groups: Sequence[Group], names: Sequence[Sequence[str]]) -> None:
         self.names = list(chain.from_iterable(names))
         self._group_of = [at for at, own in enumerate(names) for _ in own]
@@ -151,6 +156,9 @@ class Memory:
             [p for group, own in rows for p in group["params"][own * at : own * (at + 1)]]
             for at in range(count)
         ]
+        self.parameters = replicas[0]
+        """The parameters on the first device."""
+        self.has_replicas = count > 1
         self._homes = [parameters[0].device for parameters in replicas]
         self._labels = [self.names]
         """By device: what replicas are called in messages."""
@@ -180,21 +188,6 @@ class Memory:
         self.attach()
 
     @property
-    def parameters(self) -> Sequence[Parameter]:
-        """The parameters on the first device."""
-        return self.devices[0].parameters
-
-    @property
-    def plan(self) -> Plan:
-        """Where every element lies, on every device; there once `is_settled`."""
-        return self.devices[0].plan
-
-    @property
-    def arena(self) -> Arena:
-        """The weights and gradients on the first device; there once `is_settled`."""
-        return self.devices[0].arena
-
-    @property
     def rows(self) -> Mapping[int, RowSet]:
         """The row-sparse gradients on the first device, or their sums, by index of the key."""
         return self.devices[0].rows
@@ -202,11 +195,6 @@ class Memory:
     @rows.setter
     def rows(self, rows: Mapping[int, RowSet]) -> None:
         self.devices[0].rows = dict(rows)
-
-    @property
-    def has_replicas(self) -> bool:
-        """Whether there are several devices."""
-        return len(self.devices) > 1
 
     def key_of(self, parameter: Tensor) -> int | None:
         """Find the key of a parameter; None if it is not one of these."""
@@ -338,7 +326,7 @@ class Memory:
 
     def scale(self, scale: float) -> None:
         """Multiply all gradients that were gathered, not those that they were copied from."""
-        for device in self.devices if scale != 1.0 else ():
+        for device in self.devices:
             device.scale_rows(scale)
             for grad in device.arena.grads.values():
                 grad.mul_(scale)
@@ -378,7 +366,7 @@ class Memory:
     def share_weights(self, present: Sequence[bool] | None = None) -> None:
         """Give every replica the weights of the first one, of which those that are `present` (None: all) are new."""
         _, *copies = self.devices
-        for dtype, flat in self.arena.weights.items() if copies else ():
+        for dtype, flat in self.arena.weights.items():
             self._reducer.broadcast(flat, [copy.arena.weights[dtype] for copy in copies])
         for copy in copies:
             copy.arena.mark_updated(present)
@@ -442,7 +430,7 @@ class Memory:
 
     def _place(self) -> None:
         self._left_out = [p for p in self.parameters if is_lazy(p)]
-        placed = self.parameters
+        placed: Sequence[Parameter] = self.parameters
         if self._left_out:
             placed = [
                 Parameter(torch.empty(0, dtype=p.dtype, device=p.device), requires_grad=False)
@@ -460,7 +448,7 @@ class Memory:
         first.place(placed, self.names, plan)
         for copy in copies:
             copy.place(copy.parameters, copy.names, plan)
-        self.is_settled = True
+        self.plan, self.arena, self.is_settled = plan, first.arena, True
 
     def _sum_rows(self, key: int, given: Sequence[DeviceMemory]) -> RowSet:
         """Sum the gradients of one key of which every device that has one has only rows."""
@@ -490,8 +478,6 @@ class Memory:
 
 
 def _without(present: Sequence[bool], those: Sequence[int]) -> Sequence[bool]:
-    if not those:
-        return present
     rest = list(present)
     for i in those:
         rest[i] = False
