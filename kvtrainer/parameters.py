@@ -38,9 +38,9 @@ def collect(params: Any, first: int = 0) -> list[Group]:
     for options, named in _groups(params):
         rows: dict[str, Sequence[Tensor]] = {}
         for name, given in named:
-            replicas = (
-                [given] if isinstance(given, Tensor) or not isinstance(given, Sequence) else list(given)
-            )
+            replicas: list[Any] = [given]
+            if not isinstance(given, Tensor) and isinstance(given, Sequence):
+                replicas = list(given)
             ids = tuple(map(id, replicas))
             if ids and seen.get(ids[0]) == ids:
                 continue
@@ -51,8 +51,7 @@ def collect(params: Any, first: int = 0) -> list[Group]:
             check_replicas(label, replicas, seen)
             if label in found:
                 raise ConfigurationError(f"two parameters are called {label!r}; give each a name of its own")
-            for one in ids:
-                seen[one] = ids
+            seen.update(dict.fromkeys(ids, ids))
             found[label] = rows[label] = replicas
         by_device = [list(one) for one in zip(*rows.values(), strict=False)]
         group: Group = {**options, "params": by_device[0] if rows else [], "param_names": list(rows)}

@@ -405,6 +405,10 @@ def _off_device(parameters: Sequence[Parameter], names: Sequence[str]) -> Iterat
 
 def _overlaps(parameters: Sequence[Parameter], names: Sequence[str]) -> Iterator[str]:
     """The parameters that share memory with one before them; all are dense and on one device."""
+    starts = torch.tensor([p.data_ptr() for p in parameters], dtype=torch.int64)
+    ends, order = starts + torch.tensor([p.nbytes for p in parameters]), starts.argsort()
+    if not (ends[order][:-1] > starts[order][1:]).any():
+        return
     blocks = sorted([(p.data_ptr(), p.nbytes, i) for i, p in enumerate(parameters)])
     last_end, last = 0, 0
     for start, size, i in blocks:

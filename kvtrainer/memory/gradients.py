@@ -26,7 +26,6 @@ from kvstore_server.optimizer import coalesce_rows
 from kvstore_server.plan import Plan, row_numel
 from kvstore_server.reduction import RowSet
 from kvtrainer.errors import ConfigurationError, StaleGradientError
-from kvtrainer.memory.row_sparse import is_row_sparse
 
 GRAD_REQS = ("write", "add", "null")
 """What `parameter.grad_req` may be; without that attribute a parameter follows the default rule."""
@@ -78,7 +77,8 @@ class GradientTracker:
         unwatched = [i for i, (node, p) in enumerate(rows) if node is None and p.requires_grad]
         if not unwatched and self._forward_handle is None:
             return
-        ready = [i for i in unwatched if not is_lazy(self._parameters[i])]
+        lazy = set(map(id, lazy_among(self._parameters)))
+        ready = [i for i in unwatched if id(self._parameters[i]) not in lazy] if lazy else unwatched
         me = weakref.ref(self)
         for i, node in zip(ready, _nodes_of([self._parameters[i] for i in ready]), strict=True):
             self._handles.append(node.register_prehook(partial(_before_accumulation, me, i)))
@@ -208,12 +208,18 @@ class GradientTracker:
 
 
 class SparseGrads:
-    """Knows which parameters have had row-sparse gradients, and reads those that they have now."""
+    """Knows which parameters have had row-sparse gradients, and reads those that they have now.
 
-    def __init__(self, parameters: Sequence[Parameter], names: Sequence[str]) -> None:
+    Args:
+        in_store: those that live in a store alone, by position.
+    """
+
+    def __init__(
+        self, parameters: Sequence[Parameter], names: Sequence[str], in_store: Iterable[int] = ()
+    ) -> None:
         self._parameters = parameters
         self._names = names
-        self._in_store = {i for i, p in enumerate(parameters) if is_row_sparse(p)}
+        self._in_store = set(in_store)
         self._known: set[int] = set(self._in_store)
         """Those that had one once, or live in a store. Looking at every gradient in every step would take time."""
 
@@ -269,6 +275,12 @@ class SparseGrads:
 
 def _is_sparse(grad: Tensor | None) -> bool:
     return grad is not None and grad.layout is not torch.strided
+
+
+def lazy_among(parameters: Sequence[Parameter]) -> list[Parameter]:
+    """Find the parameters of lazy modules that have no shape yet."""
+    # By their classes first: of most models all parameters are plain ones.
+    return [p for p in parameters if is_lazy(p)] if set(map(type, parameters)) != {Parameter} else []
 
 
 class _AllOf(torch.autograd.Function):

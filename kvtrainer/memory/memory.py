@@ -7,7 +7,7 @@ their own until `sum_replicas`.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 
 import torch
@@ -20,8 +20,8 @@ from kvstore_server.reduction import RowSet, compute_dtype
 from kvtrainer.errors import ConfigurationError, NotInitializedError
 from kvtrainer.kvstore.replicas import ReplicaCompressor, sum_rows
 from kvtrainer.memory.arena import Arena, dtype_name
-from kvtrainer.memory.gradients import GradientTracker, SparseGrads, stale_error
-from kvtrainer.memory.row_sparse import RowTables, is_row_sparse
+from kvtrainer.memory.gradients import GradientTracker, SparseGrads, lazy_among, stale_error
+from kvtrainer.memory.row_sparse import RowTables
 from kvtrainer.parallel.policy import device_names, policy_of
 from kvtrainer.parallel.reducers import AUTO, FLAT, FlatReducer, make_reducer
 from kvtrainer.types import Group
@@ -33,6 +33,7 @@ class DeviceMemory:
     Args:
         parameters: in the order of the groups.
         names: of each, for messages.
+        tables: those that live in the store alone, by position.
     """
 
     plan: Plan
@@ -40,13 +41,15 @@ class DeviceMemory:
     arena: Arena
     """The weights and gradients; there once the parameters are placed."""
 
-    def __init__(self, parameters: Sequence[Parameter], names: Sequence[str]) -> None:
+    def __init__(
+        self, parameters: Sequence[Parameter], names: Sequence[str], tables: Iterable[int] = ()
+    ) -> None:
         self.parameters = parameters
         self.names = names
         self.tracker = GradientTracker(parameters, names)
         self.rows: dict[int, RowSet] = {}
         """The row-sparse gradients that were gathered last, by index of the key; the arena has zeros for them."""
-        self._sparse = SparseGrads(parameters, names)
+        self._sparse = SparseGrads(parameters, names, tables)
 
     def place(self, parameters: Sequence[Parameter], names: Sequence[str], plan: Plan) -> None:
         """Move parameters into an arena; `parameters` has empty ones for those that have no shape yet.
@@ -164,16 +167,16 @@ class Memory:
         """By device: what replicas are called in messages."""
         if count > 1:
             self._labels = [[f"{name} on {one}" for name in self.names] for one in device_names(self._homes)]
+        self.tables = RowTables(replicas)
+        """Those that live in the store alone."""
         self.devices = [
-            DeviceMemory(parameters, labels if at else self.names)
+            DeviceMemory(parameters, labels if at else self.names, self.tables)
             for at, (parameters, labels) in enumerate(zip(replicas, self._labels, strict=True))
         ]
         policy = policy_of(groups)
         self._may_lack = policy.may_lack
         self.num_averaged = 1 if policy.are_scaled else count
         """How many gradients of a parameter a mean over this process is divided by."""
-        self.tables = RowTables(replicas)
-        """Those that live in the store alone."""
         self.own_present: list[Sequence[bool]] = []
         """By device: the keys whose gradients were gathered there last."""
         self._is_summed = False
@@ -183,7 +186,7 @@ class Memory:
         """Those that had no shape when the others were placed; an empty key holds the place of each."""
         self.is_settled = False
         """Whether there are a plan and arenas."""
-        if not any([is_lazy(p) for p in self.parameters]):
+        if not lazy_among(self.parameters):
             self._place()
         self.attach()
 
@@ -429,7 +432,7 @@ class Memory:
                 self.parameters[i].copy_(values[name])
 
     def _place(self) -> None:
-        self._left_out = [p for p in self.parameters if is_lazy(p)]
+        self._left_out = lazy_among(self.parameters)
         placed: Sequence[Parameter] = self.parameters
         if self._left_out:
             placed = [
@@ -438,10 +441,10 @@ class Memory:
                 else p
                 for p in self.parameters
             ]
-        rows = zip(self.names, placed, self._group_of, strict=True)
+        tables, rows = set(self.tables), zip(self.names, placed, self._group_of, strict=True)
         specs = [
-            TensorSpec(name, tuple(p.shape), dtype_name(p.dtype), group, is_row_sparse(p))
-            for name, p, group in rows
+            TensorSpec(name, tuple(p.shape), dtype_name(p.dtype), group, key in tables)
+            for key, (name, p, group) in enumerate(rows)
         ]
         first, *copies = self.devices
         plan = make_plan(specs, 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from types import MappingProxyType
@@ -271,7 +271,7 @@ class RowTables:
     def __init__(self, replicas: Sequence[Sequence[Parameter]]) -> None:
         self._parameters: dict[int, list[RowSparseParameter]] = {}
         for parameters in replicas:
-            for key, parameter in enumerate(parameters):
+            for key, parameter in enumerate(parameters) if _has_tables(parameters) else ():
                 if is_row_sparse(parameter):
                     self._parameters.setdefault(key, []).append(parameter)
         self._given: dict[int, Tensor] = {}
@@ -279,6 +279,9 @@ class RowTables:
 
     def __contains__(self, key: int) -> bool:
         return key in self._parameters
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._parameters)
 
     def key_of(self, parameter: RowSparseParameter) -> int:
         """The key of which this is a replica."""
@@ -307,6 +310,11 @@ class RowTables:
             parameter._place()
 
 
+def _has_tables(parameters: Iterable[object]) -> bool:
+    """Tell whether some are row-sparse, by their classes: one look at each parameter would take longer."""
+    return any(issubclass(kind, RowSparseParameter) for kind in set(map(type, parameters)))
+
+
 def claimable(groups: Sequence[Group]) -> list[tuple[str, RowSparseParameter]]:
     """Find the row-sparse parameters in these groups, with their names, and all of their replicas.
 
@@ -316,6 +324,8 @@ def claimable(groups: Sequence[Group]) -> list[tuple[str, RowSparseParameter]]:
     found: list[tuple[str, RowSparseParameter]] = []
     for group in groups:
         of_devices = [group["params"], *group.get(COPIES, ())]
+        if not any(map(_has_tables, of_devices)):
+            continue
         found += [
             (name, p)
             for of_device in of_devices
