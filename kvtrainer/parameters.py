@@ -51,7 +51,8 @@ def collect(params: Any, first: int = 0) -> list[Group]:
             check_replicas(label, replicas, seen)
             if label in found:
                 raise ConfigurationError(f"two parameters are called {label!r}; give each a name of its own")
-            seen.update(dict.fromkeys(ids, ids))
+            for one in ids:
+                seen[one] = ids
             found[label] = rows[label] = replicas
         by_device = [list(one) for one in zip(*rows.values(), strict=False)]
         group: Group = {**options, "params": by_device[0] if rows else [], "param_names": list(rows)}

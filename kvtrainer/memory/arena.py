@@ -11,11 +11,12 @@ bits.
 
 from __future__ import annotations
 
+import weakref
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
-from weakref import WeakValueDictionary
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import Parameter
@@ -31,7 +32,7 @@ _SUMMED = 1 << 10
 """The bytes in one sum; behind the last whole row of blocks it is a line of 64."""
 _WORD = 8
 
-_placed: WeakValueDictionary[int, Parameter] = WeakValueDictionary()
+_placed: dict[int, weakref.ref[Parameter]] = {}
 """Address → the parameter that an arena has put there: the data of one may lie in the arena of another Trainer."""
 
 
@@ -75,7 +76,7 @@ class Arena:
         self.writes = WriteWatch(parameters, self.weights, plan)
         """What others than the Trainer do to the weights."""
         self._addresses = [p.data_ptr() for p in here]
-        _placed.update(zip(self._addresses, here, strict=True))
+        _place(self._addresses, here)
 
     @property
     def grads(self) -> dict[str, Tensor]:
@@ -152,13 +153,14 @@ class Arena:
         for i in moved:
             _copy([places[i]], [self._parameters[i].detach()])
             self._parameters[i].data = places[i]
-            _placed[places[i].data_ptr()] = self._parameters[i]
+            _place([places[i].data_ptr()], [self._parameters[i]])
 
     def _is_in_another(self, i: int) -> bool:
         """Whether an arena has put the data of a parameter where they are, in the form that they have here."""
         parameter, spec = self._parameters[i], self._plan.specs[i]
         form = (tuple(parameter.shape), parameter.dtype, parameter.device)
-        is_placed = _placed.get(parameter.data_ptr()) is parameter and parameter.is_contiguous()
+        there = _placed.get(parameter.data_ptr())
+        is_placed = there is not None and there() is parameter and parameter.is_contiguous()
         return is_placed and form == (spec.shape, getattr(torch, spec.dtype), self.device)
 
     def _allocate(self) -> dict[str, Tensor]:
@@ -316,6 +318,15 @@ def _aliases_of(flat: Tensor) -> Callable[[int, int], Tensor]:
     )
 
 
+def _place(addresses: Sequence[int], parameters: Sequence[Parameter]) -> None:
+    """Note which parameters lie where; those that are gone are forgotten before there would be more."""
+    # A WeakValueDictionary does the same, at eight times the price.
+    if len(_placed) >= len(addresses):
+        for address in [address for address, there in _placed.items() if there() is None]:
+            del _placed[address]
+    _placed.update(zip(addresses, map(weakref.ref, parameters), strict=True))
+
+
 @torch.no_grad()
 def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
     if targets:
@@ -405,8 +416,8 @@ def _off_device(parameters: Sequence[Parameter], names: Sequence[str]) -> Iterat
 
 def _overlaps(parameters: Sequence[Parameter], names: Sequence[str]) -> Iterator[str]:
     """The parameters that share memory with one before them; all are dense and on one device."""
-    starts = torch.tensor([p.data_ptr() for p in parameters], dtype=torch.int64)
-    ends, order = starts + torch.tensor([p.nbytes for p in parameters]), starts.argsort()
+    starts = np.array([p.data_ptr() for p in parameters], dtype=np.int64)
+    ends, order = starts + np.array([p.nbytes for p in parameters], dtype=np.int64), starts.argsort()
     if not (ends[order][:-1] > starts[order][1:]).any():
         return
     blocks = sorted([(p.data_ptr(), p.nbytes, i) for i, p in enumerate(parameters)])
