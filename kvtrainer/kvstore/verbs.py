@@ -5,15 +5,13 @@ Each key is a table of its own, so workers may push keys in any order and any su
 
 from __future__ import annotations
 
-import functools
-import gc
 import os
 import time
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import repeat
-from typing import Any, ClassVar, NoReturn, ParamSpec, TypeVar
+from typing import Any, ClassVar, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -64,37 +62,11 @@ from kvtrainer.profiler import Profiler
 
 WORKERS, SERVERS = 4, 2
 """Groups of processes, as `num_dead_nodes` takes them."""
-MANY = 64
-"""Keys from which on a call pauses the collector."""
 
 Pairs = Sequence[tuple[Key, list[Tensor]]]
 Found = list[tuple[Entry, list[Tensor]]]
 """Keys that are known, each once, with their tensors, which were checked."""
-_Arguments = ParamSpec("_Arguments")
 _Store = TypeVar("_Store", bound="TableKVStore")
-
-
-def without_collections(method: Callable[_Arguments, None]) -> Callable[_Arguments, None]:
-    """Pause the cyclic garbage collector while a verb (self, key, …) handles a long list of keys.
-
-    Such a call makes a dozen short-lived objects per key. They set off full collections, each of which walks all that
-    torch has loaded: half of the call's time. Reference counting frees them all the same. The collector is process
-    wide, so other threads' cycles wait until the call is over.
-    """
-
-    @functools.wraps(method)
-    def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> None:
-        key = args[1] if len(args) > 1 else kwargs.get("key")
-        pause = isinstance(key, list | tuple) and len(key) >= MANY and gc.isenabled()
-        if pause:
-            gc.disable()
-        try:
-            method(*args, **kwargs)
-        finally:
-            if pause:
-                gc.enable()
-
-    return call
 
 
 class TableKVStore(KVStoreBase):
@@ -166,7 +138,6 @@ class TableKVStore(KVStoreBase):
         return self._connected
 
     @by_one_thread
-    @without_collections
     def init(self, key: Any, value: Any) -> None:
         """Create keys with rank 0's values; blocks until every worker has called it.
 
@@ -177,13 +148,11 @@ class TableKVStore(KVStoreBase):
         self._create(pair(key, value, "value"), None)
 
     @by_one_thread
-    @without_collections
     def broadcast(self, key: Any, value: Any, out: Any, priority: int = 0) -> None:
         """Create keys as `init` does and write rank 0's values to `out` on every worker."""
         self._create(pair(key, value, "value"), pair(key, out, "out"))
 
     @by_one_thread
-    @without_collections
     def push(self, key: Any, value: Any, priority: int = 0) -> None:
         """Give this worker's part to the next round of each key and return.
 
@@ -199,7 +168,6 @@ class TableKVStore(KVStoreBase):
         self._contribute(self._find(pair(key, value, "value"), check_value), None, priority)
 
     @by_one_thread
-    @without_collections
     def pushpull(self, key: Any, value: Any, out: Any = None, priority: int = 0) -> None:
         """Push, wait for the round, and write the new values to `out`, or back to `value`; blocks.
 
@@ -210,7 +178,6 @@ class TableKVStore(KVStoreBase):
         self._contribute(pushed, outs, priority)
 
     @by_one_thread
-    @without_collections
     def pull(self, key: Any, out: Any = None, priority: int = 0, ignore_sparse: bool = True) -> None:
         """Write the present values of keys to `out`, after this worker's own pushes; blocks.
 
@@ -221,7 +188,7 @@ class TableKVStore(KVStoreBase):
             raise ConfigurationError("pull needs out=…: the tensor, or list of tensors, to write to")
         pairs = pair(key, out, "out")
         copies: list[tuple[Tensor, Tensor]] = []
-        if any([is_sparse(one) for _, outs in pairs for one in outs]):
+        if any([one.layout is not torch.strided for _, outs in pairs for one in outs]):
             pairs, copies = self._without_sparse(pairs, ignore_sparse)
         wanted = self._find(pairs, check_out)
         targets = [target_of(entry.dtype, outs) for entry, outs in wanted]
@@ -499,12 +466,12 @@ class TableKVStore(KVStoreBase):
         """Make a key's part in a round; it is the caller's memory only if the caller waits for the end."""
         spec, table = entry.spec, entry.table
         out = None if target is None else {spec.dtype: target}
-        num_sparse = sum([is_sparse(one) for one in replicas])
-        if num_sparse == len(replicas):
+        sparse = [one.layout is not torch.strided for one in replicas]
+        if all(sparse):
             if self._goes_by_rows(entry):
                 return RoundItem(table, {}, out, rows={0: merge_rows(spec, replicas)})
             return RoundItem(table, {spec.dtype: dense_sum(spec, replicas).view(-1)}, out)
-        if num_sparse:
+        if any(sparse):
             replicas = [densified(spec, one) for one in replicas]
         flat, is_own = self._sum(spec, replicas)
         return RoundItem(table, {spec.dtype: flat if is_own or out is not None else flat.clone()}, out)
@@ -566,7 +533,7 @@ class TableKVStore(KVStoreBase):
             warnings.warn(
                 f"pull into a sparse tensor (of key {key!r}) has been ignored; use row_sparse_pull(…, row_ids=…)",
                 SparsePullWarning,
-                stacklevel=6,
+                stacklevel=5,
             )
 
     def _pull_rows(self, pulls: Sequence[RowPull]) -> list[Tensor]:
