@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 
-from tests.support.jobs import Job, PartOfJob, run_job
-from tests.support.workers import parity
+from tests.support.jobs import Job, PartOfJob, Results, run_job
 
 TOGETHER = {
     (1, 1): ("closed_forms", "bits", "trajectories", "dtypes", "row_sparse"),
@@ -19,6 +20,25 @@ TOGETHER = {
 """Sizes of which one job serves several tests."""
 
 
+MODULES = {
+    "closed_forms": "test_closed_forms",
+    "bits": "test_bit_identity",
+    "dtypes": "test_dtypes",
+    "golden": "test_golden_trajectories",
+    "half_sums": "test_half_sums",
+    "one_problem": "test_one_process_loop",
+    "row_sparse": "test_row_sparse",
+    "trajectories": "test_random_trajectories",
+}
+"""Parts of jobs, and the modules of this folder whose `run` they are."""
+
+
+def run_parts(rank: int, workers: int, *parts: str) -> Results:
+    """In a worker: play one part after the other, so that all but the first find servers that have served others."""
+    modules = {part: importlib.import_module(f"tests.parity.{MODULES[part]}") for part in parts}
+    return {part: module.run(rank, workers) for part, module in modules.items()}
+
+
 @pytest.fixture(scope="session")
 def part_of_job(tmp_path_factory: pytest.TempPathFactory) -> PartOfJob:
     """Runs the job that has a part, unless it has run already; one that failed is not run again for the next test."""
@@ -30,7 +50,7 @@ def part_of_job(tmp_path_factory: pytest.TempPathFactory) -> PartOfJob:
             parts = together if part in together else (part,)
             folder = tmp_path_factory.mktemp(f"{workers}x{servers}")
             try:
-                job = run_job(parity.run, folder, workers, servers, *parts)
+                job = run_job(run_parts, folder, workers, servers, *parts)
             except AssertionError as error:
                 done.update({(name, workers, servers): error for name in parts})
             else:

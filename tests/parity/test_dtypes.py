@@ -6,6 +6,8 @@ whose weights are rounded after every step.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -14,20 +16,88 @@ from torch import Tensor
 import kvtrainer
 from kvstore_server.optimizer import gluon, layerwise
 from kvstore_server.plan import TensorSpec, make_plan
+from kvtrainer.kvstore import KVStoreBase
 from kvtrainer.kvstore.verbs import TableKVStore
 from tests.support.dtype_runs import (
+    BATCH,
+    COMMON,
     HALF,
     LABELS,
     OPTIMIZERS,
     ROWS,
+    decay_of,
+    gradient,
+    rates,
     reference,
     rounded,
     sgld_moments,
     shapes,
     start_weight,
 )
-from tests.support.jobs import Job, PartOfJob
-from tests.support.workers.dtypes import TIMES, TINY, name_of, play, sites, tiny_steps
+from tests.support.jobs import Job, PartOfJob, Results
+from tests.support.scalar_training import set_gradients
+
+TINY, TIMES = 2e-4, 200
+
+
+def run(rank: int, workers: int) -> Results:
+    results: dict[str, Any] = {}
+    for has_master in (True, False):
+        if workers == 1:
+            results[f"tiny {has_master}"] = tiny_steps("dist_sync", True, has_master)
+            continue
+        for label in OPTIMIZERS:
+            for in_store in sites(has_master):
+                name = name_of(label, has_master, in_store)
+                results[name] = play(label, has_master, rank, "dist_sync", in_store)
+    return results
+
+
+def sites(has_master: bool) -> tuple[bool, ...]:
+    """The values of update_on_kvstore that are played."""
+    return (True, False) if has_master else (True,)
+
+
+def name_of(label: str, has_master: bool, in_store: bool) -> str:
+    """Under which name a run's weights are delivered."""
+    return f"{label}, multi_precision {has_master}, {in_store}"
+
+
+def play(
+    label: str, has_master: bool, rank: int, kvstore: str | KVStoreBase | None, in_store: bool | None
+) -> dict[str, Tensor]:
+    """The weights at the end of one run, each in its dtype."""
+    parameters: dict[str, Tensor] = {}
+    for dtype in ROWS:
+        for key, shape in shapes(dtype).items():
+            start = torch.from_numpy(start_weight(key, shape))
+            parameters[key] = start.to(getattr(torch, dtype)).requires_grad_()
+    case = OPTIMIZERS[label]
+    options = {**COMMON, **case.options, "wd": decay_of(case.name), "multi_precision": has_master}
+    with kvtrainer.Trainer(
+        parameters, case.name, options, kvstore=kvstore, update_on_kvstore=in_store
+    ) as trainer:
+        for step, lr in enumerate(rates(case.name)):
+            trainer.set_learning_rate(lr)
+            grads = {key: gradient(key, tuple(p.shape), step, rank) for key, p in parameters.items()}
+            set_gradients(parameters, grads)
+            trainer.step(BATCH)
+    return {key: parameter.detach().clone() for key, parameter in parameters.items()}
+
+
+def tiny_steps(
+    kvstore: str | KVStoreBase | None, in_store: bool | None, has_master: bool
+) -> dict[str, float]:
+    """Weights of 1.0, one of each half dtype, after TIMES steps of sgd with the gradient TINY and lr 1."""
+    weights = {dtype: torch.ones(1, dtype=getattr(torch, dtype), requires_grad=True) for dtype in HALF}
+    options = {"learning_rate": 1.0, "multi_precision": has_master}
+    with kvtrainer.Trainer(weights, "sgd", options, kvstore=kvstore, update_on_kvstore=in_store) as trainer:
+        for _ in range(TIMES):
+            for weight in weights.values():
+                (weight * TINY).sum().backward()  # type: ignore[no-untyped-call]
+            trainer.step(1)
+    return {dtype: weight.item() for dtype, weight in weights.items()}
+
 
 EXACT = {"float32": 2e-6, "float64": 1e-13}
 """Tolerances, absolute and relative; for half precision float32's, and what its weights round."""

@@ -15,8 +15,10 @@ from torch import Tensor
 import kvtrainer
 from kvstore_server.optimizer import gluon, layerwise
 from kvstore_server.plan import Slice, TensorSpec, make_plan
+from kvtrainer.kvstore import KVStoreBase
 from tests.support.gluon_formulas import Reference
-from tests.support.jobs import Job, PartOfJob
+from tests.support.jobs import Job, PartOfJob, Results
+from tests.support.scalar_training import set_gradients
 from tests.support.trajectories import (
     ALL,
     OPTIMIZERS,
@@ -24,13 +26,56 @@ from tests.support.trajectories import (
     SCENARIOS,
     SHAPES,
     SINGLY,
+    STEPS,
+    batch_size,
     distance,
+    gradients,
+    multipliers,
+    options_of,
+    rate,
     reference,
     sgld_moments,
     start_weights,
     summed_gradient,
 )
-from tests.support.workers.trajectories import SITES, name_of, play
+
+SITES = (True, False)
+"""Of update_on_kvstore."""
+
+
+def run(rank: int, workers: int) -> Results:
+    return {
+        name_of(label, scenario, in_store): play(label, scenario, rank, "dist_sync", in_store)
+        for label, scenario in RUNS
+        for in_store in SITES
+    }
+
+
+def name_of(label: str, scenario: str, in_store: bool) -> str:
+    """Under which name a run's weights are delivered."""
+    return f"{label}, {scenario}, {in_store}"
+
+
+def play(
+    label: str, scenario: str, rank: int, kvstore: str | KVStoreBase | None, in_store: bool | None
+) -> dict[str, Tensor]:
+    """The weights at the end of one run, in float32."""
+    parameters = {
+        key: torch.from_numpy(weight).float().requires_grad_() for key, weight in start_weights().items()
+    }
+    options = {"learning_rate": rate(scenario, 0), **options_of(label)}
+    with kvtrainer.Trainer(
+        parameters, OPTIMIZERS[label].name, options, kvstore=kvstore, update_on_kvstore=in_store
+    ) as trainer:
+        for step in range(STEPS):
+            trainer.set_learning_rate(rate(scenario, step))
+            for kind, changed in multipliers(scenario, step).items():
+                for key, value in changed.items():
+                    setattr(parameters[key], kind, value)
+            set_gradients(parameters, gradients(step, rank))
+            trainer.step(batch_size(scenario, step, rank))
+    return {key: parameter.detach().clone() for key, parameter in parameters.items()}
+
 
 TOLERANCE = 2e-6
 SERVERS = (1, 2, 3)

@@ -46,7 +46,7 @@ class Job:
 
 
 PartOfJob = Callable[[str, int, int], Job]
-"""Takes the name of a part of `workers.parity`, a number of workers and one of servers; gives what it returned."""
+"""Takes a part of tests/parity/conftest.py, a number of workers and one of servers; gives what the part returned."""
 
 
 def run_job(

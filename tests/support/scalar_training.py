@@ -1,11 +1,13 @@
-"""Trainers of parameters of one element, updated in this process or in a local store."""
+"""Trainers of parameters of one element, updated in this process or in a local store; gradients as one wants them."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.nn import Parameter
 
 from kvtrainer import Trainer
@@ -33,3 +35,10 @@ def step(trainer: Trainer, slope: float = 1.0) -> None:
 
 def values(parameters: list[Parameter]) -> list[float]:
     return [p.item() for p in parameters]
+
+
+def set_gradients(parameters: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
+    """A backward pass that gives every parameter its gradient, which its dtype must hold exactly."""
+    ends = [parameter.view_as(parameter) for parameter in parameters.values()]
+    grads = [torch.from_numpy(values[key]).to(end.dtype) for key, end in zip(parameters, ends, strict=True)]
+    torch.autograd.backward(ends, grads)
