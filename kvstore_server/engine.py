@@ -8,9 +8,10 @@ another: whatever a request raises goes back as `Failed`, and the engine goes on
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -392,8 +393,12 @@ class Engine:
         Those that want a decision are held until there is one.
         """
         out: list[m.Outgoing] = []
-        applied = []
-        for number in tables.tolist():
+        applied: list[int] = []
+        if decision is None and book is space.rounds.shared:
+            applied, others = self._change(space, book, tables, out)
+        else:
+            others = tables
+        for number in others.tolist():
             table = space.tables[number]
             try:
                 if self._apply(space, book, table, decision):
@@ -426,6 +431,48 @@ class Engine:
                 timeout, whose = float(mine["timeout"][0]), ALL if is_shared else rank
                 out += self._tell(space, whose, rank, waiter, commits, timeout, now)
         return out + self._release(space)
+
+    def _change(
+        self, space: Namespace, book: Book, tables: Ints, out: list[m.Outgoing]
+    ) -> tuple[list[int], Ints]:
+        """Sum and update all tables together that are alike; returns those, and the others.
+
+        Args:
+            out: Takes what is told of rounds that fail.
+        """
+        try:
+            optimizer = space.optimizer.agreed()
+        except KVStoreError:
+            return [], tables
+        alike = space.alike(book, tables, optimizer)
+        if not alike.any() or space.name in self.updaters:
+            return [], tables
+        ranks = [rank for rank, _ in book.members()]
+        changed: dict[int, tuple[bytes, Sequence[Mapping[str, Any]]]] = {}
+        for number in np.sort(tables[alike]).tolist():
+            try:
+                changed[number] = space.tables[number].agreed(ranks, optimizer)
+            except KVStoreError as error:
+                out += self._fail(space, book, space.tables[number], error)
+        if not changed:
+            return [], tables[~alike]
+        together = [space.tables[number] for number in changed]
+        scale = 1.0 if optimizer is None else optimizer.rescale_grad
+        given = space.contributions(book, np.array(list(changed)), scale)
+        try:
+            if optimizer is None:
+                together[0].shard.assign_sum(given)
+            else:
+                units = [table.unit for table in together]
+                together[0].shard.update(given, optimizer, [hypers for _, hypers in changed.values()], units)
+        except Exception as error:
+            _log.exception("the update of %d tables failed", len(together))
+            for table in together:
+                out += self._fail(space, book, table, table.break_off(error))
+            return [], tables[~alike]
+        for number, (hyper, _) in changed.items():
+            space.tables[number].changed(hyper)
+        return list(changed), tables[~alike]
 
     def _apply(self, space: Namespace, book: Book, table: Table, decision: Decision | None) -> bool:
         """Apply the open round of a table; returns False where it is held instead."""

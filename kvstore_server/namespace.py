@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NoReturn, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -31,11 +32,11 @@ from kvstore_server.plan import SIZES, TensorSpec, check_name, check_same, check
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.buffers import located, payload_size
 from kvstore_server.protocol.control import unpack_control
-from kvstore_server.reduction import same_payload, torch_dtype
+from kvstore_server.reduction import Contribution, Run, same_payload, torch_dtype
 from kvstore_server.rounds import Book, Ints, Rounds, Wait, Waits
 from kvstore_server.row_replies import RowPart
 from kvstore_server.rows import PACKED_ROWS, RowForm, read_payload
-from kvstore_server.shard import Leases
+from kvstore_server.shard import Leases, Shard
 from kvstore_server.table import ALL, Part, Table
 from kvstore_server.tracing import Profiling
 
@@ -90,6 +91,13 @@ class Namespace:
         """(table, rank) → the keys that it leaves out of the open round."""
         self._dtypes: list[torch.dtype] = []
         """Of each slot."""
+        self._is_resident: list[bool] = []
+        """Of each slot, whether workers hold a copy of it."""
+        self._is_next: list[bool] = []
+        """Of each slot, whether its memory goes on with that of the one before."""
+        self._next = np.zeros(0, np.bool_)
+        self.shard: Shard | None = None
+        """The numbers of all tables; None before there is one."""
         self._numbers: dict[str, int] = {}
         self._registered_by: dict[str, int] = {}
         self._codecs: dict[bytes, Codec] = {}
@@ -137,11 +145,18 @@ class Namespace:
         needed = footprint(plan, config.server, workers, self.mode, self.optimizer.named)
         self.claim(needed, f"table {register.table!r}")
         number = len(self.tables)
-        table = Table(number, register.table, plan, config.server, workers, leases, self.mode)
+        if self.shard is None:
+            self.shard = Shard(leases)
+        table = Table(number, register.table, plan, config.server, workers, self.shard, self.mode)
         self._let_note_reads([table])
         self.tables.append(table)
         self.rounds.slots.add([piece.length * SIZES[piece.dtype] for piece in table.unit.slices])
         self._dtypes += [torch_dtype(piece.dtype) for piece in table.unit.slices]
+        self._is_resident += [plan.is_resident(piece) for piece in table.unit.slices]
+        self._is_next += [
+            slot > 0 and self.shard.storage.is_next(slot - 1, slot)
+            for slot in range(table.unit.first, table.unit.end)
+        ]
         self._footprints += needed
         self._numbers[register.table] = number
         self._registered_by[register.table] = rank
@@ -344,6 +359,45 @@ class Namespace:
         absent = self.absent.get((number, rank), frozenset())
         return Part(slices, flags, int(row["version"]), rescale, float(row["hold"]), absent)
 
+    def alike(self, book: Book, tables: Ints, optimizer: Optimizer | None) -> npt.NDArray[np.bool_]:
+        """Of tables whose rounds are complete, which are changed by one call: by sums of plain numbers for all keys."""
+        none = np.zeros(len(tables), np.bool_)
+        members = [given for _, given in book.members()]
+        if not self.mode.is_sync or (optimizer is not None and optimizer.may_raise):
+            return none
+        if self.profiling.active is not None or not all(given.has_only(Tensor) for given in members):
+            return none
+        found = book.tables["number"][tables] > 0
+        for given in members:
+            rows = given.tables[tables]
+            found &= (rows["flags"] & ~np.int64(m.WANTS_WEIGHTS | m.WANTS_DELTA) == 0) & (rows["hold"] == 0)
+            first = rows["rescale"][0]
+            found &= np.isnan(rows["rescale"]) if math.isnan(first) else rows["rescale"] == first
+        others = {number for number, _ in self.absent}
+        for at, number in enumerate(tables.tolist()):
+            table = self.tables[number]
+            found[at] &= table.is_initialised and table.held is None and number not in others
+        return np.asarray(found, np.bool_)
+
+    def contributions(self, book: Book, tables: Ints, scale: float) -> list[Contribution]:
+        """What each rank gave to the rounds of tables that are alike, by neighbouring slices.
+
+        Args:
+            scale: The factor of ranks that named none.
+        """
+        if len(self._next) < len(self._is_next):
+            self._next = np.array(self._is_next, np.bool_)
+        slots = np.sort(self.rounds.slots.of(tables))
+        found = []
+        for _, given in book.members():
+            own = float(given.tables["rescale"][tables[0]])
+            runs = [
+                Run(first, end, source[begin:last].view(self._dtypes[first]))
+                for first, end, source, begin, last in given.runs(slots, self._next)
+            ]
+            found.append(Contribution(runs, scale if math.isnan(own) else own))
+        return found
+
     def _payload(self, slot: int, source: Any, start: int) -> m.Payload:
         """A slice that is kept, as what it stands for."""
         if not isinstance(source, Tensor):
@@ -352,20 +406,21 @@ class Namespace:
         piece, nbytes = table.unit.slices[at], int(self.rounds.slots.nbytes[slot])
         return source[start : start + nbytes].view(torch_dtype(piece.dtype))[: piece.used]
 
-    def weights(self, tables: Iterable[int]) -> m.Weights:
+    def weights(self, tables: Sequence[int]) -> m.Weights:
         """The present weights of some tables, except row-sparse ones; not copies."""
-        payloads: list[Tensor] = []
-        parts: list[tuple[int, int, int, int]] = []
-        first = self.rounds.slots.first
-        for number in tables:
-            table = self.tables[number]
-            before, slot = len(parts), int(first[number])
-            for at, piece in enumerate(table.unit.slices):
-                if table.plan.is_resident(piece):
-                    payloads.append(table.shard.storage.padded(table.unit.first + at))
-                    parts.append((slot + at, table.version, m.WHOLE, payloads[-1].nbytes))
-            table.bytes_out += sum(part[3] for part in parts[before:])
-        return m.Weights(m.matrix(parts, 4), tuple(payloads))
+        numbers = np.array(tables, np.int64)
+        slots = self.rounds.slots.of(numbers)
+        if not all(self._is_resident):
+            slots = slots[[self._is_resident[slot] for slot in slots.tolist()]]
+        versions = np.zeros(len(self.tables), np.int64)
+        versions[numbers] = [self.tables[number].version for number in tables]
+        of_table, nbytes = self.rounds.slots.table[slots], self.rounds.slots.nbytes[slots]
+        sent = np.bincount(of_table, nbytes, len(self.tables)).astype(np.int64)
+        for number, size in zip(tables, sent[numbers].tolist(), strict=True):
+            self.tables[number].bytes_out += size
+        assert self.shard is not None
+        parts = np.stack((slots, versions[of_table], np.full(len(slots), m.WHOLE), nbytes), axis=1)
+        return m.Weights(parts, tuple(map(self.shard.storage.padded, slots.tolist())))
 
     def rows(self, table: Table, found: Iterable[RowPart]) -> m.Weights:
         """Rows of slices, as a reply."""
@@ -409,8 +464,8 @@ class Namespace:
             _log.warning(
                 "namespace %r: the state of optimizer %r is dropped for another one", self.name, replaced
             )
-            for table in self.tables:
-                table.shard.reset_states()
+            if self.shard is not None:
+                self.shard.reset_states()
         self._let_note_reads(self.tables)
 
     def _make_room(self, optimizer: Optimizer) -> None:

@@ -194,6 +194,33 @@ class Given:
             if generation >= 0:
                 yield slot, self._sources[source], start
 
+    def runs(self, slots: Ints, is_next: npt.NDArray[np.bool_]) -> Iterator[tuple[int, int, Any, int, int]]:
+        """Of some slots, which ascend, those that are here: neighbours whose bytes are neighbours, too, together.
+
+        Args:
+            is_next: Of every slot, whether it may go on with the one before it.
+
+        Yields:
+            The first slot and the end, the buffer, and where in it their bytes begin and end.
+        """
+        rows = self.slots[slots]
+        here = rows["generation"] >= 0
+        slots, sources, starts = slots[here], rows["source"][here], rows["start"][here]
+        ends = starts + self._slots.nbytes[slots]
+        is_cut = (
+            (np.diff(slots) != 1) | ~is_next[slots[1:]] | (np.diff(sources) != 0) | (starts[1:] != ends[:-1])
+        )
+        cuts = np.flatnonzero(is_cut) + 1
+        for first, last in (
+            zip([0, *cuts.tolist()], [*cuts.tolist(), len(slots)], strict=True) if len(slots) else ()
+        ):
+            source, begin = self._sources[int(sources[first])], int(starts[first])
+            yield int(slots[first]), int(slots[last - 1]) + 1, source, begin, int(ends[last - 1])
+
+    def has_only(self, kind: type) -> bool:
+        """Whether all buffers are of one kind."""
+        return all(isinstance(source, kind) for source in self._sources.values())
+
     def payload(self, slot: int) -> tuple[Any, int]:
         """The buffer of a slice that is here, and where in it its bytes begin."""
         _, source, start = self.slots[slot].tolist()

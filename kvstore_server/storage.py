@@ -138,6 +138,8 @@ class Storage:
         self.slots: list[Slot] = []
         self.ends: list[int] = []
         """Of each slot, where it ends in its block."""
+        self._padded: list[Tensor] = []
+        """Of each slot, its place in the block, with padding."""
         self.visible: list[Tensor] = []
         """Of each slot, its weights without padding."""
         self.homes: dict[int, Home] = {}
@@ -211,6 +213,7 @@ class Storage:
         self.slots.append(Slot(piece, unit, block, start, first))
         self.ends.append(block.used)
         self.visible.append(block.weights[start : start + piece.used])
+        self._padded.append(block.weights[start : block.used])
 
     @property
     def blocks(self) -> list[Block]:
@@ -253,8 +256,7 @@ class Storage:
 
     def padded(self, slot: int) -> Tensor:
         """The weights of a slot with their padding."""
-        one = self.slots[slot]
-        return self._moved.get(slot, one.block.weights[one.start : self.ends[slot]])
+        return self._moved[slot] if slot in self._moved else self._padded[slot]
 
     def make_writable(self, slot: int) -> None:
         """Leave a buffer that a slow peer is still being sent to it; go on with a copy as long as that takes."""

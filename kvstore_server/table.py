@@ -24,7 +24,7 @@ from kvstore_server.optimizer import Optimizer
 from kvstore_server.plan import Plan
 from kvstore_server.protocol import messages as m
 from kvstore_server.reduction import Contribution
-from kvstore_server.shard import HeldSum, Leases, Partial, Shard, Updater
+from kvstore_server.shard import HeldSum, Partial, Shard, Updater
 
 ALL = -1
 """In place of a rank: all of them together."""
@@ -89,7 +89,7 @@ class Table:
         plan: Plan,
         server: int,
         num_workers: int,
-        leases: Leases | None,
+        shard: Shard | None,
         mode: Mode = SYNCHRONOUS,
     ) -> None:
         self.number = number
@@ -97,7 +97,7 @@ class Table:
         self.plan = plan
         self.mode = mode
         self.num_workers = num_workers
-        self.shard = Shard(leases)
+        self.shard = shard or Shard()
         self.unit = self.shard.add(plan, server)
         self.notes_reads = False
         """Whether the optimizer needs to know what each rank has read."""
@@ -295,16 +295,42 @@ class Table:
     ) -> None:
         """Let the optimizer apply the sum of what was given."""
         try:
-            self.shard.update(given, optimizer, [hypers], decision=decision)
+            self.shard.update(given, optimizer, [hypers], [self.unit], decision)
         except OptimizerError:
             raise  # has been undone
         except Exception as error:
-            # No copy is kept for the built-in optimizers: the table must not be trained on as if nothing had happened.
-            self.conflict = KVStoreError(
-                f"the update of {self.name!r} broke off with {type(error).__name__}: {error}; its weights may be half "
-                "updated. Restart the job from its last saved states"
-            )
-            raise self.conflict from error
+            raise self.break_off(error) from error
+
+    def break_off(self, error: Exception) -> KVStoreError:
+        """Refuse all further use: an update has failed in the middle.
+
+        No copy is kept for the built-in optimizers, and nobody must train on as if nothing had happened.
+        """
+        self.conflict = KVStoreError(
+            f"the update of {self.name!r} broke off with {type(error).__name__}: {error}; its weights may be half "
+            "updated. Restart the job from its last saved states"
+        )
+        return self.conflict
+
+    def agreed(
+        self, ranks: Collection[int], optimizer: Optimizer | None
+    ) -> tuple[bytes, Sequence[Mapping[str, Any]]]:
+        """The hyper-parameters on which these ranks agree: as they were sent, and those of each key.
+
+        Raises:
+            PlanMismatchError: two of them disagree.
+            ConfigurationError: the optimizer cannot update the table.
+        """
+        hyper = self.hyper.common(ranks)
+        return hyper, () if optimizer is None else self._hypers((), optimizer, hyper)
+
+    def changed(self, hyper: bytes) -> None:
+        """Count a round of all ranks that has changed all keys of the table."""
+        self.unit.undo = None
+        self.version += 1
+        self.rounds_applied += 1
+        self.keys_applied += len(self.unit.keys)
+        self._end(ALL, RoundEnd(self.version, hyper=hyper))
 
     def _contributions(self, parts: Parts, optimizer: Optimizer | None) -> list[Contribution]:
         """Each rank's part in the sum; without a factor of its own that of the optimizer counts."""
