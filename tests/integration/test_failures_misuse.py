@@ -231,7 +231,7 @@ def test_an_optimizer_that_raises_on_one_of_two_servers_leaves_no_trace_on_eithe
     # buffer 2, weight −2
     assert [out.unique().tolist() for out in _rounds(pair, "big", good, good)] == [[-2.0]] * 2
     for text in raised(_rounds(pair, "big", good, bad), OptimizerError):
-        assert "'fussy' raised ValueError: gradient above 100; the round was not applied" in text
+        assert "'fussy' raised ValueError: gradient above 100" in text
     for store in pair:
         out = torch.empty(numel)
         store.pull("big", out=out)
