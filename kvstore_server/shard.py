@@ -103,10 +103,9 @@ class Shard:
                 for position, rows in payload.rows.items():
                     segment = unit.plan.slices[index].segments[position]
                     key, width = unit.first_key + segment.key, rows.values.shape[1]
-                    start = (
-                        self.storage.slots[slot].start + segment.start - self.storage.homes[key].part.start
-                    )
-                    found.setdefault(key, []).append(RowSet(rows.ids + start // max(width, 1), rows.values))
+                    start = self.storage.slots[slot].start + segment.start
+                    first = (start - self.storage.homes[key].part.start) // max(width, 1)
+                    found.setdefault(key, []).append(RowSet(rows.ids + first, rows.values))
             if dense is not None:
                 runs.append(Run(slot, slot + 1, dense))
         rows_of = {
@@ -295,7 +294,7 @@ class Shard:
                 rows = zip(states.segments[i:j], block.ends[i:j], strict=True)
                 return [slice(at + numel - start, after - start) for (at, numel), after in rows]
 
-            state = states.view(i, j, part)
+            state = states.view(i, part)
             update_run(optimizer, weight[own], grad[own], state, hyper, padding)
             states.keep(i, j, part, state)
 
@@ -371,7 +370,7 @@ class Shard:
     def _key_state(self, home: Home, optimizer: Optimizer, shape: Sequence[int]) -> State:
         """The state of a key in its shape."""
         states = home.block.states
-        state = states.view(home.first, home.last, home.part)
+        state = states.view(home.first, home.part)
         if state.master is not None:
             state.master = state.master.view(tuple(shape))
         if optimizer.elementwise:

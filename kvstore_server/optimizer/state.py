@@ -89,8 +89,8 @@ class States:
         self.steps = np.concatenate([self.steps, np.zeros(len(segments), np.int64)])
         self.entries += [self._share({})] * len(segments)
 
-    def view(self, first: int, end: int, part: slice) -> State:
-        """The state of segments with equal steps and entries; per-element tensors are views of their memory.
+    def view(self, first: int, part: slice) -> State:
+        """The state of segments with equal steps and entries, from `first` on; per-element tensors are views.
 
         Args:
             part: Their elements.

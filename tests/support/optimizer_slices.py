@@ -129,6 +129,6 @@ def moved(optimizer: Optimizer, state: State, weight: Tensor) -> State:
 
     (here.keep if optimizer.elementwise else here.keep_key)(0, 1, part, state)
     spread([(there, 0)], joined([(here, 0)], weight.shape), is_per_element)
-    found = there.view(0, 1, part)
+    found = there.view(0, part)
     found.master = None if found.master is None else found.master.view(weight.shape)
     return found
