@@ -365,7 +365,7 @@ class Engine:
             elif verdict == Verdict.REPEATED:
                 waiting.append(table.number)
             elif verdict == Verdict.REFUSED:
-                lacking = book.missing_slots(rank, table.number)
+                lacking = book.missing_slots(rank, table.number, row[2])
                 out += _reply(waiter, m.Missing(table.number, round_, lacking))
             elif verdict == Verdict.FAILED:
                 why, following = book.why_failed(table.number, round_), book.number(table.number)

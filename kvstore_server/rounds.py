@@ -101,35 +101,34 @@ class Slots:
     """The slices that a server holds of the tables of a namespace, numbered one after the other."""
 
     def __init__(self) -> None:
-        self._sizes: list[Sequence[int]] = []
-        self._arrays: tuple[Ints, Ints, Ints] = (
-            np.zeros(1, np.int64),
-            np.zeros(0, np.int64),
-            np.zeros(0, np.int64),
-        )
-
-    @property
-    def num_tables(self) -> int:
-        return len(self._sizes)
+        self.num_tables = 0
+        self._num_slots = 0
+        # With room for more, so that declaring thousands of keys one by one takes time in proportion to their number.
+        self._first, self._table, self._nbytes = (np.zeros(1, np.int64) for _ in range(3))
 
     @property
     def first(self) -> Ints:
         """The first slot of each table, and the next one that is free."""
-        return self._known()[0]
+        return self._first[: self.num_tables + 1]
 
     @property
     def table(self) -> Ints:
         """The table of each slot."""
-        return self._known()[1]
+        return self._table[: self._num_slots]
 
     @property
     def nbytes(self) -> Ints:
         """The size of each slot, padding included."""
-        return self._known()[2]
+        return self._nbytes[: self._num_slots]
 
     def add(self, sizes: Sequence[int]) -> None:
         """Number the slices of the next table, of so many bytes each."""
-        self._sizes.append(sizes)
+        begin, end = self._num_slots, self._num_slots + len(sizes)
+        self._first = _grown(self._first, self.num_tables + 2, 0)
+        self._table, self._nbytes = _grown(self._table, end, 0), _grown(self._nbytes, end, 0)
+        self._table[begin:end], self._nbytes[begin:end] = self.num_tables, sizes
+        self.num_tables, self._num_slots = self.num_tables + 1, end
+        self._first[self.num_tables] = end
 
     def of(self, tables: Ints) -> Ints:
         """The slots of some tables, in their order."""
@@ -137,15 +136,6 @@ class Slots:
         counts = first[tables + 1] - first[tables]
         starts = np.cumsum(counts) - counts
         return np.asarray(np.repeat(first[tables] - starts, counts) + np.arange(counts.sum()), np.int64)
-
-    def _known(self) -> tuple[Ints, Ints, Ints]:
-        """The arrays, made anew after tables were added."""
-        if len(self._arrays[0]) <= self.num_tables:
-            counts = np.array([len(sizes) for sizes in self._sizes], np.int64)
-            nbytes = np.array([size for sizes in self._sizes for size in sizes], np.int64)
-            first = np.append(0, np.cumsum(counts))
-            self._arrays = first, np.repeat(np.arange(len(counts)), counts), nbytes
-        return self._arrays
 
 
 class Given:
@@ -370,11 +360,15 @@ class Book:
         self.tables["decides"][fresh] |= said.hold != 0.0
         return verdicts
 
-    def missing_slots(self, rank: int, table: int) -> tuple[int, ...]:
-        """The slots of a table of which nothing is here; all, where what is here has other generations than named."""
+    def missing_slots(self, rank: int, table: int, count: int) -> tuple[int, ...]:
+        """The slots of a table that a rank must send again, which wants to commit `count` slices of it.
+
+        Those of which nothing is here; all, where as many are here and one of them in a lower generation.
+        """
         first, end = self._slots.first[table : table + 2].tolist()
-        missing = np.flatnonzero(self.of(rank).slots["generation"][first:end] < 0)
-        return tuple((missing + first).tolist()) or tuple(range(first, end))
+        missing = np.flatnonzero(self.of(rank).slots["generation"][first:end] < 0) + first
+        is_short = end - first - len(missing) < count
+        return tuple(missing.tolist()) if is_short else tuple(range(first, end))
 
     def why_failed(self, table: int, round_: int) -> KVStoreError:
         """The error of a round that failed."""

@@ -89,7 +89,7 @@ def test_each_table_of_a_commit_counts_for_itself(book: Book) -> None:
 def test_a_commit_is_refused_while_a_slice_has_not_arrived_and_names_what_has_not(book: Book) -> None:
     push(book, 0, "x")
     assert commit(book, 0, given=(2, 0)) == [Verdict.REFUSED]
-    assert book.missing_slots(0, W) == (2,)
+    assert book.missing_slots(0, W, 2) == (2,)
     assert not book.is_waiting(W)
 
 
@@ -98,7 +98,13 @@ def test_a_commit_of_another_generation_is_refused_and_names_all_slices(book: Bo
     push(book, 0, "x", generation=1)
     push(book, 0, "y", slot=2)
     assert commit(book, 0, given=(2, named)) == [Verdict.REFUSED]
-    assert book.missing_slots(0, W) == (1, 2)
+    assert book.missing_slots(0, W, 2) == (1, 2)
+
+
+def test_a_lower_generation_is_named_though_the_rank_leaves_another_slice_out(book: Book) -> None:
+    push(book, 0, "x", generation=0)
+    assert commit(book, 0, given=(1, 1)) == [Verdict.REFUSED]
+    assert 1 in book.missing_slots(0, W, 1)
 
 
 @pytest.mark.parametrize("generations", [(0, 1), (1, 0)])
