@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import signal
+import socket
 import struct
 import sys
 import threading
@@ -83,11 +84,25 @@ def test_a_server_that_is_ready_imports_nothing_more_whatever_optimizer_is_named
     assert "torch._dynamo" not in before
 
 
+def has_ipv6_loopback() -> bool:
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.skipif(not has_ipv6_loopback(), reason="this machine has no IPv6 loopback address")
 def test_a_server_may_listen_on_an_address_of_ipv6(members: Members) -> None:
+    out = torch.zeros(2)
     with serving(
         make_server(EngineConfig(capability=capability()), ServerOptions("tcp://[::1]:0"))
     ) as server:
-        members.join([server.endpoint], 0, 1, new_name()).init("w", torch.ones(2))
+        worker = members.join([server.endpoint], 0, 1, new_name())
+        worker.init("w", torch.ones(2))
+        worker.pull("w", out=out)
+    assert out.tolist() == [1.0, 1.0]
 
 
 # ---------------------------------------------------------------- draining
