@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -30,15 +29,14 @@ from kvstore_server.errors import (
     from_wire,
     to_wire,
 )
-from kvstore_server.log_limit import SLOW_AFTER
 from kvstore_server.memory import Budget
 from kvstore_server.modes import Mode
-from kvstore_server.namespace import Namespace
+from kvstore_server.namespace import EngineConfig, Namespace
 from kvstore_server.norms import Decision
 from kvstore_server.optimizer.state import pack_states, unpack_states
 from kvstore_server.plan import check_name
 from kvstore_server.protocol import messages as m
-from kvstore_server.protocol.buffers import KEYS_PER_MESSAGE, payload_size
+from kvstore_server.protocol.buffers import payload_size
 from kvstore_server.rounds import Book, Ints, Verdict, Wait, Waiter
 from kvstore_server.row_replies import changed_parts, pulled_parts
 from kvstore_server.sessions import Session, Sessions, random_token
@@ -58,41 +56,6 @@ MAX_ADDRESS = 512
 """Characters in which a worker may say where it runs."""
 MAX_REASON = 2000
 """Characters that are kept of the reason why a worker leaves, or gives a round up."""
-
-
-@dataclass(frozen=True)
-class EngineConfig:
-    """What an engine has to know about its place.
-
-    Args:
-        server: Index of this server, from 0.
-        num_servers: How many servers hold the job together.
-        run: A number that no other server process has; 0 is not allowed.
-        dead_after: Seconds of silence after which a worker counts as lost.
-        slow_after: Seconds that a rank waits for others before the log says so.
-        capability: Instruction set of this CPU; workers of another kind are refused, because their bits differ.
-        allow_mixed_cpu: Let them in all the same.
-        max_table_bytes: Largest table, over all servers, that is accepted.
-        max_memory: Bytes that all namespaces may occupy together; 0: any number.
-        max_namespaces: How many there may be at the same time.
-        forget_after: Seconds after which a namespace of which no worker was heard from is freed, though it has weights.
-        max_message_keys: Most keys, slices or tables that one message may name.
-        integers: Whether keys may be integers, which no optimizer can update.
-    """
-
-    server: int = 0
-    num_servers: int = 1
-    run: int = 1
-    dead_after: float = 20.0
-    slow_after: float = SLOW_AFTER
-    capability: str = ""
-    allow_mixed_cpu: bool = False
-    max_table_bytes: int = 1 << 40
-    max_memory: int = 0
-    max_namespaces: int = 1024
-    forget_after: float = 86400.0
-    max_message_keys: int = KEYS_PER_MESSAGE
-    integers: bool = False
 
 
 class Engine:

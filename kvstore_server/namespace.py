@@ -8,7 +8,8 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, NoReturn, Protocol
+from dataclasses import dataclass
+from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -30,7 +31,7 @@ from kvstore_server.modes import SYNCHRONOUS, Mode
 from kvstore_server.optimizer import Optimizer
 from kvstore_server.plan import SIZES, TensorSpec, check_name, check_same, check_specs, make_plan
 from kvstore_server.protocol import messages as m
-from kvstore_server.protocol.buffers import located, payload_size
+from kvstore_server.protocol.buffers import KEYS_PER_MESSAGE, located, payload_size
 from kvstore_server.protocol.control import unpack_control
 from kvstore_server.reduction import Contribution, Run, same_payload, torch_dtype
 from kvstore_server.rounds import Book, Ints, Rounds, Wait, Waits
@@ -47,19 +48,39 @@ _CODECS_KEPT = 16
 """Descriptions of codecs that are remembered; a job has one."""
 
 
-class PlaceConfig(Protocol):
-    """What a namespace needs to know of the engine that it lives in."""
+@dataclass(frozen=True)
+class EngineConfig:
+    """What an engine has to know about its place.
 
-    @property
-    def server(self) -> int: ...
-    @property
-    def num_servers(self) -> int: ...
-    @property
-    def dead_after(self) -> float: ...
-    @property
-    def max_table_bytes(self) -> int: ...
-    @property
-    def integers(self) -> bool: ...
+    Args:
+        server: Index of this server, from 0.
+        num_servers: How many servers hold the job together.
+        run: A number that no other server process has; 0 is not allowed.
+        dead_after: Seconds of silence after which a worker counts as lost.
+        slow_after: Seconds that a rank waits for others before the log says so.
+        capability: Instruction set of this CPU; workers of another kind are refused, because their bits differ.
+        allow_mixed_cpu: Let them in all the same.
+        max_table_bytes: Largest table, over all servers, that is accepted.
+        max_memory: Bytes that all namespaces may occupy together; 0: any number.
+        max_namespaces: How many there may be at the same time.
+        forget_after: Seconds after which a namespace of which no worker was heard from is freed, though it has weights.
+        max_message_keys: Most keys, slices or tables that one message may name.
+        integers: Whether keys may be integers, which no optimizer can update.
+    """
+
+    server: int = 0
+    num_servers: int = 1
+    run: int = 1
+    dead_after: float = 20.0
+    slow_after: float = SLOW_AFTER
+    capability: str = ""
+    allow_mixed_cpu: bool = False
+    max_table_bytes: int = 1 << 40
+    max_memory: int = 0
+    max_namespaces: int = 1024
+    forget_after: float = 86400.0
+    max_message_keys: int = KEYS_PER_MESSAGE
+    integers: bool = False
 
 
 class Namespace:
@@ -109,7 +130,7 @@ class Namespace:
         """What is claimed for all tables."""
 
     def register(
-        self, rank: int, register: m.Register, config: PlaceConfig, leases: Leases | None
+        self, rank: int, register: m.Register, config: EngineConfig, leases: Leases | None
     ) -> Table | int:
         """Return the table of that name, made now if this rank is the first to name it.
 
@@ -185,7 +206,7 @@ class Namespace:
         self.claim(-KEY * len(specs), "")
         return name, specs
 
-    def _check_size(self, table: str, specs: Sequence[TensorSpec], config: PlaceConfig) -> None:
+    def _check_size(self, table: str, specs: Sequence[TensorSpec], config: EngineConfig) -> None:
         """Before the plan is made: it grows with the size that a peer claims."""
         size = sum(spec.nbytes for spec in specs)
         if size > config.max_table_bytes:
@@ -492,7 +513,7 @@ class Namespace:
         """Whether a rank waits for a round or at the barrier."""
         return bool(self.membership.barrier or len(self.waits) or len(self.rounds.shared.waiting()))
 
-    def stats(self, now: float, config: PlaceConfig) -> Mapping[str, Any]:
+    def stats(self, now: float, config: EngineConfig) -> Mapping[str, Any]:
         """Counters of every table and the state of every member."""
         members = self.membership
         return {

@@ -15,9 +15,10 @@ from typing import Protocol
 
 import zmq
 
-from kvstore_server.engine import Engine, EngineConfig
+from kvstore_server.engine import Engine
 from kvstore_server.errors import ConfigurationError, KVStoreError, to_wire
 from kvstore_server.memory import return_free_memory
+from kvstore_server.namespace import EngineConfig
 from kvstore_server.outbox import Backlog, Leases, Message, packed, payloads_of, size_of
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.buffers import MAX_FRAME, SENT_ALONE

@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from kvstore_server.engine import Engine, EngineConfig
+from kvstore_server.engine import Engine
+from kvstore_server.namespace import EngineConfig
 from kvstore_server.protocol import messages as m
 from kvtrainer.comm.client import Client
 from kvtrainer.comm.loopback import Loopback

@@ -22,7 +22,7 @@ import torch
 import zmq
 
 import kvtrainer
-from kvstore_server.engine import EngineConfig
+from kvstore_server.namespace import EngineConfig
 from kvstore_server.optimizer.kernels import capability
 from kvstore_server.protocol import messages as m
 from kvstore_server.server import ServerOptions, make_server
@@ -52,7 +52,7 @@ real = zmq.Socket.setsockopt
 def quick(socket, option, value):
     real(socket, option, {HEARTBEAT_MS} if option == zmq.HEARTBEAT_IVL else value)
 zmq.Socket.setsockopt = quick
-from kvstore_server.engine import EngineConfig
+from kvstore_server.namespace import EngineConfig
 from kvstore_server.optimizer.kernels import capability
 from kvstore_server.server import ServerOptions, make_server
 server = make_server(EngineConfig(capability=capability()), ServerOptions())

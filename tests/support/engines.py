@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from kvstore_server.engine import Engine, EngineConfig
+from kvstore_server.engine import Engine
+from kvstore_server.namespace import EngineConfig
 from kvstore_server.plan import Plan, TensorSpec, make_plan
 from kvtrainer.comm.client import Client
 from kvtrainer.comm.loopback import Loopback

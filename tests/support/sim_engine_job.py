@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from kvstore_server.engine import Engine, EngineConfig
+from kvstore_server.engine import Engine
 from kvstore_server.modes import Mode
+from kvstore_server.namespace import EngineConfig
 from tests.support import said as m
 from tests.support.sim_optimizers import Adding
 from tests.support.sim_schedule import packed

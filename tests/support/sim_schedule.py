@@ -10,7 +10,8 @@ from functools import partial
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from kvstore_server import plan as plan_module
-from kvstore_server.engine import Engine, EngineConfig
+from kvstore_server.engine import Engine
+from kvstore_server.namespace import EngineConfig
 from kvstore_server.plan import Plan
 from kvstore_server.protocol.control import pack_control
 from tests.support import said as m

@@ -14,9 +14,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvstore_server.engine import Engine, EngineConfig
+from kvstore_server.engine import Engine
 from kvstore_server.errors import KVStoreError
 from kvstore_server.hyper import pack_hypers
+from kvstore_server.namespace import EngineConfig
 from kvstore_server.optimizer import Optimizer, create, register, registry
 from kvstore_server.optimizer.base import StateValue
 from kvstore_server.plan import TensorSpec, make_plan

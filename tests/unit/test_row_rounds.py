@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvstore_server.engine import Engine, EngineConfig
+from kvstore_server.engine import Engine
 from kvstore_server.hyper import pack_hypers
+from kvstore_server.namespace import EngineConfig
 from kvstore_server.optimizer import create
 from kvstore_server.plan import TensorSpec
 from kvstore_server.reduction import RowSet

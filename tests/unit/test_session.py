@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from kvstore_server.engine import Engine, EngineConfig
+from kvstore_server.engine import Engine
+from kvstore_server.namespace import EngineConfig
 from kvstore_server.plan import TensorSpec
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.buffers import KEYS_PER_MESSAGE, MAX_FRAME

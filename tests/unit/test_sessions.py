@@ -7,8 +7,9 @@ from collections.abc import Callable
 
 import pytest
 
-from kvstore_server.engine import Engine, EngineConfig
+from kvstore_server.engine import Engine
 from kvstore_server.errors import FencedError, ProtocolError, WorkerLostError
+from kvstore_server.namespace import EngineConfig
 from kvstore_server.protocol import messages as m
 from kvstore_server.sessions import random_token
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvstore_server.engine import Engine, EngineConfig
+from kvstore_server.engine import Engine
 from kvstore_server.errors import OptimizerError
+from kvstore_server.namespace import EngineConfig
 from kvstore_server.optimizer import Optimizer, create, register, registry
 from kvstore_server.optimizer.base import StateValue
 from kvstore_server.plan import TensorSpec

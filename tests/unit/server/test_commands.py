@@ -10,7 +10,8 @@ import pytest
 
 from kvstore_server import commands
 from kvstore_server.commands import CommandContext, Commands
-from kvstore_server.engine import Engine, EngineConfig
+from kvstore_server.engine import Engine
+from kvstore_server.namespace import EngineConfig
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.buffers import MAX_FRAME
 from kvstore_server.protocol.frames import encode_reply, encode_request

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvstore_server.engine import Engine, EngineConfig
+from kvstore_server.engine import Engine
 from kvstore_server.errors import ConfigurationError, FencedError, ProtocolError
 from kvstore_server.memory import memory_limit
+from kvstore_server.namespace import EngineConfig
 from kvstore_server.optimizer import create
 from kvstore_server.plan import TensorSpec, make_plan
 from kvstore_server.protocol import messages as m
