@@ -41,7 +41,6 @@ class Registry:
         name: What it holds, for messages.
         entry_point_group: The group of the entry points by which installed packages add to it; they are looked at when
             a name is not found.
-        built_in: Name → "module:attribute", imported when asked for.
         fallback: Gives what else is known, by name, where nothing of that name was registered.
         on_register: Called with everything that is registered.
 
@@ -56,13 +55,11 @@ class Registry:
         name: str,
         entry_point_group: str | None = None,
         *,
-        built_in: Mapping[str, str] | None = None,
         fallback: Callable[[], Mapping[str, Any]] = dict,
         on_register: Callable[[Any], object] | None = None,
     ) -> None:
         self.name = name
         self._group = entry_point_group
-        self._built_in = dict(built_in or {})
         self._fallback = fallback
         self._on_register = on_register
         self._entries: dict[str, Any] = {}
@@ -103,9 +100,13 @@ class Registry:
                     f"a {self.name} is a class or a function, and one without a name needs one; got {entry!r:.80}"
                 )
             own = [entry.__name__] if names is None else names
-            if not force:
-                for one in own:
-                    self._check_free(one, entry)
+            for one in () if force else own:
+                present = self._entries.get(one, self._fallback().get(one))
+                if present not in (None, entry):
+                    raise RegistryError(
+                        f"{one!r} is registered as {self.name} already: {_where(present)}; choose another name for "
+                        f"{_where(entry)}, or replace it with force=True"
+                    )
             for one in own:
                 self._add(one, entry)
             return entry
@@ -167,17 +168,6 @@ class Registry:
         found = self.get(kind) if isinstance(kind, str) else kind
         return found, {str(key): value for key, value in cfg.items() if key != "type"}
 
-    def _check_free(self, name: str, entry: Any) -> None:
-        """Raise RegistryError if the name stands for something else."""
-        present = self._entries.get(name, self._built_in.get(name, self._fallback().get(name)))
-        # What is built in registers itself when it is imported.
-        same = (None, entry, f"{entry.__module__}:{getattr(entry, '__qualname__', '')}")
-        if not any(present is one or (isinstance(present, str) and present == one) for one in same):
-            raise RegistryError(
-                f"{name!r} is registered as {self.name} already: {_where(present)}; choose another name for "
-                f"{_where(entry)}, or replace it with force=True"
-            )
-
     def _add(self, name: str, entry: Any) -> None:
         if self._on_register is not None:
             self._on_register(entry)
@@ -185,12 +175,12 @@ class Registry:
 
     def _find(self, name: str) -> Any:
         """Find what is known under a name: exactly, else in any case. What was registered comes first."""
-        tables = self._tables()
+        tables = (self._entries, self._fallback())
         for same in (str, str.casefold):
             for table in tables:
                 for key, entry in table.items():
                     if same(key) == same(name):
-                        return _load(entry) if table is self._built_in else entry
+                        return entry
         return None
 
     def _entry_points(self) -> Sequence[metadata.EntryPoint]:
@@ -210,14 +200,10 @@ class Registry:
             if callable(loaded) and self._find(point.name) is None:
                 self._add(point.name, loaded)
 
-    def _tables(self) -> tuple[Mapping[str, Any], ...]:
-        return self._entries, self._built_in, self._fallback()
-
     def _describe_miss(self, name: str) -> str:
         names: dict[int, str] = {}
-        for table in self._tables():
-            for other, entry in table.items():
-                names.setdefault(id(entry), other)
+        for other, entry in (*self._entries.items(), *self._fallback().items()):
+            names.setdefault(id(entry), other)
         others = sorted(names.values(), key=str.casefold)
         near = similar(name, others)
         hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else "."
@@ -231,15 +217,22 @@ class Registry:
         return text
 
 
-def _load(place: str) -> Any:
-    module, _, attribute = place.partition(":")
-    return getattr(importlib.import_module(module), attribute)
-
-
 def _where(entry: Any) -> str:
-    if isinstance(entry, str):
-        return entry
     return f"{getattr(entry, '__module__', '?')}.{getattr(entry, '__qualname__', entry)}"
+
+
+def _hooks() -> dict[str, Any]:
+    """Collect the hooks of this package."""
+    module = importlib.import_module("kvtrainer.hooks")
+    return {
+        name: one for name, one in vars(module).items() if name.endswith(("OptimizerHook", "UpdaterHook"))
+    }
+
+
+def _constructors() -> dict[str, Any]:
+    """Give the constructor that is built in."""
+    default = importlib.import_module("kvtrainer.config").DefaultOptimizerConstructor
+    return {default.__name__: default}
 
 
 def _other_optimizers() -> dict[str, Any]:
@@ -277,32 +270,11 @@ OPTIMIZERS = Registry(
 )
 """Knows every class of torch.optim by its name, and Gluon's by theirs: with "gluon:" before it where both have one."""
 OPTIMIZER_CONSTRUCTORS = Registry(
-    "optimizer constructor",
-    "kvtrainer.optimizer_constructors",
-    built_in={"DefaultOptimizerConstructor": "kvtrainer.config.optimizers:DefaultOptimizerConstructor"},
+    "optimizer constructor", "kvtrainer.optimizer_constructors", fallback=_constructors
 )
 """Takes (optimizer_cfg, paramwise_cfg); what it makes takes a model and returns a torch optimizer."""
 OPTIMIZER_BUILDERS = OPTIMIZER_CONSTRUCTORS
-_SCHEDULE_HOOKS = [
-    f"{policy}{value}UpdaterHook"
-    for value, policies in (
-        ("Lr", ("Fixed", "Step", "Exp", "Poly", "Inv", "CosineAnnealing", "FlatCosineAnnealing", "CosineRestart",
-                "LinearAnnealing", "Cyclic", "OneCycle")),
-        ("Momentum", ("Step", "CosineAnnealing", "LinearAnnealing", "Cyclic", "OneCycle")),
-    )
-    for policy in policies
-]  # fmt: skip
-_OPTIMIZER_HOOKS = [
-    f"{kind}OptimizerHook" for kind in ("", "Fp16", "GradientCumulative", "GradientCumulativeFp16")
-]
-HOOKS = Registry(
-    "hook",
-    "kvtrainer.hooks",
-    built_in={
-        **{name: f"kvtrainer.hooks.optimizer_hooks:{name}" for name in _OPTIMIZER_HOOKS},
-        **{name: f"kvtrainer.hooks.schedule_hooks:{name}" for name in _SCHEDULE_HOOKS},
-    },
-)
+HOOKS = Registry("hook", "kvtrainer.hooks", fallback=_hooks)
 MODELS = Registry("model", "kvtrainer.models")
 SCHEDULES = Registry("schedule", "kvtrainer.schedules")
 OPTIM_WRAPPERS = Registry("optimizer wrapper", "kvtrainer.optim_wrappers")

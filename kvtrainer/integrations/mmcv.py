@@ -29,8 +29,7 @@ class _Reserved:
         raise AttributeError("priority")
 
 
-for _name in hooks.__all__:
-    _cls = getattr(hooks, _name)
-    if isinstance(_cls, type) and issubclass(_cls, hooks.Hook) and _cls is not hooks.Hook:
+for _name, _cls in vars(hooks).items():
+    if _name.endswith(("OptimizerHook", "UpdaterHook")):
         _made = type(f"KV{_name}", (_cls, Hook), {"priority": _Reserved(), "__module__": __name__})
         globals()[_made.__name__] = HOOKS.register_module(module=_made, force=True) or _made

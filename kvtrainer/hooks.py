@@ -1,0 +1,736 @@
+"""Hooks for a runner, which call a Trainer at the right places of its loop; under MMCV's names.
+
+Those of schedules count what the runner counts, batches and epochs, and not updates. `lr_config` and `momentum_config`
+of a Trainer need no hook; these are for runners, and for classes that were derived from them.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
+from enum import IntEnum
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from kvstore_server import check
+from kvtrainer.anomalies import checked_mode, report_anomalies
+from kvtrainer.clipping import make_clipping
+from kvtrainer.comm.rank_group import Buckets
+from kvtrainer.config.sections import hook_arguments
+from kvtrainer.errors import ArgumentTypeError, ConfigurationError, UnregisteredNameError
+from kvtrainer.parallel import DataParallel
+from kvtrainer.precision import copy_grads_to_fp32, copy_params_to_fp16
+from kvtrainer.scaling import make_precision, unscale
+from kvtrainer.schedules.formulas import Formula, check_options, make_policy, warmup_factor
+from kvtrainer.schedules.param_schedule import GroupValue, MomentumWarmup, ScheduleSpec
+from kvtrainer.types import StepResult
+
+_log = logging.getLogger(__name__)
+
+Values = list[Any] | dict[str, list[Any]]
+"""One for each parameter group; of several optimizers by their names."""
+_BY_BATCH = ("cyclic", "OneCycle")
+"""Policies that go by batch only."""
+
+
+class Priority(IntEnum):
+    """In which order hooks run at the same place: the smallest first, MMCV's numbers.
+
+    Schedules of the learning rate run at VERY_HIGH, those of the momentum at HIGH, the optimizer at ABOVE_NORMAL.
+    """
+
+    HIGHEST = 0
+    VERY_HIGH = 10
+    HIGH = 30
+    ABOVE_NORMAL = 40
+    NORMAL = 50
+    BELOW_NORMAL = 60
+    LOW = 70
+    VERY_LOW = 90
+    LOWEST = 100
+
+
+def get_priority(priority: int | str | Priority) -> int:
+    """Return a priority from 0 (first) to 100, given as a number or by its name in any case.
+
+    Raises:
+        UnregisteredNameError: there is none of that name; also a KeyError.
+        ArgumentTypeError: it is neither a number nor a name.
+        ConfigurationError: it is out of range.
+    """
+    if isinstance(priority, str):
+        check.known("Priority", [priority.upper()], Priority.__members__, error=UnregisteredNameError)
+        return Priority[priority.upper()].value
+    if not check.is_integer(priority):
+        raise ArgumentTypeError(
+            f"a priority is an int from 0 to 100 or one of {', '.join(Priority.__members__)}, got {priority!r}"
+        )
+    return check.integer("a priority", priority, 0, 100)
+
+
+class Hook:
+    """Does nothing anywhere. Subclasses override what they need; a runner calls the methods by name.
+
+    Those of training and validation call the general ones by default.
+    """
+
+    stages: ClassVar[tuple[str, ...]] = (
+        "before_run", "before_train_epoch", "before_train_iter", "after_train_iter", "after_train_epoch",
+        "before_val_epoch", "before_val_iter", "after_val_iter", "after_val_epoch", "after_run",
+    )  # fmt: skip
+    """The places of a runner's loop, in their order."""
+    priority: Priority = Priority.NORMAL
+    """Where a runner puts the hook unless it is told otherwise."""
+
+    def get_triggered_stages(self) -> list[str]:
+        """Return the stages at which the hook does something, in their order."""
+        kind = type(self)
+        found = {name for name in _PLACES if getattr(kind, name) is not getattr(Hook, name)}
+        return [name for name in self.stages if found & {name, _GENERAL.get(name, name)}]
+
+    def before_run(self, runner: Any) -> None:
+        """Before the first epoch."""
+
+    def after_run(self, runner: Any) -> None:
+        """After the last epoch."""
+
+    def before_epoch(self, runner: Any) -> None:
+        """Before any pass over the data."""
+
+    def after_epoch(self, runner: Any) -> None:
+        """After any pass over the data."""
+
+    def before_iter(self, runner: Any) -> None:
+        """Before any batch."""
+
+    def after_iter(self, runner: Any) -> None:
+        """After any batch."""
+
+    def before_train_epoch(self, runner: Any) -> None:
+        """Before a pass over the training data."""
+        self.before_epoch(runner)
+
+    def after_train_epoch(self, runner: Any) -> None:
+        """After a pass over the training data."""
+        self.after_epoch(runner)
+
+    def before_train_iter(self, runner: Any) -> None:
+        """Before the forward pass of a training batch."""
+        self.before_iter(runner)
+
+    def after_train_iter(self, runner: Any) -> None:
+        """After the forward pass of a training batch, with `runner.outputs` there."""
+        self.after_iter(runner)
+
+    def before_val_epoch(self, runner: Any) -> None:
+        """Before a pass over the validation data."""
+        self.before_epoch(runner)
+
+    def after_val_epoch(self, runner: Any) -> None:
+        """After a pass over the validation data."""
+        self.after_epoch(runner)
+
+    def before_val_iter(self, runner: Any) -> None:
+        """Before a validation batch."""
+        self.before_iter(runner)
+
+    def after_val_iter(self, runner: Any) -> None:
+        """After a validation batch."""
+        self.after_iter(runner)
+
+    def every_n_epochs(self, runner: Any, n: int) -> bool:
+        """Tell if the epoch that is running is the last of `n`; never, for n < 1."""
+        return n > 0 and (runner.epoch + 1) % n == 0
+
+    def every_n_inner_iters(self, runner: Any, n: int) -> bool:
+        """Tell if the batch is the last of `n` within its epoch; never, for n < 1."""
+        return n > 0 and (runner.inner_iter + 1) % n == 0
+
+    def every_n_iters(self, runner: Any, n: int) -> bool:
+        """Tell if the batch is the last of `n`; never, for n < 1."""
+        return n > 0 and (runner.iter + 1) % n == 0
+
+    def end_of_epoch(self, runner: Any) -> bool:
+        """Tell if the batch is the last of its epoch."""
+        return bool(runner.inner_iter + 1 == len(runner.data_loader))
+
+    def is_last_epoch(self, runner: Any) -> bool:
+        """Tell if the epoch is the last of all."""
+        return bool(runner.epoch + 1 == runner.max_epochs)
+
+    def is_last_iter(self, runner: Any) -> bool:
+        """Tell if the batch is the last of all."""
+        return bool(runner.iter + 1 == runner.max_iters)
+
+
+_GENERAL = {name: name.replace("train_", "").replace("val_", "") for name in Hook.stages}
+"""The method that a stage calls by default."""
+_PLACES = frozenset({*_GENERAL, *_GENERAL.values()})
+
+
+class OptimizerHook(Hook):
+    """Backward pass, clipping and update, with the loss in `runner.outputs`; the Trainer's own pipeline does it.
+
+    `runner` is any object with `trainer`, or an `optimizer` that is one, and `outputs`: {"loss": tensor, "num_samples":
+    int}. With a `log_buffer` it gets "grad_norm", the norm before clipping, weighted by `num_samples`; that of a step
+    that was skipped is left out, because an infinity among them would hide all others.
+
+    A subclass may override `clip_grads`, which then limits the reduced gradient in place of the Trainer, and
+    `detect_anomalous_parameters`, as MMCV's do.
+
+    Args:
+        grad_clip: what the Trainer's `clip_grad` may be; None leaves that option as it is.
+        detect_anomalous_params: True or "log" logs parameters that are not in the loss, "raise" raises.
+
+    Raises:
+        ConfigurationError: an argument is wrong. `before_run` raises it if the Trainer refuses an option, as it does
+            after its first step.
+    """
+
+    priority = Priority.ABOVE_NORMAL
+
+    def __init__(
+        self, grad_clip: Mapping[str, Any] | None = None, detect_anomalous_params: bool | str = False
+    ) -> None:
+        make_clipping(grad_clip)
+        self.grad_clip = None if grad_clip is None else dict(grad_clip)
+        self.detect_anomalous_params = checked_mode(detect_anomalous_params)
+        self._configured: weakref.ref[Any] | None = None
+
+    def before_run(self, runner: Any) -> None:
+        """Set the Trainer's options; once for a Trainer, so that a runner may run again."""
+        trainer = trainer_of(runner)
+        if self._configured is None or self._configured() is not trainer:
+            options = hook_arguments(self._own_options())
+            if options:
+                trainer.configure(**options)
+            self._configured = weakref.ref(trainer)
+
+    def after_train_iter(self, runner: Any) -> None:
+        """Update the weights; they are new when it returns, unless backward passes are being accumulated."""
+        outputs = runner.outputs
+        if not isinstance(outputs, Mapping) or "loss" not in outputs:
+            raise ConfigurationError(
+                f"an {type(self).__name__} needs runner.outputs['loss'], got {outputs!r:.120}; let train_step return "
+                "dict(loss=..., num_samples=...)"
+            )
+        if self.detect_anomalous_params:
+            self.detect_anomalous_parameters(outputs["loss"], runner)
+        norm = self._update(trainer_of(runner), outputs["loss"])
+        buffer = getattr(runner, "log_buffer", None)
+        if buffer is not None and norm is not None:
+            buffer.update({"grad_norm": float(norm)}, outputs.get("num_samples", 1))
+
+    def clip_grads(self, params: Iterable[Tensor]) -> Tensor | None:
+        """Limit the gradients of these parameters as `grad_clip` says; return their norm before that, if it is limited.
+
+        The Trainer limits the reduced gradient by itself, wherever that is, and does not call this. One that a subclass
+        defines is called between `allreduce_grads()` and `update()`, so not while the optimizer runs in the store.
+        """
+        given = dict(self.grad_clip or {})
+        kind, grads = given.pop("type", "norm"), [p for p in params if p.requires_grad and p.grad is not None]
+        if not grads or self.grad_clip is None:
+            return None
+        if kind == "norm":
+            return torch.nn.utils.clip_grad_norm_(grads, **given)
+        torch.nn.utils.clip_grad_value_(grads, **given)
+        return None
+
+    def detect_anomalous_parameters(self, loss: Any, runner: Any) -> None:
+        """Log, in the runner's log if it has one, every parameter that is not in the loss, or raise."""
+        model, logger = getattr(runner, "model", None), getattr(runner, "logger", None)
+        if isinstance(model, torch.nn.Module) and not isinstance(model, DataParallel):
+            report_anomalies(loss, model, self.detect_anomalous_params, logger)
+        else:  # replicas, whose names the Trainer knows
+            trainer_of(runner).report_anomalies(loss, self.detect_anomalous_params, logger)
+
+    def _update(self, trainer: Any, loss: Any) -> float | None:
+        """Make the step; return the norm that is to be logged."""
+        if type(self).clip_grads is OptimizerHook.clip_grads:
+            result: StepResult = trainer.update_params(loss)
+            return None if result.skipped else result.grad_norm
+        trainer.backward(loss)
+        trainer.allreduce_grads()
+        norm = None
+        if trainer.accumulation.is_boundary:
+            if trainer.loss_scaler is not None:
+                unscale(trainer)
+            norm = self.clip_grads(p for group in trainer.param_groups for p in group["params"])
+        trainer.update()
+        return None if norm is None or trainer.last.skipped else float(norm)
+
+    def _own_options(self) -> dict[str, Any]:
+        """Return what the Trainer is to be told, under MMCV's names."""
+        is_trainers = type(self).clip_grads is OptimizerHook.clip_grads
+        return {"grad_clip": self.grad_clip} if is_trainers else {}
+
+
+class Fp16OptimizerHook(OptimizerHook):
+    """An OptimizerHook that scales the loss, and lets the model compute in half precision where that is safe.
+
+    While the run lasts, `runner.model` computes its forward pass as `trainer.context()` says: under torch.autocast.
+    The scaler's state is in `runner.meta["fp16"]["loss_scaler"]` after every batch, so in every checkpoint, and is
+    taken from there by `before_run`.
+
+    Args:
+        grad_clip, detect_anomalous_params: as of OptimizerHook; the gradient is unscaled first.
+        coalesce, bucket_size_mb: as of `Trainer.configure`, which takes them where gradients are reduced over ranks of
+            torch.distributed; the defaults, True and -1, leave it to the store, whatever it is.
+        loss_scale: "dynamic", a number, or a dict; as the Trainer's option `amp`.
+        distributed: False if there is only this worker. It must be true then: the store decides who takes part.
+
+    Raises:
+        ConfigurationError: an argument is wrong; `before_run`: the Trainer refuses an option.
+    """
+
+    def __init__(
+        self,
+        grad_clip: Mapping[str, Any] | None = None,
+        coalesce: bool = True,
+        bucket_size_mb: float = -1,
+        loss_scale: float | str | Mapping[str, Any] = 512.0,
+        distributed: bool = True,
+        detect_anomalous_params: bool | str = False,
+    ) -> None:
+        super().__init__(grad_clip, detect_anomalous_params)
+        Buckets(bucket_size_mb, coalesce)  # checks them
+        self.coalesce, self.bucket_size_mb = coalesce, bucket_size_mb
+        self.loss_scale, self.distributed = loss_scale, bool(distributed)
+        make_precision(hook_arguments(self._own_options())["amp"])  # checks it
+        self._autocast = ExitStack()
+        """Takes away what `before_run` has attached to the model."""
+
+    def before_run(self, runner: Any) -> None:
+        """Set the Trainer's options, take the scaler's state from `runner.meta`, and switch autocast on."""
+        trainer = trainer_of(runner)
+        self._check_alone(trainer)
+        super().before_run(runner)
+        meta = getattr(runner, "meta", None)
+        saved = meta.get("fp16", {}).get("loss_scaler") if isinstance(meta, Mapping) else None
+        if saved is not None and trainer.loss_scaler is not None:
+            trainer.loss_scaler.load_state_dict(saved)
+        model = getattr(runner, "model", None)
+        if isinstance(model, torch.nn.Module):
+            self._attach_autocast(model, trainer)
+
+    def after_train_iter(self, runner: Any) -> None:
+        super().after_train_iter(runner)
+        self._check_alone(trainer_of(runner))
+        scaler, meta = trainer_of(runner).loss_scaler, getattr(runner, "meta", None)
+        if scaler is not None and isinstance(meta, dict):
+            meta.setdefault("fp16", {})["loss_scaler"] = scaler.state_dict()
+
+    def after_run(self, runner: Any) -> None:
+        """Switch autocast off."""
+        self._autocast.close()
+
+    # For subclasses; this hook itself has no use for them.
+    copy_grads_to_fp32 = staticmethod(copy_grads_to_fp32)
+    copy_params_to_fp16 = staticmethod(copy_params_to_fp16)
+
+    def _attach_autocast(self, model: torch.nn.Module, trainer: Any) -> None:
+        """Surround the model's forward pass by the Trainer's context, also where it raises."""
+        self._autocast.close()
+        local = threading.local()
+
+        def enter(*_: Any) -> None:
+            context: AbstractContextManager[Any] = trainer.context()
+            context.__enter__()
+            local.__dict__.setdefault("open", []).append(context)
+
+        def leave(*_: Any) -> None:
+            if local.__dict__.get("open"):
+                local.open.pop().__exit__(None, None, None)
+
+        # The losses of replicas do not go through the forward pass of what holds them.
+        for one in model.replicas if isinstance(model, DataParallel) else (model,):
+            self._autocast.callback(one.register_forward_pre_hook(enter).remove)
+            self._autocast.callback(one.register_forward_hook(leave, always_call=True).remove)
+            for module in one.modules():
+                # Models made for MMCV ask this of themselves.
+                if getattr(module, "fp16_enabled", None) is False:
+                    setattr(module, "fp16_enabled", True)  # noqa: B010
+                    self._autocast.callback(setattr, module, "fp16_enabled", False)
+
+    def _check_alone(self, trainer: Any) -> None:
+        """Raise ConfigurationError if there are workers that should not be; a store is there since the first step."""
+        count = getattr(trainer.kvstore, "num_workers", 1)
+        if not self.distributed and count > 1:
+            raise ConfigurationError(
+                f"distributed=False, but the Trainer's kvstore has {count} workers; leave it out, or build the Trainer "
+                "with kvstore=None"
+            )
+
+    def _own_options(self) -> dict[str, Any]:
+        names = ("loss_scale", "coalesce", "bucket_size_mb")
+        return {**super()._own_options(), **{name: getattr(self, name) for name in names}}
+
+
+class GradientCumulativeOptimizerHook(OptimizerHook):
+    """An OptimizerHook that sums the gradients of several batches before an update.
+
+    The loss of a batch is divided by their number. At the end of the run fewer may be left: their losses are divided
+    by how many they are, and the last one ends in an update. For that the runner needs `iter` and `max_iters`.
+
+    Args:
+        cumulative_iters: Batches for each update.
+        others: As of OptimizerHook, or of the other class that a subclass derives from.
+    """
+
+    def __init__(self, cumulative_iters: int = 1, **others: Any) -> None:
+        self.cumulative_iters = check.integer("cumulative_iters", cumulative_iters, 1)
+        super().__init__(**others)
+
+    def before_run(self, runner: Any) -> None:
+        done, total = getattr(runner, "iter", None), getattr(runner, "max_iters", None)
+        if done is None or total is None:
+            raise ConfigurationError(
+                f"a {type(self).__name__} needs runner.iter and runner.max_iters, to know where the run ends"
+            )
+        super().before_run(runner)
+        if self.cumulative_iters > 1:
+            model = getattr(runner, "model", None)
+            if isinstance(model, torch.nn.Module) and self.has_batch_norm(model):
+                _log.warning(
+                    "the model has batch normalisation, whose statistics are of single batches, not of the %d that "
+                    "make an update",
+                    self.cumulative_iters,
+                )
+        trainer_of(runner).set_progress(done, total)
+
+    def has_batch_norm(self, module: torch.nn.Module) -> bool:
+        """Find out if a part of the module normalises with the statistics of a batch."""
+        return any(isinstance(part, _BatchNorm) for part in module.modules())
+
+    def _own_options(self) -> dict[str, Any]:
+        own = {"cumulative_iters": self.cumulative_iters} if self.cumulative_iters > 1 else {}
+        return {**super()._own_options(), **own}
+
+
+class GradientCumulativeFp16OptimizerHook(GradientCumulativeOptimizerHook, Fp16OptimizerHook):
+    """A Fp16OptimizerHook that updates every `cumulative_iters` batches; its other arguments are given by name."""
+
+
+class _ValueHook(Hook):
+    """Write a value of the parameter groups; see LrUpdaterHook and MomentumUpdaterHook.
+
+    Args:
+        by_epoch: Whether the value changes from epoch to epoch, or else from batch to batch; None: as the policy goes.
+        warmup: None, 'constant', 'linear' or 'exp'.
+        warmup_iters: Batches of the warm-up; epochs, if `warmup_by_epoch`.
+        warmup_ratio: Where it begins; None: 0.1, of momentum 0.9.
+        options: Of the policy, under MMCV's names; all of them are attributes, too.
+
+    Raises:
+        ConfigurationError: an argument is wrong. `before_run`: the policy does not fit the length of the run, or the
+            Trainer has a schedule of the same value.
+        GroupValueError: `before_run`: a parameter group has no such value.
+    """
+
+    policy: str | None = None
+    """A name as in `lr_config`; None of classes with a formula of their own."""
+    _value = "lr"
+
+    def __init__(
+        self,
+        by_epoch: bool | None = None,
+        warmup: str | None = None,
+        warmup_iters: int = 0,
+        warmup_ratio: float | None = None,
+        warmup_by_epoch: bool = False,
+        **options: Any,
+    ) -> None:
+        if not isinstance(by_epoch, bool | None):
+            raise ArgumentTypeError(
+                f"by_epoch must be True, False or None, got {by_epoch!r:.80}; options of the policy are given by name"
+            )
+        by_batch = self.policy in _BY_BATCH
+        if by_epoch and by_batch:
+            raise ConfigurationError(f"the policy {self.policy!r} goes by batch; leave by_epoch out")
+        self.by_epoch = not by_batch if by_epoch is None else by_epoch
+        ratio = (0.9 if self._value == "momentum" else 0.1) if warmup_ratio is None else warmup_ratio
+        ScheduleSpec(warmup=warmup, warmup_iters=warmup_iters, warmup_ratio=ratio)  # checks them
+        self.warmup, self.warmup_ratio, self.warmup_by_epoch = warmup, ratio, warmup_by_epoch
+        self.warmup_epochs = warmup_iters if warmup_by_epoch else None
+        self.warmup_iters: int | None = None if warmup_by_epoch else warmup_iters
+        if self.policy is not None:
+            theirs = {"every": "step", "maximum": "max_lr"}
+            theirs |= {"minimum": f"min_{self._value}", "minimum_ratio": f"min_{self._value}_ratio"}
+            # Under MMCV's names, for classes that override the formula.
+            given = check_options(self.policy, options, self._value)
+            vars(self).update({theirs.get(name, name): value for name, value in given.items()})
+        elif options:
+            raise ConfigurationError(f"{type(self).__name__} has no option {', '.join(map(repr, options))}")
+        self._options = options
+        vars(self).update(options)
+        vars(self).update({f"base_{self._value}": [], f"regular_{self._value}": []})
+        self._targets: dict[str, GroupValue] = {}
+        self._policy: Formula | None = None
+
+    def before_train_epoch(self, runner: Any) -> None:
+        if self.warmup_epochs is not None:
+            self.warmup_iters = self.warmup_epochs * len(runner.data_loader)
+        if self.by_epoch:
+            self._write(self._renew(runner))
+
+    def before_train_iter(self, runner: Any) -> None:
+        regular = getattr(self, f"regular_{self._value}") if self.by_epoch else self._renew(runner)
+        left = (self.warmup_iters or 0) - runner.iter if self.warmup is not None else -1
+        if left > 0:
+            self._write(getattr(self, f"get_warmup_{self._value}")(runner.iter))
+        elif left == 0 or not self.by_epoch:
+            self._write(regular)
+
+    def before_run(self, runner: Any) -> None:
+        """Find the optimizer, or several, and note what their groups start from."""
+        found = getattr(runner, "trainer", None)
+        found = getattr(runner, "optimizer", None) if found is None else found
+        if not isinstance(found, Mapping | torch.optim.Optimizer):
+            raise ArgumentTypeError(
+                f"{type(runner).__name__} has neither a Trainer as runner.trainer nor an optimizer as runner.optimizer"
+            )
+        several = dict(found) if isinstance(found, Mapping) else {"": found}
+        for one in several.values():
+            others = getattr(one, "schedules", ())
+            if any(
+                self._value in getattr(other, "names", {getattr(other, "name", None)}) for other in others
+            ):
+                raise ConfigurationError(
+                    f"the Trainer has a schedule of {self._value!r}, and this {type(self).__name__} would undo what "
+                    "that writes; leave out one of them"
+                )
+        self._targets = {name: GroupValue(one, self._value) for name, one in several.items()}
+        if self.policy is not None:
+            self._policy = make_policy(self.policy, self._options, self._value, self._progress(runner)[1])
+        bases = {name: [to.base(at) for at in range(len(to))] for name, to in self._targets.items()}
+        setattr(self, f"base_{self._value}", bases if isinstance(found, Mapping) else bases[""])
+
+    def _progress(self, runner: Any) -> tuple[int, int | None]:
+        """Return how many epochs or batches have passed, and how many there will be."""
+        at, last = ("epoch", "max_epochs") if self.by_epoch else ("iter", "max_iters")
+        return int(getattr(runner, at, 0)), getattr(runner, last, None)
+
+    def _of_policy(self, runner: Any, base: float) -> float:
+        if self._policy is None:
+            raise NotImplementedError(
+                f"{type(self).__name__} has no policy, so it must say its values itself"
+            )
+        return float(self._policy(base, *self._progress(runner)))
+
+    def _write(self, values: Values) -> None:
+        for name, its in (values if isinstance(values, Mapping) else {"": values}).items():
+            target = self._targets[name]
+            for index, value in zip(range(len(target)), its, strict=False):
+                target.write(index, value)
+
+    def _factor(self, at: int) -> float:
+        return warmup_factor(str(self.warmup), at, self.warmup_iters or 1, self.warmup_ratio)
+
+    def _renew(self, runner: Any) -> Values:
+        """Ask for the values of now, without a warm-up; the methods have MMCV's names, for who overrides them."""
+        values: Values = getattr(self, f"get_regular_{self._value}")(runner)
+        setattr(self, f"regular_{self._value}", values)
+        return values
+
+
+class LrUpdaterHook(_ValueHook):
+    """Write learning rates; derive from it and override `get_lr`. Arguments: as of `_ValueHook`."""
+
+    priority = Priority.VERY_HIGH
+
+    base_lr: Values
+    regular_lr: Values
+
+    def get_lr(self, runner: Any, base_lr: float) -> float:
+        """Return the learning rate of now of a group that started from `base_lr`, without a warm-up."""
+        return self._of_policy(runner, base_lr)
+
+    def get_regular_lr(self, runner: Any) -> Values:
+        """Return those of all groups."""
+        return _each(lambda base: self.get_lr(runner, base), self.base_lr)
+
+    def get_warmup_lr(self, cur_iters: int) -> Values:
+        """Return what the warm-up makes of them in this batch."""
+        return _each(lambda rate: rate * self._factor(cur_iters), self.regular_lr)
+
+
+class MomentumUpdaterHook(_ValueHook):
+    """Write momentum, or the first of the betas; derive from it and override `get_momentum`.
+
+    A warm-up raises momentum, to 0.999 at most. Arguments: as of `_ValueHook`.
+    """
+
+    priority = Priority.HIGH
+    _value = "momentum"
+
+    base_momentum: Values
+    regular_momentum: Values
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._lift = MomentumWarmup()
+
+    def get_momentum(self, runner: Any, base_momentum: float) -> float:
+        """Return the momentum of now of a group that started from `base_momentum`, without a warm-up."""
+        return self._of_policy(runner, base_momentum)
+
+    def get_regular_momentum(self, runner: Any) -> Values:
+        """Return those of all groups."""
+        return _each(lambda base: self.get_momentum(runner, base), self.base_momentum)
+
+    def get_warmup_momentum(self, cur_iters: int) -> Values:
+        """Return what the warm-up makes of them in this batch."""
+        return _each(lambda one: self._lift(one, self._factor(cur_iters)), self.regular_momentum)
+
+
+class FixedLrUpdaterHook(LrUpdaterHook):
+    """`lr_config=dict(policy="fixed")`."""
+
+    policy = "fixed"
+
+
+class StepLrUpdaterHook(LrUpdaterHook):
+    """`lr_config=dict(policy="step", step, gamma=0.1, min_lr=None)`."""
+
+    policy = "step"
+
+
+class ExpLrUpdaterHook(LrUpdaterHook):
+    """`lr_config=dict(policy="exp", gamma)`."""
+
+    policy = "exp"
+
+
+class PolyLrUpdaterHook(LrUpdaterHook):
+    """`lr_config=dict(policy="poly", power=1.0, min_lr=0.0)`."""
+
+    policy = "poly"
+
+
+class InvLrUpdaterHook(LrUpdaterHook):
+    """`lr_config=dict(policy="inv", gamma, power=1.0)`."""
+
+    policy = "inv"
+
+
+class CosineAnnealingLrUpdaterHook(LrUpdaterHook):
+    """`lr_config=dict(policy="CosineAnnealing", min_lr or min_lr_ratio)`."""
+
+    policy = "CosineAnnealing"
+
+
+class FlatCosineAnnealingLrUpdaterHook(LrUpdaterHook):
+    """`lr_config=dict(policy="FlatCosineAnnealing", start_percent=0.75, min_lr or min_lr_ratio)`."""
+
+    policy = "FlatCosineAnnealing"
+
+
+class CosineRestartLrUpdaterHook(LrUpdaterHook):
+    """`lr_config=dict(policy="CosineRestart", periods, restart_weights=[1], min_lr or min_lr_ratio)`."""
+
+    policy = "CosineRestart"
+
+
+class LinearAnnealingLrUpdaterHook(LrUpdaterHook):
+    """`lr_config=dict(policy="LinearAnnealing", min_lr or min_lr_ratio)`."""
+
+    policy = "LinearAnnealing"
+
+
+class CyclicLrUpdaterHook(LrUpdaterHook):
+    """`lr_config=dict(policy="cyclic", target_ratio, cyclic_times, step_ratio_up, anneal_strategy, gamma)`."""
+
+    policy = "cyclic"
+
+
+class OneCycleLrUpdaterHook(LrUpdaterHook):
+    """`lr_config=dict(policy="OneCycle", max_lr, …)`.
+
+    `max_lr` may be a list with one for each group, and a dict of these by the names of several optimizers. What a group
+    starts from is its part of that, divided by `div_factor`.
+    """
+
+    policy = "OneCycle"
+    div_factor: float
+
+    def __init__(self, max_lr: Any, *, div_factor: float = 25.0, **kwargs: Any) -> None:
+        # The policy's own numbers are those of a group that starts from 1.
+        super().__init__(max_lr=div_factor, div_factor=div_factor, **kwargs)
+        self.max_lr = max_lr
+
+    def before_run(self, runner: Any) -> None:
+        super().before_run(runner)
+        starts: dict[str, list[float]] = {}
+        for name, target in self._targets.items():
+            peaks = self.max_lr.get(name, ()) if isinstance(self.max_lr, Mapping) else self.max_lr
+            peaks = peaks if isinstance(peaks, list | tuple) else [peaks] * len(target)
+            if len(peaks) != len(target):
+                raise ConfigurationError(
+                    f"max_lr has {len(peaks)} values for the {len(target)} parameter groups of the optimizer {name}; "
+                    "give one for each, or a number"
+                )
+            starts[name] = [float(peak) / self.div_factor for peak in peaks]
+        self.base_lr = starts if isinstance(self.base_lr, Mapping) else starts[""]
+
+    def get_lr(self, runner: Any, base_lr: float) -> float:
+        assert self._policy is not None
+        options = {**self._policy.options, "maximum": base_lr * self.div_factor}
+        return replace(self._policy, options=options)(base_lr, *self._progress(runner))
+
+
+class StepMomentumUpdaterHook(MomentumUpdaterHook):
+    """`momentum_config=dict(policy="step", step, gamma=0.5, min_momentum=None)`."""
+
+    policy = "step"
+
+
+class CosineAnnealingMomentumUpdaterHook(MomentumUpdaterHook):
+    """`momentum_config=dict(policy="CosineAnnealing", min_momentum or min_momentum_ratio)`."""
+
+    policy = "CosineAnnealing"
+
+
+class LinearAnnealingMomentumUpdaterHook(MomentumUpdaterHook):
+    """`momentum_config=dict(policy="LinearAnnealing", min_momentum or min_momentum_ratio)`."""
+
+    policy = "LinearAnnealing"
+
+
+class CyclicMomentumUpdaterHook(MomentumUpdaterHook):
+    """`momentum_config=dict(policy="cyclic", target_ratio=(0.85 / 0.95, 1.0), …)`."""
+
+    policy = "cyclic"
+
+
+class OneCycleMomentumUpdaterHook(MomentumUpdaterHook):
+    """`momentum_config=dict(policy="OneCycle", base_momentum=0.85, max_momentum=0.95, …)`."""
+
+    policy = "OneCycle"
+
+
+def _each(function: Callable[[Any], Any], values: Values) -> Values:
+    if isinstance(values, Mapping):
+        return {name: [function(one) for one in its] for name, its in values.items()}
+    return [function(one) for one in values]
+
+
+def trainer_of(runner: Any) -> Any:
+    """Return the runner's Trainer: `runner.trainer`, or `runner.optimizer` where that is one.
+
+    Raises:
+        ArgumentTypeError: it has none.
+    """
+    for name in ("trainer", "optimizer"):
+        found = getattr(runner, name, None)
+        if hasattr(found, "update_params") and hasattr(found, "configure"):
+            return found
+    raise ArgumentTypeError(
+        f"{type(runner).__name__} has no kvtrainer.Trainer; hooks need one as runner.trainer or runner.optimizer"
+    )
