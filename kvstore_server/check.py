@@ -6,9 +6,9 @@ A bool is no number. Numbers and integers of numpy are numbers and integers.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from numbers import Integral, Real
-from typing import TypeGuard, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 from kvstore_server.errors import ConfigurationError, did_you_mean
 
@@ -90,6 +90,19 @@ def boolean(name: str, value: object, *, error: type[ConfigurationError] = Confi
     """
     if not isinstance(value, bool):
         raise error(f"{name} must be True or False, got {value!r:.80}")
+    return value
+
+
+def mapping(
+    name: str, value: object, *, error: type[ConfigurationError] = ConfigurationError
+) -> Mapping[Any, Any]:
+    """Return a dict, or what is like one.
+
+    Raises:
+        ConfigurationError: it is something else.
+    """
+    if not isinstance(value, Mapping):
+        raise error(f"{name} must be a dict, got {type(value).__name__}: {value!r:.80}")
     return value
 
 

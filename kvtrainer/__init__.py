@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     )
     from kvtrainer.memory.row_sparse import RowSparseParameter
     from kvtrainer.parallel import DataParallel, build_data_parallel_model
-    from kvtrainer.param_rules import Rule
+    from kvtrainer.paramwise import Rule
     from kvtrainer.schedules import ParamSchedule
     from kvtrainer.strategy import Strategy
     from kvtrainer.trainer import Trainer
@@ -68,7 +68,7 @@ _CLASSES = {
     "DataParallel": "parallel",
     "ParamSchedule": "schedules",
     "RowSparseParameter": "memory.row_sparse",
-    "Rule": "param_rules",
+    "Rule": "paramwise",
     "Strategy": "strategy",
     "Trainer": "trainer",
     "TrainerDict": "trainer_dict",

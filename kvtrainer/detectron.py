@@ -10,7 +10,7 @@ from torch.nn import GroupNorm
 
 from kvstore_server import check
 from kvtrainer.errors import ArgumentTypeError, ConfigurationError
-from kvtrainer.param_rules import Place, Rule
+from kvtrainer.paramwise import Place, Rule
 from kvtrainer.schedules import detectron_schedule
 
 __all__ = ["detectron_arguments", "detectron_devices", "detectron_rules", "linear_scaling"]

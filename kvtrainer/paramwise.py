@@ -1,54 +1,309 @@
-"""Options by parameter as a user gives them: MMCV's `paramwise_cfg`, rules, or a function.
+"""Options by parameter: MMCV's `paramwise_cfg`, rules, or a function; the groups that follow, and a report of them.
 
 Trainer(model, "torch:SGD", {"lr": 0.01, "weight_decay": 1e-4}, paramwise=dict(
     custom_keys={"backbone": dict(lr_mult=0.1), ".head.": dict(decay_mult=0.0)}, norm_decay_mult=0.0))
+
+For each option of a parameter the first rule counts that matches the parameter and says something about the option; a
+rule with `stop` is the last one that is asked. Parameters with the same options share a group, because a group of their
+own for all of them makes every step several times slower.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field, replace
+from typing import Any, NamedTuple
 
+from torch import Tensor
 from torch.nn import Conv2d, GroupNorm, LayerNorm, Module
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from kvstore_server import check
-from kvtrainer.errors import ArgumentTypeError, ConfigurationError, NotInitializedError
-from kvtrainer.param_rules import (
-    Base,
-    Duplicates,
-    ParamGroups,
-    ParamReport,
-    Place,
-    Rule,
-    apply_rules,
-    places_in,
-    rows_of,
-    unwrapped,
+from kvstore_server.optimizer.base import ALIASES
+from kvtrainer.errors import (
+    ArgumentTypeError,
+    ConfigurationError,
+    DuplicateParameterWarning,
+    NotInitializedError,
+    UnmatchedRuleWarning,
+    level_of_user,
 )
 
-__all__ = ["apply_paramwise", "paramwise_rules"]
+__all__ = [
+    "ParamGroups",
+    "ParamReport",
+    "Place",
+    "Rule",
+    "apply_paramwise",
+    "paramwise_rules",
+    "rows_of",
+    "unwrapped",
+]
 
 _log = logging.getLogger(__name__)
 
+_LISTS = ("params", "param_names")
+_ALWAYS = ("lr", "weight_decay")
+"""Options that the table of a report always shows."""
 _NORMS = (_BatchNorm, _InstanceNorm, GroupNorm, LayerNorm)
 _DEFORMABLE = frozenset({"DeformConv2d", "ModulatedDeformConv2d"})
-_DECAYS = ("norm_decay_mult", "dwconv_decay_mult", "bias_decay_mult", "flat_decay_mult")
-_MULTIPLIERS = ("bias_lr_mult", "dcn_offset_lr_mult", *_DECAYS)
-_SWITCHES = ("bypass_duplicate", "custom_keys_merge")
-_KEYS = ("custom_keys", *_MULTIPLIERS, *_SWITCHES, "precedence")
+_MULTIPLIERS = (
+    "bias_lr_mult", "dcn_offset_lr_mult", "norm_decay_mult", "dwconv_decay_mult", "bias_decay_mult", "flat_decay_mult",
+)  # fmt: skip
 _ORDERS = {
     "mmcv": _MULTIPLIERS,
-    "mmengine": (
-        "bias_lr_mult", "dcn_offset_lr_mult", "norm_decay_mult", "bias_decay_mult", "dwconv_decay_mult",
-        "flat_decay_mult",
-    ),
-}  # fmt: skip
-"""The order in which the kinds of parameters are asked for."""
+    "mmengine": tuple(_MULTIPLIERS[at] for at in (0, 1, 2, 4, 3, 5)),
+}
+"""The order in which the kinds of parameters are asked for; mmengine asks for biases before depthwise convolutions."""
+_KEYS = ("custom_keys", *_MULTIPLIERS, "bypass_duplicate", "custom_keys_merge", "precedence")
+
+
+@dataclass(frozen=True)
+class Place:
+    """A parameter, and where in its model it is.
+
+    `given` goes into a group's "params": the parameter, or the list of its replicas.
+    """
+
+    name: str
+    parameter: Tensor
+    given: Any
+    holder: Module | None = None
+    parent: Module | None = None
+    """The module around the one that holds it; None at the top."""
+
+    @property
+    def own_name(self) -> str:
+        """The last part of the name, such as "bias"."""
+        return self.name.rpartition(".")[2]
+
+    @property
+    def module_name(self) -> str:
+        """The name of the module that holds it; empty at the top."""
+        return self.name.rpartition(".")[0]
+
+    @property
+    def module(self) -> Module:
+        """The module that holds it.
+
+        Raises:
+            ConfigurationError: only names and parameters are known.
+        """
+        if self.holder is None:
+            raise ConfigurationError(
+                f"a rule asks what kind of module {self.name!r} belongs to, and only names and parameters were given; "
+                "give the Module itself"
+            )
+        return self.holder
+
+
+def places_in(model: Any) -> list[Place]:
+    """List the parameters of a model as often as modules hold them, in the model's order.
+
+    Takes a Module, one with replicas (`kvtrainer.DataParallel`), a dict, or pairs of names and parameters; in place of
+    a parameter there may be a list of replicas.
+
+    Raises:
+        ConfigurationError: it is something else, in which parameters have no names.
+    """
+    if hasattr(model, "named_replicas"):
+        rows_of = {id(replicas[0]): replicas for _, replicas in model.named_replicas()}
+        return [replace(place, given=rows_of[id(place.parameter)]) for place in _walk(model.module, "", None)]
+    if isinstance(model, Module):
+        return list(_walk(model, "", None))
+    rows: Iterable[Any] = model.items() if isinstance(model, Mapping) else model
+    named: list[Any] = list(rows) if isinstance(rows, Iterable) and not isinstance(rows, Tensor) else []
+    if not named or not all(
+        isinstance(row, tuple) and len(row) == 2 and isinstance(row[0], str) for row in named
+    ):
+        raise ConfigurationError(
+            "rules find parameters by name and by the kind of their module; give a Module, named_parameters() or a "
+            f"dict of parameters, not {type(model).__name__}"
+        )
+    if isinstance(model, Mapping):
+        named.sort(key=lambda row: str(row[0]))  # as the Trainer takes them
+    return [Place(name, given[0] if isinstance(given, Sequence) else given, given) for name, given in named]
+
+
+def unwrapped(model: Any) -> Any:
+    """Take a module out of DataParallel, DistributedDataParallel, or a wrapper that has nothing but `module`."""
+    while isinstance(model, Module) and not hasattr(model, "named_replicas"):
+        inner = model._modules.get("module")
+        is_wrapper = isinstance(model, DataParallel | DistributedDataParallel) or (
+            set(model._modules) == {"module"} and not any(True for _ in model.parameters(recurse=False))
+        )
+        if inner is None or not is_wrapper:
+            break
+        model = inner
+    return model
+
+
+def _walk(module: Module, prefix: str, parent: Module | None) -> Iterator[Place]:
+    for name, parameter in module.named_parameters(recurse=False):
+        yield Place(f"{prefix}{name}", parameter, parameter, module, parent)
+    for name, child in module.named_children():
+        yield from _walk(child, f"{prefix}{name}.", module)
+
+
+@dataclass(frozen=True)
+class ParamRow:
+    """One parameter; `options` are all that hold for it, `rules` the names of those that decided some."""
+
+    name: str
+    parameter: Tensor
+    options: Mapping[str, Any]
+    rules: tuple[str, ...] = ()
+
+    @property
+    def lr(self) -> Any:
+        return self.options.get("lr")
+
+    @property
+    def weight_decay(self) -> Any:
+        return self.options.get("weight_decay")
+
+
+@dataclass(frozen=True)
+class ParamReport:
+    """All parameters in the model's order, and the rules that matched none. As a str it is a table."""
+
+    rows: tuple[ParamRow, ...]
+    unmatched: tuple[str, ...] = ()
+
+    def __getitem__(self, name: str) -> ParamRow:
+        """The row of a parameter. Raises KeyError if there is none of that name."""
+        for row in self.rows:
+            if row.name == name:
+                return row
+        raise KeyError(name)
+
+    def __str__(self) -> str:
+        lines = [_table(self.rows)]
+        if self.unmatched:
+            lines.append(f"no parameter matches {', '.join(self.unmatched)}")
+        return "\n".join(lines)
+
+    def with_groups(self, groups: Iterable[Mapping[str, Any]]) -> ParamReport:
+        """Return the same with the options that groups have now, of the parameters that are in them.
+
+        Replicas, which a Trainer calls "NAME on DEVICE", come after all others, with the rules of NAME.
+        """
+        rules = {row.name: row.rules for row in self.rows}
+        rows = {row.name: row for row in rows_of(groups)}
+        order = [name for name in rules if name in rows] + [name for name in rows if name not in rules]
+        decided = [rules.get(name, rules.get(name.rpartition(" on ")[0], ())) for name in order]
+        found = (replace(rows[name], rules=by) for name, by in zip(order, decided, strict=True))
+        return ParamReport(tuple(found), self.unmatched)
+
+
+def rows_of(groups: Iterable[Mapping[str, Any]]) -> list[ParamRow]:
+    """Make a row for each parameter of torch's groups; without "param_names" it is called by its position."""
+    rows: list[ParamRow] = []
+    for group in groups:
+        names = group.get("param_names") or [str(len(rows) + i) for i in range(len(group["params"]))]
+        options = {key: value for key, value in group.items() if key not in _LISTS}
+        for name, given in zip(names, group["params"], strict=True):
+            parameter = given[0] if isinstance(given, list | tuple) else given
+            rows.append(ParamRow(name, parameter, options))
+    return rows
+
+
+def _table(rows: Sequence[ParamRow]) -> str:
+    """Show the learning rate, weight decay, and what else is not the same for all, in columns."""
+    others = dict.fromkeys(key for row in rows for key in row.options if key not in _ALWAYS)
+    differing = [key for key in others if any(_of(row, key) != _of(rows[0], key) for row in rows)]
+    columns = [key for key in _ALWAYS if any(key in row.options for row in rows)] + differing
+    lines = [["parameter", "shape", *columns, "rules"]]
+    for row in rows:
+        shape = "?" if is_lazy(row.parameter) else "x".join(map(str, row.parameter.shape)) or "scalar"
+        lines.append([row.name, shape, *(_of(row, key) for key in columns), ", ".join(row.rules) or "-"])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in lines
+    )
+
+
+def _of(row: ParamRow, key: str) -> str:
+    value = row.options.get(key)
+    return "-" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+Match = str | type[Module] | tuple[type[Module], ...] | Callable[[Place], bool]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Options for the parameters that match.
+
+    Args:
+        match: A part of "." and the full name, so that ".bias" is what ends in a part "bias"; a class of modules, or
+            several, that hold the parameter; or a function of its Place.
+        name: What reports call it; by default what it matches.
+        lr_mult: The learning rate is that of the optimizer times this.
+        decay_mult: The weight decay is that of the optimizer times this.
+        weight_decay: The weight decay itself.
+        extra: Other options of the optimizer, such as {"momentum": 0.5}; also an absolute "lr", and a "name" for the
+            group, by which schedules find it.
+        stop: Whether no later rule counts for what matches. Otherwise later ones may set what this one leaves open.
+        warn_unmatched: Whether to warn if no parameter matches.
+
+    Raises:
+        ConfigurationError: a number is none, or an option is given twice.
+    """
+
+    match: Match
+    _: KW_ONLY
+    name: str = ""
+    lr_mult: float | None = None
+    decay_mult: float | None = None
+    weight_decay: float | None = None
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    stop: bool = True
+    warn_unmatched: bool = True
+
+    def __post_init__(self) -> None:
+        is_class = isinstance(self.match, tuple) and all(isinstance(one, type) for one in self.match)
+        if not (isinstance(self.match, str) or callable(self.match) or is_class):
+            raise ArgumentTypeError(
+                f"a rule matches a part of a name, a class of modules or a function, got {self.match!r:.80}"
+            )
+        if not self.name:
+            object.__setattr__(self, "name", _name_of(self.match))
+        for what in ("lr_mult", "decay_mult", "weight_decay"):
+            if getattr(self, what) is not None:
+                check.number(f"{what} of {self.name}", getattr(self, what))
+        if not isinstance(self.extra, Mapping):
+            raise ArgumentTypeError(f"extra of {self.name} must be a dict of options, got {self.extra!r:.80}")
+        object.__setattr__(self, "extra", {ALIASES.get(key, key): value for key, value in self.extra.items()})
+        given = [*self.extra, *(["lr"] if self.lr_mult is not None else [])]
+        given += ["weight_decay" for value in (self.decay_mult, self.weight_decay) if value is not None]
+        twice = sorted({option for option in given if given.count(option) > 1})
+        if twice:
+            raise ConfigurationError(
+                f"{self.name} says twice what {' and '.join(twice)} shall be; say it once"
+            )
+
+    def matches(self, place: Place) -> bool:
+        """Return whether it is about this parameter. Raises ConfigurationError if that cannot be known."""
+        if isinstance(self.match, str):
+            return self.match in f".{place.name}"
+        if isinstance(self.match, type | tuple):
+            return isinstance(place.module, self.match)
+        return bool(self.match(place))
+
+
+class ParamGroups(NamedTuple):
+    """Parameter groups for an optimizer, and how they came about."""
+
+    groups: list[dict[str, Any]]
+    """torch's form, with "param_names"; options that are those of the optimizer are left out."""
+    report: ParamReport
 
 
 def apply_paramwise(
@@ -77,21 +332,22 @@ def apply_paramwise(
     model = unwrapped(model)
     if not isinstance(model, Module | Mapping) and isinstance(model, Iterable):
         model = list(model)  # an iterator is good for one pass only
-    if paramwise is None or isinstance(paramwise, Mapping):
-        cfg = dict(paramwise or {})
-        rules = paramwise_rules(cfg, base)
-        duplicates: Duplicates = "first" if not cfg else "warn" if cfg.get("bypass_duplicate") else "refuse"
-        places = places_in(model)
-        if cfg.get("precedence") == "mmengine":
+    options, is_complete = _base_options(base, defaults), bool(defaults)
+    if not paramwise and isinstance(paramwise, Mapping | None):
+        return _apply_rules(_distinct(places_in(model)), [], options, is_complete)
+    if isinstance(paramwise, Mapping):
+        rules, places = paramwise_rules(paramwise, base), places_in(model)
+        if paramwise.get("precedence") == "mmengine":
             frozen = [place.name for place in places if _is_frozen(place)]
             places = [place for place in places if not _is_frozen(place)]
             if frozen:
                 _log.warning("not in any group, because they are frozen: %s", ", ".join(frozen))
-        return apply_rules(places, rules, Base(base, defaults), duplicates)
+        once = _distinct(places, paramwise.get("bypass_duplicate", False))
+        return _apply_rules(once, rules, options, is_complete)
     if isinstance(paramwise, Sequence) and all(isinstance(rule, Rule) for rule in paramwise):
-        return apply_rules(places_in(model), paramwise, Base(base, defaults))
+        return _apply_rules(_distinct(places_in(model)), paramwise, options, is_complete)
     if callable(paramwise) and not isinstance(paramwise, type):
-        return _made_by(paramwise, model, base, defaults)
+        return _made_by(paramwise, model, options)
     raise ArgumentTypeError(
         "paramwise must be a dict as MMCV's paramwise_cfg, a list of Rules or a function of the model, got "
         f"{paramwise!r:.80}"
@@ -114,70 +370,36 @@ def paramwise_rules(cfg: Any, base: Mapping[str, Any]) -> list[Rule]:
         ArgumentTypeError: `cfg` or its custom_keys is no dict.
         ConfigurationError: a key is unknown, or a number none; or a decay multiplier has no weight_decay to multiply.
     """
-    if not isinstance(cfg, Mapping):
-        raise ArgumentTypeError(
-            f"paramwise_cfg should be None or a dict, but got {type(cfg).__name__}: {cfg!r:.80}"
-        )
-    _check(cfg)
-    has_decay = any(base.get(key) is not None for key in ("weight_decay", "wd"))
-    custom = cfg.get("custom_keys") or {}
-    wanted = [key for key in _DECAYS if key in cfg]
-    wanted += [f"custom_keys[{key!r}]" for key, entry in custom.items() if "decay_mult" in entry]
-    if wanted and not has_decay:
-        raise ConfigurationError(
-            f"base_wd should not be None: {', '.join(wanted)} multiplies the weight_decay of the optimizer, "
-            "which is not given"
-        )
-    kinds = [key for key in _ORDERS[cfg.get("precedence", "mmcv")] if key in cfg]
-    if not custom and not kinds:
-        return []
-    merges = bool(cfg.get("custom_keys_merge", False))
-    rules = [Rule(_is_frozen, name="frozen", warn_unmatched=False)]
-    rules += [
-        _custom_rule(key, custom[key], stop=not merges) for key in sorted(custom, key=lambda k: (-len(k), k))
-    ]
-    return rules + [_kind_rule(key, cfg) for key in kinds]
-
-
-def _check(cfg: Mapping[str, Any]) -> None:
+    check.mapping("paramwise_cfg", cfg, error=ArgumentTypeError)
     check.known("paramwise_cfg", cfg, _KEYS)
-    for key in _MULTIPLIERS:
-        if key in cfg:
-            check.number(key, cfg[key])
-    for key in _SWITCHES:
-        check.boolean(key, cfg.get(key, False))
-    check.one_of("precedence", cfg.get("precedence", "mmcv"), tuple(_ORDERS))
-    custom = cfg.get("custom_keys", {})
-    if not isinstance(custom, Mapping):
-        raise ArgumentTypeError(
-            f"If specified, custom_keys must be a dict, but got {type(custom).__name__}: {custom!r:.80}"
-        )
+    merges = check.boolean("custom_keys_merge", cfg.get("custom_keys_merge", False))
+    check.boolean("bypass_duplicate", cfg.get("bypass_duplicate", False))
+    precedence = check.one_of("precedence", cfg.get("precedence", "mmcv"), tuple(_ORDERS))
+    custom = check.mapping("custom_keys", cfg.get("custom_keys", {}), error=ArgumentTypeError)
     for key, entry in custom.items():
         if not isinstance(key, str) or not isinstance(entry, Mapping):
             raise ArgumentTypeError(
                 "an entry of custom_keys is a part of a name and a dict such as dict(lr_mult=0.1), got "
                 f"{key!r:.80}: {entry!r:.80}"
             )
-
-
-def _custom_rule(key: str, entry: Mapping[str, Any], stop: bool) -> Rule:
-    extra = {option: value for option, value in entry.items() if option not in ("lr_mult", "decay_mult")}
-    return Rule(
-        key,
-        name=f"custom_keys[{key!r}]",
-        lr_mult=entry.get("lr_mult"),
-        decay_mult=entry.get("decay_mult"),
-        extra=extra,
-        stop=stop,
-    )
-
-
-def _kind_rule(key: str, cfg: Mapping[str, Any]) -> Rule:
-    match = _KINDS[key]
-    if key == "bias_decay_mult" and cfg.get("precedence") == "mmengine":
-        match = _is_bias
-    multiplier: dict[str, Any] = {"lr_mult" if key.endswith("lr_mult") else "decay_mult": cfg[key]}
-    return Rule(match, name=key, stop=False, warn_unmatched=False, **multiplier)
+    rules = []
+    for key in sorted(custom, key=lambda k: (-len(k), k)):
+        own = {name: custom[key][name] for name in ("lr_mult", "decay_mult") if name in custom[key]}
+        extra = {option: value for option, value in custom[key].items() if option not in own}
+        rules.append(Rule(key, name=f"custom_keys[{key!r}]", extra=extra, stop=not merges, **own))
+    for key in (one for one in _ORDERS[precedence] if one in cfg):
+        match = _is_bias if (key, precedence) == ("bias_decay_mult", "mmengine") else _KINDS[key]
+        multiplier: dict[str, Any] = {
+            "lr_mult" if key.endswith("lr_mult") else "decay_mult": check.number(key, cfg[key])
+        }
+        rules.append(Rule(match, name=key, stop=False, warn_unmatched=False, **multiplier))
+    wanted = [rule.name for rule in rules if rule.decay_mult is not None]
+    if wanted and all(base.get(key) is None for key in ("weight_decay", "wd")):
+        raise ConfigurationError(
+            f"base_wd should not be None: {', '.join(wanted)} multiplies the weight_decay of the optimizer, "
+            "which is not given"
+        )
+    return [Rule(_is_frozen, name="frozen", warn_unmatched=False), *rules] if rules else []
 
 
 def _is_frozen(place: Place) -> bool:
@@ -208,14 +430,6 @@ def _is_bias(place: Place) -> bool:
     return place.own_name == "bias" and not _in_deformable(place)
 
 
-def _is_bias_with_rate(place: Place) -> bool:
-    return _is_bias(place) and not _is_norm(place)
-
-
-def _is_bias_with_decay(place: Place) -> bool:
-    return _is_bias_with_rate(place) and not _is_depthwise(place)
-
-
 def _is_flat(place: Place) -> bool:
     if is_lazy(place.parameter):
         raise _too_early("flat_decay_mult", place)
@@ -230,18 +444,109 @@ def _too_early(key: str, place: Place) -> NotInitializedError:
 
 
 _KINDS: Mapping[str, Callable[[Place], bool]] = {
-    "bias_lr_mult": _is_bias_with_rate,
+    "bias_lr_mult": lambda place: _is_bias(place) and not _is_norm(place),
     "dcn_offset_lr_mult": _is_offset,
     "norm_decay_mult": _is_norm,
     "dwconv_decay_mult": _is_depthwise,
-    "bias_decay_mult": _is_bias_with_decay,
+    "bias_decay_mult": lambda place: _is_bias(place) and not (_is_norm(place) or _is_depthwise(place)),
     "flat_decay_mult": _is_flat,
 }
 
 
-def _made_by(
-    function: Callable[[Any], Any], model: Any, base: Mapping[str, Any], defaults: Mapping[str, Any] | None
+def _base_options(given: Mapping[str, Any], defaults: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the options of a parameter of which no rule speaks, as far as a group may say them."""
+    own = {ALIASES.get(key, key): value for key, value in given.items() if value is not None}
+    known = defaults or own
+    return {**(defaults or {}), **{key: value for key, value in own.items() if key in known}}
+
+
+def _apply_rules(
+    places: Iterable[Place], rules: Sequence[Rule], base: Mapping[str, Any], is_complete: bool
 ) -> ParamGroups:
+    """Make groups of parameters by rules.
+
+    Args:
+        base: The options from which rules start.
+        is_complete: Whether the optimizer has no other options than these.
+    """
+    matched: set[int] = set()
+    groups: list[dict[str, Any]] = []
+    rows = []
+    for place in places:
+        hits = [rule for rule in rules if rule.matches(place)]
+        matched |= {id(rule) for rule in hits}
+        options: dict[str, Any] = {}
+        names = []
+        for rule in hits:
+            said = {key: value for key, value in _said(rule, base, is_complete).items() if key not in options}
+            options |= said
+            if said or rule.stop:
+                names.append(rule.name)
+            if rule.stop:
+                break
+        rows.append(ParamRow(place.name, place.parameter, {**base, **options}, tuple(names)))
+        own = {key: value for key, value in options.items() if base.get(key) != value}
+        for group in groups:
+            if {key: value for key, value in group.items() if key not in _LISTS} == own:
+                break
+        else:
+            group = {"params": [], "param_names": [], **own}
+            groups.append(group)
+        group["params"].append(place.given)
+        group["param_names"].append(place.name)
+    unmatched = [rule.name for rule in rules if rule.warn_unmatched and id(rule) not in matched]
+    if unmatched:
+        warnings.warn(
+            f"{', '.join(unmatched)}: no parameter matches, so this has no effect; describe_params() shows all names",
+            UnmatchedRuleWarning,
+            stacklevel=level_of_user(),
+        )
+    return ParamGroups(groups, ParamReport(tuple(rows), tuple(unmatched)))
+
+
+def _said(rule: Rule, base: Mapping[str, Any], is_complete: bool) -> dict[str, Any]:
+    """Return the options that a rule gives. Raises ConfigurationError if the optimizer does not have them."""
+    said = dict(rule.extra)
+    if rule.weight_decay is not None:
+        said["weight_decay"] = float(rule.weight_decay)
+    for option, factor in (("lr", rule.lr_mult), ("weight_decay", rule.decay_mult)):
+        if factor is not None:
+            if base.get(option) is None:
+                raise ConfigurationError(
+                    f"{rule.name} multiplies the optimizer's {option}, which has no value; give the optimizer one"
+                )
+            said[option] = float(base[option]) * factor
+    unknown = [option for option in said if option not in (*base, "name")]
+    if is_complete and unknown:
+        raise ConfigurationError(
+            f"{rule.name} sets {unknown[0]!r}, which is no option of the optimizer; its options are {', '.join(base)}"
+        )
+    return said
+
+
+def _distinct(places: Iterable[Place], bypass: bool | None = None) -> list[Place]:
+    """Return each parameter where it appears first; `bypass` says if one that appears again is only warned of."""
+    first: dict[int, Place] = {}
+    again = []
+    for place in places:
+        before = first.setdefault(id(place.parameter), place)
+        if before is not place:
+            again.append(f"{place.name!r} is {before.name!r}")
+    if again and bypass is False:
+        raise ConfigurationError(
+            f"some parameters appear in more than one parameter group: {', '.join(again)}; with bypass_duplicate=True "
+            "each has the options of the place where it appears first"
+        )
+    if again and bypass:
+        warnings.warn(
+            f"{', '.join(again)}: skipped where they appear again, since bypass_duplicate=True",
+            DuplicateParameterWarning,
+            stacklevel=level_of_user(),
+        )
+    return list(first.values())
+
+
+def _made_by(function: Callable[[Any], Any], model: Any, base: Mapping[str, Any]) -> ParamGroups:
     """Call a user's function for groups, and give their parameters the names that the model has."""
     label = getattr(function, "__name__", repr(function))
     made = function(model)
@@ -262,6 +567,13 @@ def _made_by(
         if "param_names" not in group and all(id(one) in names for one in first):
             group["param_names"] = [names[id(one)] for one in first]
         groups.append(group)
-    options = Base(base, defaults).options
-    rows = rows_of([{**options, **Base(group).given} for group in groups])
+    rows = rows_of([{**base, **_base_options(group, None)} for group in groups])
     return ParamGroups(groups, ParamReport(tuple(replace(row, rules=(label,)) for row in rows)))
+
+
+def _name_of(match: Match) -> str:
+    if isinstance(match, str):
+        return repr(match)
+    if isinstance(match, tuple):
+        return " or ".join(one.__name__ for one in match)
+    return getattr(match, "__name__", repr(match))

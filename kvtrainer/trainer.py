@@ -26,9 +26,8 @@ from kvtrainer.one_thread import by_one_thread
 from kvtrainer.optimizer import create as create_optimizer
 from kvtrainer.optimizer_states import OptimizerStates, StateView
 from kvtrainer.parallel.policy import COPIES, devices_of, policy_of, spread
-from kvtrainer.param_rules import ParamReport, rows_of
 from kvtrainer.parameters import refuse_ddp, refuse_parameters_of_ddp
-from kvtrainer.paramwise import apply_paramwise
+from kvtrainer.paramwise import ParamReport, apply_paramwise, rows_of
 from kvtrainer.profiler import Profiler
 from kvtrainer.saving import adopt_rest, as_state_dict, check_fit, export_own_states, export_states
 from kvtrainer.scaling import LossScaler, plain_scaling, scaler_of

@@ -20,8 +20,7 @@ from torch.nn import Module
 from kvstore_server.optimizer import Optimizer, create
 from kvtrainer.config.dicts import check_keys, copied, joined
 from kvtrainer.errors import ArgumentTypeError, ConfigurationError
-from kvtrainer.param_rules import ParamGroups, ParamReport, rows_of, unwrapped
-from kvtrainer.paramwise import apply_paramwise
+from kvtrainer.paramwise import ParamGroups, ParamReport, apply_paramwise, rows_of, unwrapped
 from kvtrainer.registry import OPTIM_WRAPPERS, OPTIMIZER_CONSTRUCTORS, OPTIMIZERS
 
 ARGUMENTS = (

@@ -19,7 +19,7 @@ from kvtrainer.errors import (
     NonFiniteGradientError,
 )
 from kvtrainer.kvstore import LocalKVStore
-from kvtrainer.param_rules import Rule
+from kvtrainer.paramwise import Rule
 from kvtrainer.types import StepResult
 
 SITES = pytest.mark.parametrize("in_store", [None, False, True], ids=["without", "by-trainer", "in-store"])

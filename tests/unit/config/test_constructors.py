@@ -11,8 +11,7 @@ from torch import nn
 from kvtrainer import Trainer
 from kvtrainer.config.optimizers import DefaultOptimizerConstructor, construct
 from kvtrainer.errors import ConfigurationError, UnmatchedRuleWarning
-from kvtrainer.param_rules import ParamGroups, Rule
-from kvtrainer.paramwise import apply_paramwise
+from kvtrainer.paramwise import ParamGroups, Rule, apply_paramwise
 
 SGD = {"type": "SGD", "lr": 0.5, "weight_decay": 0.25, "momentum": 0.9}
 
