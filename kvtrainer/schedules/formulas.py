@@ -1,8 +1,8 @@
 """Formulas of scheduled values as pure functions, and their names and options in MMCV, Detectron and mmengine.
 
-A formula takes the value to start from, how many steps or epochs have passed, how many there are in all (None where
-that is open), and its options by name. It keeps nothing, so a value never depends on how training came there. Where
-two systems differ in names alone there is one formula.
+A formula takes a Point, which says from where a value goes and how far it is, and its options by name. It keeps
+nothing, so a value never depends on how training came there. Where two systems differ in names alone there is one
+formula.
 """
 
 from __future__ import annotations
@@ -28,155 +28,149 @@ MOST_MOMENTUM = 0.999
 """The most to which a warm-up raises momentum, unless the momentum to come to is greater itself."""
 
 
-@dataclass(frozen=True)
-class Low:
+class Point(NamedTuple):
+    """A moment of a schedule."""
+
+    base: float
+    """Where the schedule starts from."""
+    at: int
+    """How many steps or epochs have passed."""
+    span: int | None
+    """How many there are in all, None where that is open."""
+    initial: float
+    """What the group started from before all schedules."""
+
+    @property
+    def total(self) -> int:
+        """The span of a schedule that leads to an end."""
+        if self.span is None:
+            raise ConfigurationError("this policy leads to an end, so it must be given one")
+        return self.span
+
+    @property
+    def share(self) -> float:
+        """How much of the way is done; what is past the end stays there."""
+        return min(self.at, self.total) / self.total
+
+
+class Low(NamedTuple):
     """The minimum of a schedule: the same for all groups, or a share of what the group starts from."""
 
     minimum: float | None = None
     ratio: float | None = None
 
-    def __call__(self, base: float) -> float:
+    def of(self, base: float) -> float:
         """Return the minimum of a group that starts from `base`."""
         if self.ratio is not None:
             return base * self.ratio
         return 0.0 if self.minimum is None else self.minimum
 
 
-def fixed(base: float, at: int, span: int | None) -> float:
-    """Return `base`, always."""
-    return base
+def fixed(point: Point) -> float:
+    """Return the base, always."""
+    return point.base
 
 
 def step(
-    base: float,
-    at: int,
-    span: int | None,
-    *,
-    every: int | Sequence[int],
-    gamma: float = 0.1,
-    minimum: float | None = None,
+    point: Point, *, every: int | Sequence[int], gamma: float = 0.1, minimum: float | None = None
 ) -> float:
     """Return `base * gamma**k`, at least `minimum`; k: how often `every` went by, or how many of its moments came."""
+    base, at = point.base, point.at
     decays: int = at // every if isinstance(every, int) else sum(at >= moment for moment in every)
     value = float(base * gamma**decays)
     return value if minimum is None else max(value, minimum)
 
 
-def multi_step(
-    base: float, at: int, span: int | None, *, milestones: Sequence[int], gamma: float = 0.1
-) -> float:
+def multi_step(point: Point, *, milestones: Sequence[int], gamma: float = 0.1) -> float:
     """Return `base * gamma**k` after k milestones, which count as often as they are given, and from 0 on."""
-    return step(base, at, span, every=milestones, gamma=gamma)
+    return step(point, every=milestones, gamma=gamma)
 
 
-def exponential(base: float, at: int, span: int | None, *, gamma: float) -> float:
+def exponential(point: Point, *, gamma: float) -> float:
     """Return `base * gamma**at`."""
-    return float(base * gamma**at)
+    return float(point.base * gamma**point.at)
 
 
-def exponential_over(base: float, at: int, span: int | None, *, gamma: float) -> float:
+def exponential_over(point: Point, *, gamma: float) -> float:
     """Return `base * gamma**(at / span)`: Detectron's exp_decay."""
-    return float(base * gamma ** _share(at, span))
+    return float(point.base * gamma**point.share)
 
 
-def inverse(base: float, at: int, span: int | None, *, gamma: float, power: float = 1.0) -> float:
+def inverse(point: Point, *, gamma: float, power: float = 1.0) -> float:
     """Return `base * (1 + gamma * at)**-power`."""
-    return float(base * (1.0 + gamma * at) ** -power)
+    return float(point.base * (1.0 + gamma * point.at) ** -power)
 
 
-def constant_then_base(
-    base: float, at: int, span: int | None, *, length: int, factor: float = 1.0 / 3.0
-) -> float:
+def constant_then_base(point: Point, *, length: int, factor: float = 1.0 / 3.0) -> float:
     """Return `base * factor` before `length`, then `base`."""
-    return base * factor if at < length else base
+    return point.base * factor if point.at < length else point.base
 
 
 def between_factors(
-    base: float,
-    at: int,
-    span: int | None,
-    *,
-    length: int,
-    start_factor: float = 1.0 / 3.0,
-    end_factor: float = 1.0,
+    point: Point, *, length: int, start_factor: float = 1.0 / 3.0, end_factor: float = 1.0
 ) -> float:
     """Multiply `base` by a factor that goes in a straight line to another one, which is reached at `length`."""
-    return base * (start_factor + (end_factor - start_factor) * min(at, length) / length)
+    return point.base * (start_factor + (end_factor - start_factor) * min(point.at, length) / length)
 
 
-def poly(base: float, at: int, span: int | None, *, low: Low, power: float = 1.0) -> float:
+def poly(point: Point, *, low: Low, power: float = 1.0) -> float:
     """Go from `base` to the minimum as `(1 - at / span)**power`."""
-    return float(low(base) + (base - low(base)) * (1.0 - _share(at, span)) ** power)
+    end = low.of(point.base)
+    return float(end + (point.base - end) * (1.0 - point.share) ** power)
 
 
-def poly_over(base: float, at: int, span: int | None, *, length: int, low: Low, power: float = 1.0) -> float:
+def poly_over(point: Point, *, length: int, low: Low, power: float = 1.0) -> float:
     """Go to the minimum as `poly`, and reach it at `length`."""
-    return poly(base, at, length, low=low, power=power)
+    return poly(point._replace(span=length), low=low, power=power)
 
 
-def linear(base: float, at: int, span: int | None, *, low: Low) -> float:
+def linear(point: Point, *, low: Low) -> float:
     """Go from `base` to the minimum in a straight line."""
-    return _line(base, low(base), _share(at, span))
+    return _line(point.base, low.of(point.base), point.share)
 
 
-def cosine(base: float, at: int, span: int | None, *, low: Low) -> float:
+def cosine(point: Point, *, low: Low) -> float:
     """Go from `base` to the minimum on half a cosine. Detectron's cosine_decay where the minimum is 0."""
-    return _half_cosine(base, low(base), _share(at, span))
+    return _half_cosine(point.base, low.of(point.base), point.share)
 
 
-def cosine_up_and_down(
-    base: float, at: int, span: int | None, *, initial: float, T_max: float, low: Low
-) -> float:
+def cosine_up_and_down(point: Point, *, T_max: float, low: Low) -> float:
     """Go from `base` to the minimum in `T_max` and on to the initial value, again and again."""
-    return _half_cosine(base if at <= T_max else initial, low(initial), at / T_max)
+    start = point.base if point.at <= T_max else point.initial
+    return _half_cosine(start, low.of(point.initial), point.at / T_max)
 
 
-def flat_cosine(base: float, at: int, span: int | None, *, low: Low, start_percent: float = 0.75) -> float:
+def flat_cosine(point: Point, *, low: Low, start_percent: float = 0.75) -> float:
     """Stay at `base` for a share of the time, then go to the minimum on half a cosine."""
-    total = _known(span)
-    start = round(total * start_percent)
-    if at < start or start >= total:
-        return base
-    return _half_cosine(base, low(base), _share(at - start, total - start))
+    start = round(point.total * start_percent)
+    if point.at < start or start >= point.total:
+        return point.base
+    return cosine(point._replace(at=point.at - start, span=point.total - start), low=low)
 
 
 def cosine_restart(
-    base: float,
-    at: int,
-    span: int | None,
-    *,
-    low: Low,
-    periods: Sequence[int],
-    restart_weights: Sequence[float] = (1.0,),
+    point: Point, *, low: Low, periods: Sequence[int], restart_weights: Sequence[float] = (1.0,)
 ) -> float:
     """Repeat a half cosine, each with its period, whose way down from `base` is multiplied by its weight.
 
     Raises:
         ConfigurationError: all periods are over.
     """
-    index, share = _period_at(at, periods)
-    return low(base) + restart_weights[index] * (_half_cosine(base, low(base), share) - low(base))
+    index, share = _period_at(point.at, periods)
+    end = low.of(point.base)
+    return end + restart_weights[index] * (_half_cosine(point.base, end, share) - end)
 
 
 def cosine_restart_from_weights(
-    base: float,
-    at: int,
-    span: int | None,
-    *,
-    initial: float,
-    low: Low,
-    periods: Sequence[int],
-    restart_weights: Sequence[float] = (1.0,),
+    point: Point, *, low: Low, periods: Sequence[int], restart_weights: Sequence[float] = (1.0,)
 ) -> float:
     """Repeat a half cosine that begins at `base` times the weight of its period; after the last one stay."""
-    index, share = _period_at(min(at, sum(periods) - 1), periods)
-    return _half_cosine(base * restart_weights[index], low(initial), share)
+    index, share = _period_at(min(point.at, sum(periods) - 1), periods)
+    return _half_cosine(point.base * restart_weights[index], low.of(point.initial), share)
 
 
 def cyclic(
-    base: float,
-    at: int,
-    span: int | None,
+    point: Point,
     *,
     target_ratio: Sequence[float] = (10.0, 1e-4),
     cyclic_times: int = 1,
@@ -189,21 +183,19 @@ def cyclic(
     The way up takes a share `step_ratio_up` of the cycle. With a `gamma` of less than 1 the peak comes nearer to
     `base` from cycle to cycle.
     """
-    length = _known(span) // cyclic_times
-    cycle, inside = divmod(at, length)
+    length = point.total // cyclic_times
+    cycle, inside = divmod(point.at, length)
     scale = gamma**cycle
-    peak = base * (1.0 - scale + target_ratio[0] * scale)
+    peak = point.base * (1.0 - scale + target_ratio[0] * scale)
     up = int(step_ratio_up * length)
     anneal = _ANNEAL[anneal_strategy]
     if inside < up:
-        return anneal(base, peak, inside / up)
-    return anneal(peak, base * target_ratio[1], (inside - up) / (length - up))
+        return anneal(point.base, peak, inside / up)
+    return anneal(peak, point.base * target_ratio[1], (inside - up) / (length - up))
 
 
 def one_cycle(
-    base: float,
-    at: int,
-    span: int | None,
+    point: Point,
     *,
     maximum: float,
     total_steps: int | None = None,
@@ -220,15 +212,11 @@ def one_cycle(
     """
     first = maximum / div_factor
     stops = [first, maximum, *([first] if three_phase else []), first / final_div_factor]
-    return _in_phases(
-        at, _known(span if total_steps is None else total_steps), pct_start, stops, anneal_strategy
-    )
+    return _in_phases(point.at, total_steps or point.total, pct_start, stops, anneal_strategy)
 
 
 def one_cycle_momentum(
-    base: float,
-    at: int,
-    span: int | None,
+    point: Point,
     *,
     base_momentum: float = 0.85,
     max_momentum: float = 0.95,
@@ -239,26 +227,18 @@ def one_cycle_momentum(
 ) -> float:
     """Follow the 1cycle momentum, from `max_momentum` to `base_momentum` and back; `base` does not count."""
     stops = [max_momentum, base_momentum, max_momentum, *([max_momentum] if three_phase else [])]
-    return _in_phases(
-        at, _known(span if total_steps is None else total_steps), pct_start, stops, anneal_strategy
-    )
+    return _in_phases(point.at, total_steps or point.total, pct_start, stops, anneal_strategy)
 
 
 def steps_with_values(
-    base: float,
-    at: int,
-    span: int | None,
-    *,
-    steps: Sequence[int],
-    values: Sequence[float],
-    reference: float | None = None,
+    point: Point, *, steps: Sequence[int], values: Sequence[float], reference: float | None = None
 ) -> float:
     """Return `values[i]` from `steps[i]` on: Detectron's steps_with_lrs.
 
     With a `reference` the values are meant for groups whose base it is, and those of others are in proportion.
     """
-    value = values[max(sum(at >= moment for moment in steps) - 1, 0)]
-    return value if reference is None else value * (base / reference)
+    value = values[max(sum(point.at >= moment for moment in steps) - 1, 0)]
+    return value if reference is None else value * (point.base / reference)
 
 
 def warmup_factor(kind: str, at: int, length: int, ratio: float) -> float:
@@ -279,18 +259,6 @@ def warmed_momentum(momentum: float, factor: float) -> float:
     """Divide momentum by the factor of the learning rate in a warm-up, but keep it below 1."""
     most = max(momentum, MOST_MOMENTUM)
     return min(momentum / factor, most) if factor > 0.0 else most
-
-
-def _known(span: int | None) -> int:
-    if span is None:
-        raise ConfigurationError("this policy leads to an end, so it must be given one")
-    return span
-
-
-def _share(at: int, span: int | None) -> float:
-    """Return how much of the way is done; what is past the end stays there."""
-    total = _known(span)
-    return min(at, total) / total
 
 
 def _half_cosine(start: float, end: float, share: float) -> float:
@@ -328,6 +296,20 @@ def _in_phases(at: int, total: int, pct_start: float, stops: Sequence[float], st
     return stops[-1]
 
 
+@dataclass(frozen=True)
+class Formula:
+    """A formula with its options; `restarts` as of _Named."""
+
+    function: Callable[..., float]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    restarts: bool = False
+
+    def __call__(self, base: float, at: int, span: int | None, initial: float | None = None) -> float:
+        """Return the value; `initial` is `base` where no other schedule comes before."""
+        point = Point(base, at, span, base if initial is None else initial)
+        return float(self.function(point, **self.options))
+
+
 class _Named(NamedTuple):
     """A formula as it is found by a name."""
 
@@ -335,6 +317,7 @@ class _Named(NamedTuple):
     needs_end: bool = False
     needs_minimum: bool = False
     restarts: bool = False
+    """Whether it starts from a value without the schedules that ended before it began."""
     of_momentum: Mapping[str, Any] = {}
     """Defaults of options that are others where momentum is scheduled."""
 
@@ -368,8 +351,8 @@ _ALIASES = {
     "min_momentum": "minimum",
     "min_lr_ratio": "minimum_ratio",
     "min_momentum_ratio": "minimum_ratio",
-    "step": "every",
     "step_size": "every",
+    "step": "every",
     "max_lr": "maximum",
     "lrs": "values",
 }
@@ -380,26 +363,6 @@ _OF_MMENGINE = {
     "eta_max": "maximum",
     "step_size": "every",
 }
-
-
-@dataclass(frozen=True)
-class Formula:
-    """A formula with its options.
-
-    Attributes:
-        takes_initial: Whether it needs what the group started from before all schedules.
-        restarts: Whether it starts from a value without the schedules that ended before it began.
-    """
-
-    function: Callable[..., float]
-    options: Mapping[str, Any] = field(default_factory=dict)
-    takes_initial: bool = False
-    restarts: bool = False
-
-    def __call__(self, base: float, at: int, span: int | None, initial: float | None = None) -> float:
-        """Return the value; `initial` is `base` where no other schedule comes before."""
-        more = {"initial": base if initial is None else initial} if self.takes_initial else {}
-        return float(self.function(base, at, span, **self.options, **more))
 
 
 def make_policy(
@@ -422,7 +385,7 @@ def make_policy(
             raise ArgumentTypeError(f"a policy is a name or a function (base, at, span), got {policy!r:.80}")
         if options:
             raise ConfigurationError(f"a function takes no options, got {', '.join(options)}")
-        return Formula(policy)
+        return Formula(lambda point: policy(point.base, point.at, point.span))
     given = check_options(policy, options, name)
     kind, function = _find(policy, name)
     if _NAMED[kind].needs_end and span is None and given.get("total_steps") is None:
@@ -432,10 +395,9 @@ def make_policy(
         )
     if span is not None:
         _check_span(kind, given, span)
-    parameters = inspect.signature(function).parameters
-    if "low" in parameters:
+    if "minimum_ratio" in given:
         given["low"] = Low(given.pop("minimum"), given.pop("minimum_ratio"))
-    return Formula(function, given, "initial" in parameters, _NAMED[kind].restarts)
+    return Formula(function, given, _NAMED[kind].restarts)
 
 
 def check_options(policy: str, options: Mapping[str, Any], name: str = "lr") -> dict[str, Any]:
@@ -446,15 +408,23 @@ def check_options(policy: str, options: Mapping[str, Any], name: str = "lr") -> 
         ConfigurationError: an option is unknown, missing or impossible.
     """
     kind, function = _find(policy, name)
-    given = _canonical(kind, function, _NAMED[kind].of_momentum if name == "momentum" else {}, options)
+    label = _label(kind)
+    given = _under_our_names(kind, function, options, _NAMED[kind].of_momentum if name == "momentum" else {})
+    minima = [key for key in ("minimum", "minimum_ratio") if given.get(key) is not None]
+    if len(minima) > 1 or (_NAMED[kind].needs_minimum and not minima):
+        spellings = [alias for alias, meant in _aliases(kind).items() if meant.startswith("minimum")]
+        raise ConfigurationError(
+            f"{label} needs exactly one of a minimum and its ratio to the base ({', '.join(spellings)}), got "
+            f"{' and '.join(minima) or 'neither'}"
+        )
     ratio = given.get("target_ratio")
     if check.is_number(ratio) or (isinstance(ratio, tuple) and len(ratio) == 1):
         [peak] = ratio if isinstance(ratio, tuple) else (ratio,)
         given["target_ratio"] = (peak, peak / 1e5)
     for key, value in given.items():
         if value is not None:
-            _CHECKS.get(key, check.number)(f"{key} of {_label(kind)}", value)
-    _check_together(kind, given)
+            _CHECKS.get(key, check.number)(f"{key} of {label}", value)
+    _check_together(label, given)
     return given
 
 
@@ -478,46 +448,34 @@ def _label(kind: str) -> str:
     return f"the policy {kind.removeprefix(MMENGINE)!r}"
 
 
-def _canonical(
-    kind: str, function: Callable[..., float], more: Mapping[str, Any], options: Mapping[str, Any]
+def _aliases(kind: str) -> Mapping[str, str]:
+    return _OF_MMENGINE if kind.startswith(MMENGINE) else _ALIASES
+
+
+def _under_our_names(
+    kind: str, function: Callable[..., float], options: Mapping[str, Any], defaults: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return all options under our names, lists as tuples; `more` are defaults in place of the function's."""
-    own = inspect.signature(function).parameters.values()
-    given = {one.name: one.default for one in own if one.kind is inspect.Parameter.KEYWORD_ONLY} | dict(more)
-    given.pop("initial", None)
+    """Return all options under our names, lists as tuples; `defaults` come before the function's."""
+    label, aliases = _label(kind), _aliases(kind)
+    _, *parameters = inspect.signature(function).parameters.values()
+    given = {one.name: one.default for one in parameters} | dict(defaults)
     if given.pop("low", None) is not None:
         given |= {"minimum": None, "minimum_ratio": None}
-    aliases = _OF_MMENGINE if kind.startswith(MMENGINE) else _ALIASES
+    check.known(label, options, [*given, *(alias for alias, meant in aliases.items() if meant in given)])
     seen = set()
     for key, value in options.items():
-        name = key if key in given else aliases.get(key, key)
-        if name not in given:
-            known = ", ".join(_spelled(one, aliases) for one in given) or "none"
-            raise ConfigurationError(f"{_label(kind)} has no option {key!r}; its options are {known}")
+        name = key if key in given else aliases[key]
         if name in seen:
-            raise ConfigurationError(f"{_label(kind)} was given {name!r} under two spellings")
+            raise ConfigurationError(f"{label} was given {name!r} under two spellings")
         seen.add(name)
         if value is not None:
             given[name] = tuple(value) if isinstance(value, list | tuple) else value
         elif given[name] not in (None, inspect.Parameter.empty):
-            raise ConfigurationError(f"{name} of {_label(kind)} must not be None; leave it out")
-    if missing := [
-        _spelled(key, aliases) for key, value in given.items() if value is inspect.Parameter.empty
-    ]:
-        raise ConfigurationError(f"{_label(kind)} needs {', '.join(missing)}")
-    minima = [key for key in ("minimum", "minimum_ratio") if given.get(key) is not None]
-    if len(minima) > 1 or (_NAMED[kind].needs_minimum and not minima):
-        spellings = [alias for alias, meant in aliases.items() if meant.startswith("minimum")]
-        raise ConfigurationError(
-            f"{_label(kind)} needs exactly one of a minimum and its ratio to the base ({', '.join(spellings)}), got "
-            f"{' and '.join(minima) or 'neither'}"
-        )
+            raise ConfigurationError(f"{name} of {label} must not be None; leave it out")
+    if missing := [key for key, value in given.items() if value is inspect.Parameter.empty]:
+        spelled = {meant: alias for alias, meant in aliases.items()}
+        raise ConfigurationError(f"{label} needs {', '.join(spelled.get(key, key) for key in missing)}")
     return given
-
-
-def _spelled(option: str, aliases: Mapping[str, str]) -> str:
-    others = [alias for alias, meant in aliases.items() if meant == option]
-    return f"{option} (or {', '.join(others)})" if others else option
 
 
 def _list_of(label: str, value: object, checked: Callable[[str, Any], object], least: int = 1) -> None:
@@ -563,38 +521,38 @@ _CHECKS: Mapping[str, Callable[[str, Any], object]] = {
 """Option → what is checked of it; all others are numbers."""
 
 
-def _check_together(kind: str, given: Mapping[str, Any]) -> None:
+def _check_together(label: str, given: Mapping[str, Any]) -> None:
     """Raise ConfigurationError if options do not fit one another, or the policy."""
-    if kind == "cyclic":
-        check.number("gamma of the policy 'cyclic'", given["gamma"], above=0, most=1)
+    problem = ""
+    if "target_ratio" in given:
+        check.number(f"gamma of {label}", given["gamma"], above=0, most=1)
         if len(given["target_ratio"]) != 2:
-            raise ConfigurationError(
-                f"target_ratio must be one or two numbers, got {given['target_ratio']!r}"
-            )
-    if "periods" in given:
-        periods, weights = given["periods"], given["restart_weights"]
-        if len(periods) != len(weights):
-            raise ConfigurationError(
-                f"periods and restart_weights must be equally long, got {periods!r} and {weights!r}"
-            )
+            problem = f"target_ratio must be one or two numbers, got {given['target_ratio']!r}"
+    if "periods" in given and len(given["periods"]) != len(given["restart_weights"]):
+        lists = f"{given['periods']!r} and {given['restart_weights']!r}"
+        problem = f"periods and restart_weights must be equally long, got {lists}"
     if "steps" in given:
         steps: Sequence[int] = given["steps"]
         if steps[0] != 0 or list(steps) != sorted(steps) or len(steps) != len(given["values"]):
-            raise ConfigurationError(
-                f"steps must ascend from 0, with one value for each; got {steps!r} and {given['values']!r}"
-            )
+            lists = f"{steps!r} and {given['values']!r}"
+            problem = f"steps must ascend from 0, with one value for each; got {lists}"
     if any(given.get(key) == 0 for key in ("div_factor", "final_div_factor", "reference")):
-        raise ConfigurationError(f"{_label(kind)} divides by its factors and its reference, so none may be 0")
+        problem = f"{label} divides by its factors and its reference, so none may be 0"
+    if problem:
+        raise ConfigurationError(problem)
 
 
 def _check_span(kind: str, given: Mapping[str, Any], span: int) -> None:
     """Raise ConfigurationError if the options do not fit the length of the schedule."""
+    problem = ""
     if given.get("cyclic_times", 1) > span:
-        raise ConfigurationError(f"{given['cyclic_times']} cycles do not fit in {span} steps")
+        problem = f"{given['cyclic_times']} cycles do not fit in {span} steps"
     if (given.get("total_steps") or span) < span:
-        raise ConfigurationError(f"total_steps is {given['total_steps']}, but there are {span} steps")
-    if kind == "CosineRestart" and sum(given["periods"]) < span:
-        raise ConfigurationError(
-            f"the periods {list(given['periods'])} are over after {sum(given['periods'])}, but there are {span} steps "
-            "or epochs; give more periods"
+        problem = f"total_steps is {given['total_steps']}, but there are {span} steps"
+    if kind == "CosineRestart" and (end := sum(given["periods"])) < span:
+        problem = (
+            f"the periods {list(given['periods'])} are over after {end}, but there are {span} steps or epochs; give "
+            "more periods"
         )
+    if problem:
+        raise ConfigurationError(problem)

@@ -126,7 +126,7 @@ def test_momentum_in_a_warm_up_stays_below_one() -> None:
     ("policy", "options", "message"),
     [
         ("cosine", {}, "policies are fixed"),
-        ("step", {}, "needs every"),
+        ("step", {}, "needs step"),
         ("step", {"step": [4, 2]}, "ascending"),
         ("step", {"step": 0}, "above 0"),
         ("step", {"step": 2.5}, "above 0"),
