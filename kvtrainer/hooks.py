@@ -509,7 +509,7 @@ class _ValueHook(Hook):
         self._targets = {name: GroupValue(one, self._value) for name, one in several.items()}
         if self.policy is not None:
             self._policy = make_policy(self.policy, self._options, self._value, self._progress(runner)[1])
-        bases = {name: [to.base(at) for at in range(len(to))] for name, to in self._targets.items()}
+        bases = {name: list(to.bases) for name, to in self._targets.items()}
         setattr(self, f"base_{self._value}", bases if isinstance(found, Mapping) else bases[""])
 
     def _progress(self, runner: Any) -> tuple[int, int | None]:

@@ -12,12 +12,11 @@ from typing import Any
 
 import torch.optim
 from torch import Tensor
-from torch.optim.lr_scheduler import LRScheduler
 
 from kvtrainer.errors import ArgumentTypeError, ConfigurationError, UnknownNameError
 from kvtrainer.schedules.config import read_schedule
-from kvtrainer.schedules.param_schedule import BoundSchedule, ParamSchedule, ScheduleSpec, WarmupClock
-from kvtrainer.schedules.torch_schedule import PlateauSchedule, TorchSchedule, is_like_torchs
+from kvtrainer.schedules.param_schedule import BoundSchedule, ParamSchedule, ScheduleSpec
+from kvtrainer.schedules.torch_schedule import PlateauSchedule, TorchSchedule, is_scheduler
 
 
 def bind_schedules(
@@ -56,7 +55,6 @@ def bind_schedules(
             schedule = _bind(one, optimizer, default_args or {}, last)
             if schedule is not one:
                 made.append(schedule)
-            _check_by(one, schedule)
             bound.append(schedule)
             if isinstance(schedule, ParamSchedule):
                 last[schedule.name] = schedule
@@ -105,20 +103,35 @@ def build_param_schedules(
 def _bind(
     one: Any, optimizer: torch.optim.Optimizer, run: Mapping[str, Any], last: Mapping[str, ParamSchedule]
 ) -> BoundSchedule:
-    by = "step"
-    if isinstance(one, Mapping) and "scheduler" in one:
-        if set(one) - {"scheduler", "by"} or one.get("by", "step") not in ("step", "epoch"):
-            raise ConfigurationError(
-                f"a dict with a scheduler has that and by='step' or 'epoch', got {dict(one)!r:.120}"
-            )
-        one, by = one["scheduler"], one.get("by", "step")
+    if not isinstance(one, Mapping) or "scheduler" not in one:
+        return _bound(one, "step", optimizer, run, last)
+    if set(one) - {"scheduler", "by"} or one.get("by", "step") not in ("step", "epoch"):
+        raise ConfigurationError(
+            f"a dict with a scheduler has that and by='step' or 'epoch', got {one!r:.120}"
+        )
+    schedule = _bound(one["scheduler"], one.get("by", "step"), optimizer, run, last)
+    if one.get("by", schedule.by) != schedule.by:
+        raise ConfigurationError(
+            f"by={one['by']!r} is said of a {type(one['scheduler']).__name__}, which goes by {schedule.by!r} itself"
+        )
+    return schedule
+
+
+def _bound(
+    one: Any,
+    by: str,
+    optimizer: torch.optim.Optimizer,
+    run: Mapping[str, Any],
+    last: Mapping[str, ParamSchedule],
+) -> BoundSchedule:
+    """Bind what is no dict with a 'scheduler'; `by` is for what does not say itself by what it goes."""
     if isinstance(one, Mapping):
         one, by = read_schedule(one, run)
-    if callable(one) and not _is_bound(one):
+    if callable(one) and not is_scheduler(one):
         one = one(optimizer)
     if isinstance(one, ScheduleSpec):
         return ParamSchedule(optimizer, one, after=last.get(one.name))
-    if not _is_bound(one):
+    if not is_scheduler(one):
         raise ArgumentTypeError(
             "a schedule is a ParamSchedule, a dict with 'policy' or 'type', a scheduler of torch or a function that "
             f"makes one of an optimizer; got {type(one).__name__}"
@@ -129,24 +142,9 @@ def _bind(
             f"this {type(inner).__name__} is bound to another optimizer, a {type(one.optimizer).__name__}; give a "
             "function that makes it, or bind it to this one"
         )
-    if isinstance(one, ParamSchedule | PlateauSchedule | TorchSchedule | WarmupClock):
+    if isinstance(one, BoundSchedule):
         return one
     return TorchSchedule(one, "epoch" if getattr(one, "by_epoch", False) is True else by)
-
-
-def _is_bound(one: object) -> bool:
-    """Return whether it is tied to an optimizer already."""
-    return isinstance(one, LRScheduler | ParamSchedule | PlateauSchedule | TorchSchedule | WarmupClock) or (
-        is_like_torchs(one)
-    )
-
-
-def _check_by(given: Any, schedule: BoundSchedule) -> None:
-    """Raise ConfigurationError if it was said of it that it goes by something else than it does."""
-    if isinstance(given, Mapping) and "scheduler" in given and given.get("by", schedule.by) != schedule.by:
-        raise ConfigurationError(
-            f"by={given['by']!r} is said of a {type(given['scheduler']).__name__}, which goes by {schedule.by!r} itself"
-        )
 
 
 def _fit_together(schedules: Sequence[BoundSchedule]) -> None:

@@ -18,7 +18,7 @@ from kvstore_server import check
 from kvstore_server.errors import did_you_mean
 from kvtrainer.errors import ConfigurationError, GroupValueError, UnregisteredNameError
 from kvtrainer.registry import SCHEDULES
-from kvtrainer.schedules.formulas import MMENGINE
+from kvtrainer.schedules.formulas import MMENGINE, OF_MMENGINE
 from kvtrainer.schedules.param_schedule import ParamSchedule, ScheduleSpec
 from kvtrainer.schedules.torch_schedule import PlateauSchedule
 
@@ -30,31 +30,16 @@ _STEPWISE = ("cyclic", "onecycle")
 """Policies that MMCV has by iteration only."""
 _INFINITE = 10**9
 """What mmengine calls INF: an end that never comes."""
-_TYPES = (
-    "Constant",
-    "Linear",
-    "Step",
-    "MultiStep",
-    "Exponential",
-    "CosineAnnealing",
-    "Poly",
-    "OneCycle",
-    "CosineRestart",
-    "ReduceOnPlateau",
-)
-"""mmengine's types, each with LR, Momentum or ParamScheduler after it."""
+_PLATEAU = "ReduceOnPlateau"
+_VALUES = {"LR": "lr", "Momentum": "momentum", "ParamScheduler": None}
+_TYPES = {
+    f"{kind}{ending}": (kind, name) for kind in (*OF_MMENGINE, _PLATEAU) for ending, name in _VALUES.items()
+}
+"""mmengine's types → formula, and the value that is scheduled, unless the configuration says it."""
 _WHEN = (
-    "type",
-    "param_name",
-    "begin",
-    "end",
-    "by_epoch",
-    "convert_to_iter_based",
-    "epoch_length",
-    "last_step",
-    "verbose",
+    "type", "param_name", "begin", "end", "by_epoch", "convert_to_iter_based", "epoch_length", "last_step", "verbose",
     "groups",
-)
+)  # fmt: skip
 """Entries of a dict with a `type` that are no options of its formula."""
 _DETECTRON = ("step", "steps_with_decay", "steps_with_lrs", "cosine_decay", "exp_decay")
 
@@ -206,11 +191,14 @@ def _from_type(cfg: Mapping[str, Any], run: Mapping[str, Any]) -> tuple[Schedule
     if (made := _foreign(cfg["type"])) is not None:
         given = {key: value for key, value in cfg.items() if key not in ("type", "by_epoch")}
         return _calling(made, given), "epoch" if by_epoch else "step"
-    kind, name = _kind_and_name(cfg)
+    kind, name = _TYPES[cfg["type"]]
+    name = name or cfg.get("param_name")
+    if not isinstance(name, str):
+        raise ConfigurationError(f"a {cfg['type']} needs param_name, the key of the groups that it schedules")
     last_step = check.integer("last_step", cfg.get("last_step", -1), -1)
     options = {key: value for key, value in cfg.items() if key not in _WHEN}
-    begin, end = _window(cfg, run, is_optional=kind == "ReduceOnPlateau")
-    if kind == "ReduceOnPlateau":
+    begin, end = _window(cfg, run, is_optional=kind == _PLATEAU)
+    if kind == _PLATEAU:
         return _plateau(cfg, name, begin, end, options), "epoch"
     if cfg.get("convert_to_iter_based"):
         begin, end = _converted(cfg, run, options, begin, end)
@@ -287,9 +275,16 @@ def _foreign(given: object) -> Callable[..., Any] | None:
         raise ConfigurationError(f"the type of a schedule is a name or what makes one, got {given!r:.80}")
     if given in SCHEDULES:
         return SCHEDULES.get(given)  # type: ignore[no-any-return]
-    if given.startswith("torch:") or _kind_of(given) is None:
-        return getattr(lr_scheduler, given.removeprefix("torch:"), None)
-    return None
+    if given in _TYPES:
+        return None
+    found: Callable[..., Any] | None = getattr(lr_scheduler, given.removeprefix("torch:"), None)
+    if found is None:
+        known = [one for one in _TYPES if one.endswith("LR")]
+        raise UnregisteredNameError(
+            f"there is no schedule of type {given!r}; there are {', '.join(known)}, the same with Momentum, torch's "
+            f"schedulers, and what is registered in SCHEDULES{did_you_mean(given, known)}"
+        )
+    return found
 
 
 def _calling(made: Callable[..., Any], options: dict[str, Any]) -> Maker:
@@ -301,30 +296,6 @@ def _calling(made: Callable[..., Any], options: dict[str, Any]) -> Maker:
             raise ConfigurationError(f"the schedule {name} cannot be made: {error}") from error
 
     return make
-
-
-def _kind_of(given: str) -> tuple[str, str] | None:
-    """Split one of our names into kind and ending."""
-    for ending in ("LR", "Momentum", "ParamScheduler"):
-        kind = given.removesuffix(ending)
-        if kind != given and kind in _TYPES:
-            return kind, ending
-    return None
-
-
-def _kind_and_name(cfg: Mapping[str, Any]) -> tuple[str, str]:
-    """Find which schedule a type means, and of which value."""
-    if (found := _kind_of(cfg["type"])) is None:
-        known = [f"{kind}LR" for kind in _TYPES]
-        raise UnregisteredNameError(
-            f"there is no schedule of type {cfg['type']!r}; there are {', '.join(known)}, the same with Momentum, "
-            f"torch's schedulers, and what is registered in SCHEDULES{did_you_mean(cfg['type'], known)}"
-        )
-    kind, ending = found
-    name = {"LR": "lr", "Momentum": "momentum"}.get(ending, cfg.get("param_name"))
-    if not isinstance(name, str):
-        raise ConfigurationError(f"a {cfg['type']} needs param_name, the key of the groups that it schedules")
-    return kind, name
 
 
 def _converted(

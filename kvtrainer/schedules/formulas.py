@@ -24,9 +24,6 @@ Policy = Callable[[float, int, int | None], float]
 MMENGINE = "mmengine:"
 """Comes before the names of mmengine's formulas, some of which MMCV has with other values."""
 
-MOST_MOMENTUM = 0.999
-"""The most to which a warm-up raises momentum, unless the momentum to come to is greater itself."""
-
 
 class Point(NamedTuple):
     """A moment of a schedule."""
@@ -255,12 +252,6 @@ def warmup_factor(kind: str, at: int, length: int, ratio: float) -> float:
     return 1.0 - rest * (1.0 - ratio) if kind == "linear" else float(ratio**rest)
 
 
-def warmed_momentum(momentum: float, factor: float) -> float:
-    """Divide momentum by the factor of the learning rate in a warm-up, but keep it below 1."""
-    most = max(momentum, MOST_MOMENTUM)
-    return min(momentum / factor, most) if factor > 0.0 else most
-
-
 def _half_cosine(start: float, end: float, share: float) -> float:
     return end + 0.5 * (start - end) * (math.cos(math.pi * share) + 1.0)
 
@@ -346,6 +337,7 @@ _NAMED: Mapping[str, _Named] = {
     "mmengine:OneCycle": _Named(one_cycle),
     "mmengine:CosineRestart": _Named(cosine_restart_from_weights, needs_minimum=True, restarts=True),
 }
+OF_MMENGINE = tuple(one.removeprefix(MMENGINE) for one in _NAMED if one.startswith(MMENGINE))
 _ALIASES = {
     "min_lr": "minimum",
     "min_momentum": "minimum",
@@ -357,7 +349,7 @@ _ALIASES = {
     "lrs": "values",
 }
 """MMCV's and Detectron's spellings of options → ours."""
-_OF_MMENGINE = {
+_ALIASES_OF_MMENGINE = {
     "eta_min": "minimum",
     "eta_min_ratio": "minimum_ratio",
     "eta_max": "maximum",
@@ -449,7 +441,7 @@ def _label(kind: str) -> str:
 
 
 def _aliases(kind: str) -> Mapping[str, str]:
-    return _OF_MMENGINE if kind.startswith(MMENGINE) else _ALIASES
+    return _ALIASES_OF_MMENGINE if kind.startswith(MMENGINE) else _ALIASES
 
 
 def _under_our_names(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch.optim
 from torch import Tensor
@@ -24,14 +24,17 @@ from kvtrainer.errors import (
     StateMismatchError,
     level_of_user,
 )
-from kvtrainer.schedules.formulas import Formula, Policy, make_policy, warmed_momentum, warmup_factor
+from kvtrainer.schedules.formulas import Formula, Policy, make_policy, warmup_factor
 
 __all__ = ["BoundSchedule", "GroupValue", "MomentumWarmup", "ParamSchedule", "ScheduleSpec", "WarmupClock"]
 
+MOST_MOMENTUM = 0.999
+"""The most to which a warm-up raises momentum, unless the momentum to come to is greater itself."""
 _REMEMBERED = ("lr", "momentum")
 """Values whose start is kept in the group as well, as torch's schedulers do: 'initial_lr'."""
 
 
+@runtime_checkable
 class BoundSchedule(Protocol):
     """A schedule that is tied to an optimizer, as a Trainer advances and saves it."""
 
@@ -85,14 +88,22 @@ class GroupValue:
     def __len__(self) -> int:
         return len(self.optimizer.param_groups)
 
-    def base(self, index: int) -> float:
-        """Return the value that this group started from."""
+    @property
+    def bases(self) -> list[float]:
+        """The value that each group started from."""
         self._collect_bases()
-        return self._bases[index]
+        return self._bases
 
-    def set_bases(self, values: Sequence[float]) -> None:
-        """Take these as what the groups started from."""
+    @bases.setter
+    def bases(self, values: Sequence[float]) -> None:
         self._bases = list(values)
+
+    def check_count(self, values: Sequence[object]) -> None:
+        """Raise StateMismatchError unless a saved state has one value for each group."""
+        if len(values) != len(self):
+            raise StateMismatchError(
+                f"the state of the schedule of {self.name!r} is one of {len(values)} groups, here there are {len(self)}"
+            )
 
     def read(self, index: int) -> float:
         """Return the present value in this group."""
@@ -122,11 +133,11 @@ class GroupValue:
 
     @property
     def scales(self) -> list[float]:
-        """The factor of every group by which `overrule` has changed it."""
+        """The factor by which `overrule` has changed each group; setting it writes scheduled values again."""
         return [self._scales.get(index, 1.0) for index in range(len(self))]
 
-    def set_scales(self, scales: Sequence[float]) -> None:
-        """Take these over, and write again what schedules have written."""
+    @scales.setter
+    def scales(self, scales: Sequence[float]) -> None:
         self._scales = dict(enumerate(scales))
         for index, value in self._scheduled.items():
             self.write(index, value)
@@ -389,8 +400,11 @@ class ParamSchedule:
 
     def state_dict(self) -> dict[str, Any]:
         """Return how far it is, and where each group started from: plain numbers."""
-        bases = [self.target.base(index) for index in range(len(self.target))]
-        return {"count": self._count, "warmup_count": self._warm_count, "base_values": bases}
+        return {
+            "count": self._count,
+            "warmup_count": self._warm_count,
+            "base_values": list(self.target.bases),
+        }
 
     def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Raise StateMismatchError unless it is such a state, of as many groups."""
@@ -403,7 +417,7 @@ class ParamSchedule:
             StateMismatchError: it is no such state, or one of another number of groups; nothing has changed then.
         """
         self._count, self._warm_count, bases = self._read(state_dict)
-        self.target.set_bases(bases)
+        self.target.bases = bases
         self._write(is_jump=True)
 
     def _read(self, state_dict: Mapping[str, Any]) -> tuple[int, int, list[float]]:
@@ -414,11 +428,7 @@ class ParamSchedule:
             raise StateMismatchError(
                 f"this is no state of a ParamSchedule: {state_dict!r:.120}; load what its state_dict() returned"
             ) from error
-        if len(bases) != len(self.target):
-            raise StateMismatchError(
-                f"the state of the schedule of {self.name!r} is one of {len(bases)} groups, here there are "
-                f"{len(self.target)}"
-            )
+        self.target.check_count(bases)
         return count, warm, bases
 
     def _write(self, is_jump: bool) -> None:
@@ -426,9 +436,8 @@ class ParamSchedule:
 
         What is past the end has been written before, unless this is a jump.
         """
-        for index in range(len(self.target)):
+        for index, value in enumerate(self.target.bases):
             if any(one._has(index) and one._is_on(is_jump) for one in self._chain):
-                value = self.target.base(index)
                 for one in self._chain:
                     value = one._value(index, value)
                 self.target.write(index, value)
@@ -457,7 +466,7 @@ class ParamSchedule:
         passed = at - spec.begin if spec.end is None else min(at, spec.end - 1) - spec.begin
         formula = self._formulas[min(index, len(self._formulas) - 1)]
         start = self._restarted(index) if formula.restarts else start
-        value = formula(start, passed, spec.span, self.target.base(index))
+        value = formula(start, passed, spec.span, self.target.bases[index])
         if not spec.warmup_length:
             return value
         is_apart = self.warmup_clock is not None
@@ -467,7 +476,7 @@ class ParamSchedule:
 
     def _restarted(self, index: int) -> float:
         """Return what the schedules before this one give, but for those that end before it begins."""
-        value = self.target.base(index)
+        value = self.target.bases[index]
         for one in self._chain[: self._chain.index(self)]:
             if not one._precedes(self):
                 value = one._value(index, value)
@@ -486,7 +495,8 @@ class MomentumWarmup:
 
     def __call__(self, momentum: float, factor: float) -> float:
         """Return momentum divided by the factor of the learning rate, or less."""
-        lifted = warmed_momentum(momentum, factor)
+        most = max(momentum, MOST_MOMENTUM)
+        lifted = min(momentum / factor, most)
         if lifted != momentum / factor and not self._has_warned:
             self._has_warned = True
             warnings.warn(
@@ -499,33 +509,24 @@ class MomentumWarmup:
 
 
 class WarmupClock:
-    """Count the steps of a warm-up of a schedule that goes by epoch; a BoundSchedule beside that one."""
+    """Count the steps of a warm-up of a schedule that goes by epoch; a BoundSchedule beside that one.
+
+    Its state is empty, because the schedule saves the count.
+    """
 
     by = "step"
 
     def __init__(self, schedule: ParamSchedule) -> None:
-        self._schedule = schedule
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer that its schedule is bound to."""
-        return self._schedule.optimizer
-
-    def step(self) -> None:
-        """Advance by one step; writes the value while the warm-up lasts."""
-        self._schedule.step_warmup()
+        self.optimizer = schedule.optimizer
+        self.step = schedule.step_warmup
 
     def state_dict(self) -> dict[str, Any]:
-        """Return nothing: the schedule saves the count."""
         return {}
 
     def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Raise StateMismatchError if it is the state of another schedule."""
         if state_dict:
             raise StateMismatchError(
                 f"the clock of a warm-up has no state, so this is that of another schedule: {state_dict!r:.120}"
             )
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Do nothing: see `state_dict`. Raises StateMismatchError if there is one."""
-        self.check_state_dict(state_dict)
+    load_state_dict = check_state_dict

@@ -168,11 +168,8 @@ class PlateauSchedule:
     def state_dict(self) -> dict[str, Any]:
         """Return how far it is, the best metric, and by what the values were lowered: plain numbers."""
         state = self._scheduler.state_dict()
-        return {
-            "count": self._count,
-            "scales": self._value.scales,
-            **{key: state[key] for key in _PROGRESS},
-        }
+        progress = {key: state[key] for key in _PROGRESS}
+        return {"count": self._count, "scales": self._value.scales, **progress}
 
     def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Raise StateMismatchError unless it is such a state, of as many groups."""
@@ -180,22 +177,20 @@ class PlateauSchedule:
             raise StateMismatchError(
                 f"this is no state of a schedule that goes by a metric: {state_dict!r:.120}"
             )
-        if len(state_dict["scales"]) != len(self._value):
-            raise StateMismatchError(
-                f"the state of the schedule of {self.name!r} is one of {len(state_dict['scales'])} groups, here there "
-                f"are {len(self._value)}"
-            )
+        self._value.check_count(state_dict["scales"])
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on from there. Raises StateMismatchError as `check_state_dict`; nothing has changed then."""
         self.check_state_dict(state_dict)
         self._count = int(state_dict["count"])
-        self._value.set_scales(state_dict["scales"])
+        self._value.scales = state_dict["scales"]
         self._scheduler.load_state_dict({key: state_dict[key] for key in _PROGRESS})
 
 
-def is_like_torchs(one: object) -> bool:
-    """Return whether a scheduler can be used as one of torch: it has an optimizer, and `step()` will do."""
+def is_scheduler(one: object) -> bool:
+    """Return whether this is bound to an optimizer and used as a scheduler of torch: `step()` alone will do."""
+    if isinstance(one, LRScheduler):
+        return True
     if isinstance(one, type | torch.optim.Optimizer) or not hasattr(one, "optimizer"):
         return False
     methods = [getattr(one, name, None) for name in ("step", "state_dict", "load_state_dict")]

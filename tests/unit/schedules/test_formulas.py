@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from kvtrainer.errors import ConfigurationError, UnknownNameError
+from kvtrainer.errors import ConfigurationError, ScheduleWarning, UnknownNameError
 from kvtrainer.schedules import ParamSchedule, detectron_schedule
-from kvtrainer.schedules.formulas import MOST_MOMENTUM, make_policy, warmed_momentum, warmup_factor
+from kvtrainer.schedules.formulas import make_policy, warmup_factor
+from kvtrainer.schedules.param_schedule import MOST_MOMENTUM, MomentumWarmup
 
 CYCLE = (
     0.001, 0.00231801948, 0.0055, 0.00868198052, 0.01, 0.00933013372, 0.007500025, 0.00500005, 0.002500075,
@@ -117,9 +118,11 @@ def test_warm_up_ends_at_the_full_rate(kind: str, expected: Sequence[float]) -> 
 
 
 def test_momentum_in_a_warm_up_stays_below_one() -> None:
-    assert warmed_momentum(0.9, 0.95) == pytest.approx(0.9 / 0.95)
-    assert warmed_momentum(0.9, 0.9) == warmed_momentum(0.9, 0.1) == MOST_MOMENTUM
-    assert warmed_momentum(0.9995, 0.5) == 0.9995
+    lift = MomentumWarmup()
+    assert lift(0.9, 0.95) == pytest.approx(0.9 / 0.95)
+    with pytest.warns(ScheduleWarning):
+        assert lift(0.9, 0.9) == lift(0.9, 0.1) == MOST_MOMENTUM
+    assert lift(0.9995, 0.5) == 0.9995
 
 
 @pytest.mark.parametrize(
@@ -143,7 +146,7 @@ def test_momentum_in_a_warm_up_stays_below_one() -> None:
         ("cyclic", {"cyclic_times": 11}, "do not fit"),
         *[("cyclic", {"gamma": gamma}, "above 0 and at most 1") for gamma in (0, -1, 5)],
         ("cyclic", {"step_ratio_up": 1.0}, "below 1"),
-        ("OneCycle", {}, "needs maximum"),
+        ("OneCycle", {}, "needs max_lr"),
         ("OneCycle", {"max_lr": 1, "total_steps": 5}, "total_steps is 5"),
         ("OneCycle", {"max_lr": 1, "three_phase": 1}, "True or False"),
     ],
