@@ -8,19 +8,18 @@ zeros behind it. Then the bits of an element do not depend on where the vector a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
 
 from kvstore_server.errors import OptimizerError, ShapeMismatchError
-from kvstore_server.optimizer.base import Optimizer, StateValue
-from kvstore_server.optimizer.state import RESERVED, State
+from kvstore_server.optimizer.base import Hyper, Optimizer, StateValue, Values
+from kvstore_server.optimizer.state import RESERVED, State, own
 from kvstore_server.optimizer.torch_family import TorchOptimizer
 from kvstore_server.plan import ALIGNMENT
 
-Hyper = Mapping[str, Any]
 Room = Callable[[str, Tensor], Tensor]
 """(name, something of its dtype) → a flat entry of zeros for all elements of a key."""
 
@@ -76,15 +75,11 @@ def update_run(
     target = _computed_in(optimizer, weight, state)
     _clip(optimizer, grad, hyper)
     numbers = {**hyper, "step": optimizer.begin_num_update + state.step + 1}
-    if _may_round_ends_differently(optimizer, weight):
+    if not optimizer.verified and weight.device.type == "cpu":
+        # Bits could depend on where a vector ends, so all that are given to it must end alike.
         _update_in_blocks(optimizer, target, grad, state, numbers)
     else:
-        values = dict(state.values) if state.step else optimizer.create_state(target)
-        optimizer.update(target, grad, values, numbers)
-        state.values = {
-            name: _flat_entry(optimizer, name, value, target, (target, grad))
-            for name, value in values.items()
-        }
+        _update_whole(optimizer, target, grad, state, numbers, target.shape)
     if not optimizer.verified or hyper.get("eps") == 0:
         # An optimizer that is not ours, or 0 / 0 where eps is 0, may have changed it.
         for part in padding():
@@ -94,9 +89,40 @@ def update_run(
     state.step += 1
 
 
-def _may_round_ends_differently(optimizer: Optimizer, weight: Tensor) -> bool:
-    """Whether bits could depend on where a vector ends, so that the vectors given to it must end alike."""
-    return not optimizer.verified and weight.device.type == "cpu"
+@torch.no_grad()
+def update_key(optimizer: Optimizer, weight: Tensor, grad: Tensor, state: State, hyper: Hyper) -> None:
+    """Apply one update to a key, of an optimizer that needs it whole or takes sparse gradients.
+
+    Args:
+        weight: the key in its own shape, contiguous, updated in place; one that `optimizer.check_key` lets pass.
+        grad: of the same shape, float64 for float64 weights, else float32; rescaled. It may be overwritten.
+            Where `optimizer.takes_sparse(hyper)`, it may be a coalesced sparse tensor with one sparse dimension.
+        state: of this key, updated in place: tensors of any shape and numbers.
+        hyper: the optimizer's numbers with multipliers applied, and 'key', the name of the key.
+
+    Raises:
+        OptimizerError: the optimizer put something else than tensors and numbers into the state.
+        Exception: whatever a user-defined optimizer raises; weight and state are then half updated.
+    """
+    if weight.numel():  # torch's matrix classes fail where there is nothing to update
+        target = _computed_in(optimizer, weight, state)
+        _clip(optimizer, grad.values() if grad.is_sparse else grad, hyper)
+        numbers = {**hyper, "step": optimizer.begin_num_update + state.step + 1}
+        _update_whole(optimizer, target, grad, state, numbers, None)
+        if target is not weight:
+            weight.copy_(target)
+    state.step += 1
+
+
+def _update_whole(
+    optimizer: Optimizer, weight: Tensor, grad: Tensor, state: State, numbers: Hyper, shape: torch.Size | None
+) -> None:
+    """Update weights and the values of their state, tensors in which have that shape; None: any."""
+    values = state.values if state.step else optimizer.create_state(weight)
+    optimizer.update(weight, grad, values, numbers)
+    if not optimizer.verified:
+        values = {n: _entry(optimizer, n, value, (weight, grad), shape) for n, value in values.items()}
+    state.values = values
 
 
 def _update_in_blocks(
@@ -104,21 +130,23 @@ def _update_in_blocks(
 ) -> None:
     """Update a run in blocks that torch does not share among threads, each of whole units."""
     former = state.values if state.step else {}
-    result: dict[str, StateValue] = {}
+    result: Values = {}
     for offset in range(0, weight.numel(), _BLOCK):
         part = slice(offset, offset + _BLOCK)
         count = weight[part].numel()
         spare = -count % _UNIT
         lent, lent_grad = _lengthened(weight[part], spare), _lengthened(grad[part], spare)
-        values = _block_of(former, part, spare) if state.step else optimizer.create_state(lent)
+        values = optimizer.create_state(lent)
+        if state.step:
+            values = {n: _lengthened(v[part], spare) if _has_rows(v) else own(v) for n, v in former.items()}
         if optimizer.positioned:
             numbers = {**numbers, "first": numbers["first"] + (offset and _BLOCK)}
         optimizer.update(lent, lent_grad, values, numbers)
         if spare:
             weight[part].copy_(lent[:count])
         for name, value in values.items():
-            entry = _flat_entry(optimizer, name, value, lent)
-            if isinstance(entry, Tensor) and entry.dim():
+            entry = _entry(optimizer, name, value, (), lent.shape)
+            if _has_rows(entry):
                 whole = result.get(name, former.get(name))
                 if not isinstance(whole, Tensor):
                     whole = entry.new_zeros(weight.numel())
@@ -129,79 +157,44 @@ def _update_in_blocks(
     state.values = result
 
 
-def _block_of(values: Mapping[str, StateValue], part: slice, spare: int) -> dict[str, StateValue]:
-    return {
-        name: _lengthened(value[part], spare) if isinstance(value, Tensor) and value.dim() else _own(value)
-        for name, value in values.items()
-    }
-
-
 def _lengthened(flat: Tensor, spare: int) -> Tensor:
-    """The vector with so many zeros after it; itself, not a copy, where there are none."""
+    """Append so many zeros; return the vector itself, not a copy, where there are none."""
     return torch.nn.functional.pad(flat, (0, spare)) if spare else flat
 
 
-def _flat_entry(
-    optimizer: Optimizer, name: str, value: object, weight: Tensor, lent: Sequence[Tensor] = ()
+def _entry(
+    optimizer: Optimizer, name: str, value: object, lent: Sequence[Tensor], shape: torch.Size | None
 ) -> StateValue:
-    """An entry that an elementwise optimizer made, checked; copied if it lies in the memory of a tensor it was lent.
-
-    Raises:
-        OptimizerError: it is no flat tensor and no number, or has a reserved name.
-    """
-    is_flat = isinstance(value, Tensor) and value.shape == weight.shape and name not in RESERVED
-    is_number = isinstance(value, int | float) or (isinstance(value, Tensor) and value.dim() == 0)
-    if not is_flat and not is_number:
-        got = (
-            f"a tensor of shape {tuple(value.shape)}"
-            if isinstance(value, Tensor)
-            else f"a {type(value).__name__}"
-        )
-        raise OptimizerError(
-            f"optimizer {optimizer.registered_name} put {got} into its state as {name!r}; an entry is a tensor "
-            f"of the weights' shape {tuple(weight.shape)}, a 0-d tensor or a number, and not called "
-            f"{' or '.join(RESERVED)}"
-        )
-    assert isinstance(value, Tensor | int | float)
-    if isinstance(value, Tensor) and any(_shares_memory(value, other) for other in lent):
-        return value.clone()
-    return value
-
-
-@torch.no_grad()
-def update_key(optimizer: Optimizer, weight: Tensor, grad: Tensor, state: State, hyper: Hyper) -> None:
-    """Apply one update to a whole key.
-
-    An optimizer with `elementwise = False` needs more of a key than one element: its norm, the mean of a row, a product
-    of matrices. An elementwise one is run as on a run that holds the key alone.
+    """Check an entry that an optimizer made; copy it if it lies in the memory of a tensor it was lent.
 
     Args:
-        weight: the key in its own shape, contiguous, updated in place.
-        grad: of the same shape, float64 for float64 weights, else float32; rescaled. It may be overwritten.
-            Where `optimizer.takes_sparse(hyper)`, it may be a coalesced sparse tensor with one sparse dimension.
-        state: of this key, updated in place: tensors of any shape and numbers.
-        hyper: the optimizer's numbers with multipliers applied, and 'key', the name of the key.
+        shape: Of the weights, where all tensors must have it or no dimension.
 
     Raises:
-        ConfigurationError: the optimizer cannot update a key of this shape with these numbers; nothing changed.
-        OptimizerError: the optimizer put something else than tensors and numbers into the state.
-        Exception: whatever a user-defined optimizer raises; weight and state are then half updated.
+        OptimizerError: it is no such tensor and no number, or has a reserved name.
     """
-    optimizer.check_key(str(hyper.get("key", "")), weight.shape, hyper)
-    if not weight.numel():
-        state.step += 1  # there is nothing to update, and torch's matrix classes fail on that
-        return
-    if optimizer.elementwise and not grad.is_sparse:
-        _update_alone(optimizer, weight, grad, state, hyper)
-        return
-    target = _computed_in(optimizer, weight, state)
-    _clip(optimizer, grad.values() if grad.is_sparse else grad, hyper)
-    values = dict(state.values) if state.step else optimizer.create_state(target)
-    optimizer.update(target, grad, values, {**hyper, "step": optimizer.begin_num_update + state.step + 1})
-    state.values = {name: _entry(optimizer, name, value, (target, grad)) for name, value in values.items()}
-    state.step += 1
-    if target is not weight:
-        weight.copy_(target)
+    fits = isinstance(value, int | float)
+    got = type(value).__name__
+    if isinstance(value, Tensor):
+        fits = not value.is_sparse and (not value.dim() or shape in (None, value.shape))
+        got = "sparse tensor" if value.is_sparse else f"tensor of shape {tuple(value.shape)}"
+    if not fits or name in RESERVED:
+        wanted = (
+            "a dense tensor" if shape is None else f"a tensor of the weights' shape {tuple(shape)}, a 0-d one"
+        )
+        raise OptimizerError(
+            f"optimizer {optimizer.registered_name} put a {got} into its state as {name!r}; an entry is {wanted} or a "
+            f"number, and not called {' or '.join(RESERVED)}"
+        )
+    assert isinstance(value, Tensor | int | float)
+    for other in lent if isinstance(value, Tensor) else ():
+        memory = other.values() if other.is_sparse else other
+        if (
+            isinstance(value, Tensor)
+            and value.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr()
+        ):
+            return value.clone()
+    return value
 
 
 def coalesce_rows(ids: Tensor, values: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
@@ -234,10 +227,6 @@ def coalesce_rows(ids: Tensor, values: Tensor, num_rows: int) -> tuple[Tensor, T
     return distinct, values.new_zeros(len(distinct), *values.shape[1:]).index_add_(0, place, values)
 
 
-def _zeros(numel: int) -> Room:
-    return lambda name, like: like.new_zeros(numel)
-
-
 @torch.no_grad()
 def update_rows(
     optimizer: Optimizer,
@@ -246,12 +235,12 @@ def update_rows(
     grad_rows: Tensor,
     state: State,
     hyper: Hyper,
-    room: Room | None = None,
+    room: Room,
 ) -> None:
     """Apply one update to a key, or to a block of its rows, whose gradient is zero outside `rows`.
 
     Three ways, chosen by the optimizer: torch's sparse-capable classes get a sparse tensor; a lazy update runs on the
-    rows that are present alone; for all other optimizers the gradient counts as a dense one that is zero elsewhere.
+    rows that are present alone; an optimizer of whole keys that does neither gets a dense gradient.
 
     Args:
         weight: of at least one dimension, contiguous, updated in place.
@@ -259,27 +248,26 @@ def update_rows(
             as an update.
         grad_rows: one row for each id, of any shape with the elements of a row; float64 for float64 weights, else
             float32; rescaled. It may be overwritten.
-        state: of this key, updated in place; also what `update_key` uses, so the two may alternate.
+        state: of this key, updated in place; what has a number per element has the shape of the key.
         hyper: as for `update_key`.
         room: makes entries that a lazy update begins.
 
     Raises:
-        ConfigurationError, OptimizerError, Exception: as `update_key` does.
+        OptimizerError, Exception: as `update_key` does.
     """
     grad_rows = grad_rows.reshape(len(rows), *weight.shape[1:])
     if optimizer.takes_sparse(hyper):
         if 1 in grad_rows.shape:
             # A dimension of size 1 may have any stride, as in an expanded gradient, and torch's addition of sparse
             # tensors goes wrong with those.
-            grad_rows = torch.empty(grad_rows.shape, dtype=grad_rows.dtype, device=grad_rows.device).copy_(
-                grad_rows
-            )
+            empty = torch.empty(grad_rows.shape, dtype=grad_rows.dtype, device=grad_rows.device)
+            grad_rows = empty.copy_(grad_rows)
         sparse = torch.sparse_coo_tensor(
             rows[None], grad_rows, weight.shape, is_coalesced=True, check_invariants=False
         )
         update_key(optimizer, weight, sparse, state, hyper)
     elif updates_rows_alone(optimizer, hyper):
-        _update_lazily(optimizer, weight, rows, grad_rows, state, hyper, room or _zeros(weight.numel()))
+        _update_lazily(optimizer, weight, rows, grad_rows, state, hyper, room)
     else:
         dense = grad_rows.new_zeros(weight.shape)
         dense[rows] = grad_rows
@@ -314,40 +302,42 @@ def _update_lazily(
     room: Room,
 ) -> None:
     """Gather the rows of the weights and of the state, update them as a key of their own, and put them back."""
-    optimizer.check_key(str(hyper.get("key", "")), weight.shape, hyper)
-    if not state.step:
-        _begin(optimizer, weight, state)
-    kept = {name: _by_row(value, weight) for name, value in state.values.items()}
+    if not state.step:  # the state before the first update is that of all rows
+        whole = weight.float() if is_half(weight) else weight
+        if optimizer.multi_precision and whole is not weight and state.master is None:
+            state.master = whole
+        values = optimizer.create_state(whole.reshape(-1) if optimizer.elementwise else whole)
+        for name, value in values.items():
+            entry = _entry(optimizer, name, value, (whole,), None)
+            state.values[name] = (
+                entry.view(weight.shape) if optimizer.elementwise and _has_rows(entry) else entry
+            )
     if not len(rows):
-        state.values, state.step = kept, state.step + 1
+        state.step += 1
         return
-    live = optimizer.hyper_for_rows(weight if state.master is None else state.master, grad_rows, hyper)
+    kept, master = state.values, state.master
+    live = optimizer.hyper_for_rows(weight if master is None else master, grad_rows, hyper)
     gathered = _Gathered(rows, weight, optimizer.elementwise)
-    part = State(
-        {name: gathered.take(v) if _has_rows(v) else v for name, v in kept.items()},
-        state.step,
-        None if state.master is None else gathered.take(state.master),
-    )
-    piece = gathered.take(weight)
+    piece, grad = gathered.take(weight), gathered.padded(grad_rows)
+    values = {name: gathered.take(v) if _has_rows(v) else v for name, v in kept.items()}
+    part = State(values, state.step, None if master is None else gathered.take(master))
     if optimizer.elementwise:
-        grad = gathered.padded(grad_rows)
         used = grad_rows.numel()
         update_run(optimizer, piece, grad, part, live, lambda: [slice(used, None)])
     else:
-        update_key(optimizer, piece, grad_rows, part, live)
+        update_key(optimizer, piece, grad, part, live)
     gathered.put(weight, piece)
-    if state.master is not None and part.master is not None:
-        gathered.put(state.master, part.master)
-    state.values = {}
+    if master is not None and part.master is not None:
+        gathered.put(master, part.master)
     for name, value in part.values.items():
-        if isinstance(value, Tensor) and value.dim():
-            entry = kept.get(name)
-            if not isinstance(entry, Tensor) or not entry.dim():
-                entry = _new_entry(optimizer, name, value, weight, len(rows), room)
-            gathered.put(entry, value)
-            value = entry
-        state.values[name] = value
-    state.step = part.step
+        if _has_rows(value):
+            former = kept.get(name)
+            whole = (
+                former if _has_rows(former) else _new_entry(optimizer, name, value, weight, len(rows), room)
+            )
+            gathered.put(whole, value)
+            part.values[name] = whole
+    state.values, state.step = part.values, part.step
 
 
 class _Gathered:
@@ -362,6 +352,7 @@ class _Gathered:
         self._length = -(-self._count // unit) * unit
 
     def take(self, whole: Tensor) -> Tensor:
+        """Copy the rows out."""
         if not self._is_flat:
             return whole.index_select(0, self._rows)
         flat = self._scratch(whole)
@@ -370,6 +361,8 @@ class _Gathered:
 
     def padded(self, values: Tensor) -> Tensor:
         """What `take` would return, of rows that have been taken; not a copy where nothing is to be added."""
+        if not self._is_flat:
+            return values
         if self._length == self._count and values.is_contiguous():
             return values.view(-1)
         flat = self._scratch(values)
@@ -396,24 +389,8 @@ def put_rows(whole: Tensor, ids: Tensor, rows: Tensor) -> None:
     whole.view(same_size).numpy()[ids.numpy()] = rows.view(same_size).numpy()
 
 
-def _begin(optimizer: Optimizer, weight: Tensor, state: State) -> None:
-    """Make the state before the first update, of all rows."""
-    whole = weight.float() if is_half(weight) else weight
-    if optimizer.multi_precision and whole is not weight and state.master is None:
-        state.master = whole
-    values = optimizer.create_state(whole.reshape(-1) if optimizer.elementwise else whole)
-    state.values = {name: _entry(optimizer, name, value, (whole,)) for name, value in values.items()}
-
-
-def _has_rows(value: StateValue | None) -> bool:
+def _has_rows(value: object) -> TypeGuard[Tensor]:
     return isinstance(value, Tensor) and value.dim() > 0
-
-
-def _by_row(value: StateValue, weight: Tensor) -> Any:
-    """An entry of state with the rows of the key as its first dimension."""
-    if isinstance(value, Tensor) and value.numel() == weight.numel() and value.dim() == 1:
-        return value.view(weight.shape)
-    return value
 
 
 def _new_entry(
@@ -445,61 +422,3 @@ def _clip(optimizer: Optimizer, grad: Tensor, hyper: Hyper) -> None:
     bound = hyper.get("clip_gradient")
     if bound is not None and optimizer.clips:
         grad.clamp_(-bound, bound)
-
-
-def _entry(optimizer: Optimizer, name: str, value: object, lent: Sequence[Tensor]) -> StateValue:
-    """An entry that an optimizer of whole keys made, checked; copied if it lies in the memory of a tensor it was lent.
-
-    Raises:
-        OptimizerError: it is no tensor and no number, or has a reserved name.
-    """
-    kind = "sparse tensor" if isinstance(value, Tensor) and value.is_sparse else type(value).__name__
-    if name in RESERVED or not isinstance(value, Tensor | int | float) or kind == "sparse tensor":
-        raise OptimizerError(
-            f"optimizer {optimizer.registered_name} put a {kind} into its state as {name!r}; "
-            f"an entry is a dense tensor or a number, and not called {' or '.join(RESERVED)}"
-        )
-    if isinstance(value, Tensor) and any(_shares_memory(value, other) for other in lent):
-        return value.clone()
-    return value
-
-
-def _shares_memory(a: Tensor, b: Tensor) -> bool:
-    if b.is_sparse:
-        return _shares_memory(a, b.values())
-    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
-
-
-def _update_alone(optimizer: Optimizer, weight: Tensor, grad: Tensor, state: State, hyper: Hyper) -> None:
-    """Run an elementwise optimizer on a run that holds nothing but this key, padding included."""
-    numel, unit = weight.numel(), ALIGNMENT // weight.element_size()
-    length = -(-numel // unit) * unit
-    flat = State(
-        {n: _padded(v, length) if isinstance(v, Tensor) and v.dim() else v for n, v in state.values.items()},
-        state.step,
-        None if state.master is None else _padded(state.master, length),
-    )
-    body, numbers = _padded(weight, length), {"first": 0, **hyper}
-    update_run(optimizer, body, _padded(grad, length), flat, numbers, lambda: [slice(numel, None)])
-    if length != numel:
-        weight.copy_(body[:numel].view(weight.shape))
-    shape = weight.shape or (1,)  # a 0-d entry would be taken for a number
-    state.values = {
-        n: v[:numel].view(shape) if isinstance(v, Tensor) and v.dim() else v for n, v in flat.values.items()
-    }
-    state.master = None if flat.master is None else flat.master[:numel].view(weight.shape)
-    state.step = flat.step
-
-
-def _padded(tensor: Tensor, length: int) -> Tensor:
-    """The flat tensor with zeros up to `length`; not a copy where it has that length."""
-    flat = tensor.reshape(-1)
-    if flat.numel() == length:
-        return flat
-    padded = flat.new_zeros(length)
-    padded[: flat.numel()] = flat
-    return padded
-
-
-def _own(value: StateValue) -> StateValue:
-    return value.clone() if isinstance(value, Tensor) else value

@@ -113,6 +113,10 @@ _log = logging.getLogger(__name__)
 
 StateValue = Tensor | float
 """One entry of an optimizer's state: a flat tensor, a 0-d tensor or a number."""
+Values = dict[str, StateValue]
+"""The entries of an optimizer's state by name."""
+Hyper = Mapping[str, Any]
+"""The numbers of an update under torch's group keys, multipliers applied."""
 
 _COMMON: Mapping[str, Any] = {"lr": 0.01, "weight_decay": 0.0, "clip_gradient": None}
 _OTHERS = ("rescale_grad", "multi_precision", "lr_scheduler", "begin_num_update", "aggregate_num")
@@ -273,24 +277,22 @@ class Optimizer:
         """The options that a parameter group may set, with their present values as plain numbers."""
         return {key: _plain(self.hyper[key]) for key in self._valid_options() if key in self.hyper}
 
-    def updates_rows(self, hyper: Mapping[str, Any]) -> bool:
+    def updates_rows(self, hyper: Hyper) -> bool:
         """Whether a row-sparse gradient updates only its rows: the others get no weight decay and no momentum.
 
         Otherwise it counts as a dense one that is zero elsewhere. `hyper` is as for `update`.
         """
         return False
 
-    def takes_sparse(self, hyper: Mapping[str, Any]) -> bool:
+    def takes_sparse(self, hyper: Hyper) -> bool:
         """Whether `update` wants a row-sparse gradient as a sparse tensor, with the whole key beside it."""
         return False
 
-    def hyper_for_rows(
-        self, weight: Tensor, grad_rows: Tensor, hyper: Mapping[str, Any]
-    ) -> Mapping[str, Any]:
+    def hyper_for_rows(self, weight: Tensor, grad_rows: Tensor, hyper: Hyper) -> Hyper:
         """Add what `update` must know of the whole key when it is then given some rows of it; see `updates_rows`."""
         return hyper
 
-    def check_key(self, key: str, shape: Sequence[int], hyper: Mapping[str, Any]) -> None:
+    def check_key(self, key: str, shape: Sequence[int], hyper: Hyper) -> None:
         """Raise ConfigurationError, naming the key, if it cannot be updated; most optimizers update any."""
 
     def mute(self) -> None:
@@ -308,13 +310,11 @@ class Optimizer:
                 str(dtype).removeprefix("torch."),
             )
 
-    def create_state(self, weight: Tensor) -> dict[str, StateValue]:
+    def create_state(self, weight: Tensor) -> Values:
         """Return the state before the first update: tensors like `weight`, 0-d tensors and numbers."""
         return {}
 
-    def update(
-        self, weight: Tensor, grad: Tensor, state: dict[str, StateValue], hyper: Mapping[str, Any]
-    ) -> None:
+    def update(self, weight: Tensor, grad: Tensor, state: Values, hyper: Hyper) -> None:
         """Apply one update to `weight` and `state` in place.
 
         `weight` and `grad` are flat, both float32 or both float64, and hold neighbouring elements of one or

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from kvstore_server import check
 from kvstore_server.errors import ConfigurationError
-from kvstore_server.optimizer.base import Optimizer, StateValue, checked_count
+from kvstore_server.optimizer.base import Hyper, Optimizer, Values, checked_count
 from kvstore_server.optimizer.kernels import (
     bias_corrections,
     fused_adam,
@@ -69,54 +69,48 @@ def read_correction(value: Any) -> Correction | None:
     return Correction(float(numbers.threshold), float(numbers.min_lr))
 
 
-def correct_momentum(
-    buffer: Tensor, state: dict[str, StateValue], lr: float, correction: Correction | None
-) -> None:
-    """Multiply the momentum by new / old if the rate has changed enough since the last update; note the new rate.
+class _Elementwise(Optimizer):
+    """An optimizer of this file: it never raises on valid input, and tests compare its bits."""
 
-    Args:
-        buffer: The momentum, changed in place.
-        state: Its 'last_lr' is the rate of the last update; none before the first one.
-        lr: The rate of this update, multipliers applied.
-    """
-    last, state["last_lr"] = state.get("last_lr"), lr
-    if last is None or correction is None:
-        return
-    former = float(last)
-    if former <= correction.min_lr or max(lr / former, former / max(lr, _TINY)) <= correction.threshold:
-        return
-    if lr == 0.0:
-        buffer.zero_()
-    else:
-        buffer.mul_(lr / former)
+    may_raise = False
+    verified = True
 
 
-class _Momentum(Optimizer):
+class _Momentum(_Elementwise):
     """Descent with a momentum that has the learning rate inside.
 
     State: 'momentum_buffer', the negative of MXNet's m; none while momentum is 0.
     """
 
-    may_raise = False
-    verified = True
     nesterov: ClassVar[bool] = False
 
-    def update(
-        self, weight: Tensor, grad: Tensor, state: dict[str, StateValue], hyper: Mapping[str, Any]
-    ) -> None:
+    def update(self, weight: Tensor, grad: Tensor, state: Values, hyper: Hyper) -> None:
         """Apply one update in place; see `Optimizer.update`."""
         lr, wd, momentum = hyper["lr"], hyper["weight_decay"], hyper["momentum"]
         if momentum == 0.0:
             fused_sgd(weight, grad, lr=lr, wd=wd)
             return
         buffer = state_tensor(state, "momentum_buffer", weight)
-        self._before_momentum(buffer, state, hyper)
+        _correct_momentum(buffer, state, lr, read_correction(hyper.get("momentum_correction")))
         fused_momentum(weight, grad, buffer, lr=lr, wd=wd, momentum=momentum, nesterov=self.nesterov)
 
-    def _before_momentum(
-        self, buffer: Tensor, state: dict[str, StateValue], hyper: Mapping[str, Any]
-    ) -> None:
-        """What is to be done to the momentum before it is used."""
+
+def _correct_momentum(buffer: Tensor, state: Values, lr: float, correction: Correction | None) -> None:
+    """Multiply the momentum by new / old if the rate has changed enough since the last update; note the new rate.
+
+    Without a correction the rate is forgotten: were it turned on again, one that m has left behind would count.
+    """
+    last = state.pop("last_lr", None)
+    if correction is None:
+        return
+    state["last_lr"] = lr
+    former = lr if last is None else float(last)
+    if former <= correction.min_lr or max(lr / former, former / max(lr, _TINY)) <= correction.threshold:
+        return
+    if lr == 0.0:
+        buffer.zero_()
+    else:
+        buffer.mul_(lr / former)
 
 
 class SGD(_Momentum):
@@ -129,7 +123,7 @@ class SGD(_Momentum):
     """
 
     name = "sgd"
-    defaults: ClassVar[Mapping[str, Any]] = {
+    defaults: ClassVar[Hyper] = {
         "lr": 0.1,
         "momentum": 0.0,
         "lazy_update": False,
@@ -151,17 +145,7 @@ class SGD(_Momentum):
             return None if found is None else tuple(found)
         return super()._checked(name, value, default)
 
-    def _before_momentum(
-        self, buffer: Tensor, state: dict[str, StateValue], hyper: Mapping[str, Any]
-    ) -> None:
-        given = hyper.get("momentum_correction")
-        if given is None or given is False:
-            # Were it turned on again, a rate that m has left behind would be corrected for.
-            state.pop("last_lr", None)
-            return
-        correct_momentum(buffer, state, hyper["lr"], read_correction(given))
-
-    def updates_rows(self, hyper: Mapping[str, Any]) -> bool:
+    def updates_rows(self, hyper: Hyper) -> bool:
         """Whether `lazy_update` is on; see `Optimizer.updates_rows`."""
         return bool(hyper["lazy_update"])
 
@@ -173,11 +157,11 @@ class NAG(_Momentum):
     """
 
     name = "nag"
-    defaults: ClassVar[Mapping[str, Any]] = {"lr": 0.1, "momentum": 0.9}
+    defaults: ClassVar[Hyper] = {"lr": 0.1, "momentum": 0.9}
     nesterov = True
 
 
-class SGLD(Optimizer):
+class SGLD(_Elementwise):
     """Langevin dynamics: `w -= lr / 2 * g; w += N(0, sqrt(lr))`.
 
     The noise of an element is a function of seed, name of the key, place in the key and number of the update, so it
@@ -187,14 +171,12 @@ class SGLD(Optimizer):
     """
 
     name = "sgld"
-    defaults: ClassVar[Mapping[str, Any]] = {"lr": 0.1, "seed": 0}
+    defaults: ClassVar[Hyper] = {"lr": 0.1, "seed": 0}
     never_negative = frozenset({"lr"})
-    may_raise = False
     positioned = True
+    verified = False
 
-    def update(
-        self, weight: Tensor, grad: Tensor, state: dict[str, StateValue], hyper: Mapping[str, Any]
-    ) -> None:
+    def update(self, weight: Tensor, grad: Tensor, state: Values, hyper: Hyper) -> None:
         """Apply one update in place; see `Optimizer.update`."""
         lr = hyper["lr"]
         fused_sgd(weight, grad, lr=lr / 2, wd=hyper["weight_decay"])
@@ -209,7 +191,7 @@ class SGLD(Optimizer):
         return super()._checked(name, value, default)
 
 
-class Signum(Optimizer):
+class Signum(_Elementwise):
     """`m = momentum * m - (1 - momentum) * g; w = (1 - lr * wd_lh) * w + lr * sign(m)`.
 
     Without momentum `w = (1 - lr * (wd + wd_lh)) * w - lr * sign(grad)`.
@@ -218,14 +200,10 @@ class Signum(Optimizer):
     """
 
     name = "signum"
-    defaults: ClassVar[Mapping[str, Any]] = {"lr": 0.01, "momentum": 0.9, "wd_lh": 0.0}
+    defaults: ClassVar[Hyper] = {"lr": 0.01, "momentum": 0.9, "wd_lh": 0.0}
     never_negative = frozenset({"wd_lh"})
-    may_raise = False
-    verified = True
 
-    def update(
-        self, weight: Tensor, grad: Tensor, state: dict[str, StateValue], hyper: Mapping[str, Any]
-    ) -> None:
+    def update(self, weight: Tensor, grad: Tensor, state: Values, hyper: Hyper) -> None:
         """Apply one update in place; see `Optimizer.update`."""
         lr, wd, momentum, decay = hyper["lr"], hyper["weight_decay"], hyper["momentum"], hyper["wd_lh"]
         if momentum == 0.0:
@@ -237,7 +215,7 @@ class Signum(Optimizer):
         weight.mul_(1.0 - lr * decay).sub_(torch.sign(direction), alpha=lr)
 
 
-class DCASGD(Optimizer):
+class DCASGD(_Elementwise):
     """Delay-compensated: `d = g + lamda * g**2 * (w - w'); m = momentum * m - lr * d; w' = w; w += m`.
 
     w' is the weight before the last update, so the term is about what other workers changed since. On a server that
@@ -248,17 +226,13 @@ class DCASGD(Optimizer):
 
     name = "dcasgd"
     delay_state = "previous_weight"
-    defaults: ClassVar[Mapping[str, Any]] = {"lr": 0.1, "momentum": 0.0, "lamda": 0.04}
-    may_raise = False
-    verified = True
+    defaults: ClassVar[Hyper] = {"lr": 0.1, "momentum": 0.0, "lamda": 0.04}
 
-    def create_state(self, weight: Tensor) -> dict[str, StateValue]:
+    def create_state(self, weight: Tensor) -> Values:
         """Return the weight itself as the previous one."""
         return {"previous_weight": weight.clone()}
 
-    def update(
-        self, weight: Tensor, grad: Tensor, state: dict[str, StateValue], hyper: Mapping[str, Any]
-    ) -> None:
+    def update(self, weight: Tensor, grad: Tensor, state: Values, hyper: Hyper) -> None:
         """Apply one update in place; see `Optimizer.update`."""
         previous = state["previous_weight"]
         assert isinstance(previous, Tensor)
@@ -275,7 +249,7 @@ class DCASGD(Optimizer):
         )
 
 
-class Test(Optimizer):
+class Test(_Elementwise):
     """`w -= lr * (grad + wd * w)`: MXNet's optimizer for tests, which ignores clip_gradient.
 
     Options: learning_rate 0.01. No state.
@@ -284,17 +258,13 @@ class Test(Optimizer):
     __test__ = False  # keeps pytest from collecting a class of this name
     clips = False
     name = "test"
-    may_raise = False
-    verified = True
 
-    def update(
-        self, weight: Tensor, grad: Tensor, state: dict[str, StateValue], hyper: Mapping[str, Any]
-    ) -> None:
+    def update(self, weight: Tensor, grad: Tensor, state: Values, hyper: Hyper) -> None:
         """Apply one update in place; see `Optimizer.update`."""
         fused_sgd(weight, grad, lr=hyper["lr"], wd=hyper["weight_decay"])
 
 
-class Adam(Optimizer):
+class Adam(_Elementwise):
     """`w -= lr * sqrt(1 - beta2**t) / (1 - beta1**t) * m / (sqrt(v) + epsilon)`.
 
     Options: learning_rate 0.001, beta1 0.9, beta2 0.999, epsilon 1e-8, lazy_update False (True: of a row-sparse
@@ -302,39 +272,21 @@ class Adam(Optimizer):
     """
 
     name = "adam"
-    defaults: ClassVar[Mapping[str, Any]] = {
-        "lr": 0.001,
-        "betas": (0.9, 0.999),
-        "eps": 1e-8,
-        "lazy_update": False,
-    }
-    may_raise = False
-    verified = True
+    defaults: ClassVar[Hyper] = {"lr": 0.001, "betas": (0.9, 0.999), "eps": 1e-8, "lazy_update": False}
 
-    def update(
-        self, weight: Tensor, grad: Tensor, state: dict[str, StateValue], hyper: Mapping[str, Any]
-    ) -> None:
+    def update(self, weight: Tensor, grad: Tensor, state: Values, hyper: Hyper) -> None:
         """Apply one update in place; see `Optimizer.update`."""
         mean, square = state_tensor(state, "exp_avg", weight), state_tensor(state, "exp_avg_sq", weight)
-        _, root = bias_corrections(hyper["betas"], hyper["step"])
-        fused_adam(
-            weight,
-            grad,
-            mean,
-            square,
-            lr=hyper["lr"],
-            betas=hyper["betas"],
-            eps=hyper["eps"] / root,
-            wd=hyper["weight_decay"],
-            step=hyper["step"],
-        )
+        lr, betas, eps, wd, step = (hyper[name] for name in ("lr", "betas", "eps", "weight_decay", "step"))
+        _, root = bias_corrections(betas, step)
+        fused_adam(weight, grad, mean, square, lr=lr, betas=betas, eps=eps / root, wd=wd, step=step)
 
-    def updates_rows(self, hyper: Mapping[str, Any]) -> bool:
+    def updates_rows(self, hyper: Hyper) -> bool:
         """Whether `lazy_update` is on; see `Optimizer.updates_rows`."""
         return bool(hyper["lazy_update"])
 
 
-class AdamW(Optimizer):
+class AdamW(_Elementwise):
     """`w -= lr_t * (m / (sqrt(v) + epsilon) + wd * w)`, with g = grad and Adam's lr_t, or lr without `correct_bias`.
 
     The decay has the corrected learning rate, unlike torch's. This is MXNet's fused kernel, its default; its other
@@ -344,37 +296,21 @@ class AdamW(Optimizer):
     """
 
     name = "adamw"
-    defaults: ClassVar[Mapping[str, Any]] = {
-        "lr": 0.001,
-        "betas": (0.9, 0.999),
-        "eps": 1e-6,
-        "correct_bias": True,
-    }
-    may_raise = False
-    verified = True
+    defaults: ClassVar[Hyper] = {"lr": 0.001, "betas": (0.9, 0.999), "eps": 1e-6, "correct_bias": True}
 
-    def update(
-        self, weight: Tensor, grad: Tensor, state: dict[str, StateValue], hyper: Mapping[str, Any]
-    ) -> None:
+    def update(self, weight: Tensor, grad: Tensor, state: Values, hyper: Hyper) -> None:
         """Apply one update in place; see `Optimizer.update`."""
         mean, square = state_tensor(state, "exp_avg", weight), state_tensor(state, "exp_avg_sq", weight)
         step = hyper["step"] if hyper["correct_bias"] else math.inf
-        correction, root = bias_corrections(hyper["betas"], step)
+        lr, betas, eps = hyper["lr"], hyper["betas"], hyper["eps"]
+        correction, root = bias_corrections(betas, step)
+        wd = hyper["weight_decay"] * root / correction
         fused_adam(
-            weight,
-            grad,
-            mean,
-            square,
-            lr=hyper["lr"],
-            betas=hyper["betas"],
-            eps=hyper["eps"] / root,
-            wd=hyper["weight_decay"] * root / correction,
-            step=step,
-            decoupled=True,
+            weight, grad, mean, square, lr=lr, betas=betas, eps=eps / root, wd=wd, step=step, decoupled=True
         )
 
 
-class AdaBelief(Optimizer):
+class AdaBelief(_Elementwise):
     """`v = beta2 * v + (1 - beta2) * (g - m)**2 + epsilon`, else as Adam; clips grad + wd * w, not grad.
 
     Options: learning_rate 0.001, beta1 0.9, beta2 0.999, epsilon 1e-6, correct_bias True. State: 'exp_avg' m,
@@ -382,19 +318,10 @@ class AdaBelief(Optimizer):
     """
 
     name = "adabelief"
-    defaults: ClassVar[Mapping[str, Any]] = {
-        "lr": 0.001,
-        "betas": (0.9, 0.999),
-        "eps": 1e-6,
-        "correct_bias": True,
-    }
+    defaults: ClassVar[Hyper] = {"lr": 0.001, "betas": (0.9, 0.999), "eps": 1e-6, "correct_bias": True}
     clips = False
-    may_raise = False
-    verified = True
 
-    def update(
-        self, weight: Tensor, grad: Tensor, state: dict[str, StateValue], hyper: Mapping[str, Any]
-    ) -> None:
+    def update(self, weight: Tensor, grad: Tensor, state: Values, hyper: Hyper) -> None:
         """Apply one update in place; see `Optimizer.update`."""
         mean, variance = state_tensor(state, "exp_avg", weight), state_tensor(state, "exp_avg_var", weight)
         (beta1, beta2), eps, bound = hyper["betas"], hyper["eps"], hyper["clip_gradient"]
@@ -410,20 +337,16 @@ class AdaBelief(Optimizer):
         weight.addcdiv_(mean, variance.sqrt().add_(eps), value=-hyper["lr"] * root / correction)
 
 
-class Adamax(Optimizer):
+class Adamax(_Elementwise):
     """`u = max(beta2 * u, |g|); w -= lr / (1 - beta1**t) * m / (u + epsilon)`.
 
     Options: learning_rate 0.002, beta1 0.9, beta2 0.999, epsilon 1e-8. State: 'exp_avg' m, 'exp_inf' u.
     """
 
     name = "adamax"
-    defaults: ClassVar[Mapping[str, Any]] = {"lr": 0.002, "betas": (0.9, 0.999), "eps": 1e-8}
-    may_raise = False
-    verified = True
+    defaults: ClassVar[Hyper] = {"lr": 0.002, "betas": (0.9, 0.999), "eps": 1e-8}
 
-    def update(
-        self, weight: Tensor, grad: Tensor, state: dict[str, StateValue], hyper: Mapping[str, Any]
-    ) -> None:
+    def update(self, weight: Tensor, grad: Tensor, state: Values, hyper: Hyper) -> None:
         """Apply one update in place; see `Optimizer.update`."""
         mean, largest = state_tensor(state, "exp_avg", weight), state_tensor(state, "exp_inf", weight)
         beta1, beta2 = hyper["betas"]
@@ -434,7 +357,7 @@ class Adamax(Optimizer):
         weight.addcdiv_(mean, largest + hyper["eps"], value=-hyper["lr"] / correction)
 
 
-class Nadam(Optimizer):
+class Nadam(_Elementwise):
     """Adam with Nesterov's momentum, whose rate `u(t) = beta1 * (1 - 0.96**(t * schedule_decay) / 2)` warms up.
 
     With p(t) = u(1) * ... * u(t): `w -= lr * (u(t+1) * m / (1 - p(t+1)) + (1 - u(t)) * g / (1 - p(t))) /
@@ -446,19 +369,10 @@ class Nadam(Optimizer):
     """
 
     name = "nadam"
-    defaults: ClassVar[Mapping[str, Any]] = {
-        "lr": 0.001,
-        "betas": (0.9, 0.999),
-        "eps": 1e-8,
-        "schedule_decay": 0.004,
-    }
+    defaults: ClassVar[Hyper] = {"lr": 0.001, "betas": (0.9, 0.999), "eps": 1e-8, "schedule_decay": 0.004}
     never_negative = frozenset({"schedule_decay"})
-    may_raise = False
-    verified = True
 
-    def update(
-        self, weight: Tensor, grad: Tensor, state: dict[str, StateValue], hyper: Mapping[str, Any]
-    ) -> None:
+    def update(self, weight: Tensor, grad: Tensor, state: Values, hyper: Hyper) -> None:
         """Apply one update in place; see `Optimizer.update`."""
         mean, square = state_tensor(state, "exp_avg", weight), state_tensor(state, "exp_avg_sq", weight)
         (beta1, beta2), lr, step = hyper["betas"], hyper["lr"], hyper["step"]
@@ -476,7 +390,7 @@ class Nadam(Optimizer):
         weight.addcdiv_(grad, scale, value=-lr * (1 - rate) / (1 - product))
 
 
-class FTML(Optimizer):
+class FTML(_Elementwise):
     """Follow the moving leader: `d = (1 - beta1**t) / lr * (sqrt(v / (1 - beta2**t)) + epsilon)`, then with the d'
     of the update before `z = beta1 * z + (1 - beta1) * g - (d - beta1 * d') * w; w = -z / d`.
 
@@ -488,28 +402,18 @@ class FTML(Optimizer):
     """
 
     name = "ftml"
-    defaults: ClassVar[Mapping[str, Any]] = {"lr": 0.0025, "betas": (0.6, 0.999), "eps": 1e-8}
-    may_raise = False
-    verified = True
+    defaults: ClassVar[Hyper] = {"lr": 0.0025, "betas": (0.6, 0.999), "eps": 1e-8}
 
-    def update(
-        self, weight: Tensor, grad: Tensor, state: dict[str, StateValue], hyper: Mapping[str, Any]
-    ) -> None:
+    def update(self, weight: Tensor, grad: Tensor, state: Values, hyper: Hyper) -> None:
         """Apply one update in place; see `Optimizer.update`."""
         beta1, beta2 = hyper["betas"]
-        fused_scaled(
-            weight,
-            grad,
-            state_tensor(state, "exp_avg_sq", weight),
-            lr=hyper["lr"] * (1.0 - beta1) / (1.0 - beta1 ** hyper["step"]),
-            beta=beta2,
-            eps=hyper["eps"],
-            wd=hyper["weight_decay"],
-            step=hyper["step"],
-        )
+        square = state_tensor(state, "exp_avg_sq", weight)
+        eps, wd, step = hyper["eps"], hyper["weight_decay"], hyper["step"]
+        lr = hyper["lr"] * (1.0 - beta1) / (1.0 - beta1**step)
+        fused_scaled(weight, grad, square, lr=lr, beta=beta2, eps=eps, wd=wd, step=step)
 
 
-class AdaDelta(Optimizer):
+class AdaDelta(_Elementwise):
     """`a = rho * a + (1 - rho) * g**2; d = g * sqrt(b + epsilon) / sqrt(a + epsilon);
     b = rho * b + (1 - rho) * d**2; w -= lr * d`.
 
@@ -517,14 +421,10 @@ class AdaDelta(Optimizer):
     """
 
     name = "adadelta"
-    defaults: ClassVar[Mapping[str, Any]] = {"lr": 1.0, "rho": 0.9, "eps": 1e-6}
+    defaults: ClassVar[Hyper] = {"lr": 1.0, "rho": 0.9, "eps": 1e-6}
     fractions = frozenset({"rho"})
-    may_raise = False
-    verified = True
 
-    def update(
-        self, weight: Tensor, grad: Tensor, state: dict[str, StateValue], hyper: Mapping[str, Any]
-    ) -> None:
+    def update(self, weight: Tensor, grad: Tensor, state: Values, hyper: Hyper) -> None:
         """Apply one update in place; see `Optimizer.update`."""
         square, moved = state_tensor(state, "square_avg", weight), state_tensor(state, "acc_delta", weight)
         rho, eps = hyper["rho"], hyper["eps"]
@@ -535,20 +435,16 @@ class AdaDelta(Optimizer):
         weight.sub_(delta, alpha=hyper["lr"])
 
 
-class AdaGrad(Optimizer):
+class AdaGrad(_Elementwise):
     """`h += g**2; w -= lr * g / (sqrt(h) + epsilon)`. A row-sparse gradient updates only its rows while wd is 0.
 
     Options: learning_rate 0.01, epsilon 1e-6. State: 'sum' h.
     """
 
     name = "adagrad"
-    defaults: ClassVar[Mapping[str, Any]] = {"lr": 0.01, "eps": 1e-6}
-    may_raise = False
-    verified = True
+    defaults: ClassVar[Hyper] = {"lr": 0.01, "eps": 1e-6}
 
-    def update(
-        self, weight: Tensor, grad: Tensor, state: dict[str, StateValue], hyper: Mapping[str, Any]
-    ) -> None:
+    def update(self, weight: Tensor, grad: Tensor, state: Values, hyper: Hyper) -> None:
         """Apply one update in place; see `Optimizer.update`."""
         torch._fused_adagrad_(
             [weight],
@@ -562,12 +458,12 @@ class AdaGrad(Optimizer):
             maximize=False,
         )
 
-    def updates_rows(self, hyper: Mapping[str, Any]) -> bool:
+    def updates_rows(self, hyper: Hyper) -> bool:
         """Whether there is no weight decay; see `Optimizer.updates_rows`."""
         return bool(hyper["weight_decay"] == 0.0)
 
 
-class RMSProp(Optimizer):
+class RMSProp(_Elementwise):
     """`v = rho * v + (1 - rho) * g**2; w -= lr * g / (sqrt(v) + epsilon)`.
 
     Centered: besides `n = rho * n + (1 - rho) * g; d = momentum * d - lr * g / sqrt(v - n**2 + epsilon); w += d`,
@@ -578,7 +474,7 @@ class RMSProp(Optimizer):
     """
 
     name = "rmsprop"
-    defaults: ClassVar[Mapping[str, Any]] = {
+    defaults: ClassVar[Hyper] = {
         "lr": 0.001,
         "rho": 0.9,
         "momentum": 0.9,
@@ -588,12 +484,8 @@ class RMSProp(Optimizer):
     }
     fractions = frozenset({"rho"})
     never_negative = frozenset({"clip_weights"})
-    may_raise = False
-    verified = True
 
-    def update(
-        self, weight: Tensor, grad: Tensor, state: dict[str, StateValue], hyper: Mapping[str, Any]
-    ) -> None:
+    def update(self, weight: Tensor, grad: Tensor, state: Values, hyper: Hyper) -> None:
         """Apply one update in place; see `Optimizer.update`."""
         square, rho, bound = state_tensor(state, "square_avg", weight), hyper["rho"], hyper["clip_weights"]
         lr, eps, wd = hyper["lr"], hyper["eps"], hyper["weight_decay"]
@@ -610,7 +502,7 @@ class RMSProp(Optimizer):
             weight.clamp_(-bound, bound)
 
 
-class Ftrl(Optimizer):
+class Ftrl(_Elementwise):
     """`z += grad - (sqrt(n + grad**2) - sqrt(n)) / lr * w; n += grad**2;
     w = -sign(z) * max(|z| - lamda1, 0) / ((beta + sqrt(n)) / lr + wd)`.
 
@@ -620,14 +512,10 @@ class Ftrl(Optimizer):
     """
 
     name = "ftrl"
-    defaults: ClassVar[Mapping[str, Any]] = {"lr": 0.1, "lamda1": 0.01, "beta": 1.0}
+    defaults: ClassVar[Hyper] = {"lr": 0.1, "lamda1": 0.01, "beta": 1.0}
     never_negative = frozenset({"lr", "lamda1", "beta"})
-    may_raise = False
-    verified = True
 
-    def update(
-        self, weight: Tensor, grad: Tensor, state: dict[str, StateValue], hyper: Mapping[str, Any]
-    ) -> None:
+    def update(self, weight: Tensor, grad: Tensor, state: Values, hyper: Hyper) -> None:
         """Apply one update in place; see `Optimizer.update`."""
         z, n = state_tensor(state, "z", weight), state_tensor(state, "n", weight)
         lr, threshold = hyper["lr"], hyper["lamda1"]
@@ -641,7 +529,7 @@ class Ftrl(Optimizer):
         scale.clamp_min_(torch.finfo(scale.dtype).tiny)
         torch.sub(z.clamp(-threshold, threshold), z, out=weight).div_(scale)
 
-    def updates_rows(self, hyper: Mapping[str, Any]) -> bool:
+    def updates_rows(self, hyper: Hyper) -> bool:
         """Always; see `Optimizer.updates_rows`."""
         return True
 

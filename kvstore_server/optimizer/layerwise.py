@@ -8,14 +8,14 @@ divisions and roots alone, each rounded on its own, so the bits do not depend on
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from kvstore_server.errors import ConfigurationError
-from kvstore_server.optimizer.base import Optimizer, StateValue
+from kvstore_server.optimizer.base import Hyper, Optimizer, Values
 
 _BLOCK = 16384
 """Elements summed at a time; torch does not share a sum of so few among threads."""
@@ -26,7 +26,7 @@ _NOT_SCALED = ("gamma", "beta", "bias")
 class _TrustRatio(Optimizer):
     """What LAMB and LANS share: two averages, and a step as long as the weights are, within bounds."""
 
-    defaults: ClassVar[Mapping[str, Any]] = {
+    defaults: ClassVar[Hyper] = {
         "lr": 0.001,
         "betas": (0.9, 0.999),
         "eps": 1e-6,
@@ -37,13 +37,11 @@ class _TrustRatio(Optimizer):
     may_raise = False
     never_negative = frozenset({"lower_bound", "upper_bound"})
 
-    def create_state(self, weight: Tensor) -> dict[str, StateValue]:
+    def create_state(self, weight: Tensor) -> Values:
         """Return zero averages."""
         return {"exp_avg": torch.zeros_like(weight), "exp_avg_sq": torch.zeros_like(weight)}
 
-    def _averages(
-        self, grad: Tensor, state: dict[str, StateValue], hyper: Mapping[str, Any]
-    ) -> tuple[Tensor, Tensor]:
+    def _averages(self, grad: Tensor, state: Values, hyper: Hyper) -> tuple[Tensor, Tensor]:
         """Let the averages of the gradient and of its square follow `grad`; return them."""
         beta1, beta2 = hyper["betas"]
         mean, square = state["exp_avg"], state["exp_avg_sq"]
@@ -53,12 +51,12 @@ class _TrustRatio(Optimizer):
         square.mul_(beta2).add_(grad.square().mul_(1 - beta2))
         return mean, square
 
-    def _scaled(self, direction: Tensor, weight: Tensor, length: float, hyper: Mapping[str, Any]) -> Tensor:
+    def _scaled(self, direction: Tensor, weight: Tensor, length: float, hyper: Hyper) -> Tensor:
         """Add weight decay to `direction` and give it the length `length`; 0 or infinity leaves it its own."""
         direction.add_(weight * hyper["weight_decay"])
         return direction.mul_(_ratio(length, l2_norm(direction)))
 
-    def _length(self, weight: Tensor, hyper: Mapping[str, Any]) -> float:
+    def _length(self, weight: Tensor, hyper: Hyper) -> float:
         """The norm of the weights within the bounds; as in MXNet's kernels, a bound of 0 is none."""
         length = l2_norm(weight)
         if hyper["lower_bound"]:
@@ -78,11 +76,9 @@ class LAMB(_TrustRatio):
     """
 
     name = "lamb"
-    defaults: ClassVar[Mapping[str, Any]] = {"bias_correction": True}
+    defaults: ClassVar[Hyper] = {"bias_correction": True}
 
-    def update(
-        self, weight: Tensor, grad: Tensor, state: dict[str, StateValue], hyper: Mapping[str, Any]
-    ) -> None:
+    def update(self, weight: Tensor, grad: Tensor, state: Values, hyper: Hyper) -> None:
         """Apply one update in place; see `Optimizer.update`."""
         mean, square = self._averages(grad, state, hyper)
         corrections = _corrections(hyper) if hyper["bias_correction"] else (1.0, 1.0)
@@ -104,9 +100,7 @@ class LANS(_TrustRatio):
     name = "lans"
     clips = False
 
-    def update(
-        self, weight: Tensor, grad: Tensor, state: dict[str, StateValue], hyper: Mapping[str, Any]
-    ) -> None:
+    def update(self, weight: Tensor, grad: Tensor, state: Values, hyper: Hyper) -> None:
         """Apply one update in place; see `Optimizer.update`."""
         norm = l2_norm(grad)
         if norm:
@@ -131,31 +125,21 @@ class LARS(Optimizer):
     """
 
     name = "lars"
-    defaults: ClassVar[Mapping[str, Any]] = {
-        "lr": 0.1,
-        "momentum": 0.0,
-        "eta": 0.001,
-        "eps": 1e-8,
-        "lazy_update": False,
-    }
+    defaults: ClassVar[Hyper] = {"lr": 0.1, "momentum": 0.0, "eta": 0.001, "eps": 1e-8, "lazy_update": False}
     elementwise = False
     clips = False
     may_raise = False
     never_negative = frozenset({"eta"})
 
-    def updates_rows(self, hyper: Mapping[str, Any]) -> bool:
+    def updates_rows(self, hyper: Hyper) -> bool:
         """Whether `lazy_update` is set."""
         return bool(hyper["lazy_update"])
 
-    def hyper_for_rows(
-        self, weight: Tensor, grad_rows: Tensor, hyper: Mapping[str, Any]
-    ) -> Mapping[str, Any]:
+    def hyper_for_rows(self, weight: Tensor, grad_rows: Tensor, hyper: Hyper) -> Hyper:
         """Add the factor of the whole key, which its rows do not show."""
         return {**hyper, "layer_factor": self._factor(weight, grad_rows, hyper)}
 
-    def update(
-        self, weight: Tensor, grad: Tensor, state: dict[str, StateValue], hyper: Mapping[str, Any]
-    ) -> None:
+    def update(self, weight: Tensor, grad: Tensor, state: Values, hyper: Hyper) -> None:
         """Apply one update in place; see `Optimizer.update`."""
         factor = hyper.get("layer_factor")
         lr = hyper["lr"] * (self._factor(weight, grad, hyper) if factor is None else factor)
@@ -168,7 +152,7 @@ class LARS(Optimizer):
             step = buffer.mul_(hyper["momentum"]).add_(step)
         weight.sub_(step)
 
-    def _factor(self, weight: Tensor, grad: Tensor, hyper: Mapping[str, Any]) -> float:
+    def _factor(self, weight: Tensor, grad: Tensor, hyper: Hyper) -> float:
         if str(hyper.get("key", "")).endswith(_NOT_SCALED):
             return 1.0
         size, change = l2_norm(weight), l2_norm(grad)
@@ -186,7 +170,7 @@ class GroupAdaGrad(Optimizer):
     """
 
     name = "groupadagrad"
-    defaults: ClassVar[Mapping[str, Any]] = {"eps": 1e-6}
+    defaults: ClassVar[Hyper] = {"eps": 1e-6}
     elementwise = False
     may_raise = False
 
@@ -194,7 +178,7 @@ class GroupAdaGrad(Optimizer):
         super().__init__(learning_rate, **options)
         self.check_key("any", (1, 1), self.hyper)
 
-    def check_key(self, key: str, shape: Sequence[int], hyper: Mapping[str, Any]) -> None:
+    def check_key(self, key: str, shape: Sequence[int], hyper: Hyper) -> None:
         """Raise ConfigurationError for weight decay, and for a key that is no matrix."""
         if hyper["weight_decay"]:
             raise ConfigurationError(
@@ -206,17 +190,15 @@ class GroupAdaGrad(Optimizer):
                 "to another optimizer, such as adagrad"
             )
 
-    def updates_rows(self, hyper: Mapping[str, Any]) -> bool:
+    def updates_rows(self, hyper: Hyper) -> bool:
         """Always: a row without a gradient would not change anyway."""
         return True
 
-    def create_state(self, weight: Tensor) -> dict[str, StateValue]:
+    def create_state(self, weight: Tensor) -> Values:
         """Return a zero history of every row."""
         return {"history": weight.new_zeros(weight.shape[0], 1)}
 
-    def update(
-        self, weight: Tensor, grad: Tensor, state: dict[str, StateValue], hyper: Mapping[str, Any]
-    ) -> None:
+    def update(self, weight: Tensor, grad: Tensor, state: Values, hyper: Hyper) -> None:
         """Apply one update in place; see `Optimizer.update`."""
         history = state["history"]
         assert isinstance(history, Tensor)
@@ -238,7 +220,7 @@ def _ratio(wanted: float, length: float) -> float:
     return wanted / length
 
 
-def _corrections(hyper: Mapping[str, Any]) -> tuple[float, float]:
+def _corrections(hyper: Hyper) -> tuple[float, float]:
     """Adam's bias corrections `1 - beta ** t` of the two averages."""
     beta1, beta2 = hyper["betas"]
     return 1 - beta1 ** hyper["step"], 1 - beta2 ** hyper["step"]
@@ -248,7 +230,7 @@ def _root(square: Tensor, correction: float, eps: float) -> Tensor:
     return (square / correction).sqrt_().add_(eps)
 
 
-def _clip(grad: Tensor, hyper: Mapping[str, Any]) -> None:
+def _clip(grad: Tensor, hyper: Hyper) -> None:
     bound = hyper["clip_gradient"]
     if bound is not None:
         grad.clamp_(-bound, bound)

@@ -96,7 +96,7 @@ class States:
             part: Their elements.
         """
         values = {
-            name: self.tensors[name][part] if value is Place.MEMORY else _own(value)
+            name: self.tensors[name][part] if value is Place.MEMORY else own(value)
             for name, value in self.entries[first].items()
         }
         master = values.pop("master", None)
@@ -146,7 +146,7 @@ class States:
         segments = [(start - part.start, numel) for start, numel in self.segments[first:end]]
         found = States(self.dtype, part.stop - part.start, segments, self.device)
         found.steps[:] = self.steps[first:end]
-        found.entries = [{n: _own(v) for n, v in entries.items()} for entries in self.entries[first:end]]
+        found.entries = [{n: own(v) for n, v in entries.items()} for entries in self.entries[first:end]]
         names = {n for entries in found.entries for n, v in entries.items() if v is Place.MEMORY}
         found.tensors = {name: memory[part].clone() for name, memory in self.tensors.items() if name in names}
         return found
@@ -193,7 +193,7 @@ def joined(parts: Sequence[tuple[States, int]], shape: Sequence[int] | None) -> 
             flat = torch.cat(pieces) if len(pieces) > 1 else pieces[0].clone()
             found[name] = flat if shape is None else flat.view(tuple(shape))
         else:
-            found[name] = _own(value)
+            found[name] = own(value)
     return found
 
 
@@ -214,7 +214,7 @@ def spread(
         ShapeMismatchError: one has another number of elements than the key; nothing has changed.
     """
     flat = {n: torch.as_tensor(v).detach().reshape(-1) for n, v in values.items() if is_per_element(n, v)}
-    others = {n: _own(v) for n, v in values.items() if n not in flat and n != "step"}
+    others = {n: own(v) for n, v in values.items() if n not in flat and n != "step"}
     size = sum(numel for _, _, numel in _places(parts))
     for name, tensor in flat.items():
         if tensor.numel() != size:
@@ -330,6 +330,6 @@ def _places(parts: Sequence[tuple[States, int]]) -> list[tuple[States, int, int]
     return [(states, *states.segments[index]) for states, index in parts]
 
 
-def _own(value: Any) -> Any:
+def own(value: Any) -> Any:
     """A copy of a tensor; anything else as it is."""
     return value.clone() if isinstance(value, Tensor) else value

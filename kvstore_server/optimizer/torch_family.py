@@ -36,7 +36,7 @@ from torch.optim import (
 )
 
 from kvstore_server.errors import ConfigurationError, OptimizerError
-from kvstore_server.optimizer.base import Optimizer, StateValue, canonical_options
+from kvstore_server.optimizer.base import Hyper, Optimizer, StateValue, Values, canonical_options
 
 TorchClass = type[torch.optim.Optimizer]
 
@@ -189,7 +189,7 @@ class TorchOptimizer(Optimizer):
             if is_plain(value) and name not in _LISTS
         }
 
-    def create_state(self, weight: Tensor) -> dict[str, StateValue]:
+    def create_state(self, weight: Tensor) -> Values:
         """Return what the class creates in its constructor (Adagrad's sum); most create theirs in a step."""
         if self._instance is not None and self.unbuildable:
             return {}
@@ -197,11 +197,11 @@ class TorchOptimizer(Optimizer):
         step = made.pop("step", None)
         return made if self._own or step is None else {**made, OWN_COUNT: step}
 
-    def takes_sparse(self, hyper: Mapping[str, Any]) -> bool:
+    def takes_sparse(self, hyper: Hyper) -> bool:
         """Whether torch's class takes sparse gradients, which SGD and Adagrad do without weight decay."""
         return self.cls in _SPARSE_CAPABLE and not hyper.get("weight_decay")
 
-    def check_key(self, key: str, shape: Sequence[int], hyper: Mapping[str, Any]) -> None:
+    def check_key(self, key: str, shape: Sequence[int], hyper: Hyper) -> None:
         """Raise ConfigurationError if the class refuses a parameter of that shape, as Muon does all but matrices."""
         if self.elementwise or tuple(shape) in self._fitting:
             return
@@ -214,9 +214,7 @@ class TorchOptimizer(Optimizer):
             ) from error
         self._fitting.add(tuple(shape))
 
-    def update(
-        self, weight: Tensor, grad: Tensor, state: dict[str, StateValue], hyper: Mapping[str, Any]
-    ) -> None:
+    def update(self, weight: Tensor, grad: Tensor, state: Values, hyper: Hyper) -> None:
         """Let torch make one step on the run or the key; see `Optimizer.update`. `grad` may be sparse."""
         if self.cls is SparseAdam and not grad.is_sparse:
             raise ConfigurationError(
@@ -290,7 +288,7 @@ class TorchOptimizer(Optimizer):
                 "each key on its own, so it runs only optimizers that keep everything in the state of a parameter"
             )
 
-    def _group(self, weight: Tensor, grad: Tensor, hyper: Mapping[str, Any]) -> dict[str, Any]:
+    def _group(self, weight: Tensor, grad: Tensor, hyper: Hyper) -> dict[str, Any]:
         group = {key: hyper.get(key, value) for key, value in self._template.param_groups[0].items()}
         if not self._own:
             group |= {key: value for key, value in hyper.items() if key not in _OF_UPDATE}

@@ -8,12 +8,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from kvstore_server.optimizer import Optimizer, State, States, create
+from kvstore_server.optimizer import Optimizer, States, create
 from kvstore_server.optimizer.gluon import FAMILY
 from kvstore_server.optimizer.state import joined, spread
 from kvstore_server.optimizer.torch_family import ELEMENTWISE
 from kvstore_server.plan import Plan, Segment, Slice, TensorSpec, make_plan
-from kvstore_server.reduction import Contribution, Run
+from kvstore_server.reduction import Contribution, RowSet, Run
 from kvstore_server.shard import Shard
 
 SHAPES = [(30,), (0,), (5, 7), (1,), (64,)]
@@ -38,7 +38,7 @@ class Curved(Optimizer):
 def make(name: str | type[Optimizer], **options: Any) -> Optimizer:
     """An optimizer with momentum and weight decay where there is an option for it."""
     rate = 5.0 if name in ("adadelta", "torch:Adadelta") else 0.05
-    extra = {"momentum": 0.9, "weight_decay": 0.01}
+    extra = {"momentum": 0.9} if name == "groupadagrad" else {"momentum": 0.9, "weight_decay": 0.01}
     return create(name, lr=rate, **{k: v for k, v in extra.items() if k in create(name).hyper}, **options)
 
 
@@ -118,17 +118,51 @@ def replace_state(state: States, index: int, values: Any) -> None:
     spread([(state, index)], values, lambda _, value: isinstance(value, Tensor) and value.dim() > 0)
 
 
-def moved(optimizer: Optimizer, state: State, weight: Tensor) -> State:
-    """The state of a key, taken out as a checkpoint has it and put elsewhere."""
-    dtype = str(weight.dtype).removeprefix("torch.")
-    [piece] = make_plan([TensorSpec("w", tuple(weight.shape), dtype)], 1).slices
-    here, there, part = States.of_slice(piece), States.of_slice(piece), slice(0, weight.numel())
+class Key:
+    """One key in a Shard of its own, updated by an optimizer; `weight` is a view of its memory, in its shape."""
 
-    def is_per_element(name: str, value: Any) -> bool:
-        return name == "master" or (optimizer.elementwise and isinstance(value, Tensor) and value.dim() > 0)
+    def __init__(self, optimizer: Optimizer, weight: Tensor, name: str = "w") -> None:
+        dtype = str(weight.dtype).removeprefix("torch.")
+        self.optimizer = optimizer
+        self.shape = weight.shape
+        self.plan = make_plan([TensorSpec(name, tuple(weight.shape), dtype)], 1, not optimizer.elementwise)
+        memory = torch.zeros(self.plan.arena_sizes[dtype], dtype=weight.dtype)
+        self.shard = Shard()
+        self.unit = self.shard.add(self.plan, 0, {dtype: memory})
+        self.weight = memory[: weight.numel()].view(weight.shape)
+        self.weight.copy_(weight)
+        self.padding = memory[weight.numel() :]
+        self.row = weight[:1].numel() if weight.dim() else 1
 
-    (here.keep if optimizer.elementwise else here.keep_key)(0, 1, part, state)
-    spread([(there, 0)], joined([(here, 0)], weight.shape), is_per_element)
-    found = there.view(0, part)
-    found.master = None if found.master is None else found.master.view(weight.shape)
-    return found
+    def update(self, grad: Tensor, **changed: Any) -> None:
+        """Update by a gradient of the key's shape, with some numbers of the optimizer changed."""
+        compute = torch.float64 if self.weight.dtype == torch.float64 else torch.float32
+        flat = torch.zeros(self.plan.arena_sizes[self.plan.specs[0].dtype], dtype=compute)
+        flat[: grad.numel()] = grad.reshape(-1)
+        self._update(Contribution([Run(0, self.unit.end, flat)]), changed)
+
+    def update_rows(self, ids: Sequence[int], rows: Tensor, **changed: Any) -> None:
+        """Update by a gradient that has only some rows."""
+        given = RowSet(torch.tensor(ids, dtype=torch.int64), rows.reshape(len(ids), self.row))
+        self._update(Contribution([], rows={0: given}), changed)
+
+    def _update(self, given: Contribution, changed: dict[str, Any]) -> None:
+        self.shard.update([given], self.optimizer, [[{**self.optimizer.hyper, **changed}]])
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """A copy of the state, as a checkpoint has it."""
+        return dict(joined(self._parts(), self.shape))
+
+    @state.setter
+    def state(self, values: dict[str, Any]) -> None:
+        def is_per_element(name: str, value: Any) -> bool:
+            return name == "master" or (
+                self.optimizer.elementwise and torch.is_tensor(value) and value.dim() > 0
+            )
+
+        spread(self._parts(), values, is_per_element)
+
+    def _parts(self) -> list[tuple[States, int]]:
+        [block] = self.shard.storage.blocks
+        return [(block.states, at) for at in range(len(block.keys))]

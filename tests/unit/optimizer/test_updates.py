@@ -1,28 +1,106 @@
-"""The update of a slice: runs, padding, half precision, and moving state."""
+"""Updates of runs and of keys: bits, padding, half precision, and state: checked, moved, shared with nothing."""
 
 from __future__ import annotations
 
-from typing import Any
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor
 
-from kvstore_server.errors import ShapeMismatchError
-from kvstore_server.optimizer import Optimizer, create
+from kvstore_server.errors import OptimizerError, ShapeMismatchError
+from kvstore_server.optimizer import Optimizer, State, create, update_key, update_run
 from kvstore_server.plan import TensorSpec, make_plan
 from tests.support.optimizer_slices import (
     BUILT_IN,
     SHAPES,
     Curved,
+    Key,
+    big_slice,
     empty,
     filled,
     make,
     padding,
     replace_state,
+    same_bits,
     small_slice,
     update_slice,
 )
+
+WHOLE = ["lamb", "lans", "lars", "groupadagrad", "torch:Muon", "torch:Adafactor"]
+
+
+def numbers(*shape: int, seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture
+def threads() -> Iterator[Callable[[int], None]]:
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("name", [*BUILT_IN, Curved])
+def test_bits_do_not_depend_on_the_number_of_threads(name: Any, threads: Callable[[int], None]) -> None:
+    piece, optimizer = big_slice(100_003), make(name)
+    results = []
+    for count in (1, 3):
+        threads(count)
+        weight, state = filled(piece, 0), empty(piece)
+        for step in range(3):
+            update_slice(optimizer, piece, weight, filled(piece, step + 1), state, [optimizer.hyper])
+        results.append((weight, state))
+    assert torch.equal(results[0][0], results[1][0])
+    assert same_bits(results[0][1], results[1][1])
+
+
+@pytest.mark.parametrize("name", WHOLE[:4])
+def test_bits_of_whole_keys_do_not_depend_on_the_number_of_threads(
+    name: str, threads: Callable[[int], None]
+) -> None:
+    results = []
+    for count in (1, 3):
+        threads(count)
+        key = Key(make(name), numbers(317, 331, seed=0))
+        for step in range(2):
+            key.update(numbers(317, 331, seed=step + 1))
+        results.append(key.weight)
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("name", [*BUILT_IN, Curved])
+def test_bits_do_not_depend_on_which_neighbours_are_updated_in_the_same_run(name: Any) -> None:
+    piece, optimizer = small_slice(), make(name)
+    together, apart = filled(piece, 0), filled(piece, 0)
+    state, other = empty(piece), empty(piece)
+    hypers = [optimizer.hyper] * len(SHAPES)
+    for step in range(3):
+        update_slice(optimizer, piece, together, filled(piece, step + 1), state, hypers)
+        alone = [[i == j for j in range(len(SHAPES))] for i in range(len(SHAPES))]
+        for present in alone if step else [[True] * len(SHAPES)]:
+            update_slice(optimizer, piece, apart, filled(piece, step + 1), other, hypers, present)
+    assert torch.equal(together, apart)
+    assert state.steps.tolist() == other.steps.tolist() == [3] * len(SHAPES)
+
+
+@pytest.mark.parametrize("name", [*BUILT_IN, Curved])
+def test_bits_do_not_depend_on_where_a_key_is_cut(name: Any) -> None:
+    unit, optimizer = 16, make(name)
+    whole, cuts = big_slice(100 * unit), [0, 1, 2, 5, 9, 26, 57, 100]
+    together, apart = filled(whole, 0), filled(whole, 0)
+    state = empty(whole)
+    parts = [(a * unit, big_slice((b - a) * unit)) for a, b in itertools.pairwise(cuts)]
+    others = [empty(piece) for _, piece in parts]
+    for step in range(3):
+        grad = filled(whole, step + 1)
+        for (start, piece), other in zip(parts, others, strict=True):
+            at = slice(start, start + piece.length)
+            update_slice(optimizer, piece, apart[at], grad[at].clone(), other, [optimizer.hyper])
+        update_slice(optimizer, whole, together, grad, state, [optimizer.hyper])
+    assert torch.equal(together, apart)
 
 
 @pytest.mark.parametrize("name", [*BUILT_IN, Curved])
@@ -217,7 +295,119 @@ def test_neighbours_with_different_scalars_are_not_updated_as_one() -> None:
     assert [b / a for a, b in zip(before, after, strict=True)] == pytest.approx([after[0] / before[0]] * 4)
 
 
-def test_state_of_another_model_is_refused() -> None:
-    piece = small_slice()
-    with pytest.raises(ShapeMismatchError, match=r"'exp_avg' has 31 elements.* 30"):
-        replace_state(empty(piece), 0, {"step": 1, "exp_avg": torch.zeros(31)})
+@pytest.mark.parametrize(
+    ("dtype", "values", "said"),
+    [
+        ("float32", {"exp_avg": torch.zeros(31)}, "'exp_avg'.* 31 .* 30"),
+        ("float16", {"master": torch.zeros(3)}, "'master'.* 3 "),
+    ],
+)
+def test_state_of_another_model_is_refused_and_nothing_changes(
+    dtype: str, values: dict[str, Tensor], said: str
+) -> None:
+    state = empty(small_slice(dtype))
+    with pytest.raises(ShapeMismatchError, match=said):
+        replace_state(state, 0, {"step": 1, **values})
+    assert state.state_of(0) == {"step": 0.0}
+
+
+@pytest.mark.parametrize("name", [*WHOLE, "adam", "torch:NAdam"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_state_of_a_key_that_was_taken_out_and_put_elsewhere_continues_to_the_bit(
+    name: str, dtype: torch.dtype
+) -> None:
+    optimizer = make(name, multi_precision=True)
+    key = Key(optimizer, numbers(3, 5, seed=99).to(dtype))
+    for step in range(3):
+        key.update(numbers(3, 5, seed=step))
+    other = Key(optimizer, key.weight)
+    other.state = key.state
+    for step in range(3, 6):
+        key.update(numbers(3, 5, seed=step))
+        other.update(numbers(3, 5, seed=step))
+    assert torch.equal(key.weight, other.weight)
+    assert key.state["step"] == other.state["step"] == 6
+    assert ("master" in key.state) == (dtype == torch.bfloat16)
+
+
+class Keeping(Optimizer):
+    """A user's optimizer that keeps what it is told to keep."""
+
+    elementwise = False
+    defaults: ClassVar[dict[str, Any]] = {"name": "kept", "what": "shape"}
+
+    def update(self, weight: Tensor, grad: Tensor, state: dict[str, Any], hyper: Any) -> None:
+        values = {
+            "shape": torch.ones(2, 3, 4), "number": 2, "grad": grad, "view": weight.view(-1)[:2], "text": "two",
+            "sparse": torch.eye(2).to_sparse(),
+        }  # fmt: skip
+        state[hyper["name"]] = values[hyper["what"]]
+
+
+class KeepingFlat(Keeping):
+    elementwise = True
+
+
+@pytest.mark.parametrize("what", ["shape", "number"])
+def test_a_users_entry_may_be_a_number_or_have_any_shape(what: str) -> None:
+    key = Key(Keeping(what=what), torch.ones(2))
+    key.update(torch.ones(2))
+    expected = torch.ones(2, 3, 4) if what == "shape" else torch.tensor(2)
+    assert torch.equal(torch.as_tensor(key.state["kept"]), expected)
+
+
+@pytest.mark.parametrize(
+    ("cls", "name", "what", "said"),
+    [
+        (Keeping, "kept", "text", "str .*'kept'"),
+        (Keeping, "kept", "sparse", "sparse tensor"),
+        (Keeping, "step", "number", "'step'"),
+        (KeepingFlat, "kept", "shape", r"\(2, 3, 4\).*'kept'"),
+        (KeepingFlat, "master", "number", "'master'"),
+    ],
+)
+def test_an_entry_that_no_state_can_have_is_refused_with_its_name(
+    cls: type[Optimizer], name: str, what: str, said: str
+) -> None:
+    key = Key(cls(name=name, what=what), torch.ones(2))
+    with pytest.raises(OptimizerError, match=said):
+        key.update(torch.ones(2))
+    assert (key.weight == 1).all()
+
+
+@pytest.mark.parametrize("what", ["grad", "view"])
+def test_an_entry_in_the_memory_of_the_gradient_or_of_the_weights_is_copied(what: str) -> None:
+    optimizer, state = Keeping(what=what), State()
+    weight, grad = torch.ones(4), torch.ones(4)
+    update_key(optimizer, weight, grad, state, optimizer.hyper)
+    weight.zero_()
+    grad.zero_()
+    assert torch.as_tensor(state.values["kept"]).bool().all()
+
+
+def test_update_sees_the_shape_the_name_and_the_number_of_the_update() -> None:
+    seen: list[Any] = []
+
+    class Looking(Optimizer):
+        elementwise = False
+
+        def update(self, weight: Tensor, grad: Tensor, state: dict[str, Any], hyper: Any) -> None:
+            seen.append((weight.shape, weight.dtype, grad.shape, hyper["key"], hyper["step"], grad.max()))
+
+    key = Key(Looking(clip_gradient=0.5, begin_num_update=10), torch.ones(2, 3).half(), "fc")
+    for _ in range(2):
+        key.update(torch.ones(2, 3))
+    assert seen == [((2, 3), torch.float32, (2, 3), "fc", step, 0.5) for step in (11, 12)]
+
+
+@pytest.mark.parametrize("shape", [(4, 8), ()])
+def test_a_run_has_the_bits_of_a_key_alone(shape: tuple[int, ...]) -> None:
+    optimizer, weight = make("sgd"), numbers(*shape, seed=9)
+    key, state = Key(optimizer, weight), State()
+    flat = torch.nn.functional.pad(weight.reshape(-1), (0, -weight.numel() % 16))
+    for step in range(3):
+        grad = numbers(*shape, seed=step)
+        key.update(grad)
+        padded = torch.nn.functional.pad(grad.reshape(-1), (0, -grad.numel() % 16))
+        update_run(optimizer, flat, padded, state, optimizer.hyper)
+    assert torch.equal(key.weight.reshape(-1), flat[: weight.numel()])

@@ -1,0 +1,274 @@
+"""Gluon's optimizers against trajectories recorded from MXNet 2.0.0b1 and against their formulas in float64 NumPy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from kvstore_server.errors import ConfigurationError
+from kvstore_server.optimizer import Optimizer, create, gluon, layerwise
+from kvstore_server.optimizer.layerwise import l2_norm
+from kvstore_server.plan import TensorSpec, make_plan
+from tests.support.gluon_cases import CASES, Case
+from tests.support.gluon_formulas import FORMULAS, Numbers, Zeros
+from tests.support.golden import GOLDEN, RESCALED, START, TOLERANCE, UPDATES, gradient
+from tests.support.optimizer_slices import Key, empty, update_slice
+
+SHAPE = (7, 11)
+RATES = [0.05, 0.02, 0.1, 0.005, 0.07, 0.01, 0.03]
+BOUND = 0.4
+_BETAS = CASES["lamb"].options
+EVERY: dict[str, Case] = {
+    **CASES,
+    "lamb uncorrected": Case("lamb", {**_BETAS, "bias_correction": False}),
+    "lamb above a bound": Case("lamb", {**_BETAS, "lower_bound": 30.0}),
+    "lans below a bound": Case("lans", {**_BETAS, "upper_bound": 2.0}),
+    "lars without momentum": Case("lars", {"eta": 0.1, "momentum": 0.0, "epsilon": 0.1}),
+}
+each_case = pytest.mark.parametrize("label", EVERY)
+each_half = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["f16", "bf16"])
+
+
+def train(optimizer: Optimizer, weight: Tensor, grads: list[Tensor], name: str = "w") -> Tensor:
+    """Update one key once for each gradient."""
+    key = Key(optimizer, weight, name)
+    for grad in grads:
+        key.update(grad * optimizer.rescale_grad)
+    return key.weight
+
+
+@pytest.mark.parametrize("rescaled", [False, True], ids=["plain", "rescaled"])
+@pytest.mark.parametrize("label", GOLDEN)
+def test_five_updates_end_where_mxnet_ends(label: str, rescaled: bool) -> None:
+    row = GOLDEN[label]
+    optimizer = create(row.name, **row.options, **(RESCALED if rescaled else {}))
+    grads = [torch.tensor(gradient(t)) for t in range(1, UPDATES + 1)]
+    result = train(optimizer, torch.tensor(START), grads).reshape(-1)
+    expected = torch.tensor(row.rescaled if rescaled else row.plain)
+    torch.testing.assert_close(result, expected, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def gradients(steps: int) -> list[Numbers]:
+    """Multiples of 2**-7, some beyond the bound, with few changes of sign: exact in every dtype."""
+    generator = np.random.default_rng(3)
+    return [np.round((generator.random(SHAPE) * 0.6 + 0.05) * 128) / 128 for _ in range(steps)]
+
+
+def start() -> Numbers:
+    """Multiples of 2**-6 in [-1, 1]: exact in every dtype."""
+    return np.round(np.random.default_rng(4).uniform(-1, 1, SHAPE) * 64) / 64
+
+
+def decay(case: Case) -> float:
+    return 0.0 if case.name == "groupadagrad" else 0.1
+
+
+def by_formula(
+    case: Case, grads: list[Numbers], rates: list[float], wd: float, first: int = 1, **options: Any
+) -> Numbers:
+    w, state = start(), Zeros(product=1.0) if first > 1 else Zeros()
+    for t, (g, lr) in enumerate(zip(grads, rates, strict=True), first):
+        w = FORMULAS[case.name](w, g, state, t, lr, wd, {**case.options, **options, "key": "w"})
+    return w
+
+
+def by_shard(case: Case, dtype: torch.dtype, master: bool = False) -> Numbers:
+    """The weights in float64 after as many updates of one key as there are RATES."""
+    options = {**case.options, "wd": decay(case), "clip_gradient": BOUND, "multi_precision": master}
+    optimizer = create(case.name, **options)
+    key = Key(optimizer, torch.from_numpy(start()).to(dtype))
+    for g, lr in zip(gradients(len(RATES)), RATES, strict=True):
+        key.update(torch.from_numpy(g), lr=lr)
+    assert not key.padding.any()
+    return key.weight.double().numpy()
+
+
+def off(result: Numbers, case: Case) -> float:
+    """How far weights are from the formula's, relative to those above 1."""
+    reference = by_formula(case, gradients(len(RATES)), RATES, decay(case), clip_gradient=BOUND)
+    return float(np.max(np.abs(result - reference) / np.maximum(np.abs(reference), 1.0)))
+
+
+def test_every_optimizer_without_noise_has_its_formula_here() -> None:
+    family = {cls.name for cls in (*gluon.FAMILY, *layerwise.FAMILY)}
+    assert {case.name for case in CASES.values()} == family - {"sgld"}
+
+
+@each_case
+@pytest.mark.parametrize(
+    ("dtype", "bound"), [(torch.float64, 1e-11), (torch.float32, 5e-6)], ids=["f64", "f32"]
+)
+def test_a_changing_learning_rate_follows_the_formula(label: str, dtype: torch.dtype, bound: float) -> None:
+    assert off(by_shard(EVERY[label], dtype), EVERY[label]) <= bound
+
+
+@each_case
+@each_half
+def test_half_precision_with_a_master_ends_at_the_rounded_weights_of_float64(
+    label: str, dtype: torch.dtype
+) -> None:
+    result = by_shard(EVERY[label], dtype, master=True)
+    assert off(result, EVERY[label]) <= torch.finfo(dtype).eps
+    assert np.any(result != start())
+
+
+@each_case
+@each_half
+def test_half_precision_without_a_master_stays_within_one_rounding_per_update(
+    label: str, dtype: torch.dtype
+) -> None:
+    result = by_shard(EVERY[label], dtype)
+    assert off(result, EVERY[label]) <= len(RATES) * torch.finfo(dtype).eps
+    assert np.any(result != start())
+
+
+@pytest.mark.parametrize(
+    "label", ["sgd", "nag", "dcasgd", "adam", "adamw", "adamax", "rmsprop", "ftml", "test", "lamb", "lars"]
+)
+def test_a_negative_learning_rate_climbs_as_the_formula_does(label: str) -> None:
+    case, grads = CASES[label], gradients(1)
+    optimizer = create(case.name, lr=-0.05, **case.options)
+    result = train(optimizer, torch.from_numpy(start()), [torch.from_numpy(grads[0])])
+    assert np.abs(result.numpy() - by_formula(case, grads, [-0.05], 0.0)).max() <= 1e-12
+
+
+@pytest.mark.parametrize("label", ["ftml", "adam", "nadam", "lamb"])
+def test_begin_num_update_counts_as_updates_that_came_before(label: str) -> None:
+    case, grads = CASES[label], gradients(9)[6:]
+    key = Key(create(case.name, lr=0.05, begin_num_update=6, **case.options), torch.from_numpy(start()))
+    for grad in grads:
+        key.update(torch.from_numpy(grad))
+    assert np.abs(key.weight.numpy() - by_formula(case, grads, [0.05] * 3, 0.0, first=7)).max() <= 1e-11
+    assert key.state["step"] == 3
+
+
+def test_a_clipped_gradient_is_bounded_before_weight_decay_is_added() -> None:
+    optimizer = create("sgd", lr=1.0, wd=0.5, clip_gradient=0.25)
+    result = train(optimizer, torch.tensor([4.0, 4.0]), [torch.tensor([100.0, -0.125])])
+    assert result.tolist() == [4.0 - (0.25 + 2.0), 4.0 - (-0.125 + 2.0)]
+
+
+def test_momentum_that_is_switched_on_later_starts_from_zero() -> None:
+    key = Key(create("sgd", lr=0.5), torch.ones(1))
+    for momentum in (0.0, 0.5, 0.5):
+        key.update(torch.ones(1), momentum=momentum)
+    assert key.weight.item() == 1.0 - 0.5 - 0.5 - (0.5 + 0.25)
+
+
+def test_an_update_without_learning_rate_moves_no_weight() -> None:
+    for case in CASES.values():
+        optimizer = create(case.name, lr=0.0, wd=decay(case) / 10)
+        weight = torch.tensor([[1.0, -2.0], [0.5, 3.0]])
+        assert torch.equal(train(optimizer, weight, [torch.ones(2, 2)] * 2), weight), case.name
+
+
+def test_a_constant_gradient_keeps_centered_rmsprop_finite() -> None:
+    # The two averages end up equal, and rounding makes their difference negative.
+    optimizer = create("rmsprop", centered=True, lr=1e-6, momentum=0.0)
+    start = torch.linspace(1.0, 100.0, 64)
+    assert train(optimizer, start, [start] * 300).isfinite().all()
+
+
+def test_rmsprop_bounds_the_weights_last() -> None:
+    optimizer = create("rmsprop", lr=0.5, clip_weights=2.0)
+    result = train(optimizer, torch.tensor([1.9, -1.9, 0.0]), [torch.tensor([-1.0, 1.0, 1.0])])
+    assert result[:2].tolist() == [2.0, -2.0]
+    assert -2.0 < result[2] < 0.0
+
+
+def test_ftrl_leaves_a_weight_that_never_had_a_gradient_at_zero_even_without_beta() -> None:
+    result = train(create("ftrl", beta=0.0), torch.tensor([0.0, 0.0]), [torch.tensor([0.0, 1.0])] * 2)
+    assert result[0] == 0.0
+    assert result[1] < 0.0
+
+
+def test_nadam_gives_every_key_its_own_momentum_schedule() -> None:
+    optimizer = create("nadam", lr=0.1)
+    piece = make_plan([TensorSpec(name, (3,), "float32") for name in "ab"], 1).slices[0]
+    state, flat = empty(piece), torch.zeros(piece.length)
+    for _ in range(4):
+        update_slice(optimizer, piece, flat, torch.ones(piece.length), state, [optimizer.hyper] * 2)
+    alone = train(create("nadam", lr=0.1), torch.zeros(3), [torch.ones(3)] * 4)
+    for segment in piece.segments:
+        assert torch.equal(flat[segment.start : segment.start + 3], alone)
+
+
+@pytest.mark.parametrize("suffix", ["gamma", "beta", "bias"])
+def test_lars_gives_keys_with_such_names_the_plain_learning_rate(suffix: str) -> None:
+    optimizer, grads = create("lars", lr=0.5), [torch.tensor([2.0, 4.0])]
+    assert train(optimizer, torch.ones(2), grads, f"layer_{suffix}").tolist() == [0.0, -1.0]
+    assert train(optimizer, torch.ones(2), grads, f"{suffix}_weight")[0] > 0.99
+
+
+def test_lars_takes_the_norm_of_the_gradient_before_it_is_clipped() -> None:
+    optimizer = create("lars", lr=1.0, eta=1.0, epsilon=0.0, clip_gradient=1.0)
+    assert train(optimizer, torch.tensor([3.0, 4.0]), [torch.tensor([0.0, 10.0])]).tolist() == [3.0, 3.5]
+
+
+@pytest.mark.parametrize("name", ["lamb", "lans", "lars"])
+def test_a_norm_of_zero_leaves_the_step_its_own_length(name: str) -> None:
+    optimizer, zero = create(name, lr=0.5, wd=0.0), torch.zeros(2)
+    moved = train(optimizer, zero, [torch.tensor([3.0, 4.0])])
+    assert moved.isfinite().all()
+    assert moved[0] < 0
+    assert train(optimizer, torch.ones(2), [zero]).tolist() == [1.0, 1.0]
+
+
+def test_norms_are_those_of_the_whole_key_not_of_its_first_axis() -> None:
+    weight = torch.tensor([[[3.0]], [[4.0]]])
+    moved = train(create("lamb", lr=1.0, epsilon=0.0, wd=0.0), weight, [torch.ones_like(weight)])
+    assert torch.allclose(weight - moved, torch.full_like(weight, 5 / 2**0.5))
+
+
+def test_a_norm_neither_overflows_nor_loses_small_addends() -> None:
+    assert l2_norm(torch.full((4,), 3e30)) == pytest.approx(6e30)
+    many = torch.full((300_000,), 1e-4)
+    many[0] = 1e4
+    assert l2_norm(many) ** 2 == pytest.approx(1e8 + 299_999 * 1e-8, rel=1e-12)
+
+
+def test_groupadagrad_names_the_key_that_is_no_matrix() -> None:
+    optimizer = create("groupadagrad")
+    for shape in ((3,), (3, 2, 2)):
+        with pytest.raises(ConfigurationError, match=r"'fc\.bias'"):
+            optimizer.check_key("fc.bias", shape, optimizer.hyper)
+
+
+def test_groupadagrad_refuses_weight_decay_when_it_is_made_and_when_it_is_set_later() -> None:
+    with pytest.raises(ConfigurationError, match=r"0\.1"):
+        create("groupadagrad", wd=0.1)
+    optimizer = create("groupadagrad")
+    with pytest.raises(ConfigurationError, match=r"'w' has 0\.2"):
+        optimizer.check_key("w", (2, 2), {**optimizer.hyper, "weight_decay": 0.2})
+
+
+@pytest.mark.parametrize("option", ["lower_bound", "upper_bound"])
+def test_a_bound_of_zero_is_none(option: str) -> None:
+    weight, grads = torch.from_numpy(start()), [torch.from_numpy(g) for g in gradients(2)]
+    without, with_zero = (train(create("lamb", **given), weight, grads) for given in ({}, {option: 0}))
+    assert torch.equal(without, with_zero)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "wd", "rows"),
+    [
+        ("sgd", {}, 0.0, False),
+        ("sgd", dict(lazy_update=True), 0.1, True),
+        ("adam", {}, 0.0, False),
+        ("adam", dict(lazy_update=True), 0.1, True),
+        ("adagrad", {}, 0.0, True),
+        ("adagrad", {}, 0.1, False),
+        ("ftrl", {}, 0.1, True),
+        ("rmsprop", {}, 0.0, False),
+        ("nag", {}, 0.0, False),
+    ],
+)
+def test_which_optimizers_update_only_the_rows_of_a_row_sparse_gradient(
+    name: str, options: dict[str, Any], wd: float, rows: bool
+) -> None:
+    optimizer = create(name, wd=wd, **options)
+    assert optimizer.updates_rows(optimizer.hyper) is rows

@@ -1,0 +1,255 @@
+"""Row-sparse gradients: MXNet's lazy trajectories, and which rows, states and bits an update leaves alone."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvstore_server.errors import OptimizerError, ShapeMismatchError
+from kvstore_server.optimizer import Optimizer, coalesce_rows, create
+from tests.support.optimizer_slices import Key
+
+LAZY: list[tuple[str, dict[str, Any]]] = [
+    ("sgd", {"lr": 0.1, "wd": 0.01, "lazy_update": True}),
+    ("sgd", {"lr": 0.1, "wd": 0.01, "momentum": 0.9, "lazy_update": True}),
+    ("adam", {"lr": 0.01, "wd": 0.01, "lazy_update": True}),
+    ("adagrad", {"lr": 0.1}),
+    ("ftrl", {"lr": 0.1}),
+    ("groupadagrad", {"lr": 0.1}),
+    ("lars", {"lr": 0.1, "wd": 0.01, "momentum": 0.9, "lazy_update": True}),
+]
+# Weights after 5 updates from [[1, -2], [.5, 3], [2, 2]]; in update t the rows below get [.1 t, -.2]. From
+# MXNet 2.0.0b1; a key of ftrl is row-sparse itself there.
+ROWS = [[0], [0, 2], [2], [0], [1]]
+GOLDEN = [
+    [0.927043, -1.934066, 0.4495, 3.017, 1.946022, 2.035982],
+    [0.889353, -1.876686, 0.4495, 3.017, 1.926222, 2.052182],
+    [0.971854, -1.970903, 0.494545, 3.005455, 1.984036, 2.016026],
+    [0.723271, -1.771554, 0.4, 3.1, 1.816795, 2.170711],
+    [0.037134, -0.285389, 0.132667, 0.515833, 0.293784, 0.364757],
+    [0.759836, -1.745827, 0.368694, 3.052522, 1.807419, 2.161721],
+    [0.9986687, -1.9983106, 0.49959338, 3.0001369, 1.9991889, 2.0005689],
+]
+AS_DENSE: list[tuple[str, dict[str, Any], list[float]]] = [
+    ("sgd", {"lr": 0.1, "wd": 0.01}, [0.92515, -1.93018, 0.447505, 3.00503, 1.94014, 2.02992]),
+    (
+        "sgd",
+        {"lr": 0.1, "wd": 0.01, "momentum": 0.9},
+        [0.801548, -1.785635, 0.443443, 2.980661, 1.823988, 2.096497],
+    ),
+    ("adam", {"lr": 0.01, "wd": 0.01}, [0.957281, -1.955397, 0.454437, 2.962366, 1.959143, 2.015812]),
+    ("rmsprop", {"wd": 0.01}, [0.990982, -1.992155, 0.487782, 2.993942, 1.990686, 2.001723]),
+    ("lars", {"lr": 0.1, "wd": 0.01}, [0.99917614, -1.9991355, 0.49956882, 2.99999, 1.9993278, 2.0003278]),
+]
+
+
+each_lazy = pytest.mark.parametrize(
+    ("name", "options"), LAZY, ids=["-".join([name, *options]) for name, options in LAZY]
+)
+
+
+def trajectory(optimizer: Optimizer) -> Tensor:
+    key = Key(optimizer, torch.tensor([[1.0, -2.0], [0.5, 3.0], [2.0, 2.0]]))
+    for t, rows in enumerate(ROWS, 1):
+        key.update_rows(rows, torch.tensor([[0.1 * t, -0.2]] * len(rows)))
+    assert key.state["step"] == 5
+    return key.weight.reshape(-1)
+
+
+def close(result: Tensor, expected: list[float]) -> bool:
+    wanted = torch.tensor(expected)
+    return bool(((result - wanted).abs() <= 1e-6 + 1e-6 * wanted.abs()).all())
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "expected"),
+    [*((*case, end) for case, end in zip(LAZY, GOLDEN, strict=True)), *AS_DENSE],
+    ids=lambda value: str(value)[:40],
+)
+def test_rows_end_where_mxnet_ends_by_lazy_updates_or_as_a_dense_gradient(
+    name: str, options: dict[str, Any], expected: list[float]
+) -> None:
+    assert close(trajectory(create(name, **options)), expected)
+
+
+def test_a_dense_gradient_of_ftrl_changes_also_the_rows_where_it_is_zero() -> None:
+    key = Key(create("ftrl", lr=0.1), torch.tensor([[1.0, -2.0], [0.5, 3.0], [2.0, 2.0]]))
+    for t, rows in enumerate(ROWS, 1):
+        grad = torch.zeros(3, 2)
+        grad[rows] = torch.tensor([0.1 * t, -0.2])
+        key.update(grad)
+    assert close(key.weight.reshape(-1), [0.037134, -0.285389, -0.032667, 0.015833, -0.037883, 0.031424])
+
+
+def filled(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def tensors(key: Key) -> dict[str, Tensor]:
+    return {name: value for name, value in key.state.items() if isinstance(value, Tensor)}
+
+
+@each_lazy
+def test_a_row_that_is_absent_keeps_its_weights_and_its_state(name: str, options: dict[str, Any]) -> None:
+    key = Key(create(name, **options), filled(6, 5, seed=0))
+    key.update_rows(range(6), filled(6, 5, seed=1))
+    before, kept = key.weight.clone(), tensors(key)
+    key.update_rows([1, 4], filled(2, 5, seed=2))
+    absent = [0, 2, 3, 5]
+    assert torch.equal(key.weight[absent], before[absent])
+    assert not torch.equal(key.weight[[1, 4]], before[[1, 4]])
+    for entry, value in kept.items():
+        assert torch.equal(tensors(key)[entry][absent], value[absent])
+
+
+@each_lazy
+def test_a_lazy_update_of_all_rows_has_the_bits_of_a_dense_one(name: str, options: dict[str, Any]) -> None:
+    lazy, dense = (Key(create(name, **options), filled(6, 5, seed=0)) for _ in range(2))
+    for step in range(3):
+        lazy.update_rows(range(6), filled(6, 5, seed=step))
+        dense.update(filled(6, 5, seed=step))
+    assert torch.equal(lazy.weight, dense.weight)
+    for entry, value in tensors(dense).items():
+        assert torch.equal(tensors(lazy)[entry], value)
+
+
+@pytest.mark.parametrize(("name", "options"), [case for case in LAZY if case[0] != "lars"])
+def test_the_bits_of_a_row_do_not_depend_on_the_rows_beside_it(name: str, options: dict[str, Any]) -> None:
+    optimizer, whole = create(name, **options), filled(7, 37, seed=0)
+    together, parts = Key(optimizer, whole), (Key(optimizer, whole[:3]), Key(optimizer, whole[3:]))
+    for step, rows in enumerate(([0, 1, 2, 4, 6], [1, 2, 3], [0, 2, 4, 5], [2, 3, 4, 5, 6])):
+        ids, grad = torch.tensor(rows), filled(len(rows), 37, seed=step + 1)
+        together.update_rows(rows, grad)
+        for here, first, part in zip((ids < 3, ids >= 3), (0, 3), parts, strict=True):
+            part.update_rows((ids[here] - first).tolist(), grad[here])
+    assert torch.equal(together.weight, torch.cat([part.weight for part in parts]))
+
+
+@each_lazy
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_weights_keep_a_master_of_every_row(
+    name: str, options: dict[str, Any], dtype: torch.dtype
+) -> None:
+    optimizer, start = create(name, multi_precision=True, **options), filled(6, 5, seed=0, dtype=dtype)
+    half, exact = Key(optimizer, start), Key(optimizer, start.double())
+    for step, rows in enumerate(([0, 3], [3, 5], [1, 3])):
+        half.update_rows(rows, filled(2, 5, seed=step + 1))
+        exact.update_rows(rows, filled(2, 5, seed=step + 1).double())
+    master = half.state["master"]
+    assert (master.double() - exact.weight).abs().max() <= 1e-5
+    assert torch.equal(half.weight, master.to(dtype))
+
+
+def test_the_step_count_is_that_of_the_key_not_of_the_row() -> None:
+    key = Key(create("adam", lr=0.1, epsilon=0.0, lazy_update=True), torch.zeros(2, 1, dtype=torch.float64))
+    for row in (0, 0, 1):
+        key.update_rows([row], torch.ones(1, 1).double())
+    mean, square = 0.1 / (1 - 0.9**3), 0.001 / (1 - 0.999**3)
+    assert key.weight[1].item() == pytest.approx(-0.1 * mean / square**0.5, rel=1e-9)
+
+
+def test_clipping_bounds_the_elements_of_the_rows() -> None:
+    key = Key(create("sgd", lr=1.0, clip_gradient=0.5, lazy_update=True), torch.zeros(3, 2))
+    key.update_rows([1], torch.tensor([[2.0, -0.25]]))
+    assert key.weight.tolist() == [[0.0, 0.0], [-0.5, 0.25], [0.0, 0.0]]
+
+
+@each_lazy
+def test_no_rows_at_all_count_as_an_update_that_changes_nothing(name: str, options: dict[str, Any]) -> None:
+    before = filled(4, 3, seed=0)
+    key = Key(create(name, **options), before)
+    for _ in range(2):
+        key.update_rows([], torch.empty(0, 3))
+    assert torch.equal(key.weight, before)
+    assert key.state["step"] == 2
+    key.update_rows([2], torch.ones(1, 3))
+    assert not torch.equal(key.weight[2], before[2])
+
+
+def test_the_state_of_a_key_with_more_dimensions_has_its_shape() -> None:
+    key = Key(create("sgd", lr=1.0, momentum=0.5, lazy_update=True), torch.zeros(4, 2, 3))
+    key.update_rows([3], torch.ones(1, 6))
+    assert key.weight[3].tolist() == [[-1.0] * 3] * 2
+    assert key.state["momentum_buffer"].shape == key.weight.shape
+
+
+def test_dense_and_row_sparse_gradients_of_one_key_may_alternate() -> None:
+    key = Key(create("sgd", lr=1.0, momentum=0.5, lazy_update=True), torch.zeros(2, 1, dtype=torch.float64))
+    key.update(torch.ones(2, 1))
+    key.update_rows([0], torch.ones(1, 1, dtype=torch.float64))
+    key.update(torch.ones(2, 1))
+    assert key.weight.reshape(-1).tolist() == [-1 - 1.5 - 1.75, -1 - 1.5]
+
+
+class Counting(Optimizer):
+    """A user's lazy optimizer whose entries are of several kinds."""
+
+    defaults: ClassVar[dict[str, Any]] = {"wrong": False}
+
+    def updates_rows(self, hyper: Any) -> bool:
+        return True
+
+    def create_state(self, weight: Tensor) -> dict[str, Any]:
+        return {"seen": torch.ones_like(weight), "count": 0.0}
+
+    def update(self, weight: Tensor, grad: Tensor, state: dict[str, Any], hyper: Any) -> None:
+        state["count"] += 1.0
+        state["seen"] = state["seen"] + 1.0
+        late = state.get("late", torch.zeros_like(weight))
+        state["late"] = torch.zeros(2) if hyper["wrong"] else late + 2.0
+        weight.sub_(grad)
+
+
+class CountingWhole(Counting):
+    elementwise = False
+
+
+@pytest.mark.parametrize("cls", [Counting, CountingWhole])
+def test_an_entry_that_update_makes_is_zero_in_the_rows_it_has_not_seen(cls: type[Optimizer]) -> None:
+    key = Key(cls(), torch.zeros(3, 4))
+    for rows in ([0], [0, 2]):
+        key.update_rows(rows, torch.ones(len(rows), 4))
+    columns = {name: value[:, 0].tolist() for name, value in tensors(key).items()}
+    assert columns == {"seen": [3.0, 1.0, 2.0], "late": [4.0, 0.0, 2.0]}
+    assert key.state["count"] == 2.0
+
+
+@pytest.mark.parametrize("cls", [Counting, CountingWhole])
+def test_an_entry_without_a_row_for_each_row_is_refused_with_its_name(cls: type[Optimizer]) -> None:
+    key = Key(cls(wrong=True), torch.zeros(3, 4))
+    with pytest.raises(OptimizerError, match="'late'"):
+        key.update_rows([0], torch.ones(1, 4))
+    assert not key.weight.any()
+
+
+def test_values_of_one_row_are_added_in_the_order_given() -> None:
+    generator = torch.Generator().manual_seed(0)
+    ids, values = torch.randint(0, 7, (501,), generator=generator), torch.randn(501, 3, generator=generator)
+    sums: dict[int, Tensor] = {}
+    for row, value in zip(ids.tolist(), values, strict=True):
+        sums[row] = sums[row] + value if row in sums else value
+    rows, result = coalesce_rows(ids, values, 9)
+    assert rows.tolist() == sorted(sums)
+    assert torch.equal(result, torch.stack([sums[row] for row in sorted(sums)]))
+
+
+def test_rows_that_are_distinct_and_ascending_are_not_copied() -> None:
+    ids, values = torch.tensor([0, 3, 4]), torch.ones(3, 2)
+    rows, result = coalesce_rows(ids, values, 5)
+    assert rows is ids
+    assert result is values
+    assert coalesce_rows(ids[:0], values[:0], 5)[0].numel() == 0
+
+
+@pytest.mark.parametrize(("ids", "match"), [([0, 5], " 5.* 5 "), ([-1, 0], " -1")])
+def test_a_row_outside_the_key_is_refused(ids: list[int], match: str) -> None:
+    with pytest.raises(ShapeMismatchError, match=match):
+        coalesce_rows(torch.tensor(ids), torch.ones(2, 1), 5)
+
+
+def test_as_many_rows_of_values_as_ids_are_needed() -> None:
+    with pytest.raises(ShapeMismatchError):
+        coalesce_rows(torch.tensor([0, 1]), torch.ones(3, 1), 5)
