@@ -23,7 +23,7 @@ from kvtrainer.memory.arena import Arena, dtype_name
 from kvtrainer.memory.gradients import GradientTracker, SparseGrads, lazy_among, stale_error
 from kvtrainer.memory.row_sparse import RowTables
 from kvtrainer.parallel.policy import device_names, policy_of
-from kvtrainer.parallel.reducers import AUTO, FLAT, FlatReducer, make_reducer
+from kvtrainer.parallel.reducers import AUTO, FLAT, flat_sum, make_reducer
 from kvtrainer.types import Group
 
 
@@ -472,7 +472,7 @@ class Memory:
         """Sum what is said of the gradients of one key; where one has only rows, the gradients themselves."""
         pieces = [device.piece(key) for device in self.devices]
         if any(key in device.rows for device in given):
-            FlatReducer().sum(pieces)
+            flat_sum(pieces)
             return
         said = [
             piece if device in given else None for device, piece in zip(self.devices, pieces, strict=True)

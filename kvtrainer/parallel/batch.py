@@ -50,13 +50,10 @@ def scatter(batch: Any, devices: Sequence[torch.device], axis: int = 0) -> PerRe
     if total == 0:
         raise ConfigurationError(f"the batch has no entry along axis {axis}")
     lengths = [total // len(devices) + (at < total % len(devices)) for at in range(len(devices))]
-    rows = zip(devices, lengths, accumulate(lengths), strict=True)
-    parts = PerReplica(
-        _mapped(batch, partial(_part, axis=axis, begin=end - length, length=length, device=device))
-        if length
-        else None
-        for device, length, end in rows
-    )
+    parts = PerReplica()
+    for device, length, end in zip(devices, lengths, accumulate(lengths), strict=True):
+        part = partial(_part, axis=axis, begin=end - length, length=length, device=device)
+        parts.append(_mapped(batch, part) if length else None)
     parts.shares = [length / total for length in lengths]
     return parts
 
@@ -126,9 +123,11 @@ class ReplicaLosses(list[Tensor]):
             BackwardTwiceError: there was a backward pass of these losses; nothing has happened then.
         """
         self.mark_used()
+        factors = [factor.to(loss.device) if isinstance(factor, Tensor) else factor for loss in self]
         is_plain = not isinstance(factor, Tensor) and factor == 1.0
-        scaled = [loss if is_plain else loss * _on(factor, loss.device) for loss in self]
-        torch.autograd.backward(scaled)
+        torch.autograd.backward(
+            [loss if is_plain else loss * by for loss, by in zip(self, factors, strict=True)]
+        )
 
     def mark_used(self) -> None:
         """Note that a backward pass of these losses begins. Raises BackwardTwiceError if there was one."""
@@ -163,7 +162,3 @@ def total_of(output: Any, replica: int) -> Tensor:
         f"the loss of replica {replica} must be a scalar tensor, or a dict or list of them; got {got}. Pass loss_fn, a "
         "function of the replica and its part of the batch"
     )
-
-
-def _on(factor: float | Tensor, device: torch.device) -> float | Tensor:
-    return factor.to(device) if isinstance(factor, Tensor) else factor

@@ -6,7 +6,7 @@ import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,11 +17,10 @@ from torch.nn.parameter import is_lazy
 from kvstore_server import check
 from kvtrainer.errors import ArgumentTypeError, ConfigurationError
 from kvtrainer.parallel.batch import PerReplica, ReplicaLosses, scatter, to_device, total_of
-from kvtrainer.parallel.policy import Membership, ReplicaPolicy, enter
+from kvtrainer.parallel.policy import MEMBERSHIP, Membership, ReplicaPolicy
 from kvtrainer.parallel.reducers import AUTO, are_distinct_cuda, check_reducer, make_reducer
 
 Device = torch.device | str | int
-_ResultT = TypeVar("_ResultT")
 
 
 class DataParallel(Module):
@@ -244,9 +243,21 @@ class DataParallel(Module):
         self._enter()
 
     def _call(self, parts: PerReplica, call: Callable[[Module, Any], Any]) -> list[Any]:
+        """Call the replicas that have a part: at once on distinct CUDA devices, elsewhere one after the other."""
         rows = zip(self.replicas, parts, self.devices, strict=True)
-        given = [(partial(call, replica, part), device) for replica, part, device in rows if part is not None]
-        return _call_all([one for one, _ in given], [device for _, device in given])
+        here = [(replica, part, device) for replica, part, device in rows if part is not None]
+        devices = [device for _, _, device in here]
+        if len(here) < 2 or not are_distinct_cuda(devices):
+            return [call(replica, part) for replica, part, _ in here]
+        is_on, dtype = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+
+        def with_autocast(replica: Module, part: Any) -> Any:
+            # parallel_apply's threads take over whether autocast is on, but not to which dtype.
+            with torch.autocast("cuda", dtype, enabled=is_on):
+                return call(replica, part)
+
+        threaded: Any = [partial(with_autocast, replica, part) for replica, part, _ in here]
+        return parallel_apply(threaded, [()] * len(here), devices=devices)
 
     def _enter(self) -> None:
         """Let the parameters say where they belong."""
@@ -254,7 +265,7 @@ class DataParallel(Module):
             membership = Membership(self, self._policy)
             for replica in self.replicas:
                 for parameter in replica.parameters():
-                    enter(parameter, membership)
+                    setattr(parameter, MEMBERSHIP, membership)
 
 
 def build_data_parallel_model(
@@ -291,19 +302,19 @@ def build_data_parallel_model(
 
 
 def _replicas(module: Module | Callable[[], Module], devices: Sequence[torch.device]) -> list[Module]:
-    """Make a module for each device. A given module is the first of them, and the others are its copies.
-
-    Raises:
-        ConfigurationError: it is neither a module nor a function that builds one; it has no shapes yet; or replicas
-            that were built have different parameters or buffers.
-    """
+    """Make a module for each device. A given module is the first of them, and the others are its copies."""
     if isinstance(module, Module):
         built = [module, *(copy.deepcopy(module) for _ in devices[1:])]
     elif callable(module):
-        built = [_built(module, device) for device in devices]
+        built = []
+        for device in devices:
+            with torch.device(device):
+                built.append(module())
     else:
+        built = [module]
+    if wrong := [type(one).__name__ for one in built if not isinstance(one, Module)]:
         raise ConfigurationError(
-            f"a DataParallel needs a Module, or a function that builds one, got {type(module).__name__}"
+            f"a DataParallel needs a Module, or a function that builds one, got {wrong[0]}"
         )
     if any(is_lazy(tensor) for replica in built for tensor in replica.parameters()):
         raise ConfigurationError(
@@ -311,25 +322,19 @@ def _replicas(module: Module | Callable[[], Module], devices: Sequence[torch.dev
         )
     for at, replica in enumerate(built[1:], 1):
         _check_alike(built[0], replica, f"replica {at} on {devices[at]}")
-    if len({id(one) for replica in built for one in replica.parameters()}) < sum(
-        len(list(replica.parameters())) for replica in built
-    ):
+    all_of_them = [id(parameter) for replica in built for parameter in replica.parameters()]
+    if len(set(all_of_them)) < len(all_of_them):
         raise ConfigurationError("the function gave two devices the same parameters; it must build new ones")
     return [replica.to(device) for replica, device in zip(built, devices, strict=True)]
 
 
 def _tensors_of(module: Module) -> Iterator[Tensor]:
-    """Yield parameters and buffers, in order."""
     yield from module.parameters()
     yield from module.buffers()
 
 
 def _checked_devices(devices: Sequence[Device], target: int) -> list[torch.device]:
-    """Return the devices, CUDA's with their numbers.
-
-    Raises:
-        ConfigurationError: there is none, or none at position `target`.
-    """
+    """Return the devices, CUDA's with their numbers. Raises ConfigurationError."""
     if isinstance(devices, str | torch.device) or not isinstance(devices, Sequence) or not devices:
         raise ConfigurationError(f"devices must be a list of at least one device, got {devices!r}")
     check.integer(f"the target, a position in {len(devices)} devices,", target, 0, len(devices) - 1)
@@ -360,45 +365,19 @@ def _default_devices(devices: Sequence[Device] | None, num_gpus: int | None) -> 
     return [torch.device("cuda", at) for at in range(num_gpus)]
 
 
-def _built(function: Callable[[], Module], device: torch.device) -> Module:
-    with torch.device(device):
-        built = function()
-    if not isinstance(built, Module):
-        raise ConfigurationError(
-            f"the function that builds the model returned {type(built).__name__}, not a Module"
-        )
-    return built
-
-
 def _check_alike(first: Module, other: Module, what: str) -> None:
-    for kind, lists in (
-        ("parameters", [list(one.named_parameters()) for one in (first, other)]),
-        ("buffers", [list(one.named_buffers()) for one in (first, other)]),
-    ):
-        forms = [{name: (tensor.dtype, list(tensor.shape)) for name, tensor in rows} for rows in lists]
-        if forms[0] == forms[1] and list(forms[0]) == list(forms[1]):
+    for kind, tensors in (("parameters", Module.named_parameters), ("buffers", Module.named_buffers)):
+        ours, theirs = (
+            {name: (tensor.dtype, tensor.shape) for name, tensor in tensors(one)} for one in (first, other)
+        )
+        if list(ours.items()) == list(theirs.items()):
             continue
-        names = dict.fromkeys([*forms[0], *forms[1]])
-        differing = [name for name in names if forms[0].get(name) != forms[1].get(name)] or list(names)
+        names = dict.fromkeys([*ours, *theirs])
+        differing = [name for name in names if ours.get(name) != theirs.get(name)] or list(names)
         raise ConfigurationError(
-            f"{what} has {len(forms[1])} {kind} and replica 0 has {len(forms[0])}; they must be the same in the same "
+            f"{what} has {len(theirs)} {kind} and replica 0 has {len(ours)}; they must be the same in the same "
             f"order, but these differ: {', '.join(differing[:10])}"
         )
-
-
-def _call_all(calls: Sequence[Callable[[], _ResultT]], devices: Sequence[torch.device]) -> list[_ResultT]:
-    """Call all: at once on distinct CUDA devices, elsewhere one after the other. The first error is raised."""
-    if len(calls) < 2 or not are_distinct_cuda(devices):
-        return [one() for one in calls]
-    is_on, dtype = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
-
-    def with_autocast(one: Callable[[], _ResultT]) -> _ResultT:
-        # parallel_apply's threads take over whether autocast is on, but not to which dtype.
-        with torch.autocast("cuda", dtype, enabled=is_on):
-            return one()
-
-    threaded: Any = [partial(with_autocast, one) for one in calls]
-    return parallel_apply(threaded, [()] * len(calls), devices=devices)
 
 
 def _call_with(replica: Module, part: Any) -> Any:

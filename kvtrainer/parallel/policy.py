@@ -16,7 +16,7 @@ from kvtrainer.parallel.reducers import AUTO
 COPIES = "_copies"
 """The key of a group, until it becomes one of torch's, for lists of parameters: one for each device but the first."""
 
-_MEMBERSHIP = "_kvtrainer_membership"
+MEMBERSHIP = "_kvtrainer_membership"
 """The attribute of a parameter that is a replica in a DataParallel."""
 
 
@@ -37,39 +37,30 @@ LISTS = ReplicaPolicy()
 
 
 class Membership:
-    """Mark a parameter as one replica of several in a DataParallel. Copies and pickles of the parameter lose it.
+    """Mark a parameter as one replica of several in a DataParallel. Copies and pickles of the parameter lose it."""
 
-    Args:
-        owner: the DataParallel.
-        policy: its policy.
-    """
-
-    def __init__(self, owner: object, policy: ReplicaPolicy) -> None:
-        self._owner = weakref.ref(owner)
-        self.policy = policy
+    def __init__(self, data_parallel: object, policy: ReplicaPolicy) -> None:
+        self._data_parallel = weakref.ref(data_parallel)
+        self._policy = policy
 
     @property
-    def counts(self) -> bool:
-        """Whether the DataParallel is still there."""
-        return self._owner() is not None
+    def policy(self) -> ReplicaPolicy | None:
+        """The policy of the DataParallel; None when that is gone."""
+        return None if self._data_parallel() is None else self._policy
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()
 
 
-def enter(parameter: Tensor, membership: Membership) -> None:
-    """Note that a parameter is a replica in a DataParallel."""
-    setattr(parameter, _MEMBERSHIP, membership)
-
-
 def policy_of(groups: Sequence[Mapping[str, Any]]) -> ReplicaPolicy:
     """Return the policy of the replicas in these groups, which may have COPIES yet, or be torch's."""
-    for parameter in (p for group in groups for p in group["params"]):
-        membership = getattr(parameter, _MEMBERSHIP, None)
-        if membership is not None and membership.counts:
-            policy: ReplicaPolicy = membership.policy
-            return policy
-    return LISTS
+    policies = (_policy(parameter) for group in groups for parameter in group["params"])
+    return next(filter(None, policies), LISTS)
+
+
+def _policy(parameter: Tensor) -> ReplicaPolicy | None:
+    membership: Membership | None = getattr(parameter, MEMBERSHIP, None)
+    return None if membership is None else membership.policy
 
 
 def check_replicas(name: str, replicas: Sequence[Tensor], seen: Mapping[int, object]) -> None:
@@ -78,7 +69,7 @@ def check_replicas(name: str, replicas: Sequence[Tensor], seen: Mapping[int, obj
     Args:
         seen: has the ids of those parameters that are taken.
     """
-    if len(replicas) == 1 and id(replicas[0]) not in seen and not hasattr(replicas[0], _MEMBERSHIP):
+    if len(replicas) == 1 and id(replicas[0]) not in seen and not hasattr(replicas[0], MEMBERSHIP):
         return
     if not replicas:
         raise ConfigurationError(f"parameter {name!r} is an empty list; give one replica for each device")
@@ -88,8 +79,7 @@ def check_replicas(name: str, replicas: Sequence[Tensor], seen: Mapping[int, obj
             "Parameter of its own"
         )
     if len(replicas) == 1:
-        membership = getattr(replicas[0], _MEMBERSHIP, None)
-        if membership is not None and membership.counts:
+        if _policy(replicas[0]) is not None:
             raise ConfigurationError(
                 f"parameter {name!r} is one replica of several in a DataParallel, whose others would not be trained; "
                 "give the Trainer the DataParallel itself, or groups made by its with_replicas()"
@@ -108,7 +98,7 @@ def check_replicas(name: str, replicas: Sequence[Tensor], seen: Mapping[int, obj
 
 def same_devices(parameters: Mapping[str, Sequence[Tensor]]) -> None:
     """Raise ConfigurationError unless all parameters with replicas are on the same list of devices."""
-    if all([len(replicas) == 1 for replicas in parameters.values()]):
+    if all(len(replicas) == 1 for replicas in parameters.values()):
         return
     lists = {name: [str(p.device) for p in replicas] for name, replicas in parameters.items()}
     (first, expected), *others = lists.items()
@@ -136,12 +126,8 @@ def device_names(devices: Sequence[torch.device]) -> list[str]:
 def spread(group: Mapping[str, Any]) -> dict[str, Any]:
     """Turn a group into torch's form: the first replicas of all its parameters, then those on the other devices."""
     spread = {name: value for name, value in group.items() if name != COPIES}
-    copies = group.get(COPIES, ())
-    if copies:
-        labels = device_names(devices_of([group]))
+    if copies := group.get(COPIES, ()):
+        names, labels = group["param_names"], device_names(devices_of([group]))
         spread["params"] = [*group["params"], *(p for of_device in copies for p in of_device)]
-        spread["param_names"] = [
-            *group["param_names"],
-            *(f"{name} on {label}" for label in labels[1:] for name in group["param_names"]),
-        ]
+        spread["param_names"] = [*names, *(f"{name} on {label}" for label in labels[1:] for name in names)]
     return spread

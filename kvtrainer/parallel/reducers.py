@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,81 +23,85 @@ _BUFFER = 10 * 1024 * 1024
 _TREE_SIZES = (2, 4, 8)
 
 
-class Reducer(ABC):
-    """Sums what is on several devices. Half precision accumulates in float32."""
-
-    @abstractmethod
-    def sum(self, parts: Sequence[Tensor]) -> None:
-        """Replace the first of several contiguous 1-d tensors by the sum of all; the others' values are lost."""
-
-    def broadcast(self, source: Tensor, targets: Sequence[Tensor]) -> None:
-        """Copy a tensor to several others of its shape and dtype."""
-        for target in targets:
-            target.copy_(source)
+@torch.no_grad()
+def flat_sum(parts: Sequence[Tensor]) -> None:
+    """Fold from the left: everything is brought to the first device and added there, in the order of devices."""
+    total = _wide(parts[0])
+    for other in parts[1:]:
+        total.add_(other.to(total.device, total.dtype))
+    _write(total, parts[0])
 
 
-class FlatReducer(Reducer):
-    """A left fold: everything is brought to the first device and added there, in the order of devices."""
-
-    @torch.no_grad()
-    def sum(self, parts: Sequence[Tensor]) -> None:
-        total = parts[0].to(_compute_dtype(parts[0]))
-        for other in parts[1:]:
-            total.add_(other.to(total.device, total.dtype))
-        _write(total, parts[0])
-
-
-class TreeReducer(Reducer):
-    """Pairs, then pairs of pairs, on 2, 4 or 8 devices; a left fold on any other number of them.
+@torch.no_grad()
+def tree_sum(parts: Sequence[Tensor]) -> None:
+    """Add pairs, then pairs of pairs, on 2, 4 or 8 devices; a left fold on any other number of them.
 
     So device 0 takes 1 while 2 takes 3, and then 0 takes 2. Four devices of which only pairs reach each other add in
     the same order. Source: caffe2's muji.
     """
-
-    @torch.no_grad()
-    def sum(self, parts: Sequence[Tensor]) -> None:
-        if len(parts) not in _TREE_SIZES:
-            FlatReducer().sum(parts)
-            return
-        wide = [part.to(_compute_dtype(part)) for part in parts]
-        distance = 1
-        while distance < len(wide):
-            for at in range(0, len(wide), 2 * distance):
-                wide[at].add_(wide[at + distance].to(wide[at].device))
-            distance *= 2
-        _write(wide[0], parts[0])
+    if len(parts) not in _TREE_SIZES:
+        flat_sum(parts)
+        return
+    wide = [_wide(part) for part in parts]
+    distance = 1
+    while distance < len(wide):
+        for at in range(0, len(wide), 2 * distance):
+            wide[at].add_(wide[at + distance].to(wide[at].device))
+        distance *= 2
+    _write(wide[0], parts[0])
 
 
-class CoalescedReducer(Reducer):
-    """torch.cuda.comm on distinct CUDA devices; elsewhere a left fold of one buffer after the other."""
-
-    @torch.no_grad()
-    def sum(self, parts: Sequence[Tensor]) -> None:
-        if are_distinct_cuda([part.device for part in parts]):
-            wide = [[part.to(_compute_dtype(part))] for part in parts]
-            [total] = comm.reduce_add_coalesced(wide, parts[0].device.index, _BUFFER)  # type: ignore[no-untyped-call]
-            _write(total, parts[0])
-            return
-        step = _BUFFER // _compute_dtype(parts[0]).itemsize
-        for start in range(0, parts[0].numel(), step):
-            FlatReducer().sum([part[start : start + step] for part in parts])
-
-    @torch.no_grad()
-    def broadcast(self, source: Tensor, targets: Sequence[Tensor]) -> None:
-        if are_distinct_cuda([source.device, *(target.device for target in targets)]):
-            comm.broadcast(source, out=list(targets))  # type: ignore[no-untyped-call]
-        else:
-            super().broadcast(source, targets)
+@torch.no_grad()
+def coalesced_sum(parts: Sequence[Tensor]) -> None:
+    """Add with torch.cuda.comm on distinct CUDA devices; elsewhere a left fold of one buffer after the other."""
+    if are_distinct_cuda([part.device for part in parts]):
+        wide = [[_wide(part)] for part in parts]
+        [total] = comm.reduce_add_coalesced(wide, parts[0].device.index, _BUFFER)  # type: ignore[no-untyped-call]
+        _write(total, parts[0])
+        return
+    step = _BUFFER // _wide(parts[0][:0]).itemsize
+    for start in range(0, parts[0].numel(), step):
+        flat_sum([part[start : start + step] for part in parts])
 
 
-class NcclReducer(CoalescedReducer):
-    """NCCL's all-reduce between distinct CUDA devices of this process; its order is NCCL's own."""
+@torch.no_grad()
+def nccl_sum(parts: Sequence[Tensor]) -> None:
+    """Add with NCCL's all-reduce between distinct CUDA devices of this process; its order is NCCL's own."""
+    wide = [_wide(part) for part in parts]
+    nccl.all_reduce(wide)  # type: ignore[no-untyped-call]
+    _write(wide[0], parts[0])
 
-    @torch.no_grad()
-    def sum(self, parts: Sequence[Tensor]) -> None:
-        wide = [part.to(_compute_dtype(part)) for part in parts]
-        nccl.all_reduce(wide)  # type: ignore[no-untyped-call]
-        _write(wide[0], parts[0])
+
+def copy_each(source: Tensor, targets: Sequence[Tensor]) -> None:
+    """Copy to one target after the other."""
+    for target in targets:
+        target.copy_(source)
+
+
+@torch.no_grad()
+def copy_at_once(source: Tensor, targets: Sequence[Tensor]) -> None:
+    """Copy with torch.cuda.comm between distinct CUDA devices, elsewhere to one target after the other."""
+    if are_distinct_cuda([source.device, *(target.device for target in targets)]):
+        comm.broadcast(source, out=list(targets))  # type: ignore[no-untyped-call]
+    else:
+        copy_each(source, targets)
+
+
+class Reducer(NamedTuple):
+    """Sums what is on several devices. Half precision accumulates in float32."""
+
+    sum: Callable[[Sequence[Tensor]], None]
+    """Replaces the first of several contiguous 1-d tensors by the sum of all; the others' values are lost."""
+    broadcast: Callable[[Tensor, Sequence[Tensor]], None]
+    """Copies a tensor to several others of its shape and dtype."""
+
+
+_KINDS = {
+    FLAT: Reducer(flat_sum, copy_each),
+    "tree": Reducer(tree_sum, copy_each),
+    "coalesced": Reducer(coalesced_sum, copy_at_once),
+    "nccl": Reducer(nccl_sum, copy_at_once),
+}
 
 
 def check_reducer(name: object) -> str:
@@ -121,22 +125,28 @@ def make_reducer(
         ConfigurationError: no reducer has that name, or "nccl" is asked for where it cannot run.
     """
     check_reducer(name)
-    if name == "nccl":
-        _check_nccl(devices)
+    if name == "nccl" and not are_distinct_cuda(devices):
+        raise ConfigurationError(
+            f"reducer='nccl' needs a CUDA device of its own for every replica, but they are on "
+            f"{', '.join(map(str, devices))}; use 'tree' or 'flat', which work everywhere"
+        )
+    if name == "nccl" and not hasattr(torch._C, "_nccl_all_reduce"):
+        raise ConfigurationError(
+            "reducer='nccl' needs NCCL, which this torch was built without; use 'coalesced'"
+        )
     if name == AUTO:
         name = "tree" if _is_tree_direct(devices, can_access) else FLAT
-    kinds: dict[str, type[Reducer]] = {
-        FLAT: FlatReducer,
-        "tree": TreeReducer,
-        "coalesced": CoalescedReducer,
-        "nccl": NcclReducer,
-    }
-    return kinds[name]()
+    return _KINDS[name]
 
 
 def is_left_fold(name: str) -> bool:
     """Return whether a reducer of that name always adds on the CPU from left to right, as without a choice."""
     return name in (AUTO, FLAT)
+
+
+def are_distinct_cuda(devices: Sequence[torch.device]) -> bool:
+    """Return whether all devices are CUDA's, and none occurs twice."""
+    return all(device.type == "cuda" for device in devices) and len(set(devices)) == len(devices)
 
 
 def _is_tree_direct(devices: Sequence[torch.device], can_access: Callable[[int, int], bool]) -> bool:
@@ -151,25 +161,8 @@ def _is_tree_direct(devices: Sequence[torch.device], can_access: Callable[[int, 
     return reach(places) or (len(places) == 4 and reach(places[:2]) and reach(places[2:]))
 
 
-def _check_nccl(devices: Sequence[torch.device]) -> None:
-    if not are_distinct_cuda(devices):
-        raise ConfigurationError(
-            f"reducer='nccl' needs a CUDA device of its own for every replica, but they are on "
-            f"{', '.join(map(str, devices))}; use 'tree' or 'flat', which work everywhere"
-        )
-    if not hasattr(torch._C, "_nccl_all_reduce"):
-        raise ConfigurationError(
-            "reducer='nccl' needs NCCL, which this torch was built without; use 'coalesced'"
-        )
-
-
-def are_distinct_cuda(devices: Sequence[torch.device]) -> bool:
-    """Return whether all devices are CUDA's, and none occurs twice."""
-    return all(device.type == "cuda" for device in devices) and len(set(devices)) == len(devices)
-
-
-def _compute_dtype(part: Tensor) -> torch.dtype:
-    return torch.float32 if part.dtype.itemsize < 4 else part.dtype
+def _wide(part: Tensor) -> Tensor:
+    return part.float() if part.dtype.itemsize < 4 else part
 
 
 def _write(total: Tensor, target: Tensor) -> None:
