@@ -176,7 +176,7 @@ class Engine:
             return _reply(waiter, self._hello(waiter.peer, body, now))
         session = self._session(waiter.peer, request)
         session.space.membership.members[session.rank].last_heard = now
-        trace = session.space.profiling.active
+        trace = session.space.recording.active
         if trace is None:
             return self._answer(session, request, waiter, now)
         return handled(trace, body, session.rank, lambda: self._answer(session, request, waiter, now))
@@ -228,7 +228,7 @@ class Engine:
         if isinstance(body, m.Stats):
             return m.Info(space.stats(now, self.config))
         if isinstance(body, m.Profile):
-            return m.Info(space.profiling.control(body, self._clock))
+            return m.Info(space.recording.answer(body, self._clock))
         if isinstance(body, m.Command):
             return self._commands.answer(session.token, request.number, body)
         raise ProtocolError(f"{type(body).__name__} is not a request")
@@ -439,7 +439,7 @@ class Engine:
 
     def _apply(self, space: Namespace, book: Book, table: Table, decision: Decision | None) -> bool:
         """Apply the open round of a table; returns False where it is held instead."""
-        trace = space.profiling.active
+        trace = space.recording.active
         start = 0.0 if trace is None else trace.clock()
         round_, is_shared = book.number(table.number), book is space.rounds.shared
         parts: dict[int, Part] = {}

@@ -39,7 +39,7 @@ from kvstore_server.row_replies import RowPart
 from kvstore_server.rows import PACKED_ROWS, RowForm, read_payload
 from kvstore_server.shard import Leases, Shard
 from kvstore_server.table import ALL, Part, Table
-from kvstore_server.tracing import Profiling
+from kvstore_server.tracing import Recording
 
 _log = logging.getLogger(__name__)
 
@@ -100,7 +100,7 @@ class Namespace:
         self.rounds = Rounds(num_workers, mode.is_sync, mode.bound, _same_payload)
         self.waits = Waits(self.rounds)
         self.optimizer = OptimizerBelief()
-        self.profiling = Profiling()
+        self.recording = Recording()
         self.slow_reports = SlowReports(slow_after)
         self.next_look = 0.0
         """When the waits are to be looked at again."""
@@ -386,7 +386,7 @@ class Namespace:
         members = [given for _, given in book.members()]
         if not self.mode.is_sync or (optimizer is not None and optimizer.may_raise):
             return none
-        if self.profiling.active is not None or not all(given.has_only(Tensor) for given in members):
+        if self.recording.active is not None or not all(given.has_only(Tensor) for given in members):
             return none
         found = book.tables["number"][tables] > 0
         for given in members:

@@ -6,7 +6,7 @@ Google, complete events ("ph": "X") and metadata events ("ph": "M").
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from kvstore_server.errors import ConfigurationError, ProtocolError
@@ -74,55 +74,63 @@ class Trace:
             return
         self.events.append(event)
 
+
+class Recording:
+    """A trace that is begun, paused and finished, on a worker or, of one namespace, on a server."""
+
+    def __init__(self) -> None:
+        self.trace: Trace | None = None
+        self.active: Trace | None = None
+        """The trace that takes events now; None while nothing is recorded: the rest looks at nothing else."""
+        self._is_running = self._is_paused = False
+
+    def switch(self, action: str, categories: Collection[str], clock: Clock | None) -> None:
+        """Do an action; repeating it has no further effect.
+
+        Args:
+            action: run, stop, pause, resume, or finish, after which "run" begins afresh.
+            categories: What is recorded from a "run" on.
+
+        Raises:
+            ConfigurationError: there is no clock to measure with.
+            ProtocolError: there is no such action or category.
+        """
+        if action == "run":
+            if clock is None:
+                raise ConfigurationError("this engine has no clock, so it cannot be profiled")
+            if any(name not in CATEGORIES for name in categories):
+                raise ProtocolError(f"no such categories of events: {categories!r:.80}")
+            self.trace = self.trace or Trace(clock)
+            self.trace.categories = frozenset(categories)
+            self._is_running = True
+        elif action == "stop":
+            self._is_running = False
+        elif action in ("pause", "resume"):
+            self._is_paused = action == "pause"
+        elif action == "finish":
+            self._is_running = self._is_paused = False
+            self.trace = None
+        else:
+            raise ProtocolError(f"profiling knows no action {action!r:.80}")
+        self.active = self.trace if self._is_running and not self._is_paused else None
+
     def piece(self, start: int) -> dict[str, Any]:
         """Return the events from number `start` on, as many as fit into a message, to be read by `events_of`."""
+        trace = self.trace or Trace(float)
         packed: list[bytes] = []
         size = 0
-        for event in self.events[start:]:
+        for event in trace.events[start:]:
             packed.append(pack_control(list(event)))
             size += len(packed[-1])
             if size >= _PIECE:
                 break
-        return {"events": packed, "total": len(self.events), "dropped": self.dropped}
+        return {"events": packed, "total": len(trace.events), "dropped": trace.dropped}
 
-
-class Profiling:
-    """The recording of one namespace on a server, as the workers ask for it."""
-
-    def __init__(self) -> None:
-        self.active: Trace | None = None
-        """The trace that takes events now; None while nothing is recorded: the rest looks at nothing else."""
-        self._trace: Trace | None = None
-        self._is_running = self._is_paused = False
-
-    def control(self, body: m.Profile, clock: Clock | None) -> dict[str, Any]:
-        """Do what a message asks for; repeating it has no further effect. Returns the answer's values.
-
-        Raises:
-            ConfigurationError: this engine has no clock to measure with.
-            ProtocolError: the message names an action or a category that there is not.
-        """
+    def answer(self, body: m.Profile, clock: Clock | None) -> dict[str, Any]:
+        """Do what a message asks for; return the answer's values. Raises as `switch`."""
         if body.action == "fetch":
-            return self._trace.piece(body.start) if self._trace else {"events": [], "total": 0, "dropped": 0}
-        if body.action == "run":
-            if clock is None:
-                raise ConfigurationError("this engine has no clock, so it cannot be profiled")
-            if any(name not in CATEGORIES for name in body.categories):
-                raise ProtocolError(f"no such categories of events: {body.categories!r:.80}")
-            if self._trace is None:
-                self._trace = Trace(clock)
-            self._trace.categories = frozenset(body.categories)
-            self._is_running = True
-        elif body.action == "stop":
-            self._is_running = False
-        elif body.action in ("pause", "resume"):
-            self._is_paused = body.action == "pause"
-        elif body.action == "finish":
-            self._is_running = self._is_paused = False
-            self._trace = None
-        else:
-            raise ProtocolError(f"profiling knows no action {body.action!r:.80}")
-        self.active = self._trace if self._is_running and not self._is_paused else None
+            return self.piece(body.start)
+        self.switch(body.action, body.categories, clock)
         return {}
 
 

@@ -9,89 +9,57 @@ kv.profiler.set_state("stop", profile_process="server")  # writes rank0_profile.
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvstore_server import check
 from kvstore_server.engine import MAX_WORKERS
 from kvstore_server.errors import ConfigurationError
-from kvstore_server.tracing import CALLS, CATEGORIES, ROUND_LANE, ROUNDS, Trace, chrome_trace
+from kvstore_server.tracing import CALLS, CATEGORIES, ROUND_LANE, ROUNDS, Recording, Trace, chrome_trace
 from kvtrainer.comm.client import Client
 from kvtrainer.comm.tracing import lane_name
 from kvtrainer.errors import TraceFileError, file_error
 
 WORKER, SERVER = "worker", "server"
-_PROCESSES = (WORKER, SERVER)
-
-
-_DEFAULTS: dict[str, bool] = {
+_SWITCHES = {
     "profile_all": False, "profile_api": True, "profile_imperative": True, "profile_symbolic": True,
     "profile_memory": True, "continuous_dump": False, "aggregate_stats": False,
 }  # fmt: skip
 """MXNet's switches; the first three have an effect."""
-_OTHERS = ("filename", "dump_period", "gpu_memory_profile_filename_prefix")
+_DEFAULTS = {
+    "filename": "profile.json", "dump_period": 1.0, "gpu_memory_profile_filename_prefix": "", **_SWITCHES,
+}  # fmt: skip
+_IMPROPER = "improper profiler config passed from worker: "
 
 
-@dataclass(frozen=True)
-class ProfileConfig:
-    """Where a trace goes, and what is in it.
-
-    Args:
-        path: The file that was named; see `file_of`.
-        categories: Of events, as `kvstore_server.tracing` has them.
-    """
-
-    path: Path
-    categories: tuple[str, ...] = CATEGORIES
-
-    def file_of(self, index: int) -> Path:
-        """Return the file of a worker or server: beside the path, with rank{index}_ before its name.
-
-        MXNet's scripts put that before a worker's file themselves, so it is not put there twice.
-        """
-        prefix = f"rank{index}_"
-        return (
-            self.path
-            if self.path.name.startswith(prefix)
-            else self.path.with_name(f"{prefix}{self.path.name}")
-        )
-
-
-def read_profile_config(options: Mapping[str, Any]) -> ProfileConfig:
-    """Check settings as `profiler.set_config` takes them; what is absent has MXNet's default.
+def read_profile_config(options: Mapping[str, Any]) -> tuple[Path, tuple[str, ...]]:
+    """Return the file that settings of `profiler.set_config` name, and the categories of events that go into it.
 
     Raises:
         ConfigurationError: a key is unknown, a value wrong, or the file's folder does not exist.
     """
-    for key, value in options.items():
-        if key not in (*_DEFAULTS, *_OTHERS):
-            known = ", ".join(sorted((*_DEFAULTS, *_OTHERS)))
-            raise _improper(f"there is no {key!r}; it takes {known} and profile_process")
-        if key in _DEFAULTS and not isinstance(value, bool):
-            raise _improper(f"{key} must be True or False, got {value!r:.80}")
-    name = options.get("filename", "profile.json")
+    check.known(f"{_IMPROPER}it", options, _DEFAULTS)
+    config: dict[str, Any] = {**_DEFAULTS, **options}
+    for key in _SWITCHES:
+        check.boolean(f"{_IMPROPER}{key}", config[key])
+    check.number(f"{_IMPROPER}dump_period, in seconds,", config["dump_period"], above=0)
+    name, prefix = config["filename"], config["gpu_memory_profile_filename_prefix"]
     if not isinstance(name, str | os.PathLike) or not os.path.basename(os.fspath(name)):
-        raise _improper(f"filename must be the path of a file, got {name!r:.80}")
-    period = options.get("dump_period", 1.0)
-    if isinstance(period, bool) or not isinstance(period, int | float) or not 0 < period < math.inf:
-        raise _improper(f"dump_period must be a number of seconds above 0, got {period!r:.80}")
-    prefix = options.get("gpu_memory_profile_filename_prefix", "")
+        raise ConfigurationError(f"{_IMPROPER}filename must be the path of a file, got {name!r:.80}")
     if not isinstance(prefix, str):
-        raise _improper(f"gpu_memory_profile_filename_prefix must be a str, got {prefix!r:.80}")
+        raise ConfigurationError(
+            f"{_IMPROPER}gpu_memory_profile_filename_prefix must be a str, got {prefix!r:.80}"
+        )
     path = Path(name).absolute()
     if not path.parent.is_dir():
-        raise _improper(f"filename is {name!r:.200}, but there is no folder {path.parent}")
-    switches = _DEFAULTS | {key: value for key, value in options.items() if key in _DEFAULTS}
-    wanted = {CALLS: switches["profile_api"], ROUNDS: switches["profile_imperative"]}
-    return ProfileConfig(path, tuple(name for name in CATEGORIES if switches["profile_all"] or wanted[name]))
-
-
-def _improper(problem: str) -> ConfigurationError:
-    return ConfigurationError(f"improper profiler config passed from worker: {problem}")
+        raise ConfigurationError(
+            f"{_IMPROPER}filename is {name!r:.200}, but there is no folder {path.parent}"
+        )
+    wanted = {CALLS: config["profile_api"], ROUNDS: config["profile_imperative"]}
+    return path, tuple(name for name in CATEGORIES if config["profile_all"] or wanted[name])
 
 
 class Profiler:
@@ -108,9 +76,8 @@ class Profiler:
     def __init__(self, client: Client, clock: Callable[[], float]) -> None:
         self._client = client
         self._clock = clock
-        self._configs = {process: read_profile_config({}) for process in _PROCESSES}
-        self._trace: Trace | None = None
-        self._is_running = self._is_paused = False
+        self._configs = {process: read_profile_config({}) for process in (WORKER, SERVER)}
+        self._recording = Recording()
 
     def set_config(self, *, profile_process: str = WORKER, **options: Any) -> None:
         """Say where traces go and what is in them, from the next "run" on; every call sets all of it anew.
@@ -138,8 +105,7 @@ class Profiler:
             KVStoreError: a push under way failed, or a server did not answer; a stop is done all the same.
         """
         process = _checked(profile_process)
-        if state not in ("run", "stop"):
-            raise ConfigurationError(f"the state of a profiler is 'run' or 'stop', got {state!r:.80}")
+        check.one_of("the state of a profiler", state, ("run", "stop"))
         try:
             self._client.settle()
         finally:
@@ -171,43 +137,40 @@ class Profiler:
             self._switch(process, "finish")
 
     def _switch(self, process: str, action: str) -> None:
-        if process == SERVER:
-            if self._client.options.rank == 0:
-                self._client.profile(action, self._configs[SERVER].categories)
-            return
-        if action in ("pause", "resume"):
-            self._is_paused = action == "pause"
-        else:
-            self._is_running = action == "run"
-        if action == "run":
-            self._trace = self._trace or Trace(self._clock)
-            self._trace.categories = frozenset(self._configs[WORKER].categories)
-        self._client.trace_into(self._trace if self._is_running and not self._is_paused else None)
-        if action == "finish":
-            self._trace, self._is_paused = None, False
+        _, categories = self._configs[process]
+        if process == WORKER:
+            self._recording.switch(action, categories, self._clock)
+            self._client.trace_into(self._recording.active)
+        elif self._client.options.rank == 0:
+            self._client.profile(action, categories)
 
     def _write(self, process: str) -> None:
-        config = self._configs[process]
+        path, _ = self._configs[process]
+        rank = self._client.options.rank
         if process == WORKER:
-            rank = self._client.options.rank
-            trace = self._trace or Trace(self._clock)
+            trace = self._recording.trace or Trace(self._clock)
             content = chrome_trace(trace.events, rank, f"worker {rank}", lane_name, trace.dropped)
-            _write_file(config.file_of(rank), content)
-        elif self._client.options.rank == 0:
+            _write_file(path, rank, content)
+        elif rank == 0:
             for server in range(self._client.num_servers):
                 events, dropped = self._client.recorded(server)
-                place = f"server {server}"
                 # Beyond every rank, so that files of workers and servers can be put together.
-                content = chrome_trace(events, MAX_WORKERS + server, place, _server_lane, dropped)
-                _write_file(config.file_of(server), content)
+                pid = MAX_WORKERS + server
+                _write_file(
+                    path, server, chrome_trace(events, pid, f"server {server}", _server_lane, dropped)
+                )
 
 
 def _server_lane(lane: int) -> str:
     return "rounds" if lane == ROUND_LANE else f"messages of rank {lane - 1}"
 
 
-def _write_file(path: Path, content: Mapping[str, Any]) -> None:
-    """Under another name first, so that whoever looks for the file finds all of it."""
+def _write_file(path: Path, index: int, content: Mapping[str, Any]) -> None:
+    """Write the trace of a worker or server beside the path, with rank{index}_ before its name."""
+    # MXNet's scripts put that before a worker's file themselves, so it is not put there twice.
+    prefix = f"rank{index}_"
+    path = path if path.name.startswith(prefix) else path.with_name(f"{prefix}{path.name}")
+    # Under another name first, so that whoever looks for the file finds all of it.
     temporary = path.with_name(f".{path.name}-{os.getpid()}.tmp")
     try:
         temporary.write_text(json.dumps(content))
@@ -220,6 +183,4 @@ def _write_file(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def _checked(process: object) -> str:
-    if process not in _PROCESSES:
-        raise ConfigurationError(f"profile_process must be 'worker' or 'server', got {process!r:.80}")
-    return str(process)
+    return check.one_of("profile_process", process, (WORKER, SERVER))

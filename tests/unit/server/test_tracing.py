@@ -15,7 +15,7 @@ from kvstore_server.plan import TensorSpec
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.buffers import MAX_FRAME
 from kvstore_server.protocol.control import encode_control, pack_control
-from kvstore_server.tracing import CALLS, CATEGORIES, ROUNDS, Event, Profiling, Trace, chrome_trace, events_of
+from kvstore_server.tracing import CALLS, CATEGORIES, ROUNDS, Event, Recording, Trace, chrome_trace, events_of
 from kvtrainer.comm.client import Client
 from kvtrainer.comm.loopback import Loopback
 from kvtrainer.comm.round import RoundItem
@@ -73,25 +73,18 @@ def test_messages_and_rounds_are_recorded_with_their_bytes_and_times() -> None:
     assert dropped == 0
 
 
-def test_nothing_is_recorded_before_run_while_paused_or_after_stop() -> None:
+def test_nothing_is_recorded_before_run_while_paused_after_stop_or_after_finish() -> None:
     client, table, engine = profiled()
     one_round(client, table)
     counts = [names(client).count("w")]
-    for action in ("pause", "resume", "stop", "run", "finish"):
+    for action in ("pause", "resume", "stop", "run", "pause", "finish", "run"):
         client.profile(action, CATEGORIES)
         one_round(client, table)
         counts.append(names(client).count("w"))
-    assert counts == [1, 1, 2, 2, 3, 0]
-    assert engine.namespaces["job"].profiling.active is None
-
-
-def test_run_after_finish_begins_afresh_and_is_not_paused_any_more() -> None:
-    client, table, _ = profiled()
-    one_round(client, table)
-    for action in ("pause", "finish", "run"):
-        client.profile(action, CATEGORIES)
-    one_round(client, table)
-    assert names(client).count("w") == 1
+    # A run after a finish begins afresh, and is not paused any more.
+    assert counts == [1, 1, 2, 2, 3, 3, 0, 1]
+    client.profile("finish")
+    assert engine.namespaces["job"].recording.active is None
 
 
 @pytest.mark.parametrize(("categories", "kinds"), [((), set()), ((ROUNDS,), {ROUNDS}), ((CALLS,), {CALLS})])
@@ -108,7 +101,7 @@ def test_namespaces_of_one_server_are_profiled_by_themselves() -> None:
     [table] = other.register({"theirs": [TensorSpec("theirs", (NUMEL,), "float32")]})
     one_round(other, table)
     assert other.recorded(0) == ([], 0)
-    trace = engine.namespaces["job"].profiling.active
+    trace = engine.namespaces["job"].recording.active
     assert trace is not None
     assert "theirs" not in [event.name for event in trace.events]
 
@@ -128,7 +121,7 @@ def test_an_engine_without_a_clock_says_that_it_cannot_measure() -> None:
 )
 def test_what_profiling_does_not_know_is_a_protocol_error(body: m.Profile, text: str) -> None:
     with pytest.raises(ProtocolError, match=text):
-        Profiling().control(body, Ticking())
+        Recording().answer(body, Ticking())
 
 
 def test_events_beyond_the_limit_are_counted_only() -> None:
@@ -136,21 +129,22 @@ def test_events_beyond_the_limit_are_counted_only() -> None:
     for number in range(5):
         trace.add(f"event {number}", CALLS, 0.0, 0, {})
     assert [event.name for event in trace.events] == ["event 0", "event 1", "event 2"]
-    assert trace.piece(0)["dropped"] == 2
+    assert trace.dropped == 2
 
 
 def test_many_events_travel_in_pieces_that_fit_a_frame_and_arrive_as_they_were() -> None:
     engine = Engine(EngineConfig(), clock=Ticking())
     client = client_of(1, [engine])
     client.profile("run", CATEGORIES)
-    trace = engine.namespaces["job"].profiling.active
+    trace = engine.namespaces["job"].recording.active
     assert trace is not None
     sent = [Event("n" * 200, CALLS, i * 0.25, 0.5, i, {"bytes_in": i}) for i in range(6000)]
     trace.events[:] = sent
     client.profile("stop")
     events, _ = client.recorded(0)
     assert events[: len(sent)] == sent
-    pieces = [encode_control(m.Info(trace.piece(at)))[1] for at in (0, 3000, 5999, 6000, 10**9)]
+    recording = engine.namespaces["job"].recording
+    pieces = [encode_control(m.Info(recording.piece(at)))[1] for at in (0, 3000, 5999, 6000, 10**9)]
     assert max(len(piece) for piece in pieces) <= MAX_FRAME
 
 
