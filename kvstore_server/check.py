@@ -5,6 +5,7 @@ A bool is no number. Numbers and integers of numpy are numbers and integers.
 
 from __future__ import annotations
 
+import ipaddress
 import math
 from collections.abc import Collection, Iterable, Mapping
 from numbers import Integral, Real
@@ -25,6 +26,14 @@ def is_integer(value: object, least: int | None = None, most: int | None = None)
     if not isinstance(value, Integral) or isinstance(value, bool):
         return False
     return (least is None or int(value) >= least) and (most is None or int(value) <= most)
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether a name, or a numeric address, means the machine itself wherever it is used."""
+    try:
+        return ipaddress.ip_address(host.strip("[]").partition("%")[0]).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
 
 
 def number(

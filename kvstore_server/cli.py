@@ -9,7 +9,6 @@ import argparse
 import fcntl
 import gc
 import importlib
-import ipaddress
 import logging
 import os
 import re
@@ -17,11 +16,12 @@ import secrets
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from typing import Any
-from urllib.parse import urlsplit
 
 import torch
 
+from kvstore_server import check
 from kvstore_server.errors import KVStoreError
 from kvstore_server.log_limit import SLOW_AFTER, limited_log
 from kvstore_server.memory import memory_limit
@@ -34,8 +34,7 @@ from kvstore_server.version import __version__
 
 _log = logging.getLogger("kvstore_server")
 
-_ADDRESS = re.compile(r"tcp://(\[[0-9A-Fa-f:]+\]|[^:/\[\]]+):[0-9]{1,5}")
-
+_ADDRESS = re.compile(r"tcp://(?P<host>\[[0-9A-Fa-f:]+\]|[^:/\[\]]+):(?P<port>[0-9]{1,5})")
 
 _VALUES: tuple[tuple[str, str, Any, Callable[[str], Any], str], ...] = (
     ("--bind", "KVSTORE_BIND", "tcp://127.0.0.1:0", str, "address to listen on; port 0 lets the system choose"),
@@ -127,7 +126,9 @@ def main(argv: Sequence[str] | None = None, announce: Callable[[Server], None] |
             options = ServerOptions(
                 flags.bind, flags.drain_timeout, max_message_bytes=flags.max_message_bytes
             )
-            server = make_server(_engine_config(flags), options)
+            numbers = {one.name: getattr(flags, one.name, one.default) for one in fields(EngineConfig)}
+            place = {"server": flags.index, "run": secrets.randbits(62) | 1, "capability": capability()}
+            server = make_server(EngineConfig(**{**numbers, **place}), options)
         except (KVStoreError, ImportError) as error:
             print(f"kvstore-server: {error}", file=sys.stderr)
             return 1
@@ -154,22 +155,21 @@ def _serve(server: Server, announce: Callable[[Server], None]) -> int:
 def _check(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> None:
     if flags.num_servers < 1 or not 0 <= flags.index < flags.num_servers:
         parser.error(f"--index {flags.index} is not one of {flags.num_servers} servers")
-    for name in (
-        "dead_after", "slow_after", "drain_timeout", "threads", "max_table_bytes", "max_memory", "max_namespaces",
-        "forget_after", "max_message_bytes",
-    ):  # fmt: skip
-        if not getattr(flags, name) > 0:  # not "<= 0", which lets a NaN pass
-            parser.error(f"--{name.replace('_', '-')} must be above 0, got {getattr(flags, name)}")
+    for flag, _, _, kind, _ in _VALUES:
+        value = getattr(flags, flag.strip("-").replace("-", "_"))
+        if kind is not str and flag != "--index" and not value > 0:  # not "<= 0", which lets a NaN pass
+            parser.error(f"{flag} must be above 0, got {value}")
     if flags.max_message_keys < KEYS_PER_MESSAGE:
         least = f"the {KEYS_PER_MESSAGE} that workers send"
         parser.error(f"--max-message-keys must be at least {least}, got {flags.max_message_keys}")
     if flags.log.upper() not in ("DEBUG", "INFO", "WARNING", "ERROR"):
         parser.error(f"--log must be debug, info, warning or error, got {flags.log!r}")
-    if not _ADDRESS.fullmatch(flags.bind) or int(flags.bind.rpartition(":")[2]) > 65535:
+    address = _ADDRESS.fullmatch(flags.bind)
+    if address is None or int(address["port"]) > 65535:
         parser.error(f"--bind {flags.bind} is no address of the form tcp://HOST:PORT")
     if flags.ready_fd is not None and (problem := _problem_with(flags.ready_fd)) is not None:
         parser.error(f"--ready-fd {flags.ready_fd} {problem}")
-    if not (flags.allow_public_bind or _is_loopback(flags.bind)):
+    if not (flags.allow_public_bind or check.is_loopback(address["host"])):
         parser.error(
             f"--bind {flags.bind} can be reached from other hosts; add --allow-public-bind on a trusted network"
         )
@@ -182,31 +182,6 @@ def _problem_with(ready_fd: int) -> str | None:
     except (OSError, ValueError, OverflowError):
         return "is not open in this process; the program that starts the server must pass it on (pass_fds)"
     return "is open for reading only; pass the writing end of the pipe" if mode == os.O_RDONLY else None
-
-
-def _is_loopback(address: str) -> bool:
-    try:
-        host = urlsplit(address).hostname or ""
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
-def _engine_config(flags: argparse.Namespace) -> EngineConfig:
-    return EngineConfig(
-        server=flags.index,
-        num_servers=flags.num_servers,
-        run=secrets.randbits(62) | 1,
-        dead_after=flags.dead_after,
-        slow_after=flags.slow_after,
-        capability=capability(),
-        allow_mixed_cpu=flags.allow_mixed_cpu,
-        max_table_bytes=flags.max_table_bytes,
-        max_memory=flags.max_memory,
-        max_namespaces=flags.max_namespaces,
-        forget_after=flags.forget_after,
-        max_message_keys=flags.max_message_keys,
-    )
 
 
 def _announce(endpoint: str, ready_fd: int | None) -> None:

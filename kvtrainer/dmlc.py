@@ -7,7 +7,6 @@ only where DMLC_ROLE is set. All of it travels in the messages of servers and wo
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import socket
 import time
@@ -20,6 +19,7 @@ from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
 from kvstore_server import cli
+from kvstore_server.check import is_loopback
 from kvstore_server.engine import Engine
 from kvstore_server.errors import (
     ConfigurationError,
@@ -432,8 +432,7 @@ def _host_of_server(environ: Mapping[str, str], job: DmlcJob, is_one_machine: bo
     if is_one_machine:
         return "127.0.0.1"
     host = _resolve(job.node_host) if job.node_host else _host_towards(job.root)
-    is_loopback = ipaddress.ip_address(host.partition("%")[0]).is_loopback
-    if not is_loopback and environ.get(ALLOW_PUBLIC, "") != "1":
+    if not is_loopback(host) and environ.get(ALLOW_PUBLIC, "") != "1":
         raise ConfigurationError(
             f"the processes of this job are on several machines, so its servers must listen on an address like {host} "
             f"that other hosts can reach; set {ALLOW_PUBLIC}=1 for all processes if you trust the network, because "

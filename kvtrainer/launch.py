@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
+from kvstore_server.check import is_loopback
 from kvstore_server.errors import ConfigurationError
 from kvstore_server.version import __version__
 from kvtrainer.launcher.hosts import Remote, bind_addresses, parse_hosts, place_servers, place_workers
@@ -124,7 +125,7 @@ def _set_hosts(options: argparse.Namespace) -> None:
         raise ConfigurationError(f"cannot read the host file {options.hostfile}: {error}") from None
     hosts = parse_hosts(text, options.hostfile)
     workers, servers = place_workers(hosts, options.workers), place_servers(hosts, options.servers)
-    elsewhere = [host.name for host in (*workers, *servers) if not host.is_loopback]
+    elsewhere = [host.name for host in (*workers, *servers) if not is_loopback(host.name)]
     if elsewhere and servers:
         if not options.allow_public_bind:
             raise ConfigurationError(

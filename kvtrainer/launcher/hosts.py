@@ -7,7 +7,6 @@ whatever its slots, then again from the first.
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import re
 import shlex
@@ -19,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from kvstore_server.check import is_loopback
 from kvstore_server.errors import ConfigurationError
 from kvtrainer.env import tcp_address
 from kvtrainer.launcher.guardian import KILL, TERMINATE
@@ -47,11 +47,6 @@ class Host:
     def target(self) -> str:
         """The destination, as ssh is given it."""
         return f"{self.user}@{self.name}" if self.user else self.name
-
-    @property
-    def is_loopback(self) -> bool:
-        """True for names and addresses that mean the launcher's own machine wherever they are used."""
-        return _is_loopback(self.name) if _is_numeric(self.name) else self.name.lower() == "localhost"
 
 
 def parse_hosts(text: str, path: str) -> list[Host]:
@@ -111,24 +106,12 @@ def _address_of(host: Host) -> str:
         raise ConfigurationError(
             f"cannot find the address of host {host.name}: {error}; write its address into the host file"
         ) from None
-    if _is_loopback(address):
+    if is_loopback(address):
         raise ConfigurationError(
             f"host {host.name} has the address {address} here, which other hosts cannot reach; write the address into "
             "the host file under which they do"
         )
     return address
-
-
-def _is_numeric(name: str) -> bool:
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return False
-    return True
-
-
-def _is_loopback(address: str) -> bool:
-    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
 @dataclass(frozen=True)

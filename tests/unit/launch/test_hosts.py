@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from kvstore_server import check
 from kvstore_server.errors import ConfigurationError
 from kvtrainer import launch
 from kvtrainer.launcher.hosts import Host, Remote, bind_addresses, parse_hosts, place_servers, place_workers
@@ -83,7 +84,7 @@ def test_servers_go_to_one_host_after_the_other() -> None:
     ],
 )
 def test_only_addresses_of_the_machine_itself_are_loopback(name: str, is_loopback: bool) -> None:
-    assert Host("", name, 1).is_loopback is is_loopback
+    assert check.is_loopback(name) is is_loopback
 
 
 def test_servers_listen_on_loopback_or_on_the_address_of_their_host() -> None:
