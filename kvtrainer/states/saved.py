@@ -155,7 +155,7 @@ def _rebuilt(tensors: Mapping[str, Tensor], content: Any) -> SavedStates:
         members = parameters[owner].state if kind == _STATE else sections.setdefault(owner, {})
         members[name] = tensor
     optimizer = dict(content["optimizer"])
-    groups = [{name: _tupled(value) for name, value in group.items()} for group in content["groups"]]
+    groups = [{name: tupled(value) for name, value in group.items()} for group in content["groups"]]
     if not isinstance(optimizer["name"], str):
         raise ValueError(f"the optimizer is called {optimizer['name']!r}")
     for name, parameter in parameters.items():
@@ -176,6 +176,6 @@ def _storable(tensor: Tensor) -> Tensor:
     return tensor.clone() if tensor.dim() == 0 else tensor
 
 
-def _tupled(value: Any) -> Any:
-    """JSON knows no tuples; options such as `betas` are some."""
-    return tuple(map(_tupled, value)) if isinstance(value, list) else value
+def tupled(value: Any) -> Any:
+    """Make tuples of lists: JSON knows no tuples, and options such as `betas` are some."""
+    return tuple(map(tupled, value)) if isinstance(value, list) else value

@@ -6,13 +6,11 @@ the way that the store goes: over the process group, over a server, or by a thir
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from kvstore_server.errors import describe
 from kvstore_server.protocol.buffers import MAX_PAYLOAD
@@ -32,19 +30,19 @@ _PER_NUMBER = 3
 """Bytes in a float32 number: so many that it holds them exactly."""
 
 
-class Agreement(ABC):
-    """The workers of a job that exchange bytes, and the rank of this one."""
+class Agreement:
+    """The workers of a job that exchange bytes, and the rank of this one; the base class is one worker alone."""
 
     rank: int = 0
     size: int = 1
 
-    @abstractmethod
     def broadcast(self, data: bytes) -> bytes:
         """Return rank 0's bytes on every worker; what the others give does not count."""
+        return data
 
-    @abstractmethod
     def all_gather(self, mine: bytes) -> list[bytes]:
         """Return the bytes of all workers, by rank; they may differ in length."""
+        return [mine]
 
     def gather(self, mine: bytes) -> list[bytes] | None:
         """Return the bytes of all workers, by rank, on rank 0; None on the others."""
@@ -75,18 +73,7 @@ class Agreement(ABC):
                 raise RoundAbortedError(f"rank {rank} could not {what}: {text.decode()}")
 
     def close(self) -> None:
-        """Give up what the exchange needs; idempotent. The base class needs nothing."""
-        return None
-
-
-class Alone(Agreement):
-    """One worker, which agrees with itself."""
-
-    def broadcast(self, data: bytes) -> bytes:
-        return data
-
-    def all_gather(self, mine: bytes) -> list[bytes]:
-        return [mine]
+        """Give up what the exchange needs; idempotent."""
 
 
 class OverRanks(Agreement):
@@ -177,15 +164,18 @@ class OverVerbs(Agreement):
         if count not in self._known:
             self._store.broadcast(key, torch.zeros(count), torch.zeros(count))
             self._known.add(count)
+        full = data[: count * _PER_NUMBER].ljust(count * _PER_NUMBER, b"\0")
+        padded = np.zeros((count, 4), dtype=np.uint8)
+        padded[:, :_PER_NUMBER] = np.frombuffer(full, dtype=np.uint8).reshape(count, _PER_NUMBER)
         out = torch.zeros(count)
-        self._store.pushpull(key, _as_numbers(data[: count * _PER_NUMBER], count), out)
-        return _as_bytes(out)
+        self._store.pushpull(key, torch.from_numpy(padded.view("<u4")[:, 0].astype(np.float32)), out)
+        return out.numpy().astype("<u4").view(np.uint8).reshape(count, 4)[:, :_PER_NUMBER].tobytes()
 
 
 def agreement_of(store: KVStoreBase | None) -> Agreement:
     """Return how the workers of a store agree; for one worker, or no store, this process alone."""
     if store is None or store.num_workers == 1:
-        return Alone()
+        return Agreement()
     if isinstance(store, DeviceKVStore) and store.group is not None:
         return OverRanks(store.group)
     return OverServers(store) if isinstance(store, DistKVStore) else OverVerbs(store)
@@ -193,16 +183,3 @@ def agreement_of(store: KVStoreBase | None) -> Agreement:
 
 def _with_length(data: bytes) -> bytes:
     return len(data).to_bytes(_HEAD, "little") + data
-
-
-def _as_numbers(data: bytes, count: int) -> Tensor:
-    padded = np.zeros(count * _PER_NUMBER, dtype=np.uint8)
-    padded[: len(data)] = np.frombuffer(data, dtype=np.uint8)
-    low, middle, high = padded.reshape(-1, _PER_NUMBER).astype(np.float32).T
-    return torch.from_numpy(low + 256.0 * middle + 65536.0 * high).float()
-
-
-def _as_bytes(numbers: Tensor) -> bytes:
-    whole = numbers.numpy().astype(np.uint32)
-    parts = np.stack([whole & 255, whole >> 8 & 255, whole >> 16], axis=1)
-    return parts.astype(np.uint8).tobytes()

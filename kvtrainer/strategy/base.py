@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -15,20 +15,21 @@ from torch import nn
 
 from kvstore_server import check
 from kvtrainer.config.dicts import check_arguments
-from kvtrainer.errors import ArgumentTypeError
+from kvtrainer.errors import ArgumentTypeError, ConfigurationError
 from kvtrainer.kvstore.base import KVStoreBase
-from kvtrainer.strategy import environment, trainers
-from kvtrainer.strategy import model as models
-from kvtrainer.strategy.agreement import Agreement, Alone
-from kvtrainer.strategy.checkpoint import MapLocation, find_last
-from kvtrainer.strategy.model import WITHOUT_WRAPPER, LoadReport, ReviseKeys
-from kvtrainer.strategy.randomness import Randomness, draw_seed, set_randomness
-from kvtrainer.strategy.states import pair_schedules
+from kvtrainer.registry import MODELS
+from kvtrainer.schedules.binding import build_param_schedules
+from kvtrainer.schedules.param_schedule import BoundSchedule
+from kvtrainer.strategy import environment, parts
+from kvtrainer.strategy.agreement import Agreement
+from kvtrainer.strategy.checkpoint import find_last, pair_schedules
+from kvtrainer.strategy.parts import WITHOUT_WRAPPER, LoadReport, ReviseKeys
 from kvtrainer.trainer import Trainer
 from kvtrainer.trainer_dict import TrainerDict
 
 Callback = Callable[[dict[str, Any]], object]
 Path = str | os.PathLike[str]
+Schedules = list[BoundSchedule] | dict[str, list[BoundSchedule]]
 TIME = "%Y%m%d_%H%M%S"
 _RUN = ("epoch_length", "max_epochs", "max_iters")
 
@@ -44,14 +45,14 @@ class BaseStrategy(ABC):
         experiment_name: What the run is called, with the time; None: the time alone.
         env_kwargs: launcher, cudnn_benchmark, mp_cfg, dist_cfg, resource_limit and randomness; see `_setup_env`.
         log_kwargs: of `build_logger`.
-        auto_scale_lr: enable, base_batch_size, count_accumulation; see `trainers.scale_learning_rates`.
+        auto_scale_lr: enable, base_batch_size, count_accumulation; see `parts.scale_learning_rates`.
     """
 
     model: nn.Module
     """There after `prepare`."""
     optim_wrapper: Trainer | TrainerDict
     """The Trainer, or several; there once `prepare` has built it."""
-    param_schedulers: trainers.Schedules
+    param_schedulers: Schedules
     """The schedules that `prepare` has built."""
     kvstore: str | KVStoreBase | None = "device"
     """A store for all Trainers, or the name of one that each makes for itself where it needs it."""
@@ -75,7 +76,7 @@ class BaseStrategy(ABC):
         """What the loop has told `prepare` of itself."""
         self._work_dir = os.path.abspath(work_dir)
         os.makedirs(self._work_dir, exist_ok=True)
-        self._agreement: Agreement = Alone()
+        self._agreement = Agreement()
         self._env_kwargs = env
         self._setup_env(**env)
         name = f"{experiment_name}_{self._timestamp}" if experiment_name is not None else self._timestamp
@@ -131,7 +132,7 @@ class BaseStrategy(ABC):
     @property
     def randomness(self) -> dict[str, Any]:
         """How random numbers began: seed (None if none was given), diff_rank_seed, deterministic."""
-        return asdict(self._randomness)
+        return dict(self._randomness)
 
     def _setup_env(
         self,
@@ -155,20 +156,22 @@ class BaseStrategy(ABC):
         """
         self._launcher = environment.infer_launcher(os.environ) if launcher is None else launcher
         check.one_of("launcher", self._launcher, environment.LAUNCHERS)
-        read = Randomness.read(randomness)
+        check_arguments("randomness", self._set_randomness, randomness or {})
+        environment.check_seed((randomness or {}).get("seed"))
         torch.backends.cudnn.benchmark = bool(cudnn_benchmark)
         if mp_cfg is not None:
             environment.set_multi_processing(**mp_cfg, is_distributed=self._launcher != environment.NONE)
         environment.raise_file_limit(resource_limit)
         self._distributed = self._launcher != environment.NONE
         options = dict(dist_cfg or {})
-        if (self._distributed or options.get("world_size", 1) > 1) and not _has_group():
+        has_group = torch.distributed.is_available() and torch.distributed.is_initialized()
+        if (self._distributed or options.get("world_size", 1) > 1) and not has_group:
             self._setup_distributed(**options)
         self._agreement = self._meet()
         self._distributed = self._distributed or self.world_size > 1
         now = time.strftime(TIME, time.localtime())
         self._timestamp = self._agreement.broadcast(now.encode()).decode()
-        self._set_randomness(read)
+        self._set_randomness(**(randomness or {}))
 
     def _setup_distributed(self, *args: Any, **kwargs: Any) -> None:
         """Join the other processes, where a launcher started the job or dist_cfg has a world_size; here do nothing.
@@ -179,14 +182,29 @@ class BaseStrategy(ABC):
 
     def _meet(self) -> Agreement:
         """Return how the workers of the job come to agree; called once, after `_setup_distributed`."""
-        return Alone()
+        return Agreement()
 
-    def _set_randomness(self, randomness: Randomness) -> None:
-        shared = draw_seed() if randomness.seed is None else randomness.seed
-        if randomness.seed is None:
-            shared = int(self._agreement.broadcast(str(shared).encode()))
-        self._randomness = randomness
-        self._seed = set_randomness(randomness, shared, self.rank)
+    def _set_randomness(
+        self, seed: int | None = None, diff_rank_seed: bool = False, deterministic: bool = False
+    ) -> None:
+        """Let random numbers begin anew.
+
+        Args:
+            seed: From 0 up to 2^32 - 1; None: rank 0 draws one.
+            diff_rank_seed: Whether every rank adds its number to the seed, for example to draw other noise than its
+                neighbours.
+            deterministic: As of `environment.begin_randomness`.
+        """
+        shared = environment.check_seed(seed)
+        self._randomness: dict[str, Any] = {
+            "seed": shared,
+            "diff_rank_seed": diff_rank_seed,
+            "deterministic": deterministic,
+        }
+        if shared is None:
+            shared = int(self._agreement.broadcast(str(secrets.randbelow(1 << 31)).encode()))
+        self._seed = (shared + self.rank) % environment.SEEDS if diff_rank_seed else shared
+        environment.begin_randomness(self._seed, deterministic)
 
     def build_logger(
         self,
@@ -220,9 +238,19 @@ class BaseStrategy(ABC):
         }
         return environment.describe_system(), runtime
 
-    def build_model(self, model: nn.Module | dict[str, Any]) -> nn.Module:
-        """See `model.build_model`."""
-        return models.build_model(model)
+    def build_model(self, model: nn.Module | Mapping[str, Any]) -> nn.Module:
+        """Return the model itself, or build it from a dict with the `type` of a registered one.
+
+        Raises:
+            ArgumentTypeError: it is neither.
+            UnregisteredNameError: there is no such model.
+        """
+        built = MODELS.build(model) if isinstance(model, Mapping) else model
+        if not isinstance(built, nn.Module):
+            raise ArgumentTypeError(
+                f"model should be a nn.Module object or dict, but got {type(built).__name__}: {built!r:.80}"
+            )
+        return built
 
     def _init_model_weights(self, model: nn.Module) -> nn.Module:
         """Let the model initialise its weights, where it can, and give every worker rank 0's, with its buffers.
@@ -233,51 +261,97 @@ class BaseStrategy(ABC):
             init = getattr(model, "init_weights", None)
             if callable(init):
                 init()
-            models.share_weights(model, self._agreement)
+            parts.share_weights(model, self._agreement)
         return model
 
     def _wrap_model(self, model: nn.Module) -> nn.Module:
         """Bring the model to where it is trained; the base leaves it where it is."""
         return model
 
-    def compile_model(self, model: nn.Module, compile: bool | Mapping[str, Any] = False) -> nn.Module:
-        """See `model.compile_model`."""
-        return models.compile_model(model, compile, self.logger)
+    def compile_model(self, model: nn.Module, compile: bool | Mapping[str, Any] | None = False) -> nn.Module:
+        """Let torch.compile compile a method of the model, in place; the names of its weights stay as they are.
+
+        Args:
+            compile: False or None leaves the model as it is, and so does disable=True; a dict has the method, `target`
+                ('forward'), and options of torch.compile.
+
+        Raises:
+            ConfigurationError: the model has no such method, or `compile` is something else.
+        """
+        if not isinstance(compile, bool | Mapping | None):
+            raise ArgumentTypeError(f"compile must be a bool or a dict, got {compile!r:.80}")
+        options: dict[str, Any] = dict(compile) if isinstance(compile, Mapping) else {"disable": not compile}
+        target = options.pop("target", "forward")
+        if options.get("disable", False):
+            return model
+        if not callable(getattr(model, target, None)):
+            raise ConfigurationError(f"{type(model).__name__} has no method {target!r} to compile")
+        if target == "forward":
+            model.compile(**options)
+        else:
+            setattr(model, target, torch.compile(getattr(model, target), **options))
+        self.logger.info("%s of the model is compiled: the first iterations will be slow", target)
+        return model
 
     def build_optim_wrapper(
         self, optim_wrapper: Any, model: nn.Module | None = None
     ) -> Trainer | TrainerDict:
-        """Build a Trainer over the strategy's kvstore, or several; see `trainers.build_trainers`."""
-        return trainers.build_trainers(optim_wrapper, model, self.kvstore)
+        """Build a Trainer over the strategy's kvstore, or several; see `parts.build_trainers`."""
+        return parts.build_trainers(optim_wrapper, model, self.kvstore)
 
     def _scale_lr(self) -> None:
         """Scale learning rates as `auto_scale_lr` says."""
         self._trainer()
         micro = self.dispatch_kwargs.get("train_micro_batch_size_per_gpu")
-        trainers.scale_learning_rates(self.auto_scale_lr, self._trainers, micro, self.world_size, self.logger)
+        parts.scale_learning_rates(self.auto_scale_lr, self._trainers, micro, self.world_size, self.logger)
 
     def build_param_scheduler(
         self,
         scheduler: Any,
         optim_wrapper: Trainer | TrainerDict,
         default_args: Mapping[str, Any] | None = None,
-    ) -> trainers.Schedules:
-        """Build schedules that the Trainer advances; see `trainers.build_schedules`.
+    ) -> Schedules:
+        """Build schedules, which the Trainer, or each of several, then advances.
 
         Args:
-            default_args: None: epoch_length, max_epochs and max_iters, as far as dispatch_kwargs has them. There they
-                count backward passes; schedules by step count updates, so they are divided by the passes that one
-                Trainer accumulates.
+            scheduler: One or a list, as a Trainer's `schedules`. With several Trainers also a dict by their names.
+            default_args: max_epochs, max_iters and epoch_length, for those that do not say where they end; read only.
+                None: as far as dispatch_kwargs has them. There they count backward passes; schedules by step count
+                updates, so they are divided by the passes that one Trainer accumulates.
+
+        Returns:
+            The schedules of the Trainer, or of each by name.
         """
+        if not isinstance(optim_wrapper, Trainer | TrainerDict):
+            raise ArgumentTypeError(
+                "schedules need the Trainer whose values they change, so build that first, and give it: got "
+                f"{type(optim_wrapper).__name__}"
+            )
+        for one in scheduler if isinstance(scheduler, list | tuple) else [scheduler]:
+            if one is None or isinstance(one, str | int | float):
+                raise ArgumentTypeError(f"scheduler should be a schedule or a dict, but got {one!r:.200}")
         if default_args is None:
             run = {name: self.dispatch_kwargs[name] for name in _RUN if name in self.dispatch_kwargs}
             passes = optim_wrapper.accumulation.counts if isinstance(optim_wrapper, Trainer) else 1
-            default_args = trainers.in_updates(run, passes)
-        return trainers.build_schedules(scheduler, optim_wrapper, default_args, self.logger)
+            if passes > 1 and isinstance(run.get("max_iters"), int):
+                run["max_iters"] = -(-run["max_iters"] // passes)  # a last, shorter window is an update, too
+            if passes > 1 and isinstance(run.get("epoch_length"), int):
+                whole, rest = divmod(run["epoch_length"], passes)
+                run["epoch_length"] = (
+                    None if rest else whole
+                )  # an epoch that does not end with an update has none
+            default_args = run
+        made = build_param_schedules(scheduler, optim_wrapper, default_args)
+        self.logger.debug("schedules that do not say their end have that of %s", dict(default_args))
+        for name, its in made.items() if isinstance(made, dict) else [("", made)]:
+            (optim_wrapper if isinstance(optim_wrapper, Trainer) else optim_wrapper[name]).configure(
+                schedules=its
+            )
+        return made
 
     def model_state_dict(self) -> dict[str, Any]:
         """Return the weights and buffers of the model, on the CPU, without the names of wrappers."""
-        return models.take_weights(self.model)
+        return parts.take_weights(self.model)
 
     def optim_state_dict(self) -> dict[str, Any]:
         """Return the state_dict of the Trainer, or of each by name; blocks while state is fetched.
@@ -300,8 +374,8 @@ class BaseStrategy(ABC):
         strict: bool = False,
         revise_keys: ReviseKeys = WITHOUT_WRAPPER,
     ) -> LoadReport:
-        """Load weights into the model; what does not fit is logged, and returned. See `model.load_weights`."""
-        report = models.load_weights(self.model, state_dict, strict, revise_keys)
+        """Load weights into the model; what does not fit is logged, and returned. See `parts.load_weights`."""
+        report = parts.load_weights(self.model, state_dict, strict, revise_keys)
         if report:
             self.logger.warning("the model and the checkpoint do not match: %s", report)
         return report
@@ -354,51 +428,19 @@ class BaseStrategy(ABC):
         return {} if wrapper is None else {"": wrapper} if isinstance(wrapper, Trainer) else wrapper
 
     @abstractmethod
-    def prepare(
-        self,
-        model: nn.Module | dict[str, Any],
-        *,
-        optim_wrapper: Any = None,
-        param_scheduler: Any = None,
-        compile: bool | dict[str, Any] = False,
-        dispatch_kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def prepare(self, *args: Any, **kwargs: Any) -> Any:
         """Make a model, and what trains it, ready; see `Strategy.prepare`."""
 
     @abstractmethod
-    def load_checkpoint(
-        self,
-        filename: str,
-        *,
-        map_location: MapLocation = "cpu",
-        strict: bool = False,
-        revise_keys: ReviseKeys = WITHOUT_WRAPPER,
-        callback: Callback | None = None,
-    ) -> dict[str, Any]:
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Load weights; see `Strategy.load_checkpoint`."""
 
     @abstractmethod
-    def resume(
-        self,
-        filename: str,
-        *,
-        resume_optimizer: bool = True,
-        resume_param_scheduler: bool = True,
-        map_location: MapLocation = "default",
-        callback: Callback | None = None,
-    ) -> dict[str, Any]:
+    def resume(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Go on from a checkpoint; see `Strategy.resume`."""
 
     @abstractmethod
-    def save_checkpoint(
-        self,
-        filename: str,
-        *,
-        save_optimizer: bool = True,
-        save_param_scheduler: bool = True,
-        extra_ckpt: dict[str, Any] | None = None,
-        callback: Callback | None = None,
-    ) -> None:
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         """Save a checkpoint; see `Strategy.save_checkpoint`."""
 
     def load_or_resume(
@@ -433,7 +475,3 @@ class BaseStrategy(ABC):
             self._trainer().close()
         self._agreement.close()
         environment.close_logger(self.logger, self._log_handlers)  # a later strategy may have the same name
-
-
-def _has_group() -> bool:
-    return torch.distributed.is_available() and torch.distributed.is_initialized()

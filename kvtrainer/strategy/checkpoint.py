@@ -1,4 +1,7 @@
-"""Read a checkpoint's file without running code, write it whole or not at all, and find it again."""
+"""Checkpoints: their file, written whole or not at all and read without running code; and what fits a Trainer.
+
+States of Trainers and schedules are plain values there.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,8 @@ import logging
 import os
 import pickle
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -16,10 +20,19 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from kvtrainer.errors import CheckpointKeyError, ConfigurationError, StateFileError, file_error
+from kvtrainer.errors import (
+    CheckpointKeyError,
+    ConfigurationError,
+    KVStoreError,
+    StateFileError,
+    StateMismatchError,
+    file_error,
+)
 from kvtrainer.states.file import replacing
-from kvtrainer.states.saved import checksum
+from kvtrainer.states.saved import SavedParameter, SavedStates, checksum, tupled
 from kvtrainer.strategy.environment import current_device
+from kvtrainer.trainer import Trainer
+from kvtrainer.trainer_dict import check_names
 
 _log = logging.getLogger(__name__)
 
@@ -37,6 +50,8 @@ _FOLDER = 0x10
 """The bit in the attributes of an archive's record that marks a folder."""
 _WITH_CHECKSUM = 2
 """The number of the format that has a checksum; files of the first one have neither mark."""
+_SCHEDULES = "schedules"
+"""The part of a Trainer's states that a checkpoint has in a place of its own."""
 _DICT, _TENSOR, _BYTES = "d", "t", "b"
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -181,50 +196,44 @@ def find_last(work_dir: str) -> str | None:
 
 def path_to_write(filename: str) -> str:
     """Return the path on this host at which a checkpoint is written. Raises ConfigurationError."""
-    name = _checked(filename)
-    scheme, mark, rest = name.partition("://")
-    if mark and scheme != "file":
-        raise ConfigurationError(f"checkpoints are written to files, not to {name!r}; give a path")
-    return rest if mark else name
+    scheme, path = _parted(filename)
+    if scheme not in ("", "file"):
+        raise ConfigurationError(f"checkpoints are written to files, not to {filename!r}; give a path")
+    return path
 
 
-def _checked(filename: str) -> str:
+def _parted(filename: str) -> tuple[str, str]:
+    """Return the scheme of an address, empty of a path, and the rest."""
     if not isinstance(filename, str | os.PathLike):
         raise ConfigurationError(f"the name of a checkpoint must be a path, got {filename!r:.80}")
-    return os.fspath(filename)
+    scheme, mark, rest = os.fspath(filename).partition("://")
+    return (scheme, rest) if mark else ("", scheme)
 
 
 def _local_path(filename: str) -> str:
     """Return the path of a file on this host; fetch it first if it is elsewhere."""
-    name = _checked(filename)
-    scheme, mark, rest = name.partition("://")
-    if not mark:
-        return name
-    if scheme == "file":
-        return rest
-    if scheme == "https":
-        return _downloaded(name)
-    if scheme == "http":
-        raise ConfigurationError(
-            f"{name!r} would come over an unprotected connection; use https://, or download it yourself"
+    scheme, path = _parted(filename)
+    if scheme in ("", "file"):
+        return path
+    if scheme != "https":
+        why = (
+            "would come over an unprotected connection"
+            if scheme == "http"
+            else "is of no kind that is supported"
         )
-    raise ConfigurationError(
-        f"checkpoints of {scheme}:// are not supported ({name!r}); give a path or an https:// address, for example of "
-        "the file that the model zoo offers"
-    )
-
-
-def _downloaded(url: str) -> str:
-    folder = os.path.join(torch.hub.get_dir(), "checkpoints")
+        raise ConfigurationError(
+            f"{filename!r} {why}; give a path or an https:// address, for example of the file that the model zoo offers"
+        )
     # Other addresses may end in the same name.
-    base = os.path.basename(urlsplit(url).path) or "checkpoint"
-    path = os.path.join(folder, f"{hashlib.sha256(url.encode()).hexdigest()[:16]}-{base}")
+    base = os.path.basename(urlsplit(filename).path) or "checkpoint"
+    mark = hashlib.sha256(filename.encode()).hexdigest()[:16]
+    path = os.path.join(torch.hub.get_dir(), "checkpoints", f"{mark}-{base}")
     if not os.path.exists(path):
         try:
-            os.makedirs(folder, exist_ok=True)
-            torch.hub.download_url_to_file(url, path, progress=False)
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            torch.hub.download_url_to_file(filename, path, progress=False)
         except (OSError, RuntimeError) as error:
-            raise StateFileError(f"cannot download {url!r}: {error}") from error
+            raise StateFileError(f"cannot download {filename!r}: {error}") from error
     return path
 
 
@@ -338,3 +347,95 @@ def unpack_tree(data: bytes) -> Any:
         return {key: walk(item) for key, item in content}
 
     return walk(json.loads(text))
+
+
+def own_states(trainer: Trainer) -> dict[str, Any]:
+    """Return what only this worker has of a Trainer's states, without its schedules."""
+    mine = trainer.export_own_states()
+    extra = {name: value for name, value in mine.extra.items() if name != _SCHEDULES}
+    return {"extra": extra, "tensors": mine.tensors}
+
+
+def common_states(trainer: Trainer) -> dict[str, Any]:
+    """Return what all workers have in common of a Trainer's states; blocks while a store is asked."""
+    saved, mine = trainer.export_saved_states(), trainer.export_own_states()
+    extra = {name: value for name, value in saved.extra.items() if name not in mine.extra}
+    tensors = {name: value for name, value in saved.tensors.items() if name not in mine.tensors}
+    return {
+        "optimizer": saved.optimizer,
+        "num_update": saved.num_update,
+        "groups": saved.groups,
+        "parameters": {
+            name: {**vars(one), "shape": list(one.shape)} for name, one in saved.parameters.items()
+        },
+        **({"extra": extra} if extra else {}),
+        **({"tensors": tensors} if tensors else {}),
+    }
+
+
+def fit_states(trainer: Trainer, common: Mapping[str, Any], own: Mapping[str, Any]) -> Callable[[], None]:
+    """Check that a Trainer can take states over, and return what lets it do so.
+
+    Args:
+        common: As of `common_states`; or the state_dict of torch's optimizer of the same kind.
+        own: As of `own_states`.
+
+    Raises:
+        StateMismatchError: they belong to another model or optimizer; says how. Nothing has changed.
+    """
+    if "param_groups" in common and "state" in common:
+        trainer.check_state_dict(common)
+        return lambda: trainer.load_state_dict(dict(common))
+    saved = SavedStates(
+        dict(common["optimizer"]),
+        common["num_update"],
+        [{name: tupled(value) for name, value in group.items()} for group in common["groups"]],
+        {
+            name: SavedParameter(tuple(one["shape"]), one["dtype"], one["group"], dict(one["state"]))
+            for name, one in common["parameters"].items()
+        },
+        {**common.get("extra", {}), **own.get("extra", {})},
+        {
+            part: dict(members)
+            for part, members in {**common.get("tensors", {}), **own.get("tensors", {})}.items()
+        },
+    )
+    trainer.check_saved_states(saved)
+    return lambda: trainer.adopt_saved_states(saved)
+
+
+def pair_schedules(schedules: Any, states: Any) -> list[tuple[Any, Mapping[str, Any]]]:
+    """Pair schedules with their states: lists of both, or dicts of lists by the names of several optimizers.
+
+    Raises:
+        StateMismatchError: there are other optimizers, or another number of schedules.
+    """
+    if not isinstance(states, Mapping if isinstance(schedules, Mapping) else list | tuple):
+        raise StateMismatchError(
+            "the states of schedules of several optimizers are a dict by their names, those of one are a list, got "
+            f"{states!r:.80}"
+        )
+    if not isinstance(schedules, Mapping):
+        schedules, states = {"": schedules}, {"": states}
+    check_names(states, schedules)
+    for name, its in schedules.items():
+        if len(its) != len(states[name]):
+            raise StateMismatchError(
+                f"there are {len(states[name])} states for {len(its)} schedules{name and f' of {name}'}; build the "
+                "same ones, or resume without them"
+            )
+    return [row for name, its in schedules.items() for row in zip(its, states[name], strict=True)]
+
+
+@contextmanager
+def readable(what: str) -> Iterator[None]:
+    """Let a part of a checkpoint be looked at; that it is something else is a StateMismatchError, which names it."""
+    try:
+        yield
+    except KVStoreError:
+        raise
+    except Exception as error:  # what others wrote, or a callback made, may be anything
+        raise StateMismatchError(
+            f"the checkpoint does not fit: {what} makes no sense ({type(error).__name__}: {error}), and nothing has "
+            "changed. It is neither what save_checkpoint wrote, nor, of an optimizer, the state_dict of one of torch"
+        ) from error

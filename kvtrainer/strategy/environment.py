@@ -1,4 +1,4 @@
-"""Find out who started a process, and set up its limits, threads, torch.distributed and log."""
+"""Find out who started a process, and set up its limits, threads, torch.distributed, random numbers and log."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import logging
 import multiprocessing
 import os
 import platform
+import random
 import resource
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -17,6 +18,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from kvstore_server import check
 from kvstore_server.version import __version__
 from kvtrainer.env import NUM_WORKERS, RANK, SOURCES, read_place
 from kvtrainer.errors import ConfigurationError, file_error
@@ -36,6 +38,8 @@ LAUNCHERS = (NONE, *(name for name, _ in _SIGNS))
 
 _LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+SEEDS = 1 << 32
+"""numpy takes seeds below this."""
 _DEFAULT_PORT = "29500"
 _FORMAT = "%(asctime)s - %(name)s - %(levelname)s - %(message)s"
 
@@ -68,11 +72,7 @@ def set_multi_processing(
         ConfigurationError: there is no such way to start processes.
     """
     if mp_start_method is not None:
-        ways = multiprocessing.get_all_start_methods()
-        if mp_start_method not in ways:
-            raise ConfigurationError(
-                f"mp_start_method is {mp_start_method!r}; it must be one of {', '.join(ways)}"
-            )
+        check.one_of("mp_start_method", mp_start_method, multiprocessing.get_all_start_methods())
         former = multiprocessing.get_start_method(allow_none=True)
         if former not in (None, mp_start_method):
             _log.warning(
@@ -90,16 +90,12 @@ def set_multi_processing(
             )
 
 
-def local_rank(environ: Mapping[str, str]) -> int:
-    """Return the number of this process on its host, as far as a launcher says so; else 0."""
-    texts = (environ.get(name, "").strip() for name in _LOCAL_RANKS)
-    return next((int(text) for text in texts if text.isdecimal()), 0)
-
-
 def choose_cuda_device(environ: Mapping[str, str]) -> None:
     """Make the CUDA device of this process's number on its host the current one, where there is CUDA."""
     if torch.cuda.is_available():
-        torch.cuda.set_device(local_rank(environ) % torch.cuda.device_count())
+        texts = (environ.get(name, "").strip() for name in _LOCAL_RANKS)
+        local_rank = next((int(text) for text in texts if text.isdecimal()), 0)
+        torch.cuda.set_device(local_rank % torch.cuda.device_count())
 
 
 def current_device() -> torch.device:
@@ -126,7 +122,7 @@ def init_process_group(environ: Mapping[str, str], **options: Any) -> None:
     if "store" not in options:
         rank, count = read_place(environ, options.get("rank"), options.get("world_size"))
         options = {**options, "rank": rank, "world_size": count}
-    if "store" not in options and "init_method" not in options:
+    if not options.keys() & {"store", "init_method"}:
         address = environ.get("MASTER_ADDR", "").strip()
         if not address and not _is_one_host(environ, options["world_size"]):
             raise ConfigurationError(
@@ -229,3 +225,91 @@ def close_logger(logger: logging.Logger, handlers: Iterable[logging.Handler] | N
     for handler in list(logger.handlers if handlers is None else handlers):
         logger.removeHandler(handler)
         handler.close()
+
+
+def check_seed(seed: object) -> int | None:
+    """Return a seed, from 0 up to 2^32 - 1, or None. Raises ConfigurationError if it is neither."""
+    return None if seed is None else check.integer("seed", seed, 0, SEEDS - 1)
+
+
+def begin_randomness(seed: int, deterministic: bool) -> None:
+    """Let python's, numpy's and torch's random numbers begin anew on all devices.
+
+    Args:
+        deterministic: Whether torch is to use only algorithms that always give the same result; it raises where it has
+            none.
+    """
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    if not deterministic:
+        return
+    if torch.backends.cudnn.benchmark:
+        _log.warning("cudnn_benchmark is switched off, because deterministic results were asked for")
+    torch.backends.cudnn.deterministic = True
+    torch.backends.cudnn.benchmark = False
+    if torch.cuda.is_available():
+        # Without it torch refuses matrix products, of which cuBLAS would choose the algorithm by what is free.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+
+
+def rng_state(devices: Sequence[torch.device] = ()) -> dict[str, Any]:
+    """Return the states of python's, numpy's and torch's random numbers, on the CPU and on CUDA `devices`.
+
+    Tensors and plain numbers.
+    """
+    version, internal, gauss = random.getstate()
+    numbers = np.random.get_state(legacy=True)
+    assert isinstance(numbers, tuple)
+    return {
+        "python": {"version": version, "state": torch.tensor(internal), "gauss": gauss},
+        "numpy": {
+            "key": torch.from_numpy(numbers[1].astype(np.int64)),
+            "pos": int(numbers[2]),
+            "has_gauss": int(numbers[3]),
+            "gauss": float(numbers[4]),
+        },
+        "torch": torch.get_rng_state(),
+        "cuda": [torch.cuda.get_rng_state(device) for device in _on_cuda(devices)],
+    }
+
+
+def check_rng_state(state: Mapping[str, Any]) -> None:
+    """Raise, an error of any kind, unless `set_rng_state` can take this; nothing changes."""
+    of_python, of_numpy = _unpacked(state)
+    random.Random().setstate(of_python)
+    np.random.RandomState().set_state(of_numpy)
+    torch.Generator().set_state(state["torch"].cpu())
+    len(state["cuda"])
+
+
+def set_rng_state(state: Mapping[str, Any], devices: Sequence[torch.device] = ()) -> None:
+    """Go on where `rng_state` was; CUDA states in the order of `devices`, as many as there are of both."""
+    of_python, of_numpy = _unpacked(state)
+    random.setstate(of_python)
+    np.random.set_state(of_numpy)
+    torch.set_rng_state(state["torch"].cpu())
+    mine, saved = _on_cuda(devices), state["cuda"]
+    if len(mine) != len(saved):
+        _log.warning(
+            "the random numbers of %d CUDA devices were saved and %d are used now: the others begin with the seed",
+            len(saved),
+            len(mine),
+        )
+    for device, one in zip(mine, saved, strict=False):
+        torch.cuda.set_rng_state(one.cpu(), device)
+
+
+def _unpacked(state: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Return the states of python's and of numpy's numbers, in their forms."""
+    python, numbers = state["python"], state["numpy"]
+    key = numbers["key"].cpu().numpy().astype(np.uint32)
+    return (
+        (int(python["version"]), tuple(python["state"].tolist()), python["gauss"]),
+        ("MT19937", key, numbers["pos"], numbers["has_gauss"], numbers["gauss"]),
+    )
+
+
+def _on_cuda(devices: Sequence[torch.device]) -> list[torch.device]:
+    return list(dict.fromkeys(device for device in devices if device.type == "cuda"))

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from kvstore_server import check
 from kvstore_server.version import __version__
 from kvtrainer.errors import CheckpointKeyError, ConfigurationError, StateMismatchError
 from kvtrainer.kvstore import KVStoreBase, create
@@ -19,13 +20,12 @@ from kvtrainer.strategy import checkpoint as files
 from kvtrainer.strategy import environment
 from kvtrainer.strategy.agreement import Agreement, agreement_of
 from kvtrainer.strategy.base import TIME, BaseStrategy, Callback
-from kvtrainer.strategy.model import WITHOUT_WRAPPER, ReviseKeys, unwrapped
-from kvtrainer.strategy.randomness import Randomness, check_rng_state, rng_state, set_rng_state
-from kvtrainer.strategy.states import common_states, fit_states, own_states, readable
-from kvtrainer.strategy.trainers import devices_of
+from kvtrainer.strategy.parts import WITHOUT_WRAPPER, ReviseKeys, unwrapped
 from kvtrainer.sync.select import traits_of
 from kvtrainer.trainer_dict import check_names
 
+Steps = list[Callable[[], None]]
+"""What takes a part of a checkpoint over, once all of it is known to fit."""
 _RESERVED = (files.WEIGHTS, files.OPTIMIZER, files.SCHEDULERS, files.RANKS)
 
 
@@ -73,6 +73,11 @@ class Strategy(BaseStrategy):
         """Where the model is trained; of several devices the first."""
         return self._devices[0] if self._devices else environment.current_device()
 
+    def _all_devices(self) -> list[torch.device]:
+        """Return the devices whose random numbers are saved: that of the model, and those of all parameters."""
+        groups = (group for one in self._trainers.values() for group in one.param_groups)
+        return list(dict.fromkeys([self.device, *(p.device for group in groups for p in group["params"])]))
+
     def _setup_distributed(self, *args: Any, **kwargs: Any) -> None:
         environment.choose_cuda_device(os.environ)
         if not self._sums_over_ranks():
@@ -81,26 +86,26 @@ class Strategy(BaseStrategy):
             environment.init_process_group(os.environ, **kwargs)
 
     def _meet(self) -> Agreement:
-        kvstore = self.kvstore
-        is_alone = not self._distributed and self._dist_cfg.get("world_size", 1) <= 1
-        if self._dist_cfg and self._sums_over_ranks() and is_alone:
+        kvstore, over_ranks = self.kvstore, self._sums_over_ranks()
+        if (
+            self._dist_cfg
+            and over_ranks
+            and not self._distributed
+            and self._dist_cfg.get("world_size", 1) <= 1
+        ):
             raise ConfigurationError(
                 "dist_cfg has no effect: no launcher started this process, so it trains alone. Leave it out, start the "
                 "script by torchrun, or give dist_cfg the rank and world_size"
             )
-        if isinstance(kvstore, str):
-            traits = traits_of(kvstore)
-            is_alone = traits.is_in_process and not traits.over_ranks
-            if not is_alone:
-                options = {} if self._sums_over_ranks() else self._dist_cfg
-                kvstore = self.kvstore = self._made_store = create(kvstore, **options)
-            elif self._dist_cfg and not self._sums_over_ranks():
-                raise ConfigurationError(
-                    f"kvstore {kvstore!r} keeps to this process, so dist_cfg has no effect; use 'device' or 'dist_sync'"
-                )
-        elif self._dist_cfg and not self._sums_over_ranks():
+        traits = traits_of(kvstore) if isinstance(kvstore, str) else None
+        if traits is not None and not (traits.is_in_process and not traits.over_ranks):
+            kvstore = self.kvstore = self._made_store = create(
+                str(kvstore), **{} if over_ranks else self._dist_cfg
+            )
+        elif self._dist_cfg and not over_ranks:
             raise ConfigurationError(
-                "dist_cfg has no effect beside a store that is there, or none; leave it out"
+                f"kvstore {kvstore!r} is there already, or keeps to this process, so dist_cfg has no effect; leave it "
+                "out, or use 'device' or 'dist_sync'"
             )
         return agreement_of(kvstore if isinstance(kvstore, KVStoreBase) else None)
 
@@ -161,9 +166,6 @@ class Strategy(BaseStrategy):
         if param_scheduler is not None and not hasattr(self, "param_schedulers"):
             self.param_schedulers = self.build_param_scheduler(param_scheduler, self._trainer())
         self._prepared = True
-        return self._prepared_components()
-
-    def _prepared_components(self) -> Any:
         names = ("model", "optim_wrapper", "param_schedulers")
         parts = [getattr(self, name) for name in names if hasattr(self, name)]
         return parts[0] if len(parts) == 1 else parts
@@ -265,14 +267,13 @@ class Strategy(BaseStrategy):
             StateFileError, RoundAbortedError: as `load_checkpoint`.
             In each case nothing has changed.
         """
-        if missing not in ("error", "warn"):
-            raise ConfigurationError(f"missing must be 'error' or 'warn', got {missing!r}")
+        check.one_of("missing", missing, ("error", "warn"))
         parts = [files.OPTIMIZER] if resume_optimizer else []
         if resume_param_scheduler and self._wrapper() is not None:
             parts.append(files.SCHEDULERS)
-        fitting: dict[str, Callable[[], None]] = {}
+        fitting: dict[str, Steps] = {}
 
-        def check(checkpoint: dict[str, Any]) -> None:
+        def fit(checkpoint: dict[str, Any]) -> None:
             if callback is not None:
                 callback(checkpoint)
             if files.SCHEDULERS in parts and not any(one.schedules for one in self._trainers.values()):
@@ -286,17 +287,17 @@ class Strategy(BaseStrategy):
                     if missing == "error":
                         raise
                     self.logger.warning("%r is not resumed, what is here stays as it is: %s", part, error)
-            with readable("what it says of random numbers and of where the loop is"):
-                self._check_place(checkpoint)
+            with files.readable("what it says of random numbers and of where the loop is"):
+                self._place_in(checkpoint)
 
         found = self.load_checkpoint(
-            filename, map_location=map_location, strict=missing == "error", callback=check
+            filename, map_location=map_location, strict=missing == "error", callback=fit
         )
         with self._agreement.all_or_none(f"resume from {filename!r}"):
-            for take_over in fitting.values():
+            for take_over in (step for part in fitting.values() for step in part):
                 take_over()
             self._resume_randomness(found)
-        self._resume_counts(dict(found.get(files.META, {})), files.OPTIMIZER in fitting)
+        self._resume_counts(self._place_in(found)[1], files.OPTIMIZER in fitting)
         taken = (files.OPTIMIZER, files.SCHEDULERS, files.RANKS)
         return {name: value for name, value in found.items() if name not in taken}
 
@@ -329,8 +330,8 @@ class Strategy(BaseStrategy):
         files.path_to_write(filename)
         trainers = self._trainers if save_optimizer else {}
         with self._agreement.all_or_none("save its state"):
-            rng = rng_state([self.device, *devices_of(trainers)])
-            mine = files.pack_tree({"rng": rng, "trainers": {n: own_states(t) for n, t in trainers.items()}})
+            own = {name: files.own_states(one) for name, one in trainers.items()}
+            mine = files.pack_tree({"rng": environment.rng_state(self._all_devices()), "trainers": own})
         gathered = self._agreement.gather(mine)
         with self._agreement.all_or_none(f"save {filename!r}"):
             if gathered is not None:
@@ -359,7 +360,7 @@ class Strategy(BaseStrategy):
         found: dict[str, Any] = {files.WEIGHTS: self._present_weights()}
         trainers = self._trainers
         if save_optimizer and trainers:
-            states = {name: common_states(one) for name, one in trainers.items()}
+            states = {name: files.common_states(one) for name, one in trainers.items()}
             found[files.OPTIMIZER] = states.get("", states)
         if save_param_scheduler and trainers:
             found[files.SCHEDULERS] = self.scheduler_state_dict()
@@ -383,16 +384,18 @@ class Strategy(BaseStrategy):
         named = unwrapped(self.model).named_parameters(remove_duplicate=False)
         return found | {name: held[p] for name, p in named if p in held}
 
-    def _fit(self, part: str, checkpoint: Mapping[str, Any], filename: str) -> Callable[[], None]:
+    def _fit(self, part: str, checkpoint: Mapping[str, Any], filename: str) -> Steps:
         """Check that a part of a checkpoint can be taken over, and return what does so."""
         content = files.require(checkpoint, part, filename)
-        with readable(f"its {part!r}"):
+        with files.readable(f"its {part!r}"):
             if part == files.OPTIMIZER:
-                return self._fit_optimizer(content, self._share(checkpoint).get("trainers", {}))
+                ranks = checkpoint.get(files.RANKS) or [{}]  # of another number of workers rank 0's counts
+                own = ranks[self.rank if len(ranks) == self.world_size else 0]
+                return self._fit_optimizer(content, own.get("trainers", {}))
             self.check_scheduler_state_dict(content)
-        return lambda: self.load_scheduler_state_dict(content)
+        return [lambda: self.load_scheduler_state_dict(content)]
 
-    def _fit_optimizer(self, states: Any, own: Mapping[str, Any]) -> Callable[[], None]:
+    def _fit_optimizer(self, states: Any, own: Mapping[str, Any]) -> Steps:
         """Check that all Trainers can take their states over, and return what lets them.
 
         Args:
@@ -402,48 +405,32 @@ class Strategy(BaseStrategy):
         trainers = self._trainers
         states = {"": states} if "" in trainers else states
         check_names(states, trainers)
-        fitting = [fit_states(one, states[name], own.get(name, {})) for name, one in trainers.items()]
+        return [files.fit_states(one, states[name], own.get(name, {})) for name, one in trainers.items()]
 
-        def take_over() -> None:
-            for each in fitting:
-                each()
+    def _place_in(self, found: Mapping[str, Any]) -> tuple[int | None, int | None, Any]:
+        """Return a checkpoint's seed, its iteration, and the random numbers of this rank.
 
-        return take_over
-
-    def _own(self, found: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        """Return what a checkpoint has of this rank; None if it was saved by another number of workers."""
-        ranks = found.get(files.RANKS) or []
-        own: Mapping[str, Any] | None = ranks[self.rank] if len(ranks) == self.world_size else None
-        return own
-
-    def _share(self, found: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the same, or rank 0's if it was saved by another number of workers."""
-        ranks = found.get(files.RANKS) or [{}]
-        return self._own(found) or ranks[0]
-
-    def _check_place(self, found: Mapping[str, Any]) -> None:
-        """Raise unless `_resume_randomness` and `_resume_counts` can take this."""
-        meta, own = dict(found.get(files.META, {})), self._own(found)
-        Randomness(meta.get("seed"))
-        int(meta.get("iter", 0))
-        if own is not None:
-            check_rng_state(own["rng"])
+        The last are None of another number of workers. Raises an error of any kind if they make no sense.
+        """
+        meta, ranks = dict(found.get(files.META, {})), found.get(files.RANKS) or []
+        rng = ranks[self.rank]["rng"] if len(ranks) == self.world_size else None
+        if rng is not None:
+            environment.check_rng_state(rng)
+        return environment.check_seed(meta.get("seed")), int(meta["iter"]) if "iter" in meta else None, rng
 
     def _resume_randomness(self, found: Mapping[str, Any]) -> None:
-        seed, own = dict(found.get(files.META, {})).get("seed"), self._own(found)
-        num_saved = len(found.get(files.RANKS) or [])
+        seed, _, rng = self._place_in(found)
+        configured, num_saved = self._randomness["seed"], len(found.get(files.RANKS) or [])
         if seed is not None:
-            if self._randomness.seed not in (None, seed):
+            if configured not in (None, seed):
                 self.logger.warning(
                     "the checkpoint was saved with seed %s, the configuration says %s: that of the checkpoint counts",
                     seed,
-                    self._randomness.seed,
+                    configured,
                 )
-            self._set_randomness(
-                Randomness(seed, self._randomness.diff_rank_seed, self._randomness.deterministic)
-            )
-        if own is not None:
-            set_rng_state(own["rng"], [self.device, *devices_of(self._trainers)])
+            self._set_randomness(**{**self._randomness, "seed": seed})
+        if rng is not None:
+            environment.set_rng_state(rng, self._all_devices())
         elif num_saved:
             self.logger.warning(
                 "the checkpoint was saved by %d workers and %d go on: random numbers begin anew with the seed",
@@ -451,16 +438,16 @@ class Strategy(BaseStrategy):
                 self.world_size,
             )
 
-    def _resume_counts(self, meta: Mapping[str, Any], is_resumed: bool) -> None:
+    def _resume_counts(self, iteration: int | None, is_resumed: bool) -> None:
         """Go on counting where the loop was; a resumed Trainer that accumulates knows its passes itself."""
-        if "iter" not in meta:
+        if iteration is None:
             return
-        self.dispatch_kwargs["cur_iter"] = int(meta["iter"])
+        self.dispatch_kwargs["cur_iter"] = iteration
         trainers = self._trainers
         for trainer in trainers.values():
             knows = is_resumed and trainer.accumulation.done > 0
             if trainer.accumulation.counts > 1 and len(trainers) == 1 and not knows:
-                trainer.set_progress(int(meta["iter"]), self.dispatch_kwargs.get("max_iters"))
+                trainer.set_progress(iteration, self.dispatch_kwargs.get("max_iters"))
 
     def _check_prepared(self, method: str) -> None:
         if not self._prepared:

@@ -14,7 +14,7 @@ from torch import nn
 from kvtrainer.errors import KVStoreError, RoundAbortedError, StateFileError, StateMismatchError
 from kvtrainer.kvstore import KVStoreBase, create
 from kvtrainer.strategy import Strategy, agreement_of
-from kvtrainer.strategy.model import share_weights
+from kvtrainer.strategy.parts import share_weights
 from tests.support.limits import LIMIT
 from tests.support.processes import raised, together
 from tests.support.strategies import SGD, Net, same, steps, weights

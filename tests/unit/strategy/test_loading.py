@@ -121,9 +121,7 @@ class TestReading:
         "name", ["torchvision://resnet50", "open-mmlab://vgg16", "modelzoo://x", "s3://bucket/a.pt"]
     )
     def test_model_zoos_are_refused_by_name(self, make: Make, name: str) -> None:
-        with pytest.raises(
-            ConfigurationError, match=f"checkpoints of {name.partition(':')[0]}:// are not supp"
-        ):
+        with pytest.raises(ConfigurationError, match=name.partition(":")[0]):
             self.load(make, name)
 
     def test_addresses_are_downloaded_once_over_protected_connections_only(

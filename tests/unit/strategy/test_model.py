@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from kvtrainer.errors import ConfigurationError, StateMismatchError
-from kvtrainer.strategy.model import load_weights, take_weights, unwrapped
+from kvtrainer.strategy.parts import load_weights, take_weights, unwrapped
 from tests.support.strategies import SGD, Make, Net, make
 
 __all__ = ["make"]

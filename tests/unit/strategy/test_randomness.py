@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from kvtrainer.errors import ConfigurationError
+from kvtrainer.strategy import Agreement, Strategy
 from kvtrainer.strategy.checkpoint import pack_tree, plain_copy, unpack_tree
-from kvtrainer.strategy.randomness import Randomness, rng_state, set_randomness, set_rng_state
+from kvtrainer.strategy.environment import rng_state, set_rng_state
 from tests.support.strategies import Make, make
 
 __all__ = ["make"]
@@ -29,10 +30,10 @@ def draws() -> list[float]:
     return [random.random(), random.gauss(0, 1), float(np.random.randn()), float(torch.rand(()))]
 
 
-def test_equal_seeds_give_equal_numbers_of_every_source() -> None:
+def test_equal_seeds_give_equal_numbers_of_every_source(make: Make) -> None:
     found = []
     for _ in range(2):
-        set_randomness(Randomness(7), 7, rank=3)
+        make(env_kwargs={"randomness": {"seed": 7}})
         found.append(draws())
     assert found[0] == found[1]
     torch.manual_seed(7)
@@ -40,11 +41,17 @@ def test_equal_seeds_give_equal_numbers_of_every_source() -> None:
     assert [found[0][0], found[0][3]] == [random.random(), float(torch.rand(()))]
 
 
-def test_ranks_differ_only_if_asked() -> None:
-    assert [set_randomness(Randomness(7), 7, rank) for rank in (0, 1)] == [7, 7]
-    other = Randomness(7, diff_rank_seed=True)
-    assert [set_randomness(other, 7, rank) for rank in (0, 1)] == [7, 8]
-    assert set_randomness(Randomness(diff_rank_seed=True), 2**32 - 1, 1) == 0
+def test_ranks_differ_only_if_asked(make: Make) -> None:
+    class Second(Strategy):
+        def _meet(self) -> Agreement:
+            agreement = Agreement()
+            agreement.rank = 1
+            return agreement
+
+    for given, seed in (({"seed": 7}, 7), ({"seed": 7, "diff_rank_seed": True}, 8)):
+        assert make(cls=Second, env_kwargs={"randomness": given}).seed == seed
+    last = {"seed": 2**32 - 1, "diff_rank_seed": True}
+    assert make(cls=Second, env_kwargs={"randomness": last}).seed == 0
 
 
 def test_without_a_seed_one_is_drawn_and_kept(make: Make) -> None:
@@ -77,17 +84,12 @@ def test_deterministic_wins_over_cudnn_benchmark(
         torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.parametrize("seed", [-1, 2**32, 1.5, True, "1"])
-def test_impossible_seeds_are_refused(seed: Any) -> None:
-    with pytest.raises(ConfigurationError, match="seed must be"):
-        Randomness.read({"seed": seed})
-
-
-def test_unknown_options_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match="Did you mean 'seed'"):
-        Randomness.read({"seeds": 3})
-    with pytest.raises(ConfigurationError, match="randomness must be a dict"):
-        Randomness.read(3)  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    "given", [*({"seed": seed} for seed in (-1, 2**32, 1.5, True, "1")), {"seeds": 3}, 3], ids=str
+)
+def test_what_cannot_be_meant_is_refused(make: Make, given: Any) -> None:
+    with pytest.raises(ConfigurationError, match=r"seed must be|'seed'|randomness must be a dict"):
+        make(env_kwargs={"randomness": given})
 
 
 def test_random_numbers_go_on_where_they_were_saved(tmp_path: Any) -> None:

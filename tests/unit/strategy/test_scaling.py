@@ -10,7 +10,7 @@ import torch
 
 from kvtrainer import Trainer, lr_scheduler
 from kvtrainer.errors import ConfigurationError
-from kvtrainer.strategy.trainers import scale_learning_rates
+from kvtrainer.strategy.parts import scale_learning_rates
 from tests.support.strategies import SGD, Make, Net, make
 
 __all__ = ["make"]
@@ -105,7 +105,7 @@ def test_formula_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     [
         ({"enable": True}, 4, "base_batch_size of auto_scale_lr must be"),
         (ON, None, "train_micro_batch_size_per_gpu of dispatch_kwargs"),
-        ({**ON, "base_batch": 3}, 4, "no base_batch"),
+        ({**ON, "base_batch": 3}, 4, "'base_batch'"),
     ],
 )
 def test_what_is_missing_or_unknown_is_named(cfg: Any, micro: Any, match: str) -> None:

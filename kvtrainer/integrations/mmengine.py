@@ -1,4 +1,11 @@
-"""mmengine's strategy over a kvstore: what Strategy does, with mmengine's registries, schedulers, log and hooks."""
+"""mmengine over a kvstore: importing this registers a strategy and an optimizer wrapper with mmengine.
+
+    import kvtrainer.integrations.mmengine
+    runner = FlexibleRunner(model, strategy=dict(type="KVStoreStrategy", kvstore="dist_sync"), ...)
+
+In a configuration file: custom_imports = dict(imports=["kvtrainer.integrations.mmengine"]). Needs the extra
+`kvtrainer[mmengine]`.
+"""
 
 from __future__ import annotations
 
@@ -7,31 +14,46 @@ import datetime
 import inspect
 import os
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
-import mmengine
 import torch
 import torch.distributed as dist
-from mmengine._strategy import BaseStrategy
-from mmengine.dist import infer_launcher
-from mmengine.model import convert_sync_batchnorm, revert_sync_batchnorm
-from mmengine.optim import AmpOptimWrapper, OptimWrapper, OptimWrapperDict
-from mmengine.registry import OPTIM_WRAPPERS, STRATEGIES
-from torch import nn
+from torch import Tensor, nn
 
+from kvtrainer.config import wrapper_arguments
 from kvtrainer.env import read_servers
 from kvtrainer.errors import ArgumentTypeError, ConfigurationError
-from kvtrainer.integrations.mmengine.values import decode_checkpoint, encode_checkpoint, mmengine_globals
-from kvtrainer.integrations.mmengine.wrapper import TrainerOptimWrapper
 from kvtrainer.kvstore.base import KVStoreBase
 from kvtrainer.strategy import Agreement, Strategy, environment
-from kvtrainer.strategy.checkpoint import OPTIMIZER
-from kvtrainer.strategy.model import WITHOUT_WRAPPER, ReviseKeys
-from kvtrainer.strategy.states import pair_schedules
+from kvtrainer.strategy.base import Callback
+from kvtrainer.strategy.checkpoint import OPTIMIZER, pair_schedules
+from kvtrainer.strategy.parts import WITHOUT_WRAPPER, ReviseKeys
+from kvtrainer.strategy.strategy import Steps
 from kvtrainer.trainer import Trainer
 from kvtrainer.trainer_dict import TrainerDict
 
+try:
+    import mmengine
+    from mmengine._strategy import BaseStrategy
+    from mmengine.dist import infer_launcher
+    from mmengine.model import convert_sync_batchnorm, revert_sync_batchnorm
+    from mmengine.optim import AmpOptimWrapper, OptimWrapper, OptimWrapperDict
+    from mmengine.registry import OPTIM_WRAPPERS, STRATEGIES
+
+    from kvtrainer.integrations.mmengine_values import decode_checkpoint, encode_checkpoint, mmengine_globals
+except ImportError as error:
+    raise ImportError(
+        f"kvtrainer.integrations.mmengine needs mmengine ({error}); install it with pip install 'kvtrainer[mmengine]'"
+    ) from error
+
+__all__ = ["KVStoreStrategy", "TrainerOptimWrapper"]
+
+_BASE, _SCALER = "base_param_settings", "loss_scaler"
+_AMP = ("loss_scale", "dtype")
+_LISTS = ("params", "param_names")
 _NOTES = "notes"
 """The part of an optimizer's state with what its wrapper keeps beside the Trainer."""
 _UNKNOWN_TO_MMENGINE = ("kvlaunch", "dmlc", "mpi")
@@ -40,7 +62,173 @@ _LOOSE_PATTERN = [(r"^module.", "")]
 """What mmengine revises names with, which would also cut 'module1.weight' short."""
 _HORIZON = ("end", "total_iters", "total_steps", "T_max", "_schedule_phases")
 """How long a scheduler goes, in its state: the configuration says that."""
-Callback = Callable[[dict[str, Any]], object]
+
+
+@OPTIM_WRAPPERS.register_module()
+class TrainerOptimWrapper(OptimWrapper):  # type: ignore[misc]
+    """Lets mmengine's loops, hooks and schedulers drive a Trainer, wherever its optimizer runs.
+
+    Accumulation, clipping and loss scaling are the Trainer's, over the gradients of all workers; on a CPU too.
+    `scale_loss` leaves a loss as it is, because `backward` divides it.
+
+    Args:
+        optimizer: A Trainer, which has all options already; or the torch optimizer that it is to be made of, whose
+            parameters of equal options are then put into one group.
+        accumulative_counts, clip_grad: as of mmengine's OptimWrapper.
+        loss_scale, dtype: as of its AmpOptimWrapper; without either, there is no mixed precision.
+        model: Where the names of parameters come from.
+        kvstore: of the Trainer.
+        **options: more options of the Trainer, such as compression_params, update_on_kvstore and on_nonfinite.
+
+    Raises:
+        ConfigurationError: an option is wrong, or would not reach a Trainer that is there.
+    """
+
+    def __init__(
+        self,
+        optimizer: Trainer | torch.optim.Optimizer,
+        accumulative_counts: int = 1,
+        clip_grad: Mapping[str, Any] | None = None,
+        *,
+        loss_scale: Any = None,
+        dtype: Any = None,
+        model: nn.Module | None = None,
+        kvstore: str | KVStoreBase | None = "device",
+        **options: Any,
+    ) -> None:
+        given = {"accumulative_counts": accumulative_counts, "clip_grad": clip_grad}
+        given |= {n: v for n, v in zip(_AMP, (loss_scale, dtype), strict=True) if v is not None}
+        if isinstance(optimizer, Trainer):
+            said = [name for name, value in {**given, **options}.items() if value not in (None, 1)]
+            if said:
+                raise ConfigurationError(
+                    f"{', '.join(said)} would have no effect on a Trainer that is there; give it these options itself"
+                )
+            trainer = optimizer
+        elif isinstance(optimizer, torch.optim.Optimizer):
+            merge_groups(optimizer)
+            kind = "AmpOptimWrapper" if any(name in given for name in _AMP) else "OptimWrapper"
+            read = wrapper_arguments(model, {**given, "type": kind, "optimizer": optimizer})
+            trainer = Trainer(**{**read, "kvstore": kvstore, **options})
+        else:
+            raise ArgumentTypeError(
+                f"optimizer must be a Trainer or a torch optimizer, got {type(optimizer).__name__}"
+            )
+        super().__init__(trainer, accumulative_counts=trainer.accumulation.counts)
+        self.optimizer: Trainer
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Run a backward pass; the loss is divided and scaled as the options say. Takes no other arguments."""
+        if kwargs:
+            raise ConfigurationError(
+                f"backward() of a Trainer does not take {', '.join(map(repr, kwargs))}; call loss.backward() yourself, "
+                "without accumulation and mixed precision"
+            )
+        self.optimizer.backward(loss)
+        self._inner_count = self.optimizer.accumulation.done
+
+    def step(self, **kwargs: Any) -> None:
+        """Reduce the gradients and update; the norm before clipping is logged as train/grad_norm."""
+        self.optimizer.step(**kwargs)
+        last = self.optimizer.last
+        if last is not None and last.grad_norm is not None:
+            self.message_hub.update_scalar("train/grad_norm", float(last.grad_norm))
+
+    @contextmanager
+    def optim_context(self, model: nn.Module) -> Iterator[None]:
+        """Open the context for the forward pass. Nothing travels before `step`, so there is nothing to hold back."""
+        with self.optimizer.context():
+            yield
+
+    def initialize_count_status(self, model: nn.Module, init_counts: int, max_counts: int) -> None:
+        """Say how many backward passes were made before, and how many there will be in all."""
+        self.optimizer.set_progress(init_counts, max_counts)
+        super().initialize_count_status(model, init_counts, max_counts)
+
+    def should_update(self) -> bool:
+        """Tell if the next `step` ends in an update."""
+        return self.optimizer.accumulation.is_boundary
+
+    def should_sync(self) -> bool:
+        """Tell if the backward pass that comes next is the last one before an update."""
+        count, total = self.optimizer.accumulation.done + 1, self.optimizer.accumulation.total
+        return count % self.optimizer.accumulation.counts == 0 or count == total
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """Return the loss as it is: `backward` divides it."""
+        return loss
+
+    @property
+    def inner_count(self) -> int:
+        """How many backward passes were made."""
+        return self.optimizer.accumulation.done
+
+    def state_dict(self) -> dict[str, Any]:
+        """Options and optimizer state, wherever it is kept, with the loss scale; blocks while state is fetched.
+
+        Any one worker may call it between its steps. Parameters that were never updated have no state, as in torch.
+        """
+        state: dict[str, Any] = super().state_dict()
+        state["state"] = {at: one for at, one in state["state"].items() if float(one.get("step", 1)) > 0}
+        if self.optimizer.loss_scaler is not None:
+            state[_SCALER] = self.optimizer.loss_scaler.state_dict()
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` gave, or that of mmengine's wrapper of an optimizer of the same kind and groups.
+
+        Call it on every worker.
+        """
+        given, notes = dict(state_dict), self.notes()
+        scale = given.pop(_SCALER, None)
+        if scale and self.optimizer.loss_scaler is not None:
+            self.optimizer.loss_scaler.load_state_dict(scale)
+        super().load_state_dict(given)
+        self._keep_marks(notes["groups"])
+
+    def notes(self) -> dict[str, Any]:
+        """Return what schedulers keep beside a Trainer's options: base settings, and marks in the groups."""
+        groups = [{n: v for n, v in g.items() if n not in _LISTS} for g in self.optimizer.param_groups]
+        base = None if self.base_param_settings is None else dict(self.base_param_settings)
+        return {"groups": groups, _BASE: base}
+
+    def take_notes(self, notes: Mapping[str, Any]) -> None:
+        """Take over what `notes` gave, once the Trainer has its options."""
+        present = self.base_param_settings
+        if present is not None:
+            for name, value in (notes.get(_BASE) or {}).items():  # a checkpoint has lists for tuples
+                present[name] = tuple(value) if isinstance(present.get(name), tuple) else value
+        self._keep_marks(notes.get("groups", ()))
+
+    def follow_defaults(self) -> None:
+        """Let the base settings begin anew with the Trainer's present defaults, as after scaling its learning rate."""
+        if self.base_param_settings is not None:
+            self.base_param_settings.update(self.optimizer.defaults)
+
+    def _keep_marks(self, groups: Any) -> None:
+        """Entries of the groups that the Trainer does not know, and so does not keep."""
+        for group, marks in zip(self.optimizer.param_groups, groups, strict=False):
+            for name, value in marks.items():
+                group.setdefault(name, value)
+
+
+def merge_groups(optimizer: torch.optim.Optimizer) -> None:
+    """Put parameters of equal options into one group each, in the order of their first ones, in place.
+
+    mmengine makes a group of every parameter, and the update of many small groups takes several times as long. An
+    optimizer that has state already stays as it is.
+    """
+    if optimizer.state or any("param_names" in group for group in optimizer.param_groups):
+        return
+    merged: list[dict[str, Any]] = []
+    for group in optimizer.param_groups:
+        for one in merged:
+            if {**one, "params": None} == {**group, "params": None}:
+                one["params"] = [*one["params"], *group["params"]]
+                break
+        else:
+            merged.append(group)
+    optimizer.param_groups[:] = merged
 
 
 @STRATEGIES.register_module()
@@ -242,20 +430,14 @@ class KVStoreStrategy(Strategy, BaseStrategy):  # type: ignore[misc]
 
         super().save_checkpoint(filename, callback=encode, **options)
 
-    def _fit_optimizer(self, states: Any, own: Mapping[str, Any]) -> Callable[[], None]:
-        wrappers = self._optim_wrappers
-        if not any("param_groups" in _part(states, name) for name in wrappers):
-            take_over = super()._fit_optimizer(states, own)
-
-            def take_all() -> None:
-                take_over()
-                for name, wrapper in wrappers.items():
-                    wrapper.take_notes(_part(states, name).get(_NOTES, {}))
-
-            return take_all
-        for name, wrapper in wrappers.items():  # the states of mmengine's own wrappers
-            wrapper.optimizer.check_state_dict(_part(states, name))
-        return lambda: self.optim_wrapper.load_state_dict(dict(states))
+    def _fit_optimizer(self, states: Any, own: Mapping[str, Any]) -> Steps:
+        parts = [(wrapper, _part(states, name)) for name, wrapper in self._optim_wrappers.items()]
+        if not any("param_groups" in part for _, part in parts):
+            notes = [partial(wrapper.take_notes, part.get(_NOTES, {})) for wrapper, part in parts]
+            return [*super()._fit_optimizer(states, own), *notes]
+        for wrapper, part in parts:  # the states of mmengine's own wrappers
+            wrapper.optimizer.check_state_dict(part)
+        return [lambda: self.optim_wrapper.load_state_dict(dict(states))]
 
     @property
     def _optim_wrappers(self) -> dict[str, TrainerOptimWrapper]:

@@ -1,0 +1,289 @@
+"""The parts of a run: a model's weights, inside of its wrappers; Trainers by a configuration, and their learning rates.
+
+    lr ← lr · (workers · batch of one worker · its replicas [· accumulated passes]) / base batch size
+
+Goyal et al.: Accurate, Large Minibatch SGD, 2017, section 2.1.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from kvstore_server import check
+from kvtrainer.config.optimizers import construct, instance_arguments, read_wrapper
+from kvtrainer.errors import ArgumentTypeError, ConfigurationError, StateMismatchError
+from kvtrainer.kvstore.base import KVStoreBase
+from kvtrainer.parallel import DataParallel
+from kvtrainer.strategy.agreement import Agreement
+from kvtrainer.strategy.checkpoint import pack_tree, unpack_tree
+from kvtrainer.trainer import Trainer
+from kvtrainer.trainer_dict import TrainerDict
+
+ReviseKeys = Sequence[tuple[str, str]]
+WITHOUT_WRAPPER: ReviseKeys = ((r"^module\.", ""),)
+"""Takes away what DistributedDataParallel puts before every name."""
+_INSIDE = ("_orig_mod", "module")
+"""Names under which wrappers keep the model: torch.compile, and DistributedDataParallel and its like."""
+_LR_NOTES = ("lr", "initial_lr", "max_lr", "min_lr", "swa_lr")
+
+
+class ScheduledTooEarlyError(ConfigurationError, RuntimeError):
+    """The learning rate is to be scaled after schedules have begun with it."""
+
+
+class LoadReport(NamedTuple):
+    """Names that a model and a checkpoint do not have in common."""
+
+    missing: list[str]
+    """In the model only: these have the values that they had before."""
+    unexpected: list[str]
+    """In the checkpoint only."""
+    mismatched: list[str]
+    """In both, with other shapes, or no tensor in the checkpoint; they were not loaded. Each says which."""
+
+    def __bool__(self) -> bool:
+        return bool(self.missing or self.unexpected or self.mismatched)
+
+    def __str__(self) -> str:
+        parts = zip(("missing", "unexpected", "of another shape"), self, strict=True)
+        return "; ".join(f"{what}: {', '.join(names)}" for what, names in parts if names) or "everything fits"
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Return the model inside of wrappers; of replicas the first."""
+    *_, inner = _wrappers(model)
+    return inner
+
+
+def trained(model: nn.Module) -> nn.Module:
+    """Return what a Trainer is given of a model: all its replicas, else what is inside of wrappers."""
+    return next((one for one in _wrappers(model) if isinstance(one, DataParallel)), unwrapped(model))
+
+
+def _wrappers(model: nn.Module) -> Iterator[nn.Module]:
+    """Iterate over a model, what is inside of it if that is all that it has, and so on."""
+    inner: nn.Module | None = model
+    while inner is not None:
+        yield inner
+        is_bare = len(inner._modules) == 1 and not inner._parameters and not inner._buffers
+        parts = inner._modules if is_bare else {}
+        inner = next((part for name, part in parts.items() if name in _INSIDE), None)
+
+
+def take_weights(model: nn.Module) -> dict[str, Any]:
+    """Return the weights and buffers of a model, by name, on the CPU."""
+    state = unwrapped(model).state_dict()
+    return {name: v.detach().cpu() if isinstance(v, Tensor) else v for name, v in state.items()}
+
+
+def load_weights(
+    model: nn.Module,
+    state_dict: Mapping[str, Any],
+    strict: bool = False,
+    revise_keys: ReviseKeys = WITHOUT_WRAPPER,
+) -> LoadReport:
+    """Load weights into a model, what fits of them; a report of the rest.
+
+    Args:
+        strict: Raise if anything does not fit.
+        revise_keys: Pairs of a regular expression and its replacement, applied to every name in order.
+
+    Raises:
+        StateMismatchError: `strict`, and something does not fit; nothing has been loaded then.
+        ConfigurationError: two names of the checkpoint become the same one, or a pattern is malformed.
+    """
+    given = _revised(state_dict, revise_keys)
+    inner = unwrapped(model)
+    own = inner.state_dict()
+    mismatched = {
+        name: f"{name} ({_shape(value)} in the checkpoint, {_shape(own[name])} in the model)"
+        for name, value in given.items()
+        if isinstance(own.get(name), Tensor)
+        and not (
+            isinstance(value, Tensor) and (nn.parameter.is_lazy(own[name]) or own[name].shape == value.shape)
+        )
+    }
+    report = LoadReport(
+        [name for name in own if name not in given],
+        [name for name in given if name not in own],
+        list(mismatched.values()),
+    )
+    if strict and report:
+        raise StateMismatchError(
+            f"the checkpoint does not fit the model, which is unchanged: {report}. Load it with strict=False to take "
+            "what fits"
+        )
+    inner.load_state_dict({name: v for name, v in given.items() if name not in mismatched}, strict=False)
+    for wrapper in _wrappers(model):
+        if isinstance(wrapper, DataParallel):
+            wrapper.broadcast()
+    return report
+
+
+@torch.no_grad()
+def share_weights(model: nn.Module, agreement: Agreement) -> None:
+    """Give every worker rank 0's weights and buffers, where they differ; collective."""
+    if agreement.size == 1:
+        return
+    state = unwrapped(model).state_dict()
+    # What has no values yet gets them at the first step.
+    mine = pack_tree(
+        {n: v for n, v in state.items() if isinstance(v, Tensor) and not nn.parameter.is_lazy(v)}
+    )
+    # Weights that were drawn with the same seed need not travel.
+    if len(set(agreement.all_gather(hashlib.sha256(mine).digest()))) == 1:
+        return
+    found = unpack_tree(agreement.broadcast(mine))
+    with agreement.all_or_none("take over the weights of rank 0"):
+        if agreement.rank != 0:
+            load_weights(model, {**state, **found}, strict=True, revise_keys=())
+
+
+def _shape(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return f"a {type(value).__name__}"
+    return "no shape yet" if nn.parameter.is_lazy(value) else str(list(value.shape))
+
+
+def _revised(state_dict: Mapping[str, Any], revise_keys: ReviseKeys) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    origin: dict[str, str] = {}
+    for name, value in state_dict.items():
+        revised = name
+        try:
+            for pattern, replacement in revise_keys:
+                revised = re.sub(pattern, replacement, revised)
+        except (re.error, TypeError, ValueError) as error:
+            raise ConfigurationError(
+                f"revise_keys must be pairs of a pattern and a replacement, got {revise_keys!r:.200} ({error})"
+            ) from error
+        if revised in found:
+            raise ConfigurationError(
+                f"revise_keys makes {revised!r} out of both {origin[revised]!r} and {name!r}; give other patterns"
+            )
+        found[revised], origin[revised] = value, name
+    return found
+
+
+def build_trainers(
+    cfg: Any, model: nn.Module | None, kvstore: str | KVStoreBase | None
+) -> Trainer | TrainerDict:
+    """Build a Trainer over a store, or several by name.
+
+    Args:
+        cfg: A Trainer or TrainerDict, which is returned; a torch optimizer; a dict with `optimizer` (a torch
+            optimizer, or a dict with `type`) or `constructor`, and options of the Trainer, of which
+            `paramwise_cfg`, `accumulative_counts` and, with type='AmpOptimWrapper', `loss_scale` and `dtype`
+            have mmengine's names; or a dict of such things by name. There a dict is for the part of the model that
+            has this name.
+
+    Raises:
+        ConfigurationError, ArgumentTypeError: `cfg` is something else, or lacks something.
+    """
+    if isinstance(cfg, Trainer | TrainerDict):
+        return cfg
+    if isinstance(cfg, torch.optim.Optimizer):
+        return build_trainers({"optimizer": cfg}, model, kvstore)
+    if not isinstance(cfg, Mapping):
+        raise ArgumentTypeError(
+            f"optimizer wrapper should be a Trainer, a torch optimizer or a dict, but got {cfg!r:.200}"
+        )
+    if cfg.get("optimizer") is None and "constructor" not in cfg:
+        return TrainerDict(**{str(name): _build_part(name, cfg[name], model, kvstore) for name in cfg})
+    wrapper = read_wrapper({**cfg, "type": None} if cfg.get("type") is Trainer else cfg)
+    if model is None and isinstance(wrapper.optimizer, Mapping):
+        raise ConfigurationError("an optimizer that is described by a dict needs the model that it trains")
+    make: Callable[..., Trainer] = wrapper.kind or Trainer
+    whole = None if model is None else trained(model)
+
+    def over(optimizer: torch.optim.Optimizer) -> Trainer:
+        if isinstance(optimizer, Trainer):
+            return optimizer
+        return make(**{"kvstore": kvstore, **instance_arguments(whole, optimizer), **wrapper.options})
+
+    if wrapper.constructor is None or not isinstance(wrapper.optimizer, Mapping):
+        return make(**{"kvstore": kvstore, **wrapper.arguments(whole)})
+    assert model is not None
+    made = construct(wrapper.constructor, wrapper.optimizer, wrapper.paramwise, unwrapped(model))
+    if not isinstance(made, Mapping):
+        return over(made)
+    return made if isinstance(made, TrainerDict) else TrainerDict(**{str(n): over(made[n]) for n in made})
+
+
+def _build_part(name: str, cfg: Any, model: nn.Module | None, kvstore: str | KVStoreBase | None) -> Trainer:
+    """Build one of several Trainers; a configuration is for the part of the model that has its name."""
+    if isinstance(cfg, Mapping) and cfg.get("optimizer") is not None:
+        parts = {} if model is None else unwrapped(model)._modules
+        if model is not None and parts.get(name) is None:
+            raise ConfigurationError(
+                f"there is an optimizer for {name!r}, but the model has no part of that name; it has "
+                f"{', '.join(parts) or 'none'}. Name the optimizers after the parts that they train, or give a "
+                "constructor"
+            )
+        model = parts.get(name)
+    elif not isinstance(cfg, torch.optim.Optimizer):
+        raise ConfigurationError(
+            'each item must be an optimizer object when "type" and "constructor" are not in optimizer, but got '
+            f"{name}={cfg!r:.200}. One optimizer is given as dict(optimizer=dict(type='SGD', lr=0.1))"
+        )
+    built = build_trainers(cfg, model, kvstore)
+    if not isinstance(built, Trainer):
+        raise ConfigurationError(f"the constructor of the optimizer {name!r} made several, where one belongs")
+    return built
+
+
+def scale_learning_rates(
+    cfg: Mapping[str, Any] | None,
+    trainers: Mapping[str, Trainer],
+    micro_batch: int | None,
+    num_workers: int,
+    log: logging.Logger,
+) -> float:
+    """Scale the learning rates of all groups and what they are based on; return the factor.
+
+    Args:
+        cfg: `enable` (False), `base_batch_size`, and `count_accumulation` (False): whether the passes that make one
+            update count as well. None: nothing is scaled.
+        micro_batch: Samples in a batch of one worker, or of one device where it has replicas.
+
+    Raises:
+        ConfigurationError: an option is missing or impossible.
+        RuntimeError: a schedule has taken the learning rate already. (Also a ConfigurationError.)
+    """
+    check.known("auto_scale_lr", cfg or {}, ("enable", "base_batch_size", "count_accumulation"))
+    if not cfg or not cfg.get("enable", False):
+        return 1.0
+    base = check.integer("base_batch_size of auto_scale_lr", cfg.get("base_batch_size"), 1)
+    needed = "train_micro_batch_size_per_gpu of dispatch_kwargs, which auto_scale_lr needs,"
+    micro = check.integer(needed, micro_batch, 1)
+    if any(trainer.schedules for trainer in trainers.values()):
+        raise ScheduledTooEarlyError(
+            "schedules took their base from the learning rate before it was scaled; build them after it, by "
+            "prepare(param_scheduler=...)"
+        )
+    factor, scaled = 1.0, set[int]()
+    for name, trainer in trainers.items():
+        replicas = trainer.num_replicas
+        passes = trainer.accumulation.counts if cfg.get("count_accumulation", False) else 1
+        real = num_workers * micro * replicas * passes
+        factor = real / base
+        parts = f"{num_workers} workers · {micro}" + (f" · {replicas} replicas" if replicas > 1 else "")
+        parts += f" · {passes} accumulated" if passes > 1 else ""
+        of = name and f" of {name}"
+        log.info("learning rate%s · %g: batch size %s = %d, base %d", of, factor, parts, real, base)
+        for options in (*trainer.param_groups, trainer.defaults):
+            for note in _LR_NOTES:
+                if isinstance(options.get(note), int | float | Tensor):
+                    options[note] = options[note] * factor
+        scheduler: Any = trainer.optimizer.lr_scheduler
+        if hasattr(scheduler, "base_lr") and id(scheduler) not in scaled:  # Trainers may share one
+            scaled.add(id(scheduler))
+            scheduler.base_lr *= factor  # a function that decides alone refuses that
+    return factor
