@@ -37,8 +37,7 @@ from kvstore_server.protocol import messages as m
 from kvstore_server.server import Server, ServerOptions
 from kvstore_server.tcp import routing_id
 from kvtrainer.comm.connection import Connection
-from kvtrainer.comm.session import Session
-from kvtrainer.comm.transport import SessionOptions
+from kvtrainer.comm.session import Session, SessionOptions
 from kvtrainer.env import (
     CONNECT_TIMEOUT,
     DEAD_AFTER,

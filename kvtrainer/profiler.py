@@ -20,7 +20,7 @@ from kvstore_server.engine import MAX_WORKERS
 from kvstore_server.errors import ConfigurationError
 from kvstore_server.tracing import CALLS, CATEGORIES, ROUND_LANE, ROUNDS, Recording, Trace, chrome_trace
 from kvtrainer.comm.client import Client
-from kvtrainer.comm.tracing import lane_name
+from kvtrainer.comm.session import lane_name
 from kvtrainer.errors import TraceFileError, file_error
 
 WORKER, SERVER = "worker", "server"

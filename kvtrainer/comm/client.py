@@ -13,10 +13,8 @@ from kvstore_server.protocol.buffers import KEYS_PER_MESSAGE, MAX_PAYLOAD
 from kvstore_server.protocol.control import pack_control
 from kvstore_server.tracing import Event, Trace, events_of
 from kvtrainer.comm.round import Rounds
-from kvtrainer.comm.session import Session
+from kvtrainer.comm.session import Session, SessionOptions, SessionTrace, Transport
 from kvtrainer.comm.tables import RemoteTable
-from kvtrainer.comm.tracing import SessionTrace
-from kvtrainer.comm.transport import SessionOptions, Transport
 
 _REGISTERED_TOGETHER = 64
 """Requests under way at once: more would only wait in the queues."""

@@ -6,24 +6,22 @@ DataLoader's worker, say) must leave it alone: sending is refused there, and clo
 
 from __future__ import annotations
 
+import heapq
 import os
 import threading
 import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 import zmq
-from torch import Tensor
 
 from kvstore_server.errors import KVStoreError
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.buffers import MAX_FRAME, SENT_ALONE
 from kvstore_server.protocol.frames import decode_reply, encode_request
 from kvstore_server.tcp import prepare, routing_id
-from kvtrainer.comm.send_queue import SendQueue
 
 HEARTBEAT_INTERVAL = 1.0
 """Seconds between two signs of life to every server."""
@@ -53,7 +51,9 @@ class Connection:
             for address, (own, _) in zip(addresses, self._ids, strict=True)
         ]
         self._may_queue = water_mark > 0
-        self._queues = [SendQueue(self._may_queue, partial(_send, socket)) for socket in self._sockets]
+        self._queues: list[list[tuple[int, int, list[Any]]]] = [[] for _ in addresses]
+        """For each server a heap of (-priority, number, frames) of what waits for its turn."""
+        self._num_sent = 0
         self._index = {socket: server for server, socket in enumerate(self._sockets)}
         self._poller = zmq.Poller()
         for socket in self._sockets:
@@ -72,53 +72,59 @@ class Connection:
             )
         frames = encode_request(request)
         body = request.body
-        if isinstance(body, m.Contribute) and len(body.payloads) == 1 and _is_large(body.payloads[0]):
+        if isinstance(body, m.Contribute) and len(body.payloads) == 1 and len(frames[-1]) >= SENT_ALONE:
             frames = [zmq.Frame(frame, copy=frame is not frames[-1]) for frame in frames]
-        self._queues[server].put(frames, priority)
+        self._num_sent += 1
+        heapq.heappush(self._queues[server], (-priority, self._num_sent, frames))
+        self._flush(server)
+
+    def _flush(self, server: int) -> None:
+        """Hand a server's socket what it takes now, the most urgent messages first."""
+        queue = self._queues[server]
+        while queue:
+            frames = queue[0][2]
+            try:
+                # What is no frame yet is small.
+                self._sockets[server].send_multipart(
+                    frames, zmq.NOBLOCK, copy=not isinstance(frames[0], zmq.Frame)
+                )
+            except zmq.Again:
+                return
+            heapq.heappop(queue)
 
     def receive(self, timeout: float) -> tuple[int, m.Reply] | None:
         if not self._is_usable():
             return None
-        got = self._take_ready()
-        if got is not None:
-            return got
         deadline = time.monotonic() + timeout
-        while got is None:
-            pause = max(0, int(1000 * (deadline - time.monotonic())))
+        while True:
+            # From the sockets that had some, in turn, so that no server is starved.
+            while self._ready:
+                server = self._ready[0]
+                try:
+                    frames = self._sockets[server].recv_multipart(zmq.NOBLOCK, copy=False)
+                except zmq.Again:
+                    self._ready.popleft()
+                    continue
+                self._ready.rotate(-1)
+                self._answered.add(server)
+                return server, decode_reply(frames)
             # Only what a new poll reports is ready: after the last look every socket was empty.
-            self._ready.extend(self._poll(pause))
-            got = self._take_ready()
-            if got is None and time.monotonic() >= deadline:
+            pause = deadline - time.monotonic()
+            self._poll(max(0, int(1000 * pause)))
+            if not self._ready and pause <= 0:
                 return None
-        return got
 
-    def _poll(self, timeout_ms: int) -> list[int]:
-        """The servers that have sent something; meanwhile what queues for them goes out."""
+    def _poll(self, timeout_ms: int) -> None:
+        """Note which servers have sent something; meanwhile what queues for them goes out."""
         if self._may_queue:
             for socket, queue in zip(self._sockets, self._queues, strict=True):
                 self._poller.modify(socket, zmq.POLLIN | (zmq.POLLOUT if queue else 0))
-        found = []
         for socket, event in self._poller.poll(timeout_ms):
             server = self._index[socket]
             if event & zmq.POLLOUT:
-                self._queues[server].flush()
+                self._flush(server)
             if event & zmq.POLLIN:
-                found.append(server)
-        return found
-
-    def _take_ready(self) -> tuple[int, m.Reply] | None:
-        """Take one reply from the sockets that had some, in turn, so that no server is starved."""
-        while self._ready:
-            server = self._ready[0]
-            try:
-                frames = self._sockets[server].recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
-                self._ready.popleft()
-                continue
-            self._ready.rotate(-1)
-            self._answered.add(server)
-            return server, decode_reply(frames)
-        return None
+                self._ready.append(server)
 
     def describe(self, server: int) -> str:
         return f"server {server} ({self._addresses[server]})"
@@ -151,7 +157,7 @@ class Connection:
         deadline = time.monotonic() + _LINGER_MS / 1000
         while self._queues[server] and time.monotonic() < deadline:
             if self._sockets[server].poll(100, zmq.POLLOUT):
-                self._queues[server].flush()
+                self._flush(server)
 
     def _is_usable(self) -> bool:
         return not self._is_closed and os.getpid() == self._pid
@@ -195,16 +201,6 @@ class _Heartbeats:
                 socket.close(linger=0)
 
 
-def _send(socket: Any, frames: Any) -> bool:
-    """Hand a message to a socket, unless it has as many as it takes."""
-    try:
-        # What is no frame yet is small.
-        socket.send_multipart(frames, zmq.NOBLOCK, copy=not isinstance(frames[0], zmq.Frame))
-    except zmq.Again:
-        return False
-    return True
-
-
 def _dealer(context: Any, address: str, own: bytes, sent: int = 0, received: int = 0) -> Any:
     """A connected socket of that routing id, which queues up to so many messages each way; 0 means any number."""
     socket = context.socket(zmq.DEALER)
@@ -217,7 +213,3 @@ def _dealer(context: Any, address: str, own: bytes, sent: int = 0, received: int
     prepare(socket, address)
     socket.connect(address)
     return socket
-
-
-def _is_large(payload: m.Payload) -> bool:
-    return isinstance(payload, Tensor) and payload.nbytes >= SENT_ALONE

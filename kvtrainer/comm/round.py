@@ -7,31 +7,24 @@ worker. If it fails on one server, this worker gives it up on all of them.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kvstore_server.errors import (
-    DeadlineError,
-    KVStoreError,
-    ProtocolError,
-    RoundAbortedError,
-    describe,
-    from_wire,
-)
+from kvstore_server.errors import KVStoreError, ProtocolError, RoundAbortedError, describe, from_wire
 from kvstore_server.norms import Decision, Guard, Measured, combine
-from kvstore_server.plan import Slice
+from kvstore_server.plan import Slice, row_numel
 from kvstore_server.protocol import messages as m
-from kvstore_server.protocol.buffers import SENT_ALONE, groups, located
+from kvstore_server.protocol.buffers import KEYS_PER_MESSAGE, SENT_ALONE, groups, payload_bytes
 from kvstore_server.reduction import RowSet, torch_dtype
 from kvstore_server.rounds import Ints
 from kvstore_server.rows import PACKED_ROWS, decode_rows, encode_rows, split_rows
-from kvtrainer.comm.row_pulls import RowsWanted, pull_rows
 from kvtrainer.comm.session import Session
 from kvtrainer.comm.tables import RemoteTable, Tables
 
@@ -45,66 +38,80 @@ Source = Callable[[int, int], Tensor]
 
 GIVE_UP_TIMEOUT = 5.0
 """Seconds to wait for servers to confirm that a round was given up."""
+IDS_PER_MESSAGE = 240_000
+"""Ids of rows, of 4 bytes each; with what else is in it, the message fits a frame."""
+_BYTES_PER_ANSWER = 64 << 20
+"""Values of rows: a server gathers all that one message asks for at once."""
 _TOGETHER = 1024
 """So many tables have their slices and commits in messages of their own, so that the servers begin with the first ones
 while this worker still sends the last."""
 _LAYOUTS_KEPT = 16
 
 
-class RoundItem(NamedTuple):
-    """One table's part in a round.
+class Contribution(NamedTuple):
+    """One worker's part in a round of some tables.
 
     Args:
-        table: Which table.
-        values: What this rank contributes; None contributes nothing but takes part.
-        out: Where the new weights are written; None means that they are not wanted.
-        rescale: Factor of the contribution; None means the optimizer's own. The same for all items of a round.
-        absent: Keys (by index) that are left out; a slice of which all keys are absent is not sent.
+        tables: The tables, in any order.
+        values: The values that this rank gives to each table; None gives nothing but takes part.
+        outs: Where the new weights of each table are written; None means that they are not wanted.
+        rescale: Factor of the contribution; None means the optimizer's own.
+        hyper: The hyper-parameters that go with the commits; empty when nothing changed.
+        absent: Keys (by index) of every table that are left out; a slice of which all keys are absent is not sent.
+        rows: (position of the table, key by index) → rows of it, of which this rank has only those; `values` do not
+            count there.
+        sources: Row-sparse key (by index) → its values, in the first round or with `assign`.
         veto: The values are not finite: they are not sent, and the round changes nothing for anybody.
         assign: The lowest rank's values replace the weights; every rank must say so.
         joined: This rank has no more data: it gives nothing, until all ranks have said so.
-        rows: Key (by index) → rows of it, of which this rank has only those; `values` do not count there.
-        tables: Row-sparse key (by index) → its values, in the first round or with `assign`.
-        is_kept: `out` still holds what the table's last item with this mark left there: rows that have not changed
+        is_kept: `outs` still hold what the tables' last round with this mark left there: rows that have not changed
             since then need not come again.
-        guard: The sum is measured, and decided about, before it is used; every rank must want that. The same for all
-            items of a round.
+        guard: The sum is measured, and decided about, before it is used; every rank must want that.
+        priority: Where messages have to queue, those of a higher one go first.
     """
 
-    table: RemoteTable
-    values: Arenas | None
-    out: Arenas | None
+    tables: Sequence[RemoteTable]
+    values: Sequence[Arenas] | None
+    outs: Sequence[Arenas] | None
     rescale: float | None = None
+    hyper: bytes = b""
     absent: frozenset[int] = frozenset()
+    rows: Mapping[tuple[int, int], RowSet] = {}
+    sources: Mapping[int, Source] = {}
     veto: bool = False
     assign: bool = False
-    rows: Mapping[int, RowSet] | None = None
     joined: bool = False
-    tables: Mapping[int, Source] | None = None
     is_kept: bool = False
     guard: Guard | None = None
+    priority: int = 0
 
     @property
     def gives_nothing(self) -> bool:
         return self.values is None or self.veto or self.joined
 
-    def gives(self, piece: Slice) -> bool:
-        """Whether this rank gives a slice, of an item that gives something."""
-        plan = self.table.plan
-        if not plan.is_resident(piece) and piece.segments[0].key not in {
-            *(self.rows or ()),
-            *(self.tables or ()),
-        }:
+    def gives(self, table: int, piece: Slice) -> bool:
+        """Whether this rank gives a slice of a table (by position), of which it gives something."""
+        first = piece.segments[0].key
+        is_here = (table, first) in self.rows or first in self.sources
+        if not is_here and not self.tables[table].plan.is_resident(piece):
             return False
         return not self.absent or any(segment.key not in self.absent for segment in piece.segments)
 
-    @property
-    def gives_all(self) -> bool:
-        """Whether this rank gives all slices."""
-        return not self.absent and not self.table.plan.has_row_sparse
+    def of(self, positions: Sequence[int]) -> Contribution:
+        """The part in a round of some of the tables, which have no rows."""
+        return self._replace(
+            tables=[self.tables[at] for at in positions],
+            values=None if self.values is None else [self.values[at] for at in positions],
+            outs=None if self.outs is None else [self.outs[at] for at in positions],
+        )
 
 
-class Encoded(NamedTuple):
+RowsWanted = tuple[RemoteTable, int, Tensor]
+"""Some rows of one key: its table, its index in the plan, and ids (int64, distinct and ascending). Its slices hold
+whole rows."""
+
+
+class _Encoded(NamedTuple):
     """A slice as it is sent."""
 
     form: bytes
@@ -112,89 +119,133 @@ class Encoded(NamedTuple):
     data: Tensor
 
 
-class _Place:
-    """Where the slices of some tables lie on one server, in the order of their slots, and in memory of this worker.
+_Batch = tuple[Ints, list[tuple[int, int]]]
+"""Slices that go in one message, by position; and where in the layout's memory they lie, if all are gathered there."""
 
-    Large slices are sent from and written to where they are; all others are gathered in one piece of memory.
+
+class _Layout:
+    """The slices of some tables on one server, in the order of their slots, and where they lie in memory here.
+
+    It is made once for calls of the same tables. Large slices are sent from and written to where they are; all others
+    are gathered in one piece of memory.
+
+    Args:
+        tables: Tables, of which some may have no slices on the server.
+        first: The position of the first one in the round.
     """
 
-    def __init__(self, server: int, tables: Sequence[RemoteTable], book: Tables) -> None:
+    def __init__(self, server: int, tables: Sequence[RemoteTable], first: int, book: Tables) -> None:
         self.server = server
         index = np.array([table.index for table in tables], np.int64)
-        here = np.flatnonzero(book.number[server, index] >= 0)
-        self.at = here[np.argsort(book.number[server, index[here]])]
+        numbers = book.number[server, index]
+        here = np.flatnonzero(numbers >= 0)
+        here = here[np.argsort(numbers[here])]
+        self.at: list[int] = (first + here).tolist()
         """The position in the round of each table that is here."""
-        self.index = index[self.at]
-        self.numbers = book.number[server, self.index]
-        by_table = [tables[at].plan.slices_of(server) for at in self.at.tolist()]
+        self.tables = [tables[at] for at in here.tolist()]
+        self.index = index[here]
+        self.position = {number: at for at, number in enumerate(numbers[here].tolist())}
+        """Number of the table on the server → its position here."""
+        by_table = [table.plan.slices_of(server) for table in self.tables]
         self.pieces = [piece for pieces in by_table for piece in pieces]
-        counts = np.array([len(pieces) for pieces in by_table], np.int64)
-        self.table = np.repeat(np.arange(len(by_table)), counts)
-        """The table of each slot, by its position in `at`."""
-        starts = np.cumsum(counts) - counts
-        self.slots = np.arange(len(self.pieces)) + np.repeat(book.slot[server, self.index] - starts, counts)
-        plans = [tables[at].plan for at in self.at.tolist()]
-        pairs = [(plan, piece) for plan, pieces in zip(plans, by_table, strict=True) for piece in pieces]
-        self.resident = np.array([plan.is_resident(piece) for plan, piece in pairs], np.bool_)
-        self.nbytes = np.array([p.length * torch_dtype(p.dtype).itemsize for p in self.pieces], np.int64)
-        self.is_gathered = (self.nbytes < SENT_ALONE) & self.resident
-        sizes = np.where(self.is_gathered, self.nbytes, 0)
-        self.begin = np.cumsum(sizes) - sizes
-        """Where a gathered slice begins in memory."""
-        self.size = int(sizes.sum())
-        self._free: list[_Memory] = []
-
-    def take_memory(self) -> _Memory:
-        """Memory that nobody uses."""
-        return self._free.pop() if self._free else _Memory(self)
-
-    def give_back(self, memory: _Memory) -> None:
+        self.table = [at for at, pieces in enumerate(by_table) for _ in pieces]
+        """The position of each slice's table."""
+        self.is_resident = bytes(
+            [t.plan.is_resident(p) for t, pieces in zip(self.tables, by_table, strict=True) for p in pieces]
+        )
+        self.resident = [at for at, is_resident in enumerate(self.is_resident) if is_resident]
+        self.num_resident = np.bincount(
+            np.array(self.table, np.int64)[self.resident], minlength=len(self.tables)
+        )
+        """How many slices of each table travel whole."""
+        self.nbytes = [piece.length * torch_dtype(piece.dtype).itemsize for piece in self.pieces]
+        self.begin: list[int] = []
+        """Where a gathered slice begins in memory; -1 for others."""
+        self.size = 0
+        for is_resident, nbytes in zip(self.is_resident, self.nbytes, strict=True):
+            is_gathered = is_resident and nbytes < SENT_ALONE
+            self.begin.append(self.size if is_gathered else -1)
+            self.size += nbytes if is_gathered else 0
+        starts = book.slot[server, self.index].tolist()
+        slots = [
+            start + at for start, pieces in zip(starts, by_table, strict=True) for at in range(len(pieces))
+        ]
+        self.slots = {slot: at for at, slot in enumerate(slots)}
+        self.pushes = np.zeros((len(slots), m.PUSH_WORDS), np.int64)
+        self.pushes[:, 0], self.pushes[:, 3] = slots, self.nbytes
+        self.push_table = np.array(self.table, np.int64)
+        self.commits = np.zeros((len(self.tables), m.COMMIT_WORDS), np.int64)
+        self.commits[:, 0] = numbers[here]
+        self.all_tables = np.arange(len(self.tables))
+        self.spare: _Memory | None = None
         """Memory of a round that is over."""
-        self._free = [memory]
+        self._whole = list(self._batched(self.resident))
+
+    def batches(self, given: list[int]) -> list[_Batch]:
+        """Divide slices, by position, into messages."""
+        return self._whole if given is self.resident else list(self._batched(given))
+
+    def _batched(self, given: list[int]) -> Iterator[_Batch]:
+        for group in groups([self.nbytes[at] for at in given]):
+            some = given[group]
+            runs: list[tuple[int, int]] = []
+            for at in some if all(self.begin[at] >= 0 for at in some) else ():
+                begin, end = self.begin[at], self.begin[at] + self.nbytes[at]
+                if runs and runs[-1][1] == begin:
+                    runs[-1] = runs[-1][0], end
+                else:
+                    runs.append((begin, end))
+            yield np.array(some, np.int64), runs
 
 
 class _Memory:
-    """The gathered slices of a place, and a view of the numbers of each."""
+    """The gathered slices of a layout, and a view of the numbers of each."""
 
-    def __init__(self, place: _Place) -> None:
-        self.raw = torch.zeros(place.size, dtype=torch.uint8)
-        self.views: list[Tensor | None] = []
-        for piece, begin, nbytes, is_here in zip(
-            place.pieces, place.begin.tolist(), place.nbytes.tolist(), place.is_gathered.tolist(), strict=True
-        ):
-            whole = self.raw[begin : begin + nbytes]
-            self.views.append(whole.view(torch_dtype(piece.dtype))[: piece.used] if is_here else None)
+    def __init__(self, layout: _Layout) -> None:
+        self.raw = torch.zeros(layout.size, dtype=torch.uint8)
+        self.views = [
+            self.raw[begin : begin + nbytes].view(torch_dtype(piece.dtype))[: piece.used]
+            if begin >= 0
+            else self.raw
+            for piece, begin, nbytes in zip(layout.pieces, layout.begin, layout.nbytes, strict=True)
+        ]
 
 
 class _Leg:
-    """The part of a round that is on one server: what it has said, by table (position in the place) and slice."""
+    """The part of a round that is on one server: what it has said, by position of table and slice in the layout."""
 
-    def __init__(self, place: _Place, items: Sequence[RoundItem]) -> None:
-        self.place = place
-        self.server = place.server
+    def __init__(self, layout: _Layout, contribution: Contribution) -> None:
+        self.layout = layout
+        self.server = layout.server
         self.number = 0
         """Of the request."""
-        self.items = [items[at] for at in place.at.tolist()]
-        self.memory = place.take_memory()
-        self.wants = np.array([item.out is not None for item in self.items], np.bool_)
-        """Whether the new weights of the table are wanted."""
-        self.is_kept = np.array([item.is_kept for item in self.items], np.bool_)
-        self.is_given = np.array([not item.gives_nothing for item in self.items], np.bool_)[place.table]
-        """Whether this rank gives the slice."""
-        for at in [at for at, item in enumerate(self.items) if not item.gives_all]:
-            for slot in np.flatnonzero(self.is_given & (place.table == at)).tolist():
-                self.is_given[slot] = self.items[at].gives(place.pieces[slot])
-        self.is_open = np.ones(len(place.at), np.bool_)
-        """Whether the server has not said yet how the round of the table ended."""
-        self.is_coming = place.resident & self.wants[place.table]
-        """Whether the weights of the slice are still to come."""
-        self.coming = np.bincount(place.table[self.is_coming], minlength=len(place.at))
-        """How many slices of the table are still to come; with none, a plain acknowledgement is."""
-        self.wanted = self.coming.copy()
-        self.came = np.full(len(place.at), -1)
+        self.memory = layout.spare or _Memory(layout)
+        layout.spare = None
+        self.given: list[int] = [] if contribution.gives_nothing else layout.resident
+        """The slices that this rank gives."""
+        if self.given is layout.resident and (
+            contribution.absent or contribution.rows or contribution.sources
+        ):
+            self.given = [
+                at
+                for at, piece in enumerate(layout.pieces)
+                if contribution.gives(layout.at[layout.table[at]], piece)
+            ]
+        self.open = set(range(len(layout.tables)))
+        """Tables of which the server has not said yet how the round ended."""
+        wants = contribution.outs is not None
+        self.is_coming = bytearray(layout.is_resident if wants else len(layout.pieces))
+        """Whether the weights of each slice are still to come."""
+        self.coming: list[int] = layout.num_resident.tolist() if wants else [0] * len(layout.tables)
+        """How many slices of each table are still to come; with none, a plain acknowledgement is."""
+        self.came = [-1] * len(layout.tables)
         """The version of the weights that came."""
-        self.applied = np.full(len(place.at), -1)
-        """The version right after this worker's contribution."""
+        self.gathered: list[int] = []
+        """Slices whose new weights are in memory."""
+        self.staged: dict[int, tuple[int, Tensor]] = {}
+        """Slice → (kind, bytes) of other new weights, which wait for those of the other servers."""
+        self.applied: dict[int, int] = {}
+        """Table → the version right after this worker's contribution."""
         self.failed: dict[int, int] = {}
         """Table → the next round after the one that failed; -1 when the server did not say."""
         self.skipped: set[int] = set()
@@ -203,56 +254,44 @@ class _Leg:
         """Table → what the server measured of a sum that it holds."""
         self.complete: set[int] = set()
         """Tables of which all has come, except for what was measured."""
-        self.staged: dict[int, tuple[int, Tensor]] = {}
-        """Slice → (kind, bytes) of new weights that are not gathered, and wait for those of the other servers."""
-
-    def find(self, number: int) -> int | None:
-        """The position of the table of that number; None where it is none of this round."""
-        at = int(np.searchsorted(self.place.numbers, number))
-        return at if at < len(self.place.numbers) and self.place.numbers[at] == number else None
 
 
-@dataclass(eq=False)
 class Round:
-    """A round under way."""
+    """A round under way, and how it ended."""
 
-    items: Sequence[RoundItem]
-    started: float
-    deadline: float
-    hyper: bytes | None
-    """The hyper-parameters that go with the commits; None when weights are only read."""
-    priority: int = 0
-    """Where messages have to queue, those of a higher one go first."""
-    legs: list[_Leg] = field(default_factory=list)
-    error: KVStoreError | None = None
-    absent: dict[str, set[int]] = field(default_factory=dict)
-    """Table → keys that no worker contributed to."""
-    in_force: dict[str, m.InForce] = field(default_factory=dict)
-    """Table → what holds for those that have joined."""
-    vetoes: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    """Table → ranks because of which its round was not applied; none, where that was decided."""
-    decided: dict[str, tuple[Measured | None, Decision]] = field(default_factory=dict)
-    """Table → all that was measured, and what is made of it."""
-    encoded: dict[int, dict[int, Encoded]] = field(default_factory=dict)
-    """Table (index) → its slices as they are sent, where that is not as plain numbers."""
-    aborted: set[str] = field(default_factory=set)
-    """Tables whose round was given up as soon as one server had failed it."""
-    is_over: bool = False
-
-    @property
-    def open_legs(self) -> list[_Leg]:
+    def __init__(self, contribution: Contribution, started: float, is_read: bool = False) -> None:
+        self.contribution = contribution
+        self.started = started
+        self.is_read = is_read
+        """Whether weights are only read."""
+        self.legs: list[_Leg] = []
+        self.open: list[_Leg] = []
         """The legs on which something is still to be said."""
-        return [leg for leg in self.legs if leg.is_open.any()]
+        self.error: KVStoreError | None = None
+        self.absent: dict[str, set[int]] = {}
+        """Table → keys that no worker contributed to."""
+        self.in_force: dict[str, m.InForce] = {}
+        """Table → what holds for those that have joined."""
+        self.vetoes: dict[str, tuple[int, ...]] = {}
+        """Table → ranks because of which its round was not applied; none, where that was decided."""
+        self.decided: dict[str, tuple[Measured | None, Decision]] = {}
+        """Table → all that was measured, and what is made of it."""
+        self.encoded: dict[int, dict[int, _Encoded]] = {}
+        """Table (index) → its slices as they are sent, where that is not as plain numbers."""
+        self.aborted: set[str] = set()
+        """Tables whose round was given up as soon as one server had failed it."""
+        self.is_over = False
 
     def legs_of(self, table: RemoteTable) -> Iterator[tuple[_Leg, int]]:
         """The legs that a table has, and its position there."""
         for leg in self.legs:
-            for at in np.flatnonzero(leg.place.index == table.index).tolist():
+            at = leg.layout.position.get(table.numbers.get(leg.server, -1))
+            if at is not None:
                 yield leg, at
 
     def is_lost(self, table: RemoteTable) -> bool:
         """Whether the round of a table, which is over, was not applied on every server, as far as is known here."""
-        return any(leg.is_open[at] or at in leg.failed for leg, at in self.legs_of(table))
+        return any(at in leg.open or at in leg.failed for leg, at in self.legs_of(table))
 
 
 class Rounds:
@@ -263,43 +302,59 @@ class Rounds:
         self._session = session
         self.open: dict[int, Round] = {}
         """Table (index) → its round that is under way."""
-        self._places_known: dict[tuple[int, ...], list[_Place]] = {}
+        self._layouts: dict[tuple[int, ...], list[_Layout]] = {}
+        """Tables (by index, in the order of a call) → their layouts, for the same calls come again and again."""
+        self._several: list[tuple[int, ...]] = []
+        """Those of several tables, oldest first."""
 
-    def start(self, items: Sequence[RoundItem], hyper: bytes = b"", priority: int = 0) -> Round:
-        """Send one round of every item's table and return at once.
+    def start(self, contribution: Contribution) -> Round:
+        """Send one round of some tables and return at once.
 
-        `values` must not change before the round was waited for. A table has one round under way: an earlier one
-        is waited for first, so an error of it is raised here. `hyper` goes with the commit of all items. With a store
-        that queues, a round of higher `priority` overtakes earlier ones.
+        What is given must not change before the round was waited for. A table has one round under way: an earlier one
+        is waited for first, so an error of it is raised here. With a store that queues, a round of higher priority
+        overtakes earlier ones.
         """
-        for item in items:
-            self.settle(item.table)
-        round_ = self._open(items, hyper)
-        round_.priority = priority
+        for table in contribution.tables:
+            if table.index in self.open or self.tables.broken:
+                self.settle(table)
+        round_ = Round(contribution, self._session.clock())
         try:
             self._add_legs(round_)
-            self.open.update(dict.fromkeys([item.table.index for item in items], round_))
-            round_.encoded = _encode(items)
-            for at in range(0, len(round_.legs), self._session.num_servers):
-                self._send_round(round_, round_.legs[at : at + self._session.num_servers])
+            self.open.update(dict.fromkeys([table.index for table in contribution.tables], round_))
+            round_.encoded = _encode(contribution)
+            for first in range(0, len(round_.legs), self._session.num_servers):
+                last = []
+                for leg in round_.legs[first : first + self._session.num_servers]:
+                    self._gather(round_, leg)
+                    *others, final = self._messages(round_, leg, leg.given, leg.layout.all_tables)
+                    for body in others:
+                        self._session.send(leg.server, leg.number, body, contribution.priority)
+                    last.append((leg, final))
+                # The commits go with the last slices for all servers: who dies before has begun nothing.
+                for leg, final in last:
+                    self._session.send(leg.server, leg.number, final, contribution.priority)
         except BaseException as error:
             self._end(round_, error)
             raise
         return round_
 
-    def initialise(self, items: Sequence[RoundItem]) -> None:
+    def initialise(self, contribution: Contribution) -> None:
         """Give tables rank 0's values, on all ranks together; blocks.
 
         A table that has values already, because the others have gone on without a process of this rank, is read.
         """
-        known = [item for item in items if item.table.is_initialised]
-        fresh = [item for item in items if not item.table.is_initialised]
+        fresh: list[int] = []
+        known: list[int] = []
+        for at, table in enumerate(contribution.tables):
+            (known if table.is_initialised else fresh).append(at)
         if fresh:
-            self.wait(self.start(fresh))
-        self.pull([(item.table, item.out) for item in known if item.out is not None])
+            self.wait(self.start(contribution.of(fresh)))
+        if known and contribution.outs is not None:
+            read = contribution.of(known)
+            self.pull(read.tables, read.outs or ())
 
     def wait(self, round_: Round) -> None:
-        """Block until the round is over; new weights are then in `out`.
+        """Block until the round is over; new weights are then in `outs`.
 
         Raises:
             KVStoreError: what the servers reported, the same on every worker of the round.
@@ -308,16 +363,16 @@ class Rounds:
         if round_.is_over:
             return
         try:
-            self._await(round_, lambda leg: self._send_commits(round_, leg))
+            self._await(round_, lambda leg: self._commit_again(round_, leg, []))
         except BaseException as error:
             self._end(round_, error)
             raise
         self._end(round_, round_.error)
         if round_.error is not None:
             raise round_.error
-        for item in round_.items if self.tables.broken else ():
-            if item.table.broken is not None:
-                raise item.table.broken
+        for table in round_.contribution.tables if self.tables.broken else ():
+            if table.broken is not None:
+                raise table.broken
 
     def settle(self, table: RemoteTable) -> None:
         """Wait for the round of a table that is under way, if there is one.
@@ -336,268 +391,270 @@ class Rounds:
         while self.open:
             self.wait(next(iter(self.open.values())))
 
-    def pull(self, wanted: Sequence[tuple[RemoteTable, Arenas]]) -> None:
+    def pull(self, tables: Sequence[RemoteTable], outs: Sequence[Arenas]) -> None:
         """Write the present weights of whole tables into arenas, after this worker's own rounds of them."""
-        for table, _ in wanted:
+
+        def ask(leg: _Leg) -> None:
+            numbers = leg.layout.commits[sorted(leg.open), 0].tolist()
+            self._session.send(leg.server, leg.number, m.Pull(tuple(numbers), self._session.options.timeout))
+
+        for table in tables:
             self.settle(table)
-        round_ = self._open([RoundItem(table, None, out) for table, out in wanted], None)
+        round_ = Round(Contribution(tables, None, outs), self._session.clock(), is_read=True)
         try:
             self._add_legs(round_)
             for leg in round_.legs:
-                leg.is_open &= leg.coming > 0  # else it has nothing that is sent as a whole
-                self._send_pull(leg)
-            self._await(round_, self._send_pull)
+                # Others have nothing that is sent as a whole.
+                self._finish(round_, leg, [at for at, coming in enumerate(leg.coming) if not coming])
+            for leg in round_.open:
+                ask(leg)
+            self._await(round_, ask)
             if round_.error is not None:
                 raise round_.error
             for leg in round_.legs:
-                self._write(round_, leg, np.ones(len(leg.place.at), np.bool_))
-                self._note_versions(leg, np.ones(len(leg.place.at), np.bool_))
+                self._write(round_, leg, frozenset())
         finally:
             self._close(round_)
 
     def pull_rows(self, wanted: Sequence[RowsWanted]) -> list[Tensor]:
-        """The present values of some rows of keys, after this worker's own rounds of their tables; see `row_pulls`."""
-        for table, _, _ in wanted:
+        """Fetch the present values of some rows of keys, after this worker's own rounds of their tables; blocks.
+
+        Returns (number of ids, elements of a row) each, on the CPU.
+
+        Raises:
+            KVStoreError: what a server answered.
+            DeadlineError, ServerUnreachableError: a server did not answer in time.
+        """
+        session, timeout = self._session, self._session.options.timeout
+        outs = []
+        requests: list[_RowRequest] = []
+        for table, key, ids in wanted:
             self.settle(table)
-        return pull_rows(self._session, wanted)
+            spec = table.plan.specs[key]
+            outs.append(torch.empty(len(ids), row_numel(spec), dtype=torch_dtype(spec.dtype)))
+            requests += _row_requests(table, key, ids, outs[-1])
+        waiting: dict[int, _RowRequest] = {}
+        failures: list[KVStoreError] = []
+
+        def take(request: _RowRequest, _: int, reply: m.ReplyBody) -> None:
+            if isinstance(reply, m.Failed):
+                failures.append(from_wire(reply.code, reply.text))
+                waiting.clear()
+            elif isinstance(reply, m.Weights) and request.take(reply):
+                waiting.pop(request.number, None)
+
+        def ask(request: _RowRequest) -> None:
+            session.send(request.server, request.number, request.body(timeout))
+
+        started = session.clock()
+        for request in requests:
+            request.number = session.next_number(partial(take, request))
+            waiting[request.number] = request
+        try:
+            for request in requests:
+                ask(request)
+            session.wait_for(
+                waiting.values(), ask, started,
+                lambda: f"send the rows of {next(iter(waiting.values())).table.name!r}",
+            )  # fmt: skip
+        finally:
+            for request in requests:
+                session.forget(request.number)
+        if failures:
+            raise failures[0]
+        for request in reversed(sorted(requests, key=lambda one: one.version)):
+            request.table.note_read(request.server, request.version)  # of several the lowest
+        return outs
 
     # ---------------------------------------------------------------- sending
 
-    def _open(self, items: Sequence[RoundItem], hyper: bytes | None) -> Round:
-        now = self._session.clock()
-        return Round(items, now, now + self._session.options.timeout, hyper)
-
     def _add_legs(self, round_: Round) -> None:
         """Prepare what goes to each server: what is given, what is wanted, and where that lies."""
-        items = round_.items
-        for first in range(0, len(items), _TOGETHER):
-            some = items[first : first + _TOGETHER]
-            for place in self._places([item.table for item in some]):
-                leg = _Leg(place, some)
-                leg.number = self._session.next_number(partial(self._take, round_, leg))
-                round_.legs.append(leg)
-
-    def _places(self, tables: Sequence[RemoteTable]) -> list[_Place]:
-        """Where the slices of some tables lie; remembered, for the same calls come again and again."""
+        tables = round_.contribution.tables
         key = tuple([table.index for table in tables])
-        known = self._places_known.get(key)
-        if known is None:
-            several = [one for one in self._places_known if len(one) > 1]
-            if len(key) > 1 and len(several) == _LAYOUTS_KEPT:
-                del self._places_known[several[0]]
-            places = [_Place(server, tables, self.tables) for server in range(self._session.num_servers)]
-            known = self._places_known[key] = [place for place in places if len(place.at)]
-        return known
+        layouts = self._layouts.get(key)
+        if layouts is None:
+            if len(key) > 1:
+                self._several.append(key)
+                if len(self._several) > _LAYOUTS_KEPT:
+                    del self._layouts[self._several.pop(0)]
+            every = [
+                _Layout(server, tables[first : first + _TOGETHER], first, self.tables)
+                for first in range(0, len(tables), _TOGETHER)
+                for server in range(self._session.num_servers)
+            ]
+            layouts = self._layouts[key] = [layout for layout in every if layout.tables]
+        for layout in layouts:
+            leg = _Leg(layout, round_.contribution)
+            leg.number = self._session.next_number(partial(self._take, round_, leg))
+            round_.legs.append(leg)
+        round_.open = list(round_.legs)
 
-    def _send_round(self, round_: Round, legs: Sequence[_Leg]) -> None:
-        """The slices of some tables to all servers, and the commits with the last of them.
-
-        So who dies before has begun nothing.
-        """
-        last = []
-        for leg in legs:
-            *others, final = self._contributions(round_, leg, leg.is_given, leg.is_open)
-            for body in others:
-                self._session.send(leg.server, leg.number, body, round_.priority)
-            last.append((leg, final))
-        for leg, final in last:
-            self._session.send(leg.server, leg.number, final, round_.priority)
-
-    def _contributions(self, round_: Round, leg: _Leg, given: Any, committed: Any) -> Iterator[m.Contribute]:
-        """The messages that carry some slices of a leg, and commits of some tables with the last of them."""
-        place = leg.place
-        rounds = self.tables.round[place.index]
-        batches: list[tuple[bytes, Ints, tuple[Tensor, ...]]] = []
-        plain = np.flatnonzero(given)
+    def _gather(self, round_: Round, leg: _Leg) -> None:
+        """Copy small slices to where they lie beside each other."""
+        layout, values = leg.layout, round_.contribution.values
+        if values is None:
+            return
+        mine = [at for at in leg.given if layout.begin[at] >= 0]
         if round_.encoded:
-            forms: dict[bytes, list[int]] = {}
-            for at in plain.tolist():
-                one = _encoded(round_, leg, at)
-                forms.setdefault(b"" if one is None else one.form, []).append(at)
-            plain = np.array(forms.pop(b"", []), np.int64)
-            for form, of_form in forms.items():
-                data = [one.data for at in of_form if (one := _encoded(round_, leg, at)) is not None]
-                for group in groups([payload.nbytes for payload in data]):
-                    batches.append((form, np.array(of_form[group], np.int64), tuple(data[group])))
-        for group in groups(place.nbytes[plain].tolist()):
-            batches.append((b"", plain[group], _plain(leg, plain[group])))
-        batches = batches or [(b"", plain, ())]
-        for number, (form, some, payloads) in enumerate(batches):
-            sizes = place.nbytes[some] if not form else [payload.nbytes for payload in payloads]
-            pushes = np.zeros((len(some), m.PUSH_WORDS), np.int64)
-            pushes[:, 0], pushes[:, 1], pushes[:, 3] = place.slots[some], rounds[place.table[some]], sizes
-            is_last = number == len(batches) - 1
-            yield self._contribution(round_, leg, pushes, payloads, form, committed if is_last else None)
+            mine = [at for at in mine if _encoded(round_, leg, at) is None]
+        if mine:
+            sources = [_part(values[layout.at[layout.table[at]]], layout.pieces[at]) for at in mine]
+            torch._foreach_copy_([leg.memory.views[at] for at in mine], sources)
 
-    def _contribution(
-        self,
-        round_: Round,
-        leg: _Leg,
-        pushes: m.Matrix,
-        payloads: tuple[Tensor, ...],
-        form: bytes,
-        committed: Any,
-    ) -> m.Contribute:
-        """One message, with the commits of some tables."""
-        place, timeout = leg.place, self._session.options.timeout
-        if committed is None:
-            return m.Contribute(pushes, payloads, m.matrix((), m.COMMIT_WORDS), form, timeout=timeout)
-        at = np.flatnonzero(committed)
-        index = place.index[at]
-        commits = np.zeros((len(at), m.COMMIT_WORDS), np.int64)
-        commits[:, 0], commits[:, 1] = place.numbers[at], self.tables.round[index]
-        commits[:, 2] = np.bincount(place.table[leg.is_given], minlength=len(place.at))[at]
-        commits[:, 4] = np.where(
-            leg.is_kept[at], self.tables.held[place.server, index], self.tables.version[place.server, index]
+    def _messages(
+        self, round_: Round, leg: _Leg, given: list[int], committed: Ints
+    ) -> Iterator[m.Contribute]:
+        """The messages that carry some slices of a leg, and the commits of some tables with the last of them."""
+        layout, contribution = leg.layout, round_.contribution
+        rounds = self.tables.round[layout.index]
+        batches: list[tuple[bytes, Ints, tuple[Tensor, ...]]] = []
+        plain = given
+        if round_.encoded:
+            plain = []
+            forms: dict[bytes, list[tuple[int, Tensor]]] = {}
+            for at in given:
+                found = _encoded(round_, leg, at)
+                if found is None:
+                    plain.append(at)
+                else:
+                    forms.setdefault(found.form, []).append((at, found.data))
+            for form, encoded in forms.items():
+                for group in groups([data.nbytes for _, data in encoded]):
+                    some, data = zip(*encoded[group], strict=True)
+                    batches.append((form, np.array(some, np.int64), data))
+        for where, runs in layout.batches(plain):
+            payloads = [leg.memory.raw[begin:end] for begin, end in runs]
+            payloads = payloads or [_whole(contribution, layout, at) for at in where.tolist()]
+            batches.append((b"", where, tuple(payloads)))
+        timeout = self._session.options.timeout
+        last = len(batches) - 1
+        for number, (form, where, data) in enumerate(batches or [(b"", _NONE, ())]):
+            pushes = layout.pushes[where]
+            pushes[:, 1] = rounds[layout.push_table[where]]
+            if form:
+                pushes[:, 3] = [one.nbytes for one in data]
+            message = m.Contribute(pushes, data, _NO_COMMITS, form, timeout=timeout)
+            yield message if number < last else self._committing(round_, leg, message, committed)
+
+    def _committing(self, round_: Round, leg: _Leg, message: m.Contribute, at: Ints) -> m.Contribute:
+        """Add the commits of some tables to a message."""
+        layout, book, one = leg.layout, self.tables, round_.contribution
+        index = layout.index[at]
+        commits = layout.commits[at]
+        commits[:, 1] = book.round[index]
+        if leg.given is layout.resident:
+            commits[:, 2] = layout.num_resident[at]
+        elif leg.given:
+            commits[:, 2] = np.bincount(layout.push_table[leg.given], minlength=len(layout.tables))[at]
+        commits[:, 4] = (book.held if one.is_kept else book.version)[leg.server, index]
+        commits[:, 5] = (
+            m.VETOES * one.veto
+            | m.ASSIGNS * one.assign
+            | m.HAS_JOINED * one.joined
+            | m.WANTS_DELTA * one.is_kept
         )
-        said = [leg.items[one] for one in at.tolist()]
-        commits[:, 5] = [
-            m.VETOES * i.veto | m.ASSIGNS * i.assign | m.HAS_JOINED * i.joined | m.WANTS_DELTA * i.is_kept
-            for i in said
-        ]
-        commits[:, 5] |= m.WANTS_WEIGHTS * (leg.wanted[at] > 0)
-        absent = [
-            (number, key) for number, i in zip(commits[:, 0].tolist(), said, strict=True) for key in i.absent
-        ]
-        first = round_.items[0]
-        hold = first.guard.norm_type if first.guard is not None else 0.0
-        assert round_.hyper is not None
-        return m.Contribute(
-            pushes, payloads, commits, form, round_.hyper, tuple(sorted(absent)), first.rescale, timeout, hold
+        if one.outs is not None:
+            commits[:, 5] |= m.WANTS_WEIGHTS * (layout.num_resident[at] > 0)
+        absent = [(number, key) for number in commits[:, 0].tolist() for key in sorted(one.absent)]
+        hold = one.guard.norm_type if one.guard is not None else 0.0
+        return replace(
+            message, commits=commits, hyper=one.hyper, absent=tuple(absent), rescale=one.rescale, hold=hold
         )
 
-    def _send_commits(self, round_: Round, leg: _Leg, given: Any = None) -> None:
+    def _commit_again(self, round_: Round, leg: _Leg, lost: list[int]) -> None:
         """Commit again what is not over yet, with some slices that were lost."""
-        nothing = np.zeros(len(leg.is_given), np.bool_)
-        for body in self._contributions(round_, leg, nothing if given is None else given, leg.is_open):
-            self._session.send(leg.server, leg.number, body, round_.priority)
-
-    def _send_pull(self, leg: _Leg) -> None:
-        """Ask for what has not come yet."""
-        wanted = leg.place.numbers[leg.is_open].tolist()
-        if wanted:
-            pull = m.Pull(tuple(wanted), self._session.options.timeout)
-            self._session.send(leg.server, leg.number, pull)
+        for body in self._messages(round_, leg, lost, np.array(sorted(leg.open), np.int64)):
+            self._session.send(leg.server, leg.number, body, round_.contribution.priority)
 
     # ---------------------------------------------------------------- receiving
 
-    def _await(self, round_: Round, repeat: Callable[[_Leg], None]) -> None:
-        def again(now: float) -> None:
-            silent: dict[int, bool] = {}
-            for leg in round_.open_legs:
-                if leg.server not in silent:
-                    silent[leg.server] = self._session.is_silent(leg.server, round_.started, now)
-                if silent[leg.server]:
-                    repeat(leg)
+    def _await(self, round_: Round, ask: Callable[[_Leg], None]) -> None:
+        def what() -> str:
+            tables = sorted({leg.layout.tables[at].name for leg in round_.open for at in leg.open})
+            return f"finish with {', '.join(map(repr, tables[:3]))}{', …' if len(tables) > 3 else ''}"
 
-        # The server fails the round at the deadline, naming who was missing; the worker leaves it time to say so.
-        limit = round_.deadline + self._session.options.dead_after
-        try:
-            self._session.wait(
-                lambda: not round_.open_legs, limit, again, lambda: {leg.server for leg in round_.open_legs}
-            )
-        except DeadlineError as error:
-            raise error if type(error) is not DeadlineError else self._too_late(round_) from None
-
-    def _too_late(self, round_: Round) -> DeadlineError:
-        legs = round_.open_legs
-        tables = sorted(
-            {leg.items[at].table.name for leg in legs for at in np.flatnonzero(leg.is_open).tolist()}
-        )
-        named = ", ".join(map(repr, tables[:3])) + (", …" if len(tables) > 3 else "")
-        return DeadlineError(
-            f"{', '.join(self._session.describe(server) for server in sorted({leg.server for leg in legs}))} did not "
-            f"finish with {named} within {round_.deadline - round_.started:g} s; is it overloaded? (timeout=… of the "
-            "kvstore or KVSTORE_TIMEOUT raises the limit)"
-        )
+        self._session.wait_for(round_.open, ask, round_.started, what)
 
     def _take(self, round_: Round, leg: _Leg, _: int, reply: m.ReplyBody) -> None:
         """Note what a server says about a round under way."""
+        position = leg.layout.position
         if isinstance(reply, m.Weights):
             self._take_weights(round_, leg, reply)
         elif isinstance(reply, m.Done):
-            done = _positions(leg.place.numbers, reply.rounds[:, 0])
-            known = done >= 0
-            leg.applied[done[known]] = reply.rounds[known, 2]
-            self._complete(round_, leg, done[known & (leg.coming[done] == 0)])
+            known = [(position[n], version) for n, _, version in reply.rounds.tolist() if n in position]
+            leg.applied.update(known)
+            self._finish(round_, leg, [at for at, _ in known if not leg.coming[at]])
         elif isinstance(reply, m.Failed):
             self._take_failure(round_, leg, reply)
-        elif isinstance(reply, m.Held | m.Absent | m.Vetoed | m.InForce | m.Missing):
-            at = leg.find(reply.table)
-            if at is not None:
-                self._take_remark(round_, leg, at, reply)
-
-    def _take_remark(
-        self, round_: Round, leg: _Leg, at: int, reply: m.Held | m.Absent | m.Vetoed | m.InForce | m.Missing
-    ) -> None:
-        """Note something special about the round of one table."""
-        table = leg.items[at].table
-        if isinstance(reply, m.Held):
-            self._take_held(round_, leg, at, reply)
-        elif isinstance(reply, m.Absent):
-            round_.absent.setdefault(table.name, set()).update(reply.keys)
-        elif isinstance(reply, m.InForce):
-            round_.in_force[table.name] = reply
-        elif isinstance(reply, m.Vetoed):
-            round_.vetoes[table.name] = reply.ranks
-            leg.skipped.add(at)
-            leg.is_coming[leg.place.table == at] = False  # no weights will come
-            leg.coming[at] = 0
-            if reply.ranks:
-                self._skip(round_, table)
-        elif table.round == reply.round:
-            lost = leg.is_given & np.isin(leg.place.slots, reply.slots)
-            _log.warning("%s lost %d slices of round %d; sending them again", self._session.describe(leg.server),
-                         lost.sum(), reply.round)  # fmt: skip
-            self._send_commits(round_, leg, lost)
+        elif (
+            isinstance(reply, m.Held | m.Absent | m.Vetoed | m.InForce | m.Missing)
+            and reply.table in position
+        ):
+            at = position[reply.table]
+            table = leg.layout.tables[at]
+            if isinstance(reply, m.Held):
+                self._take_held(round_, leg, at, reply)
+            elif isinstance(reply, m.Absent):
+                round_.absent.setdefault(table.name, set()).update(reply.keys)
+            elif isinstance(reply, m.InForce):
+                round_.in_force[table.name] = reply
+            elif isinstance(reply, m.Vetoed):
+                self._take_veto(round_, leg, at, reply)
+            elif table.round == reply.round:
+                asked = [leg.layout.slots.get(slot) for slot in reply.slots]
+                lost = sorted(set(leg.given).intersection(asked))
+                _log.warning("%s lost %d slices of round %d; sending them again",
+                             self._session.describe(leg.server), len(lost), reply.round)  # fmt: skip
+                self._commit_again(round_, leg, lost)
 
     def _take_weights(self, round_: Round, leg: _Leg, weights: m.Weights) -> None:
         """Keep new weights until all have come: until then the round may still fail, or be taken back."""
-        place = leg.place
-        at = _positions(place.slots, weights.parts[:, 0])
-        sources, which, starts = located(weights.payloads, weights.parts[:, 3])
-        news = np.flatnonzero((at >= 0) & leg.is_coming[at])
-        at, kinds, which, starts = at[news], weights.parts[news, 2], which[news], starts[news]
-        sizes = weights.parts[news, 3]
-        is_whole = kinds == m.WHOLE
-        if (is_whole & (sizes != place.nbytes[at])).any():
-            wrong = int(np.flatnonzero(is_whole & (sizes != place.nbytes[at]))[0])
-            raise ProtocolError(
-                f"a slice of {place.nbytes[at[wrong]]} bytes came back with {sizes[wrong]} bytes"
-            )
-        gathered = is_whole & place.is_gathered[at]
-        # Neighbours there and here are copied in one go.
-        ends = np.flatnonzero(
-            ~gathered[1:] | ~gathered[:-1] | (np.diff(at) != 1) | (np.diff(which) != 0)
-            | (starts[1:] != starts[:-1] + sizes[:-1]) | (place.begin[at[1:]] != place.begin[at[:-1]] + sizes[:-1])
-        )  # fmt: skip
-        for run in np.split(np.arange(len(at)), ends + 1) if len(at) else ():
-            first, size = int(run[0]), int(sizes[run].sum())
-            raw = sources[which[first]][starts[first] : starts[first] + size]
-            if gathered[first]:
-                begin = int(place.begin[at[first]])
-                leg.memory.raw[begin : begin + size].copy_(raw)
+        layout = leg.layout
+        finished = []
+        runs: list[tuple[Tensor, int, int, int]] = []
+        """(source, where it begins there and ends, where it begins in memory): neighbours here and there together."""
+        for slot, version, kind, source, start, nbytes in _pieces(weights):
+            at = layout.slots.get(slot)
+            if at is None or not leg.is_coming[at]:
+                continue
+            if kind == m.WHOLE and nbytes != layout.nbytes[at]:
+                raise ProtocolError(f"a slice of {layout.nbytes[at]} bytes came back with {nbytes} bytes")
+            begin = layout.begin[at]
+            if kind != m.WHOLE or begin < 0:
+                leg.staged[at] = kind, source[start : start + nbytes]
             else:
-                leg.staged[int(at[first])] = int(kinds[first]), raw
-        leg.is_coming[at] = False
-        tables = place.table[at]
-        leg.coming -= np.bincount(tables, minlength=len(place.at))
-        leg.came[tables] = weights.parts[news, 1]
-        touched = np.unique(tables)
-        self._complete(round_, leg, touched[leg.coming[touched] == 0])
+                leg.gathered.append(at)
+                if runs:
+                    same, first, end, to = runs[-1]
+                    if same is source and end == start and to + end - first == begin:
+                        runs[-1] = source, first, end + nbytes, to
+                    else:
+                        runs.append((source, start, start + nbytes, begin))
+                else:
+                    runs.append((source, start, start + nbytes, begin))
+            leg.is_coming[at] = 0
+            table = layout.table[at]
+            leg.came[table] = version
+            leg.coming[table] -= 1
+            if not leg.coming[table]:
+                finished.append(table)
+        for source, first, end, to in runs:
+            leg.memory.raw[to : to + end - first].copy_(source[first:end])
+        self._finish(round_, leg, finished)
 
-    def _complete(self, round_: Round, leg: _Leg, tables: Ints) -> None:
+    def _finish(self, round_: Round, leg: _Leg, tables: Iterable[int]) -> None:
         """All answers of a server to commits are here, unless what it measured is still to come."""
-        if not len(tables):
-            return
-        if round_.items[0].guard is None:
-            leg.is_open[tables] = False
-            return
-        for at in tables.tolist():
-            if at in leg.held or round_.vetoes.get(leg.items[at].table.name):
-                leg.is_open[at] = False
-            elif leg.is_open[at]:
-                leg.complete.add(at)
+        if round_.contribution.guard is None:
+            leg.open.difference_update(tables)
+        else:
+            for at in tables:
+                if at in leg.held or round_.vetoes.get(leg.layout.tables[at].name):
+                    leg.open.discard(at)
+                elif at in leg.open:
+                    leg.complete.add(at)
+        if not leg.open and leg in round_.open:
+            round_.open.remove(leg)
 
     def _take_failure(self, round_: Round, leg: _Leg, failure: m.Failed) -> None:
         """One round, or with table -1 all that was asked of a server, has failed; the other tables go on."""
@@ -607,25 +664,22 @@ class Rounds:
             isinstance(round_.error, RoundAbortedError) and not isinstance(error, RoundAbortedError)
         ):
             round_.error = error
-        found = leg.find(failure.table)
-        failed = (
-            np.flatnonzero(leg.is_open).tolist() if failure.table == -1 else [] if found is None else [found]
-        )
+        named = {leg.layout.position.get(failure.table)}
+        failed = sorted(leg.open if failure.table == -1 else leg.open.intersection(named))
         for at in failed:
-            if leg.is_open[at]:
-                leg.failed[at] = failure.next_round
-                leg.is_open[at] = False
-                if round_.hyper is not None:
-                    self._abort_elsewhere(round_, leg.items[at].table, error)
-
-    def _abort_elsewhere(self, round_: Round, table: RemoteTable, error: KVStoreError) -> None:
-        """The round can no longer be applied everywhere: do not wait for those who would only now begin it."""
-        reason = describe(error)
-        for leg, at in round_.legs_of(table) if table.name not in round_.aborted else ():
-            if leg.is_open[at]:
-                abort = m.Abort(int(leg.place.numbers[at]), table.round, reason, undo=False)
-                self._session.send(leg.server, self._session.next_number(), abort)
-        round_.aborted.add(table.name)
+            leg.failed[at] = failure.next_round
+            leg.open.discard(at)
+            table = leg.layout.tables[at]
+            if round_.is_read or table.name in round_.aborted:
+                continue
+            # It can no longer be applied everywhere: do not wait for those who would only now begin it.
+            round_.aborted.add(table.name)
+            for other, here in round_.legs_of(table):
+                if here in other.open:
+                    number = int(other.layout.commits[here, 0])
+                    abort = m.Abort(number, table.round, describe(error), undo=False)
+                    self._session.send(other.server, self._session.next_number(), abort)
+        self._finish(round_, leg, ())
 
     # ---------------------------------------------------------------- deciding
 
@@ -635,8 +689,7 @@ class Rounds:
         All workers make the same of it, so whose answer comes first does not matter, and one is enough. Whatever the
         guard raises goes through: the round is then given up.
         """
-        item = leg.items[at]
-        table, guard = item.table, item.guard
+        table, guard = leg.layout.tables[at], round_.contribution.guard
         if guard is None or table.name in round_.aborted:
             return
         leg.held[at] = held
@@ -653,7 +706,19 @@ class Rounds:
             round_.decided[table.name] = (measured, guard.decide(measured))
             self._resolve(round_, table, places)
         if at in leg.complete:
-            leg.is_open[at] = False
+            self._finish(round_, leg, [at])
+
+    def _take_veto(self, round_: Round, leg: _Leg, at: int, veto: m.Vetoed) -> None:
+        """Some ranks have vetoed the round, or its sum was decided against: no weights will come."""
+        table = leg.layout.tables[at]
+        round_.vetoes[table.name] = veto.ranks
+        leg.skipped.add(at)
+        leg.coming[at] = 0
+        for slice_, of in enumerate(leg.layout.table):
+            if of == at:
+                leg.is_coming[slice_] = 0
+        if veto.ranks:
+            self._skip(round_, table)
 
     def _skip(self, round_: Round, table: RemoteTable) -> None:
         """A rank has vetoed the round on one server; where another one holds it, it is to end in the same way.
@@ -668,96 +733,82 @@ class Rounds:
     def _resolve(self, round_: Round, table: RemoteTable, places: Iterable[tuple[_Leg, int]]) -> None:
         _, (coef, clip_value, skip) = round_.decided[table.name]
         for leg, at in places:
-            if leg.is_open[at] and at not in leg.complete:
-                resolve = m.Resolve(int(leg.place.numbers[at]), table.round, coef, clip_value, skip)
-                self._session.send(leg.server, leg.number, resolve, round_.priority)
+            if at in leg.open and at not in leg.complete:
+                resolve = m.Resolve(int(leg.layout.commits[at, 0]), table.round, coef, clip_value, skip)
+                self._session.send(leg.server, leg.number, resolve, round_.contribution.priority)
 
     # ---------------------------------------------------------------- ending
 
     def _end(self, round_: Round, error: BaseException | None) -> None:
         """Count the rounds that were applied, and give up those that were not, on all servers."""
-        lost_tables: set[int] = set()
-        for leg in round_.legs:
-            gone = leg.is_open.copy()
-            gone[list(leg.failed)] = True
-            lost_tables.update(leg.place.index[gone].tolist())
+        tables, book = round_.contribution.tables, self.tables
+        lost = {int(leg.layout.index[at]) for leg in round_.legs for at in (*leg.open, *leg.failed)}
         if not round_.legs:  # it was not even prepared
-            lost_tables.update(item.table.index for item in round_.items)
-        for item in round_.items if round_.decided else ():
-            differs = None if item.table.index in lost_tables else _disagreement(round_, item.table)
+            lost.update(table.index for table in tables)
+        for table in tables if round_.decided else ():
+            differs = None if table.index in lost else _disagreement(round_, table)
             if differs is not None:
-                self.tables.broken[item.table.index] = differs
-        kept = np.ones(len(self.tables.all), np.bool_)
-        kept[[*lost_tables, *self.tables.broken]] = False
+                book.broken[table.index] = differs
+        gone = lost.union(book.broken)
+        ages: dict[int, int] = {}
+        """Table (index) → how many updates of others this contribution had missed, on any server."""
         for leg in round_.legs:
-            self._write(round_, leg, kept[leg.place.index])
-            self._note_staleness(leg, kept[leg.place.index], leg is round_.legs[0])
-            self._note_versions(leg, kept[leg.place.index])
-        index = np.array([item.table.index for item in round_.items], np.int64)
-        index = index[kept[index]]
-        self.tables.round[index] += 1
-        self.tables.is_initialised[index] = True
-        for item in round_.items if round_.encoded else ():
-            table = item.table
-            was_sent = kept[table.index] and table.index in round_.encoded and table.name not in round_.vetoes
-            if was_sent and table.compressor is not None:
+            for at, version in leg.applied.items():
+                index = int(leg.layout.index[at])
+                before = int(book.version[leg.server, index])
+                if index not in gone and version >= 0 and before >= 0:
+                    ages[index] = max(version - 1 - before, ages.get(index, version - 1 - before))
+            self._write(round_, leg, gone)
+        if ages:
+            book.staleness[list(ages)] = list(ages.values())
+        applied = np.array([table.index for table in tables if table.index not in gone], np.int64)
+        book.round[applied] += 1
+        book.is_initialised[applied] = True
+        for table in tables if round_.encoded else ():
+            was_sent = table.index in round_.encoded and table.name not in round_.vetoes
+            if was_sent and table.index not in gone and table.compressor is not None:
                 table.compressor.accept()
         self._close(round_)
-        if lost_tables:
-            lost = [item.table for item in round_.items if item.table.index in lost_tables]
-            self._give_up(round_, lost, describe(error))
+        if lost:
+            self._give_up(round_, [table for table in tables if table.index in lost], describe(error))
 
-    def _write(self, round_: Round, leg: _Leg, kept: Any) -> None:
-        """Bring the new weights of some tables to their places.
+    def _write(self, round_: Round, leg: _Leg, gone: Collection[int]) -> None:
+        """Bring new weights to their places, except those of some tables (by index), and note their versions.
 
         Raises:
             ProtocolError: a part does not fit its slice.
         """
-        place = leg.place
-        came = np.flatnonzero(place.is_gathered & ~leg.is_coming & (leg.wants & kept)[place.table])
-        if leg.staged:
-            came = came[[at not in leg.staged for at in came.tolist()]]
-        came = came[(leg.came[place.table[came]] >= 0)]
-        targets, sources = [], []
-        for at in came.tolist():
-            view = leg.memory.views[at]
-            assert view is not None
-            targets.append(_part(leg.items[place.table[at]].out, place.pieces[at]))
-            sources.append(view)
-        if targets:
-            torch._foreach_copy_(targets, sources)
+        layout, outs = leg.layout, round_.contribution.outs
+        if outs is None:
+            return
+        kept = [layout.index[at] not in gone for at in layout.table] if gone else None
+        ready = leg.gathered if kept is None else [at for at in leg.gathered if kept[at]]
+        if ready:
+            targets = [_part(outs[layout.at[layout.table[at]]], layout.pieces[at]) for at in ready]
+            torch._foreach_copy_(targets, [leg.memory.views[at] for at in ready])
         for at, (kind, raw) in leg.staged.items():
-            if kept[place.table[at]]:
-                _write_staged(leg.items[place.table[at]], place.pieces[at], kind, raw)
+            if kept is None or kept[at]:
+                of = layout.table[at]
+                _write_staged(layout.tables[of], outs[layout.at[of]], layout.pieces[at], kind, raw)
         leg.staged.clear()
-        held = leg.is_kept & kept & (leg.came >= 0)
-        self.tables.held[place.server, place.index[held]] = leg.came[held]
-
-    def _note_staleness(self, leg: _Leg, kept: Any, is_first: bool) -> None:
-        """Note how old the weights were that this worker contributed with."""
-        place = leg.place
-        before = self.tables.version[place.server, place.index]
-        known = kept & (leg.applied >= 0) & (before >= 0)
-        own = (leg.applied - 1 - before)[known]
-        index = place.index[known]
-        self.tables.staleness[index] = own if is_first else np.maximum(own, self.tables.staleness[index])
-
-    def _note_versions(self, leg: _Leg, kept: Any) -> None:
-        """Note which weights this worker has now."""
-        came = kept & (leg.came >= 0)
-        self.tables.version[leg.server, leg.place.index[came]] = leg.came[came]
+        came = np.array(leg.came)
+        read = np.flatnonzero(came >= 0)
+        if gone:
+            read = read[~np.isin(layout.index[read], list(gone))]
+        for known in (
+            (self.tables.version, self.tables.held) if round_.contribution.is_kept else (self.tables.version,)
+        ):
+            known[leg.server, layout.index[read]] = came[read]
 
     def _close(self, round_: Round) -> None:
         round_.is_over = True
         for leg in round_.legs:
             self._session.forget(leg.number)
-            if (
-                round_.error is None and not leg.is_open.any()
-            ):  # else a message may still be on its way out of it
-                leg.place.give_back(leg.memory)
-        for item in round_.items:
-            if self.open.get(item.table.index) is round_:
-                del self.open[item.table.index]
+            if round_.error is None and not leg.open:  # else a message may still be on its way out of it
+                leg.layout.spare = leg.memory
+        for table in round_.contribution.tables:
+            if self.open.get(table.index) is round_:
+                del self.open[table.index]
 
     def _give_up(self, round_: Round, tables: Sequence[RemoteTable], reason: str) -> None:
         """Fail rounds for everybody; where one server has applied and another failed it, have it taken back."""
@@ -766,7 +817,7 @@ class Rounds:
         following: dict[str, list[int]] = {}
         for leg in round_.legs:
             for at, next_round in leg.failed.items():
-                table = leg.items[at].table
+                table = leg.layout.tables[at]
                 following.setdefault(table.name, []).append(next_round)
                 if next_round > table.round:
                     fates[table.name, leg.server] = False  # the server has said so already
@@ -800,10 +851,29 @@ class Rounds:
         }
 
 
-def _positions(known: Ints, wanted: Ints) -> Ints:
-    """Where each wanted number is among known ones, which ascend; -1 where it is not."""
-    at = np.minimum(np.searchsorted(known, wanted), len(known) - 1)
-    return np.where(known[at] == wanted, at, -1)
+_NONE = np.zeros(0, np.int64)
+_NO_COMMITS = m.matrix((), m.COMMIT_WORDS)
+
+
+def _pieces(weights: m.Weights) -> Iterator[tuple[int, int, int, Tensor, int, int]]:
+    """Yield (slot, version, kind, buffer of bytes, where in it, how many) of each part.
+
+    Raises:
+        ProtocolError: the parts are not the buffers.
+    """
+    sources = [
+        one.view(torch.uint8) if isinstance(one, Tensor)
+        else torch.frombuffer(payload_bytes(one), dtype=torch.uint8) if len(one) else torch.empty(0, dtype=torch.uint8)
+        for one in weights.payloads
+    ]  # fmt: skip
+    which = start = 0
+    for slot, version, kind, nbytes in weights.parts.tolist():
+        while which < len(sources) - 1 and start == len(sources[which]):
+            which, start = which + 1, 0
+        if not 0 <= nbytes <= len(sources[which]) - start:
+            raise ProtocolError(f"{nbytes} bytes of slot {slot} are not all in one payload")
+        yield slot, version, kind, sources[which], start, nbytes
+        start += nbytes
 
 
 def _disagreement(round_: Round, table: RemoteTable) -> KVStoreError | None:
@@ -837,41 +907,21 @@ def _torn(table: RemoteTable, outcome: dict[str, bool | None], reason: str) -> K
 # ---------------------------------------------------------------- slices
 
 
-def _part(arenas: Arenas | None, piece: Slice) -> Tensor:
+def _part(arenas: Arenas, piece: Slice) -> Tensor:
     """The numbers of a slice in arenas that the Plan has laid out."""
-    assert arenas is not None
     flat = arenas[piece.dtype]
     return flat if piece.used == flat.numel() else flat[piece.offset : piece.offset + piece.used]
 
 
-def _plain(leg: _Leg, at: Ints) -> tuple[Tensor, ...]:
-    """The bytes of some slices, which go together: gathered in memory, or one that is alone."""
-    place = leg.place
-    if place.is_gathered[at].all():
-        sources, targets = [], []
-        for one in at.tolist():
-            view = leg.memory.views[one]
-            assert view is not None
-            sources.append(_part(leg.items[place.table[one]].values, place.pieces[one]))
-            targets.append(view)
-        torch._foreach_copy_(targets, sources)
-        ends = place.begin[at] + place.nbytes[at]
-        if (place.begin[at[1:]] == ends[:-1]).all():
-            return (leg.memory.raw[int(place.begin[at[0]]) : int(ends[-1])],)
-        return tuple(
-            [leg.memory.raw[b:e] for b, e in zip(place.begin[at].tolist(), ends.tolist(), strict=True)]
-        )
-    return tuple([_whole(leg.items[place.table[one]], place.pieces[one]) for one in at.tolist()])
-
-
-def _whole(item: RoundItem, piece: Slice) -> Tensor:
+def _whole(contribution: Contribution, layout: _Layout, at: int) -> Tensor:
     """A slice with its padding: out of the arena or, of a row-sparse key, from where its values are."""
-    key = piece.segments[0].key
-    if item.tables is not None and key in item.tables:
-        found = item.tables[key](piece.segments[0].key_start, piece.segments[0].numel)
+    piece, key = layout.pieces[at], layout.pieces[at].segments[0].key
+    if key in contribution.sources:
+        found = contribution.sources[key](piece.segments[0].key_start, piece.segments[0].numel)
     else:
-        assert item.values is not None
-        found = item.values[piece.dtype][piece.offset : piece.offset + piece.length]
+        assert contribution.values is not None
+        arenas = contribution.values[layout.at[layout.table[at]]]
+        found = arenas[piece.dtype][piece.offset : piece.offset + piece.length]
     if len(found) == piece.length:
         return found
     padded = torch.zeros(piece.length, dtype=found.dtype)
@@ -879,14 +929,14 @@ def _whole(item: RoundItem, piece: Slice) -> Tensor:
     return padded
 
 
-def _write_staged(item: RoundItem, piece: Slice, kind: int, raw: Tensor) -> None:
-    out = _part(item.out, piece)
+def _write_staged(table: RemoteTable, arenas: Arenas, piece: Slice, kind: int, raw: Tensor) -> None:
+    out = _part(arenas, piece)
     if kind == m.WHOLE:
         out.copy_(raw.view(out.dtype)[: piece.used])
     elif kind != m.ROWS:
-        raise ProtocolError(f"slice {piece.index} of {item.table.name!r} came back as kind {kind}")
+        raise ProtocolError(f"slice {piece.index} of {table.name!r} came back as kind {kind}")
     elif len(raw):
-        for position, values in decode_rows(item.table.plan, piece, raw.numpy().data).items():
+        for position, values in decode_rows(table.plan, piece, raw.numpy().data).items():
             segment = piece.segments[position]
             mine = out[segment.start : segment.start + segment.numel]
             if isinstance(values, Tensor):
@@ -895,13 +945,13 @@ def _write_staged(item: RoundItem, piece: Slice, kind: int, raw: Tensor) -> None
                 mine.view(-1, values.values.shape[1])[values.ids] = values.values
 
 
-def _encoded(round_: Round, leg: _Leg, at: int) -> Encoded | None:
+def _encoded(round_: Round, leg: _Leg, at: int) -> _Encoded | None:
     """A slice in the form in which it travels; None where that is as plain numbers."""
-    table = int(leg.place.index[leg.place.table[at]])
-    return round_.encoded.get(table, {}).get(leg.place.pieces[at].index)
+    table = int(leg.layout.index[leg.layout.table[at]])
+    return round_.encoded.get(table, {}).get(leg.layout.pieces[at].index)
 
 
-def _encode(items: Iterable[RoundItem]) -> dict[int, dict[int, Encoded]]:
+def _encode(contribution: Contribution) -> dict[int, dict[int, _Encoded]]:
     """Encode row-sparse slices, and compress the others of tables that are compressed, by index of the table.
 
     Initial values, and others that replace what the store holds, are neither.
@@ -909,39 +959,117 @@ def _encode(items: Iterable[RoundItem]) -> dict[int, dict[int, Encoded]]:
     Raises:
         NonFiniteGradientError: a gradient that is to be compressed is infinite or not a number.
     """
-    encoded: dict[int, dict[int, Encoded]] = {}
-    for item in items:
-        compressor = item.table.compressor
-        if (
-            (compressor is None and not item.rows)
-            or item.gives_nothing
-            or item.assign
-            or not item.table.round
-        ):
+    encoded: dict[int, dict[int, _Encoded]] = {}
+    if contribution.gives_nothing or contribution.assign:
+        return encoded
+    assert contribution.values is not None
+    with_rows = {at for at, _ in contribution.rows}
+    for at, table in enumerate(contribution.tables):
+        if (table.compressor is None and at not in with_rows) or not table.round:
             continue
-        assert item.values is not None
-        found = _row_slices(item) if item.rows else {}
-        if compressor is not None:
-            plain = [p for p in item.table.plan.slices if p.index not in found and item.gives(p)]
-            data = compressor.encode(item.values, plain, item.absent)
-            found |= {index: Encoded(compressor.packed_codec, one) for index, one in data.items()}
+        values, absent = contribution.values[at], contribution.absent
+        rows = {key: rows for (position, key), rows in contribution.rows.items() if position == at}
+        found = _row_slices(table, values, rows, absent)
+        if table.compressor is not None:
+            plain = [p for p in table.plan.slices if p.index not in found and contribution.gives(at, p)]
+            data = table.compressor.encode(values, plain, absent)
+            found |= {index: _Encoded(table.compressor.packed_codec, one) for index, one in data.items()}
         if found:
-            encoded[item.table.index] = found
+            encoded[table.index] = found
     return encoded
 
 
-def _row_slices(item: RoundItem) -> dict[int, Encoded]:
+def _row_slices(
+    table: RemoteTable, values: Arenas, rows: Mapping[int, RowSet], absent: frozenset[int]
+) -> dict[int, _Encoded]:
     """The slices that hold a part of a key of which there are only some rows."""
-    assert item.values is not None
-    plan = item.table.plan
+    plan = table.plan
     found: dict[int, dict[int, RowSet | Tensor]] = {}
-    for key, (ids, values) in (item.rows or {}).items():
-        for index, (position, part) in split_rows(plan, key, ids, values).items():
+    for key, (ids, of_key) in rows.items():
+        for index, (position, part) in split_rows(plan, key, ids, of_key).items():
             found.setdefault(index, {})[position] = part
     for index, parts in found.items():
         piece = plan.slices[index]
         for position, segment in enumerate(piece.segments):
-            if position not in parts and segment.key not in item.absent:
+            if position not in parts and segment.key not in absent:
                 start = piece.offset + segment.start
-                parts[position] = item.values[piece.dtype][start : start + segment.numel]
-    return {i: Encoded(PACKED_ROWS, encode_rows(plan, plan.slices[i], parts)) for i, parts in found.items()}
+                parts[position] = values[piece.dtype][start : start + segment.numel]
+    return {i: _Encoded(PACKED_ROWS, encode_rows(plan, plan.slices[i], parts)) for i, parts in found.items()}
+
+
+# ---------------------------------------------------------------- rows
+
+
+class _RowRequest:
+    """One message that asks a server for rows of a key, and what it is still to be answered with."""
+
+    def __init__(self, table: RemoteTable, server: int) -> None:
+        self.table = table
+        self.server = server
+        self.number = 0
+        self.version = sys.maxsize
+        """The lowest of the weights that came."""
+        self.waiting: dict[int, Tensor] = {}
+        """Slot → where its rows go."""
+        self.wanted: list[tuple[int, int, int]] = []
+        """As of PullRows."""
+        self.ids: list[Tensor] = []
+        self.size = self.nbytes = 0
+
+    def has_room(self, slot: int, out: Tensor) -> bool:
+        return (
+            self.size + len(out) <= IDS_PER_MESSAGE
+            and len(self.wanted) < KEYS_PER_MESSAGE
+            and self.nbytes + out.nbytes <= _BYTES_PER_ANSWER
+            and slot not in self.waiting
+        )
+
+    def add(self, slot: int, piece: Slice, position: int, ids: Tensor, out: Tensor) -> None:
+        self.wanted.append((piece.index, position, len(ids)))
+        self.ids.append(ids)
+        self.waiting[slot] = out
+        self.size += len(ids)
+        self.nbytes += out.nbytes
+
+    def body(self, timeout: float) -> m.PullRows:
+        ids = torch.cat(self.ids).numpy().astype("<i4").tobytes()
+        return m.PullRows(self.table.numbers[self.server], tuple(self.wanted), ids, timeout)
+
+    def take(self, weights: m.Weights) -> bool:
+        """Bring the rows of some slices to their places; rows that came before are the same.
+
+        Returns whether all are there.
+        """
+        for slot, version, kind, source, start, nbytes in _pieces(weights):
+            out = self.waiting.get(slot)
+            if out is None:
+                continue
+            if kind != m.VALUES or nbytes != out.nbytes:
+                raise ProtocolError(
+                    f"{out.nbytes} bytes of slice {slot} of {self.table.name!r} were asked for, but {nbytes} came, of "
+                    f"kind {kind}"
+                )
+            out.view(torch.uint8).view(-1).copy_(source[start : start + nbytes])
+            self.version = min(self.version, version)
+            del self.waiting[slot]
+        return not self.waiting
+
+
+def _row_requests(table: RemoteTable, key: int, ids: Tensor, out: Tensor) -> list[_RowRequest]:
+    """Ask the servers that have them for some rows of a key, in messages of bounded size."""
+    requests: list[_RowRequest] = []
+    last: dict[int, _RowRequest] = {}
+    width = max(row_numel(table.plan.specs[key]), 1)
+    for piece in table.plan.slices_with(key):
+        position = next(at for at, segment in enumerate(piece.segments) if segment.key == key)
+        segment = piece.segments[position]
+        first, end = segment.key_start // width, (segment.key_start + segment.numel) // width
+        low, high = torch.searchsorted(ids, torch.tensor([first, end])).tolist()
+        slot, server = table.slot_of(piece), piece.server
+        for at in range(low, high, IDS_PER_MESSAGE):
+            part = slice(at, min(at + IDS_PER_MESSAGE, high))
+            if server not in last or not last[server].has_room(slot, out[part]):
+                last[server] = _RowRequest(table, server)
+                requests.append(last[server])
+            last[server].add(slot, piece, position, ids[part] - first, out[part])
+    return requests

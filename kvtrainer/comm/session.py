@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
 
 from kvstore_server.errors import (
     ConnectTimeoutError,
@@ -19,12 +21,12 @@ from kvstore_server.errors import (
     ServerUnreachableError,
     from_wire,
 )
-from kvstore_server.log_limit import SlowReports
+from kvstore_server.log_limit import SLOW_AFTER, SlowReports
+from kvstore_server.modes import SYNCHRONOUS, Mode
 from kvstore_server.plan import check_name
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.messages import SECRET_BYTES
-from kvtrainer.comm.tracing import SessionTrace
-from kvtrainer.comm.transport import SessionOptions, Transport
+from kvstore_server.tracing import CALLS, ROUNDS, Event, Trace, payload_in, payload_out
 
 _log = logging.getLogger(__name__)
 
@@ -33,10 +35,79 @@ REPEAT_AFTER = 2.0
 
 STANDSTILL = 1.0
 """A pause this much longer than asked for means that this process was stopped."""
-
+_WAITING = 0
+"""The lane of waits; requests have those above, the lowest that is free."""
 
 Handler = Callable[[int, m.ReplyBody], None]
 """Takes (server, reply) of a request that was sent."""
+
+
+class Transport(Protocol):
+    """Carries requests to servers and replies back."""
+
+    num_servers: int
+
+    def send(self, server: int, request: m.Request, priority: int = 0) -> None:
+        """Hand a request over without blocking; payload memory must not change until it is answered.
+
+        Where requests have to queue, one of higher priority overtakes those of lower ones.
+        """
+
+    def receive(self, timeout: float) -> tuple[int, m.Reply] | None:
+        """Wait up to `timeout` seconds for a reply of any server."""
+
+    def describe(self, server: int) -> str:
+        """The server's name in error messages."""
+
+    def sockets(self, server: int) -> tuple[bytes, ...]:
+        """Routing ids of all sockets from which a server hears this process."""
+
+    def start_heartbeats(self, sessions: Sequence[tuple[int, int]]) -> None:
+        """Begin to tell every server, from time to time, that this process is alive: (run, session) each."""
+
+    def last_sign(self, server: int) -> float:
+        """When a server last answered such a message; on the clock of the session, 0 if it never did."""
+
+    def close(self) -> None:
+        """Send what is queued, for a short while, and give all resources back."""
+
+
+@dataclass(frozen=True)
+class SessionOptions:
+    """Who this worker is and how long it waits.
+
+    Args:
+        namespace: Workers with equal names form one group on the servers.
+        rank: 0 … num_workers − 1.
+        num_workers: How many workers take part in every round.
+        timeout: Seconds to wait for the other workers in a round or at a barrier.
+        connect_timeout: Seconds to wait for a server to answer the first time.
+        dead_after: Seconds of silence after which a server that must answer counts as unreachable.
+        capability: Instruction set of this CPU.
+        address: `host:pid`, for error messages on the other side.
+        mode: When contributions count; the same for all workers of the namespace.
+        slow_after: Seconds of waiting after which the log says for whom.
+    """
+
+    namespace: str
+    rank: int
+    num_workers: int
+    timeout: float = 600.0
+    connect_timeout: float = 30.0
+    dead_after: float = 20.0
+    capability: str = ""
+    address: str = ""
+    mode: Mode = SYNCHRONOUS
+    slow_after: float = SLOW_AFTER
+
+
+class Asked(Protocol):
+    """Something that one server is to answer."""
+
+    server: int
+
+
+AskedT = TypeVar("AskedT", bound=Asked)
 
 
 class Session:
@@ -45,6 +116,7 @@ class Session:
     def __init__(self, transport: Transport, options: SessionOptions, clock: Callable[[], float]) -> None:
         self.options = options
         self.clock = clock
+        self.num_servers = transport.num_servers
         self.is_closed = False
         self.trace: SessionTrace | None = None
         """Where to note what happens, while somebody wants to know."""
@@ -62,10 +134,6 @@ class Session:
         self._reasons: list[str] = []
         """Why servers have not answered yet, as they said since requests were last repeated."""
         self._has_repeated = False
-
-    @property
-    def num_servers(self) -> int:
-        return self._transport.num_servers
 
     def connect(self) -> None:
         """Say hello to every server; blocks up to `connect_timeout`.
@@ -95,7 +163,7 @@ class Session:
             o.namespace, o.rank, o.num_workers, server, self.num_servers, o.capability, o.address, self._nonce,
             self._transport.sockets(server), o.mode.name, o.mode.staleness, o.mode.slow_down,
         )  # fmt: skip
-        welcome = self._call(server, hello, o.connect_timeout)
+        welcome = self.call(server, hello, o.connect_timeout)
         assert isinstance(welcome, m.Welcome)
         self._tokens[server] = (welcome.run, welcome.session)
 
@@ -130,10 +198,32 @@ class Session:
 
         Raises:
             KVStoreError: what the server answered.
-            ServerUnreachableError: it did not answer.
+            ServerUnreachableError, ConnectTimeoutError: it did not answer.
         """
+        answers: list[m.ReplyBody] = []
+
+        def take(_: int, reply: m.ReplyBody) -> None:
+            if not isinstance(reply, m.Pending):
+                answers.append(reply)
+
+        def again(now: float) -> None:
+            # Who has not said anything yet may still have to start.
+            if isinstance(body, m.Hello) or self.is_silent(server, started, now):
+                self.send(server, number, body)
+
         limit = self.options.dead_after if timeout is None else timeout
-        return self._call(server, body, limit)
+        number = self.next_number(take)
+        started = self.clock()
+        try:
+            self.send(server, number, body)
+            self.wait(lambda: bool(answers), started + limit, again, lambda: (server,))
+        except DeadlineError as error:
+            raise self._no_answer(server, body, limit) if type(error) is DeadlineError else error from None
+        finally:
+            self.forget(number)
+        if isinstance(answers[0], m.Failed):
+            raise from_wire(answers[0].code, answers[0].text)
+        return answers[0]
 
     def call_all(self, requests: Sequence[tuple[int, m.RequestBody]]) -> list[m.ReplyBody]:
         """Send control requests, (server, body) each, and block for all answers, up to `dead_after` seconds.
@@ -170,7 +260,7 @@ class Session:
 
             return take
 
-        def repeat() -> None:
+        def repeat(_: float) -> None:
             for at in left:
                 self.send(requests[at][0], numbers[at], requests[at][1])
 
@@ -178,10 +268,8 @@ class Session:
             for at, (server, body) in enumerate(requests):
                 numbers.append(self.next_number(expect(at)))
                 self.send(server, numbers[-1], body)
-            self._wait(
-                lambda: all(requests[at][0] in self._gone for at in left),
-                self.clock() + timeout,
-                lambda _: repeat(),
+            self.wait(
+                lambda: all(requests[at][0] in self._gone for at in left), self.clock() + timeout, repeat
             )
         except KVStoreError as error:
             _log.info("%d of %d requests were not answered: %s", len(left), len(requests), error)
@@ -207,20 +295,16 @@ class Session:
                 say about a round is waited for: it may have ended everywhere.
         """
 
-        def stopped() -> set[int]:
-            return self._stopped.intersection(needed()) if self._stopped else self._stopped
-
-        self._wait(lambda: is_over() or bool(stopped()), deadline, repeat)
-        if self._stopped and not is_over():
-            names = ", ".join(self.describe(server) for server in sorted(stopped()))
-            raise ServerStoppingError(f"{names} was stopped; restart the job from its last saved states")
-
-    def _wait(self, is_over: Callable[[], bool], deadline: float, repeat: Callable[[float], None]) -> None:
-        trace, looked = self.trace, self.clock()
-        began = looked
+        trace, began = self.trace, self.clock()
+        looked = began
         self._reasons.clear()
         start = 0.0 if trace is None else trace.trace.clock()
         while not is_over():
+            if self._stopped and not self._stopped.isdisjoint(needed()):
+                names = ", ".join(
+                    self.describe(server) for server in sorted(self._stopped.intersection(needed()))
+                )
+                raise ServerStoppingError(f"{names} was stopped; restart the job from its last saved states")
             now = self.clock()
             if now >= deadline:
                 raise DeadlineError("no answer before the deadline")
@@ -236,11 +320,45 @@ class Session:
                 self._has_repeated = True
                 repeat(now)
             else:
-                self._hand_out(*got)
+                self._hand_out(*got, now)
             if now - began >= self.options.slow_after:
                 self._report_slow(now - began, now)
         if trace is not None:
             trace.waited(start)
+
+    def wait_for(
+        self,
+        waiting: Collection[AskedT],
+        ask: Callable[[AskedT], None],
+        started: float,
+        what: Callable[[], str],
+    ) -> None:
+        """Block until handlers have emptied `waiting`, and `ask` again those whose servers fall silent.
+
+        A server fails a round at the deadline, naming who was missing; it gets `dead_after` more to say so.
+
+        Raises:
+            DeadlineError: it has passed; says that the servers did not do `what`.
+            ServerUnreachableError, ServerStoppingError: as of `is_silent` and `wait`.
+        """
+
+        def again(now: float) -> None:
+            for one in list(waiting):
+                if self.is_silent(one.server, started, now):
+                    ask(one)
+
+        timeout = self.options.timeout
+        limit = started + timeout + self.options.dead_after
+        try:
+            self.wait(lambda: not waiting, limit, again, lambda: {one.server for one in waiting})
+        except DeadlineError as error:
+            if type(error) is not DeadlineError:
+                raise
+            late = ", ".join(self.describe(server) for server in sorted({one.server for one in waiting}))
+            raise DeadlineError(
+                f"{late} did not {what()} within {timeout:g} s; is it overloaded? (timeout=… of the kvstore or "
+                "KVSTORE_TIMEOUT raises the limit)"
+            ) from None
 
     def _report_slow(self, waited: float, now: float) -> None:
         """Log for whom the servers wait, or which of them say nothing, if a line about it is due."""
@@ -284,31 +402,6 @@ class Session:
         self.is_closed = True
         self._transport.close()
 
-    def _call(self, server: int, body: m.RequestBody, timeout: float) -> m.ReplyBody:
-        answers: list[m.ReplyBody] = []
-
-        def take(_: int, reply: m.ReplyBody) -> None:
-            if not isinstance(reply, m.Pending):
-                answers.append(reply)
-
-        def again(now: float) -> None:
-            # Who has not said anything yet may still have to start.
-            if isinstance(body, m.Hello) or self.is_silent(server, started, now):
-                self.send(server, number, body)
-
-        number = self.next_number(take)
-        started = self.clock()
-        try:
-            self.send(server, number, body)
-            self.wait(lambda: bool(answers), started + timeout, again, lambda: (server,))
-        except DeadlineError as error:
-            raise self._no_answer(server, body, timeout) if type(error) is DeadlineError else error from None
-        finally:
-            self.forget(number)
-        if isinstance(answers[0], m.Failed):
-            raise from_wire(answers[0].code, answers[0].text)
-        return answers[0]
-
     def _no_answer(self, server: int, body: m.RequestBody, timeout: float) -> KVStoreError:
         if isinstance(body, m.Hello):
             return ConnectTimeoutError(
@@ -320,8 +413,8 @@ class Session:
             f"{self.describe(server)} did not answer {type(body).__name__} within {timeout:g} s; is it still running?"
         )
 
-    def _hand_out(self, server: int, reply: m.Reply) -> None:
-        self._heard[server] = self.clock()
+    def _hand_out(self, server: int, reply: m.Reply, now: float) -> None:
+        self._heard[server] = now
         self._gone.discard(server)
         if self.trace is not None:
             self.trace.received(reply)
@@ -339,3 +432,67 @@ class Session:
         handler = self._handlers.get(reply.number)
         if handler is not None:
             handler(server, reply.body)
+
+
+@dataclass
+class _Open:
+    """A request that is not over."""
+
+    lane: int
+    start: float
+    last: float
+    name: str = ""
+    args: dict[str, Any] = field(default_factory=dict)
+
+
+class SessionTrace:
+    """Notes what one session sends and gets.
+
+    A request lasts from when it was sent to its last answer; what it sends again counts for its bytes alone.
+    """
+
+    def __init__(self, trace: Trace) -> None:
+        self.trace = trace
+        self._open: dict[int, _Open] = {}
+
+    def sent(self, server: int, number: int, body: m.RequestBody) -> None:
+        """A request, or a part of it, goes out."""
+        known = self._open.get(number)
+        if known is None:
+            now = self.trace.clock()
+            taken = {one.lane for one in self._open.values()}
+            lane = next(lane for lane in range(1, len(taken) + 2) if lane not in taken)
+            known = self._open[number] = _Open(lane, now, now)
+            known.args.update(server=server, bytes_out=0, bytes_in=0)
+        known.args["bytes_out"] += payload_in(body)
+        known.name = known.name or type(body).__name__
+        if isinstance(body, m.Contribute) and len(body.commits):
+            table, round_ = body.commits[0, :2].tolist()
+            known.args.setdefault("rounds", len(body.commits))
+            known.args.setdefault("first_table", table)
+            known.args.setdefault("first_round", round_)
+
+    def received(self, reply: m.Reply) -> None:
+        """A server answers."""
+        known = self._open.get(reply.number)
+        if known is not None:
+            known.last = self.trace.clock()
+            known.args["bytes_in"] += payload_out(reply.body)
+
+    def ended(self, number: int) -> None:
+        """Nobody waits for answers to a request any more."""
+        known = self._open.pop(number, None)
+        if known is not None:
+            category = ROUNDS if "rounds" in known.args else CALLS
+            self.trace.add_past(
+                Event(known.name, category, known.start, known.last - known.start, known.lane, known.args)
+            )
+
+    def waited(self, start: float) -> None:
+        """The session has waited since `start`."""
+        self.trace.add("wait", CALLS, start, _WAITING, {})
+
+
+def lane_name(lane: int) -> str:
+    """What a lane of a worker's trace shows."""
+    return "waiting" if lane == _WAITING else f"requests ({lane})"

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from kvstore_server.errors import ConfigurationError
 from kvstore_server.plan import INTEGERS
+from kvtrainer.comm.loopback import LocalEngine
 from kvtrainer.comm.rank_group import Buckets, RankGroup, current_group
 from kvtrainer.kvstore.base import BUILT_IN, COMPRESSION, DEVICE_NAMES, NCCL, Key, register
-from kvtrainer.kvstore.engine import LocalEngine
 from kvtrainer.kvstore.local import LocalKVStore
 from kvtrainer.kvstore.replicas import densified, merge, merge_rows, sum_rows
 from kvtrainer.kvstore.values import (

@@ -16,7 +16,7 @@ from kvstore_server.modes import ASYNC, SSP, SYNCHRONOUS, Mode
 from kvstore_server.optimizer.kernels import capability
 from kvtrainer.comm.client import Client
 from kvtrainer.comm.connection import Connection
-from kvtrainer.comm.transport import SessionOptions
+from kvtrainer.comm.session import SessionOptions
 from kvtrainer.env import (
     CONNECT_TIMEOUT,
     DEAD_AFTER,

@@ -7,8 +7,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from kvtrainer.comm.loopback import LocalEngine
 from kvtrainer.kvstore.base import BUILT_IN, LOCAL_NAMES, Key, register
-from kvtrainer.kvstore.engine import LocalEngine
 from kvtrainer.kvstore.verbs import TableKVStore
 
 

@@ -9,8 +9,7 @@ import os
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from itertools import repeat
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, ClassVar, NoReturn, TypeVar
 
 import torch
@@ -21,15 +20,15 @@ from kvstore_server.commands import LONGEST, check_head
 from kvstore_server.errors import ConfigurationError, KeyNotFoundError, OptimizerError, ServerUnreachableError
 from kvstore_server.optimizer import Optimizer, spec_for_store
 from kvstore_server.plan import INTEGERS, TensorSpec
+from kvstore_server.reduction import RowSet
 from kvtrainer.comm.client import Client
 from kvtrainer.comm.compressor import Compressor
-from kvtrainer.comm.round import RoundItem
-from kvtrainer.comm.row_pulls import RowsWanted
+from kvtrainer.comm.loopback import LocalEngine
+from kvtrainer.comm.round import Contribution
 from kvtrainer.comm.tables import RemoteTable
 from kvtrainer.errors import SparsePullWarning
 from kvtrainer.kvstore import states
 from kvtrainer.kvstore.base import BUILT_IN, COMPRESSION, Key, KVStoreBase
-from kvtrainer.kvstore.engine import LocalEngine
 from kvtrainer.kvstore.replicas import (
     ReplicaCompressor,
     dense_sum,
@@ -193,7 +192,8 @@ class TableKVStore(KVStoreBase):
         wanted = self._find(pairs, check_out)
         targets = [target_of(entry.dtype, outs) for entry, outs in wanted]
         rows = zip(wanted, targets, strict=True)
-        self._client.rounds.pull([(entry.table, {entry.spec.dtype: flat}) for (entry, _), (flat, _) in rows])
+        outs = [{entry.spec.dtype: flat} for (entry, _), (flat, _) in rows]
+        self._client.rounds.pull([entry.table for entry, _ in wanted], outs)
         write_outs(targets)
         for sparse, dense in copies:
             sparse.copy_(dense.to_sparse(1))
@@ -447,11 +447,30 @@ class TableKVStore(KVStoreBase):
                 "set_optimizer on every worker before the first push"
             )
         targets = [target_of(entry.dtype, tensors) for entry, tensors in outs or ()]
-        flats: Iterable[Tensor | None] = repeat(None) if outs is None else [flat for flat, _ in targets]
-        items = [
-            self._item(entry, replicas, flat) for (entry, replicas), flat in zip(pushed, flats, strict=False)
-        ]
-        ticket = self._client.rounds.start(items, priority=priority)
+        values: list[Mapping[str, Tensor]] = []
+        rows: dict[tuple[int, int], RowSet] = {}
+        for at, (entry, replicas) in enumerate(pushed):
+            spec, is_own = entry.spec, True
+            sparse = [one.layout is not torch.strided for one in replicas]
+            if not any(sparse):
+                flat, is_own = self._sum(spec, replicas)
+            elif not all(sparse):
+                flat, is_own = self._sum(spec, [densified(spec, one) for one in replicas])
+            elif self._goes_by_rows(entry):
+                rows[at, 0] = merge_rows(spec, replicas)
+                values.append({})
+                continue
+            else:
+                flat = dense_sum(spec, replicas).view(-1)
+            # It may be the caller's memory only if the caller waits for the end.
+            values.append({spec.dtype: flat if is_own or outs is not None else flat.clone()})
+        received = None if outs is None else [
+            {entry.spec.dtype: flat} for (entry, _), (flat, _) in zip(outs, targets, strict=True)
+        ]  # fmt: skip
+        tables = [entry.table for entry, _ in pushed]
+        ticket = self._client.rounds.start(
+            Contribution(tables, values, received, rows=rows, priority=priority)
+        )
         if self._engine is None and outs is None:
             return
         try:
@@ -461,20 +480,6 @@ class TableKVStore(KVStoreBase):
                 applied = [entry for entry, _ in pushed if not ticket.is_lost(entry.table)]
                 self._replicas.accept(entry.spec.key for entry in applied)
         write_outs(targets)
-
-    def _item(self, entry: Entry, replicas: Sequence[Tensor], target: Tensor | None) -> RoundItem:
-        """Make a key's part in a round; it is the caller's memory only if the caller waits for the end."""
-        spec, table = entry.spec, entry.table
-        out = None if target is None else {spec.dtype: target}
-        sparse = [one.layout is not torch.strided for one in replicas]
-        if all(sparse):
-            if self._goes_by_rows(entry):
-                return RoundItem(table, {}, out, rows={0: merge_rows(spec, replicas)})
-            return RoundItem(table, {spec.dtype: dense_sum(spec, replicas).view(-1)}, out)
-        if any(sparse):
-            replicas = [densified(spec, one) for one in replicas]
-        flat, is_own = self._sum(spec, replicas)
-        return RoundItem(table, {spec.dtype: flat if is_own or out is not None else flat.clone()}, out)
 
     def _sum(self, spec: TensorSpec, replicas: Sequence[Tensor]) -> tuple[Tensor, bool]:
         """Sum dense replicas; the flat sum, and whether it is a tensor of its own rather than the caller's memory."""
@@ -540,9 +545,9 @@ class TableKVStore(KVStoreBase):
         """Fetch all rows, write them to their `outs`, and return them as sparse tensors; blocks."""
         whole = {id(p): p for p in pulls if not p.entry.table.plan.takes_rows(0)}
         arenas = {at: p.entry.new_arena() for at, p in whole.items()}
-        self._client.rounds.pull([(p.entry.table, arenas[at]) for at, p in whole.items()])
+        self._client.rounds.pull([p.entry.table for p in whole.values()], list(arenas.values()))
         wanted = [p for p in pulls if id(p) not in whole]
-        fetched = self._client.rounds.pull_rows([RowsWanted(p.entry.table, 0, p.ids) for p in wanted])
+        fetched = self._client.rounds.pull_rows([(p.entry.table, 0, p.ids) for p in wanted])
         found = dict(zip(map(id, wanted), fetched, strict=True))
         for at, p in whole.items():
             # Its rows are too long for a slice, so that a server cannot tell them apart.
@@ -576,12 +581,13 @@ class TableKVStore(KVStoreBase):
         targets = [
             target_of(entry.dtype, tensors) for entry, (_, tensors) in zip(entries, outs or (), strict=False)
         ]
-        items = []
-        for at, (spec, table) in enumerate(zip(specs, tables, strict=True)):
+        for table in tables:
             table.compressor = self._compressor(table)
-            mine = {spec.dtype: flats[at]} if self._connected.options.rank == 0 else None
-            items.append(RoundItem(table, mine, {spec.dtype: targets[at][0]} if targets else None))
-        self._client.rounds.initialise(items)
+        names = [spec.dtype for spec in specs]
+        mine = [{name: flat} for name, flat in zip(names, flats, strict=True)]
+        received = [{name: flat} for name, (flat, _) in zip(names, targets, strict=False)]
+        is_first = self._connected.options.rank == 0
+        self._client.rounds.initialise(Contribution(tables, mine if is_first else None, received or None))
         self._entries.update({key: entry for (key, _), entry in zip(values, entries, strict=True)})
         write_outs(targets)
 
@@ -659,15 +665,12 @@ class TableKVStore(KVStoreBase):
         if not spread:
             return
         values = [entry.new_arena() for entry in spread]
-        self._client.rounds.pull([(entry.table, arena) for entry, arena in zip(spread, values, strict=True)])
+        self._client.rounds.pull([entry.table for entry in spread], values)
         self._client.barrier()
         specs = {f"{entry.spec.key} (whole)": [entry.spec] for entry in spread}
         tables = self._client.register(specs, whole_keys=True)
-        items = [
-            RoundItem(table, arena if self.rank == 0 else None, None)
-            for table, arena in zip(tables, values, strict=True)
-        ]
-        self._client.rounds.wait(self._client.rounds.start(items))
+        mine = values if self.rank == 0 else None
+        self._client.rounds.wait(self._client.rounds.start(Contribution(tables, mine, None)))
         for entry, table in zip(spread, tables, strict=True):
             table.compressor = self._compressor(table)
             if table.compressor is not None and entry.table.compressor is not None:

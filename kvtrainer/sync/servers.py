@@ -16,8 +16,7 @@ from kvstore_server.plan import Plan, Slice
 from kvstore_server.reduction import RowSet, torch_dtype
 from kvtrainer.comm.client import Client
 from kvtrainer.comm.compressor import Compressor
-from kvtrainer.comm.round import RoundItem
-from kvtrainer.comm.row_pulls import RowsWanted
+from kvtrainer.comm.round import Contribution
 from kvtrainer.errors import ConfigurationError
 from kvtrainer.memory.row_sparse import NO_TABLES, Tables
 from kvtrainer.sync.contract import Gradients, Outcome, Shadowed
@@ -60,7 +59,7 @@ class StoreExchange:
 
     def init(self, weights: Mapping[str, Tensor], tables: Tables = NO_TABLES) -> None:
         mine = _on_cpu(weights)
-        self._client.rounds.initialise([self._of_rank_0(mine, tables, mine)])
+        self._client.rounds.initialise(self._of_rank_0(mine, tables, mine))
         _copy_back(weights, mine)
 
     def check_sparse(self, names: Sequence[str]) -> None:
@@ -91,11 +90,21 @@ class StoreExchange:
             raise ConfigurationError(
                 "a gradient is checked by the store only where the store updates the weights, in synchronous rounds"
             )
-        item = RoundItem(
-            self._table, values, out, grads.scale, absent, veto, rows=given, is_kept=kept, guard=guard
+        rows = {(0, key): of_key for key, of_key in given.items()}
+        contribution = Contribution(
+            [self._table],
+            [values],
+            [out],
+            grads.scale,
+            hyper,
+            absent,
+            rows,
+            veto=veto,
+            is_kept=kept,
+            guard=guard,
         )
         with self._forgetting_on_error():
-            ticket = self._client.rounds.start([item], hyper)
+            ticket = self._client.rounds.start(contribution)
             self._client.rounds.wait(ticket)
             measured, decision = ticket.decided.get(self._name, (None, Decision()))
             if self._name in ticket.vetoes:
@@ -111,14 +120,15 @@ class StoreExchange:
     def shadow(self, weights: Mapping[str, Tensor], grads: Mapping[str, Tensor]) -> Shadowed:
         target = grads if not self.updates_weights else None if self.is_sync else weights
         out = None if target is None else _on_cpu(target)
-        ticket = self._client.rounds.start([RoundItem(self._table, None, out, joined=True)])
+        outs = None if out is None else [out]
+        ticket = self._client.rounds.start(Contribution([self._table], None, outs, joined=True))
         self._client.rounds.wait(ticket)
         said = ticket.in_force[self._name]
         if target is not None and out is not None:
             _copy_back(target, out)
         if said.is_over and self.updates_weights and self.is_sync:
             mine = _on_cpu(weights)
-            self._client.rounds.pull([(self._table, mine)])
+            self._client.rounds.pull([self._table], [mine])
             _copy_back(weights, mine)
         outcome = Outcome(frozenset(ticket.absent.get(self._name, ())), self._name in ticket.vetoes)
         return Shadowed(outcome, said.hyper, said.is_over)
@@ -128,26 +138,26 @@ class StoreExchange:
         rounds = self._client.rounds
         if self.is_sync:
             with self._forgetting_on_error():
-                rounds.wait(rounds.start([self._of_rank_0(mine, tables, mine, assign=True)]))
+                rounds.wait(rounds.start(self._of_rank_0(mine, tables, mine, assign=True)))
         else:
             # Contributions count one by one: none may come between, and nobody may read before.
             self._client.barrier()
             if not self._client.options.rank:
-                rounds.wait(rounds.start([self._of_rank_0(mine, tables, None, assign=True)]))
+                rounds.wait(rounds.start(self._of_rank_0(mine, tables, None, assign=True)))
             self._client.barrier()
-            rounds.pull([(self._table, mine)])
+            rounds.pull([self._table], [mine])
         _copy_back(weights, mine)
 
     def pull(self) -> dict[str, Tensor]:
         """Fetch the weights that the store has now, laid out by the plan, on the CPU."""
         sizes = self._table.plan.resident_sizes
         held = {dtype: torch.zeros(size, dtype=torch_dtype(dtype)) for dtype, size in sizes.items()}
-        self._client.rounds.pull([(self._table, held)])
+        self._client.rounds.pull([self._table], [held])
         return held
 
     def pull_rows(self, key: int, ids: Tensor) -> Tensor:
         """Fetch rows (distinct, ascending ids) of a row-sparse key (by index), flat, on the CPU."""
-        [rows] = self._client.rounds.pull_rows([RowsWanted(self._table, key, ids)])
+        [rows] = self._client.rounds.pull_rows([(self._table, key, ids)])
         return rows
 
     def get_state(self, piece: Slice) -> States:
@@ -185,13 +195,13 @@ class StoreExchange:
         tables: Tables,
         out: Mapping[str, Tensor] | None,
         assign: bool = False,
-    ) -> RoundItem:
+    ) -> Contribution:
         """Make this worker's part in a round in which rank 0's values count."""
         is_first = not self._client.options.rank
         given = {key: make() for key, make in tables.items()} if is_first else {}
         is_kept = self.updates_weights and self._has_rows and out is not None
-        values = mine if is_first else None
-        return RoundItem(self._table, values, out, assign=assign, tables=given, is_kept=is_kept)
+        values, outs = [mine] if is_first else None, None if out is None else [out]
+        return Contribution([self._table], values, outs, assign=assign, sources=given, is_kept=is_kept)
 
     def _rows_to_send(self, rows: Mapping[int, RowSet]) -> dict[int, RowSet]:
         # The sum of replicas may have come in a wider dtype.

@@ -15,7 +15,7 @@ from kvstore_server.engine import Engine
 from kvstore_server.modes import ASYNC, SSP, SYNCHRONOUS, Mode
 from kvstore_server.namespace import EngineConfig
 from kvtrainer.comm.client import Client
-from kvtrainer.comm.transport import SessionOptions
+from kvtrainer.comm.session import SessionOptions
 from kvtrainer.kvstore.verbs import TableKVStore
 from tests.support.limits import LIMIT
 from tests.support.processes import Members, Processes, new_name

@@ -13,7 +13,7 @@ from kvstore_server.namespace import EngineConfig
 from kvstore_server.plan import Plan, TensorSpec, make_plan
 from kvtrainer.comm.client import Client
 from kvtrainer.comm.loopback import Loopback
-from kvtrainer.comm.transport import SessionOptions
+from kvtrainer.comm.session import SessionOptions
 from kvtrainer.sync.contract import Exchange, Gradients, Outcome
 
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 
 from kvstore_server.plan import Plan, TensorSpec, make_plan
 from kvstore_server.protocol import messages as m
 from kvstore_server.reduction import torch_dtype
-from kvtrainer.comm.round import Round, RoundItem, Rounds
-from kvtrainer.comm.session import Session
+from kvtrainer.comm.round import Contribution, Round, Rounds
+from kvtrainer.comm.session import Session, SessionOptions
 from kvtrainer.comm.tables import RemoteTable
-from kvtrainer.comm.transport import SessionOptions
 
 Answer = Callable[[int, m.Request], Iterable[m.ReplyBody] | None]
 """(server, request) → what it answers at once; None leaves it to the defaults."""
@@ -102,8 +102,11 @@ class Bench:
         self.rounds.wait(self.start(value))
 
     def start(self, value: float = 1.0) -> Round:
-        item = RoundItem(self.table, {"float32": torch.full_like(self.out, value)}, {"float32": self.out})
-        return self.rounds.start([item])
+        return self.rounds.start(self.contribution(value))
+
+    def contribution(self, value: float = 1.0, **options: Any) -> Contribution:
+        values = {"float32": torch.full_like(self.out, value)}
+        return Contribution([self.table], [values], [{"float32": self.out}], **options)
 
     def weights(self, server: int, value: float, round_: int = 3) -> m.Weights:
         pieces = self.plan.slices_of(server)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from kvstore_server.engine import Engine
 from kvstore_server.protocol import messages as m
 from kvtrainer.comm.client import Client
-from kvtrainer.comm.transport import SessionOptions
+from kvtrainer.comm.session import SessionOptions
 from tests.support.limits import LIMIT
 
 

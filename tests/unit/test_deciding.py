@@ -9,7 +9,7 @@ import pytest
 
 from kvstore_server.norms import Decision, Guard, Measured
 from kvstore_server.protocol import messages as m
-from kvtrainer.comm.round import Round, RoundItem
+from kvtrainer.comm.round import Round
 from kvtrainer.errors import KVStoreError, OptimizerError
 from tests.support.scripted import Act, Bench, done, is_commit
 
@@ -30,9 +30,7 @@ class HeldBench(Bench):
         return self.decision
 
     def start(self, value: float = 1.0) -> Round:
-        values = {"float32": self.out.new_full(self.out.shape, value)}
-        item = RoundItem(self.table, values, {"float32": self.out}, guard=Guard(2.0, self.decide))
-        return self.rounds.start([item])
+        return self.rounds.start(self.contribution(value, guard=Guard(2.0, self.decide)))
 
     def held(self, server: int, *values: float, is_finite: bool = True) -> m.Held:
         """What a server says, with a partial norm for each of its first slices."""

@@ -25,7 +25,7 @@ from kvstore_server.protocol import messages as m
 from kvstore_server.reduction import RowSet, SparsePayload
 from kvstore_server.shard import Shard
 from kvtrainer.comm.client import Client
-from kvtrainer.comm.round import RoundItem
+from kvtrainer.comm.round import Contribution
 from kvtrainer.comm.tables import RemoteTable
 from tests.support.switchboard import connected
 
@@ -88,17 +88,33 @@ class Job:
         self.arenas = [self.empty(), self.empty()]
         gen = torch.Generator().manual_seed(0)
         start = {name: torch.rand(len(flat), generator=gen).to(flat) for name, flat in self.empty().items()}
-        self.play([RoundItem(self.tables[0], start, self.arenas[0], is_kept=True), self.item(1, None)])
+        self.play([self.item(0, start), self.item(1, None)])
 
     def empty(self) -> dict[str, Tensor]:
         sizes = self.tables[0].plan.arena_sizes
         return {name: torch.zeros(size, dtype=getattr(torch, name)) for name, size in sizes.items()}
 
-    def item(self, rank: int, values: Mapping[str, Tensor] | None, **options: Any) -> RoundItem:
-        return RoundItem(self.tables[rank], values, self.arenas[rank], is_kept=True, **options)
+    def item(
+        self,
+        rank: int,
+        values: Mapping[str, Tensor] | None,
+        rows: Mapping[int, RowSet] | None = None,
+        **options: Any,
+    ) -> Contribution:
+        given = None if values is None else [values]
+        by_table = {(0, key): of_key for key, of_key in (rows or {}).items()}
+        return Contribution(
+            [self.tables[rank]],
+            given,
+            [self.arenas[rank]],
+            hyper=self.hyper,
+            rows=by_table,
+            is_kept=True,
+            **options,
+        )
 
-    def play(self, items: list[RoundItem]) -> list[KVStoreError | None]:
-        tickets = [c.rounds.start([item], self.hyper) for c, item in zip(self.clients, items, strict=True)]
+    def play(self, items: list[Contribution]) -> list[KVStoreError | None]:
+        tickets = [c.rounds.start(item) for c, item in zip(self.clients, items, strict=True)]
         errors: list[KVStoreError | None] = []
         for client, ticket in zip(self.clients, tickets, strict=True):
             try:
@@ -110,7 +126,7 @@ class Job:
 
     def check(self) -> None:
         held = self.empty()
-        self.clients[0].rounds.pull([(self.tables[0], held)])
+        self.clients[0].rounds.pull([self.tables[0]], [held])
         plan = self.tables[0].plan
         for arena in self.arenas:
             for spec, at in zip(SPECS, plan.key_offsets, strict=True):
@@ -195,7 +211,7 @@ def test_lost_replies_are_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> No
     job.check()
 
 
-def parts_of(job: Job, items: list[RoundItem]) -> dict[int, tuple[int, int]]:
+def parts_of(job: Job, items: list[Contribution]) -> dict[int, tuple[int, int]]:
     """Slot → kind and size of what comes back to rank 0 in a round."""
     replies: dict[int, tuple[int, int]] = {}
     rounds = job.clients[0].rounds

@@ -13,8 +13,7 @@ import torch
 from kvstore_server.protocol import messages as m
 from kvstore_server.tracing import Trace
 from kvtrainer import Trainer, kvstore
-from kvtrainer.comm.tracing import SessionTrace
-from kvtrainer.comm.transport import SessionOptions
+from kvtrainer.comm.session import SessionOptions, SessionTrace
 from kvtrainer.errors import ConfigurationError, KVStoreError, TraceFileError, WorkerLostError
 from kvtrainer.kvstore import LocalKVStore
 from kvtrainer.profiler import Profiler

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import pytest
 import torch
@@ -14,7 +14,8 @@ from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.buffers import KEYS_PER_MESSAGE
 from kvstore_server.protocol.control import unpack_control
 from kvtrainer.comm.compressor import Compressor
-from kvtrainer.comm.round import RoundItem, Rounds
+from kvtrainer.comm.round import Contribution, Rounds
+from kvtrainer.comm.tables import RemoteTable
 from kvtrainer.errors import (
     DeadlineError,
     KVStoreError,
@@ -254,12 +255,12 @@ def test_a_failed_pull_leaves_its_target_as_it_was() -> None:
 
     bench.servers.answer = answer
     with pytest.raises(KVStoreError, match="nothing here"):
-        bench.rounds.pull([(bench.table, {"float32": bench.out})])
+        bench.rounds.pull([bench.table], [{"float32": bench.out}])
     assert _values(bench.out) == [0.0]
     assert (bench.table.round, bench.servers.bodies(m.Abort)) == (3, [])
 
 
-def many_tables(count: int) -> tuple[Scripted, Rounds, list[RoundItem]]:
+def many_tables(count: int) -> tuple[Scripted, Rounds, list[RemoteTable]]:
     """Tables of one number each, in their first round."""
     servers = Scripted(1)
     rounds = Rounds(servers.session())
@@ -267,32 +268,37 @@ def many_tables(count: int) -> tuple[Scripted, Rounds, list[RoundItem]]:
     tables = [rounds.tables.add(str(i), plan) for i in range(count)]
     for number, table in enumerate(tables):
         table.register(0, m.Registered(number, number, 0))
-    return servers, rounds, [RoundItem(table, {"float32": torch.ones(1)}, None) for table in tables]
+    return servers, rounds, tables
+
+
+def ones(tables: Sequence[RemoteTable]) -> Contribution:
+    """One element for each table."""
+    return Contribution(tables, [{"float32": torch.ones(1)} for _ in tables], None)
 
 
 def test_many_tables_travel_in_few_messages_of_bounded_size_with_their_commits() -> None:
-    servers, rounds, items = many_tables(3000)
+    servers, rounds, tables = many_tables(3000)
 
     def answer(server: int, request: m.Request) -> list[m.ReplyBody] | None:
         assert isinstance(request.body, m.Contribute)
         return [done(*((table, round_, round_) for table, round_ in request.body.commits[:, :2].tolist()))]
 
     servers.answer = answer
-    rounds.wait(rounds.start(items))
+    rounds.wait(rounds.start(ones(tables)))
     sizes = [len(body.commits) for body in servers.bodies(m.Contribute)]  # type: ignore[attr-defined]
     assert sum(sizes) == 3000
     assert len(sizes) == 3
     assert max(sizes) <= KEYS_PER_MESSAGE
-    assert {item.table.round for item in items} == {1}
+    assert {table.round for table in tables} == {1}
 
 
 def test_any_subset_of_tables_in_any_order_is_one_message_in_the_order_of_the_server() -> None:
-    servers, rounds, items = many_tables(6)
+    servers, rounds, tables = many_tables(6)
     servers.answer = lambda server, request: [done((4, 0, 0), (2, 0, 0), (5, 0, 0))]
-    rounds.wait(rounds.start([items[at] for at in (4, 2, 5)]))
+    rounds.wait(rounds.start(ones([tables[at] for at in (4, 2, 5)])))
     [body] = servers.bodies(m.Contribute)
     assert body.commits[:, 0].tolist() == [2, 4, 5]  # type: ignore[attr-defined]
-    assert [item.table.round for item in items] == [0, 0, 1, 0, 1, 1]
+    assert [table.round for table in tables] == [0, 0, 1, 0, 1, 1]
 
 
 def _keeping(
@@ -323,8 +329,8 @@ def _aborting(bench: Bench) -> Callable[[int, m.Request], Iterable[m.ReplyBody] 
 
 
 def test_many_tables_are_read_in_several_messages_and_only_what_is_missing_is_asked_for_again() -> None:
-    servers, rounds, items = many_tables(3000)
-    outs = [torch.zeros(1) for _ in items]
+    servers, rounds, tables = many_tables(3000)
+    outs = [torch.zeros(1) for _ in tables]
     lost = {7, 2999}
 
     def answer(server: int, request: m.Request) -> list[m.ReplyBody]:
@@ -335,7 +341,7 @@ def test_many_tables_are_read_in_several_messages_and_only_what_is_missing_is_as
         return [m.Weights(m.matrix(parts, 4), tuple(torch.full((16,), float(table)) for table in came))]
 
     servers.answer = answer
-    rounds.pull([(item.table, {"float32": out}) for item, out in zip(items, outs, strict=True)])
+    rounds.pull(tables, [{"float32": out} for out in outs])
     assert [int(out[0]) for out in outs] == list(range(3000))
     *first, again = [body.tables for body in servers.bodies(m.Pull)]  # type: ignore[attr-defined]
     assert [number for numbers in first for number in numbers] == list(range(3000))
@@ -346,9 +352,8 @@ def test_many_tables_are_read_in_several_messages_and_only_what_is_missing_is_as
 # ---------------------------------------------------------------- compressed
 
 
-def compressed(
-    rounds: Rounds, name: str, codec: str = "", numel: int = 40, round_: int = 1, **options: bool
-) -> RoundItem:
+def compressed(rounds: Rounds, name: str, codec: str = "", numel: int = 40, round_: int = 1) -> RemoteTable:
+    """A table of ones that is compressed with a codec, or not at all."""
     plan = make_plan([TensorSpec("k", (numel,), "float32")], 1)
     table = rounds.tables.add(name, plan)
     index = len(rounds.tables.all)
@@ -356,7 +361,12 @@ def compressed(
     table.go_on(round_, round_ > 0)
     if codec:
         table.compressor = Compressor(make_codec({"type": codec}), plan)
-    return RoundItem(table, {"float32": torch.ones(numel)}, None, **options)  # type: ignore[arg-type]
+    return table
+
+
+def given(*tables: RemoteTable, **options: bool) -> Contribution:
+    values = [{"float32": torch.ones(table.plan.specs[0].numel)} for table in tables]
+    return Contribution(tables, values, None, **options)  # type: ignore[arg-type]
 
 
 def sent(servers: Scripted) -> list[tuple[str, list[int]]]:
@@ -373,48 +383,47 @@ def test_slices_of_one_codec_travel_together_and_of_several_apart() -> None:
     servers = Scripted(1)
     rounds = Rounds(servers.session())
     kinds = (("a", "2bit"), ("b", "2bit"), ("c", ""), ("d", ""), ("e", "1bit"))
-    rounds.start([compressed(rounds, name, codec) for name, codec in kinds])
+    rounds.start(given(*[compressed(rounds, name, codec) for name, codec in kinds]))
     assert sent(servers) == [("2bit", [10, 10]), ("1bit", [5]), ("", [192, 192])]
 
 
 def test_a_large_compressed_slice_is_a_message_of_its_own() -> None:
     servers = Scripted(1)
     rounds = Rounds(servers.session())
-    rounds.start([compressed(rounds, "a", "2bit"), compressed(rounds, "b", "fp16", numel=600_000)])
+    rounds.start(given(compressed(rounds, "a", "2bit"), compressed(rounds, "b", "fp16", numel=600_000)))
     large = [sizes for form, sizes in sent(servers) if form == "fp16"]
     assert sum(sum(sizes) for sizes in large) == 1_200_000
     assert all(len(sizes) == 1 for sizes in large)
     assert ("2bit", [10]) in sent(servers)
 
 
-@pytest.mark.parametrize("options", [{"round_": 0}, {"assign": True}])
-def test_values_that_replace_what_the_store_holds_are_sent_as_they_are(options: dict[str, int]) -> None:
+@pytest.mark.parametrize(("round_", "assign"), [(0, False), (1, True)])
+def test_values_that_replace_what_the_store_holds_are_sent_as_they_are(round_: int, assign: bool) -> None:
     servers = Scripted(1)
     rounds = Rounds(servers.session())
-    item = compressed(rounds, "a", "2bit", **options)  # type: ignore[arg-type]
-    rounds.start([item])
+    table = compressed(rounds, "a", "2bit", round_=round_)
+    rounds.start(given(table, assign=assign))
     assert sent(servers) == [("", [192])]
-    assert item.table.compressor is not None
-    assert item.table.compressor.residuals() == {}
+    assert table.compressor is not None
+    assert table.compressor.residuals() == {}
 
 
 def test_a_veto_sends_nothing_even_if_the_gradient_cannot_be_compressed() -> None:
     servers = Scripted(1)
     rounds = Rounds(servers.session())
-    item = compressed(rounds, "a", "2bit", veto=True)
-    assert item.values is not None
-    item.values["float32"].fill_(float("nan"))
-    rounds.start([item])
+    table = compressed(rounds, "a", "2bit")
+    rounds.start(Contribution([table], [{"float32": torch.full((40,), float("nan"))}], None, veto=True))
     assert sent(servers) == []
 
 
 def test_one_gradient_that_is_not_finite_stops_all_tables_of_the_round() -> None:
     servers = Scripted(1)
     rounds = Rounds(servers.session())
-    items = [compressed(rounds, "a", "2bit"), compressed(rounds, "b", "2bit")]
-    assert items[1].values is not None
-    items[1].values["float32"][7] = float("inf")
+    tables = [compressed(rounds, "a", "2bit"), compressed(rounds, "b", "2bit")]
+    contribution = given(*tables)
+    assert contribution.values is not None
+    contribution.values[1]["float32"][7] = float("inf")
     with pytest.raises(NonFiniteGradientError, match="element 7 of 40"):
-        rounds.start(items)
+        rounds.start(contribution)
     assert sent(servers) == []
-    assert all(item.table.compressor.residuals() == {} for item in items if item.table.compressor is not None)
+    assert all(table.compressor.residuals() == {} for table in tables if table.compressor is not None)

@@ -16,7 +16,7 @@ from kvstore_server.namespace import EngineConfig
 from kvstore_server.optimizer import create
 from kvstore_server.plan import TensorSpec
 from kvstore_server.reduction import RowSet
-from kvtrainer.comm.round import RoundItem
+from kvtrainer.comm.round import Contribution
 from kvtrainer.comm.tables import RemoteTable
 from tests.support.switchboard import connected
 
@@ -51,7 +51,10 @@ class Job:
 
     def start_from(self, weights: Mapping[int, Tensor]) -> None:
         self._both(
-            [RoundItem(self.tables[0], self.arena(weights), None), RoundItem(self.tables[1], None, None)]
+            [
+                Contribution([self.tables[0]], [self.arena(weights)], None),
+                Contribution([self.tables[1]], None, None),
+            ]
         )
 
     def step(
@@ -61,8 +64,9 @@ class Job:
         out = self.arena({})
         absent = [frozenset(range(len(self.plan.specs))) - set(mine) - set(dense or {}) for mine in rows]
         self._both([
-            RoundItem(self.tables[rank], self.arena((dense or {}) if rank == 0 else {}), out if rank else None,
-                      1.0, absent[rank], rows=rows[rank])
+            Contribution([self.tables[rank]], [self.arena((dense or {}) if rank == 0 else {})],
+                         [out] if rank else None, 1.0, self.hyper, absent[rank],
+                         {(0, key): of_key for key, of_key in rows[rank].items()})
             for rank in range(2)
         ])  # fmt: skip
         found = {}
@@ -71,10 +75,8 @@ class Job:
             found[key] = out[spec.dtype][at : at + spec.numel].view(spec.shape).clone()
         return found
 
-    def _both(self, items: list[RoundItem]) -> None:
-        tickets = [
-            client.rounds.start([item], self.hyper) for client, item in zip(self.clients, items, strict=True)
-        ]
+    def _both(self, items: list[Contribution]) -> None:
+        tickets = [client.rounds.start(item) for client, item in zip(self.clients, items, strict=True)]
         for client, ticket in zip(self.clients, tickets, strict=True):
             client.rounds.wait(ticket)
 

@@ -15,8 +15,7 @@ from kvstore_server.protocol.buffers import KEYS_PER_MESSAGE, MAX_FRAME
 from kvstore_server.protocol.frames import encode_request
 from kvtrainer.comm.client import Client
 from kvtrainer.comm.loopback import Loopback
-from kvtrainer.comm.session import REPEAT_AFTER, Session
-from kvtrainer.comm.transport import SessionOptions
+from kvtrainer.comm.session import REPEAT_AFTER, Session, SessionOptions
 from kvtrainer.errors import (
     ConfigurationError,
     ConnectTimeoutError,

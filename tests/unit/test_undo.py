@@ -16,7 +16,7 @@ from kvstore_server.optimizer import Optimizer, create, register, registry
 from kvstore_server.optimizer.base import StateValue
 from kvstore_server.plan import TensorSpec
 from kvtrainer.comm.client import Client
-from kvtrainer.comm.round import RoundItem
+from kvtrainer.comm.round import Contribution
 from kvtrainer.comm.tables import RemoteTable
 from tests.support.switchboard import connected
 
@@ -53,13 +53,13 @@ def started(optimizer: Optimizer) -> tuple[list[Client], list[RemoteTable]]:
         client.set_optimizer(optimizer.spec())
         tables += client.register({"w": [TensorSpec("w", (SIZE,), "float32")]})
     zeros = {"float32": torch.zeros(SIZE)}
-    play(clients, [RoundItem(tables[0], zeros, None), RoundItem(tables[1], None, None)])
+    play(clients, [Contribution([tables[0]], [zeros], None), Contribution([tables[1]], None, None)])
     return clients, tables
 
 
-def play(clients: list[Client], items: list[RoundItem]) -> list[Exception | None]:
+def play(clients: list[Client], items: list[Contribution]) -> list[Exception | None]:
     """One round: rank 0 commits to both servers, then rank 1 to server 0 and only then to server 1."""
-    tickets = [client.rounds.start([item]) for client, item in zip(clients, items, strict=True)]
+    tickets = [client.rounds.start(item) for client, item in zip(clients, items, strict=True)]
     outcomes: list[Exception | None] = []
     for client, ticket in zip(clients, tickets, strict=True):
         try:
@@ -79,7 +79,7 @@ def test_what_server_0_had_applied_is_taken_back_once_when_server_1_fails(fussy:
 
     def round_of(*grads: Tensor) -> list[Exception | None]:
         rows = zip(tables, grads, outs, strict=True)
-        return play(clients, [RoundItem(t, {"float32": g}, {"float32": o}, 1.0) for t, g, o in rows])
+        return play(clients, [Contribution([t], [{"float32": g}], [{"float32": o}], 1.0) for t, g, o in rows])
 
     assert round_of(good, good) == [None, None]
     assert [type(outcome) for outcome in round_of(good, bad)] == [OptimizerError, OptimizerError]

@@ -9,7 +9,7 @@ import pytest
 
 from kvstore_server.protocol import messages as m
 from kvtrainer.comm.client import Client
-from kvtrainer.comm.transport import SessionOptions
+from kvtrainer.comm.session import SessionOptions
 from kvtrainer.errors import ConfigurationError, ServerUnreachableError
 from kvtrainer.kvstore.verbs import SERVERS, WORKERS, TableKVStore
 from tests.support.scripted import Scripted

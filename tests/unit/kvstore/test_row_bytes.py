@@ -16,7 +16,7 @@ from kvstore_server.protocol.frames import decode_reply, decode_request, encode_
 from kvtrainer import RowSparseParameter, Trainer
 from kvtrainer.comm.client import Client
 from kvtrainer.comm.loopback import Loopback
-from kvtrainer.comm.transport import SessionOptions
+from kvtrainer.comm.session import SessionOptions
 from kvtrainer.kvstore import LocalKVStore
 
 WIDTH = 64

@@ -17,7 +17,7 @@ from kvstore_server.protocol.buffers import MAX_FRAME
 from kvstore_server.protocol.frames import encode_reply, encode_request
 from kvtrainer.comm.client import Client
 from kvtrainer.comm.loopback import Loopback
-from kvtrainer.comm.transport import SessionOptions
+from kvtrainer.comm.session import SessionOptions
 from kvtrainer.errors import CommandError, ConfigurationError
 from kvtrainer.kvstore import LocalKVStore
 from tests.support.engines import client_of

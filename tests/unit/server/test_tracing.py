@@ -18,9 +18,9 @@ from kvstore_server.protocol.control import encode_control, pack_control
 from kvstore_server.tracing import CALLS, CATEGORIES, ROUNDS, Event, Recording, Trace, chrome_trace, events_of
 from kvtrainer.comm.client import Client
 from kvtrainer.comm.loopback import Loopback
-from kvtrainer.comm.round import RoundItem
+from kvtrainer.comm.round import Contribution
+from kvtrainer.comm.session import SessionOptions
 from kvtrainer.comm.tables import RemoteTable
-from kvtrainer.comm.transport import SessionOptions
 from kvtrainer.errors import ConfigurationError, ProtocolError
 from tests.support.engines import client_of
 
@@ -51,7 +51,7 @@ def profiled(categories: tuple[str, ...] = CATEGORIES) -> tuple[Client, RemoteTa
 
 def one_round(client: Client, table: RemoteTable) -> None:
     value = {"float32": torch.ones(NUMEL)}
-    client.rounds.wait(client.rounds.start([RoundItem(table, value, value)]))
+    client.rounds.wait(client.rounds.start(Contribution([table], [value], [value])))
 
 
 def names(client: Client) -> list[str]:

@@ -1,0 +1,57 @@
+"""A connection in which few messages may be on their way: urgent ones overtake others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import zmq
+
+from kvstore_server.protocol import messages as m
+from kvstore_server.protocol.frames import decode_request
+from kvtrainer.comm.connection import Connection
+from tests.support.said import contribution
+
+
+@pytest.fixture
+def listener() -> Iterator[Any]:
+    """A server's socket that takes few messages while nobody reads."""
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
+        socket.setsockopt(zmq.RCVHWM, 1)
+        socket.setsockopt(zmq.RCVBUF, 1 << 16)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.bind("tcp://127.0.0.1:0")
+        yield socket
+
+
+def numbers_read(socket: Any, connection: Connection, count: int) -> list[int]:
+    numbers = []
+    while len(numbers) < count:
+        connection.receive(0.0)  # lets what queues go out
+        if socket.poll(1000):
+            numbers.append(decode_request(socket.recv_multipart()[1:]).number)
+    return numbers
+
+
+@pytest.mark.parametrize(("water_mark", "overtakes"), [(1, True), (0, False)])
+def test_an_urgent_push_overtakes_others_only_where_they_queue(
+    listener: Any, water_mark: int, overtakes: bool
+) -> None:
+    connection = Connection([listener.getsockopt_string(zmq.LAST_ENDPOINT)], water_mark)
+    large = torch.zeros(1 << 18)
+    try:
+        for number in range(1, 41):
+            connection.send(
+                0, m.Request(1, 1, number, contribution([(0, large)], 1)), priority=-(number // 20)
+            )
+        for number in (98, 99):
+            connection.send(0, m.Request(1, 1, number, m.Heartbeat()), priority=5)
+        order = numbers_read(listener, connection, 42)
+    finally:
+        connection.close()
+    # Messages of one priority keep their order.
+    assert [n for n in order if n < 98] == list(range(1, 41))
+    assert order.index(98) + 1 == order.index(99)
+    assert (order.index(98) < 20) == overtakes
