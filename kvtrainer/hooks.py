@@ -23,7 +23,7 @@ from kvstore_server import check
 from kvtrainer.anomalies import checked_mode, report_anomalies
 from kvtrainer.clipping import make_clipping
 from kvtrainer.comm.rank_group import Buckets
-from kvtrainer.config.sections import hook_arguments
+from kvtrainer.config import hook_arguments
 from kvtrainer.errors import ArgumentTypeError, ConfigurationError, UnregisteredNameError
 from kvtrainer.parallel import DataParallel
 from kvtrainer.precision import copy_grads_to_fp32, copy_params_to_fp16

@@ -1,7 +1,7 @@
 """Registries: which class or function a name in a configuration means.
 
 Nothing is imported to fill them: what is built in, entry points of plugins and torch's optimizers are found on demand.
-A module of one's own is named in `custom_imports`, see `kvtrainer.config.dicts`.
+A module of one's own is named in `custom_imports`, see `kvtrainer.config`.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from kvstore_server import check
-from kvtrainer.config.dicts import check_arguments
+from kvtrainer.config import check_arguments
 from kvtrainer.errors import ArgumentTypeError, ConfigurationError
 from kvtrainer.kvstore.base import KVStoreBase
 from kvtrainer.registry import MODELS

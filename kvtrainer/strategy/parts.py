@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from kvstore_server import check
-from kvtrainer.config.optimizers import construct, instance_arguments, read_wrapper
+from kvtrainer.config import construct, instance_arguments, read_wrapper
 from kvtrainer.errors import ArgumentTypeError, ConfigurationError, StateMismatchError
 from kvtrainer.kvstore.base import KVStoreBase
 from kvtrainer.parallel import DataParallel

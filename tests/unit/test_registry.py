@@ -14,7 +14,7 @@ from torch.nn import Parameter
 from kvstore_server.optimizer import create, create_from_spec
 from kvstore_server.optimizer import registry as of_stores
 from kvtrainer import registry
-from kvtrainer.config.dicts import import_modules
+from kvtrainer.config import import_modules
 from kvtrainer.errors import (
     ArgumentTypeError,
     ConfigurationError,

@@ -102,7 +102,7 @@ def test_replicas_have_the_rules_of_their_parameter() -> None:
 
 
 def test_override_that_no_trainer_takes_is_refused_by_name() -> None:
-    with pytest.raises(ConfigurationError, match="from_config has 'clip_gard', which no Trainer reads"):
+    with pytest.raises(ConfigurationError, match=r"from_config.* 'clip_gard'"):
         Trainer.from_config(network(), CONFIG, clip_gard={"max_norm": 1.0})
 
 

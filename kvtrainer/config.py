@@ -1,0 +1,593 @@
+"""Configurations as dicts, in the forms of MMCV and mmengine, and the Trainer's arguments that they stand for.
+
+A constructor of one's own makes a torch optimizer of a model and two configurations; `constructor` names it::
+
+    @OPTIMIZER_CONSTRUCTORS.register()
+    class Halving:
+        def __init__(self, optimizer_cfg, paramwise_cfg=None): ...
+        def __call__(self, model): return torch.optim.SGD(...)
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import logging
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch.optim
+from torch import Tensor
+from torch.nn import Module
+
+from kvstore_server import check
+from kvstore_server.optimizer import Optimizer, create
+from kvtrainer.errors import (
+    ArgumentTypeError,
+    ConfigurationError,
+    CustomImportError,
+    FailedImportWarning,
+    UnknownNameError,
+)
+from kvtrainer.paramwise import ParamGroups, ParamReport, apply_paramwise, rows_of, unwrapped
+from kvtrainer.registry import OPTIM_WRAPPERS, OPTIMIZER_CONSTRUCTORS, OPTIMIZERS
+
+__all__ = [
+    "SECTIONS",
+    "DefaultOptimizerConstructor",
+    "check_overrides",
+    "merge_config",
+    "optimizer_arguments",
+    "trainer_arguments",
+    "wrapper_arguments",
+]
+
+_log = logging.getLogger(__name__)
+
+SECTIONS = (
+    "custom_imports", "optimizer", "optimizer_config", "fp16", "lr_config", "momentum_config", "optim_wrapper",
+    "param_scheduler", "runner", "train_cfg", "total_epochs", "max_epochs", "max_iters", "epoch_length",
+)  # fmt: skip
+"""Sections that `trainer_arguments` reads, beside arguments of a Trainer by their own names."""
+_RUN = ("max_epochs", "max_iters", "epoch_length")
+_OF_RUNNER = ("type", *_RUN[:2])
+_HOOK = ("type", "grad_clip", "detect_anomalous_params")
+_FP16 = ("loss_scale", "coalesce", "bucket_size_mb", "distributed")
+_HOOKS = {
+    "OptimizerHook": _HOOK,
+    "Fp16OptimizerHook": (*_HOOK, *_FP16),
+    "GradientCumulativeOptimizerHook": (*_HOOK, "cumulative_iters"),
+    "GradientCumulativeFp16OptimizerHook": (*_HOOK, *_FP16, "cumulative_iters"),
+}
+"""Hooks whose options a Trainer has, and those options."""
+_OF_HOOK = {
+    "grad_clip": "clip_grad",
+    "cumulative_iters": "accumulate",
+    "detect_anomalous_params": "detect_anomalous_params",
+    "loss_scale": "amp",
+}
+"""Options of the hooks, and what the Trainer calls them."""
+ARGUMENTS = (
+    "kvstore", "compression_params", "update_on_kvstore", "paramwise", "clip_grad", "amp", "accumulate", "schedules",
+    "detect_anomalous_params", "on_nonfinite", "bucket_size_mb", "coalesce",
+)  # fmt: skip
+"""Options of a Trainer that a configuration may have under their own names."""
+_AMP_WRAPPER = "AmpOptimWrapper"
+_WRAPPERS = ("OptimWrapper", "Trainer", _AMP_WRAPPER)
+"""Types of an optim_wrapper that are a Trainer; so is one without a type."""
+_RENAMED = {"paramwise_cfg": "paramwise", "accumulative_counts": "accumulate"}
+"""mmengine's names of options of a Trainer, and ours."""
+_SCALING = ("loss_scale", "dtype")
+_OF_WRAPPER = ("type", "optimizer", "constructor")
+_WRAPPER_OPTIONS = (*_RENAMED, *(n for n in ARGUMENTS if n not in ("kvstore", "bucket_size_mb", "coalesce")))
+_DELETE = "_delete_"
+
+
+def trainer_arguments(model: Any, cfg: Mapping[str, Any]) -> dict[str, Any]:
+    """Return keyword arguments of a Trainer for a model and a configuration.
+
+    Args:
+        model: What is to be trained.
+        cfg: The sections of `SECTIONS`, each as in MMCV (optim_wrapper as in mmengine), and arguments of the Trainer by
+            their own names. An optimizer's type is torch's; Gluon's 'sgd' is "gluon:sgd". `fp16` and `optimizer_config`
+            together are those of a Fp16OptimizerHook. lr_config, momentum_config and param_scheduler become
+            `schedules`; those that lead to an end take it from max_epochs or max_iters, which may also be in `runner`
+            or `train_cfg`. Sections of other parts of a training program are left alone, and named once in the log.
+
+    Raises:
+        ArgumentTypeError: a section has a wrong type.
+        ConfigurationError: a key is unknown, or two of them say the same thing.
+        UnregisteredNameError: a type or a constructor is not registered.
+        CustomImportError: a module of custom_imports cannot be imported.
+    """
+    cfg = copied(cfg.to_dict() if hasattr(cfg, "to_dict") else cfg, "the configuration")
+    _name_others(cfg)
+    if cfg.get("custom_imports") is not None:
+        imports = section(cfg, "custom_imports")
+        check.known("custom_imports", imports, ("imports", "allow_failed_imports"), error=UnknownNameError)
+        import_modules(imports.get("imports", ()), imports.get("allow_failed_imports", False))
+    if cfg.get("optim_wrapper") is not None:
+        beside = [key for key in ("optimizer", "optimizer_config", "fp16") if cfg.get(key) is not None]
+        if beside:
+            raise ConfigurationError(
+                f"optim_wrapper says what {', '.join(beside)} would say; give one of the two"
+            )
+        of_optimizer = wrapper_arguments(model, cfg["optim_wrapper"])
+    elif cfg.get("optimizer") is not None:
+        of_optimizer = optimizer_arguments(model, cfg["optimizer"])
+    else:
+        raise ConfigurationError("the configuration needs an 'optimizer', such as dict(type='SGD', lr=0.01)")
+    own = {key: cfg[key] for key in ARGUMENTS if key in cfg and key != "schedules"}
+    arguments = joined([own, of_optimizer, hook_arguments(_hook_options(cfg))])
+    schedules = [*_given_schedules(arguments), *_given_schedules(cfg), *_described_schedules(cfg)]
+    return {**arguments, "schedules": schedules} if schedules else arguments
+
+
+def check_overrides(trainer: type, overrides: Mapping[str, Any]) -> None:
+    """Raise ConfigurationError, naming them, if there are arguments that this class of Trainers does not take."""
+    takes = inspect.signature(trainer).parameters
+    if not any(one.kind is one.VAR_KEYWORD for one in takes.values()):
+        check.known(
+            "from_config",
+            overrides,
+            [name for name in dict.fromkeys([*takes, *ARGUMENTS]) if name != "params"],
+            error=UnknownNameError,
+        )
+
+
+def hook_arguments(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a Trainer's arguments for the options of one of MMCV's optimizer hooks.
+
+    Raises:
+        ConfigurationError: a switch is neither True nor False, or there is a loss_scale, but it is None.
+    """
+    found = {_OF_HOOK[name]: value for name, value in options.items() if name in _OF_HOOK}
+    if found.get("clip_grad", found) is None:
+        del found["clip_grad"]
+    if found.get("amp", found) is None:
+        raise ConfigurationError("loss_scale must be 'dynamic', a number or a dict; got None")
+    # The defaults of these leave it to the store, whatever that is.
+    if not check.boolean("coalesce", options.get("coalesce", True)):
+        found["coalesce"] = False
+    if options.get("bucket_size_mb", -1) != -1:
+        found["bucket_size_mb"] = options["bucket_size_mb"]
+    if not check.boolean("distributed", options.get("distributed", True)):
+        found["kvstore"] = None
+    return found
+
+
+def _hook_options(cfg: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of the hook that optimizer_config and fp16 describe together."""
+    options = section(cfg, "optimizer_config")
+    kind = options.get("type", "OptimizerHook")
+    if cfg.get("fp16") is not None:
+        half = section(cfg, "fp16")
+        check.known("fp16", half, _FP16, error=UnknownNameError)
+        options = joined([options, half])
+        if kind in ("OptimizerHook", "GradientCumulativeOptimizerHook"):
+            kind = kind.replace("Optimizer", "Fp16Optimizer")
+    if kind not in _HOOKS:
+        raise ConfigurationError(
+            f"optimizer_config of type {kind!r} is no hook whose options a Trainer has; those are {', '.join(_HOOKS)}. "
+            "Build another one by HOOKS.build and let your runner call it"
+        )
+    check.known(f"optimizer_config ({kind})", options, _HOOKS[kind], error=UnknownNameError)
+    return {"loss_scale": 512.0, **options} if "loss_scale" in _HOOKS[kind] else options
+
+
+def _given_schedules(cfg: Mapping[str, Any]) -> Sequence[Any]:
+    given = cfg.get("schedules")
+    if given is not None and (not isinstance(given, Sequence) or isinstance(given, str)):
+        raise ArgumentTypeError(f"schedules must be a list of schedules, got {given!r:.80}")
+    return given or ()
+
+
+def _described_schedules(cfg: Mapping[str, Any]) -> list[Any]:
+    """Return lr_config, momentum_config and param_scheduler, each with the length of the training if that is known."""
+    runner, loop = section(cfg, "runner"), section(cfg, "train_cfg")
+    length: dict[str, Any] = {}
+    for part in (cfg, runner, {"max_epochs": cfg.get("total_epochs")}, loop):
+        told = {key: part[key] for key in _RUN if part.get(key) is not None}
+        # The same number twice is a variable of the configuration that is used again.
+        length = joined([{key: value for key, value in length.items() if told.get(key) != value}, told])
+    made: list[Any] = [
+        {**length, **section(cfg, source), "name": name}
+        for name, source in (("lr", "lr_config"), ("momentum", "momentum_config"))
+        if cfg.get(source) is not None
+    ]
+    given = cfg.get("param_scheduler") or []
+    for one in [given] if isinstance(given, Mapping) else given:
+        made.append({**one, "run": length} if length and isinstance(one, Mapping) else one)
+    return made
+
+
+def _name_others(cfg: Mapping[str, Any]) -> None:
+    """Log which sections no Trainer reads; raise UnknownNameError if one is a misspelt one that it does."""
+    known = (*SECTIONS, *ARGUMENTS)
+    others = [key for key in cfg if key not in known]
+    check.known(
+        "the configuration",
+        [key for key in others if _is_slip(str(key), known)],
+        known,
+        error=UnknownNameError,
+    )
+    runner = section(cfg, "runner")
+    of_runner = [key for key in runner if key not in _OF_RUNNER]
+    if any(_is_slip(str(key), _OF_RUNNER) for key in of_runner):
+        check.known("runner", runner, _OF_RUNNER, error=UnknownNameError)
+    others += [f"runner.{key}" for key in of_runner]
+    if others:
+        _log.warning("not for the Trainer, and so not read: %s", ", ".join(map(str, others)))
+
+
+def _is_slip(name: str, known: Sequence[str]) -> bool:
+    """Tell a known name with a slip of the pen from that of a user's own variable.
+
+    Word by word, because a word more or another one, as in num_epochs, optimizer_g or lr_cfg, is no slip.
+    """
+    words = name.split("_")
+    return any(
+        (len(one) > 3 and sorted(name.replace("_", "")) == sorted(one.replace("_", "")))
+        or (
+            len(words) == len(one.split("_"))
+            and all(
+                difflib.SequenceMatcher(None, mine, right).ratio() >= 0.75
+                for mine, right in zip(words, one.split("_"), strict=True)
+            )
+        )
+        for one in known
+    )
+
+
+def optimizer_arguments(
+    model: Any, cfg: Any, paramwise_cfg: Any = None, constructor: Any = None
+) -> dict[str, Any]:
+    """Return a Trainer's arguments for an optimizer's configuration, or for one that is built already.
+
+    Args:
+        cfg: "type" and options, and possibly "constructor" and "paramwise_cfg".
+        paramwise_cfg: If `cfg` has none.
+        constructor: If `cfg` has none. One of the user's own makes a torch optimizer, whose groups the Trainer takes.
+
+    Raises:
+        ArgumentTypeError: `cfg` is no dict and no optimizer, or the constructor made no torch optimizer.
+        ConfigurationError: as `trainer_arguments`.
+    """
+    if isinstance(cfg, torch.optim.Optimizer | Optimizer):
+        if paramwise_cfg is not None or constructor is not None:
+            raise ConfigurationError(
+                f"a {type(cfg).__name__} instance brings its own groups, so paramwise_cfg and constructor would have "
+                "no effect; give its type and options instead"
+            )
+        return instance_arguments(model, cfg)
+    given = dict(
+        check.mapping("an optimizer, as in dict(type='SGD', lr=0.01),", cfg, error=ArgumentTypeError)
+    )
+    own = {key: given.pop(key) for key in ("paramwise_cfg", "constructor") if key in given}
+    outer = {"paramwise_cfg": paramwise_cfg, "constructor": constructor}
+    choice = joined([own, {key: value for key, value in outer.items() if value is not None}])
+    paramwise, maker = choice.get("paramwise_cfg"), own_constructor(choice.get("constructor"))
+    kind, options = OPTIMIZERS.split(given)
+    if maker is None and isinstance(kind, type):
+        DefaultOptimizerConstructor(given, paramwise)  # checks them
+        arguments = {"params": model, "optimizer": kind, "optimizer_params": options}
+        return arguments if paramwise is None else {**arguments, "paramwise": paramwise}
+    made = construct(maker or DefaultOptimizerConstructor, given, paramwise, unwrapped(model))
+    if isinstance(made, Mapping):
+        raise ArgumentTypeError(
+            f"the optimizer constructor {maker!r} made several, {', '.join(made)}, and a Trainer has one; a Strategy "
+            "makes a TrainerDict of them"
+        )
+    return instance_arguments(model, made)
+
+
+def own_constructor(constructor: Any) -> Any:
+    """Return the constructor that is meant by a name or a class; None for the default one, whose work a Trainer does.
+
+    Raises UnregisteredNameError if there is none of that name.
+    """
+    kind = OPTIMIZER_CONSTRUCTORS.get(constructor) if isinstance(constructor, str) else constructor
+    return None if kind is DefaultOptimizerConstructor else kind
+
+
+def instance_arguments(model: Any, instance: torch.optim.Optimizer | Optimizer) -> dict[str, Any]:
+    """Return a Trainer's arguments for an optimizer: its parameters, under their names in the model, and itself.
+
+    Args:
+        model: A Module, or replicas; or other parameters, or None, where only the optimizer says what it trains.
+    """
+    model = unwrapped(model)
+    is_named = model is None or (hasattr(model, "named_parameters") and not hasattr(model, "named_replicas"))
+    if isinstance(instance, torch.optim.Optimizer) and is_named:
+        known = {} if model is None else {id(p): name for name, p in model.named_parameters()}
+        its = [p for group in instance.param_groups for p in group["params"]]
+        model = [(known.get(id(p), f"parameter{at}"), p) for at, p in enumerate(its)]
+    return {"params": model, "optimizer": instance}
+
+
+class Wrapper(NamedTuple):
+    """What the configuration of an mmengine optimizer wrapper says."""
+
+    kind: Any
+    """The class of its type; None for a Trainer itself."""
+    optimizer: Any
+    """The optimizer's configuration, or an optimizer that is built."""
+    constructor: Any
+    """A constructor of the user's own, or None."""
+    paramwise: Any
+    options: dict[str, Any]
+    """Of a Trainer, under its own names."""
+
+    def arguments(self, model: Any) -> dict[str, Any]:
+        """Return the Trainer's arguments. Raises as `optimizer_arguments`."""
+        of_optimizer = optimizer_arguments(model, self.optimizer, self.paramwise, self.constructor)
+        return joined([of_optimizer, self.options])
+
+
+def read_wrapper(cfg: Mapping[str, Any]) -> Wrapper:
+    """Read an `optim_wrapper` of mmengine; nothing is built.
+
+    Args:
+        cfg: type, optimizer, constructor; paramwise_cfg, accumulative_counts and other options of the Trainer; of an
+            AmpOptimWrapper also loss_scale ('dynamic') and dtype. With a constructor and no optimizer all that is no
+            option is the constructor's.
+
+    Raises:
+        ConfigurationError: an option is unknown, two say the same, or there is no optimizer.
+        UnregisteredNameError: there is no wrapper or constructor of this name.
+    """
+    kind, optimizer = cfg.get("type") or _WRAPPERS[0], cfg.get("optimizer")
+    constructor = own_constructor(cfg.get("constructor"))
+    others = {n: value for n, value in cfg.items() if n not in _OF_WRAPPER and value is not None}
+    if optimizer is None and constructor is not None:
+        optimizer = {n: value for n, value in others.items() if n not in (*_WRAPPER_OPTIONS, *_SCALING)}
+        others = {n: value for n, value in others.items() if n not in optimizer}
+    if optimizer is None:
+        raise ConfigurationError(f"optim_wrapper needs an 'optimizer', got {dict(cfg)!r:.200}")
+    twice = [f"{old!r} and {new!r}" for old, new in _RENAMED.items() if old in cfg and new in cfg]
+    if kind == _AMP_WRAPPER and "amp" in cfg:
+        twice += [f"{name!r} and 'amp'" for name in _SCALING if name in cfg]
+    if twice:
+        raise ConfigurationError(
+            f"an optimizer wrapper is told the same by {', '.join(twice)}; give one of the two"
+        )
+    options = {_RENAMED.get(name, name): value for name, value in others.items()}
+    if kind == _AMP_WRAPPER:
+        options.setdefault("amp", _amp_of(*(options.pop(name, None) for name in _SCALING)))
+    found = None
+    if kind in _WRAPPERS:
+        of_amp = _SCALING if kind == _AMP_WRAPPER else ()
+        check.known(
+            f"optim_wrapper ({kind})",
+            others,
+            (*_OF_WRAPPER, *_WRAPPER_OPTIONS, *of_amp),
+            error=UnknownNameError,
+        )
+    else:
+        found = OPTIM_WRAPPERS.get(kind) if isinstance(kind, str) else kind
+    return Wrapper(found, optimizer, constructor, options.pop("paramwise", None), options)
+
+
+def wrapper_arguments(model: Any, cfg: Any) -> dict[str, Any]:
+    """Return a Trainer's arguments for an `optim_wrapper` of mmengine, as `read_wrapper` reads it.
+
+    Raises:
+        ArgumentTypeError, ConfigurationError: as `trainer_arguments`; or the type is that of another wrapper.
+    """
+    wrapper = read_wrapper(copied(cfg, "optim_wrapper"))
+    if wrapper.kind is not None:
+        raise ConfigurationError(
+            f"optim_wrapper of type {cfg['type']!r} is none that a Trainer is like; those are "
+            f"{', '.join(_WRAPPERS)}. Build one of your own by OPTIM_WRAPPERS.build"
+        )
+    return wrapper.arguments(model)
+
+
+def _amp_of(scale: Any, dtype: Any) -> Any:
+    """Return mmengine's loss_scale and dtype as a Trainer's `amp`; bfloat16 needs no scale that adapts."""
+    scale = "dynamic" if scale is None else scale
+    if isinstance(scale, Mapping):
+        return {**scale, **({} if dtype is None else {"dtype": dtype})}
+    if dtype is None:
+        return scale
+    is_wide = str(dtype).removeprefix("torch.") == "bfloat16"
+    return {"dtype": dtype} if is_wide and scale == "dynamic" else {"dtype": dtype, "loss_scale": scale}
+
+
+class DefaultOptimizerConstructor:
+    """Makes a torch optimizer whose groups follow from paramwise_cfg.
+
+    For other groups override `param_groups`; or `add_params(params, module)`, as MMCV's subclasses do, which appends
+    groups to a list.
+
+    Args:
+        optimizer_cfg: "type" and the options of an optimizer of torch's kind.
+        paramwise_cfg: As `kvtrainer.paramwise.apply_paramwise` takes it.
+
+    Raises:
+        ArgumentTypeError: `optimizer_cfg` is no dict, or `paramwise_cfg` of no kind that is known.
+    """
+
+    def __init__(self, optimizer_cfg: Mapping[str, Any], paramwise_cfg: Any = None) -> None:
+        self.optimizer_cfg = dict(check.mapping("optimizer_cfg", optimizer_cfg, error=ArgumentTypeError))
+        given = {} if paramwise_cfg is None else paramwise_cfg
+        self.paramwise_cfg: dict[str, Any] = dict(
+            check.mapping("paramwise_cfg", given, error=ArgumentTypeError)
+        )
+        self.base_lr = self.optimizer_cfg.get("lr")
+        self.base_wd = self.optimizer_cfg.get("weight_decay")
+        self.report: ParamReport | None = None
+        """What became of each parameter, after a call."""
+        self._validate_cfg()
+
+    def _validate_cfg(self) -> None:
+        """Check the configuration, in subclasses; what the rules need is checked by them."""
+
+    def __call__(self, model: Module) -> torch.optim.Optimizer:
+        """Make the optimizer.
+
+        Raises:
+            ConfigurationError: the optimizer is not of torch's kind, or refuses its options.
+        """
+        kind, options = OPTIMIZERS.split(self.optimizer_cfg)
+        if isinstance(kind, type) and not issubclass(kind, torch.optim.Optimizer):
+            raise ConfigurationError(
+                f"{self.optimizer_cfg['type']!r} is no torch optimizer, and only those are made of groups; give its "
+                "type and options to the Trainer, without a constructor"
+            )
+        groups, self.report = self.param_groups(model)
+        made = kind([dict(group) for group in groups], **options)
+        if not isinstance(made, torch.optim.Optimizer):
+            raise ConfigurationError(f"{kind!r} must make a torch optimizer, got {made!r:.80}")
+        return made
+
+    def param_groups(self, model: Module) -> ParamGroups:
+        """Return the groups for a model, and the report of them."""
+        if type(self).add_params is DefaultOptimizerConstructor.add_params:
+            return self._grouped(model)
+        params: list[dict[str, Any]] = []
+        self.add_params(params, unwrapped(model))
+        names = {id(p): name for name, p in model.named_parameters()}
+        for group in params:
+            its = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
+            group.setdefault("param_names", [names.get(id(p), "?") for p in its])
+        return ParamGroups(params, ParamReport(tuple(rows_of(params))))
+
+    def add_params(
+        self, params: list[dict[str, Any]], module: Module, prefix: str = "", is_dcn_module: Any = None
+    ) -> None:
+        """Append the groups of a module to a list. MMCV's arguments; the names begin at this module.
+
+        Raises:
+            ConfigurationError: there is a prefix: the rules are asked of whole models.
+        """
+        if prefix:
+            raise ConfigurationError(
+                f"add_params() makes the groups of a whole model, so it has no use for the prefix {prefix!r}; call it "
+                "once, with the model"
+            )
+        params.extend(self._grouped(module).groups)
+
+    def _grouped(self, model: Module) -> ParamGroups:
+        kind, options = OPTIMIZERS.split(self.optimizer_cfg)
+        # What a function would make of its options is not known before.
+        defaults = dict(create(kind, **options).hyper) if isinstance(kind, type) else None
+        return apply_paramwise(model, self.paramwise_cfg or None, options, defaults)
+
+
+def construct(
+    constructor: Any, optimizer_cfg: Mapping[str, Any], paramwise_cfg: Any, model: Module
+) -> torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer]:
+    """Let a constructor make an optimizer, or several by name.
+
+    Args:
+        constructor: The name of a registered one, or the class.
+
+    Raises:
+        UnregisteredNameError: there is no constructor of that name.
+        ArgumentTypeError: it returned something else.
+    """
+    kind, _ = OPTIMIZER_CONSTRUCTORS.split({"type": constructor})
+    made = kind(dict(optimizer_cfg), paramwise_cfg)(model)
+    for one in made.values() if isinstance(made, Mapping) else [made]:
+        if not isinstance(one, torch.optim.Optimizer):
+            raise ArgumentTypeError(
+                f"the optimizer constructor {constructor!r} must return a torch optimizer, a Trainer or a dict of "
+                f"these, got {made!r:.80}"
+            )
+    return made  # type: ignore[no-any-return]
+
+
+def merge_config(base: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `base` overlaid with `new`, dicts within dicts too; neither is changed.
+
+    A dict of `new` with `_delete_=True` replaces what `base` has instead; without a dict there, or None, it must.
+
+    Raises:
+        ArgumentTypeError: a dict would be laid over something else.
+    """
+    merged = copied(base, "the base configuration")
+    for key, value in check.mapping("the new configuration", new, error=ArgumentTypeError).items():
+        if key == _DELETE:
+            continue
+        before = merged.get(key)
+        if not isinstance(value, Mapping):
+            merged[key] = value
+        elif before is None or value.get(_DELETE, False):
+            merged[key] = copied(value, key)
+        elif isinstance(before, Mapping):
+            merged[key] = merge_config(before, value)
+        else:
+            raise ArgumentTypeError(
+                f"{key} is a dict in the new configuration but {type(before).__name__} in the base; to replace it, add "
+                f"{_DELETE}=True"
+            )
+    return merged
+
+
+def joined(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Put the entries of several dicts together. Raises ConfigurationError if two have the same key."""
+    entries: dict[str, Any] = {}
+    for part in parts:
+        twice = sorted(set(part) & set(entries))
+        if twice:
+            raise ConfigurationError(f"{', '.join(twice)}: given twice in the configuration; give it once")
+        entries |= part
+    return entries
+
+
+def section(cfg: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return a copy of the dict under a key, empty where there is none. Raises ArgumentTypeError if it is no dict."""
+    return {} if cfg.get(name) is None else copied(cfg[name], name)
+
+
+def check_arguments(what: str, function: Callable[..., Any], given: Mapping[str, Any]) -> None:
+    """Raise ArgumentTypeError unless this is a dict whose keys a function takes by name; says what is similar."""
+    check.mapping(what, given, error=ArgumentTypeError)
+    takes = inspect.signature(function).parameters.values()
+    if not any(one.kind is one.VAR_KEYWORD for one in takes):
+        names = [one.name for one in takes if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
+        check.known(what, given, names, error=ArgumentTypeError)
+
+
+def copied(given: Any, what: str) -> dict[str, Any]:
+    """Copy a dict, called `what`, into plain dicts without marks of merging. Raises ArgumentTypeError if it is none."""
+
+    def copy(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {key: copy(inner) for key, inner in value.items() if key != _DELETE}
+        return [copy(inner) for inner in value] if type(value) is list else value
+
+    return {**copy(check.mapping(what, given, error=ArgumentTypeError))}
+
+
+def import_modules(imports: str | Sequence[str], allow_failed_imports: bool = False) -> None:
+    """Import modules by name.
+
+    Args:
+        imports: One name or several.
+        allow_failed_imports: Whether a module that cannot be found or imported is only warned of (FailedImportWarning).
+
+    Raises:
+        ArgumentTypeError: something is no name.
+        CustomImportError: an import failed; also an ImportError.
+    """
+    names = [imports] if isinstance(imports, str) else imports
+    if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
+        raise ArgumentTypeError(f"custom_imports takes a list of module names, got {imports!r:.80}")
+    check.boolean("allow_failed_imports", allow_failed_imports, error=ArgumentTypeError)
+    for name in names:
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            if not allow_failed_imports:
+                raise CustomImportError(
+                    f"module {name!r} of custom_imports cannot be imported: {error}; is its folder on PYTHONPATH?"
+                ) from error
+            warnings.warn(
+                f"module {name!r} of custom_imports cannot be imported and is left out: {error}",
+                FailedImportWarning,
+                stacklevel=2,
+            )
