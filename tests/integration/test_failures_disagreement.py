@@ -178,19 +178,6 @@ def test_a_learning_rate_that_differs_between_trainers_fails_the_step_and_change
     assert [w.tolist() for w in weights] == [[-1.5] * 3] * 2
 
 
-def test_trainers_built_with_different_learning_rates_are_told_at_the_first_step(pair: Pair) -> None:
-    weights = [torch.nn.Parameter(torch.ones(3)) for _ in pair]
-    trainers = [
-        kvtrainer.Trainer({"w": w}, "sgd", {"learning_rate": rate}, kvstore=s)
-        for w, s, rate in zip(weights, pair, (0.5, 0.25), strict=True)
-    ]
-    for weight in weights:
-        weight.sum().backward()
-    texts = raised(together(*(lambda t=t: t.step(1) for t in trainers)), PlanMismatchError)
-    assert all("lr=0.5 on rank 0 and 0.25 on rank 1" in text for text in texts), texts
-    assert [w.tolist() for w in weights] == [[1.0] * 3] * 2
-
-
 def test_a_second_process_of_a_rank_shuts_the_older_one_out(members: Members, servers: list[Process]) -> None:
     name = new_name()
     older, other = members.join(servers, 0, 2, name), members.join(servers, 1, 2, name)

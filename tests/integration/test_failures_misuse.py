@@ -204,16 +204,6 @@ def test_two_trainers_of_one_store_train_different_models_with_different_optimiz
     assert [[w.tolist() for w in ws] for ws in weights] == [[[-1.0] * 3, [-0.5] * 3]] * 2
 
 
-def test_an_optimizer_that_only_the_workers_know_is_refused_with_the_way_to_load_it(
-    pair: Pair, registered: Callable[[str], None]
-) -> None:
-    registered(FUSSY.replace("class Fussy", "class Unheard"))
-    outcomes = together(*(lambda s=s: s.set_optimizer("unheard") for s in pair))
-    for text in raised(outcomes, UnknownNameError):
-        assert "there is no optimizer 'unheard'" in text
-        assert "--import MODULE" in text
-
-
 def test_an_optimizer_that_raises_on_one_of_two_servers_leaves_no_trace_on_either(
     pair: Pair, registered: Callable[[str], None]
 ) -> None:

@@ -15,14 +15,10 @@ import zmq
 from kvstore_server.protocol import frames
 from kvtrainer.errors import (
     ConnectTimeoutError,
-    KVStoreError,
     ProtocolError,
-    ServerLostState,
     ServerUnreachableError,
     VersionMismatchError,
 )
-from kvtrainer.kvstore import DistKVStore
-from tests.support.dmlc import free_port
 from tests.support.limits import DEAD_AFTER, SOON
 from tests.support.processes import (
     Call,
@@ -31,7 +27,6 @@ from tests.support.processes import (
     assert_serve,
     new_name,
     raised,
-    round_of,
     together,
 )
 
@@ -57,10 +52,6 @@ def silent_port() -> Iterator[socket.socket]:
 
 def _address(listener: socket.socket) -> str:
     return f"tcp://127.0.0.1:{listener.getsockname()[1]}"
-
-
-def _rounds(pair: tuple[DistKVStore, DistKVStore]) -> list[object]:
-    return together(*(lambda s=s: round_of(s, "w", torch.ones(200_000)) for s in pair))
 
 
 def test_an_address_without_a_server_is_named_when_the_time_to_connect_is_over(members: Members) -> None:
@@ -126,26 +117,6 @@ def test_workers_of_another_protocol_version_are_refused_and_told_both_versions(
     assert_serve(servers)
 
 
-def test_a_server_killed_inside_a_round_is_named_to_all_workers(
-    processes: Processes, members: Members
-) -> None:
-    servers, name = processes.servers(2), new_name()
-    script = 'kv.init("w", torch.zeros(200_000)); at("ready"); kv.pushpull("w", torch.ones(200_000))'
-    worker = processes.worker(script, servers, 1, 2, name, dead_after=DEAD_AFTER)
-    store = members.join(servers, 0, 2, name, dead_after=DEAD_AFTER)
-    store.init("w", torch.zeros(200_000))
-    assert worker.line() == "ready"
-    waiting = Call(lambda: round_of(store, "w", torch.ones(200_000)))
-    servers[1].signal(signal.SIGKILL)
-    servers[1].end()
-    worker.go()
-    [text] = raised([waiting.outcome()], ServerUnreachableError)
-    assert f"server 1 ({servers[1].address}) has not answered" in text
-    code, stderr = worker.end()
-    assert code == 1
-    assert f"ServerUnreachableError: server 1 ({servers[1].address}) has not answered" in stderr
-
-
 def test_a_server_that_died_between_rounds_is_named_at_the_next_one_however_many_keys_it_held(
     processes: Processes, members: Members
 ) -> None:
@@ -158,38 +129,6 @@ def test_a_server_that_died_between_rounds_is_named_at_the_next_one_however_many
     outcomes = together(*(lambda s=s: s.pushpull(keys, [torch.ones(2)] * 40) for s in pair))
     texts = raised(outcomes, ServerUnreachableError)
     assert all(servers[0].address in text and "Restart the job" in text for text in texts)
-
-
-def test_a_stopped_server_is_named_and_serves_on_when_it_continues(
-    processes: Processes, members: Members
-) -> None:
-    servers = processes.servers(2)
-    pair = members.pair(servers, dead_after=DEAD_AFTER)
-    assert together(*(lambda s=s: s.init("w", torch.zeros(200_000)) for s in pair)) == [None, None]
-    servers[1].freeze()
-    texts = raised(_rounds(pair), ServerUnreachableError)
-    assert all(servers[1].address in text for text in texts)
-    servers[1].signal(signal.SIGCONT)
-    assert_serve(servers)
-
-
-def test_a_server_restarted_without_its_state_is_never_taken_for_the_old_one(
-    processes: Processes, members: Members
-) -> None:
-    flags = [["--bind", "tcp://127.0.0.1:0"], ["--bind", f"tcp://127.0.0.1:{free_port()}"]]
-    servers = processes.servers(2, each=flags)
-    pair = members.pair(servers)
-    assert together(*(lambda s=s: s.init("w", torch.zeros(200_000)) for s in pair)) == [None, None]
-    servers[1].signal(signal.SIGKILL)
-    servers[1].end()
-    _, again = processes.servers(2, each=flags)
-    assert again.address == servers[1].address
-    texts = raised(_rounds(pair), ServerLostState)
-    assert all("server 1 was restarted and no longer holds this job's weights" in text for text in texts)
-    for store in pair:
-        with pytest.raises(KVStoreError, match="server 1 was restarted"):
-            store.pull("w", out=torch.empty(200_000))
-    assert_serve([servers[0], again])
 
 
 def test_workers_do_not_leave_open_files_behind_when_they_cannot_connect(

@@ -15,7 +15,7 @@ from kvstore_server.tcp import routing_id
 from kvtrainer.comm import connection
 from kvtrainer.errors import RoundAbortedError, WorkerLostError
 from kvtrainer.kvstore import DistKVStore
-from tests.support.limits import DEAD_AFTER, LIMIT
+from tests.support.limits import LIMIT
 from tests.support.processes import (
     FORGETFUL,
     Call,
@@ -87,15 +87,6 @@ def start(servers: list[Process]) -> Iterator[Start]:
 
         yield job
         assert_serve(servers)
-
-
-def test_a_killed_worker_is_named_to_all_who_wait_for_it_and_nothing_changes(start: Start) -> None:
-    job = start("")
-    waiting = job.rounds()
-    job.worker.signal(signal.SIGKILL)
-    texts = raised([call.outcome() for call in waiting], WorkerLostError)
-    assert all("rank 1" in text and f"after {DEAD_AFTER:g} s of silence" in text for text in texts)
-    assert job.weights() == [0.0, 0.0, 0.0]
 
 
 def test_who_waits_for_a_slow_worker_and_its_server_say_so_while_they_wait(
@@ -189,18 +180,6 @@ def test_a_stopped_worker_delays_its_own_job_only() -> None:
         worker.signal(signal.SIGCONT)
         worker.go()
         assert stopped.outcome().tolist() == [2.0] * 3
-
-
-def test_a_worker_that_was_stopped_for_too_long_gets_the_error_when_it_goes_on(start: Start) -> None:
-    job = start(PUSHPULL)
-    job.worker.freeze()
-    texts = raised(job.outcomes(), WorkerLostError)
-    assert all("rank 1" in text and "was last heard" in text for text in texts)
-    job.worker.signal(signal.SIGCONT)
-    job.worker.go()
-    code, stderr = job.worker.end()
-    assert code == 1
-    assert "WorkerLostError: round 1 of 'w' cannot complete: rank 1" in stderr
 
 
 def test_a_worker_that_reads_no_reply_neither_blocks_the_servers_nor_changes_what_others_get(

@@ -1,9 +1,11 @@
-"""What every codec promises: pieces equal the whole, nothing changes on an error, bad input is named."""
+"""What every codec promises, how bad input is named, and which codec compression_params mean."""
 
 from __future__ import annotations
 
 import itertools
+import json
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from kvstore_server.errors import (
     NonFiniteGradientError,
     ProtocolError,
     ShapeMismatchError,
+    UnknownNameError,
 )
 from kvstore_server.plan import ALIGNMENT, ITEM_SIZE
 
@@ -138,7 +141,7 @@ def test_a_gradient_that_is_not_finite_raises_and_changes_nothing(
     codec, grad = codec_of(kind), random_grad(40, dtype)
     residual, payload = new_residual(codec, 40, dtype), new_payload(codec, 40, dtype)
     grad[37] = wrong
-    with pytest.raises(NonFiniteGradientError, match=f"it is {wrong} at element 37 of 40"):
+    with pytest.raises(NonFiniteGradientError, match=f"{wrong} at element 37 of 40"):
         codec.encode(grad, residual, payload)
     assert residual is not None
     assert not residual.any()
@@ -149,17 +152,15 @@ def test_a_gradient_that_is_not_finite_raises_and_changes_nothing(
 def test_finite_gradients_whose_sum_overflows_raise(kind: str) -> None:
     grad = torch.tensor([3e38])
     residual = torch.tensor([3e38])
-    with pytest.raises(
-        NonFiniteGradientError, match=r"it is inf at element 0 of 1 \(the gradient there is 3"
-    ):
+    with pytest.raises(NonFiniteGradientError, match="inf at element 0 of 1 .*3"):
         codec_of(kind).encode(grad, residual, new_payload(codec_of(kind), 1))
     assert torch.equal(residual, grad)
 
 
 BAD_ENCODE = {
-    "an integer gradient": ({"grad": torch.zeros(9, dtype=torch.int32)}, "a gradient must be flat, one of"),
-    "a matrix": ({"grad": torch.zeros(3, 3)}, "got torch.float32\\[3, 3\\]"),
-    "no residual": ({"residual": None}, "with a residual: one of torch.float32\\[9\\]; got None"),
+    "an integer gradient": ({"grad": torch.zeros(9, dtype=torch.int32)}, "int32"),
+    "a matrix": ({"grad": torch.zeros(3, 3)}, r"float32\[3, 3\]"),
+    "no residual": ({"residual": None}, r"float32\[9\].*None"),
     "a short residual": (
         {"residual": torch.zeros(8)},
         "residual must be torch.float32\\[9\\], got .*\\[8\\]",
@@ -189,7 +190,7 @@ def test_encoding_names_what_does_not_fit(changed: dict[str, Tensor | None], mes
 
 def test_an_exact_codec_refuses_a_residual() -> None:
     grad = torch.ones(2)
-    with pytest.raises(ShapeMismatchError, match="with a residual: none; got"):
+    with pytest.raises(ShapeMismatchError, match="none"):
         codec_of("none").encode(grad, torch.zeros(2), new_payload(codec_of("none"), 2))
 
 
@@ -198,7 +199,7 @@ def test_an_exact_codec_refuses_a_residual() -> None:
 def test_a_payload_of_another_length_is_refused(kind: str, change: int) -> None:
     codec, out = codec_of(kind), torch.ones(65)
     size = codec.encoded_nbytes(65, "float32")
-    with pytest.raises(ProtocolError, match=rf"65 elements of float32 take {size} bytes as '{kind}'; got"):
+    with pytest.raises(ProtocolError, match=f"65 .*{size} bytes .*'{kind}'"):
         codec.decode(torch.zeros(size + change, dtype=torch.uint8), "float32", out)
     assert (out == 1).all()
 
@@ -210,11 +211,78 @@ def test_a_payload_that_is_not_bytes_is_refused() -> None:
 
 @pytest.mark.parametrize("out", [torch.zeros(4).double(), torch.zeros(2, 2), torch.zeros(4).half()])
 def test_decoding_into_something_else_is_refused(out: Tensor) -> None:
-    with pytest.raises(ShapeMismatchError, match="float32 gradients decode into a flat tensor of float32"):
+    with pytest.raises(ShapeMismatchError, match="float32"):
         codec_of("2bit").decode(torch.zeros(1, dtype=torch.uint8), "float32", out)
 
 
 @pytest.mark.parametrize("kind", LOSSY)
 def test_a_dtype_that_no_store_holds_is_refused(kind: str) -> None:
-    with pytest.raises(ConfigurationError, match="gradients of int32 cannot be compressed; only float16"):
+    with pytest.raises(ConfigurationError, match="int32.*float16"):
         codec_of(kind).residual_dtype("int32")
+
+
+@pytest.mark.parametrize("kind", ["none", "1bit", "2bit", "fp16", "bf16"])
+def test_every_type_is_made_by_its_name_in_any_case(kind: str) -> None:
+    assert make_codec({"type": kind.upper()}).spec()["type"] == kind
+
+
+def test_no_params_mean_no_compression() -> None:
+    assert make_codec(None).spec() == {"type": "none"}
+
+
+@pytest.mark.parametrize("kind", ["1bit", "2bit"])
+def test_the_threshold_is_a_half_unless_given(kind: str) -> None:
+    assert make_codec({"type": kind}).spec() == {"type": kind, "threshold": 0.5}
+
+
+@pytest.mark.parametrize(
+    "params",
+    [None, {"type": "fp16"}, {"type": "2bit", "threshold": 0.1}, {"type": "1bit", "threshold": -3}],
+)
+def test_a_spec_survives_json_and_rebuilds_the_codec(params: dict[str, Any] | None) -> None:
+    codec = make_codec(params)
+    assert make_codec(json.loads(json.dumps(codec.spec()))) == codec
+
+
+def test_codecs_of_other_thresholds_differ() -> None:
+    assert make_codec({"type": "2bit", "threshold": 0.1}) != make_codec({"type": "2bit", "threshold": 0.2})
+
+
+def test_params_are_not_changed() -> None:
+    params = {"type": "2bit", "threshold": 0.1}
+    make_codec(params)
+    assert params == {"type": "2bit", "threshold": 0.1}
+
+
+@pytest.mark.parametrize("threshold", [-2.5, -0.0, 0, 1e30])
+def test_one_bit_takes_any_real_threshold(threshold: float) -> None:
+    assert make_codec({"type": "1bit", "threshold": threshold}).spec()["threshold"] == threshold
+
+
+def test_an_unknown_type_lists_the_valid_ones() -> None:
+    with pytest.raises(UnknownNameError, match="'4bit'.* none, 1bit, 2bit, fp16, bf16"):
+        make_codec({"type": "4bit"})
+
+
+BAD_PARAMS: list[tuple[Any, str]] = [
+    *((params, "'type'.*none, 1bit") for params in ({}, {"threshold": 0.5}, {"type": None}, {"type": 2})),
+    *((params, "dict") for params in ("2bit", ["type", "2bit"], 2)),
+    ({"type": "2bit", "treshold": 0.5}, "'2bit' .*'treshold'.*type, threshold"),
+    *(
+        ({"type": kind, "threshold": 0.5}, f"'{kind}' .*'threshold'.*type")
+        for kind in ("none", "fp16", "bf16")
+    ),
+    *(({"type": "2bit", "threshold": value}, f"greater than 0.*{value}") for value in (0, 0.0, -0.5, 1e-50)),
+    *(
+        ({"type": kind, "threshold": value}, f"'{kind}': threshold .*finite")
+        for kind in ("1bit", "2bit")
+        for value in (None, "0.5", True, math.nan, math.inf, 1j)
+    ),
+    *(({"type": kind, "threshold": 1e300}, "float32.*1e") for kind in ("1bit", "2bit")),
+]
+
+
+@pytest.mark.parametrize(("params", "said"), BAD_PARAMS, ids=str)
+def test_wrong_params_are_refused_with_what_is_wrong_about_them(params: Any, said: str) -> None:
+    with pytest.raises(ConfigurationError, match=said):
+        make_codec(params)
