@@ -21,7 +21,6 @@ from kvstore_server.errors import (
     ConfigurationError,
     NonFiniteGradientError,
     ProtocolError,
-    ShapeMismatchError,
     UnknownNameError,
     did_you_mean,
 )
@@ -43,9 +42,10 @@ _COMPUTE = {
 class Codec(ABC):
     """Turns flat gradients into bytes and back. A codec keeps no state: the residual is the caller's.
 
-    The numbers are those of one key or slice, float16, bfloat16, float32 or float64, on the CPU. Arithmetic is
-    done in the gradient's compute dtype: float64 for float64, float32 for the others. A gradient may be encoded
-    piece by piece: where every piece but the last has a multiple of 8 elements, the pieces' bytes are the whole's.
+    The numbers are those of one key or slice, float16, bfloat16, float32 or float64, on the CPU. Arithmetic is done in
+    the gradient's compute dtype: float64 for float64, float32 for the others. A gradient may be encoded piece by piece:
+    where every piece but the last has a multiple of 8 elements, the pieces' bytes are the whole's. Callers give tensors
+    of the sizes and dtypes that are stated here; what peers send goes through `check_payload` first.
 
     Subclasses are frozen dataclasses whose fields are the options that `compression_params` may name.
     """
@@ -91,14 +91,15 @@ class Codec(ABC):
             NonFiniteGradientError: `residual + grad` is not finite somewhere. Few bits cannot say so and the
                 residual would stay poisoned for ever, so nothing is encoded and nothing has changed. Where
                 `is_exact`, such values travel as they are instead.
-            ShapeMismatchError: a tensor has another length or dtype than stated above; nothing has changed.
         """
-        dtype = self._check_encode(grad, residual, out, next_residual)
-        if residual is None:
+        dtype, target = (
+            str(grad.dtype).removeprefix("torch."),
+            residual if next_residual is None else next_residual,
+        )
+        if residual is None or target is None:
             out.copy_(grad.contiguous().view(torch.uint8))
             return
         _check_finite(grad, residual)
-        target = residual if next_residual is None else next_residual
         for start, end in _blocks(grad.numel()):
             first = self.encoded_nbytes(start, dtype)
             codes = out[first : first + self.encoded_nbytes(end - start, dtype)]
@@ -110,23 +111,17 @@ class Codec(ABC):
         """Overwrite `out` with what `payload` says.
 
         Args:
-            payload: uint8, what `encode` wrote for `out.numel()` elements of `dtype`.
+            payload: uint8, what `encode` wrote for `out.numel()` elements of `dtype`; see `check_payload`.
             dtype: of the gradient that was encoded.
             out: flat, of `dtype` or of its compute dtype, which holds exactly what the sender took out of its
                 residual; half precision rounds that.
-
-        Raises:
-            ProtocolError: no sender's `encode` wrote `payload` for so many elements; `out` has not changed.
-            ShapeMismatchError: `out` is not flat, or has another dtype.
         """
-        self._check_decode(payload, dtype, out)
         for block, values in self._decoded(payload, dtype, out):
             block.copy_(values)
 
     @torch.no_grad()
     def decode_add(self, payload: Tensor, dtype: str, out: Tensor) -> None:
         """Add what `payload` says to `out`; otherwise as `decode`."""
-        self._check_decode(payload, dtype, out)
         for block, values in self._decoded(payload, dtype, out):
             block.add_(values)
 
@@ -135,7 +130,8 @@ class Codec(ABC):
         expected = self.encoded_nbytes(numel, dtype)
         if payload.dim() != 1 or payload.dtype != torch.uint8 or payload.numel() != expected:
             raise ProtocolError(
-                f"{numel} elements of {dtype} take {expected} bytes as {self.name!r}; got {_what(payload)}"
+                f"{numel} elements of {dtype} take {expected} bytes as {self.name!r}; got "
+                f"{payload.dtype}{list(payload.shape)}"
             )
 
     @abstractmethod
@@ -151,36 +147,6 @@ class Codec(ABC):
             first = self.encoded_nbytes(start, dtype)
             codes = payload[first : first + self.encoded_nbytes(end - start, dtype)]
             yield out[start:end], self._dequantise(codes, dtype, end - start)
-
-    def _check_encode(
-        self, grad: Tensor, residual: Tensor | None, out: Tensor, next_residual: Tensor | None
-    ) -> str:
-        """Return the name of the gradient's dtype."""
-        dtype = str(grad.dtype).removeprefix("torch.")
-        if grad.dim() != 1 or dtype not in _COMPUTE:
-            raise ShapeMismatchError(
-                f"a gradient must be flat, one of {', '.join(_COMPUTE)}; got {_what(grad)}"
-            )
-        numel, kind = grad.numel(), self.residual_dtype(dtype)
-        if (residual is None) != (kind is None) or (kind is None and next_residual is not None):
-            wanted = "none" if kind is None else f"one of {kind}[{numel}]"
-            raise ShapeMismatchError(
-                f"{self.name!r} takes {dtype} gradients with a residual: {wanted}; got "
-                f"{', '.join(_what(tensor) for tensor in (residual, next_residual))}"
-            )
-        for tensor in (residual, next_residual):
-            if tensor is not None:
-                _check_tensor(tensor, "the residual", kind, numel)
-        _check_tensor(out, f"the bytes of {_what(grad)}", torch.uint8, self.encoded_nbytes(numel, dtype))
-        return dtype
-
-    def _check_decode(self, payload: Tensor, dtype: str, out: Tensor) -> None:
-        compute = compute_dtype(dtype)
-        if out.dim() != 1 or out.dtype not in (compute, getattr(torch, dtype)):
-            raise ShapeMismatchError(
-                f"{dtype} gradients decode into a flat tensor of {dtype} or {compute}; got {_what(out)}"
-            )
-        self.check_payload(payload, dtype, out.numel())
 
 
 def compute_dtype(dtype: str) -> torch.dtype:
@@ -211,15 +177,6 @@ def _check_finite(grad: Tensor, residual: Tensor) -> None:
                 f"{grad[wrong[0]].item()}). Lower the learning rate, clip gradients or scale the loss down; "
                 "without compression_params such values reach the weights"
             )
-
-
-def _check_tensor(tensor: Tensor, what: str, dtype: torch.dtype | None, numel: int) -> None:
-    if tensor.dim() != 1 or tensor.dtype != dtype or tensor.numel() != numel:
-        raise ShapeMismatchError(f"{what} must be {dtype}[{numel}], got {_what(tensor)}")
-
-
-def _what(tensor: Tensor | None) -> str:
-    return "None" if tensor is None else f"{tensor.dtype}{list(tensor.shape)}"
 
 
 @dataclass(frozen=True)

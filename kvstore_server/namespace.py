@@ -23,7 +23,7 @@ from kvstore_server.errors import (
     ProtocolError,
     ShapeMismatchError,
 )
-from kvstore_server.hyper import OptimizerBelief
+from kvstore_server.hyper import AgreedOptimizer
 from kvstore_server.log_limit import SLOW_AFTER, SlowReports
 from kvstore_server.membership import Membership
 from kvstore_server.memory import KEY, MEMBER, NAMESPACE, Budget, footprint
@@ -99,7 +99,7 @@ class Namespace:
         self.membership = Membership(name, num_workers)
         self.rounds = Rounds(num_workers, mode.is_sync, mode.bound, _same_payload)
         self.waits = Waits(self.rounds)
-        self.optimizer = OptimizerBelief()
+        self.optimizer = AgreedOptimizer()
         self.recording = Recording()
         self.slow_reports = SlowReports(slow_after)
         self.next_look = 0.0

@@ -104,7 +104,6 @@ def same_decision(a: Decision, b: Decision) -> bool:
     return a == b or (a.clip_value == b.clip_value and math.isnan(a.coef) and math.isnan(b.coef))
 
 
-@torch.no_grad()
 def apply_decision(values: Tensor, decision: Decision) -> None:
     """Multiply and clip a gradient in place, as decided; what to skip is the caller's business."""
     if decision.coef != 1.0:

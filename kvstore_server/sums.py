@@ -206,6 +206,9 @@ class Sums:
     def _part(self, span: Span, one: Contribution, run: Run | None, numel: int) -> Part:
         """What one rank gave to the first `numel` elements of a span."""
         slot = self._storage.slots[span.first]
+        if run is not None and isinstance(run.payload, Tensor) and not span.sparse:
+            start = slot.start - self._storage.slots[run.first].start
+            return Part(run.payload[start : start + numel], one.scale)
         rows: list[tuple[slice, RowSet]] = []
         for home in span.sparse:
             found = one.rows.get(home.key)

@@ -17,7 +17,7 @@ from kvstore_server.errors import (
     PlanMismatchError,
     ProtocolError,
 )
-from kvstore_server.hyper import HyperBelief
+from kvstore_server.hyper import AgreedOptions
 from kvstore_server.modes import SYNCHRONOUS, Mode
 from kvstore_server.norms import UNCHANGED, Decision, same_decision
 from kvstore_server.optimizer import Optimizer
@@ -101,7 +101,7 @@ class Table:
         self.unit = self.shard.add(plan, server)
         self.notes_reads = False
         """Whether the optimizer needs to know what each rank has read."""
-        self.hyper = HyperBelief(plan)
+        self.hyper = AgreedOptions(plan)
         self.conflict: KVStoreError | None = None
         """Why the table cannot be used any more: ranks declared different keys, or an update broke off."""
         self.held: HeldRound | None = None

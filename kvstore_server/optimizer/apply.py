@@ -3,6 +3,8 @@
 A run is flat memory of whole 64-byte lines that is updated alike. Fused kernels round the tail of a vector differently
 from its body, so what is no multiple of a line (gathered rows, a key that is updated alone) goes through scratch with
 zeros behind it. Then the bits of an element do not depend on where the vector around it was cut.
+
+Callers have turned autograd off.
 """
 
 from __future__ import annotations
@@ -44,7 +46,6 @@ def follow(master: Tensor, weight: Tensor) -> Tensor:
     return master
 
 
-@torch.no_grad()
 def update_run(
     optimizer: Optimizer,
     weight: Tensor,
@@ -89,7 +90,6 @@ def update_run(
     state.step += 1
 
 
-@torch.no_grad()
 def update_key(optimizer: Optimizer, weight: Tensor, grad: Tensor, state: State, hyper: Hyper) -> None:
     """Apply one update to a key, of an optimizer that needs it whole or takes sparse gradients.
 
@@ -227,7 +227,6 @@ def coalesce_rows(ids: Tensor, values: Tensor, num_rows: int) -> tuple[Tensor, T
     return distinct, values.new_zeros(len(distinct), *values.shape[1:]).index_add_(0, place, values)
 
 
-@torch.no_grad()
 def update_rows(
     optimizer: Optimizer,
     weight: Tensor,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -58,56 +58,34 @@ def canonical_options(
     return result
 
 
-def checked_option(who: str, name: str, value: Any, default: Any) -> Any:
+def _checked_option(
+    who: str, name: str, value: Any, default: Any, never_negative: Collection[str], fractions: Collection[str]
+) -> Any:
     """Return `value` as the type of `default`.
 
     Raises:
         ConfigurationError: it has another type, or is out of the range that options of this name have.
     """
+    bounds = never_negative, fractions
     if isinstance(default, tuple):
         if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != len(default):
             raise ConfigurationError(f"{who}: {name} must be {len(default)} numbers, got {value!r}")
-        return tuple(checked_option(who, name, v, d) for v, d in zip(value, default, strict=True))
+        return tuple(_checked_option(who, name, v, d, *bounds) for v, d in zip(value, default, strict=True))
     if isinstance(default, bool | str):
         if not isinstance(value, type(default)):
             raise ConfigurationError(f"{who}: {name} must be a {type(default).__name__}, got {value!r}")
         return value
     if value is None and default is None:
         return None
-    check.number(f"{who}: {_both_spellings(name)}", value)
-    if name in _NEVER_NEGATIVE:
-        check_not_negative(who, name, float(value))
-    if name == "betas":
-        check_fraction(who, name, float(value))
-    return int(value) if isinstance(default, int) and check.is_integer(value) else float(value)
-
-
-def checked_count(who: str, name: str, value: Any, least: int) -> int:
-    """Return `value` as an int; raise ConfigurationError unless it is one, and `least` or more."""
-    if not check.is_integer(value, least, 2**63 - 1):
-        raise ConfigurationError(f"{who}: {name} must be an integer of at least {least}, got {value!r}")
-    return int(value)
-
-
-def check_not_negative(who: str, name: str, value: float) -> None:
-    """Raise ConfigurationError for a number below zero."""
-    if value < 0:
-        raise ConfigurationError(f"{who}: {_both_spellings(name)} must not be negative, got {value!r}")
-
-
-def check_fraction(who: str, name: str, value: float) -> None:
-    """Raise ConfigurationError unless the number is at least 0 and less than 1, as a decay rate is."""
-    if not 0 <= value < 1:
-        raise ConfigurationError(
-            f"{who}: {_both_spellings(name)} must be at least 0 and less than 1, got {value!r}"
-        )
+    is_fraction = name == "betas" or name in fractions
+    least = 0 if is_fraction or name in _NEVER_NEGATIVE or name in never_negative else None
+    number = check.number(f"{who}: {_both_spellings(name)}", value, least, below=1 if is_fraction else None)
+    return int(value) if isinstance(default, int) and check.is_integer(value) else number
 
 
 def _both_spellings(key: str) -> str:
     return f"{key} (or {_GLUONS[key]})" if key in _GLUONS else key
 
-
-__all__ = ["Optimizer", "StateValue", "canonical_options"]
 
 _log = logging.getLogger(__name__)
 
@@ -119,6 +97,7 @@ Hyper = Mapping[str, Any]
 """The numbers of an update under torch's group keys, multipliers applied."""
 
 _COMMON: Mapping[str, Any] = {"lr": 0.01, "weight_decay": 0.0, "clip_gradient": None}
+MAX_COUNT = 2**63 - 1
 _OTHERS = ("rescale_grad", "multi_precision", "lr_scheduler", "begin_num_update", "aggregate_num")
 """The options that are no group keys."""
 
@@ -198,9 +177,11 @@ class Optimizer:
             key: self._checked(key, given[key], default) if key in given else default
             for key, default in valid.items()
         }
-        self.begin_num_update = self.num_update = checked_count(who, "begin_num_update", begin_num_update, 0)
+        self.begin_num_update = self.num_update = check.integer(
+            f"{who}: begin_num_update", begin_num_update, 0, MAX_COUNT
+        )
         if aggregate_num != math.inf:
-            aggregate_num = checked_count(who, "aggregate_num", aggregate_num, 1)
+            aggregate_num = check.integer(f"{who}: aggregate_num", aggregate_num, 1, MAX_COUNT)
         self.aggregate_num = aggregate_num
         if lr_scheduler is not None:
             self._follow(as_scheduler(lr_scheduler), self.hyper["lr"] if "lr" in given else None)
@@ -343,13 +324,9 @@ class Optimizer:
 
     def _checked(self, name: str, value: Any, default: Any) -> Any:
         """Return `value` as the type of `default`, or raise ConfigurationError."""
-        who = self.registered_name
-        value = checked_option(who, name, value, default)
-        if name in self.never_negative and value is not None:
-            check_not_negative(who, name, value)
-        if name in self.fractions:
-            check_fraction(who, name, value)
-        return value
+        return _checked_option(
+            self.registered_name, name, value, default, self.never_negative, self.fractions
+        )
 
     def _follow(self, scheduler: LRScheduler, lr: float | None) -> None:
         """Take the learning rate from `scheduler`; `lr`, where given, becomes its base_lr."""

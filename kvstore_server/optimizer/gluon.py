@@ -21,7 +21,7 @@ from torch import Tensor
 
 from kvstore_server import check
 from kvstore_server.errors import ConfigurationError
-from kvstore_server.optimizer.base import Hyper, Optimizer, Values, checked_count
+from kvstore_server.optimizer.base import MAX_COUNT, Hyper, Optimizer, Values
 from kvstore_server.optimizer.kernels import (
     bias_corrections,
     fused_adam,
@@ -187,7 +187,7 @@ class SGLD(_Elementwise):
 
     def _checked(self, name: str, value: Any, default: Any) -> Any:
         if name == "seed":
-            return checked_count(self.registered_name, name, value, 0)
+            return check.integer(f"{self.registered_name}: {name}", value, 0, MAX_COUNT)
         return super()._checked(name, value, default)
 
 

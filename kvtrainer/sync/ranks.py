@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvstore_server.hyper import HyperBelief
+from kvstore_server.hyper import AgreedOptions
 from kvstore_server.norms import Guard
 from kvstore_server.optimizer import Optimizer
 from kvstore_server.plan import Plan, TensorSpec, check_same, row_numel
@@ -185,7 +185,7 @@ class GroupExchange:
         return _Headers(found[:, _FIRST_KEY:], scales, hyper, is_over=not active)
 
     def _name_disagreement(self, active: Sequence[int]) -> None:
-        belief = HyperBelief(self._plan)
+        belief = AgreedOptions(self._plan)
         for rank, packed in enumerate(self._group.all_gather_bytes(self._hyper)):
             belief.set(rank, packed)
         belief.common(active)

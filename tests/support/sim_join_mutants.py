@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvstore_server import reduction
-from kvstore_server.hyper import HyperBelief
+from kvstore_server.hyper import AgreedOptions
 from kvstore_server.sums import Sums
 from kvstore_server.table import Table
 from tests.support.sim_mutants import Patch
@@ -17,12 +17,12 @@ from tests.support.sim_mutants import Patch
 
 def _hyper_of_the_joined() -> list[Patch]:
     """What a rank believed before it ran out of data must still agree."""
-    common = HyperBelief.common
+    common = AgreedOptions.common
 
     def of_all(self: Any, ranks: Any) -> bytes:
         return common(self, list(self._sent))
 
-    return [(HyperBelief, "common", of_all)]
+    return [(AgreedOptions, "common", of_all)]
 
 
 def _join_without_an_end() -> list[Patch]:

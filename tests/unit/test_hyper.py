@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvstore_server.errors import ConfigurationError, KVStoreError, PlanMismatchError, UnknownNameError
-from kvstore_server.hyper import HyperBelief, OptimizerBelief, effective_hypers, pack_hypers
+from kvstore_server.hyper import AgreedOptimizer, AgreedOptions, effective_hypers, pack_hypers
 from kvstore_server.optimizer import create
 from kvstore_server.plan import TensorSpec, make_plan
 from kvstore_server.protocol.control import pack_control
@@ -29,11 +29,11 @@ def spec(name: str, **options: float) -> bytes:
 
 
 def test_no_rank_has_set_an_optimizer() -> None:
-    assert OptimizerBelief().agreed() is None
+    assert AgreedOptimizer().agreed() is None
 
 
 def test_ranks_that_set_the_same_optimizer_agree() -> None:
-    belief = OptimizerBelief()
+    belief = AgreedOptimizer()
     belief.set(0, spec("sgd", learning_rate=0.5))
     belief.set(1, spec("sgd", learning_rate=0.5))
     agreed = belief.agreed()
@@ -42,7 +42,7 @@ def test_ranks_that_set_the_same_optimizer_agree() -> None:
 
 
 def test_naming_the_same_optimizer_again_keeps_the_object() -> None:
-    belief = OptimizerBelief()
+    belief = AgreedOptimizer()
     belief.set(0, spec("sgd"))
     before = belief.agreed()
     assert belief.set(0, spec("sgd")) is None
@@ -50,19 +50,19 @@ def test_naming_the_same_optimizer_again_keeps_the_object() -> None:
 
 
 def test_another_algorithm_is_reported_as_a_replacement() -> None:
-    belief = OptimizerBelief()
+    belief = AgreedOptimizer()
     belief.set(0, spec("sgd"))
     assert belief.set(0, spec("adam")) == "sgd"
 
 
 def test_another_number_of_the_same_algorithm_is_no_replacement() -> None:
-    belief = OptimizerBelief()
+    belief = AgreedOptimizer()
     belief.set(0, spec("sgd", learning_rate=0.5))
     assert belief.set(0, spec("sgd", learning_rate=0.25)) is None
 
 
 def test_ranks_with_different_optimizers_are_both_named() -> None:
-    belief = OptimizerBelief()
+    belief = AgreedOptimizer()
     belief.set(0, spec("sgd"))
     belief.set(2, spec("adam"))
     with pytest.raises(PlanMismatchError, match="'sgd' on rank 0 and 'adam' on rank 2"):
@@ -70,7 +70,7 @@ def test_ranks_with_different_optimizers_are_both_named() -> None:
 
 
 def test_an_unknown_optimizer_leaves_the_former_one_in_force() -> None:
-    belief = OptimizerBelief()
+    belief = AgreedOptimizer()
     belief.set(0, spec("sgd"))
     with pytest.raises(UnknownNameError, match="no_such"):
         belief.set(0, pack_control({"name": "no_such", "hyper": {}}))
@@ -80,14 +80,14 @@ def test_an_unknown_optimizer_leaves_the_former_one_in_force() -> None:
 
 
 def test_each_key_gets_the_numbers_of_its_group() -> None:
-    belief = HyperBelief(PLAN)
+    belief = AgreedOptions(PLAN)
     belief.set(0, packed(0.25))
     rows = belief.effective(create("sgd"), belief.common(RANKS))
     assert [(row["lr"], row["weight_decay"]) for row in rows] == [(0.25, 0.0), (0.5, 0.5)]
 
 
 def test_multipliers_scale_the_numbers_of_their_key_only() -> None:
-    belief = HyperBelief(PLAN)
+    belief = AgreedOptions(PLAN)
     belief.set(0, packed(0.25, lr_mult={0: 4.0}, wd_mult={1: 0.0}))
     rows = belief.effective(create("sgd"), belief.common(RANKS))
     assert [(row["lr"], row["weight_decay"]) for row in rows] == [(1.0, 0.0), (0.5, 0.0)]
@@ -100,7 +100,7 @@ def test_keys_with_equal_numbers_share_one_mapping() -> None:
 
 
 def test_a_rank_that_disagrees_is_named_with_the_group_and_both_values() -> None:
-    belief = HyperBelief(PLAN)
+    belief = AgreedOptions(PLAN)
     belief.set(0, packed(0.25))
     belief.set(1, packed(0.125))
     with pytest.raises(PlanMismatchError, match=r"group 0 has lr=0.25 on rank 0 and 0.125 on rank 1"):
@@ -108,7 +108,7 @@ def test_a_rank_that_disagrees_is_named_with_the_group_and_both_values() -> None
 
 
 def test_ranks_with_different_multipliers_are_named() -> None:
-    belief = HyperBelief(PLAN)
+    belief = AgreedOptions(PLAN)
     belief.set(0, packed(0.25))
     belief.set(1, packed(0.25, lr_mult={1: 2.0}))
     with pytest.raises(PlanMismatchError, match=r"lr_mult is \{\} on rank 0 and \{1: 2.0\} on rank 1"):
@@ -118,7 +118,7 @@ def test_ranks_with_different_multipliers_are_named() -> None:
 @pytest.mark.parametrize("values", [[], {"groups": []}, {"groups": [{}], "lr_mult": {}, "wd_mult": {}}])
 def test_bytes_that_are_no_numbers_of_this_table_are_refused(values: object) -> None:
     with pytest.raises(ConfigurationError, match="no hyper-parameters of this table"):
-        HyperBelief(PLAN).check(pack_control(values))
+        AgreedOptions(PLAN).check(pack_control(values))
 
 
 def test_a_round_without_an_optimizer_fails_too_when_ranks_disagree() -> None:
@@ -134,7 +134,7 @@ def test_a_round_without_an_optimizer_fails_too_when_ranks_disagree() -> None:
 
 def test_ranks_that_update_in_different_places_are_named() -> None:
     groups = [{"lr": 0.5}, {"lr": 0.5}]
-    belief = HyperBelief(PLAN)
+    belief = AgreedOptions(PLAN)
     belief.set(0, pack_hypers(groups, {}, {}, update_on_kvstore=True))
     belief.set(1, pack_hypers(groups, {}, {}, update_on_kvstore=False))
     with pytest.raises(PlanMismatchError, match="update_on_kvstore is True on rank 0 and False on rank 1"):
@@ -142,7 +142,7 @@ def test_ranks_that_update_in_different_places_are_named() -> None:
 
 
 def test_an_optimizer_at_the_address_of_one_that_is_gone_brings_its_own_numbers() -> None:
-    belief = HyperBelief(PLAN)
+    belief = AgreedOptions(PLAN)
     rates = []
     for rate in (0.5, 0.25, 0.125):
         optimizer = create("sgd", learning_rate=rate)

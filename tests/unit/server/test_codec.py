@@ -17,7 +17,6 @@ from kvstore_server.errors import (
     ConfigurationError,
     NonFiniteGradientError,
     ProtocolError,
-    ShapeMismatchError,
     UnknownNameError,
 )
 from kvstore_server.plan import ALIGNMENT, ITEM_SIZE
@@ -152,72 +151,28 @@ def test_a_gradient_that_is_not_finite_raises_and_changes_nothing(
 def test_finite_gradients_whose_sum_overflows_raise(kind: str) -> None:
     grad = torch.tensor([3e38])
     residual = torch.tensor([3e38])
-    with pytest.raises(NonFiniteGradientError, match="inf at element 0 of 1 .*3"):
+    with pytest.raises(NonFiniteGradientError, match=r"inf at element 0 of 1 .*3"):
         codec_of(kind).encode(grad, residual, new_payload(codec_of(kind), 1))
     assert torch.equal(residual, grad)
-
-
-BAD_ENCODE = {
-    "an integer gradient": ({"grad": torch.zeros(9, dtype=torch.int32)}, "int32"),
-    "a matrix": ({"grad": torch.zeros(3, 3)}, r"float32\[3, 3\]"),
-    "no residual": ({"residual": None}, r"float32\[9\].*None"),
-    "a short residual": (
-        {"residual": torch.zeros(8)},
-        "residual must be torch.float32\\[9\\], got .*\\[8\\]",
-    ),
-    "a residual of another dtype": ({"residual": torch.zeros(9).double()}, "got torch.float64\\[9\\]"),
-    "a short next residual": ({"next_residual": torch.zeros(8)}, "residual must be"),
-    "a short output": (
-        {"out": torch.zeros(2, dtype=torch.uint8)},
-        "the bytes of .* must be torch.uint8\\[3\\]",
-    ),
-    "a long output": ({"out": torch.zeros(4, dtype=torch.uint8)}, "got torch.uint8\\[4\\]"),
-    "an output that is not bytes": ({"out": torch.zeros(3, dtype=torch.int8)}, "got torch.int8\\[3\\]"),
-}
-
-
-@pytest.mark.parametrize(("changed", "message"), BAD_ENCODE.values(), ids=BAD_ENCODE)
-def test_encoding_names_what_does_not_fit(changed: dict[str, Tensor | None], message: str) -> None:
-    arguments = {
-        "grad": torch.ones(9),
-        "residual": torch.zeros(9),
-        "out": torch.zeros(3, dtype=torch.uint8),
-        "next_residual": None,
-    }
-    with pytest.raises(ShapeMismatchError, match=message):
-        codec_of("2bit").encode(**{**arguments, **changed})  # type: ignore[arg-type]
-
-
-def test_an_exact_codec_refuses_a_residual() -> None:
-    grad = torch.ones(2)
-    with pytest.raises(ShapeMismatchError, match="none"):
-        codec_of("none").encode(grad, torch.zeros(2), new_payload(codec_of("none"), 2))
 
 
 @pytest.mark.parametrize("change", [-1, 1, 100])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_payload_of_another_length_is_refused(kind: str, change: int) -> None:
-    codec, out = codec_of(kind), torch.ones(65)
+    codec = codec_of(kind)
     size = codec.encoded_nbytes(65, "float32")
-    with pytest.raises(ProtocolError, match=f"65 .*{size} bytes .*'{kind}'"):
-        codec.decode(torch.zeros(size + change, dtype=torch.uint8), "float32", out)
-    assert (out == 1).all()
+    with pytest.raises(ProtocolError, match=rf"65 .*{size} bytes .*'{kind}'"):
+        codec.check_payload(torch.zeros(size + change, dtype=torch.uint8), "float32", 65)
 
 
 def test_a_payload_that_is_not_bytes_is_refused() -> None:
     with pytest.raises(ProtocolError, match=r"got torch.int8\[1\]"):
-        codec_of("2bit").decode_add(torch.zeros(1, dtype=torch.int8), "float32", torch.ones(4))
-
-
-@pytest.mark.parametrize("out", [torch.zeros(4).double(), torch.zeros(2, 2), torch.zeros(4).half()])
-def test_decoding_into_something_else_is_refused(out: Tensor) -> None:
-    with pytest.raises(ShapeMismatchError, match="float32"):
-        codec_of("2bit").decode(torch.zeros(1, dtype=torch.uint8), "float32", out)
+        codec_of("2bit").check_payload(torch.zeros(1, dtype=torch.int8), "float32", 4)
 
 
 @pytest.mark.parametrize("kind", LOSSY)
 def test_a_dtype_that_no_store_holds_is_refused(kind: str) -> None:
-    with pytest.raises(ConfigurationError, match="int32.*float16"):
+    with pytest.raises(ConfigurationError, match=r"int32.*float16"):
         codec_of(kind).residual_dtype("int32")
 
 
@@ -260,7 +215,7 @@ def test_one_bit_takes_any_real_threshold(threshold: float) -> None:
 
 
 def test_an_unknown_type_lists_the_valid_ones() -> None:
-    with pytest.raises(UnknownNameError, match="'4bit'.* none, 1bit, 2bit, fp16, bf16"):
+    with pytest.raises(UnknownNameError, match=r"'4bit'.* none, 1bit, 2bit, fp16, bf16"):
         make_codec({"type": "4bit"})
 
 
