@@ -15,6 +15,7 @@ import hashlib
 import json
 import math
 import zlib
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -91,28 +92,15 @@ def row_numel(spec: TensorSpec) -> int:
     return math.prod(spec.shape[1:]) if spec.shape else 1
 
 
-@dataclass
-class Draft:
+class Draft(NamedTuple):
     """A slice before its number and its server are known."""
 
     dtype: str
     offset: int
-    segments: list[Segment]
-    used: int = 0
-    length: int = 0
+    length: int
     """`used`, up to the next boundary of 64 bytes."""
-
-    def append(self, key: int, key_start: int, numel: int) -> int:
-        """Add a part of a key; where it begins in the slice."""
-        start = self.length
-        self.segments.append(Segment(key, start, key_start, numel))
-        self.used = start + numel
-        unit = ALIGNMENT // SIZES[self.dtype]
-        self.length = -(-self.used // unit) * unit
-        return start
-
-    def freeze(self, index: int, server: int) -> Slice:
-        return Slice(index, self.dtype, self.offset, self.length, self.used, tuple(self.segments), server)
+    used: int
+    segments: tuple[Segment, ...]
 
 
 class ArenaLayout:
@@ -123,36 +111,41 @@ class ArenaLayout:
         self.limit = piece_bytes // SIZES[dtype]
         self.drafts: list[Draft] = []
         self.end = 0
-        self._bucket: Draft | None = None
+        self._unit = ALIGNMENT // SIZES[dtype]
 
-    def add_small(self, key: int, numel: int) -> int:
-        if self._bucket is not None and self._bucket.length + numel > self.limit:
-            self.close()
-        if self._bucket is None:
-            self._bucket = Draft(self.dtype, self.end, [])
-        return self._bucket.offset + self._bucket.append(key, 0, numel)
-
-    def close(self) -> None:
-        if self._bucket is not None:
-            self._finish(self._bucket)
-            self._bucket = None
+    def add_small(self, keys: Sequence[int], numels: Sequence[int], key_offsets: list[int]) -> None:
+        """Put keys into buckets, in order; writes where each begins to `key_offsets`."""
+        unit, limit, used, length = self._unit, self.limit, 0, 0
+        segments: list[Segment] = []
+        for key in keys:
+            numel = numels[key]
+            if segments and length + numel > limit:
+                self._append(segments, used)
+                segments, length = [], 0
+            segments.append(Segment(key, length, 0, numel))
+            key_offsets[key] = self.end + length
+            used = length + numel
+            length = -(-used // unit) * unit
+        if segments:
+            self._append(segments, used)
 
     def add_big(self, key: int, numel: int, row: int) -> int:
+        """Cut a key into slices of its own; returns where it begins."""
         offset = self.end
         # Whole rows, so that a slice takes rows by itself; unless one is too long for that.
-        unit = math.lcm(max(row, 1), ALIGNMENT // SIZES[self.dtype])
+        unit = math.lcm(max(row, 1), self._unit)
         limit = self.limit - self.limit % unit or unit
         if limit * SIZES[self.dtype] > MAX_SLICE:
             limit = self.limit
         for start in range(0, numel, limit):
-            draft = Draft(self.dtype, self.end, [])
-            draft.append(key, start, min(limit, numel - start))
-            self._finish(draft)
+            size = min(limit, numel - start)
+            self._append([Segment(key, 0, start, size)], size)
         return offset
 
-    def _finish(self, draft: Draft) -> None:
-        self.drafts.append(draft)
-        self.end += draft.length
+    def _append(self, segments: Sequence[Segment], used: int) -> None:
+        length = -(-used // self._unit) * self._unit
+        self.drafts.append(Draft(self.dtype, self.end, length, used, tuple(segments)))
+        self.end += length
 
 
 def place(sizes: Sequence[int], units: Sequence[Sequence[int]], num_servers: int, seed: int) -> list[int]:
@@ -231,7 +224,7 @@ class Plan:
         resident = {server: tuple(filter(self.is_resident, p)) for server, p in by_server.items()}
         object.__setattr__(self, "_resident", resident)
         object.__setattr__(self, "servers", tuple(sorted(by_server)))
-        object.__setattr__(self, "has_row_sparse", any(spec.row_sparse for spec in self.specs))
+        object.__setattr__(self, "has_row_sparse", any([spec.row_sparse for spec in self.specs]))
 
     @cached_property
     def digest(self) -> str:
@@ -287,7 +280,8 @@ def make_plan(
     """
     specs = tuple(specs)
     check_specs(specs, num_servers, integers)
-    numels = [spec.numel for spec in specs]
+    numel_of = {shape: math.prod(shape) for shape in {spec.shape for spec in specs}}
+    numels = [numel_of[spec.shape] for spec in specs]
     nbytes = [numel * SIZES[spec.dtype] for numel, spec in zip(numels, specs, strict=True)]
     piece_bytes = _slice_bytes(sum(nbytes))
     drafts: list[Draft] = []
@@ -296,25 +290,23 @@ def make_plan(
     key_offsets = [0] * len(specs)
     for dtype in sorted({spec.dtype for spec in specs}):
         layout = ArenaLayout(dtype, piece_bytes)
-        members = [i for i, spec in enumerate(specs) if spec.dtype == dtype]
-        dense = [i for i in members if not specs[i].row_sparse]
-        small = [i for i in dense if nbytes[i] < piece_bytes]
-        big = [i for i in dense if nbytes[i] >= piece_bytes]
-        for i in small:
-            key_offsets[i] = layout.add_small(i, numels[i])
-        layout.close()
-        for i in big:
+        dense = [i for i, spec in enumerate(specs) if spec.dtype == dtype and not spec.row_sparse]
+        sparse = [i for i, spec in enumerate(specs) if spec.dtype == dtype and spec.row_sparse]
+        layout.add_small([i for i in dense if nbytes[i] < piece_bytes], numels, key_offsets)
+        for i in [i for i in dense if nbytes[i] >= piece_bytes]:
             key_offsets[i] = layout.add_big(i, numels[i], row_numel(specs[i]))
         resident_sizes[dtype] = layout.end
-        for i in members:
-            if specs[i].row_sparse:
-                key_offsets[i] = layout.add_big(i, numels[i], row_numel(specs[i]))
+        for i in sparse:
+            key_offsets[i] = layout.add_big(i, numels[i], row_numel(specs[i]))
         drafts.extend(layout.drafts)
         arena_sizes[dtype] = layout.end
     units = _units(drafts) if whole_keys else [[i] for i in range(len(drafts))]
     sizes = [draft.used * SIZES[draft.dtype] for draft in drafts]
     servers = place(sizes, units, num_servers, zlib.crc32(specs[0].key.encode()))
-    slices = tuple(draft.freeze(i, servers[i]) for i, draft in enumerate(drafts))
+    slices = tuple(
+        Slice(i, draft.dtype, draft.offset, draft.length, draft.used, draft.segments, servers[i])
+        for i, draft in enumerate(drafts)
+    )
     offsets = tuple(key_offsets)
     return Plan(specs, num_servers, slices, arena_sizes, resident_sizes, offsets, whole_keys)
 
@@ -339,19 +331,23 @@ def check_specs(specs: Sequence[TensorSpec], num_servers: int, integers: bool = 
         raise ConfigurationError(f"a plan needs at least one server, got {num_servers}")
     if not specs:
         raise ConfigurationError("a plan needs at least one key, got none")
-    seen: set[str] = set()
+    keys = {spec.key for spec in specs}
+    if len(keys) < len(specs):
+        twice = next(key for key, count in Counter(spec.key for spec in specs).items() if count > 1)
+        raise ConfigurationError(f"key {twice!r} appears twice; every key must be named once")
+    if max(map(len, keys)) > MAX_NAME:
+        check_name("a key", max(keys, key=len))
+    storable = {*ITEM_SIZE, *(INTEGERS if integers else ())}
+    impossible = {shape for shape in {spec.shape for spec in specs} if shape and min(shape) < 0}
+    if impossible or not storable.issuperset([spec.dtype for spec in specs]):
+        for spec in specs:
+            if spec.dtype not in storable:
+                raise ConfigurationError(
+                    f"key {spec.key!r} has dtype {spec.dtype}; a store holds {', '.join(ITEM_SIZE)} only"
+                )
+            if spec.shape in impossible:
+                raise ConfigurationError(f"key {spec.key!r} has the impossible shape {spec.shape}")
     for spec in specs:
-        if spec.key in seen:
-            raise ConfigurationError(f"key {spec.key!r} appears twice; every key must be named once")
-        seen.add(spec.key)
-        if len(spec.key) > MAX_NAME:
-            check_name("a key", spec.key)
-        if spec.dtype not in ITEM_SIZE and not (integers and spec.dtype in INTEGERS):
-            raise ConfigurationError(
-                f"key {spec.key!r} has dtype {spec.dtype}; a store holds {', '.join(ITEM_SIZE)} only"
-            )
-        if spec.shape and min(spec.shape) < 0:
-            raise ConfigurationError(f"key {spec.key!r} has the impossible shape {spec.shape}")
         if spec.row_sparse:
             _check_rows(spec)
 

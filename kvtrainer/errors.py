@@ -84,6 +84,12 @@ __all__ = [
 ]
 
 
+REPLACED = (
+    "Did backward() run, and on the model that this Trainer was built for? load_state_dict(assign=True), and whatever "
+    "else gives a module new Parameter objects, leaves the Trainer with the old ones: build a new Trainer then."
+)
+"""What to look for where no parameter at all has a new gradient."""
+
 _Kind = TypeVar("_Kind", bound=KVStoreError)
 
 
@@ -147,6 +153,15 @@ class StaleGradientError(KVStoreError, UserWarning):
 
     Also a `UserWarning`, which is what Gluon raises for the same mistake.
     """
+
+    @classmethod
+    def of(cls, names: Sequence[str], total: int, is_any_fresh: bool) -> StaleGradientError:
+        """The error that names the parameters, out of so many; says more where no other one has a new gradient."""
+        hint = "" if is_any_fresh else f" {REPLACED}"
+        return cls(
+            f"{len(names)} of {total} parameters got no gradient since the last step: {', '.join(names)}.{hint} If the "
+            "model uses only some of them on purpose, call step(batch_size, ignore_stale_grad=True)"
+        )
 
 
 class ArgumentTypeError(ConfigurationError, TypeError):

@@ -12,7 +12,7 @@ from torch.nn import Module
 
 from kvtrainer.errors import ConfigurationError
 from kvtrainer.parallel import DataParallel
-from kvtrainer.parallel.policy import COPIES, check_replicas, same_devices
+from kvtrainer.parallel.policy import COPIES, MEMBERSHIP, check_replicas, same_devices
 from kvtrainer.types import Group
 
 Named = list[tuple[str | None, Tensor | Sequence[Tensor]]]
@@ -36,26 +36,31 @@ def collect(params: Any, first: int = 0) -> list[Group]:
     seen: dict[int, tuple[int, ...]] = {}
     found: dict[str, Sequence[Tensor]] = {}
     for options, named in _groups(params):
-        rows: dict[str, Sequence[Tensor]] = {}
+        names: list[str] = []
         for name, given in named:
-            replicas: list[Any] = [given]
-            if not isinstance(given, Tensor) and isinstance(given, Sequence):
+            is_alone = isinstance(given, Tensor)
+            replicas: Sequence[Any] = (given,)
+            if not is_alone and isinstance(given, Sequence):
                 replicas = list(given)
-            ids = tuple(map(id, replicas))
+            ids = (id(given),) if is_alone else tuple(map(id, replicas))
             if ids and seen.get(ids[0]) == ids:
                 continue
-            label = str(first + len(found)) if name is None else name
             for parameter in replicas:
                 if not isinstance(parameter, Tensor) or not parameter.is_leaf:
                     raise _not_trainable(name, parameter)
-            check_replicas(label, replicas, seen)
+            label = str(first + len(found)) if name is None else name
+            if not is_alone or ids[0] in seen or hasattr(given, MEMBERSHIP):
+                check_replicas(label, replicas, seen)
             if label in found:
                 raise ConfigurationError(f"two parameters are called {label!r}; give each a name of its own")
             for one in ids:
                 seen[one] = ids
-            found[label] = rows[label] = replicas
-        by_device = [list(one) for one in zip(*rows.values(), strict=False)]
-        group: Group = {**options, "params": by_device[0] if rows else [], "param_names": list(rows)}
+            found[label] = replicas
+            names.append(label)
+        rows = [found[name] for name in names]
+        # Those of different lengths are refused below.
+        by_device = [[replicas[at] for replicas in rows] for at in range(min(map(len, rows), default=1))]
+        group: Group = {**options, "params": by_device[0], "param_names": names}
         groups.append({**group, COPIES: by_device[1:]} if len(by_device) > 1 else group)
     if not found:
         raise ConfigurationError("there are no parameters to train; got an empty list")

@@ -24,15 +24,14 @@ from kvstore_server.norms import Decision, measure
 from kvtrainer.anomalies import describe_nonfinite, losses_of, report_anomalies
 from kvtrainer.clipping import Limits, Verdict
 from kvtrainer.errors import (
+    REPLACED,
     ConfigurationError,
     NoGradientWarning,
     NonFiniteGradientError,
-    StaleGradientError,
 )
 from kvtrainer.groups import ParameterGroups
 from kvtrainer.local_update import JointUpdate, ShardUpdate
 from kvtrainer.lr_scheduler import UpdateCounter
-from kvtrainer.memory.gradients import REPLACED
 from kvtrainer.memory.memory import DeviceMemory, Memory
 from kvtrainer.optimizer_states import OptimizerStates
 from kvtrainer.parallel.batch import ReplicaLosses
@@ -264,7 +263,7 @@ class StepPipeline:
         if not self.memory.is_settled:
             self.memory.settle()
             self.states.make_places()
-        elif late := self.memory.latecomers():
+        elif self.memory.left_out and (late := self.memory.latecomers()):
             if not self.can_grow():
                 raise ConfigurationError(
                     f"{', '.join(late)}: took no part and had no shape when the other parameters went into the "
@@ -286,11 +285,8 @@ class StepPipeline:
 
     def grow(self, names: list[list[str]]) -> None:
         """Lay out all parameters that the groups have now; state, and what is known of gradients, go along."""
-        former, memory = self.memory, Memory(self.groups.live, names)
-        memory.consume(
-            [not any(one.tracker.is_fresh(i) for one in former.devices) for i in range(len(former.names))]
-        )
-        former.close()
+        memory = Memory(self.groups.live, names)
+        memory.succeed(self.memory)
         self.memory, self.groups.names = memory, names
         self.groups.bind(self.groups.live)
         self.states.move(memory)
@@ -359,19 +355,8 @@ class StepPipeline:
         """
         self.link.check_open()
         self.ready()
-        memory = self.memory
-        memory.attach()
-        if is_strict:
-            try:
-                return memory.fresh_or_raise(summed)
-            except StaleGradientError:
-                # Gradients do not come back to parameters that were moved, which is then what has to be said.
-                memory.check_in_place()
-                raise
-        fresh = memory.fresh(with_zeros) if summed is None else summed
-        if not any(fresh):
-            memory.check_in_place()
-        return fresh
+        self.memory.attach()
+        return self.memory.fresh(is_strict, with_zeros, summed)
 
     def _check_backward(self, fresh: Sequence[bool]) -> None:
         """Raise ConfigurationError if the gradients came without what an option asks for."""
@@ -666,7 +651,7 @@ class StepPipeline:
         update.apply(arena.grads, scale, present, numbers, device.rows, decision)
         arena.mark_updated(present)
         if self.link.exchange is None and isinstance(update, ShardUpdate):
-            arena.trust_zeros(device.rows)
+            arena.zeros = frozenset(device.rows)
 
     # Blocks in which workers take different numbers of steps.
 

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 import torch
 import torch.optim
 from torch import Tensor
+from torch.nn import Parameter
 from torch.nn.parameter import is_lazy
 
 from kvstore_server.check import is_number
@@ -858,7 +859,7 @@ def _select(
         update_on_kvstore,
         compression_params,
         optimizer.aggregate_num,
-        max([0 if is_lazy(p) else p.numel() for p in parameters]),
+        max([p.numel() for p in parameters if type(p) is Parameter or not is_lazy(p)], default=0),
         has_row_sparse=has_row_sparse,
         devices=devices_of(groups),
         replicas=policy_of(groups),

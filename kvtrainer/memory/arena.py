@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import weakref
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cache
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache, cached_property
+from itertools import compress
 
 import numpy as np
 import torch
@@ -44,12 +45,12 @@ class Arena:
     attributes. Arenas may share parameters: their data are in the one that was used last.
 
     Args:
-        parameters: on one device, in the order of `plan.specs`; none may share memory with another.
+        parameters: on one device; `plan` was made from their shapes and dtypes. None may share memory with another.
         names: one name per parameter, for messages.
         plan: gives each key its place.
 
     Raises:
-        ConfigurationError: a parameter does not fit; nothing has been changed then.
+        ConfigurationError: a parameter cannot be moved; nothing has been changed then.
     """
 
     weights: dict[str, Tensor]
@@ -57,64 +58,75 @@ class Arena:
     Padding is zero."""
 
     def __init__(self, parameters: Sequence[Parameter], names: Sequence[str], plan: Plan) -> None:
-        _check_parameters(parameters, names, plan)
         self._parameters = list(parameters)
         self._names = list(names)
         self._plan = plan
+        self._resident = [not spec.row_sparse for spec in plan.specs]
+        here = list(compress(self._parameters, self._resident))
+        _check_parameters(parameters, names, here, self._resident)
         self.device = parameters[0].device
         self.weights = self._allocate()
-        self._grads: dict[str, Tensor] = {}
-        self._grad_pieces: list[Tensor] = []
-        self._zero: frozenset[int] = frozenset()
-        """The gradients that are known to be zero."""
-        self._resident = [i for i, spec in enumerate(plan.specs) if not spec.row_sparse]
-        here = [self._parameters[i] for i in self._resident]
+        self.zeros: frozenset[int] = frozenset()
+        """Gradients that nobody writes to until the next `gather_grads`, and that are zero there already."""
         pieces = self._own_pieces()
-        _copy(pieces, list[Tensor](here))
+        if here:
+            with torch.no_grad():
+                torch._foreach_copy_(pieces, list[Tensor](here))
         for parameter, piece in zip(here, pieces, strict=True):
             parameter.data = piece
-        self.writes = WriteWatch(parameters, self.weights, plan)
+        self.writes = WriteWatch(self._parameters, self.weights, plan)
         """What others than the Trainer do to the weights."""
+        self._here = here
         self._addresses = [p.data_ptr() for p in here]
-        _place(self._addresses, here)
+        _note_placed(self._addresses, here)
 
-    @property
+    @cached_property
     def grads(self) -> dict[str, Tensor]:
         """Gradients in the layout of `weights`; allocated, as zeros, at first use."""
-        if not self._grads:
-            self._grads = self._allocate()
-            self._grad_pieces = [self._piece(self._grads, i) for i in range(len(self._plan.specs))]
-        return self._grads
+        return self._allocate()
 
+    @cached_property
+    def _grad_pieces(self) -> list[Tensor]:
+        """The places of all gradients, in the shapes of the parameters; empty of those that are not resident."""
+        rows = zip(self._plan.specs, self._plan.key_offsets, strict=True)
+        return [
+            self.grads[spec.dtype].new_empty(0)
+            if spec.row_sparse
+            else self.grads[spec.dtype].narrow(0, at, spec.numel).view(spec.shape)
+            for spec, at in rows
+        ]
+
+    @torch.no_grad()
     def gather_grads(self, present: Sequence[bool]) -> None:
         """Copy `.grad` of the parameters that are `present` into `grads`, and zero the pieces of the others.
 
         A present parameter must have a dense gradient; any memory format will do.
         """
-        _, pieces = self.grads, self._grad_pieces
-        here = [i for i, is_present in enumerate(present) if is_present]
-        _copy([pieces[i] for i in here], self._grads_of(here))
-        zero, self._zero = self._zero, frozenset()
-        absent = [pieces[i] for i, is_present in enumerate(present) if not is_present and i not in zero]
-        if absent:
-            torch._foreach_zero_(absent)
+        pieces, zeros = self._grad_pieces, self.zeros
+        self.zeros = frozenset()
+        if here := list(compress(pieces, present)):
+            grads = [p.grad for p in compress(self._parameters, present)]
+            torch._foreach_copy_(here, grads)  # type: ignore[arg-type]
+        if len(here) < len(pieces):
+            absent = [pieces[i] for i, is_in in enumerate(present) if not is_in and i not in zeros]
+            if absent:
+                torch._foreach_zero_(absent)
 
-    def trust_zeros(self, keys: Iterable[int]) -> None:
-        """Take it that nobody writes to the places of these gradients, zeroed last, before the next `gather_grads`."""
-        self._zero = frozenset(keys)
-
+    @torch.no_grad()
     def scatter_grads(self, present: Sequence[bool]) -> None:
         """Copy `grads` into `.grad` of the parameters that are `present`, in place.
 
         A present parameter without a gradient gets a new tensor: other workers had one.
         """
-        _, pieces = self.grads, self._grad_pieces
-        here = [i for i, is_present in enumerate(present) if is_present]
-        with_grad = [i for i in here if self._parameters[i].grad is not None]
-        _copy(self._grads_of(with_grad), [pieces[i] for i in with_grad])
-        for i in here:
-            if self._parameters[i].grad is None:
-                self._parameters[i].grad = pieces[i].clone()
+        targets, sources = [], []
+        for parameter, piece in compress(zip(self._parameters, self._grad_pieces, strict=True), present):
+            if parameter.grad is None:
+                parameter.grad = piece.clone()
+            else:
+                targets.append(parameter.grad)
+                sources.append(piece)
+        if targets:
+            torch._foreach_copy_(targets, sources)
 
     def mark_updated(self, present: Sequence[bool] | None) -> None:
         """Tell autograd that the parameters that are `present` (None: all) were written through `weights`.
@@ -122,10 +134,8 @@ class Arena:
         A backward pass through a graph that saved their former values then raises, as after a torch
         optimizer's step.
         """
-        marked: Iterable[bool] = [True] * len(self._parameters) if present is None else present
-        torch.autograd.graph.increment_version(
-            [p for p, is_in in zip(self._parameters, marked, strict=True) if is_in]
-        )
+        marked = self._parameters if present is None else list(compress(self._parameters, present))
+        torch.autograd.graph.increment_version(marked)
 
     def check_in_place(self) -> None:
         """Check that the data of every parameter still lie where the constructor put them.
@@ -135,60 +145,47 @@ class Arena:
         Raises:
             ParameterMovedError: names every parameter whose data do not; nothing has come back then.
         """
-        moved = [
-            i
-            for i, address in zip(self._resident, self._addresses, strict=True)
-            if self._parameters[i].data_ptr() != address or not self._parameters[i].is_contiguous()
-        ]
-        lost = [self._names[i] for i in moved if not self._is_in_another(i)]
+        rows = enumerate(zip(self._here, self._addresses, strict=True))
+        moved = [at for at, (p, address) in rows if p.data_ptr() != address or not p.is_contiguous()]
+        if not moved:
+            return
+        keys = list(compress(range(len(self._names)), self._resident))
+        lost = [self._names[keys[at]] for at in moved if not self._is_in_another(keys[at])]
         if lost:
             raise ParameterMovedError(
                 f"the data of {len(lost)} of {len(self._names)} parameters were replaced after the Trainer "
                 f"was built, so updates would not reach the model: {', '.join(lost)}. Call model.to(...), "
                 "model.half() and the like before building the Trainer, or build a new Trainer now"
             )
-        if not moved:
-            return
-        places = dict(zip(self._resident, self._own_pieces(), strict=True))
-        for i in moved:
-            _copy([places[i]], [self._parameters[i].detach()])
-            self._parameters[i].data = places[i]
-            _place([places[i].data_ptr()], [self._parameters[i]])
+        pieces = self._own_pieces()
+        for at in moved:
+            parameter, piece = self._here[at], pieces[at]
+            piece.copy_(parameter.detach())
+            parameter.data = piece
+            _note_placed([piece.data_ptr()], [parameter])
 
-    def _is_in_another(self, i: int) -> bool:
-        """Whether an arena has put the data of a parameter where they are, in the form that they have here."""
-        parameter, spec = self._parameters[i], self._plan.specs[i]
+    def _is_in_another(self, key: int) -> bool:
+        """Tell whether an arena has put the data of a parameter where they are, in the form that they have here."""
+        parameter, spec = self._parameters[key], self._plan.specs[key]
         form = (tuple(parameter.shape), parameter.dtype, parameter.device)
         there = _placed.get(parameter.data_ptr())
         is_placed = there is not None and there() is parameter and parameter.is_contiguous()
         return is_placed and form == (spec.shape, getattr(torch, spec.dtype), self.device)
 
     def _allocate(self) -> dict[str, Tensor]:
-        return {
-            dtype: _aligned_zeros(size, dtype, self.device)
-            for dtype, size in self._plan.resident_sizes.items()
-        }
+        sizes = self._plan.resident_sizes.items()
+        return {dtype: _aligned_zeros(size, getattr(torch, dtype), self.device) for dtype, size in sizes}
 
     @torch.inference_mode(False)
     def _own_pieces(self) -> list[Tensor]:
-        """The places of the resident keys, as tensors with storage objects of their own sizes."""
+        """Make the places of the resident keys: tensors of their shapes, with storage objects of their own sizes."""
         aliases = {dtype: _aliases_of(flat) for dtype, flat in self.weights.items()}
-        rows = [(self._plan.specs[i], self._plan.key_offsets[i]) for i in self._resident]
-        flat = [aliases[spec.dtype](at, spec.numel) for spec, at in rows]
+        rows = zip(self._plan.specs, self._plan.key_offsets, strict=True)
         return [
-            piece if len(spec.shape) == 1 else piece.view(spec.shape)
-            for piece, (spec, _) in zip(flat, rows, strict=True)
+            # Resized as the parameter, which costs less than a view.
+            aliases[spec.dtype](at, parameter.numel()).resize_as_(parameter)
+            for parameter, (spec, at) in compress(zip(self._parameters, rows, strict=True), self._resident)
         ]
-
-    def _piece(self, arenas: dict[str, Tensor], i: int) -> Tensor:
-        spec = self._plan.specs[i]
-        if spec.row_sparse:
-            return arenas[spec.dtype].new_empty(0)
-        return arenas[spec.dtype].narrow(0, self._plan.key_offsets[i], spec.numel).view(spec.shape)
-
-    def _grads_of(self, keys: Iterable[int]) -> list[Tensor]:
-        found = [self._parameters[i].grad for i in keys]
-        return [grad for grad in found if grad is not None]
 
 
 class WriteWatch:
@@ -203,7 +200,7 @@ class WriteWatch:
     """
 
     def __init__(self, parameters: Sequence[Parameter], weights: Mapping[str, Tensor], plan: Plan) -> None:
-        self._parameters = list(parameters)
+        self._parameters = parameters
         self._weights = weights
         self._plan = plan
         self._accepted: list[int] = []
@@ -216,44 +213,47 @@ class WriteWatch:
     def accept(self, is_in_store: bool) -> None:
         """From now on look for writes that come later; for unseen ones too if the weights are in a store as well."""
         self._accepted = [p._version for p in self._parameters]
-        self._total = sum(self._accepted)
-        self._own, self._is_in_store = 0, is_in_store
-        self._take_sums()
+        self._total, self._own, self._is_in_store = sum(self._accepted), -1, is_in_store
+        self.count_own()
 
     def count_own(self) -> None:
-        """The Trainer has written to the weights, and raised each counter by one."""
+        """Note that the Trainer has written to the weights, and raised each counter by one."""
         self._own += 1
-        self._take_sums()
+        self._turn += 1
+        self._sums = self._sums_now() if self._is_in_store else {}
 
     def by_others(self) -> list[int]:
-        """The parameters (by position) that somebody else has written to since `accept`, or that lie beside one."""
-        found = {key for dtype in self._sums for key in self._changed(dtype)}
+        """List the positions of parameters that others have written to since `accept`, or that lie beside one."""
+        found: set[int] = set()
+        for dtype, now in self._sums_now().items() if self._is_in_store else ():
+            if not torch.equal(now, self._sums[dtype]):
+                found.update(self._keys_in(dtype, now != self._sums[dtype]))
         # Counters only rise, so the sum tells whether any has: on most steps none.
         if sum([p._version for p in self._parameters]) != self._total + self._own * len(self._parameters):
             rows = zip(self._parameters, self._accepted, strict=True)
             found.update(i for i, (p, version) in enumerate(rows) if p._version != version + self._own)
         return sorted(found)
 
-    def _take_sums(self) -> None:
-        self._turn += 1
-        self._sums = {dtype: self._sum(dtype) for dtype in self._weights if self._is_in_store}
+    def _sums_now(self) -> dict[str, Tensor]:
+        """Sum the bits of what is looked at in this turn."""
+        found = {}
+        for dtype, flat in self._weights.items():
+            parts = [part.sum(-1).flatten() for part in self._looked_at(flat.view(torch.int64))]
+            found[dtype] = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return found
 
-    def _sum(self, dtype: str) -> Tensor:
-        words = self._weights[dtype].view(torch.int64)
-        return torch.cat([part.sum(-1).flatten() for part in self._looked_at(words)])
-
-    def _looked_at(self, words: Tensor) -> tuple[Tensor, Tensor]:
-        """The blocks whose turn it is and the rest behind all blocks, cut into what is summed."""
+    def _looked_at(self, words: Tensor) -> list[Tensor]:
+        """Cut the blocks whose turn it is, and the rest behind all blocks, into what is summed."""
         every = 1 if words.numel() * _WORD <= WHOLE else EVERY
         body = words.numel() // (every * _BLOCK // _WORD) * (every * _BLOCK // _WORD)
+        rest = words[body:].view(-1, ALIGNMENT // _WORD)
+        if not body:
+            return [rest]
         blocks = words[:body].view(-1, every, _BLOCK // _SUMMED, _SUMMED // _WORD)
-        return blocks[:, self._turn % every], words[body:].view(-1, ALIGNMENT // _WORD)
+        return [blocks[:, self._turn % every], rest]
 
-    def _changed(self, dtype: str) -> list[int]:
-        """The keys of a dtype that have bytes in what has another sum now."""
-        differs = self._sum(dtype) != self._sums[dtype]
-        if not differs.any():
-            return []
+    def _keys_in(self, dtype: str, differs: Tensor) -> list[int]:
+        """Find the keys of a dtype that have bytes in the sums that differ."""
         flat, differs = self._weights[dtype], differs.cpu()
         size = flat.element_size()
         parts = self._looked_at(torch.arange(0, flat.numel() * size, _WORD))
@@ -289,18 +289,17 @@ class _CudaPiece:
 
 @cache
 def dtype_name(dtype: torch.dtype) -> str:
-    """As a plan calls it: 'float32'."""
+    """Name a dtype as a plan does: 'float32'."""
     return str(dtype).removeprefix("torch.")
 
 
 @torch.inference_mode(False)
-def _aligned_zeros(numel: int, dtype: str, device: torch.device) -> Tensor:
-    """A flat tensor of zeros that starts on a 64-byte boundary; written once, so that its pages are there."""
-    torch_dtype: torch.dtype = getattr(torch, dtype)
-    nbytes = numel * torch_dtype.itemsize
+def _aligned_zeros(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Make a flat tensor of zeros on a 64-byte boundary; written once, so that its pages are there."""
+    nbytes = numel * dtype.itemsize
     raw = torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8, device=device).zero_()
     start = -raw.data_ptr() % ALIGNMENT
-    return raw[start : start + nbytes].view(torch_dtype)
+    return raw[start : start + nbytes].view(dtype)
 
 
 def _aliases_of(flat: Tensor) -> Callable[[int, int], Tensor]:
@@ -318,7 +317,7 @@ def _aliases_of(flat: Tensor) -> Callable[[int, int], Tensor]:
     )
 
 
-def _place(addresses: Sequence[int], parameters: Sequence[Parameter]) -> None:
+def _note_placed(addresses: Sequence[int], parameters: Sequence[Parameter]) -> None:
     """Note which parameters lie where; those that are gone are forgotten before there would be more."""
     # A WeakValueDictionary does the same, at eight times the price.
     if len(_placed) >= len(addresses):
@@ -327,55 +326,30 @@ def _place(addresses: Sequence[int], parameters: Sequence[Parameter]) -> None:
     _placed.update(zip(addresses, map(weakref.ref, parameters), strict=True))
 
 
-@torch.no_grad()
-def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
-    if targets:
-        torch._foreach_copy_(targets, sources)
-
-
-def _check_parameters(parameters: Sequence[Parameter], names: Sequence[str], plan: Plan) -> None:
-    if not len(parameters) == len(names) == len(plan.specs):
-        raise ConfigurationError(
-            f"{len(parameters)} parameters, {len(names)} names and {len(plan.specs)} keys of the plan; "
-            "there must be as many of each"
-        )
+def _check_parameters(
+    parameters: Sequence[Parameter], names: Sequence[str], here: Sequence[Parameter], resident: Sequence[bool]
+) -> None:
+    """Raise ConfigurationError unless the data of all parameters `here` can be moved into one arena."""
+    home = parameters[0].device
+    is_plain = (
+        home.type in ("cpu", "cuda")
+        and set(map(type, here)) <= {Parameter}
+        and {p.device for p in parameters} == {home}
+        and {p.layout for p in here} <= {torch.strided}
+        and all([p.is_contiguous() for p in here])
+    )
     # Each of these relies on the ones before it having found nothing.
-    problems: list[str] = []
-    if not _are_plain(parameters, plan):
-        problems = list(_off_device(parameters, names)) or list(_unfit(parameters, names, plan))
-    here = [i for i, spec in enumerate(plan.specs) if not spec.row_sparse]
-    problems = problems or list(_overlaps([parameters[i] for i in here], [names[i] for i in here]))
+    problems = [] if is_plain else list(_off_device(parameters, names))
+    if not is_plain and not problems:
+        rows = zip(compress(names, resident), here, strict=True)
+        problems = [f"{name!r} {problem}" for name, p in rows if (problem := _problem_with(p))]
+    problems = problems or list(_overlaps(here, list(compress(names, resident))))
     if problems:
         raise ConfigurationError(f"the trainer cannot hold these parameters: {'; '.join(problems)}")
 
 
-def _are_plain(parameters: Sequence[Parameter], plan: Plan) -> bool:
-    """Whether nothing is wrong with any single parameter, as most often; found out without a look at each alone."""
-    home = parameters[0].device
-    return (
-        home.type in ("cpu", "cuda")
-        and {type(p) for p in parameters} == {Parameter}
-        and {p.device for p in parameters} == {home}
-        and {p.layout for p in parameters} == {torch.strided}
-        and all([p.is_contiguous() for p in parameters])
-        and [p.shape for p in parameters] == [spec.shape for spec in plan.specs]
-        and [dtype_name(p.dtype) for p in parameters] == [spec.dtype for spec in plan.specs]
-    )
-
-
-def _unfit(parameters: Sequence[Parameter], names: Sequence[str], plan: Plan) -> Iterator[str]:
-    """What is wrong with single parameters."""
-    for parameter, name, spec in zip(parameters, names, plan.specs, strict=True):
-        problem = None if spec.row_sparse else _problem_with(parameter)
-        shape, dtype = parameter.shape, dtype_name(parameter.dtype)
-        if problem is None and (shape != spec.shape or dtype != spec.dtype):
-            problem = f"is {dtype}{list(shape)} but was planned as {spec.dtype}{list(spec.shape)}"
-        if problem is not None:
-            yield f"{name!r} {problem}"
-
-
 def _problem_with(parameter: Parameter) -> str | None:
-    """Why this parameter's data cannot be moved into an arena; None if they can."""
+    """Say why this parameter's data cannot be moved into an arena; None if they can."""
     # Of what is exactly a Parameter the data are exactly a Tensor, and to ask for them takes long.
     kind = Tensor if type(parameter) is Parameter else type(parameter.data)
     if kind is not Tensor:
@@ -393,7 +367,7 @@ def _problem_with(parameter: Parameter) -> str | None:
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Whether the elements fill one block of memory, each place once, in whatever order of dimensions."""
+    """Tell whether the elements fill one block of memory, each place once, in whatever order of dimensions."""
     expected = 1
     dimensions = zip(tensor.stride(), tensor.shape, strict=True)
     for stride, size in sorted(pair for pair in dimensions if pair[1] != 1):
@@ -404,7 +378,7 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 def _off_device(parameters: Sequence[Parameter], names: Sequence[str]) -> Iterator[str]:
-    """The parameters that are not where the first one is."""
+    """Name the parameters that are not where the first one is."""
     home = parameters[0].device
     for parameter, name in zip(parameters, names, strict=True):
         if parameter.device != home:
@@ -415,16 +389,14 @@ def _off_device(parameters: Sequence[Parameter], names: Sequence[str]) -> Iterat
 
 
 def _overlaps(parameters: Sequence[Parameter], names: Sequence[str]) -> Iterator[str]:
-    """The parameters that share memory with one before them; all are dense and on one device."""
+    """Name the parameters that share memory with one before them; all are dense and on one device."""
     starts = np.array([p.data_ptr() for p in parameters], dtype=np.int64)
     ends, order = starts + np.array([p.nbytes for p in parameters], dtype=np.int64), starts.argsort()
     if not (ends[order][:-1] > starts[order][1:]).any():
         return
-    blocks = sorted([(p.data_ptr(), p.nbytes, i) for i, p in enumerate(parameters)])
     last_end, last = 0, 0
-    for start, size, i in blocks:
-        end = start + size
-        if size and start < last_end:
+    for start, end, i in sorted(zip(starts.tolist(), ends.tolist(), range(len(parameters)), strict=True)):
+        if start < min(end, last_end):
             yield (
                 f"{names[i]!r} shares memory with {names[last]!r}; give each its own, or tie them by using "
                 "one Parameter object in both places"

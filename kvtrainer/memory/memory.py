@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from itertools import chain
 
 import torch
@@ -15,12 +16,13 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.nn.parameter import is_lazy
 
+from kvstore_server.optimizer import coalesce_rows
 from kvstore_server.plan import Plan, TensorSpec, make_plan, row_numel
 from kvstore_server.reduction import RowSet, compute_dtype
-from kvtrainer.errors import ConfigurationError, NotInitializedError
+from kvtrainer.errors import ConfigurationError, NotInitializedError, StaleGradientError
 from kvtrainer.kvstore.replicas import ReplicaCompressor, sum_rows
 from kvtrainer.memory.arena import Arena, dtype_name
-from kvtrainer.memory.gradients import GradientTracker, SparseGrads, lazy_among, stale_error
+from kvtrainer.memory.gradients import GradientTracker, lazy_among
 from kvtrainer.memory.row_sparse import RowTables
 from kvtrainer.parallel.policy import device_names, policy_of
 from kvtrainer.parallel.reducers import AUTO, FLAT, flat_sum, make_reducer
@@ -49,15 +51,9 @@ class DeviceMemory:
         self.tracker = GradientTracker(parameters, names)
         self.rows: dict[int, RowSet] = {}
         """The row-sparse gradients that were gathered last, by index of the key; the arena has zeros for them."""
-        self._sparse = SparseGrads(parameters, names, tables)
-
-    def place(self, parameters: Sequence[Parameter], names: Sequence[str], plan: Plan) -> None:
-        """Move parameters into an arena; `parameters` has empty ones for those that have no shape yet.
-
-        Raises:
-            ConfigurationError: a parameter cannot be stored; nothing has been changed then.
-        """
-        self.arena, self.plan = Arena(parameters, names, plan), plan
+        self._tables = frozenset(tables)
+        self._sparse = set(tables)
+        """Those that had a row-sparse gradient once, or live in a store: to look at every one would take time."""
 
     def gather(self, present: Sequence[bool]) -> None:
         """Copy the dense gradients of the parameters that are `present` into the arena, and the others to `rows`.
@@ -67,15 +63,23 @@ class DeviceMemory:
             ConfigurationError: a gradient is sparse in another way than by rows.
         """
         self.arena.check_in_place()
+        by_rows, dense = (self._by_rows(present) if self._sparse else []), present
         while True:
-            sparse = self._sparse.present(present)
+            if by_rows:
+                dense = [is_in and i not in by_rows for i, is_in in enumerate(present)]
             try:
-                self.arena.gather_grads(_without(present, sparse) if sparse else present)
+                self.arena.gather_grads(dense)
                 break
             except RuntimeError:
-                if not self._sparse.find(present):
+                found = {
+                    i for i, is_in in enumerate(present) if is_in and _is_sparse(self.parameters[i].grad)
+                }
+                if found <= self._sparse:
                     raise
-        self.rows = self._sparse.rows(sparse, self.plan) if sparse else {}
+                self._sparse |= found
+                by_rows = self._by_rows(present)
+        # Parameters without elements have no rows.
+        self.rows = {i: self._rows(i) for i in by_rows if self.plan.specs[i].numel}
 
     def scatter(self, present: Sequence[bool], with_rows: bool) -> None:
         """Copy the arena's gradients back to the parameters that are `present`.
@@ -83,7 +87,7 @@ class DeviceMemory:
         Args:
             with_rows: whether `rows` replace the row-sparse gradients, because they are sums of several.
         """
-        self.arena.scatter_grads(_without(present, list(self.rows)))
+        self.arena.scatter_grads([is_in and i not in self.rows for i, is_in in enumerate(present)])
         for key, (ids, values) in self.rows.items() if with_rows else ():
             if present[key]:
                 shape, dtype = self.plan.specs[key].shape, self.parameters[key].dtype
@@ -125,9 +129,42 @@ class DeviceMemory:
         return names
 
     def piece(self, key: int) -> Tensor:
-        """The gradient of a key in the arena, flat."""
+        """Get the gradient of a key in the arena, flat."""
         spec, at = self.plan.specs[key], self.plan.key_offsets[key]
         return self.arena.grads[spec.dtype][at : at + spec.numel]
+
+    def _by_rows(self, among: Sequence[bool]) -> list[int]:
+        """List those parameters among some whose gradient goes by rows now."""
+        known = (i for i in sorted(self._sparse) if among[i])
+        return [i for i in known if i in self._tables or _is_sparse(self.parameters[i].grad)]
+
+    @torch.no_grad()
+    def _rows(self, i: int) -> RowSet:
+        """Read a gradient by rows, each once: values of a row that appears several times are added in order.
+
+        Raises:
+            ConfigurationError: it is sparse in another way than by rows, or its rows are too long.
+        """
+        grad, spec = self.parameters[i].grad, self.plan.specs[i]
+        assert grad is not None
+        if grad.layout is torch.strided:
+            # Of a row-sparse parameter, from elsewhere than its own backward pass: it has all rows.
+            return RowSet(torch.arange(spec.shape[0]), grad.detach().reshape(spec.shape[0], row_numel(spec)))
+        if grad.layout is not torch.sparse_coo or grad.sparse_dim() != 1:
+            raise ConfigurationError(
+                f"the gradient of {self.names[i]!r} has layout {grad.layout}"
+                + (f" with sparse_dim {grad.sparse_dim()}" if grad.layout is torch.sparse_coo else "")
+                + "; a sparse gradient must be a sparse COO tensor with sparse_dim 1, which has whole rows"
+            )
+        if not self.plan.takes_rows(i):
+            raise ConfigurationError(
+                f"the gradient of {self.names[i]!r} is sparse, but its rows of {row_numel(spec)} {spec.dtype} "
+                "elements are longer than the 1 MiB that are updated together; build the module with sparse=False"
+            )
+        ids, values = grad._indices()[0], grad._values()
+        is_half = values.dtype.itemsize < 4 and len(ids) > 1
+        ids, summed = coalesce_rows(ids, values.float() if is_half else values, spec.shape[0])
+        return RowSet(ids, summed.to(values.dtype).reshape(len(ids), row_numel(spec)))
 
 
 class Memory:
@@ -181,8 +218,7 @@ class Memory:
         """By device: the keys whose gradients were gathered there last."""
         self._is_summed = False
         self._reducer, self._reducer_name = make_reducer(FLAT, self._homes), FLAT
-        self._keys: dict[int, int] = {}
-        self._left_out: list[Parameter] = []
+        self.left_out: list[Parameter] = []
         """Those that had no shape when the others were placed; an empty key holds the place of each."""
         self.is_settled = False
         """Whether there are a plan and arenas."""
@@ -201,9 +237,11 @@ class Memory:
 
     def key_of(self, parameter: Tensor) -> int | None:
         """Find the key of a parameter; None if it is not one of these."""
-        if not self._keys:
-            self._keys = {id(p): key for key, p in enumerate(self.parameters)}
         return self._keys.get(id(parameter))
+
+    @cached_property
+    def _keys(self) -> dict[int, int]:
+        return {id(p): key for key, p in enumerate(self.parameters)}
 
     def settle(self) -> None:
         """Move the parameters into an arena, if that has not been done.
@@ -228,12 +266,9 @@ class Memory:
 
     def latecomers(self) -> list[str]:
         """Name the parameters that take part although they had no shape when the others went into the arena."""
-        if not self._left_out:
-            return []
         rows = zip(self.names, self.parameters, self.participating(), strict=True)
-        return [
-            name for name, p, takes_part in rows if takes_part and any(p is one for one in self._left_out)
-        ]
+        late = set(map(id, self.left_out))
+        return [name for name, p, takes_part in rows if takes_part and id(p) in late]
 
     def attach(self) -> None:
         """Watch the gradients of all parameters that can be watched by now."""
@@ -249,56 +284,64 @@ class Memory:
         return _any_of([device.tracker.participating() for device in self.devices])
 
     def fresh_by_device(self, with_zeros: bool = False) -> list[list[bool]]:
-        """For each device, which of its replicas take part and have a new gradient.
-
-        Args:
-            with_zeros: whether one counts that was set to zero since it was used.
-        """
+        """For each device, which of its replicas take part and have a new gradient; arguments as of `fresh`."""
         trackers = [device.tracker for device in self.devices]
-        return [(one.fresh_or_zeroed if with_zeros else one.fresh)(one.participating()) for one in trackers]
+        return [one.fresh(one.participating(), with_zeros) for one in trackers]
 
-    def fresh(self, with_zeros: bool = False) -> list[bool]:
-        """For each parameter, whether it has a new gradient on any device; see `fresh_by_device`."""
-        return _any_of(self.fresh_by_device(with_zeros))
-
-    def fresh_or_raise(self, summed: Sequence[bool] | None = None) -> list[bool]:
-        """As `fresh`, where every parameter that takes part must have a new gradient, and so must all of its replicas.
-
-        Of replicas that may lack one, as in a DataParallel of uneven batches, a single new gradient is enough.
+    def fresh(
+        self,
+        is_strict: bool = False,
+        with_zeros: bool = False,
+        summed: Sequence[bool] | None = None,
+    ) -> list[bool]:
+        """For each parameter, whether it takes part and has a new gradient on any device.
 
         Args:
+            is_strict: whether every parameter that takes part must have one, and so must all of its replicas. Of
+                replicas that may lack one, as in a DataParallel of uneven batches, a single new gradient is enough.
+            with_zeros: whether one counts that was set to zero since it was used.
             summed: the parameters that have the sum of new gradients, if that is known.
 
         Raises:
             StaleGradientError: some have none; names all of them.
+            ParameterMovedError: none has one, or too few, and the data of a parameter were replaced.
         """
-        takes_part = [device.tracker.participating() for device in self.devices]
+        takes_part: list[list[bool]] = []
         by_device, labels = [list(summed or ())], [self.names]
+        if summed is None or is_strict:
+            takes_part = [device.tracker.participating() for device in self.devices]
         if summed is None:
-            by_device = [
-                device.tracker.fresh(takes) for device, takes in zip(self.devices, takes_part, strict=True)
-            ]
-            if by_device == takes_part:
-                return _any_of(by_device)
+            rows = zip(self.devices, takes_part, strict=True)
+            by_device = [device.tracker.fresh(takes, with_zeros) for device, takes in rows]
             labels = self._labels
-        fresh = _any_of(by_device)
-        rows = zip(labels, by_device, takes_part, strict=False)
-        # What is frozen here may have a sum all the same, of other workers' gradients.
-        stale = [
-            name
-            for own_labels, own, takes in rows
-            for name, is_fresh, takes_it, anywhere in zip(own_labels, own, takes, fresh, strict=True)
-            if takes_it and not (anywhere if self._may_lack else is_fresh)
-        ]
+        fresh = by_device[0] if len(by_device) == 1 else _any_of(by_device)
+        stale: list[str] = []
+        if is_strict and by_device != takes_part:
+            # What is frozen here may have a sum all the same, of other workers' gradients.
+            stale = [
+                name
+                for own_labels, own, takes in zip(labels, by_device, takes_part, strict=False)
+                for name, is_fresh, takes_it, anywhere in zip(own_labels, own, takes, fresh, strict=True)
+                if takes_it and not (anywhere if self._may_lack else is_fresh)
+            ]
+        if stale or not any(fresh):
+            # Gradients do not come back to parameters that were moved, which is then what has to be said.
+            self.check_in_place()
         if stale:
-            raise stale_error(stale, sum(map(len, labels)), any(fresh))
+            raise StaleGradientError.of(stale, sum(map(len, labels)), any(fresh))
         return fresh
 
     def consume(self, used: Sequence[bool]) -> None:
         """Take the present gradients of these parameters as used up: not new, and due to be dropped."""
-        indices = [i for i, is_used in enumerate(used) if is_used]
         for device in self.devices:
-            device.tracker.consume(indices)
+            device.tracker.consume(used)
+
+    def succeed(self, former: Memory) -> None:
+        """Take the place of a memory of the first of these parameters: what is new there is new here alone."""
+        everything = [True] * len(former.names)
+        fresh = _any_of([device.tracker.fresh(everything) for device in former.devices])
+        self.consume([not is_fresh for is_fresh in fresh])
+        former.close()
 
     def close(self) -> None:
         """Stop watching gradients."""
@@ -432,26 +475,26 @@ class Memory:
                 self.parameters[i].copy_(values[name])
 
     def _place(self) -> None:
-        self._left_out = lazy_among(self.parameters)
+        """Make the plan, and move the parameters on every device into an arena."""
+        self.left_out = lazy_among(self.parameters)
         placed: Sequence[Parameter] = self.parameters
-        if self._left_out:
+        if self.left_out:
             placed = [
                 Parameter(torch.empty(0, dtype=p.dtype, device=p.device), requires_grad=False)
                 if is_lazy(p)
                 else p
                 for p in self.parameters
             ]
-        tables, rows = set(self.tables), zip(self.names, placed, self._group_of, strict=True)
-        specs = [
-            TensorSpec(name, tuple(p.shape), dtype_name(p.dtype), group, key in tables)
-            for key, (name, p, group) in enumerate(rows)
-        ]
-        first, *copies = self.devices
-        plan = make_plan(specs, 1)
-        first.place(placed, self.names, plan)
-        for copy in copies:
-            copy.place(copy.parameters, copy.names, plan)
-        self.plan, self.arena, self.is_settled = plan, first.arena, True
+        shapes, dtypes = [tuple(p.shape) for p in placed], [dtype_name(p.dtype) for p in placed]
+        in_store = (
+            [key in self.tables for key in range(len(placed))] if self.tables else [False] * len(placed)
+        )
+        rows = zip(self.names, shapes, dtypes, self._group_of, in_store, strict=True)
+        self.plan = make_plan(list(map(TensorSpec._make, rows)), 1)
+        for at, device in enumerate(self.devices):
+            parameters = device.parameters if at else placed
+            device.arena, device.plan = Arena(parameters, device.names, self.plan), self.plan
+        self.arena, self.is_settled = self.devices[0].arena, True
 
     def _sum_rows(self, key: int, given: Sequence[DeviceMemory]) -> RowSet:
         """Sum the gradients of one key of which every device that has one has only rows."""
@@ -480,11 +523,8 @@ class Memory:
         pieces[0].copy_(compressor.merge(self.plan.specs[key].key, said))
 
 
-def _without(present: Sequence[bool], those: Sequence[int]) -> Sequence[bool]:
-    rest = list(present)
-    for i in those:
-        rest[i] = False
-    return rest
+def _is_sparse(grad: Tensor | None) -> bool:
+    return grad is not None and grad.layout is not torch.strided
 
 
 def _any_of(rows: Sequence[list[bool]]) -> list[bool]:

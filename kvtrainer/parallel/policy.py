@@ -54,8 +54,8 @@ class Membership:
 
 def policy_of(groups: Sequence[Mapping[str, Any]]) -> ReplicaPolicy:
     """Return the policy of the replicas in these groups, which may have COPIES yet, or be torch's."""
-    policies = (_policy(parameter) for group in groups for parameter in group["params"])
-    return next(filter(None, policies), LISTS)
+    replicas = (p for group in groups for p in group["params"] if hasattr(p, MEMBERSHIP))
+    return next(filter(None, map(_policy, replicas)), LISTS)
 
 
 def _policy(parameter: Tensor) -> ReplicaPolicy | None:

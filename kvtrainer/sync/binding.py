@@ -244,7 +244,7 @@ class Binding:
             arena.mark_updated(None)
             arena.writes.count_own()
             if not layout.has_replicas:
-                arena.trust_zeros(rows)
+                arena.zeros = frozenset(rows)
         return outcome
 
     def _check_written(self, layout: Memory) -> None:

@@ -35,6 +35,18 @@ def backward(parameter: Parameter, slope: float = 1.0) -> None:
     (parameter * slope).sum().backward()
 
 
+def is_fresh(tracker: GradientTracker) -> bool:
+    """Tell it of the first parameter."""
+    return tracker.fresh(tracker.participating())[0]
+
+
+def stale(tracker: GradientTracker) -> list[int]:
+    """The positions of the parameters that take part and have no new gradient."""
+    takes_part = tracker.participating()
+    rows = zip(takes_part, tracker.fresh(takes_part), strict=True)
+    return [at for at, (takes, has_new) in enumerate(rows) if takes and not has_new]
+
+
 def slopes(parameter: Parameter) -> list[float] | None:
     return None if parameter.grad is None else parameter.grad.tolist()
 
@@ -42,12 +54,12 @@ def slopes(parameter: Parameter) -> list[float] | None:
 def test_gradient_is_fresh_after_backward_and_stale_once_consumed() -> None:
     p = ones()
     tracker = watch(p)
-    assert tracker.stale() == [0]
+    assert stale(tracker) == [0]
     backward(p)
-    tracker.consume([0])
-    assert tracker.stale() == [0]
+    tracker.consume([True])
+    assert stale(tracker) == [0]
     backward(p)
-    assert tracker.stale() == []
+    assert stale(tracker) == []
 
 
 def test_used_gradient_stays_readable_then_backward_passes_add_up_afresh() -> None:
@@ -56,7 +68,7 @@ def test_used_gradient_stays_readable_then_backward_passes_add_up_afresh() -> No
     backward(p, 3)
     backward(p, 5)
     assert slopes(p) == [8, 8]
-    tracker.consume([0])
+    tracker.consume([True])
     assert slopes(p) == [8, 8]
     backward(p, 7)
     backward(p, 11)
@@ -67,7 +79,7 @@ def test_retained_graph_and_a_parameter_used_twice_accumulate_as_in_torch() -> N
     p = ones()
     tracker = watch(p)
     backward(p, 100)
-    tracker.consume([0])
+    tracker.consume([True])
     loss = (p * 2).sum() + (p * 3).sum()
     loss.backward(retain_graph=True)
     loss.backward()
@@ -79,20 +91,20 @@ def test_backward_drops_consumed_gradients_that_it_does_not_reach_and_no_others(
     tracker = watch(p, q, left_out)
     for parameter in (p, q, left_out):
         backward(parameter, 2)
-    tracker.consume([0])
-    tracker.consume([1])
+    tracker.consume([True])
+    tracker.consume([False, True])
     backward(p, 4)
     assert [slopes(p), slopes(q), slopes(left_out)] == [[4, 4], None, [2, 2]]
-    assert tracker.stale() == [1]
+    assert stale(tracker) == [1]
 
 
 def test_gradient_assigned_by_the_caller_is_fresh_and_is_not_dropped() -> None:
     p, q = ones(), ones()
     tracker = watch(p, q)
     backward(p)
-    tracker.consume([0])
+    tracker.consume([True])
     p.grad = torch.full((2,), 9.0)
-    assert tracker.is_fresh(0)
+    assert is_fresh(tracker)
     backward(q)
     assert slopes(p) == [9, 9]
 
@@ -116,10 +128,10 @@ def test_edits_in_place_make_a_gradient_neither_fresh_nor_stale(edit: Callable[[
     tracker = watch(p)
     backward(p)
     edit(p)
-    assert tracker.is_fresh(0)
-    tracker.consume([0])
+    assert is_fresh(tracker)
+    tracker.consume([True])
     edit(p)
-    assert not tracker.is_fresh(0)
+    assert not is_fresh(tracker)
 
 
 @pytest.mark.parametrize("edit", [zero_in_place, clip])
@@ -130,7 +142,7 @@ def test_of_consumed_gradients_backward_leaves_those_alone_that_were_set_to_zero
     tracker = watch(p, q)
     for parameter in (p, q):
         backward(parameter, 2)
-    tracker.consume([0, 1])
+    tracker.consume([True, True])
     for parameter in (p, q):
         edit(parameter)
     for _ in range(2):
@@ -138,8 +150,8 @@ def test_of_consumed_gradients_backward_leaves_those_alone_that_were_set_to_zero
     zeroed = edit is zero_in_place
     assert (slopes(p), slopes(q)) == ([8, 8], [0, 0] if zeroed else None)
     assert tracker.fresh([True, True]) == [True, False]
-    assert tracker.fresh_or_zeroed([True, True]) == [True, zeroed]
-    tracker.consume([0, 1])
+    assert tracker.fresh([True, True], with_zeros=True) == [True, zeroed]
+    tracker.consume([True, True])
     backward(p, 4)
     assert (slopes(p), slopes(q)) == ([4, 4], None)
 
@@ -148,30 +160,30 @@ def test_zero_grad_to_none_makes_a_gradient_stale_and_frees_its_memory() -> None
     p = ones()
     tracker = watch(p)
     backward(p)
-    tracker.consume([0])
+    tracker.consume([True])
     assert p.grad is not None
     # torch keeps the Python object of a gradient alive for as long as the gradient itself.
     gradient = weakref.ref(p.grad)
     p.grad = None
     assert gradient() is None
-    assert not tracker.is_fresh(0)
+    assert not is_fresh(tracker)
 
 
 def test_autograd_grad_neither_freshens_nor_drops() -> None:
     p = ones()
     tracker = watch(p)
     backward(p, 3)
-    tracker.consume([0])
+    tracker.consume([True])
     torch.autograd.grad((p * 5).sum(), p)
     assert slopes(p) == [3, 3]
-    assert not tracker.is_fresh(0)
+    assert not is_fresh(tracker)
 
 
 def test_gradient_penalty_starts_afresh_and_adds_both_terms() -> None:
     p = ones()
     tracker = watch(p)
     backward(p, 3)
-    tracker.consume([0])
+    tracker.consume([True])
     (grad,) = torch.autograd.grad((p**3).sum(), p, create_graph=True)
     (grad**2).sum().backward()
     # d/dp (3 p^2)^2 = 36 p^3
@@ -183,7 +195,7 @@ def test_activation_checkpointing_over_a_shared_parameter_adds_all_segments(reen
     p = ones()
     tracker = watch(p)
     backward(p, 100)
-    tracker.consume([0])
+    tracker.consume([True])
     x = torch.ones(2, requires_grad=True)
 
     def segment(value: Tensor) -> Tensor:
@@ -208,10 +220,10 @@ def test_custom_function_that_returns_no_gradient_does_not_freshen() -> None:
     p = ones(grad_req="add")
     tracker = watch(p)
     backward(p)
-    tracker.consume([0])
+    tracker.consume([True])
     NoGradient.apply(p).sum().backward()
     assert slopes(p) == [1, 1]
-    assert not tracker.is_fresh(0)
+    assert not is_fresh(tracker)
 
 
 def test_write_overwrites_at_every_backward() -> None:
@@ -220,25 +232,25 @@ def test_write_overwrites_at_every_backward() -> None:
     backward(p, 3)
     (p * 2 + p * 3).sum().backward()
     assert slopes(p) == [5, 5]
-    assert watch_kept.is_fresh(0)
+    assert is_fresh(watch_kept)
 
 
 def test_add_is_never_dropped() -> None:
     p = ones(grad_req="add")
     tracker = watch(p)
     backward(p, 3)
-    tracker.consume([0])
-    assert not tracker.is_fresh(0)
+    tracker.consume([True])
+    assert not is_fresh(tracker)
     backward(p, 4)
     assert slopes(p) == [7, 7]
-    assert tracker.is_fresh(0)
+    assert is_fresh(tracker)
 
 
 def test_grad_req_is_read_when_it_matters() -> None:
     p = ones()
     tracker = watch(p)
     backward(p, 3)
-    tracker.consume([0])
+    tracker.consume([True])
     p.grad_req = "add"
     backward(p, 4)
     assert slopes(p) == [7, 7]
@@ -248,7 +260,7 @@ def test_grad_req_is_read_when_it_matters() -> None:
     del p.grad_req
     p.requires_grad_(False)
     assert tracker.participating() == [False]
-    assert tracker.stale() == []
+    assert stale(tracker) == []
 
 
 def test_unknown_grad_req_is_refused_by_name() -> None:
@@ -256,7 +268,7 @@ def test_unknown_grad_req_is_refused_by_name() -> None:
     with pytest.raises(
         ConfigurationError, match="'p1' has grad_req='wirte'; set it to one of 'write', 'add'"
     ):
-        tracker.stale()
+        tracker.participating()
 
 
 def test_parameter_unfrozen_later_is_seen_after_attach_and_hooked_once() -> None:
@@ -266,7 +278,7 @@ def test_parameter_unfrozen_later_is_seen_after_attach_and_hooked_once() -> None
     tracker.attach()
     tracker.attach()
     backward(p)
-    tracker.consume([0])
+    tracker.consume([True])
     backward(p, 2)
     assert slopes(p) == [2, 2]
     assert len(tracker._handles) == 1
@@ -278,7 +290,7 @@ def test_closed_or_deleted_tracker_acts_no_more(end: str) -> None:
     tracker = watch(p)
     graph = (p * 4).sum()
     backward(p, 3)
-    tracker.consume([0])
+    tracker.consume([True])
     if end == "close":
         tracker.close()
     else:
@@ -291,10 +303,10 @@ def test_deepcopied_model_does_not_act_on_the_tracker_of_the_original() -> None:
     model = nn.Linear(2, 1, bias=False)
     tracker = watch(model.weight)
     model(torch.ones(1, 2)).sum().backward()
-    tracker.consume([0])
+    tracker.consume([True])
     twin = copy.deepcopy(model)
     twin(torch.ones(1, 2)).sum().backward()
-    assert not tracker.is_fresh(0)
+    assert not is_fresh(tracker)
     assert slopes(model.weight) == [[1, 1]]
 
 
@@ -307,7 +319,7 @@ def test_whole_model_can_be_saved_and_loaded_while_it_is_watched() -> None:
     loaded = torch.load(file, weights_only=False)
     loaded(torch.ones(1, 2)).sum().backward()
     assert torch.equal(loaded.weight, model.weight)
-    assert tracker.stale() == [0, 1]
+    assert stale(tracker) == [0, 1]
 
 
 def test_compiled_model_is_tracked() -> None:
@@ -317,6 +329,6 @@ def test_compiled_model_is_tracked() -> None:
     tracker = watch(model.weight)
     for _ in range(2):
         compiled(torch.ones(1, 2)).sum().backward()
-        assert tracker.is_fresh(0)
+        assert is_fresh(tracker)
         assert slopes(model.weight) == [[1, 1]]
-        tracker.consume([0])
+        tracker.consume([True])
