@@ -47,11 +47,14 @@ from kvtrainer.env import (
     SERVERS,
     Topology,
     as_int,
+    numeric_host,
     parse_address,
     read_place,
+    read_servers,
     read_timeout,
     read_topology,
     tcp_address,
+    text_of,
 )
 from kvtrainer.scheduler import SERVER, WORKER, Scheduler
 
@@ -94,7 +97,7 @@ def read_dmlc(environ: Mapping[str, str]) -> DmlcJob | None:
     Raises:
         ConfigurationError: a variable is missing, no number or out of range; says which.
     """
-    role = environ.get(ROLE, "").strip()
+    role = text_of(environ, ROLE)
     if not role:
         return None
     if role not in _RANKS:
@@ -108,12 +111,12 @@ def read_dmlc(environ: Mapping[str, str]) -> DmlcJob | None:
             f"{rank[0]} is {rank[1]}; a job with {counts[role]} {role}s numbers them 0..{counts[role] - 1}"
         )
     task = _first(environ, (_TASK,)) if role != SCHEDULER else None
-    node_host = environ.get("DMLC_NODE_HOST", "").strip()
-    return DmlcJob(role, root, counts[WORKER], counts[SERVER], rank and rank[1], task and task[1], node_host)
+    numbers = rank and rank[1], task and task[1]
+    return DmlcJob(role, root, counts[WORKER], counts[SERVER], *numbers, text_of(environ, "DMLC_NODE_HOST"))
 
 
 def _need(environ: Mapping[str, str], name: str) -> str:
-    text = environ.get(name, "").strip()
+    text = text_of(environ, name)
     if not text:
         raise ConfigurationError(
             f"{ROLE} is {environ[ROLE]!r}, but {name} is not set; MXNet's launcher sets DMLC_PS_ROOT_URI, "
@@ -131,11 +134,7 @@ def _count(environ: Mapping[str, str], name: str) -> int:
 
 
 def _first(environ: Mapping[str, str], names: tuple[str, ...]) -> tuple[str, int] | None:
-    for name in names:
-        text = environ.get(name, "").strip()
-        if text:
-            return name, as_int(text, name)
-    return None
+    return next(((name, as_int(text, name)) for name in names if (text := text_of(environ, name))), None)
 
 
 # Roles.
@@ -151,19 +150,19 @@ def find_topology(
 ) -> Topology:
     """Play the role of this process, as `kvtrainer.env.find_topology` says; return the topology of a worker."""
     serve_role(environ, rank, servers, connect_timeout, dead_after)
-    job = read_dmlc(environ) if _asks_for_servers(environ, servers) else None
+    job = read_dmlc(environ) if read_servers(environ, servers) is None else None
     if job is None or job.role != WORKER:
         return read_topology(environ, rank=rank, num_workers=num_workers, servers=servers)
     own = _claimed_rank(environ, job, rank, num_workers)
-    known = _joined.get((os.getpid(), job.root))
-    if known is None:
-        known = _join(job, own, *_limits(environ, connect_timeout, dead_after))
-        _joined[os.getpid(), job.root] = known
-    if own is not None and own != known.topology.rank:
+    topology = _joined.get((os.getpid(), job.root))
+    if topology is None:
+        topology = _join(job, own, *_limits(environ, connect_timeout, dead_after))
+        _joined[os.getpid(), job.root] = topology
+    if own is not None and own != topology.rank:
         raise ConfigurationError(
-            f"this process is worker {known.topology.rank} of its job and cannot be worker {own} as well"
+            f"this process is worker {topology.rank} of its job and cannot be worker {own} as well"
         )
-    return known.topology
+    return topology
 
 
 def serve_role(
@@ -174,11 +173,11 @@ def serve_role(
     dead_after: float | None = None,
 ) -> None:
     """Serve until the job is over in a scheduler or a server, as `kvtrainer.env.serve_role` says."""
-    if rank is not None or environ.get(RANK, "").strip() or environ.get(ROLE, "").strip() in ("", WORKER):
+    if rank is not None or text_of(environ, RANK) or text_of(environ, ROLE) in ("", WORKER):
         return
     job = read_dmlc(environ)
     assert job is not None
-    if not _asks_for_servers(environ, servers):
+    if read_servers(environ, servers) is not None:
         raise ConfigurationError(
             f"{ROLE} is {job.role!r}, but {SERVERS} or servers= names servers that run already; unset one of them"
         )
@@ -269,26 +268,12 @@ class _Workers:
         return gone >= set(range(self._num_workers))
 
 
-class _Joined:
-    """A worker that has met the others; its process says that it lives until it ends."""
-
-    def __init__(self, topology: Topology, client: SchedulerClient, servers: Session) -> None:
-        self.topology = topology
-        # The stores of this process, which are younger, leave the servers before this is called.
-        weakref.finalize(self, _leave, client, servers)
-
-
-_joined: dict[tuple[int, str], _Joined] = {}
+_joined: dict[tuple[int, str], Topology] = {}
 """A process joins a job once, for all of its stores: by process id, since forks inherit this, and scheduler."""
 
 
-def _leave(client: SchedulerClient, servers: Session) -> None:
-    servers.close("its process ended", is_clean=True)
-    client.leave()
-    client.close()
-
-
-def _join(job: DmlcJob, rank: int | None, timeout: float, dead_after: float) -> _Joined:
+def _join(job: DmlcJob, rank: int | None, timeout: float, dead_after: float) -> Topology:
+    """Meet the others; from then on say that this process lives, until it ends."""
     client = SchedulerClient(job.root)
     try:
         told = client.ask(_join_message(job, rank), timeout)
@@ -299,7 +284,15 @@ def _join(job: DmlcJob, rank: int | None, timeout: float, dead_after: float) -> 
         client.give_up(error)
         client.close()
         raise
-    return _Joined(topology, client, servers)
+    # At the end of the process, and after its stores, which are younger, have left the servers.
+    weakref.finalize(servers, _leave, client, servers)
+    return topology
+
+
+def _leave(client: SchedulerClient, servers: Session) -> None:
+    servers.close("its process ended", is_clean=True)
+    client.leave()
+    client.close()
 
 
 def _enter_group(topology: Topology, timeout: float, dead_after: float) -> Session:
@@ -342,13 +335,46 @@ class SchedulerClient:
             ConnectTimeoutError: the scheduler did not answer, or processes are missing; says which.
             KVStoreError: the scheduler's reason why the job cannot begin.
         """
+        self._number += 1
+        now = next_time = time.monotonic()
+        deadline = now + timeout
+        heard, missing = 0.0, ""
         try:
-            answer = self._ask(question, timeout, cancelled)
+            while (now := time.monotonic()) < deadline and not cancelled():
+                if now >= next_time:
+                    self._send(question)
+                    next_time = now + _ASK_EVERY
+                answer = self._receive(next_time - now)
+                if isinstance(answer, m.Info):
+                    self._session = int(answer.values.get("session", self._session))
+                    return answer.values
+                if isinstance(answer, m.Failed):
+                    raise self._refused(answer)
+                if isinstance(answer, m.Pending):
+                    heard, missing = now, answer.why
+            raise self._too_late(timeout, heard, now - heard < max(1.0, timeout / 2), missing)
         except BaseException as error:
             self.give_up(error)
             raise
-        self._session = int(answer.get("session", self._session))
-        return answer
+
+    def _refused(self, answer: m.Failed) -> KVStoreError:
+        error = from_wire(answer.code, answer.text)
+        if isinstance(error, ServerLostState | FencedError):  # a server's answer to a stranger
+            return ProtocolError(f"what listens at {self._root} is no scheduler, but a server")
+        return error
+
+    def _too_late(self, timeout: float, heard: float, is_there: bool, missing: str) -> ConnectTimeoutError:
+        hint = "(connect_timeout=… or KVSTORE_CONNECT_TIMEOUT raises the limit)"
+        if is_there:
+            return ConnectTimeoutError(
+                f"{missing or 'the scheduler was not done'}: waited {timeout:g} s; look for the last words of those "
+                f"who are missing {hint}"
+            )
+        return ConnectTimeoutError(
+            f"the scheduler at {self._root} {'fell silent' if heard else 'did not answer'} within {timeout:g} s; is "
+            "the process with DMLC_ROLE=scheduler running, and are DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT right? "
+            f"{hint}"
+        )
 
     def give_up(self, error: BaseException) -> None:
         """Tell the scheduler that this process cannot go on, so that nobody waits for it."""
@@ -364,38 +390,6 @@ class SchedulerClient:
 
     def close(self) -> None:
         self._connection.close()
-
-    def _ask(
-        self, question: m.RequestBody, timeout: float, cancelled: Callable[[], bool]
-    ) -> Mapping[str, Any]:
-        self._number += 1
-        now = next_time = time.monotonic()
-        deadline = now + timeout
-        heard, missing = 0.0, ""
-        while (now := time.monotonic()) < deadline and not cancelled():
-            if now >= next_time:
-                self._send(question)
-                next_time = now + _ASK_EVERY
-            answer = self._receive(next_time - now)
-            if isinstance(answer, m.Info):
-                return answer.values
-            if isinstance(answer, m.Failed):
-                error = from_wire(answer.code, answer.text)
-                if isinstance(error, ServerLostState | FencedError):  # a server's answer to a stranger
-                    raise ProtocolError(f"what listens at {self._root} is no scheduler, but a server")
-                raise error
-            if isinstance(answer, m.Pending):
-                heard, missing = now, answer.why
-        if now - heard < max(1.0, timeout / 2):
-            raise ConnectTimeoutError(
-                f"{missing or 'the scheduler was not done'}: waited {timeout:g} s; look for the last words of those "
-                "who are missing (connect_timeout=… or KVSTORE_CONNECT_TIMEOUT raises the limit)"
-            )
-        raise ConnectTimeoutError(
-            f"the scheduler at {self._root} {'fell silent' if heard else 'did not answer'} within {timeout:g} s; is "
-            "the process with DMLC_ROLE=scheduler running, and are DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT right? "
-            "(connect_timeout=… or KVSTORE_CONNECT_TIMEOUT raises the limit)"
-        )
 
     def _send(self, body: m.RequestBody) -> None:
         with suppress(KVStoreError):  # a forked process has nothing to say
@@ -430,7 +424,7 @@ def _host_of_server(environ: Mapping[str, str], job: DmlcJob, is_one_machine: bo
     """Choose where a server listens: loopback if that is enough, else what the launcher says, if that is allowed."""
     if is_one_machine:
         return "127.0.0.1"
-    host = _resolve(job.node_host) if job.node_host else _host_towards(job.root)
+    host = numeric_host(job.node_host) if job.node_host else _host_towards(job.root)
     if not is_loopback(host) and environ.get(ALLOW_PUBLIC, "") != "1":
         raise ConfigurationError(
             f"the processes of this job are on several machines, so its servers must listen on an address like {host} "
@@ -440,28 +434,16 @@ def _host_of_server(environ: Mapping[str, str], job: DmlcJob, is_one_machine: bo
     return host
 
 
-def _resolve(host: str) -> str:
-    """Return the numeric address of a host, which is what a socket can listen on.
-
-    Raises:
-        ConfigurationError: nobody knows the host.
-    """
-    try:
-        return str(socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)[0][4][0])
-    except OSError as error:
-        raise ConfigurationError(f"cannot find the address of host {host!r}: {error}") from None
-
-
 def _numeric(address: str) -> str:
-    """Return tcp://host:port with a numeric host. Raises as `_resolve`."""
+    """Return tcp://host:port with a numeric host. Raises ConfigurationError."""
     parts = urlsplit(address)
-    return tcp_address(_resolve(parts.hostname or ""), parts.port or 0)
+    return tcp_address(numeric_host(parts.hostname or ""), parts.port or 0)
 
 
 def _host_towards(address: str) -> str:
     """Return the address that this machine has on the way to tcp://host:port; sends nothing."""
     parts = urlsplit(address)
-    target = _resolve(parts.hostname or "")
+    target = numeric_host(parts.hostname or "")
     family = socket.AF_INET6 if ":" in target else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
@@ -469,10 +451,6 @@ def _host_towards(address: str) -> str:
             return str(probe.getsockname()[0])
         except OSError as error:
             raise ConfigurationError(f"there is no way to {address}: {error}") from None
-
-
-def _asks_for_servers(environ: Mapping[str, str], servers: object) -> bool:
-    return servers is None and not environ.get(SERVERS, "").strip()
 
 
 def _claimed_rank(

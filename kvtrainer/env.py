@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import math
 import re
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
@@ -89,7 +90,7 @@ def find_topology(
         ConnectTimeoutError: a process, or the scheduler, is missing.
         SystemExit: this process was the scheduler or a server, and its job is over.
     """
-    if not _get(environ, ROLE):
+    if not text_of(environ, ROLE):
         return read_topology(environ, rank=rank, num_workers=num_workers, servers=servers)
     dmlc = _dmlc()
     topology: Topology = dmlc.find_topology(environ, rank, num_workers, servers, connect_timeout, dead_after)
@@ -106,7 +107,7 @@ def serve_role(environ: Mapping[str, str]) -> None:
         ConfigurationError: the role cannot be played; says why.
         ConnectTimeoutError: a process of the job is missing.
     """
-    if _get(environ, ROLE):
+    if text_of(environ, ROLE):
         _dmlc().serve_role(environ)
 
 
@@ -143,7 +144,7 @@ def read_place(environ: Mapping[str, str], rank: int | None, num_workers: int | 
     source = None if rank is not None and num_workers is not None else _source(environ)
     rank_name, rank_text = _rank_of(environ, source)
     count_name = source.count if source is not None else NUM_WORKERS
-    count_text = _get(environ, count_name)
+    count_text = text_of(environ, count_name)
     if rank is None and not rank_text:
         raise ConfigurationError(_missing(environ, source, rank_name, "rank"))
     if num_workers is None and not count_text:
@@ -165,7 +166,7 @@ def read_servers(
     """Return the servers' addresses, None where neither the argument nor KVSTORE_SERVERS names any."""
     if servers is not None:
         return _parse_servers(servers)
-    text = _get(environ, SERVERS)
+    text = text_of(environ, SERVERS)
     return _parse_servers(text) if text else None
 
 
@@ -177,7 +178,7 @@ def workers_of_job(environ: Mapping[str, str]) -> tuple[int, str] | None:
     source = _source(environ)
     if source is None or not _rank_of(environ, source)[1]:
         return None
-    text = _get(environ, source.count)
+    text = text_of(environ, source.count)
     return (int(text), source.count) if re.fullmatch("[0-9]{1,18}", text) else None
 
 
@@ -211,7 +212,7 @@ def read_timeout(
     Raises:
         ConfigurationError: the limit is not a finite number above 0.
     """
-    source: object = value if value is not None else environ.get(name, "").strip()
+    source: object = text_of(environ, name) if value is None else value
     if source == "":
         return DEFAULT_SECONDS[name] if default is None else default
     try:
@@ -221,6 +222,25 @@ def read_timeout(
     if not 0 < seconds < math.inf:
         raise ConfigurationError(f"{name} is {source!r}; it must be a number of seconds above 0")
     return seconds
+
+
+def numeric_host(host: str) -> str:
+    """Return the numeric address of a host, which is what a socket can listen on.
+
+    Raises:
+        ConfigurationError: nobody knows the host.
+    """
+    try:
+        return str(socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError as error:
+        raise ConfigurationError(
+            f"cannot find the address of host {host}: {error}; give its address in place of its name"
+        ) from None
+
+
+def text_of(environ: Mapping[str, str], name: str) -> str:
+    """Return what a variable says; empty where it is not set."""
+    return environ.get(name, "").strip() if name else ""
 
 
 def as_int(value: object, what: str) -> int:
@@ -258,8 +278,8 @@ def _missing(environ: Mapping[str, str], source: Source | None, name: str, optio
 
 
 def _found(environ: Mapping[str, str], source: Source) -> str:
-    names = [name for name in (*source.ranks, source.count) if _get(environ, name)]
-    return ", ".join(f"{name}={_get(environ, name)[:40]!r}" for name in names)
+    names = [name for name in (*source.ranks, source.count) if text_of(environ, name)]
+    return ", ".join(f"{name}={text_of(environ, name)[:40]!r}" for name in names)
 
 
 def _source(environ: Mapping[str, str]) -> Source | None:
@@ -269,12 +289,8 @@ def _source(environ: Mapping[str, str]) -> Source | None:
 def _rank_of(environ: Mapping[str, str], source: Source | None) -> tuple[str, str]:
     """Return the variable with the rank and what it says; where none is set, the first one and nothing."""
     names = source.ranks if source is not None else (RANK,)
-    name = next((name for name in names if _get(environ, name)), names[0])
-    return name, _get(environ, name)
-
-
-def _get(environ: Mapping[str, str], name: str) -> str:
-    return environ.get(name, "").strip() if name else ""
+    name = next((name for name in names if text_of(environ, name)), names[0])
+    return name, text_of(environ, name)
 
 
 def _parse_servers(listed: str | Sequence[str]) -> tuple[str, ...]:

@@ -11,7 +11,6 @@ import os
 import re
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +19,7 @@ from dataclasses import dataclass, field
 
 from kvstore_server.check import is_loopback
 from kvstore_server.errors import ConfigurationError
-from kvtrainer.env import tcp_address
+from kvtrainer.env import numeric_host, tcp_address
 from kvtrainer.launcher.guardian import KILL, TERMINATE
 from kvtrainer.launcher.processes import Child, Put
 
@@ -100,12 +99,7 @@ def bind_addresses(servers: Sequence[Host], is_public: bool) -> list[str]:
 
 
 def _address_of(host: Host) -> str:
-    try:
-        address = str(socket.getaddrinfo(host.name, None, type=socket.SOCK_STREAM)[0][4][0])
-    except OSError as error:
-        raise ConfigurationError(
-            f"cannot find the address of host {host.name}: {error}; write its address into the host file"
-        ) from None
+    address = numeric_host(host.name)
     if is_loopback(address):
         raise ConfigurationError(
             f"host {host.name} has the address {address} here, which other hosts cannot reach; write the address into "
