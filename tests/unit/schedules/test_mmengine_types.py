@@ -74,15 +74,7 @@ def test_values_are_those_of_torch(name: str) -> None:
     assert values([{**cfg, "end": 10}], 10) == pytest.approx(torchs([make], 10), rel=1e-9)
 
 
-def test_linear_reaches_the_full_rate_in_the_last_step_of_its_window() -> None:
-    seen = values([{"type": "LinearLR", "start_factor": 0.1, "end": 5}], 6)
-    assert seen == pytest.approx([0.01, 0.0325, 0.055, 0.0775, 0.1, 0.1])
-
-
 def test_constant_gives_the_rate_back_also_after_a_window_of_one_step() -> None:
-    assert values([{"type": "ConstantLR", "factor": 0.5, "end": 3}], 4) == pytest.approx(
-        [0.05, 0.05, 0.1, 0.1]
-    )
     assert values([{"type": "ConstantLR", "factor": 0.5, "end": 1}], 3) == pytest.approx([0.05, 0.1, 0.1])
 
 
@@ -95,16 +87,7 @@ MMENGINE: dict[str, tuple[list[dict[str, Any]], Sequence[float]]] = {
         (0.1, 0.0868198051534, 0.055, 0.0231801948466, 0.05, 0.04, 0.02, 0.02, 0.02),
     ),
     "a minimum may be a share of the initial value, and periods longer than the window": (
-        [
-            {
-                **RESTART,
-                "periods": [2, 9],
-                "restart_weights": [0.5, 1],
-                "eta_min": None,
-                "eta_min_ratio": 0.1,
-                "end": 4,
-            }
-        ],
+        [{**RESTART, "periods": [2, 9], "restart_weights": [0.5, 1], "eta_min": None, "eta_min_ratio": 0.1, "end": 4}],
         (0.05, 0.03, 0.1, 0.0972861679354, 0.0972861679354),
     ),
     "a restart forgets what ended before": (
@@ -144,7 +127,7 @@ MMENGINE: dict[str, tuple[list[dict[str, Any]], Sequence[float]]] = {
         [{"type": "LinearLR", "start_factor": 0.25, "end": INF}],
         (0.025, 0.025000000075, 0.02500000015),
     ),
-}
+}  # fmt: skip
 """Schedules, and the learning rate that mmengine 0.10.7 has with them, of a group that starts from 0.1."""
 
 
@@ -179,25 +162,6 @@ def test_schedules_that_overlap_multiply() -> None:
         lambda o: lr_scheduler.ExponentialLR(o, 0.9),
     ]
     assert values(ours, 12) == pytest.approx(torchs(theirs, 12), rel=1e-9)
-
-
-def test_windows_in_sequence_go_on_from_one_another() -> None:
-    ours = [
-        {"type": "LinearLR", "start_factor": 0.5, "end_factor": 0.8, "begin": 0, "end": 4},
-        {"type": "CosineAnnealingLR", "begin": 4, "end": 10, "eta_min": 0.02},
-    ]
-    optimizer = sgd(0.08)
-    cosine, expected = lr_scheduler.CosineAnnealingLR(optimizer, 6, 0.02), [0.05, 0.06, 0.07, 0.08]
-    optimizer.step()
-    for _ in range(6):
-        expected.append(optimizer.param_groups[0]["lr"])
-        cosine.step()
-    assert values(ours, 12) == pytest.approx([*expected, expected[-1], expected[-1]])
-
-
-def test_value_before_the_begin_is_left_alone() -> None:
-    cfg = {"type": "ExponentialLR", "gamma": 0.5, "begin": 2, "end": 5}
-    assert values([cfg], 6) == pytest.approx([0.1, 0.1, 0.1, 0.05, 0.025, 0.025])
 
 
 @pytest.mark.parametrize("kind", ["Step", "Exponential", "CosineAnnealing", "Linear", "Constant", "Poly"])
@@ -275,21 +239,16 @@ def test_schedule_by_epoch_can_be_converted_to_go_by_step(
         ({"milestones": [-1]}, {}, "milestones"),
         ({"milestones": 3}, {}, "milestones"),
         ({"gamma": "0.1"}, {}, "gamma"),
+        ({"type": "LinearLR", "end_factor": 1.5}, {}, r"end_factor of .*from 0 to 1, got 1\.5"),
     ],
 )
 def test_impossible_schedules_are_refused(cfg: dict[str, Any], run: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
-        values([{"type": "MultiStepLR", "milestones": [2], "end": 5, **cfg}], 1, **run)
-
-
-def test_factors_are_from_zero_to_one() -> None:
-    with pytest.raises(ConfigurationError, match=r"end_factor of .*from 0 to 1, got 1\.5"):
-        values([{"type": "LinearLR", "end": 5, "end_factor": 1.5}], 1)
-
-
-def test_unknown_type_is_told_what_there_is() -> None:
-    with pytest.raises(UnknownNameError, match="CosineAnnealingLR"):
-        values([{"type": "CosineLR", "end": 5}], 1)
+        values(
+            [{"type": "MultiStepLR", **({} if "type" in cfg else {"milestones": [2]}), "end": 5, **cfg}],
+            1,
+            **run,
+        )
 
 
 def test_schedulers_of_torch_are_known_by_their_names() -> None:
@@ -361,8 +320,8 @@ def test_impossible_metric_schedules_are_refused(wrong: dict[str, Any]) -> None:
 
 
 def test_what_is_not_there_is_a_key_error_too() -> None:
-    with pytest.raises(KeyError):
-        values([{"type": "NoSuchLR", "end": 4}], 1)
+    with pytest.raises(KeyError, match="CosineAnnealingLR"):
+        values([{"type": "CosineLR", "end": 4}], 1)
     with pytest.raises(KeyError):
         values([{"policy": "nosuch"}], 1)
     with pytest.raises(KeyError) as caught:

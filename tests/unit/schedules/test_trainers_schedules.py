@@ -112,19 +112,6 @@ def test_saved_states_resume_schedules_and_a_new_course_holds(
     assert second.get_lr()["lr"] == pytest.approx([gamma**4])
 
 
-def test_scheduler_of_torch_resumes_with_the_trainer(tmp_path: Path) -> None:
-    make = partial(lr_scheduler.MultiStepLR, milestones=[2, 4], gamma=0.1)
-    _, first = trainer_with([make])
-    for _ in range(3):
-        step(first)
-    first.save_states(tmp_path / "states")
-    _, second = trainer_with([make])
-    second.load_states(tmp_path / "states")
-    assert second.get_lr()["lr"] == pytest.approx([0.1])
-    step(second)
-    assert second.get_lr()["lr"] == pytest.approx([0.01])
-
-
 def test_schedules_that_are_added_build_on_those_that_are_there() -> None:
     _, trainer = trainer_with([{"policy": "exp", "gamma": 0.5, "by_epoch": False}])
     trainer.configure(
