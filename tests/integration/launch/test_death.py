@@ -85,12 +85,6 @@ def test_after_the_end_of_a_server_the_workers_get_the_longer_time(jobs: Jobs, t
     assert "[w0] the server is lost" in err.splitlines()
 
 
-def test_a_worker_that_could_say_why_it_failed_does_not_prolong_the_job(jobs: Jobs) -> None:
-    script = "[ $KVSTORE_RANK = 1 ] && exit 3; sleep 3600"
-    code, _, _ = jobs.run(script, 2, linger_unheard=FOREVER)
-    assert code == 3
-
-
 def test_the_longer_time_is_dead_after_and_a_moment() -> None:
     assert until_noticed({"KVSTORE_DEAD_AFTER": "3"}) == DEAD_AFTER + 5
     assert until_noticed({}) == 25

@@ -29,13 +29,9 @@ LAUNCHERS = {
     "MXNet": {"DMLC_WORKER_ID": "2", "DMLC_NUM_WORKER": "11"},
     "torchrun": {"RANK": "3", "WORLD_SIZE": "12", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"},
     "Slurm": {"SLURM_PROCID": "4", "SLURM_NTASKS": "13", "SLURM_LOCALID": "0"},
-    "Open MPI": {
-        "OMPI_COMM_WORLD_RANK": "5",
-        "OMPI_COMM_WORLD_SIZE": "14",
-        "OMPI_COMM_WORLD_LOCAL_RANK": "0",
-    },
+    "Open MPI": {"OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_SIZE": "14", "OMPI_COMM_WORLD_LOCAL_RANK": "0"},
     "MPI": {"PMI_RANK": "6", "PMI_SIZE": "15"},
-}
+}  # fmt: skip
 NAMES = list(LAUNCHERS)
 
 
@@ -125,22 +121,10 @@ def test_address_is_brought_to_one_form(text: str, address: str) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "",
-        "host",
-        "host:",
-        ":5555",
-        "host:0",
-        "host:65536",
-        "host:http",
-        "ipc:///tmp/x",
-        "udp://a:1",
-        "tcp://*:5555",
-        "tcp://a:1/path",
-        "tcp://a b:1",
-        "::1:5555",
-        "tcp://a:1\ntcp://b:1",
+        "", "host", "host:", ":5555", "host:0", "host:65536", "host:http", "ipc:///tmp/x", "udp://a:1", "tcp://*:5555",
+        "tcp://a:1/path", "tcp://a b:1", "::1:5555", "tcp://a:1\ntcp://b:1",
     ],
-)
+)  # fmt: skip
 def test_malformed_address_is_refused_with_its_text(text: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
         parse_address(text)
@@ -178,14 +162,8 @@ HALVES = [(source.launcher, name) for source in SOURCES for name in (source.rank
 
 @pytest.mark.parametrize(("launcher", "only"), HALVES)
 def test_half_of_a_source_is_never_completed_from_another(launcher: str, only: str) -> None:
-    later = {
-        "RANK": "0",
-        "WORLD_SIZE": "2",
-        "PMI_RANK": "0",
-        "PMI_SIZE": "2",
-        "SLURM_PROCID": "0",
-        "SLURM_NTASKS": "2",
-    }
+    ranks, counts = ("RANK", "SLURM_PROCID", "PMI_RANK"), ("WORLD_SIZE", "SLURM_NTASKS", "PMI_SIZE")
+    later = {**dict.fromkeys(ranks, "0"), **dict.fromkeys(counts, "2")}
     [source] = [source for source in SOURCES if source.launcher == launcher]
     earlier = {name for s in SOURCES[: SOURCES.index(source) + 1] for name in (*s.ranks, s.count)}
     environ = {name: value for name, value in later.items() if name not in earlier} | {only: "1"}

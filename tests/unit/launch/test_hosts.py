@@ -39,20 +39,10 @@ def test_every_form_of_a_line_is_read() -> None:
 @pytest.mark.parametrize(
     "line",
     [
-        "-oProxyCommand=x",
-        "a b",
-        "a slots=0",
-        "a slots=-1",
-        "a:",
-        "a:x",
-        "a;b",
-        "a slots=99999",
-        "$(x)",
-        "me@-a",
-        "::1",
-        "a,b",
+        "-oProxyCommand=x", "a b", "a slots=0", "a slots=-1", "a:", "a:x", "a;b", "a slots=99999", "$(x)", "me@-a",
+        "::1", "a,b",
     ],
-)
+)  # fmt: skip
 def test_a_bad_line_is_refused_with_its_number(line: str) -> None:
     with pytest.raises(ConfigurationError, match=r"^file, line 2: "):
         parse_hosts(f"fine\n{line}\n", "file")

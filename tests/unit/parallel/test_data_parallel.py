@@ -158,9 +158,7 @@ def test_losses_of_replicas_are_kept_for_metrics_and_their_total_is_the_mean() -
     model = DataParallel(Linear(1, 1, bias=False), TWO)
     x = torch.tensor([[1.0], [2.0], [6.0]])
     losses = model.forward_losses(x, mean)
-    assert [one.item() for one in losses.outputs] == [
-        mean(model.module, part).item() for part in (x[:2], x[2:])
-    ]
+    assert [one.item() for one in losses.outputs] == [mean(model.module, x[:2]), mean(model.module, x[2:])]
     assert losses.total.item() == pytest.approx(mean(model.module, x).item())
     assert not losses.total.requires_grad
 
@@ -191,10 +189,9 @@ def test_module_that_returns_its_loss_is_called_with_what_is_in_its_part() -> No
 
     model = DataParallel(Loss(1, 1), TWO)
     x = torch.ones(4, 1)
-    totals = [
-        model.forward_losses(batch).total.item() for batch in (x, (x, 2 * x), {"x": x, "weight": 2 * x})
-    ]
-    assert totals == pytest.approx([totals[0], 2 * totals[0], 2 * totals[0]])
+    total = model.forward_losses(x).total.item()
+    for batch in ((x, 2 * x), {"x": x, "weight": 2 * x}):
+        assert model.forward_losses(batch).total.item() == pytest.approx(2 * total)
 
 
 def test_loop_may_bring_a_part_for_each_replica() -> None:
@@ -307,13 +304,7 @@ class Sample(NamedTuple):
 
 @pytest.mark.parametrize(
     ("size", "count", "lengths"),
-    [
-        (8, 2, [4, 4]),
-        (5, 2, [3, 2]),
-        (5, 4, [2, 1, 1, 1]),
-        (2, 3, [1, 1, None]),
-        (1, 4, [1, None, None, None]),
-    ],
+    [(8, 2, [4, 4]), (5, 4, [2, 1, 1, 1]), (2, 3, [1, 1, None]), (1, 4, [1, None, None, None])],
 )
 def test_parts_differ_by_one_at_most_and_say_their_shares(
     size: int, count: int, lengths: list[int | None]
@@ -342,18 +333,16 @@ def test_structure_is_kept_and_only_tensors_with_axes_are_split() -> None:
     assert isinstance(second["sample"], Sample)
     assert (second["sample"].x.tolist(), second["sample"].label) == ([20, 30], "cat")
     assert second["array"].tolist() == [2.0, 3.0]
-    assert [(part["rate"].item(), part["flag"], part["nothing"]) for part in (first, second)] == [
-        (0.5, True, None)
-    ] * 2
+    for part in (first, second):
+        assert (part["rate"].item(), part["flag"], part["nothing"]) == (0.5, True, None)
 
 
 def test_batch_is_split_along_the_axis_that_is_asked_for() -> None:
     batch = torch.arange(12).view(3, 4)
-    assert [part.tolist() for part in scatter(batch, [CPU] * 2, axis=1)] == [
-        batch[:, :2].tolist(),
-        batch[:, 2:].tolist(),
-    ]
-    assert torch.equal(scatter(batch, [CPU] * 2, axis=-1)[1], batch[:, 2:])
+    for axis in (1, -1):
+        first, second = scatter(batch, [CPU] * 2, axis)
+        assert torch.equal(first, batch[:, :2])
+        assert torch.equal(second, batch[:, 2:])
     with pytest.raises(ConfigurationError, match=r"the batch\['x'\] has shape \[3\] and no axis 1"):
         scatter({"x": torch.zeros(3)}, [CPU] * 2, axis=1)
 

@@ -14,6 +14,7 @@ from kvtrainer import DataParallel, Trainer, amp
 from kvtrainer.errors import NonFiniteGradientError, StaleGradientError
 from tests.support.replica_training import STORES
 
+OPTIONS = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
 REDUCERS = pytest.mark.parametrize("reducer", ["auto", "tree", "flat", "coalesced"])
 
 
@@ -38,12 +39,30 @@ def batches(size: int, count: int = 4) -> list[tuple[Tensor, Tensor]]:
 
 def trained_by_torch(size: int) -> list[Tensor]:
     module = net()
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
+    optimizer = torch.optim.SGD(module.parameters(), **OPTIONS)
     for batch in batches(size):
         optimizer.zero_grad()
         squares(module, batch).backward()
         optimizer.step()
     return [p.detach() for p in module.parameters()]
+
+
+def train(model: DataParallel, trainer: Trainer, size: int = 8, part: slice = slice(None)) -> None:
+    for batch in batches(size)[part]:
+        model.forward_losses(batch, squares).backward()
+        trainer.step()
+
+
+def zeroed(count: int, **options: Any) -> DataParallel:
+    """A model with one weight, which is 0."""
+    model = DataParallel(Linear(1, 1, bias=False), ["cpu"] * count, **options)
+    model.load_state_dict({"weight": torch.zeros(1, 1)})
+    return model
+
+
+def mean(module: Module, x: Tensor) -> Tensor:
+    result: Tensor = module(x).mean()
+    return result
 
 
 def check_equal(found: list[list[Parameter]], expected: list[Tensor]) -> None:
@@ -59,11 +78,8 @@ def test_replicas_train_as_one_device_does_on_the_whole_batch(
 ) -> None:
     """Also where the parts are unequal, and where one of three replicas gets nothing."""
     model = DataParallel(net(), ["cpu"] * 3)
-    options = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
-    trainer = Trainer(model, torch.optim.SGD, options, kvstore=name, update_on_kvstore=in_store)
-    for batch in batches(size):
-        model.forward_losses(batch, squares).backward()
-        trainer.step(1)
+    trainer = Trainer(model, torch.optim.SGD, OPTIONS, kvstore=name, update_on_kvstore=in_store)
+    train(model, trainer, size)
     check_equal(model.params, trained_by_torch(size))
 
 
@@ -72,46 +88,36 @@ def test_replicas_train_as_one_device_does_on_the_whole_batch(
 @pytest.mark.parametrize("count", [2, 4])
 def test_model_chooses_the_reducer_whatever_the_store(reducer: str, name: str, count: int) -> None:
     model = DataParallel(net(), ["cpu"] * count, reducer=reducer)
-    options = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
-    trainer = Trainer(model, torch.optim.SGD, options, kvstore=name)
-    for batch in batches(8):
-        model.forward_losses(batch, squares).backward()
-        trainer.step()
+    trainer = Trainer(model, torch.optim.SGD, OPTIONS, kvstore=name)
+    train(model, trainer)
     check_equal(model.params, trained_by_torch(8))
 
 
 @pytest.mark.parametrize(("reducer", "expected"), [("tree", 0.0), ("flat", -0.25)])
 def test_order_of_the_models_reducer_is_the_one_that_is_used(reducer: str, expected: float) -> None:
-    model = DataParallel(Linear(1, 1, bias=False), ["cpu"] * 4, reducer=reducer)
-    model.apply(lambda one: torch.nn.init.zeros_(one.weight) if isinstance(one, Linear) else None)
+    model = zeroed(4, reducer=reducer)
     trainer = Trainer(model, "sgd", {"lr": 1.0}, kvstore="local")
     x = torch.tensor([[1e8], [1.0], [-1e8], [1.0]])
-    model.forward_losses(x, lambda replica, part: replica(part).mean()).backward()
+    model.forward_losses(x, mean).backward()
     trainer.step(1)
     assert [p.item() for p in model.params[0]] == [expected] * 4
 
 
-@pytest.mark.parametrize(("is_scaled", "expected"), [(True, -0.5), (False, -0.5)])
-def test_step_without_batch_size_is_a_mean_whether_losses_are_scaled_or_not(
-    is_scaled: bool, expected: float
-) -> None:
+@pytest.mark.parametrize("is_scaled", [True, False])
+def test_step_without_batch_size_is_a_mean_whether_losses_are_scaled_or_not(is_scaled: bool) -> None:
     """Gradients .6 and .4. Scaled losses are not divided by the number of replicas once more."""
-    model = DataParallel(Linear(1, 1, bias=False), ["cpu"] * 2, loss_scale_by_replicas=is_scaled)
-    model.apply(lambda one: torch.nn.init.zeros_(one.weight) if isinstance(one, Linear) else None)
     x = torch.tensor([[0.6], [0.4]])
     for in_store in (True, False):
+        model = zeroed(2, loss_scale_by_replicas=is_scaled)
         trainer = Trainer(model, "sgd", {"lr": 1.0}, update_on_kvstore=in_store)
-        model.load_state_dict({"weight": torch.zeros(1, 1)})
-        trainer.zero_grad()
-        model.forward_losses(x, lambda replica, part: replica(part).mean()).backward()
+        model.forward_losses(x, mean).backward()
         trainer.step()
-        assert [p.item() for p in model.params[0]] == pytest.approx([expected] * 2)
+        assert [p.item() for p in model.params[0]] == pytest.approx([-0.5] * 2)
 
 
 def test_halves_of_a_step_average_as_the_step_does() -> None:
     model = DataParallel(net(), ["cpu"] * 2)
-    options = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
-    trainer = Trainer(model, torch.optim.SGD, options, update_on_kvstore=False)
+    trainer = Trainer(model, torch.optim.SGD, OPTIONS, update_on_kvstore=False)
     for batch in batches(8):
         model.forward_losses(batch, squares).backward()
         trainer.allreduce_grads()
@@ -144,7 +150,7 @@ def test_parameter_that_no_replica_used_is_skipped() -> None:
     model = DataParallel(Partly(), ["cpu"] * 2)
     before = [p.item() for p in model.params[1]]
     trainer = Trainer(model, "sgd", {"lr": 1.0, "wd": 0.5})
-    model.forward_losses(torch.ones(2, 1), lambda replica, x: replica(x).mean()).backward()
+    model.forward_losses(torch.ones(2, 1), mean).backward()
     with pytest.raises(StaleGradientError, match="unused"):
         trainer.step(1)
     trainer.step(1, ignore_stale_grad=True)
@@ -159,19 +165,19 @@ def test_groups_of_the_first_replica_become_groups_of_all() -> None:
     trainer = Trainer(groups, "sgd", {"lr": 5.0})
     assert trainer.param_groups[0]["param_names"] == ["weight", "weight on cpu (replica 1)"]
     before = [[p.item() for p in pair] for pair in model.params]
-    model.forward_losses(torch.ones(2, 1), lambda replica, x: replica(x).mean()).backward()
+    model.forward_losses(torch.ones(2, 1), mean).backward()
     trainer.step()
     assert [p.item() for p in model.params[0]] == pytest.approx([before[0][0] - 1.0] * 2)
     assert [p.item() for p in model.params[1]] == before[1]
 
 
 def test_loaded_weights_are_those_of_every_replica_in_the_next_step() -> None:
-    model = DataParallel(Linear(1, 1, bias=False), ["cpu"] * 2)
+    model = zeroed(2)
     trainer = Trainer(model, "sgd", {"lr": 1.0})
     for _ in range(2):
         model.load_state_dict({"weight": torch.full((1, 1), 3.0)})
         trainer.set_data()
-        model.forward_losses(torch.ones(2, 1), lambda replica, x: replica(x).mean()).backward()
+        model.forward_losses(torch.ones(2, 1), mean).backward()
         trainer.step()
         assert [p.item() for p in model.params[0]] == [2.0, 2.0]
 
@@ -180,26 +186,19 @@ def test_loaded_weights_are_those_of_every_replica_in_the_next_step() -> None:
 def test_saved_momenta_are_those_of_every_replica(in_store: bool) -> None:
     def build() -> tuple[DataParallel, Any]:
         model = DataParallel(net(), ["cpu"] * 2)
-        options = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
-        return model, Trainer(model, torch.optim.SGD, options, update_on_kvstore=in_store)
-
-    def train(model: DataParallel, trainer: Any, part: list[tuple[Tensor, Tensor]]) -> None:
-        for batch in part:
-            model.forward_losses(batch, squares).backward()
-            trainer.step()
+        return model, Trainer(model, torch.optim.SGD, OPTIONS, update_on_kvstore=in_store)
 
     (model, trainer), (resumed, other) = build(), build()
-    train(model, trainer, batches(8)[:2])
+    train(model, trainer, part=slice(2))
     resumed.load_state_dict(model.state_dict())
     other.load_state_dict(trainer.state_dict())
-    train(resumed, other, batches(8)[2:])
+    train(resumed, other, part=slice(2, None))
     check_equal(resumed.params, trained_by_torch(8))
 
 
 def test_loss_scaler_takes_the_losses_of_replicas_as_a_list() -> None:
     model = DataParallel(net(), ["cpu"] * 2)
-    options = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
-    trainer = Trainer(model, torch.optim.SGD, options)
+    trainer = Trainer(model, torch.optim.SGD, OPTIONS)
     amp.init_trainer(trainer, amp.LossScaler(1024.0))
     for batch in batches(8):
         with amp.scale_loss(model.forward_losses(batch, squares), trainer) as losses:
@@ -242,9 +241,8 @@ def mean_square(module: Module, x: Tensor) -> Tensor:
 def test_norm_clipping_accumulation_and_rules_count_replicas_once(name: str, in_store: bool | None) -> None:
     single = net()
     model = DataParallel(copy.deepcopy(single), ["cpu"] * 3, reducer="tree")
-    options = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
     trainers = [
-        Trainer(one, torch.optim.SGD, options, name, update_on_kvstore=in_store, **STAGES)
+        Trainer(one, torch.optim.SGD, OPTIONS, name, update_on_kvstore=in_store, **STAGES)
         for one in (single, model)
     ]
     for _ in range(6):
