@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from torch.nn import GroupNorm
 
 from kvstore_server import check
+from kvtrainer.config import joined
 from kvtrainer.errors import ArgumentTypeError, ConfigurationError
 from kvtrainer.paramwise import Place, Rule
 from kvtrainer.schedules import detectron_schedule
@@ -93,19 +94,18 @@ def detectron_arguments(model: Any, cfg: Mapping[str, Any]) -> dict[str, Any]:
             f"NUM_GPUS is {count}, but the model has {replicas} replicas; give kvtrainer.DataParallel(model, devices, "
             f"reducer={reducer!r}) with {count} devices; or NUM_GPUS={replicas}, where that is what each process trains"
         )
-    correction = solver["SCALE_MOMENTUM"] and {
-        "threshold": solver["SCALE_MOMENTUM_THRESHOLD"],
-        "min_lr": _LEAST_RATE,
-    }
     options = {
         "learning_rate": solver["BASE_LR"],
         "momentum": solver["MOMENTUM"],
         "wd": solver["WEIGHT_DECAY"],
     }
+    if solver["SCALE_MOMENTUM"]:
+        threshold = solver["SCALE_MOMENTUM_THRESHOLD"]
+        options["momentum_correction"] = {"threshold": threshold, "min_lr": _LEAST_RATE}
     return {
         "params": model,
         "optimizer": "sgd",
-        "optimizer_params": {**options, "momentum_correction": correction} if correction else options,
+        "optimizer_params": options,
         "paramwise": detectron_rules(solver["WEIGHT_DECAY_GN"]),
         "schedules": [detectron_schedule(solver)],
     }
@@ -126,22 +126,16 @@ def detectron_devices(cfg: Mapping[str, Any]) -> tuple[int, str]:
 
 def _read(cfg: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of all keys, flat."""
-    if not isinstance(cfg, Mapping):
-        raise ArgumentTypeError(f"Detectron's configuration is a dict, got {type(cfg).__name__}: {cfg!r:.80}")
-    flat: dict[str, Any] = {}
-    for key, value in cfg.items():
-        is_section = isinstance(value, Mapping)
-        for name, given in (
-            {f"{key}.{n}": v for n, v in value.items()} if is_section else {key: value}
-        ).items():
-            if name in flat:
-                raise ConfigurationError(f"{name} is given twice, nested and flat; give it once")
-            flat[str(name)] = given
-    unknown = [name for name in flat if name not in _DEFAULTS]
-    if unknown:
-        raise ConfigurationError(
-            f"{', '.join(unknown)}: no key of Detectron's that is about the optimizer; those are {', '.join(_DEFAULTS)}"
-        )
+    check.mapping("Detectron's configuration", cfg, error=ArgumentTypeError)
+    flat = joined(
+        [
+            {f"{key}.{name}": one for name, one in value.items()}
+            if isinstance(value, Mapping)
+            else {key: value}
+            for key, value in cfg.items()
+        ]
+    )
+    check.known("the part of Detectron's configuration that is about the optimizer", flat, _DEFAULTS)
     for name, value in flat.items():
         if isinstance(_DEFAULTS[name], float):
             check.number(name, value)

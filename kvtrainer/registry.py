@@ -14,21 +14,11 @@ from typing import Any, TypeVar
 
 import torch.optim
 
-from kvstore_server.errors import similar
+from kvstore_server import check
+from kvstore_server.errors import did_you_mean
 from kvstore_server.optimizer import Optimizer, register
 from kvstore_server.optimizer.registry import known
 from kvtrainer.errors import ArgumentTypeError, RegistryError, UnregisteredNameError
-
-__all__ = [
-    "HOOKS",
-    "MODELS",
-    "OPTIMIZERS",
-    "OPTIMIZER_BUILDERS",
-    "OPTIMIZER_CONSTRUCTORS",
-    "OPTIM_WRAPPERS",
-    "SCHEDULES",
-    "Registry",
-]
 
 _log = logging.getLogger(__name__)
 _Entry = TypeVar("_Entry", bound=Callable[..., Any])
@@ -70,9 +60,8 @@ class Registry:
         return f"Registry({self.name!r}, {sorted(self._entries)})"
 
     def __contains__(self, name: object) -> bool:
-        return isinstance(name, str) and (
-            self._find(name) is not None or any(point.name == name for point in self._entry_points())
-        )
+        known = isinstance(name, str) and self._find(name) is not None
+        return known or any(point.name == name for point in self._entry_points())
 
     def register(
         self, name: str | Sequence[str] | None = None, force: bool = False
@@ -152,10 +141,7 @@ class Registry:
 
     def split(self, cfg: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Return what `cfg["type"]` means, and the other entries. Raises as `build` does."""
-        if not isinstance(cfg, Mapping):
-            raise ArgumentTypeError(
-                f"a {self.name} is configured by a dict, got {type(cfg).__name__}: {cfg!r:.80}"
-            )
+        check.mapping(f"the configuration of a {self.name}", cfg, error=ArgumentTypeError)
         if "type" not in cfg:
             raise RegistryError(
                 f"a configuration for the {self.name} registry needs a 'type', got {dict(cfg)!r:.200}"
@@ -205,11 +191,9 @@ class Registry:
         for other, entry in (*self._entries.items(), *self._fallback().items()):
             names.setdefault(id(entry), other)
         others = sorted(names.values(), key=str.casefold)
-        near = similar(name, others)
-        hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else "."
         text = (
-            f"{name!r} is not in the {self.name} registry{hint} Registered are {', '.join(others) or 'none'}. Import "
-            "the module that registers it, or name that in custom_imports"
+            f"{name!r} is not in the {self.name} registry{did_you_mean(name, others) or '.'} Registered are "
+            f"{', '.join(others) or 'none'}. Import the module that registers it, or name that in custom_imports"
         )
         if self._broken:
             why = "; ".join(f"{point} ({reason})" for point, reason in self._broken.items())

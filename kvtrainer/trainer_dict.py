@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import ItemsView, Iterator, KeysView, Mapping, ValuesView
+from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
 from kvtrainer.errors import (
@@ -63,18 +63,6 @@ class TrainerDict(Mapping[str, Trainer]):
 
     def __len__(self) -> int:
         return len(self._trainers)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._trainers
-
-    def keys(self) -> KeysView[str]:
-        return self._trainers.keys()
-
-    def values(self) -> ValuesView[Trainer]:
-        return self._trainers.values()
-
-    def items(self) -> ItemsView[str, Trainer]:
-        return self._trainers.items()
 
     def update_params(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refused: one loss cannot be that of all. Raises JointStepError, a NotImplementedError."""

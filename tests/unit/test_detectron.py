@@ -183,9 +183,9 @@ def test_devices_and_reducer_come_from_their_keys(cfg: dict[str, Any], expected:
 @pytest.mark.parametrize(
     ("cfg", "message"),
     [
-        ({"SOLVER": {"BASE_LRS": 1}}, r"SOLVER\.BASE_LRS: no key of Detectron's that is about the optimizer"),
-        ({"TRAIN": {"SCALES": [800]}}, r"TRAIN\.SCALES: no key"),
-        ({"SOLVER": {"BASE_LR": 1}, "SOLVER.BASE_LR": 2}, r"SOLVER\.BASE_LR is given twice"),
+        ({"SOLVER": {"BASE_LRS": 1}}, r"'SOLVER\.BASE_LRS'"),
+        ({"TRAIN": {"SCALES": [800]}}, r"'TRAIN\.SCALES'"),
+        ({"SOLVER": {"BASE_LR": 1}, "SOLVER.BASE_LR": 2}, r"SOLVER\.BASE_LR: given twice"),
         ({"SOLVER.BASE_LR": None}, r"SOLVER\.BASE_LR must be a finite number, got None"),
         ({"SOLVER.MOMENTUM": "0.9"}, r"SOLVER\.MOMENTUM must be a finite number, got '0\.9'"),
         ({"SOLVER.SCALE_MOMENTUM": 1}, "SCALE_MOMENTUM must be True or False"),

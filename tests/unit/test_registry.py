@@ -92,7 +92,7 @@ def test_caller_keeps_his_configuration(boxes: Registry) -> None:
 
 def test_unknown_name_is_a_key_error_that_names_the_registry_and_what_is_similar(boxes: Registry) -> None:
     boxes.register()(Box)
-    with pytest.raises(KeyError, match="'Bx' is not in the box registry; did you mean 'Box'") as caught:
+    with pytest.raises(KeyError, match=r"'Bx' is not in the box registry.* 'Box'") as caught:
         boxes.build({"type": "Bx"})
     assert isinstance(caught.value, UnregisteredNameError)
     assert isinstance(caught.value, UnknownNameError)
@@ -129,7 +129,7 @@ def test_name_is_found_in_another_case_where_there_is_none_in_this(boxes: Regist
 @pytest.mark.parametrize(
     ("cfg", "error", "message"),
     [
-        ("Box", TypeError, "configured by a dict, got str"),
+        ("Box", TypeError, "a dict, got str"),
         ({"a": 1}, KeyError, "needs a 'type'"),
         ({"type": 3}, TypeError, "is a name, a class or a function, got 3"),
     ],
@@ -195,7 +195,7 @@ def test_names_of_optimizers_are_torchs_before_gluons() -> None:
     assert OPTIMIZERS.get("sgd") is OPTIMIZERS.get("SGD") is OPTIMIZERS.get("torch:SGD") is torch.optim.SGD
     assert OPTIMIZERS.get("gluon:sgd") is type(create("sgd"))
     assert OPTIMIZERS.get("Signum") is OPTIMIZERS.get("gluon:signum") is type(create("signum"))
-    with pytest.raises(KeyError, match="did you mean 'Adam"):
+    with pytest.raises(KeyError, match="Did you mean 'Adam"):
         OPTIMIZERS.get("Adamm")
 
 

@@ -173,7 +173,7 @@ def test_arguments_of_a_trainer_are_passed_on_by_their_own_names() -> None:
         ({"optimizer": None}, ValueError, "needs an 'optimizer'"),
         ({"optimizer": [SGD]}, TypeError, "optimizer.* got list"),
         ({"optimizer": {"lr": 0.5}}, KeyError, "needs a 'type'"),
-        ({"optimizer": {"type": "SDG", "lr": 1}}, KeyError, "'SDG' is not in the optimizer registry; did you mean"),
+        ({"optimizer": {"type": "SDG", "lr": 1}}, KeyError, "'SDG' is not in the optimizer registry"),
         ({"optimizer": {**SGD, "constructor": "Mine"}}, KeyError, "'Mine' is not in the optimizer constructor"),
         ({"optimizer": {**SGD, "paramwise_cfg": 3}}, TypeError, "paramwise_cfg"),
         ({"optimizer_config": 3}, TypeError, "optimizer_config must be a dict, got int"),
