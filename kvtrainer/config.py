@@ -16,7 +16,7 @@ import inspect
 import logging
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.optim
 from torch import Tensor
@@ -255,49 +255,77 @@ def optimizer_arguments(
         ArgumentTypeError: `cfg` is no dict and no optimizer, or the constructor made no torch optimizer.
         ConfigurationError: as `trainer_arguments`.
     """
+    return _only(_each_optimizer(model, cfg, paramwise_cfg, constructor))
+
+
+def wrapper_arguments(model: Any, cfg: Any) -> dict[str, Any]:
+    """Return a Trainer's arguments for an `optim_wrapper` of mmengine, as `read_wrapper` reads it.
+
+    Raises:
+        ArgumentTypeError, ConfigurationError: as `trainer_arguments`; or the type is that of another wrapper.
+    """
+    kind, each = read_wrapper(model, copied(cfg, "optim_wrapper"))
+    if kind is not None:
+        raise ConfigurationError(
+            f"optim_wrapper of type {cfg['type']!r} is none that a Trainer is like; those are "
+            f"{', '.join(_WRAPPERS)}. Build one of your own by OPTIM_WRAPPERS.build"
+        )
+    return _only(each)
+
+
+def _only(each: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    if "" not in each:
+        raise ArgumentTypeError(
+            f"the optimizer constructor made several, {', '.join(each)}, and a Trainer has one; a Strategy makes a "
+            "TrainerDict of them"
+        )
+    return each[""]
+
+
+def _each_optimizer(model: Any, cfg: Any, paramwise_cfg: Any, constructor: Any) -> dict[str, dict[str, Any]]:
+    """Return what `optimizer_arguments` does, by name of each optimizer; a single one has the name ''."""
     if isinstance(cfg, torch.optim.Optimizer | Optimizer):
         if paramwise_cfg is not None or constructor is not None:
             raise ConfigurationError(
                 f"a {type(cfg).__name__} instance brings its own groups, so paramwise_cfg and constructor would have "
                 "no effect; give its type and options instead"
             )
-        return instance_arguments(model, cfg)
+        return {"": _instance_arguments(model, cfg)}
     given = dict(
         check.mapping("an optimizer, as in dict(type='SGD', lr=0.01),", cfg, error=ArgumentTypeError)
     )
     own = {key: given.pop(key) for key in ("paramwise_cfg", "constructor") if key in given}
     outer = {"paramwise_cfg": paramwise_cfg, "constructor": constructor}
     choice = joined([own, {key: value for key, value in outer.items() if value is not None}])
-    paramwise, maker = choice.get("paramwise_cfg"), own_constructor(choice.get("constructor"))
-    kind, options = OPTIMIZERS.split(given)
-    if maker is None and isinstance(kind, type):
-        DefaultOptimizerConstructor(given, paramwise)  # checks them
-        arguments = {"params": model, "optimizer": kind, "optimizer_params": options}
-        return arguments if paramwise is None else {**arguments, "paramwise": paramwise}
-    made = construct(maker or DefaultOptimizerConstructor, given, paramwise, unwrapped(model))
-    if isinstance(made, Mapping):
-        raise ArgumentTypeError(
-            f"the optimizer constructor {maker!r} made several, {', '.join(made)}, and a Trainer has one; a Strategy "
-            "makes a TrainerDict of them"
-        )
-    return instance_arguments(model, made)
+    paramwise, maker = choice.get("paramwise_cfg"), _own_constructor(choice.get("constructor"))
+    if maker is None:
+        kind, options = OPTIMIZERS.split(given)
+        if isinstance(kind, type):
+            DefaultOptimizerConstructor(given, paramwise)  # checks them
+            arguments = {"params": model, "optimizer": kind, "optimizer_params": options}
+            return {"": arguments if paramwise is None else {**arguments, "paramwise": paramwise}}
+    inner = unwrapped(model)
+    made = (maker or DefaultOptimizerConstructor)(given, paramwise)(
+        inner.module if hasattr(inner, "named_replicas") else inner
+    )
+    each = made if isinstance(made, Mapping) else {"": made}
+    for one in each.values():
+        if not isinstance(one, torch.optim.Optimizer):
+            raise ArgumentTypeError(
+                f"the optimizer constructor {maker!r} must return a torch optimizer, a Trainer or a dict of these, got "
+                f"{made!r:.80}"
+            )
+    return {str(name): _instance_arguments(model, one) for name, one in each.items()}
 
 
-def own_constructor(constructor: Any) -> Any:
-    """Return the constructor that is meant by a name or a class; None for the default one, whose work a Trainer does.
-
-    Raises UnregisteredNameError if there is none of that name.
-    """
+def _own_constructor(constructor: Any) -> Any:
+    """Return the constructor that a name or a class means; None for the default one, whose work a Trainer does."""
     kind = OPTIMIZER_CONSTRUCTORS.get(constructor) if isinstance(constructor, str) else constructor
     return None if kind is DefaultOptimizerConstructor else kind
 
 
-def instance_arguments(model: Any, instance: torch.optim.Optimizer | Optimizer) -> dict[str, Any]:
-    """Return a Trainer's arguments for an optimizer: its parameters, under their names in the model, and itself.
-
-    Args:
-        model: A Module, or replicas; or other parameters, or None, where only the optimizer says what it trains.
-    """
+def _instance_arguments(model: Any, instance: torch.optim.Optimizer | Optimizer) -> dict[str, Any]:
+    """Return a Trainer's arguments for an optimizer: its parameters, under their names in the model, and itself."""
     model = unwrapped(model)
     is_named = model is None or (hasattr(model, "named_parameters") and not hasattr(model, "named_replicas"))
     if isinstance(instance, torch.optim.Optimizer) and is_named:
@@ -307,39 +335,24 @@ def instance_arguments(model: Any, instance: torch.optim.Optimizer | Optimizer) 
     return {"params": model, "optimizer": instance}
 
 
-class Wrapper(NamedTuple):
-    """What the configuration of an mmengine optimizer wrapper says."""
-
-    kind: Any
-    """The class of its type; None for a Trainer itself."""
-    optimizer: Any
-    """The optimizer's configuration, or an optimizer that is built."""
-    constructor: Any
-    """A constructor of the user's own, or None."""
-    paramwise: Any
-    options: dict[str, Any]
-    """Of a Trainer, under its own names."""
-
-    def arguments(self, model: Any) -> dict[str, Any]:
-        """Return the Trainer's arguments. Raises as `optimizer_arguments`."""
-        of_optimizer = optimizer_arguments(model, self.optimizer, self.paramwise, self.constructor)
-        return joined([of_optimizer, self.options])
-
-
-def read_wrapper(cfg: Mapping[str, Any]) -> Wrapper:
-    """Read an `optim_wrapper` of mmengine; nothing is built.
+def read_wrapper(model: Any, cfg: Mapping[str, Any]) -> tuple[Any, dict[str, dict[str, Any]]]:
+    """Read an `optim_wrapper` of mmengine.
 
     Args:
         cfg: type, optimizer, constructor; paramwise_cfg, accumulative_counts and other options of the Trainer; of an
             AmpOptimWrapper also loss_scale ('dynamic') and dtype. With a constructor and no optimizer all that is no
             option is the constructor's.
 
+    Returns:
+        What its type means, None for a Trainer itself; and the Trainer's arguments for each optimizer that is made, by
+        name: a single one has the name ''.
+
     Raises:
         ConfigurationError: an option is unknown, two say the same, or there is no optimizer.
         UnregisteredNameError: there is no wrapper or constructor of this name.
     """
     kind, optimizer = cfg.get("type") or _WRAPPERS[0], cfg.get("optimizer")
-    constructor = own_constructor(cfg.get("constructor"))
+    constructor = _own_constructor(cfg.get("constructor"))
     others = {n: value for n, value in cfg.items() if n not in _OF_WRAPPER and value is not None}
     if optimizer is None and constructor is not None:
         optimizer = {n: value for n, value in others.items() if n not in (*_WRAPPER_OPTIONS, *_SCALING)}
@@ -358,31 +371,12 @@ def read_wrapper(cfg: Mapping[str, Any]) -> Wrapper:
         options.setdefault("amp", _amp_of(*(options.pop(name, None) for name in _SCALING)))
     found = None
     if kind in _WRAPPERS:
-        of_amp = _SCALING if kind == _AMP_WRAPPER else ()
-        check.known(
-            f"optim_wrapper ({kind})",
-            others,
-            (*_OF_WRAPPER, *_WRAPPER_OPTIONS, *of_amp),
-            error=UnknownNameError,
-        )
+        known = (*_OF_WRAPPER, *_WRAPPER_OPTIONS, *(_SCALING if kind == _AMP_WRAPPER else ()))
+        check.known(f"optim_wrapper ({kind})", others, known, error=UnknownNameError)
     else:
         found = OPTIM_WRAPPERS.get(kind) if isinstance(kind, str) else kind
-    return Wrapper(found, optimizer, constructor, options.pop("paramwise", None), options)
-
-
-def wrapper_arguments(model: Any, cfg: Any) -> dict[str, Any]:
-    """Return a Trainer's arguments for an `optim_wrapper` of mmengine, as `read_wrapper` reads it.
-
-    Raises:
-        ArgumentTypeError, ConfigurationError: as `trainer_arguments`; or the type is that of another wrapper.
-    """
-    wrapper = read_wrapper(copied(cfg, "optim_wrapper"))
-    if wrapper.kind is not None:
-        raise ConfigurationError(
-            f"optim_wrapper of type {cfg['type']!r} is none that a Trainer is like; those are "
-            f"{', '.join(_WRAPPERS)}. Build one of your own by OPTIM_WRAPPERS.build"
-        )
-    return wrapper.arguments(model)
+    each = _each_optimizer(model, optimizer, options.pop("paramwise", None), constructor)
+    return found, {name: joined([arguments, options]) for name, arguments in each.items()}
 
 
 def _amp_of(scale: Any, dtype: Any) -> Any:
@@ -475,29 +469,6 @@ class DefaultOptimizerConstructor:
         # What a function would make of its options is not known before.
         defaults = dict(create(kind, **options).hyper) if isinstance(kind, type) else None
         return apply_paramwise(model, self.paramwise_cfg or None, options, defaults)
-
-
-def construct(
-    constructor: Any, optimizer_cfg: Mapping[str, Any], paramwise_cfg: Any, model: Module
-) -> torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer]:
-    """Let a constructor make an optimizer, or several by name.
-
-    Args:
-        constructor: The name of a registered one, or the class.
-
-    Raises:
-        UnregisteredNameError: there is no constructor of that name.
-        ArgumentTypeError: it returned something else.
-    """
-    kind, _ = OPTIMIZER_CONSTRUCTORS.split({"type": constructor})
-    made = kind(dict(optimizer_cfg), paramwise_cfg)(model)
-    for one in made.values() if isinstance(made, Mapping) else [made]:
-        if not isinstance(one, torch.optim.Optimizer):
-            raise ArgumentTypeError(
-                f"the optimizer constructor {constructor!r} must return a torch optimizer, a Trainer or a dict of "
-                f"these, got {made!r:.80}"
-            )
-    return made  # type: ignore[no-any-return]
 
 
 def merge_config(base: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:

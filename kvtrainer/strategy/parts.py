@@ -10,14 +10,14 @@ from __future__ import annotations
 import hashlib
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from kvstore_server import check
-from kvtrainer.config import construct, instance_arguments, read_wrapper
+from kvtrainer.config import read_wrapper
 from kvtrainer.errors import ArgumentTypeError, ConfigurationError, StateMismatchError
 from kvtrainer.kvstore.base import KVStoreBase
 from kvtrainer.parallel import DataParallel
@@ -197,24 +197,19 @@ def build_trainers(
         )
     if cfg.get("optimizer") is None and "constructor" not in cfg:
         return TrainerDict(**{str(name): _build_part(name, cfg[name], model, kvstore) for name in cfg})
-    wrapper = read_wrapper({**cfg, "type": None} if cfg.get("type") is Trainer else cfg)
-    if model is None and isinstance(wrapper.optimizer, Mapping):
+    if model is None and isinstance(cfg.get("optimizer") or {}, Mapping):
         raise ConfigurationError("an optimizer that is described by a dict needs the model that it trains")
-    make: Callable[..., Trainer] = wrapper.kind or Trainer
-    whole = None if model is None else trained(model)
+    given = {**cfg, "type": None} if cfg.get("type") is Trainer else cfg
+    kind, each = read_wrapper(None if model is None else trained(model), given)
 
-    def over(optimizer: torch.optim.Optimizer) -> Trainer:
-        if isinstance(optimizer, Trainer):
-            return optimizer
-        return make(**{"kvstore": kvstore, **instance_arguments(whole, optimizer), **wrapper.options})
+    def make(arguments: dict[str, Any]) -> Trainer:
+        built = arguments["optimizer"]
+        if isinstance(built, Trainer) and built is not cfg.get("optimizer"):  # a constructor has made it
+            return built
+        return (kind or Trainer)(**{"kvstore": kvstore, **arguments})
 
-    if wrapper.constructor is None or not isinstance(wrapper.optimizer, Mapping):
-        return make(**{"kvstore": kvstore, **wrapper.arguments(whole)})
-    assert model is not None
-    made = construct(wrapper.constructor, wrapper.optimizer, wrapper.paramwise, unwrapped(model))
-    if not isinstance(made, Mapping):
-        return over(made)
-    return made if isinstance(made, TrainerDict) else TrainerDict(**{str(n): over(made[n]) for n in made})
+    made = {name: make(arguments) for name, arguments in each.items()}
+    return made[""] if "" in made else TrainerDict(**made)
 
 
 def _build_part(name: str, cfg: Any, model: nn.Module | None, kvstore: str | KVStoreBase | None) -> Trainer:

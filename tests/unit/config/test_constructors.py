@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from kvtrainer import Trainer
-from kvtrainer.config import DefaultOptimizerConstructor, construct
-from kvtrainer.errors import ConfigurationError, UnmatchedRuleWarning
+from kvtrainer.config import DefaultOptimizerConstructor, optimizer_arguments
+from kvtrainer.errors import ConfigurationError
 from kvtrainer.paramwise import ParamGroups, Rule, apply_paramwise
 
 SGD = {"type": "SGD", "lr": 0.5, "weight_decay": 0.25, "momentum": 0.9}
@@ -56,7 +56,7 @@ class ByLayer(DefaultOptimizerConstructor):
 
 def test_subclass_may_make_other_groups() -> None:
     model = nn.Sequential(*(nn.Linear(1, 1) for _ in range(3)))
-    optimizer = construct(ByLayer, SGD, {"layer_decay": 0.5}, model)
+    optimizer = ByLayer(SGD, {"layer_decay": 0.5})(model)
     assert [group["lr"] for group in optimizer.param_groups] == [0.125, 0.25, 0.5]
 
 
@@ -74,7 +74,7 @@ class LayerDecay(DefaultOptimizerConstructor):
 
 def test_subclass_may_append_groups_as_mmcvs_do() -> None:
     model = nn.Sequential(*(nn.Linear(1, 1) for _ in range(3)))
-    optimizer = construct(LayerDecay, SGD, {"layer_decay": 0.5}, model)
+    optimizer = LayerDecay(SGD, {"layer_decay": 0.5})(model)
     found = [(g["lr"], g["weight_decay"], g["lr_scale"], g["param_names"]) for g in optimizer.param_groups]
     assert found == [
         (0.125, 0.25, 0.25, ["0.weight"]),
@@ -98,17 +98,15 @@ def test_subclass_may_add_to_the_groups_of_the_rules() -> None:
             for group in params:
                 group["lr"] = group.get("lr", self.base_lr) / 2
 
-    optimizer = construct(Marking, SGD, {"bias_lr_mult": 2.0}, nn.Linear(1, 1))
+    optimizer = Marking(SGD, {"bias_lr_mult": 2.0})(nn.Linear(1, 1))
     assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.5]
     with pytest.raises(ConfigurationError, match="'head'"):
         DefaultOptimizerConstructor(SGD).add_params([], nn.Linear(1, 1), prefix="head")
 
 
 def test_registered_name_is_that_of_the_constructor() -> None:
-    built: Any = construct("DefaultOptimizerConstructor", SGD, None, nn.Linear(1, 1))
-    assert len(built.param_groups) == 1
-    with pytest.warns(UnmatchedRuleWarning):
-        construct("DefaultOptimizerConstructor", SGD, {"custom_keys": {"conv": {}}}, nn.Linear(1, 1))
+    made = optimizer_arguments(nn.Linear(1, 1), {**SGD, "constructor": "DefaultOptimizerConstructor"})
+    assert made["optimizer"] is torch.optim.SGD
 
 
 @pytest.mark.parametrize("cfg", [[], "norm", 3])
