@@ -25,7 +25,6 @@ from kvstore_server.optimizer.base import MAX_COUNT, Hyper, Optimizer, Values
 from kvstore_server.optimizer.kernels import (
     bias_corrections,
     fused_adam,
-    fused_momentum,
     fused_scaled,
     fused_sgd,
     normal,
@@ -92,7 +91,7 @@ class _Momentum(_Elementwise):
             return
         buffer = state_tensor(state, "momentum_buffer", weight)
         _correct_momentum(buffer, state, lr, read_correction(hyper.get("momentum_correction")))
-        fused_momentum(weight, grad, buffer, lr=lr, wd=wd, momentum=momentum, nesterov=self.nesterov)
+        fused_sgd(weight, grad, lr=lr, wd=wd, buffer=buffer, momentum=momentum, nesterov=self.nesterov)
 
 
 def _correct_momentum(buffer: Tensor, state: Values, lr: float, correction: Correction | None) -> None:
@@ -240,13 +239,9 @@ class DCASGD(_Elementwise):
         drift = (weight - previous).mul_(grad).mul_(grad)
         grad.add_(drift, alpha=hyper["lamda"])
         previous.copy_(weight)
-        if hyper["momentum"] == 0.0:
-            fused_sgd(weight, grad, lr=hyper["lr"], wd=0.0)
-            return
-        buffer = state_tensor(state, "momentum_buffer", weight)
-        fused_momentum(
-            weight, grad, buffer, lr=hyper["lr"], wd=0.0, momentum=hyper["momentum"], nesterov=False
-        )
+        momentum = hyper["momentum"]
+        buffer = state_tensor(state, "momentum_buffer", weight) if momentum else None
+        fused_sgd(weight, grad, lr=hyper["lr"], wd=0.0, buffer=buffer, momentum=momentum)
 
 
 class Test(_Elementwise):

@@ -25,20 +25,38 @@ def state_tensor(state: dict[str, StateValue], name: str, weight: Tensor) -> Ten
     return value
 
 
-def fused_sgd(weight: Tensor, grad: Tensor, *, lr: float, wd: float) -> None:
-    """`w -= lr * (grad + wd * w)`."""
-    _sgd(weight, grad, [], lr=lr, wd=wd, momentum=0.0, nesterov=False)
-
-
-def fused_momentum(
-    weight: Tensor, grad: Tensor, buffer: Tensor, *, lr: float, wd: float, momentum: float, nesterov: bool
+def fused_sgd(
+    weight: Tensor,
+    grad: Tensor,
+    *,
+    lr: float,
+    wd: float,
+    buffer: Tensor | None = None,
+    momentum: float = 0.0,
+    nesterov: bool = False,
 ) -> None:
-    """With g = lr * (grad + wd * w): `b = momentum * b + g`, then `w -= b`, or Nesterov's `w -= momentum * b + g`.
+    """`w -= lr * (grad + wd * w)`.
 
-    The learning rate is inside the buffer, as in MXNet; in torch's kernel it is outside, so it goes into the gradient
-    and into the weight decay. `grad` is overwritten.
+    With a buffer and g = lr * (grad + wd * w): `b = momentum * b + g`, then `w -= b`, or Nesterov's
+    `w -= momentum * b + g`. The learning rate is inside the buffer, as in MXNet; in torch's kernel it is outside, so it
+    goes into the gradient, which is overwritten, and into the weight decay.
     """
-    _sgd(weight, grad.mul_(lr), [buffer], lr=1.0, wd=lr * wd, momentum=momentum, nesterov=nesterov)
+    buffers = []
+    if buffer is not None:
+        grad.mul_(lr)
+        lr, wd, buffers = 1.0, lr * wd, [buffer]
+    torch._fused_sgd_(
+        [weight],
+        [grad],
+        buffers,
+        weight_decay=wd,
+        momentum=momentum,
+        lr=lr,
+        dampening=0.0,
+        nesterov=nesterov,
+        maximize=False,
+        is_first_step=False,
+    )
 
 
 def fused_adam(
@@ -95,30 +113,6 @@ def fused_scaled(
 def bias_corrections(betas: tuple[float, float], step: float) -> tuple[float, float]:
     """`1 - beta1**step` and `sqrt(1 - beta2**step)`, by which Adam's averages must be divided."""
     return 1.0 - betas[0] ** step, math.sqrt(1.0 - betas[1] ** step)
-
-
-def _sgd(
-    weight: Tensor,
-    grad: Tensor,
-    buffers: list[Tensor],
-    *,
-    lr: float,
-    wd: float,
-    momentum: float,
-    nesterov: bool,
-) -> None:
-    torch._fused_sgd_(
-        [weight],
-        [grad],
-        buffers,
-        weight_decay=wd,
-        momentum=momentum,
-        lr=lr,
-        dampening=0.0,
-        nesterov=nesterov,
-        maximize=False,
-        is_first_step=False,
-    )
 
 
 _BLOCK = 16384
