@@ -39,22 +39,6 @@ def pulled(kv: DistKVStore, out: dict[str, torch.Tensor]) -> list[float]:
     return [value for tensor in out.values() for value in tensor.unique().tolist()]
 
 
-@pytest.mark.parametrize("type", ["dist_async", "dist_ssp"])
-@pytest.mark.parametrize(("workers", "count"), [(1, 1), (2, 2), (3, 2)])
-def test_every_push_counts_exactly_once(jobs: Servers, type: str, workers: int, count: int) -> None:
-    def body(kv: DistKVStore, rank: int) -> list[float]:
-        out = started(kv)
-        for _ in range(20):
-            for key, tensor in out.items():
-                kv.push(key, torch.full_like(tensor, rank + 1.0))
-            pulled(kv, out)
-        kv.barrier()
-        return pulled(kv, out)
-
-    total = 1.0 + 20 * workers * (workers + 1) / 2
-    assert jobs.results(workers, count, body, type=type) == [[total, total]] * workers
-
-
 def test_with_priorities_every_push_counts_exactly_once_too(
     jobs: Servers, monkeypatch: pytest.MonkeyPatch
 ) -> None:

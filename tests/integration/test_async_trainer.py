@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,8 @@ import torch
 from torch import Tensor
 
 import kvtrainer
-from kvtrainer.errors import ConfigurationError, ShapeMismatchError
+from kvtrainer.errors import ConfigurationError
 from kvtrainer.kvstore import DistKVStore
-from tests.support.limits import LIMIT
 from tests.support.processes import Members, new_name, together
 from tests.support.stores import Servers, servers
 from tests.support.taking_turns import SHAPES, Worker, assert_close, gradient, start_of, workers
@@ -202,43 +200,3 @@ def _read_all(trainer: kvtrainer.Trainer) -> None:
         for parameter in group["params"]:
             parameter.grad = torch.zeros_like(parameter)
     trainer.step(1)
-
-
-@pytest.mark.parametrize("type", ASYNCHRONOUS)
-def test_wrong_pushes_are_refused_on_the_worker_and_the_job_goes_on(jobs: Servers, type: str) -> None:
-    def body(kv: DistKVStore, rank: int) -> list[float]:
-        kv.set_optimizer(kvtrainer.optimizer.create("test", learning_rate=-1.0))
-        kv.init("w", torch.zeros(3))
-        for wrong in (torch.ones(4), torch.ones(3, dtype=torch.int64), torch.ones(3, dtype=torch.float64)):
-            with pytest.raises(ShapeMismatchError):
-                kv.push("w", wrong)
-        with pytest.raises(ConfigurationError, match="int8"):
-            kv.init("of bytes", torch.ones(3, dtype=torch.int8))
-        out = torch.empty(3)
-        kv.pushpull("w", torch.ones(3), out)
-        kv.barrier()
-        kv.pull("w", out)
-        return out.tolist()
-
-    assert jobs.results(2, 2, body, type=type) == [[2.0] * 3] * 2
-
-
-@pytest.mark.parametrize("type", ASYNCHRONOUS)
-def test_pushes_and_pushpulls_of_one_key_are_mixed_as_one_likes(jobs: Servers, type: str) -> None:
-    pushed = threading.Barrier(3, timeout=LIMIT)
-
-    def body(kv: DistKVStore, rank: int) -> list[float]:
-        kv.set_optimizer(kvtrainer.optimizer.create("test", learning_rate=-1.0))
-        kv.init("w", torch.zeros(3))
-        out = torch.empty(3)
-        for at in range(9):
-            if (at + rank) % 3 == 0:
-                kv.push("w", torch.ones(3))
-            else:
-                kv.pushpull("w", torch.ones(3), out)
-        kv.server_stats()  # waits for the last push
-        pushed.wait()
-        kv.pull("w", out)
-        return out.tolist()
-
-    assert jobs.results(3, 2, body, type=type, **FAR[type]) == [[27.0] * 3] * 3

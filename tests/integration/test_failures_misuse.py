@@ -186,24 +186,6 @@ def test_two_stores_of_a_process_share_the_servers_without_meeting(servers: list
         assert [out.tolist() for out in _rounds(second)] == [[2.0] * 3] * 2
 
 
-def test_two_trainers_of_one_store_train_different_models_with_different_optimizers(pair: Pair) -> None:
-    rates = 0.5, 0.25
-    weights = [[torch.nn.Parameter(torch.zeros(3)) for _ in rates] for _ in pair]
-    trainers = [
-        [
-            kvtrainer.Trainer({"w": w}, "sgd", {"learning_rate": lr}, kvstore=s)
-            for w, lr in zip(ws, rates, strict=True)
-        ]
-        for ws, s in zip(weights, pair, strict=True)
-    ]
-    for worker in weights:
-        for weight in worker:
-            weight.sum().backward()
-    results = together(*(lambda ts=ts: [t.step(1).updated for t in ts] for ts in trainers))
-    assert results == [[True, True]] * 2
-    assert [[w.tolist() for w in ws] for ws in weights] == [[[-1.0] * 3, [-0.5] * 3]] * 2
-
-
 def test_an_optimizer_that_raises_on_one_of_two_servers_leaves_no_trace_on_either(
     pair: Pair, registered: Callable[[str], None]
 ) -> None:

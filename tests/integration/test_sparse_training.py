@@ -9,11 +9,8 @@ import torch
 from torch import Tensor
 
 from kvtrainer import Trainer
-from kvtrainer.errors import ConfigurationError
-from kvtrainer.kvstore import DistKVStore
 from tests.support.jobs import Job, Results, run_job
 from tests.support.sparse_model import CASES, Embeddings, batches
-from tests.support.stores import servers
 
 
 def trained(name: str, rank: int) -> Results:
@@ -27,20 +24,8 @@ def trained(name: str, rank: int) -> Results:
     return {"weights": [p.detach().clone() for p in model.parameters()]}
 
 
-def refusal() -> str:
-    """What a Trainer that updates by itself says to rows that other workers do not have."""
-    table = torch.nn.Embedding(3, 1, sparse=True)
-    with Trainer(table, "sgd", kvstore="dist_sync", update_on_kvstore=False) as trainer:
-        table(torch.tensor([1])).sum().backward()
-        try:
-            trainer.step(1)
-        except ConfigurationError as error:
-            return str(error)
-    return "nothing"
-
-
 def train_embeddings(rank: int, workers: int) -> Results:
-    return {**{name: trained(name, rank) for name in CASES}, "reduced": refusal()}
+    return {name: trained(name, rank) for name in CASES}
 
 
 @pytest.fixture(scope="module", params=[1, 3], ids=["1-server", "3-servers"])
@@ -85,20 +70,3 @@ def test_gluons_optimizers_give_the_weights_of_one_process(job: Job, name: str) 
 def test_all_workers_have_the_same_weights(job: Job, name: str) -> None:
     first, second = (result["weights"] for result in job[name])
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-
-
-def test_rows_of_other_workers_cannot_be_summed_here(job: Job) -> None:
-    for said in job["reduced"]:
-        assert "'weight' is row-sparse, which needs update_on_kvstore=True with a dist kvstore" in said
-
-
-def test_a_single_worker_is_told_the_same() -> None:
-    def stepped(kv: DistKVStore, rank: int) -> None:
-        table = torch.nn.Embedding(3, 1, sparse=True)
-        trainer = Trainer(table, "sgd", kvstore=kv, update_on_kvstore=False)
-        table(torch.tensor([1])).sum().backward()
-        with pytest.raises(ConfigurationError, match="needs update_on_kvstore=True with a dist kvstore"):
-            trainer.step(1)
-
-    with servers() as running:
-        running.results(1, 1, stepped)

@@ -165,29 +165,20 @@ def test_without_rounds_schedules_go_by_a_workers_own_updates_also_after_a_block
 
 
 @pytest.mark.parametrize("type", ["dist_async", "dist_ssp"])
-def test_values_of_half_precision_are_limited_without_rounds_too(jobs: Servers, type: str) -> None:
-    def body(kv: DistKVStore, rank: int) -> Any:
-        p: Any = Parameter(torch.zeros(2, dtype=torch.float16))
-        limit = {"type": "value", "clip_value": 0.5}
-        trainer = Trainer({"p": p}, "sgd", {"learning_rate": 1.0}, kv, clip_grad=limit, amp=1024)
-        trainer.update_params(p.float() @ torch.tensor([2.0, -0.25]))
-        return p.tolist()
-
-    assert jobs.results(1, 1, body, type=type) == [[-0.5, 0.25]]
-
-
-@pytest.mark.parametrize("type", ["dist_async", "dist_ssp"])
-def test_a_limit_above_what_half_precision_holds_of_a_scaled_gradient_limits_nothing(
-    jobs: Servers, type: str
+@pytest.mark.parametrize(
+    ("limit", "first"), [(0.5, -0.5), (64.0, -2.0)], ids=["limited", "65536 when scaled"]
+)
+def test_values_of_half_precision_are_limited_without_rounds_too_whatever_the_scaled_limit_is(
+    jobs: Servers, type: str, limit: float, first: float
 ) -> None:
     def body(kv: DistKVStore, rank: int) -> Any:
         p: Any = Parameter(torch.zeros(2, dtype=torch.float16))
-        limit = {"type": "value", "clip_value": 64.0}  # scaled, 65536
-        trainer = Trainer({"p": p}, "sgd", {"learning_rate": 1.0}, kv, clip_grad=limit, amp=1024)
+        clip = {"type": "value", "clip_value": limit}
+        trainer = Trainer({"p": p}, "sgd", {"learning_rate": 1.0}, kv, clip_grad=clip, amp=1024)
         trainer.update_params(p.float() @ torch.tensor([2.0, -0.25]))
         return p.tolist()
 
-    assert jobs.results(1, 1, body, type=type) == [[-2.0, 0.25]]
+    assert jobs.results(1, 1, body, type=type) == [[first, 0.25]]
 
 
 @SITES

@@ -56,18 +56,6 @@ def test_overflow_of_one_worker_is_skipped_by_all_and_scales_stay_equal(
     assert jobs.results(2, 2, body) == [(-5.0, 8.0, 0, [False, False, True, False, False, False])] * 2
 
 
-@SITES
-def test_scale_of_the_trainer_itself_votes_in_the_same_way(jobs: Servers, in_store: bool) -> None:
-    def body(kv: DistKVStore, rank: int) -> Any:
-        p = Parameter(torch.zeros(1))
-        trainer = trainer_of(kv, p, in_store, amp=SCALE)
-        for step in range(1, STEPS + 1):
-            trainer.update_params((p * slope(rank, step)).sum())
-        return p.item(), trainer.amp_loss_scale
-
-    assert jobs.results(2, 2, body) == [(-5.0, 8.0)] * 2
-
-
 def test_torchs_own_grad_scaler_is_refused_and_the_one_that_votes_is_named(jobs: Servers) -> None:
     def body(kv: DistKVStore, rank: int) -> Any:
         p = Parameter(torch.zeros(1))

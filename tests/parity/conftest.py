@@ -10,10 +10,10 @@ from tests.support.jobs import Job, PartOfJob, Results, run_job
 
 TOGETHER = {
     (1, 1): ("closed_forms", "bits", "trajectories", "dtypes", "row_sparse"),
-    (1, 2): ("bits", "golden"),
+    (1, 2): ("bits",),
     (1, 3): ("bits", "trajectories"),
     (2, 2): ("one_problem", "dtypes"),
-    (2, 3): ("closed_forms", "golden", "trajectories", "row_sparse"),
+    (2, 3): ("closed_forms", "trajectories", "row_sparse"),
     (3, 2): ("closed_forms", "bits", "half_sums", "row_sparse"),
     (7, 1): ("closed_forms", "row_sparse"),
 }
@@ -24,7 +24,6 @@ MODULES = {
     "closed_forms": "test_closed_forms",
     "bits": "test_bit_identity",
     "dtypes": "test_dtypes",
-    "golden": "test_golden_trajectories",
     "half_sums": "test_half_sums",
     "one_problem": "test_one_process_loop",
     "row_sparse": "test_row_sparse",

@@ -34,11 +34,9 @@ def run(rank: int, workers: int) -> Results:
         "zeros": zeros(),
         "big": big(rank),
         "replaced": replaced(rank),
-        "refused": refused(),
         "loaded": loaded(rank),
         "gates": {kind: {mode: gate(kind, rank, mode) for mode in MODES} for kind in KINDS},
         "trained": {kind: trained(kind, rank) for kind in ("gradient", "weight")},
-        "bytes": bytes_of_steps(rank),
     }
     for store in STORES if workers == 1 else STORES[:1]:
         results[f"golden {store}"] = {
@@ -120,14 +118,6 @@ def replaced(rank: int) -> list[Any]:
     kv.pushpull("w", [_rows((4, 2), [0], 1.0), _rows((4, 2), [0, 2], 1.0)], out=out)
     kv.close()
     return [first, second, out[:, 0].tolist()]
-
-
-def refused() -> dict[str, str]:
-    """What MXNet's test calls invalid."""
-    kv = _store("k", torch.ones(2, 2))
-    said = {"pull": _said(lambda: kv.pull("k", out=_rows((2, 2), [0], 1.0), ignore_sparse=False))}
-    kv.close()
-    return said
 
 
 def loaded(rank: int) -> list[float]:
@@ -214,33 +204,6 @@ def trained(kind: str, rank: int) -> dict[bool, Tensor]:
     return seen
 
 
-def bytes_of_steps(rank: int) -> dict[tuple[str, int, int], int]:
-    """(kind, rows of the table, rows that each worker touches) → bytes that servers got and sent in a later step."""
-    seen = {}
-    for kind in ("gradient", "weight"):
-        for num_rows, touched in ((4_000, 40), (8_000, 40), (8_000, 80)):
-            weight, look_up = _look_up(kind, torch.zeros(num_rows, 64))
-            ids = torch.arange(touched) * (num_rows // touched) + rank
-            with kvtrainer.Trainer([weight], "sgd", {"lazy_update": True}, "dist_sync") as trainer:
-                counts = []
-                for _ in range(3):
-                    look_up(ids).sum().backward()
-                    trainer.step(1)
-                    counts.append(_bytes(trainer))
-            seen[kind, num_rows, touched] = counts[2] - counts[1]
-    return seen
-
-
-def _bytes(trainer: kvtrainer.Trainer) -> int:
-    """What all servers have got and sent when every worker has come here."""
-    kv = trainer.kvstore
-    assert isinstance(kv, TableKVStore)
-    kv.barrier()
-    tables = [table for one in trainer.server_stats() for table in one["tables"]]
-    kv.barrier()
-    return sum(int(table["bytes_in"]) + int(table["bytes_out"]) for table in tables)
-
-
 def _store(key: str, value: Tensor) -> TableKVStore:
     kv = kvtrainer.kvstore.create("dist_sync")
     assert isinstance(kv, TableKVStore)
@@ -264,14 +227,6 @@ def _rows(shape: tuple[int, ...], ids: list[int], value: float, dtype: torch.dty
     return torch.sparse_coo_tensor(
         torch.tensor([ids], dtype=torch.int64), values, shape, check_invariants=True
     )
-
-
-def _said(call: Callable[[], object]) -> str:
-    try:
-        call()
-    except (ConfigurationError, RuntimeError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
 
 
 SPARSE = ("gradient", "weight")
@@ -325,11 +280,6 @@ def test_without_an_optimizer_the_sum_of_rows_replaces_these_rows(job: Job) -> N
     assert_everywhere(job["replaced"], expected)
 
 
-def test_invalid_calls_are_refused(job: Job) -> None:
-    for said in job["refused"]:
-        assert said["pull"].startswith("ConfigurationError: out of key 'k' is sparse")
-
-
 def test_values_that_are_loaded_become_those_of_the_first_rank_on_all(job: Job) -> None:
     assert_everywhere(job["loaded"], [3.0, 3.0])
 
@@ -368,17 +318,3 @@ def test_tables_train_as_one_process_with_all_batches_does_in_float64(
     for table in found:
         assert torch.equal(table, found[0])
     torch.testing.assert_close(found[0].double(), expected, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("kind", SPARSE)
-def test_bytes_are_those_of_the_rows_that_were_touched(job: Job, kind: str) -> None:
-    for seen in job["bytes"]:
-        small, large, twice = (
-            seen[kind, n, touched] for n, touched in ((4_000, 40), (8_000, 40), (8_000, 80))
-        )
-        # Ids of many rows travel as one bit for each row of the slice, if that is shorter.
-        assert large == pytest.approx(small, rel=0.01)
-        # Every worker gives rows and gets all workers' (of a row-sparse key: only its own) back, 64 numbers and an id.
-        back = job.workers if kind == "gradient" else 1
-        ids = 4 if kind == "gradient" else 0
-        assert twice - large == pytest.approx(40 * job.workers * (260 + back * (256 + ids)), rel=0.05)

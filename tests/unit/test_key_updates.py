@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvstore_server.optimizer import Optimizer, create, register
 from kvstore_server.optimizer.base import StateValue
-from kvtrainer.errors import ConfigurationError, OptimizerError, ProtocolError
+from kvtrainer.errors import OptimizerError, ProtocolError
 from kvtrainer.states.holder import export_state
 from kvtrainer.sync.contract import Gradients
 from kvtrainer.sync.servers import StoreExchange
@@ -170,17 +170,3 @@ def test_an_update_that_raises_on_one_server_leaves_no_trace_on_any(num_servers:
     for step in range(2, STEPS + 1):
         exchange.run(Gradients(filled(plan, normal(step)), {}, 0.5, frozenset()), weights, b"")
     assert_same(views(plan, weights), expected)
-
-
-def test_a_table_that_is_spread_over_servers_refuses_such_an_optimizer_and_keeps_its_weights() -> None:
-    plan = plan_of(SHAPES)
-    client = client_of(2)
-    exchange = StoreExchange(client, plan, create("test"))
-    weights = filled(plan, normal(0))
-    exchange.init(weights)
-    client.set_optimizer(create("lamb").spec())
-    with pytest.raises(
-        ConfigurationError, match="'lamb' needs whole keys, but 'parameters' is spread over 2 servers"
-    ):
-        exchange.run(Gradients(filled(plan, normal(1)), {}, 1.0, frozenset()), weights, b"")
-    assert_same(views(plan, weights), list(normal(0).values()))
