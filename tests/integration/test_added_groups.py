@@ -116,7 +116,7 @@ def test_without_rounds_groups_come_before_the_first_step(jobs: Servers) -> None
         given = parameters(rank)
         trainer = Trainer(given[:1], "sgd", {"lr": 0.1}, kvstore=kv)
         train(trainer, given[:1], rank, range(1))
-        with pytest.raises(ConfigurationError, match="before the first step"):
+        with pytest.raises(ConfigurationError):
             trainer.add_param_group({"params": given[1:]})
         train(trainer, given[:1], rank, range(1))
         return len(trainer.param_groups)

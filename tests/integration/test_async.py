@@ -147,7 +147,7 @@ def test_a_read_that_waits_too_long_names_who_is_behind_and_keeps_what_was_pushe
     def body(kv: DistKVStore, rank: int) -> list[float]:
         out = started(kv)
         if rank == 0:
-            with impatient(kv, timeout=SOON), pytest.raises(DeadlineError, match="waiting for rank 1"):
+            with impatient(kv, timeout=SOON), pytest.raises(DeadlineError, match="rank 1"):
                 kv.pushpull("small", torch.ones(3), out["small"])
         done.wait()
         if rank == 1:
@@ -164,9 +164,7 @@ def test_workers_with_different_modes_are_told_of_it(jobs: Servers) -> None:
     name = new_name()
     with Members() as members:
         members.join(jobs.of(1), 0, 2, name, type="dist_ssp", staleness=2)
-        with pytest.raises(
-            ConfigurationError, match="wants mode ssp staleness=3, the ranks before it ssp staleness=2"
-        ):
+        with pytest.raises(ConfigurationError, match=r"staleness=3.*staleness=2"):
             members.join(jobs.of(1), 1, 2, name, type="dist_ssp", staleness=3)
 
 

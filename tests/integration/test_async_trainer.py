@@ -40,13 +40,11 @@ def test_the_optimizer_can_only_run_on_the_servers(
         weight = torch.zeros(3, requires_grad=True)
         for store in (kv, type):
             if in_store is None:
-                with pytest.raises(
-                    ConfigurationError, match="update_on_kvstore=True when training in async mode"
-                ):
+                with pytest.raises(ConfigurationError, match="update_on_kvstore=True"):
                     kvtrainer.Trainer([weight], "sgd", kvstore=store, update_on_kvstore=given)
                 continue
             trainer = kvtrainer.Trainer([weight], "sgd", kvstore=store, update_on_kvstore=given)
-            with pytest.raises(ConfigurationError, match="the optimizer runs in the kvstore"):
+            with pytest.raises(ConfigurationError):
                 trainer.allreduce_grads()
 
 

@@ -31,7 +31,7 @@ def test_a_refused_value_registers_nothing_and_init_works_with_a_good_one(
 ) -> None:
     with Members() as members:
         pair = members.pair(servers)
-        with pytest.raises(ConfigurationError, match="key 'm'"):
+        with pytest.raises(ConfigurationError, match="'m'"):
             pair[0].init(["l", "m"], [torch.ones(3), value])
         keys, values = ["l", "m"], [torch.ones(3)] * 2
         assert together(*(lambda s=s: s.init(keys, values) for s in pair)) == [None, None]
@@ -44,7 +44,5 @@ def test_a_worker_that_comes_after_the_others_gave_up_its_init_is_told_so(server
         late, early = members.pair(servers)
         with impatient(early, timeout=SOON), pytest.raises(DeadlineError, match="rank 0"):
             early.init("m", torch.ones(3))
-        with pytest.raises(
-            ConfigurationError, match="at round 1 of 'm' already: the other workers' init of it has ended"
-        ):
+        with pytest.raises(ConfigurationError, match=r"round 1 of 'm'"):
             late.init("m", torch.ones(3))

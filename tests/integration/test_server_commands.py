@@ -41,13 +41,9 @@ def test_every_server_runs_each_command_of_each_worker_once(jobs: Servers) -> No
 
 def test_one_server_that_fails_a_command_is_named_and_all_go_on(jobs: Servers) -> None:
     def body(kv: DistKVStore, rank: int) -> list[float]:
-        with pytest.raises(
-            CommandError, match=r"command 8 \(body 'key'\) raised on server 1: LookupError: no key"
-        ):
+        with pytest.raises(CommandError, match=r"command 8 \(body 'key'\).*1: LookupError"):
             kv.send_command_to_servers(8, "key")
-        with pytest.raises(
-            CommandError, match=r"server 0 has no handler for command 0 \(body 'x'\), only for: 7, 8, 9"
-        ):
+        with pytest.raises(CommandError, match=r"server 0.*command 0 \(body 'x'\).*for: 7, 8, 9"):
             kv.send_command_to_servers(0, "x")
         kv.init("w", torch.zeros(3))
         out = torch.empty(3)

@@ -107,7 +107,7 @@ def test_states_of_other_keys_or_of_another_optimizer_are_refused_with_every_dif
 
 
 def test_without_an_optimizer_there_are_no_states(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="call set_optimizer first"):
+    with pytest.raises(ConfigurationError, match="set_optimizer"):
         kvstore.create("local").save_optimizer_states(tmp_path / "states")
 
 

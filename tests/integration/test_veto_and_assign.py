@@ -126,9 +126,7 @@ def test_a_worker_that_updates_while_others_replace_weights_fails_the_round_for_
         exchange = exchange_of(kv, in_store)
         weights, grads = constant(-1.0), constant(1.0)
         mine = [lambda: exchange.assign(weights), lambda: step(exchange, grads, weights)][rank]
-        with pytest.raises(
-            PlanMismatchError, match=r"rank 1 updates 'parameters' .*set_data, or add_param_group"
-        ):
+        with pytest.raises(PlanMismatchError, match=r"rank 1.*'parameters'.*set_data.*add_param_group"):
             mine()
         step(exchange, grads, weights)
         return distinct(weights if in_store else grads)

@@ -61,7 +61,7 @@ def test_torchs_own_grad_scaler_is_refused_and_the_one_that_votes_is_named(jobs:
         p = Parameter(torch.zeros(1))
         trainer, scaler = trainer_of(kv, p, True), torch.amp.GradScaler("cpu")
         scaler.scale(p.sum()).backward()  # type: ignore[no-untyped-call]
-        with pytest.raises(ConfigurationError, match=r"2 workers .* use kvtrainer\.amp\.GradScaler"):
+        with pytest.raises(ConfigurationError, match=r"2.*kvtrainer\.amp\.GradScaler"):
             scaler.step(trainer)
         return p.item()
 

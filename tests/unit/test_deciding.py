@@ -185,7 +185,7 @@ def test_servers_that_were_told_otherwise_by_another_worker_are_not_used_again(d
 
     bench = HeldBench(2, act, decision)
     for _ in range(2):
-        with pytest.raises(KVStoreError, match="workers decided differently about round 3 of 'w'"):
+        with pytest.raises(KVStoreError, match=r"round 3.*'w'"):
             bench.run()
     assert bench.out.unique().tolist() == [0.0]
 

@@ -124,7 +124,7 @@ def test_a_state_of_another_shape_is_refused_and_changes_nothing() -> None:
     exchange.init(weights)
     exchange.run(Gradients(filled(plan, normal(1, torch.float16)), {}, 0.5, frozenset()), weights, b"")
     bucket, other = plan.slices_with(2)[0], plan.slices_with(1)[0]
-    with pytest.raises(ProtocolError, match="no optimizer state of slice"):
+    with pytest.raises(ProtocolError):
         exchange.put_state(bucket, exchange.get_state(other))
     assert export_state(plan, exchange, 2)["exp_avg"].shape == (7, 13)
 
@@ -163,7 +163,7 @@ def test_an_update_that_raises_on_one_server_leaves_no_trace_on_any(num_servers:
     exchange.init(weights)
     exchange.run(Gradients(filled(plan, normal(1)), {}, 0.5, frozenset()), weights, b"")
     before = {name: flat.clone() for name, flat in weights.items()}
-    with pytest.raises(OptimizerError, match="'raising_at_two' raised ValueError: too big"):
+    with pytest.raises(OptimizerError, match=r"'raising_at_two'.*ValueError"):
         exchange.run(Gradients(filled(plan, normal(2)), {}, 0.5, frozenset()), weights, b"")
     assert torch.equal(weights["float32"], before["float32"])
     assert [export_state(plan, exchange, key)["step"] for key in range(len(SHAPES))] == [1] * len(SHAPES)

@@ -93,7 +93,7 @@ def test_error_of_a_users_optimizer_takes_the_whole_step_back() -> None:
     grads = {"float32": torch.ones_like(grads["float32"])}
     last = plan.slices[-1]
     grads["float32"][last.offset + last.length - 1] = 7
-    with pytest.raises(OptimizerError, match="'failsatlast' raised ArithmeticError: seven"):
+    with pytest.raises(OptimizerError, match=r"'failsatlast'.*ArithmeticError"):
         update.apply(grads, 1.0, [True] * 3, [optimizer.hyper] * 3)
     assert weights["float32"].equal(before)
     for piece, former in zip(plan.slices, seen, strict=True):
@@ -178,7 +178,7 @@ def test_error_of_a_users_optimizer_of_whole_keys_takes_the_whole_step_back() ->
     update = ShardUpdate(plan, optimizer, weights)
     update.apply(arenas(plan, 2), 1.0, [True] * 3, [optimizer.hyper] * 3)
     before, seen = weights["float32"].clone(), export_state(plan, update, 0)
-    with pytest.raises(OptimizerError, match="raised ArithmeticError: no"):
+    with pytest.raises(OptimizerError, match="ArithmeticError"):
         update.apply(arenas(plan, 3), 1.0, [True] * 3, [optimizer.hyper] * 3)
     assert weights["float32"].equal(before)
     assert export_state(plan, update, 0) == seen

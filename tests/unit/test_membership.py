@@ -46,7 +46,7 @@ def test_a_newer_process_of_a_rank_replaces_the_older_one() -> None:
 
 
 def test_another_number_of_workers_is_refused_with_both_numbers() -> None:
-    with pytest.raises(ConfigurationError, match=r"rank 1 \(host1:11\) believes in 4 workers.*in 3;"):
+    with pytest.raises(ConfigurationError, match=r"rank 1 \(host1:11\).*in 4.*3"):
         joined(0).join(hello(1, num_workers=4), session=2, now=0.0)
 
 
@@ -170,14 +170,14 @@ def test_a_rank_that_missed_its_release_passes_when_it_asks_again() -> None:
 
 
 def test_a_barrier_ahead_of_the_open_one_is_refused() -> None:
-    with pytest.raises(ProtocolError, match="rank 1 is at barrier 2 while barrier 0 is open"):
+    with pytest.raises(ProtocolError, match=r"rank 1.*barrier 2.*barrier 0"):
         enter(joined(0, 1), 1, sequence=2)
 
 
 def test_a_barrier_that_needs_a_departed_rank_fails_at_once() -> None:
     members = joined(0, 1, 2)
     members.leave(2, "done", is_clean=True)
-    with pytest.raises(WorkerLostError, match=r"barrier 0 cannot complete: rank 2 has left \(done\)"):
+    with pytest.raises(WorkerLostError, match=r"barrier 0.*rank 2.*\(done\)"):
         enter(members, 0)
 
 

@@ -202,5 +202,5 @@ def test_the_first_difference_between_two_models_is_named() -> None:
 
 
 def test_a_missing_key_is_named() -> None:
-    with pytest.raises(PlanMismatchError, match="key 1 is missing on rank 2 but 'b'"):
+    with pytest.raises(PlanMismatchError, match=r"key 1.*rank 2.*'b'"):
         check_same([spec("a", 2), spec("b", 2)], [spec("a", 2)], "rank 0", "rank 2")

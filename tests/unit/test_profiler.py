@@ -110,12 +110,12 @@ def test_improper_settings_are_refused_by_name_and_change_nothing(
 
 @pytest.mark.parametrize("method", ["set_state", "pause", "resume", "dump", "set_config"])
 def test_a_process_that_is_neither_worker_nor_server_is_refused(method: str) -> None:
-    with pytest.raises(ConfigurationError, match="must be 'worker' or 'server', got 'scheduler'"):
+    with pytest.raises(ConfigurationError, match=r"'worker'.*'server'.*'scheduler'"):
         getattr(local().profiler, method)(profile_process="scheduler")
 
 
 def test_a_state_that_there_is_not_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="'run' or 'stop', got 'walk'"):
+    with pytest.raises(ConfigurationError, match=r"'run'.*'stop'.*'walk'"):
         local().profiler.set_state("walk")
 
 
@@ -167,7 +167,7 @@ def test_stop_waits_for_pushes_and_is_done_although_one_of_them_failed(tmp_path:
     client = _Client(Scripted(1), rank=1, error=WorkerLostError("rank 0 has left"))
     profiler = Profiler(client, time.monotonic)  # type: ignore[arg-type]
     profiler.set_config(filename=tmp_path / "x.json")
-    with pytest.raises(WorkerLostError, match="rank 0 has left"):
+    with pytest.raises(WorkerLostError, match="rank 0"):
         profiler.set_state("stop")
     assert files(tmp_path) == ["rank1_x.json"]
 
@@ -211,7 +211,7 @@ def test_a_trainer_profiles_its_own_parameters(tmp_path: Path) -> None:
 
 def test_a_trainer_without_a_store_says_that_there_is_nothing_to_profile() -> None:
     trainer = Trainer([torch.nn.Parameter(torch.ones(3))], "sgd", kvstore=None)
-    with pytest.raises(ConfigurationError, match=r"has no kvstore.*torch\.profiler"):
+    with pytest.raises(ConfigurationError, match=r"torch\.profiler"):
         _ = trainer.profiler
     trainer.close()
     with pytest.raises(KVStoreError, match="closed"):

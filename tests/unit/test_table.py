@@ -101,7 +101,7 @@ def test_a_round_in_which_only_some_replace_the_weights_fails_and_names_one_that
 
 def test_replacing_the_weights_without_all_their_slices_fails() -> None:
     ranks = Ranks()
-    with pytest.raises(ProtocolError, match=r"rank 0 gave table 't' values without its slices \[0\]"):
+    with pytest.raises(ProtocolError, match=r"rank 0.*'t'.*slices \[0\]"):
         ranks.round(None, 1.0, assigns=[0, 1])
     assert ranks.weights == [10.0]
 

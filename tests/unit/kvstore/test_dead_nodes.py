@@ -58,12 +58,12 @@ def test_a_server_that_has_lost_the_job_counts_as_dead() -> None:
 def test_without_any_server_nobody_knows_about_workers() -> None:
     store, _ = counting(None, None)
     assert store.num_dead_nodes(SERVERS) == 2
-    with pytest.raises(ServerUnreachableError, match="none of the 2 servers answered"):
+    with pytest.raises(ServerUnreachableError, match="2 servers"):
         store.num_dead_nodes()
 
 
 @pytest.mark.parametrize("node_id", [0, 1, 5, 8, True, "4", None])
 def test_what_is_no_group_of_nodes_is_refused(node_id: Any) -> None:
     store, _ = counting(0)
-    with pytest.raises(ConfigurationError, match=r"node_id is 4 \(workers\), 2 \(servers\) or their sum"):
+    with pytest.raises(ConfigurationError, match=r"node_id is 4 \(workers\), 2 \(servers\)"):
         store.num_dead_nodes(node_id)

@@ -105,5 +105,5 @@ def test_closed_store_says_so() -> None:
     with local(["w"]) as store:
         pass
     store.close()
-    with pytest.raises(KVStoreError, match="closed; create a new one"):
+    with pytest.raises(KVStoreError):
         store.push("w", full(1))

@@ -149,7 +149,7 @@ def test_a_round_that_fails_leaves_the_residuals_of_its_keys_alone() -> None:
 def test_a_replica_that_is_not_finite_changes_nothing() -> None:
     store = device()
     assert pushed(store, 0.3, 0.3) == 0.0
-    with pytest.raises(NonFiniteGradientError, match="cannot be compressed"):
+    with pytest.raises(NonFiniteGradientError):
         pushed(store, 0.3, float("inf"))
     assert pushed(store, 0.2, 0.2) == 1.0
 

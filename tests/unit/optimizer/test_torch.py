@@ -289,7 +289,7 @@ def test_muon_moves_half_weights_through_their_float32_master(dtype: torch.dtype
 
 def test_muon_names_the_key_that_is_no_matrix() -> None:
     optimizer = create(optim.Muon)
-    with pytest.raises(ConfigurationError, match=r"'bias' of shape \(3,\)"):
+    with pytest.raises(ConfigurationError, match=r"'bias'.*shape \(3,\)"):
         optimizer.check_key("bias", (3,), optimizer.hyper)
     optimizer.check_key("weight", (3, 3), optimizer.hyper)
 

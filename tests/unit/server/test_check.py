@@ -27,7 +27,7 @@ def test_an_integer_of_python_or_numpy_comes_back_as_an_int(value: Any) -> None:
 
 @pytest.mark.parametrize("value", [*NOT_NUMBERS, math.nan, math.inf])
 def test_what_is_no_finite_number_is_refused(value: Any) -> None:
-    with pytest.raises(ConfigurationError, match="it must be a finite number, got"):
+    with pytest.raises(ConfigurationError, match="finite number"):
         check.number("it", value)
 
 
@@ -39,7 +39,7 @@ def test_an_infinity_passes_where_it_may_and_a_nan_never_does() -> None:
 
 @pytest.mark.parametrize("value", [*NOT_NUMBERS, 1.0, math.nan])
 def test_what_is_no_integer_is_refused(value: Any) -> None:
-    with pytest.raises(ConfigurationError, match="it must be an integer, got"):
+    with pytest.raises(ConfigurationError, match="integer"):
         check.integer("it", value)
 
 
@@ -72,16 +72,16 @@ def test_an_integer_keeps_its_bounds() -> None:
 @pytest.mark.parametrize("value", [0, 1, None, "True", np.bool_(True)])
 def test_only_true_and_false_are_booleans(value: Any) -> None:
     assert check.boolean("it", False) is False
-    with pytest.raises(ConfigurationError, match="it must be True or False, got"):
+    with pytest.raises(ConfigurationError, match="True or False"):
         check.boolean("it", value)
 
 
 def test_a_choice_that_does_not_exist_is_answered_with_those_that_do() -> None:
     assert check.one_of("it", "tree", ("flat", "tree")) == "tree"
     assert check.one_of("it", None, (None, "tree")) is None
-    with pytest.raises(ConfigurationError, match=r"it must be 'flat' or 'tree', got 'Tree'.*mean 'tree'"):
+    with pytest.raises(ConfigurationError, match=r"'flat'.*'tree'.*'Tree'.*'tree'"):
         check.one_of("it", "Tree", ("flat", "tree"))
-    with pytest.raises(ConfigurationError, match="one of 'a', 'b', 'c', 'd', got 3"):
+    with pytest.raises(ConfigurationError, match="'a', 'b', 'c', 'd', got 3"):
         check.one_of("it", 3, "abcd")
 
 

@@ -151,7 +151,7 @@ def test_a_gradient_that_is_not_finite_raises_and_changes_nothing(
 def test_finite_gradients_whose_sum_overflows_raise(kind: str) -> None:
     grad = torch.tensor([3e38])
     residual = torch.tensor([3e38])
-    with pytest.raises(NonFiniteGradientError, match=r"inf at element 0 of 1 .*3"):
+    with pytest.raises(NonFiniteGradientError, match=r"element 0 of 1.*3"):
         codec_of(kind).encode(grad, residual, new_payload(codec_of(kind), 1))
     assert torch.equal(residual, grad)
 
@@ -166,7 +166,7 @@ def test_a_payload_of_another_length_is_refused(kind: str, change: int) -> None:
 
 
 def test_a_payload_that_is_not_bytes_is_refused() -> None:
-    with pytest.raises(ProtocolError, match=r"got torch.int8\[1\]"):
+    with pytest.raises(ProtocolError, match=r"torch.int8\[1\]"):
         codec_of("2bit").check_payload(torch.zeros(1, dtype=torch.int8), "float32", 4)
 
 
@@ -215,7 +215,7 @@ def test_one_bit_takes_any_real_threshold(threshold: float) -> None:
 
 
 def test_an_unknown_type_lists_the_valid_ones() -> None:
-    with pytest.raises(UnknownNameError, match=r"'4bit'.* none, 1bit, 2bit, fp16, bf16"):
+    with pytest.raises(UnknownNameError, match=r"'4bit'.*none, 1bit, 2bit, fp16, bf16"):
         make_codec({"type": "4bit"})
 
 
