@@ -11,9 +11,9 @@ import torch
 from kvstore_server.engine import Engine
 from kvstore_server.modes import Mode
 from kvstore_server.namespace import EngineConfig
+from tests.sim.schedule import Adding
+from tests.sim.workers import packed
 from tests.support import said as m
-from tests.support.sim_optimizers import Adding
-from tests.support.sim_schedule import packed
 
 ADD = packed(Adding.name)
 

@@ -3,30 +3,23 @@ schedules: in synchronous rounds, one by one, and with a bound on how far ranks 
 data, rows, replaced weights, compression of which residuals must follow what was applied, and sums that are held until
 it was decided what becomes of them.
 
-A failing schedule is rerun alone with `SIM_SEED=123 pytest tests/unit/test_engine_interleavings.py -k one_seed`.
+A failing schedule is rerun alone with `SIM_SEED=123 pytest tests/sim/test_interleavings.py -k one_seed`.
 """
 
 from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 
-from tests.support.sim_async import run_async_seed
-from tests.support.sim_async_mutants import ASYNC_MUTANTS
-from tests.support.sim_held_mutants import HELD_MUTANTS
-from tests.support.sim_join_mutants import JOIN_MUTANTS
-from tests.support.sim_mutants import MUTANTS, mutated
-from tests.support.sim_optimizers import small_slices
-from tests.support.sim_referee import Violation
-from tests.support.simulation import run_seed
+from tests.sim.model import Violation
+from tests.sim.mutants import ASYNC, SYNC, mutated
+from tests.sim.schedule import run_async_seed, run_seed
 
-SYNC_MUTANTS = {**MUTANTS, **JOIN_MUTANTS, **HELD_MUTANTS}
 SEEDS, ASYNC_SEEDS = 3_000, 400
-MUTANT_SEEDS = 2_000
+MUTANT_SEEDS = 500
 BLOCK, ASYNC_BLOCK = 500, 200
 READS = 40_000
 """So many reads are compared with the bound."""
@@ -55,6 +48,7 @@ EVERYTHING = {
     "joined by all, applied",
     "by rows alone",
     "rows and all of it",
+    "without rows",
     "told new numbers after joining",
     "held",
     "held by some",
@@ -86,13 +80,10 @@ ASYNC_EVERYTHING = {
 }
 
 
-@pytest.fixture(autouse=True)
-def tiny_slices() -> Iterator[None]:
-    with small_slices():
-        yield
+Run = Callable[[int], Counter[str]]
 
 
-def seed_that_fails(run: Callable[[int], Any], seeds: range) -> int | None:
+def seed_that_fails(run: Run, seeds: range) -> int | None:
     """The first seed whose schedule the engine does not survive."""
     for seed in seeds:
         try:
@@ -102,11 +93,11 @@ def seed_that_fails(run: Callable[[int], Any], seeds: range) -> int | None:
     return None
 
 
-def run_block(run: Callable[[int], Any], seeds: range) -> Counter[str]:
+def run_block(run: Run, seeds: range) -> Counter[str]:
     """Run schedules; return how often what happened in them."""
     seen: Counter[str] = Counter()
     for seed in seeds:
-        seen.update(run(seed).seen)
+        seen.update(run(seed))
     return +seen
 
 
@@ -123,26 +114,26 @@ def test_contributions_count_once_and_reads_keep_the_bound_in_every_schedule(sta
 
 
 @pytest.mark.parametrize("run", [run_seed, run_async_seed])
-def test_one_seed_can_be_rerun_alone(run: Callable[[int], Any]) -> None:
-    assert run(int(os.environ.get("SIM_SEED", "0"))).seen
+def test_one_seed_can_be_rerun_alone(run: Run) -> None:
+    assert run(int(os.environ.get("SIM_SEED", "0")))
 
 
 @pytest.mark.parametrize("run", [run_seed, run_async_seed])
-def test_a_seed_names_one_schedule(run: Callable[[int], Any]) -> None:
-    assert [run(7).seen for _ in range(2)] == [run(7).seen] * 2
+def test_a_seed_names_one_schedule(run: Run) -> None:
+    assert [run(7) for _ in range(2)] == [run(7)] * 2
 
 
-@pytest.mark.parametrize("name", sorted(SYNC_MUTANTS))
+@pytest.mark.parametrize("name", sorted(SYNC))
 def test_a_wrong_server_is_found_by_a_seed_that_the_real_one_survives(name: str) -> None:
-    with mutated(SYNC_MUTANTS[name]):
+    with mutated(SYNC[name]):
         seed = seed_that_fails(run_seed, range(MUTANT_SEEDS))
     assert seed is not None
     run_seed(seed)
 
 
-@pytest.mark.parametrize("name", sorted(ASYNC_MUTANTS))
+@pytest.mark.parametrize("name", sorted(ASYNC))
 def test_a_wrong_asynchronous_server_is_found_by_a_seed_that_the_real_one_survives(name: str) -> None:
-    with mutated(ASYNC_MUTANTS[name]):
+    with mutated(ASYNC[name]):
         seed = seed_that_fails(run_async_seed, range(MUTANT_SEEDS))
     assert seed is not None
     run_async_seed(seed)
