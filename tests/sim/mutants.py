@@ -16,7 +16,7 @@ import torch
 
 from kvstore_server import reduction
 from kvstore_server.engine import Engine
-from kvstore_server.hyper import HyperBelief
+from kvstore_server.hyper import AgreedOptions
 from kvstore_server.norms import Decision
 from kvstore_server.protocol import messages as m
 from kvstore_server.rounds import Book, Given, Rounds, Verdict, Waits
@@ -337,7 +337,7 @@ def joined_rank_still_gives(real: Any, self: Any, whose: int, round_: int, parts
     real(self, whose, round_, parts, *args)
 
 
-@replaces(HyperBelief, "common")
+@replaces(AgreedOptions, "common")
 def hyper_of_the_joined(real: Any, self: Any, ranks: Any) -> bytes:
     """What a rank believed before it ran out of data must still agree."""
     return bytes(real(self, list(self._sent)))

@@ -18,7 +18,7 @@ from tests.sim.model import Violation
 from tests.sim.mutants import ASYNC, SYNC, mutated
 from tests.sim.schedule import run_async_seed, run_seed
 
-SEEDS, ASYNC_SEEDS = 3_000, 400
+SEEDS, ASYNC_SEEDS = 2_000, 400
 MUTANT_SEEDS = 500
 BLOCK, ASYNC_BLOCK = 500, 200
 READS = 40_000
