@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -175,7 +174,8 @@ class _Layout:
         self.pushes[:, 0], self.pushes[:, 3] = slots, self.nbytes
         self.push_table = np.array(self.table, np.int64)
         self.commits = np.zeros((len(self.tables), m.COMMIT_WORDS), np.int64)
-        self.commits[:, 0] = numbers[here]
+        self.commits[:, 0], self.commits[:, 2] = numbers[here], self.num_resident
+        self.commits[:, 5] = m.WANTS_WEIGHTS * (self.num_resident > 0)
         self.all_tables = np.arange(len(self.tables))
         self.spare: _Memory | None = None
         """Memory of a round that is over."""
@@ -534,33 +534,34 @@ class Rounds:
             pushes[:, 1] = rounds[layout.push_table[where]]
             if form:
                 pushes[:, 3] = [one.nbytes for one in data]
-            message = m.Contribute(pushes, data, _NO_COMMITS, form, timeout=timeout)
-            yield message if number < last else self._committing(round_, leg, message, committed)
+            if number < last:
+                yield m.Contribute(pushes, data, _NO_COMMITS, form, timeout=timeout)
+                continue
+            commits = self._commits(leg, contribution, committed)
+            numbers = commits[:, 0].tolist() if contribution.absent else ()
+            absent = tuple([(number, key) for number in numbers for key in sorted(contribution.absent)])
+            hold = contribution.guard.norm_type if contribution.guard is not None else 0.0
+            yield m.Contribute(
+                pushes, data, commits, form, contribution.hyper, absent, contribution.rescale, timeout, hold
+            )
 
-    def _committing(self, round_: Round, leg: _Leg, message: m.Contribute, at: Ints) -> m.Contribute:
-        """Add the commits of some tables to a message."""
-        layout, book, one = leg.layout, self.tables, round_.contribution
+    def _commits(self, leg: _Leg, contribution: Contribution, at: Ints) -> m.Matrix:
+        """The commits of some tables of a leg."""
+        layout = leg.layout
         index = layout.index[at]
         commits = layout.commits[at]
-        commits[:, 1] = book.round[index]
-        if leg.given is layout.resident:
-            commits[:, 2] = layout.num_resident[at]
-        elif leg.given:
+        commits[:, 1] = self.tables.round[index]
+        if leg.given is not layout.resident:
             commits[:, 2] = np.bincount(layout.push_table[leg.given], minlength=len(layout.tables))[at]
-        commits[:, 4] = (book.held if one.is_kept else book.version)[leg.server, index]
-        commits[:, 5] = (
-            m.VETOES * one.veto
-            | m.ASSIGNS * one.assign
-            | m.HAS_JOINED * one.joined
-            | m.WANTS_DELTA * one.is_kept
-        )
-        if one.outs is not None:
-            commits[:, 5] |= m.WANTS_WEIGHTS * (layout.num_resident[at] > 0)
-        absent = [(number, key) for number in commits[:, 0].tolist() for key in sorted(one.absent)]
-        hold = one.guard.norm_type if one.guard is not None else 0.0
-        return replace(
-            message, commits=commits, hyper=one.hyper, absent=tuple(absent), rescale=one.rescale, hold=hold
-        )
+        known = self.tables.held if contribution.is_kept else self.tables.version
+        commits[:, 4] = known[leg.server, index]
+        if contribution.outs is None:
+            commits[:, 5] = 0
+        flags = m.VETOES * contribution.veto | m.ASSIGNS * contribution.assign
+        flags |= m.HAS_JOINED * contribution.joined | m.WANTS_DELTA * contribution.is_kept
+        if flags:
+            commits[:, 5] |= flags
+        return commits
 
     def _commit_again(self, round_: Round, leg: _Leg, lost: list[int]) -> None:
         """Commit again what is not over yet, with some slices that were lost."""
@@ -792,13 +793,12 @@ class Rounds:
                 _write_staged(layout.tables[of], outs[layout.at[of]], layout.pieces[at], kind, raw)
         leg.staged.clear()
         came = np.array(leg.came)
-        read = np.flatnonzero(came >= 0)
+        read = came >= 0
         if gone:
-            read = read[~np.isin(layout.index[read], list(gone))]
-        for known in (
-            (self.tables.version, self.tables.held) if round_.contribution.is_kept else (self.tables.version,)
-        ):
-            known[leg.server, layout.index[read]] = came[read]
+            read &= ~np.isin(layout.index, list(gone))
+        self.tables.version[leg.server, layout.index[read]] = came[read]
+        if round_.contribution.is_kept:
+            self.tables.held[leg.server, layout.index[read]] = came[read]
 
     def _close(self, round_: Round) -> None:
         round_.is_over = True
@@ -853,6 +853,7 @@ class Rounds:
 
 _NONE = np.zeros(0, np.int64)
 _NO_COMMITS = m.matrix((), m.COMMIT_WORDS)
+_NO_BYTES = torch.empty(0, dtype=torch.uint8)
 
 
 def _pieces(weights: m.Weights) -> Iterator[tuple[int, int, int, Tensor, int, int]]:
@@ -861,19 +862,22 @@ def _pieces(weights: m.Weights) -> Iterator[tuple[int, int, int, Tensor, int, in
     Raises:
         ProtocolError: the parts are not the buffers.
     """
-    sources = [
-        one.view(torch.uint8) if isinstance(one, Tensor)
-        else torch.frombuffer(payload_bytes(one), dtype=torch.uint8) if len(one) else torch.empty(0, dtype=torch.uint8)
-        for one in weights.payloads
-    ]  # fmt: skip
-    which = start = 0
+    payloads = iter(weights.payloads)
+    source, start, left = _NO_BYTES, 0, 0
     for slot, version, kind, nbytes in weights.parts.tolist():
-        while which < len(sources) - 1 and start == len(sources[which]):
-            which, start = which + 1, 0
-        if not 0 <= nbytes <= len(sources[which]) - start:
+        while nbytes and not left and (payload := next(payloads, None)) is not None:
+            if isinstance(payload, Tensor):
+                source = payload.view(torch.uint8)
+            elif len(payload):
+                source = torch.frombuffer(payload_bytes(payload), dtype=torch.uint8)
+            else:
+                continue
+            start, left = 0, len(source)
+        if not 0 <= nbytes <= left:
             raise ProtocolError(f"{nbytes} bytes of slot {slot} are not all in one payload")
-        yield slot, version, kind, sources[which], start, nbytes
+        yield slot, version, kind, source, start, nbytes
         start += nbytes
+        left -= nbytes
 
 
 def _disagreement(round_: Round, table: RemoteTable) -> KVStoreError | None:
