@@ -93,6 +93,7 @@ class Connection:
             heapq.heappop(queue)
 
     def receive(self, timeout: float) -> tuple[int, m.Reply] | None:
+        """Wait up to `timeout` seconds for a reply of any server; meanwhile what queues for them goes out."""
         if not self._is_usable():
             return None
         deadline = time.monotonic() + timeout
@@ -110,21 +111,17 @@ class Connection:
                 return server, decode_reply(frames)
             # Only what a new poll reports is ready: after the last look every socket was empty.
             pause = deadline - time.monotonic()
-            self._poll(max(0, int(1000 * pause)))
+            if self._may_queue:
+                for socket, queue in zip(self._sockets, self._queues, strict=True):
+                    self._poller.modify(socket, zmq.POLLIN | (zmq.POLLOUT if queue else 0))
+            for socket, event in self._poller.poll(max(0, int(1000 * pause))):
+                server = self._index[socket]
+                if event & zmq.POLLOUT:
+                    self._flush(server)
+                if event & zmq.POLLIN:
+                    self._ready.append(server)
             if not self._ready and pause <= 0:
                 return None
-
-    def _poll(self, timeout_ms: int) -> None:
-        """Note which servers have sent something; meanwhile what queues for them goes out."""
-        if self._may_queue:
-            for socket, queue in zip(self._sockets, self._queues, strict=True):
-                self._poller.modify(socket, zmq.POLLIN | (zmq.POLLOUT if queue else 0))
-        for socket, event in self._poller.poll(timeout_ms):
-            server = self._index[socket]
-            if event & zmq.POLLOUT:
-                self._flush(server)
-            if event & zmq.POLLIN:
-                self._ready.append(server)
 
     def describe(self, server: int) -> str:
         return f"server {server} ({self._addresses[server]})"

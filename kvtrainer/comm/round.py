@@ -52,7 +52,8 @@ class Contribution(NamedTuple):
 
     Args:
         tables: The tables, in any order.
-        values: The values that this rank gives to each table; None gives nothing but takes part.
+        values: The values that this rank gives to each table; None gives nothing but takes part, as with `veto` and
+            `joined`.
         outs: Where the new weights of each table are written; None means that they are not wanted.
         rescale: Factor of the contribution; None means the optimizer's own.
         hyper: The hyper-parameters that go with the commits; empty when nothing changed.
@@ -83,10 +84,6 @@ class Contribution(NamedTuple):
     is_kept: bool = False
     guard: Guard | None = None
     priority: int = 0
-
-    @property
-    def gives_nothing(self) -> bool:
-        return self.values is None or self.veto or self.joined
 
     def gives(self, table: int, piece: Slice) -> bool:
         """Whether this rank gives a slice of a table (by position), of which it gives something."""
@@ -179,13 +176,11 @@ class _Layout:
         self.all_tables = np.arange(len(self.tables))
         self.spare: _Memory | None = None
         """Memory of a round that is over."""
-        self._whole = list(self._batched(self.resident))
+        self.whole = list(self.batches(self.resident))
+        """The messages where all slices are given."""
 
-    def batches(self, given: list[int]) -> list[_Batch]:
+    def batches(self, given: list[int]) -> Iterator[_Batch]:
         """Divide slices, by position, into messages."""
-        return self._whole if given is self.resident else list(self._batched(given))
-
-    def _batched(self, given: list[int]) -> Iterator[_Batch]:
         for group in groups([self.nbytes[at] for at in given]):
             some = given[group]
             runs: list[tuple[int, int]] = []
@@ -221,7 +216,7 @@ class _Leg:
         """Of the request."""
         self.memory = layout.spare or _Memory(layout)
         layout.spare = None
-        self.given: list[int] = [] if contribution.gives_nothing else layout.resident
+        self.given: list[int] = [] if contribution.values is None else layout.resident
         """The slices that this rank gives."""
         if self.given is layout.resident and (
             contribution.absent or contribution.rows or contribution.sources
@@ -289,6 +284,11 @@ class Round:
             if at is not None:
                 yield leg, at
 
+    def describe_end(self) -> str:
+        """Say what servers have yet to do."""
+        tables = sorted({leg.layout.tables[at].name for leg in self.open for at in leg.open})
+        return f"finish with {', '.join(map(repr, tables[:3]))}{', …' if len(tables) > 3 else ''}"
+
     def is_lost(self, table: RemoteTable) -> bool:
         """Whether the round of a table, which is over, was not applied on every server, as far as is known here."""
         return any(at in leg.open or at in leg.failed for leg, at in self.legs_of(table))
@@ -325,7 +325,6 @@ class Rounds:
             for first in range(0, len(round_.legs), self._session.num_servers):
                 last = []
                 for leg in round_.legs[first : first + self._session.num_servers]:
-                    self._gather(round_, leg)
                     *others, final = self._messages(round_, leg, leg.given, leg.layout.all_tables)
                     for body in others:
                         self._session.send(leg.server, leg.number, body, contribution.priority)
@@ -363,7 +362,12 @@ class Rounds:
         if round_.is_over:
             return
         try:
-            self._await(round_, lambda leg: self._commit_again(round_, leg, []))
+            self._session.wait_for(
+                round_.open,
+                lambda leg: self._commit_again(round_, leg, []),
+                round_.started,
+                round_.describe_end,
+            )
         except BaseException as error:
             self._end(round_, error)
             raise
@@ -408,7 +412,7 @@ class Rounds:
                 self._finish(round_, leg, [at for at, coming in enumerate(leg.coming) if not coming])
             for leg in round_.open:
                 ask(leg)
-            self._await(round_, ask)
+            self._session.wait_for(round_.open, ask, round_.started, round_.describe_end)
             if round_.error is not None:
                 raise round_.error
             for leg in round_.legs:
@@ -490,18 +494,6 @@ class Rounds:
             round_.legs.append(leg)
         round_.open = list(round_.legs)
 
-    def _gather(self, round_: Round, leg: _Leg) -> None:
-        """Copy small slices to where they lie beside each other."""
-        layout, values = leg.layout, round_.contribution.values
-        if values is None:
-            return
-        mine = [at for at in leg.given if layout.begin[at] >= 0]
-        if round_.encoded:
-            mine = [at for at in mine if _encoded(round_, leg, at) is None]
-        if mine:
-            sources = [_part(values[layout.at[layout.table[at]]], layout.pieces[at]) for at in mine]
-            torch._foreach_copy_([leg.memory.views[at] for at in mine], sources)
-
     def _messages(
         self, round_: Round, leg: _Leg, given: list[int], committed: Ints
     ) -> Iterator[m.Contribute]:
@@ -523,7 +515,12 @@ class Rounds:
                 for group in groups([data.nbytes for _, data in encoded]):
                     some, data = zip(*encoded[group], strict=True)
                     batches.append((form, np.array(some, np.int64), data))
-        for where, runs in layout.batches(plain):
+        small = [at for at in plain if layout.begin[at] >= 0]
+        if small and contribution.values is not None:
+            values = [contribution.values[layout.at[layout.table[at]]] for at in small]
+            sources = [_part(of, layout.pieces[at]) for of, at in zip(values, small, strict=True)]
+            torch._foreach_copy_([leg.memory.views[at] for at in small], sources)
+        for where, runs in layout.whole if plain is layout.resident else layout.batches(plain):
             payloads = [leg.memory.raw[begin:end] for begin, end in runs]
             payloads = payloads or [_whole(contribution, layout, at) for at in where.tolist()]
             batches.append((b"", where, tuple(payloads)))
@@ -569,13 +566,6 @@ class Rounds:
             self._session.send(leg.server, leg.number, body, round_.contribution.priority)
 
     # ---------------------------------------------------------------- receiving
-
-    def _await(self, round_: Round, ask: Callable[[_Leg], None]) -> None:
-        def what() -> str:
-            tables = sorted({leg.layout.tables[at].name for leg in round_.open for at in leg.open})
-            return f"finish with {', '.join(map(repr, tables[:3]))}{', …' if len(tables) > 3 else ''}"
-
-        self._session.wait_for(round_.open, ask, round_.started, what)
 
     def _take(self, round_: Round, leg: _Leg, _: int, reply: m.ReplyBody) -> None:
         """Note what a server says about a round under way."""
@@ -964,9 +954,8 @@ def _encode(contribution: Contribution) -> dict[int, dict[int, _Encoded]]:
         NonFiniteGradientError: a gradient that is to be compressed is infinite or not a number.
     """
     encoded: dict[int, dict[int, _Encoded]] = {}
-    if contribution.gives_nothing or contribution.assign:
+    if contribution.values is None or contribution.assign:
         return encoded
-    assert contribution.values is not None
     with_rows = {at for at, _ in contribution.rows}
     for at, table in enumerate(contribution.tables):
         if (table.compressor is None and at not in with_rows) or not table.round:

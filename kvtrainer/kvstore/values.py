@@ -81,12 +81,17 @@ def pair(key: Any, value: Any, what: str) -> list[tuple[Key, list[Tensor]]]:
         ConfigurationError: values are no tensors that a key can take, or lists have different lengths.
     """
     if not isinstance(key, list | tuple):
-        return [(key, _replicas(key, value, what))]
+        key, value = (key,), (value,)
     if not isinstance(value, list | tuple) or len(value) != len(key):
         check_keys(key)
         got = f"{len(value)} values" if isinstance(value, list | tuple) else f"{type(value).__name__}"
         raise ConfigurationError(f"{len(key)} keys need a list of {len(key)} values in {what}, got {got}")
-    return [(one, _replicas(one, item, what)) for one, item in zip(key, value, strict=True)]
+    return [
+        # A single dense tensor is by far the most frequent value.
+        (one, [item] if isinstance(item, Tensor) and item.layout is torch.strided and not item.is_meta else
+         _replicas(one, item, what))
+        for one, item in zip(key, value, strict=True)
+    ]  # fmt: skip
 
 
 def check_keys(keys: Sequence[Any]) -> None:
@@ -153,7 +158,7 @@ def check_out(spec: TensorSpec, out: Tensor) -> None:
     """Raise ShapeMismatchError unless a key's values can be written to `out`, in any dtype."""
     if out.shape != spec.shape:
         raise _mismatch(spec, out)
-    if is_sparse(out):
+    if out.layout is not torch.strided:
         raise ConfigurationError(
             f"out of key {spec.key!r} is sparse, but all of the key is written to it; give a dense tensor, or call "
             "row_sparse_pull for some rows"
@@ -252,8 +257,6 @@ def write_rows(out: Tensor, rows: Tensor) -> None:
 
 
 def _replicas(key: Key, value: Any, what: str) -> list[Tensor]:
-    if isinstance(value, Tensor) and value.layout is torch.strided and not value.is_meta:
-        return [value]  # nearly always
     tensors = list(value) if isinstance(value, list | tuple) else [value]
     if not tensors or not all(isinstance(one, Tensor) for one in tensors):
         raise ConfigurationError(

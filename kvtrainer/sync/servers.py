@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -78,43 +77,40 @@ class StoreExchange:
         veto: bool = False,
         guard: Guard | None = None,
     ) -> Outcome:
-        target = weights if self.updates_weights else grads.arenas
-        values, out = _on_cpu(grads.arenas), _on_cpu(target)
-        # Rows of a single worker are their own sum.
-        given = self._rows_to_send(grads.rows) if self.updates_weights else {}
-        absent = grads.absent | (grads.rows.keys() - given.keys())
-        # Only rows make it worth the servers' while to know what has changed.
-        self._has_rows = self._has_rows or bool(given)
-        kept = self.updates_weights and self._has_rows
         if guard is not None and not (self.updates_weights and self.is_sync):
             raise ConfigurationError(
                 "a gradient is checked by the store only where the store updates the weights, in synchronous rounds"
             )
-        rows = {(0, key): of_key for key, of_key in given.items()}
+        target = weights if self.updates_weights else grads.arenas
+        values, out = _on_cpu(grads.arenas), _on_cpu(target)
+        specs = self._table.plan.specs
+        # Rows of a single worker are their own sum. The sum of replicas may have come in a wider dtype.
+        rows = {
+            (0, key): RowSet(ids.cpu(), of_key.to("cpu", torch_dtype(specs[key].dtype)))
+            for key, (ids, of_key) in (grads.rows.items() if self.updates_weights else ())
+        }
+        unsent = frozenset() if self.updates_weights else frozenset(grads.rows)
+        # Only rows make it worth the servers' while to know what has changed.
+        self._has_rows = self._has_rows or bool(rows)
         contribution = Contribution(
-            [self._table],
-            [values],
-            [out],
-            grads.scale,
-            hyper,
-            absent,
-            rows,
-            veto=veto,
-            is_kept=kept,
-            guard=guard,
-        )
-        with self._forgetting_on_error():
+            [self._table], None if veto else [values], [out], grads.scale, hyper, grads.absent | unsent, rows,
+            veto=veto, is_kept=self.updates_weights and self._has_rows, guard=guard,
+        )  # fmt: skip
+        try:
             ticket = self._client.rounds.start(contribution)
             self._client.rounds.wait(ticket)
-            measured, decision = ticket.decided.get(self._name, (None, Decision()))
-            if self._name in ticket.vetoes:
-                return Outcome(frozenset(), True, None, measured, decision)
-            _copy_back(target, out)
-        for key in grads.rows.keys() - given.keys():
+        except BaseException:
+            self._table.forget_held()  # all weights have to come again
+            raise
+        measured, decision = ticket.decided.get(self._name, (None, Decision()))
+        if self._name in ticket.vetoes:
+            return Outcome(frozenset(), True, None, measured, decision)
+        _copy_back(target, out)
+        for key in unsent:
             # What came in place of them is the value of a key that was left out, not a sum.
-            spec, at = self._table.plan.specs[key], self._table.plan.key_offsets[key]
-            grads.arenas[spec.dtype][at : at + spec.numel].zero_()
-        left_out = frozenset(ticket.absent.get(self._name, ())) - (grads.rows.keys() - given.keys())
+            at = self._table.plan.key_offsets[key]
+            grads.arenas[specs[key].dtype][at : at + specs[key].numel].zero_()
+        left_out = frozenset(ticket.absent.get(self._name, ())) - unsent
         return Outcome(left_out, False, None, measured, decision)
 
     def shadow(self, weights: Mapping[str, Tensor], grads: Mapping[str, Tensor]) -> Shadowed:
@@ -137,8 +133,11 @@ class StoreExchange:
         mine = _on_cpu(weights)
         rounds = self._client.rounds
         if self.is_sync:
-            with self._forgetting_on_error():
+            try:
                 rounds.wait(rounds.start(self._of_rank_0(mine, tables, mine, assign=True)))
+            except BaseException:
+                self._table.forget_held()
+                raise
         else:
             # Contributions count one by one: none may come between, and nobody may read before.
             self._client.barrier()
@@ -202,23 +201,6 @@ class StoreExchange:
         is_kept = self.updates_weights and self._has_rows and out is not None
         values, outs = [mine] if is_first else None, None if out is None else [out]
         return Contribution([self._table], values, outs, assign=assign, sources=given, is_kept=is_kept)
-
-    def _rows_to_send(self, rows: Mapping[int, RowSet]) -> dict[int, RowSet]:
-        # The sum of replicas may have come in a wider dtype.
-        specs = self._table.plan.specs
-        return {
-            key: RowSet(ids.cpu(), values.to("cpu", torch_dtype(specs[key].dtype)))
-            for key, (ids, values) in rows.items()
-        }
-
-    @contextmanager
-    def _forgetting_on_error(self) -> Iterator[None]:
-        """After an error forget which weights the arena holds, so that all come again."""
-        try:
-            yield
-        except BaseException:
-            self._table.forget_held()
-            raise
 
 
 def _on_cpu(arenas: Mapping[str, Tensor]) -> Mapping[str, Tensor]:

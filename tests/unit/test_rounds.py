@@ -408,14 +408,6 @@ def test_values_that_replace_what_the_store_holds_are_sent_as_they_are(round_: i
     assert table.compressor.residuals() == {}
 
 
-def test_a_veto_sends_nothing_even_if_the_gradient_cannot_be_compressed() -> None:
-    servers = Scripted(1)
-    rounds = Rounds(servers.session())
-    table = compressed(rounds, "a", "2bit")
-    rounds.start(Contribution([table], [{"float32": torch.full((40,), float("nan"))}], None, veto=True))
-    assert sent(servers) == []
-
-
 def test_one_gradient_that_is_not_finite_stops_all_tables_of_the_round() -> None:
     servers = Scripted(1)
     rounds = Rounds(servers.session())

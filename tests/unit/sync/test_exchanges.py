@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvstore_server.codec import make_codec
 from kvstore_server.hyper import pack_hypers
 from kvstore_server.optimizer import create
 from kvstore_server.plan import Plan, TensorSpec, make_plan
@@ -95,6 +96,18 @@ def test_store_that_does_not_update_writes_the_sum_to_the_gradients() -> None:
     exchange.run(Gradients(grads, {}, 0.5, frozenset()), weights, b"")
     assert same(grads, arenas(0.5, 1, 1.5))
     assert same(weights, arenas(10, 20, 30))
+
+
+def test_a_veto_sends_nothing_even_if_the_gradient_cannot_be_compressed() -> None:
+    codec = make_codec({"type": "2bit"})
+    exchange = StoreExchange(LocalKVStore().open_client(), PLAN, create("test"), codec)
+    weights, nan = arenas(1, 2, 3), float("nan")
+    exchange.init(weights)
+    assert exchange.run(
+        Gradients(arenas(nan, nan, nan), {}, 1.0, frozenset()), weights, b"", veto=True
+    ).skipped
+    assert same(weights, arenas(1, 2, 3))
+    assert not any(one.any() for one in exchange.residuals().values())
 
 
 def test_state_of_a_slice_goes_to_the_store_and_comes_back() -> None:
