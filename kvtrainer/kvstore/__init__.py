@@ -13,9 +13,8 @@ from typing import Any, Literal, overload
 
 from kvstore_server.errors import ConfigurationError
 from kvtrainer.kvstore.base import CAPABILITIES, KVStoreBase, capabilities, factory_of, register
-from kvtrainer.kvstore.device import DeviceKVStore
+from kvtrainer.kvstore.device import DeviceKVStore, LocalKVStore
 from kvtrainer.kvstore.dist import DistKVStore
-from kvtrainer.kvstore.local import LocalKVStore
 
 __all__ = [
     "CAPABILITIES",

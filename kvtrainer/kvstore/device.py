@@ -1,4 +1,7 @@
-"""The stores 'device' and 'nccl': sums over the devices of this process and the ranks of torch.distributed."""
+"""The stores of one process, and 'device' and 'nccl', which also sum over the ranks of torch.distributed.
+
+Their keys are in the servers' engine, called in place of a server.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,7 @@ from kvstore_server.errors import ConfigurationError
 from kvstore_server.plan import INTEGERS
 from kvtrainer.comm.loopback import LocalEngine
 from kvtrainer.comm.rank_group import Buckets, RankGroup, current_group
-from kvtrainer.kvstore.base import BUILT_IN, COMPRESSION, DEVICE_NAMES, NCCL, Key, register
-from kvtrainer.kvstore.local import LocalKVStore
+from kvtrainer.kvstore.base import BUILT_IN, COMPRESSION, DEVICE_NAMES, LOCAL_NAMES, NCCL, Key, register
 from kvtrainer.kvstore.replicas import densified, merge, merge_rows, sum_rows
 from kvtrainer.kvstore.values import (
     Entry,
@@ -29,6 +31,29 @@ from kvtrainer.kvstore.values import (
 from kvtrainer.kvstore.verbs import Found, TableKVStore
 from kvtrainer.one_thread import by_one_thread
 from kvtrainer.parallel.reducers import check_reducer, is_left_fold
+
+
+@register(*LOCAL_NAMES)
+class LocalKVStore(TableKVStore):
+    """Keeps keys in this process; several replicas of a value are summed. Rank 0 of 1 worker.
+
+    Sums and updates run on the CPU for every name, so results are the same bit for bit. A round is over, and its
+    error raised, when `push` returns. Keys may also be integers, which no optimizer can update.
+    """
+
+    capabilities: ClassVar[Collection[str]] = BUILT_IN["local"]
+
+    def __init__(self, type: str = "local") -> None:
+        engine = LocalEngine()
+        super().__init__(type, engine.client, engine)
+
+    def set_updater(self, updater: Callable[[Key, Tensor, Tensor], object]) -> None:
+        """Call `updater(key, merged, stored)` in place of an optimizer; it changes `stored` in place.
+
+        An error that it raises is raised by the push (as OptimizerError) and leaves the values as they were. It must
+        not call this store, which is busy with the push.
+        """
+        self._set_updater(updater)
 
 
 @register(*DEVICE_NAMES)

@@ -26,8 +26,7 @@ from kvtrainer.kvstore.verbs import TableKVStore
 from kvtrainer.memory.arena import Arena
 from kvtrainer.memory.memory import Memory
 from kvtrainer.profiler import Profiler
-from kvtrainer.sync.contract import Exchange, Gradients, Outcome, Shadowed
-from kvtrainer.sync.plugin import PluginExchange
+from kvtrainer.sync.contract import Exchange, Gradients, Outcome, PluginExchange, Shadowed
 from kvtrainer.sync.ranks import GroupExchange
 from kvtrainer.sync.select import Selection, group_too_late
 from kvtrainer.sync.servers import TABLE, StoreExchange

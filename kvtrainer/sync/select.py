@@ -25,9 +25,8 @@ from kvtrainer.kvstore.base import (
     KVStoreBase,
     factory_of,
 )
-from kvtrainer.kvstore.device import DeviceKVStore, is_nccl
+from kvtrainer.kvstore.device import DeviceKVStore, LocalKVStore, is_nccl
 from kvtrainer.kvstore.dist import DistKVStore
-from kvtrainer.kvstore.local import LocalKVStore
 from kvtrainer.kvstore.values import check_on_cuda
 from kvtrainer.kvstore.verbs import TableKVStore
 from kvtrainer.parallel.policy import LISTS, ReplicaPolicy

@@ -16,8 +16,7 @@ from kvstore_server.plan import Plan, TensorSpec, make_plan
 from kvtrainer.errors import ConfigurationError
 from kvtrainer.kvstore import KVStoreBase, LocalKVStore
 from kvtrainer.local_update import ShardUpdate
-from kvtrainer.sync.contract import Exchange, Gradients
-from kvtrainer.sync.plugin import PluginExchange
+from kvtrainer.sync.contract import Exchange, Gradients, PluginExchange
 from kvtrainer.sync.servers import StoreExchange
 
 PLAN = make_plan(
