@@ -1,22 +1,26 @@
-"""Parameter groups: made of what the Trainer was given, and the numbers that are read from them at every step."""
+"""Parameter groups: made of what the Trainer was given; their numbers, read at every step; and counts of updates."""
 
 from __future__ import annotations
 
+import gc
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed
 import torch.optim
+from torch import Tensor
+from torch.nn import Module
 
 from kvstore_server.optimizer import Optimizer, create_from_spec
 from kvstore_server.optimizer.base import canonical_options
 from kvstore_server.optimizer.torch_family import TorchOptimizer, is_plain
-from kvtrainer.errors import ConfigurationError, UnknownNameError
+from kvtrainer.errors import ConfigurationError, SchedulerInUseError, UnknownNameError
 from kvtrainer.memory.memory import DeviceMemory, Memory
-from kvtrainer.parallel.policy import COPIES
-from kvtrainer.parameters import collect
+from kvtrainer.parallel import DataParallel
+from kvtrainer.parallel.policy import COPIES, MEMBERSHIP, check_replicas, same_devices
 from kvtrainer.types import Group
 
 NOTES = frozenset(
@@ -26,6 +30,10 @@ NOTES = frozenset(
 _LISTS = frozenset({"params", "param_names", COPIES})
 _NUMBERS = frozenset({"lr", "weight_decay", "momentum", "betas"})
 """What must be finite in the groups of any optimizer."""
+
+
+Named = list[tuple[str | None, Tensor | Sequence[Tensor]]]
+"""Names, and each one's parameter or list of replicas."""
 
 
 class ParameterGroups:
@@ -94,8 +102,15 @@ class ParameterGroups:
                 f"lr_mult of {memory.names[next(iter(lr_mult))]!r} would have no effect: "
                 f"{self.optimizer.registered_name} has no learning rate"
             )
+        if self._option_names is None:
+            found = [
+                {n: _plain(v) for n, v in group.items() if n not in _LISTS | NOTES} for group in self.live
+            ]
+            groups = [{n: v for n, v in group.items() if is_plain(v)} for group in found]
+        else:
+            groups = [{n: _plain(group[n]) for n in self._option_names} for group in self.live]
         options: dict[str, Any] = {
-            "groups": [self._options_of(group) for group in self.live],
+            "groups": groups,
             "lr_mult": lr_mult,
             "wd_mult": _multipliers(memory, "wd_mult"),
         }
@@ -133,14 +148,75 @@ class ParameterGroups:
             for group, lists in zip(self.live, kept, strict=True):
                 group.update(lists)
 
-    def _options_of(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        """The options of a group that travel with every round, as plain numbers; of a foreign class all plain ones."""
-        if self._option_names is not None:
-            return {name: _plain(group[name]) for name in self._option_names}
-        found = {
-            name: _plain(value) for name, value in group.items() if name not in _LISTS and name not in NOTES
-        }
-        return {name: value for name, value in found.items() if is_plain(value)}
+
+class UpdateCounter:
+    """Count updates and, where the optimizer has a lr_scheduler, set the learning rate of all groups.
+
+    As in MXNet, the learning rate of an update is `lr_scheduler(n)`, where n counts from `begin_num_update` and is the
+    greatest update count of all keys. Every worker evaluates the scheduler; the counts, and so the rates, are equal.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        optimizer.num_update = optimizer.begin_num_update
+        self._behind: dict[int, int] = {}
+        """By how many updates a key is behind the one with most; keys that are not are left out."""
+        self._set: float | None = None
+
+    def apply(self, groups: Sequence[Group], coming: Sequence[bool] | None) -> None:
+        """Set the learning rate for the update that comes.
+
+        Args:
+            groups: of all parameters.
+            coming: which keys will be updated; None where other workers decide that too, and every key may be.
+
+        Raises:
+            SchedulerInUseError: somebody else has set the learning rate of a group since the last update.
+        """
+        scheduler = self._optimizer.lr_scheduler
+        if scheduler is None:
+            return
+        foreign = [group["lr"] for group in groups if self._set is not None and group["lr"] != self._set]
+        if foreign:
+            raise SchedulerInUseError(
+                f"the learning rate of a parameter group was set to {foreign[0]!r}, but {scheduler!r} decides it; set "
+                "the scheduler's base_lr or a parameter's lr_mult, or build the Trainer without lr_scheduler"
+            )
+        leads = coming is None or any(is_in and key not in self._behind for key, is_in in enumerate(coming))
+        rate = float(scheduler(self._optimizer.num_update + leads))
+        for group in groups:
+            group["lr"] = rate
+        self._set = rate
+
+    def count(self, updated: Sequence[bool]) -> None:
+        """Note that an update of these keys happened."""
+        if all(updated):
+            self._optimizer.num_update += 1
+        elif any(updated):
+            for key, was_in in enumerate(updated):
+                if not was_in:
+                    self._behind[key] = self._behind.get(key, 0) + 1
+            # Where all are behind, none of them leads: the one with most updates was not among these.
+            least = min(self._behind.values()) if len(self._behind) == len(updated) else 0
+            if least:
+                self._behind = {key: count - least for key, count in self._behind.items() if count > least}
+            self._optimizer.num_update += 1 - least
+
+    def restore_one(self, key: int, updates: int, num_keys: int) -> None:
+        """As `restore`, for a key alone."""
+        most = self._optimizer.num_update - self._optimizer.begin_num_update
+        counts = {one: most - self._behind.get(one, 0) for one in range(num_keys)}
+        if counts[key] != updates:
+            self.restore({**counts, key: updates}, num_keys)
+
+    def restore(self, updates: Mapping[int, int], num_keys: int) -> None:
+        """Go on after `updates` of each key, without `begin_num_update`; a key that is not there had none."""
+        counts = [updates.get(key, 0) for key in range(num_keys)]
+        most = max(counts)
+        self._optimizer.num_update = self._optimizer.begin_num_update + most
+        self._behind = {key: most - count for key, count in enumerate(counts) if count < most}
+        # The learning rates of the groups come from the state that was loaded.
+        self._set = None
 
 
 def is_foreign(optimizer: Optimizer) -> bool:
@@ -148,11 +224,178 @@ def is_foreign(optimizer: Optimizer) -> bool:
     return isinstance(optimizer, TorchOptimizer) and optimizer.is_foreign
 
 
+def collect(params: Any, first: int = 0) -> list[Group]:
+    """Bring parameters into torch's form: a list of groups with "params", "param_names" and options.
+
+    Takes a Module or DataParallel, a dict of parameters (in sorted order of its keys), `named_parameters()`, a list
+    of parameters, or a list of torch parameter groups whose "params" is any of those. A parameter that appears more
+    than once counts once, where it appears first. One without a name is called by its position, from `first` on.
+
+    In place of a parameter there may be a list of its replicas, one for each device, in the same order of devices for
+    every parameter. "params" then has the first ones, and the group's COPIES those of each further device.
+
+    Raises:
+        ConfigurationError: anything else, nothing at all, or a name that stands for two parameters.
+    """
+    groups = []
+    seen: dict[int, tuple[int, ...]] = {}
+    found: dict[str, Sequence[Tensor]] = {}
+    for options, named in _groups(params):
+        names: list[str] = []
+        for name, given in named:
+            is_alone = isinstance(given, Tensor)
+            replicas: Sequence[Any] = (given,)
+            if not is_alone and isinstance(given, Sequence):
+                replicas = list(given)
+            ids = (id(given),) if is_alone else tuple(map(id, replicas))
+            if ids and seen.get(ids[0]) == ids:
+                continue
+            for parameter in replicas:
+                if not isinstance(parameter, Tensor) or not parameter.is_leaf:
+                    raise _not_trainable(name, parameter)
+            label = str(first + len(found)) if name is None else name
+            if not is_alone or ids[0] in seen or hasattr(given, MEMBERSHIP):
+                check_replicas(label, replicas, seen)
+            if label in found:
+                raise ConfigurationError(f"two parameters are called {label!r}; give each a name of its own")
+            for one in ids:
+                seen[one] = ids
+            found[label] = replicas
+            names.append(label)
+        rows = [found[name] for name in names]
+        # Those of different lengths are refused below.
+        by_device = [[replicas[at] for replicas in rows] for at in range(min(map(len, rows), default=1))]
+        group: Group = {**options, "params": by_device[0], "param_names": names}
+        groups.append({**group, COPIES: by_device[1:]} if len(by_device) > 1 else group)
+    if not found:
+        raise ConfigurationError("there are no parameters to train; got an empty list")
+    same_devices(found)
+    return groups
+
+
+def _groups(params: Any) -> list[tuple[Group, Named]]:
+    """Split what was given into options and parameters of every group."""
+    if isinstance(params, Tensor):
+        raise ConfigurationError(
+            "parameters must come in a list or a dict; got a single tensor, put it in a list"
+        )
+    if isinstance(params, Mapping | Module):
+        return [({}, _named(params))]
+    items = list(_ordered(params))
+    if items and all(isinstance(item, dict) for item in items):
+        return [_group(item) for item in items]
+    return [({}, _named(items))]
+
+
+def _group(given: Group) -> tuple[Group, Named]:
+    if "params" not in given:
+        got = ", ".join(map(str, given)) or "nothing"
+        raise ConfigurationError(f"a parameter group needs 'params'; got only {got}")
+    inner = given["params"]
+    options = {name: value for name, value in given.items() if name not in ("params", "param_names")}
+    named = _named([inner] if isinstance(inner, Tensor) else inner)
+    given_names = given.get("param_names")
+    if given_names is None:
+        return options, named
+    if len(given_names) != len(named):
+        raise ConfigurationError(
+            f"a parameter group has {len(named)} parameters but {len(given_names)} param_names; give a name to each"
+        )
+    return options, [(str(name), parameter) for name, (_, parameter) in zip(given_names, named, strict=True)]
+
+
+def _named(params: Any) -> Named:
+    if isinstance(params, DataParallel):
+        return list(params.named_replicas())
+    if isinstance(params, Module):
+        return list(params.named_parameters())
+    if isinstance(params, Mapping):
+        return [(str(key), params[key]) for key in sorted(params, key=str)]
+    named: Named = []
+    for item in _ordered(params):
+        if isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str):
+            named.append(item)
+        else:
+            named.append((None, item))
+    return named
+
+
+def _ordered(params: Any) -> Iterable[Any]:
+    if isinstance(params, Set):
+        raise ConfigurationError(
+            "a set of parameters has no order that all workers share; give a list or a dict"
+        )
+    if not isinstance(params, Iterable) or isinstance(params, str | bytes):
+        raise ConfigurationError(_expected(params))
+    return params
+
+
+def _not_trainable(name: str | None, parameter: Any) -> ConfigurationError:
+    what = "a parameter" if name is None else f"{name!r}"
+    if not isinstance(parameter, Tensor):
+        return ConfigurationError(f"{_expected(parameter)} for {what}")
+    return ConfigurationError(f"{what} is the result of a computation; only leaf tensors can be trained")
+
+
+def _expected(got: Any) -> str:
+    return f"expected a Module, or a list or dict of parameters, got {type(got).__name__}"
+
+
+def refuse_ddp(params: Any) -> None:
+    """Raise ConfigurationError if a Trainer with a store is given a DistributedDataParallel module."""
+    given = params["params"] if isinstance(params, dict) and "params" in params else params
+    if _is_ddp(given):
+        raise _sums_twice("the module is wrapped in DistributedDataParallel")
+    if isinstance(given, list | tuple):
+        for item in given:
+            if isinstance(item, dict) and _is_ddp(item.get("params")):
+                raise _sums_twice("the module of a parameter group is wrapped in DistributedDataParallel")
+
+
+def refuse_parameters_of_ddp(parameters: Sequence[Tensor]) -> None:
+    """Raise ConfigurationError if some of a Trainer's parameters belong to a DistributedDataParallel module.
+
+    Nothing in a parameter tells. All objects of the process are looked through, but only where there is a process
+    group, without which nobody can have wrapped anything.
+    """
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return
+    ids = {id(p) for p in parameters}
+    if _wrapped_in_ddp(ids):
+        gc.collect()  # a wrapper that nobody uses any more does not count
+    if found := _wrapped_in_ddp(ids):
+        raise _sums_twice(
+            f"{found} of the {len(parameters)} parameters belong to a DistributedDataParallel module"
+        )
+
+
+def _wrapped_in_ddp(ids: set[int]) -> int:
+    """Count how many of these tensors are parameters of a DistributedDataParallel module."""
+    kind = torch.nn.parallel.DistributedDataParallel
+    things = gc.get_objects()
+    # By type, not by isinstance: some objects run code when they are asked for their class. And by distinct types,
+    # because there are hundreds of thousands of things.
+    kinds = {found for found in set(map(type, things)) if kind in found.__mro__}
+    wrappers = [thing for thing in things if type(thing) in kinds] if kinds else []
+    return len(ids & {id(p) for wrapper in wrappers for p in wrapper.module.parameters()})
+
+
+def _is_ddp(thing: object) -> bool:
+    return torch.distributed.is_available() and isinstance(thing, torch.nn.parallel.DistributedDataParallel)
+
+
+def _sums_twice(what: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"{what}, which averages gradients over ranks in every backward pass, and the kvstore would sum them once "
+        "more; give the Trainer kvstore=None, or the module without the wrapper"
+    )
+
+
 def make_groups(params: Any, optimizer: Optimizer, given: object, first: int = 0) -> list[Group]:
     """Return torch parameter groups with names, and options under torch's keys, checked.
 
     Args:
-        params: As `parameters.collect` takes them, `first` too.
+        params: As `collect` takes them, `first` too.
         optimizer: What the options are for.
         given: What the user gave as the optimizer. A torch instance brings its own groups, of the same parameters.
 
@@ -254,16 +497,16 @@ def _plain(value: Any) -> Any:
 
 
 def _multipliers(memory: Memory, attribute: str) -> Mapping[int, float]:
-    found = {}
-    for i, parameter in enumerate(memory.parameters):
-        value = getattr(parameter, attribute, None)
-        if value is not None and value != 1:
-            try:
-                found[i] = float(value)
-            except (TypeError, ValueError):
-                found[i] = math.nan
-            if not math.isfinite(found[i]):
-                raise ConfigurationError(
-                    f"{attribute} of {memory.names[i]!r} must be a finite number, got {value!r:.80}"
-                )
+    """Read the multipliers of parameters that are not 1, by index of the key."""
+    values = [getattr(p, attribute, None) for p in memory.parameters]
+    found = {i: value for i, value in enumerate(values) if value is not None and value != 1}
+    for i, value in found.items():
+        try:
+            found[i] = float(value)
+        except (TypeError, ValueError):
+            found[i] = math.nan
+        if not math.isfinite(found[i]):
+            raise ConfigurationError(
+                f"{attribute} of {memory.names[i]!r} must be a finite number, got {value!r:.80}"
+            )
     return found

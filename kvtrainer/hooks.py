@@ -21,7 +21,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from kvstore_server import check
 from kvtrainer.anomalies import checked_mode, report_anomalies
-from kvtrainer.clipping import make_clipping
 from kvtrainer.comm.rank_group import Buckets
 from kvtrainer.config import hook_arguments
 from kvtrainer.errors import ArgumentTypeError, ConfigurationError, UnregisteredNameError
@@ -30,6 +29,7 @@ from kvtrainer.precision import copy_grads_to_fp32, copy_params_to_fp16
 from kvtrainer.scaling import make_precision, unscale
 from kvtrainer.schedules.formulas import Formula, check_options, make_policy, warmup_factor
 from kvtrainer.schedules.param_schedule import GroupValue, MomentumWarmup, ScheduleSpec
+from kvtrainer.stages import make_clipping
 from kvtrainer.types import StepResult
 
 _log = logging.getLogger(__name__)

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, ItemsView, Iterator, Mapping, Sequence, ValuesView
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from kvstore_server.norms import UNCHANGED, Decision
+from kvstore_server.optimizer import Optimizer, States
 from kvstore_server.optimizer.torch_family import TorchOptimizer
+from kvstore_server.plan import Plan, Slice
+from kvstore_server.reduction import Contribution, RowSet
+from kvstore_server.shard import Shard
 from kvtrainer.errors import ConfigurationError
-from kvtrainer.groups import ParameterGroups
-from kvtrainer.local_update import JointUpdate, ShardUpdate
-from kvtrainer.lr_scheduler import UpdateCounter
+from kvtrainer.groups import ParameterGroups, UpdateCounter
+from kvtrainer.joint_update import JointUpdate
 from kvtrainer.memory.memory import DeviceMemory, Memory
 from kvtrainer.states.entries import State, initial_state
 from kvtrainer.states.holder import (
@@ -25,6 +30,61 @@ from kvtrainer.states.holder import (
     read_states,
 )
 from kvtrainer.sync.binding import Binding
+
+
+class ShardUpdate:
+    """Updates parameters where they lie, by a Shard whose memory they are: with the bits of a server.
+
+    Args:
+        plan: The layout of the arenas.
+        optimizer: Its state is kept here.
+        weights: dtype → the arena.
+    """
+
+    def __init__(self, plan: Plan, optimizer: Optimizer, weights: Mapping[str, Tensor]) -> None:
+        self.plan = plan
+        self.optimizer = optimizer
+        self._weights = weights
+
+    @cached_property
+    def shard(self) -> Shard:
+        """Made when it is first used: a Trainer whose store updates the weights needs none."""
+        shard = Shard()
+        shard.add(self.plan, 0, self._weights)
+        return shard
+
+    def apply(
+        self,
+        grads: Mapping[str, Tensor],
+        scale: float,
+        present: Sequence[bool],
+        hypers: Sequence[Mapping[str, Any]],
+        rows: Mapping[int, RowSet] | None = None,
+        decision: Decision = UNCHANGED,
+    ) -> None:
+        """Update the weights of the keys that are `present` with scale · gradient, limited as `decision` says.
+
+        `grads` is used as scratch. Of the keys in `rows` the gradient has only those, and `grads` is zero.
+
+        Raises:
+            OptimizerError: a user-defined optimizer raised; weights and state are as before.
+            ConfigurationError: the optimizer cannot update a key of this shape; nothing has changed.
+        """
+        shard, absent = self.shard, frozenset(key for key, is_in in enumerate(present) if not is_in)
+        if not self.optimizer.elementwise:
+            for key, spec in enumerate(self.plan.specs):
+                if present[key]:
+                    self.optimizer.check_key(spec.key, spec.shape, hypers[key])
+        found = {key: some for key, some in (rows or {}).items() if present[key]}
+        runs = shard.runs_of(shard.units[0], grads, absent | found.keys())
+        given = Contribution(runs, scale, absent, found, is_scratch=True)
+        shard.update([given], self.optimizer, [hypers], decision=decision)
+
+    def get_state(self, piece: Slice) -> States:
+        return self.shard.get_state(self.shard.units[0], piece.index)
+
+    def put_state(self, piece: Slice, state: States) -> None:
+        self.shard.put_state(self.shard.units[0], piece.index, state)
 
 
 class OptimizerStates:
@@ -204,14 +264,7 @@ class OptimizerStates:
                 for name, value in own.items():
                     live.setdefault(name, value)
             made.param_groups = groups.live
-        return JointUpdate(
-            device.plan,
-            device.arena.weights,
-            made,
-            device.parameters,
-            lambda: groups.live,
-            optimizer.multi_precision,
-        )
+        return JointUpdate(device, made, lambda: groups.live, optimizer.multi_precision)
 
 
 class StateView(Mapping[Tensor, State]):

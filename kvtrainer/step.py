@@ -4,7 +4,7 @@
     → norm, finite? → skip, or clip and update, here or in the store → new weights → loss scale → schedules
 
 Every feature is an option of one of these stages. `StepPipeline.step` is the whole of it, in this order;
-`allreduce_grads` and `update` are its two halves, and `keep_company` is what a worker without data does of it.
+`allreduce_grads` and `update` are its two halves. What a worker without data does of it is in `join`.
 """
 
 from __future__ import annotations
@@ -12,34 +12,30 @@ from __future__ import annotations
 import logging
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from kvstore_server.check import is_number
-from kvstore_server.hyper import effective_hypers, unpack_hypers
+from kvstore_server.hyper import effective_hypers
 from kvstore_server.norms import Decision, measure
 from kvtrainer.anomalies import describe_nonfinite, losses_of, report_anomalies
-from kvtrainer.clipping import Limits, Verdict
 from kvtrainer.errors import (
     REPLACED,
     ConfigurationError,
     NoGradientWarning,
     NonFiniteGradientError,
 )
-from kvtrainer.groups import ParameterGroups
-from kvtrainer.local_update import JointUpdate, ShardUpdate
-from kvtrainer.lr_scheduler import UpdateCounter
+from kvtrainer.groups import ParameterGroups, UpdateCounter
+from kvtrainer.joint_update import JointUpdate
 from kvtrainer.memory.memory import DeviceMemory, Memory
-from kvtrainer.optimizer_states import OptimizerStates
+from kvtrainer.optimizer_states import OptimizerStates, ShardUpdate
 from kvtrainer.parallel.batch import ReplicaLosses
 from kvtrainer.scaling import LossScaler, PlainScaling
 from kvtrainer.schedules.param_schedule import BoundSchedule
-from kvtrainer.stage_options import Accumulation, StageOptions
+from kvtrainer.stages import Accumulation, Limits, StageOptions, Verdict
 from kvtrainer.sync.binding import Binding
-from kvtrainer.sync.contract import Outcome
 from kvtrainer.types import StepResult
 
 _log = logging.getLogger(__name__)
@@ -71,11 +67,11 @@ class StepPipeline:
         self.is_in_join = False
         self._needs_backward = ""
         """An option that only `backward` follows; empty if there is none."""
-        self._voting: float | None = None
+        self.voting: float | None = None
         """The loss scale of a scaler that the script drives, while that makes a step, which all workers may skip."""
-        self._is_bad = False
+        self.is_bad = False
         """Whether this worker knows already that the present gradients must not be used."""
-        self._bad_loss = ""
+        self.bad_loss = ""
         """What to say of a loss that was not finite here."""
         self._reduced: list[bool] | None = None
         """Between `allreduce_grads` and `update`: which gradients have been summed."""
@@ -111,7 +107,7 @@ class StepPipeline:
             loss.mark_used()
         if self.stages.limits.on_nonfinite in ("raise", "skip") and (problem := describe_nonfinite(losses)):
             # All workers have to know, and the round tells them.
-            self._is_bad, self._bad_loss = True, f"{problem}: "
+            self.is_bad, self.bad_loss = True, f"{problem}: "
         factor = 1.0 / self.accumulation.divisor
         if self.loss_scaler is not None:
             self.loss_scaler.mark_scaled()
@@ -131,7 +127,7 @@ class StepPipeline:
 
     def drop_gradients(self) -> None:
         """Note that the present gradients were dropped; what was known of them is so no longer."""
-        self._is_bad, self._bad_loss = False, ""
+        self.is_bad, self.bad_loss = False, ""
         if self.loss_scaler is not None:
             self.loss_scaler.mark_dropped()
 
@@ -154,24 +150,32 @@ class StepPipeline:
                 loss = closure()
         if self._is_waiting():
             return self.last if closure is None else loss
-        undone = self._loss_factor
-        is_strict, is_torchs = batch_size is not None, batch_size is None
-        fresh = self.fresh(
-            is_strict and not ignore_stale_grad, with_zeros=is_torchs and not ignore_stale_grad
+        undone = carried = self._loss_factor
+        is_strict = batch_size is not None
+        fresh = self.new_gradients(
+            is_strict and not ignore_stale_grad, with_zeros=not is_strict and not ignore_stale_grad
         )
-        self._check_backward(fresh)
-        if not ignore_stale_grad and not any(fresh):
-            self._warn_of_no_gradient()
-        self.prepare()
-        plain = loops_scaling(self.link.num_workers)
-        again = self._evaluator(closure, loss, scale)
-        undone *= 1.0 if plain is None else plain.factor
-        with self._knowing(plain is not None and plain.overflows):
-            scale *= undone / self._gather(fresh)
+        if not ignore_stale_grad and not self._has_warned and not any(fresh):
+            self._has_warned = True
+            warnings.warn(
+                f"step() gives nothing: none of the {len(self.memory.names)} parameters got a gradient since the "
+                f"last step. {REPLACED} If it is meant, pass ignore_stale_grad=True. This is said once",
+                NoGradientWarning,
+                stacklevel=5,
+            )
+        if not self.link.is_started:
+            self.prepare()
+        was_bad, plain = self.is_bad, loops_scaling(self.link.num_workers)
+        again = None if closure is None else self._evaluator(closure, loss, scale)
+        if plain is not None:
+            undone *= plain.factor
+            self.is_bad = was_bad or plain.overflows
+        try:
+            scale *= undone / self._gather(fresh, carried)
             updated: list[bool] | None = fresh
             verdict, in_store = Verdict(), False
             if (exchange := self.link.exchange) is not None:
-                kept = 1.0 if exchange.updates_weights else self._kept_scale(undone)
+                kept = 1.0 if exchange.updates_weights else self.kept_scale(undone)
                 mean = self._num_averaged if batch_size is None else 1
                 updated, verdict = self._reduce(fresh, scale * kept / mean)
                 scale, in_store = 1.0 / kept, exchange.updates_weights
@@ -180,6 +184,9 @@ class StepPipeline:
                 updated = None if verdict.decision.skip else updated
             elif updated is not None and self.memory.has_replicas:
                 self.memory.share_weights()
+        except BaseException:
+            self.is_bad = was_bad
+            raise
         self._finish(fresh, updated, verdict)
         return self.last if closure is None else loss
 
@@ -190,12 +197,15 @@ class StepPipeline:
             carried: the factor of its loss, which has been taken out of the gradients.
             make: makes the step.
         """
-        self._voting = carried
+        was_bad, self.voting = self.is_bad, carried
+        self.is_bad = was_bad or overflows
         try:
-            with self._knowing(overflows):
-                make()
+            make()
+        except BaseException:
+            self.is_bad = was_bad
+            raise
         finally:
-            self._voting = None
+            self.voting = None
 
     def allreduce_grads(self) -> None:
         """Replace every gradient by its sum; see `Trainer.allreduce_grads`."""
@@ -203,12 +213,11 @@ class StepPipeline:
         self._refuse_in_store("allreduce_grads()")
         if self._is_waiting():
             return
-        fresh = self.fresh(is_strict=False)
-        self._check_backward(fresh)
+        fresh = self.new_gradients(is_strict=False)
         self.prepare()
         if self.link.exchange is None:
             return
-        summed, _ = self._reduce(fresh, 1.0 / self._gather(fresh))
+        summed, _ = self._reduce(fresh, 1.0 / self._gather(fresh, self._loss_factor))
         if summed is not None and self._overflows():
             summed = None
         self._is_vetoed, self._reduced = summed is None, summed or fresh
@@ -228,14 +237,9 @@ class StepPipeline:
         scale = self._scale_of(batch_size) * self._loss_factor
         is_strict = batch_size is not None and not ignore_stale_grad
         if self._reduced is None:
-            present = self.fresh(is_strict, with_zeros=batch_size is None and not ignore_stale_grad)
-            self._check_backward(present)
-        else:
-            # Sums count as fresh, also where only other workers had a gradient; unless dropped since.
-            rows = zip(self._reduced, self.memory.parameters, strict=True)
-            present = self.fresh(is_strict, [has_sum and p.grad is not None for has_sum, p in rows])
-        self.prepare()
-        if self._reduced is None:
+            with_zeros = batch_size is None and not ignore_stale_grad
+            present = self.new_gradients(is_strict, with_zeros=with_zeros)
+            self.prepare()
             if self.memory.has_replicas and self.link.exchange is not None:
                 raise ConfigurationError(
                     f"update() found gradients of {len(self.memory.devices)} replicas that were not summed; call "
@@ -243,11 +247,15 @@ class StepPipeline:
                 )
             self.memory.gather(present)
         else:
+            # Sums count as fresh, also where only other workers had a gradient; unless dropped since.
+            rows = zip(self._reduced, self.memory.parameters, strict=True)
+            present = self.new_gradients(is_strict, [has_sum and p.grad is not None for has_sum, p in rows])
+            self.prepare()
             if batch_size is None:
                 scale /= self._num_averaged
             if not self._is_vetoed:
                 self.memory.gather_sums(present)
-        self._is_bad = self._is_bad or self._is_vetoed
+        self.is_bad = self.is_bad or self._is_vetoed
         verdict = self._update_here(present, scale)
         return self._finish(present, None if verdict.decision.skip else present, verdict)
 
@@ -293,24 +301,33 @@ class StepPipeline:
 
     def prepare(self) -> bool:
         """Make the store and give every worker rank 0's weights; once, collectively. Returns whether it was now."""
+        if self.link.is_started:
+            return False
         self._decide()
-        is_first = self.link.start(self.memory, self.groups.optimizer)
-        if is_first:
-            if _log.isEnabledFor(logging.DEBUG):
-                for name, takes_part in zip(self.memory.names, self.memory.participating(), strict=True):
-                    if takes_part:
-                        _log.debug("parameter %s will be updated", name)
-            if self.link.exchange is not None and self.memory.has_replicas:
-                self.memory.share_weights()
-            self.memory.accept_writes(self.link.has_weights)
-            self.states.hand_over()
-        return is_first
+        self.link.start(self.memory, self.groups.optimizer)
+        if _log.isEnabledFor(logging.DEBUG):
+            for name, takes_part in zip(self.memory.names, self.memory.participating(), strict=True):
+                if takes_part:
+                    _log.debug("parameter %s will be updated", name)
+        if self.link.exchange is not None and self.memory.has_replicas:
+            self.memory.share_weights()
+        self.memory.accept_writes(self.link.has_weights)
+        self.states.hand_over()
+        return True
 
     def _decide(self) -> None:
         """Decide where the optimizer runs, if that was left open until the first gradients are there."""
         if self.link.is_open:
             grads = [p.grad for device in self.memory.devices for p in device.parameters]
             self.link.decide(any(grad is not None and grad.is_sparse for grad in grads))
+
+    def refuse_in_join(self, method: str) -> None:
+        """Raise ConfigurationError in a block of `join`."""
+        if self.is_in_join:
+            raise ConfigurationError(
+                f"{method} is not possible in a join() block: workers that have left it cannot take part; use step() "
+                "in the block, and the rest outside"
+            )
 
     def _refuse_in_store(self, method: str) -> None:
         self._decide()
@@ -329,7 +346,9 @@ class StepPipeline:
         """
         self.link.check_open()
         accumulation = self.accumulation
-        if accumulation.counts > 1 and not accumulation.has_begun:
+        if accumulation.counts == 1:
+            return False
+        if not accumulation.in_window:
             raise ConfigurationError(
                 f"accumulate={accumulation.counts} counts the backward passes that trainer.backward(loss) or "
                 "trainer.update_params(loss) make, and there was none since the last step; call that instead of "
@@ -337,64 +356,35 @@ class StepPipeline:
             )
         if accumulation.is_boundary:
             return False
-        self.last = StepResult(lr=self._lr_of_step, loss_scale=self._loss_scale, updated=False)
+        self.last = self._result(updated=False)
         return True
 
     # Which gradients there are, and what they are multiplied by.
 
-    def fresh(
+    def new_gradients(
         self, is_strict: bool, summed: list[bool] | None = None, *, with_zeros: bool = False
     ) -> list[bool]:
-        """Find the parameters that have a new gradient; after `allreduce_grads`, `summed` says so.
-
-        Args:
-            with_zeros: whether one counts that was set to zero, as for torch's optimizers.
+        """Find the parameters that have a new gradient; arguments as of `Memory.fresh`.
 
         Raises:
             StaleGradientError: `is_strict`, and one that should has none.
+            ConfigurationError: the gradients came without what an option asks for.
         """
-        self.link.check_open()
         self.ready()
-        self.memory.attach()
-        return self.memory.fresh(is_strict, with_zeros, summed)
-
-    def _check_backward(self, fresh: Sequence[bool]) -> None:
-        """Raise ConfigurationError if the gradients came without what an option asks for."""
-        if not any(fresh):
-            return
-        needs, precision = self._needs_backward, self.stages.precision
-        is_scaled = needs == "amp" and self.loss_scaler is not None and self.loss_scaler.is_scaled
-        if needs and not self.accumulation.has_begun and not is_scaled:
+        fresh = self.memory.fresh(is_strict, with_zeros, summed)
+        needs, precision, scaler = self._needs_backward, self.stages.precision, self.loss_scaler
+        is_scaled = needs == "amp" and scaler is not None and scaler.is_scaled
+        if needs and not self.accumulation.in_window and not is_scaled and any(fresh):
             raise ConfigurationError(
                 f"the option {needs} works in trainer.backward(loss) and trainer.update_params(loss), but "
                 "the gradients came from loss.backward(); call one of those, or leave the option out"
             )
-        if precision is not None and precision.scaler is None and not self.has_context:
+        if precision is not None and precision.scaler is None and not self.has_context and any(fresh):
             raise ConfigurationError(
                 "amp with dtype 'bfloat16' works in trainer.context(), which was never entered; compute the forward "
                 "pass and the loss in it, or leave amp out"
             )
-
-    def _warn_of_no_gradient(self) -> None:
-        if not self._has_warned:
-            self._has_warned = True
-            warnings.warn(
-                f"step() gives nothing: none of the {len(self.memory.names)} parameters got a gradient since the "
-                f"last step. {REPLACED} If it is meant, pass ignore_stale_grad=True. This is said once",
-                NoGradientWarning,
-                stacklevel=6,
-            )
-
-    @contextmanager
-    def _knowing(self, overflows: bool) -> Iterator[None]:
-        """In the block the present gradients are known to be bad if they overflow; afterwards too, if it ends well."""
-        before = self._is_bad
-        self._is_bad = before or overflows
-        try:
-            yield
-        except BaseException:
-            self._is_bad = before
-            raise
+        return fresh
 
     def _scale_of(self, batch_size: float | None) -> float:
         """What gradients are multiplied by, before the mean over workers and without the loss scale."""
@@ -411,18 +401,11 @@ class StepPipeline:
         return 1.0 if self.loss_scaler is None else self.loss_scaler.factor
 
     @property
-    def _loss_scale(self) -> float:
-        """The factor that the loss of this step carries, on other workers if not here."""
-        if self.loss_scaler is not None:
-            return self.loss_scaler.loss_scale
-        return 1.0 if self._voting is None else self._voting
-
-    @property
     def _num_averaged(self) -> int:
         """What the sum of a round is divided by for a mean: the gradients that meet, unless they carry shares."""
         return 1 if self.link.exchange is None else self.link.num_workers * self.memory.num_averaged
 
-    def _kept_scale(self, undone: float) -> float:
+    def kept_scale(self, undone: float) -> float:
         """Part of the loss scale to leave in the sums where workers update, so that float16 does not underflow.
 
         It is the same on all workers. What is compressed has lost it before.
@@ -431,25 +414,27 @@ class StepPipeline:
             undone: the factor that takes the loss scale out of this worker's gradients.
         """
         exchange, grads = self.link.exchange, self.memory.arena.grads
-        is_plain = "float16" not in grads or self.link.is_lossy(grads)
-        if exchange is None or exchange.updates_weights or is_plain:
+        if (
+            exchange is None
+            or exchange.updates_weights
+            or "float16" not in grads
+            or self.link.is_lossy(grads)
+        ):
             return 1.0
         if exchange.num_workers == 1:
             return 1.0 / undone
         return 1.0 if self.loss_scaler is None else self.loss_scaler.loss_scale
 
-    def _evaluator(
-        self, closure: Callable[[], Any] | None, loss: Any, scale: float
-    ) -> Callable[[], Any] | None:
-        """Make what a torch optimizer calls to evaluate the loss again; None if it has no closure for that.
+    def _evaluator(self, closure: Callable[[], Any], loss: Any, scale: float) -> Callable[[], Any] | None:
+        """Make what a torch optimizer calls to evaluate the loss again; None for what updates key by key.
 
         Args:
             closure: the script's.
             loss: what it gave already.
             scale: what gradients are multiplied by.
         """
-        joint = None if closure is None else self.states.joint
-        if joint is None or closure is None:
+        joint = self.states.joint
+        if joint is None:
             return None
         is_alone = (
             self.link.exchange is None and not self.memory.has_replicas and self.accumulation.counts == 1
@@ -479,19 +464,21 @@ class StepPipeline:
     @property
     def limits(self) -> Limits:
         """What is checked of the gradient in the step that comes."""
-        return self.stages.limits.with_scaler(self.loss_scaler is not None or self._voting is not None)
+        limits = self.stages.limits
+        return limits if self.loss_scaler is None and self.voting is None else limits.with_scaler
 
-    def _gather(self, fresh: Sequence[bool]) -> float:
+    def _gather(self, fresh: Sequence[bool], factor: float) -> float:
         """Copy new gradients into the arena; where there is a store, those of replicas are summed at once.
 
-        Returns what they have been multiplied by: what is to be compressed loses its loss scale before, because the
-        threshold and what is held back are of the gradient itself.
+        Returns what they have been multiplied by: 1, or `factor`, which undoes the loss scale. What is to be compressed
+        loses that before, because the threshold and what is held back are of the gradient itself.
         """
         memory, link = self.memory, self.link
         memory.gather(fresh)
-        factor = self._loss_factor if link.is_lossy(memory.arena.grads) else 1.0
-        if factor != 1.0:
+        if factor != 1.0 and link.is_lossy(memory.arena.grads):
             memory.scale(factor)
+        else:
+            factor = 1.0
         if memory.has_replicas and link.exchange is not None:
             # What overflows cannot be compressed; its sum overflows as well, which is a veto.
             is_plain = link.replicas is None or self._overflows()
@@ -500,7 +487,7 @@ class StepPipeline:
 
     def _overflows(self) -> bool:
         """Tell whether a gradient in the arena is infinite or not a number, where that matters."""
-        return self._is_bad or (self.limits.checks_finite and not self.memory.is_finite())
+        return self.is_bad or (self.limits.checks_finite and not self.memory.is_finite())
 
     def _reduce(self, fresh: list[bool], scale: float) -> tuple[list[bool] | None, Verdict]:
         """Make one round of the gradients in the arena. Returns which keys any worker gave, and the verdict.
@@ -514,7 +501,7 @@ class StepPipeline:
         own = Verdict()
         if exchange.updates_weights and not exchange.is_sync:
             # Every contribution is an update of its own.
-            own = self._judge(memory.devices[0], fresh, scale)
+            own = self.judge(memory.devices[0], fresh, scale)
             scale = self._limit_own(own.decision, scale)
         veto = own.decision.skip or self._overflows()
         # What workers must have alike, or they come to different numbers of rounds, or scales.
@@ -531,7 +518,7 @@ class StepPipeline:
             if outcome.rows is None:
                 memory.devices[0].scale_rows(scale)  # those did not travel; what did has come back scaled
             else:
-                memory.rows = outcome.rows
+                memory.devices[0].rows = dict(outcome.rows)
         verdict = Verdict(outcome.measured, outcome.decision) if exchange.is_sync else own
         # What is frozen here may not be so elsewhere, and weights must stay equal: the sum is what counts.
         candidates = [True] * len(fresh) if exchange.knows_left_out else memory.participating()
@@ -541,7 +528,7 @@ class StepPipeline:
         """Limit the elements in the arena; return the scale that limits the norm."""
         if decision.clip_value is not None:
             limit = decision.clip_value / abs(scale)
-            rows = self.memory.rows.values()
+            rows = self.memory.devices[0].rows.values()
             for grad in [*self.memory.arena.grads.values(), *(one.values for one in rows)]:
                 # What a dtype cannot hold limits nothing but infinities, and torch refuses it.
                 bound = min(limit, torch.finfo(grad.dtype).max)
@@ -550,7 +537,8 @@ class StepPipeline:
 
     def _options(self, coming: Sequence[bool]) -> dict[str, Any]:
         """The numbers of an update of these keys, checked; other workers may add keys to it."""
-        self.counts.apply(self.groups.live, coming if self.link.num_workers == 1 else None)
+        if self.groups.optimizer.lr_scheduler is not None:
+            self.counts.apply(self.groups.live, coming if self.link.num_workers == 1 else None)
         return self.groups.options(self.memory)
 
     def _update_here(
@@ -568,19 +556,19 @@ class StepPipeline:
         if self.link.exchange is None and self.memory.has_replicas:
             by_device = list(self.memory.own_present)  # each replica goes its own way
         places = list(zip(self.memory.devices, self.states.here, by_device, strict=False))
-        verdicts = [self._judge(device, own, scale) for device, _, own in places]
+        verdicts = [self.judge(device, own, scale) for device, _, own in places]
         skipped = next((verdict for verdict in verdicts if verdict.decision.skip), None)
         if skipped is not None:
             return skipped
         for (device, update, own), verdict in zip(places, verdicts, strict=True):
-            self._apply(device, update, own, scale, numbers, verdict.decision, again)
+            self.apply(device, update, own, scale, numbers, verdict.decision, again)
         if self.link.exchange is not None and self.memory.has_replicas:
             self.memory.share_weights(present)
         return verdicts[0]
 
-    def _judge(self, device: DeviceMemory, present: Sequence[bool], scale: float) -> Verdict:
+    def judge(self, device: DeviceMemory, present: Sequence[bool], scale: float) -> Verdict:
         """Decide about the gradients in an arena, which are to be multiplied by `scale`."""
-        if self._is_bad:
+        if self.is_bad:
             return Verdict(None, Decision(skip=True))
         limits = self.limits
         if not limits.is_needed:
@@ -594,21 +582,21 @@ class StepPipeline:
         Raises:
             NonFiniteGradientError: the step was skipped, and the script wants to stop then.
         """
-        scale, limits, is_skipped = self._loss_scale, self.limits, updated is None
+        limits, is_skipped = self.limits, updated is None
         self.memory.consume(used)
-        self._reduced, self._is_vetoed, self._is_bad = None, False, False
-        self.accumulation.end()
+        self._reduced, self._is_vetoed, self.is_bad = None, False, False
+        self.accumulation.in_window = 0
         norm = None
         if limits.reports_norm:
             # Not all workers have measured it where one knew before that the step is skipped.
             norm = math.inf if is_skipped or verdict.measured is None else verdict.measured.norm
         has_updated = updated is not None and any(updated)
-        self.last = StepResult(norm, verdict.decision.coef, is_skipped, scale, self._lr_of_step, has_updated)
-        self._count(updated)
+        self.last = self._result(norm, verdict.decision.coef, is_skipped, has_updated)
+        self.count(updated)
         if self.groups.instance is not None:
             # Schedulers bound to the instance warn unless they see it step.
             self.groups.instance._opt_called = True  # type: ignore[attr-defined]
-        said, self._bad_loss = self._bad_loss, ""
+        said, self.bad_loss = self.bad_loss, ""
         if is_skipped and limits.on_nonfinite == "raise":
             raise NonFiniteGradientError(
                 f"{said}a gradient or the loss is infinite or not a number, on this worker or another, so nothing was "
@@ -617,13 +605,18 @@ class StepPipeline:
             )
         return self.last
 
-    @property
-    def _lr_of_step(self) -> float | None:
-        """What the step has been made with; a lr_scheduler, too, writes it there before the update."""
+    def _result(
+        self, norm: float | None = None, coef: float = 1.0, skipped: bool = False, updated: bool = True
+    ) -> StepResult:
+        """Say how a step ended, with the learning rate that it was made with; a lr_scheduler has written it there."""
         lr = self.groups.live[0].get("lr")
-        return None if lr is None else float(lr)
+        # The factor that the loss of this step carries, on other workers if not here.
+        scale = 1.0 if self.voting is None else self.voting
+        if self.loss_scaler is not None:
+            scale = self.loss_scaler.loss_scale
+        return StepResult(norm, coef, skipped, scale, None if lr is None else float(lr), updated)
 
-    def _count(self, updated: Sequence[bool] | None) -> None:
+    def count(self, updated: Sequence[bool] | None) -> None:
         """Note that these keys were updated, or None if the step was skipped."""
         if updated is not None:
             self.counts.count(updated)
@@ -634,7 +627,7 @@ class StepPipeline:
                 if schedule.by == "step":
                     schedule.step()
 
-    def _apply(
+    def apply(
         self,
         device: DeviceMemory,
         update: ShardUpdate | JointUpdate,
@@ -645,92 +638,10 @@ class StepPipeline:
         again: Callable[[], Any] | None = None,
     ) -> None:
         """Update these keys on one device, in this process."""
-        arena = device.arena
         if isinstance(update, JointUpdate):
-            update.closure = again
-        update.apply(arena.grads, scale, present, numbers, device.rows, decision)
-        arena.mark_updated(present)
-        if self.link.exchange is None and isinstance(update, ShardUpdate):
-            arena.zeros = frozenset(device.rows)
-
-    # Blocks in which workers take different numbers of steps.
-
-    def refuse_in_join(self, method: str) -> None:
-        """Raise ConfigurationError in a block of `join`."""
-        if self.is_in_join:
-            raise ConfigurationError(
-                f"{method} is not possible in a join() block: workers that have left it cannot take part; use step() "
-                "in the block, and the rest outside"
-            )
-
-    def check_join(self) -> None:
-        """Raise ConfigurationError if the store does not know workers without data."""
-        exchange = self.link.exchange
-        if exchange is not None and not exchange.can_shadow:
-            raise ConfigurationError(
-                f"kvstore {self.link.describe()!r} does not know workers without data, so join() is not possible; "
-                "give every worker the same number of batches"
-            )
-
-    def keep_company(self) -> None:
-        """Take part in the others' rounds with nothing, until all workers have no more data."""
-        self.ready()
-        self.prepare()
-        self.check_join()
-        exchange = self.link.exchange
-        if exchange is None:
-            return
-        self._drop_ungiven()
-        is_over = False
-        while not is_over:
-            shadowed = self.link.shadow(self.memory.arena)
-            is_over = shadowed.is_over
-            # Without rounds every worker's schedules go by its own updates, and have gone on since it gave its last.
-            if shadowed.hyper and not (is_over if exchange.is_sync else self.schedules):
-                self._adopt_options(shadowed.hyper)
-            if not is_over:
-                self._follow_round(shadowed.hyper, shadowed.outcome)
-        self.memory.share_weights()
-        self.memory.accept_writes(self.link.has_weights)
-
-    def _drop_ungiven(self) -> None:
-        """Leave gradients behind that no step took: the loss scale that they carry may be another one afterwards."""
-        passes = self.accumulation.end_early()
-        if passes and self.accumulation.counts > 1:
-            _log.warning(
-                "a join() block ends within a window of accumulation: the gradients of %d backward passes are dropped",
-                passes,
-            )
-        self.memory.consume(self.fresh(is_strict=False))
-        self._is_bad, self._bad_loss = False, ""
-
-    def _follow_round(self, hyper: bytes, outcome: Outcome) -> None:
-        """Do here what a round has done elsewhere, with the options that are in force."""
-        assert self.link.exchange is not None
-        updated = None
-        if not outcome.skipped:
-            updated = [i not in outcome.left_out for i in range(len(self.memory.names))]
-        self.memory.rows = outcome.rows or {}
-        said = unpack_hypers(hyper) if hyper else {}
-        # A scaler that a loop drives is known to workers only while they have data.
-        self._voting = 1.0 if (said.get("limits") or {}).get("checks_finite", False) else None
-        try:
-            if updated is not None and not self.link.exchange.updates_weights:
-                device, scale = self.memory.devices[0], 1.0 / self._kept_scale(1.0)
-                verdict = self._judge(device, updated, scale)
-                if verdict.decision.skip:
-                    updated = None
-                else:
-                    numbers = effective_hypers(self.memory.plan, self.groups.optimizer, said)
-                    self._apply(device, self.states.here[0], updated, scale, numbers, verdict.decision)
-                    self.memory.share_weights(updated)
-            self._count(updated)
-        finally:
-            self._voting = None
-
-    def _adopt_options(self, hyper: bytes) -> None:
-        """Go on with the options that were in force last."""
-        has_scheduler = self.groups.optimizer.lr_scheduler is not None
-        for group, values in zip(self.groups.live, unpack_hypers(hyper)["groups"], strict=True):
-            kept = {"lr": group["lr"]} if has_scheduler else {}
-            group.update({**values, **kept})
+            update.apply(scale, present, numbers, decision, again)
+        else:
+            update.apply(device.arena.grads, scale, present, numbers, device.rows, decision)
+            if self.link.exchange is None:
+                device.arena.zeros = frozenset(device.rows)
+        device.arena.mark_updated(present)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NoReturn
 
@@ -20,21 +20,21 @@ from kvstore_server.check import is_number
 from kvstore_server.optimizer import Optimizer, spec_for_store
 from kvstore_server.optimizer.torch_family import TorchOptimizer
 from kvtrainer.errors import ArgumentTypeError, ConfigurationError, KVStoreError
-from kvtrainer.groups import ParameterGroups, make_groups
+from kvtrainer.groups import ParameterGroups, make_groups, refuse_ddp, refuse_parameters_of_ddp
+from kvtrainer.join import join
 from kvtrainer.kvstore.base import KVStoreBase
 from kvtrainer.memory.row_sparse import RowSparseParameter, claimable, is_row_sparse
 from kvtrainer.one_thread import by_one_thread
 from kvtrainer.optimizer import create as create_optimizer
 from kvtrainer.optimizer_states import OptimizerStates, StateView
 from kvtrainer.parallel.policy import COPIES, devices_of, policy_of, spread
-from kvtrainer.parameters import refuse_ddp, refuse_parameters_of_ddp
 from kvtrainer.paramwise import ParamReport, apply_paramwise, rows_of
 from kvtrainer.profiler import Profiler
 from kvtrainer.saving import adopt_rest, as_state_dict, check_fit, export_own_states, export_states
 from kvtrainer.scaling import LossScaler, plain_scaling, scaler_of
 from kvtrainer.schedules.binding import bind_schedules
 from kvtrainer.schedules.param_schedule import BoundSchedule
-from kvtrainer.stage_options import STAGES, Accumulation, StageOptions
+from kvtrainer.stages import STAGES, Accumulation, StageOptions
 from kvtrainer.states.entries import State
 from kvtrainer.states.file import read_state_file, write_state_file
 from kvtrainer.states.saved import SavedStates
@@ -280,8 +280,7 @@ class Trainer(torch.optim.Optimizer):
         """
         return self._pipeline.update(batch_size, ignore_stale_grad)
 
-    @contextmanager
-    def join(self) -> Iterator[None]:
+    def join(self) -> AbstractContextManager[None]:
         """Let workers take different numbers of steps in the block; collective, and it ends on all workers together.
 
             with trainer.join():
@@ -301,16 +300,7 @@ class Trainer(torch.optim.Optimizer):
             ConfigurationError: the store cannot do that, or blocks are nested.
             KVStoreError: as `step`.
         """
-        pipeline = self._pipeline
-        if pipeline.is_in_join:
-            raise ConfigurationError("this Trainer is in a join() block already; leave it first")
-        pipeline.check_join()
-        pipeline.is_in_join = True
-        try:
-            yield
-            pipeline.keep_company()
-        finally:
-            pipeline.is_in_join = False
+        return join(self._pipeline)
 
     @property
     def last(self) -> StepResult | None:

@@ -128,10 +128,14 @@ class DeviceMemory:
                 names.append(self.names[i])
         return names
 
-    def piece(self, key: int) -> Tensor:
-        """Get the gradient of a key in the arena, flat."""
+    def densified(self, key: int) -> Tensor:
+        """Get the gradient of a key in the arena, flat; where it goes by rows, those are written there first."""
         spec, at = self.plan.specs[key], self.plan.key_offsets[key]
-        return self.arena.grads[spec.dtype][at : at + spec.numel]
+        piece = self.arena.grads[spec.dtype][at : at + spec.numel]
+        if key in self.rows:
+            ids, values = self.rows[key]
+            piece.view(-1, values.shape[1])[ids] = values.to(piece.dtype)
+        return piece
 
     def _by_rows(self, among: Sequence[bool]) -> list[int]:
         """List those parameters among some whose gradient goes by rows now."""
@@ -226,15 +230,6 @@ class Memory:
             self._place()
         self.attach()
 
-    @property
-    def rows(self) -> Mapping[int, RowSet]:
-        """The row-sparse gradients on the first device, or their sums, by index of the key."""
-        return self.devices[0].rows
-
-    @rows.setter
-    def rows(self, rows: Mapping[int, RowSet]) -> None:
-        self.devices[0].rows = dict(rows)
-
     def key_of(self, parameter: Tensor) -> int | None:
         """Find the key of a parameter; None if it is not one of these."""
         return self._keys.get(id(parameter))
@@ -306,6 +301,7 @@ class Memory:
             StaleGradientError: some have none; names all of them.
             ParameterMovedError: none has one, or too few, and the data of a parameter were replaced.
         """
+        self.attach()
         takes_part: list[list[bool]] = []
         by_device, labels = [list(summed or ())], [self.names]
         if summed is None or is_strict:
@@ -400,13 +396,13 @@ class Memory:
             if given and all(key in device.rows for device in given):
                 summed_rows[key] = self._sum_rows(key, given)
             elif given:
-                self._densify(key)
+                pieces = [device.densified(key) for device in self.devices]
                 if compressor is not None:
-                    self._compress(key, given, compressor)
+                    self._compress(key, given, pieces, compressor)
         if compressor is None:
             for dtype in self.arena.grads:
                 self._reducer.sum([device.arena.grads[dtype] for device in self.devices])
-        self.rows = summed_rows
+        self.devices[0].rows = summed_rows
 
     @torch.no_grad()
     def share_weights(self, present: Sequence[bool] | None = None) -> None:
@@ -430,7 +426,7 @@ class Memory:
             home = copy.arena.device
             copy.rows = {
                 key: rows._replace(ids=rows.ids.to(home), values=rows.values.to(home))
-                for key, rows in self.rows.items()
+                for key, rows in first.rows.items()
             }
             copy.scatter(present, with_rows)
 
@@ -503,17 +499,10 @@ class Memory:
         here = [RowSet(part.ids.to(home), part.values.to(home)) for part in parts]
         return sum_rows(here, self.plan.specs[key].dtype)
 
-    def _densify(self, key: int) -> None:
-        """Write the rows of a key to its place in the arena, on every device that has only rows of it."""
-        for device in self.devices:
-            if key in device.rows:
-                ids, values = device.rows[key]
-                piece = device.piece(key)
-                piece.view(-1, row_numel(self.plan.specs[key]))[ids] = values.to(piece.dtype)
-
-    def _compress(self, key: int, given: Sequence[DeviceMemory], compressor: ReplicaCompressor) -> None:
+    def _compress(
+        self, key: int, given: Sequence[DeviceMemory], pieces: Sequence[Tensor], compressor: ReplicaCompressor
+    ) -> None:
         """Sum what is said of the gradients of one key; where one has only rows, the gradients themselves."""
-        pieces = [device.piece(key) for device in self.devices]
         if any(key in device.rows for device in given):
             flat_sum(pieces)
             return

@@ -14,7 +14,6 @@ from torch import Tensor
 from kvstore_server.hyper import pack_hypers
 from kvstore_server.optimizer import Optimizer
 from kvstore_server.plan import Plan
-from kvtrainer.clipping import Limits
 from kvtrainer.comm.client import Client
 from kvtrainer.comm.rank_group import Buckets, RankGroup, current_group
 from kvtrainer.errors import ConfigurationError, KVStoreError, WeightsWrittenError
@@ -26,6 +25,7 @@ from kvtrainer.kvstore.verbs import TableKVStore
 from kvtrainer.memory.arena import Arena
 from kvtrainer.memory.memory import Memory
 from kvtrainer.profiler import Profiler
+from kvtrainer.stages import Limits
 from kvtrainer.sync.contract import Exchange, Gradients, Outcome, PluginExchange, Shadowed
 from kvtrainer.sync.ranks import GroupExchange
 from kvtrainer.sync.select import Selection, group_too_late
@@ -81,7 +81,11 @@ class Binding:
         self._buckets: dict[str, Any] = {}
         self._layout: Memory | None = None
         self._profiler: Profiler | None = None
-        self._sent_hyper = b""
+        self._said: tuple[dict[str, Any], Limits] | None = None
+        self._hyper = b""
+        """The options and limits of the last round, packed."""
+        self._is_told = False
+        """Whether all servers have been told of them."""
         self._awaited: Residuals | None = None
         """Residuals that were loaded before the store was there."""
         self._left: tuple[Exchange, Memory] | None = None
@@ -191,7 +195,7 @@ class Binding:
         self._awaited = self.residuals()
         self._earlier_updates = max(self.version, 0)
         self._left = self.exchange, former
-        self.exchange, self.is_started, self._sent_hyper = None, False, b""
+        self.exchange, self.is_started, self._is_told = None, False, False
 
     def round(
         self,
@@ -217,15 +221,18 @@ class Binding:
         """
         assert self.exchange is not None
         self._check_written(layout)
-        arena, rows = layout.arena, layout.rows
+        arena, rows = layout.arena, layout.devices[0].rows
         if rows:
             self.exchange.check_sparse([layout.names[key] for key in rows])
         in_store = self.exchange.updates_weights
-        hyper = pack_hypers(**options, update_on_kvstore=in_store, limits=limits.summary())
-        guard = limits.guard() if in_store and self.exchange.is_sync else None
-        changed = hyper if hyper != self._sent_hyper else b""
+        guard = limits.guard if in_store and self.exchange.is_sync else None
+        if (said := (options, limits)) != self._said:
+            self._said = said
+            self._hyper = pack_hypers(**options, update_on_kvstore=in_store, limits=limits.summary)
+            self._is_told = False
+        changed = b"" if self._is_told else self._hyper
         # After a failed round nobody knows which servers took the change: it is sent again.
-        self._sent_hyper = b""
+        self._is_told = False
         gradients = Gradients(arena.grads, rows, scale, absent)
         try:
             outcome = self.exchange.run(gradients, arena.weights, changed, veto, guard)
@@ -238,7 +245,7 @@ class Binding:
         finally:
             if self.replicas is not None:
                 self.replicas.forget()
-        self._sent_hyper = hyper
+        self._is_told = True
         if self.exchange.updates_weights and not outcome.skipped:
             arena.mark_updated(None)
             arena.writes.count_own()
@@ -248,10 +255,10 @@ class Binding:
 
     def _check_written(self, layout: Memory) -> None:
         """Raise WeightsWrittenError if the loop has changed weights since the store gave them to it."""
-        if self.holder is None or not self.updates_weights:
+        if not self.updates_weights or self.holder is None:
             return
         written = [one.arena.writes.by_others() for one in layout.devices]
-        given = [layout.names[key] for key in layout.tables.changed()]
+        given = [layout.names[key] for key in layout.tables.changed()] if layout.tables else []
         if not any(written) and not given:
             return
         # Written is not changed: averaged weights that were swapped in may be out again.
@@ -267,7 +274,7 @@ class Binding:
     def shadow(self, arena: Arena) -> Shadowed:
         """Run a round to which this worker gives nothing, because it has no more data."""
         assert self.exchange is not None
-        self._sent_hyper = b""  # what is in force now is another worker's
+        self._is_told = False  # what is in force now is another worker's
         shadowed = self.exchange.shadow(arena.weights, arena.grads)
         if self.exchange.updates_weights:
             arena.mark_updated(None)

@@ -11,7 +11,7 @@ from torch.nn import Parameter
 
 from kvtrainer import Trainer
 from kvtrainer.errors import ConfigurationError, StateMismatchError
-from kvtrainer.stage_options import Accumulation
+from kvtrainer.stages import Accumulation
 
 
 def windows(counts: int, total: int | None, passes: int) -> list[tuple[int, bool]]:

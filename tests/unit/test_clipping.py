@@ -10,8 +10,8 @@ import torch
 from torch.nn import Parameter
 
 from kvstore_server.norms import Decision, Measured
-from kvtrainer.clipping import Clipping, Limits, make_clipping, make_limits
 from kvtrainer.errors import ArgumentTypeError, ConfigurationError
+from kvtrainer.stages import Clipping, Limits, make_clipping, make_limits
 
 FINITE, BROKEN = Measured(5.0, True), Measured(math.nan, False)
 
@@ -54,15 +54,15 @@ def test_finite_gradient_whose_norm_overflows_becomes_zero_as_with_torch() -> No
 
 
 def test_nothing_is_measured_without_a_limit() -> None:
-    assert limits().guard() is None
-    assert limits(None, "ignore").guard() is None
-    assert limits(None, "skip").guard() is not None
-    assert limits().with_scaler(True).guard() is not None
+    assert limits().guard is None
+    assert limits(None, "ignore").guard is None
+    assert limits(None, "skip").guard is not None
+    assert limits().with_scaler.guard is not None
 
 
 def test_loss_scaler_makes_overflow_skip_the_step() -> None:
-    assert limits().with_scaler(True).decide(BROKEN) == Decision(skip=True)
-    assert limits().with_scaler(True).decide(FINITE) == Decision()
+    assert limits().with_scaler.decide(BROKEN) == Decision(skip=True)
+    assert limits().with_scaler.decide(FINITE) == Decision()
 
 
 def test_only_a_limited_norm_is_reported() -> None:
@@ -115,8 +115,8 @@ def test_unknown_way_out_is_named() -> None:
 
 
 def test_workers_compare_all_that_decides() -> None:
-    one = limits({"max_norm": 1}).summary()
+    one = limits({"max_norm": 1}).summary
     assert one == {"max_norm": 1.0, "norm_type": 2.0, "clip_value": None, "checks_finite": True}
-    assert limits({"max_norm": 2}).summary() != one
-    assert limits({"max_norm": 1}, "ignore").summary() != one
-    assert limits().summary() is None
+    assert limits({"max_norm": 2}).summary != one
+    assert limits({"max_norm": 1}, "ignore").summary != one
+    assert limits().summary is None

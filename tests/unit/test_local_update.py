@@ -12,7 +12,7 @@ from kvstore_server.optimizer import Optimizer, create
 from kvstore_server.plan import Plan, TensorSpec, make_plan
 from kvstore_server.shard import Shard
 from kvtrainer.errors import ConfigurationError, OptimizerError
-from kvtrainer.local_update import ShardUpdate
+from kvtrainer.optimizer_states import ShardUpdate
 from kvtrainer.states.holder import export_state, export_states
 
 SHAPES = {"a": (3, 5), "b": (), "c": (170, 301)}

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import Parameter
 
 from kvtrainer.errors import ConfigurationError
-from kvtrainer.parameters import collect
+from kvtrainer.groups import collect
 
 A, B, C = (Parameter(torch.zeros(1)) for _ in range(3))
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from kvstore_server.optimizer import Optimizer, create
 from kvstore_server.plan import Plan, TensorSpec, make_plan
 from kvtrainer.errors import StateMismatchError
-from kvtrainer.local_update import ShardUpdate
+from kvtrainer.optimizer_states import ShardUpdate
 from kvtrainer.states.holder import export_states, import_states, read_states
 
 SHAPES: dict[str, tuple[int, ...]] = {"matrix": (3, 5), "scalar": (), "empty": (0, 2), "big": (170, 301)}

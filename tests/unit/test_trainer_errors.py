@@ -63,7 +63,7 @@ WRONG: dict[str, tuple[Callable[[nn.Module], dict[str, Any]], type[Exception], s
     "value of a group": (
         lambda net: {"params": [{"params": net.parameters(), "momentum": -1}]},
         ConfigurationError,
-        "momentum must not be negative",
+        "momentum must be .*got -1",
     ),
     "dtype": (
         lambda net: {"params": [*net.parameters(), Parameter(torch.zeros(1, dtype=torch.complex64))]},

@@ -14,7 +14,8 @@ from torch.nn import Parameter
 from kvstore_server.optimizer import create
 from kvtrainer import Trainer, kvstore
 from kvtrainer.errors import ConfigurationError, OptimizerError, SchedulerInUseError
-from kvtrainer.lr_scheduler import CosineScheduler, FactorScheduler, LRScheduler, PolyScheduler, UpdateCounter
+from kvtrainer.groups import UpdateCounter
+from kvtrainer.lr_scheduler import CosineScheduler, FactorScheduler, LRScheduler, PolyScheduler
 from kvtrainer.types import Group
 from tests.support.ways_to_train import STORES
 

@@ -15,7 +15,7 @@ from kvstore_server.optimizer import create
 from kvstore_server.plan import Plan, TensorSpec, make_plan
 from kvtrainer.errors import ConfigurationError
 from kvtrainer.kvstore import KVStoreBase, LocalKVStore
-from kvtrainer.local_update import ShardUpdate
+from kvtrainer.optimizer_states import ShardUpdate
 from kvtrainer.sync.contract import Exchange, Gradients, PluginExchange
 from kvtrainer.sync.servers import StoreExchange
 

@@ -1,101 +1,26 @@
-"""The update in the trainer's own process: the servers' arithmetic over the trainer's own arenas."""
+"""The update of all parameters together, by one torch optimizer of which nothing is known."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.optim
 from torch import Tensor
 from torch.nn import Parameter
 
-from kvstore_server.norms import UNCHANGED, Decision, apply_decision
-from kvstore_server.optimizer import Optimizer, States
+from kvstore_server.norms import Decision, apply_decision
+from kvstore_server.optimizer import States
 from kvstore_server.optimizer.apply import follow, is_half
 from kvstore_server.optimizer.state import Place
 from kvstore_server.optimizer.torch_family import OWN_COUNT
-from kvstore_server.plan import Plan, Slice
-from kvstore_server.reduction import Contribution, RowSet
-from kvstore_server.shard import Shard
+from kvstore_server.plan import Slice
 from kvtrainer.errors import KVStoreError, OptimizerError, StateMismatchError
+from kvtrainer.memory.memory import DeviceMemory
 from kvtrainer.types import Group
-
-
-class _Step(NamedTuple):
-    """The arguments of `apply`."""
-
-    grads: Mapping[str, Tensor]
-    scale: float
-    present: Sequence[bool]
-    hypers: Sequence[Mapping[str, Any]]
-    rows: Mapping[int, RowSet]
-    decision: Decision
-
-    def ready(self, grad: Tensor) -> Tensor:
-        """A gradient as the update uses it: scaled and limited, in the dtype that the update computes in."""
-        grad = grad.float() if grad.dtype.itemsize < 4 else grad
-        ready = grad.mul_(self.scale) if self.scale != 1.0 else grad
-        apply_decision(ready, self.decision)
-        return ready
-
-
-class ShardUpdate:
-    """Updates parameters where they lie, by a Shard whose memory they are: with the bits of a server.
-
-    Args:
-        plan: The layout of the arenas.
-        optimizer: Its state is kept here.
-        weights: dtype → the arena.
-    """
-
-    def __init__(self, plan: Plan, optimizer: Optimizer, weights: Mapping[str, Tensor]) -> None:
-        self.plan = plan
-        self.optimizer = optimizer
-        self._weights = weights
-
-    @cached_property
-    def shard(self) -> Shard:
-        """Made when it is first used: a Trainer whose store updates the weights needs none."""
-        shard = Shard()
-        shard.add(self.plan, 0, self._weights)
-        return shard
-
-    def apply(
-        self,
-        grads: Mapping[str, Tensor],
-        scale: float,
-        present: Sequence[bool],
-        hypers: Sequence[Mapping[str, Any]],
-        rows: Mapping[int, RowSet] | None = None,
-        decision: Decision = UNCHANGED,
-    ) -> None:
-        """Update the weights of the keys that are `present` with scale · gradient, limited as `decision` says.
-
-        `grads` is used as scratch. Of the keys in `rows` the gradient has only those, and `grads` is zero.
-
-        Raises:
-            OptimizerError: a user-defined optimizer raised; weights and state are as before.
-            ConfigurationError: the optimizer cannot update a key of this shape; nothing has changed.
-        """
-        shard, absent = self.shard, frozenset(key for key, is_in in enumerate(present) if not is_in)
-        if not self.optimizer.elementwise:
-            for key, spec in enumerate(self.plan.specs):
-                if present[key]:
-                    self.optimizer.check_key(spec.key, spec.shape, hypers[key])
-        found = {key: some for key, some in (rows or {}).items() if present[key]}
-        runs = shard.runs_of(shard.units[0], grads, absent | found.keys())
-        given = Contribution(runs, scale, absent, found, is_scratch=True)
-        shard.update([given], self.optimizer, [hypers], decision=decision)
-
-    def get_state(self, piece: Slice) -> States:
-        return self.shard.get_state(self.shard.units[0], piece.index)
-
-    def put_state(self, piece: Slice, state: States) -> None:
-        self.shard.put_state(self.shard.units[0], piece.index, state)
 
 
 class JointUpdate:
@@ -105,65 +30,63 @@ class JointUpdate:
     here too, on the parameters themselves with the reduced gradients in their place.
 
     Args:
-        plan: The layout of the arenas.
-        weights: dtype → the arena.
-        instance: The optimizer, over `parameters`.
-        parameters: By key; their data lie in the arena.
+        device: The parameters, whose data lie in its arena.
+        instance: The optimizer, over these parameters.
         groups: The groups whose options count.
         multi_precision: Whether half-precision parameters have float32 copies, which are what the optimizer sees.
     """
 
     def __init__(
         self,
-        plan: Plan,
-        weights: Mapping[str, Tensor],
+        device: DeviceMemory,
         instance: torch.optim.Optimizer,
-        parameters: Sequence[Parameter],
         groups: Callable[[], Sequence[Group]],
         multi_precision: bool = False,
     ) -> None:
-        self.plan = plan
-        self._weights = weights
         self.instance = instance
-        self._parameters = parameters
+        self._device = device
+        self._parameters = device.parameters
         self._groups = groups
         self._multi_precision = multi_precision
-        self.closure: Callable[[], Any] | None = None
-        """What the optimizer is given to evaluate the loss again, while a step is made."""
-        self._counts = [0] * len(parameters)
+        self._counts = [0] * len(device.parameters)
         self._masters: dict[int, Tensor] = {}
         self._wide: dict[int, Parameter] = {}
         """During a step, by key: what stands in for parameters of half precision."""
         self._first = {
-            key: _cloned(instance.state[p]) for key, p in enumerate(parameters) if p in instance.state
+            key: _cloned(instance.state[p]) for key, p in enumerate(self._parameters) if p in instance.state
         }
         """What the class made in its constructor."""
 
     def apply(
         self,
-        grads: Mapping[str, Tensor],
         scale: float,
         present: Sequence[bool],
         hypers: Sequence[Mapping[str, Any]],
-        rows: Mapping[int, RowSet] | None = None,
-        decision: Decision = UNCHANGED,
+        decision: Decision,
+        again: Callable[[], Any] | None,
     ) -> None:
-        """Update as `ShardUpdate.apply`; what raises leaves weights, state and groups as they were.
+        """Update the weights of the keys that are `present` with scale · gradient, limited as `decision` says.
+
+        What raises leaves weights, state and groups as they were. The gathered gradients are used as scratch.
+
+        Args:
+            hypers: The numbers of each key.
+            again: Evaluates the loss again; None if the script gave no closure for that.
 
         Raises:
             OptimizerError: the optimizer raised.
         """
-        step = _Step(grads, scale, present, hypers, rows or {}, decision)
-        former = {dtype: flat.clone() for dtype, flat in self._weights.items()}
+        weights = self._device.arena.weights
+        former = {dtype: flat.clone() for dtype, flat in weights.items()}
         taken = _Snapshot(self.instance)
         try:
-            with self._lent(step), self._grouped(hypers):
-                if self.closure is None:
+            with self._lent(scale, present, decision), self._grouped(hypers):
+                if again is None:
                     self.instance.step()
                 else:
-                    self.instance.step(self.closure)
+                    self.instance.step(again)
         except Exception as error:
-            for dtype, flat in self._weights.items():
+            for dtype, flat in weights.items():
                 flat.copy_(former[dtype])
             taken.restore()
             if isinstance(error, KVStoreError):
@@ -176,8 +99,9 @@ class JointUpdate:
             self._counts[key] += was_in
 
     def state_dict(self) -> dict[str, Any]:
-        """What the optimizer itself says, with the options that count."""
-        self._show_options()
+        """Copy what the optimizer itself says, with the options that count."""
+        for own, live in zip(self.instance.param_groups, self._groups(), strict=True):
+            own.update({name: value for name, value in live.items() if name not in _LISTS})
         state: dict[str, Any] = _cloned(self.instance.state_dict())
         return state
 
@@ -213,7 +137,7 @@ class JointUpdate:
         return dict(enumerate(self._counts))
 
     def shared(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """What its state_dict has beside groups and the state of parameters: plain values, and tensors."""
+        """Split what its state_dict has beside groups and the state of parameters: plain values, and tensors."""
         found = {n: v for n, v in self.instance.state_dict().items() if n not in ("state", "param_groups")}
         tensors = {name: value for name, value in found.items() if isinstance(value, Tensor)}
         return {name: value for name, value in found.items() if name not in tensors}, tensors
@@ -239,7 +163,7 @@ class JointUpdate:
             if entries.pop("master", None) is not None:
                 own = state.tensors["master"][segment.start : segment.start + segment.numel]
                 if not segment.key_start:
-                    self._masters[segment.key] = own.new_zeros(self.plan.specs[segment.key].shape)
+                    self._masters[segment.key] = own.new_zeros(self._device.plan.specs[segment.key].shape)
                 part = slice(segment.key_start, segment.key_start + segment.numel)
                 self._masters[segment.key].view(-1)[part].copy_(own)
             elif not segment.key_start:
@@ -259,16 +183,21 @@ class JointUpdate:
             self.instance.state.pop(parameter, None)
 
     @contextmanager
-    def _lent(self, step: _Step) -> Iterator[None]:
+    def _lent(self, scale: float, present: Sequence[bool], decision: Decision) -> Iterator[None]:
         """While it is open the parameters have the reduced gradients; float32 ones stand in for half precision."""
         own_grads = [p.grad for p in self._parameters]
         places = [p.data for p in self._parameters]
         try:
             for key, parameter in enumerate(self._parameters):
                 parameter.grad = None
-                if step.present[key] and parameter.numel():
+                if present[key] and parameter.numel():
                     wide = self._stand_in(key, places[key])
-                    wide.grad = self._grad(key, step)
+                    grad = self._device.densified(key).view(parameter.shape)
+                    grad = grad.float() if grad.dtype.itemsize < 4 else grad
+                    if scale != 1.0:
+                        grad.mul_(scale)
+                    apply_decision(grad, decision)
+                    wide.grad = grad
             yield
         finally:
             for key, wide in self._wide.items():
@@ -276,22 +205,14 @@ class JointUpdate:
                 if wide in self.instance.state:
                     self.instance.state[self._parameters[key]] = self.instance.state.pop(wide)
             self._wide.clear()
-            for parameter, place, grad in zip(self._parameters, places, own_grads, strict=True):
+            for parameter, place, own_grad in zip(self._parameters, places, own_grads, strict=True):
                 if parameter.data_ptr() != place.data_ptr():  # the class has replaced the data
                     place.copy_(parameter.data)
                     parameter.data = place
-                parameter.grad = grad
-
-    def _grad(self, key: int, step: _Step) -> Tensor:
-        spec, begin = self.plan.specs[key], self.plan.key_offsets[key]
-        grad = step.grads[spec.dtype][begin : begin + spec.numel].view(spec.shape)
-        if key in step.rows:
-            ids, values = step.rows[key]
-            grad.view(-1, values.shape[1])[ids] = values.to(grad.dtype)
-        return step.ready(grad)
+                parameter.grad = own_grad
 
     def _stand_in(self, key: int, place: Tensor) -> Parameter:
-        """What the optimizer sees of a parameter: itself, or float32 weights of one of half precision."""
+        """Make what the optimizer sees of a parameter: itself, or float32 weights of one of half precision."""
         parameter = self._parameters[key]
         if not is_half(place):
             return parameter
@@ -309,7 +230,7 @@ class JointUpdate:
         """While it is open the optimizer's groups have the numbers of this step, multipliers included."""
         live, former = self._groups(), self.instance.param_groups
         members: list[dict[int, list[int]]] = [{} for _ in live]
-        for key, spec in enumerate(self.plan.specs):
+        for key, spec in enumerate(self._device.plan.specs):
             members[spec.group].setdefault(id(hypers[key]), []).append(key)
         if (
             former is live
@@ -341,10 +262,6 @@ class JointUpdate:
         finally:
             self.instance.param_groups = former
 
-    def _show_options(self) -> None:
-        for own, live in zip(self.instance.param_groups, self._groups(), strict=True):
-            own.update({name: value for name, value in live.items() if name not in _LISTS})
-
 
 _LISTS = ("params", "param_names")
 
@@ -369,7 +286,7 @@ class _Snapshot:
 
 
 def _cloned(value: Any) -> Any:
-    """A copy that shares no tensor."""
+    """Make a copy that shares no tensor."""
     if isinstance(value, Tensor):
         return value.clone()
     if isinstance(value, dict):
@@ -378,7 +295,7 @@ def _cloned(value: Any) -> Any:
 
 
 def _as_torchs(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The state of a parameter with the class's own count of steps, where a store has put its own in that place."""
+    """Give state the class's own count of steps again, where a store has put its own in that place."""
     if OWN_COUNT not in state:
         return dict(state)
     entries = {name: value for name, value in state.items() if name not in (OWN_COUNT, "step")}
@@ -392,7 +309,7 @@ def _count(step: Any) -> int:
 
 
 def _agree(group: Mapping[str, Any], numbers: Mapping[str, Any]) -> bool:
-    """Whether a group has the numbers of a step; what is no number is the group's own."""
+    """Tell whether a group has the numbers of a step; what is no number is the group's own."""
     pairs = ((group[name], numbers[name]) for name in group if name in numbers and name not in _LISTS)
     return all(
         a is b or (not isinstance(a, Tensor) and not isinstance(b, Tensor) and a == b) for a, b in pairs

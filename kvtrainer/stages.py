@@ -1,0 +1,294 @@
+"""The options of the stages of a step, checked before anything is made; limits of gradients; accumulated passes.
+
+What is decided of a gradient is a pure function of numbers that all workers have alike, so all of them decide the same.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from kvstore_server import check
+from kvstore_server.errors import did_you_mean
+from kvstore_server.norms import Decision, Guard, Measured
+from kvtrainer.anomalies import checked_mode
+from kvtrainer.errors import ArgumentTypeError, ConfigurationError
+from kvtrainer.scaling import Precision, StaticLossScaler, make_precision
+
+_log = logging.getLogger(__name__)
+
+STAGES = ("clip_grad", "amp", "accumulate", "schedules", "detect_anomalous_params", "on_nonfinite")
+ON_NONFINITE = ("raise", "skip", "ignore")
+"""Answers to a gradient or loss that is infinite or not a number."""
+
+_EPSILON = 1e-6
+"""Added to the norm, as torch.nn.utils.clip_grad_norm_ does."""
+_KEYS = {"norm": {"type", "max_norm", "norm_type", "error_if_nonfinite"}, "value": {"type", "clip_value"}}
+
+
+class Verdict(NamedTuple):
+    """A gradient's norm, if it was looked at, and the decision about it."""
+
+    measured: Measured | None = None
+    decision: Decision = Decision()
+
+
+@dataclass(frozen=True)
+class Clipping:
+    """A limit of the gradient's norm over all parameters, or of every element."""
+
+    max_norm: float | None = None
+    norm_type: float = 2.0
+    clip_value: float | None = None
+    error_if_nonfinite: bool = False
+
+
+@dataclass(frozen=True)
+class Limits:
+    """All that a Trainer checks of the gradient of a step.
+
+    Args:
+        clip: None for no limit.
+        on_nonfinite: one of ON_NONFINITE; None means "skip" where the gradient is measured anyway.
+        has_scaler: whether losses are scaled: then a gradient that overflows skips the step.
+    """
+
+    clip: Clipping | None = None
+    on_nonfinite: str | None = None
+    has_scaler: bool = False
+
+    @cached_property
+    def checks_finite(self) -> bool:
+        """Whether a gradient that is not finite skips the step."""
+        if self.has_scaler or self.on_nonfinite in ("raise", "skip"):
+            return True
+        return self.clip is not None and self.on_nonfinite is None
+
+    @cached_property
+    def is_needed(self) -> bool:
+        """Whether the gradient has to be looked at."""
+        return self.clip is not None or self.checks_finite
+
+    @property
+    def norm_type(self) -> float:
+        """The type of the norm that is measured."""
+        return 2.0 if self.clip is None else self.clip.norm_type
+
+    @cached_property
+    def reports_norm(self) -> bool:
+        """Whether the norm means something to the user."""
+        return self.clip is not None and self.clip.max_norm is not None
+
+    @cached_property
+    def with_scaler(self) -> Limits:
+        """The same where losses are scaled."""
+        return replace(self, has_scaler=True)
+
+    @cached_property
+    def guard(self) -> Guard | None:
+        """What a store needs to hold a round until it was decided; None if nothing is checked."""
+        return Guard(self.norm_type, self.decide) if self.is_needed else None
+
+    def decide(self, measured: Measured) -> Decision:
+        """Decide about a gradient.
+
+        The coefficient is max_norm / (norm + 1e-6), at most 1, as torch's. A norm that is not a number cannot be
+        limited; where such a gradient is not to be skipped, it is used as it is.
+        """
+        if not measured.is_finite and self.checks_finite:
+            return Decision(skip=True)
+        if self.clip is None:
+            return Decision()
+        if self.clip.max_norm is None:
+            return Decision(clip_value=self.clip.clip_value)
+        if not measured.is_finite:
+            return Decision()
+        return Decision(coef=min(1.0, self.clip.max_norm / (measured.norm + _EPSILON)))
+
+    @cached_property
+    def summary(self) -> dict[str, Any] | None:
+        """Plain values by which workers compare their limits; None for none."""
+        if not self.is_needed:
+            return None
+        clip = self.clip or Clipping()
+        return {
+            "max_norm": clip.max_norm,
+            "norm_type": self.norm_type,
+            "clip_value": clip.clip_value,
+            "checks_finite": self.checks_finite,
+        }
+
+
+def make_limits(clip_grad: Any, on_nonfinite: Any) -> Limits:
+    """Make the limits that a Trainer's arguments ask for.
+
+    Raises:
+        ConfigurationError: an argument is wrong, or two contradict each other.
+    """
+    check.one_of("on_nonfinite", on_nonfinite, (None, *ON_NONFINITE))
+    clip = make_clipping(clip_grad)
+    if clip is not None and clip.error_if_nonfinite:
+        if on_nonfinite not in (None, "raise"):
+            raise ConfigurationError(
+                f"clip_grad has error_if_nonfinite=True, but on_nonfinite is {on_nonfinite!r}; leave one of the two out"
+            )
+        on_nonfinite = "raise"
+    return Limits(clip, on_nonfinite)
+
+
+def make_clipping(given: Any) -> Clipping | None:
+    """Read `clip_grad`: the arguments of torch's clip_grad_norm_, or with type="value" clip_value.
+
+    Raises:
+        ArgumentTypeError: it is no dict.
+        ConfigurationError: an entry is unknown, missing or impossible.
+    """
+    if given is None:
+        return None
+    if not isinstance(given, Mapping):
+        raise ArgumentTypeError(
+            f"clip_grad must be a dict such as dict(max_norm=35, norm_type=2), got {given!r:.80}"
+        )
+    kind = check.one_of("clip_grad type", given.get("type", "norm"), tuple(_KEYS))
+    needed = "max_norm" if kind == "norm" else "clip_value"
+    check.known(f"clip_grad of type {kind!r}", given, sorted(_KEYS[kind]))
+    if needed not in given:
+        raise ConfigurationError(f"clip_grad of type {kind!r} needs {needed}")
+    limit = check.number(f"{needed} of clip_grad", given[needed], above=0)
+    if kind == "value":
+        return Clipping(clip_value=limit)
+    norm_type = given.get("norm_type", 2.0)
+    norm_type = math.inf if norm_type == "inf" else norm_type
+    return Clipping(
+        limit,
+        check.number("norm_type of clip_grad", norm_type, above=0, finite=False),
+        error_if_nonfinite=check.boolean(
+            "error_if_nonfinite of clip_grad", given.get("error_if_nonfinite", False)
+        ),
+    )
+
+
+@dataclass(frozen=True)
+class StageOptions:
+    """What the stages of a step do beside the plain one; the arguments are those of the Trainer.
+
+    Raises:
+        ConfigurationError: an argument is wrong, or two contradict each other.
+    """
+
+    clip_grad: Mapping[str, Any] | None = None
+    amp: Any = None
+    accumulate: int = 1
+    schedules: Sequence[Any] = ()
+    detect_anomalous_params: bool | str = False
+    on_nonfinite: str | None = None
+    limits: Limits = field(init=False)
+    precision: Precision | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        limits, precision = make_limits(self.clip_grad, self.on_nonfinite), make_precision(self.amp)
+        Accumulation(self.accumulate)
+        checked_mode(self.detect_anomalous_params)
+        if not isinstance(self.schedules, Sequence) or isinstance(self.schedules, str):
+            raise ArgumentTypeError(f"schedules must be a list of schedules, got {self.schedules!r:.80}")
+        if precision is not None and precision.scaler is not None:
+            if limits.on_nonfinite == "ignore":
+                raise ConfigurationError(
+                    "on_nonfinite='ignore' contradicts amp: a step whose scaled gradients overflow is always skipped"
+                )
+            if limits.on_nonfinite == "raise" and not isinstance(precision.scaler, StaticLossScaler):
+                raise ConfigurationError(
+                    "on_nonfinite='raise' contradicts a dynamic loss scale, which is found by letting gradients "
+                    "overflow now and then; give amp a number, or leave on_nonfinite out"
+                )
+        object.__setattr__(self, "limits", limits)
+        object.__setattr__(self, "precision", precision)
+
+    def changed(self, options: Mapping[str, Any]) -> StageOptions:
+        """Change some of the options; schedules are added. Raises ConfigurationError as the constructor."""
+        unknown = sorted(set(options) - set(STAGES))
+        if unknown:
+            raise ConfigurationError(
+                f"there is no option {', '.join(map(repr, unknown))} of a stage; they are {', '.join(STAGES)}"
+                f"{did_you_mean(unknown, STAGES)}"
+            )
+        given = dict(options)
+        given["schedules"] = [*self.schedules, *given.get("schedules", ())]
+        return replace(self, **given)
+
+
+class Accumulation:
+    """Counts backward passes in windows of `counts`, each of which ends in one update.
+
+    The sum of a window's gradients is that of the mean loss. With the total known, the last window may be shorter: its
+    losses are divided by how many there are, and the last pass of all ends it.
+
+    Args:
+        counts: backward passes per update.
+
+    Raises:
+        ConfigurationError: it is not an int of at least 1.
+    """
+
+    def __init__(self, counts: Any = 1) -> None:
+        self.counts = check.integer("accumulate", counts, 1)
+        self.done = 0
+        """Backward passes so far."""
+        self.total: int | None = None
+        """How many there will be in all, if that is known."""
+        self.in_window = 0
+        """Those since the last update."""
+
+    def set_progress(self, done: int, total: int | None) -> None:
+        """Go on after `done` backward passes of `total`; a window that was begun then begins anew.
+
+        Raises:
+            ConfigurationError: the numbers are impossible.
+        """
+        for name, number in (("done", done), ("in all", 0 if total is None else total)):
+            check.integer(f"backward passes {name}", number)
+        if done < 0 or (total is not None and total < max(done, 1)):
+            raise ConfigurationError(f"{done} backward passes of {total} cannot have been made")
+        if done % self.counts:
+            _log.warning(
+                "going on after %d backward passes, which is within a window of %d: the gradients of the first %d are "
+                "not there",
+                done,
+                self.counts,
+                done % self.counts,
+            )
+        self.done, self.total, self.in_window = done, total, 0
+
+    @property
+    def divisor(self) -> int:
+        """The divisor of the next loss: the length of the window of its backward pass."""
+        if self.total is None:
+            return self.counts
+        rest = self.total % self.counts
+        return rest if rest and self.total - rest <= self.done < self.total else self.counts
+
+    def count(self) -> None:
+        """Note a backward pass."""
+        self.done += 1
+        self.in_window += 1
+
+    @property
+    def pending(self) -> int:
+        """Backward passes of a window that is not full."""
+        return 0 if self.is_boundary else self.in_window
+
+    @property
+    def is_boundary(self) -> bool:
+        """Whether the window is full."""
+        return self.counts == 1 or self.done % self.counts == 0 or self.done == self.total
+
+    def end_early(self) -> int:
+        """Let the next backward pass begin a window; returns how many there were in the one that was begun."""
+        if not self.is_boundary:
+            self.done += -self.done % self.counts
+        passes, self.in_window = self.in_window, 0
+        return passes
