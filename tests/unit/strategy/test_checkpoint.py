@@ -1,13 +1,16 @@
-"""Checkpoints of a strategy: what is in them, where they are found, and how training goes on from them."""
+"""Checkpoints of a strategy: what is in them, where they are found, what may be in one, and how training goes on."""
 
 from __future__ import annotations
 
+import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from kvtrainer import Trainer
 from kvtrainer.errors import (
@@ -18,10 +21,10 @@ from kvtrainer.errors import (
     StateMismatchError,
 )
 from kvtrainer.kvstore import create
+from kvtrainer.strategy import Strategy
 from kvtrainer.strategy.checkpoint import find_last
-from tests.support.strategies import SGD, Make, Net, make, same, steps, weights
+from tests.support.strategies import SGD, Make, Net, same, steps, weights
 
-__all__ = ["make"]
 CFG = {
     "optimizer": {"type": "Adam", "lr": 0.1},
     "clip_grad": {"max_norm": 0.1},
@@ -39,6 +42,13 @@ def prepared(make: Make, seed: int = 1, **more: Any) -> tuple[Any, Any, Any]:
         Net(), optim_wrapper=CFG, param_scheduler=SCHEDULE, dispatch_kwargs=RUN
     )
     return strategy, model, trainer
+
+
+def simple(make: Make, net: nn.Module | None = None, **given: Any) -> Strategy:
+    """A strategy without what checkpoints need the most care for."""
+    strategy = make()
+    strategy.prepare(net or Net(), **{"optim_wrapper": SGD, **given})
+    return strategy
 
 
 @pytest.mark.parametrize("place", ["device", "local", None, "store"])
@@ -124,13 +134,6 @@ def test_file_holds_plain_values_and_says_what_they_are(make: Make, tmp_path: Pa
     assert {"time", "kvtrainer", "torch"} <= set(meta)
 
 
-def test_parts_may_be_left_out(make: Make, tmp_path: Path) -> None:
-    strategy, _, _ = prepared(make)
-    strategy.save_checkpoint(str(tmp_path / "a.pt"), save_optimizer=False, save_param_scheduler=False)
-    saved = torch.load(tmp_path / "a.pt", weights_only=True)
-    assert not {"optimizer", "param_schedulers"} & set(saved)
-
-
 def test_callbacks_may_change_what_is_written_and_what_is_read(make: Make, tmp_path: Path) -> None:
     strategy, model, _ = prepared(make)
     strategy.save_checkpoint(str(tmp_path / "a.pt"), callback=lambda found: found.update(more=5))
@@ -143,30 +146,6 @@ def test_callbacks_may_change_what_is_written_and_what_is_read(make: Make, tmp_p
     assert model.head.bias.item() == pytest.approx(before + 5)
     assert rest["more"] == 5
     assert "state_dict" not in rest
-
-
-def test_what_cannot_be_loaded_without_code_is_refused_by_its_place(make: Make, tmp_path: Path) -> None:
-    strategy, _, _ = prepared(make)
-    path = tmp_path / "a.pt"
-    with pytest.raises(ConfigurationError, match=r"checkpoint\['hub'\]\['loss'\] is a numpy\.ndarray"):
-        strategy.save_checkpoint(str(path), extra_ckpt={"hub": {"loss": np.zeros(3)}})
-    with pytest.raises(
-        ConfigurationError, match=r"checkpoint\['rows'\] is a tensor of layout torch\.sparse_coo"
-    ):
-        strategy.save_checkpoint(str(path), extra_ckpt={"rows": torch.eye(2).to_sparse()})
-    with pytest.raises(ConfigurationError, match=r"checkpoint\['keys'\] has the key \(1, 2\)"):
-        strategy.save_checkpoint(str(path), extra_ckpt={"keys": {(1, 2): 0}})
-    with pytest.raises(ConfigurationError, match="extra_ckpt has 'optimizer'"):
-        strategy.save_checkpoint(str(path), extra_ckpt={"optimizer": {}})
-    assert not path.exists()
-    assert find_last(strategy.work_dir) is None
-
-
-def test_a_file_without_the_optimizer_is_not_the_one_to_resume_from(make: Make, tmp_path: Path) -> None:
-    strategy, _, _ = prepared(make)
-    strategy.save_checkpoint(str(tmp_path / "a.pt"))
-    strategy.save_checkpoint(str(tmp_path / "best.pt"), save_optimizer=False)
-    assert find_last(strategy.work_dir) == str(tmp_path / "a.pt")
 
 
 def test_a_checkpoint_that_cannot_be_written_leaves_the_former_one(
@@ -233,19 +212,6 @@ def test_several_trainers_are_saved_by_name(make: Make, tmp_path: Path) -> None:
         single.resume(str(tmp_path / "a.pt"))
 
 
-def test_state_of_torchs_optimizer_is_taken_too(make: Make, tmp_path: Path) -> None:
-    net = Net()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.5, momentum=0.9)
-    net(torch.ones(1, 2)).sum().backward()
-    optimizer.step()
-    content = {"state_dict": net.state_dict(), "optimizer": optimizer.state_dict(), "meta": {"seed": None}}
-    torch.save(content, tmp_path / "a.pt")
-    strategy = make()
-    _, trainer = strategy.prepare(Net(), optim_wrapper=SGD)
-    strategy.resume(str(tmp_path / "a.pt"), resume_param_scheduler=False)
-    assert trainer.get_lr() == {"lr": [0.5]}
-
-
 @pytest.mark.parametrize("part", ["optimizer", "param_schedulers"])
 def test_a_missing_part_is_an_error_unless_it_is_left_out_or_tolerated(
     make: Make, tmp_path: Path, part: str
@@ -267,18 +233,6 @@ def test_a_missing_part_is_an_error_unless_it_is_left_out_or_tolerated(
     assert (strategy.scheduler_state_dict() == schedules) is (part == "param_schedulers")
     assert trainer.export_saved_states().num_update == (2 if part == "optimizer" else 0)
     strategy.resume(path, resume_optimizer=part != "optimizer", resume_param_scheduler=part == "optimizer")
-
-
-def test_optimizer_and_schedules_stay_as_they_are_where_not_resumed(make: Make, tmp_path: Path) -> None:
-    strategy, model, trainer = prepared(make)
-    steps(model, trainer, 8)
-    strategy.save_checkpoint(str(tmp_path / "a.pt"), extra_ckpt={"meta": {"iter": 8}})
-    other, _, again = prepared(make)
-    rate = again.get_lr()
-    other.resume(str(tmp_path / "a.pt"), resume_optimizer=False, resume_param_scheduler=False)
-    assert again.get_lr() == rate != trainer.get_lr()
-    assert other.scheduler_state_dict() != strategy.scheduler_state_dict()
-    assert again.loss_scaler.loss_scale == 8.0 != trainer.loss_scaler.loss_scale
 
 
 def test_another_seed_in_the_configuration_is_warned_of_and_a_later_strategy_does_not_inherit_it(
@@ -314,8 +268,6 @@ def test_another_number_of_workers_begins_with_the_seed(
 
 
 def test_subclass_may_change_every_step_of_saving_and_loading(make: Make, tmp_path: Path) -> None:
-    from kvtrainer.strategy import Strategy
-
     class Sharded(Strategy):
         def model_state_dict(self) -> dict[str, Any]:
             return {f"shard.{name}": value for name, value in super().model_state_dict().items()}
@@ -330,11 +282,259 @@ def test_subclass_may_change_every_step_of_saving_and_loading(make: Make, tmp_pa
     assert not strategy.load_checkpoint(str(tmp_path / "a.pt")).keys() - {"ranks", "meta"}
 
 
-def test_closing_ends_trainers_and_stores_that_it_made(make: Make) -> None:
+def saved(make: Make, name: str) -> Any:
     strategy = make()
+    strategy.prepare(Net())
+    strategy.save_checkpoint(os.path.join(strategy.work_dir, name), extra_ckpt={"name": name})
+    return strategy
+
+
+def test_the_latest_one_is_found_unless_another_is_named(make: Make) -> None:
+    saved(make, "a.pt")
+    strategy = saved(make, "b.pt")
+    options = [
+        ({"resume": True}, "b.pt"),
+        ({"resume": os.path.join(strategy.work_dir, "a.pt")}, "a.pt"),
+        ({"resume": True, "load_from": os.path.join(strategy.work_dir, "a.pt")}, "a.pt"),
+        ({"load_from": os.path.join(strategy.work_dir, "a.pt")}, "a.pt"),
+        ({"resume": Path(strategy.work_dir, "a.pt")}, "a.pt"),
+        ({"resume": True, "load_from": Path(strategy.work_dir, "a.pt")}, "a.pt"),
+        ({"load_from": Path(strategy.work_dir, "a.pt")}, "a.pt"),
+    ]
+    calls: list[str] = []
+    kept = strategy.resume
+    strategy.resume = lambda name: calls.append(name) or kept(name, resume_optimizer=False)  # type: ignore
+    for given, name in options:
+        assert strategy.load_or_resume(**given)["name"] == name
+    assert [os.path.basename(name) for name in calls] == ["b.pt", *["a.pt"] * 4]
+
+
+@pytest.mark.parametrize("name", ["a.pt", "weights/last/a.pt"])
+def test_it_is_found_after_its_directory_was_moved(make: Make, tmp_path: Path, name: str) -> None:
+    strategy = saved(make, name)
+    moved = tmp_path / "moved"
+    os.rename(strategy.work_dir, moved)
+    assert find_last(str(moved)) == str(moved / name)
+
+
+def test_a_note_that_cannot_be_read_is_no_reason_to_begin_anew(make: Make) -> None:
+    strategy = saved(make, "a.pt")
+    Path(strategy.work_dir, "last_checkpoint").write_bytes(b"\xff\xfe")
+    with pytest.raises(StateFileError, match=r"cannot read in .* which checkpoint is the latest"):
+        strategy.load_or_resume(resume=True)
+
+
+def load(make: Make, name: str, **options: Any) -> Any:
+    strategy = make()
+    strategy.prepare(Net())
+    return strategy.load_checkpoint(name, **options)
+
+
+def test_a_damaged_file_is_named_whatever_torch_stumbles_over(make: Make, tmp_path: Path) -> None:
+    path = tmp_path / "a.pt"
+    torch.save(Net().state_dict(), path, _use_new_zipfile_serialization=False)
+    whole = path.read_bytes()
+    strategy = make()
+    strategy.prepare(Net())
+    for at in range(0, 120, 3):
+        path.write_bytes(whole[:at] + b"." + whole[at + 1 :])
+        with suppress(StateFileError, StateMismatchError):
+            strategy.load_checkpoint(str(path), strict=True)
+
+
+def test_addresses_are_downloaded_once_over_protected_connections_only(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def download(url: str, path: str, progress: bool) -> None:
+        asked.append(url)
+        torch.save({"state_dict": Net().state_dict(), "from": url}, path)
+
+    monkeypatch.setattr(torch.hub, "download_url_to_file", download)
+    monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path / "hub"))
+    urls = ["https://one.example/a.pt", "https://two.example/a.pt", "https://one.example/a.pt"]
+    assert [load(make, url)["from"] for url in urls] == urls
+    assert asked == urls[:2]
+    with pytest.raises(ConfigurationError, match="unprotected"):
+        load(make, "http://one.example/a.pt")
+
+
+def test_nothing_has_changed_where_there_is_no_trainer(make: Make, tmp_path: Path) -> None:
+    simple(make).save_checkpoint(str(tmp_path / "a.pt"))
+    net = Net()
+    before = weights(net)
+    with pytest.raises(ConfigurationError, match="has no Trainer"):
+        simple(make, net, optim_wrapper=None).resume(str(tmp_path / "a.pt"))
+    assert same(weights(net), before)
+
+
+def test_what_does_not_fit_stays_as_it_is_where_that_is_tolerated(
+    make: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A larger model with another optimizer and no schedule takes the weights that it has in common."""
+    first = simple(make, param_scheduler=SCHEDULE)
+    steps(first.model, first.optim_wrapper, 2)
+    first.save_checkpoint(str(tmp_path / "a.pt"))
+
+    class Larger(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.more = nn.Linear(1, 1)
+
+    second = simple(make, Larger(), optim_wrapper={"optimizer": {"type": "Adam", "lr": 0.3}})
+    with pytest.raises(StateMismatchError):
+        second.resume(str(tmp_path / "a.pt"))
+    second.resume(str(tmp_path / "a.pt"), missing="warn")
+    mine, theirs = (one.model.get_parameter("head.weight") for one in (second, first))
+    assert torch.equal(mine, theirs)
+    assert second.optim_wrapper.get_lr()["lr"] == [0.3]
+    said = capsys.readouterr().err
+    assert "'optimizer' is not resumed" in said
+    assert "'param_schedulers' is not resumed" in said
+
+
+def test_passes_are_counted_from_the_iteration_where_the_file_does_not_count_them(
+    make: Make, tmp_path: Path
+) -> None:
+    """Saved without accumulation: with four of seven passes made, the seventh is a window of its own."""
+    path = str(tmp_path / "a.pt")
+    simple(make).save_checkpoint(path, extra_ckpt={"meta": {"iter": 4}})
+    simple(make).save_checkpoint(path + "w", save_optimizer=False, extra_ckpt={"meta": {"iter": 4}})
+    for name, missing in ((path, "error"), (path + "w", "warn")):
+        run = {"max_iters": 7}
+        strategy = simple(make, optim_wrapper={**SGD, "accumulative_counts": 2}, dispatch_kwargs=run)
+        strategy.resume(name, missing=missing)
+        trainer = strategy.optim_wrapper
+        found = [trainer.update_params(strategy.model(torch.ones(1, 2)).sum()).updated for _ in range(3)]
+        assert found == [False, True, True]
+
+
+@pytest.mark.parametrize("name", ["file://{}/a.pt", "{}/a.pt"])
+def test_a_run_without_schedules_goes_on_from_a_file_of_plain_torch(
+    make: Make, tmp_path: Path, name: str
+) -> None:
+    net = Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.25, momentum=0.9)
+    net(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    content = {
+        "state_dict": net.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "meta": {"iter": 3, "seed": None},
+    }
+    torch.save(content, tmp_path / "a.pt")
+    strategy = simple(make)
+    strategy.load_or_resume(load_from=name.format(tmp_path), resume=True)
+    assert isinstance(strategy.optim_wrapper, Trainer)
+    assert strategy.optim_wrapper.get_lr() == {"lr": [0.25]}
+    assert same(weights(strategy.model), weights(net))
+
+
+def test_what_is_not_saved_is_not_there_and_such_a_file_is_not_the_one_to_resume_from(
+    make: Make, tmp_path: Path
+) -> None:
+    strategy, _, _ = prepared(make)
+    assert strategy.load_or_resume() is strategy.load_or_resume(resume=True) is None
+    strategy.save_checkpoint(f"file://{tmp_path}/a.pt")
+    path = tmp_path / "best.pt"
+    strategy.save_checkpoint(str(path), save_optimizer=False, save_param_scheduler=False)
+    assert not {"optimizer", "param_schedulers"} & set(torch.load(path, weights_only=True))
+    assert find_last(strategy.work_dir) == str(tmp_path / "a.pt")
+
+
+def test_what_is_not_resumed_stays_as_it_is(make: Make, tmp_path: Path) -> None:
+    strategy, model, trainer = prepared(make)
+    steps(model, trainer, 8)
+    strategy.save_checkpoint(str(tmp_path / "a.pt"), extra_ckpt={"meta": {"iter": 8}})
+    other, _, again = prepared(make)
+    before = [again.get_lr(), other.scheduler_state_dict(), again.loss_scaler.loss_scale]
+    other.resume(str(tmp_path / "a.pt"), resume_optimizer=False, resume_param_scheduler=False)
+    assert [again.get_lr(), other.scheduler_state_dict(), again.loss_scaler.loss_scale] == before
+    assert trainer.loss_scaler.loss_scale != before[2]
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({"hub": {"loss": np.zeros(3)}}, r"checkpoint\['hub'\]\['loss'\].* numpy\.ndarray"),
+        ({"rows": torch.eye(2).to_sparse()}, r"checkpoint\['rows'\].* torch\.sparse_coo"),
+        ({"keys": {(1, 2): 0}}, r"checkpoint\['keys'\].* \(1, 2\)"),
+        ({"optimizer": {}}, "'optimizer'"),
+    ],
+)
+def test_what_cannot_be_loaded_without_code_is_refused_by_its_place(
+    make: Make, tmp_path: Path, extra: dict[str, Any], message: str
+) -> None:
+    strategy = simple(make)
+    with pytest.raises(ConfigurationError, match=message):
+        strategy.save_checkpoint(str(tmp_path / "a.pt"), extra_ckpt=extra)
+    assert not (tmp_path / "a.pt").exists()
+    assert find_last(strategy.work_dir) is None
+
+
+@pytest.mark.parametrize("name", ["s3://bucket/a.pt", "https://example.com/a.pt"])
+def test_checkpoints_are_not_written_to_addresses(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    strategy = simple(make)
+    before = sorted(os.listdir(tmp_path))
+    with pytest.raises(ConfigurationError, match="written to files"):
+        strategy.save_checkpoint(name)
+    assert sorted(os.listdir(tmp_path)) == before
+
+
+@pytest.mark.parametrize(
+    ("content", "error", "message"),
+    [
+        (b"", StateFileError, r"a\.pt"),
+        (b"hello there, no checkpoint", StateFileError, r"a\.pt"),
+        (None, FileNotFoundError, r"a\.pt"),
+        ([1], StateFileError, "list"),
+        (
+            {"model": Net().state_dict(), "epoch": 1},
+            StateFileError,
+            r"model, epoch.* load_model_state_dict\(\)",
+        ),
+        ({"state_dict": {}, "model": nn.Linear(1, 1)}, StateFileError, "more than tensors and plain values"),
+        ({"state_dict": nn.Linear(2, 3).state_dict()}, StateMismatchError, "weight"),
+    ],
+)
+def test_files_that_are_no_checkpoint_are_refused(
+    make: Make, tmp_path: Path, content: Any, error: type[Exception], message: str
+) -> None:
+    path = tmp_path / "a.pt"
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    elif content is not None:
+        torch.save(content, path)
+    with pytest.raises(error, match=message) as caught:
+        load(make, str(path), strict=True)
+    if content is None:
+        assert (type(caught.value).__mro__.count(StateFileError), caught.value.filename) == (1, str(path))  # type: ignore[attr-defined]
+
+
+def test_names_of_weights_are_revised_as_asked(make: Make, tmp_path: Path) -> None:
+    torch.save({"state_dict": nn.Linear(2, 3).state_dict()}, tmp_path / "a.pt")
+    assert load(make, str(tmp_path / "a.pt"), revise_keys=[("^", "body.")]) == {}
+    with pytest.raises(IsADirectoryError):
+        load(make, str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["torchvision://resnet50", "open-mmlab://vgg16", "s3://bucket/a.pt"])
+def test_model_zoos_are_refused_by_name(make: Make, name: str) -> None:
+    with pytest.raises(ConfigurationError, match=name.partition(":")[0]):
+        load(make, name)
+
+
+def test_a_strategy_needs_a_model_and_is_closed_with_its_trainers(make: Make) -> None:
+    strategy = make()
+    for method in (strategy.load_checkpoint, strategy.save_checkpoint):
+        with pytest.raises(ConfigurationError, match=r"prepare\(\)"):
+            method("a.pt")
     model, trainer = strategy.prepare(Net(), optim_wrapper=SGD)
     strategy.close()
     strategy.close()
-    assert isinstance(trainer, Trainer)
     with pytest.raises(KVStoreError, match="closed"):
         steps(model, trainer, 1)

@@ -15,9 +15,8 @@ import pytest
 import torch
 
 from kvtrainer.errors import KVStoreError, StateFileError
-from tests.support.strategies import Make, Net, make, steps
+from tests.support.strategies import Make, Net, steps
 
-__all__ = ["make"]
 CFG = {
     "optimizer": {"type": "Adam", "lr": 0.1},
     "type": "AmpOptimWrapper",

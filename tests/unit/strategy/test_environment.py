@@ -6,22 +6,25 @@ import abc
 import logging
 import multiprocessing
 import os
+import random
 import re
 import resource
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from kvtrainer.errors import ConfigurationError, UnknownNameError
+from kvtrainer.errors import ConfigurationError
 from kvtrainer.kvstore import KVStoreBase
-from kvtrainer.strategy import BaseStrategy, Strategy, environment
-from tests.support.strategies import Make, make
-
-__all__ = ["make"]
+from kvtrainer.strategy import Agreement, BaseStrategy, Strategy, environment
+from kvtrainer.strategy.checkpoint import pack_tree, plain_copy, unpack_tree
+from kvtrainer.strategy.environment import rng_state, set_rng_state
+from tests.support.strategies import Make
 
 
 @pytest.fixture(autouse=True)
@@ -50,11 +53,6 @@ def test_launcher_is_inferred_from_the_environment(variables: dict[str, str], la
     assert environment.infer_launcher(variables) == launcher
 
 
-def test_unknown_launcher_is_refused(make: Make) -> None:
-    with pytest.raises(ConfigurationError, match="launcher must be one of"):
-        make(env_kwargs={"launcher": "ray"})
-
-
 def test_arguments_are_keywords_and_the_base_is_abstract() -> None:
     with pytest.raises(TypeError, match="abstract"):
         BaseStrategy()  # type: ignore[abstract]
@@ -62,12 +60,6 @@ def test_arguments_are_keywords_and_the_base_is_abstract() -> None:
     assert BaseStrategy.__abstractmethods__ == {"prepare", "load_checkpoint", "resume", "save_checkpoint"}
     with pytest.raises(TypeError):
         Strategy("device", "work")  # type: ignore[misc]
-
-
-def test_unknown_kvstore_is_refused_before_anything_is_made(tmp_path: Path) -> None:
-    with pytest.raises(UnknownNameError):
-        Strategy("nosuch", work_dir=str(tmp_path / "w"))
-    assert not (tmp_path / "w").exists()
 
 
 def test_directories_and_names_carry_the_time(
@@ -82,37 +74,6 @@ def test_directories_and_names_carry_the_time(
     assert os.path.isdir(plain.log_dir)
     assert plain.experiment_name == plain.timestamp
     assert named.experiment_name == f"try_{named.timestamp}"
-
-
-def test_properties_of_a_process_alone_cannot_be_set(make: Make) -> None:
-    strategy = make()
-    assert (strategy.launcher, strategy.distributed, strategy.rank, strategy.world_size) == (
-        "none",
-        False,
-        0,
-        1,
-    )
-    assert strategy.randomness == {"seed": 1, "diff_rank_seed": False, "deterministic": False}
-    for name in ("work_dir", "log_dir", "experiment_name", "launcher", "distributed", "seed", "rank", "world_size",
-                 "timestamp", "randomness"):  # fmt: skip
-        with pytest.raises(AttributeError):
-            setattr(strategy, name, None)
-
-
-def test_set_up_of_distributed_training_is_called_in_a_launched_job_only(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls: list[Any] = []
-
-    class Mine(Strategy):
-        def _setup_distributed(self, *args: Any, **kwargs: Any) -> None:
-            calls.append(kwargs)
-
-    make(cls=Mine)
-    assert calls == []
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    assert make(cls=Mine, env_kwargs={"dist_cfg": {"backend": "gloo"}}).distributed
-    assert calls == [{"backend": "gloo"}]
 
 
 def test_ranks_that_cannot_find_one_another_are_told_what_is_missing(
@@ -134,16 +95,6 @@ def test_process_that_is_not_told_which_of_several_it_is_does_not_train_alone(
     assert make("device", env_kwargs={"launcher": "none"}).world_size == 1
 
 
-def test_ranks_that_were_started_by_hand_are_set_up_as_dist_cfg_says(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls: list[Any] = []
-    monkeypatch.setattr(environment, "init_process_group", lambda environ, **options: calls.append(options))
-    options = {"init_method": "tcp://127.0.0.1:1", "rank": 0, "world_size": 2}
-    make(env_kwargs={"dist_cfg": options})
-    assert calls == [options]
-
-
 class PluginStore(KVStoreBase):
     type, num_workers, rank = "mine", 1, 0
 
@@ -162,39 +113,6 @@ def test_dist_cfg_without_effect_is_refused(make: Make) -> None:
         make("device", env_kwargs={"dist_cfg": {"backend": "gloo"}})
 
 
-@pytest.mark.parametrize(
-    ("wrong", "meant"),
-    [
-        ({"env_kwargs": {"randomnes": {}}}, "randomness"),
-        ({"env_kwargs": {"mp_cfg": {"mp_start": "fork"}}}, "mp_start_method"),
-        ({"log_kwargs": {"log_levl": "INFO"}}, "log_level"),
-    ],
-)
-def test_argument_that_nothing_takes_is_refused_before_anything_is_made(
-    wrong: dict[str, Any], meant: str, tmp_path: Path
-) -> None:
-    with pytest.raises(ConfigurationError, match=f"Did you mean '{meant}'") as raised:
-        Strategy(work_dir=str(tmp_path / "work"), **wrong)
-    assert isinstance(raised.value, TypeError)
-    assert not (tmp_path / "work").exists()
-
-
-def test_more_files_may_be_opened_but_never_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [256, 8192]
-    monkeypatch.setattr(resource, "getrlimit", lambda _: tuple(now))
-    monkeypatch.setattr(resource, "setrlimit", lambda _, pair: now.__setitem__(slice(None), pair))
-    for limit, expected in ((4096, 4096), (100, 4096), (100000, 8192)):
-        environment.raise_file_limit(limit)
-        assert now == [expected, 8192]
-
-
-def test_file_limit_is_raised_by_default(make: Make) -> None:
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    make()
-    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    assert soft >= min(4096, hard if hard > 0 else 4096)
-
-
 def test_multiprocessing_and_threads_are_left_alone_unless_asked(
     make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -211,44 +129,6 @@ def test_multiprocessing_and_threads_are_left_alone_unless_asked(
     assert "started by 'spawn'" in caplog.text
     assert os.environ["OMP_NUM_THREADS"] == os.environ["MKL_NUM_THREADS"] == "1"
     assert "OMP_NUM_THREADS is 1" in caplog.text
-    with pytest.raises(ConfigurationError, match=r"mp_start_method.* 'thread'"):
-        make(env_kwargs={"mp_cfg": {"mp_start_method": "thread"}})
-
-
-def test_threads_of_opencv_are_set_also_before_a_script_imports_it(
-    make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    (tmp_path / "cv2.py").write_text("threads = []\nsetNumThreads = threads.append\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "cv2", raising=False)
-    make(env_kwargs={"mp_cfg": {"opencv_num_threads": 2}})
-    assert sys.modules.pop("cv2").threads == [2]
-
-
-def test_cudnn_benchmark_is_as_asked(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
-    make(env_kwargs={"cudnn_benchmark": True})
-    assert torch.backends.cudnn.benchmark
-
-
-def test_log_goes_to_a_file_named_after_the_time(make: Make) -> None:
-    strategy = make(experiment_name="try", log_kwargs={"log_level": "WARNING"})
-    strategy.logger.info("quiet")
-    strategy.logger.warning("loud")
-    assert strategy.logger.name == strategy.experiment_name
-    text = Path(strategy.log_dir, f"{strategy.timestamp}.log").read_text()
-    assert "loud" in text
-    assert "quiet" not in text
-
-
-def test_log_goes_on_after_others_have_closed_its_file(make: Make, tmp_path: Path) -> None:
-    strategy = make(log_kwargs={"log_file": str(tmp_path / "sub" / "own.log")})
-    strategy.logger.info("one")
-    for handler in strategy.logger.handlers:
-        handler.close()
-    strategy.logger.info("two")
-    lines = (tmp_path / "sub" / "own.log").read_text().splitlines()
-    assert [line.rpartition(" ")[2] for line in lines] == ["one", "two"]
 
 
 def test_a_strategy_that_is_closed_leaves_the_log_to_one_of_the_same_name(make: Make) -> None:
@@ -274,21 +154,196 @@ def test_other_ranks_write_errors_only_and_files_on_request(tmp_path: Path) -> N
     assert not logger.handlers
 
 
-def test_wrong_log_level_is_refused(make: Make) -> None:
-    with pytest.raises(ConfigurationError, match="log_level is 'CHATTY'"):
-        make(log_kwargs={"log_level": "chatty".upper()})
+def test_properties_of_a_process_alone_cannot_be_set(make: Make) -> None:
+    strategy = make()
+    expected = {
+        "launcher": "none",
+        "distributed": False,
+        "rank": 0,
+        "world_size": 1,
+        "randomness": {"seed": 1, "diff_rank_seed": False, "deterministic": False},
+    }
+    assert {name: getattr(strategy, name) for name in expected} == expected
+    for name in (*expected, "work_dir", "log_dir", "experiment_name", "seed", "timestamp"):
+        with pytest.raises(AttributeError):
+            setattr(strategy, name, None)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"kvstore": "nosuch"}, "nosuch"),
+        ({"env_kwargs": {"randomnes": {}}}, "Did you mean 'randomness'"),
+        ({"env_kwargs": {"mp_cfg": {"mp_start": "fork"}}}, "Did you mean 'mp_start_method'"),
+        ({"log_kwargs": {"log_levl": "INFO"}}, "Did you mean 'log_level'"),
+    ],
+)
+def test_argument_that_nothing_takes_is_refused_before_anything_is_made(
+    wrong: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        Strategy(work_dir=str(tmp_path / "work"), **wrong)
+    assert not (tmp_path / "work").exists()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"env_kwargs": {"launcher": "ray"}}, "launcher.* 'ray'"),
+        ({"log_kwargs": {"log_level": "CHATTY"}}, "log_level.* 'CHATTY'"),
+        ({"env_kwargs": {"mp_cfg": {"mp_start_method": "thread"}}}, "mp_start_method.* 'thread'"),
+        *(({"env_kwargs": {"randomness": {"seed": one}}}, "seed") for one in (-1, 2**32, 1.5, True, "1")),
+        ({"env_kwargs": {"randomness": {"seeds": 3}}}, "Did you mean 'seed'"),
+        ({"env_kwargs": {"randomness": 3}}, "randomness.* int"),
+    ],
+)
+def test_value_that_cannot_be_is_refused(make: Make, wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        make(**wrong)
+
+
+def test_distributed_training_is_set_up_in_a_launched_job_or_as_dist_cfg_says(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[Any] = []
+
+    class Mine(Strategy):
+        def _setup_distributed(self, *args: Any, **kwargs: Any) -> None:
+            calls.append(kwargs)
+
+    make(cls=Mine)
+    assert calls == []
+    by_hand = {"init_method": "tcp://127.0.0.1:1", "rank": 0, "world_size": 2}
+    make(cls=Mine, env_kwargs={"dist_cfg": by_hand})
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert make(cls=Mine, env_kwargs={"dist_cfg": {"backend": "gloo"}}).distributed
+    assert calls == [by_hand, {"backend": "gloo"}]
+
+
+def test_more_files_may_be_opened_but_never_fewer(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [256, 8192]
+    monkeypatch.setattr(resource, "getrlimit", lambda _: tuple(now))
+    monkeypatch.setattr(resource, "setrlimit", lambda _, pair: now.__setitem__(slice(None), pair))
+    make()
+    for limit, expected in ((4096, 4096), (100, 4096), (100000, 8192)):
+        environment.raise_file_limit(limit)
+        assert now == [expected, 8192]
+
+
+def test_cudnn_and_opencv_are_as_asked(make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """OpenCV also before a script imports it."""
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
+    (tmp_path / "cv2.py").write_text("threads = []\nsetNumThreads = threads.append\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "cv2", raising=False)
+    make(env_kwargs={"mp_cfg": {"opencv_num_threads": 2}, "cudnn_benchmark": True})
+    assert sys.modules.pop("cv2").threads == [2]
+    assert torch.backends.cudnn.benchmark
+
+
+def test_log_goes_to_a_file_named_after_the_time_also_after_others_have_closed_it(make: Make) -> None:
+    strategy = make(experiment_name="try", log_kwargs={"log_level": "WARNING"})
+    strategy.logger.info("quiet")
+    strategy.logger.warning("one")
+    for handler in strategy.logger.handlers:
+        handler.close()
+    strategy.logger.warning("two")
+    assert strategy.logger.name == strategy.experiment_name
+    lines = Path(strategy.log_dir, f"{strategy.timestamp}.log").read_text().splitlines()
+    assert [line.rpartition(" ")[2] for line in lines] == ["one", "two"]
 
 
 def test_environment_is_described_with_the_launcher_and_the_number_of_workers(make: Make) -> None:
     system, runtime = make(env_kwargs={"cudnn_benchmark": False, "randomness": {"seed": 4}}).collect_env()
     assert system["PyTorch"] == torch.__version__
     assert {"Python", "CUDA available", "sys.platform"} <= set(system)
-    assert runtime == {
-        "cudnn_benchmark": False,
-        "seed": 4,
-        "diff_rank_seed": False,
-        "deterministic": False,
-        "Distributed launcher": "none",
-        "Distributed training": False,
-        "GPU number": 1,
-    }
+    randomness = {"seed": 4, "diff_rank_seed": False, "deterministic": False}
+    job = {"Distributed launcher": "none", "Distributed training": False, "GPU number": 1}
+    assert runtime == {"cudnn_benchmark": False, **randomness, **job}
+
+
+@pytest.fixture(autouse=True)
+def kept() -> Iterator[None]:
+    state = rng_state()
+    yield
+    set_rng_state(state)
+
+
+def draws() -> list[float]:
+    return [random.random(), random.gauss(0, 1), float(np.random.randn()), float(torch.rand(()))]
+
+
+def test_equal_seeds_give_equal_numbers_of_every_source(make: Make) -> None:
+    found = []
+    for _ in range(2):
+        make(env_kwargs={"randomness": {"seed": 7}})
+        found.append(draws())
+    assert found[0] == found[1]
+    torch.manual_seed(7)
+    random.seed(7)
+    assert [found[0][0], found[0][3]] == [random.random(), float(torch.rand(()))]
+
+
+def test_ranks_differ_only_if_asked(make: Make) -> None:
+    class Second(Strategy):
+        def _meet(self) -> Agreement:
+            agreement = Agreement()
+            agreement.rank = 1
+            return agreement
+
+    for given, seed in (({"seed": 7}, 7), ({"seed": 7, "diff_rank_seed": True}, 8)):
+        assert make(cls=Second, env_kwargs={"randomness": given}).seed == seed
+    last = {"seed": 2**32 - 1, "diff_rank_seed": True}
+    assert make(cls=Second, env_kwargs={"randomness": last}).seed == 0
+
+
+def test_deterministic_wins_over_cudnn_benchmark(
+    make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", False)
+    try:
+        make(env_kwargs={"cudnn_benchmark": True, "randomness": {"seed": 1, "deterministic": True}})
+        assert torch.are_deterministic_algorithms_enabled()
+        assert torch.backends.cudnn.deterministic
+        assert not torch.backends.cudnn.benchmark
+        assert "cudnn_benchmark is switched off" in caplog.text
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_random_numbers_go_on_where_they_were_saved(tmp_path: Any) -> None:
+    draws()
+    state = rng_state()
+    torch.save(plain_copy(state, "state"), tmp_path / "state.pt")
+    expected = draws()
+    set_rng_state(torch.load(tmp_path / "state.pt", weights_only=True))
+    assert draws() == expected
+    set_rng_state(unpack_tree(pack_tree(state)))
+    assert draws() == expected
+    like_marks = {"d": {"t": "no tensor"}, 3: [b"\x00", {"b": 1.5}, None]}
+    assert unpack_tree(pack_tree(like_marks)) == like_marks
+
+
+def test_states_of_other_devices_are_left_out_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    state = rng_state() | {"cuda": [torch.zeros(16, dtype=torch.uint8)]}
+    set_rng_state(state)
+    assert "1 CUDA devices were saved and 0 are used" in caplog.text
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cuda_numbers_go_on_where_they_were_saved() -> None:
+    device = torch.device("cuda", 0)
+    state = rng_state([device])
+    expected = torch.rand(3, device=device)
+    set_rng_state(state, [device])
+    assert torch.equal(torch.rand(3, device=device), expected)
+
+
+def test_without_a_seed_one_is_drawn_and_the_dict_that_is_given_stays_as_it_is(make: Make) -> None:
+    given: dict[str, Any] = {"seed": None}
+    first, second = make(env_kwargs=None), make(env_kwargs={"randomness": given})
+    assert first.seed != second.seed
+    second.randomness["seed"] = 9
+    assert given == {"seed": None}
+    assert first.randomness["seed"] is second.randomness["seed"] is None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import pytest
@@ -14,15 +13,9 @@ from kvtrainer.errors import ArgumentTypeError, ConfigurationError
 from kvtrainer.parallel import DataParallel
 from kvtrainer.registry import MODELS
 from kvtrainer.strategy import Strategy
-from tests.support.strategies import SGD, Make, Net, make, steps
+from tests.support.strategies import SGD, Make, Net, steps
 
-__all__ = ["make"]
 MULTI = {"type": "MultiStepLR", "milestones": [2], "by_epoch": False}
-
-
-def test_model_alone_is_returned_alone(make: Make) -> None:
-    net = Net()
-    assert make().prepare(net) is net
 
 
 def test_parts_are_returned_in_order_and_only_those_asked_for(make: Make) -> None:
@@ -92,11 +85,6 @@ def test_the_model_of_a_call_that_failed_is_the_one_that_its_trainer_trains(make
     assert trainer.param_groups[0]["params"][0] is model.weight
 
 
-def test_what_is_no_model_is_refused(make: Make) -> None:
-    with pytest.raises(ArgumentTypeError, match=r"model should be a nn\.Module object or dict, but got str"):
-        make().prepare("resnet")
-
-
 class Initialised(Net):
     def init_weights(self) -> None:
         nn.init.constant_(self.body.weight, 7.0)
@@ -108,181 +96,135 @@ def test_weights_are_initialised_where_the_model_can_unless_it_is_loaded_next(ma
     assert not (kept.body.weight == 7).any()
 
 
-class TestCompile:
-    def calls(self, make: Make, compile: Any) -> tuple[list[str], nn.Module]:
-        seen: list[str] = []
-
-        def backend(graph: Any, inputs: Any) -> Any:
-            seen.append("compiled")
-            return graph.forward
-
-        net, strategy = Net(), make()
-        given = dict(compile, backend=backend) if isinstance(compile, dict) else compile
-        copy = dict(given) if isinstance(given, dict) else given
-        model = strategy.prepare(net, compile=given)
-        assert given == copy
-        model(torch.ones(1, 2))
-        model.train_step(torch.ones(1, 2))
-        return seen, model
-
-    def test_nothing_is_compiled_by_default_or_when_disabled(self, make: Make) -> None:
-        assert self.calls(make, {"disable": True})[0] == []
-        net = Net()
-        assert make().prepare(net, compile=False) is net
-
-    @pytest.mark.parametrize("target", ["forward", "train_step"])
-    def test_one_method_is_compiled_and_names_of_weights_stay(self, make: Make, target: str) -> None:
-        torch.compiler.reset()
-        seen, model = self.calls(make, {"target": target})
-        assert seen
-        assert list(model.state_dict()) == list(Net().state_dict())
-
-    def test_unknown_method_or_kind_is_refused(self, make: Make) -> None:
-        with pytest.raises(ConfigurationError, match="no method 'predict'"):
-            make().prepare(Net(), compile={"target": "predict"})
-        with pytest.raises(ArgumentTypeError, match="bool or a dict"):
-            make().prepare(Net(), compile="yes")
-
-
-class TestSchedules:
-    def test_the_trainer_advances_them(self, make: Make) -> None:
-        model, trainer, schedules = make().prepare(Net(), optim_wrapper=SGD, param_scheduler=MULTI,
-                                                   dispatch_kwargs={"max_iters": 4})  # fmt: skip
-        rates = []
-        for _ in range(4):
-            rates.append(trainer.get_lr()["lr"][0])
-            steps(model, trainer, 1)
-        assert rates == pytest.approx([0.1, 0.1, 0.01, 0.01])
-        assert len(schedules) == 1
-
-    def test_a_warm_up_with_its_own_clock_is_advanced_once(self, make: Make) -> None:
-        cfg = {"policy": "step", "step": [3], "warmup": "linear", "warmup_iters": 4, "warmup_ratio": 0.5}
-        model, trainer, _ = make().prepare(Net(), optim_wrapper=SGD, param_scheduler=cfg)
-        rates = []
-        for _ in range(5):
-            rates.append(trainer.get_lr()["lr"][0])
-            steps(model, trainer, 1)
-        assert rates == pytest.approx([0.05, 0.0625, 0.075, 0.0875, 0.1])
-
-    def test_length_of_the_run_is_the_default_end_and_is_needed(self, make: Make) -> None:
-        cosine = {"type": "CosineAnnealingLR", "eta_min": 0.0, "by_epoch": False}
-        model, trainer, _ = make().prepare(Net(), optim_wrapper=SGD, param_scheduler=cosine,
-                                           dispatch_kwargs={"max_iters": 4})  # fmt: skip
-        steps(model, trainer, 2)
-        assert trainer.get_lr()["lr"] == pytest.approx([0.05])
-        with pytest.raises(ValueError, match="max_iters"):
-            make().prepare(Net(), optim_wrapper=SGD, param_scheduler=cosine)
-
-    def test_several_trainers_get_the_same_or_their_own(self, make: Make) -> None:
-        both = {"body": SGD, "head": SGD}
-        run = {"max_epochs": 4, "max_iters": 4}
-        linear = {"type": "LinearLR", "start_factor": 0.5}
-        _, trainers, schedules = make().prepare(
-            Net(), optim_wrapper=both, param_scheduler=linear, dispatch_kwargs=run
-        )
-        assert {name: len(its) for name, its in schedules.items()} == {"body": 1, "head": 1}
-        assert trainers.get_lr() == {"body.lr": [0.05], "head.lr": [0.05]}
-        _, trainers, _ = make().prepare(
-            Net(), optim_wrapper=both, param_scheduler={"head": [linear]}, dispatch_kwargs=run
-        )
-        assert trainers.get_lr() == {"body.lr": [0.1], "head.lr": [0.05]}
-
-    def test_other_things_are_refused(self, make: Make) -> None:
-        strategy = make()
-        with pytest.raises(TypeError, match="schedule or a dict"):
-            strategy.build_param_scheduler("cosine", Trainer(Net(), "sgd"))
-        with pytest.raises(TypeError, match="need the Trainer"):
-            strategy.build_param_scheduler(MULTI, torch.optim.SGD(Net().parameters(), lr=0.1))  # type: ignore[arg-type]
-
-    def test_schedules_without_an_optimizer_are_refused_before_anything_is_built(self, make: Make) -> None:
-        strategy = make()
-        with pytest.raises(ConfigurationError, match="optim_wrapper"):
-            strategy.prepare(Net(), param_scheduler=MULTI)
-        assert not hasattr(strategy, "model")
-
-
-class TestAccumulation:
-    def test_the_number_of_passes_must_be_known(self, make: Make) -> None:
-        with pytest.raises(ValueError, match='"max_iters" must be specified'):
-            make().prepare(Net(), optim_wrapper={**SGD, "accumulative_counts": 3})
-
-    def test_the_last_window_is_divided_by_what_is_in_it(self, make: Make) -> None:
-        class One(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.p = nn.Parameter(torch.zeros(()))
-
-        cfg = {"optimizer": {"type": "SGD", "lr": 1.0}, "accumulative_counts": 3}
-        model, trainer = make().prepare(One(), optim_wrapper=cfg, dispatch_kwargs={"max_iters": 10})
-        found = []
-        for _ in range(10):
-            trainer.update_params(model.p * 1.0)
-            found.append(model.p.item())
-        assert found == pytest.approx([0, 0, -1, -1, -1, -2, -2, -2, -3, -4])
-
-    @pytest.mark.parametrize(
-        "when",
-        [{"by_epoch": False}, {"convert_to_iter_based": True}, {"convert_to_iter_based": True, "end": 2}],
+def test_several_trainers_get_the_same_or_their_own(make: Make) -> None:
+    both = {"body": SGD, "head": SGD}
+    run = {"max_epochs": 4, "max_iters": 4}
+    linear = {"type": "LinearLR", "start_factor": 0.5}
+    _, trainers, schedules = make().prepare(
+        Net(), optim_wrapper=both, param_scheduler=linear, dispatch_kwargs=run
     )
-    def test_schedules_by_step_end_with_the_passes_and_not_in_the_middle(
-        self, make: Make, when: dict[str, Any]
-    ) -> None:
-        cfg = {"optimizer": {"type": "SGD", "lr": 1.0}, "accumulative_counts": 3}
-        run = {"max_iters": 12, "max_epochs": 2, "epoch_length": 6}
-        linear = {"type": "LinearLR", "start_factor": 1.0, "end_factor": 0.0, **when}
-        net, strategy = Net(), make()
-        _, trainer, _ = strategy.prepare(net, optim_wrapper=cfg, param_scheduler=linear, dispatch_kwargs=run)
-        rates = [trainer.update_params(net(torch.ones(1, 2)).sum()).lr for _ in range(12)]
-        # Four updates; mmengine's factor is the last one after end - begin - 1 of them.
-        assert rates[2::3] == pytest.approx([1.0, 2 / 3, 1 / 3, 0.0])
-
-    def test_an_epoch_that_does_not_end_with_an_update_has_no_length(self, make: Make) -> None:
-        by_epoch = {"type": "StepLR", "step_size": 1, "convert_to_iter_based": True}
-        run = {"max_iters": 10, "max_epochs": 2, "epoch_length": 5}
-        with pytest.raises(ConfigurationError, match="the updates in an epoch"):
-            make().prepare(
-                Net(),
-                optim_wrapper={**SGD, "accumulative_counts": 2},
-                param_scheduler=by_epoch,
-                dispatch_kwargs=run,
-            )
-
-    def test_of_several_trainers_the_loop_says_how_many_passes_there_are(
-        self, make: Make, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        several = {"body": {**SGD, "accumulative_counts": 2}, "head": SGD}
-        make().prepare(Net(), optim_wrapper=several)
-        assert "gradients of body are accumulated" in capsys.readouterr().err
-        make().prepare(Net(), optim_wrapper={"body": SGD, "head": SGD})
-        assert "set_progress" not in capsys.readouterr().err
-
-    def test_batch_norm_is_warned_of(self, make: Make) -> None:
-        strategy, records = make(), []
-        handler = logging.Handler()
-        handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-        strategy.logger.addHandler(handler)
-        cfg = {**SGD, "accumulative_counts": 2}
-        strategy.prepare(nn.BatchNorm1d(2), optim_wrapper=cfg, dispatch_kwargs={"max_iters": 2})
-        assert any("BatchNorm" in text for text in records)
+    assert {name: len(its) for name, its in schedules.items()} == {"body": 1, "head": 1}
+    assert trainers.get_lr() == {"body.lr": [0.05], "head.lr": [0.05]}
+    _, trainers, _ = make().prepare(
+        Net(), optim_wrapper=both, param_scheduler={"head": [linear]}, dispatch_kwargs=run
+    )
+    assert trainers.get_lr() == {"body.lr": [0.1], "head.lr": [0.05]}
 
 
-class TestReplicas:
-    def test_several_devices_make_replicas_of_which_parameters_are_one(self, make: Make) -> None:
-        strategy = make(device=["cpu", "cpu"])
-        model, trainer = strategy.prepare(Net(), optim_wrapper=SGD)
-        assert isinstance(model, DataParallel)
-        assert strategy.device == torch.device("cpu")
-        losses = model.forward_losses(torch.randn(4, 2), lambda net, x: net(x).square().mean())
-        trainer.update_params(losses)
-        assert torch.equal(model.replicas[0].body.weight, model.replicas[1].body.weight)
+def test_other_things_are_refused(make: Make) -> None:
+    strategy = make()
+    with pytest.raises(TypeError, match="schedule or a dict"):
+        strategy.build_param_scheduler("cosine", Trainer(Net(), "sgd"))
+    with pytest.raises(TypeError, match="need the Trainer"):
+        strategy.build_param_scheduler(MULTI, torch.optim.SGD(Net().parameters(), lr=0.1))  # type: ignore[arg-type]
 
-    def test_what_is_loaded_reaches_all_replicas(self, make: Make) -> None:
-        strategy = make(device=["cpu", "cpu"])
-        model = strategy.prepare(Net())
-        strategy.load_model_state_dict({**Net().state_dict(), "body.bias": torch.full((3,), 4.0)})
-        assert all((replica.body.bias == 4).all() for replica in model.replicas)
 
-    def test_a_torch_optimizer_cannot_train_them(self, make: Make) -> None:
-        net = Net()
-        with pytest.raises(ConfigurationError):
-            make(device=["cpu", "cpu"]).prepare(net, optim_wrapper=torch.optim.SGD(net.parameters(), lr=0.1))
+def test_schedules_without_an_optimizer_are_refused_before_anything_is_built(make: Make) -> None:
+    strategy = make()
+    with pytest.raises(ConfigurationError, match="optim_wrapper"):
+        strategy.prepare(Net(), param_scheduler=MULTI)
+    assert not hasattr(strategy, "model")
+
+
+@pytest.mark.parametrize(
+    "when",
+    [{"by_epoch": False}, {"convert_to_iter_based": True}, {"convert_to_iter_based": True, "end": 2}],
+)
+def test_schedules_by_step_end_with_the_passes_and_not_in_the_middle(
+    make: Make, when: dict[str, Any]
+) -> None:
+    cfg = {"optimizer": {"type": "SGD", "lr": 1.0}, "accumulative_counts": 3}
+    run = {"max_iters": 12, "max_epochs": 2, "epoch_length": 6}
+    linear = {"type": "LinearLR", "start_factor": 1.0, "end_factor": 0.0, **when}
+    net, strategy = Net(), make()
+    _, trainer, _ = strategy.prepare(net, optim_wrapper=cfg, param_scheduler=linear, dispatch_kwargs=run)
+    rates = [trainer.update_params(net(torch.ones(1, 2)).sum()).lr for _ in range(12)]
+    # Four updates; mmengine's factor is the last one after end - begin - 1 of them.
+    assert rates[2::3] == pytest.approx([1.0, 2 / 3, 1 / 3, 0.0])
+
+
+def test_an_epoch_that_does_not_end_with_an_update_has_no_length(make: Make) -> None:
+    by_epoch = {"type": "StepLR", "step_size": 1, "convert_to_iter_based": True}
+    run = {"max_iters": 10, "max_epochs": 2, "epoch_length": 5}
+    with pytest.raises(ConfigurationError, match="the updates in an epoch"):
+        make().prepare(
+            Net(),
+            optim_wrapper={**SGD, "accumulative_counts": 2},
+            param_scheduler=by_epoch,
+            dispatch_kwargs=run,
+        )
+
+
+@pytest.mark.parametrize("target", [None, "forward", "train_step"])
+def test_one_method_is_compiled_if_asked_and_names_of_weights_stay(make: Make, target: str | None) -> None:
+    torch.compiler.reset()
+    seen: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        seen.append(graph)
+        return graph.forward
+
+    given: dict[str, Any] = {"backend": backend, **({"target": target} if target else {"disable": True})}
+    copy = dict(given)
+    model = make().prepare(Net(), compile=given)
+    assert given == copy
+    model(torch.ones(1, 2))
+    model.train_step(torch.ones(1, 2))
+    assert bool(seen) == bool(target)
+    assert list(model.state_dict()) == list(Net().state_dict())
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ({"model": "resnet"}, ArgumentTypeError, "model.* str"),
+        ({"compile": {"target": "predict"}}, ConfigurationError, "'predict'"),
+        ({"compile": "yes"}, ArgumentTypeError, "compile"),
+        ({"optim_wrapper": {**SGD, "accumulative_counts": 3}}, ConfigurationError, '"max_iters"'),
+    ],
+)
+def test_what_cannot_be_prepared_is_refused(
+    make: Make, given: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        make().prepare(**{"model": Net(), **given})
+
+
+def test_the_trainer_advances_schedules_to_the_end_of_the_run_which_is_needed(make: Make) -> None:
+    cosine = {"type": "CosineAnnealingLR", "eta_min": 0.0, "by_epoch": False}
+    run = {"max_iters": 4}
+    model, trainer, _ = make().prepare(Net(), optim_wrapper=SGD, param_scheduler=cosine, dispatch_kwargs=run)
+    steps(model, trainer, 2)
+    assert trainer.get_lr()["lr"] == pytest.approx([0.05])
+    with pytest.raises(ValueError, match="max_iters"):
+        make().prepare(Net(), optim_wrapper=SGD, param_scheduler=cosine)
+
+
+def test_several_trainers_that_accumulate_and_batch_norm_are_warned_of(
+    make: Make, capsys: pytest.CaptureFixture[str]
+) -> None:
+    twice = {**SGD, "accumulative_counts": 2}
+    make().prepare(Net(), optim_wrapper={"body": SGD, "head": SGD})
+    make().prepare(Net(), optim_wrapper=twice, dispatch_kwargs={"max_iters": 2})
+    said = capsys.readouterr().err
+    assert "set_progress" not in said
+    assert "BatchNorm" not in said
+    make().prepare(Net(), optim_wrapper={"body": twice, "head": SGD})
+    assert "gradients of body are accumulated" in capsys.readouterr().err
+    make().prepare(nn.BatchNorm1d(2), optim_wrapper=twice, dispatch_kwargs={"max_iters": 2})
+    assert "BatchNorm" in capsys.readouterr().err
+
+
+def test_several_devices_make_replicas_of_which_parameters_are_one(make: Make) -> None:
+    strategy = make(device=["cpu", "cpu"])
+    model, trainer = strategy.prepare(Net(), optim_wrapper=SGD)
+    assert isinstance(model, DataParallel)
+    assert strategy.device == torch.device("cpu")
+    losses = model.forward_losses(torch.randn(4, 2), lambda net, x: net(x).square().mean())
+    trainer.update_params(losses)
+    assert torch.equal(model.replicas[0].body.weight, model.replicas[1].body.weight)
+    strategy.load_model_state_dict({**Net().state_dict(), "body.bias": torch.full((3,), 4.0)})
+    assert all((replica.body.bias == 4).all() for replica in model.replicas)
+    net = Net()
+    with pytest.raises(ConfigurationError):
+        make(device=["cpu", "cpu"]).prepare(net, optim_wrapper=torch.optim.SGD(net.parameters(), lr=0.1))

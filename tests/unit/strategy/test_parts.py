@@ -1,0 +1,296 @@
+"""The parts of a run: weights in and out of a model, Trainers by a configuration, and their learning rates."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from kvtrainer import Trainer, TrainerDict, lr_scheduler
+from kvtrainer.errors import ConfigurationError, StateMismatchError
+from kvtrainer.registry import OPTIM_WRAPPERS, OPTIMIZER_CONSTRUCTORS
+from kvtrainer.strategy.parts import load_weights, scale_learning_rates, take_weights, unwrapped
+from tests.support.strategies import SGD, Make, Net
+
+
+class Wrapper(nn.Module):
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+
+class Numbered(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.module1 = nn.Linear(1, 1)
+
+
+def test_weights_are_on_the_cpu_under_the_names_of_the_model_itself() -> None:
+    net = Net()
+    taken = take_weights(Wrapper(net))
+    assert list(taken) == list(net.state_dict())
+    assert all(value.device.type == "cpu" and not value.requires_grad for value in taken.values())
+    assert unwrapped(torch.compile(Wrapper(net), backend="eager")) is net  # type: ignore[arg-type]
+    numbered = Numbered()
+    assert unwrapped(numbered) is numbered
+
+
+def test_prefix_of_a_wrapper_is_taken_away_and_nothing_else() -> None:
+    net = Numbered()
+    saved = {"module.module1.weight": torch.tensor([[3.0]]), "module.module1.bias": torch.tensor([4.0])}
+    assert not load_weights(net, saved, strict=True)
+    assert net.module1.weight.item() == 3.0
+    own = {name: value + 1 for name, value in net.state_dict().items()}
+    assert not load_weights(net, own, strict=True)
+    assert net.module1.bias.item() == 5.0
+
+
+def test_names_are_revised_as_asked() -> None:
+    net = Numbered()
+    saved = {"old.weight": torch.tensor([[3.0]]), "old.bias": torch.tensor([4.0])}
+    assert not load_weights(net, saved, strict=True, revise_keys=[(r"^old\.", "module1.")])
+    with pytest.raises(ConfigurationError, match=r"makes 'x' out of both 'old\.weight' and 'old\.bias'"):
+        load_weights(net, saved, revise_keys=[(r".*", "x"), (r"xx", "x")])
+    with pytest.raises(ConfigurationError, match="revise_keys must be"):
+        load_weights(net, saved, revise_keys=[("(", "")])
+
+
+def test_what_does_not_fit_is_reported_and_the_rest_is_loaded() -> None:
+    net = Net()
+    head = net.head.weight.detach().clone()
+    saved = {"body.weight": torch.ones(3, 2), "head.weight": torch.ones(5, 3), "neck.weight": torch.ones(1)}
+    report = load_weights(net, saved)
+    assert report.missing == ["seen", "body.bias", "head.bias"]
+    assert report.unexpected == ["neck.weight"]
+    assert report.mismatched == ["head.weight ([5, 3] in the checkpoint, [1, 3] in the model)"]
+    assert torch.equal(net.head.weight, head)
+    assert (net.body.weight == 1).all()
+    assert (
+        "missing: seen, body.bias, head.bias; unexpected: neck.weight; of another shape: head.weight"
+        in str(report)
+    )
+
+
+def test_strategy_logs_what_does_not_fit(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
+    strategy = make()
+    strategy.prepare(Net())
+    report = strategy.load_model_state_dict({"nose": torch.ones(1)})
+    assert report.unexpected == ["nose"]
+    assert "do not match: missing: seen, body.weight" in capsys.readouterr().err
+
+
+def test_states_of_optimizers_and_schedules_go_from_one_strategy_to_another(make: Make) -> None:
+    run = {"max_iters": 6}
+    schedule = {"type": "MultiStepLR", "milestones": [3], "by_epoch": False}
+    for cfg in (SGD, {"body": SGD, "head": SGD}):
+        one, other = make(), make()
+        net, trainer, _ = one.prepare(Net(), optim_wrapper=cfg, param_scheduler=schedule, dispatch_kwargs=run)
+        _, again, _ = other.prepare(Net(), optim_wrapper=cfg, param_scheduler=schedule, dispatch_kwargs=run)
+        for part in [trainer] if cfg is SGD else trainer.values():
+            x = torch.randn(4, 2)
+            for _ in range(4):
+                part.zero_grad()
+                net(x).square().mean().backward()
+                part.step()
+        assert one.scheduler_state_dict() != other.scheduler_state_dict()
+        other.load_optim_state_dict(one.optim_state_dict())
+        other.load_scheduler_state_dict(one.scheduler_state_dict())
+        assert one.scheduler_state_dict() == other.scheduler_state_dict()
+        assert again.get_lr() == trainer.get_lr()
+
+
+def test_states_of_other_schedules_or_trainers_are_refused(make: Make) -> None:
+    strategy = make()
+    with pytest.raises(TypeError, match="no Trainer"):
+        strategy.optim_state_dict()
+    strategy.prepare(Net(), optim_wrapper=SGD)
+    with pytest.raises(ConfigurationError, match="2 states for 0 schedules"):
+        strategy.load_scheduler_state_dict([{}, {}])
+    with pytest.raises(ConfigurationError, match="are a list"):
+        strategy.load_scheduler_state_dict({"body": []})
+    several = make()
+    several.prepare(Net(), optim_wrapper={"body": SGD, "head": SGD})
+    with pytest.raises(ConfigurationError, match="dict by their names"):
+        several.load_scheduler_state_dict([])
+    with pytest.raises(StateMismatchError, match="while the Trainers here are body, head"):
+        several.load_scheduler_state_dict({"body": []})
+
+
+def build(make: Make, cfg: Any, model: nn.Module | None = None) -> Any:
+    return make().build_optim_wrapper(cfg, model)
+
+
+def test_one_that_is_built_is_returned(make: Make) -> None:
+    trainer = Trainer(Net(), "sgd")
+    assert build(make, trainer) is trainer
+    several = TrainerDict(a=trainer)
+    assert build(make, several) is several
+
+
+def test_torch_optimizer_is_taken_as_it_is_or_in_a_dict(make: Make) -> None:
+    for cfg in (lambda o: o, lambda o: {"optimizer": o, "clip_grad": {"max_norm": 1.0}}):
+        net = Net()
+        optimizer = torch.optim.Adam([{"params": net.body.parameters()}, {"params": net.head.parameters()}])
+        trainer = build(make, cfg(optimizer), net)
+        assert trainer.param_groups is optimizer.param_groups
+        assert list(trainer.export_saved_states().parameters) == [name for name, _ in net.named_parameters()]
+
+
+def test_options_of_the_wrapper_reach_the_trainer(make: Make) -> None:
+    cfg = {**SGD, "type": "AmpOptimWrapper", "loss_scale": 512, "clip_grad": {"max_norm": 1e-3},
+           "accumulative_counts": 2, "paramwise_cfg": {"custom_keys": {"head": {"lr_mult": 0.1}}}}  # fmt: skip
+    net = Net()
+    trainer = build(make, cfg, net)
+    assert sorted({round(group["lr"], 9) for group in trainer.param_groups}) == [0.01, 0.1]
+    results = [trainer.update_params(net(torch.ones(1, 2)).sum()) for _ in range(2)]
+    assert [one.updated for one in results] == [False, True]
+    assert results[1].loss_scale == 512
+    assert results[1].clip_coef < 0.1
+
+
+def test_registered_wrapper_makes_the_trainer(make: Make) -> None:
+    class Mine(Trainer):
+        pass
+
+    OPTIM_WRAPPERS.register("strategy test wrapper", force=True)(Mine)
+    assert isinstance(build(make, {**SGD, "type": "strategy test wrapper"}, Net()), Mine)
+
+
+@pytest.mark.parametrize("makes_several", [False, True])
+def test_constructor_makes_the_optimizers(make: Make, makes_several: bool) -> None:
+    def halving(cfg: Any, paramwise_cfg: Any = None) -> Any:
+        def made(model: Any) -> Any:
+            if not makes_several:
+                return torch.optim.SGD(model.parameters(), lr=cfg["lr"] * paramwise_cfg["factor"])
+            return {n: torch.optim.SGD(getattr(model, n).parameters(), **cfg[n]) for n in cfg}
+
+        return made
+
+    OPTIMIZER_CONSTRUCTORS.register("strategy test halving", force=True)(halving)
+    cfg: dict[str, Any] = {"constructor": "strategy test halving"}
+    if makes_several:
+        built = build(make, {**cfg, "body": {"lr": 1.0}, "head": {"lr": 2.0}}, Net())
+        assert built.get_lr() == {"body.lr": [1.0], "head.lr": [2.0]}
+    else:
+        built = build(make, {**cfg, **SGD, "paramwise_cfg": {"factor": 0.5}}, Net())
+        assert built.get_lr() == {"lr": [0.05]}
+
+
+def test_several_by_name_train_the_parts_of_that_name(make: Make) -> None:
+    net = Net()
+    built = build(make, {"body": SGD, "head": Trainer(net.head, "sgd")}, net)
+    assert isinstance(built, TrainerDict)
+    assert built["body"].param_groups[0]["params"][0] is net.body.weight
+    with pytest.raises(ConfigurationError, match="no part of that name; it has body, head"):
+        build(make, {"tail": SGD}, net)
+
+
+LOG = logging.getLogger("scaling")
+
+
+@pytest.mark.parametrize(("workers", "micro", "expected"), [(1, 4, 0.025), (8, 2, 0.1), (8, 4, 0.2)])
+def test_rate_grows_with_workers_and_their_batch(workers: int, micro: int, expected: float) -> None:
+    trainer = Trainer(Net(), "torch:SGD", {"lr": 0.1})
+    scale_learning_rates({"enable": True, "base_batch_size": 16}, {"": trainer}, micro, workers, LOG)
+    assert trainer.get_lr()["lr"] == pytest.approx([expected])
+
+
+def rates(make: Make, cfg: Any, wrapper: Any = SGD, **more: Any) -> list[float]:
+    run = {"train_micro_batch_size_per_gpu": 4, "max_iters": 8}
+    _, trainer = make(auto_scale_lr=cfg, **more).prepare(Net(), optim_wrapper=wrapper, dispatch_kwargs=run)
+    return sorted({round(rate, 9) for its in trainer.get_lr().values() for rate in its})
+
+
+ON = {"enable": True, "base_batch_size": 16}
+
+
+def test_nothing_is_scaled_unless_enabled(make: Make) -> None:
+    assert (
+        rates(make, None) == rates(make, {"base_batch_size": 16}) == rates(make, {"enable": False}) == [0.1]
+    )
+
+
+def test_groups_and_several_trainers_are_scaled_alike(make: Make) -> None:
+    by_parameter = {**SGD, "paramwise_cfg": {"bias_lr_mult": 2.0}}
+    assert rates(make, ON, by_parameter) == [0.025, 0.05]
+    assert rates(make, ON, {"body": SGD, "head": by_parameter}) == [0.025, 0.05]
+
+
+def test_replicas_count_and_accumulated_passes_only_on_request(make: Make) -> None:
+    assert rates(make, ON, device=["cpu", "cpu"]) == [0.05]
+    twice = {**SGD, "accumulative_counts": 2}
+    assert rates(make, ON, twice) == [0.025]
+    assert rates(make, {**ON, "count_accumulation": True}, twice) == [0.05]
+
+
+def test_formula_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    trainer = Trainer(Net(), "torch:SGD", {"lr": 0.1}, accumulate=3)
+    scale_learning_rates({**ON, "count_accumulation": True}, {"d": trainer}, 4, 2, LOG)
+    assert "learning rate of d · 1.5: batch size 2 workers · 4 · 3 accumulated = 24, base 16" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("cfg", "micro", "match"),
+    [
+        ({"enable": True}, 4, "base_batch_size of auto_scale_lr must be"),
+        (ON, None, "train_micro_batch_size_per_gpu of dispatch_kwargs"),
+        ({**ON, "base_batch": 3}, 4, "'base_batch'"),
+    ],
+)
+def test_what_is_missing_or_unknown_is_named(cfg: Any, micro: Any, match: str) -> None:
+    with pytest.raises(ConfigurationError, match=match):
+        scale_learning_rates(cfg, {"": Trainer(Net(), "sgd")}, micro, 1, LOG)
+
+
+def test_a_value_that_is_no_tensor_is_reported_like_one_of_another_shape_and_nothing_is_loaded_strictly() -> (
+    None
+):
+    net = nn.Linear(2, 1)
+    given = {"weight": torch.ones(1, 2), "bias": 1.5}
+    before = [p.detach().clone() for p in net.parameters()]
+    with pytest.raises(StateMismatchError, match="a float in the checkpoint"):
+        load_weights(net, given, strict=True)
+    assert all(torch.equal(p, kept) for p, kept in zip(net.parameters(), before, strict=True))
+    assert load_weights(net, given).mismatched == ["bias (a float in the checkpoint, [1] in the model)"]
+    assert torch.equal(net.weight, torch.ones(1, 2))
+
+
+@pytest.mark.parametrize(
+    ("cfg", "error", "message"),
+    [
+        (SGD, ConfigurationError, "needs the model"),
+        ({"a": SGD}, ConfigurationError, "needs the model"),
+        ({"a": 3}, ConfigurationError, "a=3"),
+        ("sgd", TypeError, "'sgd'"),
+    ],
+)
+def test_what_is_no_optimizer_is_refused(make: Make, cfg: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        build(make, cfg)
+
+
+def test_schedules_begin_with_the_scaled_rate_which_is_not_scaled_after_them(make: Make) -> None:
+    run = {"train_micro_batch_size_per_gpu": 4, "max_iters": 8}
+    cfg = {"type": "ConstantLR", "factor": 0.5, "by_epoch": False, "end": 2}
+    strategy = make(auto_scale_lr=ON)
+    _, bound, _ = strategy.prepare(Net(), optim_wrapper=SGD, param_scheduler=cfg, dispatch_kwargs=run)
+    assert bound.get_lr()["lr"] == pytest.approx([0.0125])
+    free = Trainer(Net(), "torch:SGD", {"lr": 0.1})
+    with pytest.raises(RuntimeError, match="before it was scaled"):
+        scale_learning_rates(ON, {"a": free, "b": bound}, 4, 1, LOG)
+    assert free.get_lr()["lr"] == [0.1]
+
+
+def test_a_scheduler_that_trainers_share_is_scaled_once_and_rates_may_be_tensors() -> None:
+    shared = lr_scheduler.FactorScheduler(step=5, base_lr=0.1)
+    trainers = {n: Trainer(Net(), "sgd", {"learning_rate": 0.1, "lr_scheduler": shared}) for n in "ab"}
+    net = Net()
+    adam = torch.optim.Adam(net.parameters(), lr=torch.tensor(0.1))
+    scale_learning_rates(ON, {**trainers, "c": Trainer(net, adam)}, 4, 1, LOG)
+    assert shared.base_lr == pytest.approx(0.025)
+    assert [one.learning_rate for one in trainers.values()] == pytest.approx([0.025, 0.025])
+    assert float(adam.param_groups[0]["lr"]) == pytest.approx(0.025)
