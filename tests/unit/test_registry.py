@@ -26,10 +26,6 @@ from kvtrainer.errors import (
 )
 from kvtrainer.registry import OPTIMIZERS, Registry
 
-TORCHS = [
-    "ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",
-]  # fmt: skip
-
 
 class Box:
     def __init__(self, **options: Any) -> None:
@@ -57,37 +53,6 @@ def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     yield tmp_path
     for name in set(sys.modules) - before:
         del sys.modules[name]
-
-
-def test_decorated_class_is_found_by_its_own_name_and_built_from_a_dict(boxes: Registry) -> None:
-    assert boxes.register()(Box) is Box
-    assert "Box" in boxes
-    built = boxes.build({"type": "Box", "a": 1}, a=0, b=2)
-    assert built.options == {"a": 1, "b": 2}
-
-
-@pytest.mark.parametrize("how", ["decorator", "named decorator", "call", "several names"])
-def test_every_call_form_of_register_module_registers(boxes: Registry, how: str) -> None:
-    if how == "call":
-        assert boxes.register_module(module=Box) is Box
-    elif how == "decorator":
-        boxes.register_module()(Box)
-    else:
-        boxes.register_module(name="Crate" if how == "named decorator" else ["Crate", "Chest"])(Box)
-    names = {"named decorator": ["Crate"], "several names": ["Crate", "Chest"]}.get(how, ["Box"])
-    assert [boxes.get(name) for name in names] == [Box] * len(names)
-    assert ("Box" in boxes) == (names == ["Box"])
-
-
-def test_function_or_class_itself_may_be_the_type(boxes: Registry) -> None:
-    assert boxes.build({"type": dict, "a": 1}) == {"a": 1}
-
-
-def test_caller_keeps_his_configuration(boxes: Registry) -> None:
-    boxes.register()(Box)
-    cfg = {"type": "Box", "a": 1}
-    boxes.build(cfg, b=2)
-    assert cfg == {"type": "Box", "a": 1}
 
 
 def test_unknown_name_is_a_key_error_that_names_the_registry_and_what_is_similar(boxes: Registry) -> None:
@@ -126,29 +91,6 @@ def test_name_is_found_in_another_case_where_there_is_none_in_this(boxes: Regist
     assert boxes.get("box") is dict
 
 
-@pytest.mark.parametrize(
-    ("cfg", "error", "message"),
-    [
-        ("Box", TypeError, "a dict, got str"),
-        ({"a": 1}, KeyError, "needs a 'type'"),
-        ({"type": 3}, TypeError, "is a name, a class or a function, got 3"),
-    ],
-)
-def test_configuration_that_is_none_is_refused(
-    boxes: Registry, cfg: Any, error: type[Exception], message: str
-) -> None:
-    with pytest.raises(error, match=message) as caught:
-        boxes.build(cfg)
-    assert isinstance(caught.value, ConfigurationError)
-
-
-def test_decorator_without_parentheses_and_things_that_cannot_be_called_are_refused(boxes: Registry) -> None:
-    with pytest.raises(ArgumentTypeError, match="written @"):
-        boxes.register(Box)  # type: ignore[arg-type]
-    with pytest.raises(ArgumentTypeError, match="is a class or a function"):
-        boxes.register("three")(3)  # type: ignore[type-var]
-
-
 def plugin(folder: Path, name: str, text: str, *points: str) -> None:
     """An installed package whose entry points add to the registry of boxes."""
     (folder / f"{name}.py").write_text(text)
@@ -185,40 +127,12 @@ def test_broken_plugin_is_named_in_the_error_and_does_not_keep_others_from_worki
         boxes.get("Broken")
 
 
-@pytest.mark.parametrize("name", TORCHS)
-def test_every_torch_optimizer_is_built_by_its_name(name: str) -> None:
-    p = Parameter(torch.ones(2))
-    assert type(OPTIMIZERS.build({"type": name, "lr": 0.1}, params=[p])) is getattr(torch.optim, name)
-
-
 def test_names_of_optimizers_are_torchs_before_gluons() -> None:
     assert OPTIMIZERS.get("sgd") is OPTIMIZERS.get("SGD") is OPTIMIZERS.get("torch:SGD") is torch.optim.SGD
     assert OPTIMIZERS.get("gluon:sgd") is type(create("sgd"))
     assert OPTIMIZERS.get("Signum") is OPTIMIZERS.get("gluon:signum") is type(create("signum"))
     with pytest.raises(KeyError, match="Did you mean 'Adam"):
         OPTIMIZERS.get("Adamm")
-
-
-@pytest.mark.usefixtures("_own_optimizers")
-def test_registered_torch_class_is_known_to_stores_which_give_it_whole_keys() -> None:
-    @OPTIMIZERS.register_module()
-    class Mine(torch.optim.SGD):
-        pass
-
-    assert OPTIMIZERS.get("Mine") is Mine
-    there = create_from_spec(create(Mine, lr=0.5).spec())
-    assert there.registered_name == "torch:Mine"
-    assert not there.elementwise
-
-
-@pytest.mark.usefixtures("_own_optimizers")
-def test_class_that_was_declared_elementwise_stays_so() -> None:
-    class Mine(torch.optim.SGD):
-        pass
-
-    of_stores.register(Mine)
-    OPTIMIZERS.register()(Mine)
-    assert create(Mine, lr=0.5).elementwise
 
 
 def test_built_in_constructors_and_hooks_are_found_by_name() -> None:
@@ -228,18 +142,81 @@ def test_built_in_constructors_and_hooks_are_found_by_name() -> None:
         assert registry.HOOKS.get(name).__name__ == name
 
 
-def test_custom_imports_import_modules_that_register(modules: Path) -> None:
+@pytest.mark.parametrize("names", [(), ("Crate",), ("Crate", "Chest")])
+def test_class_is_registered_by_every_call_form_and_built_from_a_dict(names: tuple[str, ...]) -> None:
+    own = names or ("Box",)
+    given = {"name": list(names) if len(names) > 1 else names[0]} if names else {}
+    for add in (
+        lambda one: one.register(*given.values())(Box),
+        lambda one: one.register_module(**given)(Box),
+        lambda one: one.register_module(module=Box, **given),
+    ):
+        boxes = Registry("box")
+        assert add(boxes) is Box
+        assert [name in boxes for name in ("Box", *own)] == [not names, *(True for _ in own)]
+        for kind in (*own, Box):
+            cfg = {"type": kind, "a": 1}
+            assert boxes.build(cfg, a=0, b=2).options == {"a": 1, "b": 2}
+            assert cfg == {"type": kind, "a": 1}
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda boxes: boxes.build("Box"), TypeError, "str"),
+        (lambda boxes: boxes.build({"a": 1}), KeyError, "'type'"),
+        (lambda boxes: boxes.build({"type": 3}), TypeError, "3"),
+        (lambda boxes: boxes.register(Box), TypeError, "written @"),
+        (lambda boxes: boxes.register("three")(3), TypeError, "3"),
+    ],
+)
+def test_what_cannot_be_registered_or_built_is_refused(
+    boxes: Registry, call: Any, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message) as caught:
+        call(boxes)
+    assert isinstance(caught.value, ConfigurationError)
+
+
+def test_every_torch_optimizer_is_built_by_its_name() -> None:
+    kinds = [
+        one
+        for one in vars(torch.optim).values()
+        if isinstance(one, type) and one is not torch.optim.Optimizer
+    ]
+    assert len(kinds) > 12
+    for kind in kinds:
+        assert OPTIMIZERS.get(kind.__name__) is kind
+    assert (
+        type(OPTIMIZERS.build({"type": "Adam", "lr": 0.1}, params=[Parameter(torch.ones(2))]))
+        is torch.optim.Adam
+    )
+
+
+@pytest.mark.usefixtures("_own_optimizers")
+@pytest.mark.parametrize("is_elementwise", [False, True])
+def test_registered_torch_class_is_known_to_stores_which_give_it_whole_keys_unless_declared(
+    is_elementwise: bool,
+) -> None:
+    class Mine(torch.optim.SGD):
+        pass
+
+    if is_elementwise:
+        of_stores.register(Mine)
+    OPTIMIZERS.register_module()(Mine)
+    assert OPTIMIZERS.get("Mine") is Mine
+    there = create_from_spec(create(Mine, lr=0.5).spec())
+    assert (there.registered_name, there.elementwise) == ("torch:Mine", is_elementwise)
+
+
+def test_custom_imports_import_modules_by_name(modules: Path) -> None:
     (modules / "imported_by_name.py").write_text("loaded = True")
-    import_modules("imported_by_name")
     import_modules(["imported_by_name"])
+    import_modules("imported_by_name")
     assert sys.modules["imported_by_name"].loaded
-
-
-def test_module_that_is_missing_raises_or_warns_as_the_configuration_says() -> None:
-    with pytest.raises(ImportError, match="'no_such_module' of custom_imports") as caught:
+    with pytest.raises(CustomImportError, match="'no_such_module' of custom_imports"):
         import_modules(["no_such_module"])
-    assert isinstance(caught.value, CustomImportError)
     with pytest.warns(FailedImportWarning, match="'no_such_module'"):
         import_modules(["no_such_module"], allow_failed_imports=True)
-    with pytest.raises(TypeError, match="list of module names"):
+    with pytest.raises(ArgumentTypeError, match="3"):
         import_modules([3])  # type: ignore[list-item]
