@@ -15,8 +15,8 @@ from kvstore_server.optimizer.kernels import capability
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.buffers import MAX_FRAME
 from kvstore_server.protocol.frames import decode_reply, encode_request
+from tests.support.messages import contribution
 from tests.support.processes import Process, Processes, assert_serve
-from tests.support.said import contribution
 
 OWN = b"socket of a test"
 """The routing id of `peer`."""

@@ -16,6 +16,7 @@ from kvtrainer.comm import connection
 from kvtrainer.errors import RoundAbortedError, WorkerLostError
 from kvtrainer.kvstore import DistKVStore
 from tests.support.limits import LIMIT
+from tests.support.messages import contribution
 from tests.support.processes import (
     FORGETFUL,
     Call,
@@ -29,7 +30,6 @@ from tests.support.processes import (
     round_of,
     together,
 )
-from tests.support.said import contribution
 
 READY = 'kv.init("w", torch.zeros(3)); at("ready")\n'
 PUSHPULL = 'out = torch.empty(3); kv.pushpull("w", torch.ones(3), out=out); print(out.tolist(), flush=True)\n'

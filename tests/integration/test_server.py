@@ -27,6 +27,7 @@ from kvstore_server.tcp import routing_id
 from kvtrainer.errors import ServerStoppingError
 from kvtrainer.kvstore import DistKVStore
 from tests.support.limits import FOREVER, LIMIT
+from tests.support.messages import contribution
 from tests.support.processes import (
     Call,
     Members,
@@ -39,7 +40,6 @@ from tests.support.processes import (
     together,
 )
 from tests.support.reachable import resident_bytes
-from tests.support.said import contribution
 
 
 @pytest.fixture

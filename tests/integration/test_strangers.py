@@ -30,6 +30,7 @@ from kvtrainer.comm import connection, session
 from kvtrainer.errors import FencedError
 from kvtrainer.kvstore import DistKVStore
 from tests.support.lossy import CuttingProxy
+from tests.support.messages import contribution
 from tests.support.processes import (
     LIMIT,
     Members,
@@ -42,7 +43,6 @@ from tests.support.processes import (
     serving,
     together,
 )
-from tests.support.said import contribution
 
 HEARTBEAT_MS = 20
 """As often as this, a ZeroMQ heartbeat would be due in the server that is flooded here, if it had any."""

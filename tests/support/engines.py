@@ -1,20 +1,27 @@
-"""Servers as engines in the test's own process: a client of any number of them, without sockets."""
+"""Servers as engines in the test's own process: a client of any number of them, or ranks that speak for themselves."""
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvstore_server.engine import Engine
+from kvstore_server.modes import Mode
 from kvstore_server.namespace import EngineConfig
 from kvstore_server.plan import Plan, TensorSpec, make_plan
+from kvstore_server.protocol import messages as m
 from kvtrainer.comm.client import Client
 from kvtrainer.comm.loopback import Loopback
 from kvtrainer.comm.session import SessionOptions
 from kvtrainer.sync.contract import Exchange, Gradients, Outcome
+from tests.sim.schedule import Adding
+from tests.sim.workers import packed
+from tests.support.messages import contribution
 
 
 def client_of(num_servers: int, engines: Sequence[Engine] | None = None) -> Client:
@@ -54,3 +61,98 @@ def step(
 ) -> Outcome:
     """One round of dense gradients without new hyper-parameters."""
     return exchange.run(Gradients(grads, {}, scale, absent), weights, b"", veto)
+
+
+class EngineJob:
+    """Ranks of a job with one table of 8 zeros, to which contributions are added; `told` keeps what was said to whom.
+
+    Without `first` the ranks have registered the table, and nobody has given it values.
+    """
+
+    def __init__(self, workers: int, mode: Mode, first: bool = True) -> None:
+        self.engine = Engine(EngineConfig())
+        self.workers = workers
+        self.mode = mode
+        self.now = 0.0
+        self.sessions: dict[int, int] = {}
+        self.told: dict[tuple[int, int], list[m.ReplyBody]] = {}
+        self._numbers = itertools.count(1)
+        for rank in range(workers):
+            self.hello(rank)
+        for rank in range(workers if first else 0):
+            self.commit(rank, 0, 0.0 if rank == 0 else None)
+        [self._pulled] = self.pull(0)
+
+    def hello(self, rank: int) -> m.ReplyBody:
+        """Begin a process for a rank: what it was told about the table."""
+        mode = self.mode
+        nonce, sockets = b"%d" % next(self._numbers), (b"%d" % rank,)
+        hello = m.Hello(
+            "j", rank, self.workers, 0, 1, "", f"h{rank}", nonce, sockets, mode.name, mode.staleness, mode.slow_down
+        )  # fmt: skip
+        [welcome] = self.ask(rank, hello)
+        assert isinstance(welcome, m.Welcome)
+        self.sessions[rank] = welcome.session
+        self.ask(rank, m.SetOptimizer(packed(Adding.name)))
+        [registered] = self.ask(rank, m.Register("t", (("k", (4, 2), "float32", 0, False),), False))
+        return registered
+
+    def ask(self, rank: int, body: m.RequestBody, number: int | None = None) -> list[m.ReplyBody]:
+        """Send a request; what this one is told now, others' answers aside."""
+        number = next(self._numbers) if number is None else number
+        request = m.Request(1, self.sessions.get(rank, 0), number, body)
+        told = self._keep(self.engine.handle(b"%d" % rank, request, self.now))
+        return told.get((rank, number), [])
+
+    def push(self, rank: int, round_: int, value: float) -> list[m.ReplyBody]:
+        padded = torch.zeros(16)
+        padded[:8] = value
+        return self.ask(rank, contribution([(0, padded)], round_))
+
+    def commit(
+        self,
+        rank: int,
+        round_: int,
+        value: float | None = None,
+        flags: int = 0,
+        number: int | None = None,
+        pushed: bool = False,
+        **said: Any,
+    ) -> list[m.ReplyBody]:
+        """Commit a round, after pushing that value if there is one, unless it was pushed before."""
+        if value is not None:
+            self.push(rank, round_, value)
+        given = int(value is not None or pushed)
+        return self.ask(
+            rank, contribution([], round_, 0, given, flags=flags, **{"timeout": 30.0, **said}), number
+        )
+
+    def pull(self, rank: int) -> list[m.ReplyBody]:
+        return self.ask(rank, m.Pull((0,), 30.0))
+
+    def tick(
+        self, seconds: float = 0.0, alive: Sequence[int] = ()
+    ) -> dict[tuple[int, int], list[m.ReplyBody]]:
+        """Let time pass, in which some ranks are heard; what was told."""
+        self.now += seconds
+        for rank in alive:
+            self.ask(rank, m.Heartbeat(), 0)
+        return self._keep(self.engine.tick(self.now))
+
+    def leave(self, rank: int, is_clean: bool) -> dict[tuple[int, int], list[m.ReplyBody]]:
+        request = m.Request(1, self.sessions.pop(rank), 0, m.Leave("over", is_clean))
+        return self._keep(self.engine.handle(b"%d" % rank, request, self.now))
+
+    @property
+    def total(self) -> list[float]:
+        """The values of the table, which the engine changes in place."""
+        assert isinstance(self._pulled, m.Weights)
+        return sorted(set(self._pulled.payloads[0][:8].tolist()))
+
+    def _keep(self, out: list[m.Outgoing]) -> dict[tuple[int, int], list[m.ReplyBody]]:
+        told: dict[tuple[int, int], list[m.ReplyBody]] = {}
+        for one in out:
+            told.setdefault((int(one.peer), one.reply.number), []).append(one.reply.body)
+        for key, bodies in told.items():
+            self.told.setdefault(key, []).extend(bodies)
+        return told

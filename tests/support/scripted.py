@@ -147,11 +147,6 @@ def padded(values: Sequence[float], plan: Plan) -> torch.Tensor:
     return whole
 
 
-def done(*rounds: tuple[int, int, int]) -> m.Done:
-    """(table, round, version) of rounds that were applied."""
-    return m.Done(m.matrix(rounds, 3))
-
-
 def _default(server: int, request: m.Request) -> list[m.ReplyBody]:
     if isinstance(request.body, m.Hello):
         return [m.Welcome(run=1000 + server, session=10 + server)]

@@ -12,7 +12,7 @@ import zmq
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import decode_request
 from kvtrainer.comm.connection import Connection
-from tests.support.said import contribution
+from tests.support.messages import contribution
 
 
 @pytest.fixture

@@ -11,7 +11,8 @@ from kvstore_server.norms import Decision, Guard, Measured
 from kvstore_server.protocol import messages as m
 from kvtrainer.comm.round import Round
 from kvtrainer.errors import KVStoreError, OptimizerError
-from tests.support.scripted import Act, Bench, done, is_commit
+from tests.support.messages import Done
+from tests.support.scripted import Act, Bench, is_commit
 
 HALVING = Decision(coef=0.5)
 
@@ -144,7 +145,7 @@ def test_a_round_that_was_skipped_leaves_the_weights_and_the_next_one_has_the_ne
 
 def test_what_one_server_has_vetoed_and_another_one_holds_is_skipped() -> None:
     def act(server: int, commit: m.Contribute) -> list[m.ReplyBody]:
-        over = done((server + 5, 3, 2))
+        over = Done((server + 5, 3, 2))
         return [bench.held(1, 4.0)] if server else [m.Vetoed(5, 3, (1,)), over]
 
     bench = HeldBench(2, act)
@@ -191,4 +192,4 @@ def test_servers_that_were_told_otherwise_by_another_worker_are_not_used_again(d
 
 
 def _skipped(server: int) -> list[m.ReplyBody]:
-    return [m.Vetoed(server + 5, 3, ()), done((server + 5, 3, 2))]
+    return [m.Vetoed(server + 5, 3, ()), Done((server + 5, 3, 2))]

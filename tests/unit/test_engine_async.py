@@ -9,10 +9,12 @@ import pytest
 import torch
 
 from kvstore_server.modes import Mode
+from kvstore_server.protocol import messages as m
 from kvstore_server.reduction import RowSet
 from kvstore_server.rows import PACKED_ROWS, encode_rows
-from tests.support import said as m
-from tests.support.sim_engine_job import EngineJob as Job
+from tests.support.engines import EngineJob as Job
+from tests.support.engines import plan_of
+from tests.support.messages import Done, contribution
 
 
 def codes(told: Sequence[m.ReplyBody]) -> list[str]:
@@ -54,7 +56,7 @@ def test_the_sum_is_exact_in_every_interleaving_of_pushes_and_commits() -> None:
 def test_the_sum_is_exact_over_thousands_of_contributions_of_eight_ranks_that_repeat_themselves() -> None:
     rng = random.Random(5)
     jobs = [Job(8, Mode("async")) for _ in range(2)]  # a server each
-    left = [rank for rank in range(8) for _ in range(500)]
+    left = [rank for rank in range(8) for _ in range(200)]
     rng.shuffle(left)
     rounds = [0] * 8
     for rank in left:
@@ -65,7 +67,7 @@ def test_the_sum_is_exact_over_thousands_of_contributions_of_eight_ranks_that_re
                 job.push(rank, rounds[rank], value)
             for _ in range(rng.choice((1, 1, 2))):
                 assert kinds(job.commit(rank, rounds[rank], pushed=True)) == [m.Done]
-    want = float(sum(rank + round_ % 7 for rank in range(8) for round_ in range(1, 501)))
+    want = float(sum(rank + round_ % 7 for rank in range(8) for round_ in range(1, 201)))
     assert [job.total for job in jobs] == [[want], [want]]
 
 
@@ -80,11 +82,11 @@ def test_a_contribution_that_is_repeated_counts_once_and_a_gap_is_refused() -> N
 
 def test_a_contribution_without_rows_that_arrives_twice_counts_once() -> None:
     job = Job(1, Mode("async"))
-    plan = job.engine.namespaces["j"].tables[0].plan
+    plan = plan_of({"k": (4, 2)})
     empty = RowSet(torch.zeros(0, dtype=torch.int64), torch.zeros(0, 2))
     payload = encode_rows(plan, plan.slices[0], {0: empty})
     for _ in range(2):
-        assert job.ask(0, m.PushBatch((m.Push(0, 0, 1, 0, payload),), PACKED_ROWS)) == []
+        assert job.ask(0, contribution([(0, payload)], 1, form=PACKED_ROWS)) == []
     assert kinds(job.commit(0, 1, pushed=True)) == [m.Done]
     assert job.total == [0.0]
 
@@ -92,16 +94,17 @@ def test_a_contribution_without_rows_that_arrives_twice_counts_once() -> None:
 def test_a_rank_reads_its_own_contribution_and_the_version_says_how_many_there_were() -> None:
     job = Job(2, Mode("async"))
     job.commit(1, 1, 2.0)
-    done, weights = job.commit(0, 1, 5.0, want_weights=True)
-    assert done == m.Done(((0, 1, 2),))
+    done, weights = job.commit(0, 1, 5.0, flags=m.WANTS_WEIGHTS)
+    assert done == Done((0, 1, 2))
     assert isinstance(weights, m.Weights)
-    assert [(part.version, part.payload.unique().tolist()) for part in weights.parts] == [(2, [7.0])]
+    assert weights.parts[:, 1].tolist() == [2]
+    assert weights.payloads[0][:8].tolist() == [7.0] * 8
 
 
 def test_a_read_waits_for_who_is_too_far_behind_and_no_longer() -> None:
     job = Job(2, Mode("ssp", 1))
-    assert kinds(job.commit(0, 1, 1.0, want_weights=True)) == [m.Done, m.Weights]
-    assert job.commit(0, 2, 1.0, want_weights=True, number=77) == [m.Pending((1,))]
+    assert kinds(job.commit(0, 1, 1.0, flags=m.WANTS_WEIGHTS)) == [m.Done, m.Weights]
+    assert job.commit(0, 2, 1.0, flags=m.WANTS_WEIGHTS, number=77) == [m.Pending((1,))]
     assert job.pull(0) == [m.Pending((1,))]
     assert kinds(job.pull(1)) == [m.Weights]
     job.commit(1, 1, 1.0)
@@ -110,9 +113,9 @@ def test_a_read_waits_for_who_is_too_far_behind_and_no_longer() -> None:
 
 def test_a_read_that_waits_in_vain_fails_at_its_deadline_and_what_was_given_stands() -> None:
     job = Job(2, Mode("ssp", 0))
-    job.commit(0, 1, 1.0, want_weights=True, number=77)
+    job.commit(0, 1, 1.0, flags=m.WANTS_WEIGHTS, number=77)
     job.now += 20.0
-    job.commit(0, 1, pushed=True, want_weights=True, number=77)  # asking again wins no time
+    job.commit(0, 1, pushed=True, flags=m.WANTS_WEIGHTS, number=77)  # asking again wins no time
     assert job.tick(9.0, alive=(0, 1)) == {}
     assert codes(job.tick(1.5, alive=(0, 1))[0, 77]) == ["DeadlineError"]
     assert job.total == [1.0]
@@ -122,19 +125,19 @@ def test_a_read_that_waits_in_vain_fails_at_its_deadline_and_what_was_given_stan
 @pytest.mark.parametrize("how", ["silent", "left"])
 def test_a_read_that_needs_a_lost_rank_fails_at_once(how: str) -> None:
     job = Job(2, Mode("ssp", 0))
-    job.commit(0, 1, 1.0, want_weights=True, number=77)
+    job.commit(0, 1, 1.0, flags=m.WANTS_WEIGHTS, number=77)
     told = job.leave(1, is_clean=False) if how == "left" else job.tick(21.0, alive=(0,))
     assert codes(told[0, 77]) == ["WorkerLostError"]
 
 
 def test_a_rank_that_left_done_holds_back_neither_readers_nor_the_end_of_a_join() -> None:
     job = Job(3, Mode("ssp", 0))
-    job.commit(0, 1, 1.0, want_weights=True, number=77)
+    job.commit(0, 1, 1.0, flags=m.WANTS_WEIGHTS, number=77)
     job.commit(1, 1, 1.0)
     assert kinds(job.leave(2, is_clean=True)[0, 77]) == [m.Done, m.Weights]
     for last in (2, 4):  # also after all have joined once
-        job.commit(1, last, joined=True, number=100 + last)
-        told = job.commit(0, last, joined=True)
+        job.commit(1, last, flags=m.HAS_JOINED, number=100 + last)
+        told = job.commit(0, last, flags=m.HAS_JOINED)
         assert kinds(told) == [m.Pending, m.InForce, m.Done]
         assert kinds(job.told[1, 100 + last]) == [m.Pending, m.InForce, m.Done]
         for rank in (0, 1):
@@ -156,7 +159,7 @@ def test_a_rank_that_comes_back_after_it_left_is_waited_for_again() -> None:
 
 def test_the_dead_do_not_catch_up_by_themselves() -> None:
     job = Job(2, Mode("ssp", 0))
-    job.commit(0, 1, 1.0, want_weights=True, number=77)
+    job.commit(0, 1, 1.0, flags=m.WANTS_WEIGHTS, number=77)
     job.leave(1, is_clean=False)
     assert codes(job.told[0, 77]) == ["WorkerLostError"]
     job.hello(1)
@@ -176,37 +179,37 @@ def test_a_new_process_counts_from_its_first_contribution_and_the_old_one_is_shu
 
 def test_joined_ranks_wait_for_all_with_more_time_for_each_contribution() -> None:
     job = Job(2, Mode("async"))
-    assert job.commit(0, 1, joined=True, number=77) == [m.Pending((1,))]
+    assert job.commit(0, 1, flags=m.HAS_JOINED, number=77) == [m.Pending((1,))]
     for round_ in range(1, 5):
         assert job.tick(20.0, alive=(0, 1)) == {}
         job.commit(1, round_, 1.0)
-    told = job.commit(1, 5, joined=True)
+    told = job.commit(1, 5, flags=m.HAS_JOINED)
     assert kinds(told) == [m.Pending, m.InForce, m.Done]
     assert kinds(job.told[0, 77]) == [m.Pending, m.InForce, m.Done]
 
 
 def test_a_join_that_fails_stays_failed_when_it_is_asked_again_and_can_be_tried_anew() -> None:
     job = Job(2, Mode("async"))
-    job.commit(0, 1, joined=True, number=77)
+    job.commit(0, 1, flags=m.HAS_JOINED, number=77)
     [failed] = job.tick(31.0, alive=(0, 1))[0, 77]
     assert isinstance(failed, m.Failed)
     assert (failed.code, failed.round, failed.next_round) == ("DeadlineError", 1, 2)
-    assert codes(job.commit(0, 1, joined=True, number=77)) == ["DeadlineError"]
-    job.commit(1, 1, joined=True)
-    assert kinds(job.commit(0, 2, joined=True)) == [m.Pending, m.InForce, m.Done]
+    assert codes(job.commit(0, 1, flags=m.HAS_JOINED, number=77)) == ["DeadlineError"]
+    job.commit(1, 1, flags=m.HAS_JOINED)
+    assert kinds(job.commit(0, 2, flags=m.HAS_JOINED)) == [m.Pending, m.InForce, m.Done]
 
 
 def test_a_join_can_be_given_up() -> None:
     job = Job(2, Mode("async"))
-    job.commit(0, 1, joined=True, number=77)
+    job.commit(0, 1, flags=m.HAS_JOINED, number=77)
     assert job.ask(0, m.Abort(0, 1, "interrupted", undo=False)) == [m.Info({"applied": False})]
     assert codes(job.told[0, 77]) == ["RoundAbortedError"]
-    assert job.commit(1, 1, joined=True) == [m.Pending((0,))]
+    assert job.commit(1, 1, flags=m.HAS_JOINED) == [m.Pending((0,))]
 
 
 def test_a_read_that_is_given_up_ends_and_what_was_given_stands() -> None:
     job = Job(2, Mode("ssp", 0))
-    job.commit(0, 1, 3.0, want_weights=True, number=77)
+    job.commit(0, 1, 3.0, flags=m.WANTS_WEIGHTS, number=77)
     assert job.ask(0, m.Abort(0, 1, "elsewhere", undo=False)) == [m.Info({"applied": True})]
     assert codes(job.told[0, 77]) == ["RoundAbortedError"]
     assert job.total == [3.0]

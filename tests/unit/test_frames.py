@@ -18,7 +18,7 @@ from kvstore_server.errors import ProtocolError, VersionMismatchError
 from kvstore_server.protocol import frames as f
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.buffers import MAX_FRAME, MAX_PAYLOAD
-from tests.support.said import contribution
+from tests.support.messages import contribution
 
 REQUESTS: list[Any] = [
     m.Hello("job", 1, 3, 0, 2, "AVX512", "host:17", bytes(16), (b"a" * 16, b"b" * 16)),

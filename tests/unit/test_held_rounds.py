@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import torch
-
 from kvstore_server.errors import KVStoreError, from_wire
 from kvstore_server.modes import SYNCHRONOUS, Mode
-from tests.support import said as m
-from tests.support.sim_engine_job import EngineJob
+from kvstore_server.protocol import messages as m
+from tests.support.engines import EngineJob
+from tests.support.messages import Done
 
 SQUARES = 8 * 3.0**2
 """Their sum, in a table of eight elements to which one rank gave 1 and another one 2."""
@@ -25,8 +24,9 @@ class HeldJob(EngineJob):
     def hold(self, *values: float | None, round_: int = 1, **said: Any) -> list[list[m.ReplyBody]]:
         """Each rank commits its value, and wants the norm; what each was told. A rank without a value vetoes."""
         for rank, value in enumerate(values):
-            options = {"hold": 2.0, "veto": value is None, **said}
-            self.commit(rank, round_, value, number=100 * round_ + rank, **options)
+            options = {"hold": 2.0, **said}
+            flags = m.VETOES * (value is None)
+            self.commit(rank, round_, value, flags, 100 * round_ + rank, **options)
         return [self.heard(rank, round_) for rank in range(len(values))]
 
     def heard(self, rank: int, round_: int = 1) -> list[m.ReplyBody]:
@@ -72,7 +72,7 @@ def test_the_first_decision_is_applied_and_answers_every_rank() -> None:
     job = HeldJob()
     job.hold(1.0, 2.0)
     job.resolve(1, coef=0.5)
-    assert [job.heard(rank) for rank in range(2)] == [[m.Done(((0, 1, 1),))]] * 2
+    assert [job.heard(rank) for rank in range(2)] == [[Done((0, 1, 1))]] * 2
     assert job.total == [1.5]
     assert job.resolve(0, coef=0.5) == []
     assert (job.total, job.counters["decisions_differing"]) == ([1.5], 0)
@@ -97,7 +97,7 @@ def test_a_round_that_is_skipped_changes_nothing_and_the_next_one_goes_on() -> N
     job = HeldJob()
     job.hold(1.0, 2.0)
     job.resolve(0, skip=True)
-    assert job.heard(1) == [m.Vetoed(0, 1, ()), m.Done(((0, 1, 0),))]
+    assert job.heard(1) == [m.Vetoed(0, 1, ()), Done((0, 1, 0))]
     assert (job.total, job.counters["rounds_applied"], job.counters["round"]) == ([0.0], 0, 2)
     job.hold(1.0, 1.0, round_=2)
     job.resolve(1, round_=2)
@@ -109,7 +109,7 @@ def test_a_commit_that_is_repeated_hears_again_what_is_held_and_later_how_it_end
     [first, _] = job.hold(1.0, 2.0)
     assert job.repeat(0) == first
     job.resolve(1)
-    assert job.repeat(0) == [*first, m.Done(((0, 1, 1),))]
+    assert job.repeat(0) == [*first, Done((0, 1, 1))]
     assert job.total == [3.0]
 
 
@@ -155,7 +155,7 @@ def test_a_rank_that_is_lost_while_a_round_is_held_harms_nobody() -> None:
     assert job.leave(0, is_clean=False) == {}
     assert job.tick(25.0, alive=(1,)) == {}
     job.resolve(1, coef=0.5)
-    assert job.heard(1) == [m.Done(((0, 1, 1),))]
+    assert job.heard(1) == [Done((0, 1, 1))]
     assert job.total == [1.5]
 
 
@@ -175,26 +175,26 @@ def test_a_process_that_was_replaced_decides_nothing_and_its_successor_is_asked(
 def test_a_veto_ends_the_round_at_once_and_nothing_is_held() -> None:
     job = HeldJob()
     [first, second] = job.hold(1.0, None)
-    assert first == second == [m.Vetoed(0, 1, (1,)), m.Done(((0, 1, 0),))]
+    assert [first, second] == [[m.Vetoed(0, 1, (1,)), Done((0, 1, 0))]] * 2
 
 
 def test_a_rank_without_data_waits_while_the_others_decide() -> None:
     job = HeldJob(3)
-    job.commit(2, 1, joined=True, number=102)
+    job.commit(2, 1, flags=m.HAS_JOINED, number=102)
     job.hold(1.0, 2.0)
     assert job.heard(2) == []
-    assert job.commit(2, 1, joined=True, number=102) == [m.Pending(())]
+    assert job.commit(2, 1, flags=m.HAS_JOINED, number=102) == [m.Pending(())]
     job.heard(2)
     job.resolve(0, coef=0.5)
-    assert job.heard(2) == [m.InForce(0, 1, b"", False), m.Done(((0, 1, 1),))]
+    assert job.heard(2) == [m.InForce(0, 1, b"", False), Done((0, 1, 1))]
     assert job.total == [1.5]
 
 
 def test_a_round_in_which_nobody_has_data_is_not_held() -> None:
     job = HeldJob()
     for rank in range(2):
-        job.commit(rank, 1, joined=True, number=100 + rank)
-    assert job.heard(0) == [m.InForce(0, 1, b"", True), m.Done(((0, 1, 0),))]
+        job.commit(rank, 1, flags=m.HAS_JOINED, number=100 + rank)
+    assert job.heard(0) == [m.InForce(0, 1, b"", True), Done((0, 1, 0))]
 
 
 def test_ranks_that_disagree_on_whether_a_round_is_held_all_fail_and_both_are_named() -> None:
@@ -232,21 +232,17 @@ def test_the_sum_of_numbers_that_are_not_finite_is_told_as_such() -> None:
 def test_the_factor_of_each_rank_is_in_what_is_measured() -> None:
     job = HeldJob()
     for rank, factor in enumerate((0.5, 0.25)):
-        payload = torch.full((8,), 2.0)
-        job.ask(rank, m.PushBatch((m.Push(0, 0, 1, 0, payload),)))
-        commit = m.Commit(0, 1, ((0, 0),), factor, False, 30.0, hold=1.0)
-        job.ask(rank, m.CommitBatch((commit,)), 100 + rank)
+        job.commit(rank, 1, 2.0, number=100 + rank, rescale=factor, hold=1.0)
     assert held_in(job.heard(0)).partials == ((0, 8 * 1.5),)
 
 
 def test_a_key_that_every_rank_leaves_out_is_not_measured() -> None:
     job = HeldJob()
     for rank in range(2):
-        commit = m.Commit(0, 1, (), None, False, 30.0, hold=2.0)
-        job.ask(rank, m.CommitBatch((commit,), b"", (0,)), 100 + rank)
+        job.commit(rank, 1, number=100 + rank, hold=2.0, absent=((0, 0),))
     assert job.heard(0) == job.heard(1) == [m.Held(0, 1, (), True)]
     job.resolve(0)
-    assert job.heard(1) == [m.Absent(0, 1, (0,)), m.Done(((0, 1, 1),))]
+    assert job.heard(1) == [m.Absent(0, 1, (0,)), Done((0, 1, 1))]
 
 
 def test_contributions_that_count_one_by_one_cannot_be_held() -> None:

@@ -26,7 +26,8 @@ from kvtrainer.errors import (
     ServerUnreachableError,
     WorkerLostError,
 )
-from tests.support.scripted import SLOT, Bench, Scripted, done, is_commit, weights
+from tests.support.messages import Done
+from tests.support.scripted import SLOT, Bench, Scripted, is_commit, weights
 
 
 def _values(tensor: Tensor) -> list[float]:
@@ -281,7 +282,7 @@ def test_many_tables_travel_in_few_messages_of_bounded_size_with_their_commits()
 
     def answer(server: int, request: m.Request) -> list[m.ReplyBody] | None:
         assert isinstance(request.body, m.Contribute)
-        return [done(*((table, round_, round_) for table, round_ in request.body.commits[:, :2].tolist()))]
+        return [Done(*((table, round_, round_) for table, round_ in request.body.commits[:, :2].tolist()))]
 
     servers.answer = answer
     rounds.wait(rounds.start(ones(tables)))
@@ -294,7 +295,7 @@ def test_many_tables_travel_in_few_messages_of_bounded_size_with_their_commits()
 
 def test_any_subset_of_tables_in_any_order_is_one_message_in_the_order_of_the_server() -> None:
     servers, rounds, tables = many_tables(6)
-    servers.answer = lambda server, request: [done((4, 0, 0), (2, 0, 0), (5, 0, 0))]
+    servers.answer = lambda server, request: [Done((4, 0, 0), (2, 0, 0), (5, 0, 0))]
     rounds.wait(rounds.start(ones([tables[at] for at in (4, 2, 5)])))
     [body] = servers.bodies(m.Contribute)
     assert body.commits[:, 0].tolist() == [2, 4, 5]  # type: ignore[attr-defined]

@@ -9,10 +9,10 @@ import pytest
 
 from kvstore_server.log_limit import SlowReports
 from kvstore_server.modes import SYNCHRONOUS, Mode
+from kvstore_server.protocol import messages as m
 from kvtrainer.errors import DeadlineError, ServerUnreachableError
-from tests.support import said as m
+from tests.support.engines import EngineJob
 from tests.support.scripted import Scripted
-from tests.support.sim_engine_job import EngineJob
 
 
 def test_lines_about_one_wait_come_after_ten_seconds_and_then_ever_more_rarely() -> None:

@@ -1,0 +1,39 @@
+"""Messages as tests send and compare them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from kvstore_server.protocol import messages as m
+from kvstore_server.protocol.buffers import payload_size
+
+
+class Done(m.Done):
+    """(table, round, version) of rounds that were applied; equal to a reply that says the same."""
+
+    def __init__(self, *rounds: tuple[int, int, int]) -> None:
+        super().__init__(m.matrix(rounds, 3))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, m.Done) and self.rounds.tolist() == other.rounds.tolist()
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def contribution(
+    slices: Iterable[tuple[int, Any]],
+    round_: int,
+    table: int = -1,
+    given: int = 0,
+    generation: int = 0,
+    flags: int = 0,
+    **options: Any,
+) -> m.Contribute:
+    """Slices, as (slot, bytes); with a table, also the commit of its round, to which so many slices were given."""
+    pushes = [(slot, round_, generation, payload_size(payload)) for slot, payload in slices]
+    commits = [(table, round_, given, given * generation, -1, flags)] if table >= 0 else []
+    payloads = tuple(payload for _, payload in slices)
+    return m.Contribute(
+        m.matrix(pushes, m.PUSH_WORDS), payloads, m.matrix(commits, m.COMMIT_WORDS), **options
+    )
