@@ -8,9 +8,9 @@ another: whatever a request raises goes back as `Failed`, and the engine goes on
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -31,7 +31,7 @@ from kvstore_server.errors import (
 )
 from kvstore_server.memory import Budget
 from kvstore_server.modes import Mode
-from kvstore_server.namespace import EngineConfig, Namespace
+from kvstore_server.namespace import EngineConfig, Namespace, check_distinct
 from kvstore_server.norms import Decision
 from kvstore_server.optimizer.state import pack_states, unpack_states
 from kvstore_server.plan import check_name
@@ -39,7 +39,7 @@ from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.buffers import payload_size
 from kvstore_server.rounds import Book, Ints, Verdict, Wait, Waiter
 from kvstore_server.row_replies import changed_parts, pulled_parts
-from kvstore_server.sessions import Session, Sessions, random_token
+from kvstore_server.sessions import Sessions, random_token
 from kvstore_server.shard import Leases, Partial, Updater
 from kvstore_server.table import ALL, Part, Table
 from kvstore_server.tracing import ROUND_LANE, ROUNDS, Clock, handled
@@ -58,8 +58,44 @@ MAX_REASON = 2000
 """Characters that are kept of the reason why a worker leaves, or gives a round up."""
 
 
+class Sender(NamedTuple):
+    """Who sends a request, and when."""
+
+    space: Namespace
+    rank: int
+    waiter: Waiter
+    session: int
+    now: float
+
+
+class Committed(NamedTuple):
+    """A rank's commit of a round that is over."""
+
+    table: int
+    round: int
+    version: int
+    flags: int
+
+
+class Pending(NamedTuple):
+    """Something that ranks wait for."""
+
+    what: str
+    since: float
+    deadline: float
+    missing: list[int]
+    """The ranks that have yet to come."""
+    fail: Callable[[KVStoreError], list[m.Outgoing]]
+    table: Table | None = None
+
+
 class Engine:
-    """All state of one server. Not thread-safe: one caller at a time."""
+    """All state of one server. Not thread-safe: one caller at a time.
+
+    Attributes:
+        updaters: Namespace → a user's function in place of an optimizer; in-process use only.
+        is_stopping: Whether `stop` was called, so that new rounds are refused.
+    """
 
     def __init__(
         self,
@@ -78,11 +114,28 @@ class Engine:
         self.namespaces: dict[str, Namespace] = {}
         self.budget = Budget(config.max_memory, config.server)
         self.updaters: dict[str, Updater] = {}
-        """Namespace → a user's function in place of an optimizer; in-process use only."""
         self.is_stopping = False
-        """Whether `stop` was called, so that new rounds are refused."""
         self._leases = leases
         self._sessions = Sessions(config.server, tokens)
+        self._handlers: dict[type[Any], Callable[[Sender, Any], list[m.Outgoing]]] = {
+            m.Contribute: self._contribute,
+            m.Resolve: self._resolve,
+            m.Abort: self._abort,
+            m.Pull: self._pull,
+            m.PullRows: self._pull_rows,
+            m.Heartbeat: lambda sender, _: _reply(sender.waiter, m.Pending(())),
+            m.Gather: self._gather,
+            m.Register: self._register,
+            m.SetOptimizer: self._set_optimizer,
+            m.GetState: self._get_state,
+            m.State: self._put_state,
+            m.Stats: lambda sender, _: _info(sender, sender.space.stats(sender.now, config)),
+            m.Profile: lambda sender, body: _info(sender, sender.space.recording.answer(body, clock)),
+            m.Command: lambda sender, body: _reply(
+                sender.waiter, self._commands.answer(sender.session, sender.waiter.number, body)
+            ),
+            m.Leave: self._leave,
+        }
 
     @property
     def memory_used(self) -> int:
@@ -91,15 +144,33 @@ class Engine:
 
     def handle(self, peer: bytes, request: m.Request, now: float) -> list[m.Outgoing]:
         """Take one request of `peer` at time `now` (seconds, monotonic); return what to send, to whom."""
-        waiter = Waiter(peer, request.number)
+        waiter, body = Waiter(peer, request.number), request.body
         try:
-            return self._dispatch(waiter, request, now)
+            if isinstance(body, m.Hello):
+                return _reply(waiter, self._hello(peer, body, now))
+            if request.run != self.config.run:
+                raise ServerLostState(
+                    f"server {self.config.server} was restarted and no longer holds this job's weights; "
+                    "restart the job from its last saved states"
+                )
+            session = self._sessions.find(peer, request.session)
+            space, rank, answer = session.space, session.process.rank, self._handlers.get(type(body))
+            if answer is None:
+                raise ProtocolError(f"{type(body).__name__} is not a request")
+            space.membership.members[rank].last_heard = now
+            space.messages_in += not isinstance(body, m.Heartbeat)
+            sender = Sender(space, rank, waiter, session.token, now)
+            if space.recording.active is None:
+                return answer(sender, body)
+            return handled(space.recording.active, body, rank, partial(answer, sender, body))
         except KVStoreError as error:
             return [_failed(waiter, error)]
         except Exception as error:
-            _log.exception("request %s failed", type(request.body).__name__)
-            fault = KVStoreError(f"server {self.config.server} failed with {type(error).__name__}: {error}")
-            return [_failed(waiter, fault)]
+            _log.exception("request %s failed", type(body).__name__)
+            return [_failed(waiter, self._fault(error))]
+
+    def _fault(self, error: Exception) -> KVStoreError:
+        return KVStoreError(f"server {self.config.server} failed with {type(error).__name__}: {error}")
 
     def tick(self, now: float) -> list[m.Outgoing]:
         """Fail the waits whose deadline has passed, or that need a rank which is lost; log those that take long.
@@ -118,16 +189,24 @@ class Engine:
         return out
 
     def _fail_hopeless(self, space: Namespace, now: float) -> list[m.Outgoing]:
-        members = space.membership
-        out = self._fail_if_hopeless(space, space.rounds.shared.waiting(), now)
+        out = self._fail_late(space, space.rounds.shared.waiting(), now)
         out += self._release(space)
-        out += self._fail_hopeless_waits(space, now)
-        error = members.why_barrier_cannot_end(now, self.config.dead_after)
-        if error is not None:
-            out += [_failed(waiter, error) for waiter in members.take_barrier()]
-        slow = _report_slow_waits(space, now)
-        if slow is not None:
-            _log.warning("%s", slow)
+        for pending in self._pending(space, ()):
+            error = self._why_stuck(space, pending, now)
+            if error is not None:
+                out += pending.fail(error)
+        waits = sorted(self._pending(space), key=lambda one: one.since)
+        if waits and space.slow_reports.is_due(now - waits[0].since, now):
+            more = f", and {len(waits) - 1} more waits," if len(waits) > 1 else ""
+            who = _who(space, waits[0].missing, now)
+            _log.warning(
+                "namespace %r: %s%s has waited %.0f s: %s",
+                space.name,
+                waits[0].what,
+                more,
+                now - waits[0].since,
+                who,
+            )
         return out
 
     def excuse_silence(self, now: float) -> None:
@@ -144,161 +223,70 @@ class Engine:
         """Fail every wait, because the server ends now, and tell every member."""
         out: list[m.Outgoing] = []
         for space in self.namespaces.values():
-            members, shared = space.membership, space.rounds.shared
-            for number in shared.waiting().tolist():
-                missing = shared.missing_ranks(number)
-                error = self._ended(space.open_round(number), space, missing, now)
-                out += self._fail(space, shared, space.tables[number], error)
-            for wait in space.waits.take(lambda wait: True):
-                what = f"a read of {space.tables[wait.table].name!r}"
-                error = self._ended(what, space, wait.missing(space.rounds), now)
-                out.append(_failed(wait.waiter, error, wait.table))
-            what = f"barrier {members.barrier_sequence}"
-            error = self._ended(what, space, members.absent_from_barrier(), now)
-            out += [_failed(waiter, error) for waiter in members.take_barrier()]
+            for pending in list(self._pending(space)):
+                who = space.membership.describe_all(pending.missing, now)
+                out += pending.fail(
+                    ServerStoppingError(
+                        f"server {self.config.server} was stopped while {pending.what} waited: "
+                        f"{who or 'nobody had decided yet what becomes of it'}; "
+                        "restart the job from its last saved states"
+                    )
+                )
         farewell = ServerStoppingError(f"server {self.config.server} was stopped")
         return out + [_failed(Waiter(session.peer, 0), farewell) for session in self._sessions]
-
-    def _ended(self, what: str, space: Namespace, missing: list[int], now: float) -> ServerStoppingError:
-        who = space.membership.describe_all(missing, now) or "nobody had decided yet what becomes of it"
-        return ServerStoppingError(
-            f"server {self.config.server} was stopped while {what} waited: {who}; "
-            "restart the job from its last saved states"
-        )
 
     def is_idle(self) -> bool:
         """Whether no rank waits for an answer."""
         return not any(space.is_waiting() for space in self.namespaces.values())
 
-    def _dispatch(self, waiter: Waiter, request: m.Request, now: float) -> list[m.Outgoing]:
-        body = request.body
-        if isinstance(body, m.Hello):
-            return _reply(waiter, self._hello(waiter.peer, body, now))
-        session = self._session(waiter.peer, request)
-        session.space.membership.members[session.rank].last_heard = now
-        trace = session.space.recording.active
-        if trace is None:
-            return self._answer(session, request, waiter, now)
-        return handled(trace, body, session.rank, lambda: self._answer(session, request, waiter, now))
-
-    def _answer(self, session: Session, request: m.Request, waiter: Waiter, now: float) -> list[m.Outgoing]:
-        body, space, rank = request.body, session.space, session.rank
-        space.messages_in += not isinstance(body, m.Heartbeat)
-        if isinstance(body, m.Contribute):
-            return self._contribute(space, rank, body, waiter, now)
-        if isinstance(body, m.Resolve):
-            return self._resolve(space, rank, body, now)
-        if isinstance(body, m.Abort):
-            return self._abort(space, rank, body, waiter)
-        if isinstance(body, m.Gather):
-            return self._gather(space, rank, body, waiter, now)
-        if isinstance(body, m.Leave):
-            return self._leave(space, rank, body, session.token, now)
-        if isinstance(body, m.Register):
-            return self._register(space, rank, body, waiter)
-        if isinstance(body, m.Pull):
-            return self._pull(space, rank, body, waiter, now)
-        if isinstance(body, m.PullRows):
-            return self._pull_rows(space, rank, body, waiter, now)
-        return _reply(waiter, self._control(session, request, now))
-
-    def _control(self, session: Session, request: m.Request, now: float) -> m.ReplyBody:
-        """Do what is answered at once. Raises KVStoreError if it cannot be done; nothing has changed then."""
-        body, space = request.body, session.space
-        if isinstance(body, m.Heartbeat):
-            return m.Pending(())
-        if isinstance(body, m.SetOptimizer):
-            try:
-                space.set_optimizer(session.rank, body.spec)
-            except UnknownNameError as error:
-                server = self.config.server
-                raise UnknownNameError(f"server {server} cannot run the optimizer: {error}") from None
-            return m.Info()
-        if isinstance(body, m.GetState):
-            table = space.table(body.table)
-            return m.State(
-                body.table, body.index, *pack_states(table.shard.get_state(table.unit, body.index))
-            )
-        if isinstance(body, m.State):
-            table = space.table(body.table)
-            table.shard.slot_of(table.unit, body.index)
-            piece = table.plan.slices[body.index]
-            table.shard.put_state(table.unit, body.index, unpack_states(piece, body.summary, body.data))
-            return m.Info()
-        if isinstance(body, m.Stats):
-            return m.Info(space.stats(now, self.config))
-        if isinstance(body, m.Profile):
-            return m.Info(space.recording.answer(body, self._clock))
-        if isinstance(body, m.Command):
-            return self._commands.answer(session.token, request.number, body)
-        raise ProtocolError(f"{type(body).__name__} is not a request")
-
     # ---------------------------------------------------------------- rounds
 
-    def _contribute(
-        self, space: Namespace, rank: int, body: m.Contribute, waiter: Waiter, now: float
-    ) -> list[m.Outgoing]:
+    def _contribute(self, sender: Sender, body: m.Contribute) -> list[m.Outgoing]:
         """Take slices, and commits; each round that they complete, or that has no hope any more, ends."""
-        tables, rounds = body.commits[:, 0], body.commits[:, 1]
-        _check_named(self.config, "contribution", body.pushes[:, 0].tolist())
-        _check_named(self.config, "commit", tables.tolist())
-        space.check_tables(tables)
+        space, tables = sender.space, body.commits[:, 0]
+        _check_number(self.config, "contribution", max(len(body.pushes), len(tables)))
+        space.check_tables("commit", tables.tolist())
         if len(body.pushes):
-            space.push(rank, body)
-        if not len(tables):
-            return []
-        shared = space.rounds.is_shared(tables, rounds)
+            space.push(sender.rank, body)
         out: list[m.Outgoing] = []
-        if shared.any():
-            commits = body.commits[shared]
-            out += self._commit(space, space.rounds.shared, rank, commits, body, waiter, now)
-        if not shared.all():
-            lane = space.rounds.lane(rank, tables[~shared], rounds[~shared])
-            out += self._commit(space, lane, rank, body.commits[~shared], body, waiter, now)
+        for book, mine in space.rounds.books(sender.rank, tables, body.commits[:, 1]) if len(tables) else ():
+            out += self._commit(sender, book, body.commits[mine], body)
         return out
 
-    def _commit(
-        self,
-        space: Namespace,
-        book: Book,
-        rank: int,
-        commits: m.Matrix,
-        body: m.Contribute,
-        waiter: Waiter,
-        now: float,
-    ) -> list[m.Outgoing]:
-        out = []
-        errors = [self._why_refused(space, book, row, body.hyper) for row in commits[:, :2].tolist()]
-        if any(errors):
-            for (number, round_), error in zip(commits[:, :2].tolist(), errors, strict=True):
+    def _commit(self, sender: Sender, book: Book, commits: m.Matrix, body: m.Contribute) -> list[m.Outgoing]:
+        space, rank, now = sender.space, sender.rank, sender.now
+        out: list[m.Outgoing] = []
+        named = [space.tables[number] for number in commits[:, 0].tolist()]
+        if self.is_stopping or body.hyper or any(table.conflict is not None for table in named):
+            rounds = commits[:, 1].tolist()
+            errors = [self._why_refused(book, *one, body.hyper) for one in zip(named, rounds, strict=True)]
+            for table, round_, error in zip(named, rounds, errors, strict=True):
                 if error is not None:
-                    out.append(_failed(waiter, error, number, round_))
+                    out.append(_failed(sender.waiter, error, table.number, round_))
             commits = commits[[error is None for error in errors]]
-        verdicts = book.commit(rank, commits, body, waiter, now)
-        accepted = commits[:, 0][verdicts == Verdict.ACCEPTED]
-        if len(accepted) < len(commits):
-            out += self._answer_others(space, book, rank, commits, verdicts, body, waiter, now)
+        verdicts = book.commit(rank, commits, body, sender.waiter, now)
+        accepted = commits[:, 0]
+        if verdicts.any():
+            accepted = accepted[verdicts == Verdict.ACCEPTED]
+            out += self._answer_others(sender, book, commits, verdicts, body)
         for number in accepted.tolist() if body.absent or body.hyper else ():
             left_out = frozenset(key for table, key in body.absent if table == number)
             if left_out:
                 space.absent[number, rank] = left_out
             if body.hyper:
                 space.tables[number].hyper.set(rank, body.hyper)
-        complete = book.complete(accepted)
-        if complete.any():
-            out += self._finish(space, book, accepted[complete], now)
-        if book is space.rounds.shared and not complete.all():
-            out += self._fail_if_hopeless(space, accepted[~complete], now)
+        is_complete = book.complete(accepted)
+        if is_complete.any():
+            out += self._finish(space, book, accepted[is_complete], now)
+        if book is space.rounds.shared and not is_complete.all():
+            out += self._fail_late(space, accepted[~is_complete], now)
         return out
 
-    def _why_refused(self, space: Namespace, book: Book, row: list[int], hyper: bytes) -> KVStoreError | None:
+    def _why_refused(self, book: Book, table: Table, round_: int, hyper: bytes) -> KVStoreError | None:
         """Why a commit is not even looked at; None where it is."""
-        number, round_ = row
-        table = space.tables[number]
         if table.conflict is not None:
-            # A new one each time: a raised error collects tracebacks.
-            return from_wire(*to_wire(table.conflict))
-        if self.is_stopping and round_ == book.number(number) and not book.is_waiting(number):
+            return _again(table.conflict)
+        if self.is_stopping and round_ == book.number(table.number) and not book.num_committed[table.number]:
             return ServerStoppingError(f"server {self.config.server} is stopping and takes no new round")
         if hyper:
             try:
@@ -308,44 +296,39 @@ class Engine:
         return None
 
     def _answer_others(
-        self,
-        space: Namespace,
-        book: Book,
-        rank: int,
-        commits: m.Matrix,
-        verdicts: Ints,
-        body: m.Contribute,
-        waiter: Waiter,
-        now: float,
+        self, sender: Sender, book: Book, commits: m.Matrix, verdicts: Ints, body: m.Contribute
     ) -> list[m.Outgoing]:
         """Answer the commits that were not accepted now: repeated ones, and those that cannot count."""
+        space, rank, waiter, now = sender.space, sender.rank, sender.waiter, sender.now
         out: list[m.Outgoing] = []
         waiting: list[int] = []
-        for row, verdict in zip(commits.tolist(), verdicts.tolist(), strict=True):
-            table, round_ = space.tables[row[0]], row[1]
+        again: list[Committed] = []
+        whose = ALL if book is space.rounds.shared else rank
+        for (number, round_, count, _, version, flags), verdict in zip(
+            commits.tolist(), verdicts.tolist(), strict=True
+        ):
+            table = space.tables[number]
             if verdict == Verdict.REPEATED and table.held is not None and body.hold:
                 out += _held(table, round_, waiter, table.held.sum.partials)
             elif verdict == Verdict.REPEATED:
-                waiting.append(table.number)
+                waiting.append(number)
             elif verdict == Verdict.REFUSED:
-                lacking = book.missing_slots(rank, table.number, row[2])
-                out += _reply(waiter, m.Missing(table.number, round_, lacking))
+                out += _reply(waiter, m.Missing(number, round_, book.missing_slots(rank, number, count)))
             elif verdict == Verdict.FAILED:
-                why, following = book.why_failed(table.number, round_), book.number(table.number)
-                out.append(_failed(waiter, why, table.number, round_, following))
+                why, following = book.why_failed(number, round_), book.number(number)
+                out.append(_failed(waiter, why, number, round_, following))
             elif verdict == Verdict.AHEAD:
-                what = f"rank {rank} committed round {round_} while round {book.number(table.number)} is open"
-                out.append(_failed(waiter, ProtocolError(what), table.number, round_))
+                what = f"rank {rank} committed round {round_} while round {book.number(number)} is open"
+                out.append(_failed(waiter, ProtocolError(what), number, round_))
+            elif verdict == Verdict.APPLIED:
+                again.append(Committed(number, round_, version, flags))
+                if body.hold and not table.ends[whose].vetoes:
+                    # What was told before it was applied may have been lost as well.
+                    out += _held(table, round_, waiter, table.ends[whose].partials)
         if waiting:
             missing = book.missing_ranks(waiting[0])
             out += _still_waiting(space, waiter, space.open_round(waiting[0]), missing, now)
-            out += self._fail_if_hopeless(space, np.array(waiting), now)
-        again = commits[verdicts == Verdict.APPLIED]
-        whose = ALL if book is space.rounds.shared else rank
-        for number, round_ in again[:, :2].tolist() if body.hold else ():
-            end = space.tables[number].ends[whose]
-            if not end.vetoes:  # what was told before it was applied may have been lost as well
-                out += _held(space.tables[number], round_, waiter, end.partials)
+            out += self._fail_late(space, np.array(waiting), now)
         return out + self._tell(space, whose, rank, waiter, again, body.timeout, now)
 
     def _finish(
@@ -356,11 +339,10 @@ class Engine:
         Those that want a decision are held until there is one.
         """
         out: list[m.Outgoing] = []
-        applied: list[int] = []
-        if decision is None and book is space.rounds.shared:
-            applied, others = self._change(space, book, tables, out)
-        else:
-            others = tables
+        is_shared = book is space.rounds.shared
+        applied, others = (
+            self._change(space, book, tables, out) if is_shared and decision is None else ([], tables)
+        )
         for number in others.tolist():
             table = space.tables[number]
             try:
@@ -372,27 +354,35 @@ class Engine:
                 out += self._fail(space, book, table, error)
             except Exception as error:
                 _log.exception("round %d of table %r failed", book.number(number), table.name)
-                fault = KVStoreError(
-                    f"server {self.config.server} failed with {type(error).__name__}: {error}"
-                )
-                out += self._fail(space, book, table, fault)
+                out += self._fail(space, book, table, self._fault(error))
         ended = np.array(applied, np.int64)
-        numbers = book.tables["number"][ended]
-        said = [(rank, list(given.waiters(ended)), given.tables[ended]) for rank, given in book.members()]
+        answers: list[tuple[int, Waiter, list[Committed], float]] = []
+        joined: list[int] = []
+        for rank, given in book.members():
+            rows = list(
+                map(
+                    Committed,
+                    applied,
+                    book.numbers[ended].tolist(),
+                    given.version[ended].tolist(),
+                    given.flags[ended].tolist(),
+                )
+            )
+            joined = [row.table for row in rows if row.flags & m.HAS_JOINED]
+            for waiter, at in given.waiting(ended).items():
+                said = given.said[applied[at[0]]]
+                assert said is not None
+                answers.append((rank, waiter, [rows[i] for i in at], said.timeout))
         space.forget_absent(applied)
         book.finish(ended)
-        is_shared = book is space.rounds.shared
-        for rank, waiters, rows in said:
-            for number, flags in zip(applied, rows["flags"].tolist(), strict=True) if not is_shared else ():
-                space.rounds.advance(rank, number)
-                space.waits.contributed(number, rank, now)
-                if flags & m.HAS_JOINED:
-                    space.rounds.joined(number).add(rank)
-            for waiter, at in waiters:
-                mine = rows[at]
-                commits = np.stack((ended[at], numbers[at], at, at, mine["version"], mine["flags"]), axis=1)
-                timeout, whose = float(mine["timeout"][0]), ALL if is_shared else rank
-                out += self._tell(space, whose, rank, waiter, commits, timeout, now)
+        for number in applied if not is_shared else ():
+            [rank] = book.given
+            space.rounds.advance(rank, number)
+            space.waits.contributed(number, rank, now)
+            if number in joined:
+                space.rounds.joined(number).add(rank)
+        for rank, waiter, rows, timeout in answers:
+            out += self._tell(space, ALL if is_shared else rank, rank, waiter, rows, timeout, now)
         return out + self._release(space)
 
     def _change(
@@ -467,7 +457,7 @@ class Engine:
         whose: int,
         rank: int,
         waiter: Waiter,
-        commits: m.Matrix,
+        commits: list[Committed],
         timeout: float,
         now: float,
     ) -> list[m.Outgoing]:
@@ -475,44 +465,17 @@ class Engine:
         if space.mode.is_sync:
             return _outcomes(space, whose, rank, waiter, commits)
         out: list[m.Outgoing] = []
-        at_once = np.ones(len(commits), np.bool_)
-        for at, (number, round_, _, _, _, flags) in enumerate(commits.tolist()):
-            is_join = bool(flags & m.HAS_JOINED) and rank in space.rounds.joined(number)
-            wants = flags & m.WANTS_WEIGHTS and not space.tables[number].ends[whose].is_skipped
-            if is_join or (wants and space.rounds.behind(rank, number)):
-                at_once[at] = False
-                answer = partial(_outcomes, space, whose, rank, waiter, commits[at : at + 1])
-                wait = Wait(number, rank, waiter, now + timeout, timeout, is_join, answer, round_)
+        at_once: list[Committed] = []
+        for one in commits:
+            is_join = bool(one.flags & m.HAS_JOINED) and rank in space.rounds.joined(one.table)
+            wants = one.flags & m.WANTS_WEIGHTS and not space.tables[one.table].ends[whose].is_skipped
+            if is_join or (wants and space.rounds.behind(rank, one.table)):
+                answer = partial(_outcomes, space, whose, rank, waiter, [one])
+                wait = Wait(one.table, rank, waiter, now + timeout, timeout, is_join, answer, one.round)
                 out += _park(space, wait, now)
-        return out + _outcomes(space, whose, rank, waiter, commits[at_once])
-
-    def _fail_if_hopeless(self, space: Namespace, tables: Ints, now: float) -> list[m.Outgoing]:
-        """Fail the open rounds of all ranks whose deadline has passed, or that need a rank that is lost."""
-        members, shared = space.membership, space.rounds.shared
-        here = shared.tables[tables]
-        late = (here["committed"] > 0) & (now >= here["deadline"])
-        if members.departed or members.silent(now, self.config.dead_after):  # as a rule nobody is lost
-            late = here["committed"] > 0
-        out = []
-        for number in tables[late].tolist():
-            error = self._why_stuck(space, space.tables[number], now)
-            if error is not None:
-                out += self._fail(space, shared, space.tables[number], error)
-        return out
-
-    def _why_stuck(self, space: Namespace, table: Table, now: float) -> KVStoreError | None:
-        """The error with which the open round of all ranks ends for those who wait; None while it may go well."""
-        shared, what = space.rounds.shared, space.open_round(table.number)
-        missing = shared.missing_ranks(table.number)
-        lost = space.membership.lost_error(missing, what, now, self.config.dead_after)
-        if lost is not None or now < shared.tables["deadline"][table.number]:
-            return lost
-        if table.held is not None:
-            return DeadlineError(
-                f"{what} reached its deadline while it was held: every rank has given its gradient, but none has "
-                "decided what becomes of the sum; look at what stopped them"
-            )
-        return _too_late(space, what, missing, now)
+            else:
+                at_once.append(one)
+        return out + _outcomes(space, whose, rank, waiter, at_once)
 
     def _fail(self, space: Namespace, book: Book, table: Table, error: KVStoreError) -> list[m.Outgoing]:
         """Fail the open round of a table for its members, and tell those who wait for it."""
@@ -527,9 +490,9 @@ class Engine:
         waiters = book.fail(table.number, error)
         return [_failed(waiter, error, table.number, number, number + 1) for waiter in waiters]
 
-    def _abort(self, space: Namespace, rank: int, abort: m.Abort, waiter: Waiter) -> list[m.Outgoing]:
+    def _abort(self, sender: Sender, abort: m.Abort) -> list[m.Outgoing]:
         """A rank gives a round up; tells those who wait for it, and the rank whether it stands all the same."""
-        table = space.table(abort.table)
+        space, rank, table = sender.space, sender.rank, sender.space.table(abort.table)
         error = RoundAbortedError(
             f"rank {rank} aborted round {abort.round} of {table.name!r}: {abort.reason[:MAX_REASON]}"
         )
@@ -546,15 +509,16 @@ class Engine:
             lambda wait: (wait.table, wait.rank, wait.round) == (table.number, rank, abort.round)
         ):
             out += _fail_wait(space, wait, error)
-        return out + _reply(waiter, m.Info({"applied": book.was_applied(table.number, abort.round)}))
+        return out + _info(sender, {"applied": book.was_applied(table.number, abort.round)})
 
-    def _resolve(self, space: Namespace, rank: int, resolve: m.Resolve, now: float) -> list[m.Outgoing]:
+    def _resolve(self, sender: Sender, resolve: m.Resolve) -> list[m.Outgoing]:
         """Apply a round that is held as a rank says; a round that is over stays as it is.
 
         Raises:
             ProtocolError: the round is not held.
         """
-        table, shared = space.table(resolve.table), space.rounds.shared
+        space, table = sender.space, sender.space.table(resolve.table)
+        shared, rank = space.rounds.shared, sender.rank
         number = shared.number(table.number)
         decision = Decision(resolve.coef, resolve.clip_value, resolve.skip)
         if resolve.round < number:
@@ -568,37 +532,34 @@ class Engine:
                 f"rank {rank} decides about round {resolve.round} of {table.name!r}, which is not held: round "
                 f"{number} is open"
             )
-        return self._finish(space, shared, np.array([table.number]), now, decision)
+        return self._finish(space, shared, np.array([table.number]), sender.now, decision)
 
     # ---------------------------------------------------------------- reads
 
-    def _pull(
-        self, space: Namespace, rank: int, pull: m.Pull, waiter: Waiter, now: float
-    ) -> list[m.Outgoing]:
+    def _pull(self, sender: Sender, pull: m.Pull) -> list[m.Outgoing]:
         """Answer with the weights of each table, as soon as the rank may read it."""
-        _check_named(self.config, "pull", pull.tables)
-        space.check_tables(np.array(pull.tables, np.int64))
+        space, rank = sender.space, sender.rank
+        _check_number(self.config, "pull", len(pull.tables))
+        space.check_tables("pull", pull.tables)
         for number in pull.tables:
             _check_ready(space.tables[number])
         behind = [number for number in pull.tables if space.rounds.behind(rank, number)]
-        out = _weights(space, rank, waiter, [number for number in pull.tables if number not in behind])
+        out = _weights(space, rank, sender.waiter, [number for number in pull.tables if number not in behind])
         for number in behind:
-            answer = partial(_weights, space, rank, waiter, [number])
-            wait = Wait(number, rank, waiter, now + pull.timeout, pull.timeout, False, answer)
-            out += _park(space, wait, now)
+            out += _read_later(
+                sender, number, pull.timeout, partial(_weights, space, rank, sender.waiter, [number])
+            )
         return out
 
-    def _pull_rows(
-        self, space: Namespace, rank: int, pull: m.PullRows, waiter: Waiter, now: float
-    ) -> list[m.Outgoing]:
-        _check_named(self.config, "pull", [(index, position) for index, position, _ in pull.wanted])
-        table = space.table(pull.table)
+    def _pull_rows(self, sender: Sender, pull: m.PullRows) -> list[m.Outgoing]:
+        _check_number(self.config, "pull", len(pull.wanted))
+        check_distinct("pull", [(index, position) for index, position, _ in pull.wanted])
+        table = sender.space.table(pull.table)
         _check_ready(table)
-        answer = partial(_rows, space, table, rank, pull, waiter)
-        if not space.rounds.behind(rank, table.number):
+        answer = partial(_rows, sender.space, table, sender.rank, pull, sender.waiter)
+        if not sender.space.rounds.behind(sender.rank, table.number):
             return answer()
-        wait = Wait(table.number, rank, waiter, now + pull.timeout, pull.timeout, False, answer)
-        return _park(space, wait, now)
+        return _read_later(sender, table.number, pull.timeout, answer)
 
     def _release(self, space: Namespace) -> list[m.Outgoing]:
         """Answer the requests that have waited for other ranks long enough."""
@@ -609,55 +570,126 @@ class Engine:
             space.rounds.part_again(number)
         return [out for wait in ready for out in wait.answer()]
 
-    def _fail_hopeless_waits(self, space: Namespace, now: float) -> list[m.Outgoing]:
-        """Fail the requests that have waited for other ranks too long, or wait for one that is lost."""
-        errors = {id(wait): self._why_wait_stuck(space, wait, now) for wait in space.waits}
-        out = []
-        for wait in space.waits.take(lambda wait: errors[id(wait)] is not None):
-            error = errors[id(wait)]
-            assert error is not None
-            out += _fail_wait(space, wait, error)
+    # ---------------------------------------------------------------- what takes too long
+
+    def _fail_late(self, space: Namespace, tables: Ints, now: float) -> list[m.Outgoing]:
+        """Fail the open rounds of all ranks whose deadline has passed, or that need a rank that is lost."""
+        members, shared = space.membership, space.rounds.shared
+        is_late = shared.num_committed[tables] > 0
+        if not members.departed and not members.silent(
+            now, self.config.dead_after
+        ):  # as a rule nobody is lost
+            is_late &= now >= shared.deadline[tables]
+        out: list[m.Outgoing] = []
+        for number in tables[is_late].tolist():
+            pending = self._open_round(space, number)
+            error = self._why_stuck(space, pending, now)
+            if error is not None:
+                out += pending.fail(error)
         return out
 
-    def _why_wait_stuck(self, space: Namespace, wait: Wait, now: float) -> KVStoreError | None:
-        """The error with which a read, or the end of a join, fails; None while it may go well."""
-        conflict = space.tables[wait.table].conflict
-        if conflict is not None:
-            return from_wire(*to_wire(conflict))
-        what, missing = space.describe_wait(wait), wait.missing(space.rounds)
-        lost = space.membership.lost_error(missing, what, now, self.config.dead_after)
-        if lost is not None or now < wait.deadline:
+    def _open_round(self, space: Namespace, number: int) -> Pending:
+        shared, table = space.rounds.shared, space.tables[number]
+        since, deadline = float(shared.since[number]), float(shared.deadline[number])
+        fail = partial(self._fail, space, shared, table)
+        return Pending(space.open_round(number), since, deadline, shared.missing_ranks(number), fail, table)
+
+    def _pending(self, space: Namespace, tables: Iterable[int] | None = None) -> Iterator[Pending]:
+        """List what ranks wait for: rounds (of those tables; None: of all), ranks that are behind, a barrier."""
+        members = space.membership
+        for number in space.rounds.shared.waiting().tolist() if tables is None else tables:
+            yield self._open_round(space, number)
+        for wait in list(space.waits):
+
+            def fail(error: KVStoreError, wait: Wait = wait) -> list[m.Outgoing]:
+                space.waits.remove(wait)
+                return _fail_wait(space, wait, error)
+
+            missing = wait.missing(space.rounds)
+            yield Pending(
+                space.describe_wait(wait), wait.since, wait.deadline, missing, fail, space.tables[wait.table]
+            )
+        if members.barrier:
+            since = min(wait.since for wait in members.barrier.values())
+            deadline = min(wait.deadline for wait in members.barrier.values())
+
+            def end(error: KVStoreError) -> list[m.Outgoing]:
+                return [_failed(waiter, error) for waiter in members.take_barrier()]
+
+            yield Pending(
+                f"barrier {members.barrier_sequence}", since, deadline, members.absent_from_barrier(), end
+            )
+
+    def _why_stuck(self, space: Namespace, pending: Pending, now: float) -> KVStoreError | None:
+        """The error with which a wait ends; None while it may go well."""
+        table, what = pending.table, pending.what
+        if table is not None and table.conflict is not None:
+            return _again(table.conflict)
+        lost = space.membership.lost_error(pending.missing, what, now, self.config.dead_after)
+        if lost is not None or now < pending.deadline:
             return lost
-        return _too_late(space, what, missing, now)
+        who = space.membership.describe_all(pending.missing, now)
+        if not who:
+            return DeadlineError(
+                f"{what} reached its deadline while it was held: every rank has given its gradient, but none has "
+                "decided what becomes of the sum; look at what stopped them"
+            )
+        if table is None:
+            return DeadlineError(f"{what} reached its deadline while waiting for {who}")
+        return DeadlineError(
+            f"{what} reached its deadline while waiting for {who}; is it stuck, or only slow? (timeout=… of the "
+            "kvstore or KVSTORE_TIMEOUT raises the limit.) Workers with different numbers of batches train in "
+            "`with trainer.join():`"
+        )
 
     # ---------------------------------------------------------------- members and tables
 
-    def _register(
-        self, space: Namespace, rank: int, register: m.Register, waiter: Waiter
-    ) -> list[m.Outgoing]:
-        shared = space.rounds.shared
+    def _register(self, sender: Sender, register: m.Register) -> list[m.Outgoing]:
+        space, shared = sender.space, sender.space.rounds.shared
         try:
             _check_number(self.config, "declaration", len(register.specs))
-            table = space.register(rank, register, self.config, self._leases)
+            table = space.register(sender.rank, register, self.config, self._leases)
         except PlanMismatchError as error:
-            told = [_failed(waiter, error)]
+            told = [_failed(sender.waiter, error)]
             for table in space.tables:
-                if table.conflict is error and shared.is_waiting(table.number):
+                if table.conflict is error and shared.num_committed[table.number]:
                     told += self._fail(space, shared, table, error)
             return told
         if isinstance(table, int):
-            return _reply(waiter, m.Info({"keys": table}))
-        slot = int(space.rounds.slots.first[table.number])
-        return _reply(waiter, m.Registered(table.number, slot, space.rounds.next_round(rank, table.number)))
+            return _info(sender, {"keys": table})
+        slot, following = (
+            int(space.rounds.slots.first[table.number]),
+            space.rounds.next_round(sender.rank, table.number),
+        )
+        return _reply(sender.waiter, m.Registered(table.number, slot, following))
 
-    def _gather(
-        self, space: Namespace, rank: int, gather: m.Gather, waiter: Waiter, now: float
-    ) -> list[m.Outgoing]:
-        members = space.membership
-        released = members.enter_barrier(rank, gather, waiter, now, self.config.dead_after)
+    def _set_optimizer(self, sender: Sender, body: m.SetOptimizer) -> list[m.Outgoing]:
+        try:
+            sender.space.set_optimizer(sender.rank, body.spec)
+        except UnknownNameError as error:
+            raise UnknownNameError(f"server {self.config.server} cannot run the optimizer: {error}") from None
+        return _info(sender)
+
+    def _get_state(self, sender: Sender, body: m.GetState) -> list[m.Outgoing]:
+        table = sender.space.table(body.table)
+        packed = pack_states(table.shard.get_state(table.unit, body.index))
+        return _reply(sender.waiter, m.State(body.table, body.index, *packed))
+
+    def _put_state(self, sender: Sender, body: m.State) -> list[m.Outgoing]:
+        table = sender.space.table(body.table)
+        table.shard.slot_of(table.unit, body.index)
+        piece = table.plan.slices[body.index]
+        table.shard.put_state(table.unit, body.index, unpack_states(piece, body.summary, body.data))
+        return _info(sender)
+
+    def _gather(self, sender: Sender, gather: m.Gather) -> list[m.Outgoing]:
+        space, members = sender.space, sender.space.membership
+        released = members.enter_barrier(
+            sender.rank, gather, sender.waiter, sender.now, self.config.dead_after
+        )
         if not released:
             what = f"barrier {gather.sequence}"
-            return _still_waiting(space, waiter, what, members.absent_from_barrier(), now)
+            return _still_waiting(space, sender.waiter, what, members.absent_from_barrier(), sender.now)
         return [out for one, parts in released for out in _reply(one, m.Gathered(parts))]
 
     def _hello(self, peer: bytes, hello: m.Hello, now: float) -> m.Welcome:
@@ -738,27 +770,20 @@ class Engine:
         self._commands.forget(session)
         self._sessions.end(session, reason)
 
-    def _session(self, peer: bytes, request: m.Request) -> Session:
-        if request.run != self.config.run:
-            raise ServerLostState(
-                f"server {self.config.server} was restarted and no longer holds this job's weights; "
-                "restart the job from its last saved states"
-            )
-        return self._sessions.find(peer, request.session)
-
-    def _leave(
-        self, space: Namespace, rank: int, leave: m.Leave, session: int, now: float
-    ) -> list[m.Outgoing]:
-        self._shut_out(session, "it has left")
+    def _leave(self, sender: Sender, leave: m.Leave) -> list[m.Outgoing]:
+        space, rank = sender.space, sender.rank
+        self._shut_out(sender.session, "it has left")
         space.membership.leave(rank, leave.reason[:MAX_REASON], leave.is_clean)
         space.end_process(rank, leave.is_clean)
         if space.membership.is_over():
             self._end(space)
             return []
-        return self._fail_hopeless(space, now)
+        return self._fail_hopeless(space, sender.now)
 
 
-def _outcomes(space: Namespace, whose: int, rank: int, waiter: Waiter, commits: m.Matrix) -> list[m.Outgoing]:
+def _outcomes(
+    space: Namespace, whose: int, rank: int, waiter: Waiter, commits: Sequence[Committed]
+) -> list[m.Outgoing]:
     """How rounds ended that did not fail: first what was special about each, then the weights.
 
     They are those of all slices, or what has changed since those that the worker holds.
@@ -767,16 +792,17 @@ def _outcomes(space: Namespace, whose: int, rank: int, waiter: Waiter, commits: 
     done: list[tuple[int, int, int]] = []
     wanted: list[int] = []
     changed: list[m.Weights] = []
-    for number, round_, _, _, version, flags in commits.tolist():
+    for number, round_, version, flags in commits:
         table = space.tables[number]
         end = table.ends[whose]
+        is_skipped = end.is_skipped
         if flags & m.HAS_JOINED:
             out += _reply(waiter, m.InForce(number, round_, end.hyper, end.is_over))
         if end.left_out:
             out += _reply(waiter, m.Absent(number, round_, end.left_out))
-        if end.is_skipped:
+        if is_skipped:
             out += _reply(waiter, m.Vetoed(number, round_, end.vetoes))
-        wants = flags & m.WANTS_WEIGHTS and not end.is_skipped
+        wants = flags & m.WANTS_WEIGHTS and not is_skipped
         if not wants or not space.mode.is_sync:  # by the time that weights may be read they can be newer
             done.append((number, round_, end.version))
         if wants and flags & m.WANTS_DELTA:
@@ -794,7 +820,8 @@ def _outcomes(space: Namespace, whose: int, rank: int, waiter: Waiter, commits: 
 def _weights(space: Namespace, rank: int, waiter: Waiter, tables: Sequence[int]) -> list[m.Outgoing]:
     """The weights of some tables, for a rank."""
     for number in tables:
-        space.tables[number].note_read(rank)
+        if space.tables[number].notes_reads:
+            space.tables[number].note_read(rank)
     return _reply(waiter, space.weights(tables)) if tables else []
 
 
@@ -813,8 +840,8 @@ def _tell_held(space: Namespace, table: Table) -> list[m.Outgoing]:
     shared = space.rounds.shared
     out = []
     for _, given in shared.members():
-        waiter = given.waiter(table.number)
-        if waiter is not None and given.tables["hold"][table.number]:
+        waiter, said = given.waiters[table.number], given.said[table.number]
+        if waiter is not None and said is not None and said.hold:
             out += _held(table, shared.number(table.number), waiter, table.held.sum.partials)
     return out
 
@@ -823,6 +850,14 @@ def _held(table: Table, round_: int, waiter: Waiter, partials: Sequence[Partial]
     """What there is to decide about in a round."""
     told = tuple([(one.slice, one.value) for one in partials])
     return _reply(waiter, m.Held(table.number, round_, told, all(one.is_finite for one in partials)))
+
+
+def _read_later(
+    sender: Sender, table: int, timeout: float, answer: Callable[[], list[m.Outgoing]]
+) -> list[m.Outgoing]:
+    """Answer a request to read when the ranks that are behind have come far enough."""
+    wait = Wait(table, sender.rank, sender.waiter, sender.now + timeout, timeout, False, answer)
+    return _park(sender.space, wait, sender.now)
 
 
 def _park(space: Namespace, wait: Wait, now: float) -> list[m.Outgoing]:
@@ -846,46 +881,22 @@ def _still_waiting(
 ) -> list[m.Outgoing]:
     """Tell a rank for whom it still waits, and when they were last heard."""
     ranks = tuple(missing)
-    who = space.membership.describe_all(ranks, now) or "nobody has decided about its sum yet"
-    return _reply(waiter, m.Pending(ranks[:_TOLD], f"{what} waits: {who}"))
+    return _reply(waiter, m.Pending(ranks[:_TOLD], f"{what} waits: {_who(space, ranks, now)}"))
 
 
-def _too_late(space: Namespace, what: str, missing: Iterable[int], now: float) -> DeadlineError:
-    who = space.membership.describe_all(missing, now)
-    return DeadlineError(
-        f"{what} reached its deadline while waiting for {who}; is it stuck, or only slow? (timeout=… of the kvstore or "
-        "KVSTORE_TIMEOUT raises the limit.) Workers with different numbers of batches train in `with trainer.join():`"
-    )
+def _who(space: Namespace, missing: Iterable[int], now: float) -> str:
+    return space.membership.describe_all(missing, now) or "nobody has decided about its sum yet"
 
 
-def _report_slow_waits(space: Namespace, now: float) -> str | None:
-    """Describe the longest wait of a namespace, if it is long enough that a line about it is due."""
-    since = min((since for since, _, _ in _waits(space)), default=now)
-    if not space.slow_reports.is_due(now - since, now):
-        return None
-    waits = sorted(_waits(space), key=lambda wait: wait[0])
-    _, what, missing = waits[0]
-    more = f", and {len(waits) - 1} more waits," if len(waits) > 1 else ""
-    who = space.membership.describe_all(missing, now) or "nobody has decided about its sum yet"
-    return f"namespace {space.name!r}: {what}{more} has waited {now - since:.0f} s: {who}"
-
-
-def _waits(space: Namespace) -> Iterator[tuple[float, str, list[int]]]:
-    """List what ranks wait for: since when, what it is, and the ranks that are missing."""
-    shared, members = space.rounds.shared, space.membership
-    for number in shared.waiting().tolist():
-        yield float(shared.tables["since"][number]), space.open_round(number), shared.missing_ranks(number)
-    for wait in space.waits:
-        yield wait.since, space.describe_wait(wait), wait.missing(space.rounds)
-    if members.barrier:
-        since = min(wait.since for wait in members.barrier.values())
-        yield since, f"barrier {members.barrier_sequence}", members.absent_from_barrier()
+def _again(error: KVStoreError) -> KVStoreError:
+    """The same error, anew: a raised one collects tracebacks."""
+    return from_wire(*to_wire(error))
 
 
 def _check_ready(table: Table) -> None:
     """Raise KVStoreError unless a table can be read."""
     if table.conflict is not None:
-        raise from_wire(*to_wire(table.conflict))
+        raise _again(table.conflict)
     if not table.is_initialised:
         raise KeyNotFoundError(
             f"table {table.name!r} has not been initialised yet; call init on every worker first"
@@ -894,6 +905,10 @@ def _check_ready(table: Table) -> None:
 
 def _reply(waiter: Waiter, body: m.ReplyBody) -> list[m.Outgoing]:
     return [m.Outgoing(waiter.peer, m.Reply(waiter.number, body))]
+
+
+def _info(sender: Sender, values: Mapping[str, Any] | None = None) -> list[m.Outgoing]:
+    return _reply(sender.waiter, m.Info(values or {}))
 
 
 def _failed(
@@ -934,10 +949,3 @@ def _check_number(config: EngineConfig, message: str, count: int) -> None:
             f"a {message} names {count} keys, slices or tables, server {config.server} accepts up to "
             f"{config.max_message_keys} in one message (--max-message-keys)"
         )
-
-
-def _check_named(config: EngineConfig, message: str, named: Collection[Hashable]) -> None:
-    """Raise ProtocolError where a message names too much, or the same twice, which would be answered twice."""
-    _check_number(config, message, len(named))
-    if len(set(named)) < len(named):
-        raise ProtocolError(f"a {message} names one of its {len(named)} tables or slices twice")

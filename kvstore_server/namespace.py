@@ -6,13 +6,11 @@ Namespaces share a server without seeing each other: each has its own keys, roun
 from __future__ import annotations
 
 import logging
-import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -31,10 +29,10 @@ from kvstore_server.modes import SYNCHRONOUS, Mode
 from kvstore_server.optimizer import Optimizer
 from kvstore_server.plan import SIZES, TensorSpec, check_name, check_same, check_specs, make_plan
 from kvstore_server.protocol import messages as m
-from kvstore_server.protocol.buffers import KEYS_PER_MESSAGE, located, payload_size
+from kvstore_server.protocol.buffers import KEYS_PER_MESSAGE, as_bytes, payload_size, places
 from kvstore_server.protocol.control import unpack_control
 from kvstore_server.reduction import Contribution, Run, same_payload, torch_dtype
-from kvstore_server.rounds import Book, Ints, Rounds, Wait, Waits
+from kvstore_server.rounds import Book, Bools, Ints, Memo, Rounds, Wait, Waits
 from kvstore_server.row_replies import RowPart
 from kvstore_server.rows import PACKED_ROWS, RowForm, read_payload
 from kvstore_server.shard import Leases, Shard
@@ -117,6 +115,10 @@ class Namespace:
         self._is_next: list[bool] = []
         """Of each slot, whether its memory goes on with that of the one before."""
         self._next = np.zeros(0, np.bool_)
+        self._pushed = Memo[tuple[Ints, list[tuple[int, int]]]]()
+        self._located = Memo[tuple[Ints, Ints, list[int]]]()
+        self._sorted = Memo[Ints]()
+        self._read = Memo[tuple[m.Matrix, Ints, list[int]]]()
         self.shard: Shard | None = None
         """The numbers of all tables; None before there is one."""
         self._numbers: dict[str, int] = {}
@@ -171,7 +173,7 @@ class Namespace:
         table = Table(number, register.table, plan, config.server, workers, self.shard, self.mode)
         self._let_note_reads([table])
         self.tables.append(table)
-        self.rounds.slots.add([piece.length * SIZES[piece.dtype] for piece in table.unit.slices])
+        self.rounds.add([piece.length * SIZES[piece.dtype] for piece in table.unit.slices])
         self._dtypes += [torch_dtype(piece.dtype) for piece in table.unit.slices]
         self._is_resident += [plan.is_resident(piece) for piece in table.unit.slices]
         self._is_next += [
@@ -246,14 +248,15 @@ class Namespace:
         Raises:
             ProtocolError: there is none.
         """
-        self.check_tables(np.array([number]))
+        self.check_tables("request", [number])
         return self.tables[number]
 
-    def check_tables(self, numbers: Ints) -> None:
-        """Raise ProtocolError if one of these tables does not exist."""
-        unknown = numbers[(numbers < 0) | (numbers >= len(self.tables))]
-        if len(unknown):
-            raise ProtocolError(f"namespace {self.name!r} has no table {unknown[0]}; register it first")
+    def check_tables(self, message: str, numbers: Collection[int]) -> None:
+        """Raise ProtocolError if one of the tables that a message names does not exist, or it names one twice."""
+        for number in numbers:
+            if not 0 <= number < len(self.tables):
+                raise ProtocolError(f"namespace {self.name!r} has no table {number}; register it first")
+        check_distinct(message, numbers)
 
     def begin_process(self, rank: int) -> None:
         """A process begins to stand for a rank: drop what a former one had not committed."""
@@ -294,41 +297,51 @@ class Namespace:
             ShapeMismatchError: one has another size or dtype.
         """
         slots, sizes = body.pushes[:, 0], body.pushes[:, 3]
-        known = self.rounds.slots
-        unknown = slots[(slots < 0) | (slots >= len(known.table))]
-        if len(unknown):
-            raise ProtocolError(f"slice {unknown[0]} of namespace {self.name!r} is not on this server")
-        tables = known.table[slots]
-        sources, which, starts = located(body.payloads, sizes)
+        tables, received = self._pushed.get(self._check_slots, slots, sizes)
+        sources = [as_bytes(payload) for payload in body.payloads]
+        which, starts, wrong = self._located.get(
+            self._locate, slots, sizes, np.array(list(map(len, sources)), np.int64)
+        )
         if body.form:
-            sources = self._viewed(slots, sources, which, starts, sizes, self.form(body.form))
+            form = self.form(body.form)
+            rows = zip(slots.tolist(), which.tolist(), starts.tolist(), sizes.tolist(), strict=True)
+            sources = [
+                self._viewed(slot, sources[at][start : start + size], form) for slot, at, start, size in rows
+            ]
             which, starts = np.arange(len(slots)), np.zeros(len(slots), np.int64)
         else:
-            self._check_plain(slots, sizes, body.payloads, which)
-        for table, nbytes in zip(tables.tolist(), sizes.tolist(), strict=True):
+            dtypes = [_dtype_of(payload) for payload in body.payloads]
+            if any(dtypes):
+                kinds = zip(slots.tolist(), which.tolist(), strict=True)
+                wrong = wrong or [
+                    at for at, (slot, n) in enumerate(kinds) if dtypes[n] is not self._dtypes[slot]
+                ]
+            for at in wrong[:1]:
+                self._refuse_slice(int(slots[at]), int(sizes[at]), dtypes[which[at]])
+        for table, nbytes in received:
             self.tables[table].bytes_in += nbytes
-        shared = self.rounds.is_shared(tables, body.pushes[:, 1])
-        for mine, whose in ((shared, ALL), (~shared, rank)):
-            if not mine.any():
-                continue
-            some = body.pushes if mine.all() else body.pushes[mine]
-            book = self.rounds.shared
-            if whose != ALL:
-                book = self.rounds.lane(rank, tables[mine], some[:, 1])
-            is_open = some[:, 1] == book.tables["number"][tables[mine]]
-            for table in tables[mine][is_open].tolist():
-                self.tables[table].begin_round(whose)
-            book.push(rank, some, sources, which[mine], starts[mine])
+        undoable = [number for number, _ in received if self.tables[number].unit.undo is not None]
+        for book, mine in self.rounds.books(rank, tables, body.pushes[:, 1]):
+            book.push(rank, body.pushes[mine], sources, which[mine], starts[mine])
+            begun = tables[mine][body.pushes[mine, 1] == book.numbers[tables[mine]]] if undoable else ()
+            for number in set(undoable).intersection(begun):
+                self.tables[number].begin_round(ALL if book is self.rounds.shared else rank)
 
-    def _check_plain(self, slots: Ints, sizes: Ints, payloads: Sequence[m.Payload], which: Ints) -> None:
-        wrong = np.flatnonzero(sizes != self.rounds.slots.nbytes[slots])
-        dtypes = [_dtype_of(payload) for payload in payloads]
-        if any(dtypes):
-            rows = enumerate(zip(slots.tolist(), which.tolist(), strict=True))
-            mine = self._dtypes
-            wrong = np.array([at for at, (slot, number) in rows if dtypes[number] is not mine[slot]] or wrong)
-        for at in wrong[:1].tolist():
-            self._refuse_slice(int(slots[at]), int(sizes[at]), dtypes[which[at]])
+    def _check_slots(self, slots: Ints, sizes: Ints) -> tuple[Ints, list[tuple[int, int]]]:
+        """The tables of some slices, and how many bytes of each came; raises ProtocolError if one does not exist."""
+        unknown = slots[(slots < 0) | (slots >= len(self.rounds.slots.table))]
+        if len(unknown):
+            raise ProtocolError(f"slice {unknown[0]} of namespace {self.name!r} is not on this server")
+        check_distinct("contribution", slots.tolist())
+        tables = self.rounds.slots.table[slots]
+        distinct, places = np.unique(tables, return_inverse=True)
+        received = np.bincount(places, sizes).astype(np.int64)
+        return tables, list(zip(distinct.tolist(), received.tolist(), strict=True))
+
+    def _locate(self, slots: Ints, sizes: Ints, buffers: Ints) -> tuple[Ints, Ints, list[int]]:
+        """Of slices, which buffer each is in, and where; and which are not as large as the slot, by position."""
+        which, starts = places(buffers, sizes)
+        return which, starts, np.flatnonzero(sizes != self.rounds.slots.nbytes[slots]).tolist()
 
     def _refuse_slice(self, slot: int, nbytes: int, dtype: torch.dtype | None) -> NoReturn:
         table, at = self.place(slot)
@@ -339,24 +352,10 @@ class Namespace:
             f"slice {piece.index} (of {names}) takes {piece.dtype}[{piece.length}], padding included, got {got}"
         )
 
-    def _viewed(
-        self,
-        slots: Ints,
-        sources: Sequence[Any],
-        which: Ints,
-        starts: Ints,
-        sizes: Ints,
-        form: Codec | RowForm,
-    ) -> list[m.Payload]:
-        """What a codec's bytes, or those of rows, stand for, slice by slice."""
-        found = []
-        for slot, source, start, size in zip(
-            slots.tolist(), which.tolist(), starts.tolist(), sizes.tolist(), strict=True
-        ):
-            table, at = self.place(slot)
-            payload = sources[source][start : start + size]
-            found.append(read_payload(table.plan, table.unit.slices[at], payload, form))
-        return found
+    def _viewed(self, slot: int, payload: m.Payload, form: Codec | RowForm) -> m.Payload:
+        """What a codec's bytes, or those of rows, stand for."""
+        table, at = self.place(slot)
+        return read_payload(table.plan, table.unit.slices[at], payload, form)
 
     def place(self, slot: int) -> tuple[Table, int]:
         """The table of a slot, and the position of its slice among those that the table has here."""
@@ -365,39 +364,33 @@ class Namespace:
 
     def given(self, rank: int, book: Book, number: int) -> Part | None:
         """What a rank has committed to the open round of a table; None of one that has joined."""
-        given = book.of(rank)
-        row = given.tables[number]
-        flags = int(row["flags"])
+        given, table = book.of(rank), self.tables[number]
+        flags, said = int(given.flags[number]), given.said[number]
+        assert said is not None
         if flags & m.HAS_JOINED:
             return None
-        table = self.tables[number]
         first = int(self.rounds.slots.first[number])
         slices = {
             table.unit.slices[slot - first].index: self._payload(slot, source, start)
             for slot, source, start in given.here(number)
         }
-        rescale = None if math.isnan(row["rescale"]) else float(row["rescale"])
         absent = self.absent.get((number, rank), frozenset())
-        return Part(slices, flags, int(row["version"]), rescale, float(row["hold"]), absent)
+        return Part(slices, flags, int(given.version[number]), said.rescale, said.hold, absent)
 
-    def alike(self, book: Book, tables: Ints, optimizer: Optimizer | None) -> npt.NDArray[np.bool_]:
+    def alike(self, book: Book, tables: Ints, optimizer: Optimizer | None) -> Bools:
         """Of tables whose rounds are complete, which are changed by one call: by sums of plain numbers for all keys."""
-        none = np.zeros(len(tables), np.bool_)
-        members = [given for _, given in book.members()]
-        if not self.mode.is_sync or (optimizer is not None and optimizer.may_raise):
-            return none
-        if self.recording.active is not None or not all(given.has_only(Tensor) for given in members):
-            return none
-        found = book.tables["number"][tables] > 0
-        for given in members:
-            rows = given.tables[tables]
-            found &= (rows["flags"] & ~np.int64(m.WANTS_WEIGHTS | m.WANTS_DELTA) == 0) & (rows["hold"] == 0)
-            first = rows["rescale"][0]
-            found &= np.isnan(rows["rescale"]) if math.isnan(first) else rows["rescale"] == first
+        if not self.mode.is_sync or (optimizer is not None and optimizer.may_raise) or self.recording.active:
+            return np.zeros(len(tables), np.bool_)
+        found = book.numbers[tables] > 0
+        numbers = tables.tolist()
+        for _, given in book.members():
+            found &= (given.flags[tables] & ~(m.WANTS_WEIGHTS | m.WANTS_DELTA) == 0) & ~given.has_form[tables]
+            said, first = [given.said[number] for number in numbers], given.said[numbers[0]]
+            if said.count(first) < len(said) or first is None or first.hold:
+                found &= [one.hold == 0 and one.rescale == first.rescale for one in said]
         others = {number for number, _ in self.absent}
-        for at, number in enumerate(tables.tolist()):
-            table = self.tables[number]
-            found[at] &= table.is_initialised and table.held is None and number not in others
+        here = [self.tables[number] for number in numbers]
+        found &= [one.is_initialised and one.held is None and one.number not in others for one in here]
         return np.asarray(found, np.bool_)
 
     def contributions(self, book: Book, tables: Ints, scale: float) -> list[Contribution]:
@@ -408,15 +401,16 @@ class Namespace:
         """
         if len(self._next) < len(self._is_next):
             self._next = np.array(self._is_next, np.bool_)
-        slots = np.sort(self.rounds.slots.of(tables))
+        slots = self._sorted.get(lambda tables: np.sort(self.rounds.slots.of(tables)), tables)
         found = []
         for _, given in book.members():
-            own = float(given.tables["rescale"][tables[0]])
+            said = given.said[tables[0]]
+            assert said is not None
             runs = [
                 Run(first, end, source[begin:last].view(self._dtypes[first]))
                 for first, end, source, begin, last in given.runs(slots, self._next)
             ]
-            found.append(Contribution(runs, scale if math.isnan(own) else own))
+            found.append(Contribution(runs, scale if said.rescale is None else said.rescale))
         return found
 
     def _payload(self, slot: int, source: Any, start: int) -> m.Payload:
@@ -429,19 +423,26 @@ class Namespace:
 
     def weights(self, tables: Sequence[int]) -> m.Weights:
         """The present weights of some tables, except row-sparse ones; not copies."""
-        numbers = np.array(tables, np.int64)
-        slots = self.rounds.slots.of(numbers)
-        if not all(self._is_resident):
-            slots = slots[[self._is_resident[slot] for slot in slots.tolist()]]
-        versions = np.zeros(len(self.tables), np.int64)
-        versions[numbers] = [self.tables[number].version for number in tables]
-        of_table, nbytes = self.rounds.slots.table[slots], self.rounds.slots.nbytes[slots]
-        sent = np.bincount(of_table, nbytes, len(self.tables)).astype(np.int64)
-        for number, size in zip(tables, sent[numbers].tolist(), strict=True):
-            self.tables[number].bytes_out += size
         assert self.shard is not None
-        parts = np.stack((slots, versions[of_table], np.full(len(slots), m.WHOLE), nbytes), axis=1)
-        return m.Weights(parts, tuple(map(self.shard.storage.padded, slots.tolist())))
+        parts, counts, nbytes = self._read.get(self._parts, np.array(tables, np.int64))
+        for number, size in zip(tables, nbytes, strict=True):
+            self.tables[number].bytes_out += size
+        parts = parts.copy()
+        parts[:, 1] = np.repeat([self.tables[number].version for number in tables], counts)
+        padded = self.shard.storage.padded
+        return m.Weights(parts, tuple([padded[slot] for slot in parts[:, 0].tolist()]))
+
+    def _parts(self, tables: Ints) -> tuple[m.Matrix, Ints, list[int]]:
+        """The parts of a Weights of some tables, without their versions; of each how many, and how many bytes."""
+        slots = self.rounds.slots.of(tables)
+        slots = slots[[self._is_resident[slot] for slot in slots.tolist()]]
+        nbytes, position = self.rounds.slots.nbytes[slots], np.zeros(len(self.tables), np.int64)
+        position[tables] = np.arange(len(tables))
+        owner = position[self.rounds.slots.table[slots]]
+        none = np.zeros(len(slots), np.int64)
+        parts = np.stack((slots, none, none + m.WHOLE, nbytes), axis=1)
+        sizes = np.bincount(owner, nbytes, len(tables)).astype(np.int64)
+        return parts, np.bincount(owner, minlength=len(tables)), sizes.tolist()
 
     def rows(self, table: Table, found: Iterable[RowPart]) -> m.Weights:
         """Rows of slices, as a reply."""
@@ -450,7 +451,7 @@ class Namespace:
         for part in found:
             slot = table.unit.slots[part.slice]
             at = slot - table.unit.first
-            payload = table.shard.storage.padded(slot) if part.kind == m.WHOLE else part.payload
+            payload = table.shard.storage.padded[slot] if part.kind == m.WHOLE else part.payload
             payloads.append(payload)
             parts.append((first + at, table.version, part.kind, payload_size(payload)))
         table.bytes_out += sum(part[3] for part in parts)
@@ -541,8 +542,14 @@ class Namespace:
             "bytes_in": table.bytes_in,
             "bytes_out": table.bytes_out,
             "joined": sorted(self.rounds.joined(number)),
-            "waiting_for": shared.missing_ranks(number) if shared.is_waiting(number) else [],
+            "waiting_for": shared.missing_ranks(number) if shared.num_committed[number] else [],
         }
+
+
+def check_distinct(message: str, named: Collection[Hashable]) -> None:
+    """Raise ProtocolError where a message names a table or slice twice, which would be answered twice."""
+    if len(set(named)) < len(named):
+        raise ProtocolError(f"a {message} names one of its {len(named)} tables or slices twice")
 
 
 def _check_same_placement(mine: bool, theirs: bool, first: int, rank: int) -> None:

@@ -36,41 +36,23 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from kvstore_server.errors import KVStoreError, ProtocolError
 from kvstore_server.protocol import messages as m
 
+T = TypeVar("T")
 Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
 _NEVER = np.iinfo(np.int64).max
 _FAILURES_KEPT = 16
 """Of how many failed rounds of a table in a row the reason is remembered."""
-_TABLE = np.dtype(
-    [
-        ("number", "i8"),
-        ("committed", "i8"),
-        ("deadline", "f8"),
-        ("since", "f8"),
-        ("decides", "?"),
-        ("failed", "i8"),
-    ]
-)
-"""Of a table: its open round; how many members have committed that; when the first one that waits loses its patience,
-and since when it has waited; whether one wants the sum held; the first failed round that nobody has gone beyond."""
-_NEW_TABLE = np.array((0, 0, math.inf, math.inf, False, _NEVER), _TABLE)
-_GIVEN = np.dtype(
-    [("committed", "?"), ("slices", "i8"), ("generations", "i8"), ("version", "i8"), ("flags", "i8"), ("hold", "f8"),
-     ("rescale", "f8"), ("timeout", "f8"), ("waits", "?"), ("peer", "i8"), ("request", "u8")]
-)  # fmt: skip
-"""Of a rank and a table: whether it has committed the open round, how many slices are here, and the sum of their
-generations; what it said when it committed; and whom to answer when the round is over."""
-_NOTHING = np.zeros((), _GIVEN)
-_SLOT = np.dtype([("generation", "i8"), ("source", "i8"), ("start", "i8")])
-"""Of a rank and a slot: the generation that is here, -1 for none; in which buffer, and where its bytes begin."""
-_EMPTY = np.array((-1, 0, 0), _SLOT)
+_REMEMBERED = 1 << 20
+"""Numbers that a Memo keeps at most."""
 
 
 class Waiter(NamedTuple):
@@ -97,198 +79,211 @@ class Verdict(IntEnum):
     """Its round is not open yet."""
 
 
+class Memo(Generic[T]):
+    """Results that depend on nothing but some arrays of numbers: jobs name the same keys again and again."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[bytes, ...], T] = {}
+        self._size = 0
+
+    def get(self, make: Callable[..., T], *arrays: Ints) -> T:
+        """Return `make(*arrays)`, made now or earlier."""
+        key = tuple([array.tobytes() for array in arrays])
+        found = self._known.get(key)
+        if found is None:
+            self._size += sum(map(len, key)) // 8
+            if self._size > _REMEMBERED:
+                self._known.clear()
+                self._size = sum(map(len, key)) // 8
+            found = self._known[key] = make(*arrays)
+        return found
+
+
 class Slots:
-    """The slices that a server holds of the tables of a namespace, numbered one after the other."""
+    """The slices that a server holds of the tables of a namespace, numbered one after the other.
+
+    Attributes:
+        first: The first slot of each table, and the next one that is free.
+        table: The table of each slot.
+        nbytes: The size of each slot, padding included.
+    """
 
     def __init__(self) -> None:
         self.num_tables = 0
-        self._num_slots = 0
         # With room for more, so that declaring thousands of keys one by one takes time in proportion to their number.
         self._first, self._table, self._nbytes = (np.zeros(1, np.int64) for _ in range(3))
-
-    @property
-    def first(self) -> Ints:
-        """The first slot of each table, and the next one that is free."""
-        return self._first[: self.num_tables + 1]
-
-    @property
-    def table(self) -> Ints:
-        """The table of each slot."""
-        return self._table[: self._num_slots]
-
-    @property
-    def nbytes(self) -> Ints:
-        """The size of each slot, padding included."""
-        return self._nbytes[: self._num_slots]
+        self.first, self.table, self.nbytes = self._first[:1], self._table[:0], self._nbytes[:0]
+        self._known = Memo[Ints]()
 
     def add(self, sizes: Sequence[int]) -> None:
         """Number the slices of the next table, of so many bytes each."""
-        begin, end = self._num_slots, self._num_slots + len(sizes)
+        begin, end = len(self.table), len(self.table) + len(sizes)
         self._first = _grown(self._first, self.num_tables + 2, 0)
         self._table, self._nbytes = _grown(self._table, end, 0), _grown(self._nbytes, end, 0)
         self._table[begin:end], self._nbytes[begin:end] = self.num_tables, sizes
-        self.num_tables, self._num_slots = self.num_tables + 1, end
+        self.num_tables += 1
         self._first[self.num_tables] = end
+        self.first, self.table = self._first[: self.num_tables + 1], self._table[:end]
+        self.nbytes = self._nbytes[:end]
 
     def of(self, tables: Ints) -> Ints:
-        """The slots of some tables, in their order."""
-        first = self.first
-        counts = first[tables + 1] - first[tables]
+        """The slots of some tables, in their order; not to be changed."""
+        return self._known.get(self._of, tables)
+
+    def _of(self, tables: Ints) -> Ints:
+        counts = self.first[tables + 1] - self.first[tables]
         starts = np.cumsum(counts) - counts
-        return np.asarray(np.repeat(first[tables] - starts, counts) + np.arange(counts.sum()), np.int64)
+        return np.asarray(np.repeat(self.first[tables] - starts, counts) + np.arange(counts.sum()), np.int64)
 
 
 class Given:
-    """What one rank has given to the open rounds of all tables."""
+    """What one rank has given to the open rounds of all tables.
+
+    Attributes:
+        committed: Of each table, whether the rank has committed its open round.
+        version, flags: What it said of each table when it committed.
+        has_form: Of each table, whether something was given in a form other than plain numbers.
+        said: The contribution with which it committed each table; None before.
+        waiters: The request that is answered when the round of each table is over.
+    """
 
     def __init__(self, slots: Slots) -> None:
         self._slots = slots
-        self.tables = np.zeros(0, _GIVEN)
-        self.slots = np.zeros(0, _SLOT)
-        self._peers: list[bytes] = []
-        self._sources: dict[int, Any] = {}
-        """Buffers by number; with the number of slots that are kept in each of them."""
-        self._uses: dict[int, int] = {}
-        self._next_source = 0
+        self.committed, self.has_form = np.zeros(0, np.bool_), np.zeros(0, np.bool_)
+        self.version, self.flags = np.zeros(0, np.int64), np.zeros(0, np.int64)
+        self.said: list[m.Contribute | None] = []
+        self.waiters: list[Waiter | None] = []
+        self.num_slices, self.sum_generations = np.zeros(0, np.int64), np.zeros(0, np.int64)
+        """Of each table, how many slices are here, and the sum of their generations."""
+        self.generation = np.zeros(0, np.int64)
+        """Of each slot, that of the slice that is here; -1 for none."""
+        self._start, self._source = np.zeros(0, np.int64), np.zeros(0, np.int64)
+        """Of each slot, where its bytes begin in its buffer, and a number that slots of one buffer share."""
+        self._buffers: list[Any] = []
+        self._num_sources = 0
+        self._runs = Memo[list[tuple[int, int, int, int]]]()
 
     def fit(self) -> None:
         """Make room for tables that were added."""
-        self.tables = _grown(self.tables, self._slots.num_tables, _NOTHING)
-        self.slots = _grown(self.slots, len(self._slots.table), _EMPTY)
+        tables, slots = self._slots.num_tables, len(self._slots.table)
+        if len(self.said) < tables:
+            self.committed, self.has_form = (
+                _grown(self.committed, tables, False),
+                _grown(self.has_form, tables, False),
+            )
+            self.version, self.flags = _grown(self.version, tables, 0), _grown(self.flags, tables, 0)
+            self.num_slices = _grown(self.num_slices, tables, 0)
+            self.sum_generations = _grown(self.sum_generations, tables, 0)
+            self.generation = _grown(self.generation, slots, -1)
+            self._start, self._source = _grown(self._start, slots, 0), _grown(self._source, slots, 0)
+            self.said += [None] * (tables - len(self.said))
+            self.waiters += [None] * (tables - len(self.waiters))
+            self._buffers += [None] * (slots - len(self._buffers))
 
     def keep(self, slots: Ints, generations: Ints, sources: Sequence[Any], which: Ints, starts: Ints) -> None:
         """Keep slices: those that are here in a lower generation are replaced."""
-        before = self.slots[slots]
-        self._release(before)
-        self.slots["generation"][slots] = generations
-        self.slots["source"][slots] = which + self._next_source
-        self.slots["start"][slots] = starts
-        for number, uses in enumerate(np.bincount(which).tolist()):
-            if uses:
-                self._sources[self._next_source + number] = sources[number]
-                self._uses[self._next_source + number] = uses
-        self._next_source += len(sources)
-        tables = self._slots.table[slots]
-        is_new = before["generation"] < 0
-        np.add.at(self.tables["slices"], tables, is_new)
-        np.add.at(
-            self.tables["generations"],
-            tables,
-            np.where(is_new, generations, generations - before["generation"]),
-        )
+        tables, before = self._slots.table[slots], self.generation[slots]
+        np.add.at(self.num_slices, tables, before < 0)
+        np.add.at(self.sum_generations, tables, generations - np.maximum(before, 0))
+        self.generation[slots], self._start[slots] = generations, starts
+        self._source[slots] = which + self._num_sources
+        self._num_sources += len(sources)
+        for slot, at in zip(slots.tolist(), which.tolist(), strict=True):
+            self._buffers[slot] = sources[at]
+        if not isinstance(sources[0], torch.Tensor):
+            self.has_form[tables] = True
+
+    def payload(self, slot: int) -> tuple[Any, int]:
+        """The buffer of a slice that is here, and where in it its bytes begin."""
+        return self._buffers[slot], int(self._start[slot])
 
     def here(self, table: int) -> Iterator[tuple[int, Any, int]]:
         """The slices of a table that are here: (slot, buffer, where its bytes begin)."""
         first, end = self._slots.first[table : table + 2].tolist()
-        for slot, (generation, source, start) in enumerate(self.slots[first:end].tolist(), first):
-            if generation >= 0:
-                yield slot, self._sources[source], start
+        for slot in np.flatnonzero(self.generation[first:end] >= 0).tolist():
+            yield first + slot, *self.payload(first + slot)
 
-    def runs(self, slots: Ints, is_next: npt.NDArray[np.bool_]) -> Iterator[tuple[int, int, Any, int, int]]:
+    def runs(self, slots: Ints, is_next: Bools) -> Iterator[tuple[int, int, Any, int, int]]:
         """Of some slots, which ascend, those that are here: neighbours whose bytes are neighbours, too, together.
 
         Args:
-            is_next: Of every slot, whether it may go on with the one before it.
+            is_next: Of every slot, whether it may go on with the one before it; always the same.
 
         Yields:
             The first slot and the end, the buffer, and where in it their bytes begin and end.
         """
-        rows = self.slots[slots]
-        here = rows["generation"] >= 0
-        slots, sources, starts = slots[here], rows["source"][here], rows["start"][here]
-        ends = starts + self._slots.nbytes[slots]
-        is_cut = (
-            (np.diff(slots) != 1) | ~is_next[slots[1:]] | (np.diff(sources) != 0) | (starts[1:] != ends[:-1])
-        )
-        cuts = np.flatnonzero(is_cut) + 1
-        for first, last in (
-            zip([0, *cuts.tolist()], [*cuts.tolist(), len(slots)], strict=True) if len(slots) else ()
-        ):
-            source, begin = self._sources[int(sources[first])], int(starts[first])
-            yield int(slots[first]), int(slots[last - 1]) + 1, source, begin, int(ends[last - 1])
+        here = slots[self.generation[slots] >= 0]
+        sources = self._source[here]
 
-    def has_only(self, kind: type) -> bool:
-        """Whether all buffers are of one kind."""
-        return all(isinstance(source, kind) for source in self._sources.values())
+        def find(slots: Ints, starts: Ints, sources: Ints) -> list[tuple[int, int, int, int]]:
+            ends = starts + self._slots.nbytes[slots]
+            is_cut = np.diff(slots) != 1
+            is_cut |= ~is_next[slots[1:]] | (np.diff(sources) != 0) | (starts[1:] != ends[:-1])
+            first = np.flatnonzero(np.append(True, is_cut))[: len(slots)]
+            last = np.append(first[1:], len(slots))[: len(first)] - 1
+            rows = np.stack((slots[first], slots[last] + 1, starts[first], ends[last]), axis=1)
+            return list(map(tuple, rows.tolist()))
 
-    def payload(self, slot: int) -> tuple[Any, int]:
-        """The buffer of a slice that is here, and where in it its bytes begin."""
-        _, source, start = self.slots[slot].tolist()
-        return self._sources[source], start
+        for first, end, begin, stop in self._runs.get(find, here, self._start[here], sources - sources[:1]):
+            yield first, end, self._buffers[first], begin, stop
 
-    def wait(self, tables: Ints, waiter: Waiter) -> None:
-        """Answer a request when the rounds of some tables are over."""
-        if waiter.peer not in self._peers:
-            self._peers.append(waiter.peer)
-        self.tables["waits"][tables] = True
-        self.tables["peer"][tables] = self._peers.index(waiter.peer)
-        self.tables["request"][tables] = waiter.number
-
-    def waiter(self, table: int) -> Waiter | None:
-        """The request that waits for the round of a table."""
-        row = self.tables[table]
-        return Waiter(self._peers[row["peer"]], int(row["request"])) if row["waits"] else None
-
-    def waiters(self, tables: Ints) -> Iterator[tuple[Waiter, Ints]]:
+    def waiting(self, tables: Ints) -> dict[Waiter, list[int]]:
         """The requests that wait for any of some tables, and for which of them, by position."""
-        rows = self.tables[tables]
-        waiting = np.flatnonzero(rows["waits"])
-        if not len(waiting):
-            return
-        requests, peers = rows["request"][waiting], rows["peer"][waiting]
-        starts = np.flatnonzero(np.append(True, (np.diff(requests) != 0) | (np.diff(peers) != 0)))
-        for start, some in zip(starts, np.split(waiting, starts[1:]), strict=True):
-            yield Waiter(self._peers[peers[start]], int(requests[start])), some
+        found: dict[Waiter, list[int]] = {}
+        for at, table in enumerate(tables.tolist()):
+            waiter = self.waiters[table]
+            if waiter is not None:
+                found.setdefault(waiter, []).append(at)
+        return found
 
     def clear(self, tables: Ints, slots: Ints) -> None:
         """Forget what was given to rounds that are over, or by a process that is."""
-        if self._sources:
-            self._release(self.slots[slots])
-            self.slots[slots] = _EMPTY
-        self.tables[tables] = _NOTHING
-
-    def replace_process(self) -> None:
-        """Another process stands for the rank: drop what the former one had not committed."""
-        num_tables = self._slots.num_tables
-        self.fit()
-        dropped = np.flatnonzero(~self.tables["committed"][:num_tables])
-        self.clear(dropped, self._slots.of(dropped))
-        self.tables["waits"] = False
-        self._peers.clear()
-
-    def _release(self, former: Any) -> None:
-        used = former["source"][former["generation"] >= 0]
-        if not len(used):
-            return
-        for number, uses in zip(*np.unique(used, return_counts=True), strict=True):
-            self._uses[int(number)] -= int(uses)
-            if not self._uses[int(number)]:
-                del self._uses[int(number)], self._sources[int(number)]
+        self.committed[tables] = self.has_form[tables] = False
+        self.num_slices[tables] = self.sum_generations[tables] = 0
+        self.generation[slots] = -1
+        for slot in slots.tolist():
+            self._buffers[slot] = None
+        for table in tables.tolist():
+            self.said[table] = self.waiters[table] = None
 
 
 class Book:
-    """Where the rounds of all tables stand, for the same members: which are open, who gave what, which failed."""
+    """Where the rounds of all tables stand, for the same members: which are open, who gave what, which failed.
+
+    Attributes:
+        given: Rank → what it has given to the open rounds.
+        num_committed: How many members have committed the open round of each table.
+        deadline, since: When the first one that waits for it loses its patience, and since when it has waited.
+        mismatches: Table → different payloads that arrived under an identity that had one already.
+    """
 
     def __init__(
         self, num_members: int, slots: Slots, same_payload: Callable[[int, Any, int, Any, int], bool]
     ) -> None:
         self.num_members = num_members
-        self.mismatches: dict[int, int] = {}
-        """Table → different payloads that arrived under an identity that had one already."""
         self.given: dict[int, Given] = {}
-        """Rank → what it has given to the open rounds."""
+        self.mismatches: dict[int, int] = {}
         self._slots = slots
         self._same_payload = same_payload
-        self._tables = np.zeros(0, _TABLE)
+        self.numbers, self.num_committed = np.zeros(0, np.int64), np.zeros(0, np.int64)
+        self.deadline, self.since = np.zeros(0, np.float64), np.zeros(0, np.float64)
+        self._failed = np.zeros(0, np.int64)
+        """Of each table, the first failed round that nobody has gone beyond."""
         self._failures: dict[int, dict[int, KVStoreError]] = {}
         """Table → failed round → why."""
+        self.fit()
 
-    @property
-    def tables(self) -> Any:
-        """A record for each table."""
-        if len(self._tables) < self._slots.num_tables:
-            self._tables = _grown(self._tables, self._slots.num_tables, _NEW_TABLE)
-        return self._tables
+    def fit(self) -> None:
+        """Make room for tables that were added."""
+        size = self._slots.num_tables
+        if len(self.numbers) < size:
+            self.numbers, self.num_committed = (
+                _grown(self.numbers, size, 0),
+                _grown(self.num_committed, size, 0),
+            )
+            self.deadline = _grown(self.deadline, size, math.inf)
+            self.since = _grown(self.since, size, math.inf)
+            self._failed = _grown(self._failed, size, _NEVER)
 
     def of(self, rank: int) -> Given:
         """What a rank has given."""
@@ -300,7 +295,7 @@ class Book:
 
     def number(self, table: int) -> int:
         """The open round of a table; every lower one is over."""
-        return int(self.tables["number"][table])
+        return int(self.numbers[table])
 
     def push(self, rank: int, pushes: m.Matrix, sources: Sequence[Any], which: Ints, starts: Ints) -> None:
         """Take provisional slices; a duplicate or one of a past round changes nothing.
@@ -313,51 +308,55 @@ class Book:
             ProtocolError: a slice belongs to a round that is not open yet; nothing was taken.
         """
         slots, rounds, generations = pushes[:, 0], pushes[:, 1], pushes[:, 2]
-        tables = self._slots.table[slots]
-        number = self.tables["number"][tables]
-        early = np.flatnonzero(rounds > number)
+        tables, given = self._slots.table[slots], self.of(rank)
+        numbers, here = self.numbers[tables], given.generation[slots]
+        is_news = (rounds == numbers) & (here < generations) & ~given.committed[tables]
+        if is_news.all():
+            given.keep(slots, generations, sources, which, starts)
+            return
+        early = np.flatnonzero(rounds > numbers)
         if len(early):
             at = int(early[0])
-            raise ProtocolError(f"rank {rank} pushed to round {rounds[at]} while round {number[at]} is open")
-        given = self.of(rank)
-        is_open = rounds == number
-        here = given.slots[slots]
-        for at in np.flatnonzero(is_open & (here["generation"] == generations) & (generations >= 0)).tolist():
+            raise ProtocolError(f"rank {rank} pushed to round {rounds[at]} while round {numbers[at]} is open")
+        for at in np.flatnonzero((rounds == numbers) & (here == generations) & (generations >= 0)).tolist():
             table, slot = int(tables[at]), int(slots[at])
             nbytes, known = int(self._slots.nbytes[slot]), given.payload(slot)
             same = self._same_payload(nbytes, *known, sources[which[at]], int(starts[at]))
             self.mismatches[table] = self.mismatches.get(table, 0) + (not same)
-        news = is_open & ~given.tables["committed"][tables] & (here["generation"] < generations)
-        if news.all():
-            given.keep(slots, generations, sources, which, starts)
-        elif news.any():
-            used, kept = np.unique(which[news], return_inverse=True)
-            given.keep(slots[news], generations[news], [sources[at] for at in used], kept, starts[news])
+        if is_news.any():
+            used, kept = np.unique(which[is_news], return_inverse=True)
+            given.keep(
+                slots[is_news], generations[is_news], [sources[at] for at in used], kept, starts[is_news]
+            )
 
     def commit(self, rank: int, commits: m.Matrix, said: m.Contribute, waiter: Waiter, now: float) -> Ints:
         """Make a rank's contributions to some rounds final; returns a Verdict for each."""
         given = self.of(rank)
         tables, rounds = commits[:, 0], commits[:, 1]
-        here, mine = self.tables[tables], given.tables[tables]
-        verdicts = np.full(len(commits), Verdict.ACCEPTED, np.int64)
-        verdicts[(mine["slices"] != commits[:, 2]) | (mine["generations"] != commits[:, 3])] = Verdict.REFUSED
-        verdicts[mine["committed"]] = Verdict.REPEATED
-        verdicts[rounds < here["number"]] = Verdict.APPLIED
-        verdicts[(rounds < here["number"]) & (rounds >= here["failed"])] = Verdict.FAILED
-        verdicts[rounds > here["number"]] = Verdict.AHEAD
-        given.wait(tables[verdicts <= Verdict.REPEATED], waiter)
-        is_new = verdicts == Verdict.ACCEPTED
-        fresh = tables[is_new]
-        given.tables["committed"][fresh] = True
-        given.tables["version"][fresh] = commits[is_new, 4]
-        given.tables["flags"][fresh] = commits[is_new, 5]
-        given.tables["hold"][fresh] = said.hold
-        given.tables["rescale"][fresh] = math.nan if said.rescale is None else said.rescale
-        given.tables["timeout"][fresh] = said.timeout
-        self.tables["committed"][fresh] += 1
-        self.tables["since"][fresh] = np.minimum(self.tables["since"][fresh], now)
-        self.tables["deadline"][fresh] = np.minimum(self.tables["deadline"][fresh], now + said.timeout)
-        self.tables["decides"][fresh] |= said.hold != 0.0
+        numbers = self.numbers[tables]
+        is_whole = (given.num_slices[tables] == commits[:, 2]) & (
+            given.sum_generations[tables] == commits[:, 3]
+        )
+        is_new = (rounds == numbers) & is_whole & ~given.committed[tables]
+        verdicts = np.zeros(len(commits), np.int64)
+        fresh = waiting = tables
+        if not is_new.all():
+            verdicts[~is_whole] = Verdict.REFUSED
+            verdicts[given.committed[tables]] = Verdict.REPEATED
+            verdicts[rounds < numbers] = Verdict.APPLIED
+            verdicts[(rounds < numbers) & (rounds >= self._failed[tables])] = Verdict.FAILED
+            verdicts[rounds > numbers] = Verdict.AHEAD
+            fresh, waiting = tables[is_new], tables[verdicts <= Verdict.REPEATED]
+            commits = commits[is_new]
+        for table in waiting.tolist():
+            given.waiters[table] = waiter
+        for table in fresh.tolist():
+            given.said[table] = said
+        given.committed[fresh] = True
+        given.version[fresh], given.flags[fresh] = commits[:, 4], commits[:, 5]
+        self.num_committed[fresh] += 1
+        self.since[fresh] = np.minimum(self.since[fresh], now)
+        self.deadline[fresh] = np.minimum(self.deadline[fresh], now + said.timeout)
         return verdicts
 
     def missing_slots(self, rank: int, table: int, count: int) -> tuple[int, ...]:
@@ -366,7 +365,7 @@ class Book:
         Those of which nothing is here; all, where as many are here and one of them in a lower generation.
         """
         first, end = self._slots.first[table : table + 2].tolist()
-        missing = np.flatnonzero(self.of(rank).slots["generation"][first:end] < 0) + first
+        missing = np.flatnonzero(self.of(rank).generation[first:end] < 0) + first
         is_short = end - first - len(missing) < count
         return tuple(missing.tolist()) if is_short else tuple(range(first, end))
 
@@ -381,19 +380,15 @@ class Book:
 
     def has_committed(self, rank: int, table: int) -> bool:
         given = self.given.get(rank)
-        return given is not None and len(given.tables) > table and bool(given.tables["committed"][table])
+        return given is not None and len(given.said) > table and bool(given.committed[table])
 
-    def complete(self, tables: Ints) -> npt.NDArray[np.bool_]:
+    def complete(self, tables: Ints) -> Bools:
         """Whether every member has committed the open round, for each of some tables."""
-        return np.asarray(self.tables["committed"][tables] == self.num_members, np.bool_)
+        return np.asarray(self.num_committed[tables] == self.num_members, np.bool_)
 
     def waiting(self) -> Ints:
         """The tables of which at least one rank has committed the open round."""
-        return np.flatnonzero(self.tables["committed"])
-
-    def is_waiting(self, table: int) -> bool:
-        """Whether at least one rank has committed the open round of a table."""
-        return bool(self.tables["committed"][table])
+        return np.flatnonzero(self.num_committed)
 
     def members(self) -> list[tuple[int, Given]]:
         """What each rank has given, in rank order, the order in which contributions are summed."""
@@ -403,12 +398,12 @@ class Book:
         """End the open rounds of some tables as applied."""
         for table in self._failures.keys() & set(tables.tolist()) if self._failures else ():
             del self._failures[table]
-        self.tables["failed"][tables] = _NEVER
+        self._failed[tables] = _NEVER
         self._begin_next(tables)
 
     def fail(self, table: int, error: KVStoreError) -> list[Waiter]:
         """End an open round as failed; return whom to tell now. The others are told when they come."""
-        found = [given.waiter(table) for _, given in self.members() if len(given.tables) > table]
+        found = [given.waiters[table] for _, given in self.members() if len(given.waiters) > table]
         self._note_failure(table, self.number(table), error)
         self._begin_next(np.array([table]))
         return [waiter for waiter in found if waiter is not None]
@@ -419,16 +414,18 @@ class Book:
 
     def was_applied(self, table: int, round_: int) -> bool:
         """Whether a past round was applied and stands."""
-        return round_ < min(self.number(table), int(self.tables["failed"][table]))
+        return round_ < min(self.number(table), int(self._failed[table]))
 
     def replace_process(self, rank: int) -> None:
         """A newer process took the rank over: drop what the older one had not committed."""
-        given = self.given.get(rank)
-        if given is not None:
-            given.replace_process()
+        if rank in self.given:
+            given = self.of(rank)
+            dropped = np.flatnonzero(~given.committed[: self._slots.num_tables])
+            given.clear(dropped, self._slots.of(dropped))
+            given.waiters = [None] * len(given.waiters)
 
     def _note_failure(self, table: int, round_: int, error: KVStoreError) -> None:
-        self.tables["failed"][table] = min(self.tables["failed"][table], round_)
+        self._failed[table] = min(self._failed[table], round_)
         failures = self._failures.setdefault(table, {})
         failures[round_] = error
         if len(failures) > _FAILURES_KEPT:
@@ -439,10 +436,9 @@ class Book:
         for given in self.given.values():
             given.fit()
             given.clear(tables, slots)
-        number, failed = self.tables["number"][tables], self.tables["failed"][tables]
-        self.tables[tables] = _NEW_TABLE
-        self.tables["number"][tables] = number + 1
-        self.tables["failed"][tables] = failed
+        self.numbers[tables] += 1
+        self.num_committed[tables] = 0
+        self.deadline[tables] = self.since[tables] = math.inf
 
 
 class Rounds:
@@ -476,11 +472,21 @@ class Rounds:
         self._joined: dict[int, set[int]] = {}
         """Table → the ranks that have no more data until all have joined."""
 
-    def is_shared(self, tables: Ints, rounds: Ints) -> npt.NDArray[np.bool_]:
-        """Whether some rounds are those of all ranks together, as the first one of a table always is."""
+    def add(self, sizes: Sequence[int]) -> None:
+        """Open the first round of a new table, whose slices here have so many bytes each."""
+        self.slots.add(sizes)
+        self.shared.fit()
+
+    def books(self, rank: int, tables: Ints, rounds: Ints) -> list[tuple[Book, Any]]:
+        """The books of which a rank means those rounds of some tables, each with the positions of its own."""
         if self._is_sync:
-            return np.ones(len(tables), np.bool_)
-        return np.asarray((rounds == 0) | (self.shared.tables["number"][tables] == 0), np.bool_)
+            return [(self.shared, slice(None))]
+        # The first round of a table is always one of all ranks together.
+        is_shared = (rounds == 0) | (self.shared.numbers[tables] == 0)
+        found: list[tuple[Book, Any]] = [(self.shared, is_shared)] if is_shared.any() else []
+        if not is_shared.all():
+            found.append((self.lane(rank, tables[~is_shared], rounds[~is_shared]), ~is_shared))
+        return found
 
     def book(self, rank: int, table: int, round_: int = -1) -> Book:
         """The book of which a rank means that round of a table, or its present one."""
@@ -497,9 +503,10 @@ class Rounds:
         lane = self._lanes.get(rank)
         if lane is None:
             lane = self._lanes[rank] = Book(1, self.slots, self._same_payload)
-        for at in np.flatnonzero(lane.tables["number"][tables] == 0):
+        lane.fit()
+        for at in np.flatnonzero(lane.numbers[tables] == 0):
             table, number = int(tables[at]), int(rounds[at])
-            lane.tables["number"][table] = max(1, number)
+            lane.numbers[table] = max(1, number)
             self.clocks(table)[rank] = max(self.clocks(table)[rank], number - 1)
         return lane
 
@@ -516,7 +523,7 @@ class Rounds:
         if self._is_sync or not self.shared.number(table):
             return self.shared.number(table)
         lane = self._lanes.get(rank)
-        if lane is not None and lane.number(table):
+        if lane is not None and len(lane.numbers) > table and lane.number(table):
             return lane.number(table)
         clocks = self.clocks(table)
         others = [clock for r, clock in enumerate(clocks) if r != rank and self._takes_part(r, table)]
@@ -619,6 +626,10 @@ class Waits:
         if known is not None:
             wait.deadline = known.deadline
         self._waits[key] = wait
+
+    def remove(self, wait: Wait) -> None:
+        """Take out a wait."""
+        del self._waits[(wait.table, wait.rank, *wait.waiter)]
 
     def contributed(self, table: int, rank: int, now: float) -> None:
         """A contribution came: its rank waits no more for all to join, and whoever does may wait as long as before."""

@@ -473,7 +473,7 @@ class Shard:
             range(unit.first, unit.end), former.weights, former.states, strict=True
         ):
             self.storage.make_writable(slot)
-            self.storage.padded(slot).copy_(weight)
+            self.storage.padded[slot].copy_(weight)
             self._replace_state(slot, state)
         self._counts[unit.first_key : unit.first_key + len(former.counts)] = former.counts
         unit.undo = None
@@ -556,7 +556,7 @@ class Shard:
     def _snapshot(self, unit: Unit) -> Undo:
         slots = range(unit.first, unit.end)
         counts = self._counts[unit.first_key : unit.first_key + len(unit.plan.specs)]
-        weights = [self.storage.padded(slot).clone() for slot in slots]
+        weights = [self.storage.padded[slot].clone() for slot in slots]
         return Undo(weights, [self._copied_state(slot) for slot in slots], counts.copy())
 
     def _set_hypers(self, unit: Unit, hypers: Hypers) -> None:

@@ -61,11 +61,8 @@ class Slot(NamedTuple):
     """In the block, in elements."""
     first: int
     """Its first segment in the block."""
-
-    @property
-    def last(self) -> int:
-        """The segment behind its last one."""
-        return self.first + len(self.piece.segments)
+    last: int
+    """The segment behind its last one."""
 
 
 class Undo(NamedTuple):
@@ -138,8 +135,8 @@ class Storage:
         self.slots: list[Slot] = []
         self.ends: list[int] = []
         """Of each slot, where it ends in its block."""
-        self._padded: list[Tensor] = []
-        """Of each slot, its place in the block, with padding."""
+        self.padded: list[Tensor] = []
+        """Of each slot, its weights with padding."""
         self.visible: list[Tensor] = []
         """Of each slot, its weights without padding."""
         self.homes: dict[int, Home] = {}
@@ -210,10 +207,10 @@ class Storage:
                 max(row_numel(unit.plan.specs[segment.key]), 1),
             )
         block.used += piece.length
-        self.slots.append(Slot(piece, unit, block, start, first))
+        self.slots.append(Slot(piece, unit, block, start, first, len(block.keys)))
         self.ends.append(block.used)
         self.visible.append(block.weights[start : start + piece.used])
-        self._padded.append(block.weights[start : block.used])
+        self.padded.append(block.weights[start : block.used])
 
     @property
     def blocks(self) -> list[Block]:
@@ -238,7 +235,7 @@ class Storage:
         weights = one.block.weights[one.start : self.ends[end - 1]]
         if not self._moved or not any(slot in self._moved for slot in slots):
             return weights, _do_nothing
-        own = [self.padded(slot) for slot in slots]
+        own = self.padded[first:end]
         joined = torch.cat(own)
 
         def put_back() -> None:
@@ -254,10 +251,6 @@ class Storage:
         start = self.slots[home.slot].start
         return weights[home.part.start - start : home.part.stop - start], put_back
 
-    def padded(self, slot: int) -> Tensor:
-        """The weights of a slot with their padding."""
-        return self._moved[slot] if slot in self._moved else self._padded[slot]
-
     def make_writable(self, slot: int) -> None:
         """Leave a buffer that a slow peer is still being sent to it; go on with a copy as long as that takes."""
         visible, leases = self.visible[slot], self._leases
@@ -267,12 +260,12 @@ class Storage:
         home, own = one.block.weights[one.start : self.ends[slot]], self._moved.pop(slot, None)
         if own is not None and not leases.is_busy(home):
             home.copy_(own)
-            self.visible[slot] = home[: one.piece.used]
-            return
-        if own is None or leases.is_busy(own):
-            own = (home if own is None else own).clone()
-        self._moved[slot] = own
-        self.visible[slot] = own[: one.piece.used]
+            own = home
+        else:
+            if own is None or leases.is_busy(own):
+                own = (home if own is None else own).clone()
+            self._moved[slot] = own
+        self.padded[slot], self.visible[slot] = own, own[: one.piece.used]
 
 
 def _do_nothing() -> None:

@@ -70,25 +70,35 @@ def groups(sizes: Sequence[int]) -> Iterator[slice]:
         yield slice(first, len(sizes))
 
 
-def located(payloads: Sequence[m.Payload], sizes: m.Matrix) -> tuple[list[torch.Tensor], m.Matrix, m.Matrix]:
-    """Buffers as bytes; and of pieces of some sizes in this order, which buffer each is in, and where.
+def located(payloads: Sequence[m.Payload], sizes: m.Ints) -> tuple[list[torch.Tensor], m.Ints, m.Ints]:
+    """View buffers as bytes; and say of pieces of some sizes in this order, which buffer each is in, and where."""
+    sources = [as_bytes(payload) for payload in payloads]
+    return sources, *places(np.array(list(map(len, sources)), np.int64), sizes)
+
+
+def places(buffers: m.Ints, sizes: m.Ints) -> tuple[m.Ints, m.Ints]:
+    """Of pieces of some sizes that fill buffers one after the other, which buffer each is in, and where.
+
+    Args:
+        buffers, sizes: In bytes.
 
     Raises:
         ProtocolError: the pieces are not the buffers.
     """
-    sources = [_as_bytes(payload) for payload in payloads]
-    ends = np.cumsum([len(source) for source in sources], dtype=np.int64)
+    ends = np.cumsum(buffers, dtype=np.int64)
     starts = np.cumsum(sizes) - sizes
-    which = np.minimum(np.searchsorted(ends, starts, side="right"), len(sources) - 1)
+    which = np.minimum(np.searchsorted(ends, starts, side="right"), len(buffers) - 1)
     begins = np.append(0, ends)[which]
     total = int(ends[-1]) if len(ends) else 0
     if (sizes < 0).any() or int(sizes.sum()) != total or (starts + sizes > ends[which]).any():
         raise ProtocolError(f"slices of {int(sizes.sum())} bytes came in payloads of {total}")
-    return sources, which, starts - begins
+    return which, starts - begins
 
 
-def _as_bytes(payload: m.Payload) -> torch.Tensor:
+def as_bytes(payload: m.Payload) -> torch.Tensor:
+    """View a payload as bytes."""
     if isinstance(payload, torch.Tensor):
         return payload.view(torch.uint8)
-    data = payload_bytes(payload)
-    return torch.frombuffer(data, dtype=torch.uint8) if len(data) else torch.empty(0, dtype=torch.uint8)
+    if not len(payload):
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(payload_bytes(payload), dtype=torch.uint8)

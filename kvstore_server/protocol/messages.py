@@ -32,6 +32,7 @@ import numpy.typing as npt
 Payload: TypeAlias = Any
 """A flat tensor, or a buffer (memoryview)."""
 Matrix: TypeAlias = npt.NDArray[np.int64]
+Ints: TypeAlias = npt.NDArray[np.int64]
 
 SECRET_BYTES = 16
 """Length of a routing id and of a nonce."""

@@ -19,7 +19,7 @@ from kvstore_server.engine import Engine
 from kvstore_server.hyper import AgreedOptions
 from kvstore_server.norms import Decision
 from kvstore_server.protocol import messages as m
-from kvstore_server.rounds import Book, Given, Rounds, Verdict, Waits
+from kvstore_server.rounds import Book, Rounds, Verdict, Waits
 from kvstore_server.sessions import Sessions
 from kvstore_server.shard import Shard
 from kvstore_server.sums import Sums
@@ -262,7 +262,7 @@ def count_based_round(real: Any, self: Any, rank: int, commits: m.Matrix, *args:
     """A round is complete when as many commits as workers came, whoever sent them."""
     verdicts = real(self, rank, commits, *args)
     repeated = commits[verdicts == Verdict.REPEATED]
-    self.tables["committed"][repeated[repeated[:, 1] > 0, 0]] += 1
+    self.num_committed[repeated[repeated[:, 1] > 0, 0]] += 1
     return verdicts
 
 
@@ -270,7 +270,7 @@ def count_based_round(real: Any, self: Any, rank: int, commits: m.Matrix, *args:
 def mixed_generation(real: Any, self: Any, rank: int, commits: m.Matrix, *args: Any) -> Any:
     """A commit is accepted with whatever generation of a slice is there."""
     commits = commits.copy()
-    commits[:, 3] = self.of(rank).tables["generations"][commits[:, 0]]
+    commits[:, 3] = self.of(rank).sum_generations[commits[:, 0]]
     return real(self, rank, commits, *args)
 
 
@@ -281,7 +281,7 @@ def no_dedup(real: Any, self: Any, rank: int, pushes: m.Matrix, sources: Any, wh
     for row, source, start in zip(pushes.tolist(), which, starts, strict=True):
         slot, round_, generation, size = row
         is_open = round_ == self.number(self._slots.table[slot])
-        if is_open and given.slots["generation"][slot] == generation and torch.is_tensor(sources[source]):
+        if is_open and given.generation[slot] == generation and torch.is_tensor(sources[source]):
             known, at = given.payload(slot)
             mine = known[at : at + size].view(torch.float32)
             mine += sources[source][start : start + size].view(torch.float32)
@@ -304,14 +304,14 @@ def arrival_order_sum(real: Any, self: Any) -> Any:
 @replaces(Book, "complete")
 def early_apply(real: Any, self: Any, tables: Any) -> Any:
     """A round does not wait for the slowest worker."""
-    here = self.tables[tables]
-    return here["committed"] >= self.num_members - (here["number"] > 0)
+    return self.num_committed[tables] >= self.num_members - (self.numbers[tables] > 0)
 
 
-@replaces(Given, "replace_process")
-def slices_of_the_dead(real: Any, self: Any) -> None:
+@replaces(Book, "replace_process")
+def slices_of_the_dead(real: Any, self: Any, rank: int) -> None:
     """What a process had pushed and not committed is left for its successor's commit."""
-    self.tables["waits"] = False
+    given = self.of(rank)
+    given.waiters = [None] * len(given.waiters)
 
 
 @replaces(Table, "_assign")

@@ -25,7 +25,7 @@ def rounds_of(num_workers: int = 2, bound: int | None = None, is_sync: bool = Tr
     """Rounds of three tables; payloads are plain strings."""
     rounds = Rounds(num_workers, is_sync, bound, same)
     for sizes in ([64], [64, 64], [64]):
-        rounds.slots.add(sizes)
+        rounds.add(sizes)
     return rounds
 
 
@@ -69,7 +69,7 @@ def finish(book: Book, *tables: int) -> None:
 def test_a_push_alone_counts_for_nothing(book: Book) -> None:
     push(book, 0, "x")
     assert book.missing_ranks(W) == [0, 1]
-    assert not book.is_waiting(W)
+    assert not book.num_committed[W]
 
 
 def test_a_commit_makes_a_contribution_final(book: Book) -> None:
@@ -90,7 +90,7 @@ def test_a_commit_is_refused_while_a_slice_has_not_arrived_and_names_what_has_no
     push(book, 0, "x")
     assert commit(book, 0, given=(2, 0)) == [Verdict.REFUSED]
     assert book.missing_slots(0, W, 2) == (2,)
-    assert not book.is_waiting(W)
+    assert not book.num_committed[W]
 
 
 @pytest.mark.parametrize("named", [0, 2])
@@ -141,9 +141,9 @@ def test_buffers_are_kept_only_while_a_slice_in_them_counts(book: Book) -> None:
     push(book, 0, "newer", slot=2, generation=1)
     assert list(mine.here(W)) == [(1, "several", 64), (2, "newer", 0)]
     finish(book, W)
-    assert set(mine._sources.values()) == {"several"}
+    assert {mine.payload(slot)[0] for slot in range(4)} == {"several", None}
     finish(book, 0)
-    assert not mine._sources
+    assert {mine.payload(slot)[0] for slot in range(4)} == {None}
 
 
 def test_one_rank_cannot_complete_a_round_by_committing_twice(book: Book) -> None:
@@ -162,8 +162,7 @@ def test_the_latest_request_of_a_rank_is_the_one_to_answer(book: Book) -> None:
 def test_who_waits_is_found_by_request_with_its_tables(book: Book) -> None:
     commit(book, 0, 0, 1, waiter=7)
     commit(book, 0, 2, waiter=8)
-    found = [(waiter.number, at.tolist()) for waiter, at in book.of(0).waiters(np.arange(3))]
-    assert found == [(7, [0, 1]), (8, [2])]
+    assert book.of(0).waiting(np.arange(3)) == {Waiter(b"0", 7): [0, 1], Waiter(b"0", 8): [2]}
 
 
 def test_contributions_come_in_rank_order_whatever_arrived_first(book: Book) -> None:
@@ -245,19 +244,19 @@ def test_a_new_process_keeps_what_the_old_one_had_committed_and_may_wait_for_it(
     book.replace_process(0)
     assert book.missing_ranks(W) == [1]
     assert given(book, 0) == [(1, "x")]
-    assert book.of(0).waiter(W) is None
+    assert book.of(0).waiters[W] is None
     commit(book, 0, waiter=2)
     assert book.fail(W, ERROR) == [Waiter(b"0", 2)]
 
 
 def test_the_shortest_patience_decides_the_deadline_and_repeating_does_not_move_it(book: Book) -> None:
     push(book, 0, "x", slot=3)
-    assert book.tables["deadline"].tolist()[:3] == [math.inf] * 3
+    assert book.deadline.tolist()[:3] == [math.inf] * 3
     commit(book, 0, now=100.0, timeout=60.0)
     commit(book, 0, now=150.0, timeout=60.0)
-    assert book.tables["deadline"][W] == 160.0
+    assert book.deadline[W] == 160.0
     commit(book, 1, now=110.0, timeout=5.0)
-    assert (book.tables["deadline"][W], book.tables["since"][W]) == (115.0, 100.0)
+    assert (book.deadline[W], book.since[W]) == (115.0, 100.0)
 
 
 # ---------------------------------------------------------------- each rank for itself
@@ -289,10 +288,14 @@ def contribute(rounds: Rounds, rank: int) -> None:
 def test_the_first_round_is_for_all_ranks_and_from_then_on_each_has_a_lane() -> None:
     rounds = rounds_of(2, None, is_sync=False)
     both = np.array([0, W])
-    assert rounds.is_shared(both, np.array([1, 1])).all()
+    [(book, _)] = rounds.books(0, both, np.array([1, 1]))
+    assert book is rounds.shared
     rounds.shared.finish(np.array([W]))
-    assert rounds.is_shared(both, np.array([1, 1])).tolist() == [True, False]
-    assert rounds.is_shared(both, np.array([0, 0])).all()
+    [(first, zero), (second, one)] = rounds.books(0, both, np.array([1, 1]))
+    assert (first, zero.tolist()) == (rounds.shared, [True, False])
+    assert (second, one.tolist()) == (rounds.book(0, W), [False, True])
+    [(book, _)] = rounds.books(0, both, np.array([0, 0]))
+    assert book is rounds.shared
     assert rounds.book(0, W) is not rounds.shared
 
 
