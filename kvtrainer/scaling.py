@@ -43,26 +43,27 @@ class LossScaler:
 
     _growth, _backoff, _interval = 2.0, 0.5, CLEAN_STEPS
     _least, _most = LEAST, LARGEST
+    _is_float32 = False
+    """Whether the scale is kept in that precision."""
 
     def __init__(self, loss_scale: float = FIRST) -> None:
         self.loss_scale = check.number("a loss scale", loss_scale, LEAST, LARGEST)
         """The factor of the next loss."""
         self.clean_steps = 0
         """Steps without an overflow since the scale last changed."""
-        self._is_scaled = False
+        self._carried: float | None = None
+        """The scale that the present gradients carry, which may have been replaced since; None of no scaled loss."""
         self._is_unscaled = False
-        self._carried = 1.0
-        """The scale that the present gradients carry, which may have been replaced since."""
 
     @property
     def factor(self) -> float:
         """The factor that undoes the scale in the present gradients; 1 unless they come from a scaled loss."""
-        return 1.0 / self._carried if self._is_scaled else 1.0
+        return 1.0 if self._carried is None else 1.0 / self._carried
 
     @property
     def is_scaled(self) -> bool:
         """Whether the present gradients come from a loss that was scaled; they may have been unscaled since."""
-        return self._is_scaled or self._is_unscaled
+        return self._carried is not None or self._is_unscaled
 
     def mark_scaled(self) -> None:
         """Note that gradients of a scaled loss follow.
@@ -75,22 +76,21 @@ class LossScaler:
                 "the gradients were unscaled already, and a scaled loss would be added to them; call amp.unscale after "
                 "the last backward pass before the step"
             )
-        self._is_scaled, self._carried = True, self.loss_scale
+        self._carried = self.loss_scale
 
     def mark_unscaled(self) -> None:
         """Note that the present gradients were multiplied by `factor`."""
-        self._is_unscaled = self._is_unscaled or self._is_scaled
-        self._is_scaled = False
+        self._is_unscaled |= self._carried is not None
+        self._carried = None
 
     def mark_dropped(self) -> None:
         """Note that there are no gradients any more."""
-        self._is_scaled = self._is_unscaled = False
+        self._carried, self._is_unscaled = None, False
 
     def update(self, overflow: bool) -> None:
         """End a step: adapt the scale. `overflow`: whether a gradient was infinite or not a number, on any worker."""
         self.mark_dropped()
-        before = self._rounded(self.loss_scale)
-        self.loss_scale = before
+        self.loss_scale = before = self._rounded(self.loss_scale)
         self.clean_steps = 0 if overflow else self.clean_steps + 1
         if overflow:
             self.loss_scale = max(self._rounded(before * self._backoff), self._rounded(self._least))
@@ -122,8 +122,7 @@ class LossScaler:
         self.clean_steps = count
 
     def _rounded(self, scale: float) -> float:
-        """Round to the precision in which the scale is kept."""
-        return scale
+        return ctypes.c_float(scale).value if self._is_float32 else scale
 
 
 class TorchLossScaler(LossScaler):
@@ -139,7 +138,7 @@ class TorchLossScaler(LossScaler):
         ConfigurationError: a number is impossible.
     """
 
-    _most = math.inf
+    _most, _is_float32 = math.inf, True
 
     def __init__(
         self,
@@ -180,15 +179,12 @@ class TorchLossScaler(LossScaler):
         if isinstance(state, Mapping) and not state:
             _log.info("the saved state of the loss scaler is empty: it goes on with %g", self.loss_scale)
             return
-        numbers = {**self.state_dict(), "_growth_tracker": 0, **_read(state)}
+        numbers = {**self.state_dict(), **_read(state)}
         if self.min_scale is None and state.get("min_scale") is not None:
             self._least = self.min_scale = _positive("min_scale", state["min_scale"])
         self.loss_scale, self.clean_steps = self._rounded(numbers["scale"]), numbers["_growth_tracker"]
         self._growth, self._backoff = numbers["growth_factor"], numbers["backoff_factor"]
         self._interval = numbers["growth_interval"]
-
-    def _rounded(self, scale: float) -> float:
-        return ctypes.c_float(scale).value
 
 
 class StaticLossScaler(LossScaler):
@@ -298,8 +294,8 @@ def make_loss_scaler(amp: Any) -> LossScaler | None:
     check.known("a loss scaler", given, known)
     if mode == "static" and set(given) - {"init_scale"}:
         raise ConfigurationError(f"a static loss scale has init_scale only, got {given!r}")
-    is_static = mode == "static"
-    scaler = StaticLossScaler(given.get("init_scale", FIRST)) if is_static else TorchLossScaler(**given)
+    static = StaticLossScaler(given.get("init_scale", FIRST)) if mode == "static" else None
+    scaler = static or TorchLossScaler(**given)
     return scaler if is_enabled else None
 
 
@@ -349,11 +345,10 @@ def unscale(trainer: Any) -> None:
 
 
 class PlainScaling(NamedTuple):
-    """What a plain torch.amp.GradScaler tells an optimizer whose step does the unscaling."""
+    """What a plain torch.amp.GradScaler tells an optimizer whose step multiplies the gradients by a factor."""
 
     overflows: bool
     factor: float
-    """By which the present gradients must be multiplied."""
 
 
 def plain_scaling(trainer: torch.optim.Optimizer, num_workers: int) -> PlainScaling | None:
@@ -397,43 +392,30 @@ def refuse_second_scaler(trainer: Any) -> None:
 
 
 def _read(state: Any) -> dict[str, Any]:
-    """Return the numbers of a saved state, checked, under torch's names; `scale` is always there.
-
-    Raises:
-        ConfigurationError: no scaler saves such a state.
-    """
+    """Return the numbers of a saved state, checked, under torch's names; `scale` is always there."""
     names = set(state) if isinstance(state, Mapping) else set()
+    factors: Any = ()
     if names - {"min_scale"} == _TORCHS:
-        factors = ("growth_factor", "backoff_factor", "growth_interval")
-        numbers: dict[str, Any] = dict(zip(factors, _factors(*(state[one] for one in factors)), strict=True))
-        numbers |= {"scale": state["scale"], "_growth_tracker": state["_growth_tracker"]}
+        scale, clean = state["scale"], state["_growth_tracker"]
+        factors = _factors(state["growth_factor"], state["backoff_factor"], state["growth_interval"])
+    elif names == _MMCVS and state["mode"] == "static":
+        scale, clean = state["cur_scale"], 0
     elif names == _MMCVS:
-        numbers = _of_mmcv(state)
+        factor = _positive("the saved scale_factor", state["scale_factor"])
+        factors = _factors(factor, 1.0 / factor, state["scale_window"])
+        # Before the first overflow that was in iteration -1.
+        scale, done, overflow = state["cur_scale"], state["cur_iter"], state["last_overflow_iter"]
+        if not check.is_integer(done) or not check.is_integer(overflow, -1, max(done, 1) - 1):
+            raise ConfigurationError(f"iteration {overflow!r} of {done!r} cannot have been the last overflow")
+        clean = (int(done) - int(overflow) - 1) % factors[2]
     elif names in ({"loss_scale"}, {"loss_scale", "clean_steps"}):
-        numbers = {"scale": state["loss_scale"], "_growth_tracker": state.get("clean_steps", 0)}
+        scale, clean = state["loss_scale"], state.get("clean_steps", 0)
     else:
         raise ConfigurationError(f"these are no numbers of a loss scaler: {state!r:.200}")
-    numbers["scale"] = _positive("the saved scale", numbers["scale"])
-    check.integer("a saved count of clean steps", numbers.get("_growth_tracker", 0), 0)
-    return numbers
-
-
-def _of_mmcv(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Read MMCV's count of iterations, and that of the last overflow, which is -1 before the first one."""
-    if state["mode"] == "static":
-        return {"scale": state["cur_scale"]}
-    factor = _positive("the saved scale_factor", state["scale_factor"])
-    growth, backoff, window = _factors(factor, 1.0 / factor, state["scale_window"])
-    done, overflow = state["cur_iter"], state["last_overflow_iter"]
-    if not check.is_integer(done) or not check.is_integer(overflow, -1, max(done, 1) - 1):
-        raise ConfigurationError(f"iteration {overflow!r} of {done!r} cannot have been the last overflow")
-    clean = (int(done) - int(overflow) - 1) % window
     return {
-        "scale": state["cur_scale"],
-        "growth_factor": growth,
-        "backoff_factor": backoff,
-        "growth_interval": window,
-        "_growth_tracker": clean,
+        "scale": _positive("the saved scale", scale),
+        "_growth_tracker": check.integer("a saved count of clean steps", clean, 0),
+        **dict(zip(("growth_factor", "backoff_factor", "growth_interval"), factors, strict=False)),
     }
 
 

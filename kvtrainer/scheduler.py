@@ -59,6 +59,12 @@ class _Member:
     def name(self) -> str:
         return _name(self.join)
 
+    def claims_the_place_of(self, join: m.JoinJob) -> bool:
+        own = self.join
+        if own.rank < 0 and join.rank < 0:
+            return own.role == join.role and own.task == join.task >= 0
+        return own.role == join.role and own.rank == join.rank
+
 
 class Scheduler:
     """Brings `num_workers` workers and `num_servers` servers together, and keeps count of the workers that are left.
@@ -149,12 +155,9 @@ class Scheduler:
     def missing(self) -> str:
         """Say who has not come, or does not listen."""
         if self._is_assigned:
-            late = [
-                f"server {server.rank} ({server.name})"
-                for server in sorted(self._of(SERVER), key=lambda server: server.rank)
-                if not (server.address and server.is_told)
-            ]
-            return f"{', '.join(late)} did not say where it listens, or did not come back to hear that all do"
+            late = [one for one in self._servers() if not (one.address and one.is_told)]
+            names = ", ".join(f"server {server.rank} ({server.name})" for server in late)
+            return f"{names} did not say where it listens, or did not come back to hear that all do"
         return f"there is no {' and no '.join(filter(None, map(self._missing_of, self._counts)))}" + (
             f"; turned away was {self._turned_away}" if self._turned_away else ""
         )
@@ -174,7 +177,9 @@ class Scheduler:
     ) -> m.ReplyBody | None:
         if isinstance(body, m.Leave):
             if member is not None:
-                self._leave(member, body)
+                if not self.is_complete:
+                    self._fail(RoundAbortedError(f"{member.name} gave up: {body.reason}"))
+                member.is_told = member.is_done = True
             return None
         if isinstance(body, m.Heartbeat):
             return m.Pending(())
@@ -201,8 +206,7 @@ class Scheduler:
             return {**known, "is_one_machine": len(machines) == 1}
         if member.join.role == WORKER and self.is_complete:
             member.is_told = True
-            servers = sorted(self._of(SERVER), key=lambda server: server.rank)
-            return {**known, "servers": [server.address for server in servers]}
+            return {**known, "servers": [server.address for server in self._servers()]}
         return None
 
     def _told_at_listening(self, member: _Member, listening: m.Listening) -> Mapping[str, Any] | None:
@@ -223,15 +227,22 @@ class Scheduler:
             raise ConfigurationError(f"{_name(join)} comes too late: all processes of this job are there")
         self._check(join)
         for other_peer, other in list(self._members.items()):
-            if _claims_the_same(join, other.join) and now - other.heard > REPLACED_AFTER:
+            if not other.claims_the_place_of(join):
+                continue
+            if now - other.heard > REPLACED_AFTER:
                 self._forget(other_peer)  # its launcher has started it again
-            elif _claims_the_same(join, other.join):
-                self._refuse(f"{other.name} and {_name(join)} both have {_claim(join)}")
+            else:
+                claim = f"rank {join.rank}" if join.rank >= 0 else f"task {join.task} (DMLC_TASK_ID)"
+                self._refuse(f"{other.name} and {_name(join)} both have {claim}")
         member = self._members[peer] = _Member(join, self._tokens(), now)
         self._peers[member.token] = peer
         self._check_number(join.role, now)
         if all(len(self._of(role)) == count for role, count in self._counts.items()):
-            self._assign()
+            self._is_assigned = True
+            for members in map(self._of, self._counts):
+                ranks = ranks_of([member.join for member in members])
+                for each, rank in zip(members, ranks, strict=True):
+                    each.rank = rank
         return member
 
     def _check(self, join: m.JoinJob) -> None:
@@ -268,20 +279,11 @@ class Scheduler:
         """Let the job not begin; the first reason counts."""
         self.failure = self.failure or error
 
-    def _leave(self, member: _Member, leave: m.Leave) -> None:
-        if not self.is_complete:
-            self._fail(RoundAbortedError(f"{member.name} gave up: {leave.reason}"))
-        member.is_told = member.is_done = True
-
     def _forget(self, peer: bytes) -> None:
         del self._peers[self._members.pop(peer).token]
 
-    def _assign(self) -> None:
-        self._is_assigned = True
-        for role in self._counts:
-            members = self._of(role)
-            for member, rank in zip(members, ranks_of([member.join for member in members]), strict=True):
-                member.rank = rank
+    def _servers(self) -> list[_Member]:
+        return sorted(self._of(SERVER), key=lambda server: server.rank)
 
     def _of(self, role: str) -> list[_Member]:
         return [member for member in self._members.values() if member.join.role == role]
@@ -291,24 +293,14 @@ def ranks_of(joins: list[m.JoinJob]) -> list[int]:
     """Return the rank of each process of one role; it does not depend on the order of `joins`."""
     ranks = [join.rank for join in joins]
     free = sorted(set(range(len(joins))) - set(ranks))
-    others = sorted((i for i in range(len(joins)) if ranks[i] < 0), key=lambda i: _order(joins[i]))
-    for i, rank in zip(others, free, strict=True):
+    others = sorted(
+        (join.task < 0, join.task, join.host, join.started, join.pid, i)
+        for i, join in enumerate(joins)
+        if join.rank < 0
+    )
+    for (*_, i), rank in zip(others, free, strict=True):
         ranks[i] = rank
     return ranks
-
-
-def _order(join: m.JoinJob) -> tuple[int, int, str, int, int]:
-    return (join.task < 0, join.task, join.host, join.started, join.pid)
-
-
-def _claims_the_same(one: m.JoinJob, other: m.JoinJob) -> bool:
-    if one.role != other.role:
-        return False
-    return one.rank == other.rank >= 0 or (one.rank < 0 and other.rank < 0 and one.task == other.task >= 0)
-
-
-def _claim(join: m.JoinJob) -> str:
-    return f"rank {join.rank}" if join.rank >= 0 else f"task {join.task} (DMLC_TASK_ID)"
 
 
 def _name(join: m.JoinJob) -> str:

@@ -134,8 +134,7 @@ class Launcher:
         children = self._servers + self._workers
         self._wait(lambda: not any(c.streams for c in children), _LAST_OUTPUT_WAIT, until=_never)
         for child in children:
-            for fd, stream in list(child.streams.items()):
-                stream.flush()
+            for fd in list(child.streams):
                 self._close_stream(child, fd)
         # A reader that is slow gets everything, as long as nobody asks us to end.
         written = self._output_is_written

@@ -16,6 +16,7 @@ import subprocess
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import FrameType
 
 from kvtrainer.launcher.guardian import end_with_parent
@@ -72,9 +73,9 @@ class Child:
         )
         assert self._process.stdout is not None
         assert self._process.stderr is not None
+        self._pipes = {pipe.fileno(): pipe for pipe in (self._process.stdout, self._process.stderr)}
         self.streams = {
-            pipe.fileno(): Stream(pipe.fileno(), target, f"[{tag}] ", put)
-            for pipe, target in ((self._process.stdout, 1), (self._process.stderr, 2))
+            fd: Stream(fd, partial(put, target, f"[{tag}] ")) for target, fd in enumerate(self._pipes, 1)
         }
 
     @property
@@ -104,10 +105,8 @@ class Child:
                 os.killpg(self.pid, number)
 
     def close_stream(self, fd: int) -> None:
-        del self.streams[fd]
-        for pipe in (self._process.stdout, self._process.stderr):
-            if pipe is not None and not pipe.closed and pipe.fileno() == fd:
-                pipe.close()
+        self.streams.pop(fd).flush()
+        self._pipes[fd].close()
 
     def describe_exit(self) -> str:
         code = self._process.returncode
@@ -129,19 +128,17 @@ class Child:
 
 
 class Stream:
-    """The reading end of one output pipe of a child, and where its lines go."""
+    """The reading end of one output pipe of a child; `put` gets its lines."""
 
-    def __init__(self, fd: int, target: int, tag: str, put: Put) -> None:
-        self.fd = fd
-        self._target = target
-        self._tag = tag
-        self._put = put
+    def __init__(self, fd: int, put: Callable[[bytes], None]) -> None:
+        self._fd, self._put = fd, put
         self._splitter = LineSplitter()
 
     def read(self) -> bool:
         """Read what is there (blocks if nothing is) and pass complete lines on; False at the end."""
-        data = os.read(self.fd, _READ_SIZE)
-        self._pass_on(self._splitter.feed(data) if data else self._splitter.finish())
+        data = os.read(self._fd, _READ_SIZE)
+        for line in self._splitter.feed(data):
+            self._put(line)
         return bool(data)
 
     def drain(self) -> bool:
@@ -150,7 +147,7 @@ class Stream:
         Gives up after a few MiB, because a process that outlives the child may write for ever.
         """
         poll = select.poll()
-        poll.register(self.fd, select.POLLIN)
+        poll.register(self._fd, select.POLLIN)
         for _ in range(_MAX_DRAIN_READS):
             if not poll.poll(0):
                 break
@@ -160,11 +157,8 @@ class Stream:
 
     def flush(self) -> None:
         """Pass on a last line that has no end."""
-        self._pass_on(self._splitter.finish())
-
-    def _pass_on(self, lines: Sequence[bytes]) -> None:
-        for line in lines:
-            self._put(self._target, self._tag, line)
+        for line in self._splitter.finish():
+            self._put(line)
 
 
 class LineSplitter:
