@@ -148,7 +148,6 @@ class LRScheduler:
 
 _Registered = TypeVar("_Registered", bound=type[LRScheduler])
 _registry: dict[str, type[LRScheduler]] = {}
-"""Name → class."""
 
 
 def register(cls: _Registered) -> _Registered:
@@ -165,9 +164,8 @@ def register(cls: _Registered) -> _Registered:
             f"only a subclass of LRScheduler can be registered as a scheduler, got {cls!r}"
         )
     name = _name_of(cls)
-    known = _registry.get(name)
-    if known is not None and known is not cls:
-        _log.warning("learning-rate scheduler %r is now %s; it was %s", name, _where(cls), _where(known))
+    if _registry.get(name, cls) is not cls:
+        _log.warning("learning-rate scheduler %r is now %r; it was %r", name, cls, _registry[name])
     _registry[name] = cls
     return cls
 
@@ -214,10 +212,6 @@ def _argument_names(cls: type[LRScheduler]) -> list[str]:
         if not any(p.kind is p.VAR_KEYWORD for p in parameters):
             break
     return list(names)
-
-
-def _where(cls: type) -> str:
-    return f"{cls.__module__}.{cls.__qualname__}"
 
 
 class _Decaying(LRScheduler):
@@ -310,23 +304,14 @@ class MultiFactorScheduler(_Decaying):
 class _Annealing(LRScheduler, ABC):
     """Decay from `base_lr` to `final_lr`, from the end of the warm-up to `max_update`."""
 
-    def __init__(
-        self,
-        max_update: int,
-        final_lr: float,
-        base_lr: float,
-        warmup_steps: int,
-        warmup_begin_lr: float,
-        warmup_mode: str,
-    ) -> None:
-        super().__init__(base_lr, warmup_steps, warmup_begin_lr, warmup_mode)
-        self.max_update = check.integer(
-            self._label("max_update, the maximum number of updates,"), max_update, 1
-        )
+    def __init__(self, max_update: int, final_lr: float, *warmup: Any) -> None:
+        super().__init__(*warmup)
+        name = self._label("max_update, the maximum number of updates,")
+        self.max_update = check.integer(name, max_update, 1)
         if self.max_update <= self.warmup_steps:
             raise self._wrong(
                 f"max_update must be more than warmup_steps, for the decay lies between them; got {max_update} and "
-                f"{warmup_steps}"
+                f"{self.warmup_steps}"
             )
         self.final_lr = check.number(self._label("final_lr"), final_lr)
 

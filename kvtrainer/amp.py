@@ -46,14 +46,14 @@ def init_trainer(trainer: Trainer, scaler: LossScaler | None = None) -> None:
     Raises:
         ArgumentTypeError: `trainer` is no Trainer.
     """
-    if isinstance(trainer, Optimizer | torch.optim.Optimizer) and not isinstance(trainer, Trainer):
-        raise ArgumentTypeError(
-            f"loss scaling works with a kvtrainer.Trainer only, got the optimizer {type(trainer).__name__}; build a "
-            "Trainer with it and give that"
-        )
     if not isinstance(trainer, Trainer):
+        hint = (
+            "; build one with that optimizer"
+            if isinstance(trainer, Optimizer | torch.optim.Optimizer)
+            else ""
+        )
         raise ArgumentTypeError(
-            f"init_trainer needs a kvtrainer.Trainer, got {type(trainer).__name__}: {trainer!r:.80}"
+            f"loss scaling works with a kvtrainer.Trainer only, got {type(trainer).__name__}: {trainer!r:.80}{hint}"
         )
     if scaler is not None or trainer.loss_scaler is None:
         trainer.loss_scaler = LossScaler() if scaler is None else scaler

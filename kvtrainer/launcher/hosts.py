@@ -142,37 +142,23 @@ class Remote:
     def _command(
         self, host: Host, flags: Sequence[str], command: Sequence[str], environ: Mapping[str, str]
     ) -> list[str]:
-        passed = [f"{name}={value}" for name, value in environ.items() if self._is_passed(name)]
-        guardian = [
-            sys.executable,
-            "-m",
-            "kvtrainer.launcher.guardian",
-            "--grace",
-            f"{self.grace:g}",
-            *flags,
-            "--",
+        passed = [
+            f"{name}={value}"
+            for name, value in environ.items()
+            if name.startswith(_PASSED) or name in _PASSED_NAMES or name in self.names
         ]
+        program = [sys.executable, "-m", "kvtrainer.launcher.guardian"]
+        guardian = [*program, "--grace", f"{self.grace:g}", *flags, "--"]
         line = shlex.join(["env", *passed, *guardian, *command])
         options = [part for option in _OPTIONS for part in ("-o", option)]
         return [*self.ssh, *options, host.target, f"cd {shlex.quote(self.directory)} && exec {line}"]
-
-    def _is_passed(self, name: str) -> bool:
-        return name.startswith(_PASSED) or name in _PASSED_NAMES or name in self.names
 
 
 class RemoteChild(Child):
     """The local end of a process on another host: signals travel over its standard input."""
 
-    def __init__(
-        self,
-        name: str,
-        tag: str,
-        command: Sequence[str],
-        environ: Mapping[str, str],
-        put: Put,
-    ) -> None:
-        super().__init__(name, tag, command, environ, put, stdin=subprocess.PIPE)
-        self._was_killed = False
+    stdin_kind = subprocess.PIPE
+    _was_killed = False
 
     def signal(self, number: signal.Signals) -> None:
         """Pass SIGTERM or SIGKILL on; where SIGKILL was passed on before, end the connection itself."""
@@ -180,8 +166,9 @@ class RemoteChild(Child):
             super().signal(number)
         elif self.returncode is None:
             self._was_killed = number == signal.SIGKILL
+            assert self.process.stdin is not None
             with suppress(OSError):  # the connection has ended
-                os.write(self.stdin, KILL if number == signal.SIGKILL else TERMINATE)
+                os.write(self.process.stdin.fileno(), KILL if number == signal.SIGKILL else TERMINATE)
 
     def describe_exit(self) -> str:
         text = super().describe_exit()

@@ -48,6 +48,8 @@ class Child:
         OSError: the command cannot be started.
     """
 
+    stdin_kind = subprocess.DEVNULL
+
     def __init__(
         self,
         name: str,
@@ -56,14 +58,13 @@ class Child:
         environ: Mapping[str, str],
         put: Put,
         pass_fds: Sequence[int] = (),
-        stdin: int = subprocess.DEVNULL,
     ) -> None:
         self.name = name
         # The caller starts children from one thread only, which is what preexec_fn needs.
-        self._process = subprocess.Popen(
+        self.process = subprocess.Popen(
             command,
             env=dict(environ),
-            stdin=stdin,
+            stdin=self.stdin_kind,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             bufsize=0,
@@ -71,36 +72,30 @@ class Child:
             start_new_session=True,
             preexec_fn=end_with_parent(),
         )
-        assert self._process.stdout is not None
-        assert self._process.stderr is not None
-        self._pipes = {pipe.fileno(): pipe for pipe in (self._process.stdout, self._process.stderr)}
+        assert self.process.stdout is not None
+        assert self.process.stderr is not None
+        self._pipes = {pipe.fileno(): pipe for pipe in (self.process.stdout, self.process.stderr)}
         self.streams = {
             fd: Stream(fd, partial(put, target, f"[{tag}] ")) for target, fd in enumerate(self._pipes, 1)
         }
 
     @property
     def pid(self) -> int:
-        return self._process.pid
-
-    @property
-    def stdin(self) -> int:
-        """The writing end of its standard input, of a child that was started with a pipe there."""
-        assert self._process.stdin is not None
-        return self._process.stdin.fileno()
+        return self.process.pid
 
     @property
     def returncode(self) -> int | None:
         """The exit code, or minus the number of the signal that killed it; None until `reap` is True."""
-        return self._process.returncode
+        return self.process.returncode
 
     def reap(self) -> bool:
         """Say whether the process has exited; never waits."""
-        return self._process.poll() is not None
+        return self.process.poll() is not None
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to the process and all others of its group, unless it has been reaped."""
         # A reaped leader's number may already be a stranger's.
-        if self._process.returncode is None:
+        if self.process.returncode is None:
             with contextlib.suppress(PermissionError):  # it runs as another user now
                 os.killpg(self.pid, number)
 
@@ -109,7 +104,7 @@ class Child:
         self._pipes[fd].close()
 
     def describe_exit(self) -> str:
-        code = self._process.returncode
+        code = self.process.returncode
         if code is None:
             return f"{self.name} is running"
         if code >= 0:
@@ -122,7 +117,7 @@ class Child:
 
     def shell_code(self) -> int:
         """Return the exit code as a shell reports it: 128 + n for signal n."""
-        code = self._process.returncode
+        code = self.process.returncode
         assert code is not None
         return code if code >= 0 else 128 - code
 

@@ -43,21 +43,19 @@ class TorchSchedule:
     @property
     def names(self) -> frozenset[str]:
         """The values that it writes, as far as that can be known."""
-        rate = (
-            {"lr"} if isinstance(self.scheduler, LRScheduler) else {getattr(self.scheduler, "param_name", "")}
+        is_torchs = isinstance(self.scheduler, LRScheduler)
+        cycles = getattr(self.scheduler, "cycle_momentum", False)
+        return frozenset(
+            {
+                "lr" if is_torchs else getattr(self.scheduler, "param_name", ""),
+                *(["momentum"] if cycles else []),
+            }
         )
-        return frozenset(rate | ({"momentum"} if getattr(self.scheduler, "cycle_momentum", False) else set()))
 
     def step(self, *metric: float) -> None:
-        """Advance it, in one that goes by a metric with that.
-
-        Raises:
-            ConfigurationError: there is no metric where one is needed.
-        """
-        if self.by == "metric" and not metric:
-            raise ConfigurationError(
-                f"{type(self.scheduler).__name__} is advanced with a metric, such as the loss of a validation"
-            )
+        """Advance it, in one that goes by a metric with that; raises ConfigurationError if that is missing."""
+        if self.by == "metric":
+            _check_metric(metric)
         # It warns unless it saw step(); the Trainer has several ways to update.
         self.scheduler.optimizer._opt_called = True
         self.scheduler.step(*metric)
@@ -79,10 +77,7 @@ class TorchSchedule:
             )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Hand that back to the scheduler.
-
-        Raises StateMismatchError as `check_state_dict`; nothing has changed then.
-        """
+        """Hand that back to the scheduler. Raises as `check_state_dict`; nothing has changed then."""
         self.check_state_dict(state_dict)
         self.scheduler.load_state_dict({key: _unpacked(value) for key, value in state_dict.items()})
 
@@ -125,31 +120,24 @@ class PlateauSchedule:
         self._stand_in = torch.optim.SGD(
             [{"params": [torch.zeros(1)]} for _ in range(len(self._value))], lr=0.0
         )
-        lowest: Any = list(minimum) if isinstance(minimum, list | tuple) else minimum
+        lowest: Any = list(minimum) if isinstance(minimum, tuple) else minimum
         try:
             self._scheduler = ReduceLROnPlateau(self._stand_in, min_lr=lowest, **options)
         except (ValueError, TypeError) as error:
             raise ConfigurationError(f"a schedule that goes by a metric cannot be made: {error}") from error
 
     def step(self, *metric: float) -> None:
-        """Take note of the metric's next value.
-
-        Raises:
-            ConfigurationError: there is none.
-        """
-        if not metric:
-            raise ConfigurationError(
-                "this schedule is advanced with a metric, such as the loss of a validation"
-            )
+        """Take note of the metric's next value. Raises ConfigurationError if there is none."""
+        _check_metric(metric)
         self._count += 1
         if self._count < self._begin or (self._end is not None and self._count >= self._end):
             return
         groups = self._stand_in.param_groups
         for _ in range(len(groups), len(self._value)):
             self._stand_in.add_param_group({"params": [torch.zeros(1)]})
-        for index, group in enumerate(groups):
-            group["lr"] = self._value.read(index)
-        before = [group["lr"] for group in groups]
+        before = [self._value.read(index) for index in range(len(groups))]
+        for group, value in zip(groups, before, strict=True):
+            group["lr"] = value
         self._scheduler.step(*metric)
         for index, group in enumerate(groups):
             is_mine = self._indices is None or index in self._indices
@@ -180,7 +168,7 @@ class PlateauSchedule:
         self._value.check_count(state_dict["scales"])
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from there. Raises StateMismatchError as `check_state_dict`; nothing has changed then."""
+        """Go on from there. Raises as `check_state_dict`; nothing has changed then."""
         self.check_state_dict(state_dict)
         self._count = int(state_dict["count"])
         self._value.scales = state_dict["scales"]
@@ -199,6 +187,11 @@ def is_scheduler(one: object) -> bool:
     needed = inspect.signature(one.step).parameters.values()  # type: ignore[attr-defined]
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return all(p.default is not inspect.Parameter.empty or p.kind in variadic for p in needed)
+
+
+def _check_metric(metric: Sequence[float]) -> None:
+    if not metric:
+        raise ConfigurationError("this schedule is advanced with a metric, such as the loss of a validation")
 
 
 _PROGRESS = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch")
