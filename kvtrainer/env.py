@@ -49,6 +49,16 @@ class Source:
     count: str
     """The variable with the number of workers; empty where the launcher does not say it."""
 
+    def rank_in(self, environ: Mapping[str, str]) -> tuple[str, str]:
+        """Return the variable with the rank and what it says; where none is set, the first one and nothing."""
+        name = next((name for name in self.ranks if text_of(environ, name)), self.ranks[0])
+        return name, text_of(environ, name)
+
+    def found_in(self, environ: Mapping[str, str]) -> str:
+        """Say what of it is set; empty if nothing is."""
+        names = [name for name in (*self.ranks, self.count) if text_of(environ, name)]
+        return ", ".join(f"{name}={text_of(environ, name)[:40]!r}" for name in names)
+
 
 SOURCES = (
     Source("kvlaunch", (RANK,), NUM_WORKERS),
@@ -141,9 +151,9 @@ def read_topology(
 
 def read_place(environ: Mapping[str, str], rank: int | None, num_workers: int | None) -> tuple[int, int]:
     """Return rank and number of workers, as `read_topology` does, with the same errors."""
-    source = None if rank is not None and num_workers is not None else _source(environ)
-    rank_name, rank_text = _rank_of(environ, source)
-    count_name = source.count if source is not None else NUM_WORKERS
+    is_said = rank is not None and num_workers is not None
+    source = SOURCES[0] if is_said else _source(environ) or SOURCES[0]
+    (rank_name, rank_text), count_name = source.rank_in(environ), source.count
     count_text = text_of(environ, count_name)
     if rank is None and not rank_text:
         raise ConfigurationError(_missing(environ, source, rank_name, "rank"))
@@ -164,10 +174,26 @@ def read_servers(
     environ: Mapping[str, str], servers: str | Sequence[str] | None = None
 ) -> tuple[str, ...] | None:
     """Return the servers' addresses, None where neither the argument nor KVSTORE_SERVERS names any."""
-    if servers is not None:
-        return _parse_servers(servers)
-    text = text_of(environ, SERVERS)
-    return _parse_servers(text) if text else None
+    listed = text_of(environ, SERVERS) or None if servers is None else servers
+    if listed is None:
+        return None
+    if not isinstance(listed, Sequence):
+        raise ConfigurationError(
+            f"servers ({SERVERS}) is {listed!r:.80}; it must be a list of tcp://HOST:PORT, or a string with commas "
+            "between them"
+        )
+    if isinstance(listed, str):
+        listed = _lines(listed[1:]) if listed.startswith("@") else listed.split(",")
+    addresses = tuple(map(parse_address, listed))
+    if not addresses:
+        raise ConfigurationError(
+            f"the list of servers ({SERVERS}) is empty; it needs at least one tcp://HOST:PORT"
+        )
+    for i, address in enumerate(addresses):
+        first = addresses.index(address)
+        if first != i:
+            raise ConfigurationError(f"servers {first} and {i} ({SERVERS}) have the same address {address}")
+    return addresses
 
 
 def workers_of_job(environ: Mapping[str, str]) -> tuple[int, str] | None:
@@ -176,7 +202,7 @@ def workers_of_job(environ: Mapping[str, str]) -> tuple[int, str] | None:
     A launcher counts only if it also tells this process which of them it is.
     """
     source = _source(environ)
-    if source is None or not _rank_of(environ, source)[1]:
+    if source is None or not source.rank_in(environ)[1]:
         return None
     text = text_of(environ, source.count)
     return (int(text), source.count) if re.fullmatch("[0-9]{1,18}", text) else None
@@ -259,11 +285,11 @@ _ADVICE = (
 )
 
 
-def _missing(environ: Mapping[str, str], source: Source | None, name: str, option: str) -> str:
+def _missing(environ: Mapping[str, str], source: Source, name: str, option: str) -> str:
     """Say why there is no rank, or no number of workers: what was looked for, and what was found where."""
-    if source is None:
+    found = source.found_in(environ)
+    if not found:
         return f"{name} is not set and no {option} was given. {_ADVICE}"
-    found = _found(environ, source)
     absent = f"{name} is not set" if name else f"{source.launcher} does not tell the number of workers"
     text = (
         f"{absent}, although {found} was found ({source.launcher}), and no {option} was given; both numbers come from "
@@ -271,48 +297,12 @@ def _missing(environ: Mapping[str, str], source: Source | None, name: str, optio
     )
     if source.launcher == "kvlaunch":
         text += ". 'kvlaunch -n WORKERS -s SERVERS -- COMMAND' sets both"
-    others = [
-        f"{_found(environ, s)} ({s.launcher})" for s in SOURCES if s is not source and _found(environ, s)
-    ]
+    others = [f"{told} ({s.launcher})" for s in SOURCES if s is not source and (told := s.found_in(environ))]
     return text + (f". Found, but not used: {'; '.join(others)}" if others else "")
 
 
-def _found(environ: Mapping[str, str], source: Source) -> str:
-    names = [name for name in (*source.ranks, source.count) if text_of(environ, name)]
-    return ", ".join(f"{name}={text_of(environ, name)[:40]!r}" for name in names)
-
-
 def _source(environ: Mapping[str, str]) -> Source | None:
-    return next((source for source in SOURCES if _found(environ, source)), None)
-
-
-def _rank_of(environ: Mapping[str, str], source: Source | None) -> tuple[str, str]:
-    """Return the variable with the rank and what it says; where none is set, the first one and nothing."""
-    names = source.ranks if source is not None else (RANK,)
-    name = next((name for name in names if text_of(environ, name)), names[0])
-    return name, text_of(environ, name)
-
-
-def _parse_servers(listed: str | Sequence[str]) -> tuple[str, ...]:
-    if not isinstance(listed, Sequence):
-        raise ConfigurationError(
-            f"servers ({SERVERS}) is {listed!r:.80}; it must be a list of tcp://HOST:PORT, or a string with commas "
-            "between them"
-        )
-    if isinstance(listed, str):
-        parts = _lines(listed[1:]) if listed.startswith("@") else listed.split(",")
-    else:
-        parts = list(listed)
-    addresses = tuple(parse_address(part) for part in parts)
-    if not addresses:
-        raise ConfigurationError(
-            f"the list of servers ({SERVERS}) is empty; it needs at least one tcp://HOST:PORT"
-        )
-    for i, address in enumerate(addresses):
-        first = addresses.index(address)
-        if first != i:
-            raise ConfigurationError(f"servers {first} and {i} ({SERVERS}) have the same address {address}")
-    return addresses
+    return next((source for source in SOURCES if source.found_in(environ)), None)
 
 
 def _lines(path: str) -> list[str]:

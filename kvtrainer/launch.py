@@ -11,7 +11,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 
 from kvstore_server.check import is_loopback
@@ -78,8 +77,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     # A server that still waits for a dead worker's round must have given up before it would be killed.
     drain = ["--drain-timeout", f"{max(0.8 * options.grace, 0.1):g}"]
     imports = [part for module in options.imports for part in ("--import", module)]
-    extra = [*drain, *options.server_arg, *imports]
-    servers = [partial(_server_command, index, options.binds, extra) for index in range(options.servers)]
+    server = [sys.executable, "-m", "kvstore_server", "--num-servers", str(options.servers)]
+    servers = [
+        [*server, "--bind", bind, "--index", str(index), *drain, *options.server_arg, *imports]
+        for index, bind in enumerate(options.binds)
+    ]
     environ = {**_MALLOC, **os.environ, **options.env}
     if options.remote is None and (other := _another_python(command[0], environ)):
         print(
@@ -103,14 +105,6 @@ def _another_python(command: str, environ: Mapping[str, str]) -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None  # it will say itself what is wrong with it
     return None if told.stdout.strip() in ("", sys.prefix) else found
-
-
-def _server_command(
-    index: int, binds: Sequence[str], extra: Sequence[str], ready_fd: int | None
-) -> list[str]:
-    own = ["--bind", binds[index], "--index", str(index), "--num-servers", str(len(binds))]
-    ready = [] if ready_fd is None else ["--ready-fd", str(ready_fd)]
-    return [sys.executable, "-m", "kvstore_server", *own, *ready, *extra]
 
 
 def _set_hosts(options: argparse.Namespace) -> None:

@@ -55,9 +55,8 @@ class Launcher:
     Args:
         worker_command: What every worker runs; rank, count and servers are in its environment.
         num_workers: At least 1.
-        server_commands: For each server, file descriptor -> what it runs; it must write its address and a newline to
-            the descriptor when it is ready. On another host it is given `--ready-fd` there, and None here. Without any,
-            KVSTORE_SERVERS stays unset.
+        server_commands: What each server runs, with `--ready-fd` and a file descriptor behind it, to which it must
+            write its address and a newline when it is ready. Without any, KVSTORE_SERVERS stays unset.
         environ: The environment that all processes inherit.
         remote: The hosts on which they run; None means this one.
     """
@@ -66,7 +65,7 @@ class Launcher:
         self,
         worker_command: Sequence[str],
         num_workers: int,
-        server_commands: Sequence[Callable[[int | None], Sequence[str]]],
+        server_commands: Sequence[Sequence[str]],
         environ: Mapping[str, str],
         limits: Limits,
         remote: Remote | None = None,
@@ -109,7 +108,9 @@ class Launcher:
             if self._code is None:
                 self._start_server(index)
         if not self._wait(self._addresses.are_complete, self._limits.start):
-            self._fail_unready()
+            late = ", ".join(map(str, self._addresses.missing()))
+            within = f"within {self._limits.start:g} s; allow more with --start-timeout"
+            self._fail(1, f"server {late} did not report an address {within}")
         for rank in range(self._num_workers):
             if self._code is None:
                 self._start_worker(rank)
@@ -137,9 +138,9 @@ class Launcher:
             for fd in list(child.streams):
                 self._close_stream(child, fd)
         # A reader that is slow gets everything, as long as nobody asks us to end.
-        written = self._output_is_written
-        self._wait(written, None, until=self._was_signalled)
-        self._wait(written, _LAST_OUTPUT_WAIT, until=_never)
+        output = self._events.output
+        self._wait(lambda: output.target is None, None, until=self._was_signalled)
+        self._wait(lambda: output.target is None, _LAST_OUTPUT_WAIT, until=_never)
 
     # Starting.
 
@@ -147,10 +148,11 @@ class Launcher:
         command, put = self._server_commands[index], self._events.output.put
         if self._remote is None:
             with self._addresses.pipe_to(index) as fd:
-                self._spawn(self._servers, "server", command(fd), self._environ, put, (fd,))
+                here = [*command, "--ready-fd", str(fd)]
+                self._spawn(self._servers, "server", here, self._environ, put, (fd,))
         else:
             word = secrets.token_hex(16)
-            there = self._remote.of_server(index, command(None), self._environ, word)
+            there = self._remote.of_server(index, command, self._environ, word)
             hear = without_address(word, lambda text: self._addresses.note(index, text), put)
             self._spawn(self._servers, "server", there, self._environ, hear)
 
@@ -182,9 +184,8 @@ class Launcher:
             if self._remote is None:
                 child = Child(name, tag, command, environ, put, pass_fds)
             else:
-                name += (
-                    f" on {(self._remote.servers if role == 'server' else self._remote.workers)[index].name}"
-                )
+                hosts = self._remote.servers if role == "server" else self._remote.workers
+                name += f" on {hosts[index].name}"
                 child = RemoteChild(name, tag, command, environ, put)
         except (OSError, ValueError) as error:
             # As a shell does: 127 for a command that does not exist, 126 for one that cannot be run.
@@ -194,10 +195,6 @@ class Launcher:
         group.append(child)
         for fd in child.streams:
             self._events.add_reader(fd, lambda fd=fd: self._read(child, fd), pausable=True)  # type: ignore[misc]
-
-    def _fail_unready(self) -> None:
-        what = f"server {', '.join(map(str, self._addresses.missing()))} did not report an address"
-        self._fail(1, f"{what} within {self._limits.start:g} s; allow more with --start-timeout")
 
     # While it runs.
 
@@ -242,7 +239,7 @@ class Launcher:
             return
         # When both exited since the last look, the server is the likelier cause.
         for child in sorted(gone, key=lambda child: child not in self._servers):
-            if child in self._servers and self._servers.index(child) not in self._addresses:
+            if child in self._servers and self._servers.index(child) in self._addresses.missing():
                 self._fail(1, f"{child.describe_exit()} before it was ready")
             elif child in self._servers:
                 text = f"{child.describe_exit()} before the workers were done"
@@ -270,9 +267,6 @@ class Launcher:
 
     def _was_signalled(self) -> bool:
         return bool(self._events.stop_signals)
-
-    def _output_is_written(self) -> bool:
-        return self._events.output.target is None
 
     def _in_a_hurry(self) -> bool:
         """Say whether the user pressed Ctrl-C once more, while the job was being stopped for a signal."""
@@ -307,11 +301,8 @@ class Addresses:
         self._unread: set[int] = set()
         """Pipes of servers that have not reported an address yet."""
 
-    def __contains__(self, index: int) -> bool:
-        return index in self._known
-
     def are_complete(self) -> bool:
-        return len(self._known) == self._count
+        return not self.missing()
 
     def missing(self) -> list[int]:
         return [index for index in range(self._count) if index not in self._known]

@@ -24,7 +24,7 @@ sys.modules["kvtrainer"] = package
 from kvtrainer.launcher.job import Launcher, Limits
 job = json.loads(sys.argv[1])
 command = [sys.executable, "-I", "-S", "-c", job["server"]]
-servers = [lambda fd, index=index: [*command, str(index), str(fd)] for index in range(job["servers"])]
+servers = [[*command, str(index)] for index in range(job["servers"])]
 limits = Limits(**job["limits"])
 sys.exit(Launcher(job["worker"], job["workers"], servers, os.environ, limits).run())
 """
@@ -32,8 +32,8 @@ sys.exit(Launcher(job["worker"], job["workers"], servers, os.environ, limits).ru
 READY = """
 import os, signal, sys
 def report(address):
-    os.write(int(sys.argv[2]), address.encode())
-    os.close(int(sys.argv[2]))
+    os.write(int(sys.argv[3]), address.encode())
+    os.close(int(sys.argv[3]))
 def on_term(action):
     signal.signal(signal.SIGTERM, lambda *_: action())
 def drain():
