@@ -5,30 +5,17 @@ Their keys are in the servers' engine, called in place of a server.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from kvstore_server.errors import ConfigurationError
-from kvstore_server.plan import INTEGERS
 from kvtrainer.comm.loopback import LocalEngine
-from kvtrainer.comm.rank_group import Buckets, RankGroup, current_group
+from kvtrainer.comm.rank_group import Buckets, current_group
 from kvtrainer.kvstore.base import BUILT_IN, COMPRESSION, DEVICE_NAMES, LOCAL_NAMES, NCCL, Key, register
-from kvtrainer.kvstore.replicas import densified, merge, merge_rows, sum_rows
-from kvtrainer.kvstore.values import (
-    Entry,
-    as_sparse,
-    check_keys,
-    check_on_cuda,
-    check_out,
-    check_value,
-    is_sparse,
-    pair,
-    spec_of,
-)
-from kvtrainer.kvstore.verbs import Found, TableKVStore
+from kvtrainer.kvstore.verbs import TableKVStore
 from kvtrainer.one_thread import by_one_thread
 from kvtrainer.parallel.reducers import check_reducer, is_left_fold
 
@@ -93,9 +80,8 @@ class DeviceKVStore(TableKVStore):
         check_reducer(reducer)
         self._buckets = Buckets(bucket_size_mb, coalesce)
         engine = LocalEngine()
-        super().__init__(type, engine.client, engine)
+        super().__init__(type, engine.client, engine, current_group())
         self._reducer = reducer
-        self.group = current_group()
         if self.group is not None:
             self.group.buckets = self._buckets
         self._only_cuda = is_nccl(type)
@@ -120,14 +106,6 @@ class DeviceKVStore(TableKVStore):
         return self._reducer
 
     @property
-    def rank(self) -> int:
-        return 0 if self.group is None else self.group.rank
-
-    @property
-    def num_workers(self) -> int:
-        return 1 if self.group is None else self.group.size
-
-    @property
     def bucket_size_mb(self) -> float | None:
         """The most that is summed in one collective, in units of 1024² bytes.
 
@@ -147,38 +125,6 @@ class DeviceKVStore(TableKVStore):
     @coalesce.setter
     def coalesce(self, value: bool) -> None:
         self._set_buckets(Buckets(self._buckets.size_mb, value))
-
-    @by_one_thread
-    def init(self, key: Any, value: Any) -> None:
-        super().init(key, value if self.group is None else self._of_rank_0(self.group, key, value))
-
-    @by_one_thread
-    def broadcast(self, key: Any, value: Any, out: Any, priority: int = 0) -> None:
-        given = value if self.group is None else self._of_rank_0(self.group, key, value)
-        super().broadcast(key, given, out, priority)
-
-    @by_one_thread
-    def push(self, key: Any, value: Any, priority: int = 0) -> None:
-        if self.group is None:
-            super().push(key, value, priority)
-        else:
-            pushed, _ = self._over_ranks(self.group, "push", key, value)
-            self._contribute(pushed, None, priority)
-
-    @by_one_thread
-    def pushpull(self, key: Any, value: Any, out: Any = None, priority: int = 0) -> None:
-        if self.group is None:
-            super().pushpull(key, value, out, priority)
-        else:
-            pushed, outs = self._over_ranks(self.group, "pushpull", key, value, value if out is None else out)
-            self._contribute(pushed, outs, priority)
-
-    @by_one_thread
-    def barrier(self) -> None:
-        if self.group is None:
-            super().barrier()
-        else:
-            self.group.agree("barrier", {})
 
     @by_one_thread
     def set_gradient_compression(self, compression_params: Mapping[str, Any]) -> None:
@@ -208,74 +154,6 @@ class DeviceKVStore(TableKVStore):
                 )
             self.group.buckets = buckets
         self._buckets = buckets
-
-    def _of_rank_0(self, group: RankGroup, key: Any, value: Any) -> Any:
-        """Take rank 0's values of new keys, once all ranks agree on keys, shapes and dtypes.
-
-        They come in the form of `value`.
-        """
-        try:
-            values = pair(key, value, "value")
-            check_keys([one for one, _ in values])
-            seen: set[str] = set()
-            for one, replicas in values:
-                self._check_new(one, seen)
-                seen.add(str(one))
-                if self._only_cuda:
-                    check_on_cuda([tensor.device for tensor in replicas], f"the values of key {one!r}")
-            specs = [spec_of(one, replicas[0], INTEGERS) for one, replicas in values]
-        except Exception as error:
-            group.report("init", error)
-            raise
-        group.agree("init", {"specs": [[spec.key, list(spec.shape), spec.dtype] for spec in specs]})
-        rows = zip(specs, values, strict=True)
-        flats = [merge([densified(spec, replicas[0])])[0].clone() for spec, (_, replicas) in rows]
-        for flat in flats:
-            group.broadcast(flat)
-        shaped = [flat.view(spec.shape) for flat, spec in zip(flats, specs, strict=True)]
-        return shaped if isinstance(key, list | tuple) else shaped[0]
-
-    def _over_ranks(
-        self, group: RankGroup, verb: str, key: Any, value: Any, out: Any = None
-    ) -> tuple[Found, Found]:
-        """Find keys, as every rank does, and sum their values over ranks; also find those of `out`.
-
-        Raises:
-            ProtocolError, PlanMismatchError: ranks differ in what they call; on every rank.
-            RoundAbortedError: another rank's arguments are wrong.
-        """
-        try:
-            pushed = self._find(pair(key, value, "value"), check_value)
-            outs = [] if out is None else self._find(pair(key, out, "out"), check_out)
-            optimizer = None if self._optimizer is None else self._optimizer.spec()
-            by_rows = [
-                entry.spec.key
-                for entry, values in pushed
-                if all(map(is_sparse, values)) and self._goes_by_rows(entry)
-            ]
-        except Exception as error:
-            group.report(verb, error)
-            raise
-        keys, size = [entry.spec.key for entry, _ in pushed], group.buckets.size_mb
-        said = {"keys": keys, "optimizer": optimizer, "sparse": by_rows, "bucket_size_mb": size}
-        heard = group.agree(verb, said)
-        rows_only = frozenset.intersection(*(frozenset(one["sparse"]) for one in heard))
-        return [(entry, [self._sum_over(group, entry, values, rows_only)]) for entry, values in pushed], outs
-
-    def _sum_over(
-        self, group: RankGroup, entry: Entry, values: Sequence[Tensor], rows_only: Collection[str]
-    ) -> Tensor:
-        """Sum one key's values over replicas and ranks; sparse if every rank gives only rows."""
-        spec = entry.spec
-        if spec.key in rows_only:
-            mine = merge_rows(spec, values)
-            counts = [int(one) for one in group.all_gather(torch.tensor([len(mine.ids)]))]
-            ids, total = sum_rows(group.gather_rows(mine, counts), spec.dtype)
-            return as_sparse(spec, ids, total.to(entry.dtype))
-        flat, is_own = self._sum(spec, [densified(spec, one) for one in values])
-        flat = flat if is_own else flat.clone()
-        group.sum(flat, [(0, flat.numel())])
-        return flat.view(spec.shape)
 
 
 def is_nccl(type: str) -> bool:

@@ -24,6 +24,7 @@ from kvstore_server.reduction import RowSet
 from kvtrainer.comm.client import Client
 from kvtrainer.comm.compressor import Compressor
 from kvtrainer.comm.loopback import LocalEngine
+from kvtrainer.comm.rank_group import RankGroup
 from kvtrainer.comm.round import Contribution
 from kvtrainer.comm.tables import RemoteTable
 from kvtrainer.errors import SparsePullWarning
@@ -36,6 +37,7 @@ from kvtrainer.kvstore.replicas import (
     merge,
     merge_rows,
     reduce_replicas,
+    sum_rows,
 )
 from kvtrainer.kvstore.values import (
     Entry,
@@ -79,9 +81,13 @@ class TableKVStore(KVStoreBase):
         type: The name under which it was created.
         client: Where its keys live.
         engine: The engine behind the client, if that is in this process. Then a push is over when it returns.
+        group: The ranks of torch.distributed over which values are summed before; each of them keeps all keys.
     """
 
-    def __init__(self, type: str, client: Client, engine: LocalEngine | None = None) -> None:
+    def __init__(
+        self, type: str, client: Client, engine: LocalEngine | None = None, group: RankGroup | None = None
+    ) -> None:
+        self.group = group
         self._type = type
         self._connected = client
         self._engine = engine
@@ -115,11 +121,11 @@ class TableKVStore(KVStoreBase):
 
     @property
     def rank(self) -> int:
-        return self._connected.options.rank
+        return self._connected.options.rank if self.group is None else self.group.rank
 
     @property
     def num_workers(self) -> int:
-        return self._connected.options.num_workers
+        return self._connected.options.num_workers if self.group is None else self.group.size
 
     @property
     def num_servers(self) -> int:
@@ -164,7 +170,8 @@ class TableKVStore(KVStoreBase):
             ConfigurationError: rows are too long for a server to know them apart, and there is no optimizer.
             ShapeMismatchError: a value does not fit its key. Nothing has been sent then.
         """
-        self._contribute(self._find(pair(key, value, "value"), check_value), None, priority)
+        pushed, _ = self._read("push", key, value, None)
+        self._contribute(pushed, None, priority)
 
     @by_one_thread
     def pushpull(self, key: Any, value: Any, out: Any = None, priority: int = 0) -> None:
@@ -172,8 +179,7 @@ class TableKVStore(KVStoreBase):
 
         All workers must come to the same keys before their deadline; a worker that pushes only counts as well.
         """
-        pushed = self._find(pair(key, value, "value"), check_value)
-        outs = self._find(pair(key, value if out is None else out, "out"), check_out)
+        pushed, outs = self._read("pushpull", key, value, value if out is None else out)
         self._contribute(pushed, outs, priority)
 
     @by_one_thread
@@ -319,7 +325,10 @@ class TableKVStore(KVStoreBase):
     @by_one_thread
     def barrier(self) -> None:
         """Block until every worker has come here."""
-        self._client.barrier()
+        if self.group is None:
+            self._client.barrier()
+        else:
+            self.group.agree("barrier", {})
 
     @by_one_thread
     def num_dead_nodes(self, node_id: int = WORKERS) -> int:
@@ -428,6 +437,47 @@ class TableKVStore(KVStoreBase):
             else:
                 found[key] = entry, tensors
         return list(found.values())
+
+    def _read(self, verb: str, key: Any, value: Any, out: Any) -> tuple[Found, Found]:
+        """Find keys with what is given for them, summed over ranks, and where their new values go.
+
+        Raises:
+            ProtocolError, PlanMismatchError: ranks differ in what they call; on every rank.
+            RoundAbortedError: another rank's arguments are wrong.
+        """
+        try:
+            pushed = self._find(pair(key, value, "value"), check_value)
+            outs = [] if out is None else self._find(pair(key, out, "out"), check_out)
+            if self.group is None:
+                return pushed, outs
+            optimizer = None if self._optimizer is None else self._optimizer.spec()
+            by_rows = [
+                entry.spec.key
+                for entry, values in pushed
+                if all(map(is_sparse, values)) and self._goes_by_rows(entry)
+            ]
+        except Exception as error:
+            if self.group is not None:
+                self.group.report(verb, error)
+            raise
+        keys, size = [entry.spec.key for entry, _ in pushed], self.group.buckets.size_mb
+        said = {"keys": keys, "optimizer": optimizer, "sparse": by_rows, "bucket_size_mb": size}
+        heard = self.group.agree(verb, said)
+        rows_only = frozenset.intersection(*(frozenset(one["sparse"]) for one in heard))
+        summed: Found = []
+        for entry, values in pushed:
+            spec = entry.spec
+            if spec.key in rows_only:
+                mine = merge_rows(spec, values)
+                counts = [int(one) for one in self.group.all_gather(torch.tensor([len(mine.ids)]))]
+                ids, total = sum_rows(self.group.gather_rows(mine, counts), spec.dtype)
+                summed.append((entry, [as_sparse(spec, ids, total.to(entry.dtype))]))
+            else:
+                flat, is_own = self._sum(spec, [densified(spec, one) for one in values])
+                flat = flat if is_own else flat.clone()
+                self.group.sum(flat, [(0, flat.numel())])
+                summed.append((entry, [flat.view(spec.shape)]))
+        return summed, outs
 
     def _contribute(self, pushed: Found, outs: Found | None, priority: int) -> None:
         """Give values to the next round of their keys.
@@ -564,17 +614,29 @@ class TableKVStore(KVStoreBase):
         specs: list[TensorSpec] = []
         seen: set[str] = set()
         others = INTEGERS if self._engine is not None else ()
-        check_keys([key for key, _ in values])
-        for key, replicas in values:
-            self._check_new(key, seen)
-            specs.append(spec_of(key, replicas[0], others))
-            seen.add(str(key))
-        for spec, (_, tensors) in zip(specs, outs or (), strict=False):
-            for tensor in tensors:
-                check_out(spec, tensor)
+        try:
+            check_keys([key for key, _ in values])
+            for key, replicas in values:
+                self._check_new(key, seen)
+                seen.add(str(key))
+                if self._only_cuda and self.group is not None:
+                    check_on_cuda([one.device for one in replicas], f"the values of key {key!r}")
+                specs.append(spec_of(key, replicas[0], others))
+            for spec, (_, tensors) in zip(specs, outs or (), strict=False):
+                for tensor in tensors:
+                    check_out(spec, tensor)
+        except Exception as error:
+            if self.group is not None:
+                self.group.report("init", error)
+            raise
         # Before a key is registered, because from then on the other workers wait for this one's value.
         rows = zip(specs, values, strict=True)
         flats = [merge([densified(spec, replicas[0])])[0] for spec, (_, replicas) in rows]
+        if self.group is not None:
+            self.group.agree("init", {"specs": [[spec.key, list(spec.shape), spec.dtype] for spec in specs]})
+            flats = [flat.clone() for flat in flats]
+            for flat in flats:
+                self.group.broadcast(flat)
         whole_keys = self._optimizer is not None and not self._optimizer.elementwise
         tables = self._client.register({spec.key: [spec] for spec in specs}, whole_keys)
         entries = [Entry(spec, table) for spec, table in zip(specs, tables, strict=True)]
@@ -669,7 +731,7 @@ class TableKVStore(KVStoreBase):
         self._client.barrier()
         specs = {f"{entry.spec.key} (whole)": [entry.spec] for entry in spread}
         tables = self._client.register(specs, whole_keys=True)
-        mine = values if self.rank == 0 else None
+        mine = values if self._connected.options.rank == 0 else None
         self._client.rounds.wait(self._client.rounds.start(Contribution(tables, mine, None)))
         for entry, table in zip(spread, tables, strict=True):
             table.compressor = self._compressor(table)
