@@ -196,7 +196,7 @@ class RankGroup:
 
         Args:
             verb: what is called.
-            said: its "keys", "specs", "optimizer" and "bucket_size_mb", which have to be alike, and others.
+            said: its "keys", "specs", "optimizer", "bucket_size_mb" and "coalesce", which have to be alike, and others.
 
         Raises:
             RoundAbortedError: a rank has reported an error.
@@ -256,15 +256,18 @@ def _check_same_call(first: Mapping[str, Any], other: Mapping[str, Any], rank: i
             f"({other.get('keys', '')}); every rank must make the same calls with the same keys in the same order"
         )
     if "specs" in first:
-        specs = [[TensorSpec(k, tuple(s), d) for k, s, d in said["specs"]] for said in (first, other)]
+        specs = [[TensorSpec(k, tuple(s), *rest) for k, s, *rest in said["specs"]] for said in (first, other)]
         check_same(specs[0], specs[1], "rank 0", f"rank {rank}")
-    if first.get("bucket_size_mb") != other.get("bucket_size_mb"):
-        raise PlanMismatchError(
-            f"ranks set different bucket sizes: bucket_size_mb is {first['bucket_size_mb']!r} on rank 0 and "
-            f"{other['bucket_size_mb']!r} on rank {rank}; set the same one on every rank"
-        )
-    if first.get("optimizer") != other.get("optimizer"):
-        raise PlanMismatchError(
-            f"ranks set different optimizers: {first['optimizer']} on rank 0 and {other['optimizer']} on rank {rank}; "
-            "set the same one, with the same numbers, on every rank"
-        )
+    for name in ("bucket_size_mb", "coalesce"):
+        if first.get(name) != other.get(name):
+            raise PlanMismatchError(
+                f"ranks set different bucket sizes: {name} is {first[name]!r} on rank 0 and {other[name]!r} on rank "
+                f"{rank}; set the same one on every rank"
+            )
+    mine, theirs = first.get("optimizer") or {}, other.get("optimizer") or {}
+    for name in {**mine, **theirs}:
+        if mine.get(name) != theirs.get(name):
+            raise PlanMismatchError(
+                f"ranks set different optimizers: {name} is {mine.get(name)!r} on rank 0 and {theirs.get(name)!r} on "
+                f"rank {rank}; set the same one, with the same numbers, on every rank"
+            )

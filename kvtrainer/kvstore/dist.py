@@ -9,6 +9,7 @@ import sys
 import time
 import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from kvstore_server import check
 from kvstore_server.engine import MAX_WORKERS
@@ -22,7 +23,6 @@ from kvtrainer.env import (
     DEAD_AFTER,
     SLOW_AFTER,
     TIMEOUT,
-    Topology,
     find_topology,
     read_timeout,
 )
@@ -101,22 +101,38 @@ class DistKVStore(TableKVStore):
             connect_timeout=connect_timeout,
             dead_after=dead_after,
         )
-        _check(topology, namespace)
-        self._topology = topology
-        self._timeouts = (
-            read_timeout(os.environ, TIMEOUT, value=timeout),
-            read_timeout(os.environ, CONNECT_TIMEOUT, value=connect_timeout),
-            read_timeout(os.environ, DEAD_AFTER, value=dead_after),
-            read_timeout(os.environ, SLOW_AFTER, value=slow_after),
+        if topology.num_workers > MAX_WORKERS:
+            raise ConfigurationError(
+                f"num_workers is {topology.num_workers}; a server takes up to {MAX_WORKERS} workers"
+            )
+        if namespace is not None and not isinstance(namespace, str):
+            raise ConfigurationError(
+                f"namespace must be a str, got {namespace!r:.80}; pass for example 'job-5'"
+            )
+        check_text("namespace", namespace or "")
+        unnamed = SessionOptions(
+            "",
+            topology.rank,
+            topology.num_workers,
+            timeout=read_timeout(os.environ, TIMEOUT, value=timeout),
+            connect_timeout=read_timeout(os.environ, CONNECT_TIMEOUT, value=connect_timeout),
+            dead_after=read_timeout(os.environ, DEAD_AFTER, value=dead_after),
+            capability=capability(),
+            address=f"{socket.gethostname()}:{os.getpid()}",
+            mode=self.mode,
+            slow_after=read_timeout(os.environ, SLOW_AFTER, value=slow_after),
         )
-        self._namespace = f"store{next(_created)}" if namespace is None else namespace
+        self._options = replace(
+            unnamed, namespace=f"store{next(_created)}" if namespace is None else namespace
+        )
+        self._servers = topology.servers
         self._clients: list[Client] = []
         weakref.finalize(self, _leave, self._clients)
         self._sides = 0
-        super().__init__(type, self._connect(self._namespace))
+        super().__init__(type, self._connect(""))
 
     def open_client(self) -> Client:
-        return self._lend(self._connect(f"{self._namespace}/trainer{len(self._for_trainers) + 1}"))
+        return self._lend(self._connect(f"/trainer{len(self._for_trainers) + 1}"))
 
     def open_side_client(self) -> Client:
         """Connect a client with synchronous rounds for what workers agree on beside training.
@@ -125,7 +141,7 @@ class DistKVStore(TableKVStore):
         blocks until the servers answer.
         """
         self._sides += 1
-        return self._connect(f"{self._namespace}/side{self._sides}", SYNCHRONOUS)
+        return self._connect(f"/side{self._sides}", SYNCHRONOUS)
 
     def close(self) -> None:
         try:
@@ -134,21 +150,10 @@ class DistKVStore(TableKVStore):
             for client in self._clients:
                 client.close()
 
-    def _connect(self, namespace: str, mode: Mode | None = None) -> Client:
-        timeout, connect_timeout, dead_after, slow_after = self._timeouts
-        options = SessionOptions(
-            namespace,
-            self._topology.rank,
-            self._topology.num_workers,
-            timeout,
-            connect_timeout,
-            dead_after,
-            capability(),
-            f"{socket.gethostname()}:{os.getpid()}",
-            self.mode if mode is None else mode,
-            slow_after,
-        )
-        client = Client(Connection(self._topology.servers, self._water_mark), options, time.monotonic)
+    def _connect(self, name: str, mode: Mode | None = None) -> Client:
+        """Connect a client with the store's namespace, or one beside it."""
+        options = replace(self._options, namespace=self._options.namespace + name, mode=mode or self.mode)
+        client = Client(Connection(self._servers, self._water_mark), options, time.monotonic)
         self._clients.append(client)
         try:
             client.connect()
@@ -156,16 +161,6 @@ class DistKVStore(TableKVStore):
             client.close(error)
             raise
         return client
-
-
-def _check(topology: Topology, namespace: object) -> None:
-    if topology.num_workers > MAX_WORKERS:
-        raise ConfigurationError(
-            f"num_workers is {topology.num_workers}; a server takes up to {MAX_WORKERS} workers"
-        )
-    if namespace is not None and not isinstance(namespace, str):
-        raise ConfigurationError(f"namespace must be a str, got {namespace!r:.80}; pass for example 'job-5'")
-    check_text("namespace", namespace or "")
 
 
 def _leave(clients: Sequence[Client]) -> None:

@@ -19,11 +19,10 @@ from torch import Tensor
 from kvstore_server.hyper import AgreedOptions
 from kvstore_server.norms import Guard
 from kvstore_server.optimizer import Optimizer
-from kvstore_server.plan import Plan, TensorSpec, check_same, row_numel
-from kvstore_server.protocol.control import pack_control, unpack_control
+from kvstore_server.plan import Plan, TensorSpec, row_numel
 from kvstore_server.reduction import RowSet, compute_dtype
 from kvtrainer.comm.rank_group import RankGroup
-from kvtrainer.errors import ConfigurationError, PlanMismatchError, ProtocolError
+from kvtrainer.errors import ConfigurationError, ProtocolError
 from kvtrainer.kvstore.replicas import sum_rows
 from kvtrainer.memory.row_sparse import NO_TABLES, Tables
 from kvtrainer.sync.contract import Gradients, Outcome, Shadowed
@@ -89,12 +88,8 @@ class GroupExchange:
         """
         specs = [[spec.key, list(spec.shape), spec.dtype, spec.group] for spec in self._plan.specs]
         buckets = self._group.buckets
-        reduction = {"bucket_size_mb": buckets.size_mb, "coalesce": buckets.coalesce}
-        mine = pack_control({"specs": specs, "optimizer": self._optimizer, "reduction": reduction})
-        said = self._group.all_gather_bytes(mine)
-        for rank, theirs in enumerate(said):
-            if theirs != said[0]:
-                _check_models(unpack_control(said[0]), unpack_control(theirs), rank)
+        said = {"specs": specs, "optimizer": self._optimizer, "bucket_size_mb": buckets.size_mb}
+        self._group.agree("Trainer", {**said, "coalesce": buckets.coalesce})
         self._group.is_agreed = True
         self._broadcast(weights)
 
@@ -228,26 +223,6 @@ class GroupExchange:
 def _densify(piece: Tensor, rows: RowSet, spec: TensorSpec) -> None:
     """Write rows to the place of their key in the arena, which is zero."""
     piece.view(-1, row_numel(spec))[rows.ids] = rows.values.to(piece.dtype)
-
-
-def _check_models(first: Mapping[str, Any], other: Mapping[str, Any], rank: int) -> None:
-    specs = [
-        [TensorSpec(key, tuple(shape), dtype, group) for key, shape, dtype, group in said["specs"]]
-        for said in (first, other)
-    ]
-    check_same(specs[0], specs[1], "rank 0", f"rank {rank}")
-    for name, value in first["optimizer"].items():
-        if other["optimizer"][name] != value:
-            raise PlanMismatchError(
-                f"ranks set different optimizers: {name} is {value!r} on rank 0 and {other['optimizer'][name]!r} on "
-                f"rank {rank}; use the same one on every rank"
-            )
-    for name, value in first["reduction"].items():
-        if other["reduction"][name] != value:
-            raise PlanMismatchError(
-                f"ranks sum gradients in different pieces: {name} is {value!r} on rank 0 and "
-                f"{other['reduction'][name]!r} on rank {rank}; create the kvstore alike on every rank"
-            )
 
 
 def _keys(mask: Tensor) -> frozenset[int]:
