@@ -438,6 +438,10 @@ class _ValueHook(Hook):
     """A name as in `lr_config`; None of classes with a formula of their own."""
     _value = "lr"
 
+    def __init_subclass__(cls, policy: str | None = None, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        cls.policy = policy or cls.policy
+
     def __init__(
         self,
         by_epoch: bool | None = None,
@@ -498,10 +502,11 @@ class _ValueHook(Hook):
             )
         several = dict(found) if isinstance(found, Mapping) else {"": found}
         for one in several.values():
-            others = getattr(one, "schedules", ())
-            if any(
-                self._value in getattr(other, "names", {getattr(other, "name", None)}) for other in others
-            ):
+            named = [
+                getattr(other, "names", {getattr(other, "name", None)})
+                for other in getattr(one, "schedules", ())
+            ]
+            if any(self._value in names for names in named):
                 raise ConfigurationError(
                     f"the Trainer has a schedule of {self._value!r}, and this {type(self).__name__} would undo what "
                     "that writes; leave out one of them"
@@ -590,74 +595,53 @@ class MomentumUpdaterHook(_ValueHook):
         return _each(lambda one: self._lift(one, self._factor(cur_iters)), self.regular_momentum)
 
 
-class FixedLrUpdaterHook(LrUpdaterHook):
+class FixedLrUpdaterHook(LrUpdaterHook, policy="fixed"):
     """`lr_config=dict(policy="fixed")`."""
 
-    policy = "fixed"
 
-
-class StepLrUpdaterHook(LrUpdaterHook):
+class StepLrUpdaterHook(LrUpdaterHook, policy="step"):
     """`lr_config=dict(policy="step", step, gamma=0.1, min_lr=None)`."""
 
-    policy = "step"
 
-
-class ExpLrUpdaterHook(LrUpdaterHook):
+class ExpLrUpdaterHook(LrUpdaterHook, policy="exp"):
     """`lr_config=dict(policy="exp", gamma)`."""
 
-    policy = "exp"
 
-
-class PolyLrUpdaterHook(LrUpdaterHook):
+class PolyLrUpdaterHook(LrUpdaterHook, policy="poly"):
     """`lr_config=dict(policy="poly", power=1.0, min_lr=0.0)`."""
 
-    policy = "poly"
 
-
-class InvLrUpdaterHook(LrUpdaterHook):
+class InvLrUpdaterHook(LrUpdaterHook, policy="inv"):
     """`lr_config=dict(policy="inv", gamma, power=1.0)`."""
 
-    policy = "inv"
 
-
-class CosineAnnealingLrUpdaterHook(LrUpdaterHook):
+class CosineAnnealingLrUpdaterHook(LrUpdaterHook, policy="CosineAnnealing"):
     """`lr_config=dict(policy="CosineAnnealing", min_lr or min_lr_ratio)`."""
 
-    policy = "CosineAnnealing"
 
-
-class FlatCosineAnnealingLrUpdaterHook(LrUpdaterHook):
+class FlatCosineAnnealingLrUpdaterHook(LrUpdaterHook, policy="FlatCosineAnnealing"):
     """`lr_config=dict(policy="FlatCosineAnnealing", start_percent=0.75, min_lr or min_lr_ratio)`."""
 
-    policy = "FlatCosineAnnealing"
 
-
-class CosineRestartLrUpdaterHook(LrUpdaterHook):
+class CosineRestartLrUpdaterHook(LrUpdaterHook, policy="CosineRestart"):
     """`lr_config=dict(policy="CosineRestart", periods, restart_weights=[1], min_lr or min_lr_ratio)`."""
 
-    policy = "CosineRestart"
 
-
-class LinearAnnealingLrUpdaterHook(LrUpdaterHook):
+class LinearAnnealingLrUpdaterHook(LrUpdaterHook, policy="LinearAnnealing"):
     """`lr_config=dict(policy="LinearAnnealing", min_lr or min_lr_ratio)`."""
 
-    policy = "LinearAnnealing"
 
-
-class CyclicLrUpdaterHook(LrUpdaterHook):
+class CyclicLrUpdaterHook(LrUpdaterHook, policy="cyclic"):
     """`lr_config=dict(policy="cyclic", target_ratio, cyclic_times, step_ratio_up, anneal_strategy, gamma)`."""
 
-    policy = "cyclic"
 
-
-class OneCycleLrUpdaterHook(LrUpdaterHook):
+class OneCycleLrUpdaterHook(LrUpdaterHook, policy="OneCycle"):
     """`lr_config=dict(policy="OneCycle", max_lr, …)`.
 
     `max_lr` may be a list with one for each group, and a dict of these by the names of several optimizers. What a group
     starts from is its part of that, divided by `div_factor`.
     """
 
-    policy = "OneCycle"
     div_factor: float
 
     def __init__(self, max_lr: Any, *, div_factor: float = 25.0, **kwargs: Any) -> None:
@@ -685,34 +669,24 @@ class OneCycleLrUpdaterHook(LrUpdaterHook):
         return replace(self._policy, options=options)(base_lr, *self._progress(runner))
 
 
-class StepMomentumUpdaterHook(MomentumUpdaterHook):
+class StepMomentumUpdaterHook(MomentumUpdaterHook, policy="step"):
     """`momentum_config=dict(policy="step", step, gamma=0.5, min_momentum=None)`."""
 
-    policy = "step"
 
-
-class CosineAnnealingMomentumUpdaterHook(MomentumUpdaterHook):
+class CosineAnnealingMomentumUpdaterHook(MomentumUpdaterHook, policy="CosineAnnealing"):
     """`momentum_config=dict(policy="CosineAnnealing", min_momentum or min_momentum_ratio)`."""
 
-    policy = "CosineAnnealing"
 
-
-class LinearAnnealingMomentumUpdaterHook(MomentumUpdaterHook):
+class LinearAnnealingMomentumUpdaterHook(MomentumUpdaterHook, policy="LinearAnnealing"):
     """`momentum_config=dict(policy="LinearAnnealing", min_momentum or min_momentum_ratio)`."""
 
-    policy = "LinearAnnealing"
 
-
-class CyclicMomentumUpdaterHook(MomentumUpdaterHook):
+class CyclicMomentumUpdaterHook(MomentumUpdaterHook, policy="cyclic"):
     """`momentum_config=dict(policy="cyclic", target_ratio=(0.85 / 0.95, 1.0), …)`."""
 
-    policy = "cyclic"
 
-
-class OneCycleMomentumUpdaterHook(MomentumUpdaterHook):
+class OneCycleMomentumUpdaterHook(MomentumUpdaterHook, policy="OneCycle"):
     """`momentum_config=dict(policy="OneCycle", base_momentum=0.85, max_momentum=0.95, …)`."""
-
-    policy = "OneCycle"
 
 
 def _each(function: Callable[[Any], Any], values: Values) -> Values:

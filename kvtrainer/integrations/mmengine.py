@@ -43,7 +43,7 @@ try:
     from mmengine.optim import AmpOptimWrapper, OptimWrapper, OptimWrapperDict
     from mmengine.registry import OPTIM_WRAPPERS, STRATEGIES
 
-    from kvtrainer.integrations.mmengine_values import decode_checkpoint, encode_checkpoint, mmengine_globals
+    from kvtrainer.integrations.mmengine_values import decode, encode_checkpoint, mmengine_globals
 except ImportError as error:
     raise ImportError(
         f"kvtrainer.integrations.mmengine needs mmengine ({error}); install it with pip install 'kvtrainer[mmengine]'"
@@ -164,7 +164,7 @@ class TrainerOptimWrapper(OptimWrapper):  # type: ignore[misc]
         return self.optimizer.accumulation.done
 
     def state_dict(self) -> dict[str, Any]:
-        """Options and optimizer state, wherever it is kept, with the loss scale; blocks while state is fetched.
+        """Return options and optimizer state, wherever it is, with the loss scale; blocks while state is fetched.
 
         Any one worker may call it between its steps. Parameters that were never updated have no state, as in torch.
         """
@@ -206,7 +206,7 @@ class TrainerOptimWrapper(OptimWrapper):  # type: ignore[misc]
             self.base_param_settings.update(self.optimizer.defaults)
 
     def _keep_marks(self, groups: Any) -> None:
-        """Entries of the groups that the Trainer does not know, and so does not keep."""
+        """Restore entries of the groups that the Trainer does not know, and so does not keep."""
         for group, marks in zip(self.optimizer.param_groups, groups, strict=False):
             for name, value in marks.items():
                 group.setdefault(name, value)
@@ -349,7 +349,7 @@ class KVStoreStrategy(Strategy, BaseStrategy):  # type: ignore[misc]
         return changed
 
     def build_param_scheduler(self, scheduler: Any, optim_wrapper: Any, default_args: Any = None) -> Any:
-        """mmengine's schedulers, which its hook advances; those of several optimizers by their names."""
+        """Build mmengine's schedulers, which its hook advances; those of several optimizers by their names."""
         wrapper = self.optim_wrapper if isinstance(optim_wrapper, Trainer | TrainerDict) else optim_wrapper
         return BaseStrategy.build_param_scheduler(self, scheduler, wrapper, default_args)
 
@@ -402,14 +402,14 @@ class KVStoreStrategy(Strategy, BaseStrategy):  # type: ignore[misc]
     ) -> dict[str, Any]:
         """Load as Strategy does; also what mmengine itself wrote, without running code of theirs."""
 
-        def decode(checkpoint: dict[str, Any]) -> None:
-            decode_checkpoint(checkpoint)
+        def decoded(checkpoint: dict[str, Any]) -> None:
+            checkpoint.update(decode(checkpoint))
             if callback is not None:
                 callback(checkpoint)
 
         revise = WITHOUT_WRAPPER if list(revise_keys) == _LOOSE_PATTERN else revise_keys
         with mmengine_globals():
-            return super().load_checkpoint(filename, revise_keys=revise, callback=decode, **options)
+            return super().load_checkpoint(filename, revise_keys=revise, callback=decoded, **options)
 
     def resume(self, filename: str, *, resume_param_scheduler: bool = True, **options: Any) -> dict[str, Any]:
         """Resume as Strategy does; schedulers where there are any."""
@@ -467,7 +467,7 @@ def _part(states: Any, name: str) -> Any:
 
 
 def _group_options(cfg: Mapping[str, Any]) -> dict[str, Any]:
-    """mmengine's dist_cfg as options of init_process_group."""
+    """Return mmengine's dist_cfg as options of init_process_group."""
     options = {name: value for name, value in cfg.items() if name != "init_backend"}
     if options.get("backend") == "nccl":
         del options["backend"]

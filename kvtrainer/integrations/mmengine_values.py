@@ -83,15 +83,9 @@ def encode_checkpoint(checkpoint: dict[str, Any]) -> None:
         checkpoint["message_hub"] = {**parts, "resumed_keys": marks}
     if isinstance(checkpoint.get("meta"), Mapping):
         checkpoint["meta"] = encode_what_can_be(checkpoint["meta"], "meta")
-    for name in checkpoint:
-        if name not in ("message_hub", "meta"):
-            checkpoint[name] = encode(checkpoint[name])
-
-
-def decode_checkpoint(checkpoint: dict[str, Any]) -> None:
-    """Undo `encode_checkpoint`, in place."""
-    for name, value in checkpoint.items():
-        checkpoint[name] = decode(value)
+    checkpoint.update(
+        {name: encode(one) for name, one in checkpoint.items() if name not in ("message_hub", "meta")}
+    )
 
 
 def mmengine_globals() -> AbstractContextManager[Any]:

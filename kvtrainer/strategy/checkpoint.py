@@ -304,7 +304,7 @@ def tree_checksum(value: Any) -> str:
 def pack_tree(value: Any) -> bytes:
     """Encode a `plain_copy` as bytes; `unpack_tree` gives the value back, with lists for tuples."""
     tensors, text = _taken_apart(value)
-    own = {name: one.detach().to("cpu").contiguous().clone() for name, one in tensors.items()}
+    own = {name: one.detach().cpu().contiguous().clone() for name, one in tensors.items()}
     # A file of safetensors holds at least one tensor in every release.
     return safetensors.torch.save({**own, "": torch.zeros(1)}, {"tree": text})
 
