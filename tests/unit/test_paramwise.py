@@ -85,14 +85,6 @@ def test_parameters_with_equal_options_share_a_group() -> None:
     assert torch.optim.SGD(made.groups, **BASE).param_groups[0]["lr"] == 1.0
 
 
-def test_model_of_many_layers_needs_as_many_groups_as_there_are_settings() -> None:
-    model = nn.Sequential(*(layer for _ in range(50) for layer in (nn.Linear(1, 1), nn.LayerNorm(1))))
-    cfg = {"bias_lr_mult": 2.0, "norm_decay_mult": 0.0, "custom_keys": {".0.": {"lr_mult": 0.1}}}
-    made = apply_paramwise(model, cfg, BASE)
-    assert len(made.report.rows) == 200
-    assert len(made.groups) == 4
-
-
 def test_weight_decay_may_be_absolute_and_other_options_travel_along() -> None:
     rules = [Rule(".head", weight_decay=3.0, extra={"momentum": 0.5, "learning_rate": 2.0})]
     made = apply_paramwise(Net(), rules, BASE, {"lr": 1.0, "weight_decay": 0.0, "momentum": 0.9})
@@ -114,19 +106,6 @@ def test_options_that_no_group_can_have_do_not_disturb_rules() -> None:
         Trainer(nn.Linear(1, 1), "sgd", scheduled, None, paramwise={"bias_lr_mult": 2.0})
 
 
-def test_table_says_which_rules_decided_each_parameter() -> None:
-    rules = [Rule(".bias", name="biases", lr_mult=2), Rule(nn.LayerNorm, weight_decay=0)]
-    made = apply_paramwise(Net(), rules, BASE)
-    lines = [line.split() for line in str(made.report).splitlines()]
-    assert lines[:5] == [
-        ["parameter", "shape", "lr", "weight_decay", "rules"],
-        ["body.0.weight", "2x2", "0.5", "0.25", "-"],
-        ["body.0.bias", "2", "1", "0.25", "biases"],
-        ["body.1.weight", "2", "0.5", "0", "LayerNorm"],
-        ["body.1.bias", "2", "1", "0.25", "biases"],
-    ]
-
-
 def test_table_shows_what_groups_say_now() -> None:
     made = apply_paramwise(Net(), [Rule(".bias", name="biases", lr_mult=2)], BASE)
     optimizer = torch.optim.SGD(made.groups, **BASE)
@@ -146,25 +125,13 @@ def test_names_suffice_where_no_rule_asks_for_modules() -> None:
             apply_paramwise(named, rule, BASE)
 
 
-def test_iterator_of_named_parameters_is_enough() -> None:
-    made = apply_paramwise(Net().named_parameters(), lambda rows: [{"params": [p for _, p in rows]}], BASE)
-    assert len(made.groups[0]["param_names"]) == 8
-
-
-def test_replicas_of_a_parameter_stay_together() -> None:
-    replicas = {
-        "weight": [Parameter(torch.ones(1)) for _ in range(2)],
-        "bias": [Parameter(torch.ones(1))] * 2,
-    }
-    made = apply_paramwise(replicas, {"custom_keys": {"bias": {"lr_mult": 2.0}}}, BASE)
-    assert [group["params"][0] for group in made.groups] == [replicas["bias"], replicas["weight"]]
-
-
 def test_function_of_the_model_makes_its_own_groups_which_get_the_models_names() -> None:
     def halves(model: nn.Module) -> list[dict[str, Any]]:
         first, *rest = model.parameters()
         return [{"params": first, "lr": 2.0}, {"params": rest}]
 
+    rows = apply_paramwise(Net().named_parameters(), lambda rows: [{"params": [p for _, p in rows]}], BASE)
+    assert len(rows.groups[0]["param_names"]) == 8
     made = apply_paramwise(nn.Linear(1, 1), halves, BASE)
     assert names(made) == [["weight"], ["bias"]]
     assert options(made) == {"weight": (2.0, 0.25), "bias": (0.5, 0.25)}
@@ -263,21 +230,16 @@ ALL_KINDS = {"bias_lr_mult": 2, "bias_decay_mult": 0.5, "norm_decay_mult": 0, "d
 
 def test_multipliers_by_kind_take_norms_before_depthwise_convolutions_before_biases() -> None:
     assert_table(table(ALL_KINDS), KINDS)
+    assert_table(table(ALL_KINDS, base={"learning_rate": LR, "wd": WD}), KINDS)  # as Gluon spells them
 
 
-def test_mmengines_order_takes_biases_before_depthwise_convolutions() -> None:
-    assert_table(table({**ALL_KINDS, "precedence": "mmengine"}), {**KINDS, "backbone.2.bias": (0.02, 5e-5)})
-
-
-@pytest.mark.parametrize(
-    ("precedence", "norm_bias", "depthwise_bias"), [("mmcv", WD, WD), ("mmengine", 5e-5, 5e-5)]
-)
-def test_decay_of_biases_alone_spares_norms_and_depthwise_convolutions_in_mmcvs_order(
-    precedence: str, norm_bias: float, depthwise_bias: float
-) -> None:
-    got = table({"bias_decay_mult": 0.5, "precedence": precedence})
-    assert got["cls_head.bias"] == (LR, 5e-5)
-    assert (got["backbone.1.bias"][1], got["backbone.2.bias"][1]) == (norm_bias, depthwise_bias)
+def test_mmengines_order_takes_biases_before_depthwise_convolutions_and_norms() -> None:
+    cfg = {**ALL_KINDS, "precedence": "mmengine"}
+    assert_table(table(cfg), {**KINDS, "backbone.2.bias": (0.02, 5e-5)})
+    names = ("cls_head.bias", "backbone.1.bias", "backbone.2.bias")
+    for precedence, decays in (("mmcv", [5e-5, WD, WD]), ("mmengine", [5e-5] * 3)):
+        got = table({"bias_decay_mult": 0.5, "precedence": precedence})
+        assert [got[name][1] for name in names] == decays
 
 
 def test_flat_decay_is_that_of_one_dimensional_parameters_of_which_no_other_rule_speaks() -> None:
@@ -453,11 +415,6 @@ def test_option_that_the_optimizer_does_not_have_is_refused_by_name() -> None:
         Trainer(nn.Linear(1, 1), "sgd", paramwise=groups)
 
 
-def test_gluons_spelling_of_the_options_counts() -> None:
-    got = table({"bias_lr_mult": 2.0, "bias_decay_mult": 0.5}, base={"learning_rate": LR, "wd": WD})
-    assert got["bias"] == (0.02, 5e-5)
-
-
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
@@ -511,3 +468,9 @@ def test_paramwise_that_cannot_be_meant_is_refused(
 def test_parameters_without_names_are_refused(model: Any) -> None:
     with pytest.raises(ConfigurationError, match="by name"):
         apply_paramwise(model, {"custom_keys": {"0": {"lr_mult": 2.0}}}, BASE)
+
+
+def test_replicas_of_a_parameter_stay_together() -> None:
+    replicas = {name: [Parameter(torch.ones(1)) for _ in range(2)] for name in ("weight", "bias")}
+    made = apply_paramwise(replicas, {"custom_keys": {"bias": {"lr_mult": 2.0}}}, BASE)
+    assert [group["params"] for group in made.groups] == [[replicas["bias"]], [replicas["weight"]]]
