@@ -49,10 +49,6 @@ class Agreement:
         found = self.all_gather(mine)
         return found if self.rank == 0 else None
 
-    def barrier(self) -> None:
-        """Block until every worker has come here."""
-        self.all_gather(b"")
-
     @contextmanager
     def all_or_none(self, what: str) -> Iterator[None]:
         """Let every worker do a thing of its own, and raise on all if one could not; nothing collective is inside.
@@ -113,9 +109,6 @@ class OverServers(Agreement):
     def gather(self, mine: bytes) -> list[bytes] | None:
         found = self._exchange(_with_length(mine), MAX_PAYLOAD // self.size, self.rank == 0)
         return found if self.rank == 0 else None
-
-    def barrier(self) -> None:
-        self._client.barrier()
 
     def close(self) -> None:
         self._client.close()

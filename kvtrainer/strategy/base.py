@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from kvstore_server import check
 from kvtrainer.config import check_arguments
@@ -351,7 +351,8 @@ class BaseStrategy(ABC):
 
     def model_state_dict(self) -> dict[str, Any]:
         """Return the weights and buffers of the model, on the CPU, without the names of wrappers."""
-        return parts.take_weights(self.model)
+        state = parts.unwrapped(self.model).state_dict()
+        return {name: v.detach().cpu() if isinstance(v, Tensor) else v for name, v in state.items()}
 
     def optim_state_dict(self) -> dict[str, Any]:
         """Return the state_dict of the Trainer, or of each by name; blocks while state is fetched.

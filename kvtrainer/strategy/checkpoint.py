@@ -20,6 +20,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from kvstore_server import check
 from kvtrainer.errors import (
     CheckpointKeyError,
     ConfigurationError,
@@ -148,29 +149,33 @@ def write_checkpoint(checkpoint: Mapping[str, Any], filename: str) -> None:
         StateFileError: it cannot be written; what was there before is unchanged.
     """
     path = os.path.realpath(path_to_write(filename))
-    meta = checkpoint.get(META, {})
-    if not isinstance(meta, Mapping):
-        raise ConfigurationError(f"the 'meta' of a checkpoint must be a dict, got {meta!r:.80}")
+    meta = check.mapping("the 'meta' of a checkpoint", checkpoint.get(META, {}))
     content = {**checkpoint, META: {**meta, _FORMAT: _WITH_CHECKSUM}}
     content[META][_CHECKSUM] = tree_checksum(content)
-    try:
+    with _naming(f"save a checkpoint to {filename!r}, and what was there before is unchanged", filename):
         os.makedirs(os.path.dirname(path), exist_ok=True)
         with replacing(path) as temporary:
             torch.save(content, temporary)
-    except (OSError, RuntimeError) as error:
-        text = f"cannot save a checkpoint to {filename!r}: {error}. What was there before is unchanged"
-        raise file_error(StateFileError, text, error, filename) from error
+
+
+@contextmanager
+def _naming(what: str, filename: str) -> Iterator[None]:
+    """Let something be done with a file; raise StateFileError, which says what could not be done."""
+    try:
+        yield
+    except (OSError, RuntimeError, ValueError) as error:
+        raise file_error(StateFileError, f"cannot {what}: {error}", error, filename) from error
 
 
 def note_last(work_dir: str, filename: str) -> None:
     """Say in the work directory that this checkpoint is the latest. Raises StateFileError."""
-    path = os.path.join(os.path.realpath(work_dir), LAST)
-    try:
-        with replacing(path) as temporary, open(temporary, "w", encoding="utf-8") as file:
-            file.write(os.path.abspath(path_to_write(filename)))
-    except OSError as error:
-        text = f"cannot note the latest checkpoint in {path!r}: {error}"
-        raise file_error(StateFileError, text, error, path) from error
+    path, noted = os.path.join(os.path.realpath(work_dir), LAST), os.path.abspath(path_to_write(filename))
+    with (
+        _naming(f"note the latest checkpoint in {path!r}", path),
+        replacing(path) as temporary,
+        open(temporary, "w", encoding="utf-8") as file,
+    ):
+        file.write(noted)
 
 
 def find_last(work_dir: str) -> str | None:
@@ -179,14 +184,13 @@ def find_last(work_dir: str) -> str | None:
     Raises StateFileError if what says it cannot be read.
     """
     path = os.path.join(work_dir, LAST)
-    try:
-        with open(path, encoding="utf-8") as file:
-            noted = file.read().strip()
-    except FileNotFoundError:
+    if not os.path.exists(path):
         return None
-    except (OSError, ValueError) as error:
-        text = f"cannot read in {path!r} which checkpoint is the latest: {error}"
-        raise file_error(StateFileError, text, error, path) from error
+    with (
+        _naming(f"read in {path!r} which checkpoint is the latest", path),
+        open(path, encoding="utf-8") as file,
+    ):
+        noted = file.read().strip()
     if not noted or os.path.exists(noted):
         return noted or None
     parts = noted.split(os.sep)
@@ -216,10 +220,8 @@ def _local_path(filename: str) -> str:
     if scheme in ("", "file"):
         return path
     if scheme != "https":
-        why = (
-            "would come over an unprotected connection"
-            if scheme == "http"
-            else "is of no kind that is supported"
+        why = {"http": "would come over an unprotected connection"}.get(
+            scheme, "is of no kind that is supported"
         )
         raise ConfigurationError(
             f"{filename!r} {why}; give a path or an https:// address, for example of the file that the model zoo offers"
@@ -229,11 +231,9 @@ def _local_path(filename: str) -> str:
     mark = hashlib.sha256(filename.encode()).hexdigest()[:16]
     path = os.path.join(torch.hub.get_dir(), "checkpoints", f"{mark}-{base}")
     if not os.path.exists(path):
-        try:
+        with _naming(f"download {filename!r}", filename):
             os.makedirs(os.path.dirname(path), exist_ok=True)
             torch.hub.download_url_to_file(filename, path, progress=False)
-        except (OSError, RuntimeError) as error:
-            raise StateFileError(f"cannot download {filename!r}: {error}") from error
     return path
 
 

@@ -77,12 +77,6 @@ def _wrappers(model: nn.Module) -> Iterator[nn.Module]:
         inner = next((part for name, part in parts.items() if name in _INSIDE), None)
 
 
-def take_weights(model: nn.Module) -> dict[str, Any]:
-    """Return the weights and buffers of a model, by name, on the CPU."""
-    state = unwrapped(model).state_dict()
-    return {name: v.detach().cpu() if isinstance(v, Tensor) else v for name, v in state.items()}
-
-
 def load_weights(
     model: nn.Module,
     state_dict: Mapping[str, Any],

@@ -12,7 +12,7 @@ from torch import nn
 from kvtrainer import Trainer, TrainerDict, lr_scheduler
 from kvtrainer.errors import ConfigurationError, StateMismatchError
 from kvtrainer.registry import OPTIM_WRAPPERS, OPTIMIZER_CONSTRUCTORS
-from kvtrainer.strategy.parts import load_weights, scale_learning_rates, take_weights, unwrapped
+from kvtrainer.strategy.parts import load_weights, scale_learning_rates, unwrapped
 from tests.support.strategies import SGD, Make, Net
 
 
@@ -28,9 +28,10 @@ class Numbered(nn.Module):
         self.module1 = nn.Linear(1, 1)
 
 
-def test_weights_are_on_the_cpu_under_the_names_of_the_model_itself() -> None:
-    net = Net()
-    taken = take_weights(Wrapper(net))
+def test_weights_are_on_the_cpu_under_the_names_of_the_model_itself(make: Make) -> None:
+    net, strategy = Net(), make()
+    strategy.prepare(Wrapper(net))
+    taken = strategy.model_state_dict()
     assert list(taken) == list(net.state_dict())
     assert all(value.device.type == "cpu" and not value.requires_grad for value in taken.values())
     assert unwrapped(torch.compile(Wrapper(net), backend="eager")) is net  # type: ignore[arg-type]
