@@ -1,4 +1,4 @@
-"""Weights of every dtype move as float64 says, with every optimizer of Gluon, in process and on servers.
+"""Weights of every dtype move as float64 says, in process and on servers, of whatever kind the optimizer is.
 
 Half precision with a float32 master ends at the rounded weights of float64; without one it follows a float64 run
 whose weights are rounded after every step.
@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 import kvtrainer
-from kvstore_server.optimizer import gluon, layerwise
 from kvstore_server.plan import TensorSpec, make_plan
 from kvtrainer.kvstore import KVStoreBase
 from kvtrainer.kvstore.verbs import TableKVStore
@@ -24,10 +23,10 @@ from tests.support.dtype_runs import (
     HALF,
     LABELS,
     OPTIMIZERS,
+    RATES,
     ROWS,
     decay_of,
     gradient,
-    rates,
     reference,
     rounded,
     sgld_moments,
@@ -77,7 +76,7 @@ def play(
     with kvtrainer.Trainer(
         parameters, case.name, options, kvstore=kvstore, update_on_kvstore=in_store
     ) as trainer:
-        for step, lr in enumerate(rates(case.name)):
+        for step, lr in enumerate(RATES):
             trainer.set_learning_rate(lr)
             grads = {key: gradient(key, tuple(p.shape), step, rank) for key, p in parameters.items()}
             set_gradients(parameters, grads)
@@ -218,11 +217,6 @@ def test_a_thousand_tiny_pushes_to_a_local_store_give_mxnets_numbers() -> None:
         out = torch.empty(2, dtype=torch.float16)
         kv.pull("w", out=out)
         assert out.tolist() == pytest.approx([expected, expected], abs=5e-4 * has_master)
-
-
-def test_every_optimizer_of_gluon_is_played() -> None:
-    ours = {cls.name for cls in (*gluon.FAMILY, *layerwise.FAMILY)}
-    assert {case.name for case in OPTIMIZERS.values()} == ours
 
 
 def test_the_big_parameter_of_every_dtype_lies_on_both_servers() -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -23,52 +22,6 @@ def codes(told: Sequence[m.ReplyBody]) -> list[str]:
 
 def kinds(told: Sequence[m.ReplyBody]) -> list[type]:
     return [type(body) for body in told]
-
-
-def interleavings(counts: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Every order in which processes can take so many steps."""
-    if not any(counts):
-        yield ()
-    for process, left in enumerate(counts):
-        if left:
-            rest = (*counts[:process], left - 1, *counts[process + 1 :])
-            for tail in interleavings(rest):
-                yield (process, *tail)
-
-
-def test_the_sum_is_exact_in_every_interleaving_of_pushes_and_commits() -> None:
-    seen = 0
-    for order in interleavings((6, 6)):
-        job = Job(2, Mode("async"))
-        taken = [0, 0]
-        for rank in order:
-            round_, is_commit = 1 + taken[rank] // 2, taken[rank] % 2
-            taken[rank] += 1
-            if is_commit:
-                assert kinds(job.commit(rank, round_, pushed=True)) == [m.Done]
-            else:
-                job.push(rank, round_, 10.0**rank * round_)
-        assert job.total == [66.0]
-        seen += 1
-    assert seen == 924
-
-
-def test_the_sum_is_exact_over_thousands_of_contributions_of_eight_ranks_that_repeat_themselves() -> None:
-    rng = random.Random(5)
-    jobs = [Job(8, Mode("async")) for _ in range(2)]  # a server each
-    left = [rank for rank in range(8) for _ in range(200)]
-    rng.shuffle(left)
-    rounds = [0] * 8
-    for rank in left:
-        rounds[rank] += 1
-        for job in jobs:
-            value = float(rank + rounds[rank] % 7)
-            for _ in range(rng.choice((1, 1, 1, 2))):
-                job.push(rank, rounds[rank], value)
-            for _ in range(rng.choice((1, 1, 2))):
-                assert kinds(job.commit(rank, rounds[rank], pushed=True)) == [m.Done]
-    want = float(sum(rank + round_ % 7 for rank in range(8) for round_ in range(1, 201)))
-    assert [job.total for job in jobs] == [[want], [want]]
 
 
 def test_a_contribution_that_is_repeated_counts_once_and_a_gap_is_refused() -> None:

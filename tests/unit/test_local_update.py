@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvstore_server.optimizer import Optimizer, create
+from kvstore_server.optimizer import create
 from kvstore_server.plan import Plan, TensorSpec, make_plan
 from kvstore_server.shard import Shard
-from kvtrainer.errors import ConfigurationError, OptimizerError
+from kvtrainer.errors import ConfigurationError
 from kvtrainer.optimizer_states import ShardUpdate
 from kvtrainer.states.holder import export_state, export_states
 
@@ -70,52 +70,6 @@ def test_bits_are_those_of_a_servers_table(name: str, dtype: str) -> None:
         assert torch.equal(weights[dtype][p.offset : p.offset + p.used], there.visible(unit, p.index))
 
 
-class FailsAtLast(Optimizer):
-    """Changes what it is given and raises at the slice that holds the end of key c."""
-
-    def create_state(self, weight: Tensor) -> dict[str, Any]:
-        return {"seen": torch.zeros_like(weight)}
-
-    def update(self, weight: Tensor, grad: Tensor, state: dict[str, Any], hyper: Any) -> None:
-        state["seen"] += grad
-        weight -= grad
-        if hyper["step"] == 2 and (grad == 7).any():
-            raise ArithmeticError("seven")
-
-
-def test_error_of_a_users_optimizer_takes_the_whole_step_back() -> None:
-    plan, optimizer = plan_of(), FailsAtLast()
-    weights, grads = arenas(plan, 1), arenas(plan, 2)
-    update = ShardUpdate(plan, optimizer, weights)
-    update.apply(grads, 1.0, [True] * 3, [optimizer.hyper] * 3)
-    before = weights["float32"].clone()
-    seen = [update.get_state(piece) for piece in plan.slices]
-    grads = {"float32": torch.ones_like(grads["float32"])}
-    last = plan.slices[-1]
-    grads["float32"][last.offset + last.length - 1] = 7
-    with pytest.raises(OptimizerError, match=r"'failsatlast'.*ArithmeticError"):
-        update.apply(grads, 1.0, [True] * 3, [optimizer.hyper] * 3)
-    assert weights["float32"].equal(before)
-    for piece, former in zip(plan.slices, seen, strict=True):
-        state = update.get_state(piece)
-        assert state.steps.tolist() == former.steps.tolist()
-        assert state.tensors["seen"].equal(former.tensors["seen"])
-
-
-def test_state_can_be_taken_out_and_put_back() -> None:
-    plan, optimizer = plan_of(), create("sgd", learning_rate=1.0, momentum=0.5)
-    weights, grads = arenas(plan, 1), arenas(plan, 2)
-    update = ShardUpdate(plan, optimizer, weights)
-    update.apply(grads, 1.0, [True] * 3, [optimizer.hyper] * 3)
-    copies = {"float32": weights["float32"].clone()}
-    fresh = ShardUpdate(plan, optimizer, copies)
-    for piece in plan.slices:
-        fresh.put_state(piece, update.get_state(piece))
-    for one in (update, fresh):
-        one.apply(arenas(plan, 3), 1.0, [True] * 3, [optimizer.hyper] * 3)
-    assert torch.equal(weights["float32"], copies["float32"])
-
-
 def run_whole(
     name: str, scale: float, present: list[bool], **options: Any
 ) -> tuple[ShardUpdate, list[Tensor], Plan]:
@@ -161,27 +115,6 @@ def test_key_that_the_optimizer_cannot_update_is_found_before_any_other_is_updat
     assert weights["float32"].equal(arenas(plan, 1)["float32"])
     update.apply(arenas(plan, 2), 1.0, [True, False, True], [optimizer.hyper] * 3)
     assert not weights["float32"].equal(arenas(plan, 1)["float32"])
-
-
-def test_error_of_a_users_optimizer_of_whole_keys_takes_the_whole_step_back() -> None:
-    class FailsAtC(Optimizer):
-        elementwise = False
-
-        def update(self, weight: Tensor, grad: Tensor, state: dict[str, Any], hyper: Any) -> None:
-            if hyper["key"] == "c" and hyper["step"] == 2:
-                raise ArithmeticError("no")
-            state["seen"] = grad.sum()
-            weight -= grad
-
-    plan, optimizer = plan_of(), FailsAtC()
-    weights = arenas(plan, 1)
-    update = ShardUpdate(plan, optimizer, weights)
-    update.apply(arenas(plan, 2), 1.0, [True] * 3, [optimizer.hyper] * 3)
-    before, seen = weights["float32"].clone(), export_state(plan, update, 0)
-    with pytest.raises(OptimizerError, match="ArithmeticError"):
-        update.apply(arenas(plan, 3), 1.0, [True] * 3, [optimizer.hyper] * 3)
-    assert weights["float32"].equal(before)
-    assert export_state(plan, update, 0) == seen
 
 
 def test_noise_depends_on_the_name_of_the_key_and_not_on_its_place() -> None:
