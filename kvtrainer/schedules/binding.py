@@ -16,7 +16,7 @@ from torch import Tensor
 from kvtrainer.errors import ArgumentTypeError, ConfigurationError, UnknownNameError
 from kvtrainer.schedules.config import read_schedule
 from kvtrainer.schedules.param_schedule import BoundSchedule, ParamSchedule, ScheduleSpec
-from kvtrainer.schedules.torch_schedule import PlateauSchedule, TorchSchedule, is_scheduler
+from kvtrainer.schedules.torch_schedule import PlateauSchedule, TorchSchedule, bound_by, is_scheduler
 
 
 def bind_schedules(
@@ -126,7 +126,7 @@ def _bound(
 ) -> BoundSchedule:
     """Bind what is no dict with a 'scheduler'; `by` is for what does not say itself by what it goes."""
     if isinstance(one, Mapping):
-        one, by = read_schedule(one, run)
+        one = read_schedule(one, run)
     if callable(one) and not is_scheduler(one):
         one = one(optimizer)
     if isinstance(one, ScheduleSpec):
@@ -142,9 +142,8 @@ def _bound(
             f"this {type(inner).__name__} is bound to another optimizer, a {type(one.optimizer).__name__}; give a "
             "function that makes it, or bind it to this one"
         )
-    if isinstance(one, BoundSchedule):
-        return one
-    return TorchSchedule(one, "epoch" if getattr(one, "by_epoch", False) is True else by)
+    bound: BoundSchedule = bound_by(one, by)
+    return bound
 
 
 def _fit_together(schedules: Sequence[BoundSchedule]) -> None:

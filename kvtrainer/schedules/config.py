@@ -20,7 +20,7 @@ from kvtrainer.errors import ConfigurationError, GroupValueError, UnregisteredNa
 from kvtrainer.registry import SCHEDULES
 from kvtrainer.schedules.formulas import MMENGINE, OF_MMENGINE
 from kvtrainer.schedules.param_schedule import ParamSchedule, ScheduleSpec
-from kvtrainer.schedules.torch_schedule import PlateauSchedule
+from kvtrainer.schedules.torch_schedule import PlateauSchedule, bound_by
 
 _RUN = ("max_epochs", "max_iters", "epoch_length")
 _WARMUP = ("warmup", "warmup_iters", "warmup_ratio", "warmup_by_epoch")
@@ -47,17 +47,12 @@ Maker = Callable[[torch.optim.Optimizer], Any]
 """Makes a schedule, or its spec, of an optimizer."""
 
 
-def read_schedule(
-    cfg: Mapping[str, Any], default_args: Mapping[str, Any]
-) -> tuple[ScheduleSpec | Maker, str]:
-    """Read a dict with 'policy' or 'type'.
+def read_schedule(cfg: Mapping[str, Any], default_args: Mapping[str, Any]) -> ScheduleSpec | Maker:
+    """Read a dict with 'policy' or 'type': a schedule, or what makes one of an optimizer.
 
     Args:
         cfg: A `run` in it has the configuration's own max_epochs and so on.
         default_args: max_epochs, max_iters, epoch_length, where known.
-
-    Returns:
-        A schedule, or what makes one of an optimizer; and whether one of torch's goes by 'epoch' or 'step'.
 
     Raises:
         UnregisteredNameError: there is no such policy or type.
@@ -66,7 +61,7 @@ def read_schedule(
     run = {key: default_args.get(key) for key in _RUN} | dict(cfg.get("run", {}))
     cfg = {key: value for key, value in cfg.items() if key != "run"}
     if "policy" in cfg:
-        return _from_policy(cfg, run), "step"
+        return _from_policy(cfg, run)
     if "type" in cfg:
         return _from_type(cfg, run)
     raise ConfigurationError(f"a schedule as a dict has 'policy' or 'type', got {cfg!r:.120}")
@@ -181,7 +176,7 @@ def _goes_by_epoch(cfg: dict[str, Any], default: bool) -> bool:
     return bool(by_epoch)
 
 
-def _from_type(cfg: Mapping[str, Any], run: Mapping[str, Any]) -> tuple[ScheduleSpec | Maker, str]:
+def _from_type(cfg: Mapping[str, Any], run: Mapping[str, Any]) -> ScheduleSpec | Maker:
     """Read mmengine's form: `type`, options, begin, end, by_epoch (True), convert_to_iter_based, last_step.
 
     A class or function as `type`, or what is registered in `SCHEDULES` under that name, is called with the optimizer
@@ -190,7 +185,7 @@ def _from_type(cfg: Mapping[str, Any], run: Mapping[str, Any]) -> tuple[Schedule
     by_epoch = bool(cfg.get("by_epoch", True))
     if (made := _foreign(cfg["type"])) is not None:
         given = {key: value for key, value in cfg.items() if key not in ("type", "by_epoch")}
-        return _calling(made, given), "epoch" if by_epoch else "step"
+        return _calling(made, given, "epoch" if by_epoch else "step")
     kind, name = _TYPES[cfg["type"]]
     name = name or cfg.get("param_name")
     if not isinstance(name, str):
@@ -199,7 +194,7 @@ def _from_type(cfg: Mapping[str, Any], run: Mapping[str, Any]) -> tuple[Schedule
     options = {key: value for key, value in cfg.items() if key not in _WHEN}
     begin, end = _window(cfg, run, is_optional=kind == _PLATEAU)
     if kind == _PLATEAU:
-        return _plateau(cfg, name, begin, end, options), "epoch"
+        return _plateau(cfg, name, begin, end, options)
     if cfg.get("convert_to_iter_based"):
         begin, end = _converted(cfg, run, options, begin, end)
         by_epoch = False
@@ -209,14 +204,14 @@ def _from_type(cfg: Mapping[str, Any], run: Mapping[str, Any]) -> tuple[Schedule
     spec = ScheduleSpec(
         name,
         f"{MMENGINE}{kind}",
-        by := "epoch" if by_epoch else "step",
+        "epoch" if by_epoch else "step",
         begin,
         end,
         groups=cfg.get("groups"),
         passed=0 if last_step == -1 else begin + last_step + 1,
         options=_completed(kind, name, options, span),
     )
-    return (spec if last_step == -1 else _resumed(spec)), by
+    return spec if last_step == -1 else _resumed(spec)
 
 
 def _window(cfg: Mapping[str, Any], run: Mapping[str, Any], is_optional: bool) -> tuple[Any, Any]:
@@ -287,10 +282,10 @@ def _foreign(given: object) -> Callable[..., Any] | None:
     return found
 
 
-def _calling(made: Callable[..., Any], options: dict[str, Any]) -> Maker:
+def _calling(made: Callable[..., Any], options: dict[str, Any], by: str) -> Maker:
     def make(optimizer: torch.optim.Optimizer) -> Any:
         try:
-            return made(optimizer, **options)
+            return bound_by(made(optimizer, **options), by)
         except (TypeError, ValueError) as error:
             name = getattr(made, "__name__", repr(made))
             raise ConfigurationError(f"the schedule {name} cannot be made: {error}") from error

@@ -36,6 +36,8 @@ class Point(NamedTuple):
     """How many there are in all, None where that is open."""
     initial: float
     """What the group started from before all schedules."""
+    group: int
+    """The index of the group."""
 
     @property
     def total(self) -> int:
@@ -194,7 +196,7 @@ def cyclic(
 def one_cycle(
     point: Point,
     *,
-    maximum: float,
+    maximum: float | Sequence[float],
     total_steps: int | None = None,
     pct_start: float = 0.3,
     anneal_strategy: str = "cos",
@@ -202,13 +204,14 @@ def one_cycle(
     final_div_factor: float = 1e4,
     three_phase: bool = False,
 ) -> float:
-    """Follow the 1cycle learning rate, in which `base` does not count.
+    """Follow the 1cycle learning rate, in which `base` does not count; `maximum` may have a number for each group.
 
     It goes from `maximum / div_factor` up to `maximum`, then down to where it began, divided by `final_div_factor`;
     with three phases it comes back to where it began in between.
     """
-    first = maximum / div_factor
-    stops = [first, maximum, *([first] if three_phase else []), first / final_div_factor]
+    peak = maximum[min(point.group, len(maximum) - 1)] if isinstance(maximum, Sequence) else maximum
+    first = peak / div_factor
+    stops = [first, peak, *([first] if three_phase else []), first / final_div_factor]
     return _in_phases(point.at, total_steps or point.total, pct_start, stops, anneal_strategy)
 
 
@@ -295,9 +298,11 @@ class Formula:
     options: Mapping[str, Any] = field(default_factory=dict)
     restarts: bool = False
 
-    def __call__(self, base: float, at: int, span: int | None, initial: float | None = None) -> float:
+    def __call__(
+        self, base: float, at: int, span: int | None, initial: float | None = None, group: int = 0
+    ) -> float:
         """Return the value; `initial` is `base` where no other schedule comes before."""
-        point = Point(base, at, span, base if initial is None else initial)
+        point = Point(base, at, span, base if initial is None else initial, group)
         return float(self.function(point, **self.options))
 
 
@@ -477,6 +482,11 @@ def _list_of(label: str, value: object, checked: Callable[[str, Any], object], l
         checked(f"each of {label}", one)
 
 
+def _check_maximum(label: str, value: object) -> None:
+    for one in value if isinstance(value, tuple) else (value,):
+        check.number(label, one)
+
+
 def _check_every(label: str, value: object) -> None:
     moments = value if isinstance(value, tuple) else (value,)
     is_fit = bool(moments) and all(check.is_integer(moment, 1) for moment in moments)
@@ -491,6 +501,7 @@ _numbers = partial(_list_of, checked=check.number)
 _moments = partial(_list_of, checked=partial(check.integer, least=0))
 _CHECKS: Mapping[str, Callable[[str, Any], object]] = {
     "every": _check_every,
+    "maximum": _check_maximum,
     "periods": partial(_list_of, checked=_count),
     "steps": _moments,
     "milestones": partial(_moments, least=0),

@@ -221,8 +221,11 @@ class ScheduleSpec:
             check.integer("epoch_length of a schedule", self.epoch_length, 1)
         if self.warmup is not None:
             self._check_warmup()
-        if self._peaks is None:
-            make_policy(self.policy, self.options, self.name, self.span)
+        self.formula()
+
+    def formula(self) -> Formula:
+        """Return the policy with its options."""
+        return make_policy(self.policy, self.options, self.name, self.span)
 
     @property
     def span(self) -> int | None:
@@ -245,29 +248,6 @@ class ScheduleSpec:
         per_unit = self.epoch_length if self.epoch_length is not None and self.warmup_by_epoch else 1
         return self.warmup_iters * per_unit if self.warmup is not None else 0
 
-    def formulas(self, num_groups: int) -> list[Formula]:
-        """Return the formula of each group; a list as OneCycle's maximum has one for each.
-
-        Raises:
-            ConfigurationError: there are not as many maxima as groups.
-        """
-        if self._peaks is None:
-            return [make_policy(self.policy, self.options, self.name, self.span)] * num_groups
-        if len(self._peaks) != num_groups:
-            raise ConfigurationError(
-                f"max_lr has {len(self._peaks)} values, but there are {num_groups} parameter groups; give one for "
-                "each, or a number"
-            )
-        rest = {key: value for key, value in self.options.items() if key not in _PEAKS}
-        return [
-            make_policy(self.policy, {**rest, "maximum": peak}, self.name, self.span) for peak in self._peaks
-        ]
-
-    @property
-    def _peaks(self) -> Sequence[float] | None:
-        peaks = next((self.options[name] for name in _PEAKS if name in self.options), None)
-        return peaks if isinstance(peaks, list | tuple) else None
-
     def _check_warmup(self) -> None:
         check.one_of("warmup", self.warmup, (None, "constant", "linear", "exp"))
         check.integer("warmup_iters of a schedule", self.warmup_iters, 1)
@@ -281,8 +261,6 @@ class ScheduleSpec:
             )
 
 
-_PEAKS = ("max_lr", "eta_max", "maximum")
-"""Names of OneCycle's maximum, which may be a list."""
 _ARGUMENTS = frozenset(ScheduleSpec.__dataclass_fields__) - {"name", "policy", "options"}
 
 
@@ -338,7 +316,13 @@ class ParamSchedule:
         self.target: GroupValue = GroupValue(optimizer, spec.name) if after is None else after.target
         """What it writes to; schedules that build on one another have the same."""
         self._indices = self.target.indices(spec.groups)
-        self._formulas = spec.formulas(len(optimizer.param_groups))
+        self._formula = spec.formula()
+        peaks, num_groups = self._formula.options.get("maximum"), len(self.target)
+        if isinstance(peaks, tuple) and len(peaks) != num_groups:
+            raise ConfigurationError(
+                f"max_lr has {len(peaks)} values, but there are {num_groups} parameter groups; give one for each, or a "
+                "number"
+            )
         self._chain: list[ParamSchedule] = [] if after is None else after._chain
         self._count, self._warm_count = spec.passed, 0
         self._lift = MomentumWarmup()
@@ -464,9 +448,8 @@ class ParamSchedule:
         if not self._has(index) or at < spec.begin:
             return start
         passed = at - spec.begin if spec.end is None else min(at, spec.end - 1) - spec.begin
-        formula = self._formulas[min(index, len(self._formulas) - 1)]
-        start = self._restarted(index) if formula.restarts else start
-        value = formula(start, passed, spec.span, self.target.bases[index])
+        start = self._restarted(index) if self._formula.restarts else start
+        value = self._formula(start, passed, spec.span, self.target.bases[index], index)
         if not spec.warmup_length:
             return value
         is_apart = self.warmup_clock is not None

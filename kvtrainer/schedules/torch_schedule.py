@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from kvtrainer.errors import ConfigurationError, StateMismatchError
-from kvtrainer.schedules.param_schedule import GroupValue, refuse_second_scheduler
+from kvtrainer.schedules.param_schedule import BoundSchedule, GroupValue, refuse_second_scheduler
 
 _KINDS = {"tuple": tuple, "dict": dict, "counter": Counter}
 
@@ -173,6 +173,16 @@ class PlateauSchedule:
         self._count = int(state_dict["count"])
         self._value.scales = state_dict["scales"]
         self._scheduler.load_state_dict({key: state_dict[key] for key in _PROGRESS})
+
+
+def bound_by(one: Any, by: str) -> Any:
+    """Return a scheduler of torch's kind as a TorchSchedule that goes by that, if it does not say so itself.
+
+    What is a BoundSchedule, or no scheduler at all, is returned as it is.
+    """
+    if isinstance(one, BoundSchedule) or not is_scheduler(one):
+        return one
+    return TorchSchedule(one, "epoch" if getattr(one, "by_epoch", False) is True else by)
 
 
 def is_scheduler(one: object) -> bool:
