@@ -142,6 +142,8 @@ class Schedule(ABC):
         """How often what happened, so that a test can tell that the schedules reach everything."""
         self.gives_up = self.rng.choice((0.0, 0.005, 0.02))
         """How often in a step a process fails a round."""
+        self.loses = self.rng.choice((0.02, 0.05, 0.15))
+        """How often a message is lost."""
         self.scales: tuple[float | None, ...] = (None,) * NUM_WORKERS
         self.options = self._options()
         tokens = partial(random.Random(seed).getrandbits, 64)
@@ -171,7 +173,7 @@ class Schedule(ABC):
             self._deliver_request(rng.random())
         elif dice < 0.52:
             self._deliver_reply(rng.random())
-        elif dice < 0.90:
+        elif dice < 0.87:
             process, lane = self._some_lane()
             process.act(lane, rng, goal=NEVER)
         elif dice < 0.93:
@@ -207,7 +209,7 @@ class Schedule(ABC):
         process, server = self.rng.choice(full)
         request = self.to_server[process, server].popleft()
         is_safe = isinstance(request.body, m.Register | m.SetOptimizer)
-        if fate < 0.05 and not is_safe:
+        if fate < self.loses and not is_safe:
             return
         self._to_engine(process, server, request)
         if fate > 0.85 and not is_safe:
@@ -233,7 +235,7 @@ class Schedule(ABC):
         replies = [queue.popleft()]
         while isinstance(replies[-1].body, m.Vetoed | m.InForce):
             replies.append(queue.popleft())  # one message after the other on one connection: all or none
-        if fate < 0.05 and not isinstance(replies[0].body, m.Registered):
+        if fate < self.loses and not isinstance(replies[0].body, m.Registered):
             return
         for reply in replies:
             self.processes[process].take(server, reply)
@@ -266,13 +268,16 @@ class Schedule(ABC):
         """End a process; what it has sent still arrives. Its successor starts at once, or later."""
         if len(self.processes) > NUM_WORKERS + 1 or not process.is_ready:
             return
-        if self.rng.random() < 0.3 and len(self._alive()) > 1:  # with the last one the job would be over
+        at_once = 0.7
+        if self.rng.random() < 0.5 and len(self._alive()) > 1:  # with the last one the job would be over
             # In a synchronous round everybody is needed, so there nobody is done before the others.
-            process.leave(is_clean=not self.options.mode.is_sync and self.rng.random() < 0.5)
+            is_done = not self.options.mode.is_sync and self.rng.random() < 0.5
+            process.leave(is_done)
+            at_once = 0.2 if is_done else 0.7
         process.is_alive = False
         for server in range(NUM_SERVERS):
             self.to_process[server, process.process].clear()
-        if self.rng.random() < 0.7 or not self._alive():
+        if self.rng.random() < at_once or not self._alive():
             self._start_process(process.rank)
 
     def _revive(self) -> None:
@@ -342,12 +347,12 @@ class SyncSchedule(Schedule):
         self.goal = 1 if rng.random() < 0.85 else 0
         return SimOptions(
             packed(self.optimizer.name),
-            codec=rng.choice((b"", b"", TWO_BIT, HALF)),
+            codec=rng.choice((b"", TWO_BIT, HALF)),
             assigns=rng.choice((0, 0, 1, 2)),
             hypers=rng.choice(((), HYPERS)),
             hyper_changes=rng.choice((1, 2, 3, NEVER)),
             joins=rng.choice(((), (), (), (2, 1, 3), (0, 1, 1))),
-            by_rows=rng.random() < 0.6,
+            by_rows=rng.random() < (0.9 if self.optimizer is Lazy else 0.5),
             hold=rng.choice((0.0, 0.0, *NORM_TYPES)),
             differs=rng.choice((0.0, 0.0, 0.15)),
         )
@@ -374,7 +379,7 @@ class SyncSchedule(Schedule):
         begun = [lane.round + lane.is_open for p in self._alive() for lane in p.lanes]
         ended = [model.next_round(0) for referee in self.servers for model in referee.models]
         # What the disorder left behind in states and residuals shows in one more round.
-        self._drain(max(begun + ended) + 1)
+        self._drain(max(*begun, *ended, self.options.assigns + 1) + 1)
         for table in TABLES:
             self._check_end(table)
 

@@ -148,11 +148,11 @@ class SimOptions:
         if not self.by_rows or not round_ or place not in layout().takes_rows:
             return None
         mixed = (_mixed(process, place, round_, generation) * 2654435761 % (1 << 32)) >> 8
-        if not mixed % 8:
+        if not mixed % 16:
             return None
         if _mixed(process, (0, 0), round_, 0) % 3 == 0:
             return ()  # the whole key has none, on any server
-        return tuple(row for row in range(ROWS) if mixed // 8 & (1 << row))
+        return tuple(row for row in range(ROWS) if mixed // 16 & (1 << row))
 
 
 def _mixed(process: int, place: Place, round_: int, generation: int) -> int:
