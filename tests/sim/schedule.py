@@ -408,7 +408,7 @@ class AsyncSchedule(Schedule):
         rng = self.rng
         self.scales = rng.choice([(None, None, None), (1.0, 2.0, 3.0)])
         self.optimizer = (Adding, CautiousAdding)[self.seed % 2]
-        self.pulls = rng.choice((0.1, 0.3, 0.3))
+        self.pulls = rng.choice((0.2, 0.4, 0.4))
         return SimOptions(
             packed(self.optimizer.name),
             mode=rng.choice((Mode("async"), Mode("ssp", 0), Mode("ssp", 1), Mode("ssp", 1), Mode("ssp", 3))),
