@@ -142,6 +142,10 @@ class Leases:
         self._trackers: dict[int, list[Tracker]] = {}
         self._held: dict[int, int] = {}
 
+    def __len__(self) -> int:
+        """How many buffers may still be read from."""
+        return len(self._trackers) + len(self._held)
+
     def hold(self, buffer: Tensor) -> None:
         """Note that a message with this buffer waits in a queue of ours; may be called several times."""
         self._held[buffer.data_ptr()] = self._held.get(buffer.data_ptr(), 0) + 1

@@ -38,7 +38,7 @@ from kvstore_server.reduction import (
 )
 from kvstore_server.rows import Rows
 from kvstore_server.storage import Block, Home, Hypers, Leases, Storage, Undo, Unit
-from kvstore_server.sums import Present, Span, Sums
+from kvstore_server.sums import Chunk, Present, Sums
 
 __all__ = ["HeldSum", "Leases", "Partial", "Shard", "Unit", "Updater"]
 
@@ -186,22 +186,21 @@ class Shard:
             put_rows(weight.view(-1, rows.values.shape[1]), rows.ids, rows.values.to(weight.dtype))
             put_back()
             self._note_rows(key, rows.ids)
-        for spans in self._sums.chunks(contributions, self._sums.to_densify(contributions, by_rows), False):
-            block, part = self._sums.place_of(spans)
-            weight, put_back = self.storage.lent(spans[0].first, spans[-1].end)
-            present = self._sums.present(spans, by_rows)
+        for chunk in self._sums.chunks(contributions, by_rows, False):
+            block, part, present = chunk.block, chunk.place, chunk.present
+            weight, put_back = self.storage.lent(chunk.spans[0].first, chunk.spans[-1].end)
             is_direct = present is None and weight.dtype == compute_dtype(block.dtype)
-            total = self._sums.total(spans, weight if is_direct else None)
+            total = self._sums.total(chunk, weight if is_direct else None)
             if present is None and not is_direct:
                 weight.copy_(total)
             elif present is not None:
-                first = self.storage.slots[spans[0].first].first
                 for at in np.flatnonzero(present).tolist():
-                    start, numel = block.states.segments[first + at]
+                    start, numel = block.states.segments[chunk.segments[at]]
                     own = slice(start - part.start, start - part.start + numel)
                     weight[own].copy_(total[own])
             put_back()
-            self._note_dense(spans, present)
+            if self._notes_changes:
+                self._note_dense(chunk)
 
     def update(
         self,
@@ -255,34 +254,31 @@ class Shard:
         for unit, own in hypers:
             if unit.hypers is not own:
                 self._set_hypers(unit, own)
-        by_rows = self._updated_by_rows(contributions, optimizer)
+        has_rows = any(given.rows for given in contributions)
+        by_rows = self._updated_by_rows(contributions, optimizer) if has_rows else ()
         for key in by_rows:
             rows = self._sums.sum_of_rows(key, contributions)
             apply_decision(rows.values, decision)
             self._update_rows(optimizer, key, rows)
         whole = not optimizer.elementwise
-        for spans in self._sums.chunks(contributions, self._sums.to_densify(contributions, by_rows), whole):
-            present = self._sums.present(spans, by_rows)
-            if present is not None and not present.any():
+        for chunk in self._sums.chunks(contributions, by_rows, whole):
+            if chunk.present is not None and not chunk.present.any():
                 continue
-            total = self._sums.total(spans)
-            apply_decision(total, decision)
-            weight, put_back = self.storage.lent(spans[0].first, spans[-1].end)
-            if whole:
-                self._update_keys(optimizer, spans, weight, total, present)
-            else:
-                self._update_runs(optimizer, spans, weight, total, present)
+            total = self._sums.total(chunk)
+            if decision is not UNCHANGED:
+                apply_decision(total, decision)
+            weight, put_back = self.storage.lent(chunk.spans[0].first, chunk.spans[-1].end)
+            update = self._update_keys if whole else self._update_runs
+            update(optimizer, chunk, weight, total)
             put_back()
-            self._note_dense(spans, present)
+            if self._notes_changes:
+                self._note_dense(chunk)
 
-    def _update_runs(
-        self, optimizer: Optimizer, spans: Sequence[Span], weight: Tensor, grad: Tensor, present: Present
-    ) -> None:
+    def _update_runs(self, optimizer: Optimizer, chunk: Chunk, weight: Tensor, grad: Tensor) -> None:
         """Update neighbouring segments with equal numbers together."""
-        block, place = self._sums.place_of(spans)
-        first, end = self.storage.slots[spans[0].first].first, self.storage.slots[spans[-1].end - 1].last
+        block, place, segments = chunk.block, chunk.place, chunk.segments
         states = block.states
-        for i, j in self._runs(block, first, end, present, optimizer.positioned):
+        for i, j in self._runs(block, segments.start, segments.stop, chunk.present, optimizer.positioned):
             start, stop = states.segments[i][0], block.ends[j - 1]
             hyper = block.hypers[i]
             if optimizer.positioned:
@@ -322,15 +318,12 @@ class Shard:
                 runs.append((i, j))
         return runs
 
-    def _update_keys(
-        self, optimizer: Optimizer, spans: Sequence[Span], weight: Tensor, grad: Tensor, present: Present
-    ) -> None:
+    def _update_keys(self, optimizer: Optimizer, chunk: Chunk, weight: Tensor, grad: Tensor) -> None:
         """Update each key that is present as a whole."""
-        block, place = self._sums.place_of(spans)
-        first, end = self.storage.slots[spans[0].first].first, self.storage.slots[spans[-1].end - 1].last
-        for i in range(first, end):
+        block, place, present = chunk.block, chunk.place, chunk.present
+        for at, i in enumerate(chunk.segments):
             home = self.storage.homes[block.keys[i]]
-            if home.last != i + 1 or not (present is None or present[i - first]):
+            if home.last != i + 1 or not (present is None or present[at]):
                 continue
             spec = home.spec
             own = slice(home.part.start - place.start, home.part.stop - place.start)
@@ -399,21 +392,20 @@ class Shard:
         rows = {key: self._sums.sum_of_rows(key, contributions) for key in given_as_rows}
         measured = self._sums.by_slot(rows)
         runs, partials = [], dict[int, Partial]()
-        for spans in self._sums.chunks(contributions, self._sums.to_densify(contributions, by_rows), False):
-            block, place = self._sums.place_of(spans)
+        for chunk in self._sums.chunks(contributions, by_rows, False):
+            block, place, present = chunk.block, chunk.place, chunk.present
             if block.sums is None:
                 block.sums = aligned_zeros(
                     block.weights.numel(), compute_dtype(block.dtype), block.weights.device
                 )
-            total = self._sums.total(spans, block.sums[place])
-            runs.append(Run(spans[0].first, spans[-1].end, total))
-            present, first = self._sums.present(spans, frozenset()), self.storage.slots[spans[0].first].first
-            for slot in range(spans[0].first, spans[-1].end):
+            total, first = self._sums.total(chunk, block.sums[place]), chunk.segments.start
+            runs.append(Run(chunk.spans[0].first, chunk.spans[-1].end, total))
+            for slot in range(runs[-1].first, runs[-1].end):
                 one = self.storage.slots[slot]
                 here = None if present is None else present[one.first - first : one.last - first]
                 own = total[one.start - place.start :][: one.piece.used]
                 sparse = measured.pop(slot, {})
-                if here is None or here.any():
+                if here is None or here.any() or sparse:
                     body = _only_dense(own, one.piece, here, sparse)
                     partials[slot] = Partial(one.piece.index, *partial_of_slice(body, sparse, norm_type))
         for slot, sparse in measured.items():
@@ -434,12 +426,10 @@ class Shard:
         unit.changes.note_all()
         left_out = left_out_by_all(contributions)
         sums: dict[int, Tensor] = {}
-        for spans in self._sums.chunks(
-            contributions, self._sums.to_densify(contributions, frozenset()), True
-        ):
-            block, place = self._sums.place_of(spans)
-            total = self._sums.total(spans).to(torch_dtype(block.dtype), copy=True)
-            for slot in self.storage.slots[spans[0].first : spans[-1].end]:
+        for chunk in self._sums.chunks(contributions, (), True):
+            place = chunk.place
+            total = self._sums.total(chunk).to(torch_dtype(chunk.block.dtype), copy=True)
+            for slot in self.storage.slots[chunk.spans[0].first : chunk.spans[-1].end]:
                 for key in {unit.first_key + segment.key for segment in slot.piece.segments}:
                     part = self.storage.homes[key].part
                     sums[key] = total[part.start - place.start : part.stop - place.start]
@@ -576,12 +566,10 @@ class Shard:
             or takes_rows(optimizer, self.storage.homes[key].block.hypers[self.storage.homes[key].first])
         ]
 
-    def _note_dense(self, spans: Sequence[Span], present: Present) -> None:
+    def _note_dense(self, chunk: Chunk) -> None:
         """Say that all of some segments has changed."""
-        if not self._notes_changes:
-            return
-        first = self.storage.slots[spans[0].first].first
-        for slot in self.storage.slots[spans[0].first : spans[-1].end]:
+        first, present = chunk.segments.start, chunk.present
+        for slot in self.storage.slots[chunk.spans[0].first : chunk.spans[-1].end]:
             here = present[slot.first - first : slot.last - first].tolist() if present is not None else [True]
             slot.unit.changes.note_segments(slot.piece.index, here)
 

@@ -28,6 +28,7 @@ Counts = np.ndarray[Any, np.dtype[np.int64]]
 class Leases(Protocol):
     """Knows which buffers are still being sent, and so may not be written."""
 
+    def __len__(self) -> int: ...
     def is_busy(self, buffer: Tensor) -> bool: ...
 
 
@@ -229,7 +230,7 @@ class Storage:
     def lent(self, first: int, end: int) -> tuple[Tensor, Callable[[], None]]:
         """The weights of neighbouring slots, to be written, and what is called when they are."""
         slots = range(first, end)
-        for slot in slots if self._leases is not None else ():
+        for slot in slots if self._moved or (self._leases is not None and len(self._leases)) else ():
             self.make_writable(slot)
         one = self.slots[first]
         weights = one.block.weights[one.start : self.ends[end - 1]]

@@ -42,6 +42,18 @@ class Span(NamedTuple):
     """The keys of which a rank gave rows that count as dense numbers."""
 
 
+class Chunk(NamedTuple):
+    """Neighbouring slots that are summed at once."""
+
+    spans: list[Span]
+    block: Block
+    place: slice
+    """Their elements in the block."""
+    segments: range
+    """In the block."""
+    present: Present
+
+
 class Sums:
     """Sums contributions to the slots of a storage."""
 
@@ -64,11 +76,6 @@ class Sums:
         slot = self._storage.homes[key].slot
         at = bisect_right(given.runs, slot, key=lambda run: run.first) - 1
         return at >= 0 and slot < given.runs[at].end
-
-    def to_densify(self, contributions: Sequence[Contribution], by_rows: Collection[int]) -> list[Home]:
-        """Where rows count as a gradient that is zero elsewhere."""
-        keys = {key for given in contributions for key in given.rows}
-        return [self._storage.homes[key] for key in sorted(keys.difference(by_rows))] if keys else []
 
     def sum_of_rows(self, key: int, contributions: Sequence[Contribution]) -> RowSet:
         """The sum of rows, in memory that may be overwritten."""
@@ -121,11 +128,18 @@ class Sums:
                 yield Span(first, end, given, sparse)
 
     def chunks(
-        self, contributions: Sequence[Contribution], homes: Sequence[Home], whole_keys: bool
-    ) -> Iterator[list[Span]]:
-        """Neighbouring slots, as many as are summed at once; with `whole_keys` none ends within a key."""
+        self, contributions: Sequence[Contribution], by_rows: Collection[int], whole_keys: bool
+    ) -> Iterator[Chunk]:
+        """Neighbouring slots, as many as are summed at once; with `whole_keys` none ends within a key.
+
+        Args:
+            by_rows: The keys that are updated by rows, and do not count here; rows of others are a gradient that is
+                zero elsewhere.
+        """
         chunk: list[Span] = []
         begin = 0
+        keys = {key for given in contributions for key in given.rows}
+        homes = [self._storage.homes[key] for key in sorted(keys.difference(by_rows))] if keys else []
         for span in self._spans(contributions, homes):
             first = span.first
             while first < span.end:
@@ -135,7 +149,7 @@ class Sums:
                     _AT_ONCE if self._storage.slots[first].block.weights.device.type == "cpu" else sys.maxsize
                 )
                 if chunk and not is_bound and not (is_next and self._storage.ends[first] - begin <= at_once):
-                    yield chunk
+                    yield self._chunk(chunk, by_rows)
                     chunk = []
                 if not chunk:
                     begin = self._storage.slots[first].start
@@ -145,63 +159,45 @@ class Sums:
                 chunk.append(span._replace(first=first, end=end))
                 first = end
         if chunk:
-            yield chunk
+            yield self._chunk(chunk, by_rows)
 
-    def place_of(self, spans: Sequence[Span]) -> tuple[Block, slice]:
-        first = self._storage.slots[spans[0].first]
-        return first.block, slice(first.start, self._storage.ends[spans[-1].end - 1])
+    def _chunk(self, spans: list[Span], by_rows: Collection[int]) -> Chunk:
+        slots = self._storage.slots
+        first, last = slots[spans[0].first], slots[spans[-1].end - 1]
+        place = slice(first.start, self._storage.ends[spans[-1].end - 1])
+        found: list[bool] = []
+        if by_rows or not all(any(not one.absent for one, _ in span.given) for span in spans):
+            for span in spans:
+                is_full = any(not one.absent for one, _ in span.given)
+                found += [
+                    key not in by_rows and (is_full or any(key not in one.absent for one, _ in span.given))
+                    for key in first.block.keys[slots[span.first].first : slots[span.end - 1].last]
+                ]
+        present = None if all(found) else np.array(found)
+        return Chunk(spans, first.block, place, range(first.first, last.last), present)
 
-    def present(self, spans: Sequence[Span], by_rows: Collection[int]) -> Present:
-        """Which segments of neighbouring slots any rank contributed to, but for those keys; None: all."""
-        if not by_rows and all(any(not one.absent for one, _ in span.given) for span in spans):
-            return None
-        found = []
-        for span in spans:
-            keys = self._storage.slots[span.first].block.keys[
-                self._storage.slots[span.first].first : self._storage.slots[span.end - 1].last
-            ]
-            is_full = any(not one.absent for one, _ in span.given)
-            found += [
-                key not in by_rows and (is_full or any(key not in one.absent for one, _ in span.given))
-                for key in keys
-            ]
-        return None if all(found) else np.array(found)
-
-    def total(self, spans: Sequence[Span], out: Tensor | None = None) -> Tensor:
-        """The sum over ranks of neighbouring slots with zeros as padding, in the dtype to compute in.
+    def total(self, chunk: Chunk, out: Tensor | None = None) -> Tensor:
+        """The sum over ranks of a chunk with zeros as padding, in the dtype to compute in.
 
         The result is `out`, scratch memory that the next call overwrites, or what a rank gave as scratch.
         """
-        block, place = self.place_of(spans)
-        dtype, length = compute_dtype(block.dtype), place.stop - place.start
+        place, slots = chunk.place, self._storage.slots
+        dtype, length = compute_dtype(chunk.block.dtype), place.stop - place.start
+        [span, *others], [(one, run), *more] = chunk.spans, chunk.spans[0].given
+        is_alone = not others and not more and not span.sparse and one.is_scratch
+        if out is None and is_alone and run is not None and isinstance(run.payload, Tensor):
+            own = run.payload[place.start - slots[run.first].start :][:length]
+            if own.dtype == dtype and len(own) == length:
+                return own.mul_(one.scale) if one.scale != 1.0 else own
         if out is None:
-            lent = self._lent_sum(spans, dtype, length)
-            if lent is not None:
-                return lent
-            out = self._scratch.get(block.weights, dtype, length)
-        for span in spans:
-            last = self._storage.slots[span.end - 1]
-            start, used = (
-                self._storage.slots[span.first].start - place.start,
-                last.start + last.piece.used - place.start,
-            )
+            out = self._scratch.get(chunk.block.weights, dtype, length)
+        for span in chunk.spans:
+            last = slots[span.end - 1]
+            start, used = slots[span.first].start - place.start, last.start + last.piece.used - place.start
             out[used : self._storage.ends[span.end - 1] - place.start].zero_()
             parts = [self._part(span, one, run, used - start) for one, run in span.given]
-            sum_into(out[start:used], block.dtype, parts, self._scratch)
+            sum_into(out[start:used], chunk.block.dtype, parts, self._scratch)
         return out
-
-    def _lent_sum(self, spans: Sequence[Span], dtype: torch.dtype, length: int) -> Tensor | None:
-        """The sum of neighbouring slots in the memory in which a single rank gave it, where that may be overwritten."""
-        [span, *others], [(one, run), *more] = spans, spans[0].given
-        if others or more or run is None or span.sparse or not one.is_scratch:
-            return None
-        if not isinstance(run.payload, Tensor) or run.payload.dtype != dtype:
-            return None
-        start = self._storage.slots[span.first].start - self._storage.slots[run.first].start
-        lent = run.payload[start : start + length]
-        if len(lent) < length:
-            return None
-        return lent.mul_(one.scale) if one.scale != 1.0 else lent
 
     def _part(self, span: Span, one: Contribution, run: Run | None, numel: int) -> Part:
         """What one rank gave to the first `numel` elements of a span."""

@@ -64,14 +64,14 @@ def decode_request(frames: Sequence[Frame]) -> m.Request:
         VersionMismatchError: the peer speaks another protocol version.
         ProtocolError: anything else about the bytes is wrong.
     """
-    kind, session, number, run = _decode_header(frames)
-    return m.Request(run, session, number, _decode_body(kind, frames[1:]))
+    session, number, run, body = _decode(frames)
+    return m.Request(run, session, number, body)
 
 
 def decode_reply(frames: Sequence[Frame]) -> m.Reply:
     """Rebuild a reply from its frames; raises as `decode_request`."""
-    kind, _, number, _ = _decode_header(frames)
-    return m.Reply(number, _decode_body(kind, frames[1:]))
+    _, number, _, body = _decode(frames)
+    return m.Reply(number, body)
 
 
 class Incoming:
@@ -95,11 +95,15 @@ class Incoming:
         if self._is_refused:
             return
         self._nbytes += len(buffer_of(frame))
-        if self._is_fine():
-            self._frames.append(frame)
-        else:
-            self._is_refused = True
-            self._frames.clear()
+        if self._count > _MOST_FRAMES:
+            head = buffer_of(self._frames[0])
+            is_state = len(head) == _HEADER.size and head[3] == _KINDS[m.State].code
+            needed = 2 + -(-self._nbytes // MAX_PAYLOAD)
+            if not is_state or self._nbytes > self._max_bytes or self._count > needed:
+                self._is_refused = True
+                self._frames.clear()
+                return
+        self._frames.append(frame)
 
     def request(self) -> m.Request:
         """Decode all frames together. Raises as `decode_request`, and ProtocolError where there were too many."""
@@ -109,14 +113,6 @@ class Incoming:
             f"a message of {self._count} frames is refused: one may have {_MOST_FRAMES} frames, or be optimizer state "
             f"of up to {self._max_bytes} bytes (--max-message-bytes)"
         )
-
-    def _is_fine(self) -> bool:
-        if self._count <= _MOST_FRAMES:
-            return True
-        head = buffer_of(self._frames[0])
-        is_state = len(head) == _HEADER.size and head[3] == _KINDS[m.State].code
-        needed = 2 + -(-self._nbytes // MAX_PAYLOAD)
-        return is_state and self._nbytes <= self._max_bytes and self._count <= needed
 
 
 # ---------------------------------------------------------------- data messages
@@ -134,7 +130,7 @@ def _encode_contribute(body: m.Contribute) -> list[Frame]:
 
 
 def _decode_contribute(frames: Sequence[Frame]) -> m.Contribute:
-    body = _body(frames, 3)
+    body = buffer_of(frames[0])
     if len(body) < _CONTRIBUTE.size:
         raise ProtocolError(f"a contribution cannot have a body of {len(body)} bytes")
     num_pushes, num_commits, rescale, timeout, hold = _CONTRIBUTE.unpack_from(body)
@@ -152,20 +148,16 @@ def _decode_contribute(frames: Sequence[Frame]) -> m.Contribute:
     pushes, commits = words[:split].reshape(-1, m.PUSH_WORDS), words[split:].reshape(-1, m.COMMIT_WORDS)
     if (commits[:, 5] & ~_ALL_FLAGS).any():
         raise ProtocolError("a commit has unknown flags")
-    form, hyper, absent = _contribute_extra(frames[1])
-    payload = _payload(frames[2], pushes[:, 3])
-    factor = None if math.isnan(rescale) else rescale
-    return m.Contribute(pushes, (payload,), commits, form, hyper, absent, factor, timeout, hold)
-
-
-def _contribute_extra(frame: Frame) -> tuple[bytes, bytes, tuple[tuple[int, int], ...]]:
-    extra = unpack_control(buffer_of(frame))
+    extra = unpack_control(buffer_of(frames[1]))
     if not (isinstance(extra, list) and list(map(type, extra)) == [bytes, bytes, list]):
         raise ProtocolError("a contribution must name [form, hyper-parameters, absent keys]")
     form, hyper, absent = extra
     if not all(isinstance(pair, list) and list(map(type, pair)) == [int, int] for pair in absent):
         raise ProtocolError("the absent keys of a commit must be a list of (table, key)")
-    return form, hyper, tuple(map(tuple, absent))
+    payload = _payload(frames[2], pushes[:, 3])
+    factor = None if math.isnan(rescale) else rescale
+    left_out = tuple(map(tuple, absent))
+    return m.Contribute(pushes, (payload,), commits, form, hyper, left_out, factor, timeout, hold)
 
 
 def _encode_resolve(resolve: m.Resolve) -> list[Frame]:
@@ -175,7 +167,7 @@ def _encode_resolve(resolve: m.Resolve) -> list[Frame]:
 
 
 def _decode_resolve(frames: Sequence[Frame]) -> m.Resolve:
-    body = _body(frames, 1)
+    body = buffer_of(frames[0])
     if len(body) != _RESOLVE.size:
         raise ProtocolError(f"a resolve message has {len(body)} bytes, expected {_RESOLVE.size}")
     table, number, flags, coef, clip = _RESOLVE.unpack(body)
@@ -190,7 +182,7 @@ def _encode_held(held: m.Held) -> list[Frame]:
 
 
 def _decode_held(frames: Sequence[Frame]) -> m.Held:
-    body = _body(frames, 1)
+    body = buffer_of(frames[0])
     if len(body) < _HELD.size or (len(body) - _HELD.size) % _PARTIAL.itemsize:
         raise ProtocolError(f"a held message of {len(body)} bytes holds no whole number of partial norms")
     table, number, is_finite = _HELD.unpack_from(body)
@@ -203,7 +195,7 @@ def _encode_weights(weights: m.Weights) -> list[Frame]:
 
 
 def _decode_weights(frames: Sequence[Frame]) -> m.Weights:
-    parts = _matrix(frames, 4, 2)
+    parts = _matrix(frames[0], 4)
     return m.Weights(parts, (_payload(frames[1], parts[:, 3]),))
 
 
@@ -212,7 +204,7 @@ def _encode_done(done: m.Done) -> list[Frame]:
 
 
 def _decode_done(frames: Sequence[Frame]) -> m.Done:
-    return m.Done(_matrix(frames, 3, 1))
+    return m.Done(_matrix(frames[0], 3))
 
 
 def _encode_state(state: m.State) -> list[Frame]:
@@ -222,7 +214,7 @@ def _encode_state(state: m.State) -> list[Frame]:
 
 
 def _decode_state(frames: Sequence[Frame]) -> m.State:
-    head = unpack_control(buffer_of(frames[0])) if frames else None
+    head = unpack_control(buffer_of(frames[0]))
     kinds = (int, int, dict, int)
     if not (isinstance(head, list) and len(head) == len(kinds) and all(map(isinstance, head, kinds))):
         raise ProtocolError("a state message must begin with [table, index, summary, size]")
@@ -236,19 +228,21 @@ class _Kind(NamedTuple):
     """How messages of one kind look as bytes."""
 
     code: int
+    num_frames: int
+    """After the header; 0: one or more."""
     encode: Callable[[Any], list[Frame]]
     decode: Callable[[Sequence[Frame]], Any]
 
 
 _KINDS: dict[type[Any], _Kind] = {
-    m.Contribute: _Kind(0x80, _encode_contribute, _decode_contribute),
-    m.Weights: _Kind(0x82, _encode_weights, _decode_weights),
-    m.Done: _Kind(0x83, _encode_done, _decode_done),
-    m.State: _Kind(0x84, _encode_state, _decode_state),
-    m.Resolve: _Kind(0x85, _encode_resolve, _decode_resolve),
-    m.Held: _Kind(0x86, _encode_held, _decode_held),
+    m.Contribute: _Kind(0x80, 3, _encode_contribute, _decode_contribute),
+    m.Weights: _Kind(0x82, 2, _encode_weights, _decode_weights),
+    m.Done: _Kind(0x83, 1, _encode_done, _decode_done),
+    m.State: _Kind(0x84, 0, _encode_state, _decode_state),
+    m.Resolve: _Kind(0x85, 1, _encode_resolve, _decode_resolve),
+    m.Held: _Kind(0x86, 1, _encode_held, _decode_held),
 }
-_DECODERS = {kind.code: kind.decode for kind in _KINDS.values()}
+_BY_CODE = {kind.code: kind for kind in _KINDS.values()}
 
 
 # ---------------------------------------------------------------- what they share
@@ -266,34 +260,29 @@ def _encode(body: Any, session: int, number: int, run: int) -> list[Frame]:
     return [_HEADER.pack(_MAGIC, PROTOCOL_VERSION, code, session, number, run), *frames]
 
 
-def _decode_body(code: int, frames: Sequence[Frame]) -> Any:
-    decode = _DECODERS.get(code)
-    return decode_control(code, _body(frames, 1)) if decode is None else decode(frames)
-
-
-def _decode_header(frames: Sequence[Frame]) -> tuple[int, int, int, int]:
+def _decode(frames: Sequence[Frame]) -> tuple[int, int, int, Any]:
+    """Read (session, request number, run id, body)."""
     head = buffer_of(frames[0]) if frames else memoryview(b"")
     if len(head) != _HEADER.size or head[:2] != _MAGIC:
         raise ProtocolError(
             "the message has no header of this protocol; is the peer a kvtrainer worker or server?"
         )
-    _, version, kind, session, number, run = _HEADER.unpack(head)
+    _, version, code, session, number, run = _HEADER.unpack(head)
     if version != PROTOCOL_VERSION:
         raise VersionMismatchError(
             f"the peer speaks protocol version {version}, this side speaks {PROTOCOL_VERSION}; "
             "install the same release of kvtrainer on workers and servers"
         )
-    return kind, session, number, run
+    kind, count = _BY_CODE.get(code), len(frames) - 1
+    expected = 1 if kind is None else kind.num_frames or max(count, 1)
+    if count != expected:
+        raise ProtocolError(f"the message has {count} frames after its header, expected {expected}")
+    body = decode_control(code, buffer_of(frames[1])) if kind is None else kind.decode(frames[1:])
+    return session, number, run, body
 
 
-def _body(frames: Sequence[Frame], count: int) -> memoryview:
-    if len(frames) != count:
-        raise ProtocolError(f"the message has {len(frames)} frames after its header, expected {count}")
-    return buffer_of(frames[0])
-
-
-def _matrix(frames: Sequence[Frame], words: int, count: int) -> m.Matrix:
-    body = _body(frames, count)
+def _matrix(frame: Frame, words: int) -> m.Matrix:
+    body = buffer_of(frame)
     if len(body) % (words * 8):
         raise ProtocolError(f"a body of {len(body)} bytes is no whole number of {words * 8}-byte records")
     return np.frombuffer(body, "<i8").reshape(-1, words)

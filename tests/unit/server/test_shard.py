@@ -155,6 +155,9 @@ class Busy:
     def __init__(self) -> None:
         self.addresses: set[int] = set()
 
+    def __len__(self) -> int:
+        return len(self.addresses)
+
     def is_busy(self, buffer: Tensor) -> bool:
         return buffer.data_ptr() in self.addresses
 
