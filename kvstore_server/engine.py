@@ -31,7 +31,7 @@ from kvstore_server.errors import (
 )
 from kvstore_server.memory import Budget
 from kvstore_server.modes import Mode
-from kvstore_server.namespace import EngineConfig, Namespace, check_distinct
+from kvstore_server.namespace import EngineConfig, Namespace
 from kvstore_server.norms import Decision
 from kvstore_server.optimizer.state import pack_states, unpack_states
 from kvstore_server.plan import check_name
@@ -129,7 +129,7 @@ class Engine:
             m.SetOptimizer: self._set_optimizer,
             m.GetState: self._get_state,
             m.State: self._put_state,
-            m.Stats: lambda sender, _: _info(sender, sender.space.stats(sender.now, config)),
+            m.Stats: lambda sender, _: _info(sender, sender.space.stats(sender.now)),
             m.Profile: lambda sender, body: _info(sender, sender.space.recording.answer(body, clock)),
             m.Command: lambda sender, body: _reply(
                 sender.waiter, self._commands.answer(sender.session, sender.waiter.number, body)
@@ -184,7 +184,8 @@ class Engine:
             # What is large is looked at more rarely, so that it takes no more of the time.
             size = len(space.tables) + len(space.waits) + space.membership.num_workers
             space.next_look = now + _LOOK_PER_ITEM * size if size > _SMALL else now
-            out += self._fail_hopeless(space, now)
+            if space.is_waiting():
+                out += self._fail_hopeless(space, now)
             self._forget_if_silent(space, now)
         return out
 
@@ -244,7 +245,6 @@ class Engine:
     def _contribute(self, sender: Sender, body: m.Contribute) -> list[m.Outgoing]:
         """Take slices, and commits; each round that they complete, or that has no hope any more, ends."""
         space, tables = sender.space, body.commits[:, 0]
-        _check_number(self.config, "contribution", max(len(body.pushes), len(tables)))
         space.check_tables("commit", tables.tolist())
         if len(body.pushes):
             space.push(sender.rank, body)
@@ -539,7 +539,6 @@ class Engine:
     def _pull(self, sender: Sender, pull: m.Pull) -> list[m.Outgoing]:
         """Answer with the weights of each table, as soon as the rank may read it."""
         space, rank = sender.space, sender.rank
-        _check_number(self.config, "pull", len(pull.tables))
         space.check_tables("pull", pull.tables)
         for number in pull.tables:
             _check_ready(space.tables[number])
@@ -552,8 +551,7 @@ class Engine:
         return out
 
     def _pull_rows(self, sender: Sender, pull: m.PullRows) -> list[m.Outgoing]:
-        _check_number(self.config, "pull", len(pull.wanted))
-        check_distinct("pull", [(index, position) for index, position, _ in pull.wanted])
+        sender.space.check_named("pull", [(index, position) for index, position, _ in pull.wanted])
         table = sender.space.table(pull.table)
         _check_ready(table)
         answer = partial(_rows, sender.space, table, sender.rank, pull, sender.waiter)
@@ -647,8 +645,8 @@ class Engine:
     def _register(self, sender: Sender, register: m.Register) -> list[m.Outgoing]:
         space, shared = sender.space, sender.space.rounds.shared
         try:
-            _check_number(self.config, "declaration", len(register.specs))
-            table = space.register(sender.rank, register, self.config, self._leases)
+            space.check_named("declaration", range(len(register.specs)))
+            table = space.register(sender.rank, register)
         except PlanMismatchError as error:
             told = [_failed(sender.waiter, error)]
             for table in space.tables:
@@ -738,8 +736,7 @@ class Engine:
                 f"{self.config.max_namespaces} (--max-namespaces); one ends with its last worker, or when none of its "
                 f"workers was heard from for {self.config.forget_after:g} s (--forget-after)"
             )
-        config = self.config
-        space = Namespace(hello.namespace, hello.num_workers, mode, config.slow_after, self.budget)
+        space = Namespace(hello.namespace, hello.num_workers, mode, self.config, self.budget, self._leases)
         self.budget.check(space.least_memory, f"namespace {hello.namespace!r}")
         return space
 
@@ -939,13 +936,4 @@ def _check_hello(config: EngineConfig, hello: m.Hello) -> None:
         raise ConfigurationError(
             f"rank {hello.rank} runs on {hello.capability}, server {config.server} on {config.capability}; results "
             "would differ in their last bits. Start the servers with --allow-mixed-cpu to accept that"
-        )
-
-
-def _check_number(config: EngineConfig, message: str, count: int) -> None:
-    """Raise ProtocolError where a message names more keys, slices or tables than one may."""
-    if count > config.max_message_keys:
-        raise ProtocolError(
-            f"a {message} names {count} keys, slices or tables, server {config.server} accepts up to "
-            f"{config.max_message_keys} in one message (--max-message-keys)"
         )

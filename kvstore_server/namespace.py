@@ -25,7 +25,7 @@ from kvstore_server.hyper import AgreedOptimizer
 from kvstore_server.log_limit import SLOW_AFTER, SlowReports
 from kvstore_server.membership import Membership
 from kvstore_server.memory import KEY, MEMBER, NAMESPACE, Budget, footprint
-from kvstore_server.modes import SYNCHRONOUS, Mode
+from kvstore_server.modes import Mode
 from kvstore_server.optimizer import Optimizer
 from kvstore_server.plan import SIZES, TensorSpec, check_name, check_same, check_specs, make_plan
 from kvstore_server.protocol import messages as m
@@ -88,18 +88,20 @@ class Namespace:
         self,
         name: str,
         num_workers: int,
-        mode: Mode = SYNCHRONOUS,
-        slow_after: float = SLOW_AFTER,
-        budget: Budget | None = None,
+        mode: Mode,
+        config: EngineConfig,
+        budget: Budget,
+        leases: Leases | None,
     ) -> None:
         self.name = name
         self.mode = mode
+        self.config = config
         self.membership = Membership(name, num_workers)
         self.rounds = Rounds(num_workers, mode.is_sync, mode.bound, _same_payload)
         self.waits = Waits(self.rounds)
         self.optimizer = AgreedOptimizer()
         self.recording = Recording()
-        self.slow_reports = SlowReports(slow_after)
+        self.slow_reports = SlowReports(config.slow_after)
         self.next_look = 0.0
         """When the waits are to be looked at again."""
         self.messages_in = 0
@@ -119,21 +121,19 @@ class Namespace:
         self._located = Memo[tuple[Ints, Ints, list[int]]]()
         self._sorted = Memo[Ints]()
         self._read = Memo[tuple[m.Matrix, Ints, list[int]]]()
-        self.shard: Shard | None = None
-        """The numbers of all tables; None before there is one."""
+        self.shard = Shard(leases)
+        """The numbers of all tables."""
         self._numbers: dict[str, int] = {}
         self._registered_by: dict[str, int] = {}
         self._codecs: dict[bytes, Codec] = {}
         self._declaring: dict[int, tuple[str, list[TensorSpec]]] = {}
         """Rank → the table that it declares now, and the keys of it that have come."""
-        self.budget = budget or Budget(0, 0)
+        self.budget = budget
         self._claimed = 0
         self._footprints = 0
         """What is claimed for all tables."""
 
-    def register(
-        self, rank: int, register: m.Register, config: EngineConfig, leases: Leases | None
-    ) -> Table | int:
+    def register(self, rank: int, register: m.Register) -> Table | int:
         """Return the table of that name, made now if this rank is the first to name it.
 
         While keys of it are still to come: how many have.
@@ -161,16 +161,14 @@ class Namespace:
                 raise
             return table
         check_name("a table", register.table)
-        check_specs(specs, config.num_servers, config.integers)
-        self._check_size(register.table, specs, config)
-        plan = make_plan(specs, config.num_servers, register.whole_keys, config.integers)
+        check_specs(specs, self.config.num_servers, self.config.integers)
+        self._check_size(register.table, specs)
+        plan = make_plan(specs, self.config.num_servers, register.whole_keys, self.config.integers)
         workers = self.membership.num_workers
-        needed = footprint(plan, config.server, workers, self.mode, self.optimizer.named)
+        needed = footprint(plan, self.config.server, workers, self.mode, self.optimizer.named)
         self.claim(needed, f"table {register.table!r}")
         number = len(self.tables)
-        if self.shard is None:
-            self.shard = Shard(leases)
-        table = Table(number, register.table, plan, config.server, workers, self.shard, self.mode)
+        table = Table(number, register.table, plan, self.config.server, workers, self.shard, self.mode)
         self._let_note_reads([table])
         self.tables.append(table)
         self.rounds.add([piece.length * SIZES[piece.dtype] for piece in table.unit.slices])
@@ -208,15 +206,17 @@ class Namespace:
         self.claim(-KEY * len(specs), "")
         return name, specs
 
-    def _check_size(self, table: str, specs: Sequence[TensorSpec], config: EngineConfig) -> None:
+    def _check_size(self, table: str, specs: Sequence[TensorSpec]) -> None:
         """Before the plan is made: it grows with the size that a peer claims."""
         size = sum(spec.nbytes for spec in specs)
-        if size > config.max_table_bytes:
+        if size > self.config.max_table_bytes:
             raise ConfigurationError(
-                f"table {table!r} has {size} bytes, server {config.server} accepts tables of up to "
-                f"{config.max_table_bytes} bytes (--max-table-bytes)"
+                f"table {table!r} has {size} bytes, server {self.config.server} accepts tables of up to "
+                f"{self.config.max_table_bytes} bytes (--max-table-bytes)"
             )
-        self.budget.check(size // config.num_servers, f"table {table!r}, of {size} bytes on all servers,")
+        self.budget.check(
+            size // self.config.num_servers, f"table {table!r}, of {size} bytes on all servers,"
+        )
 
     def claim(self, nbytes: int, what: str) -> None:
         """Ask for memory, which the namespace has until it ends. Raises ConfigurationError if there is not so much."""
@@ -252,11 +252,21 @@ class Namespace:
         return self.tables[number]
 
     def check_tables(self, message: str, numbers: Collection[int]) -> None:
-        """Raise ProtocolError if one of the tables that a message names does not exist, or it names one twice."""
+        """Raise ProtocolError if a message names a table that does not exist, one twice, or too many."""
+        self.check_named(message, numbers)
         for number in numbers:
             if not 0 <= number < len(self.tables):
                 raise ProtocolError(f"namespace {self.name!r} has no table {number}; register it first")
-        check_distinct(message, numbers)
+
+    def check_named(self, message: str, named: Collection[Hashable]) -> None:
+        """Raise ProtocolError where a message names too much, or the same twice, which would be answered twice."""
+        if len(named) > self.config.max_message_keys:
+            raise ProtocolError(
+                f"a {message} names {len(named)} keys, slices or tables, server {self.config.server} accepts up to "
+                f"{self.config.max_message_keys} in one message (--max-message-keys)"
+            )
+        if len(set(named)) < len(named):
+            raise ProtocolError(f"a {message} names one of its {len(named)} tables or slices twice")
 
     def begin_process(self, rank: int) -> None:
         """A process begins to stand for a rank: drop what a former one had not committed."""
@@ -329,10 +339,10 @@ class Namespace:
 
     def _check_slots(self, slots: Ints, sizes: Ints) -> tuple[Ints, list[tuple[int, int]]]:
         """The tables of some slices, and how many bytes of each came; raises ProtocolError if one does not exist."""
+        self.check_named("contribution", slots.tolist())
         unknown = slots[(slots < 0) | (slots >= len(self.rounds.slots.table))]
         if len(unknown):
             raise ProtocolError(f"slice {unknown[0]} of namespace {self.name!r} is not on this server")
-        check_distinct("contribution", slots.tolist())
         tables = self.rounds.slots.table[slots]
         distinct, places = np.unique(tables, return_inverse=True)
         received = np.bincount(places, sizes).astype(np.int64)
@@ -423,7 +433,6 @@ class Namespace:
 
     def weights(self, tables: Sequence[int]) -> m.Weights:
         """The present weights of some tables, except row-sparse ones; not copies."""
-        assert self.shard is not None
         parts, counts, nbytes = self._read.get(self._parts, np.array(tables, np.int64))
         for number, size in zip(tables, nbytes, strict=True):
             self.tables[number].bytes_out += size
@@ -486,8 +495,7 @@ class Namespace:
             _log.warning(
                 "namespace %r: the state of optimizer %r is dropped for another one", self.name, replaced
             )
-            if self.shard is not None:
-                self.shard.reset_states()
+            self.shard.reset_states()
         self._let_note_reads(self.tables)
 
     def _make_room(self, optimizer: Optimizer) -> None:
@@ -514,14 +522,14 @@ class Namespace:
         """Whether a rank waits for a round or at the barrier."""
         return bool(self.membership.barrier or len(self.waits) or len(self.rounds.shared.waiting()))
 
-    def stats(self, now: float, config: EngineConfig) -> Mapping[str, Any]:
+    def stats(self, now: float) -> Mapping[str, Any]:
         """Counters of every table and the state of every member."""
         members = self.membership
         return {
-            "server": config.server,
+            "server": self.config.server,
             "namespace": self.name,
             "num_workers": members.num_workers,
-            "num_dead": members.num_dead(now, config.dead_after),
+            "num_dead": members.num_dead(now, self.config.dead_after),
             "messages_in": self.messages_in,
             "tables": [{"namespace": self.name, **self._counters(table)} for table in self.tables],
         }
@@ -544,12 +552,6 @@ class Namespace:
             "joined": sorted(self.rounds.joined(number)),
             "waiting_for": shared.missing_ranks(number) if shared.num_committed[number] else [],
         }
-
-
-def check_distinct(message: str, named: Collection[Hashable]) -> None:
-    """Raise ProtocolError where a message names a table or slice twice, which would be answered twice."""
-    if len(set(named)) < len(named):
-        raise ProtocolError(f"a {message} names one of its {len(named)} tables or slices twice")
 
 
 def _check_same_placement(mine: bool, theirs: bool, first: int, rank: int) -> None:

@@ -311,23 +311,22 @@ class Book:
         tables, given = self._slots.table[slots], self.of(rank)
         numbers, here = self.numbers[tables], given.generation[slots]
         is_news = (rounds == numbers) & (here < generations) & ~given.committed[tables]
-        if is_news.all():
+        if not is_news.all():
+            early = np.flatnonzero(rounds > numbers)
+            if len(early):
+                at = int(early[0])
+                raise ProtocolError(
+                    f"rank {rank} pushed to round {rounds[at]} while round {numbers[at]} is open"
+                )
+            is_repeated = (rounds == numbers) & (here == generations) & (generations >= 0)
+            for at in np.flatnonzero(is_repeated).tolist():
+                table, slot = int(tables[at]), int(slots[at])
+                nbytes, known = int(self._slots.nbytes[slot]), given.payload(slot)
+                same = self._same_payload(nbytes, *known, sources[which[at]], int(starts[at]))
+                self.mismatches[table] = self.mismatches.get(table, 0) + (not same)
+            slots, generations, which, starts = (a[is_news] for a in (slots, generations, which, starts))
+        if len(slots):
             given.keep(slots, generations, sources, which, starts)
-            return
-        early = np.flatnonzero(rounds > numbers)
-        if len(early):
-            at = int(early[0])
-            raise ProtocolError(f"rank {rank} pushed to round {rounds[at]} while round {numbers[at]} is open")
-        for at in np.flatnonzero((rounds == numbers) & (here == generations) & (generations >= 0)).tolist():
-            table, slot = int(tables[at]), int(slots[at])
-            nbytes, known = int(self._slots.nbytes[slot]), given.payload(slot)
-            same = self._same_payload(nbytes, *known, sources[which[at]], int(starts[at]))
-            self.mismatches[table] = self.mismatches.get(table, 0) + (not same)
-        if is_news.any():
-            used, kept = np.unique(which[is_news], return_inverse=True)
-            given.keep(
-                slots[is_news], generations[is_news], [sources[at] for at in used], kept, starts[is_news]
-            )
 
     def commit(self, rank: int, commits: m.Matrix, said: m.Contribute, waiter: Waiter, now: float) -> Ints:
         """Make a rank's contributions to some rounds final; returns a Verdict for each."""

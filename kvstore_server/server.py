@@ -101,7 +101,7 @@ class Server:
         self.service = service
         self._options = options
         self._clock = clock
-        self._leases = leases or Leases()
+        self._leases = Leases() if leases is None else leases
         self._backlog: dict[bytes, Backlog] = {}
         self._budget = _PORTION
         """Bytes that may still be sent in this turn."""
@@ -145,11 +145,15 @@ class Server:
         """
         next_tick = looked = self._clock()
         used = 0
-        while not self._is_drained():
+        while True:
+            if self.service.is_stopping:
+                is_drained = self.service.is_idle() and not self._backlog
+                if is_drained or self._clock() >= self._drain_until:
+                    break
             timeout = (0.005 if self._budget > 0 else 0.0) if self._backlog else TICK
             self._budget = _PORTION
             if self._socket.poll(int(timeout * 1000), zmq.POLLIN):
-                self._receive_burst()
+                self._receive()
             now = self._clock()
             if now - looked > STANDSTILL or (self._incoming and now - self._incoming_since > STANDSTILL):
                 self.service.excuse_silence(now)
@@ -162,7 +166,8 @@ class Server:
                 if used < before:  # a job has ended
                     return_free_memory()
                 self.is_stop_requested |= self._until(now)
-            self._retry_backlog()
+            if self._backlog:
+                self._retry_backlog()
             if self.is_stop_requested and not self.service.is_stopping:
                 _log.info(
                     "stopping; waiting up to %g s for rounds that have begun", self._options.drain_timeout
@@ -189,46 +194,39 @@ class Server:
         prepare(socket, self._options.bind)
         socket.setsockopt(zmq.BACKLOG, 512)
 
-    def _is_drained(self) -> bool:
-        if not self.service.is_stopping:
-            return False
-        return (self.service.is_idle() and not self._backlog) or self._clock() >= self._drain_until
+    def _receive(self) -> None:
+        """Take what has come, until there is no more or the turn is over.
 
-    def _receive_burst(self) -> None:
-        """Take what has come, until there is no more or the turn is over."""
+        Of a long message so many frames are taken at once that the others get their turn.
+        """
         end = self._clock() + TURN
-        try:
-            while self._clock() < end:
-                self._receive_frames()
-        except zmq.Again:
-            return
-
-    def _receive_frames(self) -> None:
-        """Take a message, or so many frames of it that the others should get their turn. Raises zmq.Again."""
-        for _ in range(_BURST):
-            frame = self._socket.recv(zmq.NOBLOCK, copy=False)
-            is_last = not frame.more
-            if self._incoming is None:
-                self._incoming = Incoming(frame.bytes, self._options.max_message_bytes)
-                self._incoming_since = self._clock()
+        while self._clock() < end:
+            for _ in range(_BURST):
+                try:
+                    frame = self._socket.recv(zmq.NOBLOCK, copy=False)
+                except zmq.Again:
+                    return
+                is_last = not frame.more
+                if self._incoming is None:
+                    self._incoming = Incoming(frame.bytes, self._options.max_message_bytes)
+                    self._incoming_since = self._clock()
+                else:
+                    self._incoming.take(frame)
+                if is_last:
+                    break
             else:
-                self._incoming.take(frame)
-            if is_last:
-                incoming, self._incoming = self._incoming, None
-                self._take(incoming)
-                return
-
-    def _take(self, incoming: Incoming) -> None:
-        try:
-            request = incoming.request()
-        except KVStoreError as error:
-            _log.warning("refused a message: %s", error)
-            self._send(incoming.peer, m.Reply(0, m.Failed(*to_wire(error))))
-            return
-        self._send_all(self.service.handle(incoming.peer, request, self._clock()))
+                continue
+            incoming, self._incoming = self._incoming, None
+            try:
+                request = incoming.request()
+            except KVStoreError as error:
+                _log.warning("refused a message: %s", error)
+                self._send(incoming.peer, m.Reply(0, m.Failed(*to_wire(error))))
+            else:
+                self._send_all(self.service.handle(incoming.peer, request, self._clock()))
 
     def _send_all(self, replies: Iterable[m.Outgoing]) -> None:
-        for out in packed(self._news(replies)):
+        for out in packed(self._news(replies) if self._backlog else replies):
             self._send(out.peer, out.reply)
 
     def _news(self, replies: Iterable[m.Outgoing]) -> list[m.Outgoing]:
