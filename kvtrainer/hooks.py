@@ -7,6 +7,7 @@ of a Trainer need no hook; these are for runners, and for classes that were deri
 from __future__ import annotations
 
 import logging
+import operator
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -268,8 +269,10 @@ class OptimizerHook(Hook):
 
     def _own_options(self) -> dict[str, Any]:
         """Return what the Trainer is to be told, under MMCV's names."""
-        is_trainers = type(self).clip_grads is OptimizerHook.clip_grads
-        return {"grad_clip": self.grad_clip} if is_trainers else {}
+        is_told = {"loss_scale": True, "coalesce": True, "bucket_size_mb": True}
+        is_told["grad_clip"] = type(self).clip_grads is OptimizerHook.clip_grads
+        is_told["cumulative_iters"] = getattr(self, "cumulative_iters", 1) > 1
+        return {name: value for name, value in vars(self).items() if is_told.get(name)}
 
 
 class Fp16OptimizerHook(OptimizerHook):
@@ -368,10 +371,6 @@ class Fp16OptimizerHook(OptimizerHook):
                 "with kvstore=None"
             )
 
-    def _own_options(self) -> dict[str, Any]:
-        names = ("loss_scale", "coalesce", "bucket_size_mb")
-        return {**super()._own_options(), **{name: getattr(self, name) for name in names}}
-
 
 class GradientCumulativeOptimizerHook(OptimizerHook):
     """An OptimizerHook that sums the gradients of several batches before an update.
@@ -408,10 +407,6 @@ class GradientCumulativeOptimizerHook(OptimizerHook):
     def has_batch_norm(self, module: torch.nn.Module) -> bool:
         """Find out if a part of the module normalises with the statistics of a batch."""
         return any(isinstance(part, _BatchNorm) for part in module.modules())
-
-    def _own_options(self) -> dict[str, Any]:
-        own = {"cumulative_iters": self.cumulative_iters} if self.cumulative_iters > 1 else {}
-        return {**super()._own_options(), **own}
 
 
 class GradientCumulativeFp16OptimizerHook(GradientCumulativeOptimizerHook, Fp16OptimizerHook):
@@ -477,6 +472,7 @@ class _ValueHook(Hook):
         vars(self).update({f"base_{self._value}": [], f"regular_{self._value}": []})
         self._targets: dict[str, GroupValue] = {}
         self._policy: Formula | None = None
+        self._lift = MomentumWarmup()
 
     def before_train_epoch(self, runner: Any) -> None:
         if self.warmup_epochs is not None:
@@ -522,21 +518,30 @@ class _ValueHook(Hook):
         at, last = ("epoch", "max_epochs") if self.by_epoch else ("iter", "max_iters")
         return int(getattr(runner, at, 0)), getattr(runner, last, None)
 
-    def _of_policy(self, runner: Any, base: float) -> float:
+    def _get(self, runner: Any, base: float) -> float:
+        """Return the value of now of a group that started from `base`, without a warm-up."""
         if self._policy is None:
             raise NotImplementedError(
                 f"{type(self).__name__} has no policy, so it must say its values itself"
             )
         return float(self._policy(base, *self._progress(runner)))
 
+    def _get_regular(self, runner: Any) -> Values:
+        """Return the values of all groups, without a warm-up."""
+        get = getattr(self, f"get_{self._value}")
+        return _each(lambda base: get(runner, base), getattr(self, f"base_{self._value}"))
+
+    def _get_warmup(self, cur_iters: int) -> Values:
+        """Return what the warm-up makes of the regular values in this batch."""
+        factor = warmup_factor(str(self.warmup), cur_iters, self.warmup_iters or 1, self.warmup_ratio)
+        lift = self._lift if self._value == "momentum" else operator.mul
+        return _each(lambda one: lift(one, factor), getattr(self, f"regular_{self._value}"))
+
     def _write(self, values: Values) -> None:
         for name, its in (values if isinstance(values, Mapping) else {"": values}).items():
             target = self._targets[name]
             for index, value in zip(range(len(target)), its, strict=False):
                 target.write(index, value)
-
-    def _factor(self, at: int) -> float:
-        return warmup_factor(str(self.warmup), at, self.warmup_iters or 1, self.warmup_ratio)
 
     def _renew(self, runner: Any) -> Values:
         """Ask for the values of now, without a warm-up; the methods have MMCV's names, for who overrides them."""
@@ -553,17 +558,9 @@ class LrUpdaterHook(_ValueHook):
     base_lr: Values
     regular_lr: Values
 
-    def get_lr(self, runner: Any, base_lr: float) -> float:
-        """Return the learning rate of now of a group that started from `base_lr`, without a warm-up."""
-        return self._of_policy(runner, base_lr)
-
-    def get_regular_lr(self, runner: Any) -> Values:
-        """Return those of all groups."""
-        return _each(lambda base: self.get_lr(runner, base), self.base_lr)
-
-    def get_warmup_lr(self, cur_iters: int) -> Values:
-        """Return what the warm-up makes of them in this batch."""
-        return _each(lambda rate: rate * self._factor(cur_iters), self.regular_lr)
+    get_lr = _ValueHook._get
+    get_regular_lr = _ValueHook._get_regular
+    get_warmup_lr = _ValueHook._get_warmup
 
 
 class MomentumUpdaterHook(_ValueHook):
@@ -578,21 +575,9 @@ class MomentumUpdaterHook(_ValueHook):
     base_momentum: Values
     regular_momentum: Values
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._lift = MomentumWarmup()
-
-    def get_momentum(self, runner: Any, base_momentum: float) -> float:
-        """Return the momentum of now of a group that started from `base_momentum`, without a warm-up."""
-        return self._of_policy(runner, base_momentum)
-
-    def get_regular_momentum(self, runner: Any) -> Values:
-        """Return those of all groups."""
-        return _each(lambda base: self.get_momentum(runner, base), self.base_momentum)
-
-    def get_warmup_momentum(self, cur_iters: int) -> Values:
-        """Return what the warm-up makes of them in this batch."""
-        return _each(lambda one: self._lift(one, self._factor(cur_iters)), self.regular_momentum)
+    get_momentum = _ValueHook._get
+    get_regular_momentum = _ValueHook._get_regular
+    get_warmup_momentum = _ValueHook._get_warmup
 
 
 class FixedLrUpdaterHook(LrUpdaterHook, policy="fixed"):
@@ -663,10 +648,10 @@ class OneCycleLrUpdaterHook(LrUpdaterHook, policy="OneCycle"):
             starts[name] = [float(peak) / self.div_factor for peak in peaks]
         self.base_lr = starts if isinstance(self.base_lr, Mapping) else starts[""]
 
-    def get_lr(self, runner: Any, base_lr: float) -> float:
+    def get_lr(self, runner: Any, base: float) -> float:
         assert self._policy is not None
-        options = {**self._policy.options, "maximum": base_lr * self.div_factor}
-        return replace(self._policy, options=options)(base_lr, *self._progress(runner))
+        options = {**self._policy.options, "maximum": base * self.div_factor}
+        return replace(self._policy, options=options)(base, *self._progress(runner))
 
 
 class StepMomentumUpdaterHook(MomentumUpdaterHook, policy="step"):
