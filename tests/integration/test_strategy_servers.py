@@ -11,10 +11,9 @@ import torch
 from torch import nn
 
 from kvtrainer import Trainer, TrainerDict
-from kvtrainer.errors import RoundAbortedError
 from kvtrainer.kvstore import DistKVStore
 from kvtrainer.strategy import Strategy, agreement_of
-from tests.support.processes import Members, Processes, new_name, raised, together
+from tests.support.processes import Members, Processes, new_name, together
 
 
 @pytest.fixture(scope="module")
@@ -44,19 +43,6 @@ def test_bytes_of_any_length_reach_all_workers(servers: list[Any], mode: str) ->
     gathered = [b"short\x00\xff", long]
     assert first == [long, [b"", b"\xff" * 12281], gathered, gathered]
     assert second == [*first[:3], None]
-
-
-def test_an_error_of_one_worker_is_raised_on_all(servers: list[Any]) -> None:
-    def fail_on_1(store: DistKVStore) -> None:
-        agreement = agreement_of(store)
-        with agreement.all_or_none("read its file"):
-            if store.rank == 1:
-                raise OSError("no such disk")
-
-    with Members() as members:
-        first, second = on_both(members.pair(servers), fail_on_1)
-    assert raised([first], RoundAbortedError) == ["rank 1 could not read its file: OSError: no such disk"]
-    assert isinstance(second, OSError)
 
 
 def test_what_is_agreed_on_is_not_among_the_keys_of_the_store(servers: list[Any]) -> None:

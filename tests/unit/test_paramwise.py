@@ -21,7 +21,6 @@ from kvtrainer.errors import (
     UnmatchedRuleWarning,
 )
 from kvtrainer.paramwise import ParamGroups, Rule, apply_paramwise, unwrapped
-from tests.support.scalar_training import IN_STORE, step, trainer_of, values
 
 BASE = {"lr": 0.5, "weight_decay": 0.25}
 
@@ -163,24 +162,6 @@ def test_wrappers_are_taken_off_but_a_part_called_module_stays() -> None:
     ]
     wrapper.scale = Parameter(torch.ones(1))
     assert unwrapped(wrapper) is wrapper
-
-
-@IN_STORE
-def test_options_of_groups_reach_the_update(in_store: bool) -> None:
-    """w -= lr * (1 + wd * w), each with its own numbers, by hand."""
-    model = nn.Module()
-    parameters = [Parameter(torch.ones(1, dtype=torch.float64)) for _ in range(3)]
-    model.a, model.b, model.bias = parameters
-    rules = [Rule(".bias", lr_mult=2, weight_decay=0.0), Rule(".b", decay_mult=0.5)]
-    made = apply_paramwise(model, rules, BASE)
-    trainer = trainer_of(made.groups, "sgd", {"learning_rate": 0.5, "wd": 0.25}, in_store)
-    step(trainer)
-    assert values(parameters) == [1 - 0.5 * 1.25, 1 - 0.5 * 1.125, 0.0]
-    for group in trainer.param_groups:
-        group["lr"] *= 0.5
-    step(trainer)
-    a, b = 0.375, 0.4375
-    assert values(parameters) == [a - 0.25 * (1 + 0.25 * a), b - 0.25 * (1 + 0.125 * b), -0.5]
 
 
 LR, WD = 0.01, 1e-4

@@ -95,12 +95,9 @@ def test_it_shows_the_name_the_type_and_the_optimizer_of_each() -> None:
     )
     shown = repr(trainers)
     for part in (
-        "name: first",
-        "type: Trainer",
-        "optimizer: torch:SGD",
+        "name: first\ntype: Trainer\noptimizer: torch:SGD",
         "lr: 0.5",
-        "name: second",
-        "type: Mine",
+        "name: second\ntype: Mine",
         "adam",
     ):
         assert part in shown

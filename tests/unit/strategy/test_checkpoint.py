@@ -105,17 +105,6 @@ def test_what_an_optimizer_keeps_beside_parameters_goes_on(make: Make, tmp_path:
     assert same(*found)
 
 
-def test_a_running_trainer_can_go_back_to_a_checkpoint(make: Make, tmp_path: Path) -> None:
-    strategy, model, trainer = prepared(make, kvstore=create("local"))
-    steps(model, trainer, 4)
-    strategy.save_checkpoint(str(tmp_path / "a.pt"))
-    steps(model, trainer, 4)
-    expected = weights(model)
-    strategy.resume(str(tmp_path / "a.pt"))
-    steps(model, trainer, 4)
-    assert same(weights(model), expected)
-
-
 def test_file_holds_plain_values_and_says_what_they_are(make: Make, tmp_path: Path) -> None:
     strategy, model, trainer = prepared(make, experiment_name="try")
     steps(model, trainer, 2)
@@ -165,25 +154,6 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_former_one(
         strategy.save_checkpoint(str(path))
     assert path.read_bytes() == before
     assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
-
-
-def test_optimizer_goes_on_with_its_learning_rate_so_that_momentum_can_be_corrected(
-    make: Make, tmp_path: Path
-) -> None:
-    """The rate that was used last is in the file, although the configuration starts with another one."""
-    cfg = {"optimizer": {"type": "SGD", "lr": 0.1, "momentum": 0.9}}
-    strategy = make()
-    model, trainer = strategy.prepare(Net(), optim_wrapper=cfg)
-    trainer.set_learning_rate(0.01)
-    steps(model, trainer, 1)
-    strategy.save_checkpoint(str(tmp_path / "a.pt"))
-    other = make()
-    _, again = other.prepare(Net(), optim_wrapper=cfg)
-    other.resume(str(tmp_path / "a.pt"))
-    assert again.get_lr() == {"lr": [0.01]}
-    before = trainer.export_saved_states().parameters["head.bias"].state
-    after = again.export_saved_states().parameters["head.bias"].state
-    assert torch.equal(before["momentum_buffer"], after["momentum_buffer"])
 
 
 def take_turns(model: Any, trainers: Any) -> None:
