@@ -193,11 +193,13 @@ class ParamReport:
 
         Replicas, which a Trainer calls "NAME on DEVICE", come after all others, with the rules of NAME.
         """
-        rules = {row.name: row.rules for row in self.rows}
-        rows = {row.name: row for row in rows_of(groups)}
-        order = [name for name in rules if name in rows] + [name for name in rows if name not in rules]
-        decided = [rules.get(name, rules.get(name.rpartition(" on ")[0], ())) for name in order]
-        found = (replace(rows[name], rules=by) for name, by in zip(order, decided, strict=True))
+        decided = {row.name: row.rules for row in self.rows}
+        now = {row.name: row for row in rows_of(groups)}
+        found = [
+            replace(now[name], rules=decided.get(name, decided.get(name.rpartition(" on ")[0], ())))
+            for name in dict.fromkeys([*decided, *now])
+            if name in now
+        ]
         return ParamReport(tuple(found), self.unmatched)
 
 

@@ -124,9 +124,19 @@ class Registry:
         if found is None:
             self._load_entry_points(name)
             found = self._find(name)
-        if found is None:
-            raise UnregisteredNameError(self._describe_miss(name))
-        return found
+        if found is not None:
+            return found
+        known = [*self._entries.items(), *self._fallback().items()]
+        names = {id(entry): other for other, entry in reversed(known)}  # of several the first
+        others = sorted(names.values(), key=str.casefold)
+        text = (
+            f"{name!r} is not in the {self.name} registry{did_you_mean(name, others) or '.'} Registered are "
+            f"{', '.join(others) or 'none'}. Import the module that registers it, or name that in custom_imports"
+        )
+        if self._broken:
+            why = "; ".join(f"{point} ({reason})" for point, reason in self._broken.items())
+            text += f" (entry points that could not be loaded: {why})"
+        raise UnregisteredNameError(text)
 
     def build(self, cfg: Mapping[str, Any], **default_args: Any) -> Any:
         """Call what `cfg["type"]` names, or is, with the other entries of `cfg`; `default_args` fill in.
@@ -185,20 +195,6 @@ class Registry:
                 continue
             if callable(loaded) and self._find(point.name) is None:
                 self._add(point.name, loaded)
-
-    def _describe_miss(self, name: str) -> str:
-        names: dict[int, str] = {}
-        for other, entry in (*self._entries.items(), *self._fallback().items()):
-            names.setdefault(id(entry), other)
-        others = sorted(names.values(), key=str.casefold)
-        text = (
-            f"{name!r} is not in the {self.name} registry{did_you_mean(name, others) or '.'} Registered are "
-            f"{', '.join(others) or 'none'}. Import the module that registers it, or name that in custom_imports"
-        )
-        if self._broken:
-            why = "; ".join(f"{point} ({reason})" for point, reason in self._broken.items())
-            text += f" (entry points that could not be loaded: {why})"
-        return text
 
 
 def _where(entry: Any) -> str:

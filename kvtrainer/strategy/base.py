@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from kvstore_server import check
 from kvtrainer.config import check_arguments
-from kvtrainer.errors import ArgumentTypeError, ConfigurationError
+from kvtrainer.errors import ArgumentTypeError, ConfigurationError, file_error
 from kvtrainer.kvstore.base import KVStoreBase
 from kvtrainer.registry import MODELS
 from kvtrainer.schedules.binding import build_param_schedules
@@ -31,6 +31,7 @@ Callback = Callable[[dict[str, Any]], object]
 Path = str | os.PathLike[str]
 Schedules = list[BoundSchedule] | dict[str, list[BoundSchedule]]
 TIME = "%Y%m%d_%H%M%S"
+_LINE = "%(asctime)s - %(name)s - %(levelname)s - %(message)s"
 _RUN = ("epoch_length", "max_epochs", "max_iters")
 
 
@@ -215,17 +216,43 @@ class BaseStrategy(ABC):
         file_mode: str = "a",
         distributed: bool = False,
     ) -> logging.Logger:
-        """Make the logger of the run: to the terminal, and to a file.
+        """Make the logger of the run, to the terminal and to a file; a former one of its name is closed.
+
+        Rank 0 writes what `log_level` lets through; the others write errors to the terminal.
 
         Args:
             log_file: None: in `log_dir`, named after the time.
             name: of the logger; None: the experiment's.
-            distributed: Whether every rank has a file; else rank 0 alone.
+            distributed: Whether every rank has a file, with its rank in the name; else rank 0 alone.
+
+        Raises:
+            ConfigurationError: the level is not known, or the file cannot be written.
         """
-        path = os.path.join(self._log_dir, f"{self._timestamp}.log") if log_file is None else log_file
-        return environment.make_logger(
-            name or self._experiment_name, path, log_level, file_mode, self.rank, distributed
-        )
+        level = log_level if isinstance(log_level, int) else logging.getLevelName(log_level.upper())
+        if not isinstance(level, int):
+            raise ConfigurationError(
+                f"log_level is {log_level!r}; it must be one of logging's, such as 'INFO'"
+            )
+        logger = logging.getLogger(name or self._experiment_name)
+        environment.close_logger(logger)
+        logger.setLevel(level)
+        logger.propagate = False
+        handlers: list[logging.Handler] = [logging.StreamHandler()]
+        handlers[0].setLevel(level if self.rank == 0 else max(level, logging.ERROR))
+        if self.rank == 0 or distributed:
+            base, ending = os.path.splitext(log_file or os.path.join(self._log_dir, f"{self._timestamp}.log"))
+            path = f"{base}_rank{self.rank}{ending}" if self.rank else base + ending
+            try:
+                os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+                # Appending lets it open again what others close, as torch.compile's own set-up of logging does.
+                handlers.append(logging.FileHandler(path, file_mode, encoding="utf-8"))
+            except (OSError, ValueError) as error:
+                text = f"cannot write the log to {path!r}: {error}"
+                raise file_error(ConfigurationError, text, error, path) from error
+        for handler in handlers:
+            handler.setFormatter(logging.Formatter(_LINE, "%Y/%m/%d %H:%M:%S"))
+            logger.addHandler(handler)
+        return logger
 
     def collect_env(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Describe what the process runs on, and how it was set up."""

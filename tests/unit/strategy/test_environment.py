@@ -95,6 +95,15 @@ def test_process_that_is_not_told_which_of_several_it_is_does_not_train_alone(
     assert make("device", env_kwargs={"launcher": "none"}).world_size == 1
 
 
+class Second(Strategy):
+    """A strategy of rank 1."""
+
+    def _meet(self) -> Agreement:
+        agreement = Agreement()
+        agreement.rank = 1
+        return agreement
+
+
 class PluginStore(KVStoreBase):
     type, num_workers, rank = "mine", 1, 0
 
@@ -141,17 +150,15 @@ def test_a_strategy_that_is_closed_leaves_the_log_to_one_of_the_same_name(make: 
     assert not second.logger.handlers
 
 
-def test_other_ranks_write_errors_only_and_files_on_request(tmp_path: Path) -> None:
-    from kvtrainer.strategy.environment import close_logger, make_logger
-
+def test_other_ranks_write_errors_only_and_files_on_request(make: Make, tmp_path: Path) -> None:
     path = str(tmp_path / "run.log")
-    logger = make_logger("one of two", path, rank=1)
+    logger = make(cls=Second, log_kwargs={"log_file": path}).logger
     assert [handler.level for handler in logger.handlers] == [logging.ERROR]
-    logger = make_logger("one of two", path, rank=1, every_rank=True)
-    logger.info("here")
-    close_logger(logger)
+    strategy = make(cls=Second, log_kwargs={"log_file": path, "distributed": True})
+    strategy.logger.info("here")
+    strategy.close()
     assert "here" in (tmp_path / "run_rank1.log").read_text()
-    assert not logger.handlers
+    assert not strategy.logger.handlers
 
 
 def test_properties_of_a_process_alone_cannot_be_set(make: Make) -> None:
@@ -285,12 +292,6 @@ def test_equal_seeds_give_equal_numbers_of_every_source(make: Make) -> None:
 
 
 def test_ranks_differ_only_if_asked(make: Make) -> None:
-    class Second(Strategy):
-        def _meet(self) -> Agreement:
-            agreement = Agreement()
-            agreement.rank = 1
-            return agreement
-
     for given, seed in (({"seed": 7}, 7), ({"seed": 7, "diff_rank_seed": True}, 8)):
         assert make(cls=Second, env_kwargs={"randomness": given}).seed == seed
     last = {"seed": 2**32 - 1, "diff_rank_seed": True}
