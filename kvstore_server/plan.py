@@ -14,11 +14,13 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import operator
 import zlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import compress
 from typing import NamedTuple
 
 from kvstore_server.errors import ConfigurationError, PlanMismatchError
@@ -280,23 +282,26 @@ def make_plan(
     """
     specs = tuple(specs)
     check_specs(specs, num_servers, integers)
-    numel_of = {shape: math.prod(shape) for shape in {spec.shape for spec in specs}}
-    numels = [numel_of[spec.shape] for spec in specs]
-    nbytes = [numel * SIZES[spec.dtype] for numel, spec in zip(numels, specs, strict=True)]
-    piece_bytes = _slice_bytes(sum(nbytes))
+    _, shapes, dtypes, _, are_sparse = zip(*specs, strict=True)
+    numel_of = {shape: math.prod(shape) for shape in set(shapes)}
+    numels = list(map(numel_of.__getitem__, shapes))
+    piece_bytes = _slice_bytes(sum(map(operator.mul, numels, map(SIZES.__getitem__, dtypes))))
     drafts: list[Draft] = []
     arena_sizes: dict[str, int] = {}
     resident_sizes: dict[str, int] = {}
     key_offsets = [0] * len(specs)
-    for dtype in sorted({spec.dtype for spec in specs}):
+    for dtype in sorted(set(dtypes)):
         layout = ArenaLayout(dtype, piece_bytes)
-        dense = [i for i, spec in enumerate(specs) if spec.dtype == dtype and not spec.row_sparse]
-        sparse = [i for i, spec in enumerate(specs) if spec.dtype == dtype and spec.row_sparse]
-        layout.add_small([i for i in dense if nbytes[i] < piece_bytes], numels, key_offsets)
-        for i in [i for i in dense if nbytes[i] >= piece_bytes]:
+        least_big = -(-piece_bytes // SIZES[dtype])
+        rows = zip(range(len(specs)), dtypes, numels, are_sparse, strict=True)
+        members = [(i, numel, is_sparse) for i, own, numel, is_sparse in rows if own == dtype]
+        small = [i for i, numel, is_sparse in members if not is_sparse and numel < least_big]
+        big = [i for i, numel, is_sparse in members if not is_sparse and numel >= least_big]
+        layout.add_small(small, numels, key_offsets)
+        for i in big:
             key_offsets[i] = layout.add_big(i, numels[i], row_numel(specs[i]))
         resident_sizes[dtype] = layout.end
-        for i in sparse:
+        for i in [i for i, _, is_sparse in members if is_sparse]:
             key_offsets[i] = layout.add_big(i, numels[i], row_numel(specs[i]))
         drafts.extend(layout.drafts)
         arena_sizes[dtype] = layout.end
@@ -331,15 +336,15 @@ def check_specs(specs: Sequence[TensorSpec], num_servers: int, integers: bool = 
         raise ConfigurationError(f"a plan needs at least one server, got {num_servers}")
     if not specs:
         raise ConfigurationError("a plan needs at least one key, got none")
-    keys = {spec.key for spec in specs}
-    if len(keys) < len(specs):
-        twice = next(key for key, count in Counter(spec.key for spec in specs).items() if count > 1)
+    keys, shapes, dtypes, _, are_sparse = zip(*specs, strict=True)
+    if len(set(keys)) < len(keys):
+        [(twice, _)] = Counter(keys).most_common(1)
         raise ConfigurationError(f"key {twice!r} appears twice; every key must be named once")
     if max(map(len, keys)) > MAX_NAME:
         check_name("a key", max(keys, key=len))
     storable = {*ITEM_SIZE, *(INTEGERS if integers else ())}
-    impossible = {shape for shape in {spec.shape for spec in specs} if shape and min(shape) < 0}
-    if impossible or not storable.issuperset([spec.dtype for spec in specs]):
+    impossible = {shape for shape in set(shapes) if shape and min(shape) < 0}
+    if impossible or not storable.issuperset(dtypes):
         for spec in specs:
             if spec.dtype not in storable:
                 raise ConfigurationError(
@@ -347,9 +352,8 @@ def check_specs(specs: Sequence[TensorSpec], num_servers: int, integers: bool = 
                 )
             if spec.shape in impossible:
                 raise ConfigurationError(f"key {spec.key!r} has the impossible shape {spec.shape}")
-    for spec in specs:
-        if spec.row_sparse:
-            _check_rows(spec)
+    for spec in compress(specs, are_sparse):
+        _check_rows(spec)
 
 
 def check_name(what: str, name: str) -> None:

@@ -20,7 +20,7 @@ from kvstore_server.optimizer.torch_family import TorchOptimizer, is_plain
 from kvtrainer.errors import ConfigurationError, SchedulerInUseError, UnknownNameError
 from kvtrainer.memory.memory import DeviceMemory, Memory
 from kvtrainer.parallel import DataParallel
-from kvtrainer.parallel.policy import COPIES, MEMBERSHIP, check_replicas, same_devices
+from kvtrainer.parallel.policy import COPIES, check_replicas
 from kvtrainer.types import Group
 
 NOTES = frozenset(
@@ -238,38 +238,34 @@ def collect(params: Any, first: int = 0) -> list[Group]:
         ConfigurationError: anything else, nothing at all, or a name that stands for two parameters.
     """
     groups = []
-    seen: dict[int, tuple[int, ...]] = {}
-    found: dict[str, Sequence[Tensor]] = {}
+    seen: dict[int, Sequence[Any]] = {}
+    """id of the first replica → all replicas of the parameter."""
+    found: dict[str, Sequence[Any]] = {}
     for options, named in _groups(params):
         names: list[str] = []
         for name, given in named:
-            is_alone = isinstance(given, Tensor)
             replicas: Sequence[Any] = (given,)
-            if not is_alone and isinstance(given, Sequence):
-                replicas = list(given)
-            ids = (id(given),) if is_alone else tuple(map(id, replicas))
-            if ids and seen.get(ids[0]) == ids:
+            if not isinstance(given, Tensor) and isinstance(given, Sequence):
+                replicas = tuple(given)
+            at = id(replicas[0]) if replicas else 0
+            if at in seen and list(map(id, seen[at])) == list(map(id, replicas)):
                 continue
             for parameter in replicas:
                 if not isinstance(parameter, Tensor) or not parameter.is_leaf:
                     raise _not_trainable(name, parameter)
             label = str(first + len(found)) if name is None else name
-            if not is_alone or ids[0] in seen or hasattr(given, MEMBERSHIP):
-                check_replicas(label, replicas, seen)
             if label in found:
                 raise ConfigurationError(f"two parameters are called {label!r}; give each a name of its own")
-            for one in ids:
-                seen[one] = ids
-            found[label] = replicas
+            seen[at] = found[label] = replicas
             names.append(label)
         rows = [found[name] for name in names]
         # Those of different lengths are refused below.
         by_device = [[replicas[at] for replicas in rows] for at in range(min(map(len, rows), default=1))]
-        group: Group = {**options, "params": by_device[0], "param_names": names}
+        group: Group = {**options, "params": by_device[0] if by_device else [], "param_names": names}
         groups.append({**group, COPIES: by_device[1:]} if len(by_device) > 1 else group)
     if not found:
         raise ConfigurationError("there are no parameters to train; got an empty list")
-    same_devices(found)
+    check_replicas(found)
     return groups
 
 

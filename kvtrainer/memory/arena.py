@@ -77,7 +77,7 @@ class Arena:
         self.writes = WriteWatch(self._parameters, self.weights, plan)
         """What others than the Trainer do to the weights."""
         self._here = here
-        self._addresses = [p.data_ptr() for p in here]
+        self._addresses = [piece.data_ptr() for piece in pieces]
         _note_placed(self._addresses, here)
 
     @cached_property
@@ -180,12 +180,13 @@ class Arena:
     def _own_pieces(self) -> list[Tensor]:
         """Make the places of the resident keys: tensors of their shapes, with storage objects of their own sizes."""
         aliases = {dtype: _aliases_of(flat) for dtype, flat in self.weights.items()}
-        rows = zip(self._plan.specs, self._plan.key_offsets, strict=True)
-        return [
-            # Resized as the parameter, which costs less than a view.
-            aliases[spec.dtype](at, parameter.numel()).resize_as_(parameter)
-            for parameter, (spec, at) in compress(zip(self._parameters, rows, strict=True), self._resident)
-        ]
+        pieces = []
+        rows = zip(self._parameters, self._plan.specs, self._plan.key_offsets, strict=True)
+        for parameter, spec, at in compress(rows, self._resident):
+            piece = aliases[spec.dtype](at, parameter.numel())
+            # To resize it costs less than a view.
+            pieces.append(piece if len(spec.shape) == 1 else piece.resize_as_(parameter))
+        return pieces
 
 
 class WriteWatch:

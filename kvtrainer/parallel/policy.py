@@ -63,42 +63,44 @@ def _policy(parameter: Tensor) -> ReplicaPolicy | None:
     return None if membership is None else membership.policy
 
 
-def check_replicas(name: str, replicas: Sequence[Tensor], seen: Mapping[int, object]) -> None:
-    """Raise ConfigurationError unless these can be the replicas of one parameter.
+def check_replicas(parameters: Mapping[str, Sequence[Tensor]]) -> None:
+    """Raise ConfigurationError unless the replicas of all parameters are distinct, alike, and on the same devices.
 
     Args:
-        seen: has the ids of those parameters that are taken.
+        parameters: by name, the replicas of each.
     """
-    if len(replicas) == 1 and id(replicas[0]) not in seen and not hasattr(replicas[0], MEMBERSHIP):
+    flat = [p for replicas in parameters.values() for p in replicas]
+    are_distinct, are_alone = len(set(map(id, flat))) == len(flat), {*map(len, parameters.values())} == {1}
+    if are_distinct and are_alone and not any([hasattr(p, MEMBERSHIP) for p in flat]):
         return
-    if not replicas:
-        raise ConfigurationError(f"parameter {name!r} is an empty list; give one replica for each device")
-    if len({id(p) for p in replicas}) < len(replicas) or any(id(p) in seen for p in replicas):
-        raise ConfigurationError(
-            f"parameter {name!r} has a replica that is also another replica or parameter; give each device a "
-            "Parameter of its own"
-        )
-    if len(replicas) == 1:
-        if _policy(replicas[0]) is not None:
+    seen: set[int] = set()
+    for name, replicas in parameters.items():
+        ids = {id(p) for p in replicas}
+        if not replicas:
+            raise ConfigurationError(f"parameter {name!r} is an empty list; give one replica for each device")
+        if len(ids) < len(replicas) or ids & seen:
+            raise ConfigurationError(
+                f"parameter {name!r} has a replica that is also another replica or parameter; give each device a "
+                "Parameter of its own"
+            )
+        seen |= ids
+        if len(replicas) == 1 and _policy(replicas[0]) is not None:
             raise ConfigurationError(
                 f"parameter {name!r} is one replica of several in a DataParallel, whose others would not be trained; "
                 "give the Trainer the DataParallel itself, or groups made by its with_replicas()"
             )
-        return
-    if any(is_lazy(p) for p in replicas):
-        raise ConfigurationError(
-            f"replicas of {name!r} have no shape yet; run a forward pass on every device before building the Trainer"
-        )
-    forms = [f"{str(p.dtype).removeprefix('torch.')}{list(p.shape)}" for p in replicas]
-    if len(set(forms)) > 1:
-        raise ConfigurationError(
-            f"the replicas of parameter {name!r} differ: {', '.join(forms)}; each must have the same shape and dtype"
-        )
-
-
-def same_devices(parameters: Mapping[str, Sequence[Tensor]]) -> None:
-    """Raise ConfigurationError unless all parameters with replicas are on the same list of devices."""
-    if all(len(replicas) == 1 for replicas in parameters.values()):
+        if len(replicas) > 1 and any(is_lazy(p) for p in replicas):
+            raise ConfigurationError(
+                f"replicas of {name!r} have no shape yet; run a forward pass on every device before building the "
+                "Trainer"
+            )
+        forms = [] if len(replicas) == 1 else [f"{str(p.dtype)[6:]}{list(p.shape)}" for p in replicas]
+        if len(set(forms)) > 1:
+            raise ConfigurationError(
+                f"the replicas of parameter {name!r} differ: {', '.join(forms)}; each must have the same shape and "
+                "dtype"
+            )
+    if are_alone:
         return
     lists = {name: [str(p.device) for p in replicas] for name, replicas in parameters.items()}
     (first, expected), *others = lists.items()
