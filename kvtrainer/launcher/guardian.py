@@ -29,7 +29,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import FrameType
 
 MARK = "KVLAUNCH_MARK"
@@ -111,6 +111,16 @@ class Guardian:
         # A dead guardian is replaced by `ensure`, and the new one is told everything.
         with contextlib.suppress(BrokenPipeError):
             os.write(self._pipe, line.encode())
+
+
+def environment(inherited: Mapping[str, str], mark: str, share: int = 0) -> dict[str, str]:
+    """Return what a process inherits with a mark, and as threads an equal share of the cores among `share` processes.
+
+    Without it each would start a thread per core, and the threads of all of them would fight for the cores.
+    """
+    marks = filter(None, (inherited.get(MARK), mark))
+    threads = {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // share))} if share else {}
+    return {**threads, **inherited, MARK: ":".join(marks)}
 
 
 def end_with_parent() -> Callable[[], None]:
@@ -209,7 +219,7 @@ def _run(command: Sequence[str], grace: float, share: int, ready: str) -> int:
     try:
         process = subprocess.Popen(
             [*command, *(["--ready-fd", str(writing)] if ready else [])],
-            env=_environ(mark, share),
+            env=environment(os.environ, mark, share),
             stdin=subprocess.DEVNULL,
             pass_fds=(writing,) if ready else (),
             start_new_session=True,
@@ -255,13 +265,6 @@ def _watch(process: subprocess.Popen[bytes], ready: int, word: str, grace: float
                 os.killpg(process.pid, signal.SIGTERM)
         if ended in events:
             return grace
-
-
-def _environ(mark: str, share: int) -> dict[str, str]:
-    environ = {**os.environ, MARK: ":".join(filter(None, (os.environ.get(MARK), mark)))}
-    if share:
-        environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // share)))
-    return environ
 
 
 def _stop(_number: int, _frame: FrameType | None) -> None:

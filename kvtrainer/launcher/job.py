@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from kvstore_server.errors import ConfigurationError
 from kvtrainer.env import DEAD_AFTER, NUM_WORKERS, RANK, SERVERS, parse_address, read_timeout
-from kvtrainer.launcher.guardian import KILL_WAIT, MARK, Guardian
+from kvtrainer.launcher.guardian import KILL_WAIT, Guardian, environment
 from kvtrainer.launcher.hosts import Remote, RemoteChild, without_address
 from kvtrainer.launcher.processes import Child, Events, Put
 
@@ -77,9 +77,8 @@ class Launcher:
         self._remote = remote
         self._linger = limits.linger
         self._mark = secrets.token_hex(16)
-        self._environ = {k: v for k, v in environ.items() if k not in (RANK, NUM_WORKERS, SERVERS)}
-        self._environ["PYTHONUNBUFFERED"] = environ.get("PYTHONUNBUFFERED", "1")
-        self._environ[MARK] = ":".join(filter(None, (environ.get(MARK), self._mark)))
+        kept = {k: v for k, v in environ.items() if k not in (RANK, NUM_WORKERS, SERVERS)}
+        self._environ = environment({"PYTHONUNBUFFERED": "1", **kept}, self._mark)
         self._events = Events()
         self._servers: list[Child] = []
         self._workers: list[Child] = []
@@ -164,9 +163,7 @@ class Launcher:
         if self._remote is not None:
             command = self._remote.of_worker(rank, command, environ)
         else:
-            # Each worker would start a thread per core, and the threads of all of them would fight for the cores.
-            share = max(1, len(os.sched_getaffinity(0)) // self._num_workers)
-            environ.setdefault("OMP_NUM_THREADS", str(share))
+            environ = environment(environ, "", self._num_workers)
         self._spawn(self._workers, "worker", command, environ, self._events.output.put)
 
     def _spawn(

@@ -263,9 +263,8 @@ class Events:
         self.child_changed = True
         """A child may have exited since the owner last set this to False."""
         self.write_error: OSError | None = None
-        """The first error in writing the output, with the descriptor as its `filename`."""
-        self._readers: dict[int, Callable[[], None]] = {}
-        self._pausable: set[int] = set()
+        """The first error in writing the output."""
+        self._readers: dict[int, tuple[Callable[[], None], bool]] = {}
         self._previous: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
 
     def __enter__(self) -> Events:
@@ -289,19 +288,16 @@ class Events:
 
     def add_reader(self, fd: int, callback: Callable[[], None], *, pausable: bool) -> None:
         """Call `callback` when `fd` is readable or at its end; if `pausable`, not while output is full."""
-        self._readers[fd] = callback
-        if pausable:
-            self._pausable.add(fd)
+        self._readers[fd] = callback, pausable
 
     def remove_reader(self, fd: int) -> None:
         del self._readers[fd]
-        self._pausable.discard(fd)
 
     def turn(self, seconds: float) -> None:
         """Wait at most `seconds` (and at most one second) for an event, then handle all that is there."""
         poll = select.poll()
-        for fd in self._readers:
-            if not (fd in self._pausable and self.output.full):
+        for fd, (_, pausable) in self._readers.items():
+            if not (pausable and self.output.full):
                 poll.register(fd, select.POLLIN)
         target = self.output.target
         if target is not None:
@@ -311,16 +307,11 @@ class Events:
             self.child_changed = True  # a second look, in case SIGCHLD is blocked in this process
         for fd in ready:
             if fd == target:
-                self._write()
+                error = self.output.write_some()
+                self.write_error = self.write_error or error
             elif fd in self._readers:
-                self._readers[fd]()
-
-    def _write(self) -> None:
-        target = self.output.target
-        error = self.output.write_some()
-        if error is not None and self.write_error is None:
-            error.filename = target
-            self.write_error = error
+                callback, _ = self._readers[fd]
+                callback()
 
     def _read_signals(self) -> None:
         for number in os.read(self._wake, 4096):
