@@ -95,17 +95,14 @@ def bind_addresses(servers: Sequence[Host], is_public: bool) -> list[str]:
     Raises:
         ConfigurationError: the address of a host cannot be found, or is one that other hosts cannot reach.
     """
-    return [tcp_address(_address_of(host) if is_public else "127.0.0.1", 0) for host in servers]
-
-
-def _address_of(host: Host) -> str:
-    address = numeric_host(host.name)
-    if is_loopback(address):
-        raise ConfigurationError(
-            f"host {host.name} has the address {address} here, which other hosts cannot reach; write the address into "
-            "the host file under which they do"
-        )
-    return address
+    addresses = [numeric_host(host.name) if is_public else "127.0.0.1" for host in servers]
+    for host, address in zip(servers, addresses, strict=True):
+        if is_public and is_loopback(address):
+            raise ConfigurationError(
+                f"host {host.name} has the address {address} here, which other hosts cannot reach; write the address "
+                "into the host file under which they do"
+            )
+    return [tcp_address(address, 0) for address in addresses]
 
 
 @dataclass(frozen=True)
