@@ -71,35 +71,28 @@ def build_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
         shown = f"{explanation} [{variable}]"
         # argparse converts a default that is a string like an argument, so a bad variable is a usage error too.
         parser.add_argument(flag, type=kind, default=environ.get(variable, default), help=shown)
-    parser.add_argument(
-        "--import",
-        dest="imports",
-        action="append",
-        metavar="MODULE",
-        default=[name for name in environ.get("KVSTORE_IMPORT", "").split(",") if name],
+    add, told = parser.add_argument, environ.get
+    add(
+        "--import", dest="imports", action="append", metavar="MODULE",
+        default=[name for name in told("KVSTORE_IMPORT", "").split(",") if name],
         help="import this module first, so that optimizers and commands that it registers are known; may be repeated "
         "[KVSTORE_IMPORT]",
-    )
-    parser.add_argument(
-        "--allow-mixed-cpu",
-        action="store_true",
-        default=environ.get("KVSTORE_ALLOW_MIXED_CPU", "") == "1",
+    )  # fmt: skip
+    add(
+        "--allow-mixed-cpu", action="store_true", default=told("KVSTORE_ALLOW_MIXED_CPU", "") == "1",
         help="accept workers whose CPU has another instruction set; last bits may differ [KVSTORE_ALLOW_MIXED_CPU=1]",
-    )
-    parser.add_argument(
-        "--allow-public-bind",
-        action="store_true",
-        default=environ.get("KVSTORE_ALLOW_PUBLIC_BIND", "") == "1",
+    )  # fmt: skip
+    add(
+        "--allow-public-bind", action="store_true", default=told("KVSTORE_ALLOW_PUBLIC_BIND", "") == "1",
         help="listen on an address that other hosts can reach, although traffic is neither authenticated nor "
         "encrypted; for networks that you trust only [KVSTORE_ALLOW_PUBLIC_BIND=1]",
-    )
-    parser.add_argument(
-        "--ready-fd",
-        type=int,
+    )  # fmt: skip
+    add(
+        "--ready-fd", type=int,
         help="write the address and a newline to this file descriptor once the server listens, then close it; for "
         "programs that start servers, so it alone has no variable in the environment",
-    )
-    parser.add_argument("--version", action="version", version=__version__)
+    )  # fmt: skip
+    add("--version", action="version", version=__version__)
     return parser
 
 

@@ -17,7 +17,8 @@ import logging
 from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
-from kvstore_server.errors import CommandError, ConfigurationError, KVStoreError, to_wire
+from kvstore_server import check
+from kvstore_server.errors import CommandError, KVStoreError, to_wire
 from kvstore_server.protocol import messages as m
 
 _log = logging.getLogger(__name__)
@@ -49,7 +50,7 @@ def register(head: int) -> Callable[[_HandlerT], _HandlerT]:
     Raises:
         ConfigurationError: `head` is no number of a command.
     """
-    check_head(head)
+    head = check_head(head)
 
     def add(handler: _HandlerT) -> _HandlerT:
         if head in _handlers:
@@ -60,10 +61,9 @@ def register(head: int) -> Callable[[_HandlerT], _HandlerT]:
     return add
 
 
-def check_head(head: object) -> None:
-    """Raise ConfigurationError unless this is a number that a command may have: 0 … 2³¹ - 1."""
-    if type(head) is not int or not 0 <= head < 1 << 31:
-        raise ConfigurationError(f"the head of a command is an int of 0 … 2**31 - 1, got {head!r:.80}")
+def check_head(head: object) -> int:
+    """Return a number that a command may have, 0 … 2³¹ - 1. Raises ConfigurationError if it is none."""
+    return check.integer("the head of a command", head, 0, (1 << 31) - 1)
 
 
 class Commands:

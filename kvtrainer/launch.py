@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from kvstore_server.check import is_loopback
@@ -182,75 +183,37 @@ def _make_parser() -> argparse.ArgumentParser:
     add("-n", "--workers", type=_at_least(1), required=True, metavar="W", help="how many workers to start")
     add("-s", "--servers", type=_at_least(0), default=1, metavar="S", help="how many servers to start (1)")
     add(
-        "--import",
-        dest="imports",
-        action="append",
-        default=[],
-        metavar="MODULE",
+        "--import", dest="imports", action="append", default=[], metavar="MODULE",
         help="let every server import MODULE, for optimizers of your own; may be repeated",
-    )
+    )  # fmt: skip
     add(
-        "--server-arg",
-        action="append",
-        default=[],
-        metavar="ARG",
+        "--server-arg", action="append", default=[], metavar="ARG",
         help="pass ARG to every server; may be repeated; --server-arg=--flag if it begins with a dash",
-    )
+    )  # fmt: skip
     add(
-        "--env",
-        action="append",
-        default=[],
-        metavar="NAME[=VALUE]",
+        "--env", action="append", default=[], metavar="NAME[=VALUE]",
         help="set a variable for all processes, or pass it on to other hosts; may be repeated",
-    )
-    _add_hosts(parser)
-    _add_waits(parser)
-    add("--version", action="version", version=__version__)
-    add("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-    return parser
-
-
-def _add_hosts(parser: argparse.ArgumentParser) -> None:
-    hosts = parser.add_argument_group("other hosts")
-    hosts.add_argument(
-        "-H", "--hostfile", metavar="FILE", help="start all processes over ssh on the hosts of this file"
-    )
-    hosts.add_argument(
-        "--ssh", default="ssh", metavar="COMMAND", help="the program to use (ssh), with its arguments"
-    )
-    hosts.add_argument(
-        "--allow-public-bind",
-        action="store_true",
-        default=os.environ.get("KVSTORE_ALLOW_PUBLIC_BIND", "") == "1",
+    )  # fmt: skip
+    add = parser.add_argument_group("other hosts").add_argument
+    add("-H", "--hostfile", metavar="FILE", help="start all processes over ssh on the hosts of this file")
+    add("--ssh", default="ssh", metavar="COMMAND", help="the program to use (ssh), with its arguments")
+    add(
+        "--allow-public-bind", action="store_true", default=os.environ.get("KVSTORE_ALLOW_PUBLIC_BIND", "") == "1",
         help="let servers listen on addresses that other hosts can reach, although traffic is neither authenticated "
         "nor encrypted; for networks that you trust only [KVSTORE_ALLOW_PUBLIC_BIND=1]",
-    )
-
-
-def _add_waits(parser: argparse.ArgumentParser) -> None:
-    waits = parser.add_argument_group("waits, in seconds")
-    waits.add_argument(
-        "--start-timeout",
-        type=_seconds,
-        metavar="SEC",
-        default=Limits.start,
-        help="for the servers to be ready (%(default)g)",
-    )
-    waits.add_argument(
+    )  # fmt: skip
+    add = partial(parser.add_argument_group("waits, in seconds").add_argument, type=_seconds, metavar="SEC")
+    add("--start-timeout", default=Limits.start, help="for the servers to be ready (%(default)g)")
+    add(
         "--linger",
-        type=_seconds,
-        metavar="SEC",
         help="after the first failure, for the others to report it in their own words "
         f"({Limits.linger:g}; KVSTORE_DEAD_AFTER and a little more if they can only notice it by silence, because a "
         "signal has killed a worker, or a server is gone)",
     )
-    waits.add_argument(
-        "--grace",
-        type=_seconds,
-        metavar="SEC",
-        default=Limits.grace,
-        help="between SIGTERM and SIGKILL (%(default)g)",
-    )
+    add("--grace", default=Limits.grace, help="between SIGTERM and SIGKILL (%(default)g)")
+    parser.add_argument("--version", action="version", version=__version__)
+    parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    return parser
 
 
 def _at_least(least: int) -> Callable[[str], int]:

@@ -368,7 +368,7 @@ class TableKVStore(KVStoreBase):
             ConfigurationError: `head` is no int of 0 … 2**31 - 1, or `body` no text of up to 1 MiB.
             ServerUnreachableError: a server did not answer within `dead_after` seconds.
         """
-        check_head(head)
+        head = check_head(head)
         return [answer.decode() for answer in self._client.command(head, _encoded(body))]
 
     @property
