@@ -18,7 +18,7 @@ import operator
 import zlib
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import compress
 from typing import NamedTuple
@@ -94,24 +94,14 @@ def row_numel(spec: TensorSpec) -> int:
     return math.prod(spec.shape[1:]) if spec.shape else 1
 
 
-class Draft(NamedTuple):
-    """A slice before its number and its server are known."""
-
-    dtype: str
-    offset: int
-    length: int
-    """`used`, up to the next boundary of 64 bytes."""
-    used: int
-    segments: tuple[Segment, ...]
-
-
-class ArenaLayout:
+class _Arena:
     """Fills the arena of one dtype from front to back: buckets of small keys, then big keys, then row-sparse ones."""
 
     def __init__(self, dtype: str, piece_bytes: int) -> None:
         self.dtype = dtype
         self.limit = piece_bytes // SIZES[dtype]
-        self.drafts: list[Draft] = []
+        self.slices: list[Slice] = []
+        """Without their numbers and servers."""
         self.end = 0
         self._unit = ALIGNMENT // SIZES[dtype]
 
@@ -146,11 +136,11 @@ class ArenaLayout:
 
     def _append(self, segments: Sequence[Segment], used: int) -> None:
         length = -(-used // self._unit) * self._unit
-        self.drafts.append(Draft(self.dtype, self.end, length, used, tuple(segments)))
+        self.slices.append(Slice(-1, self.dtype, self.end, length, used, tuple(segments), -1))
         self.end += length
 
 
-def place(sizes: Sequence[int], units: Sequence[Sequence[int]], num_servers: int, seed: int) -> list[int]:
+def _place(sizes: Sequence[int], units: Sequence[Sequence[int]], num_servers: int, seed: int) -> list[int]:
     """Give each unit to the server that holds the fewest bytes so far, biggest unit first.
 
     Args:
@@ -171,25 +161,6 @@ def place(sizes: Sequence[int], units: Sequence[Sequence[int]], num_servers: int
             placed[i] = server
     return placed
 
-
-__all__ = [
-    "ALIGNMENT",
-    "INTEGERS",
-    "ITEM_SIZE",
-    "MAX_NAME",
-    "MAX_SLICE",
-    "MIN_SLICE",
-    "SLICES_PER_TABLE",
-    "Plan",
-    "Segment",
-    "Slice",
-    "TensorSpec",
-    "check_name",
-    "check_same",
-    "check_specs",
-    "make_plan",
-    "row_numel",
-]
 
 MAX_NAME = 1024
 """Characters that a name may have: of a key, a table or a namespace."""
@@ -285,13 +256,15 @@ def make_plan(
     _, shapes, dtypes, _, are_sparse = zip(*specs, strict=True)
     numel_of = {shape: math.prod(shape) for shape in set(shapes)}
     numels = list(map(numel_of.__getitem__, shapes))
-    piece_bytes = _slice_bytes(sum(map(operator.mul, numels, map(SIZES.__getitem__, dtypes))))
-    drafts: list[Draft] = []
+    total = sum(map(operator.mul, numels, map(SIZES.__getitem__, dtypes)))
+    wanted = math.ceil(total / SLICES_PER_TABLE / ALIGNMENT) * ALIGNMENT
+    piece_bytes = min(max(wanted, MIN_SLICE), MAX_SLICE)
+    drafts: list[Slice] = []
     arena_sizes: dict[str, int] = {}
     resident_sizes: dict[str, int] = {}
     key_offsets = [0] * len(specs)
     for dtype in sorted(set(dtypes)):
-        layout = ArenaLayout(dtype, piece_bytes)
+        layout = _Arena(dtype, piece_bytes)
         least_big = -(-piece_bytes // SIZES[dtype])
         rows = zip(range(len(specs)), dtypes, numels, are_sparse, strict=True)
         members = [(i, numel, is_sparse) for i, own, numel, is_sparse in rows if own == dtype]
@@ -303,15 +276,18 @@ def make_plan(
         resident_sizes[dtype] = layout.end
         for i in [i for i, _, is_sparse in members if is_sparse]:
             key_offsets[i] = layout.add_big(i, numels[i], row_numel(specs[i]))
-        drafts.extend(layout.drafts)
+        drafts.extend(layout.slices)
         arena_sizes[dtype] = layout.end
-    units = _units(drafts) if whole_keys else [[i] for i in range(len(drafts))]
-    sizes = [draft.used * SIZES[draft.dtype] for draft in drafts]
-    servers = place(sizes, units, num_servers, zlib.crc32(specs[0].key.encode()))
-    slices = tuple(
-        Slice(i, draft.dtype, draft.offset, draft.length, draft.used, draft.segments, servers[i])
-        for i, draft in enumerate(drafts)
-    )
+    units: list[list[int]] = []
+    for i, draft in enumerate(drafts):
+        # The pieces of a big key stay together; a bucket holds whole keys and stands alone.
+        if whole_keys and i and drafts[i - 1].segments[-1].key == draft.segments[0].key:
+            units[-1].append(i)
+        else:
+            units.append([i])
+    sizes = [draft.nbytes for draft in drafts]
+    servers = _place(sizes, units, num_servers, zlib.crc32(specs[0].key.encode()))
+    slices = tuple(replace(draft, index=i, server=servers[i]) for i, draft in enumerate(drafts))
     offsets = tuple(key_offsets)
     return Plan(specs, num_servers, slices, arena_sizes, resident_sizes, offsets, whole_keys)
 
@@ -373,22 +349,6 @@ def _check_rows(spec: TensorSpec) -> None:
             f"key {spec.key!r} is row-sparse, but its rows of {row_numel(spec) * size} bytes are too long for that; up "
             f"to {MAX_SLICE // ALIGNMENT} bytes always are possible, and multiples of {ALIGNMENT} up to {MAX_SLICE}"
         )
-
-
-def _slice_bytes(total: int) -> int:
-    wanted = math.ceil(total / SLICES_PER_TABLE / ALIGNMENT) * ALIGNMENT
-    return min(max(wanted, MIN_SLICE), MAX_SLICE)
-
-
-def _units(drafts: Sequence[Draft]) -> list[list[int]]:
-    """Slices that share a key, together: the pieces of a big key. A bucket holds whole keys and stands alone."""
-    units: list[list[int]] = []
-    for i, draft in enumerate(drafts):
-        if i and drafts[i - 1].segments[-1].key == draft.segments[0].key:
-            units[-1].append(i)
-        else:
-            units.append([i])
-    return units
 
 
 def _describe(spec: TensorSpec | None) -> str:
