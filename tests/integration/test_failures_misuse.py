@@ -210,7 +210,7 @@ def test_an_optimizer_that_raises_on_one_of_two_servers_leaves_no_trace_on_eithe
         assert out.unique().tolist() == [-2.0]
     # buffer 0.5 · 2 + 2 = 3, weight −2 − 3: neither weights nor state of the failed round are left anywhere
     assert [out.unique().tolist() for out in _rounds(pair, "big", good, good)] == [[-5.0]] * 2
-    # The other server took the round back or, told early enough, never applied it; unit/test_undo.py fixes the order.
+    # The other server took the round back or, told early enough, never applied it; test_undo.py fixes the order.
     rows = [row for stats in pair[0].server_stats() for row in stats["tables"] if row["table"] == "big"]
     assert [row["rounds_applied"] - row["rounds_undone"] for row in rows] == [2, 2]
 

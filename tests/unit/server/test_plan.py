@@ -178,7 +178,10 @@ def test_numel_and_nbytes_of_a_huge_key_do_not_overflow() -> None:
         ([spec("w", 2)], 0, "at least one server, got 0"),
         ([spec("w", 2), spec("w", 2)], 1, "key 'w' appears twice"),
         ([spec("w", 2, dtype="int64")], 1, "key 'w' has dtype int64; a store holds float16, "),
-        ([spec("w", 2, -1)], 1, r"key 'w' has the impossible shape \(2, -1\)"),
+        ([spec("w", 2, -1)], 1, r"'w' .*\(2, -1\)"),
+        ([TensorSpec("t", (), "float32", row_sparse=True)], 1, "'t' .*no rows"),
+        ([TensorSpec("t", (2, 300_000), "float32", row_sparse=True)], 1, "'t' .*1200000 bytes"),
+        ([TensorSpec("t", (2, 16_385), "float32", row_sparse=True)], 1, "'t' .*65540 bytes"),
     ],
 )
 def test_what_cannot_be_laid_out_is_named(specs: list[TensorSpec], num_servers: int, message: str) -> None:
@@ -204,3 +207,62 @@ def test_the_first_difference_between_two_models_is_named() -> None:
 def test_a_missing_key_is_named() -> None:
     with pytest.raises(PlanMismatchError, match=r"key 1.*rank 2.*'b'"):
         check_same([spec("a", 2), spec("b", 2)], [spec("a", 2)], "rank 0", "rank 2")
+
+
+MIXED = [
+    TensorSpec("small table", (10, 3), "float32", row_sparse=True),
+    TensorSpec("bias", (7,), "float32"),
+    TensorSpec("big table", (90_000, 5, 2), "float32", row_sparse=True),
+    TensorSpec("half", (64, 64), "float16"),
+    TensorSpec("half table", (3_000, 16), "float16", row_sparse=True),
+    TensorSpec("weight", (700, 900), "float32"),
+]
+
+
+@pytest.mark.parametrize("servers", [1, 2, 5])
+def test_row_sparse_keys_lie_behind_what_workers_hold(servers: int) -> None:
+    plan = make_plan(MIXED, servers)
+    for spec, offset in zip(plan.specs, plan.key_offsets, strict=True):
+        resident = plan.resident_sizes[spec.dtype]
+        assert offset >= resident if spec.row_sparse else offset + spec.numel <= resident
+    for piece in plan.slices:
+        assert plan.is_resident(piece) == (piece.offset < plan.resident_sizes[piece.dtype])
+        if not plan.is_resident(piece):
+            assert len(piece.segments) == 1
+
+
+def test_what_workers_hold_is_laid_out_as_if_there_were_no_tables_of_its_size() -> None:
+    alone = [TensorSpec("a", (3, 3), "float64"), TensorSpec("b", (100,), "float64")]
+    plan = make_plan([*alone, TensorSpec("t", (4, 4), "float64", row_sparse=True)], 1)
+    assert plan.resident_sizes == make_plan(alone, 1).arena_sizes
+    assert plan.key_offsets[:2] == make_plan(alone, 1).key_offsets
+
+
+def test_slices_of_a_table_hold_whole_rows() -> None:
+    plan = make_plan(MIXED, 2)
+    for key, spec in enumerate(MIXED):
+        if spec.row_sparse:
+            assert plan.takes_rows(key)
+            pieces = plan.slices_with(key)
+            assert sum(segment.numel for piece in pieces for segment in piece.segments) == spec.numel
+    assert len(plan.slices_with(2)) > 4
+
+
+def test_resident_slices_are_those_of_each_server() -> None:
+    plan = make_plan(MIXED, 3)
+    found = [piece for server in range(3) for piece in plan.resident_slices_of(server)]
+    assert {piece.index for piece in found} == {p.index for p in plan.slices if plan.is_resident(p)}
+    assert all(piece.server == server for server in range(3) for piece in plan.resident_slices_of(server))
+
+
+def test_workers_that_disagree_on_what_is_row_sparse_are_told() -> None:
+    mine, theirs = [TensorSpec("t", (2, 2), "float32")], [TensorSpec("t", (2, 2), "float32", row_sparse=True)]
+    with pytest.raises(PlanMismatchError, match=r"'t'.*float32\[2, 2\].*group 0.*rank 1"):
+        check_same(mine, theirs, "rank 0", "rank 1")
+
+
+@pytest.mark.parametrize("width", [16_384, 262_144])
+def test_the_longest_rows_that_are_promised_fit(width: int) -> None:
+    plan = make_plan([TensorSpec("t", (5, width), "float32", row_sparse=True)], 1)
+    assert plan.takes_rows(0)
+    assert all(piece.nbytes <= 1 << 20 for piece in plan.slices)
