@@ -346,6 +346,7 @@ class SyncSchedule(Schedule):
         self.optimizer = (Remembering, Lazy, Cautious)[self.seed % 3]
         self.goal = 1 if rng.random() < 0.85 else 0
         return SimOptions(
+            self.seed,
             packed(self.optimizer.name),
             codec=rng.choice((b"", TWO_BIT, HALF)),
             assigns=rng.choice((0, 0, 1, 2)),
@@ -410,6 +411,7 @@ class AsyncSchedule(Schedule):
         self.optimizer = (Adding, CautiousAdding)[self.seed % 2]
         self.pulls = rng.choice((0.2, 0.4, 0.4))
         return SimOptions(
+            self.seed,
             packed(self.optimizer.name),
             mode=rng.choice((Mode("async"), Mode("ssp", 0), Mode("ssp", 1), Mode("ssp", 1), Mode("ssp", 3))),
             joins=rng.choice(((), (), (2, 1, 3), (5, 2, 4))),

@@ -112,6 +112,7 @@ _POOL, _INTEGERS = _make_pools()
 class SimOptions:
     """What all processes of one schedule have in common."""
 
+    seed: int
     optimizer: bytes
     codec: bytes = b""
     """How gradients of one table are compressed; empty where they are not."""
@@ -138,7 +139,7 @@ class SimOptions:
         """A slice with its padding; different identities give different values."""
         piece = layout().pieces[place]
         pool = _POOL if self.mode.is_sync else _INTEGERS
-        start = _mixed(process, place, round_, generation) % (_POOL_SIZE - piece.used)
+        start = self._mixed(process, place, round_, generation) % (_POOL_SIZE - piece.used)
         values = np.zeros(piece.length, np.float32)
         values[: piece.used] = pool[start : start + piece.used]
         return values
@@ -147,19 +148,17 @@ class SimOptions:
         """The rows that a gradient has, often none; None: it is given whole."""
         if not self.by_rows or not round_ or place not in layout().takes_rows:
             return None
-        mixed = (_mixed(process, place, round_, generation) * 2654435761 % (1 << 32)) >> 8
+        mixed = (self._mixed(process, place, round_, generation) * 2654435761 % (1 << 32)) >> 8
         if not mixed % 16:
             return None
-        if _mixed(process, (0, 0), round_, 0) % 3 == 0:
+        if self._mixed(process, (0, 0), round_, 0) % 3 == 0:
             return ()  # the whole key has none, on any server
         return tuple(row for row in range(ROWS) if mixed // 16 & (1 << row))
 
-
-def _mixed(process: int, place: Place, round_: int, generation: int) -> int:
-    server, slot = place
-    return (
-        process * 7919 + server * 104729 + round_ * 611953 + slot * 15485863 + generation * 32452843 + 12345
-    )
+    def _mixed(self, process: int, place: Place, round_: int, generation: int) -> int:
+        server, slot = place
+        within = process * 7919 + server * 104729 + round_ * 611953 + slot * 15485863 + generation * 32452843
+        return within + self.seed * 86028121
 
 
 def packed(optimizer: str) -> bytes:
