@@ -1,39 +1,283 @@
 """For every option of a Trainer: steps whose result differs from those without it, and what it has to be.
 
-What is expected is worked out by hand, or is what plain torch gives; see each run.
+What is expected is worked out by hand, or is what plain torch gives; see each run. A run trains a small model in front
+of one store and one site of the update.
 """
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import kvtrainer
+from kvtrainer.errors import AnomalousParametersError, NonFiniteGradientError
+from kvtrainer.kvstore import KVStoreBase
+from kvtrainer.lr_scheduler import FactorScheduler
 from kvtrainer.schedules.param_schedule import ParamSchedule
-from tests.support.option_runs import (
-    MOMENTUM,
-    NORM,
-    SAME,
-    TWO_BIT,
-    Run,
-    accumulated,
-    anomalies,
-    autocast,
-    collectives,
-    corrected,
-    epochs,
-    factors,
-    half,
-    halving,
-    metrics,
-    norms,
-    overflow,
-    plateau,
-    rate_of,
-    steps,
-    torchs,
-)
+from kvtrainer.types import StepResult
+
+
+@dataclass(frozen=True)
+class Place:
+    """A store, and how many copies of each parameter the process has."""
+
+    title: str
+    make: Callable[[], Any]
+    copies: int = 1
+    is_sync: bool = True
+    """False where every contribution is an update of its own."""
+
+
+class Bench:
+    """Trains `w`, of two elements, and `bias`, of one; both start at zero unless told otherwise.
+
+    All numbers are means over workers and copies, so every place gives the same.
+    """
+
+    def __init__(self, place: Place, site: bool | None) -> None:
+        self.place, self.site = place, site
+        self.is_built = False
+        """Whether the Trainer was made and configured."""
+        self.logged: list[str] = []
+        self._open: list[Any] = []
+        self.w: list[Tensor] = []
+        self.bias: list[Tensor] = []
+        self.trainer: Any = None
+        self._rank = dist.get_rank() if dist.is_initialized() else 0
+
+    def build(
+        self,
+        optimizer: Any = "sgd",
+        optimizer_params: dict[str, Any] | None = None,
+        configure: dict[str, Any] | None = None,
+        start: float = 0.0,
+        dtype: torch.dtype = torch.float32,
+        **options: Any,
+    ) -> None:
+        """Make the Trainer; any error of the library is one at construction then."""
+        copies = range(self.place.copies)
+        self.w = [nn.Parameter(torch.full((2,), start, dtype=dtype)) for _ in copies]
+        self.bias = [nn.Parameter(torch.full((1,), start, dtype=dtype)) for _ in copies]
+        store = self.place.make()
+        if isinstance(store, KVStoreBase):
+            self._open.append(store)
+        params = (
+            {"w": self.w, "bias": self.bias} if len(copies) > 1 else {"w": self.w[0], "bias": self.bias[0]}
+        )
+        rate = {"lr": 1.0} if isinstance(optimizer, type) else {"learning_rate": 1.0}
+        given = {**rate, **(optimizer_params or {})} if isinstance(optimizer, str | type) else None
+        made = kvtrainer.Trainer(
+            params, optimizer, given, store, options.pop("compression_params", None), self.site, **options
+        )
+        self._open.insert(0, made)
+        self.trainer = made
+        if configure:
+            made.configure(**configure)
+        self.is_built = True
+
+    def losses(self, *slopes: float, bad: bool = False, leaves_out_bias: bool = False) -> list[Tensor]:
+        """Losses with these gradients of w[0], w[1] and bias; `bad`: infinite on the first worker."""
+        first = math.inf if bad and self._rank == 0 else 1.0
+        a, b, c = (*slopes, 0.0, 0.0)[:3]
+        made = []
+        for w, bias in zip(self.w, self.bias, strict=True):
+            loss = (w * torch.tensor([a * first, b], dtype=w.dtype)).sum()
+            made.append(loss if leaves_out_bias else loss + c * bias.sum())
+        return made
+
+    def push(self, *slopes: float, bad: bool = False) -> StepResult:
+        """One update of the Trainer."""
+        result = self.trainer.update_params(self.losses(*slopes, bad=bad))
+        assert isinstance(result, StepResult)
+        return result
+
+    def weights(self) -> list[float]:
+        """w[0], w[1], bias; the same in every copy."""
+        found = [[*w.tolist(), *bias.tolist()] for w, bias in zip(self.w, self.bias, strict=True)]
+        assert all(str(one) == str(found[0]) for one in found), f"copies differ: {found}"
+        return found[0]
+
+    def close(self) -> None:
+        for one in self._open:
+            one.close()
+        self._open = []
+
+
+@contextmanager
+def bench_at(place: Place, site: bool | None) -> Iterator[Bench]:
+    """A bench whose `logged` gets what the library logs as a warning or an error; closed with the block."""
+    bench = Bench(place, site)
+    logger, handler = logging.getLogger("kvtrainer"), _Keeper(bench.logged)
+    propagates, logger.propagate = logger.propagate, False
+    logger.addHandler(handler)
+    try:
+        yield bench
+    finally:
+        bench.close()
+        logger.removeHandler(handler)
+        logger.propagate = propagates
+
+
+class _Keeper(logging.Handler):
+    def __init__(self, kept: list[str]) -> None:
+        super().__init__(logging.WARNING)
+        self._kept = kept
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._kept.append(record.getMessage())
+
+
+# ---------------------------------------------------------------- a few steps each, in which an option shows
+
+Run = Callable[[Bench, Mapping[str, Any]], Any]
+"""Builds the Trainer with the options given, trains, and returns what was seen."""
+
+
+def steps(*pushes: tuple[float, ...]) -> Run:
+    """The weights after these gradients."""
+
+    def run(bench: Bench, options: Mapping[str, Any]) -> Any:
+        bench.build(**options)
+        for slopes in pushes:
+            bench.push(*slopes)
+        return bench.weights()
+
+    return run
+
+
+def norms(bench: Bench, options: Mapping[str, Any]) -> Any:
+    bench.build(**options)
+    result = bench.push(3.0, 4.0)
+    return [result.grad_norm, result.clip_coef, *bench.weights()]
+
+
+def overflow(bench: Bench, options: Mapping[str, Any]) -> Any:
+    """What becomes of the second of three steps, whose gradient is infinite on one worker."""
+    bench.build(**options)
+    seen: list[Any] = []
+    for bad in (False, True, False):
+        try:
+            result = bench.push(1.0, bad=bad)
+            seen.append([result.skipped, result.loss_scale])
+        except NonFiniteGradientError:
+            seen.append("raises")
+    return [*seen, *bench.weights()]
+
+
+def autocast(bench: Bench, options: Mapping[str, Any]) -> Any:
+    """1 + 2^-8 is 1 in bfloat16."""
+    bench.build(**options)
+    with bench.trainer.context():
+        x = torch.tensor([[1.00390625, 0.0]])
+        losses = [torch.nn.functional.linear(x, w.unsqueeze(0)).sum() for w in bench.w]
+    bench.trainer.update_params(losses)
+    return bench.weights()
+
+
+def accumulated(bench: Bench, options: Mapping[str, Any]) -> Any:
+    bench.build(**options)
+    seen = []
+    for slope in (1.0, 3.0):
+        result = bench.push(slope)
+        seen += [result.updated, bench.weights()[0]]
+    return seen
+
+
+def epochs(bench: Bench, options: Mapping[str, Any]) -> Any:
+    bench.build(**options)
+    for _ in range(2):
+        bench.push(1.0)
+        bench.push(1.0)
+        bench.trainer.end_epoch()
+    return bench.weights()
+
+
+def metrics(bench: Bench, options: Mapping[str, Any]) -> Any:
+    """Three epochs of one update, after each of which a metric is what it was."""
+    bench.build(**options)
+    for _ in range(3):
+        bench.push(1.0)
+        bench.trainer.end_epoch(1.0)
+    return bench.weights()
+
+
+def anomalies(bench: Bench, options: Mapping[str, Any]) -> Any:
+    bench.build(**options)
+    try:
+        bench.trainer.update_params(bench.losses(1.0, leaves_out_bias=True))
+    except AnomalousParametersError:
+        return ["raises", bench.weights()[0]]
+    return [sum("bias with shape" in text for text in bench.logged), bench.weights()[0]]
+
+
+def corrected(bench: Bench, options: Mapping[str, Any]) -> Any:
+    """The learning rate falls to a tenth after the first step."""
+    bench.build(**options)
+    bench.push(1.0)
+    bench.trainer.set_learning_rate(0.1)
+    bench.push(1.0)
+    return bench.weights()
+
+
+def half(bench: Bench, options: Mapping[str, Any]) -> Any:
+    """Two steps of 2e-4 from 1.0: neither shows in float16 by itself, both together do."""
+    bench.build(start=1.0, dtype=torch.float16, **options)
+    for _ in range(2):
+        bench.push(1.0)
+    return bench.weights()
+
+
+def existing(bench: Bench, options: Mapping[str, Any]) -> Any:
+    """The optimizer is an instance of torch's class, whose groups are what is trained."""
+    bench.build(optimizer=torch.optim.SGD([torch.zeros(1)], 1.0), **options)
+    return bench.weights()
+
+
+def collectives(bench: Bench, options: Mapping[str, Any]) -> Any:
+    """How many sums over the ranks one step takes."""
+    bench.build(**options)
+    bench.push(1.0, 0.0, 1.0)
+    with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as called:
+        bench.push(1.0, 0.0, 1.0)
+    return [called.call_count, *bench.weights()]
+
+
+def rate_of(name: str, factor: float) -> dict[str, Any]:
+    return {"policy": "step", "step": [1], "gamma": factor, "by_epoch": False, "name": name}
+
+
+def factors() -> FactorScheduler:
+    return FactorScheduler(step=1, factor=0.5, base_lr=1.0)
+
+
+def plateau(optimizer: Any) -> Any:
+    return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+
+
+def halving(optimizer: Any) -> Any:
+    return torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+
+
+def torchs(**options: Any) -> dict[str, Any]:
+    return {"optimizer": torch.optim.SGD, "optimizer_params": options}
+
+
+NORM = {"clip_grad": {"max_norm": 1.0}}
+MOMENTUM: dict[str, Any] = {"momentum": 0.9}
+TWO_BIT: dict[str, Any] = {"compression_params": {"type": "2bit", "threshold": 0.5}}
+SAME = (1.0, 0.0, 1.0)
+
+
+# ---------------------------------------------------------------- what they have to give
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,3 +418,78 @@ PROBES = (
         collectives, lambda: {"configure": {"bucket_size_mb": 64 / 2**20}}, [2, -2.0, 0.0, -2.0],
     ),
 )  # fmt: skip
+
+
+# ---------------------------------------------------------------- options that meet
+
+PAIRS = (
+    Probe(
+        "clip_grad, value, and compression_params", "what was compressed is summed, then limited; without rounds "
+        "limited, then compressed",
+        steps((0.7,), (0.7,)), lambda: {"clip_grad": {"type": "value", "clip_value": 0.3}, **TWO_BIT},
+        [-0.6, 0.0, 0.0], without=TWO_BIT, without_rounds=[-0.5, 0.0, 0.0],
+    ),
+    Probe(
+        "on_nonfinite, skip, and compression_params", "one worker's infinity skips the step on all, uncompressed",
+        overflow, lambda: {"on_nonfinite": "skip", **TWO_BIT},
+        [[False, 1.0], [True, 1.0], [False, 1.0], -1.0, 0.0, 0.0],
+    ),
+    Probe(
+        "paramwise and schedules", "the schedule moves the rate of a bias in proportion",
+        steps(SAME, SAME),
+        lambda: {"paramwise": {"custom_keys": {"bias": {"lr_mult": 2.0}}}, "schedules": [rate_of("lr", 0.5)]},
+        [-1.5, 0.0, -3.0],
+    ),
+    Probe(
+        "amp and compression_params", "the threshold and the residual are of the gradient without the loss scale",
+        steps((0.7,), (0.7,)), lambda: {"amp": 8, **TWO_BIT}, [-1.0, 0.0, 0.0],
+    ),
+    Probe(
+        "amp, clip_grad and accumulate", "the mean of two gradients is unscaled, then limited",
+        accumulated, lambda: {"amp": 8, "accumulate": 2, **NORM}, [False, 0.0, True, -1.0],
+        without={"amp": 8, "accumulate": 2},
+    ),
+    Probe(
+        "schedules, and amp", "a step that was skipped advances no schedule",
+        overflow, lambda: {"amp": 8, "schedules": [rate_of("lr", 0.5)]},
+        [[False, 8.0], [True, 8.0], [False, 8.0], -1.5, 0.0, 0.0], without={"amp": 8},
+    ),
+    Probe(
+        "schedules of the learning rate, and lr_scheduler", "", steps(SAME),
+        lambda: {"optimizer_params": {"lr_scheduler": factors()},
+                 "schedules": [rate_of("lr", 0.5)]}, None,
+    ),
+    Probe(
+        "schedules of torch, and lr_scheduler", "", steps(SAME),
+        lambda: {"optimizer_params": {"lr_scheduler": factors()},
+                 "schedules": [halving]}, None,
+    ),
+    Probe(
+        "schedules of momentum, and an optimizer without", "", steps(SAME),
+        lambda: {"optimizer": "adagrad", "schedules": [rate_of("momentum", 0.5)]}, None,
+    ),
+    Probe(
+        "momentum_correction, and torch's SGD", "", steps(SAME),
+        lambda: torchs(momentum=0.9, momentum_correction=True), None,
+    ),
+    Probe(
+        "momentum_correction and lazy_update", "", steps(SAME),
+        lambda: {"optimizer_params": {**MOMENTUM, "momentum_correction": True, "lazy_update": True}}, None,
+    ),
+    Probe(
+        "paramwise, and an optimizer that exists", "", existing,
+        lambda: {"paramwise": {"custom_keys": {"bias": {"lr_mult": 2.0}}}}, None,
+    ),
+    Probe(
+        "amp, dynamic, and on_nonfinite='raise'", "", steps(SAME),
+        lambda: {"amp": "dynamic", "on_nonfinite": "raise"}, None,
+    ),
+    Probe(
+        "amp and on_nonfinite='ignore'", "", steps(SAME), lambda: {"amp": 8, "on_nonfinite": "ignore"}, None
+    ),
+    Probe(
+        "amp, bfloat16, and a loss scale", "", steps(SAME),
+        lambda: {"amp": {"dtype": "bfloat16", "loss_scale": 8}}, None,
+    ),
+)  # fmt: skip
+"""Options that meet; those without an expected result are refused everywhere."""

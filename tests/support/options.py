@@ -24,9 +24,7 @@ from kvtrainer.errors import KVStoreError
 from kvtrainer.kvstore import DistKVStore
 from tests.support.capabilities import SITES, SumStore
 from tests.support.jobs import Results, run_job
-from tests.support.option_bench import Place, bench_at
-from tests.support.option_pairs import PAIRS
-from tests.support.option_probes import PROBES, Probe
+from tests.support.option_probes import PAIRS, PROBES, Place, Probe, bench_at
 from tests.support.processes import Process, new_name
 from tests.support.stores import servers
 
