@@ -51,6 +51,8 @@ class GradientTracker:
         self._nodes: list[Node | None] = [None] * count
         self._handles: list[RemovableHandle] = []
         self._forward_handle: RemovableHandle | None = None
+        self._required: list[bool] = []
+        """Those that required a gradient when they were looked at last."""
         self._fired = [False] * count
         # Weak, so that `zero_grad(set_to_none=True)` frees the memory of the gradients. Each is only ever compared
         # with a gradient that is held, so torch's slower TensorWeakRef is not needed.
@@ -102,12 +104,15 @@ class GradientTracker:
         return [is_in or (among[i] and self._is_zeroed(i)) for i, is_in in enumerate(found)]
 
     def participating(self) -> list[bool]:
-        """For each parameter, whether it requires a gradient and its `grad_req` is not 'null'.
+        """For each parameter, whether it requires a gradient and its `grad_req` is not 'null'; watches those.
 
         Raises:
             ConfigurationError: a parameter has an unknown `grad_req`.
         """
         requires = [p.requires_grad for p in self._parameters]
+        if requires != self._required or self._forward_handle is not None:
+            self._required = requires
+            self.attach()
         if not any([getattr(p, "grad_req", None) for p in self._parameters]):
             return requires
         return [required and self._mode(i) != "null" for i, required in enumerate(requires)]

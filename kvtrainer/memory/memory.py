@@ -301,7 +301,6 @@ class Memory:
             StaleGradientError: some have none; names all of them.
             ParameterMovedError: none has one, or too few, and the data of a parameter were replaced.
         """
-        self.attach()
         takes_part: list[list[bool]] = []
         by_device, labels = [list(summed or ())], [self.names]
         if summed is None or is_strict:
@@ -482,9 +481,8 @@ class Memory:
                 for p in self.parameters
             ]
         shapes, dtypes = [tuple(p.shape) for p in placed], [dtype_name(p.dtype) for p in placed]
-        in_store = (
-            [key in self.tables for key in range(len(placed))] if self.tables else [False] * len(placed)
-        )
+        tables = set(self.tables)
+        in_store = [key in tables for key in range(len(placed))]
         rows = zip(self.names, shapes, dtypes, self._group_of, in_store, strict=True)
         self.plan = make_plan(list(map(TensorSpec._make, rows)), 1)
         for at, device in enumerate(self.devices):

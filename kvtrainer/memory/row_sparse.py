@@ -280,9 +280,6 @@ class RowTables:
     def __contains__(self, key: int) -> bool:
         return key in self._parameters
 
-    def __len__(self) -> int:
-        return len(self._parameters)
-
     def __iter__(self) -> Iterator[int]:
         return iter(self._parameters)
 

@@ -69,6 +69,9 @@ class Binding:
         """Whether `decide` has to be called before `start`."""
         self.exchange: Exchange | None = None
         """None before `start`, and where no store is needed."""
+        self.holder: StoreExchange | None = None
+        """The exchange, once started, over an engine: that holds weights, and perhaps the optimizer's state."""
+        self.num_workers = 1
         self.replicas: ReplicaCompressor | None = None
         """Compresses replicas before they are summed; None where none are, or are not compressed one by one."""
         if selection.replica_codec is not None:
@@ -92,10 +95,6 @@ class Binding:
         """The exchange of fewer parameters, until all workers are known to go over to the next one."""
         self._num_opened = 0
         self._earlier_updates = 0
-
-    @property
-    def num_workers(self) -> int:
-        return 1 if self.exchange is None else self.exchange.num_workers
 
     @property
     def is_alone(self) -> bool:
@@ -139,11 +138,6 @@ class Binding:
         return codec is not None and not all(map(codec.is_exact, dtypes))
 
     @property
-    def holder(self) -> StoreExchange | None:
-        """The exchange over an engine, if there is one: it holds weights, and perhaps the optimizer's state."""
-        return self.exchange if self.is_started and isinstance(self.exchange, StoreExchange) else None
-
-    @property
     def has_weights(self) -> bool:
         """Whether the store updates the weights and is there, so that its weights count."""
         return self.holder is not None and self.updates_weights
@@ -172,6 +166,8 @@ class Binding:
             arena.mark_updated(None)
         self._layout = layout
         self.is_started = True
+        self.num_workers = 1 if self.exchange is None else self.exchange.num_workers
+        self.holder = self.exchange if isinstance(self.exchange, StoreExchange) else None
         if self._awaited is not None:
             self.take_residuals(self._awaited)
         return True
@@ -195,7 +191,8 @@ class Binding:
         self._awaited = self.residuals()
         self._earlier_updates = max(self.version, 0)
         self._left = self.exchange, former
-        self.exchange, self.is_started, self._is_told = None, False, False
+        self.exchange, self.holder, self.num_workers = None, None, 1
+        self.is_started = self._is_told = False
 
     def round(
         self,
@@ -258,7 +255,7 @@ class Binding:
         if not self.updates_weights or self.holder is None:
             return
         written = [one.arena.writes.by_others() for one in layout.devices]
-        given = [layout.names[key] for key in layout.tables.changed()] if layout.tables else []
+        given = [layout.names[key] for key in layout.tables.changed()] if layout.plan.has_row_sparse else []
         if not any(written) and not given:
             return
         # Written is not changed: averaged weights that were swapped in may be out again.
