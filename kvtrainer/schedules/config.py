@@ -285,10 +285,11 @@ def _foreign(given: object) -> Callable[..., Any] | None:
 def _calling(made: Callable[..., Any], options: dict[str, Any], by: str) -> Maker:
     def make(optimizer: torch.optim.Optimizer) -> Any:
         try:
-            return bound_by(made(optimizer, **options), by)
+            schedule = made(optimizer, **options)
         except (TypeError, ValueError) as error:
             name = getattr(made, "__name__", repr(made))
             raise ConfigurationError(f"the schedule {name} cannot be made: {error}") from error
+        return bound_by(schedule, by)
 
     return make
 

@@ -15,7 +15,7 @@ from kvtrainer.errors import (
     ScheduleWarning,
     StateMismatchError,
 )
-from kvtrainer.schedules.param_schedule import ParamSchedule
+from kvtrainer.schedules import ParamSchedule, bind_schedules
 from tests.support.scalar_training import trainer_of, zeros
 
 
@@ -270,6 +270,7 @@ def test_only_an_optimizer_can_be_scheduled() -> None:
 
 def test_trainer_with_a_scheduler_of_its_own_takes_no_schedule_of_the_rate() -> None:
     trainer = trainer_of(zeros(1), "sgd", {"lr_scheduler": lambda n: 0.1 / (1 + n)})
-    with pytest.raises(SchedulerInUseError, match="leave out lr_scheduler"):
-        ParamSchedule(trainer, "lr", "fixed")
+    for given in (ParamSchedule.unbound("lr"), {"type": "torch:ExponentialLR", "gamma": 0.5}):
+        with pytest.raises(SchedulerInUseError, match="leave out lr_scheduler"):
+            bind_schedules([given], trainer)
     ParamSchedule(trainer, "momentum", "fixed")
