@@ -12,14 +12,12 @@ from kvstore_server import check
 from kvtrainer.config import joined
 from kvtrainer.errors import ArgumentTypeError, ConfigurationError
 from kvtrainer.paramwise import Place, Rule
-from kvtrainer.schedules import detectron_schedule
+from kvtrainer.schedules.config import SOLVER, detectron_schedule
 
 __all__ = ["detectron_arguments", "detectron_devices", "detectron_rules", "linear_scaling"]
 
 _SOLVER: Mapping[str, Any] = {
-    "BASE_LR": 0.001, "LR_POLICY": "step", "GAMMA": 0.1, "STEP_SIZE": 30000, "STEPS": [], "LRS": [],
-    "MAX_ITER": 40000, "MOMENTUM": 0.9, "WEIGHT_DECAY": 0.0005, "WEIGHT_DECAY_GN": 0.0, "WARM_UP_ITERS": 500,
-    "WARM_UP_FACTOR": 1.0 / 3.0, "WARM_UP_METHOD": "linear", "SCALE_MOMENTUM": True,
+    **SOLVER, "MOMENTUM": 0.9, "WEIGHT_DECAY": 0.0005, "WEIGHT_DECAY_GN": 0.0, "SCALE_MOMENTUM": True,
     "SCALE_MOMENTUM_THRESHOLD": 1.1, "LOG_LR_CHANGE_THRESHOLD": 1.1,
 }  # fmt: skip
 _DEFAULTS = {**{f"SOLVER.{name}": value for name, value in _SOLVER.items()}, "NUM_GPUS": 1, "USE_NCCL": False}

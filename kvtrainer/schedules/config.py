@@ -41,6 +41,11 @@ _WHEN = (
     "groups",
 )  # fmt: skip
 """Entries of a dict with a `type` that are no options of its formula."""
+SOLVER: Mapping[str, Any] = {
+    "BASE_LR": 0.001, "LR_POLICY": "step", "GAMMA": 0.1, "STEP_SIZE": 30000, "STEPS": [], "LRS": [], "MAX_ITER": 40000,
+    "WARM_UP_ITERS": 500, "WARM_UP_FACTOR": 1.0 / 3.0, "WARM_UP_METHOD": "linear",
+}  # fmt: skip
+"""Detectron's keys about the learning rate, and their defaults."""
 _DETECTRON = ("step", "steps_with_decay", "steps_with_lrs", "cosine_decay", "exp_decay")
 
 Maker = Callable[[torch.optim.Optimizer], Any]
@@ -112,15 +117,14 @@ def detectron_schedule(solver: Mapping[str, Any]) -> ScheduleSpec:
         UnregisteredNameError: the policy or the warm-up is none of Detectron's.
         ConfigurationError: a value is missing or impossible, such as STEPS that do not begin at 0.
     """
-    policy = check.one_of(
-        "LR_POLICY", solver.get("LR_POLICY", "step"), _DETECTRON, error=UnregisteredNameError
-    )
-    gamma, steps = solver.get("GAMMA", 0.1), list(solver.get("STEPS", ()))
+    solver = {**SOLVER, **solver}
+    policy = check.one_of("LR_POLICY", solver["LR_POLICY"], _DETECTRON, error=UnregisteredNameError)
+    gamma, steps = solver["GAMMA"], list(solver["STEPS"])
     if policy in ("steps_with_decay", "steps_with_lrs") and (not steps or steps[0] != 0):
         raise ConfigurationError(f"STEPS must begin at 0, got {steps!r}")
-    rates = {"values": list(solver.get("LRS", ())), "reference": solver.get("BASE_LR", 0.001)}
+    rates = {"values": list(solver["LRS"]), "reference": solver["BASE_LR"]}
     choices: dict[str, tuple[str, dict[str, Any]]] = {
-        "step": ("step", {"every": solver.get("STEP_SIZE", 30000), "gamma": gamma}),
+        "step": ("step", {"every": solver["STEP_SIZE"], "gamma": gamma}),
         "steps_with_decay": ("step", {"every": steps[1:], "gamma": gamma}) if steps[1:] else ("fixed", {}),
         "steps_with_lrs": ("steps_with_lrs", {"steps": steps, **rates}),
         "cosine_decay": ("CosineAnnealing", {"minimum": 0.0}),
@@ -128,12 +132,12 @@ def detectron_schedule(solver: Mapping[str, Any]) -> ScheduleSpec:
     }
     name, options = choices[policy]
     warm: dict[str, Any] = {}
-    if iterations := solver.get("WARM_UP_ITERS", 500):
-        method = solver.get("WARM_UP_METHOD", "linear")
+    if solver["WARM_UP_ITERS"]:
+        method = solver["WARM_UP_METHOD"]
         check.one_of("WARM_UP_METHOD", method, ("constant", "linear"), error=UnregisteredNameError)
-        ratio = solver.get("WARM_UP_FACTOR", 1.0 / 3.0)
-        warm = {"warmup": method, "warmup_iters": iterations, "warmup_ratio": ratio}
-    return ParamSchedule.unbound("lr", name, by="step", end=solver.get("MAX_ITER", 40000), **warm, **options)
+        ratio = solver["WARM_UP_FACTOR"]
+        warm = {"warmup": method, "warmup_iters": solver["WARM_UP_ITERS"], "warmup_ratio": ratio}
+    return ParamSchedule.unbound("lr", name, by="step", end=solver["MAX_ITER"], **warm, **options)
 
 
 def _from_policy(cfg: Mapping[str, Any], run: Mapping[str, Any]) -> ScheduleSpec:
