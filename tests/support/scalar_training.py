@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from kvtrainer import Trainer
+from kvtrainer.schedules import bind_schedules
 
 IN_STORE = pytest.mark.parametrize("in_store", [False, True], ids=["in-process", "in-store"])
 
@@ -31,6 +32,25 @@ def step(trainer: Trainer, slope: float = 1.0) -> None:
         for p in group["params"]:
             p.grad = torch.full_like(p, slope)
     trainer.step(1)
+
+
+def sgd(*rates: float, momentum: float = 0.9, **more: Any) -> torch.optim.SGD:
+    """One of torch's with a group of one parameter for each rate; with a rate of 0.1 if none is given."""
+    groups = [{"params": zeros(1), "lr": rate, **more} for rate in rates or (0.1,)]
+    return torch.optim.SGD(groups, lr=1.0, momentum=momentum)
+
+
+def scheduled(
+    given: Sequence[Any], count: int, key: str = "lr", optimizer: Any = None, **default_args: Any
+) -> list[float]:
+    """What the first group has before each of so many steps, all schedules being advanced together."""
+    optimizer, seen = optimizer or sgd(), []
+    bound = bind_schedules(given, optimizer, default_args)
+    for _ in range(count):
+        seen.append(optimizer.param_groups[0][key])
+        for schedule in bound:
+            schedule.step()
+    return seen
 
 
 def values(parameters: list[Parameter]) -> list[float]:

@@ -24,21 +24,11 @@ from kvtrainer.schedules import (
     schedule_from_lr_config,
     schedule_from_momentum_config,
 )
-from tests.support.scalar_training import IN_STORE, step, trainer_of, values, zeros
-
-
-def sgd(rate: float = 0.1) -> torch.optim.SGD:
-    return torch.optim.SGD(zeros(1), lr=rate, momentum=0.9)
+from tests.support.scalar_training import IN_STORE, scheduled, sgd, step, trainer_of, values, zeros
 
 
 def rates(given: Any, count: int, optimizer: Any = None, **run: Any) -> list[float]:
-    optimizer, seen = optimizer or sgd(), []
-    bound = bind_schedules([given], optimizer, run)
-    for _ in range(count):
-        seen.append(optimizer.param_groups[0]["lr"])
-        for schedule in bound:
-            schedule.step()
-    return seen
+    return scheduled([given], count, optimizer=optimizer, **run)
 
 
 HALVED = [0.1, 0.05, 0.025]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -12,25 +12,7 @@ from torch.optim import lr_scheduler
 from kvtrainer.errors import ConfigurationError, UnknownNameError
 from kvtrainer.registry import SCHEDULES
 from kvtrainer.schedules.binding import bind_schedules, build_param_schedules
-from tests.support.scalar_training import zeros
-
-
-def sgd(*rates: float) -> torch.optim.SGD:
-    groups = [{"params": zeros(1), "lr": rate} for rate in rates or (0.1,)]
-    return torch.optim.SGD(groups, lr=1.0, momentum=0.9)
-
-
-def values(
-    given: Sequence[Mapping[str, Any]], count: int, key: str = "lr", **default_args: Any
-) -> list[float]:
-    """What a group has before each of so many steps, all schedules being advanced together."""
-    optimizer, seen = sgd(), []
-    bound = bind_schedules(given, optimizer, default_args)
-    for _ in range(count):
-        seen.append(optimizer.param_groups[0][key])
-        for schedule in bound:
-            schedule.step()
-    return seen
+from tests.support.scalar_training import scheduled, sgd, zeros
 
 
 def torchs(made: Sequence[Callable[[Any], Any]], count: int) -> list[float]:
@@ -71,11 +53,11 @@ PAIRS: dict[str, tuple[dict[str, Any], Callable[[Any], Any]]] = {
 @pytest.mark.parametrize("name", PAIRS)
 def test_values_are_those_of_torch(name: str) -> None:
     cfg, make = PAIRS[name]
-    assert values([{**cfg, "end": 10}], 10) == pytest.approx(torchs([make], 10), rel=1e-9)
+    assert scheduled([{**cfg, "end": 10}], 10) == pytest.approx(torchs([make], 10), rel=1e-9)
 
 
 def test_constant_gives_the_rate_back_also_after_a_window_of_one_step() -> None:
-    assert values([{"type": "ConstantLR", "factor": 0.5, "end": 1}], 3) == pytest.approx([0.05, 0.1, 0.1])
+    assert scheduled([{"type": "ConstantLR", "factor": 0.5, "end": 1}], 3) == pytest.approx([0.05, 0.1, 0.1])
 
 
 INF = 10**9
@@ -134,20 +116,20 @@ MMENGINE: dict[str, tuple[list[dict[str, Any]], Sequence[float]]] = {
 @pytest.mark.parametrize("name", MMENGINE)
 def test_values_are_those_of_mmengine(name: str) -> None:
     given, expected = MMENGINE[name]
-    assert values(given, len(expected)) == pytest.approx(expected, rel=1e-9)
+    assert scheduled(given, len(expected)) == pytest.approx(expected, rel=1e-9)
 
 
 @pytest.mark.parametrize("warm_up_first", [True, False])
 def test_warm_up_that_overlaps_a_restart_or_a_cycle_multiplies_in_either_order(warm_up_first: bool) -> None:
     warm_up = {"type": "LinearLR", "start_factor": 0.2, "end": 5}
     restart = {**RESTART, "periods": [4, 4], "restart_weights": [1, 1], "end": 8}
-    alone = values([restart], 8)
-    both = values([warm_up, restart] if warm_up_first else [restart, warm_up], 8)
+    alone = scheduled([restart], 8)
+    both = scheduled([warm_up, restart] if warm_up_first else [restart, warm_up], 8)
     assert both == pytest.approx([v * min(0.2 * (at + 1), 1) for at, v in enumerate(alone)])
     cycle = {"type": "OneCycleLR", "eta_max": 0.3, "end": 8}
-    both = values([warm_up, cycle] if warm_up_first else [cycle, warm_up], 8)
+    both = scheduled([warm_up, cycle] if warm_up_first else [cycle, warm_up], 8)
     factors = [1.0] * 8 if warm_up_first else [min(0.2 * (at + 1), 1) for at in range(8)]
-    assert both == pytest.approx([f * v for f, v in zip(factors, values([cycle], 8), strict=True)])
+    assert both == pytest.approx([f * v for f, v in zip(factors, scheduled([cycle], 8), strict=True)])
 
 
 def test_schedules_that_overlap_multiply() -> None:
@@ -161,24 +143,24 @@ def test_schedules_that_overlap_multiply() -> None:
         lambda o: lr_scheduler.MultiStepLR(o, [3, 8]),
         lambda o: lr_scheduler.ExponentialLR(o, 0.9),
     ]
-    assert values(ours, 12) == pytest.approx(torchs(theirs, 12), rel=1e-9)
+    assert scheduled(ours, 12) == pytest.approx(torchs(theirs, 12), rel=1e-9)
 
 
 @pytest.mark.parametrize("kind", ["Step", "Exponential", "CosineAnnealing", "Linear", "Constant", "Poly"])
 def test_momentum_follows_the_same_types(kind: str) -> None:
     options = {"Step": {"step_size": 2}, "Exponential": {"gamma": 0.5}}.get(kind, {})
-    rates = values([{"type": f"{kind}LR", **options, "end": 6}], 6)
-    momenta = values([{"type": f"{kind}Momentum", **options, "end": 6}], 6, "momentum")
+    rates = scheduled([{"type": f"{kind}LR", **options, "end": 6}], 6)
+    momenta = scheduled([{"type": f"{kind}Momentum", **options, "end": 6}], 6, "momentum")
     general = {"type": f"{kind}ParamScheduler", "param_name": "momentum", **options, "end": 6}
     assert [9 * rate for rate in rates] == pytest.approx(momenta)
-    assert values([general], 6, "momentum") == momenta
+    assert scheduled([general], 6, "momentum") == momenta
 
 
 @pytest.mark.parametrize("begin", [0, 2])
 def test_last_step_goes_on_without_a_state_where_the_groups_know_their_start(begin: int) -> None:
     cfg = {"type": "ExponentialLR", "gamma": 0.9, "begin": begin, "end": 12}
     with pytest.raises(KeyError, match="initial_lr"):
-        values([{**cfg, "last_step": 4}], 1)
+        scheduled([{**cfg, "last_step": 4}], 1)
     optimizer = sgd()
     bind_schedules([cfg], optimizer)  # remembers the start
     [resumed] = bind_schedules([{**cfg, "last_step": 4}], optimizer)
@@ -191,17 +173,17 @@ def test_last_step_goes_on_without_a_state_where_the_groups_know_their_start(beg
 
 def test_one_cycle_of_momentum_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="learning rate only"):
-        values([{"type": "OneCycleMomentum", "eta_max": 0.9, "end": 4}], 1)
+        scheduled([{"type": "OneCycleMomentum", "eta_max": 0.9, "end": 4}], 1)
 
 
 def test_end_is_the_end_of_training_where_it_is_not_said() -> None:
     by_epoch, by_step = ({"type": "PolyLR", "by_epoch": is_by} for is_by in (True, False))
-    assert values([by_epoch], 5, max_epochs=5, max_iters=50)[4] == pytest.approx(0.0)
-    assert values([by_step], 5, max_epochs=50, max_iters=5)[4] == pytest.approx(0.0)
-    assert values([{**by_epoch, "end": 3}], 3, max_epochs=5)[2] == pytest.approx(0.0)
+    assert scheduled([by_epoch], 5, max_epochs=5, max_iters=50)[4] == pytest.approx(0.0)
+    assert scheduled([by_step], 5, max_epochs=50, max_iters=5)[4] == pytest.approx(0.0)
+    assert scheduled([{**by_epoch, "end": 3}], 3, max_epochs=5)[2] == pytest.approx(0.0)
     for cfg, missing in ((by_epoch, "max_epochs"), (by_step, "max_iters")):
         with pytest.raises(ConfigurationError, match=f"{missing} must be specified in default_args"):
-            values([cfg], 1)
+            scheduled([cfg], 1)
 
 
 @pytest.mark.parametrize(
@@ -223,8 +205,8 @@ def test_schedule_by_epoch_can_be_converted_to_go_by_step(
     optimizer = sgd()
     [bound] = bind_schedules([{**cfg, "convert_to_iter_based": True}], optimizer, run)
     assert bound.by == "step"
-    converted = values([{**cfg, "convert_to_iter_based": True}], 20, **run)
-    assert converted == pytest.approx(values([{**cfg, **by_hand, "by_epoch": False}], 20, **run))
+    converted = scheduled([{**cfg, "convert_to_iter_based": True}], 20, **run)
+    assert converted == pytest.approx(scheduled([{**cfg, **by_hand, "by_epoch": False}], 20, **run))
 
 
 @pytest.mark.parametrize(
@@ -244,7 +226,7 @@ def test_schedule_by_epoch_can_be_converted_to_go_by_step(
 )
 def test_impossible_schedules_are_refused(cfg: dict[str, Any], run: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
-        values(
+        scheduled(
             [{"type": "MultiStepLR", **({} if "type" in cfg else {"milestones": [2]}), "end": 5, **cfg}],
             1,
             **run,
@@ -252,12 +234,12 @@ def test_impossible_schedules_are_refused(cfg: dict[str, Any], run: dict[str, An
 
 
 def test_schedulers_of_torch_are_known_by_their_names() -> None:
-    seen = values([{"type": "CosineAnnealingWarmRestarts", "T_0": 3, "by_epoch": False}], 7)
+    seen = scheduled([{"type": "CosineAnnealingWarmRestarts", "T_0": 3, "by_epoch": False}], 7)
     assert seen == pytest.approx(torchs([lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 3)], 7))
-    own = values([{"type": "torch:LinearLR", "start_factor": 0.1, "total_iters": 5}], 6)
+    own = scheduled([{"type": "torch:LinearLR", "start_factor": 0.1, "total_iters": 5}], 6)
     assert own == pytest.approx([0.01, 0.028, 0.046, 0.064, 0.082, 0.1])
     with pytest.raises(ConfigurationError, match="cannot be made"):
-        values([{"type": "torch:LinearLR", "start": 0.1}], 1)
+        scheduled([{"type": "torch:LinearLR", "start": 0.1}], 1)
 
 
 def test_own_schedules_are_found_by_their_registered_name_or_given_as_a_class(
@@ -270,7 +252,7 @@ def test_own_schedules_are_found_by_their_registered_name_or_given_as_a_class(
 
     SCHEDULES.register("HalvingForTest")(halving)
     for kind in (halving, lr_scheduler.ExponentialLR, "HalvingForTest"):
-        assert values([{"type": kind, "gamma": 0.5}], 3) == pytest.approx([0.1, 0.05, 0.025])
+        assert scheduled([{"type": kind, "gamma": 0.5}], 3) == pytest.approx([0.1, 0.05, 0.025])
 
 
 METRICS = (1.0, 0.5, 0.5, 0.6, 0.4, 0.9, 0.9, 0.9)
@@ -321,11 +303,11 @@ def test_impossible_metric_schedules_are_refused(wrong: dict[str, Any]) -> None:
 
 def test_what_is_not_there_is_a_key_error_too() -> None:
     with pytest.raises(KeyError, match="CosineAnnealingLR"):
-        values([{"type": "CosineLR", "end": 4}], 1)
+        scheduled([{"type": "CosineLR", "end": 4}], 1)
     with pytest.raises(KeyError):
-        values([{"policy": "nosuch"}], 1)
+        scheduled([{"policy": "nosuch"}], 1)
     with pytest.raises(KeyError) as caught:
-        values([{"type": "StepParamScheduler", "param_name": "nosuch", "step_size": 2, "end": 4}], 1)
+        scheduled([{"type": "StepParamScheduler", "param_name": "nosuch", "step_size": 2, "end": 4}], 1)
     assert isinstance(caught.value, ConfigurationError)
 
 

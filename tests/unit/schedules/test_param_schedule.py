@@ -16,12 +16,7 @@ from kvtrainer.errors import (
     StateMismatchError,
 )
 from kvtrainer.schedules import ParamSchedule, bind_schedules
-from tests.support.scalar_training import trainer_of, zeros
-
-
-def sgd(*rates: float, momentum: float = 0.9, **more: Any) -> torch.optim.SGD:
-    groups = [{"params": zeros(1), "lr": rate, **more} for rate in rates or (0.1,)]
-    return torch.optim.SGD(groups, lr=1.0, momentum=momentum)
+from tests.support.scalar_training import sgd, trainer_of, zeros
 
 
 def seen(schedule: ParamSchedule, count: int, group: int = 0) -> list[float]:
