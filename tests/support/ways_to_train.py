@@ -20,15 +20,19 @@ STORES = [
 
 
 def trainer_of(
-    parameters: Any, uok: bool | None = None, optimizer: Any = "sgd", options: dict[str, Any] | None = None
+    parameters: Any,
+    uok: bool | None = None,
+    optimizer: Any = "sgd",
+    options: dict[str, Any] | None = None,
+    **more: Any,
 ) -> Trainer:
     options = {"learning_rate": 1.0} if options is None and isinstance(optimizer, str) else options
     store = None if uok is None else kvstore.create("local")
-    return Trainer(parameters, optimizer, options, kvstore=store, update_on_kvstore=uok)
+    return Trainer(parameters, optimizer, options, kvstore=store, update_on_kvstore=uok, **more)
 
 
-def zeros(*shape: int) -> Parameter:
-    return Parameter(torch.zeros(*shape or (2,)))
+def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Parameter:
+    return Parameter(torch.zeros(shape or (2,), dtype=dtype))
 
 
 def backward(parameter: Tensor, slope: float = 1.0) -> Tensor:

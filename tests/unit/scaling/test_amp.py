@@ -15,22 +15,19 @@ import kvtrainer
 from kvtrainer import Trainer, amp, kvstore
 from kvtrainer.amp import LossScaler
 from kvtrainer.errors import AmpNotInitializedError, ArgumentTypeError, ConfigurationError, StateMismatchError
-from tests.support.ways_to_train import STORES
+from tests.support import ways_to_train
+from tests.support.ways_to_train import STORES, zeros
 
 
 def trainer_of(
     parameters: Any, uok: bool | None = None, scale: float | None = 2.0**16, **options: Any
 ) -> Trainer:
-    store = None if uok is None else kvstore.create("local")
-    options = {"learning_rate": 1.0, "momentum": 0.5, **options}
-    trainer = Trainer(parameters, "sgd", options, kvstore=store, update_on_kvstore=uok)
+    trainer = ways_to_train.trainer_of(
+        parameters, uok, options={"learning_rate": 1.0, "momentum": 0.5, **options}
+    )
     if scale is not None:
         amp.init_trainer(trainer, amp.LossScaler(scale))
     return trainer
-
-
-def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Parameter:
-    return Parameter(torch.zeros(shape or (2,), dtype=dtype))
 
 
 def backward(trainer: Trainer, p: Parameter, slope: float = 1.0) -> None:

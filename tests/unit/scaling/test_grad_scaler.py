@@ -7,23 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn import Parameter
 
-from kvtrainer import Trainer, amp, kvstore
+from kvtrainer import Trainer, amp
 from kvtrainer.amp import GradScaler
 from kvtrainer.errors import ConfigurationError, NonFiniteGradientError
 from kvtrainer.scaling import plain_scaling
 from kvtrainer.types import StepResult
-from tests.support.ways_to_train import STORES
-
-
-def trainer_of(parameters: Any, uok: bool | None = None, **options: Any) -> Trainer:
-    store = None if uok is None else kvstore.create("local")
-    return Trainer(parameters, "sgd", {"learning_rate": 1.0}, kvstore=store, update_on_kvstore=uok, **options)
-
-
-def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Parameter:
-    return Parameter(torch.zeros(shape or (2,), dtype=dtype))
+from tests.support.ways_to_train import STORES, trainer_of, zeros
 
 
 def scaler(scale: float = 8.0, interval: int = 3) -> Any:

@@ -12,11 +12,13 @@ import torch
 from torch.nn import Parameter
 
 from kvstore_server.optimizer import create
-from kvtrainer import Trainer, kvstore
+from kvtrainer import Trainer
 from kvtrainer.errors import ConfigurationError, OptimizerError, SchedulerInUseError
 from kvtrainer.groups import UpdateCounter
 from kvtrainer.lr_scheduler import CosineScheduler, FactorScheduler, LRScheduler, PolyScheduler
 from kvtrainer.types import Group
+from tests.support import ways_to_train
+from tests.support.scalar_training import zeros
 from tests.support.ways_to_train import STORES
 
 TRACES: dict[str, tuple[LRScheduler, list[float]]] = {
@@ -28,12 +30,7 @@ TRACES: dict[str, tuple[LRScheduler, list[float]]] = {
 
 
 def trainer_of(parameters: Any, uok: bool | None = None, kind: str = "sgd", **options: Any) -> Trainer:
-    store = None if uok is None else kvstore.create("local")
-    return Trainer(parameters, kind, options, kvstore=store, update_on_kvstore=uok)
-
-
-def zeros(count: int = 1) -> list[Parameter]:
-    return [Parameter(torch.zeros(1)) for _ in range(count)]
+    return ways_to_train.trainer_of(parameters, uok, kind, options)
 
 
 def step(trainer: Trainer, *parameters: Parameter) -> None:
@@ -58,7 +55,7 @@ def test_update_n_has_the_rate_that_the_scheduler_gives_for_n_and_says_so(
     name: str, uok: bool | None
 ) -> None:
     scheduler, trace = TRACES[name]
-    [p] = zeros()
+    [p] = zeros(1)
     trainer = trainer_of([p], uok, lr_scheduler=scheduler)
     for rate in trace:
         assert moves(trainer, p, 1) == pytest.approx([rate], abs=1e-6)
@@ -83,7 +80,7 @@ def test_learning_rate_is_that_of_the_last_update_and_holds_for_all_groups(uok: 
 
 @pytest.mark.parametrize("uok", STORES)
 def test_updates_count_from_begin_num_update(uok: bool | None) -> None:
-    [p] = zeros()
+    [p] = zeros(1)
     trainer = trainer_of([p], uok, lr_scheduler=lambda n: n / 8, begin_num_update=4)
     assert trainer.learning_rate == 4 / 8
     assert moves(trainer, p, 2) == [5 / 8, 6 / 8]
@@ -104,13 +101,13 @@ def test_update_count_is_the_greatest_of_all_keys_as_in_mxnet(uok: bool | None) 
 
 @pytest.mark.parametrize("uok", STORES)
 def test_plain_function_schedules_wherever_the_optimizer_runs_and_is_not_sent(uok: bool | None) -> None:
-    [p] = zeros()
+    [p] = zeros(1)
     trainer = trainer_of([p], uok, kind="adam", lr_scheduler=lambda n: 0.5**n)
     assert moves(trainer, p, 3) == pytest.approx([0.5, 0.25, 0.125], rel=1e-5)
 
 
 def test_setting_the_rate_beside_a_scheduler_is_an_error_and_a_user_warning() -> None:
-    [p] = zeros()
+    [p] = zeros(1)
     trainer = trainer_of([p], lr_scheduler=FactorScheduler(2, 0.5, base_lr=1))
     with pytest.raises(SchedulerInUseError, match="takes its learning rate from FactorScheduler") as caught:
         trainer.set_learning_rate(0.1)
@@ -120,7 +117,7 @@ def test_setting_the_rate_beside_a_scheduler_is_an_error_and_a_user_warning() ->
 
 
 def test_rate_of_a_group_that_somebody_else_sets_is_noticed() -> None:
-    [p] = zeros()
+    [p] = zeros(1)
     trainer = trainer_of([p], lr_scheduler=lambda n: 0.5)
     step(trainer, p)
     trainer.param_groups[0]["lr"] = 0.1
@@ -130,13 +127,13 @@ def test_rate_of_a_group_that_somebody_else_sets_is_noticed() -> None:
 
 
 def test_rate_of_a_single_group_is_refused_beside_a_scheduler() -> None:
-    [p] = zeros()
+    [p] = zeros(1)
     with pytest.raises(ConfigurationError, match=r"group has lr=0\.5, but FactorScheduler.*lr_mult"):
         trainer_of([{"params": [p], "learning_rate": 0.5}], lr_scheduler=FactorScheduler(2))
 
 
 def test_learning_rate_beside_a_scheduler_becomes_its_base(caplog: pytest.LogCaptureFixture) -> None:
-    [p] = zeros()
+    [p] = zeros(1)
     with caplog.at_level(logging.INFO):
         trainer = trainer_of([p], learning_rate=4.0, lr_scheduler=FactorScheduler(1, 0.5, base_lr=1))
     assert "replaces base_lr 1" in caplog.text
@@ -145,7 +142,7 @@ def test_learning_rate_beside_a_scheduler_becomes_its_base(caplog: pytest.LogCap
 
 @pytest.mark.parametrize("uok", STORES)
 def test_failed_step_is_not_counted(uok: bool | None) -> None:
-    [p] = zeros()
+    [p] = zeros(1)
     failing = [3]
 
     def schedule(n: int) -> float:
@@ -164,7 +161,7 @@ def test_failed_step_is_not_counted(uok: bool | None) -> None:
 @pytest.mark.parametrize("how", ["state_dict", "file"])
 @pytest.mark.parametrize("uok", STORES)
 def test_count_goes_on_after_loading(how: str, uok: bool | None, tmp_path: Path) -> None:
-    [p], [q] = zeros(), zeros()
+    [p], [q] = zeros(1), zeros(1)
     trainer, other = (
         trainer_of([one], uok, lr_scheduler=PolyScheduler(8, base_lr=8, pwr=1)) for one in (p, q)
     )
