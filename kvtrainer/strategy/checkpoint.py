@@ -184,13 +184,12 @@ def find_last(work_dir: str) -> str | None:
     Raises StateFileError if what says it cannot be read.
     """
     path = os.path.join(work_dir, LAST)
-    if not os.path.exists(path):
-        return None
-    with (
-        _naming(f"read in {path!r} which checkpoint is the latest", path),
-        open(path, encoding="utf-8") as file,
-    ):
-        noted = file.read().strip()
+    with _naming(f"read in {path!r} which checkpoint is the latest", path):
+        try:
+            with open(path, encoding="utf-8") as file:
+                noted = file.read().strip()
+        except FileNotFoundError:
+            return None
     if not noted or os.path.exists(noted):
         return noted or None
     parts = noted.split(os.sep)
