@@ -413,7 +413,7 @@ class GradientCumulativeFp16OptimizerHook(GradientCumulativeOptimizerHook, Fp16O
     """A Fp16OptimizerHook that updates every `cumulative_iters` batches; its other arguments are given by name."""
 
 
-class _ValueHook(Hook):
+class ValueHook(Hook):
     """Write a value of the parameter groups; see LrUpdaterHook and MomentumUpdaterHook.
 
     Args:
@@ -550,23 +550,23 @@ class _ValueHook(Hook):
         return values
 
 
-class LrUpdaterHook(_ValueHook):
-    """Write learning rates; derive from it and override `get_lr`. Arguments: as of `_ValueHook`."""
+class LrUpdaterHook(ValueHook):
+    """Write learning rates; derive from it and override `get_lr`. Arguments: as of `ValueHook`."""
 
     priority = Priority.VERY_HIGH
 
     base_lr: Values
     regular_lr: Values
 
-    get_lr = _ValueHook._get
-    get_regular_lr = _ValueHook._get_regular
-    get_warmup_lr = _ValueHook._get_warmup
+    get_lr = ValueHook._get
+    get_regular_lr = ValueHook._get_regular
+    get_warmup_lr = ValueHook._get_warmup
 
 
-class MomentumUpdaterHook(_ValueHook):
+class MomentumUpdaterHook(ValueHook):
     """Write momentum, or the first of the betas; derive from it and override `get_momentum`.
 
-    A warm-up raises momentum, to 0.999 at most. Arguments: as of `_ValueHook`.
+    A warm-up raises momentum, to 0.999 at most. Arguments: as of `ValueHook`.
     """
 
     priority = Priority.HIGH
@@ -575,9 +575,9 @@ class MomentumUpdaterHook(_ValueHook):
     base_momentum: Values
     regular_momentum: Values
 
-    get_momentum = _ValueHook._get
-    get_regular_momentum = _ValueHook._get_regular
-    get_warmup_momentum = _ValueHook._get_warmup
+    get_momentum = ValueHook._get
+    get_regular_momentum = ValueHook._get_regular
+    get_warmup_momentum = ValueHook._get_warmup
 
 
 class FixedLrUpdaterHook(LrUpdaterHook, policy="fixed"):

@@ -14,8 +14,8 @@ import datetime
 import inspect
 import os
 import socket
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -134,11 +134,9 @@ class TrainerOptimWrapper(OptimWrapper):  # type: ignore[misc]
         if last is not None and last.grad_norm is not None:
             self.message_hub.update_scalar("train/grad_norm", float(last.grad_norm))
 
-    @contextmanager
-    def optim_context(self, model: nn.Module) -> Iterator[None]:
-        """Open the context for the forward pass. Nothing travels before `step`, so there is nothing to hold back."""
-        with self.optimizer.context():
-            yield
+    def optim_context(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """Return the context for the forward pass. Nothing travels before `step`, so there is nothing to hold back."""
+        return self.optimizer.context()
 
     def initialize_count_status(self, model: nn.Module, init_counts: int, max_counts: int) -> None:
         """Say how many backward passes were made before, and how many there will be in all."""

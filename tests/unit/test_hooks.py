@@ -191,7 +191,7 @@ def test_subclass_may_clip_the_reduced_gradient_in_its_own_way() -> None:
             return norm
 
     model = Weights()
-    runner = Runner(model, Sign())
+    runner = Runner(model, Sign(grad_clip={"max_norm": 1e-3}))
     runner.run([batch([3, 4]), batch([-3, 4])])
     assert model.w.tolist() == [0, -2]
     assert list(runner.log_buffer.val_history["grad_norm"]) == [5.0, 5.0]

@@ -35,8 +35,8 @@ def test_weights_are_on_the_cpu_under_the_names_of_the_model_itself(make: Make) 
     assert list(taken) == list(net.state_dict())
     assert all(value.device.type == "cpu" and not value.requires_grad for value in taken.values())
     assert unwrapped(torch.compile(Wrapper(net), backend="eager")) is net  # type: ignore[arg-type]
-    numbered = Numbered()
-    assert unwrapped(numbered) is numbered
+    whole = nn.ModuleDict({"module": nn.Linear(1, 1), "head": nn.Linear(1, 1)})
+    assert all(unwrapped(one) is one for one in (Numbered(), whole))
 
 
 def test_prefix_of_a_wrapper_is_taken_away_and_nothing_else() -> None:
