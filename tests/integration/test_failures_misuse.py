@@ -91,33 +91,11 @@ def _applied(store: DistKVStore) -> list[int]:
 @pytest.mark.parametrize(
     ("call", "error", "text"),
     [
-        (
-            lambda kv: kv.push("w", torch.ones(4)),
-            ShapeMismatchError,
-            r"key 'w' holds float32\[3\], got float32\[4\]",
-        ),
-        (lambda kv: kv.push("w", torch.ones(3).double()), ShapeMismatchError, "got float64"),
-        (
-            lambda kv: kv.pushpull("w", torch.ones(3), out=torch.ones(2)),
-            ShapeMismatchError,
-            r"got float32\[2\]",
-        ),
-        (lambda kv: kv.pull("w", out=torch.ones(2)), ShapeMismatchError, r"got float32\[2\]"),
-        (lambda kv: kv.pull("w"), ConfigurationError, "out="),
-        (lambda kv: kv.push("v", torch.ones(3)), KeyNotFoundError, "'v' has not been initialised"),
-        (lambda kv: kv.pull("v", out=torch.ones(3)), KeyNotFoundError, "call init or broadcast"),
-        (lambda kv: kv.push(7, torch.ones(3)), ConfigurationError, "this store has str keys"),
-        (lambda kv: kv.push(["w", 7], [torch.ones(3)] * 2), ConfigurationError, "all be int or all be str"),
+        (lambda kv: kv.push("w", torch.ones(4)), ShapeMismatchError, r"'w' .*\[3\].*\[4\]"),
+        (lambda kv: kv.pushpull("w", torch.ones(3), out=torch.ones(2)), ShapeMismatchError, r"\[2\]"),
         (lambda kv: kv.push(["w", "v"], [torch.ones(3)] * 2), KeyNotFoundError, "'v'"),
-        (lambda kv: kv.init("w", torch.ones(3)), ConfigurationError, "'w' is initialised already"),
-        (lambda kv: kv.init("v", torch.ones(3, dtype=torch.int8)), ConfigurationError, "int8"),
-        (lambda kv: kv.push("w", [1.0, 2.0, 3.0]), ConfigurationError, "must be a tensor"),
-        (lambda kv: kv.set_optimizer("adagrid"), UnknownNameError, "Known are .*adam"),
-        (
-            lambda kv: kvtrainer.optimizer.create("sgd", momentun=0.9),
-            ConfigurationError,
-            "no option 'momentun'",
-        ),
+        (lambda kv: kv.init("w", torch.ones(3)), ConfigurationError, "'w'"),
+        (lambda kv: kv.set_optimizer("adagrid"), UnknownNameError, "adam"),
     ],
 )
 def test_a_wrong_call_is_refused_before_anything_is_sent(

@@ -254,60 +254,6 @@ def test_what_float16_cannot_say_now_arrives_once_it_can(grads: list[float], tot
     assert sender.residual.item() <= 2.0**-25
 
 
-# What follows are the numbers of MXNet's own tests: its `test` optimizer, w += rate · Σ gradients, on `workers`.
-
-RATE = 2.0
-
-
-class Job:
-    """Workers that push alike into one weight."""
-
-    def __init__(self, codec: Codec, workers: int, numel: int = 6, initial: float = 0.0) -> None:
-        self.senders = [Sender(codec, numel) for _ in range(workers)]
-        self.weight = torch.full((numel,), initial)
-
-    def push(self, grad: Tensor | float) -> Tensor:
-        for sender in self.senders:
-            self.weight += RATE * sender.push(grad)
-        return self.weight
-
-    def push_gives(self, grad: float, expected: float) -> None:
-        assert (self.push(grad) == expected).all(), (grad, expected, self.weight)
-
-
-JOBS = [(1, 6), (2, 6), (3, 6), (7, 6), (1, 1211 * 1211)]
-
-
-@pytest.mark.parametrize("initial", [0.0, 1.0])
-@pytest.mark.parametrize(("workers", "numel"), JOBS)
-def test_one_bit_with_threshold_zero_gives_the_upstream_numbers(
-    workers: int, numel: int, initial: float
-) -> None:
-    job = Job(one_bit(0.0), workers, numel, initial)
-    unit = RATE * workers
-    job.push_gives(1.0, initial + unit)
-    job.push_gives(-1.0, initial)
-    job.push_gives(2.0, initial + unit)
-    job.push_gives(0.0, initial + 2 * unit)
-    job.push_gives(-2.0, initial + unit)
-
-
-@pytest.mark.parametrize("initial", [0.0, 1.0])
-@pytest.mark.parametrize(("workers", "numel"), JOBS)
-def test_two_bits_with_threshold_a_half_give_the_upstream_numbers(
-    workers: int, numel: int, initial: float
-) -> None:
-    job = Job(two_bit(0.5), workers, numel, initial)
-    unit = 0.5 * RATE * workers
-    job.push_gives(0.0, initial)
-    job.push_gives(0.4, initial)
-    job.push_gives(0.5 - 0.4, initial + unit)
-    job.push_gives(0.2, initial + unit)
-    job.push_gives(0.5 - 0.2, initial + 2 * unit)
-    assert all(not sender.residual.any() for sender in job.senders)
-    job.push_gives(0.5, initial + 3 * unit)
-
-
 def test_two_devices_that_push_less_than_the_threshold_move_every_other_step_or_so() -> None:
     # MXNet, observed: 2bit, threshold .5, gradients .3, sgd with learning rate 1: 0, −1, −1, −2.
     senders = [Sender(two_bit(0.5), 1) for _ in range(2)]
