@@ -529,11 +529,6 @@ class Ftrl(_Elementwise):
         return True
 
 
-__all__ = [
-    "DCASGD", "FAMILY", "FTML", "NAG", "SGD", "SGLD", "AdaBelief", "AdaDelta", "AdaGrad", "Adam", "AdamW", "Adamax",
-    "Ftrl", "Nadam", "RMSProp", "Signum", "Test",
-]  # fmt: skip
-
 FAMILY: tuple[type[Optimizer], ...] = (
     SGD, NAG, SGLD, Signum, DCASGD, Test,
     Adam, AdamW, AdaBelief, Adamax, Nadam, FTML,

@@ -33,63 +33,63 @@ def test_no_rank_has_set_an_optimizer() -> None:
 
 
 def test_ranks_that_set_the_same_optimizer_agree() -> None:
-    belief = AgreedOptimizer()
-    belief.set(0, spec("sgd", learning_rate=0.5))
-    belief.set(1, spec("sgd", learning_rate=0.5))
-    agreed = belief.agreed()
+    named = AgreedOptimizer()
+    named.set(0, spec("sgd", learning_rate=0.5))
+    named.set(1, spec("sgd", learning_rate=0.5))
+    agreed = named.agreed()
     assert agreed is not None
     assert agreed.learning_rate == 0.5
 
 
 def test_naming_the_same_optimizer_again_keeps_the_object() -> None:
-    belief = AgreedOptimizer()
-    belief.set(0, spec("sgd"))
-    before = belief.agreed()
-    assert belief.set(0, spec("sgd")) is None
-    assert belief.agreed() is before
+    named = AgreedOptimizer()
+    named.set(0, spec("sgd"))
+    before = named.agreed()
+    assert named.set(0, spec("sgd")) is None
+    assert named.agreed() is before
 
 
 def test_another_algorithm_is_reported_as_a_replacement() -> None:
-    belief = AgreedOptimizer()
-    belief.set(0, spec("sgd"))
-    assert belief.set(0, spec("adam")) == "sgd"
+    named = AgreedOptimizer()
+    named.set(0, spec("sgd"))
+    assert named.set(0, spec("adam")) == "sgd"
 
 
 def test_another_number_of_the_same_algorithm_is_no_replacement() -> None:
-    belief = AgreedOptimizer()
-    belief.set(0, spec("sgd", learning_rate=0.5))
-    assert belief.set(0, spec("sgd", learning_rate=0.25)) is None
+    named = AgreedOptimizer()
+    named.set(0, spec("sgd", learning_rate=0.5))
+    assert named.set(0, spec("sgd", learning_rate=0.25)) is None
 
 
 def test_ranks_with_different_optimizers_are_both_named() -> None:
-    belief = AgreedOptimizer()
-    belief.set(0, spec("sgd"))
-    belief.set(2, spec("adam"))
+    named = AgreedOptimizer()
+    named.set(0, spec("sgd"))
+    named.set(2, spec("adam"))
     with pytest.raises(PlanMismatchError, match=r"'sgd'.*rank 0.*'adam'.*rank 2"):
-        belief.agreed()
+        named.agreed()
 
 
 def test_an_unknown_optimizer_leaves_the_former_one_in_force() -> None:
-    belief = AgreedOptimizer()
-    belief.set(0, spec("sgd"))
+    named = AgreedOptimizer()
+    named.set(0, spec("sgd"))
     with pytest.raises(UnknownNameError, match="no_such"):
-        belief.set(0, pack_control({"name": "no_such", "hyper": {}}))
-    agreed = belief.agreed()
+        named.set(0, pack_control({"name": "no_such", "hyper": {}}))
+    agreed = named.agreed()
     assert agreed is not None
     assert agreed.registered_name == "sgd"
 
 
 def test_each_key_gets_the_numbers_of_its_group() -> None:
-    belief = AgreedOptions(PLAN)
-    belief.set(0, packed(0.25))
-    rows = belief.effective(create("sgd"), belief.common(RANKS))
+    named = AgreedOptions(PLAN)
+    named.set(0, packed(0.25))
+    rows = named.effective(create("sgd"), named.common(RANKS))
     assert [(row["lr"], row["weight_decay"]) for row in rows] == [(0.25, 0.0), (0.5, 0.5)]
 
 
 def test_multipliers_scale_the_numbers_of_their_key_only() -> None:
-    belief = AgreedOptions(PLAN)
-    belief.set(0, packed(0.25, lr_mult={0: 4.0}, wd_mult={1: 0.0}))
-    rows = belief.effective(create("sgd"), belief.common(RANKS))
+    named = AgreedOptions(PLAN)
+    named.set(0, packed(0.25, lr_mult={0: 4.0}, wd_mult={1: 0.0}))
+    rows = named.effective(create("sgd"), named.common(RANKS))
     assert [(row["lr"], row["weight_decay"]) for row in rows] == [(1.0, 0.0), (0.5, 0.0)]
 
 
@@ -100,19 +100,19 @@ def test_keys_with_equal_numbers_share_one_mapping() -> None:
 
 
 def test_a_rank_that_disagrees_is_named_with_the_group_and_both_values() -> None:
-    belief = AgreedOptions(PLAN)
-    belief.set(0, packed(0.25))
-    belief.set(1, packed(0.125))
+    named = AgreedOptions(PLAN)
+    named.set(0, packed(0.25))
+    named.set(1, packed(0.125))
     with pytest.raises(PlanMismatchError, match=r"group 0.*lr=0.25.*rank 0 and 0.125.*rank 1"):
-        belief.effective(create("sgd"), belief.common(RANKS))
+        named.effective(create("sgd"), named.common(RANKS))
 
 
 def test_ranks_with_different_multipliers_are_named() -> None:
-    belief = AgreedOptions(PLAN)
-    belief.set(0, packed(0.25))
-    belief.set(1, packed(0.25, lr_mult={1: 2.0}))
+    named = AgreedOptions(PLAN)
+    named.set(0, packed(0.25))
+    named.set(1, packed(0.25, lr_mult={1: 2.0}))
     with pytest.raises(PlanMismatchError, match=r"lr_mult.*\{\}.*rank 0.*\{1: 2.0\}.*rank 1"):
-        belief.effective(create("sgd"), belief.common(RANKS))
+        named.effective(create("sgd"), named.common(RANKS))
 
 
 @pytest.mark.parametrize("values", [[], {"groups": []}, {"groups": [{}], "lr_mult": {}, "wd_mult": {}}])
@@ -134,19 +134,19 @@ def test_a_round_without_an_optimizer_fails_too_when_ranks_disagree() -> None:
 
 def test_ranks_that_update_in_different_places_are_named() -> None:
     groups = [{"lr": 0.5}, {"lr": 0.5}]
-    belief = AgreedOptions(PLAN)
-    belief.set(0, pack_hypers(groups, {}, {}, update_on_kvstore=True))
-    belief.set(1, pack_hypers(groups, {}, {}, update_on_kvstore=False))
+    named = AgreedOptions(PLAN)
+    named.set(0, pack_hypers(groups, {}, {}, update_on_kvstore=True))
+    named.set(1, pack_hypers(groups, {}, {}, update_on_kvstore=False))
     with pytest.raises(PlanMismatchError, match=r"update_on_kvstore is True.*rank 0 and False.*rank 1"):
-        belief.common(RANKS)
+        named.common(RANKS)
 
 
 def test_an_optimizer_at_the_address_of_one_that_is_gone_brings_its_own_numbers() -> None:
-    belief = AgreedOptions(PLAN)
+    named = AgreedOptions(PLAN)
     rates = []
     for rate in (0.5, 0.25, 0.125):
         optimizer = create("sgd", learning_rate=rate)
-        rates.append(belief.effective(optimizer, belief.common(RANKS))[0]["lr"])
+        rates.append(named.effective(optimizer, named.common(RANKS))[0]["lr"])
         del optimizer
     assert rates == [0.5, 0.25, 0.125]
 

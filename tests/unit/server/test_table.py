@@ -68,13 +68,6 @@ def test_a_veto_of_one_rank_keeps_weights_and_state_and_names_the_rank() -> None
     assert ranks.table.ends[ALL].vetoes == ()
 
 
-def test_a_veto_counts_without_an_optimizer_too() -> None:
-    ranks = Ranks(optimizer=None)
-    assert ranks.round(1.0, 2.0) == [3.0]
-    assert ranks.round(5.0, 5.0, vetoes=[0, 1]) == [3.0]
-    assert ranks.table.ends[ALL].vetoes == (0, 1)
-
-
 def test_a_vetoed_round_that_another_server_failed_can_be_taken_back_though_nothing_is_kept_of_it() -> None:
     ranks = Ranks()
     ranks.round(1.0, None, vetoes=[1])
@@ -82,13 +75,6 @@ def test_a_vetoed_round_that_another_server_failed_can_be_taken_back_though_noth
     assert (ranks.table.undone, ranks.table.version) == (1, 0)
     ranks.round(1.0, 1.0)
     assert not ranks.table.undo(ALL)  # SGD cannot raise: no copy is kept
-
-
-def test_replaced_weights_are_the_lowest_ranks_and_the_state_stays() -> None:
-    ranks = Ranks()
-    assert ranks.round(1.0, 1.0) == [8.0]  # m = 2
-    assert ranks.round(100.0, 7.0, assigns=[0, 1]) == [100.0]
-    assert ranks.round(0.0, 0.0) == [99.0]  # m = 1
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -104,17 +90,6 @@ def test_replacing_the_weights_without_all_their_slices_fails() -> None:
     with pytest.raises(ProtocolError, match=r"rank 0.*'t'.*slices \[0\]"):
         ranks.round(None, 1.0, assigns=[0, 1])
     assert ranks.weights == [10.0]
-
-
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_masters_follow_replaced_weights(dtype: str) -> None:
-    optimizer = create("sgd", learning_rate=2.0**-14, multi_precision=True)
-    ranks = Ranks(dtype, optimizer)
-    ranks.round(0.0, 1.0)
-    ranks.round(1.0, None, assigns=[0, 1])
-    for _ in range(64):  # each step is far below the resolution at 1, half of them together are not
-        ranks.round(0.5, 0.5)
-    assert ranks.weights == [1.0 - 2.0**-8]
 
 
 def test_a_damaged_compressed_payload_is_refused_when_it_comes() -> None:
