@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn import Linear, Module, Parameter, Sequential, Tanh
 
 from kvtrainer import DataParallel, Trainer, kvstore
-from tests.support.group_verbs import error_of
 from tests.support.jobs import Job, Results, run_job
+from tests.support.workers.group import error_of
 
 SHAPES = ((100,), (50, 3), (7,))
 OPTIONS = {"lr": 0.1, "momentum": 0.9}
