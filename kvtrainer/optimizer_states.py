@@ -19,13 +19,14 @@ from kvtrainer.errors import ConfigurationError
 from kvtrainer.groups import ParameterGroups, UpdateCounter
 from kvtrainer.joint_update import JointUpdate
 from kvtrainer.memory.memory import DeviceMemory, Memory
-from kvtrainer.states.entries import State, initial_state
-from kvtrainer.states.holder import (
+from kvtrainer.states.convert import (
+    State,
     StateHolder,
     export_state,
     export_states,
     import_state,
     import_states,
+    initial_state,
     read_state,
     read_states,
 )

@@ -20,9 +20,8 @@ from kvtrainer.errors import ConfigurationError, StateMismatchError
 from kvtrainer.groups import check_options, kept_entries, option_names
 from kvtrainer.memory.memory import Memory
 from kvtrainer.scaling import scaler_from_state
-from kvtrainer.states.entries import State, state_problems
-from kvtrainer.states.holder import momentum_problems
-from kvtrainer.states.saved import SavedParameter, SavedStates
+from kvtrainer.states.convert import State, momentum_problems, state_problems
+from kvtrainer.states.file import SavedParameter, SavedStates
 from kvtrainer.step import StepPipeline
 from kvtrainer.sync.binding import Residuals
 from kvtrainer.types import Group

@@ -35,9 +35,8 @@ from kvtrainer.scaling import LossScaler, plain_scaling, scaler_of
 from kvtrainer.schedules.binding import bind_schedules
 from kvtrainer.schedules.param_schedule import BoundSchedule
 from kvtrainer.stages import STAGES, Accumulation, StageOptions
-from kvtrainer.states.entries import State
-from kvtrainer.states.file import read_state_file, write_state_file
-from kvtrainer.states.saved import SavedStates
+from kvtrainer.states.convert import State
+from kvtrainer.states.file import SavedStates, read_state_file, write_state_file
 from kvtrainer.step import StepPipeline
 from kvtrainer.sync.binding import BUCKETS, Binding
 from kvtrainer.sync.select import Selection, select_store

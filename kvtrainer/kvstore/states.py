@@ -12,10 +12,8 @@ from kvstore_server.plan import Plan, Slice
 from kvtrainer.comm.client import Client
 from kvtrainer.comm.tables import RemoteTable
 from kvtrainer.errors import StateMismatchError
-from kvtrainer.states.entries import state_problems
-from kvtrainer.states.file import read_state_file, write_state_file
-from kvtrainer.states.holder import export_states, import_states, momentum_problems
-from kvtrainer.states.saved import SavedParameter, SavedStates
+from kvtrainer.states.convert import export_states, import_states, momentum_problems, state_problems
+from kvtrainer.states.file import SavedParameter, SavedStates, read_state_file, write_state_file
 
 _NUMBERS = "numbers count"
 """Key of a file's extra values: whether the optimizer's numbers are taken over as well."""

@@ -29,8 +29,7 @@ from kvtrainer.errors import (
     StateMismatchError,
     file_error,
 )
-from kvtrainer.states.file import replacing
-from kvtrainer.states.saved import SavedParameter, SavedStates, checksum, tupled
+from kvtrainer.states.file import SavedParameter, SavedStates, checksum, replacing, tupled
 from kvtrainer.strategy.environment import current_device
 from kvtrainer.trainer import Trainer
 from kvtrainer.trainer_dict import check_names

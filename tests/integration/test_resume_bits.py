@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from kvtrainer import Trainer
-from kvtrainer.states.saved import pack
+from kvtrainer.states.file import pack
 from kvtrainer.strategy import Strategy
 from tests.support.jobs import Job, Results, own_place, run_job
 

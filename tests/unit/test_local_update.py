@@ -13,7 +13,7 @@ from kvstore_server.plan import Plan, TensorSpec, make_plan
 from kvstore_server.shard import Shard
 from kvtrainer.errors import ConfigurationError
 from kvtrainer.optimizer_states import ShardUpdate
-from kvtrainer.states.holder import export_state, export_states
+from kvtrainer.states.convert import export_state, export_states
 
 SHAPES = {"a": (3, 5), "b": (), "c": (170, 301)}
 

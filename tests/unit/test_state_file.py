@@ -19,8 +19,7 @@ import torch
 from safetensors.torch import save_file
 
 from kvtrainer.errors import KVStoreError, StateFileError
-from kvtrainer.states.file import read_state_file, write_state_file
-from kvtrainer.states.saved import SavedParameter, SavedStates
+from kvtrainer.states.file import SavedParameter, SavedStates, read_state_file, write_state_file
 
 
 def states_of(value: float, numel: int = 1000) -> SavedStates:

@@ -14,8 +14,7 @@ from torch import nn
 from kvtrainer import Trainer, kvstore
 from kvtrainer.errors import ConfigurationError, NotInitializedError, StateFileError, StateMismatchError
 from kvtrainer.lr_scheduler import FactorScheduler, LRScheduler, register
-from kvtrainer.states.file import read_state_file, write_state_file
-from kvtrainer.states.saved import SavedStates
+from kvtrainer.states.file import SavedStates, read_state_file, write_state_file
 
 SHAPES: dict[str, tuple[int, ...]] = {"a": (2, 3), "b": (3,), "c": ()}
 

@@ -12,8 +12,7 @@ import torch
 
 from kvtrainer import Trainer
 from kvtrainer.lr_scheduler import FactorScheduler
-from kvtrainer.states.file import read_state_file
-from kvtrainer.states.saved import SavedStates, pack
+from kvtrainer.states.file import SavedStates, pack, read_state_file
 from tests.support.saved_training import (
     PLACES,
     Net,

@@ -13,7 +13,7 @@ from kvstore_server.optimizer import Optimizer, create
 from kvstore_server.plan import Plan, TensorSpec, make_plan
 from kvtrainer.errors import StateMismatchError
 from kvtrainer.optimizer_states import ShardUpdate
-from kvtrainer.states.holder import export_states, import_states, read_states
+from kvtrainer.states.convert import export_states, import_states, read_states
 
 SHAPES: dict[str, tuple[int, ...]] = {"matrix": (3, 5), "scalar": (), "empty": (0, 2), "big": (170, 301)}
 CPU = torch.device("cpu")

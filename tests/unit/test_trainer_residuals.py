@@ -12,8 +12,7 @@ from torch.nn import Parameter
 from kvtrainer import Trainer
 from kvtrainer.errors import StateMismatchError
 from kvtrainer.saving import saved_residuals
-from kvtrainer.states.file import read_state_file, write_state_file
-from kvtrainer.states.saved import SavedStates
+from kvtrainer.states.file import SavedStates, read_state_file, write_state_file
 
 
 def zeros() -> dict[str, Parameter]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from kvstore_server.optimizer import Optimizer, create, register
 from kvstore_server.optimizer.base import StateValue
 from kvtrainer.errors import OptimizerError, ProtocolError
-from kvtrainer.states.holder import export_state
+from kvtrainer.states.convert import export_state
 from kvtrainer.sync.contract import Gradients
 from kvtrainer.sync.servers import StoreExchange
 from tests.support.engines import client_of, filled, plan_of, views

@@ -1,8 +1,11 @@
-"""Optimizer state in two forms: per slice, as it is kept, and per parameter, as torch's state_dict has it."""
+"""Optimizer state in two forms: per slice, as it is kept, and per parameter, as torch's state_dict has it.
+
+Which entries an optimizer keeps is found out by an update of nothing.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -13,9 +16,13 @@ from kvstore_server.optimizer.state import joined, spread
 from kvstore_server.optimizer.torch_family import OWN_COUNT, TorchOptimizer
 from kvstore_server.plan import Plan, Slice, TensorSpec
 from kvtrainer.errors import StateMismatchError
-from kvtrainer.states.entries import State, state_problems, trial_state
 from kvtrainer.types import Group
 
+State = dict[str, Any]
+"""Name → tensor of the parameter's shape (for an optimizer of whole keys: of any shape), 0-d tensor or number."""
+
+_OPTIONAL = frozenset({"step", "master", "momentum_buffer", "last_lr"})
+"""Entries that may be there or not: whether momentum is used, and corrected, may change while training."""
 _HALF = ("float16", "bfloat16")
 
 
@@ -27,13 +34,13 @@ class StateHolder(Protocol):
 
 
 def export_state(plan: Plan, holder: StateHolder, key: int) -> State:
-    """The state of one key, by index, as `export_states` has it; empty if it was not updated."""
+    """Copy the state of one key, by index; empty if it was not updated."""
     kept = {piece.index: holder.get_state(piece) for piece in plan.slices_with(key)}
     return _exported(plan, kept, key)
 
 
 def export_states(plan: Plan, holder: StateHolder) -> dict[int, State]:
-    """The state of every key that was updated, by index; copies."""
+    """Copy the state of every key that was updated, by index."""
     kept = {piece.index: holder.get_state(piece) for piece in plan.slices}
     found = {key: _exported(plan, kept, key) for key in range(len(plan.specs))}
     return {key: state for key, state in found.items() if state}
@@ -144,7 +151,7 @@ def _refuse(problems: Sequence[str]) -> None:
 
 
 def _is_updated(state: Mapping[str, Any]) -> bool:
-    """Whether there is more than an initial state; where torch keeps no count, there is a state after an update only.
+    """Tell whether there is more than an initial state; where torch keeps no count, it is there after an update only.
 
     A master without updates, which a key may have from its neighbours in a slice, only repeats the weights.
     """
@@ -152,7 +159,7 @@ def _is_updated(state: Mapping[str, Any]) -> bool:
 
 
 def _parts(plan: Plan, kept: Mapping[int, States], key: int) -> list[tuple[States, int]]:
-    """The segments of a key in order: the state of the slice of each, and its position there."""
+    """List the segments of a key in order: the state of the slice of each, and its position there."""
     return [
         (kept[piece.index], at)
         for piece in plan.slices_with(key)
@@ -170,12 +177,12 @@ def _exported(plan: Plan, kept: Mapping[int, States], key: int) -> State:
 
 
 def _on(value: Any, device: torch.device) -> Any:
-    """Tensors go to the device of the weights; scalars stay where they are."""
+    """Move a tensor to the device of the weights; scalars stay where they are."""
     return value.to(device) if isinstance(value, Tensor) and value.dim() else value
 
 
 def _copied(state: Mapping[str, Any]) -> State:
-    """A copy with a step count, which some torch optimizers do not keep, and without what they do not use."""
+    """Copy state, with a step count, which some torch optimizers do not keep, and without what they do not use."""
     used = {name: value for name, value in state.items() if value is not None and name != "step"}
     copies = {name: v.detach().clone() if isinstance(v, Tensor) else v for name, v in used.items()}
     return {"step": torch.tensor(float(state.get("step", 1.0))), **copies}
@@ -197,7 +204,85 @@ def _name_own_count(
 
 
 def _per_element(optimizer: Optimizer) -> set[str]:
-    """The entries of state that have one number per element; a 0-d parameter's look like the optimizer's scalars."""
+    """Name the entries that have one number per element; a 0-d parameter's look like the optimizer's scalars."""
     state = trial_state(optimizer, {}, TensorSpec("", (2,), "float32")) or {}
     shaped = {name for name, value in state.items() if isinstance(value, Tensor) and value.shape == (2,)}
     return shaped | {"master"}
+
+
+def trial_state(optimizer: Optimizer, options: Mapping[str, Any], spec: TensorSpec) -> State | None:
+    """Find the entries of one parameter after an update of zeros by zero; None if the optimizer cannot say.
+
+    Args:
+        options: The numbers of the parameter's group; the optimizer's own stand in for missing ones.
+
+    An optimizer of whole keys is given a key of the real shape; what another one does to an element does not depend
+    on the others, so it is given two.
+    """
+    shape = (2,) if optimizer.elementwise else spec.shape
+    weight = torch.zeros(shape, dtype=torch.float64 if spec.dtype == "float64" else torch.float32)
+    numbers = {name: options.get(name, value) for name, value in optimizer.hyper.items()}
+    hyper = {**numbers, "step": 1 + optimizer.begin_num_update, "key": spec.key, "first": 0}
+    try:
+        state: State = dict(optimizer.create_state(weight))
+        with torch.no_grad():
+            optimizer.update(weight, torch.zeros_like(weight), state, hyper)
+    except Exception:
+        # A user's optimizer, which may refuse zeros: it is not this question that it should fail at.
+        return None
+    for name, value in state.items() if optimizer.elementwise else ():
+        if isinstance(value, Tensor) and value.shape == (2,):
+            state[name] = value[0].expand(spec.shape)  # for all elements; takes no memory
+    return {name: value for name, value in state.items() if value is not None}
+
+
+def initial_state(optimizer: Optimizer, options: Mapping[str, Any], spec: TensorSpec) -> State:
+    """Make entries as they will be, with a step count of 0: room to load into, which itself is no state at all."""
+    state: State = {"step": torch.tensor(0.0)}
+    for name, value in (trial_state(optimizer, options, spec) or {}).items():
+        is_tensor = isinstance(value, Tensor)
+        state[name] = value.detach().clone(memory_format=torch.contiguous_format) if is_tensor else value
+    return state
+
+
+def state_problems(
+    states: Mapping[int, State],
+    options: Sequence[Mapping[str, Any]] | Mapping[int, Mapping[str, Any]],
+    plan: Plan,
+    optimizer: Optimizer,
+) -> list[str]:
+    """Say how state differs from what the optimizer keeps; one sentence for each kind of difference.
+
+    Args:
+        states: By index of the key.
+        options: Of the group of every key, with which the state was made.
+    """
+    found: dict[str, list[str]] = {}
+    for key, state in states.items():
+        spec = plan.specs[key]
+        trial = trial_state(optimizer, options[key], spec)
+        expected = None
+        if trial is not None:
+            expected = {n: tuple(v.shape) if isinstance(v, Tensor) else () for n, v in trial.items()}
+        for problem in _differences(state, expected, spec, optimizer):
+            found.setdefault(problem, []).append(repr(spec.key))
+    return [problem.replace("PARAMETERS", ", ".join(names)) for problem, names in found.items()]
+
+
+def _differences(
+    state: State, expected: Mapping[str, tuple[int, ...]] | None, spec: TensorSpec, optimizer: Optimizer
+) -> Iterable[str]:
+    shape = list(spec.shape)
+    if expected is not None and spec.numel:
+        for name in sorted(expected.keys() - state.keys() - _OPTIONAL):
+            yield f"state {name!r} of PARAMETERS is missing"
+        for name in sorted(state.keys() - expected.keys() - _OPTIONAL - {OWN_COUNT}):
+            yield f"state {name!r} of PARAMETERS is not one that {optimizer.registered_name} keeps"
+    known = {**(expected or {}), "master": spec.shape, "step": ()}
+    for name, value in state.items():
+        is_tensor = isinstance(value, Tensor)
+        wanted = known.get(name, spec.shape if is_tensor and value.dim() and optimizer.elementwise else None)
+        got = tuple(value.shape) if is_tensor else ()
+        if wanted is not None and got != wanted:
+            fits = "the parameter has" if wanted == spec.shape else f"the parameter has {shape} and the entry"
+            yield f"state {name!r} of PARAMETERS has shape {list(got)}, {fits} {list(wanted)}"
