@@ -20,7 +20,7 @@ from kvtrainer.strategy import Strategy
 from tests.support.strategies import Make, make
 
 __all__ = ["make"]
-FILES = Path(__file__).parents[1] / "data" / "earlier_files"
+FILES = Path(__file__).parents[2] / "data" / "earlier_files"
 STEPS = 4
 
 
