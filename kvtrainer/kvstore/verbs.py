@@ -565,45 +565,44 @@ class TableKVStore(KVStoreBase):
         dense: list[tuple[Key, list[Tensor]]] = []
         copies: list[tuple[Tensor, Tensor]] = []
         for key, outs in pairs:
-            kept = [one for one in outs if not is_sparse(one)]
+            kept = []
             for one in outs:
                 if not is_sparse(one):
-                    continue
-                if ignore_sparse:
-                    self._warn_of_sparse_out(key)
-                elif self._engine is None:
-                    raise ConfigurationError(
-                        f"out of key {key!r} is sparse, which pull does not write to; use row_sparse_pull(…, row_ids=…)"
+                    kept.append(one)
+                elif not ignore_sparse:
+                    if self._engine is None:
+                        raise ConfigurationError(
+                            f"out of key {key!r} is sparse, which pull does not write to; use row_sparse_pull(…, "
+                            "row_ids=…)"
+                        )
+                    kept.append(torch.empty_like(one, layout=torch.strided))
+                    copies.append((one, kept[-1]))
+                elif not self._has_warned:
+                    self._has_warned = True
+                    warnings.warn(
+                        f"pull into a sparse tensor (of key {key!r}) has been ignored; use row_sparse_pull(…, "
+                        "row_ids=…)",
+                        SparsePullWarning,
+                        stacklevel=4,
                     )
-                else:
-                    copies.append((one, torch.empty_like(one, layout=torch.strided)))
-                    kept.append(copies[-1][1])
             if kept:
                 dense.append((key, kept))
         return dense, copies
 
-    def _warn_of_sparse_out(self, key: Key) -> None:
-        if not self._has_warned:
-            self._has_warned = True
-            warnings.warn(
-                f"pull into a sparse tensor (of key {key!r}) has been ignored; use row_sparse_pull(…, row_ids=…)",
-                SparsePullWarning,
-                stacklevel=5,
-            )
-
     def _pull_rows(self, pulls: Sequence[RowPull]) -> list[Tensor]:
         """Fetch all rows, write them to their `outs`, and return them as sparse tensors; blocks."""
-        whole = {id(p): p for p in pulls if not p.entry.table.plan.takes_rows(0)}
-        arenas = {at: p.entry.new_arena() for at, p in whole.items()}
-        self._client.rounds.pull([p.entry.table for p in whole.values()], list(arenas.values()))
-        wanted = [p for p in pulls if id(p) not in whole]
-        fetched = self._client.rounds.pull_rows([(p.entry.table, 0, p.ids) for p in wanted])
-        found = dict(zip(map(id, wanted), fetched, strict=True))
-        for at, p in whole.items():
-            # Its rows are too long for a slice, so that a server cannot tell them apart.
-            spec = p.entry.spec
-            found[at] = arenas[at][spec.dtype].view(spec.shape[0], -1)[p.ids]
-        results = [as_sparse(p.entry.spec, p.ids, found[id(p)]) for p in pulls]
+        by_rows = [p for p in pulls if p.entry.table.plan.takes_rows(0)]
+        fetched = iter(self._client.rounds.pull_rows([(p.entry.table, 0, p.ids) for p in by_rows]))
+        results = []
+        for p in pulls:
+            spec, table = p.entry.spec, p.entry.table
+            if table.plan.takes_rows(0):
+                found = next(fetched)
+            else:  # they are too long for a slice, so that a server cannot tell them apart
+                arena = p.entry.new_arena()
+                self._client.rounds.pull([table], [arena])
+                found = arena[spec.dtype].view(spec.shape[0], -1)[p.ids]
+            results.append(as_sparse(spec, p.ids, found))
         for p, rows in zip(pulls, results, strict=True):
             for out in p.outs:
                 write_rows(out, rows)
