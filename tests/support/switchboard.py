@@ -3,46 +3,28 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Sequence
 
 from kvstore_server.engine import Engine
 from kvstore_server.protocol import messages as m
 from kvtrainer.comm.client import Client
+from kvtrainer.comm.loopback import Loopback
+from kvtrainer.comm.round import Contribution
 from kvtrainer.comm.session import SessionOptions
 from tests.support.limits import LIMIT
 
 
-class Line:
+class Line(Loopback):
     """One worker's transport; a reply that another worker's message sets off reaches it too."""
 
     def __init__(self, engines: Sequence[Engine], lines: dict[bytes, Line], name: bytes) -> None:
-        self.num_servers = len(engines)
-        self._engines, self._lines, self._name = list(engines), lines, name
-        self._replies: deque[tuple[int, m.Reply]] = deque()
+        super().__init__(engines, time.monotonic, name)
+        self._lines = lines
         lines[name] = self
 
     def send(self, server: int, request: m.Request, priority: int = 0) -> None:
-        for out in self._engines[server].handle(self._name, request, time.monotonic()):
+        for out in self._engines[server].handle(self._peer, request, time.monotonic()):
             self._lines[out.peer]._replies.append((server, out.reply))
-
-    def receive(self, timeout: float) -> tuple[int, m.Reply] | None:
-        return self._replies.popleft() if self._replies else None
-
-    def describe(self, server: int) -> str:
-        return f"server {server}"
-
-    def sockets(self, server: int) -> tuple[bytes, ...]:
-        return (self._name,)
-
-    def start_heartbeats(self, sessions: Sequence[tuple[int, int]]) -> None:
-        """Not needed: all live in one process."""
-
-    def last_sign(self, server: int) -> float:
-        return time.monotonic()
-
-    def close(self) -> None:
-        self._replies.clear()
 
 
 def connected(engines: Sequence[Engine], num_workers: int, timeout: float = LIMIT) -> list[Client]:
@@ -54,3 +36,18 @@ def connected(engines: Sequence[Engine], num_workers: int, timeout: float = LIMI
         clients.append(Client(Line(engines, lines, b"%d" % rank), options, time.monotonic))
         clients[rank].connect()
     return clients
+
+
+def play(
+    clients: Sequence[Client], contributions: Sequence[Contribution], *caught: type[Exception]
+) -> list[Exception | None]:
+    """One round: all workers commit, in order, and then wait; their errors, of the classes that are caught."""
+    tickets = [client.rounds.start(one) for client, one in zip(clients, contributions, strict=True)]
+    outcomes: list[Exception | None] = []
+    for client, ticket in zip(clients, tickets, strict=True):
+        try:
+            client.rounds.wait(ticket)
+            outcomes.append(None)
+        except caught as error:
+            outcomes.append(error)
+    return outcomes

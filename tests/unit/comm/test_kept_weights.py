@@ -27,7 +27,7 @@ from kvstore_server.shard import Shard
 from kvtrainer.comm.client import Client
 from kvtrainer.comm.round import Contribution
 from kvtrainer.comm.tables import RemoteTable
-from tests.support.switchboard import connected
+from tests.support.switchboard import connected, play
 
 SPECS = [
     TensorSpec("big", (6_000, 9), "float32"),
@@ -113,16 +113,8 @@ class Job:
             **options,
         )
 
-    def play(self, items: list[Contribution]) -> list[KVStoreError | None]:
-        tickets = [c.rounds.start(item) for c, item in zip(self.clients, items, strict=True)]
-        errors: list[KVStoreError | None] = []
-        for client, ticket in zip(self.clients, tickets, strict=True):
-            try:
-                client.rounds.wait(ticket)
-                errors.append(None)
-            except KVStoreError as error:
-                errors.append(error)
-        return errors
+    def play(self, items: list[Contribution]) -> list[Exception | None]:
+        return play(self.clients, items, KVStoreError)
 
     def check(self) -> None:
         held = self.empty()

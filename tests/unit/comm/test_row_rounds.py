@@ -18,7 +18,7 @@ from kvstore_server.plan import TensorSpec
 from kvstore_server.reduction import RowSet
 from kvtrainer.comm.round import Contribution
 from kvtrainer.comm.tables import RemoteTable
-from tests.support.switchboard import connected
+from tests.support.switchboard import connected, play
 
 Rows = Mapping[int, RowSet]
 
@@ -50,12 +50,8 @@ class Job:
         return flat
 
     def start_from(self, weights: Mapping[int, Tensor]) -> None:
-        self._both(
-            [
-                Contribution([self.tables[0]], [self.arena(weights)], None),
-                Contribution([self.tables[1]], None, None),
-            ]
-        )
+        first = Contribution([self.tables[0]], [self.arena(weights)], None)
+        play(self.clients, [first, Contribution([self.tables[1]], None, None)])
 
     def step(
         self, rows: tuple[Rows, Rows], dense: Mapping[int, Tensor] | None = None, **options: object
@@ -63,7 +59,7 @@ class Job:
         """One round: each rank gives its rows, and rank 0 the dense gradients as well; returns all weights."""
         out = self.arena({})
         absent = [frozenset(range(len(self.plan.specs))) - set(mine) - set(dense or {}) for mine in rows]
-        self._both([
+        play(self.clients, [
             Contribution([self.tables[rank]], [self.arena((dense or {}) if rank == 0 else {})],
                          [out] if rank else None, 1.0, self.hyper, absent[rank],
                          {(0, key): of_key for key, of_key in rows[rank].items()})
@@ -74,11 +70,6 @@ class Job:
             at = self.plan.key_offsets[key]
             found[key] = out[spec.dtype][at : at + spec.numel].view(spec.shape).clone()
         return found
-
-    def _both(self, items: list[Contribution]) -> None:
-        tickets = [client.rounds.start(item) for client, item in zip(self.clients, items, strict=True)]
-        for client, ticket in zip(self.clients, tickets, strict=True):
-            client.rounds.wait(ticket)
 
 
 def rows(ids: list[int], values: object, width: int) -> RowSet:

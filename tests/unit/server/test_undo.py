@@ -18,7 +18,7 @@ from kvstore_server.plan import TensorSpec
 from kvtrainer.comm.client import Client
 from kvtrainer.comm.round import Contribution
 from kvtrainer.comm.tables import RemoteTable
-from tests.support.switchboard import connected
+from tests.support.switchboard import connected, play
 
 SIZE = 300_000
 
@@ -57,19 +57,6 @@ def started(optimizer: Optimizer) -> tuple[list[Client], list[RemoteTable]]:
     return clients, tables
 
 
-def play(clients: list[Client], items: list[Contribution]) -> list[Exception | None]:
-    """One round: rank 0 commits to both servers, then rank 1 to server 0 and only then to server 1."""
-    tickets = [client.rounds.start(item) for client, item in zip(clients, items, strict=True)]
-    outcomes: list[Exception | None] = []
-    for client, ticket in zip(clients, tickets, strict=True):
-        try:
-            client.rounds.wait(ticket)
-            outcomes.append(None)
-        except OptimizerError as error:
-            outcomes.append(error)
-    return outcomes
-
-
 def test_what_server_0_had_applied_is_taken_back_once_when_server_1_fails(fussy: Optimizer) -> None:
     clients, tables = started(fussy)
     plan = tables[0].plan
@@ -79,7 +66,9 @@ def test_what_server_0_had_applied_is_taken_back_once_when_server_1_fails(fussy:
 
     def round_of(*grads: Tensor) -> list[Exception | None]:
         rows = zip(tables, grads, outs, strict=True)
-        return play(clients, [Contribution([t], [{"float32": g}], [{"float32": o}], 1.0) for t, g, o in rows])
+        # Rank 0 commits to both servers, then rank 1 to server 0 and only then to server 1.
+        contributions = [Contribution([t], [{"float32": g}], [{"float32": o}], 1.0) for t, g, o in rows]
+        return play(clients, contributions, OptimizerError)
 
     assert round_of(good, good) == [None, None]
     assert [type(outcome) for outcome in round_of(good, bad)] == [OptimizerError, OptimizerError]
