@@ -30,15 +30,13 @@ from kvstore_server.errors import (
     to_wire,
 )
 from kvstore_server.memory import Budget
-from kvstore_server.modes import Mode
 from kvstore_server.namespace import EngineConfig, Namespace
 from kvstore_server.norms import Decision
 from kvstore_server.optimizer.state import pack_states, unpack_states
 from kvstore_server.plan import check_name
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.buffers import payload_size
-from kvstore_server.rounds import Book, Ints, Verdict, Wait, Waiter
-from kvstore_server.row_replies import changed_parts, pulled_parts
+from kvstore_server.rounds import Book, Ints, Mode, Verdict, Wait, Waiter
 from kvstore_server.sessions import Sessions, random_token
 from kvstore_server.shard import Leases, Partial, Updater
 from kvstore_server.table import ALL, Part, Table
@@ -329,7 +327,7 @@ class Engine:
             missing = book.missing_ranks(waiting[0])
             out += _still_waiting(space, waiter, space.open_round(waiting[0]), missing, now)
             out += self._fail_late(space, np.array(waiting), now)
-        return out + self._tell(space, whose, rank, waiter, again, body.timeout, now)
+        return out + _outcomes(space, whose, rank, waiter, again, (now, body.timeout))
 
     def _finish(
         self, space: Namespace, book: Book, tables: Ints, now: float, decision: Decision | None = None
@@ -373,7 +371,8 @@ class Engine:
                 said = given.said[applied[at[0]]]
                 assert said is not None
                 answers.append((rank, waiter, [rows[i] for i in at], said.timeout))
-        space.forget_absent(applied)
+        if space.absent:
+            space.forget_absent(applied)
         book.finish(ended)
         for number in applied if not is_shared else ():
             [rank] = book.given
@@ -382,8 +381,8 @@ class Engine:
             if number in joined:
                 space.rounds.joined(number).add(rank)
         for rank, waiter, rows, timeout in answers:
-            out += self._tell(space, ALL if is_shared else rank, rank, waiter, rows, timeout, now)
-        return out + self._release(space)
+            out += _outcomes(space, ALL if is_shared else rank, rank, waiter, rows, (now, timeout))
+        return out if space.mode.is_sync else out + self._release(space)
 
     def _change(
         self, space: Namespace, book: Book, tables: Ints, out: list[m.Outgoing]
@@ -451,32 +450,6 @@ class Engine:
             trace.add(table.name, ROUNDS, start, ROUND_LANE, described)
         return True
 
-    def _tell(
-        self,
-        space: Namespace,
-        whose: int,
-        rank: int,
-        waiter: Waiter,
-        commits: list[Committed],
-        timeout: float,
-        now: float,
-    ) -> list[m.Outgoing]:
-        """Answer commits of rounds that were applied, at once or, without synchronous rounds, when it may read."""
-        if space.mode.is_sync:
-            return _outcomes(space, whose, rank, waiter, commits)
-        out: list[m.Outgoing] = []
-        at_once: list[Committed] = []
-        for one in commits:
-            is_join = bool(one.flags & m.HAS_JOINED) and rank in space.rounds.joined(one.table)
-            wants = one.flags & m.WANTS_WEIGHTS and not space.tables[one.table].ends[whose].is_skipped
-            if is_join or (wants and space.rounds.behind(rank, one.table)):
-                answer = partial(_outcomes, space, whose, rank, waiter, [one])
-                wait = Wait(one.table, rank, waiter, now + timeout, timeout, is_join, answer, one.round)
-                out += _park(space, wait, now)
-            else:
-                at_once.append(one)
-        return out + _outcomes(space, whose, rank, waiter, at_once)
-
     def _fail(self, space: Namespace, book: Book, table: Table, error: KVStoreError) -> list[m.Outgoing]:
         """Fail the open round of a table for its members, and tell those who wait for it."""
         number = book.number(table.number)
@@ -543,11 +516,14 @@ class Engine:
         for number in pull.tables:
             _check_ready(space.tables[number])
         behind = [number for number in pull.tables if space.rounds.behind(rank, number)]
-        out = _weights(space, rank, sender.waiter, [number for number in pull.tables if number not in behind])
+        at_once = [number for number in pull.tables if number not in behind]
+        out = _reply(sender.waiter, space.weights(rank, at_once)) if at_once else []
         for number in behind:
-            out += _read_later(
-                sender, number, pull.timeout, partial(_weights, space, rank, sender.waiter, [number])
-            )
+
+            def answer(number: int = number) -> list[m.Outgoing]:
+                return _reply(sender.waiter, space.weights(rank, [number]))
+
+            out += _read_later(sender, number, pull.timeout, answer)
         return out
 
     def _pull_rows(self, sender: Sender, pull: m.PullRows) -> list[m.Outgoing]:
@@ -779,52 +755,62 @@ class Engine:
 
 
 def _outcomes(
-    space: Namespace, whose: int, rank: int, waiter: Waiter, commits: Sequence[Committed]
+    space: Namespace,
+    whose: int,
+    rank: int,
+    waiter: Waiter,
+    commits: Sequence[Committed],
+    may_wait: tuple[float, float] | None,
 ) -> list[m.Outgoing]:
     """How rounds ended that did not fail: first what was special about each, then the weights.
 
     They are those of all slices, or what has changed since those that the worker holds.
+
+    Args:
+        may_wait: The time, and for how long those that may not be read yet wait; None: all may be read.
     """
     out: list[m.Outgoing] = []
     done: list[tuple[int, int, int]] = []
     wanted: list[int] = []
     changed: list[m.Weights] = []
-    for number, round_, version, flags in commits:
+    for one in commits:
+        number, round_, version, flags = one
         table = space.tables[number]
         end = table.ends[whose]
         is_skipped = end.is_skipped
+        wants = flags & m.WANTS_WEIGHTS and not is_skipped
+        if may_wait is not None and not space.mode.is_sync:
+            is_join = bool(flags & m.HAS_JOINED) and rank in space.rounds.joined(number)
+            if is_join or (wants and space.rounds.behind(rank, number)):
+                now, timeout = may_wait
+                answer = partial(_outcomes, space, whose, rank, waiter, [one], None)
+                out += _park(
+                    space, Wait(number, rank, waiter, now + timeout, timeout, is_join, answer, round_), now
+                )
+                continue
         if flags & m.HAS_JOINED:
             out += _reply(waiter, m.InForce(number, round_, end.hyper, end.is_over))
         if end.left_out:
             out += _reply(waiter, m.Absent(number, round_, end.left_out))
         if is_skipped:
             out += _reply(waiter, m.Vetoed(number, round_, end.vetoes))
-        wants = flags & m.WANTS_WEIGHTS and not is_skipped
         if not wants or not space.mode.is_sync:  # by the time that weights may be read they can be newer
             done.append((number, round_, end.version))
         if wants and flags & m.WANTS_DELTA:
             table.note_read(rank)
-            changed.append(space.rows(table, changed_parts(table.shard, table.unit, table.version, version)))
+            changed.append(space.rows(table, table.changed_parts(version)))
         elif wants:
             wanted.append(number)
     if done:
         out += _reply(waiter, m.Done(m.matrix(done, 3)))
     for weights in changed:
         out += _reply(waiter, weights)
-    return out + _weights(space, rank, waiter, wanted)
-
-
-def _weights(space: Namespace, rank: int, waiter: Waiter, tables: Sequence[int]) -> list[m.Outgoing]:
-    """The weights of some tables, for a rank."""
-    for number in tables:
-        if space.tables[number].notes_reads:
-            space.tables[number].note_read(rank)
-    return _reply(waiter, space.weights(tables)) if tables else []
+    return out + _reply(waiter, space.weights(rank, wanted)) if wanted else out
 
 
 def _rows(space: Namespace, table: Table, rank: int, pull: m.PullRows, waiter: Waiter) -> list[m.Outgoing]:
     try:
-        found = pulled_parts(table.shard, table.unit, pull)
+        found = table.pulled_parts(pull)
     except ProtocolError as error:
         return [_failed(waiter, error)]
     table.note_read(rank)

@@ -130,8 +130,10 @@ class AgreedOptions:
             PlanMismatchError: two of them disagree on a number.
         """
         sent = {rank: packed for rank, packed in self._sent.items() if rank in ranks}
-        way_out = "change them in the same step on every worker"
-        return _check_equal(sent, _said_of_options, "disagree on hyper-parameters", way_out) if sent else b""
+        if len(set(sent.values())) > 1:
+            way_out = "change them in the same step on every worker"
+            _check_equal(sent, _said_of_options, "disagree on hyper-parameters", way_out)
+        return sent[min(sent)] if sent else b""
 
 
 def pack_hypers(
@@ -209,8 +211,8 @@ Said = dict[str, Any]
 
 def _check_equal(
     sent: Mapping[int, bytes], said_of: Callable[[dict[str, Any]], Said], problem: str, way_out: str
-) -> bytes:
-    """Return what all ranks sent; raise PlanMismatchError naming the first difference from the lowest rank."""
+) -> None:
+    """Raise PlanMismatchError naming the first difference from what the lowest rank sent, if there is any."""
     lowest = min(sent)
     for rank, packed in sorted(sent.items()):
         if packed != sent[lowest]:
@@ -220,7 +222,6 @@ def _check_equal(
                 f"ranks {problem}: {name}{mine.get(name)} on rank {lowest} and {other.get(name)} on rank {rank}; "
                 f"{way_out}"
             )
-    return sent[lowest]
 
 
 def _said_of_options(values: dict[str, Any]) -> Said:

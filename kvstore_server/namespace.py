@@ -25,18 +25,16 @@ from kvstore_server.hyper import AgreedOptimizer
 from kvstore_server.log_limit import SLOW_AFTER, SlowReports
 from kvstore_server.membership import Membership
 from kvstore_server.memory import KEY, MEMBER, NAMESPACE, Budget, footprint
-from kvstore_server.modes import Mode
 from kvstore_server.optimizer import Optimizer
 from kvstore_server.plan import SIZES, TensorSpec, check_name, check_same, check_specs, make_plan
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.buffers import KEYS_PER_MESSAGE, as_bytes, payload_size, places
 from kvstore_server.protocol.control import unpack_control
 from kvstore_server.reduction import Contribution, Run, same_payload, torch_dtype
-from kvstore_server.rounds import Book, Bools, Ints, Memo, Rounds, Wait, Waits
-from kvstore_server.row_replies import RowPart
+from kvstore_server.rounds import Book, Bools, Ints, Memo, Mode, Rounds, Wait, Waits
 from kvstore_server.rows import PACKED_ROWS, RowForm, read_payload
 from kvstore_server.shard import Leases, Shard
-from kvstore_server.table import ALL, Part, Table
+from kvstore_server.table import ALL, Part, RowPart, Table
 from kvstore_server.tracing import Recording
 
 _log = logging.getLogger(__name__)
@@ -294,8 +292,7 @@ class Namespace:
 
     def forget_absent(self, tables: Collection[int]) -> None:
         """Forget what ranks leave out of rounds of some tables that are over."""
-        if self.absent:
-            self.absent = {where: keys for where, keys in self.absent.items() if where[0] not in tables}
+        self.absent = {where: keys for where, keys in self.absent.items() if where[0] not in tables}
 
     # ---------------------------------------------------------------- slices
 
@@ -320,11 +317,12 @@ class Namespace:
             ]
             which, starts = np.arange(len(slots)), np.zeros(len(slots), np.int64)
         else:
-            dtypes = [_dtype_of(payload) for payload in body.payloads]
+            kinds = [payload.dtype if isinstance(payload, Tensor) else None for payload in body.payloads]
+            dtypes = [None if dtype == torch.uint8 else dtype for dtype in kinds]
             if any(dtypes):
-                kinds = zip(slots.tolist(), which.tolist(), strict=True)
+                pairs = zip(slots.tolist(), which.tolist(), strict=True)
                 wrong = wrong or [
-                    at for at, (slot, n) in enumerate(kinds) if dtypes[n] is not self._dtypes[slot]
+                    at for at, (slot, n) in enumerate(pairs) if dtypes[n] is not self._dtypes[slot]
                 ]
             for at in wrong[:1]:
                 self._refuse_slice(int(slots[at]), int(sizes[at]), dtypes[which[at]])
@@ -431,11 +429,13 @@ class Namespace:
         piece, nbytes = table.unit.slices[at], int(self.rounds.slots.nbytes[slot])
         return source[start : start + nbytes].view(torch_dtype(piece.dtype))[: piece.used]
 
-    def weights(self, tables: Sequence[int]) -> m.Weights:
-        """The present weights of some tables, except row-sparse ones; not copies."""
+    def weights(self, rank: int, tables: Sequence[int]) -> m.Weights:
+        """The present weights of some tables, except row-sparse ones, for a rank; not copies."""
         parts, counts, nbytes = self._read.get(self._parts, np.array(tables, np.int64))
         for number, size in zip(tables, nbytes, strict=True):
             self.tables[number].bytes_out += size
+            if self.tables[number].notes_reads:
+                self.tables[number].note_read(rank)
         parts = parts.copy()
         parts[:, 1] = np.repeat([self.tables[number].version for number in tables], counts)
         padded = self.shard.storage.padded
@@ -561,11 +561,6 @@ def _check_same_placement(mine: bool, theirs: bool, first: int, rank: int) -> No
             f"rank {first} wants {names[mine]} on a server, rank {rank} wants {names[theirs]}: one of them has an "
             "optimizer that needs whole keys; set the same one on every worker"
         )
-
-
-def _dtype_of(payload: m.Payload) -> torch.dtype | None:
-    """The dtype of what came; None of bytes."""
-    return payload.dtype if isinstance(payload, Tensor) and payload.dtype != torch.uint8 else None
 
 
 def _same_payload(nbytes: int, mine: Any, start: int, theirs: Any, other: int) -> bool:

@@ -32,6 +32,7 @@ it was done.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -42,7 +43,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvstore_server.errors import KVStoreError, ProtocolError
+from kvstore_server.errors import ConfigurationError, KVStoreError, ProtocolError
 from kvstore_server.protocol import messages as m
 
 T = TypeVar("T")
@@ -53,6 +54,60 @@ _FAILURES_KEPT = 16
 """Of how many failed rounds of a table in a row the reason is remembered."""
 _REMEMBERED = 1 << 20
 """Numbers that a Memo keeps at most."""
+
+
+SYNC, ASYNC, SSP = "sync", "async", "ssp"
+
+
+@dataclass(frozen=True)
+class Mode:
+    """The mode of a namespace.
+
+    Args:
+        name: "sync": a round takes one contribution of every rank. "async": a contribution is applied when it comes.
+            "ssp": as async, but nobody reads weights that miss more than `staleness` contributions of another rank
+            (stale synchronous parallel; Ho et al., 2013).
+        staleness: For "ssp": how many contributions a rank that reads may be ahead of the slowest one.
+        slow_down: Not for "sync": divide the learning rate of a contribution by its staleness, the number of updates
+            since the weights that it was computed with (Zhang, Gupta, Lian, Liu: Staleness-aware Async-SGD, 2016).
+    """
+
+    name: str = SYNC
+    staleness: int = 0
+    slow_down: bool = False
+
+    @functools.cached_property
+    def is_sync(self) -> bool:
+        return self.name == SYNC
+
+    @property
+    def bound(self) -> int | None:
+        """By how many contributions a reader may be ahead of the slowest rank; None: there is no limit."""
+        return self.staleness if self.name == SSP else None
+
+    def check(self) -> None:
+        """Raise ConfigurationError unless the parts fit together."""
+        if self.name not in (SYNC, ASYNC, SSP):
+            raise ConfigurationError(
+                f"the mode of a namespace is {SYNC}, {ASYNC} or {SSP}, got {self.name!r}"
+            )
+        if self.staleness < 0 or (self.staleness and self.name != SSP):
+            raise ConfigurationError(
+                f"staleness={self.staleness} does not go with mode {self.name!r}; only {SSP!r} takes one, of 0 or more"
+            )
+        if self.slow_down and self.is_sync:
+            raise ConfigurationError(
+                "synchronous contributions are never stale: slow_down does not go with 'sync'"
+            )
+
+    def __str__(self) -> str:
+        parts = [self.name]
+        parts += [f"staleness={self.staleness}"] if self.name == SSP else []
+        parts += ["slow_down"] if self.slow_down else []
+        return " ".join(parts)
+
+
+SYNCHRONOUS = Mode()
 
 
 class Waiter(NamedTuple):
@@ -290,7 +345,8 @@ class Book:
         given = self.given.get(rank)
         if given is None:
             given = self.given[rank] = Given(self._slots)
-        given.fit()
+        if len(given.said) < self._slots.num_tables:
+            given.fit()
         return given
 
     def number(self, table: int) -> int:
@@ -433,7 +489,8 @@ class Book:
     def _begin_next(self, tables: Ints) -> None:
         slots = self._slots.of(tables)
         for given in self.given.values():
-            given.fit()
+            if len(given.said) < self._slots.num_tables:
+                given.fit()
             given.clear(tables, slots)
         self.numbers[tables] += 1
         self.num_committed[tables] = 0

@@ -239,7 +239,7 @@ class Shard:
                 first = unit.first_key
             end = unit.first_key + len(unit.plan.specs)
         self._counts[first:end] += 1
-        left_out = left_out_by_all(contributions)
+        left_out = left_out_by_all(contributions) if any(given.absent for given in contributions) else ()
         if left_out:
             self._counts[list(left_out)] -= 1
 

@@ -9,6 +9,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
+import torch
+from torch import Tensor
+
 from kvstore_server.errors import (
     ConfigurationError,
     KeyNotFoundError,
@@ -18,12 +22,13 @@ from kvstore_server.errors import (
     ProtocolError,
 )
 from kvstore_server.hyper import AgreedOptions
-from kvstore_server.modes import SYNCHRONOUS, Mode
 from kvstore_server.norms import UNCHANGED, Decision, same_decision
 from kvstore_server.optimizer import Optimizer
-from kvstore_server.plan import Plan
+from kvstore_server.plan import Plan, Slice, row_numel
 from kvstore_server.protocol import messages as m
-from kvstore_server.reduction import Contribution
+from kvstore_server.reduction import Contribution, RowSet
+from kvstore_server.rounds import SYNCHRONOUS, Mode
+from kvstore_server.rows import Rows, encode_rows
 from kvstore_server.shard import HeldSum, Partial, Shard, Updater
 
 ALL = -1
@@ -40,6 +45,15 @@ class Part(NamedTuple):
     hold: float = 0.0
     absent: frozenset[int] = frozenset()
     """The keys that it leaves out."""
+
+
+class RowPart(NamedTuple):
+    """What a worker is sent of one slice."""
+
+    slice: int
+    payload: Tensor
+    kind: int
+    """WHOLE, ROWS or VALUES."""
 
 
 Parts = Mapping[int, Part]
@@ -330,7 +344,7 @@ class Table:
         self.version += 1
         self.rounds_applied += 1
         self.keys_applied += len(self.unit.keys)
-        self._end(ALL, RoundEnd(self.version, hyper=hyper))
+        self.ends[ALL], self._last_rank = RoundEnd(self.version, hyper=hyper), ALL
 
     def _contributions(self, parts: Parts, optimizer: Optimizer | None) -> list[Contribution]:
         """Each rank's part in the sum; without a factor of its own that of the optimizer counts."""
@@ -381,6 +395,60 @@ class Table:
         self.decisions_differing += not is_same
         return is_same
 
+    # ---------------------------------------------------------------- rows
+
+    def changed_parts(self, held: int) -> list[RowPart]:
+        """Return what a worker that holds version `held` of all its slices here must be sent.
+
+        A slice in which nothing has changed has an empty part of kind ROWS.
+        """
+        unit, shard, nothing = self.unit, self.shard, torch.empty(0, dtype=torch.uint8)
+        parts = []
+        for piece in unit.plan.resident_slices_of(unit.server):
+            rows = shard.changed_since(unit, piece.index, held, self.version)
+            payload, kind = nothing, m.ROWS
+            if rows is None or _bytes_of(unit.plan, piece, rows) >= piece.nbytes:
+                payload, kind = shard.visible(unit, piece.index), m.WHOLE
+            elif rows:
+                payload = self._pack(piece, rows)
+            parts.append(RowPart(piece.index, payload, kind))
+        return parts
+
+    def pulled_parts(self, pull: m.PullRows) -> list[RowPart]:
+        """Return the values of the rows that were asked for, one part for each slice, flat.
+
+        Raises:
+            ProtocolError: a slice is not here, or its segment has no such rows.
+        """
+        counts = [count for _, _, count in pull.wanted]
+        if min(counts, default=0) < 0 or 4 * sum(counts) != len(pull.ids):
+            raise ProtocolError(f"a pull of {sum(counts)} rows brings {len(pull.ids)} bytes of ids")
+        ids = torch.from_numpy(np.frombuffer(pull.ids, "<i4").astype(np.int64))
+        parts = []
+        for (index, position, _), some in zip(pull.wanted, torch.split(ids, counts), strict=True):
+            rows = self.shard.rows_of(self.unit, index, position)
+            if len(some) and not 0 <= int(some[0]) <= int(some[-1]) < len(rows):
+                raise ProtocolError(
+                    f"a pull names rows {some[0]} to {some[-1]} of the {len(rows)} of slice {index}"
+                )
+            if not bool((some[1:] > some[:-1]).all()):
+                raise ProtocolError(f"a pull names rows of slice {index} twice, or not in ascending order")
+            parts.append(RowPart(index, rows[some].view(-1), m.VALUES))
+        return parts
+
+    def _pack(self, piece: Slice, rows: Rows) -> Tensor:
+        shard, unit = self.shard, self.unit
+        parts: dict[int, RowSet | Tensor] = {}
+        for position, ids in rows.items():
+            segment = piece.segments[position]
+            if ids is None:
+                parts[position] = shard.visible(unit, piece.index)[
+                    segment.start : segment.start + segment.numel
+                ]
+            else:
+                parts[position] = RowSet(ids, shard.rows_of(unit, piece.index, position)[ids])
+        return encode_rows(unit.plan, piece, parts)
+
 
 def norm_to_hold(parts: Parts) -> float:
     """The type of norm for which all ranks want their sum held; 0 where they do not.
@@ -401,3 +469,16 @@ def norm_to_hold(parts: Parts) -> float:
 
 def _described(hold: float) -> str:
     return f"wants its norm of type {hold:g}" if hold else "wants nothing to be checked"
+
+
+def _bytes_of(plan: Plan, piece: Slice, rows: Rows) -> int:
+    """About as many as the rows and their ids have when they are sent."""
+    size = piece.nbytes // max(piece.used, 1)
+    total = 0
+    for position, ids in rows.items():
+        segment = piece.segments[position]
+        if ids is None:
+            total += segment.numel * size
+        else:
+            total += len(ids) * (row_numel(plan.specs[segment.key]) * size + 4)
+    return total

@@ -12,8 +12,8 @@ import torch
 import kvtrainer
 from kvstore_server import sessions
 from kvstore_server.engine import Engine
-from kvstore_server.modes import ASYNC, SSP, SYNCHRONOUS, Mode
 from kvstore_server.namespace import EngineConfig
+from kvstore_server.rounds import ASYNC, SSP, SYNCHRONOUS, Mode
 from kvtrainer.comm.client import Client
 from kvtrainer.comm.session import SessionOptions
 from kvtrainer.kvstore.verbs import TableKVStore

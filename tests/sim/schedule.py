@@ -17,12 +17,12 @@ from torch import Tensor
 
 from kvstore_server.engine import Engine
 from kvstore_server.hyper import pack_hypers
-from kvstore_server.modes import Mode
 from kvstore_server.namespace import EngineConfig
 from kvstore_server.optimizer import gluon, register
 from kvstore_server.optimizer.base import StateValue
 from kvstore_server.optimizer.kernels import state_tensor
 from kvstore_server.protocol import messages as m
+from kvstore_server.rounds import Mode
 from tests.sim.model import FAILED, RATES, AsyncModel, Members, SyncModel, Violation
 from tests.sim.referee import Delivery, Referee, is_fencing
 from tests.sim.workers import (

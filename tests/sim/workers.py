@@ -18,12 +18,12 @@ import torch
 
 from kvstore_server import plan as plan_module
 from kvstore_server.codec import make_codec
-from kvstore_server.modes import SYNCHRONOUS, Mode
 from kvstore_server.norms import Decision, combine
 from kvstore_server.plan import Plan, Slice, TensorSpec, make_plan
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.control import pack_control, unpack_control
 from kvstore_server.reduction import RowSet
+from kvstore_server.rounds import SYNCHRONOUS, Mode
 from kvstore_server.rows import PACKED_ROWS, encode_rows
 from kvtrainer.comm.compressor import Compressor
 

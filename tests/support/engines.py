@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from kvstore_server.engine import Engine
-from kvstore_server.modes import Mode
 from kvstore_server.namespace import EngineConfig
 from kvstore_server.plan import Plan, TensorSpec, make_plan
 from kvstore_server.protocol import messages as m
+from kvstore_server.rounds import Mode
 from kvtrainer.comm.client import Client
 from kvtrainer.comm.loopback import Loopback
 from kvtrainer.comm.session import SessionOptions

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvstore_server.modes import SYNCHRONOUS, Mode
+from kvstore_server.rounds import SYNCHRONOUS, Mode
 from kvtrainer.errors import ConfigurationError
 from kvtrainer.kvstore.dist import DistKVStore, mode_of, water_mark_of
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from kvstore_server.modes import Mode
 from kvstore_server.protocol import messages as m
 from kvstore_server.reduction import RowSet
+from kvstore_server.rounds import Mode
 from kvstore_server.rows import PACKED_ROWS, encode_rows
 from tests.support.engines import EngineJob as Job
 from tests.support.engines import plan_of

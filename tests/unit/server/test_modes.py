@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvstore_server.errors import ConfigurationError
-from kvstore_server.modes import SYNCHRONOUS, Mode
+from kvstore_server.rounds import SYNCHRONOUS, Mode
 
 
 @pytest.mark.parametrize(
