@@ -22,10 +22,10 @@ from kvstore_server.errors import (
     from_wire,
 )
 from kvstore_server.log_limit import SLOW_AFTER, SlowReports
-from kvstore_server.rounds import SYNCHRONOUS, Mode
 from kvstore_server.plan import check_name
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.messages import SECRET_BYTES
+from kvstore_server.rounds import SYNCHRONOUS, Mode
 from kvstore_server.tracing import CALLS, ROUNDS, Event, Trace, payload_in, payload_out
 
 _log = logging.getLogger(__name__)

@@ -13,8 +13,8 @@ from dataclasses import replace
 
 from kvstore_server import check
 from kvstore_server.engine import MAX_WORKERS
-from kvstore_server.rounds import ASYNC, SSP, SYNCHRONOUS, Mode
 from kvstore_server.optimizer.kernels import capability
+from kvstore_server.rounds import ASYNC, SSP, SYNCHRONOUS, Mode
 from kvtrainer.comm.client import Client
 from kvtrainer.comm.connection import Connection
 from kvtrainer.comm.session import SessionOptions
