@@ -122,6 +122,8 @@ class Model:
         self.slots = layout().slots[table, server]
         self.weights: dict[int, Array] = {}
         self.version = -1
+        self.counted = 0
+        """Contributions that count one by one, those without data among them."""
         self._server = server
         self._options = options
         self._may_raise = may_raise
@@ -129,7 +131,12 @@ class Model:
         self._members = members
         self._seen = seen
 
+    def release(self) -> Told:
+        """Answer who waits for nobody any more."""
+        return []
+
     def missing(self, commit: Commit, arrived: dict[int, int]) -> Told:
+        """Refuse a commit of which slices have not arrived."""
         self._seen["missing"] += 1
         is_short = len(arrived) < commit.count
         lacking = [slot for slot in self.slots if slot not in arrived] if is_short else self.slots
@@ -534,8 +541,6 @@ class AsyncModel(Model):
         self.first = {slot: options.values(0, (server, slot), 0, 0) for slot in self.slots}
         self.weights = self.first
         self.version = 0
-        self.counted = 0
-        """Contributions, those without data among them."""
         self.clocks = [0] * NUM_WORKERS
         self.joined: set[int] = set()
         self.turns: dict[int, Turn] = {}

@@ -148,12 +148,12 @@ class Referee:
             if lane.is_open and lane.round == round_:
                 meant = {slot: g for (server, slot), g in lane.generations.items() if server == self.server}
             commit = Commit(to, round_, count, generations, flags, body, meant)
-            counted = getattr(model, "counted", 0)
+            counted = model.counted
             found = model.commit(sender.rank, commit, now)
             if found is None:
                 return None
             told += found
-            if isinstance(model, AsyncModel) and model.counted > counted:
+            if model.counted > counted:
                 told += [released for one in self.models for released in one.release()]
         return told
 
@@ -188,10 +188,9 @@ class Referee:
             return bool(np.array_equal(got.rounds, want.rounds))
         if isinstance(want, m.Held):
             same = (got.table, got.round, got.is_finite) == (want.table, want.round, want.is_finite)
-            (slices, values), (wanted, norms) = (
-                zip(*one.partials, strict=True) if one.partials else ((), ()) for one in (got, want)
-            )
-            return same and slices == wanted and np.allclose(values, norms, rtol=1e-12, atol=0)
+            norms, wanted = dict(got.partials), dict(want.partials)
+            same = same and [*norms] == [*wanted]
+            return same and np.allclose([*norms.values()], [*wanted.values()], rtol=1e-12, atol=0)
         if isinstance(want, m.Failed):
             is_sync = isinstance(self.models[0], SyncModel)
             first = self._texts.setdefault((want.table, want.round), got.text) if is_sync else got.text
