@@ -413,7 +413,7 @@ class DefaultOptimizerConstructor:
         self.base_lr = self.optimizer_cfg.get("lr")
         self.base_wd = self.optimizer_cfg.get("weight_decay")
         self.report: ParamReport | None = None
-        """What became of each parameter, after a call."""
+        """The options of each parameter, after a call."""
         self._validate_cfg()
 
     def _validate_cfg(self) -> None:

@@ -176,7 +176,7 @@ class ParamReport:
     unmatched: tuple[str, ...] = ()
 
     def __getitem__(self, name: str) -> ParamRow:
-        """The row of a parameter. Raises KeyError if there is none of that name."""
+        """Return the row of a parameter. Raises KeyError if there is none of that name."""
         for row in self.rows:
             if row.name == name:
                 return row

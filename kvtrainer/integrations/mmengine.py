@@ -59,9 +59,9 @@ _NOTES = "notes"
 _UNKNOWN_TO_MMENGINE = ("kvlaunch", "dmlc", "mpi")
 """Launchers that mmengine takes for none; of MPI's it knows Open MPI's alone."""
 _LOOSE_PATTERN = [(r"^module.", "")]
-"""What mmengine revises names with, which would also cut 'module1.weight' short."""
+"""mmengine's pattern for names, which would also cut 'module1.weight' short."""
 _HORIZON = ("end", "total_iters", "total_steps", "T_max", "_schedule_phases")
-"""How long a scheduler goes, in its state: the configuration says that."""
+"""Entries of a scheduler's state that say how long it goes: the configuration says that."""
 
 
 @OPTIM_WRAPPERS.register_module()

@@ -74,7 +74,7 @@ class BaseStrategy(ABC):
         self._prepared = False
         self.auto_scale_lr = None if auto_scale_lr is None else dict(auto_scale_lr)
         self.dispatch_kwargs: dict[str, Any] = {}
-        """What the loop has told `prepare` of itself."""
+        """Facts about the loop, as `prepare` was told them."""
         self._work_dir = os.path.abspath(work_dir)
         os.makedirs(self._work_dir, exist_ok=True)
         self._agreement = Agreement()

@@ -41,11 +41,11 @@ LAST = "last_checkpoint"
 """The file in the work directory that says which checkpoint is the latest."""
 WEIGHTS, OPTIMIZER, SCHEDULERS, META = "state_dict", "optimizer", "param_schedulers", "meta"
 RANKS = "ranks"
-"""Of every rank: where its random numbers are, and what of the optimizers' states is its own."""
+"""A part with an entry for each rank: the state of its random numbers, and its own share of optimizers' states."""
 _FORMAT, _CHECKSUM = "kvtrainer_format", "kvtrainer_checksum"
 """In the meta of a file: the number of its format, and the checksum of all else. One without the other is damage."""
 _ARCHIVE = b"PK\x03\x04"
-"""What a file of torch.save begins with, unless it is one of torch before 1.6."""
+"""The first bytes of a file of torch.save, unless it is one of torch before 1.6."""
 _FOLDER = 0x10
 """The bit in the attributes of an archive's record that marks a folder."""
 _WITH_CHECKSUM = 2

@@ -35,7 +35,7 @@ _LR_NOTES = ("lr", "initial_lr", "max_lr", "min_lr", "swa_lr")
 
 
 class ScheduledTooEarlyError(ConfigurationError, RuntimeError):
-    """The learning rate is to be scaled after schedules have begun with it."""
+    """The learning rate would be scaled after schedules have begun with it."""
 
 
 class LoadReport(NamedTuple):

@@ -25,7 +25,7 @@ from kvtrainer.sync.select import traits_of
 from kvtrainer.trainer_dict import check_names
 
 Steps = list[Callable[[], None]]
-"""What takes a part of a checkpoint over, once all of it is known to fit."""
+"""Calls that take a part of a checkpoint over, once all of it is known to fit."""
 _RESERVED = (files.WEIGHTS, files.OPTIMIZER, files.SCHEDULERS, files.RANKS)
 
 
