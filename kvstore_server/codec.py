@@ -92,10 +92,8 @@ class Codec(ABC):
                 residual would stay poisoned for ever, so nothing is encoded and nothing has changed. Where
                 `is_exact`, such values travel as they are instead.
         """
-        dtype, target = (
-            str(grad.dtype).removeprefix("torch."),
-            residual if next_residual is None else next_residual,
-        )
+        dtype = str(grad.dtype).removeprefix("torch.")
+        target = residual if next_residual is None else next_residual
         if residual is None or target is None:
             out.copy_(grad.contiguous().view(torch.uint8))
             return

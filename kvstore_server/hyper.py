@@ -217,9 +217,10 @@ def _check_equal(
     for rank, packed in sorted(sent.items()):
         if packed != sent[lowest]:
             mine, other = (said_of(unpack_control(one)) for one in (sent[lowest], packed))
-            name = next(name for name in mine | other if mine.get(name) != other.get(name))
+            names = [name for name in mine | other if mine.get(name) != other.get(name)]
+            first = names[0] if names else "in what has no name, "
             raise PlanMismatchError(
-                f"ranks {problem}: {name}{mine.get(name)} on rank {lowest} and {other.get(name)} on rank {rank}; "
+                f"ranks {problem}: {first}{mine.get(first)} on rank {lowest} and {other.get(first)} on rank {rank}; "
                 f"{way_out}"
             )
 

@@ -1,10 +1,8 @@
 """The update of a run of elements, of some rows of a key, and of one whole key.
 
 A run is flat memory of whole 64-byte lines that is updated alike. Fused kernels round the tail of a vector differently
-from its body, so what is no multiple of a line (gathered rows, a key that is updated alone) goes through scratch with
-zeros behind it. Then the bits of an element do not depend on where the vector around it was cut.
-
-Callers have turned autograd off.
+from its body, so gathered rows, which are no multiple of a line, go through scratch with zeros behind it. Then the bits
+of an element do not depend on where the vector around it was cut. Callers have turned autograd off.
 """
 
 from __future__ import annotations
@@ -180,20 +178,17 @@ def _entry(
         got = "sparse tensor" if value.is_sparse else f"tensor of shape {tuple(value.shape)}"
     if not fits or name in RESERVED:
         wanted = (
-            "a dense tensor" if shape is None else f"a tensor of the weights' shape {tuple(shape)}, a 0-d one"
+            "dense tensor" if shape is None else f"tensor of the weights' shape {tuple(shape)}, a 0-d one"
         )
         raise OptimizerError(
-            f"optimizer {optimizer.registered_name} put a {got} into its state as {name!r}; an entry is {wanted} or a "
-            f"number, and not called {' or '.join(RESERVED)}"
+            f"optimizer {optimizer.registered_name} put a {got} into its state as {name!r}; an entry is a {wanted} or "
+            f"a number, and not called {' or '.join(RESERVED)}"
         )
     assert isinstance(value, Tensor | int | float)
-    for other in lent if isinstance(value, Tensor) else ():
-        memory = other.values() if other.is_sparse else other
-        if (
-            isinstance(value, Tensor)
-            and value.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr()
-        ):
-            return value.clone()
+    if isinstance(value, Tensor):
+        dense = [other.values() if other.is_sparse else other for other in lent]
+        memory = {other.untyped_storage().data_ptr() for other in dense}
+        return value.clone() if value.untyped_storage().data_ptr() in memory else value
     return value
 
 
@@ -308,9 +303,8 @@ def _update_lazily(
         values = optimizer.create_state(whole.reshape(-1) if optimizer.elementwise else whole)
         for name, value in values.items():
             entry = _entry(optimizer, name, value, (whole,), None)
-            state.values[name] = (
-                entry.view(weight.shape) if optimizer.elementwise and _has_rows(entry) else entry
-            )
+            is_flat = optimizer.elementwise and _has_rows(entry)
+            state.values[name] = torch.as_tensor(entry).view(weight.shape) if is_flat else entry
     if not len(rows):
         state.step += 1
         return
@@ -330,12 +324,11 @@ def _update_lazily(
         gathered.put(master, part.master)
     for name, value in part.values.items():
         if _has_rows(value):
-            former = kept.get(name)
-            whole = (
-                former if _has_rows(former) else _new_entry(optimizer, name, value, weight, len(rows), room)
-            )
-            gathered.put(whole, value)
-            part.values[name] = whole
+            entry = kept.get(name, 0)
+            if not _has_rows(entry):
+                entry = _new_entry(optimizer, name, value, weight, len(rows), room)
+            gathered.put(entry, value)
+            part.values[name] = entry
     state.values, state.step = part.values, part.step
 
 
