@@ -292,11 +292,12 @@ def _in_phases(at: int, total: int, pct_start: float, stops: Sequence[float], st
 
 @dataclass(frozen=True)
 class Formula:
-    """A formula with its options; `restarts` as of _Named."""
+    """A formula with its options."""
 
     function: Callable[..., float]
     options: Mapping[str, Any] = field(default_factory=dict)
     restarts: bool = False
+    """Whether it starts from a value without the schedules that ended before it began."""
 
     def __call__(
         self, base: float, at: int, span: int | None, initial: float | None = None, group: int = 0
@@ -313,7 +314,6 @@ class _Named(NamedTuple):
     needs_end: bool = False
     needs_minimum: bool = False
     restarts: bool = False
-    """Whether it starts from a value without the schedules that ended before it began."""
     of_momentum: Mapping[str, Any] = {}
     """Defaults of options that are others where momentum is scheduled."""
 
