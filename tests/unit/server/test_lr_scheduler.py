@@ -300,6 +300,8 @@ def test_a_name_that_is_registered_again_is_replaced_with_a_warning(caplog: pyte
         register(Other)
     assert "'inverseroot' is now" in caplog.text
     assert type(travel(Other(0.5))) is Other
+    with pytest.raises(ConfigurationError, match="'inverseroot' does not stand for its class"):
+        InverseRoot(0.5).spec()
 
 
 def test_only_a_scheduler_class_can_be_registered() -> None:
