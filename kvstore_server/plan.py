@@ -108,13 +108,14 @@ class _Arena:
     def add_small(self, keys: Sequence[int], numels: Sequence[int], key_offsets: list[int]) -> None:
         """Put keys into buckets, in order; writes where each begins to `key_offsets`."""
         unit, limit, used, length = self._unit, self.limit, 0, 0
+        new = tuple.__new__  # there may be thousands: a call of Segment takes twice as long
         segments: list[Segment] = []
         for key in keys:
             numel = numels[key]
             if segments and length + numel > limit:
                 self._append(segments, used)
                 segments, length = [], 0
-            segments.append(Segment(key, length, 0, numel))
+            segments.append(new(Segment, (key, length, 0, numel)))
             key_offsets[key] = self.end + length
             used = length + numel
             length = -(-used // unit) * unit

@@ -14,7 +14,7 @@ from __future__ import annotations
 import weakref
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from itertools import compress
 
 import numpy as np
@@ -179,11 +179,13 @@ class Arena:
     @torch.inference_mode(False)
     def _own_pieces(self) -> list[Tensor]:
         """Make the places of the resident keys: tensors of their shapes, with storage objects of their own sizes."""
-        aliases = {dtype: _aliases_of(flat) for dtype, flat in self.weights.items()}
+        aliases = {dtype: _alias_of(flat) for dtype, flat in self.weights.items()}
         pieces = []
         rows = zip(self._parameters, self._plan.specs, self._plan.key_offsets, strict=True)
         for parameter, spec, at in compress(rows, self._resident):
-            piece = aliases[spec.dtype](at, parameter.numel())
+            flat, alias = self.weights[spec.dtype], aliases[spec.dtype]
+            numel, size = parameter.numel(), flat.element_size()
+            piece = alias(count=numel, offset=at * size) if numel else flat.new_empty(0)
             # To resize it costs less than a view.
             pieces.append(piece if len(spec.shape) == 1 else piece.resize_as_(parameter))
         return pieces
@@ -278,12 +280,11 @@ class _CudaPiece:
 
     def __init__(self, flat: Tensor, offset: int, numel: int) -> None:
         self._flat = flat
-        size = flat.element_size()
         self.__cuda_array_interface__ = {
-            "data": (flat.data_ptr() + offset * size, False),
+            "data": (flat.data_ptr() + offset, False),
             "shape": (numel,),
             "strides": None,
-            "typestr": f"<i{size}",
+            "typestr": f"<i{flat.element_size()}",
             "version": 2,
         }
 
@@ -303,19 +304,15 @@ def _aligned_zeros(numel: int, dtype: torch.dtype, device: torch.device) -> Tens
     return raw[start : start + nbytes].view(dtype)
 
 
-def _aliases_of(flat: Tensor) -> Callable[[int, int], Tensor]:
-    """(offset, number of elements) → these elements of `flat`, as a tensor with a storage object of its own size."""
+def _alias_of(flat: Tensor) -> Callable[..., Tensor]:
+    """(count=elements, offset=bytes) → this part of `flat`, as a tensor with a storage object of its own size."""
     if flat.device.type == "cuda":
-        return lambda offset, numel: (
-            torch.as_tensor(_CudaPiece(flat, offset, numel), device=flat.device).view(flat.dtype)
-            if numel
-            else flat.new_empty(0)
-        )
-    memory, dtype, size = flat.view(torch.uint8).numpy().data, flat.dtype, flat.element_size()
-    frombuffer = torch.frombuffer
-    return lambda offset, numel: (
-        frombuffer(memory, dtype=dtype, count=numel, offset=offset * size) if numel else flat.new_empty(0)
-    )
+
+        def alias(count: int, offset: int) -> Tensor:
+            return torch.as_tensor(_CudaPiece(flat, offset, count), device=flat.device).view(flat.dtype)
+
+        return alias
+    return partial(torch.frombuffer, flat.view(torch.uint8).numpy().data, dtype=flat.dtype)
 
 
 def _note_placed(addresses: Sequence[int], parameters: Sequence[Parameter]) -> None:

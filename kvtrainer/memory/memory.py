@@ -484,7 +484,8 @@ class Memory:
         tables = set(self.tables)
         in_store = [key in tables for key in range(len(placed))]
         rows = zip(self.names, shapes, dtypes, self._group_of, in_store, strict=True)
-        self.plan = make_plan(list(map(TensorSpec._make, rows)), 1)
+        # There may be thousands: a call of TensorSpec takes twice as long.
+        self.plan = make_plan([tuple.__new__(TensorSpec, row) for row in rows], 1)
         for at, device in enumerate(self.devices):
             parameters = device.parameters if at else placed
             device.arena, device.plan = Arena(parameters, device.names, self.plan), self.plan
