@@ -71,7 +71,7 @@ def update_run(
     if not weight.numel():
         state.values, state.step = {}, state.step + 1
         return
-    target = _computed_in(optimizer, weight, state)
+    target = _master_of(optimizer, weight, state) if weight.dtype in _HALF else weight
     _clip(optimizer, grad, hyper)
     numbers = {**hyper, "step": optimizer.begin_num_update + state.step + 1}
     if not optimizer.verified and weight.device.type == "cpu":
@@ -103,7 +103,7 @@ def update_key(optimizer: Optimizer, weight: Tensor, grad: Tensor, state: State,
         Exception: whatever a user-defined optimizer raises; weight and state are then half updated.
     """
     if weight.numel():  # torch's matrix classes fail where there is nothing to update
-        target = _computed_in(optimizer, weight, state)
+        target = _master_of(optimizer, weight, state) if weight.dtype in _HALF else weight
         _clip(optimizer, grad.values() if grad.is_sparse else grad, hyper)
         numbers = {**hyper, "step": optimizer.begin_num_update + state.step + 1}
         _update_whole(optimizer, target, grad, state, numbers, None)
@@ -399,10 +399,8 @@ def _new_entry(
     return value.new_zeros(weight.shape[0], *value.shape[1:])
 
 
-def _computed_in(optimizer: Optimizer, weight: Tensor, state: State) -> Tensor:
-    """The weights to update: float32 ones in place of half-precision ones."""
-    if not is_half(weight):
-        return weight
+def _master_of(optimizer: Optimizer, weight: Tensor, state: State) -> Tensor:
+    """Return the float32 weights to update in place of half-precision ones."""
     if not optimizer.multi_precision:
         optimizer.warn_of_low_precision(weight.dtype)
         return weight.float()

@@ -90,20 +90,19 @@ class _Momentum(_Elementwise):
             fused_sgd(weight, grad, lr=lr, wd=wd)
             return
         buffer = state_tensor(state, "momentum_buffer", weight)
-        _correct_momentum(buffer, state, lr, read_correction(hyper.get("momentum_correction")))
+        given = hyper.get("momentum_correction")
+        if given is None or given is False:
+            # Were it turned on again, a rate that m has left behind would be corrected for.
+            state.pop("last_lr", None)
+        else:
+            _correct_momentum(buffer, state, lr, read_correction(given) or Correction())
         fused_sgd(weight, grad, lr=lr, wd=wd, buffer=buffer, momentum=momentum, nesterov=self.nesterov)
 
 
-def _correct_momentum(buffer: Tensor, state: Values, lr: float, correction: Correction | None) -> None:
-    """Multiply the momentum by new / old if the rate has changed enough since the last update; note the new rate.
-
-    Without a correction the rate is forgotten: were it turned on again, one that m has left behind would count.
-    """
-    last = state.pop("last_lr", None)
-    if correction is None:
-        return
+def _correct_momentum(buffer: Tensor, state: Values, lr: float, correction: Correction) -> None:
+    """Multiply the momentum by new / old if the rate has changed enough since the last update, and note it."""
+    former = float(state.get("last_lr", lr))
     state["last_lr"] = lr
-    former = lr if last is None else float(last)
     if former <= correction.min_lr or max(lr / former, former / max(lr, _TINY)) <= correction.threshold:
         return
     if lr == 0.0:
