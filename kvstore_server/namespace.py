@@ -115,10 +115,10 @@ class Namespace:
         self._is_next: list[bool] = []
         """Of each slot, whether its memory goes on with that of the one before."""
         self._next = np.zeros(0, np.bool_)
-        self._pushed = Memo[tuple[Ints, list[tuple[int, int]]]]()
-        self._located = Memo[tuple[Ints, Ints, list[int]]]()
-        self._sorted = Memo[Ints]()
-        self._read = Memo[tuple[m.Matrix, Ints, list[int]]]()
+        self._pushed = Memo[tuple[Ints, list[tuple[int, int]]]](self.rounds.slots)
+        self._located = Memo[tuple[Ints, Ints, list[int]]](self.rounds.slots)
+        self._sorted = Memo[Ints](self.rounds.slots)
+        self._read = Memo[tuple[m.Matrix, Ints, list[int]]](self.rounds.slots)
         self.shard = Shard(leases)
         """The numbers of all tables."""
         self._numbers: dict[str, int] = {}

@@ -52,8 +52,8 @@ Bools = npt.NDArray[np.bool_]
 _NEVER = np.iinfo(np.int64).max
 _FAILURES_KEPT = 16
 """Of how many failed rounds of a table in a row the reason is remembered."""
-_REMEMBERED = 1 << 20
-"""Numbers that a Memo keeps at most."""
+_REMEMBERED, _REMEMBERED_PER_SLOT = 256, 4
+"""Numbers that a Memo keeps at most, and for each slot."""
 
 
 SYNC, ASYNC, SSP = "sync", "async", "ssp"
@@ -135,22 +135,27 @@ class Verdict(IntEnum):
 
 
 class Memo(Generic[T]):
-    """Results that depend on nothing but some arrays of numbers: jobs name the same keys again and again."""
+    """Results that depend on nothing but some arrays of numbers: jobs name the same keys again and again.
 
-    def __init__(self) -> None:
+    It takes memory in proportion to the slots that there are, whatever a peer names.
+    """
+
+    def __init__(self, slots: Slots) -> None:
+        self._slots = slots
         self._known: dict[tuple[bytes, ...], T] = {}
         self._size = 0
 
     def get(self, make: Callable[..., T], *arrays: Ints) -> T:
-        """Return `make(*arrays)`, made now or earlier."""
+        """Return `make(*arrays)`, made now or earlier; not to be changed."""
         key = tuple([array.tobytes() for array in arrays])
         found = self._known.get(key)
         if found is None:
-            self._size += sum(map(len, key)) // 8
-            if self._size > _REMEMBERED:
+            found, size = make(*arrays), sum(map(len, arrays))
+            if self._size + size > _REMEMBERED + _REMEMBERED_PER_SLOT * len(self._slots.table):
                 self._known.clear()
-                self._size = sum(map(len, key)) // 8
-            found = self._known[key] = make(*arrays)
+                self._size = 0
+            self._known[key] = found
+            self._size += size
         return found
 
 
@@ -168,7 +173,9 @@ class Slots:
         # With room for more, so that declaring thousands of keys one by one takes time in proportion to their number.
         self._first, self._table, self._nbytes = (np.zeros(1, np.int64) for _ in range(3))
         self.first, self.table, self.nbytes = self._first[:1], self._table[:0], self._nbytes[:0]
-        self._known = Memo[Ints]()
+        self._known = Memo[Ints](self)
+        self.runs = Memo[list[tuple[int, int, int, int]]](self)
+        """Of slots, where their bytes begin and in which buffer: the runs that they make."""
 
     def add(self, sizes: Sequence[int]) -> None:
         """Number the slices of the next table, of so many bytes each."""
@@ -216,7 +223,6 @@ class Given:
         """Of each slot, where its bytes begin in its buffer, and a number that slots of one buffer share."""
         self._buffers: list[Any] = []
         self._num_sources = 0
-        self._runs = Memo[list[tuple[int, int, int, int]]]()
 
     def fit(self) -> None:
         """Make room for tables that were added."""
@@ -262,7 +268,7 @@ class Given:
         """Of some slots, which ascend, those that are here: neighbours whose bytes are neighbours, too, together.
 
         Args:
-            is_next: Of every slot, whether it may go on with the one before it; always the same.
+            is_next: Of every slot, whether it may go on with the one before it; the same for all ranks and rounds.
 
         Yields:
             The first slot and the end, the buffer, and where in it their bytes begin and end.
@@ -279,7 +285,9 @@ class Given:
             rows = np.stack((slots[first], slots[last] + 1, starts[first], ends[last]), axis=1)
             return list(map(tuple, rows.tolist()))
 
-        for first, end, begin, stop in self._runs.get(find, here, self._start[here], sources - sources[:1]):
+        for first, end, begin, stop in self._slots.runs.get(
+            find, here, self._start[here], sources - sources[:1]
+        ):
             yield first, end, self._buffers[first], begin, stop
 
     def waiting(self, tables: Ints) -> dict[Waiter, list[int]]:

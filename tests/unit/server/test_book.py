@@ -10,7 +10,7 @@ import pytest
 
 from kvstore_server.errors import KVStoreError, ProtocolError, RoundAbortedError
 from kvstore_server.protocol import messages as m
-from kvstore_server.rounds import Book, Rounds, Verdict, Wait, Waiter, Waits
+from kvstore_server.rounds import Book, Memo, Rounds, Slots, Verdict, Wait, Waiter, Waits
 
 ERROR = RoundAbortedError("rank 0 aborted round 0")
 W = 1
@@ -458,3 +458,22 @@ def test_a_rank_that_contributes_no_longer_waits_for_the_others_to_join() -> Non
     waits.add(wait(1, is_join=True))
     waits.contributed(W, 1, now=0.0)
     assert not len(waits)
+
+
+# ---------------------------------------------------------------- what depends on the keys alone
+
+
+def test_what_depends_on_keys_alone_is_made_once_and_kept_in_proportion_to_the_slots() -> None:
+    slots, made = Slots(), list[int]()
+    slots.add([64] * 100)
+    memo = Memo[int](slots)
+
+    def double(numbers: Any) -> int:
+        made.append(int(numbers[0]))
+        return 2 * made[-1]
+
+    assert [memo.get(double, np.array([7])) for _ in range(3)] == [14] * 3
+    assert made == [7]
+    for number in range(100_000):
+        memo.get(double, np.array([number, 0, 0, 0, 0]))
+    assert len(memo._known) < 200
