@@ -190,8 +190,9 @@ class Engine:
     def _fail_hopeless(self, space: Namespace, now: float) -> list[m.Outgoing]:
         out = self._fail_late(space, space.rounds.shared.waiting(), now)
         out += self._release(space)
-        for pending in self._pending(space, ()):
-            error = self._why_stuck(space, pending, now)
+        # All errors first: whose join fails takes part again, and then the others seem to wait for it.
+        errors = [(pending, self._why_stuck(space, pending, now)) for pending in self._pending(space, ())]
+        for pending, error in errors:
             if error is not None:
                 out += pending.fail(error)
         waits = sorted(self._pending(space), key=lambda one: one.since)

@@ -52,8 +52,10 @@ Bools = npt.NDArray[np.bool_]
 _NEVER = np.iinfo(np.int64).max
 _FAILURES_KEPT = 16
 """Of how many failed rounds of a table in a row the reason is remembered."""
-_REMEMBERED, _REMEMBERED_PER_SLOT = 256, 4
-"""Numbers that a Memo keeps at most, and for each slot."""
+_REMEMBERED, _REMEMBERED_PER_SLOT = 256, 16
+"""Numbers that a Memo keeps at most, and for each slot; what is named one by one needs up to ten."""
+_NUMBERS_OF_ROW = 4
+"""As how many a small tuple in a list counts."""
 
 
 SYNC, ASYNC, SSP = "sync", "async", "ssp"
@@ -117,6 +119,14 @@ class Waiter(NamedTuple):
     number: int
 
 
+class Terms(NamedTuple):
+    """What a rank says of a round that it commits; not the message, whose payloads would be kept as well."""
+
+    rescale: float | None
+    timeout: float
+    hold: float
+
+
 class Verdict(IntEnum):
     """What became of a commit."""
 
@@ -145,18 +155,29 @@ class Memo(Generic[T]):
         self._known: dict[tuple[bytes, ...], T] = {}
         self._size = 0
 
-    def get(self, make: Callable[..., T], *arrays: Ints) -> T:
+    def get(self, make: Callable[..., T], *arrays: npt.NDArray[Any]) -> T:
         """Return `make(*arrays)`, made now or earlier; not to be changed."""
         key = tuple([array.tobytes() for array in arrays])
         found = self._known.get(key)
         if found is None:
-            found, size = make(*arrays), sum(map(len, arrays))
+            found = make(*arrays)
+            # A few tables can have very many slots, so what was made of them counts as well.
+            size = _count_numbers(arrays) + _count_numbers(found)
             if self._size + size > _REMEMBERED + _REMEMBERED_PER_SLOT * len(self._slots.table):
                 self._known.clear()
                 self._size = 0
             self._known[key] = found
             self._size += size
         return found
+
+
+def _count_numbers(value: Any) -> int:
+    """Count, roughly, what an array, a list of small tuples, or a tuple of such holds."""
+    if isinstance(value, np.ndarray):
+        return value.size
+    if isinstance(value, tuple):
+        return sum(map(_count_numbers, value))
+    return _NUMBERS_OF_ROW * len(value) if isinstance(value, list) else 1
 
 
 class Slots:
@@ -205,7 +226,7 @@ class Given:
         committed: Of each table, whether the rank has committed its open round.
         version, flags: What it said of each table when it committed.
         has_form: Of each table, whether something was given in a form other than plain numbers.
-        said: The contribution with which it committed each table; None before.
+        said: What it said when it committed each table; None before.
         waiters: The request that is answered when the round of each table is over.
     """
 
@@ -213,7 +234,7 @@ class Given:
         self._slots = slots
         self.committed, self.has_form = np.zeros(0, np.bool_), np.zeros(0, np.bool_)
         self.version, self.flags = np.zeros(0, np.int64), np.zeros(0, np.int64)
-        self.said: list[m.Contribute | None] = []
+        self.said: list[Terms | None] = []
         self.waiters: list[Waiter | None] = []
         self.num_slices, self.sum_generations = np.zeros(0, np.int64), np.zeros(0, np.int64)
         """Of each table, how many slices are here, and the sum of their generations."""
@@ -274,20 +295,17 @@ class Given:
             The first slot and the end, the buffer, and where in it their bytes begin and end.
         """
         here = slots[self.generation[slots] >= 0]
-        sources = self._source[here]
+        is_other = np.diff(self._source[here]) != 0  # not which: the order in which buffers come can vary
 
-        def find(slots: Ints, starts: Ints, sources: Ints) -> list[tuple[int, int, int, int]]:
+        def find(slots: Ints, starts: Ints, is_other: Bools) -> list[tuple[int, int, int, int]]:
             ends = starts + self._slots.nbytes[slots]
-            is_cut = np.diff(slots) != 1
-            is_cut |= ~is_next[slots[1:]] | (np.diff(sources) != 0) | (starts[1:] != ends[:-1])
+            is_cut = (np.diff(slots) != 1) | is_other | ~is_next[slots[1:]] | (starts[1:] != ends[:-1])
             first = np.flatnonzero(np.append(True, is_cut))[: len(slots)]
             last = np.append(first[1:], len(slots))[: len(first)] - 1
             rows = np.stack((slots[first], slots[last] + 1, starts[first], ends[last]), axis=1)
             return list(map(tuple, rows.tolist()))
 
-        for first, end, begin, stop in self._slots.runs.get(
-            find, here, self._start[here], sources - sources[:1]
-        ):
+        for first, end, begin, stop in self._slots.runs.get(find, here, self._start[here], is_other):
             yield first, end, self._buffers[first], begin, stop
 
     def waiting(self, tables: Ints) -> dict[Waiter, list[int]]:
@@ -413,8 +431,9 @@ class Book:
             commits = commits[is_new]
         for table in waiting.tolist():
             given.waiters[table] = waiter
+        terms = Terms(said.rescale, said.timeout, said.hold)
         for table in fresh.tolist():
-            given.said[table] = said
+            given.said[table] = terms
         given.committed[fresh] = True
         given.version[fresh], given.flags[fresh] = commits[:, 4], commits[:, 5]
         self.num_committed[fresh] += 1

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import weakref
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from kvstore_server.errors import KVStoreError, ProtocolError, RoundAbortedError
 from kvstore_server.protocol import messages as m
@@ -144,6 +146,16 @@ def test_buffers_are_kept_only_while_a_slice_in_them_counts(book: Book) -> None:
     assert {mine.payload(slot)[0] for slot in range(4)} == {"several", None}
     finish(book, 0)
     assert {mine.payload(slot)[0] for slot in range(4)} == {None}
+
+
+def test_a_commit_keeps_nothing_of_the_payloads_that_came_with_it(book: Book) -> None:
+    payload = torch.zeros(64)
+    kept = weakref.ref(payload)
+    rows = m.matrix([(W, 0, 0, 0, -1, 0)], m.COMMIT_WORDS)
+    said = m.Contribute(m.matrix((), 4), (payload,), rows)
+    book.commit(0, rows, said, Waiter(b"0", 1), 0.0)
+    del payload, said
+    assert kept() is None
 
 
 def test_one_rank_cannot_complete_a_round_by_committing_twice(book: Book) -> None:
@@ -476,4 +488,14 @@ def test_what_depends_on_keys_alone_is_made_once_and_kept_in_proportion_to_the_s
     assert made == [7]
     for number in range(100_000):
         memo.get(double, np.array([number, 0, 0, 0, 0]))
-    assert len(memo._known) < 200
+    assert len(memo._known) < 400
+
+
+def test_what_is_kept_is_counted_with_the_slots_of_the_tables_that_are_named() -> None:
+    slots = Slots()
+    slots.add([64] * 1000)
+    for _ in range(10):
+        slots.add([64])
+    found = [slots.of(np.flatnonzero([1, *map(int, f"{number:010b}")])) for number in range(1000)]
+    assert len(found[-1]) > 1000
+    assert len(slots._known._known) < 50

@@ -152,6 +152,18 @@ def test_a_join_that_fails_stays_failed_when_it_is_asked_again_and_can_be_tried_
     assert kinds(job.commit(0, 2, flags=m.HAS_JOINED)) == [m.Pending, m.InForce, m.Done]
 
 
+def test_joins_that_fail_together_name_only_who_still_has_data() -> None:
+    job = Job(3, Mode("async"))
+    for rank in (0, 1):
+        job.commit(rank, 1, flags=m.HAS_JOINED, number=77)
+    told = job.tick(31.0, alive=(0, 1, 2))
+    for rank in (0, 1):
+        [failed] = told[rank, 77]
+        assert isinstance(failed, m.Failed)
+        assert "waiting for rank 2 " in failed.text
+        assert "rank 1 (" not in failed.text
+
+
 def test_a_join_can_be_given_up() -> None:
     job = Job(2, Mode("async"))
     job.commit(0, 1, flags=m.HAS_JOINED, number=77)
