@@ -11,8 +11,6 @@ from dataclasses import dataclass
 
 from kvstore_server.errors import (
     ConfigurationError,
-    DeadlineError,
-    KVStoreError,
     ProtocolError,
     WorkerLostError,
 )
@@ -176,19 +174,6 @@ class Membership:
         waiters = [wait.waiter for wait in self.barrier.values()]
         self.barrier.clear()
         return waiters
-
-    def why_barrier_cannot_end(self, now: float, dead_after: float) -> KVStoreError | None:
-        """The error with which the barrier fails for those who wait there; None while it may go well."""
-        if not self.barrier:
-            return None
-        absent = self.absent_from_barrier()
-        what = f"barrier {self.barrier_sequence}"
-        lost = self.lost_error(absent, what, now, dead_after)
-        if lost is not None or now < min(wait.deadline for wait in self.barrier.values()):
-            return lost
-        return DeadlineError(
-            f"{what} reached its deadline while waiting for {self.describe_all(absent, now)}"
-        )
 
     def describe_all(self, ranks: Iterable[int], now: float) -> str:
         """Name some ranks for a message; of very many the first ones."""

@@ -206,3 +206,22 @@ def test_weights_of_a_table_that_cannot_be_used_any_more_are_not_handed_out() ->
     [refused] = job.ask(0, m.Register("t", (("k", (5, 2), "float32", 0, False),), False))
     assert codes([refused]) == ["PlanMismatchError"]
     assert codes(job.pull(0)) == ["PlanMismatchError"]
+
+
+@pytest.mark.parametrize(("at", "code"), [(60.0, "DeadlineError"), (20.0, "WorkerLostError")])
+def test_a_barrier_ends_for_all_at_the_first_deadline_or_when_a_missing_rank_is_silent(
+    at: float, code: str
+) -> None:
+    job = Job(3, Mode())
+    for rank in range(2):
+        assert kinds(job.ask(rank, m.Gather(0, 60.0 + rank), number=500 + rank)) == [m.Pending]
+    for rank in (0, 1) if code == "WorkerLostError" else range(3):
+        job.now = at - 1.0
+        job.ask(rank, m.Heartbeat())
+    job.now = at - 0.5
+    assert job.engine.tick(job.now) == []
+    job.now = at + 0.1
+    told = {out.reply.number: out.reply.body for out in job.engine.tick(job.now)}
+    assert set(told) == {500, 501}
+    assert all(isinstance(body, m.Failed) and body.code == code for body in told.values())
+    assert all("rank 2" in body.text for body in told.values() if isinstance(body, m.Failed))

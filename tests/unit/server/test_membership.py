@@ -203,22 +203,6 @@ def test_a_departed_process_no_longer_waits_at_the_barrier() -> None:
     assert members.absent_from_barrier() == [0, 1, 2]
 
 
-def test_a_barrier_fails_for_all_at_the_first_deadline_and_names_who_is_missing() -> None:
-    members = joined(0, 1, 2)
-    enter(members, 0, now=0.0)
-    enter(members, 1, now=1.0)
-    assert members.why_barrier_cannot_end(59.9, dead_after=1000.0) is None
-    text = "barrier 0 reached its deadline while waiting for rank 2 (host2:12) was last heard 60.0 s ago"
-    assert str(members.why_barrier_cannot_end(60.0, dead_after=1000.0)) == text
-    assert members.take_barrier() == [(b"p0", 10), (b"p1", 11)]
-
-
-def test_a_barrier_fails_when_a_missing_rank_falls_silent() -> None:
-    members = joined(0, 1, 2)
-    enter(members, 0)
-    assert isinstance(members.why_barrier_cannot_end(21.0, DEAD_AFTER), WorkerLostError)
-
-
 def test_a_failed_barrier_can_be_tried_again() -> None:
     members = joined(0, 1, 2)
     enter(members, 0)
