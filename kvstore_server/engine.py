@@ -418,6 +418,10 @@ class Engine:
             else:
                 units = [table.unit for table in together]
                 together[0].shard.update(given, optimizer, [hypers for _, hypers in changed.values()], units)
+        except KVStoreError as error:  # nothing has changed
+            for table in together:
+                out += self._fail(space, book, table, error)
+            return [], tables[~alike]
         except Exception as error:
             _log.exception("the update of %d tables failed", len(together))
             for table in together:

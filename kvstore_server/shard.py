@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvstore_server.errors import OptimizerError, ProtocolError
+from kvstore_server.errors import ConfigurationError, OptimizerError, ProtocolError
 from kvstore_server.norms import UNCHANGED, Decision, apply_decision, only_segments, partial_of_slice
 from kvstore_server.optimizer import Optimizer, State, States, update_key, update_rows, update_run
 from kvstore_server.optimizer.apply import moves_only_rows, put_rows, takes_rows
@@ -178,7 +178,18 @@ class Shard:
         """Without an optimizer the sum replaces the weights; keys that every rank left out stay.
 
         So do the other rows of a key of which all ranks gave only rows.
+
+        Raises:
+            ConfigurationError: integers would be multiplied by a factor; nothing has changed.
         """
+        for one in contributions:
+            if one.scale == 1.0:
+                continue
+            dtypes = {self.storage.slots[run.first].block.dtype for run in one.runs}
+            if not all(torch_dtype(dtype).is_floating_point for dtype in dtypes):
+                raise ConfigurationError(
+                    f"integers cannot be multiplied by rescale_grad={one.scale:g}; leave it at 1"
+                )
         by_rows = self._sums.given_as_rows(contributions)
         for key in by_rows:
             rows = self._sums.sum_of_rows(key, contributions)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvstore_server.errors import ConfigurationError
 from kvstore_server.norms import Decision
 from kvstore_server.optimizer import Optimizer, create
 from kvstore_server.plan import Plan, TensorSpec, make_plan
@@ -200,3 +201,14 @@ def test_a_sum_that_was_held_is_clipped_as_decided_and_a_key_without_a_gradient_
     shard.update([held.total], optimizer, [[optimizer.hyper] * 2], decision=Decision(0.5, 3.0))
     assert weights(shard, unit)[:3].tolist() == [-3.0] * 3
     assert not weights(shard, unit)[3:].any()
+
+
+def test_integers_take_no_factor_and_stay_as_they_are() -> None:
+    shard = Shard()
+    unit = shard.add(make_plan([TensorSpec("k", (3,), "int64")], 1, integers=True))
+    given = shard.contribution(unit, {0: torch.tensor([1, 2, 3])}, 0.5, frozenset())
+    with pytest.raises(ConfigurationError):
+        shard.assign_sum([given])
+    assert shard.visible(unit, 0).tolist() == [0, 0, 0]
+    shard.assign_sum([given._replace(scale=1.0)])
+    assert shard.visible(unit, 0).tolist() == [1, 2, 3]
