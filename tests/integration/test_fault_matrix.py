@@ -23,6 +23,7 @@ from tests.support.processes import (
     Process,
     Processes,
     assert_serve,
+    eventually,
     new_name,
     together,
 )
@@ -150,9 +151,13 @@ def test_a_worker_is_stopped_for_longer_than_the_dead_are_silent_and_continues(
     for job in jobs.values():
         job.other.freeze()
     assert_fates(jobs, WorkerLostError, None, WorkerLostError)
-    jobs["dist_ssp"].loop.resume()
     for job in jobs.values():
         job.other.signal(signal.SIGCONT)
+    bounded = jobs["dist_ssp"].loop
+    training = bounded.training
+    assert training is not None
+    assert eventually(lambda: training.num_dead() == 0)  # before that a read fails again
+    bounded.resume()
     assert jobs["dist_sync"].own_fate() == "WorkerLostError"
     for type in ("dist_async", "dist_ssp"):
         assert jobs[type].loop.goes_on(1), jobs[type].loop.error

@@ -46,6 +46,10 @@ class Training:
             self._trainer.step(1)
         return self._weight[0, : self._kv.num_workers].tolist()
 
+    def num_dead(self) -> int:
+        """How many workers the servers miss."""
+        return self._kv.num_dead_nodes()
+
     def seen(self) -> list[list[float]]:
         """As `step` returned it, for every row; all are equal where every server has applied the same steps."""
         rows = self._weight[:, : self._kv.num_workers].detach().tolist()
