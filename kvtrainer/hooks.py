@@ -388,6 +388,7 @@ class GradientCumulativeOptimizerHook(OptimizerHook):
         super().__init__(**others)
 
     def before_run(self, runner: Any) -> None:
+        """Find out where the run ends. Raises ConfigurationError where the runner does not say."""
         done, total = getattr(runner, "iter", None), getattr(runner, "max_iters", None)
         if done is None or total is None:
             raise ConfigurationError(

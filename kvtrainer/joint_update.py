@@ -143,6 +143,7 @@ class JointUpdate:
         return {name: value for name, value in found.items() if name not in tensors}, tensors
 
     def get_state(self, piece: Slice) -> States:
+        """Copy out the optimizer's state of a slice."""
         found = States.of_slice(piece)
         for at, segment in enumerate(piece.segments):
             state = _cloned(self.instance.state.get(self._parameters[segment.key], {}))
@@ -158,6 +159,7 @@ class JointUpdate:
         return found
 
     def put_state(self, piece: Slice, state: States) -> None:
+        """Replace the optimizer's state of a slice."""
         for at, segment in enumerate(piece.segments):
             entries = dict(state.entries[at])
             if entries.pop("master", None) is not None:
