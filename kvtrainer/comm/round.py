@@ -173,13 +173,12 @@ class _Layout:
         self.commits = np.zeros((len(self.tables), m.COMMIT_WORDS), np.int64)
         self.commits[:, 0], self.commits[:, 2] = numbers[here], self.num_resident
         self.commits[:, 5] = m.WANTS_WEIGHTS * (self.num_resident > 0)
-        self.all_tables = np.arange(len(self.tables))
         self.spare: _Memory | None = None
         """Memory of a round that is over."""
         self.whole = list(self.batches(self.resident))
         """The messages where all slices are given."""
 
-    def batches(self, given: list[int]) -> Iterator[_Batch]:
+    def batches(self, given: Sequence[int]) -> Iterator[_Batch]:
         """Divide slices, by position, into messages."""
         for group in groups([self.nbytes[at] for at in given]):
             some = given[group]
@@ -209,7 +208,7 @@ class _Memory:
 class _Leg:
     """The part of a round that is on one server: what it has said, by position of table and slice in the layout."""
 
-    def __init__(self, layout: _Layout, contribution: Contribution) -> None:
+    def __init__(self, layout: _Layout, contribution: Contribution, book: Tables, is_read: bool) -> None:
         self.layout = layout
         self.server = layout.server
         self.number = 0
@@ -226,13 +225,23 @@ class _Leg:
                 for at, piece in enumerate(layout.pieces)
                 if contribution.gives(layout.at[layout.table[at]], piece)
             ]
-        self.open = set(range(len(layout.tables)))
-        """Tables of which the server has not said yet how the round ended."""
         wants = contribution.outs is not None
         self.is_coming = bytearray(layout.is_resident if wants else len(layout.pieces))
         """Whether the weights of each slice are still to come."""
         self.coming: list[int] = layout.num_resident.tolist() if wants else [0] * len(layout.tables)
         """How many slices of each table are still to come; with none, a plain acknowledgement is."""
+        self.open = {at for at, coming in enumerate(self.coming) if coming or not is_read}
+        """Tables of which the server has not said yet how the round ended."""
+        self.rounds = book.round[layout.index]
+        self.commits = layout.commits.copy()
+        """A row for each table, as of Contribute."""
+        self.commits[:, 1] = self.rounds
+        if self.given is not layout.resident:
+            self.commits[:, 2] = np.bincount(layout.push_table[self.given], minlength=len(layout.tables))
+        self.commits[:, 4] = (book.held if contribution.is_kept else book.version)[self.server, layout.index]
+        flags = m.VETOES * contribution.veto | m.ASSIGNS * contribution.assign
+        flags |= m.HAS_JOINED * contribution.joined | m.WANTS_DELTA * contribution.is_kept
+        self.commits[:, 5] = (layout.commits[:, 5] if wants else 0) | flags
         self.came = [-1] * len(layout.tables)
         """The version of the weights that came."""
         self.gathered: list[int] = []
@@ -307,8 +316,8 @@ class Rounds:
         self._several: list[tuple[int, ...]] = []
         """Those of several tables, oldest first."""
 
-    def start(self, contribution: Contribution) -> Round:
-        """Send one round of some tables and return at once.
+    def start(self, contribution: Contribution, is_read: bool = False) -> Round:
+        """Send one round of some tables and return at once; or, to have weights only read, ask for those.
 
         What is given must not change before the round was waited for. A table has one round under way: an earlier one
         is waited for first, so an error of it is raised here. With a store that queues, a round of higher priority
@@ -317,21 +326,28 @@ class Rounds:
         for table in contribution.tables:
             if table.index in self.open or self.tables.broken:
                 self.settle(table)
-        round_ = Round(contribution, self._session.clock())
+        session, tables = self._session, contribution.tables
+        round_ = Round(contribution, session.clock(), is_read)
+        self.open.update(dict.fromkeys([table.index for table in tables], round_))
         try:
-            self._add_legs(round_)
-            self.open.update(dict.fromkeys([table.index for table in contribution.tables], round_))
-            round_.encoded = _encode(contribution)
-            for first in range(0, len(round_.legs), self._session.num_servers):
+            if contribution.rows or any([table.compressor for table in tables]):
+                round_.encoded = _encode(contribution)
+            key = tuple([table.index for table in tables])
+            for layout in self._layouts.get(key) or self._lay_out(key, tables):
+                leg = _Leg(layout, contribution, self.tables, is_read)
+                leg.number = session.next_number(partial(self._take, round_, leg))
+                round_.legs.append(leg)
+            round_.open = [leg for leg in round_.legs if leg.open]
+            for first in range(0, len(round_.open), session.num_servers):
                 last = []
-                for leg in round_.legs[first : first + self._session.num_servers]:
-                    *others, final = self._messages(round_, leg, leg.given, leg.layout.all_tables)
+                for leg in round_.open[first : first + session.num_servers]:
+                    *others, final = self._messages(round_, leg, leg.given)
                     for body in others:
-                        self._session.send(leg.server, leg.number, body, contribution.priority)
+                        session.send(leg.server, leg.number, body, contribution.priority)
                     last.append((leg, final))
                 # The commits go with the last slices for all servers: who dies before has begun nothing.
                 for leg, final in last:
-                    self._session.send(leg.server, leg.number, final, contribution.priority)
+                    session.send(leg.server, leg.number, final, contribution.priority)
         except BaseException as error:
             self._end(round_, error)
             raise
@@ -362,12 +378,9 @@ class Rounds:
         if round_.is_over:
             return
         try:
-            self._session.wait_for(
-                round_.open,
-                lambda leg: self._commit_again(round_, leg, []),
-                round_.started,
-                round_.describe_end,
-            )
+            again = partial(self._send_again, round_, given=())
+            if not self._session.wait(round_.open, again, round_.started):
+                raise self._session.late(round_.open, round_.describe_end())
         except BaseException as error:
             self._end(round_, error)
             raise
@@ -397,28 +410,7 @@ class Rounds:
 
     def pull(self, tables: Sequence[RemoteTable], outs: Sequence[Arenas]) -> None:
         """Write the present weights of whole tables into arenas, after this worker's own rounds of them."""
-
-        def ask(leg: _Leg) -> None:
-            numbers = leg.layout.commits[sorted(leg.open), 0].tolist()
-            self._session.send(leg.server, leg.number, m.Pull(tuple(numbers), self._session.options.timeout))
-
-        for table in tables:
-            self.settle(table)
-        round_ = Round(Contribution(tables, None, outs), self._session.clock(), is_read=True)
-        try:
-            self._add_legs(round_)
-            for leg in round_.legs:
-                # Others have nothing that is sent as a whole.
-                self._finish(round_, leg, [at for at, coming in enumerate(leg.coming) if not coming])
-            for leg in round_.open:
-                ask(leg)
-            self._session.wait_for(round_.open, ask, round_.started, round_.describe_end)
-            if round_.error is not None:
-                raise round_.error
-            for leg in round_.legs:
-                self._write(round_, leg, frozenset())
-        finally:
-            self._close(round_)
+        self.wait(self.start(Contribution(tables, None, outs), is_read=True))
 
     def pull_rows(self, wanted: Sequence[RowsWanted]) -> list[Tensor]:
         """Fetch the present values of some rows of keys, after this worker's own rounds of their tables; blocks.
@@ -429,7 +421,7 @@ class Rounds:
             KVStoreError: what a server answered.
             DeadlineError, ServerUnreachableError: a server did not answer in time.
         """
-        session, timeout = self._session, self._session.options.timeout
+        session = self._session
         outs = []
         requests: list[_RowRequest] = []
         for table, key, ids in wanted:
@@ -437,30 +429,26 @@ class Rounds:
             spec = table.plan.specs[key]
             outs.append(torch.empty(len(ids), row_numel(spec), dtype=torch_dtype(spec.dtype)))
             requests += _row_requests(table, key, ids, outs[-1])
-        waiting: dict[int, _RowRequest] = {}
+        waiting = list(requests)
         failures: list[KVStoreError] = []
 
         def take(request: _RowRequest, _: int, reply: m.ReplyBody) -> None:
             if isinstance(reply, m.Failed):
                 failures.append(from_wire(reply.code, reply.text))
                 waiting.clear()
-            elif isinstance(reply, m.Weights) and request.take(reply):
-                waiting.pop(request.number, None)
+            elif isinstance(reply, m.Weights) and request.take(reply) and request in waiting:
+                waiting.remove(request)
 
         def ask(request: _RowRequest) -> None:
-            session.send(request.server, request.number, request.body(timeout))
+            session.send(request.server, request.number, request.body(session.options.timeout))
 
         started = session.clock()
-        for request in requests:
-            request.number = session.next_number(partial(take, request))
-            waiting[request.number] = request
         try:
             for request in requests:
+                request.number = session.next_number(partial(take, request))
                 ask(request)
-            session.wait_for(
-                waiting.values(), ask, started,
-                lambda: f"send the rows of {next(iter(waiting.values())).table.name!r}",
-            )  # fmt: skip
+            if not session.wait(waiting, ask, started):
+                raise session.late(waiting, f"send the rows of {waiting[0].table.name!r}")
         finally:
             for request in requests:
                 session.forget(request.number)
@@ -472,36 +460,29 @@ class Rounds:
 
     # ---------------------------------------------------------------- sending
 
-    def _add_legs(self, round_: Round) -> None:
-        """Prepare what goes to each server: what is given, what is wanted, and where that lies."""
-        tables = round_.contribution.tables
-        key = tuple([table.index for table in tables])
-        layouts = self._layouts.get(key)
-        if layouts is None:
-            if len(key) > 1:
-                self._several.append(key)
-                if len(self._several) > _LAYOUTS_KEPT:
-                    del self._layouts[self._several.pop(0)]
-            every = [
-                _Layout(server, tables[first : first + _TOGETHER], first, self.tables)
-                for first in range(0, len(tables), _TOGETHER)
-                for server in range(self._session.num_servers)
-            ]
-            layouts = self._layouts[key] = [layout for layout in every if layout.tables]
-        for layout in layouts:
-            leg = _Leg(layout, round_.contribution)
-            leg.number = self._session.next_number(partial(self._take, round_, leg))
-            round_.legs.append(leg)
-        round_.open = list(round_.legs)
+    def _lay_out(self, key: tuple[int, ...], tables: Sequence[RemoteTable]) -> list[_Layout]:
+        """Lay out what goes to each server in calls of these tables, and keep that for the next ones."""
+        if len(key) > 1:
+            self._several.append(key)
+            if len(self._several) > _LAYOUTS_KEPT:
+                del self._layouts[self._several.pop(0)]
+        every = [
+            _Layout(server, tables[first : first + _TOGETHER], first, self.tables)
+            for first in range(0, len(tables), _TOGETHER)
+            for server in range(self._session.num_servers)
+        ]
+        self._layouts[key] = [layout for layout in every if layout.tables]
+        return self._layouts[key]
 
-    def _messages(
-        self, round_: Round, leg: _Leg, given: list[int], committed: Ints
-    ) -> Iterator[m.Contribute]:
-        """The messages that carry some slices of a leg, and the commits of some tables with the last of them."""
-        layout, contribution = leg.layout, round_.contribution
-        rounds = self.tables.round[layout.index]
+    def _messages(self, round_: Round, leg: _Leg, given: Sequence[int]) -> Iterator[m.Contribute | m.Pull]:
+        """The messages that carry some slices of a leg, and with the last of them the commits of what is not over."""
+        layout, contribution, timeout = leg.layout, round_.contribution, self._session.options.timeout
+        commits = leg.commits if len(leg.open) == len(leg.commits) else leg.commits[sorted(leg.open)]
+        if round_.is_read:
+            yield m.Pull(tuple(commits[:, 0].tolist()), timeout)
+            return
         batches: list[tuple[bytes, Ints, tuple[Tensor, ...]]] = []
-        plain = given
+        plain: Sequence[int] = given
         if round_.encoded:
             plain = []
             forms: dict[bytes, list[tuple[int, Tensor]]] = {}
@@ -524,17 +505,15 @@ class Rounds:
             payloads = [leg.memory.raw[begin:end] for begin, end in runs]
             payloads = payloads or [_whole(contribution, layout, at) for at in where.tolist()]
             batches.append((b"", where, tuple(payloads)))
-        timeout = self._session.options.timeout
         last = len(batches) - 1
         for number, (form, where, data) in enumerate(batches or [(b"", _NONE, ())]):
             pushes = layout.pushes[where]
-            pushes[:, 1] = rounds[layout.push_table[where]]
+            pushes[:, 1] = leg.rounds[layout.push_table[where]]
             if form:
                 pushes[:, 3] = [one.nbytes for one in data]
             if number < last:
                 yield m.Contribute(pushes, data, _NO_COMMITS, form, timeout=timeout)
                 continue
-            commits = self._commits(leg, contribution, committed)
             numbers = commits[:, 0].tolist() if contribution.absent else ()
             absent = tuple([(number, key) for number in numbers for key in sorted(contribution.absent)])
             hold = contribution.guard.norm_type if contribution.guard is not None else 0.0
@@ -542,27 +521,9 @@ class Rounds:
                 pushes, data, commits, form, contribution.hyper, absent, contribution.rescale, timeout, hold
             )
 
-    def _commits(self, leg: _Leg, contribution: Contribution, at: Ints) -> m.Matrix:
-        """The commits of some tables of a leg."""
-        layout = leg.layout
-        index = layout.index[at]
-        commits = layout.commits[at]
-        commits[:, 1] = self.tables.round[index]
-        if leg.given is not layout.resident:
-            commits[:, 2] = np.bincount(layout.push_table[leg.given], minlength=len(layout.tables))[at]
-        known = self.tables.held if contribution.is_kept else self.tables.version
-        commits[:, 4] = known[leg.server, index]
-        if contribution.outs is None:
-            commits[:, 5] = 0
-        flags = m.VETOES * contribution.veto | m.ASSIGNS * contribution.assign
-        flags |= m.HAS_JOINED * contribution.joined | m.WANTS_DELTA * contribution.is_kept
-        if flags:
-            commits[:, 5] |= flags
-        return commits
-
-    def _commit_again(self, round_: Round, leg: _Leg, lost: list[int]) -> None:
-        """Commit again what is not over yet, with some slices that were lost."""
-        for body in self._messages(round_, leg, lost, np.array(sorted(leg.open), np.int64)):
+    def _send_again(self, round_: Round, leg: _Leg, given: Sequence[int]) -> None:
+        """Send slices that were lost, and commit again what is not over yet."""
+        for body in self._messages(round_, leg, given):
             self._session.send(leg.server, leg.number, body, round_.contribution.priority)
 
     # ---------------------------------------------------------------- receiving
@@ -597,7 +558,7 @@ class Rounds:
                 lost = sorted(set(leg.given).intersection(asked))
                 _log.warning("%s lost %d slices of round %d; sending them again",
                              self._session.describe(leg.server), len(lost), reply.round)  # fmt: skip
-                self._commit_again(round_, leg, lost)
+                self._send_again(round_, leg, lost)
 
     def _take_weights(self, round_: Round, leg: _Leg, weights: m.Weights) -> None:
         """Keep new weights until all have come: until then the round may still fail, or be taken back."""
@@ -733,6 +694,18 @@ class Rounds:
     def _end(self, round_: Round, error: BaseException | None) -> None:
         """Count the rounds that were applied, and give up those that were not, on all servers."""
         tables, book = round_.contribution.tables, self.tables
+        round_.is_over = True
+        for leg in round_.legs:
+            self._session.forget(leg.number)
+            if round_.error is None and not leg.open:  # else a message may still be on its way out of it
+                leg.layout.spare = leg.memory
+        for table in tables:
+            if self.open.get(table.index) is round_:
+                del self.open[table.index]
+        if round_.is_read:
+            for leg in round_.legs if error is None else ():
+                self._write(round_, leg, frozenset())
+            return
         lost = {int(leg.layout.index[at]) for leg in round_.legs for at in (*leg.open, *leg.failed)}
         if not round_.legs:  # it was not even prepared
             lost.update(table.index for table in tables)
@@ -759,7 +732,6 @@ class Rounds:
             was_sent = table.index in round_.encoded and table.name not in round_.vetoes
             if was_sent and table.index not in gone and table.compressor is not None:
                 table.compressor.accept()
-        self._close(round_)
         if lost:
             self._give_up(round_, [table for table in tables if table.index in lost], describe(error))
 
@@ -789,16 +761,6 @@ class Rounds:
         self.tables.version[leg.server, layout.index[read]] = came[read]
         if round_.contribution.is_kept:
             self.tables.held[leg.server, layout.index[read]] = came[read]
-
-    def _close(self, round_: Round) -> None:
-        round_.is_over = True
-        for leg in round_.legs:
-            self._session.forget(leg.number)
-            if round_.error is None and not leg.open:  # else a message may still be on its way out of it
-                leg.layout.spare = leg.memory
-        for table in round_.contribution.tables:
-            if self.open.get(table.index) is round_:
-                del self.open[table.index]
 
     def _give_up(self, round_: Round, tables: Sequence[RemoteTable], reason: str) -> None:
         """Fail rounds for everybody; where one server has applied and another failed it, have it taken back."""

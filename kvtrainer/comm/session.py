@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from functools import partial
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from kvstore_server.errors import (
     ConnectTimeoutError,
@@ -35,6 +36,7 @@ REPEAT_AFTER = 2.0
 
 STANDSTILL = 1.0
 """A pause this much longer than asked for means that this process was stopped."""
+_NO_SESSION = (0, 0)
 _WAITING = 0
 """The lane of waits; requests have those above, the lowest that is free."""
 
@@ -104,7 +106,16 @@ class SessionOptions:
 class Asked(Protocol):
     """Something that one server is to answer."""
 
+    @property
+    def server(self) -> int: ...
+
+
+class _Call(NamedTuple):
+    """A control request on its way."""
+
     server: int
+    number: int
+    body: m.RequestBody
 
 
 AskedT = TypeVar("AskedT", bound=Asked)
@@ -122,7 +133,7 @@ class Session:
         """Where to note what happens, while somebody wants to know."""
         self._transport = transport
         self._nonce = secrets.token_bytes(SECRET_BYTES)
-        self._tokens = [(0, 0)] * transport.num_servers
+        self._tokens = [_NO_SESSION] * transport.num_servers
         self._heard = [clock()] * transport.num_servers
         self._gone: set[int] = set()
         self._stopped: set[int] = set()
@@ -194,52 +205,30 @@ class Session:
         self._transport.send(server, m.Request(run, session, number, body), priority)
 
     def call(self, server: int, body: m.RequestBody, timeout: float | None = None) -> m.ReplyBody:
-        """Send one control request and block for its answer, up to `timeout` (default `dead_after`) seconds.
+        """Send one control request and block for its answer. Times and errors as of `call_all`."""
+        return self.call_all([(server, body)], timeout)[0]
 
-        Raises:
-            KVStoreError: what the server answered.
-            ServerUnreachableError, ConnectTimeoutError: it did not answer.
-        """
-        answers: list[m.ReplyBody] = []
+    def call_all(
+        self, requests: Sequence[tuple[int, m.RequestBody]], timeout: float | None = None
+    ) -> list[m.ReplyBody]:
+        """Send control requests, (server, body) each, and block for all answers.
 
-        def take(_: int, reply: m.ReplyBody) -> None:
-            if not isinstance(reply, m.Pending):
-                answers.append(reply)
-
-        def again(now: float) -> None:
-            # Who has not said anything yet may still have to start.
-            if isinstance(body, m.Hello) or self.is_silent(server, started, now):
-                self.send(server, number, body)
-
-        limit = self.options.dead_after if timeout is None else timeout
-        number = self.next_number(take)
-        started = self.clock()
-        try:
-            self.send(server, number, body)
-            self.wait(lambda: bool(answers), started + limit, again, lambda: (server,))
-        except DeadlineError as error:
-            raise self._no_answer(server, body, limit) if type(error) is DeadlineError else error from None
-        finally:
-            self.forget(number)
-        if isinstance(answers[0], m.Failed):
-            raise from_wire(answers[0].code, answers[0].text)
-        return answers[0]
-
-    def call_all(self, requests: Sequence[tuple[int, m.RequestBody]]) -> list[m.ReplyBody]:
-        """Send control requests, (server, body) each, and block for all answers, up to `dead_after` seconds.
+        Args:
+            timeout: Seconds to wait; `dead_after` by default.
 
         Raises:
             KVStoreError: what a server answered to the first request that failed.
-            ServerUnreachableError: a server did not answer.
+            ServerUnreachableError, ConnectTimeoutError: a server did not answer.
         """
-        limit = self.options.dead_after
-        answers = self.ask_all(requests, limit)
-        for (server, body), answer in zip(requests, answers, strict=True):
+        limit = self.options.dead_after if timeout is None else timeout
+        found: list[m.ReplyBody] = []
+        for (server, body), answer in zip(requests, self._ask(requests, limit, True), strict=True):
             if answer is None:
                 raise self._no_answer(server, body, limit)
             if isinstance(answer, m.Failed):
                 raise from_wire(answer.code, answer.text)
-        return [answer for answer in answers if answer is not None]
+            found.append(answer)
+        return found
 
     def ask_all(
         self, requests: Sequence[tuple[int, m.RequestBody]], timeout: float
@@ -249,30 +238,35 @@ class Session:
         Returns one answer per request, failures as they came, None where none came in time. Servers that were found
         to be unreachable are told, but not waited for. Does not raise.
         """
+        return self._ask(requests, timeout, False)
+
+    def _ask(
+        self, requests: Sequence[tuple[int, m.RequestBody]], timeout: float, is_needed: bool
+    ) -> list[m.ReplyBody | None]:
+        """Do what `call_all` and, where the answers are not needed, `ask_all` have in common."""
         answers: list[m.ReplyBody | None] = [None] * len(requests)
-        left = {at for at, (server, _) in enumerate(requests) if server not in self._gone}
+        waiting: dict[int, _Call] = {}
         numbers: list[int] = []
 
-        def expect(at: int) -> Handler:
-            def take(_: int, reply: m.ReplyBody) -> None:
+        def take(at: int, _: int, reply: m.ReplyBody) -> None:
+            if not isinstance(reply, m.Pending):
                 answers[at] = reply
-                left.discard(at)
+                waiting.pop(at, None)
 
-            return take
+        def ask(call: _Call) -> None:
+            self.send(call.server, call.number, call.body)
 
-        def repeat(_: float) -> None:
-            for at in left:
-                self.send(requests[at][0], numbers[at], requests[at][1])
-
+        started = self.clock()
         try:
             for at, (server, body) in enumerate(requests):
-                numbers.append(self.next_number(expect(at)))
-                self.send(server, numbers[-1], body)
-            self.wait(
-                lambda: all(requests[at][0] in self._gone for at in left), self.clock() + timeout, repeat
-            )
+                numbers.append(self.next_number(partial(take, at)))
+                waiting[at] = _Call(server, numbers[at], body)
+                ask(waiting[at])
+            self.wait(waiting.values(), ask, started, timeout, is_needed)
         except KVStoreError as error:
-            _log.info("%d of %d requests were not answered: %s", len(left), len(requests), error)
+            if is_needed:
+                raise
+            _log.info("%d of %d requests were not answered: %s", answers.count(None), len(answers), error)
         finally:
             for number in numbers:
                 self.forget(number)
@@ -280,85 +274,74 @@ class Session:
 
     def wait(
         self,
-        is_over: Callable[[], bool],
-        deadline: float,
-        repeat: Callable[[float], None],
-        needed: Callable[[], Iterable[int]] = tuple,
-    ) -> None:
-        """Hand out replies until `is_over`; call `repeat(now)` whenever nothing came for a while.
+        waiting: Collection[AskedT],
+        ask: Callable[[AskedT], None],
+        started: float,
+        timeout: float | None = None,
+        is_needed: bool = True,
+    ) -> bool:
+        """Hand out replies until handlers have emptied `waiting`, and `ask` again those whose servers fall silent.
 
         A wait that takes long is logged, with what the servers say about it.
 
-        Raises:
-            DeadlineError: `deadline` has passed.
-            ServerStoppingError: one of the servers that are still `needed` was stopped. What others still have to
-                say about a round is waited for: it may have ended everywhere.
-        """
+        Args:
+            started: When they were asked first.
+            timeout: Seconds after that. By default those of a round, which a server fails when they are over, naming
+                who was missing; it gets `dead_after` more to say so.
+            is_needed: Whether a server that does not answer is an error; otherwise, where it is known to be gone, the
+                wait is over.
 
-        trace, began = self.trace, self.clock()
-        looked = began
+        Returns:
+            Whether the end came in time.
+
+        Raises:
+            ServerStoppingError: one of the servers that are waited for was stopped. What others still have to say
+                about a round is waited for: it may have ended everywhere.
+            ServerUnreachableError: as of `is_silent`.
+        """
+        if timeout is None:
+            timeout = self.options.timeout + self.options.dead_after
+        trace, deadline = self.trace, started + timeout
+        began = now = self.clock()
         self._reasons.clear()
         start = 0.0 if trace is None else trace.trace.clock()
-        while not is_over():
-            if self._stopped and not self._stopped.isdisjoint(needed()):
-                names = ", ".join(
-                    self.describe(server) for server in sorted(self._stopped.intersection(needed()))
-                )
-                raise ServerStoppingError(f"{names} was stopped; restart the job from its last saved states")
-            now = self.clock()
+        while waiting and (is_needed or any(one.server not in self._gone for one in waiting)):
+            if is_needed and self._stopped:
+                stopped = sorted(self._stopped.intersection(one.server for one in waiting))
+                if stopped:
+                    names = ", ".join(map(self.describe, stopped))
+                    raise ServerStoppingError(
+                        f"{names} was stopped; restart the job from its last saved states"
+                    )
             if now >= deadline:
-                raise DeadlineError("no answer before the deadline")
-            pause = min(self._repeat_after, deadline - now)
+                return False
+            looked, pause = now, min(self._repeat_after, deadline - now)
             got = self._transport.receive(pause)
             now = self.clock()
             if now - looked > pause + STANDSTILL:
                 # It was this process that stood still; what the servers said meanwhile has yet to be read.
                 self._heard = [now] * self.num_servers
                 deadline = max(deadline, now + STANDSTILL)
-            looked = now
-            if got is None:
-                self._has_repeated = True
-                repeat(now)
-            else:
+            if got is not None:
                 self._hand_out(*got, now)
+            else:
+                self._has_repeated = True
+                for one in list(waiting):
+                    if not is_needed or self.is_silent(one.server, started, now):
+                        ask(one)
             if now - began >= self.options.slow_after:
                 self._report_slow(now - began, now)
         if trace is not None:
             trace.waited(start)
+        return True
 
-    def wait_for(
-        self,
-        waiting: Collection[AskedT],
-        ask: Callable[[AskedT], None],
-        started: float,
-        what: Callable[[], str],
-    ) -> None:
-        """Block until handlers have emptied `waiting`, and `ask` again those whose servers fall silent.
-
-        A server fails a round at the deadline, naming who was missing; it gets `dead_after` more to say so.
-
-        Raises:
-            DeadlineError: it has passed; says that the servers did not do `what`.
-            ServerUnreachableError, ServerStoppingError: as of `is_silent` and `wait`.
-        """
-
-        def again(now: float) -> None:
-            for one in list(waiting):
-                if self.is_silent(one.server, started, now):
-                    ask(one)
-
-        timeout = self.options.timeout
-        limit = started + timeout + self.options.dead_after
-        try:
-            self.wait(lambda: not waiting, limit, again, lambda: {one.server for one in waiting})
-        except DeadlineError as error:
-            if type(error) is not DeadlineError:
-                raise
-            late = ", ".join(self.describe(server) for server in sorted({one.server for one in waiting}))
-            raise DeadlineError(
-                f"{late} did not {what()} within {timeout:g} s; is it overloaded? (timeout=… of the kvstore or "
-                "KVSTORE_TIMEOUT raises the limit)"
-            ) from None
+    def late(self, waiting: Collection[Asked], what: str) -> DeadlineError:
+        """The error of servers that have not done in time what everybody waits for."""
+        late = ", ".join(map(self.describe, sorted({one.server for one in waiting})))
+        return DeadlineError(
+            f"{late} did not {what} within {self.options.timeout:g} s; is it overloaded? (timeout=… of the kvstore or "
+            "KVSTORE_TIMEOUT raises the limit)"
+        )
 
     def _report_slow(self, waited: float, now: float) -> None:
         """Log for whom the servers wait, or which of them say nothing, if a line about it is due."""
@@ -374,7 +357,8 @@ class Session:
     def is_silent(self, server: int, since: float, now: float) -> bool:
         """Whether a server that must answer has said nothing for long enough to be asked again.
 
-        A server that is still sending a large answer is not: asking it again would make it send all of it twice.
+        A server that is still sending a large answer is not: asking it again would make it send all of it twice. One
+        that never answered may still have to start.
 
         Raises:
             ServerUnreachableError: it has said nothing for too long.
@@ -382,7 +366,7 @@ class Session:
         unanswered = now - max(self._heard[server], since)
         # It may have nothing to answer for long, while a large push is still on its way to it.
         silence = min(unanswered, now - self._transport.last_sign(server))
-        if silence >= self.options.dead_after:
+        if silence >= self.options.dead_after and self._tokens[server] != _NO_SESSION:
             self._gone.add(server)
             raise ServerUnreachableError(
                 f"{self.describe(server)} has not answered for {silence:.1f} s; is it still running? "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -177,14 +178,14 @@ def test_requests_last_from_their_sending_to_their_last_answer_in_lanes_of_their
     session = servers.session()
     trace = Trace(servers.clock)
     session.trace = SessionTrace(trace)
-    heard: list[m.ReplyBody] = []
-    numbers = [session.next_number(lambda server, reply: heard.append(reply)) for _ in range(2)]
+    waiting = [SimpleNamespace(server=0)] * 3
+    numbers = [session.next_number(lambda server, reply: waiting.pop()) for _ in range(2)]
     session.send(0, numbers[0], m.Stats())
     session.send(1, numbers[1], m.Gather(0, 1.0))
     servers.reply(0, numbers[0], m.Info(), after=3.0)
     servers.reply(1, numbers[1], m.Info(), after=1.0)
     servers.reply(1, numbers[1], m.Info(), after=2.0)
-    session.wait(lambda: len(heard) == 3, servers.now + 60.0, lambda now: None)
+    assert session.wait(waiting, lambda one: None, servers.now, 60.0)
     for number in numbers:
         session.forget(number)
     seen = {event.name: event for event in trace.events}

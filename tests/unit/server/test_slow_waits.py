@@ -103,7 +103,7 @@ def test_a_worker_says_for_whom_it_waits(caplog: pytest.LogCaptureFixture) -> No
     session = servers.session()
     servers.answer = lambda server, request: [m.Pending((1,), f"barrier 0 waits for rank 1, {servers.now:g}")]
     with pytest.raises(DeadlineError):
-        session.wait(lambda: False, servers.now + 45.0, lambda now: session.send(0, 7, m.Gather(0, 60.0)))
+        session.call(0, m.Gather(0, 60.0), timeout=45.0)
     said = [re.findall(r"rank 0|rank 1|waited \d+ s", line) for line in lines(caplog)]
     assert said == [["rank 0", f"waited {after} s", "rank 1"] for after in (10, 20, 40)]
     assert "more" not in lines(caplog)[-1]  # only what was said since it last asked
