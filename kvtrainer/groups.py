@@ -30,6 +30,8 @@ NOTES = frozenset(
 _LISTS = frozenset({"params", "param_names", COPIES})
 _NUMBERS = frozenset({"lr", "weight_decay", "momentum", "betas"})
 """What must be finite in the groups of any optimizer."""
+_AS_IT_IS = frozenset({bool, int, float, str, type(None)})
+"""Types of options that travel as they are."""
 
 
 Named = list[tuple[str | None, Tensor | Sequence[Tensor]]]
@@ -54,10 +56,11 @@ class ParameterGroups:
         self.names = names
         self.optimizer = optimizer
         self.instance = instance
+        self.counts = UpdateCounter(optimizer)
         self.made: torch.optim.Optimizer | None = None
         """The torch optimizer that was made for an update of all parameters together."""
         self.defaults = dict(optimizer.hyper)
-        self._option_names = None if is_foreign(optimizer) else option_names(optimizer)
+        self._option_names: Sequence[str] | None = None if is_foreign(optimizer) else option_names(optimizer)
         """None of a torch class that we do not know, whose groups may have any entries."""
         self._checked: dict[str, Any] = {}
         """The options that were checked last."""
@@ -87,34 +90,38 @@ class ParameterGroups:
                 "use trainer.add_param_group"
             )
 
-    def options(self, memory: Memory) -> dict[str, Any]:
-        """Read the numbers that hold now: per group its options, per parameter `lr_mult` and `wd_mult` where not 1.
+    def options(self, memory: Memory, coming: Sequence[bool] | None) -> dict[str, Any]:
+        """Read the numbers of the update that comes: per group its options, per parameter multipliers that are not 1.
 
         Those that have changed are checked. The form is the one of `kvstore_server.hyper`.
 
+        Args:
+            coming: as of `UpdateCounter.apply`.
+
         Raises:
+            SchedulerInUseError: the optimizer has a lr_scheduler, and somebody else has set a learning rate.
             ConfigurationError: a number is not one that the optimizer takes, or there is nothing that a multiplier
                 could multiply.
         """
-        lr_mult = _multipliers(memory, "lr_mult")
-        if lr_mult and not any("lr" in group for group in self.live):
-            raise ConfigurationError(
-                f"lr_mult of {memory.names[next(iter(lr_mult))]!r} would have no effect: "
-                f"{self.optimizer.registered_name} has no learning rate"
-            )
-        if self._option_names is None:
-            found = [
-                {n: _plain(v) for n, v in group.items() if n not in _LISTS | NOTES} for group in self.live
-            ]
-            groups = [{n: v for n, v in group.items() if is_plain(v)} for group in found]
-        else:
-            groups = [{n: _plain(group[n]) for n in self._option_names} for group in self.live]
-        options: dict[str, Any] = {
-            "groups": groups,
-            "lr_mult": lr_mult,
-            "wd_mult": _multipliers(memory, "wd_mult"),
-        }
+        if self.optimizer.lr_scheduler is not None:
+            self.counts.apply(self.live, coming)
+        options: dict[str, Any] = {"groups": []}
+        for group in self.live:
+            names = self._option_names
+            if names is None:
+                names = [n for n in group if n not in _LISTS | NOTES and is_plain(_plain(group[n]))]
+            found = {n: group[n] if type(group[n]) in _AS_IT_IS else _plain(group[n]) for n in names}
+            options["groups"].append(found)
+        for name in ("lr_mult", "wd_mult"):
+            values = [getattr(p, name, None) for p in memory.parameters]
+            given = {i: value for i, value in enumerate(values) if value is not None and value != 1}
+            options[name] = _checked_multipliers(name, given, memory.names) if given else given
         if options != self._checked:
+            if options["lr_mult"] and not any("lr" in group for group in self.live):
+                raise ConfigurationError(
+                    f"lr_mult of {memory.names[next(iter(options['lr_mult']))]!r} would have no effect: "
+                    f"{self.optimizer.registered_name} has no learning rate"
+                )
             for group in options["groups"]:
                 check_options(self.optimizer, group)
             self._checked = options
@@ -492,17 +499,16 @@ def _plain(value: Any) -> Any:
     return value.item() if hasattr(value, "item") and not getattr(value, "shape", ()) else value
 
 
-def _multipliers(memory: Memory, attribute: str) -> Mapping[int, float]:
-    """Read the multipliers of parameters that are not 1, by index of the key."""
-    values = [getattr(p, attribute, None) for p in memory.parameters]
-    found = {i: value for i, value in enumerate(values) if value is not None and value != 1}
-    for i, value in found.items():
+def _checked_multipliers(attribute: str, given: dict[int, Any], names: Sequence[str]) -> dict[int, float]:
+    """Check multipliers of parameters, by index of the key."""
+    found = dict(given)
+    for i, value in given.items():
         try:
             found[i] = float(value)
         except (TypeError, ValueError):
             found[i] = math.nan
         if not math.isfinite(found[i]):
             raise ConfigurationError(
-                f"{attribute} of {memory.names[i]!r} must be a finite number, got {value!r:.80}"
+                f"{attribute} of {names[i]!r} must be a finite number, got {value!r:.80}"
             )
     return found

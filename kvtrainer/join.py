@@ -56,7 +56,9 @@ def _keep_company(pipeline: StepPipeline) -> None:
             "a join() block ends within a window of accumulation: the gradients of %d backward passes are dropped",
             passes,
         )
-    memory.consume(memory.fresh())
+    fresh = memory.fresh()
+    for device in memory.devices:
+        device.tracker.consume(fresh)
     pipeline.is_bad, pipeline.bad_loss = False, ""
     is_over = False
     while not is_over:

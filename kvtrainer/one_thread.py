@@ -22,10 +22,8 @@ class _Call:
     """One call that no other one surrounds."""
 
     __slots__ = ("__weakref__", "method", "thread")
-
-    def __init__(self, method: str) -> None:
-        self.method = method
-        self.thread = threading.get_ident()
+    method: str
+    thread: int
 
 
 def by_one_thread(
@@ -40,7 +38,8 @@ def by_one_thread(
 
     @functools.wraps(method)
     def call(self: _Self, /, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
-        mine = _Call(name)
+        mine = _Call()
+        mine.method, mine.thread = name, threading.get_ident()
         # One operation of the interpreter: of two threads only one finds its own call there. Weak, because a signal
         # handler may raise just before or behind the block: what it leaves behind then ends with this frame.
         entry = weakref.ref(mine)

@@ -16,7 +16,7 @@ from kvstore_server.plan import Plan, Slice
 from kvstore_server.reduction import Contribution, RowSet
 from kvstore_server.shard import Shard
 from kvtrainer.errors import ConfigurationError
-from kvtrainer.groups import ParameterGroups, UpdateCounter
+from kvtrainer.groups import ParameterGroups
 from kvtrainer.joint_update import JointUpdate
 from kvtrainer.memory.memory import DeviceMemory, Memory
 from kvtrainer.states.convert import (
@@ -89,14 +89,10 @@ class ShardUpdate:
 
 
 class OptimizerStates:
-    """The optimizer's state by key, and what updates with it in this process.
+    """The optimizer's state by key, and what updates with it in this process."""
 
-    Args:
-        counts: the update counts, which state brings with it.
-    """
-
-    def __init__(self, groups: ParameterGroups, memory: Memory, link: Binding, counts: UpdateCounter) -> None:
-        self._groups, self._memory, self._link, self._counts = groups, memory, link, counts
+    def __init__(self, groups: ParameterGroups, memory: Memory, link: Binding) -> None:
+        self._groups, self._memory, self._link = groups, memory, link
         self.here: list[ShardUpdate | JointUpdate] = []
         """What updates the parameters on each device in this process; there once they have places."""
         self._pending: dict[int, State] | None = None
@@ -185,7 +181,7 @@ class OptimizerStates:
         else:
             for holder, device in holders:
                 import_state(plan, holder, key, found, optimizer, device)
-        self._counts.restore_one(key, int(float(found.get("step", 0))), len(self._memory.names))
+        self._groups.counts.restore_one(key, int(float(found.get("step", 0))), len(self._memory.names))
 
     def follow_instance(self) -> None:
         """Take over the state that a torch instance has got, by its own load_state_dict or before it came here."""
@@ -203,7 +199,7 @@ class OptimizerStates:
         """Go on from this state of every key, and from its update counts."""
         # State as some torch optimizers keep it has no step count.
         updates = {key: int(float(state.get("step", 1))) for key, state in states.items()}
-        self._counts.restore(updates, len(self._memory.names))
+        self._groups.counts.restore(updates, len(self._memory.names))
         self._pending = dict(states)
         self.hand_over()
 
@@ -218,7 +214,7 @@ class OptimizerStates:
             assert isinstance(one, JointUpdate)
             counts = one.load_state_dict(state_dict)
         self._groups.bind(self._groups.live)
-        self._counts.restore(counts, len(self._memory.names))
+        self._groups.counts.restore(counts, len(self._memory.names))
 
     def hand_over(self) -> None:
         """Let pending state reach its holder, if that is there."""

@@ -351,8 +351,8 @@ class PlainScaling(NamedTuple):
     factor: float
 
 
-def plain_scaling(trainer: torch.optim.Optimizer, num_workers: int) -> PlainScaling | None:
-    """Read what a plain torch.amp.GradScaler wants of the step that it is calling; None if none is.
+def plain_scaling(trainer: torch.optim.Optimizer, num_workers: int) -> PlainScaling:
+    """Read what a plain torch.amp.GradScaler wants of the step that it is calling.
 
     An optimizer with `_step_supports_amp_scaling` is always called, and finds the attributes `found_inf` and
     `grad_scale` (None once unscaled), which the scaler removes afterwards.
@@ -360,10 +360,7 @@ def plain_scaling(trainer: torch.optim.Optimizer, num_workers: int) -> PlainScal
     Raises:
         ConfigurationError: there are several workers, which such a scaler does not ask; or the Trainer scales losses.
     """
-    given = vars(trainer)
-    if "found_inf" not in given or "grad_scale" not in given:
-        return None
-    scale, found = given["grad_scale"], given["found_inf"]
+    scale, found = vars(trainer)["grad_scale"], vars(trainer)["found_inf"]
     try:
         refuse_second_scaler(trainer)
         if num_workers > 1:

@@ -27,7 +27,7 @@ from kvtrainer.errors import (
     NoGradientWarning,
     NonFiniteGradientError,
 )
-from kvtrainer.groups import ParameterGroups, UpdateCounter
+from kvtrainer.groups import ParameterGroups
 from kvtrainer.joint_update import JointUpdate
 from kvtrainer.memory.memory import DeviceMemory, Memory
 from kvtrainer.optimizer_states import OptimizerStates, ShardUpdate
@@ -55,8 +55,7 @@ class StepPipeline:
         self.link = link
         self.memory = Memory(groups.live, groups.names)
         groups.bind(groups.live)
-        self.counts = UpdateCounter(groups.optimizer)
-        self.states = OptimizerStates(groups, self.memory, link, self.counts)
+        self.states = OptimizerStates(groups, self.memory, link)
         self.stages = stages
         self.loss_scaler: LossScaler | None = None
         self.accumulation = Accumulation(stages.accumulate)
@@ -136,25 +135,23 @@ class StepPipeline:
         batch_size: float | None,
         ignore_stale_grad: bool,
         closure: Callable[[], Any] | None,
-        loops_scaling: Callable[[int], PlainScaling | None],
+        loops_scaling: Callable[[int], PlainScaling] | None,
     ) -> Any:
         """Make a step; arguments, result and errors as of `Trainer.step`.
 
         Args:
-            loops_scaling: number of workers → what a GradScaler of torch says of the gradients, if one makes the step.
+            loops_scaling: number of workers → what the GradScaler of torch that makes the step says of the gradients.
         """
         scale = self._scale_of(batch_size)
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self._is_waiting():
+        self.link.check_open()
+        if self.accumulation.counts > 1 and self._is_waiting():
             return self.last if closure is None else loss
-        undone = carried = self._loss_factor
-        is_strict = batch_size is not None
-        fresh = self.new_gradients(
-            is_strict and not ignore_stale_grad, with_zeros=not is_strict and not ignore_stale_grad
-        )
+        undone = carried = 1.0 if self.loss_scaler is None else self.loss_scaler.factor
+        fresh = self.new_gradients(batch_size, ignore_stale_grad)
         if not ignore_stale_grad and not self._has_warned and not any(fresh):
             self._has_warned = True
             warnings.warn(
@@ -165,9 +162,10 @@ class StepPipeline:
             )
         if not self.link.is_started:
             self.prepare()
-        was_bad, plain = self.is_bad, loops_scaling(self.link.num_workers)
+        was_bad = self.is_bad
         again = None if closure is None else self._evaluator(closure, loss, scale)
-        if plain is not None:
+        if loops_scaling is not None:
+            plain = loops_scaling(self.link.num_workers)
             undone *= plain.factor
             self.is_bad = was_bad or plain.overflows
         try:
@@ -176,7 +174,7 @@ class StepPipeline:
             verdict, in_store = Verdict(), False
             if (exchange := self.link.exchange) is not None:
                 kept = 1.0 if exchange.updates_weights else self.kept_scale(undone)
-                mean = self._num_averaged if batch_size is None else 1
+                mean = self.link.num_workers * self.memory.num_averaged if batch_size is None else 1
                 updated, verdict = self._reduce(fresh, scale * kept / mean)
                 scale, in_store = 1.0 / kept, exchange.updates_weights
             if updated is not None and not in_store:
@@ -211,14 +209,15 @@ class StepPipeline:
         """Replace every gradient by its sum; see `Trainer.allreduce_grads`."""
         self.refuse_in_join("allreduce_grads()")
         self._refuse_in_store("allreduce_grads()")
-        if self._is_waiting():
+        if self.accumulation.counts > 1 and self._is_waiting():
             return
-        fresh = self.new_gradients(is_strict=False)
+        fresh = self.new_gradients(None, True)
         self.prepare()
         if self.link.exchange is None:
             return
-        summed, _ = self._reduce(fresh, 1.0 / self._gather(fresh, self._loss_factor))
-        if summed is not None and self._overflows():
+        carried = 1.0 if self.loss_scaler is None else self.loss_scaler.factor
+        summed, _ = self._reduce(fresh, 1.0 / self._gather(fresh, carried))
+        if self.limits.checks_finite and not self.memory.is_finite():
             summed = None
         self._is_vetoed, self._reduced = summed is None, summed or fresh
         if summed is not None:
@@ -231,14 +230,14 @@ class StepPipeline:
         """Update the weights from the present gradients; see `Trainer.update`."""
         self.refuse_in_join("update()")
         self._refuse_in_store("update()")
-        if self._is_waiting():
+        if self.accumulation.counts > 1 and self._is_waiting():
             assert self.last is not None
             return self.last
-        scale = self._scale_of(batch_size) * self._loss_factor
-        is_strict = batch_size is not None and not ignore_stale_grad
+        scale = self._scale_of(batch_size)
+        if self.loss_scaler is not None:
+            scale *= self.loss_scaler.factor
         if self._reduced is None:
-            with_zeros = batch_size is None and not ignore_stale_grad
-            present = self.new_gradients(is_strict, with_zeros=with_zeros)
+            present = self.new_gradients(batch_size, ignore_stale_grad)
             self.prepare()
             if self.memory.has_replicas and self.link.exchange is not None:
                 raise ConfigurationError(
@@ -249,10 +248,11 @@ class StepPipeline:
         else:
             # Sums count as fresh, also where only other workers had a gradient; unless dropped since.
             rows = zip(self._reduced, self.memory.parameters, strict=True)
-            present = self.new_gradients(is_strict, [has_sum and p.grad is not None for has_sum, p in rows])
+            has_sum = [was_summed and p.grad is not None for was_summed, p in rows]
+            present = self.new_gradients(batch_size, ignore_stale_grad, has_sum)
             self.prepare()
-            if batch_size is None:
-                scale /= self._num_averaged
+            if batch_size is None and self.link.exchange is not None:
+                scale /= self.link.num_workers * self.memory.num_averaged
             if not self._is_vetoed:
                 self.memory.gather_sums(present)
         self.is_bad = self.is_bad or self._is_vetoed
@@ -336,42 +336,40 @@ class StepPipeline:
                 f"{method} has no meaning while the optimizer runs in the kvstore; build the Trainer with "
                 "update_on_kvstore=False"
             )
+        self.link.check_open()
 
     def _is_waiting(self) -> bool:
         """Tell whether more backward passes have to come before an update; `last` says so then.
 
         Raises:
-            KVStoreError: the Trainer is closed.
             ConfigurationError: nobody has counted them.
         """
-        self.link.check_open()
-        accumulation = self.accumulation
-        if accumulation.counts == 1:
-            return False
-        if not accumulation.in_window:
+        if not self.accumulation.in_window:
             raise ConfigurationError(
-                f"accumulate={accumulation.counts} counts the backward passes that trainer.backward(loss) or "
+                f"accumulate={self.accumulation.counts} counts the backward passes that trainer.backward(loss) or "
                 "trainer.update_params(loss) make, and there was none since the last step; call that instead of "
                 "loss.backward()"
             )
-        if accumulation.is_boundary:
-            return False
-        self.last = self._result(updated=False)
-        return True
+        if not self.accumulation.is_boundary:
+            self.last = self._result(updated=False)
+        return not self.accumulation.is_boundary
 
     # Which gradients there are, and what they are multiplied by.
 
     def new_gradients(
-        self, is_strict: bool, summed: list[bool] | None = None, *, with_zeros: bool = False
+        self, batch_size: float | None, ignores_stale: bool, summed: list[bool] | None = None
     ) -> list[bool]:
-        """Find the parameters that have a new gradient; arguments as of `Memory.fresh`.
+        """Find the parameters that have a new gradient; those that were `summed` are known, see `Memory.fresh`.
 
         Raises:
-            StaleGradientError: `is_strict`, and one that should has none.
+            StaleGradientError: a batch size was given, and one that should has none.
             ConfigurationError: the gradients came without what an option asks for.
         """
         self.ready()
-        fresh = self.memory.fresh(is_strict, with_zeros, summed)
+        is_strict = batch_size is not None
+        fresh = self.memory.fresh(
+            is_strict and not ignores_stale, not is_strict and not ignores_stale, summed
+        )
         needs, precision, scaler = self._needs_backward, self.stages.precision, self.loss_scaler
         is_scaled = needs == "amp" and scaler is not None and scaler.is_scaled
         if needs and not self.accumulation.in_window and not is_scaled and any(fresh):
@@ -394,16 +392,6 @@ class StepPipeline:
         if not is_number(batch_size) or not 0 < batch_size < math.inf:
             raise ConfigurationError(f"the batch size must be a number above 0, got {batch_size!r}")
         return rescale / float(batch_size)
-
-    @property
-    def _loss_factor(self) -> float:
-        """What undoes the loss scale that the present gradients carry."""
-        return 1.0 if self.loss_scaler is None else self.loss_scaler.factor
-
-    @property
-    def _num_averaged(self) -> int:
-        """What the sum of a round is divided by for a mean: the gradients that meet, unless they carry shares."""
-        return 1 if self.link.exchange is None else self.link.num_workers * self.memory.num_averaged
 
     def kept_scale(self, undone: float) -> float:
         """Part of the loss scale to leave in the sums where workers update, so that float16 does not underflow.
@@ -481,13 +469,9 @@ class StepPipeline:
             factor = 1.0
         if memory.has_replicas and link.exchange is not None:
             # What overflows cannot be compressed; its sum overflows as well, which is a veto.
-            is_plain = link.replicas is None or self._overflows()
-            memory.sum_replicas(None if is_plain else link.replicas, link.selection.reducer)
+            overflows = self.is_bad or (self.limits.checks_finite and not memory.is_finite())
+            memory.sum_replicas(None if overflows else link.replicas, link.selection.reducer)
         return factor
-
-    def _overflows(self) -> bool:
-        """Tell whether a gradient in the arena is infinite or not a number, where that matters."""
-        return self.is_bad or (self.limits.checks_finite and not self.memory.is_finite())
 
     def _reduce(self, fresh: list[bool], scale: float) -> tuple[list[bool] | None, Verdict]:
         """Make one round of the gradients in the arena. Returns which keys any worker gave, and the verdict.
@@ -503,15 +487,17 @@ class StepPipeline:
             # Every contribution is an update of its own.
             own = self.judge(memory.devices[0], fresh, scale)
             scale = self._limit_own(own.decision, scale)
-        veto = own.decision.skip or self._overflows()
+        limits = self.limits
+        veto = own.decision.skip or self.is_bad or (limits.checks_finite and not memory.is_finite())
         # What workers must have alike, or they come to different numbers of rounds, or scales.
         stages: dict[str, Any] = {}
         if self.accumulation.counts > 1:
             stages["accumulate"] = self.accumulation.counts
         if self.loss_scaler is not None:
             stages["loss_scale"] = self.loss_scaler.loss_scale
-        options = {**self._options(fresh), "stages": stages}
-        outcome = self.link.round(memory, options, scale, absent, veto, self.limits)
+        coming = fresh if self.link.num_workers == 1 else None  # other workers may add keys
+        options = {**self.groups.options(memory, coming), "stages": stages}
+        outcome = self.link.round(memory, options, scale, absent, veto, limits)
         if outcome.skipped:
             return None, Verdict(own.measured or outcome.measured, Decision(skip=True))
         if not exchange.updates_weights:
@@ -535,12 +521,6 @@ class StepPipeline:
                 grad.clamp_(-bound, bound)
         return scale * decision.coef
 
-    def _options(self, coming: Sequence[bool]) -> dict[str, Any]:
-        """The numbers of an update of these keys, checked; other workers may add keys to it."""
-        if self.groups.optimizer.lr_scheduler is not None:
-            self.counts.apply(self.groups.live, coming if self.link.num_workers == 1 else None)
-        return self.groups.options(self.memory)
-
     def _update_here(
         self, present: Sequence[bool], scale: float, again: Callable[[], Any] | None = None
     ) -> Verdict:
@@ -549,7 +529,7 @@ class StepPipeline:
         Args:
             again: evaluates the loss again.
         """
-        options = self._options(present)
+        options = self.groups.options(self.memory, present if self.link.num_workers == 1 else None)
         if options != self._effective[0]:
             self._effective = (options, effective_hypers(self.memory.plan, self.groups.optimizer, options))
         numbers, by_device = self._effective[1], [present]
@@ -583,7 +563,8 @@ class StepPipeline:
             NonFiniteGradientError: the step was skipped, and the script wants to stop then.
         """
         limits, is_skipped = self.limits, updated is None
-        self.memory.consume(used)
+        for device in self.memory.devices:
+            device.tracker.consume(used)
         self._reduced, self._is_vetoed, self.is_bad = None, False, False
         self.accumulation.in_window = 0
         norm = None
@@ -619,7 +600,7 @@ class StepPipeline:
     def count(self, updated: Sequence[bool] | None) -> None:
         """Note that these keys were updated, or None if the step was skipped."""
         if updated is not None:
-            self.counts.count(updated)
+            self.groups.counts.count(updated)
         if self.loss_scaler is not None:
             self.loss_scaler.update(overflow=updated is None)
         if updated is not None and any(updated):

@@ -237,7 +237,9 @@ class Trainer(torch.optim.Optimizer):
         """
         if callable(batch_size):
             batch_size, closure = None, batch_size
-        return self._pipeline.step(batch_size, ignore_stale_grad, closure, partial(plain_scaling, self))
+        # A plain torch.amp.GradScaler leaves what it wants in attributes.
+        scaling = partial(plain_scaling, self) if {"found_inf", "grad_scale"} <= vars(self).keys() else None
+        return self._pipeline.step(batch_size, ignore_stale_grad, closure, scaling)
 
     def _step_voting(self, overflows: bool, carried: float, *args: Any, **kwargs: Any) -> StepResult:
         """Make a step for a GradScaler: all workers skip it if gradients overflow on any; see `step_voting`."""

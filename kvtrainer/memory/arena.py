@@ -209,26 +209,31 @@ class WriteWatch:
         self._accepted: list[int] = []
         self._total = 0
         self._own = 0
-        self._is_in_store = False
         self._turn = 0
         self._sums: dict[str, Tensor] = {}
+        self._looked_at: dict[str, list[list[Tensor]]] = {}
+        """Dtype → for each turn, what is summed in it, if the weights are in a store as well."""
 
     def accept(self, is_in_store: bool) -> None:
         """From now on look for writes that come later; for unseen ones too if the weights are in a store as well."""
         self._accepted = [p._version for p in self._parameters]
-        self._total, self._own, self._is_in_store = sum(self._accepted), -1, is_in_store
+        self._total, self._own = sum(self._accepted), -1
+        if not is_in_store:
+            self._looked_at = {}
+        elif not self._looked_at:
+            self._looked_at = {name: _turns(flat.view(torch.int64)) for name, flat in self._weights.items()}
         self.count_own()
 
     def count_own(self) -> None:
         """Note that the Trainer has written to the weights, and raised each counter by one."""
         self._own += 1
         self._turn += 1
-        self._sums = self._sums_now() if self._is_in_store else {}
+        self._sums = self._sums_now()
 
     def by_others(self) -> list[int]:
         """List the positions of parameters that others have written to since `accept`, or that lie beside one."""
         found: set[int] = set()
-        for dtype, now in self._sums_now().items() if self._is_in_store else ():
+        for dtype, now in self._sums_now().items():
             if not torch.equal(now, self._sums[dtype]):
                 found.update(self._keys_in(dtype, now != self._sums[dtype]))
         # Counters only rise, so the sum tells whether any has: on most steps none.
@@ -240,26 +245,17 @@ class WriteWatch:
     def _sums_now(self) -> dict[str, Tensor]:
         """Sum the bits of what is looked at in this turn."""
         found = {}
-        for dtype, flat in self._weights.items():
-            parts = [part.sum(-1).flatten() for part in self._looked_at(flat.view(torch.int64))]
+        for dtype, turns in self._looked_at.items():
+            parts = [part.sum(-1).flatten() for part in turns[self._turn % len(turns)]]
             found[dtype] = parts[0] if len(parts) == 1 else torch.cat(parts)
         return found
-
-    def _looked_at(self, words: Tensor) -> list[Tensor]:
-        """Cut the blocks whose turn it is, and the rest behind all blocks, into what is summed."""
-        every = 1 if words.numel() * _WORD <= WHOLE else EVERY
-        body = words.numel() // (every * _BLOCK // _WORD) * (every * _BLOCK // _WORD)
-        rest = words[body:].view(-1, ALIGNMENT // _WORD)
-        if not body:
-            return [rest]
-        blocks = words[:body].view(-1, every, _BLOCK // _SUMMED, _SUMMED // _WORD)
-        return [blocks[:, self._turn % every], rest]
 
     def _keys_in(self, dtype: str, differs: Tensor) -> list[int]:
         """Find the keys of a dtype that have bytes in the sums that differ."""
         flat, differs = self._weights[dtype], differs.cpu()
         size = flat.element_size()
-        parts = self._looked_at(torch.arange(0, flat.numel() * size, _WORD))
+        turns = _turns(torch.arange(0, flat.numel() * size, _WORD))
+        parts = turns[self._turn % len(turns)]
         firsts = torch.cat([part[..., 0].flatten() for part in parts])[differs].tolist()
         ends = torch.cat([part[..., -1].flatten() for part in parts])[differs].add(_WORD).tolist()
         rows = zip(self._plan.specs, self._plan.key_offsets, strict=True)
@@ -270,6 +266,17 @@ class WriteWatch:
             and not spec.row_sparse
             and bisect_right(ends, at * size) < bisect_left(firsts, (at + spec.numel) * size)
         ]
+
+
+def _turns(words: Tensor) -> list[list[Tensor]]:
+    """For each turn, cut the blocks that are looked at in it, and the rest behind all blocks, into what is summed."""
+    every = 1 if words.numel() * _WORD <= WHOLE else EVERY
+    body = words.numel() // (every * _BLOCK // _WORD) * (every * _BLOCK // _WORD)
+    rest = words[body:].view(-1, ALIGNMENT // _WORD)
+    if not body:
+        return [[rest]]
+    blocks = words[:body].view(-1, every, _BLOCK // _SUMMED, _SUMMED // _WORD)
+    return [[blocks[:, at], rest] for at in range(every)]
 
 
 class _CudaPiece:

@@ -326,16 +326,12 @@ class Memory:
             raise StaleGradientError.of(stale, sum(map(len, labels)), any(fresh))
         return fresh
 
-    def consume(self, used: Sequence[bool]) -> None:
-        """Take the present gradients of these parameters as used up: not new, and due to be dropped."""
-        for device in self.devices:
-            device.tracker.consume(used)
-
     def succeed(self, former: Memory) -> None:
         """Take the place of a memory of the first of these parameters: what is new there is new here alone."""
         everything = [True] * len(former.names)
         fresh = _any_of([device.tracker.fresh(everything) for device in former.devices])
-        self.consume([not is_fresh for is_fresh in fresh])
+        for device in self.devices:
+            device.tracker.consume([not is_fresh for is_fresh in fresh])
         former.close()
 
     def close(self) -> None:

@@ -246,7 +246,6 @@ def test_float16_gradients_are_refused_because_unscaling_them_loses_bits() -> No
 
 def test_plain_scaler_in_a_job_of_several_workers_is_refused_by_name_and_leaves_nothing_behind() -> None:
     trainer: Any = trainer_of([zeros()])
-    assert plain_scaling(trainer, 2) is None
     trainer.grad_scale, trainer.found_inf = torch.tensor(8.0), torch.tensor(0.0)
     assert plain_scaling(trainer, 1) == (False, 0.125)
     with pytest.raises(ConfigurationError, match=r"use kvtrainer\.amp\.GradScaler in its place"):

@@ -142,7 +142,8 @@ def test_what_a_call_left_behind_that_was_interrupted_beside_its_guard_is_in_nob
     net: torch.nn.Linear,
 ) -> None:
     trainer = Trainer(net, "sgd", {"learning_rate": 0.1}, kvstore=None)
-    interrupted = one_thread._Call("step")
+    interrupted = one_thread._Call()
+    interrupted.method, interrupted.thread = "step", threading.get_ident()
     trainer.__dict__[one_thread._CALL] = weakref.ref(interrupted)
     net(torch.ones(1, 3)).sum().backward()
     assert isinstance(Call(lambda: trainer.step(1)).outcome(), ConcurrentCallError)
