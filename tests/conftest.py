@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.stores import Servers, servers
+
 PARITY = Path(__file__).parent / "parity"
 
 
@@ -54,3 +56,10 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def jobs() -> Iterator[Servers]:
+    """Servers that the jobs of all tests share, each in a namespace of its own."""
+    with servers() as started:
+        yield started

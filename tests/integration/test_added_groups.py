@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +12,10 @@ from torch.nn import Parameter
 from kvtrainer import Trainer
 from kvtrainer.errors import ConfigurationError, KVStoreError
 from kvtrainer.kvstore import DistKVStore
-from tests.support.stores import Servers, servers
+from tests.support.stores import Servers
 
 OPTIONS = {"lr": 0.1, "betas": (0.5, 0.9)}
 CLIP = 1.0
-
-
-@pytest.fixture(scope="module")
-def jobs() -> Iterator[Servers]:
-    with servers() as started:
-        yield started
 
 
 def parameters(rank: int) -> list[Parameter]:

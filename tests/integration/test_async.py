@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,17 +14,11 @@ from kvtrainer.errors import ConfigurationError, DeadlineError
 from kvtrainer.kvstore import DistKVStore
 from tests.support.limits import LIMIT, SOON
 from tests.support.processes import impatient
-from tests.support.stores import Servers, servers
+from tests.support.stores import Servers
 
 SHAPES = {"small": (3,), "sliced": (300, 200)}
 ADD = {"learning_rate": -1.0}
 """For the optimizer 'test': w += g."""
-
-
-@pytest.fixture(scope="module")
-def jobs() -> Iterator[Servers]:
-    with servers() as started:
-        yield started
 
 
 def started(kv: DistKVStore, value: float = 1.0) -> dict[str, torch.Tensor]:

@@ -15,7 +15,7 @@ from kvtrainer.errors import SchedulerInUseError
 from kvtrainer.lr_scheduler import FactorScheduler
 from tests.support.gluon_formulas import Reference
 from tests.support.processes import Members, new_name, together
-from tests.support.stores import Servers, servers
+from tests.support.stores import Servers
 from tests.support.taking_turns import SHAPES, Worker, assert_close, gradient, start_of, workers
 
 ASYNCHRONOUS = ["dist_async", "dist_ssp"]
@@ -23,12 +23,6 @@ FAR = {"dist_async": {}, "dist_ssp": {"staleness": 100}}
 """Options of a store in which nobody waits in these tests."""
 TURNS = (0, 1, 1, 0, 1, 1, 1, 0, 0, 1)
 """Which rank contributes at each turn."""
-
-
-@pytest.fixture(scope="module")
-def jobs() -> Iterator[Servers]:
-    with servers() as started:
-        yield started
 
 
 def starts() -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +14,13 @@ import kvtrainer
 from kvtrainer.errors import ConfigurationError
 from kvtrainer.kvstore import DistKVStore
 from tests.support.processes import Members, new_name, together
-from tests.support.stores import Servers, servers
+from tests.support.stores import Servers
 from tests.support.taking_turns import SHAPES, Worker, assert_close, gradient, start_of, workers
 
 ASYNCHRONOUS = ["dist_async", "dist_ssp"]
 FAR = {"dist_sync": {}, "dist_async": {}, "dist_ssp": {"staleness": 100}}
 """Options of a store in which nobody waits in these tests."""
 ADAM = {"learning_rate": 0.1, "wd": 0.01}
-
-
-@pytest.fixture(scope="module")
-def jobs() -> Iterator[Servers]:
-    with servers() as started:
-        yield started
 
 
 @pytest.mark.parametrize("type", [*ASYNCHRONOUS, "dist_async_device", "dist_device_ssp"])

@@ -205,6 +205,27 @@ def test_a_failed_initialisation_leaves_no_key_behind(servers: list[Process]) ->
         assert_serve(servers)
 
 
+@pytest.mark.parametrize(
+    "value",
+    [
+        pytest.param(torch.ones(3, device="meta"), id="no values"),
+        pytest.param(torch.ones(3, dtype=torch.int64), id="no dtype of a store"),
+    ],
+)
+def test_a_refused_value_registers_nothing_and_init_works_with_a_good_one(pair: Pair, value: Tensor) -> None:
+    with pytest.raises(ConfigurationError, match="'m'"):
+        pair[0].init(["l", "m"], [torch.ones(3), value])
+    assert together(*(lambda s=s: s.init(["l", "m"], [torch.ones(3)] * 2) for s in pair)) == [None, None]
+    assert [out.tolist() for out in _rounds(pair, "m")] == [[2.0] * 3] * 2
+
+
+def test_a_worker_that_comes_after_the_others_gave_up_its_init_is_told_so(pair: Pair) -> None:
+    with impatient(pair[1], timeout=SOON), pytest.raises(DeadlineError, match="rank 0"):
+        pair[1].init("m", torch.ones(3))
+    with pytest.raises(ConfigurationError, match=r"round 1 of 'm'"):
+        pair[0].init("m", torch.ones(3))
+
+
 def test_a_barrier_names_who_did_not_come_and_the_next_one_works(servers: list[Process]) -> None:
     with Members() as members:
         pair = members.pair(servers)

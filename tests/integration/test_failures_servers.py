@@ -32,18 +32,6 @@ from tests.support.processes import (
 
 
 @pytest.fixture
-def processes() -> Iterator[Processes]:
-    with Processes() as started:
-        yield started
-
-
-@pytest.fixture
-def members() -> Iterator[Members]:
-    with Members() as joined:
-        yield joined
-
-
-@pytest.fixture
 def silent_port() -> Iterator[socket.socket]:
     """A port at which connections are taken, and nothing is ever said."""
     with socket.create_server(("127.0.0.1", 0)) as listener:

@@ -12,6 +12,7 @@ import torch
 
 from kvstore_server.protocol import messages as m
 from kvstore_server.tcp import routing_id
+from kvtrainer import Trainer
 from kvtrainer.comm import connection
 from kvtrainer.errors import RoundAbortedError, WorkerLostError
 from kvtrainer.kvstore import DistKVStore
@@ -41,6 +42,22 @@ def interrupted(timeout):
     connection.receive = receive
     {raising}
 connection.receive = interrupted
+"""
+DIES_AT_ITS_SECOND_DECISION = """
+from kvtrainer import stages
+decide, seen = stages.Limits.decide, []
+def dying(limits, measured):
+    seen.append(measured)
+    if len(seen) == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return decide(limits, measured)
+stages.Limits.decide = dying
+v = torch.zeros(3, requires_grad=True)
+options = {"learning_rate": 1.0}
+trainer = kvtrainer.Trainer({"v": v}, "sgd", options, kvstore=kv, clip_grad={"max_norm": 1.0})
+for _ in range(2):
+    v.sum().backward()
+    trainer.step(1)
 """
 
 
@@ -162,6 +179,26 @@ def test_after_an_aborted_round_the_next_one_works(start: Start) -> None:
     job.worker.go()
     assert [outcome.tolist() for outcome in job.outcomes()] == [[3.0] * 3] * 2
     assert job.worker.line() == "[3.0, 3.0, 3.0]"
+
+
+def test_a_worker_that_dies_before_it_has_decided_about_a_sum_does_not_undo_the_round(start: Start) -> None:
+    def limited(kv: DistKVStore) -> list[float]:
+        v = torch.zeros(3, requires_grad=True)
+        trainer = Trainer({"v": v}, "sgd", {"learning_rate": 1.0}, kvstore=kv, clip_grad={"max_norm": 1.0})
+        for _ in range(2):
+            v.sum().backward()  # type: ignore[no-untyped-call]
+            trainer.step(1)
+        seen: list[float] = v.tolist()
+        v.sum().backward()  # type: ignore[no-untyped-call]
+        with pytest.raises(WorkerLostError, match="rank 1"):
+            trainer.step(1)
+        return seen
+
+    job = start(DIES_AT_ITS_SECOND_DECISION)
+    job.worker.go()
+    for seen in together(*(lambda kv=kv: limited(kv) for kv in job.others)):
+        assert seen == pytest.approx([-2.0 / 3**0.5] * 3, rel=1e-5)
+    assert job.worker.end()[0] == -signal.SIGKILL
 
 
 def test_a_stopped_worker_delays_its_own_job_only() -> None:

@@ -87,12 +87,6 @@ class Jobs(Protocol):
 
 
 @pytest.fixture
-def processes() -> Iterator[Processes]:
-    with Processes() as started:
-        yield started
-
-
-@pytest.fixture
 def start(processes: Processes) -> Iterator[Jobs]:
     """Starts the jobs of all modes, and waits until their workers train side by side."""
     running: list[Job] = []

@@ -174,6 +174,11 @@ def test_rows_of_some_ranks_and_a_dense_gradient_of_another_are_summed(job: Job)
         assert found["sums"][:, 0].tolist() == [job.workers, 0, 0, 0, 0, 0]
 
 
+def test_rows_of_ranks_with_data_reach_those_that_have_joined(job: Job) -> None:
+    moved = -sum((rank + 1.0) ** 2 for rank in range(job.workers))
+    assert everywhere(job, "sparse", "in a block") == [0.0, moved, 0.0, moved, 0.0]
+
+
 def test_verbs_follow_the_closed_forms(job: Job) -> None:
     s = total(job)
     expected = {"init": 5.0, "push": s, "replicas": 3 * s, "pushpull": s, "broadcast": 2.0}

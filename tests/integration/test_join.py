@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,13 +13,7 @@ import kvtrainer
 from kvtrainer.errors import ConfigurationError, WorkerLostError
 from kvtrainer.kvstore import DistKVStore
 from tests.support.limits import LIMIT
-from tests.support.stores import Servers, servers
-
-
-@pytest.fixture(scope="module")
-def jobs() -> Iterator[Servers]:
-    with servers() as started:
-        yield started
+from tests.support.stores import Servers
 
 
 def trainer_over(

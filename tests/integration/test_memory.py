@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -123,12 +123,6 @@ def test_of_processes_that_were_replaced_only_the_last_thousand_reasons_are_kept
     before = reachable(engines, lines)
     take_over(100)
     assert grown(before, reachable(engines, lines)) == {}
-
-
-@pytest.fixture
-def processes() -> Iterator[Processes]:
-    with Processes() as started:
-        yield started
 
 
 @pytest.mark.parametrize("type", ["dist_sync", "dist_async"])

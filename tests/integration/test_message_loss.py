@@ -17,17 +17,11 @@ from tests.support.faulty_worker import Training
 from tests.support.limits import LIMIT, SOON
 from tests.support.lossy import LossyProxy
 from tests.support.processes import Members, impatient, new_name, raised, together
-from tests.support.stores import Servers, servers
+from tests.support.stores import Servers
 
 MODES = ["dist_sync", "dist_async", "dist_ssp"]
 SHAPE = (256, 64)
 """Of a key that lies on both servers."""
-
-
-@pytest.fixture(scope="module")
-def jobs() -> Iterator[Servers]:
-    with servers() as started:
-        yield started
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -40,19 +39,6 @@ from tests.support.processes import (
     together,
 )
 from tests.support.reachable import resident_bytes
-
-
-@pytest.fixture
-def processes() -> Iterator[Processes]:
-    with Processes() as started:
-        yield started
-
-
-@pytest.fixture
-def members() -> Iterator[Members]:
-    with Members() as joined:
-        yield joined
-
 
 # ---------------------------------------------------------------- serving
 

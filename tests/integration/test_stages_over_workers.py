@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,7 +20,7 @@ from kvtrainer.amp import GradScaler
 from kvtrainer.errors import NonFiniteGradientError, PlanMismatchError
 from kvtrainer.kvstore import DistKVStore, create
 from tests.support.jobs import Job, Results, run_job
-from tests.support.stores import Servers, servers
+from tests.support.stores import Servers
 from tests.support.workers.allreduce import AllReduce
 
 Make = Callable[..., tuple[Any, Trainer]]
@@ -122,6 +122,17 @@ def gradients_by_turns(make: Make, rank: int) -> Any:
     return results, state_of(trainer, p)
 
 
+def scaler_of_the_loop(make: Make, rank: int) -> Any:
+    """A scaler that the script drives, and a gradient of rank 1 that overflows."""
+    p, trainer = make()
+    scaler, skipped = GradScaler("cpu", **SCALE), []  # type: ignore[arg-type]
+    for at in range(6):
+        scaler.scale((p * (math.inf if (rank, at) == (1, 2) else 1.0)).sum()).backward()
+        skipped.append(scaler.step(trainer).skipped)
+        scaler.update()
+    return skipped, scaler.get_scale(), p.tolist()
+
+
 def round_that_fails(make: Make, rank: int) -> Any:
     """One worker has another learning rate; then it is put right, and the step is made again."""
     p, trainer = make(amp=SCALE, schedules=HALVES, **NORM)
@@ -193,6 +204,7 @@ SAME: dict[str, Scenario] = {
     "windows after a block": windows_after_a_block,
     "one bad loss": one_bad_loss,
     "gradients by turns": gradients_by_turns,
+    "a scaler of the loop": scaler_of_the_loop,
     "a round that fails": round_that_fails,
     "an interrupted step": interrupted_step,
 }
@@ -216,6 +228,8 @@ def check_same(name: str, first: Any, second: Any) -> None:
         ends = [one if one == "raised" else one["updated"] for one in first[0]]
         assert ends == [False, True, False, "raised", False, True]
         assert first[0][1]["grad_norm"] == pytest.approx(1.5 * math.sqrt(2.0))
+    if name == "a scaler of the loop":
+        assert first[:2] == ([False, False, True, False, False, False], 8.0)
     if name == "gradients by turns":
         assert [one["skipped"] for one in first[0]] == [False, False, False, True]
 
@@ -244,12 +258,6 @@ def scenarios_in_a_group(rank: int, ranks: int) -> Results:
 
 
 SITES = pytest.mark.parametrize("in_store", [True, False], ids=["in-store", "by-workers"])
-
-
-@pytest.fixture(scope="module")
-def jobs() -> Iterator[Servers]:
-    with servers() as started:
-        yield started
 
 
 def trainer_of(kv: DistKVStore, in_store: bool, **options: Any) -> tuple[Any, Trainer]:

@@ -72,12 +72,6 @@ def servers() -> Iterator[list[Process]]:
 
 
 @pytest.fixture
-def members() -> Iterator[Members]:
-    with Members() as joined:
-        yield joined
-
-
-@pytest.fixture
 def context() -> Iterator[Any]:
     with zmq.Context() as opened:
         yield opened

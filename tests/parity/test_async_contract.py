@@ -6,7 +6,6 @@ column is known exactly, what it reads of the others may only grow, and in the e
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from torch import Tensor
 import kvtrainer
 from kvtrainer.kvstore import DistKVStore
 from tests.support.sizes import sizes
-from tests.support.stores import Servers, servers
+from tests.support.stores import Servers
 
 ADD = {"learning_rate": -1.0}
 """For the optimizer 'test': w += g."""
@@ -26,12 +25,6 @@ PUSHPULL, PUSH_THEN_PULL = READING = 0, 2
 """Of every four contributions, which are read back, and how."""
 SLICED_EVERY = 9
 """How many pushes of the small key come for one of the key that lies on all servers."""
-
-
-@pytest.fixture(scope="module")
-def jobs() -> Iterator[Servers]:
-    with servers() as started:
-        yield started
 
 
 class Worker:

@@ -7,7 +7,7 @@ to 1, then one of 2.236; later ones are below the limit.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import pytest
@@ -18,7 +18,7 @@ from torch.nn import Parameter
 from kvtrainer import Trainer
 from kvtrainer.kvstore import DistKVStore
 from tests.support.jobs import Job, Results, run_job
-from tests.support.stores import Servers, servers
+from tests.support.stores import Servers
 from tests.support.workers.allreduce import AllReduce
 
 RATES = [(0.1, 0.9), (0.1, 0.9), (0.01, 0.5), (0.01, 0.5)]
@@ -144,12 +144,6 @@ def agree_to(tolerance: float, path: list[list[float]], expected: list[list[floa
 def test_arithmetic_by_hand_gives_the_known_digits() -> None:
     assert agree_to(6e-9, [step.weights for step in OUTSIDE], CORRECTED)
     assert agree_to(6e-9, [step.weights for step in INSIDE], PLAIN)
-
-
-@pytest.fixture(scope="module")
-def jobs() -> Iterator[Servers]:
-    with servers() as started:
-        yield started
 
 
 @DTYPES

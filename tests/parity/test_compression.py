@@ -5,7 +5,6 @@ Weights are 0 or 1, sums of thresholds are exact in float32, and so every compar
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from torch import Tensor
 import kvtrainer
 from kvtrainer.errors import NonFiniteGradientError, RoundAbortedError
 from kvtrainer.kvstore import DistKVStore
-from tests.support.stores import Servers, servers
+from tests.support.stores import Servers
 
 RATE = 2
 SMALL_SHAPES = {"small": (2, 3), "irregular": (61, 67), "big": (120, 257)}
@@ -36,12 +35,6 @@ SCRIPTS: dict[str, tuple[dict[str, Any], list[tuple[float, float]]]] = {
     ),
 }
 VERBS = ("push and pull", "pushpull")
-
-
-@pytest.fixture(scope="module")
-def jobs() -> Iterator[Servers]:
-    with servers() as started:
-        yield started
 
 
 def numpy_quantiser(kind: str, total: np.ndarray) -> np.ndarray:

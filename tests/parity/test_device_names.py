@@ -6,7 +6,6 @@ in each worker, and of ps-lite's test_kv_app. S is the sum of what the workers p
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,19 +16,13 @@ import kvtrainer
 from kvtrainer.kvstore import DistKVStore
 from tests.support.limits import FOREVER
 from tests.support.sizes import sizes
-from tests.support.stores import Servers, servers
+from tests.support.stores import Servers
 
 NAMES = ["dist_sync", "dist_sync_device", "dist_device_sync", "p3"]
 SYNC_AND_ASYNC = ["dist_sync", "p3", "dist_async", "dist_ssp"]
 REPLICAS, RATE, REPEATS = 2, 2, 3
 SHAPES = {"9": (2, 3), "99": (300, 301), "10": (2, 3), "100": (300, 301)}
 """The first two are pushed and pulled, the others pushpulled."""
-
-
-@pytest.fixture(scope="module")
-def jobs() -> Iterator[Servers]:
-    with servers() as started:
-        yield started
 
 
 @pytest.fixture(params=sizes((1, 1), (2, 3), (3, 2), servers=(1, 2, 3, 7)))

@@ -266,6 +266,13 @@ def sparse() -> dict[str, Any]:
     net(torch.tensor([0])).sum().backward()
     trainer.allreduce_grads()
     found["sums"] = net.weight.grad.to_dense().clone() if net.weight.grad is not None else None
+    uneven = torch.nn.Embedding.from_pretrained(torch.zeros(5, 2), freeze=False, sparse=True)
+    trainer = Trainer(uneven.parameters(), "sgd", {"lr": 1.0}, update_on_kvstore=False)
+    with trainer.join():
+        for _ in range(dist.get_rank() + 1):
+            (uneven(torch.tensor([1, 3])) * (dist.get_rank() + 1.0)).sum().backward()
+            trainer.step(1)
+    found["in a block"] = uneven.weight[:, 0].tolist()
     return found
 
 
