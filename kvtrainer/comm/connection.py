@@ -94,7 +94,7 @@ class Connection:
 
     def receive(self, timeout: float) -> tuple[int, m.Reply] | None:
         """Wait up to `timeout` seconds for a reply of any server; meanwhile what queues for them goes out."""
-        if not self._is_usable():
+        if self._is_closed or os.getpid() != self._pid:
             return None
         deadline = time.monotonic() + timeout
         while True:
@@ -137,7 +137,7 @@ class Connection:
         self._heartbeats = _Heartbeats(self._context, places, sessions)
 
     def close(self) -> None:
-        if not self._is_usable():
+        if self._is_closed or os.getpid() != self._pid:
             return
         self._is_closed = True
         if self._heartbeats is not None:
@@ -155,9 +155,6 @@ class Connection:
         while self._queues[server] and time.monotonic() < deadline:
             if self._sockets[server].poll(100, zmq.POLLOUT):
                 self._flush(server)
-
-    def _is_usable(self) -> bool:
-        return not self._is_closed and os.getpid() == self._pid
 
 
 class _Heartbeats:

@@ -11,24 +11,23 @@ from kvstore_server.codec import Codec
 from kvstore_server.optimizer import coalesce_rows
 from kvstore_server.plan import TensorSpec, row_numel
 from kvstore_server.reduction import RowSet, compute_dtype, torch_dtype
-from kvtrainer.kvstore.values import dtype_name, flat_view, is_sparse
+from kvtrainer.kvstore.values import dtype_name, is_sparse
 from kvtrainer.parallel.reducers import make_reducer
 
 
-def merge(replicas: Sequence[Tensor]) -> tuple[Tensor, bool]:
-    """Sum dense replicas from left to right on the CPU; half precision accumulates in float32.
+def merge(replicas: Sequence[Tensor]) -> Tensor:
+    """Sum dense replicas from left to right on the CPU, flat; half precision accumulates in float32.
 
-    Returns the flat sum, and whether it is a tensor of its own rather than the caller's memory.
+    Of a single one it is not a copy where the tensor is flat there already.
     """
-    first = replicas[0]
+    first = replicas[0].detach()
     if len(replicas) == 1:
-        flat = flat_view(first)
-        return (first.detach().to("cpu").contiguous().view(-1), True) if flat is None else (flat, False)
+        return first.to("cpu").contiguous().view(-1)
     compute = compute_dtype(dtype_name(first.dtype))
-    total = first.detach().to("cpu", compute, copy=True, memory_format=torch.contiguous_format)
+    total = first.to("cpu", compute, copy=True, memory_format=torch.contiguous_format)
     for other in replicas[1:]:
         total += other.detach().to("cpu", compute)
-    return total.to(first.dtype).view(-1), True
+    return total.to(first.dtype).view(-1)
 
 
 def reduce_replicas(reducer: str, replicas: Sequence[Tensor]) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -36,10 +36,6 @@ class Entry:
         return {self.spec.dtype: torch.empty(self.spec.numel, dtype=self.dtype)}
 
 
-Target: TypeAlias = tuple[Tensor, Sequence[Tensor]]
-"""Flat memory on the CPU in which a key's new values are received, and tensors that get them afterwards."""
-
-
 class RowPull(NamedTuple):
     """One set of rows of one key, and the tensors that they go to."""
 
@@ -58,18 +54,22 @@ def flat_view(tensor: Tensor) -> Tensor | None:
     return tensor if tensor.dim() == 1 else tensor.view(-1)
 
 
-def target_of(dtype: torch.dtype, outs: Sequence[Tensor]) -> Target:
-    """Choose where a key's new values are received: in the first `out`, if that is flat and of its dtype."""
-    first = outs[0]
-    flat = flat_view(first) if first.dtype is dtype else None
-    return (torch.empty(first.numel(), dtype=dtype), outs) if flat is None else (flat, outs[1:])
+def targets_of(
+    found: Iterable[tuple[Entry, Sequence[Tensor]]],
+) -> tuple[list[dict[str, Tensor]], list[tuple[Tensor, Tensor]]]:
+    """Choose where new values of keys are received: in the first `out` of each, if that is flat and of its dtype.
 
-
-def write_outs(targets: Iterable[Target]) -> None:
-    """Bring the values that have come to the tensors that they were not received in."""
-    for flat, outs in targets:
-        for out in outs:
-            out.detach().copy_(flat.view(out.shape))
+    Returns the arenas of the keys; and the other tensors, each with that in which its values will be.
+    """
+    arenas: list[dict[str, Tensor]] = []
+    others: list[tuple[Tensor, Tensor]] = []
+    for entry, outs in found:
+        flat, rest = flat_view(outs[0]) if outs[0].dtype is entry.dtype else None, outs[1:]
+        if flat is None:
+            flat, rest = torch.empty(entry.spec.numel, dtype=entry.dtype), outs
+        arenas.append({entry.spec.dtype: flat})
+        others += [(out.detach(), flat) for out in rest]
+    return arenas, others
 
 
 def pair(key: Any, value: Any, what: str) -> list[tuple[Key, list[Tensor]]]:
@@ -148,16 +148,10 @@ def spec_of(key: Key, value: Tensor, others: Collection[str] = ()) -> TensorSpec
     return TensorSpec(str(key), tuple(value.shape), name)
 
 
-def check_value(spec: TensorSpec, value: Tensor) -> None:
-    """Raise ShapeMismatchError unless a value has the shape and dtype of its key."""
-    if value.shape != spec.shape or dtype_name(value.dtype) != spec.dtype:
-        raise _mismatch(spec, value)
-
-
 def check_out(spec: TensorSpec, out: Tensor) -> None:
     """Raise ShapeMismatchError unless a key's values can be written to `out`, in any dtype."""
     if out.shape != spec.shape:
-        raise _mismatch(spec, out)
+        raise mismatch(spec, out)
     if out.layout is not torch.strided:
         raise ConfigurationError(
             f"out of key {spec.key!r} is sparse, but all of the key is written to it; give a dense tensor, or call "
@@ -282,7 +276,8 @@ def _check_has_rows(what: str, key: object, value: Tensor) -> None:
         )
 
 
-def _mismatch(spec: TensorSpec, value: Tensor) -> ShapeMismatchError:
+def mismatch(spec: TensorSpec, value: Tensor) -> ShapeMismatchError:
+    """The error of a value that has not the shape or dtype of its key."""
     return ShapeMismatchError(
         f"key {spec.key!r} holds {spec.dtype}{list(spec.shape)}, got {dtype_name(value.dtype)}{list(value.shape)}"
     )
@@ -318,7 +313,7 @@ def _row_outs(entry: Entry, key: Key, out: Any) -> list[Tensor]:
             continue
         _check_has_rows("out", key, one)
         if one.shape != entry.spec.shape:
-            raise _mismatch(entry.spec, one)
+            raise mismatch(entry.spec, one)
     return outs
 
 

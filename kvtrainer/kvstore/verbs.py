@@ -47,13 +47,13 @@ from kvtrainer.kvstore.values import (
     check_keys,
     check_on_cuda,
     check_out,
-    check_value,
+    flat_view,
     is_sparse,
+    mismatch,
     pair,
     read_row_pulls,
     spec_of,
-    target_of,
-    write_outs,
+    targets_of,
     write_rows,
 )
 from kvtrainer.one_thread import by_one_thread
@@ -170,8 +170,7 @@ class TableKVStore(KVStoreBase):
             ConfigurationError: rows are too long for a server to know them apart, and there is no optimizer.
             ShapeMismatchError: a value does not fit its key. Nothing has been sent then.
         """
-        pushed, _ = self._read("push", key, value, None)
-        self._contribute(pushed, None, priority)
+        self._give("push", key, value, None, priority)
 
     @by_one_thread
     def pushpull(self, key: Any, value: Any, out: Any = None, priority: int = 0) -> None:
@@ -179,8 +178,7 @@ class TableKVStore(KVStoreBase):
 
         All workers must come to the same keys before their deadline; a worker that pushes only counts as well.
         """
-        pushed, outs = self._read("pushpull", key, value, value if out is None else out)
-        self._contribute(pushed, outs, priority)
+        self._give("pushpull", key, value, value if out is None else out, priority)
 
     @by_one_thread
     def pull(self, key: Any, out: Any = None, priority: int = 0, ignore_sparse: bool = True) -> None:
@@ -195,12 +193,11 @@ class TableKVStore(KVStoreBase):
         copies: list[tuple[Tensor, Tensor]] = []
         if any([one.layout is not torch.strided for _, outs in pairs for one in outs]):
             pairs, copies = self._without_sparse(pairs, ignore_sparse)
-        wanted = self._find(pairs, check_out)
-        targets = [target_of(entry.dtype, outs) for entry, outs in wanted]
-        rows = zip(wanted, targets, strict=True)
-        outs = [{entry.spec.dtype: flat} for (entry, _), (flat, _) in rows]
-        self._client.rounds.pull([entry.table for entry, _ in wanted], outs)
-        write_outs(targets)
+        wanted = self._find(pairs, is_out=True)
+        arenas, others = targets_of(wanted)
+        self._client.rounds.pull([entry.table for entry, _ in wanted], arenas)
+        for target, flat in others:
+            target.copy_(flat.view(target.shape))
         for sparse, dense in copies:
             sparse.copy_(dense.to_sparse(1))
 
@@ -420,8 +417,8 @@ class TableKVStore(KVStoreBase):
 
     # ---------------------------------------------------------------- the way of a value
 
-    def _find(self, pairs: Pairs, check: Callable[[TensorSpec, Tensor], None]) -> Found:
-        """Find known keys and check their tensors; those of a repeated key are joined."""
+    def _find(self, pairs: Pairs, is_out: bool = False) -> Found:
+        """Find known keys and check their tensors, which are read or written to; those of a repeated key are joined."""
         found: dict[Key, tuple[Entry, list[Tensor]]] = {}
         key_type = type(next(iter(self._entries), None))
         for key, tensors in pairs:
@@ -429,7 +426,10 @@ class TableKVStore(KVStoreBase):
             if entry is None:
                 self._refuse(key, [one for one, _ in pairs])
             for tensor in tensors:
-                check(entry.spec, tensor)
+                if tensor.shape != entry.spec.shape or not (is_out or tensor.dtype is entry.dtype):
+                    raise mismatch(entry.spec, tensor)
+                if is_out and (tensor.layout is not torch.strided or not tensor.is_contiguous()):
+                    check_out(entry.spec, tensor)
             if self._only_cuda:
                 check_on_cuda([one.device for one in tensors], f"the values of key {entry.spec.key!r}")
             if key in found:
@@ -438,106 +438,108 @@ class TableKVStore(KVStoreBase):
                 found[key] = entry, tensors
         return list(found.values())
 
-    def _read(self, verb: str, key: Any, value: Any, out: Any) -> tuple[Found, Found]:
-        """Find keys with what is given for them, summed over ranks, and where their new values go.
+    def _give(self, verb: str, key: Any, value: Any, out: Any, priority: int) -> None:
+        """Give values to the next round of their keys; with `out`, wait and write the new values there.
 
         Raises:
             ProtocolError, PlanMismatchError: ranks differ in what they call; on every rank.
             RoundAbortedError: another rank's arguments are wrong.
+            ConfigurationError: the optimizer, or its absence, does not go with the keys; nothing has been sent.
         """
+        client, optimizer, by_rows = self._client, self._optimizer, []
         try:
-            pushed = self._find(pair(key, value, "value"), check_value)
-            outs = [] if out is None else self._find(pair(key, out, "out"), check_out)
-            if self.group is None:
-                return pushed, outs
-            optimizer = None if self._optimizer is None else self._optimizer.spec()
-            by_rows = [
-                entry.spec.key
-                for entry, values in pushed
-                if all(map(is_sparse, values)) and self._goes_by_rows(entry)
-            ]
+            pushed = self._find(pair(key, value, "value"))
+            outs = [] if out is None else self._find(pair(key, out, "out"), is_out=True)
+            for entry, replicas in pushed if self.group is not None else ():
+                if all(map(is_sparse, replicas)) and self._goes_by_rows(entry):
+                    by_rows.append(entry.spec.key)
         except Exception as error:
             if self.group is not None:
                 self.group.report(verb, error)
             raise
-        keys, size = [entry.spec.key for entry, _ in pushed], self.group.buckets.size_mb
-        said = {"keys": keys, "optimizer": optimizer, "sparse": by_rows, "bucket_size_mb": size}
-        heard = self.group.agree(verb, said)
-        rows_only = frozenset.intersection(*(frozenset(one["sparse"]) for one in heard))
+        if self.group is not None:
+            pushed = self._sum_over_ranks(self.group, verb, pushed, by_rows)
+        if optimizer is not None:
+            integers = [entry.spec for entry, _ in pushed if entry.spec.dtype in INTEGERS]
+            if integers and self._engine is not None and not self._engine.has_updater:
+                raise ConfigurationError(
+                    f"key {integers[0].key!r} is {integers[0].dtype}, which {optimizer.registered_name!r} cannot "
+                    "update; keep integers in a store without an optimizer, or with an updater"
+                )
+            self._send_optimizer(optimizer)
+        elif not client.options.mode.is_sync:
+            raise ConfigurationError(
+                f"kvstore {self._type!r} applies every push by itself and needs an optimizer for that; call "
+                "set_optimizer on every worker before the first push"
+            )
+        arenas, others = targets_of(outs)
+        values: list[Mapping[str, Tensor]] = []
+        rows: dict[tuple[int, int], RowSet] = {}
+        for at, (entry, replicas) in enumerate(pushed):
+            merged, is_own = self._merge(entry, replicas)
+            if isinstance(merged, RowSet):
+                rows[at, 0] = merged
+                values.append({})
+            else:  # it may be the caller's memory only if the caller waits for the end
+                values.append({entry.spec.dtype: merged if is_own or outs else merged.clone()})
+        tables = [entry.table for entry, _ in pushed]
+        received = arenas if outs else None
+        ticket = client.rounds.start(Contribution(tables, values, received, rows=rows, priority=priority))
+        if self._engine is None and not outs:
+            return
+        try:
+            client.rounds.wait(ticket)
+        finally:
+            if self._replicas is not None:
+                applied = [entry for entry, _ in pushed if not ticket.is_lost(entry.table)]
+                self._replicas.accept(entry.spec.key for entry in applied)
+        for target, flat in others:
+            target.copy_(flat.view(target.shape))
+
+    def _sum_over_ranks(self, group: RankGroup, verb: str, pushed: Found, by_rows: Sequence[str]) -> Found:
+        """Sum values over all ranks, by rows where every rank gives a key so. Raises as `_give`."""
+        said = {
+            "keys": [entry.spec.key for entry, _ in pushed],
+            "optimizer": None if self._optimizer is None else self._optimizer.spec(),
+            "sparse": by_rows,
+            "bucket_size_mb": group.buckets.size_mb,
+        }
+        rows_only = frozenset.intersection(*(frozenset(one["sparse"]) for one in group.agree(verb, said)))
         summed: Found = []
         for entry, values in pushed:
             spec = entry.spec
             if spec.key in rows_only:
                 mine = merge_rows(spec, values)
-                counts = [int(one) for one in self.group.all_gather(torch.tensor([len(mine.ids)]))]
-                ids, total = sum_rows(self.group.gather_rows(mine, counts), spec.dtype)
+                counts = [int(one) for one in group.all_gather(torch.tensor([len(mine.ids)]))]
+                ids, total = sum_rows(group.gather_rows(mine, counts), spec.dtype)
                 summed.append((entry, [as_sparse(spec, ids, total.to(entry.dtype))]))
             else:
-                flat, is_own = self._sum(spec, [densified(spec, one) for one in values])
-                flat = flat if is_own else flat.clone()
-                self.group.sum(flat, [(0, flat.numel())])
+                merged, is_own = self._merge(entry, [densified(spec, one) for one in values])
+                assert isinstance(merged, Tensor)
+                flat = merged if is_own else merged.clone()
+                group.sum(flat, [(0, flat.numel())])
                 summed.append((entry, [flat.view(spec.shape)]))
-        return summed, outs
+        return summed
 
-    def _contribute(self, pushed: Found, outs: Found | None, priority: int) -> None:
-        """Give values to the next round of their keys.
+    def _merge(self, entry: Entry, replicas: Sequence[Tensor]) -> tuple[Tensor | RowSet, bool]:
+        """Sum the replicas of a key: flat, or rows where it is pushed by rows. Raises as `push`.
 
-        With `outs`, of the same keys, wait and write the new values there.
-
-        Raises:
-            ConfigurationError: the optimizer, or its absence, does not go with the keys; nothing has been sent.
+        Returns also whether the sum has memory of its own rather than the caller's.
         """
-        if self._optimizer is not None:
-            if self._engine is not None and not self._engine.has_updater:
-                self._refuse_integers(pushed, self._optimizer)
-            self._send_optimizer(self._optimizer)
-        elif not self._client.options.mode.is_sync:
-            raise ConfigurationError(
-                f"kvstore {self._type!r} applies every push by itself and needs an optimizer for that; call "
-                "set_optimizer on every worker before the first push"
-            )
-        targets = [target_of(entry.dtype, tensors) for entry, tensors in outs or ()]
-        values: list[Mapping[str, Tensor]] = []
-        rows: dict[tuple[int, int], RowSet] = {}
-        for at, (entry, replicas) in enumerate(pushed):
-            spec, is_own = entry.spec, True
-            sparse = [one.layout is not torch.strided for one in replicas]
-            if not any(sparse):
-                flat, is_own = self._sum(spec, replicas)
-            elif not all(sparse):
-                flat, is_own = self._sum(spec, [densified(spec, one) for one in replicas])
-            elif self._goes_by_rows(entry):
-                rows[at, 0] = merge_rows(spec, replicas)
-                values.append({})
-                continue
-            else:
-                flat = dense_sum(spec, replicas).view(-1)
-            # It may be the caller's memory only if the caller waits for the end.
-            values.append({spec.dtype: flat if is_own or outs is not None else flat.clone()})
-        received = None if outs is None else [
-            {entry.spec.dtype: flat} for (entry, _), (flat, _) in zip(outs, targets, strict=True)
-        ]  # fmt: skip
-        tables = [entry.table for entry, _ in pushed]
-        ticket = self._client.rounds.start(
-            Contribution(tables, values, received, rows=rows, priority=priority)
-        )
-        if self._engine is None and outs is None:
-            return
-        try:
-            self._client.rounds.wait(ticket)
-        finally:
-            if self._replicas is not None:
-                applied = [entry for entry, _ in pushed if not ticket.is_lost(entry.table)]
-                self._replicas.accept(entry.spec.key for entry in applied)
-        write_outs(targets)
-
-    def _sum(self, spec: TensorSpec, replicas: Sequence[Tensor]) -> tuple[Tensor, bool]:
-        """Sum dense replicas; the flat sum, and whether it is a tensor of its own rather than the caller's memory."""
+        spec = entry.spec
+        sparse = [one.layout is not torch.strided for one in replicas]
+        if all(sparse):
+            if self._goes_by_rows(entry):
+                return merge_rows(spec, replicas), True
+            return dense_sum(spec, replicas).view(-1), True
+        if any(sparse):
+            replicas = [densified(spec, one) for one in replicas]
         if self._replicas is not None and spec.dtype not in INTEGERS:
             return self._replicas.merge(spec.key, replicas), True
         if len(replicas) > 1 and not is_left_fold(self._reducer):
             return reduce_replicas(self._reducer, replicas), True
-        return merge(replicas)
+        flat = flat_view(replicas[0]) if len(replicas) == 1 else None
+        return (merge(replicas), True) if flat is None else (flat, False)
 
     def _goes_by_rows(self, entry: Entry) -> bool:
         """Tell whether a key of which only rows are given is pushed by rows. Raises as `push`."""
@@ -612,7 +614,7 @@ class TableKVStore(KVStoreBase):
         """Register keys and give them rank 0's values. Raises as `init`; nothing has been sent then."""
         specs: list[TensorSpec] = []
         seen: set[str] = set()
-        others = INTEGERS if self._engine is not None else ()
+        integers = INTEGERS if self._engine is not None else ()
         try:
             check_keys([key for key, _ in values])
             for key, replicas in values:
@@ -620,7 +622,7 @@ class TableKVStore(KVStoreBase):
                 seen.add(str(key))
                 if self._only_cuda and self.group is not None:
                     check_on_cuda([one.device for one in replicas], f"the values of key {key!r}")
-                specs.append(spec_of(key, replicas[0], others))
+                specs.append(spec_of(key, replicas[0], integers))
             for spec, (_, tensors) in zip(specs, outs or (), strict=False):
                 for tensor in tensors:
                     check_out(spec, tensor)
@@ -630,7 +632,7 @@ class TableKVStore(KVStoreBase):
             raise
         # Before a key is registered, because from then on the other workers wait for this one's value.
         rows = zip(specs, values, strict=True)
-        flats = [merge([densified(spec, replicas[0])])[0] for spec, (_, replicas) in rows]
+        flats = [merge([densified(spec, replicas[0])]) for spec, (_, replicas) in rows]
         if self.group is not None:
             self.group.agree("init", {"specs": [[spec.key, list(spec.shape), spec.dtype] for spec in specs]})
             flats = [flat.clone() for flat in flats]
@@ -639,18 +641,16 @@ class TableKVStore(KVStoreBase):
         whole_keys = self._optimizer is not None and not self._optimizer.elementwise
         tables = self._client.register({spec.key: [spec] for spec in specs}, whole_keys)
         entries = [Entry(spec, table) for spec, table in zip(specs, tables, strict=True)]
-        targets = [
-            target_of(entry.dtype, tensors) for entry, (_, tensors) in zip(entries, outs or (), strict=False)
-        ]
+        arenas, others = targets_of(zip(entries, [tensors for _, tensors in outs or ()], strict=False))
         for table in tables:
             table.compressor = self._compressor(table)
-        names = [spec.dtype for spec in specs]
-        mine = [{name: flat} for name, flat in zip(names, flats, strict=True)]
-        received = [{name: flat} for name, (flat, _) in zip(names, targets, strict=False)]
-        is_first = self._connected.options.rank == 0
-        self._client.rounds.initialise(Contribution(tables, mine if is_first else None, received or None))
+        mine = None
+        if self._connected.options.rank == 0:
+            mine = [{spec.dtype: flat} for spec, flat in zip(specs, flats, strict=True)]
+        self._client.rounds.initialise(Contribution(tables, mine, arenas or None))
         self._entries.update({key: entry for (key, _), entry in zip(values, entries, strict=True)})
-        write_outs(targets)
+        for target, flat in others:
+            target.copy_(flat.view(target.shape))
 
     # ---------------------------------------------------------------- keys that are refused
 
@@ -674,19 +674,11 @@ class TableKVStore(KVStoreBase):
                 f"this store has {type(known).__name__} keys, so {key!r} cannot be one of them"
             )
 
-    def _refuse_integers(self, pushed: Found, optimizer: Optimizer) -> None:
-        for entry, _ in pushed:
-            if entry.spec.dtype in INTEGERS:
-                raise ConfigurationError(
-                    f"key {entry.spec.key!r} is {entry.spec.dtype}, which {optimizer.registered_name!r} cannot update; "
-                    "keep integers in a store without an optimizer, or with an updater"
-                )
-
     # ---------------------------------------------------------------- optimizer and compression
 
     def _settled(self, key: Key) -> RemoteTable:
         """The table of a key, after this worker's own push of it."""
-        [(entry, _)] = self._find([(key, [])], check_value)
+        [(entry, _)] = self._find([(key, [])])
         self._client.rounds.settle(entry.table)
         return entry.table
 

@@ -77,12 +77,10 @@ class StoreExchange:
         veto: bool = False,
         guard: Guard | None = None,
     ) -> Outcome:
-        if guard is not None and not (self.updates_weights and self.is_sync):
-            raise ConfigurationError(
-                "a gradient is checked by the store only where the store updates the weights, in synchronous rounds"
-            )
-        target = weights if self.updates_weights else grads.arenas
-        values, out = _on_cpu(grads.arenas), _on_cpu(target)
+        values, target = grads.arenas, weights if self.updates_weights else grads.arenas
+        out, is_elsewhere = target, any([not flat.is_cpu for flat in target.values()])
+        if is_elsewhere:
+            values, out = _on_cpu(values), _on_cpu(target)
         specs = self._table.plan.specs
         # Rows of a single worker are their own sum. The sum of replicas may have come in a wider dtype.
         rows = {
@@ -105,7 +103,8 @@ class StoreExchange:
         measured, decision = ticket.decided.get(self._name, (None, Decision()))
         if self._name in ticket.vetoes:
             return Outcome(frozenset(), True, None, measured, decision)
-        _copy_back(target, out)
+        if is_elsewhere:
+            _copy_back(target, out)
         for key in unsent:
             # What came in place of them is the value of a key that was left out, not a sum.
             at = self._table.plan.key_offsets[key]
