@@ -94,6 +94,16 @@ def test_the_readmes_links_lead_to_files() -> None:
     assert all((ROOT / target).exists() for target in re.findall(r"\]\(([\w/.]+\.\w+)\)", README))
 
 
+def test_the_tests_that_documents_name_exist() -> None:
+    named = [
+        (place, name)
+        for page in (ROOT / "docs").glob("*.md")
+        for place, name in re.findall(r"([\w/]+\.py) `(test_\w+)`", page.read_text())
+    ]
+    assert len(named) > 20
+    assert [one for one in named if f"def {one[1]}(" not in (ROOT / "tests" / one[0]).read_text()] == []
+
+
 def test_the_readme_is_no_longer_than_170_lines() -> None:
     assert len(README.splitlines()) <= 170
 

@@ -1,7 +1,7 @@
 """Two epochs, a checkpoint, and a third in new processes with new servers are three epochs in one go, to the bit.
 
 With mixed precision, an overflow before the checkpoint, clipping, options by parameter, schedules of the learning rate
-and of momentum, dropout and shuffled data at once.
+and of momentum, dropout and shuffled data at once. Workers agree on all that they need before the first step.
 """
 
 from __future__ import annotations
@@ -27,14 +27,19 @@ BATCHES, EPOCHS = 4, 3
 BAD_STEP = 5
 """In the second epoch; the loss is infinite on the last worker."""
 
-STORES: dict[str, tuple[Any, bool | None]] = {
-    "none": (None, None),
-    "local in store": ("local", True),
-    "local by trainer": ("local", False),
-    "device": ("device", None),
-    "dist_sync in store": ("dist_sync", True),
-    "dist_sync by workers": ("dist_sync", False),
+STORES: dict[str, tuple[Any, bool | None, tuple[str, ...]]] = {
+    "none": (None, None, ("accumulated", "pair")),
+    "local in store": ("local", True, ("momentum", "corrected")),
+    "local by trainer": ("local", False, ("adam", "accumulated")),
+    "device": ("device", None, ("momentum", "pair")),
+    "dist_sync in store": (
+        "dist_sync",
+        True,
+        ("momentum", "adam", "corrected", "accumulated", "pair", "compressed"),
+    ),
+    "dist_sync by workers": ("dist_sync", False, ("corrected", "accumulated", "pair")),
 }
+"""The store, whether the optimizer runs in it, and what is trained there."""
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "momentum": {"optimizer": {"type": "SGD", "lr": 0.05, "momentum": 0.9, "weight_decay": 0.01}},
     "adam": {"optimizer": {"type": "Adam", "lr": 0.01, "weight_decay": 0.01}},
@@ -45,11 +50,12 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     },
     "accumulated": {"optimizer": {"type": "AdamW", "lr": 0.01, "weight_decay": 0.01}, "accumulative_counts": 2},
 }  # fmt: skip
+OPTIMIZERS["compressed"] = {**OPTIMIZERS["adam"], "compression_params": {"type": "2bit", "threshold": 0.01}}
 OPTIMIZERS["pair"] = {"left": OPTIMIZERS["momentum"], "right": OPTIMIZERS["adam"]}
 OPTIONS: dict[str, Any] = {
     "amp": {"init_scale": 16.0, "growth_interval": 3},
     "clip_grad": {"max_norm": 0.5},
-    "paramwise_cfg": {"bias_lr_mult": 2.0, "norm_decay_mult": 0.0},
+    "paramwise_cfg": {"bias_lr_mult": 2.0, "norm_decay_mult": 0.0, "custom_keys": {"head": {"lr_mult": 0.5}}},
 }
 SCHEDULES: list[Any] = [
     {"type": "LinearLR", "start_factor": 0.1, "by_epoch": False, "begin": 0, "end": 3},
@@ -90,13 +96,14 @@ class Both(nn.Module):
 
 
 def strategy_of(case: str, folder: Path, seed: int) -> Strategy:
-    store, _ = STORES[case.split(", ")[0]]
+    store = STORES[case.split(", ")[0]][0]
     env: dict[str, Any] = {"randomness": {"seed": seed, "diff_rank_seed": True}}
     if store == "device":
         env |= {"dist_cfg": {"init_method": f"file://{folder}/meeting"}}
     return Strategy(
         kvstore=store,
         work_dir=str(folder / case.replace(" ", "_")),
+        experiment_name=f"experiment of rank {own_place()[0]}",
         env_kwargs=env,
         log_kwargs={"log_level": "ERROR", "name": f"{case} {seed}"},
     )
@@ -174,10 +181,14 @@ def _states(trainer: Trainer) -> Any:
 def whole(case: str, folder: Path) -> dict[str, Any]:
     strategy = strategy_of(case, folder / "whole", 5)
     model, trained = prepared(case, strategy)
+    begun = {name: value.clone() for name, value in model.state_dict().items()}
     is_last = strategy.rank == strategy.world_size - 1
     seen = [train(trained, epoch, is_last) for epoch in range(EPOCHS)]
     skipped = any(step[1]["skipped"] for epoch in seen[:-1] for step in epoch if isinstance(step, tuple))
-    result = {**state_of(model, trained, seen[-1]), "skipped": skipped}
+    names = [strategy.timestamp, strategy.experiment_name]
+    place = [strategy.rank, strategy.world_size, strategy.launcher, strategy.distributed]
+    agreed = {"begun": begun, "names": names, "place": place, "skipped": skipped}
+    result = {**state_of(model, trained, seen[-1]), "agreed": agreed}
     strategy.close()
     return result
 
@@ -198,13 +209,14 @@ def ended(case: str, folder: Path) -> dict[str, Any]:
     model, trained = prepared(case, strategy)
     assert strategy.load_or_resume(resume=True) is not None
     result = state_of(model, trained, train(trained, EPOCHS - 1, False))
+    result["agreed"] = {"seed": strategy.seed}
     strategy.close()
     return result
 
 
 def is_mine(case: str) -> bool:
     """Stores of one process are the business of the first worker."""
-    return own_place()[0] == 0 or case.startswith(("dist", "device"))
+    return own_place()[0] == 0 or case in COMMON
 
 
 def run_all(rank: int, workers: int, phase: str, folder: str, *names: str) -> Results:
@@ -218,7 +230,9 @@ def run_all(rank: int, workers: int, phase: str, folder: str, *names: str) -> Re
     return found
 
 
-CASES = [f"{place}, {kind}" for place in STORES for kind in OPTIMIZERS]
+CASES = [f"{place}, {kind}" for place, (_, _, kinds) in STORES.items() for kind in kinds]
+COMMON = [case for case in CASES if case.startswith(("dist", "device"))]
+"""Those of several workers."""
 
 Runs = tuple[Job, Job]
 
@@ -250,10 +264,33 @@ def differences(mine: Any, other: Any, where: str = "") -> list[str]:
 def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(runs: Runs, case: str) -> None:
     for at, (uninterrupted, resumed) in enumerate(zip(*(job.results for job in runs), strict=True)):
         if case in uninterrupted:
-            expected = {name: one for name, one in uninterrupted[case].items() if name != "skipped"}
-            assert differences(resumed[case], expected, f"rank {at}") == []
+            mine, other = ({**found[case], "agreed": None} for found in (resumed, uninterrupted))
+            assert differences(mine, other, f"rank {at}") == []
+
+
+def agreed(job: Job, case: str, name: str) -> list[Any]:
+    """What both workers have under a name."""
+    return [found["agreed"][name] for found in job[case]]
 
 
 def test_a_step_overflowed_before_the_checkpoint(runs: Runs) -> None:
-    assert all(found["skipped"] for found in runs[0].results[0].values())
-    assert all(found["skipped"] for found in runs[0].results[1].values())
+    for result in runs[0].results:
+        assert all(found["agreed"]["skipped"] for found in result.values())
+
+
+@pytest.mark.parametrize("case", COMMON)
+def test_workers_agree_on_names_and_begin_with_rank_0s_weights_although_each_draws_its_own(
+    runs: Runs, case: str
+) -> None:
+    mine, other = agreed(runs[0], case, "begun")
+    assert differences(mine, other) == []
+    first, second = agreed(runs[0], case, "names")
+    assert first == second == [first[0], f"experiment of rank 0_{first[0]}"]
+    assert agreed(runs[0], case, "place") == [[rank, 2, "kvlaunch", True] for rank in range(2)]
+
+
+@pytest.mark.parametrize("case", COMMON)
+def test_every_rank_has_random_numbers_of_its_own_also_after_resuming(runs: Runs, case: str) -> None:
+    assert agreed(runs[1], case, "seed") == [5, 6]
+    mine, other = (found["random"] for found in runs[1][case])
+    assert [differences(one, another) == [] for one, another in zip(mine, other, strict=True)] == [False] * 3

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +14,9 @@ from kvtrainer.errors import ConfigurationError, StateMismatchError
 from kvtrainer.kvstore import DistKVStore
 from kvtrainer.lr_scheduler import FactorScheduler
 from kvtrainer.optimizer import create
-from tests.support.stores import Servers, servers
+from tests.support.stores import Servers
 
 SHAPES = {"big": (90, 301), "small": (3,)}
-
-
-@pytest.fixture(scope="module")
-def on() -> Iterator[Servers]:
-    with servers() as running:
-        yield running
 
 
 def grads(step: int, rank: int) -> list[Tensor]:
@@ -50,10 +43,9 @@ def started(kv: Any, optimizer: str, values: list[Tensor] | None = None) -> Any:
     return kv
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adam", "lamb"])
-@pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 1)])
+@pytest.mark.parametrize(("optimizer", "before", "after"), [("sgd", 2, 3), ("adam", 3, 1), ("lamb", 2, 3)])
 def test_training_goes_on_as_if_never_interrupted(
-    on: Servers, tmp_path: Path, optimizer: str, before: int, after: int
+    jobs: Servers, tmp_path: Path, optimizer: str, before: int, after: int
 ) -> None:
     file = tmp_path / "states"
 
@@ -69,8 +61,8 @@ def test_training_goes_on_as_if_never_interrupted(
         kv.load_optimizer_states(file)
         return steps(kv, range(3, 5), range(rank, rank + 1))
 
-    weights = on.results(2, before, first)[0]
-    found = on.results(2, after, second)
+    weights = jobs.results(2, before, first)[0]
+    found = jobs.results(2, after, second)
     expected = steps(started(kvstore.create("local"), optimizer), range(5), range(2))
     for one in found:
         for a, b in zip(one, expected, strict=True):
@@ -112,7 +104,7 @@ def test_without_an_optimizer_there_are_no_states(tmp_path: Path) -> None:
 
 
 def test_a_scheduler_decides_the_rate_of_every_push_wherever_the_key_lives(
-    on: Servers, tmp_path: Path
+    jobs: Servers, tmp_path: Path
 ) -> None:
     def moves(kv: Any, rank: int = 0) -> list[float]:
         schedule = FactorScheduler(step=2, factor=0.5, base_lr=1.0)
@@ -128,4 +120,4 @@ def test_a_scheduler_decides_the_rate_of_every_push_wherever_the_key_lives(
     # MXNet's trace for updates 1, 2, …
     expected = [1.0, 1.0, 0.5, 0.5, 0.25, 0.25]
     assert moves(kvstore.create("local")) == expected
-    assert on.results(1, 2, moves) == [expected]
+    assert jobs.results(1, 2, moves) == [expected]
