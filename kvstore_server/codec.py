@@ -7,6 +7,7 @@ message, a key or a rank.
 
 from __future__ import annotations
 
+import functools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,12 +31,20 @@ BLOCK = 131072
 """Elements that are worked on at a time, so that intermediate results stay in the cache. A multiple of 8, so that
 every block but the last fills its bytes."""
 
-_COMPUTE = {
-    "float16": torch.float32,
-    "bfloat16": torch.float32,
-    "float32": torch.float32,
-    "float64": torch.float64,
-}
+
+@functools.cache
+def torch_dtype(name: str) -> torch.dtype:
+    """The torch dtype of a dtype name of the Plan."""
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+@functools.cache
+def compute_dtype(name: str) -> torch.dtype:
+    """The dtype in which gradients of a dtype of the Plan are summed, compressed and applied."""
+    dtype = torch_dtype(name)
+    return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
 
 
 @dataclass(frozen=True)
@@ -67,8 +76,11 @@ class Codec(ABC):
         Raises:
             ConfigurationError: gradients of that dtype cannot be encoded.
         """
-        compute = compute_dtype(dtype)
-        return None if self.is_exact(dtype) else compute
+        if dtype not in ITEM_SIZE:
+            raise ConfigurationError(
+                f"gradients of {dtype} cannot be compressed; only {', '.join(ITEM_SIZE)} can"
+            )
+        return None if self.is_exact(dtype) else compute_dtype(dtype)
 
     @abstractmethod
     def encoded_nbytes(self, numel: int, dtype: str) -> int:
@@ -145,18 +157,6 @@ class Codec(ABC):
             first = self.encoded_nbytes(start, dtype)
             codes = payload[first : first + self.encoded_nbytes(end - start, dtype)]
             yield out[start:end], self._dequantise(codes, dtype, end - start)
-
-
-def compute_dtype(dtype: str) -> torch.dtype:
-    """The dtype that arithmetic on gradients of `dtype` is done in.
-
-    Raises:
-        ConfigurationError: gradients of that dtype cannot be encoded.
-    """
-    compute = _COMPUTE.get(dtype)
-    if compute is None:
-        raise ConfigurationError(f"gradients of {dtype} cannot be compressed; only {', '.join(_COMPUTE)} can")
-    return compute
 
 
 def _blocks(numel: int) -> Iterator[tuple[int, int]]:

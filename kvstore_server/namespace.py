@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvstore_server.codec import Codec, make_codec
+from kvstore_server.codec import Codec, make_codec, torch_dtype
 from kvstore_server.errors import (
     ConfigurationError,
     PlanMismatchError,
@@ -30,9 +30,9 @@ from kvstore_server.plan import SIZES, TensorSpec, check_name, check_same, check
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.buffers import KEYS_PER_MESSAGE, as_bytes, payload_size, places
 from kvstore_server.protocol.control import unpack_control
-from kvstore_server.reduction import Contribution, Run, same_payload, torch_dtype
+from kvstore_server.reduction import Contribution, Run
 from kvstore_server.rounds import Book, Bools, Ints, Memo, Mode, Rounds, Wait, Waits
-from kvstore_server.rows import PACKED_ROWS, RowForm, read_payload
+from kvstore_server.rows import PACKED_ROWS, RowForm, read_payload, same_payload
 from kvstore_server.shard import Leases, Shard
 from kvstore_server.table import ALL, Part, RowPart, Table
 from kvstore_server.tracing import Recording

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from kvstore_server import check
 from kvstore_server.plan import Plan, Slice
-from kvstore_server.reduction import RowSet
-from kvstore_server.rows import split_rows
+from kvstore_server.rows import RowSet, split_rows
 
 _BLOCK = 16384
 """Elements that are summed at a time: torch divides longer sums (from 32768) between threads, which changes bits."""
@@ -131,7 +130,7 @@ def measure(
         present: Which keys take part; nothing else is looked at.
         scale: What the sums are yet to be multiplied by, in the dtype that updates compute in.
     """
-    split = _rows_of_slices(plan, rows, present)
+    split = split_rows(plan, {key: some for key, some in rows.items() if present[key]})
     partials: list[float] = []
     finite = True
     for piece in plan.slices:
@@ -208,15 +207,3 @@ def _fold(partials: Iterable[float], norm_type: float) -> float:
         elif math.isnan(partial) or partial > total:  # nothing is above a NaN that is there already
             total = partial
     return total
-
-
-def _rows_of_slices(
-    plan: Plan, rows: Mapping[int, RowSet], present: Sequence[bool]
-) -> dict[int, dict[int, RowSet]]:
-    """Slice → position of a segment → its rows."""
-    found: dict[int, dict[int, RowSet]] = {}
-    for key, (ids, values) in rows.items():
-        if present[key]:
-            for index, (position, part) in split_rows(plan, key, ids, values).items():
-                found.setdefault(index, {})[position] = part
-    return found

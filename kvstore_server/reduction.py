@@ -1,50 +1,33 @@
-"""Sums of contributions: left folds in rank order, so that the bits do not depend on arrival order.
+"""Sums of what ranks contributed to a Shard, some neighbouring slots at a time.
 
-Half precision accumulates in float32. Compressed payloads are decoded as they are added.
+Sums are left folds in rank order, so their bits do not depend on the order of arrival. Half precision accumulates in
+float32. Compressed payloads are decoded as they are added.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+import sys
+from bisect import bisect_right
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from kvstore_server.codec import Codec
-from kvstore_server.errors import ShapeMismatchError
+from kvstore_server.codec import compute_dtype
 from kvstore_server.optimizer import coalesce_rows
-from kvstore_server.plan import Plan, Slice
-from kvstore_server.protocol.messages import Payload
+from kvstore_server.rows import Encoded, RowSet, cut_rows
+from kvstore_server.storage import Block, Home, Storage
 
 NO_KEYS: frozenset[int] = frozenset()
 
+Present = np.ndarray[Any, np.dtype[np.bool_]] | None
+"""Of neighbouring segments, which are updated; None: all."""
 
-class Encoded(NamedTuple):
-    """A compressed payload and how to read it."""
-
-    codec: Codec
-    data: Tensor
-    """uint8, as long as the codec says."""
-
-
-class RowSet(NamedTuple):
-    """Some rows of a key, or of a block of its rows."""
-
-    ids: Tensor
-    """int64, distinct and ascending, counted from the first row of the block."""
-    values: Tensor
-    """(number of ids, elements of a row)."""
-
-
-class SparsePayload(NamedTuple):
-    """What a rank gives to a slice of which it has only some rows of some keys."""
-
-    rows: Mapping[int, RowSet]
-    """Position of a segment in the slice → its rows."""
-    dense: Tensor | None
-    """The other segments, `used` elements; None where there are none."""
+_AT_ONCE = 256 * 1024
+"""Elements that are summed before they are updated, so that the sum is still in the cache."""
 
 
 class Run(NamedTuple):
@@ -74,16 +57,27 @@ class Contribution(NamedTuple):
     is_scratch: bool = False
 
 
-class Part(NamedTuple):
-    """One rank's numbers on their way into a sum."""
+class Span(NamedTuple):
+    """Neighbouring slots to which the same ranks contribute."""
 
-    payload: Tensor | Encoded | None
-    """None: zeros."""
-    scale: float
-    rows: Sequence[tuple[slice, RowSet]] = ()
-    """Rows of which a rank has only those, and the elements in place of which they are given."""
-    zeros: Sequence[slice] = ()
-    """Where a compressed payload counts as zero."""
+    first: int
+    end: int
+    given: list[tuple[Contribution, Run | None]]
+    """None: the rank has only rows."""
+    sparse: Sequence[Home] = ()
+    """The keys of which a rank gave rows that count as dense numbers."""
+
+
+class Chunk(NamedTuple):
+    """Neighbouring slots that are summed at once."""
+
+    spans: list[Span]
+    block: Block
+    place: slice
+    """Their elements in the block."""
+    segments: range
+    """In the block."""
+    present: Present
 
 
 def left_out_by_all(contributions: Sequence[Contribution]) -> frozenset[int]:
@@ -93,28 +87,165 @@ def left_out_by_all(contributions: Sequence[Contribution]) -> frozenset[int]:
     return frozenset.intersection(*(given.absent for given in contributions)) if contributions else NO_KEYS
 
 
-@functools.cache
-def torch_dtype(name: str) -> torch.dtype:
-    """The torch dtype of a dtype name of the Plan."""
-    dtype = getattr(torch, name)
-    assert isinstance(dtype, torch.dtype)
-    return dtype
+class Sums:
+    """Sums contributions to the slots of a storage."""
 
-
-@functools.cache
-def compute_dtype(name: str) -> torch.dtype:
-    """The dtype in which gradients of a dtype of the Plan are summed."""
-    dtype = torch_dtype(name)
-    return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
-
-
-class Scratch:
-    """Memory that is used again and again."""
-
-    def __init__(self) -> None:
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
         self._memory: dict[tuple[torch.device, torch.dtype, int], Tensor] = {}
 
-    def get(self, like: Tensor, dtype: torch.dtype, numel: int, number: int = 0) -> Tensor:
+    def given_as_rows(self, contributions: Sequence[Contribution]) -> list[int]:
+        """The keys of which all ranks that have them gave only rows."""
+        return [
+            key
+            for key in sorted({key for given in contributions for key in given.rows})
+            if not any(self._gives_all_of(given, key) for given in contributions)
+        ]
+
+    def _gives_all_of(self, given: Contribution, key: int) -> bool:
+        """Whether a rank gave all rows of a key."""
+        if key in given.rows or key in given.absent:
+            return False
+        slot = self._storage.homes[key].slot
+        at = bisect_right(given.runs, slot, key=lambda run: run.first) - 1
+        return at >= 0 and slot < given.runs[at].end
+
+    def sum_of_rows(self, key: int, contributions: Sequence[Contribution]) -> RowSet:
+        """The sum of rows, in memory that may be overwritten; as dense sums, equal scales are applied once."""
+        home, parts = self._storage.homes[key], [one for one in contributions if key in one.rows]
+        common = parts[0].scale if len({one.scale for one in parts}) == 1 else None
+        values = [one.rows[key].values.to(compute_dtype(home.block.dtype)) for one in parts]
+        if common is None:
+            values = [value * one.scale for value, one in zip(values, parts, strict=True)]
+        ids, total = parts[0].rows[key].ids, values[0]
+        if len(parts) > 1:
+            ids, total = torch.cat([one.rows[key].ids for one in parts]), torch.cat(values)
+        ids, total = coalesce_rows(ids, total, (home.part.stop - home.part.start) // home.width)
+        if common not in (None, 1.0):
+            total = total * common
+        is_given = total is parts[0].rows[key].values and not parts[0].is_scratch
+        return RowSet(ids, total.clone() if is_given else total)
+
+    def by_slot(self, rows: Mapping[int, RowSet]) -> dict[int, dict[int, RowSet]]:
+        """Slot → position of a segment → its rows."""
+        found: dict[int, dict[int, RowSet]] = {}
+        for key, own in rows.items():
+            home = self._storage.homes[key]
+            segments = home.block.states.segments[home.first : home.last]
+            parts = cut_rows(own, [(start - home.part.start) // home.width for start, _ in segments])
+            for at, (slot, part) in enumerate(zip(range(home.slot, home.end_slot), parts, strict=True)):
+                found.setdefault(slot, {})[home.first + at - self._storage.slots[slot].first] = part
+        return found
+
+    def chunks(
+        self, contributions: Sequence[Contribution], by_rows: Collection[int], whole_keys: bool
+    ) -> Iterator[Chunk]:
+        """Neighbouring slots, as many as are summed at once; with `whole_keys` none ends within a key.
+
+        Args:
+            by_rows: The keys that are updated by rows, and do not count here; rows of others are a gradient that is
+                zero elsewhere.
+        """
+        slots, ends = self._storage.slots, self._storage.ends
+        for spans in self._together(contributions, by_rows, whole_keys):
+            first, last = slots[spans[0].first], slots[spans[-1].end - 1]
+            found: list[bool] = []
+            if by_rows or not all(any(not one.absent for one, _ in span.given) for span in spans):
+                for span in spans:
+                    is_full = any(not one.absent for one, _ in span.given)
+                    found += [
+                        key not in by_rows
+                        and (is_full or any(key not in one.absent for one, _ in span.given))
+                        for key in first.block.keys[slots[span.first].first : slots[span.end - 1].last]
+                    ]
+            place = slice(first.start, ends[spans[-1].end - 1])
+            present = None if all(found) else np.array(found)
+            yield Chunk(spans, first.block, place, range(first.first, last.last), present)
+
+    def _together(
+        self, contributions: Sequence[Contribution], by_rows: Collection[int], whole_keys: bool
+    ) -> Iterator[list[Span]]:
+        """Spans cut and joined to what is summed at once."""
+        together: list[Span] = []
+        begin, storage = 0, self._storage
+        for span in self._spans(contributions, by_rows):
+            first, device = span.first, storage.slots[span.first].block.weights.device
+            at_once = _AT_ONCE if device.type == "cpu" else sys.maxsize
+            while first < span.end:
+                is_next = bool(together) and storage.is_next(together[-1].end - 1, first)
+                is_bound = is_next and whole_keys and storage.continues_key(first)
+                if together and not is_bound and not (is_next and storage.ends[first] - begin <= at_once):
+                    yield together
+                    together = []
+                if not together:
+                    begin = storage.slots[first].start
+                end = bisect_right(storage.ends, begin + at_once, first + 1, span.end)
+                while whole_keys and end < span.end and storage.continues_key(end):
+                    end += 1
+                together.append(span._replace(first=first, end=end))
+                first = end
+        if together:
+            yield together
+
+    def _spans(self, contributions: Sequence[Contribution], by_rows: Collection[int]) -> Iterator[Span]:
+        """Cut what was given where the ranks that give it, or their runs, or the keys with rows, change."""
+        keys = {key for given in contributions for key in given.rows}
+        homes = [self._storage.homes[key] for key in sorted(keys.difference(by_rows))] if keys else []
+        bounds = [[(run.first, run.end) for run in given.runs] for given in contributions]
+        if not homes and all(own == bounds[0] for own in bounds[1:]):
+            for runs in zip(*(given.runs for given in contributions), strict=True):
+                yield Span(runs[0].first, runs[0].end, list(zip(contributions, runs, strict=True)))
+            return
+        pairs = [(home.slot, home.end_slot) for home in homes] + [pair for own in bounds for pair in own]
+        cuts = sorted({edge for pair in pairs for edge in pair})
+        at = [0] * len(contributions)
+        for first, end in pairwise(cuts):
+            sparse = [home for home in homes if home.slot <= first < home.end_slot]
+            given: list[tuple[Contribution, Run | None]] = []
+            for number, one in enumerate(contributions):
+                while at[number] < len(one.runs) and one.runs[at[number]].end <= first:
+                    at[number] += 1
+                run = one.runs[at[number]] if at[number] < len(one.runs) else None
+                if run is not None and run.first <= first:
+                    given.append((one, run))
+                elif any(home.key in one.rows for home in sparse):
+                    given.append((one, None))
+            if given:
+                yield Span(first, end, given, sparse)
+
+    def total(self, chunk: Chunk, out: Tensor | None = None) -> Tensor:
+        """The sum over ranks of scale · numbers of a chunk with zeros as padding, in the dtype to compute in.
+
+        Equal scales, the usual case, are applied once to the sum: then the result has the same bits whether ranks or
+        the replicas of one process were summed. The result is `out`, scratch memory that the next call overwrites, or
+        what a rank gave as scratch.
+        """
+        place, slots = chunk.place, self._storage.slots
+        dtype, length = compute_dtype(chunk.block.dtype), place.stop - place.start
+        [span, *others], [(one, run), *more] = chunk.spans, chunk.spans[0].given
+        is_alone = not others and not more and not span.sparse and one.is_scratch
+        if out is None and is_alone and run is not None and isinstance(run.payload, Tensor):
+            own = run.payload[place.start - slots[run.first].start :][:length]
+            if own.dtype == dtype and len(own) == length:
+                return own.mul_(one.scale) if one.scale != 1.0 else own
+        out = self._scratch(chunk.block.weights, dtype, length) if out is None else out
+        for span in chunk.spans:
+            last = slots[span.end - 1]
+            start, used = slots[span.first].start - place.start, last.start + last.piece.used - place.start
+            out[used : self._storage.ends[span.end - 1] - place.start].zero_()
+            body, total = out[start:used], out[:0]
+            common = span.given[0][0].scale if len({one.scale for one, _ in span.given}) == 1 else None
+            for number, (one, run) in enumerate(span.given):
+                values = self._numbers(body, span, one, run, number)
+                values = values * one.scale if common is None else values
+                total = torch.add(total, values, out=body) if number else values
+            if total is not body:
+                body.copy_(total)
+            if common not in (None, 1.0):
+                body.mul_(common)
+        return out
+
+    def _scratch(self, like: Tensor, dtype: torch.dtype, numel: int, number: int = 0) -> Tensor:
         """Flat memory on the device of `like`; the next call with the same number overwrites it."""
         kept = self._memory.get((like.device, dtype, number))
         if kept is None or kept.numel() < numel:
@@ -122,134 +253,34 @@ class Scratch:
             self._memory[like.device, dtype, number] = kept
         return kept[:numel]
 
-
-def sum_into(body: Tensor, dtype: str, parts: Sequence[Part], scratch: Scratch) -> None:
-    """Write Σ over ranks of scale · numbers to `body`, whose dtype is the one to compute in.
-
-    Equal scales, the usual case, are applied once to the sum: then the result has the same bits whether ranks or the
-    replicas of one process were summed.
-
-    Args:
-        dtype: Of the weights, as a Plan names it.
-    """
-    common = parts[0].scale if len({part.scale for part in parts}) == 1 else None
-    plain = [p.payload for p in parts if isinstance(p.payload, Tensor) and not p.rows]
-    if common is not None and len(plain) == len(parts):
-        if plain[0].dtype != body.dtype:
-            plain = [payload.to(body.dtype) for payload in plain]
-        if len(plain) == 1:
-            body.copy_(plain[0])
+    def _numbers(self, body: Tensor, span: Span, one: Contribution, run: Run | None, number: int) -> Tensor:
+        """What a rank gave to the elements of a span, in the dtype of `body`; that of the first rank may lie there."""
+        slot, payload = self._storage.slots[span.first], None
+        if run is not None and isinstance(run.payload, Tensor):
+            payload = run.payload[slot.start - self._storage.slots[run.first].start :][: len(body)]
+            if not span.sparse:
+                return payload if payload.dtype == body.dtype else payload.to(body.dtype)
+        values = self._scratch(body, body.dtype, len(body), 1) if number else body
+        if payload is not None:
+            values.copy_(payload)
+        elif run is None:
+            values.zero_()
         else:
-            torch.add(plain[0], plain[1], out=body)
-            for payload in plain[2:]:
-                body.add_(payload)
-    else:
-        for rank, part in enumerate(parts):
-            values = _numbers(body, dtype, part, scratch)
-            if common is None:
-                values = values * part.scale
-            if rank:
-                body.add_(values)
-            else:
-                body.copy_(values)
-    if common is not None and common != 1.0:
-        body.mul_(common)
-
-
-def _numbers(body: Tensor, dtype: str, part: Part, scratch: Scratch) -> Tensor:
-    """What a part stands for, in the dtype of `body`."""
-    if isinstance(part.payload, Tensor) and not part.rows:
-        return part.payload.to(body.dtype)
-    values = scratch.get(body, body.dtype, body.numel(), 1)
-    if isinstance(part.payload, Encoded):
-        part.payload.codec.decode(part.payload.data, dtype, values)
-    elif part.payload is None:
-        values.zero_()
-    else:
-        values.copy_(part.payload)
-    for gap in part.zeros:
-        values[gap].zero_()
-    for place, (ids, rows) in part.rows:
-        values[place].zero_().view(-1, rows.shape[1])[ids] = rows.to(body.dtype)
-    return values
-
-
-def sum_rows_of(given: Sequence[tuple[RowSet, float]], dtype: str, num_rows: int) -> RowSet:
-    """Σ over ranks of scale · rows, a left fold in rank order with equal scales applied once, as dense sums.
-
-    Args:
-        given: Rows and their scale, at least one.
-        dtype: Of the weights, as a Plan names it.
-        num_rows: How many rows there are.
-    """
-    common = given[0][1] if len({scale for _, scale in given}) == 1 else None
-    values = [rows.values.to(compute_dtype(dtype)) for rows, _ in given]
-    if common is None:
-        values = [value * scale for value, (_, scale) in zip(values, given, strict=True)]
-    ids, total = given[0][0].ids, values[0]
-    if len(given) > 1:
-        ids, total = torch.cat([rows.ids for rows, _ in given]), torch.cat(values)
-    ids, total = coalesce_rows(ids, total, num_rows)
-    return RowSet(ids, total if common in (None, 1.0) else total * common)
-
-
-def view_payload(plan: Plan, piece: Slice, payload: Payload, codec: Codec | None) -> Tensor | Encoded:
-    """View a payload as the plain numbers of a slice, or as what a codec reads; nothing is copied.
-
-    Raises:
-        ProtocolError: no codec of that kind wrote the bytes.
-        ShapeMismatchError: the payload has another size or dtype than the slice.
-    """
-    if codec is not None:
-        return _encoded(plan, piece, payload, codec)
-    if isinstance(payload, Tensor):
-        if payload.numel() != piece.used or payload.dtype != torch_dtype(piece.dtype):
-            raise ShapeMismatchError(_wrong_size(plan, piece, f"{payload.dtype}[{payload.numel()}]"))
-        return payload
-    if payload.nbytes != piece.nbytes:
-        raise ShapeMismatchError(_wrong_size(plan, piece, f"{payload.nbytes} bytes"))
-    if not piece.used:
-        return torch.empty(0, dtype=torch_dtype(piece.dtype))
-    return torch.frombuffer(payload, dtype=torch_dtype(piece.dtype))
-
-
-def _encoded(plan: Plan, piece: Slice, payload: Payload, codec: Codec) -> Encoded:
-    data = payload
-    if not isinstance(payload, Tensor):
-        empty = torch.empty(0, dtype=torch.uint8)
-        data = torch.frombuffer(payload, dtype=torch.uint8) if len(payload) else empty
-    if data.dtype != torch.uint8 or data.numel() != codec.encoded_nbytes(piece.used, piece.dtype):
-        got = f"{data.numel()} bytes compressed by {codec.spec()}"
-        raise ShapeMismatchError(_wrong_size(plan, piece, got))
-    codec.check_payload(data, piece.dtype, piece.used)  # in the middle of an update it would be too late
-    return Encoded(codec, data)
-
-
-def _wrong_size(plan: Plan, piece: Slice, got: str) -> str:
-    names = ", ".join(repr(plan.specs[segment.key].key) for segment in piece.segments[:3])
-    return f"slice {piece.index} (of {names}) takes {piece.dtype}[{piece.used}], got {got}"
-
-
-def same_payload(a: Payload, b: Payload) -> bool:
-    """Whether two payloads of one slice are the same contribution."""
-    if isinstance(a, Encoded) and isinstance(b, Encoded):
-        return a.codec == b.codec and torch.equal(a.data, b.data)
-    if isinstance(a, SparsePayload) and isinstance(b, SparsePayload):
-        return a.rows.keys() == b.rows.keys() and all(
-            _same_bits(x, y) for x, y in zip(_tensors_of(a), _tensors_of(b), strict=True)
-        )
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return a is b or _same_bits(a, b)
-    return False
-
-
-def _tensors_of(payload: SparsePayload) -> Iterable[Tensor | None]:
-    return [payload.dense, *(tensor for _, rows in sorted(payload.rows.items()) for tensor in rows)]
-
-
-def _same_bits(a: Tensor | None, b: Tensor | None) -> bool:
-    if a is None or b is None:
-        return a is b
-    if a.shape != b.shape or not a.numel():  # an empty tensor may have strides that no view as bytes allows
-        return a.shape == b.shape
-    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+            assert isinstance(run.payload, Encoded)
+            run.payload.codec.decode(run.payload.data, slot.block.dtype, values)
+            # One bit cannot say zero, and a residual may speak up where the rank gave nothing.
+            end = 0
+            for segment in slot.piece.segments:
+                values[end : segment.start].zero_()
+                end = segment.start + segment.numel
+                if slot.unit.first_key + segment.key in one.absent:
+                    values[segment.start : end].zero_()
+        for home in span.sparse:
+            found = one.rows.get(home.key)
+            low, high = max(home.part.start, slot.start), min(home.part.stop, slot.start + len(body))
+            if found is not None and low < high:
+                edges = [(edge - home.part.start) // home.width for edge in (home.part.start, low, high)]
+                [_, (ids, rows), _] = cut_rows(found, edges)
+                part = values[low - slot.start : high - slot.start].zero_()
+                part.view(-1, home.width)[ids] = rows.to(body.dtype)
+        return values

@@ -1,6 +1,6 @@
-"""Some rows of some of the keys in one slice: as bytes and back, and which have changed.
+"""What is given to a slice: plain numbers, what a codec wrote, or some rows of some of its keys; as bytes and back.
 
-In a contribution, or as new values, they are
+Rows, in a contribution or as new values, are
 
     head      int32: number of segments that follow, 0
     segments  int32 each: position in the slice, number of rows (or elements), form, 0
@@ -15,25 +15,49 @@ from __future__ import annotations
 
 import itertools
 import struct
-from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kvstore_server.codec import Codec
-from kvstore_server.errors import ProtocolError
+from kvstore_server.codec import Codec, torch_dtype
+from kvstore_server.errors import ProtocolError, ShapeMismatchError
 from kvstore_server.plan import ITEM_SIZE, Plan, Slice, row_numel
 from kvstore_server.protocol.buffers import payload_bytes
 from kvstore_server.protocol.control import pack_control
 from kvstore_server.protocol.messages import Payload
-from kvstore_server.reduction import Encoded, RowSet, SparsePayload, torch_dtype, view_payload
 
 ROWS = "rows"
 PACKED_ROWS = pack_control({"type": ROWS})
 """What takes the place of a codec's description for such payloads."""
+
+
+class Encoded(NamedTuple):
+    """A compressed payload and how to read it."""
+
+    codec: Codec
+    data: Tensor
+    """uint8, as long as the codec says."""
+
+
+class RowSet(NamedTuple):
+    """Some rows of a key, or of a block of its rows."""
+
+    ids: Tensor
+    """int64, distinct and ascending, counted from the first row of the block."""
+    values: Tensor
+    """(number of ids, elements of a row)."""
+
+
+class SparsePayload(NamedTuple):
+    """What a rank gives to a slice of which it has only some rows of some keys."""
+
+    rows: Mapping[int, RowSet]
+    """Position of a segment in the slice → its rows."""
+    dense: Tensor | None
+    """The other segments, `used` elements; None where there are none."""
 
 
 Parts: TypeAlias = Mapping[int, RowSet | Tensor]
@@ -107,7 +131,26 @@ def read_payload(
     """
     if isinstance(form, RowForm):
         return as_contribution(piece, decode_rows(plan, piece, payload_bytes(payload)))
-    return view_payload(plan, piece, payload, form)
+    numel, dtype = piece.used, torch_dtype(piece.dtype)
+    if form is not None:
+        numel, dtype = form.encoded_nbytes(numel, piece.dtype), torch.uint8
+    got = f"{payload.nbytes} bytes"
+    fits = payload.nbytes == numel * dtype.itemsize
+    if isinstance(payload, Tensor) and not (fits and payload.dtype == dtype):
+        fits, got = False, f"{payload.dtype}[{payload.numel()}]"
+    if not fits:
+        names = ", ".join(repr(plan.specs[segment.key].key) for segment in piece.segments[:3])
+        how = f" compressed by {form.spec()}" if form else ""
+        raise ShapeMismatchError(
+            f"slice {piece.index} (of {names}) takes {piece.dtype}[{piece.used}], got {got}{how}"
+        )
+    if not isinstance(payload, Tensor):
+        payload = torch.frombuffer(payload, dtype=dtype) if numel else torch.empty(0, dtype=dtype)
+    assert isinstance(payload, Tensor)
+    if form is None:
+        return payload
+    form.check_payload(payload, piece.dtype, piece.used)  # in the middle of an update it would be too late
+    return Encoded(form, payload)
 
 
 def as_contribution(piece: Slice, parts: Parts) -> SparsePayload:
@@ -202,124 +245,50 @@ def _bits(ids: np.ndarray[Any, Any], num_rows: int) -> np.ndarray[Any, Any]:
     return np.packbits(present, bitorder="little")
 
 
-def split_rows(plan: Plan, key: int, ids: Tensor, values: Tensor) -> dict[int, tuple[int, RowSet]]:
-    """Distribute rows of a key over its slices: slice index → (position of the segment, its rows).
+def cut_rows(rows: RowSet, starts: Sequence[int]) -> list[RowSet]:
+    """Cut rows into those from each start up to the next one, counted from there."""
+    cuts = torch.searchsorted(rows.ids, torch.tensor([*starts[1:]], dtype=torch.int64)).tolist()
+    counts = np.diff([0, *cuts, len(rows.ids)]).tolist()
+    ids = torch.split(rows.ids - torch.from_numpy(np.repeat(starts, counts)), counts)
+    return list(map(RowSet, ids, torch.split(rows.values, counts)))
 
-    Every slice of the key gets an entry, with no rows where none are in it: the key has taken part there too.
+
+def split_rows(plan: Plan, rows: Mapping[int, RowSet]) -> dict[int, dict[int, RowSet]]:
+    """Distribute rows of keys over their slices: slice → position of the segment → its rows.
+
+    Every slice of a key gets an entry, with no rows where none are in it: the key has taken part there too.
     """
-    width = row_numel(plan.specs[key])
-    pieces = plan.slices_with(key)
-    positions = [next(at for at, s in enumerate(piece.segments) if s.key == key) for piece in pieces]
-    starts = [piece.segments[at].key_start // width for piece, at in zip(pieces, positions, strict=True)]
-    cuts = torch.searchsorted(ids, torch.tensor(starts[1:], dtype=torch.int64)).tolist()
-    counts = np.diff([0, *cuts, len(ids)]).tolist()
-    local = torch.split(ids - torch.from_numpy(np.repeat(starts, counts)), counts)
-    found = zip(pieces, positions, local, torch.split(values.reshape(len(ids), width), counts), strict=True)
-    return {piece.index: (at, RowSet(own, some)) for piece, at, own, some in found}
+    found: dict[int, dict[int, RowSet]] = {}
+    for key, (ids, values) in rows.items():
+        width, pieces = row_numel(plan.specs[key]), plan.slices_with(key)
+        positions = [next(at for at, s in enumerate(piece.segments) if s.key == key) for piece in pieces]
+        starts = [piece.segments[at].key_start // width for piece, at in zip(pieces, positions, strict=True)]
+        parts = cut_rows(RowSet(ids, values.reshape(len(ids), width)), starts)
+        for piece, position, part in zip(pieces, positions, parts, strict=True):
+            found.setdefault(piece.index, {})[position] = part
+    return found
 
 
-Rows = Mapping[int, Tensor | None]
-"""Position of a segment in a slice → ids of rows, from the first row there, distinct and ascending; None: all."""
-
-VERSIONS_KEPT = 256
-"""Changes of a slice that are remembered one by one."""
-
-
-class RowChanges:
-    """Which rows of a table have changed since a worker was sent its weights.
-
-    The table notes every change as it is made; changes get the table's version when somebody asks. Row ids count for as
-    long as sending rows is cheaper than sending the slice; for what is older, and for changes of all rows, a slice is
-    sent whole. More than what has changed may be named, never less. It costs nothing until `since` is called for the
-    first time.
-    """
-
-    def __init__(self, slices: Sequence[Slice]) -> None:
-        self._slices = {piece.index: piece for piece in slices}
-        self._is_wanted = False
-        self._pending: dict[int, list[Rows] | None] = {}
-        """Slice → changes that have no version yet; None: all of it."""
-        self._entries: dict[int, deque[tuple[int, Rows]]] = {}
-        """Slice → versions, ascending, and what has changed since the one before."""
-        self._kept: dict[int, int] = {}
-        """Slice → the number of ids in its entries."""
-        self._floors: dict[int, int] = {}
-        """Slice → the version up to which nothing is known."""
-
-    def note(self, index: int, position: int | None = None, ids: Tensor | None = None) -> None:
-        """Some rows of a segment of a slice have changed, `ids` as in `Rows`; without a position all of the slice."""
-        if self._is_wanted:
-            before = self._pending.setdefault(index, [])
-            if position is None or before is None:
-                self._pending[index] = None
-            elif ids is None or len(ids):
-                before.append({position: ids})
-
-    def note_segments(self, index: int, changed: Sequence[bool]) -> None:
-        """All of some segments of a slice has changed."""
-        if all(changed):
-            self.note(index)
-            return
-        for position, is_changed in enumerate(changed):
-            if is_changed:
-                self.note(index, position)
-
-    def note_all(self) -> None:
-        """All slices have changed."""
-        for index in self._slices:
-            self.note(index)
-
-    def since(self, index: int, held: int, version: int) -> Rows | None:
-        """What a worker that holds version `held` of a slice must be sent to have `version`, which is the present one.
-
-        Empty where nothing has changed; None where the slice must be sent whole.
-        """
-        if not self._is_wanted:
-            self._is_wanted = True
-            self._floors = dict.fromkeys(self._slices, version)
-        self._stamp(version)
-        if held == version:
-            return {}
-        if held < self._floors[index]:
-            return None
-        newest_first = reversed(self._entries.get(index, ()))
-        return _union([rows for _, rows in itertools.takewhile(lambda entry: entry[0] > held, newest_first)])
-
-    def _stamp(self, version: int) -> None:
-        """What was noted since the last time has happened by now."""
-        for index, noted in self._pending.items():
-            entries = self._entries.setdefault(index, deque())
-            if noted is None:
-                entries.clear()
-                self._kept[index] = 0
-                self._floors[index] = version
-            elif noted:
-                entries.append((version, _union(noted)))
-                self._kept[index] = self._kept.get(index, 0) + _count(entries[-1][1])
-                self._forget_old(index, entries)
-        self._pending.clear()
-
-    def _forget_old(self, index: int, entries: deque[tuple[int, Rows]]) -> None:
-        """Keep no more ids than the slice has elements."""
-        room = self._slices[index].used
-        while self._kept[index] > room or len(entries) > VERSIONS_KEPT:
-            self._floors[index], oldest = entries.popleft()
-            self._kept[index] -= _count(oldest)
+def same_payload(a: Payload, b: Payload) -> bool:
+    """Whether two payloads of one slice are the same contribution."""
+    if isinstance(a, Encoded) and isinstance(b, Encoded):
+        return a.codec == b.codec and torch.equal(a.data, b.data)
+    if isinstance(a, SparsePayload) and isinstance(b, SparsePayload):
+        return a.rows.keys() == b.rows.keys() and all(
+            _same_bits(x, y) for x, y in zip(_tensors_of(a), _tensors_of(b), strict=True)
+        )
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return a is b or _same_bits(a, b)
+    return False
 
 
-def _count(rows: Rows) -> int:
-    return sum(1 if ids is None else len(ids) for ids in rows.values())
+def _tensors_of(payload: SparsePayload) -> list[Tensor | None]:
+    return [payload.dense, *(tensor for _, rows in sorted(payload.rows.items()) for tensor in rows)]
 
 
-def _union(parts: Sequence[Rows]) -> Rows:
-    if len(parts) == 1:
-        return parts[0]
-    found: dict[int, list[Tensor] | None] = {}
-    for rows in parts:
-        for position, ids in rows.items():
-            before = found.setdefault(position, [])
-            if ids is None or before is None:
-                found[position] = None
-            else:
-                before.append(ids)
-    return {at: None if some is None else torch.unique(torch.cat(some)) for at, some in found.items()}
+def _same_bits(a: Tensor | None, b: Tensor | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    if a.shape != b.shape or not a.numel():  # an empty tensor may have strides that no view as bytes allows
+        return a.shape == b.shape
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))

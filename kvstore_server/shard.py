@@ -20,25 +20,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvstore_server.codec import compute_dtype, torch_dtype
 from kvstore_server.errors import ConfigurationError, OptimizerError, ProtocolError
 from kvstore_server.norms import UNCHANGED, Decision, apply_decision, only_segments, partial_of_slice
 from kvstore_server.optimizer import Optimizer, State, States, update_key, update_rows, update_run
 from kvstore_server.optimizer.apply import moves_only_rows, put_rows, takes_rows
 from kvstore_server.optimizer.state import aligned_zeros
 from kvstore_server.plan import Plan, Slice, row_numel
-from kvstore_server.reduction import (
-    Contribution,
-    Encoded,
-    RowSet,
-    Run,
-    SparsePayload,
-    compute_dtype,
-    left_out_by_all,
-    torch_dtype,
-)
-from kvstore_server.rows import Rows
-from kvstore_server.storage import Block, Home, Hypers, Leases, Storage, Undo, Unit
-from kvstore_server.sums import Chunk, Present, Sums
+from kvstore_server.reduction import Chunk, Contribution, Present, Run, Sums, left_out_by_all
+from kvstore_server.rows import Encoded, RowSet, SparsePayload, cut_rows
+from kvstore_server.storage import Block, Home, Hypers, Leases, Rows, Storage, Undo, Unit
 
 __all__ = ["HeldSum", "Leases", "Partial", "Shard", "Unit", "Updater"]
 
@@ -356,8 +347,7 @@ class Shard:
             first, last = (begin - home.part.start) // width, (end - home.part.start) // width
             ids, values = rows
             if len(runs) > 1:
-                cut = slice(*torch.searchsorted(ids, torch.tensor([first, last])).tolist())
-                ids, values = ids[cut] - first, values[cut]
+                [_, (ids, values), _] = cut_rows(rows, [0, first, last])
             part, shape = slice(begin, end), (last - first, *home.spec.shape[1:])
             state = self._key_state(home._replace(first=i, last=j, part=part), optimizer, shape)
 

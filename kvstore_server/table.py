@@ -26,10 +26,11 @@ from kvstore_server.norms import UNCHANGED, Decision, same_decision
 from kvstore_server.optimizer import Optimizer
 from kvstore_server.plan import Plan, Slice, row_numel
 from kvstore_server.protocol import messages as m
-from kvstore_server.reduction import Contribution, RowSet
+from kvstore_server.reduction import Contribution
 from kvstore_server.rounds import SYNCHRONOUS, Mode
-from kvstore_server.rows import Rows, encode_rows
+from kvstore_server.rows import RowSet, encode_rows
 from kvstore_server.shard import HeldSum, Partial, Shard, Updater
+from kvstore_server.storage import Rows
 
 ALL = -1
 """In place of a rank: all of them together."""

@@ -13,7 +13,8 @@ from kvstore_server.norms import UNCHANGED, Decision
 from kvstore_server.optimizer import Optimizer, States
 from kvstore_server.optimizer.torch_family import TorchOptimizer
 from kvstore_server.plan import Plan, Slice
-from kvstore_server.reduction import Contribution, RowSet
+from kvstore_server.reduction import Contribution
+from kvstore_server.rows import RowSet
 from kvstore_server.shard import Shard
 from kvtrainer.errors import ConfigurationError
 from kvtrainer.groups import ParameterGroups

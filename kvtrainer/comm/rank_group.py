@@ -26,7 +26,7 @@ from kvstore_server.errors import (
 )
 from kvstore_server.plan import TensorSpec, check_same
 from kvstore_server.protocol.control import pack_control, unpack_control
-from kvstore_server.reduction import RowSet
+from kvstore_server.rows import RowSet
 
 BUCKET = 25 * 1024 * 1024
 """Bytes that are summed in one collective where nothing else is asked for."""

@@ -16,14 +16,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvstore_server.codec import torch_dtype
 from kvstore_server.errors import KVStoreError, ProtocolError, RoundAbortedError, describe, from_wire
 from kvstore_server.norms import Decision, Guard, Measured, combine
 from kvstore_server.plan import Slice, row_numel
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.buffers import KEYS_PER_MESSAGE, SENT_ALONE, groups, payload_bytes
-from kvstore_server.reduction import RowSet, torch_dtype
 from kvstore_server.rounds import Ints
-from kvstore_server.rows import PACKED_ROWS, decode_rows, encode_rows, split_rows
+from kvstore_server.rows import PACKED_ROWS, RowSet, decode_rows, encode_rows, split_rows
 from kvtrainer.comm.session import Session
 from kvtrainer.comm.tables import RemoteTable, Tables
 
@@ -939,10 +939,7 @@ def _row_slices(
 ) -> dict[int, _Encoded]:
     """The slices that hold a part of a key of which there are only some rows."""
     plan = table.plan
-    found: dict[int, dict[int, RowSet | Tensor]] = {}
-    for key, (ids, of_key) in rows.items():
-        for index, (position, part) in split_rows(plan, key, ids, of_key).items():
-            found.setdefault(index, {})[position] = part
+    found: dict[int, dict[int, RowSet | Tensor]] = {i: {**own} for i, own in split_rows(plan, rows).items()}
     for index, parts in found.items():
         piece = plan.slices[index]
         for position, segment in enumerate(piece.segments):

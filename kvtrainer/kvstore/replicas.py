@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from kvstore_server.codec import Codec
+from kvstore_server.codec import Codec, compute_dtype, torch_dtype
 from kvstore_server.optimizer import coalesce_rows
 from kvstore_server.plan import TensorSpec, row_numel
-from kvstore_server.reduction import RowSet, compute_dtype, torch_dtype
+from kvstore_server.rows import RowSet
 from kvtrainer.kvstore.values import dtype_name, is_sparse
 from kvtrainer.parallel.reducers import make_reducer
 

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvstore_server.codec import torch_dtype
 from kvstore_server.errors import ConfigurationError, KeyNotFoundError, ShapeMismatchError
 from kvstore_server.plan import ITEM_SIZE, TensorSpec
-from kvstore_server.reduction import torch_dtype
 from kvtrainer.comm.tables import RemoteTable
 from kvtrainer.errors import RowIdError
 from kvtrainer.kvstore.base import Key

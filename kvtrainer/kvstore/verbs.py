@@ -20,7 +20,7 @@ from kvstore_server.commands import LONGEST, check_head
 from kvstore_server.errors import ConfigurationError, KeyNotFoundError, OptimizerError, ServerUnreachableError
 from kvstore_server.optimizer import Optimizer, spec_for_store
 from kvstore_server.plan import INTEGERS, TensorSpec
-from kvstore_server.reduction import RowSet
+from kvstore_server.rows import RowSet
 from kvtrainer.comm.client import Client
 from kvtrainer.comm.compressor import Compressor
 from kvtrainer.comm.loopback import LocalEngine

@@ -16,9 +16,10 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.nn.parameter import is_lazy
 
+from kvstore_server.codec import compute_dtype
 from kvstore_server.optimizer import coalesce_rows
 from kvstore_server.plan import Plan, TensorSpec, make_plan, row_numel
-from kvstore_server.reduction import RowSet, compute_dtype
+from kvstore_server.rows import RowSet
 from kvtrainer.errors import ConfigurationError, NotInitializedError, StaleGradientError
 from kvtrainer.kvstore.replicas import ReplicaCompressor, sum_rows
 from kvtrainer.memory.arena import Arena, dtype_name

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvstore_server.norms import Decision, Guard, Measured
 from kvstore_server.plan import Plan
-from kvstore_server.reduction import RowSet
+from kvstore_server.rows import RowSet
 from kvtrainer.errors import ConfigurationError
 from kvtrainer.kvstore.base import KVStoreBase
 from kvtrainer.memory.row_sparse import NO_TABLES, Tables

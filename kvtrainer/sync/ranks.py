@@ -16,11 +16,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from kvstore_server.codec import compute_dtype
 from kvstore_server.hyper import AgreedOptions
 from kvstore_server.norms import Guard
 from kvstore_server.optimizer import Optimizer
 from kvstore_server.plan import Plan, TensorSpec, row_numel
-from kvstore_server.reduction import RowSet, compute_dtype
+from kvstore_server.rows import RowSet
 from kvtrainer.comm.rank_group import RankGroup
 from kvtrainer.errors import ConfigurationError, ProtocolError
 from kvtrainer.kvstore.replicas import sum_rows

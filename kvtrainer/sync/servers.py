@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvstore_server.codec import Codec
+from kvstore_server.codec import Codec, torch_dtype
 from kvstore_server.norms import Decision, Guard
 from kvstore_server.optimizer import Optimizer, States, spec_for_store
 from kvstore_server.plan import Plan, Slice
-from kvstore_server.reduction import RowSet, torch_dtype
+from kvstore_server.rows import RowSet
 from kvtrainer.comm.client import Client
 from kvtrainer.comm.compressor import Compressor
 from kvtrainer.comm.round import Contribution

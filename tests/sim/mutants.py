@@ -19,10 +19,10 @@ from kvstore_server.engine import Engine
 from kvstore_server.hyper import AgreedOptions
 from kvstore_server.norms import Decision
 from kvstore_server.protocol import messages as m
+from kvstore_server.reduction import Sums
 from kvstore_server.rounds import Book, Rounds, Verdict, Waits
 from kvstore_server.sessions import Sessions
 from kvstore_server.shard import Shard
-from kvstore_server.sums import Sums
 from kvstore_server.table import ALL, Table
 from kvtrainer.comm.compressor import Compressor
 

@@ -13,7 +13,8 @@ from kvstore_server.optimizer.gluon import FAMILY
 from kvstore_server.optimizer.state import joined, spread
 from kvstore_server.optimizer.torch_family import ELEMENTWISE
 from kvstore_server.plan import Plan, Segment, Slice, TensorSpec, make_plan
-from kvstore_server.reduction import Contribution, RowSet, Run
+from kvstore_server.reduction import Contribution, Run
+from kvstore_server.rows import RowSet
 from kvstore_server.shard import Shard
 
 SHAPES = [(30,), (0,), (5, 7), (1,), (64,)]

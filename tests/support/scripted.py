@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from kvstore_server.codec import torch_dtype
 from kvstore_server.plan import Plan, TensorSpec, make_plan
 from kvstore_server.protocol import messages as m
-from kvstore_server.reduction import torch_dtype
 from kvtrainer.comm.round import Contribution, Round, Rounds
 from kvtrainer.comm.session import Session, SessionOptions
 from kvtrainer.comm.tables import RemoteTable

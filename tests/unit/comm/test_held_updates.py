@@ -14,7 +14,7 @@ from kvstore_server.codec import make_codec
 from kvstore_server.norms import Decision, Guard, Measured, apply_decision, measure
 from kvstore_server.optimizer import create
 from kvstore_server.plan import Plan
-from kvstore_server.reduction import RowSet
+from kvstore_server.rows import RowSet
 from kvtrainer.errors import ConfigurationError
 from kvtrainer.sync.contract import Gradients, Outcome
 from kvtrainer.sync.servers import StoreExchange

@@ -22,7 +22,7 @@ from kvstore_server.optimizer import Optimizer, create, register, registry
 from kvstore_server.optimizer.base import StateValue
 from kvstore_server.plan import TensorSpec, make_plan
 from kvstore_server.protocol import messages as m
-from kvstore_server.reduction import RowSet, SparsePayload
+from kvstore_server.rows import RowSet, SparsePayload
 from kvstore_server.shard import Shard
 from kvtrainer.comm.client import Client
 from kvtrainer.comm.round import Contribution

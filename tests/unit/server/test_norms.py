@@ -23,7 +23,7 @@ from kvstore_server.norms import (
     same_decision,
 )
 from kvstore_server.plan import Plan, TensorSpec, make_plan
-from kvstore_server.reduction import RowSet
+from kvstore_server.rows import RowSet
 from tests.support.engines import filled, plan_of
 
 INF = math.inf

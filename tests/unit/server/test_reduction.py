@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,8 +11,10 @@ import torch
 from torch import Tensor
 
 from kvstore_server.codec import make_codec
+from kvstore_server.optimizer import create
 from kvstore_server.plan import Slice, TensorSpec, make_plan
-from kvstore_server.reduction import Contribution, Encoded, Part, Run, Scratch, same_payload, sum_into
+from kvstore_server.reduction import Contribution, Run
+from kvstore_server.rows import Encoded, same_payload
 from kvstore_server.shard import Shard
 
 NOTHING: frozenset[int] = frozenset()
@@ -94,22 +97,23 @@ def test_a_single_contribution_is_decoded_and_scaled() -> None:
 
 
 def test_a_sum_does_not_see_what_the_one_before_left_in_memory() -> None:
-    scratch, body = Scratch(), torch.empty(PIECE.used)
-    sum_into(body, "float32", [Part(encoded("1bit", ones(9.0)), 1.0)] * 3, scratch)
-    sum_into(body, "float32", [Part(encoded("2bit", ones(0.0)), 1.0)], scratch)
-    assert not body.any()
+    shard = Shard()
+    unit = shard.add(PLAN)
+    shard.assign_sum([given(encoded("1bit", ones(9.0)))] * 3)
+    shard.assign_sum([given(encoded("2bit", ones(0.0)))])
+    assert not shard.visible(unit, 0).any()
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_half_precision_is_decoded_and_summed_in_float32(dtype: str) -> None:
-    [piece] = make_plan([TensorSpec("h", (8,), dtype)], 1).slices
+    plan = make_plan([TensorSpec("h", (8,), dtype)], 1)
+    [piece], shard, optimizer = plan.slices, Shard(), create("test")
     values = torch.full((8,), 1000.0, dtype=getattr(torch, dtype))
     small = encoded("2bit", values, piece, threshold=0.001)
-    payloads = [values, small, small]
-    body = torch.empty(8)
-    sum_into(body, dtype, [Part(payload, 1.0) for payload in payloads], Scratch())
+    unit, parts = shard.add(plan), [given(payload) for payload in (values, small, small)]
+    held = shard.hold(parts, optimizer, [optimizer.hyper], math.inf, unit)
     step = torch.tensor(0.001)
-    assert body.unique().tolist() == [(torch.tensor(values[0].item()) + step + step).item()]
+    assert held.partials[0].value == (torch.tensor(values[0].item()) + step + step).item()
 
 
 def test_payloads_are_the_same_if_codec_and_bytes_are() -> None:

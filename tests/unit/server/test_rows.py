@@ -12,15 +12,14 @@ from torch import Tensor
 from kvstore_server.errors import ProtocolError
 from kvstore_server.plan import Plan, Slice, TensorSpec, make_plan
 from kvstore_server.protocol.buffers import MAX_FRAME
-from kvstore_server.reduction import RowSet
 from kvstore_server.rows import (
-    VERSIONS_KEPT,
-    RowChanges,
+    RowSet,
     as_contribution,
     decode_rows,
     encode_rows,
     split_rows,
 )
+from kvstore_server.storage import VERSIONS_KEPT, RowChanges
 
 DTYPES = {
     "float16": torch.float16,
@@ -93,10 +92,11 @@ def test_few_rows_take_few_bytes() -> None:
 def test_every_slice_of_a_key_gets_its_rows_and_those_without_any_an_empty_part() -> None:
     plan = make_plan([TensorSpec("k", (10_000, 10), "float32")], 3)
     ids = torch.tensor([0, 1, 4_999, 9_999])
-    parts = split_rows(plan, 0, ids, torch.arange(4.0)[:, None].expand(4, 10))
+    parts = split_rows(plan, {0: RowSet(ids, torch.arange(4.0)[:, None].expand(4, 10))})
     assert sorted(parts) == [piece.index for piece in plan.slices]
     found = []
-    for index, (position, rows) in parts.items():
+    for index, own in parts.items():
+        [(position, rows)] = own.items()
         assert position == 0
         first = plan.slices[index].segments[0].key_start // 10
         found += [(int(i) + first, float(v)) for i, v in zip(rows.ids, rows.values[:, 0], strict=True)]

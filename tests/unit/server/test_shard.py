@@ -13,8 +13,8 @@ from kvstore_server.errors import ConfigurationError
 from kvstore_server.norms import Decision
 from kvstore_server.optimizer import Optimizer, create
 from kvstore_server.plan import Plan, TensorSpec, make_plan
-from kvstore_server.reduction import Contribution, Run, SparsePayload
-from kvstore_server.rows import split_rows
+from kvstore_server.reduction import Contribution, Run
+from kvstore_server.rows import RowSet, SparsePayload, split_rows
 from kvstore_server.shard import Shard, Unit
 from tests.support.optimizer_slices import BUILT_IN, Curved, make
 
@@ -131,12 +131,14 @@ def test_rows_have_the_same_bits_on_any_number_of_servers(
             given = []
             for rank in range(2):
                 ids = torch.randperm(rows, generator=torch.Generator().manual_seed(7 * step + rank))[:57]
-                given.append(split_rows(plan, 0, ids.sort().values, filled(57, width, seed=9 * step + rank)))
+                given.append(
+                    split_rows(plan, {0: RowSet(ids.sort().values, filled(57, width, seed=9 * step + rank))})
+                )
             for shard, unit in zip(shards, units, strict=True):
                 parts = [
                     shard.contribution(
                         unit,
-                        {index: SparsePayload(dict([one[index]]), None) for index in unit.slots},
+                        {index: SparsePayload(one[index], None) for index in unit.slots},
                         0.3,
                         frozenset(),
                     )

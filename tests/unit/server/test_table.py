@@ -95,7 +95,7 @@ def test_replacing_the_weights_without_all_their_slices_fails() -> None:
 def test_a_damaged_compressed_payload_is_refused_when_it_comes() -> None:
     codec, plan = make_codec({"type": "2bit"}), make_plan([TensorSpec("k", (4,), "float32")], 1)
     for data, error in (([0b01000000], ProtocolError), ([0, 0], ShapeMismatchError)):
-        with pytest.raises(error, match=r"holds the code 01|2 bytes compressed by"):
+        with pytest.raises(error, match=r"holds the code 01|compressed by"):
             read_payload(plan, plan.slices[0], torch.tensor(data, dtype=torch.uint8), codec)
 
 
