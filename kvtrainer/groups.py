@@ -109,8 +109,8 @@ class ParameterGroups:
         for group in self.live:
             names = self._option_names
             if names is None:
-                names = [n for n in group if n not in _LISTS | NOTES and is_plain(_plain(group[n]))]
-            found = {n: group[n] if type(group[n]) in _AS_IT_IS else _plain(group[n]) for n in names}
+                names = [n for n in group if n not in _LISTS | NOTES and is_plain(plain(group[n]))]
+            found = {n: group[n] if type(group[n]) in _AS_IT_IS else plain(group[n]) for n in names}
             options["groups"].append(found)
         for name in ("lr_mult", "wd_mult"):
             values = [getattr(p, name, None) for p in memory.parameters]
@@ -259,7 +259,10 @@ def collect(params: Any, first: int = 0) -> list[Group]:
                 continue
             for parameter in replicas:
                 if not isinstance(parameter, Tensor) or not parameter.is_leaf:
-                    raise _not_trainable(name, parameter)
+                    what = "a parameter" if name is None else repr(name)
+                    problem = f"{what} is the result of a computation; only leaf tensors can be trained"
+                    is_tensor = isinstance(parameter, Tensor)
+                    raise ConfigurationError(problem if is_tensor else f"{_expected(parameter)} for {what}")
             label = str(first + len(found)) if name is None else name
             if label in found:
                 raise ConfigurationError(f"two parameters are called {label!r}; give each a name of its own")
@@ -282,29 +285,25 @@ def _groups(params: Any) -> list[tuple[Group, Named]]:
         raise ConfigurationError(
             "parameters must come in a list or a dict; got a single tensor, put it in a list"
         )
-    if isinstance(params, Mapping | Module):
-        return [({}, _named(params))]
-    items = list(_ordered(params))
-    if items and all(isinstance(item, dict) for item in items):
-        return [_group(item) for item in items]
-    return [({}, _named(items))]
-
-
-def _group(given: Group) -> tuple[Group, Named]:
-    if "params" not in given:
-        got = ", ".join(map(str, given)) or "nothing"
-        raise ConfigurationError(f"a parameter group needs 'params'; got only {got}")
-    inner = given["params"]
-    options = {name: value for name, value in given.items() if name not in ("params", "param_names")}
-    named = _named([inner] if isinstance(inner, Tensor) else inner)
-    given_names = given.get("param_names")
-    if given_names is None:
-        return options, named
-    if len(given_names) != len(named):
-        raise ConfigurationError(
-            f"a parameter group has {len(named)} parameters but {len(given_names)} param_names; give a name to each"
-        )
-    return options, [(str(name), parameter) for name, (_, parameter) in zip(given_names, named, strict=True)]
+    items = [] if isinstance(params, Mapping | Module) else list(_ordered(params))
+    if not items or not all(isinstance(item, dict) for item in items):
+        return [({}, _named(items or params))]
+    found: list[tuple[Group, Named]] = []
+    for given in items:
+        options = {name: value for name, value in given.items() if name not in ("params", "param_names")}
+        if "params" not in given:
+            got = ", ".join(map(str, given)) or "nothing"
+            raise ConfigurationError(f"a parameter group needs 'params'; got only {got}")
+        inner, names = given["params"], given.get("param_names")
+        named = _named([inner] if isinstance(inner, Tensor) else inner)
+        if names is not None and len(names) != len(named):
+            raise ConfigurationError(
+                f"a parameter group has {len(named)} parameters but {len(names)} param_names; give a name to each"
+            )
+        if names is not None:
+            named = [(str(name), parameter) for name, (_, parameter) in zip(names, named, strict=True)]
+        found.append((options, named))
+    return found
 
 
 def _named(params: Any) -> Named:
@@ -333,26 +332,8 @@ def _ordered(params: Any) -> Iterable[Any]:
     return params
 
 
-def _not_trainable(name: str | None, parameter: Any) -> ConfigurationError:
-    what = "a parameter" if name is None else f"{name!r}"
-    if not isinstance(parameter, Tensor):
-        return ConfigurationError(f"{_expected(parameter)} for {what}")
-    return ConfigurationError(f"{what} is the result of a computation; only leaf tensors can be trained")
-
-
 def _expected(got: Any) -> str:
     return f"expected a Module, or a list or dict of parameters, got {type(got).__name__}"
-
-
-def refuse_ddp(params: Any) -> None:
-    """Raise ConfigurationError if a Trainer with a store is given a DistributedDataParallel module."""
-    given = params["params"] if isinstance(params, dict) and "params" in params else params
-    if _is_ddp(given):
-        raise _sums_twice("the module is wrapped in DistributedDataParallel")
-    if isinstance(given, list | tuple):
-        for item in given:
-            if isinstance(item, dict) and _is_ddp(item.get("params")):
-                raise _sums_twice("the module of a parameter group is wrapped in DistributedDataParallel")
 
 
 def refuse_parameters_of_ddp(parameters: Sequence[Tensor]) -> None:
@@ -367,8 +348,10 @@ def refuse_parameters_of_ddp(parameters: Sequence[Tensor]) -> None:
     if _wrapped_in_ddp(ids):
         gc.collect()  # a wrapper that nobody uses any more does not count
     if found := _wrapped_in_ddp(ids):
-        raise _sums_twice(
-            f"{found} of the {len(parameters)} parameters belong to a DistributedDataParallel module"
+        raise ConfigurationError(
+            f"{found} of the {len(parameters)} parameters belong to a DistributedDataParallel module, which averages "
+            "gradients over ranks in every backward pass, and the kvstore would sum them once more; give the Trainer "
+            "kvstore=None, or the module without the wrapper"
         )
 
 
@@ -381,17 +364,6 @@ def _wrapped_in_ddp(ids: set[int]) -> int:
     kinds = {found for found in set(map(type, things)) if kind in found.__mro__}
     wrappers = [thing for thing in things if type(thing) in kinds] if kinds else []
     return len(ids & {id(p) for wrapper in wrappers for p in wrapper.module.parameters()})
-
-
-def _is_ddp(thing: object) -> bool:
-    return torch.distributed.is_available() and isinstance(thing, torch.nn.parallel.DistributedDataParallel)
-
-
-def _sums_twice(what: str) -> ConfigurationError:
-    return ConfigurationError(
-        f"{what}, which averages gradients over ranks in every backward pass, and the kvstore would sum them once "
-        "more; give the Trainer kvstore=None, or the module without the wrapper"
-    )
 
 
 def make_groups(params: Any, optimizer: Optimizer, given: object, first: int = 0) -> list[Group]:
@@ -437,12 +409,11 @@ def _groups_of(instance: torch.optim.Optimizer, groups: Sequence[Group]) -> list
 
 
 def _with_checked_options(group: Group, optimizer: Optimizer) -> Group:
-    notes = {name: value for name, value in group.items() if name in NOTES}
-    kept = {name: group[name] for name in ("params", "param_names", COPIES) if name in group}
-    options = {name: value for name, value in group.items() if name not in notes and name not in kept}
+    kept = {name: group[name] for name in group if name in _LISTS | NOTES}
+    options = {name: value for name, value in group.items() if name not in kept}
     if isinstance(optimizer, TorchOptimizer) and optimizer.is_foreign:
         optimizer.check_foreign(options)
-        return {**kept, **notes, **check_options(optimizer, options)}
+        return {**kept, **check_options(optimizer, options)}
     # Of the optimizer's own numbers only the names count here, and the pair of betas, of which one may be given.
     known = {name: optimizer.hyper[name] if name == "betas" else None for name in option_names(optimizer)}
     options = canonical_options(options, known, optimizer.registered_name)
@@ -451,7 +422,7 @@ def _with_checked_options(group: Group, optimizer: Optimizer) -> Group:
             f"a parameter group has lr={options['lr']!r}, but {optimizer.lr_scheduler!r} decides the learning rate of "
             "every group; leave it out, and give parameters a lr_mult where theirs shall differ"
         )
-    return {**kept, **notes, **check_options(optimizer, options)}
+    return {**kept, **check_options(optimizer, options)}
 
 
 def option_names(optimizer: Optimizer) -> tuple[str, ...]:
@@ -465,7 +436,7 @@ def kept_entries(group: Mapping[str, Any], optimizer: Optimizer) -> dict[str, An
     if is_foreign(optimizer):
         return found
     known = {*option_names(optimizer), *NOTES}
-    return {name: value for name, value in found.items() if name in known or is_plain(_plain(value))}
+    return {name: value for name, value in found.items() if name in known or is_plain(plain(value))}
 
 
 def check_options(optimizer: Optimizer, options: dict[str, Any]) -> dict[str, Any]:
@@ -474,15 +445,14 @@ def check_options(optimizer: Optimizer, options: dict[str, Any]) -> dict[str, An
     Raises:
         ConfigurationError: it does not accept one, or one is not finite.
     """
-    if not options:
-        return {}
-    for name, value in options.items():
-        if is_foreign(optimizer) and name not in _NUMBERS:
-            continue
-        numbers = value if isinstance(value, tuple) else (value,)
+    must_be_finite = _NUMBERS & options.keys() if is_foreign(optimizer) else options
+    for name in must_be_finite:
+        numbers = options[name] if isinstance(options[name], tuple) else (options[name],)
         if any(isinstance(number, float) and not math.isfinite(number) for number in numbers):
-            raise ConfigurationError(f"{optimizer.registered_name}: {name} must be finite, got {value!r}")
-    if is_foreign(optimizer):
+            raise ConfigurationError(
+                f"{optimizer.registered_name}: {name} must be finite, got {options[name]!r}"
+            )
+    if is_foreign(optimizer) or not options:
         return options
     spec = {"name": optimizer.registered_name, "hyper": {**optimizer.plain_hyper(), **options}}
     try:
@@ -492,10 +462,10 @@ def check_options(optimizer: Optimizer, options: dict[str, Any]) -> dict[str, An
     return {name: built.hyper[name] for name in options}
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """A number for a 0-d tensor or a NumPy number: what can travel."""
     if isinstance(value, tuple | list):
-        return tuple(_plain(item) for item in value)
+        return tuple(plain(item) for item in value)
     return value.item() if hasattr(value, "item") and not getattr(value, "shape", ()) else value
 
 

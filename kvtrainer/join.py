@@ -9,7 +9,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from kvstore_server.hyper import effective_hypers, unpack_hypers
+from kvstore_server.hyper import unpack_hypers
 from kvtrainer.errors import ConfigurationError
 from kvtrainer.step import StepPipeline
 from kvtrainer.sync.contract import Outcome
@@ -90,14 +90,9 @@ def _follow_round(pipeline: StepPipeline, hyper: bytes, outcome: Outcome) -> Non
     pipeline.voting = 1.0 if (said.get("limits") or {}).get("checks_finite", False) else None
     try:
         if updated is not None and not exchange.updates_weights:
-            device, scale = memory.devices[0], 1.0 / pipeline.kept_scale(1.0)
-            verdict = pipeline.judge(device, updated, scale)
-            if verdict.decision.skip:
+            scale = 1.0 / pipeline.kept_scale(1.0)
+            if pipeline.update_here(updated, scale, options=said).decision.skip:
                 updated = None
-            else:
-                numbers = effective_hypers(memory.plan, pipeline.groups.optimizer, said)
-                pipeline.apply(device, pipeline.states.here[0], updated, scale, numbers, verdict.decision)
-                memory.share_weights(updated)
         pipeline.count(updated)
     finally:
         pipeline.voting = None

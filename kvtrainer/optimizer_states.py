@@ -23,9 +23,7 @@ from kvtrainer.memory.memory import DeviceMemory, Memory
 from kvtrainer.states.convert import (
     State,
     StateHolder,
-    export_state,
     export_states,
-    import_state,
     import_states,
     initial_state,
     read_state,
@@ -134,12 +132,12 @@ class OptimizerStates:
         holder = self.holder
         return holder if isinstance(holder, JointUpdate) else None
 
-    def current(self) -> Mapping[int, State]:
-        """Fetch the state of every key that was updated; blocks."""
+    def current(self, keys: Sequence[int] | None = None) -> Mapping[int, State]:
+        """Fetch the state of those of the keys (None: of all) that were updated; blocks."""
         if self._pending is not None:
-            return self._pending
+            return {key: state for key, state in self._pending.items() if keys is None or key in keys}
         holder = self.holder
-        return {} if holder is None else export_states(self._memory.plan, holder)
+        return {} if holder is None else export_states(self._memory.plan, holder, keys)
 
     def shown(self) -> Mapping[Tensor, State]:
         """Fetch the state of updated parameters, before the first update initial ones; blocks."""
@@ -151,14 +149,14 @@ class OptimizerStates:
 
     def shown_of(self, parameter: Tensor) -> State:
         """Fetch the state of one parameter as `shown` has it; empty if there is none."""
-        key = self._memory.key_of(parameter)
+        key = self._memory.keys.get(id(parameter))
         if key is None:
             return {}
         if (joint := self.joint) is not None:
             return dict(joint.instance.state.get(parameter, {}))
         optimizer = self._groups.optimizer
         is_new = optimizer.num_update == optimizer.begin_num_update
-        return self._current_of(key) or (self._initial(key) if is_new else {})
+        return self.current([key]).get(key) or (self._initial(key) if is_new else {})
 
     def replace(self, parameter: Tensor, state: Mapping[str, Any]) -> None:
         """Replace the state of one parameter.
@@ -166,7 +164,7 @@ class OptimizerStates:
         Raises:
             ConfigurationError: it is not a parameter of this Trainer, or the state is not one of its kind.
         """
-        key = self._memory.key_of(parameter)
+        key = self._memory.keys.get(id(parameter))
         if key is None:
             raise ConfigurationError("the state of a parameter was assigned that this Trainer does not have")
         if (joint := self.joint) is not None:
@@ -174,14 +172,14 @@ class OptimizerStates:
             return
         plan, optimizer = self._memory.plan, self._groups.optimizer
         found = read_state(state, self._groups.live[plan.specs[key].group], plan, key, optimizer)
-        if not found and not self._current_of(key):
+        if not found and not self.current([key]).get(key):
             return
         holders = self._holders()
         if self._pending is not None or not holders:
             self._pending = {**(self._pending or {}), key: found}
         else:
             for holder, device in holders:
-                import_state(plan, holder, key, found, optimizer, device)
+                import_states(plan, holder, {key: found}, optimizer, device, others_stay=True)
         self._groups.counts.restore_one(key, int(float(found.get("step", 0))), len(self._memory.names))
 
     def follow_instance(self) -> None:
@@ -224,13 +222,6 @@ class OptimizerStates:
             for holder, device in holders:
                 import_states(self._memory.plan, holder, self._pending, self._groups.optimizer, device)
             self._pending = None
-
-    def _current_of(self, key: int) -> State:
-        """The state of one key, empty if it was not updated."""
-        if self._pending is not None:
-            return self._pending.get(key, {})
-        holder = self.holder
-        return {} if holder is None else export_state(self._memory.plan, holder, key)
 
     def _initial(self, key: int) -> State:
         if not self._memory.parameters[key].requires_grad:

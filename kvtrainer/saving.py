@@ -17,14 +17,12 @@ from kvstore_server import lr_scheduler
 from kvstore_server.optimizer import Optimizer
 from kvstore_server.optimizer.torch_family import OWN_COUNT
 from kvtrainer.errors import ConfigurationError, StateMismatchError
-from kvtrainer.groups import check_options, kept_entries, option_names
-from kvtrainer.memory.memory import Memory
+from kvtrainer.groups import check_options, kept_entries, option_names, plain
 from kvtrainer.scaling import scaler_from_state
-from kvtrainer.states.convert import State, momentum_problems, state_problems
+from kvtrainer.states.convert import momentum_problems, state_problems
 from kvtrainer.states.file import SavedParameter, SavedStates
 from kvtrainer.step import StepPipeline
 from kvtrainer.sync.binding import Residuals
-from kvtrainer.types import Group
 
 _log = logging.getLogger(__name__)
 
@@ -60,43 +58,29 @@ def export_own_states(pipeline: StepPipeline) -> SavedStates:
 
 def export_states(pipeline: StepPipeline) -> SavedStates:
     """Take out all that is to be saved; blocks while state is fetched."""
-    own, groups, memory = export_own_states(pipeline), pipeline.groups, pipeline.memory
-    extra, tensors = own.extra, own.tensors
+    own, optimizer = export_own_states(pipeline), pipeline.groups.optimizer
     if (joint := pipeline.states.joint) is not None and any(shared := joint.shared()):
-        extra, tensors = {**extra, _OPTIMIZER: shared[0]}, {**tensors, _OPTIMIZER: shared[1]}
+        own.extra[_OPTIMIZER], own.tensors[_OPTIMIZER] = shared
     options = [
-        {n: _plain(value) for n, value in kept_entries(group, groups.optimizer).items()}
-        for group in groups.live
+        {name: plain(value) for name, value in kept_entries(group, optimizer).items()}
+        for group in pipeline.groups.live
     ]
-    states = pipeline.states.current()
-    parameters = {
-        spec.key: SavedParameter(spec.shape, spec.dtype, spec.group, _counted(states.get(key, {})))
-        for key, spec in enumerate(memory.plan.specs)
-    }
-    described, num_update = _description(groups.optimizer), groups.optimizer.num_update
-    return SavedStates(described, num_update, options, parameters, extra, tensors)
+    states, parameters = pipeline.states.current(), {}
+    for key, spec in enumerate(pipeline.memory.plan.specs):
+        # The step count is a number, so that the file lists it with the parameter.
+        state = {**states[key], "step": int(states[key]["step"])} if key in states else {}
+        parameters[spec.key] = SavedParameter(spec.shape, spec.dtype, spec.group, state)
+    described, num_update = _description(optimizer), optimizer.num_update
+    return SavedStates(described, num_update, options, parameters, own.extra, own.tensors)
 
 
 def check_fit(saved: SavedStates, pipeline: StepPipeline) -> None:
     """Raise StateMismatchError, which names every difference, unless the states fit this Trainer."""
-    groups, optimizer, memory = pipeline.groups.live, pipeline.groups.optimizer, pipeline.memory
     problems = [
-        *_optimizer_problems(saved.optimizer, optimizer, pipeline.states.is_in_store),
-        *_parameter_problems(saved, memory),
-        *_group_problems(saved, groups, memory, optimizer),
+        *_optimizer_problems(saved.optimizer, pipeline),
+        *_parameter_problems(saved, pipeline),
+        *_part_problems(saved, pipeline),
     ]
-    # Entries mean something only where the parameters agree.
-    common = {
-        key: saved.parameters[spec.key].state
-        for key, spec in enumerate(memory.plan.specs)
-        if spec.key in saved.parameters and saved.parameters[spec.key].shape == spec.shape
-    }
-    states = {key: state for key, state in common.items() if state}
-    rows = [saved.groups[p.group] if p else {} for p in map(saved.parameters.get, memory.names)]
-    problems += momentum_problems(states, saved.groups, optimizer)
-    problems += state_problems(states, rows, memory.plan, optimizer)
-    problems += [*_scaler_problems(saved, pipeline), *_schedule_problems(saved, pipeline)]
-    problems += _residual_problems(saved, memory)
     if problems:
         raise StateMismatchError(
             f"the saved states do not fit this Trainer, which is unchanged: {'; '.join(problems)}. Load the states of "
@@ -121,14 +105,24 @@ def as_state_dict(saved: SavedStates, names: Sequence[str]) -> dict[str, Any]:
 
 def adopt_rest(saved: SavedStates, pipeline: StepPipeline) -> None:
     """Take over what is not in a state_dict: numbers of the optimizer as a whole, and what other parts have saved."""
-    _adopt_numbers(pipeline.groups.optimizer, saved)
+    optimizer = pipeline.groups.optimizer
+    for name in ("rescale_grad", "aggregate_num", *_ON_SERVERS):
+        setattr(optimizer, name, saved.optimizer.get(name, getattr(Optimizer, name, None)))
+    optimizer.num_update = saved.num_update
+    theirs = saved.optimizer.get("lr_scheduler")
+    if theirs is None and optimizer.lr_scheduler is not None:
+        _log.warning(
+            "the saved states were made without lr_scheduler, so %r is not used", optimizer.lr_scheduler
+        )
+        optimizer.lr_scheduler = None
+    elif theirs not in (None, _CODE, _description(optimizer).get("lr_scheduler")):
+        optimizer.lr_scheduler = lr_scheduler.create_from_spec(theirs)
     if _SCALER in saved.extra:
-        scaler = scaler_from_state(saved.extra[_SCALER])
-        if scaler is not None and pipeline.loss_scaler is not None:
+        if pipeline.loss_scaler is None:
+            pipeline.loss_scaler = scaler_from_state(saved.extra[_SCALER])
+        else:
             # It knows which scale the present gradients carry, and the script may hold on to it.
             pipeline.loss_scaler.load_state_dict(saved.extra[_SCALER])
-        elif scaler is not None:
-            pipeline.loss_scaler = scaler
     for schedule, state in zip(pipeline.schedules, saved.extra.get(_SCHEDULES, ()), strict=False):
         schedule.load_state_dict(state)
     passes, accumulation = saved.extra.get(_PASSES), pipeline.accumulation
@@ -149,19 +143,9 @@ def saved_residuals(saved: SavedStates, names: Sequence[str]) -> Residuals | Non
     return Residuals(place["rank"], place["num_workers"], first, others)
 
 
-def _adopt_numbers(optimizer: Optimizer, saved: SavedStates) -> None:
-    """Take over what is of the optimizer as a whole: its numbers, its scheduler and the count of updates."""
-    for name in ("rescale_grad", "aggregate_num", *_ON_SERVERS):
-        setattr(optimizer, name, saved.optimizer.get(name, getattr(Optimizer, name, None)))
-    optimizer.num_update = saved.num_update
-    mine, theirs = _scheduler_of(_description(optimizer)), _scheduler_of(saved.optimizer)
-    if theirs is None and mine is not None:
-        _log.warning(
-            "the saved states were made without lr_scheduler, so %r is not used", optimizer.lr_scheduler
-        )
-        optimizer.lr_scheduler = None
-    elif theirs is not None and theirs != mine and theirs != _CODE:
-        optimizer.lr_scheduler = lr_scheduler.create_from_spec(theirs)
+def _section(device: int) -> str:
+    """Name the section of residuals of the replicas on a device (by position)."""
+    return f"{_RESIDUALS} {device}" if device else _RESIDUALS
 
 
 def _description(optimizer: Optimizer) -> dict[str, Any]:
@@ -181,15 +165,12 @@ def _without_scheduler(optimizer: Optimizer) -> Optimizer:
     return alone
 
 
-def _scheduler_of(description: Mapping[str, Any]) -> Any:
-    return description.get("lr_scheduler")
-
-
-def _optimizer_problems(saved: Mapping[str, Any], optimizer: Optimizer, is_in_store: bool) -> Iterator[str]:
+def _optimizer_problems(saved: Mapping[str, Any], pipeline: StepPipeline) -> Iterator[str]:
+    optimizer = pipeline.groups.optimizer
     mine = _description(optimizer)
     if saved["name"] != mine["name"]:
         yield f"the optimizer is {saved['name']!r} in the file and {mine['name']!r} here"
-    for name in _ON_SERVERS if is_in_store else ():
+    for name in _ON_SERVERS if pipeline.states.is_in_store else ():
         default = getattr(Optimizer, name, None)
         theirs, ours = saved.get(name, default), mine.get(name, default)
         if theirs != ours:
@@ -197,58 +178,56 @@ def _optimizer_problems(saved: Mapping[str, Any], optimizer: Optimizer, is_in_st
                 f"{name} is {theirs} in the file and {ours} here, and the optimizer is in the kvstore already, so load "
                 "before the first step"
             )
-    theirs = _scheduler_of(saved)
-    if theirs == _CODE and optimizer.lr_scheduler is None:
+    scheduler = saved.get("lr_scheduler")
+    if scheduler == _CODE and optimizer.lr_scheduler is None:
         yield "the lr_scheduler was a function, which is not saved, so give the Trainer the same lr_scheduler"
-    elif theirs not in (None, _CODE):
+    elif scheduler not in (None, _CODE):
         try:
-            lr_scheduler.create_from_spec(theirs)
+            lr_scheduler.create_from_spec(scheduler)
         except ConfigurationError as error:
             yield f"the lr_scheduler cannot be made here: {error}"
 
 
-def _parameter_problems(saved: SavedStates, memory: Memory) -> Iterator[str]:
-    specs = {spec.key: spec for spec in memory.plan.specs}
-    missing = [repr(name) for name in specs if name not in saved.parameters]
-    unexpected = [repr(name) for name in saved.parameters if name not in specs]
+def _parameter_problems(saved: SavedStates, pipeline: StepPipeline) -> Iterator[str]:
+    """Differences of parameters, groups, and entries of state."""
+    groups, optimizer, plan = pipeline.groups.live, pipeline.groups.optimizer, pipeline.memory.plan
+    names = {spec.key: key for key, spec in enumerate(plan.specs)}
+    missing = [repr(name) for name in names if name not in saved.parameters]
+    unexpected = [repr(name) for name in saved.parameters if name not in names]
     if missing:
         yield f"the file lacks the parameters {', '.join(missing)}"
     if unexpected:
         yield f"the file has the parameters {', '.join(unexpected)}, which this Trainer does not have"
-    for name, parameter in saved.parameters.items():
-        if name in specs and parameter.shape != specs[name].shape:
-            yield f"{name!r} has shape {list(parameter.shape)} in the file and {list(specs[name].shape)} here"
-
-
-def _group_problems(
-    saved: SavedStates, groups: Sequence[Group], memory: Memory, optimizer: Optimizer
-) -> Iterator[str]:
+    common = {key: saved.parameters[name] for name, key in names.items() if name in saved.parameters}
+    for key, theirs in common.items():
+        if theirs.shape != (shape := plan.specs[key].shape):
+            yield f"{plan.specs[key].key!r} has shape {list(theirs.shape)} in the file and {list(shape)} here"
     if len(saved.groups) != len(groups):
         yield f"the file has {len(saved.groups)} parameter groups, this Trainer has {len(groups)}"
-    for spec in memory.plan.specs:
-        parameter = saved.parameters.get(spec.key)
-        if parameter is not None and parameter.group != spec.group:
-            yield f"{spec.key!r} is in group {parameter.group} in the file and in group {spec.group} here"
+    for key, theirs in common.items():
+        if theirs.group != (group := plan.specs[key].group):
+            yield f"{plan.specs[key].key!r} is in group {theirs.group} in the file and in group {group} here"
     for at, options in enumerate(saved.groups):
         known = {name: options[name] for name in option_names(optimizer) if name in options}
         try:
             check_options(_without_scheduler(optimizer), known)
         except ConfigurationError as error:
             yield f"the options of group {at} are not valid here: {error}"
+    # Entries mean something only where the parameters agree.
+    states = {k: row.state for k, row in common.items() if row.shape == plan.specs[k].shape and row.state}
+    yield from momentum_problems(states, saved.groups, optimizer)
+    options_of = {key: saved.groups[row.group] for key, row in common.items()}
+    yield from state_problems(states, options_of, plan, optimizer)
 
 
-def _scaler_problems(saved: SavedStates, pipeline: StepPipeline) -> Iterator[str]:
-    mine = pipeline.loss_scaler
+def _part_problems(saved: SavedStates, pipeline: StepPipeline) -> Iterator[str]:
+    """Differences of what other parts of the Trainer have saved."""
+    scaler, schedules, accumulation = pipeline.loss_scaler, pipeline.schedules, pipeline.accumulation
     try:
-        if _SCALER in saved.extra and scaler_from_state(saved.extra[_SCALER]) and mine is not None:
-            copy.deepcopy(mine).load_state_dict(saved.extra[_SCALER])
+        if _SCALER in saved.extra and scaler_from_state(saved.extra[_SCALER]) and scaler is not None:
+            copy.deepcopy(scaler).load_state_dict(saved.extra[_SCALER])
     except ConfigurationError as error:
-        yield f"{'the saved loss scaler' if mine is None else type(mine).__name__}: {error}"
-
-
-def _schedule_problems(saved: SavedStates, pipeline: StepPipeline) -> Iterator[str]:
-    """Differences of what counts steps and passes."""
-    schedules, accumulation = pipeline.schedules, pipeline.accumulation
+        yield f"{'the saved loss scaler' if scaler is None else type(scaler).__name__}: {error}"
     has = saved.extra.get(_SCHEDULES, [])
     if not isinstance(has, list) or not all(isinstance(state, dict) for state in has):
         yield f"schedules must be a list of states, the file has {has!r:.80}"
@@ -265,13 +244,10 @@ def _schedule_problems(saved: SavedStates, pipeline: StepPipeline) -> Iterator[s
         yield f"backward_passes must be a count, the file has {passes!r:.80}"
     elif accumulation.counts > 1 and passes > (accumulation.total or passes):
         yield f"the file was saved after {passes} backward passes, this Trainer has {accumulation.total} in all"
-
-
-def _residual_problems(saved: SavedStates, memory: Memory) -> Iterator[str]:
     place = saved.extra.get(_RESIDUALS, {"rank": 0, "num_workers": 0})
     if not isinstance(place, dict) or set(place) - {"devices"} != {"rank", "num_workers"}:
         yield f"residuals need the rank and num_workers of their worker, the file has {place!r:.80}"
-    shapes = {spec.key: spec.shape for spec in memory.plan.specs}
+    shapes = {spec.key: spec.shape for spec in pipeline.memory.plan.specs}
     sections = [members for part, members in saved.tensors.items() if part.startswith(_RESIDUALS)]
     for name, value in (item for members in sections for item in members.items()):
         if name not in shapes:
@@ -279,19 +255,3 @@ def _residual_problems(saved: SavedStates, memory: Memory) -> Iterator[str]:
         elif tuple(value.shape) != shapes[name]:
             here = list(shapes[name])
             yield f"the residual of {name!r} has shape {list(value.shape)} in the file and {here} here"
-
-
-def _section(device: int) -> str:
-    """Where the residuals of the replicas on a device (by position) are kept."""
-    return f"{_RESIDUALS} {device}" if device else _RESIDUALS
-
-
-def _counted(state: Mapping[str, Any]) -> State:
-    """The step count as a number, so that the file lists it with the parameter."""
-    return {**state, "step": int(state["step"])} if state else {}
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, tuple | list):
-        return [_plain(item) for item in value]
-    return value.item() if hasattr(value, "item") else value

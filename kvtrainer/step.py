@@ -30,7 +30,7 @@ from kvtrainer.errors import (
 from kvtrainer.groups import ParameterGroups
 from kvtrainer.joint_update import JointUpdate
 from kvtrainer.memory.memory import DeviceMemory, Memory
-from kvtrainer.optimizer_states import OptimizerStates, ShardUpdate
+from kvtrainer.optimizer_states import OptimizerStates
 from kvtrainer.parallel.batch import ReplicaLosses
 from kvtrainer.scaling import LossScaler, PlainScaling
 from kvtrainer.schedules.param_schedule import BoundSchedule
@@ -178,7 +178,7 @@ class StepPipeline:
                 updated, verdict = self._reduce(fresh, scale * kept / mean)
                 scale, in_store = 1.0 / kept, exchange.updates_weights
             if updated is not None and not in_store:
-                verdict = self._update_here(updated, scale, again)
+                verdict = self.update_here(updated, scale, again)
                 updated = None if verdict.decision.skip else updated
             elif updated is not None and self.memory.has_replicas:
                 self.memory.share_weights()
@@ -187,23 +187,6 @@ class StepPipeline:
             raise
         self._finish(fresh, updated, verdict)
         return self.last if closure is None else loss
-
-    def step_voting(self, overflows: bool, carried: float, make: Callable[[], Any]) -> None:
-        """Make a step that all workers skip if gradients overflow on any; `overflows` says so of this one's.
-
-        Args:
-            carried: the factor of its loss, which has been taken out of the gradients.
-            make: makes the step.
-        """
-        was_bad, self.voting = self.is_bad, carried
-        self.is_bad = was_bad or overflows
-        try:
-            make()
-        except BaseException:
-            self.is_bad = was_bad
-            raise
-        finally:
-            self.voting = None
 
     def allreduce_grads(self) -> None:
         """Replace every gradient by its sum; see `Trainer.allreduce_grads`."""
@@ -256,7 +239,7 @@ class StepPipeline:
             if not self._is_vetoed:
                 self.memory.gather_sums(present)
         self.is_bad = self.is_bad or self._is_vetoed
-        verdict = self._update_here(present, scale)
+        verdict = self.update_here(present, scale)
         return self._finish(present, None if verdict.decision.skip else present, verdict)
 
     # Before the gradients.
@@ -485,7 +468,7 @@ class StepPipeline:
         own = Verdict()
         if exchange.updates_weights and not exchange.is_sync:
             # Every contribution is an update of its own.
-            own = self.judge(memory.devices[0], fresh, scale)
+            own = self._judge(memory.devices[0], fresh, scale)
             scale = self._limit_own(own.decision, scale)
         limits = self.limits
         veto = own.decision.skip or self.is_bad or (limits.checks_finite and not memory.is_finite())
@@ -521,32 +504,44 @@ class StepPipeline:
                 grad.clamp_(-bound, bound)
         return scale * decision.coef
 
-    def _update_here(
-        self, present: Sequence[bool], scale: float, again: Callable[[], Any] | None = None
+    def update_here(
+        self,
+        present: Sequence[bool],
+        scale: float,
+        again: Callable[[], Any] | None = None,
+        options: dict[str, Any] | None = None,
     ) -> Verdict:
         """Update these keys with their gradients in the arena, limited; nothing happens if they are to be skipped.
 
         Args:
             again: evaluates the loss again.
+            options: the numbers of the update; None for those of the groups.
         """
-        options = self.groups.options(self.memory, present if self.link.num_workers == 1 else None)
+        if options is None:
+            options = self.groups.options(self.memory, present if self.link.num_workers == 1 else None)
         if options != self._effective[0]:
             self._effective = (options, effective_hypers(self.memory.plan, self.groups.optimizer, options))
         numbers, by_device = self._effective[1], [present]
         if self.link.exchange is None and self.memory.has_replicas:
             by_device = list(self.memory.own_present)  # each replica goes its own way
         places = list(zip(self.memory.devices, self.states.here, by_device, strict=False))
-        verdicts = [self.judge(device, own, scale) for device, _, own in places]
+        verdicts = [self._judge(device, own, scale) for device, _, own in places]
         skipped = next((verdict for verdict in verdicts if verdict.decision.skip), None)
         if skipped is not None:
             return skipped
-        for (device, update, own), verdict in zip(places, verdicts, strict=True):
-            self.apply(device, update, own, scale, numbers, verdict.decision, again)
+        for (device, update, own), (_, decision) in zip(places, verdicts, strict=True):
+            if isinstance(update, JointUpdate):
+                update.apply(scale, own, numbers, decision, again)
+            else:
+                update.apply(device.arena.grads, scale, own, numbers, device.rows, decision)
+                if self.link.exchange is None:
+                    device.arena.zeros = frozenset(device.rows)
+            device.arena.mark_updated(own)
         if self.link.exchange is not None and self.memory.has_replicas:
             self.memory.share_weights(present)
         return verdicts[0]
 
-    def judge(self, device: DeviceMemory, present: Sequence[bool], scale: float) -> Verdict:
+    def _judge(self, device: DeviceMemory, present: Sequence[bool], scale: float) -> Verdict:
         """Decide about the gradients in an arena, which are to be multiplied by `scale`."""
         if self.is_bad:
             return Verdict(None, Decision(skip=True))
@@ -607,22 +602,3 @@ class StepPipeline:
             for schedule in self.schedules:
                 if schedule.by == "step":
                     schedule.step()
-
-    def apply(
-        self,
-        device: DeviceMemory,
-        update: ShardUpdate | JointUpdate,
-        present: Sequence[bool],
-        scale: float,
-        numbers: Sequence[Any],
-        decision: Decision,
-        again: Callable[[], Any] | None = None,
-    ) -> None:
-        """Update these keys on one device, in this process."""
-        if isinstance(update, JointUpdate):
-            update.apply(scale, present, numbers, decision, again)
-        else:
-            update.apply(device.arena.grads, scale, present, numbers, device.rows, decision)
-            if self.link.exchange is None:
-                device.arena.zeros = frozenset(device.rows)
-        device.arena.mark_updated(present)

@@ -20,7 +20,7 @@ from kvstore_server.check import is_number
 from kvstore_server.optimizer import Optimizer, spec_for_store
 from kvstore_server.optimizer.torch_family import TorchOptimizer
 from kvtrainer.errors import ArgumentTypeError, ConfigurationError, KVStoreError
-from kvtrainer.groups import ParameterGroups, make_groups, refuse_ddp, refuse_parameters_of_ddp
+from kvtrainer.groups import ParameterGroups, make_groups, refuse_parameters_of_ddp
 from kvtrainer.join import join
 from kvtrainer.kvstore.base import KVStoreBase
 from kvtrainer.memory.row_sparse import RowSparseParameter, claimable, is_row_sparse
@@ -39,7 +39,7 @@ from kvtrainer.states.convert import State
 from kvtrainer.states.file import SavedStates, read_state_file, write_state_file
 from kvtrainer.step import StepPipeline
 from kvtrainer.sync.binding import BUCKETS, Binding
-from kvtrainer.sync.select import Selection, select_store
+from kvtrainer.sync.select import select_store
 from kvtrainer.types import Group, StepResult
 
 __all__ = ["Trainer"]
@@ -127,14 +127,27 @@ class Trainer(torch.optim.Optimizer):
                 f"optimizer_params must be a dict of options by name, got {optimizer_params!r:.80}"
             )
         built = create_optimizer(optimizer, **options)
-        if kvstore is not None:
-            refuse_ddp(params)
         self._param_report: ParamReport | None = None
         if paramwise is not None:
             params, self._param_report = apply_paramwise(params, paramwise, options, built.hyper)
         groups = make_groups(params, built, optimizer)
         row_sparse = claimable(groups)
-        selection = _select(groups, built, kvstore, compression_params, update_on_kvstore, bool(row_sparse))
+        parameters = [p for group in groups for p in group["params"]]
+        if kvstore is not None:
+            refuse_parameters_of_ddp(parameters)
+        selection = select_store(
+            kvstore,
+            update_on_kvstore,
+            compression_params,
+            built.aggregate_num,
+            max([p.numel() for p in parameters if type(p) is Parameter or not is_lazy(p)], default=0),
+            has_row_sparse=bool(row_sparse),
+            devices=devices_of(groups),
+            replicas=policy_of(groups),
+            is_joint=isinstance(built, TorchOptimizer) and built.is_joint,
+        )
+        if selection.updates_weights and isinstance(built, TorchOptimizer):
+            spec_for_store(built)  # raises if it cannot travel
         instance = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
         self._groups = ParameterGroups([list(group["param_names"]) for group in groups], built, instance)
         super().__init__([spread(group) for group in groups], self._groups.defaults)
@@ -242,8 +255,22 @@ class Trainer(torch.optim.Optimizer):
         return self._pipeline.step(batch_size, ignore_stale_grad, closure, scaling)
 
     def _step_voting(self, overflows: bool, carried: float, *args: Any, **kwargs: Any) -> StepResult:
-        """Make a step for a GradScaler: all workers skip it if gradients overflow on any; see `step_voting`."""
-        self._pipeline.step_voting(overflows, carried, partial(self.step, *args, **kwargs))
+        """Make a step for a GradScaler: all workers skip it if gradients overflow on any.
+
+        Args:
+            overflows: whether this worker's do.
+            carried: the factor of its loss, which has been taken out of the gradients.
+        """
+        pipeline = self._pipeline
+        was_bad, pipeline.voting = pipeline.is_bad, carried
+        pipeline.is_bad = was_bad or overflows
+        try:
+            self.step(*args, **kwargs)
+        except BaseException:
+            pipeline.is_bad = was_bad
+            raise
+        finally:
+            pipeline.voting = None
         assert self.last is not None
         return self.last
 
@@ -825,43 +852,11 @@ class Trainer(torch.optim.Optimizer):
                 accumulation.pending,
                 accumulation.counts,
             )
-        waiting = [one for one in self._pipeline.schedules if one.by == "epoch" and not _has_moved(one)]
+        # As far as their states say so.
+        told = [one.state_dict() for one in self._pipeline.schedules if one.by == "epoch"]
+        waiting = [state for state in told if not state.get("count", state.get("last_epoch", 1))]
         if waiting and self.last is not None:
             _log.warning(
                 "no epoch was ended, so %d schedules that go by epoch never moved; call end_epoch() after each epoch",
                 len(waiting),
             )
-
-
-def _select(
-    groups: Sequence[Group],
-    optimizer: Optimizer,
-    kvstore: str | KVStoreBase | None,
-    compression_params: dict[str, Any] | None,
-    update_on_kvstore: bool | None,
-    has_row_sparse: bool,
-) -> Selection:
-    """Decide which store synchronises these groups, and where the optimizer runs; see `select_store`."""
-    parameters = [p for group in groups for p in group["params"]]
-    if kvstore is not None:
-        refuse_parameters_of_ddp(parameters)
-    selection = select_store(
-        kvstore,
-        update_on_kvstore,
-        compression_params,
-        optimizer.aggregate_num,
-        max([p.numel() for p in parameters if type(p) is Parameter or not is_lazy(p)], default=0),
-        has_row_sparse=has_row_sparse,
-        devices=devices_of(groups),
-        replicas=policy_of(groups),
-        is_joint=isinstance(optimizer, TorchOptimizer) and optimizer.is_joint,
-    )
-    if selection.updates_weights and isinstance(optimizer, TorchOptimizer):
-        spec_for_store(optimizer)
-    return selection
-
-
-def _has_moved(schedule: BoundSchedule) -> bool:
-    """Tell whether a schedule was ever advanced, as far as its state says so."""
-    state = schedule.state_dict()
-    return bool(state.get("count", state.get("last_epoch", 1)))

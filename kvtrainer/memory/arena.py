@@ -335,7 +335,7 @@ def _check_parameters(
     parameters: Sequence[Parameter], names: Sequence[str], here: Sequence[Parameter], resident: Sequence[bool]
 ) -> None:
     """Raise ConfigurationError unless the data of all parameters `here` can be moved into one arena."""
-    home = parameters[0].device
+    home, names_here = parameters[0].device, list(compress(names, resident))
     is_plain = (
         home.type in ("cpu", "cuda")
         and set(map(type, here)) <= {Parameter}
@@ -343,12 +343,18 @@ def _check_parameters(
         and {p.layout for p in here} <= {torch.strided}
         and all([p.is_contiguous() for p in here])
     )
-    # Each of these relies on the ones before it having found nothing.
-    problems = [] if is_plain else list(_off_device(parameters, names))
-    if not is_plain and not problems:
-        rows = zip(compress(names, resident), here, strict=True)
-        problems = [f"{name!r} {problem}" for name, p in rows if (problem := _problem_with(p))]
-    problems = problems or list(_overlaps(here, list(compress(names, resident))))
+    problems = []
+    if not is_plain:
+        problems = [
+            f"{name!r} is on {p.device} but {names[0]!r} is on {home}; one trainer works on one device, so move the "
+            "whole model there first"
+            for p, name in zip(parameters, names, strict=True)
+            if p.device != home
+        ]
+        rows = zip(names_here, here, strict=True)
+        problems = problems or [f"{name!r} {problem}" for name, p in rows if (problem := _problem_with(p))]
+    # It relies on all being dense and on one device.
+    problems = problems or list(_overlaps(here, names_here))
     if problems:
         raise ConfigurationError(f"the trainer cannot hold these parameters: {'; '.join(problems)}")
 
@@ -363,34 +369,13 @@ def _problem_with(parameter: Parameter) -> str | None:
         return f"is on device {parameter.device}; move the model to cpu or cuda first"
     if parameter.layout is not torch.strided:
         return f"has layout {parameter.layout}; call .to_dense() first"
-    if not parameter.is_contiguous() and not _is_dense(parameter):
+    # Only what fills one block of memory, in whatever order of dimensions, has the strides that torch gives its like.
+    if torch.empty_like(parameter, device="meta").stride() != parameter.stride():
         return (
             f"has shape {list(parameter.shape)} but strides {list(parameter.stride())}, so its elements "
             "repeat or leave gaps; set parameter.data = parameter.data.contiguous() first"
         )
     return None
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """Tell whether the elements fill one block of memory, each place once, in whatever order of dimensions."""
-    expected = 1
-    dimensions = zip(tensor.stride(), tensor.shape, strict=True)
-    for stride, size in sorted(pair for pair in dimensions if pair[1] != 1):
-        if stride != expected:
-            return tensor.numel() == 0
-        expected *= size
-    return True
-
-
-def _off_device(parameters: Sequence[Parameter], names: Sequence[str]) -> Iterator[str]:
-    """Name the parameters that are not where the first one is."""
-    home = parameters[0].device
-    for parameter, name in zip(parameters, names, strict=True):
-        if parameter.device != home:
-            yield (
-                f"{name!r} is on {parameter.device} but {names[0]!r} is on {home}; one trainer works on one "
-                "device, so move the whole model there first"
-            )
 
 
 def _overlaps(parameters: Sequence[Parameter], names: Sequence[str]) -> Iterator[str]:

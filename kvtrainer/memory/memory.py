@@ -231,12 +231,9 @@ class Memory:
             self._place()
         self.attach()
 
-    def key_of(self, parameter: Tensor) -> int | None:
-        """Find the key of a parameter; None if it is not one of these."""
-        return self._keys.get(id(parameter))
-
     @cached_property
-    def _keys(self) -> dict[int, int]:
+    def keys(self) -> dict[int, int]:
+        """id of a parameter on the first device → its key."""
         return {id(p): key for key, p in enumerate(self.parameters)}
 
     def settle(self) -> None:
@@ -385,16 +382,21 @@ class Memory:
         self._is_summed = True
         if reducer != self._reducer_name:
             self._reducer, self._reducer_name = make_reducer(reducer, self._homes), reducer
-        has_rows = any(device.rows for device in self.devices)
-        summed_rows = {}
-        for key in range(len(self.plan.specs)) if has_rows or compressor is not None else ():
+        has_rows, home, summed_rows = any(device.rows for device in self.devices), self.arena.device, {}
+        for key, spec in enumerate(self.plan.specs) if has_rows or compressor is not None else ():
             given = [device for device, own in zip(self.devices, self.own_present, strict=True) if own[key]]
-            if given and all(key in device.rows for device in given):
-                summed_rows[key] = self._sum_rows(key, given)
-            elif given:
-                pieces = [device.densified(key) for device in self.devices]
-                if compressor is not None:
-                    self._compress(key, given, pieces, compressor)
+            by_rows = [device.rows[key] for device in given if key in device.rows]
+            if given and len(by_rows) == len(given):
+                here = [RowSet(rows.ids.to(home), rows.values.to(home)) for rows in by_rows]
+                summed_rows[key] = sum_rows(here, spec.dtype)
+                continue
+            pieces = [device.densified(key) for device in self.devices] if given else []
+            if by_rows and compressor is not None:
+                flat_sum(pieces)  # rows are not compressed
+            elif given and compressor is not None:
+                rows = zip(self.devices, pieces, strict=True)
+                said = [piece if device in given else None for device, piece in rows]
+                pieces[0].copy_(compressor.merge(spec.key, said))
         if compressor is None:
             for dtype in self.arena.grads:
                 self._reducer.sum([device.arena.grads[dtype] for device in self.devices])
@@ -487,25 +489,6 @@ class Memory:
             parameters = device.parameters if at else placed
             device.arena, device.plan = Arena(parameters, device.names, self.plan), self.plan
         self.arena, self.is_settled = self.devices[0].arena, True
-
-    def _sum_rows(self, key: int, given: Sequence[DeviceMemory]) -> RowSet:
-        """Sum the gradients of one key of which every device that has one has only rows."""
-        home = self.arena.device
-        parts = [device.rows[key] for device in given]
-        here = [RowSet(part.ids.to(home), part.values.to(home)) for part in parts]
-        return sum_rows(here, self.plan.specs[key].dtype)
-
-    def _compress(
-        self, key: int, given: Sequence[DeviceMemory], pieces: Sequence[Tensor], compressor: ReplicaCompressor
-    ) -> None:
-        """Sum what is said of the gradients of one key; where one has only rows, the gradients themselves."""
-        if any(key in device.rows for device in given):
-            flat_sum(pieces)
-            return
-        said = [
-            piece if device in given else None for device, piece in zip(self.devices, pieces, strict=True)
-        ]
-        pieces[0].copy_(compressor.merge(self.plan.specs[key].key, said))
 
 
 def _is_sparse(grad: Tensor | None) -> bool:

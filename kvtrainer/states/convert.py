@@ -5,7 +5,8 @@ Which entries an optimizer keeps is found out by an update of nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -33,17 +34,16 @@ class StateHolder(Protocol):
     def put_state(self, piece: Slice, state: States) -> None: ...
 
 
-def export_state(plan: Plan, holder: StateHolder, key: int) -> State:
-    """Copy the state of one key, by index; empty if it was not updated."""
-    kept = {piece.index: holder.get_state(piece) for piece in plan.slices_with(key)}
-    return _exported(plan, kept, key)
-
-
-def export_states(plan: Plan, holder: StateHolder) -> dict[int, State]:
-    """Copy the state of every key that was updated, by index."""
-    kept = {piece.index: holder.get_state(piece) for piece in plan.slices}
-    found = {key: _exported(plan, kept, key) for key in range(len(plan.specs))}
-    return {key: state for key, state in found.items() if state}
+def export_states(plan: Plan, holder: StateHolder, keys: Sequence[int] | None = None) -> dict[int, State]:
+    """Copy the state of those of the keys (by index; None: of all) that were updated."""
+    pieces = plan.slices if keys is None else [piece for key in keys for piece in plan.slices_with(key)]
+    kept, found = {piece.index: holder.get_state(piece) for piece in pieces}, {}
+    for key in range(len(plan.specs)) if keys is None else keys:
+        parts = _parts(plan, kept, key)
+        if parts and parts[0][0].steps[parts[0][1]]:
+            state: State = joined(parts, plan.specs[key].shape)
+            found[key] = {**state, "step": torch.tensor(float(state["step"]))}
+    return found
 
 
 def read_state(
@@ -89,43 +89,37 @@ def read_states(
 
 
 def import_states(
-    plan: Plan, holder: StateHolder, states: Mapping[int, State], optimizer: Optimizer, device: torch.device
-) -> None:
-    """Replace the state of every key; one without an entry starts afresh. `states` fit the plan, see `read_states`."""
-    kept = {piece.index: States.of_slice(piece, device) for piece in plan.slices}
-    _import(plan, holder, kept, states, optimizer, device)
-
-
-def import_state(
-    plan: Plan, holder: StateHolder, key: int, state: State, optimizer: Optimizer, device: torch.device
-) -> None:
-    """Replace the state of one key, by index; the state fits the plan, see `read_state`."""
-    kept = {piece.index: holder.get_state(piece) for piece in plan.slices_with(key)}
-    _import(plan, holder, kept, {key: state}, optimizer, device)
-
-
-def _import(
     plan: Plan,
     holder: StateHolder,
-    kept: Mapping[int, States],
     states: Mapping[int, State],
     optimizer: Optimizer,
     device: torch.device,
+    *,
+    others_stay: bool = False,
 ) -> None:
-    """Put the state of some keys into that of the slices that they lie in, and that in its place."""
+    """Replace the state of every key; one without an entry starts afresh, or stays as it is.
+
+    `states` fit the plan, see `read_states`.
+    """
+    if others_stay:
+        pieces = [piece for key in states for piece in plan.slices_with(key)]
+        kept = {piece.index: holder.get_state(piece) for piece in pieces}
+    else:
+        kept = {piece.index: States.of_slice(piece, device) for piece in plan.slices}
     has_scalars = optimizer.elementwise and any(not plan.specs[key].shape for key in states)
     of_scalars = _per_element(optimizer) if has_scalars else {"master"}
     for key, state in states.items():
-        shape = plan.specs[key].shape
-
-        def is_per_element(name: str, value: Any, shape: tuple[int, ...] = shape) -> bool:
-            if not optimizer.elementwise or not shape:
-                return name in of_scalars
-            return isinstance(value, Tensor) and value.dim() > 0
-
-        spread(_parts(plan, kept, key), {n: _on(v, device) for n, v in state.items()}, is_per_element)
+        entries = {n: v.to(device) if isinstance(v, Tensor) and v.dim() else v for n, v in state.items()}
+        per_element = of_scalars
+        if optimizer.elementwise and plan.specs[key].shape:
+            per_element = {n for n, v in entries.items() if isinstance(v, Tensor) and v.dim()}
+        spread(_parts(plan, kept, key), entries, partial(_is_among, per_element))
     for index, state_of_slice in kept.items():
         holder.put_state(plan.slices[index], state_of_slice)
+
+
+def _is_among(names: Collection[str], name: str, value: object) -> bool:
+    return name in names
 
 
 def momentum_problems(
@@ -166,19 +160,6 @@ def _parts(plan: Plan, kept: Mapping[int, States], key: int) -> list[tuple[State
         for at, segment in enumerate(piece.segments)
         if segment.key == key
     ]
-
-
-def _exported(plan: Plan, kept: Mapping[int, States], key: int) -> State:
-    parts = _parts(plan, kept, key)
-    if not parts or not parts[0][0].steps[parts[0][1]]:
-        return {}
-    state: State = joined(parts, plan.specs[key].shape)
-    return {**state, "step": torch.tensor(float(state["step"]))}
-
-
-def _on(value: Any, device: torch.device) -> Any:
-    """Move a tensor to the device of the weights; scalars stay where they are."""
-    return value.to(device) if isinstance(value, Tensor) and value.dim() else value
 
 
 def _copied(state: Mapping[str, Any]) -> State:

@@ -12,7 +12,7 @@ from torch import Tensor
 from kvstore_server.optimizer import Optimizer, create, register
 from kvstore_server.optimizer.base import StateValue
 from kvtrainer.errors import OptimizerError, ProtocolError
-from kvtrainer.states.convert import export_state
+from kvtrainer.states.convert import export_states
 from kvtrainer.sync.contract import Gradients
 from kvtrainer.sync.servers import StoreExchange
 from tests.support.engines import client_of, filled, plan_of, views
@@ -126,7 +126,7 @@ def test_a_state_of_another_shape_is_refused_and_changes_nothing() -> None:
     bucket, other = plan.slices_with(2)[0], plan.slices_with(1)[0]
     with pytest.raises(ProtocolError):
         exchange.put_state(bucket, exchange.get_state(other))
-    assert export_state(plan, exchange, 2)["exp_avg"].shape == (7, 13)
+    assert export_states(plan, exchange)[2]["exp_avg"].shape == (7, 13)
 
 
 @register
@@ -166,7 +166,7 @@ def test_an_update_that_raises_on_one_server_leaves_no_trace_on_any(num_servers:
     with pytest.raises(OptimizerError, match=r"'raising_at_two'.*ValueError"):
         exchange.run(Gradients(filled(plan, normal(2)), {}, 0.5, frozenset()), weights, b"")
     assert torch.equal(weights["float32"], before["float32"])
-    assert [export_state(plan, exchange, key)["step"] for key in range(len(SHAPES))] == [1] * len(SHAPES)
+    assert [state["step"] for state in export_states(plan, exchange).values()] == [1] * len(SHAPES)
     for step in range(2, STEPS + 1):
         exchange.run(Gradients(filled(plan, normal(step)), {}, 0.5, frozenset()), weights, b"")
     assert_same(views(plan, weights), expected)

@@ -13,7 +13,7 @@ from kvstore_server.plan import Plan, TensorSpec, make_plan
 from kvstore_server.shard import Shard
 from kvtrainer.errors import ConfigurationError
 from kvtrainer.optimizer_states import ShardUpdate
-from kvtrainer.states.convert import export_state, export_states
+from kvtrainer.states.convert import export_states
 
 SHAPES = {"a": (3, 5), "b": (), "c": (170, 301)}
 
@@ -93,7 +93,7 @@ def test_optimizer_of_whole_keys_gets_each_key_in_its_shape() -> None:
             parameter.grad = 0.5 * part(plan, arenas(plan, 10 + step), key).view(parameter.shape)
             plain.step()
         torch.testing.assert_close(value, parameter.detach(), rtol=0, atol=1e-6)
-    state = export_state(plan, update, 0)
+    state = export_states(plan, update)[0]
     assert state["step"] == 2
     shapes = {name: tuple(value.shape) for name, value in state.items() if name != "step"}
     assert shapes == {"row_var": (3, 1), "col_var": (1, 5)}

@@ -96,7 +96,7 @@ def test_interrupted_update_leaves_what_the_stages_know_as_it_was(
     def interrupted(*_: Any, **__: Any) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(trainer._pipeline, "_reduce" if in_store else "_update_here", interrupted)
+    monkeypatch.setattr(trainer._pipeline, "_reduce" if in_store else "update_here", interrupted)
     with pytest.raises(KeyboardInterrupt):
         trainer.update_params(p.sum())
     monkeypatch.undo()
