@@ -17,6 +17,7 @@ ELEMENTWISE: dict[str, dict[str, Any]] = {
     "nadam": {},
     "rmsprop": {"centered": True},
     "ftrl": {},
+    "sgld": {"learning_rate": 1e-3},
     "torch:NAdam": {"lr": 0.1},
     "torch:Adagrad": {"lr": 0.1, "initial_accumulator_value": 0.5},
 }
@@ -56,7 +57,7 @@ def trainer_of(net: Net, kind: str, uok: bool | None = None, **options: Any) -> 
     return Trainer(net.trained(), kind, options, kvstore=store, update_on_kvstore=uok)
 
 
-def train(net: nn.Module, trainer: Trainer, first: int, steps: int) -> None:
+def train(net: nn.Module, trainer: torch.optim.Optimizer, first: int, steps: int) -> None:
     """Steps whose data depend only on their number."""
     for i in range(first, first + steps):
         generator = torch.Generator().manual_seed(i)

@@ -26,19 +26,6 @@ def test_gradient_is_divided_by_the_batch_size_of_each_step(uok: bool | None) ->
 
 
 @pytest.mark.parametrize("uok", STORES)
-def test_rescale_grad_multiplies_and_momentum_follows_mxnet(uok: bool | None) -> None:
-    """MXNet's own numbers for rescale_grad 2, batch 4, momentum .5, lr 1 and gradients of 1."""
-    p = zeros(1)
-    trainer = trainer_of([p], uok, options={"learning_rate": 1.0, "momentum": 0.5, "rescale_grad": 2.0})
-    seen = []
-    for _ in range(3):
-        backward(p)
-        trainer.step(4)
-        seen.append(p.item())
-    assert seen == [-0.5, -1.25, -2.125]
-
-
-@pytest.mark.parametrize("uok", STORES)
 def test_rescale_grad_set_later_holds_from_the_next_step_on(uok: bool | None) -> None:
     p = zeros(1)
     trainer = trainer_of([p], uok)
@@ -93,20 +80,6 @@ def test_batch_size_may_be_a_numpy_integer() -> None:
     backward(p)
     trainer.step(torch.tensor([4]).numpy()[0])
     assert p.tolist() == [-0.25, -0.25]
-
-
-@pytest.mark.parametrize("uok", [None, False])
-def test_gradients_may_be_clipped_between_reduction_and_update(uok: bool | None) -> None:
-    p = zeros(1)
-    trainer = trainer_of([p], uok)
-    for _ in range(2):
-        backward(p, 8)
-        trainer.allreduce_grads()
-        torch.nn.utils.clip_grad_value_([p], 2.0)
-        trainer.update(4)
-    assert p.item() == -1
-    with pytest.raises(StaleGradientError):
-        trainer.update(4)
 
 
 def test_summed_gradient_that_is_dropped_before_the_update_counts_as_stale() -> None:

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import io
 import math
-import pickle
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
 from torch.nn import Parameter
 
@@ -120,36 +115,6 @@ def test_saving_one_layer_does_not_write_the_whole_arena() -> None:
     assert torch.equal(torch.load(file)["weight"], model[0].weight)
 
 
-def test_safetensors_saves_and_loads_the_model(tmp_path: Path) -> None:
-    model = small_model()
-    arena_of(list(model.parameters()))
-    save_model(model, str(tmp_path / "model.safetensors"))
-    other = small_model()
-    with torch.no_grad():
-        other[0].weight.zero_()
-    arena = arena_of(list(other.parameters()))
-    load_model(other, str(tmp_path / "model.safetensors"))
-    assert torch.equal(other[0].weight, model[0].weight)
-    arena.check_in_place()
-
-
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_copied_or_pickled_model_has_weights_of_its_own(
-    duplicate: Callable[[nn.Sequential], nn.Sequential],
-) -> None:
-    model = small_model()
-    arena = arena_of(list(model.parameters()))
-    twin = duplicate(model)
-    arena.weights["float32"].zero_()
-    assert torch.equal(twin[0].weight, small_model()[0].weight)
-
-
-def test_parameters_outlive_the_arena() -> None:
-    model = small_model()
-    arena_of(list(model.parameters()))
-    assert torch.equal(model[2].weight, small_model()[2].weight)
-
-
 def test_gradients_are_gathered_in_row_major_order_and_absent_pieces_are_zero() -> None:
     torch.manual_seed(3)
     parameters = mixed_parameters()
@@ -183,25 +148,6 @@ def test_scatter_writes_back_in_place_where_present_and_makes_a_missing_gradient
     assert [p.grad.tolist() for p in parameters] == [[4, 4], [1, 1], [4, 4]]
 
 
-@pytest.mark.parametrize("through_arena", [True, False])
-def test_backward_after_an_update_raises_exactly_where_torch_sgd_makes_it_raise(through_arena: bool) -> None:
-    first, second = Parameter(torch.ones(2)), Parameter(torch.ones(2))
-    arena = arena_of([first, second])
-    saves_both = (first * second).sum()
-    saves_none = (first + 1).sum() + (second + 1).sum()
-    saves_first = (first**2).sum()
-    second.grad = torch.ones(2)
-    if through_arena:
-        arena.weights["float32"].add_(-0.1)
-        arena.mark_updated([False, True])
-    else:
-        torch.optim.SGD([first, second], lr=0.1).step()
-    saves_none.backward()
-    saves_first.backward()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        saves_both.backward()
-
-
 def test_arena_built_in_inference_mode_can_still_be_trained() -> None:
     parameter = Parameter(torch.ones(3))
     with torch.inference_mode():
@@ -212,25 +158,6 @@ def test_arena_built_in_inference_mode_can_still_be_trained() -> None:
     arena.gather_grads([True])
     arena.weights["float32"].add_(arena.grads["float32"])
     assert parameter.tolist() == [3, 3, 3]
-
-
-@pytest.mark.parametrize("compile_first", [True, False])
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_compiled_model_sees_updates_whether_compiled_before_or_after(
-    compile_first: bool, backend: str
-) -> None:
-    torch.compiler.reset()
-    model = nn.Linear(3, 2)
-    compiled = torch.compile(model, backend=backend)
-    if compile_first:
-        compiled(torch.ones(1, 3)).sum().backward()
-        model.zero_grad()
-    arena = arena_of(list(model.parameters()))
-    compiled(torch.ones(1, 3)).sum().backward()
-    arena.gather_grads([True, True])
-    assert arena.grads["float32"].sum() == 8
-    arena.weights["float32"].fill_(2)
-    assert compiled(torch.ones(1, 3)).tolist() == [[8, 8]]
 
 
 def test_in_place_check_names_every_parameter_that_was_moved_and_no_other() -> None:

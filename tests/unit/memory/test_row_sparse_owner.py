@@ -229,16 +229,13 @@ def test_whatever_would_touch_its_elements_is_refused(read: str) -> None:
             r"of shape \[5, 2\] was given a torch.strided tensor of shape \[2, 5\]",
         ),
         (((5, 2), "normal"), "init of a RowSparseParameter"),
+        (((5, 2), None, torch.int64), r"got torch\.int64"),
     ],
 )
 def test_wrong_arguments_are_explained(arguments: tuple[Any, ...], said: str) -> None:
+    shape, init, dtype = (*arguments, None, None)[:3]
     with pytest.raises(ConfigurationError, match=said):
-        RowSparseParameter(*arguments)
-
-
-def test_integers_cannot_be_trained() -> None:
-    with pytest.raises(ConfigurationError, match=r"got torch\.int64"):
-        RowSparseParameter((2, 2), dtype=torch.int64)
+        RowSparseParameter(shape, init, dtype=dtype)
 
 
 def test_rows_too_long_for_a_slice_are_refused_when_the_trainer_is_built() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kvtrainer import RowSparseParameter, Trainer, amp
+from kvtrainer import RowSparseParameter, Trainer
 from kvtrainer.errors import (
     ConfigurationError,
     StaleGradientError,
@@ -46,14 +46,6 @@ def test_the_gradient_is_coalesced_and_adds_up_repeated_ids_and_backward_passes(
     grad = table.grad.coalesce()
     assert grad.indices().tolist() == [[0, 1, 3]]
     assert grad.values().flatten().tolist() == [2, 4, 6]
-
-
-def test_one_backward_pass_gives_each_row_once_in_order() -> None:
-    table, _trainer = alone()
-    table.row_sparse_data([2, 0, 2]).sum().backward()
-    assert table.grad is not None
-    assert table.grad._indices().tolist() == [[0, 2]]
-    assert table.grad._values().flatten().tolist() == [1, 2]
 
 
 def test_half_precision_gradients_are_summed_in_float32() -> None:
@@ -101,21 +93,6 @@ def test_a_table_of_several_slices_follows_a_float64_loop(lazy: bool, kvstore: s
     torch.testing.assert_close(
         table.row_sparse_data(torch.arange(SHAPE[0])).double(), expected, rtol=1e-5, atol=1e-6
     )
-
-
-@pytest.mark.parametrize("name", ["torch:SGD", "torch:Adagrad", "torch:SparseAdam"])
-def test_torchs_sparse_optimizers_train_it_as_they_train_an_embedding(name: str) -> None:
-    plain = nn.Embedding(50, 3, sparse=True)
-    table = RowSparseParameter((50, 3), plain.weight.detach().clone())
-    oracle = getattr(torch.optim, name.removeprefix("torch:"))(plain.parameters(), lr=0.1)
-    trainer = Trainer([table], name, {"lr": 0.1})
-    for ids in ([1, 2, 2], [7], [2, 49]):
-        oracle.zero_grad()
-        plain(torch.tensor(ids)).square().sum().backward()
-        oracle.step()
-        table.row_sparse_data(ids).square().sum().backward()
-        trainer.step()
-    torch.testing.assert_close(table.row_sparse_data(torch.arange(50)), plain.weight.detach())
 
 
 @pytest.mark.parametrize("name", ["lamb", "lars", "adamw", "nadam", "torch:AdamW"])
@@ -207,18 +184,6 @@ def test_multipliers_and_grad_req_count() -> None:
     table.row_sparse_data([1]).sum().backward()
     trainer.step(1, ignore_stale_grad=True)
     assert column(table) == [1, 0.5, 1, 1]
-
-
-def test_an_overflow_of_the_loss_scale_changes_nothing() -> None:
-    table, trainer = alone()
-    amp.init_trainer(trainer)
-    (table.row_sparse_data([1]) * float("inf")).sum().backward()
-    trainer.step(1)
-    assert column(table) == [1] * 4
-    with amp.scale_loss(table.row_sparse_data([1]).sum(), trainer) as loss:
-        loss.backward()
-    trainer.step(1)
-    assert column(table) == [1, 0, 1, 1]
 
 
 def test_a_dense_gradient_that_was_assigned_has_all_rows() -> None:

@@ -19,6 +19,11 @@ STORES: list[dict[str, Any]] = [
 ]
 
 
+def places() -> list[dict[str, Any]]:
+    """Those, and a store that the Trainer updates beside."""
+    return [*STORES, {"kvstore": kvstore.create("local"), "update_on_kvstore": False}]
+
+
 class Model(torch.nn.Module):
     """A big table of several slices, a small one in a bucket, and a dense layer."""
 
@@ -180,20 +185,6 @@ def test_lazy_state_goes_on_after_it_was_saved_and_loaded(tmp_path: Any) -> None
     assert torch.equal(table.weight, other.weight)
 
 
-@pytest.mark.parametrize("update_on_kvstore", [None, True, False])
-@pytest.mark.parametrize("kind", ["local", "device"])
-def test_a_store_in_this_process_takes_rows_whoever_updates(
-    kind: str, update_on_kvstore: bool | None
-) -> None:
-    table = Embedding(3, 1, sparse=True)
-    torch.nn.init.zeros_(table.weight)
-    store = kvtrainer.kvstore.create(kind)
-    trainer = Trainer(table, "sgd", {"learning_rate": 1.0}, store, update_on_kvstore=update_on_kvstore)
-    table(torch.tensor([1])).sum().backward()
-    trainer.step(2)
-    assert table.weight.flatten().tolist() == [0.0, -0.5, 0.0]
-
-
 def test_sparse_in_two_dimensions_is_refused_by_name() -> None:
     p = Parameter(torch.zeros(3, 2))
     trainer = Trainer({"table": p}, "sgd", kvstore=None)
@@ -213,35 +204,25 @@ def test_rows_that_are_too_long_to_travel_are_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-@pytest.mark.parametrize("store", [*STORES, {"kvstore": "store object", "update_on_kvstore": False}])
+@pytest.mark.parametrize("store", places())
 @pytest.mark.parametrize("lazy", [True, False])
 def test_rows_are_divided_by_the_batch_size_and_multiplied_by_rescale_grad(
     lazy: bool, store: dict[str, Any], dtype: torch.dtype
 ) -> None:
     table = Embedding(3, 1, sparse=True, dtype=dtype)
     torch.nn.init.zeros_(table.weight)
-    chosen = (
-        {**store, "kvstore": kvtrainer.kvstore.create("local")}
-        if "object" in str(store["kvstore"])
-        else store
-    )
     options = {"learning_rate": 1.0, "rescale_grad": 2.0, "lazy_update": lazy}
-    trainer = Trainer(table, "sgd", options, **chosen)
+    trainer = Trainer(table, "sgd", options, **store)
     table(torch.tensor([1])).sum().backward()
     trainer.step(4)
     assert table.weight.flatten().tolist() == [0.0, -0.5, 0.0]
 
 
-@pytest.mark.parametrize("store", [*STORES, {"kvstore": "store object", "update_on_kvstore": False}])
+@pytest.mark.parametrize("store", places())
 def test_the_loss_scale_is_taken_out_of_rows(store: dict[str, Any]) -> None:
     table = Embedding(3, 1, sparse=True)
     torch.nn.init.zeros_(table.weight)
-    chosen = (
-        {**store, "kvstore": kvtrainer.kvstore.create("local")}
-        if "object" in str(store["kvstore"])
-        else store
-    )
-    trainer = Trainer(table, "sgd", {"learning_rate": 1.0}, **chosen)
+    trainer = Trainer(table, "sgd", {"learning_rate": 1.0}, **store)
     amp.init_trainer(trainer)
     with amp.scale_loss(table(torch.tensor([2])).sum(), trainer) as scaled:
         scaled.backward()
@@ -256,57 +237,6 @@ def test_rows_without_elements_do_no_harm(store: dict[str, Any]) -> None:
     (empty(torch.tensor([1])).sum() + other.sum()).backward()
     trainer.step(1)
     assert other.tolist() == [-1.0, -1.0]
-
-
-@kvtrainer.kvstore.register("dense-sums-only")
-class DenseSums(kvtrainer.kvstore.KVStoreBase):
-    """A third-party store of one worker."""
-
-    def __init__(self, type: str) -> None:
-        self._type = type
-
-    @property
-    def type(self) -> str:
-        return self._type
-
-    @property
-    def rank(self) -> int:
-        return 0
-
-    @property
-    def num_workers(self) -> int:
-        return 1
-
-    def broadcast(self, key: Any, value: Any, out: Any, priority: int = 0) -> None:
-        out.copy_(value)
-
-    def pushpull(self, key: Any, value: Any, out: Any = None, priority: int = 0) -> None:
-        (value if out is None else out).copy_(value)
-
-
-def test_a_third_party_store_is_not_given_sparse_gradients() -> None:
-    table = Embedding(3, 1, sparse=True)
-    trainer = Trainer(table, "sgd", kvstore="dense-sums-only")
-    table(torch.tensor([1])).sum().backward()
-    with pytest.raises(
-        ConfigurationError, match=r"'weight' is row-sparse, but kvstore 'dense-sums-only' sums dense"
-    ):
-        trainer.step(1)
-
-
-def test_rows_that_count_as_dense_are_not_added_to_what_the_store_holds() -> None:
-    """With lazy_update=False the rows become a dense gradient, whose other rows are zero."""
-    net = torch.nn.Embedding(6, 2, sparse=True)
-    before = net.weight.detach().clone()
-    options = {"learning_rate": 0.5, "lazy_update": False}
-    store = kvstore.create("local")
-    trainer = Trainer(net.parameters(), "sgd", options, kvstore=store, update_on_kvstore=False)
-    net(torch.tensor([1, 4, 4])).sum().backward()
-    trainer.step(1)
-    expected = before.clone()
-    expected[1] -= 0.5
-    expected[4] -= 1.0
-    assert torch.equal(net.weight, expected)
 
 
 @pytest.mark.parametrize("name", ["sgd", "torch:SGD", "torch:Adagrad", "torch:SparseAdam"])

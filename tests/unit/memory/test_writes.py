@@ -16,6 +16,7 @@ from kvtrainer import Trainer, amp, kvstore
 from kvtrainer.errors import WeightsWrittenError
 from kvtrainer.memory.arena import EVERY, WHOLE
 from kvtrainer.sync.servers import StoreExchange
+from tests.support.saved_training import same, weights
 
 X = torch.linspace(-1, 1, 15).view(5, 3)
 
@@ -38,14 +39,6 @@ def backward(net: nn.Module) -> None:
 def train(net: nn.Module, trainer: Trainer) -> None:
     backward(net)
     trainer.step(5)
-
-
-def weights(net: nn.Module) -> list[Tensor]:
-    return [p.detach().clone() for p in net.parameters()]
-
-
-def same(one: list[Tensor], other: list[Tensor]) -> bool:
-    return all(a.equal(b) for a, b in zip(one, other, strict=True))
 
 
 @torch.no_grad()

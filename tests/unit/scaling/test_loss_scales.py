@@ -13,9 +13,6 @@ import torch
 from kvtrainer import Trainer, amp
 from kvtrainer.errors import ConfigurationError, StateMismatchError
 from kvtrainer.scaling import (
-    CLEAN_STEPS,
-    FIRST,
-    LARGEST,
     LEAST,
     LossScaler,
     StaticLossScaler,
@@ -237,11 +234,6 @@ def test_anything_else_is_refused(amp: Any) -> None:
         make_loss_scaler(amp)
 
 
-def test_unknown_option_is_named_with_those_that_there_are() -> None:
-    with pytest.raises(ConfigurationError, match="no option 'init_scal'; its options are init_scale"):
-        make_loss_scaler({"init_scal": 8})
-
-
 @pytest.mark.parametrize("option", ["dynamic", 8])
 def test_a_trainer_refuses_the_state_of_another_kind_of_scaler_before_anything_changes(
     tmp_path: Path, option: Any
@@ -264,10 +256,6 @@ def scales(scaler: LossScaler, *overflows: bool) -> list[float]:
         seen.append(scaler.loss_scale)
         scaler.update(overflow)
     return seen
-
-
-def test_numbers_are_mxnets() -> None:
-    assert (FIRST, LARGEST, CLEAN_STEPS) == (2.0**16, 2.0**24, 2000)
 
 
 def test_scale_doubles_after_2000_clean_steps_in_a_row_and_not_beyond_its_limit() -> None:

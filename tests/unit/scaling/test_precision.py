@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor, nn
 
-from kvtrainer import Trainer, kvstore
 from kvtrainer.errors import ArgumentTypeError, ConfigurationError, ShapeMismatchError
 from kvtrainer.precision import copy_grads_to_fp32, copy_params_to_fp16
 
@@ -38,28 +35,6 @@ def test_small_updates_get_lost_in_half_precision_and_not_in_a_float32_copy() ->
     assert half.item() == 1.0
     assert master.item() == pytest.approx(0.99899983, abs=1e-6)
     assert net["p"].item() == pytest.approx(0.99902344, abs=1e-8)
-
-
-@pytest.mark.parametrize("uok", [None, False, True])
-@pytest.mark.parametrize("optimizer", ["sgd", torch.optim.SGD])
-def test_multi_precision_keeps_the_float32_weights_where_the_update_runs(
-    optimizer: Any, uok: bool | None
-) -> None:
-    ends = []
-    for is_multi in (False, True):
-        p = nn.Parameter(torch.ones(1, dtype=torch.float16))
-        store = None if uok is None else kvstore.create("local")
-        options = {
-            "lr" if optimizer is torch.optim.SGD else "learning_rate": 1.0,
-            "multi_precision": is_multi,
-        }
-        trainer = Trainer([p], optimizer, options, kvstore=store, update_on_kvstore=uok)
-        for _ in range(10):
-            p.grad = torch.full((1,), 1e-4, dtype=torch.float16)
-            trainer.step(1)
-        ends.append(p.item())
-        trainer.close()
-    assert ends == [1.0, pytest.approx(0.99902344, abs=1e-8)]
 
 
 def test_weights_are_matched_by_name_whatever_their_order() -> None:

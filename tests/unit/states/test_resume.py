@@ -44,22 +44,9 @@ def goes_on_as_if_never_interrupted(
 
 
 @PLACES
-@pytest.mark.parametrize("kind", ELEMENTWISE)
+@pytest.mark.parametrize("kind", [*ELEMENTWISE, *WHOLE])
 def test_training_goes_on_bit_for_bit_from_a_file(kind: str, uok: bool | None, tmp_path: Path) -> None:
     assert goes_on_as_if_never_interrupted(tmp_path / "states", kind, (uok, uok))
-
-
-@PLACES
-@pytest.mark.parametrize("kind", WHOLE)
-def test_training_with_whole_keys_goes_on_bit_for_bit(kind: str, uok: bool | None, tmp_path: Path) -> None:
-    assert goes_on_as_if_never_interrupted(tmp_path / "states", kind, (uok, uok))
-
-
-@pytest.mark.parametrize("places", [(None, True), (True, False), (False, None)], ids=str)
-def test_file_of_one_place_is_good_for_another(
-    places: tuple[bool | None, bool | None], tmp_path: Path
-) -> None:
-    assert goes_on_as_if_never_interrupted(tmp_path / "states", "adam", places)
 
 
 @pytest.mark.parametrize("kind", ["adam", "lamb"])
@@ -107,11 +94,6 @@ def test_states_of_half_precision_weights_go_on_in_float32(tmp_path: Path) -> No
     assert shown["exp_avg"].equal(expected["exp_avg"])
     train(again, other, 2, 1)
     assert other.state_dict()["state"][1]["step"] == 3
-
-
-def test_noise_of_sgld_goes_on_where_it_was(tmp_path: Path) -> None:
-    """It depends on the count of updates, which is all the state there is."""
-    assert goes_on_as_if_never_interrupted(tmp_path / "states", "sgld", (None, None), learning_rate=1e-3)
 
 
 def test_order_of_parameters_does_not_matter(tmp_path: Path) -> None:

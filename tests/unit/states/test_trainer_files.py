@@ -140,15 +140,6 @@ def test_file_made_without_a_scheduler_takes_it_away_and_says_so(
     assert "made without lr_scheduler" in caplog.text
 
 
-def test_state_dict_too_sets_the_count_of_updates() -> None:
-    net = Net()
-    trainer = trainer_of(net, "adam", begin_num_update=10)
-    train(net, trainer, 0, 3)
-    other = trainer_of(Net(), "adam", begin_num_update=10)
-    other.load_state_dict(trainer.state_dict())
-    assert other.optimizer.num_update == 13
-
-
 def test_subclass_saves_and_restores_parts_of_its_own(tmp_path: Path) -> None:
     class Extended(Trainer):
         restored: Any = None

@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint.state_dict as dcp
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop
 
 from kvtrainer import Trainer, kvstore
 from kvtrainer.errors import ConfigurationError, StateMismatchError
+from tests.support.saved_training import PLACES, Net, same, train, weights
 
-PLACES = pytest.mark.parametrize("uok", [None, False, True], ids=["in-process", "reduced", "in-store"])
 TORCH: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "SGD": (SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.1, "weight_decay": 0.01}),
     "Adam": (Adam, {"lr": 0.1, "amsgrad": True}),
@@ -38,21 +37,6 @@ GLUON: dict[str, dict[str, Any]] = {
 KINDS = [*GLUON, *(f"torch:{name}" for name in TORCH)]
 
 
-class Net(nn.Module):
-    """Parameters of several shapes, a 0-d one first and one that is cut into slices."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.scale = nn.Parameter(torch.tensor(0.5))
-        self.inner = nn.Linear(7, 900)
-        self.outer = nn.Linear(900, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.outer(torch.tanh(self.inner(x))) * self.scale
-        return out
-
-
 def options_of(kind: str) -> dict[str, Any]:
     return GLUON[kind] if kind in GLUON else TORCH.get(kind.removeprefix("torch:"), (None, {}))[1]
 
@@ -64,26 +48,8 @@ def trainer_of(net: nn.Module, kind: str, uok: bool | None = None, **options: An
     )
 
 
-def train(net: nn.Module, optimizer: torch.optim.Optimizer, first: int, steps: int) -> None:
-    """Steps whose data depend only on their number."""
-    for i in range(first, first + steps):
-        generator = torch.Generator().manual_seed(i)
-        optimizer.zero_grad()
-        x = torch.randn(4, 7, generator=generator, dtype=next(net.parameters()).dtype)
-        net(x).square().mean().backward()
-        optimizer.step()
-
-
-def weights(net: nn.Module) -> list[Tensor]:
-    return [p.detach().clone() for p in net.parameters()]
-
-
 def steps_of(trainer: Trainer) -> list[float]:
     return [float(state["step"]) for state in trainer.state_dict()["state"].values()]
-
-
-def same(a: list[Tensor], b: list[Tensor]) -> bool:
-    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
 def reloaded(value: Any) -> Any:
@@ -92,22 +58,6 @@ def reloaded(value: Any) -> Any:
     torch.save(value, buffer)
     buffer.seek(0)
     return torch.load(buffer, weights_only=True)
-
-
-@PLACES
-@pytest.mark.parametrize("kind", KINDS)
-def test_training_goes_on_bit_for_bit_in_a_new_trainer(kind: str, uok: bool | None) -> None:
-    net = Net()
-    trainer = trainer_of(net, kind, uok)
-    train(net, trainer, 0, 3)
-    saved = reloaded({"net": net.state_dict(), "trainer": trainer.state_dict()})
-    train(net, trainer, 3, 3)
-    again = Net()
-    again.load_state_dict(saved["net"])
-    other = trainer_of(again, kind, uok)
-    other.load_state_dict(saved["trainer"])
-    train(again, other, 3, 3)
-    assert same(weights(again), weights(net))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -120,7 +70,7 @@ def test_state_moves_between_process_and_store_and_back(kind: str) -> None:
             if saved is not None:
                 trainer.load_state_dict(saved)
             train(net, trainer, 2 * i, 2)
-            saved = trainer.state_dict()
+            saved = reloaded(trainer.state_dict())
         runs.append(weights(net))
     assert same(runs[0], runs[1])
     assert same(runs[0], runs[2])
@@ -156,15 +106,6 @@ def test_loaded_state_is_a_copy_and_is_shown_before_the_store_has_it() -> None:
     assert trainer.state_dict()["state"][4]["exp_avg"].equal(expected)
     assert trainer.kvstore is not None
     assert trainer.server_stats() == []
-
-
-def test_loading_forgets_the_state_of_before() -> None:
-    net = Net()
-    trainer = trainer_of(net, "adam")
-    fresh = trainer.state_dict()
-    train(net, trainer, 0, 2)
-    trainer.load_state_dict(fresh)
-    assert steps_of(trainer) == [0] * 5
 
 
 @PLACES
@@ -259,25 +200,6 @@ def test_momentum_of_the_other_sgd_is_refused(mine: str, theirs: str) -> None:
     train(net, trainer, 0, 1)
     with pytest.raises(ConfigurationError, match="their momentum differs by a factor of the learning rate"):
         trainer_of(Net(), mine).load_state_dict(trainer.state_dict())
-
-
-@PLACES
-def test_distributed_checkpoint_takes_no_step_of_its_own(uok: bool | None) -> None:
-    net = Net()
-    trainer = trainer_of(net, "adam", uok)
-    dcp.get_optimizer_state_dict(net, trainer)
-    assert steps_of(trainer) == [0] * 5
-    train(net, trainer, 0, 2)
-    trainer.zero_grad()
-    saved = reloaded(dcp.get_optimizer_state_dict(net, trainer))
-    assert float(saved["state"]["scale"]["step"]) == 2
-    again = Net()
-    again.load_state_dict(net.state_dict())
-    other = trainer_of(again, "adam", uok)
-    dcp.set_optimizer_state_dict(again, other, saved)
-    train(net, trainer, 2, 2)
-    train(again, other, 2, 2)
-    assert same(weights(again), weights(net))
 
 
 @pytest.mark.parametrize("copier", [copy.deepcopy, pickle.dumps])

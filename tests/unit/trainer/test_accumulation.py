@@ -26,21 +26,20 @@ def windows(counts: int, total: int | None, passes: int) -> list[tuple[int, bool
     return rows
 
 
-def test_every_third_pass_ends_in_an_update() -> None:
-    assert windows(3, None, 7) == [(3, False), (3, False), (3, True)] * 2 + [(3, False)]
-
-
-def test_last_window_counts_in_full_however_short() -> None:
-    assert windows(3, 10, 10) == [(3, False), (3, False), (3, True)] * 3 + [(1, True)]
-    assert windows(4, 6, 6) == [(4, False)] * 3 + [(4, True), (2, False), (2, True)]
-
-
-def test_total_below_one_window_is_one_window() -> None:
-    assert windows(5, 2, 2) == [(2, False), (2, True)]
-
-
-def test_without_accumulation_every_pass_is_a_window() -> None:
-    assert windows(1, 3, 3) == [(1, True)] * 3
+@pytest.mark.parametrize(
+    ("counts", "total", "expected"),
+    [
+        (3, None, [(3, False), (3, False), (3, True)] * 2 + [(3, False)]),
+        (3, 10, [(3, False), (3, False), (3, True)] * 3 + [(1, True)]),
+        (4, 6, [(4, False)] * 3 + [(4, True), (2, False), (2, True)]),
+        (5, 2, [(2, False), (2, True)]),
+        (1, 3, [(1, True)] * 3),
+    ],
+)
+def test_windows_are_full_but_for_the_last_one_which_counts_in_full(
+    counts: int, total: int | None, expected: list[tuple[int, bool]]
+) -> None:
+    assert windows(counts, total, len(expected)) == expected
 
 
 def test_going_on_within_a_window_is_said(caplog: pytest.LogCaptureFixture) -> None:
@@ -58,9 +57,9 @@ def test_counts_must_be_a_positive_int(given: Any) -> None:
         Accumulation(given)
 
 
-@pytest.mark.parametrize(("done", "total"), [(-1, None), (5, 4), (0, 0)])
-def test_impossible_progress_is_refused(done: int, total: int | None) -> None:
-    with pytest.raises(ConfigurationError, match=f"{done} backward passes of {total} cannot"):
+@pytest.mark.parametrize(("done", "total"), [(-1, None), (5, 4), (0, 0), (0.5, 4), (2, 4.5), (None, 4)])
+def test_impossible_progress_is_refused(done: Any, total: Any) -> None:
+    with pytest.raises(ConfigurationError):
         Accumulation(2).set_progress(done, total)
 
 
@@ -80,15 +79,6 @@ def test_ten_passes_in_windows_of_three_make_four_updates(in_store: bool | None)
         seen.append(p.item())
     assert seen == pytest.approx([0, 0, -1, -1, -1, -2, -2, -2, -3, -4])
     assert updated == [False, False, True, False, False, True, False, False, True, True]
-
-
-def test_step_and_backward_may_be_called_one_by_one() -> None:
-    p = Parameter(torch.zeros(()))
-    trainer = trainer_of(p, 2)
-    for expected in (0.0, -1.0, -1.0, -2.0):
-        trainer.backward(p * 1.0)
-        trainer.step()
-        assert p.item() == expected
 
 
 def test_nothing_reaches_the_store_before_the_window_is_full() -> None:
@@ -145,12 +135,6 @@ def test_window_that_never_got_full_is_said_at_the_end(caplog: pytest.LogCapture
         for _ in range(2):
             trainer.update_params(p * 1.0)
     assert not caplog.records
-
-
-@pytest.mark.parametrize(("done", "total"), [(0.5, 4), (2, 4.5), (None, 4)])
-def test_progress_is_counted_in_whole_passes(done: Any, total: Any) -> None:
-    with pytest.raises(ConfigurationError, match="must be an int"):
-        Accumulation(2).set_progress(done, total)
 
 
 @pytest.mark.parametrize("nothing", [[], {}, {"losses": []}])

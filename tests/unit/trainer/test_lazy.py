@@ -14,13 +14,9 @@ from torch.nn.parameter import is_lazy
 
 from kvtrainer import Trainer, kvstore
 from kvtrainer.errors import NotInitializedError, StaleGradientError
+from tests.support.saved_training import same
+from tests.support.ways_to_train import STORES
 
-STORES = [
-    pytest.param(None, id="in-process"),
-    pytest.param(False, id="reduced"),
-    pytest.param(True, id="in-store"),
-]
-"""update_on_kvstore of the three ways in which one process can train; None stands for no store at all."""
 X = torch.ones(2, 3)
 
 
@@ -31,11 +27,6 @@ def lazy_net() -> nn.Sequential:
 def trainer_of(net: Any, uok: bool | None = None, kind: Any = "sgd", **options: Any) -> Trainer:
     store = None if uok is None else kvstore.create("local")
     return Trainer(net.named_parameters(), kind, options or None, kvstore=store, update_on_kvstore=uok)
-
-
-def same_weights(lazy: nn.Module, eager: nn.Module) -> bool:
-    pairs = zip(lazy.parameters(), eager.parameters(), strict=True)
-    return all(torch.equal(a, b) for a, b in pairs)
 
 
 def freeze(module: nn.Module) -> None:
@@ -57,7 +48,7 @@ def test_trainer_built_before_the_first_forward_trains_as_one_built_after_it(uok
             net(X).square().sum().backward()
             trainer.step(2)
         runs.append(net)
-    assert same_weights(*runs)
+    assert same(*[list(net.parameters()) for net in runs])
 
 
 @pytest.mark.parametrize("uok", STORES)
@@ -176,7 +167,7 @@ def test_states_loaded_between_the_first_forward_and_the_first_step_count(
     successor.load_states(tmp_path / "states")
     train(trainer, net, 2)
     train(successor, other, 2)
-    assert same_weights(net, other)
+    assert same(list(net.parameters()), list(other.parameters()))
 
 
 def test_group_of_a_lazy_module_may_be_added_before_and_after_the_first_step() -> None:

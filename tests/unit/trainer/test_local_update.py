@@ -10,7 +10,6 @@ from torch import Tensor
 
 from kvstore_server.optimizer import create
 from kvstore_server.plan import Plan, TensorSpec, make_plan
-from kvstore_server.shard import Shard
 from kvtrainer.errors import ConfigurationError
 from kvtrainer.optimizer_states import ShardUpdate
 from kvtrainer.states.convert import export_states
@@ -46,28 +45,6 @@ def test_present_keys_move_by_scale_times_gradient_and_absent_ones_stay(dtype: s
     ShardUpdate(plan, optimizer, weights).apply(grads, 0.25, [True, False, True], [optimizer.hyper] * 3)
     for key, value in enumerate(expected):
         torch.testing.assert_close(part(plan, weights, key), value, rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
-@pytest.mark.parametrize("name", ["sgd", "adam", "torch:AdamW"])
-def test_bits_are_those_of_a_servers_table(name: str, dtype: str) -> None:
-    plan = plan_of(dtype)
-    optimizer = create(name, **({"momentum": 0.9} if name == "sgd" else {}))
-    weights, there = arenas(plan, 1), Shard()
-    here, unit = ShardUpdate(plan, optimizer, weights), there.add(plan)
-    there.assign(unit, {p.index: weights[dtype][p.offset : p.offset + p.used] for p in plan.slices})
-    for step, present in enumerate([[True] * 3, [False, True, True], [True, True, False]]):
-        grads = arenas(plan, 10 + step)
-        absent = frozenset(key for key in range(3) if not present[key])
-        for key in absent:
-            begin = plan.key_offsets[key]
-            grads[dtype][begin : begin + plan.specs[key].numel] = 0
-        slices = {p.index: grads[dtype][p.offset : p.offset + p.used].clone() for p in plan.slices}
-        given = there.contribution(unit, dict(slices), 1 / 3, absent)
-        there.update([given], optimizer, [[optimizer.hyper] * 3])
-        here.apply(grads, 1 / 3, present, [optimizer.hyper] * 3)
-    for p in plan.slices:
-        assert torch.equal(weights[dtype][p.offset : p.offset + p.used], there.visible(unit, p.index))
 
 
 def run_whole(

@@ -100,11 +100,6 @@ def test_without_correction_former_gradients_keep_the_rate_that_they_came_with(k
     assert is_close(trained(JUMP, off, kind), WITHOUT[kind])
 
 
-def test_short_warm_up_is_corrected_at_every_step() -> None:
-    rates = (0.0066666668, 0.0093333330, 0.0120000001, 0.0146666663, 0.0173333324)
-    assert is_close(trained(rates, dtype=torch.float64), torchs(rates, dtype=torch.float64), 1e-9)
-
-
 def test_changes_below_the_threshold_are_not_corrected() -> None:
     rates = [0.02 * (1 - (1 - i / 500) * (1 - 1 / 3)) for i in range(4)]
     expected = (0.99666601, 0.99031806, 0.98124427, 0.96970385)
@@ -146,26 +141,6 @@ def test_late_starting_key_is_corrected_from_its_own_rate() -> None:
     assert is_close([early[0].item(), late[0].item()], expected, 1e-9)
 
 
-def test_groups_are_corrected_each_from_its_own_rate() -> None:
-    parameters, references = (
-        [one(dtype=torch.float64) for _ in range(2)],
-        [one(dtype=torch.float64) for _ in range(2)],
-    )
-    trainer = trainer_of(
-        [{"params": [p]} for p in parameters], "sgd", {"momentum": 0.9, "momentum_correction": True}
-    )
-    reference = torch.optim.SGD([{"params": [p]} for p in references], lr=0.1, momentum=0.9)
-    for rates in ((0.1, 0.1), (0.01, 0.1), (0.01, 0.3)):
-        for optimizer, weights in ((trainer, parameters), (reference, references)):
-            for group, rate in zip(optimizer.param_groups, rates, strict=True):
-                group["lr"] = rate
-            for weight in weights:
-                weight.grad = torch.ones_like(weight)
-            optimizer.step()
-    for ours, theirs in zip(parameters, references, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_momentum_of_a_float32_copy_is_corrected(dtype: torch.dtype) -> None:
     parameter, reference = one(dtype=dtype), one()
@@ -187,19 +162,6 @@ def test_saved_and_loaded_momentum_is_corrected_for_the_rate_that_it_was_saved_w
     resumed = Parameter(parameter.detach().clone())
     fresh = trainer_of({"w": resumed}, "sgd", {**options, "learning_rate": 5.0}, in_store)
     fresh.load_states(tmp_path / "states")
-    assert is_close(run(fresh, resumed, JUMP[2:], GRADIENTS[2:]), DETECTRON["weight", JUMP][2:])
-
-
-def test_state_dict_carries_the_last_rate_into_another_trainer() -> None:
-    options = {"momentum": 0.9, "wd": 1e-4, "momentum_correction": True}
-    parameter = one()
-    trainer = trainer_of([parameter], "sgd", options)
-    run(trainer, parameter, JUMP[:2], GRADIENTS[:2])
-    state = trainer.state_dict()
-    assert state["state"][0]["last_lr"] == 0.02
-    resumed = Parameter(parameter.detach().clone())
-    fresh = trainer_of([resumed], "sgd", options, in_store=True)
-    fresh.load_state_dict(state)
     assert is_close(run(fresh, resumed, JUMP[2:], GRADIENTS[2:]), DETECTRON["weight", JUMP][2:])
 
 
@@ -226,13 +188,6 @@ def test_correction_that_was_off_for_a_while_forgets_the_rate() -> None:
         seen += run(trainer, parameter, [rate], [1.0])
     moves = [a - b for a, b in itertools.pairwise(seen)]
     assert moves == pytest.approx([1.0, 0.6, 0.4])
-
-
-def test_state_dict_is_read_back_without_running_code(tmp_path: Path) -> None:
-    trainer = trainer_of([one()], "sgd", {"momentum_correction": {"threshold": 2}})
-    torch.save(trainer.state_dict(), tmp_path / "states")
-    read = torch.load(tmp_path / "states", weights_only=True)
-    assert read["param_groups"][0]["momentum_correction"] == (2.0, 1e-7)
 
 
 def test_options_travel_as_plain_numbers() -> None:

@@ -18,12 +18,7 @@ from kvtrainer.errors import (
     StaleGradientError,
     WeightsWrittenError,
 )
-
-STORES = [
-    pytest.param(None, id="in-process"),
-    pytest.param(False, id="reduced"),
-    pytest.param(True, id="in-store"),
-]
+from tests.support.ways_to_train import STORES
 
 
 def trainer_of(net: nn.Module, uok: bool | None) -> Trainer:

@@ -33,18 +33,6 @@ def test_rescaled_sums_with_momentum_follow_the_closed_form(
 
 
 @STORES
-def test_learning_rate_that_changes_reaches_the_next_step(name: str, in_store: bool | None) -> None:
-    w = replicas()
-    trainer = Trainer({"w": w}, "sgd", {"learning_rate": 1.0}, kvstore=name, update_on_kvstore=in_store)
-    backward(w)
-    trainer.step(1)
-    trainer.set_learning_rate(0.5)
-    backward(w)
-    trainer.step(1)
-    assert values(w) == [-3.0, -3.0]
-
-
-@STORES
 def test_multiplier_of_the_first_replica_counts(name: str, in_store: bool | None) -> None:
     w = replicas()
     options = {"learning_rate": 1.0, "momentum": 0.5}
@@ -152,18 +140,6 @@ def test_stale_replica_is_named_with_its_device(name: str, in_store: bool | None
         trainer.step(1, ignore_stale_grad=True)
         assert values(w) == [before[0] - 1] * 2
         assert values(b) == [before[2] - 2] * 2
-
-
-def test_consumed_gradients_are_not_applied_again() -> None:
-    w = replicas()
-    trainer = Trainer([w], "sgd", {"lr": 1.0})
-    backward(w)
-    trainer.step(1)
-    with pytest.raises(StaleGradientError, match="2 of 2"):
-        trainer.step(1)
-    backward(w)
-    trainer.step(1)
-    assert values(w) == [-4.0, -4.0]
 
 
 def test_key_that_every_replica_leaves_out_is_not_touched() -> None:

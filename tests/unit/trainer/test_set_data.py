@@ -11,13 +11,7 @@ from torch.nn import Parameter
 
 from kvtrainer import Trainer, kvstore
 from kvtrainer.errors import ConfigurationError, KVStoreError, ParameterMovedError
-
-STORES = [
-    pytest.param(None, id="in-process"),
-    pytest.param(False, id="reduced"),
-    pytest.param(True, id="in-store"),
-]
-"""update_on_kvstore of the three ways in which one process can train; None stands for no store at all."""
+from tests.support.ways_to_train import STORES
 
 
 def trainer_of(parameters: Any, uok: bool | None = None, kind: str = "sgd", **options: Any) -> Trainer:
@@ -58,19 +52,6 @@ def test_values_may_be_given_by_name(uok: bool | None) -> None:
     trainer.set_data({"weight": torch.tensor([[3.0, 4.0]]), "bias": torch.tensor([5.0], dtype=torch.float64)})
     step(trainer, net.weight, net.bias)
     assert (net.weight.tolist(), net.bias.tolist()) == ([[2, 3]], [4])
-
-
-@pytest.mark.parametrize("uok", STORES)
-def test_loaded_and_initialised_weights_are_trained_on(uok: bool | None) -> None:
-    net, other = nn.Linear(2, 1), nn.Linear(2, 1)
-    trainer = trainer_of(net.named_parameters(), uok, "test", learning_rate=1.0)
-    step(trainer, net.weight, net.bias)
-    net.load_state_dict(other.state_dict())
-    nn.init.constant_(net.bias, 3.0)
-    trainer.set_data()
-    step(trainer, net.weight, net.bias)
-    torch.testing.assert_close(net.weight, other.weight - 1)
-    assert net.bias.item() == 2
 
 
 @pytest.mark.parametrize("uok", STORES)

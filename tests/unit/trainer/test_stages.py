@@ -13,16 +13,12 @@ from torch.nn import Parameter
 
 from kvtrainer import Trainer
 from kvtrainer.errors import (
-    AnomalousParametersError,
-    ArgumentTypeError,
     ConfigurationError,
     NonFiniteGradientError,
 )
 from kvtrainer.kvstore import LocalKVStore
-from kvtrainer.paramwise import Rule
 from kvtrainer.types import StepResult
-
-SITES = pytest.mark.parametrize("in_store", [None, False, True], ids=["without", "by-trainer", "in-store"])
+from tests.support.ways_to_train import STORES
 
 
 def parameter(values: list[float] | None = None) -> Parameter:
@@ -39,7 +35,7 @@ def push(trainer: Trainer, p: Parameter, slopes: list[float], batch: float | Non
     return trainer.update_params(p @ torch.tensor(slopes), batch)
 
 
-@SITES
+@pytest.mark.parametrize("in_store", STORES)
 def test_step_reports_the_norm_before_clipping_and_the_coefficient(in_store: bool | None) -> None:
     p = parameter()
     trainer = trainer_of(p, in_store, clip_grad={"max_norm": 1.0})
@@ -51,7 +47,7 @@ def test_step_reports_the_norm_before_clipping_and_the_coefficient(in_store: boo
     assert trainer.last is result
 
 
-@SITES
+@pytest.mark.parametrize("in_store", STORES)
 def test_gradient_below_the_limit_stays_to_the_bit(in_store: bool | None) -> None:
     p, q = parameter(), parameter()
     limited, free = trainer_of(p, in_store, clip_grad={"max_norm": 35}), trainer_of(q, in_store)
@@ -60,26 +56,7 @@ def test_gradient_below_the_limit_stays_to_the_bit(in_store: bool | None) -> Non
     assert torch.equal(p, q)
 
 
-@SITES
-def test_values_are_clipped_one_by_one(in_store: bool | None) -> None:
-    p = parameter()
-    result = push(trainer_of(p, in_store, clip_grad={"type": "value", "clip_value": 0.5}), p, [2.0, -0.25])
-    assert p.tolist() == [-0.5, 0.25]
-    assert result.grad_norm is None
-
-
-@SITES
-@pytest.mark.parametrize("norm_type", [1, 2, math.inf, "inf"])
-def test_any_norm_limits_as_torch_does(in_store: bool | None, norm_type: Any) -> None:
-    p, q = parameter(), parameter()
-    slopes = torch.tensor([3.0, -4.0])
-    push(trainer_of(p, in_store, clip_grad={"max_norm": 2, "norm_type": norm_type}), p, slopes.tolist())
-    q.grad = slopes.clone()
-    torch.nn.utils.clip_grad_norm_([q], 2, float(norm_type))
-    torch.testing.assert_close(p.detach(), -q.grad)
-
-
-@SITES
+@pytest.mark.parametrize("in_store", STORES)
 def test_dense_and_sparse_gradients_are_limited_by_their_common_norm(in_store: bool | None) -> None:
     w, p = torch.nn.Embedding.from_pretrained(torch.zeros(9, 1), freeze=False, sparse=True), parameter()
     trainer = trainer_of({"w": w.weight, "p": p}, in_store, clip_grad={"max_norm": 1.0})
@@ -89,7 +66,7 @@ def test_dense_and_sparse_gradients_are_limited_by_their_common_norm(in_store: b
     assert p[1].item() == pytest.approx(-0.8, rel=1e-6)
 
 
-@SITES
+@pytest.mark.parametrize("in_store", STORES)
 def test_nan_gradient_with_a_limit_changes_nothing_and_is_reported(in_store: bool | None) -> None:
     p = parameter([1.0, 2.0])
     trainer = trainer_of(p, in_store, clip_grad={"max_norm": 1.0})
@@ -99,7 +76,7 @@ def test_nan_gradient_with_a_limit_changes_nothing_and_is_reported(in_store: boo
     assert not push(trainer, p, [1.0, 0.0]).skipped
 
 
-@SITES
+@pytest.mark.parametrize("in_store", STORES)
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_on_nonfinite_skips_or_raises_before_anything_has_changed(in_store: bool | None, bad: float) -> None:
     p = parameter([1.0, 2.0])
@@ -112,14 +89,7 @@ def test_on_nonfinite_skips_or_raises_before_anything_has_changed(in_store: bool
     assert push(trainer, q, [1.0, 0.0]).updated
 
 
-def test_on_nonfinite_ignore_lets_everything_pass() -> None:
-    p = parameter()
-    result = push(trainer_of(p, on_nonfinite="ignore"), p, [math.inf, 1.0])
-    assert result.updated
-    assert not math.isfinite(p[0].item())
-
-
-@SITES
+@pytest.mark.parametrize("in_store", STORES)
 def test_nan_gradient_of_a_finite_loss_is_found(in_store: bool | None) -> None:
     p = parameter([0.0, 1.0])
     trainer = trainer_of(p, in_store, on_nonfinite="raise")
@@ -128,32 +98,7 @@ def test_nan_gradient_of_a_finite_loss_is_found(in_store: bool | None) -> None:
     assert p.tolist() == [0.0, 1.0]
 
 
-@SITES
-def test_dynamic_scale_halves_on_overflow_and_the_step_is_skipped(in_store: bool | None) -> None:
-    p = parameter()
-    trainer = trainer_of(p, in_store, amp={"init_scale": 8.0, "growth_interval": 3})
-    scales, skipped = [], []
-    for step in range(11):
-        result = push(trainer, p, [math.inf if step == 6 else 1.0, 0.0])
-        scales.append(result.loss_scale)
-        skipped.append(result.skipped)
-    assert scales == [8, 8, 8, 16, 16, 16, 32, 16, 16, 16, 32]
-    assert skipped == [step == 6 for step in range(11)]
-    assert p[0].item() == -10.0
-
-
-@SITES
-def test_static_scale_stays_and_infinities_still_skip(in_store: bool | None) -> None:
-    p = parameter()
-    trainer = trainer_of(p, in_store, amp=512)
-    seen = []
-    for slope in (1.0, math.inf, 1.0):
-        result = push(trainer, p, [slope, 0.0])
-        seen.append((p[0].item(), result.loss_scale))
-    assert seen == [(-1.0, 512.0), (-1.0, 512.0), (-2.0, 512.0)]
-
-
-@SITES
+@pytest.mark.parametrize("in_store", STORES)
 def test_norm_is_that_of_the_unscaled_gradient(in_store: bool | None) -> None:
     p = parameter()
     trainer = trainer_of(p, in_store, amp=1024, clip_grad={"max_norm": 1.0})
@@ -182,16 +127,6 @@ def test_bfloat16_trains_without_a_loss_scale() -> None:
     torch.testing.assert_close(layer.weight.detach(), before - 0.1)
 
 
-def test_half_parameters_have_a_float32_master_where_the_update_runs() -> None:
-    p = Parameter(torch.ones((), dtype=torch.float16))
-    trainer = Trainer(
-        {"p": p}, "sgd", {"learning_rate": 1e-4, "multi_precision": True}, "local", None, True, amp=128
-    )
-    for _ in range(10):
-        trainer.update_params(p * 1.0)
-    assert p.item() == pytest.approx(0.99902344, abs=1e-8)
-
-
 def test_option_that_only_backward_follows_is_not_ignored_in_silence() -> None:
     p = parameter()
     for options in ({"amp": "dynamic"}, {"detect_anomalous_params": True}):
@@ -203,27 +138,6 @@ def test_option_that_only_backward_follows_is_not_ignored_in_silence() -> None:
             trainer.step(1)
         trainer.close()
     assert p.tolist() == [0.0, 0.0]
-
-
-def test_parameters_outside_of_the_loss_raise_before_backward() -> None:
-    p, q = parameter(), parameter()
-    trainer = trainer_of({"p": p, "q": q}, detect_anomalous_params="raise")
-    with pytest.raises(AnomalousParametersError, match=r"q with shape \[2\]"):
-        trainer.update_params(p.sum())
-    assert p.grad is None
-
-
-def test_closure_still_gives_its_own_result() -> None:
-    p = parameter()
-    trainer = trainer_of(p, clip_grad={"max_norm": 1.0})
-
-    def closure() -> str:
-        (p @ torch.tensor([3.0, 4.0])).backward()
-        return "mine"
-
-    assert trainer.step(closure) == "mine"
-    assert trainer.last is not None
-    assert trainer.last.grad_norm == pytest.approx(5.0)
 
 
 def test_halves_of_a_step_limit_what_the_loop_made_of_the_sums() -> None:
@@ -258,26 +172,6 @@ def test_norm_counts_replicas_once() -> None:
     assert p.tolist() == q.tolist() == pytest.approx([-0.6, -0.8], rel=1e-6)
 
 
-def test_schedules_advance_with_updates_and_not_with_skipped_ones() -> None:
-    p = parameter()
-    made = [lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
-    trainer = trainer_of(p, schedules=made, on_nonfinite="skip")
-    rates = [push(trainer, p, [slope, 0.0]).lr for slope in (1.0, math.nan, 1.0, 1.0)]
-    assert rates == [1.0, 0.5, 0.5, 0.25]
-
-
-def test_schedules_by_epoch_wait_for_the_end_of_one() -> None:
-    p = parameter()
-    steps = {"scheduler": lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5), "by": "epoch"}
-    trainer = trainer_of(p, schedules=[steps])
-    rates = []
-    for _ in range(2):
-        rates += [push(trainer, p, [1.0, 0.0]).lr for _ in range(2)]
-        trainer.end_epoch()
-    assert rates == [1.0, 1.0, 0.5, 0.5]
-    assert trainer.get_lr() == {"lr": [0.25]}
-
-
 def test_schedule_and_scale_go_on_from_saved_states(tmp_path: Path) -> None:
     def make(p: Parameter) -> Trainer:
         schedule = {"policy": "step", "step": [2], "gamma": 0.1, "by_epoch": False}
@@ -291,12 +185,6 @@ def test_schedule_and_scale_go_on_from_saved_states(tmp_path: Path) -> None:
     second.load_states(tmp_path / "states")
     result = push(second, q, [1.0, 0.0])
     assert (result.lr, result.loss_scale) == (pytest.approx(0.1), 8.0)
-
-
-def test_momentum_is_the_first_beta_of_an_adam() -> None:
-    p = parameter()
-    assert Trainer({"p": p}, "torch:Adam", {"lr": 0.1}, None).get_momentum() == {"momentum": [0.9]}
-    assert trainer_of(p).get_momentum() == {"momentum": [0.0]}
 
 
 def test_rules_by_parameter_make_groups_and_can_be_read_back() -> None:
@@ -313,15 +201,6 @@ def test_rules_by_parameter_make_groups_and_can_be_read_back() -> None:
     assert len(trainer.param_groups) == 3
     trainer.set_learning_rate(0.5)
     assert trainer.describe_params()["0.weight"].lr == 0.5
-
-
-def test_rules_use_gluons_names_for_gluons_optimizers() -> None:
-    p, bias = parameter(), parameter()
-    rules = [Rule(lambda place: place.name == "bias", name="bias", lr_mult=2.0, decay_mult=0.0)]
-    trainer = Trainer({"p": p, "bias": bias}, "sgd", {"learning_rate": 0.1, "wd": 0.5}, None, paramwise=rules)
-    table = trainer.describe_params()
-    assert (table["bias"].lr, table["bias"].weight_decay) == (0.2, 0.0)
-    assert (table["p"].lr, table["p"].weight_decay) == (0.1, 0.5)
 
 
 def test_options_may_change_before_the_first_step_and_not_later() -> None:
@@ -350,10 +229,7 @@ def test_wrong_change_leaves_the_options_as_they_were() -> None:
         ({"amp": "bf16"}, r"a dict such as dict\(dtype='bfloat16'\)"),
         ({"amp": True}, "amp must be 'dynamic', a number"),
         ({"amp": {"dtype": "float64"}}, "'float16' or 'bfloat16', got dtype='float64'"),
-        ({"amp": {"dtype": "bfloat16", "loss_scale": 8}}, "losses are not scaled; leave out 'loss_scale'"),
         ({"amp": {"loss_scale": 8, "growth_interval": 3}}, "'growth_interval' would do nothing"),
-        ({"amp": "dynamic", "on_nonfinite": "raise"}, "contradicts a dynamic loss scale"),
-        ({"amp": 8, "on_nonfinite": "ignore"}, "contradicts amp"),
         ({"detect_anomalous_params": "warn"}, "detect_anomalous_params must be"),
         ({"schedules": "StepLR"}, "schedules must be a list"),
         ({"accumulate": 1.5}, "accumulate must be an int"),
@@ -362,23 +238,6 @@ def test_wrong_change_leaves_the_options_as_they_were() -> None:
 def test_wrong_options_are_refused_at_construction(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         trainer_of(parameter(), **options)
-
-
-def test_schedule_of_another_kind_is_refused_at_construction() -> None:
-    with pytest.raises(ArgumentTypeError):
-        trainer_of(parameter(), schedules=[3.0])
-
-
-def test_plain_scaler_of_torch_works_for_one_process() -> None:
-    p = parameter()
-    trainer = trainer_of(p)
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    for slope in (1.0, math.inf, 1.0):
-        scaler.scale(p @ torch.tensor([slope, 0.0])).backward()
-        scaler.step(trainer)
-        scaler.update()
-    assert p[0].item() == -2.0
-    assert scaler.get_scale() == 4.0
 
 
 def test_store_object_serves_several_trainers() -> None:

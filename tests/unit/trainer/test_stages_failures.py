@@ -19,8 +19,7 @@ from kvtrainer.errors import (
     NonFiniteGradientError,
     StaleGradientError,
 )
-
-SITES = pytest.mark.parametrize("in_store", [None, False, True], ids=["without", "by-trainer", "in-store"])
+from tests.support.ways_to_train import STORES
 
 
 def parameter(values: list[float] | None = None) -> Any:
@@ -84,7 +83,7 @@ def test_losses_of_replicas_can_be_used_after_an_anomaly_was_found() -> None:
     losses.backward()
 
 
-@SITES
+@pytest.mark.parametrize("in_store", STORES)
 def test_interrupted_update_leaves_what_the_stages_know_as_it_was(
     in_store: bool | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -107,7 +106,7 @@ def test_interrupted_update_leaves_what_the_stages_know_as_it_was(
     assert (trainer.amp_loss_scale, trainer.learning_rate) == (16.0, 0.25)
 
 
-@SITES
+@pytest.mark.parametrize("in_store", STORES)
 def test_bad_loss_is_forgotten_with_the_gradients_that_came_of_it(in_store: bool | None) -> None:
     p = parameter()
     trainer = trainer_of(p, in_store, on_nonfinite="skip")
@@ -117,7 +116,7 @@ def test_bad_loss_is_forgotten_with_the_gradients_that_came_of_it(in_store: bool
     assert p.tolist() == [-1.0, -1.0]
 
 
-@SITES
+@pytest.mark.parametrize("in_store", STORES)
 def test_window_with_one_bad_loss_is_skipped_as_a_whole(in_store: bool | None) -> None:
     p = parameter()
     trainer = trainer_of(p, in_store, accumulate=2, on_nonfinite="skip")
@@ -128,7 +127,7 @@ def test_window_with_one_bad_loss_is_skipped_as_a_whole(in_store: bool | None) -
     assert trainer.update_params(p.sum()).updated
 
 
-@SITES
+@pytest.mark.parametrize("in_store", STORES)
 def test_parameters_without_elements_take_part(in_store: bool | None) -> None:
     p, empty = parameter(), Parameter(torch.zeros(0, 3))
     for options in ({"clip_grad": {"max_norm": 1.0}}, {"clip_grad": {"max_norm": 1.0, "norm_type": "inf"}}):
@@ -138,7 +137,7 @@ def test_parameters_without_elements_take_part(in_store: bool | None) -> None:
             assert trainer.update_params(loss, 1).updated
 
 
-@SITES
+@pytest.mark.parametrize("in_store", STORES)
 def test_frozen_parameters_do_not_count_for_the_norm(in_store: bool | None) -> None:
     p, frozen = parameter(), parameter([1.0, 1.0])
     frozen.requires_grad_(False)
@@ -148,7 +147,7 @@ def test_frozen_parameters_do_not_count_for_the_norm(in_store: bool | None) -> N
     assert frozen.tolist() == [1.0, 1.0]
 
 
-@SITES
+@pytest.mark.parametrize("in_store", STORES)
 def test_gradients_that_are_left_out_do_not_count_for_the_norm_or_as_infinite(in_store: bool | None) -> None:
     """Used up ones stay readable; here with an infinity in them."""
     p, q = parameter(), parameter()
@@ -159,7 +158,7 @@ def test_gradients_that_are_left_out_do_not_count_for_the_norm_or_as_infinite(in
     assert result.grad_norm == pytest.approx(5.0)
 
 
-@SITES
+@pytest.mark.parametrize("in_store", STORES)
 def test_sparse_rows_of_half_precision_are_limited(in_store: bool | None) -> None:
     table = nn.Embedding(9, 2, sparse=True, dtype=torch.float16)
     nn.init.zeros_(table.weight)
@@ -228,7 +227,7 @@ def test_progress_in_the_middle_of_a_window_begins_another() -> None:
         trainer.step()
 
 
-@SITES
+@pytest.mark.parametrize("in_store", STORES)
 def test_weights_that_are_set_within_a_window_keep_its_gradients(in_store: bool | None) -> None:
     p = parameter()
     trainer = trainer_of(p, in_store, accumulate=2, amp=4)
@@ -240,7 +239,7 @@ def test_weights_that_are_set_within_a_window_keep_its_gradients(in_store: bool 
     assert p.tolist() == [4.0, 4.0]
 
 
-@SITES
+@pytest.mark.parametrize("in_store", STORES)
 def test_closure_runs_once_and_its_scaled_loss_is_unscaled(in_store: bool | None) -> None:
     p = parameter()
     calls = []
@@ -257,7 +256,7 @@ def test_closure_runs_once_and_its_scaled_loss_is_unscaled(in_store: bool | None
     assert p.tolist() == pytest.approx([-0.6, -0.8], rel=1e-6)
 
 
-@SITES
+@pytest.mark.parametrize("in_store", STORES)
 def test_schedulers_of_torch_around_the_trainer_give_torchs_rates(in_store: bool | None) -> None:
     """One that the loop steps itself, of learning rate and momentum."""
 
@@ -281,7 +280,7 @@ def test_schedulers_of_torch_around_the_trainer_give_torchs_rates(in_store: bool
     assert mine[-1] == pytest.approx(theirs[-1], rel=1e-6)
 
 
-@SITES
+@pytest.mark.parametrize("in_store", STORES)
 def test_error_of_a_step_that_was_skipped_leaves_a_trainer_that_goes_on(in_store: bool | None) -> None:
     p = parameter()
     steps = [lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
