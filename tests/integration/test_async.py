@@ -151,31 +151,6 @@ def test_a_read_that_waits_too_long_names_who_is_behind_and_keeps_what_was_pushe
     assert jobs.results(2, 2, body, type="dist_ssp", staleness=0) == [[3.0], [3.0]]
 
 
-def test_workers_with_different_modes_are_told_of_it(jobs: Servers) -> None:
-    from tests.support.processes import Members, new_name
-
-    name = new_name()
-    with Members() as members:
-        members.join(jobs.of(1), 0, 2, name, type="dist_ssp", staleness=2)
-        with pytest.raises(ConfigurationError, match=r"staleness=3.*staleness=2"):
-            members.join(jobs.of(1), 1, 2, name, type="dist_ssp", staleness=3)
-
-
-def test_a_new_process_of_a_rank_goes_on_where_the_others_are(jobs: Servers) -> None:
-    from tests.support.processes import Members, new_name
-
-    name = new_name()
-    with Members() as members:
-        first = members.join(jobs.of(2), 0, 1, name, type="dist_async")
-        started(first)
-        first.pushpull("sliced", torch.ones(SHAPES["sliced"]))
-        second = members.join(jobs.of(2), 0, 1, name, type="dist_async")
-        out = started(second, value=77.0)
-        assert pulled(second, out) == [1.0, 2.0]
-        second.push("sliced", torch.ones(SHAPES["sliced"]))
-        assert pulled(second, out) == [1.0, 3.0]
-
-
 def test_a_trainer_says_how_stale_its_gradient_was(jobs: Servers) -> None:
     turns = [threading.Barrier(2, timeout=LIMIT) for _ in range(3)]
 
@@ -198,20 +173,3 @@ def test_a_trainer_says_how_stale_its_gradient_was(jobs: Servers) -> None:
         return trainer.version, trainer.staleness
 
     assert jobs.results(2, 1, body, type="dist_async") == [(5, 4), (4, 0)]
-
-
-@pytest.mark.parametrize("type", ["dist_async", "dist_ssp"])
-def test_a_trainer_trains_and_all_workers_end_with_equal_weights(jobs: Servers, type: str) -> None:
-    def body(kv: DistKVStore, rank: int) -> list[float]:
-        net = nn.Linear(3, 1, bias=False)
-        nn.init.zeros_(net.weight)
-        trainer = kvtrainer.Trainer(net.named_parameters(), "sgd", {"learning_rate": 1.0}, kvstore=kv)
-        for _ in range(6):
-            (net(torch.ones(1, 3)) * (rank + 1)).sum().backward()
-            trainer.step(1)
-        kv.barrier()
-        net.weight.grad = torch.zeros_like(net.weight)
-        trainer.step(1)
-        return net.weight.unique().tolist()
-
-    assert jobs.results(2, 2, body, type=type) == [[-18.0], [-18.0]]

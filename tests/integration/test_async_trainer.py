@@ -1,7 +1,13 @@
-"""What a Trainer offers, where contributions count one by one: states, compression, set_data, vetoes, two at once."""
+"""A Trainer where contributions count one by one, against formulas in float64: optimizers, schedulers, states.
+
+All workers are in one thread: nothing waits for anything, so a test says who acts when.
+"""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,34 +17,264 @@ import torch
 from torch import Tensor
 
 import kvtrainer
-from kvtrainer.errors import ConfigurationError
+from kvtrainer.errors import SchedulerInUseError
 from kvtrainer.kvstore import DistKVStore
+from kvtrainer.lr_scheduler import FactorScheduler
+from tests.support.gluon_formulas import Reference
 from tests.support.processes import Members, new_name, together
 from tests.support.stores import Servers
-from tests.support.taking_turns import SHAPES, Worker, assert_close, gradient, start_of, workers
 
 ASYNCHRONOUS = ["dist_async", "dist_ssp"]
 FAR = {"dist_sync": {}, "dist_async": {}, "dist_ssp": {"staleness": 100}}
 """Options of a store in which nobody waits in these tests."""
+TURNS = (0, 1, 1, 0, 1, 1, 1, 0, 0, 1)
+"""Which rank contributes at each turn."""
 ADAM = {"learning_rate": 0.1, "wd": 0.01}
+SHAPES = {"small": (3, 5), "sliced": (128, 64)}
+"""Of the parameters; the second one lies on both servers."""
 
 
-@pytest.mark.parametrize("type", [*ASYNCHRONOUS, "dist_async_device", "dist_device_ssp"])
-@pytest.mark.parametrize(("given", "in_store"), [(None, True), (True, True), (False, None)])
-def test_the_optimizer_can_only_run_on_the_servers(
-    jobs: Servers, type: str, given: bool | None, in_store: bool | None
-) -> None:
+def start_of(name: str) -> Tensor:
+    """A parameter's first values."""
+    return torch.randn(SHAPES[name], generator=torch.Generator().manual_seed(len(name)))
+
+
+def gradient(name: str, turn: int) -> Tensor:
+    """What is contributed to a parameter at the n-th turn of all workers together."""
+    random = torch.Generator().manual_seed(100 * len(name) + turn)
+    return torch.randn(SHAPES[name], generator=random)
+
+
+class Worker:
+    """A Trainer over both parameters, and its store."""
+
+    def __init__(
+        self, kv: DistKVStore, optimizer: Any, options: dict[str, Any] | None, extra: Mapping[str, Any]
+    ) -> None:
+        self.kv = kv
+        self.weights = {name: start_of(name).mul_(kv.rank == 0).requires_grad_() for name in SHAPES}
+        self.trainer = kvtrainer.Trainer(list(self.weights.items()), optimizer, options, kvstore=kv, **extra)
+
+    def backward(self, turn: int, *names: str) -> None:
+        """Compute the gradients of a turn, of these parameters or of all."""
+        losses = [(self.weights[name] * gradient(name, turn)).sum() for name in names or SHAPES]
+        torch.stack(losses).sum().backward()  # type: ignore[no-untyped-call]
+
+    def step(self, turn: int) -> None:
+        """Contribute the gradients of a turn."""
+        self.backward(turn)
+        self.trainer.step(1)
+
+    def values(self) -> dict[str, Any]:
+        """Its weights, in float64."""
+        return {name: weight.detach().double().numpy() for name, weight in self.weights.items()}
+
+
+@contextmanager
+def workers(
+    jobs: Servers, type: str, optimizer: Any, options: dict[str, Any] | None = None, *,
+    count: int = 2, num_servers: int = 2, store: Mapping[str, Any] | None = None, **extra: Any,
+) -> Iterator[list[Worker]]:  # fmt: skip
+    """The workers of a job, whose weights are those of rank 0 already."""
+    name = new_name()
     with Members() as members:
-        kv = members.join(jobs.of(1), 0, 1, new_name(), type=type)
-        weight = torch.zeros(3, requires_grad=True)
-        for store in (kv, type):
-            if in_store is None:
-                with pytest.raises(ConfigurationError, match="update_on_kvstore=True"):
-                    kvtrainer.Trainer([weight], "sgd", kvstore=store, update_on_kvstore=given)
-                continue
-            trainer = kvtrainer.Trainer([weight], "sgd", kvstore=store, update_on_kvstore=given)
-            with pytest.raises(ConfigurationError):
-                trainer.allreduce_grads()
+        servers, given = jobs.of(num_servers), {"type": type, **(store or {})}
+        stores = [members.join(servers, rank, count, name, **given) for rank in range(count)]
+        made = [Worker(kv, optimizer, None if options is None else dict(options), extra) for kv in stores]
+        start_all(made)
+        yield made
+        for worker in made:
+            worker.trainer.close()
+
+
+def start_all(made: list[Worker]) -> None:
+    """The first thing that workers do together: publish rank 0's weights."""
+    for outcome in together(*(worker.trainer.set_data for worker in made)):
+        if isinstance(outcome, BaseException):
+            raise outcome
+
+
+def assert_close(found: Mapping[str, Any], expected: Mapping[str, Any], atol: float = 2e-6) -> None:
+    for name, values in expected.items():
+        np.testing.assert_allclose(found[name], values, rtol=2e-6, atol=atol, err_msg=name)
+
+
+def starts() -> dict[str, Any]:
+    return {name: start_of(name).double().numpy() for name in SHAPES}
+
+
+def gradients(turn: int) -> dict[str, Any]:
+    return {name: gradient(name, turn).double().numpy() for name in SHAPES}
+
+
+class DelayCompensated:
+    """DCASGD (Zheng et al., 2017) with the weights that each rank has read, written down anew."""
+
+    def __init__(self, lr: float, momentum: float, lamda: float, wd: float) -> None:
+        self.lr, self.momentum, self.lamda, self.wd = lr, momentum, lamda, wd
+        self.weights = starts()
+        self.buffers = {name: np.zeros(shape) for name, shape in SHAPES.items()}
+        self.read = [starts(), starts()]
+
+    def push(self, rank: int, turn: int) -> None:
+        for name, given in gradients(turn).items():
+            w = self.weights[name]
+            g = given + self.wd * w
+            d = g + self.lamda * g * g * (w - self.read[rank][name])
+            self.buffers[name] = self.momentum * self.buffers[name] - self.lr * d
+            self.weights[name] = w + self.buffers[name]
+
+    def pull(self, rank: int) -> None:
+        self.read[rank] = dict(self.weights)
+
+
+@pytest.mark.parametrize(("type", "momentum"), [("dist_async", 0.9), ("dist_ssp", 0.0)])
+def test_delay_compensation_looks_at_what_the_contributing_worker_has_read(
+    jobs: Servers, type: str, momentum: float
+) -> None:
+    options = {"learning_rate": 0.05, "momentum": momentum, "lamda": 2.0, "wd": 0.01}
+    reference = DelayCompensated(0.05, momentum, 2.0, 0.01)
+    with workers(jobs, type, "dcasgd", options, store=FAR[type]) as made:
+        for turn, rank in enumerate(TURNS):
+            made[rank].step(turn)
+            reference.push(rank, turn)
+            reference.pull(rank)
+            assert_close(made[rank].values(), reference.weights, atol=1e-5)
+
+
+def test_delay_compensation_counts_what_was_pulled_not_what_was_pushed(jobs: Servers) -> None:
+    options = {"learning_rate": 0.05, "momentum": 0.5, "lamda": 2.0, "wd": 0.0}
+    reference = DelayCompensated(0.05, 0.5, 2.0, 0.0)
+    script = [
+        (0, "push"),
+        (1, "push"),
+        (1, "push"),
+        (1, "pull"),
+        (0, "push"),
+        (1, "push"),
+        (0, "pull"),
+        (0, "push"),
+    ]
+    name = new_name()
+    with Members() as members:
+        stores = [members.join(jobs.of(2), rank, 2, name, type="dist_async") for rank in range(2)]
+        for kv in stores:
+            kv.set_optimizer(kvtrainer.optimizer.create("dcasgd", **options))
+        values = [start_of(key) for key in SHAPES]
+        together(*(lambda s=s: s.init(list(SHAPES), values) for s in stores))
+        outs = {key: torch.empty(shape) for key, shape in SHAPES.items()}
+        for turn, (rank, verb) in enumerate([*script, (0, "pull")]):
+            if verb == "push":
+                stores[rank].push(list(SHAPES), [gradient(key, turn) for key in SHAPES])
+                stores[rank].server_stats()  # waits for it
+                reference.push(rank, turn)
+            else:
+                stores[rank].pull(list(SHAPES), list(outs.values()))
+                reference.pull(rank)
+        found = {key: out.double().numpy() for key, out in outs.items()}
+        assert_close(found, reference.weights, atol=1e-5)
+
+
+BETAS = {"learning_rate": 0.01, "beta1": 0.9, "beta2": 0.99, "epsilon": 1e-6, "wd": 0.1}
+ALONE: list[tuple[str, str, dict[str, Any]]] = [
+    ("dist_async", "adamw", BETAS),
+    ("dist_ssp", "lamb", {**BETAS, "bias_correction": True}),
+    ("dist_async", "nag", {"learning_rate": 0.05, "momentum": 0.9, "wd": 0.01}),
+]
+
+
+@pytest.mark.parametrize(("type", "name", "options"), ALONE)
+def test_every_contribution_is_an_update_of_its_own(
+    jobs: Servers, type: str, name: str, options: dict[str, Any]
+) -> None:
+    # AdamW and LAMB have aggregate_num 4, with which MXNet refuses every value of update_on_kvstore.
+    reference, expected = Reference(name, {"lower_bound": None, "upper_bound": None, **options}), starts()
+    with workers(jobs, type, name, options, store=FAR[type]) as made:
+        for turn, rank in enumerate(TURNS):
+            made[rank].step(turn)
+            for key, g in gradients(turn).items():
+                expected[key] = reference.update(
+                    key, expected[key], g, options["learning_rate"], options["wd"]
+                )
+            assert_close(made[rank].values(), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("update_on_kvstore", [None, True])
+def test_an_optimizer_that_is_told_not_to_aggregate_runs_on_the_servers(
+    jobs: Servers, update_on_kvstore: bool | None
+) -> None:
+    options = {"learning_rate": 0.5, "aggregate_num": 1}
+    with workers(jobs, "dist_async", "sgd", options, update_on_kvstore=update_on_kvstore) as made:
+        made[1].step(0)
+        expected = {name: start_of(name).double().numpy() - 0.5 * g for name, g in gradients(0).items()}
+        assert_close(made[1].values(), expected)
+
+
+def scheduled(begin: int = 0) -> Iterator[float]:
+    """The learning rates of the updates 1, 2, 3, … of FactorScheduler(2, 0.5), as MXNet 1.9.1 gives them."""
+    rates = [1.0, 1.0, 1.0, 0.5, 0.5, 0.25, 0.25, 0.125, 0.125, 0.0625, 0.0625, 0.03125, 0.03125]
+    return itertools.islice(rates, 1 + begin, None)
+
+
+@pytest.mark.parametrize(("type", "begin"), [("dist_async", 2), ("dist_ssp", 0)])
+def test_a_scheduler_counts_the_contributions_of_all_workers(jobs: Servers, type: str, begin: int) -> None:
+    schedule = FactorScheduler(step=2, factor=0.5, base_lr=1.0)
+    options = {"lr_scheduler": schedule, "learning_rate": 1.0, "begin_num_update": begin}
+    expected = starts()
+    with workers(jobs, type, "sgd", options, store=FAR[type]) as made:
+        for worker in made:
+            worker.weights["small"].lr_mult = 0.5  # type: ignore[attr-defined]
+        for (turn, rank), rate in zip(enumerate(TURNS), scheduled(begin), strict=False):
+            made[rank].step(turn)
+            g = gradients(turn)
+            expected["small"] = expected["small"] - 0.5 * rate * g["small"]
+            expected["sliced"] = expected["sliced"] - rate * g["sliced"]
+            assert_close(made[rank].values(), expected, atol=1e-5)
+        with pytest.raises(SchedulerInUseError):
+            made[0].trainer.set_learning_rate(0.1)
+
+
+@pytest.mark.parametrize("num_servers", [1, 2])
+def test_a_scheduler_counts_contributions_to_any_parameter_on_every_server(
+    jobs: Servers, num_servers: int
+) -> None:
+    options = {"lr_scheduler": FactorScheduler(step=2, factor=0.5, base_lr=1.0), "learning_rate": 1.0}
+    expected = starts()
+    order = [("small",), ("sliced",), ("small",), ("small",), ("sliced", "small"), ("sliced",)]
+    with workers(jobs, "dist_async", "sgd", options, num_servers=num_servers) as made:
+        counts = dict.fromkeys(SHAPES, 0)
+        rates = list(scheduled())
+        for turn, names in enumerate(order):
+            made[turn % 2].backward(turn, *names)
+            made[turn % 2].trainer.step(1, ignore_stale_grad=True)
+            for name in names:
+                counts[name] += 1
+            # MXNet's num_update: that of the key with most updates, this one included.
+            rate = rates[max(counts.values()) - 1]
+            for name in names:
+                expected[name] = expected[name] - rate * gradient(name, turn).double().numpy()
+            assert_close(made[turn % 2].values(), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("type", ASYNCHRONOUS)
+def test_the_learning_rate_of_rank_zero_holds_and_others_may_set_theirs_in_vain(
+    jobs: Servers, type: str
+) -> None:
+    expected = starts()
+
+    def step(worker: Worker, turn: int, rate: float) -> None:
+        worker.step(turn)
+        for name, g in gradients(turn).items():
+            expected[name] = expected[name] - rate * g
+        assert_close(worker.values(), expected, atol=1e-5)
+
+    with workers(jobs, type, "sgd", {"learning_rate": 0.5}, store=FAR[type]) as made:
+        step(made[0], 0, 0.5)
+        made[1].trainer.set_learning_rate(8.0)
+        step(made[1], 1, 0.5)
+        made[0].trainer.set_learning_rate(0.25)
+        step(made[0], 2, 0.25)
+        step(made[1], 3, 0.25)
 
 
 def run(made: list[Worker], turns: range) -> dict[str, Any]:
@@ -130,25 +366,6 @@ def test_set_data_replaces_the_weights_of_all_and_nothing_is_lost_or_counted_twi
         made[0].step(1)
         expected = {name: 7.0 - 0.5 * gradient(name, 0) - gradient(name, 1) for name in SHAPES}
         assert_close(made[0].values(), {name: value.double().numpy() for name, value in expected.items()})
-
-
-@pytest.mark.parametrize("type", ASYNCHRONOUS)
-def test_gradients_that_overflow_drop_this_workers_contribution_alone(jobs: Servers, type: str) -> None:
-    with workers(jobs, type, "sgd", {"learning_rate": 1.0}, store=FAR[type]) as made:
-        for worker in made:
-            kvtrainer.amp.init_trainer(worker.trainer, kvtrainer.amp.LossScaler(1024.0))
-        for rank, turn in ((0, 0), (1, 1)):
-            loss = torch.stack([(w * gradient(n, turn)).sum() for n, w in made[rank].weights.items()]).sum()
-            with kvtrainer.amp.scale_loss(
-                loss * (float("inf") if rank else 1.0), made[rank].trainer
-            ) as scaled:
-                scaled.backward()
-            made[rank].trainer.step(1)
-        assert [worker.trainer.amp_loss_scale for worker in made] == [1024.0, 512.0]
-        made[0].step(2)
-        expected = {name: start_of(name) - gradient(name, 0) - gradient(name, 2) for name in SHAPES}
-        assert_close(made[0].values(), {name: value.double().numpy() for name, value in expected.items()})
-        assert made[0].trainer.server_stats()[0]["tables"][0]["rounds_applied"] == 2
 
 
 @pytest.mark.parametrize("type", ["dist_sync", *ASYNCHRONOUS])

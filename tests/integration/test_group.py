@@ -1,239 +1,444 @@
-"""Two and three ranks of torch.distributed over gloo train with kvstore 'device', as one process or dist_sync would."""
+"""Two and three ranks of torch.distributed over gloo train with kvstore 'device', as one process or dist_sync would.
+
+A scenario runs on every rank of one job, and gives what was found there beside what it has to be.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.nn import Embedding, Linear, Parameter
 
-from kvtrainer import Trainer
-from tests.support.jobs import Job, run_job
+from kvtrainer import Trainer, amp, kvstore, optimizer
+from kvtrainer.comm import rank_group
+from tests.support.jobs import Job, Results, error_of, run_job
+from tests.support.limits import LIMIT, SOON
 from tests.support.replica_training import random_gradients, random_parameters
 from tests.support.sparse_model import CASES, Embeddings, batches
-from tests.support.workers import group
+
+Pairs = Iterator[tuple[Any, Any]]
+"""What was found, and what it has to be."""
+LR = {"lr": 1.0}
+
+
+def says(call: Callable[[], object], *parts: str) -> tuple[Any, Any]:
+    """A pair that agrees if the error of a call has all these parts."""
+    text = error_of(call)
+    return ([part for part in parts if part not in text] and text), []
+
+
+def parameters(*values: float) -> list[Parameter]:
+    return [Parameter(torch.full((2, 3), value)) for value in values]
+
+
+def backward(given: Sequence[Parameter], slopes: float | Sequence[float | None] = 1.0) -> None:
+    each = slopes if isinstance(slopes, Sequence) else [slopes] * len(given)
+    for p, slope in zip(given, each, strict=True):
+        if slope is not None:
+            (p * slope).sum().backward()
+
+
+def first(given: Sequence[torch.Tensor]) -> list[float]:
+    return [p.flatten()[0].item() for p in given]
+
+
+def total(ranks: int) -> float:
+    """The sum of rank + 1."""
+    return ranks * (ranks + 1) / 2
+
+
+def sums_with_momentum_follow_the_closed_form_from_rank_0s_weights(rank: int, ranks: int) -> Pairs:
+    for in_store in (None, True, False):
+        w, expected, velocity = parameters(5.0 + rank), 5.0, 0.0
+        trainer = Trainer(w, "sgd", {"learning_rate": 1.0, "momentum": 0.5}, update_on_kvstore=in_store)
+        for slope, rate in ((1.0, 1.0),) * 3 + ((0.0, 0.5),):
+            trainer.set_learning_rate(rate)
+            backward(w, slope * (rank + 1.0))
+            trainer.step(2)
+            velocity = 0.5 * velocity - rate * slope * total(ranks) / 2
+            expected += velocity
+            yield first(w), [expected]
+
+
+def step_without_batch_size_averages_and_each_ranks_own_batch_size_counts(rank: int, ranks: int) -> Pairs:
+    w = parameters(0.0)
+    trainer = Trainer(w, "sgd", LR)
+    backward(w, rank + 1.0)
+    trainer.step()
+    mean = -total(ranks) / ranks
+    yield first(w), [mean]
+    backward(w)
+    trainer.step(2**rank)
+    yield first(w), [mean - sum(2.0**-other for other in range(ranks))]
+    assert trainer.kvstore is not None
+    yield [trainer.kvstore.rank, trainer.kvstore.num_workers], [rank, ranks]
+
+
+def sums_may_be_changed_between_the_halves_of_a_step(rank: int, ranks: int) -> Pairs:
+    w = parameters(0.0)
+    trainer = Trainer(w, "sgd", LR)
+    backward(w, rank + 1.0)
+    trainer.allreduce_grads()
+    grads = [p.grad for p in w if p.grad is not None]
+    yield first(grads), [total(ranks)]
+    grads[0].mul_(0.5)
+    trainer.update(1)
+    yield first(w), [-total(ranks) / 2]
+    refused = Trainer(parameters(0.0), "sgd", update_on_kvstore=True).allreduce_grads
+    yield says(refused, "allreduce_grads() has no meaning")
+
+
+def replicas_are_summed_before_ranks_and_count_in_the_mean(rank: int, ranks: int) -> Pairs:
+    for name in ("device", "dist_sync_device"):
+        w = parameters(0.0, 9.0)
+        trainer = Trainer([w], "sgd", LR, kvstore=name)
+        backward(w, rank + 1.0)
+        trainer.step(1)
+        yield first(w), [-2 * total(ranks)] * 2
+        backward(w, [1.0, 3.0])
+        trainer.step()
+        yield first(w), [-2 * total(ranks) - 2] * 2
+
+
+def weights_are_those_of_dist_sync_and_of_replicas_in_one_process(rank: int, ranks: int) -> Pairs:
+    """Adam over several dtypes and buckets. Two addends have one sum; the order of three is gloo's.
+
+    Of replicas and ranks a half-precision sum is rounded before the update.
+    """
+    options, found = {"lr": 0.01, "multi_precision": True}, {}
+    kept, rank_group.BUCKET = rank_group.BUCKET, 1024
+    for name in ("device", "dist_sync"):
+        w = random_parameters()
+        trainer = Trainer(w, "adam", options, kvstore=name)
+        for _ in random_gradients(rank, w):
+            trainer.step(8)
+        found[name] = [p.detach().clone() for p in w]
+        trainer.close()
+    rank_group.BUCKET = kept
+    copies = [random_parameters() for _ in range(ranks)]
+    alone = Trainer([list(of_key) for of_key in zip(*copies, strict=True)], "adam", options, kvstore="local")
+    for _ in zip(*(random_gradients(other, one) for other, one in enumerate(copies)), strict=True):
+        alone.step(8)
+    for mine, servers, here in zip(found["device"], found["dist_sync"], copies[0], strict=True):
+        shared = mine.clone()
+        dist.broadcast(shared, src=0)
+        yield torch.equal(mine, shared), True
+        half = mine.dtype == torch.float16
+        near = 2e-3 if half else 0.0 if ranks == 2 else 1e-6
+        yield torch.allclose(mine, servers, rtol=0, atol=near), True
+        yield torch.allclose(here, servers, rtol=0, atol=2e-3 if half else 0.0), True
+
+
+def key_that_a_rank_leaves_out_has_the_sum_of_the_others_and_of_none_is_not_touched(
+    rank: int, ranks: int
+) -> Pairs:
+    w = parameters(1.0, 1.0, 1.0)
+    trainer = Trainer(w, "sgd", {"lr": 1.0, "wd": 0.5})
+    backward(w, [1.0, 1.0 if rank == 1 else None, None])
+    trainer.step(1, ignore_stale_grad=True)
+    yield first(w), [1 - ranks - 0.5, -0.5, 1.0]
+    yield sorted(trainer.state_dict()["state"]), [0, 1]
+
+
+def overflow_on_one_rank_skips_the_step_on_all(rank: int, ranks: int) -> Pairs:
+    w = parameters(0.0)
+    trainer = Trainer(w, "sgd", LR)
+    amp.init_trainer(trainer, amp.LossScaler(8.0))
+    for slope, expected in ((float("inf") if rank == ranks - 1 else 1.0, 0.0), (1.0, -float(ranks))):
+        with amp.scale_loss((w[0] * slope).sum(), trainer) as loss:
+            loss.backward()
+        trainer.step(1)
+        yield (first(w), trainer.amp_loss_scale), ([expected], 4.0)
+
+
+def ranks_that_disagree_raise_the_same_error_and_take_no_step_until_they_agree(
+    rank: int, ranks: int
+) -> Pairs:
+    w = parameters(0.0)
+    trainer = Trainer(w, "sgd", LR)
+    trainer.set_learning_rate(0.5 if rank == 1 else 1.0)
+    backward(w)
+    rates = "PlanMismatchError: ", "group 0 has lr=1.0 on rank 0 and 0.5 on rank 1"
+    yield says(lambda: trainer.step(1), *rates)
+    yield first(w), [0.0]
+    trainer.set_learning_rate(0.25)
+    trainer.step(1)
+    yield first(w), [-0.25 * ranks]
+    backward(w)
+    calls = trainer.set_data if rank else lambda: trainer.step(1)
+    yield says(calls, "ProtocolError: ", "step on rank 0, set_data on rank 1", "add_param_group")
+    other = Trainer(parameters(0.0, *([1.0] if rank else [])), "sgd")
+    missing = "key 1 is '1' float32[2, 3] in group 0 on rank 1 but missing on rank 0"
+    yield says(other.set_data, "PlanMismatchError: ", missing)
+    kinds = Trainer(parameters(0.0), "adam" if rank else "sgd")
+    yield says(kinds.set_data, "PlanMismatchError: ", "name is 'sgd' on rank 0 and 'adam' on rank 1")
+
+
+def saved_states_go_on_as_if_never_interrupted(rank: int, ranks: int, folder: Path) -> Pairs:
+    def trained(trainer: Trainer, w: list[Parameter]) -> list[Any]:
+        for _ in range(2):
+            backward(w, rank + 1.0)
+            trainer.step(4)
+        return [p.tolist() for p in w]
+
+    w, again = parameters(1.0, 2.0), parameters(1.0, 2.0)
+    trainer, other = Trainer(w, "adam", {"lr": 0.1}), Trainer(again, "adam", {"lr": 0.3})
+    trained(trainer, w)
+    trainer.save_states(folder / f"states{rank}")
+    values = {str(i): p.detach().clone() for i, p in enumerate(w)}
+    expected = trained(trainer, w)
+    other.load_states(folder / f"states{rank}")
+    other.set_data(values)
+    yield trained(other, again), expected
+
+
+def row_sparse_gradients_give_every_rank_the_weights_of_a_dense_float64_loop(rank: int, ranks: int) -> Pairs:
+    """The loop only for what torch has a dense form of; the same bits on every rank for all."""
+    for name, (kind, options) in CASES.items():
+        model = Embeddings()
+        trainer = Trainer(model.parameters(), kind, options)
+        for big, small in batches(rank):
+            model(big, small).backward()
+            trainer.step(1)
+        for p in model.parameters():
+            shared = p.detach().clone()
+            dist.broadcast(shared, src=0)
+            yield torch.equal(p, shared), True
+        if name in ("sgd", "torch:SGD", "torch:Adagrad"):
+            for found, one in zip(model.parameters(), in_float64(name, ranks), strict=True):
+                yield torch.allclose(found.double(), one, rtol=1e-4, atol=1e-5), True
+
+
+def in_float64(name: str, ranks: int) -> list[Parameter]:
+    model = Embeddings().double()
+    model.big.sparse = model.small.sparse = False
+    given = list(model.parameters())
+    loop: torch.optim.Optimizer = torch.optim.SGD(given, lr=0.1, momentum=0.9)
+    if name == "torch:Adagrad":
+        loop = torch.optim.Adagrad(given, lr=0.1)
+    for of_ranks in zip(*(batches(rank) for rank in range(ranks)), strict=True):
+        loop.zero_grad()
+        sum((model(big, small) for big, small in of_ranks), torch.zeros(())).backward()
+        loop.step()
+    return given
+
+
+def rows_of_some_ranks_and_a_dense_gradient_of_another_are_summed(rank: int, ranks: int) -> Pairs:
+    net = Embedding.from_pretrained(torch.zeros(6, 2), freeze=False, sparse=True)
+    trainer = Trainer(net.parameters(), "sgd", LR)
+    if rank:
+        net(torch.tensor([rank, rank])).sum().backward()
+    else:
+        net.weight.grad = torch.full((6, 2), 0.5)
+    trainer.step(1)
+    expected = torch.full((6, 2), -0.5)
+    expected[1:ranks] -= 2.0
+    yield net.weight.tolist(), expected.tolist()
+    if rank == 1:
+        net(torch.tensor([5])).sum().backward()
+    trainer.step(1, ignore_stale_grad=True)
+    expected[5] -= 1.0
+    yield net.weight.tolist(), expected.tolist()
+    net(torch.tensor([0])).sum().backward()
+    trainer.allreduce_grads()
+    assert net.weight.grad is not None
+    yield net.weight.grad.to_dense()[:, 0].tolist(), [ranks, 0, 0, 0, 0, 0]
+
+
+def rows_of_ranks_with_data_reach_those_that_have_joined(rank: int, ranks: int) -> Pairs:
+    net = Embedding.from_pretrained(torch.zeros(5, 2), freeze=False, sparse=True)
+    trainer = Trainer(net.parameters(), "sgd", LR, update_on_kvstore=False)
+    with trainer.join():
+        for _ in range(rank + 1):
+            (net(torch.tensor([1, 3])) * (rank + 1.0)).sum().backward()
+            trainer.step(1)
+    moved = -sum((other + 1.0) ** 2 for other in range(ranks))
+    yield net.weight[:, 0].tolist(), [0.0, moved, 0.0, moved, 0.0]
+
+
+def adding(rescale: float) -> Any:
+    return optimizer.create("test", learning_rate=-1.0, rescale_grad=rescale)
+
+
+def verbs_follow_the_closed_forms_and_what_cannot_be_done_raises_on_every_rank(
+    rank: int, ranks: int
+) -> Pairs:
+    kv: Any = kvstore.create("device")
+    yield [kv.rank, kv.num_workers, kv.type], [rank, ranks, "device"]
+    value, out, s = torch.full((2,), rank + 1.0), torch.zeros(2), total(ranks)
+
+    def pulled(key: int) -> float:
+        kv.pull(key, out=out)
+        return out[0].item()
+
+    kv.init(3, value + 4.0)
+    yield pulled(3), 5.0
+    kv.push(3, value)
+    yield pulled(3), s
+    kv.push(3, [value] * 3)
+    yield pulled(3), 3 * s
+    summed = value.clone()
+    kv.pushpull(3, summed)
+    yield summed[0].item(), s
+    kv.broadcast(4, value + 1.0, out)
+    yield out[0].item(), 2.0
+    kv.barrier()
+    refused: list[tuple[Callable[[], object], str]] = [
+        (lambda: kv.push(8 + rank, value), "KeyNotFoundError: key "),
+        (
+            lambda: kv.push(3 if rank else 4, value),
+            "ProtocolError: rank 0 calls push(['4']) and rank 1 push(['3'])",
+        ),
+        (lambda: kv.push(3, torch.zeros(2 + rank)), "ShapeMismatchError: key '3' holds float32[2], got "),
+        (lambda: kv.init(9, torch.zeros(2 + rank)), "PlanMismatchError: workers have different models: "),
+        (lambda: kv.init(4 if rank else 10, value), "ConfigurationError: key 4 is initialised already"),
+        (
+            kv.barrier if rank else lambda: kv.push(3, value),
+            "ProtocolError: rank 0 calls push(['3']) and rank 1 barrier()",
+        ),
+        (
+            lambda: kv.set_gradient_compression({"type": "2bit"}),
+            "ConfigurationError: gradient compression is not supported between the ranks",
+        ),
+    ]
+    for call, text in refused:
+        yield says(call, text)
+    kv.set_optimizer(adding(2.0))
+    for i in range(3):
+        kv.push(4, [value] * 2)
+        yield pulled(4), 2 * 2 * s * (i + 1) + 2
+    kv.set_optimizer(adding(2.0 + rank))
+    yield says(lambda: kv.push(4, value), "ranks set different optimizers")
+
+
+def pushed_rows_are_summed_over_replicas_and_ranks(rank: int, ranks: int) -> Pairs:
+    """Rows on every rank, rows on one, and rows beside dense ones."""
+    kv: Any = kvstore.create("local_allreduce_device")
+    kv.init("e", torch.zeros(4, 2))
+    kv.set_optimizer(adding(1.0))
+    out, expected = torch.zeros(4, 2), torch.zeros(4)
+
+    def rows(*ids: int) -> torch.Tensor:
+        where = torch.tensor([ids], dtype=torch.int64)
+        return torch.sparse_coo_tensor(where, torch.ones(len(ids), 2), (4, 2))
+
+    for value, added in (
+        ([rows(0, rank), rows(3)], [ranks + 1.0, 1.0, float(ranks > 2), float(ranks)]),
+        (rows(1, 1) if rank == 1 else rows(), [0.0, 2.0, 0.0, 0.0]),
+        (torch.ones(4, 2) if rank else rows(2), [ranks - 1.0, ranks - 1.0, float(ranks), ranks - 1.0]),
+    ):
+        kv.push("e", value)
+        kv.pull("e", out=out)
+        expected += torch.tensor(added)
+        yield out[:, 0].tolist(), expected.tolist()
+
+
+def module_under_ddp_is_refused_with_any_kvstore_but_none(rank: int, ranks: int) -> Pairs:
+    module = Linear(2, 1)
+    wrapped = torch.nn.parallel.DistributedDataParallel(module)
+    groups = [{"params": wrapped}]
+    for call in (
+        lambda: Trainer(wrapped, "sgd"),
+        lambda: Trainer(groups, "sgd", kvstore="local"),
+        lambda: Trainer(wrapped.parameters(), "sgd", kvstore="local"),
+        lambda: Trainer(module, "sgd"),
+    ):
+        yield says(call, "DistributedDataParallel", "kvstore=None")
+    yield error_of(lambda: Trainer(wrapped, "sgd", kvstore=None)), "nothing"
+    yield error_of(lambda: Trainer(Linear(2, 1), "sgd")), "nothing"
+    compressed = {"type": "fp16"}
+    yield says(
+        lambda: Trainer(parameters(0.0), "sgd", compression_params=compressed),
+        "does not compress what the ranks",
+    )
+    unwrapped = Linear(2, 1)
+    torch.nn.parallel.DistributedDataParallel(unwrapped)  # which is gone
+    yield error_of(lambda: Trainer(unwrapped, "sgd")), "nothing"
+
+
+def rank_that_does_not_come_is_a_deadline_error_within_the_groups_timeout(
+    rank: int, ranks: int, folder: Path
+) -> Pairs:
+    """Rank 0 comes to a step that nobody else comes to. The last scenario: nothing works in the group after it."""
+    w = parameters(0.0)
+    trainer = Trainer(w, "sgd")
+    trainer.set_data()
+    backward(w)
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=SOON))
+    store = dist.FileStore(str(folder / "absence"), ranks)
+    if rank:
+        store.wait(["over"])
+        return
+    waited = f"DeadlineError: rank 0 of {ranks} waited for the other ranks"
+    yield says(lambda: trainer.step(1), waited, "trainer.join()")
+    yield first(w), [0.0]
+    store.set("over", "yes")
+
+
+SCENARIOS = {
+    one.__name__: one
+    for one in (
+        sums_with_momentum_follow_the_closed_form_from_rank_0s_weights,
+        step_without_batch_size_averages_and_each_ranks_own_batch_size_counts,
+        sums_may_be_changed_between_the_halves_of_a_step,
+        replicas_are_summed_before_ranks_and_count_in_the_mean,
+        weights_are_those_of_dist_sync_and_of_replicas_in_one_process,
+        key_that_a_rank_leaves_out_has_the_sum_of_the_others_and_of_none_is_not_touched,
+        overflow_on_one_rank_skips_the_step_on_all,
+        ranks_that_disagree_raise_the_same_error_and_take_no_step_until_they_agree,
+        row_sparse_gradients_give_every_rank_the_weights_of_a_dense_float64_loop,
+        rows_of_some_ranks_and_a_dense_gradient_of_another_are_summed,
+        rows_of_ranks_with_data_reach_those_that_have_joined,
+        verbs_follow_the_closed_forms_and_what_cannot_be_done_raises_on_every_rank,
+        pushed_rows_are_summed_over_replicas_and_ranks,
+        module_under_ddp_is_refused_with_any_kvstore_but_none,
+    )
+}
+WITH_FILES = {
+    one.__name__: one
+    for one in (
+        saved_states_go_on_as_if_never_interrupted,
+        rank_that_does_not_come_is_a_deadline_error_within_the_groups_timeout,
+    )
+}
+BEFORE = "what was built before the group says so"
+
+
+def run(rank: int, ranks: int, place: str) -> Results:
+    early, early_store = Trainer(parameters(0.0), "sgd"), kvstore.create("device")
+    updating = Trainer(parameters(0.0), "sgd", update_on_kvstore=True)
+    meeting = f"file://{place}/meeting"
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=ranks)
+    backward([p for one in (early, updating) for group in one.param_groups for p in group["params"]])
+    found: dict[str, Any] = {BEFORE: []}
+    for one in (early, updating):
+        found[BEFORE].append(says(lambda one=one: one.step(1), "initialised after the Trainer was built"))
+    store = says(
+        lambda: Trainer(parameters(0.0), "sgd", kvstore=early_store), "after the kvstore was created"
+    )
+    found[BEFORE].append(store)
+    found |= {name: list(scenario(rank, ranks)) for name, scenario in SCENARIOS.items()}
+    dist.destroy_process_group()
+    limit = timedelta(seconds=LIMIT)
+    dist.init_process_group("gloo", init_method=f"{meeting}2", rank=rank, world_size=ranks, timeout=limit)
+    return found | {name: list(scenario(rank, ranks, Path(place))) for name, scenario in WITH_FILES.items()}
 
 
 @pytest.fixture(scope="module", params=[2, 3], ids=["2-ranks", "3-ranks"])
 def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Job:
     folder = tmp_path_factory.mktemp("group")
-    return run_job(group.run, folder, request.param, 1, str(folder))
+    return run_job(run, folder, request.param, 1, str(folder))
 
 
-def everywhere(job: Job, part: str, name: str) -> Any:
-    """What all ranks found, which must be the same."""
-    found = [result[name] for result in job[part]]
-    assert all(one == found[0] for one in found)
-    return found[0]
-
-
-def total(job: Job) -> float:
-    """The sum of rank + 1."""
-    return job.workers * (job.workers + 1) / 2
-
-
-@pytest.mark.parametrize("in_store", [None, True, False])
-def test_sums_with_momentum_follow_the_closed_form_from_rank_0s_weights(
-    job: Job, in_store: bool | None
-) -> None:
-    w, v, expected = 5.0, 0.0, []
-    for slope, rate in ((total(job) / 2, 1.0),) * 3 + ((0.0, 0.5),):
-        v = 0.5 * v - rate * slope
-        w += v
-        expected.append(w)
-    assert everywhere(job, "closed_forms", f"momentum {in_store}") == expected
-
-
-def test_step_without_batch_size_averages_and_each_ranks_own_batch_size_counts(job: Job) -> None:
-    mean = -total(job) / job.workers
-    assert everywhere(job, "closed_forms", "mean") == [mean]
-    after = mean - sum(2.0**-rank for rank in range(job.workers))
-    assert everywhere(job, "closed_forms", "own batch sizes") == [after]
-
-
-def test_sums_may_be_changed_between_the_halves_of_a_step(job: Job) -> None:
-    assert everywhere(job, "closed_forms", "sums") == [total(job)]
-    [before], [after] = (everywhere(job, "closed_forms", name) for name in ("own batch sizes", "clipped"))
-    assert after == before - total(job) / 2
-    assert "allreduce_grads() has no meaning" in everywhere(job, "closed_forms", "halves")
-
-
-def test_store_knows_ranks(job: Job) -> None:
-    assert [found["place"] for found in job["closed_forms"]] == [
-        [rank, job.workers] for rank in range(job.workers)
-    ]
-
-
-def test_replicas_are_summed_before_ranks_and_count_in_the_mean(job: Job) -> None:
-    assert everywhere(job, "replicas", "summed") == [-2 * total(job)] * 2
-    assert everywhere(job, "replicas", "over servers") == [-2 * total(job)] * 2
-    assert everywhere(job, "replicas", "averaged") == [-2 * total(job) - 2] * 2
-
-
-def test_weights_are_those_of_dist_sync(job: Job) -> None:
-    """Two addends have one sum; the order of three is gloo's. A half-precision sum is rounded before the update."""
-    for found in job["random"]:
-        for mine, first, other in zip(
-            found["device"], job["random"][0]["device"], found["dist_sync"], strict=True
-        ):
-            assert torch.equal(mine, first)
-            if mine.dtype == torch.float16:
-                assert torch.allclose(mine, other, atol=2e-3)
-            elif job.workers == 2:
-                assert torch.equal(mine, other)
-            else:
-                assert torch.allclose(mine, other, rtol=0, atol=1e-6)
-
-
-def test_replicas_in_one_process_have_the_bits_of_as_many_workers_over_servers(job: Job) -> None:
-    """Except in half precision, of which replicas have a sum that is rounded before the update."""
-    w = [random_parameters() for _ in range(job.workers)]
-    options = {"lr": 0.01, "multi_precision": True}
-    trainer = Trainer([list(of_key) for of_key in zip(*w, strict=True)], "adam", options)
-    for _ in zip(*(random_gradients(rank, of_rank) for rank, of_rank in enumerate(w)), strict=True):
-        trainer.step(8)
-    for own in w:
-        for mine, other in zip(own, job["random"][0]["dist_sync"], strict=True):
-            if mine.dtype == torch.float16:
-                assert torch.allclose(mine, other, atol=2e-3)
-            else:
-                assert torch.equal(mine, other)
-
-
-def test_key_that_a_rank_leaves_out_has_the_sum_of_the_others_and_of_none_is_not_touched(job: Job) -> None:
-    assert everywhere(job, "left_out", "weights") == [1 - job.workers - 0.5, -0.5, 1.0]
-    assert everywhere(job, "left_out", "updates") == [0, 1]
-
-
-def test_overflow_on_one_rank_skips_the_step_on_all(job: Job) -> None:
-    assert everywhere(job, "veto", "steps") == [([0.0], 4.0), ([-float(job.workers)], 4.0)]
-
-
-@pytest.mark.parametrize(
-    ("what", "error", "message"),
-    [
-        ("rate", "PlanMismatchError", "group 0 has lr=1.0 on rank 0 and 0.5 on rank 1"),
-        (
-            "model",
-            "PlanMismatchError",
-            "key 1 is '1' float32[2, 3] in group 0 on rank 1 but missing on rank 0",
-        ),
-        ("optimizer", "PlanMismatchError", "name is 'sgd' on rank 0 and 'adam' on rank 1"),
-        ("calls", "ProtocolError", "step on rank 0, set_data on rank 1"),
-        ("calls", "ProtocolError", "add_param_group"),
-    ],
-)
-def test_ranks_that_disagree_raise_the_same_error(job: Job, what: str, error: str, message: str) -> None:
-    found = everywhere(job, "disagreement", what)
-    assert found.startswith(f"{error}: ")
-    assert message in found
-
-
-def test_step_that_ranks_disagreed_on_was_not_taken_and_the_next_one_is(job: Job) -> None:
-    assert everywhere(job, "disagreement", "unchanged") == [0.0]
-    assert everywhere(job, "disagreement", "after") == [-0.25 * job.workers]
-
-
-def test_saved_states_go_on_as_if_never_interrupted(job: Job) -> None:
-    for found in job["states"]:
-        for uninterrupted, resumed in zip(found["uninterrupted"], found["resumed"], strict=True):
-            assert torch.equal(uninterrupted, resumed)
-
-
-@pytest.mark.parametrize("name", ["sgd", "torch:SGD", "torch:Adagrad"])
-def test_row_sparse_gradients_give_the_weights_of_a_dense_float64_loop(job: Job, name: str) -> None:
-    model = Embeddings().double()
-    model.big.sparse = model.small.sparse = False
-    parameters = list(model.parameters())
-    optimizer: torch.optim.Optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
-    if name == "torch:Adagrad":
-        optimizer = torch.optim.Adagrad(parameters, lr=0.1)
-    for of_ranks in zip(*(batches(rank) for rank in range(job.workers)), strict=True):
-        optimizer.zero_grad()
-        sum((model(big, small) for big, small in of_ranks), torch.zeros(())).backward()
-        optimizer.step()
-    for found, expected in zip(job["sparse"][0][name], parameters, strict=True):
-        assert torch.allclose(found.double(), expected, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_row_sparse_gradients_leave_the_same_bits_on_every_rank(job: Job, name: str) -> None:
-    first = job["sparse"][0][name]
-    for found in job["sparse"]:
-        assert all(torch.equal(mine, one) for mine, one in zip(found[name], first, strict=True))
-
-
-def test_rows_of_some_ranks_and_a_dense_gradient_of_another_are_summed(job: Job) -> None:
-    expected = torch.full((6, 2), -0.5)
-    expected[1 : job.workers] -= 2.0
-    for found in job["sparse"]:
-        assert torch.equal(found["mixed"], expected)
-        after = expected.clone()
-        after[5] -= 1.0
-        assert torch.equal(found["one rank only"], after)
-        assert found["sums"][:, 0].tolist() == [job.workers, 0, 0, 0, 0, 0]
-
-
-def test_rows_of_ranks_with_data_reach_those_that_have_joined(job: Job) -> None:
-    moved = -sum((rank + 1.0) ** 2 for rank in range(job.workers))
-    assert everywhere(job, "sparse", "in a block") == [0.0, moved, 0.0, moved, 0.0]
-
-
-def test_verbs_follow_the_closed_forms(job: Job) -> None:
-    s = total(job)
-    expected = {"init": 5.0, "push": s, "replicas": 3 * s, "pushpull": s, "broadcast": 2.0}
-    assert {name: everywhere(job, "verbs", name) for name in expected} == expected
-    assert everywhere(job, "verbs", "optimizer") == [2 * 2 * s * (i + 1) + 2 for i in range(3)]
-    assert [found["place"] for found in job["verbs"]] == [
-        [r, job.workers, "device"] for r in range(job.workers)
-    ]
-
-
-def test_pushed_rows_are_summed_over_replicas_and_ranks(job: Job) -> None:
-    n = job.workers
-    first = [float(n), 0.0, 0.0, float(n)]
-    for rank in range(n):
-        first[rank] += 1.0
-    second = [first[0], first[1] + 2, first[2], first[3]]
-    third = [second[0] + n - 1, second[1] + n - 1, second[2] + n, second[3] + n - 1]
-    assert everywhere(job, "verbs", "rows") == [first, second, third]
-
-
-def test_verbs_that_cannot_be_done_raise_on_every_rank_and_change_nothing(job: Job) -> None:
-    heard = [
-        "KeyNotFoundError: key 8",
-        "ProtocolError: rank 0 calls push(['4']) and rank 1 push(['3'])",
-        "RoundAbortedError: rank 1 raised in push: ShapeMismatchError: key '3' holds float32[2], got float32[3]",
-        "PlanMismatchError: workers have different models: key 0 is '9' float32[3] in group 0 on rank 1",
-        "RoundAbortedError: rank 1 raised in init: ConfigurationError: key 4 is initialised already",
-        "ProtocolError: rank 0 calls push(['3']) and rank 1 barrier()",
-        "ConfigurationError: gradient compression is not supported between the ranks",
-    ]
-    found = job["verbs"][0]["refused"]
-    assert [one.startswith(text) for one, text in zip(found, heard, strict=True)] == [True] * len(heard), (
-        found
-    )
-    assert not any(one == "nothing" for result in job["verbs"] for one in result["refused"])
-    assert "ranks set different optimizers" in everywhere(job, "verbs", "optimizers")
-
-
-def test_module_under_ddp_is_refused_with_any_kvstore_but_none(job: Job) -> None:
-    [found] = [job["refusals"][0]]
-    for what in ("module", "group", "parameters", "inner"):
-        assert "DistributedDataParallel" in found[what]
-        assert "kvstore=None" in found[what]
-    assert (found["none"], found["other"], found["dropped"]) == ("nothing", "nothing", "nothing")
-    assert "does not compress what the ranks" in found["compression"]
-
-
-def test_what_was_built_before_the_group_says_so(job: Job) -> None:
-    for name in ("trainer", "updating trainer"):
-        assert "initialised after the Trainer was built" in everywhere(job, "late", name)
-    assert "initialised after the kvstore was created" in everywhere(job, "late", "store")
-
-
-def test_rank_that_does_not_come_is_a_deadline_error_within_the_groups_timeout(job: Job) -> None:
-    found = job["absence"][0]
-    assert found["error"].startswith(f"DeadlineError: rank 0 of {job.workers} waited for the other ranks")
-    assert "trainer.join()" in found["error"]
-    assert found["weights"] == [0.0]
+@pytest.mark.parametrize("scenario", [BEFORE, *SCENARIOS, *WITH_FILES])
+def test_on_every_rank(job: Job, scenario: str) -> None:
+    for rank, pairs in enumerate(job[scenario]):
+        assert pairs or rank
+        for found, expected in pairs:
+            assert found == expected, f"rank {rank}"

@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.nn import Linear, Module, Parameter, Sequential, Tanh
 
 from kvtrainer import DataParallel, Trainer, kvstore
-from tests.support.jobs import Job, Results, run_job
-from tests.support.workers.group import error_of
+from tests.support.jobs import Job, Results, error_of, run_job
 
 SHAPES = ((100,), (50, 3), (7,))
 OPTIONS = {"lr": 0.1, "momentum": 0.9}

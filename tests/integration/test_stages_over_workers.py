@@ -19,9 +19,9 @@ from kvtrainer import Trainer
 from kvtrainer.amp import GradScaler
 from kvtrainer.errors import NonFiniteGradientError, PlanMismatchError
 from kvtrainer.kvstore import DistKVStore, create
+from tests.support.allreduce import AllReduce
 from tests.support.jobs import Job, Results, run_job
 from tests.support.stores import Servers
-from tests.support.workers.allreduce import AllReduce
 
 Make = Callable[..., tuple[Any, Trainer]]
 Scenario = Callable[[Make, int], Any]

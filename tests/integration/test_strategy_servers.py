@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 
-from kvtrainer import Trainer, TrainerDict
 from kvtrainer.kvstore import DistKVStore
 from kvtrainer.strategy import Strategy, agreement_of
 from tests.support.processes import Members, Processes, new_name, together
@@ -53,42 +52,6 @@ def test_what_is_agreed_on_is_not_among_the_keys_of_the_store(servers: list[Any]
 
     with Members() as members:
         assert on_both(members.pair(servers), use) == [[3], [3]]
-
-
-def two_trainers(store: Any) -> list[float]:
-    """Two models of equal names and shapes, by optimizers with other numbers, which take turns."""
-    parts = {name: nn.Linear(1, 1, bias=False) for name in ("generator", "discriminator")}
-    for part in parts.values():
-        nn.init.constant_(part.weight, 1.0)
-    rates = {"generator": 0.1, "discriminator": 0.01}
-    trainers = TrainerDict(
-        **{
-            n: Trainer(p, "torch:SGD", {"lr": rates[n], "momentum": 0.5}, kvstore=store)
-            for n, p in parts.items()
-        }
-    )
-    for _ in range(2):
-        for name, part in parts.items():
-            trainers[name].update_params(part(torch.ones(1, 1)).sum())
-    trainers.close()
-    return [part.weight.item() for part in parts.values()]
-
-
-TWICE = [1 - 0.1 * 2.5, 1 - 0.01 * 2.5]
-"""Momentum 1/2 makes of two slopes of 1 the steps 1 and 3/2."""
-
-
-def test_two_trainers_share_one_store_on_servers(servers: list[Any]) -> None:
-    with Members() as members:
-        for weights in on_both(members.pair(servers), two_trainers):
-            assert weights == pytest.approx(TWICE, abs=1e-6)
-
-
-@pytest.mark.parametrize("kind", ["local", "device"])
-def test_two_trainers_share_one_store_in_this_process(kind: str) -> None:
-    from kvtrainer.kvstore import create
-
-    assert two_trainers(create(kind)) == pytest.approx(TWICE, abs=1e-6)
 
 
 def test_a_checkpoint_without_rounds_has_the_updates_of_all_workers(

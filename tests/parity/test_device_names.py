@@ -15,25 +15,20 @@ from torch import Tensor
 import kvtrainer
 from kvtrainer.kvstore import DistKVStore
 from tests.support.limits import FOREVER
-from tests.support.sizes import sizes
 from tests.support.stores import Servers
 
-NAMES = ["dist_sync", "dist_sync_device", "dist_device_sync", "p3"]
+CASES = [
+    ("dist_sync", 2, 3),
+    ("dist_sync_device", 1, 1),
+    ("dist_device_sync", 3, 2),
+    ("p3", 3, 2),
+    *(pytest.param(type, 7, 3, marks=pytest.mark.full) for type in ("dist_sync_device", "p3")),
+]
+"""Names of stores, numbers of workers and servers."""
 SYNC_AND_ASYNC = ["dist_sync", "p3", "dist_async", "dist_ssp"]
 REPLICAS, RATE, REPEATS = 2, 2, 3
-SHAPES = {"9": (2, 3), "99": (300, 301), "10": (2, 3), "100": (300, 301)}
+SHAPES = {1001: (2, 3), 1002: (300, 301), 1003: (2, 3), 1004: (300, 301)}
 """The first two are pushed and pulled, the others pushpulled."""
-
-
-@pytest.fixture(params=sizes((1, 1), (2, 3), (3, 2), servers=(1, 2, 3, 7)))
-def size(request: pytest.FixtureRequest) -> tuple[int, int]:
-    """Numbers of workers and servers."""
-    workers, count = request.param
-    return workers, count
-
-
-def total(workers: int) -> int:
-    return workers * (workers + 1) // 2
 
 
 def replicas(value: float, shape: tuple[int, ...]) -> list[Tensor]:
@@ -45,46 +40,39 @@ def seen(tensors: list[Tensor]) -> list[float]:
     return sorted({value for tensor in tensors for value in tensor.unique().tolist()})  # type: ignore[no-untyped-call]
 
 
-@pytest.mark.parametrize("type", NAMES)
-def test_replicas_of_all_workers_add_up(jobs: Servers, size: tuple[int, int], type: str) -> None:
-    def body(kv: DistKVStore, rank: int) -> list[list[float]]:
-        kv.set_optimizer(kvtrainer.optimizer.create("test", learning_rate=-1.0, rescale_grad=float(RATE)))
-        kv.init(list(SHAPES), [torch.ones(shape) for shape in SHAPES.values()])
-        found = []
-        for _ in range(REPEATS):
-            for key, shape in SHAPES.items():
-                outs = replicas(0.0, shape)
-                if key in ("9", "99"):
-                    kv.push(key, replicas(rank + 1.0, shape))
-                    kv.pull(key, out=outs)
-                else:
-                    kv.pushpull(key, replicas(rank + 1.0, shape), out=outs)
-                found.append(seen(outs))
-        return found
-
-    expected = [[total(size[0]) * RATE * REPLICAS * (i + 1) + 1.0] for i in range(REPEATS) for _ in SHAPES]
-    assert jobs.results(*size, body, type=type) == [expected] * size[0]
-
-
-@pytest.mark.parametrize("type", NAMES)
-def test_sums_in_place_do_not_accumulate_and_many_keys_are_broadcast(
-    jobs: Servers, size: tuple[int, int], type: str
+@pytest.mark.parametrize(("type", "workers", "count"), CASES)
+def test_replicas_of_all_workers_add_up_and_sums_in_place_do_not_accumulate(
+    jobs: Servers, type: str, workers: int, count: int
 ) -> None:
-    def body(kv: DistKVStore, rank: int) -> tuple[str, list[list[float]], list[list[float]]]:
+    def body(
+        kv: DistKVStore, rank: int
+    ) -> tuple[str, list[list[float]], list[list[float]], list[list[float]]]:
         outs = [replicas(-1.0, (2, 3) if j % 40 else (70, 80)) for j in range(400)]
         kv.broadcast(
-            list(range(400)), [torch.full_like(out[0], float(j)) for j, out in enumerate(outs)], outs
+            list(range(400)), [torch.full_like(one[0], float(j)) for j, one in enumerate(outs)], outs
         )
-        found = []
+        in_place, added = [], []
         for _ in range(REPEATS):
             values = replicas(rank + 1.0, (70, 80))
             kv.pushpull(40, values)
-            found.append(seen(values))
-        return kv.type, [seen(out) for out in outs], found
+            in_place.append(seen(values))
+        kv.set_optimizer(kvtrainer.optimizer.create("test", learning_rate=-1.0, rescale_grad=float(RATE)))
+        kv.init(list(SHAPES), [torch.ones(shape) for shape in SHAPES.values()])
+        for _ in range(REPEATS):
+            for key, shape in SHAPES.items():
+                found = replicas(0.0, shape)
+                if key in (1001, 1002):
+                    kv.push(key, replicas(rank + 1.0, shape))
+                    kv.pull(key, out=found)
+                else:
+                    kv.pushpull(key, replicas(rank + 1.0, shape), out=found)
+                added.append(seen(found))
+        return kv.type, [seen(out) for out in outs], in_place, added
 
-    sums = [[float(total(size[0]) * REPLICAS)]] * REPEATS
-    expected = (type, [[float(j)] for j in range(400)], sums)
-    assert jobs.results(*size, body, type=type) == [expected] * size[0]
+    total = workers * (workers + 1) // 2 * REPLICAS
+    sums = [[total * RATE * (i + 1) + 1.0] for i in range(REPEATS) for _ in SHAPES]
+    expected = (type, [[float(j)] for j in range(400)], [[float(total)]] * REPEATS, sums)
+    assert jobs.results(workers, count, body, type=type) == [expected] * workers
 
 
 @pytest.mark.parametrize("type", SYNC_AND_ASYNC)

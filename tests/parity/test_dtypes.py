@@ -1,11 +1,13 @@
 """Weights of every dtype move as float64 says, in process and on servers, of whatever kind the optimizer is.
 
 Half precision with a float32 master ends at the rounded weights of float64; without one it follows a float64 run
-whose weights are rounded after every step.
+whose weights are rounded after every step. Weights at the start, gradients and their sums over two workers are exact in
+every dtype, bfloat16's eight bits included, so that only the update rounds.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -15,164 +17,122 @@ from torch import Tensor
 
 import kvtrainer
 from kvstore_server.plan import TensorSpec, make_plan
-from kvtrainer.kvstore import KVStoreBase
-from kvtrainer.kvstore.verbs import TableKVStore
-from tests.support.dtype_runs import (
-    BATCH,
-    COMMON,
-    HALF,
-    LABELS,
-    OPTIMIZERS,
-    RATES,
-    ROWS,
-    decay_of,
-    gradient,
-    reference,
-    rounded,
-    sgld_moments,
-    shapes,
-    start_weight,
-)
-from tests.support.jobs import Job, PartOfJob, Results
+from kvtrainer.kvstore import DistKVStore
+from tests.support.gluon_cases import CASES
+from tests.support.gluon_formulas import Numbers, Reference
 from tests.support.scalar_training import set_gradients
+from tests.support.stores import Servers
 
+RATES = (0.05, 0.02, 0.1, 0.03, 0.08, 0.04)
+BATCH = 4.0
+WD = 0.05
+COMMON: dict[str, Any] = {"clip_gradient": 0.4}
+ROWS = {"float16": 400, "bfloat16": 400, "float32": 200, "float64": 100}
+"""Rows of 50 of the big parameter of each dtype: as many bytes in all, more than one slice."""
+HALF = ("float16", "bfloat16")
+LABELS = ("adam", "lamb")
+"""Elementwise and whole keys; tests/unit/optimizer plays all in every dtype."""
+EXACT = {"float32": 2e-6, "float64": 1e-13}
+"""Tolerances, absolute and relative; for half precision float32's, and what its weights round."""
 TINY, TIMES = 2e-4, 200
 
-
-def run(rank: int, workers: int) -> Results:
-    results: dict[str, Any] = {}
-    for has_master in (True, False):
-        if workers == 1:
-            results[f"tiny {has_master}"] = tiny_steps("dist_sync", True, has_master)
-            continue
-        for label in OPTIMIZERS:
-            for in_store in sites(has_master):
-                name = name_of(label, has_master, in_store)
-                results[name] = play(label, has_master, rank, "dist_sync", in_store)
-    return results
+each_label = pytest.mark.parametrize("label", LABELS)
+each_precision = pytest.mark.parametrize("has_master", [True, False], ids=["master", "no master"])
 
 
-def sites(has_master: bool) -> tuple[bool, ...]:
-    """The values of update_on_kvstore that are played."""
-    return (True, False) if has_master else (True,)
+def shapes(dtype: str) -> dict[str, tuple[int, int]]:
+    """The parameters of a dtype."""
+    return {f"{dtype} big": (ROWS[dtype], 50), f"{dtype} small": (7, 3)}
 
 
-def name_of(label: str, has_master: bool, in_store: bool) -> str:
-    """Under which name a run's weights are delivered."""
-    return f"{label}, multi_precision {has_master}, {in_store}"
+@functools.cache
+def start_weight(key: str, shape: tuple[int, int]) -> Numbers:
+    """Odd multiples of 1/64 up to 2: none is 0, all are exact in bfloat16."""
+    return (2 * np.random.default_rng([*key.encode()]).integers(-64, 64, size=shape) + 1) / 64
 
 
-def play(
-    label: str, has_master: bool, rank: int, kvstore: str | KVStoreBase | None, in_store: bool | None
-) -> dict[str, Tensor]:
+@functools.cache
+def gradient(key: str, shape: tuple[int, int], step: int, rank: int) -> Numbers:
+    """A worker's gradient: multiples of 1/16 up to 2, so that those of two workers add up exactly."""
+    return np.random.default_rng([*key.encode(), step + 1, rank]).integers(-32, 33, size=shape) / 16
+
+
+@functools.cache
+def reference(label: str, dtype: str, is_rounded: bool, workers: int) -> dict[str, Numbers]:
+    """The weights of a dtype at the end; `is_rounded` rounds them to the dtype after every step."""
+    case = CASES[label]
+    stored = functools.partial(rounded, dtype=dtype if is_rounded else "float64")
+    oracle = Reference(case.name, {**COMMON, **case.options}, stored)
+    weights = {key: start_weight(key, shape) for key, shape in shapes(dtype).items()}
+    for step, lr in enumerate(RATES):
+        for key, weight in weights.items():
+            g = sum(gradient(key, weight.shape, step, rank) for rank in range(workers)) / BATCH
+            weights[key] = oracle.update(key, weight, g, lr, WD)
+    return weights
+
+
+def rounded(values: Numbers, dtype: str) -> Numbers:
+    """The nearest numbers of a dtype, in float64."""
+    return torch.from_numpy(np.asarray(values)).to(getattr(torch, dtype)).double().numpy()
+
+
+def play(label: str, has_master: bool, rank: int, kvstore: Any, in_store: bool | None) -> dict[str, Tensor]:
     """The weights at the end of one run, each in its dtype."""
     parameters: dict[str, Tensor] = {}
     for dtype in ROWS:
         for key, shape in shapes(dtype).items():
             start = torch.from_numpy(start_weight(key, shape))
             parameters[key] = start.to(getattr(torch, dtype)).requires_grad_()
-    case = OPTIMIZERS[label]
-    options = {**COMMON, **case.options, "wd": decay_of(case.name), "multi_precision": has_master}
-    with kvtrainer.Trainer(
-        parameters, case.name, options, kvstore=kvstore, update_on_kvstore=in_store
-    ) as trainer:
-        for step, lr in enumerate(RATES):
-            trainer.set_learning_rate(lr)
-            grads = {key: gradient(key, tuple(p.shape), step, rank) for key, p in parameters.items()}
-            set_gradients(parameters, grads)
-            trainer.step(BATCH)
+    case = CASES[label]
+    options = {**COMMON, **case.options, "wd": WD, "multi_precision": has_master}
+    trainer = kvtrainer.Trainer(parameters, case.name, options, kvstore, update_on_kvstore=in_store)
+    for step, lr in enumerate(RATES):
+        trainer.set_learning_rate(lr)
+        grads = {key: gradient(key, tuple(p.shape), step, rank) for key, p in parameters.items()}
+        set_gradients(parameters, grads)
+        trainer.step(BATCH)
     return {key: parameter.detach().clone() for key, parameter in parameters.items()}
 
 
-def tiny_steps(
-    kvstore: str | KVStoreBase | None, in_store: bool | None, has_master: bool
-) -> dict[str, float]:
-    """Weights of 1.0, one of each half dtype, after TIMES steps of sgd with the gradient TINY and lr 1."""
-    weights = {dtype: torch.ones(1, dtype=getattr(torch, dtype), requires_grad=True) for dtype in HALF}
-    options = {"learning_rate": 1.0, "multi_precision": has_master}
-    with kvtrainer.Trainer(weights, "sgd", options, kvstore=kvstore, update_on_kvstore=in_store) as trainer:
-        for _ in range(TIMES):
-            for weight in weights.values():
-                (weight * TINY).sum().backward()  # type: ignore[no-untyped-call]
-            trainer.step(1)
-    return {dtype: weight.item() for dtype, weight in weights.items()}
+def assert_moved(weights: dict[str, Tensor], label: str, has_master: bool, workers: int) -> None:
+    for dtype in ROWS:
+        is_half = dtype in HALF
+        expected = reference(label, dtype, is_half and not has_master, workers)
+        for key, shape in shapes(dtype).items():
+            start, result, wanted = start_weight(key, shape), weights[key].double().numpy(), expected[key]
+            assert weights[key].dtype == getattr(torch, dtype)
+            assert np.abs(wanted - start).mean() > 0.01
+            error = np.abs(result - wanted)
+            tolerance = EXACT["float32" if is_half else dtype] * (1 + np.abs(wanted))
+            if is_half:
+                # float32's error may decide where a number between two others goes: with a master once, at the end,
+                # else at any step, when the weight may still have been greater.
+                among = np.abs(wanted) if has_master else 4 * np.maximum(np.abs(start), np.abs(wanted))
+                tolerance += torch.finfo(getattr(torch, dtype)).eps / 2 * among
+                assert (result == rounded(wanted, dtype)).mean() > 0.98
+            assert (error <= tolerance).all(), (key, float((error / tolerance).max()))
 
 
-EXACT = {"float32": 2e-6, "float64": 1e-13}
-"""Tolerances, absolute and relative; for half precision float32's, and what its weights round."""
-
-Weights = dict[str, Tensor]
-each_dtype = pytest.mark.parametrize("dtype", ROWS)
-each_label = pytest.mark.parametrize("label", LABELS)
-each_precision = pytest.mark.parametrize("has_master", [True, False], ids=["master", "no master"])
-
-
-@pytest.fixture(scope="module")
-def job(part_of_job: PartOfJob) -> Job:
-    return part_of_job("dtypes", 2, 2)
-
-
-@pytest.fixture(scope="module")
-def alone() -> dict[tuple[str, bool], list[Weights]]:
-    """What one process ends with, by case and multi_precision: without a store, and in the engine of 'local'."""
-    return {
-        (label, has_master): [play(label, has_master, 0, *store) for store in ((None, None), ("local", True))]
-        for label in OPTIMIZERS
-        for has_master in (True, False)
-    }
-
-
-def assert_moved(weights: Weights, label: str, dtype: str, has_master: bool, workers: int) -> None:
-    is_half = dtype in HALF
-    expected = reference(label, dtype, is_half and not has_master, workers)
-    for key, shape in shapes(dtype).items():
-        start, result, wanted = start_weight(key, shape), weights[key].double().numpy(), expected[key]
-        assert weights[key].dtype == getattr(torch, dtype)
-        assert np.abs(wanted - start).mean() > 0.01
-        error = np.abs(result - wanted)
-        tolerance = EXACT["float32" if is_half else dtype] * (1 + np.abs(wanted))
-        if is_half:
-            # float32's error may decide where a number between two others goes: with a master once, at the end, else
-            # at any step, when the weight may still have been greater.
-            among = np.abs(wanted) if has_master else 4 * np.maximum(np.abs(start), np.abs(wanted))
-            tolerance += torch.finfo(getattr(torch, dtype)).eps / 2 * among
-            assert (result == rounded(wanted, dtype)).mean() > 0.98
-        assert (error <= tolerance).all(), float((error / tolerance).max())
-
-
-@each_dtype
 @each_label
 @each_precision
+@pytest.mark.parametrize("in_store", [True, False])
 def test_two_workers_and_two_servers_move_weights_as_float64_does(
-    job: Job, label: str, dtype: str, has_master: bool
+    jobs: Servers, label: str, has_master: bool, in_store: bool
 ) -> None:
-    for in_store in sites(has_master):
-        for weights in job[name_of(label, has_master, in_store)]:
-            assert_moved(weights, label, dtype, has_master, job.workers)
+    def body(kv: DistKVStore, rank: int) -> dict[str, Tensor]:
+        return play(label, has_master, rank, kv, in_store)
+
+    for weights in jobs.results(2, 2, body):
+        assert_moved(weights, label, has_master, 2)
 
 
-@each_dtype
 @each_label
 @each_precision
+@pytest.mark.parametrize(("kvstore", "in_store"), [(None, None), ("local", True)])
 def test_one_process_moves_weights_as_float64_does(
-    alone: dict[tuple[str, bool], list[Weights]], label: str, dtype: str, has_master: bool
+    label: str, has_master: bool, kvstore: str | None, in_store: bool | None
 ) -> None:
-    for weights in alone[label, has_master]:
-        assert_moved(weights, label, dtype, has_master, 1)
-
-
-@each_dtype
-@each_precision
-def test_sglds_noise_has_the_mean_and_the_variance_of_its_formula(
-    job: Job, alone: dict[tuple[str, bool], list[Weights]], dtype: str, has_master: bool
-) -> None:
-    [key, _] = shapes(dtype)
-    for workers, runs in ((1, alone["sgld", has_master]), (2, job[name_of("sgld", has_master, True)])):
-        mean, variance = sgld_moments(dtype, workers)[key]
-        for weights in runs:
-            noise = (weights[key].double().numpy() - mean) / np.sqrt(variance)
-            assert abs(noise.mean()) < 4 / np.sqrt(noise.size)
-            assert abs(noise.var() - 1) < 4 * np.sqrt(2 / noise.size)
+    assert_moved(play(label, has_master, 0, kvstore, in_store), label, has_master, 1)
 
 
 @pytest.mark.parametrize("dtype", HALF)
@@ -183,19 +143,26 @@ def test_a_master_makes_a_difference(label: str, dtype: str) -> None:
         assert (rounded(with_master[key], dtype) != without[key]).mean() > 0.02
 
 
-def assert_tiny_steps_add_up_only_with_a_master(seen: dict[str, float], has_master: bool) -> None:
+def check_tiny_steps(kvstore: Any, in_store: bool | None, has_master: bool) -> None:
+    """Weights of 1.0, one of each half dtype, after TIMES steps of sgd with the gradient TINY and lr 1."""
+    weights = {dtype: torch.ones(1, dtype=getattr(torch, dtype), requires_grad=True) for dtype in HALF}
+    options = {"learning_rate": 1.0, "multi_precision": has_master}
+    trainer = kvtrainer.Trainer(weights, "sgd", options, kvstore, update_on_kvstore=in_store)
+    for _ in range(TIMES):
+        for weight in weights.values():
+            (weight * TINY).sum().backward()  # type: ignore[no-untyped-call]
+        trainer.step(1)
     for dtype in HALF:
-        gradient = float(rounded(np.array(TINY), dtype))
-        expected = 1 - TIMES * gradient if has_master else 1.0
-        assert seen[dtype] == pytest.approx(expected, abs=torch.finfo(getattr(torch, dtype)).eps / 2 + 1e-5)
+        expected = 1 - TIMES * float(rounded(np.array(TINY), dtype)) if has_master else 1.0
+        tolerance = torch.finfo(getattr(torch, dtype)).eps / 2 + 1e-5
+        assert weights[dtype].item() == pytest.approx(expected, abs=tolerance)
 
 
 @each_precision
 def test_two_hundred_tiny_steps_on_a_server_add_up_only_with_a_master(
-    part_of_job: PartOfJob, has_master: bool
+    jobs: Servers, has_master: bool
 ) -> None:
-    [seen] = part_of_job("dtypes", 1, 1)[f"tiny {has_master}"]
-    assert_tiny_steps_add_up_only_with_a_master(seen, has_master)
+    jobs.results(1, 1, lambda kv, _: check_tiny_steps(kv, True, has_master))
 
 
 @each_precision
@@ -203,20 +170,7 @@ def test_two_hundred_tiny_steps_on_a_server_add_up_only_with_a_master(
 def test_two_hundred_tiny_steps_in_one_process_add_up_only_with_a_master(
     kvstore: str | None, in_store: bool | None, has_master: bool
 ) -> None:
-    assert_tiny_steps_add_up_only_with_a_master(tiny_steps(kvstore, in_store, has_master), has_master)
-
-
-def test_a_thousand_tiny_pushes_to_a_local_store_give_mxnets_numbers() -> None:
-    for has_master, expected in ((True, 0.8), (False, 1.0)):
-        kv = kvtrainer.kvstore.create("local")
-        assert isinstance(kv, TableKVStore)
-        kv.init("w", torch.ones(2, dtype=torch.float16))
-        kv.set_optimizer(kvtrainer.optimizer.create("sgd", learning_rate=1.0, multi_precision=has_master))
-        for _ in range(1000):
-            kv.push("w", torch.full((2,), 2e-4, dtype=torch.float16))
-        out = torch.empty(2, dtype=torch.float16)
-        kv.pull("w", out=out)
-        assert out.tolist() == pytest.approx([expected, expected], abs=5e-4 * has_master)
+    check_tiny_steps(kvstore, in_store, has_master)
 
 
 def test_the_big_parameter_of_every_dtype_lies_on_both_servers() -> None:

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from kvtrainer.errors import KVStoreError
 from tests.support.forks import Fork, fork_server
 from tests.support.limits import JOB_LIMIT, LIMIT
 
@@ -98,6 +99,15 @@ def run_program(command: Sequence[str], folder: Path, workers: int, servers: int
 def own_place() -> tuple[int, int]:
     """In a worker: its rank and the number of workers."""
     return int(os.environ["KVSTORE_RANK"]), int(os.environ["KVSTORE_NUM_WORKERS"])
+
+
+def error_of(call: Callable[[], object]) -> str:
+    """The class and the text of what a call raises."""
+    try:
+        call()
+    except KVStoreError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
 
 
 def _work(module: str, function: str, arguments: str, in_group: str) -> None:
