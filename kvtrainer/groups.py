@@ -181,8 +181,7 @@ class UpdateCounter:
             SchedulerInUseError: somebody else has set the learning rate of a group since the last update.
         """
         scheduler = self._optimizer.lr_scheduler
-        if scheduler is None:
-            return
+        assert scheduler is not None
         foreign = [group["lr"] for group in groups if self._set is not None and group["lr"] != self._set]
         if foreign:
             raise SchedulerInUseError(

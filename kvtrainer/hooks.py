@@ -30,7 +30,7 @@ from kvtrainer.precision import copy_grads_to_fp32, copy_params_to_fp16
 from kvtrainer.scaling import make_precision, unscale
 from kvtrainer.schedules.formulas import Formula, check_options, make_policy, warmup_factor
 from kvtrainer.schedules.param_schedule import GroupValue, MomentumWarmup, ScheduleSpec
-from kvtrainer.stages import make_clipping
+from kvtrainer.stages import make_limits
 from kvtrainer.types import StepResult
 
 _log = logging.getLogger(__name__)
@@ -200,7 +200,7 @@ class OptimizerHook(Hook):
     def __init__(
         self, grad_clip: Mapping[str, Any] | None = None, detect_anomalous_params: bool | str = False
     ) -> None:
-        make_clipping(grad_clip)
+        make_limits(grad_clip)
         self.grad_clip = None if grad_clip is None else dict(grad_clip)
         self.detect_anomalous_params = checked_mode(detect_anomalous_params)
         self._configured: weakref.ref[Any] | None = None

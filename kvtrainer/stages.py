@@ -38,50 +38,38 @@ class Verdict(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Clipping:
-    """A limit of the gradient's norm over all parameters, or of every element."""
-
-    max_norm: float | None = None
-    norm_type: float = 2.0
-    clip_value: float | None = None
-    error_if_nonfinite: bool = False
-
-
-@dataclass(frozen=True)
 class Limits:
     """All that a Trainer checks of the gradient of a step.
 
     Args:
-        clip: None for no limit.
+        max_norm, norm_type: a limit of the norm over all parameters; None for none.
+        clip_value: a limit of every element; None for none.
         on_nonfinite: one of ON_NONFINITE; None means "skip" where the gradient is measured anyway.
         has_scaler: whether losses are scaled: then a gradient that overflows skips the step.
     """
 
-    clip: Clipping | None = None
+    max_norm: float | None = None
+    norm_type: float = 2.0
+    clip_value: float | None = None
     on_nonfinite: str | None = None
     has_scaler: bool = False
+
+    @cached_property
+    def clips(self) -> bool:
+        """Whether there is a limit."""
+        return self.max_norm is not None or self.clip_value is not None
 
     @cached_property
     def checks_finite(self) -> bool:
         """Whether a gradient that is not finite skips the step."""
         if self.has_scaler or self.on_nonfinite in ("raise", "skip"):
             return True
-        return self.clip is not None and self.on_nonfinite is None
+        return self.clips and self.on_nonfinite is None
 
     @cached_property
     def is_needed(self) -> bool:
         """Whether the gradient has to be looked at."""
-        return self.clip is not None or self.checks_finite
-
-    @property
-    def norm_type(self) -> float:
-        """The type of the norm that is measured."""
-        return 2.0 if self.clip is None else self.clip.norm_type
-
-    @cached_property
-    def reports_norm(self) -> bool:
-        """Whether the norm means something to the user."""
-        return self.clip is not None and self.clip.max_norm is not None
+        return self.clips or self.checks_finite
 
     @cached_property
     def with_scaler(self) -> Limits:
@@ -101,75 +89,57 @@ class Limits:
         """
         if not measured.is_finite and self.checks_finite:
             return Decision(skip=True)
-        if self.clip is None:
+        if self.clip_value is not None:
+            return Decision(clip_value=self.clip_value)
+        if self.max_norm is None or not measured.is_finite:
             return Decision()
-        if self.clip.max_norm is None:
-            return Decision(clip_value=self.clip.clip_value)
-        if not measured.is_finite:
-            return Decision()
-        return Decision(coef=min(1.0, self.clip.max_norm / (measured.norm + _EPSILON)))
+        return Decision(coef=min(1.0, self.max_norm / (measured.norm + _EPSILON)))
 
     @cached_property
     def summary(self) -> dict[str, Any] | None:
         """Plain values by which workers compare their limits; None for none."""
         if not self.is_needed:
             return None
-        clip = self.clip or Clipping()
         return {
-            "max_norm": clip.max_norm,
+            "max_norm": self.max_norm,
             "norm_type": self.norm_type,
-            "clip_value": clip.clip_value,
+            "clip_value": self.clip_value,
             "checks_finite": self.checks_finite,
         }
 
 
-def make_limits(clip_grad: Any, on_nonfinite: Any) -> Limits:
-    """Make the limits that a Trainer's arguments ask for.
+def make_limits(clip_grad: Any, on_nonfinite: Any = None) -> Limits:
+    """Read the options of those names: of `clip_grad` the arguments of torch's functions, `type="value"` for the other.
 
     Raises:
-        ConfigurationError: an argument is wrong, or two contradict each other.
+        ArgumentTypeError: `clip_grad` is no dict.
+        ConfigurationError: an entry is unknown, missing or impossible, or two contradict each other.
     """
     check.one_of("on_nonfinite", on_nonfinite, (None, *ON_NONFINITE))
-    clip = make_clipping(clip_grad)
-    if clip is not None and clip.error_if_nonfinite:
+    if clip_grad is None:
+        return Limits(on_nonfinite=on_nonfinite)
+    if not isinstance(clip_grad, Mapping):
+        raise ArgumentTypeError(
+            f"clip_grad must be a dict such as dict(max_norm=35, norm_type=2), got {clip_grad!r:.80}"
+        )
+    kind = check.one_of("clip_grad type", clip_grad.get("type", "norm"), tuple(_KEYS))
+    needed = "max_norm" if kind == "norm" else "clip_value"
+    check.known(f"clip_grad of type {kind!r}", clip_grad, sorted(_KEYS[kind]))
+    if needed not in clip_grad:
+        raise ConfigurationError(f"clip_grad of type {kind!r} needs {needed}")
+    limit = check.number(f"{needed} of clip_grad", clip_grad[needed], above=0)
+    if kind == "value":
+        return Limits(clip_value=limit, on_nonfinite=on_nonfinite)
+    norm_type = clip_grad.get("norm_type", 2.0)
+    norm_type = math.inf if norm_type == "inf" else norm_type
+    check.number("norm_type of clip_grad", norm_type, above=0, finite=False)
+    if check.boolean("error_if_nonfinite of clip_grad", clip_grad.get("error_if_nonfinite", False)):
         if on_nonfinite not in (None, "raise"):
             raise ConfigurationError(
                 f"clip_grad has error_if_nonfinite=True, but on_nonfinite is {on_nonfinite!r}; leave one of the two out"
             )
         on_nonfinite = "raise"
-    return Limits(clip, on_nonfinite)
-
-
-def make_clipping(given: Any) -> Clipping | None:
-    """Read `clip_grad`: the arguments of torch's clip_grad_norm_, or with type="value" clip_value.
-
-    Raises:
-        ArgumentTypeError: it is no dict.
-        ConfigurationError: an entry is unknown, missing or impossible.
-    """
-    if given is None:
-        return None
-    if not isinstance(given, Mapping):
-        raise ArgumentTypeError(
-            f"clip_grad must be a dict such as dict(max_norm=35, norm_type=2), got {given!r:.80}"
-        )
-    kind = check.one_of("clip_grad type", given.get("type", "norm"), tuple(_KEYS))
-    needed = "max_norm" if kind == "norm" else "clip_value"
-    check.known(f"clip_grad of type {kind!r}", given, sorted(_KEYS[kind]))
-    if needed not in given:
-        raise ConfigurationError(f"clip_grad of type {kind!r} needs {needed}")
-    limit = check.number(f"{needed} of clip_grad", given[needed], above=0)
-    if kind == "value":
-        return Clipping(clip_value=limit)
-    norm_type = given.get("norm_type", 2.0)
-    norm_type = math.inf if norm_type == "inf" else norm_type
-    return Clipping(
-        limit,
-        check.number("norm_type of clip_grad", norm_type, above=0, finite=False),
-        error_if_nonfinite=check.boolean(
-            "error_if_nonfinite of clip_grad", given.get("error_if_nonfinite", False)
-        ),
-    )
+    return Limits(limit, float(norm_type), on_nonfinite=on_nonfinite)
 
 
 @dataclass(frozen=True)

@@ -563,7 +563,7 @@ class StepPipeline:
         self._reduced, self._is_vetoed, self.is_bad = None, False, False
         self.accumulation.in_window = 0
         norm = None
-        if limits.reports_norm:
+        if limits.max_norm is not None:
             # Not all workers have measured it where one knew before that the step is skipped.
             norm = math.inf if is_skipped or verdict.measured is None else verdict.measured.norm
         has_updated = updated is not None and any(updated)

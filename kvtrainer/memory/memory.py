@@ -299,11 +299,10 @@ class Memory:
             StaleGradientError: some have none; names all of them.
             ParameterMovedError: none has one, or too few, and the data of a parameter were replaced.
         """
-        takes_part: list[list[bool]] = []
-        by_device, labels = [list(summed or ())], [self.names]
-        if summed is None or is_strict:
-            takes_part = [device.tracker.participating() for device in self.devices]
-        if summed is None:
+        takes_part = [device.tracker.participating() for device in self.devices]
+        if summed is not None:
+            by_device, labels = [list(summed)], [self.names]
+        else:
             rows = zip(self.devices, takes_part, strict=True)
             by_device = [device.tracker.fresh(takes, with_zeros) for device, takes in rows]
             labels = self._labels

@@ -326,18 +326,12 @@ def claimable(groups: Sequence[Group]) -> list[tuple[str, RowSparseParameter]]:
         of_devices = [group["params"], *group.get(COPIES, ())]
         if not any(map(_has_tables, of_devices)):
             continue
-        found += [
-            (name, p)
-            for of_device in of_devices
-            for name, p in zip(group["param_names"], of_device, strict=True)
-            if is_row_sparse(p)
-        ]
-        for of_device in of_devices[1:]:
-            for name, first, copy in zip(group["param_names"], group["params"], of_device, strict=True):
-                if is_row_sparse(first) is not is_row_sparse(copy):
-                    raise RowSparseError(
-                        f"some replicas of {name!r} are row-sparse and some are not; make all alike"
-                    )
+        for name, *copies in zip(group["param_names"], *of_devices, strict=True):
+            if len(set(map(is_row_sparse, copies))) > 1:
+                raise RowSparseError(
+                    f"some replicas of {name!r} are row-sparse and some are not; make all alike"
+                )
+            found += [(name, p) for p in copies if is_row_sparse(p)]
     for name, parameter in found:
         parameter.check_claimable(name)
     return found

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from kvtrainer import Trainer, kvstore
-from kvtrainer.errors import ConfigurationError, OptimizerError, ParameterMovedError, StaleGradientError
+from kvtrainer.errors import ConfigurationError, OptimizerError, StaleGradientError
 from kvtrainer.optimizer import Optimizer, register
 from tests.support.ways_to_train import STORES, backward, trainer_of, zeros
 
@@ -173,15 +173,14 @@ def test_optimizer_that_raises_leaves_weights_and_state_as_they_were(uok: bool |
 
 
 @pytest.mark.parametrize("uok", STORES)
-def test_parameter_moved_after_construction_is_named_and_nothing_is_updated(uok: bool | None) -> None:
-    net = torch.nn.Linear(2, 1)
-    trainer = trainer_of(net.named_parameters(), uok)
-    net.to(torch.float64)
-    before = [p.tolist() for p in net.parameters()]
-    net(torch.ones(1, 2, dtype=torch.float64)).sum().backward()
-    with pytest.raises(ParameterMovedError, match=r"weight, bias.*before building the Trainer"):
+def test_key_that_the_optimizer_cannot_update_is_found_before_any_other_is_updated(uok: bool | None) -> None:
+    matrix, scalar = zeros(2, 2), Parameter(torch.tensor(1.0))
+    trainer = trainer_of({"matrix": matrix, "scalar": scalar}, uok, "groupadagrad")
+    backward(matrix)
+    backward(scalar)
+    with pytest.raises(ConfigurationError, match="'scalar'"):
         trainer.step(1)
-    assert [p.tolist() for p in net.parameters()] == before
+    assert (matrix.tolist(), scalar.item()) == ([[0, 0], [0, 0]], 1)
 
 
 def test_zero_sized_and_zero_dimensional_parameters_are_trained() -> None:

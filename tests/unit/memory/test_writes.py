@@ -114,14 +114,6 @@ def test_weights_that_live_in_the_process_may_be_written_at_any_time() -> None:
     torch.testing.assert_close(net[2].bias.detach(), expected)
 
 
-def test_writes_before_the_first_step_are_where_training_starts() -> None:
-    net = net_of()
-    trainer = trainer_of(net)
-    clamp(net)
-    train(net, trainer)
-    train(net, trainer)
-
-
 def averaged(net: nn.Module, trainer: Trainer) -> None:
     mean = AveragedModel(net)
     mean.update_parameters(net)

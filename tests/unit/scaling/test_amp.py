@@ -101,14 +101,6 @@ def test_without_a_scaler_gradients_that_are_not_finite_are_applied_as_in_torch(
 
 
 @pytest.mark.parametrize("uok", STORES)
-def test_closure_may_scale_its_loss(uok: bool | None) -> None:
-    p = zeros()
-    trainer = trainer_of([p], uok)
-    trainer.step(2, closure=lambda: backward(trainer, p, 6.0))
-    assert p.tolist() == [-3, -3]
-
-
-@pytest.mark.parametrize("uok", STORES)
 def test_loss_that_is_not_scaled_is_not_divided(uok: bool | None) -> None:
     p = zeros()
     trainer = trainer_of([p], uok, momentum=0.0)

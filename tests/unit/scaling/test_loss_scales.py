@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from pathlib import Path
 from typing import Any
@@ -190,12 +189,6 @@ def test_saved_state_tells_which_kind_of_scaler_it_is(scaler: LossScaler) -> Non
     again = scaler_from_state(scaler.state_dict())
     assert type(again) is type(scaler)
     assert again.state_dict() == scaler.state_dict()
-
-
-def test_scaler_can_be_copied() -> None:
-    scaler = TorchLossScaler(8, growth_interval=3)
-    after(scaler, OVERFLOWS[:5])
-    assert after(copy.deepcopy(scaler), OVERFLOWS[5:]) == SEQUENCE[5:]
 
 
 def test_amp_asks_for_a_dynamic_scale_a_static_one_or_none() -> None:

@@ -11,7 +11,7 @@ from torch.nn import Parameter
 
 from kvstore_server.norms import Decision, Measured
 from kvtrainer.errors import ArgumentTypeError, ConfigurationError
-from kvtrainer.stages import Clipping, Limits, make_clipping, make_limits
+from kvtrainer.stages import Limits, make_limits
 
 FINITE, BROKEN = Measured(5.0, True), Measured(math.nan, False)
 
@@ -53,12 +53,6 @@ def test_loss_scaler_makes_overflow_skip_the_step() -> None:
     assert limits().with_scaler.decide(FINITE) == Decision()
 
 
-def test_only_a_limited_norm_is_reported() -> None:
-    assert limits({"max_norm": 1}).reports_norm
-    assert not limits({"type": "value", "clip_value": 1}).reports_norm
-    assert not limits(None, "skip").reports_norm
-
-
 def test_error_if_nonfinite_means_raise() -> None:
     assert limits({"max_norm": 1, "error_if_nonfinite": True}).on_nonfinite == "raise"
     with pytest.raises(ConfigurationError, match="error_if_nonfinite=True, but on_nonfinite is 'skip'"):
@@ -67,7 +61,7 @@ def test_error_if_nonfinite_means_raise() -> None:
 
 def test_norm_type_may_be_infinite_under_either_spelling() -> None:
     for given in (math.inf, "inf"):
-        assert make_clipping({"max_norm": 2, "norm_type": given}) == Clipping(2.0, math.inf)
+        assert make_limits({"max_norm": 2, "norm_type": given}) == Limits(2.0, math.inf)
 
 
 @pytest.mark.parametrize(
@@ -89,12 +83,12 @@ def test_norm_type_may_be_infinite_under_either_spelling() -> None:
 )
 def test_wrong_entries_are_named(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
-        make_clipping(given)
+        make_limits(given)
 
 
 def test_a_number_is_no_limit() -> None:
     with pytest.raises(ArgumentTypeError, match="must be a dict such as"):
-        make_clipping(35)
+        make_limits(35)
 
 
 def test_unknown_way_out_is_named() -> None:

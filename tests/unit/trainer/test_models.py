@@ -96,17 +96,6 @@ def test_weights_loaded_in_place_before_the_first_step_are_trained_on(in_store: 
         torch.testing.assert_close(ours, theirs)
 
 
-def test_weights_loaded_in_place_while_training_in_process_are_trained_on() -> None:
-    net = model()
-    trainer = trainer_of(net.named_parameters(), learning_rate=0.5)
-    train(net, trainer, 1)
-    start = {name: torch.zeros_like(value) for name, value in net.state_dict().items()}
-    net.load_state_dict(start)
-    net(torch.ones(1, 3)).sum().backward()
-    trainer.step(1)
-    assert weights(net)[3] == [-0.5, -0.5]
-
-
 @IN_STORE
 def test_tied_weights_are_one_parameter_with_one_gradient(in_store: bool) -> None:
     runs = []
@@ -146,18 +135,6 @@ def test_backward_through_a_graph_from_before_the_step_raises_as_in_torch(in_sto
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
         optimizer.zero_grad()
-
-
-@IN_STORE
-def test_backward_through_a_graph_that_saved_no_updated_weight_still_works(in_store: bool) -> None:
-    net = nn.Linear(3, 1)
-    trainer = trainer_of(net, in_store=in_store)
-    loss = net(torch.ones(1, 3)).sum()
-    loss.backward(retain_graph=True)
-    trainer.step(1)
-    loss.backward()
-    assert net.bias.grad is not None
-    assert net.bias.grad.tolist() == [1]
 
 
 def test_weights_that_were_not_updated_may_be_used_in_an_older_graph() -> None:

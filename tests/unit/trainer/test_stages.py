@@ -56,6 +56,14 @@ def test_gradient_below_the_limit_stays_to_the_bit(in_store: bool | None) -> Non
     assert torch.equal(p, q)
 
 
+@pytest.mark.parametrize(
+    "options", [{"clip_grad": {"type": "value", "clip_value": 0.5}}, {"on_nonfinite": "skip"}]
+)
+def test_norm_that_is_not_limited_is_not_reported(options: dict[str, Any]) -> None:
+    p = parameter()
+    assert push(trainer_of(p, **options), p, [2.0, -0.25]).grad_norm is None
+
+
 @pytest.mark.parametrize("in_store", STORES)
 def test_dense_and_sparse_gradients_are_limited_by_their_common_norm(in_store: bool | None) -> None:
     w, p = torch.nn.Embedding.from_pretrained(torch.zeros(9, 1), freeze=False, sparse=True), parameter()

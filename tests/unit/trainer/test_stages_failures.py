@@ -257,30 +257,6 @@ def test_closure_runs_once_and_its_scaled_loss_is_unscaled(in_store: bool | None
 
 
 @pytest.mark.parametrize("in_store", STORES)
-def test_schedulers_of_torch_around_the_trainer_give_torchs_rates(in_store: bool | None) -> None:
-    """One that the loop steps itself, of learning rate and momentum."""
-
-    def run(optimizer: torch.optim.Optimizer, p: Any) -> list[Any]:
-        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.5, total_steps=6)
-        found: list[Any] = []
-        for _ in range(6):
-            found.append((optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["momentum"]))
-            optimizer.zero_grad()
-            (p * p).sum().backward()
-            optimizer.step()
-            schedule.step()
-        return [*found, p.tolist()]
-
-    p, q = parameter([1.0, 2.0]), parameter([1.0, 2.0])
-    store = None if in_store is None else "local"
-    options: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
-    mine = run(Trainer({"p": p}, "torch:SGD", options, store, None, in_store), p)
-    theirs = run(torch.optim.SGD([q], **options), q)
-    assert mine[:-1] == theirs[:-1]
-    assert mine[-1] == pytest.approx(theirs[-1], rel=1e-6)
-
-
-@pytest.mark.parametrize("in_store", STORES)
 def test_error_of_a_step_that_was_skipped_leaves_a_trainer_that_goes_on(in_store: bool | None) -> None:
     p = parameter()
     steps = [lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
