@@ -26,7 +26,7 @@ from kvstore_server.errors import KVStoreError
 from kvstore_server.log_limit import SLOW_AFTER, limited_log
 from kvstore_server.memory import memory_limit
 from kvstore_server.namespace import EngineConfig
-from kvstore_server.optimizer.kernels import capability
+from kvstore_server.optimizer.base import capability
 from kvstore_server.optimizer.registry import prepare_to_serve
 from kvstore_server.protocol.buffers import KEYS_PER_MESSAGE
 from kvstore_server.server import Server, ServerOptions, make_server

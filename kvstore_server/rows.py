@@ -246,8 +246,10 @@ def _bits(ids: np.ndarray[Any, Any], num_rows: int) -> np.ndarray[Any, Any]:
 
 
 def cut_rows(rows: RowSet, starts: Sequence[int]) -> list[RowSet]:
-    """Cut rows into those from each start up to the next one, counted from there."""
-    cuts = torch.searchsorted(rows.ids, torch.tensor([*starts[1:]], dtype=torch.int64)).tolist()
+    """Cut rows into those from each start, the first of which is 0, up to the next one, counted from there."""
+    if len(starts) == 1:
+        return [rows]
+    cuts = torch.searchsorted(rows.ids, torch.tensor(starts[1:], dtype=torch.int64)).tolist()
     counts = np.diff([0, *cuts, len(rows.ids)]).tolist()
     ids = torch.split(rows.ids - torch.from_numpy(np.repeat(starts, counts)), counts)
     return list(map(RowSet, ids, torch.split(rows.values, counts)))

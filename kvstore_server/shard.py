@@ -23,7 +23,7 @@ from torch import Tensor
 from kvstore_server.codec import compute_dtype, torch_dtype
 from kvstore_server.errors import ConfigurationError, OptimizerError, ProtocolError
 from kvstore_server.norms import UNCHANGED, Decision, apply_decision, only_segments, partial_of_slice
-from kvstore_server.optimizer import Optimizer, State, States, update_key, update_rows, update_run
+from kvstore_server.optimizer import Optimizer, State, States, apply_update, update_rows
 from kvstore_server.optimizer.apply import moves_only_rows, put_rows, takes_rows
 from kvstore_server.optimizer.state import aligned_zeros
 from kvstore_server.plan import Plan, Slice, row_numel
@@ -184,23 +184,21 @@ class Shard:
         by_rows = self._sums.given_as_rows(contributions)
         for key in by_rows:
             rows = self._sums.sum_of_rows(key, contributions)
-            weight, put_back = self.storage.lent_key(key)
-            put_rows(weight.view(-1, rows.values.shape[1]), rows.ids, rows.values.to(weight.dtype))
-            put_back()
+            with self.storage.lent_key(key) as weight:
+                put_rows(weight.view(-1, rows.values.shape[1]), rows.ids, rows.values.to(weight.dtype))
             self._note_rows(key, rows.ids)
         for chunk in self._sums.chunks(contributions, by_rows, False):
             block, part, present = chunk.block, chunk.place, chunk.present
-            weight, put_back = self.storage.lent(chunk.spans[0].first, chunk.spans[-1].end)
-            is_direct = present is None and weight.dtype == compute_dtype(block.dtype)
-            total = self._sums.total(chunk, weight if is_direct else None)
-            if present is None and not is_direct:
-                weight.copy_(total)
-            elif present is not None:
-                for at in np.flatnonzero(present).tolist():
-                    start, numel = block.states.segments[chunk.segments[at]]
-                    own = slice(start - part.start, start - part.start + numel)
-                    weight[own].copy_(total[own])
-            put_back()
+            with self.storage.lent(chunk.spans[0].first, chunk.spans[-1].end) as weight:
+                is_direct = present is None and weight.dtype == compute_dtype(block.dtype)
+                total = self._sums.total(chunk, weight if is_direct else None)
+                if present is None and not is_direct:
+                    weight.copy_(total)
+                elif present is not None:
+                    for at in np.flatnonzero(present).tolist():
+                        start, numel = block.states.segments[chunk.segments[at]]
+                        own = slice(start - part.start, start - part.start + numel)
+                        weight[own].copy_(total[own])
             if self._notes_changes:
                 self._note_dense(chunk)
 
@@ -269,10 +267,9 @@ class Shard:
             total = self._sums.total(chunk)
             if decision is not UNCHANGED:
                 apply_decision(total, decision)
-            weight, put_back = self.storage.lent(chunk.spans[0].first, chunk.spans[-1].end)
             update = self._update_keys if whole else self._update_runs
-            update(optimizer, chunk, weight, total)
-            put_back()
+            with self.storage.lent(chunk.spans[0].first, chunk.spans[-1].end) as weight:
+                update(optimizer, chunk, weight, total)
             if self._notes_changes:
                 self._note_dense(chunk)
 
@@ -293,7 +290,7 @@ class Shard:
                 return [slice(at + numel - start, after - start) for (at, numel), after in rows]
 
             state = states.view(i, part)
-            update_run(optimizer, weight[own], grad[own], state, hyper, padding)
+            apply_update(optimizer, weight[own], grad[own], state, hyper, padding)
             states.keep(i, j, part, state)
 
     def _runs(
@@ -330,35 +327,30 @@ class Shard:
             spec = home.spec
             own = slice(home.part.start - place.start, home.part.stop - place.start)
             state, hyper = self._key_state(home, optimizer, spec.shape), {**block.hypers[i], "key": spec.key}
-            update_key(optimizer, weight[own].view(spec.shape), grad[own].view(spec.shape), state, hyper)
+            apply_update(optimizer, weight[own].view(spec.shape), grad[own].view(spec.shape), state, hyper)
             block.states.keep_key(home.first, home.last, home.part, state)
 
     def _update_rows(self, optimizer: Optimizer, key: int, rows: RowSet) -> None:
         """Update some rows of a key."""
         home = self.storage.homes[key]
-        states, width = home.block.states, home.width
-        hyper = {**home.block.hypers[home.first], "key": home.spec.key}
-        weight, put_back = self.storage.lent_key(key)
-        runs = [(home.first, home.last)]
+        block, states, begin = home.block, home.block.states, home.part.start
+        hyper = {**block.hypers[home.first], "key": home.spec.key}
+        keep, runs = states.keep_key, [(home.first, home.last)]
         if optimizer.elementwise:  # one as well, unless state of another origin was loaded for some slices
-            runs = self._runs(home.block, home.first, home.last, None, False)
-        for i, j in runs:
-            begin, end = states.segments[i][0], sum(states.segments[j - 1])
-            first, last = (begin - home.part.start) // width, (end - home.part.start) // width
-            ids, values = rows
-            if len(runs) > 1:
-                [_, (ids, values), _] = cut_rows(rows, [0, first, last])
-            part, shape = slice(begin, end), (last - first, *home.spec.shape[1:])
-            state = self._key_state(home._replace(first=i, last=j, part=part), optimizer, shape)
+            keep, runs = states.keep, self._runs(block, home.first, home.last, None, False)
+        with self.storage.lent_key(key) as weight:
+            starts = [(states.segments[i][0] - begin) // home.width for i, _ in runs]
+            for (i, j), own in zip(runs, cut_rows(rows, starts), strict=True):
+                part = slice(states.segments[i][0], sum(states.segments[j - 1]))
+                shape = ((part.stop - part.start) // home.width, *home.spec.shape[1:])
+                state = self._key_state(home._replace(first=i, last=j, part=part), optimizer, shape)
 
-            def room(name: str, like: Tensor, part: slice = part) -> Tensor:
-                return states.cleared(name, like, part)
+                def room(name: str, like: Tensor, part: slice = part) -> Tensor:
+                    return states.cleared(name, like, part)
 
-            own = weight[begin - home.part.start : end - home.part.start].view(shape)
-            update_rows(optimizer, own, ids, values, state, hyper, room)
-            keep = states.keep if optimizer.elementwise else states.keep_key
-            keep(i, j, part, state)
-        put_back()
+                of_run = weight[part.start - begin : part.stop - begin].view(shape)
+                update_rows(optimizer, of_run, *own, state, hyper, room)
+                keep(i, j, part, state)
         self._note_rows(key, rows.ids if moves_only_rows(optimizer, hyper) else None)
 
     def _key_state(self, home: Home, optimizer: Optimizer, shape: Sequence[int]) -> State:
@@ -443,14 +435,10 @@ class Shard:
                     empty = torch.empty(spec.shape, dtype=torch_dtype(spec.dtype))
                     updater(spec.key, empty, empty.clone())
                     continue
-                weight, put_back = self.storage.lent_key(key)
-                merged = sums.get(key)
-                updater(
-                    spec.key,
-                    (torch.zeros_like(weight) if merged is None else merged).view(spec.shape),
-                    weight.view(spec.shape),
-                )
-                put_back()
+                with self.storage.lent_key(key) as weight:
+                    merged = sums.get(key)
+                    merged = torch.zeros_like(weight) if merged is None else merged
+                    updater(spec.key, merged.view(spec.shape), weight.view(spec.shape))
         except Exception as error:
             self.undo(unit)
             raise OptimizerError(f"the updater raised {type(error).__name__}: {error}") from error

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -335,30 +336,28 @@ class Storage:
         """Whether a slot goes on with the key of the one before."""
         return slot > 0 and self.slots[slot].piece.segments[0].key_start > 0
 
-    def lent(self, first: int, end: int) -> tuple[Tensor, Callable[[], None]]:
-        """The weights of neighbouring slots, to be written, and what is called when they are."""
+    @contextmanager
+    def lent(self, first: int, end: int) -> Iterator[Tensor]:
+        """Lend the weights of neighbouring slots, to be written; a copy, which is put back, where some have moved."""
         slots = range(first, end)
         for slot in slots if self._moved or (self._leases is not None and len(self._leases)) else ():
             self.make_writable(slot)
-        one = self.slots[first]
-        weights = one.block.weights[one.start : self.ends[end - 1]]
-        if not self._moved or not any(slot in self._moved for slot in slots):
-            return weights, _do_nothing
+        if self._moved.keys().isdisjoint(slots):
+            yield self.slots[first].block.weights[self.slots[first].start : self.ends[end - 1]]
+            return
         own = self.padded[first:end]
         joined = torch.cat(own)
+        yield joined
+        for target, source in zip(own, torch.split(joined, list(map(len, own))), strict=True):
+            target.copy_(source)
 
-        def put_back() -> None:
-            for target, source in zip(own, torch.split(joined, list(map(len, own))), strict=True):
-                target.copy_(source)
-
-        return joined, put_back
-
-    def lent_key(self, key: int) -> tuple[Tensor, Callable[[], None]]:
-        """The weights of a key, flat, as `_lent`."""
+    @contextmanager
+    def lent_key(self, key: int) -> Iterator[Tensor]:
+        """Lend the weights of a key, flat, as `lent`."""
         home = self.homes[key]
-        weights, put_back = self.lent(home.slot, home.end_slot)
         start = self.slots[home.slot].start
-        return weights[home.part.start - start : home.part.stop - start], put_back
+        with self.lent(home.slot, home.end_slot) as weights:
+            yield weights[home.part.start - start : home.part.stop - start]
 
     def make_writable(self, slot: int) -> None:
         """Leave a buffer that a slow peer is still being sent to it; go on with a copy as long as that takes."""
@@ -375,7 +374,3 @@ class Storage:
                 own = (home if own is None else own).clone()
             self._moved[slot] = own
         self.padded[slot], self.visible[slot] = own, own[: one.piece.used]
-
-
-def _do_nothing() -> None:
-    pass

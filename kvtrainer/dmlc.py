@@ -32,7 +32,7 @@ from kvstore_server.errors import (
     from_wire,
 )
 from kvstore_server.log_limit import limited_log
-from kvstore_server.optimizer.kernels import capability
+from kvstore_server.optimizer.base import capability
 from kvstore_server.protocol import messages as m
 from kvstore_server.server import Server, ServerOptions
 from kvstore_server.tcp import routing_id

@@ -1,6 +1,6 @@
 """Optimizers of a store: Gluon's family, torch's, user-defined ones, applied to elements, keys and rows."""
 
-from kvstore_server.optimizer.apply import coalesce_rows, update_key, update_rows, update_run
+from kvstore_server.optimizer.apply import apply_update, coalesce_rows, update_rows
 from kvstore_server.optimizer.base import Optimizer
 from kvstore_server.optimizer.registry import create, create_from_spec, register, spec_for_store
 from kvstore_server.optimizer.state import State, States
@@ -9,12 +9,11 @@ __all__ = [
     "Optimizer",
     "State",
     "States",
+    "apply_update",
     "coalesce_rows",
     "create",
     "create_from_spec",
     "register",
     "spec_for_store",
-    "update_key",
     "update_rows",
-    "update_run",
 ]

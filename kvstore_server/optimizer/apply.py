@@ -1,4 +1,4 @@
-"""The update of a run of elements, of some rows of a key, and of one whole key.
+"""The update of elements that lie one after the other, of some rows of a key, and of one whole key.
 
 A run is flat memory of whole 64-byte lines that is updated alike. Fused kernels round the tail of a vector differently
 from its body, so gathered rows, which are no multiple of a line, go through scratch with zeros behind it. Then the bits
@@ -7,7 +7,6 @@ of an element do not depend on where the vector around it was cut. Callers have 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeGuard
 
@@ -44,7 +43,7 @@ def follow(master: Tensor, weight: Tensor) -> Tensor:
     return master
 
 
-def update_run(
+def apply_update(
     optimizer: Optimizer,
     weight: Tensor,
     grad: Tensor,
@@ -52,75 +51,58 @@ def update_run(
     hyper: Hyper,
     padding: Callable[[], Iterable[slice]] = tuple,
 ) -> None:
-    """Apply one update of an elementwise optimizer.
+    """Apply one update to elements, or to a key that an optimizer needs whole or of which the gradient is sparse.
 
     Args:
-        weight: flat, whole lines, updated in place; its padding is zero and stays so.
-        grad: flat, as long, float64 for float64 weights, else float32; rescaled; its padding is zero. It may be
-            overwritten.
-        state: of these elements, updated in place: a tensor in it has one number per element.
-        hyper: the optimizer's numbers with multipliers applied; no tensors. An optimizer that is `positioned` needs
-            'key' and 'first' too.
+        weight: updated in place. Of an elementwise optimizer flat, whole lines, whose padding is zero and stays so; a
+            key in its own shape, contiguous, which `optimizer.check_key` lets pass.
+        grad: of the same shape, float64 for float64 weights, else float32; rescaled; its padding is zero. It may be
+            overwritten. Where `optimizer.takes_sparse(hyper)`, it may be a coalesced sparse tensor of a key with one
+            sparse dimension.
+        state: of these elements or this key, updated in place: numbers, and tensors with one number per element, or of
+            any shape for a key.
+        hyper: the optimizer's numbers with multipliers applied; no tensors. A key has its name as 'key'; an optimizer
+            that is `positioned` needs 'key' and 'first'.
         padding: finds the parts of `weight` that are padding.
 
     Raises:
-        OptimizerError: the optimizer put something else than flat tensors and numbers into the state.
+        OptimizerError: the optimizer put something else than such tensors and numbers into the state.
         Exception: whatever a user-defined optimizer raises; weights and state are then half updated.
     """
-    assert optimizer.elementwise, f"{optimizer.registered_name} needs whole keys; see update_key"
-    if not weight.numel():
-        state.values, state.step = {}, state.step + 1
-        return
-    target = _master_of(optimizer, weight, state) if weight.dtype in _HALF else weight
-    _clip(optimizer, grad, hyper)
-    numbers = {**hyper, "step": optimizer.begin_num_update + state.step + 1}
-    if not optimizer.verified and weight.device.type == "cpu":
-        # Bits could depend on where a vector ends, so all that are given to it must end alike.
-        _update_in_blocks(optimizer, target, grad, state, numbers)
-    else:
-        _update_whole(optimizer, target, grad, state, numbers, target.shape)
-    if not optimizer.verified or hyper.get("eps") == 0:
-        # An optimizer that is not ours, or 0 / 0 where eps is 0, may have changed it.
-        for part in padding():
-            target[part].zero_()
-    if target is not weight:
-        weight.copy_(target)
-    state.step += 1
-
-
-def update_key(optimizer: Optimizer, weight: Tensor, grad: Tensor, state: State, hyper: Hyper) -> None:
-    """Apply one update to a key, of an optimizer that needs it whole or takes sparse gradients.
-
-    Args:
-        weight: the key in its own shape, contiguous, updated in place; one that `optimizer.check_key` lets pass.
-        grad: of the same shape, float64 for float64 weights, else float32; rescaled. It may be overwritten.
-            Where `optimizer.takes_sparse(hyper)`, it may be a coalesced sparse tensor with one sparse dimension.
-        state: of this key, updated in place: tensors of any shape and numbers.
-        hyper: the optimizer's numbers with multipliers applied, and 'key', the name of the key.
-
-    Raises:
-        OptimizerError: the optimizer put something else than tensors and numbers into the state.
-        Exception: whatever a user-defined optimizer raises; weight and state are then half updated.
-    """
     if weight.numel():  # torch's matrix classes fail where there is nothing to update
-        target = _master_of(optimizer, weight, state) if weight.dtype in _HALF else weight
-        _clip(optimizer, grad.values() if grad.is_sparse else grad, hyper)
+        target, is_flat = weight, optimizer.elementwise and not grad.is_sparse
+        if weight.dtype in _HALF:
+            target = _wide(optimizer, weight, state)
+        bound = hyper.get("clip_gradient")
+        if bound is not None and optimizer.clips:
+            (grad.values() if grad.is_sparse else grad).clamp_(-bound, bound)
         numbers = {**hyper, "step": optimizer.begin_num_update + state.step + 1}
-        _update_whole(optimizer, target, grad, state, numbers, None)
+        if is_flat and not optimizer.verified and weight.device.type == "cpu":
+            # Bits could depend on where a vector ends, so all that are given to it must end alike.
+            _update_in_blocks(optimizer, target, grad, state, numbers)
+        else:
+            values = state.values if state.step else optimizer.create_state(target)
+            optimizer.update(target, grad, values, numbers)
+            if not optimizer.verified:
+                shape = target.shape if is_flat else None
+                values = {n: _entry(optimizer, n, v, (target, grad), shape) for n, v in values.items()}
+            state.values = values
+        if is_flat and (not optimizer.verified or hyper.get("eps") == 0):
+            # An optimizer that is not ours, or 0 / 0 where eps is 0, may have changed it.
+            for part in padding():
+                target[part].zero_()
         if target is not weight:
             weight.copy_(target)
     state.step += 1
 
 
-def _update_whole(
-    optimizer: Optimizer, weight: Tensor, grad: Tensor, state: State, numbers: Hyper, shape: torch.Size | None
-) -> None:
-    """Update weights and the values of their state, tensors in which have that shape; None: any."""
-    values = state.values if state.step else optimizer.create_state(weight)
-    optimizer.update(weight, grad, values, numbers)
-    if not optimizer.verified:
-        values = {n: _entry(optimizer, n, value, (weight, grad), shape) for n, value in values.items()}
-    state.values = values
+def _wide(optimizer: Optimizer, weight: Tensor, state: State) -> Tensor:
+    """Return the float32 weights to update in place of half-precision ones."""
+    if not optimizer.multi_precision:
+        optimizer.warn_of_low_precision(weight.dtype)
+        return weight.float()
+    state.master = weight.float() if state.master is None else follow(state.master, weight)
+    return state.master
 
 
 def _update_in_blocks(
@@ -251,11 +233,11 @@ def update_rows(
         grad_rows: one row for each id, of any shape with the elements of a row; float64 for float64 weights, else
             float32; rescaled. It may be overwritten.
         state: of this key, updated in place; what has a number per element has the shape of the key.
-        hyper: as for `update_key`.
+        hyper: as for `apply_update`.
         room: makes entries that a lazy update begins.
 
     Raises:
-        OptimizerError, Exception: as `update_key` does.
+        OptimizerError, Exception: as `apply_update` does.
     """
     grad_rows = grad_rows.reshape(len(rows), *weight.shape[1:])
     if optimizer.takes_sparse(hyper):
@@ -267,13 +249,13 @@ def update_rows(
         sparse = torch.sparse_coo_tensor(
             rows[None], grad_rows, weight.shape, is_coalesced=True, check_invariants=False
         )
-        update_key(optimizer, weight, sparse, state, hyper)
+        apply_update(optimizer, weight, sparse, state, hyper)
     elif updates_rows_alone(optimizer, hyper):
         _update_lazily(optimizer, weight, rows, grad_rows, state, hyper, room)
     else:
         dense = grad_rows.new_zeros(weight.shape)
         dense[rows] = grad_rows
-        update_key(optimizer, weight, dense, state, hyper)
+        apply_update(optimizer, weight, dense, state, hyper)
 
 
 def updates_rows_alone(optimizer: Optimizer, hyper: Hyper) -> bool:
@@ -318,65 +300,40 @@ def _update_lazily(
         return
     kept, master = state.values, state.master
     live = optimizer.hyper_for_rows(weight if master is None else master, grad_rows, hyper)
-    gathered = _Gathered(rows, weight, optimizer.elementwise)
-    piece, grad = gathered.take(weight), gathered.padded(grad_rows)
-    values = {name: gathered.take(v) if _has_rows(v) else v for name, v in kept.items()}
-    part = State(values, state.step, None if master is None else gathered.take(master))
-    if optimizer.elementwise:
-        used = grad_rows.numel()
-        update_run(optimizer, piece, grad, part, live, lambda: [slice(used, None)])
-    else:
-        update_key(optimizer, piece, grad, part, live)
-    gathered.put(weight, piece)
+    count, unit = grad_rows.numel(), ALIGNMENT // weight.element_size()
+    length = -(-count // unit) * unit if optimizer.elementwise else 0
+    grad = _lengthened(grad_rows.reshape(-1), length - count) if length else grad_rows
+    piece = _taken(weight, rows, length)
+    values = {name: _taken(v, rows, length) if _has_rows(v) else v for name, v in kept.items()}
+    part = State(values, state.step, None if master is None else _taken(master, rows, length))
+    apply_update(optimizer, piece, grad, part, live, lambda: [slice(count, None)])
+    changed = {name: value for name, value in part.values.items() if _has_rows(value)}
+    for name, value in changed.items():
+        entry = kept.get(name, 0)
+        if not _has_rows(entry):
+            entry = _new_entry(optimizer, name, value, weight, len(rows), room)
+        part.values[name] = entry
+        _put(entry, rows, value)
+    _put(weight, rows, piece)
     if master is not None and part.master is not None:
-        gathered.put(master, part.master)
-    for name, value in part.values.items():
-        if _has_rows(value):
-            entry = kept.get(name, 0)
-            if not _has_rows(entry):
-                entry = _new_entry(optimizer, name, value, weight, len(rows), room)
-            gathered.put(entry, value)
-            part.values[name] = entry
+        _put(master, rows, part.master)
     state.values, state.step = part.values, part.step
 
 
-class _Gathered:
-    """Takes some rows out of tensors and puts them back; for an elementwise optimizer flat, with zeros up to a line."""
+def _taken(whole: Tensor, rows: Tensor, length: int) -> Tensor:
+    """Copy some rows out; flat with zeros up to a length, unless that is 0."""
+    if not length:
+        return whole.index_select(0, rows)
+    flat, count = whole.new_empty(length), len(rows) * whole[0].numel()
+    flat[count:].zero_()
+    torch.index_select(whole, 0, rows, out=flat[:count].view(len(rows), *whole.shape[1:]))
+    return flat
 
-    def __init__(self, rows: Tensor, weight: Tensor, is_flat: bool) -> None:
-        self._rows = rows
-        self._is_flat = is_flat
-        self._shape = (len(rows), *weight.shape[1:])
-        unit = ALIGNMENT // weight.element_size()
-        self._count = math.prod(self._shape)
-        self._length = -(-self._count // unit) * unit
 
-    def take(self, whole: Tensor) -> Tensor:
-        """Copy the rows out."""
-        if not self._is_flat:
-            return whole.index_select(0, self._rows)
-        flat = self._scratch(whole)
-        torch.index_select(whole, 0, self._rows, out=flat[: self._count].view(self._shape))
-        return flat
-
-    def padded(self, values: Tensor) -> Tensor:
-        """What `take` would return, of rows that have been taken; not a copy where nothing is to be added."""
-        if not self._is_flat:
-            return values
-        if self._length == self._count and values.is_contiguous():
-            return values.view(-1)
-        flat = self._scratch(values)
-        flat[: self._count].view(self._shape).copy_(values)
-        return flat
-
-    def put(self, whole: Tensor, values: Tensor) -> None:
-        rows = values[: self._count].view(self._shape) if self._is_flat else values
-        put_rows(whole, self._rows, rows.to(whole.dtype))
-
-    def _scratch(self, like: Tensor) -> Tensor:
-        flat = torch.empty(self._length, dtype=like.dtype, device=like.device)
-        flat[self._count :].zero_()
-        return flat
+def _put(whole: Tensor, rows: Tensor, values: Tensor) -> None:
+    """Put back what `_taken` has copied out, in whichever dtype."""
+    own = values.view(-1)[: len(rows) * whole[0].numel()].view(len(rows), *whole.shape[1:])
+    put_rows(whole, rows, own.to(whole.dtype))
 
 
 def put_rows(whole: Tensor, ids: Tensor, rows: Tensor) -> None:
@@ -408,18 +365,3 @@ def _new_entry(
             f"{name!r} in an update of {count} rows; an entry of a lazy update is a number or has one row for each"
         )
     return value.new_zeros(weight.shape[0], *value.shape[1:])
-
-
-def _master_of(optimizer: Optimizer, weight: Tensor, state: State) -> Tensor:
-    """Return the float32 weights to update in place of half-precision ones."""
-    if not optimizer.multi_precision:
-        optimizer.warn_of_low_precision(weight.dtype)
-        return weight.float()
-    state.master = weight.float() if state.master is None else follow(state.master, weight)
-    return state.master
-
-
-def _clip(optimizer: Optimizer, grad: Tensor, hyper: Hyper) -> None:
-    bound = hyper.get("clip_gradient")
-    if bound is not None and optimizer.clips:
-        grad.clamp_(-bound, bound)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+import platform
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -85,6 +86,11 @@ def _checked_option(
 
 def _both_spellings(key: str) -> str:
     return f"{key} (or {_GLUONS[key]})" if key in _GLUONS else key
+
+
+def capability() -> str:
+    """Name the instruction set of torch's kernels, as `x86_64/AVX2`; bits are the same only on equal ones."""
+    return f"{platform.machine()}/{torch.backends.cpu.get_cpu_capability()}"
 
 
 _log = logging.getLogger(__name__)

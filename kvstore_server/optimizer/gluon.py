@@ -21,18 +21,109 @@ from torch import Tensor
 
 from kvstore_server import check
 from kvstore_server.errors import ConfigurationError
-from kvstore_server.optimizer.base import MAX_COUNT, Hyper, Optimizer, Values
-from kvstore_server.optimizer.kernels import (
-    bias_corrections,
-    fused_adam,
-    fused_scaled,
-    fused_sgd,
-    normal,
-    state_tensor,
-)
+from kvstore_server.optimizer.base import MAX_COUNT, Hyper, Optimizer, StateValue, Values
+from kvstore_server.optimizer.noise import normal
 
 _TINY = 1e-10
 """What Detectron divides by at least when it compares two rates."""
+
+
+def state_tensor(state: dict[str, StateValue], name: str, weight: Tensor) -> Tensor:
+    """The entry `name` of the state; zeros like `weight` where it has none yet."""
+    value = state.get(name)
+    if not isinstance(value, Tensor):
+        value = state[name] = torch.zeros_like(weight)
+    return value
+
+
+def fused_sgd(
+    weight: Tensor,
+    grad: Tensor,
+    *,
+    lr: float,
+    wd: float,
+    buffer: Tensor | None = None,
+    momentum: float = 0.0,
+    nesterov: bool = False,
+) -> None:
+    """`w -= lr * (grad + wd * w)`.
+
+    With a buffer and g = lr * (grad + wd * w): `b = momentum * b + g`, then `w -= b`, or Nesterov's
+    `w -= momentum * b + g`. The learning rate is inside the buffer, as in MXNet; in torch's kernel it is outside, so it
+    goes into the gradient, which is overwritten, and into the weight decay.
+    """
+    buffers = []
+    if buffer is not None:
+        grad.mul_(lr)
+        lr, wd, buffers = 1.0, lr * wd, [buffer]
+    torch._fused_sgd_(
+        [weight],
+        [grad],
+        buffers,
+        weight_decay=wd,
+        momentum=momentum,
+        lr=lr,
+        dampening=0.0,
+        nesterov=nesterov,
+        maximize=False,
+        is_first_step=False,
+    )
+
+
+def fused_adam(
+    weight: Tensor,
+    grad: Tensor,
+    mean: Tensor,
+    square: Tensor,
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    wd: float,
+    step: float,
+    decoupled: bool = False,
+) -> None:
+    """torch's Adam, or with `decoupled` its AdamW; `step` counts from 1, and math.inf corrects no bias."""
+    kernel = torch._fused_adamw_ if decoupled else torch._fused_adam_
+    kernel(
+        [weight],
+        [grad],
+        [mean],
+        [square],
+        [],
+        [torch.scalar_tensor(step, device=weight.device)],
+        lr=lr,
+        beta1=betas[0],
+        beta2=betas[1],
+        weight_decay=wd,
+        eps=eps,
+        amsgrad=False,
+        maximize=False,
+    )
+
+
+def fused_scaled(
+    weight: Tensor,
+    grad: Tensor,
+    square: Tensor,
+    *,
+    lr: float,
+    beta: float,
+    eps: float,
+    wd: float,
+    step: float,
+) -> None:
+    """With g = grad + wd * w: `v = beta * v + (1 - beta) * g**2; w -= lr * g / (sqrt(v / (1 - beta**step)) + eps)`.
+
+    Adam whose average of gradients forgets at once. A `step` of math.inf corrects no bias.
+    """
+    mean = torch.zeros_like(weight)
+    fused_adam(weight, grad, mean, square, lr=lr, betas=(0.0, beta), eps=eps, wd=wd, step=step)
+
+
+def bias_corrections(betas: tuple[float, float], step: float) -> tuple[float, float]:
+    """`1 - beta1**step` and `sqrt(1 - beta2**step)`, by which Adam's averages must be divided."""
+    return 1.0 - betas[0] ** step, math.sqrt(1.0 - betas[1] ** step)
 
 
 class Correction(NamedTuple):

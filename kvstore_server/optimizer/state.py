@@ -108,14 +108,14 @@ class States:
         entries: dict[str, StateValue | Place] = {}
         named = state.values if state.master is None else {**state.values, "master": state.master}
         for name, value in named.items():
+            entries[name] = value
             if isinstance(value, Tensor) and value.dim():
-                memory = self.tensor(name, value)[part]
-                if memory.data_ptr() != value.data_ptr():
-                    memory.copy_(value.reshape(-1))
+                memory = self.tensors[name] if name in self.tensors else self.tensor(name, value)
+                if memory[part].data_ptr() != value.data_ptr():
+                    memory[part].copy_(value.reshape(-1))
                 entries[name] = Place.MEMORY
-            else:
-                entries[name] = value
-        self.entries[first:end] = [self._share(entries)] * (end - first)
+        if entries != self.entries[first]:
+            self.entries[first:end] = [self._share(entries)] * (end - first)
         self.steps[first:end] = state.step
 
     def keep_key(self, first: int, end: int, part: slice, state: State) -> None:
@@ -136,10 +136,6 @@ class States:
             dtype = compute if like.is_floating_point() else like.dtype
             self.tensors[name] = aligned_zeros(self.length, dtype, self.device)
         return self.tensors[name]
-
-    def state_of(self, index: int) -> dict[str, StateValue]:
-        """Copy out the state of one segment: 'step' and its entries."""
-        return joined([(self, index)], None)
 
     def copy(self, first: int, end: int, part: slice) -> States:
         """Copy out the state of some segments, whose elements are `part`."""

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from kvstore_server import check
 from kvstore_server.engine import MAX_WORKERS
-from kvstore_server.optimizer.kernels import capability
+from kvstore_server.optimizer.base import capability
 from kvstore_server.rounds import ASYNC, SSP, SYNCHRONOUS, Mode
 from kvtrainer.comm.client import Client
 from kvtrainer.comm.connection import Connection

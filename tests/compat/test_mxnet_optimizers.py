@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import kvtrainer.optimizer
-from kvstore_server.optimizer import Optimizer, State, gluon, layerwise, update_key
+from kvstore_server.optimizer import Optimizer, State, apply_update, gluon, layerwise
 from kvstore_server.plan import TensorSpec, make_plan
 from tests.compat.conftest import Ask
 from tests.compat.random_cases import OWN, STEPS, random_case
@@ -79,7 +79,7 @@ class Model:
         for i, weight in enumerate(self.weights()):
             change = torch.tensor(grads[i]).view(weight.shape) * rescale
             hyper = {**hypers[i], "key": self.names[i]}
-            update_key(self.optimizer, weight, change, self.key_states[i], hyper)
+            apply_update(self.optimizer, weight, change, self.key_states[i], hyper)
 
 
 def our_trajectory(case: dict[str, Any]) -> list[list[np.ndarray]]:

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import pytest
 import zmq
 
-from kvstore_server.optimizer.kernels import capability
+from kvstore_server.optimizer.base import capability
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.buffers import MAX_FRAME
 from kvstore_server.protocol.frames import decode_reply, encode_request

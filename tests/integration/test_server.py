@@ -16,7 +16,7 @@ import torch
 import zmq
 
 from kvstore_server.namespace import EngineConfig
-from kvstore_server.optimizer.kernels import capability
+from kvstore_server.optimizer.base import capability
 from kvstore_server.optimizer.registry import create, known
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.control import pack_control

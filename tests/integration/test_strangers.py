@@ -23,7 +23,7 @@ import zmq
 
 import kvtrainer
 from kvstore_server.namespace import EngineConfig
-from kvstore_server.optimizer.kernels import capability
+from kvstore_server.optimizer.base import capability
 from kvstore_server.protocol import messages as m
 from kvstore_server.server import ServerOptions, make_server
 from kvtrainer.comm import connection, session
@@ -53,7 +53,7 @@ def quick(socket, option, value):
     real(socket, option, {HEARTBEAT_MS} if option == zmq.HEARTBEAT_IVL else value)
 zmq.Socket.setsockopt = quick
 from kvstore_server.namespace import EngineConfig
-from kvstore_server.optimizer.kernels import capability
+from kvstore_server.optimizer.base import capability
 from kvstore_server.server import ServerOptions, make_server
 server = make_server(EngineConfig(capability=capability()), ServerOptions())
 signal.signal(signal.SIGTERM, lambda *_: server.request_stop())

@@ -20,7 +20,7 @@ from kvstore_server.hyper import pack_hypers
 from kvstore_server.namespace import EngineConfig
 from kvstore_server.optimizer import gluon, register
 from kvstore_server.optimizer.base import StateValue
-from kvstore_server.optimizer.kernels import state_tensor
+from kvstore_server.optimizer.gluon import state_tensor
 from kvstore_server.protocol import messages as m
 from kvstore_server.rounds import Mode
 from tests.sim.model import FAILED, RATES, AsyncModel, Members, SyncModel, Violation

@@ -114,6 +114,11 @@ def empty(piece: Slice) -> States:
     return States.of_slice(piece)
 
 
+def state_of(state: States, index: int) -> dict[str, Any]:
+    """Copy out the state of one segment: 'step' and its entries."""
+    return dict(joined([(state, index)], None))
+
+
 def replace_state(state: States, index: int, values: Any) -> None:
     """Replace the state of one segment, of an elementwise optimizer."""
     spread([(state, index)], values, lambda _, value: isinstance(value, Tensor) and value.dim() > 0)

@@ -12,6 +12,7 @@ from kvstore_server.errors import ProtocolError
 from kvstore_server.optimizer import State, States
 from kvstore_server.optimizer.state import pack_states, unpack_states
 from kvstore_server.plan import TensorSpec, make_plan
+from tests.support.optimizer_slices import state_of
 
 SHAPES = {"a": (3,), "b": (7, 13), "never": (20,)}
 [PIECE] = make_plan([TensorSpec(name, shape, "float16") for name, shape in SHAPES.items()], 1).slices
@@ -44,7 +45,7 @@ def test_every_entry_comes_back_in_its_shape_and_dtype() -> None:
     kept, got = states(), unpack_states(PIECE, *pack_states(states()))
     assert got.steps.tolist() == [4, 5, 0]
     for at in range(3):
-        before, after = kept.state_of(at), got.state_of(at)
+        before, after = state_of(kept, at), state_of(got, at)
         assert before.keys() == after.keys()
         assert all(same(before[name], after[name]) for name in before)
 

@@ -15,7 +15,7 @@ from kvstore_server.optimizer import Optimizer, create, create_from_spec, regist
 from kvstore_server.optimizer.torch_family import ELEMENTWISE, WHOLE, TorchOptimizer
 from kvstore_server.plan import TensorSpec, make_plan
 from kvtrainer import Trainer
-from tests.support.optimizer_slices import Key, empty, update_slice
+from tests.support.optimizer_slices import Key, empty, state_of, update_slice
 
 Case = tuple[type[optim.Optimizer], dict[str, Any]]
 
@@ -108,7 +108,7 @@ def test_twenty_steps_equal_torchs_loop_with_late_and_absent_keys(case: Case) ->
         update_slice(optimizer, piece, flat, change, state, hypers, present)
     for i, (part, param) in enumerate(zip(parts, expected, strict=True)):
         assert (flat[part] - param.detach().reshape(-1)).abs().max() <= 1e-12
-        mine = state.state_of(i)
+        mine = state_of(state, i)
         for name, value in oracle.state[param].items():
             if isinstance(value, Tensor):
                 difference = torch.as_tensor(mine[name]).double() - value.reshape(-1).double()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvstore_server.errors import OptimizerError, ShapeMismatchError
-from kvstore_server.optimizer import Optimizer, State, create, update_key, update_run
+from kvstore_server.optimizer import Optimizer, State, apply_update, create
 from kvstore_server.plan import TensorSpec, make_plan
 from tests.support.optimizer_slices import (
     BUILT_IN,
@@ -26,6 +26,7 @@ from tests.support.optimizer_slices import (
     replace_state,
     same_bits,
     small_slice,
+    state_of,
     update_slice,
 )
 
@@ -144,13 +145,13 @@ def test_absent_keys_keep_weight_state_and_step() -> None:
     weight, state = filled(piece, 0), empty(piece)
     hypers = [optimizer.hyper] * len(SHAPES)
     update_slice(optimizer, piece, weight, filled(piece, 1), state, hypers)
-    before, kept = weight.clone(), state.state_of(2)
+    before, kept = weight.clone(), state_of(state, 2)
     present = [True, True, False, True, True]
     update_slice(optimizer, piece, weight, filled(piece, 2), state, hypers, present)
     part = slice(piece.segments[2].start, piece.segments[3].start)
     assert torch.equal(weight[part], before[part])
     assert kept.keys() == {"step", "momentum_buffer"}
-    assert torch.equal(state.state_of(2)["momentum_buffer"], kept["momentum_buffer"])  # type: ignore[arg-type]
+    assert torch.equal(state_of(state, 2)["momentum_buffer"], kept["momentum_buffer"])  # type: ignore[arg-type]
     assert state.steps.tolist() == [2, 2, 1, 2, 2]
 
 
@@ -230,7 +231,7 @@ def test_state_moved_segment_by_segment_continues_to_the_bit(name: Any, dtype: s
         update_slice(optimizer, piece, weight, filled(piece, step + 1), state, hypers)
     other = weight.clone()
     for i in range(len(SHAPES)):
-        replace_state(moved, i, state.state_of(i))
+        replace_state(moved, i, state_of(state, i))
     for w, s in ((weight, state), (other, moved)):
         update_slice(optimizer, piece, w, filled(piece, 9), s, hypers)
     assert torch.equal(weight, other)
@@ -243,9 +244,9 @@ def test_a_copy_is_not_changed_by_later_updates() -> None:
     hypers = [optimizer.hyper] * len(SHAPES)
     update_slice(optimizer, piece, weight, filled(piece, 1), state, hypers)
     copy = state.copy(0, len(SHAPES), slice(0, piece.length))
-    before = state.state_of(0)
+    before = state_of(state, 0)
     update_slice(optimizer, piece, weight, filled(piece, 2), state, hypers)
-    after = copy.state_of(0)
+    after = state_of(copy, 0)
     assert all(torch.equal(torch.as_tensor(after[name]), torch.as_tensor(before[name])) for name in before)
     assert after.keys() == {"step", "exp_avg", "exp_avg_sq", "mu_product", "master"}
 
@@ -253,7 +254,7 @@ def test_a_copy_is_not_changed_by_later_updates() -> None:
 def test_a_segment_that_was_never_updated_has_only_its_step() -> None:
     piece = small_slice()
     state = empty(piece)
-    assert state.state_of(0) == {"step": 0.0}
+    assert state_of(state, 0) == {"step": 0.0}
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=lambda d: str(d)[6:])
@@ -266,18 +267,18 @@ def test_weights_that_were_replaced_win_over_the_master_and_the_others_keep_thei
     update_slice(optimizer, piece, weight, small.clone(), state, [optimizer.hyper] * len(SHAPES))
     weight[:30] = 7.0
     update_slice(optimizer, piece, weight, small.clone(), state, [optimizer.hyper] * len(SHAPES))
-    assert state.state_of(0)["master"].eq(7.0 - 2.0**-13).all()  # type: ignore[union-attr]
-    assert state.state_of(4)["master"].eq(1.0 - 2.0**-12).all()  # type: ignore[union-attr]
+    assert state_of(state, 0)["master"].eq(7.0 - 2.0**-13).all()  # type: ignore[union-attr]
+    assert state_of(state, 4)["master"].eq(1.0 - 2.0**-12).all()  # type: ignore[union-attr]
 
 
 def test_loaded_state_replaces_what_the_segment_had() -> None:
     piece, optimizer = small_slice(), make("sgd")
     weight, state = filled(piece, 0), empty(piece)
     update_slice(optimizer, piece, weight, filled(piece, 1), state, [optimizer.hyper] * len(SHAPES))
-    other = state.state_of(2)
+    other = state_of(state, 2)
     replace_state(state, 0, {"step": 5})
-    assert state.state_of(0) == {"step": 5.0}
-    assert torch.equal(state.state_of(2)["momentum_buffer"], other["momentum_buffer"])  # type: ignore[arg-type]
+    assert state_of(state, 0) == {"step": 5.0}
+    assert torch.equal(state_of(state, 2)["momentum_buffer"], other["momentum_buffer"])  # type: ignore[arg-type]
     assert state.steps.tolist() == [5, 1, 1, 1, 1]
 
 
@@ -286,11 +287,11 @@ def test_neighbours_with_different_scalars_are_not_updated_as_one() -> None:
     weight, state = filled(piece, 0, torch.float64), empty(piece)
     first = [{**optimizer.hyper, "momentum_decay": 0.1 * i} for i in range(len(SHAPES))]
     update_slice(optimizer, piece, weight, filled(piece, 1, torch.float64), state, first)
-    before = [float(state.state_of(i)["mu_product"]) for i in (0, 2, 3, 4)]
+    before = [float(state_of(state, i)["mu_product"]) for i in (0, 2, 3, 4)]
     update_slice(
         optimizer, piece, weight, filled(piece, 2, torch.float64), state, [optimizer.hyper] * len(SHAPES)
     )
-    after = [float(state.state_of(i)["mu_product"]) for i in (0, 2, 3, 4)]
+    after = [float(state_of(state, i)["mu_product"]) for i in (0, 2, 3, 4)]
     assert len(set(before)) == 4
     assert [b / a for a, b in zip(before, after, strict=True)] == pytest.approx([after[0] / before[0]] * 4)
 
@@ -308,7 +309,7 @@ def test_state_of_another_model_is_refused_and_nothing_changes(
     state = empty(small_slice(dtype))
     with pytest.raises(ShapeMismatchError, match=said):
         replace_state(state, 0, {"step": 1, **values})
-    assert state.state_of(0) == {"step": 0.0}
+    assert state_of(state, 0) == {"step": 0.0}
 
 
 @pytest.mark.parametrize("name", [*WHOLE, "adam", "torch:NAdam"])
@@ -379,7 +380,7 @@ def test_an_entry_that_no_state_can_have_is_refused_with_its_name(
 def test_an_entry_in_the_memory_of_the_gradient_or_of_the_weights_is_copied(what: str) -> None:
     optimizer, state = Keeping(what=what), State()
     weight, grad = torch.ones(4), torch.ones(4)
-    update_key(optimizer, weight, grad, state, optimizer.hyper)
+    apply_update(optimizer, weight, grad, state, optimizer.hyper)
     weight.zero_()
     grad.zero_()
     assert torch.as_tensor(state.values["kept"]).bool().all()
@@ -409,5 +410,5 @@ def test_a_run_has_the_bits_of_a_key_alone(shape: tuple[int, ...]) -> None:
         grad = numbers(*shape, seed=step)
         key.update(grad)
         padded = torch.nn.functional.pad(grad.reshape(-1), (0, -grad.numel() % 16))
-        update_run(optimizer, flat, padded, state, optimizer.hyper)
+        apply_update(optimizer, flat, padded, state, optimizer.hyper)
     assert torch.equal(key.weight.reshape(-1), flat[: weight.numel()])
