@@ -9,21 +9,15 @@ import pytest
 from tests.support.jobs import Job, PartOfJob, Results, run_job
 
 TOGETHER = {
-    (1, 1): ("closed_forms", "bits", "trajectories", "row_sparse"),
-    (1, 2): ("bits",),
+    (1, 1): ("bits", "trajectories"),
     (1, 3): ("bits", "trajectories"),
-    (2, 3): ("closed_forms", "trajectories", "row_sparse"),
-    (3, 2): ("closed_forms", "bits", "row_sparse"),
-    (7, 1): ("closed_forms", "row_sparse"),
 }
 """Sizes of which one job serves several tests."""
 
 
 MODULES = {
-    "closed_forms": "test_closed_forms",
     "bits": "test_bit_identity",
     "one_problem": "test_one_process_loop",
-    "row_sparse": "test_row_sparse",
     "trajectories": "test_random_trajectories",
 }
 """Parts of jobs, and the modules of this folder whose `run` they are."""
