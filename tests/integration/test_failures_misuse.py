@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ import torch
 from torch import Tensor
 
 import kvtrainer
-from kvstore_server.optimizer import registry
 from kvtrainer.errors import (
     ConfigurationError,
     DeadlineError,
@@ -22,6 +20,7 @@ from kvtrainer.errors import (
     UnknownNameError,
 )
 from kvtrainer.kvstore import DistKVStore
+from tests.integration import raising_optimizer
 from tests.support.limits import SOON
 from tests.support.processes import (
     Call,
@@ -37,36 +36,12 @@ from tests.support.processes import (
 )
 
 Pair = tuple[DistKVStore, DistKVStore]
-FUSSY = '''
-"""A user's optimizer: momentum SGD that raises at large gradients, after it has changed weights and state."""
-import torch
-from kvstore_server.optimizer import Optimizer, register
-
-@register
-class Fussy(Optimizer):
-    def create_state(self, weight):
-        return {"buffer": torch.zeros_like(weight)}
-    def update(self, weight, grad, state, hyper):
-        state["buffer"].mul_(0.5).add_(grad)
-        weight.sub_(state["buffer"], alpha=hyper["lr"])
-        if float(grad.max()) > 100:
-            raise ValueError("gradient above 100")
-'''
 
 
 @pytest.fixture(scope="module")
-def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Process]]:
-    directory = tmp_path_factory.mktemp("user")
-    (directory / "fussy.py").write_text(FUSSY)
+def servers() -> Iterator[list[Process]]:
     with Processes() as processes:
-        yield processes.servers(2, "--import", "fussy", cwd=directory)
-
-
-@pytest.fixture
-def registered(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Registers the optimizers of a piece of source, for one test."""
-    monkeypatch.setattr(registry, "_registry", dict(registry._registry))
-    return lambda source: exec(source, {"__name__": "user"})
+        yield processes.servers(2, "--import", raising_optimizer.__name__)
 
 
 @pytest.fixture
@@ -164,32 +139,31 @@ def test_two_stores_of_a_process_share_the_servers_without_meeting(servers: list
         assert [out.tolist() for out in _rounds(second)] == [[2.0] * 3] * 2
 
 
-def test_an_optimizer_that_raises_on_one_of_two_servers_leaves_no_trace_on_either(
-    pair: Pair, registered: Callable[[str], None]
-) -> None:
-    registered(FUSSY)
-    numel = 300_000
-    together(*(lambda s=s: s.init("big", torch.zeros(numel)) for s in pair))
-    optimizer = kvtrainer.optimizer.create("fussy", learning_rate=1.0)
-    together(*(lambda s=s: s.set_optimizer(optimizer) for s in pair))
-    plan = pair[0]._entries["big"].table.plan
-    assert {piece.server for piece in plan.slices} == {0, 1}
-    good, bad = torch.ones(numel), torch.ones(numel)
-    last = plan.slices[-1]
-    bad[last.offset] = 1000.0
+def test_an_optimizer_that_raises_on_one_of_two_servers_leaves_no_trace_on_either(pair: Pair) -> None:
+    name, shape = raising_optimizer.RaisesOnHugeMeans.name, (150, 200)
+    weights = [{key: torch.zeros(shape, requires_grad=True) for key in "ab"} for _ in pair]
+    trainers = [kvtrainer.Trainer(w, name, kvstore=kv) for w, kv in zip(weights, pair, strict=True)]
 
-    # buffer 2, weight −2
-    assert [out.unique().tolist() for out in _rounds(pair, "big", good, good)] == [[-2.0]] * 2
-    for text in raised(_rounds(pair, "big", good, bad), OptimizerError):
-        assert "'fussy' raised ValueError: gradient above 100" in text
-    for store in pair:
-        out = torch.empty(numel)
-        store.pull("big", out=out)
-        assert out.unique().tolist() == [-2.0]
-    # buffer 0.5 · 2 + 2 = 3, weight −2 − 3: neither weights nor state of the failed round are left anywhere
-    assert [out.unique().tolist() for out in _rounds(pair, "big", good, good)] == [[-5.0]] * 2
+    def steps(slope: float) -> list[Any]:
+        """Both servers have one of the keys: that of "b" gets this gradient from each worker."""
+        for own in weights:
+            own["a"].grad, own["b"].grad = torch.ones(shape), torch.full(shape, slope)
+        return together(*(lambda t=t: t.step(1) for t in trainers))
+
+    def seen() -> set[float]:
+        return {v for own in weights for w in own.values() for v in w.detach().unique().tolist()}
+
+    # memory 2, weight −2
+    assert [result.updated for result in steps(1.0)] == [True, True]
+    assert seen() == {-2.0}
+    for text in raised(steps(1000.0), OptimizerError):
+        assert f"{name!r} raised ValueError: the mean of b is 2000" in text
+    assert seen() == {-2.0}
+    # memory 0.5 · 2 + 2 = 3, weight −2 − 3: neither weights nor state of the failed round are left anywhere
+    assert [result.updated for result in steps(1.0)] == [True, True]
+    assert seen() == {-5.0}
     # The other server took the round back or, told early enough, never applied it; test_undo.py fixes the order.
-    rows = [row for stats in pair[0].server_stats() for row in stats["tables"] if row["table"] == "big"]
+    rows = [row for stats in trainers[0].server_stats() for row in stats["tables"]]
     assert [row["rounds_applied"] - row["rounds_undone"] for row in rows] == [2, 2]
 
 
@@ -242,17 +216,13 @@ def test_a_worker_that_leaves_is_counted_as_dead_only_when_it_failed(servers: li
         assert eventually(lambda: pair[0].num_dead_nodes() == 1)
 
 
-def test_a_server_without_the_users_module_says_so_while_another_one_has_it(
-    registered: Callable[[str], None], tmp_path: Path
-) -> None:
-    registered(FUSSY)
-    (tmp_path / "fussy.py").write_text(FUSSY)
+def test_a_server_without_the_users_module_says_so_while_another_one_has_it() -> None:
     with Processes() as processes, Members() as members:
-        servers = processes.servers(2, each=[["--import", "fussy"], []], cwd=tmp_path)
-        pair = members.pair(servers)
+        servers = processes.servers(2, each=[["--import", raising_optimizer.__name__], []])
+        name, pair = raising_optimizer.RaisesOnHugeMeans.name, members.pair(servers)
         together(*(lambda s=s: s.init("w", torch.zeros(3)) for s in pair))
-        for text in raised(together(*(lambda s=s: s.set_optimizer("fussy") for s in pair)), UnknownNameError):
-            assert "server 1 cannot run the optimizer: there is no optimizer 'fussy'" in text
+        for text in raised(together(*(lambda s=s: s.set_optimizer(name) for s in pair)), UnknownNameError):
+            assert f"server 1 cannot run the optimizer: there is no optimizer {name!r}" in text
             assert "--import MODULE" in text
         # Half of the servers may know it now: nobody can push until all of them agree.
         raised(_rounds(pair), UnknownNameError)

@@ -7,8 +7,9 @@ import signal
 import socket
 import struct
 import sys
-import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from kvstore_server.optimizer.registry import create, known
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.control import pack_control
 from kvstore_server.protocol.frames import decode_reply, encode_request
-from kvstore_server.server import ServerOptions, make_server
+from kvstore_server.server import Server, ServerOptions, make_server
 from kvstore_server.tcp import routing_id
 from kvtrainer.errors import ServerStoppingError
 from kvtrainer.kvstore import DistKVStore
@@ -174,7 +175,7 @@ def test_a_worker_that_reads_nothing_cannot_keep_a_server_from_ending(processes:
 
 
 def test_weights_that_wait_for_a_slow_worker_do_not_wait_twice_when_it_asks_again() -> None:
-    with _Served(ServerOptions(drain_timeout=0.1)) as served, _Reader(served.server.endpoint) as reader:
+    with _served(drain_timeout=0.1) as served, _Reader(served.server.endpoint) as reader:
         reader.pull_without_reading(200 << 20)
         assert eventually(lambda: served.waiting() > 0)
         once = served.waiting()
@@ -187,9 +188,9 @@ def test_weights_that_wait_for_a_slow_worker_do_not_wait_twice_when_it_asks_agai
 
 
 def test_a_reply_larger_than_the_backlog_limit_still_reaches_a_worker_that_reads() -> None:
-    with _Served(ServerOptions(max_backlog=1 << 20)) as served, Members() as members:
+    with _served(max_backlog=1 << 20) as served, Members() as members:
         store = members.join([served.server.endpoint], 0, 1, new_name())
-        numel = 50_000_000
+        numel = 10_000_000
         store.init("w", torch.ones(numel))
         out = torch.zeros(numel)
         store.pull("w", out=out)
@@ -200,7 +201,7 @@ def test_a_long_answer_goes_out_in_portions_of_one_version_while_others_are_serv
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("kvstore_server.server._PORTION", 1)  # a message in each turn
-    with _Served(ServerOptions()) as served, _Reader(served.server.endpoint) as reader:
+    with _served() as served, _Reader(served.server.endpoint) as reader:
         # Asked for at the same time: all weights before an update, and the update.
         turns = served.turns
         parts = reader.weights_while_they_change(64)
@@ -267,41 +268,35 @@ def _waiting_for(store: DistKVStore) -> list[int]:
 
 
 class _Served:
-    """A server in a thread of this process, whose inside can be looked at."""
+    """A server that runs in a thread of this process, whose inside can be looked at."""
 
-    def __init__(self, options: ServerOptions) -> None:
-        self.server = make_server(EngineConfig(capability=capability()), options)
-        self.handled = 0
-        self.turns = 0
-        retry = self.server._retry_backlog
+    def __init__(self, server: Server) -> None:
+        self.server = server
+        self.handled = self.turns = 0
+        retry, handle = server._retry_backlog, server.service.handle
 
         def turning() -> None:
             self.turns += 1
             retry()
-
-        self.server._retry_backlog = turning  # type: ignore[method-assign]
-        handle = self.server.service.handle
 
         def counting(*arguments: Any) -> list[m.Outgoing]:
             replies = handle(*arguments)
             self.handled += 1
             return replies
 
-        self.server.service.handle = counting  # type: ignore[method-assign]
-        self._thread = threading.Thread(target=self.server.run)
-        self._thread.start()
+        server._retry_backlog = turning  # type: ignore[method-assign]
+        server.service.handle = counting  # type: ignore[method-assign]
 
     def waiting(self) -> int:
         """The bytes that wait for the slowest peer."""
         return max((backlog.nbytes for backlog in list(self.server._backlog.values())), default=0)
 
-    def __enter__(self) -> _Served:
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        self.server.request_stop()
-        self._thread.join()
-        self.server.close()
+@contextmanager
+def _served(**options: Any) -> Iterator[_Served]:
+    served = _Served(make_server(EngineConfig(capability=capability()), ServerOptions(**options)))
+    with serving(served.server):
+        yield served
 
 
 class _Reader:

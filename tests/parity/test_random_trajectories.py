@@ -279,12 +279,6 @@ def test_the_number_of_servers_and_the_site_of_the_update_change_no_bit(
         assert all(torch.equal(weights[key], first[key]) for key in SHAPES), who
 
 
-@each_run_without_noise
-def test_one_process_follows_the_formula(alone: dict[Run, list[Weights]], label: str, scenario: str) -> None:
-    for weights in alone[label, scenario]:
-        assert distance(in_float64(weights), reference(label, scenario, 1)) <= TOLERANCE
-
-
 @each_run
 def test_one_process_and_one_worker_with_servers_end_with_the_same_bits(
     part_of_job: PartOfJob, alone: dict[Run, list[Weights]], label: str, scenario: str
