@@ -127,11 +127,6 @@ class ParameterGroups:
             self._checked = options
         return options
 
-    def named(self) -> list[Group]:
-        """The groups with the names of their parameters, which those of an instance lack."""
-        rows = zip(self.live, self.names, strict=True)
-        return [{"param_names": names, **group} for group, names in rows]
-
     def over(self, device: DeviceMemory) -> list[Group]:
         """The groups with the parameters of one device alone."""
         members: list[list[Any]] = [[] for _ in self.live]
@@ -211,8 +206,8 @@ class UpdateCounter:
     def restore_one(self, key: int, updates: int, num_keys: int) -> None:
         """As `restore`, for a key alone."""
         most = self._optimizer.num_update - self._optimizer.begin_num_update
-        counts = {one: most - self._behind.get(one, 0) for one in range(num_keys)}
-        if counts[key] != updates:
+        if updates != most - self._behind.get(key, 0):
+            counts = {one: most - self._behind.get(one, 0) for one in range(num_keys)}
             self.restore({**counts, key: updates}, num_keys)
 
     def restore(self, updates: Mapping[int, int], num_keys: int) -> None:

@@ -16,7 +16,7 @@ from kvstore_server.plan import Plan, Slice
 from kvstore_server.reduction import Contribution
 from kvstore_server.rows import RowSet
 from kvstore_server.shard import Shard
-from kvtrainer.errors import ConfigurationError
+from kvtrainer.errors import ConfigurationError, StateMismatchError
 from kvtrainer.groups import ParameterGroups
 from kvtrainer.joint_update import JointUpdate
 from kvtrainer.memory.memory import DeviceMemory, Memory
@@ -26,7 +26,6 @@ from kvtrainer.states.convert import (
     export_states,
     import_states,
     initial_state,
-    read_state,
     read_states,
 )
 from kvtrainer.sync.binding import Binding
@@ -171,7 +170,8 @@ class OptimizerStates:
             joint.instance.state[parameter] = dict(state)
             return
         plan, optimizer = self._memory.plan, self._groups.optimizer
-        found = read_state(state, self._groups.live[plan.specs[key].group], plan, key, optimizer)
+        options = {key: self._groups.live[plan.specs[key].group]}
+        found = read_states({key: state}, options, plan, optimizer).get(key, {})
         if not found and not self.current([key]).get(key):
             return
         holders = self._holders()
@@ -191,8 +191,23 @@ class OptimizerStates:
             self.take(states)
 
     def read(self, state_dict: Mapping[str, Any]) -> dict[int, State]:
-        """Take state by key out of a torch state_dict. Raises StateMismatchError if it belongs to something else."""
-        return read_states(state_dict, self._groups.live, self._memory.plan, self._groups.optimizer)
+        """Take state by key out of a torch state_dict.
+
+        Raises:
+            StateMismatchError: it belongs to another model or to another kind of optimizer.
+        """
+        saved = state_dict["param_groups"]
+        mine, theirs = ([len(group["params"]) for group in given] for given in (self._groups.live, saved))
+        if mine != theirs:
+            raise StateMismatchError(
+                f"the state has {len(theirs)} parameter groups of {theirs} parameters, this Trainer has {len(mine)} of "
+                f"{mine}; load the states of the same model with the same groups"
+            )
+        rows = enumerate((group, at) for group in saved for at in group["params"])
+        given, options = {}, {}
+        for key, (group, at) in rows:
+            given[key], options[key] = state_dict["state"].get(at, {}), group
+        return read_states(given, options, self._memory.plan, self._groups.optimizer)
 
     def take(self, states: Mapping[int, State]) -> None:
         """Go on from this state of every key, and from its update counts."""

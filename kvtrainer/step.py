@@ -200,7 +200,7 @@ class StepPipeline:
             return
         carried = 1.0 if self.loss_scaler is None else self.loss_scaler.factor
         summed, _ = self._reduce(fresh, 1.0 / self._gather(fresh, carried))
-        if self.limits.checks_finite and not self.memory.is_finite():
+        if summed is not None and self.limits.checks_finite and not self.memory.is_finite():
             summed = None
         self._is_vetoed, self._reduced = summed is None, summed or fresh
         if summed is not None:
@@ -451,9 +451,12 @@ class StepPipeline:
         else:
             factor = 1.0
         if memory.has_replicas and link.exchange is not None:
-            # What overflows cannot be compressed; its sum overflows as well, which is a veto.
-            overflows = self.is_bad or (self.limits.checks_finite and not memory.is_finite())
-            memory.sum_replicas(None if overflows else link.replicas, link.selection.reducer)
+            compressor = link.replicas
+            if compressor is not None and (
+                self.is_bad or (self.limits.checks_finite and not memory.is_finite())
+            ):
+                compressor = None  # what overflows; its sum overflows as well, which is a veto
+            memory.sum_replicas(compressor, link.selection.reducer)
         return factor
 
     def _reduce(self, fresh: list[bool], scale: float) -> tuple[list[bool] | None, Verdict]:

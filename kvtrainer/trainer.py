@@ -544,7 +544,9 @@ class Trainer(torch.optim.Optimizer):
     def describe_params(self) -> ParamReport:
         """Every parameter with its present options and the rules that decided them; as a str it is a table."""
         if self._param_report is None:
-            return ParamReport(tuple(rows_of(self._groups.named())))
+            # Those of an instance lack the names.
+            rows = zip(self._groups.live, self._groups.names, strict=True)
+            return ParamReport(tuple(rows_of([{"param_names": names, **group} for group, names in rows])))
         return self._param_report.with_groups(self.param_groups)
 
     @property
@@ -780,7 +782,7 @@ class Trainer(torch.optim.Optimizer):
         pipeline.ready()
         pipeline.prepare()
         key = pipeline.memory.tables.key_of(parameter)
-        given = pipeline.memory.tables.given(key)
+        given = pipeline.memory.tables.given.get(key)
         if given is not None:
             return given.view(parameter.shape[0], -1)[ids]
         return pipeline.link.pull_rows(key, ids)

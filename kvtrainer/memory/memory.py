@@ -237,7 +237,7 @@ class Memory:
         return {id(p): key for key, p in enumerate(self.parameters)}
 
     def settle(self) -> None:
-        """Move the parameters into an arena, if that has not been done.
+        """Move the parameters into an arena, once.
 
         A parameter without a shape may stay outside while it takes no part in training.
 
@@ -245,8 +245,6 @@ class Memory:
             NotInitializedError: one takes part; names all of them.
             ConfigurationError: a parameter cannot be stored; nothing has been changed then.
         """
-        if self.is_settled:
-            return
         rows = zip(self.names, self.parameters, self.participating(), strict=True)
         missing = [name for name, parameter, takes_part in rows if takes_part and is_lazy(parameter)]
         if missing:

@@ -86,7 +86,12 @@ class RowSparseParameter(Parameter):
         device: torch.device | str | None = None,
         requires_grad: bool = True,
     ) -> RowSparseParameter:
-        sizes = _checked_shape(shape)
+        given = tuple(shape) if isinstance(shape, list | tuple) else (shape,)
+        if not given or not all(check.is_integer(size, 0) for size in given):
+            raise ConfigurationError(
+                f"a RowSparseParameter needs a shape of one or more whole numbers, rows first; got {shape!r}"
+            )
+        sizes = tuple(map(int, given))
         scalar = torch.zeros((), dtype=dtype, device=device)
         if str(scalar.dtype).removeprefix("torch.") not in ITEM_SIZE:
             raise ConfigurationError(
@@ -274,8 +279,8 @@ class RowTables:
             for key, parameter in enumerate(parameters) if _has_tables(parameters) else ():
                 if is_row_sparse(parameter):
                     self._parameters.setdefault(key, []).append(parameter)
-        self._given: dict[int, Tensor] = {}
-        """New values that the store has not got yet."""
+        self.given: dict[int, Tensor] = {}
+        """Key → new values that the store has not got yet, flat."""
 
     def __contains__(self, key: int) -> bool:
         return key in self._parameters
@@ -289,11 +294,7 @@ class RowTables:
 
     def give(self, key: int, values: Tensor) -> None:
         """Values for `first` or `changed`."""
-        self._given[key] = values.detach().to("cpu", self._parameters[key][0].dtype).reshape(-1)
-
-    def given(self, key: int) -> Tensor | None:
-        """Values that the store has not got yet, flat; None if there are none."""
-        return self._given.get(key)
+        self.given[key] = values.detach().to("cpu", self._parameters[key][0].dtype).reshape(-1)
 
     def first(self) -> Tables:
         """The values of all keys, with which the store begins."""
@@ -301,11 +302,11 @@ class RowTables:
 
     def changed(self) -> Tables:
         """The values of the keys that were given new ones."""
-        return {key: partial(_source_of, flat) for key, flat in self._given.items()}
+        return {key: partial(_source_of, flat) for key, flat in self.given.items()}
 
     def are_placed(self) -> None:
         """The store has the values now."""
-        self._given.clear()
+        self.given.clear()
         for parameter in chain.from_iterable(self._parameters.values()):
             parameter._place()
 
@@ -360,15 +361,6 @@ class _Gather(torch.autograd.Function):
             ids[None], values.to(grad.dtype), ctx.shape, is_coalesced=True, check_invariants=False
         )
         return sparse, None, None, None
-
-
-def _checked_shape(shape: Any) -> tuple[int, ...]:
-    sizes = tuple(shape) if isinstance(shape, list | tuple) else (shape,)
-    if not sizes or not all(check.is_integer(size, 0) for size in sizes):
-        raise ConfigurationError(
-            f"a RowSparseParameter needs a shape of one or more whole numbers, rows first; got {shape!r}"
-        )
-    return tuple(map(int, sizes))
 
 
 def _checked_init(init: Any, shape: tuple[int, ...]) -> Init:

@@ -17,7 +17,6 @@ from kvstore_server.optimizer.state import joined, spread
 from kvstore_server.optimizer.torch_family import OWN_COUNT, TorchOptimizer
 from kvstore_server.plan import Plan, Slice, TensorSpec
 from kvtrainer.errors import StateMismatchError
-from kvtrainer.types import Group
 
 State = dict[str, Any]
 """Name → tensor of the parameter's shape (for an optimizer of whole keys: of any shape), 0-d tensor or number."""
@@ -46,45 +45,32 @@ def export_states(plan: Plan, holder: StateHolder, keys: Sequence[int] | None = 
     return found
 
 
-def read_state(
-    given: Mapping[str, Any], options: Mapping[str, Any], plan: Plan, key: int, optimizer: Optimizer
-) -> State:
-    """Check the state of one key (by index), of a group with these options; a copy, or empty if it says no more.
-
-    Raises:
-        StateMismatchError: it belongs to another shape or to another kind of optimizer.
-    """
-    state = _copied(given) if given and _is_updated(given) else {}
-    if state:
-        _name_own_count(state, given, options, plan.specs[key], optimizer)
-    _refuse(state_problems({key: state}, {key: options}, plan, optimizer) if state else [])
-    return state
-
-
 def read_states(
-    state_dict: Mapping[str, Any], groups: Sequence[Group], plan: Plan, optimizer: Optimizer
+    given: Mapping[int, Mapping[str, Any]],
+    options: Mapping[int, Mapping[str, Any]],
+    plan: Plan,
+    optimizer: Optimizer,
 ) -> dict[int, State]:
-    """Take the optimizer state out of a torch state_dict, by index of the key; copies, in their own dtypes.
+    """Check optimizer state by index of the key; copies, in their own dtypes, of the keys that were updated.
+
+    Args:
+        options: of the group of every key, with which the state was made.
 
     Raises:
         StateMismatchError: the state belongs to another model or to another kind of optimizer.
     """
-    saved = state_dict["param_groups"]
-    mine, theirs = ([len(group["params"]) for group in given] for given in (groups, saved))
-    if mine != theirs:
-        raise StateMismatchError(
-            f"the state has {len(theirs)} parameter groups of {theirs} parameters, this Trainer has {len(mine)} of "
-            f"{mine}; load the states of the same model with the same groups"
-        )
-    ids = [parameter_id for group in saved for parameter_id in group["params"]]
-    found = (state_dict["state"].get(parameter_id) for parameter_id in ids)
-    states = {key: _copied(state) for key, state in enumerate(found) if state and _is_updated(state)}
-    options = [group for group in saved for _ in group["params"]]
+    states = {key: _copied(state) for key, state in given.items() if state and _is_updated(state)}
     for key, state in states.items():
-        _name_own_count(state, state_dict["state"][ids[key]], options[key], plan.specs[key], optimizer)
+        _name_own_count(state, given[key], options[key], plan.specs[key], optimizer)
         if plan.specs[key].dtype not in _HALF:
             state.pop("master", None)  # the weights were of half precision then
-    _refuse(momentum_problems(states, saved, optimizer) + state_problems(states, options, plan, optimizer))
+    problems = momentum_problems(states, list(options.values()), optimizer)
+    problems += state_problems(states, options, plan, optimizer)
+    if problems:
+        raise StateMismatchError(
+            f"the state does not fit this Trainer, which is unchanged: {'; '.join(problems)}. Load the states of the "
+            "same model and the same optimizer"
+        )
     return states
 
 
@@ -134,14 +120,6 @@ def momentum_problems(
         f"the state was saved with {theirs} SGD, this Trainer runs {mine}: their momentum differs by a factor of "
         "the learning rate. Build the Trainer with 'sgd' for Gluon's, 'torch:SGD' for torch's"
     ]
-
-
-def _refuse(problems: Sequence[str]) -> None:
-    if problems:
-        raise StateMismatchError(
-            f"the state does not fit this Trainer, which is unchanged: {'; '.join(problems)}. Load the states of the "
-            "same model and the same optimizer"
-        )
 
 
 def _is_updated(state: Mapping[str, Any]) -> bool:

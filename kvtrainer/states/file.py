@@ -213,8 +213,7 @@ def write_state_file(fname: Path, saved: SavedStates) -> None:
         raise file_error(
             StateFileError, f"{what}: there is no directory {folder!r}; create it first", errno.ENOENT, fname
         )
-    if os.path.isdir(path):
-        raise _is_directory(what, fname)
+    _refuse_directory(what, fname)
     if os.path.exists(path) and not os.path.isfile(path):
         raise StateFileError(f"{what}: that is a device, a pipe or a socket; give the name of a file")
     try:
@@ -235,8 +234,7 @@ def read_state_file(fname: Path) -> SavedStates:
             message says which.
     """
     what = f"cannot load states from {os.fspath(fname)!r}"
-    if os.path.isdir(fname):
-        raise _is_directory(what, fname)
+    _refuse_directory(what, fname)
     try:
         with open(fname, "rb") as file:
             head = file.read(16)
@@ -272,9 +270,10 @@ def replacing(path: str) -> Iterator[str]:
     _sync(folder)
 
 
-def _is_directory(what: str, fname: Path) -> StateFileError:
-    text = f"{what}: that is a directory; give the name of a file"
-    return file_error(StateFileError, text, errno.EISDIR, fname)
+def _refuse_directory(what: str, fname: Path) -> None:
+    if os.path.isdir(fname):
+        text = f"{what}: that is a directory; give the name of a file"
+        raise file_error(StateFileError, text, errno.EISDIR, fname)
 
 
 def _sync(path: str) -> None:
