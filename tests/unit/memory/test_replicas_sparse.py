@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from kvtrainer import RowSparseParameter, Trainer, kvstore
+from kvtrainer import RowSparseParameter, Trainer
 from kvtrainer.errors import ConfigurationError, RowSparseError
 from kvtrainer.parallel import DataParallel
+from tests.support.capabilities import SumStore
 from tests.support.replica_training import backward, embedding, replicas, values
 
 
@@ -151,32 +151,20 @@ def test_row_sparse_gradients_leave_the_update_to_the_trainer(asked: bool | None
         trainer.allreduce_grads()
 
 
-class Adder(kvstore.KVStoreBase):
-    """A plug-in: one worker, whose sums are what it gave."""
-
-    type, rank, num_workers = "adder", 0, 1
-
-    def broadcast(self, key: Any, value: Any, out: Any, priority: int = 0) -> None:
-        out.copy_(value)
-
-    def pushpull(self, key: Any, value: Any, out: Any = None, priority: int = 0) -> None:
-        (value if out is None else out).copy_(value)
-
-
 def test_plug_in_gets_sums_of_replicas() -> None:
     w = replicas()
-    trainer = Trainer([w], "sgd", {"lr": 1.0}, kvstore=Adder())
+    trainer = Trainer([w], "sgd", {"lr": 1.0}, kvstore=SumStore())
     backward(w)
     trainer.step(1)
     assert values(w) == [-2.0, -2.0]
     with pytest.raises(ConfigurationError, match="cannot run a Trainer's optimizer"):
-        Trainer([replicas()], "sgd", kvstore=Adder(), update_on_kvstore=True)
+        Trainer([replicas()], "sgd", kvstore=SumStore(), update_on_kvstore=True)
 
 
 def test_plug_in_refuses_row_sparse_gradients() -> None:
     nets = embedding(2)
-    trainer = Trainer([[net.weight for net in nets]], "sgd", kvstore=Adder())
+    trainer = Trainer([[net.weight for net in nets]], "sgd", kvstore=SumStore())
     for net in nets:
         net(torch.tensor([1])).sum().backward()
-    with pytest.raises(ConfigurationError, match="'adder' sums dense gradients only"):
+    with pytest.raises(ConfigurationError, match="'thirdparty' sums dense gradients only"):
         trainer.step(1)

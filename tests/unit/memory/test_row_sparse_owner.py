@@ -22,7 +22,7 @@ from kvtrainer.errors import (
     RowSparseError,
     WeightsWrittenError,
 )
-from kvtrainer.kvstore import KVStoreBase
+from tests.support.capabilities import SumStore
 from tests.support.row_tables import SGD, Model, alone, column
 
 
@@ -138,13 +138,6 @@ def test_a_trainer_that_was_never_used_leaves_the_values_to_the_next_one() -> No
     assert column(table) == [3] * 4
 
 
-class Plugin(KVStoreBase):
-    type, rank, num_workers = "plugin", 0, 1  # type: ignore[assignment]
-
-    def broadcast(self, key: Any, value: Any, out: Any, priority: int = 0) -> None: ...
-    def pushpull(self, key: Any, value: Any, out: Any = None, priority: int = 0) -> None: ...
-
-
 @pytest.mark.parametrize(
     ("options", "error", "said"),
     [
@@ -154,7 +147,7 @@ class Plugin(KVStoreBase):
             ConfigurationError,
             "update_on_kvstore=False when sparse weights are present",
         ),
-        ({"kvstore": Plugin()}, ConfigurationError, "'plugin' cannot hold row_sparse parameters"),
+        ({"kvstore": SumStore()}, ConfigurationError, "'thirdparty' cannot hold row_sparse parameters"),
     ],
 )
 def test_a_store_that_cannot_hold_it_is_refused(options: Any, error: type[Exception], said: str) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from kvtrainer import Trainer
 from kvtrainer.lr_scheduler import FactorScheduler
-from kvtrainer.states.file import SavedStates, pack, read_state_file
+from kvtrainer.states.file import SavedStates, read_state_file
 from tests.support.saved_training import (
     PLACES,
     Net,
@@ -92,18 +92,6 @@ def test_states_before_the_first_step_can_be_saved_and_reset_a_trainer(tmp_path:
     train(net, trainer, 2, 2)
     train(reference, trainer_of(reference, "adam"), 2, 2)
     assert same(weights(net), weights(reference))
-
-
-def test_what_was_loaded_can_be_saved_before_it_was_used(tmp_path: Path) -> None:
-    net = Net()
-    trainer = trainer_of(net, "adam", True)
-    train(net, trainer, 0, 2)
-    trainer.save_states(tmp_path / "a")
-    other = trainer_of(Net(), "adam", True)
-    other.load_states(tmp_path / "a")
-    other.save_states(tmp_path / "b")
-    first, second = (replace(read_state_file(tmp_path / name), extra={}) for name in "ab")
-    assert pack(first)[1] == pack(second)[1]
 
 
 def test_count_of_updates_goes_on_for_the_scheduler(tmp_path: Path) -> None:

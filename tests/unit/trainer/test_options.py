@@ -10,7 +10,8 @@ from torch.nn import Parameter
 
 from kvtrainer import RowSparseParameter, Trainer, optimizer
 from kvtrainer.errors import ConfigurationError, WeightsWrittenError
-from kvtrainer.kvstore import KVStoreBase, create
+from kvtrainer.kvstore import create
+from tests.support.capabilities import SumStore
 from tests.support.scalar_training import IN_STORE, step, trainer_of, values, zeros
 
 
@@ -181,18 +182,11 @@ def test_several_groups_may_be_added_to_a_store_between_two_steps() -> None:
     torch.testing.assert_close(parameters, twins)
 
 
-class Alone(KVStoreBase):
-    type, rank, num_workers = "alone", 0, 1  # type: ignore[assignment]
-
-    def broadcast(self, key: Any, value: Any, out: Any, priority: int = 0) -> None: ...
-    def pushpull(self, key: Any, value: Any, out: Any = None, priority: int = 0) -> None: ...
-
-
 @pytest.mark.parametrize("case", ["row-sparse", "third-party"])
 def test_group_is_refused_once_a_store_has_parameters_that_it_cannot_lay_out_anew(case: str) -> None:
     [p] = zeros(1)
     first = RowSparseParameter((2, 1)) if case == "row-sparse" else Parameter(torch.zeros(1))
-    trainer = Trainer([first], "sgd", kvstore=create("local") if case == "row-sparse" else Alone())
+    trainer = Trainer([first], "sgd", kvstore=create("local") if case == "row-sparse" else SumStore())
     trainer.set_data()
     with pytest.raises(ConfigurationError, match="before the first step"):
         trainer.add_param_group({"params": [p]})
