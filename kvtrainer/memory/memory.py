@@ -105,13 +105,6 @@ class DeviceMemory:
                 for key, rows in self.rows.items()
             }
 
-    def is_finite(self) -> bool:
-        """Check that no gradient that was gathered is infinite or not a number; waits for the device."""
-        grads = [*self.arena.grads.values(), *(rows.values for rows in self.rows.values())]
-        bounds = [bound for grad in grads if grad.numel() for bound in torch.aminmax(grad)]
-        # A NaN anywhere is the minimum and the maximum.
-        return all(math.isfinite(bound.item()) for bound in bounds)
-
     def differing(self, among: Sequence[int], held: Mapping[str, Tensor]) -> list[str]:
         """Name those parameters, of some (by index), that differ in any bit from other weights.
 
@@ -428,7 +421,12 @@ class Memory:
     def is_finite(self) -> bool:
         """Check that no gradient that was gathered is infinite or not a number; waits for the device."""
         # A sum is finite only if all that was summed is.
-        return all(device.is_finite() for device in (self.devices[:1] if self._is_summed else self.devices))
+        devices = self.devices[:1] if self._is_summed else self.devices
+        grads = [grad for one in devices for grad in one.arena.grads.values()]
+        grads += [rows.values for one in devices for rows in one.rows.values()]
+        bounds = [bound for grad in grads if grad.numel() for bound in torch.aminmax(grad)]
+        # A NaN anywhere is the minimum and the maximum.
+        return all(math.isfinite(bound.item()) for bound in bounds)
 
     def check_in_place(self) -> None:
         """Raise ParameterMovedError if the data of a parameter were replaced."""
