@@ -59,12 +59,7 @@ class Guard:
     decide: Callable[[Measured], Decision]
 
     def __post_init__(self) -> None:
-        check_norm_type(self.norm_type)
-
-
-def check_norm_type(norm_type: float) -> None:
-    """Raise ConfigurationError unless there is such a norm."""
-    check.number("norm_type", norm_type, above=0, finite=False)
+        check.number("norm_type", self.norm_type, above=0, finite=False)
 
 
 def partial_norm(values: Tensor, norm_type: float) -> float:
@@ -73,10 +68,22 @@ def partial_norm(values: Tensor, norm_type: float) -> float:
     Args:
         values: any shape; contiguous ones are fastest.
     """
-    parts = _block_partials(values, norm_type)
-    if values.device.type != "cpu":
-        parts = torch.stack(parts).tolist() if parts else []
+    blocks = torch.split(values.reshape(-1), _BLOCK) if values.numel() else ()
+    if norm_type == math.inf:
+        parts = [block.abs().amax().double() for block in blocks]
+    else:
+        wide = (block.double() if block.dtype != torch.float64 else block.clone() for block in blocks)
+        parts = [_powers(block, norm_type).sum() for block in wide]
+    if parts and values.device.type != "cpu":
+        return _fold(torch.stack(parts).tolist(), norm_type)
     return _fold((float(part) for part in parts), norm_type)
+
+
+def _powers(values: Tensor, norm_type: float) -> Tensor:
+    """|g|^p of each element, in place."""
+    if norm_type == 2.0:
+        return values.mul_(values)
+    return values.abs_() if norm_type == 1.0 else values.abs_().pow_(norm_type)
 
 
 def is_finite(values: Tensor, partial: float) -> bool:
@@ -180,23 +187,6 @@ def only_segments(body: Tensor, piece: Slice, wanted: Sequence[bool]) -> Tensor:
 
 def _scaled(values: Tensor, scale: float) -> Tensor:
     return (values.float() if values.dtype.itemsize < 4 else values) * scale
-
-
-def _block_partials(values: Tensor, norm_type: float) -> list[Tensor]:
-    blocks = torch.split(values.reshape(-1), _BLOCK) if values.numel() else ()
-    if norm_type == math.inf:
-        return [block.abs().amax().double() for block in blocks]
-    parts = []
-    for block in blocks:
-        wide = block.double() if block.dtype != torch.float64 else block.clone()
-        if norm_type == 2.0:
-            wide.mul_(wide)
-        else:
-            wide.abs_()
-            if norm_type != 1.0:
-                wide.pow_(norm_type)
-        parts.append(wide.sum())
-    return parts
 
 
 def _fold(partials: Iterable[float], norm_type: float) -> float:

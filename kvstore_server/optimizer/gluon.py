@@ -165,6 +165,10 @@ class _Elementwise(Optimizer):
     may_raise = False
     verified = True
 
+    def updates_rows(self, hyper: Hyper) -> bool:
+        """Whether there is an option `lazy_update`, and it is on; see `Optimizer.updates_rows`."""
+        return bool(hyper.get("lazy_update"))
+
 
 class _Momentum(_Elementwise):
     """Descent with a momentum that has the learning rate inside.
@@ -175,7 +179,6 @@ class _Momentum(_Elementwise):
     nesterov: ClassVar[bool] = False
 
     def update(self, weight: Tensor, grad: Tensor, state: Values, hyper: Hyper) -> None:
-        """Apply one update in place; see `Optimizer.update`."""
         lr, wd, momentum = hyper["lr"], hyper["weight_decay"], hyper["momentum"]
         if momentum == 0.0:
             fused_sgd(weight, grad, lr=lr, wd=wd)
@@ -234,10 +237,6 @@ class SGD(_Momentum):
             return None if found is None else tuple(found)
         return super()._checked(name, value, default)
 
-    def updates_rows(self, hyper: Hyper) -> bool:
-        """Whether `lazy_update` is on; see `Optimizer.updates_rows`."""
-        return bool(hyper["lazy_update"])
-
 
 class NAG(_Momentum):
     """Nesterov's: `m = momentum * m - lr * g; w += momentum * m - lr * g`.
@@ -266,7 +265,6 @@ class SGLD(_Elementwise):
     verified = False
 
     def update(self, weight: Tensor, grad: Tensor, state: Values, hyper: Hyper) -> None:
-        """Apply one update in place; see `Optimizer.update`."""
         lr = hyper["lr"]
         fused_sgd(weight, grad, lr=lr / 2, wd=hyper["weight_decay"])
         if lr > 0.0:
@@ -293,7 +291,6 @@ class Signum(_Elementwise):
     never_negative = frozenset({"wd_lh"})
 
     def update(self, weight: Tensor, grad: Tensor, state: Values, hyper: Hyper) -> None:
-        """Apply one update in place; see `Optimizer.update`."""
         lr, wd, momentum, decay = hyper["lr"], hyper["weight_decay"], hyper["momentum"], hyper["wd_lh"]
         if momentum == 0.0:
             decay += wd
@@ -322,7 +319,6 @@ class DCASGD(_Elementwise):
         return {"previous_weight": weight.clone()}
 
     def update(self, weight: Tensor, grad: Tensor, state: Values, hyper: Hyper) -> None:
-        """Apply one update in place; see `Optimizer.update`."""
         previous = state["previous_weight"]
         assert isinstance(previous, Tensor)
         grad.add_(weight, alpha=hyper["weight_decay"])
@@ -345,7 +341,6 @@ class Test(_Elementwise):
     name = "test"
 
     def update(self, weight: Tensor, grad: Tensor, state: Values, hyper: Hyper) -> None:
-        """Apply one update in place; see `Optimizer.update`."""
         fused_sgd(weight, grad, lr=hyper["lr"], wd=hyper["weight_decay"])
 
 
@@ -360,15 +355,10 @@ class Adam(_Elementwise):
     defaults: ClassVar[Hyper] = {"lr": 0.001, "betas": (0.9, 0.999), "eps": 1e-8, "lazy_update": False}
 
     def update(self, weight: Tensor, grad: Tensor, state: Values, hyper: Hyper) -> None:
-        """Apply one update in place; see `Optimizer.update`."""
         mean, square = state_tensor(state, "exp_avg", weight), state_tensor(state, "exp_avg_sq", weight)
         lr, betas, eps, wd, step = (hyper[name] for name in ("lr", "betas", "eps", "weight_decay", "step"))
         _, root = bias_corrections(betas, step)
         fused_adam(weight, grad, mean, square, lr=lr, betas=betas, eps=eps / root, wd=wd, step=step)
-
-    def updates_rows(self, hyper: Hyper) -> bool:
-        """Whether `lazy_update` is on; see `Optimizer.updates_rows`."""
-        return bool(hyper["lazy_update"])
 
 
 class AdamW(_Elementwise):
@@ -384,7 +374,6 @@ class AdamW(_Elementwise):
     defaults: ClassVar[Hyper] = {"lr": 0.001, "betas": (0.9, 0.999), "eps": 1e-6, "correct_bias": True}
 
     def update(self, weight: Tensor, grad: Tensor, state: Values, hyper: Hyper) -> None:
-        """Apply one update in place; see `Optimizer.update`."""
         mean, square = state_tensor(state, "exp_avg", weight), state_tensor(state, "exp_avg_sq", weight)
         step = hyper["step"] if hyper["correct_bias"] else math.inf
         lr, betas, eps = hyper["lr"], hyper["betas"], hyper["eps"]
@@ -407,7 +396,6 @@ class AdaBelief(_Elementwise):
     clips = False
 
     def update(self, weight: Tensor, grad: Tensor, state: Values, hyper: Hyper) -> None:
-        """Apply one update in place; see `Optimizer.update`."""
         mean, variance = state_tensor(state, "exp_avg", weight), state_tensor(state, "exp_avg_var", weight)
         (beta1, beta2), eps, bound = hyper["betas"], hyper["eps"], hyper["clip_gradient"]
         correction, root = bias_corrections(
@@ -432,7 +420,6 @@ class Adamax(_Elementwise):
     defaults: ClassVar[Hyper] = {"lr": 0.002, "betas": (0.9, 0.999), "eps": 1e-8}
 
     def update(self, weight: Tensor, grad: Tensor, state: Values, hyper: Hyper) -> None:
-        """Apply one update in place; see `Optimizer.update`."""
         mean, largest = state_tensor(state, "exp_avg", weight), state_tensor(state, "exp_inf", weight)
         beta1, beta2 = hyper["betas"]
         grad.add_(weight, alpha=hyper["weight_decay"])
@@ -458,7 +445,6 @@ class Nadam(_Elementwise):
     never_negative = frozenset({"schedule_decay"})
 
     def update(self, weight: Tensor, grad: Tensor, state: Values, hyper: Hyper) -> None:
-        """Apply one update in place; see `Optimizer.update`."""
         mean, square = state_tensor(state, "exp_avg", weight), state_tensor(state, "exp_avg_sq", weight)
         (beta1, beta2), lr, step = hyper["betas"], hyper["lr"], hyper["step"]
         rate, next_rate = (
@@ -490,7 +476,6 @@ class FTML(_Elementwise):
     defaults: ClassVar[Hyper] = {"lr": 0.0025, "betas": (0.6, 0.999), "eps": 1e-8}
 
     def update(self, weight: Tensor, grad: Tensor, state: Values, hyper: Hyper) -> None:
-        """Apply one update in place; see `Optimizer.update`."""
         beta1, beta2 = hyper["betas"]
         square = state_tensor(state, "exp_avg_sq", weight)
         eps, wd, step = hyper["eps"], hyper["weight_decay"], hyper["step"]
@@ -510,7 +495,6 @@ class AdaDelta(_Elementwise):
     fractions = frozenset({"rho"})
 
     def update(self, weight: Tensor, grad: Tensor, state: Values, hyper: Hyper) -> None:
-        """Apply one update in place; see `Optimizer.update`."""
         square, moved = state_tensor(state, "square_avg", weight), state_tensor(state, "acc_delta", weight)
         rho, eps = hyper["rho"], hyper["eps"]
         grad.add_(weight, alpha=hyper["weight_decay"])
@@ -530,7 +514,6 @@ class AdaGrad(_Elementwise):
     defaults: ClassVar[Hyper] = {"lr": 0.01, "eps": 1e-6}
 
     def update(self, weight: Tensor, grad: Tensor, state: Values, hyper: Hyper) -> None:
-        """Apply one update in place; see `Optimizer.update`."""
         torch._fused_adagrad_(
             [weight],
             [grad],
@@ -571,7 +554,6 @@ class RMSProp(_Elementwise):
     never_negative = frozenset({"clip_weights"})
 
     def update(self, weight: Tensor, grad: Tensor, state: Values, hyper: Hyper) -> None:
-        """Apply one update in place; see `Optimizer.update`."""
         square, rho, bound = state_tensor(state, "square_avg", weight), hyper["rho"], hyper["clip_weights"]
         lr, eps, wd = hyper["lr"], hyper["eps"], hyper["weight_decay"]
         if hyper["centered"]:
@@ -601,7 +583,6 @@ class Ftrl(_Elementwise):
     never_negative = frozenset({"lr", "lamda1", "beta"})
 
     def update(self, weight: Tensor, grad: Tensor, state: Values, hyper: Hyper) -> None:
-        """Apply one update in place; see `Optimizer.update`."""
         z, n = state_tensor(state, "z", weight), state_tensor(state, "n", weight)
         lr, threshold = hyper["lr"], hyper["lamda1"]
         if lr <= 0.0:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kvstore_server.errors import ConfigurationError
 from kvstore_server.optimizer.base import Hyper, Optimizer, Values
+from kvstore_server.optimizer.gluon import state_tensor
 
 _BLOCK = 16384
 """Elements summed at a time; torch does not share a sum of so few among threads."""
@@ -44,9 +45,7 @@ class _TrustRatio(Optimizer):
     def _averages(self, grad: Tensor, state: Values, hyper: Hyper) -> tuple[Tensor, Tensor]:
         """Let the averages of the gradient and of its square follow `grad`; return them."""
         beta1, beta2 = hyper["betas"]
-        mean, square = state["exp_avg"], state["exp_avg_sq"]
-        assert isinstance(mean, Tensor)
-        assert isinstance(square, Tensor)
+        mean, square = state_tensor(state, "exp_avg", grad), state_tensor(state, "exp_avg_sq", grad)
         mean.mul_(beta1).add_(grad * (1 - beta1))
         square.mul_(beta2).add_(grad.square().mul_(1 - beta2))
         return mean, square
@@ -79,7 +78,6 @@ class LAMB(_TrustRatio):
     defaults: ClassVar[Hyper] = {"bias_correction": True}
 
     def update(self, weight: Tensor, grad: Tensor, state: Values, hyper: Hyper) -> None:
-        """Apply one update in place; see `Optimizer.update`."""
         mean, square = self._averages(grad, state, hyper)
         corrections = _corrections(hyper) if hyper["bias_correction"] else (1.0, 1.0)
         direction = (mean / corrections[0]).div_(_root(square, corrections[1], hyper["eps"]))
@@ -101,7 +99,6 @@ class LANS(_TrustRatio):
     clips = False
 
     def update(self, weight: Tensor, grad: Tensor, state: Values, hyper: Hyper) -> None:
-        """Apply one update in place; see `Optimizer.update`."""
         norm = l2_norm(grad)
         if norm:
             grad.div_(norm)
@@ -140,15 +137,12 @@ class LARS(Optimizer):
         return {**hyper, "layer_factor": self._factor(weight, grad_rows, hyper)}
 
     def update(self, weight: Tensor, grad: Tensor, state: Values, hyper: Hyper) -> None:
-        """Apply one update in place; see `Optimizer.update`."""
         factor = hyper.get("layer_factor")
         lr = hyper["lr"] * (self._factor(weight, grad, hyper) if factor is None else factor)
         _clip(grad, hyper)
         step = grad.add_(weight * hyper["weight_decay"]).mul_(lr)
         if hyper["momentum"]:
-            buffer = state.get("momentum_buffer")
-            if not isinstance(buffer, Tensor):
-                buffer = state["momentum_buffer"] = torch.zeros_like(weight)
+            buffer = state_tensor(state, "momentum_buffer", weight)
             step = buffer.mul_(hyper["momentum"]).add_(step)
         weight.sub_(step)
 
@@ -199,7 +193,6 @@ class GroupAdaGrad(Optimizer):
         return {"history": weight.new_zeros(weight.shape[0], 1)}
 
     def update(self, weight: Tensor, grad: Tensor, state: Values, hyper: Hyper) -> None:
-        """Apply one update in place; see `Optimizer.update`."""
         history = state["history"]
         assert isinstance(history, Tensor)
         history.add_(torch.mean(grad * grad, dim=1, keepdim=True, dtype=torch.float64))

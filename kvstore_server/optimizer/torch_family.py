@@ -83,7 +83,8 @@ class TorchOptimizer(Optimizer):
                 f"{self.registered_name}: differentiable=True needs autograd through the update, which a "
                 "store does not record; leave it out"
             )
-        self._take_template(self._build(torch.zeros(1 if self.elementwise else (1, 1))))
+        self._template = self.instance_of([torch.zeros(1 if self.elementwise else (1, 1))])
+        self.hyper = _group_of(self._template)
 
     def _take_class(self, cls: TorchClass, declared: bool) -> None:
         own = is_torchs_own(cls)
@@ -95,10 +96,6 @@ class TorchOptimizer(Optimizer):
         self._fitting: set[tuple[int, ...]] = set()
         # torch wraps step in profiling and in the user's hooks, meant for the user's own optimizers.
         self._step: Callable[[torch.optim.Optimizer], object] = inspect.unwrap(cls.step) if own else cls.step
-
-    def _take_template(self, template: torch.optim.Optimizer) -> None:
-        self._template = template
-        self.hyper = _group_of(template)
 
     @classmethod
     def from_instance(cls, instance: torch.optim.Optimizer, declared: bool = False) -> TorchOptimizer:
@@ -116,8 +113,7 @@ class TorchOptimizer(Optimizer):
         template = kind.__new__(kind)
         template.__dict__.update(instance.__dict__)
         template.param_groups, template.state = [{"params": [], **found}], defaultdict(dict)
-        made._take_template(template)
-        made._instance = instance
+        made._template, made._instance, made.hyper = template, instance, _group_of(template)
         return made
 
     @cached_property
@@ -158,10 +154,6 @@ class TorchOptimizer(Optimizer):
         """Whether the class may keep things for all parameters together, as nothing says of a foreign one."""
         return not self._own and not self.elementwise
 
-    def instance_of(self, groups: Sequence[Mapping[str, Any]]) -> torch.optim.Optimizer:
-        """The optimizer itself, over these parameter groups. Raises ConfigurationError if the class refuses them."""
-        return self._constructed([dict(group) for group in groups])
-
     def spec(self) -> dict[str, Any]:
         if self._own:
             return super().spec()
@@ -193,7 +185,7 @@ class TorchOptimizer(Optimizer):
         """Return what the class creates in its constructor (Adagrad's sum); most create theirs in a step."""
         if self._instance is not None and self.unbuildable:
             return {}
-        made = dict(self._build(weight).state.get(weight, {}))
+        made = dict(self.instance_of([weight]).state.get(weight, {}))
         step = made.pop("step", None)
         return made if self._own or step is None else {**made, OWN_COUNT: step}
 
@@ -304,10 +296,8 @@ class TorchOptimizer(Optimizer):
             group["fused"], group["foreach"] = True, False
         return group
 
-    def _build(self, weight: Tensor) -> torch.optim.Optimizer:
-        return self._constructed([weight])
-
-    def _constructed(self, params: list[Any]) -> torch.optim.Optimizer:
+    def instance_of(self, params: list[Any]) -> torch.optim.Optimizer:
+        """The optimizer itself, over parameters or groups. Raises ConfigurationError if the class refuses them."""
         try:
             return _constructed(self.cls, params, self._options)
         except (TypeError, ValueError, RuntimeError, AssertionError, KeyError, AttributeError) as error:
