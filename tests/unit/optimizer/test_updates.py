@@ -238,25 +238,6 @@ def test_state_moved_segment_by_segment_continues_to_the_bit(name: Any, dtype: s
     assert moved.steps.tolist() == state.steps.tolist() == [3] * len(SHAPES)
 
 
-def test_a_copy_is_not_changed_by_later_updates() -> None:
-    piece, optimizer = small_slice("bfloat16"), make("torch:NAdam", multi_precision=True)
-    weight, state = filled(piece, 0).bfloat16(), empty(piece)
-    hypers = [optimizer.hyper] * len(SHAPES)
-    update_slice(optimizer, piece, weight, filled(piece, 1), state, hypers)
-    copy = state.copy(0, len(SHAPES), slice(0, piece.length))
-    before = state_of(state, 0)
-    update_slice(optimizer, piece, weight, filled(piece, 2), state, hypers)
-    after = state_of(copy, 0)
-    assert all(torch.equal(torch.as_tensor(after[name]), torch.as_tensor(before[name])) for name in before)
-    assert after.keys() == {"step", "exp_avg", "exp_avg_sq", "mu_product", "master"}
-
-
-def test_a_segment_that_was_never_updated_has_only_its_step() -> None:
-    piece = small_slice()
-    state = empty(piece)
-    assert state_of(state, 0) == {"step": 0.0}
-
-
 @pytest.mark.parametrize("dtype", HALVES, ids=lambda d: str(d)[6:])
 def test_weights_that_were_replaced_win_over_the_master_and_the_others_keep_theirs(
     dtype: torch.dtype,
@@ -269,17 +250,6 @@ def test_weights_that_were_replaced_win_over_the_master_and_the_others_keep_thei
     update_slice(optimizer, piece, weight, small.clone(), state, [optimizer.hyper] * len(SHAPES))
     assert state_of(state, 0)["master"].eq(7.0 - 2.0**-13).all()  # type: ignore[union-attr]
     assert state_of(state, 4)["master"].eq(1.0 - 2.0**-12).all()  # type: ignore[union-attr]
-
-
-def test_loaded_state_replaces_what_the_segment_had() -> None:
-    piece, optimizer = small_slice(), make("sgd")
-    weight, state = filled(piece, 0), empty(piece)
-    update_slice(optimizer, piece, weight, filled(piece, 1), state, [optimizer.hyper] * len(SHAPES))
-    other = state_of(state, 2)
-    replace_state(state, 0, {"step": 5})
-    assert state_of(state, 0) == {"step": 5.0}
-    assert torch.equal(state_of(state, 2)["momentum_buffer"], other["momentum_buffer"])  # type: ignore[arg-type]
-    assert state.steps.tolist() == [5, 1, 1, 1, 1]
 
 
 def test_neighbours_with_different_scalars_are_not_updated_as_one() -> None:
@@ -399,16 +369,3 @@ def test_update_sees_the_shape_the_name_and_the_number_of_the_update() -> None:
     for _ in range(2):
         key.update(torch.ones(2, 3))
     assert seen == [((2, 3), torch.float32, (2, 3), "fc", step, 0.5) for step in (11, 12)]
-
-
-@pytest.mark.parametrize("shape", [(4, 8), ()])
-def test_a_run_has_the_bits_of_a_key_alone(shape: tuple[int, ...]) -> None:
-    optimizer, weight = make("sgd"), numbers(*shape, seed=9)
-    key, state = Key(optimizer, weight), State()
-    flat = torch.nn.functional.pad(weight.reshape(-1), (0, -weight.numel() % 16))
-    for step in range(3):
-        grad = numbers(*shape, seed=step)
-        key.update(grad)
-        padded = torch.nn.functional.pad(grad.reshape(-1), (0, -grad.numel() % 16))
-        apply_update(optimizer, flat, padded, state, optimizer.hyper)
-    assert torch.equal(key.weight.reshape(-1), flat[: weight.numel()])

@@ -199,10 +199,6 @@ def test_a_spec_survives_json_and_rebuilds_the_codec(params: dict[str, Any] | No
     assert make_codec(json.loads(json.dumps(codec.spec()))) == codec
 
 
-def test_codecs_of_other_thresholds_differ() -> None:
-    assert make_codec({"type": "2bit", "threshold": 0.1}) != make_codec({"type": "2bit", "threshold": 0.2})
-
-
 def test_params_are_not_changed() -> None:
     params = {"type": "2bit", "threshold": 0.1}
     make_codec(params)

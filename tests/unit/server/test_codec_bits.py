@@ -70,10 +70,6 @@ def two_bit(threshold: float = 0.5) -> Codec:
     return make_codec({"type": "2bit", "threshold": threshold})
 
 
-def one_bit(threshold: float) -> Codec:
-    return make_codec({"type": "1bit", "threshold": threshold})
-
-
 LONG = [(501, "float32"), (64 * 5 + 7, "float64")]
 
 
@@ -110,41 +106,6 @@ def test_bits_are_the_reference_for_every_length_dtype_and_threshold(
             assert sender.push(grad).tolist() == decoded
             assert bytes(sender.payload.tolist()) == data
             assert sender.residual.tolist() == residual
-
-
-def test_the_first_element_of_two_bits_is_the_most_significant() -> None:
-    sender = Sender(two_bit(), 5)
-    sender.push(torch.tensor([0.5, -0.5, 0.0, 0.7, -9.0]))
-    assert [f"{byte:08b}" for byte in sender.payload.tolist()] == ["11100011", "10000000"]
-
-
-def test_the_first_element_of_one_bit_is_the_most_significant() -> None:
-    sender = Sender(one_bit(0.0), 10)
-    sender.push(torch.tensor([1.0, -1, -1, -1, 1, 1, 0, 2, 3, -3]))
-    assert [f"{byte:08b}" for byte in sender.payload.tolist()] == ["10001101", "10000000"]
-
-
-@pytest.mark.parametrize(("kind", "numbers"), [("2bit", 16), ("1bit", 32)])
-def test_sixteen_or_thirty_two_elements_take_four_bytes(kind: str, numbers: int) -> None:
-    codec = make_codec({"type": kind})
-    assert codec.encoded_nbytes(numbers, "float32") == 4
-    assert codec.encoded_nbytes(numbers + 1, "float64") == 5
-
-
-def test_two_bits_reach_exactly_the_threshold() -> None:
-    sender = Sender(two_bit(0.3), 1)
-    assert sender.push(0.3).tolist() == [float32(0.3)]
-    assert sender.residual.tolist() == [0.0]
-
-
-def test_one_bit_needs_more_than_the_threshold() -> None:
-    sender = Sender(one_bit(0.3), 1)
-    assert sender.push(0.3).tolist() == [-1.0]
-    assert sender.residual.tolist() == [float32(float32(0.3) + 1.0)]
-
-
-def test_values_are_decoded_in_double_precision_for_double_gradients() -> None:
-    assert Sender(two_bit(0.3), 1, "float64").push(1.0).tolist() == [0.3]
 
 
 def test_half_precision_gradients_arrive_in_half_precision_too() -> None:

@@ -67,14 +67,6 @@ def test_the_learning_rates_are_those_of_mxnet_in_any_order_of_asking(
     assert [scheduler(n) for n in reversed(range(len(trace)))][::-1] == expected
 
 
-def factor_form(n: int, step: int, factor: float, stop: float, base: float) -> float:
-    lr = base
-    for update in range(2, n + 1):
-        if update % step == 1 or step == 1:
-            lr = max(lr * factor, stop)
-    return lr
-
-
 def test_decays_are_multiplied_one_by_one_as_in_mxnet_to_the_last_bit() -> None:
     """MXNet's own tests compare with `==`; 0.1**4 is another number than 0.1 multiplied four times."""
     factor = FactorScheduler(2, 0.1, base_lr=1)
@@ -107,15 +99,6 @@ def test_cosine_has_the_bits_of_mxnet() -> None:
     scheduler = CosineScheduler(97, base_lr=0.3)
     for n in range(98):
         assert scheduler(n) == 0.3 * (1 + math.cos(math.pi * n / 97)) / 2
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_factor_scheduler_multiplies_once_after_every_step_updates(seed: int) -> None:
-    draw = random.Random(seed)
-    step, factor, base = draw.randint(1, 6), draw.uniform(0.3, 1), draw.uniform(0.1, 2)
-    scheduler = FactorScheduler(step, factor, stop_factor_lr=0.05, base_lr=base)
-    for n in range(40):
-        assert scheduler(n) == pytest.approx(factor_form(n, step, factor, 0.05, base), rel=1e-12)
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvstore_server.errors import ProtocolError
-from kvstore_server.plan import Plan, Slice, TensorSpec, make_plan
+from kvstore_server.plan import ITEM_SIZE, Plan, Slice, TensorSpec, make_plan
 from kvstore_server.protocol.buffers import MAX_FRAME
 from kvstore_server.rows import (
     RowSet,
@@ -20,13 +20,6 @@ from kvstore_server.rows import (
     split_rows,
 )
 from kvstore_server.storage import VERSIONS_KEPT, RowChanges
-
-DTYPES = {
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "float32": torch.float32,
-    "float64": torch.float64,
-}
 
 
 def one_slice(*shapes: tuple[int, ...], dtype: str = "float32") -> tuple[Plan, Slice]:
@@ -41,11 +34,11 @@ def as_bytes(data: Tensor) -> memoryview:
 
 def rows_of(num: int, total: int, width: int, dtype: str = "float32", seed: int = 0) -> RowSet:
     ids = sorted(random.Random(seed).sample(range(total), num))
-    values = torch.randn(num, width, generator=torch.Generator().manual_seed(seed)).to(DTYPES[dtype])
+    values = torch.randn(num, width, generator=torch.Generator().manual_seed(seed)).to(getattr(torch, dtype))
     return RowSet(torch.tensor(ids, dtype=torch.int64), values)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", ITEM_SIZE)
 @pytest.mark.parametrize("num", [0, 1, 2, 30, 99, 100])
 @pytest.mark.parametrize("width", [1, 3, 8])
 def test_rows_come_out_as_they_went_in(dtype: str, num: int, width: int) -> None:
