@@ -24,7 +24,7 @@ from torch import Tensor
 
 from kvstore_server.codec import Codec, torch_dtype
 from kvstore_server.errors import ProtocolError, ShapeMismatchError
-from kvstore_server.plan import ITEM_SIZE, Plan, Slice, row_numel
+from kvstore_server.plan import Plan, Slice, row_numel
 from kvstore_server.protocol.buffers import payload_bytes
 from kvstore_server.protocol.control import pack_control
 from kvstore_server.protocol.messages import Payload
@@ -111,12 +111,13 @@ def decode_rows(plan: Plan, piece: Slice, data: memoryview) -> Parts:
         if form == _ALL:
             if size != piece.segments[position].numel:
                 raise ProtocolError(f"a row-sparse slice gives {size} numbers to segment {position}")
-            parts[position] = reader.tensor(size, piece.dtype)
+            parts[position] = reader.take(torch_dtype(piece.dtype), size)
         elif form in (_IDS, _BITS):
             parts[position] = _read_rows(reader, plan, piece, position, size, form == _BITS)
         else:
             raise ProtocolError(f"a row-sparse slice has a segment in form {form}")
-    reader.finish()
+    if reader.at != len(data):
+        raise ProtocolError(f"a row-sparse slice has {len(data)} bytes, {reader.at} of them are named")
     return parts
 
 
@@ -178,64 +179,55 @@ def _read_rows(
     if not 0 <= num_ids <= num_rows:
         raise ProtocolError(f"a row-sparse slice of {spec.key!r} names {num_ids} of its {num_rows} rows")
     if as_bits:
-        bits = np.unpackbits(reader.take("u1", -(-num_rows // 8)), count=num_rows, bitorder="little")
-        ids = np.flatnonzero(bits)
+        packed = reader.take(torch.uint8, -(-num_rows // 8)).numpy()
+        ids = np.flatnonzero(np.unpackbits(packed, count=num_rows, bitorder="little"))
     else:
-        ids = reader.take("<i4", num_ids).astype(np.int64)
+        ids = reader.take(torch.int32, num_ids).numpy().astype(np.int64)
     if len(ids) != num_ids or (
         num_ids and (ids[0] < 0 or ids[-1] >= num_rows or (ids[1:] <= ids[:-1]).any())
     ):
         raise ProtocolError(
             f"the {num_ids} rows of {spec.key!r} are not distinct, ascending and below {num_rows}"
         )
-    return RowSet(torch.from_numpy(ids), reader.tensor(num_ids * width, piece.dtype).view(num_ids, width))
+    return RowSet(
+        torch.from_numpy(ids), reader.take(torch_dtype(piece.dtype), num_ids * width).view(num_ids, width)
+    )
 
 
 class _Reader:
     """Takes parts off the front of a buffer; each begins at a multiple of 8."""
 
     def __init__(self, data: memoryview) -> None:
-        self._data = data
-        self._at = 0
+        self.data = data
+        self.at = 0
 
-    def take(self, dtype: str, count: int) -> np.ndarray[Any, Any]:
-        size = np.dtype(dtype).itemsize * count
-        if size > len(self._data) - self._at:
-            raise ProtocolError(f"a row-sparse slice of {len(self._data)} bytes ends too early")
-        part = np.frombuffer(self._data, dtype, count, self._at)
-        self._at += -(-size // 8) * 8
-        return part
+    def skip(self, size: int) -> int:
+        """Go on by so many bytes; returns where they begin."""
+        start = self.at
+        if size > len(self.data) - start:
+            raise ProtocolError(f"a row-sparse slice of {len(self.data)} bytes ends too early")
+        self.at += -(-size // 8) * 8
+        return start
 
     def numbers(self, count: int) -> tuple[int, ...]:
-        """The same as plain integers of 4 bytes, of which there are few."""
-        at, self._at = self._at, self._at + -(-4 * count // 8) * 8
-        if 4 * count > len(self._data) - at:
-            raise ProtocolError(f"a row-sparse slice of {len(self._data)} bytes ends too early")
-        return struct.unpack_from(f"<{count}i", self._data, at)
+        """The next integers of 4 bytes, of which there are few."""
+        return struct.unpack_from(f"<{count}i", self.data, self.skip(4 * count))
 
-    def tensor(self, numel: int, dtype: str) -> Tensor:
-        start, size = self._at, numel * ITEM_SIZE[dtype]
-        if size > len(self._data) - start:
-            raise ProtocolError(f"a row-sparse slice of {len(self._data)} bytes ends too early")
-        self._at += -(-size // 8) * 8
-        if not numel:
-            return torch.empty(0, dtype=torch_dtype(dtype))
-        return torch.frombuffer(self._data, dtype=torch_dtype(dtype), count=numel, offset=start)
-
-    def finish(self) -> None:
-        if self._at != len(self._data):
-            raise ProtocolError(
-                f"a row-sparse slice has {len(self._data)} bytes, {self._at} of them are named"
-            )
+    def take(self, dtype: torch.dtype, count: int) -> Tensor:
+        """The next so many numbers; not a copy."""
+        start = self.skip(count * dtype.itemsize)
+        if not count:
+            return torch.empty(0, dtype=dtype)
+        return torch.frombuffer(self.data, dtype=dtype, count=count, offset=start)
 
 
 def _raw(values: Tensor) -> np.ndarray[Any, Any]:
     flat = values.reshape(-1)
-    if len(flat) and flat.stride() != (
-        1,
-    ):  # one that `expand` made has strides that cannot be viewed as bytes
+    if not len(flat):
+        return np.zeros(0, np.uint8)
+    if flat.stride() != (1,):  # one that `expand` made has strides that cannot be viewed as bytes
         flat = torch.empty(len(flat), dtype=values.dtype).copy_(flat)
-    found: np.ndarray[Any, Any] = flat.view(torch.uint8).numpy() if len(flat) else np.zeros(0, np.uint8)
+    found: np.ndarray[Any, Any] = flat.view(torch.uint8).numpy()
     return found
 
 
