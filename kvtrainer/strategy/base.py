@@ -49,12 +49,10 @@ class BaseStrategy(ABC):
         auto_scale_lr: enable, base_batch_size, count_accumulation; see `parts.scale_learning_rates`.
     """
 
+    # These are there once `prepare` has made them.
     model: nn.Module
-    """There after `prepare`."""
     optim_wrapper: Trainer | TrainerDict
-    """The Trainer, or several; there once `prepare` has built it."""
     param_schedulers: Schedules
-    """The schedules that `prepare` has built."""
     kvstore: str | KVStoreBase | None = "device"
     """A store for all Trainers, or the name of one that each makes for itself where it needs it."""
 
@@ -175,15 +173,12 @@ class BaseStrategy(ABC):
         self._set_randomness(**(randomness or {}))
 
     def _setup_distributed(self, *args: Any, **kwargs: Any) -> None:
-        """Join the other processes, where a launcher started the job or dist_cfg has a world_size; here do nothing.
-
-        Not called where there is a process group.
-        """
+        """Join the other processes of a launched job, or of dist_cfg's world_size, unless there is a process group."""
         return None
 
     def _meet(self) -> Agreement:
         """Return how the workers of the job come to agree; called once, after `_setup_distributed`."""
-        return Agreement()
+        return self._agreement
 
     def _set_randomness(
         self, seed: int | None = None, diff_rank_seed: bool = False, deterministic: bool = False
@@ -197,11 +192,8 @@ class BaseStrategy(ABC):
             deterministic: As of `environment.begin_randomness`.
         """
         shared = environment.check_seed(seed)
-        self._randomness: dict[str, Any] = {
-            "seed": shared,
-            "diff_rank_seed": diff_rank_seed,
-            "deterministic": deterministic,
-        }
+        self._randomness: dict[str, Any] = {"seed": shared, "diff_rank_seed": diff_rank_seed}
+        self._randomness["deterministic"] = deterministic
         if shared is None:
             shared = int(self._agreement.broadcast(str(secrets.randbelow(1 << 31)).encode()))
         self._seed = (shared + self.rank) % environment.SEEDS if diff_rank_seed else shared
@@ -230,9 +222,7 @@ class BaseStrategy(ABC):
         """
         level = log_level if isinstance(log_level, int) else logging.getLevelName(log_level.upper())
         if not isinstance(level, int):
-            raise ConfigurationError(
-                f"log_level is {log_level!r}; it must be one of logging's, such as 'INFO'"
-            )
+            raise ConfigurationError(f"log_level must be one of logging's, such as 'INFO', got {log_level!r}")
         logger = logging.getLogger(name or self._experiment_name)
         environment.close_logger(logger)
         logger.setLevel(level)
@@ -256,14 +246,10 @@ class BaseStrategy(ABC):
 
     def collect_env(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Describe what the process runs on, and how it was set up."""
-        runtime = {**self._env_kwargs, **self.randomness, "seed": self.seed}
-        runtime.pop("randomness", None)
-        runtime |= {
-            "Distributed launcher": self.launcher,
-            "Distributed training": self.distributed,
-            "GPU number": self.world_size,
-        }
-        return environment.describe_system(), runtime
+        given = {name: value for name, value in self._env_kwargs.items() if name != "randomness"}
+        job = {"Distributed launcher": self.launcher, "Distributed training": self.distributed}
+        job["GPU number"] = self.world_size
+        return environment.describe_system(), {**given, **self.randomness, "seed": self.seed, **job}
 
     def build_model(self, model: nn.Module | Mapping[str, Any]) -> nn.Module:
         """Return the model itself, or build it from a dict with the `type` of a registered one.
@@ -275,7 +261,7 @@ class BaseStrategy(ABC):
         built = MODELS.build(model) if isinstance(model, Mapping) else model
         if not isinstance(built, nn.Module):
             raise ArgumentTypeError(
-                f"model should be a nn.Module object or dict, but got {type(built).__name__}: {built!r:.80}"
+                f"model must be a Module or a dict, got {type(built).__name__}: {built!r:.80}"
             )
         return built
 
@@ -350,10 +336,8 @@ class BaseStrategy(ABC):
             The schedules of the Trainer, or of each by name.
         """
         if not isinstance(optim_wrapper, Trainer | TrainerDict):
-            raise ArgumentTypeError(
-                "schedules need the Trainer whose values they change, so build that first, and give it: got "
-                f"{type(optim_wrapper).__name__}"
-            )
+            kind = type(optim_wrapper).__name__
+            raise ArgumentTypeError(f"schedules need the Trainer whose values they change, got {kind}")
         for one in scheduler if isinstance(scheduler, list | tuple) else [scheduler]:
             if one is None or isinstance(one, str | int | float):
                 raise ArgumentTypeError(f"scheduler should be a schedule or a dict, but got {one!r:.200}")
@@ -364,16 +348,15 @@ class BaseStrategy(ABC):
                 run["max_iters"] = -(-run["max_iters"] // passes)  # a last, shorter window is an update, too
             if passes > 1 and isinstance(run.get("epoch_length"), int):
                 whole, rest = divmod(run["epoch_length"], passes)
-                run["epoch_length"] = (
-                    None if rest else whole
-                )  # an epoch that does not end with an update has none
+                run["epoch_length"] = whole if not rest else None  # the epoch does not end with an update
             default_args = run
         made = build_param_schedules(scheduler, optim_wrapper, default_args)
         self.logger.debug("schedules that do not say their end have that of %s", dict(default_args))
-        for name, its in made.items() if isinstance(made, dict) else [("", made)]:
-            (optim_wrapper if isinstance(optim_wrapper, Trainer) else optim_wrapper[name]).configure(
-                schedules=its
-            )
+        if isinstance(optim_wrapper, Trainer):
+            optim_wrapper.configure(schedules=made)
+        elif isinstance(made, dict):
+            for name, its in made.items():
+                optim_wrapper[name].configure(schedules=its)
         return made
 
     def model_state_dict(self) -> dict[str, Any]:
@@ -444,9 +427,7 @@ class BaseStrategy(ABC):
     def _trainer(self) -> Trainer | TrainerDict:
         wrapper = self._wrapper()
         if wrapper is None:
-            raise ArgumentTypeError(
-                "this strategy has no Trainer, so there is no state of an optimizer; give prepare() an optim_wrapper"
-            )
+            raise ArgumentTypeError("this strategy has no Trainer; give prepare() an optim_wrapper")
         return wrapper
 
     @property

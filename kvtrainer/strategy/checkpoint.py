@@ -102,8 +102,8 @@ def _has_its_checksum(content: dict[str, Any], filename: str) -> bool:
         fits = False
     if not fits:
         raise StateFileError(
-            f"cannot load {filename!r}: its contents do not have the checksum that was saved with them, so it was "
-            f"damaged or changed since. If you changed it, take {_FORMAT!r} and {_CHECKSUM!r} out of its 'meta', too"
+            f"cannot load {filename!r}: its contents do not have the checksum that was saved with them; if you changed "
+            f"them, take {_FORMAT!r} and {_CHECKSUM!r} out of its 'meta', too"
         )
     del rest[_FORMAT]
     return True
@@ -128,11 +128,8 @@ def _check_records(path: str, content: Mapping[str, Any], filename: str) -> None
         raise StateFileError(f"cannot load {filename!r}: it was damaged since it was written ({damaged})")
     meta = content.get(META)
     if not is_noted or (isinstance(meta, Mapping) and "kvtrainer" in meta):
-        _log.warning(
-            "%r has no checksum of its contents%s; save_checkpoint of this release writes one",
-            filename,
-            "" if is_noted else ", nor any of its parts, so that damage to it would not be noticed",
-        )
+        why = "" if is_noted else ", nor any of its parts, so that damage to it would not be noticed"
+        _log.warning("%r has no checksum of its contents%s; save_checkpoint writes one", filename, why)
 
 
 def write_checkpoint(checkpoint: Mapping[str, Any], filename: str) -> None:
@@ -218,12 +215,8 @@ def _local_path(filename: str) -> str:
     if scheme in ("", "file"):
         return path
     if scheme != "https":
-        why = {"http": "would come over an unprotected connection"}.get(
-            scheme, "is of no kind that is supported"
-        )
-        raise ConfigurationError(
-            f"{filename!r} {why}; give a path or an https:// address, for example of the file that the model zoo offers"
-        )
+        why = "is unprotected" if scheme == "http" else "is of no kind that is supported"
+        raise ConfigurationError(f"{filename!r} {why}; give a path or an https:// address")
     # Other addresses may end in the same name.
     base = os.path.basename(urlsplit(filename).path) or "checkpoint"
     mark = hashlib.sha256(filename.encode()).hexdigest()[:16]
@@ -250,9 +243,9 @@ def _with_weights(found: dict[str, Any], filename: str) -> dict[str, Any]:
 def require(checkpoint: Mapping[str, Any], part: str, filename: str) -> Any:
     """Return a part of a checkpoint. Raises CheckpointKeyError, which says what there is."""
     if part not in checkpoint:
+        there = ", ".join(map(repr, checkpoint))
         raise CheckpointKeyError(
-            f"{filename!r} has no {part!r}, only {', '.join(map(repr, checkpoint))}; it was saved without. Resume with "
-            f"missing='warn' to go on with what there is, or use load_checkpoint for the weights alone"
+            f"{filename!r} has no {part!r}, only {there}; missing='warn' resumes what there is"
         )
     return checkpoint[part]
 
@@ -268,26 +261,20 @@ def plain_copy(value: Any, where: str) -> Any:
     """
     if isinstance(value, Tensor):
         if value.layout != torch.strided:
-            raise ConfigurationError(
-                f"{where} is a tensor of layout {value.layout}, which a checkpoint cannot hold; save its indices and "
-                "values, or to_dense()"
-            )
+            raise ConfigurationError(f"{where} is a tensor of layout {value.layout}; save it as to_dense()")
         return value.detach().to("cpu").as_subclass(Tensor)
     if type(value) in (*_PLAIN, bytes):
         return value
     if isinstance(value, Mapping):
         for key in value:
             if type(key) not in _PLAIN:
-                raise ConfigurationError(
-                    f"{where} has the key {key!r:.80}, which is neither a number nor text"
-                )
+                raise ConfigurationError(f"{where} has the key {key!r:.80}, neither a number nor text")
         return {key: plain_copy(one, f"{where}[{key!r}]") for key, one in value.items()}
     if isinstance(value, list | tuple):
         return [plain_copy(one, f"{where}[{at}]") for at, one in enumerate(value)]
     raise ConfigurationError(
-        f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint cannot hold, because it "
-        "is loaded without running code; save tensors, numbers, text, and dicts and lists of these (a numpy array as "
-        "torch.from_numpy(array), an object as its state_dict())"
+        f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint cannot hold; save "
+        "tensors, numbers, text, and dicts and lists of these"
     )
 
 
@@ -357,17 +344,16 @@ def own_states(trainer: Trainer) -> dict[str, Any]:
 def common_states(trainer: Trainer) -> dict[str, Any]:
     """Return what all workers have in common of a Trainer's states; blocks while a store is asked."""
     saved, mine = trainer.export_saved_states(), trainer.export_own_states()
-    extra = {name: value for name, value in saved.extra.items() if name not in mine.extra}
-    tensors = {name: value for name, value in saved.tensors.items() if name not in mine.tensors}
+    rest = {
+        "extra": {name: value for name, value in saved.extra.items() if name not in mine.extra},
+        "tensors": {name: value for name, value in saved.tensors.items() if name not in mine.tensors},
+    }
     return {
         "optimizer": saved.optimizer,
         "num_update": saved.num_update,
         "groups": saved.groups,
-        "parameters": {
-            name: {**vars(one), "shape": list(one.shape)} for name, one in saved.parameters.items()
-        },
-        **({"extra": extra} if extra else {}),
-        **({"tensors": tensors} if tensors else {}),
+        "parameters": {n: {**vars(one), "shape": list(one.shape)} for n, one in saved.parameters.items()},
+        **{part: members for part, members in rest.items() if members},
     }
 
 
@@ -384,6 +370,7 @@ def fit_states(trainer: Trainer, common: Mapping[str, Any], own: Mapping[str, An
     if "param_groups" in common and "state" in common:
         trainer.check_state_dict(common)
         return lambda: trainer.load_state_dict(dict(common))
+    tensors = {**common.get("tensors", {}), **own.get("tensors", {})}
     saved = SavedStates(
         dict(common["optimizer"]),
         common["num_update"],
@@ -393,10 +380,7 @@ def fit_states(trainer: Trainer, common: Mapping[str, Any], own: Mapping[str, An
             for name, one in common["parameters"].items()
         },
         {**common.get("extra", {}), **own.get("extra", {})},
-        {
-            part: dict(members)
-            for part, members in {**common.get("tensors", {}), **own.get("tensors", {})}.items()
-        },
+        {part: dict(members) for part, members in tensors.items()},
     )
     trainer.check_saved_states(saved)
     return lambda: trainer.adopt_saved_states(saved)
@@ -408,20 +392,16 @@ def pair_schedules(schedules: Any, states: Any) -> list[tuple[Any, Mapping[str, 
     Raises:
         StateMismatchError: there are other optimizers, or another number of schedules.
     """
-    if not isinstance(states, Mapping if isinstance(schedules, Mapping) else list | tuple):
-        raise StateMismatchError(
-            "the states of schedules of several optimizers are a dict by their names, those of one are a list, got "
-            f"{states!r:.80}"
-        )
+    wanted: Any = Mapping if isinstance(schedules, Mapping) else list | tuple
+    if not isinstance(states, wanted):
+        raise StateMismatchError(f"states of schedules are a list, or lists by optimizer, got {states!r:.80}")
     if not isinstance(schedules, Mapping):
         schedules, states = {"": schedules}, {"": states}
     check_names(states, schedules)
     for name, its in schedules.items():
         if len(its) != len(states[name]):
-            raise StateMismatchError(
-                f"there are {len(states[name])} states for {len(its)} schedules{name and f' of {name}'}; build the "
-                "same ones, or resume without them"
-            )
+            of = name and f" of {name}"
+            raise StateMismatchError(f"there are {len(states[name])} states for {len(its)} schedules{of}")
     return [row for name, its in schedules.items() for row in zip(its, states[name], strict=True)]
 
 
@@ -434,6 +414,5 @@ def readable(what: str) -> Iterator[None]:
         raise
     except Exception as error:  # what others wrote, or a callback made, may be anything
         raise StateMismatchError(
-            f"the checkpoint does not fit: {what} makes no sense ({type(error).__name__}: {error}), and nothing has "
-            "changed. It is neither what save_checkpoint wrote, nor, of an optimizer, the state_dict of one of torch"
+            f"the checkpoint does not fit: {what} makes no sense ({type(error).__name__}: {error}); nothing has changed"
         ) from error

@@ -74,9 +74,7 @@ def set_multi_processing(
         check.one_of("mp_start_method", mp_start_method, multiprocessing.get_all_start_methods())
         former = multiprocessing.get_start_method(allow_none=True)
         if former not in (None, mp_start_method):
-            _log.warning(
-                "child processes are started by %r from now on, no longer by %r", mp_start_method, former
-            )
+            _log.warning("child processes are started by %r now, no longer by %r", mp_start_method, former)
         multiprocessing.set_start_method(mp_start_method, force=True)
     if opencv_num_threads is not None:
         with suppress(ImportError):  # without OpenCV there is nothing to set
@@ -84,9 +82,7 @@ def set_multi_processing(
     for name in _THREADS if is_distributed else ():
         if name not in os.environ:
             os.environ[name] = "1"
-            _log.warning(
-                "%s is 1 for every process that this one starts; set it yourself for another number", name
-            )
+            _log.warning("%s is 1 for every child process; set it yourself for another number", name)
 
 
 def choose_cuda_device(environ: Mapping[str, str]) -> None:
@@ -125,18 +121,15 @@ def init_process_group(environ: Mapping[str, str], **options: Any) -> None:
         address = environ.get("MASTER_ADDR", "").strip()
         if not address and not _is_one_host(environ, options["world_size"]):
             raise ConfigurationError(
-                f"this process is one of {options['world_size']}, which sum over torch.distributed, but nothing says "
-                "where rank 0 is; set MASTER_ADDR (and MASTER_PORT), or give env_kwargs=dict(dist_cfg=dict(init_method="
-                "...)), or use kvstore='dist_sync', or launcher='none' to train alone"
+                f"nothing says where rank 0 of {options['world_size']} processes is; set MASTER_ADDR and MASTER_PORT, "
+                "or init_method in dist_cfg, or use kvstore='dist_sync', or launcher='none' to train alone"
             )
         port = environ.get("MASTER_PORT", "").strip() or _DEFAULT_PORT
         options["init_method"] = f"tcp://{address or '127.0.0.1'}:{port}"
     try:
         dist.init_process_group(**options)
     except TypeError as error:
-        raise ConfigurationError(
-            f"dist_cfg has an option that torch.distributed does not take: {error}"
-        ) from error
+        raise ConfigurationError(f"torch.distributed does not take an option of dist_cfg: {error}") from error
 
 
 def processes_of_job(environ: Mapping[str, str]) -> int:
@@ -249,11 +242,10 @@ def set_rng_state(state: Mapping[str, Any], devices: Sequence[torch.device] = ()
     torch.set_rng_state(state["torch"].cpu())
     mine, saved = _on_cuda(devices), state["cuda"]
     if len(mine) != len(saved):
-        _log.warning(
-            "the random numbers of %d CUDA devices were saved and %d are used now: the others begin with the seed",
-            len(saved),
-            len(mine),
+        text = (
+            "random numbers of %d CUDA devices were saved and %d are used now: the others begin with the seed"
         )
+        _log.warning(text, len(saved), len(mine))
     for device, one in zip(mine, saved, strict=False):
         torch.cuda.set_rng_state(one.cpu(), device)
 

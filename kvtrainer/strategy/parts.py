@@ -111,8 +111,7 @@ def load_weights(
     )
     if strict and report:
         raise StateMismatchError(
-            f"the checkpoint does not fit the model, which is unchanged: {report}. Load it with strict=False to take "
-            "what fits"
+            f"the checkpoint does not fit the model: {report}; strict=False takes what fits"
         )
     inner.load_state_dict({name: v for name, v in given.items() if name not in mismatched}, strict=False)
     for wrapper in _wrappers(model):
@@ -155,12 +154,11 @@ def _revised(state_dict: Mapping[str, Any], revise_keys: ReviseKeys) -> dict[str
             for pattern, replacement in revise_keys:
                 revised = re.sub(pattern, replacement, revised)
         except (re.error, TypeError, ValueError) as error:
-            raise ConfigurationError(
-                f"revise_keys must be pairs of a pattern and a replacement, got {revise_keys!r:.200} ({error})"
-            ) from error
+            text = f"revise_keys must be pairs of a pattern and a replacement, got {revise_keys!r:.200} ({error})"
+            raise ConfigurationError(text) from error
         if revised in found:
             raise ConfigurationError(
-                f"revise_keys makes {revised!r} out of both {origin[revised]!r} and {name!r}; give other patterns"
+                f"revise_keys makes {revised!r} out of both {origin[revised]!r} and {name!r}"
             )
         found[revised], origin[revised] = value, name
     return found
@@ -187,7 +185,7 @@ def build_trainers(
         return build_trainers({"optimizer": cfg}, model, kvstore)
     if not isinstance(cfg, Mapping):
         raise ArgumentTypeError(
-            f"optimizer wrapper should be a Trainer, a torch optimizer or a dict, but got {cfg!r:.200}"
+            f"optim_wrapper must be a Trainer, a torch optimizer or a dict, got {cfg!r:.200}"
         )
     if cfg.get("optimizer") is None and "constructor" not in cfg:
         return TrainerDict(**{str(name): _build_part(name, cfg[name], model, kvstore) for name in cfg})
@@ -212,15 +210,14 @@ def _build_part(name: str, cfg: Any, model: nn.Module | None, kvstore: str | KVS
         parts = {} if model is None else unwrapped(model)._modules
         if model is not None and parts.get(name) is None:
             raise ConfigurationError(
-                f"there is an optimizer for {name!r}, but the model has no part of that name; it has "
-                f"{', '.join(parts) or 'none'}. Name the optimizers after the parts that they train, or give a "
-                "constructor"
+                f"there is an optimizer for {name!r}, but the model has no part of that name, only "
+                f"{', '.join(parts) or 'none'}; give optimizers the names of parts, or a constructor"
             )
         model = parts.get(name)
     elif not isinstance(cfg, torch.optim.Optimizer):
         raise ConfigurationError(
-            'each item must be an optimizer object when "type" and "constructor" are not in optimizer, but got '
-            f"{name}={cfg!r:.200}. One optimizer is given as dict(optimizer=dict(type='SGD', lr=0.1))"
+            "several optimizers are torch's or dict(optimizer=…) each, and one is dict(optimizer=dict(type='SGD', "
+            f"lr=0.1)); got {name}={cfg!r:.200}"
         )
     built = build_trainers(cfg, model, kvstore)
     if not isinstance(built, Trainer):
@@ -253,10 +250,7 @@ def scale_learning_rates(
     needed = "train_micro_batch_size_per_gpu of dispatch_kwargs, which auto_scale_lr needs,"
     micro = check.integer(needed, micro_batch, 1)
     if any(trainer.schedules for trainer in trainers.values()):
-        raise ScheduledTooEarlyError(
-            "schedules took their base from the learning rate before it was scaled; build them after it, by "
-            "prepare(param_scheduler=...)"
-        )
+        raise ScheduledTooEarlyError("schedules took their base from the learning rate before it was scaled")
     factor, scaled = 1.0, set[int]()
     for name, trainer in trainers.items():
         replicas = trainer.num_replicas

@@ -87,25 +87,20 @@ class Strategy(BaseStrategy):
 
     def _meet(self) -> Agreement:
         kvstore, over_ranks = self.kvstore, self._sums_over_ranks()
-        if (
-            self._dist_cfg
-            and over_ranks
-            and not self._distributed
-            and self._dist_cfg.get("world_size", 1) <= 1
-        ):
+        is_alone = not self._distributed and self._dist_cfg.get("world_size", 1) <= 1
+        if self._dist_cfg and over_ranks and is_alone:
             raise ConfigurationError(
-                "dist_cfg has no effect: no launcher started this process, so it trains alone. Leave it out, start the "
-                "script by torchrun, or give dist_cfg the rank and world_size"
+                "dist_cfg has no effect: no launcher started this process, so it trains alone. Start the script by "
+                "torchrun, or give dist_cfg the rank and world_size"
             )
         traits = traits_of(kvstore) if isinstance(kvstore, str) else None
-        if traits is not None and not (traits.is_in_process and not traits.over_ranks):
-            kvstore = self.kvstore = self._made_store = create(
-                str(kvstore), **{} if over_ranks else self._dist_cfg
-            )
+        if traits is not None and (traits.over_ranks or not traits.is_in_process):
+            options = {} if over_ranks else self._dist_cfg
+            kvstore = self.kvstore = self._made_store = create(str(kvstore), **options)
         elif self._dist_cfg and not over_ranks:
             raise ConfigurationError(
-                f"kvstore {kvstore!r} is there already, or keeps to this process, so dist_cfg has no effect; leave it "
-                "out, or use 'device' or 'dist_sync'"
+                f"dist_cfg has no effect: kvstore {kvstore!r} is there already, or keeps to this process; use 'device' "
+                "or 'dist_sync'"
             )
         return agreement_of(kvstore if isinstance(kvstore, KVStoreBase) else None)
 
@@ -150,8 +145,7 @@ class Strategy(BaseStrategy):
         """
         if param_scheduler is not None and optim_wrapper is None and not hasattr(self, "optim_wrapper"):
             raise ConfigurationError(
-                "param_scheduler was given, but there is no optimizer whose values it could change; give prepare an "
-                "optim_wrapper as well"
+                "param_scheduler needs an optimizer; give prepare an optim_wrapper as well"
             )
         self.dispatch_kwargs.update(dispatch_kwargs or {})
         if not hasattr(self, "model"):
@@ -171,29 +165,25 @@ class Strategy(BaseStrategy):
         return parts[0] if len(parts) == 1 else parts
 
     def _begin_to_count(self) -> None:
-        """Tell Trainers that accumulate how many passes there will be."""
-        trainers = self._trainers
-        counting = {n: t for n, t in trainers.items() if t.accumulation.counts > 1}
+        """Tell a Trainer that accumulates how many passes there will be."""
+        trainers, run = self._trainers, self.dispatch_kwargs
+        counting = [name for name, one in trainers.items() if one.accumulation.counts > 1]
         if not counting:
             return
-        if len(trainers) == 1 and self.dispatch_kwargs.get("max_iters") is None:
+        if len(trainers) == 1 and run.get("max_iters") is None:
             raise ConfigurationError(
-                '"max_iters" must be specified in dispatch_kwargs when gradients are accumulated, because the last '
-                "window may be shorter"
+                'accumulating gradients needs "max_iters" in dispatch_kwargs: the last window may be shorter'
             )
         if any(isinstance(module, _BatchNorm) for module in self.model.modules()):
-            self.logger.warning(
-                "gradients are accumulated, but the model has BatchNorm layers, which still see single batches"
-            )
-        if len(trainers) > 1:
-            self.logger.warning(
-                "gradients of %s are accumulated, and how often each of several Trainers has its turn is not known: "
-                "call set_progress() of each, or a last window that is shorter makes no update",
-                ", ".join(counting),
-            )
+            self.logger.warning("gradients are accumulated, but BatchNorm layers still see single batches")
+        if len(trainers) == 1:
+            trainers[counting[0]].set_progress(run.get("cur_iter", 0), run["max_iters"])
             return
-        for trainer in counting.values():
-            trainer.set_progress(self.dispatch_kwargs.get("cur_iter", 0), self.dispatch_kwargs["max_iters"])
+        self.logger.warning(
+            "gradients of %s are accumulated, and how often each of several Trainers has its turn is not known: "
+            "call set_progress() of each, or a last window that is shorter makes no update",
+            ", ".join(counting),
+        )
 
     def load_checkpoint(
         self,
@@ -350,15 +340,15 @@ class Strategy(BaseStrategy):
         extra_ckpt: Mapping[str, Any] | None,
         ranks: list[dict[str, Any]],
     ) -> dict[str, Any]:
-        extra = dict(extra_ckpt or {})
-        taken = sorted(set(extra) & set(_RESERVED))
-        if taken:
-            raise ConfigurationError(
-                f"extra_ckpt has {', '.join(map(repr, taken))}, which a checkpoint has already; use other names, or a "
-                "callback to change them"
-            )
-        found: dict[str, Any] = {files.WEIGHTS: self._present_weights()}
-        trainers = self._trainers
+        """Make a checkpoint of this worker's states and all ranks' own."""
+        extra, trainers = dict(extra_ckpt or {}), self._trainers
+        if taken := sorted(set(extra) & set(_RESERVED)):
+            raise ConfigurationError(f"extra_ckpt has {taken}, which a checkpoint has already")
+        found: dict[str, Any] = {files.WEIGHTS: self.model_state_dict()}
+        # Where updates count one by one, the store's weights may be newer than the model's.
+        held = {p: value for one in trainers.values() for p, value in one.pull_weights().items()}
+        named = unwrapped(self.model).named_parameters(remove_duplicate=False)
+        found[files.WEIGHTS] |= {name: held[p] for name, p in named if p in held}
         if save_optimizer and trainers:
             states = {name: files.common_states(one) for name, one in trainers.items()}
             found[files.OPTIMIZER] = states.get("", states)
@@ -374,15 +364,6 @@ class Strategy(BaseStrategy):
             "torch": str(torch.__version__),
         }
         return {**found, files.RANKS: ranks, **extra, files.META: meta}
-
-    def _present_weights(self) -> dict[str, Any]:
-        """Return the model's weights; where updates count one by one, those that the store has now."""
-        found = self.model_state_dict()
-        held: dict[torch.Tensor, torch.Tensor] = {}
-        for trainer in self._trainers.values():
-            held |= trainer.pull_weights()
-        named = unwrapped(self.model).named_parameters(remove_duplicate=False)
-        return found | {name: held[p] for name, p in named if p in held}
 
     def _fit(self, part: str, checkpoint: Mapping[str, Any], filename: str) -> Steps:
         """Check that a part of a checkpoint can be taken over, and return what does so."""
@@ -420,33 +401,32 @@ class Strategy(BaseStrategy):
 
     def _resume_randomness(self, found: Mapping[str, Any]) -> None:
         seed, _, rng = self._place_in(found)
-        configured, num_saved = self._randomness["seed"], len(found.get(files.RANKS) or [])
+        num_saved, said = len(found.get(files.RANKS) or []), self.logger.warning
         if seed is not None:
-            if configured not in (None, seed):
-                self.logger.warning(
-                    "the checkpoint was saved with seed %s, the configuration says %s: that of the checkpoint counts",
+            if (given := self._randomness["seed"]) not in (None, seed):
+                said(
+                    "the checkpoint was saved with seed %s, the configuration says %s: it is %s",
                     seed,
-                    configured,
+                    given,
+                    seed,
                 )
             self._set_randomness(**{**self._randomness, "seed": seed})
         if rng is not None:
             environment.set_rng_state(rng, self._all_devices())
         elif num_saved:
-            self.logger.warning(
-                "the checkpoint was saved by %d workers and %d go on: random numbers begin anew with the seed",
-                num_saved,
-                self.world_size,
+            text = (
+                "the checkpoint was saved by %d workers and %d go on: random numbers begin anew with the seed"
             )
+            said(text, num_saved, self.world_size)
 
     def _resume_counts(self, iteration: int | None, is_resumed: bool) -> None:
         """Go on counting where the loop was; a resumed Trainer that accumulates knows its passes itself."""
         if iteration is None:
             return
         self.dispatch_kwargs["cur_iter"] = iteration
-        trainers = self._trainers
-        for trainer in trainers.values():
+        for trainer in self._trainers.values() if len(self._trainers) == 1 else ():
             knows = is_resumed and trainer.accumulation.done > 0
-            if trainer.accumulation.counts > 1 and len(trainers) == 1 and not knows:
+            if trainer.accumulation.counts > 1 and not knows:
                 trainer.set_progress(iteration, self.dispatch_kwargs.get("max_iters"))
 
     def _check_prepared(self, method: str) -> None:

@@ -108,16 +108,11 @@ def test_states_of_other_schedules_or_trainers_are_refused(make: Make) -> None:
     with pytest.raises(TypeError, match="no Trainer"):
         strategy.optim_state_dict()
     strategy.prepare(Net(), optim_wrapper=SGD)
-    with pytest.raises(ConfigurationError, match="2 states for 0 schedules"):
-        strategy.load_scheduler_state_dict([{}, {}])
-    with pytest.raises(ConfigurationError, match="are a list"):
-        strategy.load_scheduler_state_dict({"body": []})
     several = make()
     several.prepare(Net(), optim_wrapper={"body": SGD, "head": SGD})
-    with pytest.raises(ConfigurationError, match="dict by their names"):
-        several.load_scheduler_state_dict([])
-    with pytest.raises(StateMismatchError, match="while the Trainers here are body, head"):
-        several.load_scheduler_state_dict({"body": []})
+    for one, states in ((strategy, [{}, {}]), (strategy, {"body": []}), (several, []), (several, {"body": []})):
+        with pytest.raises(StateMismatchError):
+            one.load_scheduler_state_dict(states)
 
 
 def build(make: Make, cfg: Any, model: nn.Module | None = None) -> Any:
@@ -185,7 +180,7 @@ def test_several_by_name_train_the_parts_of_that_name(make: Make) -> None:
     built = build(make, {"body": SGD, "head": Trainer(net.head, "sgd")}, net)
     assert isinstance(built, TrainerDict)
     assert built["body"].param_groups[0]["params"][0] is net.body.weight
-    with pytest.raises(ConfigurationError, match="no part of that name; it has body, head"):
+    with pytest.raises(ConfigurationError, match="no part of that name, only body, head"):
         build(make, {"tail": SGD}, net)
 
 
