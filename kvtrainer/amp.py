@@ -26,7 +26,6 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from kvtrainer.errors import ArgumentTypeError, ConfigurationError, NonFiniteGradientError
-from kvtrainer.optimizer import Optimizer
 from kvtrainer.scaling import LossScaler, refuse_second_scaler, scaler_of, unscale
 from kvtrainer.trainer import Trainer
 from kvtrainer.types import StepResult
@@ -47,14 +46,8 @@ def init_trainer(trainer: Trainer, scaler: LossScaler | None = None) -> None:
         ArgumentTypeError: `trainer` is no Trainer.
     """
     if not isinstance(trainer, Trainer):
-        hint = (
-            "; build one with that optimizer"
-            if isinstance(trainer, Optimizer | torch.optim.Optimizer)
-            else ""
-        )
-        raise ArgumentTypeError(
-            f"loss scaling works with a kvtrainer.Trainer only, got {type(trainer).__name__}: {trainer!r:.80}{hint}"
-        )
+        got = f"{type(trainer).__name__}: {trainer!r:.80}"
+        raise ArgumentTypeError(f"loss scaling works with a kvtrainer.Trainer only, got {got}")
     if scaler is not None or trainer.loss_scaler is None:
         trainer.loss_scaler = LossScaler() if scaler is None else scaler
 
@@ -189,7 +182,7 @@ def _refuse_half(trainer: Any) -> None:
     if half:
         raise ConfigurationError(
             f"gradients in float16 cannot be unscaled where they are without loss: {', '.join(half)}; build the "
-            "Trainer with amp='dynamic', which unscales in float32, or keep float32 parameters under torch.autocast"
+            "Trainer with amp='dynamic'"
         )
 
 

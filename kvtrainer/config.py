@@ -109,11 +109,8 @@ def trainer_arguments(model: Any, cfg: Mapping[str, Any]) -> dict[str, Any]:
         check.known("custom_imports", imports, ("imports", "allow_failed_imports"), error=UnknownNameError)
         import_modules(imports.get("imports", ()), imports.get("allow_failed_imports", False))
     if cfg.get("optim_wrapper") is not None:
-        beside = [key for key in ("optimizer", "optimizer_config", "fp16") if cfg.get(key) is not None]
-        if beside:
-            raise ConfigurationError(
-                f"optim_wrapper says what {', '.join(beside)} would say; give one of the two"
-            )
+        if beside := [key for key in ("optimizer", "optimizer_config", "fp16") if cfg.get(key) is not None]:
+            raise ConfigurationError(f"give optim_wrapper or {', '.join(beside)}, which say the same")
         of_optimizer = wrapper_arguments(model, cfg["optim_wrapper"])
     elif cfg.get("optimizer") is not None:
         of_optimizer = optimizer_arguments(model, cfg["optimizer"])
@@ -129,12 +126,8 @@ def check_overrides(trainer: type, overrides: Mapping[str, Any]) -> None:
     """Raise ConfigurationError, naming them, if there are arguments that this class of Trainers does not take."""
     takes = inspect.signature(trainer).parameters
     if not any(one.kind is one.VAR_KEYWORD for one in takes.values()):
-        check.known(
-            "from_config",
-            overrides,
-            [name for name in dict.fromkeys([*takes, *ARGUMENTS]) if name != "params"],
-            error=UnknownNameError,
-        )
+        names = [name for name in dict.fromkeys([*takes, *ARGUMENTS]) if name != "params"]
+        check.known("from_config", overrides, names, error=UnknownNameError)
 
 
 def hook_arguments(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -170,8 +163,7 @@ def _hook_options(cfg: Mapping[str, Any]) -> dict[str, Any]:
             kind = kind.replace("Optimizer", "Fp16Optimizer")
     if kind not in _HOOKS:
         raise ConfigurationError(
-            f"optimizer_config of type {kind!r} is no hook whose options a Trainer has; those are {', '.join(_HOOKS)}. "
-            "Build another one by HOOKS.build and let your runner call it"
+            f"optimizer_config is of type {kind!r}, but a Trainer is only like {', '.join(_HOOKS)}"
         )
     check.known(f"optimizer_config ({kind})", options, _HOOKS[kind], error=UnknownNameError)
     return {"loss_scale": 512.0, **options} if "loss_scale" in _HOOKS[kind] else options
@@ -206,20 +198,16 @@ def _described_schedules(cfg: Mapping[str, Any]) -> list[Any]:
 def _name_others(cfg: Mapping[str, Any]) -> None:
     """Log which sections no Trainer reads; raise UnknownNameError if one is a misspelt one that it does."""
     known = (*SECTIONS, *ARGUMENTS)
-    others = [key for key in cfg if key not in known]
-    check.known(
-        "the configuration",
-        [key for key in others if _is_slip(str(key), known)],
-        known,
-        error=UnknownNameError,
-    )
-    runner = section(cfg, "runner")
-    of_runner = [key for key in runner if key not in _OF_RUNNER]
-    if any(_is_slip(str(key), _OF_RUNNER) for key in of_runner):
-        check.known("runner", runner, _OF_RUNNER, error=UnknownNameError)
-    others += [f"runner.{key}" for key in of_runner]
+    others: list[str] = []
+    for what, given, names in (
+        ("the configuration", cfg, known),
+        ("runner", section(cfg, "runner"), _OF_RUNNER),
+    ):
+        rest = [str(key) for key in given if key not in names]
+        check.known(what, [key for key in rest if _is_slip(key, names)], names, error=UnknownNameError)
+        others += rest if given is cfg else [f"runner.{key}" for key in rest]
     if others:
-        _log.warning("not for the Trainer, and so not read: %s", ", ".join(map(str, others)))
+        _log.warning("not for the Trainer, and so not read: %s", ", ".join(others))
 
 
 def _is_slip(name: str, known: Sequence[str]) -> bool:
@@ -227,18 +215,15 @@ def _is_slip(name: str, known: Sequence[str]) -> bool:
 
     Word by word, because a word more or another one, as in num_epochs, optimizer_g or lr_cfg, is no slip.
     """
-    words = name.split("_")
-    return any(
-        (len(one) > 3 and sorted(name.replace("_", "")) == sorted(one.replace("_", "")))
-        or (
-            len(words) == len(one.split("_"))
-            and all(
-                difflib.SequenceMatcher(None, mine, right).ratio() >= 0.75
-                for mine, right in zip(words, one.split("_"), strict=True)
-            )
-        )
-        for one in known
-    )
+
+    def is_near(one: str) -> bool:
+        if len(one) > 3 and sorted(name.replace("_", "")) == sorted(one.replace("_", "")):
+            return True
+        pairs = list(zip(name.split("_"), one.split("_"), strict=False))
+        is_even = name.count("_") == one.count("_")
+        return is_even and all(difflib.SequenceMatcher(None, *pair).ratio() >= 0.75 for pair in pairs)
+
+    return any(map(is_near, known))
 
 
 def optimizer_arguments(
@@ -266,18 +251,16 @@ def wrapper_arguments(model: Any, cfg: Any) -> dict[str, Any]:
     """
     kind, each = read_wrapper(model, copied(cfg, "optim_wrapper"))
     if kind is not None:
-        raise ConfigurationError(
-            f"optim_wrapper of type {cfg['type']!r} is none that a Trainer is like; those are "
-            f"{', '.join(_WRAPPERS)}. Build one of your own by OPTIM_WRAPPERS.build"
-        )
+        text = f"optim_wrapper is of type {cfg['type']!r}, but a Trainer is only like {', '.join(_WRAPPERS)}"
+        raise ConfigurationError(text)
     return _only(each)
 
 
 def _only(each: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
     if "" not in each:
+        several = ", ".join(each)
         raise ArgumentTypeError(
-            f"the optimizer constructor made several, {', '.join(each)}, and a Trainer has one; a Strategy makes a "
-            "TrainerDict of them"
+            f"the constructor made optimizers {several}, and a Trainer has one; use a Strategy"
         )
     return each[""]
 
@@ -287,13 +270,10 @@ def _each_optimizer(model: Any, cfg: Any, paramwise_cfg: Any, constructor: Any) 
     if isinstance(cfg, torch.optim.Optimizer | Optimizer):
         if paramwise_cfg is not None or constructor is not None:
             raise ConfigurationError(
-                f"a {type(cfg).__name__} instance brings its own groups, so paramwise_cfg and constructor would have "
-                "no effect; give its type and options instead"
+                f"a {type(cfg).__name__} instance brings its own groups, and takes no paramwise_cfg or constructor"
             )
         return {"": _instance_arguments(model, cfg)}
-    given = dict(
-        check.mapping("an optimizer, as in dict(type='SGD', lr=0.01),", cfg, error=ArgumentTypeError)
-    )
+    given = dict(check.mapping("optimizer, as in dict(type='SGD', lr=0.01),", cfg, error=ArgumentTypeError))
     own = {key: given.pop(key) for key in ("paramwise_cfg", "constructor") if key in given}
     outer = {"paramwise_cfg": paramwise_cfg, "constructor": constructor}
     choice = joined([own, {key: value for key, value in outer.items() if value is not None}])
@@ -311,10 +291,8 @@ def _each_optimizer(model: Any, cfg: Any, paramwise_cfg: Any, constructor: Any) 
     each = made if isinstance(made, Mapping) else {"": made}
     for one in each.values():
         if not isinstance(one, torch.optim.Optimizer):
-            raise ArgumentTypeError(
-                f"the optimizer constructor {maker!r} must return a torch optimizer, a Trainer or a dict of these, got "
-                f"{made!r:.80}"
-            )
+            text = f"the constructor {maker!r} must return a torch optimizer or a dict of these, got {made!r:.80}"
+            raise ArgumentTypeError(text)
     return {str(name): _instance_arguments(model, one) for name, one in each.items()}
 
 
@@ -363,9 +341,7 @@ def read_wrapper(model: Any, cfg: Mapping[str, Any]) -> tuple[Any, dict[str, dic
     if kind == _AMP_WRAPPER and "amp" in cfg:
         twice += [f"{name!r} and 'amp'" for name in _SCALING if name in cfg]
     if twice:
-        raise ConfigurationError(
-            f"an optimizer wrapper is told the same by {', '.join(twice)}; give one of the two"
-        )
+        raise ConfigurationError(f"optim_wrapper says the same by {', '.join(twice)}; give one of the two")
     options = {_RENAMED.get(name, name): value for name, value in others.items()}
     if kind == _AMP_WRAPPER:
         options.setdefault("amp", _amp_of(*(options.pop(name, None) for name in _SCALING)))
@@ -427,9 +403,9 @@ class DefaultOptimizerConstructor:
         """
         kind, options = OPTIMIZERS.split(self.optimizer_cfg)
         if isinstance(kind, type) and not issubclass(kind, torch.optim.Optimizer):
+            name = self.optimizer_cfg["type"]
             raise ConfigurationError(
-                f"{self.optimizer_cfg['type']!r} is no torch optimizer, and only those are made of groups; give its "
-                "type and options to the Trainer, without a constructor"
+                f"{name!r} is no torch optimizer; give it to the Trainer without a constructor"
             )
         groups, self.report = self.param_groups(model)
         made = kind([dict(group) for group in groups], **options)
@@ -452,16 +428,9 @@ class DefaultOptimizerConstructor:
     def add_params(
         self, params: list[dict[str, Any]], module: Module, prefix: str = "", is_dcn_module: Any = None
     ) -> None:
-        """Append the groups of a module to a list. MMCV's arguments; the names begin at this module.
-
-        Raises:
-            ConfigurationError: there is a prefix: the rules are asked of whole models.
-        """
+        """Append the groups of a model to a list. MMCV's arguments; a prefix is refused with a ConfigurationError."""
         if prefix:
-            raise ConfigurationError(
-                f"add_params() makes the groups of a whole model, so it has no use for the prefix {prefix!r}; call it "
-                "once, with the model"
-            )
+            raise ConfigurationError(f"add_params() takes a whole model once, and no prefix {prefix!r}")
         params.extend(self._grouped(module).groups)
 
     def _grouped(self, model: Module) -> ParamGroups:
@@ -491,9 +460,9 @@ def merge_config(base: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, A
         elif isinstance(before, Mapping):
             merged[key] = merge_config(before, value)
         else:
+            kind = type(before).__name__
             raise ArgumentTypeError(
-                f"{key} is a dict in the new configuration but {type(before).__name__} in the base; to replace it, add "
-                f"{_DELETE}=True"
+                f"{key} is a dict, but {kind} in the base; to replace it, add {_DELETE}=True"
             )
     return merged
 
@@ -535,15 +504,11 @@ def copied(given: Any, what: str) -> dict[str, Any]:
 
 
 def import_modules(imports: str | Sequence[str], allow_failed_imports: bool = False) -> None:
-    """Import modules by name.
-
-    Args:
-        imports: One name or several.
-        allow_failed_imports: Whether a module that cannot be found or imported is only warned of (FailedImportWarning).
+    """Import modules by one name or several.
 
     Raises:
         ArgumentTypeError: something is no name.
-        CustomImportError: an import failed; also an ImportError.
+        CustomImportError: an import failed; also an ImportError. A FailedImportWarning with allow_failed_imports.
     """
     names = [imports] if isinstance(imports, str) else imports
     if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
@@ -553,12 +518,7 @@ def import_modules(imports: str | Sequence[str], allow_failed_imports: bool = Fa
         try:
             importlib.import_module(name)
         except ImportError as error:
+            text = f"module {name!r} of custom_imports cannot be imported: {error}"
             if not allow_failed_imports:
-                raise CustomImportError(
-                    f"module {name!r} of custom_imports cannot be imported: {error}; is its folder on PYTHONPATH?"
-                ) from error
-            warnings.warn(
-                f"module {name!r} of custom_imports cannot be imported and is left out: {error}",
-                FailedImportWarning,
-                stacklevel=2,
-            )
+                raise CustomImportError(f"{text}; is its folder on PYTHONPATH?") from error
+            warnings.warn(text, FailedImportWarning, stacklevel=2)

@@ -58,13 +58,11 @@ def linear_scaling(base_lr: float, steps: Sequence[int], max_iter: int, n: float
     Raises:
         ConfigurationError: `n` is not above 0, or a number is none.
     """
-    for what, value in (("base_lr", base_lr), ("max_iter", max_iter)):
-        check.number(what, value)
-    check.number("n", n, above=0)
-    factor = Fraction(n).limit_denominator(10**6)
-    return Recipe(
-        base_lr * float(n), [round(step / factor) for step in steps], max(1, round(max_iter / factor))
-    )
+    check.number("base_lr", base_lr)
+    check.number("max_iter", max_iter)
+    factor = Fraction(check.number("n", n, above=0)).limit_denominator(10**6)
+    scaled = [round(step / factor) for step in steps]
+    return Recipe(base_lr * float(n), scaled, max(1, round(max_iter / factor)))
 
 
 def detectron_arguments(model: Any, cfg: Mapping[str, Any]) -> dict[str, Any]:
@@ -90,7 +88,7 @@ def detectron_arguments(model: Any, cfg: Mapping[str, Any]) -> dict[str, Any]:
     if "NUM_GPUS" in cfg and replicas != count:
         raise ConfigurationError(
             f"NUM_GPUS is {count}, but the model has {replicas} replicas; give kvtrainer.DataParallel(model, devices, "
-            f"reducer={reducer!r}) with {count} devices; or NUM_GPUS={replicas}, where that is what each process trains"
+            f"reducer={reducer!r}) with {count} devices"
         )
     options = {
         "learning_rate": solver["BASE_LR"],
@@ -125,14 +123,9 @@ def detectron_devices(cfg: Mapping[str, Any]) -> tuple[int, str]:
 def _read(cfg: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of all keys, flat."""
     check.mapping("Detectron's configuration", cfg, error=ArgumentTypeError)
-    flat = joined(
-        [
-            {f"{key}.{name}": one for name, one in value.items()}
-            if isinstance(value, Mapping)
-            else {key: value}
-            for key, value in cfg.items()
-        ]
-    )
+    nested = {key: value for key, value in cfg.items() if isinstance(value, Mapping)}
+    rows = [{f"{key}.{name}": one for name, one in its.items()} for key, its in nested.items()]
+    flat = joined([*rows, {key: value for key, value in cfg.items() if key not in nested}])
     check.known("the part of Detectron's configuration that is about the optimizer", flat, _DEFAULTS)
     for name, value in flat.items():
         if isinstance(_DEFAULTS[name], float):
@@ -141,9 +134,7 @@ def _read(cfg: Mapping[str, Any]) -> dict[str, Any]:
     check.boolean("SOLVER.SCALE_MOMENTUM", read["SOLVER.SCALE_MOMENTUM"])
     log_threshold = "SOLVER.LOG_LR_CHANGE_THRESHOLD"
     if read[log_threshold] != _DEFAULTS[log_threshold]:
-        raise ConfigurationError(
-            f"{log_threshold} would have no effect, because changes of the rate are not logged; leave it out"
-        )
+        raise ConfigurationError(f"{log_threshold} would have no effect: changes of the rate are not logged")
     return read
 
 

@@ -70,9 +70,8 @@ def get_priority(priority: int | str | Priority) -> int:
         check.known("Priority", [priority.upper()], Priority.__members__, error=UnregisteredNameError)
         return Priority[priority.upper()].value
     if not check.is_integer(priority):
-        raise ArgumentTypeError(
-            f"a priority is an int from 0 to 100 or one of {', '.join(Priority.__members__)}, got {priority!r}"
-        )
+        names = ", ".join(Priority.__members__)
+        raise ArgumentTypeError(f"a priority is an int from 0 to 100 or one of {names}, got {priority!r}")
     return check.integer("a priority", priority, 0, 100)
 
 
@@ -219,8 +218,7 @@ class OptimizerHook(Hook):
         outputs = runner.outputs
         if not isinstance(outputs, Mapping) or "loss" not in outputs:
             raise ConfigurationError(
-                f"an {type(self).__name__} needs runner.outputs['loss'], got {outputs!r:.120}; let train_step return "
-                "dict(loss=..., num_samples=...)"
+                f"{type(self).__name__} needs runner.outputs['loss'], got {outputs!r:.120}"
             )
         if self.detect_anomalous_params:
             self.detect_anomalous_parameters(outputs["loss"], runner)
@@ -366,10 +364,7 @@ class Fp16OptimizerHook(OptimizerHook):
         """Raise ConfigurationError if there are workers that should not be; a store is there since the first step."""
         count = getattr(trainer.kvstore, "num_workers", 1)
         if not self.distributed and count > 1:
-            raise ConfigurationError(
-                f"distributed=False, but the Trainer's kvstore has {count} workers; leave it out, or build the Trainer "
-                "with kvstore=None"
-            )
+            raise ConfigurationError(f"distributed=False, but the Trainer's kvstore has {count} workers")
 
 
 class GradientCumulativeOptimizerHook(OptimizerHook):
@@ -391,17 +386,13 @@ class GradientCumulativeOptimizerHook(OptimizerHook):
         """Find out where the run ends. Raises ConfigurationError where the runner does not say."""
         done, total = getattr(runner, "iter", None), getattr(runner, "max_iters", None)
         if done is None or total is None:
-            raise ConfigurationError(
-                f"a {type(self).__name__} needs runner.iter and runner.max_iters, to know where the run ends"
-            )
+            raise ConfigurationError(f"{type(self).__name__} needs runner.iter and runner.max_iters")
         super().before_run(runner)
         if self.cumulative_iters > 1:
             model = getattr(runner, "model", None)
             if isinstance(model, torch.nn.Module) and self.has_batch_norm(model):
                 _log.warning(
-                    "the model has batch normalisation, whose statistics are of single batches, not of the %d that "
-                    "make an update",
-                    self.cumulative_iters,
+                    "batch normalisation has statistics of single batches, not of %d", self.cumulative_iters
                 )
         trainer_of(runner).set_progress(done, total)
 
@@ -449,7 +440,7 @@ class ValueHook(Hook):
     ) -> None:
         if not isinstance(by_epoch, bool | None):
             raise ArgumentTypeError(
-                f"by_epoch must be True, False or None, got {by_epoch!r:.80}; options of the policy are given by name"
+                f"by_epoch must be True, False or None, got {by_epoch!r:.80}; name other options"
             )
         by_batch = self.policy in _BY_BATCH
         if by_epoch and by_batch:
@@ -494,19 +485,12 @@ class ValueHook(Hook):
         found = getattr(runner, "trainer", None)
         found = getattr(runner, "optimizer", None) if found is None else found
         if not isinstance(found, Mapping | torch.optim.Optimizer):
-            raise ArgumentTypeError(
-                f"{type(runner).__name__} has neither a Trainer as runner.trainer nor an optimizer as runner.optimizer"
-            )
+            raise ArgumentTypeError(f"{type(runner).__name__} has no trainer and no optimizer")
         several = dict(found) if isinstance(found, Mapping) else {"": found}
-        for one in several.values():
-            named = [
-                getattr(other, "names", {getattr(other, "name", None)})
-                for other in getattr(one, "schedules", ())
-            ]
-            if any(self._value in names for names in named):
+        for other in (each for one in several.values() for each in getattr(one, "schedules", ())):
+            if self._value in getattr(other, "names", {getattr(other, "name", None)}):
                 raise ConfigurationError(
-                    f"the Trainer has a schedule of {self._value!r}, and this {type(self).__name__} would undo what "
-                    "that writes; leave out one of them"
+                    f"{type(self).__name__} would undo what the Trainer's own schedule of {self._value!r} writes"
                 )
         self._targets = {name: GroupValue(one, self._value) for name, one in several.items()}
         if self.policy is not None:
@@ -642,9 +626,9 @@ class OneCycleLrUpdaterHook(LrUpdaterHook, policy="OneCycle"):
             peaks = self.max_lr.get(name, ()) if isinstance(self.max_lr, Mapping) else self.max_lr
             peaks = peaks if isinstance(peaks, list | tuple) else [peaks] * len(target)
             if len(peaks) != len(target):
+                of = f"{len(target)} parameter groups{name and f' of {name}'}"
                 raise ConfigurationError(
-                    f"max_lr has {len(peaks)} values for the {len(target)} parameter groups of the optimizer {name}; "
-                    "give one for each, or a number"
+                    f"max_lr has {len(peaks)} values for {of}; give one for each, or a number"
                 )
             starts[name] = [float(peak) / self.div_factor for peak in peaks]
         self.base_lr = starts if isinstance(self.base_lr, Mapping) else starts[""]
@@ -691,6 +675,4 @@ def trainer_of(runner: Any) -> Any:
         found = getattr(runner, name, None)
         if hasattr(found, "update_params") and hasattr(found, "configure"):
             return found
-    raise ArgumentTypeError(
-        f"{type(runner).__name__} has no kvtrainer.Trainer; hooks need one as runner.trainer or runner.optimizer"
-    )
+    raise ArgumentTypeError(f"{type(runner).__name__} has no kvtrainer.Trainer as its trainer or optimizer")

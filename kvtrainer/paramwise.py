@@ -95,10 +95,7 @@ class Place:
             ConfigurationError: only names and parameters are known.
         """
         if self.holder is None:
-            raise ConfigurationError(
-                f"a rule asks what kind of module {self.name!r} belongs to, and only names and parameters were given; "
-                "give the Module itself"
-            )
+            raise ConfigurationError(f"a rule asks of which module {self.name!r} is; give the Module itself")
         return self.holder
 
 
@@ -121,10 +118,8 @@ def places_in(model: Any) -> list[Place]:
     if not named or not all(
         isinstance(row, tuple) and len(row) == 2 and isinstance(row[0], str) for row in named
     ):
-        raise ConfigurationError(
-            "rules find parameters by name and by the kind of their module; give a Module, named_parameters() or a "
-            f"dict of parameters, not {type(model).__name__}"
-        )
+        kind = type(model).__name__
+        raise ConfigurationError(f"rules need names: give a Module, named_parameters() or a dict, not {kind}")
     if isinstance(model, Mapping):
         named.sort(key=lambda row: str(row[0]))  # as the Trainer takes them
     return [Place(name, given[0] if isinstance(given, Sequence) else given, given) for name, given in named]
@@ -273,7 +268,7 @@ class Rule:
         is_class = isinstance(self.match, tuple) and all(isinstance(one, type) for one in self.match)
         if not (isinstance(self.match, str) or callable(self.match) or is_class):
             raise ArgumentTypeError(
-                f"a rule matches a part of a name, a class of modules or a function, got {self.match!r:.80}"
+                f"a rule matches a text, a class of modules or a function, got {self.match!r:.80}"
             )
         if not self.name:
             object.__setattr__(self, "name", _name_of(self.match))
@@ -350,10 +345,7 @@ def apply_paramwise(
         return _apply_rules(_distinct(places_in(model)), paramwise, options, is_complete)
     if callable(paramwise) and not isinstance(paramwise, type):
         return _made_by(paramwise, model, options)
-    raise ArgumentTypeError(
-        "paramwise must be a dict as MMCV's paramwise_cfg, a list of Rules or a function of the model, got "
-        f"{paramwise!r:.80}"
-    )
+    raise ArgumentTypeError(f"paramwise must be a dict, a list of Rules or a function, got {paramwise!r:.80}")
 
 
 def paramwise_rules(cfg: Any, base: Mapping[str, Any]) -> list[Rule]:
@@ -380,9 +372,9 @@ def paramwise_rules(cfg: Any, base: Mapping[str, Any]) -> list[Rule]:
     custom = check.mapping("custom_keys", cfg.get("custom_keys", {}), error=ArgumentTypeError)
     for key, entry in custom.items():
         if not isinstance(key, str) or not isinstance(entry, Mapping):
+            got = f"{key!r:.80}: {entry!r:.80}"
             raise ArgumentTypeError(
-                "an entry of custom_keys is a part of a name and a dict such as dict(lr_mult=0.1), got "
-                f"{key!r:.80}: {entry!r:.80}"
+                f"custom_keys are parts of names and dicts such as dict(lr_mult=0.1), got {got}"
             )
     rules = []
     for key in sorted(custom, key=lambda k: (-len(k), k)):
@@ -397,10 +389,7 @@ def paramwise_rules(cfg: Any, base: Mapping[str, Any]) -> list[Rule]:
         rules.append(Rule(match, name=key, stop=False, warn_unmatched=False, **multiplier))
     wanted = [rule.name for rule in rules if rule.decay_mult is not None]
     if wanted and all(base.get(key) is None for key in ("weight_decay", "wd")):
-        raise ConfigurationError(
-            f"base_wd should not be None: {', '.join(wanted)} multiplies the weight_decay of the optimizer, "
-            "which is not given"
-        )
+        raise ConfigurationError(f"base_wd should not be None: {', '.join(wanted)} multiplies weight_decay")
     return [Rule(_is_frozen, name="frozen", warn_unmatched=False), *rules] if rules else []
 
 
@@ -439,10 +428,7 @@ def _is_flat(place: Place) -> bool:
 
 
 def _too_early(key: str, place: Place) -> NotInitializedError:
-    return NotInitializedError(
-        f"{key} depends on the shape of {place.name!r}, which has none yet; run a forward pass before building the "
-        "Trainer"
-    )
+    return NotInitializedError(f"{key} depends on the shape of {place.name!r}; run a forward pass first")
 
 
 _KINDS: Mapping[str, Callable[[Place], bool]] = {
@@ -515,13 +501,13 @@ def _said(rule: Rule, base: Mapping[str, Any], is_complete: bool) -> dict[str, A
         if factor is not None:
             if base.get(option) is None:
                 raise ConfigurationError(
-                    f"{rule.name} multiplies the optimizer's {option}, which has no value; give the optimizer one"
+                    f"{rule.name} multiplies the optimizer's {option}, which has no value"
                 )
             said[option] = float(base[option]) * factor
     unknown = [option for option in said if option not in (*base, "name")]
     if is_complete and unknown:
         raise ConfigurationError(
-            f"{rule.name} sets {unknown[0]!r}, which is no option of the optimizer; its options are {', '.join(base)}"
+            f"{rule.name} sets {unknown[0]!r}, but the optimizer's options are {', '.join(base)}"
         )
     return said
 
@@ -535,10 +521,8 @@ def _distinct(places: Iterable[Place], bypass: bool | None = None) -> list[Place
         if before is not place:
             again.append(f"{place.name!r} is {before.name!r}")
     if again and bypass is False:
-        raise ConfigurationError(
-            f"some parameters appear in more than one parameter group: {', '.join(again)}; with bypass_duplicate=True "
-            "each has the options of the place where it appears first"
-        )
+        text = f"some parameters appear in more than one parameter group: {', '.join(again)}"
+        raise ConfigurationError(f"{text}; with bypass_duplicate=True the first place counts")
     if again and bypass:
         warnings.warn(
             f"{', '.join(again)}: skipped where they appear again, since bypass_duplicate=True",
@@ -552,19 +536,13 @@ def _made_by(function: Callable[[Any], Any], model: Any, base: Mapping[str, Any]
     """Call a user's function for groups, and give their parameters the names that the model has."""
     label = getattr(function, "__name__", repr(function))
     made = function(model)
-    if not isinstance(made, Sequence) or not all(
-        isinstance(group, Mapping) and "params" in group for group in made
-    ):
-        raise ArgumentTypeError(
-            f"{label}(model) must return a list of parameter groups, dicts with 'params'; got {made!r:.80}"
-        )
+    if not isinstance(made, Sequence) or not all(isinstance(g, Mapping) and "params" in g for g in made):
+        raise ArgumentTypeError(f"{label}(model) must return a list of dicts with 'params'; got {made!r:.80}")
     names = {id(place.parameter): place.name for place in reversed(places_in(model))}
     groups = []
     for given in made:
-        group = {
-            **given,
-            "params": [given["params"]] if hasattr(given["params"], "dtype") else list(given["params"]),
-        }
+        its = given["params"]
+        group = {**given, "params": [its] if hasattr(its, "dtype") else list(its)}
         first = [one[0] if isinstance(one, list | tuple) else one for one in group["params"]]
         if "param_names" not in group and all(id(one) in names for one in first):
             group["param_names"] = [names[id(one)] for one in first]

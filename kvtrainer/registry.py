@@ -80,21 +80,21 @@ class Registry:
             not isinstance(names, Sequence) or not all(isinstance(one, str) for one in names)
         ):
             raise ArgumentTypeError(
-                f"the name of a {self.name} is a str, got {name!r:.80}; a decorator is written @….register()"
+                f"the name of a {self.name} is a str, got {name!r:.80}; write @….register()"
             )
 
         def add(entry: _Entry) -> _Entry:
             if not callable(entry) or (names is None and not hasattr(entry, "__name__")):
                 raise ArgumentTypeError(
-                    f"a {self.name} is a class or a function, and one without a name needs one; got {entry!r:.80}"
+                    f"a {self.name} is a class or a function with a name, got {entry!r:.80}"
                 )
             own = [entry.__name__] if names is None else names
             for one in () if force else own:
                 present = self._entries.get(one, self._fallback().get(one))
                 if present not in (None, entry):
                     raise RegistryError(
-                        f"{one!r} is registered as {self.name} already: {_where(present)}; choose another name for "
-                        f"{_where(entry)}, or replace it with force=True"
+                        f"the {self.name} {one!r} is {_where(present)} already; name {_where(entry)} otherwise, or "
+                        "replace it with force=True"
                     )
             for one in own:
                 self._add(one, entry)
@@ -129,14 +129,11 @@ class Registry:
         known = [*self._entries.items(), *self._fallback().items()]
         names = {id(entry): other for other, entry in reversed(known)}  # of several the first
         others = sorted(names.values(), key=str.casefold)
-        text = (
+        broken = "; ".join(f"entry point {point}: {reason}" for point, reason in self._broken.items())
+        raise UnregisteredNameError(
             f"{name!r} is not in the {self.name} registry{did_you_mean(name, others) or '.'} Registered are "
-            f"{', '.join(others) or 'none'}. Import the module that registers it, or name that in custom_imports"
+            f"{', '.join(others) or 'none'}; custom_imports may name the module that registers it. {broken}".rstrip()
         )
-        if self._broken:
-            why = "; ".join(f"{point} ({reason})" for point, reason in self._broken.items())
-            text += f" (entry points that could not be loaded: {why})"
-        raise UnregisteredNameError(text)
 
     def build(self, cfg: Mapping[str, Any], **default_args: Any) -> Any:
         """Call what `cfg["type"]` names, or is, with the other entries of `cfg`; `default_args` fill in.
@@ -153,9 +150,7 @@ class Registry:
         """Return what `cfg["type"]` means, and the other entries. Raises as `build` does."""
         check.mapping(f"the configuration of a {self.name}", cfg, error=ArgumentTypeError)
         if "type" not in cfg:
-            raise RegistryError(
-                f"a configuration for the {self.name} registry needs a 'type', got {dict(cfg)!r:.200}"
-            )
+            raise RegistryError(f"the configuration of a {self.name} needs a 'type', got {dict(cfg)!r:.200}")
         kind = cfg["type"]
         if not isinstance(kind, str) and not callable(kind):
             raise ArgumentTypeError(
@@ -203,10 +198,8 @@ def _where(entry: Any) -> str:
 
 def _hooks() -> dict[str, Any]:
     """Collect the hooks of this package."""
-    module = importlib.import_module("kvtrainer.hooks")
-    return {
-        name: one for name, one in vars(module).items() if name.endswith(("OptimizerHook", "UpdaterHook"))
-    }
+    those = vars(importlib.import_module("kvtrainer.hooks")).items()
+    return {name: one for name, one in those if name.endswith(("OptimizerHook", "UpdaterHook"))}
 
 
 def _constructors() -> dict[str, Any]:
@@ -217,13 +210,9 @@ def _constructors() -> dict[str, Any]:
 
 def _other_optimizers() -> dict[str, Any]:
     """Collect torch's optimizers by class name, those that stores know by theirs, and Gluon's with "gluon:" too."""
-    found: dict[str, Any] = {
-        name: cls
-        for name, cls in vars(torch.optim).items()
-        if isinstance(cls, type)
-        and issubclass(cls, torch.optim.Optimizer)
-        and cls is not torch.optim.Optimizer
-    }
+    kinds = {name: cls for name, cls in vars(torch.optim).items() if isinstance(cls, type)}
+    base = torch.optim.Optimizer
+    found: dict[str, Any] = {n: cls for n, cls in kinds.items() if issubclass(cls, base) and cls is not base}
     of_torch = {name.casefold() for name in found}
     others = {name: cls for name, cls in known().items() if name.removeprefix("torch:") not in of_torch}
     found |= {cls.__name__ if name.startswith("torch:") else name: cls for name, cls in others.items()}

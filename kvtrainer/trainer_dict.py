@@ -34,14 +34,10 @@ class TrainerDict(Mapping[str, Trainer]):
 
     def __init__(self, **trainers: Trainer) -> None:
         if not trainers:
-            raise ConfigurationError(
-                "a TrainerDict needs at least one Trainer, as in TrainerDict(generator=trainer)"
-            )
+            raise ConfigurationError("a TrainerDict needs a Trainer, as in TrainerDict(generator=trainer)")
         for name, trainer in trainers.items():
             if not isinstance(trainer, Trainer):
-                raise ArgumentTypeError(
-                    f"each argument of a TrainerDict must be a Trainer, got {name}={type(trainer).__name__}"
-                )
+                raise ArgumentTypeError(f"a TrainerDict holds Trainers, got {name}={type(trainer).__name__}")
         self._trainers = trainers
 
     def __repr__(self) -> str:
@@ -54,9 +50,7 @@ class TrainerDict(Mapping[str, Trainer]):
         try:
             return self._trainers[name]
         except KeyError:
-            raise KeyNotFoundError(
-                f"no Trainer is named {name!r}; there are {', '.join(self._trainers)}"
-            ) from None
+            raise KeyNotFoundError(f"no Trainer is named {name!r}, only {', '.join(self)}") from None
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._trainers)
@@ -103,8 +97,7 @@ class TrainerDict(Mapping[str, Trainer]):
         waiting = [name for name, one in self.items() if any(s.by == "metric" for s in one.schedules)]
         if metric is None and waiting:
             raise ConfigurationError(
-                f"a schedule of {', '.join(waiting)} goes by a metric; call end_epoch(metric), or that of each Trainer "
-                "where their metrics differ"
+                f"a schedule of {', '.join(waiting)} goes by a metric; give end_epoch(metric)"
             )
         for trainer in self._trainers.values():
             trainer.end_epoch(metric)
@@ -138,7 +131,5 @@ class TrainerDict(Mapping[str, Trainer]):
 def check_names(given: Mapping[str, Any], trainers: Mapping[str, Any]) -> None:
     """Raise StateMismatchError unless the state of several Trainers has their names."""
     if set(given) != set(trainers):
-        raise StateMismatchError(
-            f"mismatched state: it is of {', '.join(sorted(map(str, given)))}, while the Trainers here are "
-            f"{', '.join(sorted(trainers))}"
-        )
+        saved, here = (", ".join(sorted(map(str, names))) for names in (given, trainers))
+        raise StateMismatchError(f"mismatched state: it is of {saved}, while the Trainers here are {here}")

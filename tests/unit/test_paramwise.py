@@ -447,7 +447,7 @@ def test_paramwise_that_cannot_be_meant_is_refused(
     "model", [[Parameter(torch.ones(1))], [{"params": []}], Parameter(torch.ones(1)), 3, []]
 )
 def test_parameters_without_names_are_refused(model: Any) -> None:
-    with pytest.raises(ConfigurationError, match="by name"):
+    with pytest.raises(ConfigurationError, match="need names"):
         apply_paramwise(model, {"custom_keys": {"0": {"lr_mult": 2.0}}}, BASE)
 
 

@@ -23,7 +23,7 @@ def test_it_is_a_mapping_of_names_to_trainers() -> None:
     assert len(both) == 2
     assert "g" in both
     assert dict(both.items())["d"] is both["d"] is list(both.values())[1]
-    with pytest.raises(KeyError, match="no Trainer is named 'e'; there are g, d"):
+    with pytest.raises(KeyError, match="no Trainer is named 'e', only g, d"):
         both["e"]
 
 
@@ -80,9 +80,9 @@ def test_state_of_others_is_refused() -> None:
 
 
 def test_it_needs_trainers() -> None:
-    with pytest.raises(ConfigurationError, match="at least one"):
+    with pytest.raises(ConfigurationError):
         TrainerDict()
-    with pytest.raises(ArgumentTypeError, match="must be a Trainer, got g=SGD"):
+    with pytest.raises(ArgumentTypeError, match="g=SGD"):
         TrainerDict(g=torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1))  # type: ignore[arg-type]
 
 

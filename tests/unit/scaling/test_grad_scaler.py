@@ -240,7 +240,7 @@ def test_float16_gradients_are_refused_because_unscaling_them_loses_bits() -> No
     p = zeros(dtype=torch.float16)
     one = scaler()
     one.scale(p.float().sum()).backward()
-    with pytest.raises(ConfigurationError, match="amp='dynamic', which unscales in float32"):
+    with pytest.raises(ConfigurationError, match="amp='dynamic'"):
         one.step(trainer_of({"weight": p}))
 
 
