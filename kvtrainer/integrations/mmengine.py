@@ -101,9 +101,7 @@ class TrainerOptimWrapper(OptimWrapper):  # type: ignore[misc]
         if isinstance(optimizer, Trainer):
             said = [name for name, value in {**given, **options}.items() if value not in (None, 1)]
             if said:
-                raise ConfigurationError(
-                    f"{', '.join(said)} would have no effect on a Trainer that is there; give it these options itself"
-                )
+                raise ConfigurationError(f"{', '.join(said)} would have no effect on a Trainer that is there")
             trainer = optimizer
         elif isinstance(optimizer, torch.optim.Optimizer):
             merge_groups(optimizer)
@@ -111,19 +109,15 @@ class TrainerOptimWrapper(OptimWrapper):  # type: ignore[misc]
             read = wrapper_arguments(model, {**given, "type": kind, "optimizer": optimizer})
             trainer = Trainer(**{**read, "kvstore": kvstore, **options})
         else:
-            raise ArgumentTypeError(
-                f"optimizer must be a Trainer or a torch optimizer, got {type(optimizer).__name__}"
-            )
+            kind = type(optimizer).__name__
+            raise ArgumentTypeError(f"optimizer must be a Trainer or a torch optimizer, got {kind}")
         super().__init__(trainer, accumulative_counts=trainer.accumulation.counts)
         self.optimizer: Trainer
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Run a backward pass; the loss is divided and scaled as the options say. Takes no other arguments."""
         if kwargs:
-            raise ConfigurationError(
-                f"backward() of a Trainer does not take {', '.join(map(repr, kwargs))}; call loss.backward() yourself, "
-                "without accumulation and mixed precision"
-            )
+            raise ConfigurationError(f"backward() of a Trainer does not take {', '.join(map(repr, kwargs))}")
         self.optimizer.backward(loss)
         self._inner_count = self.optimizer.accumulation.done
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -39,22 +38,20 @@ def scatter(batch: Any, devices: Sequence[torch.device], axis: int = 0) -> PerRe
     """
     sizes = dict(_sizes(batch, axis, "the batch"))
     if len(set(sizes.values())) > 1:
-        raise ConfigurationError(
-            f"the tensors of a batch differ in length along axis {axis}: "
-            f"{', '.join(f'{path} has {size}' for path, size in sizes.items())}; leave what all replicas share out of "
-            "the batch, or give a PerReplica with one part for each"
-        )
+        lengths = ", ".join(f"{path} has {size}" for path, size in sizes.items())
+        raise ConfigurationError(f"the tensors of a batch differ in length along axis {axis}: {lengths}")
     if not sizes:
         return PerReplica(to_device(batch, device) for device in devices)
     [total] = set(sizes.values())
     if total == 0:
         raise ConfigurationError(f"the batch has no entry along axis {axis}")
-    lengths = [total // len(devices) + (at < total % len(devices)) for at in range(len(devices))]
-    parts = PerReplica()
-    for device, length, end in zip(devices, lengths, accumulate(lengths), strict=True):
-        part = partial(_part, axis=axis, begin=end - length, length=length, device=device)
-        parts.append(_mapped(batch, part) if length else None)
-    parts.shares = [length / total for length in lengths]
+    counts = [total // len(devices) + (at < total % len(devices)) for at in range(len(devices))]
+    parts, begin = PerReplica(), 0
+    for device, count in zip(devices, counts, strict=True):
+        part = partial(_to, device=device, window=(axis, begin, count))
+        parts.append(_mapped(batch, part) if count else None)
+        begin += count
+    parts.shares = [count / total for count in counts]
     return parts
 
 
@@ -63,11 +60,9 @@ def to_device(batch: Any, device: torch.device) -> Any:
     return _mapped(batch, partial(_to, device=device))
 
 
-def _part(one: Tensor, axis: int, begin: int, length: int, device: torch.device) -> Tensor:
-    return _to(one.narrow(axis, begin, length) if one.dim() else one, device)
-
-
-def _to(one: Tensor, device: torch.device) -> Tensor:
+def _to(one: Tensor, device: torch.device, window: tuple[int, int, int] | None = None) -> Tensor:
+    """Move a tensor to a device, or of one with axes a window: an axis, where it begins, and its length."""
+    one = one.narrow(*window) if window is not None and one.dim() else one
     return one.to(device, non_blocking=one.device.type == "cpu" and device.type == "cuda" and one.is_pinned())
 
 
@@ -133,8 +128,7 @@ class ReplicaLosses(list[Tensor]):
         """Note that a backward pass of these losses begins. Raises BackwardTwiceError if there was one."""
         if self._is_used:
             raise BackwardTwiceError(
-                "the gradients of these losses have been computed already; a second backward pass would count the "
-                "batch twice. Compute new losses with forward_losses(batch)"
+                "gradients of these losses were computed already; call forward_losses(batch) anew"
             )
         self._is_used = True
 
@@ -159,6 +153,5 @@ def total_of(output: Any, replica: int) -> Tensor:
         return sum(totals[1:], start=totals[0])
     got = f"a tensor of shape {list(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
     raise ConfigurationError(
-        f"the loss of replica {replica} must be a scalar tensor, or a dict or list of them; got {got}. Pass loss_fn, a "
-        "function of the replica and its part of the batch"
+        f"the loss of replica {replica} must be a scalar, or a dict or list of them; got {got}"
     )

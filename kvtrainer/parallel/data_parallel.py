@@ -72,7 +72,7 @@ class DataParallel(Module):
         self.target = target if mode == "train" else 0
         if check_reducer(reducer) != AUTO and len(self.devices) == 1:
             raise ConfigurationError(
-                f"reducer={reducer!r} would have no effect: it sums replicas, and there is one only; leave it out"
+                f"reducer={reducer!r} would have no effect: there is one only of what it sums"
             )
         make_reducer(reducer, self.devices)
         self._policy = ReplicaPolicy(reducer, loss_scale_by_replicas, may_lack=True, must_agree=True)
@@ -145,14 +145,12 @@ class DataParallel(Module):
         """
         if self.mode != "train":
             raise ConfigurationError(
-                f"this DataParallel was built with mode={self.mode!r}, without gradients; build one with mode='train'"
+                f"this DataParallel was built with mode={self.mode!r}, without gradients"
             )
         parts = batch if isinstance(batch, PerReplica) else self.scatter(batch)
         if len(parts) != len(self.replicas) or all(part is None for part in parts):
-            raise ConfigurationError(
-                f"a PerReplica needs a part, or None, for each of {len(self.replicas)} replicas, and one part at "
-                f"least; got {len(parts)}"
-            )
+            wanted = f"a part, or None, for each of {len(self.replicas)} replicas, and one part at least"
+            raise ConfigurationError(f"a PerReplica needs {wanted}; got {len(parts)}")
         here = [at for at, part in enumerate(parts) if part is not None]
         outputs = self._call(parts, loss_fn or _call_with)
         losses = [total_of(output, at) for at, output in zip(here, outputs, strict=True)]
@@ -177,9 +175,7 @@ class DataParallel(Module):
     ) -> Any:
         """Load into all replicas, as torch's. A Trainer whose weights are in a store then needs `set_data()`."""
         if assign:
-            raise ConfigurationError(
-                "assign=True would give replica 0 new parameters, which no Trainer knows; leave it out"
-            )
+            raise ConfigurationError("assign=True would give replica 0 parameters that no Trainer knows")
         try:
             return self.module.load_state_dict(state_dict, strict=strict)
         finally:
@@ -230,8 +226,7 @@ class DataParallel(Module):
         trial = [fn(torch.empty(0, device=device)).device for device in dict.fromkeys(before)]
         if trial != list(dict.fromkeys(before)):
             raise ConfigurationError(
-                f"the replicas of a DataParallel stay on {', '.join(map(str, self.devices))}; name other devices when "
-                "building it"
+                f"the replicas of a DataParallel stay on {', '.join(map(str, self.devices))}"
             )
         for replica in self.replicas:
             replica._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -318,7 +313,7 @@ def _replicas(module: Module | Callable[[], Module], devices: Sequence[torch.dev
         )
     if any(is_lazy(tensor) for replica in built for tensor in replica.parameters()):
         raise ConfigurationError(
-            "a DataParallel needs a module whose parameters have shapes; run a forward pass through it first"
+            "a DataParallel needs parameters with shapes; run a forward pass through it first"
         )
     for at, replica in enumerate(built[1:], 1):
         _check_alike(built[0], replica, f"replica {at} on {devices[at]}")
@@ -359,8 +354,8 @@ def _default_devices(devices: Sequence[Device] | None, num_gpus: int | None) -> 
         return [torch.device("cuda", at) for at in range(there)] or [torch.device("cpu")]
     if not check.is_integer(num_gpus, 1, there):
         raise ConfigurationError(
-            f"num_gpus must be between 1 and the {there} CUDA devices that torch finds, got {num_gpus!r}; on a machine "
-            "without them give devices=['cpu', 'cpu'] or the like"
+            f"num_gpus must be between 1 and the {there} CUDA devices that torch finds, got {num_gpus!r}; or give "
+            "devices=['cpu', 'cpu']"
         )
     return [torch.device("cuda", at) for at in range(num_gpus)]
 
@@ -374,10 +369,8 @@ def _check_alike(first: Module, other: Module, what: str) -> None:
             continue
         names = dict.fromkeys([*ours, *theirs])
         differing = [name for name in names if ours.get(name) != theirs.get(name)] or list(names)
-        raise ConfigurationError(
-            f"{what} has {len(theirs)} {kind} and replica 0 has {len(ours)}; they must be the same in the same "
-            f"order, but these differ: {', '.join(differing[:10])}"
-        )
+        counts = f"{what} has {len(theirs)} {kind} and replica 0 has {len(ours)}"
+        raise ConfigurationError(f"{counts}; these differ, or their order: {', '.join(differing[:10])}")
 
 
 def _call_with(replica: Module, part: Any) -> Any:

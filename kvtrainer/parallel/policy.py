@@ -80,35 +80,30 @@ def check_replicas(parameters: Mapping[str, Sequence[Tensor]]) -> None:
             raise ConfigurationError(f"parameter {name!r} is an empty list; give one replica for each device")
         if len(ids) < len(replicas) or ids & seen:
             raise ConfigurationError(
-                f"parameter {name!r} has a replica that is also another replica or parameter; give each device a "
-                "Parameter of its own"
+                f"parameter {name!r} has a replica that is also another replica or parameter"
             )
         seen |= ids
         if len(replicas) == 1 and _policy(replicas[0]) is not None:
             raise ConfigurationError(
-                f"parameter {name!r} is one replica of several in a DataParallel, whose others would not be trained; "
-                "give the Trainer the DataParallel itself, or groups made by its with_replicas()"
+                f"parameter {name!r} is one replica of several in a DataParallel; give the Trainer that itself, or "
+                "groups made by its with_replicas()"
             )
         if len(replicas) > 1 and any(is_lazy(p) for p in replicas):
             raise ConfigurationError(
-                f"replicas of {name!r} have no shape yet; run a forward pass on every device before building the "
-                "Trainer"
+                f"replicas of {name!r} have no shape yet; run a forward pass on every device"
             )
         forms = [] if len(replicas) == 1 else [f"{str(p.dtype)[6:]}{list(p.shape)}" for p in replicas]
         if len(set(forms)) > 1:
-            raise ConfigurationError(
-                f"the replicas of parameter {name!r} differ: {', '.join(forms)}; each must have the same shape and "
-                "dtype"
-            )
+            raise ConfigurationError(f"the replicas of parameter {name!r} differ: {', '.join(forms)}")
     if are_alone:
         return
     lists = {name: [str(p.device) for p in replicas] for name, replicas in parameters.items()}
     (first, expected), *others = lists.items()
     for name, devices in others:
         if devices != expected:
+            there, here = ", ".join(devices), ", ".join(expected)
             raise ConfigurationError(
-                "all parameters must be on the same list of devices, but parameter "
-                f"{name!r} is on [{', '.join(devices)}] while {first!r} is on [{', '.join(expected)}]"
+                f"parameter {name!r} is on other devices, [{there}], than {first!r}, [{here}]"
             )
 
 

@@ -126,9 +126,9 @@ def make_reducer(
     """
     check_reducer(name)
     if name == "nccl" and not are_distinct_cuda(devices):
+        places = ", ".join(map(str, devices))
         raise ConfigurationError(
-            f"reducer='nccl' needs a CUDA device of its own for every replica, but they are on "
-            f"{', '.join(map(str, devices))}; use 'tree' or 'flat', which work everywhere"
+            f"reducer='nccl' needs a CUDA device of its own for every replica, got {places}"
         )
     if name == "nccl" and not hasattr(torch._C, "_nccl_all_reduce"):
         raise ConfigurationError(

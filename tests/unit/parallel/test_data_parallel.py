@@ -79,10 +79,7 @@ def test_replicas_with_different_parameters_are_refused_by_name() -> None:
         (lambda: DataParallel(net(), TWO, mode="eval"), "'train', 'forward' or 'test'"),
         (lambda: build_data_parallel_model(net, TWO, num_gpus=2), "devices or num_gpus, not both"),
         (lambda: build_data_parallel_model(net, num_gpus=99), "num_gpus must be between 1 and"),
-        (
-            lambda: build_data_parallel_model(net, TWO, reduser="tree"),
-            "no option 'reduser'.*Did you mean 'reducer'",
-        ),
+        (lambda: build_data_parallel_model(net, TWO, reduser="tree"), "no option 'reduser'.*'reducer'"),
         (lambda: build_data_parallel_model(net, num_gpu=1), "no option 'num_gpu'.*Did you mean 'num_gpus'"),
         (lambda: build_data_parallel_model(net, TWO, mode="train"), "no option 'mode'"),
     ],
@@ -94,7 +91,7 @@ def test_wrong_arguments_are_refused(call: Callable[[], object], message: str) -
 
 @pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
 def test_lazy_module_must_have_shapes_first() -> None:
-    with pytest.raises(ConfigurationError, match="run a forward pass through it first"):
+    with pytest.raises(ConfigurationError, match="run a forward pass"):
         DataParallel(torch.nn.LazyLinear(2), TWO)
 
 
@@ -178,7 +175,7 @@ def test_several_losses_of_a_replica_are_added() -> None:
 )
 def test_loss_that_is_no_scalar_is_refused(output: Any, got: str) -> None:
     model = DataParallel(Linear(1, 1), TWO)
-    with pytest.raises(ConfigurationError, match=f"loss of replica 0 must be a scalar tensor, .*; got {got}"):
+    with pytest.raises(ConfigurationError, match=f"loss of replica 0 .*; got {got}"):
         model.forward_losses(torch.ones(2, 1), lambda replica, part: output)
 
 
@@ -210,7 +207,7 @@ def test_second_backward_pass_of_the_same_losses_is_an_error() -> None:
     losses.backward(2.0)
     before = [p.grad.clone() for pair in model.params for p in pair if p.grad is not None]
     assert issubclass(BackwardTwiceError, RuntimeError)
-    with pytest.raises(BackwardTwiceError, match="have been computed already"):
+    with pytest.raises(BackwardTwiceError, match="computed already"):
         losses.backward()
     after = [p.grad for pair in model.params for p in pair if p.grad is not None]
     assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
@@ -363,9 +360,7 @@ def test_batch_without_tensors_goes_to_every_device_whole() -> None:
 
 def test_tensors_of_different_lengths_are_refused_by_name() -> None:
     batch = {"x": torch.zeros(8, 2), "anchors": torch.zeros(100)}
-    with pytest.raises(
-        ConfigurationError, match=r"\['x'\] has 8, the batch\['anchors'\] has 100; leave what"
-    ):
+    with pytest.raises(ConfigurationError, match=r"\['x'\] has 8, the batch\['anchors'\] has 100"):
         scatter(batch, [CPU] * 2)
 
 

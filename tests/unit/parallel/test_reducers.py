@@ -196,7 +196,7 @@ def test_reducer_that_would_have_no_effect_is_refused() -> None:
     tree: Any = kvstore.create("device", reducer="tree")
     with pytest.raises(ConfigurationError, match="'tree' would have no effect: it sums replicas"):
         Trainer([Parameter(torch.zeros(2))], "sgd", kvstore=tree)
-    with pytest.raises(ConfigurationError, match=r"would have no effect.*there is one only"):
+    with pytest.raises(ConfigurationError, match="would have no effect"):
         DataParallel(Linear(1, 1), ["cpu"], reducer="tree")
     with pytest.raises(ConfigurationError, match="compressed are decoded and added from left to right"):
         Trainer([replicas()], "sgd", kvstore=tree, compression_params={"type": "2bit"})

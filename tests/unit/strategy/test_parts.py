@@ -110,9 +110,14 @@ def test_states_of_other_schedules_or_trainers_are_refused(make: Make) -> None:
     strategy.prepare(Net(), optim_wrapper=SGD)
     several = make()
     several.prepare(Net(), optim_wrapper={"body": SGD, "head": SGD})
-    for one, states in ((strategy, [{}, {}]), (strategy, {"body": []}), (several, []), (several, {"body": []})):
+    for one, wrong in (
+        (strategy, [{}, {}]),
+        (strategy, {"body": []}),
+        (several, []),
+        (several, {"body": []}),
+    ):
         with pytest.raises(StateMismatchError):
-            one.load_scheduler_state_dict(states)
+            one.load_scheduler_state_dict(wrong)
 
 
 def build(make: Make, cfg: Any, model: nn.Module | None = None) -> Any:
