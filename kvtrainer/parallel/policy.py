@@ -102,9 +102,7 @@ def check_replicas(parameters: Mapping[str, Sequence[Tensor]]) -> None:
     for name, devices in others:
         if devices != expected:
             there, here = ", ".join(devices), ", ".join(expected)
-            raise ConfigurationError(
-                f"parameter {name!r} is on other devices, [{there}], than {first!r}, [{here}]"
-            )
+            raise ConfigurationError(f"parameter {name!r} is on [{there}] while {first!r} is on [{here}]")
 
 
 def devices_of(groups: Sequence[Mapping[str, Any]]) -> list[torch.device]:
