@@ -49,6 +49,13 @@ class Net(nn.Module):
         return self(x).square().mean()
 
 
+SCHEDULE = {"type": "LinearLR", "start_factor": 0.1, "by_epoch": False, "end": 5}
+AMP: dict[str, Any] = {
+    "optimizer": {"type": "Adam", "lr": 0.1},
+    "type": "AmpOptimWrapper",
+    "loss_scale": {"init_scale": 8.0, "growth_interval": 2},
+    "accumulative_counts": 2,
+}
 SGD: dict[str, Any] = {"optimizer": {"type": "SGD", "lr": 0.1, "momentum": 0.9}}
 
 

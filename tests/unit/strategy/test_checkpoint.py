@@ -23,25 +23,14 @@ from kvtrainer.errors import (
 from kvtrainer.kvstore import create
 from kvtrainer.strategy import Strategy
 from kvtrainer.strategy.checkpoint import find_last
-from tests.support.strategies import SGD, Make, Net, same, steps, weights
-
-CFG = {
-    "optimizer": {"type": "Adam", "lr": 0.1},
-    "clip_grad": {"max_norm": 0.1},
-    "type": "AmpOptimWrapper",
-    "loss_scale": {"init_scale": 8.0, "growth_interval": 2},
-    "accumulative_counts": 2,
-}
-RUN = {"max_iters": 12, "max_epochs": 3}
-SCHEDULE = {"type": "LinearLR", "start_factor": 0.1, "by_epoch": False, "end": 5}
+from tests.support.strategies import AMP, SCHEDULE, SGD, Make, Net, same, steps, weights
 
 
 def prepared(make: Make, seed: int = 1, **more: Any) -> tuple[Any, Any, Any]:
     strategy = make(env_kwargs={"randomness": {"seed": seed}}, **more)
-    model, trainer, _ = strategy.prepare(
-        Net(), optim_wrapper=CFG, param_scheduler=SCHEDULE, dispatch_kwargs=RUN
-    )
-    return strategy, model, trainer
+    cfg, run = {**AMP, "clip_grad": {"max_norm": 0.1}}, {"max_iters": 12, "max_epochs": 3}
+    strategy.prepare(Net(), optim_wrapper=cfg, param_scheduler=SCHEDULE, dispatch_kwargs=run)
+    return strategy, strategy.model, strategy.optim_wrapper
 
 
 def simple(make: Make, net: nn.Module | None = None, **given: Any) -> Strategy:
@@ -203,9 +192,8 @@ def test_a_missing_part_is_an_error_unless_it_is_left_out_or_tolerated(
     strategy.save_checkpoint(path, **options)
     steps(model, trainer, 4)
     before, schedules = weights(model), strategy.scheduler_state_dict()
-    with pytest.raises(KeyError, match=f"has no '{part}', only .*'meta'") as raised:
+    with pytest.raises(CheckpointKeyError, match=f"has no '{part}', only .*'meta'"):
         strategy.resume(path)
-    assert isinstance(raised.value, CheckpointKeyError)
     assert same(weights(model), before)
     with pytest.raises(ConfigurationError, match="missing must be"):
         strategy.resume(path, missing="ignore")
@@ -273,15 +261,10 @@ def saved(make: Make, name: str) -> Any:
 def test_the_latest_one_is_found_unless_another_is_named(make: Make) -> None:
     saved(make, "a.pt")
     strategy = saved(make, "b.pt")
-    options = [
-        ({"resume": True}, "b.pt"),
-        ({"resume": os.path.join(strategy.work_dir, "a.pt")}, "a.pt"),
-        ({"resume": True, "load_from": os.path.join(strategy.work_dir, "a.pt")}, "a.pt"),
-        ({"load_from": os.path.join(strategy.work_dir, "a.pt")}, "a.pt"),
-        ({"resume": Path(strategy.work_dir, "a.pt")}, "a.pt"),
-        ({"resume": True, "load_from": Path(strategy.work_dir, "a.pt")}, "a.pt"),
-        ({"load_from": Path(strategy.work_dir, "a.pt")}, "a.pt"),
-    ]
+    options: list[tuple[dict[str, Any], str]] = [({"resume": True}, "b.pt")]
+    for first in (os.path.join(strategy.work_dir, "a.pt"), Path(strategy.work_dir, "a.pt")):
+        ways = ({"resume": first}, {"resume": True, "load_from": first}, {"load_from": first})
+        options += [(way, "a.pt") for way in ways]
     calls: list[str] = []
     kept = strategy.resume
     strategy.resume = lambda name: calls.append(name) or kept(name, resume_optimizer=False)  # type: ignore
@@ -323,9 +306,7 @@ def test_a_damaged_file_is_named_whatever_torch_stumbles_over(make: Make, tmp_pa
             strategy.load_checkpoint(str(path), strict=True)
 
 
-def test_addresses_are_downloaded_once_over_protected_connections_only(
-    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_addresses_are_downloaded_once(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
     def download(url: str, path: str, progress: bool) -> None:
@@ -337,17 +318,15 @@ def test_addresses_are_downloaded_once_over_protected_connections_only(
     urls = ["https://one.example/a.pt", "https://two.example/a.pt", "https://one.example/a.pt"]
     assert [load(make, url)["from"] for url in urls] == urls
     assert asked == urls[:2]
-    with pytest.raises(ConfigurationError, match="unprotected"):
-        load(make, "http://one.example/a.pt")
 
 
 def test_nothing_has_changed_where_there_is_no_trainer(make: Make, tmp_path: Path) -> None:
     simple(make).save_checkpoint(str(tmp_path / "a.pt"))
-    net = Net()
-    before = weights(net)
+    other = simple(make, optim_wrapper=None)
+    before = weights(other.model)
     with pytest.raises(ConfigurationError, match="has no Trainer"):
-        simple(make, net, optim_wrapper=None).resume(str(tmp_path / "a.pt"))
-    assert same(weights(net), before)
+        other.resume(str(tmp_path / "a.pt"))
+    assert same(weights(other.model), before)
 
 
 def test_what_does_not_fit_stays_as_it_is_where_that_is_tolerated(
@@ -399,11 +378,8 @@ def test_a_run_without_schedules_goes_on_from_a_file_of_plain_torch(
     optimizer = torch.optim.SGD(net.parameters(), lr=0.25, momentum=0.9)
     net(torch.ones(1, 2)).sum().backward()
     optimizer.step()
-    content = {
-        "state_dict": net.state_dict(),
-        "optimizer": optimizer.state_dict(),
-        "meta": {"iter": 3, "seed": None},
-    }
+    meta = {"iter": 3, "seed": None}
+    content = {"state_dict": net.state_dict(), "optimizer": optimizer.state_dict(), "meta": meta}
     torch.save(content, tmp_path / "a.pt")
     strategy = simple(make)
     strategy.load_or_resume(load_from=name.format(tmp_path), resume=True)
@@ -473,11 +449,7 @@ def test_checkpoints_are_not_written_to_addresses(
         (b"hello there, no checkpoint", StateFileError, r"a\.pt"),
         (None, FileNotFoundError, r"a\.pt"),
         ([1], StateFileError, "list"),
-        (
-            {"model": Net().state_dict(), "epoch": 1},
-            StateFileError,
-            r"model, epoch.* load_model_state_dict\(\)",
-        ),
+        ({"model": Net().state_dict(), "epoch": 1}, StateFileError, "model, epoch"),
         ({"state_dict": {}, "model": nn.Linear(1, 1)}, StateFileError, "more than tensors and plain values"),
         ({"state_dict": nn.Linear(2, 3).state_dict()}, StateMismatchError, "weight"),
     ],
@@ -494,18 +466,18 @@ def test_files_that_are_no_checkpoint_are_refused(
         load(make, str(path), strict=True)
     if content is None:
         assert (type(caught.value).__mro__.count(StateFileError), caught.value.filename) == (1, str(path))  # type: ignore[attr-defined]
+    with pytest.raises(IsADirectoryError):
+        load(make, str(tmp_path))
 
 
 def test_names_of_weights_are_revised_as_asked(make: Make, tmp_path: Path) -> None:
     torch.save({"state_dict": nn.Linear(2, 3).state_dict()}, tmp_path / "a.pt")
     assert load(make, str(tmp_path / "a.pt"), revise_keys=[("^", "body.")]) == {}
-    with pytest.raises(IsADirectoryError):
-        load(make, str(tmp_path))
 
 
-@pytest.mark.parametrize("name", ["torchvision://resnet50", "open-mmlab://vgg16", "s3://bucket/a.pt"])
-def test_model_zoos_are_refused_by_name(make: Make, name: str) -> None:
-    with pytest.raises(ConfigurationError, match=name.partition(":")[0]):
+@pytest.mark.parametrize("name", ["torchvision://vgg16", "open-mmlab://vgg16", "s3://a.pt", "http://b/a.pt"])
+def test_addresses_other_than_protected_ones_are_refused_by_name(make: Make, name: str) -> None:
+    with pytest.raises(ConfigurationError, match=name):
         load(make, name)
 
 

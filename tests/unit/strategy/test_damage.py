@@ -15,15 +15,8 @@ import pytest
 import torch
 
 from kvtrainer.errors import KVStoreError, StateFileError
-from tests.support.strategies import Make, Net, steps
+from tests.support.strategies import AMP, SCHEDULE, Make, Net, steps
 
-CFG = {
-    "optimizer": {"type": "Adam", "lr": 0.1},
-    "type": "AmpOptimWrapper",
-    "loss_scale": {"init_scale": 8.0, "growth_interval": 2},
-    "accumulative_counts": 2,
-}
-SCHEDULE = {"type": "LinearLR", "start_factor": 0.1, "by_epoch": False, "end": 5}
 MARKS = ("kvtrainer_format", "kvtrainer_checksum")
 
 
@@ -33,7 +26,7 @@ class Run:
     def __init__(self, make: Make, seed: int, steps_made: int) -> None:
         self.strategy = make(env_kwargs={"randomness": {"seed": seed}})
         self.model, self.trainer, _ = self.strategy.prepare(
-            Net(), optim_wrapper=CFG, param_scheduler=SCHEDULE, dispatch_kwargs={"max_iters": 12}
+            Net(), optim_wrapper=AMP, param_scheduler=SCHEDULE, dispatch_kwargs={"max_iters": 12}
         )
         steps(self.model, self.trainer, steps_made)
 
@@ -86,10 +79,9 @@ def damaged(whole: bytes, numbers: random.Random) -> bytes:
         found[at : at + count] = bytes(len(found[at : at + count]))
     else:
         one, other = sorted(numbers.sample(range(0, len(whole) - count, count), 2))
-        found[one : one + count], found[other : other + count] = (
-            found[other : other + count],
-            found[one : one + count],
-        )
+        before = found[one : one + count]
+        found[one : one + count] = found[other : other + count]
+        found[other : other + count] = before
     return bytes(found)
 
 
@@ -241,13 +233,8 @@ def test_values_of_every_kind_come_back_as_they_were(make: Make, path: Path) -> 
         "numbers": [0, -1, 2**70, 0.1, -0.0, float("inf"), True, None, "", "\ud800 ü", b"\x00"],
         "keys": {1: "a", "1": "b", None: "c", 0.5: []},
         "empty": [{}, [], torch.zeros(0, 2)],
-        "tensors": [
-            values.view(2, 3).t(),
-            values[::2],
-            values.bool(),
-            values.to(torch.float8_e5m2),
-            values.half(),
-        ],
+        "tensors": [values.view(2, 3).t(), values[::2], values.bool(), values.half()],
+        "small": values.to(torch.float8_e5m2),
         "complex": [torch.complex(values, values).conj(), torch.complex(values, values).conj().imag],
         "scalar": torch.tensor(3),
     }

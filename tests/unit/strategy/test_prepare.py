@@ -100,15 +100,11 @@ def test_several_trainers_get_the_same_or_their_own(make: Make) -> None:
     both = {"body": SGD, "head": SGD}
     run = {"max_epochs": 4, "max_iters": 4}
     linear = {"type": "LinearLR", "start_factor": 0.5}
-    _, trainers, schedules = make().prepare(
-        Net(), optim_wrapper=both, param_scheduler=linear, dispatch_kwargs=run
-    )
-    assert {name: len(its) for name, its in schedules.items()} == {"body": 1, "head": 1}
-    assert trainers.get_lr() == {"body.lr": [0.05], "head.lr": [0.05]}
-    _, trainers, _ = make().prepare(
-        Net(), optim_wrapper=both, param_scheduler={"head": [linear]}, dispatch_kwargs=run
-    )
-    assert trainers.get_lr() == {"body.lr": [0.1], "head.lr": [0.05]}
+    for given, names, rate in ((linear, ["body", "head"], 0.05), ({"head": [linear]}, ["head"], 0.1)):
+        options = {"optim_wrapper": both, "param_scheduler": given, "dispatch_kwargs": run}
+        _, trainers, schedules = make().prepare(Net(), **options)
+        assert [(name, len(its)) for name, its in schedules.items()] == [(name, 1) for name in names]
+        assert trainers.get_lr() == {"body.lr": [rate], "head.lr": [0.05]}
 
 
 def test_other_things_are_refused(make: Make) -> None:
@@ -126,13 +122,11 @@ def test_schedules_without_an_optimizer_are_refused_before_anything_is_built(mak
     assert not hasattr(strategy, "model")
 
 
-@pytest.mark.parametrize(
-    "when",
-    [{"by_epoch": False}, {"convert_to_iter_based": True}, {"convert_to_iter_based": True, "end": 2}],
-)
-def test_schedules_by_step_end_with_the_passes_and_not_in_the_middle(
-    make: Make, when: dict[str, Any]
-) -> None:
+CONVERTED: dict[str, Any] = {"convert_to_iter_based": True}
+
+
+@pytest.mark.parametrize("when", [{"by_epoch": False}, CONVERTED, {**CONVERTED, "end": 2}])
+def test_schedules_by_step_end_with_the_passes_and_not_in_the_middle(make: Make, when: Any) -> None:
     cfg = {"optimizer": {"type": "SGD", "lr": 1.0}, "accumulative_counts": 3}
     run = {"max_iters": 11, "max_epochs": 2, "epoch_length": 6}
     linear = {"type": "LinearLR", "start_factor": 1.0, "end_factor": 0.0, **when}
@@ -144,15 +138,10 @@ def test_schedules_by_step_end_with_the_passes_and_not_in_the_middle(
 
 
 def test_an_epoch_that_does_not_end_with_an_update_has_no_length(make: Make) -> None:
-    by_epoch = {"type": "StepLR", "step_size": 1, "convert_to_iter_based": True}
+    by_epoch, twice = {"type": "StepLR", "step_size": 1, **CONVERTED}, {**SGD, "accumulative_counts": 2}
     run = {"max_iters": 10, "max_epochs": 2, "epoch_length": 5}
     with pytest.raises(ConfigurationError, match="the updates in an epoch"):
-        make().prepare(
-            Net(),
-            optim_wrapper={**SGD, "accumulative_counts": 2},
-            param_scheduler=by_epoch,
-            dispatch_kwargs=run,
-        )
+        make().prepare(Net(), optim_wrapper=twice, param_scheduler=by_epoch, dispatch_kwargs=run)
 
 
 @pytest.mark.parametrize("target", [None, "forward", "train_step"])
