@@ -30,9 +30,7 @@ SGD = {"type": "SGD", "lr": 0.5, "momentum": 0.9}
 def arguments(**cfg: Any) -> dict[str, Any]:
     """What a configuration adds to the model and the optimizer."""
     made = trainer_arguments(nn.Linear(1, 1), {"optimizer": SGD, **cfg})
-    return {
-        key: value for key, value in made.items() if key not in ("params", "optimizer", "optimizer_params")
-    }
+    return {key: made[key] for key in made if key not in ("params", "optimizer", "optimizer_params")}
 
 
 def test_gluons_optimizers_are_there_under_a_prefix_or_a_name_that_torch_lacks() -> None:
@@ -170,9 +168,7 @@ HELPERS = [
 
 
 @pytest.mark.parametrize("name", HELPERS)
-def test_a_variable_of_the_users_own_is_no_slip_of_the_pen(
-    name: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_variable_of_ones_own_is_no_slip_of_the_pen(name: str, caplog: pytest.LogCaptureFixture) -> None:
     assert arguments(**{name: 3}) == {}
     assert caplog.records[0].args == (name,)
 
@@ -240,10 +236,7 @@ def test_override_that_no_trainer_takes_is_refused_by_name() -> None:
         ({"clip_grad": {}}, "optim_wrapper needs an 'optimizer'"),
         ({"type": "AmpOptimWrapper", "optimizer": SGD, "amp": 8, "loss_scale": 8}, "'loss_scale' and 'amp'"),
         ({"optimizer": SGD, "paramwise": {}, "paramwise_cfg": {}}, "'paramwise_cfg' and 'paramwise'"),
-        (
-            {"optimizer": SGD, "accumulate": 2, "accumulative_counts": 3},
-            "'accumulative_counts' and 'accumulate'",
-        ),
+        ({"optimizer": SGD, "accumulate": 2, "accumulative_counts": 3}, "'accumulative_counts' and"),
         ({"optimizer": SGD, "clip_gard": {}}, "Did you mean 'clip_grad'"),
     ],
 )
@@ -253,19 +246,15 @@ def test_optim_wrapper_that_no_trainer_is_like_is_refused(cfg: dict[str, Any], m
 
 
 def test_a_length_that_is_said_twice_alike_is_no_contradiction() -> None:
-    lengths = {
-        "total_epochs": 300,
-        "max_epochs": 300,
-        "runner": {"max_epochs": 300},
-        "train_cfg": {"max_epochs": 300},
-    }
-    for names in (
-        ("max_epochs", "runner"),
-        ("max_epochs", "train_cfg"),
+    own = {"max_epochs": 300}
+    lengths = {"total_epochs": 300, "max_epochs": 300, "runner": own, "train_cfg": own}
+    for left_out in (
+        (),
+        ("total_epochs", "train_cfg"),
         ("total_epochs", "runner"),
-        tuple(lengths),
+        ("max_epochs", "train_cfg"),
     ):
-        cfg = {name: lengths[name] for name in names}
+        cfg = {name: length for name, length in lengths.items() if name not in left_out}
         [schedule] = arguments(lr_config={"policy": "poly"}, **cfg)["schedules"]
         assert schedule == {"policy": "poly", "name": "lr", "max_epochs": 300}
 
@@ -410,9 +399,7 @@ def test_subclass_may_make_other_groups() -> None:
 class LayerDecay(DefaultOptimizerConstructor):
     """As MMCV's subclasses are written: it overrides add_params, with base_lr and base_wd."""
 
-    def add_params(  # type: ignore[override]
-        self, params: list[dict[str, Any]], module: nn.Module, **others: Any
-    ) -> None:
+    def add_params(self, params: list[Any], module: nn.Module, **others: Any) -> None:  # type: ignore[override]
         for name, parameter in module.named_parameters():
             scale = self.paramwise_cfg.get("layer_decay", 1.0) ** (2 - int(name[0]))
             group = {"params": [parameter], "lr": self.base_lr * scale, "lr_scale": scale}
@@ -424,16 +411,12 @@ def test_subclass_may_append_groups_as_mmcvs_do() -> None:
     optimizer = LayerDecay(DECAYING, {"layer_decay": 0.5})(model)
     found = [(g["lr"], g["weight_decay"], g["lr_scale"], g["param_names"]) for g in optimizer.param_groups]
     assert found == [
-        (0.125, 0.25, 0.25, ["0.weight"]),
-        (0.125, 0.0, 0.25, ["0.bias"]),
-        (0.25, 0.25, 0.5, ["1.weight"]),
-        (0.25, 0.0, 0.5, ["1.bias"]),
-        (0.5, 0.25, 1.0, ["2.weight"]),
-        (0.5, 0.0, 1.0, ["2.bias"]),
+        (0.5 * scale, decay, scale, [f"{at}.{name}"])
+        for at, scale in enumerate((0.25, 0.5, 1.0))
+        for name, decay in (("weight", 0.25), ("bias", 0.0))
     ]
-    trainer = Trainer.from_config(
-        model, {"optimizer": {**DECAYING, "constructor": LayerDecay, "paramwise_cfg": {}}}
-    )
+    cfg = {"optimizer": {**DECAYING, "constructor": LayerDecay, "paramwise_cfg": {}}}
+    trainer = Trainer.from_config(model, cfg)
     trainer.update_params(model(torch.ones(1, 1)).sum())
     assert trainer.param_groups[0]["lr_scale"] == 1.0
 
@@ -528,10 +511,8 @@ def test_table_of_a_trainer_shows_rules_and_present_numbers() -> None:
 
 def test_replicas_have_the_rules_of_their_parameter() -> None:
     model = DataParallel(nn.Sequential(nn.Linear(2, 1), nn.GroupNorm(1, 1)), ["cpu", "cpu"])
-    trainer = Trainer(
-        **detectron_arguments(model, {"SOLVER.WEIGHT_DECAY_GN": 0.5, "SOLVER.WARM_UP_ITERS": 0})
-    )
-    report = trainer.describe_params()
+    cfg = {"SOLVER.WEIGHT_DECAY_GN": 0.5, "SOLVER.WARM_UP_ITERS": 0}
+    report = Trainer(**detectron_arguments(model, cfg)).describe_params()
     assert len(report.rows) == 8
     for name, rules in {"0.bias": ("bias",), "1.weight": ("GroupNorm scale",), "0.weight": ()}.items():
         both = [row for row in report.rows if row.name.partition(" ")[0] == name]

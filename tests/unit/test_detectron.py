@@ -87,16 +87,10 @@ def trained(rates: tuple[float, ...], in_store: bool, correction: Any) -> dict[s
 @pytest.mark.parametrize("in_store", [False, True])
 @pytest.mark.parametrize(
     ("rates", "correction", "expected"),
-    [
-        ((0.02,) * 5, True, CONSTANT),
-        (RATES, True, CORRECTED),
-        (RATES, None, UNCORRECTED),
-    ],
+    [((0.02,) * 5, True, CONSTANT), (RATES, True, CORRECTED), (RATES, None, UNCORRECTED)],
     ids=["constant", "corrected", "uncorrected"],
 )
-def test_updates_are_detectrons(
-    rates: tuple[float, ...], correction: Any, expected: dict[str, list[float]], in_store: bool
-) -> None:
+def test_updates_are_detectrons(rates: Any, correction: Any, expected: Any, in_store: bool) -> None:
     got = trained(rates, in_store, correction)
     for name, weights in expected.items():
         assert got[name] == pytest.approx(weights, rel=1e-6, abs=1e-6), name
@@ -110,14 +104,9 @@ def test_configuration_keys_become_arguments_of_a_trainer(is_flat: bool) -> None
     cfg = {f"SOLVER.{k}": v for k, v in SOLVER.items()} if is_flat else {"SOLVER": SOLVER}
     model = Scalars()
     arguments = detectron_arguments(model, {**cfg, "NUM_GPUS": 1})
-    assert arguments["params"] is model
-    assert arguments["optimizer"] == "sgd"
-    assert arguments["optimizer_params"] == {
-        "learning_rate": 0.02,
-        "momentum": 0.9,
-        "wd": 1e-4,
-        "momentum_correction": {"threshold": 1.1, "min_lr": 1e-7},
-    }
+    assert (arguments["params"], arguments["optimizer"]) == (model, "sgd")
+    correction = {"momentum_correction": {"threshold": 1.1, "min_lr": 1e-7}}
+    assert arguments["optimizer_params"] == {"learning_rate": 0.02, "momentum": 0.9, "wd": 1e-4, **correction}
     made = apply_paramwise(model, arguments["paramwise"], arguments["optimizer_params"])
     assert made.report["norm.weight"].weight_decay == 0.125
     optimizer = torch.optim.SGD([Parameter(torch.ones(1))], lr=0.02)
@@ -166,10 +155,9 @@ def test_defaults_are_detectrons() -> None:
     ],
 )
 def test_keys_that_say_nothing_are_refused(cfg: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigurationError, match=message):
-        detectron_devices(cfg)
-    with pytest.raises(ConfigurationError, match=message):
-        detectron_arguments(nn.Linear(1, 1), cfg)
+    for read in (detectron_devices, lambda cfg: detectron_arguments(nn.Linear(1, 1), cfg)):
+        with pytest.raises(ConfigurationError, match=message):
+            read(cfg)
 
 
 @pytest.mark.parametrize(
@@ -193,15 +181,11 @@ def test_number_of_devices_that_cannot_be_is_refused(n: Any) -> None:
 
 
 def test_devices_and_reducer_come_from_their_keys_and_the_model_has_as_many_replicas() -> None:
-    for cfg, expected in (
-        ({}, (1, "auto")),
-        ({"NUM_GPUS": 8}, (8, "tree")),
-        ({"NUM_GPUS": 2, "USE_NCCL": True}, (2, "nccl")),
-    ):
-        assert detectron_devices(cfg) == expected
+    assert detectron_devices({}) == (1, "auto")
+    assert detectron_devices({"NUM_GPUS": 8}) == (8, "tree")
+    assert detectron_devices({"NUM_GPUS": 2, "USE_NCCL": True}) == (2, "nccl")
     for count, replicas in ((8, 1), (2, 3)):
-        net = nn.Linear(1, 1)
-        model = net if replicas == 1 else DataParallel(net, ["cpu"] * replicas)
+        model = DataParallel(nn.Linear(1, 1), ["cpu"] * replicas)
         with pytest.raises(ConfigurationError, match=f"{replicas} replicas"):
             detectron_arguments(model, {"NUM_GPUS": count})
     two = DataParallel(nn.Linear(1, 1), ["cpu"] * 2)

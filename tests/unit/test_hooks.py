@@ -12,7 +12,12 @@ import torch
 from torch import nn
 
 from kvtrainer import DataParallel, Trainer, kvstore
-from kvtrainer.errors import AnomalousParametersError, ArgumentTypeError, ConfigurationError
+from kvtrainer.errors import (
+    AnomalousParametersError,
+    ArgumentTypeError,
+    ConfigurationError,
+    UnregisteredNameError,
+)
 from kvtrainer.hooks import (
     CyclicLrUpdaterHook,
     FixedLrUpdaterHook,
@@ -49,16 +54,10 @@ def test_hook_names_the_stages_at_which_it_does_something() -> None:
 def test_priorities_are_mmcvs() -> None:
     assert [get_priority(one) for one in ("HIGHEST", "very_high", Priority.NORMAL, 33)] == [0, 10, 50, 33]
     assert get_priority(OptimizerHook.priority) == get_priority("ABOVE_NORMAL") == 40
-    for bad, error in (
-        (101, ValueError),
-        (-1, ValueError),
-        ("SOON", KeyError),
-        (True, TypeError),
-        (1.5, TypeError),
-    ):
-        with pytest.raises(error) as raised:
+    wrong = {101: ConfigurationError, -1: ConfigurationError, "SOON": UnregisteredNameError}
+    for bad, error in {**wrong, True: ArgumentTypeError, 1.5: ArgumentTypeError}.items():
+        with pytest.raises(error):
             get_priority(bad)  # type: ignore[arg-type]
-        assert isinstance(raised.value, ConfigurationError)
 
 
 def test_hooks_can_ask_where_a_run_is() -> None:
@@ -75,9 +74,8 @@ def test_hooks_can_ask_where_a_run_is() -> None:
 def test_places_of_training_and_validation_are_places_of_any_epoch_and_batch() -> None:
     general = [f"{when}_{what}" for what in ("epoch", "iter") for when in ("before", "after")]
     seen: list[str] = []
-    hook: Any = type(
-        "Recorder", (Hook,), {name: lambda self, _, n=name: seen.append(n) for name in general}
-    )()
+    methods = {name: lambda self, _, n=name: seen.append(n) for name in general}
+    hook: Any = type("Recorder", (Hook,), methods)()
     for name in general:
         for kind in ("train", "val"):
             getattr(hook, name.replace("_", f"_{kind}_"))(None)
@@ -270,7 +268,7 @@ def test_scale_is_resumed_from_the_meta_data() -> None:
         "cur_scale": 64.0, "cur_iter": 5, "mode": "dynamic", "last_overflow_iter": 2, "scale_factor": 2.0,
         "scale_window": 1000,
     }  # fmt: skip
-    for saved, scale in ((old, 64), ({}, 2.0**16), ({**StaticLossScaler(4).state_dict()}, 4)):
+    for saved, scale in ((old, 64), ({}, 2.0**16), (StaticLossScaler(4).state_dict(), 4)):
         runner = Runner(Weights(1), Fp16OptimizerHook(loss_scale="dynamic"))
         runner.meta = {"fp16": {"loss_scaler": saved}}
         runner.run([])
@@ -328,9 +326,7 @@ def test_size_of_buckets_is_refused_where_nothing_is_reduced_over_ranks(options:
     hook = Fp16OptimizerHook(**options)
     assert {name: getattr(hook, name) for name in options} == options
     for given in (None, "device", "local", kvstore.create("device")):
-        with pytest.raises(
-            ConfigurationError, match=r"would have no effect: kvstore .* does not reduce over ranks"
-        ):
+        with pytest.raises(ConfigurationError, match="does not reduce over ranks"):
             Runner(Weights(1), hook, kvstore=given).run([])
 
 
@@ -415,9 +411,8 @@ def test_classes_derived_from_the_hook_have_a_formula_of_their_own() -> None:
             return base_momentum / 2
 
     optimizer = torch.optim.SGD(zeros(1), lr=0.1, momentum=0.8)
-    assert scheduled(Root(by_epoch=False), optimizer, 1, 3) == pytest.approx(
-        [0.1, 0.1 / 2**0.5, 0.1 / 3**0.5]
-    )
+    rates = scheduled(Root(by_epoch=False), optimizer, 1, 3)
+    assert rates == pytest.approx([0.1, 0.1 / 2**0.5, 0.1 / 3**0.5])
     warm = Half(warmup="constant", warmup_iters=1)
     assert scheduled(warm, optimizer, 1, 2, "momentum") == pytest.approx([0.4 / 0.9, 0.4])
     adam = torch.optim.Adam(zeros(1), betas=(0.8, 0.99))

@@ -52,8 +52,6 @@ def test_tree_of_eight_adds_neighbours_then_pairs_then_halves() -> None:
     torch.manual_seed(1)
     a, b, c, d, e, f, g, h = parts = [torch.randn(1000) for _ in range(8)]
     assert torch.equal(summed("tree", parts), ((a + b) + (c + d)) + ((e + f) + (g + h)))
-    assert torch.equal(summed("tree", parts[:4]), (a + b) + (c + d))
-    assert torch.equal(summed("flat", parts[:4]), ((a + b) + c) + d)
 
 
 @ON_CPU
@@ -100,15 +98,12 @@ def test_broadcast_gives_everyone_the_first_ones_numbers(name: str) -> None:
         (3, lambda a, b: True, flat_sum),
     ],
 )
-def test_automatic_choice_is_the_tree_where_its_devices_reach_each_other(
+def test_automatic_choice_is_the_tree_where_devices_reach_each_other(
     count: int, reach: Any, kind: Any
 ) -> None:
     devices = [torch.device("cuda", at) for at in range(count)]
     assert make_reducer("auto", devices, reach).sum is kind
-
-
-def test_automatic_choice_on_the_cpu_is_the_left_fold() -> None:
-    assert make_reducer("auto", [CPU] * 4).sum is flat_sum
+    assert make_reducer("auto", [CPU] * count, reach).sum is flat_sum
 
 
 @pytest.mark.parametrize("devices", [[CPU, CPU], [torch.device("cuda", 0)] * 2])
@@ -198,10 +193,13 @@ def test_reducer_that_would_have_no_effect_is_refused() -> None:
         Trainer([Parameter(torch.zeros(2))], "sgd", kvstore=tree)
     with pytest.raises(ConfigurationError, match="would have no effect"):
         DataParallel(Linear(1, 1), ["cpu"], reducer="tree")
-    with pytest.raises(ConfigurationError, match="compressed are decoded and added from left to right"):
-        Trainer([replicas()], "sgd", kvstore=tree, compression_params={"type": "2bit"})
-    with pytest.raises(ConfigurationError, match="compressed are decoded and added from left to right"):
-        tree.set_gradient_compression({"type": "2bit"})
+    two = {"type": "2bit"}
+    for call in (
+        lambda: Trainer([replicas()], "sgd", kvstore=tree, compression_params=two),
+        lambda: tree.set_gradient_compression(two),
+    ):
+        with pytest.raises(ConfigurationError, match="compressed are decoded and added from left to right"):
+            call()
     with pytest.raises(ConfigurationError, match="'local' does not take these options"):
         kvstore.create("local", reducer="tree")
 
@@ -218,9 +216,7 @@ def test_left_fold_and_compression_go_together() -> None:
 
 def test_model_and_store_that_ask_for_different_reducers_are_refused() -> None:
     model = DataParallel(Linear(1, 1), ["cpu"] * 2, reducer="flat")
-    with pytest.raises(
-        ConfigurationError, match="DataParallel has reducer='flat' and the kvstore reducer='tree'"
-    ):
+    with pytest.raises(ConfigurationError, match="has reducer='flat' and the kvstore reducer='tree'"):
         Trainer(model, "sgd", kvstore=kvstore.create("device", reducer="tree"))
 
 

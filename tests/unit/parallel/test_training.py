@@ -73,9 +73,7 @@ def check_equal(found: list[list[Parameter]], expected: list[Tensor]) -> None:
 
 @STORES
 @pytest.mark.parametrize("size", [8, 7, 2])
-def test_replicas_train_as_one_device_does_on_the_whole_batch(
-    name: str, in_store: bool | None, size: int
-) -> None:
+def test_replicas_train_as_one_device_does_on_the_whole_batch(name: str, in_store: Any, size: int) -> None:
     """Also where the parts are unequal, and where one of three replicas gets nothing."""
     model = DataParallel(net(), ["cpu"] * 3)
     trainer = Trainer(model, torch.optim.SGD, OPTIONS, kvstore=name, update_on_kvstore=in_store)
@@ -254,15 +252,11 @@ def test_norm_clipping_accumulation_and_rules_count_replicas_once(name: str, in_
             assert found.grad_norm == pytest.approx(expected.grad_norm, abs=1e-12)
             assert found.clip_coef == pytest.approx(expected.clip_coef, abs=1e-12)
             assert found.clip_coef < 1.0
-    for p, replicas in zip(single.parameters(), model.params, strict=True):
-        assert torch.allclose(replicas[0], p, rtol=0, atol=1e-12)
-        assert all(torch.equal(replicas[0], one) for one in replicas)
+    check_equal(model.params, list(single.parameters()))
 
 
 @STORES
-def test_loss_that_is_not_finite_on_any_replica_stops_the_step_for_all(
-    name: str, in_store: bool | None
-) -> None:
+def test_loss_that_is_not_finite_on_any_replica_stops_the_step_for_all(name: str, in_store: Any) -> None:
     model = DataParallel(net(), ["cpu"] * 2)
     before = [p.clone() for p in model.parameters()]
     trainer = Trainer(model, "sgd", {"lr": 0.1}, name, update_on_kvstore=in_store, on_nonfinite="raise")
@@ -270,5 +264,4 @@ def test_loss_that_is_not_finite_on_any_replica_stops_the_step_for_all(
     x[3] = float("nan")
     with pytest.raises(NonFiniteGradientError):
         trainer.update_params(model.forward_losses(x, mean_square))
-    for p, replicas in zip(before, model.params, strict=True):
-        assert all(torch.equal(p, one) for one in replicas)
+    check_equal(model.params, before)
