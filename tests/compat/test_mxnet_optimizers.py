@@ -9,12 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-import kvtrainer.optimizer
-from kvstore_server.optimizer import Optimizer, State, apply_update, gluon, layerwise
-from kvstore_server.plan import TensorSpec, make_plan
+from kvstore_server.optimizer import gluon, layerwise
+from kvtrainer import Trainer
 from tests.compat.conftest import Ask
 from tests.compat.random_cases import OWN, STEPS, random_case
-from tests.support.optimizer_slices import empty, update_slice
 
 pytestmark = pytest.mark.compat
 
@@ -25,72 +23,21 @@ OF_CHANGE = 1e-4
 """Largest difference at the end, relative to how far a weight of the key has moved: small steps show, too."""
 
 
-class Model:
-    """The keys of a run and their optimizer's state: slices for elementwise optimizers, else whole keys."""
-
-    def __init__(self, optimizer: Optimizer, keys: list[dict[str, Any]]) -> None:
-        self.optimizer, self.keys = optimizer, keys
-        self.names = [key["name"] for key in keys]
-        self.plan = make_plan([TensorSpec(key["name"], tuple(key["shape"]), "float32") for key in keys], 1)
-        self.slices = [torch.zeros(piece.length) for piece in self.plan.slices]
-        self.slice_states = [empty(piece) for piece in self.plan.slices]
-        self.key_states = [State() for _ in keys]
-        self.scatter([key["weight"] for key in keys], self.slices)
-
-    def scatter(self, values: list[list[float]], slices: list[Tensor]) -> None:
-        for piece, flat in zip(self.plan.slices, slices, strict=True):
-            for s in piece.segments:
-                part = values[s.key][s.key_start : s.key_start + s.numel]
-                flat[s.start : s.start + s.numel] = torch.tensor(part)
-
-    def weights(self) -> list[Tensor]:
-        """Views of the keys in their shapes; no key of a run is longer than a slice."""
-        found: dict[int, Tensor] = {}
-        for piece, flat in zip(self.plan.slices, self.slices, strict=True):
-            for s in piece.segments:
-                found[s.key] = flat[s.start : s.start + s.numel].view(tuple(self.keys[s.key]["shape"]))
-        return [found[i] for i in range(len(self.keys))]
-
-    def step(self, lr: float, rescale: float, grads: list[list[float]]) -> None:
-        self.optimizer.set_learning_rate(lr)
-        hypers = [
-            {
-                **self.optimizer.hyper,
-                "lr": lr * key["lr_mult"],
-                "weight_decay": self.optimizer.hyper["weight_decay"] * key["wd_mult"],
-            }
-            for key in self.keys
-        ]
-        if self.optimizer.elementwise:
-            self.update_slices(hypers, rescale, grads)
-        else:
-            self.update_keys(hypers, rescale, grads)
-
-    def update_slices(self, hypers: list[dict[str, Any]], rescale: float, grads: list[list[float]]) -> None:
-        changes = [torch.zeros_like(flat) for flat in self.slices]
-        self.scatter(grads, changes)
-        for i, piece in enumerate(self.plan.slices):
-            here = [hypers[s.key] for s in piece.segments]
-            names = [self.names[s.key] for s in piece.segments]
-            change, state = changes[i].mul_(rescale), self.slice_states[i]
-            update_slice(self.optimizer, piece, self.slices[i], change, state, here, names=names)
-
-    def update_keys(self, hypers: list[dict[str, Any]], rescale: float, grads: list[list[float]]) -> None:
-        for i, weight in enumerate(self.weights()):
-            change = torch.tensor(grads[i]).view(weight.shape) * rescale
-            hyper = {**hypers[i], "key": self.names[i]}
-            apply_update(self.optimizer, weight, change, self.key_states[i], hyper)
-
-
 def our_trajectory(case: dict[str, Any]) -> list[list[np.ndarray]]:
-    optimizer = kvtrainer.optimizer.create(
-        case["name"], learning_rate=case["steps"][0]["lr"], **case["options"]
-    )
-    model = Model(optimizer, case["keys"])
+    keys, options = case["keys"], {"learning_rate": case["steps"][0]["lr"], **case["options"]}
+    weights = [torch.nn.Parameter(torch.tensor(key["weight"]).view(key["shape"])) for key in keys]
+    groups = [
+        {"params": [p], "param_names": [key["name"]], "weight_decay": options.get("wd", 0.0) * key["wd_mult"]}
+        for p, key in zip(weights, keys, strict=True)
+    ]
+    trainer = Trainer(groups, case["name"], options, kvstore=None)
     after = []
     for step in case["steps"]:
-        model.step(**step)
-        after.append([weight.reshape(-1).numpy().copy() for weight in model.weights()])
+        for group, p, key, grad in zip(trainer.param_groups, weights, keys, step["grads"], strict=True):
+            group["lr"] = step["lr"] * key["lr_mult"]
+            p.grad = torch.tensor(grad).view(p.shape)
+        trainer.step(1 / step["rescale"])
+        after.append([p.detach().reshape(-1).numpy().copy() for p in weights])
     return after
 
 
