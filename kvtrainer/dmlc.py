@@ -226,9 +226,9 @@ def _be_server(environ: Mapping[str, str], job: DmlcJob, timeout: float, dead_af
         flags += ["--bind", tcp_address(host, 0), "--dead-after", str(dead_after)]
         code = cli.main(flags, announce=begin)
         if code:  # it has said why in its own log
-            client.give_up(KVStoreError(f"its server ended with code {code}"))
+            client.leave(KVStoreError(f"its server ended with code {code}"))
     except BaseException as error:
-        client.give_up(error)
+        client.leave(error)
         raise
     finally:
         client.close()
@@ -273,15 +273,23 @@ _joined: dict[tuple[int, str], Topology] = {}
 
 
 def _join(job: DmlcJob, rank: int | None, timeout: float, dead_after: float) -> Topology:
-    """Meet the others; from then on say that this process lives, until it ends."""
+    """Meet the others; from then on say to scheduler and servers that this process lives, until it ends."""
     client = SchedulerClient(job.root)
+    servers: Session | None = None
     try:
         told = client.ask(_join_message(job, rank), timeout)
-        client.start_heartbeats()
+        client.start_heartbeats(int(told["session"]))
         topology = Topology(int(told["rank"]), job.num_workers, tuple(map(parse_address, told["servers"])))
-        servers = _enter_group(topology, timeout, dead_after)
+        options = SessionOptions(
+            _GROUP, topology.rank, job.num_workers + 1, connect_timeout=timeout, dead_after=dead_after,
+            capability=capability(), address=f"{socket.gethostname()}:{os.getpid()}",
+        )  # fmt: skip
+        servers = Session(Connection(topology.servers), options, time.monotonic)
+        servers.connect()
     except BaseException as error:
-        client.give_up(error)
+        if servers is not None:
+            servers.close(describe(error), is_clean=False)
+        client.leave(error)
         client.close()
         raise
     # At the end of the process, and after its stores, which are younger, have left the servers.
@@ -293,26 +301,6 @@ def _leave(client: SchedulerClient, servers: Session) -> None:
     servers.close("its process ended", is_clean=True)
     client.leave()
     client.close()
-
-
-def _enter_group(topology: Topology, timeout: float, dead_after: float) -> Session:
-    """Let every server know that this worker lives, from now on."""
-    options = SessionOptions(
-        _GROUP,
-        topology.rank,
-        topology.num_workers + 1,
-        connect_timeout=timeout,
-        dead_after=dead_after,
-        capability=capability(),
-        address=f"{socket.gethostname()}:{os.getpid()}",
-    )
-    session = Session(Connection(topology.servers), options, time.monotonic)
-    try:
-        session.connect()
-    except BaseException as error:
-        session.close(describe(error), is_clean=False)
-        raise
-    return session
 
 
 class SchedulerClient:
@@ -346,47 +334,40 @@ class SchedulerClient:
                     next_time = now + _ASK_EVERY
                 answer = self._receive(next_time - now)
                 if isinstance(answer, m.Info):
-                    self._session = int(answer.values.get("session", self._session))
                     return answer.values
                 if isinstance(answer, m.Failed):
-                    raise self._refused(answer)
+                    error = from_wire(answer.code, answer.text)
+                    if isinstance(error, ServerLostState | FencedError):  # a server's answer to a stranger
+                        error = ProtocolError(f"what listens at {self._root} is no scheduler, but a server")
+                    raise error
                 if isinstance(answer, m.Pending):
                     heard, missing = now, answer.why
             raise self._too_late(timeout, heard, now - heard < max(1.0, timeout / 2), missing)
         except BaseException as error:
-            self.give_up(error)
+            self.leave(error)
             raise
 
-    def _refused(self, answer: m.Failed) -> KVStoreError:
-        error = from_wire(answer.code, answer.text)
-        if isinstance(error, ServerLostState | FencedError):  # a server's answer to a stranger
-            return ProtocolError(f"what listens at {self._root} is no scheduler, but a server")
-        return error
-
     def _too_late(self, timeout: float, heard: float, is_there: bool, missing: str) -> ConnectTimeoutError:
-        hint = "(connect_timeout=… or KVSTORE_CONNECT_TIMEOUT raises the limit)"
         if is_there:
-            return ConnectTimeoutError(
+            text = (
                 f"{missing or 'the scheduler was not done'}: waited {timeout:g} s; look for the last words of those "
-                f"who are missing {hint}"
+                "who are missing"
             )
-        return ConnectTimeoutError(
-            f"the scheduler at {self._root} {'fell silent' if heard else 'did not answer'} within {timeout:g} s; is "
-            "the process with DMLC_ROLE=scheduler running, and are DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT right? "
-            f"{hint}"
-        )
+        else:
+            text = (
+                f"the scheduler at {self._root} {'fell silent' if heard else 'did not answer'} within {timeout:g} s; "
+                "is the process with DMLC_ROLE=scheduler running, and are DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT right?"
+            )
+        return ConnectTimeoutError(f"{text} (connect_timeout=… or KVSTORE_CONNECT_TIMEOUT raises the limit)")
 
-    def give_up(self, error: BaseException) -> None:
-        """Tell the scheduler that this process cannot go on, so that nobody waits for it."""
-        self._send(m.Leave(describe(error), False))
-
-    def start_heartbeats(self) -> None:
+    def start_heartbeats(self, session: int) -> None:
         """Say from time to time, in a thread, that this process lives; only after it has joined."""
-        self._connection.start_heartbeats([(0, self._session)])
+        self._session = session
+        self._connection.start_heartbeats([(0, session)])
 
-    def leave(self) -> None:
-        """Say that this process ends."""
-        self._send(m.Leave("its process ended", True))
+    def leave(self, error: BaseException | None = None) -> None:
+        """Say that this process ends, or that it cannot go on, so that nobody waits for it."""
+        self._send(m.Leave("its process ended" if error is None else describe(error), error is None))
 
     def close(self) -> None:
         self._connection.close()
@@ -407,17 +388,10 @@ class SchedulerClient:
 
 
 def _join_message(job: DmlcJob, rank: int | None) -> m.JoinJob:
-    return m.JoinJob(
-        job.role,
-        job.num_workers,
-        job.num_servers,
-        -1 if rank is None else rank,
-        -1 if job.task is None else job.task,
-        (job.node_host or socket.gethostname())[:255],
-        _started(),
-        os.getpid(),
-        _machine(),
-    )
+    own, task = (-1 if number is None else number for number in (rank, job.task))
+    counts = job.num_workers, job.num_servers
+    host = (job.node_host or socket.gethostname())[:255]
+    return m.JoinJob(job.role, *counts, own, task, host, _started(), os.getpid(), _machine())
 
 
 def _host_of_server(environ: Mapping[str, str], job: DmlcJob, is_one_machine: bool) -> str:

@@ -17,8 +17,9 @@ from pathlib import Path
 from kvstore_server.check import is_loopback
 from kvstore_server.errors import ConfigurationError
 from kvstore_server.version import __version__
+from kvtrainer.env import DEAD_AFTER, read_timeout
 from kvtrainer.launcher.hosts import Remote, bind_addresses, parse_hosts, place_servers, place_workers
-from kvtrainer.launcher.job import Launcher, Limits, until_noticed
+from kvtrainer.launcher.job import TO_REPORT, Launcher, Limits
 
 _DESCRIPTION = """\
 Start parameter servers and workers, on this machine or on the hosts of a file, and end them together.
@@ -160,8 +161,9 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     if command[0].endswith(".py") and options.hostfile is None and shutil.which(command[0]) is None:
         parser.error(f"{command[0]} is no program that can be started; say: python {command[0]}")
     try:
-        linger = Limits.linger if options.linger is None else options.linger
-        unheard = until_noticed(os.environ) if options.linger is None and options.servers else linger
+        linger = unheard = Limits.linger if options.linger is None else options.linger
+        if options.linger is None and options.servers:
+            unheard = read_timeout(os.environ, DEAD_AFTER) + TO_REPORT
         options.limits = Limits(options.start_timeout, linger, unheard, options.grace)
         options.env = _environment(options.env)
         _set_hosts(options)

@@ -172,12 +172,12 @@ class RemoteChild(Child):
         return f"{text} (which ssh also uses if it cannot connect)" if self.returncode == 255 else text
 
 
-def without_address(word: str, note: Callable[[str], None], put: Put) -> Put:
-    """Return a `put` that hands the line which begins with `word` to `note`, and others to `put`."""
+def without_reports(word: str, report: Callable[[bytes], None], put: Put) -> Put:
+    """Return a `put` that hands lines which begin with `word` to `report`, without it, and others to `put`."""
 
     def sort(target: int, tag: str, line: bytes) -> None:
         if line.startswith(word.encode()):
-            note(line[len(word) :].decode(errors="replace"))
+            report(line[len(word) :])
         else:
             put(target, tag, line)
 

@@ -6,23 +6,21 @@ decides the exit code, and everything after it is about leaving nothing behind.
 
 from __future__ import annotations
 
-import os
 import secrets
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from kvstore_server.errors import ConfigurationError
-from kvtrainer.env import DEAD_AFTER, NUM_WORKERS, RANK, SERVERS, parse_address, read_timeout
+from kvtrainer.env import NUM_WORKERS, RANK, SERVERS, parse_address
 from kvtrainer.launcher.guardian import KILL_WAIT, Guardian, environment
-from kvtrainer.launcher.hosts import Remote, RemoteChild, without_address
+from kvtrainer.launcher.hosts import Remote, RemoteChild, without_reports
 from kvtrainer.launcher.processes import Child, Events, Put
 
 _LAST_OUTPUT_WAIT = 1.0
-_MAX_READY_LINE = 1024
-_TO_REPORT = 5.0
+TO_REPORT = 5.0
 """Seconds that processes need to end with a traceback, once they know that another one is dead."""
 
 
@@ -38,15 +36,6 @@ class Limits:
     """The same where the others can only find out by silence: a server is gone, or a worker that could say nothing."""
     grace: float = 5.0
     """Between SIGTERM and SIGKILL."""
-
-
-def until_noticed(environ: Mapping[str, str]) -> float:
-    """Return the seconds in which processes notice a silent death and say so, as this environment sets them.
-
-    Raises:
-        ConfigurationError: KVSTORE_DEAD_AFTER is not a number above 0.
-    """
-    return read_timeout(environ, DEAD_AFTER) + _TO_REPORT
 
 
 class Launcher:
@@ -82,7 +71,8 @@ class Launcher:
         self._events = Events()
         self._servers: list[Child] = []
         self._workers: list[Child] = []
-        self._addresses = Addresses(len(server_commands), self._events, lambda text: self._fail(1, text))
+        self._addresses: dict[int, str] = {}
+        """Where servers listen, as they report it when they are ready, by their index."""
         self._code: int | None = None
         self._stopping = False
 
@@ -96,7 +86,6 @@ class Launcher:
             finally:
                 self._signal_all(signal.SIGKILL)  # none is left, unless the lines above raised
                 self._guardian.close()
-                self._addresses.close()
             self._sweep()
         return self._code or 0
 
@@ -106,8 +95,8 @@ class Launcher:
         for index in range(len(self._server_commands)):
             if self._code is None:
                 self._start_server(index)
-        if not self._wait(self._addresses.are_complete, self._limits.start):
-            late = ", ".join(map(str, self._addresses.missing()))
+        if not self._wait(lambda: not self._silent_servers(), self._limits.start):
+            late = ", ".join(map(str, self._silent_servers()))
             within = f"within {self._limits.start:g} s; allow more with --start-timeout"
             self._fail(1, f"server {late} did not report an address {within}")
         for rank in range(self._num_workers):
@@ -144,21 +133,19 @@ class Launcher:
     # Starting.
 
     def _start_server(self, index: int) -> None:
-        command, put = self._server_commands[index], self._events.output.put
+        command, report = self._server_commands[index], partial(self._note_address, index)
         if self._remote is None:
-            with self._addresses.pipe_to(index) as fd:
-                here = [*command, "--ready-fd", str(fd)]
-                self._spawn(self._servers, "server", here, self._environ, put, (fd,))
+            self._spawn(self._servers, "server", command, self._environ, self._events.output.put, report)
         else:
             word = secrets.token_hex(16)
             there = self._remote.of_server(index, command, self._environ, word)
-            hear = without_address(word, lambda text: self._addresses.note(index, text), put)
-            self._spawn(self._servers, "server", there, self._environ, hear)
+            put = without_reports(word, report, self._events.output.put)
+            self._spawn(self._servers, "server", there, self._environ, put)
 
     def _start_worker(self, rank: int) -> None:
         environ = {**self._environ, RANK: str(rank), NUM_WORKERS: str(self._num_workers)}
         if self._server_commands:
-            environ[SERVERS] = ",".join(self._addresses.in_order())
+            environ[SERVERS] = ",".join(self._addresses[index] for index in sorted(self._addresses))
         command = self._worker_command
         if self._remote is not None:
             command = self._remote.of_worker(rank, command, environ)
@@ -173,25 +160,33 @@ class Launcher:
         command: Sequence[str],
         environ: Mapping[str, str],
         put: Put,
-        pass_fds: Sequence[int] = (),
+        report: Callable[[bytes], None] | None = None,
     ) -> None:
         index = len(group)
-        name, tag = f"{role} {index}", f"{role[0]}{index}"
+        name, tag, kind = f"{role} {index}", f"{role[0]}{index}", Child
+        if self._remote is not None:
+            hosts = self._remote.servers if role == "server" else self._remote.workers
+            name, kind = f"{name} on {hosts[index].name}", RemoteChild
         try:
-            if self._remote is None:
-                child = Child(name, tag, command, environ, put, pass_fds)
-            else:
-                hosts = self._remote.servers if role == "server" else self._remote.workers
-                name += f" on {hosts[index].name}"
-                child = RemoteChild(name, tag, command, environ, put)
+            child = kind(name, tag, command, environ, put, report)
         except (OSError, ValueError) as error:
             # As a shell does: 127 for a command that does not exist, 126 for one that cannot be run.
             self._fail(127 if isinstance(error, FileNotFoundError) else 126, f"cannot start {name}: {error}")
             return
-        self._guardian.watch(child.pid)
+        self._guardian.watch(child.process.pid)
         group.append(child)
         for fd in child.streams:
-            self._events.add_reader(fd, lambda fd=fd: self._read(child, fd), pausable=True)  # type: ignore[misc]
+            self._events.add_reader(fd, partial(self._read, child, fd), pausable=True)
+
+    def _note_address(self, index: int, line: bytes) -> None:
+        """Take down where a server listens; its first word counts."""
+        try:
+            self._addresses.setdefault(index, parse_address(line.decode(errors="replace")))
+        except ConfigurationError as error:
+            self._fail(1, f"server {index} did not report its address: {error}")
+
+    def _silent_servers(self) -> list[int]:
+        return [index for index in range(len(self._server_commands)) if index not in self._addresses]
 
     # While it runs.
 
@@ -226,9 +221,9 @@ class Launcher:
             self._fail(128 + signal.SIGPIPE, f"cannot write the output: {error.strerror}")
 
     def _reap(self) -> None:
-        gone = [child for child in self._alive() if child.reap()]
+        gone = [child for child in self._alive() if child.process.poll() is not None]
         for child in gone:
-            self._guardian.forget_if_empty(child.pid)
+            self._guardian.forget_if_empty(child.process.pid)
             for fd, stream in list(child.streams.items()):
                 if not stream.drain():
                     self._close_stream(child, fd)
@@ -236,13 +231,13 @@ class Launcher:
             return
         # When both exited since the last look, the server is the likelier cause.
         for child in sorted(gone, key=lambda child: child not in self._servers):
-            if child in self._servers and self._servers.index(child) in self._addresses.missing():
+            if child in self._servers and self._servers.index(child) in self._silent_servers():
                 self._fail(1, f"{child.describe_exit()} before it was ready")
             elif child in self._servers:
                 text = f"{child.describe_exit()} before the workers were done"
                 self._fail(child.shell_code() or 1, text, was_unheard=True)
             elif child.returncode:
-                self._fail(child.shell_code(), child.describe_exit(), was_unheard=child.was_killed())
+                self._fail(child.shell_code(), child.describe_exit(), was_unheard=child.shell_code() > 128)
 
     def _read(self, child: Child, fd: int) -> None:
         if not child.streams[fd].read():
@@ -285,65 +280,6 @@ class Launcher:
 
     def _workers_done(self) -> bool:
         return len(self._workers) == self._num_workers and self._no_worker_left()
-
-
-class Addresses:
-    """Where the servers listen, as they report it when they are ready; `fail` is told what is wrong with a report."""
-
-    def __init__(self, count: int, events: Events, fail: Callable[[str], None]) -> None:
-        self._count = count
-        self._events = events
-        self._fail = fail
-        self._known: dict[int, str] = {}
-        self._unread: set[int] = set()
-        """Pipes of servers that have not reported an address yet."""
-
-    def are_complete(self) -> bool:
-        return not self.missing()
-
-    def missing(self) -> list[int]:
-        return [index for index in range(self._count) if index not in self._known]
-
-    def in_order(self) -> list[str]:
-        """All of them, by index; complete ones only."""
-        return [self._known[index] for index in range(self._count)]
-
-    @contextmanager
-    def pipe_to(self, index: int) -> Iterator[int]:
-        """Open a file descriptor within the block for one server, which writes its address and a newline."""
-        reading, writing = os.pipe()
-        try:
-            yield writing
-        finally:
-            os.close(writing)
-        self._unread.add(reading)
-        received = bytearray()
-        self._events.add_reader(reading, lambda: self._read(index, reading, received), pausable=False)
-
-    def note(self, index: int, text: str) -> None:
-        """Take down what one server reported."""
-        try:
-            self._known[index] = parse_address(text)
-        except ConfigurationError as error:
-            self._fail(f"server {index} did not report its address: {error}")
-
-    def close(self) -> None:
-        for fd in list(self._unread):
-            self._close_pipe(fd)
-
-    def _read(self, index: int, fd: int, received: bytearray) -> None:
-        data = os.read(fd, _MAX_READY_LINE)
-        received += data
-        if data and b"\n" not in received and len(received) < _MAX_READY_LINE:
-            return
-        self._close_pipe(fd)
-        if received:  # else it has exited, which is reported as that
-            self.note(index, received.decode(errors="replace").partition("\n")[0])
-
-    def _close_pipe(self, fd: int) -> None:
-        self._unread.discard(fd)
-        self._events.remove_reader(fd)
-        os.close(fd)
 
 
 def _never() -> bool:

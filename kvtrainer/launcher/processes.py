@@ -1,6 +1,6 @@
 """The processes of a launched job, their output, and the one loop that waits for all of them, without a thread.
 
-`LineSplitter` cuts what one stream of one process wrote into lines. `Output` holds lines until they can be written to
+`Stream` cuts what comes out of one pipe of one process into lines. `Output` holds lines until they can be written to
 the launcher's own standard output and error without blocking, in bounded memory, so that a paused terminal cannot make
 the launcher deaf to signals and exits.
 """
@@ -44,6 +44,9 @@ Put = Callable[[int, str, bytes], None]
 class Child:
     """A process in a session of its own, whose output comes back through pipes; it starts on construction.
 
+    Args:
+        report: If given, the command gets `--ready-fd` and a file descriptor, and this each line that is written there.
+
     Raises:
         OSError: the command cannot be started.
     """
@@ -57,83 +60,84 @@ class Child:
         command: Sequence[str],
         environ: Mapping[str, str],
         put: Put,
-        pass_fds: Sequence[int] = (),
+        report: Callable[[bytes], None] | None = None,
     ) -> None:
         self.name = name
-        # The caller starts children from one thread only, which is what preexec_fn needs.
-        self.process = subprocess.Popen(
-            command,
-            env=dict(environ),
-            stdin=self.stdin_kind,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            bufsize=0,
-            pass_fds=pass_fds,
-            start_new_session=True,
-            preexec_fn=end_with_parent(),
-        )
-        assert self.process.stdout is not None
-        assert self.process.stderr is not None
-        self._pipes = {pipe.fileno(): pipe for pipe in (self.process.stdout, self.process.stderr)}
-        self.streams = {
-            fd: Stream(fd, partial(put, target, f"[{tag}] ")) for target, fd in enumerate(self._pipes, 1)
-        }
-
-    @property
-    def pid(self) -> int:
-        return self.process.pid
+        puts: list[Callable[[bytes], None]] = [partial(put, target, f"[{tag}] ") for target in (1, 2)]
+        if report is not None:
+            puts.append(report)
+        pipes = [os.pipe() for _ in puts]
+        self.streams = {fd: Stream(fd, each) for (fd, _), each in zip(pipes, puts, strict=True)}
+        """What can still be read of it, by file descriptor."""
+        out, err, *ready = (writing for _, writing in pipes)
+        try:
+            # The caller starts children from one thread only, which is what preexec_fn needs.
+            self.process = subprocess.Popen(
+                [*command, *(part for fd in ready for part in ("--ready-fd", str(fd)))],
+                env=dict(environ),
+                stdin=self.stdin_kind,
+                stdout=out,
+                stderr=err,
+                bufsize=0,
+                pass_fds=ready,
+                start_new_session=True,
+                preexec_fn=end_with_parent(),
+            )
+        except BaseException:
+            for fd in list(self.streams):
+                self.close_stream(fd)
+            raise
+        finally:
+            for _, writing in pipes:
+                os.close(writing)
 
     @property
     def returncode(self) -> int | None:
-        """The exit code, or minus the number of the signal that killed it; None until `reap` is True."""
+        """The exit code, or minus the number of the signal that killed it; None as long as nobody saw it exit."""
         return self.process.returncode
-
-    def reap(self) -> bool:
-        """Say whether the process has exited; never waits."""
-        return self.process.poll() is not None
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to the process and all others of its group, unless it has been reaped."""
         # A reaped leader's number may already be a stranger's.
         if self.process.returncode is None:
             with contextlib.suppress(PermissionError):  # it runs as another user now
-                os.killpg(self.pid, number)
+                os.killpg(self.process.pid, number)
 
     def close_stream(self, fd: int) -> None:
+        """Pass on a last line that has no end, and close the pipe."""
         self.streams.pop(fd).flush()
-        self._pipes[fd].close()
+        os.close(fd)
 
     def describe_exit(self) -> str:
         code = self.process.returncode
-        if code is None:
-            return f"{self.name} is running"
         if code >= 0:
             return f"{self.name} exited with code {code}"
         return f"{self.name} was killed by signal {-code} ({signal.Signals(-code).name})"
 
-    def was_killed(self) -> bool:
-        """Say whether a signal has ended it, or what it ran for us if it is a shell: it could not say why."""
-        return self.shell_code() > 128
-
     def shell_code(self) -> int:
         """Return the exit code as a shell reports it: 128 + n for signal n."""
         code = self.process.returncode
-        assert code is not None
         return code if code >= 0 else 128 - code
 
 
 class Stream:
-    """The reading end of one output pipe of a child; `put` gets its lines."""
+    """The reading end of a pipe of a child; `put` gets its lines, without their ends.
 
-    def __init__(self, fd: int, put: Callable[[bytes], None]) -> None:
-        self._fd, self._put = fd, put
-        self._splitter = LineSplitter()
+    Text that a carriage return has overwritten is a progress bar: of these states only one per
+    PROGRESS_INTERVAL comes out.
+    """
+
+    def __init__(
+        self, fd: int, put: Callable[[bytes], None], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._fd, self._put, self._clock = fd, put, clock
+        self._buffer = bytearray()
+        self._shown = -PROGRESS_INTERVAL
 
     def read(self) -> bool:
         """Read what is there (blocks if nothing is) and pass complete lines on; False at the end."""
         data = os.read(self._fd, _READ_SIZE)
-        for line in self._splitter.feed(data):
-            self._put(line)
+        self.feed(data)
         return bool(data)
 
     def drain(self) -> bool:
@@ -150,49 +154,34 @@ class Stream:
                 return False
         return True
 
-    def flush(self) -> None:
-        """Pass on a last line that has no end."""
-        for line in self._splitter.finish():
-            self._put(line)
-
-
-class LineSplitter:
-    """Cut the bytes of one stream into lines, without their ends.
-
-    Text that a carriage return has overwritten is a progress bar: of these states only one per
-    PROGRESS_INTERVAL comes out.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._buffer = bytearray()
-        self._shown = -PROGRESS_INTERVAL
-
-    def feed(self, data: bytes) -> list[bytes]:
-        """Add bytes; return the lines that are now complete."""
+    def feed(self, data: bytes) -> None:
+        """Add bytes, and pass on the lines that are now complete."""
         scanned = len(self._buffer)
         if self._buffer.endswith(b"\r"):
             scanned -= 1
         self._buffer += data
-        lines: list[bytes] = []
         start = 0
         for end in _LINE_END.finditer(self._buffer, scanned):
             text = bytes(self._buffer[start : end.start()]).rstrip(b"\r")
             if end.group().endswith(b"\n") or self._due(text):
-                lines += _cut(text)
+                self._put_all(_cut(text))
             start = end.end()
         del self._buffer[:start]
         if len(self._buffer) > MAX_LINE:
             *whole, rest = _cut(bytes(self._buffer))
-            lines += whole
+            self._put_all(whole)
             self._buffer[:] = rest
-        return lines
 
-    def finish(self) -> list[bytes]:
-        """Return the last line if it had no end; the stream is over."""
+    def flush(self) -> None:
+        """Pass on a last line that has no end; the stream is over."""
         text = bytes(self._buffer).rstrip(b"\r")
         self._buffer.clear()
-        return _cut(text) if text else []
+        if text:
+            self._put_all(_cut(text))
+
+    def _put_all(self, lines: Sequence[bytes]) -> None:
+        for line in lines:
+            self._put(line)
 
     def _due(self, text: bytes) -> bool:
         now = self._clock()

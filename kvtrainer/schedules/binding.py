@@ -101,48 +101,35 @@ def build_param_schedules(
 
 
 def _bind(
-    one: Any, optimizer: torch.optim.Optimizer, run: Mapping[str, Any], last: Mapping[str, ParamSchedule]
+    given: Any, optimizer: torch.optim.Optimizer, run: Mapping[str, Any], last: Mapping[str, ParamSchedule]
 ) -> BoundSchedule:
-    if not isinstance(one, Mapping) or "scheduler" not in one:
-        return _bound(one, "step", optimizer, run, last)
-    if set(one) - {"scheduler", "by"} or one.get("by", "step") not in ("step", "epoch"):
-        raise ConfigurationError(
-            f"a dict with a scheduler has that and by='step' or 'epoch', got {one!r:.120}"
-        )
-    schedule = _bound(one["scheduler"], one.get("by", "step"), optimizer, run, last)
-    if one.get("by", schedule.by) != schedule.by:
-        raise ConfigurationError(
-            f"by={one['by']!r} is said of a {type(one['scheduler']).__name__}, which goes by {schedule.by!r} itself"
-        )
-    return schedule
-
-
-def _bound(
-    one: Any,
-    by: str,
-    optimizer: torch.optim.Optimizer,
-    run: Mapping[str, Any],
-    last: Mapping[str, ParamSchedule],
-) -> BoundSchedule:
-    """Bind what is no dict with a 'scheduler'; `by` is for what does not say itself by what it goes."""
+    one, by = given, None
+    if isinstance(given, Mapping) and "scheduler" in given:
+        one, by = given["scheduler"], given.get("by")
+        if set(given) - {"scheduler", "by"} or given.get("by", "step") not in ("step", "epoch"):
+            raise ConfigurationError(
+                f"a dict with a scheduler has that and by='step' or 'epoch', got {given!r:.120}"
+            )
     if isinstance(one, Mapping):
         one = read_schedule(one, run)
     if callable(one) and not is_scheduler(one):
         one = one(optimizer)
     if isinstance(one, ScheduleSpec):
-        return ParamSchedule(optimizer, one, after=last.get(one.name))
+        one = ParamSchedule(optimizer, one, after=last.get(one.name))
     if not is_scheduler(one):
         raise ArgumentTypeError(
             "a schedule is a ParamSchedule, a dict with 'policy' or 'type', a scheduler of torch or a function that "
             f"makes one of an optimizer; got {type(one).__name__}"
         )
+    kind = type(one.scheduler if isinstance(one, TorchSchedule) else one).__name__
     if one.optimizer is not optimizer and one.optimizer.param_groups is not optimizer.param_groups:
-        inner = one.scheduler if isinstance(one, TorchSchedule) else one
         raise ConfigurationError(
-            f"this {type(inner).__name__} is bound to another optimizer, a {type(one.optimizer).__name__}; give a "
-            "function that makes it, or bind it to this one"
+            f"this {kind} is bound to another optimizer, a {type(one.optimizer).__name__}; give a function that makes "
+            "it, or bind it to this one"
         )
-    bound: BoundSchedule = bound_by(one, by)
+    bound: BoundSchedule = bound_by(one, by or "step")
+    if by not in (None, bound.by):
+        raise ConfigurationError(f"by={by!r} is said of a {kind}, which goes by {bound.by!r} itself")
     return bound
 
 
@@ -172,11 +159,7 @@ def _fit_together(schedules: Sequence[BoundSchedule]) -> None:
 
 @contextmanager
 def _kept_on_error(optimizer: torch.optim.Optimizer, made: Sequence[BoundSchedule]) -> Iterator[None]:
-    """Let a block bind schedules; if it raises, groups and former schedules are as before.
-
-    Args:
-        made: The schedules that the block makes, which is filled in it.
-    """
+    """Let a block bind schedules, and add them to `made`; if it raises, groups and former schedules are as before."""
     groups = list(getattr(optimizer, "param_groups", ()))
     before = [
         {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items()}

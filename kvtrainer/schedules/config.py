@@ -131,12 +131,10 @@ def detectron_schedule(solver: Mapping[str, Any]) -> ScheduleSpec:
         "exp_decay": ("exp_decay", {"gamma": gamma}),
     }
     name, options = choices[policy]
-    warm: dict[str, Any] = {}
-    if solver["WARM_UP_ITERS"]:
-        method = solver["WARM_UP_METHOD"]
+    method, length, warm = solver["WARM_UP_METHOD"], solver["WARM_UP_ITERS"], {}
+    if length:
         check.one_of("WARM_UP_METHOD", method, ("constant", "linear"), error=UnregisteredNameError)
-        ratio = solver["WARM_UP_FACTOR"]
-        warm = {"warmup": method, "warmup_iters": solver["WARM_UP_ITERS"], "warmup_ratio": ratio}
+        warm = {"warmup": method, "warmup_iters": length, "warmup_ratio": solver["WARM_UP_FACTOR"]}
     return ParamSchedule.unbound("lr", name, by="step", end=solver["MAX_ITER"], **warm, **options)
 
 
@@ -146,18 +144,16 @@ def _from_policy(cfg: Mapping[str, Any], run: Mapping[str, Any]) -> ScheduleSpec
     policy, name = rest.pop("policy", None), rest.pop("name", "lr")
     if not isinstance(policy, str):
         raise ConfigurationError(f"a schedule needs the name of its policy, got {policy!r}")
-    known = {key: rest.pop(key, run.get(key)) for key in _RUN}
+    max_epochs, max_iters, length = (rest.pop(key, run.get(key)) for key in _RUN)
     is_stepwise = policy.replace("_", "").lower() in _STEPWISE
     by_epoch = _goes_by_epoch(rest, not is_stepwise)
     if by_epoch and is_stepwise:
         raise ConfigurationError(f"the policy {policy!r} goes by step; leave by_epoch out, or give False")
-    length = known["epoch_length"]
-    max_iters = known["max_iters"]
-    if max_iters is None and known["max_epochs"] and length:
-        max_iters = int(known["max_epochs"] * length)
+    if max_iters is None and max_epochs and length:
+        max_iters = int(max_epochs * length)
     end = rest.pop("end", None)
     if end is None:
-        end = known["max_epochs"] if by_epoch else max_iters
+        end = max_epochs if by_epoch else max_iters
     when = {key: rest.pop(key) for key in ("begin", "groups") if key in rest}
     warm = {key: rest.pop(key) for key in _WARMUP if key in rest}
     if name == "momentum" and "warmup" in warm:
@@ -205,15 +201,11 @@ def _from_type(cfg: Mapping[str, Any], run: Mapping[str, Any]) -> ScheduleSpec |
     span = (_INFINITE if end is None else end) - begin
     if kind in ("Constant", "Linear") and span == 1:
         end = None  # the step after the only one has another value
+    options = _completed(kind, name, options, span)
+    passed = 0 if last_step == -1 else begin + last_step + 1
+    policy, by = f"{MMENGINE}{kind}", "epoch" if by_epoch else "step"
     spec = ScheduleSpec(
-        name,
-        f"{MMENGINE}{kind}",
-        "epoch" if by_epoch else "step",
-        begin,
-        end,
-        groups=cfg.get("groups"),
-        passed=0 if last_step == -1 else begin + last_step + 1,
-        options=_completed(kind, name, options, span),
+        name, policy, by, begin, end, groups=cfg.get("groups"), passed=passed, options=options
     )
     return spec if last_step == -1 else _resumed(spec)
 
@@ -328,7 +320,7 @@ def _plateau(
     rule = check.one_of("rule", options.pop("rule", "less"), ("less", "greater"))
     check.number("threshold", options.get("threshold", 0), 0)
     mode = options.pop("threshold_rule", "rel")
-    made: dict[str, Any] = {"threshold_mode": mode, "minimum": options.pop("min_value", 0.0), **options}
-    made["mode"] = {"less": "min", "greater": "max"}[rule]
-    window: dict[str, Any] = {"begin": begin, "end": end, "groups": cfg.get("groups")}
-    return lambda optimizer: PlateauSchedule(optimizer, name, **window, **made)
+    made = {"threshold_mode": mode, "minimum": options.pop("min_value", 0.0), **options}
+    made |= {"mode": "min" if rule == "less" else "max"}
+    made |= {"begin": begin, "end": end, "groups": cfg.get("groups")}
+    return lambda optimizer: PlateauSchedule(optimizer, name, **made)

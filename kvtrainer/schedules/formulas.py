@@ -383,33 +383,30 @@ def make_policy(
         if options:
             raise ConfigurationError(f"a function takes no options, got {', '.join(options)}")
         return Formula(lambda point: policy(point.base, point.at, point.span))
-    given = check_options(policy, options, name)
+    given = check_options(policy, options, name, span)
     kind, function = _find(policy, name)
     if _NAMED[kind].needs_end and span is None and given.get("total_steps") is None:
         raise ConfigurationError(
             f"the policy {kind!r} leads to an end, which is not known; give `end`, or max_epochs or max_iters in a "
             "configuration"
         )
-    if span is not None:
-        _check_span(kind, given, span)
     if "minimum_ratio" in given:
         given["low"] = Low(given.pop("minimum"), given.pop("minimum_ratio"))
     return Formula(function, given, _NAMED[kind].restarts)
 
 
-def check_options(policy: str, options: Mapping[str, Any], name: str = "lr") -> dict[str, Any]:
-    """Return all options of a policy under our names, those that were not given with their defaults.
-
-    Raises:
-        UnregisteredNameError: there is no such policy; lists them.
-        ConfigurationError: an option is unknown, missing or impossible.
-    """
+def check_options(
+    policy: str, options: Mapping[str, Any], name: str = "lr", span: int | None = None
+) -> dict[str, Any]:
+    """Return all options of a policy under our names, with defaults; raises as `make_policy`."""
     kind, function = _find(policy, name)
-    label = _label(kind)
-    given = _under_our_names(kind, function, options, _NAMED[kind].of_momentum if name == "momentum" else {})
+    label = f"the policy {kind.removeprefix(MMENGINE)!r}"
+    aliases = _ALIASES_OF_MMENGINE if kind.startswith(MMENGINE) else _ALIASES
+    defaults = _NAMED[kind].of_momentum if name == "momentum" else {}
+    given = _under_our_names(label, function, options, aliases, defaults)
     minima = [key for key in ("minimum", "minimum_ratio") if given.get(key) is not None]
     if len(minima) > 1 or (_NAMED[kind].needs_minimum and not minima):
-        spellings = [alias for alias, meant in _aliases(kind).items() if meant.startswith("minimum")]
+        spellings = [alias for alias, meant in aliases.items() if meant.startswith("minimum")]
         raise ConfigurationError(
             f"{label} needs exactly one of a minimum and its ratio to the base ({', '.join(spellings)}), got "
             f"{' and '.join(minima) or 'neither'}"
@@ -421,7 +418,8 @@ def check_options(policy: str, options: Mapping[str, Any], name: str = "lr") -> 
     for key, value in given.items():
         if value is not None:
             _CHECKS.get(key, check.number)(f"{key} of {label}", value)
-    _check_together(label, given)
+    if problem := _misfit(kind, label, given, span):
+        raise ConfigurationError(problem)
     return given
 
 
@@ -441,19 +439,14 @@ def _plainly(name: str) -> str:
     return name.replace("_", "").lower()
 
 
-def _label(kind: str) -> str:
-    return f"the policy {kind.removeprefix(MMENGINE)!r}"
-
-
-def _aliases(kind: str) -> Mapping[str, str]:
-    return _ALIASES_OF_MMENGINE if kind.startswith(MMENGINE) else _ALIASES
-
-
 def _under_our_names(
-    kind: str, function: Callable[..., float], options: Mapping[str, Any], defaults: Mapping[str, Any]
+    label: str,
+    function: Callable[..., float],
+    options: Mapping[str, Any],
+    aliases: Mapping[str, str],
+    defaults: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Return all options under our names, lists as tuples; `defaults` come before the function's."""
-    label, aliases = _label(kind), _aliases(kind)
     _, *parameters = inspect.signature(function).parameters.values()
     given = {one.name: one.default for one in parameters} | dict(defaults)
     if given.pop("low", None) is not None:
@@ -524,38 +517,28 @@ _CHECKS: Mapping[str, Callable[[str, Any], object]] = {
 """Option → what is checked of it; all others are numbers."""
 
 
-def _check_together(label: str, given: Mapping[str, Any]) -> None:
-    """Raise ConfigurationError if options do not fit one another, or the policy."""
-    problem = ""
+def _misfit(kind: str, label: str, given: Mapping[str, Any], span: int | None) -> str:
+    """Say which options do not fit one another, the policy or the length of the schedule; empty if all do."""
     if "target_ratio" in given:
         check.number(f"gamma of {label}", given["gamma"], above=0, most=1)
         if len(given["target_ratio"]) != 2:
-            problem = f"target_ratio must be one or two numbers, got {given['target_ratio']!r}"
+            return f"target_ratio must be one or two numbers, got {given['target_ratio']!r}"
     if "periods" in given and len(given["periods"]) != len(given["restart_weights"]):
         lists = f"{given['periods']!r} and {given['restart_weights']!r}"
-        problem = f"periods and restart_weights must be equally long, got {lists}"
+        return f"periods and restart_weights must be equally long, got {lists}"
     if "steps" in given:
         steps: Sequence[int] = given["steps"]
         if steps[0] != 0 or list(steps) != sorted(steps) or len(steps) != len(given["values"]):
-            lists = f"{steps!r} and {given['values']!r}"
-            problem = f"steps must ascend from 0, with one value for each; got {lists}"
+            return f"steps must ascend from 0, with one value for each; got {steps!r} and {given['values']!r}"
     if any(given.get(key) == 0 for key in ("div_factor", "final_div_factor", "reference")):
-        problem = f"{label} divides by its factors and its reference, so none may be 0"
-    if problem:
-        raise ConfigurationError(problem)
-
-
-def _check_span(kind: str, given: Mapping[str, Any], span: int) -> None:
-    """Raise ConfigurationError if the options do not fit the length of the schedule."""
-    problem = ""
+        return f"{label} divides by its factors and its reference, so none may be 0"
+    if span is None:
+        return ""
     if given.get("cyclic_times", 1) > span:
-        problem = f"{given['cyclic_times']} cycles do not fit in {span} steps"
+        return f"{given['cyclic_times']} cycles do not fit in {span} steps"
     if (given.get("total_steps") or span) < span:
-        problem = f"total_steps is {given['total_steps']}, but there are {span} steps"
+        return f"total_steps is {given['total_steps']}, but there are {span} steps"
     if kind == "CosineRestart" and (end := sum(given["periods"])) < span:
-        problem = (
-            f"the periods {list(given['periods'])} are over after {end}, but there are {span} steps or epochs; give "
-            "more periods"
-        )
-    if problem:
-        raise ConfigurationError(problem)
+        lists = f"the periods {list(given['periods'])} are over after {end}"
+        return f"{lists}, but there are {span} steps or epochs; give more periods"
+    return ""

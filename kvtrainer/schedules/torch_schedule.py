@@ -44,13 +44,8 @@ class TorchSchedule:
     def names(self) -> frozenset[str]:
         """The values that it writes, as far as that can be known."""
         is_torchs = isinstance(self.scheduler, LRScheduler)
-        cycles = getattr(self.scheduler, "cycle_momentum", False)
-        return frozenset(
-            {
-                "lr" if is_torchs else getattr(self.scheduler, "param_name", ""),
-                *(["momentum"] if cycles else []),
-            }
-        )
+        own = "lr" if is_torchs else getattr(self.scheduler, "param_name", "")
+        return frozenset((own, "momentum") if getattr(self.scheduler, "cycle_momentum", False) else (own,))
 
     def step(self, *metric: float) -> None:
         """Advance it, in one that goes by a metric with that; raises ConfigurationError if that is missing."""
@@ -156,8 +151,7 @@ class PlateauSchedule:
     def state_dict(self) -> dict[str, Any]:
         """Return how far it is, the best metric, and by what the values were lowered: plain numbers."""
         state = self._scheduler.state_dict()
-        progress = {key: state[key] for key in _PROGRESS}
-        return {"count": self._count, "scales": self._value.scales, **progress}
+        return {"count": self._count, "scales": self._value.scales, **{key: state[key] for key in _PROGRESS}}
 
     def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Raise StateMismatchError unless it is such a state, of as many groups."""

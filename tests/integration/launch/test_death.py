@@ -9,9 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore_server.errors import ConfigurationError
 from kvtrainer import launch
-from kvtrainer.launcher.job import until_noticed
 from tests.support.launch_jobs import READY, ROOT, Jobs
 from tests.support.limits import DEAD_AFTER, FOREVER, LIMIT
 
@@ -83,13 +81,6 @@ def test_after_the_end_of_a_server_the_workers_get_the_longer_time(jobs: Jobs, t
     code, _, err = jobs.run(script, servers=1, server=server, linger_unheard=FOREVER)
     assert code == 6
     assert "[w0] the server is lost" in err.splitlines()
-
-
-def test_the_longer_time_is_dead_after_and_a_moment() -> None:
-    assert until_noticed({"KVSTORE_DEAD_AFTER": "3"}) == DEAD_AFTER + 5
-    assert until_noticed({}) == 25
-    with pytest.raises(ConfigurationError, match="KVSTORE_DEAD_AFTER is 'soon'"):
-        until_noticed({"KVSTORE_DEAD_AFTER": "soon"})
 
 
 def test_a_linger_that_is_given_holds_after_every_failure() -> None:

@@ -6,14 +6,18 @@ import os
 
 import pytest
 
-from kvtrainer.launcher.processes import HIGH_WATER, MAX_LINE, PROGRESS_INTERVAL, LineSplitter, Output
+from kvtrainer.launcher.processes import HIGH_WATER, MAX_LINE, PROGRESS_INTERVAL, Output, Stream
 
 
 def split(*chunks: bytes, step: float = 0.0) -> list[bytes]:
     """All lines that `chunks` give, when the clock moves on by `step` seconds at each look."""
     now = iter(i * step for i in range(1_000_000))
-    splitter = LineSplitter(lambda: next(now))
-    return [line for chunk in chunks for line in splitter.feed(chunk)] + splitter.finish()
+    lines: list[bytes] = []
+    stream = Stream(-1, lines.append, lambda: next(now))
+    for chunk in chunks:
+        stream.feed(chunk)
+    stream.flush()
+    return lines
 
 
 def drain(output: Output) -> None:
@@ -29,9 +33,12 @@ def test_lines_come_out_the_same_however_the_bytes_arrive() -> None:
 
 
 def test_nothing_comes_out_before_the_end_of_the_line() -> None:
-    splitter = LineSplitter()
-    assert splitter.feed(b"half") == []
-    assert splitter.feed(b" done\nnext") == [b"half done"]
+    lines: list[bytes] = []
+    stream = Stream(-1, lines.append)
+    stream.feed(b"half")
+    assert lines == []
+    stream.feed(b" done\nnext")
+    assert lines == [b"half done"]
 
 
 def test_progress_bar_within_the_interval_shows_its_first_and_last_state() -> None:

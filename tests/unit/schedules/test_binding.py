@@ -144,16 +144,6 @@ def test_schedules_are_a_list() -> None:
         bind_schedules("step", sgd())
 
 
-def test_schedules_of_one_value_build_on_one_another_also_when_they_come_later() -> None:
-    optimizer = sgd(0.1)
-    bound = bind_schedules([{"policy": "exp", "gamma": 0.5}], optimizer)
-    bound += bind_schedules([{"policy": "step", "step": 2}], optimizer, bound_before=bound)
-    for _ in range(2):
-        for schedule in bound:
-            schedule.step()
-    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 0.25 * 0.1)
-
-
 def test_end_of_a_config_is_the_end_of_training() -> None:
     cfg = {"policy": "poly", "power": 1.0}
     by_step, quarters = {**cfg, "by_epoch": False}, pytest.approx([0.1, 0.075, 0.05])

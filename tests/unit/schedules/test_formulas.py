@@ -144,11 +144,6 @@ def test_impossible_options_are_refused(policy: str, options: dict[str, Any], me
         make_policy(policy, options, "lr", 10)
 
 
-def test_policy_that_needs_an_end_says_so() -> None:
-    with pytest.raises(ConfigurationError, match="leads to an end"):
-        make_policy("poly", {})
-
-
 SOLVER = {
     "BASE_LR": 0.02, "GAMMA": 0.1, "STEPS": [0, 60, 80], "LRS": [0.02, 0.002, 0.0002], "STEP_SIZE": 30,
     "MAX_ITER": 90, "WARM_UP_ITERS": 5, "WARM_UP_FACTOR": 1 / 3, "WARM_UP_METHOD": "linear",
