@@ -18,7 +18,7 @@ import harness
 from workloads import WORKLOADS, split_into_jobs
 
 HERE = Path(__file__).resolve().parent
-OURS, THEIRS = "kvtrainer", "mxnet"
+OURS, THEIRS, BEFORE = "kvtrainer", "mxnet", "before"
 WORKERS = 2
 TITLE = "One dense synchronous round: kvtrainer and MXNet 1.9.1"
 
@@ -26,15 +26,16 @@ TITLE = "One dense synchronous round: kvtrainer and MXNet 1.9.1"
 def main() -> int:
     """Run the comparison and write what is known after every repetition; return 0."""
     options = _options()
-    systems = options.systems.split(",")
+    systems = options.systems.split(",") + [BEFORE] * bool(options.before)
+    others = [system for system in systems if system != OURS]
     versions = _versions(systems, options)
     samples: list[harness.Sample] = []
     for repetition in range(options.repetitions):
         samples += _repeat(repetition, systems, options)
         report = harness.Report(TITLE, samples, harness.describe_machine(versions))
         if options.out:
-            report.write(Path(options.out), OURS, THEIRS)
-    print(report.markdown(OURS, THEIRS))
+            report.write(Path(options.out), OURS, *others)
+    print(report.markdown(OURS, *others))
     return 0
 
 
@@ -55,9 +56,10 @@ def _repeat(repetition: int, systems: list[str], options: argparse.Namespace) ->
 
 
 def _run(system: str, servers: int, arguments: list[str], options: argparse.Namespace) -> harness.Measured:
-    if system == OURS:
+    if system in (OURS, BEFORE):
         command = [sys.executable, str(HERE / "kvtrainer_dense_round.py"), *arguments]
-        return harness.run_kvtrainer_job(command, WORKERS, servers, options.job_timeout)
+        checkout = options.before if system == BEFORE else ""
+        return harness.run_kvtrainer_job(command, WORKERS, servers, options.job_timeout, checkout)
     command = [str(_mxnet_python(options)), str(HERE / "mxnet_dense_round.py"), *arguments]
     return harness.run_mxnet_job(command, WORKERS, servers, options.job_timeout)
 
@@ -98,6 +100,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--workloads", default="", help=f"positions 0..{len(WORKLOADS) - 1}; all by default")
     parser.add_argument(
         "--systems", default=f"{OURS},{THEIRS}", help="run one of the two only, for a quick look"
+    )
+    parser.add_argument(
+        "--before", default="", metavar="DIR", help="another checkout, which takes turns with this one"
     )
     parser.add_argument(
         "--out", default="", help="write OUT.json and OUT.md, say benchmarks/results/dense_round"

@@ -103,11 +103,17 @@ class Report:
         return {s.repetition: s.seconds for s in self.samples if s.case == case and s.system == system}
 
 
-def run_kvtrainer_job(command: Sequence[str], workers: int, servers: int, timeout: float) -> Measured:
-    """Run `command --out FILE` as every worker of a job under kvlaunch; return what FILE holds then."""
+def run_kvtrainer_job(
+    command: Sequence[str], workers: int, servers: int, timeout: float, checkout: str = ""
+) -> Measured:
+    """Run `command --out FILE` as every worker of a job under kvlaunch; return what FILE holds then.
+
+    The job runs on the packages in the folder `checkout`, by default in that of this file.
+    """
+    folder = os.path.abspath(checkout or Path(__file__).parents[1])
     launch = [sys.executable, "-m", "kvtrainer.launch", "-n", str(workers), "-s", str(servers), "--"]
     with _result_file() as out, _Processes() as processes:
-        job = processes.start([*launch, *command, "--out", str(out)], {})
+        job = processes.start([*launch, *command, "--out", str(out)], {"PYTHONPATH": folder}, folder)
         processes.wait([job], timeout)
         return _read(out)
 
@@ -178,8 +184,10 @@ class _Processes:
             process.wait()
         self._output.close()
 
-    def start(self, command: Sequence[str], environ: Mapping[str, str]) -> subprocess.Popen[str]:
-        """Start one process whose output is kept for the case of a failure."""
+    def start(
+        self, command: Sequence[str], environ: Mapping[str, str], folder: str | None = None
+    ) -> subprocess.Popen[str]:
+        """Start one process in a folder; its output is kept for the case of a failure."""
         process = subprocess.Popen(
             list(command),
             env={**os.environ, "OMP_NUM_THREADS": "1", **environ},
@@ -187,6 +195,7 @@ class _Processes:
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
+            cwd=folder,
         )
         self._running.append(process)
         return process

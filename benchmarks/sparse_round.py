@@ -20,7 +20,7 @@ from sparse_worker import CLASSES, SYSTEMS, WORKERS, WORKLOADS
 HERE = Path(__file__).resolve().parent
 SERVERS = 2
 OURS = "kvtrainer"
-THEIRS = [name for name in SYSTEMS if name != OURS]
+BEFORE = "before"
 TITLE = "One row-sparse synchronous round: kvtrainer, dense gradients, and one process"
 
 
@@ -28,11 +28,14 @@ def main() -> int:
     """Run the comparison and write what is known after every repetition; return 0."""
     options = _options()
     samples: list[harness.Sample] = []
+    systems = options.systems.split(";") + [BEFORE] * bool(options.before)
+    others = [system for system in systems if system != OURS]
     versions = harness.installed_versions(sys.executable, ["kvtrainer", "torch", "pyzmq"])
-    cases = list(itertools.product(range(len(WORKLOADS)), options.optimizers.split(","), SYSTEMS))
+    positions = map(int, options.workloads.split(",")) if options.workloads else range(len(WORKLOADS))
+    cases = list(itertools.product(positions, options.optimizers.split(","), systems))
     for repetition in range(options.repetitions):
         for at, optimizer, system in cases:
-            measured = _run(system, at, optimizer, options.job_timeout)
+            measured = _run(system, at, optimizer, options)
             for workload, values in measured.items():
                 case = harness.Case(workload, f"{WORKERS} x {SERVERS}", optimizer)
                 samples.append(harness.Sample(case, system, repetition, values))
@@ -42,17 +45,18 @@ def main() -> int:
                 )
         report = harness.Report(TITLE, samples, harness.describe_machine(versions))
         if options.out:
-            report.write(Path(options.out), OURS, *THEIRS)
-    print(report.markdown(OURS, *THEIRS))
+            report.write(Path(options.out), OURS, *others)
+    print(report.markdown(OURS, *others))
     return 0
 
 
-def _run(system: str, at: int, optimizer: str, timeout: float) -> harness.Measured:
+def _run(system: str, at: int, optimizer: str, options: argparse.Namespace) -> harness.Measured:
     script = [sys.executable, str(HERE / "sparse_worker.py")]
-    command = [*script, "--system", system, "--workload", str(at), "--optimizer", optimizer]
-    if system.startswith("kvtrainer"):
-        return harness.run_kvtrainer_job(command, WORKERS, SERVERS, timeout)
-    return harness.run_torch_job(command, WORKERS if system.startswith("gloo") else 1, timeout)
+    kind, checkout = (OURS, options.before) if system == BEFORE else (system, "")
+    command = [*script, "--system", kind, "--workload", str(at), "--optimizer", optimizer]
+    if kind.startswith(OURS):
+        return harness.run_kvtrainer_job(command, WORKERS, SERVERS, options.job_timeout, checkout)
+    return harness.run_torch_job(command, WORKERS if kind.startswith("gloo") else 1, options.job_timeout)
 
 
 def _options() -> argparse.Namespace:
@@ -61,6 +65,13 @@ def _options() -> argparse.Namespace:
     )
     parser.add_argument("--repetitions", type=int, default=3, help="fresh jobs for each system and case")
     parser.add_argument("--optimizers", default="sgd,adagrad", help=f"some of {', '.join(CLASSES)}")
+    parser.add_argument("--workloads", default="", help=f"positions 0..{len(WORKLOADS) - 1}; all by default")
+    parser.add_argument(
+        "--systems", default=";".join(SYSTEMS), help="which run, for a quick look; semicolons between them"
+    )
+    parser.add_argument(
+        "--before", default="", metavar="DIR", help="another checkout, which takes turns with this one"
+    )
     parser.add_argument("--out", default="", help="write OUT.json and OUT.md")
     parser.add_argument(
         "--job-timeout", type=float, default=300.0, help="seconds after which a job is killed"

@@ -12,7 +12,7 @@ On another host (`kvlaunch -H`) it runs one process of the job. Standard input c
 byte asks for a signal; its end, which comes when the launcher, ssh or network is gone, ends the process, all that it
 has started, and this program.
 
-    python -m kvtrainer.launcher.guardian --grace SEC [--share N] [--ready WORD] -- COMMAND [ARG ...]
+    python -m kvtrainer.launcher.guardian --grace SEC [--share N] -- COMMAND [ARG ...]
 
 This file is run by its path, and so imports nothing outside the standard library.
 """
@@ -40,7 +40,6 @@ TERMINATE, KILL = b"T", b"K"
 """Bytes by which the launcher asks a guardian on another host for a signal."""
 _MAX_RESTARTS = 3
 _POLL = 0.02
-_MAX_READY_LINE = 1024
 _PR_SET_PDEATHSIG = 1
 
 
@@ -192,11 +191,10 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--grace", type=float, required=True)
     parser.add_argument("--mark")
     parser.add_argument("--share", type=int, default=0)
-    parser.add_argument("--ready", default="")
     parser.add_argument("command", nargs="*")
     options = parser.parse_args(argv)
     if options.command:
-        return _run(options.command, options.grace, options.share, options.ready)
+        return _run(options.command, options.grace, options.share)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     sessions: set[int] = set()
@@ -210,28 +208,24 @@ class _Stopped(Exception):
     """This program was asked to end by a signal."""
 
 
-def _run(command: Sequence[str], grace: float, share: int, ready: str) -> int:
+def _run(command: Sequence[str], grace: float, share: int) -> int:
     """Run a command until it or standard input ends; return its exit code as a shell does."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _stop)
     mark = secrets.token_hex(16)
-    reading, writing = os.pipe() if ready else (-1, -1)
     try:
         process = subprocess.Popen(
-            [*command, *(["--ready-fd", str(writing)] if ready else [])],
+            command,
             env=environment(os.environ, mark, share),
             stdin=subprocess.DEVNULL,
-            pass_fds=(writing,) if ready else (),
             start_new_session=True,
             preexec_fn=end_with_parent(),
         )
     except (OSError, ValueError) as error:
         print(f"cannot start the command: {error}", file=sys.stderr)
         return 127 if isinstance(error, FileNotFoundError) else 126
-    if ready:
-        os.close(writing)
     try:
-        grace = _watch(process, reading, ready, grace)
+        grace = _watch(process, grace)
     except _Stopped:
         pass
     finally:
@@ -240,23 +234,14 @@ def _run(command: Sequence[str], grace: float, share: int, ready: str) -> int:
     return code if code >= 0 else 128 - code
 
 
-def _watch(process: subprocess.Popen[bytes], ready: int, word: str, grace: float) -> float:
+def _watch(process: subprocess.Popen[bytes], grace: float) -> float:
     """Wait until the process or standard input ends; return the grace for what is left."""
-    received = b""
     poll = select.poll()
     ended = os.pidfd_open(process.pid)
-    for fd in (0, ended, *([ready] if word else [])):
+    for fd in (0, ended):
         poll.register(fd, select.POLLIN)
     while True:
         events = [fd for fd, _ in poll.poll()]
-        if ready in events:
-            data = os.read(ready, _MAX_READY_LINE)
-            received += data
-            if not data or b"\n" in received or len(received) > _MAX_READY_LINE:
-                poll.unregister(ready)
-                if received:
-                    # One write, so that no line of the process comes in between.
-                    os.write(1, f"{word} ".encode() + received.partition(b"\n")[0] + b"\n")
         if 0 in events:
             data = os.read(0, 64)
             if not data or KILL in data:

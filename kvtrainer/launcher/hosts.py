@@ -13,7 +13,7 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -21,7 +21,7 @@ from kvstore_server.check import is_loopback
 from kvstore_server.errors import ConfigurationError
 from kvtrainer.env import numeric_host, tcp_address
 from kvtrainer.launcher.guardian import KILL, TERMINATE
-from kvtrainer.launcher.processes import Child, Put
+from kvtrainer.launcher.processes import Child
 
 MAX_SLOTS = 4096
 _OPTIONS = ("BatchMode=yes", "ConnectTimeout=10", "ServerAliveInterval=15", "ServerAliveCountMax=3")
@@ -128,16 +128,14 @@ class Remote:
         """Return the ssh command that runs a worker; cores are divided among the workers of its host."""
         host = self.workers[rank]
         here = sum(other.target == host.target for other in self.workers)
-        return self._command(host, ["--share", str(here)], command, environ)
+        return self._command(host, command, environ, here)
 
-    def of_server(
-        self, index: int, command: Sequence[str], environ: Mapping[str, str], word: str
-    ) -> list[str]:
-        """Return the ssh command that runs a server; it prints `word` and the address when it listens."""
-        return self._command(self.servers[index], ["--ready", word], command, environ)
+    def of_server(self, index: int, command: Sequence[str], environ: Mapping[str, str]) -> list[str]:
+        """Return the ssh command that runs a server."""
+        return self._command(self.servers[index], command, environ, 0)
 
     def _command(
-        self, host: Host, flags: Sequence[str], command: Sequence[str], environ: Mapping[str, str]
+        self, host: Host, command: Sequence[str], environ: Mapping[str, str], share: int
     ) -> list[str]:
         passed = [
             f"{name}={value}"
@@ -145,7 +143,7 @@ class Remote:
             if name.startswith(_PASSED) or name in _PASSED_NAMES or name in self.names
         ]
         program = [sys.executable, "-m", "kvtrainer.launcher.guardian"]
-        guardian = [*program, "--grace", f"{self.grace:g}", *flags, "--"]
+        guardian = [*program, "--grace", f"{self.grace:g}", "--share", str(share), "--"]
         line = shlex.join(["env", *passed, *guardian, *command])
         options = [part for option in _OPTIONS for part in ("-o", option)]
         return [*self.ssh, *options, host.target, f"cd {shlex.quote(self.directory)} && exec {line}"]
@@ -170,15 +168,3 @@ class RemoteChild(Child):
     def describe_exit(self) -> str:
         text = super().describe_exit()
         return f"{text} (which ssh also uses if it cannot connect)" if self.returncode == 255 else text
-
-
-def without_reports(word: str, report: Callable[[bytes], None], put: Put) -> Put:
-    """Return a `put` that hands lines which begin with `word` to `report`, without it, and others to `put`."""
-
-    def sort(target: int, tag: str, line: bytes) -> None:
-        if line.startswith(word.encode()):
-            report(line[len(word) :])
-        else:
-            put(target, tag, line)
-
-    return sort

@@ -16,9 +16,11 @@ from functools import partial
 from kvstore_server.errors import ConfigurationError
 from kvtrainer.env import NUM_WORKERS, RANK, SERVERS, parse_address
 from kvtrainer.launcher.guardian import KILL_WAIT, Guardian, environment
-from kvtrainer.launcher.hosts import Remote, RemoteChild, without_reports
+from kvtrainer.launcher.hosts import Remote, RemoteChild
 from kvtrainer.launcher.processes import Child, Events, Put
 
+LISTENS = b"kvstore-server: listening on "
+"""What a server prints before its address."""
 _LAST_OUTPUT_WAIT = 1.0
 TO_REPORT = 5.0
 """Seconds that processes need to end with a traceback, once they know that another one is dead."""
@@ -44,8 +46,8 @@ class Launcher:
     Args:
         worker_command: What every worker runs; rank, count and servers are in its environment.
         num_workers: At least 1.
-        server_commands: What each server runs, with `--ready-fd` and a file descriptor behind it, to which it must
-            write its address and a newline when it is ready. Without any, KVSTORE_SERVERS stays unset.
+        server_commands: What each server runs; when it is ready it must print a line with LISTENS and its address.
+            Without any, KVSTORE_SERVERS stays unset.
         environ: The environment that all processes inherit.
         remote: The hosts on which they run; None means this one.
     """
@@ -133,14 +135,10 @@ class Launcher:
     # Starting.
 
     def _start_server(self, index: int) -> None:
-        command, report = self._server_commands[index], partial(self._note_address, index)
-        if self._remote is None:
-            self._spawn(self._servers, "server", command, self._environ, self._events.output.put, report)
-        else:
-            word = secrets.token_hex(16)
-            there = self._remote.of_server(index, command, self._environ, word)
-            put = without_reports(word, report, self._events.output.put)
-            self._spawn(self._servers, "server", there, self._environ, put)
+        command = self._server_commands[index]
+        if self._remote is not None:
+            command = self._remote.of_server(index, command, self._environ)
+        self._spawn(self._servers, "server", command, self._environ, partial(self._put_of_server, index))
 
     def _start_worker(self, rank: int) -> None:
         environ = {**self._environ, RANK: str(rank), NUM_WORKERS: str(self._num_workers)}
@@ -160,7 +158,6 @@ class Launcher:
         command: Sequence[str],
         environ: Mapping[str, str],
         put: Put,
-        report: Callable[[bytes], None] | None = None,
     ) -> None:
         index = len(group)
         name, tag, kind = f"{role} {index}", f"{role[0]}{index}", Child
@@ -168,7 +165,7 @@ class Launcher:
             hosts = self._remote.servers if role == "server" else self._remote.workers
             name, kind = f"{name} on {hosts[index].name}", RemoteChild
         try:
-            child = kind(name, tag, command, environ, put, report)
+            child = kind(name, tag, command, environ, put)
         except (OSError, ValueError) as error:
             # As a shell does: 127 for a command that does not exist, 126 for one that cannot be run.
             self._fail(127 if isinstance(error, FileNotFoundError) else 126, f"cannot start {name}: {error}")
@@ -178,10 +175,16 @@ class Launcher:
         for fd in child.streams:
             self._events.add_reader(fd, partial(self._read, child, fd), pausable=True)
 
-    def _note_address(self, index: int, line: bytes) -> None:
-        """Take down where a server listens; its first word counts."""
+    def _put_of_server(self, index: int, target: int, tag: str, line: bytes) -> None:
+        """Print a line of a server; take the one out in which it says where it listens."""
+        before, said, address = line.partition(LISTENS)
+        if not said or index in self._addresses:
+            self._events.output.put(target, tag, line)
+            return
+        if before:
+            self._events.output.put(target, tag, before)
         try:
-            self._addresses.setdefault(index, parse_address(line.decode(errors="replace")))
+            self._addresses[index] = parse_address(address.decode(errors="replace"))
         except ConfigurationError as error:
             self._fail(1, f"server {index} did not report its address: {error}")
 

@@ -44,9 +44,6 @@ Put = Callable[[int, str, bytes], None]
 class Child:
     """A process in a session of its own, whose output comes back through pipes; it starts on construction.
 
-    Args:
-        report: If given, the command gets `--ready-fd` and a file descriptor, and this each line that is written there.
-
     Raises:
         OSError: the command cannot be started.
     """
@@ -60,36 +57,25 @@ class Child:
         command: Sequence[str],
         environ: Mapping[str, str],
         put: Put,
-        report: Callable[[bytes], None] | None = None,
     ) -> None:
         self.name = name
-        puts: list[Callable[[bytes], None]] = [partial(put, target, f"[{tag}] ") for target in (1, 2)]
-        if report is not None:
-            puts.append(report)
-        pipes = [os.pipe() for _ in puts]
-        self.streams = {fd: Stream(fd, each) for (fd, _), each in zip(pipes, puts, strict=True)}
-        """What can still be read of it, by file descriptor."""
-        out, err, *ready = (writing for _, writing in pipes)
-        try:
-            # The caller starts children from one thread only, which is what preexec_fn needs.
-            self.process = subprocess.Popen(
-                [*command, *(part for fd in ready for part in ("--ready-fd", str(fd)))],
-                env=dict(environ),
-                stdin=self.stdin_kind,
-                stdout=out,
-                stderr=err,
-                bufsize=0,
-                pass_fds=ready,
-                start_new_session=True,
-                preexec_fn=end_with_parent(),
-            )
-        except BaseException:
-            for fd in list(self.streams):
-                self.close_stream(fd)
-            raise
-        finally:
-            for _, writing in pipes:
-                os.close(writing)
+        # The caller starts children from one thread only, which is what preexec_fn needs.
+        self.process = subprocess.Popen(
+            command,
+            env=dict(environ),
+            stdin=self.stdin_kind,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            bufsize=0,
+            start_new_session=True,
+            preexec_fn=end_with_parent(),
+        )
+        assert self.process.stdout is not None
+        assert self.process.stderr is not None
+        self._pipes = {pipe.fileno(): pipe for pipe in (self.process.stdout, self.process.stderr)}
+        self.streams = {
+            fd: Stream(fd, partial(put, target, f"[{tag}] ")) for target, fd in enumerate(self._pipes, 1)
+        }
 
     @property
     def returncode(self) -> int | None:
@@ -106,7 +92,7 @@ class Child:
     def close_stream(self, fd: int) -> None:
         """Pass on a last line that has no end, and close the pipe."""
         self.streams.pop(fd).flush()
-        os.close(fd)
+        self._pipes[fd].close()
 
     def describe_exit(self) -> str:
         code = self.process.returncode

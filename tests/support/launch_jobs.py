@@ -32,8 +32,7 @@ sys.exit(Launcher(job["worker"], job["workers"], servers, os.environ, limits).ru
 READY = """
 import os, signal, sys
 def report(address):
-    os.write(int(sys.argv[3]), address.encode())
-    os.close(int(sys.argv[3]))
+    print("kvstore-server: listening on", address, flush=True)
 def on_term(action):
     signal.signal(signal.SIGTERM, lambda *_: action())
 def drain():
@@ -42,7 +41,7 @@ def drain():
 index = int(sys.argv[1])
 on_term(drain)
 """
-SERVER = READY + 'report(f"tcp://127.0.0.1:{5000 + index}\\n")\nwhile True: signal.pause()'
+SERVER = READY + 'report(f"tcp://127.0.0.1:{5000 + index}")\nwhile True: signal.pause()'
 STUBBORN = "trap '' TERM; while :; do sleep 1; done"
 
 

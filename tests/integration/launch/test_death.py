@@ -76,7 +76,7 @@ def test_after_a_death_by_a_signal_the_others_get_the_longer_time(jobs: Jobs, de
 def test_after_the_end_of_a_server_the_workers_get_the_longer_time(jobs: Jobs, tmp_path: Path) -> None:
     fifo = tmp_path / "the worker is up"
     os.mkfifo(fifo)
-    server = READY + f'report("tcp://127.0.0.1:5000\\n")\nopen({str(fifo)!r}).read()\nsys.exit(6)'
+    server = READY + f'report("tcp://127.0.0.1:5000")\nopen({str(fifo)!r}).read()\nsys.exit(6)'
     script = f"echo > '{fifo}'; sleep 0.5; echo the server is lost >&2"
     code, _, err = jobs.run(script, servers=1, server=server, linger_unheard=FOREVER)
     assert code == 6

@@ -134,7 +134,7 @@ def test_worker_that_ignores_sigterm_is_killed_after_the_grace(jobs: Jobs) -> No
 def test_server_that_exits_early_fails_the_job(jobs: Jobs, tmp_path: Path, own: int, expected: int) -> None:
     fifo = tmp_path / "a worker is up"
     os.mkfifo(fifo)
-    server = READY + f'report("tcp://127.0.0.1:5000\\n")\nopen({str(fifo)!r}).read()\nsys.exit({own})'
+    server = READY + f'report("tcp://127.0.0.1:5000")\nopen({str(fifo)!r}).read()\nsys.exit({own})'
     code, _, err = jobs.run(f"echo > '{fifo}'; sleep 3600", servers=1, server=server)
     assert code == expected
     assert f"server 0 exited with code {own} before the workers were done; stopping the others" in err
@@ -144,7 +144,7 @@ def test_server_that_exits_early_fails_the_job(jobs: Jobs, tmp_path: Path, own: 
     ("server", "start", "told"),
     [
         ("os._exit(2)", LIMIT, "server 0 exited with code 2 before it was ready"),
-        ('report("nonsense\\n")', LIMIT, "server 0 did not report its address: 'nonsense' is not the address"),
+        ('report("nonsense")', LIMIT, "server 0 did not report its address: 'nonsense' is not the address"),
         ("", SOON, f"server 0 did not report an address within {SOON:g} s; allow more with --start-timeout"),
     ],
 )  # fmt: skip
