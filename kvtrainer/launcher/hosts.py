@@ -124,19 +124,14 @@ class Remote:
     names: Sequence[str] = ()
     directory: str = field(default_factory=os.getcwd)
 
-    def of_worker(self, rank: int, command: Sequence[str], environ: Mapping[str, str]) -> list[str]:
-        """Return the ssh command that runs a worker; cores are divided among the workers of its host."""
-        host = self.workers[rank]
-        here = sum(other.target == host.target for other in self.workers)
-        return self._command(host, command, environ, here)
+    def host_of(self, role: str, index: int) -> Host:
+        """Return the host of a worker or server."""
+        return (self.workers if role == "worker" else self.servers)[index]
 
-    def of_server(self, index: int, command: Sequence[str], environ: Mapping[str, str]) -> list[str]:
-        """Return the ssh command that runs a server."""
-        return self._command(self.servers[index], command, environ, 0)
-
-    def _command(
-        self, host: Host, command: Sequence[str], environ: Mapping[str, str], share: int
-    ) -> list[str]:
+    def command(self, role: str, index: int, command: Sequence[str], environ: Mapping[str, str]) -> list[str]:
+        """Return the ssh command that runs a worker or server; cores are divided among the workers of a host."""
+        host = self.host_of(role, index)
+        share = sum(other.target == host.target for other in self.workers) if role == "worker" else 0
         passed = [
             f"{name}={value}"
             for name, value in environ.items()

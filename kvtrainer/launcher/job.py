@@ -101,6 +101,11 @@ class Launcher:
             late = ", ".join(map(str, self._silent_servers()))
             within = f"within {self._limits.start:g} s; allow more with --start-timeout"
             self._fail(1, f"server {late} did not report an address {within}")
+        for index, text in self._addresses.items():
+            try:
+                self._addresses[index] = parse_address(text)
+            except ConfigurationError as error:
+                self._fail(1, f"server {index} did not report its address: {error}")
         for rank in range(self._num_workers):
             if self._code is None:
                 self._start_worker(rank)
@@ -135,21 +140,16 @@ class Launcher:
     # Starting.
 
     def _start_server(self, index: int) -> None:
-        command = self._server_commands[index]
-        if self._remote is not None:
-            command = self._remote.of_server(index, command, self._environ)
-        self._spawn(self._servers, "server", command, self._environ, partial(self._put_of_server, index))
+        put = partial(self._put_of_server, index)
+        self._spawn(self._servers, "server", self._server_commands[index], self._environ, put)
 
     def _start_worker(self, rank: int) -> None:
         environ = {**self._environ, RANK: str(rank), NUM_WORKERS: str(self._num_workers)}
         if self._server_commands:
             environ[SERVERS] = ",".join(self._addresses[index] for index in sorted(self._addresses))
-        command = self._worker_command
-        if self._remote is not None:
-            command = self._remote.of_worker(rank, command, environ)
-        else:
+        if self._remote is None:
             environ = environment(environ, "", self._num_workers)
-        self._spawn(self._workers, "worker", command, environ, self._events.output.put)
+        self._spawn(self._workers, "worker", self._worker_command, environ, self._events.output.put)
 
     def _spawn(
         self,
@@ -162,8 +162,8 @@ class Launcher:
         index = len(group)
         name, tag, kind = f"{role} {index}", f"{role[0]}{index}", Child
         if self._remote is not None:
-            hosts = self._remote.servers if role == "server" else self._remote.workers
-            name, kind = f"{name} on {hosts[index].name}", RemoteChild
+            name, kind = f"{name} on {self._remote.host_of(role, index).name}", RemoteChild
+            command = self._remote.command(role, index, command, environ)
         try:
             child = kind(name, tag, command, environ, put)
         except (OSError, ValueError) as error:
@@ -183,10 +183,7 @@ class Launcher:
             return
         if before:
             self._events.output.put(target, tag, before)
-        try:
-            self._addresses[index] = parse_address(address.decode(errors="replace"))
-        except ConfigurationError as error:
-            self._fail(1, f"server {index} did not report its address: {error}")
+        self._addresses[index] = address.decode(errors="replace")
 
     def _silent_servers(self) -> list[int]:
         return [index for index in range(len(self._server_commands)) if index not in self._addresses]

@@ -49,7 +49,7 @@ def test_a_server_that_is_ready_imports_nothing_more_whatever_optimizer_is_named
 ) -> None:
     # "-u" keeps it from being forked from a process that has imported everything already.
     command = [sys.executable, "-u", "-m", "kvstore_server", "--import", "tests.support.server_commands"]
-    server = processes.start(command, ready=True)
+    server = processes.start(command)
 
     def imported(kv: DistKVStore) -> set[str]:
         return set(kv.send_command_to_servers(9, "")[0].split())

@@ -138,13 +138,11 @@ def fork_server() -> ForkServer:
     return server
 
 
-def piped_fork(
-    arguments: Sequence[str], env: Mapping[str, str], cwd: Path, stderr: int, others: Sequence[int] = ()
-) -> Fork:
+def piped_fork(arguments: Sequence[str], env: Mapping[str, str], cwd: Path, stderr: int) -> Fork:
     """Start what `python ARGUMENTS` would run, with pipes as its standard input and output."""
     their_input, our_output = os.pipe()
     our_input, their_output = os.pipe()
-    child = fork_server().start(arguments, env, cwd, [their_input, their_output, stderr], others)
+    child = fork_server().start(arguments, env, cwd, [their_input, their_output, stderr])
     os.close(their_input)
     os.close(their_output)
     child.stdin = open(our_output, "wb")  # noqa: SIM115

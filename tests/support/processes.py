@@ -52,30 +52,24 @@ class Process:
     A module or a script for Python is forked from a process that has imported torch; anything else is executed.
     """
 
-    def __init__(self, command: Sequence[str], env: dict[str, str], cwd: Path | None, ready: bool) -> None:
+    def __init__(self, command: Sequence[str], env: dict[str, str], cwd: Path | None) -> None:
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115
         self._unread = b""
         self._address = ""
-        self._ready_fd, theirs = os.pipe()
-        arguments = [*command, "--ready-fd", str(theirs)] if ready else [*command]
         inherited = {k: v for k, v in os.environ.items() if not k.startswith(("KVSTORE_", "OMP_"))}
         environ = {**inherited, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **env}
         self.popen: Fork | subprocess.Popen[bytes]
-        if arguments[0] == sys.executable and arguments[1] in ("-m", "-c"):
-            self.popen = piped_fork(
-                arguments[1:], environ, cwd or ROOT, self._stderr.fileno(), others=[theirs]
-            )
+        if command[0] == sys.executable and command[1] in ("-m", "-c"):
+            self.popen = piped_fork(command[1:], environ, cwd or ROOT, self._stderr.fileno())
         else:
             self.popen = subprocess.Popen(
-                arguments,
+                command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._stderr,
                 env=environ,
                 cwd=cwd or ROOT,
-                pass_fds=(theirs,),
             )
-        os.close(theirs)
 
     @property
     def pid(self) -> int:
@@ -83,12 +77,9 @@ class Process:
 
     @property
     def address(self) -> str:
-        """Where a server listens; waits until it does."""
-        while not self._address.endswith("\n"):
-            part = _read(self._ready_fd, LIMIT)
-            assert part, f"the server ended before it was ready: {self.end()}"
-            self._address += part.decode()
-        return self._address.strip()
+        """Where a server listens; waits until it says so, in its first line."""
+        self._address = self._address or self.line().rpartition(" ")[2]
+        return self._address
 
     def line(self) -> str:
         """The next line of standard output, without its end."""
@@ -130,7 +121,6 @@ class Process:
             assert stream is not None
             stream.close()
         self._stderr.close()
-        os.close(self._ready_fd)
 
 
 class Processes:
@@ -153,9 +143,7 @@ class Processes:
             str(LIMIT),
         ]
         started = [
-            self.start(
-                [*base, "--index", str(index), *flags, *(each[index] if each else ())], cwd=cwd, ready=True
-            )
+            self.start([*base, "--index", str(index), *flags, *(each[index] if each else ())], cwd=cwd)
             for index in range(count)
         ]
         for server in started:
@@ -181,9 +169,8 @@ class Processes:
         command: Sequence[str],
         env: dict[str, str] | None = None,
         cwd: Path | None = None,
-        ready: bool = False,
     ) -> Process:
-        process = Process(command, env or {}, cwd, ready)
+        process = Process(command, env or {}, cwd)
         self._started.append(process)
         return process
 

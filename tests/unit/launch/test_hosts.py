@@ -96,7 +96,7 @@ def remote(**given: object) -> Remote:
 
 
 def test_ssh_never_asks_and_never_hangs_and_is_told_the_host_before_the_command() -> None:
-    command = remote().of_worker(0, ["true"], {})
+    command = remote().command("worker", 0, ["true"], {})
     assert command[0] == "ssh"
     assert {"BatchMode=yes", "ConnectTimeout=10"} <= set(command[2:-2:2])
     assert command[1:-2:2] == ["-o"] * 4
@@ -108,7 +108,9 @@ def test_the_shell_there_gives_back_every_value_as_it_was(tmp_path: Path) -> Non
     place = tmp_path / "a 'dir'"
     place.mkdir()
     environ = {"KVSTORE_X": nasty, "OTHER": "no", "MINE": nasty, "OMP_NUM_THREADS": "3"}
-    line = remote(names=("MINE",), directory=str(place)).of_worker(0, ["printf", "%s", nasty], environ)[-1]
+    line = remote(names=("MINE",), directory=str(place)).command(
+        "worker", 0, ["printf", "%s", nasty], environ
+    )[-1]
     # What would run under the guardian is shown instead of being run.
     shown = line.replace(
         " -m kvtrainer.launcher.guardian",
@@ -128,7 +130,7 @@ def test_the_shell_there_gives_back_every_value_as_it_was(tmp_path: Path) -> Non
 def test_cores_are_shared_by_the_workers_of_one_host() -> None:
     shares = []
     for rank in range(3):
-        words = shlex.split(remote().of_worker(rank, ["true"], {})[-1])
+        words = shlex.split(remote().command("worker", rank, ["true"], {})[-1])
         shares.append(words[words.index("--share") + 1])
     assert shares == ["2", "2", "1"]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import random
 from pathlib import Path
 from typing import Any
@@ -130,14 +129,6 @@ def test_rate_of_a_single_group_is_refused_beside_a_scheduler() -> None:
     [p] = zeros(1)
     with pytest.raises(ConfigurationError, match=r"group has lr=0\.5, but FactorScheduler.*lr_mult"):
         trainer_of([{"params": [p], "learning_rate": 0.5}], lr_scheduler=FactorScheduler(2))
-
-
-def test_learning_rate_beside_a_scheduler_becomes_its_base(caplog: pytest.LogCaptureFixture) -> None:
-    [p] = zeros(1)
-    with caplog.at_level(logging.INFO):
-        trainer = trainer_of([p], learning_rate=4.0, lr_scheduler=FactorScheduler(1, 0.5, base_lr=1))
-    assert "replaces base_lr 1" in caplog.text
-    assert moves(trainer, p, 2) == [4.0, 2.0]
 
 
 @pytest.mark.parametrize("uok", STORES)
