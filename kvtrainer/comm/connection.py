@@ -98,18 +98,13 @@ class Connection:
             return None
         deadline = time.monotonic() + timeout
         while True:
-            # From the sockets that had some, in turn, so that no server is starved.
             while self._ready:
-                server = self._ready[0]
-                try:
+                # One message of each socket that has some, in turn, so that no server is starved.
+                server = self._ready.popleft()
+                with suppress(zmq.Again):
                     frames = self._sockets[server].recv_multipart(zmq.NOBLOCK, copy=False)
-                except zmq.Again:
-                    self._ready.popleft()
-                    continue
-                self._ready.rotate(-1)
-                self._answered.add(server)
-                return server, decode_reply(frames)
-            # Only what a new poll reports is ready: after the last look every socket was empty.
+                    self._answered.add(server)
+                    return server, decode_reply(frames)
             pause = deadline - time.monotonic()
             if self._may_queue:
                 for socket, queue in zip(self._sockets, self._queues, strict=True):

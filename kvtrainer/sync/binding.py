@@ -230,9 +230,9 @@ class Binding:
         changed = b"" if self._is_told else self._hyper
         # After a failed round nobody knows which servers took the change: it is sent again.
         self._is_told = False
-        gradients = Gradients(arena.grads, rows, scale, absent)
+        gradients = Gradients(arena.grads, rows, scale, absent, changed, veto, guard)
         try:
-            outcome = self.exchange.run(gradients, arena.weights, changed, veto, guard)
+            outcome = self.exchange.run(gradients, arena.weights)
             if self.replicas is not None and not outcome.skipped:
                 self.replicas.accept_all()
         except BaseException:

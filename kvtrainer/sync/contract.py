@@ -26,6 +26,13 @@ class Gradients(NamedTuple):
     scale: float
     absent: frozenset[int]
     """Keys without a gradient."""
+    hyper: bytes = b""
+    """The hyper-parameters, packed; empty when nothing changed."""
+    veto: bool = False
+    """These gradients are not finite: the round has no effect on any worker."""
+    guard: Guard | None = None
+    """All workers' sum is measured and decided about before it is used. Only for a store that updates in synchronous
+    rounds; every worker must give one, of the same type of norm."""
 
 
 class Outcome(NamedTuple):
@@ -74,21 +81,8 @@ class Exchange(Protocol):
     def check_sparse(self, names: Sequence[str]) -> None:
         """Raise ConfigurationError if these parameters may not have row-sparse gradients here."""
 
-    def run(
-        self,
-        grads: Gradients,
-        weights: Mapping[str, Tensor],
-        hyper: bytes,
-        veto: bool = False,
-        guard: Guard | None = None,
-    ) -> Outcome:
-        """Run one round. New weights go to `weights`, or else sums of gradients to those of `grads`.
-
-        A worker vetoes when its gradients are not finite; the round then has no effect on any worker.
-
-        With a guard, which only a store that updates in synchronous rounds takes, all workers' sum is measured and
-        decided about before it is used; every worker must give one, of the same type of norm.
-        """
+    def run(self, grads: Gradients, weights: Mapping[str, Tensor]) -> Outcome:
+        """Run one round. New weights go to `weights`, or else sums of gradients to those of `grads`."""
 
     def shadow(self, weights: Mapping[str, Tensor], grads: Mapping[str, Tensor]) -> Shadowed:
         """Run one round to which this worker gives nothing; sums go to `grads`.
@@ -127,22 +121,15 @@ class PluginExchange:
             "gradients only; build the module with sparse=False"
         )
 
-    def run(
-        self,
-        grads: Gradients,
-        weights: Mapping[str, Tensor],
-        hyper: bytes,
-        veto: bool = False,
-        guard: Guard | None = None,
-    ) -> Outcome:
+    def run(self, grads: Gradients, weights: Mapping[str, Tensor]) -> Outcome:
         for key, piece in enumerate(self._pieces(grads.arenas)):
             if grads.scale != 1.0:
                 piece.mul_(grads.scale)
-            if veto:
+            if grads.veto:
                 piece.fill_(math.inf)  # a sum is all that such a store knows: this one tells every worker
             self._store.pushpull(key, piece, piece, priority=-key)
         # Zeros stand in for what one of several workers left out. Who did not veto learns of it from the sums.
-        return Outcome(grads.absent if self.num_workers == 1 else frozenset(), skipped=veto)
+        return Outcome(grads.absent if self.num_workers == 1 else frozenset(), skipped=grads.veto)
 
     def shadow(self, weights: Mapping[str, Tensor], grads: Mapping[str, Tensor]) -> Shadowed:
         raise ConfigurationError(f"kvstore {self._store.type!r} does not know workers without data")

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from kvstore_server.codec import compute_dtype
 from kvstore_server.hyper import AgreedOptions
-from kvstore_server.norms import Guard
 from kvstore_server.optimizer import Optimizer
 from kvstore_server.plan import Plan, TensorSpec, row_numel
 from kvstore_server.rows import RowSet
@@ -101,21 +100,14 @@ class GroupExchange:
                 "sparse gradients; use kvstore='device', or build the module with sparse=False"
             )
 
-    def run(
-        self,
-        grads: Gradients,
-        weights: Mapping[str, Tensor],
-        hyper: bytes,
-        veto: bool = False,
-        guard: Guard | None = None,
-    ) -> Outcome:
+    def run(self, grads: Gradients, weights: Mapping[str, Tensor]) -> Outcome:
         """Run one round; see Exchange.
 
         Raises:
             PlanMismatchError: ranks disagree on a hyper-parameter; on every rank, and nothing has changed.
         """
-        self._hyper = hyper or self._hyper
-        headers = self._headers("step", grads, veto)
+        self._hyper = grads.hyper or self._hyper
+        headers = self._headers("step", grads)
         return Outcome(frozenset(), skipped=True) if headers is None else self._sum(grads, headers)
 
     def _sum(self, grads: Gradients, headers: _Headers) -> Outcome:
@@ -135,14 +127,14 @@ class GroupExchange:
         for flat in grads.values():
             flat.zero_()
         nothing = Gradients(grads, {}, 1.0, frozenset(self._keys))
-        headers = self._headers("join", nothing, veto=False)
+        headers = self._headers("join", nothing)
         if headers is None:
             return Shadowed(Outcome(frozenset(), skipped=True), b"", is_over=False)
         outcome = Outcome(frozenset(), False) if headers.is_over else self._sum(nothing, headers)
         return Shadowed(outcome, headers.hyper, headers.is_over)
 
     def assign(self, weights: Mapping[str, Tensor], tables: Tables = NO_TABLES) -> None:
-        self._headers("set_data", None, veto=False)
+        self._headers("set_data", None)
         self._broadcast(weights)
 
     def stats(self) -> list[dict[str, Any]]:
@@ -152,15 +144,15 @@ class GroupExchange:
         for flat in weights.values():
             self._group.broadcast(flat)
 
-    def _headers(self, call: str, grads: Gradients | None, veto: bool) -> _Headers | None:
+    def _headers(self, call: str, grads: Gradients | None) -> _Headers | None:
         """Exchange headers; None if a rank vetoed. What ranks must not disagree on is checked."""
         states = [_ABSENT if grads is None or key in grads.absent else _DENSE for key in self._keys]
         for key, (ids, _) in grads.rows.items() if grads is not None else ():
             states[key] = len(ids)
-        scale = 1.0 if grads is None else grads.scale
+        scale, veto = (1.0, False) if grads is None else (grads.scale, grads.veto)
         [digest] = struct.unpack("<q", hashlib.blake2b(self._hyper, digest_size=8).digest())
         [bits] = struct.unpack("<q", struct.pack("<d", scale))
-        mine = [_CALLS.index(call), digest if grads is not None else 0, bits, int(veto), *states]
+        mine = [_CALLS.index(call), digest if grads is not None else 0, bits, veto, *states]
         found = torch.stack(self._group.all_gather(torch.tensor(mine, dtype=torch.int64)))
         calls = [_CALLS[at] for at in found[:, _CALL].tolist()]
         active = [rank for rank, name in enumerate(calls) if name != "join"]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvstore_server.codec import Codec, torch_dtype
-from kvstore_server.norms import Decision, Guard
+from kvstore_server.norms import Decision
 from kvstore_server.optimizer import Optimizer, States, spec_for_store
 from kvstore_server.plan import Plan, Slice
 from kvstore_server.rows import RowSet
@@ -69,14 +69,7 @@ class StoreExchange:
                 "a dist kvstore: rows that other workers have cannot be summed here"
             )
 
-    def run(
-        self,
-        grads: Gradients,
-        weights: Mapping[str, Tensor],
-        hyper: bytes,
-        veto: bool = False,
-        guard: Guard | None = None,
-    ) -> Outcome:
+    def run(self, grads: Gradients, weights: Mapping[str, Tensor]) -> Outcome:
         values, target = grads.arenas, weights if self.updates_weights else grads.arenas
         out, is_elsewhere = target, any([not flat.is_cpu for flat in target.values()])
         if is_elsewhere:
@@ -91,8 +84,8 @@ class StoreExchange:
         # Only rows make it worth the servers' while to know what has changed.
         self._has_rows = self._has_rows or bool(rows)
         contribution = Contribution(
-            [self._table], None if veto else [values], [out], grads.scale, hyper, grads.absent | unsent, rows,
-            veto=veto, is_kept=self.updates_weights and self._has_rows, guard=guard,
+            [self._table], None if grads.veto else [values], [out], grads.scale, grads.hyper, grads.absent | unsent,
+            rows, veto=grads.veto, is_kept=self.updates_weights and self._has_rows, guard=grads.guard,
         )  # fmt: skip
         try:
             ticket = self._client.rounds.start(contribution)

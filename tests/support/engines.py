@@ -60,7 +60,7 @@ def step(
     veto: bool = False,
 ) -> Outcome:
     """One round of dense gradients without new hyper-parameters."""
-    return exchange.run(Gradients(grads, {}, scale, absent), weights, b"", veto)
+    return exchange.run(Gradients(grads, {}, scale, absent, veto=veto), weights)
 
 
 class EngineJob:

@@ -63,7 +63,7 @@ class Job:
         rows: Mapping[int, RowSet] | None = None,
     ) -> Outcome:
         guard = Guard(norm_type, lambda measured: decision) if decision is not None else None
-        return self.exchange.run(Gradients(arenas, rows or {}, scale, absent), self.weights, b"", guard=guard)
+        return self.exchange.run(Gradients(arenas, rows or {}, scale, absent, guard=guard), self.weights)
 
 
 def clipped(arenas: Mapping[str, Tensor], decision: Decision) -> dict[str, Tensor]:
@@ -193,7 +193,6 @@ def test_a_guard_where_the_store_does_not_update_is_refused() -> None:
     exchange = StoreExchange(client_of(1), plan, None)
     weights = filled(plan, {key: torch.zeros(shape) for key, shape in SHAPES.items()})
     exchange.init(weights)
+    guarded = Gradients(weights, {}, 1.0, frozenset(), guard=Guard(2.0, lambda m: Decision()))
     with pytest.raises(ConfigurationError):
-        exchange.run(
-            Gradients(weights, {}, 1.0, frozenset()), weights, b"", guard=Guard(2.0, lambda m: Decision())
-        )
+        exchange.run(guarded, weights)

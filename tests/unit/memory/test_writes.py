@@ -248,7 +248,7 @@ def test_after_a_round_that_failed_training_goes_on_from_the_weights_that_are_he
     trainer = trainer_of(net)
     train(net, trainer)
 
-    def half_done(self: StoreExchange, grads: Any, weights: dict[str, Tensor], *rest: Any) -> NoReturn:
+    def half_done(self: StoreExchange, grads: Any, weights: dict[str, Tensor]) -> NoReturn:
         weights["float32"][0] += 1
         raise KeyboardInterrupt
 

@@ -39,7 +39,7 @@ def weights_after(
     exchange.init(weights)
     for step in range(1, STEPS + 1):
         left_out = absent[step - 1] if step <= len(absent) else frozenset()
-        exchange.run(Gradients(filled(plan, normal(step, kind)), {}, 0.5, left_out), weights, b"")
+        exchange.run(Gradients(filled(plan, normal(step, kind)), {}, 0.5, left_out), weights)
     return views(plan, weights)
 
 
@@ -107,12 +107,12 @@ def test_the_state_of_keys_carries_on_in_a_store_with_another_number_of_servers(
     weights = filled(plan, normal(0))
     first.init(weights)
     for step in (1, 2):
-        first.run(Gradients(filled(plan, normal(step)), {}, 0.5, frozenset()), weights, b"")
+        first.run(Gradients(filled(plan, normal(step)), {}, 0.5, frozenset()), weights)
     second.init(weights)
     for piece in plan.slices:
         second.put_state(piece, first.get_state(piece))
     for step in (3, 4):
-        second.run(Gradients(filled(plan, normal(step)), {}, 0.5, frozenset()), weights, b"")
+        second.run(Gradients(filled(plan, normal(step)), {}, 0.5, frozenset()), weights)
     assert_same(views(plan, weights), alone(optimizer, range(1, STEPS + 1)))
 
 
@@ -122,7 +122,7 @@ def test_a_state_of_another_shape_is_refused_and_changes_nothing() -> None:
     exchange = StoreExchange(client_of(2), plan, optimizer)
     weights = filled(plan, normal(0, torch.float16))
     exchange.init(weights)
-    exchange.run(Gradients(filled(plan, normal(1, torch.float16)), {}, 0.5, frozenset()), weights, b"")
+    exchange.run(Gradients(filled(plan, normal(1, torch.float16)), {}, 0.5, frozenset()), weights)
     bucket, other = plan.slices_with(2)[0], plan.slices_with(1)[0]
     with pytest.raises(ProtocolError):
         exchange.put_state(bucket, exchange.get_state(other))
@@ -161,12 +161,12 @@ def test_an_update_that_raises_on_one_server_leaves_no_trace_on_any(num_servers:
     exchange = StoreExchange(client_of(num_servers), plan, optimizer)
     weights = filled(plan, normal(0))
     exchange.init(weights)
-    exchange.run(Gradients(filled(plan, normal(1)), {}, 0.5, frozenset()), weights, b"")
+    exchange.run(Gradients(filled(plan, normal(1)), {}, 0.5, frozenset()), weights)
     before = {name: flat.clone() for name, flat in weights.items()}
     with pytest.raises(OptimizerError, match=r"'raising_at_two'.*ValueError"):
-        exchange.run(Gradients(filled(plan, normal(2)), {}, 0.5, frozenset()), weights, b"")
+        exchange.run(Gradients(filled(plan, normal(2)), {}, 0.5, frozenset()), weights)
     assert torch.equal(weights["float32"], before["float32"])
     assert [state["step"] for state in export_states(plan, exchange).values()] == [1] * len(SHAPES)
     for step in range(2, STEPS + 1):
-        exchange.run(Gradients(filled(plan, normal(step)), {}, 0.5, frozenset()), weights, b"")
+        exchange.run(Gradients(filled(plan, normal(step)), {}, 0.5, frozenset()), weights)
     assert_same(views(plan, weights), expected)

@@ -64,7 +64,7 @@ def test_store_that_updates_writes_new_weights_and_leaves_gradients() -> None:
     weights, grads = arenas(10, 20, 30), arenas(1, 2, 3)
     exchange.init(weights)
     assert same(weights, arenas(10, 20, 30))
-    assert exchange.run(Gradients(grads, {}, 0.5, frozenset()), weights, b"").left_out == frozenset()
+    assert exchange.run(Gradients(grads, {}, 0.5, frozenset()), weights).left_out == frozenset()
     assert same(weights, arenas(9.5, 19, 28.5))
     assert same(grads, arenas(1, 2, 3))
 
@@ -74,7 +74,7 @@ def test_options_that_travel_hold_until_others_do() -> None:
     weights = arenas(0, 0, 0)
     exchange.init(weights)
     for packed in (hypers(lr=2.0, weight_decay=0.0, clip_gradient=None), b""):
-        exchange.run(Gradients(arenas(1, 1, 1), {}, 1.0, frozenset()), weights, packed)
+        exchange.run(Gradients(arenas(1, 1, 1), {}, 1.0, frozenset(), packed), weights)
     assert same(weights, arenas(-4, -4, -4))
 
 
@@ -83,7 +83,7 @@ def test_keys_that_nobody_has_are_named_and_stay(absent: frozenset[int]) -> None
     exchange = over_store(create("test", learning_rate=1.0, wd=1.0))
     weights = arenas(8, 8, 8)
     exchange.init(weights)
-    assert exchange.run(Gradients(arenas(0, 0, 0), {}, 1.0, absent), weights, b"").left_out == absent
+    assert exchange.run(Gradients(arenas(0, 0, 0), {}, 1.0, absent), weights).left_out == absent
     a, b, c = (8.0 if key in absent else 0.0 for key in range(3))
     assert same(weights, arenas(a, b, c))
 
@@ -92,7 +92,7 @@ def test_store_that_does_not_update_writes_the_sum_to_the_gradients() -> None:
     exchange = over_store()
     weights, grads = arenas(10, 20, 30), arenas(1, 2, 3)
     exchange.init(weights)
-    exchange.run(Gradients(grads, {}, 0.5, frozenset()), weights, b"")
+    exchange.run(Gradients(grads, {}, 0.5, frozenset()), weights)
     assert same(grads, arenas(0.5, 1, 1.5))
     assert same(weights, arenas(10, 20, 30))
 
@@ -102,9 +102,8 @@ def test_a_veto_sends_nothing_even_if_the_gradient_cannot_be_compressed() -> Non
     exchange = StoreExchange(LocalKVStore().open_client(), PLAN, create("test"), codec)
     weights, nan = arenas(1, 2, 3), float("nan")
     exchange.init(weights)
-    assert exchange.run(
-        Gradients(arenas(nan, nan, nan), {}, 1.0, frozenset()), weights, b"", veto=True
-    ).skipped
+    vetoed = Gradients(arenas(nan, nan, nan), {}, 1.0, frozenset(), veto=True)
+    assert exchange.run(vetoed, weights).skipped
     assert same(weights, arenas(1, 2, 3))
     assert not any(one.any() for one in exchange.residuals().values())
 
@@ -118,7 +117,7 @@ def test_state_of_a_slice_goes_to_the_store_and_comes_back() -> None:
     for piece in PLAN.slices:
         exchange.put_state(piece, local.get_state(piece))
         assert exchange.get_state(piece).steps.tolist() == [1] * len(piece.segments)
-    exchange.run(Gradients(arenas(0, 0, 0), {}, 1.0, frozenset()), weights, b"")
+    exchange.run(Gradients(arenas(0, 0, 0), {}, 1.0, frozenset()), weights)
     assert same(weights, arenas(-0.5, -1, -1.5))
 
 
@@ -133,7 +132,7 @@ def test_counters_of_the_store_tell_what_was_applied() -> None:
     exchange = over_store(create("test"))
     weights = arenas(0, 0, 0)
     exchange.init(weights)
-    exchange.run(Gradients(arenas(1, 1, 1), {}, 1.0, frozenset({2})), weights, b"")
+    exchange.run(Gradients(arenas(1, 1, 1), {}, 1.0, frozenset({2})), weights)
     [[table]] = [stats["tables"] for stats in exchange.stats()]
     assert (table["rounds_applied"], table["keys"], table["keys_applied"]) == (1, 3, 2)
 
@@ -143,6 +142,6 @@ def test_third_party_store_sums_scaled_gradients_of_every_key() -> None:
     weights, grads = arenas(0, 0, 0), arenas(1, 2, 3)
     exchange.init(weights)
     assert same(weights, arenas(5, 5, 5))
-    assert exchange.run(Gradients(grads, {}, 0.5, frozenset({0})), weights, b"").left_out == frozenset()
+    assert exchange.run(Gradients(grads, {}, 0.5, frozenset({0})), weights).left_out == frozenset()
     assert same(grads, arenas(1.5, 3, 4.5))
     assert exchange.stats() == []
