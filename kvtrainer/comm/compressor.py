@@ -95,9 +95,10 @@ class Compressor:
         return out
 
     def _residual_of(self, piece: Slice) -> Tensor | None:
-        """What the last rounds left of a slice; None where nothing is ever lost."""
-        dtype = self.codec.residual_dtype(piece.dtype)
-        if dtype is None:
-            return None
-        kept = self._residuals.get(piece.index)
-        return torch.zeros(piece.used, dtype=dtype) if kept is None else kept
+        return residual_of(self.codec, self._residuals.get(piece.index), piece.used, piece.dtype)
+
+
+def residual_of(codec: Codec, kept: Tensor | None, numel: int, dtype: str) -> Tensor | None:
+    """Find what earlier rounds left of a gradient, zeros at first; None where nothing is ever lost."""
+    kind = codec.residual_dtype(dtype)
+    return torch.zeros(numel, dtype=kind) if kept is None and kind is not None else kept

@@ -455,7 +455,9 @@ class Rounds:
         if failures:
             raise failures[0]
         for request in reversed(sorted(requests, key=lambda one: one.version)):
-            request.table.note_read(request.server, request.version)  # of several the lowest
+            self.tables.version[request.server, request.table.index] = (
+                request.version
+            )  # of several the lowest
         return outs
 
     # ---------------------------------------------------------------- sending
@@ -577,12 +579,9 @@ class Rounds:
                 leg.staged[at] = kind, source[start : start + nbytes]
             else:
                 leg.gathered.append(at)
-                if runs:
-                    same, first, end, to = runs[-1]
-                    if same is source and end == start and to + end - first == begin:
-                        runs[-1] = source, first, end + nbytes, to
-                    else:
-                        runs.append((source, start, start + nbytes, begin))
+                same, first, end, to = runs[-1] if runs else (None, 0, 0, 0)
+                if same is source and end == start and to + end - first == begin:
+                    runs[-1] = source, first, end + nbytes, to
                 else:
                     runs.append((source, start, start + nbytes, begin))
             leg.is_coming[at] = 0

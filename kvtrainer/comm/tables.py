@@ -75,10 +75,6 @@ class RemoteTable:
         self._tables.round[self.index] = round_
         self._tables.is_initialised[self.index] = is_initialised
 
-    def note_read(self, server: int, version: int) -> None:
-        """Weights of that version came."""
-        self._tables.version[server, self.index] = version
-
     def forget_held(self) -> None:
         """Nobody knows any more what is in the arena of items that are `kept`."""
         self._tables.held[:, self.index] = -1

@@ -92,7 +92,12 @@ class KVStoreBase(ABC):
         Raises:
             ConfigurationError: no such capability exists.
         """
-        return self._capability(capability) in _checked(self.capabilities_as(self.type), self.__class__)
+        if not isinstance(capability, str) or capability.lower() not in CAPABILITIES:
+            hint = did_you_mean(capability, CAPABILITIES)
+            raise ConfigurationError(
+                f"unknown capability {capability!r}; known ones: {', '.join(CAPABILITIES)}{hint}"
+            )
+        return capability.lower() in _checked(self.capabilities_as(self.type), self.__class__)
 
     def close(self) -> None:
         """Release the store's resources; idempotent. The base class has none."""
@@ -113,14 +118,6 @@ class KVStoreBase(ABC):
                 'name use kvtrainer.kvstore.register("name")'
             )
         return register(cls.__name__)(cls)
-
-    @staticmethod
-    def _capability(name: str) -> str:
-        if not isinstance(name, str) or name.lower() not in CAPABILITIES:
-            raise ConfigurationError(
-                f"unknown capability {name!r}; known ones: {', '.join(CAPABILITIES)}{did_you_mean(name, CAPABILITIES)}"
-            )
-        return name.lower()
 
 
 Factory = Callable[..., KVStoreBase]

@@ -110,10 +110,9 @@ class DistKVStore(TableKVStore):
                 f"namespace must be a str, got {namespace!r:.80}; pass for example 'job-5'"
             )
         check_text("namespace", namespace or "")
-        unnamed = SessionOptions(
-            "",
-            topology.rank,
-            topology.num_workers,
+        self._options = SessionOptions(
+            rank=topology.rank,
+            num_workers=topology.num_workers,
             timeout=read_timeout(os.environ, TIMEOUT, value=timeout),
             connect_timeout=read_timeout(os.environ, CONNECT_TIMEOUT, value=connect_timeout),
             dead_after=read_timeout(os.environ, DEAD_AFTER, value=dead_after),
@@ -121,9 +120,8 @@ class DistKVStore(TableKVStore):
             address=f"{socket.gethostname()}:{os.getpid()}",
             mode=self.mode,
             slow_after=read_timeout(os.environ, SLOW_AFTER, value=slow_after),
-        )
-        self._options = replace(
-            unnamed, namespace=f"store{next(_created)}" if namespace is None else namespace
+            # The last: a store that is refused does not count.
+            namespace=f"store{next(_created)}" if namespace is None else namespace,
         )
         self._servers = topology.servers
         self._clients: list[Client] = []

@@ -11,6 +11,7 @@ from kvstore_server.codec import Codec, compute_dtype, torch_dtype
 from kvstore_server.optimizer import coalesce_rows
 from kvstore_server.plan import TensorSpec, row_numel
 from kvstore_server.rows import RowSet
+from kvtrainer.comm.compressor import residual_of
 from kvtrainer.kvstore.values import dtype_name, is_sparse
 from kvtrainer.parallel.reducers import make_reducer
 
@@ -116,7 +117,8 @@ class ReplicaCompressor:
                 following.append(kept[at] if at < len(kept) else None)
                 continue
             grad = replica.detach().to("cpu").reshape(-1)
-            residual, after = self._residual(kept[at] if at < len(kept) else None, grad, dtype)
+            residual = residual_of(self._codec, kept[at] if at < len(kept) else None, grad.numel(), dtype)
+            after = None if residual is None else torch.empty_like(residual)
             self._codec.encode(grad, residual, said, after)
             add = self._codec.decode if is_first else self._codec.decode_add
             add(said, dtype, total)
@@ -125,44 +127,32 @@ class ReplicaCompressor:
         self._next[key] = following + kept[len(following) :]
         return total.to(first.dtype)
 
-    def accept(self, keys: Iterable[str]) -> None:
-        """Keep what these keys did not say for their next rounds: this one was applied."""
-        for key in keys:
+    def accept(self, keys: Iterable[str] | None = None) -> None:
+        """Keep what these keys, or all, did not say for their next rounds: this one was applied."""
+        for key in list(self._next) if keys is None else keys:
             if key in self._next:  # not where the replicas were sparse
                 self._residuals[key] = self._next.pop(key)
-
-    def accept_all(self) -> None:
-        """As `accept`, for all that was merged since the last call."""
-        self.accept(list(self._next))
 
     def forget(self) -> None:
         """Drop what was merged since the last `accept`: it did not count."""
         self._next.clear()
 
-    def residuals(self) -> dict[str, list[Tensor | None]]:
-        """Copy what is held back of each replica, by key; flat."""
-        return {
-            key: [None if one is None else one.clone() for one in kept]
-            for key, kept in self._residuals.items()
-        }
+    def residuals(self, specs: Sequence[TensorSpec], num_replicas: int) -> list[dict[int, Tensor]]:
+        """Copy what is held back: of every replica by index of the key, in its shape."""
+        found: list[dict[int, Tensor]] = [{} for _ in range(num_replicas)]
+        for key, spec in enumerate(specs):
+            for at, residual in enumerate(self._residuals.get(spec.key, ())):
+                if residual is not None:
+                    found[at][key] = residual.clone().view(spec.shape)
+        return found
 
-    def set_residuals(self, residuals: Mapping[str, Sequence[Tensor | None]]) -> None:
+    def set_residuals(self, specs: Sequence[TensorSpec], residuals: Sequence[Mapping[int, Tensor]]) -> None:
         """Replace all that is held back; in the form of `residuals`."""
         self._residuals = {
-            key: [None if one is None else one.detach().reshape(-1).clone() for one in kept]
-            for key, kept in residuals.items()
+            spec.key: [held[key].detach().reshape(-1).clone() if key in held else None for held in residuals]
+            for key, spec in enumerate(specs)
+            if any(key in held for held in residuals)
         }
-
-    def _residual(self, kept: Tensor | None, grad: Tensor, dtype: str) -> tuple[Tensor | None, Tensor | None]:
-        """Find what earlier rounds left of a replica, and make room for what this one leaves.
-
-        Both are None where nothing is lost.
-        """
-        kind = self._codec.residual_dtype(dtype)
-        if kind is None:
-            return None, None
-        residual = torch.zeros(grad.numel(), dtype=kind) if kept is None else kept
-        return residual, torch.empty_like(residual)
 
 
 def _coalesced(spec: TensorSpec, value: Tensor) -> RowSet:

@@ -234,7 +234,7 @@ class Binding:
         try:
             outcome = self.exchange.run(gradients, arena.weights)
             if self.replicas is not None and not outcome.skipped:
-                self.replicas.accept_all()
+                self.replicas.accept()
         except BaseException:
             # Interrupted, it may have left some of the new weights here.
             layout.accept_writes(self.has_weights)
@@ -296,7 +296,8 @@ class Binding:
     def residuals(self) -> Residuals | None:
         """Copy what compression holds back of this worker's gradients; None without compression."""
         if self.replicas is not None and self._layout is not None:
-            first, *others = _residuals_by_device(self.replicas, self._layout)
+            layout = self._layout
+            first, *others = self.replicas.residuals(layout.plan.specs, len(layout.devices))
             return Residuals(0, 1, first, others)
         exchange = self._compressing()
         if exchange is None:
@@ -324,7 +325,7 @@ class Binding:
         held = saved if is_mine else None
         if self.replicas is not None and layout is not None:
             by_device = [] if held is None else [held.values, *held.copies]
-            _put_residuals(self.replicas, by_device, layout)
+            self.replicas.set_residuals(layout.plan.specs, by_device)
         elif exchange is not None:
             exchange.set_residuals({} if held is None else held.values)
         self._awaited = None
@@ -421,27 +422,3 @@ def _for_store(optimizer: Optimizer, is_sync: bool) -> Optimizer:
     alone = copy.copy(optimizer)
     alone.lr_scheduler = None
     return alone
-
-
-def _residuals_by_device(compressor: ReplicaCompressor, layout: Memory) -> list[dict[int, Tensor]]:
-    """Copy the residuals: for every device by index of the key, in its shape."""
-    held = compressor.residuals()
-    found: list[dict[int, Tensor]] = [{} for _ in range(len(layout.devices))]
-    for key, spec in enumerate(layout.plan.specs):
-        for at, residual in enumerate(held.get(spec.key, ())):
-            if residual is not None:
-                found[at][key] = residual.view(spec.shape)
-    return found
-
-
-def _put_residuals(
-    compressor: ReplicaCompressor, by_device: Sequence[Mapping[int, Tensor]], layout: Memory
-) -> None:
-    """Replace all residuals by these, in the form of `_residuals_by_device`."""
-    compressor.set_residuals(
-        {
-            spec.key: [values.get(key) for values in by_device]
-            for key, spec in enumerate(layout.plan.specs)
-            if any(key in values for values in by_device)
-        }
-    )

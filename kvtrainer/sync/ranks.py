@@ -19,7 +19,7 @@ from torch import Tensor
 from kvstore_server.codec import compute_dtype
 from kvstore_server.hyper import AgreedOptions
 from kvstore_server.optimizer import Optimizer
-from kvstore_server.plan import Plan, TensorSpec, row_numel
+from kvstore_server.plan import Plan, row_numel
 from kvstore_server.rows import RowSet
 from kvtrainer.comm.rank_group import RankGroup
 from kvtrainer.errors import ConfigurationError, ProtocolError
@@ -43,19 +43,6 @@ class _Headers(NamedTuple):
     """The hyper-parameters of the lowest rank that has data, where another one has none."""
     is_over: bool = False
     """No rank has data."""
-
-    @property
-    def left_out(self) -> frozenset[int]:
-        return _keys((self.states == _ABSENT).all(0))
-
-    @property
-    def dense(self) -> frozenset[int]:
-        """The keys of which one rank has all rows: then the sum has, too."""
-        return _keys((self.states == _DENSE).any(0))
-
-    @property
-    def common_scale(self) -> float | None:
-        return self.scales[0] if len(set(self.scales)) == 1 else None
 
 
 class GroupExchange:
@@ -111,12 +98,15 @@ class GroupExchange:
         return Outcome(frozenset(), skipped=True) if headers is None else self._sum(grads, headers)
 
     def _sum(self, grads: Gradients, headers: _Headers) -> Outcome:
-        dense, left_out = headers.dense, headers.left_out
-        common = headers.common_scale
-        before, after = (grads.scale, 1.0) if common is None else (1.0, common)
-        for key, rows in grads.rows.items():
-            if key in dense:
-                _densify(self._piece(grads.arenas, key), rows, self._plan.specs[key])
+        left_out = _keys((headers.states == _ABSENT).all(0))
+        dense = _keys((headers.states == _DENSE).any(0))  # if one rank has all rows, the sum has, too
+        is_common = len(set(headers.scales)) == 1
+        before, after = (1.0, headers.scales[0]) if is_common else (grads.scale, 1.0)
+        for key in dense.intersection(grads.rows):
+            spec, at = self._plan.specs[key], self._plan.key_offsets[key]
+            ids, values = grads.rows[key]
+            place = grads.arenas[spec.dtype][at : at + spec.numel].view(-1, row_numel(spec))
+            place[ids] = values.to(place.dtype)  # it was zero
         for dtype, flat in grads.arenas.items():
             self._group.sum(flat, self._runs(dtype, dense), before, after)
         sparse = [key for key in range(len(self._plan.specs)) if key not in dense and key not in left_out]
@@ -163,7 +153,10 @@ class GroupExchange:
                 "collective methods in the same order on every rank (add_param_group comes as set_data)"
             )
         if len(set(found[active, _HYPER].tolist())) > 1:
-            self._name_disagreement(active)
+            belief = AgreedOptions(self._plan)
+            for rank, packed in enumerate(self._group.all_gather_bytes(self._hyper)):
+                belief.set(rank, packed)
+            belief.common(active)
         hyper = b""
         if active and len(active) < self.num_workers:
             hyper = self._group.all_gather_bytes(self._hyper)[active[0]]
@@ -171,12 +164,6 @@ class GroupExchange:
             return None
         scales = [struct.unpack("<d", struct.pack("<q", bits))[0] for bits in found[active, _SCALE].tolist()]
         return _Headers(found[:, _FIRST_KEY:], scales, hyper, is_over=not active)
-
-    def _name_disagreement(self, active: Sequence[int]) -> None:
-        belief = AgreedOptions(self._plan)
-        for rank, packed in enumerate(self._group.all_gather_bytes(self._hyper)):
-            belief.set(rank, packed)
-        belief.common(active)
 
     @property
     def _keys(self) -> range:
@@ -207,15 +194,6 @@ class GroupExchange:
         mine = mine._replace(values=values * before if before != 1.0 else values)
         total = sum_rows(self._group.gather_rows(mine, counts), spec.dtype)
         return total._replace(values=total.values * after) if after != 1.0 else total
-
-    def _piece(self, arenas: Mapping[str, Tensor], key: int) -> Tensor:
-        spec, at = self._plan.specs[key], self._plan.key_offsets[key]
-        return arenas[spec.dtype][at : at + spec.numel]
-
-
-def _densify(piece: Tensor, rows: RowSet, spec: TensorSpec) -> None:
-    """Write rows to the place of their key in the arena, which is zero."""
-    piece.view(-1, row_numel(spec))[rows.ids] = rows.values.to(piece.dtype)
 
 
 def _keys(mask: Tensor) -> frozenset[int]:
