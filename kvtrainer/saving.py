@@ -168,8 +168,6 @@ def _without_scheduler(optimizer: Optimizer) -> Optimizer:
 def _optimizer_problems(saved: Mapping[str, Any], pipeline: StepPipeline) -> Iterator[str]:
     optimizer = pipeline.groups.optimizer
     mine = _description(optimizer)
-    if saved["name"] != mine["name"]:
-        yield f"the optimizer is {saved['name']!r} in the file and {mine['name']!r} here"
     for name in _ON_SERVERS if pipeline.states.is_in_store else ():
         default = getattr(Optimizer, name, None)
         theirs, ours = saved.get(name, default), mine.get(name, default)
@@ -189,19 +187,11 @@ def _optimizer_problems(saved: Mapping[str, Any], pipeline: StepPipeline) -> Ite
 
 
 def _parameter_problems(saved: SavedStates, pipeline: StepPipeline) -> Iterator[str]:
-    """Differences of parameters, groups, and entries of state."""
+    """Differences of the optimizer's name, parameters, groups, and entries of state."""
     groups, optimizer, plan = pipeline.groups.live, pipeline.groups.optimizer, pipeline.memory.plan
-    names = {spec.key: key for key, spec in enumerate(plan.specs)}
-    missing = [repr(name) for name in names if name not in saved.parameters]
-    unexpected = [repr(name) for name in saved.parameters if name not in names]
-    if missing:
-        yield f"the file lacks the parameters {', '.join(missing)}"
-    if unexpected:
-        yield f"the file has the parameters {', '.join(unexpected)}, which this Trainer does not have"
-    common = {key: saved.parameters[name] for name, key in names.items() if name in saved.parameters}
-    for key, theirs in common.items():
-        if theirs.shape != (shape := plan.specs[key].shape):
-            yield f"{plan.specs[key].key!r} has shape {list(theirs.shape)} in the file and {list(shape)} here"
+    yield from saved.differences(optimizer.registered_name, plan.specs, "parameters", "this Trainer")
+    places = enumerate(plan.specs)
+    common = {key: saved.parameters[spec.key] for key, spec in places if spec.key in saved.parameters}
     if len(saved.groups) != len(groups):
         yield f"the file has {len(saved.groups)} parameter groups, this Trainer has {len(groups)}"
     for key, theirs in common.items():

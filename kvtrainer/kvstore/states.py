@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from kvstore_server.optimizer import Optimizer, States
-from kvstore_server.plan import Plan, Slice
+from kvstore_server.plan import Slice
 from kvtrainer.comm.client import Client
 from kvtrainer.comm.tables import RemoteTable
 from kvtrainer.errors import StateMismatchError
@@ -83,28 +83,12 @@ class _Holder:
 
 
 def _problems(saved: SavedStates, tables: Sequence[RemoteTable], optimizer: Optimizer) -> list[str]:
-    problems = []
-    if saved.optimizer["name"] != optimizer.registered_name:
-        problems.append(
-            f"the optimizer is {saved.optimizer['name']!r} in the file and {optimizer.registered_name!r} here"
-        )
-    plans: dict[str, Plan] = {table.plan.specs[0].key: table.plan for table in tables}
-    missing = [repr(key) for key in plans if key not in saved.parameters]
-    unexpected = [repr(key) for key in saved.parameters if key not in plans]
-    if missing:
-        problems.append(f"the file lacks the keys {', '.join(missing)}")
-    if unexpected:
-        problems.append(f"the file has the keys {', '.join(unexpected)}, which this kvstore does not have")
-    for key, plan in plans.items():
-        kept = saved.parameters.get(key)
-        if kept is None:
-            continue
-        if kept.shape != plan.specs[0].shape:
-            problems.append(
-                f"key {key!r} has shape {list(kept.shape)} in the file and {list(plan.specs[0].shape)} here"
-            )
-        elif kept.state:
+    specs = [table.plan.specs[0] for table in tables]
+    problems = [*saved.differences(optimizer.registered_name, specs, "keys", "this kvstore")]
+    for table, spec in zip(tables, specs, strict=True):
+        kept = saved.parameters.get(spec.key)
+        if kept is not None and kept.shape == spec.shape and kept.state:
             states = {0: kept.state}
             problems += momentum_problems(states, saved.groups, optimizer)
-            problems += state_problems(states, saved.groups[:1] or [{}], plan, optimizer)
+            problems += state_problems(states, saved.groups[:1] or [{}], table.plan, optimizer)
     return problems

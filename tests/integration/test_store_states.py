@@ -94,7 +94,7 @@ def test_states_of_other_keys_or_of_another_optimizer_are_refused_with_every_dif
     with pytest.raises(StateMismatchError) as caught:
         second.load_optimizer_states(tmp_path / "states")
     for part in ("'sgd' in the file and 'adam' here", "lacks the keys 'other'", "has the keys 'small'",
-                 "key 'big' has shape [90, 301] in the file and [2] here"):  # fmt: skip
+                 "'big' has shape [90, 301] in the file and [2] here"):  # fmt: skip
         assert part in str(caught.value)
 
 

@@ -81,8 +81,6 @@ def rows(ids: list[int], values: object, width: int) -> RowSet:
 
 NOTHING = rows([], [], 2)
 
-"""MXNet 2.0.0b1's weights after five steps in which rows {0}, {0, 2}, {2}, {0}, {1} get the gradient [.1(t+1), -.2]."""
-
 
 def _lazy_adam(w: np.ndarray, steps: list[tuple[list[int], np.ndarray]], lr: float, wd: float) -> np.ndarray:
     """Adam of MXNet in float64, on the touched rows only; t counts the updates of the key."""

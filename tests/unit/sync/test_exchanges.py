@@ -1,4 +1,4 @@
-"""Exchanges: what a round does to the arenas, over an engine in this process and over a third-party store."""
+"""Exchanges: what a round does to the arenas, over an engine in this process."""
 
 from __future__ import annotations
 
@@ -14,28 +14,14 @@ from kvstore_server.hyper import pack_hypers
 from kvstore_server.optimizer import create
 from kvstore_server.plan import Plan, TensorSpec, make_plan
 from kvtrainer.errors import ConfigurationError
-from kvtrainer.kvstore import KVStoreBase, LocalKVStore
+from kvtrainer.kvstore import LocalKVStore
 from kvtrainer.optimizer_states import ShardUpdate
-from kvtrainer.sync.contract import Exchange, Gradients, PluginExchange
+from kvtrainer.sync.contract import Gradients
 from kvtrainer.sync.servers import StoreExchange
 
 PLAN = make_plan(
     [TensorSpec("a", (2,), "float32"), TensorSpec("b", (), "float64"), TensorSpec("c", (3,), "float32")], 1
 )
-
-
-class Tripling(KVStoreBase):
-    """Three workers that all do the same; rank 0's weights are 5."""
-
-    type = "tripling"
-    rank = 1
-    num_workers = 3
-
-    def broadcast(self, key: Any, value: Any, out: Any, priority: int = 0) -> None:
-        out.fill_(5)
-
-    def pushpull(self, key: Any, value: Any, out: Any = None, priority: int = 0) -> None:
-        (value if out is None else out).copy_(3 * value)
 
 
 def arenas(a: float, b: float, c: float, plan: Plan = PLAN) -> dict[str, Tensor]:
@@ -135,13 +121,3 @@ def test_counters_of_the_store_tell_what_was_applied() -> None:
     exchange.run(Gradients(arenas(1, 1, 1), {}, 1.0, frozenset({2})), weights)
     [[table]] = [stats["tables"] for stats in exchange.stats()]
     assert (table["rounds_applied"], table["keys"], table["keys_applied"]) == (1, 3, 2)
-
-
-def test_third_party_store_sums_scaled_gradients_of_every_key() -> None:
-    exchange: Exchange = PluginExchange(Tripling(), PLAN)
-    weights, grads = arenas(0, 0, 0), arenas(1, 2, 3)
-    exchange.init(weights)
-    assert same(weights, arenas(5, 5, 5))
-    assert exchange.run(Gradients(grads, {}, 0.5, frozenset({0})), weights).left_out == frozenset()
-    assert same(grads, arenas(1.5, 3, 4.5))
-    assert exchange.stats() == []

@@ -144,12 +144,9 @@ def test_aggregation_keeps_the_update_out_of_the_store() -> None:
     for type in ("dist_sync", "dist_async", "dist_ssp"):
         with pytest.raises(ConfigurationError, match=r"aggregate_num is above 1, got 4"):
             select_store(type, True, aggregate_num=4)
-
-
-@pytest.mark.parametrize("asked", [None, False, True])
-def test_an_optimizer_that_aggregates_cannot_train_without_synchronous_rounds(asked: bool | None) -> None:
-    with pytest.raises(ConfigurationError, match=r"aggregate_num|async mode"):
-        select_store("dist_async", asked, aggregate_num=4)
+    for asked in (None, False):
+        with pytest.raises(ConfigurationError, match="async mode"):
+            select_store("dist_async", asked, aggregate_num=4)
 
 
 def test_aggregate_num_of_the_optimizer_reaches_the_choice() -> None:
@@ -203,10 +200,6 @@ def test_compression_is_refused_where_the_store_has_none(given: str) -> None:
         ConfigurationError, match=r"not supported for this type of kvstore: .*; use .device. or .dist_sync."
     ):
         select_store(GIVEN[given](), None, {"type": "2bit"})
-    with pytest.raises(
-        ConfigurationError, match="compression is not supported for this type of kvstore: 'local'"
-    ):
-        select_store("local", None, {"type": "2bit"})
 
 
 @pytest.mark.parametrize(
