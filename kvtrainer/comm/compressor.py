@@ -101,4 +101,6 @@ class Compressor:
 def residual_of(codec: Codec, kept: Tensor | None, numel: int, dtype: str) -> Tensor | None:
     """Find what earlier rounds left of a gradient, zeros at first; None where nothing is ever lost."""
     kind = codec.residual_dtype(dtype)
-    return torch.zeros(numel, dtype=kind) if kept is None and kind is not None else kept
+    if kind is None:
+        return None
+    return torch.zeros(numel, dtype=kind) if kept is None else kept
