@@ -22,7 +22,7 @@ gan: $(READY)
 	$(BIN)/python examples/gan.py --config examples/gan.json
 	$(BIN)/kvlaunch -n 2 -s 2 -- $(BIN)/python examples/gan.py
 
-# Tests that share processes stay together (tests/conftest.py says which); files go in order, the slow ones first.
+# Tests of a file, which share processes, stay together; files go in order, the slow ones first.
 test: $(READY)
 	$(BIN)/python -m pytest -m "not full" -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 

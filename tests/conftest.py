@@ -5,15 +5,11 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from tests.support.stores import Servers, servers
-
-PARITY = Path(__file__).parent / "parity"
 
 
 def pytest_configure() -> None:
@@ -30,23 +26,6 @@ def pytest_configure() -> None:
 def pytest_xdist_auto_num_workers() -> int:
     """One more than there are cores: many tests wait for a deadline, or for other processes."""
     return len(os.sched_getaffinity(0)) + 1
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Let tests that share processes run in one of xdist's workers: those of a file, and all that share parity jobs."""
-    from xdist.scheduler import LoadFileScheduling
-
-    sharing = {
-        f"tests/parity/{path.name}" for path in PARITY.glob("test_*.py") if "part_of_job" in path.read_text()
-    }
-
-    class Together(LoadFileScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            file = str(super()._split_scope(nodeid))
-            return "tests/parity" if file in sharing else file
-
-    return Together(config, log)
 
 
 @pytest.fixture(scope="session", autouse=True)

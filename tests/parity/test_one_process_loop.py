@@ -19,9 +19,9 @@ from torch import Tensor
 import kvtrainer
 from kvstore_server.optimizer.torch_family import ELEMENTWISE
 from kvstore_server.plan import TensorSpec, make_plan
+from kvtrainer.kvstore import DistKVStore
 from tests.support.gluon_formulas import Reference
-from tests.support.jobs import Job, PartOfJob, Results
-from tests.support.sizes import sizes
+from tests.support.stores import Servers
 
 STEPS = 25
 BATCH = 4
@@ -162,48 +162,32 @@ class _Gluon:
         )
 
 
-def run(rank: int, workers: int) -> Results:
-    results: dict[str, Any] = {}
-    for name, case in CASES.items():
-        for in_store in (True, False):
-            results[f"{name} {in_store}"] = train(case, in_store, rank, workers)
-    return results
-
-
-def train(case: Case, in_store: bool, rank: int, workers: int) -> dict[str, Any]:
+def train(case: Case, in_store: bool, kv: DistKVStore) -> dict[str, Any]:
     weights = {name: weight.requires_grad_() for name, weight in start_weights().items()}
-    with _trainer(case, weights, in_store) as trainer:
-        schedule = torch.optim.lr_scheduler.LambdaLR(trainer, rate_factor)
-        for step in range(STEPS):
-            for kind, changed in MULTIPLIERS.get(step, {}).items():
-                for name, value in changed.items():
-                    setattr(weights[name], kind, value)
-            loss_of(weights, *batch_of(step, rank)).backward()  # type: ignore[no-untyped-call]
-            trainer.step(workers * BATCH)
-            schedule.step()
-        applied = [[row["rounds_applied"] for row in stats["tables"]] for stats in trainer.server_stats()]
-    return {
-        "weights": {name: weight.detach().clone() for name, weight in weights.items()},
-        "applied": applied,
-    }
+    trainer = _trainer(case, weights, in_store, kv)
+    schedule = torch.optim.lr_scheduler.LambdaLR(trainer, rate_factor)
+    for step in range(STEPS):
+        for kind, changed in MULTIPLIERS.get(step, {}).items():
+            for name, value in changed.items():
+                setattr(weights[name], kind, value)
+        loss_of(weights, *batch_of(step, kv.rank)).backward()  # type: ignore[no-untyped-call]
+        trainer.step(kv.num_workers * BATCH)
+        schedule.step()
+    applied = [[row["rounds_applied"] for row in stats["tables"]] for stats in trainer.server_stats()]
+    return {"weights": {name: weight.detach() for name, weight in weights.items()}, "applied": applied}
 
 
-def _trainer(case: Case, weights: dict[str, Tensor], in_store: bool) -> kvtrainer.Trainer:
+def _trainer(case: Case, weights: dict[str, Tensor], in_store: bool, kv: DistKVStore) -> kvtrainer.Trainer:
     groups = [
         {"params": [(name, weight) for name, weight in weights.items() if name not in BIASES]},
         {"params": [(name, weights[name]) for name in BIASES], "lr": case.lr * BIAS_RATE},
     ]
     options = {"lr": case.lr, **case.options}
-    return kvtrainer.Trainer(groups, case.optimizer, options, kvstore="dist_sync", update_on_kvstore=in_store)
+    return kvtrainer.Trainer(groups, case.optimizer, options, kvstore=kv, update_on_kvstore=in_store)
 
 
 TOLERANCE = 1e-11
 SITES = [pytest.param(True, id="store"), pytest.param(False, id="worker")]
-
-
-@pytest.fixture(scope="module", params=sizes((2, 2), workers=(2, 3), servers=(2,)))
-def job(request: pytest.FixtureRequest, part_of_job: PartOfJob) -> Job:
-    return part_of_job("one_problem", *request.param)
 
 
 def farthest(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
@@ -213,20 +197,23 @@ def farthest(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
 
 @pytest.mark.parametrize("in_store", SITES)
 @pytest.mark.parametrize("case", CASES)
-def test_workers_and_servers_train_as_one_process_does(job: Job, case: str, in_store: bool) -> None:
-    expected = train_alone(CASES[case], job.workers)
+@pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.full)])
+def test_workers_and_servers_train_as_one_process_does(
+    jobs: Servers, workers: int, case: str, in_store: bool
+) -> None:
+    expected = train_alone(CASES[case], workers)
     assert farthest(start_weights(), expected) > 0.01
-    for rank, seen in enumerate(job[f"{case} {in_store}"]):
+    for rank, seen in enumerate(jobs.results(workers, 2, lambda kv, _: train(CASES[case], in_store, kv))):
         assert farthest(seen["weights"], expected) <= TOLERANCE, f"rank {rank}"
+        assert seen["applied"] == [[STEPS]] * 2  # every server took part in every round
 
 
-def test_every_server_took_part_in_every_round(job: Job) -> None:
+def test_the_biggest_parameter_lies_on_both_servers() -> None:
     specs = [TensorSpec(name, SHAPES[name], "float64") for name in (*(SHAPES.keys() - {*BIASES}), *BIASES)]
-    plan = make_plan(specs, job.servers)
+    plan = make_plan(specs, 2)
     key = [spec.key for spec in specs].index("W2")
     holders = {piece.server for piece in plan.slices for segment in piece.segments if segment.key == key}
-    assert holders == set(range(job.servers))
-    assert job["sgd True"][0]["applied"] == [[STEPS]] * job.servers
+    assert holders == {0, 1}
 
 
 def test_every_elementwise_optimizer_of_torch_has_a_case() -> None:

@@ -7,6 +7,8 @@ what changes. Every worker has gradients, and divides them by batch sizes, of it
 from __future__ import annotations
 
 import functools
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -17,11 +19,11 @@ from torch import Tensor
 import kvtrainer
 from kvstore_server.optimizer import gluon, layerwise
 from kvstore_server.plan import Slice, TensorSpec, make_plan
-from kvtrainer.kvstore import KVStoreBase
+from kvtrainer.kvstore import DistKVStore, KVStoreBase
 from tests.support.gluon_cases import CASES, Case
 from tests.support.gluon_formulas import Numbers, Reference
-from tests.support.jobs import Job, PartOfJob, Results
 from tests.support.scalar_training import set_gradients
+from tests.support.stores import Servers
 
 STEPS = 12
 SHAPES = {
@@ -167,19 +169,6 @@ SITES = (True, False)
 """Of update_on_kvstore."""
 
 
-def run(rank: int, workers: int) -> Results:
-    return {
-        name_of(label, scenario, in_store): play(label, scenario, rank, "dist_sync", in_store)
-        for label, scenario in RUNS
-        for in_store in SITES
-    }
-
-
-def name_of(label: str, scenario: str, in_store: bool) -> str:
-    """Under which name a run's weights are delivered."""
-    return f"{label}, {scenario}, {in_store}"
-
-
 def play(
     label: str, scenario: str, rank: int, kvstore: str | KVStoreBase | None, in_store: bool | None
 ) -> dict[str, Tensor]:
@@ -203,51 +192,32 @@ def play(
 
 TOLERANCE = 2e-6
 SERVERS = (1, 2, 3)
-# One fixture runs three jobs.
-
 SIZES = [
-    pytest.param((1, (1, 3)), id="1x1,3"),
-    pytest.param((2, (3,)), id="2x3"),
-    pytest.param((1, SERVERS), id="1x1,2,3", marks=pytest.mark.full),
-    pytest.param((2, SERVERS), id="2x1,2,3", marks=pytest.mark.full),
+    pytest.param(1, (1, 3), id="1x1,3"),
+    pytest.param(2, (3,), id="2x3"),
+    pytest.param(1, SERVERS, id="1x1,2,3", marks=pytest.mark.full),
+    pytest.param(2, SERVERS, id="2x1,2,3", marks=pytest.mark.full),
 ]
 
 Weights = dict[str, Tensor]
-Run = tuple[str, str]
-each_run = pytest.mark.parametrize(("label", "scenario"), RUNS)
-each_run_without_noise = pytest.mark.parametrize(
-    ("label", "scenario"), [(label, scenario) for label, scenario in RUNS if label != "sgld"]
-)
 
 
-@pytest.fixture(scope="module", params=SIZES)
-def jobs(request: pytest.FixtureRequest, part_of_job: PartOfJob) -> list[Job]:
-    """A number of workers, with several numbers of servers."""
-    workers, servers = request.param
-    return [part_of_job("trajectories", workers, count) for count in servers]
+def everywhere(
+    jobs: Servers, workers: int, servers: Sequence[int], label: str, scenario: str
+) -> dict[str, Weights]:
+    """What every worker ended with, whatever the servers and the site of the update; one, also in one process."""
+    found: dict[str, Weights] = {}
+    for count, in_store in itertools.product(servers, SITES):
 
+        def body(kv: DistKVStore, rank: int, in_store: bool = in_store) -> Weights:
+            return play(label, scenario, rank, kv, in_store)
 
-@pytest.fixture(scope="module")
-def alone() -> dict[Run, list[Weights]]:
-    """What one process ends with: without a store, and with the engine of 'local', updating in it or not."""
-    stores: list[tuple[str | None, bool]] = [(None, False), ("local", True), ("local", False)]
-    return {
-        (label, scenario): [
-            play(label, scenario, 0, kvtrainer.kvstore.create(name) if name else None, in_store)
-            for name, in_store in stores
-        ]
-        for label, scenario in RUNS
-    }
-
-
-def everywhere(jobs: list[Job], label: str, scenario: str) -> dict[str, Weights]:
-    """What every worker ended with, whatever the servers and the site of the update."""
-    return {
-        f"{job.servers} servers, rank {rank}, in store: {in_store}": weights
-        for job in jobs
-        for in_store in SITES
-        for rank, weights in enumerate(job[name_of(label, scenario, in_store)])
-    }
+        for rank, weights in enumerate(jobs.results(workers, count, body)):
+            found[f"{count} servers, rank {rank}, in store: {in_store}"] = weights
+    if workers == 1:
+        found["no store"] = play(label, scenario, 0, None, False)
+        found |= {f"local, in store: {site}": play(label, scenario, 0, "local", site) for site in SITES}
+    return found
 
 
 def pieces_of(key: str, servers: int = 1, whole_keys: bool = False) -> list[Slice]:
@@ -261,39 +231,26 @@ def in_float64(weights: Weights) -> dict[str, Any]:
     return {key: weight.double().numpy() for key, weight in weights.items()}
 
 
-@each_run_without_noise
-def test_servers_follow_the_formula(jobs: list[Job], label: str, scenario: str) -> None:
-    expected = reference(label, scenario, jobs[0].workers)
-    for who, weights in everywhere(jobs, label, scenario).items():
-        assert distance(in_float64(weights), expected) <= TOLERANCE, who
-
-
-@each_run
-def test_the_number_of_servers_and_the_site_of_the_update_change_no_bit(
-    jobs: list[Job], label: str, scenario: str
+@pytest.mark.parametrize(("label", "scenario"), RUNS)
+@pytest.mark.parametrize(("workers", "servers"), SIZES)
+def test_every_store_follows_the_formula_with_the_same_bits(
+    jobs: Servers, workers: int, servers: Sequence[int], label: str, scenario: str
 ) -> None:
-    runs = everywhere(jobs, label, scenario)
-    assert len(runs) == len(jobs) * len(SITES) * jobs[0].workers
+    runs = everywhere(jobs, workers, servers, label, scenario)
     first = next(iter(runs.values()))
     for who, weights in runs.items():
         assert all(torch.equal(weights[key], first[key]) for key in SHAPES), who
+    if label != "sgld":
+        assert distance(in_float64(first), reference(label, scenario, workers)) <= TOLERANCE
 
 
-@each_run
-def test_one_process_and_one_worker_with_servers_end_with_the_same_bits(
-    part_of_job: PartOfJob, alone: dict[Run, list[Weights]], label: str, scenario: str
-) -> None:
-    [weights] = part_of_job("trajectories", 1, 3)[name_of(label, scenario, True)]
-    for here in alone[label, scenario]:
-        assert all(torch.equal(weights[key], here[key]) for key in SHAPES)
-
-
-def test_sglds_noise_has_the_mean_and_the_variance_of_its_formula(jobs: list[Job]) -> None:
-    [weights, *_] = everywhere(jobs, "sgld", ALL).values()
-    moments = sgld_moments(jobs[0].workers)
+@pytest.mark.parametrize("workers", [1, 2])
+def test_sglds_noise_has_the_mean_and_the_variance_of_its_formula(jobs: Servers, workers: int) -> None:
+    weights = in_float64(everywhere(jobs, workers, (3,), "sgld", ALL)["3 servers, rank 0, in store: True"])
+    moments = sgld_moments(workers)
     for key in ("sliced_weight", "body_weight"):
         mean, variance = moments[key]
-        noise = (weights[key].double().numpy() - mean) / np.sqrt(variance)
+        noise = (weights[key] - mean) / np.sqrt(variance)
         assert abs(noise.mean()) < 4 / np.sqrt(noise.size)
         assert abs(noise.var() - 1) < 4 * np.sqrt(2 / noise.size)
         # Nor does a slice repeat the noise of the one before it.
@@ -322,7 +279,7 @@ def test_the_norm_of_one_servers_part_would_be_seen(label: str) -> None:
     assert np.abs(ends[0] - ends[1]).max() > 1e3 * TOLERANCE
 
 
-@each_run_without_noise
+@pytest.mark.parametrize(("label", "scenario"), [run for run in RUNS if run[0] != "sgld"])
 def test_the_weights_move_and_stay_bounded(label: str, scenario: str) -> None:
     # A run that blows up would amplify rounding without limit, and prove nothing.
     expected = reference(label, scenario, 2)

@@ -46,10 +46,6 @@ class Job:
         return [result[name] for result in self.results]
 
 
-PartOfJob = Callable[[str, int, int], Job]
-"""Takes a part of tests/parity/conftest.py, a number of workers and one of servers; gives what the part returned."""
-
-
 def run_job(
     body: Callable[..., Results],
     folder: Path,
