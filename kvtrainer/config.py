@@ -163,7 +163,7 @@ def _hook_options(cfg: Mapping[str, Any]) -> dict[str, Any]:
             kind = kind.replace("Optimizer", "Fp16Optimizer")
     if kind not in _HOOKS:
         raise ConfigurationError(
-            f"optimizer_config is of type {kind!r}, but a Trainer is only like {', '.join(_HOOKS)}"
+            f"optimizer_config is of type {kind!r}; a Trainer is like {', '.join(_HOOKS)}"
         )
     check.known(f"optimizer_config ({kind})", options, _HOOKS[kind], error=UnknownNameError)
     return {"loss_scale": 512.0, **options} if "loss_scale" in _HOOKS[kind] else options
@@ -260,7 +260,7 @@ def _only(each: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
     if "" not in each:
         several = ", ".join(each)
         raise ArgumentTypeError(
-            f"the constructor made optimizers {several}, and a Trainer has one; use a Strategy"
+            f"a Trainer has one optimizer, the constructor made {several}; use a Strategy"
         )
     return each[""]
 
@@ -270,7 +270,7 @@ def _each_optimizer(model: Any, cfg: Any, paramwise_cfg: Any, constructor: Any) 
     if isinstance(cfg, torch.optim.Optimizer | Optimizer):
         if paramwise_cfg is not None or constructor is not None:
             raise ConfigurationError(
-                f"a {type(cfg).__name__} instance brings its own groups, and takes no paramwise_cfg or constructor"
+                f"a {type(cfg).__name__} instance brings its own groups: no paramwise_cfg, no constructor"
             )
         return {"": _instance_arguments(model, cfg)}
     given = dict(check.mapping("optimizer, as in dict(type='SGD', lr=0.01),", cfg, error=ArgumentTypeError))
@@ -404,9 +404,7 @@ class DefaultOptimizerConstructor:
         kind, options = OPTIMIZERS.split(self.optimizer_cfg)
         if isinstance(kind, type) and not issubclass(kind, torch.optim.Optimizer):
             name = self.optimizer_cfg["type"]
-            raise ConfigurationError(
-                f"{name!r} is no torch optimizer; give it to the Trainer without a constructor"
-            )
+            raise ConfigurationError(f"{name!r} is no torch optimizer; give it without a constructor")
         groups, self.report = self.param_groups(model)
         made = kind([dict(group) for group in groups], **options)
         if not isinstance(made, torch.optim.Optimizer):
@@ -462,7 +460,7 @@ def merge_config(base: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, A
         else:
             kind = type(before).__name__
             raise ArgumentTypeError(
-                f"{key} is a dict, but {kind} in the base; to replace it, add {_DELETE}=True"
+                f"{key} is a dict, but {kind} in the base; to replace that, add {_DELETE}=True"
             )
     return merged
 

@@ -218,7 +218,7 @@ class OptimizerHook(Hook):
         outputs = runner.outputs
         if not isinstance(outputs, Mapping) or "loss" not in outputs:
             raise ConfigurationError(
-                f"{type(self).__name__} needs runner.outputs['loss'], got {outputs!r:.120}"
+                f"{type(self).__name__} needs runner.outputs['loss'], got {outputs!r:.80}"
             )
         if self.detect_anomalous_params:
             self.detect_anomalous_parameters(outputs["loss"], runner)
@@ -439,9 +439,7 @@ class ValueHook(Hook):
         **options: Any,
     ) -> None:
         if not isinstance(by_epoch, bool | None):
-            raise ArgumentTypeError(
-                f"by_epoch must be True, False or None, got {by_epoch!r:.80}; name other options"
-            )
+            raise ArgumentTypeError(f"by_epoch must be True, False or None, got {by_epoch!r:.80}")
         by_batch = self.policy in _BY_BATCH
         if by_epoch and by_batch:
             raise ConfigurationError(f"the policy {self.policy!r} goes by batch; leave by_epoch out")
@@ -506,9 +504,7 @@ class ValueHook(Hook):
     def _get(self, runner: Any, base: float) -> float:
         """Return the value of now of a group that started from `base`, without a warm-up."""
         if self._policy is None:
-            raise NotImplementedError(
-                f"{type(self).__name__} has no policy, so it must say its values itself"
-            )
+            raise NotImplementedError(f"{type(self).__name__} has no policy, and no values of its own")
         return float(self._policy(base, *self._progress(runner)))
 
     def _get_regular(self, runner: Any) -> Values:
@@ -627,9 +623,7 @@ class OneCycleLrUpdaterHook(LrUpdaterHook, policy="OneCycle"):
             peaks = peaks if isinstance(peaks, list | tuple) else [peaks] * len(target)
             if len(peaks) != len(target):
                 of = f"{len(target)} parameter groups{name and f' of {name}'}"
-                raise ConfigurationError(
-                    f"max_lr has {len(peaks)} values for {of}; give one for each, or a number"
-                )
+                raise ConfigurationError(f"max_lr has {len(peaks)} values for {of}; give one for each")
             starts[name] = [float(peak) / self.div_factor for peak in peaks]
         self.base_lr = starts if isinstance(self.base_lr, Mapping) else starts[""]
 

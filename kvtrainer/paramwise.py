@@ -268,7 +268,7 @@ class Rule:
         is_class = isinstance(self.match, tuple) and all(isinstance(one, type) for one in self.match)
         if not (isinstance(self.match, str) or callable(self.match) or is_class):
             raise ArgumentTypeError(
-                f"a rule matches a text, a class of modules or a function, got {self.match!r:.80}"
+                f"a rule matches text, a class of modules or a function, got {self.match!r:.80}"
             )
         if not self.name:
             object.__setattr__(self, "name", _name_of(self.match))
@@ -282,9 +282,7 @@ class Rule:
         given += ["weight_decay" for value in (self.decay_mult, self.weight_decay) if value is not None]
         twice = sorted({option for option in given if given.count(option) > 1})
         if twice:
-            raise ConfigurationError(
-                f"{self.name} says twice what {' and '.join(twice)} shall be; say it once"
-            )
+            raise ConfigurationError(f"{self.name} says twice what {' and '.join(twice)} shall be")
 
     def matches(self, place: Place) -> bool:
         """Return whether it is about this parameter. Raises ConfigurationError if that cannot be known."""
@@ -374,7 +372,7 @@ def paramwise_rules(cfg: Any, base: Mapping[str, Any]) -> list[Rule]:
         if not isinstance(key, str) or not isinstance(entry, Mapping):
             got = f"{key!r:.80}: {entry!r:.80}"
             raise ArgumentTypeError(
-                f"custom_keys are parts of names and dicts such as dict(lr_mult=0.1), got {got}"
+                f"custom_keys are parts of names, and dicts as dict(lr_mult=0.1), got {got}"
             )
     rules = []
     for key in sorted(custom, key=lambda k: (-len(k), k)):
@@ -500,14 +498,12 @@ def _said(rule: Rule, base: Mapping[str, Any], is_complete: bool) -> dict[str, A
     for option, factor in (("lr", rule.lr_mult), ("weight_decay", rule.decay_mult)):
         if factor is not None:
             if base.get(option) is None:
-                raise ConfigurationError(
-                    f"{rule.name} multiplies the optimizer's {option}, which has no value"
-                )
+                raise ConfigurationError(f"{rule.name} multiplies the optimizer's {option}, which is None")
             said[option] = float(base[option]) * factor
     unknown = [option for option in said if option not in (*base, "name")]
     if is_complete and unknown:
         raise ConfigurationError(
-            f"{rule.name} sets {unknown[0]!r}, but the optimizer's options are {', '.join(base)}"
+            f"{rule.name} sets {unknown[0]!r}; the optimizer's options are {', '.join(base)}"
         )
     return said
 

@@ -79,14 +79,12 @@ class Registry:
         if names is not None and (
             not isinstance(names, Sequence) or not all(isinstance(one, str) for one in names)
         ):
-            raise ArgumentTypeError(
-                f"the name of a {self.name} is a str, got {name!r:.80}; write @….register()"
-            )
+            raise ArgumentTypeError(f"a {self.name} is named by a str, got {name!r:.80}; write @….register()")
 
         def add(entry: _Entry) -> _Entry:
             if not callable(entry) or (names is None and not hasattr(entry, "__name__")):
                 raise ArgumentTypeError(
-                    f"a {self.name} is a class or a function with a name, got {entry!r:.80}"
+                    f"a {self.name} is a class or function with a name, got {entry!r:.80}"
                 )
             own = [entry.__name__] if names is None else names
             for one in () if force else own:
@@ -154,7 +152,7 @@ class Registry:
         kind = cfg["type"]
         if not isinstance(kind, str) and not callable(kind):
             raise ArgumentTypeError(
-                f"the type of a {self.name} is a name, a class or a function, got {kind!r:.80}"
+                f"type of a {self.name} is a name, a class or a function, got {kind!r:.80}"
             )
         found = self.get(kind) if isinstance(kind, str) else kind
         return found, {str(key): value for key, value in cfg.items() if key != "type"}

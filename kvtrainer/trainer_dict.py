@@ -96,9 +96,7 @@ class TrainerDict(Mapping[str, Trainer]):
         """
         waiting = [name for name, one in self.items() if any(s.by == "metric" for s in one.schedules)]
         if metric is None and waiting:
-            raise ConfigurationError(
-                f"a schedule of {', '.join(waiting)} goes by a metric; give end_epoch(metric)"
-            )
+            raise ConfigurationError(f"a schedule of {', '.join(waiting)} goes by a metric; give one")
         for trainer in self._trainers.values():
             trainer.end_epoch(metric)
 

@@ -127,9 +127,7 @@ class ReplicaLosses(list[Tensor]):
     def mark_used(self) -> None:
         """Note that a backward pass of these losses begins. Raises BackwardTwiceError if there was one."""
         if self._is_used:
-            raise BackwardTwiceError(
-                "gradients of these losses were computed already; call forward_losses(batch) anew"
-            )
+            raise BackwardTwiceError("these gradients were computed already; call forward_losses(batch) anew")
         self._is_used = True
 
     @property
@@ -153,5 +151,5 @@ def total_of(output: Any, replica: int) -> Tensor:
         return sum(totals[1:], start=totals[0])
     got = f"a tensor of shape {list(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
     raise ConfigurationError(
-        f"the loss of replica {replica} must be a scalar, or a dict or list of them; got {got}"
+        f"the loss of replica {replica} must be a scalar, or some in a dict or list; got {got}"
     )

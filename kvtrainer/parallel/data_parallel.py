@@ -71,9 +71,7 @@ class DataParallel(Module):
         self.devices = places if mode == "train" else [places[target]]
         self.target = target if mode == "train" else 0
         if check_reducer(reducer) != AUTO and len(self.devices) == 1:
-            raise ConfigurationError(
-                f"reducer={reducer!r} would have no effect: there is one only of what it sums"
-            )
+            raise ConfigurationError(f"reducer={reducer!r} would have no effect on one replica")
         make_reducer(reducer, self.devices)
         self._policy = ReplicaPolicy(reducer, loss_scale_by_replicas, may_lack=True, must_agree=True)
         self.batch_axis = batch_axis
@@ -144,9 +142,7 @@ class DataParallel(Module):
             ConfigurationError: this was built without gradients; the batch cannot be split; or there is no loss.
         """
         if self.mode != "train":
-            raise ConfigurationError(
-                f"this DataParallel was built with mode={self.mode!r}, without gradients"
-            )
+            raise ConfigurationError(f"the DataParallel was built with mode={self.mode!r}, without gradients")
         parts = batch if isinstance(batch, PerReplica) else self.scatter(batch)
         if len(parts) != len(self.replicas) or all(part is None for part in parts):
             wanted = f"a part, or None, for each of {len(self.replicas)} replicas, and one part at least"
@@ -196,9 +192,7 @@ class DataParallel(Module):
     def train(self, mode: bool = True) -> DataParallel:
         """As torch's, for all replicas."""
         if mode and self.mode == "test":
-            raise ConfigurationError(
-                "this DataParallel was built with mode='test'; build one with mode='train'"
-            )
+            raise ConfigurationError("the DataParallel was built with mode='test'; build one with 'train'")
         self.training = mode
         for replica in self.replicas:
             replica.train(mode)
@@ -226,7 +220,7 @@ class DataParallel(Module):
         trial = [fn(torch.empty(0, device=device)).device for device in dict.fromkeys(before)]
         if trial != list(dict.fromkeys(before)):
             raise ConfigurationError(
-                f"the replicas of a DataParallel stay on {', '.join(map(str, self.devices))}"
+                f"replicas of a DataParallel stay on {', '.join(map(str, self.devices))}"
             )
         for replica in self.replicas:
             replica._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -309,12 +303,10 @@ def _replicas(module: Module | Callable[[], Module], devices: Sequence[torch.dev
         built = [module]
     if wrong := [type(one).__name__ for one in built if not isinstance(one, Module)]:
         raise ConfigurationError(
-            f"a DataParallel needs a Module, or a function that builds one, got {wrong[0]}"
+            f"a DataParallel needs a Module or a function that builds one, got {wrong[0]}"
         )
     if any(is_lazy(tensor) for replica in built for tensor in replica.parameters()):
-        raise ConfigurationError(
-            "a DataParallel needs parameters with shapes; run a forward pass through it first"
-        )
+        raise ConfigurationError("a DataParallel needs parameters with shapes; run a forward pass")
     for at, replica in enumerate(built[1:], 1):
         _check_alike(built[0], replica, f"replica {at} on {devices[at]}")
     all_of_them = [id(parameter) for replica in built for parameter in replica.parameters()]

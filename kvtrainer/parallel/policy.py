@@ -79,9 +79,7 @@ def check_replicas(parameters: Mapping[str, Sequence[Tensor]]) -> None:
         if not replicas:
             raise ConfigurationError(f"parameter {name!r} is an empty list; give one replica for each device")
         if len(ids) < len(replicas) or ids & seen:
-            raise ConfigurationError(
-                f"parameter {name!r} has a replica that is also another replica or parameter"
-            )
+            raise ConfigurationError(f"a replica of {name!r} is also another replica or parameter")
         seen |= ids
         if len(replicas) == 1 and _policy(replicas[0]) is not None:
             raise ConfigurationError(
@@ -89,9 +87,7 @@ def check_replicas(parameters: Mapping[str, Sequence[Tensor]]) -> None:
                 "groups made by its with_replicas()"
             )
         if len(replicas) > 1 and any(is_lazy(p) for p in replicas):
-            raise ConfigurationError(
-                f"replicas of {name!r} have no shape yet; run a forward pass on every device"
-            )
+            raise ConfigurationError(f"replicas of {name!r} have no shape yet; run a forward pass on each")
         forms = [] if len(replicas) == 1 else [f"{str(p.dtype)[6:]}{list(p.shape)}" for p in replicas]
         if len(set(forms)) > 1:
             raise ConfigurationError(f"the replicas of parameter {name!r} differ: {', '.join(forms)}")

@@ -260,9 +260,7 @@ class BaseStrategy(ABC):
         """
         built = MODELS.build(model) if isinstance(model, Mapping) else model
         if not isinstance(built, nn.Module):
-            raise ArgumentTypeError(
-                f"model must be a Module or a dict, got {type(built).__name__}: {built!r:.80}"
-            )
+            raise ArgumentTypeError(f"model is a Module or a dict, got {type(built).__name__}: {built!r:.80}")
         return built
 
     def _init_model_weights(self, model: nn.Module) -> nn.Module:

@@ -244,9 +244,7 @@ def require(checkpoint: Mapping[str, Any], part: str, filename: str) -> Any:
     """Return a part of a checkpoint. Raises CheckpointKeyError, which says what there is."""
     if part not in checkpoint:
         there = ", ".join(map(repr, checkpoint))
-        raise CheckpointKeyError(
-            f"{filename!r} has no {part!r}, only {there}; missing='warn' resumes what there is"
-        )
+        raise CheckpointKeyError(f"{filename!r} has no {part!r}, only {there}; missing='warn' takes these")
     return checkpoint[part]
 
 

@@ -110,9 +110,7 @@ def load_weights(
         list(mismatched.values()),
     )
     if strict and report:
-        raise StateMismatchError(
-            f"the checkpoint does not fit the model: {report}; strict=False takes what fits"
-        )
+        raise StateMismatchError(f"the checkpoint does not fit: {report}; strict=False takes what fits")
     inner.load_state_dict({name: v for name, v in given.items() if name not in mismatched}, strict=False)
     for wrapper in _wrappers(model):
         if isinstance(wrapper, DataParallel):
@@ -158,7 +156,7 @@ def _revised(state_dict: Mapping[str, Any], revise_keys: ReviseKeys) -> dict[str
             raise ConfigurationError(text) from error
         if revised in found:
             raise ConfigurationError(
-                f"revise_keys makes {revised!r} out of both {origin[revised]!r} and {name!r}"
+                f"revise_keys makes {revised!r} of both {origin[revised]!r} and {name!r}"
             )
         found[revised], origin[revised] = value, name
     return found
@@ -184,9 +182,7 @@ def build_trainers(
     if isinstance(cfg, torch.optim.Optimizer):
         return build_trainers({"optimizer": cfg}, model, kvstore)
     if not isinstance(cfg, Mapping):
-        raise ArgumentTypeError(
-            f"optim_wrapper must be a Trainer, a torch optimizer or a dict, got {cfg!r:.200}"
-        )
+        raise ArgumentTypeError(f"optim_wrapper must be a Trainer, an optimizer or a dict, got {cfg!r:.200}")
     if cfg.get("optimizer") is None and "constructor" not in cfg:
         return TrainerDict(**{str(name): _build_part(name, cfg[name], model, kvstore) for name in cfg})
     if model is None and isinstance(cfg.get("optimizer") or {}, Mapping):

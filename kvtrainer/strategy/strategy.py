@@ -144,9 +144,7 @@ class Strategy(BaseStrategy):
             ConfigurationError: there are schedules, but there is no optimizer; nothing has changed then.
         """
         if param_scheduler is not None and optim_wrapper is None and not hasattr(self, "optim_wrapper"):
-            raise ConfigurationError(
-                "param_scheduler needs an optimizer; give prepare an optim_wrapper as well"
-            )
+            raise ConfigurationError("param_scheduler needs an optimizer; give an optim_wrapper, too")
         self.dispatch_kwargs.update(dispatch_kwargs or {})
         if not hasattr(self, "model"):
             built = self._init_model_weights(self.build_model(model))
@@ -172,7 +170,7 @@ class Strategy(BaseStrategy):
             return
         if len(trainers) == 1 and run.get("max_iters") is None:
             raise ConfigurationError(
-                'accumulating gradients needs "max_iters" in dispatch_kwargs: the last window may be shorter'
+                'accumulation needs "max_iters" in dispatch_kwargs: a last window may be short'
             )
         if any(isinstance(module, _BatchNorm) for module in self.model.modules()):
             self.logger.warning("gradients are accumulated, but BatchNorm layers still see single batches")

@@ -68,7 +68,7 @@ def test_replicas_with_different_parameters_are_refused_by_name() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: DataParallel(3, TWO), "needs a Module, or a function that builds one, got int"),  # type: ignore[arg-type]
+        (lambda: DataParallel(3, TWO), "needs a Module or a function that builds one, got int"),  # type: ignore[arg-type]
         (lambda: DataParallel(lambda: 3, TWO), "function that builds one, got int"),  # type: ignore[arg-type, return-value]
         (lambda: DataParallel(net(), []), "a list of at least one device"),
         (lambda: DataParallel(net(), "cpu"), "a list of at least one device"),

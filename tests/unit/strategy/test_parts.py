@@ -53,7 +53,7 @@ def test_names_are_revised_as_asked() -> None:
     net = Numbered()
     saved = {"old.weight": torch.tensor([[3.0]]), "old.bias": torch.tensor([4.0])}
     assert not load_weights(net, saved, strict=True, revise_keys=[(r"^old\.", "module1.")])
-    with pytest.raises(ConfigurationError, match=r"makes 'x' out of both 'old\.weight' and 'old\.bias'"):
+    with pytest.raises(ConfigurationError, match=r"makes 'x' of both 'old\.weight' and 'old\.bias'"):
         load_weights(net, saved, revise_keys=[(r".*", "x"), (r"xx", "x")])
     with pytest.raises(ConfigurationError, match="revise_keys must be"):
         load_weights(net, saved, revise_keys=[("(", "")])

@@ -128,7 +128,7 @@ def wrong_forms() -> dict[str, tuple[Any, str]]:
         "empty": ([w, []], "'1' is an empty list"),
         "lazy": (
             [[torch.nn.LazyLinear(2).weight, torch.nn.LazyLinear(2).weight]],
-            "run a forward pass on every device",
+            "run a forward pass on each",
         ),
         "no tensor": ([["w", 3]], "got str"),
     }
