@@ -163,7 +163,7 @@ def _hook_options(cfg: Mapping[str, Any]) -> dict[str, Any]:
             kind = kind.replace("Optimizer", "Fp16Optimizer")
     if kind not in _HOOKS:
         raise ConfigurationError(
-            f"optimizer_config is of type {kind!r}; a Trainer is like {', '.join(_HOOKS)}"
+            f"optimizer_config of type {kind!r} is none that a Trainer stands for; those are {', '.join(_HOOKS)}"
         )
     check.known(f"optimizer_config ({kind})", options, _HOOKS[kind], error=UnknownNameError)
     return {"loss_scale": 512.0, **options} if "loss_scale" in _HOOKS[kind] else options
@@ -251,7 +251,8 @@ def wrapper_arguments(model: Any, cfg: Any) -> dict[str, Any]:
     """
     kind, each = read_wrapper(model, copied(cfg, "optim_wrapper"))
     if kind is not None:
-        text = f"optim_wrapper is of type {cfg['type']!r}, but a Trainer is only like {', '.join(_WRAPPERS)}"
+        those = ", ".join(_WRAPPERS)
+        text = f"optim_wrapper of type {cfg['type']!r} is none that a Trainer stands for; those are {those}"
         raise ConfigurationError(text)
     return _only(each)
 
@@ -270,7 +271,8 @@ def _each_optimizer(model: Any, cfg: Any, paramwise_cfg: Any, constructor: Any) 
     if isinstance(cfg, torch.optim.Optimizer | Optimizer):
         if paramwise_cfg is not None or constructor is not None:
             raise ConfigurationError(
-                f"a {type(cfg).__name__} instance brings its own groups: no paramwise_cfg, no constructor"
+                f"a {type(cfg).__name__} instance brings its own groups; for paramwise_cfg or a constructor give its "
+                "type and options"
             )
         return {"": _instance_arguments(model, cfg)}
     given = dict(check.mapping("optimizer, as in dict(type='SGD', lr=0.01),", cfg, error=ArgumentTypeError))

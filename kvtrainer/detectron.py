@@ -88,7 +88,7 @@ def detectron_arguments(model: Any, cfg: Mapping[str, Any]) -> dict[str, Any]:
     if "NUM_GPUS" in cfg and replicas != count:
         raise ConfigurationError(
             f"NUM_GPUS is {count}, but the model has {replicas} replicas; give kvtrainer.DataParallel(model, devices, "
-            f"reducer={reducer!r}) with {count} devices"
+            f"reducer={reducer!r}) with {count} devices, or NUM_GPUS={replicas}"
         )
     options = {
         "learning_rate": solver["BASE_LR"],

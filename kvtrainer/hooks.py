@@ -218,7 +218,8 @@ class OptimizerHook(Hook):
         outputs = runner.outputs
         if not isinstance(outputs, Mapping) or "loss" not in outputs:
             raise ConfigurationError(
-                f"{type(self).__name__} needs runner.outputs['loss'], got {outputs!r:.80}"
+                f"{type(self).__name__} needs runner.outputs['loss'], got {outputs!r:.80}; let train_step return "
+                "dict(loss=..., num_samples=...)"
             )
         if self.detect_anomalous_params:
             self.detect_anomalous_parameters(outputs["loss"], runner)
@@ -364,7 +365,9 @@ class Fp16OptimizerHook(OptimizerHook):
         """Raise ConfigurationError if there are workers that should not be; a store is there since the first step."""
         count = getattr(trainer.kvstore, "num_workers", 1)
         if not self.distributed and count > 1:
-            raise ConfigurationError(f"distributed=False, but the Trainer's kvstore has {count} workers")
+            raise ConfigurationError(
+                f"distributed=False, but the Trainer's kvstore has {count} workers; leave it out"
+            )
 
 
 class GradientCumulativeOptimizerHook(OptimizerHook):
@@ -488,7 +491,8 @@ class ValueHook(Hook):
         for other in (each for one in several.values() for each in getattr(one, "schedules", ())):
             if self._value in getattr(other, "names", {getattr(other, "name", None)}):
                 raise ConfigurationError(
-                    f"{type(self).__name__} would undo what the Trainer's own schedule of {self._value!r} writes"
+                    f"{type(self).__name__} would undo what the Trainer's own schedule of {self._value!r} writes; "
+                    "leave out one of them"
                 )
         self._targets = {name: GroupValue(one, self._value) for name, one in several.items()}
         if self.policy is not None:

@@ -498,7 +498,9 @@ def _said(rule: Rule, base: Mapping[str, Any], is_complete: bool) -> dict[str, A
     for option, factor in (("lr", rule.lr_mult), ("weight_decay", rule.decay_mult)):
         if factor is not None:
             if base.get(option) is None:
-                raise ConfigurationError(f"{rule.name} multiplies the optimizer's {option}, which is None")
+                raise ConfigurationError(
+                    f"{rule.name} multiplies the optimizer's {option}, which is None; give it a value"
+                )
             said[option] = float(base[option]) * factor
     unknown = [option for option in said if option not in (*base, "name")]
     if is_complete and unknown:

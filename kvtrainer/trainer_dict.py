@@ -96,7 +96,9 @@ class TrainerDict(Mapping[str, Trainer]):
         """
         waiting = [name for name, one in self.items() if any(s.by == "metric" for s in one.schedules)]
         if metric is None and waiting:
-            raise ConfigurationError(f"a schedule of {', '.join(waiting)} goes by a metric; give one")
+            raise ConfigurationError(
+                f"a schedule of {', '.join(waiting)} goes by a metric; call end_epoch(metric)"
+            )
         for trainer in self._trainers.values():
             trainer.end_epoch(metric)
 

@@ -101,7 +101,9 @@ class TrainerOptimWrapper(OptimWrapper):  # type: ignore[misc]
         if isinstance(optimizer, Trainer):
             said = [name for name, value in {**given, **options}.items() if value not in (None, 1)]
             if said:
-                raise ConfigurationError(f"{', '.join(said)} would have no effect on a Trainer that is there")
+                raise ConfigurationError(
+                    f"{', '.join(said)} would have no effect on a Trainer that is there; give it them itself"
+                )
             trainer = optimizer
         elif isinstance(optimizer, torch.optim.Optimizer):
             merge_groups(optimizer)
@@ -117,7 +119,9 @@ class TrainerOptimWrapper(OptimWrapper):  # type: ignore[misc]
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Run a backward pass; the loss is divided and scaled as the options say. Takes no other arguments."""
         if kwargs:
-            raise ConfigurationError(f"backward() of a Trainer does not take {', '.join(map(repr, kwargs))}")
+            raise ConfigurationError(
+                f"backward() of a Trainer does not take {', '.join(map(repr, kwargs))}; call loss.backward()"
+            )
         self.optimizer.backward(loss)
         self._inner_count = self.optimizer.accumulation.done
 

@@ -39,7 +39,10 @@ def scatter(batch: Any, devices: Sequence[torch.device], axis: int = 0) -> PerRe
     sizes = dict(_sizes(batch, axis, "the batch"))
     if len(set(sizes.values())) > 1:
         lengths = ", ".join(f"{path} has {size}" for path, size in sizes.items())
-        raise ConfigurationError(f"the tensors of a batch differ in length along axis {axis}: {lengths}")
+        raise ConfigurationError(
+            f"the tensors of a batch differ in length along axis {axis}: {lengths}; leave what all replicas share out "
+            "of the batch, or give a PerReplica"
+        )
     if not sizes:
         return PerReplica(to_device(batch, device) for device in devices)
     [total] = set(sizes.values())
@@ -151,5 +154,5 @@ def total_of(output: Any, replica: int) -> Tensor:
         return sum(totals[1:], start=totals[0])
     got = f"a tensor of shape {list(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
     raise ConfigurationError(
-        f"the loss of replica {replica} must be a scalar, or some in a dict or list; got {got}"
+        f"the loss of replica {replica} must be a scalar, or some in a dict or list; got {got}. Pass a loss_fn"
     )

@@ -71,7 +71,7 @@ class DataParallel(Module):
         self.devices = places if mode == "train" else [places[target]]
         self.target = target if mode == "train" else 0
         if check_reducer(reducer) != AUTO and len(self.devices) == 1:
-            raise ConfigurationError(f"reducer={reducer!r} would have no effect on one replica")
+            raise ConfigurationError(f"reducer={reducer!r} would have no effect on one replica; leave it out")
         make_reducer(reducer, self.devices)
         self._policy = ReplicaPolicy(reducer, loss_scale_by_replicas, may_lack=True, must_agree=True)
         self.batch_axis = batch_axis
@@ -142,7 +142,9 @@ class DataParallel(Module):
             ConfigurationError: this was built without gradients; the batch cannot be split; or there is no loss.
         """
         if self.mode != "train":
-            raise ConfigurationError(f"the DataParallel was built with mode={self.mode!r}, without gradients")
+            raise ConfigurationError(
+                f"the DataParallel was built with mode={self.mode!r}, without gradients; build one with 'train'"
+            )
         parts = batch if isinstance(batch, PerReplica) else self.scatter(batch)
         if len(parts) != len(self.replicas) or all(part is None for part in parts):
             wanted = f"a part, or None, for each of {len(self.replicas)} replicas, and one part at least"
@@ -171,7 +173,9 @@ class DataParallel(Module):
     ) -> Any:
         """Load into all replicas, as torch's. A Trainer whose weights are in a store then needs `set_data()`."""
         if assign:
-            raise ConfigurationError("assign=True would give replica 0 parameters that no Trainer knows")
+            raise ConfigurationError(
+                "assign=True would give replica 0 parameters that no Trainer knows; leave it out"
+            )
         try:
             return self.module.load_state_dict(state_dict, strict=strict)
         finally:

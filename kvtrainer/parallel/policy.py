@@ -79,7 +79,9 @@ def check_replicas(parameters: Mapping[str, Sequence[Tensor]]) -> None:
         if not replicas:
             raise ConfigurationError(f"parameter {name!r} is an empty list; give one replica for each device")
         if len(ids) < len(replicas) or ids & seen:
-            raise ConfigurationError(f"a replica of {name!r} is also another replica or parameter")
+            raise ConfigurationError(
+                f"a replica of {name!r} is also another replica or parameter; give each device its own"
+            )
         seen |= ids
         if len(replicas) == 1 and _policy(replicas[0]) is not None:
             raise ConfigurationError(

@@ -127,7 +127,9 @@ def make_reducer(
     check_reducer(name)
     if name == "nccl" and not are_distinct_cuda(devices):
         places = ", ".join(map(str, devices))
-        raise ConfigurationError(f"reducer='nccl' needs a CUDA device of its own for every replica: {places}")
+        raise ConfigurationError(
+            f"reducer='nccl' needs a CUDA device of its own for every replica, not {places}; use 'tree' or 'flat'"
+        )
     if name == "nccl" and not hasattr(torch._C, "_nccl_all_reduce"):
         raise ConfigurationError("reducer='nccl' needs a torch that was built with NCCL; use 'coalesced'")
     if name == AUTO:

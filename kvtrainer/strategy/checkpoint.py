@@ -399,7 +399,9 @@ def pair_schedules(schedules: Any, states: Any) -> list[tuple[Any, Mapping[str, 
     for name, its in schedules.items():
         if len(its) != len(states[name]):
             of = name and f" of {name}"
-            raise StateMismatchError(f"there are {len(states[name])} states for {len(its)} schedules{of}")
+            raise StateMismatchError(
+                f"there are {len(states[name])} states for {len(its)} schedules{of}; build the same ones"
+            )
     return [row for name, its in schedules.items() for row in zip(its, states[name], strict=True)]
 
 

@@ -156,7 +156,7 @@ def _revised(state_dict: Mapping[str, Any], revise_keys: ReviseKeys) -> dict[str
             raise ConfigurationError(text) from error
         if revised in found:
             raise ConfigurationError(
-                f"revise_keys makes {revised!r} of both {origin[revised]!r} and {name!r}"
+                f"revise_keys makes {revised!r} of both {origin[revised]!r} and {name!r}; give other patterns"
             )
         found[revised], origin[revised] = value, name
     return found
@@ -246,7 +246,9 @@ def scale_learning_rates(
     needed = "train_micro_batch_size_per_gpu of dispatch_kwargs, which auto_scale_lr needs,"
     micro = check.integer(needed, micro_batch, 1)
     if any(trainer.schedules for trainer in trainers.values()):
-        raise ScheduledTooEarlyError("schedules took their base from the learning rate before it was scaled")
+        raise ScheduledTooEarlyError(
+            "schedules took their base from the learning rate before it was scaled; prepare() builds them after it"
+        )
     factor, scaled = 1.0, set[int]()
     for name, trainer in trainers.items():
         replicas = trainer.num_replicas

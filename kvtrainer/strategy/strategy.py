@@ -341,7 +341,9 @@ class Strategy(BaseStrategy):
         """Make a checkpoint of this worker's states and all ranks' own."""
         extra, trainers = dict(extra_ckpt or {}), self._trainers
         if taken := sorted(set(extra) & set(_RESERVED)):
-            raise ConfigurationError(f"extra_ckpt has {taken}, which a checkpoint has already")
+            raise ConfigurationError(
+                f"extra_ckpt has {taken}, which a checkpoint has already; use other names"
+            )
         found: dict[str, Any] = {files.WEIGHTS: self.model_state_dict()}
         # Where updates count one by one, the store's weights may be newer than the model's.
         held = {p: value for one in trainers.values() for p, value in one.pull_weights().items()}
