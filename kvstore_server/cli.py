@@ -28,7 +28,7 @@ from kvstore_server.memory import memory_limit
 from kvstore_server.namespace import EngineConfig
 from kvstore_server.optimizer.base import capability
 from kvstore_server.optimizer.registry import prepare_to_serve
-from kvstore_server.protocol.buffers import KEYS_PER_MESSAGE
+from kvstore_server.protocol.frames import KEYS_PER_MESSAGE
 from kvstore_server.server import Server, ServerOptions, make_server
 from kvstore_server.version import __version__
 

@@ -29,15 +29,15 @@ from kvstore_server.errors import (
     from_wire,
     to_wire,
 )
+from kvstore_server.membership import Sessions, random_token
 from kvstore_server.memory import Budget
 from kvstore_server.namespace import EngineConfig, Namespace
 from kvstore_server.norms import Decision
 from kvstore_server.optimizer.state import pack_states, unpack_states
 from kvstore_server.plan import check_name
 from kvstore_server.protocol import messages as m
-from kvstore_server.protocol.buffers import payload_size
 from kvstore_server.rounds import Book, Ints, Mode, Verdict, Wait, Waiter
-from kvstore_server.sessions import Sessions, random_token
+from kvstore_server.rows import payload_nbytes
 from kvstore_server.shard import Leases, Partial, Updater
 from kvstore_server.table import ALL, Part, Table
 from kvstore_server.tracing import ROUND_LANE, ROUNDS, Clock, handled
@@ -152,10 +152,11 @@ class Engine:
                     "restart the job from its last saved states"
                 )
             session = self._sessions.find(peer, request.session)
-            space, rank, answer = session.space, session.process.rank, self._handlers.get(type(body))
+            space, rank = self.namespaces[session.hello.namespace], session.hello.rank
+            session.last_heard = now
+            answer = self._handlers.get(type(body))
             if answer is None:
                 raise ProtocolError(f"{type(body).__name__} is not a request")
-            space.membership.members[rank].last_heard = now
             space.messages_in += not isinstance(body, m.Heartbeat)
             sender = Sender(space, rank, waiter, session.token, now)
             if space.recording.active is None:
@@ -450,7 +451,7 @@ class Engine:
             whose = ALL if is_shared else found[0][0]
             table.apply(whose, round_, parts, optimizer, updater, without)
         if trace is not None:
-            sizes = [payload_size(payload) for part in parts.values() for payload in part.slices.values()]
+            sizes = [payload_nbytes(payload) for part in parts.values() for payload in part.slices.values()]
             described = {"round": round_, "ranks": book.num_members, "bytes": sum(sizes)}
             trace.add(table.name, ROUNDS, start, ROUND_LANE, described)
         return True
@@ -674,10 +675,10 @@ class Engine:
     def _hello(self, peer: bytes, hello: m.Hello, now: float) -> m.Welcome:
         known = self._sessions.repeated(peer, hello)
         if known is not None:  # the answer to the first one may be lost, or still on its way
-            known.space.membership.members[known.rank].last_heard = now
+            known.last_heard = now
             return m.Welcome(self.config.run, known.token)
         space = self.namespaces.get(hello.namespace)
-        token = self._sessions.new_token()
+        session = self._sessions.new(peer, hello, now)
         try:
             if self.is_stopping:
                 raise ServerStoppingError(f"server {self.config.server} is stopping and takes no new workers")
@@ -691,7 +692,7 @@ class Engine:
                     f"rank {hello.rank} ({hello.address}) wants mode {mode}, the ranks before it {space.mode}; create "
                     "the same kvstore on every worker"
                 )
-            replaced = space.membership.join(hello, token, now)
+            replaced = space.membership.join(session)
         except ConfigurationError as error:
             if space is not None:
                 space.membership.refuse(hello.rank, f"it was refused: {error}")
@@ -699,15 +700,15 @@ class Engine:
         if hello.namespace not in self.namespaces:
             self.namespaces[hello.namespace] = space
             space.begin()
-        self._sessions.open(token, peer, hello, space)
+        self._sessions.open(session)
         if replaced is not None:
             self._shut_out(
-                replaced.session,
+                replaced.token,
                 f"rank {hello.rank} was taken over by {hello.address}; if that is another job on the same servers, "
                 "give each its own namespace=…",
             )
         space.begin_process(hello.rank)
-        return m.Welcome(self.config.run, token)
+        return m.Welcome(self.config.run, session.token)
 
     def _new_namespace(self, hello: m.Hello, mode: Mode) -> Namespace:
         """A namespace for the first worker that names it. Raises ConfigurationError if there are too many."""
@@ -732,7 +733,7 @@ class Engine:
         )
         for member in space.membership.members.values():
             self._shut_out(
-                member.session,
+                member.token,
                 f"no worker of namespace {space.name!r} was heard from for {silence:.0f} s, so it was freed "
                 "(--forget-after); restart the job from its last saved states",
             )

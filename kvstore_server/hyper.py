@@ -16,7 +16,7 @@ from kvstore_server.errors import ConfigurationError, PlanMismatchError
 from kvstore_server.optimizer import Optimizer, create_from_spec
 from kvstore_server.optimizer.base import Hyper
 from kvstore_server.plan import Plan
-from kvstore_server.protocol.control import pack_control, unpack_control
+from kvstore_server.protocol.frames import pack_control, unpack_control
 
 
 class AgreedOptimizer:

@@ -1,34 +1,114 @@
-"""Who takes part: the ranks of one namespace, their sessions, when they were last heard, and their barriers.
+"""Who may speak, and who takes part: sessions of one server; the ranks of one namespace and their barriers.
 
-A session is one process in the place of one rank. A newer process of the same rank fences the older one. All
-times are given by the caller, in seconds of one monotonic clock.
+A session is one process in the place of one rank, known by a secret token and by its sockets; a newer process of the
+same rank fences the older one. A token is random, and good only from the sockets that the process named when it said
+hello. Both are told to nobody else, so whoever knows neither cannot speak for a rank. Nothing of that is ever logged or
+sent to others.
+
+All times are given by the caller, in seconds of one monotonic clock.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import secrets
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 
-from kvstore_server.errors import (
-    ConfigurationError,
-    ProtocolError,
-    WorkerLostError,
-)
+from kvstore_server.errors import ConfigurationError, FencedError, ProtocolError, WorkerLostError
 from kvstore_server.protocol.messages import Gather, Hello
 from kvstore_server.rounds import Waiter
 
+_ENDED_KEPT = 1024
+"""How many sessions that have ended are remembered with the reason; older ones get a general answer."""
 _NAMED = 8
 """Of how many ranks a message tells more than their number."""
 
 
 @dataclass
-class Member:
-    """The process that now stands for a rank."""
+class Session:
+    """A process that stands for a rank."""
 
-    rank: int
-    session: int
-    address: str
+    token: int
+    hello: Hello
+    peer: bytes
+    """The socket that said hello: where it is told what it did not ask for."""
     last_heard: float
+
+    @property
+    def process(self) -> Hashable:
+        """Who said hello; equal when that is repeated."""
+        return _process_of(self.hello)
+
+
+def _process_of(hello: Hello) -> Hashable:
+    return hello.namespace, hello.rank, hello.nonce, hello.sockets
+
+
+def random_token() -> int:
+    """A token that nobody can guess."""
+    return secrets.randbits(64)
+
+
+class Sessions:
+    """All sessions of one engine; `tokens` gives numbers of 64 bits."""
+
+    def __init__(self, server: int, tokens: Callable[[], int]) -> None:
+        self._server = server
+        self._tokens = tokens
+        self._live: dict[int, Session] = {}
+        self._ended: OrderedDict[int, tuple[Session, str]] = OrderedDict()
+        """Token → whose it was, and why it is good no more."""
+        self._opened: dict[Hashable, int] = {}
+        """The tokens of both, by process."""
+
+    def __iter__(self) -> Iterator[Session]:
+        return iter(self._live.values())
+
+    def find(self, peer: bytes, token: int) -> Session:
+        """The session of that token, for a message from the socket `peer`.
+
+        Raises:
+            FencedError: it has ended; or there is none, or it is not that socket's, which sound alike.
+        """
+        session = self._live.get(token)
+        if session is not None and peer in session.hello.sockets:
+            return session
+        session, reason = self._ended.get(token, (None, ""))
+        if session is None or peer not in session.hello.sockets:
+            reason = "it has no session there"
+        raise FencedError(f"this process may no longer write to server {self._server}: {reason}")
+
+    def repeated(self, peer: bytes, hello: Hello) -> Session | None:
+        """The session that the same process has opened with the same Hello before, if any.
+
+        Raises:
+            FencedError: it has ended since.
+            ProtocolError: the Hello does not name the socket that sends it.
+        """
+        if peer not in hello.sockets:
+            raise ProtocolError("a Hello must name the routing id of the socket that sends it")
+        token = self._opened.get(_process_of(hello))
+        return None if token is None else self.find(peer, token)
+
+    def new(self, peer: bytes, hello: Hello, now: float) -> Session:
+        """A session with a token that no other has; 0 is none. It may not speak before it is opened."""
+        token = 0
+        while not token or token in self._live or token in self._ended:
+            token = self._tokens()
+        return Session(token, hello, peer, now)
+
+    def open(self, session: Session) -> None:
+        """Let a process speak for its rank from now on."""
+        self._live[session.token] = session
+        self._opened[session.process] = session.token
+
+    def end(self, token: int, reason: str) -> None:
+        """Refuse what is still said in a session, with this reason."""
+        self._ended[token] = (self._live.pop(token), reason)
+        if len(self._ended) > _ENDED_KEPT:
+            _, (session, _) = self._ended.popitem(last=False)
+            del self._opened[session.process]
 
 
 @dataclass
@@ -48,7 +128,7 @@ class Membership:
     def __init__(self, namespace: str, num_workers: int) -> None:
         self.namespace = namespace
         self.num_workers = num_workers
-        self.members: dict[int, Member] = {}
+        self.members: dict[int, Session] = {}
         self.departed: dict[int, str] = {}
         """Rank → why it left."""
         self.failed: set[int] = set()
@@ -60,25 +140,26 @@ class Membership:
         self._gathered: tuple[bytes, ...] = ()
         """What the ranks gave at the last barrier."""
 
-    def join(self, hello: Hello, session: int, now: float) -> Member | None:
-        """Let a process stand for its rank; return the member that it replaces, if any.
+    def join(self, session: Session) -> Session | None:
+        """Let a process stand for its rank; return the session that it replaces, if any.
 
         Raises:
             ConfigurationError: the process disagrees about the number of workers, or its rank is out of range.
         """
+        hello, rank = session.hello, session.hello.rank
         if hello.num_workers != self.num_workers:
             raise ConfigurationError(
-                f"rank {hello.rank} ({hello.address}) believes in {hello.num_workers} workers, the ranks before it "
-                f"in {self.num_workers}; start all workers of a job with the same number"
+                f"rank {rank} ({hello.address}) believes in {hello.num_workers} workers, the ranks before it in "
+                f"{self.num_workers}; start all workers of a job with the same number"
             )
-        if not 0 <= hello.rank < self.num_workers:
-            raise ConfigurationError(f"rank {hello.rank} is not in 0 … {self.num_workers - 1}")
-        replaced = self.members.get(hello.rank)
-        self.members[hello.rank] = Member(hello.rank, session, hello.address, now)
-        self.barrier.pop(hello.rank, None)
-        self.departed.pop(hello.rank, None)
-        self.failed.discard(hello.rank)
-        self.finished.discard(hello.rank)
+        if not 0 <= rank < self.num_workers:
+            raise ConfigurationError(f"rank {rank} is not in 0 … {self.num_workers - 1}")
+        replaced = self.members.get(rank)
+        self.members[rank] = session
+        self.barrier.pop(rank, None)
+        self.departed.pop(rank, None)
+        self.failed.discard(rank)
+        self.finished.discard(rank)
         return replaced
 
     def refuse(self, rank: int, reason: str) -> None:
@@ -186,7 +267,7 @@ class Membership:
         """Name a rank for an error message: where it runs and when it was last heard."""
         member = self.members.get(rank)
         if member is not None:
-            return f"rank {rank} ({member.address}) was last heard {now - member.last_heard:.1f} s ago"
+            return f"rank {rank} ({member.hello.address}) was last heard {now - member.last_heard:.1f} s ago"
         if rank in self.departed:
             return f"rank {rank} has left ({self.departed[rank]})"
         return f"rank {rank} never connected"

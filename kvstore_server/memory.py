@@ -14,7 +14,7 @@ from kvstore_server.errors import ConfigurationError, KVStoreError
 from kvstore_server.hyper import effective_hypers
 from kvstore_server.optimizer import Optimizer, create_from_spec
 from kvstore_server.plan import ITEM_SIZE, SIZES, Plan, TensorSpec, make_plan
-from kvstore_server.protocol.control import pack_control, unpack_control
+from kvstore_server.protocol.frames import pack_control, unpack_control
 from kvstore_server.rounds import Mode
 from kvstore_server.shard import Shard
 

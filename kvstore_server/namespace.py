@@ -28,8 +28,7 @@ from kvstore_server.memory import KEY, MEMBER, NAMESPACE, Budget, footprint
 from kvstore_server.optimizer import Optimizer
 from kvstore_server.plan import SIZES, TensorSpec, check_name, check_same, check_specs, make_plan
 from kvstore_server.protocol import messages as m
-from kvstore_server.protocol.buffers import KEYS_PER_MESSAGE, as_bytes, payload_size, places
-from kvstore_server.protocol.control import unpack_control
+from kvstore_server.protocol.frames import KEYS_PER_MESSAGE, unpack_control
 from kvstore_server.reduction import Contribution, Run
 from kvstore_server.rounds import Book, Bools, Ints, Memo, Mode, Rounds, Wait, Waits
 from kvstore_server.rows import PACKED_ROWS, RowForm, read_payload, same_payload
@@ -305,7 +304,7 @@ class Namespace:
         """
         slots, sizes = body.pushes[:, 0], body.pushes[:, 3]
         tables, received = self._pushed.get(self._check_slots, slots, sizes)
-        sources = [as_bytes(payload) for payload in body.payloads]
+        sources: list[Any] = [payload.view(torch.uint8) for payload in body.payloads]
         which, starts, wrong = self._located.get(
             self._locate, slots, sizes, np.array(list(map(len, sources)), np.int64)
         )
@@ -317,8 +316,7 @@ class Namespace:
             ]
             which, starts = np.arange(len(slots)), np.zeros(len(slots), np.int64)
         else:
-            kinds = [payload.dtype if isinstance(payload, Tensor) else None for payload in body.payloads]
-            dtypes = [None if dtype == torch.uint8 else dtype for dtype in kinds]
+            dtypes = [None if one.dtype is torch.uint8 else one.dtype for one in body.payloads]
             if any(dtypes):
                 pairs = zip(slots.tolist(), which.tolist(), strict=True)
                 wrong = wrong or [
@@ -348,8 +346,12 @@ class Namespace:
 
     def _locate(self, slots: Ints, sizes: Ints, buffers: Ints) -> tuple[Ints, Ints, list[int]]:
         """Of slices, which buffer each is in, and where; and which are not as large as the slot, by position."""
-        which, starts = places(buffers, sizes)
-        return which, starts, np.flatnonzero(sizes != self.rounds.slots.nbytes[slots]).tolist()
+        ends, starts = np.cumsum(buffers), np.cumsum(sizes) - sizes
+        which = np.minimum(np.searchsorted(ends, starts, side="right"), len(buffers) - 1)
+        begins, total = np.append(0, ends)[which], int(buffers.sum())
+        if (sizes < 0).any() or int(sizes.sum()) != total or (starts + sizes > ends[which]).any():
+            raise ProtocolError(f"slices of {int(sizes.sum())} bytes came in payloads of {total}")
+        return which, starts - begins, np.flatnonzero(sizes != self.rounds.slots.nbytes[slots]).tolist()
 
     def _refuse_slice(self, slot: int, nbytes: int, dtype: torch.dtype | None) -> NoReturn:
         table, at = self.place(slot)
@@ -360,7 +362,7 @@ class Namespace:
             f"slice {piece.index} (of {names}) takes {piece.dtype}[{piece.length}], padding included, got {got}"
         )
 
-    def _viewed(self, slot: int, payload: m.Payload, form: Codec | RowForm) -> m.Payload:
+    def _viewed(self, slot: int, payload: Tensor, form: Codec | RowForm) -> Any:
         """What a codec's bytes, or those of rows, stand for."""
         table, at = self.place(slot)
         return read_payload(table.plan, table.unit.slices[at], payload, form)
@@ -421,7 +423,7 @@ class Namespace:
             found.append(Contribution(runs, scale if said.rescale is None else said.rescale))
         return found
 
-    def _payload(self, slot: int, source: Any, start: int) -> m.Payload:
+    def _payload(self, slot: int, source: Any, start: int) -> Any:
         """A slice that is kept, as what it stands for."""
         if not isinstance(source, Tensor):
             return source
@@ -462,7 +464,7 @@ class Namespace:
             at = slot - table.unit.first
             payload = table.shard.storage.padded[slot] if part.kind == m.WHOLE else part.payload
             payloads.append(payload)
-            parts.append((first + at, table.version, part.kind, payload_size(payload)))
+            parts.append((first + at, table.version, part.kind, payload.nbytes))
         table.bytes_out += sum(part[3] for part in parts)
         return m.Weights(m.matrix(parts, 4), tuple(payloads))
 

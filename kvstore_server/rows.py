@@ -25,9 +25,7 @@ from torch import Tensor
 from kvstore_server.codec import Codec, torch_dtype
 from kvstore_server.errors import ProtocolError, ShapeMismatchError
 from kvstore_server.plan import Plan, Slice, row_numel
-from kvstore_server.protocol.buffers import payload_bytes
-from kvstore_server.protocol.control import pack_control
-from kvstore_server.protocol.messages import Payload
+from kvstore_server.protocol.frames import pack_control
 
 ROWS = "rows"
 PACKED_ROWS = pack_control({"type": ROWS})
@@ -121,37 +119,30 @@ def decode_rows(plan: Plan, piece: Slice, data: memoryview) -> Parts:
     return parts
 
 
-def read_payload(
-    plan: Plan, piece: Slice, payload: Payload, form: Codec | RowForm | None
-) -> Tensor | Encoded | SparsePayload:
-    """View a payload as the numbers of a slice, or what a codec reads, or some rows. Nothing large is copied.
+def read_payload(plan: Plan, piece: Slice, payload: Tensor, form: Codec | RowForm) -> Encoded | SparsePayload:
+    """View bytes as what a codec reads, or as some rows. Nothing large is copied.
 
     Raises:
         ProtocolError: rows are malformed, or no codec of that kind wrote the bytes.
-        ShapeMismatchError: the payload has another size or dtype than the slice.
+        ShapeMismatchError: the payload has another size than the slice compressed.
     """
     if isinstance(form, RowForm):
-        return as_contribution(piece, decode_rows(plan, piece, payload_bytes(payload)))
-    numel, dtype = piece.used, torch_dtype(piece.dtype)
-    if form is not None:
-        numel, dtype = form.encoded_nbytes(numel, piece.dtype), torch.uint8
-    got = f"{payload.nbytes} bytes"
-    fits = payload.nbytes == numel * dtype.itemsize
-    if isinstance(payload, Tensor) and not (fits and payload.dtype == dtype):
-        fits, got = False, f"{payload.dtype}[{payload.numel()}]"
-    if not fits:
+        return as_contribution(piece, decode_rows(plan, piece, payload.numpy().data))
+    if payload.nbytes != form.encoded_nbytes(piece.used, piece.dtype):
         names = ", ".join(repr(plan.specs[segment.key].key) for segment in piece.segments[:3])
-        how = f" compressed by {form.spec()}" if form else ""
         raise ShapeMismatchError(
-            f"slice {piece.index} (of {names}) takes {piece.dtype}[{piece.used}], got {got}{how}"
+            f"slice {piece.index} (of {names}) takes {piece.dtype}[{piece.used}], got {payload.nbytes} bytes "
+            f"compressed by {form.spec()}"
         )
-    if not isinstance(payload, Tensor):
-        payload = torch.frombuffer(payload, dtype=dtype) if numel else torch.empty(0, dtype=dtype)
-    assert isinstance(payload, Tensor)
-    if form is None:
-        return payload
     form.check_payload(payload, piece.dtype, piece.used)  # in the middle of an update it would be too late
     return Encoded(form, payload)
+
+
+def payload_nbytes(payload: Tensor | Encoded | SparsePayload) -> int:
+    """The bytes of what a rank gave to a slice."""
+    if isinstance(payload, SparsePayload):
+        return sum(one.nbytes for one in _tensors_of(payload) if one is not None)
+    return payload.data.nbytes if isinstance(payload, Encoded) else payload.nbytes
 
 
 def as_contribution(piece: Slice, parts: Parts) -> SparsePayload:
@@ -263,7 +254,7 @@ def split_rows(plan: Plan, rows: Mapping[int, RowSet]) -> dict[int, dict[int, Ro
     return found
 
 
-def same_payload(a: Payload, b: Payload) -> bool:
+def same_payload(a: object, b: object) -> bool:
     """Whether two payloads of one slice are the same contribution."""
     if isinstance(a, Encoded) and isinstance(b, Encoded):
         return a.codec == b.codec and torch.equal(a.data, b.data)

@@ -8,21 +8,32 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Protocol
+from typing import Any, Protocol
 
+import numpy as np
 import zmq
+from torch import Tensor
 
 from kvstore_server.engine import Engine
 from kvstore_server.errors import ConfigurationError, KVStoreError, to_wire
 from kvstore_server.memory import return_free_memory
 from kvstore_server.namespace import EngineConfig
-from kvstore_server.outbox import Backlog, Leases, Message, packed, payloads_of, size_of
 from kvstore_server.protocol import messages as m
-from kvstore_server.protocol.buffers import MAX_FRAME, SENT_ALONE
-from kvstore_server.protocol.frames import Incoming
+from kvstore_server.protocol.frames import (
+    KEYS_PER_MESSAGE,
+    MAX_FRAME,
+    MOST_FRAMES,
+    SENT_ALONE,
+    LongMessage,
+    decode_request,
+    encode_reply,
+    groups,
+)
+from kvstore_server.shard import Leases
 from kvstore_server.tcp import prepare
 
 _log = logging.getLogger(__name__)
@@ -37,6 +48,8 @@ _BURST = 1024
 """Frames of one message that are taken between two looks at the time."""
 _PORTION = 64 << 20
 """Bytes that are sent in a turn of the loop; the rest waits, as it was when it was asked for."""
+_LEAST, _OF_PART = 4096, 256
+"""Bytes that take about as long as what is done once for each message, and for each part of it."""
 _LAST_WORDS = 1.0
 """Seconds that queued replies get at least when the server ends."""
 
@@ -105,8 +118,10 @@ class Server:
         self._backlog: dict[bytes, Backlog] = {}
         self._budget = _PORTION
         """Bytes that may still be sent in this turn."""
-        self._incoming: Incoming | None = None
-        """A message of which more frames are to come; meanwhile the socket gives nothing of others."""
+        self._frames: list[zmq.Frame] = []
+        """Those of a message, its sender's name first; until all are here the socket gives nothing of others."""
+        self._long: LongMessage | None = None
+        """The message, once it has more frames than most may have."""
         self._incoming_since = 0.0
         self.is_stop_requested = False
         """The server has been asked to stop."""
@@ -155,7 +170,7 @@ class Server:
             if self._socket.poll(int(timeout * 1000), zmq.POLLIN):
                 self._receive()
             now = self._clock()
-            if now - looked > STANDSTILL or (self._incoming and now - self._incoming_since > STANDSTILL):
+            if now - looked > STANDSTILL or (self._frames and now - self._incoming_since > STANDSTILL):
                 self.service.excuse_silence(now)
                 next_tick = now + STANDSTILL  # what the workers said meanwhile has yet to be read
             looked = now
@@ -200,30 +215,35 @@ class Server:
         Of a long message so many frames are taken at once that the others get their turn.
         """
         end = self._clock() + TURN
-        while self._clock() < end:
+        while (now := self._clock()) < end:
             for _ in range(_BURST):
                 try:
                     frame = self._socket.recv(zmq.NOBLOCK, copy=False)
                 except zmq.Again:
                     return
-                is_last = not frame.more
-                if self._incoming is None:
-                    self._incoming = Incoming(frame.bytes, self._options.max_message_bytes)
-                    self._incoming_since = self._clock()
+                if self._long is not None:
+                    self._long.take(frame)
+                elif len(self._frames) > MOST_FRAMES:
+                    self._long = LongMessage([*self._frames[1:], frame], self._options.max_message_bytes)
                 else:
-                    self._incoming.take(frame)
-                if is_last:
+                    self._frames.append(frame)
+                if not frame.more:
+                    self._answer(self._frames, self._long, now)
+                    self._frames, self._long = [], None
                     break
-            else:
-                continue
-            incoming, self._incoming = self._incoming, None
-            try:
-                request = incoming.request()
-            except KVStoreError as error:
-                _log.warning("refused a message: %s", error)
-                self._send(incoming.peer, m.Reply(0, m.Failed(*to_wire(error))))
-            else:
-                self._send_all(self.service.handle(incoming.peer, request, self._clock()))
+                if len(self._frames) == 1:
+                    self._incoming_since = now
+
+    def _answer(self, frames: Sequence[zmq.Frame], long: LongMessage | None, now: float) -> None:
+        """Let the service answer the message of those frames, the first of which names its sender."""
+        peer = frames[0].bytes
+        try:
+            request = decode_request(frames[1:]) if long is None else long.request()
+        except KVStoreError as error:
+            _log.warning("refused a message: %s", error)
+            self._send(peer, m.Reply(0, m.Failed(*to_wire(error))))
+        else:
+            self._send_all(self.service.handle(peer, request, now))
 
     def _send_all(self, replies: Iterable[m.Outgoing]) -> None:
         for out in packed(self._news(replies) if self._backlog else replies):
@@ -248,24 +268,22 @@ class Server:
         """Send a reply, or let it wait: for a slow peer, behind others, or because the turn has sent enough."""
         waiting = self._backlog.get(peer)
         if waiting is None:
-            if self._budget > 0:
-                self._budget -= size_of(reply)
-                if self._try_send(peer, Message.of(reply)) is not _Sent.LATER:
-                    return
+            if self._budget > 0 and self._try_send(peer, reply, encode_reply(reply)) is not _Sent.LATER:
+                return
             waiting = self._backlog[peer] = Backlog()
-        for payload in payloads_of(reply):
+        for payload in _payloads_of(reply):
             self._leases.hold(payload)
         waiting.append(reply)
 
-    def _try_send(self, peer: bytes, message: Message) -> _Sent:
-        frames, payload = message.frames, message.payload
+    def _try_send(self, peer: bytes, reply: m.Reply, frames: Sequence[Any]) -> _Sent:
+        payloads = _payloads_of(reply)
         try:
-            if payload is not None and payload.nbytes >= SENT_ALONE:
+            if len(payloads) == 1 and payloads[0].nbytes >= SENT_ALONE:
                 head = [zmq.Frame(frame) for frame in (peer, *frames[:-1])]
                 last = zmq.Frame(frames[-1], track=True, copy=False)
                 self._socket.send_multipart([*head, last], zmq.NOBLOCK, copy=False)
                 assert last.tracker is not None
-                self._leases.track(payload, last.tracker)
+                self._leases.track(payloads[0], last.tracker)
             else:
                 self._socket.send_multipart([peer, *frames], zmq.NOBLOCK, copy=True)
         except zmq.Again:
@@ -275,6 +293,7 @@ class Server:
                 raise
             _log.info("a peer went away before its reply")
             return _Sent.NEVER
+        self._budget -= _LEAST + _OF_PART * len(payloads) + sum(map(len, frames))
         return _Sent.NOW
 
     def _retry_backlog(self) -> None:
@@ -282,22 +301,20 @@ class Server:
         for peer in list(self._backlog):
             waiting = self._backlog[peer]
             while waiting.replies and self._budget > 0:
-                sent = self._try_send(peer, waiting.first())
+                sent = self._try_send(peer, *waiting.first())
                 if sent is _Sent.LATER:
                     break
                 if sent is _Sent.NEVER:
                     self._drop_backlog(peer)
                     break
-                reply = waiting.popleft()
-                self._budget -= size_of(reply)
-                for payload in payloads_of(reply):
+                for payload in _payloads_of(waiting.popleft()):
                     self._leases.release(payload)
             if self._backlog.pop(peer, None) is not None and waiting.replies:
                 self._backlog[peer] = waiting
 
     def _drop_backlog(self, peer: bytes) -> None:
         for reply in self._backlog.pop(peer).replies:
-            for payload in payloads_of(reply):
+            for payload in _payloads_of(reply):
                 self._leases.release(payload)
 
 
@@ -307,3 +324,88 @@ class _Sent(Enum):
     NOW = auto()
     LATER = auto()
     NEVER = auto()
+
+
+@dataclass
+class Backlog:
+    """Replies that a peer has not been sent yet, oldest first; each is encoded when it is its turn."""
+
+    replies: deque[m.Reply] = field(default_factory=deque)
+    nbytes: int = 0
+    _coming: set[tuple[int, int, int]] = field(default_factory=set)
+    """(request number, slot, version) of weights."""
+    _frames: list[Any] | None = None
+
+    @property
+    def has_state(self) -> bool:
+        """True while optimizer state waits here."""
+        return any(isinstance(reply.body, m.State) for reply in self.replies)
+
+    def append(self, reply: m.Reply) -> None:
+        self.replies.append(reply)
+        self.nbytes += _size_of(reply)
+        self._coming.update(_keys(reply))
+
+    def first(self) -> tuple[m.Reply, Sequence[Any]]:
+        """Return the oldest reply and its frames."""
+        if self._frames is None:
+            self._frames = encode_reply(self.replies[0])
+        return self.replies[0], self._frames
+
+    def popleft(self) -> m.Reply:
+        reply, self._frames = self.replies.popleft(), None
+        self.nbytes -= _size_of(reply)
+        self._coming.difference_update(_keys(reply))
+        return reply
+
+    def without_coming(self, reply: m.Reply) -> m.Reply:
+        """Return the reply without weights that wait here already, which a repeated request asks for again."""
+        if not isinstance(reply.body, m.Weights):
+            return reply
+        news = [at for at, key in enumerate(_keys(reply)) if key not in self._coming]
+        payloads = tuple([reply.body.payloads[at] for at in news])
+        return m.Reply(reply.number, m.Weights(reply.body.parts[news], payloads))
+
+
+def _payloads_of(reply: m.Reply) -> Sequence[Tensor]:
+    """The buffers of the store that a reply reads from, one for each part."""
+    return reply.body.payloads if isinstance(reply.body, m.Weights) else ()
+
+
+def _size_of(reply: m.Reply) -> int:
+    """Estimate the bytes of a reply."""
+    data = len(reply.body.data) if isinstance(reply.body, m.State) else 0
+    return _LEAST + data + sum(_OF_PART + payload.nbytes for payload in _payloads_of(reply))
+
+
+def _keys(reply: m.Reply) -> list[tuple[int, int, int]]:
+    parts = reply.body.parts[:, :2].tolist() if isinstance(reply.body, m.Weights) else ()
+    return [(reply.number, slot, version) for slot, version in parts]
+
+
+def packed(replies: Iterable[m.Outgoing]) -> Iterable[m.Outgoing]:
+    """Join what goes to one request into messages of at most MAX_PAYLOAD bytes; order within a request is kept."""
+    weights: dict[tuple[bytes, int], list[m.Weights]] = {}
+    done: dict[tuple[bytes, int], list[m.Matrix]] = {}
+    others: list[m.Outgoing] = []
+    for out in replies:
+        where = (out.peer, out.reply.number)
+        if isinstance(out.reply.body, m.Weights):
+            weights.setdefault(where, []).append(out.reply.body)
+        elif isinstance(out.reply.body, m.Done):
+            done.setdefault(where, []).append(out.reply.body.rounds)
+        else:
+            others.append(out)
+    yield from others  # what is said about a round (Absent, Done) goes ahead of its weights
+    for (peer, number), several in done.items():
+        rounds = np.concatenate(several)
+        for at in range(0, len(rounds), KEYS_PER_MESSAGE):
+            yield m.Outgoing(peer, m.Reply(number, m.Done(rounds[at : at + KEYS_PER_MESSAGE])))
+    for (peer, number), bodies in weights.items():
+        if len(bodies) == len(bodies[0].payloads) == 1:
+            yield m.Outgoing(peer, m.Reply(number, bodies[0]))
+            continue
+        parts = np.concatenate([body.parts for body in bodies])
+        payloads = [payload for body in bodies for payload in body.payloads]
+        for group in groups(parts[:, 3].tolist()):
+            yield m.Outgoing(peer, m.Reply(number, m.Weights(parts[group], tuple(payloads[group]))))

@@ -134,11 +134,46 @@ def _union(parts: Sequence[Rows]) -> Rows:
     return {at: None if some is None else torch.unique(torch.cat(some)) for at, some in found.items()}
 
 
-class Leases(Protocol):
-    """Knows which buffers are still being sent, and so may not be written."""
+class Tracker(Protocol):
+    """The state of one buffer that the socket reads from."""
 
-    def __len__(self) -> int: ...
-    def is_busy(self, buffer: Tensor) -> bool: ...
+    @property
+    def done(self) -> bool: ...
+
+
+class Leases:
+    """Buffers that a socket or a queue still reads from, by address; weights are sent without a copy.
+
+    Attributes:
+        held: How many messages with a buffer wait in a queue of ours.
+        sent: The trackers of messages with a buffer that the socket has taken.
+    """
+
+    def __init__(self) -> None:
+        self.held: dict[int, int] = {}
+        self.sent: dict[int, list[Tracker]] = {}
+
+    def hold(self, buffer: Tensor) -> None:
+        """Note that a message with this buffer waits in a queue; may be called several times."""
+        self.held[buffer.data_ptr()] = self.held.get(buffer.data_ptr(), 0) + 1
+
+    def release(self, buffer: Tensor) -> None:
+        """Note that one of the messages with this buffer has left its queue."""
+        self.held[buffer.data_ptr()] -= 1
+        if not self.held[buffer.data_ptr()]:
+            del self.held[buffer.data_ptr()]
+
+    def track(self, buffer: Tensor, tracker: Tracker) -> None:
+        """Note that the socket has taken a message with this buffer, and reads it until the tracker is done."""
+        known = self.sent.get(buffer.data_ptr(), [])
+        self.sent[buffer.data_ptr()] = [one for one in known if not one.done] + [tracker]
+
+    def is_busy(self, buffer: Tensor) -> bool:
+        """Say whether somebody still reads from the buffer, so that it must not be written."""
+        address = buffer.data_ptr()
+        if all(tracker.done for tracker in self.sent.get(address, ())):
+            self.sent.pop(address, None)
+        return address in self.held or address in self.sent
 
 
 @dataclass
@@ -340,7 +375,9 @@ class Storage:
     def lent(self, first: int, end: int) -> Iterator[Tensor]:
         """Lend the weights of neighbouring slots, to be written; a copy, which is put back, where some have moved."""
         slots = range(first, end)
-        for slot in slots if self._moved or (self._leases is not None and len(self._leases)) else ():
+        for slot in (
+            slots if self._moved or (self._leases and (self._leases.sent or self._leases.held)) else ()
+        ):
             self.make_writable(slot)
         if self._moved.keys().isdisjoint(slots):
             yield self.slots[first].block.weights[self.slots[first].start : self.ends[end - 1]]

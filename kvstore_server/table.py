@@ -39,7 +39,8 @@ ALL = -1
 class Part(NamedTuple):
     """One rank's committed contribution to a round of a table."""
 
-    slices: Mapping[int, m.Payload]
+    slices: Mapping[int, Any]
+    """Slice → its numbers, or what a form stands for."""
     flags: int = 0
     version: int = -1
     rescale: float | None = None

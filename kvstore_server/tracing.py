@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from kvstore_server.errors import ConfigurationError, ProtocolError
 from kvstore_server.protocol import messages as m
-from kvstore_server.protocol.control import pack_control, unpack_control
+from kvstore_server.protocol.frames import pack_control, unpack_control
 
 CALLS = "calls"
 """Category: messages on a server, requests and waits on a worker."""

@@ -19,20 +19,31 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
 from typing import Any, NamedTuple
 
+import msgpack
 import numpy as np
+import torch
+from torch import Tensor
 
-from kvstore_server.errors import ProtocolError, VersionMismatchError
+from kvstore_server.errors import ProtocolError, VersionMismatchError, to_wire
 from kvstore_server.protocol import messages as m
-from kvstore_server.protocol.buffers import MAX_FRAME, MAX_PAYLOAD, Frame, buffer_of, join_payloads
-from kvstore_server.protocol.control import decode_control, encode_control, pack_control, unpack_control
 from kvstore_server.version import PROTOCOL_VERSION
 
+Frame = bytes | bytearray | memoryview | Any
+"""Has a buffer of bytes; a frame of ZeroMQ as well."""
+MAX_FRAME = 1024 * 1024 + 64 * 1024
+"""No frame is larger; servers set it as ZMQ_MAXMSGSIZE."""
+MAX_PAYLOAD = 1024 * 1024
+SENT_ALONE = 64 * 1024
+"""A slice of at least this many bytes has a message of its own, so that it can be sent without being copied."""
+KEYS_PER_MESSAGE = 4096
+"""No message of ours names more keys, slices or tables; servers refuse those with more than --max-message-keys."""
 _MAGIC = b"KV"
 _HEADER = struct.Struct("<2sBB4xQQQ")
-_MOST_FRAMES = 4
+MOST_FRAMES = 4
 """Of any message but a State, whose bytes come in pieces of MAX_PAYLOAD."""
 _CONTRIBUTE = struct.Struct("<qqddd")
 _RESOLVE = struct.Struct("<qqqdd")
@@ -49,12 +60,26 @@ def encode_request(request: m.Request) -> list[Frame]:
     Raises:
         ProtocolError: one of the frames would be too large.
     """
-    return _encode(request.body, request.session, request.number, request.run)
+    body, kind = request.body, _KINDS.get(type(request.body))
+    code, frames = encode_control(body) if kind is None else (kind.code, kind.encode(body))
+    for frame in frames:
+        if len(frame) > MAX_FRAME:
+            raise ProtocolError(
+                f"a {type(body).__name__} message would have a frame of {len(frame)} bytes, more than the {MAX_FRAME} "
+                "that one may have; use fewer keys, or shorter names, in one namespace"
+            )
+    head = _HEADER.pack(_MAGIC, PROTOCOL_VERSION, code, request.session, request.number, request.run)
+    return [head, *frames]
 
 
 def encode_reply(reply: m.Reply) -> list[Frame]:
-    """Return the frames of a reply. Raises as `encode_request`."""
-    return _encode(reply.body, 0, reply.number, 0)
+    """Return the frames of a reply; one that no frame can hold becomes the failure to send it."""
+    body: Any = reply.body
+    try:
+        return encode_request(m.Request(0, 0, reply.number, body))
+    except ProtocolError as error:
+        body = m.Failed(*to_wire(error))
+        return encode_request(m.Request(0, 0, reply.number, body))
 
 
 def decode_request(frames: Sequence[Frame]) -> m.Request:
@@ -64,55 +89,226 @@ def decode_request(frames: Sequence[Frame]) -> m.Request:
         VersionMismatchError: the peer speaks another protocol version.
         ProtocolError: anything else about the bytes is wrong.
     """
-    session, number, run, body = _decode(frames)
+    head = memoryview(frames[0] if frames else b"")
+    if len(head) != _HEADER.size or head[:2] != _MAGIC:
+        raise ProtocolError(
+            "the message has no header of this protocol; is the peer a kvtrainer worker or server?"
+        )
+    _, version, code, session, number, run = _HEADER.unpack(head)
+    if version != PROTOCOL_VERSION:
+        raise VersionMismatchError(
+            f"the peer speaks protocol version {version}, this side speaks {PROTOCOL_VERSION}; "
+            "install the same release of kvtrainer on workers and servers"
+        )
+    kind, count = _BY_CODE.get(code), len(frames) - 1
+    expected = 1 if kind is None else kind.num_frames or max(count, 1)
+    if count != expected:
+        raise ProtocolError(f"the message has {count} frames after its header, expected {expected}")
+    body = decode_control(code, memoryview(frames[1])) if kind is None else kind.decode(frames[1:])
     return m.Request(run, session, number, body)
 
 
 def decode_reply(frames: Sequence[Frame]) -> m.Reply:
     """Rebuild a reply from its frames; raises as `decode_request`."""
-    _, number, _, body = _decode(frames)
-    return m.Reply(number, body)
+    request = decode_request(frames)
+    body: Any = request.body
+    return m.Reply(request.number, body)
 
 
-class Incoming:
-    """A request of which one frame comes after the other; more than it may have is counted, and not kept.
+class LongMessage:
+    """A request of more frames than any but a State may have; what is too much is counted, and not kept.
 
     Args:
-        peer: Who sends it.
+        frames: Those that have come.
         max_bytes: Of all frames together.
     """
 
-    def __init__(self, peer: bytes, max_bytes: int) -> None:
-        self.peer = peer
+    def __init__(self, frames: Sequence[Frame], max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._frames: list[Frame] = []
         self._count = self._nbytes = 0
-        self._is_refused = False
+        self._is_refused = len(frames[0]) != _HEADER.size or memoryview(frames[0])[3] != _KINDS[m.State].code
+        for frame in frames:
+            self.take(frame)
 
     def take(self, frame: Frame) -> None:
         """Add a frame; of a message that is refused already it is not even looked at."""
         self._count += 1
+        if not self._is_refused:
+            self._frames.append(frame)
+            self._nbytes += len(frame)
+            most = 2 + -(-self._nbytes // MAX_PAYLOAD)
+            self._is_refused = self._nbytes > self._max_bytes or self._count > max(most, MOST_FRAMES)
         if self._is_refused:
-            return
-        self._nbytes += len(buffer_of(frame))
-        if self._count > _MOST_FRAMES:
-            head = buffer_of(self._frames[0])
-            is_state = len(head) == _HEADER.size and head[3] == _KINDS[m.State].code
-            needed = 2 + -(-self._nbytes // MAX_PAYLOAD)
-            if not is_state or self._nbytes > self._max_bytes or self._count > needed:
-                self._is_refused = True
-                self._frames.clear()
-                return
-        self._frames.append(frame)
+            self._frames.clear()
 
     def request(self) -> m.Request:
         """Decode all frames together. Raises as `decode_request`, and ProtocolError where there were too many."""
         if not self._is_refused:
             return decode_request(self._frames)
         raise ProtocolError(
-            f"a message of {self._count} frames is refused: one may have {_MOST_FRAMES} frames, or be optimizer state "
+            f"a message of {self._count} frames is refused: one may have {MOST_FRAMES} frames, or be optimizer state "
             f"of up to {self._max_bytes} bytes (--max-message-bytes)"
         )
+
+
+def groups(sizes: Sequence[int]) -> Iterator[slice]:
+    """Divide slices of so many bytes into messages, in order; a large one is alone, for then it is not copied."""
+    first, nbytes = 0, 0
+    for at, size in enumerate(sizes):
+        is_full = nbytes + size > MAX_PAYLOAD or at - first == KEYS_PER_MESSAGE
+        if at > first and (is_full or size >= SENT_ALONE or sizes[at - 1] >= SENT_ALONE):
+            yield slice(first, at)
+            first, nbytes = at, 0
+        nbytes += size
+    if first < len(sizes):
+        yield slice(first, len(sizes))
+
+
+# ---------------------------------------------------------------- control messages
+
+
+_CONTROL: tuple[type[Any], ...] = (
+    m.Hello,
+    m.Register,
+    m.Abort,
+    m.Pull,
+    m.SetOptimizer,
+    m.Gather,
+    m.GetState,
+    m.Heartbeat,
+    m.Leave,
+    m.Stats,
+    m.Welcome,
+    m.Registered,
+    m.Absent,
+    m.Vetoed,
+    m.Missing,
+    m.Pending,
+    m.Failed,
+    m.Gathered,
+    m.Info,
+    m.PullRows,
+    m.InForce,
+    m.Command,
+    m.Profile,
+    m.JoinJob,
+    m.Listening,
+)
+_KIND_OF = {cls: kind for kind, cls in enumerate(_CONTROL)}
+_FIELDS = {cls: tuple(f.name for f in fields(cls)) for cls in _CONTROL}
+
+
+def pack_control(value: Any) -> bytes:
+    """msgpack with this protocol's settings: lists, maps with string keys, numbers, strings, bytes."""
+    return bytes(msgpack.packb(value, use_bin_type=True))
+
+
+def unpack_control(data: bytes | memoryview) -> Any:
+    """Inverse of `pack_control` with every size bounded by the frame itself.
+
+    Raises:
+        ProtocolError: the bytes are not msgpack, nest too deep or hold anything but plain values.
+    """
+    try:
+        return msgpack.unpackb(
+            data,
+            raw=False,
+            strict_map_key=False,
+            max_array_len=1 << 17,
+            max_map_len=1 << 16,
+            max_ext_len=0,
+            max_str_len=1 << 16,
+            max_bin_len=MAX_FRAME,
+        )
+    except Exception as error:  # msgpack raises a family of unrelated classes on hostile input
+        raise ProtocolError(f"a control message of {len(data)} bytes cannot be decoded: {error}") from None
+
+
+def encode_control(body: Any) -> tuple[int, list[bytes]]:
+    """The kind of a control message and its one frame."""
+    return _KIND_OF[type(body)], [pack_control([getattr(body, name) for name in _FIELDS[type(body)]])]
+
+
+def decode_control(kind: int, data: memoryview) -> Any:
+    """Rebuild a control message.
+
+    Raises:
+        ProtocolError: the kind is unknown or the bytes do not fit it.
+    """
+    if kind >= len(_CONTROL):
+        raise ProtocolError(f"unknown kind of message: {kind}")
+    cls = _CONTROL[kind]
+    values = unpack_control(data)
+    if not isinstance(values, list) or len(values) != len(_FIELDS[cls]):
+        raise ProtocolError(
+            f"a {cls.__name__} message must hold {len(_FIELDS[cls])} values, got {values!r:.80}"
+        )
+    message = cls(*(_freeze(value) for value in values))
+    _check_types(message)
+    return message
+
+
+_SCALARS: dict[str, Any] = {"int": int, "str": str, "float": (float, int), "bytes": bytes, "bool": bool}
+
+
+def _check_types(message: Any) -> None:
+    for f in fields(message):
+        value: Any = getattr(message, f.name)
+        declared = str(f.type)
+        expected = _SCALARS.get(declared) or (tuple if declared.startswith("tuple") else dict)
+        if not isinstance(value, expected) or (isinstance(value, bool) and declared != "bool"):
+            raise ProtocolError(f"{type(message).__name__}.{f.name} must be {declared}, got {value!r:.80}")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ProtocolError(f"{type(message).__name__}.{f.name} must be finite, got {value}")
+        if declared == "tuple[bytes, ...]" and not all(type(item) is bytes for item in value):
+            raise ProtocolError(f"{type(message).__name__}.{f.name} must be {declared}, got {value!r:.80}")
+        if declared == "tuple[int, ...]" and not all(type(item) is int for item in value):
+            raise ProtocolError(f"{type(message).__name__}.{f.name} must be {declared}, got {value!r:.80}")
+    if isinstance(message, m.Register) and not all(_is_spec(spec) for spec in message.specs):
+        raise ProtocolError(
+            f"Register.specs must be (key, shape of up to {_MAX_DIMS} sizes, dtype, group, is row-sparse) each"
+        )
+    if isinstance(message, m.Hello) and not _is_identified(message):
+        raise ProtocolError(
+            f"Hello must hold a nonce and 1 … {m.MAX_SOCKETS} routing ids, of {m.SECRET_BYTES} bytes each"
+        )
+    if isinstance(message, m.PullRows) and not all(_is_triple(part) for part in message.wanted):
+        raise ProtocolError("PullRows.wanted must be (slice, position, number of ids) each")
+
+
+def _is_identified(hello: m.Hello) -> bool:
+    secrets = (hello.nonce, *hello.sockets)
+    return 1 < len(secrets) <= 1 + m.MAX_SOCKETS and all(
+        isinstance(secret, bytes) and len(secret) == m.SECRET_BYTES for secret in secrets
+    )
+
+
+_MAX_DIMS, _MAX_SIZE = 64, 1 << 48
+"""Of a shape: more than any tensor has; without a limit, their product alone would take minutes."""
+
+
+def _is_spec(spec: Any) -> bool:
+    if not isinstance(spec, tuple) or len(spec) != 5:
+        return False
+    key, shape, dtype, group, is_row_sparse = spec
+    return (
+        isinstance(key, str)
+        and isinstance(shape, tuple)
+        and len(shape) <= _MAX_DIMS
+        and all(type(size) is int and abs(size) < _MAX_SIZE for size in shape)
+        and isinstance(dtype, str)
+        and type(group) is int
+        and isinstance(is_row_sparse, bool)
+    )
+
+
+def _is_triple(part: Any) -> bool:
+    return isinstance(part, tuple) and len(part) == 3 and all(type(item) is int for item in part)
+
+
+def _freeze(value: Any) -> Any:
+    return tuple(_freeze(item) for item in value) if isinstance(value, list) else value
 
 
 # ---------------------------------------------------------------- data messages
@@ -125,12 +321,12 @@ def _encode_contribute(body: m.Contribute) -> list[Frame]:
     return [
         b"".join((head, body.pushes.tobytes(), body.commits.tobytes())),
         extra,
-        join_payloads(body.payloads),
+        _joined(body.payloads),
     ]
 
 
 def _decode_contribute(frames: Sequence[Frame]) -> m.Contribute:
-    body = buffer_of(frames[0])
+    body = memoryview(frames[0])
     if len(body) < _CONTRIBUTE.size:
         raise ProtocolError(f"a contribution cannot have a body of {len(body)} bytes")
     num_pushes, num_commits, rescale, timeout, hold = _CONTRIBUTE.unpack_from(body)
@@ -148,7 +344,7 @@ def _decode_contribute(frames: Sequence[Frame]) -> m.Contribute:
     pushes, commits = words[:split].reshape(-1, m.PUSH_WORDS), words[split:].reshape(-1, m.COMMIT_WORDS)
     if (commits[:, 5] & ~_ALL_FLAGS).any():
         raise ProtocolError("a commit has unknown flags")
-    extra = unpack_control(buffer_of(frames[1]))
+    extra = unpack_control(memoryview(frames[1]))
     if not (isinstance(extra, list) and list(map(type, extra)) == [bytes, bytes, list]):
         raise ProtocolError("a contribution must name [form, hyper-parameters, absent keys]")
     form, hyper, absent = extra
@@ -167,7 +363,7 @@ def _encode_resolve(resolve: m.Resolve) -> list[Frame]:
 
 
 def _decode_resolve(frames: Sequence[Frame]) -> m.Resolve:
-    body = buffer_of(frames[0])
+    body = memoryview(frames[0])
     if len(body) != _RESOLVE.size:
         raise ProtocolError(f"a resolve message has {len(body)} bytes, expected {_RESOLVE.size}")
     table, number, flags, coef, clip = _RESOLVE.unpack(body)
@@ -182,7 +378,7 @@ def _encode_held(held: m.Held) -> list[Frame]:
 
 
 def _decode_held(frames: Sequence[Frame]) -> m.Held:
-    body = buffer_of(frames[0])
+    body = memoryview(frames[0])
     if len(body) < _HELD.size or (len(body) - _HELD.size) % _PARTIAL.itemsize:
         raise ProtocolError(f"a held message of {len(body)} bytes holds no whole number of partial norms")
     table, number, is_finite = _HELD.unpack_from(body)
@@ -191,7 +387,7 @@ def _decode_held(frames: Sequence[Frame]) -> m.Held:
 
 
 def _encode_weights(weights: m.Weights) -> list[Frame]:
-    return [weights.parts.tobytes(), join_payloads(weights.payloads)]
+    return [weights.parts.tobytes(), _joined(weights.payloads)]
 
 
 def _decode_weights(frames: Sequence[Frame]) -> m.Weights:
@@ -214,14 +410,43 @@ def _encode_state(state: m.State) -> list[Frame]:
 
 
 def _decode_state(frames: Sequence[Frame]) -> m.State:
-    head = unpack_control(buffer_of(frames[0]))
+    head = unpack_control(memoryview(frames[0]))
     kinds = (int, int, dict, int)
     if not (isinstance(head, list) and len(head) == len(kinds) and all(map(isinstance, head, kinds))):
         raise ProtocolError("a state message must begin with [table, index, summary, size]")
-    data = b"".join(buffer_of(frame) for frame in frames[1:])
+    data = b"".join(frames[1:])
     if len(data) != head[3]:
         raise ProtocolError(f"a state message names {head[3]} bytes and brings {len(data)}")
     return m.State(head[0], head[1], head[2], data)
+
+
+def _matrix(frame: Frame, words: int) -> m.Matrix:
+    body = memoryview(frame)
+    if len(body) % (words * 8):
+        raise ProtocolError(f"a body of {len(body)} bytes is no whole number of {words * 8}-byte records")
+    return np.frombuffer(body, "<i8").reshape(-1, words)
+
+
+def _payload(frame: Frame, sizes: m.Ints) -> Tensor:
+    """The bytes of a payload frame. Raises ProtocolError where the sizes of its pieces do not add up to it."""
+    total = len(frame)
+    # Each alone as well: the sum of hostile sizes can wrap around to the right one.
+    if ((sizes < 0) | (sizes > total)).any() or int(sizes.sum()) != total:
+        raise ProtocolError(f"the payload has {total} bytes, the body names {int(sizes.sum())}")
+    return torch.frombuffer(frame, dtype=torch.uint8) if total else torch.empty(0, dtype=torch.uint8)
+
+
+def _joined(payloads: Sequence[Tensor]) -> Frame:
+    """Several payloads as one frame; a single one is passed through."""
+    if not payloads:
+        return b""
+    if len(payloads) == 1:
+        [whole] = payloads
+    elif len({payload.dtype for payload in payloads}) == 1:
+        whole = torch.cat(list(payloads))  # asking each of many small tensors for its bytes would cost more
+    else:
+        whole = torch.cat([payload.view(torch.uint8) for payload in payloads])
+    return whole.view(torch.uint8).numpy().data
 
 
 class _Kind(NamedTuple):
@@ -243,55 +468,3 @@ _KINDS: dict[type[Any], _Kind] = {
     m.Held: _Kind(0x86, 1, _encode_held, _decode_held),
 }
 _BY_CODE = {kind.code: kind for kind in _KINDS.values()}
-
-
-# ---------------------------------------------------------------- what they share
-
-
-def _encode(body: Any, session: int, number: int, run: int) -> list[Frame]:
-    kind = _KINDS.get(type(body))
-    code, frames = encode_control(body) if kind is None else (kind.code, kind.encode(body))
-    for frame in frames:
-        if len(frame) > MAX_FRAME:
-            raise ProtocolError(
-                f"a {type(body).__name__} message would have a frame of {len(frame)} bytes, more than the {MAX_FRAME} "
-                "that one may have; use fewer keys, or shorter names, in one namespace"
-            )
-    return [_HEADER.pack(_MAGIC, PROTOCOL_VERSION, code, session, number, run), *frames]
-
-
-def _decode(frames: Sequence[Frame]) -> tuple[int, int, int, Any]:
-    """Read (session, request number, run id, body)."""
-    head = buffer_of(frames[0]) if frames else memoryview(b"")
-    if len(head) != _HEADER.size or head[:2] != _MAGIC:
-        raise ProtocolError(
-            "the message has no header of this protocol; is the peer a kvtrainer worker or server?"
-        )
-    _, version, code, session, number, run = _HEADER.unpack(head)
-    if version != PROTOCOL_VERSION:
-        raise VersionMismatchError(
-            f"the peer speaks protocol version {version}, this side speaks {PROTOCOL_VERSION}; "
-            "install the same release of kvtrainer on workers and servers"
-        )
-    kind, count = _BY_CODE.get(code), len(frames) - 1
-    expected = 1 if kind is None else kind.num_frames or max(count, 1)
-    if count != expected:
-        raise ProtocolError(f"the message has {count} frames after its header, expected {expected}")
-    body = decode_control(code, buffer_of(frames[1])) if kind is None else kind.decode(frames[1:])
-    return session, number, run, body
-
-
-def _matrix(frame: Frame, words: int) -> m.Matrix:
-    body = buffer_of(frame)
-    if len(body) % (words * 8):
-        raise ProtocolError(f"a body of {len(body)} bytes is no whole number of {words * 8}-byte records")
-    return np.frombuffer(body, "<i8").reshape(-1, words)
-
-
-def _payload(frame: Frame, sizes: m.Matrix) -> memoryview:
-    """The bytes of a payload frame. Raises ProtocolError where the sizes of its pieces do not add up to it."""
-    data = buffer_of(frame)
-    # Each alone as well: the sum of hostile sizes can wrap around to the right one.
-    if ((sizes < 0) | (sizes > len(data))).any() or int(sizes.sum()) != len(data):
-        raise ProtocolError(f"the payload has {len(data)} bytes, the body names {int(sizes.sum())}")
-    return data

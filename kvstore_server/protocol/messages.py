@@ -28,9 +28,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+from torch import Tensor
 
-Payload: TypeAlias = Any
-"""A flat tensor, or a buffer (memoryview)."""
 Matrix: TypeAlias = npt.NDArray[np.int64]
 Ints: TypeAlias = npt.NDArray[np.int64]
 
@@ -110,9 +109,9 @@ class Contribute:
 
     pushes: Matrix
     """(slot, round, generation, bytes) of each slice."""
-    payloads: tuple[Payload, ...]
-    """The bytes of the slices in this order, each in one of the buffers: whole slots with their padding, unless there
-    is a `form`."""
+    payloads: tuple[Tensor, ...]
+    """Flat: the bytes of the slices in this order, each in one of them: whole slots with their padding, unless there is
+    a `form`."""
     commits: Matrix
     """(table, round, slices given, sum of their generations, version, flags) of each round.
 
@@ -324,8 +323,8 @@ class Weights:
 
     parts: Matrix
     """(slot, version, kind, bytes) of each slice; the version is the number of updates that went into its table."""
-    payloads: tuple[Payload, ...]
-    """The bytes of the parts in this order, each in one of the buffers: whole slots where the kind is WHOLE."""
+    payloads: tuple[Tensor, ...]
+    """Flat: the bytes of the parts in this order, each in one of them: whole slots where the kind is WHOLE."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -9,8 +9,7 @@ from kvstore_server.errors import ConfigurationError, describe
 from kvstore_server.optimizer.state import States, pack_states, unpack_states
 from kvstore_server.plan import Slice, TensorSpec, check_name, make_plan
 from kvstore_server.protocol import messages as m
-from kvstore_server.protocol.buffers import KEYS_PER_MESSAGE, MAX_PAYLOAD
-from kvstore_server.protocol.control import pack_control
+from kvstore_server.protocol.frames import KEYS_PER_MESSAGE, MAX_PAYLOAD, pack_control
 from kvstore_server.tracing import Event, Trace, events_of
 from kvtrainer.comm.round import Rounds
 from kvtrainer.comm.session import Session, SessionOptions, SessionTrace, Transport

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvstore_server.codec import Codec
 from kvstore_server.plan import Plan, Slice
-from kvstore_server.protocol.control import pack_control
+from kvstore_server.protocol.frames import pack_control
 
 
 class Compressor:

@@ -19,8 +19,7 @@ import zmq
 
 from kvstore_server.errors import KVStoreError
 from kvstore_server.protocol import messages as m
-from kvstore_server.protocol.buffers import MAX_FRAME, SENT_ALONE
-from kvstore_server.protocol.frames import decode_reply, encode_request
+from kvstore_server.protocol.frames import MAX_FRAME, SENT_ALONE, decode_reply, encode_request
 from kvstore_server.tcp import prepare, routing_id
 
 HEARTBEAT_INTERVAL = 1.0

@@ -25,7 +25,7 @@ from kvstore_server.errors import (
     WorkerLostError,
 )
 from kvstore_server.plan import TensorSpec, check_same
-from kvstore_server.protocol.control import pack_control, unpack_control
+from kvstore_server.protocol.frames import pack_control, unpack_control
 from kvstore_server.rows import RowSet
 
 BUCKET = 25 * 1024 * 1024

@@ -21,7 +21,7 @@ from kvstore_server.errors import KVStoreError, ProtocolError, RoundAbortedError
 from kvstore_server.norms import Decision, Guard, Measured, combine
 from kvstore_server.plan import Slice, row_numel
 from kvstore_server.protocol import messages as m
-from kvstore_server.protocol.buffers import KEYS_PER_MESSAGE, SENT_ALONE, groups, payload_bytes
+from kvstore_server.protocol.frames import KEYS_PER_MESSAGE, SENT_ALONE, groups
 from kvstore_server.rounds import Ints
 from kvstore_server.rows import PACKED_ROWS, RowSet, decode_rows, encode_rows, split_rows
 from kvtrainer.comm.session import Session
@@ -817,12 +817,7 @@ def _pieces(weights: m.Weights) -> Iterator[tuple[int, int, int, Tensor, int, in
     source, start, left = _NO_BYTES, 0, 0
     for slot, version, kind, nbytes in weights.parts.tolist():
         while nbytes and not left and (payload := next(payloads, None)) is not None:
-            if isinstance(payload, Tensor):
-                source = payload.view(torch.uint8)
-            elif len(payload):
-                source = torch.frombuffer(payload_bytes(payload), dtype=torch.uint8)
-            else:
-                continue
+            source = payload.view(torch.uint8)
             start, left = 0, len(source)
         if not 0 <= nbytes <= left:
             raise ProtocolError(f"{nbytes} bytes of slot {slot} are not all in one payload")

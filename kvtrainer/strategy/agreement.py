@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from kvstore_server.errors import describe
-from kvstore_server.protocol.buffers import MAX_PAYLOAD
+from kvstore_server.protocol.frames import MAX_PAYLOAD
 from kvtrainer.comm.rank_group import RankGroup
 from kvtrainer.errors import RoundAbortedError
 from kvtrainer.kvstore.base import KVStoreBase

@@ -13,8 +13,7 @@ import zmq
 
 from kvstore_server.optimizer.base import capability
 from kvstore_server.protocol import messages as m
-from kvstore_server.protocol.buffers import MAX_FRAME
-from kvstore_server.protocol.frames import decode_reply, encode_request
+from kvstore_server.protocol.frames import MAX_FRAME, decode_reply, encode_request
 from tests.support.messages import contribution
 from tests.support.processes import Process, Processes, assert_serve
 

@@ -20,8 +20,7 @@ from kvstore_server.namespace import EngineConfig
 from kvstore_server.optimizer.base import capability
 from kvstore_server.optimizer.registry import create, known
 from kvstore_server.protocol import messages as m
-from kvstore_server.protocol.control import pack_control
-from kvstore_server.protocol.frames import decode_reply, encode_request
+from kvstore_server.protocol.frames import decode_reply, encode_request, pack_control
 from kvstore_server.server import Server, ServerOptions, make_server
 from kvstore_server.tcp import routing_id
 from kvtrainer.errors import ServerStoppingError

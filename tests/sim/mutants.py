@@ -17,11 +17,11 @@ import torch
 from kvstore_server import reduction
 from kvstore_server.engine import Engine
 from kvstore_server.hyper import AgreedOptions
+from kvstore_server.membership import Sessions
 from kvstore_server.norms import Decision
 from kvstore_server.protocol import messages as m
 from kvstore_server.reduction import Sums
 from kvstore_server.rounds import Book, Rounds, Verdict, Waits
-from kvstore_server.sessions import Sessions
 from kvstore_server.shard import Shard
 from kvstore_server.table import ALL, Table
 from kvtrainer.comm.compressor import Compressor
@@ -438,7 +438,7 @@ def applied_again(real: Any, self: Any, peer: bytes, request: m.Request, now: fl
     for table, round_, *_, flags in body.commits.tolist() if isinstance(body, m.Contribute) else ():
         where = (request.session, table, round_)
         if where in known and not flags & m.HAS_JOINED and round_:
-            rank = next(session.rank for session in self._sessions if session.token == request.session)
+            rank = next(session.hello.rank for session in self._sessions if session.token == request.session)
             applied = self.namespaces["sim"].tables[table]
             applied.apply(rank, *applied.applied[rank])
         if not any(_is(one, m.Failed, m.Missing) for one in out):

@@ -21,7 +21,7 @@ from kvstore_server.codec import make_codec
 from kvstore_server.norms import Decision, combine
 from kvstore_server.plan import Plan, Slice, TensorSpec, make_plan
 from kvstore_server.protocol import messages as m
-from kvstore_server.protocol.control import pack_control, unpack_control
+from kvstore_server.protocol.frames import pack_control, unpack_control
 from kvstore_server.rounds import SYNCHRONOUS, Mode
 from kvstore_server.rows import PACKED_ROWS, RowSet, encode_rows
 from kvtrainer.comm.compressor import Compressor

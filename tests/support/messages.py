@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from kvstore_server.protocol import messages as m
-from kvstore_server.protocol.buffers import payload_size
 
 
 class Done(m.Done):
@@ -31,9 +33,19 @@ def contribution(
     **options: Any,
 ) -> m.Contribute:
     """Slices, as (slot, bytes); with a table, also the commit of its round, to which so many slices were given."""
-    pushes = [(slot, round_, generation, payload_size(payload)) for slot, payload in slices]
+    slices = [(slot, _tensor(given)) for slot, given in slices]
+    pushes = [(slot, round_, generation, payload.nbytes) for slot, payload in slices]
     commits = [(table, round_, given, given * generation, -1, flags)] if table >= 0 else []
     payloads = tuple(payload for _, payload in slices)
     return m.Contribute(
         m.matrix(pushes, m.PUSH_WORDS), payloads, m.matrix(commits, m.COMMIT_WORDS), **options
+    )
+
+
+def _tensor(data: Any) -> Tensor:
+    """A tensor, or the bytes of one."""
+    return (
+        data
+        if isinstance(data, Tensor)
+        else torch.tensor(list(memoryview(data).cast("B")), dtype=torch.uint8)
     )

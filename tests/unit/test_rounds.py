@@ -11,8 +11,7 @@ from torch import Tensor
 from kvstore_server.codec import make_codec
 from kvstore_server.plan import TensorSpec, make_plan
 from kvstore_server.protocol import messages as m
-from kvstore_server.protocol.buffers import KEYS_PER_MESSAGE
-from kvstore_server.protocol.control import unpack_control
+from kvstore_server.protocol.frames import KEYS_PER_MESSAGE, unpack_control
 from kvtrainer.comm.compressor import Compressor
 from kvtrainer.comm.round import Contribution, Rounds
 from kvtrainer.comm.tables import RemoteTable

@@ -31,7 +31,7 @@ def numbers_read(socket: Any, connection: Connection, count: int) -> list[int]:
     while len(numbers) < count:
         connection.receive(0.0)  # lets what queues go out
         if socket.poll(1000):
-            numbers.append(decode_request(socket.recv_multipart()[1:]).number)
+            numbers.append(decode_request(socket.recv_multipart(copy=False)[1:]).number)
     return numbers
 
 

@@ -12,8 +12,7 @@ from kvstore_server.engine import Engine
 from kvstore_server.namespace import EngineConfig
 from kvstore_server.plan import TensorSpec
 from kvstore_server.protocol import messages as m
-from kvstore_server.protocol.buffers import KEYS_PER_MESSAGE, MAX_FRAME
-from kvstore_server.protocol.frames import encode_request
+from kvstore_server.protocol.frames import KEYS_PER_MESSAGE, MAX_FRAME, encode_request
 from kvtrainer.comm.client import Client
 from kvtrainer.comm.loopback import Loopback
 from kvtrainer.comm.session import REPEAT_AFTER, Session, SessionOptions

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kvstore_server.outbox import packed
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import decode_reply, decode_request, encode_reply, encode_request
+from kvstore_server.server import packed
 from kvtrainer import RowSparseParameter, Trainer
 from kvtrainer.comm.client import Client
 from kvtrainer.comm.loopback import Loopback

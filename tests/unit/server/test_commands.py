@@ -13,8 +13,7 @@ from kvstore_server.commands import CommandContext, Commands
 from kvstore_server.engine import Engine
 from kvstore_server.namespace import EngineConfig
 from kvstore_server.protocol import messages as m
-from kvstore_server.protocol.buffers import MAX_FRAME
-from kvstore_server.protocol.frames import encode_reply, encode_request
+from kvstore_server.protocol.frames import MAX_FRAME, encode_reply, encode_request
 from kvtrainer.comm.client import Client
 from kvtrainer.comm.loopback import Loopback
 from kvtrainer.comm.session import SessionOptions

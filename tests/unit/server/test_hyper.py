@@ -9,7 +9,7 @@ from kvstore_server.errors import ConfigurationError, KVStoreError, PlanMismatch
 from kvstore_server.hyper import AgreedOptimizer, AgreedOptions, effective_hypers, pack_hypers
 from kvstore_server.optimizer import create
 from kvstore_server.plan import TensorSpec, make_plan
-from kvstore_server.protocol.control import pack_control
+from kvstore_server.protocol.frames import pack_control
 from kvstore_server.table import ALL, Part, Table
 
 RANKS = range(3)

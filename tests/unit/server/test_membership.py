@@ -5,22 +5,25 @@ from __future__ import annotations
 import pytest
 
 from kvstore_server.errors import ConfigurationError, ProtocolError, WorkerLostError
-from kvstore_server.membership import Membership
+from kvstore_server.membership import Membership, Session
 from kvstore_server.protocol.messages import Gather, Hello
 from kvstore_server.rounds import Waiter
 
 DEAD_AFTER = 20.0
 
 
-def hello(rank: int, *, num_workers: int = 3, address: str = "") -> Hello:
-    return Hello("job", rank, num_workers, 0, 1, "", address or f"host{rank}:1{rank}", b"", ())
+def session(
+    rank: int, token: int = 9, now: float = 0.0, *, num_workers: int = 3, address: str = ""
+) -> Session:
+    hello = Hello("job", rank, num_workers, 0, 1, "", address or f"host{rank}:1{rank}", b"", ())
+    return Session(token, hello, b"peer", now)
 
 
 def joined(*ranks: int, now: float = 0.0) -> Membership:
     """Three workers, of which these have joined."""
     members = Membership("job", 3)
     for rank in ranks:
-        members.join(hello(rank), session=rank + 1, now=now)
+        members.join(session(rank, token=rank + 1, now=now))
     return members
 
 
@@ -34,33 +37,33 @@ def enter(
 
 
 def test_the_first_process_of_a_rank_replaces_nobody() -> None:
-    assert Membership("job", 3).join(hello(1), session=7, now=5.0) is None
+    assert Membership("job", 3).join(session(1, token=7, now=5.0)) is None
 
 
 def test_a_newer_process_of_a_rank_replaces_the_older_one() -> None:
     members = joined(0, 1)
-    replaced = members.join(hello(1, address="new:99"), session=9, now=5.0)
+    replaced = members.join(session(1, address="new:99", token=9, now=5.0))
     assert replaced is not None
-    assert replaced.session == 2
-    assert (members.members[1].session, members.members[1].address) == (9, "new:99")
+    assert replaced.token == 2
+    assert (members.members[1].token, members.members[1].hello.address) == (9, "new:99")
 
 
 def test_another_number_of_workers_is_refused_with_both_numbers() -> None:
     with pytest.raises(ConfigurationError, match=r"rank 1 \(host1:11\).*in 4.*3"):
-        joined(0).join(hello(1, num_workers=4), session=2, now=0.0)
+        joined(0).join(session(1, num_workers=4, token=2, now=0.0))
 
 
 @pytest.mark.parametrize("rank", [-1, 3])
 def test_a_rank_out_of_range_is_refused(rank: int) -> None:
     with pytest.raises(ConfigurationError, match=f"rank {rank} is not in 0 … 2"):
-        joined().join(hello(rank), session=1, now=0.0)
+        joined().join(session(rank, token=1, now=0.0))
 
 
 def test_a_refused_process_leaves_no_trace() -> None:
     members = joined(0)
     with pytest.raises(ConfigurationError):
-        members.join(hello(0, num_workers=4), session=2, now=0.0)
-    assert members.members[0].session == 1
+        members.join(session(0, num_workers=4, token=2, now=0.0))
+    assert members.members[0].token == 1
 
 
 def test_a_job_is_over_when_all_who_came_have_left() -> None:
@@ -94,7 +97,7 @@ def test_failed_and_silent_ranks_are_dead() -> None:
 def test_a_rank_that_comes_back_is_no_longer_dead() -> None:
     members = joined(0, 1, 2)
     members.leave(0, "ValueError: nan", is_clean=False)
-    members.join(hello(0), session=9, now=1.0)
+    members.join(session(0, token=9, now=1.0))
     assert members.num_dead(now=1.0, dead_after=DEAD_AFTER) == 0
     assert members.lost_error([0], "round 4", 1.0, DEAD_AFTER) is None
 
@@ -125,7 +128,7 @@ def test_only_where_a_rank_was_done_before_the_others_its_error_speaks_of_joinin
     members.leave(2, "it closed its kvstore", is_clean=True)
     texts = {rank: str(members.lost_error([rank], "round 4", 1.0, DEAD_AFTER)) for rank in (0, 1, 2)}
     assert {rank: "trainer.join()" in text for rank, text in texts.items()} == {0: False, 1: False, 2: True}
-    members.join(hello(2), session=9, now=1.0)
+    members.join(session(2, token=9, now=1.0))
     members.leave(2, "nan", is_clean=False)
     assert "trainer.join()" not in str(members.lost_error([2], "round 4", 1.0, DEAD_AFTER))
 
@@ -192,7 +195,7 @@ def test_a_rank_that_was_refused_no_longer_waits_at_the_barrier() -> None:
 def test_a_replaced_process_no_longer_waits_at_the_barrier() -> None:
     members = joined(0, 1, 2)
     enter(members, 0)
-    members.join(hello(0), session=9, now=1.0)
+    members.join(session(0, token=9, now=1.0))
     assert members.absent_from_barrier() == [0, 1, 2]
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvstore_server.outbox import Backlog, packed
 from kvstore_server.protocol import messages as m
-from kvstore_server.protocol.buffers import KEYS_PER_MESSAGE
-from kvstore_server.protocol.frames import encode_reply
+from kvstore_server.protocol.frames import KEYS_PER_MESSAGE, encode_reply
+from kvstore_server.server import Backlog, packed
 
 
 def weights(tables: range, numel: int = 1) -> m.Reply:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvstore_server.errors import ProtocolError
 from kvstore_server.plan import ITEM_SIZE, Plan, Slice, TensorSpec, make_plan
-from kvstore_server.protocol.buffers import MAX_FRAME
+from kvstore_server.protocol.frames import MAX_FRAME
 from kvstore_server.rows import (
     RowSet,
     as_contribution,

@@ -18,7 +18,7 @@ from kvstore_server.namespace import EngineConfig
 from kvstore_server.optimizer import create
 from kvstore_server.plan import TensorSpec, make_plan
 from kvstore_server.protocol import messages as m
-from kvstore_server.protocol.control import pack_control
+from kvstore_server.protocol.frames import pack_control
 from tests.support.messages import contribution
 
 

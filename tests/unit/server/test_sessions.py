@@ -9,9 +9,9 @@ import pytest
 
 from kvstore_server.engine import Engine
 from kvstore_server.errors import FencedError, ProtocolError, WorkerLostError
+from kvstore_server.membership import random_token
 from kvstore_server.namespace import EngineConfig
 from kvstore_server.protocol import messages as m
-from kvstore_server.sessions import random_token
 
 DEAD_AFTER = 20.0
 OWN, OTHER, STRANGER = b"own socket", b"other socket", b"stranger"

@@ -15,7 +15,7 @@ from kvstore_server.optimizer import Optimizer, create
 from kvstore_server.plan import Plan, TensorSpec, make_plan
 from kvstore_server.reduction import Contribution, Run
 from kvstore_server.rows import RowSet, SparsePayload, split_rows
-from kvstore_server.shard import Shard, Unit
+from kvstore_server.shard import Leases, Shard, Unit
 from tests.support.optimizer_slices import BUILT_IN, Curved, make
 
 SIZES = (1, 10, 33, 100, 4097, 16, 0, 301)
@@ -152,21 +152,8 @@ def test_rows_have_the_same_bits_on_any_number_of_servers(
     assert ends[0].any()
 
 
-class Busy:
-    """Leases of the buffers that a test names."""
-
-    def __init__(self) -> None:
-        self.addresses: set[int] = set()
-
-    def __len__(self) -> int:
-        return len(self.addresses)
-
-    def is_busy(self, buffer: Tensor) -> bool:
-        return buffer.data_ptr() in self.addresses
-
-
 def test_weights_that_are_being_sent_are_left_alone_and_taken_back_later() -> None:
-    leases, optimizer = Busy(), create("test", learning_rate=1.0)
+    leases, optimizer = Leases(), create("test", learning_rate=1.0)
     shard = Shard(leases)
     unit = shard.add(make_plan([TensorSpec(str(at), (5000,), "float32") for at in range(3)], 1))
     first = unit.slices[0]
@@ -177,16 +164,17 @@ def test_weights_that_are_being_sent_are_left_alone_and_taken_back_later() -> No
         ones = {p.index: torch.ones(p.used) for p in unit.slices}
         shard.update([shard.contribution(unit, ones, 1.0, frozenset())], optimizer, [[optimizer.hyper] * 3])
 
-    leases.addresses.add(home)
+    leases.hold(sent)
     step()
     assert torch.equal(sent, before)
     moved = shard.visible(unit, first.index)
     assert moved.data_ptr() != home
-    leases.addresses.add(moved.data_ptr())
+    leases.hold(moved)
     step()
     assert (moved == -1).all()
     assert weights(shard, unit).unique().tolist() == [-2.0]
-    leases.addresses.clear()
+    leases.release(sent)
+    leases.release(moved)
     step()
     assert shard.visible(unit, first.index).data_ptr() == home
     assert weights(shard, unit).unique().tolist() == [-3.0]

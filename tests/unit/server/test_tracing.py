@@ -13,8 +13,7 @@ from kvstore_server.engine import Engine
 from kvstore_server.namespace import EngineConfig
 from kvstore_server.plan import TensorSpec
 from kvstore_server.protocol import messages as m
-from kvstore_server.protocol.buffers import MAX_FRAME
-from kvstore_server.protocol.control import encode_control, pack_control
+from kvstore_server.protocol.frames import MAX_FRAME, encode_control, pack_control
 from kvstore_server.tracing import CALLS, CATEGORIES, ROUNDS, Event, Recording, Trace, chrome_trace, events_of
 from kvtrainer.comm.client import Client
 from kvtrainer.comm.loopback import Loopback
