@@ -181,15 +181,17 @@ class Engine:
             if now < space.next_look:
                 continue
             # What is large is looked at more rarely, so that it takes no more of the time.
-            size = len(space.tables) + len(space.waits) + space.membership.num_workers
+            size = len(space.tables) + len(space.waits.all) + space.membership.num_workers
             space.next_look = now + _LOOK_PER_ITEM * size if size > _SMALL else now
             if space.is_waiting():
                 out += self._fail_hopeless(space, now)
-            self._forget_if_silent(space, now)
+            silence = space.membership.silence(now)
+            if silence > min(self.config.forget_after, self.config.dead_after):
+                self._forget_if_silent(space, silence)
         return out
 
     def _fail_hopeless(self, space: Namespace, now: float) -> list[m.Outgoing]:
-        out = self._fail_late(space, space.rounds.shared.waiting(), now)
+        out = self._fail_late(space, np.flatnonzero(space.rounds.shared.num_committed), now)
         out += self._release(space)
         # All errors first: whose join fails takes part again, and then the others seem to wait for it.
         errors = [(pending, self._why_stuck(space, pending, now)) for pending in self._pending(space, ())]
@@ -245,7 +247,7 @@ class Engine:
     def _contribute(self, sender: Sender, body: m.Contribute) -> list[m.Outgoing]:
         """Take slices, and commits; each round that they complete, or that has no hope any more, ends."""
         space, tables = sender.space, body.commits[:, 0]
-        space.check_tables("commit", tables.tolist())
+        space.checked.get(space.check_commits, tables)
         if len(body.pushes):
             space.push(sender.rank, body)
         out: list[m.Outgoing] = []
@@ -275,7 +277,7 @@ class Engine:
                 space.absent[number, rank] = left_out
             if body.hyper:
                 space.tables[number].hyper.set(rank, body.hyper)
-        is_complete = book.complete(accepted)
+        is_complete = book.num_committed[accepted] == book.num_members
         if is_complete.any():
             out += self._finish(space, book, accepted[is_complete], now)
         if book is space.rounds.shared and not is_complete.all():
@@ -358,7 +360,7 @@ class Engine:
         ended = np.array(applied, np.int64)
         answers: list[tuple[int, Waiter, list[Committed], float]] = []
         joined: list[int] = []
-        for rank, given in book.members():
+        for rank, given in book.given.items():
             rows = list(
                 map(
                     Committed,
@@ -401,11 +403,12 @@ class Engine:
         alike = space.alike(book, tables, optimizer)
         if not alike.any() or space.name in self.updaters:
             return [], tables
-        ranks = [rank for rank, _ in book.members()]
         changed: dict[int, tuple[bytes, Sequence[Mapping[str, Any]]]] = {}
         for number in np.sort(tables[alike]).tolist():
             try:
-                changed[number] = space.tables[number].agreed(ranks, optimizer)
+                table = space.tables[number]
+                hyper = table.hyper.common(book.given)
+                changed[number] = hyper, () if optimizer is None else table.hypers((), optimizer, hyper)
             except KVStoreError as error:
                 out += self._fail(space, book, space.tables[number], error)
         if not changed:
@@ -441,9 +444,9 @@ class Engine:
         if decision is not None:
             table.apply_held(decision)
         else:
-            found = [(rank, space.given(rank, book, table.number)) for rank, _ in book.members()]
+            found = [(rank, space.given(rank, book, table.number)) for rank in book.given]
             parts = {rank: part for rank, part in found if part is not None}
-            optimizer = space.optimizer.agreed(table.mode.is_sync)
+            optimizer = space.optimizer.agreed()
             updater = self.updaters.get(space.name)
             if table.hold(parts, optimizer, updater):
                 return False
@@ -543,8 +546,6 @@ class Engine:
 
     def _release(self, space: Namespace) -> list[m.Outgoing]:
         """Answer the requests that have waited for other ranks long enough."""
-        if not len(space.waits):
-            return []
         ready = space.waits.take_ready()
         for number in dict.fromkeys(wait.table for wait in ready if wait.is_join):
             space.rounds.part_again(number)
@@ -577,9 +578,10 @@ class Engine:
     def _pending(self, space: Namespace, tables: Iterable[int] | None = None) -> Iterator[Pending]:
         """List what ranks wait for: rounds (of those tables; None: of all), ranks that are behind, a barrier."""
         members = space.membership
-        for number in space.rounds.shared.waiting().tolist() if tables is None else tables:
+        waiting = np.flatnonzero(space.rounds.shared.num_committed).tolist() if tables is None else tables
+        for number in waiting:
             yield self._open_round(space, number)
-        for wait in list(space.waits):
+        for wait in list(space.waits.all.values()):
 
             def fail(error: KVStoreError, wait: Wait = wait) -> list[m.Outgoing]:
                 space.waits.remove(wait)
@@ -722,11 +724,10 @@ class Engine:
         self.budget.check(space.least_memory, f"namespace {hello.namespace!r}")
         return space
 
-    def _forget_if_silent(self, space: Namespace, now: float) -> None:
+    def _forget_if_silent(self, space: Namespace, silence: float) -> None:
         """Free a namespace of which no worker was heard from for so long that none comes back."""
-        silence = space.membership.silence(now)
-        limit = self.config.forget_after if space.has_values else self.config.dead_after
-        if silence <= limit:
+        has_values = any(table.is_initialised for table in space.tables)
+        if silence <= (self.config.forget_after if has_values else self.config.dead_after):
             return
         _log.warning(
             "namespace %r is freed: none of its workers was heard from for %.0f s", space.name, silence
@@ -828,7 +829,7 @@ def _tell_held(space: Namespace, table: Table) -> list[m.Outgoing]:
     assert table.held is not None
     shared = space.rounds.shared
     out = []
-    for _, given in shared.members():
+    for given in shared.given.values():
         waiter, said = given.waiters[table.number], given.said[table.number]
         if waiter is not None and said is not None and said.hold:
             out += _held(table, shared.number(table.number), waiter, table.held.sum.partials)

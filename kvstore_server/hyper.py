@@ -20,9 +20,17 @@ from kvstore_server.protocol.frames import pack_control, unpack_control
 
 
 class AgreedOptimizer:
-    """The optimizer of one namespace, as each rank named it."""
+    """The optimizer of one namespace, as each rank named it.
 
-    def __init__(self) -> None:
+    Args:
+        is_sync: Whether ranks must agree on its numbers. Without synchronous rounds they change those at moments of
+            their own, so only its name must be the same.
+    """
+
+    def __init__(self, is_sync: bool = True) -> None:
+        self._is_sync = is_sync
+        self._is_agreed = True
+        """Ranks were compared since one of them named another one."""
         self._sent: dict[int, bytes] = {}
         self._built: tuple[bytes, Optimizer] | None = None
 
@@ -46,6 +54,7 @@ class AgreedOptimizer:
             accept(built)
             self._built = (spec, built)
         self._sent[rank] = spec
+        self._is_agreed = False
         if before is None or before.registered_name == self._built[1].registered_name:
             return None
         return before.registered_name
@@ -55,24 +64,23 @@ class AgreedOptimizer:
         """The optimizer that was named last; None when no rank has named one."""
         return None if self._built is None else self._built[1]
 
-    def agreed(self, is_sync: bool = True) -> Optimizer | None:
+    def agreed(self) -> Optimizer | None:
         """The optimizer in force, with the lowest rank's numbers; None when no rank has set one.
-
-        Without synchronous rounds ranks change its numbers at moments of their own, so only its name must be the same.
 
         Raises:
             PlanMismatchError: two ranks set different ones.
         """
-        if self._built is None:
-            return None
+        if self._built is None or self._is_agreed:
+            return self.named
         reference = self._sent[min(self._sent)]
         if self._built[0] != reference:
             self._built = (reference, create_from_spec(_tuples(unpack_control(reference))))
-        sent = {rank: s for rank, s in self._sent.items() if is_sync or _name_of(s) != _name_of(reference)}
-        if sent:
-            sent[min(self._sent)] = reference
-            _check_equal(sent, _said_of_spec, "set different optimizers", "set the same one on every worker")
-        return self._built[1]
+        names = {s: None if self._is_sync else unpack_control(s)["name"] for s in self._sent.values()}
+        sent = {r: s for r, s in self._sent.items() if self._is_sync or names[s] != names[reference]}
+        sent[min(self._sent)] = reference
+        _check_equal(sent, _said_of_spec, "set different optimizers", "set the same one on every worker")
+        self._is_agreed = True
+        return self.named
 
 
 class AgreedOptions:
@@ -240,10 +248,6 @@ def _said_of_options(values: dict[str, Any]) -> Said:
 def _said_of_spec(spec: dict[str, Any]) -> Said:
     name, numbers = spec["name"], {**spec["hyper"], **spec}
     return {"": repr(name), **{f"{name!r} has {n}=": numbers[n] for n in sorted(numbers) if n != "hyper"}}
-
-
-def _name_of(spec: bytes) -> Any:
-    return unpack_control(spec)["name"]
 
 
 def _tuples(value: Any) -> Any:

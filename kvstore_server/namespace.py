@@ -96,7 +96,7 @@ class Namespace:
         self.membership = Membership(name, num_workers)
         self.rounds = Rounds(num_workers, mode.is_sync, mode.bound, _same_payload)
         self.waits = Waits(self.rounds)
-        self.optimizer = AgreedOptimizer()
+        self.optimizer = AgreedOptimizer(mode.is_sync)
         self.recording = Recording()
         self.slow_reports = SlowReports(config.slow_after)
         self.next_look = 0.0
@@ -114,6 +114,8 @@ class Namespace:
         self._is_next: list[bool] = []
         """Of each slot, whether its memory goes on with that of the one before."""
         self._next = np.zeros(0, np.bool_)
+        self.checked = Memo[int](self.rounds.slots)
+        """Of commits that were found right, how many tables they name."""
         self._pushed = Memo[tuple[Ints, list[tuple[int, int]]]](self.rounds.slots)
         self._located = Memo[tuple[Ints, Ints, list[int]]](self.rounds.slots)
         self._sorted = Memo[Ints](self.rounds.slots)
@@ -234,11 +236,6 @@ class Namespace:
         self.budget.give_back(self._claimed)
         self._claimed = 0
 
-    @property
-    def has_values(self) -> bool:
-        """Whether there is anything that ending the namespace would lose."""
-        return any(table.is_initialised for table in self.tables)
-
     def table(self, number: int) -> Table:
         """The table of that number.
 
@@ -254,6 +251,11 @@ class Namespace:
         for number in numbers:
             if not 0 <= number < len(self.tables):
                 raise ProtocolError(f"namespace {self.name!r} has no table {number}; register it first")
+
+    def check_commits(self, tables: Ints) -> int:
+        """Return how many tables commits name. Raises ProtocolError as `check_tables`."""
+        self.check_tables("commit", tables.tolist())
+        return len(tables)
 
     def check_named(self, message: str, named: Collection[Hashable]) -> None:
         """Raise ProtocolError where a message names too much, or the same twice, which would be answered twice."""
@@ -393,7 +395,7 @@ class Namespace:
             return np.zeros(len(tables), np.bool_)
         found = book.numbers[tables] > 0
         numbers = tables.tolist()
-        for _, given in book.members():
+        for given in book.given.values():
             found &= (given.flags[tables] & ~(m.WANTS_WEIGHTS | m.WANTS_DELTA) == 0) & ~given.has_form[tables]
             said, first = [given.said[number] for number in numbers], given.said[numbers[0]]
             if said.count(first) < len(said) or first is None or first.hold:
@@ -413,7 +415,7 @@ class Namespace:
             self._next = np.array(self._is_next, np.bool_)
         slots = self._sorted.get(lambda tables: np.sort(self.rounds.slots.of(tables)), tables)
         found = []
-        for _, given in book.members():
+        for given in book.given.values():
             said = given.said[tables[0]]
             assert said is not None
             runs = [
@@ -522,7 +524,7 @@ class Namespace:
 
     def is_waiting(self) -> bool:
         """Whether a rank waits for a round or at the barrier."""
-        return bool(self.membership.barrier or len(self.waits) or len(self.rounds.shared.waiting()))
+        return bool(self.membership.barrier or self.waits.all or self.rounds.shared.num_committed.any())
 
     def stats(self, now: float) -> Mapping[str, Any]:
         """Counters of every table and the state of every member."""

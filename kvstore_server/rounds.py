@@ -332,7 +332,7 @@ class Book:
     """Where the rounds of all tables stand, for the same members: which are open, who gave what, which failed.
 
     Attributes:
-        given: Rank → what it has given to the open rounds.
+        given: Rank → what it has given to the open rounds, in rank order, in which contributions are summed.
         num_committed: How many members have committed the open round of each table.
         deadline, since: When the first one that waits for it loses its patience, and since when it has waited.
         mismatches: Table → different payloads that arrived under an identity that had one already.
@@ -370,7 +370,8 @@ class Book:
         """What a rank has given."""
         given = self.given.get(rank)
         if given is None:
-            given = self.given[rank] = Given(self._slots)
+            given = Given(self._slots)
+            self.given = dict(sorted({**self.given, rank: given}.items()))
         if len(given.said) < self._slots.num_tables:
             given.fit()
         return given
@@ -464,18 +465,6 @@ class Book:
         given = self.given.get(rank)
         return given is not None and len(given.said) > table and bool(given.committed[table])
 
-    def complete(self, tables: Ints) -> Bools:
-        """Whether every member has committed the open round, for each of some tables."""
-        return np.asarray(self.num_committed[tables] == self.num_members, np.bool_)
-
-    def waiting(self) -> Ints:
-        """The tables of which at least one rank has committed the open round."""
-        return np.flatnonzero(self.num_committed)
-
-    def members(self) -> list[tuple[int, Given]]:
-        """What each rank has given, in rank order, the order in which contributions are summed."""
-        return sorted(self.given.items())
-
     def finish(self, tables: Ints) -> None:
         """End the open rounds of some tables as applied."""
         for table in self._failures.keys() & set(tables.tolist()) if self._failures else ():
@@ -485,7 +474,7 @@ class Book:
 
     def fail(self, table: int, error: KVStoreError) -> list[Waiter]:
         """End an open round as failed; return whom to tell now. The others are told when they come."""
-        found = [given.waiters[table] for _, given in self.members() if len(given.waiters) > table]
+        found = [given.waiters[table] for given in self.given.values() if len(given.waiters) > table]
         self._note_failure(table, self.number(table), error)
         self._begin_next(np.array([table]))
         return [waiter for waiter in found if waiter is not None]
@@ -694,32 +683,26 @@ class Waits:
 
     def __init__(self, rounds: Rounds) -> None:
         self._rounds = rounds
-        self._waits: dict[tuple[int, int, bytes, int], Wait] = {}
-
-    def __len__(self) -> int:
-        return len(self._waits)
-
-    def __iter__(self) -> Iterator[Wait]:
-        return iter(self._waits.values())
+        self.all: dict[tuple[int, int, bytes, int], Wait] = {}
 
     def add(self, wait: Wait) -> None:
         """Keep a request until it can be answered; one that is repeated has no more time than it had."""
         key = (wait.table, wait.rank, *wait.waiter)
-        known = self._waits.get(key)
+        known = self.all.get(key)
         if known is not None:
             wait.deadline = known.deadline
-        self._waits[key] = wait
+        self.all[key] = wait
 
     def remove(self, wait: Wait) -> None:
         """Take out a wait."""
-        del self._waits[(wait.table, wait.rank, *wait.waiter)]
+        del self.all[(wait.table, wait.rank, *wait.waiter)]
 
     def contributed(self, table: int, rank: int, now: float) -> None:
         """A contribution came: its rank waits no more for all to join, and whoever does may wait as long as before."""
-        for key, wait in list(self._waits.items()):
+        for key, wait in list(self.all.items()):
             if wait.is_join and wait.table == table:
                 if wait.rank == rank:
-                    del self._waits[key]
+                    del self.all[key]
                 wait.deadline = now + wait.timeout
 
     def take_ready(self) -> list[Wait]:
@@ -728,8 +711,8 @@ class Waits:
 
     def take(self, is_over: Callable[[Wait], bool]) -> list[Wait]:
         """Take out the waits of which that is true."""
-        found = [key for key, wait in self._waits.items() if is_over(wait)]
-        return [self._waits.pop(key) for key in found]
+        found = [key for key, wait in self.all.items() if is_over(wait)]
+        return [self.all.pop(key) for key in found]
 
 
 def _grown(array: Any, size: int, fill: Any) -> Any:

@@ -78,11 +78,8 @@ class RoundEnd(NamedTuple):
     """What was told of the sums before they were used."""
     decision: Decision = Decision()
     """What became of them."""
-
-    @property
-    def is_skipped(self) -> bool:
-        """Whether nothing was changed, though the ranks have contributed."""
-        return bool(self.vetoes) or self.decision.skip
+    is_skipped: bool = False
+    """Nothing was changed, though the ranks have contributed."""
 
 
 @dataclass(frozen=True)
@@ -167,7 +164,7 @@ class Table:
             )
         hyper = self.hyper.common(parts)
         given = self._contributions(parts, optimizer)
-        hypers = self._hypers(given, optimizer, hyper)
+        hypers = self.hypers(given, optimizer, hyper)
         held = self.shard.hold(given, optimizer, hypers, norm_type, self.unit)
         self.held = HeldRound(optimizer, hyper, hypers, held)
         return True
@@ -182,7 +179,7 @@ class Table:
             self._update([held.sum.total], held.optimizer, held.hypers, decision)
             end = self._applied([held.sum.total], held.hyper)
         self.held = None
-        self._end(ALL, end._replace(partials=held.sum.partials, decision=decision))
+        self._end(ALL, end._replace(partials=held.sum.partials, decision=decision, is_skipped=decision.skip))
 
     def apply(
         self,
@@ -216,7 +213,7 @@ class Table:
                 f"table {self.name!r} has no values: initialising it failed; restart the job"
             )
         elif vetoes:
-            end = RoundEnd(self.version, vetoes=vetoes)
+            end = RoundEnd(self.version, vetoes=vetoes, is_skipped=True)
         else:
             hyper = self.hyper.lowest(joined) if is_lane else self.hyper.common(parts)
             end = self._change(parts, optimizer, updater, hyper, is_lane)
@@ -230,7 +227,7 @@ class Table:
         if updater is not None:
             self.shard.call_updater(self.unit, given, updater)
         elif optimizer is not None:
-            hypers = self._hypers(given, optimizer, hyper)
+            hypers = self.hypers(given, optimizer, hyper)
             if is_lane:
                 hypers = self._delayed(parts, optimizer, hypers)
             self._update(given, optimizer, hypers)
@@ -272,10 +269,18 @@ class Table:
         if self.notes_reads:
             self.shard.note_read(self.unit, range(self.num_workers))
 
-    def _hypers(
+    def hypers(
         self, given: Sequence[Contribution], optimizer: Optimizer, hyper: bytes
     ) -> Sequence[Mapping[str, Any]]:
-        """The numbers with which the optimizer updates each key."""
+        """The numbers with which the optimizer updates each key.
+
+        Args:
+            given: The contributions to the round; none where all ranks give all keys.
+            hyper: The hyper-parameters in force, as they were sent.
+
+        Raises:
+            ConfigurationError: the optimizer cannot update the table.
+        """
         if not optimizer.elementwise and not self.plan.whole_keys and len(self.plan.servers) > 1:
             raise ConfigurationError(
                 f"optimizer {optimizer.registered_name!r} needs whole keys, but {self.name!r} is spread over "
@@ -327,18 +332,6 @@ class Table:
             "updated. Restart the job from its last saved states"
         )
         return self.conflict
-
-    def agreed(
-        self, ranks: Collection[int], optimizer: Optimizer | None
-    ) -> tuple[bytes, Sequence[Mapping[str, Any]]]:
-        """The hyper-parameters on which these ranks agree: as they were sent, and those of each key.
-
-        Raises:
-            PlanMismatchError: two of them disagree.
-            ConfigurationError: the optimizer cannot update the table.
-        """
-        hyper = self.hyper.common(ranks)
-        return hyper, () if optimizer is None else self._hypers((), optimizer, hyper)
 
     def changed(self, hyper: bytes) -> None:
         """Count a round of all ranks that has changed all keys of the table."""

@@ -342,7 +342,7 @@ def _decode_contribute(frames: Sequence[Frame]) -> m.Contribute:
     if not hold >= 0:
         raise ProtocolError(f"a commit wants a norm of type {hold}, which there is not")
     pushes, commits = words[:split].reshape(-1, m.PUSH_WORDS), words[split:].reshape(-1, m.COMMIT_WORDS)
-    if (commits[:, 5] & ~_ALL_FLAGS).any():
+    if np.bitwise_or.reduce(commits[:, 5]) & ~_ALL_FLAGS:
         raise ProtocolError("a commit has unknown flags")
     extra = unpack_control(memoryview(frames[1]))
     if not (isinstance(extra, list) and list(map(type, extra)) == [bytes, bytes, list]):
@@ -430,9 +430,9 @@ def _matrix(frame: Frame, words: int) -> m.Matrix:
 def _payload(frame: Frame, sizes: m.Ints) -> Tensor:
     """The bytes of a payload frame. Raises ProtocolError where the sizes of its pieces do not add up to it."""
     total = len(frame)
-    # Each alone as well: the sum of hostile sizes can wrap around to the right one.
-    if ((sizes < 0) | (sizes > total)).any() or int(sizes.sum()) != total:
-        raise ProtocolError(f"the payload has {total} bytes, the body names {int(sizes.sum())}")
+    listed = sizes.tolist()  # as Python's numbers, whose sum cannot wrap around to the right one
+    if min(listed, default=0) < 0 or sum(listed) != total:
+        raise ProtocolError(f"the payload has {total} bytes, the body names {sum(listed)}")
     return torch.frombuffer(frame, dtype=torch.uint8) if total else torch.empty(0, dtype=torch.uint8)
 
 

@@ -288,23 +288,22 @@ def no_dedup(real: Any, self: Any, rank: int, pushes: m.Matrix, sources: Any, wh
     real(self, rank, pushes, sources, which, starts)
 
 
-@replaces(Book, "commit", of="arrival_order_sum")
-def _last(real: Any, self: Any, rank: int, *args: Any) -> Any:
+@replaces(Book, "commit")
+def arrival_order_sum(real: Any, self: Any, rank: int, *args: Any) -> Any:
+    """Contributions are summed as they came."""
     verdicts = real(self, rank, *args)
-    self.given[rank] = self.given.pop(rank)
+    if self.number(0) and self.number(1):
+        self.given[rank] = self.given.pop(rank)
     return verdicts
 
 
-@replaces(Book, "members")
-def arrival_order_sum(real: Any, self: Any) -> Any:
-    """Contributions are summed as they came."""
-    return list(self.given.items()) if self.number(0) and self.number(1) else real(self)
-
-
-@replaces(Book, "complete")
-def early_apply(real: Any, self: Any, tables: Any) -> Any:
+@replaces(Book, "commit")
+def early_apply(real: Any, self: Any, rank: int, commits: m.Matrix, *args: Any) -> Any:
     """A round does not wait for the slowest worker."""
-    return self.num_committed[tables] >= self.num_members - (self.numbers[tables] > 0)
+    verdicts = real(self, rank, commits, *args)
+    tables = commits[(verdicts == Verdict.ACCEPTED) & (commits[:, 1] > 0), 0]
+    self.num_committed[tables[self.num_committed[tables] == self.num_members - 1]] += 1
+    return verdicts
 
 
 @replaces(Book, "replace_process")
