@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import kvtrainer
-from kvstore_server import sessions
+from kvstore_server import membership
 from kvstore_server.engine import Engine
 from kvstore_server.namespace import EngineConfig
 from kvstore_server.rounds import ASYNC, SSP, SYNCHRONOUS, Mode
@@ -91,7 +91,7 @@ def grown(before: Counter[str], after: Counter[str]) -> dict[str, int]:
 def test_jobs_that_come_and_go_leave_nothing_behind_but_the_names_of_a_thousand(
     mode: Mode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sessions, "_ENDED_KEPT", 6)
+    monkeypatch.setattr(membership, "_ENDED_KEPT", 6)
     engines = new_engines()
 
     def come_and_go(times: int) -> None:
@@ -112,7 +112,7 @@ def test_jobs_that_come_and_go_leave_nothing_behind_but_the_names_of_a_thousand(
 def test_of_processes_that_were_replaced_only_the_last_thousand_reasons_are_kept(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(sessions, "_ENDED_KEPT", 6)
+    monkeypatch.setattr(membership, "_ENDED_KEPT", 6)
     engines, lines = new_engines(), dict[bytes, Line]()
     stores = job(engines, lines, Mode(ASYNC))
 
