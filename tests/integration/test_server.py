@@ -338,13 +338,13 @@ class _Reader:
         parts: list[tuple[int, bytes]] = []
         while True:
             assert self._socket.poll(LIMIT * 1000), "the answer did not come"
-            reply = decode_reply(self._socket.recv_multipart())
+            reply = decode_reply(self._socket.recv_multipart(copy=False))
             if reply.number == 6:
                 assert isinstance(reply.body, m.Done)
                 return parts
             assert isinstance(reply.body, m.Weights)
             parts += [
-                (row[1], bytes(p))
+                (row[1], p.numpy().tobytes())
                 for row, p in zip(reply.body.parts.tolist(), reply.body.payloads, strict=True)
             ]
 
@@ -377,7 +377,7 @@ class _Reader:
     def _ask(self, request: m.Request) -> m.ReplyBody:
         self._socket.send_multipart(encode_request(request))
         assert self._socket.poll(LIMIT * 1000), "the server did not answer"
-        return decode_reply(self._socket.recv_multipart()).body
+        return decode_reply(self._socket.recv_multipart(copy=False)).body
 
     def __enter__(self) -> _Reader:
         return self
