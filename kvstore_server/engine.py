@@ -247,7 +247,7 @@ class Engine:
     def _contribute(self, sender: Sender, body: m.Contribute) -> list[m.Outgoing]:
         """Take slices, and commits; each round that they complete, or that has no hope any more, ends."""
         space, tables = sender.space, body.commits[:, 0]
-        space.checked.get(space.check_commits, tables)
+        space.checked.get(space.check_tables, tables)
         if len(body.pushes):
             space.push(sender.rank, body)
         out: list[m.Outgoing] = []
@@ -521,7 +521,7 @@ class Engine:
     def _pull(self, sender: Sender, pull: m.Pull) -> list[m.Outgoing]:
         """Answer with the weights of each table, as soon as the rank may read it."""
         space, rank = sender.space, sender.rank
-        space.check_tables("pull", pull.tables)
+        space.checked.get(space.check_tables, np.array(pull.tables, np.int64))
         for number in pull.tables:
             _check_ready(space.tables[number])
         behind = [number for number in pull.tables if space.rounds.behind(rank, number)]

@@ -32,7 +32,10 @@ class AgreedOptimizer:
         self._is_agreed = True
         """Ranks were compared since one of them named another one."""
         self._sent: dict[int, bytes] = {}
-        self._built: tuple[bytes, Optimizer] | None = None
+        self._spec = b""
+        """Of the optimizer that was built last."""
+        self.named: Optimizer | None = None
+        """The optimizer that was named last; None when no rank has named one."""
 
     def set(
         self, rank: int, spec: bytes, accept: Callable[[Optimizer], None] = lambda optimizer: None
@@ -46,23 +49,18 @@ class AgreedOptimizer:
             ConfigurationError: the numbers are not valid for it.
         """
         before = self.named
-        if self._built is None or self._built[0] != spec:
+        if before is None or self._spec != spec:
             values = unpack_control(spec)
             if not isinstance(values, dict) or "name" not in values:
                 raise ConfigurationError(f"an optimizer travels as a map with a name, got {values!r:.80}")
             built = create_from_spec(_tuples(values))
             accept(built)
-            self._built = (spec, built)
+            self._spec, self.named = spec, built
         self._sent[rank] = spec
         self._is_agreed = False
-        if before is None or before.registered_name == self._built[1].registered_name:
+        if before is None or self.named is None or before.registered_name == self.named.registered_name:
             return None
         return before.registered_name
-
-    @property
-    def named(self) -> Optimizer | None:
-        """The optimizer that was named last; None when no rank has named one."""
-        return None if self._built is None else self._built[1]
 
     def agreed(self) -> Optimizer | None:
         """The optimizer in force, with the lowest rank's numbers; None when no rank has set one.
@@ -70,11 +68,11 @@ class AgreedOptimizer:
         Raises:
             PlanMismatchError: two ranks set different ones.
         """
-        if self._built is None or self._is_agreed:
+        if self.named is None or self._is_agreed:
             return self.named
         reference = self._sent[min(self._sent)]
-        if self._built[0] != reference:
-            self._built = (reference, create_from_spec(_tuples(unpack_control(reference))))
+        if self._spec != reference:
+            self._spec, self.named = reference, create_from_spec(_tuples(unpack_control(reference)))
         names = {s: None if self._is_sync else unpack_control(s)["name"] for s in self._sent.values()}
         sent = {r: s for r, s in self._sent.items() if self._is_sync or names[s] != names[reference]}
         sent[min(self._sent)] = reference

@@ -242,20 +242,21 @@ class Namespace:
         Raises:
             ProtocolError: there is none.
         """
-        self.check_tables("request", [number])
+        self.check_tables(np.array([number]))
         return self.tables[number]
 
-    def check_tables(self, message: str, numbers: Collection[int]) -> None:
-        """Raise ProtocolError if a message names a table that does not exist, one twice, or too many."""
-        self.check_named(message, numbers)
+    def check_tables(self, tables: Ints) -> int:
+        """Return how many tables are named.
+
+        Raises:
+            ProtocolError: one of them does not exist or is named twice, or there are too many.
+        """
+        numbers = tables.tolist()
+        self.check_named("request", numbers)
         for number in numbers:
             if not 0 <= number < len(self.tables):
                 raise ProtocolError(f"namespace {self.name!r} has no table {number}; register it first")
-
-    def check_commits(self, tables: Ints) -> int:
-        """Return how many tables commits name. Raises ProtocolError as `check_tables`."""
-        self.check_tables("commit", tables.tolist())
-        return len(tables)
+        return len(numbers)
 
     def check_named(self, message: str, named: Collection[Hashable]) -> None:
         """Raise ProtocolError where a message names too much, or the same twice, which would be answered twice."""

@@ -61,7 +61,11 @@ def encode_request(request: m.Request) -> list[Frame]:
         ProtocolError: one of the frames would be too large.
     """
     body, kind = request.body, _KINDS.get(type(request.body))
-    code, frames = encode_control(body) if kind is None else (kind.code, kind.encode(body))
+    if kind is None:
+        code = _KIND_OF[type(body)]
+        frames: list[Frame] = [pack_control([getattr(body, name) for name in _FIELDS[type(body)]])]
+    else:
+        code, frames = kind.code, kind.encode(body)
     for frame in frames:
         if len(frame) > MAX_FRAME:
             raise ProtocolError(
@@ -225,11 +229,6 @@ def unpack_control(data: bytes | memoryview) -> Any:
         raise ProtocolError(f"a control message of {len(data)} bytes cannot be decoded: {error}") from None
 
 
-def encode_control(body: Any) -> tuple[int, list[bytes]]:
-    """The kind of a control message and its one frame."""
-    return _KIND_OF[type(body)], [pack_control([getattr(body, name) for name in _FIELDS[type(body)]])]
-
-
 def decode_control(kind: int, data: memoryview) -> Any:
     """Rebuild a control message.
 
@@ -263,7 +262,9 @@ def _check_types(message: Any) -> None:
             raise ProtocolError(f"{type(message).__name__}.{f.name} must be finite, got {value}")
         if declared == "tuple[bytes, ...]" and not all(type(item) is bytes for item in value):
             raise ProtocolError(f"{type(message).__name__}.{f.name} must be {declared}, got {value!r:.80}")
-        if declared == "tuple[int, ...]" and not all(type(item) is int for item in value):
+        if declared == "tuple[int, ...]" and not all(
+            type(item) is int and item.bit_length() < 64 for item in value
+        ):
             raise ProtocolError(f"{type(message).__name__}.{f.name} must be {declared}, got {value!r:.80}")
     if isinstance(message, m.Register) and not all(_is_spec(spec) for spec in message.specs):
         raise ProtocolError(

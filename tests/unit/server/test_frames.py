@@ -287,6 +287,7 @@ def test_a_damaged_answer_of_partial_norms_is_a_protocol_error(size: int) -> Non
         (m.Gather(0, 1.0), [msgpack.packb([0, float("nan"), b"", True])], "Gather.timeout must be finite"),
         (m.Gather(0, 1.0), [msgpack.packb([0, float("inf"), b"", True])], "Gather.timeout must be finite"),
         (m.Pull((0,)), [msgpack.packb([["0"], 1.0])], "Pull.tables must be"),
+        (m.Pull((0,)), [msgpack.packb([[1 << 63], 1.0])], "Pull.tables must be"),
         (m.Pull((0,)), [b"\x91" + b"\xdd\xff\xff\xff\xff"], "cannot be decoded"),
         (m.Pull((0,)), [b"\x91" * 5000], "cannot be decoded"),
         (m.Register("w", (), False), [register(["k", [1.5], "f", 0, False])], "Register.specs must be"),
