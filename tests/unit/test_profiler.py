@@ -13,7 +13,7 @@ import torch
 
 from kvstore_server.protocol import messages as m
 from kvstore_server.tracing import Trace
-from kvtrainer import Trainer, kvstore
+from kvtrainer import Trainer, kvstore, optimizer
 from kvtrainer.comm.session import SessionOptions, SessionTrace
 from kvtrainer.errors import ConfigurationError, KVStoreError, TraceFileError, WorkerLostError
 from kvtrainer.kvstore import LocalKVStore
@@ -52,6 +52,19 @@ def test_stop_writes_the_files_of_servers_and_workers_under_their_numbers(tmp_pa
     assert names[:2] == ["3", "Contribute"]
     [commit] = [e for e in written(tmp_path / "rank0_worker.json") if e["name"] == "Contribute"]
     assert (commit["args"]["bytes_out"], commit["args"]["server"]) == (4 * 16, 0)
+
+
+def test_a_server_records_what_was_given_of_some_rows_with_its_bytes(tmp_path: Path) -> None:
+    store = kvstore.create("local")
+    store.init("rows", torch.zeros(100, 3))
+    store.set_optimizer(optimizer.create("sgd", learning_rate=1.0))
+    store.profiler.set_config(filename=str(tmp_path / "server.json"), profile_process="server")
+    store.profiler.set_state("run", "server")
+    ids = torch.tensor([[1, 5]])
+    store.push("rows", torch.sparse_coo_tensor(ids, torch.ones(2, 3), (100, 3), check_invariants=True))
+    store.profiler.set_state("stop", "server")
+    [update] = [event for event in written(tmp_path / "rank0_server.json") if event["name"] == "rows"]
+    assert update["args"]["bytes"] == 2 * 8 + 2 * 3 * 4  # two ids, and two rows of three floats
 
 
 def test_a_worker_does_not_put_its_number_before_a_name_that_has_it(tmp_path: Path) -> None:
