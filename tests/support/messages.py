@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -44,8 +45,7 @@ def contribution(
 
 def _tensor(data: Any) -> Tensor:
     """A tensor, or the bytes of one."""
-    return (
-        data
-        if isinstance(data, Tensor)
-        else torch.tensor(list(memoryview(data).cast("B")), dtype=torch.uint8)
-    )
+    if isinstance(data, Tensor):
+        return data
+    # Not frombuffer, which takes no empty buffer, and warns of one that cannot be written.
+    return torch.from_numpy(np.frombuffer(data, np.uint8).copy())
