@@ -111,6 +111,24 @@ def test_profiles_of_all_servers_and_workers_are_written_and_hold_every_round(
         assert sum(event["args"]["bytes_in"] for event in pulls) == 10 * NBYTES
 
 
+def test_profiles_of_servers_count_the_bytes_that_compressed_gradients_have(
+    jobs: Servers, tmp_path: Path
+) -> None:
+    def body(kv: DistKVStore, rank: int) -> None:
+        kv.set_gradient_compression({"type": "2bit", "threshold": 0.5})
+        kv.init("w", torch.zeros(1000))
+        kv.profiler.set_config(filename=tmp_path / "x.json", profile_process="server")
+        kv.profiler.set_state("run", "server")
+        kv.barrier()
+        kv.push("w", torch.ones(1000))
+        kv.barrier()
+        kv.profiler.set_state("stop", "server")
+
+    jobs.results(2, 1, body)
+    [update] = [event for event in _events(tmp_path / "rank0_x.json") if event["name"] == "w"]
+    assert update["args"]["bytes"] == 2 * 1000 * 2 // 8  # two ranks, two bits for each number
+
+
 def test_rank_0_alone_can_profile_the_servers_and_waits_for_nobody(jobs: Servers, tmp_path: Path) -> None:
     with Members() as members:
         kv = members.join(jobs.of(2), 0, 2, new_name())  # rank 1 never comes
