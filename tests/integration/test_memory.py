@@ -132,7 +132,7 @@ def test_of_processes_that_were_replaced_only_the_last_thousand_reasons_are_kept
 @pytest.mark.parametrize(
     ("first", "second"),
     [
-        pytest.param(5_000, 20_000),
+        pytest.param(2_000, 8_000),
         pytest.param(100_000, 1_000_000, marks=[pytest.mark.full, pytest.mark.timeout(1800)]),
     ],
 )

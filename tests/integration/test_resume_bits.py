@@ -28,16 +28,12 @@ BAD_STEP = 5
 """In the second epoch; the loss is infinite on the last worker."""
 
 STORES: dict[str, tuple[Any, bool | None, tuple[str, ...]]] = {
-    "none": (None, None, ("accumulated", "pair")),
-    "local in store": ("local", True, ("momentum", "corrected")),
-    "local by trainer": ("local", False, ("adam", "accumulated")),
-    "device": ("device", None, ("momentum", "pair")),
-    "dist_sync in store": (
-        "dist_sync",
-        True,
-        ("momentum", "adam", "corrected", "accumulated", "pair", "compressed"),
-    ),
-    "dist_sync by workers": ("dist_sync", False, ("corrected", "accumulated", "pair")),
+    "none": (None, None, ("pair",)),
+    "local in store": ("local", True, ("corrected",)),
+    "local by trainer": ("local", False, ("accumulated",)),
+    "device": ("device", None, ("momentum",)),
+    "dist_sync in store": ("dist_sync", True, ("corrected", "accumulated", "pair", "compressed")),
+    "dist_sync by workers": ("dist_sync", False, ("corrected", "pair")),
 }
 """The store, whether the optimizer runs in it, and what is trained there."""
 OPTIMIZERS: dict[str, dict[str, Any]] = {

@@ -91,7 +91,7 @@ def test_keys_may_be_initialised_in_any_order_which_differs_between_workers(jobs
 @pytest.mark.parametrize("type", SYNC_AND_ASYNC)
 @pytest.mark.parametrize(
     ("count", "repeats"),
-    [(300, 5), pytest.param(10_000, 50, marks=[pytest.mark.full, pytest.mark.timeout(1800)])],
+    [(100, 3), pytest.param(10_000, 50, marks=[pytest.mark.full, pytest.mark.timeout(1800)])],
 )
 def test_many_keys_in_one_call_are_pushed_and_pushpulled_exactly(
     jobs: Servers, type: str, count: int, repeats: int
