@@ -13,10 +13,12 @@ import torch
 from torch import Tensor, nn
 
 import kvtrainer
+from kvtrainer import Trainer
 from kvtrainer.errors import ConfigurationError
 from kvtrainer.kvstore import DistKVStore
 from tests.support.lazy_runs import GOLDEN, ORACLES, START, TOUCHED, gradient
 from tests.support.sizes import FAST, sizes
+from tests.support.sparse_model import CASES, Embeddings, batches
 from tests.support.stores import Servers
 
 REPEATS = 3
@@ -255,3 +257,39 @@ def test_tables_train_as_one_process_with_all_batches_does_in_float64(
     assert all(torch.equal(first, other) for other in others)
     expected = ORACLES[lazy](start, batches, 0.05, 0.9, 0.1)
     torch.testing.assert_close(first.double(), expected, rtol=1e-5, atol=1e-6)
+
+
+def in_one_process(name: str) -> list[Tensor]:
+    """By plain torch, or by the one Trainer that has the rows of both workers."""
+    model, (kind, options) = Embeddings(), CASES[name]
+    optimizer: Any
+    if kind.startswith("torch:"):
+        optimizer = getattr(torch.optim, kind.removeprefix("torch:"))(model.parameters(), **options)
+    else:
+        optimizer = Trainer(model, kind, options, kvstore=None)
+    for (big_0, small_0), (big_1, small_1) in zip(batches(0), batches(1), strict=True):
+        optimizer.zero_grad()
+        (model(big_0, small_0) + model(big_1, small_1)).backward()
+        optimizer.step(*([] if kind.startswith("torch:") else [1]))
+    return [p.detach() for p in model.parameters()]
+
+
+@pytest.mark.parametrize(("name", "servers"), [(name, 1 + 2 * (i % 2)) for i, name in enumerate(CASES)])
+def test_workers_have_the_weights_of_one_process_and_all_the_same(
+    jobs: Servers, name: str, servers: int
+) -> None:
+    """A rank may have no rows of a table at all."""
+    models = [Embeddings() for _ in range(2)]  # each seeds the random numbers of all threads
+
+    def body(kv: DistKVStore, rank: int) -> list[Tensor]:
+        model = models[rank]
+        trainer = Trainer(model, *CASES[name], kv)
+        for big, small in batches(rank):
+            model(big, small).backward()
+            trainer.step(1)
+        return [p.detach().clone() for p in model.parameters()]
+
+    first, second = jobs.results(2, servers, body)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    for found, expected in zip(first, in_one_process(name), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)

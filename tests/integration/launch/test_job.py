@@ -15,7 +15,7 @@ from kvstore_server.version import __version__
 from kvtrainer import launch
 from tests.support.launch_jobs import READY, ROOT, STUBBORN, Jobs, line_of
 from tests.support.limits import FOREVER, LIMIT, SOON
-from tests.support.processes import eventually
+from tests.support.processes import Processes, eventually
 
 # What workers find.
 
@@ -277,3 +277,27 @@ def test_a_python_that_is_given_by_its_path_is_meant(capfd: pytest.CaptureFixtur
     base = Path(sys.executable).resolve()
     assert launch.main(["-n", "1", "-s", "0", str(base), "-c", "pass"]) == 0
     assert capfd.readouterr().err == ""
+
+
+SCRIPT = """
+import sys, torch, kvtrainer
+torch.set_num_threads(1)
+kv = kvtrainer.kvstore.create("dist_sync")
+kv.init("w", torch.zeros(3))
+out = torch.empty(3)
+kv.pushpull("w", torch.full((3,), 10.0 ** kv.rank), out=out)
+sys.stdout.write(f"{kv.rank} {kv.num_workers} {out.tolist()}\\n")  # at once, or the lines of workers get mixed up
+"""
+
+
+def test_workers_of_torchrun_join_the_servers_of_a_list(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    with Processes() as processes:
+        listed = ",".join(server.address for server in processes.servers(2))
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        job = processes.start([*torchrun, str(script)], env={"KVSTORE_SERVERS": listed})
+        lines = sorted([job.line(), job.line()])
+        assert lines == [f"{rank} 2 [11.0, 11.0, 11.0]" for rank in range(2)]
+        code, err = job.end()
+        assert code == 0, err

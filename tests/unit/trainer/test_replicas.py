@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +13,11 @@ from torch.nn import Parameter
 from kvtrainer import Trainer, amp
 from kvtrainer.errors import (
     ConfigurationError,
+    NonFiniteGradientError,
     StaleGradientError,
+    WeightsWrittenError,
 )
+from kvtrainer.sync.select import LARGE, select_store
 from tests.support.replica_training import STORES, backward, replicas, values
 
 
@@ -176,3 +181,245 @@ def test_overflow_is_seen_on_any_replica_without_a_store(bad: int) -> None:
     backward(w, slopes)
     trainer.step(1)
     assert values(w) == [0.0, 0.0]
+
+
+TWO = [torch.device("cpu")] * 2
+
+
+def test_every_replica_is_in_the_parameter_groups_and_zeroed() -> None:
+    w, b = replicas(), replicas()
+    trainer = Trainer([{"params": [("w", w)]}, {"params": [b], "lr": 0.5}], "sgd", {"lr": 1.0})
+    assert [[id(p) for p in group["params"]] for group in trainer.param_groups] == [
+        [id(p) for p in one] for one in (w, b)
+    ]
+    assert trainer.param_groups[0]["param_names"] == ["w", "w on cpu (replica 1)"]
+    backward(w)
+    backward(b)
+    trainer.step(1)
+    assert (values(w), values(b)) == ([-2.0, -2.0], [-1.0, -1.0])
+    trainer.zero_grad()
+    assert all(p.grad is None for p in (*w, *b))
+
+
+@pytest.mark.parametrize(
+    ("name", "asked", "environ", "largest", "aggregate", "updates"),
+    [
+        ("device", None, "1", 0, 1, True),
+        ("local", None, "1", 0, 1, True),
+        ("device", None, "0", 0, 1, False),
+        ("device", True, "0", 0, 1, True),
+        ("device", False, "1", 0, 1, False),
+        ("local", None, "1", LARGE + 1, 1, False),
+        ("device", None, "1", LARGE + 1, 1, True),
+        ("device", None, "1", 0, 4, False),
+    ],
+)
+def test_with_two_devices_there_is_a_store_and_the_table_says_who_updates(
+    name: str,
+    asked: bool | None,
+    environ: str,
+    largest: int,
+    aggregate: int,
+    updates: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("MXNET_UPDATE_ON_KVSTORE", environ)
+    selection = select_store(name, asked, None, aggregate, largest, devices=TWO)
+    assert (selection.kvstore, selection.updates_weights) == (name, updates)
+
+
+@pytest.mark.parametrize("is_seen_by_torch", [True, False])
+@pytest.mark.parametrize("written", [0, 1])
+def test_write_to_any_replica_is_noticed_while_the_store_has_the_weights(
+    written: int, is_seen_by_torch: bool
+) -> None:
+    w = replicas()
+    trainer = Trainer({"w": w}, "sgd", {"lr": 1.0}, kvstore="device")
+    backward(w)
+    trainer.step(1)
+    backward(w)
+    with torch.no_grad():
+        (w[written] if is_seen_by_torch else w[written].data).fill_(9.0)
+    with pytest.raises(WeightsWrittenError, match=r": w( on cpu \(replica 1\))?\. Call"):
+        trainer.step(1)
+    with torch.no_grad():
+        w[0].fill_(9.0)
+    trainer.set_data()
+    assert values(w) == [9.0, 9.0]
+    trainer.step(1)
+    assert values(w) == [7.0, 7.0]
+
+
+@pytest.mark.parametrize("given", [None, "device"])
+def test_new_weights_reach_every_replica_and_state_stays(given: str | None) -> None:
+    w = replicas()
+    trainer = Trainer({"w": w}, "sgd", {"lr": 1.0, "momentum": 0.5}, kvstore=given)
+    backward(w)
+    trainer.step(2)
+    trainer.set_data({"w": torch.full((3,), 10.0)})
+    assert values(w) == [10.0, 10.0]
+    backward(w)
+    trainer.step(2)
+    own = 0.5 if given is None else 1.0
+    assert values(w) == [10.0 - 1.5 * own] * 2
+
+
+def test_groups_of_replicas_can_be_added_before_the_first_step() -> None:
+    w, b = replicas(), replicas()
+    trainer = Trainer([w], "sgd", {"lr": 1.0})
+    with pytest.raises(
+        ConfigurationError, match=r"new group are on \[cpu\] while the others are on \[cpu, cpu\]"
+    ):
+        trainer.add_param_group({"params": [Parameter(torch.zeros(1))]})
+    with pytest.raises(ConfigurationError, match="already"):
+        trainer.add_param_group({"params": [[w[1], Parameter(torch.zeros(3))]]})
+    trainer.add_param_group({"params": [b], "lr": 0.5})
+    backward(w)
+    backward(b)
+    trainer.step(1)
+    assert (values(w), values(b)) == ([-2.0, -2.0], [-1.0, -1.0])
+
+
+def wrong_forms() -> dict[str, tuple[Any, str]]:
+    w, b = replicas(), replicas(3)
+    return {
+        "devices": ({"x": b, "a": w}, r"'x' is on \[cpu, cpu, cpu\] while 'a' is on \[cpu, cpu\]"),
+        "single beside replicas": ([w, b[0]], r"'1' is on \[cpu\] while '0' is on \[cpu, cpu\]"),
+        "shape": (
+            [[w[0], Parameter(torch.zeros(4))]],
+            r"replicas of parameter '0' differ: float32\[3\], float32\[4\]",
+        ),
+        "dtype": ([[w[0], Parameter(torch.zeros(3).half())]], r"differ: float32\[3\], float16\[3\]"),
+        "twice": ([[w[0], w[0]]], "also another replica"),
+        "shared": ([w, [b[0], w[1]]], "also another replica"),
+        "empty": ([w, []], "'1' is an empty list"),
+        "lazy": (
+            [[torch.nn.LazyLinear(2).weight, torch.nn.LazyLinear(2).weight]],
+            "run a forward pass on each",
+        ),
+        "no tensor": ([["w", 3]], "got str"),
+    }
+
+
+@pytest.mark.parametrize("case", list(wrong_forms()))
+def test_replicas_that_do_not_go_together_are_refused(case: str) -> None:
+    given, message = wrong_forms()[case]
+    with pytest.raises(ConfigurationError, match=message):
+        Trainer(given, "sgd")
+
+
+def test_torch_instance_cannot_train_replicas() -> None:
+    w = replicas()
+    with pytest.raises(ConfigurationError, match="a SGD instance cannot train replicas"):
+        Trainer([w], torch.optim.SGD(w, lr=1.0))
+
+
+def test_nccl_takes_cuda_parameters_only() -> None:
+    with pytest.raises(ConfigurationError, match=r"'nccl' takes CUDA tensors only, but .* are on cpu"):
+        Trainer([replicas()], "sgd", kvstore="nccl")
+    with pytest.raises(ConfigurationError, match=r"gradient compression is not supported for .*'nccl'"):
+        Trainer([replicas()], "sgd", kvstore="nccl", compression_params={"type": "2bit"})
+
+
+@STORES
+def test_state_is_kept_once_and_moves_between_one_device_and_several(
+    name: str, in_store: bool | None, tmp_path: Path
+) -> None:
+    def trainer_of(parameters: list[Parameter], given: Any, uok: bool | None) -> Trainer:
+        options = {"learning_rate": 1.0, "momentum": 0.5}
+        return Trainer({"w": parameters}, "sgd", options, kvstore=given, update_on_kvstore=uok)
+
+    w, one, again = replicas(), replicas(1), replicas()
+    trainer = trainer_of(w, name, in_store)
+    backward(w)
+    trainer.step(1)
+    state = trainer.state_dict()
+    assert list(state["state"]) == [0]
+    assert state["param_groups"][0]["params"] == [0]
+    assert len(trainer.param_groups[0]["params"]) == 2
+    trainer.save_states(tmp_path / "states")
+    single = trainer_of(one, None, None)
+    single.load_state_dict(state)
+    backward(one)
+    single.step(1)
+    assert values(one) == [-2.0]  # 0.5 · 2 from before, 1 now
+    single.save_states(tmp_path / "single")
+    other = trainer_of(again, name, in_store)
+    other.load_states(tmp_path / "single")
+    assert len(other.param_groups[0]["params"]) == 2
+    backward(again)
+    other.step(1)
+    assert values(again) == [-3.0, -3.0]  # 0.5 · 2 from before, 2 now
+    other.load_states(tmp_path / "states")
+    backward(again)
+    other.step(1)
+    assert values(again) == [-6.0, -6.0]
+
+
+def test_loaded_state_reaches_every_replica_without_a_store() -> None:
+    w, one = replicas(), replicas(1)
+    single = Trainer([one], "sgd", {"lr": 1.0, "momentum": 0.5}, kvstore=None)
+    backward(one)
+    single.step(1)
+    trainer = Trainer([w], "sgd", {"lr": 1.0, "momentum": 0.5}, kvstore=None)
+    trainer.load_state_dict(single.state_dict())
+    backward(w)
+    trainer.step(1)
+    assert values(w) == [-1.5, -1.5]
+
+
+def test_each_replica_is_compressed_with_a_residual_of_its_own() -> None:
+    w = replicas()
+    params = {"type": "2bit", "threshold": 0.5}
+    trainer = Trainer([w], "sgd", {"learning_rate": 1.0}, kvstore="device", compression_params=params)
+    for expected in (0.0, -1.0, -1.0, -2.0):
+        backward(w, 0.3)
+        trainer.step(1)
+        assert values(w) == [expected] * 2
+
+
+@pytest.mark.parametrize("before_first_step", [True, False])
+def test_residuals_of_replicas_are_saved(before_first_step: bool, tmp_path: Path) -> None:
+    def trainer_of(parameters: list[Parameter]) -> Trainer:
+        params = {"type": "2bit", "threshold": 0.5}
+        return Trainer([parameters], "sgd", {"lr": 1.0}, kvstore="device", compression_params=params)
+
+    w, again = replicas(), replicas()
+    trainer, other = trainer_of(w), trainer_of(again)
+    backward(w, [0.3, 0.1])
+    trainer.step(1)
+    trainer.save_states(tmp_path / "states")
+    if not before_first_step:
+        backward(again, [0.4, 0.4])
+        other.step(1)
+    other.load_states(tmp_path / "states")
+    backward(again, [0.3, 0.3])
+    other.step(1)
+    assert values(again) == [-0.5, -0.5]  # the first said .5 of .6, the second nothing of .4
+    backward(again, [0.0, 0.1])
+    other.step(1)
+    assert values(again) == [-1.0, -1.0]
+
+
+def test_stale_replica_keeps_its_residual() -> None:
+    w = replicas()
+    params = {"type": "2bit", "threshold": 0.5}
+    trainer = Trainer([w], "sgd", {"lr": 1.0}, kvstore="device", compression_params=params)
+    for slopes, expected in (([0.3, 0.3], 0.0), ([0.3, None], -0.5), ([0.0, 0.3], -1.0)):
+        backward(w, slopes)
+        trainer.step(1, ignore_stale_grad=True)
+        assert values(w) == [expected] * 2
+
+
+def test_replica_that_cannot_be_compressed_raises_and_changes_nothing() -> None:
+    w = replicas()
+    params = {"type": "2bit", "threshold": 0.5}
+    trainer = Trainer([w], "sgd", {"lr": 1.0}, kvstore="device", compression_params=params)
+    backward(w, [0.3, float("inf")])
+    with pytest.raises(NonFiniteGradientError):
+        trainer.step(1)
+    for expected in (0.0, -1.0):
+        w[0].grad = w[1].grad = None
+        backward(w, 0.3)
+        trainer.step(1)
+        assert values(w) == [expected] * 2
