@@ -1,4 +1,4 @@
-"""Replicas on CUDA devices, and ranks of an NCCL group."""
+"""Replicas and models on several CUDA devices."""
 
 from __future__ import annotations
 

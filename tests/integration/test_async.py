@@ -1,4 +1,8 @@
-"""Contributions that count one by one, on real servers: exact sums, own writes, versions, staleness, and joining."""
+"""Contributions that count one by one, on real servers: exact sums, own writes, versions, staleness.
+
+In the contract each worker owns a column of every key: it adds whole numbers there, and one to its clock. So what it
+reads in its own column is known exactly, what it reads of the others may only grow, and in the end all sums are exact.
+"""
 
 from __future__ import annotations
 

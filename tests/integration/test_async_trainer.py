@@ -301,55 +301,6 @@ def test_training_goes_on_from_saved_states_as_if_it_had_never_ended(
 
 
 @pytest.mark.parametrize("type", ASYNCHRONOUS)
-def test_the_states_of_a_stores_own_keys_are_saved_and_loaded(
-    jobs: Servers, type: str, tmp_path: Path
-) -> None:
-    def begun(members: Members, count: int, values: list[Tensor]) -> tuple[DistKVStore, DistKVStore]:
-        pair = members.pair(jobs.of(count), type=type, **FAR[type])
-        for kv in pair:
-            kv.set_optimizer(kvtrainer.optimizer.create("adam", **ADAM))
-        together(*(lambda s=s: s.init(list(SHAPES), values) for s in pair))
-        return pair
-
-    def pushed(pair: tuple[DistKVStore, DistKVStore], turns: range) -> list[Tensor]:
-        outs = [torch.empty(shape) for shape in SHAPES.values()]
-        for turn in turns:
-            pair[turn % 2].pushpull(list(SHAPES), [gradient(name, turn) for name in SHAPES], outs)
-        return outs
-
-    with Members() as members:
-        pair = begun(members, 2, [start_of(name) for name in SHAPES])
-        weights = pushed(pair, range(3))
-        pair[1].save_optimizer_states(tmp_path / "states")
-        expected = pushed(pair, range(3, 6))
-    with Members() as members:
-        pair = begun(members, 1, weights)
-        for kv in pair:
-            kv.load_optimizer_states(tmp_path / "states")
-        for found, wanted in zip(pushed(pair, range(3, 6)), expected, strict=True):
-            assert torch.equal(found, wanted)
-
-
-@pytest.mark.parametrize("type", ASYNCHRONOUS)
-def test_compression_keeps_back_what_each_worker_could_not_say(jobs: Servers, type: str) -> None:
-    codec = {"type": "2bit", "threshold": 0.5}
-    sums = dict.fromkeys(SHAPES, 0.0)
-    with workers(
-        jobs, type, "sgd", {"learning_rate": 1.0}, store=FAR[type], compression_params=codec
-    ) as made:
-        residuals = [{name: np.zeros(shape) for name, shape in SHAPES.items()} for _ in made]
-        for turn, rank in enumerate((0, 1, 0, 0, 1, 1)):
-            made[rank].step(turn)
-            for name in SHAPES:
-                kept = residuals[rank][name] + gradient(name, turn).double().numpy()
-                said = 0.5 * ((kept >= 0.5).astype(float) - (kept <= -0.5))
-                residuals[rank][name] = kept - said
-                sums[name] = sums[name] + said
-            expected = {name: start_of(name).double().numpy() - sums[name] for name in SHAPES}
-            assert_close(made[rank].values(), expected, atol=1e-5)
-
-
-@pytest.mark.parametrize("type", ASYNCHRONOUS)
 def test_set_data_replaces_the_weights_of_all_and_nothing_is_lost_or_counted_twice(
     jobs: Servers, type: str
 ) -> None:

@@ -1,4 +1,4 @@
-"""A worker dies, raises, ends, is interrupted or stops: what the others, the servers and itself get to know."""
+"""A worker or a server dies, ends, stops, or is something else: what the others get to know."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import Embedding, Linear, Parameter
 
-from kvtrainer import Trainer, amp, kvstore, optimizer
+from kvtrainer import Trainer, kvstore, optimizer
 from kvtrainer.comm import rank_group
 from tests.support.jobs import Job, Results, error_of, run_job
 from tests.support.limits import LIMIT, SOON
@@ -80,20 +80,6 @@ def step_without_batch_size_averages_and_each_ranks_own_batch_size_counts(rank: 
     yield [trainer.kvstore.rank, trainer.kvstore.num_workers], [rank, ranks]
 
 
-def sums_may_be_changed_between_the_halves_of_a_step(rank: int, ranks: int) -> Pairs:
-    w = parameters(0.0)
-    trainer = Trainer(w, "sgd", LR)
-    backward(w, rank + 1.0)
-    trainer.allreduce_grads()
-    grads = [p.grad for p in w if p.grad is not None]
-    yield first(grads), [total(ranks)]
-    grads[0].mul_(0.5)
-    trainer.update(1)
-    yield first(w), [-total(ranks) / 2]
-    refused = Trainer(parameters(0.0), "sgd", update_on_kvstore=True).allreduce_grads
-    yield says(refused, "allreduce_grads() has no meaning")
-
-
 def replicas_are_summed_before_ranks_and_count_in_the_mean(rank: int, ranks: int) -> Pairs:
     for name in ("device", "dist_sync_device"):
         w = parameters(0.0, 9.0)
@@ -146,17 +132,6 @@ def key_that_a_rank_leaves_out_has_the_sum_of_the_others_and_of_none_is_not_touc
     yield sorted(trainer.state_dict()["state"]), [0, 1]
 
 
-def overflow_on_one_rank_skips_the_step_on_all(rank: int, ranks: int) -> Pairs:
-    w = parameters(0.0)
-    trainer = Trainer(w, "sgd", LR)
-    amp.init_trainer(trainer, amp.LossScaler(8.0))
-    for slope, expected in ((float("inf") if rank == ranks - 1 else 1.0, 0.0), (1.0, -float(ranks))):
-        with amp.scale_loss((w[0] * slope).sum(), trainer) as loss:
-            loss.backward()
-        trainer.step(1)
-        yield (first(w), trainer.amp_loss_scale), ([expected], 4.0)
-
-
 def ranks_that_disagree_raise_the_same_error_and_take_no_step_until_they_agree(
     rank: int, ranks: int
 ) -> Pairs:
@@ -178,24 +153,6 @@ def ranks_that_disagree_raise_the_same_error_and_take_no_step_until_they_agree(
     yield says(other.set_data, "PlanMismatchError: ", missing)
     kinds = Trainer(parameters(0.0), "adam" if rank else "sgd")
     yield says(kinds.set_data, "PlanMismatchError: ", "name is 'sgd' on rank 0 and 'adam' on rank 1")
-
-
-def saved_states_go_on_as_if_never_interrupted(rank: int, ranks: int, folder: Path) -> Pairs:
-    def trained(trainer: Trainer, w: list[Parameter]) -> list[Any]:
-        for _ in range(2):
-            backward(w, rank + 1.0)
-            trainer.step(4)
-        return [p.tolist() for p in w]
-
-    w, again = parameters(1.0, 2.0), parameters(1.0, 2.0)
-    trainer, other = Trainer(w, "adam", {"lr": 0.1}), Trainer(again, "adam", {"lr": 0.3})
-    trained(trainer, w)
-    trainer.save_states(folder / f"states{rank}")
-    values = {str(i): p.detach().clone() for i, p in enumerate(w)}
-    expected = trained(trainer, w)
-    other.load_states(folder / f"states{rank}")
-    other.set_data(values)
-    yield trained(other, again), expected
 
 
 def row_sparse_gradients_give_every_rank_the_weights_of_a_dense_float64_loop(rank: int, ranks: int) -> Pairs:
@@ -386,11 +343,9 @@ SCENARIOS = {
     for one in (
         sums_with_momentum_follow_the_closed_form_from_rank_0s_weights,
         step_without_batch_size_averages_and_each_ranks_own_batch_size_counts,
-        sums_may_be_changed_between_the_halves_of_a_step,
         replicas_are_summed_before_ranks_and_count_in_the_mean,
         weights_are_those_of_dist_sync_and_of_replicas_in_one_process,
         key_that_a_rank_leaves_out_has_the_sum_of_the_others_and_of_none_is_not_touched,
-        overflow_on_one_rank_skips_the_step_on_all,
         ranks_that_disagree_raise_the_same_error_and_take_no_step_until_they_agree,
         row_sparse_gradients_give_every_rank_the_weights_of_a_dense_float64_loop,
         rows_of_some_ranks_and_a_dense_gradient_of_another_are_summed,
@@ -401,11 +356,7 @@ SCENARIOS = {
     )
 }
 WITH_FILES = {
-    one.__name__: one
-    for one in (
-        saved_states_go_on_as_if_never_interrupted,
-        rank_that_does_not_come_is_a_deadline_error_within_the_groups_timeout,
-    )
+    one.__name__: one for one in (rank_that_does_not_come_is_a_deadline_error_within_the_groups_timeout,)
 }
 BEFORE = "what was built before the group says so"
 

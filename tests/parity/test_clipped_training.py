@@ -18,7 +18,7 @@ from torch.nn import Parameter
 
 from kvtrainer import Trainer
 from kvtrainer.kvstore import DistKVStore
-from tests.support.allreduce import AllReduce
+from tests.support import allreduce  # noqa: F401  registers the store
 from tests.support.jobs import Job, Results, run_job
 from tests.support.stores import Servers
 
@@ -112,15 +112,18 @@ def give(own: dict[str, Parameter], gradient: tuple[list[float], list[float]]) -
 
 
 def train_in_a_group(rank: int, ranks: int) -> Results:
-    """All cases on a rank of torch.distributed, and with a third-party store."""
+    """All cases on a rank of torch.distributed, and with a third-party store by name; rank 0's weights count."""
     found: dict[str, Any] = {}
     for name, case in CASES.items():
         for dtype in (torch.float64, torch.float32):
-            for in_store in (None, True, False):
-                found[f"{in_store} {name} {dtype}"] = train(
-                    case, [parameters(dtype)], [rank], kvstore="device", update_on_kvstore=in_store
+            for where in ("None", "True", "False", "plug-in"):
+                own, in_store = parameters(dtype), {"True": True, "False": False}.get(where)
+                for p in own.values():
+                    p.data.add_(rank)
+                store = "allreduce" if where == "plug-in" else "device"
+                found[f"{where} {name} {dtype}"] = train(
+                    case, [own], [rank], kvstore=store, update_on_kvstore=in_store
                 )
-            found[f"plug-in {name} {dtype}"] = train(case, [parameters(dtype)], [rank], kvstore=AllReduce())
     return found
 
 

@@ -15,25 +15,6 @@ from kvtrainer.detectron import detectron_arguments, detectron_devices, detectro
 from kvtrainer.errors import ConfigurationError
 from kvtrainer.paramwise import apply_paramwise
 from kvtrainer.schedules.binding import bind_schedules
-from tests.support.scalar_training import trainer_of
-
-GRADIENTS = (0.5, 0.5, -0.25, 0.1, 0.5)
-RATES = (0.02, 0.02, 0.002, 0.002, 0.002)
-CONSTANT = {
-    "body.weight": [0.98999798, 0.97099423, 0.95888889, 0.94599217, 0.92438322],
-    "body.bias": [0.98000002, 0.94200003, 0.91780001, 0.89201999, 0.84881800],
-    "norm.weight": [0.98979998, 0.97042203, 0.95778775, 0.94422537, 0.92183036],
-}
-"""Detectron's weights after each update; momentum 0.9, decay 1e-4 and 0.01 of norms, from 1.0."""
-CORRECTED = {
-    "body.weight": [0.98999798, 0.97099423, 0.96978372, 0.96849406, 0.96633315],
-    "body.bias": [0.98000002, 0.94200003, 0.93958002, 0.93700200, 0.93268180],
-    "norm.weight": [0.98979998, 0.97042203, 0.96915859, 0.96780211, 0.96556193],
-}
-UNCORRECTED = {
-    "body.weight": [0.98999798, 0.97099423, 0.95439065, 0.93924719, 0.92461795],
-    "body.bias": [0.98000002, 0.94200003, 0.90880001, 0.87852001, 0.84926802],
-}
 
 
 class Scalars(nn.Module):
@@ -65,35 +46,6 @@ def test_biases_of_attention_and_recurrent_layers_count_as_biases() -> None:
     model = nn.ModuleDict({"attention": nn.MultiheadAttention(2, 1), "memory": nn.LSTM(1, 1)})
     fast = {name for name, (lr, _) in options(model).items() if lr == 1.0}
     assert fast == {name for name, _ in model.named_parameters() if "bias" in name}
-
-
-def trained(rates: tuple[float, ...], in_store: bool, correction: Any) -> dict[str, list[float]]:
-    model = Scalars()
-    base = {"learning_rate": rates[0], "momentum": 0.9, "wd": 1e-4}
-    made = apply_paramwise(model, detectron_rules(weight_decay_gn=0.01), base)
-    trainer = trainer_of(made.groups, "sgd", {**base, "momentum_correction": correction}, in_store)
-    found: dict[str, list[float]] = {name: [] for name, _ in model.named_parameters()}
-    factors = [group["lr"] / rates[0] for group in trainer.param_groups]
-    for rate, gradient in zip(rates, GRADIENTS, strict=True):
-        for group, factor in zip(trainer.param_groups, factors, strict=True):
-            group["lr"] = rate * factor
-        (sum(p.sum() for p in model.parameters()) * gradient).backward()  # type: ignore[union-attr]
-        trainer.step(1)
-        for name, p in model.named_parameters():
-            found[name].append(p.item())
-    return found
-
-
-@pytest.mark.parametrize("in_store", [False, True])
-@pytest.mark.parametrize(
-    ("rates", "correction", "expected"),
-    [((0.02,) * 5, True, CONSTANT), (RATES, True, CORRECTED), (RATES, None, UNCORRECTED)],
-    ids=["constant", "corrected", "uncorrected"],
-)
-def test_updates_are_detectrons(rates: Any, correction: Any, expected: Any, in_store: bool) -> None:
-    got = trained(rates, in_store, correction)
-    for name, weights in expected.items():
-        assert got[name] == pytest.approx(weights, rel=1e-6, abs=1e-6), name
 
 
 SOLVER = {"BASE_LR": 0.02, "WEIGHT_DECAY": 1e-4, "WEIGHT_DECAY_GN": 0.125, "WARM_UP_ITERS": 5, "MAX_ITER": 90}

@@ -82,13 +82,6 @@ def test_places_of_training_and_validation_are_places_of_any_epoch_and_batch() -
     assert seen == [name for name in general for _ in range(2)]
 
 
-@pytest.mark.parametrize("grad_clip", [None, {"max_norm": 35, "norm_type": 2}])
-def test_weights_are_updated_after_each_batch(grad_clip: Any) -> None:
-    model = Weights()
-    Runner(model, OptimizerHook(grad_clip)).run([batch([1, 2]), batch([3, 4])])
-    assert model.w.tolist() == [-4, -6]
-
-
 def test_gradient_is_clipped_and_its_norm_before_that_is_logged() -> None:
     for options, step, logged in (
         ({"max_norm": 1.0}, [0.6, 0.8], [5.0]),

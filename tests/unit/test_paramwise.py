@@ -103,16 +103,6 @@ def test_options_that_no_group_can_have_do_not_disturb_rules() -> None:
         Trainer(nn.Linear(1, 1), "sgd", scheduled, None, paramwise={"bias_lr_mult": 2.0})
 
 
-def test_table_shows_what_groups_say_now() -> None:
-    made = apply_paramwise(Net(), [Rule(".bias", name="biases", lr_mult=2)], BASE)
-    optimizer = torch.optim.SGD(made.groups, **BASE)
-    optimizer.param_groups[1]["lr"] = 7.0
-    now = made.report.with_groups(optimizer.param_groups)
-    assert [row.name for row in now.rows] == [row.name for row in made.report.rows]
-    assert (now["head.bias"].lr, now["head.bias"].rules) == (7.0, ("biases",))
-    assert made.report["head.bias"].lr == 1.0
-
-
 def test_names_suffice_where_no_rule_asks_for_modules() -> None:
     named = dict(Net().named_parameters())
     made = apply_paramwise(named, {"custom_keys": {".body": {"lr_mult": 0.0}}}, BASE)
@@ -430,9 +420,3 @@ def test_paramwise_that_cannot_be_meant_is_refused(paramwise: Any, error: Any, m
 def test_parameters_without_names_are_refused(model: Any) -> None:
     with pytest.raises(ConfigurationError, match="need names"):
         apply_paramwise(model, {"custom_keys": {"0": {"lr_mult": 2.0}}}, BASE)
-
-
-def test_replicas_of_a_parameter_stay_together() -> None:
-    replicas = {name: [Parameter(torch.ones(1)) for _ in range(2)] for name in ("weight", "bias")}
-    made = apply_paramwise(replicas, {"custom_keys": {"bias": {"lr_mult": 2.0}}}, BASE)
-    assert [group["params"] for group in made.groups] == [[replicas["bias"]], [replicas["weight"]]]

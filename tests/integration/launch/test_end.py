@@ -1,4 +1,4 @@
-"""The end of a launched job with real processes: drain, signals, and kill -9; nothing is ever left."""
+"""The end of a launched job with real processes: drain, signals, kill -9, deaths that nobody could announce."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Host files, the places of processes on hosts, and the commands that start them there."""
+"""Hosts of a launched job, and how its output is passed on line by line."""
 
 from __future__ import annotations
 

@@ -554,18 +554,6 @@ def test_a_foreign_class_goes_on_from_state_that_was_saved_here_as_in_torch(
     torch.testing.assert_close(weights(second), weights(expected))
 
 
-@pytest.mark.parametrize("cls", FOREIGN)
-def test_loading_what_was_saved_leaves_a_foreign_classs_state_as_it_was(cls: Any, tmp_path: Path) -> None:
-    model = net()
-    trainer = Trainer(model, cls, {"lr": LR})
-    for at in range(3):
-        trainer.update_params(loss_of(model, at))
-    before = [dict(trainer.state[p]) for p in model.parameters()]
-    trainer.save_states(tmp_path / "states")
-    trainer.load_states(tmp_path / "states")
-    torch.testing.assert_close([dict(trainer.state[p]) for p in model.parameters()], before)
-
-
 @pytest.mark.parametrize("cls", [OwnAdam, OwnAdagrad])
 def test_a_store_goes_on_from_the_state_dict_of_a_foreign_class_itself(cls: Any) -> None:
     OPTIMIZERS.register_module(force=True)(cls)

@@ -1,4 +1,4 @@
-"""float32 copies of half-precision parameters: kept by whoever updates, or driven by the script."""
+"""float32 copies of half-precision parameters, a precision that a Trainer was asked for, and compression beside it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Schedules that a Trainer was given, and torch's schedulers and optimizer instances under a Trainer."""
+"""Schedules of a Trainer: ours, torch's, Gluon's with its count of updates, and instances of torch's optimizers."""
 
 from __future__ import annotations
 

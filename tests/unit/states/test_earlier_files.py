@@ -1,4 +1,4 @@
-"""Files of saved states that an earlier release wrote still load, with the numbers that went into them.
+"""The format of saved states, and files that an earlier release wrote, which still load.
 
 `tests/data/earlier_files` has the files, and in numbers.json what they hold and where training went on to from there.
 """

@@ -1,4 +1,4 @@
-"""States of something else are refused with every difference in one message, and nothing changes."""
+"""A Trainer's files of states; those of something else are refused with every difference, and nothing changes."""
 
 from __future__ import annotations
 

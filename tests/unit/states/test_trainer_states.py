@@ -48,10 +48,6 @@ def trainer_of(net: nn.Module, kind: str, uok: bool | None = None, **options: An
     )
 
 
-def steps_of(trainer: Trainer) -> list[float]:
-    return [float(state["step"]) for state in trainer.state_dict()["state"].values()]
-
-
 def reloaded(value: Any) -> Any:
     """What torch.load makes of what torch.save wrote, with nothing but plain data allowed."""
     buffer = io.BytesIO()
@@ -106,16 +102,6 @@ def test_loaded_state_is_a_copy_and_is_shown_before_the_store_has_it() -> None:
     assert trainer.state_dict()["state"][4]["exp_avg"].equal(expected)
     assert trainer.kvstore is not None
     assert trainer.server_stats() == []
-
-
-@PLACES
-def test_exported_state_is_not_the_live_one(uok: bool | None) -> None:
-    net = Net()
-    trainer = trainer_of(net, "adam", uok)
-    train(net, trainer, 0, 1)
-    exported = trainer.state_dict()["state"][0]["exp_avg"]
-    exported.fill_(7)
-    assert not trainer.state_dict()["state"][0]["exp_avg"].equal(exported)
 
 
 @PLACES

@@ -1,4 +1,4 @@
-"""Parameters that are on several devices of one process; here the devices are all the CPU."""
+"""Parameters on several devices of one process, here all the CPU: forms, sums, steps, state and residuals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights that the loop writes itself, published in the middle of training: optimizer state stays."""
+"""Weights that are set, written or replaced behind the Trainer's back, or published."""
 
 from __future__ import annotations
 

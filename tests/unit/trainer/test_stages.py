@@ -1,9 +1,8 @@
-"""Options of a Trainer's stages where they meet: clipping, overflow, mixed precision, what a step reports."""
+"""Options of a Trainer's stages: what clip_grad and on_nonfinite mean, and where clipping, overflow and amp meet."""
 
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +17,6 @@ from kvtrainer.errors import (
     ConfigurationError,
     NonFiniteGradientError,
 )
-from kvtrainer.kvstore import LocalKVStore
 from kvtrainer.stages import Limits, make_limits
 from kvtrainer.types import StepResult
 from tests.support.ways_to_train import STORES
@@ -38,27 +36,6 @@ def push(trainer: Trainer, p: Parameter, slopes: list[float], batch: float | Non
     return trainer.update_params(p @ torch.tensor(slopes), batch)
 
 
-@pytest.mark.parametrize("in_store", STORES)
-def test_step_reports_the_norm_before_clipping_and_the_coefficient(in_store: bool | None) -> None:
-    p = parameter()
-    trainer = trainer_of(p, in_store, clip_grad={"max_norm": 1.0})
-    result = push(trainer, p, [6.0, 8.0], batch=2)
-    assert result.grad_norm == pytest.approx(5.0)
-    assert result.clip_coef == pytest.approx(0.2, rel=1e-6)
-    assert (result.skipped, result.updated, result.loss_scale, result.lr) == (False, True, 1.0, 1.0)
-    assert p.tolist() == pytest.approx([-0.6, -0.8], rel=1e-6)
-    assert trainer.last is result
-
-
-@pytest.mark.parametrize("in_store", STORES)
-def test_gradient_below_the_limit_stays_to_the_bit(in_store: bool | None) -> None:
-    p, q = parameter(), parameter()
-    limited, free = trainer_of(p, in_store, clip_grad={"max_norm": 35}), trainer_of(q, in_store)
-    push(limited, p, [0.1, 0.7])
-    push(free, q, [0.1, 0.7])
-    assert torch.equal(p, q)
-
-
 @pytest.mark.parametrize(
     "options", [{"clip_grad": {"type": "value", "clip_value": 0.5}}, {"on_nonfinite": "skip"}]
 )
@@ -75,16 +52,6 @@ def test_dense_and_sparse_gradients_are_limited_by_their_common_norm(in_store: b
     assert trainer.update_params(loss).grad_norm == pytest.approx(5.0)
     assert w.weight[4].item() == pytest.approx(-0.6, rel=1e-6)
     assert p[1].item() == pytest.approx(-0.8, rel=1e-6)
-
-
-@pytest.mark.parametrize("in_store", STORES)
-def test_nan_gradient_with_a_limit_changes_nothing_and_is_reported(in_store: bool | None) -> None:
-    p = parameter([1.0, 2.0])
-    trainer = trainer_of(p, in_store, clip_grad={"max_norm": 1.0})
-    result = push(trainer, p, [math.nan, 1.0])
-    assert (result.skipped, result.updated) == (True, False)
-    assert p.tolist() == [1.0, 2.0]
-    assert not push(trainer, p, [1.0, 0.0]).skipped
 
 
 @pytest.mark.parametrize("in_store", STORES)
@@ -107,14 +74,6 @@ def test_nan_gradient_of_a_finite_loss_is_found(in_store: bool | None) -> None:
     with pytest.raises(NonFiniteGradientError, match="gradient or the loss"):
         trainer.update_params(torch.where(p > 0, p.sqrt(), torch.zeros(2)).sum())
     assert p.tolist() == [0.0, 1.0]
-
-
-@pytest.mark.parametrize("in_store", STORES)
-def test_norm_is_that_of_the_unscaled_gradient(in_store: bool | None) -> None:
-    p = parameter()
-    trainer = trainer_of(p, in_store, amp=1024, clip_grad={"max_norm": 1.0})
-    assert push(trainer, p, [3.0, 4.0]).grad_norm == pytest.approx(5.0)
-    assert p.tolist() == pytest.approx([-0.6, -0.8], rel=1e-6)
 
 
 def test_context_computes_in_the_dtype_that_amp_names() -> None:
@@ -151,18 +110,6 @@ def test_option_that_only_backward_follows_is_not_ignored_in_silence() -> None:
     assert p.tolist() == [0.0, 0.0]
 
 
-def test_halves_of_a_step_limit_what_the_loop_made_of_the_sums() -> None:
-    p = parameter()
-    trainer = trainer_of(p, False, clip_grad={"max_norm": 1.0})
-    (p @ torch.tensor([6.0, 8.0])).backward()
-    trainer.allreduce_grads()
-    assert p.grad is not None
-    p.grad.mul_(0.5)
-    result = trainer.update(1)
-    assert result.grad_norm == pytest.approx(5.0)
-    assert p.tolist() == pytest.approx([-0.6, -0.8], rel=1e-6)
-
-
 def test_each_replica_without_a_store_has_its_own_norm() -> None:
     p, q = parameter(), parameter()
     trainer = Trainer({"p": [p, q]}, "torch:SGD", {"lr": 1.0}, None, clip_grad={"max_norm": 1.0})
@@ -170,48 +117,6 @@ def test_each_replica_without_a_store_has_its_own_norm() -> None:
     trainer.step(1)
     assert p.tolist() == pytest.approx([-0.6, -0.8], rel=1e-6)
     assert q.tolist() == [0.0, -0.5]
-
-
-def test_norm_counts_replicas_once() -> None:
-    p, q = parameter(), parameter()
-    trainer = Trainer({"p": [p, q]}, "torch:SGD", {"lr": 1.0}, "local", clip_grad={"max_norm": 1.0})
-    for one in (p, q):
-        (one @ torch.tensor([3.0, 4.0])).backward()
-    result = trainer.step(2)
-    assert result is not None
-    assert result.grad_norm == pytest.approx(5.0)
-    assert p.tolist() == q.tolist() == pytest.approx([-0.6, -0.8], rel=1e-6)
-
-
-def test_schedule_and_scale_go_on_from_saved_states(tmp_path: Path) -> None:
-    def make(p: Parameter) -> Trainer:
-        schedule = {"policy": "step", "step": [2], "gamma": 0.1, "by_epoch": False}
-        return trainer_of(p, schedules=[schedule], amp={"init_scale": 4.0, "growth_interval": 2})
-
-    p, q = parameter(), parameter()
-    first, second = make(p), make(q)
-    for _ in range(2):
-        push(first, p, [1.0, 0.0])
-    first.save_states(tmp_path / "states")
-    second.load_states(tmp_path / "states")
-    result = push(second, q, [1.0, 0.0])
-    assert (result.lr, result.loss_scale) == (pytest.approx(0.1), 8.0)
-
-
-def test_rules_by_parameter_make_groups_and_can_be_read_back() -> None:
-    net = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
-    trainer = Trainer(
-        net, "torch:SGD", {"lr": 0.1, "weight_decay": 0.01}, None,
-        paramwise={"norm_decay_mult": 0.0, "bias_lr_mult": 2.0},
-    )  # fmt: skip
-    table = trainer.describe_params()
-    assert table["0.bias"].lr == pytest.approx(0.2)
-    assert table["1.weight"].weight_decay == 0.0
-    assert table["0.weight"].weight_decay == 0.01
-    assert "0.bias" in str(table)
-    assert len(trainer.param_groups) == 3
-    trainer.set_learning_rate(0.5)
-    assert trainer.describe_params()["0.weight"].lr == 0.5
 
 
 def test_options_may_change_before_the_first_step_and_not_later() -> None:
@@ -249,16 +154,6 @@ def test_wrong_change_leaves_the_options_as_they_were() -> None:
 def test_wrong_options_are_refused_at_construction(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         trainer_of(parameter(), **options)
-
-
-def test_store_object_serves_several_trainers() -> None:
-    store = LocalKVStore()
-    p, q = parameter(), parameter()
-    first = Trainer({"p": p}, "torch:SGD", {"lr": 1.0}, store, None, True)
-    second = Trainer({"p": q}, "torch:SGD", {"lr": 2.0}, store, None, True)
-    push(first, p, [1.0, 0.0])
-    push(second, q, [1.0, 0.0])
-    assert (p[0].item(), q[0].item()) == (-1.0, -2.0)
 
 
 def test_schedule_by_a_metric_needs_one_at_the_end_of_an_epoch() -> None:

@@ -1,4 +1,4 @@
-"""What the stages of a Trainer remember when a step breaks off, is repeated, or finds something out of the ordinary."""
+"""What the stages of a Trainer remember when a step breaks off or is repeated, and windows of several passes."""
 
 from __future__ import annotations
 

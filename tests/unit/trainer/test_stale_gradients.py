@@ -1,4 +1,4 @@
-"""Which gradients a step takes: fresh ones, once; and what becomes of the others."""
+"""Gradients that are missing, used up or zero; and arguments that are named where they are wrong."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Splitting a batch over devices, and clipping gradients by their global norm."""
+"""Splitting a batch over devices, clipping by the global norm, averages for logs, and losses of devices."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import kvtrainer
 from kvtrainer.errors import ConfigurationError, NonFiniteNormWarning
 from kvtrainer.log_buffer import LogBuffer
 from kvtrainer.metrics import mean_metrics, sum_losses, total_loss
@@ -100,12 +99,6 @@ def test_devices_must_be_a_list(devices: Any) -> None:
 def test_a_batch_must_be_a_tensor_or_an_array() -> None:
     with pytest.raises(ConfigurationError, match="tensor or a numpy array, got a list"):
         split_and_load([1.0], ["cpu"])  # type: ignore[arg-type]
-
-
-def test_gradients_are_scaled_to_the_norm_of_all_of_them() -> None:
-    arrays = [torch.ones(3, 3), torch.ones(4, 4)]
-    assert clip_global_norm(arrays, 1.0) == 5.0
-    assert all(torch.allclose(array, torch.full_like(array, 0.2)) for array in arrays)
 
 
 @pytest.mark.parametrize("max_norm", [5.1, math.inf])
@@ -202,17 +195,6 @@ def test_a_missing_gradient_is_left_out() -> None:
 def test_arguments_that_cannot_be_clipped_are_refused(arrays: Any, max_norm: Any, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         clip_global_norm(arrays, max_norm)
-
-
-def test_gradients_are_clipped_between_the_halves_of_a_step() -> None:
-    weight = torch.nn.Parameter(torch.zeros(2))
-    trainer = kvtrainer.Trainer([weight], "sgd", {"learning_rate": 1.0}, update_on_kvstore=False)
-    (weight * torch.tensor([6.0, 8.0])).sum().backward()
-    trainer.allreduce_grads()
-    assert weight.grad is not None
-    assert clip_global_norm([weight.grad], 5.0) == 10.0
-    trainer.update(2)
-    assert weight.detach().numpy() == pytest.approx([-1.5, -2.0])
 
 
 @pytest.mark.gpu
