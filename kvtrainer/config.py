@@ -34,16 +34,6 @@ from kvtrainer.errors import (
 from kvtrainer.paramwise import ParamGroups, ParamReport, apply_paramwise, rows_of, unwrapped
 from kvtrainer.registry import OPTIM_WRAPPERS, OPTIMIZER_CONSTRUCTORS, OPTIMIZERS
 
-__all__ = [
-    "SECTIONS",
-    "DefaultOptimizerConstructor",
-    "check_overrides",
-    "merge_config",
-    "optimizer_arguments",
-    "trainer_arguments",
-    "wrapper_arguments",
-]
-
 _log = logging.getLogger(__name__)
 
 SECTIONS = (

@@ -14,8 +14,6 @@ from kvtrainer.errors import ArgumentTypeError, ConfigurationError
 from kvtrainer.paramwise import Place, Rule
 from kvtrainer.schedules.config import SOLVER, detectron_schedule
 
-__all__ = ["detectron_arguments", "detectron_devices", "detectron_rules", "linear_scaling"]
-
 _SOLVER: Mapping[str, Any] = {
     **SOLVER, "MOMENTUM": 0.9, "WEIGHT_DECAY": 0.0005, "WEIGHT_DECAY_GN": 0.0, "SCALE_MOMENTUM": True,
     "SCALE_MOMENTUM_THRESHOLD": 1.1, "LOG_LR_CHANGE_THRESHOLD": 1.1,

@@ -8,81 +8,26 @@ import sys
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
-from kvstore_server.errors import (
-    CommandError,
-    ConfigurationError,
-    ConnectTimeoutError,
-    DeadlineError,
-    FencedError,
-    KeyNotFoundError,
-    KVStoreError,
-    NonFiniteGradientError,
-    OptimizerError,
-    PlanMismatchError,
-    ProtocolError,
-    RoundAbortedError,
-    SchedulerInUseError,
-    ServerLostState,
-    ServerStoppingError,
-    ServerUnreachableError,
-    ShapeMismatchError,
-    UnknownNameError,
-    VersionMismatchError,
-    WorkerLostError,
-)
-
-__all__ = [
-    "AmpNotInitializedError",
-    "AnomalousParametersError",
-    "ArgumentTypeError",
-    "BackwardTwiceError",
-    "CheckpointKeyError",
-    "CommandError",
-    "ConcurrentCallError",
-    "ConfigurationError",
-    "ConnectTimeoutError",
-    "CustomImportError",
-    "DeadlineError",
-    "DuplicateParameterWarning",
-    "FailedImportWarning",
-    "FencedError",
-    "GroupValueError",
-    "JointStepError",
-    "KVStoreError",
-    "KeyNotFoundError",
-    "NoGradientWarning",
-    "NonFiniteGradientError",
-    "NonFiniteLossError",
-    "NonFiniteNormWarning",
-    "NotInitializedError",
-    "OptimizerError",
-    "ParameterMovedError",
-    "PlanMismatchError",
-    "ProtocolError",
-    "RegistryError",
-    "RoundAbortedError",
-    "RowIdError",
-    "RowSparseError",
-    "ScheduleWarning",
-    "SchedulerInUseError",
-    "ServerLostState",
-    "ServerStoppingError",
-    "ServerUnreachableError",
-    "ShapeMismatchError",
-    "SparsePullWarning",
-    "StaleGradientError",
-    "StateFileError",
-    "StateMismatchError",
-    "TorchNameWarning",
-    "TraceFileError",
-    "UnknownNameError",
-    "UnmatchedRuleWarning",
-    "UnregisteredNameError",
-    "VersionMismatchError",
-    "WeightsWrittenError",
-    "WorkerLostError",
-]
-
+from kvstore_server.errors import CommandError as CommandError
+from kvstore_server.errors import ConfigurationError as ConfigurationError
+from kvstore_server.errors import ConnectTimeoutError as ConnectTimeoutError
+from kvstore_server.errors import DeadlineError as DeadlineError
+from kvstore_server.errors import FencedError as FencedError
+from kvstore_server.errors import KeyNotFoundError as KeyNotFoundError
+from kvstore_server.errors import KVStoreError as KVStoreError
+from kvstore_server.errors import NonFiniteGradientError as NonFiniteGradientError
+from kvstore_server.errors import OptimizerError as OptimizerError
+from kvstore_server.errors import PlanMismatchError as PlanMismatchError
+from kvstore_server.errors import ProtocolError as ProtocolError
+from kvstore_server.errors import RoundAbortedError as RoundAbortedError
+from kvstore_server.errors import SchedulerInUseError as SchedulerInUseError
+from kvstore_server.errors import ServerLostState as ServerLostState
+from kvstore_server.errors import ServerStoppingError as ServerStoppingError
+from kvstore_server.errors import ServerUnreachableError as ServerUnreachableError
+from kvstore_server.errors import ShapeMismatchError as ShapeMismatchError
+from kvstore_server.errors import UnknownNameError as UnknownNameError
+from kvstore_server.errors import VersionMismatchError as VersionMismatchError
+from kvstore_server.errors import WorkerLostError as WorkerLostError
 
 REPLACED = (
     "Did backward() run, and on the model that this Trainer was built for? load_state_dict(assign=True), and whatever "

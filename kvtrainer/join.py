@@ -34,7 +34,7 @@ def join(pipeline: StepPipeline) -> Iterator[None]:
 def _check(pipeline: StepPipeline) -> None:
     """Raise ConfigurationError if the store does not know workers without data."""
     exchange = pipeline.link.exchange
-    if exchange is not None and not exchange.can_shadow:
+    if exchange is not None and not exchange.is_ours:
         raise ConfigurationError(
             f"kvstore {pipeline.link.describe()!r} does not know workers without data, so join() is not possible; "
             "give every worker the same number of batches"

@@ -34,17 +34,6 @@ from kvtrainer.errors import (
     level_of_user,
 )
 
-__all__ = [
-    "ParamGroups",
-    "ParamReport",
-    "Place",
-    "Rule",
-    "apply_paramwise",
-    "paramwise_rules",
-    "rows_of",
-    "unwrapped",
-]
-
 _log = logging.getLogger(__name__)
 
 _LISTS = ("params", "param_names")

@@ -49,9 +49,9 @@ def export_own_states(pipeline: StepPipeline) -> SavedStates:
     residuals = pipeline.link.residuals()
     if residuals is not None:
         extra[_RESIDUALS] = {"rank": residuals.rank, "num_workers": residuals.num_workers}
-        if residuals.copies:
-            extra[_RESIDUALS]["devices"] = 1 + len(residuals.copies)
-        for at, values in enumerate([residuals.values, *residuals.copies]):
+        if len(residuals.values) > 1:
+            extra[_RESIDUALS]["devices"] = len(residuals.values)
+        for at, values in enumerate(residuals.values):
             tensors[_section(at)] = {pipeline.memory.names[key]: value for key, value in values.items()}
     return SavedStates({}, 0, [], {}, extra, tensors)
 
@@ -137,10 +137,8 @@ def saved_residuals(saved: SavedStates, names: Sequence[str]) -> Residuals | Non
     if place is None:
         return None
     sections = [saved.tensors.get(_section(at), {}) for at in range(place.get("devices", 1))]
-    first, *others = [
-        {key: values[name] for key, name in enumerate(names) if name in values} for values in sections
-    ]
-    return Residuals(place["rank"], place["num_workers"], first, others)
+    found = [{key: values[name] for key, name in enumerate(names) if name in values} for values in sections]
+    return Residuals(place["rank"], place["num_workers"], found)
 
 
 def _section(device: int) -> str:

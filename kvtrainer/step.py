@@ -493,7 +493,7 @@ class StepPipeline:
                 memory.devices[0].rows = dict(outcome.rows)
         verdict = Verdict(outcome.measured, outcome.decision) if exchange.is_sync else own
         # What is frozen here may not be so elsewhere, and weights must stay equal: the sum is what counts.
-        candidates = [True] * len(fresh) if exchange.knows_left_out else memory.participating()
+        candidates = [True] * len(fresh) if exchange.is_ours else memory.participating()
         return [is_in and i not in outcome.left_out for i, is_in in enumerate(candidates)], verdict
 
     def _limit_own(self, decision: Decision, scale: float) -> float:

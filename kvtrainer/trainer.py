@@ -42,8 +42,6 @@ from kvtrainer.sync.binding import BUCKETS, Binding
 from kvtrainer.sync.select import select_store
 from kvtrainer.types import Group, StepResult
 
-__all__ = ["Trainer"]
-
 _log = logging.getLogger(__name__)
 
 

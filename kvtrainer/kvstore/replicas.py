@@ -93,8 +93,9 @@ class ReplicaCompressor:
 
     def __init__(self, codec: Codec) -> None:
         self._codec = codec
-        self._residuals: dict[str, list[Tensor | None]] = {}
-        self._next: dict[str, list[Tensor | None]] = {}
+        self._residuals: dict[tuple[str, int], Tensor] = {}
+        """By key and position."""
+        self._next: dict[tuple[str, int], Tensor] = {}
 
     def merge(self, key: str, replicas: Sequence[Tensor | None]) -> Tensor:
         """Sum what the compressed replicas say, from left to right on the CPU; flat.
@@ -105,33 +106,25 @@ class ReplicaCompressor:
         Raises:
             NonFiniteGradientError: a replica is infinite or not a number; nothing has changed.
         """
-        first = next(replica for replica in replicas if replica is not None)
-        dtype = dtype_name(first.dtype)
-        kept = self._residuals.get(key, [])
-        total = torch.empty(first.numel(), dtype=compute_dtype(dtype))
-        said = torch.empty(self._codec.encoded_nbytes(first.numel(), dtype), dtype=torch.uint8)
-        following: list[Tensor | None] = []
-        is_first = True
-        for at, replica in enumerate(replicas):
-            if replica is None:
-                following.append(kept[at] if at < len(kept) else None)
-                continue
-            grad = replica.detach().to("cpu").reshape(-1)
-            residual = residual_of(self._codec, kept[at] if at < len(kept) else None, grad.numel(), dtype)
-            after = None if residual is None else torch.empty_like(residual)
-            self._codec.encode(grad, residual, said, after)
-            add = self._codec.decode if is_first else self._codec.decode_add
-            add(said, dtype, total)
-            is_first = False
-            following.append(after)
-        self._next[key] = following + kept[len(following) :]
+        there = [((key, at), replica) for at, replica in enumerate(replicas) if replica is not None]
+        first, following = there[0][1], dict[tuple[str, int], Tensor]()
+        numel, dtype = first.numel(), dtype_name(first.dtype)
+        total = torch.empty(numel, dtype=compute_dtype(dtype))
+        said = torch.empty(self._codec.encoded_nbytes(numel, dtype), dtype=torch.uint8)
+        for number, (place, replica) in enumerate(there):
+            residual = residual_of(self._codec, self._residuals.get(place), numel, dtype)
+            if residual is not None:
+                following[place] = torch.empty_like(residual)
+            self._codec.encode(replica.detach().to("cpu").reshape(-1), residual, said, following.get(place))
+            (self._codec.decode_add if number else self._codec.decode)(said, dtype, total)
+        self._next |= following
         return total.to(first.dtype)
 
     def accept(self, keys: Iterable[str] | None = None) -> None:
         """Keep what these keys, or all, did not say for their next rounds: this one was applied."""
-        for key in list(self._next) if keys is None else keys:
-            if key in self._next:  # not where the replicas were sparse
-                self._residuals[key] = self._next.pop(key)
+        applied = None if keys is None else set(keys)
+        for place in [place for place in self._next if applied is None or place[0] in applied]:
+            self._residuals[place] = self._next.pop(place)
 
     def forget(self) -> None:
         """Drop what was merged since the last `accept`: it did not count."""
@@ -139,19 +132,21 @@ class ReplicaCompressor:
 
     def residuals(self, specs: Sequence[TensorSpec], num_replicas: int) -> list[dict[int, Tensor]]:
         """Copy what is held back: of every replica by index of the key, in its shape."""
-        found: list[dict[int, Tensor]] = [{} for _ in range(num_replicas)]
-        for key, spec in enumerate(specs):
-            for at, residual in enumerate(self._residuals.get(spec.key, ())):
-                if residual is not None:
-                    found[at][key] = residual.clone().view(spec.shape)
-        return found
+        return [
+            {
+                key: self._residuals[spec.key, at].clone().view(spec.shape)
+                for key, spec in enumerate(specs)
+                if (spec.key, at) in self._residuals
+            }
+            for at in range(num_replicas)
+        ]
 
     def set_residuals(self, specs: Sequence[TensorSpec], residuals: Sequence[Mapping[int, Tensor]]) -> None:
         """Replace all that is held back; in the form of `residuals`."""
         self._residuals = {
-            spec.key: [held[key].detach().reshape(-1).clone() if key in held else None for held in residuals]
-            for key, spec in enumerate(specs)
-            if any(key in held for held in residuals)
+            (specs[key].key, at): value.detach().reshape(-1).clone()
+            for at, held in enumerate(residuals)
+            for key, value in held.items()
         }
 
 

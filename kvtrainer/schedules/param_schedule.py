@@ -26,8 +26,6 @@ from kvtrainer.errors import (
 )
 from kvtrainer.schedules.formulas import Formula, Policy, make_policy, warmup_factor
 
-__all__ = ["BoundSchedule", "GroupValue", "MomentumWarmup", "ParamSchedule", "ScheduleSpec", "WarmupClock"]
-
 MOST_MOMENTUM = 0.999
 """The most to which a warm-up raises momentum, unless the momentum to come to is greater itself."""
 _REMEMBERED = ("lr", "momentum")

@@ -43,10 +43,17 @@ class Residuals:
 
     rank: int
     num_workers: int
-    values: Mapping[int, Tensor]
-    """By index of the key, in its shape."""
-    copies: Sequence[Mapping[int, Tensor]] = ()
-    """The same for the replicas on each further device, where they are compressed one by one."""
+    values: Sequence[Mapping[int, Tensor]]
+    """By index of the key, in its shape; of the replicas on each device, where they are compressed one by one."""
+
+    @property
+    def place(self) -> tuple[int, int, int]:
+        """The rank, the number of workers, and of devices: residuals are of use there alone."""
+        return self.rank, self.num_workers, len(self.values)
+
+    def __str__(self) -> str:
+        on = f" with {len(self.values)} devices" if len(self.values) > 1 else ""
+        return f"rank {self.rank} of {self.num_workers}{on}"
 
 
 class Binding:
@@ -181,8 +188,7 @@ class Binding:
         if self.exchange is None:
             return True
         self._check_written(layout)
-        is_ours = isinstance(self.exchange, StoreExchange | GroupExchange)
-        return is_ours and self.exchange.is_sync and not layout.plan.has_row_sparse
+        return self.exchange.is_ours and self.exchange.is_sync and not layout.plan.has_row_sparse
 
     def leave(self, former: Memory) -> None:
         """Go on with more parameters than the exchange has, from the next `start`; on every worker."""
@@ -219,8 +225,9 @@ class Binding:
         assert self.exchange is not None
         self._check_written(layout)
         arena, rows = layout.arena, layout.devices[0].rows
-        if rows:
-            self.exchange.check_sparse([layout.names[key] for key in rows])
+        if rows and self.exchange.refuses_rows:
+            names = ", ".join(repr(layout.names[key]) for key in rows)
+            raise ConfigurationError(f"the gradient of {names} is row-sparse, {self.exchange.refuses_rows}")
         in_store = self.exchange.updates_weights
         guard = limits.guard if in_store and self.exchange.is_sync else None
         if (said := (options, limits)) != self._said:
@@ -297,48 +304,35 @@ class Binding:
         """Copy what compression holds back of this worker's gradients; None without compression."""
         if self.replicas is not None and self._layout is not None:
             layout = self._layout
-            first, *others = self.replicas.residuals(layout.plan.specs, len(layout.devices))
-            return Residuals(0, 1, first, others)
-        exchange = self._compressing()
-        if exchange is None:
+            return Residuals(0, 1, self.replicas.residuals(layout.plan.specs, len(layout.devices)))
+        if (exchange := self._compressing()) is None:
             return self._awaited
-        return Residuals(*self._place(), exchange.residuals())
+        return Residuals(exchange.rank, exchange.num_workers, [exchange.residuals()])
 
     def take_residuals(self, saved: Residuals | None) -> None:
         """Load saved residuals, if they are this worker's, as soon as the store is there; else start with none."""
-        exchange = self._compressing()
-        layout = self._layout if self.replicas is not None else None
-        if exchange is None and layout is None:
+        if self._compressing() is None and (self.replicas is None or self._layout is None):
             is_compressing = self.selection.codec is not None or self.replicas is not None
             self._awaited = saved if is_compressing and not self.is_started else None
             return
-        rank, num_workers = self._place()
-        devices = 1 if layout is None else len(layout.devices)
-        mine = (rank, num_workers, devices)
-        is_mine = saved is not None and (saved.rank, saved.num_workers, 1 + len(saved.copies)) == mine
-        if saved is not None and not is_mine:
+        mine = self.residuals()
+        if saved is not None and mine is not None and saved.place != mine.place:
             _log.warning(
                 "the saved states hold what compression kept back on %s; %s starts with nothing kept back",
-                _named((saved.rank, saved.num_workers, 1 + len(saved.copies))),
-                _named(mine),
+                saved,
+                mine,
             )
-        held = saved if is_mine else None
-        if self.replicas is not None and layout is not None:
-            by_device = [] if held is None else [held.values, *held.copies]
-            self.replicas.set_residuals(layout.plan.specs, by_device)
-        elif exchange is not None:
-            exchange.set_residuals({} if held is None else held.values)
+            saved = None
+        held = () if saved is None else saved.values
+        if self.replicas is not None and self._layout is not None:
+            self.replicas.set_residuals(self._layout.plan.specs, held)
+        elif self.holder is not None:
+            self.holder.set_residuals(held[0] if held else {})
         self._awaited = None
 
     def _compressing(self) -> StoreExchange | None:
         """The exchange, if it is there and compresses."""
-        is_compressing = self.is_started and self.selection.codec is not None
-        return self.exchange if is_compressing and isinstance(self.exchange, StoreExchange) else None
-
-    def _place(self) -> tuple[int, int]:
-        """This worker's rank and the number of workers."""
-        assert self._client is not None
-        return self._client.options.rank, self._client.options.num_workers
+        return self.holder if self.is_started and self.selection.codec is not None else None
 
     def profiler(self) -> Profiler:
         """Get the profiler of the connection; makes the store if there is none yet. Raises as `Trainer.profiler`."""
@@ -405,11 +399,6 @@ class Binding:
         if self._group is not None:
             return GroupExchange(self._group, plan, optimizer, self.describe().lower())
         return None if self.store is None else PluginExchange(self.store, plan)
-
-
-def _named(place: tuple[int, int, int]) -> str:
-    rank, num_workers, devices = place
-    return f"rank {rank} of {num_workers}" + (f" with {devices} devices" if devices > 1 else "")
 
 
 def _for_store(optimizer: Optimizer, is_sync: bool) -> Optimizer:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -61,65 +62,60 @@ class Shadowed(NamedTuple):
     """No worker has: the round was none."""
 
 
-class Exchange(Protocol):
+class Exchange(ABC):
     """One way to synchronise a Trainer: over an engine, over ranks, or over somebody else's store."""
 
     num_workers: int
-    updates_weights: bool
+    updates_weights: bool = False
     """Whether the optimizer runs in the store."""
-    is_sync: bool
+    is_sync: bool = True
     """Whether a round takes one contribution of every worker."""
-    knows_left_out: bool
-    """Whether the store can say which keys all workers left out."""
+    is_ours: bool = True
+    """Whether it knows which keys all workers left out, and workers without data that take part with nothing."""
+    refuses_rows: str = ""
+    """Why gradients may not be row-sparse here; empty where they may."""
 
-    can_shadow: bool
-    """Whether a worker without data may take part with nothing."""
-
+    @abstractmethod
     def init(self, weights: Mapping[str, Tensor], tables: Tables = NO_TABLES) -> None:
         """Give every worker rank 0's weights, and the store rank 0's row-sparse ones."""
 
-    def check_sparse(self, names: Sequence[str]) -> None:
-        """Raise ConfigurationError if these parameters may not have row-sparse gradients here."""
-
+    @abstractmethod
     def run(self, grads: Gradients, weights: Mapping[str, Tensor]) -> Outcome:
         """Run one round. New weights go to `weights`, or else sums of gradients to those of `grads`."""
 
+    @abstractmethod
     def shadow(self, weights: Mapping[str, Tensor], grads: Mapping[str, Tensor]) -> Shadowed:
         """Run one round to which this worker gives nothing; sums go to `grads`.
 
         When it is over for all workers, or where contributions count one by one, the store's weights go to `weights`.
         """
 
+    @abstractmethod
     def assign(self, weights: Mapping[str, Tensor], tables: Tables = NO_TABLES) -> None:
         """Give every worker, and the store, rank 0's weights as they are now; optimizer state stays. Of row-sparse keys
         only those of rank 0's `tables` change."""
 
     def stats(self) -> list[dict[str, Any]]:
         """Fetch the counters of every server; none for stores that keep none."""
+        return []
 
 
-class PluginExchange:
+class PluginExchange(Exchange):
     """Over a third-party store: `broadcast` and `pushpull` of one key per parameter; the trainer updates."""
 
-    updates_weights = False
-    knows_left_out = False
-    is_sync = True
-    can_shadow = False
+    is_ours = False
 
     def __init__(self, store: KVStoreBase, plan: Plan) -> None:
         self.num_workers = store.num_workers
         self._store = store
         self._plan = plan
+        self.refuses_rows = (
+            f"but kvstore {store.type!r} sums dense gradients only; build the module with sparse=False"
+        )
 
     def init(self, weights: Mapping[str, Tensor], tables: Tables = NO_TABLES) -> None:
         for key, piece in enumerate(self._pieces(weights)):
             self._store.broadcast(key, piece, piece)
-
-    def check_sparse(self, names: Sequence[str]) -> None:
-        raise ConfigurationError(
-            f"the gradient of {', '.join(map(repr, names))} is row-sparse, but kvstore {self._store.type!r} sums dense "
-            "gradients only; build the module with sparse=False"
-        )
 
     def run(self, grads: Gradients, weights: Mapping[str, Tensor]) -> Outcome:
         for key, piece in enumerate(self._pieces(grads.arenas)):
@@ -139,9 +135,6 @@ class PluginExchange:
             if self._store.rank != 0:
                 piece.zero_()
             self._store.pushpull(key, piece, piece, priority=-key)
-
-    def stats(self) -> list[dict[str, Any]]:
-        return []
 
     def _pieces(self, arenas: Mapping[str, Tensor]) -> Sequence[Tensor]:
         rows = zip(self._plan.specs, self._plan.key_offsets, strict=True)

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,10 +22,10 @@ from kvstore_server.optimizer import Optimizer
 from kvstore_server.plan import Plan, row_numel
 from kvstore_server.rows import RowSet
 from kvtrainer.comm.rank_group import RankGroup
-from kvtrainer.errors import ConfigurationError, ProtocolError
+from kvtrainer.errors import ProtocolError
 from kvtrainer.kvstore.replicas import sum_rows
 from kvtrainer.memory.row_sparse import NO_TABLES, Tables
-from kvtrainer.sync.contract import Gradients, Outcome, Shadowed
+from kvtrainer.sync.contract import Exchange, Gradients, Outcome, Shadowed
 
 _DENSE, _ABSENT = -1, -2
 _CALL, _HYPER, _SCALE, _VETO, _FIRST_KEY = range(5)
@@ -45,21 +45,21 @@ class _Headers(NamedTuple):
     """No rank has data."""
 
 
-class GroupExchange:
+class GroupExchange(Exchange):
     """Over a RankGroup. Called by all ranks in the same order; a rank that does not come makes the others time out.
 
     Args:
         optimizer: which runs on every rank; ranks must have the same.
     """
 
-    updates_weights = False
-    knows_left_out = True
-    is_sync = True
-    can_shadow = True
-
     def __init__(self, group: RankGroup, plan: Plan, optimizer: Optimizer, name: str = "device") -> None:
         self.num_workers = group.size
-        self._group, self._plan, self._name = group, plan, name
+        self._group, self._plan = group, plan
+        if name == "nccl":
+            self.refuses_rows = (
+                "but kvstore 'nccl' does not support sparse gradients; use kvstore='device', or build the module with "
+                "sparse=False"
+            )
         self._optimizer = {
             "name": optimizer.registered_name,
             "multi_precision": getattr(optimizer, "multi_precision", None),
@@ -79,13 +79,6 @@ class GroupExchange:
         self._group.agree("Trainer", {**said, "coalesce": buckets.coalesce})
         self._group.is_agreed = True
         self._broadcast(weights)
-
-    def check_sparse(self, names: Sequence[str]) -> None:
-        if self._name == "nccl":
-            raise ConfigurationError(
-                f"the gradient of {', '.join(map(repr, names))} is row-sparse, but kvstore 'nccl' does not support "
-                "sparse gradients; use kvstore='device', or build the module with sparse=False"
-            )
 
     def run(self, grads: Gradients, weights: Mapping[str, Tensor]) -> Outcome:
         """Run one round; see Exchange.
@@ -126,9 +119,6 @@ class GroupExchange:
     def assign(self, weights: Mapping[str, Tensor], tables: Tables = NO_TABLES) -> None:
         self._headers("set_data", None)
         self._broadcast(weights)
-
-    def stats(self) -> list[dict[str, Any]]:
-        return []
 
     def _broadcast(self, weights: Mapping[str, Tensor]) -> None:
         for flat in weights.values():

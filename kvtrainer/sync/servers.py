@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,21 +16,17 @@ from kvstore_server.rows import RowSet
 from kvtrainer.comm.client import Client
 from kvtrainer.comm.compressor import Compressor
 from kvtrainer.comm.round import Contribution
-from kvtrainer.errors import ConfigurationError
 from kvtrainer.memory.row_sparse import NO_TABLES, Tables
-from kvtrainer.sync.contract import Gradients, Outcome, Shadowed
+from kvtrainer.sync.contract import Exchange, Gradients, Outcome, Shadowed
 
 TABLE = "parameters"
 
 
-class StoreExchange:
+class StoreExchange(Exchange):
     """Over a client of an engine, in this process or, if it `is_dist`, on servers.
 
     Slices are those of the plan that the Trainer made, which differs from the table's in servers only.
     """
-
-    knows_left_out = True
-    can_shadow = True
 
     def __init__(
         self,
@@ -41,10 +37,9 @@ class StoreExchange:
         is_dist: bool = False,
         name: str = TABLE,
     ) -> None:
-        self._is_dist = is_dist
         self._has_rows = False
         """Whether a gradient of this worker has been row-sparse."""
-        self.num_workers = client.options.num_workers
+        self.rank, self.num_workers = client.options.rank, client.options.num_workers
         self.updates_weights = optimizer is not None
         self.is_sync = client.options.mode.is_sync
         self._client = client
@@ -55,19 +50,18 @@ class StoreExchange:
         [self._table] = client.register({name: plan.specs}, whole_keys)
         if codec is not None:
             self._table.compressor = Compressor(codec, self._table.plan)
+        if (
+            optimizer is None and is_dist
+        ):  # also with one worker: a script that works with one works with several
+            self.refuses_rows = (
+                "which needs update_on_kvstore=True with a dist kvstore: rows that other workers have cannot be summed "
+                "here"
+            )
 
     def init(self, weights: Mapping[str, Tensor], tables: Tables = NO_TABLES) -> None:
         mine = _on_cpu(weights)
         self._client.rounds.initialise(self._of_rank_0(mine, tables, mine))
         _copy_back(weights, mine)
-
-    def check_sparse(self, names: Sequence[str]) -> None:
-        # Also with one worker, so that a script that works with one works with several.
-        if not self.updates_weights and self._is_dist:
-            raise ConfigurationError(
-                f"the gradient of {', '.join(map(repr, names))} is row-sparse, which needs update_on_kvstore=True with "
-                "a dist kvstore: rows that other workers have cannot be summed here"
-            )
 
     def run(self, grads: Gradients, weights: Mapping[str, Tensor]) -> Outcome:
         values, target = grads.arenas, weights if self.updates_weights else grads.arenas
@@ -133,7 +127,7 @@ class StoreExchange:
         else:
             # Contributions count one by one: none may come between, and nobody may read before.
             self._client.barrier()
-            if not self._client.options.rank:
+            if not self.rank:
                 rounds.wait(rounds.start(self._of_rank_0(mine, tables, None, assign=True)))
             self._client.barrier()
             rounds.pull([self._table], [mine])
@@ -188,10 +182,9 @@ class StoreExchange:
         assign: bool = False,
     ) -> Contribution:
         """Make this worker's part in a round in which rank 0's values count."""
-        is_first = not self._client.options.rank
-        given = {key: make() for key, make in tables.items()} if is_first else {}
+        given = {} if self.rank else {key: make() for key, make in tables.items()}
         is_kept = self.updates_weights and self._has_rows and out is not None
-        values, outs = [mine] if is_first else None, None if out is None else [out]
+        values, outs = None if self.rank else [mine], None if out is None else [out]
         return Contribution([self._table], values, outs, assign=assign, sources=given, is_kept=is_kept)
 
 

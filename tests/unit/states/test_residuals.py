@@ -58,8 +58,8 @@ def test_residual_goes_on_in_the_trainer_that_loads(is_new: bool, tmp_path: Path
         found = saved_residuals(read_state_file(tmp_path / name), list(parameters))
         assert found is not None
         assert (found.rank, found.num_workers) == (0, 1)
-        assert [found.values[key].unique().tolist() for key in range(2)] == [[0.25], [0.25]]
-        assert [found.values[key].shape for key in range(2)] == [p.shape for p in parameters.values()]
+        assert [found.values[0][key].unique().tolist() for key in range(2)] == [[0.25], [0.25]]
+        assert [found.values[0][key].shape for key in range(2)] == [p.shape for p in parameters.values()]
 
 
 @pytest.mark.parametrize("is_new", [True, False])
