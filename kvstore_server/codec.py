@@ -23,7 +23,6 @@ from kvstore_server.errors import (
     NonFiniteGradientError,
     ProtocolError,
     UnknownNameError,
-    did_you_mean,
 )
 from kvstore_server.plan import ITEM_SIZE
 
@@ -76,10 +75,7 @@ class Codec(ABC):
         Raises:
             ConfigurationError: gradients of that dtype cannot be encoded.
         """
-        if dtype not in ITEM_SIZE:
-            raise ConfigurationError(
-                f"gradients of {dtype} cannot be compressed; only {', '.join(ITEM_SIZE)} can"
-            )
+        check.one_of("the dtype of compressed gradients", dtype, ITEM_SIZE)
         return None if self.is_exact(dtype) else compute_dtype(dtype)
 
     @abstractmethod
@@ -262,12 +258,8 @@ class TwoBit(Codec):
     _tables: Tables = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        threshold = _number(self)
-        if threshold < _FLOAT32.tiny:
-            raise ConfigurationError(
-                f"compression '2bit': threshold must be greater than 0 (at least {_FLOAT32.tiny:.2g}, the "
-                f"smallest normal float32), got {self.threshold!r}"
-            )
+        label = "compression '2bit': threshold"  # in float32
+        threshold = check.number(label, self.threshold, _FLOAT32.tiny, _FLOAT32.max)
         object.__setattr__(self, "threshold", threshold)
         object.__setattr__(self, "_tables", _tables((0.0, 0.0, -threshold, threshold)))
 
@@ -312,7 +304,9 @@ class OneBit(Codec):
     _tables: Tables = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "threshold", _number(self))
+        label = "compression '1bit': threshold"  # in float32
+        threshold = check.number(label, self.threshold, _FLOAT32.min, _FLOAT32.max)
+        object.__setattr__(self, "threshold", threshold)
         object.__setattr__(self, "_tables", _tables((-1.0, 1.0)))
 
     def encoded_nbytes(self, numel: int, dtype: str) -> int:
@@ -327,16 +321,6 @@ class OneBit(Codec):
 
     def _dequantise(self, codes: Tensor, dtype: str, numel: int) -> Tensor:
         return _looked_up(self._tables[compute_dtype(dtype)], codes, numel)
-
-
-def _number(codec: TwoBit | OneBit) -> float:
-    value = codec.threshold
-    check.number(f"compression {codec.name!r}: threshold", value)
-    if abs(value) > _FLOAT32.max:
-        raise ConfigurationError(
-            f"compression {codec.name!r}: threshold must be a number that float32 can hold, got {value!r}"
-        )
-    return float(value)
 
 
 def _zeros(total: Tensor, multiple: int) -> Tensor:
@@ -377,25 +361,12 @@ def make_codec(params: Mapping[str, Any] | None) -> Codec:
     """
     if params is None:
         return NoCompression()
-    if not isinstance(params, Mapping):
-        raise ConfigurationError(
-            f"compression_params must be a dict such as {{'type': '2bit'}}, got {params!r:.80}"
-        )
-    options = dict(params)
+    options = dict(check.mapping("compression_params, such as {'type': '2bit'},", params))
     kind = options.pop("type", None)
     if not isinstance(kind, str):
         raise ConfigurationError(
             f"compression_params needs a 'type', one of {', '.join(_CODECS)}; got {dict(params)!r:.80}"
         )
-    cls = _CODECS.get(kind.lower())
-    if cls is None:
-        raise UnknownNameError(
-            f"there is no compression type {kind!r}; known are {', '.join(_CODECS)}{did_you_mean(kind, _CODECS)}"
-        )
-    valid = [f.name for f in fields(cls) if f.init]
-    unknown = [repr(name) for name in options if name not in valid]
-    if unknown:
-        raise ConfigurationError(
-            f"compression {cls.name!r} does not take {', '.join(unknown)}; it takes {', '.join(['type', *valid])}"
-        )
+    cls = _CODECS[check.one_of("the type of compression", kind.lower(), _CODECS, error=UnknownNameError)]
+    check.known(f"compression {cls.name!r}", options, ["type", *(f.name for f in fields(cls) if f.init)])
     return cls(**options)

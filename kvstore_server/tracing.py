@@ -167,13 +167,10 @@ def events_of(packed: Iterable[bytes]) -> list[Event]:
 
 
 def _event(values: Any) -> Event:
-    if not isinstance(values, list) or len(values) != len(Event._fields):
+    kinds = (str, str, int | float, int | float, int | float, dict)
+    if not (isinstance(values, list) and len(values) == len(kinds) and all(map(isinstance, values, kinds))):
         raise ProtocolError(f"this is no event of a trace: {values!r:.80}")
     name, category, start, duration, lane, args = values
-    is_event = isinstance(name, str) and isinstance(category, str) and isinstance(args, dict)
-    numbers = all(isinstance(value, int | float) for value in (start, duration, lane))
-    if not is_event or not numbers:
-        raise ProtocolError(f"this is no event of a trace: {values!r:.80}")
     return Event(name, category, float(start), float(duration), int(lane), args)
 
 

@@ -36,26 +36,9 @@ from kvstore_server.optimizer.base import capability
 from kvstore_server.protocol import messages as m
 from kvstore_server.server import Server, ServerOptions
 from kvstore_server.tcp import routing_id
+from kvtrainer import env
 from kvtrainer.comm.connection import Connection
 from kvtrainer.comm.session import Session, SessionOptions
-from kvtrainer.env import (
-    CONNECT_TIMEOUT,
-    DEAD_AFTER,
-    NUM_WORKERS,
-    RANK,
-    ROLE,
-    SERVERS,
-    Topology,
-    as_int,
-    numeric_host,
-    parse_address,
-    read_place,
-    read_servers,
-    read_timeout,
-    read_topology,
-    tcp_address,
-    text_of,
-)
 from kvtrainer.scheduler import SERVER, WORKER, Scheduler
 
 SCHEDULER = "scheduler"
@@ -97,13 +80,13 @@ def read_dmlc(environ: Mapping[str, str]) -> DmlcJob | None:
     Raises:
         ConfigurationError: a variable is missing, no number or out of range; says which.
     """
-    role = text_of(environ, ROLE)
+    role = env.text_of(environ, env.ROLE)
     if not role:
         return None
     if role not in _RANKS:
-        raise ConfigurationError(f"{ROLE} is {role!r}; it must be {SCHEDULER}, {SERVER} or {WORKER}")
+        raise ConfigurationError(f"{env.ROLE} is {role!r}; it must be {SCHEDULER}, {SERVER} or {WORKER}")
     host, port = _need(environ, "DMLC_PS_ROOT_URI"), _need(environ, "DMLC_PS_ROOT_PORT")
-    root = parse_address(f"{host}:{port}")
+    root = env.parse_address(f"{host}:{port}")
     counts = {WORKER: _count(environ, "DMLC_NUM_WORKER"), SERVER: _count(environ, "DMLC_NUM_SERVER")}
     rank = _first(environ, _RANKS[role])
     if rank is not None and not 0 <= rank[1] < counts[role]:
@@ -112,29 +95,32 @@ def read_dmlc(environ: Mapping[str, str]) -> DmlcJob | None:
         )
     task = _first(environ, (_TASK,)) if role != SCHEDULER else None
     numbers = rank and rank[1], task and task[1]
-    return DmlcJob(role, root, counts[WORKER], counts[SERVER], *numbers, text_of(environ, "DMLC_NODE_HOST"))
+    node_host = env.text_of(environ, "DMLC_NODE_HOST")
+    return DmlcJob(role, root, counts[WORKER], counts[SERVER], *numbers, node_host)
 
 
 def _need(environ: Mapping[str, str], name: str) -> str:
-    text = text_of(environ, name)
+    text = env.text_of(environ, name)
     if not text:
         raise ConfigurationError(
-            f"{ROLE} is {environ[ROLE]!r}, but {name} is not set; MXNet's launcher sets DMLC_PS_ROOT_URI, "
+            f"{env.ROLE} is {environ[env.ROLE]!r}, but {name} is not set; MXNet's launcher sets DMLC_PS_ROOT_URI, "
             "DMLC_PS_ROOT_PORT, DMLC_NUM_WORKER and DMLC_NUM_SERVER for every process. Set it, or unset "
-            f"{ROLE} and use KVSTORE_RANK, KVSTORE_NUM_WORKERS and KVSTORE_SERVERS"
+            f"{env.ROLE} and use KVSTORE_RANK, KVSTORE_NUM_WORKERS and KVSTORE_SERVERS"
         )
     return text
 
 
 def _count(environ: Mapping[str, str], name: str) -> int:
-    count = as_int(_need(environ, name), name)
+    count = env.as_int(_need(environ, name), name)
     if not 1 <= count <= MAX_PROCESSES:
         raise ConfigurationError(f"{name} is {count}; it must lie in 1..{MAX_PROCESSES}")
     return count
 
 
 def _first(environ: Mapping[str, str], names: tuple[str, ...]) -> tuple[str, int] | None:
-    return next(((name, as_int(text, name)) for name in names if (text := text_of(environ, name))), None)
+    return next(
+        ((name, env.as_int(text, name)) for name in names if (text := env.text_of(environ, name))), None
+    )
 
 
 # Roles.
@@ -147,12 +133,12 @@ def find_topology(
     servers: str | Sequence[str] | None,
     connect_timeout: float | None,
     dead_after: float | None,
-) -> Topology:
+) -> env.Topology:
     """Play the role of this process, as `kvtrainer.env.find_topology` says; return the topology of a worker."""
     serve_role(environ, rank, servers, connect_timeout, dead_after)
-    job = read_dmlc(environ) if read_servers(environ, servers) is None else None
+    job = read_dmlc(environ) if env.read_servers(environ, servers) is None else None
     if job is None or job.role != WORKER:
-        return read_topology(environ, rank=rank, num_workers=num_workers, servers=servers)
+        return env.read_topology(environ, rank=rank, num_workers=num_workers, servers=servers)
     own = _claimed_rank(environ, job, rank, num_workers)
     topology = _joined.get((os.getpid(), job.root))
     if topology is None:
@@ -173,13 +159,13 @@ def serve_role(
     dead_after: float | None = None,
 ) -> None:
     """Serve until the job is over in a scheduler or a server, as `kvtrainer.env.serve_role` says."""
-    if rank is not None or text_of(environ, RANK) or text_of(environ, ROLE) in ("", WORKER):
+    if rank is not None or env.text_of(environ, env.RANK) or env.text_of(environ, env.ROLE) in ("", WORKER):
         return
     job = read_dmlc(environ)
     assert job is not None
-    if read_servers(environ, servers) is not None:
+    if env.read_servers(environ, servers) is not None:
         raise ConfigurationError(
-            f"{ROLE} is {job.role!r}, but {SERVERS} or servers= names servers that run already; unset one of them"
+            f"{env.ROLE} is {job.role!r}, but {env.SERVERS} or servers= names servers that run already; unset one"
         )
     limits = _limits(environ, connect_timeout, dead_after)
     if job.role == SCHEDULER:
@@ -223,7 +209,7 @@ def _be_server(environ: Mapping[str, str], job: DmlcJob, timeout: float, dead_af
         told = client.ask(_join_message(job, job.rank), timeout)
         host = _host_of_server(environ, job, bool(told["is_one_machine"]))
         flags = ["--index", str(told["rank"]), "--num-servers", str(job.num_servers)]
-        flags += ["--bind", tcp_address(host, 0), "--dead-after", str(dead_after)]
+        flags += ["--bind", env.tcp_address(host, 0), "--dead-after", str(dead_after)]
         code = cli.main(flags, announce=begin)
         if code:  # it has said why in its own log
             client.leave(KVStoreError(f"its server ended with code {code}"))
@@ -268,18 +254,20 @@ class _Workers:
         return gone >= set(range(self._num_workers))
 
 
-_joined: dict[tuple[int, str], Topology] = {}
+_joined: dict[tuple[int, str], env.Topology] = {}
 """A process joins a job once, for all of its stores: by process id, since forks inherit this, and scheduler."""
 
 
-def _join(job: DmlcJob, rank: int | None, timeout: float, dead_after: float) -> Topology:
+def _join(job: DmlcJob, rank: int | None, timeout: float, dead_after: float) -> env.Topology:
     """Meet the others; from then on say to scheduler and servers that this process lives, until it ends."""
     client = SchedulerClient(job.root)
     servers: Session | None = None
     try:
         told = client.ask(_join_message(job, rank), timeout)
         client.start_heartbeats(int(told["session"]))
-        topology = Topology(int(told["rank"]), job.num_workers, tuple(map(parse_address, told["servers"])))
+        topology = env.Topology(
+            int(told["rank"]), job.num_workers, tuple(map(env.parse_address, told["servers"]))
+        )
         options = SessionOptions(
             _GROUP, topology.rank, job.num_workers + 1, connect_timeout=timeout, dead_after=dead_after,
             capability=capability(), address=f"{socket.gethostname()}:{os.getpid()}",
@@ -398,7 +386,7 @@ def _host_of_server(environ: Mapping[str, str], job: DmlcJob, is_one_machine: bo
     """Choose where a server listens: loopback if that is enough, else what the launcher says, if that is allowed."""
     if is_one_machine:
         return "127.0.0.1"
-    host = numeric_host(job.node_host) if job.node_host else _host_towards(job.root)
+    host = env.numeric_host(job.node_host) if job.node_host else _host_towards(job.root)
     if not is_loopback(host) and environ.get(ALLOW_PUBLIC, "") != "1":
         raise ConfigurationError(
             f"the processes of this job are on several machines, so its servers must listen on an address like {host} "
@@ -411,13 +399,13 @@ def _host_of_server(environ: Mapping[str, str], job: DmlcJob, is_one_machine: bo
 def _numeric(address: str) -> str:
     """Return tcp://host:port with a numeric host. Raises ConfigurationError."""
     parts = urlsplit(address)
-    return tcp_address(numeric_host(parts.hostname or ""), parts.port or 0)
+    return env.tcp_address(env.numeric_host(parts.hostname or ""), parts.port or 0)
 
 
 def _host_towards(address: str) -> str:
     """Return the address that this machine has on the way to tcp://host:port; sends nothing."""
     parts = urlsplit(address)
-    target = numeric_host(parts.hostname or "")
+    target = env.numeric_host(parts.hostname or "")
     family = socket.AF_INET6 if ":" in target else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
@@ -431,26 +419,26 @@ def _claimed_rank(
     environ: Mapping[str, str], job: DmlcJob, rank: int | None, num_workers: int | None
 ) -> int | None:
     """Return the rank that this worker must have, None where the scheduler chooses; check what else is given."""
-    ours = {k: v for k, v in environ.items() if k in (RANK, NUM_WORKERS) and v.strip()}
+    ours = {k: v for k, v in environ.items() if k in (env.RANK, env.NUM_WORKERS) and v.strip()}
     if rank is None and num_workers is None and not ours:
         return job.rank
-    numbers = {NUM_WORKERS: str(job.num_workers), **ours}
-    if rank is None and RANK not in ours:
-        numbers[RANK] = "0" if job.rank is None else str(job.rank)
-    own, count = read_place(numbers, rank, num_workers)
+    numbers = {env.NUM_WORKERS: str(job.num_workers), **ours}
+    if rank is None and env.RANK not in ours:
+        numbers[env.RANK] = "0" if job.rank is None else str(job.rank)
+    own, count = env.read_place(numbers, rank, num_workers)
     if count != job.num_workers:
         raise ConfigurationError(
             f"num_workers is {count}, but DMLC_NUM_WORKER is {job.num_workers}; give both alike, or one only"
         )
-    return own if rank is not None or RANK in ours else job.rank
+    return own if rank is not None or env.RANK in ours else job.rank
 
 
 def _limits(
     environ: Mapping[str, str], connect_timeout: float | None, dead_after: float | None
 ) -> tuple[float, float]:
     return (
-        read_timeout(environ, CONNECT_TIMEOUT, value=connect_timeout),
-        read_timeout(environ, DEAD_AFTER, value=dead_after),
+        env.read_timeout(environ, env.CONNECT_TIMEOUT, value=connect_timeout),
+        env.read_timeout(environ, env.DEAD_AFTER, value=dead_after),
     )
 
 

@@ -38,6 +38,7 @@ def by_one_thread(
 
     @functools.wraps(method)
     def call(self: _Self, /, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+        """Call the method, unless another thread is in a call of this object."""
         mine = _Call()
         mine.method, mine.thread = name, threading.get_ident()
         # One operation of the interpreter: of two threads only one finds its own call there. Weak, because a signal

@@ -264,8 +264,7 @@ class Rule:
         for what in ("lr_mult", "decay_mult", "weight_decay"):
             if getattr(self, what) is not None:
                 check.number(f"{what} of {self.name}", getattr(self, what))
-        if not isinstance(self.extra, Mapping):
-            raise ArgumentTypeError(f"extra of {self.name} must be a dict of options, got {self.extra!r:.80}")
+        check.mapping(f"extra of {self.name}", self.extra, error=ArgumentTypeError)
         object.__setattr__(self, "extra", {ALIASES.get(key, key): value for key, value in self.extra.items()})
         given = [*self.extra, *(["lr"] if self.lr_mult is not None else [])]
         given += ["weight_decay" for value in (self.decay_mult, self.weight_decay) if value is not None]

@@ -82,6 +82,7 @@ class Registry:
             raise ArgumentTypeError(f"a {self.name} is named by a str, got {name!r:.80}; write @….register()")
 
         def add(entry: _Entry) -> _Entry:
+            """Register a class or function under the names."""
             if not callable(entry) or (names is None and not hasattr(entry, "__name__")):
                 raise ArgumentTypeError(
                     f"a {self.name} is a class or function with a name, got {entry!r:.80}"

@@ -19,7 +19,7 @@ from kvstore_server.optimizer.torch_family import OWN_COUNT
 from kvtrainer.errors import ConfigurationError, StateMismatchError
 from kvtrainer.groups import check_options, kept_entries, option_names, plain
 from kvtrainer.scaling import scaler_from_state
-from kvtrainer.states.convert import momentum_problems, state_problems
+from kvtrainer.states.convert import saved_problems
 from kvtrainer.states.file import SavedParameter, SavedStates
 from kvtrainer.step import StepPipeline
 from kvtrainer.sync.binding import Residuals
@@ -187,25 +187,19 @@ def _optimizer_problems(saved: Mapping[str, Any], pipeline: StepPipeline) -> Ite
 def _parameter_problems(saved: SavedStates, pipeline: StepPipeline) -> Iterator[str]:
     """Differences of the optimizer's name, parameters, groups, and entries of state."""
     groups, optimizer, plan = pipeline.groups.live, pipeline.groups.optimizer, pipeline.memory.plan
-    yield from saved.differences(optimizer.registered_name, plan.specs, "parameters", "this Trainer")
-    places = enumerate(plan.specs)
-    common = {key: saved.parameters[spec.key] for key, spec in places if spec.key in saved.parameters}
     if len(saved.groups) != len(groups):
         yield f"the file has {len(saved.groups)} parameter groups, this Trainer has {len(groups)}"
-    for key, theirs in common.items():
-        if theirs.group != (group := plan.specs[key].group):
-            yield f"{plan.specs[key].key!r} is in group {theirs.group} in the file and in group {group} here"
+    for spec in plan.specs:
+        theirs = saved.parameters.get(spec.key)
+        if theirs is not None and theirs.group != spec.group:
+            yield f"{spec.key!r} is in group {theirs.group} in the file and in group {spec.group} here"
     for at, options in enumerate(saved.groups):
         known = {name: options[name] for name in option_names(optimizer) if name in options}
         try:
             check_options(_without_scheduler(optimizer), known)
         except ConfigurationError as error:
             yield f"the options of group {at} are not valid here: {error}"
-    # Entries mean something only where the parameters agree.
-    states = {k: row.state for k, row in common.items() if row.shape == plan.specs[k].shape and row.state}
-    yield from momentum_problems(states, saved.groups, optimizer)
-    options_of = {key: saved.groups[row.group] for key, row in common.items()}
-    yield from state_problems(states, options_of, plan, optimizer)
+    yield from saved_problems(saved, plan.specs, optimizer, "parameters", "this Trainer")
 
 
 def _part_problems(saved: SavedStates, pipeline: StepPipeline) -> Iterator[str]:

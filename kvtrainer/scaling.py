@@ -244,9 +244,7 @@ def make_precision(amp: Any) -> Precision | None:
         raise ConfigurationError(f"amp={amp!r} is a dtype; give it as amp=dict(dtype={amp!r})")
     given = dict(amp) if isinstance(amp, Mapping) else {"loss_scale": amp}
     dtype = given.pop("dtype", "float16")
-    name = str(dtype).removeprefix("torch.")
-    if name not in _DTYPES:
-        raise ConfigurationError(f"amp computes in 'float16' or 'bfloat16', got dtype={dtype!r}")
+    name = check.one_of("the dtype of amp", str(dtype).removeprefix("torch."), tuple(_DTYPES))
     if name == "bfloat16":
         if given:
             raise ConfigurationError(

@@ -13,7 +13,6 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from kvstore_server import check
-from kvstore_server.errors import did_you_mean
 from kvstore_server.norms import Decision, Guard, Measured
 from kvtrainer.anomalies import checked_mode
 from kvtrainer.errors import ArgumentTypeError, ConfigurationError
@@ -118,10 +117,7 @@ def make_limits(clip_grad: Any, on_nonfinite: Any = None) -> Limits:
     check.one_of("on_nonfinite", on_nonfinite, (None, *ON_NONFINITE))
     if clip_grad is None:
         return Limits(on_nonfinite=on_nonfinite)
-    if not isinstance(clip_grad, Mapping):
-        raise ArgumentTypeError(
-            f"clip_grad must be a dict such as dict(max_norm=35, norm_type=2), got {clip_grad!r:.80}"
-        )
+    check.mapping("clip_grad, such as dict(max_norm=35, norm_type=2),", clip_grad, error=ArgumentTypeError)
     kind = check.one_of("clip_grad type", clip_grad.get("type", "norm"), tuple(_KEYS))
     needed = "max_norm" if kind == "norm" else "clip_value"
     check.known(f"clip_grad of type {kind!r}", clip_grad, sorted(_KEYS[kind]))
@@ -180,12 +176,7 @@ class StageOptions:
 
     def changed(self, options: Mapping[str, Any]) -> StageOptions:
         """Change some of the options; schedules are added. Raises ConfigurationError as the constructor."""
-        unknown = sorted(set(options) - set(STAGES))
-        if unknown:
-            raise ConfigurationError(
-                f"there is no option {', '.join(map(repr, unknown))} of a stage; they are {', '.join(STAGES)}"
-                f"{did_you_mean(unknown, STAGES)}"
-            )
+        check.known("a stage", options, STAGES)
         given = dict(options)
         given["schedules"] = [*self.schedules, *given.get("schedules", ())]
         return replace(self, **given)

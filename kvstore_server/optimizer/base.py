@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import platform
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -57,31 +57,6 @@ def canonical_options(
     if betas:
         result["betas"] = tuple(betas.get(i, valid["betas"][i]) for i in (0, 1))
     return result
-
-
-def _checked_option(
-    who: str, name: str, value: Any, default: Any, never_negative: Collection[str], fractions: Collection[str]
-) -> Any:
-    """Return `value` as the type of `default`.
-
-    Raises:
-        ConfigurationError: it has another type, or is out of the range that options of this name have.
-    """
-    bounds = never_negative, fractions
-    if isinstance(default, tuple):
-        if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != len(default):
-            raise ConfigurationError(f"{who}: {name} must be {len(default)} numbers, got {value!r}")
-        return tuple(_checked_option(who, name, v, d, *bounds) for v, d in zip(value, default, strict=True))
-    if isinstance(default, bool | str):
-        if not isinstance(value, type(default)):
-            raise ConfigurationError(f"{who}: {name} must be a {type(default).__name__}, got {value!r}")
-        return value
-    if value is None and default is None:
-        return None
-    is_fraction = name == "betas" or name in fractions
-    least = 0 if is_fraction or name in _NEVER_NEGATIVE or name in never_negative else None
-    number = check.number(f"{who}: {_both_spellings(name)}", value, least, below=1 if is_fraction else None)
-    return int(value) if isinstance(default, int) and check.is_integer(value) else number
 
 
 def _both_spellings(key: str) -> str:
@@ -329,10 +304,24 @@ class Optimizer:
         self.multi_precision = self._checked("multi_precision", options.pop("multi_precision", False), False)
 
     def _checked(self, name: str, value: Any, default: Any) -> Any:
-        """Return `value` as the type of `default`, or raise ConfigurationError."""
-        return _checked_option(
-            self.registered_name, name, value, default, self.never_negative, self.fractions
+        """Return `value` as the type of `default`. Raises ConfigurationError for another type, or out of range."""
+        who = self.registered_name
+        if isinstance(default, tuple):
+            if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != len(default):
+                raise ConfigurationError(f"{who}: {name} must be {len(default)} numbers, got {value!r}")
+            return tuple(self._checked(name, v, d) for v, d in zip(value, default, strict=True))
+        if isinstance(default, bool | str):
+            if not isinstance(value, type(default)):
+                raise ConfigurationError(f"{who}: {name} must be a {type(default).__name__}, got {value!r}")
+            return value
+        if value is None and default is None:
+            return None
+        is_fraction = name == "betas" or name in self.fractions
+        least = 0 if is_fraction or name in _NEVER_NEGATIVE | self.never_negative else None
+        number = check.number(
+            f"{who}: {_both_spellings(name)}", value, least, below=1 if is_fraction else None
         )
+        return int(value) if isinstance(default, int) and check.is_integer(value) else number
 
     def _follow(self, scheduler: LRScheduler, lr: float | None) -> None:
         """Take the learning rate from `scheduler`; `lr`, where given, becomes its base_lr."""

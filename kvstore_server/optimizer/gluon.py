@@ -179,6 +179,7 @@ class _Momentum(_Elementwise):
     nesterov: ClassVar[bool] = False
 
     def update(self, weight: Tensor, grad: Tensor, state: Values, hyper: Hyper) -> None:
+        """Apply one update; the class has the formula."""
         lr, wd, momentum = hyper["lr"], hyper["weight_decay"], hyper["momentum"]
         if momentum == 0.0:
             fused_sgd(weight, grad, lr=lr, wd=wd)
@@ -396,6 +397,7 @@ class AdaBelief(_Elementwise):
     clips = False
 
     def update(self, weight: Tensor, grad: Tensor, state: Values, hyper: Hyper) -> None:
+        """Apply one update; the class has the formula."""
         mean, variance = state_tensor(state, "exp_avg", weight), state_tensor(state, "exp_avg_var", weight)
         (beta1, beta2), eps, bound = hyper["betas"], hyper["eps"], hyper["clip_gradient"]
         correction, root = bias_corrections(
@@ -445,6 +447,7 @@ class Nadam(_Elementwise):
     never_negative = frozenset({"schedule_decay"})
 
     def update(self, weight: Tensor, grad: Tensor, state: Values, hyper: Hyper) -> None:
+        """Apply one update; the class has the formula."""
         mean, square = state_tensor(state, "exp_avg", weight), state_tensor(state, "exp_avg_sq", weight)
         (beta1, beta2), lr, step = hyper["betas"], hyper["lr"], hyper["step"]
         rate, next_rate = (
@@ -554,6 +557,7 @@ class RMSProp(_Elementwise):
     never_negative = frozenset({"clip_weights"})
 
     def update(self, weight: Tensor, grad: Tensor, state: Values, hyper: Hyper) -> None:
+        """Apply one update; the class has the formula."""
         square, rho, bound = state_tensor(state, "square_avg", weight), hyper["rho"], hyper["clip_weights"]
         lr, eps, wd = hyper["lr"], hyper["eps"], hyper["weight_decay"]
         if hyper["centered"]:

@@ -16,37 +16,21 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.optim import (
-    ASGD,
-    LBFGS,
-    SGD,
-    Adadelta,
-    Adafactor,
-    Adagrad,
-    Adam,
-    Adamax,
-    AdamW,
-    Muon,
-    NAdam,
-    RAdam,
-    RMSprop,
-    Rprop,
-    SparseAdam,
-)
+from torch import Tensor, optim
 
 from kvstore_server.errors import ConfigurationError, OptimizerError
 from kvstore_server.optimizer.base import Hyper, Optimizer, StateValue, Values, canonical_options
 
-TorchClass = type[torch.optim.Optimizer]
+TorchClass = type[optim.Optimizer]
 
 ELEMENTWISE: tuple[TorchClass, ...] = (
-    SGD, Adam, AdamW, Adagrad, Adadelta, Adamax, NAdam, RAdam, RMSprop, Rprop, ASGD,
+    optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad, optim.Adadelta, optim.Adamax, optim.NAdam, optim.RAdam,
+    optim.RMSprop, optim.Rprop, optim.ASGD,
 )  # fmt: skip
-WHOLE: tuple[TorchClass, ...] = (Adafactor, Muon, SparseAdam)
+WHOLE: tuple[TorchClass, ...] = (optim.Adafactor, optim.Muon, optim.SparseAdam)
 """torch's classes that need whole keys; SparseAdam takes sparse gradients only."""
-_SPARSE_CAPABLE = (SGD, Adagrad, SparseAdam)
-_FUSED_ON_CPU = (SGD, Adam, AdamW, Adagrad)
+_SPARSE_CAPABLE = (optim.SGD, optim.Adagrad, optim.SparseAdam)
+_FUSED_ON_CPU = (optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad)
 _LISTS = ("params", "param_names")
 OWN_COUNT = "torch_step"
 """The name under which a store keeps the 'step' of a foreign class; for torch's own classes that is hyper['step']."""
@@ -66,18 +50,16 @@ class TorchOptimizer(Optimizer):
         ConfigurationError: the class cannot update one parameter at a time, or it refuses an option.
     """
 
-    _instance: torch.optim.Optimizer | None = None
+    _instance: optim.Optimizer | None = None
     """A foreign class's instance, of which only the groups are known."""
 
     def __init__(self, cls: TorchClass, declared: bool = False, /, **options: Any) -> None:
         self._take_class(cls, declared)
         self._take_common(options)
-        accepted = _signature_defaults(cls)
-        # What a constructor passes on to another one is known to that alone.
-        takes_any = accepted is None
-        self._arguments = (
-            options if takes_any else canonical_options(options, accepted or {}, self.registered_name)
-        )
+        if (accepted := _signature_defaults(cls)) is not None:
+            # What a constructor passes on to another one is known to that alone.
+            options = canonical_options(options, accepted, self.registered_name)
+        self._arguments = options
         if self._options.get("differentiable"):
             raise ConfigurationError(
                 f"{self.registered_name}: differentiable=True needs autograd through the update, which a "
@@ -87,18 +69,21 @@ class TorchOptimizer(Optimizer):
         self.hyper = _group_of(self._template)
 
     def _take_class(self, cls: TorchClass, declared: bool) -> None:
-        own = is_torchs_own(cls)
+        self.is_foreign = not is_torchs_own(cls)
+        """Whether this is a class of which only its constructor knows what it takes, and a group may have more."""
         self.elementwise = declared or cls in ELEMENTWISE
         self.cls = cls
-        self.may_raise = not own or cls is SparseAdam
+        self.may_raise = self.is_foreign or cls is optim.SparseAdam
         self.verified = cls in ELEMENTWISE
-        self._own = own
         self._fitting: set[tuple[int, ...]] = set()
-        # torch wraps step in profiling and in the user's hooks, meant for the user's own optimizers.
-        self._step: Callable[[torch.optim.Optimizer], object] = inspect.unwrap(cls.step) if own else cls.step
+        self._step: Callable[[optim.Optimizer], object] = cls.step
+        if (
+            not self.is_foreign
+        ):  # torch wraps it in profiling and in hooks that are meant for users' optimizers
+            self._step = inspect.unwrap(cls.step)
 
     @classmethod
-    def from_instance(cls, instance: torch.optim.Optimizer, declared: bool = False) -> TorchOptimizer:
+    def from_instance(cls, instance: optim.Optimizer, declared: bool = False) -> TorchOptimizer:
         """Take over the class and options of a torch optimizer; of its one group, else its defaults."""
         kind, groups = type(instance), instance.param_groups
         found = (
@@ -152,18 +137,13 @@ class TorchOptimizer(Optimizer):
     @property
     def is_joint(self) -> bool:
         """Whether the class may keep things for all parameters together, as nothing says of a foreign one."""
-        return not self._own and not self.elementwise
+        return self.is_foreign and not self.elementwise
 
     def spec(self) -> dict[str, Any]:
-        if self._own:
+        if not self.is_foreign:
             return super().spec()
         present = {name: value for name, value in self.plain_hyper().items() if name in self._options}
         return {**super().spec(), "hyper": {**self._options, **present}}
-
-    @property
-    def is_foreign(self) -> bool:
-        """Whether this is a class of which only its constructor knows what it takes, and a group may have more."""
-        return not self._own
 
     def check_foreign(self, options: Mapping[str, Any]) -> None:
         """Raise ConfigurationError if the constructor of a foreign class refuses these options of a group."""
@@ -173,7 +153,7 @@ class TorchOptimizer(Optimizer):
             TorchOptimizer(self.cls, self.elementwise, **{**self._arguments, **asked})
 
     def plain_hyper(self) -> dict[str, Any]:
-        if self._own:
+        if not self.is_foreign:
             return super().plain_hyper()
         return {
             name: _listed(value)
@@ -187,7 +167,7 @@ class TorchOptimizer(Optimizer):
             return {}
         made = dict(self.instance_of([weight]).state.get(weight, {}))
         step = made.pop("step", None)
-        return made if self._own or step is None else {**made, OWN_COUNT: step}
+        return made if not self.is_foreign or step is None else {**made, OWN_COUNT: step}
 
     def takes_sparse(self, hyper: Hyper) -> bool:
         """Whether torch's class takes sparse gradients, which SGD and Adagrad do without weight decay."""
@@ -208,7 +188,7 @@ class TorchOptimizer(Optimizer):
 
     def update(self, weight: Tensor, grad: Tensor, state: Values, hyper: Hyper) -> None:
         """Let torch make one step on the run or the key; see `Optimizer.update`. `grad` may be sparse."""
-        if self.cls is SparseAdam and not grad.is_sparse:
+        if self.cls is optim.SparseAdam and not grad.is_sparse:
             raise ConfigurationError(
                 f"torch:SparseAdam takes sparse gradients only, and that of {hyper.get('key', 'a key')!r} is dense; "
                 "use torch:Adam for it"
@@ -227,14 +207,14 @@ class TorchOptimizer(Optimizer):
         finally:
             weight.grad = None
         result = kernel.state.pop(weight, {})
-        if not self._own:
+        if self.is_foreign:
             self._check_nothing_shared(kernel, group)
         step = result.pop("step", None)
         state.clear()
         state.update(
             {k: v.to_dense() if isinstance(v, Tensor) and v.is_sparse else v for k, v in result.items()}
         )
-        if step is not None and not self._own:
+        if step is not None and self.is_foreign:
             state[OWN_COUNT] = step
 
     def _given(
@@ -247,14 +227,14 @@ class TorchOptimizer(Optimizer):
     ) -> dict[str, Any]:
         """The state as torch keeps it before update `number`: with its own step count, where it has any state."""
         given: dict[str, Any] = dict(state)
-        if self.cls is SGD and grad.is_sparse and isinstance(state.get("momentum_buffer"), Tensor):
+        if self.cls is optim.SGD and grad.is_sparse and isinstance(state.get("momentum_buffer"), Tensor):
             # torch keeps the buffer of sparse gradients sparse, and cannot add a dense one to them.
             given["momentum_buffer"] = given["momentum_buffer"].to_sparse(1)
-        if state or (self._own and number > 1):
+        if state or (not self.is_foreign and number > 1):
             step = given.pop(OWN_COUNT, None)
-            if step is None and not self._own:
+            if step is None and self.is_foreign:
                 return given  # it keeps no count
-            if step is None and self.cls is SparseAdam:
+            if step is None and self.cls is optim.SparseAdam:
                 step = number - 1
             elif step is None:
                 on_device = group.get("fused") or group.get("capturable")
@@ -262,7 +242,7 @@ class TorchOptimizer(Optimizer):
             given["step"] = step
         return given
 
-    def _check_nothing_shared(self, kernel: torch.optim.Optimizer, group: Mapping[str, Any]) -> None:
+    def _check_nothing_shared(self, kernel: optim.Optimizer, group: Mapping[str, Any]) -> None:
         """Raise OptimizerError if a foreign class keeps anything elsewhere than in the state of its parameter."""
         former = {**self._template.__dict__, "param_groups": kernel.param_groups, "state": kernel.state}
         changed = [
@@ -282,7 +262,7 @@ class TorchOptimizer(Optimizer):
 
     def _group(self, weight: Tensor, grad: Tensor, hyper: Hyper) -> dict[str, Any]:
         group = {key: hyper.get(key, value) for key, value in self._template.param_groups[0].items()}
-        if not self._own:
+        if self.is_foreign:
             group |= {key: value for key, value in hyper.items() if key not in _OF_UPDATE}
         group["params"] = [weight]
         if grad.is_sparse:
@@ -296,7 +276,7 @@ class TorchOptimizer(Optimizer):
             group["fused"], group["foreach"] = True, False
         return group
 
-    def instance_of(self, params: list[Any]) -> torch.optim.Optimizer:
+    def instance_of(self, params: list[Any]) -> optim.Optimizer:
         """The optimizer itself, over parameters or groups. Raises ConfigurationError if the class refuses them."""
         try:
             return _constructed(self.cls, params, self._options)
@@ -323,7 +303,7 @@ def is_torchs_own(cls: TorchClass) -> bool:
 
 def check_supported(cls: TorchClass) -> None:
     """Raise ConfigurationError for a class that cannot update one parameter at a time: LBFGS."""
-    if issubclass(cls, LBFGS):
+    if issubclass(cls, optim.LBFGS):
         raise ConfigurationError(
             f"{cls.__module__}.{cls.__qualname__} cannot run on a store, because it needs scalar products over the "
             "whole model and evaluates the loss again; use update_on_kvstore=False and step(closure), or one of "
@@ -336,7 +316,7 @@ def _differs(value: Any, former: Any) -> bool:
     return value is not former and (isinstance(value, Tensor) or bool(value != former))
 
 
-def _group_of(instance: torch.optim.Optimizer) -> dict[str, Any]:
+def _group_of(instance: optim.Optimizer) -> dict[str, Any]:
     return {key: _number(value) for key, value in instance.param_groups[0].items() if key != "params"}
 
 
@@ -346,7 +326,7 @@ def _number(value: Any) -> Any:
     return value.item() if isinstance(value, Tensor) else value
 
 
-def _constructed(cls: TorchClass, params: list[Any], options: Mapping[str, Any]) -> torch.optim.Optimizer:
+def _constructed(cls: TorchClass, params: list[Any], options: Mapping[str, Any]) -> optim.Optimizer:
     if "params" in inspect.signature(cls).parameters:
         return cls(params=params, **options)
     return cls(params, **options)
@@ -373,7 +353,7 @@ def _signature_defaults(cls: TorchClass) -> dict[str, Any] | None:
     return {p.name: p.default for p in parameters if p.kind is not p.VAR_POSITIONAL and p.name != own}
 
 
-def _recovered(instance: torch.optim.Optimizer, found: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+def _recovered(instance: optim.Optimizer, found: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
     """The constructor's arguments, as the groups and attributes have them; and why they are not those, if so."""
     cls, kept = type(instance), {**vars(instance), **found}
     accepted = _signature_defaults(cls)
@@ -382,7 +362,7 @@ def _recovered(instance: torch.optim.Optimizer, found: Mapping[str, Any]) -> tup
         built = _constructed(cls, [torch.zeros(1, 1)], options)
     except Exception as error:
         return options, f"its constructor takes more than its groups have ({type(error).__name__}: {error})"
-    torchs = {*vars(SGD([torch.zeros(1)])), "step", "_opt_called"}
+    torchs = {*vars(optim.SGD([torch.zeros(1)])), "step", "_opt_called"}
     unlike = [
         name
         for name, value in vars(instance).items()

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, TypeAlias, TypeVar
 
 from torch import Tensor
 
+from kvstore_server import check
 from kvstore_server.errors import ConfigurationError, UnknownNameError, did_you_mean
 
 _log = logging.getLogger(__name__)
@@ -92,12 +93,10 @@ class KVStoreBase(ABC):
         Raises:
             ConfigurationError: no such capability exists.
         """
-        if not isinstance(capability, str) or capability.lower() not in CAPABILITIES:
-            hint = did_you_mean(capability, CAPABILITIES)
-            raise ConfigurationError(
-                f"unknown capability {capability!r}; known ones: {', '.join(CAPABILITIES)}{hint}"
-            )
-        return capability.lower() in _checked(self.capabilities_as(self.type), self.__class__)
+        name = capability.lower() if isinstance(capability, str) else capability
+        return check.one_of("a capability", name, CAPABILITIES) in _checked(
+            self.capabilities_as(self.type), self.__class__
+        )
 
     def close(self) -> None:
         """Release the store's resources; idempotent. The base class has none."""

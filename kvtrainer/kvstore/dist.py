@@ -15,17 +15,10 @@ from kvstore_server import check
 from kvstore_server.engine import MAX_WORKERS
 from kvstore_server.optimizer.base import capability
 from kvstore_server.rounds import ASYNC, SSP, SYNCHRONOUS, Mode
+from kvtrainer import env
 from kvtrainer.comm.client import Client
 from kvtrainer.comm.connection import Connection
 from kvtrainer.comm.session import SessionOptions
-from kvtrainer.env import (
-    CONNECT_TIMEOUT,
-    DEAD_AFTER,
-    SLOW_AFTER,
-    TIMEOUT,
-    find_topology,
-    read_timeout,
-)
 from kvtrainer.errors import ConfigurationError
 from kvtrainer.kvstore.base import ASYNC_NAMES, P3, SSP_NAMES, SYNC_NAMES, register
 from kvtrainer.kvstore.values import check_text
@@ -93,7 +86,7 @@ class DistKVStore(TableKVStore):
         self.mode = mode_of(type, staleness, scale_lr_by_staleness, os.environ)
         """When pushes count."""
         self._water_mark = water_mark_of(type, os.environ)
-        topology = find_topology(
+        topology = env.find_topology(
             os.environ,
             rank=rank,
             num_workers=num_workers,
@@ -113,13 +106,13 @@ class DistKVStore(TableKVStore):
         self._options = SessionOptions(
             rank=topology.rank,
             num_workers=topology.num_workers,
-            timeout=read_timeout(os.environ, TIMEOUT, value=timeout),
-            connect_timeout=read_timeout(os.environ, CONNECT_TIMEOUT, value=connect_timeout),
-            dead_after=read_timeout(os.environ, DEAD_AFTER, value=dead_after),
+            timeout=env.read_timeout(os.environ, env.TIMEOUT, value=timeout),
+            connect_timeout=env.read_timeout(os.environ, env.CONNECT_TIMEOUT, value=connect_timeout),
+            dead_after=env.read_timeout(os.environ, env.DEAD_AFTER, value=dead_after),
             capability=capability(),
             address=f"{socket.gethostname()}:{os.getpid()}",
             mode=self.mode,
-            slow_after=read_timeout(os.environ, SLOW_AFTER, value=slow_after),
+            slow_after=env.read_timeout(os.environ, env.SLOW_AFTER, value=slow_after),
             # The last: a store that is refused does not count.
             namespace=f"store{next(_created)}" if namespace is None else namespace,
         )
@@ -205,9 +198,7 @@ def water_mark_of(type: str, environ: Mapping[str, str]) -> int:
     if P3 not in (type.lower(), van):
         return 0
     given = environ.get(WATER_MARK, "").strip() or str(DEFAULT_WATER_MARK)
-    if not given.isdecimal() or not 0 < int(given) < 1 << 31:
-        raise ConfigurationError(f"{WATER_MARK} is {given!r}; it must be a whole number above 0")
-    return int(given)
+    return check.integer(WATER_MARK, int(given) if given.isdecimal() else given, 1, (1 << 31) - 1)
 
 
 def _staleness(given: int | None, environ: Mapping[str, str]) -> int:
@@ -215,8 +206,4 @@ def _staleness(given: int | None, environ: Mapping[str, str]) -> int:
     if given is None:
         text = environ.get(STALENESS, "").strip()
         value = int(text) if text.isdecimal() and len(text) < 10 else text or DEFAULT_STALENESS
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ConfigurationError(
-            f"staleness ({STALENESS}) is {value!r}; it must be a whole number of 0 or more"
-        )
-    return value
+    return check.integer(f"staleness ({STALENESS})", value, 0)

@@ -12,7 +12,7 @@ from kvstore_server.plan import Slice
 from kvtrainer.comm.client import Client
 from kvtrainer.comm.tables import RemoteTable
 from kvtrainer.errors import StateMismatchError
-from kvtrainer.states.convert import export_states, import_states, momentum_problems, state_problems
+from kvtrainer.states.convert import export_states, import_states, saved_problems
 from kvtrainer.states.file import SavedParameter, SavedStates, read_state_file, write_state_file
 
 _NUMBERS = "numbers count"
@@ -55,8 +55,8 @@ def load(
             has changed.
     """
     saved = read_state_file(fname)
-    problems = _problems(saved, tables, optimizer)
-    if problems:
+    specs = [table.plan.specs[0] for table in tables]
+    if problems := [*saved_problems(saved, specs, optimizer, "keys", "this kvstore")]:
         raise StateMismatchError(
             f"the saved states do not fit this kvstore, which is unchanged: {'; '.join(problems)}. Load the states of "
             "the same keys and the same optimizer"
@@ -80,15 +80,3 @@ class _Holder:
 
     def put_state(self, piece: Slice, state: States) -> None:
         self._client.put_state(self._table, piece, state)
-
-
-def _problems(saved: SavedStates, tables: Sequence[RemoteTable], optimizer: Optimizer) -> list[str]:
-    specs = [table.plan.specs[0] for table in tables]
-    problems = [*saved.differences(optimizer.registered_name, specs, "keys", "this kvstore")]
-    for table, spec in zip(tables, specs, strict=True):
-        kept = saved.parameters.get(spec.key)
-        if kept is not None and kept.shape == spec.shape and kept.state:
-            states = {0: kept.state}
-            problems += momentum_problems(states, saved.groups, optimizer)
-            problems += state_problems(states, saved.groups[:1] or [{}], table.plan, optimizer)
-    return problems

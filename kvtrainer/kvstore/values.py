@@ -302,17 +302,11 @@ def _pulls_of(entries: Mapping[Key, Entry], key: Key, out: Any, row_ids: Any) ->
 
 
 def _row_outs(entry: Entry, key: Key, out: Any) -> list[Tensor]:
-    outs = [] if out is None else list(out) if isinstance(out, list | tuple) else [out]
+    outs = [] if out is None or (isinstance(out, list | tuple) and not out) else _replicas(key, out, "out")
     for one in outs:
-        if not isinstance(one, Tensor) or one.is_meta:
-            raise ConfigurationError(
-                f"out of key {key!r} must be a tensor or a list of tensors, got {one!r:.80}"
-            )
         if not is_sparse(one):
             check_out(entry.spec, one)
-            continue
-        _check_has_rows("out", key, one)
-        if one.shape != entry.spec.shape:
+        elif one.shape != entry.spec.shape:
             raise mismatch(entry.spec, one)
     return outs
 

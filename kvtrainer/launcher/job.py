@@ -94,9 +94,9 @@ class Launcher:
     # The phases.
 
     def _start_and_work(self) -> None:
-        for index in range(len(self._server_commands)):
-            if self._code is None:
-                self._start_server(index)
+        for index, command in enumerate(self._server_commands):
+            put = partial(self._put_of_server, index)
+            self._spawn(self._servers, "server", command, self._environ, put)
         if not self._wait(lambda: not self._silent_servers(), self._limits.start):
             late = ", ".join(map(str, self._silent_servers()))
             within = f"within {self._limits.start:g} s; allow more with --start-timeout"
@@ -106,9 +106,14 @@ class Launcher:
                 self._addresses[index] = parse_address(text)
             except ConfigurationError as error:
                 self._fail(1, f"server {index} did not report its address: {error}")
+        environ = {**self._environ, NUM_WORKERS: str(self._num_workers)}
+        if self._server_commands:
+            environ[SERVERS] = ",".join(self._addresses[index] for index in sorted(self._addresses))
+        if self._remote is None:
+            environ = environment(environ, "", self._num_workers)
         for rank in range(self._num_workers):
-            if self._code is None:
-                self._start_worker(rank)
+            place = {**environ, RANK: str(rank)}
+            self._spawn(self._workers, "worker", self._worker_command, place, self._events.output.put)
         self._wait(self._workers_done, None)
 
     def _stop(self) -> None:
@@ -139,26 +144,12 @@ class Launcher:
 
     # Starting.
 
-    def _start_server(self, index: int) -> None:
-        put = partial(self._put_of_server, index)
-        self._spawn(self._servers, "server", self._server_commands[index], self._environ, put)
-
-    def _start_worker(self, rank: int) -> None:
-        environ = {**self._environ, RANK: str(rank), NUM_WORKERS: str(self._num_workers)}
-        if self._server_commands:
-            environ[SERVERS] = ",".join(self._addresses[index] for index in sorted(self._addresses))
-        if self._remote is None:
-            environ = environment(environ, "", self._num_workers)
-        self._spawn(self._workers, "worker", self._worker_command, environ, self._events.output.put)
-
     def _spawn(
-        self,
-        group: list[Child],
-        role: str,
-        command: Sequence[str],
-        environ: Mapping[str, str],
-        put: Put,
+        self, group: list[Child], role: str, command: Sequence[str], environ: Mapping[str, str], put: Put
     ) -> None:
+        """Start the next process of a role, unless the job has failed."""
+        if self._code is not None:
+            return
         index = len(group)
         name, tag, kind = f"{role} {index}", f"{role[0]}{index}", Child
         if self._remote is not None:

@@ -5,7 +5,7 @@ Which entries an optimizer keeps is found out by an update of nothing.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -17,6 +17,7 @@ from kvstore_server.optimizer.state import joined, spread
 from kvstore_server.optimizer.torch_family import OWN_COUNT, TorchOptimizer
 from kvstore_server.plan import Plan, Slice, TensorSpec
 from kvtrainer.errors import StateMismatchError
+from kvtrainer.states.file import SavedStates
 
 State = dict[str, Any]
 """Name → tensor of the parameter's shape (for an optimizer of whole keys: of any shape), 0-d tensor or number."""
@@ -64,9 +65,7 @@ def read_states(
         _name_own_count(state, given[key], options[key], plan.specs[key], optimizer)
         if plan.specs[key].dtype not in _HALF:
             state.pop("master", None)  # the weights were of half precision then
-    problems = momentum_problems(states, list(options.values()), optimizer)
-    problems += state_problems(states, options, plan, optimizer)
-    if problems:
+    if problems := _state_problems(states, options, plan.specs, optimizer):
         raise StateMismatchError(
             f"the state does not fit this Trainer, which is unchanged: {'; '.join(problems)}. Load the states of the "
             "same model and the same optimizer"
@@ -108,18 +107,20 @@ def _is_among(names: Collection[str], name: str, value: object) -> bool:
     return name in names
 
 
-def momentum_problems(
-    states: Mapping[int, State], saved: Sequence[Mapping[str, Any]], optimizer: Optimizer
-) -> list[str]:
-    """Tell Gluon's momentum from torch's by a group's 'dampening', which only torch has."""
-    is_torch, is_theirs_torch = "dampening" in optimizer.hyper, any("dampening" in group for group in saved)
-    if is_torch == is_theirs_torch or not any("momentum_buffer" in state for state in states.values()):
-        return []
-    theirs, mine = ("torch's", "Gluon's") if is_theirs_torch else ("Gluon's", "torch's")
-    return [
-        f"the state was saved with {theirs} SGD, this Trainer runs {mine}: their momentum differs by a factor of "
-        "the learning rate. Build the Trainer with 'sgd' for Gluon's, 'torch:SGD' for torch's"
-    ]
+def saved_problems(
+    saved: SavedStates, specs: Sequence[TensorSpec], optimizer: Optimizer, what: str, here: str
+) -> Iterator[str]:
+    """Say how saved states differ from those of keys and an optimizer: in names, shapes and entries.
+
+    Args:
+        what, here: As of `SavedStates.differences`.
+    """
+    yield from saved.differences(optimizer.registered_name, specs, what, here)
+    common = {at: saved.parameters[spec.key] for at, spec in enumerate(specs) if spec.key in saved.parameters}
+    # Entries mean something only where the keys agree.
+    states = {at: row.state for at, row in common.items() if row.state and row.shape == specs[at].shape}
+    options = {at: saved.groups[row.group] for at, row in common.items()}
+    yield from _state_problems(states, options, specs, optimizer)
 
 
 def _is_updated(state: Mapping[str, Any]) -> bool:
@@ -204,10 +205,10 @@ def initial_state(optimizer: Optimizer, options: Mapping[str, Any], spec: Tensor
     return state
 
 
-def state_problems(
+def _state_problems(
     states: Mapping[int, State],
-    options: Sequence[Mapping[str, Any]] | Mapping[int, Mapping[str, Any]],
-    plan: Plan,
+    options: Mapping[int, Mapping[str, Any]],
+    specs: Sequence[TensorSpec],
     optimizer: Optimizer,
 ) -> list[str]:
     """Say how state differs from what the optimizer keeps; one sentence for each kind of difference.
@@ -217,8 +218,19 @@ def state_problems(
         options: Of the group of every key, with which the state was made.
     """
     found: dict[str, list[str]] = {}
+    # Only torch's groups have a 'dampening', by which its momentum is known from Gluon's.
+    is_torch, is_theirs_torch = (
+        "dampening" in optimizer.hyper,
+        any("dampening" in o for o in options.values()),
+    )
+    if is_torch != is_theirs_torch and any("momentum_buffer" in state for state in states.values()):
+        theirs, mine = ("torch's", "Gluon's") if is_theirs_torch else ("Gluon's", "torch's")
+        found[
+            f"the state was saved with {theirs} SGD, here runs {mine}: their momentum differs by a factor of the "
+            "learning rate. Name 'sgd' for Gluon's, 'torch:SGD' for torch's"
+        ] = []
     for key, state in states.items():
-        spec = plan.specs[key]
+        spec = specs[key]
         trial = trial_state(optimizer, options[key], spec)
         expected = None
         if trial is not None:

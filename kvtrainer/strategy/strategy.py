@@ -262,6 +262,7 @@ class Strategy(BaseStrategy):
         fitting: dict[str, Steps] = {}
 
         def fit(checkpoint: dict[str, Any]) -> None:
+            """Check that its parts can be taken over, before anything is."""
             if callback is not None:
                 callback(checkpoint)
             if files.SCHEDULERS in parts and not any(one.schedules for one in self._trainers.values()):

@@ -64,6 +64,7 @@ class StoreExchange(Exchange):
         _copy_back(weights, mine)
 
     def run(self, grads: Gradients, weights: Mapping[str, Tensor]) -> Outcome:
+        """Run one round over the client; see `Exchange.run`."""
         values, target = grads.arenas, weights if self.updates_weights else grads.arenas
         out, is_elsewhere = target, any([not flat.is_cpu for flat in target.values()])
         if is_elsewhere:
@@ -100,6 +101,7 @@ class StoreExchange(Exchange):
         return Outcome(left_out, False, None, measured, decision)
 
     def shadow(self, weights: Mapping[str, Tensor], grads: Mapping[str, Tensor]) -> Shadowed:
+        """Run one round to which this worker gives nothing; see `Exchange.shadow`."""
         target = grads if not self.updates_weights else None if self.is_sync else weights
         out = None if target is None else _on_cpu(target)
         outs = None if out is None else [out]
@@ -116,6 +118,7 @@ class StoreExchange(Exchange):
         return Shadowed(outcome, said.hyper, said.is_over)
 
     def assign(self, weights: Mapping[str, Tensor], tables: Tables = NO_TABLES) -> None:
+        """Give every worker and the store rank 0's weights; see `Exchange.assign`."""
         mine = _on_cpu(weights)
         rounds = self._client.rounds
         if self.is_sync:

@@ -133,7 +133,7 @@ def test_stores_know_their_capabilities_by_any_case_and_refuse_unknown_ones() ->
         (kvstore.create("device"), "gradient_compression", True),
     ):
         assert store.is_capable(name) is has
-        with pytest.raises(ConfigurationError, match="unknown capability 'flying'; known ones: optimizer"):
+        with pytest.raises(ConfigurationError, match="got 'flying'"):
             store.is_capable("flying")
 
 

@@ -172,7 +172,7 @@ def test_a_payload_that_is_not_bytes_is_refused() -> None:
 
 @pytest.mark.parametrize("kind", LOSSY)
 def test_a_dtype_that_no_store_holds_is_refused(kind: str) -> None:
-    with pytest.raises(ConfigurationError, match=r"int32.*float16"):
+    with pytest.raises(ConfigurationError, match=r"float16.*got 'int32'"):
         codec_of(kind).residual_dtype("int32")
 
 
@@ -211,7 +211,7 @@ def test_one_bit_takes_any_real_threshold(threshold: float) -> None:
 
 
 def test_an_unknown_type_lists_the_valid_ones() -> None:
-    with pytest.raises(UnknownNameError, match=r"'4bit'.*none, 1bit, 2bit, fp16, bf16"):
+    with pytest.raises(UnknownNameError, match="'none', '1bit', '2bit', 'fp16', 'bf16', got '4bit'"):
         make_codec({"type": "4bit"})
 
 
@@ -223,13 +223,13 @@ BAD_PARAMS: list[tuple[Any, str]] = [
         ({"type": kind, "threshold": 0.5}, f"'{kind}' .*'threshold'.*type")
         for kind in ("none", "fp16", "bf16")
     ),
-    *(({"type": "2bit", "threshold": value}, f"greater than 0.*{value}") for value in (0, 0.0, -0.5, 1e-50)),
+    *(({"type": "2bit", "threshold": value}, f"threshold .*got {value}") for value in (0, 0.0, -0.5, 1e-50)),
     *(
         ({"type": kind, "threshold": value}, f"'{kind}': threshold .*finite")
         for kind in ("1bit", "2bit")
         for value in (None, "0.5", True, math.nan, math.inf, 1j)
     ),
-    *(({"type": kind, "threshold": 1e300}, "float32.*1e") for kind in ("1bit", "2bit")),
+    *(({"type": kind, "threshold": 1e300}, "threshold .*got 1e") for kind in ("1bit", "2bit")),
 ]
 
 

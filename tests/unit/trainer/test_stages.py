@@ -144,7 +144,7 @@ def test_wrong_change_leaves_the_options_as_they_were() -> None:
         ({"amp": "static"}, "amp must be 'dynamic', a number"),
         ({"amp": "bf16"}, r"a dict such as dict\(dtype='bfloat16'\)"),
         ({"amp": True}, "amp must be 'dynamic', a number"),
-        ({"amp": {"dtype": "float64"}}, "'float16' or 'bfloat16', got dtype='float64'"),
+        ({"amp": {"dtype": "float64"}}, "'float16' or 'bfloat16', got 'float64'"),
         ({"amp": {"loss_scale": 8, "growth_interval": 3}}, "'growth_interval' would do nothing"),
         ({"detect_anomalous_params": "warn"}, "detect_anomalous_params must be"),
         ({"schedules": "StepLR"}, "schedules must be a list"),
