@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from kvstore_server.hyper import unpack_hypers
 from kvtrainer.errors import ConfigurationError
 from kvtrainer.step import StepPipeline
-from kvtrainer.sync.contract import Outcome
+from kvtrainer.sync.exchange import Outcome
 
 _log = logging.getLogger(__name__)
 

@@ -26,10 +26,17 @@ from kvtrainer.memory.arena import Arena
 from kvtrainer.memory.memory import Memory
 from kvtrainer.profiler import Profiler
 from kvtrainer.stages import Limits
-from kvtrainer.sync.contract import Exchange, Gradients, Outcome, PluginExchange, Shadowed
-from kvtrainer.sync.ranks import GroupExchange
+from kvtrainer.sync.exchange import (
+    TABLE,
+    Exchange,
+    Gradients,
+    GroupExchange,
+    Outcome,
+    PluginExchange,
+    Shadowed,
+    StoreExchange,
+)
 from kvtrainer.sync.select import Selection, group_too_late
-from kvtrainer.sync.servers import TABLE, StoreExchange
 
 _log = logging.getLogger(__name__)
 
@@ -109,17 +116,12 @@ class Binding:
         return self.selection.kvstore is None
 
     def set_buckets(self, buckets: dict[str, Any]) -> None:
-        """Say how a 'device' store reduces over ranks, by the names in BUCKETS.
-
-        Raises:
-            ConfigurationError: the store does not reduce so, or a value is wrong; nothing has changed then.
-        """
-        self.check_buckets(buckets)
+        """Say how a 'device' store reduces over ranks, by the names in BUCKETS, which `check_buckets` has checked."""
         self._buckets = buckets
         self._tell_buckets()
 
     def check_buckets(self, buckets: dict[str, Any]) -> None:
-        """Raise what `set_buckets` would."""
+        """Raise ConfigurationError if the store does not reduce so, or a value is wrong."""
         if not self.selection.over_ranks:
             name = self.store.type if self.store is not None else self.selection.kvstore
             raise ConfigurationError(

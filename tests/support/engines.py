@@ -18,7 +18,7 @@ from kvstore_server.rounds import Mode
 from kvtrainer.comm.client import Client
 from kvtrainer.comm.loopback import Loopback
 from kvtrainer.comm.session import SessionOptions
-from kvtrainer.sync.contract import Exchange, Gradients, Outcome
+from kvtrainer.sync.exchange import Exchange, Gradients, Outcome
 from tests.sim.schedule import Adding
 from tests.sim.workers import packed
 from tests.support.messages import contribution

@@ -16,8 +16,7 @@ from kvstore_server.optimizer import create
 from kvstore_server.plan import Plan
 from kvstore_server.rows import RowSet
 from kvtrainer.errors import ConfigurationError
-from kvtrainer.sync.contract import Gradients, Outcome
-from kvtrainer.sync.servers import StoreExchange
+from kvtrainer.sync.exchange import Gradients, Outcome, StoreExchange
 from tests.support.engines import client_of, filled, plan_of
 
 SHAPES = {"table": (4000, 20), "bias": (9,), "big": (300, 700), "scale": (3, 3)}

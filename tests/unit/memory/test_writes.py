@@ -15,7 +15,7 @@ from torch.optim.swa_utils import AveragedModel
 from kvtrainer import Trainer, amp, kvstore
 from kvtrainer.errors import WeightsWrittenError
 from kvtrainer.memory.arena import EVERY, WHOLE
-from kvtrainer.sync.servers import StoreExchange
+from kvtrainer.sync.exchange import StoreExchange
 from tests.support.saved_training import same, weights
 
 X = torch.linspace(-1, 1, 15).view(5, 3)

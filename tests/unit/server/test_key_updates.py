@@ -13,8 +13,7 @@ from kvstore_server.optimizer import Optimizer, create, register
 from kvstore_server.optimizer.base import StateValue
 from kvtrainer.errors import OptimizerError, ProtocolError
 from kvtrainer.states.convert import export_states
-from kvtrainer.sync.contract import Gradients
-from kvtrainer.sync.servers import StoreExchange
+from kvtrainer.sync.exchange import Gradients, StoreExchange
 from tests.support.engines import client_of, filled, plan_of, views
 
 SHAPES = {"bias": (1, 5), "big": (150, 200), "odd": (7, 13), "second": (40, 300)}

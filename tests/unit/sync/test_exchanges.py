@@ -16,8 +16,7 @@ from kvstore_server.plan import Plan, TensorSpec, make_plan
 from kvtrainer.errors import ConfigurationError
 from kvtrainer.kvstore import LocalKVStore
 from kvtrainer.optimizer_states import ShardUpdate
-from kvtrainer.sync.contract import Gradients
-from kvtrainer.sync.servers import StoreExchange
+from kvtrainer.sync.exchange import Gradients, StoreExchange
 
 PLAN = make_plan(
     [TensorSpec("a", (2,), "float32"), TensorSpec("b", (), "float64"), TensorSpec("c", (3,), "float32")], 1

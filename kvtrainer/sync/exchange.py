@@ -1,0 +1,502 @@
+"""One round of a Trainer's gradients over each thing that synchronises it: an engine, ranks, somebody else's store.
+
+Over the ranks of torch.distributed sums are made in place, and every rank updates. A round is a small header from
+every rank, from which all of them conclude the same, and then collectives over the gradients. The header is (int64, all
+ranks' equally long):
+
+    what is called | digest of the hyper-parameters | scale, as bits | veto | for every key: rows, or DENSE, or ABSENT
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import struct
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvstore_server.codec import Codec, compute_dtype, torch_dtype
+from kvstore_server.hyper import AgreedOptions
+from kvstore_server.norms import Decision, Guard, Measured
+from kvstore_server.optimizer import Optimizer, States, spec_for_store
+from kvstore_server.plan import Plan, Slice, row_numel
+from kvstore_server.rows import RowSet
+from kvtrainer.comm.client import Client
+from kvtrainer.comm.compressor import Compressor
+from kvtrainer.comm.rank_group import RankGroup
+from kvtrainer.comm.round import Contribution
+from kvtrainer.errors import ConfigurationError, ProtocolError
+from kvtrainer.kvstore.base import KVStoreBase
+from kvtrainer.kvstore.replicas import sum_rows
+from kvtrainer.memory.row_sparse import NO_TABLES, Tables
+
+TABLE = "parameters"
+_DENSE, _ABSENT = -1, -2
+_CALL, _HYPER, _SCALE, _VETO, _FIRST_KEY = range(5)
+_CALLS = ("step", "set_data", "join")
+
+
+class Gradients(NamedTuple):
+    """The part that one worker gives to a round."""
+
+    arenas: Mapping[str, Tensor]
+    """Flat, laid out by the plan; also where sums come back."""
+    rows: Mapping[int, RowSet]
+    """Keys (by index) that have only some rows."""
+    scale: float
+    absent: frozenset[int]
+    """Keys without a gradient."""
+    hyper: bytes = b""
+    """The hyper-parameters, packed; empty when nothing changed."""
+    veto: bool = False
+    """These gradients are not finite: the round has no effect on any worker."""
+    guard: Guard | None = None
+    """All workers' sum is measured and decided about before it is used. Only for a store that updates in synchronous
+    rounds; every worker must give one, of the same type of norm."""
+
+
+class Outcome(NamedTuple):
+    """The end of a round that did not fail."""
+
+    left_out: frozenset[int]
+    """The keys (by index) that no worker contributed to."""
+    skipped: bool
+    """A worker vetoed: weights, gradients and optimizer state are as before, for every worker."""
+    rows: Mapping[int, RowSet] | None = None
+    """The scaled sums of those keys of which all workers gave only rows; None where rows did not travel, or sums do
+    not come back."""
+    measured: Measured | None = None
+    """The gradient that the store updated with, where it was asked."""
+    decision: Decision = Decision()
+    """The decision about it."""
+
+
+class Shadowed(NamedTuple):
+    """A round to which this worker gave nothing because it has no more data."""
+
+    outcome: Outcome
+    hyper: bytes
+    """The hyper-parameters of those that have some, packed; empty when there were none."""
+    is_over: bool
+    """No worker has: the round was none."""
+
+
+class Exchange(ABC):
+    """One way to synchronise a Trainer: over an engine, over ranks, or over somebody else's store."""
+
+    num_workers: int
+    updates_weights: bool = False
+    """Whether the optimizer runs in the store."""
+    is_sync: bool = True
+    """Whether a round takes one contribution of every worker."""
+    is_ours: bool = True
+    """Whether it knows which keys all workers left out, and workers without data that take part with nothing."""
+    refuses_rows: str = ""
+    """Why gradients may not be row-sparse here; empty where they may."""
+
+    @abstractmethod
+    def init(self, weights: Mapping[str, Tensor], tables: Tables = NO_TABLES) -> None:
+        """Give every worker rank 0's weights, and the store rank 0's row-sparse ones."""
+
+    @abstractmethod
+    def run(self, grads: Gradients, weights: Mapping[str, Tensor]) -> Outcome:
+        """Run one round. New weights go to `weights`, or else sums of gradients to those of `grads`."""
+
+    @abstractmethod
+    def shadow(self, weights: Mapping[str, Tensor], grads: Mapping[str, Tensor]) -> Shadowed:
+        """Run one round to which this worker gives nothing; sums go to `grads`.
+
+        When it is over for all workers, or where contributions count one by one, the store's weights go to `weights`.
+        """
+
+    @abstractmethod
+    def assign(self, weights: Mapping[str, Tensor], tables: Tables = NO_TABLES) -> None:
+        """Give every worker, and the store, rank 0's weights as they are now; optimizer state stays. Of row-sparse keys
+        only those of rank 0's `tables` change."""
+
+    def stats(self) -> list[dict[str, Any]]:
+        """Fetch the counters of every server; none for stores that keep none."""
+        return []
+
+
+class StoreExchange(Exchange):
+    """Over a client of an engine, in this process or, if it `is_dist`, on servers.
+
+    Slices are those of the plan that the Trainer made, which differs from the table's in servers only.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        plan: Plan,
+        optimizer: Optimizer | None,
+        codec: Codec | None = None,
+        is_dist: bool = False,
+        name: str = TABLE,
+    ) -> None:
+        self._has_rows = False
+        """Whether a gradient of this worker has been row-sparse."""
+        self.rank, self.num_workers = client.options.rank, client.options.num_workers
+        self.updates_weights = optimizer is not None
+        self.is_sync = client.options.mode.is_sync
+        self._client = client
+        if optimizer is not None:
+            client.set_optimizer(spec_for_store(optimizer))
+        whole_keys = optimizer is not None and not optimizer.elementwise
+        self._name = name
+        [self._table] = client.register({name: plan.specs}, whole_keys)
+        if codec is not None:
+            self._table.compressor = Compressor(codec, self._table.plan)
+        if (
+            optimizer is None and is_dist
+        ):  # also with one worker: a script that works with one works with several
+            self.refuses_rows = (
+                "which needs update_on_kvstore=True with a dist kvstore: rows that other workers have cannot be summed "
+                "here"
+            )
+
+    def init(self, weights: Mapping[str, Tensor], tables: Tables = NO_TABLES) -> None:
+        mine = _on_cpu(weights)
+        self._client.rounds.initialise(self._of_rank_0(mine, tables, mine))
+        _copy_back(weights, mine)
+
+    def run(self, grads: Gradients, weights: Mapping[str, Tensor]) -> Outcome:
+        """Run one round over the client; see `Exchange.run`."""
+        values, target = grads.arenas, weights if self.updates_weights else grads.arenas
+        out, is_elsewhere = target, any([not flat.is_cpu for flat in target.values()])
+        if is_elsewhere:
+            values, out = _on_cpu(values), _on_cpu(target)
+        specs = self._table.plan.specs
+        # Rows of a single worker are their own sum. The sum of replicas may have come in a wider dtype.
+        rows = {
+            (0, key): RowSet(ids.cpu(), of_key.to("cpu", torch_dtype(specs[key].dtype)))
+            for key, (ids, of_key) in (grads.rows.items() if self.updates_weights else ())
+        }
+        unsent = frozenset() if self.updates_weights else frozenset(grads.rows)
+        # Only rows make it worth the servers' while to know what has changed.
+        self._has_rows = self._has_rows or bool(rows)
+        contribution = Contribution(
+            [self._table], None if grads.veto else [values], [out], grads.scale, grads.hyper, grads.absent | unsent,
+            rows, veto=grads.veto, is_kept=self.updates_weights and self._has_rows, guard=grads.guard,
+        )  # fmt: skip
+        try:
+            ticket = self._client.rounds.start(contribution)
+            self._client.rounds.wait(ticket)
+        except BaseException:
+            self._table.forget_held()  # all weights have to come again
+            raise
+        measured, decision = ticket.decided.get(self._name, (None, Decision()))
+        if self._name in ticket.vetoes:
+            return Outcome(frozenset(), True, None, measured, decision)
+        if is_elsewhere:
+            _copy_back(target, out)
+        for key in unsent:
+            # What came in place of them is the value of a key that was left out, not a sum.
+            at = self._table.plan.key_offsets[key]
+            grads.arenas[specs[key].dtype][at : at + specs[key].numel].zero_()
+        left_out = frozenset(ticket.absent.get(self._name, ())) - unsent
+        return Outcome(left_out, False, None, measured, decision)
+
+    def shadow(self, weights: Mapping[str, Tensor], grads: Mapping[str, Tensor]) -> Shadowed:
+        """Run one round to which this worker gives nothing; see `Exchange.shadow`."""
+        target = grads if not self.updates_weights else None if self.is_sync else weights
+        out = None if target is None else _on_cpu(target)
+        outs = None if out is None else [out]
+        ticket = self._client.rounds.start(Contribution([self._table], None, outs, joined=True))
+        self._client.rounds.wait(ticket)
+        said = ticket.in_force[self._name]
+        if target is not None and out is not None:
+            _copy_back(target, out)
+        if said.is_over and self.updates_weights and self.is_sync:
+            mine = _on_cpu(weights)
+            self._client.rounds.pull([self._table], [mine])
+            _copy_back(weights, mine)
+        outcome = Outcome(frozenset(ticket.absent.get(self._name, ())), self._name in ticket.vetoes)
+        return Shadowed(outcome, said.hyper, said.is_over)
+
+    def assign(self, weights: Mapping[str, Tensor], tables: Tables = NO_TABLES) -> None:
+        """Give every worker and the store rank 0's weights; see `Exchange.assign`."""
+        mine = _on_cpu(weights)
+        rounds = self._client.rounds
+        if self.is_sync:
+            try:
+                rounds.wait(rounds.start(self._of_rank_0(mine, tables, mine, assign=True)))
+            except BaseException:
+                self._table.forget_held()
+                raise
+        else:
+            # Contributions count one by one: none may come between, and nobody may read before.
+            self._client.barrier()
+            if not self.rank:
+                rounds.wait(rounds.start(self._of_rank_0(mine, tables, None, assign=True)))
+            self._client.barrier()
+            rounds.pull([self._table], [mine])
+        _copy_back(weights, mine)
+
+    def pull(self) -> dict[str, Tensor]:
+        """Fetch the weights that the store has now, laid out by the plan, on the CPU."""
+        sizes = self._table.plan.resident_sizes
+        held = {dtype: torch.zeros(size, dtype=torch_dtype(dtype)) for dtype, size in sizes.items()}
+        self._client.rounds.pull([self._table], [held])
+        return held
+
+    def pull_rows(self, key: int, ids: Tensor) -> Tensor:
+        """Fetch rows (distinct, ascending ids) of a row-sparse key (by index), flat, on the CPU."""
+        [rows] = self._client.rounds.pull_rows([(self._table, key, ids)])
+        return rows
+
+    def get_state(self, piece: Slice) -> States:
+        return self._client.get_state(self._table, self._table.plan.slices[piece.index])
+
+    def put_state(self, piece: Slice, state: States) -> None:
+        self._client.put_state(self._table, self._table.plan.slices[piece.index], state)
+
+    @property
+    def version(self) -> int:
+        """The number of updates in the weights that came last; -1 if none came yet."""
+        return max(self._table.versions.values(), default=-1)
+
+    @property
+    def staleness(self) -> int:
+        """The number of updates of others between the weights of the last contribution and that."""
+        return self._table.staleness
+
+    def residuals(self) -> dict[int, Tensor]:
+        """Copy what compression has held back of this worker's gradients, by index of the key."""
+        compressor = self._table.compressor
+        return {} if compressor is None else compressor.residuals()
+
+    def set_residuals(self, residuals: Mapping[int, Tensor]) -> None:
+        """Replace what compression has held back; without compression there is nothing to hold."""
+        if self._table.compressor is not None:
+            self._table.compressor.set_residuals(residuals)
+
+    def stats(self) -> list[dict[str, Any]]:
+        return self._client.stats()
+
+    def _of_rank_0(
+        self,
+        mine: Mapping[str, Tensor],
+        tables: Tables,
+        out: Mapping[str, Tensor] | None,
+        assign: bool = False,
+    ) -> Contribution:
+        """Make this worker's part in a round in which rank 0's values count."""
+        given = {} if self.rank else {key: make() for key, make in tables.items()}
+        is_kept = self.updates_weights and self._has_rows and out is not None
+        values, outs = None if self.rank else [mine], None if out is None else [out]
+        return Contribution([self._table], values, outs, assign=assign, sources=given, is_kept=is_kept)
+
+
+def _on_cpu(arenas: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    return {dtype: flat.detach().to("cpu") for dtype, flat in arenas.items()}
+
+
+@torch.no_grad()
+def _copy_back(arenas: Mapping[str, Tensor], source: Mapping[str, Tensor]) -> None:
+    for dtype, flat in arenas.items():
+        if flat.device.type != "cpu":
+            flat.copy_(source[dtype])
+
+
+class _Headers(NamedTuple):
+    """The headers of all ranks before a round."""
+
+    states: Tensor
+    """(rank, key): the number of rows, or DENSE, or ABSENT."""
+    scales: list[float]
+    """Of the ranks that have data."""
+    hyper: bytes = b""
+    """The hyper-parameters of the lowest rank that has data, where another one has none."""
+    is_over: bool = False
+    """No rank has data."""
+
+
+class GroupExchange(Exchange):
+    """Over a RankGroup. Called by all ranks in the same order; a rank that does not come makes the others time out.
+
+    Args:
+        optimizer: which runs on every rank; ranks must have the same.
+    """
+
+    def __init__(self, group: RankGroup, plan: Plan, optimizer: Optimizer, name: str = "device") -> None:
+        self.num_workers = group.size
+        self._group, self._plan = group, plan
+        if name == "nccl":
+            self.refuses_rows = (
+                "but kvstore 'nccl' does not support sparse gradients; use kvstore='device', or build the module with "
+                "sparse=False"
+            )
+        self._optimizer = {
+            "name": optimizer.registered_name,
+            "multi_precision": getattr(optimizer, "multi_precision", None),
+            "begin_num_update": optimizer.begin_num_update,
+        }
+        self._hyper = b""
+
+    def init(self, weights: Mapping[str, Tensor], tables: Tables = NO_TABLES) -> None:
+        """Give every rank rank 0's weights.
+
+        Raises:
+            PlanMismatchError: ranks have different parameters or optimizers; on every rank.
+        """
+        specs = [[spec.key, list(spec.shape), spec.dtype, spec.group] for spec in self._plan.specs]
+        buckets = self._group.buckets
+        said = {"specs": specs, "optimizer": self._optimizer, "bucket_size_mb": buckets.size_mb}
+        self._group.agree("Trainer", {**said, "coalesce": buckets.coalesce})
+        self._group.is_agreed = True
+        self._broadcast(weights)
+
+    def run(self, grads: Gradients, weights: Mapping[str, Tensor]) -> Outcome:
+        """Run one round; see Exchange.
+
+        Raises:
+            PlanMismatchError: ranks disagree on a hyper-parameter; on every rank, and nothing has changed.
+        """
+        self._hyper = grads.hyper or self._hyper
+        headers = self._headers("step", grads)
+        return Outcome(frozenset(), skipped=True) if headers is None else self._sum(grads, headers)
+
+    def _sum(self, grads: Gradients, headers: _Headers) -> Outcome:
+        left_out = _keys((headers.states == _ABSENT).all(0))
+        dense = _keys((headers.states == _DENSE).any(0))  # if one rank has all rows, the sum has, too
+        is_common = len(set(headers.scales)) == 1
+        before, after = (1.0, headers.scales[0]) if is_common else (grads.scale, 1.0)
+        for key in dense.intersection(grads.rows):
+            spec, at = self._plan.specs[key], self._plan.key_offsets[key]
+            ids, values = grads.rows[key]
+            place = grads.arenas[spec.dtype][at : at + spec.numel].view(-1, row_numel(spec))
+            place[ids] = values.to(place.dtype)  # it was zero
+        for dtype, flat in grads.arenas.items():
+            self._group.sum(flat, self._runs(dtype, dense), before, after)
+        sparse = [key for key in range(len(self._plan.specs)) if key not in dense and key not in left_out]
+        summed = {key: self._sum_rows(key, grads, headers, before, after) for key in sparse}
+        return Outcome(left_out, skipped=False, rows=summed)
+
+    def shadow(self, weights: Mapping[str, Tensor], grads: Mapping[str, Tensor]) -> Shadowed:
+        for flat in grads.values():
+            flat.zero_()
+        nothing = Gradients(grads, {}, 1.0, frozenset(self._keys))
+        headers = self._headers("join", nothing)
+        if headers is None:
+            return Shadowed(Outcome(frozenset(), skipped=True), b"", is_over=False)
+        outcome = Outcome(frozenset(), False) if headers.is_over else self._sum(nothing, headers)
+        return Shadowed(outcome, headers.hyper, headers.is_over)
+
+    def assign(self, weights: Mapping[str, Tensor], tables: Tables = NO_TABLES) -> None:
+        self._headers("set_data", None)
+        self._broadcast(weights)
+
+    def _broadcast(self, weights: Mapping[str, Tensor]) -> None:
+        for flat in weights.values():
+            self._group.broadcast(flat)
+
+    def _headers(self, call: str, grads: Gradients | None) -> _Headers | None:
+        """Exchange headers; None if a rank vetoed. What ranks must not disagree on is checked."""
+        states = [_ABSENT if grads is None or key in grads.absent else _DENSE for key in self._keys]
+        for key, (ids, _) in grads.rows.items() if grads is not None else ():
+            states[key] = len(ids)
+        scale, veto = (1.0, False) if grads is None else (grads.scale, grads.veto)
+        [digest] = struct.unpack("<q", hashlib.blake2b(self._hyper, digest_size=8).digest())
+        [bits] = struct.unpack("<q", struct.pack("<d", scale))
+        mine = [_CALLS.index(call), digest if grads is not None else 0, bits, veto, *states]
+        found = torch.stack(self._group.all_gather(torch.tensor(mine, dtype=torch.int64)))
+        calls = [_CALLS[at] for at in found[:, _CALL].tolist()]
+        active = [rank for rank, name in enumerate(calls) if name != "join"]
+        if len({calls[rank] for rank in active}) > 1 or (active and set(calls) == {"set_data", "join"}):
+            raise ProtocolError(
+                "ranks came to one exchange with different calls: "
+                f"{', '.join(f'{name} on rank {rank}' for rank, name in enumerate(calls))}; call the Trainer's "
+                "collective methods in the same order on every rank (add_param_group comes as set_data)"
+            )
+        if len(set(found[active, _HYPER].tolist())) > 1:
+            belief = AgreedOptions(self._plan)
+            for rank, packed in enumerate(self._group.all_gather_bytes(self._hyper)):
+                belief.set(rank, packed)
+            belief.common(active)
+        hyper = b""
+        if active and len(active) < self.num_workers:
+            hyper = self._group.all_gather_bytes(self._hyper)[active[0]]
+        if found[:, _VETO].any():
+            return None
+        scales = [struct.unpack("<d", struct.pack("<q", bits))[0] for bits in found[active, _SCALE].tolist()]
+        return _Headers(found[:, _FIRST_KEY:], scales, hyper, is_over=not active)
+
+    @property
+    def _keys(self) -> range:
+        return range(len(self._plan.specs))
+
+    def _runs(self, dtype: str, keys: frozenset[int]) -> list[tuple[int, int]]:
+        """Find the parts of the arena with these keys; neighbours are one part, if they coalesce."""
+        specs, offsets = self._plan.specs, self._plan.key_offsets
+        here = sorted((offsets[key], key) for key in self._keys if specs[key].dtype == dtype)
+        ends = [*(at for at, _ in here[1:]), self._plan.arena_sizes[dtype]]
+        runs: list[tuple[int, int]] = []
+        for (at, key), end in zip(here, ends, strict=True):
+            if key in keys and at < end:
+                is_next = self._group.buckets.coalesce and runs and runs[-1][1] == at
+                joined = runs.pop()[0] if is_next else at
+                runs.append((joined, end))
+        return runs
+
+    def _sum_rows(self, key: int, grads: Gradients, headers: _Headers, before: float, after: float) -> RowSet:
+        """Sum one key of which every rank has only some rows: a left fold in the order of ranks."""
+        spec, counts = self._plan.specs[key], headers.states[:, key].tolist()
+        device = grads.arenas[spec.dtype].device
+        none = RowSet(
+            torch.zeros(0, dtype=torch.int64, device=device), torch.zeros(0, row_numel(spec), device=device)
+        )
+        mine = grads.rows.get(key, none)
+        values = mine.values.to(compute_dtype(spec.dtype))
+        mine = mine._replace(values=values * before if before != 1.0 else values)
+        total = sum_rows(self._group.gather_rows(mine, counts), spec.dtype)
+        return total._replace(values=total.values * after) if after != 1.0 else total
+
+
+def _keys(mask: Tensor) -> frozenset[int]:
+    return frozenset(mask.nonzero().flatten().tolist())
+
+
+class PluginExchange(Exchange):
+    """Over a third-party store: `broadcast` and `pushpull` of one key per parameter; the trainer updates."""
+
+    is_ours = False
+
+    def __init__(self, store: KVStoreBase, plan: Plan) -> None:
+        self.num_workers = store.num_workers
+        self._store = store
+        self._plan = plan
+        self.refuses_rows = (
+            f"but kvstore {store.type!r} sums dense gradients only; build the module with sparse=False"
+        )
+
+    def init(self, weights: Mapping[str, Tensor], tables: Tables = NO_TABLES) -> None:
+        for key, piece in enumerate(self._pieces(weights)):
+            self._store.broadcast(key, piece, piece)
+
+    def run(self, grads: Gradients, weights: Mapping[str, Tensor]) -> Outcome:
+        for key, piece in enumerate(self._pieces(grads.arenas)):
+            if grads.scale != 1.0:
+                piece.mul_(grads.scale)
+            if grads.veto:
+                piece.fill_(math.inf)  # a sum is all that such a store knows: this one tells every worker
+            self._store.pushpull(key, piece, piece, priority=-key)
+        # Zeros stand in for what one of several workers left out. Who did not veto learns of it from the sums.
+        return Outcome(grads.absent if self.num_workers == 1 else frozenset(), skipped=grads.veto)
+
+    def shadow(self, weights: Mapping[str, Tensor], grads: Mapping[str, Tensor]) -> Shadowed:
+        raise ConfigurationError(f"kvstore {self._store.type!r} does not know workers without data")
+
+    def assign(self, weights: Mapping[str, Tensor], tables: Tables = NO_TABLES) -> None:
+        for key, piece in enumerate(self._pieces(weights)):
+            if self._store.rank != 0:
+                piece.zero_()
+            self._store.pushpull(key, piece, piece, priority=-key)
+
+    def _pieces(self, arenas: Mapping[str, Tensor]) -> Sequence[Tensor]:
+        rows = zip(self._plan.specs, self._plan.key_offsets, strict=True)
+        return [arenas[spec.dtype][at : at + spec.numel].view(spec.shape) for spec, at in rows]
