@@ -165,7 +165,8 @@ def serve_role(
     assert job is not None
     if env.read_servers(environ, servers) is not None:
         raise ConfigurationError(
-            f"{env.ROLE} is {job.role!r}, but {env.SERVERS} or servers= names servers that run already; unset one"
+            f"{env.ROLE} is {job.role!r}, but {env.SERVERS} or servers= names servers that run already; unset one of "
+            "them"
         )
     limits = _limits(environ, connect_timeout, dead_after)
     if job.role == SCHEDULER:
