@@ -536,7 +536,6 @@ class Engine:
         return out
 
     def _pull_rows(self, sender: Sender, pull: m.PullRows) -> list[m.Outgoing]:
-        sender.space.check_named("pull", [(index, position) for index, position, _ in pull.wanted])
         table = sender.space.table(pull.table)
         _check_ready(table)
         answer = partial(_rows, sender.space, table, sender.rank, pull, sender.waiter)
@@ -817,11 +816,11 @@ def _outcomes(
 
 def _rows(space: Namespace, table: Table, rank: int, pull: m.PullRows, waiter: Waiter) -> list[m.Outgoing]:
     try:
-        found = table.pulled_parts(pull)
+        found = table.pulled_part(pull)
     except ProtocolError as error:
         return [_failed(waiter, error)]
     table.note_read(rank)
-    return _reply(waiter, space.rows(table, found))
+    return _reply(waiter, space.rows(table, [found]))
 
 
 def _tell_held(space: Namespace, table: Table) -> list[m.Outgoing]:

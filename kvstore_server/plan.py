@@ -17,17 +17,22 @@ import math
 import operator
 import zlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import compress
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
 
 from kvstore_server.errors import ConfigurationError, PlanMismatchError
 
 ALIGNMENT = 64
 MIN_SLICE = 16 * 1024
 MAX_SLICE = 1024 * 1024
+MAX_ROWS = (1 << 31) - 1
+"""Rows that are told apart by 4 bytes."""
 SLICES_PER_TABLE = 8
 """A table is cut into about this many slices while they stay between MIN_SLICE and MAX_SLICE bytes."""
 
@@ -92,6 +97,80 @@ class Slice:
 def row_numel(spec: TensorSpec) -> int:
     """The elements in one row of a key, which are neighbours in its slices; all of a key without dimensions."""
     return math.prod(spec.shape[1:]) if spec.shape else 1
+
+
+Ints: TypeAlias = npt.NDArray[np.int64]
+
+
+class RowBlock(NamedTuple):
+    """The rows of a key that lie on one server, one after the other, in neighbouring slices."""
+
+    server: int
+    pieces: tuple[Slice, ...]
+    position: int
+    """Of the key's segment in each slice."""
+    starts: Ints
+    """The row of the block with which each slice begins, and the number of rows."""
+    shifts: Ints
+    """What to add to a row of each slice to have its number in the key."""
+    order: dict[int, int]
+    """Slice → its position here."""
+
+    def cut(self, ids: Ints, most: int) -> Iterator[tuple[int, int, slice]]:
+        """Cut (ascending) rows of the block between slices, so that parts have at most so many, or are of one slice.
+
+        Yields:
+            The first slice of each part and the end, by position, and which of the rows it has. Together all slices.
+        """
+        last, first = len(self.pieces), 0
+        if len(ids) <= most and self.starts[last] <= MAX_ROWS:
+            yield 0, last, slice(None)
+            return
+        cuts = np.searchsorted(ids, self.starts)
+        while first < last:
+            few = np.searchsorted(cuts, cuts[first] + most, "right")
+            near = np.searchsorted(self.starts, self.starts[first] + MAX_ROWS, "right")
+            end = min(max(int(min(few, near)) - 1, first + 1), last)
+            yield first, end, slice(int(cuts[first]), int(cuts[end]))
+            first = end
+
+    def in_key(self, ids: Ints, first: int, end: int) -> Ints:
+        """Number (ascending) rows of some slices, which are counted from the first of these, as the key does."""
+        ids = ids + self.starts[first]
+        counts = np.diff(np.searchsorted(ids, self.starts[first : end + 1]))
+        return np.asarray(ids + np.repeat(self.shifts[first:end], counts))
+
+
+class RowPlaces(NamedTuple):
+    """Where the rows of a key lie."""
+
+    pieces: tuple[Slice, ...]
+    position: int
+    """Of the key's segment in each slice."""
+    starts: Ints
+    """The row with which each slice begins, and the number of rows."""
+    servers: Ints
+    """Of each slice."""
+    shifts: Ints
+    """Of each slice, as of its block."""
+    blocks: dict[int, RowBlock]
+    """Server → its rows."""
+
+    def by_server(self, ids: Ints) -> Iterator[tuple[RowBlock, Ints | slice, Ints]]:
+        """Distribute (ascending) rows over the servers.
+
+        Yields:
+            The block of each server, which of the rows are there, and how the block numbers them.
+        """
+        if len(self.blocks) == 1:
+            [block] = self.blocks.values()
+            yield block, slice(None), ids
+            return
+        counts = np.diff(np.searchsorted(ids, self.starts))
+        servers, in_block = np.repeat(self.servers, counts), ids - np.repeat(self.shifts, counts)
+        for block in self.blocks.values():
+            mine = np.flatnonzero(servers == block.server)
+            yield block, mine, in_block[mine]
 
 
 class _Arena:
@@ -189,6 +268,7 @@ class Plan:
 
     _by_server: dict[int, tuple[Slice, ...]] = field(init=False, repr=False, compare=False)
     _resident: dict[int, tuple[Slice, ...]] = field(init=False, repr=False, compare=False)
+    _rows: dict[int, RowPlaces] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         by_server: dict[int, list[Slice]] = {}
@@ -239,6 +319,31 @@ class Plan:
     def slices_with(self, key: int) -> tuple[Slice, ...]:
         """The slices that hold a part of a key (by index), in the order of its elements; none of an empty key."""
         return self._by_key.get(key, ())
+
+    def rows(self, key: int) -> RowPlaces:
+        """Say where the rows of a key (by index) that `takes_rows` lie; it is found out once."""
+        found = self._rows.get(key)
+        if found is None:
+            found = self._rows[key] = _row_places(self, key)
+        return found
+
+
+def _row_places(plan: Plan, key: int) -> RowPlaces:
+    pieces, width = plan.slices_with(key), max(row_numel(plan.specs[key]), 1)
+    positions = [[segment.key for segment in piece.segments].index(key) for piece in pieces]
+    segments = [piece.segments[at] for piece, at in zip(pieces, positions, strict=True)]
+    counts = np.array([segment.numel // width for segment in segments], np.int64)
+    starts = np.append(0, np.cumsum(counts))
+    servers, shifts = np.array([piece.server for piece in pieces], np.int64), np.zeros(len(pieces), np.int64)
+    blocks, position = {}, max(positions, default=0)
+    for server in np.unique(servers).tolist():
+        mine = np.flatnonzero(servers == server)
+        own = np.append(0, np.cumsum(counts[mine]))
+        shifts[mine] = starts[mine] - own[:-1]
+        order = {pieces[at].index: number for number, at in enumerate(mine.tolist())}
+        here = tuple([pieces[at] for at in mine.tolist()])
+        blocks[server] = RowBlock(server, here, position, own, shifts[mine], order)
+    return RowPlaces(pieces, position, starts, servers, shifts, blocks)
 
 
 def make_plan(

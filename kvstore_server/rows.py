@@ -2,13 +2,15 @@
 
 Rows, in a contribution or as new values, are
 
-    head      int32: number of segments that follow, 0
+    head      int32: number of segments that follow; number of slices
     segments  int32 each: position in the slice, number of rows (or elements), form, 0
-    parts     of each segment, by its form. 0: ids as int32, then values; 1: one bit for each row of the segment, then
-              values, where that is shorter; 2: all numbers of the segment
+    parts     of each segment, by its form. 0: ids as int32, then values; 1: one bit for each row, then values, where
+              that is shorter; 2: all numbers of the segment
 
-Of the other segments there is nothing. Each part begins at a multiple of 8 bytes. However many rows there are, the
-bytes exceed those of the dense slice by no more than a frame allows.
+Of the other segments there is nothing. A key that has slices of its own gives the first of them what it has for several
+neighbours on a server, as many as the head says, so that rows of a key take one message where they fit into one. Each
+part begins at a multiple of 8 bytes. However many rows there are, the bytes exceed those of the dense slices by no more
+than a frame allows.
 """
 
 from __future__ import annotations
@@ -24,8 +26,8 @@ from torch import Tensor
 
 from kvstore_server.codec import Codec, torch_dtype
 from kvstore_server.errors import ProtocolError, ShapeMismatchError
-from kvstore_server.plan import Plan, Slice, row_numel
-from kvstore_server.protocol.frames import pack_control
+from kvstore_server.plan import SIZES, Ints, Plan, Slice, TensorSpec, row_numel
+from kvstore_server.protocol.frames import MAX_PAYLOAD, pack_control
 
 ROWS = "rows"
 PACKED_ROWS = pack_control({"type": ROWS})
@@ -44,7 +46,7 @@ class RowSet(NamedTuple):
     """Some rows of a key, or of a block of its rows."""
 
     ids: Tensor
-    """int64, distinct and ascending, counted from the first row of the block."""
+    """int64, distinct and ascending, counted from the first row of the key, or of the block."""
     values: Tensor
     """(number of ids, elements of a row)."""
 
@@ -67,17 +69,16 @@ class RowForm:
     """Stands where a codec stands, for contributions that give only some rows."""
 
 
-def encode_rows(plan: Plan, piece: Slice, parts: Parts) -> Tensor:
-    """The bytes of some parts of a slice, as one uint8 tensor."""
-    head = [len(parts), 0]
+def encode_rows(plan: Plan, piece: Slice, parts: Parts, slices: int = 1) -> Tensor:
+    """Write some parts of a slice, or rows of a key in several slices from this one on, as one uint8 tensor."""
+    head = [len(parts), slices]
     body: list[np.ndarray[Any, Any]] = []
     for position, part in sorted(parts.items()):
         if isinstance(part, Tensor):
             head += [position, len(part), _ALL, 0]
             body.append(_raw(part))
             continue
-        segment = piece.segments[position]
-        num_rows, count = segment.numel // row_numel(plan.specs[segment.key]), len(part.ids)
+        num_rows, count = _num_rows(plan, piece, position, slices), len(part.ids)
         form = _BITS if 4 * count > num_rows // 8 else _IDS
         head += [position, count, form, 0]
         ids = part.ids.numpy()
@@ -91,32 +92,40 @@ def encode_rows(plan: Plan, piece: Slice, parts: Parts) -> Tensor:
     return torch.from_numpy(data)
 
 
-def decode_rows(plan: Plan, piece: Slice, data: memoryview) -> Parts:
-    """Inverse of `encode_rows`; the tensors are views of `data` where that is possible.
+def decode_rows(plan: Plan, piece: Slice, data: memoryview) -> tuple[Parts, int]:
+    """Read what `encode_rows` has written; nothing large is copied.
+
+    Returns:
+        The parts, and the number of slices that they are of.
 
     Raises:
         ProtocolError: the bytes do not fit the slice.
     """
     reader = _Reader(data)
-    count, zero = reader.numbers(2)
-    if not 0 < count <= len(piece.segments) or zero:
-        raise ProtocolError(f"a slice of {len(piece.segments)} segments cannot have rows of {count} ({zero})")
+    count, slices = reader.numbers(2)
+    if not 0 < count <= len(piece.segments):
+        raise ProtocolError(f"a slice of {len(piece.segments)} segments cannot have rows of {count}")
     table = reader.numbers(4 * count)
     parts: dict[int, RowSet | Tensor] = {}
     for position, size, form in zip(table[::4], table[1::4], table[2::4], strict=True):
         if not 0 <= position < len(piece.segments) or position in parts:
             raise ProtocolError(f"a row-sparse slice names segment {position} of {len(piece.segments)}")
         if form == _ALL:
-            if size != piece.segments[position].numel:
+            if size != piece.segments[position].numel or slices != 1:
                 raise ProtocolError(f"a row-sparse slice gives {size} numbers to segment {position}")
             parts[position] = reader.take(torch_dtype(piece.dtype), size)
         elif form in (_IDS, _BITS):
-            parts[position] = _read_rows(reader, plan, piece, position, size, form == _BITS)
+            parts[position] = _read_rows(reader, plan, piece, position, (size, slices), form == _BITS)
         else:
             raise ProtocolError(f"a row-sparse slice has a segment in form {form}")
     if reader.at != len(data):
         raise ProtocolError(f"a row-sparse slice has {len(data)} bytes, {reader.at} of them are named")
-    return parts
+    return parts, slices
+
+
+def num_slices(data: Tensor) -> int:
+    """The number of slices that rows are of."""
+    return int(data[4:8].numpy().view("<i4")[0]) if len(data) >= 8 else 1
 
 
 def read_payload(plan: Plan, piece: Slice, payload: Tensor, form: Codec | RowForm) -> Encoded | SparsePayload:
@@ -127,7 +136,7 @@ def read_payload(plan: Plan, piece: Slice, payload: Tensor, form: Codec | RowFor
         ShapeMismatchError: the payload has another size than the slice compressed.
     """
     if isinstance(form, RowForm):
-        return as_contribution(piece, decode_rows(plan, piece, payload.numpy().data))
+        return as_contribution(piece, decode_rows(plan, piece, payload.numpy().data)[0])
     if payload.nbytes != form.encoded_nbytes(piece.used, piece.dtype):
         names = ", ".join(repr(plan.specs[segment.key].key) for segment in piece.segments[:3])
         raise ShapeMismatchError(
@@ -158,15 +167,31 @@ def as_contribution(piece: Slice, parts: Parts) -> SparsePayload:
     return SparsePayload(rows, dense)
 
 
-def _read_rows(
-    reader: _Reader, plan: Plan, piece: Slice, position: int, num_ids: int, as_bits: bool
-) -> RowSet:
+def _num_rows(plan: Plan, piece: Slice, position: int, slices: int) -> int:
+    """The rows that a segment, and those of the key in the next slices on its server, have together.
+
+    Raises:
+        ProtocolError: it has no rows, or there are not so many slices.
+    """
     segment = piece.segments[position]
     spec = plan.specs[segment.key]
-    width = row_numel(spec)
-    if not width or segment.numel % width or segment.key_start % width:
+    if not row_numel(spec) or not plan.takes_rows(segment.key):
         raise ProtocolError(f"key {spec.key!r} of shape {list(spec.shape)} takes no rows")
-    num_rows = segment.numel // width
+    block = plan.rows(segment.key).blocks[piece.server]
+    first = block.order[piece.index]
+    if not 0 < slices <= len(block.pieces) - first:
+        raise ProtocolError(
+            f"{slices} slices from {piece.index} on are not all here, or not all of {spec.key!r}"
+        )
+    return int(block.starts[first + slices] - block.starts[first])
+
+
+def _read_rows(
+    reader: _Reader, plan: Plan, piece: Slice, position: int, size: tuple[int, int], as_bits: bool
+) -> RowSet:
+    """Read so many rows of a key in so many slices."""
+    spec, (num_ids, slices) = plan.specs[piece.segments[position].key], size
+    num_rows, width = _num_rows(plan, piece, position, slices), row_numel(spec)
     if not 0 <= num_ids <= num_rows:
         raise ProtocolError(f"a row-sparse slice of {spec.key!r} names {num_ids} of its {num_rows} rows")
     if as_bits:
@@ -174,15 +199,18 @@ def _read_rows(
         ids = np.flatnonzero(np.unpackbits(packed, count=num_rows, bitorder="little"))
     else:
         ids = reader.take(torch.int32, num_ids).numpy().astype(np.int64)
-    if len(ids) != num_ids or (
-        num_ids and (ids[0] < 0 or ids[-1] >= num_rows or (ids[1:] <= ids[:-1]).any())
-    ):
+    if len(ids) != num_ids or not are_rows(ids, num_rows):
         raise ProtocolError(
             f"the {num_ids} rows of {spec.key!r} are not distinct, ascending and below {num_rows}"
         )
     return RowSet(
         torch.from_numpy(ids), reader.take(torch_dtype(piece.dtype), num_ids * width).view(num_ids, width)
     )
+
+
+def are_rows(ids: Ints, num_rows: int) -> bool:
+    """Whether ids are distinct, ascending and of so many rows."""
+    return not len(ids) or bool(ids[0] >= 0 and ids[-1] < num_rows and (ids[1:] > ids[:-1]).all())
 
 
 class _Reader:
@@ -245,13 +273,52 @@ def split_rows(plan: Plan, rows: Mapping[int, RowSet]) -> dict[int, dict[int, Ro
     """
     found: dict[int, dict[int, RowSet]] = {}
     for key, (ids, values) in rows.items():
-        width, pieces = row_numel(plan.specs[key]), plan.slices_with(key)
-        positions = [next(at for at, s in enumerate(piece.segments) if s.key == key) for piece in pieces]
-        starts = [piece.segments[at].key_start // width for piece, at in zip(pieces, positions, strict=True)]
-        parts = cut_rows(RowSet(ids, values.reshape(len(ids), width)), starts)
-        for piece, position, part in zip(pieces, positions, parts, strict=True):
-            found.setdefault(piece.index, {})[position] = part
+        places = plan.rows(key)
+        parts = cut_rows(
+            RowSet(ids, values.reshape(len(ids), row_numel(plan.specs[key]))), places.starts[:-1].tolist()
+        )
+        for piece, part in zip(places.pieces, parts, strict=True):
+            found.setdefault(piece.index, {})[places.position] = part
     return found
+
+
+def pack_rows(
+    plan: Plan, rows: Mapping[int, RowSet], arenas: Mapping[str, Tensor], absent: frozenset[int]
+) -> dict[int, Tensor]:
+    """Write rows of keys for their servers, as few messages as have room for them.
+
+    Args:
+        arenas: All numbers of the other keys, as the plan lays them out.
+        absent: The keys of which there is nothing.
+
+    Returns:
+        The slice that each message goes with → its bytes.
+    """
+    found: dict[int, tuple[dict[int, RowSet | Tensor], int]] = {}
+    for key, (ids, values) in rows.items():
+        spec = plan.specs[key]
+        given, most = values.reshape(len(ids), row_numel(spec)), rows_per_message(spec)
+        for block, where, own in plan.rows(key).by_server(ids.numpy()):
+            here = (
+                given[where] if isinstance(where, slice) else given.index_select(0, torch.from_numpy(where))
+            )
+            for first, end, part in block.cut(own, most):
+                some = RowSet(torch.from_numpy(own[part] - block.starts[first]), here[part])
+                found.setdefault(block.pieces[first].index, ({}, end - first))[0][block.position] = some
+    packed = {}
+    for index, (parts, slices) in found.items():
+        piece = plan.slices[index]
+        for position, segment in enumerate(piece.segments):
+            if position not in parts and segment.key not in absent:
+                start = piece.offset + segment.start
+                parts[position] = arenas[piece.dtype][start : start + segment.numel]
+        packed[index] = encode_rows(plan, piece, parts, slices)
+    return packed
+
+
+def rows_per_message(spec: TensorSpec) -> int:
+    """How many rows of a key fit into a message, with their ids; at least one does."""
+    return max(MAX_PAYLOAD // (4 + row_numel(spec) * SIZES[spec.dtype]), 1)
 
 
 def same_payload(a: object, b: object) -> bool:

@@ -99,12 +99,7 @@ class Shard:
                     found.setdefault(key, []).append(RowSet(rows.ids + first, rows.values))
             if dense is not None:
                 runs.append(Run(slot, slot + 1, dense))
-        rows_of = {
-            key: parts[0]
-            if len(parts) == 1
-            else RowSet(torch.cat([p.ids for p in parts]), torch.cat([p.values for p in parts]))
-            for key, parts in found.items()
-        }
+        rows_of = {key: parts[0] if len(parts) == 1 else _joined(parts) for key, parts in found.items()}
         if unit.first_key:
             absent = frozenset(unit.first_key + key for key in absent)
         return Contribution(runs, scale, absent, rows_of)
@@ -135,31 +130,25 @@ class Shard:
         """The weights of a slice without its padding, as they are sent; not a copy."""
         return self.storage.visible[unit.slots[index]]
 
-    def rows_of(self, unit: Unit, index: int, position: int) -> Tensor:
-        """The rows of the part of a key that a slice has at a position; not a copy.
+    def rows_of(self, unit: Unit, key: int) -> Tensor:
+        """Read the rows of a key (by index) that are here, one below the other; may be a copy.
 
         Raises:
-            ProtocolError: there is no such slice here, or it has no such rows.
+            ProtocolError: nothing of such a key is here, or no whole rows.
         """
-        slot = unit.slots.get(index)
-        piece = None if slot is None else self.storage.slots[slot].piece
-        if slot is None or piece is None or not 0 <= position < len(piece.segments):
-            raise ProtocolError(f"this server has no slice {index} with a segment {position}")
-        segment = piece.segments[position]
-        width = row_numel(unit.plan.specs[segment.key])
-        if not width or segment.numel % width or segment.key_start % width:
-            raise ProtocolError(f"slice {index} has no whole rows of {unit.plan.specs[segment.key].key!r}")
-        return self.storage.visible[slot][segment.start : segment.start + segment.numel].view(-1, width)
+        if key not in unit.keys or not row_numel(unit.plan.specs[key]) or not unit.plan.takes_rows(key):
+            raise ProtocolError(f"this server has no rows of a key {key}")
+        return self.storage.rows(unit.first_key + key)
 
-    def changed_since(self, unit: Unit, index: int, held: int, version: int) -> Rows | None:
-        """Which rows of a slice have changed; see `RowChanges.since`."""
+    def changed_since(self, unit: Unit, stack: int, held: int, version: int) -> Rows | None:
+        """Which rows of a stack have changed; see `RowChanges.since`."""
         self._notes_changes = True
-        return unit.changes.since(index, held, version)
+        return unit.changes.since(stack, held, version)
 
     def assign(self, unit: Unit, values: Mapping[int, Tensor]) -> None:
         """Replace the weights of the given slices."""
         for index, payload in values.items():
-            unit.changes.note(index)
+            unit.changes.note(unit.plan.slices[index].segments[0].key)
             slot = unit.slots[index]
             self.storage.make_writable(slot)
             self.storage.visible[slot].copy_(payload)
@@ -560,22 +549,23 @@ class Shard:
         first, present = chunk.segments.start, chunk.present
         for slot in self.storage.slots[chunk.spans[0].first : chunk.spans[-1].end]:
             here = present[slot.first - first : slot.last - first].tolist() if present is not None else [True]
-            slot.unit.changes.note_segments(slot.piece.index, here)
+            slot.unit.changes.note_segments(slot.piece.segments[0].key, here)
 
     def _note_rows(self, key: int, ids: Tensor | None) -> None:
         """Say that some rows of a key have changed; None: all."""
         if not self._notes_changes:
             return
         home = self.storage.homes[key]
-        if ids is None:
-            for at, slot in enumerate(self.storage.slots[home.slot : home.end_slot]):
-                slot.unit.changes.note(slot.piece.index, home.first + at - slot.first)
-            return
-        for number, parts in self._sums.by_slot(
-            {key: RowSet(ids, ids.view(-1, 1).expand(-1, home.width))}
-        ).items():
-            for position, rows in parts.items():
-                home.unit.changes.note(self.storage.slots[number].piece.index, position, rows.ids)
+        slot = self.storage.slots[home.slot]
+        home.unit.changes.note(slot.piece.segments[0].key, home.first - slot.first, ids)
+
+
+def _joined(parts: Sequence[RowSet]) -> RowSet:
+    """Rows of a key that came for several slices. Raises ProtocolError unless they are distinct and ascend."""
+    ids = torch.cat([part.ids for part in parts])
+    if not bool((ids[1:] > ids[:-1]).all()):
+        raise ProtocolError("slices of one key name the same rows, or rows of each other")
+    return RowSet(ids, torch.cat([part.values for part in parts]))
 
 
 def _alike(block: Block, a: int, b: int) -> bool:

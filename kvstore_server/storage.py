@@ -28,92 +28,103 @@ Counts = np.ndarray[Any, np.dtype[np.int64]]
 
 
 Rows = Mapping[int, Tensor | None]
-"""Position of a segment in a slice → ids of rows, from the first row there, distinct and ascending; None: all."""
+"""Position of a segment → ids of rows, from the first row of the key here, distinct and ascending; None: all."""
 
 VERSIONS_KEPT = 256
-"""Changes of a slice that are remembered one by one."""
+"""Changes of a stack that are remembered one by one."""
+
+
+def stacks(slices: Sequence[Slice]) -> dict[int, list[Slice]]:
+    """Put together the slices of one server that one key has for itself; others are alone.
+
+    Returns:
+        The first key of each stack (by index) → its slices.
+    """
+    found: dict[int, list[Slice]] = {}
+    for piece in slices:
+        found.setdefault(piece.segments[0].key, []).append(piece)
+    return found
 
 
 class RowChanges:
     """Which rows of a table have changed since a worker was sent its weights.
 
     The table notes every change as it is made; changes get the table's version when somebody asks. Row ids count for as
-    long as sending rows is cheaper than sending the slice; for what is older, and for changes of all rows, a slice is
+    long as sending rows is cheaper than sending the stack; for what is older, and for changes of all rows, a stack is
     sent whole. More than what has changed may be named, never less. It costs nothing until `since` is called for the
     first time.
+
+    Args:
+        stacks: The slices of the table here, by the first key.
     """
 
-    def __init__(self, slices: Sequence[Slice]) -> None:
-        self._slices = {piece.index: piece for piece in slices}
+    def __init__(self, stacks: Mapping[int, Sequence[Slice]]) -> None:
+        self._rooms = {key: sum([piece.used for piece in pieces]) for key, pieces in stacks.items()}
+        """Stack → its elements: so many ids are kept, and no more."""
         self._is_wanted = False
         self._pending: dict[int, list[Rows] | None] = {}
-        """Slice → changes that have no version yet; None: all of it."""
+        """Stack → changes that have no version yet; None: all of it."""
         self._entries: dict[int, deque[tuple[int, Rows]]] = {}
-        """Slice → versions, ascending, and what has changed since the one before."""
+        """Stack → versions, ascending, and what has changed since the one before."""
         self._kept: dict[int, int] = {}
-        """Slice → the number of ids in its entries."""
+        """Stack → the number of ids in its entries."""
         self._floors: dict[int, int] = {}
-        """Slice → the version up to which nothing is known."""
+        """Stack → the version up to which nothing is known."""
 
-    def note(self, index: int, position: int | None = None, ids: Tensor | None = None) -> None:
-        """Some rows of a segment of a slice have changed, `ids` as in `Rows`; without a position all of the slice."""
+    def note(self, stack: int, position: int | None = None, ids: Tensor | None = None) -> None:
+        """Some rows of a segment have changed, `ids` as in `Rows`; without a position all of the stack."""
         if self._is_wanted:
-            before = self._pending.setdefault(index, [])
+            before = self._pending.setdefault(stack, [])
             if position is None or before is None:
-                self._pending[index] = None
+                self._pending[stack] = None
             elif ids is None or len(ids):
                 before.append({position: ids})
 
-    def note_segments(self, index: int, changed: Sequence[bool]) -> None:
-        """All of some segments of a slice has changed."""
+    def note_segments(self, stack: int, changed: Sequence[bool]) -> None:
+        """All of some segments has changed."""
         if all(changed):
-            self.note(index)
+            self.note(stack)
             return
         for position, is_changed in enumerate(changed):
             if is_changed:
-                self.note(index, position)
+                self.note(stack, position)
 
     def note_all(self) -> None:
-        """All slices have changed."""
-        for index in self._slices:
-            self.note(index)
+        """All has changed."""
+        for stack in self._rooms:
+            self.note(stack)
 
-    def since(self, index: int, held: int, version: int) -> Rows | None:
-        """What a worker that holds version `held` of a slice must be sent to have `version`, which is the present one.
+    def since(self, stack: int, held: int, version: int) -> Rows | None:
+        """What a worker that holds version `held` of a stack must be sent to have `version`, which is the present one.
 
-        Empty where nothing has changed; None where the slice must be sent whole.
+        Empty where nothing has changed; None where the stack must be sent whole.
         """
         if not self._is_wanted:
             self._is_wanted = True
-            self._floors = dict.fromkeys(self._slices, version)
+            self._floors = dict.fromkeys(self._rooms, version)
         self._stamp(version)
         if held == version:
             return {}
-        if held < self._floors[index]:
+        if held < self._floors[stack]:
             return None
-        newest_first = reversed(self._entries.get(index, ()))
+        newest_first = reversed(self._entries.get(stack, ()))
         return _union([rows for _, rows in itertools.takewhile(lambda entry: entry[0] > held, newest_first)])
 
     def _stamp(self, version: int) -> None:
         """What was noted since the last time has happened by now."""
-        for index, noted in self._pending.items():
-            entries = self._entries.setdefault(index, deque())
+        for stack, noted in self._pending.items():
+            entries = self._entries.setdefault(stack, deque())
             if noted is None:
                 entries.clear()
-                self._kept[index] = 0
-                self._floors[index] = version
+                self._kept[stack] = 0
+                self._floors[stack] = version
             elif noted:
                 entries.append((version, _union(noted)))
-                self._kept[index] = self._kept.get(index, 0) + _count(entries[-1][1])
-                self._forget_old(index, entries)
+                self._kept[stack] = self._kept.get(stack, 0) + _count(entries[-1][1])
+                while self._kept[stack] > self._rooms[stack] or len(entries) > VERSIONS_KEPT:
+                    self._floors[stack], oldest = entries.popleft()
+                    self._kept[stack] -= _count(oldest)
         self._pending.clear()
-
-    def _forget_old(self, index: int, entries: deque[tuple[int, Rows]]) -> None:
-        """Keep no more ids than the slice has elements."""
-        room = self._slices[index].used
-        while self._kept[index] > room or len(entries) > VERSIONS_KEPT:
-            self._floors[index], oldest = entries.popleft()
-            self._kept[index] -= _count(oldest)
 
 
 def _count(rows: Rows) -> int:
@@ -231,6 +242,8 @@ class Unit:
     slices: tuple[Slice, ...]
     slots: dict[int, int]
     """Slice → slot."""
+    stacks: Mapping[int, Sequence[Slice]]
+    """First key → the slices that it has for itself, or one slice of several keys."""
     keys: frozenset[int]
     """The keys (by index in the plan) of which there is something here."""
     changes: RowChanges
@@ -298,7 +311,8 @@ class Storage:
         slices, first_key = plan.slices_of(server), self.num_keys
         keys = frozenset(segment.key for piece in slices for segment in piece.segments)
         slots = {piece.index: len(self.slots) + at for at, piece in enumerate(slices)}
-        unit = Unit(plan, server, len(self.slots), first_key, slices, slots, keys, RowChanges(slices))
+        own = stacks(slices)
+        unit = Unit(plan, server, len(self.slots), first_key, slices, slots, own, keys, RowChanges(own))
         blocks = self._blocks_for(slices, memory)
         for piece in slices:
             self._add_slot(unit, piece, blocks[piece.dtype])
@@ -379,14 +393,18 @@ class Storage:
             slots if self._moved or (self._leases and (self._leases.sent or self._leases.held)) else ()
         ):
             self.make_writable(slot)
-        if self._moved.keys().isdisjoint(slots):
-            yield self.slots[first].block.weights[self.slots[first].start : self.ends[end - 1]]
-            return
-        own = self.padded[first:end]
-        joined = torch.cat(own)
+        joined = self._joined(first, end)
         yield joined
-        for target, source in zip(own, torch.split(joined, list(map(len, own))), strict=True):
-            target.copy_(source)
+        if not self._moved.keys().isdisjoint(slots):
+            own = self.padded[first:end]
+            for target, source in zip(own, torch.split(joined, list(map(len, own))), strict=True):
+                target.copy_(source)
+
+    def _joined(self, first: int, end: int) -> Tensor:
+        """The weights of neighbouring slots as one tensor; a copy where some have moved."""
+        if self._moved.keys().isdisjoint(range(first, end)):
+            return self.slots[first].block.weights[self.slots[first].start : self.ends[end - 1]]
+        return torch.cat(self.padded[first:end])
 
     @contextmanager
     def lent_key(self, key: int) -> Iterator[Tensor]:
@@ -395,6 +413,13 @@ class Storage:
         start = self.slots[home.slot].start
         with self.lent(home.slot, home.end_slot) as weights:
             yield weights[home.part.start - start : home.part.stop - start]
+
+    def rows(self, key: int) -> Tensor:
+        """Read the rows of a key here, one below the other; may be a copy."""
+        home = self.homes[key]
+        start = self.slots[home.slot].start
+        weights = self._joined(home.slot, home.end_slot)[home.part.start - start : home.part.stop - start]
+        return weights.view(-1, home.width)
 
     def make_writable(self, slot: int) -> None:
         """Leave a buffer that a slow peer is still being sent to it; go on with a copy as long as that takes."""

@@ -24,11 +24,11 @@ from kvstore_server.errors import (
 from kvstore_server.hyper import AgreedOptions
 from kvstore_server.norms import UNCHANGED, Decision, same_decision
 from kvstore_server.optimizer import Optimizer
-from kvstore_server.plan import Plan, Slice, row_numel
+from kvstore_server.plan import SIZES, Plan, Slice, row_numel
 from kvstore_server.protocol import messages as m
 from kvstore_server.reduction import Contribution
 from kvstore_server.rounds import SYNCHRONOUS, Mode
-from kvstore_server.rows import RowSet, encode_rows
+from kvstore_server.rows import RowSet, are_rows, encode_rows, rows_per_message
 from kvstore_server.shard import HeldSum, Partial, Shard, Updater
 from kvstore_server.storage import Rows
 
@@ -395,54 +395,61 @@ class Table:
     def changed_parts(self, held: int) -> list[RowPart]:
         """Return what a worker that holds version `held` of all its slices here must be sent.
 
-        A slice in which nothing has changed has an empty part of kind ROWS.
+        A stack in which nothing has changed has an empty part of kind ROWS.
         """
         unit, shard, nothing = self.unit, self.shard, torch.empty(0, dtype=torch.uint8)
         parts = []
-        for piece in unit.plan.resident_slices_of(unit.server):
-            rows = shard.changed_since(unit, piece.index, held, self.version)
-            payload, kind = nothing, m.ROWS
-            if rows is None or _bytes_of(unit.plan, piece, rows) >= piece.nbytes:
-                payload, kind = shard.visible(unit, piece.index), m.WHOLE
-            elif rows:
-                payload = self._pack(piece, rows)
-            parts.append(RowPart(piece.index, payload, kind))
+        for key, pieces in unit.stacks.items():
+            if not unit.plan.is_resident(pieces[0]):
+                continue
+            rows = shard.changed_since(unit, key, held, self.version)
+            if rows is None or _bytes_of(unit.plan, pieces, rows) >= sum([piece.nbytes for piece in pieces]):
+                parts += [RowPart(one.index, shard.visible(unit, one.index), m.WHOLE) for one in pieces]
+            elif not rows:
+                parts.append(RowPart(pieces[0].index, nothing, m.ROWS))
+            else:
+                parts += self._pack(pieces, rows)
         return parts
 
-    def pulled_parts(self, pull: m.PullRows) -> list[RowPart]:
-        """Return the values of the rows that were asked for, one part for each slice, flat.
+    def pulled_part(self, pull: m.PullRows) -> RowPart:
+        """Return the values of the rows that were asked for, flat.
 
         Raises:
-            ProtocolError: a slice is not here, or its segment has no such rows.
+            ProtocolError: the key has no such rows here, or they are more than fit into a message.
         """
-        counts = [count for _, _, count in pull.wanted]
-        if min(counts, default=0) < 0 or 4 * sum(counts) != len(pull.ids):
-            raise ProtocolError(f"a pull of {sum(counts)} rows brings {len(pull.ids)} bytes of ids")
-        ids = torch.from_numpy(np.frombuffer(pull.ids, "<i4").astype(np.int64))
-        parts = []
-        for (index, position, _), some in zip(pull.wanted, torch.split(ids, counts), strict=True):
-            rows = self.shard.rows_of(self.unit, index, position)
-            if len(some) and not 0 <= int(some[0]) <= int(some[-1]) < len(rows):
-                raise ProtocolError(
-                    f"a pull names rows {some[0]} to {some[-1]} of the {len(rows)} of slice {index}"
-                )
-            if not bool((some[1:] > some[:-1]).all()):
-                raise ProtocolError(f"a pull names rows of slice {index} twice, or not in ascending order")
-            parts.append(RowPart(index, rows[some].view(-1), m.VALUES))
-        return parts
+        rows = self.shard.rows_of(self.unit, pull.key)
+        if len(pull.ids) % 8 or len(pull.ids) // 8 > rows_per_message(self.plan.specs[pull.key]):
+            raise ProtocolError(f"a pull of rows of key {pull.key} brings {len(pull.ids)} bytes of ids")
+        ids = np.frombuffer(pull.ids, "<i8")
+        if not are_rows(ids, len(rows)):
+            raise ProtocolError(
+                f"a pull names rows of key {pull.key} twice, not in ascending order, or beyond its {len(rows)} here"
+            )
+        found = rows.index_select(0, torch.from_numpy(ids.astype(np.int64)))
+        return RowPart(
+            self.plan.rows(pull.key).blocks[self.unit.server].pieces[0].index, found.view(-1), m.VALUES
+        )
 
-    def _pack(self, piece: Slice, rows: Rows) -> Tensor:
-        shard, unit = self.shard, self.unit
-        parts: dict[int, RowSet | Tensor] = {}
+    def _pack(self, pieces: Sequence[Slice], rows: Rows) -> list[RowPart]:
+        """Write rows of a stack that have changed, in as few parts as have room for them."""
+        unit, plan = self.unit, self.plan
+        first, parts = pieces[0], dict[int, RowSet | Tensor]()
         for position, ids in rows.items():
-            segment = piece.segments[position]
+            segment = first.segments[position]
             if ids is None:
-                parts[position] = shard.visible(unit, piece.index)[
-                    segment.start : segment.start + segment.numel
-                ]
+                whole = self.shard.visible(unit, first.index)
+                parts[position] = whole[segment.start : segment.start + segment.numel]
             else:
-                parts[position] = RowSet(ids, shard.rows_of(unit, piece.index, position)[ids])
-        return encode_rows(unit.plan, piece, parts)
+                parts[position] = RowSet(ids, self.shard.rows_of(unit, segment.key)[ids])
+        only = parts.get(0)
+        if len(pieces) == 1 or not isinstance(only, RowSet):
+            return [RowPart(first.index, encode_rows(plan, first, parts), m.ROWS)]
+        block, found = plan.rows(first.segments[0].key).blocks[unit.server], []
+        for at, end, part in block.cut(only.ids.numpy(), rows_per_message(plan.specs[first.segments[0].key])):
+            some = RowSet(only.ids[part] - int(block.starts[at]), only.values[part])
+            piece = block.pieces[at]
+            found.append(RowPart(piece.index, encode_rows(plan, piece, {0: some}, end - at), m.ROWS))
+        return found
 
 
 def norm_to_hold(parts: Parts) -> float:
@@ -466,14 +473,13 @@ def _described(hold: float) -> str:
     return f"wants its norm of type {hold:g}" if hold else "wants nothing to be checked"
 
 
-def _bytes_of(plan: Plan, piece: Slice, rows: Rows) -> int:
+def _bytes_of(plan: Plan, pieces: Sequence[Slice], rows: Rows) -> int:
     """About as many as the rows and their ids have when they are sent."""
-    size = piece.nbytes // max(piece.used, 1)
     total = 0
     for position, ids in rows.items():
-        segment = piece.segments[position]
+        spec = plan.specs[pieces[0].segments[position].key]
         if ids is None:
-            total += segment.numel * size
+            total += sum([piece.segments[position].numel for piece in pieces]) * SIZES[spec.dtype]
         else:
-            total += len(ids) * (row_numel(plan.specs[segment.key]) * size + 4)
+            total += len(ids) * (row_numel(spec) * SIZES[spec.dtype] + 4)
     return total

@@ -274,8 +274,6 @@ def _check_types(message: Any) -> None:
         raise ProtocolError(
             f"Hello must hold a nonce and 1 … {m.MAX_SOCKETS} routing ids, of {m.SECRET_BYTES} bytes each"
         )
-    if isinstance(message, m.PullRows) and not all(_is_triple(part) for part in message.wanted):
-        raise ProtocolError("PullRows.wanted must be (slice, position, number of ids) each")
 
 
 def _is_identified(hello: m.Hello) -> bool:
@@ -302,10 +300,6 @@ def _is_spec(spec: Any) -> bool:
         and type(group) is int
         and isinstance(is_row_sparse, bool)
     )
-
-
-def _is_triple(part: Any) -> bool:
-    return isinstance(part, tuple) and len(part) == 3 and all(type(item) is int for item in part)
 
 
 def _freeze(value: Any) -> Any:

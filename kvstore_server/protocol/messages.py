@@ -172,13 +172,13 @@ class Pull:
 
 @dataclass(frozen=True, slots=True)
 class PullRows:
-    """Asks for some rows of one key; answered by Weights, one part for each slice, which has just their values."""
+    """Asks for some rows of one key, as many as fit into a message; answered by Weights, one part with their values."""
 
     table: int
-    wanted: tuple[tuple[int, int, int], ...]
-    """(slice, position of the segment in it, number of ids) of each slice."""
+    key: int
+    """By index."""
     ids: bytes
-    """The ids of all of them in this order, int32, counted from the first row of the segment."""
+    """int64, distinct and ascending, counted from the first row of the key on this server."""
     timeout: float
 
 
@@ -313,8 +313,8 @@ class Registered:
 
 
 WHOLE, ROWS, VALUES = range(3)
-"""What the payload of a part is: the whole slice; rows that changed, as `rows` packs them; or just the values
-of the rows that were asked for."""
+"""What the payload of a part is: the whole slice; rows that changed, as `rows` packs them, of as many slices as it says
+(empty where none changed in any slice that the key has there); or just the values of the rows that were asked for."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -6,10 +6,10 @@ worker. If it fails on one server, this worker gives it up on all of them.
 
 from __future__ import annotations
 
+import itertools
 import logging
-import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -19,11 +19,12 @@ from torch import Tensor
 from kvstore_server.codec import torch_dtype
 from kvstore_server.errors import KVStoreError, ProtocolError, RoundAbortedError, describe, from_wire
 from kvstore_server.norms import Decision, Guard, Measured, combine
+from kvstore_server.optimizer.apply import put_rows
 from kvstore_server.plan import Slice, row_numel
 from kvstore_server.protocol import messages as m
-from kvstore_server.protocol.frames import KEYS_PER_MESSAGE, SENT_ALONE, groups
+from kvstore_server.protocol.frames import SENT_ALONE, groups
 from kvstore_server.rounds import Ints
-from kvstore_server.rows import PACKED_ROWS, RowSet, decode_rows, encode_rows, split_rows
+from kvstore_server.rows import PACKED_ROWS, RowSet, decode_rows, num_slices, pack_rows, rows_per_message
 from kvtrainer.comm.session import Session
 from kvtrainer.comm.tables import RemoteTable, Tables
 
@@ -37,10 +38,6 @@ Source = Callable[[int, int], Tensor]
 
 GIVE_UP_TIMEOUT = 5.0
 """Seconds to wait for servers to confirm that a round was given up."""
-IDS_PER_MESSAGE = 240_000
-"""Ids of rows, of 4 bytes each; with what else is in it, the message fits a frame."""
-_BYTES_PER_ANSWER = 64 << 20
-"""Values of rows: a server gathers all that one message asks for at once."""
 _TOGETHER = 1024
 """So many tables have their slices and commits in messages of their own, so that the servers begin with the first ones
 while this worker still sends the last."""
@@ -86,10 +83,11 @@ class Contribution(NamedTuple):
     priority: int = 0
 
     def gives(self, table: int, piece: Slice) -> bool:
-        """Whether this rank gives a slice of a table (by position), of which it gives something."""
+        """Whether this rank gives the numbers of a slice of a table (by position), or of some of its keys."""
         first = piece.segments[0].key
-        is_here = (table, first) in self.rows or first in self.sources
-        if not is_here and not self.tables[table].plan.is_resident(piece):
+        if (table, first) in self.rows and len(self.tables[table].plan.slices_with(first)) > 1:
+            return False  # rows go with the first of several slices
+        if first not in self.sources and not self.tables[table].plan.is_resident(piece):
             return False
         return not self.absent or any(segment.key not in self.absent for segment in piece.segments)
 
@@ -178,6 +176,18 @@ class _Layout:
         self.whole = list(self.batches(self.resident))
         """The messages where all slices are given."""
 
+    @cached_property
+    def _stack_ends(self) -> list[int]:
+        """Of each slice, where those end that its key has for itself; otherwise the next one."""
+        where = [(of, piece.segments[0].key) for of, piece in zip(self.table, self.pieces, strict=True)]
+        sizes = [len(list(own)) for _, own in itertools.groupby(where)]
+        return np.repeat(np.cumsum(sizes), sizes).tolist()
+
+    def end_of_rows(self, at: int, raw: Tensor) -> int:
+        """Where the slices end that rows are of, which came back for one: without any, all of the key."""
+        end = self._stack_ends[at]
+        return min(at + num_slices(raw), end) if len(raw) else end
+
     def batches(self, given: Sequence[int]) -> Iterator[_Batch]:
         """Divide slices, by position, into messages."""
         for group in groups([self.nbytes[at] for at in given]):
@@ -208,7 +218,8 @@ class _Memory:
 class _Leg:
     """The part of a round that is on one server: what it has said, by position of table and slice in the layout."""
 
-    def __init__(self, layout: _Layout, contribution: Contribution, book: Tables, is_read: bool) -> None:
+    def __init__(self, layout: _Layout, round_: Round, book: Tables) -> None:
+        contribution = round_.contribution
         self.layout = layout
         self.server = layout.server
         self.number = 0
@@ -220,17 +231,18 @@ class _Leg:
         if self.given is layout.resident and (
             contribution.absent or contribution.rows or contribution.sources
         ):
+            encoded = [round_.encoded.get(index, {}) for index in layout.index.tolist()]
             self.given = [
                 at
-                for at, piece in enumerate(layout.pieces)
-                if contribution.gives(layout.at[layout.table[at]], piece)
+                for at, (of, piece) in enumerate(zip(layout.table, layout.pieces, strict=True))
+                if piece.index in encoded[of] or contribution.gives(layout.at[of], piece)
             ]
         wants = contribution.outs is not None
         self.is_coming = bytearray(layout.is_resident if wants else len(layout.pieces))
         """Whether the weights of each slice are still to come."""
         self.coming: list[int] = layout.num_resident.tolist() if wants else [0] * len(layout.tables)
         """How many slices of each table are still to come; with none, a plain acknowledgement is."""
-        self.open = {at for at, coming in enumerate(self.coming) if coming or not is_read}
+        self.open = {at for at, coming in enumerate(self.coming) if coming or not round_.is_read}
         """Tables of which the server has not said yet how the round ended."""
         self.rounds = book.round[layout.index]
         self.commits = layout.commits.copy()
@@ -246,8 +258,8 @@ class _Leg:
         """The version of the weights that came."""
         self.gathered: list[int] = []
         """Slices whose new weights are in memory."""
-        self.staged: dict[int, tuple[int, Tensor]] = {}
-        """Slice → (kind, bytes) of other new weights, which wait for those of the other servers."""
+        self.staged: list[tuple[int, int, Tensor]] = []
+        """(slice, kind, bytes) of other new weights, which wait for those of the other servers."""
         self.applied: dict[int, int] = {}
         """Table → the version right after this worker's contribution."""
         self.failed: dict[int, int] = {}
@@ -334,7 +346,7 @@ class Rounds:
                 round_.encoded = _encode(contribution)
             key = tuple([table.index for table in tables])
             for layout in self._layouts.get(key) or self._lay_out(key, tables):
-                leg = _Leg(layout, contribution, self.tables, is_read)
+                leg = _Leg(layout, round_, self.tables)
                 leg.number = session.next_number(partial(self._take, round_, leg))
                 round_.legs.append(leg)
             round_.open = [leg for leg in round_.legs if leg.open]
@@ -421,43 +433,33 @@ class Rounds:
             KVStoreError: what a server answered.
             DeadlineError, ServerUnreachableError: a server did not answer in time.
         """
-        session = self._session
-        outs = []
-        requests: list[_RowRequest] = []
+        session, timeout = self._session, self._session.options.timeout
+        outs: list[Tensor] = []
+        requests: list[tuple[int, m.PullRows]] = []
+        places: list[tuple[RemoteTable, Tensor, Ints | slice]] = []
+        """Of each request its table, and where its rows go."""
         for table, key, ids in wanted:
             self.settle(table)
             spec = table.plan.specs[key]
             outs.append(torch.empty(len(ids), row_numel(spec), dtype=torch_dtype(spec.dtype)))
-            requests += _row_requests(table, key, ids, outs[-1])
-        waiting = list(requests)
-        failures: list[KVStoreError] = []
-
-        def take(request: _RowRequest, _: int, reply: m.ReplyBody) -> None:
-            if isinstance(reply, m.Failed):
-                failures.append(from_wire(reply.code, reply.text))
-                waiting.clear()
-            elif isinstance(reply, m.Weights) and request.take(reply) and request in waiting:
-                waiting.remove(request)
-
-        def ask(request: _RowRequest) -> None:
-            session.send(request.server, request.number, request.body(session.options.timeout))
-
-        started = session.clock()
-        try:
-            for request in requests:
-                request.number = session.next_number(partial(take, request))
-                ask(request)
-            if not session.wait(waiting, ask, started):
-                raise session.late(waiting, f"send the rows of {waiting[0].table.name!r}")
-        finally:
-            for request in requests:
-                session.forget(request.number)
-        if failures:
-            raise failures[0]
-        for request in reversed(sorted(requests, key=lambda one: one.version)):
-            self.tables.version[request.server, request.table.index] = (
-                request.version
-            )  # of several the lowest
+            most = rows_per_message(spec)
+            for block, where, own in table.plan.rows(key).by_server(ids.numpy()):
+                where = np.arange(len(ids))[where]
+                for at in range(0, len(own), most):
+                    some = own[at : at + most].astype("<i8").tobytes()
+                    body = m.PullRows(table.numbers[block.server], key, some, timeout)
+                    requests.append((block.server, body))
+                    places.append((table, outs[-1], where[at : at + most]))
+        answers = session.call_all(requests, timeout + session.options.dead_after)
+        read: dict[tuple[int, int], int] = {}
+        for (server, _), (table, out, where), answer in zip(requests, places, answers, strict=True):
+            assert isinstance(answer, m.Weights)
+            [(_, version, _, source, start, nbytes)] = _pieces(answer)
+            values = source[start : start + nbytes].view(out.dtype)
+            out[where] = values.view(-1, out.shape[1])
+            read[server, table.index] = min(version, read.get((server, table.index), version))
+        for (server, index), version in read.items():
+            self.tables.version[server, index] = version
         return outs
 
     # ---------------------------------------------------------------- sending
@@ -570,24 +572,28 @@ class Rounds:
         """(source, where it begins there and ends, where it begins in memory): neighbours here and there together."""
         for slot, version, kind, source, start, nbytes in _pieces(weights):
             at = layout.slots.get(slot)
-            if at is None or not leg.is_coming[at]:
+            if at is None:
+                continue
+            end = at + 1 if kind != m.ROWS else layout.end_of_rows(at, source[start : start + nbytes])
+            news = leg.is_coming.count(1, at, end)
+            if not news:
                 continue
             if kind == m.WHOLE and nbytes != layout.nbytes[at]:
                 raise ProtocolError(f"a slice of {layout.nbytes[at]} bytes came back with {nbytes} bytes")
             begin = layout.begin[at]
             if kind != m.WHOLE or begin < 0:
-                leg.staged[at] = kind, source[start : start + nbytes]
+                leg.staged += [(at, kind, source[start : start + nbytes])] if nbytes else []
             else:
                 leg.gathered.append(at)
-                same, first, end, to = runs[-1] if runs else (None, 0, 0, 0)
-                if same is source and end == start and to + end - first == begin:
-                    runs[-1] = source, first, end + nbytes, to
+                same, first, last, to = runs[-1] if runs else (None, 0, 0, 0)
+                if same is source and last == start and to + last - first == begin:
+                    runs[-1] = source, first, last + nbytes, to
                 else:
                     runs.append((source, start, start + nbytes, begin))
-            leg.is_coming[at] = 0
+            leg.is_coming[at:end] = bytes(end - at)
             table = layout.table[at]
             leg.came[table] = version
-            leg.coming[table] -= 1
+            leg.coming[table] -= news
             if not leg.coming[table]:
                 finished.append(table)
         for source, first, end, to in runs:
@@ -748,7 +754,7 @@ class Rounds:
         if ready:
             targets = [_part(outs[layout.at[layout.table[at]]], layout.pieces[at]) for at in ready]
             torch._foreach_copy_(targets, [leg.memory.views[at] for at in ready])
-        for at, (kind, raw) in leg.staged.items():
+        for at, kind, raw in leg.staged:
             if kept is None or kept[at]:
                 of = layout.table[at]
                 _write_staged(layout.tables[of], outs[layout.at[of]], layout.pieces[at], kind, raw)
@@ -880,19 +886,24 @@ def _whole(contribution: Contribution, layout: _Layout, at: int) -> Tensor:
 
 
 def _write_staged(table: RemoteTable, arenas: Arenas, piece: Slice, kind: int, raw: Tensor) -> None:
-    out = _part(arenas, piece)
+    """Write one part of new weights: a slice, or rows of it and of its neighbours. Raises as `Rounds._write`."""
+    plan, out = table.plan, _part(arenas, piece)
     if kind == m.WHOLE:
         out.copy_(raw.view(out.dtype)[: piece.used])
-    elif kind != m.ROWS:
+        return
+    if kind != m.ROWS:
         raise ProtocolError(f"slice {piece.index} of {table.name!r} came back as kind {kind}")
-    elif len(raw):
-        for position, values in decode_rows(table.plan, piece, raw.numpy().data).items():
-            segment = piece.segments[position]
-            mine = out[segment.start : segment.start + segment.numel]
-            if isinstance(values, Tensor):
-                mine.copy_(values)
-            else:
-                mine.view(-1, values.values.shape[1])[values.ids] = values.values
+    parts, slices = decode_rows(plan, piece, raw.numpy().data)
+    for position, values in parts.items():
+        segment = piece.segments[position]
+        if isinstance(values, Tensor):
+            out[segment.start : segment.start + segment.numel].copy_(values)
+            continue
+        block, start = plan.rows(segment.key).blocks[piece.server], plan.key_offsets[segment.key]
+        first = block.order[piece.index]
+        ids = block.in_key(values.ids.numpy(), first, first + slices)
+        whole = arenas[piece.dtype][start : start + plan.specs[segment.key].numel]
+        put_rows(whole.view(-1, values.values.shape[1]), torch.from_numpy(ids), values.values)
 
 
 def _encoded(round_: Round, leg: _Leg, at: int) -> _Encoded | None:
@@ -918,7 +929,8 @@ def _encode(contribution: Contribution) -> dict[int, dict[int, _Encoded]]:
             continue
         values, absent = contribution.values[at], contribution.absent
         rows = {key: rows for (position, key), rows in contribution.rows.items() if position == at}
-        found = _row_slices(table, values, rows, absent)
+        packed = pack_rows(table.plan, rows, values, absent)
+        found = {index: _Encoded(PACKED_ROWS, data) for index, data in packed.items()}
         if table.compressor is not None:
             plain = [p for p in table.plan.slices if p.index not in found and contribution.gives(at, p)]
             data = table.compressor.encode(values, plain, absent)
@@ -926,96 +938,3 @@ def _encode(contribution: Contribution) -> dict[int, dict[int, _Encoded]]:
         if found:
             encoded[table.index] = found
     return encoded
-
-
-def _row_slices(
-    table: RemoteTable, values: Arenas, rows: Mapping[int, RowSet], absent: frozenset[int]
-) -> dict[int, _Encoded]:
-    """The slices that hold a part of a key of which there are only some rows."""
-    plan = table.plan
-    found: dict[int, dict[int, RowSet | Tensor]] = {i: {**own} for i, own in split_rows(plan, rows).items()}
-    for index, parts in found.items():
-        piece = plan.slices[index]
-        for position, segment in enumerate(piece.segments):
-            if position not in parts and segment.key not in absent:
-                start = piece.offset + segment.start
-                parts[position] = values[piece.dtype][start : start + segment.numel]
-    return {i: _Encoded(PACKED_ROWS, encode_rows(plan, plan.slices[i], parts)) for i, parts in found.items()}
-
-
-# ---------------------------------------------------------------- rows
-
-
-class _RowRequest:
-    """One message that asks a server for rows of a key, and what it is still to be answered with."""
-
-    def __init__(self, table: RemoteTable, server: int) -> None:
-        self.table = table
-        self.server = server
-        self.number = 0
-        self.version = sys.maxsize
-        """The lowest of the weights that came."""
-        self.waiting: dict[int, Tensor] = {}
-        """Slot → where its rows go."""
-        self.wanted: list[tuple[int, int, int]] = []
-        """As of PullRows."""
-        self.ids: list[Tensor] = []
-        self.size = self.nbytes = 0
-
-    def has_room(self, slot: int, out: Tensor) -> bool:
-        return (
-            self.size + len(out) <= IDS_PER_MESSAGE
-            and len(self.wanted) < KEYS_PER_MESSAGE
-            and self.nbytes + out.nbytes <= _BYTES_PER_ANSWER
-            and slot not in self.waiting
-        )
-
-    def add(self, slot: int, piece: Slice, position: int, ids: Tensor, out: Tensor) -> None:
-        self.wanted.append((piece.index, position, len(ids)))
-        self.ids.append(ids)
-        self.waiting[slot] = out
-        self.size += len(ids)
-        self.nbytes += out.nbytes
-
-    def body(self, timeout: float) -> m.PullRows:
-        ids = torch.cat(self.ids).numpy().astype("<i4").tobytes()
-        return m.PullRows(self.table.numbers[self.server], tuple(self.wanted), ids, timeout)
-
-    def take(self, weights: m.Weights) -> bool:
-        """Bring the rows of some slices to their places; rows that came before are the same.
-
-        Returns whether all are there.
-        """
-        for slot, version, kind, source, start, nbytes in _pieces(weights):
-            out = self.waiting.get(slot)
-            if out is None:
-                continue
-            if kind != m.VALUES or nbytes != out.nbytes:
-                raise ProtocolError(
-                    f"{out.nbytes} bytes of slice {slot} of {self.table.name!r} were asked for, but {nbytes} came, of "
-                    f"kind {kind}"
-                )
-            out.view(torch.uint8).view(-1).copy_(source[start : start + nbytes])
-            self.version = min(self.version, version)
-            del self.waiting[slot]
-        return not self.waiting
-
-
-def _row_requests(table: RemoteTable, key: int, ids: Tensor, out: Tensor) -> list[_RowRequest]:
-    """Ask the servers that have them for some rows of a key, in messages of bounded size."""
-    requests: list[_RowRequest] = []
-    last: dict[int, _RowRequest] = {}
-    width = max(row_numel(table.plan.specs[key]), 1)
-    for piece in table.plan.slices_with(key):
-        position = next(at for at, segment in enumerate(piece.segments) if segment.key == key)
-        segment = piece.segments[position]
-        first, end = segment.key_start // width, (segment.key_start + segment.numel) // width
-        low, high = torch.searchsorted(ids, torch.tensor([first, end])).tolist()
-        slot, server = table.slot_of(piece), piece.server
-        for at in range(low, high, IDS_PER_MESSAGE):
-            part = slice(at, min(at + IDS_PER_MESSAGE, high))
-            if server not in last or not last[server].has_room(slot, out[part]):
-                last[server] = _RowRequest(table, server)
-                requests.append(last[server])
-            last[server].add(slot, piece, position, ids[part] - first, out[part])
-    return requests

@@ -392,6 +392,8 @@ class Session:
                 f"{self.describe(server)} did not answer within {timeout:g} s; is it running, and is KVSTORE_SERVERS "
                 "right? (connect_timeout=… or KVSTORE_CONNECT_TIMEOUT raises the limit)"
             )
+        if isinstance(body, m.PullRows):
+            return self.late([_Call(server, 0, body)], "send rows")
         self._gone.add(server)
         return ServerUnreachableError(
             f"{self.describe(server)} did not answer {type(body).__name__} within {timeout:g} s; is it still running?"

@@ -28,7 +28,7 @@ REQUESTS: list[Any] = [
     m.Resolve(1, 2, 1.0, None, True),
     m.Abort(1, 2, "because", True),
     m.Pull((0, 1, 5), 3.5),
-    m.PullRows(0, ((3, 0, 2),), b"\0\0\0\0\2\0\0\0", 3.5),
+    m.PullRows(0, 3, struct.pack("<2q", 0, 2), 3.5),
     m.SetOptimizer(b"\x81"),
     m.Gather(4, 2.5),
     m.Gather(5, 2.5, b"mine", False),

@@ -19,7 +19,7 @@ from kvstore_server.rows import (
     encode_rows,
     split_rows,
 )
-from kvstore_server.storage import VERSIONS_KEPT, RowChanges
+from kvstore_server.storage import VERSIONS_KEPT, RowChanges, stacks
 
 
 def one_slice(*shapes: tuple[int, ...], dtype: str = "float32") -> tuple[Plan, Slice]:
@@ -44,7 +44,7 @@ def rows_of(num: int, total: int, width: int, dtype: str = "float32", seed: int 
 def test_rows_come_out_as_they_went_in(dtype: str, num: int, width: int) -> None:
     plan, piece = one_slice((100, width), dtype=dtype)
     rows = rows_of(num, 100, width, dtype)
-    back = decode_rows(plan, piece, as_bytes(encode_rows(plan, piece, {0: rows})))[0]
+    back = decode_rows(plan, piece, as_bytes(encode_rows(plan, piece, {0: rows})))[0][0]
     assert isinstance(back, RowSet)
     assert torch.equal(back.ids, rows.ids)
     assert torch.equal(back.values, rows.values)
@@ -55,7 +55,7 @@ def test_a_slice_carries_the_numbers_of_some_keys_rows_of_others_and_nothing_of_
     numbers, two, five = torch.arange(10.0), rows_of(2, 7, 3), rows_of(5, 5, 2)
     data = encode_rows(plan, piece, {0: numbers, 1: two, 2: five})
     assert data.numel() < 300
-    given = as_contribution(piece, decode_rows(plan, piece, as_bytes(data)))
+    given = as_contribution(piece, decode_rows(plan, piece, as_bytes(data))[0])
     assert given.dense is not None
     assert torch.equal(given.dense[:10], numbers)
     assert given.dense[10:].count_nonzero() == 0
@@ -110,24 +110,26 @@ def _head(*numbers: int) -> bytes:
     ("data", "text"),
     [
         (b"", "ends too early"),
-        (_head(0, 0), "rows of 0"),
-        (_head(2, 0), "rows of 2"),
-        (_head(1, 7), r"rows of 1 \(7\)"),
-        (_head(1, 0), "ends too early"),
-        (_head(1, 0, 1, 0, 0, 0), "names segment 1 of 1"),
-        (_head(1, 0, -1, 0, 0, 0), "names segment -1"),
-        (_head(1, 0, 0, 11, 0, 0), "names 11 of its 10 rows"),
-        (_head(1, 0, 0, -1, 0, 0), "names -1 of its 10 rows"),
-        (_head(1, 0, 0, 1, 0, 0), "ends too early"),
-        (_head(1, 0, 0, 1, 0, 0, 10, 0) + bytes(16), "not distinct, ascending and below 10"),
-        (_head(1, 0, 0, 1, 0, 0, -1, 0) + bytes(16), "not distinct"),
-        (_head(1, 0, 0, 2, 0, 0, 3, 3) + bytes(24), "not distinct"),
-        (_head(1, 0, 0, 2, 0, 0, 3, 2) + bytes(24), "not distinct"),
-        (_head(1, 0, 0, 2, 1, 0) + b"\x01" + bytes(7) + bytes(24), "not distinct"),
-        (_head(1, 0, 0, 0, 0, 0) + bytes(8), "32 bytes, 24 of them are named"),
-        (_head(1, 0, 0, 29, 2, 0) + bytes(120), "gives 29 numbers to segment 0"),
-        (_head(1, 0, 0, 30, 2, 0) + bytes(112), "ends too early"),
-        (_head(1, 0, 0, 0, 3, 0), "form 3"),
+        (_head(0, 1), "rows of 0"),
+        (_head(2, 1), "rows of 2"),
+        (_head(1, 2, 0, 1, 0, 0), "2 slices from 0 on"),
+        (_head(1, 0, 0, 1, 0, 0), "0 slices from 0 on"),
+        (_head(1, 1), "ends too early"),
+        (_head(1, 1, 1, 0, 0, 0), "names segment 1 of 1"),
+        (_head(1, 1, -1, 0, 0, 0), "names segment -1"),
+        (_head(1, 1, 0, 11, 0, 0), "names 11 of its 10 rows"),
+        (_head(1, 1, 0, -1, 0, 0), "names -1 of its 10 rows"),
+        (_head(1, 1, 0, 1, 0, 0), "ends too early"),
+        (_head(1, 1, 0, 1, 0, 0, 10, 0) + bytes(16), "not distinct, ascending and below 10"),
+        (_head(1, 1, 0, 1, 0, 0, -1, 0) + bytes(16), "not distinct"),
+        (_head(1, 1, 0, 2, 0, 0, 3, 3) + bytes(24), "not distinct"),
+        (_head(1, 1, 0, 2, 0, 0, 3, 2) + bytes(24), "not distinct"),
+        (_head(1, 1, 0, 2, 1, 0) + b"\x01" + bytes(7) + bytes(24), "not distinct"),
+        (_head(1, 1, 0, 0, 0, 0) + bytes(8), "32 bytes, 24 of them are named"),
+        (_head(1, 2, 0, 30, 2, 0) + bytes(120), "gives 30 numbers to segment 0"),
+        (_head(1, 1, 0, 29, 2, 0) + bytes(120), "gives 29 numbers to segment 0"),
+        (_head(1, 1, 0, 30, 2, 0) + bytes(112), "ends too early"),
+        (_head(1, 1, 0, 0, 3, 0), "form 3"),
     ],
 )
 def test_malformed_rows_are_a_protocol_error_that_says_what_is_wrong(data: bytes, text: str) -> None:
@@ -160,7 +162,7 @@ def ids(*rows: int) -> torch.Tensor:
 
 def started(version: int = 0) -> RowChanges:
     """A log that somebody has asked."""
-    changes = RowChanges(PLAN.slices)
+    changes = RowChanges(stacks(PLAN.slices))
     assert changes.since(0, version, version) == {}
     return changes
 
@@ -171,7 +173,7 @@ def named(changes: RowChanges, held: int, version: int) -> dict[int, list[int]] 
 
 
 def test_what_came_before_the_first_question_is_not_known() -> None:
-    changes = RowChanges(PLAN.slices)
+    changes = RowChanges(stacks(PLAN.slices))
     changes.note(0, 0, ids(1))
     assert changes.since(0, 3, 4) is None
     assert changes.since(0, 4, 4) == {}

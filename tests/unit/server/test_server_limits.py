@@ -209,7 +209,6 @@ def test_one_worker_that_is_heard_keeps_the_weights_of_all() -> None:
     "body",
     [
         m.Pull(tuple(range(100))),
-        m.PullRows(0, tuple((i, 0, 0) for i in range(100)), b"", 1.0),
         contribution([(i, torch.zeros(16)) for i in range(100)], 0),
         m.Contribute(m.matrix([], 4), (), m.matrix([(i, 0, 0, 0, -1, 0) for i in range(100)], 6)),
         m.Register("v", tuple((str(i), (1,), "float32", 0, False) for i in range(100)), False),
@@ -229,8 +228,7 @@ def test_a_message_that_names_too_much_is_refused_with_the_number_and_the_flag(b
     "body",
     [
         m.Pull((0,) * 50),
-        m.PullRows(0, ((0, 0, 1), (0, 0, 1)), struct.pack("<2i", 0, 0), 1.0),
-        m.PullRows(0, ((0, 0, 2),), struct.pack("<2i", 3, 3), 1.0),
+        m.PullRows(0, 0, struct.pack("<2q", 3, 3), 1.0),
         contribution([(0, torch.zeros(16))] * 2, 0),
         m.Contribute(m.matrix([], 4), (), m.matrix([(0, 0, 0, 0, -1, 0)] * 2, 6)),
     ],

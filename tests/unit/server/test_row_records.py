@@ -1,0 +1,159 @@
+"""Records of rows that lie, as a worker of its own making could send them: refused before anything changes."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvstore_server.engine import Engine
+from kvstore_server.errors import ProtocolError
+from kvstore_server.namespace import EngineConfig
+from kvstore_server.optimizer import create
+from kvstore_server.plan import TensorSpec
+from kvstore_server.protocol import messages as m
+from kvstore_server.rows import PACKED_ROWS, RowSet, encode_rows
+from kvtrainer.comm.client import Client
+from kvtrainer.comm.round import Contribution
+from kvtrainer.comm.tables import RemoteTable
+from tests.support.engines import client_of
+from tests.support.messages import contribution
+
+WIDTH, NUM_ROWS, IN_SLICE = 8, 65_536, 8_192
+SLICES = NUM_ROWS // IN_SLICE
+
+
+class Job:
+    """One worker with a table of zeros from which gradients are subtracted, and another table beside it."""
+
+    def __init__(self) -> None:
+        self.client: Client = client_of(1, [Engine(EngineConfig())])
+        self.client.set_optimizer(create("sgd", learning_rate=1.0, lazy_update=True).spec())
+        specs = [TensorSpec("w", (NUM_ROWS, WIDTH), "float32", row_sparse=True)]
+        self.tables: list[RemoteTable] = self.client.register({"t": specs, "other": specs})
+        assert len(self.tables[0].plan.slices) == SLICES
+        for table in self.tables:
+            zeros = Contribution([table], [{}], None, sources={0: lambda _, numel: torch.zeros(numel)})
+            self.client.rounds.wait(self.client.rounds.start(zeros))
+
+    def push(self, records: Sequence[tuple[int, bytes]]) -> None:
+        """Send records, (slot, bytes) each, as the first round, and commit it; raises what the server answers."""
+        payloads = [(slot, torch.frombuffer(bytearray(data), dtype=torch.uint8)) for slot, data in records]
+        self.client._session.call(0, contribution(payloads, 1, 0, len(records), form=PACKED_ROWS))
+
+    def pull(self, ids: bytes, key: int = 0) -> None:
+        self.client._session.call(0, m.PullRows(0, key, ids, 1.0))
+
+    def rows(self, *ids: int) -> list[float]:
+        [found] = self.client.rounds.pull_rows([(self.tables[0], 0, torch.tensor(ids))])
+        return found[:, 0].tolist()
+
+
+def record(job: Job, ids: Sequence[int], at: int = 0, slices: int = SLICES) -> bytes:
+    """Rows of ones of some slices from one on, counted from there; in the form of ids."""
+    piece = job.tables[0].plan.slices[at]
+    rows = RowSet(torch.tensor(ids), torch.ones(len(ids), WIDTH))
+    return encode_rows(job.tables[0].plan, piece, {0: rows}, slices).numpy().tobytes()
+
+
+def altered(data: bytes, at: int, *numbers: int) -> bytes:
+    """The record with other int32 from one on: the head has 2, the segment 4, ids follow."""
+    return data[: 4 * at] + struct.pack(f"<{len(numbers)}i", *numbers) + data[4 * (at + len(numbers)) :]
+
+
+def test_rows_of_all_slices_of_a_key_are_one_record() -> None:
+    job = Job()
+    job.push([(0, record(job, [0, IN_SLICE - 1, IN_SLICE, NUM_ROWS - 1]))])
+    assert job.rows(0, 1, IN_SLICE - 1, IN_SLICE, NUM_ROWS - 1) == [-1, 0, -1, -1, -1]
+
+
+@pytest.mark.parametrize(
+    ("at", "numbers"),
+    [
+        (6, (2, 1, 3)),
+        (6, (1, 1, 3)),
+        (6, (-1, 1, 3)),
+        (6, (1, 2, NUM_ROWS)),
+        (1, (SLICES + 1,)),
+        (1, (0,)),
+        (1, (-1,)),
+        (3, (2,)),
+        (3, (4,)),
+        (3, (NUM_ROWS + 1,)),
+        (2, (1,)),
+    ],
+)
+def test_a_record_that_does_not_fit_its_key_is_refused_and_a_right_one_counts_after_it(
+    at: int, numbers: tuple[int, ...]
+) -> None:
+    job = Job()
+    right = record(job, [1, 2, 3])
+    with pytest.raises(ProtocolError):
+        job.push([(0, altered(right, at, *numbers))])
+    assert job.rows(*range(8)) == [0] * 8
+    job.push([(0, right)])
+    assert job.rows(0, 1, 2, 3, 4) == [0, -1, -1, -1, 0]
+
+
+def test_a_record_names_no_slices_behind_those_of_its_key() -> None:
+    job = Job()
+    with pytest.raises(ProtocolError):
+        job.push([(5, altered(record(job, [0], 5, 3), 1, 4))])
+    job.push([(5, record(job, [0], 5, 3))])
+    assert job.rows(0, 5 * IN_SLICE) == [0, -1]
+
+
+def test_records_of_one_key_that_name_a_row_twice_fail_the_round_and_change_nothing() -> None:
+    job = Job()
+    with pytest.raises(ProtocolError):
+        job.push([(0, record(job, [7, 9_000])), (1, record(job, [9], 1, 7))])
+    assert job.rows(7, IN_SLICE + 9, 9_000) == [0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("ids", "key"),
+    [
+        ((2, 1), 0),
+        ((1, 1), 0),
+        ((-1, 1), 0),
+        ((1, NUM_ROWS), 0),
+        ((1, 1 << 62), 0),
+        ((1,), 1),
+        ((1,), -1),
+        (range(NUM_ROWS), 0),
+    ],
+)
+def test_a_pull_of_rows_that_the_key_has_not_or_of_too_many_is_refused(ids: Sequence[int], key: int) -> None:
+    job = Job()
+    with pytest.raises(ProtocolError):
+        job.pull(struct.pack(f"<{len(ids)}q", *ids), key)
+
+
+def test_ids_of_a_pull_are_whole_numbers_of_eight_bytes() -> None:
+    with pytest.raises(ProtocolError):
+        Job().pull(bytes(12))
+
+
+@pytest.mark.parametrize("servers", [1, 3])
+def test_rows_that_take_several_messages_are_those_of_one(servers: int) -> None:
+    client = client_of(servers)
+    client.set_optimizer(create("sgd", learning_rate=1.0, lazy_update=True).spec())
+    [table] = client.register({"t": [TensorSpec("w", (4 * NUM_ROWS, WIDTH), "float32")]})
+    held = {"float32": torch.zeros(4 * NUM_ROWS * WIDTH)}
+
+    def play(values: Mapping[str, Tensor], rows: Mapping[tuple[int, int], RowSet]) -> None:
+        round_ = client.rounds.start(Contribution([table], [values], [held], rows=rows, is_kept=True))
+        client.rounds.wait(round_)
+
+    play({"float32": torch.zeros_like(held["float32"])}, {})
+    wanted = torch.zeros(4 * NUM_ROWS, WIDTH)
+    for step in range(2, 5):  # the first answer is whole
+        ids = torch.arange(0, 4 * NUM_ROWS, step)
+        play({}, {(0, 0): RowSet(ids, torch.full((len(ids), WIDTH), float(step)))})
+        wanted[ids] -= step
+        assert torch.equal(held["float32"].view(-1, WIDTH), wanted)
+    [found] = client.rounds.pull_rows([(table, 0, torch.arange(4 * NUM_ROWS))])
+    assert torch.equal(found, wanted)
