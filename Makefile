@@ -51,8 +51,13 @@ imports: $(READY)
 wheel: $(READY)
 	$(BIN)/python -m build --wheel
 
+# A peer that cannot be installed here has a line in the tables that says so.
 bench: $(READY)
-	benchmarks/mxnet_env.sh .venv-mxnet
+	-benchmarks/mxnet_env.sh .venv-mxnet
+	-benchmarks/mpi_env.sh .venv-mpi $(VENV)
+	for name in dense_sync key_scaling latency end_to_end straggler; do \
+		$(BIN)/python benchmarks/$$name.py --out benchmarks/results/$$name || exit 1; \
+	done
 	$(BIN)/python benchmarks/dense_round.py --mxnet-env .venv-mxnet --out benchmarks/results/dense_round
 	$(BIN)/python benchmarks/sparse_round.py --out benchmarks/results/sparse_round
 

@@ -1,7 +1,8 @@
 """Runs benchmark jobs in fresh processes, collects what they measured, and writes it down with the machine.
 
 A job either returns what its worker 0 wrote, or raises JobError with the end of its output; it is killed as a whole at
-its time limit. Comparisons are made within one run: systems take turns, and every repetition gives one ratio.
+its time limit. Comparisons are made within one run: systems take turns, and every repetition gives one ratio. Jobs
+whose workers call `steps.mark` also have the memory and CPU seconds of all their processes measured.
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
+
+import usage
 
 Measured = dict[str, dict[str, Any]]
 """Workload name → {"init": seconds, "rounds": [seconds …], "median": seconds}."""
@@ -80,11 +83,11 @@ class Report:
         ]
         for case in dict.fromkeys(sample.case for sample in self.samples):
             a = self._seconds(case, ours)
-            cells = [_spread(list(a.values()), 1e3)]
+            cells = [spread([1e3 * one for one in a.values()])]
             for name in theirs:
                 b = self._seconds(case, name)
                 ratios = [b[i] / a[i] for i in a if i in b]
-                cells += [_spread(list(b.values()), 1e3), _spread(ratios, 1.0)]
+                cells += [spread([1e3 * one for one in b.values()]), spread(ratios)]
             lines.append("| " + " | ".join([case.workload, case.topology, case.optimizer, *cells]) + " |")
         return "\n".join(lines) + "\n"
 
@@ -104,7 +107,12 @@ class Report:
 
 
 def run_kvtrainer_job(
-    command: Sequence[str], workers: int, servers: int, timeout: float, checkout: str = ""
+    command: Sequence[str],
+    workers: int,
+    servers: int,
+    timeout: float,
+    checkout: str = "",
+    environ: Mapping[str, str] | None = None,
 ) -> Measured:
     """Run `command --out FILE` as every worker of a job under kvlaunch; return what FILE holds then.
 
@@ -112,20 +120,28 @@ def run_kvtrainer_job(
     """
     folder = os.path.abspath(checkout or Path(__file__).parents[1])
     launch = [sys.executable, "-m", "kvtrainer.launch", "-n", str(workers), "-s", str(servers), "--"]
-    with _result_file() as out, _Processes() as processes:
-        job = processes.start([*launch, *command, "--out", str(out)], {"PYTHONPATH": folder}, folder)
-        processes.wait([job], timeout)
-        return _read(out)
+    common = {**(environ or {}), "PYTHONPATH": folder}
+    with _Processes() as job:
+        job.start([*launch, *command, "--out", str(job.out)], common, folder)
+        return job.wait(timeout)
 
 
 def run_torch_job(command: Sequence[str], workers: int, timeout: float) -> Measured:
     """Run `command --out FILE` as every rank of a torch.distributed job; return what FILE holds then."""
     common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(workers)}
-    with _result_file() as out, _Processes() as processes:
-        full = [*command, "--out", str(out)]
-        job = [processes.start(full, {**common, "RANK": str(rank)}) for rank in range(workers)]
-        processes.wait(job, timeout)
-        return _read(out)
+    common |= {"GLOO_SOCKET_IFNAME": "lo"}
+    with _Processes() as job:
+        for rank in range(workers):
+            job.start([*command, "--out", str(job.out)], {**common, "RANK": str(rank)})
+        return job.wait(timeout)
+
+
+def run_mpi_job(command: Sequence[str], workers: int, timeout: float) -> Measured:
+    """Run `command --out FILE` as every rank of an MPI job; its `mpiexec` lies beside the command's interpreter."""
+    mpiexec = str(Path(command[0]).parent / "mpiexec")
+    with _Processes() as job:
+        job.start([mpiexec, "-n", str(workers), *command, "--out", str(job.out)], {})
+        return job.wait(timeout)
 
 
 def run_mxnet_job(command: Sequence[str], workers: int, servers: int, timeout: float) -> Measured:
@@ -138,12 +154,10 @@ def run_mxnet_job(command: Sequence[str], workers: int, servers: int, timeout: f
         "DMLC_NUM_WORKER": str(workers),
         "DMLC_NUM_SERVER": str(servers),
     }
-    roles = ["scheduler", *["server"] * servers, *["worker"] * workers]
-    with _result_file() as out, _Processes() as processes:
-        full = [*command, "--out", str(out)]
-        job = [processes.start(full, {**common, "DMLC_ROLE": role}) for role in roles]
-        processes.wait(job, timeout)
-        return _read(out)
+    with _Processes() as job:
+        for role in ["scheduler", *["server"] * servers, *["worker"] * workers]:
+            job.start([*command, "--out", str(job.out)], {**common, "DMLC_ROLE": role})
+        return job.wait(timeout)
 
 
 def describe_machine(versions: Mapping[str, str]) -> dict[str, Any]:
@@ -167,12 +181,23 @@ def installed_versions(python: str, names: Sequence[str]) -> dict[str, str]:
     return dict(line.split() for line in done.stdout.splitlines())
 
 
+def why_missing(python: str, modules: str) -> str:
+    """Why another interpreter cannot import modules, with commas between them; "" if it can."""
+    if not Path(python).exists():
+        return f"there is no {python}"
+    done = subprocess.run([python, "-c", f"import {modules}"], capture_output=True, text=True)
+    return "" if done.returncode == 0 else (done.stderr.strip().splitlines() or ["it cannot be imported"])[-1]
+
+
 class _Processes:
     """Processes of one job, each in a group of its own, so that none is left behind."""
 
     def __init__(self) -> None:
         self._output = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed in __exit__
+        self._folder = tempfile.TemporaryDirectory(prefix="kvtrainer-benchmark-")
         self._running: list[subprocess.Popen[str]] = []
+        self.out = Path(self._folder.name) / "measured.json"
+        """Where worker 0 writes what it has measured."""
 
     def __enter__(self) -> _Processes:
         return self
@@ -183,10 +208,9 @@ class _Processes:
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         self._output.close()
+        self._folder.cleanup()
 
-    def start(
-        self, command: Sequence[str], environ: Mapping[str, str], folder: str | None = None
-    ) -> subprocess.Popen[str]:
+    def start(self, command: Sequence[str], environ: Mapping[str, str], folder: str | None = None) -> None:
         """Start one process in a folder; its output is kept for the case of a failure."""
         process = subprocess.Popen(
             list(command),
@@ -198,16 +222,16 @@ class _Processes:
             cwd=folder,
         )
         self._running.append(process)
-        return process
 
-    def wait(self, processes: Sequence[subprocess.Popen[str]], timeout: float) -> None:
-        """Return when all have ended well.
+    def wait(self, timeout: float) -> Measured:
+        """Return what worker 0 wrote when all have ended well.
 
         Raises:
-            JobError: one failed, or the time is over.
+            JobError: one failed, the time is over, or nothing was written.
         """
         deadline = time.monotonic() + timeout
-        waiting = list(processes)
+        marks = usage.Marks(self.out, [process.pid for process in self._running])
+        waiting = list(self._running)
         while waiting:
             for process in list(waiting):
                 code = process.poll()
@@ -218,24 +242,17 @@ class _Processes:
                 waiting.remove(process)
             if time.monotonic() > deadline:
                 raise JobError(f"the job was not over after {timeout:g} s:\n{self._tail()}")
+            marks.serve()
             time.sleep(0.02)
+        if not self.out.exists():
+            raise JobError("the job ended well, but its worker 0 wrote no result")
+        measured: Measured = json.loads(self.out.read_text())
+        marks.add_to(measured)
+        return measured
 
     def _tail(self) -> str:
         self._output.seek(0)
         return self._output.read()[-_TAIL:]
-
-
-@contextlib.contextmanager
-def _result_file() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="kvtrainer-benchmark-") as folder:
-        yield Path(folder) / "measured.json"
-
-
-def _read(path: Path) -> Measured:
-    if not path.exists():
-        raise JobError("the job ended well, but its worker 0 wrote no result")
-    measured: Measured = json.loads(path.read_text())
-    return measured
 
 
 def _free_port() -> int:
@@ -260,12 +277,17 @@ def _cpu_model() -> str:
     return platform.processor() or "unknown"
 
 
-def _spread(values: Sequence[float], factor: float) -> str:
+def spread(values: Sequence[float]) -> str:
+    """The median, least and greatest of some values; "-" if there are none, one alone as it is."""
     if not values:
         return "-"
-    low, middle, high = min(values), statistics.median(values), max(values)
-    return " ".join([_figure(middle * factor), f"({_figure(low * factor)} to {_figure(high * factor)})"])
+    if len(values) == 1:
+        return figure(values[0])
+    return f"{figure(statistics.median(values))} ({figure(min(values))} to {figure(max(values))})"
 
 
-def _figure(value: float) -> str:
-    return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+def figure(value: float) -> str:
+    """A number with two or three digits that count."""
+    if value >= 100:
+        return f"{value:.0f}"
+    return f"{value:.1f}" if value >= 10 else f"{value:.2f}" if value >= 0.1 else f"{value:.2g}"

@@ -1,0 +1,58 @@
+"""How does the time of a step grow with the number of parameters, beside all-reduce in one buffer and per tensor?
+
+    python benchmarks/key_scaling.py --out benchmarks/results/key_scaling
+
+Steps of 1 to 10,000 parameters of 100 floats, and of 1,000 of 1,000 floats, with Adam: `Trainer.step`, and `pushpull`
+of all keys in one call; torch.distributed (gloo) with one flat buffer, and with one call for each tensor, which then
+updates by torch's fused Adam. A job of a system measures all of them, one after the other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+import step_jobs
+import suite
+from steps import Work
+
+TITLE = "A step of few and of many parameters: kvtrainer and gloo"
+_MANY = 1000
+
+
+def main() -> int:
+    """Run the comparison and write what is known after every repetition; return 0."""
+    options = _options()
+    works = tuple(_work(shape, options.rounds) for shape in options.shapes.split(","))
+    jobs = [step_jobs.Job(works, options.workers, options.servers)]
+    return step_jobs.ask(
+        TITLE, jobs, [step_jobs.PUSHPULL, "gloo flat", "gloo per tensor"], options, notes=_NOTES
+    )
+
+
+def _work(shape: str, rounds: int) -> Work:
+    """Of more than a thousand parameters a few steps are enough."""
+    keys, floats = map(int, shape.split("x"))
+    return Work(keys, floats, rounds=rounds if keys <= _MANY else min(rounds, 5))
+
+
+_NOTES = "Jobs measure all rows, so memory is not told apart."
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--shapes",
+        default="1x100,10x100,100x100,1000x100,10000x100,1000x1000",
+        help="parameters x floats, commas between them",
+    )
+    parser.add_argument("--workers", type=suite.positive, default=2)
+    parser.add_argument("--servers", type=suite.positive, default=2)
+    parser.add_argument("--rounds", type=suite.positive, default=20, help="timed steps of a job")
+    return step_jobs.add_options(parser)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,173 @@
+"""Systems that make the same steps: how each is started, what is missing here, and the check of their weights.
+
+Used by the benchmarks of one step: `dense_sync.py`, `key_scaling.py` and `latency.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import harness
+import numpy as np
+import suite
+import torch
+from limits import Limits
+from steps import LEARNING_RATE, Gradients, Work
+
+HERE = Path(__file__).resolve().parent
+BEFORE = "before"
+TORCH = {
+    "gloo flat": "flat",
+    "gloo DDP": "buckets",
+    "gloo per tensor": "tensors",
+}
+PUSHPULL, MPICH, MXNET = "pushpull", "mpich", "mxnet"
+_STATES = {"adam": 6, "sgd": 2}
+"""How often an optimizer reads or writes a weight or state, the gradient aside."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """Work that one set of fresh processes does, one after the other."""
+
+    works: tuple[Work, ...]
+    workers: int
+    servers: int
+
+
+def add_options(parser: argparse.ArgumentParser, repetitions: int = 3) -> argparse.Namespace:
+    """Parse what these benchmarks take together with their own options."""
+    add = suite.add_options(parser, repetitions).add_argument
+    add("--transports", default="auto", help="values of KVSTORE_TRANSPORT, commas between them")
+    add("--before", default="", metavar="DIR", help="another checkout, which takes turns with this one")
+    add("--mpi-env", default=".venv-mpi", help="environment made by benchmarks/mpi_env.sh")
+    add("--mxnet-env", default=".venv-mxnet", help="environment made by benchmarks/mxnet_env.sh")
+    return parser.parse_args()
+
+
+def ask(
+    title: str, jobs: Sequence[Job], peers: Sequence[str], options: argparse.Namespace, **more: Any
+) -> int:
+    """Have kvtrainer and `peers` do all jobs in turns, and report; return 0.
+
+    kvtrainer takes part with each transport, and from another checkout if `options` names one. A peer that is called
+    "pushpull" is kvtrainer's verb, with each transport. `more` are fields of the Question.
+    """
+    found = _systems(peers, options)
+    work_of = {_case(job, work): (job, work) for job in jobs for work in job.works}
+    question = suite.Question(
+        title,
+        found,
+        jobs,
+        functools.partial(measure, options=options),
+        **{"limits": lambda case, system, limits: _limits(system, *work_of[case], limits), **more},
+    )
+    return suite.run(question, _versions(found, options), options)
+
+
+def _systems(peers: Sequence[str], options: argparse.Namespace) -> dict[str, str]:
+    ours = [suite.OURS if one == "auto" else f"{suite.OURS} {one}" for one in options.transports.split(",")]
+    verbs = [f"{name} {PUSHPULL}" for name in ours if PUSHPULL in peers]
+    names = [*ours, *[BEFORE] * bool(options.before), *verbs, *[peer for peer in peers if peer != PUSHPULL]]
+    return suite.choose({name: _missing(name, options) for name in names}, options.systems)
+
+
+def _case(job: Job, work: Work) -> harness.Case:
+    return harness.Case(work.name, f"{job.workers} x {job.servers}", work.optimizer)
+
+
+def _versions(found: dict[str, str], options: argparse.Namespace) -> dict[str, str]:
+    """Versions of what runs."""
+    known = harness.installed_versions(sys.executable, ["kvtrainer", "torch", "pyzmq"])
+    for name, packages in ((MPICH, ["mpich", "mpi4py"]), (MXNET, ["mxnet"])):
+        if found.get(name) == "":
+            known |= harness.installed_versions(_python(name, options), packages)
+    return known
+
+
+def measure(system: str, job: Job, options: argparse.Namespace) -> dict[harness.Case, suite.Values]:
+    """Have a system do a job, and compare the weights with those of torch in one process.
+
+    Raises:
+        AssertionError: weights differ.
+    """
+    with tempfile.TemporaryDirectory(prefix="kvtrainer-weights-") as folder:
+        stem = f"{folder}/weights"
+        works = json.dumps([asdict(work) for work in job.works])
+        measured = _run(system, job, ["--works", works, "--weights", stem], options)
+        for at, work in enumerate(job.works):
+            found = torch.from_numpy(np.load(f"{stem}.{at}.npy"))
+            expected = _reference(work, job.workers)
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    return {_case(job, work): measured[work.name] for work in job.works}
+
+
+def _limits(system: str, job: Job, work: Work, found: Limits) -> dict[str, float]:
+    """The least seconds of a step: by memory traffic of any exchange, and by bytes through one TCP connection.
+
+    Memory: every gradient is read, and the weights are updated once. Loopback: servers take in each gradient and give
+    out the weights; an all-reduce sends the gradients but one, twice.
+    """
+    size = work.keys * work.floats * 4
+    reduces = system in TORCH or system == MPICH
+    sent = 2 * (job.workers - reduces) * size
+    traffic = (job.workers + _STATES[work.optimizer]) * size
+    return {"memory": traffic / found.add, "loopback": sent / found.loopback}
+
+
+def _run(system: str, job: Job, arguments: list[str], options: argparse.Namespace) -> harness.Measured:
+    limit = options.job_timeout
+    if system == MXNET:
+        command = [_python(MXNET, options), str(HERE / "mxnet_step_worker.py"), *arguments]
+        return harness.run_mxnet_job(command, job.workers, job.servers, limit)
+    python = _python(MPICH, options) if system == MPICH else sys.executable
+    command = [python, str(HERE / "step_worker.py"), *arguments, "--store"]
+    if system == MPICH:
+        return harness.run_mpi_job([*command, "mpi"], job.workers, limit)
+    if system in TORCH:
+        from_backward = system == "gloo DDP" and job.works[0].start == "backward"
+        return harness.run_torch_job(
+            [*command, "ddp" if from_backward else TORCH[system]], job.workers, limit
+        )
+    store = "pushpull" if system.endswith(PUSHPULL) else "trainer"
+    checkout = options.before if system == BEFORE else ""
+    environ = {"KVSTORE_TRANSPORT": _transport(system)}
+    return harness.run_kvtrainer_job([*command, store], job.workers, job.servers, limit, checkout, environ)
+
+
+@functools.lru_cache(maxsize=8)
+def _reference(work: Work, workers: int) -> torch.Tensor:
+    """The weights after all rounds of a work, computed by torch.optim in this process."""
+    grads = [Gradients(work, rank) for rank in range(workers)]
+    weights = torch.nn.Parameter(torch.zeros(work.keys * work.floats))
+    kind = {"adam": torch.optim.Adam, "sgd": torch.optim.SGD}[work.optimizer]
+    updater = kind([weights], lr=LEARNING_RATE[work.optimizer])
+    for number in range(work.warm_up + work.rounds):
+        weights.grad = torch.from_numpy(sum(one.flat(number) for one in grads)) / workers
+        updater.step()
+    return weights.detach()
+
+
+def _missing(system: str, options: argparse.Namespace) -> str:
+    if system not in (MPICH, MXNET):
+        return ""
+    modules = "mpi4py.MPI, torch" if system == MPICH else "mxnet"
+    return harness.why_missing(_python(system, options), modules)
+
+
+def _python(system: str, options: argparse.Namespace) -> str:
+    folder = options.mpi_env if system == MPICH else options.mxnet_env
+    return str(Path(folder).absolute() / "bin" / "python")
+
+
+def _transport(system: str) -> str:
+    words = system.removesuffix(PUSHPULL).split()
+    return words[1] if words[0] == suite.OURS and len(words) > 1 else "auto"

@@ -1,0 +1,247 @@
+"""One worker of a measured step, on any of the systems that know torch; started by `step_jobs.py`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from steps import LEARNING_RATE, Array, Store, Work, run, worker_options
+from torch import Tensor
+from torch.nn import Parameter
+
+_BUCKET = 25 << 20
+"""Bytes of a bucket, DistributedDataParallel's default."""
+
+
+def _updater(parameters: list[Parameter], optimizer: str) -> torch.optim.Optimizer:
+    kind = {"adam": torch.optim.Adam, "sgd": torch.optim.SGD}[optimizer]
+    return kind(parameters, lr=LEARNING_RATE[optimizer], fused=True)
+
+
+def import_what_steps_need() -> None:
+    """Take a step in this process: torch imports a lot then, which is no memory of the model."""
+    parameter = Parameter(torch.zeros(1))
+    updater = _updater([parameter], "adam")
+    parameter.sum().backward()
+    updater.step()
+    updater.zero_grad()
+
+
+class _Parameters:
+    """Parameters of zeros, and a loss with given gradients."""
+
+    rank = 0
+
+    def __init__(self) -> None:
+        self.parameters: list[Parameter] = []
+        self.loss = torch.zeros(())
+        import_what_steps_need()
+
+    def begin(self, work: Work) -> None:
+        self.parameters = [Parameter(torch.zeros(work.floats)) for _ in range(work.keys)]
+
+    def assign(self, grads: list[Array]) -> None:
+        for parameter, grad in zip(self.parameters, grads, strict=True):
+            parameter.grad = torch.from_numpy(grad)
+
+    def forward(self, grads: list[Array]) -> None:
+        pairs = zip(self.parameters, grads, strict=True)
+        self.loss = torch.stack([torch.dot(p, torch.from_numpy(grad)) for p, grad in pairs]).sum()
+
+    def backward(self) -> None:
+        self.loss.backward()
+
+    def weights(self) -> Array:
+        result: Array = torch.cat([p.detach() for p in self.parameters]).numpy()
+        return result
+
+
+class TrainerStep(_Parameters):
+    """`Trainer.step` over `dist_sync`, whose servers have the optimizer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._kvtrainer = importlib.import_module("kvtrainer")
+        self._kv = self._kvtrainer.kvstore.create("dist_sync")
+        self.rank = self._kv.rank
+        self._trainer: Any = None
+
+    def begin(self, work: Work) -> None:
+        super().begin(work)
+        options = {"learning_rate": LEARNING_RATE[work.optimizer]}
+        self._trainer = self._kvtrainer.Trainer(self.parameters, work.optimizer, options, kvstore=self._kv)
+
+    def forward(self, grads: list[Array]) -> None:
+        self._trainer.zero_grad()
+        super().forward(grads)
+
+    def step(self) -> None:
+        self._trainer.step(self._kv.num_workers)
+
+    def barrier(self) -> None:
+        self._kv.barrier()
+
+
+class PushPull(_Parameters):
+    """`pushpull` of all keys over `dist_sync`, with the optimizer on the servers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._kvtrainer = importlib.import_module("kvtrainer")
+        self._kv = self._kvtrainer.kvstore.create("dist_sync")
+        self.rank = self._kv.rank
+        self._keys: range = range(0)
+        self._grads: list[Tensor] = []
+
+    def begin(self, work: Work) -> None:
+        super().begin(work)
+        if not self._keys:
+            rate, share = LEARNING_RATE[work.optimizer], 1 / self._kv.num_workers
+            create = self._kvtrainer.optimizer.create
+            self._kv.set_optimizer(create(work.optimizer, learning_rate=rate, rescale_grad=share))
+            self._kv.barrier()
+        self._keys = range(self._keys.stop, self._keys.stop + work.keys)
+        self._kv.init(list(self._keys), [p.detach() for p in self.parameters])
+
+    def assign(self, grads: list[Array]) -> None:
+        self._grads = [torch.from_numpy(grad) for grad in grads]
+
+    def step(self) -> None:
+        self._kv.pushpull(list(self._keys), self._grads, out=[p.detach() for p in self.parameters])
+
+    def barrier(self) -> None:
+        self._kv.barrier()
+
+
+class AllReduce(_Parameters):
+    """All-reduce of buckets that gradients are gathered in, and then torch's fused optimizer on every rank."""
+
+    def __init__(self, bucket: int, world: int, reduce: Callable[[list[Tensor]], None]) -> None:
+        super().__init__()
+        self._bucket, self._world, self._reduce = bucket, world, reduce
+        self._buckets: list[Tensor] = []
+        self._slots: list[Tensor] = []
+        self._assigned: list[Tensor] = []
+        self._updater: Any = None
+
+    def begin(self, work: Work) -> None:
+        flat, gradient = torch.zeros(work.keys * work.floats), torch.zeros(work.keys * work.floats)
+        self.parameters = [Parameter(one) for one in flat.split(work.floats)]
+        self._slots = list(gradient.split(work.floats))
+        keys = max(1, self._bucket // (4 * work.floats)) if self._bucket >= 0 else work.keys
+        self._buckets = list(gradient.split(keys * work.floats))
+        whole = Parameter(flat)
+        whole.grad = gradient
+        self._updater = _updater([whole] if self._bucket < 0 else self.parameters, work.optimizer)
+        for parameter, slot in zip(self.parameters, self._slots, strict=True):
+            parameter.grad = slot
+
+    def assign(self, grads: list[Array]) -> None:
+        self._assigned = [torch.from_numpy(grad) for grad in grads]
+
+    def forward(self, grads: list[Array]) -> None:
+        torch._foreach_zero_(self._buckets)
+        super().forward(grads)
+
+    def step(self) -> None:
+        if self._assigned:
+            torch._foreach_copy_(self._slots, self._assigned)
+        self._reduce(self._buckets)
+        torch._foreach_div_(self._buckets, self._world)
+        self._updater.step()
+
+
+class Gloo(AllReduce):
+    """All-reduce by torch.distributed, all buckets under way together as DistributedDataParallel has them."""
+
+    def __init__(self, bucket: int) -> None:
+        dist.init_process_group("gloo")
+        super().__init__(bucket, dist.get_world_size(), self._gloo)
+        self.rank = dist.get_rank()
+
+    def barrier(self) -> None:
+        dist.barrier()
+
+    @staticmethod
+    def _gloo(buckets: list[Tensor]) -> None:
+        for work in [dist.all_reduce(bucket, async_op=True) for bucket in buckets]:
+            work.wait()
+
+
+class Mpi(AllReduce):
+    """All-reduce of one flat buffer by MPI."""
+
+    def __init__(self) -> None:
+        self._mpi = importlib.import_module("mpi4py.MPI")
+        self._ranks = self._mpi.COMM_WORLD
+        super().__init__(-1, self._ranks.Get_size(), self._all_reduce)
+        self.rank = self._ranks.Get_rank()
+
+    def barrier(self) -> None:
+        self._ranks.Barrier()
+
+    def _all_reduce(self, buckets: list[Tensor]) -> None:
+        for bucket in buckets:
+            self._ranks.Allreduce(self._mpi.IN_PLACE, bucket.numpy())
+
+
+class Ddp(_Parameters):
+    """DistributedDataParallel with gradients as views of its buckets, and then torch's fused optimizer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        dist.init_process_group("gloo")
+        self.rank = dist.get_rank()
+        self._model: Any = None
+        self._updater: Any = None
+
+    def begin(self, work: Work) -> None:
+        super().begin(work)
+        self._model = torch.nn.parallel.DistributedDataParallel(
+            _Dots(self.parameters), gradient_as_bucket_view=True, static_graph=True
+        )
+        self._updater = _updater(self.parameters, work.optimizer)
+
+    def forward(self, grads: list[Array]) -> None:
+        self._model.zero_grad()
+        self.loss = self._model([torch.from_numpy(grad) for grad in grads])
+
+    def step(self) -> None:
+        self._updater.step()
+
+    def barrier(self) -> None:
+        dist.barrier()
+
+
+class _Dots(torch.nn.Module):
+    def __init__(self, parameters: list[Parameter]) -> None:
+        super().__init__()
+        self.parts = torch.nn.ParameterList(parameters)
+
+    def forward(self, grads: list[Tensor]) -> Tensor:
+        return torch.stack([torch.dot(p, grad) for p, grad in zip(self.parts, grads, strict=True)]).sum()
+
+
+STORES: dict[str, Callable[[], Store]] = {
+    "trainer": TrainerStep,
+    "pushpull": PushPull,
+    "flat": lambda: Gloo(-1),
+    "buckets": lambda: Gloo(_BUCKET),
+    "tensors": lambda: Gloo(0),
+    "ddp": Ddp,
+    "mpi": Mpi,
+}
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--store", choices=STORES, required=True)
+    options = worker_options(parser).parse_args()
+    torch.set_num_threads(1)
+    store = STORES[options.store]()
+    run(store, options)
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,153 @@
+"""What a measured step is made of, the same for every system: random gradients, the timing loop, marks for the harness.
+
+Needs numpy alone, so it can be imported next to MXNet as well as next to torch. A system is measured by a worker
+script that wraps it in a `Store` and calls `run`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float32]
+
+LEARNING_RATE = {"adam": 1e-3, "sgd": 2.0**-10}
+_SHIFT, _SHIFTS = 48, 1024
+_MARK_LIMIT = 60.0
+
+
+@dataclass(frozen=True)
+class Work:
+    """Steps of `keys` float32 parameters of `floats` elements each, which begin as zeros."""
+
+    keys: int
+    floats: int
+    optimizer: str = "adam"
+    start: str = "step"
+    """Timed from the call of step, with gradients assigned before; or from "backward"."""
+    warm_up: int = 3
+    rounds: int = 10
+
+    @property
+    def name(self) -> str:
+        size = self.keys * self.floats * 4 / 2**20
+        whole = f"{size:,.0f} MiB: " if size >= 1 else ""
+        since = ", from backward" if self.start == "backward" else ""
+        return f"{whole}{self.keys:,} x {self.floats:,} floats{since}"
+
+
+class Gradients:
+    """The gradients of one rank: random, and others in each round.
+
+    Each round looks at another place of one random array, so none is made or copied between timed rounds. Values are
+    of few bits, which makes their sum exact in every order.
+    """
+
+    def __init__(self, work: Work, rank: int) -> None:
+        self._work = work
+        count = work.keys * work.floats + _SHIFT * _SHIFTS
+        drawn = np.random.Generator(np.random.PCG64(rank)).integers(-512, 512, count, dtype=np.int16)
+        self._all: Array = drawn.astype(np.float32) / np.float32(256)
+
+    def flat(self, number: int) -> Array:
+        """The gradients of a round, one behind the other."""
+        at = number % _SHIFTS * _SHIFT
+        return self._all[at : at + self._work.keys * self._work.floats]
+
+    def of(self, number: int) -> list[Array]:
+        """The gradients of a round by key."""
+        return list(self.flat(number).reshape(self._work.keys, self._work.floats))
+
+
+class Store(Protocol):
+    """One worker's view of the system under measurement. A step applies the mean of all workers' gradients."""
+
+    rank: int
+
+    def begin(self, work: Work) -> None:
+        """Make parameters of zeros and what updates them; those of former work go."""
+
+    def assign(self, grads: list[Array]) -> None:
+        """Put gradients where a step takes them from, in place of a backward pass. Not timed."""
+
+    def forward(self, grads: list[Array]) -> None:
+        """Compute a loss that has these gradients. Not timed."""
+
+    def backward(self) -> None:
+        """Run the backward pass of that loss."""
+
+    def step(self) -> None:
+        """Exchange gradients and update the weights; return when they can be read."""
+
+    def weights(self) -> Array:
+        """All parameters, one behind the other."""
+
+    def barrier(self) -> None:
+        """Wait for all workers."""
+
+
+def run(store: Store, options: argparse.Namespace) -> None:
+    """Measure all work of `options`; rank 0 writes seconds to OUT, and weights to WEIGHTS.0.npy, WEIGHTS.1.npy ..."""
+    measured: dict[str, dict[str, Any]] = {}
+    for at, fields in enumerate(json.loads(options.works)):
+        work = Work(**fields)
+        seconds = _time_rounds(store, work, f"{options.out}.{at}" if store.rank == 0 else "")
+        measured[work.name] = {"rounds": seconds, "median": statistics.median(seconds)}
+        if store.rank == 0:
+            np.save(f"{options.weights}.{at}.npy", store.weights())
+    if store.rank == 0:
+        Path(options.out).write_text(json.dumps(measured))
+    store.barrier()
+
+
+def mark(path: str) -> None:
+    """Have the harness look at the processes of the job, and wait until it has.
+
+    Raises:
+        TimeoutError: there is no harness that looks.
+    """
+    Path(path).touch()
+    deadline = time.monotonic() + _MARK_LIMIT
+    while Path(path).exists():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"nobody has removed {path} for {_MARK_LIMIT:g} s")
+        time.sleep(0.002)
+
+
+def worker_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add what every worker script takes."""
+    parser.add_argument("--works", required=True, help="JSON list of the fields of Work")
+    parser.add_argument("--out", required=True, help="file for the seconds measured by rank 0")
+    parser.add_argument("--weights", required=True, help="stem of the files for the weights of rank 0")
+    return parser
+
+
+def _time_rounds(store: Store, work: Work, marks: str) -> list[float]:
+    grads = Gradients(work, store.rank)
+    if marks:
+        mark(f"{marks}.base")
+    store.begin(work)
+    seconds = []
+    for number in range(work.warm_up + work.rounds):
+        (store.forward if work.start == "backward" else store.assign)(grads.of(number))
+        if marks and number == work.warm_up:
+            mark(f"{marks}.begin")
+        store.barrier()
+        began = time.perf_counter()
+        if work.start == "backward":
+            store.backward()
+        store.step()
+        if number >= work.warm_up:
+            seconds.append(time.perf_counter() - began)
+    store.barrier()
+    if marks:
+        mark(f"{marks}.end")
+    return seconds

@@ -1,0 +1,99 @@
+"""Memory and CPU seconds of the processes of a job, at moments that its worker 0 asks for with `steps.mark`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_TICKS = os.sysconf("SC_CLK_TCK")
+_KIB = 1 << 10
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Of processes together: CPU seconds since their start, peak resident bytes, and proportional bytes now."""
+
+    cpu: float = 0.0
+    peak_rss: int = 0
+    pss: int | None = 0
+    """None where the system does not let it be read."""
+
+    def __add__(self, other: Usage) -> Usage:
+        pss = None if self.pss is None or other.pss is None else self.pss + other.pss
+        return Usage(self.cpu + other.cpu, self.peak_rss + other.peak_rss, pss)
+
+
+class Marks:
+    """Files OUT.N.base, OUT.N.begin and OUT.N.end of a job: each is a question how much work N has used so far."""
+
+    def __init__(self, out: Path, pids: Sequence[int]) -> None:
+        self._out, self._pids = out, pids
+        self._seen: dict[str, Usage] = {}
+
+    def serve(self) -> None:
+        """Answer the questions that are there; what asked goes on then."""
+        for path in self._out.parent.glob(f"{self._out.name}.*"):
+            self._seen[path.name.removeprefix(f"{self._out.name}.")] = measure(self._pids)
+            path.unlink()
+
+    def add_to(self, measured: dict[str, dict[str, Any]]) -> None:
+        """Add to each work its "usage", if it has asked.
+
+        "cpu" is seconds between begin and end, in a job of one work alone "peak_rss" and "pss" are bytes at the end,
+        and "grown" the proportional bytes since base.
+        """
+        for at, values in enumerate(measured.values()):
+            base, begin, end = (self._seen.get(f"{at}.{name}") for name in ("base", "begin", "end"))
+            if base is None or begin is None or end is None:
+                continue
+            values["usage"] = {"cpu": end.cpu - begin.cpu}
+            if len(measured) == 1:
+                values["usage"] |= {"peak_rss": end.peak_rss, "pss": end.pss}
+                values["usage"]["grown"] = None if end.pss is None or base.pss is None else end.pss - base.pss
+
+
+def measure(pids: Sequence[int]) -> Usage:
+    """Usage of processes and all their descendants."""
+    total = Usage()
+    for pid in _with_descendants(pids):
+        with contextlib.suppress(OSError):
+            total += _measure_one(pid)
+    return total
+
+
+def _measure_one(pid: int) -> Usage:
+    fields = _stat(pid)
+    status = _fields_in_kib(f"/proc/{pid}/status")
+    try:
+        pss: int | None = _fields_in_kib(f"/proc/{pid}/smaps_rollup")["Pss"]
+    except OSError:
+        pss = None
+    # utime and stime, and those of children that were waited for are not counted: each is looked at while it runs.
+    return Usage((int(fields[11]) + int(fields[12])) / _TICKS, status.get("VmHWM", 0), pss)
+
+
+def _with_descendants(pids: Sequence[int]) -> set[int]:
+    parents: dict[int, int] = {}
+    for entry in os.listdir("/proc"):
+        if entry.isdecimal():
+            with contextlib.suppress(OSError):
+                parents[int(entry)] = int(_stat(int(entry))[1])
+    found, before = set(pids), 0
+    while len(found) > before:
+        before = len(found)
+        found |= {pid for pid, parent in parents.items() if parent in found}
+    return found
+
+
+def _stat(pid: int) -> list[str]:
+    """The fields of /proc/PID/stat from the third on; the second, a name, may hold blanks."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+
+
+def _fields_in_kib(path: str) -> dict[str, int]:
+    lines = (line.split() for line in Path(path).read_text().splitlines() if line.endswith(" kB"))
+    return {words[0].rstrip(":"): int(words[1]) * _KIB for words in lines}
