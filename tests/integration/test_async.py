@@ -246,7 +246,7 @@ class Worker:
             assert float(clocks.min()) >= float(clocks[self.kv.rank]) - self.bound
 
 
-def run(jobs: Servers, type: str, workers: int, count: int, pushes: int, **options: Any) -> None:
+def check_contract(jobs: Servers, type: str, workers: int, count: int, pushes: int, **options: Any) -> None:
     def body(kv: DistKVStore, rank: int) -> dict[str, Tensor]:
         return Worker(kv, pushes, options.get("staleness")).run()
 
@@ -271,19 +271,20 @@ def _random_total(rank: int, workers: int, pushes: int) -> float:
     return total
 
 
-@pytest.mark.parametrize("pushes", [200, pytest.param(2000, marks=pytest.mark.full)])
-def test_eight_workers_push_many_times_each_and_every_sum_is_exact(jobs: Servers, pushes: int) -> None:
-    run(jobs, "dist_async", 8, 2, pushes)
-
-
-@pytest.mark.parametrize("staleness", [0, 3])
-def test_nobody_ever_reads_weights_that_are_staler_than_the_bound(jobs: Servers, staleness: int) -> None:
-    run(jobs, "dist_ssp", 4, 2, 200, staleness=staleness)
-
-
-@pytest.mark.full
-def test_eight_workers_within_a_bound_push_two_thousand_times_each(jobs: Servers) -> None:
-    run(jobs, "dist_ssp", 8, 2, 2000, staleness=4)
+@pytest.mark.parametrize(
+    ("type", "workers", "pushes", "options"),
+    [
+        ("dist_async", 8, 200, {}),
+        ("dist_ssp", 4, 200, {"staleness": 0}),
+        ("dist_ssp", 4, 200, {"staleness": 3}),
+        pytest.param("dist_async", 8, 2000, {}, marks=pytest.mark.full),
+        pytest.param("dist_ssp", 8, 2000, {"staleness": 4}, marks=pytest.mark.full),
+    ],
+)
+def test_of_many_pushes_every_sum_is_exact_and_nobody_reads_weights_staler_than_the_bound(
+    jobs: Servers, type: str, workers: int, pushes: int, options: dict[str, int]
+) -> None:
+    check_contract(jobs, type, workers, 2, pushes, **options)
 
 
 @pytest.mark.parametrize("type", ["dist_async", "dist_ssp"])
@@ -291,4 +292,4 @@ def test_eight_workers_within_a_bound_push_two_thousand_times_each(jobs: Servers
 def test_the_contract_holds_for_any_number_of_workers_and_servers(
     jobs: Servers, type: str, size: tuple[int, int]
 ) -> None:
-    run(jobs, type, *size, 60)
+    check_contract(jobs, type, *size, 60)

@@ -83,7 +83,7 @@ def test_two_workers_and_two_servers_train_what_one_process_trains(tmp_path: Pat
 
 
 def test_two_ranks_train_what_one_process_trains(tmp_path: Path) -> None:
-    run_with_ranks("cnn", "--epochs", "1", "--save", str(tmp_path / "weights.pt"), *CONFIG)
+    run_with_ranks("cnn", tmp_path, "--epochs", "1", "--save", str(tmp_path / "weights.pt"), *CONFIG)
     check_close(torch.load(tmp_path / "weights.pt"), written_out())
 
 

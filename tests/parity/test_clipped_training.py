@@ -115,15 +115,12 @@ def train_in_a_group(rank: int, ranks: int) -> Results:
     """All cases on a rank of torch.distributed, and with a third-party store by name; rank 0's weights count."""
     found: dict[str, Any] = {}
     for name, case in CASES.items():
-        for dtype in (torch.float64, torch.float32):
-            for where in ("None", "True", "False", "plug-in"):
-                own, in_store = parameters(dtype), {"True": True, "False": False}.get(where)
-                for p in own.values():
-                    p.data.add_(rank)
-                store = "allreduce" if where == "plug-in" else "device"
-                found[f"{where} {name} {dtype}"] = train(
-                    case, [own], [rank], kvstore=store, update_on_kvstore=in_store
-                )
+        for where in ("None", "True", "False", "plug-in"):
+            own, in_store = parameters(), {"True": True, "False": False}.get(where)
+            for p in own.values():
+                p.data.add_(rank)
+            store = "allreduce" if where == "plug-in" else "device"
+            found[f"{where} {name}"] = train(case, [own], [rank], kvstore=store, update_on_kvstore=in_store)
     return found
 
 
@@ -131,9 +128,6 @@ _FIRST = [[0.93900001, 1.91800002, 3.0], [0.83843968, 1.84228203, 2.82111464]]
 CORRECTED = [*_FIRST, [0.83132782, 1.83731190, 2.81217037], [0.82268876, 1.82964311, 2.79769824]]
 PLAIN = [*_FIRST, [0.78607567, 1.80323881, 2.73167196], [0.75481506, 1.77853687, 2.67695062]]
 """Known to eight digits: with the learning rate outside of the velocity, and inside of it."""
-
-
-DTYPES = pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
 
 
 def agrees(path: list[list[float]], expected: Sequence[Expected], dtype: torch.dtype = torch.float64) -> bool:
@@ -178,27 +172,23 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Job:
     return run_job(train_in_a_group, folder, 2, 0, in_group=True)
 
 
-@DTYPES
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("where", ["None", "True", "False", "plug-in"])
 def test_ranks_of_torch_distributed_and_workers_of_a_third_party_store_end_there_too(
-    ranks: Job, where: str, name: str, dtype: torch.dtype
+    ranks: Job, where: str, name: str
 ) -> None:
-    paths = ranks[f"{where} {name} {dtype}"]
+    paths = ranks[f"{where} {name}"]
     assert paths[0] == paths[1]
-    assert agrees(paths[0], CASES[name].expected, dtype)
+    assert agrees(paths[0], CASES[name].expected)
 
 
-@DTYPES
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 @pytest.mark.parametrize("in_store", [True, False], ids=["in-store", "by-trainer"])
 @pytest.mark.parametrize("store", ["local", "device"])
-def test_two_replicas_in_one_process_end_there_too(
-    store: str, in_store: bool, case: Case, dtype: torch.dtype
-) -> None:
-    replicas = [parameters(dtype), parameters(dtype)]
+def test_two_replicas_in_one_process_end_there_too(store: str, in_store: bool, case: Case) -> None:
+    replicas = [parameters(), parameters()]
     path = train(case, replicas, [0, 1], kvstore=store, update_on_kvstore=in_store)
-    assert agrees(path, case.expected, dtype)
+    assert agrees(path, case.expected)
     assert torch.equal(replicas[0]["a"], replicas[1]["a"])
 
 

@@ -1,18 +1,15 @@
-"""The programs in examples/: as modules of this process, as workers beside servers, or as ranks of torchrun."""
+"""The programs in examples/: as modules of this process, as workers beside servers, or as ranks."""
 
 from __future__ import annotations
 
 import importlib
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
+from tests.support.dmlc import free_port
 from tests.support.jobs import run_program
-from tests.support.limits import LIMIT
 
 ROOT = Path(__file__).parents[2]
 
@@ -26,32 +23,23 @@ def example(name: str) -> ModuleType:
 
 def run_with_servers(name: str, folder: Path, *options: str) -> str:
     """Run an example with two workers and two servers to its end; gives what they printed."""
-    folder_of_examples = str(ROOT / "examples")
-    code = f"""
+    return run_program(["-c", _program(name), *options], folder, 2, 2)
+
+
+def run_with_ranks(name: str, folder: Path, *options: str) -> str:
+    """Run an example on two ranks of torch.distributed to its end, with the variables that torchrun sets."""
+    variables = f"""
+import os
+place = {{"RANK": os.environ.pop("KVSTORE_RANK"), "WORLD_SIZE": os.environ.pop("KVSTORE_NUM_WORKERS")}}
+os.environ.update(place, TORCHELASTIC_RUN_ID="test", MASTER_ADDR="127.0.0.1", MASTER_PORT="{free_port()}")
+"""
+    return run_program(["-c", variables + _program(name), *options], folder, 2, 0)
+
+
+def _program(name: str) -> str:
+    folder = str(ROOT / "examples")
+    return f"""
 import runpy, sys
-sys.path.insert(0, {folder_of_examples!r})
+sys.path.insert(0, {folder!r})
 runpy.run_module({name!r}, run_name="__main__")
 """
-    return run_program(["-c", code, *options], folder, 2, 2)
-
-
-def run_with_ranks(name: str, *options: str) -> None:
-    """Run an example on two ranks of torch.distributed to its end, as torchrun starts it.
-
-    Raises:
-        AssertionError: it failed.
-        subprocess.TimeoutExpired: it took longer.
-    """
-    inherited = {k: v for k, v in os.environ.items() if not k.startswith(("KVSTORE_", "DMLC_"))}
-    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [sys.executable, "-m", *launcher, f"examples/{name}.py", *options],
-        cwd=ROOT,
-        env={**inherited, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=LIMIT,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout

@@ -134,10 +134,13 @@ def test_a_state_that_there_is_not_is_refused() -> None:
 
 
 def test_settings_of_mxnet_without_a_meaning_here_are_accepted(tmp_path: Path) -> None:
-    local().profiler.set_config(
+    profiler = local().profiler
+    profiler.set_config(
         filename=tmp_path / "x.json", profile_symbolic=True, profile_memory=False, continuous_dump=True,
         aggregate_stats=False, dump_period=1.5, gpu_memory_profile_filename_prefix="gpu",
     )  # fmt: skip
+    profiler.dump()
+    assert files(tmp_path) == ["rank0_x.json"]
 
 
 def test_a_file_that_cannot_be_written_is_named_and_leaves_nothing_behind(tmp_path: Path) -> None:

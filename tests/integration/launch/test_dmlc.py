@@ -52,7 +52,7 @@ print(out.tolist(), flush=True)
 """
 
 
-def ended(*members: Process) -> None:
+def assert_ended(*members: Process) -> None:
     """All of them end well."""
     for member in members:
         code, err = member.end()
@@ -68,7 +68,7 @@ def test_a_script_for_mxnets_launcher_trains_and_every_process_ends(processes: P
     for worker in workers:
         worker.go()
     assert [worker.line() for worker in workers] == ["[2.0]"] * 2
-    ended(*workers, *others)
+    assert_ended(*workers, *others)
 
 
 def test_servers_and_scheduler_end_when_the_last_worker_was_killed(processes: Processes) -> None:
@@ -77,7 +77,7 @@ def test_servers_and_scheduler_end_when_the_last_worker_was_killed(processes: Pr
     worker.line()
     worker.line()
     worker.signal(signal.SIGKILL)
-    ended(scheduler, server)
+    assert_ended(scheduler, server)
 
 
 def test_a_trainer_serves_at_construction_and_the_script_behind_it_is_for_workers(
@@ -87,7 +87,7 @@ def test_a_trainer_serves_at_construction_and_the_script_behind_it_is_for_worker
     scheduler, server, worker = (job.start(role) for role in ("scheduler", "server", "worker"))
     assert (worker.line(), worker.line()) == ("built", "-1.0")
     assert worker.line() == "1"  # a second store does not join a second time
-    ended(scheduler, server, worker)
+    assert_ended(scheduler, server, worker)
     for other in (scheduler, server):
         assert other.popen.stdout is not None
         assert other.popen.stdout.read() == b""
@@ -102,7 +102,7 @@ def test_ranks_follow_the_order_of_the_start_and_not_that_of_the_arrival(process
         assert process.line() == "here"
         process.go()
     assert (first.line(), second.line()) == ("0", "1")
-    ended(first, second, *others)
+    assert_ended(first, second, *others)
 
 
 def test_a_missing_server_is_named_by_everybody(processes: Processes) -> None:
@@ -160,11 +160,11 @@ def test_a_job_goes_on_and_ends_whatever_happens_to_its_scheduler(
     for worker in workers:
         worker.go()
     assert [worker.line() for worker in workers] == ["[42.0, 42.0, 42.0]"] * 2
-    ended(*members[1:])
+    assert_ended(*members[1:])
     for successor in again:  # nobody comes to it: it says so in time
         code, err = successor.end()
         assert code == 1
         assert "ConnectTimeoutError" in err
     if event == "stopped":
         scheduler.signal(signal.SIGCONT)
-        ended(scheduler)
+        assert_ended(scheduler)

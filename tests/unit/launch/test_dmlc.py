@@ -96,8 +96,12 @@ def test_a_local_store_is_made_in_every_role(role: str, monkeypatch: pytest.Monk
         monkeypatch.setenv(name, value)
     kv = kvtrainer.kvstore.create("local")
     kv.init("w", torch.ones(2))
-    parameter = torch.nn.Parameter(torch.zeros(2))
-    kvtrainer.Trainer([parameter], "sgd", kvstore=None)
+    parameter, out = torch.nn.Parameter(torch.zeros(2)), torch.zeros(2)
+    kv.pull("w", out=out)
+    trainer = kvtrainer.Trainer([parameter], "sgd", {"learning_rate": 1.0}, kvstore=None)
+    parameter.sum().backward()
+    trainer.step(1)
+    assert (out.tolist(), parameter.tolist()) == ([1, 1], [-1, -1])
 
 
 @pytest.mark.parametrize("role", ["scheduler", "server"])

@@ -1,17 +1,28 @@
-"""Training goes on from a file of states as if it had never been interrupted, within one process."""
+"""Training goes on from a file of states or a checkpoint of torch as if it had never been interrupted.
+
+Also what compression holds back of a worker's gradients; all of it within one process.
+"""
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.nn import Parameter
 
 from kvstore_server.optimizer import Optimizer
 from kvtrainer import Trainer, kvstore
-from kvtrainer.states.file import read_state_file
+from kvtrainer.errors import StateMismatchError
+from kvtrainer.saving import saved_residuals
+from kvtrainer.states.file import SavedStates, read_state_file, write_state_file
 from tests.support.saved_training import (
     ELEMENTWISE,
     MATRICES_ONLY,
@@ -134,3 +145,198 @@ def test_optimizer_that_cannot_be_tried_on_zeros_is_saved_all_the_same(tmp_path:
             trainer.step()
         runs.append(weights(net))
     assert same(*runs)
+
+
+KINDS = ["sgd", "adam", "torch:NAdam", "torch:Rprop", "torch:AdamW"]
+WHOLE = ["lamb", "groupadagrad", "torch:Adafactor", "torch:Muon"]
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    """It warns that there is no process group, and of its own use of deprecated functions."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def by_state_dict(net: nn.Module, trainer: Trainer, folder: Path, is_load: bool) -> None:
+    content = {"net": net.state_dict(), "trainer": trainer.state_dict()}
+    if not is_load:
+        save(content, checkpoint_id=folder)
+        return
+    load(content, checkpoint_id=folder)
+    trainer.load_state_dict(content["trainer"])
+
+
+def by_object(net: nn.Module, trainer: Trainer, folder: Path, is_load: bool) -> None:
+    content = {"net": net, "trainer": trainer}
+    if is_load:
+        load(content, checkpoint_id=folder)
+    else:
+        save(content, checkpoint_id=folder)
+
+
+def by_parameter_name(net: nn.Module, trainer: Trainer, folder: Path, is_load: bool) -> None:
+    content: dict[str, Any] = {"net": net.state_dict(), "trainer": get_optimizer_state_dict(net, trainer)}
+    if not is_load:
+        save(content, checkpoint_id=folder)
+        return
+    load(content, checkpoint_id=folder)
+    set_optimizer_state_dict(net, trainer, content["trainer"])
+
+
+def goes_on(way: Any, kind: str, uok: bool | None, folder: Path) -> bool:
+    net = Net(kind not in MATRICES_ONLY)
+    trainer = trainer_of(net, kind, uok)
+    train(net, trainer, 0, 3)
+    trainer.zero_grad()
+    way(net, trainer, folder, False)
+    train(net, trainer, 3, 3)
+    again = Net(kind not in MATRICES_ONLY)
+    with torch.no_grad():
+        for p in again.parameters():
+            p.add_(1.0)
+    other = trainer_of(again, kind, uok)
+    way(again, other, folder, True)
+    train(again, other, 3, 3)
+    return same(weights(again), weights(net))
+
+
+@PLACES
+@pytest.mark.parametrize("way", [by_state_dict, by_object, by_parameter_name])
+def test_new_trainer_goes_on_from_a_checkpoint(way: Any, uok: bool | None, tmp_path: Path) -> None:
+    assert goes_on(way, "adam", uok, tmp_path)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, *WHOLE])
+def test_new_trainer_goes_on_from_a_checkpoint_with_any_optimizer(kind: str, tmp_path: Path) -> None:
+    assert goes_on(by_state_dict, kind, None, tmp_path)
+
+
+def test_room_to_load_into_counts_as_no_state() -> None:
+    runs = []
+    for is_loaded in (False, True):
+        net = Net()
+        trainer = trainer_of(net, "torch:NAdam")
+        if is_loaded:
+            trainer.load_state_dict(trainer.state_dict())
+        train(net, trainer, 0, 2)
+        runs.append(weights(net))
+    assert same(*runs)
+
+
+@pytest.mark.parametrize("kind", ["adam", "lamb"])
+def test_loaded_room_is_not_saved_as_state(kind: str, tmp_path: Path) -> None:
+    trainer = trainer_of(Net(), kind)
+    trainer.load_state_dict(trainer.state_dict())
+    trainer.save_states(tmp_path / "states")
+    assert not any(row.state for row in read_state_file(tmp_path / "states").parameters.values())
+
+
+def test_parameters_that_are_frozen_get_no_room() -> None:
+    net = Net()
+    net.inner.weight.requires_grad_(False)
+    trainer = Trainer(net, "adam")
+    assert set(trainer.state_dict()["state"]) == {0, 2, 3, 4}
+
+
+def zeros() -> dict[str, Parameter]:
+    return {"a": Parameter(torch.zeros(3)), "b": Parameter(torch.zeros(170, 301))}
+
+
+def compressing(parameters: dict[str, Parameter], kind: str | None = "2bit") -> Trainer:
+    params = None if kind is None else {"type": kind}
+    return Trainer(
+        parameters, "sgd", {"lr": 1.0}, "device", compression_params=params, update_on_kvstore=True
+    )
+
+
+def step(trainer: Trainer, parameters: dict[str, Parameter], gradient: float) -> None:
+    for p in parameters.values():
+        p.grad = torch.full_like(p, gradient)
+    trainer.step(1)
+
+
+def values(parameters: dict[str, Parameter]) -> list[list[float]]:
+    return [p.unique().tolist() for p in parameters.values()]
+
+
+def replaced(path: Path, **changes: Any) -> None:
+    saved = read_state_file(path)
+    write_state_file(path, SavedStates(**{**vars(saved), **changes}))
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+def test_residual_goes_on_in_the_trainer_that_loads(is_new: bool, tmp_path: Path) -> None:
+    """2bit sends .5 of .75 and keeps .25; with .25 more the next round sends .5 again."""
+    parameters, others = zeros(), zeros()
+    trainer, other = compressing(parameters), compressing(others)
+    step(trainer, parameters, 0.75)
+    trainer.save_states(tmp_path / "states")
+    if not is_new:
+        step(other, others, 0.45)
+    other.load_states(tmp_path / "states")
+    other.save_states(tmp_path / "again")
+    step(other, others, 0.25)
+    assert values(others) == [[-0.5], [-0.5]]
+    for name in ("states", "again"):
+        found = saved_residuals(read_state_file(tmp_path / name), list(parameters))
+        assert found is not None
+        assert (found.rank, found.num_workers) == (0, 1)
+        assert [found.values[0][key].unique().tolist() for key in range(2)] == [[0.25], [0.25]]
+        assert [found.values[0][key].shape for key in range(2)] == [p.shape for p in parameters.values()]
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+def test_residual_of_another_rank_is_not_taken_and_the_log_says_so(
+    is_new: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    parameters, others = zeros(), zeros()
+    trainer, other = compressing(parameters), compressing(others)
+    step(trainer, parameters, 0.75)
+    trainer.save_states(tmp_path / "states")
+    replaced(tmp_path / "states", extra={"residuals": {"rank": 1, "num_workers": 2}})
+    if not is_new:
+        step(other, others, 0.45)
+    other.load_states(tmp_path / "states")
+    step(other, others, 0.25)
+    assert "on rank 1 of 2; rank 0 of 1 starts with nothing kept back" in caplog.text
+    assert values(others) == [[0.0], [0.0]]
+
+
+def test_states_without_residuals_leave_none(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    parameters, plain = zeros(), zeros()
+    trainer, uncompressed = compressing(parameters), compressing(plain, None)
+    step(uncompressed, plain, 1.0)
+    uncompressed.save_states(tmp_path / "states")
+    step(trainer, parameters, 0.45)
+    trainer.load_states(tmp_path / "states")
+    step(trainer, parameters, 0.25)
+    assert values(parameters) == [[0.0], [0.0]]
+    assert "kept back" not in caplog.text
+
+
+def test_residuals_are_of_no_use_to_a_trainer_that_does_not_compress(tmp_path: Path) -> None:
+    parameters, plain = zeros(), zeros()
+    trainer, uncompressed = compressing(parameters), compressing(plain, None)
+    step(trainer, parameters, 0.75)
+    trainer.save_states(tmp_path / "states")
+    uncompressed.load_states(tmp_path / "states")
+    step(uncompressed, plain, 0.25)
+    assert values(plain) == [[-0.25], [-0.25]]
+
+
+def test_residual_that_does_not_fit_is_named_and_nothing_changes(tmp_path: Path) -> None:
+    parameters = zeros()
+    trainer = compressing(parameters)
+    step(trainer, parameters, 0.75)
+    trainer.save_states(tmp_path / "states")
+    tensors = {"residuals": {"a": torch.zeros(4), "c": torch.zeros(1)}}
+    replaced(tmp_path / "states", tensors=tensors, extra={"residuals": {"rank": 1}})
+    with pytest.raises(
+        StateMismatchError,
+        match=r"has {'rank': 1}.*residual of 'a' has shape \[4\].*\[3\] here.*residual of 'c'",
+    ):
+        trainer.load_states(tmp_path / "states")
+    step(trainer, parameters, 0.25)
+    assert values(parameters) == [[-1.0], [-1.0]]

@@ -224,22 +224,3 @@ def test_compression_without_a_store_has_no_effect_and_says_so_once(
         trainer.step(1)
     assert p.item() == -6
     assert [record.message.startswith("compression_params") for record in caplog.records] == [True]
-
-
-def test_compressed_gradients_reach_the_weights_of_a_store_in_this_process() -> None:
-    """2bit with threshold .5 sends .5 of a gradient of .75, and keeps .25, which the next push adds."""
-    p = Parameter(torch.zeros(4))
-    trainer = Trainer(
-        [p],
-        "sgd",
-        {"lr": 1.0},
-        "device",
-        compression_params={"type": "2bit", "threshold": 0.5},
-        update_on_kvstore=True,
-    )
-    seen = []
-    for gradient in (0.75, 0.25, 0.0):
-        (p * gradient).sum().backward()
-        trainer.step(1)
-        seen.append(p[0].item())
-    assert seen == [-0.5, -1.0, -1.0]

@@ -166,38 +166,6 @@ def test_every_place_of_the_update_gives_the_same_bits(name: str) -> None:
     assert torch.equal(runs[0], runs[2])
 
 
-@IN_STORE
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_every_element_of_half_precision_weights_moves(name: str, dtype: torch.dtype, in_store: bool) -> None:
-    """Against float64 torch, which Gluon's formulas equal here up to epsilon; each step rounds the weights once."""
-    half = nn.Parameter(torch.ones(133, dtype=dtype))
-    exact = nn.Parameter(torch.ones(1, dtype=torch.float64))
-    lr = 10.0 if name == "torch:Adadelta" else 0.125
-    cls = {"sgd": torch.optim.SGD, "test": torch.optim.SGD, "adam": torch.optim.Adam}.get(name)
-    reference = (cls or getattr(torch.optim, name.removeprefix("torch:")))([exact], lr=lr)
-    trainer = trainer_of([half], name, in_store, lr=lr)
-    for _ in range(3):
-        half.grad, exact.grad = torch.ones_like(half), torch.ones_like(exact)
-        trainer.step(1)
-        reference.step()
-    assert len(half.unique()) == 1
-    assert exact.item() < 0.95
-    assert abs(half[0].item() - exact.item()) <= 3 * torch.finfo(dtype).eps
-
-
-@IN_STORE
-def test_master_weights_collect_updates_too_small_for_half_precision(in_store: bool) -> None:
-    """As in MXNet: 200 updates of 2e-4 take a float16 1.0 to 0.96 with multi_precision and leave it without."""
-    for multi_precision, expected in ((True, 0.96), (False, 1.0)):
-        p = nn.Parameter(torch.ones(1, dtype=torch.float16))
-        trainer = trainer_of([p], "sgd", in_store, learning_rate=1.0, multi_precision=multi_precision)
-        for _ in range(200):
-            p.grad = torch.full_like(p, 2e-4)
-            trainer.step(1)
-        assert p.item() == pytest.approx(expected, abs=5e-4)
-
-
 @pytest.mark.parametrize("kind", ["adam", "lamb", "torch:AdamW"])
 @pytest.mark.parametrize("store", [None, "local", "dist_sync"])
 def test_the_work_of_building_a_trainer_grows_with_the_number_of_parameters_alone(

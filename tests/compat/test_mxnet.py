@@ -1,7 +1,8 @@
-"""Every one of Gluon's optimizers against live MXNet, on random runs."""
+"""Every one of Gluon's optimizers and schedulers against live MXNet, on random runs."""
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import kvtrainer.lr_scheduler
 from kvstore_server.optimizer import gluon, layerwise
 from kvtrainer import Trainer
 from tests.compat.conftest import Ask
@@ -77,3 +79,42 @@ def test_random_runs_go_where_mxnet_goes(
 def test_every_optimizer_of_gluon_is_compared() -> None:
     gluons = {cls.name for cls in (*gluon.FAMILY, *layerwise.FAMILY)}
     assert set(OWN) == gluons
+
+
+NAMES = ["FactorScheduler", "MultiFactorScheduler", "PolyScheduler", "CosineScheduler"]
+UPDATES = list(range(60))
+
+
+def random_arguments(name: str, draw: random.Random) -> dict[str, Any]:
+    warmup = draw.choice([0, draw.randint(1, 12)])
+    arguments: dict[str, Any] = {
+        "base_lr": draw.uniform(0.5, 2),
+        "warmup_steps": warmup,
+        "warmup_begin_lr": draw.choice([0, draw.uniform(0, 0.5)]),
+        "warmup_mode": draw.choice(["linear", "constant"]),
+    }
+    if name == "FactorScheduler":
+        stop = draw.choice([1e-8, draw.uniform(0, 0.4)])
+        return {
+            **arguments,
+            "step": draw.randint(1, 12),
+            "factor": draw.uniform(0, 1),
+            "stop_factor_lr": stop,
+        }
+    if name == "MultiFactorScheduler":
+        steps = sorted(draw.sample(range(1, 50), draw.randint(1, 8)))
+        return {**arguments, "step": steps, "factor": draw.uniform(0, 1)}
+    arguments |= {"max_update": warmup + draw.randint(1, 50), "final_lr": draw.uniform(0, 0.5)}
+    return {**arguments, "pwr": draw.choice([1, 2, 3])} if name == "PolyScheduler" else arguments
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_random_schedules_are_those_of_mxnet(name: str, ask_mxnet: Ask) -> None:
+    draw = random.Random(name)
+    cases: list[dict[str, Any]] = [
+        {"name": name, "arguments": random_arguments(name, draw), "updates": UPDATES} for _ in range(40)
+    ]
+    theirs = ask_mxnet({"schedulers": cases})["schedulers"]
+    for case, expected in zip(cases, theirs, strict=True):
+        ours = getattr(kvtrainer.lr_scheduler, name)(**case["arguments"])
+        assert [ours(n) for n in UPDATES] == expected, case
