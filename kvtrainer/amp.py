@@ -114,7 +114,12 @@ class GradScaler(torch.amp.GradScaler):
         """
         if self._enabled and _is_trainer(optimizer):
             refuse_second_scaler(optimizer)
-            _refuse_half(optimizer)
+            half = {name for name, p in optimizer._named_fresh() if p.grad.dtype == torch.float16}  # type: ignore[attr-defined]
+            if half:  # it would lose what the loss scale has saved
+                raise ConfigurationError(
+                    f"gradients in float16 cannot be unscaled where they are without loss: {', '.join(sorted(half))}; "
+                    "build the Trainer with amp='dynamic'"
+                )
             if self._scale is None and not _fresh(optimizer):
                 # A worker that has had no data takes part in the vote all the same.
                 self._lazy_init_scale_growth_tracker(torch.device(self._device))
@@ -174,16 +179,6 @@ class GradScaler(torch.amp.GradScaler):
 
 def _is_trainer(optimizer: object) -> bool:
     return hasattr(optimizer, "_step_voting")
-
-
-def _refuse_half(trainer: Any) -> None:
-    """Raise ConfigurationError if a gradient would lose what the loss scale has saved."""
-    half = sorted({name for name, p in trainer._named_fresh() if p.grad.dtype == torch.float16})
-    if half:
-        raise ConfigurationError(
-            f"gradients in float16 cannot be unscaled where they are without loss: {', '.join(half)}; build the "
-            "Trainer with amp='dynamic'"
-        )
 
 
 def _fresh(trainer: Any) -> list[Tensor]:

@@ -29,9 +29,8 @@ _SWITCHES = {
     "profile_memory": True, "continuous_dump": False, "aggregate_stats": False,
 }  # fmt: skip
 """MXNet's switches; the first three have an effect."""
-_DEFAULTS = {
-    "filename": "profile.json", "dump_period": 1.0, "gpu_memory_profile_filename_prefix": "", **_SWITCHES,
-}  # fmt: skip
+_PREFIX = "gpu_memory_profile_filename_prefix"
+_DEFAULTS = {"filename": "profile.json", "dump_period": 1.0, _PREFIX: "", **_SWITCHES}
 _IMPROPER = "improper profiler config passed from worker: "
 
 
@@ -46,13 +45,11 @@ def read_profile_config(options: Mapping[str, Any]) -> tuple[Path, tuple[str, ..
     for key in _SWITCHES:
         check.boolean(f"{_IMPROPER}{key}", config[key])
     check.number(f"{_IMPROPER}dump_period, in seconds,", config["dump_period"], above=0)
-    name, prefix = config["filename"], config["gpu_memory_profile_filename_prefix"]
+    name = config["filename"]
     if not isinstance(name, str | os.PathLike) or not os.path.basename(os.fspath(name)):
         raise ConfigurationError(f"{_IMPROPER}filename must be the path of a file, got {name!r:.80}")
-    if not isinstance(prefix, str):
-        raise ConfigurationError(
-            f"{_IMPROPER}gpu_memory_profile_filename_prefix must be a str, got {prefix!r:.80}"
-        )
+    if not isinstance(config[_PREFIX], str):
+        raise ConfigurationError(f"{_IMPROPER}{_PREFIX} must be a str, got {config[_PREFIX]!r:.80}")
     path = Path(name).absolute()
     if not path.parent.is_dir():
         raise ConfigurationError(
@@ -156,9 +153,8 @@ class Profiler:
                 events, dropped = self._client.recorded(server)
                 # Beyond every rank, so that files of workers and servers can be put together.
                 pid = MAX_WORKERS + server
-                _write_file(
-                    path, server, chrome_trace(events, pid, f"server {server}", _server_lane, dropped)
-                )
+                content = chrome_trace(events, pid, f"server {server}", _server_lane, dropped)
+                _write_file(path, server, content)
 
 
 def _server_lane(lane: int) -> str:

@@ -26,7 +26,7 @@ CLEAN_STEPS = 2000
 
 _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 _FLOAT32_MAX = float(torch.finfo(torch.float32).max)
-_TORCHS = {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"}
+_TORCHS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 """What torch.amp.GradScaler saves."""
 _MMCVS = {"cur_scale", "cur_iter", "mode", "last_overflow_iter", "scale_factor", "scale_window"}
 """What MMCV's LossScaler saves."""
@@ -159,13 +159,8 @@ class TorchLossScaler(LossScaler):
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain numbers that torch.amp.GradScaler can load, and `min_scale` if there is one."""
-        numbers = {
-            "scale": self.loss_scale,
-            "growth_factor": self._growth,
-            "backoff_factor": self._backoff,
-            "growth_interval": self._interval,
-            "_growth_tracker": self.clean_steps,
-        }
+        values = self.loss_scale, self._growth, self._backoff, self._interval, self.clean_steps
+        numbers: dict[str, Any] = dict(zip(_TORCHS, values, strict=True))
         return numbers if self.min_scale is None else {**numbers, "min_scale": self.min_scale}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -182,9 +177,9 @@ class TorchLossScaler(LossScaler):
         numbers = {**self.state_dict(), **_read(state)}
         if self.min_scale is None and state.get("min_scale") is not None:
             self._least = self.min_scale = _positive("min_scale", state["min_scale"])
-        self.loss_scale, self.clean_steps = self._rounded(numbers["scale"]), numbers["_growth_tracker"]
-        self._growth, self._backoff = numbers["growth_factor"], numbers["backoff_factor"]
-        self._interval = numbers["growth_interval"]
+        scale, *factors, self.clean_steps = (numbers[name] for name in _TORCHS)
+        self.loss_scale = self._rounded(scale)
+        self._growth, self._backoff, self._interval = factors
 
 
 class StaticLossScaler(LossScaler):
@@ -288,12 +283,11 @@ def make_loss_scaler(amp: Any) -> LossScaler | None:
         given = {"growth_factor": factor, "backoff_factor": 1.0 / factor, **given}
     if "scale_window" in given:
         given = {"growth_interval": given.pop("scale_window"), **given}
-    known = ("init_scale", "growth_factor", "backoff_factor", "growth_interval", "min_scale", "enabled")
-    check.known("a loss scaler", given, known)
+    check.known("a loss scaler", given, ("init_scale", *_TORCHS[1:4], "min_scale", "enabled"))
     if mode == "static" and set(given) - {"init_scale"}:
         raise ConfigurationError(f"a static loss scale has init_scale only, got {given!r}")
-    static = StaticLossScaler(given.get("init_scale", FIRST)) if mode == "static" else None
-    scaler = static or TorchLossScaler(**given)
+    is_static = mode == "static"
+    scaler = StaticLossScaler(given.get("init_scale", FIRST)) if is_static else TorchLossScaler(**given)
     return scaler if is_enabled else None
 
 
@@ -390,7 +384,7 @@ def _read(state: Any) -> dict[str, Any]:
     """Return the numbers of a saved state, checked, under torch's names; `scale` is always there."""
     names = set(state) if isinstance(state, Mapping) else set()
     factors: Any = ()
-    if names - {"min_scale"} == _TORCHS:
+    if names - {"min_scale"} == set(_TORCHS):
         scale, clean = state["scale"], state["_growth_tracker"]
         factors = _factors(state["growth_factor"], state["backoff_factor"], state["growth_interval"])
     elif names == _MMCVS and state["mode"] == "static":
@@ -410,7 +404,7 @@ def _read(state: Any) -> dict[str, Any]:
     return {
         "scale": _positive("the saved scale", scale),
         "_growth_tracker": check.integer("a saved count of clean steps", clean, 0),
-        **dict(zip(("growth_factor", "backoff_factor", "growth_interval"), factors, strict=False)),
+        **dict(zip(_TORCHS[1:4], factors, strict=False)),
     }
 
 

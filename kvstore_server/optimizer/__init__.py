@@ -1,19 +1,12 @@
 """Optimizers of a store: Gluon's family, torch's, user-defined ones, applied to elements, keys and rows."""
 
-from kvstore_server.optimizer.apply import apply_update, coalesce_rows, update_rows
-from kvstore_server.optimizer.base import Optimizer
-from kvstore_server.optimizer.registry import create, create_from_spec, register, spec_for_store
-from kvstore_server.optimizer.state import State, States
-
-__all__ = [
-    "Optimizer",
-    "State",
-    "States",
-    "apply_update",
-    "coalesce_rows",
-    "create",
-    "create_from_spec",
-    "register",
-    "spec_for_store",
-    "update_rows",
-]
+from kvstore_server.optimizer.apply import apply_update as apply_update
+from kvstore_server.optimizer.apply import coalesce_rows as coalesce_rows
+from kvstore_server.optimizer.apply import update_rows as update_rows
+from kvstore_server.optimizer.base import Optimizer as Optimizer
+from kvstore_server.optimizer.registry import create as create
+from kvstore_server.optimizer.registry import create_from_spec as create_from_spec
+from kvstore_server.optimizer.registry import register as register
+from kvstore_server.optimizer.registry import spec_for_store as spec_for_store
+from kvstore_server.optimizer.state import State as State
+from kvstore_server.optimizer.state import States as States

@@ -237,7 +237,7 @@ class Optimizer:
 
     def plain_hyper(self) -> dict[str, Any]:
         """The options that a parameter group may set, with their present values as plain numbers."""
-        return {key: _plain(self.hyper[key]) for key in self._valid_options() if key in self.hyper}
+        return {key: plain_value(self.hyper[key]) for key in self._valid_options() if key in self.hyper}
 
     def updates_rows(self, hyper: Hyper) -> bool:
         """Whether a row-sparse gradient updates only its rows: the others get no weight decay and no momentum.
@@ -338,10 +338,10 @@ class Optimizer:
         self.hyper["lr"] = self.learning_rate
 
 
-def _plain(value: Any) -> Any:
+def plain_value(value: Any) -> Any:
     """Return what msgpack carries without change: a number for a 0-d tensor, a list for a tuple."""
     if isinstance(value, Tensor):
         return value.item()
     if isinstance(value, tuple | list):
-        return [_plain(item) for item in value]
+        return [plain_value(item) for item in value]
     return value

@@ -16,17 +16,9 @@ import torch
 
 from kvstore_server import lr_scheduler
 from kvstore_server.errors import ConfigurationError, UnknownNameError, did_you_mean
-from kvstore_server.optimizer import gluon, layerwise
+from kvstore_server.optimizer import gluon, layerwise, torch_family
 from kvstore_server.optimizer.base import Optimizer
-from kvstore_server.optimizer.torch_family import (
-    ELEMENTWISE,
-    WHOLE,
-    TorchClass,
-    TorchOptimizer,
-    check_supported,
-    is_torchs_own,
-    torch_name,
-)
+from kvstore_server.optimizer.torch_family import TorchClass, TorchOptimizer
 
 _log = logging.getLogger(__name__)
 
@@ -35,7 +27,7 @@ _Registered = TypeVar("_Registered", bound=AnyClass)
 
 _registry: dict[str, AnyClass] = {
     **{cls.name: cls for cls in (*gluon.FAMILY, *layerwise.FAMILY)},
-    **{torch_name(cls).lower(): cls for cls in ELEMENTWISE + WHOLE},
+    **{torch_family.torch_name(cls).lower(): cls for cls in torch_family.ELEMENTWISE + torch_family.WHOLE},
 }
 _declared: set[TorchClass] = set()
 """The foreign torch classes of which a user said that they are elementwise."""
@@ -65,7 +57,7 @@ def register(cls: _Registered, *, elementwise: bool | None = None) -> _Registere
             )
         name = vars(cls).get("name") or cls.__name__
     else:
-        name = torch_name(cls)
+        name = torch_family.torch_name(cls)
         _declare(cls, elementwise)
     known = _registry.get(name.lower())
     if known is not None and known is not cls:
@@ -148,7 +140,7 @@ def spec_for_store(optimizer: Optimizer) -> dict[str, Any]:
             "own, and register it"
         )
     if isinstance(optimizer, TorchOptimizer) and optimizer.is_foreign:
-        check_supported(optimizer.cls)
+        torch_family.check_supported(optimizer.cls)
         _lookup(name)
         if optimizer.unbuildable:
             raise ConfigurationError(
@@ -165,7 +157,7 @@ def prepare_to_serve() -> None:
     use: more than a second of CPU, in which a server would answer nobody. A server compiles nothing, so the one method
     of torch's own classes that it calls is entered as dealt with. Foreign classes may use any of the others.
     """
-    if not all(issubclass(cls, Optimizer) or is_torchs_own(cls) for cls in _registry.values()):
+    if not all(issubclass(cls, Optimizer) or torch_family.is_torchs_own(cls) for cls in _registry.values()):
         importlib.import_module("torch._dynamo")
     method = inspect.unwrap(torch.optim.Optimizer.add_param_group)
     setattr(method, "__dynamo_disable", method)  # where torch._disable_dynamo keeps what it has made
@@ -197,12 +189,13 @@ def _lookup(name: str) -> AnyClass:
 
 def _declare(cls: TorchClass, elementwise: bool | None) -> None:
     """Note whether a torch class counts as elementwise; torch's own are known."""
-    check_supported(cls)
-    if is_torchs_own(cls):
-        if elementwise not in (None, cls in ELEMENTWISE):
+    torch_family.check_supported(cls)
+    if torch_family.is_torchs_own(cls):
+        is_elementwise = cls in torch_family.ELEMENTWISE
+        if elementwise not in (None, is_elementwise):
             raise ConfigurationError(
-                f"{torch_name(cls)} is known to be {'' if cls in ELEMENTWISE else 'not '}elementwise, so register "
-                f"cannot take elementwise={elementwise}; leave it out"
+                f"{torch_family.torch_name(cls)} is known to be {'' if is_elementwise else 'not '}elementwise, so "
+                f"register cannot take elementwise={elementwise}; leave it out"
             )
     elif elementwise is False:
         _declared.discard(cls)

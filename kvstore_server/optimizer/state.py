@@ -8,7 +8,7 @@ its segment; of a key that has several segments, with the first.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -196,7 +196,7 @@ def joined(parts: Sequence[tuple[States, int]], shape: Sequence[int] | None) -> 
 def spread(
     parts: Sequence[tuple[States, int]],
     values: Mapping[str, StateValue],
-    is_per_element: Callable[[str, StateValue], bool],
+    per_element: Collection[str],
 ) -> None:
     """Replace the state of a key by what `joined` returned, there or elsewhere.
 
@@ -204,12 +204,12 @@ def spread(
 
     Args:
         parts: Its segments, in order.
-        is_per_element: Tells the entries with a number per element from the others by name and value.
+        per_element: Names of the entries that have a number per element.
 
     Raises:
         ShapeMismatchError: one has another number of elements than the key; nothing has changed.
     """
-    flat = {n: torch.as_tensor(v).detach().reshape(-1) for n, v in values.items() if is_per_element(n, v)}
+    flat = {n: torch.as_tensor(v).detach().reshape(-1) for n, v in values.items() if n in per_element}
     others = {n: own(v) for n, v in values.items() if n not in flat and n != "step"}
     size = sum(numel for _, _, numel in _places(parts))
     for name, tensor in flat.items():

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, optim
 
 from kvstore_server.errors import ConfigurationError, OptimizerError
-from kvstore_server.optimizer.base import Hyper, Optimizer, StateValue, Values, canonical_options
+from kvstore_server.optimizer.base import Hyper, Optimizer, StateValue, Values, canonical_options, plain_value
 
 TorchClass = type[optim.Optimizer]
 
@@ -156,7 +156,7 @@ class TorchOptimizer(Optimizer):
         if not self.is_foreign:
             return super().plain_hyper()
         return {
-            name: _listed(value)
+            name: plain_value(value)
             for name, value in self.hyper.items()
             if is_plain(value) and name not in _LISTS
         }
@@ -337,10 +337,6 @@ def is_plain(value: Any) -> bool:
     if isinstance(value, tuple | list):
         return all(map(is_plain, value))
     return value is None or isinstance(value, bool | int | float | str)
-
-
-def _listed(value: Any) -> Any:
-    return [_listed(item) for item in value] if isinstance(value, tuple | list) else value
 
 
 def _signature_defaults(cls: TorchClass) -> dict[str, Any] | None:

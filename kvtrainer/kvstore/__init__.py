@@ -12,20 +12,14 @@ import inspect
 from typing import Any, Literal, overload
 
 from kvstore_server.errors import ConfigurationError
-from kvtrainer.kvstore.base import CAPABILITIES, KVStoreBase, capabilities, factory_of, register
-from kvtrainer.kvstore.device import DeviceKVStore, LocalKVStore
-from kvtrainer.kvstore.dist import DistKVStore
-
-__all__ = [
-    "CAPABILITIES",
-    "DeviceKVStore",
-    "DistKVStore",
-    "KVStoreBase",
-    "LocalKVStore",
-    "capabilities",
-    "create",
-    "register",
-]
+from kvtrainer.kvstore.base import CAPABILITIES as CAPABILITIES
+from kvtrainer.kvstore.base import KVStoreBase as KVStoreBase
+from kvtrainer.kvstore.base import capabilities as capabilities
+from kvtrainer.kvstore.base import factory_of
+from kvtrainer.kvstore.base import register as register
+from kvtrainer.kvstore.device import DeviceKVStore as DeviceKVStore
+from kvtrainer.kvstore.device import LocalKVStore as LocalKVStore
+from kvtrainer.kvstore.dist import DistKVStore as DistKVStore
 
 LocalName = Literal["local", "local_update_cpu", "local_allreduce_cpu"]
 DeviceName = Literal["device", "local_allreduce_device", "nccl"]

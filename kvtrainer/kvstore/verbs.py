@@ -476,12 +476,13 @@ class TableKVStore(KVStoreBase):
         values: list[Mapping[str, Tensor]] = []
         rows: dict[tuple[int, int], RowSet] = {}
         for at, (entry, replicas) in enumerate(pushed):
-            merged, is_own = self._merge(entry, replicas)
+            # It may be the caller's memory only if the caller waits for the end.
+            merged = self._merge(entry, replicas, is_lent=bool(outs))
             if isinstance(merged, RowSet):
                 rows[at, 0] = merged
                 values.append({})
-            else:  # it may be the caller's memory only if the caller waits for the end
-                values.append({entry.spec.dtype: merged if is_own or outs else merged.clone()})
+            else:
+                values.append({entry.spec.dtype: merged})
         tables = [entry.table for entry, _ in pushed]
         received = arenas if outs else None
         ticket = client.rounds.start(Contribution(tables, values, received, rows=rows, priority=priority))
@@ -514,32 +515,31 @@ class TableKVStore(KVStoreBase):
                 ids, total = sum_rows(group.gather_rows(mine, counts), spec.dtype)
                 summed.append((entry, [as_sparse(spec, ids, total.to(entry.dtype))]))
             else:
-                merged, is_own = self._merge(entry, [densified(spec, one) for one in values])
-                assert isinstance(merged, Tensor)
-                flat = merged if is_own else merged.clone()
+                flat = self._merge(entry, [densified(spec, one) for one in values], is_lent=False)
+                assert isinstance(flat, Tensor)
                 group.sum(flat, [(0, flat.numel())])
                 summed.append((entry, [flat.view(spec.shape)]))
         return summed
 
-    def _merge(self, entry: Entry, replicas: Sequence[Tensor]) -> tuple[Tensor | RowSet, bool]:
+    def _merge(self, entry: Entry, replicas: Sequence[Tensor], is_lent: bool) -> Tensor | RowSet:
         """Sum the replicas of a key: flat, or rows where it is pushed by rows. Raises as `push`.
 
-        Returns also whether the sum has memory of its own rather than the caller's.
+        The sum may be the caller's own memory if that `is_lent`.
         """
         spec = entry.spec
         sparse = [one.layout is not torch.strided for one in replicas]
         if all(sparse):
             if self._goes_by_rows(entry):
-                return merge_rows(spec, replicas), True
-            return dense_sum(spec, replicas).view(-1), True
+                return merge_rows(spec, replicas)
+            return dense_sum(spec, replicas).view(-1)
         if any(sparse):
             replicas = [densified(spec, one) for one in replicas]
         if self._replicas is not None and spec.dtype not in INTEGERS:
-            return self._replicas.merge(spec.key, replicas), True
+            return self._replicas.merge(spec.key, replicas)
         if len(replicas) > 1 and not is_left_fold(self._reducer):
-            return reduce_replicas(self._reducer, replicas), True
+            return reduce_replicas(self._reducer, replicas)
         flat = flat_view(replicas[0]) if len(replicas) == 1 else None
-        return (merge(replicas), True) if flat is None else (flat, False)
+        return merge(replicas) if flat is None else flat if is_lent else flat.clone()
 
     def _goes_by_rows(self, entry: Entry) -> bool:
         """Tell whether a key of which only rows are given is pushed by rows. Raises as `push`."""

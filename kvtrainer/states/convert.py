@@ -5,8 +5,7 @@ Which entries an optimizer keeps is found out by an update of nothing.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -98,13 +97,9 @@ def import_states(
         per_element = of_scalars
         if optimizer.elementwise and plan.specs[key].shape:
             per_element = {n for n, v in entries.items() if isinstance(v, Tensor) and v.dim()}
-        spread(_parts(plan, kept, key), entries, partial(_is_among, per_element))
+        spread(_parts(plan, kept, key), entries, per_element)
     for index, state_of_slice in kept.items():
         holder.put_state(plan.slices[index], state_of_slice)
-
-
-def _is_among(names: Collection[str], name: str, value: object) -> bool:
-    return name in names
 
 
 def saved_problems(

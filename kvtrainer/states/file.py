@@ -99,25 +99,13 @@ def pack(saved: SavedStates) -> tuple[dict[str, Tensor], dict[str, str]]:
     }
     rows = []
     for name, parameter in saved.parameters.items():
-        entries = parameter.state
+        row = {"name": name, **vars(parameter)}
+        entries = row.pop("state")
         found = {entry: value for entry, value in entries.items() if isinstance(value, Tensor)}
         tensors |= {_name(_STATE, name, entry): tensor for entry, tensor in found.items()}
-        rows.append(
-            {
-                "name": name,
-                "shape": list(parameter.shape),
-                "dtype": parameter.dtype,
-                "group": parameter.group,
-                "numbers": {entry: value for entry, value in entries.items() if entry not in found},
-            }
-        )
-    content = {
-        "optimizer": saved.optimizer,
-        "num_update": saved.num_update,
-        "groups": saved.groups,
-        "parameters": rows,
-        "extra": saved.extra,
-    }
+        rows.append({**row, "numbers": {n: value for n, value in entries.items() if n not in found}})
+    content = {**vars(saved), "parameters": rows}
+    del content["tensors"]
     try:
         text = json.dumps(content)
     except (TypeError, ValueError) as error:
@@ -125,13 +113,8 @@ def pack(saved: SavedStates) -> tuple[dict[str, Tensor], dict[str, str]]:
             f"the states hold a value that is neither a tensor nor plain: {error}"
         ) from error
     tensors = {name: _storable(tensor) for name, tensor in tensors.items()}
-    metadata = {
-        "format": FORMAT,
-        "version": VERSION,
-        "content": text,
-        "checksum": checksum(tensors, text),
-    }
-    return tensors, metadata
+    check = checksum(tensors, text)
+    return tensors, {"format": FORMAT, "version": VERSION, "content": text, "checksum": check}
 
 
 def checksum(tensors: Mapping[str, Tensor], text: str) -> str:

@@ -121,7 +121,7 @@ def state_of(state: States, index: int) -> dict[str, Any]:
 
 def replace_state(state: States, index: int, values: Any) -> None:
     """Replace the state of one segment, of an elementwise optimizer."""
-    spread([(state, index)], values, lambda _, value: isinstance(value, Tensor) and value.dim() > 0)
+    spread([(state, index)], values, [n for n, v in values.items() if isinstance(v, Tensor) and v.dim()])
 
 
 class Key:
@@ -162,12 +162,8 @@ class Key:
 
     @state.setter
     def state(self, values: dict[str, Any]) -> None:
-        def is_per_element(name: str, value: Any) -> bool:
-            return name == "master" or (
-                self.optimizer.elementwise and torch.is_tensor(value) and value.dim() > 0
-            )
-
-        spread(self._parts(), values, is_per_element)
+        tensors = [n for n, v in values.items() if isinstance(v, Tensor) and v.dim()]
+        spread(self._parts(), values, ["master", *(tensors if self.optimizer.elementwise else ())])
 
     def _parts(self) -> list[tuple[States, int]]:
         [block] = self.shard.storage.blocks
