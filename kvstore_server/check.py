@@ -45,7 +45,6 @@ def number(
     above: float | None = None,
     below: float | None = None,
     finite: bool = True,
-    error: type[ConfigurationError] = ConfigurationError,
 ) -> float:
     """Return a number as a float.
 
@@ -53,7 +52,6 @@ def number(
         name: What the message calls it.
         least, most, above, below: Its bounds, the last two exclusive.
         finite: Whether an infinity is refused. A NaN always is.
-        error: The class to raise.
 
     Raises:
         ConfigurationError: it is no number, or out of bounds.
@@ -69,25 +67,18 @@ def number(
     )
     if not is_fit:
         wanted = _range("a finite number" if finite else "a number", least, most, above, below)
-        raise error(f"{name} must be {wanted}, got {value!r:.80}")
+        raise ConfigurationError(f"{name} must be {wanted}, got {value!r:.80}")
     return float(value)  # type: ignore[arg-type]
 
 
-def integer(
-    name: str,
-    value: object,
-    least: int | None = None,
-    most: int | None = None,
-    *,
-    error: type[ConfigurationError] = ConfigurationError,
-) -> int:
+def integer(name: str, value: object, least: int | None = None, most: int | None = None) -> int:
     """Return a whole number as an int.
 
     Raises:
         ConfigurationError: it is none, or out of bounds.
     """
     if not is_integer(value, least, most):
-        raise error(f"{name} must be {_range('an integer', least, most)}, got {value!r:.80}")
+        raise ConfigurationError(f"{name} must be {_range('an integer', least, most)}, got {value!r:.80}")
     return int(value)
 
 

@@ -387,7 +387,7 @@ def _host_of_server(environ: Mapping[str, str], job: DmlcJob, is_one_machine: bo
     """Choose where a server listens: loopback if that is enough, else what the launcher says, if that is allowed."""
     if is_one_machine:
         return "127.0.0.1"
-    host = env.numeric_host(job.node_host) if job.node_host else _host_towards(job.root)
+    host = env.numeric_host(job.node_host) if job.node_host else env.host_towards(job.root)
     if not is_loopback(host) and environ.get(ALLOW_PUBLIC, "") != "1":
         raise ConfigurationError(
             f"the processes of this job are on several machines, so its servers must listen on an address like {host} "
@@ -401,19 +401,6 @@ def _numeric(address: str) -> str:
     """Return tcp://host:port with a numeric host. Raises ConfigurationError."""
     parts = urlsplit(address)
     return env.tcp_address(env.numeric_host(parts.hostname or ""), parts.port or 0)
-
-
-def _host_towards(address: str) -> str:
-    """Return the address that this machine has on the way to tcp://host:port; sends nothing."""
-    parts = urlsplit(address)
-    target = env.numeric_host(parts.hostname or "")
-    family = socket.AF_INET6 if ":" in target else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((target, parts.port or 1))
-            return str(probe.getsockname()[0])
-        except OSError as error:
-            raise ConfigurationError(f"there is no way to {address}: {error}") from None
 
 
 def _claimed_rank(

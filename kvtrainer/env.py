@@ -14,6 +14,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
+from urllib.parse import urlsplit
 
 from kvstore_server import log_limit
 from kvtrainer.errors import ConfigurationError, file_error
@@ -228,19 +229,15 @@ def tcp_address(host: str, port: int) -> str:
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
-def read_timeout(
-    environ: Mapping[str, str], name: str, default: float | None = None, *, value: float | None = None
-) -> float:
-    """Return a time limit in seconds: `value` if given, else the variable `name`, else `default`.
-
-    Without `default`, that of DEFAULT_SECONDS holds; `name` must be listed there then.
+def read_timeout(environ: Mapping[str, str], name: str, *, value: float | None = None) -> float:
+    """Return a time limit in seconds: `value` if given, else the variable `name`, else that of DEFAULT_SECONDS.
 
     Raises:
         ConfigurationError: the limit is not a finite number above 0.
     """
     source: object = text_of(environ, name) if value is None else value
     if source == "":
-        return DEFAULT_SECONDS[name] if default is None else default
+        return DEFAULT_SECONDS[name]
     try:
         seconds = float(source)  # type: ignore[arg-type]
     except (TypeError, ValueError):
@@ -262,6 +259,23 @@ def numeric_host(host: str) -> str:
         raise ConfigurationError(
             f"cannot find the address of host {host}: {error}; give its address in place of its name"
         ) from None
+
+
+def host_towards(address: str) -> str:
+    """Return the address that this machine has on the way to tcp://host:port; sends nothing.
+
+    Raises:
+        ConfigurationError: nobody knows the host, or there is no way to it.
+    """
+    parts = urlsplit(address)
+    target = numeric_host(parts.hostname or "")
+    family = socket.AF_INET6 if ":" in target else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((target, parts.port or 1))
+            return str(probe.getsockname()[0])
+        except OSError as error:
+            raise ConfigurationError(f"there is no way to {address}: {error}") from None
 
 
 def text_of(environ: Mapping[str, str], name: str) -> str:

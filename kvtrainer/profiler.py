@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from kvstore_server.tracing import CALLS, CATEGORIES, ROUND_LANE, ROUNDS, Record
 from kvtrainer.comm.client import Client
 from kvtrainer.comm.session import lane_name
 from kvtrainer.errors import TraceFileError, file_error
+from kvtrainer.states.file import replacing
 
 WORKER, SERVER = "worker", "server"
 _SWITCHES = {
@@ -166,14 +166,10 @@ def _write_file(path: Path, index: int, content: Mapping[str, Any]) -> None:
     # MXNet's scripts put that before a worker's file themselves, so it is not put there twice.
     prefix = f"rank{index}_"
     path = path if path.name.startswith(prefix) else path.with_name(f"{prefix}{path.name}")
-    # Under another name first, so that whoever looks for the file finds all of it.
-    temporary = path.with_name(f".{path.name}-{os.getpid()}.tmp")
     try:
-        temporary.write_text(json.dumps(content))
-        os.replace(temporary, path)
+        with replacing(str(path)) as temporary:
+            Path(temporary).write_text(json.dumps(content))
     except OSError as error:
-        with suppress(OSError):
-            temporary.unlink()
         text = f"cannot write the trace {str(path)!r}: {error.strerror or error}"
         raise file_error(TraceFileError, text, error, path) from error
 

@@ -148,19 +148,13 @@ def _section(device: int) -> str:
 
 def _description(optimizer: Optimizer) -> dict[str, Any]:
     """As `Optimizer.spec` has it, also where the scheduler is code."""
-    described = _without_scheduler(optimizer).spec()
+    described = optimizer.without_scheduler().spec()
     if optimizer.lr_scheduler is not None:
         try:
             described["lr_scheduler"] = optimizer.lr_scheduler.spec()
         except ConfigurationError:
             described["lr_scheduler"] = _CODE
     return described
-
-
-def _without_scheduler(optimizer: Optimizer) -> Optimizer:
-    alone = copy.copy(optimizer)
-    alone.lr_scheduler = None
-    return alone
 
 
 def _optimizer_problems(saved: Mapping[str, Any], pipeline: StepPipeline) -> Iterator[str]:
@@ -196,7 +190,7 @@ def _parameter_problems(saved: SavedStates, pipeline: StepPipeline) -> Iterator[
     for at, options in enumerate(saved.groups):
         known = {name: options[name] for name in option_names(optimizer) if name in options}
         try:
-            check_options(_without_scheduler(optimizer), known)
+            check_options(optimizer.without_scheduler(), known)
         except ConfigurationError as error:
             yield f"the options of group {at} are not valid here: {error}"
     yield from saved_problems(saved, plan.specs, optimizer, "parameters", "this Trainer")

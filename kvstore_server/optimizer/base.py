@@ -7,6 +7,7 @@ torch's; Gluon's spelling is accepted beside it.
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 import platform
@@ -238,6 +239,12 @@ class Optimizer:
     def plain_hyper(self) -> dict[str, Any]:
         """The options that a parameter group may set, with their present values as plain numbers."""
         return {key: plain_value(self.hyper[key]) for key in self._valid_options() if key in self.hyper}
+
+    def without_scheduler(self) -> Optimizer:
+        """Return a copy that has no scheduler, which may be code."""
+        alone = copy.copy(self)
+        alone.lr_scheduler = None
+        return alone
 
     def updates_rows(self, hyper: Hyper) -> bool:
         """Whether a row-sparse gradient updates only its rows: the others get no weight decay and no momentum.

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from kvtrainer.config import wrapper_arguments
-from kvtrainer.env import read_servers
+from kvtrainer.env import host_towards, read_servers
 from kvtrainer.errors import ArgumentTypeError, ConfigurationError
 from kvtrainer.kvstore.base import KVStoreBase
 from kvtrainer.strategy import Agreement, Strategy, environment
@@ -482,7 +482,8 @@ def join_workers(agreement: Agreement, options: Mapping[str, Any]) -> None:
     """
     listener, told = None, b""
     if agreement.rank == 0:
-        host = own_address(os.environ)
+        [server, *_] = read_servers(os.environ) or ("tcp://127.0.0.1:1",)
+        host = host_towards(server)  # the loopback's where the servers are here
         listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         told = f"{host} {listener.getsockname()[1]}".encode()
     host, port = agreement.broadcast(told).decode().split()
@@ -499,14 +500,3 @@ def join_workers(agreement: Agreement, options: Mapping[str, Any]) -> None:
     environment.init_process_group(
         os.environ, **{**options, "store": store, "rank": agreement.rank, "world_size": agreement.size}
     )
-
-
-def own_address(environ: Mapping[str, str]) -> str:
-    """Return this host's address on the way to the first server: the loopback's where the servers are here."""
-    servers = read_servers(environ) or ("tcp://127.0.0.1:1",)
-    host, _, port = servers[0].removeprefix("tcp://").rpartition(":")
-    found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)
-    family, kind, protocol, _, address = found[0]
-    with socket.socket(family, kind, protocol) as probe:
-        probe.connect(address)  # sends nothing
-        return str(probe.getsockname()[0])

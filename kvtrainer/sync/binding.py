@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -393,7 +392,11 @@ class Binding:
         self._open_store()
         if self._client is not None:
             is_sync = self._client.options.mode.is_sync
-            there = _for_store(optimizer, is_sync) if self.updates_weights else None
+            there = None
+            if self.updates_weights:
+                # Workers evaluate a scheduler, for it may be code; but only servers know how many contributions there
+                # were that count one by one.
+                there = optimizer.without_scheduler() if is_sync else optimizer
             is_dist = isinstance(self.store, DistKVStore)
             self._num_opened += 1
             name = TABLE if self._num_opened == 1 else f"{TABLE} ({self._num_opened})"
@@ -401,15 +404,3 @@ class Binding:
         if self._group is not None:
             return GroupExchange(self._group, plan, optimizer, self.describe().lower())
         return None if self.store is None else PluginExchange(self.store, plan)
-
-
-def _for_store(optimizer: Optimizer, is_sync: bool) -> Optimizer:
-    """Leave out the optimizer's scheduler, which workers evaluate, because it may be code.
-
-    Where contributions count one by one, only the servers know how many there were: then it must travel.
-    """
-    if not is_sync:
-        return optimizer
-    alone = copy.copy(optimizer)
-    alone.lr_scheduler = None
-    return alone

@@ -247,8 +247,7 @@ def test_where_no_launcher_places_this_process_the_size_is_unknown(environ: dict
 def test_timeout_is_the_argument_then_the_variable_then_the_default() -> None:
     environ = {"KVSTORE_TIMEOUT": "12.5"}
     assert read_timeout(environ, "KVSTORE_TIMEOUT", value=3) == 3.0
-    assert read_timeout(environ, "KVSTORE_TIMEOUT", 7.0) == 12.5
-    assert read_timeout({}, "KVSTORE_TIMEOUT", 7.0) == 7.0
+    assert read_timeout(environ, "KVSTORE_TIMEOUT") == 12.5
     assert read_timeout({"KVSTORE_TIMEOUT": ""}, "KVSTORE_TIMEOUT") == 600.0
 
 

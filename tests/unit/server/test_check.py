@@ -88,8 +88,6 @@ def test_a_choice_that_does_not_exist_is_answered_with_those_that_do() -> None:
 @pytest.mark.parametrize(
     "call",
     [
-        lambda error: check.number("it", "1", error=error),
-        lambda error: check.integer("it", "1", error=error),
         lambda error: check.boolean("it", "1", error=error),
         lambda error: check.one_of("it", "1", ("2",), error=error),
     ],
