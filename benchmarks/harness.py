@@ -29,6 +29,7 @@ import usage
 Measured = dict[str, dict[str, Any]]
 """Workload name → {"init": seconds, "rounds": [seconds …], "median": seconds}."""
 
+SETTINGS = "OMP_NUM_THREADS=1 in every process, TCP over the loopback device"
 _TAIL = 3000
 
 
@@ -38,7 +39,7 @@ class JobError(RuntimeError):
 
 @dataclass(frozen=True)
 class Case:
-    """What was measured: the workload, workers x servers, and the optimizer on the servers."""
+    """What was measured: the workload, workers x servers or another setting, and the optimizer."""
 
     workload: str
     topology: str
@@ -61,11 +62,12 @@ class Sample:
 
 @dataclass(frozen=True)
 class Report:
-    """All samples of one run, and where they come from."""
+    """All samples of one run, and where they come from; `setting` is what the topology of a case says."""
 
     title: str
     samples: Sequence[Sample]
     machine: Mapping[str, Any]
+    setting: str = "workers x servers"
 
     def markdown(self, ours: str, *theirs: str) -> str:
         """A table with one line per case; "speed-up" is one of `theirs` / `ours` within one repetition."""
@@ -75,10 +77,10 @@ class Report:
             "",
             *(f"- {name}: {value}" for name, value in self.machine.items()),
             "",
-            "Milliseconds per round: median (min to max) over fresh jobs, each the median of its rounds. "
-            f"Speed-up: {' or '.join(theirs)} / {ours}, job by job.",
+            "Milliseconds per round: median (min to max) over repetitions, each the median of its rounds. "
+            f"Speed-up: {' or '.join(theirs)} / {ours}, repetition by repetition.",
             "",
-            f"| workload | workers x servers | optimizer | {ours} |{peers}",
+            f"| workload | {self.setting} | optimizer | {ours} |{peers}",
             "|---|---|---|---|" + "---|---|" * len(theirs),
         ]
         for case in dict.fromkeys(sample.case for sample in self.samples):
@@ -160,7 +162,7 @@ def run_mxnet_job(command: Sequence[str], workers: int, servers: int, timeout: f
         return job.wait(timeout)
 
 
-def describe_machine(versions: Mapping[str, str]) -> dict[str, Any]:
+def describe_machine(versions: Mapping[str, str], settings: str = SETTINGS) -> dict[str, Any]:
     """Date, hardware, system and versions, as printed above the numbers."""
     return {
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
@@ -170,7 +172,7 @@ def describe_machine(versions: Mapping[str, str]) -> dict[str, Any]:
         "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
         "revision": _revision(),
         "python": platform.python_version(),
-        "settings": "OMP_NUM_THREADS=1 in every process, TCP over the loopback device",
+        "settings": settings,
     }
 
 

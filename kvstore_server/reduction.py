@@ -18,6 +18,7 @@ from torch import Tensor
 
 from kvstore_server.codec import compute_dtype
 from kvstore_server.optimizer import coalesce_rows
+from kvstore_server.optimizer.base import CACHED
 from kvstore_server.rows import Encoded, RowSet, cut_rows
 from kvstore_server.storage import Block, Home, Storage
 
@@ -26,8 +27,7 @@ NO_KEYS: frozenset[int] = frozenset()
 Present = np.ndarray[Any, np.dtype[np.bool_]] | None
 """Of neighbouring segments, which are updated; None: all."""
 
-_AT_ONCE = 256 * 1024
-"""Elements that are summed before they are updated, so that the sum is still in the cache."""
+_HALF = (torch.float16, torch.bfloat16)
 
 
 class Run(NamedTuple):
@@ -48,6 +48,8 @@ class Contribution(NamedTuple):
         absent: The keys (as the Shard numbers them) that this rank leaves out.
         rows: Key → the rows of its block of which the rank has only those; runs do not count there.
         is_scratch: Whether the memory may be overwritten.
+        lent: Key → its numbers, flat and of whole lines, which are not to be overwritten; runs do not count there. Only
+            of a rank that gives scratch alone.
     """
 
     runs: Sequence[Run]
@@ -55,6 +57,7 @@ class Contribution(NamedTuple):
     absent: frozenset[int] = NO_KEYS
     rows: Mapping[int, RowSet] = {}
     is_scratch: bool = False
+    lent: Mapping[int, Tensor] = {}
 
 
 class Span(NamedTuple):
@@ -138,16 +141,21 @@ class Sums:
         return found
 
     def chunks(
-        self, contributions: Sequence[Contribution], by_rows: Collection[int], whole_keys: bool
+        self,
+        contributions: Sequence[Contribution],
+        by_rows: Collection[int],
+        whole_keys: bool,
+        are_whole: bool = False,
     ) -> Iterator[Chunk]:
         """Neighbouring slots, as many as are summed at once; with `whole_keys` none ends within a key.
 
         Args:
             by_rows: The keys that are updated by rows, and do not count here; rows of others are a gradient that is
                 zero elsewhere.
+            are_whole: Whether nothing is summed, so that all neighbours may come at once.
         """
         slots, ends = self._storage.slots, self._storage.ends
-        for spans in self._together(contributions, by_rows, whole_keys):
+        for spans in self._together(contributions, by_rows, whole_keys, are_whole):
             first, last = slots[spans[0].first], slots[spans[-1].end - 1]
             found: list[bool] = []
             if by_rows or not all(any(not one.absent for one, _ in span.given) for span in spans):
@@ -163,14 +171,19 @@ class Sums:
             yield Chunk(spans, first.block, place, range(first.first, last.last), present)
 
     def _together(
-        self, contributions: Sequence[Contribution], by_rows: Collection[int], whole_keys: bool
+        self,
+        contributions: Sequence[Contribution],
+        by_rows: Collection[int],
+        whole_keys: bool,
+        are_whole: bool,
     ) -> Iterator[list[Span]]:
         """Spans cut and joined to what is summed at once."""
         together: list[Span] = []
         begin, storage = 0, self._storage
         for span in self._spans(contributions, by_rows):
-            first, device = span.first, storage.slots[span.first].block.weights.device
-            at_once = _AT_ONCE if device.type == "cpu" else sys.maxsize
+            first, weights = span.first, storage.slots[span.first].block.weights
+            is_cut = weights.device.type == "cpu" and not (are_whole and weights.dtype not in _HALF)
+            at_once = CACHED if is_cut else sys.maxsize
             while first < span.end:
                 is_next = bool(together) and storage.is_next(together[-1].end - 1, first)
                 is_bound = is_next and whole_keys and storage.continues_key(first)
@@ -213,21 +226,26 @@ class Sums:
             if given:
                 yield Span(first, end, given, sparse)
 
+    def alone(self, chunk: Chunk) -> tuple[Tensor, float] | None:
+        """What a single rank gave to a chunk as scratch, in the dtype to compute in, and its factor; None if that is
+        not all."""
+        place, slots = chunk.place, self._storage.slots
+        [span, *others], [(one, run), *more] = chunk.spans, chunk.spans[0].given
+        if others or more or span.sparse or not one.is_scratch or run is None:
+            return None
+        if not isinstance(run.payload, Tensor) or run.payload.dtype != compute_dtype(chunk.block.dtype):
+            return None
+        own = run.payload[place.start - slots[run.first].start :][: place.stop - place.start]
+        return (own, one.scale) if len(own) == place.stop - place.start else None
+
     def total(self, chunk: Chunk, out: Tensor | None = None) -> Tensor:
         """The sum over ranks of scale · numbers of a chunk with zeros as padding, in the dtype to compute in.
 
         Equal scales, the usual case, are applied once to the sum: then the result has the same bits whether ranks or
-        the replicas of one process were summed. The result is `out`, scratch memory that the next call overwrites, or
-        what a rank gave as scratch.
+        the replicas of one process were summed. The result is `out`, or scratch memory that the next call overwrites.
         """
         place, slots = chunk.place, self._storage.slots
         dtype, length = compute_dtype(chunk.block.dtype), place.stop - place.start
-        [span, *others], [(one, run), *more] = chunk.spans, chunk.spans[0].given
-        is_alone = not others and not more and not span.sparse and one.is_scratch
-        if out is None and is_alone and run is not None and isinstance(run.payload, Tensor):
-            own = run.payload[place.start - slots[run.first].start :][:length]
-            if own.dtype == dtype and len(own) == length:
-                return own.mul_(one.scale) if one.scale != 1.0 else own
         out = self._scratch(chunk.block.weights, dtype, length) if out is None else out
         for span in chunk.spans:
             last = slots[span.end - 1]

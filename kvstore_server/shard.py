@@ -250,20 +250,29 @@ class Shard:
             apply_decision(rows.values, decision)
             self._update_rows(optimizer, key, rows)
         whole = not optimizer.elementwise
-        for chunk in self._sums.chunks(contributions, by_rows, whole):
+        is_plain = not whole and decision == UNCHANGED
+        is_alone = len(contributions) == 1 and contributions[0].is_scratch
+        for chunk in self._sums.chunks(contributions, by_rows, whole, is_plain and is_alone):
             if chunk.present is not None and not chunk.present.any():
                 continue
-            total = self._sums.total(chunk)
-            if decision is not UNCHANGED:
+            given = self._sums.alone(chunk) if is_alone else None
+            total, scale = given or (self._sums.total(chunk), 1.0)
+            if not is_plain:
+                if scale != 1.0:
+                    total, scale = total.mul_(scale), 1.0
                 apply_decision(total, decision)
-            update = self._update_keys if whole else self._update_runs
             with self.storage.lent(chunk.spans[0].first, chunk.spans[-1].end) as weight:
-                update(optimizer, chunk, weight, total)
+                if whole:
+                    self._update_keys(optimizer, chunk, weight, total)
+                else:
+                    self._update_runs(optimizer, chunk, weight, total, scale)
             if self._notes_changes:
                 self._note_dense(chunk)
 
-    def _update_runs(self, optimizer: Optimizer, chunk: Chunk, weight: Tensor, grad: Tensor) -> None:
-        """Update neighbouring segments with equal numbers together."""
+    def _update_runs(
+        self, optimizer: Optimizer, chunk: Chunk, weight: Tensor, grad: Tensor, scale: float
+    ) -> None:
+        """Update neighbouring segments with equal numbers together, with scale · gradient."""
         block, place, segments = chunk.block, chunk.place, chunk.segments
         states = block.states
         for i, j in self._runs(block, segments.start, segments.stop, chunk.present, optimizer.positioned):
@@ -279,7 +288,7 @@ class Shard:
                 return [slice(at + numel - start, after - start) for (at, numel), after in rows]
 
             state = states.view(i, part)
-            apply_update(optimizer, weight[own], grad[own], state, hyper, padding)
+            apply_update(optimizer, weight[own], grad[own], state, hyper, padding, scale)
             states.keep(i, j, part, state)
 
     def _runs(

@@ -8,13 +8,13 @@ of an element do not depend on where the vector around it was cut. Callers have 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, cast
 
 import torch
 from torch import Tensor
 
 from kvstore_server.errors import OptimizerError, ShapeMismatchError
-from kvstore_server.optimizer.base import Hyper, Optimizer, StateValue, Values
+from kvstore_server.optimizer.base import CACHED, Gradient, Hyper, Optimizer, StateValue, Values
 from kvstore_server.optimizer.state import RESERVED, State, own
 from kvstore_server.optimizer.torch_family import TorchOptimizer
 from kvstore_server.plan import ALIGNMENT
@@ -46,10 +46,11 @@ def follow(master: Tensor, weight: Tensor) -> Tensor:
 def apply_update(
     optimizer: Optimizer,
     weight: Tensor,
-    grad: Tensor,
+    grad: Gradient,
     state: State,
     hyper: Hyper,
     padding: Callable[[], Iterable[slice]] = tuple,
+    scale: float = 1.0,
 ) -> None:
     """Apply one update to elements, or to a key that an optimizer needs whole or of which the gradient is sparse.
 
@@ -57,35 +58,41 @@ def apply_update(
         weight: updated in place. Of an elementwise optimizer flat, whole lines, whose padding is zero and stays so; a
             key in its own shape, contiguous, which `optimizer.check_key` lets pass.
         grad: of the same shape, float64 for float64 weights, else float32; rescaled; its padding is zero. It may be
-            overwritten. Where `optimizer.takes_sparse(hyper)`, it may be a coalesced sparse tensor of a key with one
-            sparse dimension.
+            overwritten, unless the optimizer `takes_pieces` and nothing is clipped. Where
+            `optimizer.takes_sparse(hyper)`, it may be a coalesced sparse tensor of a key with one sparse dimension;
+            where it `takes_pieces`, pieces, if they are neither scaled nor clipped.
         state: of these elements or this key, updated in place: numbers, and tensors with one number per element, or of
             any shape for a key.
         hyper: the optimizer's numbers with multipliers applied; no tensors. A key has its name as 'key'; an optimizer
             that is `positioned` needs 'key' and 'first'.
         padding: finds the parts of `weight` that are padding.
+        scale: of a flat gradient, which is multiplied by it first.
 
     Raises:
         OptimizerError: the optimizer put something else than such tensors and numbers into the state.
         Exception: whatever a user-defined optimizer raises; weights and state are then half updated.
     """
     if weight.numel():  # torch's matrix classes fail where there is nothing to update
-        target, is_flat = weight, optimizer.elementwise and not grad.is_sparse
+        is_sparse = isinstance(grad, Tensor) and grad.is_sparse
+        target, is_flat = weight, optimizer.elementwise and not is_sparse
         if weight.dtype in _HALF:
             target = _wide(optimizer, weight, state)
-        bound = hyper.get("clip_gradient")
-        if bound is not None and optimizer.clips:
-            (grad.values() if grad.is_sparse else grad).clamp_(-bound, bound)
+        bound = hyper.get("clip_gradient") if optimizer.clips else None
         numbers = {**hyper, "step": optimizer.begin_num_update + state.step + 1}
-        if is_flat and not optimizer.verified and weight.device.type == "cpu":
-            # Bits could depend on where a vector ends, so all that are given to it must end alike.
-            _update_in_blocks(optimizer, target, grad, state, numbers)
+        is_plain = scale == 1.0 and bound is None
+        if is_flat and weight.device.type == "cpu" and not (optimizer.one_pass and is_plain):
+            _update_in_blocks(optimizer, target, cast(Tensor, grad), state, numbers, scale, bound)
         else:
+            given = cast(Tensor, grad)  # pieces only go to an optimizer that takes them
+            if scale != 1.0:
+                given = given * scale
+            if bound is not None:
+                (given.values() if is_sparse else given).clamp_(-bound, bound)
             values = state.values if state.step else optimizer.create_state(target)
-            optimizer.update(target, grad, values, numbers)
+            optimizer.update(target, given, values, numbers)
             if not optimizer.verified:
                 shape = target.shape if is_flat else None
-                values = {n: _entry(optimizer, n, v, (target, grad), shape) for n, v in values.items()}
+                values = {n: _entry(optimizer, n, v, (target, given), shape) for n, v in values.items()}
             state.values = values
         if is_flat and (not optimizer.verified or hyper.get("eps") == 0):
             # An optimizer that is not ours, or 0 / 0 where eps is 0, may have changed it.
@@ -106,26 +113,41 @@ def _wide(optimizer: Optimizer, weight: Tensor, state: State) -> Tensor:
 
 
 def _update_in_blocks(
-    optimizer: Optimizer, weight: Tensor, grad: Tensor, state: State, numbers: dict[str, Any]
+    optimizer: Optimizer,
+    weight: Tensor,
+    grad: Tensor,
+    state: State,
+    numbers: dict[str, Any],
+    scale: float,
+    bound: float | None,
 ) -> None:
-    """Update a run in blocks that torch does not share among threads, each of whole units."""
+    """Update a run in blocks that stay in the cache.
+
+    Of an optimizer that is not verified bits could depend on where a vector ends, so all that are given to it are whole
+    units that torch does not share among threads.
+    """
+    length = CACHED if optimizer.verified else _BLOCK
     former = state.values if state.step else {}
     result: Values = {}
-    for offset in range(0, weight.numel(), _BLOCK):
-        part = slice(offset, offset + _BLOCK)
+    for offset in range(0, weight.numel(), length):
+        part = slice(offset, offset + length)
         count = weight[part].numel()
-        spare = -count % _UNIT
+        spare = 0 if optimizer.verified else -count % _UNIT
         lent, lent_grad = _lengthened(weight[part], spare), _lengthened(grad[part], spare)
-        values = optimizer.create_state(lent)
+        lent_grad = lent_grad if scale == 1.0 else lent_grad * scale
+        if bound is not None:
+            lent_grad = lent_grad.clamp(-bound, bound)
         if state.step:
             values = {n: _lengthened(v[part], spare) if _has_rows(v) else own(v) for n, v in former.items()}
+        else:
+            values = optimizer.create_state(lent)
         if optimizer.positioned:
-            numbers = {**numbers, "first": numbers["first"] + (offset and _BLOCK)}
+            numbers = {**numbers, "first": numbers["first"] + (offset and length)}
         optimizer.update(lent, lent_grad, values, numbers)
         if spare:
             weight[part].copy_(lent[:count])
         for name, value in values.items():
-            entry = _entry(optimizer, name, value, (), lent.shape)
+            entry = value if optimizer.verified else _entry(optimizer, name, value, (), lent.shape)
             if _has_rows(entry):
                 whole = result.get(name, former.get(name))
                 if not isinstance(whole, Tensor):

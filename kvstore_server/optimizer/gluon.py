@@ -13,7 +13,8 @@ Detectron does it at jumps of the rate, and so does `momentum_correction`.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from kvstore_server import check
 from kvstore_server.errors import ConfigurationError
-from kvstore_server.optimizer.base import MAX_COUNT, Hyper, Optimizer, StateValue, Values
+from kvstore_server.optimizer.base import CACHED, MAX_COUNT, Gradient, Hyper, Optimizer, StateValue, Values
 from kvstore_server.optimizer.noise import normal
 
 _TINY = 1e-10
@@ -38,7 +39,7 @@ def state_tensor(state: dict[str, StateValue], name: str, weight: Tensor) -> Ten
 
 def fused_sgd(
     weight: Tensor,
-    grad: Tensor,
+    grad: Gradient,
     *,
     lr: float,
     wd: float,
@@ -50,29 +51,34 @@ def fused_sgd(
 
     With a buffer and g = lr * (grad + wd * w): `b = momentum * b + g`, then `w -= b`, or Nesterov's
     `w -= momentum * b + g`. The learning rate is inside the buffer, as in MXNet; in torch's kernel it is outside, so it
-    goes into the gradient, which is overwritten, and into the weight decay.
+    goes into the gradient, some of it at a time that stays in the cache, and into the weight decay.
     """
-    buffers = []
-    if buffer is not None:
-        grad.mul_(lr)
-        lr, wd, buffers = 1.0, lr * wd, [buffer]
-    torch._fused_sgd_(
-        [weight],
-        [grad],
-        buffers,
-        weight_decay=wd,
+    kernel = partial(
+        torch._fused_sgd_,
         momentum=momentum,
-        lr=lr,
         dampening=0.0,
         nesterov=nesterov,
         maximize=False,
         is_first_step=False,
     )
+    grads = [grad] if isinstance(grad, Tensor) else grad
+    if buffer is None:
+        kernel(_cut(weight, grads), grads, [], weight_decay=wd, lr=lr)
+        return
+    if weight.numel() > CACHED:
+        grads = [part for piece in grads for part in piece.split(CACHED)]
+    for own, part, moved in zip(_cut(weight, grads), grads, _cut(buffer, grads), strict=True):
+        kernel([own], [part * lr], [moved], weight_decay=lr * wd, lr=1.0)
+
+
+def _cut(flat: Tensor, pieces: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Cut a vector into pieces as long as these."""
+    return [flat] if len(pieces) == 1 else flat.split([len(piece) for piece in pieces])
 
 
 def fused_adam(
     weight: Tensor,
-    grad: Tensor,
+    grad: Gradient,
     mean: Tensor,
     square: Tensor,
     *,
@@ -85,13 +91,14 @@ def fused_adam(
 ) -> None:
     """torch's Adam, or with `decoupled` its AdamW; `step` counts from 1, and math.inf corrects no bias."""
     kernel = torch._fused_adamw_ if decoupled else torch._fused_adam_
+    grads = [grad] if isinstance(grad, Tensor) else grad
     kernel(
-        [weight],
-        [grad],
-        [mean],
-        [square],
+        _cut(weight, grads),
+        grads,
+        _cut(mean, grads),
+        _cut(square, grads),
         [],
-        [torch.scalar_tensor(step, device=weight.device)],
+        [torch.scalar_tensor(step, device=weight.device)] * len(grads),
         lr=lr,
         beta1=betas[0],
         beta2=betas[1],
@@ -177,8 +184,9 @@ class _Momentum(_Elementwise):
     """
 
     nesterov: ClassVar[bool] = False
+    one_pass = True
 
-    def update(self, weight: Tensor, grad: Tensor, state: Values, hyper: Hyper) -> None:
+    def update(self, weight: Tensor, grad: Gradient, state: Values, hyper: Hyper) -> None:
         """Apply one update; the class has the formula."""
         lr, wd, momentum = hyper["lr"], hyper["weight_decay"], hyper["momentum"]
         if momentum == 0.0:
@@ -216,6 +224,7 @@ class SGD(_Momentum):
     """
 
     name = "sgd"
+    takes_pieces = True
     defaults: ClassVar[Hyper] = {
         "lr": 0.1,
         "momentum": 0.0,
@@ -246,6 +255,7 @@ class NAG(_Momentum):
     """
 
     name = "nag"
+    takes_pieces = True
     defaults: ClassVar[Hyper] = {"lr": 0.1, "momentum": 0.9}
     nesterov = True
 
@@ -340,8 +350,10 @@ class Test(_Elementwise):
     __test__ = False  # keeps pytest from collecting a class of this name
     clips = False
     name = "test"
+    one_pass = True
+    takes_pieces = True
 
-    def update(self, weight: Tensor, grad: Tensor, state: Values, hyper: Hyper) -> None:
+    def update(self, weight: Tensor, grad: Gradient, state: Values, hyper: Hyper) -> None:
         fused_sgd(weight, grad, lr=hyper["lr"], wd=hyper["weight_decay"])
 
 
@@ -353,9 +365,11 @@ class Adam(_Elementwise):
     """
 
     name = "adam"
+    one_pass = True
+    takes_pieces = True
     defaults: ClassVar[Hyper] = {"lr": 0.001, "betas": (0.9, 0.999), "eps": 1e-8, "lazy_update": False}
 
-    def update(self, weight: Tensor, grad: Tensor, state: Values, hyper: Hyper) -> None:
+    def update(self, weight: Tensor, grad: Gradient, state: Values, hyper: Hyper) -> None:
         mean, square = state_tensor(state, "exp_avg", weight), state_tensor(state, "exp_avg_sq", weight)
         lr, betas, eps, wd, step = (hyper[name] for name in ("lr", "betas", "eps", "weight_decay", "step"))
         _, root = bias_corrections(betas, step)
@@ -372,9 +386,11 @@ class AdamW(_Elementwise):
     """
 
     name = "adamw"
+    one_pass = True
+    takes_pieces = True
     defaults: ClassVar[Hyper] = {"lr": 0.001, "betas": (0.9, 0.999), "eps": 1e-6, "correct_bias": True}
 
-    def update(self, weight: Tensor, grad: Tensor, state: Values, hyper: Hyper) -> None:
+    def update(self, weight: Tensor, grad: Gradient, state: Values, hyper: Hyper) -> None:
         mean, square = state_tensor(state, "exp_avg", weight), state_tensor(state, "exp_avg_sq", weight)
         step = hyper["step"] if hyper["correct_bias"] else math.inf
         lr, betas, eps = hyper["lr"], hyper["betas"], hyper["eps"]
@@ -514,14 +530,17 @@ class AdaGrad(_Elementwise):
     """
 
     name = "adagrad"
+    one_pass = True
+    takes_pieces = True
     defaults: ClassVar[Hyper] = {"lr": 0.01, "eps": 1e-6}
 
-    def update(self, weight: Tensor, grad: Tensor, state: Values, hyper: Hyper) -> None:
+    def update(self, weight: Tensor, grad: Gradient, state: Values, hyper: Hyper) -> None:
+        grads = [grad] if isinstance(grad, Tensor) else grad
         torch._fused_adagrad_(
-            [weight],
-            [grad],
-            [state_tensor(state, "sum", weight)],
-            [torch.scalar_tensor(1.0, device=weight.device)],
+            _cut(weight, grads),
+            grads,
+            _cut(state_tensor(state, "sum", weight), grads),
+            [torch.scalar_tensor(1.0, device=weight.device)] * len(grads),
             lr=hyper["lr"],
             lr_decay=0.0,
             weight_decay=hyper["weight_decay"],

@@ -75,6 +75,7 @@ class TorchOptimizer(Optimizer):
         self.cls = cls
         self.may_raise = self.is_foreign or cls is optim.SparseAdam
         self.verified = cls in ELEMENTWISE
+        self.one_pass = cls in _FUSED_ON_CPU
         self._fitting: set[tuple[int, ...]] = set()
         self._step: Callable[[optim.Optimizer], object] = cls.step
         if (
