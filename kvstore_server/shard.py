@@ -14,7 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from operator import attrgetter
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -25,6 +26,7 @@ from kvstore_server.errors import ConfigurationError, OptimizerError, ProtocolEr
 from kvstore_server.norms import UNCHANGED, Decision, apply_decision, only_segments, partial_of_slice
 from kvstore_server.optimizer import Optimizer, State, States, apply_update, update_rows
 from kvstore_server.optimizer.apply import moves_only_rows, put_rows, takes_rows
+from kvstore_server.optimizer.base import Gradient
 from kvstore_server.optimizer.state import aligned_zeros
 from kvstore_server.plan import Plan, Slice, row_numel
 from kvstore_server.reduction import Chunk, Contribution, Present, Run, Sums, left_out_by_all
@@ -252,6 +254,7 @@ class Shard:
         whole = not optimizer.elementwise
         is_plain = not whole and decision == UNCHANGED
         is_alone = len(contributions) == 1 and contributions[0].is_scratch
+        lent = contributions[0].lent if is_alone else {}
         for chunk in self._sums.chunks(contributions, by_rows, whole, is_plain and is_alone):
             if chunk.present is not None and not chunk.present.any():
                 continue
@@ -265,31 +268,66 @@ class Shard:
                 if whole:
                     self._update_keys(optimizer, chunk, weight, total)
                 else:
-                    self._update_runs(optimizer, chunk, weight, total, scale)
+                    self._update_runs(optimizer, chunk, weight, total, scale, lent)
             if self._notes_changes:
                 self._note_dense(chunk)
 
     def _update_runs(
-        self, optimizer: Optimizer, chunk: Chunk, weight: Tensor, grad: Tensor, scale: float
+        self,
+        optimizer: Optimizer,
+        chunk: Chunk,
+        weight: Tensor,
+        grad: Tensor,
+        scale: float,
+        lent: Mapping[int, Tensor],
     ) -> None:
-        """Update neighbouring segments with equal numbers together, with scale · gradient."""
+        """Update neighbouring segments with equal numbers together, with scale · gradient, some of which is `lent`."""
         block, place, segments = chunk.block, chunk.place, chunk.segments
         states = block.states
         for i, j in self._runs(block, segments.start, segments.stop, chunk.present, optimizer.positioned):
-            start, stop = states.segments[i][0], block.ends[j - 1]
             hyper = block.hypers[i]
             if optimizer.positioned:
                 name = self.storage.homes[block.keys[i]].spec.key
                 hyper = {**hyper, "key": name, "first": block.key_starts[i]}
-            part, own = slice(start, stop), slice(start - place.start, stop - place.start)
+            start, stop = states.segments[i][0] - place.start, block.ends[j - 1] - place.start
+            pieces: list[tuple[int, int, Gradient]] = [(i, j, grad[start:stop])]
+            if lent:
+                pieces = self._pieces(chunk, i, j, grad, lent)
+                if scale == 1.0 and hyper.get("clip_gradient") is None:
+                    pieces = [(i, j, [cast(Tensor, piece) for _, _, piece in pieces])]
+            for first, end, piece in pieces:
+                start, stop = states.segments[first][0], block.ends[end - 1]
 
-            def padding(i: int = i, j: int = j, start: int = start) -> list[slice]:
-                rows = zip(states.segments[i:j], block.ends[i:j], strict=True)
-                return [slice(at + numel - start, after - start) for (at, numel), after in rows]
+                def padding(first: int = first, end: int = end, start: int = start) -> list[slice]:
+                    rows = zip(states.segments[first:end], block.ends[first:end], strict=True)
+                    return [slice(at + numel - start, after - start) for (at, numel), after in rows]
 
-            state = states.view(i, part)
-            apply_update(optimizer, weight[own], grad[own], state, hyper, padding, scale)
-            states.keep(i, j, part, state)
+                part, own = slice(start, stop), slice(start - place.start, stop - place.start)
+                state = states.view(first, part)
+                apply_update(optimizer, weight[own], piece, state, hyper, padding, scale)
+                states.keep(first, end, part, state)
+
+    def _pieces(
+        self, chunk: Chunk, first: int, end: int, grad: Tensor, lent: Mapping[int, Tensor]
+    ) -> list[tuple[int, int, Gradient]]:
+        """Cut segments where their gradient is lent and where not: (first one, the one behind the last, gradient)."""
+        block, begin = chunk.block, chunk.place.start
+        starts, ends = block.states.segments, block.ends
+        homes = [home for key in lent if (home := self.storage.homes[key]).block is block]
+        found: list[tuple[int, int, Gradient]] = []
+        at = first
+        for home in sorted(homes, key=attrgetter("first")):
+            low, high = max(home.first, first), min(home.last, end)
+            if low >= high:
+                continue
+            if at < low:
+                found.append((at, low, grad[starts[at][0] - begin : ends[low - 1] - begin]))
+            own = lent[home.key][starts[low][0] - home.part.start : ends[high - 1] - home.part.start]
+            found.append((low, high, own))
+            at = high
+        if at < end:
+            found.append((at, end, grad[starts[at][0] - begin : ends[end - 1] - begin]))
+        return found
 
     def _runs(
         self, block: Block, first: int, end: int, present: Present, is_each_alone: bool

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvstore_server.norms import UNCHANGED, Decision
 from kvstore_server.optimizer import Optimizer, States
+from kvstore_server.optimizer.apply import takes_pieces
 from kvstore_server.optimizer.torch_family import TorchOptimizer
 from kvstore_server.plan import Plan, Slice
 from kvstore_server.reduction import Contribution
@@ -29,6 +30,8 @@ from kvtrainer.states.convert import (
     read_states,
 )
 from kvtrainer.sync.binding import Binding
+
+NO_GRADIENTS: Mapping[int, Tensor] = {}
 
 
 class ShardUpdate:
@@ -60,23 +63,27 @@ class ShardUpdate:
         hypers: Sequence[Mapping[str, Any]],
         rows: Mapping[int, RowSet] | None = None,
         decision: Decision = UNCHANGED,
+        lent: Mapping[int, Tensor] = NO_GRADIENTS,
     ) -> None:
         """Update the weights of the keys that are `present` with scale · gradient, limited as `decision` says.
 
-        `grads` is used as scratch. Of the keys in `rows` the gradient has only those, and `grads` is zero.
+        `grads` is used as scratch. Of the keys in `rows` the gradient has only those, and `grads` is zero. Those that
+        are `lent` lie elsewhere, are used only if nothing is decided, and left as they are.
 
         Raises:
             OptimizerError: a user-defined optimizer raised; weights and state are as before.
             ConfigurationError: the optimizer cannot update a key of this shape; nothing has changed.
         """
-        shard, absent = self.shard, frozenset(key for key, is_in in enumerate(present) if not is_in)
+        shard, absent = self.shard, frozenset[int]()
+        if not all(present):
+            absent = frozenset([key for key, is_in in enumerate(present) if not is_in])
         if not self.optimizer.elementwise:
             for key, spec in enumerate(self.plan.specs):
                 if present[key]:
                     self.optimizer.check_key(spec.key, spec.shape, hypers[key])
         found = {key: some for key, some in (rows or {}).items() if present[key]}
         runs = shard.runs_of(shard.units[0], grads, absent | found.keys())
-        given = Contribution(runs, scale, absent, found, is_scratch=True)
+        given = Contribution(runs, scale, absent, found, is_scratch=True, lent=lent)
         shard.update([given], self.optimizer, [hypers], decision=decision)
 
     def get_state(self, piece: Slice) -> States:
@@ -119,6 +126,11 @@ class OptimizerStates:
         if self._link.updates_weights:
             return self._link.holder
         return self.here[0] if self.here else None
+
+    @property
+    def takes_lent(self) -> bool:
+        """Whether what updates here takes gradients that stay where they are."""
+        return takes_pieces(self._groups.optimizer)
 
     @property
     def is_in_store(self) -> bool:

@@ -445,7 +445,7 @@ class StepPipeline:
         loses that before, because the threshold and what is held back are of the gradient itself.
         """
         memory, link = self.memory, self.link
-        memory.gather(fresh)
+        memory.gather(fresh, link.exchange is None and not self.limits.is_needed and self.states.takes_lent)
         if factor != 1.0 and link.is_lossy(memory.arena.grads):
             memory.scale(factor)
         else:
@@ -536,7 +536,8 @@ class StepPipeline:
             if isinstance(update, JointUpdate):
                 update.apply(scale, own, numbers, decision, again)
             else:
-                update.apply(device.arena.grads, scale, own, numbers, device.rows, decision)
+                lent, device.lent = device.lent, {}
+                update.apply(device.arena.grads, scale, own, numbers, device.rows, decision, lent)
                 if self.link.exchange is None:
                     device.arena.zeros = frozenset(device.rows)
             device.arena.mark_updated(own)

@@ -30,6 +30,11 @@ _UNIT = 64
 """Elements whose multiples torch's vector loops cover without a rest, which is rounded like the end of a share."""
 
 
+def takes_pieces(optimizer: Optimizer) -> bool:
+    """Whether an optimizer itself says that it takes pieces: a class derived from it may have another `update`."""
+    return bool(vars(type(optimizer)).get("takes_pieces"))
+
+
 def is_half(weight: Tensor) -> bool:
     """Whether an update of `weight` is computed in float32 and rounded afterwards."""
     return weight.dtype in _HALF

@@ -75,7 +75,7 @@ StateValue = Tensor | float
 """One entry of an optimizer's state: a flat tensor, a 0-d tensor or a number."""
 Values = dict[str, StateValue]
 """The entries of an optimizer's state by name."""
-Gradient = Tensor | Sequence[Tensor]
+Gradient = Tensor | list[Tensor]
 """Flat; or flat pieces, one after the other, that end where lines of 64 bytes do."""
 Hyper = Mapping[str, Any]
 """The numbers of an update under torch's group keys, multipliers applied."""

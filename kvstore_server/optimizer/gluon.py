@@ -13,7 +13,7 @@ Detectron does it at jumps of the rate, and so does `momentum_correction`.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
@@ -66,14 +66,14 @@ def fused_sgd(
         kernel(_cut(weight, grads), grads, [], weight_decay=wd, lr=lr)
         return
     if weight.numel() > CACHED:
-        grads = [part for piece in grads for part in piece.split(CACHED)]
+        grads = [part for piece in grads for part in torch.split(piece, CACHED)]
     for own, part, moved in zip(_cut(weight, grads), grads, _cut(buffer, grads), strict=True):
         kernel([own], [part * lr], [moved], weight_decay=lr * wd, lr=1.0)
 
 
-def _cut(flat: Tensor, pieces: Sequence[Tensor]) -> Sequence[Tensor]:
+def _cut(flat: Tensor, pieces: list[Tensor]) -> tuple[Tensor, ...]:
     """Cut a vector into pieces as long as these."""
-    return [flat] if len(pieces) == 1 else flat.split([len(piece) for piece in pieces])
+    return (flat,) if len(pieces) == 1 else torch.split(flat, [len(piece) for piece in pieces])
 
 
 def fused_adam(

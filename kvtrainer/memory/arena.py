@@ -25,6 +25,8 @@ from torch.nn import Parameter
 from kvstore_server.plan import ALIGNMENT, Plan
 from kvtrainer.errors import ConfigurationError, ParameterMovedError
 
+LONG = 128 << 10
+"""Bytes of a gradient from which on it may be used where it lies: to copy it takes longer than to look at it."""
 WHOLE = 8 << 20
 """Bytes. An arena of up to this size is looked at as a whole; of a bigger one every EVERY-th block, in turn."""
 EVERY = 8
@@ -78,6 +80,11 @@ class Arena:
         """What others than the Trainer do to the weights."""
         self._here = here
         self._addresses = [piece.data_ptr() for piece in pieces]
+        self._long = [
+            key
+            for key, spec in enumerate(plan.specs)
+            if spec.nbytes >= LONG and not spec.nbytes % ALIGNMENT and spec.dtype in ("float32", "float64")
+        ]
         _note_placed(self._addresses, here)
 
     @cached_property
@@ -97,20 +104,33 @@ class Arena:
         ]
 
     @torch.no_grad()
-    def gather_grads(self, present: Sequence[bool]) -> None:
+    def gather_grads(self, present: Sequence[bool], lends: bool = False) -> dict[int, Tensor]:
         """Copy `.grad` of the parameters that are `present` into `grads`, and zero the pieces of the others.
 
         A present parameter must have a dense gradient; any memory format will do.
+
+        Args:
+            lends: whether long gradients of whole lines are left where they are. Returns those by key, flat; what is in
+                their pieces does not count.
         """
-        pieces, zeros = self._grad_pieces, self.zeros
+        pieces, zeros, lent = self._grad_pieces, self.zeros, dict[int, Tensor]()
         self.zeros = frozenset()
+        for key in self._long if lends else ():
+            grad = self._parameters[key].grad if present[key] else None
+            if grad is not None and grad.is_cpu and grad.layout is torch.strided and grad.is_contiguous():
+                lent[key] = grad.view(-1)
+        if lent:
+            zeros = zeros | lent.keys()
+            present = [is_in and key not in lent for key, is_in in enumerate(present)]
         if here := list(compress(pieces, present)):
-            grads = [p.grad for p in compress(self._parameters, present)]
+            among = self._parameters if len(here) == len(pieces) else compress(self._parameters, present)
+            grads = [p.grad for p in among]
             torch._foreach_copy_(here, grads)  # type: ignore[arg-type]
         if len(here) < len(pieces):
             absent = [pieces[i] for i, is_in in enumerate(present) if not is_in and i not in zeros]
             if absent:
                 torch._foreach_zero_(absent)
+        return lent
 
     @torch.no_grad()
     def scatter_grads(self, present: Sequence[bool]) -> None:
@@ -134,7 +154,8 @@ class Arena:
         A backward pass through a graph that saved their former values then raises, as after a torch
         optimizer's step.
         """
-        marked = self._parameters if present is None else list(compress(self._parameters, present))
+        is_all = present is None or all(present)
+        marked = self._parameters if is_all else list(compress(self._parameters, present or ()))
         torch.autograd.graph.increment_version(marked)
 
     def check_in_place(self) -> None:

@@ -119,12 +119,17 @@ class GradientTracker:
 
     def consume(self, used: Sequence[bool]) -> None:
         """Take the present gradients of these parameters as used up: not fresh, and due to be dropped."""
-        for i in compress(range(len(used)), used):
-            grad = self._parameters[i].grad
+        grads = [p.grad for p in compress(self._parameters, used)]
+        references = [None if grad is None else weakref.ref(grad) for grad in grads]
+        # torch counts writes in place, but not those of inference mode.
+        versions = [0 if grad is None or grad.is_inference() else grad._version for grad in grads]
+        if len(grads) == len(self._parameters):
+            self._fired, self._used, self._used_versions = [False] * len(used), references, versions
+            self._to_drop = set(range(len(used)))
+            return
+        rows = zip(compress(range(len(used)), used), references, versions, strict=True)
+        for i, self._used[i], self._used_versions[i] in rows:
             self._fired[i] = False
-            self._used[i] = None if grad is None else weakref.ref(grad)
-            # torch counts writes in place, but not those of inference mode.
-            self._used_versions[i] = 0 if grad is None or grad.is_inference() else grad._version
             self._to_drop.add(i)
 
     def close(self) -> None:

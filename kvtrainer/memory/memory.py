@@ -52,12 +52,17 @@ class DeviceMemory:
         self.tracker = GradientTracker(parameters, names)
         self.rows: dict[int, RowSet] = {}
         """The row-sparse gradients that were gathered last, by index of the key; the arena has zeros for them."""
+        self.lent: Mapping[int, Tensor] = {}
+        """The gradients that were left where they are, flat, by index of the key, until they are used."""
         self._tables = frozenset(tables)
         self._sparse = set(tables)
         """Those that had a row-sparse gradient once, or live in a store: to look at every one would take time."""
 
-    def gather(self, present: Sequence[bool]) -> None:
+    def gather(self, present: Sequence[bool], lends: bool = False) -> None:
         """Copy the dense gradients of the parameters that are `present` into the arena, and the others to `rows`.
+
+        Args:
+            lends: whether long dense ones stay where they are, and in `lent`.
 
         Raises:
             ParameterMovedError: the data of a parameter were replaced.
@@ -69,7 +74,7 @@ class DeviceMemory:
             if by_rows:
                 dense = [is_in and i not in by_rows for i, is_in in enumerate(present)]
             try:
-                self.arena.gather_grads(dense)
+                self.lent = self.arena.gather_grads(dense, lends)
                 break
             except RuntimeError:
                 found = {
@@ -327,8 +332,11 @@ class Memory:
         for device in self.devices:
             device.tracker.close()
 
-    def gather(self, present: Sequence[bool]) -> None:
+    def gather(self, present: Sequence[bool], lends: bool = False) -> None:
         """Copy new gradients of the parameters that are `present` into the arenas, those by rows into `rows`.
+
+        Args:
+            lends: as of `DeviceMemory.gather`.
 
         Raises:
             ParameterMovedError: the data of a parameter were replaced.
@@ -342,7 +350,7 @@ class Memory:
                 for fresh in self.fresh_by_device(with_zeros=True)
             ]
         for device, own in zip(self.devices, self.own_present, strict=True):
-            device.gather(own)
+            device.gather(own, lends)
 
     def gather_sums(self, present: Sequence[bool]) -> None:
         """As `gather`, of gradients on the first device that `scatter` has replaced by sums."""
