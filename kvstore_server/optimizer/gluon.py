@@ -62,18 +62,15 @@ def fused_sgd(
         is_first_step=False,
     )
     grads = [grad] if isinstance(grad, Tensor) else grad
-    if buffer is None:
-        kernel(_cut(weight, grads), grads, [], weight_decay=wd, lr=lr)
-        return
-    if weight.numel() > CACHED:
+    if buffer is not None and weight.numel() > CACHED:
         grads = [part for piece in grads for part in torch.split(piece, CACHED)]
-    for own, part, moved in zip(_cut(weight, grads), grads, _cut(buffer, grads), strict=True):
+    flats, sizes = [weight, weight if buffer is None else buffer], list(map(len, grads))
+    weights, buffers = [[flat] if len(sizes) == 1 else torch.split(flat, sizes) for flat in flats]
+    if buffer is None:
+        kernel(weights, grads, [], weight_decay=wd, lr=lr)
+        return
+    for own, part, moved in zip(weights, grads, buffers, strict=True):
         kernel([own], [part * lr], [moved], weight_decay=lr * wd, lr=1.0)
-
-
-def _cut(flat: Tensor, pieces: list[Tensor]) -> tuple[Tensor, ...]:
-    """Cut a vector into pieces as long as these."""
-    return (flat,) if len(pieces) == 1 else torch.split(flat, [len(piece) for piece in pieces])
 
 
 def fused_adam(
@@ -92,11 +89,13 @@ def fused_adam(
     """torch's Adam, or with `decoupled` its AdamW; `step` counts from 1, and math.inf corrects no bias."""
     kernel = torch._fused_adamw_ if decoupled else torch._fused_adam_
     grads = [grad] if isinstance(grad, Tensor) else grad
+    flats, sizes = [weight, mean, square], list(map(len, grads))
+    weights, means, squares = [[flat] if len(sizes) == 1 else torch.split(flat, sizes) for flat in flats]
     kernel(
-        _cut(weight, grads),
+        weights,
         grads,
-        _cut(mean, grads),
-        _cut(square, grads),
+        means,
+        squares,
         [],
         [torch.scalar_tensor(step, device=weight.device)] * len(grads),
         lr=lr,
@@ -536,10 +535,12 @@ class AdaGrad(_Elementwise):
 
     def update(self, weight: Tensor, grad: Gradient, state: Values, hyper: Hyper) -> None:
         grads = [grad] if isinstance(grad, Tensor) else grad
+        flats, sizes = [weight, state_tensor(state, "sum", weight)], list(map(len, grads))
+        weights, sums = [[flat] if len(sizes) == 1 else torch.split(flat, sizes) for flat in flats]
         torch._fused_adagrad_(
-            _cut(weight, grads),
+            weights,
             grads,
-            _cut(state_tensor(state, "sum", weight), grads),
+            sums,
             [torch.scalar_tensor(1.0, device=weight.device)] * len(grads),
             lr=hyper["lr"],
             lr_decay=0.0,

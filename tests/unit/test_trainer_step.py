@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from kvstore_server.optimizer.gluon import SGD
 from kvtrainer import Trainer, kvstore
 from kvtrainer.errors import ConfigurationError, OptimizerError, StaleGradientError
 from kvtrainer.optimizer import Optimizer, register
@@ -202,3 +203,47 @@ def test_step_hooks_of_torch_run_around_the_step() -> None:
     backward(p)
     trainer.step(1)
     assert seen == [[0, 0], [-1, -1]]
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize(
+    "optimizer",
+    [("sgd", {"momentum": 0.9, "wd": 0.1}), ("sgd", {}), ("nag", {}), ("adam", {}), ("adamw", {}), ("adagrad", {}),
+     ("adam", {"clip_gradient": 0.5}), ("rmsprop", {})],
+)  # fmt: skip
+def test_long_gradients_give_the_same_bits_where_they_lie_and_copied_and_stay_as_they_are(
+    optimizer: tuple[str, dict[str, Any]], batch_size: int
+) -> None:
+    shapes = [(5,), (256, 160), (3, 7), (700, 512), (333, 129), (1000, 64)]
+    gen = torch.Generator().manual_seed(0)
+    first = [torch.randn(shape, generator=gen) for shape in shapes]
+    grads = [[torch.randn(shape, generator=gen) for shape in shapes] for _ in range(3)]
+    found = []
+    for is_copied in (False, True):
+        parameters = [Parameter(value.clone()) for value in first]
+        trainer = Trainer(parameters, *optimizer, kvstore=None)
+        for number, given in enumerate(grads):
+            for at, (p, grad) in enumerate(zip(parameters, given, strict=True)):
+                # Of another memory format a gradient has to be copied.
+                own = grad.t().contiguous().t() if is_copied and grad.dim() == 2 else grad.clone()
+                p.grad = None if (number, at) == (1, 5) else own
+            trainer.step(batch_size, ignore_stale_grad=True)
+            assert all(
+                p.grad is None or torch.equal(p.grad, grad) for p, grad in zip(parameters, given, strict=True)
+            )
+        found.append(parameters)
+    assert all(map(torch.equal, *found))
+
+
+def test_optimizer_derived_from_one_that_takes_gradients_in_place_may_write_to_its_gradient() -> None:
+    class Halved(SGD):
+        name = "halved"
+
+        def update(self, weight: Tensor, grad: Any, state: Any, hyper: Any) -> None:
+            super().update(weight, grad.mul_(0.5), state, hyper)
+
+    p, grad = zeros(200_000), torch.ones(200_000)
+    p.grad = grad
+    Trainer([p], Halved(learning_rate=1.0), kvstore=None).step(1)
+    assert torch.equal(p.detach(), torch.full((200_000,), -0.5))
+    assert torch.equal(grad, torch.ones(200_000))
