@@ -191,7 +191,7 @@ class Engine:
         return out
 
     def _fail_hopeless(self, space: Namespace, now: float) -> list[m.Outgoing]:
-        out = self._fail_late(space, np.flatnonzero(space.rounds.shared.num_committed), now)
+        out = self._fail_late(space, np.flatnonzero(space.rounds.shared.num_committed).tolist(), now)
         out += self._release(space)
         # All errors first: whose join fails takes part again, and then the others seem to wait for it.
         errors = [(pending, self._why_stuck(space, pending, now)) for pending in self._pending(space, ())]
@@ -259,7 +259,7 @@ class Engine:
         space, rank, now = sender.space, sender.rank, sender.now
         out: list[m.Outgoing] = []
         named = [space.tables[number] for number in commits[:, 0].tolist()]
-        if self.is_stopping or body.hyper or any(table.conflict is not None for table in named):
+        if self.is_stopping or body.hyper or any([table.conflict is not None for table in named]):
             rounds = commits[:, 1].tolist()
             errors = [self._why_refused(book, *one, body.hyper) for one in zip(named, rounds, strict=True)]
             for table, round_, error in zip(named, rounds, errors, strict=True):
@@ -268,7 +268,7 @@ class Engine:
             commits = commits[[error is None for error in errors]]
         verdicts = book.commit(rank, commits, body, sender.waiter, now)
         accepted = commits[:, 0]
-        if verdicts.any():
+        if np.count_nonzero(verdicts):
             accepted = accepted[verdicts == Verdict.ACCEPTED]
             out += self._answer_others(sender, book, commits, verdicts, body)
         for number in accepted.tolist() if body.absent or body.hyper else ():
@@ -278,10 +278,11 @@ class Engine:
             if body.hyper:
                 space.tables[number].hyper.set(rank, body.hyper)
         is_complete = book.num_committed[accepted] == book.num_members
-        if is_complete.any():
+        num_complete = np.count_nonzero(is_complete)
+        if num_complete:
             out += self._finish(space, book, accepted[is_complete], now)
-        if book is space.rounds.shared and not is_complete.all():
-            out += self._fail_late(space, accepted[~is_complete], now)
+        if book is space.rounds.shared and num_complete < len(accepted):
+            out += self._fail_late(space, accepted[~is_complete].tolist(), now)
         return out
 
     def _why_refused(self, book: Book, table: Table, round_: int, hyper: bytes) -> KVStoreError | None:
@@ -330,7 +331,7 @@ class Engine:
         if waiting:
             missing = book.missing_ranks(waiting[0])
             out += _still_waiting(space, waiter, space.open_round(waiting[0]), missing, now)
-            out += self._fail_late(space, np.array(waiting), now)
+            out += self._fail_late(space, waiting, now)
         return out + _outcomes(space, whose, rank, waiter, again, (now, body.timeout))
 
     def _finish(
@@ -359,30 +360,22 @@ class Engine:
                 out += self._fail(space, book, table, self._fault(error))
         ended = np.array(applied, np.int64)
         answers: list[tuple[int, Waiter, list[Committed], float]] = []
-        joined: list[int] = []
+        rounds = book.numbers[ended].tolist()
         for rank, given in book.given.items():
-            rows = list(
-                map(
-                    Committed,
-                    applied,
-                    book.numbers[ended].tolist(),
-                    given.version[ended].tolist(),
-                    given.flags[ended].tolist(),
-                )
-            )
-            joined = [row.table for row in rows if row.flags & m.HAS_JOINED]
-            for waiter, at in given.waiting(ended).items():
+            versions, flags = given.version[ended].tolist(), given.flags[ended].tolist()
+            for waiter, at in given.waiting(applied).items():
                 said = given.said[applied[at[0]]]
                 assert said is not None
-                answers.append((rank, waiter, [rows[i] for i in at], said.timeout))
+                rows = [Committed(applied[i], rounds[i], versions[i], flags[i]) for i in at]
+                answers.append((rank, waiter, rows, said.timeout))
         if space.absent:
             space.forget_absent(applied)
         book.finish(ended)
-        for number in applied if not is_shared else ():
+        for number, flag in zip(applied, flags, strict=True) if not is_shared else ():
             [rank] = book.given
             space.rounds.advance(rank, number)
             space.waits.contributed(number, rank, now)
-            if number in joined:
+            if flag & m.HAS_JOINED:
                 space.rounds.joined(number).add(rank)
         for rank, waiter, rows, timeout in answers:
             out += _outcomes(space, ALL if is_shared else rank, rank, waiter, rows, (now, timeout))
@@ -401,10 +394,10 @@ class Engine:
         except KVStoreError:
             return [], tables
         alike = space.alike(book, tables, optimizer)
-        if not alike.any() or space.name in self.updaters:
+        if not np.count_nonzero(alike) or space.name in self.updaters:
             return [], tables
         changed: dict[int, tuple[bytes, Sequence[Mapping[str, Any]]]] = {}
-        for number in np.sort(tables[alike]).tolist():
+        for number in sorted(tables[alike].tolist()):
             try:
                 table = space.tables[number]
                 hyper = table.hyper.common(book.given)
@@ -552,16 +545,15 @@ class Engine:
 
     # ---------------------------------------------------------------- what takes too long
 
-    def _fail_late(self, space: Namespace, tables: Ints, now: float) -> list[m.Outgoing]:
+    def _fail_late(self, space: Namespace, tables: Sequence[int], now: float) -> list[m.Outgoing]:
         """Fail the open rounds of all ranks whose deadline has passed, or that need a rank that is lost."""
         members, shared = space.membership, space.rounds.shared
-        is_late = shared.num_committed[tables] > 0
-        if not members.departed and not members.silent(
-            now, self.config.dead_after
-        ):  # as a rule nobody is lost
-            is_late &= now >= shared.deadline[tables]
+        if members.departed or members.silent(now, self.config.dead_after):
+            late = [number for number in tables if shared.num_committed[number]]
+        else:  # as a rule nobody is lost
+            late = [number for number in shared.late(now) if number in tables]
         out: list[m.Outgoing] = []
-        for number in tables[is_late].tolist():
+        for number in late:
             pending = self._open_round(space, number)
             error = self._why_stuck(space, pending, now)
             if error is not None:
@@ -570,9 +562,10 @@ class Engine:
 
     def _open_round(self, space: Namespace, number: int) -> Pending:
         shared, table = space.rounds.shared, space.tables[number]
-        since, deadline = float(shared.since[number]), float(shared.deadline[number])
         fail = partial(self._fail, space, shared, table)
-        return Pending(space.open_round(number), since, deadline, shared.missing_ranks(number), fail, table)
+        return Pending(
+            space.open_round(number), *shared.times(number), shared.missing_ranks(number), fail, table
+        )
 
     def _pending(self, space: Namespace, tables: Iterable[int] | None = None) -> Iterator[Pending]:
         """List what ranks wait for: rounds (of those tables; None: of all), ranks that are behind, a barrier."""

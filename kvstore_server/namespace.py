@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -24,13 +24,14 @@ from kvstore_server.errors import (
 from kvstore_server.hyper import AgreedOptimizer
 from kvstore_server.log_limit import SLOW_AFTER, SlowReports
 from kvstore_server.membership import Membership
+from kvstore_server.memo import Memo
 from kvstore_server.memory import KEY, MEMBER, NAMESPACE, Budget, footprint
 from kvstore_server.optimizer import Optimizer
 from kvstore_server.plan import SIZES, TensorSpec, check_name, check_same, check_specs, make_plan
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import KEYS_PER_MESSAGE, unpack_control
-from kvstore_server.reduction import Contribution, Run
-from kvstore_server.rounds import Book, Bools, Ints, Memo, Mode, Rounds, Wait, Waits
+from kvstore_server.reduction import Contribution, Run, part_of
+from kvstore_server.rounds import Book, Bools, Ints, Mode, Rounds, Wait, Waits
 from kvstore_server.rows import PACKED_ROWS, RowForm, read_payload, same_payload
 from kvstore_server.shard import Leases, Shard
 from kvstore_server.table import ALL, Part, RowPart, Table
@@ -39,6 +40,8 @@ from kvstore_server.tracing import Recording
 _log = logging.getLogger(__name__)
 
 _ROW_FORM = RowForm()
+_SPECIAL = np.int64(~(m.WANTS_WEIGHTS | m.WANTS_DELTA))
+"""The flags of a commit whose table is not changed together with others."""
 _CODECS_KEPT = 16
 """Descriptions of codecs that are remembered; a job has one."""
 
@@ -76,6 +79,21 @@ class EngineConfig:
     forget_after: float = 86400.0
     max_message_keys: int = KEYS_PER_MESSAGE
     integers: bool = False
+
+
+class Located(NamedTuple):
+    """Where the slices of a contribution lie."""
+
+    tables: Ints
+    """The table of each."""
+    which: Ints
+    """The buffer of each."""
+    starts: Ints
+    """Where it begins there."""
+    wrong: list[int]
+    """The positions of those that are not as large as their slot."""
+    received: list[tuple[int, int]]
+    """Each table, and how many bytes came for it."""
 
 
 class Namespace:
@@ -116,8 +134,7 @@ class Namespace:
         self._next = np.zeros(0, np.bool_)
         self.checked = Memo[int](self.rounds.slots)
         """Of commits that were found right, how many tables they name."""
-        self._pushed = Memo[tuple[Ints, list[tuple[int, int]]]](self.rounds.slots)
-        self._located = Memo[tuple[Ints, Ints, list[int]]](self.rounds.slots)
+        self._located = Memo[Located](self.rounds.slots)
         self._sorted = Memo[Ints](self.rounds.slots)
         self._read = Memo[tuple[m.Matrix, Ints, list[int]]](self.rounds.slots)
         self.shard = Shard(leases)
@@ -305,12 +322,10 @@ class Namespace:
             ProtocolError: there is no such slice, or its round is not open yet; nothing was kept.
             ShapeMismatchError: one has another size or dtype.
         """
-        slots, sizes = body.pushes[:, 0], body.pushes[:, 3]
-        tables, received = self._pushed.get(self._check_slots, slots, sizes)
         sources: list[Any] = [payload.view(torch.uint8) for payload in body.payloads]
-        which, starts, wrong = self._located.get(
-            self._locate, slots, sizes, np.array(list(map(len, sources)), np.int64)
-        )
+        slots, sizes = body.pushes[:, 0], body.pushes[:, 3]
+        lengths = np.array([source.numel() for source in sources])
+        tables, which, starts, wrong, received = self._located.get(self._locate, slots, sizes, lengths)
         if body.form:
             form = self.form(body.form)
             rows = zip(slots.tolist(), which.tolist(), starts.tolist(), sizes.tolist(), strict=True)
@@ -327,34 +342,39 @@ class Namespace:
                 ]
             for at in wrong[:1]:
                 self._refuse_slice(int(slots[at]), int(sizes[at]), dtypes[which[at]])
-        for table, nbytes in received:
-            self.tables[table].bytes_in += nbytes
-        undoable = [number for number, _ in received if self.tables[number].unit.undo is not None]
+        for number, nbytes in received:
+            self.tables[number].bytes_in += nbytes
         for book, mine in self.rounds.books(rank, tables, body.pushes[:, 1]):
             book.push(rank, body.pushes[mine], sources, which[mine], starts[mine])
-            begun = tables[mine][body.pushes[mine, 1] == book.numbers[tables[mine]]] if undoable else ()
-            for number in set(undoable).intersection(begun):
-                self.tables[number].begin_round(ALL if book is self.rounds.shared else rank)
+            if self.shard.undos:
+                begun = tables[mine][body.pushes[mine, 1] == book.numbers[tables[mine]]]
+                for number in set(begun.tolist()):
+                    self.tables[number].begin_round(ALL if book is self.rounds.shared else rank)
 
-    def _check_slots(self, slots: Ints, sizes: Ints) -> tuple[Ints, list[tuple[int, int]]]:
-        """The tables of some slices, and how many bytes of each came; raises ProtocolError if one does not exist."""
+    def _locate(self, slots: Ints, sizes: Ints, lengths: Ints) -> Located:
+        """Find slices in buffers of so many bytes.
+
+        Raises:
+            ProtocolError: a slice does not exist or is named twice, or they are not as long as the buffers.
+        """
         self.check_named("contribution", slots.tolist())
         unknown = slots[(slots < 0) | (slots >= len(self.rounds.slots.table))]
         if len(unknown):
             raise ProtocolError(f"slice {unknown[0]} of namespace {self.name!r} is not on this server")
+        ends, starts, total = np.cumsum(lengths), np.cumsum(sizes) - sizes, int(lengths.sum())
+        which = np.minimum(np.searchsorted(ends, starts, side="right"), len(lengths) - 1)
+        if (sizes < 0).any() or int(sizes.sum()) != total or (starts + sizes > ends[which]).any():
+            raise ProtocolError(f"slices of {int(sizes.sum())} bytes came in payloads of {total}")
         tables = self.rounds.slots.table[slots]
         distinct, places = np.unique(tables, return_inverse=True)
         received = np.bincount(places, sizes).astype(np.int64)
-        return tables, list(zip(distinct.tolist(), received.tolist(), strict=True))
-
-    def _locate(self, slots: Ints, sizes: Ints, buffers: Ints) -> tuple[Ints, Ints, list[int]]:
-        """Of slices, which buffer each is in, and where; and which are not as large as the slot, by position."""
-        ends, starts = np.cumsum(buffers), np.cumsum(sizes) - sizes
-        which = np.minimum(np.searchsorted(ends, starts, side="right"), len(buffers) - 1)
-        begins, total = np.append(0, ends)[which], int(buffers.sum())
-        if (sizes < 0).any() or int(sizes.sum()) != total or (starts + sizes > ends[which]).any():
-            raise ProtocolError(f"slices of {int(sizes.sum())} bytes came in payloads of {total}")
-        return which, starts - begins, np.flatnonzero(sizes != self.rounds.slots.nbytes[slots]).tolist()
+        return Located(
+            tables,
+            which,
+            starts - np.append(0, ends)[which],
+            np.flatnonzero(sizes != self.rounds.slots.nbytes[slots]).tolist(),
+            list(zip(distinct.tolist(), received.tolist(), strict=True)),
+        )
 
     def _refuse_slice(self, slot: int, nbytes: int, dtype: torch.dtype | None) -> NoReturn:
         table, at = self.place(slot)
@@ -397,7 +417,7 @@ class Namespace:
         found = book.numbers[tables] > 0
         numbers = tables.tolist()
         for given in book.given.values():
-            found &= (given.flags[tables] & ~(m.WANTS_WEIGHTS | m.WANTS_DELTA) == 0) & ~given.has_form[tables]
+            found &= ((given.flags[tables] & _SPECIAL) == 0) & ~given.has_form[tables]
             said, first = [given.said[number] for number in numbers], given.said[numbers[0]]
             if said.count(first) < len(said) or first is None or first.hold:
                 found &= [one.hold == 0 and one.rescale == first.rescale for one in said]
@@ -420,7 +440,7 @@ class Namespace:
             said = given.said[tables[0]]
             assert said is not None
             runs = [
-                Run(first, end, source[begin:last].view(self._dtypes[first]))
+                Run(first, end, part_of(source, begin, last).view(self._dtypes[first]))
                 for first, end, source, begin, last in given.runs(slots, self._next)
             ]
             found.append(Contribution(runs, scale if said.rescale is None else said.rescale))
@@ -436,18 +456,18 @@ class Namespace:
 
     def weights(self, rank: int, tables: Sequence[int]) -> m.Weights:
         """The present weights of some tables, except row-sparse ones, for a rank; not copies."""
-        parts, counts, nbytes = self._read.get(self._parts, np.array(tables, np.int64))
+        parts, owners, nbytes = self._read.get(self._parts, np.array(tables, np.int64))
         for number, size in zip(tables, nbytes, strict=True):
             self.tables[number].bytes_out += size
             if self.tables[number].notes_reads:
                 self.tables[number].note_read(rank)
         parts = parts.copy()
-        parts[:, 1] = np.repeat([self.tables[number].version for number in tables], counts)
+        parts[:, 1] = np.array([self.tables[number].version for number in tables])[owners]
         padded = self.shard.storage.padded
         return m.Weights(parts, tuple([padded[slot] for slot in parts[:, 0].tolist()]))
 
     def _parts(self, tables: Ints) -> tuple[m.Matrix, Ints, list[int]]:
-        """The parts of a Weights of some tables, without their versions; of each how many, and how many bytes."""
+        """The parts of a Weights of some tables, without their versions; whose each is; the bytes of each table."""
         slots = self.rounds.slots.of(tables)
         slots = slots[[self._is_resident[slot] for slot in slots.tolist()]]
         nbytes, position = self.rounds.slots.nbytes[slots], np.zeros(len(self.tables), np.int64)
@@ -456,7 +476,7 @@ class Namespace:
         none = np.zeros(len(slots), np.int64)
         parts = np.stack((slots, none, none + m.WHOLE, nbytes), axis=1)
         sizes = np.bincount(owner, nbytes, len(tables)).astype(np.int64)
-        return parts, np.bincount(owner, minlength=len(tables)), sizes.tolist()
+        return parts, owner, sizes.tolist()
 
     def rows(self, table: Table, found: Iterable[RowPart]) -> m.Weights:
         """Rows of slices, as a reply."""

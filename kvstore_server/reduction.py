@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from kvstore_server.codec import compute_dtype
+from kvstore_server.memo import Memo
 from kvstore_server.optimizer import coalesce_rows
 from kvstore_server.optimizer.base import CACHED
 from kvstore_server.rows import Encoded, RowSet, cut_rows
@@ -60,13 +61,33 @@ class Contribution(NamedTuple):
     lent: Mapping[int, Tensor] = {}
 
 
+class Outline(NamedTuple):
+    """To what a rank contributes, without the numbers."""
+
+    bounds: tuple[tuple[int, int], ...]
+    """First slot and end of each run."""
+    absent: frozenset[int]
+    rows: frozenset[int]
+    """The keys of which it gives rows."""
+
+
+class Source(NamedTuple):
+    """Where the numbers of a span are in a contribution."""
+
+    number: int
+    """Of the contribution."""
+    run: int
+    """The number of its run; -1: it has only rows."""
+    at: int
+    """Where the span begins in the run, in elements."""
+
+
 class Span(NamedTuple):
     """Neighbouring slots to which the same ranks contribute."""
 
     first: int
     end: int
-    given: list[tuple[Contribution, Run | None]]
-    """None: the rank has only rows."""
+    given: list[Source]
     sparse: Sequence[Home] = ()
     """The keys of which a rank gave rows that count as dense numbers."""
 
@@ -83,6 +104,11 @@ class Chunk(NamedTuple):
     present: Present
 
 
+def part_of(flat: Tensor, start: int, stop: int) -> Tensor:
+    """Return a part of a vector; all of it as it is, for a view takes as long as the sum of 10,000 numbers."""
+    return flat if not start and stop >= flat.numel() else flat[start:stop]
+
+
 def left_out_by_all(contributions: Sequence[Contribution]) -> frozenset[int]:
     """The keys that none of the contributions has."""
     if any(not given.absent for given in contributions):
@@ -95,6 +121,7 @@ class Sums:
 
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
+        self._chunks = Memo[list[Chunk]](storage.slots)
         self._memory: dict[tuple[torch.device, torch.dtype, int], Tensor] = {}
 
     def given_as_rows(self, contributions: Sequence[Contribution]) -> list[int]:
@@ -143,10 +170,10 @@ class Sums:
     def chunks(
         self,
         contributions: Sequence[Contribution],
-        by_rows: Collection[int],
+        by_rows: Sequence[int],
         whole_keys: bool,
         are_whole: bool = False,
-    ) -> Iterator[Chunk]:
+    ) -> list[Chunk]:
         """Neighbouring slots, as many as are summed at once; with `whole_keys` none ends within a key.
 
         Args:
@@ -154,33 +181,38 @@ class Sums:
                 zero elsewhere.
             are_whole: Whether nothing is summed, so that all neighbours may come at once.
         """
-        slots, ends = self._storage.slots, self._storage.ends
-        for spans in self._together(contributions, by_rows, whole_keys, are_whole):
+        outlines = [
+            Outline(tuple([(run.first, run.end) for run in one.runs]), one.absent, frozenset(one.rows))
+            for one in contributions
+        ]
+        return self._chunks.get(self._divide, tuple(by_rows), whole_keys, are_whole, *outlines)
+
+    def _divide(
+        self, by_rows: tuple[int, ...], whole_keys: bool, are_whole: bool, *outlines: Outline
+    ) -> list[Chunk]:
+        slots, ends, chunks = self._storage.slots, self._storage.ends, []
+        for spans in self._together(outlines, by_rows, whole_keys, are_whole):
             first, last = slots[spans[0].first], slots[spans[-1].end - 1]
+            absent = [[outlines[source.number].absent for source in span.given] for span in spans]
             found: list[bool] = []
-            if by_rows or not all(any(not one.absent for one, _ in span.given) for span in spans):
-                for span in spans:
-                    is_full = any(not one.absent for one, _ in span.given)
+            if by_rows or any(all(some) for some in absent):
+                for span, some in zip(spans, absent, strict=True):
                     found += [
-                        key not in by_rows
-                        and (is_full or any(key not in one.absent for one, _ in span.given))
+                        key not in by_rows and any(key not in keys for keys in some)
                         for key in first.block.keys[slots[span.first].first : slots[span.end - 1].last]
                     ]
             place = slice(first.start, ends[spans[-1].end - 1])
             present = None if all(found) else np.array(found)
-            yield Chunk(spans, first.block, place, range(first.first, last.last), present)
+            chunks.append(Chunk(spans, first.block, place, range(first.first, last.last), present))
+        return chunks
 
     def _together(
-        self,
-        contributions: Sequence[Contribution],
-        by_rows: Collection[int],
-        whole_keys: bool,
-        are_whole: bool,
+        self, outlines: Sequence[Outline], by_rows: Collection[int], whole_keys: bool, are_whole: bool
     ) -> Iterator[list[Span]]:
         """Spans cut and joined to what is summed at once."""
         together: list[Span] = []
         begin, storage = 0, self._storage
-        for span in self._spans(contributions, by_rows):
+        for span in self._spans(outlines, by_rows):
             first, weights = span.first, storage.slots[span.first].block.weights
             is_cut = weights.device.type == "cpu" and not (are_whole and weights.dtype not in _HALF)
             at_once = CACHED if is_cut else sys.maxsize
@@ -195,50 +227,53 @@ class Sums:
                 end = bisect_right(storage.ends, begin + at_once, first + 1, span.end)
                 while whole_keys and end < span.end and storage.continues_key(end):
                     end += 1
-                together.append(span._replace(first=first, end=end))
+                skipped = storage.slots[first].start - storage.slots[span.first].start
+                given = [source._replace(at=source.at + skipped) for source in span.given]
+                together.append(Span(first, end, given, span.sparse))
                 first = end
         if together:
             yield together
 
-    def _spans(self, contributions: Sequence[Contribution], by_rows: Collection[int]) -> Iterator[Span]:
+    def _spans(self, outlines: Sequence[Outline], by_rows: Collection[int]) -> Iterator[Span]:
         """Cut what was given where the ranks that give it, or their runs, or the keys with rows, change."""
-        keys = {key for given in contributions for key in given.rows}
-        homes = [self._storage.homes[key] for key in sorted(keys.difference(by_rows))] if keys else []
-        bounds = [[(run.first, run.end) for run in given.runs] for given in contributions]
-        if not homes and all(own == bounds[0] for own in bounds[1:]):
-            for runs in zip(*(given.runs for given in contributions), strict=True):
-                yield Span(runs[0].first, runs[0].end, list(zip(contributions, runs, strict=True)))
-            return
-        pairs = [(home.slot, home.end_slot) for home in homes] + [pair for own in bounds for pair in own]
+        keys = frozenset().union(*(one.rows for one in outlines))
+        homes, slots = (
+            [self._storage.homes[key] for key in sorted(keys.difference(by_rows))],
+            self._storage.slots,
+        )
+        pairs = [(home.slot, home.end_slot) for home in homes]
+        pairs += [pair for one in outlines for pair in one.bounds]
         cuts = sorted({edge for pair in pairs for edge in pair})
-        at = [0] * len(contributions)
+        at = [0] * len(outlines)
         for first, end in pairwise(cuts):
             sparse = [home for home in homes if home.slot <= first < home.end_slot]
-            given: list[tuple[Contribution, Run | None]] = []
-            for number, one in enumerate(contributions):
-                while at[number] < len(one.runs) and one.runs[at[number]].end <= first:
+            given: list[Source] = []
+            for number, one in enumerate(outlines):
+                while at[number] < len(one.bounds) and one.bounds[at[number]][1] <= first:
                     at[number] += 1
-                run = one.runs[at[number]] if at[number] < len(one.runs) else None
-                if run is not None and run.first <= first:
-                    given.append((one, run))
+                begin = one.bounds[at[number]][0] if at[number] < len(one.bounds) else end
+                if begin <= first:
+                    given.append(Source(number, at[number], slots[first].start - slots[begin].start))
                 elif any(home.key in one.rows for home in sparse):
-                    given.append((one, None))
+                    given.append(Source(number, -1, 0))
             if given:
                 yield Span(first, end, given, sparse)
 
-    def alone(self, chunk: Chunk) -> tuple[Tensor, float] | None:
+    def alone(self, chunk: Chunk, contributions: Sequence[Contribution]) -> tuple[Tensor, float] | None:
         """What a single rank gave to a chunk as scratch, in the dtype to compute in, and its factor; None if that is
         not all."""
-        place, slots = chunk.place, self._storage.slots
-        [span, *others], [(one, run), *more] = chunk.spans, chunk.spans[0].given
-        if others or more or span.sparse or not one.is_scratch or run is None:
+        length = chunk.place.stop - chunk.place.start
+        [span, *others], [source, *more] = chunk.spans, chunk.spans[0].given
+        one = contributions[source.number]
+        if others or more or span.sparse or not one.is_scratch or source.run < 0:
             return None
-        if not isinstance(run.payload, Tensor) or run.payload.dtype != compute_dtype(chunk.block.dtype):
+        payload = one.runs[source.run].payload
+        if not isinstance(payload, Tensor) or payload.dtype != compute_dtype(chunk.block.dtype):
             return None
-        own = run.payload[place.start - slots[run.first].start :][: place.stop - place.start]
-        return (own, one.scale) if len(own) == place.stop - place.start else None
+        own = part_of(payload, source.at, source.at + length)
+        return (own, one.scale) if len(own) == length else None
 
-    def total(self, chunk: Chunk, out: Tensor | None = None) -> Tensor:
+    def total(self, chunk: Chunk, contributions: Sequence[Contribution], out: Tensor | None = None) -> Tensor:
         """The sum over ranks of scale · numbers of a chunk with zeros as padding, in the dtype to compute in.
 
         Equal scales, the usual case, are applied once to the sum: then the result has the same bits whether ranks or
@@ -248,19 +283,22 @@ class Sums:
         dtype, length = compute_dtype(chunk.block.dtype), place.stop - place.start
         out = self._scratch(chunk.block.weights, dtype, length) if out is None else out
         for span in chunk.spans:
-            last = slots[span.end - 1]
+            last, end = slots[span.end - 1], self._storage.ends[span.end - 1] - place.start
             start, used = slots[span.first].start - place.start, last.start + last.piece.used - place.start
-            out[used : self._storage.ends[span.end - 1] - place.start].zero_()
-            body, total = out[start:used], out[:0]
-            common = span.given[0][0].scale if len({one.scale for one, _ in span.given}) == 1 else None
-            for number, (one, run) in enumerate(span.given):
-                values = self._numbers(body, span, one, run, number)
-                values = values * one.scale if common is None else values
-                total = torch.add(total, values, out=body) if number else values
-            if total is not body:
+            if used < end:
+                out[used:end].zero_()
+            body, total = part_of(out, start, used), None
+            scale = contributions[span.given[0].number].scale
+            is_common = all(contributions[source.number].scale == scale for source in span.given)
+            for source in span.given:
+                one = contributions[source.number]
+                values = self._numbers(body, span, one, source, total is not None)
+                values = values if is_common else values * one.scale
+                total = values if total is None else torch.add(total, values, out=body)
+            if total is not None and total is not body:
                 body.copy_(total)
-            if common not in (None, 1.0):
-                body.mul_(common)
+            if is_common and scale != 1.0:
+                body.mul_(scale)
         return out
 
     def _scratch(self, like: Tensor, dtype: torch.dtype, numel: int, number: int = 0) -> Tensor:
@@ -271,14 +309,17 @@ class Sums:
             self._memory[like.device, dtype, number] = kept
         return kept[:numel]
 
-    def _numbers(self, body: Tensor, span: Span, one: Contribution, run: Run | None, number: int) -> Tensor:
+    def _numbers(
+        self, body: Tensor, span: Span, one: Contribution, source: Source, is_further: bool
+    ) -> Tensor:
         """What a rank gave to the elements of a span, in the dtype of `body`; that of the first rank may lie there."""
         slot, payload = self._storage.slots[span.first], None
+        run = one.runs[source.run] if source.run >= 0 else None
         if run is not None and isinstance(run.payload, Tensor):
-            payload = run.payload[slot.start - self._storage.slots[run.first].start :][: len(body)]
+            payload = part_of(run.payload, source.at, source.at + body.numel())
             if not span.sparse:
                 return payload if payload.dtype == body.dtype else payload.to(body.dtype)
-        values = self._scratch(body, body.dtype, len(body), 1) if number else body
+        values = self._scratch(body, body.dtype, len(body), 1) if is_further else body
         if payload is not None:
             values.copy_(payload)
         elif run is None:

@@ -37,25 +37,25 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from kvstore_server.errors import ConfigurationError, KVStoreError, ProtocolError
+from kvstore_server.memo import Memo
 from kvstore_server.protocol import messages as m
 
-T = TypeVar("T")
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 _NEVER = np.iinfo(np.int64).max
 _FAILURES_KEPT = 16
 """Of how many failed rounds of a table in a row the reason is remembered."""
-_REMEMBERED, _REMEMBERED_PER_SLOT = 256, 16
-"""Numbers that a Memo keeps at most, and for each slot; what is named one by one needs up to ten."""
-_NUMBERS_OF_ROW = 4
-"""As how many a small tuple in a list counts."""
+_HERE = np.int64(1 << 40)
+"""Added to the generation of a slice that is here, so that one sum tells how many are, and of which generations."""
+_BUFFER = np.int64(1 << 40)
+"""Bytes that no buffer has: places in different ones are so far apart. They may wrap around, which changes nothing."""
 
 
 SYNC, ASYNC, SSP = "sync", "async", "ssp"
@@ -125,6 +125,8 @@ class Terms(NamedTuple):
     rescale: float | None
     timeout: float
     hold: float
+    since: float
+    """When it said so."""
 
 
 class Verdict(IntEnum):
@@ -144,42 +146,6 @@ class Verdict(IntEnum):
     """Its round is not open yet."""
 
 
-class Memo(Generic[T]):
-    """Results that depend on nothing but some arrays of numbers: jobs name the same keys again and again.
-
-    It takes memory in proportion to the slots that there are, whatever a peer names.
-    """
-
-    def __init__(self, slots: Slots) -> None:
-        self._slots = slots
-        self._known: dict[tuple[bytes, ...], T] = {}
-        self._size = 0
-
-    def get(self, make: Callable[..., T], *arrays: npt.NDArray[Any]) -> T:
-        """Return `make(*arrays)`, made now or earlier; not to be changed."""
-        key = tuple([array.tobytes() for array in arrays])
-        found = self._known.get(key)
-        if found is None:
-            found = make(*arrays)
-            # A few tables can have very many slots, so what was made of them counts as well.
-            size = _count_numbers(arrays) + _count_numbers(found)
-            if self._size + size > _REMEMBERED + _REMEMBERED_PER_SLOT * len(self._slots.table):
-                self._known.clear()
-                self._size = 0
-            self._known[key] = found
-            self._size += size
-        return found
-
-
-def _count_numbers(value: Any) -> int:
-    """Count, roughly, what an array, a list of small tuples, or a tuple of such holds."""
-    if isinstance(value, np.ndarray):
-        return value.size
-    if isinstance(value, tuple):
-        return sum(map(_count_numbers, value))
-    return _NUMBERS_OF_ROW * len(value) if isinstance(value, list) else 1
-
-
 class Slots:
     """The slices that a server holds of the tables of a namespace, numbered one after the other.
 
@@ -195,8 +161,11 @@ class Slots:
         self._first, self._table, self._nbytes = (np.zeros(1, np.int64) for _ in range(3))
         self.first, self.table, self.nbytes = self._first[:1], self._table[:0], self._nbytes[:0]
         self._known = Memo[Ints](self)
-        self.runs = Memo[list[tuple[int, int, int, int]]](self)
-        """Of slots, where their bytes begin and in which buffer: the runs that they make."""
+        self.runs = Memo[list[tuple[int, int, int]]](self)
+        """Of slots, and where their bytes begin: the runs that they make."""
+
+    def __len__(self) -> int:
+        return len(self.table)
 
     def add(self, sizes: Sequence[int]) -> None:
         """Number the slices of the next table, of so many bytes each."""
@@ -236,14 +205,14 @@ class Given:
         self.version, self.flags = np.zeros(0, np.int64), np.zeros(0, np.int64)
         self.said: list[Terms | None] = []
         self.waiters: list[Waiter | None] = []
-        self.num_slices, self.sum_generations = np.zeros(0, np.int64), np.zeros(0, np.int64)
-        """Of each table, how many slices are here, and the sum of their generations."""
-        self.generation = np.zeros(0, np.int64)
-        """Of each slot, that of the slice that is here; -1 for none."""
-        self._start, self._source = np.zeros(0, np.int64), np.zeros(0, np.int64)
-        """Of each slot, where its bytes begin in its buffer, and a number that slots of one buffer share."""
+        self.sums = np.zeros(0, np.int64)
+        """Of each table, the sum of the marks of its slots."""
+        self.marks = np.zeros(0, np.int64)
+        """Of each slot, `mark` of the generation of the slice that is here; 0 for none."""
+        self._places = np.zeros(0, np.int64)
+        """Of each slot, where its bytes begin, counted over all buffers that came, each of `_BUFFER` bytes."""
         self._buffers: list[Any] = []
-        self._num_sources = 0
+        self._num_buffers = 0
 
     def fit(self) -> None:
         """Make room for tables that were added."""
@@ -254,22 +223,19 @@ class Given:
                 _grown(self.has_form, tables, False),
             )
             self.version, self.flags = _grown(self.version, tables, 0), _grown(self.flags, tables, 0)
-            self.num_slices = _grown(self.num_slices, tables, 0)
-            self.sum_generations = _grown(self.sum_generations, tables, 0)
-            self.generation = _grown(self.generation, slots, -1)
-            self._start, self._source = _grown(self._start, slots, 0), _grown(self._source, slots, 0)
+            self.sums = _grown(self.sums, tables, 0)
+            self.marks, self._places = _grown(self.marks, slots, 0), _grown(self._places, slots, 0)
             self.said += [None] * (tables - len(self.said))
             self.waiters += [None] * (tables - len(self.waiters))
             self._buffers += [None] * (slots - len(self._buffers))
 
-    def keep(self, slots: Ints, generations: Ints, sources: Sequence[Any], which: Ints, starts: Ints) -> None:
+    def keep(self, slots: Ints, marks: Ints, sources: Sequence[Any], which: Ints, starts: Ints) -> None:
         """Keep slices: those that are here in a lower generation are replaced."""
-        tables, before = self._slots.table[slots], self.generation[slots]
-        np.add.at(self.num_slices, tables, before < 0)
-        np.add.at(self.sum_generations, tables, generations - np.maximum(before, 0))
-        self.generation[slots], self._start[slots] = generations, starts
-        self._source[slots] = which + self._num_sources
-        self._num_sources += len(sources)
+        tables = self._slots.table[slots]
+        np.add.at(self.sums, tables, marks - self.marks[slots])
+        self.marks[slots] = marks
+        self._places[slots] = starts + (which + self._num_buffers) * _BUFFER
+        self._num_buffers += len(sources)
         for slot, at in zip(slots.tolist(), which.tolist(), strict=True):
             self._buffers[slot] = sources[at]
         if not isinstance(sources[0], torch.Tensor):
@@ -277,12 +243,12 @@ class Given:
 
     def payload(self, slot: int) -> tuple[Any, int]:
         """The buffer of a slice that is here, and where in it its bytes begin."""
-        return self._buffers[slot], int(self._start[slot])
+        return self._buffers[slot], int(self._places[slot] % _BUFFER)
 
     def here(self, table: int) -> Iterator[tuple[int, Any, int]]:
         """The slices of a table that are here: (slot, buffer, where its bytes begin)."""
         first, end = self._slots.first[table : table + 2].tolist()
-        for slot in np.flatnonzero(self.generation[first:end] >= 0).tolist():
+        for slot in np.flatnonzero(self.marks[first:end]).tolist():
             yield first + slot, *self.payload(first + slot)
 
     def runs(self, slots: Ints, is_next: Bools) -> Iterator[tuple[int, int, Any, int, int]]:
@@ -294,24 +260,26 @@ class Given:
         Yields:
             The first slot and the end, the buffer, and where in it their bytes begin and end.
         """
-        here = slots[self.generation[slots] >= 0]
-        is_other = np.diff(self._source[here]) != 0  # not which: the order in which buffers come can vary
+        here = slots[self.marks[slots].nonzero()]
+        places = self._places[here]
+        places = places - places[:1]  # so that it is the same in all rounds
 
-        def find(slots: Ints, starts: Ints, is_other: Bools) -> list[tuple[int, int, int, int]]:
-            ends = starts + self._slots.nbytes[slots]
-            is_cut = (np.diff(slots) != 1) | is_other | ~is_next[slots[1:]] | (starts[1:] != ends[:-1])
+        def find(slots: Ints, places: Ints) -> list[tuple[int, int, int]]:
+            ends = places + self._slots.nbytes[slots]
+            is_cut = (np.diff(slots) != 1) | ~is_next[slots[1:]] | (places[1:] != ends[:-1])
             first = np.flatnonzero(np.append(True, is_cut))[: len(slots)]
             last = np.append(first[1:], len(slots))[: len(first)] - 1
-            rows = np.stack((slots[first], slots[last] + 1, starts[first], ends[last]), axis=1)
+            rows = np.stack((slots[first], slots[last] + 1, ends[last] - places[first]), axis=1)
             return list(map(tuple, rows.tolist()))
 
-        for first, end, begin, stop in self._slots.runs.get(find, here, self._start[here], is_other):
-            yield first, end, self._buffers[first], begin, stop
+        for first, end, nbytes in self._slots.runs.get(find, here, places):
+            buffer, begin = self.payload(first)
+            yield first, end, buffer, begin, begin + nbytes
 
-    def waiting(self, tables: Ints) -> dict[Waiter, list[int]]:
+    def waiting(self, tables: Sequence[int]) -> dict[Waiter, list[int]]:
         """The requests that wait for any of some tables, and for which of them, by position."""
         found: dict[Waiter, list[int]] = {}
-        for at, table in enumerate(tables.tolist()):
+        for at, table in enumerate(tables):
             waiter = self.waiters[table]
             if waiter is not None:
                 found.setdefault(waiter, []).append(at)
@@ -320,8 +288,7 @@ class Given:
     def clear(self, tables: Ints, slots: Ints) -> None:
         """Forget what was given to rounds that are over, or by a process that is."""
         self.committed[tables] = self.has_form[tables] = False
-        self.num_slices[tables] = self.sum_generations[tables] = 0
-        self.generation[slots] = -1
+        self.sums[tables] = self.marks[slots] = 0
         for slot in slots.tolist():
             self._buffers[slot] = None
         for table in tables.tolist():
@@ -334,7 +301,6 @@ class Book:
     Attributes:
         given: Rank → what it has given to the open rounds, in rank order, in which contributions are summed.
         num_committed: How many members have committed the open round of each table.
-        deadline, since: When the first one that waits for it loses its patience, and since when it has waited.
         mismatches: Table → different payloads that arrived under an identity that had one already.
     """
 
@@ -347,7 +313,8 @@ class Book:
         self._slots = slots
         self._same_payload = same_payload
         self.numbers, self.num_committed = np.zeros(0, np.int64), np.zeros(0, np.int64)
-        self.deadline, self.since = np.zeros(0, np.float64), np.zeros(0, np.float64)
+        self._patience = math.inf
+        """Nobody who waits loses theirs before this time."""
         self._failed = np.zeros(0, np.int64)
         """Of each table, the first failed round that nobody has gone beyond."""
         self._failures: dict[int, dict[int, KVStoreError]] = {}
@@ -362,8 +329,6 @@ class Book:
                 _grown(self.numbers, size, 0),
                 _grown(self.num_committed, size, 0),
             )
-            self.deadline = _grown(self.deadline, size, math.inf)
-            self.since = _grown(self.since, size, math.inf)
             self._failed = _grown(self._failed, size, _NEVER)
 
     def of(self, rank: int) -> Given:
@@ -392,37 +357,35 @@ class Book:
         """
         slots, rounds, generations = pushes[:, 0], pushes[:, 1], pushes[:, 2]
         tables, given = self._slots.table[slots], self.of(rank)
-        numbers, here = self.numbers[tables], given.generation[slots]
-        is_news = (rounds == numbers) & (here < generations) & ~given.committed[tables]
-        if not is_news.all():
+        numbers, here, marks = self.numbers[tables], given.marks[slots], generations + _HERE
+        is_news = (rounds == numbers) & (here < marks) & ~given.committed[tables]
+        if np.count_nonzero(is_news) < len(slots):
             early = np.flatnonzero(rounds > numbers)
             if len(early):
                 at = int(early[0])
                 raise ProtocolError(
                     f"rank {rank} pushed to round {rounds[at]} while round {numbers[at]} is open"
                 )
-            is_repeated = (rounds == numbers) & (here == generations) & (generations >= 0)
+            is_repeated = (rounds == numbers) & (here == marks)
             for at in np.flatnonzero(is_repeated).tolist():
                 table, slot = int(tables[at]), int(slots[at])
                 nbytes, known = int(self._slots.nbytes[slot]), given.payload(slot)
                 same = self._same_payload(nbytes, *known, sources[which[at]], int(starts[at]))
                 self.mismatches[table] = self.mismatches.get(table, 0) + (not same)
-            slots, generations, which, starts = (a[is_news] for a in (slots, generations, which, starts))
+            slots, marks, which, starts = (a[is_news] for a in (slots, marks, which, starts))
         if len(slots):
-            given.keep(slots, generations, sources, which, starts)
+            given.keep(slots, marks, sources, which, starts)
 
     def commit(self, rank: int, commits: m.Matrix, said: m.Contribute, waiter: Waiter, now: float) -> Ints:
         """Make a rank's contributions to some rounds final; returns a Verdict for each."""
         given = self.of(rank)
         tables, rounds = commits[:, 0], commits[:, 1]
         numbers = self.numbers[tables]
-        is_whole = (given.num_slices[tables] == commits[:, 2]) & (
-            given.sum_generations[tables] == commits[:, 3]
-        )
+        is_whole = given.sums[tables] == commits[:, 2] * _HERE + commits[:, 3]
         is_new = (rounds == numbers) & is_whole & ~given.committed[tables]
         verdicts = np.zeros(len(commits), np.int64)
         fresh = waiting = tables
-        if not is_new.all():
+        if np.count_nonzero(is_new) < len(commits):
             verdicts[~is_whole] = Verdict.REFUSED
             verdicts[given.committed[tables]] = Verdict.REPEATED
             verdicts[rounds < numbers] = Verdict.APPLIED
@@ -432,15 +395,29 @@ class Book:
             commits = commits[is_new]
         for table in waiting.tolist():
             given.waiters[table] = waiter
-        terms = Terms(said.rescale, said.timeout, said.hold)
+        terms = Terms(said.rescale, said.timeout, said.hold, now)
         for table in fresh.tolist():
             given.said[table] = terms
         given.committed[fresh] = True
         given.version[fresh], given.flags[fresh] = commits[:, 4], commits[:, 5]
         self.num_committed[fresh] += 1
-        self.since[fresh] = np.minimum(self.since[fresh], now)
-        self.deadline[fresh] = np.minimum(self.deadline[fresh], now + said.timeout)
+        self._patience = min(self._patience, now + said.timeout)
         return verdicts
+
+    def times(self, table: int) -> tuple[float, float]:
+        """Since when a round has been waited for, and when the first one who does loses patience."""
+        here = [given.said[table] for given in self.given.values() if len(given.said) > table]
+        said = [terms for terms in here if terms is not None]
+        since = min((terms.since for terms in said), default=math.inf)
+        return since, min((terms.since + terms.timeout for terms in said), default=math.inf)
+
+    def late(self, now: float) -> list[int]:
+        """The tables for whose open rounds somebody waits who has lost patience."""
+        if now < self._patience:
+            return []
+        deadlines = {table: self.times(table)[1] for table in np.flatnonzero(self.num_committed).tolist()}
+        self._patience = min(deadlines.values(), default=math.inf)
+        return [table for table, deadline in deadlines.items() if deadline <= now]
 
     def missing_slots(self, rank: int, table: int, count: int) -> tuple[int, ...]:
         """The slots of a table that a rank must send again, which wants to commit `count` slices of it.
@@ -448,7 +425,7 @@ class Book:
         Those of which nothing is here; all, where as many are here and one of them in a lower generation.
         """
         first, end = self._slots.first[table : table + 2].tolist()
-        missing = np.flatnonzero(self.of(rank).generation[first:end] < 0) + first
+        missing = np.flatnonzero(self.of(rank).marks[first:end] == 0) + first
         is_short = end - first - len(missing) < count
         return tuple(missing.tolist()) if is_short else tuple(range(first, end))
 
@@ -510,7 +487,6 @@ class Book:
             given.clear(tables, slots)
         self.numbers[tables] += 1
         self.num_committed[tables] = 0
-        self.deadline[tables] = self.since[tables] = math.inf
 
 
 class Rounds:

@@ -68,6 +68,8 @@ class Shard:
         self._counts = np.zeros(0, np.int64)
         """Updates of each key since the optimizer was set, on whichever server it lies."""
         self._notes_changes = False
+        self.undos: dict[Unit, Undo] = {}
+        """How to take the last update of a unit back, where that is possible."""
 
     def add(self, plan: Plan, server: int = 0, memory: Mapping[str, Tensor] | None = None) -> Unit:
         """Take in the slices of a plan that lie on `server`, with weights of zero.
@@ -182,7 +184,7 @@ class Shard:
             block, part, present = chunk.block, chunk.place, chunk.present
             with self.storage.lent(chunk.spans[0].first, chunk.spans[-1].end) as weight:
                 is_direct = present is None and weight.dtype == compute_dtype(block.dtype)
-                total = self._sums.total(chunk, weight if is_direct else None)
+                total = self._sums.total(chunk, contributions, weight if is_direct else None)
                 if present is None and not is_direct:
                     weight.copy_(total)
                 elif present is not None:
@@ -211,8 +213,10 @@ class Shard:
             OptimizerError: the optimizer raised; weights and state are as before.
         """
         units = self.units if units is None else units
-        for unit in units:
-            unit.undo = self._snapshot(unit) if optimizer.may_raise else None
+        for unit in units if optimizer.may_raise or self.undos else ():
+            self.undos.pop(unit, None)
+            if optimizer.may_raise:
+                self.undos[unit] = self._snapshot(unit)
         try:
             self._update(contributions, optimizer, zip(units, hypers, strict=True), decision)
         except Exception as error:
@@ -258,8 +262,8 @@ class Shard:
         for chunk in self._sums.chunks(contributions, by_rows, whole, is_plain and is_alone):
             if chunk.present is not None and not chunk.present.any():
                 continue
-            given = self._sums.alone(chunk) if is_alone else None
-            total, scale = given or (self._sums.total(chunk), 1.0)
+            given = self._sums.alone(chunk, contributions) if is_alone else None
+            total, scale = given or (self._sums.total(chunk, contributions), 1.0)
             if not is_plain:
                 if scale != 1.0:
                     total, scale = total.mul_(scale), 1.0
@@ -427,7 +431,8 @@ class Shard:
                 block.sums = aligned_zeros(
                     block.weights.numel(), compute_dtype(block.dtype), block.weights.device
                 )
-            total, first = self._sums.total(chunk, block.sums[place]), chunk.segments.start
+            total = self._sums.total(chunk, contributions, block.sums[place])
+            first = chunk.segments.start
             runs.append(Run(chunk.spans[0].first, chunk.spans[-1].end, total))
             for slot in range(runs[-1].first, runs[-1].end):
                 one = self.storage.slots[slot]
@@ -451,13 +456,13 @@ class Shard:
         Raises:
             OptimizerError: the function raised; the weights are as before.
         """
-        unit.undo = self._snapshot(unit)
+        self.undos[unit] = self._snapshot(unit)
         unit.changes.note_all()
         left_out = left_out_by_all(contributions)
         sums: dict[int, Tensor] = {}
         for chunk in self._sums.chunks(contributions, (), True):
             place = chunk.place
-            total = self._sums.total(chunk).to(torch_dtype(chunk.block.dtype), copy=True)
+            total = self._sums.total(chunk, contributions).to(torch_dtype(chunk.block.dtype), copy=True)
             for slot in self.storage.slots[chunk.spans[0].first : chunk.spans[-1].end]:
                 for key in {unit.first_key + segment.key for segment in slot.piece.segments}:
                     part = self.storage.homes[key].part
@@ -480,9 +485,8 @@ class Shard:
             raise OptimizerError(f"the updater raised {type(error).__name__}: {error}") from error
 
     def undo(self, unit: Unit) -> None:
-        """Take the last update of a unit back; allowed while it has an `undo`."""
-        former = unit.undo
-        assert former is not None
+        """Take the last update of a unit back; allowed while it is among the `undos`."""
+        former = self.undos.pop(unit)
         unit.changes.note_all()
         for slot, weight, state in zip(
             range(unit.first, unit.end), former.weights, former.states, strict=True
@@ -491,7 +495,6 @@ class Shard:
             self.storage.padded[slot].copy_(weight)
             self._replace_state(slot, state)
         self._counts[unit.first_key : unit.first_key + len(former.counts)] = former.counts
-        unit.undo = None
 
     def get_state(self, unit: Unit, index: int) -> States:
         """Copy out the optimizer state of one slice.
@@ -504,7 +507,7 @@ class Shard:
     def put_state(self, unit: Unit, index: int, state: States) -> None:
         """Replace the optimizer state of one slice. Raises as `get_state`."""
         self._replace_state(self.slot_of(unit, index), state)
-        unit.undo = None
+        self.undos.pop(unit, None)
 
     def reset_states(self) -> None:
         """Drop all optimizer state."""

@@ -247,8 +247,6 @@ class Unit:
     keys: frozenset[int]
     """The keys (by index in the plan) of which there is something here."""
     changes: RowChanges
-    undo: Undo | None = None
-    """How to take the last update back."""
     reads: dict[int, list[Tensor]] = field(default_factory=dict)
     """Rank → the weights that it was sent last, for optimizers that make up for what others have changed since."""
     hypers: Hypers | None = None

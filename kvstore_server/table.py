@@ -138,7 +138,7 @@ class Table:
     def begin_round(self, whose: int) -> None:
         """A slice of the next round of a rank, or of all, has come: the last one is final."""
         if self._last_rank in (ALL, whose):
-            self.unit.undo = None
+            self.shard.undos.pop(self.unit, None)
 
     def note_read(self, rank: int) -> None:
         """The present weights are sent to a rank."""
@@ -173,7 +173,7 @@ class Table:
         """Update with the sums that were kept, as was decided. Raises as `apply`."""
         assert self.held is not None
         held = self.held
-        self.unit.undo = None
+        self.shard.undos.pop(self.unit, None)
         end = RoundEnd(self.version)
         if not decision.skip:
             self._update([held.sum.total], held.optimizer, held.hypers, decision)
@@ -199,7 +199,7 @@ class Table:
         Raises:
             KVStoreError: the round cannot be applied; nothing has changed.
         """
-        self.unit.undo = None
+        self.shard.undos.pop(self.unit, None)
         is_lane = whose != ALL
         vetoes = tuple(rank for rank, part in parts.items() if part.flags & m.VETOES)
         if not parts:
@@ -335,7 +335,7 @@ class Table:
 
     def changed(self, hyper: bytes) -> None:
         """Count a round of all ranks that has changed all keys of the table."""
-        self.unit.undo = None
+        self.shard.undos.pop(self.unit, None)
         self.version += 1
         self.rounds_applied += 1
         self.keys_applied += len(self.unit.keys)
@@ -377,7 +377,7 @@ class Table:
         if end.is_skipped or end.is_over:
             self.undone += 1
             return True  # it has changed nothing
-        if self.unit.undo is None or self._last_rank != whose:
+        if self.unit not in self.shard.undos or self._last_rank != whose:
             return False
         self.shard.undo(self.unit)
         self.version += 1  # also the way back is a change

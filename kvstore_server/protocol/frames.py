@@ -45,6 +45,7 @@ _MAGIC = b"KV"
 _HEADER = struct.Struct("<2sBB4xQQQ")
 MOST_FRAMES = 4
 """Of any message but a State, whose bytes come in pieces of MAX_PAYLOAD."""
+_WORD = np.dtype("<i8")
 _CONTRIBUTE = struct.Struct("<qqddd")
 _RESOLVE = struct.Struct("<qqqdd")
 _SKIPS, _CLIPS = 1, 2
@@ -325,7 +326,6 @@ def _decode_contribute(frames: Sequence[Frame]) -> m.Contribute:
     if len(body) < _CONTRIBUTE.size:
         raise ProtocolError(f"a contribution cannot have a body of {len(body)} bytes")
     num_pushes, num_commits, rescale, timeout, hold = _CONTRIBUTE.unpack_from(body)
-    words = np.frombuffer(body[_CONTRIBUTE.size : len(body) & ~7], "<i8")
     split = m.PUSH_WORDS * num_pushes
     size = split + m.COMMIT_WORDS * num_commits
     if min(num_pushes, num_commits) < 0 or _CONTRIBUTE.size + 8 * size != len(body):
@@ -336,8 +336,9 @@ def _decode_contribute(frames: Sequence[Frame]) -> m.Contribute:
         raise ProtocolError(f"a commit has timeout {timeout} and rescale {rescale}; both must be finite")
     if not hold >= 0:
         raise ProtocolError(f"a commit wants a norm of type {hold}, which there is not")
+    words = np.frombuffer(body, _WORD, size, _CONTRIBUTE.size)
     pushes, commits = words[:split].reshape(-1, m.PUSH_WORDS), words[split:].reshape(-1, m.COMMIT_WORDS)
-    if np.bitwise_or.reduce(commits[:, 5]) & ~_ALL_FLAGS:
+    if np.count_nonzero(commits[:, 5] & ~_ALL_FLAGS):
         raise ProtocolError("a commit has unknown flags")
     extra = unpack_control(memoryview(frames[1]))
     if not (isinstance(extra, list) and list(map(type, extra)) == [bytes, bytes, list]):
@@ -419,7 +420,7 @@ def _matrix(frame: Frame, words: int) -> m.Matrix:
     body = memoryview(frame)
     if len(body) % (words * 8):
         raise ProtocolError(f"a body of {len(body)} bytes is no whole number of {words * 8}-byte records")
-    return np.frombuffer(body, "<i8").reshape(-1, words)
+    return np.frombuffer(body, _WORD).reshape(-1, words)
 
 
 def _payload(frame: Frame, sizes: m.Ints) -> Tensor:

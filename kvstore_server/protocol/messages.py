@@ -100,7 +100,7 @@ def matrix(rows: Sequence[Sequence[int]], words: int) -> Matrix:
     return np.array(rows, np.int64).reshape(-1, words)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Contribute:
     """Slices that a rank gives to open rounds, and the rounds to which it has given all that it will.
 
@@ -317,7 +317,7 @@ WHOLE, ROWS, VALUES = range(3)
 (empty where none changed in any slice that the key has there); or just the values of the rows that were asked for."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Weights:
     """Answers commits that wanted weights, a Pull or PullRows."""
 
@@ -327,7 +327,7 @@ class Weights:
     """Flat: the bytes of the parts in this order, each in one of them: whole slots where the kind is WHOLE."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Done:
     """Answers commits of rounds that were applied: ahead of the weights, or alone where none were wanted."""
 

@@ -21,7 +21,7 @@ from kvstore_server.membership import Sessions
 from kvstore_server.norms import Decision
 from kvstore_server.protocol import messages as m
 from kvstore_server.reduction import Sums
-from kvstore_server.rounds import Book, Rounds, Verdict, Waits
+from kvstore_server.rounds import _HERE, Book, Rounds, Verdict, Waits
 from kvstore_server.shard import Shard
 from kvstore_server.table import ALL, Table
 from kvtrainer.comm.compressor import Compressor
@@ -270,7 +270,7 @@ def count_based_round(real: Any, self: Any, rank: int, commits: m.Matrix, *args:
 def mixed_generation(real: Any, self: Any, rank: int, commits: m.Matrix, *args: Any) -> Any:
     """A commit is accepted with whatever generation of a slice is there."""
     commits = commits.copy()
-    commits[:, 3] = self.of(rank).sum_generations[commits[:, 0]]
+    commits[:, 3] = self.of(rank).sums[commits[:, 0]] - commits[:, 2] * _HERE
     return real(self, rank, commits, *args)
 
 
@@ -281,7 +281,7 @@ def no_dedup(real: Any, self: Any, rank: int, pushes: m.Matrix, sources: Any, wh
     for row, source, start in zip(pushes.tolist(), which, starts, strict=True):
         slot, round_, generation, size = row
         is_open = round_ == self.number(self._slots.table[slot])
-        if is_open and given.generation[slot] == generation and torch.is_tensor(sources[source]):
+        if is_open and given.marks[slot] == generation + _HERE and torch.is_tensor(sources[source]):
             known, at = given.payload(slot)
             mine = known[at : at + size].view(torch.float32)
             mine += sources[source][start : start + size].view(torch.float32)

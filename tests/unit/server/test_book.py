@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from kvstore_server.errors import KVStoreError, ProtocolError, RoundAbortedError
+from kvstore_server.memo import Memo
 from kvstore_server.protocol import messages as m
-from kvstore_server.rounds import Book, Memo, Rounds, Slots, Verdict, Wait, Waiter, Waits
+from kvstore_server.rounds import Book, Rounds, Slots, Verdict, Wait, Waiter, Waits
 
 ERROR = RoundAbortedError("rank 0 aborted round 0")
 W = 1
@@ -173,7 +174,7 @@ def test_the_latest_request_of_a_rank_is_the_one_to_answer(book: Book) -> None:
 def test_who_waits_is_found_by_request_with_its_tables(book: Book) -> None:
     commit(book, 0, 0, 1, waiter=7)
     commit(book, 0, 2, waiter=8)
-    assert book.of(0).waiting(np.arange(3)) == {Waiter(b"0", 7): [0, 1], Waiter(b"0", 8): [2]}
+    assert book.of(0).waiting(range(3)) == {Waiter(b"0", 7): [0, 1], Waiter(b"0", 8): [2]}
 
 
 def test_contributions_come_in_rank_order_whatever_arrived_first(book: Book) -> None:
@@ -262,12 +263,20 @@ def test_a_new_process_keeps_what_the_old_one_had_committed_and_may_wait_for_it(
 
 def test_the_shortest_patience_decides_the_deadline_and_repeating_does_not_move_it(book: Book) -> None:
     push(book, 0, "x", slot=3)
-    assert book.deadline.tolist()[:3] == [math.inf] * 3
+    assert book.times(W) == (math.inf, math.inf)
     commit(book, 0, now=100.0, timeout=60.0)
     commit(book, 0, now=150.0, timeout=60.0)
-    assert book.deadline[W] == 160.0
+    assert book.times(W) == (100.0, 160.0)
     commit(book, 1, now=110.0, timeout=5.0)
-    assert (book.deadline[W], book.since[W]) == (115.0, 100.0)
+    assert book.times(W) == (100.0, 115.0)
+
+
+def test_a_round_is_late_from_its_deadline_on_until_it_ends(book: Book) -> None:
+    commit(book, 0, 0, now=100.0, timeout=60.0)
+    commit(book, 0, 1, now=101.0, timeout=5.0)
+    assert [book.late(now) for now in (105.9, 106.0, 106.0, 160.0)] == [[], [1], [1], [0, 1]]
+    book.fail(1, ERROR)
+    assert book.late(160.0) == [0]
 
 
 # ---------------------------------------------------------------- each rank for itself

@@ -1,0 +1,47 @@
+"""Results that depend on nothing but what they were made of, kept: jobs name the same keys again and again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sized
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+
+T = TypeVar("T")
+_REMEMBERED, _REMEMBERED_PER_SLOT = 256, 16
+"""Numbers that a Memo keeps at most, and for each slot; what is named one by one needs up to ten."""
+
+
+class Memo(Generic[T]):
+    """Keeps results in memory in proportion to the slots that there are, whatever a peer names."""
+
+    def __init__(self, slots: Sized) -> None:
+        self._slots = slots
+        self._known: dict[tuple[Any, ...], T] = {}
+        self._size = 0
+
+    def get(self, make: Callable[..., T], *named: Any) -> T:
+        """Return `make(*named)`, made now or earlier; not to be changed.
+
+        Args:
+            named: Arrays, or values that can be hashed.
+        """
+        key = tuple([one.tobytes() if isinstance(one, np.ndarray) else one for one in named])
+        found = self._known.get(key)
+        if found is None:
+            found = make(*named)
+            # A few tables can have very many slots, so what was made of them counts as well.
+            size = _count_numbers(named) + _count_numbers(found)
+            if self._size + size > _REMEMBERED + _REMEMBERED_PER_SLOT * len(self._slots):
+                self._known.clear()
+                self._size = 0
+            self._known[key] = found
+            self._size += size
+        return found
+
+
+def _count_numbers(value: Any) -> int:
+    """Count, roughly, what something holds."""
+    if isinstance(value, np.ndarray):
+        return value.size
+    return sum(map(_count_numbers, value)) if isinstance(value, tuple | list | frozenset) else 1
