@@ -140,6 +140,13 @@ class Engine:
         """Bytes that are promised to namespaces."""
         return self.budget.used
 
+    def is_session(self, peer: bytes, token: int) -> bool:
+        """Whether the socket `peer` belongs to the open session of that token."""
+        try:
+            return self._sessions.find(peer, token).token == token
+        except KVStoreError:
+            return False
+
     def handle(self, peer: bytes, request: m.Request, now: float) -> list[m.Outgoing]:
         """Take one request of `peer` at time `now` (seconds, monotonic); return what to send, to whom."""
         waiter, body = Waiter(peer, request.number), request.body

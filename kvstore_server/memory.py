@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -32,6 +33,18 @@ def memory_limit(cgroup_limit: Path = _CGROUP_LIMIT) -> int:
         return min(total, int(cgroup_limit.read_text()))
     except (OSError, ValueError):  # not in a container, or one without a limit: "max"
         return total
+
+
+def available_memory(cgroup: Path = _CGROUP_LIMIT.parent, meminfo: Path = Path("/proc/meminfo")) -> int:
+    """Return the bytes that can still be used, of the machine and of the container; 0 where nobody says it."""
+    found = [0]
+    with suppress(OSError, ValueError, StopIteration):
+        line = next(line for line in meminfo.read_text().splitlines() if line.startswith("MemAvailable:"))
+        found = [1024 * int(line.split()[1])]
+    with suppress(OSError, ValueError):  # not in a container, or one without a limit: "max"
+        used = int((cgroup / "memory.current").read_text())
+        found.append(int((cgroup / "memory.max").read_text()) - used)
+    return max(min(found), 0)
 
 
 def return_free_memory() -> None:

@@ -10,7 +10,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import Any, Protocol
 
@@ -18,9 +18,10 @@ import numpy as np
 import zmq
 from torch import Tensor
 
+from kvstore_server.channel import Listener
 from kvstore_server.engine import Engine
 from kvstore_server.errors import ConfigurationError, KVStoreError, to_wire
-from kvstore_server.memory import return_free_memory
+from kvstore_server.memory import available_memory, return_free_memory
 from kvstore_server.namespace import EngineConfig
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import (
@@ -28,6 +29,7 @@ from kvstore_server.protocol.frames import (
     MAX_FRAME,
     MOST_FRAMES,
     SENT_ALONE,
+    Frame,
     LongMessage,
     decode_request,
     encode_reply,
@@ -91,7 +93,13 @@ def make_server(
 ) -> Server:
     """Return a server of a store; it listens. Raises ConfigurationError as `Server`."""
     leases = Leases()
-    return Server(Engine(config, leases, clock), options, leases, clock)
+    engine = Engine(config, leases, clock)
+    try:
+        listener = Listener(config.run, engine.is_session, available_memory)
+    except OSError as error:
+        _log.warning("workers of this host cannot share memory with this server: %s", error)
+        listener = None
+    return Server(engine, options, leases, clock, listener)
 
 
 class Server:
@@ -99,6 +107,7 @@ class Server:
 
     Args:
         leases: Is told which buffers of the service are still being sent.
+        listener: Finds workers of this host, which then send and get messages through shared memory.
 
     Raises:
         ConfigurationError: the address is taken, or not one of this machine.
@@ -110,11 +119,14 @@ class Server:
         options: ServerOptions,
         leases: Leases | None = None,
         clock: Callable[[], float] = time.monotonic,
+        listener: Listener | None = None,
     ) -> None:
         self.service = service
         self._options = options
         self._clock = clock
         self._leases = Leases() if leases is None else leases
+        self._listener = listener
+        self._channels = {} if listener is None else listener.channels
         self._backlog: dict[bytes, Backlog] = {}
         self._budget = _PORTION
         """Bytes that may still be sent in this turn."""
@@ -130,6 +142,10 @@ class Server:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._set_options()
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        if listener is not None:
+            self._poller.register(listener.fileno(), zmq.POLLIN)
         try:
             self._socket.bind(options.bind)
         except zmq.ZMQError as error:
@@ -167,8 +183,12 @@ class Server:
                     break
             timeout = (0.005 if self._budget > 0 else 0.0) if self._backlog else TICK
             self._budget = _PORTION
-            if self._socket.poll(int(timeout * 1000), zmq.POLLIN):
-                self._receive()
+            for ready, _ in self._poller.poll(int(timeout * 1000)):
+                if ready is self._socket:
+                    self._receive()
+                elif self._listener is not None:
+                    for peer, frames in self._listener.receive():
+                        self._answer(peer, frames, None, self._clock(), is_shared=True)
             now = self._clock()
             if now - looked > STANDSTILL or (self._frames and now - self._incoming_since > STANDSTILL):
                 self.service.excuse_silence(now)
@@ -177,6 +197,8 @@ class Server:
             if now >= next_tick:
                 self._send_all(self.service.tick(now))
                 next_tick = now + TICK
+                if self._listener is not None:
+                    self._listener.drop_ended()
                 used, before = self.service.memory_used, used
                 if used < before:  # a job has ended
                     return_free_memory()
@@ -196,6 +218,8 @@ class Server:
         """Give the socket back; replies that are still queued get what is left of the drain timeout to leave."""
         left = self._drain_until - self._clock() if self.service.is_stopping else 0.0
         self._socket.close(linger=int(1000 * max(left, _LAST_WORDS)))
+        if self._listener is not None:
+            self._listener.close()
         self._context.term()
 
     def _set_options(self) -> None:
@@ -228,21 +252,32 @@ class Server:
                 else:
                     self._frames.append(frame)
                 if not frame.more:
-                    self._answer(self._frames, self._long, now)
+                    self._answer(self._frames[0].bytes, self._frames[1:], self._long, now)
                     self._frames, self._long = [], None
                     break
                 if len(self._frames) == 1:
                     self._incoming_since = now
 
-    def _answer(self, frames: Sequence[zmq.Frame], long: LongMessage | None, now: float) -> None:
-        """Let the service answer the message of those frames, the first of which names its sender."""
-        peer = frames[0].bytes
+    def _answer(
+        self,
+        peer: bytes,
+        frames: Sequence[Frame],
+        long: LongMessage | None,
+        now: float,
+        is_shared: bool = False,
+    ) -> None:
+        """Let the service answer the message of those frames."""
         try:
-            request = decode_request(frames[1:]) if long is None else long.request()
+            request = decode_request(frames) if long is None else long.request()
         except KVStoreError as error:
             _log.warning("refused a message: %s", error)
             self._send(peer, m.Reply(0, m.Failed(*to_wire(error))))
         else:
+            body = request.body
+            if is_shared and isinstance(body, m.Contribute) and body.form:
+                # Not just numbers: what is checked now must still hold when it is used.
+                own = tuple(payload.clone() for payload in body.payloads)
+                request = request._replace(body=replace(body, payloads=own))
             self._send_all(self.service.handle(peer, request, now))
 
     def _send_all(self, replies: Iterable[m.Outgoing]) -> None:
@@ -277,8 +312,12 @@ class Server:
 
     def _try_send(self, peer: bytes, reply: m.Reply, frames: Sequence[Any]) -> _Sent:
         payloads = _payloads_of(reply)
+        channel = self._channels.get(peer)
         try:
-            if len(payloads) == 1 and payloads[0].nbytes >= SENT_ALONE:
+            if channel is not None and len(frames) <= MOST_FRAMES:
+                if not channel.send(frames):
+                    return _Sent.LATER
+            elif len(payloads) == 1 and payloads[0].nbytes >= SENT_ALONE:
                 head = [zmq.Frame(frame) for frame in (peer, *frames[:-1])]
                 last = zmq.Frame(frames[-1], track=True, copy=False)
                 self._socket.send_multipart([*head, last], zmq.NOBLOCK, copy=False)
@@ -293,6 +332,10 @@ class Server:
                 raise
             _log.info("a peer went away before its reply")
             return _Sent.NEVER
+        except OSError:  # ended by the worker, which may have others
+            assert self._listener is not None
+            self._listener.drop(peer)
+            return _Sent.LATER
         self._budget -= _LEAST + _OF_PART * len(payloads) + sum(map(len, frames))
         return _Sent.NOW
 
@@ -303,6 +346,8 @@ class Server:
             while waiting.replies and self._budget > 0:
                 sent = self._try_send(peer, *waiting.first())
                 if sent is _Sent.LATER:
+                    if peer in self._channels and self._channels[peer].make_room(waiting.nbytes):
+                        continue
                     break
                 if sent is _Sent.NEVER:
                     self._drop_backlog(peer)

@@ -273,7 +273,7 @@ def _join(job: DmlcJob, rank: int | None, timeout: float, dead_after: float) -> 
             _GROUP, topology.rank, job.num_workers + 1, connect_timeout=timeout, dead_after=dead_after,
             capability=capability(), address=f"{socket.gethostname()}:{os.getpid()}",
         )  # fmt: skip
-        servers = Session(Connection(topology.servers), options, time.monotonic)
+        servers = Session(Connection(topology.servers, transport="tcp"), options, time.monotonic)
         servers.connect()
     except BaseException as error:
         if servers is not None:
@@ -299,7 +299,7 @@ class SchedulerClient:
         self._root = root
         with suppress(ConfigurationError):  # the name may become known while this waits
             root = _numeric(root)
-        self._connection = Connection([root])
+        self._connection = Connection([root], transport="tcp")
         self._number = 0
         self._session = 0
 
@@ -352,7 +352,7 @@ class SchedulerClient:
     def start_heartbeats(self, session: int) -> None:
         """Say from time to time, in a thread, that this process lives; only after it has joined."""
         self._session = session
-        self._connection.start_heartbeats([(0, session)])
+        self._connection.begin([(0, session)])
 
     def leave(self, error: BaseException | None = None) -> None:
         """Say that this process ends, or that it cannot go on, so that nobody waits for it."""

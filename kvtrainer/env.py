@@ -35,6 +35,9 @@ DEAD_AFTER = "KVSTORE_DEAD_AFTER"
 SLOW_AFTER = "KVSTORE_SLOW_AFTER"
 """A wait for other workers that takes longer than this is logged, with their names."""
 
+TRANSPORT = "KVSTORE_TRANSPORT"
+"""How messages travel to servers of the same host."""
+
 DEFAULT_SECONDS = {TIMEOUT: 600.0, CONNECT_TIMEOUT: 30.0, DEAD_AFTER: 20.0, SLOW_AFTER: log_limit.SLOW_AFTER}
 
 _ADDRESS = re.compile(r"(?:tcp://)?(?P<host>[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.%A-Za-z]+\]):(?P<port>[0-9]{1,5})")

@@ -1,12 +1,15 @@
-"""Sockets of a worker: one DEALER per server, and a second one per server for heartbeats.
+"""Sockets of a worker: one DEALER per server, a second one per server for heartbeats, and shared memory on one host.
 
-The only file of the trainer that knows ZeroMQ. A process that was forked from the one that made a connection (a
-DataLoader's worker, say) must leave it alone: sending is refused there, and closing does nothing.
+With a server of the same host all messages but the longest go through a `Channel` as soon as the session is open. Where
+there is none, or it breaks, they go over ZeroMQ, which no other file of the trainer knows. A process that was forked from
+the one that made a connection (a DataLoader's worker, say) must leave it alone: sending is refused there, and closing
+does nothing.
 """
 
 from __future__ import annotations
 
 import heapq
+import logging
 import os
 import threading
 import time
@@ -17,10 +20,22 @@ from typing import Any
 
 import zmq
 
-from kvstore_server.errors import KVStoreError
+from kvstore_server.channel import Channel, connect
+from kvstore_server.errors import ConfigurationError, KVStoreError, ProtocolError
 from kvstore_server.protocol import messages as m
-from kvstore_server.protocol.frames import MAX_FRAME, SENT_ALONE, decode_reply, encode_request
+from kvstore_server.protocol.frames import (
+    MAX_FRAME,
+    MOST_FRAMES,
+    SENT_ALONE,
+    decode_reply,
+    encode_request,
+)
 from kvstore_server.tcp import prepare, routing_id
+
+_log = logging.getLogger(__name__)
+
+TRANSPORTS = ("auto", "shm", "tcp")
+"""How messages travel: through shared memory where that can be, always, or never."""
 
 HEARTBEAT_INTERVAL = 1.0
 """Seconds between two signs of life to every server."""
@@ -36,9 +51,10 @@ class Connection:
         addresses: Of the servers.
         water_mark: How many messages for a server may be on their way; the others queue here, where one of higher
             priority overtakes those of lower ones. 0: all are handed to the network at once, in order.
+        transport: One of TRANSPORTS.
     """
 
-    def __init__(self, addresses: Sequence[str], water_mark: int = 0) -> None:
+    def __init__(self, addresses: Sequence[str], water_mark: int = 0, transport: str = "auto") -> None:
         self.num_servers = len(addresses)
         self._addresses = list(addresses)
         self._pid = os.getpid()
@@ -49,15 +65,20 @@ class Connection:
             _dealer(self._context, address, own, sent=water_mark)
             for address, (own, _) in zip(addresses, self._ids, strict=True)
         ]
-        self._may_queue = water_mark > 0
+        self._transport = transport
+        self._channels: dict[int, Channel] = {}
+        """Of the servers on this host."""
         self._queues: list[list[tuple[int, int, list[Any]]]] = [[] for _ in addresses]
         """For each server a heap of (-priority, number, frames) of what waits for its turn."""
         self._num_sent = 0
-        self._index = {socket: server for server, socket in enumerate(self._sockets)}
+        self._index: dict[Any, int] = {socket: server for server, socket in enumerate(self._sockets)}
+        """Socket, or a channel's descriptor → server."""
         self._poller = zmq.Poller()
         for socket in self._sockets:
             self._poller.register(socket, zmq.POLLIN)
-        self._ready: deque[int] = deque()
+        self._is_watching = False
+        """The poller looks whether something that queues can go out."""
+        self._ready: deque[Any] = deque()
         self._answered: set[int] = set()
         self._heartbeats: _Heartbeats | None = None
         self._is_closed = False
@@ -69,27 +90,33 @@ class Connection:
                 f"this connection belongs to process {self._pid}; process {os.getpid()} was forked from it and "
                 "must make its own"
             )
-        frames = encode_request(request)
-        body = request.body
-        if isinstance(body, m.Contribute) and len(body.payloads) == 1 and len(frames[-1]) >= SENT_ALONE:
-            frames = [zmq.Frame(frame, copy=frame is not frames[-1]) for frame in frames]
         self._num_sent += 1
-        heapq.heappush(self._queues[server], (-priority, self._num_sent, frames))
+        heapq.heappush(self._queues[server], (-priority, self._num_sent, encode_request(request)))
         self._flush(server)
 
     def _flush(self, server: int) -> None:
-        """Hand a server's socket what it takes now, the most urgent messages first."""
+        """Hand over what a server's channel or socket takes now, the most urgent messages first."""
         queue = self._queues[server]
-        while queue:
-            frames = queue[0][2]
-            try:
-                # What is no frame yet is small.
-                self._sockets[server].send_multipart(
-                    frames, zmq.NOBLOCK, copy=not isinstance(frames[0], zmq.Frame)
-                )
-            except zmq.Again:
-                return
+        while queue and self._pass_on(server, queue[0][2]):
             heapq.heappop(queue)
+
+    def _pass_on(self, server: int, frames: list[Any]) -> bool:
+        """Send a message to a server; return whether there was room for it."""
+        channel = self._channels.get(server)
+        if channel is not None and len(frames) <= MOST_FRAMES:
+            try:
+                return channel.send(frames)
+            except OSError as error:
+                self._lose_channel(server, error)
+        if not isinstance(frames[0], zmq.Frame):
+            # A payload that stands alone is sent from where it is.
+            is_long = len(frames) == MOST_FRAMES and len(frames[-1]) >= SENT_ALONE
+            frames[:] = [zmq.Frame(f, copy=not is_long or f is not frames[-1]) for f in frames]
+        try:
+            self._sockets[server].send_multipart(frames, zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return False
+        return True
 
     def receive(self, timeout: float) -> tuple[int, m.Reply] | None:
         """Wait up to `timeout` seconds for a reply of any server; meanwhile what queues for them goes out."""
@@ -98,24 +125,56 @@ class Connection:
         deadline = time.monotonic() + timeout
         while True:
             while self._ready:
-                # One message of each socket that has some, in turn, so that no server is starved.
-                server = self._ready.popleft()
-                with suppress(zmq.Again):
-                    frames = self._sockets[server].recv_multipart(zmq.NOBLOCK, copy=False)
+                # One message of each that has some, in turn, so that no server is starved.
+                ready = self._ready.popleft()
+                server = self._index.get(ready)
+                frames = None if server is None else self._frames_of(server, ready)
+                if server is not None and frames is not None:
                     self._answered.add(server)
                     return server, decode_reply(frames)
             pause = deadline - time.monotonic()
-            if self._may_queue:
-                for socket, queue in zip(self._sockets, self._queues, strict=True):
-                    self._poller.modify(socket, zmq.POLLIN | (zmq.POLLOUT if queue else 0))
-            for socket, event in self._poller.poll(max(0, int(1000 * pause))):
-                server = self._index[socket]
-                if event & zmq.POLLOUT:
-                    self._flush(server)
-                if event & zmq.POLLIN:
-                    self._ready.append(server)
+            if self._is_watching or any(self._queues):
+                self._watch_queues()
+            for ready, event in self._poller.poll(max(0, int(1000 * pause))):
+                if event & zmq.POLLOUT and ready in self._index:
+                    self._flush(self._index[ready])
+                if event & ~zmq.POLLOUT:
+                    self._ready.append(ready)
             if not self._ready and pause <= 0:
                 return None
+
+    def _frames_of(self, server: int, ready: Any) -> list[Any] | None:
+        """Return the frames of a message that the socket, or the channel, of a server has for us."""
+        if not isinstance(ready, int):
+            with suppress(zmq.Again):
+                frames: list[Any] = ready.recv_multipart(zmq.NOBLOCK, copy=False)
+                return frames
+            return None
+        try:
+            found = self._channels[server].receive()
+        except (OSError, ProtocolError) as error:
+            self._lose_channel(server, error)
+            return None
+        if found is None:
+            self._flush(server)  # the server may have given room
+        else:
+            self._ready.append(ready)  # there may be more
+        return found
+
+    def _watch_queues(self) -> None:
+        """Have the poll end when something that queues can go out; ask for room where that is what is missing."""
+        self._is_watching = False
+        for server, queue in enumerate(self._queues):
+            channel = self._channels.get(server)
+            is_waiting = bool(queue)
+            if channel is not None:
+                if queue:
+                    channel.make_room(sum(len(frame) for _, _, frames in queue for frame in frames))
+                is_waiting = bool(queue) and channel.is_full
+                self._poller.modify(channel, zmq.POLLIN | (zmq.POLLOUT if is_waiting else 0))
+                is_waiting = bool(queue) and len(queue[0][2]) > MOST_FRAMES
+            self._poller.modify(self._sockets[server], zmq.POLLIN | (zmq.POLLOUT if is_waiting else 0))
+            self._is_watching |= bool(queue)
 
     def describe(self, server: int) -> str:
         return f"server {server} ({self._addresses[server]})"
@@ -126,9 +185,42 @@ class Connection:
     def sockets(self, server: int) -> tuple[bytes, ...]:
         return self._ids[server]
 
-    def start_heartbeats(self, sessions: Sequence[tuple[int, int]]) -> None:
+    def begin(self, sessions: Sequence[tuple[int, int]]) -> None:
+        """Share memory with the servers of this host, and begin to send signs of life to all.
+
+        Raises:
+            ConfigurationError: the transport is "shm", and some server is not on this host.
+        """
+        for server, (run, session) in enumerate(sessions if self._transport != "tcp" else ()):
+            try:
+                channel = connect(run, session, self._ids[server][0])
+            except OSError as error:
+                self._go_without_memory(server, error)
+            else:
+                self._channels[server] = channel
+                self._index[channel.fileno()] = server
+                self._poller.register(channel, zmq.POLLIN)
         places = [(address, own) for address, (_, own) in zip(self._addresses, self._ids, strict=True)]
         self._heartbeats = _Heartbeats(self._context, places, sessions)
+
+    def _go_without_memory(self, server: int, error: OSError) -> None:
+        """Go on over TCP with a server that shares no memory, if that is allowed; say so where it is on this host."""
+        if self._transport == "shm":
+            raise ConfigurationError(
+                f"{self.describe(server)} cannot share memory with this process: {error}; is it on this host, and does "
+                "it belong to the same user? (KVSTORE_TRANSPORT=auto goes over tcp where it cannot)"
+            )
+        level = logging.WARNING if "//127." in self._addresses[server] else logging.DEBUG
+        _log.log(level, "messages to %s go over tcp, not through memory: %s", self.describe(server), error)
+
+    def _lose_channel(self, server: int, error: Exception) -> None:
+        """Go on over TCP with a server; what was lost with the channel will be asked for again."""
+        channel = self._channels.pop(server)
+        _log.warning("messages to %s go over tcp from now on: %s", self.describe(server), error)
+        del self._index[channel.fileno()]
+        self._poller.unregister(channel)
+        channel.close()
+        self._flush(server)
 
     def close(self) -> None:
         if self._is_closed or os.getpid() != self._pid:
@@ -141,13 +233,20 @@ class Connection:
                 self._drain(server)
             # What was meant for a server that never answered is not worth waiting for.
             socket.close(linger=_LINGER_MS if server in self._answered else 0)
+        for channel in self._channels.values():
+            channel.close()
         self._context.term()
 
     def _drain(self, server: int) -> None:
         """Give what still queues for a server a moment to leave."""
         deadline = time.monotonic() + _LINGER_MS / 1000
         while self._queues[server] and time.monotonic() < deadline:
-            if self._sockets[server].poll(100, zmq.POLLOUT):
+            channel = self._channels.get(server)
+            poller = zmq.Poller()
+            poller.register(channel or self._sockets[server], zmq.POLLIN if channel else zmq.POLLOUT)
+            if poller.poll(100):
+                if channel is not None:
+                    self._frames_of(server, channel.fileno())
                 self._flush(server)
 
 

@@ -51,7 +51,7 @@ class Loopback:
     def sockets(self, server: int) -> tuple[bytes, ...]:
         return (self._peer,)
 
-    def start_heartbeats(self, sessions: Sequence[tuple[int, int]]) -> None:
+    def begin(self, sessions: Sequence[tuple[int, int]]) -> None:
         """Not needed: this process cannot outlive itself."""
 
     def last_sign(self, server: int) -> float:

@@ -64,8 +64,12 @@ class Transport(Protocol):
     def sockets(self, server: int) -> tuple[bytes, ...]:
         """Routing ids of all sockets from which a server hears this process."""
 
-    def start_heartbeats(self, sessions: Sequence[tuple[int, int]]) -> None:
-        """Begin to tell every server, from time to time, that this process is alive: (run, session) each."""
+    def begin(self, sessions: Sequence[tuple[int, int]]) -> None:
+        """Begin what needs open sessions: every server is told from time to time that this process is alive.
+
+        Args:
+            sessions: (run, session) of each server.
+        """
 
     def last_sign(self, server: int) -> float:
         """When a server last answered such a message; on the clock of the session, 0 if it never did."""
@@ -166,7 +170,7 @@ class Session:
                 refusals.append(error)
         if refusals:
             raise refusals[0]
-        self._transport.start_heartbeats(self._tokens)
+        self._transport.begin(self._tokens)
 
     def _say_hello(self, server: int) -> None:
         o = self.options

@@ -110,7 +110,7 @@ def test_no_socket_has_heartbeats_of_zeromq_and_the_system_watches_both_ends_of_
     monkeypatch.setattr(zmq.Socket, "setsockopt", noting)
     server = make_server(EngineConfig(), ServerOptions())
     worker = connection.Connection([server.endpoint])
-    worker.start_heartbeats([(1, 1)])
+    worker.begin([(1, 1)])
     ports = {urlsplit(server.endpoint).port}
 
     def are_all_limited() -> bool:  # ZeroMQ sets them a moment after it has accepted a connection

@@ -75,7 +75,7 @@ class Scripted:
     def sockets(self, server: int) -> tuple[bytes, ...]:
         return (b"socket to %d" % server,)
 
-    def start_heartbeats(self, sessions: Sequence[tuple[int, int]]) -> None:
+    def begin(self, sessions: Sequence[tuple[int, int]]) -> None:
         self.heartbeats = list(sessions)
 
     def last_sign(self, server: int) -> float:

@@ -1,0 +1,516 @@
+"""Messages between a worker and a server of one host: bytes in shared memory, and a Unix socket that says where.
+
+The server makes and seals the memory of both directions, so that no peer can make it shrink while the other reads it,
+and gives the worker its descriptors. Nothing has a name in a file system, so nothing is left behind however a process
+ends.
+
+A frame of some size is copied into the sender's memory, and lies there until the receiver has told, with a message of
+its own, that nobody reads it any more. Where there is no place left, the server makes more memory, by itself or because
+the worker asks for it; if the machine has none, the receiver copies what comes, so that little memory is enough.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import mmap
+import os
+import select
+import socket
+import struct
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore_server.errors import ProtocolError
+from kvstore_server.protocol.frames import MAX_FRAME, MOST_FRAMES, Frame
+
+_log = logging.getLogger(__name__)
+
+Bytes = npt.NDArray[np.uint8]
+
+LEAST_MEMORY = 4 << 20
+"""Bytes of each direction at first. Pages take no memory before they are written."""
+_INLINE = 2048
+"""Frames of up to so many bytes go through the socket."""
+_LINE = 64
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_HEAD = struct.Struct("<BBHIQ")
+"""Kind; whether frames must be copied; numbers of frames and of places given back; another number."""
+_MESSAGE, _ATTACH, _ROOM, _REQUESTS, _REPLIES = range(5)
+"""Frames; a worker's session; room for so many bytes is wanted; memory for requests from now on; for replies."""
+_NUMBER = 40
+"""A place is named by its offset and, from this bit on, the number of the memory in which it is."""
+_MOST_GIVEN_BACK = 1024
+_DATAGRAM = 8 * _MOST_GIVEN_BACK + (MOST_FRAMES + 1) * (16 + _INLINE)
+_BURST = 64
+"""Messages that are taken from one worker before it is another one's turn."""
+_STRANGERS = 128
+_CONNECT_TIMEOUT = 5.0
+_CREDENTIALS = struct.Struct("iII")
+
+
+class Arena:
+    """Memory of a descriptor, which is closed; the mapping keeps the memory.
+
+    Args:
+        number: Tells it from the memory that had the same purpose before.
+    """
+
+    def __init__(self, fd: int, number: int = 0) -> None:
+        try:
+            self.nbytes = os.fstat(fd).st_size
+            self._map = mmap.mmap(fd, self.nbytes)
+        finally:
+            os.close(fd)
+        self.number = number
+        self.bytes: Bytes = np.frombuffer(self._map, np.uint8)
+
+
+def make_memory(nbytes: int) -> int:
+    """Return a descriptor of memory whose size nobody can change. Raises OSError where the system has none."""
+    fd = os.memfd_create("kvstore", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, nbytes)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+class Places:
+    """Gives out places of an arena in a circle; they come back in any order."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.used = 0
+        """Bytes that are given, or not yet free because older ones are."""
+        self._nbytes = nbytes
+        self._given: deque[tuple[int, int]] = deque()
+        """(begin, end), the oldest first; some have come back."""
+        self._back: set[int] = set()
+
+    def take(self, nbytes: int) -> int | None:
+        """Return where a place of so many bytes begins; None where there is none.
+
+        There is one if it and all that is given make up less than half of the memory.
+        """
+        size = -(-nbytes // _LINE) * _LINE
+        begin, end = 0, self._nbytes
+        if self._given:
+            oldest, begin = self._given[0][0], self._given[-1][1]
+            if begin <= oldest:
+                end = oldest
+            elif begin + size > self._nbytes // 2 and size <= oldest:
+                begin, end = 0, oldest  # the first half is used again and again, the second takes no memory
+        if begin + size > end:
+            return None
+        self._given.append((begin, begin + size))
+        self.used += size
+        return begin
+
+    def undo(self) -> None:
+        """Take the last place back."""
+        begin, end = self._given.pop()
+        self.used -= end - begin
+
+    def give_back(self, place: int) -> None:
+        """Note that a place is not read any more."""
+        self._back.add(place)
+        while self._given and self._given[0][0] in self._back:
+            begin, end = self._given.popleft()
+            self._back.remove(begin)
+            self.used -= end - begin
+        if len(self._back) > len(self._given):  # the peer names places that it does not have
+            self._back.intersection_update([begin for begin, _ in self._given])
+
+
+class Channel:
+    """One end of the connection between a worker and a server. Never blocks; not thread-safe.
+
+    Args:
+        end: A connected Unix socket that keeps the boundaries of messages.
+        sends: Memory for what this end sends.
+        reads: Memory of what it gets.
+        make: On the server, makes memory for so many bytes and returns its descriptor, or None where it has none.
+    """
+
+    def __init__(
+        self, end: socket.socket, sends: Arena, reads: Arena, make: Callable[[int], int | None] | None = None
+    ) -> None:
+        end.setblocking(False)
+        self._end = end
+        self._sends, self._places = sends, Places(sends.nbytes)
+        self._reads = {reads.number: reads}
+        self._make = make
+        self.is_full = False
+        """The socket took no more when it was last given something."""
+        self._has_asked = False
+        self._is_tight = False
+        """There is no more memory, so the peer must not keep what it gets."""
+        self._lent: dict[int, weakref.ref[Bytes]] = {}
+        """Place → the frame there that somebody still reads."""
+        self._returned: list[int] = []
+        """Places that nobody reads any more, which the peer has yet to be told."""
+        self._is_returning = False
+        """The peer waits for them."""
+        self._buffer = memoryview(bytearray(_DATAGRAM))
+
+    def fileno(self) -> int:
+        return self._end.fileno()
+
+    def close(self) -> None:
+        """End the connection; frames that somebody has stay readable."""
+        self._end.close()
+
+    def send(self, frames: Sequence[Frame]) -> bool:
+        """Send a message, if there is room for it now; return whether there was. Raises OSError if the peer is gone."""
+        table: list[int] = []
+        inline: list[Frame] = []
+        places, number = self._places, self._sends.number << _NUMBER
+        num_taken, is_sent = 0, False
+        for frame in frames:
+            nbytes, place = len(frame), -1
+            if nbytes > _INLINE:
+                begin = places.take(nbytes)
+                if begin is None:
+                    break
+                num_taken += 1
+                self._sends.bytes[begin : begin + nbytes] = np.frombuffer(frame, np.uint8)
+                place = begin | number
+            else:
+                inline.append(frame)
+            table += nbytes, place
+        else:
+            is_sent = self._put(_MESSAGE, table, inline)
+        for _ in range(0 if is_sent else num_taken):
+            places.undo()
+        return is_sent
+
+    def receive(self) -> list[Frame] | None:
+        """Return the frames of the next message; None where none has come.
+
+        The last frame of data is the peer's memory until the last reference to it is gone; the others are copies.
+
+        Raises:
+            OSError: the peer is gone.
+            ProtocolError: it has sent what cannot be understood.
+        """
+        while True:
+            try:
+                data, fds = self._take()
+            except BlockingIOError:
+                if self._is_returning or len(self._returned) > _MOST_GIVEN_BACK:
+                    self._is_returning = self._is_returning and not self._put(_MESSAGE, (), ())
+                return None
+            try:
+                if not data:
+                    raise ConnectionResetError("the other end was closed")
+                frames = self._read(data, fds)
+            except (struct.error, ValueError, IndexError, KeyError) as error:
+                raise ProtocolError(f"a message in shared memory cannot be read: {error!r}") from None
+            finally:
+                for fd in fds:
+                    os.close(fd)
+            if frames:
+                return frames
+
+    def make_room(self, nbytes: int) -> bool:
+        """Make room for so many bytes more, or ask the server for it; return whether there is some now."""
+        wanted = 2 * (self._places.used + nbytes)
+        if self._is_tight or self._has_asked or wanted < self._sends.nbytes:
+            return False
+        if self._make is None:
+            self._has_asked = self._put(_ROOM, (), (), wanted)
+            return False
+        fd = self._make(wanted)
+        if fd is None:
+            self._is_tight = True
+            return False
+        if not self._put(_REPLIES, (), (), self._sends.number + 1, fd):
+            os.close(fd)
+            return False
+        self._send_from(fd)
+        return True
+
+    def _send_from(self, fd: int) -> None:
+        self._sends = Arena(fd, self._sends.number + 1)
+        self._places = Places(self._sends.nbytes)
+
+    def _put(
+        self, kind: int, table: Sequence[int], inline: Sequence[Frame], value: int = 0, fd: int | None = None
+    ) -> bool:
+        """Send a datagram, with what the peer may use again; return whether the socket took it."""
+        returned = self._returned[:_MOST_GIVEN_BACK]
+        head = _HEAD.pack(kind, self._is_tight, len(table) // 2, len(returned), value)
+        numbers = struct.pack(f"<{len(returned) + len(table)}q", *returned, *table)
+        try:
+            if fd is None:
+                self._end.sendmsg([head, numbers, *inline])
+            else:
+                socket.send_fds(self._end, [head, numbers], [fd])
+        except BlockingIOError:
+            self.is_full = True
+            return False
+        self.is_full = False
+        del self._returned[: len(returned)]
+        return True
+
+    def _take(self) -> tuple[memoryview, list[int]]:
+        """Return a datagram, and the descriptors that came with it; none are taken from a worker."""
+        if self._make is not None:
+            return self._buffer[: self._end.recv_into(self._buffer)], []
+        size, ancillary, _, _ = self._end.recvmsg_into([self._buffer], socket.CMSG_SPACE(4))
+        return self._buffer[:size], _descriptors(ancillary)
+
+    def _read(self, data: memoryview, fds: list[int]) -> list[Frame]:
+        """Return the frames of a datagram; do what another one says."""
+        kind, must_copy, num_frames, num_returned, value = _HEAD.unpack_from(data)
+        numbers = struct.unpack_from(f"<{num_returned + 2 * num_frames}q", data, _HEAD.size)
+        for place in numbers[:num_returned]:
+            if place >> _NUMBER == self._sends.number:
+                self._places.give_back(place & ~(-1 << _NUMBER))
+        if kind == _MESSAGE:
+            self._is_returning |= bool(must_copy)
+            table = numbers[num_returned:]
+            return self._frames(table, data[_HEAD.size + 8 * len(numbers) :], bool(must_copy))
+        if kind == _ROOM and self._make is not None:
+            self._grant(value)
+        elif kind == _REQUESTS and self._make is None:
+            self._has_asked = False
+            self._is_tight = not fds
+            if fds:
+                self._send_from(fds.pop())
+        elif kind == _REPLIES and self._make is None and fds:
+            self._reads = {value: Arena(fds.pop(), value)}
+        else:
+            raise ValueError(f"a datagram of kind {kind}")
+        return []
+
+    def _grant(self, nbytes: int) -> None:
+        """Give a worker other memory for its requests, or tell it that there is none."""
+        assert self._make is not None
+        fd, number = self._make(nbytes), max(self._reads) + 1
+        if not self._put(_REQUESTS, (), (), number, fd):
+            if fd is not None:
+                os.close(fd)
+            raise ValueError("a worker that asks for memory and does not read the answer")
+        if fd is not None:
+            self._reads[number] = Arena(fd, number)
+
+    def _frames(self, table: Sequence[int], inline: memoryview, must_copy: bool) -> list[Frame]:
+        frames: list[Frame] = []
+        num_frames = len(table) // 2
+        for at in range(num_frames):
+            nbytes, place = table[2 * at : 2 * at + 2]
+            if not 0 <= nbytes <= (MAX_FRAME if place >= 0 else len(inline)):
+                raise ValueError(f"a frame of {nbytes} bytes")
+            if place < 0:
+                frames.append(memoryview(bytearray(inline[:nbytes])))
+                inline = inline[nbytes:]
+            else:
+                # The last frame of data holds numbers alone. All others are checked first, and then used: by then
+                # the peer could have changed them.
+                is_numbers = at == num_frames - 1 >= 2
+                frames.append(self._lend(nbytes, place, must_copy or not is_numbers))
+        return frames
+
+    def _lend(self, nbytes: int, place: int, must_copy: bool) -> Frame:
+        """Return the bytes of a place, which is given back when they are not referred to any more."""
+        number, begin = place >> _NUMBER, place & ~(-1 << _NUMBER)
+        arena = self._reads[number]
+        if begin + nbytes > arena.nbytes:
+            raise ValueError(f"a frame of {nbytes} bytes at {begin} of {arena.nbytes}")
+        if number > min(self._reads):
+            self._reads = {number: arena}  # the peer will not use what it had before
+        found = arena.bytes[begin : begin + nbytes]
+        if must_copy:
+            self._returned.append(place)
+            return bytearray(found)
+        self._lent[place] = weakref.ref(found, partial(self._give_back, place))
+        return found
+
+    def _give_back(self, place: int, _: weakref.ref[Bytes]) -> None:
+        del self._lent[place]
+        self._returned.append(place)
+
+
+def connect(run: int, token: int, own: bytes) -> Channel:
+    """Open a channel to the server of that run, if it is on this host, for the session of that token.
+
+    Blocks for a few seconds at most.
+
+    Args:
+        own: The routing id of the worker's socket, which the session knows.
+
+    Raises:
+        OSError: there is no such server here, or it does not know the session.
+    """
+    end = _socket()
+    try:
+        end.settimeout(_CONNECT_TIMEOUT)
+        end.connect(_name(run))
+        _check_user(end)
+        end.sendmsg([_HEAD.pack(_ATTACH, 0, 0, 0, token), own])
+        _, fds, _, _ = socket.recv_fds(end, _HEAD.size, 2)
+        if len(fds) != 2:
+            raise ConnectionRefusedError("the server does not know this process")
+        return Channel(end, Arena(fds[0]), Arena(fds[1]))
+    except OSError:
+        end.close()
+        raise
+
+
+class Listener:
+    """The server's side of all its channels. Does not block.
+
+    Args:
+        run: Of the server; a channel is found by it.
+        admits: Whether a routing id belongs to the session of a token.
+        available: Bytes of memory that the machine has to spare.
+
+    Raises:
+        OSError: the system has no such sockets.
+    """
+
+    def __init__(self, run: int, admits: Callable[[bytes, int], bool], available: Callable[[], int]) -> None:
+        self._admits = admits
+        self._available = available
+        self.channels: dict[bytes, Channel] = {}
+        """Routing id → the channel of its worker."""
+        self._peers: dict[int, tuple[bytes, int]] = {}
+        """Descriptor → routing id and token."""
+        self._strangers: dict[int, socket.socket] = {}
+        """Those that have not said yet who they are."""
+        self._ready = select.epoll()
+        self._end = _socket()
+        self._end.setblocking(False)
+        self._end.bind(_name(run))
+        self._end.listen(_STRANGERS)
+        self._ready.register(self._end, select.EPOLLIN)
+
+    def fileno(self) -> int:
+        """Return a descriptor that can be read where something has come."""
+        return self._ready.fileno()
+
+    def close(self) -> None:
+        """End all channels."""
+        for channel in self.channels.values():
+            channel.close()
+        for end in (*self._strangers.values(), self._end):
+            end.close()
+        self._ready.close()
+
+    def receive(self) -> Iterator[tuple[bytes, list[Frame]]]:
+        """Yield messages that have come, of each worker a few, and the routing id of its sender."""
+        for fd, _ in self._ready.poll(0):
+            if fd == self._end.fileno():
+                self._accept()
+            elif fd in self._strangers:
+                self._attach(self._strangers.pop(fd))
+            else:
+                yield from self._messages(fd)
+
+    def drop_ended(self) -> None:
+        """Close the channels of sessions that have ended."""
+        for fd, (peer, token) in list(self._peers.items()):
+            if not self._admits(peer, token):
+                self._drop(fd)
+
+    def drop(self, peer: bytes) -> None:
+        """Close the channel of a worker; what is sent to it goes over ZeroMQ."""
+        self._drop(self.channels[peer].fileno())
+
+    def _drop(self, fd: int) -> None:
+        peer, _ = self._peers.pop(fd)
+        self._ready.unregister(fd)
+        self.channels.pop(peer).close()
+
+    def _messages(self, fd: int) -> Iterator[tuple[bytes, list[Frame]]]:
+        peer, _ = self._peers[fd]
+        channel = self.channels[peer]
+        try:
+            for _ in range(_BURST):
+                frames = channel.receive()
+                if frames is None:
+                    break
+                yield peer, frames
+        except ProtocolError as error:
+            _log.warning("ended a channel: %s", error)
+            self._drop(fd)
+        except OSError:
+            self._drop(fd)
+
+    def _accept(self) -> None:
+        with suppress(OSError):  # it is gone by now
+            end, _ = self._end.accept()
+            end.setblocking(False)
+            try:
+                _check_user(end)
+            except PermissionError:
+                end.close()
+                return
+            if len(self._strangers) == _STRANGERS:
+                self._strangers.pop(next(iter(self._strangers))).close()
+            self._strangers[end.fileno()] = end
+            self._ready.register(end, select.EPOLLIN)
+
+    def _attach(self, end: socket.socket) -> None:
+        """Give memory to a worker that has said who it is, if it is one of ours; end the connection if not."""
+        fds: list[int] = []
+        try:
+            data = end.recv(_HEAD.size + 256)
+            kind, _, _, _, token = _HEAD.unpack_from(data)
+            peer = data[_HEAD.size :]
+            if kind != _ATTACH or not self._admits(peer, token):
+                raise ConnectionRefusedError("no session of ours")
+            fds = [make_memory(LEAST_MEMORY), make_memory(LEAST_MEMORY)]
+            socket.send_fds(end, [_HEAD.pack(_ATTACH, 0, 0, 0, 0)], fds)
+        except (OSError, struct.error) as error:
+            _log.info("refused a channel: %s", error)
+            self._ready.unregister(end)
+            end.close()
+            for fd in fds:
+                os.close(fd)
+            return
+        requests, replies = map(Arena, fds)
+        if peer in self.channels:
+            self.drop(peer)
+        self.channels[peer] = Channel(end, replies, requests, self._make)
+        self._peers[end.fileno()] = peer, token
+
+    def _make(self, nbytes: int) -> int | None:
+        """Make memory; half of it will be written."""
+        try:
+            return make_memory(nbytes) if nbytes < self._available() else None
+        except OSError:
+            return None
+
+
+def _socket() -> socket.socket:
+    return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
+def _name(run: int) -> bytes:
+    return b"\0kvstore-%016x" % run
+
+
+def _check_user(end: socket.socket) -> None:
+    """Raise PermissionError if the process at the other end belongs to another user."""
+    _, user, _ = _CREDENTIALS.unpack(end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    if user != os.geteuid():
+        raise PermissionError(f"the process at the other end belongs to user {user}")
+
+
+def _descriptors(ancillary: Sequence[tuple[int, int, bytes]]) -> list[int]:
+    return [
+        fd
+        for level, kind, data in ancillary
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS
+        for fd in struct.unpack(f"{len(data) // 4}i", data)
+    ]
