@@ -6,11 +6,12 @@ ends.
 
 A frame of some size is copied into the sender's memory, and lies there until the receiver has told, with a message of
 its own, that nobody reads it any more. Where there is no place left, the server makes more memory, by itself or because
-the worker asks for it; if the machine has none, the receiver copies what comes, so that little memory is enough.
+the worker asks for it. A receiver that keeps half of the memory copies what comes then, so little memory is enough.
 """
 
 from __future__ import annotations
 
+import bisect
 import fcntl
 import logging
 import mmap
@@ -19,7 +20,6 @@ import select
 import socket
 import struct
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
@@ -40,8 +40,8 @@ _INLINE = 2048
 """Frames of up to so many bytes go through the socket."""
 _LINE = 64
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-_HEAD = struct.Struct("<BBHIQ")
-"""Kind; whether frames must be copied; numbers of frames and of places given back; another number."""
+_HEAD = struct.Struct("<HHIQ")
+"""Kind; numbers of frames and of places given back; another number."""
 _MESSAGE, _ATTACH, _ROOM, _REQUESTS, _REPLIES = range(5)
 """Frames; a worker's session; room for so many bytes is wanted; memory for requests from now on; for replies."""
 _NUMBER = 40
@@ -85,49 +85,39 @@ def make_memory(nbytes: int) -> int:
 
 
 class Places:
-    """Gives out places of an arena in a circle; they come back in any order."""
+    """Gives out places of a memory, the lowest that is free first, so that what was used is used again."""
 
     def __init__(self, nbytes: int) -> None:
         self.used = 0
-        """Bytes that are given, or not yet free because older ones are."""
-        self._nbytes = nbytes
-        self._given: deque[tuple[int, int]] = deque()
-        """(begin, end), the oldest first; some have come back."""
-        self._back: set[int] = set()
+        """Bytes that are given."""
+        self._given: dict[int, int] = {}
+        """Begin → end."""
+        self._free = [(0, nbytes)]
+        """(begin, end), ascending, no two of them neighbours."""
 
     def take(self, nbytes: int) -> int | None:
-        """Return where a place of so many bytes begins; None where there is none.
-
-        There is one if it and all that is given make up less than half of the memory.
-        """
+        """Return where a place of so many bytes begins; None where there is none."""
         size = -(-nbytes // _LINE) * _LINE
-        begin, end = 0, self._nbytes
-        if self._given:
-            oldest, begin = self._given[0][0], self._given[-1][1]
-            if begin <= oldest:
-                end = oldest
-            elif begin + size > self._nbytes // 2 and size <= oldest:
-                begin, end = 0, oldest  # the first half is used again and again, the second takes no memory
-        if begin + size > end:
-            return None
-        self._given.append((begin, begin + size))
-        self.used += size
-        return begin
+        for at, (begin, end) in enumerate(self._free):
+            if begin + size <= end:
+                self._free[at : at + 1] = [(begin + size, end)] if begin + size < end else []
+                self._given[begin] = begin + size
+                self.used += size
+                return begin
+        return None
 
-    def undo(self) -> None:
-        """Take the last place back."""
-        begin, end = self._given.pop()
+    def give_back(self, begin: int) -> None:
+        """Note that a place is not read any more; what is none is ignored."""
+        end = self._given.pop(begin, None)
+        if end is None:
+            return
         self.used -= end - begin
-
-    def give_back(self, place: int) -> None:
-        """Note that a place is not read any more."""
-        self._back.add(place)
-        while self._given and self._given[0][0] in self._back:
-            begin, end = self._given.popleft()
-            self._back.remove(begin)
-            self.used -= end - begin
-        if len(self._back) > len(self._given):  # the peer names places that it does not have
-            self._back.intersection_update([begin for begin, _ in self._given])
+        at = bisect.bisect(self._free, (begin, end))
+        if at < len(self._free) and self._free[at][0] == end:
+            end = self._free.pop(at)[1]
+        if at and self._free[at - 1][1] == begin:
+            at, begin = at - 1, self._free.pop(at - 1)[0]
+        self._free.insert(at, (begin, end))
 
 
 class Channel:
@@ -148,17 +138,21 @@ class Channel:
         self._sends, self._places = sends, Places(sends.nbytes)
         self._reads = {reads.number: reads}
         self._make = make
+        self.is_broken = False
+        """Nothing can be sent any more; what the peer has sent can still be received."""
         self.is_full = False
         """The socket took no more when it was last given something."""
         self._has_asked = False
         self._is_tight = False
-        """There is no more memory, so the peer must not keep what it gets."""
+        """There is no more memory."""
         self._lent: dict[int, weakref.ref[Bytes]] = {}
         """Place → the frame there that somebody still reads."""
+        self._lent_bytes = 0
+        """In the memory that is read now."""
         self._returned: list[int] = []
         """Places that nobody reads any more, which the peer has yet to be told."""
         self._is_returning = False
-        """The peer waits for them."""
+        """The peer may be waiting for them."""
         self._buffer = memoryview(bytearray(_DATAGRAM))
 
     def fileno(self) -> int:
@@ -166,6 +160,7 @@ class Channel:
 
     def close(self) -> None:
         """End the connection; frames that somebody has stay readable."""
+        self._lent.clear()  # which refers to this channel, so that its memory would be kept
         self._end.close()
 
     def send(self, frames: Sequence[Frame]) -> bool:
@@ -173,14 +168,15 @@ class Channel:
         table: list[int] = []
         inline: list[Frame] = []
         places, number = self._places, self._sends.number << _NUMBER
-        num_taken, is_sent = 0, False
+        taken: list[int] = []
+        is_sent = False
         for frame in frames:
             nbytes, place = len(frame), -1
             if nbytes > _INLINE:
                 begin = places.take(nbytes)
                 if begin is None:
                     break
-                num_taken += 1
+                taken.append(begin)
                 self._sends.bytes[begin : begin + nbytes] = np.frombuffer(frame, np.uint8)
                 place = begin | number
             else:
@@ -188,8 +184,8 @@ class Channel:
             table += nbytes, place
         else:
             is_sent = self._put(_MESSAGE, table, inline)
-        for _ in range(0 if is_sent else num_taken):
-            places.undo()
+        for begin in () if is_sent else taken:
+            places.give_back(begin)
         return is_sent
 
     def receive(self) -> list[Frame] | None:
@@ -222,8 +218,8 @@ class Channel:
 
     def make_room(self, nbytes: int) -> bool:
         """Make room for so many bytes more, or ask the server for it; return whether there is some now."""
-        wanted = 2 * (self._places.used + nbytes)
-        if self._is_tight or self._has_asked or wanted < self._sends.nbytes:
+        wanted = max(2 * (self._places.used + nbytes), self._sends.nbytes)
+        if self._is_tight or self._has_asked:
             return False
         if self._make is None:
             self._has_asked = self._put(_ROOM, (), (), wanted)
@@ -247,7 +243,7 @@ class Channel:
     ) -> bool:
         """Send a datagram, with what the peer may use again; return whether the socket took it."""
         returned = self._returned[:_MOST_GIVEN_BACK]
-        head = _HEAD.pack(kind, self._is_tight, len(table) // 2, len(returned), value)
+        head = _HEAD.pack(kind, len(table) // 2, len(returned), value)
         numbers = struct.pack(f"<{len(returned) + len(table)}q", *returned, *table)
         try:
             if fd is None:
@@ -257,6 +253,9 @@ class Channel:
         except BlockingIOError:
             self.is_full = True
             return False
+        except OSError:
+            self.is_broken = True
+            raise
         self.is_full = False
         del self._returned[: len(returned)]
         return True
@@ -270,15 +269,13 @@ class Channel:
 
     def _read(self, data: memoryview, fds: list[int]) -> list[Frame]:
         """Return the frames of a datagram; do what another one says."""
-        kind, must_copy, num_frames, num_returned, value = _HEAD.unpack_from(data)
+        kind, num_frames, num_returned, value = _HEAD.unpack_from(data)
         numbers = struct.unpack_from(f"<{num_returned + 2 * num_frames}q", data, _HEAD.size)
         for place in numbers[:num_returned]:
             if place >> _NUMBER == self._sends.number:
                 self._places.give_back(place & ~(-1 << _NUMBER))
         if kind == _MESSAGE:
-            self._is_returning |= bool(must_copy)
-            table = numbers[num_returned:]
-            return self._frames(table, data[_HEAD.size + 8 * len(numbers) :], bool(must_copy))
+            return self._frames(numbers[num_returned:], data[_HEAD.size + 8 * len(numbers) :])
         if kind == _ROOM and self._make is not None:
             self._grant(value)
         elif kind == _REQUESTS and self._make is None:
@@ -287,7 +284,7 @@ class Channel:
             if fds:
                 self._send_from(fds.pop())
         elif kind == _REPLIES and self._make is None and fds:
-            self._reads = {value: Arena(fds.pop(), value)}
+            self._reads, self._lent_bytes = {value: Arena(fds.pop(), value)}, 0
         else:
             raise ValueError(f"a datagram of kind {kind}")
         return []
@@ -303,7 +300,7 @@ class Channel:
         if fd is not None:
             self._reads[number] = Arena(fd, number)
 
-    def _frames(self, table: Sequence[int], inline: memoryview, must_copy: bool) -> list[Frame]:
+    def _frames(self, table: Sequence[int], inline: memoryview) -> list[Frame]:
         frames: list[Frame] = []
         num_frames = len(table) // 2
         for at in range(num_frames):
@@ -317,27 +314,31 @@ class Channel:
                 # The last frame of data holds numbers alone. All others are checked first, and then used: by then
                 # the peer could have changed them.
                 is_numbers = at == num_frames - 1 >= 2
-                frames.append(self._lend(nbytes, place, must_copy or not is_numbers))
+                frames.append(self._take_place(nbytes, place, is_numbers))
         return frames
 
-    def _lend(self, nbytes: int, place: int, must_copy: bool) -> Frame:
-        """Return the bytes of a place, which is given back when they are not referred to any more."""
+    def _take_place(self, nbytes: int, place: int, may_lend: bool) -> Frame:
+        """Return the bytes of a place: a copy, or its memory, as long as somebody refers to it."""
         number, begin = place >> _NUMBER, place & ~(-1 << _NUMBER)
         arena = self._reads[number]
         if begin + nbytes > arena.nbytes:
             raise ValueError(f"a frame of {nbytes} bytes at {begin} of {arena.nbytes}")
-        if number > min(self._reads):
-            self._reads = {number: arena}  # the peer will not use what it had before
+        if len(self._reads) > 1 and number == max(self._reads):
+            self._reads, self._lent_bytes = {number: arena}, 0  # the peer will not use what it had before
         found = arena.bytes[begin : begin + nbytes]
-        if must_copy:
-            self._returned.append(place)
-            return bytearray(found)
-        self._lent[place] = weakref.ref(found, partial(self._give_back, place))
-        return found
-
-    def _give_back(self, place: int, _: weakref.ref[Bytes]) -> None:
-        del self._lent[place]
+        if may_lend and self._lent_bytes + nbytes <= arena.nbytes // 2:
+            self._lent[place] = weakref.ref(found, partial(self._give_back, place, nbytes))
+            self._lent_bytes += nbytes
+            return found
         self._returned.append(place)
+        self._is_returning |= may_lend
+        return bytearray(found)
+
+    def _give_back(self, place: int, nbytes: int, _: weakref.ref[Bytes]) -> None:
+        self._lent.pop(place, None)
+        self._returned.append(place)
+        if place >> _NUMBER in self._reads:
+            self._lent_bytes -= nbytes
 
 
 def connect(run: int, token: int, own: bytes) -> Channel:
@@ -356,7 +357,7 @@ def connect(run: int, token: int, own: bytes) -> Channel:
         end.settimeout(_CONNECT_TIMEOUT)
         end.connect(_name(run))
         _check_user(end)
-        end.sendmsg([_HEAD.pack(_ATTACH, 0, 0, 0, token), own])
+        end.sendmsg([_HEAD.pack(_ATTACH, 0, 0, token), own])
         _, fds, _, _ = socket.recv_fds(end, _HEAD.size, 2)
         if len(fds) != 2:
             raise ConnectionRefusedError("the server does not know this process")
@@ -412,8 +413,8 @@ class Listener:
             if fd == self._end.fileno():
                 self._accept()
             elif fd in self._strangers:
-                self._attach(self._strangers.pop(fd))
-            else:
+                self._attach(fd)
+            elif fd in self._peers:
                 yield from self._messages(fd)
 
     def drop_ended(self) -> None:
@@ -429,7 +430,7 @@ class Listener:
     def _drop(self, fd: int) -> None:
         peer, _ = self._peers.pop(fd)
         self._ready.unregister(fd)
-        self.channels.pop(peer).close()
+        self.channels.pop(peer).close()  # from now on its `receive` raises OSError
 
     def _messages(self, fd: int) -> Iterator[tuple[bytes, list[Frame]]]:
         peer, _ = self._peers[fd]
@@ -440,11 +441,11 @@ class Listener:
                 if frames is None:
                     break
                 yield peer, frames
-        except ProtocolError as error:
-            _log.warning("ended a channel: %s", error)
-            self._drop(fd)
-        except OSError:
-            self._drop(fd)
+        except (OSError, ProtocolError) as error:
+            if isinstance(error, ProtocolError):
+                _log.warning("ended a channel: %s", error)
+            if self.channels.get(peer) is channel:
+                self._drop(fd)
 
     def _accept(self) -> None:
         with suppress(OSError):  # it is gone by now
@@ -460,17 +461,18 @@ class Listener:
             self._strangers[end.fileno()] = end
             self._ready.register(end, select.EPOLLIN)
 
-    def _attach(self, end: socket.socket) -> None:
+    def _attach(self, stranger: int) -> None:
         """Give memory to a worker that has said who it is, if it is one of ours; end the connection if not."""
         fds: list[int] = []
+        end = self._strangers.pop(stranger)
         try:
             data = end.recv(_HEAD.size + 256)
-            kind, _, _, _, token = _HEAD.unpack_from(data)
+            kind, _, _, token = _HEAD.unpack_from(data)
             peer = data[_HEAD.size :]
             if kind != _ATTACH or not self._admits(peer, token):
                 raise ConnectionRefusedError("no session of ours")
             fds = [make_memory(LEAST_MEMORY), make_memory(LEAST_MEMORY)]
-            socket.send_fds(end, [_HEAD.pack(_ATTACH, 0, 0, 0, 0)], fds)
+            socket.send_fds(end, [_HEAD.pack(_ATTACH, 0, 0, 0)], fds)
         except (OSError, struct.error) as error:
             _log.info("refused a channel: %s", error)
             self._ready.unregister(end)

@@ -187,8 +187,7 @@ class Server:
                 if ready is self._socket:
                     self._receive()
                 elif self._listener is not None:
-                    for peer, frames in self._listener.receive():
-                        self._answer(peer, frames, None, self._clock(), is_shared=True)
+                    self._receive_shared(self._listener)
             now = self._clock()
             if now - looked > STANDSTILL or (self._frames and now - self._incoming_since > STANDSTILL):
                 self.service.excuse_silence(now)
@@ -257,6 +256,11 @@ class Server:
                     break
                 if len(self._frames) == 1:
                     self._incoming_since = now
+
+    def _receive_shared(self, listener: Listener) -> None:
+        """Take what has come through shared memory, of each worker a few messages."""
+        for peer, frames in listener.receive():
+            self._answer(peer, frames, None, self._clock(), is_shared=True)
 
     def _answer(
         self,

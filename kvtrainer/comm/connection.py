@@ -1,9 +1,9 @@
 """Sockets of a worker: one DEALER per server, a second one per server for heartbeats, and shared memory on one host.
 
-With a server of the same host all messages but the longest go through a `Channel` as soon as the session is open. Where
-there is none, or it breaks, they go over ZeroMQ, which no other file of the trainer knows. A process that was forked from
-the one that made a connection (a DataLoader's worker, say) must leave it alone: sending is refused there, and closing
-does nothing.
+With a server of the same host all messages but the longest go through a `Channel` as soon as the session is open.
+Where there is none, or it breaks, they go over ZeroMQ, which no other file of the trainer knows. A process that was
+forked from the one that made a connection (a DataLoader's worker, say) must leave it alone: sending is refused there,
+and closing does nothing.
 """
 
 from __future__ import annotations
@@ -103,11 +103,9 @@ class Connection:
     def _pass_on(self, server: int, frames: list[Any]) -> bool:
         """Send a message to a server; return whether there was room for it."""
         channel = self._channels.get(server)
-        if channel is not None and len(frames) <= MOST_FRAMES:
-            try:
+        if channel is not None and not channel.is_broken and len(frames) <= MOST_FRAMES:
+            with suppress(OSError):  # what the server has said before it ended the channel has yet to be read
                 return channel.send(frames)
-            except OSError as error:
-                self._lose_channel(server, error)
         if not isinstance(frames[0], zmq.Frame):
             # A payload that stands alone is sent from where it is.
             is_long = len(frames) == MOST_FRAMES and len(frames[-1]) >= SENT_ALONE
@@ -154,7 +152,7 @@ class Connection:
             found = self._channels[server].receive()
         except (OSError, ProtocolError) as error:
             self._lose_channel(server, error)
-            return None
+            found = None
         if found is None:
             self._flush(server)  # the server may have given room
         else:
@@ -167,7 +165,7 @@ class Connection:
         for server, queue in enumerate(self._queues):
             channel = self._channels.get(server)
             is_waiting = bool(queue)
-            if channel is not None:
+            if channel is not None and not channel.is_broken:
                 if queue:
                     channel.make_room(sum(len(frame) for _, _, frames in queue for frame in frames))
                 is_waiting = bool(queue) and channel.is_full
@@ -220,7 +218,6 @@ class Connection:
         del self._index[channel.fileno()]
         self._poller.unregister(channel)
         channel.close()
-        self._flush(server)
 
     def close(self) -> None:
         if self._is_closed or os.getpid() != self._pid:

@@ -28,6 +28,7 @@ SHAPE = (256, 64)
 def network(jobs: Servers, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[float], list[LossyProxy]]]:
     """Puts a proxy in front of each of two servers; workers notice soon that something got lost."""
     monkeypatch.setattr(session, "REPEAT_AFTER", 0.1)
+    monkeypatch.setenv("KVSTORE_TRANSPORT", "tcp")
     proxies: list[LossyProxy] = []
 
     def lossy(share: float) -> list[LossyProxy]:

@@ -1,0 +1,142 @@
+"""Jobs whose workers and servers share memory: equal results, nothing left behind, and the way without it."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import kvtrainer
+from kvtrainer.comm import connection
+from kvtrainer.errors import ConfigurationError
+from kvtrainer.kvstore import DistKVStore
+from tests.support.processes import Members, Process, Processes, eventually, new_name, round_of, together
+
+SIZES = (3, 1000, 3_000_000)
+"""The last one needs more memory than a channel has at first, on either of two servers."""
+
+
+def trained(servers: Sequence[Process], steps: int = 3) -> list[torch.Tensor]:
+    """The weights after some steps of two workers, by which both were given the same."""
+
+    def train(kv: DistKVStore, rank: int) -> list[torch.Tensor]:
+        draw = torch.Generator().manual_seed(rank)
+        params = [torch.nn.Parameter(torch.ones(size)) for size in SIZES]
+        trainer = kvtrainer.Trainer(params, "adam", {"learning_rate": 0.1}, kvstore=kv)
+        for _ in range(steps):
+            for param in params:
+                param.grad = torch.randn(param.shape, generator=draw)
+            trainer.step(2)
+        return [param.detach().clone() for param in params]
+
+    with Members() as members:
+        pair = members.pair(servers)
+        first, second = together(*(lambda kv=kv, r=r: train(kv, r) for r, kv in enumerate(pair)))
+    for a, b in zip(first, second, strict=True):
+        assert torch.equal(a, b)
+    return list(first)
+
+
+def channels_of(store: DistKVStore) -> Any:
+    """The channels of a store's own client, by server."""
+    return store._client._session._transport._channels
+
+
+def test_weights_are_the_same_to_the_bit_with_and_without_shared_memory(
+    processes: Processes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    servers = processes.servers(2)
+    found = {}
+    for transport in ("shm", "tcp"):
+        monkeypatch.setenv("KVSTORE_TRANSPORT", transport)
+        found[transport] = trained(servers)
+    assert all(map(torch.equal, found["shm"], found["tcp"]))
+
+
+def test_a_worker_shares_memory_by_itself_with_the_servers_of_its_host(
+    processes: Processes, members: Members, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = members.join(processes.servers(2), 0, 1, new_name())
+    assert sorted(channels_of(store)) == [0, 1]
+    assert not caplog.records
+
+
+def test_a_job_goes_on_over_tcp_when_its_channel_breaks(
+    processes: Processes, members: Members, caplog: pytest.LogCaptureFixture
+) -> None:
+    pair = members.pair(processes.servers(2))
+    together(*(lambda s=s: s.init("w", torch.zeros(1_000_000)) for s in pair))
+    for at in range(4):
+        if at == 2:
+            channels_of(pair[0])[1]._end.shutdown(socket.SHUT_RDWR)
+        outs = together(*(lambda s=s: round_of(s, "w", torch.ones(1_000_000)) for s in pair))
+        assert [set(out.tolist()) for out in outs] == [{2.0}] * 2
+    assert (len(channels_of(pair[0])), len(channels_of(pair[1]))) == (1, 2)
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+
+
+def test_a_server_without_memory_to_spare_serves_all_the_same(
+    processes: Processes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVSTORE_TRANSPORT", "shm")
+    script = (
+        "import sys\n"
+        "from kvstore_server import cli, server\n"
+        "server.available_memory = lambda: 0\n"
+        "sys.exit(cli.main())\n"
+    )
+    poor = processes.start([sys.executable, "-c", script, "--num-servers", "1", "--index", "0"])
+    assert all(map(torch.equal, trained(processes.servers(1)), trained([poor])))
+
+
+def test_the_memory_of_a_worker_that_was_killed_is_given_back(processes: Processes) -> None:
+    [server] = processes.servers(1)
+    mapped = Path(f"/proc/{server.pid}/maps")
+    assert mapped.read_text().count("memfd:kvstore") == 0
+    worker = processes.worker(
+        "kv.init('w', torch.zeros(3_000_000))\nat('ready')\n", [server], 0, 1, new_name()
+    )
+    assert worker.line() == "ready"
+    assert mapped.read_text().count("memfd:kvstore") >= 2
+    worker.signal(signal.SIGKILL)
+    assert eventually(lambda: mapped.read_text().count("memfd:kvstore") == 0)
+
+
+@pytest.mark.parametrize(("transport", "is_refused"), [("auto", False), ("shm", True)])
+def test_a_worker_that_cannot_share_memory_says_why(
+    processes: Processes,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    transport: str,
+    is_refused: bool,
+) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError("another user")
+
+    monkeypatch.setattr(connection, "connect", refuse)
+    monkeypatch.setenv("KVSTORE_TRANSPORT", transport)
+    servers = processes.servers(1)
+    with Members() as members:
+        if is_refused:
+            with pytest.raises(ConfigurationError, match="another user"):
+                members.join(servers, 0, 1, new_name())
+        else:
+            store = members.join(servers, 0, 1, new_name())
+            store.init("w", torch.ones(3))
+            assert channels_of(store) == {}
+            assert ["another user" in record.getMessage() for record in caplog.records] == [True]
+
+
+def test_a_transport_that_there_is_not_is_refused_with_its_name(
+    processes: Processes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVSTORE_TRANSPORT", "rdma")
+    with Members() as members, pytest.raises(ConfigurationError, match="rdma"):
+        members.join(processes.servers(1), 0, 1, new_name())

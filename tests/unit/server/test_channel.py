@@ -1,0 +1,261 @@
+"""Messages in shared memory: what arrives, how long it stays readable, and what happens where memory runs out."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+import struct
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from kvstore_server import channel as channels
+from kvstore_server.channel import LEAST_MEMORY, Arena, Channel, Listener, Places, connect, make_memory
+from kvstore_server.errors import ProtocolError
+from kvstore_server.protocol.frames import MAX_FRAME
+from tests.support.processes import Call
+
+RUN, TOKEN, OWN = 77, 5, b"worker's socket!"
+MIB, GIB = 1 << 20, 1 << 30
+
+
+Pair = Callable[..., tuple[Channel, Channel]]
+
+
+@pytest.fixture
+def ends() -> Iterator[Pair]:
+    """Makes a worker's end and a server's; `make` gives the server's memory, `memory` is that of the requests."""
+    opened: list[Channel] = []
+
+    def connected(
+        make: Callable[[int], int | None] = lambda nbytes: make_memory(nbytes) if nbytes < GIB else None,
+        memory: int | None = None,
+    ) -> tuple[Channel, Channel]:
+        a, b = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        requests, replies = make_memory(LEAST_MEMORY) if memory is None else memory, make_memory(LEAST_MEMORY)
+        worker = Channel(a, Arena(os.dup(requests)), Arena(os.dup(replies)))
+        opened.extend([worker, Channel(b, Arena(replies), Arena(requests), make)])
+        return worker, opened[-1]
+
+    yield connected
+    for end in opened:
+        end.close()
+
+
+def bytes_of(frames: list[Any] | None) -> list[bytes] | None:
+    return None if frames is None else [bytes(frame) for frame in frames]
+
+
+@pytest.fixture
+def listener() -> Iterator[Listener]:
+    """A server's side that knows one session."""
+    found = Listener(RUN, lambda peer, token: (peer, token) == (OWN, TOKEN), lambda: 1 << 40)
+    yield found
+    found.close()
+
+
+@pytest.mark.parametrize("sizes", [(32,), (0, 2048), (32, 2049, 100), (32, 70_000, 3000, MIB), (1, 2, 3, 4)])
+def test_frames_of_any_size_arrive_as_they_were_sent_in_both_directions(
+    ends: Pair, sizes: tuple[int, ...]
+) -> None:
+    frames = [random.Random(size).randbytes(size) for size in sizes]
+    for sender, receiver in (ends(), tuple(reversed(ends()))):
+        assert sender.send(frames)
+        assert bytes_of(receiver.receive()) == frames
+        assert receiver.receive() is None
+
+
+def test_what_somebody_reads_is_never_written_over(ends: Pair) -> None:
+    draw = random.Random(3)
+    worker, server = ends()
+    held: list[tuple[bytes, Any]] = []
+    for at in range(500):
+        payload = draw.randbytes(draw.choice([3000, 40_000, 300_000]))
+        if worker.send([b"head", b"body", payload]):
+            frames = server.receive()
+            assert frames is not None
+            held.append((payload, torch.frombuffer(frames[2], dtype=torch.uint8)))
+        assert server.send([b"%d" % at])
+        assert bytes_of(worker.receive()) == [b"%d" % at]
+        while held and (len(held) > 6 or draw.random() < 0.3):
+            payload, tensor = held.pop(draw.randrange(len(held)))
+            assert tensor.numpy().tobytes() == payload
+    assert all(tensor.numpy().tobytes() == payload for payload, tensor in held)
+
+
+def test_a_frame_keeps_its_bytes_after_its_channel_was_closed(ends: Pair) -> None:
+    worker, server = ends()
+    worker.send([b"head", b"body", b"x" * 5000])
+    frames = server.receive()
+    for end in (worker, server):
+        end.close()
+    del worker, server
+    assert frames is not None
+    assert bytes(frames[2]) == b"x" * 5000
+
+
+@pytest.mark.parametrize("is_workers", [True, False])
+def test_a_sender_without_room_gets_more_memory_while_the_other_side_keeps_everything(
+    ends: Pair, is_workers: bool
+) -> None:
+    worker, server = ends()
+    sender, receiver = (worker, server) if is_workers else (server, worker)
+    kept = []
+    for at in range(12):
+        frames = [b"head", b"body", bytes([at]) * MIB]
+        while not sender.send(frames):
+            sender.make_room(MIB)
+            if is_workers:
+                assert server.receive() is None  # it has given memory
+                assert worker.receive() is None
+        found = receiver.receive()
+        assert found is not None
+        kept.append(found[2])
+    assert [bytes(frame) for frame in kept] == [bytes([at]) * MIB for at in range(12)]
+
+
+@pytest.mark.parametrize("is_workers", [True, False])
+def test_where_no_memory_can_be_had_frames_are_copied_and_their_places_used_again(
+    ends: Pair, is_workers: bool
+) -> None:
+    worker, server = ends(lambda _: None)
+    sender, receiver = (worker, server) if is_workers else (server, worker)
+    kept = []
+    for at in range(12):
+        frames = [b"head", b"body", bytes([at]) * MIB]
+        for _ in range(4):
+            if sender.send(frames):
+                break
+            sender.make_room(MIB)
+            while (found := receiver.receive()) is not None:
+                kept.append(found[2])
+            assert sender.receive() is None
+        else:
+            pytest.fail("no place is given back")
+    while (found := receiver.receive()) is not None:
+        kept.append(found[2])
+    assert [bytes(frame) for frame in kept] == [bytes([at]) * MIB for at in range(12)]
+
+
+def test_only_the_numbers_of_a_message_can_change_after_it_was_received(ends: Pair) -> None:
+    memory = make_memory(LEAST_MEMORY)
+    hostile = Arena(os.dup(memory))
+    worker, server = ends(memory=memory)
+    worker.send([b"h" * 3000, b"b" * 3000, b"e" * 3000, b"p" * 3000])
+    frames = server.receive()
+    hostile.bytes[:] = 0
+    assert frames is not None
+    assert bytes_of(frames) == [b"h" * 3000, b"b" * 3000, b"e" * 3000, bytes(3000)]
+
+
+def test_nobody_can_change_the_size_of_the_memory() -> None:
+    fd = make_memory(LEAST_MEMORY)
+    for size in (0, 2 * LEAST_MEMORY):
+        with pytest.raises(PermissionError):
+            os.ftruncate(fd, size)
+    os.close(fd)
+
+
+def test_whatever_a_worker_sends_is_a_message_or_a_protocol_error(ends: Pair) -> None:
+    draw = random.Random(11)
+    for _ in range(300):
+        worker, server = ends()
+        numbers = [draw.choice([0, 1, 64, -1, MAX_FRAME, MAX_FRAME + 1, LEAST_MEMORY - 3, 1 << 40, -(1 << 63)])
+                   for _ in range(draw.randrange(12))]  # fmt: skip
+        head = struct.pack(
+            "<BBHIQ", draw.randrange(7), draw.randrange(3), draw.randrange(6), draw.randrange(4), 9
+        )
+        start = draw.choice([head, head[: draw.randrange(1, 16)], draw.randbytes(50)])
+        os.write(worker.fileno(), start + struct.pack(f"<{len(numbers)}q", *numbers))
+        try:
+            found = server.receive()
+        except ProtocolError:
+            continue
+        assert found is None or all(len(frame) <= MAX_FRAME for frame in found)
+
+
+def test_places_never_overlap_and_all_of_them_can_be_had_again_in_any_order() -> None:
+    draw = random.Random(5)
+    places = Places(100_000)
+    given: dict[int, int] = {}
+    for _ in range(3000):
+        nbytes = draw.randrange(1, 9000)
+        begin = places.take(nbytes)
+        if begin is not None and draw.random() < 0.7:
+            assert all(begin + nbytes <= other or other + size <= begin for other, size in given.items())
+            given[begin] = nbytes
+        elif begin is not None:
+            places.give_back(begin)
+        if begin is None or draw.random() < 0.5:
+            begin = draw.choice(list(given))
+            del given[begin]
+            for _ in range(2):  # once more does no harm, and neither does one that was never given
+                places.give_back(begin)
+                places.give_back(7)
+    for begin in given:
+        places.give_back(begin)
+    assert (places.used, places.take(100_000 // 64 * 64)) == (0, 0)
+
+
+def test_an_end_that_was_closed_is_an_error_on_the_other_side_after_what_it_said(ends: Pair) -> None:
+    worker, server = ends()
+    server.send([b"farewell"])
+    server.close()
+    with pytest.raises(BrokenPipeError):
+        worker.send([b"hello"])
+    assert worker.is_broken
+    assert bytes_of(worker.receive()) == [b"farewell"]
+    with pytest.raises(ConnectionError):
+        worker.receive()
+
+
+def answered(listener: Listener, call: Callable[[], Channel]) -> Any:
+    """What a call returns or raises while the listener looks after its descriptors."""
+    running = Call(call)
+    while running.is_running:
+        assert list(listener.receive()) == []
+    return running.outcome()
+
+
+def test_a_worker_with_a_session_gets_a_channel_and_is_heard_under_its_name(listener: Listener) -> None:
+    worker = answered(listener, lambda: connect(RUN, TOKEN, OWN))
+    worker.send([b"head", b"body"])
+    assert [(peer, bytes_of(frames)) for peer, frames in listener.receive()] == [(OWN, [b"head", b"body"])]
+    assert listener.channels[OWN].send([b"answer"])
+    assert bytes_of(worker.receive()) == [b"answer"]
+    worker.close()
+    assert list(listener.receive()) == []
+    assert listener.channels == {}
+
+
+@pytest.mark.parametrize(("token", "own"), [(TOKEN + 1, OWN), (TOKEN, b"another"), (0, b"")])
+def test_who_has_no_session_gets_no_memory(listener: Listener, token: int, own: bytes) -> None:
+    assert isinstance(answered(listener, lambda: connect(RUN, token, own)), ConnectionError)
+    assert listener.channels == {}
+
+
+def test_a_process_of_another_user_is_refused(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
+    user = os.geteuid()
+    monkeypatch.setattr(channels.os, "geteuid", lambda: user + 1)
+    assert isinstance(answered(listener, lambda: connect(RUN, TOKEN, OWN)), OSError)
+
+
+def test_without_a_server_of_that_run_on_this_host_there_is_no_channel() -> None:
+    with pytest.raises(ConnectionRefusedError):
+        connect(RUN + 1, TOKEN, OWN)
+
+
+def test_a_session_that_has_ended_loses_its_channel() -> None:
+    sessions = {OWN: TOKEN}
+    listener = Listener(RUN + 2, lambda peer, token: sessions.get(peer) == token, lambda: 1 << 40)
+    worker = answered(listener, lambda: connect(RUN + 2, TOKEN, OWN))
+    sessions.clear()
+    listener.drop_ended()
+    with pytest.raises(ConnectionError):
+        worker.receive()
+    assert listener.channels == {}
+    worker.close()
+    listener.close()
