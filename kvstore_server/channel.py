@@ -39,7 +39,6 @@ LEAST_MEMORY = 4 << 20
 _INLINE = 2048
 """Frames of up to so many bytes go through the socket."""
 _LINE = 64
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _HEAD = struct.Struct("<HHIQ")
 """Kind; numbers of frames and of places given back; another number."""
 _MESSAGE, _ATTACH, _ROOM, _REQUESTS, _REPLIES = range(5)
@@ -77,7 +76,7 @@ def make_memory(nbytes: int) -> int:
     fd = os.memfd_create("kvstore", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, nbytes)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
     except OSError:
         os.close(fd)
         raise
@@ -388,8 +387,8 @@ class Listener:
         """Descriptor → routing id and token."""
         self._strangers: dict[int, socket.socket] = {}
         """Those that have not said yet who they are."""
-        self._ready = select.epoll()
         self._end = _socket()
+        self._ready = select.epoll()
         self._end.setblocking(False)
         self._end.bind(_name(run))
         self._end.listen(_STRANGERS)
@@ -495,6 +494,9 @@ class Listener:
 
 
 def _socket() -> socket.socket:
+    """Return a new socket. Raises OSError on systems other than Linux, which lack what else is used here."""
+    if not (hasattr(os, "memfd_create") and hasattr(select, "epoll")):
+        raise OSError("this system has no memory without a name")
     return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 

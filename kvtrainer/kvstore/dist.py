@@ -189,7 +189,9 @@ def transport_of(environ: Mapping[str, str]) -> str:
     """Return how messages travel, by KVSTORE_TRANSPORT, or "auto". Raises ConfigurationError for another word."""
     found = env.text_of(environ, env.TRANSPORT) or "auto"
     if found not in TRANSPORTS:
-        raise ConfigurationError(f"{env.TRANSPORT} is {found!r:.40}; it must be one of {', '.join(TRANSPORTS)}")
+        raise ConfigurationError(
+            f"{env.TRANSPORT} is {found!r:.40}; it must be one of {', '.join(TRANSPORTS)}"
+        )
     return found
 
 
