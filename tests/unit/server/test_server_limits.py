@@ -13,7 +13,7 @@ import torch
 
 from kvstore_server.engine import Engine
 from kvstore_server.errors import ConfigurationError, FencedError, ProtocolError
-from kvstore_server.memory import memory_limit
+from kvstore_server.memory import available_memory, memory_limit
 from kvstore_server.namespace import EngineConfig
 from kvstore_server.optimizer import create
 from kvstore_server.plan import TensorSpec, make_plan
@@ -323,3 +323,16 @@ def test_a_row_sparse_table_of_empty_rows_is_taken() -> None:
         m.Register("t", (("k", (1 << 40, 0), "float32", 0, True),), False)
     )
     assert isinstance(answer, m.Registered)
+
+
+@pytest.mark.parametrize(
+    ("limit", "available"), [("max", 5 << 20), (str(9 << 20), 2 << 20), (str(30 << 20), 5 << 20), ("100", 0)]
+)
+def test_what_is_available_is_the_machines_memory_or_what_is_left_of_the_containers(
+    tmp_path: Path, limit: str, available: int
+) -> None:
+    (tmp_path / "meminfo").write_text("MemTotal: 9 kB\nMemAvailable:    5120 kB\n")
+    (tmp_path / "memory.max").write_text(limit)
+    (tmp_path / "memory.current").write_text(str(7 << 20))
+    assert available_memory(tmp_path, tmp_path / "meminfo") == available
+    assert available_memory(tmp_path, tmp_path / "nothing there") == 0
