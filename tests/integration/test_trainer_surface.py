@@ -5,7 +5,6 @@ Every test trains a sliced and a small parameter, with equal gradients everywher
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +17,6 @@ from torch.nn import Parameter
 from kvtrainer import Trainer, amp
 from kvtrainer.errors import ConfigurationError, KVStoreError, PlanMismatchError
 from kvtrainer.kvstore import DistKVStore
-from kvtrainer.lr_scheduler import PolyScheduler
 from tests.support.stores import Servers
 
 SHAPES = (3,), (170, 301)
@@ -97,43 +95,6 @@ def test_a_worker_that_steps_while_another_publishes_fails_on_both_and_the_next_
         return step(trainer, parameters)
 
     assert jobs.results(2, 2, body) == [[-2.0, -2.0]] * 2
-
-
-@SITES
-def test_scheduler_decides_the_rate_of_every_round(jobs: Servers, in_store: bool) -> None:
-    """A scheduler of Gluon's for three steps, then a function, which cannot be sent, for three more."""
-
-    def body(kv: DistKVStore, rank: int) -> list[float]:
-        moves = []
-        for scheduler in (PolyScheduler(8, base_lr=8.0, pwr=1), lambda n: float(n)):
-            parameters, trainer = made(kv, in_store, {"lr_scheduler": scheduler})
-            seen = [0.0, *(step(trainer, parameters)[1] for _ in range(3))]
-            moves += [before - after for before, after in itertools.pairwise(seen)]
-        return moves
-
-    assert jobs.results(2, 2, body) == [[7, 6, 5, 1, 2, 3]] * 2
-
-
-@SITES
-def test_rate_multiplier_and_batch_size_reach_the_update_at_once_and_without_a_warning(
-    jobs: Servers, in_store: bool
-) -> None:
-    """MXNet's servers keep the first learning rate, know no multipliers, and refuse another batch size."""
-
-    def body(kv: DistKVStore, rank: int) -> list[list[float]]:
-        parameters, trainer = made(kv, in_store, {"learning_rate": 1.0})
-        seen = [step(trainer, parameters)]
-        trainer.set_learning_rate(0.0)
-        seen.append(step(trainer, parameters))
-        trainer.set_learning_rate(1.0)
-        parameters[0].lr_mult = 0.5  # type: ignore[attr-defined]
-        seen.append(step(trainer, parameters))
-        seen.append(step(trainer, parameters, 4 if rank else 8))
-        return seen
-
-    rest = 1 / 8 + 1 / 4
-    expected = [[-1, -1], [-1, -1], [-1.5, -2], [-1.5 - rest / 2, -2 - rest]]
-    assert jobs.results(2, 2, body) == [expected] * 2
 
 
 @SITES

@@ -61,6 +61,10 @@ def filled(piece: Slice, seed: int, dtype: torch.dtype = torch.float32) -> Tenso
     return flat
 
 
+def numbers(*shape: int, seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
 def padding(piece: Slice, flat: Tensor) -> Tensor:
     used = torch.zeros(piece.length, dtype=torch.bool)
     for s in piece.segments:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import msgpack
@@ -21,20 +20,11 @@ from kvstore_server.optimizer import (
     gluon,
     layerwise,
     register,
-    registry,
 )
 from kvstore_server.optimizer.torch_family import ELEMENTWISE
 from kvtrainer import Trainer
 from kvtrainer.errors import TorchNameWarning
 from tests.support.optimizer_slices import Key
-
-
-@pytest.fixture(autouse=True)
-def _restore_registry() -> Iterator[None]:
-    before = dict(registry._registry)
-    yield
-    registry._registry.clear()
-    registry._registry.update(before)
 
 
 def travel(optimizer: Optimizer) -> Optimizer:

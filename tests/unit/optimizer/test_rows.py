@@ -11,7 +11,7 @@ from torch import Tensor
 from kvstore_server.errors import OptimizerError, ShapeMismatchError
 from kvstore_server.optimizer import Optimizer, coalesce_rows, create
 from tests.support.lazy_runs import GOLDEN, START, TOUCHED, gradient
-from tests.support.optimizer_slices import Key
+from tests.support.optimizer_slices import Key, numbers
 
 LARS = ("lars", {"learning_rate": 0.1, "wd": 0.01, "momentum": 0.9, "lazy_update": True})
 LARS_DENSE = ("lars", {"learning_rate": 0.1, "wd": 0.01})
@@ -60,20 +60,16 @@ def test_a_dense_gradient_of_ftrl_changes_also_the_rows_where_it_is_zero() -> No
     assert close(key.weight.reshape(-1), [0.037134, -0.285389, -0.032667, 0.015833, -0.037883, 0.031424])
 
 
-def filled(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
-
-
 def tensors(key: Key) -> dict[str, Tensor]:
     return {name: value for name, value in key.state.items() if isinstance(value, Tensor)}
 
 
 @each_lazy
 def test_a_row_that_is_absent_keeps_its_weights_and_its_state(name: str, options: dict[str, Any]) -> None:
-    key = Key(create(name, **options), filled(6, 5, seed=0))
-    key.update_rows(range(6), filled(6, 5, seed=1))
+    key = Key(create(name, **options), numbers(6, 5, seed=0))
+    key.update_rows(range(6), numbers(6, 5, seed=1))
     before, kept = key.weight.clone(), tensors(key)
-    key.update_rows([1, 4], filled(2, 5, seed=2))
+    key.update_rows([1, 4], numbers(2, 5, seed=2))
     absent = [0, 2, 3, 5]
     assert torch.equal(key.weight[absent], before[absent])
     assert not torch.equal(key.weight[[1, 4]], before[[1, 4]])
@@ -83,10 +79,10 @@ def test_a_row_that_is_absent_keeps_its_weights_and_its_state(name: str, options
 
 @each_lazy
 def test_a_lazy_update_of_all_rows_has_the_bits_of_a_dense_one(name: str, options: dict[str, Any]) -> None:
-    lazy, dense = (Key(create(name, **options), filled(6, 5, seed=0)) for _ in range(2))
+    lazy, dense = (Key(create(name, **options), numbers(6, 5, seed=0)) for _ in range(2))
     for step in range(3):
-        lazy.update_rows(range(6), filled(6, 5, seed=step))
-        dense.update(filled(6, 5, seed=step))
+        lazy.update_rows(range(6), numbers(6, 5, seed=step))
+        dense.update(numbers(6, 5, seed=step))
     assert torch.equal(lazy.weight, dense.weight)
     for entry, value in tensors(dense).items():
         assert torch.equal(tensors(lazy)[entry], value)
@@ -94,10 +90,10 @@ def test_a_lazy_update_of_all_rows_has_the_bits_of_a_dense_one(name: str, option
 
 @pytest.mark.parametrize(("name", "options"), [case for case in LAZY if case[0] != "lars"])
 def test_the_bits_of_a_row_do_not_depend_on_the_rows_beside_it(name: str, options: dict[str, Any]) -> None:
-    optimizer, whole = create(name, **options), filled(7, 37, seed=0)
+    optimizer, whole = create(name, **options), numbers(7, 37, seed=0)
     together, parts = Key(optimizer, whole), (Key(optimizer, whole[:3]), Key(optimizer, whole[3:]))
     for step, rows in enumerate(([0, 1, 2, 4, 6], [1, 2, 3], [0, 2, 4, 5], [2, 3, 4, 5, 6])):
-        ids, grad = torch.tensor(rows), filled(len(rows), 37, seed=step + 1)
+        ids, grad = torch.tensor(rows), numbers(len(rows), 37, seed=step + 1)
         together.update_rows(rows, grad)
         for here, first, part in zip((ids < 3, ids >= 3), (0, 3), parts, strict=True):
             part.update_rows((ids[here] - first).tolist(), grad[here])
@@ -109,11 +105,11 @@ def test_the_bits_of_a_row_do_not_depend_on_the_rows_beside_it(name: str, option
 def test_half_weights_keep_a_master_of_every_row(
     name: str, options: dict[str, Any], dtype: torch.dtype
 ) -> None:
-    optimizer, start = create(name, multi_precision=True, **options), filled(6, 5, seed=0, dtype=dtype)
+    optimizer, start = create(name, multi_precision=True, **options), numbers(6, 5, seed=0).to(dtype)
     half, exact = Key(optimizer, start), Key(optimizer, start.double())
     for step, rows in enumerate(([0, 3], [3, 5], [1, 3])):
-        half.update_rows(rows, filled(2, 5, seed=step + 1))
-        exact.update_rows(rows, filled(2, 5, seed=step + 1).double())
+        half.update_rows(rows, numbers(2, 5, seed=step + 1))
+        exact.update_rows(rows, numbers(2, 5, seed=step + 1).double())
     master = half.state["master"]
     assert (master.double() - exact.weight).abs().max() <= 1e-5
     assert torch.equal(half.weight, master.to(dtype))
@@ -135,7 +131,7 @@ def test_clipping_bounds_the_elements_of_the_rows() -> None:
 
 @each_lazy
 def test_no_rows_at_all_count_as_an_update_that_changes_nothing(name: str, options: dict[str, Any]) -> None:
-    before = filled(4, 3, seed=0)
+    before = numbers(4, 3, seed=0)
     key = Key(create(name, **options), before)
     for _ in range(2):
         key.update_rows([], torch.empty(0, 3))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,23 +10,13 @@ from torch import Tensor, optim
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from kvstore_server.errors import ConfigurationError, OptimizerError
-from kvstore_server.optimizer import Optimizer, create, create_from_spec, register, registry, spec_for_store
+from kvstore_server.optimizer import Optimizer, create, create_from_spec, register, spec_for_store
 from kvstore_server.optimizer.torch_family import ELEMENTWISE, WHOLE, TorchOptimizer
 from kvstore_server.plan import TensorSpec, make_plan
 from kvtrainer import Trainer
-from tests.support.optimizer_slices import Key, empty, state_of, update_slice
+from tests.support.optimizer_slices import Key, empty, numbers, state_of, update_slice
 
 Case = tuple[type[optim.Optimizer], dict[str, Any]]
-
-
-@pytest.fixture(autouse=True)
-def _clean_registry() -> Iterator[None]:
-    names, declared = dict(registry._registry), set(registry._declared)
-    yield
-    registry._registry.clear()
-    registry._registry.update(names)
-    registry._declared.clear()
-    registry._declared.update(declared)
 
 
 SHAPES = [(3, 5), (1,), (40,), (), (7, 2)]
@@ -224,10 +213,6 @@ CHECKED: Any = torch.sparse.check_sparse_tensor_invariants
 ROWS = [[1], [0, 1, 5], [], [2, 5], [5], [0, 1, 2, 3, 4, 5]]
 
 
-def filled(*shape: int, seed: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
 def sparse(rows: list[int], values: Tensor, num_rows: int) -> Tensor:
     shape = (num_rows, *values.shape[1:])
     return torch.sparse_coo_tensor(
@@ -246,13 +231,13 @@ def same_state(mine: dict[str, Any], theirs: dict[str, Any]) -> bool:
 @pytest.mark.parametrize("case", WHOLE_CASES, ids=named)
 def test_six_updates_of_a_whole_key_equal_torchs(case: Case) -> None:
     cls, options = case
-    key = Key(create(cls, **options), filled(4, 6, seed=0))
+    key = Key(create(cls, **options), numbers(4, 6, seed=0))
     assert not key.optimizer.elementwise
     param = key.weight.clone().requires_grad_()
     oracle = cls([param], **options)
     for step in range(6):
         oracle.param_groups[0]["lr"] = 0.1 * step
-        param.grad = filled(4, 6, seed=step + 1)
+        param.grad = numbers(4, 6, seed=step + 1)
         key.update(param.grad, lr=0.1 * step)
         oracle.step()
     assert torch.equal(key.weight, param)
@@ -261,7 +246,7 @@ def test_six_updates_of_a_whole_key_equal_torchs(case: Case) -> None:
 
 def test_adafactor_updates_vectors_and_scalars_too() -> None:
     for shape in ((5,), (), (2, 3, 4)):
-        key, param = Key(create("torch:adafactor", lr=0.1), filled(*shape, seed=0)), filled(*shape, seed=0)
+        key, param = Key(create("torch:adafactor", lr=0.1), numbers(*shape, seed=0)), numbers(*shape, seed=0)
         param.grad = torch.ones(shape)
         oracle: optim.Optimizer = optim.Adafactor([param], lr=0.1)
         oracle.step()
@@ -276,11 +261,11 @@ def test_every_class_of_torch_but_lbfgs_has_a_way_to_run() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_muon_moves_half_weights_through_their_float32_master(dtype: torch.dtype) -> None:
-    key = Key(create("torch:Muon", lr=0.1, multi_precision=True), filled(4, 6, seed=0).to(dtype))
+    key = Key(create("torch:Muon", lr=0.1, multi_precision=True), numbers(4, 6, seed=0).to(dtype))
     param = key.weight.float().requires_grad_()
     oracle: optim.Optimizer = optim.Muon([param], lr=0.1)
     for step in range(3):
-        param.grad = filled(4, 6, seed=step)
+        param.grad = numbers(4, 6, seed=step)
         key.update(param.grad)
         oracle.step()
     assert torch.equal(key.state["master"], param)
@@ -304,11 +289,11 @@ def test_a_whole_key_class_travels_as_a_description() -> None:
 @pytest.mark.parametrize("case", SPARSE_CASES, ids=named)
 def test_updates_by_sparse_gradients_equal_torchs(case: Case) -> None:
     cls, options = case
-    key = Key(create(cls, **options), filled(6, 3, seed=0))
+    key = Key(create(cls, **options), numbers(6, 3, seed=0))
     param = key.weight.clone().requires_grad_()
     oracle = cls([param], **options)
     for step, rows in enumerate(ROWS):
-        values = filled(len(rows), 3, seed=step + 1)
+        values = numbers(len(rows), 3, seed=step + 1)
         param.grad = sparse(rows, values.clone(), 6)
         with CHECKED(True):
             oracle.step()
@@ -319,20 +304,20 @@ def test_updates_by_sparse_gradients_equal_torchs(case: Case) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_sparse_gradients_of_other_dtypes_move_the_rows_they_have(dtype: torch.dtype) -> None:
-    compute, before = torch.promote_types(dtype, torch.float32), filled(6, 3, seed=0).to(dtype)
+    compute, before = torch.promote_types(dtype, torch.float32), numbers(6, 3, seed=0).to(dtype)
     param = before.to(compute, copy=True).requires_grad_()
-    param.grad = sparse([2], filled(1, 3, seed=1).to(compute), 6)
+    param.grad = sparse([2], numbers(1, 3, seed=1).to(compute), 6)
     oracle: optim.Optimizer = optim.SparseAdam([param], lr=0.1)
     oracle.step()
     key = Key(create("torch:SparseAdam", lr=0.1), before)
-    key.update_rows([2], filled(1, 3, seed=1).to(compute))
+    key.update_rows([2], numbers(1, 3, seed=1).to(compute))
     assert torch.equal(key.weight, param.to(dtype))
     assert torch.equal(key.weight[3:], before[3:])
 
 
 @pytest.mark.parametrize("cls", [optim.SGD, optim.Adagrad, optim.Adam])
 def test_a_sparse_gradient_that_torchs_class_would_refuse_counts_as_dense(cls: Any) -> None:
-    key, values = Key(create(cls, lr=0.1, weight_decay=0.1), filled(6, 3, seed=0)), filled(2, 3, seed=1)
+    key, values = Key(create(cls, lr=0.1, weight_decay=0.1), numbers(6, 3, seed=0)), numbers(2, 3, seed=1)
     param = key.weight.clone().requires_grad_()
     param.grad = sparse([0, 4], values.clone(), 6).to_dense()
     cls([param], lr=0.1, weight_decay=0.1, fused=True).step()
@@ -342,9 +327,9 @@ def test_a_sparse_gradient_that_torchs_class_would_refuse_counts_as_dense(cls: A
 
 def test_dense_and_sparse_gradients_of_torchs_sgd_may_alternate() -> None:
     optimizer = create("torch:SGD", lr=0.1, momentum=0.9, nesterov=True)
-    mixed, dense = Key(optimizer, filled(6, 3, seed=0)), Key(optimizer, filled(6, 3, seed=0))
+    mixed, dense = Key(optimizer, numbers(6, 3, seed=0)), Key(optimizer, numbers(6, 3, seed=0))
     for step, rows in enumerate(ROWS):
-        values = filled(len(rows), 3, seed=step + 1)
+        values = numbers(len(rows), 3, seed=step + 1)
         whole = sparse(rows, values, 6).to_dense()
         dense.update(whole)
         if step % 2:

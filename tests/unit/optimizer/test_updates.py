@@ -22,6 +22,7 @@ from tests.support.optimizer_slices import (
     empty,
     filled,
     make,
+    numbers,
     padding,
     replace_state,
     same_bits,
@@ -31,10 +32,6 @@ from tests.support.optimizer_slices import (
 )
 
 WHOLE = ["lamb", "lans", "lars", "groupadagrad", "torch:Muon", "torch:Adafactor"]
-
-
-def numbers(*shape: int, seed: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.fixture
