@@ -468,12 +468,14 @@ class LateCount(Averaging):
 FOREIGN = [Averaging, Stateless, OwnAdam, OwnAdagrad, LateCount]
 
 
-def _copy_of(trainer: Trainer, other: Trainer, way: str, file: Path) -> None:
+def _copy_of(trainer: Trainer, other: Trainer, way: str, file: Path, train_on: Callable[[], Any]) -> None:
     if way == "load_states":
         trainer.save_states(file)
         other.load_states(file)
     elif way == "load_state_dict":
-        other.load_state_dict(trainer.state_dict())
+        saved = trainer.state_dict()
+        train_on()  # what was saved stays as it was
+        other.load_state_dict(saved)
     else:
         for mine, theirs in zip(
             other._pipeline.memory.parameters, trainer._pipeline.memory.parameters, strict=True
@@ -502,7 +504,9 @@ def test_a_foreign_class_goes_on_from_state_that_was_saved_here_as_in_torch(
             trainer.update_params(loss_of(first, at))
         second.load_state_dict(first.state_dict())
         with Trainer(second, cls, {"lr": LR}, **store) as resumed:
-            _copy_of(trainer, resumed, way, tmp_path / "states")
+            _copy_of(
+                trainer, resumed, way, tmp_path / "states", lambda: trainer.update_params(loss_of(first, 3))
+            )
             for at in range(3, 6):
                 resumed.update_params(loss_of(second, at))
     torch.testing.assert_close(weights(second), weights(expected))
