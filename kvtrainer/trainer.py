@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -16,7 +15,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.nn.parameter import is_lazy
 
-from kvstore_server.check import is_number
+from kvstore_server import check
 from kvstore_server.optimizer import Optimizer, spec_for_store
 from kvstore_server.optimizer.torch_family import TorchOptimizer
 from kvtrainer.errors import ArgumentTypeError, ConfigurationError, KVStoreError
@@ -523,11 +522,10 @@ class Trainer(torch.optim.Optimizer):
         """
         if self._groups.optimizer.lr_scheduler is not None:
             self._groups.optimizer.set_learning_rate(lr)
-        if not is_number(lr) or not math.isfinite(lr):
-            raise ConfigurationError(f"the learning rate must be a finite number, got {lr!r}")
+        value = check.number("the learning rate", lr)
         self.learning_rate  # noqa: B018  (an optimizer may have none, which this says)
         for group in self.param_groups:
-            group["lr"] = float(lr)
+            group["lr"] = value
 
     def get_lr(self) -> dict[str, list[float]]:
         """{"lr": the learning rate of every group}; an empty list of an optimizer without any."""

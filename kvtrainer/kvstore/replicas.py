@@ -13,29 +13,26 @@ from kvstore_server.plan import TensorSpec, row_numel
 from kvstore_server.rows import RowSet
 from kvtrainer.comm.compressor import residual_of
 from kvtrainer.kvstore.values import dtype_name, is_sparse
-from kvtrainer.parallel.reducers import make_reducer
+from kvtrainer.parallel.reducers import AUTO, is_left_fold, make_reducer
 
 
-def merge(replicas: Sequence[Tensor]) -> Tensor:
-    """Sum dense replicas from left to right on the CPU, flat; half precision accumulates in float32.
+def merge(replicas: Sequence[Tensor], reducer: str = AUTO) -> Tensor:
+    """Sum dense replicas as a reducer does it where they are, or from left to right on the CPU; flat, on the CPU.
 
-    Of a single one it is not a copy where the tensor is flat there already.
+    Half precision accumulates in float32. Of a single one it is not a copy where the tensor is flat there already.
     """
     first = replicas[0].detach()
     if len(replicas) == 1:
         return first.to("cpu").contiguous().view(-1)
+    if not is_left_fold(reducer):
+        parts = [one.detach().clone(memory_format=torch.contiguous_format).view(-1) for one in replicas]
+        make_reducer(reducer, [part.device for part in parts]).sum(parts)
+        return parts[0].to("cpu")
     compute = compute_dtype(dtype_name(first.dtype))
     total = first.to("cpu", compute, copy=True, memory_format=torch.contiguous_format)
     for other in replicas[1:]:
         total += other.detach().to("cpu", compute)
     return total.to(first.dtype).view(-1)
-
-
-def reduce_replicas(reducer: str, replicas: Sequence[Tensor]) -> Tensor:
-    """Sum dense replicas as a reducer does it where they are; the flat sum on the CPU."""
-    parts = [one.detach().clone(memory_format=torch.contiguous_format).view(-1) for one in replicas]
-    make_reducer(reducer, [part.device for part in parts]).sum(parts)
-    return parts[0].to("cpu")
 
 
 def merge_rows(spec: TensorSpec, replicas: Sequence[Tensor]) -> RowSet:

@@ -257,23 +257,17 @@ def _replicas(key: Key, value: Any, what: str) -> list[Tensor]:
             f"{what} of key {key!r} must be a tensor or a list of tensors, got {value!r:.80}"
         )
     for one in tensors:
-        if is_sparse(one):
-            _check_has_rows(what, key, one)
+        if is_sparse(one) and (one.layout is not torch.sparse_coo or one.sparse_dim() != 1):
+            form = f" with sparse_dim {one.sparse_dim()}" if one.layout is torch.sparse_coo else ""
+            raise ConfigurationError(
+                f"{what} of key {key!r} is sparse, of shape {list(one.shape)} and layout {one.layout}{form}; it must "
+                "be a sparse COO tensor with sparse_dim 1, which has whole rows"
+            )
     if any(one.is_meta for one in tensors):
         raise ConfigurationError(
             f"{what} of key {key!r} is on the meta device and has no values; make it on a real device first"
         )
     return tensors
-
-
-def _check_has_rows(what: str, key: object, value: Tensor) -> None:
-    """Raise ConfigurationError unless a sparse tensor has whole rows."""
-    if value.layout is not torch.sparse_coo or value.sparse_dim() != 1:
-        form = f" with sparse_dim {value.sparse_dim()}" if value.layout is torch.sparse_coo else ""
-        raise ConfigurationError(
-            f"{what} of key {key!r} is sparse, of shape {list(value.shape)} and layout {value.layout}{form}; it must "
-            "be a sparse COO tensor with sparse_dim 1, which has whole rows"
-        )
 
 
 def mismatch(spec: TensorSpec, value: Tensor) -> ShapeMismatchError:

@@ -36,7 +36,6 @@ from kvtrainer.kvstore.replicas import (
     densified,
     merge,
     merge_rows,
-    reduce_replicas,
     sum_rows,
 )
 from kvtrainer.kvstore.values import (
@@ -58,7 +57,7 @@ from kvtrainer.kvstore.values import (
 )
 from kvtrainer.one_thread import by_one_thread
 from kvtrainer.optimizer import create as create_optimizer
-from kvtrainer.parallel.reducers import AUTO, is_left_fold
+from kvtrainer.parallel.reducers import AUTO
 from kvtrainer.profiler import Profiler
 
 WORKERS, SERVERS = 4, 2
@@ -366,7 +365,15 @@ class TableKVStore(KVStoreBase):
             ServerUnreachableError: a server did not answer within `dead_after` seconds.
         """
         head = check_head(head)
-        return [answer.decode() for answer in self._client.command(head, _encoded(body))]
+        if not isinstance(body, str):
+            raise ConfigurationError(f"the body of a command must be a str, got {type(body).__name__}")
+        try:
+            packed = body.encode()
+        except UnicodeEncodeError as error:
+            raise ConfigurationError(f"the body of a command cannot be written as UTF-8: {error}") from None
+        if len(packed) > LONGEST:
+            raise ConfigurationError(f"the body of a command may have {LONGEST} bytes, got {len(packed)}")
+        return [answer.decode() for answer in self._client.command(head, packed)]
 
     @property
     def profiler(self) -> Profiler:
@@ -536,10 +543,8 @@ class TableKVStore(KVStoreBase):
             replicas = [densified(spec, one) for one in replicas]
         if self._replicas is not None and spec.dtype not in INTEGERS:
             return self._replicas.merge(spec.key, replicas)
-        if len(replicas) > 1 and not is_left_fold(self._reducer):
-            return reduce_replicas(self._reducer, replicas)
         flat = flat_view(replicas[0]) if len(replicas) == 1 else None
-        return merge(replicas) if flat is None else flat if is_lent else flat.clone()
+        return merge(replicas, self._reducer) if flat is None else flat if is_lent else flat.clone()
 
     def _goes_by_rows(self, entry: Entry) -> bool:
         """Tell whether a key of which only rows are given is pushed by rows. Raises as `push`."""
@@ -732,16 +737,3 @@ class TableKVStore(KVStoreBase):
 
     def _compressor(self, table: RemoteTable) -> Compressor | None:
         return None if self._codec is None else Compressor(self._codec, table.plan)
-
-
-def _encoded(body: object) -> bytes:
-    """The body of a command as it travels. Raises ConfigurationError if it cannot."""
-    if not isinstance(body, str):
-        raise ConfigurationError(f"the body of a command must be a str, got {type(body).__name__}")
-    try:
-        packed = body.encode()
-    except UnicodeEncodeError as error:
-        raise ConfigurationError(f"the body of a command cannot be written as UTF-8: {error}") from None
-    if len(packed) > LONGEST:
-        raise ConfigurationError(f"the body of a command may have {LONGEST} bytes, got {len(packed)}")
-    return packed

@@ -149,7 +149,7 @@ def _fit_together(schedules: Sequence[BoundSchedule]) -> None:
     by_name = {one.name: one for one in reversed(ours)}
     for other in schedules:
         if isinstance(other, PlateauSchedule) and other.name in by_name:
-            other.build_on(by_name[other.name].target)
+            other.target = by_name[other.name].target
         if isinstance(other, TorchSchedule) and (both := sorted(other.names & set(by_name))):
             raise ConfigurationError(
                 f"{type(other.scheduler).__name__} and a schedule of ours would each undo what the other one writes "

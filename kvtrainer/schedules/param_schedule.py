@@ -218,7 +218,16 @@ class ScheduleSpec:
         if self.epoch_length is not None:
             check.integer("epoch_length of a schedule", self.epoch_length, 1)
         if self.warmup is not None:
-            self._check_warmup()
+            check.one_of("warmup", self.warmup, (None, "constant", "linear", "exp"))
+            check.integer("warmup_iters of a schedule", self.warmup_iters, 1)
+            check.number("warmup_ratio", self.warmup_ratio, above=0, most=1)
+            if self.warmup_by_epoch and self.by == "step" and self.epoch_length is None:
+                raise ConfigurationError("warmup_by_epoch of a schedule by step needs epoch_length")
+            if self.has_own_warmup_clock and self.begin:
+                raise ConfigurationError(
+                    f"a warm-up by step of a schedule that begins with epoch {self.begin} needs epoch_length, the "
+                    "number of steps in an epoch"
+                )
         self.formula()
 
     def formula(self) -> Formula:
@@ -245,18 +254,6 @@ class ScheduleSpec:
         """Length of the warm-up, in what advances it, or in steps where it has a clock of its own."""
         per_unit = self.epoch_length if self.epoch_length is not None and self.warmup_by_epoch else 1
         return self.warmup_iters * per_unit if self.warmup is not None else 0
-
-    def _check_warmup(self) -> None:
-        check.one_of("warmup", self.warmup, (None, "constant", "linear", "exp"))
-        check.integer("warmup_iters of a schedule", self.warmup_iters, 1)
-        check.number("warmup_ratio", self.warmup_ratio, above=0, most=1)
-        if self.warmup_by_epoch and self.by == "step" and self.epoch_length is None:
-            raise ConfigurationError("warmup_by_epoch of a schedule by step needs epoch_length")
-        if self.has_own_warmup_clock and self.begin:
-            raise ConfigurationError(
-                f"a warm-up by step of a schedule that begins with epoch {self.begin} needs epoch_length, the "
-                "number of steps in an epoch"
-            )
 
 
 _ARGUMENTS = frozenset(ScheduleSpec.__dataclass_fields__) - {"name", "policy", "options"}
@@ -446,7 +443,10 @@ class ParamSchedule:
         if not self._has(index) or at < spec.begin:
             return start
         passed = at - spec.begin if spec.end is None else min(at, spec.end - 1) - spec.begin
-        start = self._restarted(index) if self._formula.restarts else start
+        if self._formula.restarts:  # from what came before, but for schedules that end before this one begins
+            start = self.target.bases[index]
+            for one in self._chain[: self._chain.index(self)]:
+                start = start if one._precedes(self) else one._value(index, start)
         value = self._formula(start, passed, spec.span, self.target.bases[index], index)
         if not spec.warmup_length:
             return value
@@ -454,14 +454,6 @@ class ParamSchedule:
         warmed = self._warm_count if is_apart else self._count - spec.begin * self._steps_per_unit
         factor = warmup_factor(str(spec.warmup), warmed, spec.warmup_length, spec.warmup_ratio)
         return self._lift(value, factor) if spec.name == "momentum" else value * factor
-
-    def _restarted(self, index: int) -> float:
-        """Return what the schedules before this one give, but for those that end before it begins."""
-        value = self.target.bases[index]
-        for one in self._chain[: self._chain.index(self)]:
-            if not one._precedes(self):
-                value = one._value(index, value)
-        return value
 
     def _precedes(self, other: ParamSchedule) -> bool:
         mine, its = self._spec, other._spec

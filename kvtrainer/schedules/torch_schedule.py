@@ -109,11 +109,12 @@ class PlateauSchedule:
         **options: Any,
     ) -> None:
         self.optimizer = optimizer
-        self._value = GroupValue(optimizer, name)
-        self._indices = self._value.indices(groups)
+        self.target = GroupValue(optimizer, name)
+        """What it lowers: of the schedules of the same value theirs."""
+        self._indices = self.target.indices(groups)
         self._begin, self._end, self._count = begin, end, 0
         self._stand_in = torch.optim.SGD(
-            [{"params": [torch.zeros(1)]} for _ in range(len(self._value))], lr=0.0
+            [{"params": [torch.zeros(1)]} for _ in range(len(self.target))], lr=0.0
         )
         lowest: Any = list(minimum) if isinstance(minimum, tuple) else minimum
         try:
@@ -128,30 +129,26 @@ class PlateauSchedule:
         if self._count < self._begin or (self._end is not None and self._count >= self._end):
             return
         groups = self._stand_in.param_groups
-        for _ in range(len(groups), len(self._value)):
+        for _ in range(len(groups), len(self.target)):
             self._stand_in.add_param_group({"params": [torch.zeros(1)]})
-        before = [self._value.read(index) for index in range(len(groups))]
+        before = [self.target.read(index) for index in range(len(groups))]
         for group, value in zip(groups, before, strict=True):
             group["lr"] = value
         self._scheduler.step(*metric)
         for index, group in enumerate(groups):
             is_mine = self._indices is None or index in self._indices
             if is_mine and group["lr"] != before[index]:
-                self._value.overrule(index, group["lr"])
+                self.target.overrule(index, group["lr"])
 
     @property
     def name(self) -> str:
         """The key of the value that it lowers."""
-        return self._value.name
-
-    def build_on(self, target: GroupValue) -> None:
-        """Lower what schedules write that have this target."""
-        self._value = target
+        return self.target.name
 
     def state_dict(self) -> dict[str, Any]:
         """Return how far it is, the best metric, and by what the values were lowered: plain numbers."""
         state = self._scheduler.state_dict()
-        return {"count": self._count, "scales": self._value.scales, **{key: state[key] for key in _PROGRESS}}
+        return {"count": self._count, "scales": self.target.scales, **{key: state[key] for key in _PROGRESS}}
 
     def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Raise StateMismatchError unless it is such a state, of as many groups."""
@@ -159,13 +156,13 @@ class PlateauSchedule:
             raise StateMismatchError(
                 f"this is no state of a schedule that goes by a metric: {state_dict!r:.120}"
             )
-        self._value.check_count(state_dict["scales"])
+        self.target.check_count(state_dict["scales"])
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on from there. Raises as `check_state_dict`; nothing has changed then."""
         self.check_state_dict(state_dict)
         self._count = int(state_dict["count"])
-        self._value.scales = state_dict["scales"]
+        self.target.scales = state_dict["scales"]
         self._scheduler.load_state_dict({key: state_dict[key] for key in _PROGRESS})
 
 

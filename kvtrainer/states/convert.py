@@ -90,8 +90,11 @@ def import_states(
         kept = {piece.index: holder.get_state(piece) for piece in pieces}
     else:
         kept = {piece.index: States.of_slice(piece, device) for piece in plan.slices}
-    has_scalars = optimizer.elementwise and any(not plan.specs[key].shape for key in states)
-    of_scalars = _per_element(optimizer) if has_scalars else {"master"}
+    of_scalars = {"master"}
+    if optimizer.elementwise and any(not plan.specs[key].shape for key in states):
+        # What has one number per element looks like the optimizer's scalars where there is one element.
+        trial = trial_state(optimizer, {}, TensorSpec("", (2,), "float32")) or {}
+        of_scalars |= {n for n, value in trial.items() if isinstance(value, Tensor) and value.shape == (2,)}
     for key, state in states.items():
         entries = {n: v.to(device) if isinstance(v, Tensor) and v.dim() else v for n, v in state.items()}
         per_element = of_scalars
@@ -156,13 +159,6 @@ def _name_own_count(
         found = trial_state(optimizer, options, spec)
         if found is None or OWN_COUNT in found:
             state[OWN_COUNT] = given["step"]
-
-
-def _per_element(optimizer: Optimizer) -> set[str]:
-    """Name the entries that have one number per element; a 0-d parameter's look like the optimizer's scalars."""
-    state = trial_state(optimizer, {}, TensorSpec("", (2,), "float32")) or {}
-    shaped = {name for name, value in state.items() if isinstance(value, Tensor) and value.shape == (2,)}
-    return shaped | {"master"}
 
 
 def trial_state(optimizer: Optimizer, options: Mapping[str, Any], spec: TensorSpec) -> State | None:

@@ -38,6 +38,10 @@ UPDATE_ON_KVSTORE = "MXNET_UPDATE_ON_KVSTORE"
 """The environment variable with the default of `update_on_kvstore`: 0 or 1."""
 LARGE = 16 * 1024 * 1024
 """Elements. With a parameter that has more, 'local' leaves the update to the Trainer, as in MXNet."""
+_ALONE = (
+    "kvstore %r keeps gradients in this process, although the job has %d workers (%s); to train together use "
+    "'dist_sync', or 'device' after torch.distributed.init_process_group()"
+)
 
 
 class Traits(NamedTuple):
@@ -152,7 +156,10 @@ def select_store(
         # Every rank updates; to ask for an update in the store only forbids the two halves of a step.
         return Selection(kvstore, False, not update_on_kvstore, reducer=reducer, over_ranks=True)
     if store is not None and store.is_in_process:
-        _warn_if_alone(store.name)
+        if (found := workers_of_job(os.environ)) is not None and found[
+            0
+        ] > 1:  # which is seldom what was meant
+            _log.warning(_ALONE, store.name, *found)
         if is_joint and update_on_kvstore is None:
             update_on_kvstore = False
     is_needless = store is not None and store.is_in_process and isinstance(kvstore, str) and len(devices) == 1
@@ -280,15 +287,3 @@ def _updates_weights(store: Traits, asked: bool | None, aggregate_num: float, la
         )
     is_large = store.name.lower() == "local" and largest > LARGE
     return can_update and given == "1" and aggregate_num <= 1 and not is_large
-
-
-def _warn_if_alone(name: str) -> None:
-    """Say so when one of several workers is about to train by itself, which is seldom what was meant."""
-    found = workers_of_job(os.environ)
-    if found is not None and found[0] > 1:
-        _log.warning(
-            "kvstore %r keeps gradients in this process, although the job has %d workers (%s); to train together use "
-            "'dist_sync', or 'device' after torch.distributed.init_process_group()",
-            name,
-            *found,
-        )
