@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeGuard, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -221,22 +222,33 @@ def coalesce_rows(ids: Tensor, values: Tensor, num_rows: int) -> tuple[Tensor, T
         )
     if not len(ids):
         return ids, values
-    is_new = ids[1:] > ids[:-1]
-    is_ready, order, ascending = bool(is_new.all()), ids, ids
-    if not is_ready:
-        ascending, order = torch.sort(ids, stable=True)
-        is_new = ascending[1:] != ascending[:-1]
-    for end in (int(ascending[0]), int(ascending[-1])):
+    for end in map(int, torch.aminmax(ids)):
         if not 0 <= end < num_rows:
             raise ShapeMismatchError(f"a row-sparse gradient has row {end}, but its key has {num_rows} rows")
-    if is_ready:
+    if bool((ids[1:] > ids[:-1]).all()):
         return ids, values
-    if bool(is_new.all()):
-        return ascending, values.index_select(0, order).add_(0)  # as a sum does, which turns -0.0 into 0.0
-    number = torch.nn.functional.pad(is_new.cumsum(0), (1, 0))
-    place = torch.empty_like(ids).index_copy_(0, order, number)
-    total = values.new_zeros(int(number[-1]) + 1, *values.shape[1:]).index_add_(0, place, values)
-    return torch.unique_consecutive(ascending), total
+    ascending, order = _sorted(ids, num_rows)
+    is_first = torch.ones_like(ids, dtype=torch.bool)
+    torch.ne(ascending[1:], ascending[:-1], out=is_first[1:])
+    # A sum begins with 0, which turns -0.0 into 0.0.
+    total = values.index_select(0, order[is_first]).add_(0)
+    again = ~is_first
+    if bool(again.any()):
+        place = is_first.cumsum(0)[again].sub_(1)
+        total.index_add_(0, place, values.index_select(0, order[again]))
+    return ascending[is_first], total
+
+
+def _sorted(ids: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+    """Return ids in ascending order, and the place that each had; equal ones keep their order."""
+    shift = len(ids).bit_length()
+    if ids.device.type != "cpu" or shift + num_rows.bit_length() > 62:
+        found = torch.sort(ids, stable=True)
+        return found.values, found.indices
+    # With the place behind it each id is another number, and numpy sorts plain numbers many times as fast.
+    packed = (ids.numpy() << shift) | np.arange(len(ids))
+    packed.sort()
+    return torch.from_numpy(packed >> shift), torch.from_numpy(packed & ((1 << shift) - 1))
 
 
 def update_rows(
@@ -312,7 +324,7 @@ def _update_lazily(
     hyper: Hyper,
     room: Room,
 ) -> None:
-    """Gather the rows of the weights and of the state, update them as a key of their own, and put them back."""
+    """Update the rows that are present as a key of their own."""
     if not state.step:  # the state before the first update is that of all rows
         whole = weight.float() if is_half(weight) else weight
         if optimizer.multi_precision and whole is not weight and state.master is None:
@@ -322,18 +334,35 @@ def _update_lazily(
             entry = _entry(optimizer, name, value, (whole,), None)
             is_flat = optimizer.elementwise and _has_rows(entry)
             state.values[name] = torch.as_tensor(entry).view(weight.shape) if is_flat else entry
-    if not len(rows):
-        state.step += 1
-        return
+    if len(rows):
+        hyper = optimizer.hyper_for_rows(weight if state.master is None else state.master, grad_rows, hyper)
+        at_once = len(rows)
+        if optimizer.verified:  # so many that they stay in the cache
+            at_once = max(CACHED // max(weight[0].numel(), 1), 1)
+        for first in range(0, len(rows), at_once):
+            part = slice(first, first + at_once)
+            _update_taken(optimizer, weight, rows[part], grad_rows[part], state, hyper, room)
+    state.step += 1
+
+
+def _update_taken(
+    optimizer: Optimizer,
+    weight: Tensor,
+    rows: Tensor,
+    grad_rows: Tensor,
+    state: State,
+    hyper: Hyper,
+    room: Room,
+) -> None:
+    """Gather some rows, update them and put them back; the number of updates stays."""
     kept, master = state.values, state.master
-    live = optimizer.hyper_for_rows(weight if master is None else master, grad_rows, hyper)
     count, unit = grad_rows.numel(), ALIGNMENT // weight.element_size()
     length = -(-count // unit) * unit if optimizer.elementwise else 0
     grad = _lengthened(grad_rows.reshape(-1), length - count) if length else grad_rows
     piece = _taken(weight, rows, length)
     values = {name: _taken(v, rows, length) if _has_rows(v) else v for name, v in kept.items()}
     part = State(values, state.step, None if master is None else _taken(master, rows, length))
-    apply_update(optimizer, piece, grad, part, live, lambda: [slice(count, None)])
+    apply_update(optimizer, piece, grad, part, hyper, lambda: [slice(count, None)])
     changed = {name: value for name, value in part.values.items() if _has_rows(value)}
     for name, value in changed.items():
         entry = kept.get(name, 0)
@@ -344,7 +373,7 @@ def _update_lazily(
     _put(weight, rows, piece)
     if master is not None and part.master is not None:
         _put(master, rows, part.master)
-    state.values, state.step = part.values, part.step
+    state.values = part.values
 
 
 def _taken(whole: Tensor, rows: Tensor, length: int) -> Tensor:

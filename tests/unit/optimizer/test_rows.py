@@ -115,6 +115,24 @@ def test_half_weights_keep_a_master_of_every_row(
     assert torch.equal(half.weight, master.to(dtype))
 
 
+@each_lazy
+def test_rows_that_are_updated_some_at_a_time_have_the_bits_of_all_at_once(
+    name: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gen = torch.Generator().manual_seed(0)
+    weight, rows = torch.randn(50, 33, generator=gen), [torch.arange(at, 50, 2) for at in range(3)]
+    grads = [torch.randn(len(ids), 33, generator=gen) for ids in rows]
+    found = []
+    for cached in (1 << 18, 7 * 33):
+        monkeypatch.setattr("kvstore_server.optimizer.apply.CACHED", cached)
+        key = Key(create(name, **options), weight.clone())
+        for ids, grad in zip(rows, grads, strict=True):
+            key.update_rows(ids.tolist(), grad.clone())
+        found.append(key)
+    assert torch.equal(found[0].weight, found[1].weight)
+    assert found[0].state["step"] == found[1].state["step"] == 3
+
+
 def test_the_step_count_is_that_of_the_key_not_of_the_row() -> None:
     key = Key(create("adam", lr=0.1, epsilon=0.0, lazy_update=True), torch.zeros(2, 1, dtype=torch.float64))
     for row in (0, 0, 1):
