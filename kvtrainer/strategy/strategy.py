@@ -405,19 +405,12 @@ class Strategy(BaseStrategy):
         num_saved, said = len(found.get(files.RANKS) or []), self.logger.warning
         if seed is not None:
             if (given := self._randomness["seed"]) not in (None, seed):
-                said(
-                    "the checkpoint was saved with seed %s, the configuration says %s: it is %s",
-                    seed,
-                    given,
-                    seed,
-                )
+                said("the checkpoint was saved with seed %s, the configuration says %s in vain", seed, given)
             self._set_randomness(**{**self._randomness, "seed": seed})
         if rng is not None:
             environment.set_rng_state(rng, self._all_devices())
         elif num_saved:
-            text = (
-                "the checkpoint was saved by %d workers and %d go on: random numbers begin anew with the seed"
-            )
+            text = "the checkpoint was saved by %d workers and %d go on: random numbers begin with the seed"
             said(text, num_saved, self.world_size)
 
     def _resume_counts(self, iteration: int | None, is_resumed: bool) -> None:
