@@ -359,7 +359,10 @@ class Engine:
                 if self._apply(space, book, table, decision):
                     applied.append(number)
                 else:
-                    out += _tell_held(space, table)
+                    for given in book.given.values():  # those that wait for a decision, and have data
+                        waiter, said = given.waiters[number], given.said[number]
+                        if waiter is not None and said is not None and said.hold:
+                            out += _held(table, book.number(number), waiter, table.held.sum.partials)
             except KVStoreError as error:
                 out += self._fail(space, book, table, error)
             except Exception as error:
@@ -821,18 +824,6 @@ def _rows(space: Namespace, table: Table, rank: int, pull: m.PullRows, waiter: W
         return [_failed(waiter, error)]
     table.note_read(rank)
     return _reply(waiter, space.rows(table, [found]))
-
-
-def _tell_held(space: Namespace, table: Table) -> list[m.Outgoing]:
-    """Tell the ranks that wait for a decision, and have data, what there is to decide about."""
-    assert table.held is not None
-    shared = space.rounds.shared
-    out = []
-    for given in shared.given.values():
-        waiter, said = given.waiters[table.number], given.said[table.number]
-        if waiter is not None and said is not None and said.hold:
-            out += _held(table, shared.number(table.number), waiter, table.held.sum.partials)
-    return out
 
 
 def _held(table: Table, round_: int, waiter: Waiter, partials: Sequence[Partial]) -> list[m.Outgoing]:

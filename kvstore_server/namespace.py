@@ -259,7 +259,8 @@ class Namespace:
         Raises:
             ProtocolError: there is none.
         """
-        self.check_tables(np.array([number]))
+        if not 0 <= number < len(self.tables):
+            raise ProtocolError(f"namespace {self.name!r} has no table {number}; register it first")
         return self.tables[number]
 
     def check_tables(self, tables: Ints) -> int:
@@ -270,10 +271,7 @@ class Namespace:
         """
         numbers = tables.tolist()
         self.check_named("request", numbers)
-        for number in numbers:
-            if not 0 <= number < len(self.tables):
-                raise ProtocolError(f"namespace {self.name!r} has no table {number}; register it first")
-        return len(numbers)
+        return len([self.table(number) for number in numbers])
 
     def check_named(self, message: str, named: Collection[Hashable]) -> None:
         """Raise ProtocolError where a message names too much, or the same twice, which would be answered twice."""
@@ -402,11 +400,12 @@ class Namespace:
         assert said is not None
         if flags & m.HAS_JOINED:
             return None
-        first = int(self.rounds.slots.first[number])
-        slices = {
-            table.unit.slices[slot - first].index: self._payload(slot, source, start)
-            for slot, source, start in given.here(number)
-        }
+        first, slices = int(self.rounds.slots.first[number]), {}
+        for slot, source, start in given.here(number):
+            piece, nbytes = table.unit.slices[slot - first], int(self.rounds.slots.nbytes[slot])
+            if isinstance(source, Tensor):
+                source = source[start : start + nbytes].view(torch_dtype(piece.dtype))[: piece.used]
+            slices[piece.index] = source
         absent = self.absent.get((number, rank), frozenset())
         return Part(slices, flags, int(given.version[number]), said.rescale, said.hold, absent)
 
@@ -445,14 +444,6 @@ class Namespace:
             ]
             found.append(Contribution(runs, scale if said.rescale is None else said.rescale))
         return found
-
-    def _payload(self, slot: int, source: Any, start: int) -> Any:
-        """A slice that is kept, as what it stands for."""
-        if not isinstance(source, Tensor):
-            return source
-        table, at = self.place(slot)
-        piece, nbytes = table.unit.slices[at], int(self.rounds.slots.nbytes[slot])
-        return source[start : start + nbytes].view(torch_dtype(piece.dtype))[: piece.used]
 
     def weights(self, rank: int, tables: Sequence[int]) -> m.Weights:
         """The present weights of some tables, except row-sparse ones, for a rank; not copies."""

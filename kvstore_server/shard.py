@@ -419,11 +419,14 @@ class Shard:
         What all ranks gave as rows is measured as rows, whatever the optimizer makes of it: so does a worker that
         updates by itself. The memory is used again by the next call.
         """
-        self._set_hypers(unit, hypers)
-        by_rows = self._updated_by_rows(contributions, optimizer)
-        given_as_rows = self._sums.given_as_rows(contributions)
-        rows = {key: self._sums.sum_of_rows(key, contributions) for key in given_as_rows}
-        measured = self._sums.by_slot(rows)
+        if unit.hypers is not hypers:
+            self._set_hypers(unit, hypers)
+        by_rows, rows, measured = list[int](), dict[int, RowSet](), dict[int, dict[int, RowSet]]()
+        if any(given.rows for given in contributions):
+            by_rows = self._updated_by_rows(contributions, optimizer)
+            given_as_rows = self._sums.given_as_rows(contributions)
+            rows = {key: self._sums.sum_of_rows(key, contributions) for key in given_as_rows}
+            measured = self._sums.by_slot(rows)
         runs, partials = [], dict[int, Partial]()
         for chunk in self._sums.chunks(contributions, by_rows, False):
             block, place, present = chunk.block, chunk.place, chunk.present
@@ -440,7 +443,7 @@ class Shard:
                 own = total[one.start - place.start :][: one.piece.used]
                 sparse = measured.pop(slot, {})
                 if here is None or here.any() or sparse:
-                    body = _only_dense(own, one.piece, here, sparse)
+                    body = own if here is None and not sparse else _only_dense(own, one.piece, here, sparse)
                     partials[slot] = Partial(one.piece.index, *partial_of_slice(body, sparse, norm_type))
         for slot, sparse in measured.items():
             partials[slot] = Partial(

@@ -179,7 +179,8 @@ class Table:
             self._update([held.sum.total], held.optimizer, held.hypers, decision)
             end = self._applied([held.sum.total], held.hyper)
         self.held = None
-        self._end(ALL, end._replace(partials=held.sum.partials, decision=decision, is_skipped=decision.skip))
+        end = end._replace(partials=held.sum.partials, decision=decision, is_skipped=decision.skip)
+        self.ends[ALL], self._last_rank = end, ALL
 
     def apply(
         self,
@@ -217,7 +218,7 @@ class Table:
         else:
             hyper = self.hyper.lowest(joined) if is_lane else self.hyper.common(parts)
             end = self._change(parts, optimizer, updater, hyper, is_lane)
-        self._end(whose, end)
+        self.ends[whose], self._last_rank = end, whose
 
     def _change(
         self, parts: Parts, optimizer: Optimizer | None, updater: Updater | None, hyper: bytes, is_lane: bool
@@ -361,10 +362,6 @@ class Table:
         self.keys_applied += len(keys)
         left_out = () if keys is self.unit.keys else tuple(sorted(self.unit.keys - keys))
         return RoundEnd(self.version, left_out, (), hyper)
-
-    def _end(self, whose: int, end: RoundEnd) -> None:
-        self.ends[whose] = end
-        self._last_rank = whose
 
     def fail(self, whose: int) -> None:
         """The open round of a rank, or of ALL, ends without effect."""

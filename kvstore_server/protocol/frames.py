@@ -309,6 +309,8 @@ def _freeze(value: Any) -> Any:
 
 # ---------------------------------------------------------------- data messages
 
+_NO_EXTRA = pack_control([b"", b"", ()])
+
 
 def _encode_contribute(body: m.Contribute) -> list[Frame]:
     rescale = math.nan if body.rescale is None else body.rescale
@@ -340,16 +342,21 @@ def _decode_contribute(frames: Sequence[Frame]) -> m.Contribute:
     pushes, commits = words[:split].reshape(-1, m.PUSH_WORDS), words[split:].reshape(-1, m.COMMIT_WORDS)
     if np.count_nonzero(commits[:, 5] & ~_ALL_FLAGS):
         raise ProtocolError("a commit has unknown flags")
-    extra = unpack_control(memoryview(frames[1]))
+    extra, payload = memoryview(frames[1]), _payload(frames[2], pushes[:, 3])
+    form, hyper, absent = (b"", b"", ()) if extra == _NO_EXTRA else _decode_extra(extra)
+    factor = None if math.isnan(rescale) else rescale
+    return m.Contribute(pushes, (payload,), commits, form, hyper, absent, factor, timeout, hold)
+
+
+def _decode_extra(packed: memoryview) -> tuple[bytes, bytes, tuple[tuple[int, int], ...]]:
+    """What few contributions have: a form, hyper-parameters, absent keys."""
+    extra = unpack_control(packed)
     if not (isinstance(extra, list) and list(map(type, extra)) == [bytes, bytes, list]):
         raise ProtocolError("a contribution must name [form, hyper-parameters, absent keys]")
     form, hyper, absent = extra
     if not all(isinstance(pair, list) and list(map(type, pair)) == [int, int] for pair in absent):
         raise ProtocolError("the absent keys of a commit must be a list of (table, key)")
-    payload = _payload(frames[2], pushes[:, 3])
-    factor = None if math.isnan(rescale) else rescale
-    left_out = tuple(map(tuple, absent))
-    return m.Contribute(pushes, (payload,), commits, form, hyper, left_out, factor, timeout, hold)
+    return form, hyper, tuple([(table, key) for table, key in absent])
 
 
 def _encode_resolve(resolve: m.Resolve) -> list[Frame]:
