@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from kvstore_server.optimizer.state import aligned_zeros
 from kvstore_server.plan import ALIGNMENT, Plan
 from kvtrainer.errors import ConfigurationError, ParameterMovedError
 
@@ -89,7 +90,7 @@ class Arena:
 
     @cached_property
     def grads(self) -> dict[str, Tensor]:
-        """Gradients in the layout of `weights`; allocated, as zeros, at first use."""
+        """Gradients in the layout of `weights`, as zeros at first; what is never written takes no memory."""
         return self._allocate()
 
     @cached_property
@@ -193,9 +194,10 @@ class Arena:
         is_placed = there is not None and there() is parameter and parameter.is_contiguous()
         return is_placed and form == (spec.shape, getattr(torch, spec.dtype), self.device)
 
+    @torch.inference_mode(False)
     def _allocate(self) -> dict[str, Tensor]:
         sizes = self._plan.resident_sizes.items()
-        return {dtype: _aligned_zeros(size, getattr(torch, dtype), self.device) for dtype, size in sizes}
+        return {dtype: aligned_zeros(size, getattr(torch, dtype), self.device) for dtype, size in sizes}
 
     @torch.inference_mode(False)
     def _own_pieces(self) -> list[Tensor]:
@@ -321,15 +323,6 @@ class _CudaPiece:
 def dtype_name(dtype: torch.dtype) -> str:
     """Name a dtype as a plan does: 'float32'."""
     return str(dtype).removeprefix("torch.")
-
-
-@torch.inference_mode(False)
-def _aligned_zeros(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Make a flat tensor of zeros on a 64-byte boundary; written once, so that its pages are there."""
-    nbytes = numel * dtype.itemsize
-    raw = torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8, device=device).zero_()
-    start = -raw.data_ptr() % ALIGNMENT
-    return raw[start : start + nbytes].view(dtype)
 
 
 def _alias_of(flat: Tensor) -> Callable[..., Tensor]:
