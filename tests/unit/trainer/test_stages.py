@@ -241,7 +241,7 @@ def test_wrong_entries_are_named(given: dict[str, Any], message: str) -> None:
 
 
 def test_a_number_is_no_limit() -> None:
-    with pytest.raises(ArgumentTypeError, match="must be a dict such as"):
+    with pytest.raises(ArgumentTypeError, match="must be a dict, got int: 35"):
         make_limits(35)
 
 
