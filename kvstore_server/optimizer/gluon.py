@@ -534,6 +534,7 @@ class AdaGrad(_Elementwise):
     defaults: ClassVar[Hyper] = {"lr": 0.01, "eps": 1e-6}
 
     def update(self, weight: Tensor, grad: Gradient, state: Values, hyper: Hyper) -> None:
+        """Apply one update; the class has the formula."""
         grads = [grad] if isinstance(grad, Tensor) else grad
         flats, sizes = [weight, state_tensor(state, "sum", weight)], list(map(len, grads))
         weights, sums = [[flat] if len(sizes) == 1 else torch.split(flat, sizes) for flat in flats]
