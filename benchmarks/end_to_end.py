@@ -31,16 +31,11 @@ def main() -> int:
     options = _options()
     torch.set_num_threads(1)
     names = [suite.OURS, *[BEFORE] * bool(options.before), DDP, ALONE]
-    question = suite.Question(
-        TITLE,
-        suite.choose(dict.fromkeys(names, ""), options.systems),
-        list(suite.choose(dict.fromkeys(models.MODELS, ""), options.models)),
-        functools.partial(_measure, options=options),
-        unit="samples/s",
-        bound=ALONE,
-    )
+    systems = suite.choose(dict.fromkeys(names, ""), options.systems)
+    question = suite.Question(TITLE, systems, unit="samples/s", bound=ALONE)
+    jobs = list(suite.choose(dict.fromkeys(models.MODELS, ""), options.models))
     versions = harness.installed_versions(sys.executable, ["kvtrainer", "torch", "pyzmq"])
-    return suite.run(question, versions, options)
+    return suite.run(question, jobs, functools.partial(_measure, options=options), versions, options)
 
 
 def _measure(system: str, name: str, options: argparse.Namespace) -> dict[harness.Case, suite.Values]:

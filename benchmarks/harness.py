@@ -1,8 +1,7 @@
-"""Runs benchmark jobs in fresh processes, collects what they measured, and writes it down with the machine.
+"""Runs benchmark jobs in fresh processes, collects what they measured, and describes the machine.
 
 A job either returns what its worker 0 wrote, or raises JobError with the end of its output; it is killed as a whole at
-its time limit. Comparisons are made within one run: systems take turns, and every repetition gives one ratio. Jobs
-whose workers call `steps.mark` also have the memory and CPU seconds of all their processes measured.
+its time limit. Of jobs whose workers call `steps.mark` also memory and CPU seconds of all processes are measured.
 """
 
 from __future__ import annotations
@@ -44,68 +43,6 @@ class Case:
     workload: str
     topology: str
     optimizer: str
-
-
-@dataclass(frozen=True)
-class Sample:
-    """What one job measured of one case."""
-
-    case: Case
-    system: str
-    repetition: int
-    values: dict[str, Any]
-
-    @property
-    def seconds(self) -> float:
-        return float(self.values["median"])
-
-
-@dataclass(frozen=True)
-class Report:
-    """All samples of one run, and where they come from; `setting` is what the topology of a case says."""
-
-    title: str
-    samples: Sequence[Sample]
-    machine: Mapping[str, Any]
-    setting: str = "workers x servers"
-
-    def markdown(self, ours: str, *theirs: str) -> str:
-        """A table with one line per case; "speed-up" is one of `theirs` / `ours` within one repetition."""
-        peers = "".join(f" {name} | speed-up |" for name in theirs)
-        lines = [
-            f"# {self.title}",
-            "",
-            *(f"- {name}: {value}" for name, value in self.machine.items()),
-            "",
-            "Milliseconds per round: median (min to max) over repetitions, each the median of its rounds. "
-            f"Speed-up: {' or '.join(theirs)} / {ours}, repetition by repetition.",
-            "",
-            f"| workload | {self.setting} | optimizer | {ours} |{peers}",
-            "|---|---|---|---|" + "---|---|" * len(theirs),
-        ]
-        for case in dict.fromkeys(sample.case for sample in self.samples):
-            a = self._seconds(case, ours)
-            cells = [spread([1e3 * one for one in a.values()])]
-            for name in theirs:
-                b = self._seconds(case, name)
-                ratios = [b[i] / a[i] for i in a if i in b]
-                cells += [spread([1e3 * one for one in b.values()]), spread(ratios)]
-            lines.append("| " + " | ".join([case.workload, case.topology, case.optimizer, *cells]) + " |")
-        return "\n".join(lines) + "\n"
-
-    def write(self, stem: Path, ours: str, *theirs: str) -> None:
-        """Write STEM.json, with every round, and STEM.md."""
-        rows = [
-            {**vars(sample.case), "system": sample.system, "repetition": sample.repetition, **sample.values}
-            for sample in self.samples
-        ]
-        stem.parent.mkdir(parents=True, exist_ok=True)
-        document = {"title": self.title, "machine": dict(self.machine), "samples": rows}
-        stem.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n")
-        stem.with_suffix(".md").write_text(self.markdown(ours, *theirs))
-
-    def _seconds(self, case: Case, system: str) -> dict[int, float]:
-        return {s.repetition: s.seconds for s in self.samples if s.case == case and s.system == system}
 
 
 def run_kvtrainer_job(

@@ -50,8 +50,8 @@ def _options() -> argparse.Namespace:
     )
     parser.add_argument("--workers", type=suite.positive, default=2)
     parser.add_argument("--servers", type=suite.positive, default=2)
-    parser.add_argument("--rounds", type=suite.positive, default=20, help="timed steps of a job")
-    return step_jobs.add_options(parser)
+    parser.add_argument("--rounds", type=suite.positive, default=12, help="timed steps of a job")
+    return step_jobs.add_options(parser, repetitions=2)
 
 
 if __name__ == "__main__":

@@ -82,8 +82,8 @@ def start_alone(table: Parameter, optimizer: str) -> tuple[int, Step, Callable[[
 
 SYSTEMS: dict[str, tuple[Start, bool, int]] = {
     "kvtrainer": (start_kvtrainer, True, 1),
-    "kvtrainer, dense": (start_kvtrainer, False, 1),
-    "gloo, dense": (start_gloo, False, 1),
+    "kvtrainer dense": (start_kvtrainer, False, 1),
+    "gloo dense": (start_gloo, False, 1),
     "1 process": (start_alone, True, WORKERS),
 }
 """How to begin; whether gradients are sparse; of how many workers each process has them."""

@@ -63,14 +63,9 @@ def ask(
     """
     found = _systems(peers, options)
     work_of = {_case(job, work): (job, work) for job in jobs for work in job.works}
-    question = suite.Question(
-        title,
-        found,
-        jobs,
-        functools.partial(measure, options=options),
-        **{"limits": lambda case, system, limits: _limits(system, *work_of[case], limits), **more},
-    )
-    return suite.run(question, _versions(found, options), options)
+    show = {"limits": lambda case, system, limits: _limits(system, *work_of[case], limits), **more}
+    run_job = functools.partial(measure, options=options)
+    return suite.run(suite.Question(title, found, **show), jobs, run_job, _versions(found, options), options)
 
 
 def _systems(peers: Sequence[str], options: argparse.Namespace) -> dict[str, str]:

@@ -33,18 +33,13 @@ _NOTES = "The time of a step is the time that all workers together need for one.
 def main() -> int:
     """Run the comparison and write what is known after every repetition; return 0."""
     options = _options()
+    systems = suite.choose(dict.fromkeys(STORES, ""), options.systems)
     question = suite.Question(
-        TITLE,
-        suite.choose(dict.fromkeys(STORES, ""), options.systems),
-        list(suite.choose(dict.fromkeys(SLOWER, ""), options.patterns)),
-        functools.partial(_measure, options=options),
-        unit="samples/s",
-        is_first_slowest=True,
-        bound="alone",
-        notes=_NOTES,
+        TITLE, systems, unit="samples/s", is_first_slowest=True, bound="alone", notes=_NOTES
     )
+    jobs = list(suite.choose(dict.fromkeys(SLOWER, ""), options.patterns))
     versions = harness.installed_versions(sys.executable, ["kvtrainer", "torch", "pyzmq"])
-    return suite.run(question, versions, options)
+    return suite.run(question, jobs, functools.partial(_measure, options=options), versions, options)
 
 
 def _measure(store: str, pattern: str, options: argparse.Namespace) -> dict[harness.Case, suite.Values]:

@@ -13,7 +13,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import harness
 import plots
@@ -22,21 +22,30 @@ from limits import Limits, measure_limits
 OURS = "kvtrainer"
 _MIB = 1 << 20
 _SCALES = {"ms": 1e3, "µs": 1e6}
+_COSTS = {"CPU ms": "cpu", "peak RSS MiB": "peak_rss", "PSS MiB": "pss", "PSS grown MiB": "grown"}
 
+Job = TypeVar("Job")
 Values = dict[str, Any]
 """Of one case: {"median": seconds of a step, "rounds": [seconds ...], "usage": ..., "amount": what a step does}."""
 
 
 @dataclass(frozen=True)
+class Sample:
+    """What one job of a system measured of one case."""
+
+    case: harness.Case
+    system: str
+    repetition: int
+    values: Values
+
+
+@dataclass(frozen=True)
 class Question:
-    """A title, who answers, and what they do."""
+    """A title, who answers, and how the answers are shown."""
 
     title: str
     systems: Mapping[str, str]
     """Name → "", or why it is missing here. The others are compared with the first one."""
-    jobs: Sequence[Any]
-    measure: Callable[[str, Any], dict[harness.Case, Values]]
-    """Has a system do a job; raises if its weights are wrong."""
     limits: Callable[[harness.Case, str, Limits], Mapping[str, float]] = lambda *_: {}
     """The least seconds that a case can take on a system, by the name of a limit."""
     unit: str = "ms"
@@ -46,19 +55,30 @@ class Question:
     bound: str = ""
     """The system whose speed is the limit of the others."""
     notes: str = ""
+    setting: str = "workers x servers"
+    """What the topology of a case says."""
 
 
-def run(question: Question, versions: Mapping[str, str], options: argparse.Namespace) -> int:
-    """Have all systems answer, write what is known after every repetition, print the table; return 0."""
+def run(
+    question: Question,
+    jobs: Sequence[Job],
+    measure: Callable[[str, Job], dict[harness.Case, Values]],
+    versions: Mapping[str, str],
+    options: argparse.Namespace,
+) -> int:
+    """Have all systems answer, write what is known after every repetition, print the table; return 0.
+
+    `measure` has a system do a job, and raises if its weights are wrong.
+    """
     present = [name for name, missing in question.systems.items() if not missing]
     report = Report(question, [], [])
     for repetition in range(options.repetitions):
         report.limits.append(measure_limits())
-        for job in question.jobs:
+        for job in jobs:
             turn = repetition % len(present)
             for system in present[turn:] + present[:turn]:
-                for case, values in question.measure(system, job).items():
-                    report.samples.append(harness.Sample(case, system, repetition, values))
+                for case, values in measure(system, job).items():
+                    report.samples.append(Sample(case, system, repetition, values))
                     seconds = values["median"] * 1e3
                     print(f"{repetition} {system:24} {seconds:10.2f} ms  {case.workload}", flush=True)
         machine = harness.describe_machine(versions)
@@ -100,22 +120,22 @@ def positive(text: str) -> int:
 
 @dataclass(frozen=True)
 class Report:
-    """What was measured, and the limits of each repetition."""
+    """What was measured, and the limits of each repetition, if they are known."""
 
     question: Question
-    samples: list[harness.Sample]
+    samples: list[Sample]
     limits: list[Limits]
 
     def markdown(self, machine: Mapping[str, Any]) -> str:
         """A table with one line per case and system."""
         first = next(iter(self.question.systems))
-        head = ["workload", "workers x servers", "optimizer", "system", self.question.unit]
+        head = ["workload", self.question.setting, "optimizer", "system", self.question.unit]
         if self.question.unit in _SCALES:
             head.append("p99")
         slowest = self.question.is_first_slowest
         head.append(f"faster than {first} by" if slowest else f"{first} is faster by")
         head += [f"of the {name} limit" for name in self._limit_names()]
-        head += ["CPU ms", "peak RSS MiB", "PSS MiB", "PSS grown MiB"]
+        head += self._cost_names()
         lines = [f"# {self.question.title}", "", *(f"- {name}: {value}" for name, value in machine.items())]
         lines += [f"- limits, repetition {at}: {one}" for at, one in enumerate(self.limits)]
         lines += ["", _LEGEND + self.question.notes, "", _row(head), "|---" * len(head) + "|"]
@@ -157,15 +177,19 @@ class Report:
         return cells + self._costs(list(mine.values()))
 
     def _costs(self, values: list[Values]) -> list[str]:
-        usages = [one["usage"] for one in values if "usage" in one]
-        cpu = [1e3 * usage["cpu"] / len(one["rounds"]) for usage, one in zip(usages, values, strict=False)]
-        sizes = [[u[name] / _MIB for u in usages if u.get(name)] for name in ("peak_rss", "pss", "grown")]
-        return [harness.figure(statistics.median(one)) if one else "" for one in [cpu, *sizes]]
+        found = [[_cost(one, name) for one in values] for name in self._cost_names()]
+        known = [[one for one in costs if one is not None] for costs in found]
+        return [harness.figure(statistics.median(one)) if one else "" for one in known]
+
+    def _cost_names(self) -> list[str]:
+        return [name for name in _COSTS if any(_cost(one.values, name) is not None for one in self.samples)]
 
     def _least(self, case: harness.Case, system: str, repetition: int) -> Mapping[str, float]:
         if self.question.bound:
             bound = self._values(case, self.question.bound)
             return {self.question.bound: bound[repetition]["median"]} if repetition in bound else {}
+        if not self.limits:
+            return {}
         return self.question.limits(case, system, self.limits[repetition])
 
     def _limit_names(self) -> list[str]:
@@ -192,7 +216,7 @@ class Report:
         return [name for name in self.question.systems if self._values(case, name)]
 
 
-_LEGEND = """Median (min to max) over fresh jobs, each the median of its steps; p99 is of the steps of all jobs.
+_LEGEND = """Median (min to max) over repetitions, each the median of its steps; p99 is of the steps of all.
 Ratios are taken within a repetition. A share of a limit is the least time that it allows, divided by the time. CPU is
 that of all processes for a step, with what lies between steps; memory that of all processes after the last step: the
 sum of their peaks (RSS), their proportional share (PSS), and by how much that grew since before the model was made. """
@@ -200,6 +224,14 @@ sum of their peaks (RSS), their proportional share (PSS), and by how much that g
 
 def _title(case: harness.Case) -> str:
     return f"{case.workload}, {case.topology}, {case.optimizer}"
+
+
+def _cost(values: Values, name: str) -> float | None:
+    """CPU milliseconds of a step, or MiB of memory; None if that was not measured."""
+    found = values.get("usage", {}).get(_COSTS[name])
+    if found is None:
+        return None
+    return float(1e3 * found / len(values["rounds"]) if name == "CPU ms" else found / _MIB)
 
 
 def _p99(seconds: Sequence[float]) -> float:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import harness
+import suite
 import torch
 from torch import Tensor
 from torch.nn import Parameter
@@ -128,7 +129,8 @@ def measure(
 def main() -> int:
     """Run the comparison and write what is known after every case; return 0."""
     options = _options()
-    samples: list[harness.Sample] = []
+    samples: list[suite.Sample] = []
+    question = suite.Question(TITLE, {OURS: "", TORCH: ""}, setting="threads")
     stores = options.stores.split(";")
     versions = harness.installed_versions(sys.executable, ["kvtrainer", "torch"])
     cases = itertools.product(
@@ -147,16 +149,17 @@ def main() -> int:
             case = harness.Case(workload, str(threads), f"{optimizer}, {store}")
             for system, name in ((OURS, store), (TORCH, TORCH)):
                 values = {"rounds": measured[name], "median": medians[name]}
-                samples.append(harness.Sample(case, system, repetition, values))
+                samples.append(suite.Sample(case, system, repetition, values))
             print(
                 f"{workload:14} {threads} threads {optimizer:4} {store:15} {medians[store] * 1e3:8.2f} ms, torch "
                 f"{medians[TORCH] * 1e3:8.2f} ms: {medians[TORCH] / medians[store]:.2f} x",
                 flush=True,
             )
-        report = harness.Report(TITLE, samples, harness.describe_machine(versions, SETTINGS), "threads")
+        machine = harness.describe_machine(versions, SETTINGS)
+        report = suite.Report(question, samples, [])
         if options.out:
-            report.write(Path(options.out), OURS, TORCH)
-    print(report.markdown(OURS, TORCH))
+            report.write(Path(options.out), machine)
+    print(report.markdown(machine))
     return 0
 
 
@@ -170,7 +173,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--threads", default="1,2", help="numbers of torch's threads")
     parser.add_argument("--repetitions", type=int, default=1, help="with new parameters")
     parser.add_argument("--steps", type=int, default=0, help="timed steps of a case; by default 5 to 30")
-    parser.add_argument("--out", default="", help="write OUT.json and OUT.md")
+    parser.add_argument("--out", default="", help="write OUT.json, OUT.md and OUT.svg")
     return parser.parse_args()
 
 

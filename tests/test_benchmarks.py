@@ -19,6 +19,7 @@ QUESTIONS = (
     "latency",
     "sparse_round",
     "straggler",
+    "trainer_step",
 )
 HELP = """
 import contextlib, io, runpy, sys
