@@ -418,8 +418,8 @@ class Engine:
             return [], tables[~alike]
         together = [space.tables[number] for number in changed]
         scale = 1.0 if optimizer is None else optimizer.rescale_grad
-        given = space.contributions(book, np.array(list(changed)), scale)
         try:
+            given = space.contributions(book, np.array(list(changed)), scale)
             if optimizer is None:
                 together[0].shard.assign_sum(given)
             else:
@@ -806,8 +806,7 @@ def _outcomes(
         if not wants or not space.mode.is_sync:  # by the time that weights may be read they can be newer
             done.append((number, round_, end.version))
         if wants and flags & m.WANTS_DELTA:
-            table.note_read(rank)
-            changed.append(space.rows(table, table.changed_parts(version)))
+            changed.append(space.rows(rank, table, table.changed_parts(version)))
         elif wants:
             wanted.append(number)
     if done:
@@ -822,8 +821,7 @@ def _rows(space: Namespace, table: Table, rank: int, pull: m.PullRows, waiter: W
         found = table.pulled_part(pull)
     except ProtocolError as error:
         return [_failed(waiter, error)]
-    table.note_read(rank)
-    return _reply(waiter, space.rows(table, [found]))
+    return _reply(waiter, space.rows(rank, table, [found]))
 
 
 def _held(table: Table, round_: int, waiter: Waiter, partials: Sequence[Partial]) -> list[m.Outgoing]:

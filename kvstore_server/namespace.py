@@ -327,8 +327,12 @@ class Namespace:
         if body.form:
             form = self.form(body.form)
             rows = zip(slots.tolist(), which.tolist(), starts.tolist(), sizes.tolist(), strict=True)
+            places = self.shard.storage.slots
             sources = [
-                self._viewed(slot, sources[at][start : start + size], form) for slot, at, start, size in rows
+                read_payload(
+                    places[slot].unit.plan, places[slot].piece, sources[at][start : start + size], form
+                )
+                for slot, at, start, size in rows
             ]
             which, starts = np.arange(len(slots)), np.zeros(len(slots), np.int64)
         else:
@@ -383,11 +387,6 @@ class Namespace:
             f"slice {piece.index} (of {names}) takes {piece.dtype}[{piece.length}], padding included, got {got}"
         )
 
-    def _viewed(self, slot: int, payload: Tensor, form: Codec | RowForm) -> Any:
-        """What a codec's bytes, or those of rows, stand for."""
-        table, at = self.place(slot)
-        return read_payload(table.plan, table.unit.slices[at], payload, form)
-
     def place(self, slot: int) -> tuple[Table, int]:
         """The table of a slot, and the position of its slice among those that the table has here."""
         table = int(self.rounds.slots.table[slot])
@@ -410,13 +409,13 @@ class Namespace:
         return Part(slices, flags, int(given.version[number]), said.rescale, said.hold, absent)
 
     def alike(self, book: Book, tables: Ints, optimizer: Optimizer | None) -> Bools:
-        """Of tables whose rounds are complete, which are changed by one call: by sums of plain numbers for all keys."""
+        """Of tables whose rounds are complete, which are changed by one call: by sums, and for all keys."""
         if not self.mode.is_sync or (optimizer is not None and optimizer.may_raise) or self.recording.active:
             return np.zeros(len(tables), np.bool_)
         found = book.numbers[tables] > 0
         numbers = tables.tolist()
         for given in book.given.values():
-            found &= ((given.flags[tables] & _SPECIAL) == 0) & ~given.has_form[tables]
+            found &= (given.flags[tables] & _SPECIAL) == 0
             said, first = [given.said[number] for number in numbers], given.said[numbers[0]]
             if said.count(first) < len(said) or first is None or first.hold:
                 found &= [one.hold == 0 and one.rescale == first.rescale for one in said]
@@ -440,9 +439,12 @@ class Namespace:
             assert said is not None
             runs = [
                 Run(first, end, part_of(source, begin, last).view(self._dtypes[first]))
+                if isinstance(source, Tensor)
+                else Run(first, end, source)
                 for first, end, source, begin, last in given.runs(slots, self._next)
             ]
-            found.append(Contribution(runs, scale if said.rescale is None else said.rescale))
+            own = scale if said.rescale is None else said.rescale
+            found.append(self.shard.contribution_of(runs, own))
         return found
 
     def weights(self, rank: int, tables: Sequence[int]) -> m.Weights:
@@ -469,18 +471,13 @@ class Namespace:
         sizes = np.bincount(owner, nbytes, len(tables)).astype(np.int64)
         return parts, owner, sizes.tolist()
 
-    def rows(self, table: Table, found: Iterable[RowPart]) -> m.Weights:
-        """Rows of slices, as a reply."""
-        first = int(self.rounds.slots.first[table.number])
-        parts, payloads = [], []
-        for part in found:
-            slot = table.unit.slots[part.slice]
-            at = slot - table.unit.first
-            payload = table.shard.storage.padded[slot] if part.kind == m.WHOLE else part.payload
-            payloads.append(payload)
-            parts.append((first + at, table.version, part.kind, payload.nbytes))
-        table.bytes_out += sum(part[3] for part in parts)
-        return m.Weights(m.matrix(parts, 4), tuple(payloads))
+    def rows(self, rank: int, table: Table, found: Sequence[RowPart]) -> m.Weights:
+        """Rows of a table for a rank, as a reply."""
+        if table.notes_reads:
+            table.note_read(rank)
+        parts = [(part.slot, table.version, part.kind, part.payload.nbytes) for part in found]
+        table.bytes_out += sum([nbytes for _, _, _, nbytes in parts])
+        return m.Weights(np.array(parts, np.int64).reshape(-1, 4), tuple([part.payload for part in found]))
 
     # ---------------------------------------------------------------- optimizer
 

@@ -115,14 +115,16 @@ class RowBlock(NamedTuple):
     """What to add to a row of each slice to have its number in the key."""
     order: dict[int, int]
     """Slice → its position here."""
+    most: int
+    """The number of rows, at least one, that fit into a message with their ids."""
 
-    def cut(self, ids: Ints, most: int) -> Iterator[tuple[int, int, slice]]:
-        """Cut (ascending) rows of the block between slices, so that parts have at most so many, or are of one slice.
+    def cut(self, ids: Ints) -> Iterator[tuple[int, int, slice]]:
+        """Cut (ascending) rows of the block between slices, so that parts fit into a message, or are of one slice.
 
         Yields:
             The first slice of each part and the end, by position, and which of the rows it has. Together all slices.
         """
-        last, first = len(self.pieces), 0
+        last, first, most = len(self.pieces), 0, self.most
         if len(ids) <= most and self.starts[last] <= MAX_ROWS:
             yield 0, last, slice(None)
             return
@@ -155,6 +157,8 @@ class RowPlaces(NamedTuple):
     """Of each slice, as of its block."""
     blocks: dict[int, RowBlock]
     """Server → its rows."""
+    width: int
+    """Elements of a row."""
 
     def by_server(self, ids: Ints) -> Iterator[tuple[RowBlock, Ints | slice, Ints]]:
         """Distribute (ascending) rows over the servers.
@@ -321,7 +325,7 @@ class Plan:
         return self._by_key.get(key, ())
 
     def rows(self, key: int) -> RowPlaces:
-        """Say where the rows of a key (by index) that `takes_rows` lie; it is found out once."""
+        """Say where the rows of a key (by index) lie: nowhere, if a slice has no whole ones. It is found out once."""
         found = self._rows.get(key)
         if found is None:
             found = self._rows[key] = _row_places(self, key)
@@ -336,14 +340,16 @@ def _row_places(plan: Plan, key: int) -> RowPlaces:
     starts = np.append(0, np.cumsum(counts))
     servers, shifts = np.array([piece.server for piece in pieces], np.int64), np.zeros(len(pieces), np.int64)
     blocks, position = {}, max(positions, default=0)
-    for server in np.unique(servers).tolist():
+    most = max(MAX_SLICE // (4 + width * SIZES[plan.specs[key].dtype]), 1)
+    takes_rows = plan.takes_rows(key) and row_numel(plan.specs[key])
+    for server in np.unique(servers).tolist() if takes_rows else ():
         mine = np.flatnonzero(servers == server)
         own = np.append(0, np.cumsum(counts[mine]))
         shifts[mine] = starts[mine] - own[:-1]
         order = {pieces[at].index: number for number, at in enumerate(mine.tolist())}
         here = tuple([pieces[at] for at in mine.tolist()])
-        blocks[server] = RowBlock(server, here, position, own, shifts[mine], order)
-    return RowPlaces(pieces, position, starts, servers, shifts, blocks)
+        blocks[server] = RowBlock(server, here, position, own, shifts[mine], order, most)
+    return RowPlaces(pieces, position, starts, servers, shifts, blocks, width)
 
 
 def make_plan(

@@ -20,7 +20,7 @@ from kvstore_server.codec import compute_dtype
 from kvstore_server.memo import Memo
 from kvstore_server.optimizer import coalesce_rows
 from kvstore_server.optimizer.base import CACHED
-from kvstore_server.rows import Encoded, RowSet, cut_rows
+from kvstore_server.rows import Encoded, Payload, RowSet, cut_rows
 from kvstore_server.storage import Block, Home, Storage
 
 NO_KEYS: frozenset[int] = frozenset()
@@ -36,8 +36,9 @@ class Run(NamedTuple):
 
     first: int
     end: int
-    payload: Tensor | Encoded
-    """Plain numbers of whole slots with zeros as padding, which may be missing behind the last; encoded, one slot."""
+    payload: Payload
+    """Plain numbers of whole slots with zeros as padding, which may be missing behind the last; otherwise one slot's. A
+    sum is not given parts."""
 
 
 class Contribution(NamedTuple):
@@ -126,16 +127,14 @@ class Sums:
 
     def given_as_rows(self, contributions: Sequence[Contribution]) -> list[int]:
         """The keys of which all ranks that have them gave only rows."""
-        return [
-            key
-            for key in sorted({key for given in contributions for key in given.rows})
-            if not any(self._gives_all_of(given, key) for given in contributions)
-        ]
+        keys = sorted({key for given in contributions for key in given.rows})
+        for given in contributions:
+            known = {*given.rows, *given.absent}
+            keys = [key for key in keys if key in known or not self._has_run(given, key)]
+        return keys
 
-    def _gives_all_of(self, given: Contribution, key: int) -> bool:
-        """Whether a rank gave all rows of a key."""
-        if key in given.rows or key in given.absent:
-            return False
+    def _has_run(self, given: Contribution, key: int) -> bool:
+        """Whether a rank gave numbers to the first slot of a key."""
         slot = self._storage.homes[key].slot
         at = bisect_right(given.runs, slot, key=lambda run: run.first) - 1
         return at >= 0 and slot < given.runs[at].end

@@ -41,7 +41,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from kvstore_server.errors import ConfigurationError, KVStoreError, ProtocolError
 from kvstore_server.memo import Memo
@@ -194,14 +193,13 @@ class Given:
     Attributes:
         committed: Of each table, whether the rank has committed its open round.
         version, flags: What it said of each table when it committed.
-        has_form: Of each table, whether something was given in a form other than plain numbers.
         said: What it said when it committed each table; None before.
         waiters: The request that is answered when the round of each table is over.
     """
 
     def __init__(self, slots: Slots) -> None:
         self._slots = slots
-        self.committed, self.has_form = np.zeros(0, np.bool_), np.zeros(0, np.bool_)
+        self.committed = np.zeros(0, np.bool_)
         self.version, self.flags = np.zeros(0, np.int64), np.zeros(0, np.int64)
         self.said: list[Terms | None] = []
         self.waiters: list[Waiter | None] = []
@@ -218,10 +216,7 @@ class Given:
         """Make room for tables that were added."""
         tables, slots = self._slots.num_tables, len(self._slots.table)
         if len(self.said) < tables:
-            self.committed, self.has_form = (
-                _grown(self.committed, tables, False),
-                _grown(self.has_form, tables, False),
-            )
+            self.committed = _grown(self.committed, tables, False)
             self.version, self.flags = _grown(self.version, tables, 0), _grown(self.flags, tables, 0)
             self.sums = _grown(self.sums, tables, 0)
             self.marks, self._places = _grown(self.marks, slots, 0), _grown(self._places, slots, 0)
@@ -238,8 +233,6 @@ class Given:
         self._num_buffers += len(sources)
         for slot, at in zip(slots.tolist(), which.tolist(), strict=True):
             self._buffers[slot] = sources[at]
-        if not isinstance(sources[0], torch.Tensor):
-            self.has_form[tables] = True
 
     def payload(self, slot: int) -> tuple[Any, int]:
         """The buffer of a slice that is here, and where in it its bytes begin."""
@@ -287,7 +280,7 @@ class Given:
 
     def clear(self, tables: Ints, slots: Ints) -> None:
         """Forget what was given to rounds that are over, or by a process that is."""
-        self.committed[tables] = self.has_form[tables] = False
+        self.committed[tables] = False
         self.sums[tables] = self.marks[slots] = 0
         for slot in slots.tolist():
             self._buffers[slot] = None

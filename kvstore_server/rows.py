@@ -16,7 +16,6 @@ than a frame allows.
 from __future__ import annotations
 
 import itertools
-import struct
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -26,8 +25,8 @@ from torch import Tensor
 
 from kvstore_server.codec import Codec, torch_dtype
 from kvstore_server.errors import ProtocolError, ShapeMismatchError
-from kvstore_server.plan import SIZES, Ints, Plan, Slice, TensorSpec, row_numel
-from kvstore_server.protocol.frames import MAX_PAYLOAD, pack_control
+from kvstore_server.plan import Ints, Plan, Slice
+from kvstore_server.protocol.frames import pack_control
 
 ROWS = "rows"
 PACKED_ROWS = pack_control({"type": ROWS})
@@ -51,17 +50,10 @@ class RowSet(NamedTuple):
     """(number of ids, elements of a row)."""
 
 
-class SparsePayload(NamedTuple):
-    """What a rank gives to a slice of which it has only some rows of some keys."""
-
-    rows: Mapping[int, RowSet]
-    """Position of a segment in the slice → its rows."""
-    dense: Tensor | None
-    """The other segments, `used` elements; None where there are none."""
-
-
 Parts: TypeAlias = Mapping[int, RowSet | Tensor]
-"""Position of a segment in the slice → some rows of it, or all its numbers, flat."""
+"""Position of a segment in the slice → some rows of it, or all its numbers, flat: a slice, given in parts."""
+Payload: TypeAlias = Tensor | Encoded | Parts
+"""What a rank gives to a slice: plain numbers, compressed ones, or some parts."""
 _IDS, _BITS, _ALL = range(3)
 
 
@@ -78,11 +70,18 @@ def encode_rows(plan: Plan, piece: Slice, parts: Parts, slices: int = 1) -> Tens
             head += [position, len(part), _ALL, 0]
             body.append(_raw(part))
             continue
-        num_rows, count = _num_rows(plan, piece, position, slices), len(part.ids)
+        block, count = plan.rows(piece.segments[position].key).blocks[piece.server], len(part.ids)
+        first = block.order[piece.index]
+        num_rows = int(block.starts[first + slices] - block.starts[first])
         form = _BITS if 4 * count > num_rows // 8 else _IDS
         head += [position, count, form, 0]
         ids = part.ids.numpy()
-        body.append(_bits(ids, num_rows) if form == _BITS else ids.astype("<i4").view(np.uint8))
+        if form == _BITS:
+            present = np.zeros(num_rows, dtype=bool)
+            present[ids] = True
+            body.append(np.packbits(present, bitorder="little"))
+        else:
+            body.append(ids.astype("<i4").view(np.uint8))
         body.append(_raw(part.values))
     starts = list(itertools.accumulate((-(-len(part) // 8) * 8 for part in body), initial=4 * len(head)))
     data = np.zeros(starts[-1], np.uint8)
@@ -101,34 +100,42 @@ def decode_rows(plan: Plan, piece: Slice, data: memoryview) -> tuple[Parts, int]
     Raises:
         ProtocolError: the bytes do not fit the slice.
     """
-    reader = _Reader(data)
-    count, slices = reader.numbers(2)
+    head, at = _take(data, 0, torch.int32, 2)
+    count, slices = head.tolist()
     if not 0 < count <= len(piece.segments):
         raise ProtocolError(f"a slice of {len(piece.segments)} segments cannot have rows of {count}")
-    table = reader.numbers(4 * count)
+    table, at = _take(data, at, torch.int32, 4 * count)
     parts: dict[int, RowSet | Tensor] = {}
-    for position, size, form in zip(table[::4], table[1::4], table[2::4], strict=True):
+    for position, size, form, _ in table.view(count, 4).tolist():
         if not 0 <= position < len(piece.segments) or position in parts:
             raise ProtocolError(f"a row-sparse slice names segment {position} of {len(piece.segments)}")
         if form == _ALL:
             if size != piece.segments[position].numel or slices != 1:
                 raise ProtocolError(f"a row-sparse slice gives {size} numbers to segment {position}")
-            parts[position] = reader.take(torch_dtype(piece.dtype), size)
+            parts[position], at = _take(data, at, torch_dtype(piece.dtype), size)
         elif form in (_IDS, _BITS):
-            parts[position] = _read_rows(reader, plan, piece, position, (size, slices), form == _BITS)
+            num_rows = _num_rows(plan, piece, position, slices)
+            width = plan.rows(piece.segments[position].key).width
+            if not 0 <= size <= num_rows:
+                raise ProtocolError(
+                    f"a row-sparse slice names {size} of the {num_rows} rows of segment {position}"
+                )
+            ids, at = _take_ids(data, at, size, num_rows, form == _BITS)
+            values, at = _take(data, at, torch_dtype(piece.dtype), size * width)
+            parts[position] = RowSet(ids, values.view(size, width))
         else:
             raise ProtocolError(f"a row-sparse slice has a segment in form {form}")
-    if reader.at != len(data):
-        raise ProtocolError(f"a row-sparse slice has {len(data)} bytes, {reader.at} of them are named")
+    if at != len(data):
+        raise ProtocolError(f"a row-sparse slice has {len(data)} bytes, {at} of them are named")
     return parts, slices
 
 
 def num_slices(data: Tensor) -> int:
     """The number of slices that rows are of."""
-    return int(data[4:8].numpy().view("<i4")[0]) if len(data) >= 8 else 1
+    return max(int(data[4:8].numpy().view("<i4")[0]), 1) if len(data) >= 8 else 1
 
 
-def read_payload(plan: Plan, piece: Slice, payload: Tensor, form: Codec | RowForm) -> Encoded | SparsePayload:
+def read_payload(plan: Plan, piece: Slice, payload: Tensor, form: Codec | RowForm) -> Encoded | Parts:
     """View bytes as what a codec reads, or as some rows. Nothing large is copied.
 
     Raises:
@@ -136,7 +143,7 @@ def read_payload(plan: Plan, piece: Slice, payload: Tensor, form: Codec | RowFor
         ShapeMismatchError: the payload has another size than the slice compressed.
     """
     if isinstance(form, RowForm):
-        return as_contribution(piece, decode_rows(plan, piece, payload.numpy().data)[0])
+        return decode_rows(plan, piece, payload.numpy().data)[0]
     if payload.nbytes != form.encoded_nbytes(piece.used, piece.dtype):
         names = ", ".join(repr(plan.specs[segment.key].key) for segment in piece.segments[:3])
         raise ShapeMismatchError(
@@ -147,24 +154,11 @@ def read_payload(plan: Plan, piece: Slice, payload: Tensor, form: Codec | RowFor
     return Encoded(form, payload)
 
 
-def payload_nbytes(payload: Tensor | Encoded | SparsePayload) -> int:
+def payload_nbytes(payload: Payload) -> int:
     """The bytes of what a rank gave to a slice."""
-    if isinstance(payload, SparsePayload):
-        return sum(one.nbytes for one in _tensors_of(payload) if one is not None)
+    if isinstance(payload, Mapping):
+        return sum(one.nbytes for one in _tensors_of(payload))
     return payload.data.nbytes if isinstance(payload, Encoded) else payload.nbytes
-
-
-def as_contribution(piece: Slice, parts: Parts) -> SparsePayload:
-    """What these parts stand for in a sum: nothing where there is none."""
-    rows = {position: part for position, part in parts.items() if isinstance(part, RowSet)}
-    dense = None
-    for position, part in parts.items():
-        if isinstance(part, Tensor):
-            if dense is None:
-                dense = torch.zeros(piece.used, dtype=part.dtype)
-            segment = piece.segments[position]
-            dense[segment.start : segment.start + segment.numel] = part
-    return SparsePayload(rows, dense)
 
 
 def _num_rows(plan: Plan, piece: Slice, position: int, slices: int) -> int:
@@ -175,9 +169,9 @@ def _num_rows(plan: Plan, piece: Slice, position: int, slices: int) -> int:
     """
     segment = piece.segments[position]
     spec = plan.specs[segment.key]
-    if not row_numel(spec) or not plan.takes_rows(segment.key):
+    block = plan.rows(segment.key).blocks.get(piece.server)
+    if block is None:
         raise ProtocolError(f"key {spec.key!r} of shape {list(spec.shape)} takes no rows")
-    block = plan.rows(segment.key).blocks[piece.server]
     first = block.order[piece.index]
     if not 0 < slices <= len(block.pieces) - first:
         raise ProtocolError(
@@ -186,26 +180,16 @@ def _num_rows(plan: Plan, piece: Slice, position: int, slices: int) -> int:
     return int(block.starts[first + slices] - block.starts[first])
 
 
-def _read_rows(
-    reader: _Reader, plan: Plan, piece: Slice, position: int, size: tuple[int, int], as_bits: bool
-) -> RowSet:
-    """Read so many rows of a key in so many slices."""
-    spec, (num_ids, slices) = plan.specs[piece.segments[position].key], size
-    num_rows, width = _num_rows(plan, piece, position, slices), row_numel(spec)
-    if not 0 <= num_ids <= num_rows:
-        raise ProtocolError(f"a row-sparse slice of {spec.key!r} names {num_ids} of its {num_rows} rows")
+def _take_ids(data: memoryview, at: int, count: int, num_rows: int, as_bits: bool) -> tuple[Tensor, int]:
+    """Read ids of rows; returns also where what follows them begins."""
+    raw, at = _take(data, at, *((torch.uint8, -(-num_rows // 8)) if as_bits else (torch.int32, count)))
     if as_bits:
-        packed = reader.take(torch.uint8, -(-num_rows // 8)).numpy()
-        ids = np.flatnonzero(np.unpackbits(packed, count=num_rows, bitorder="little"))
+        ids = np.flatnonzero(np.unpackbits(raw.numpy(), count=num_rows, bitorder="little"))
     else:
-        ids = reader.take(torch.int32, num_ids).numpy().astype(np.int64)
-    if len(ids) != num_ids or not are_rows(ids, num_rows):
-        raise ProtocolError(
-            f"the {num_ids} rows of {spec.key!r} are not distinct, ascending and below {num_rows}"
-        )
-    return RowSet(
-        torch.from_numpy(ids), reader.take(torch_dtype(piece.dtype), num_ids * width).view(num_ids, width)
-    )
+        ids = raw.numpy().astype(np.int64)
+    if len(ids) != count or not are_rows(ids, num_rows):
+        raise ProtocolError(f"the {count} rows of a slice are not distinct, ascending and below {num_rows}")
+    return torch.from_numpy(ids), at
 
 
 def are_rows(ids: Ints, num_rows: int) -> bool:
@@ -213,31 +197,14 @@ def are_rows(ids: Ints, num_rows: int) -> bool:
     return not len(ids) or bool(ids[0] >= 0 and ids[-1] < num_rows and (ids[1:] > ids[:-1]).all())
 
 
-class _Reader:
-    """Takes parts off the front of a buffer; each begins at a multiple of 8."""
-
-    def __init__(self, data: memoryview) -> None:
-        self.data = data
-        self.at = 0
-
-    def skip(self, size: int) -> int:
-        """Go on by so many bytes; returns where they begin."""
-        start = self.at
-        if size > len(self.data) - start:
-            raise ProtocolError(f"a row-sparse slice of {len(self.data)} bytes ends too early")
-        self.at += -(-size // 8) * 8
-        return start
-
-    def numbers(self, count: int) -> tuple[int, ...]:
-        """The next integers of 4 bytes, of which there are few."""
-        return struct.unpack_from(f"<{count}i", self.data, self.skip(4 * count))
-
-    def take(self, dtype: torch.dtype, count: int) -> Tensor:
-        """The next so many numbers; not a copy."""
-        start = self.skip(count * dtype.itemsize)
-        if not count:
-            return torch.empty(0, dtype=dtype)
-        return torch.frombuffer(self.data, dtype=dtype, count=count, offset=start)
+def _take(data: memoryview, at: int, dtype: torch.dtype, count: int) -> tuple[Tensor, int]:
+    """View the next so many numbers; returns also where what follows them begins."""
+    size = count * dtype.itemsize
+    if size > len(data) - at:
+        raise ProtocolError(f"a row-sparse slice of {len(data)} bytes ends too early")
+    if not count:
+        return torch.empty(0, dtype=dtype), at
+    return torch.frombuffer(data, dtype=dtype, count=count, offset=at), at + -(-size // 8) * 8
 
 
 def _raw(values: Tensor) -> np.ndarray[Any, Any]:
@@ -248,12 +215,6 @@ def _raw(values: Tensor) -> np.ndarray[Any, Any]:
         flat = torch.empty(len(flat), dtype=values.dtype).copy_(flat)
     found: np.ndarray[Any, Any] = flat.view(torch.uint8).numpy()
     return found
-
-
-def _bits(ids: np.ndarray[Any, Any], num_rows: int) -> np.ndarray[Any, Any]:
-    present = np.zeros(num_rows, dtype=bool)
-    present[ids] = True
-    return np.packbits(present, bitorder="little")
 
 
 def cut_rows(rows: RowSet, starts: Sequence[int]) -> list[RowSet]:
@@ -274,9 +235,7 @@ def split_rows(plan: Plan, rows: Mapping[int, RowSet]) -> dict[int, dict[int, Ro
     found: dict[int, dict[int, RowSet]] = {}
     for key, (ids, values) in rows.items():
         places = plan.rows(key)
-        parts = cut_rows(
-            RowSet(ids, values.reshape(len(ids), row_numel(plan.specs[key]))), places.starts[:-1].tolist()
-        )
+        parts = cut_rows(RowSet(ids, values.reshape(len(ids), places.width)), places.starts[:-1].tolist())
         for piece, part in zip(places.pieces, parts, strict=True):
             found.setdefault(piece.index, {})[places.position] = part
     return found
@@ -296,13 +255,13 @@ def pack_rows(
     """
     found: dict[int, tuple[dict[int, RowSet | Tensor], int]] = {}
     for key, (ids, values) in rows.items():
-        spec = plan.specs[key]
-        given, most = values.reshape(len(ids), row_numel(spec)), rows_per_message(spec)
-        for block, where, own in plan.rows(key).by_server(ids.numpy()):
+        places = plan.rows(key)
+        given = values.reshape(len(ids), places.width)
+        for block, where, own in places.by_server(ids.numpy()):
             here = (
                 given[where] if isinstance(where, slice) else given.index_select(0, torch.from_numpy(where))
             )
-            for first, end, part in block.cut(own, most):
+            for first, end, part in block.cut(own):
                 some = RowSet(torch.from_numpy(own[part] - block.starts[first]), here[part])
                 found.setdefault(block.pieces[first].index, ({}, end - first))[0][block.position] = some
     packed = {}
@@ -316,31 +275,24 @@ def pack_rows(
     return packed
 
 
-def rows_per_message(spec: TensorSpec) -> int:
-    """How many rows of a key fit into a message, with their ids; at least one does."""
-    return max(MAX_PAYLOAD // (4 + row_numel(spec) * SIZES[spec.dtype]), 1)
-
-
 def same_payload(a: object, b: object) -> bool:
     """Whether two payloads of one slice are the same contribution."""
     if isinstance(a, Encoded) and isinstance(b, Encoded):
         return a.codec == b.codec and torch.equal(a.data, b.data)
-    if isinstance(a, SparsePayload) and isinstance(b, SparsePayload):
-        return a.rows.keys() == b.rows.keys() and all(
-            _same_bits(x, y) for x, y in zip(_tensors_of(a), _tensors_of(b), strict=True)
-        )
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        mine, theirs = _tensors_of(a), _tensors_of(b)
+        return a.keys() == b.keys() and len(mine) == len(theirs) and all(map(_same_bits, mine, theirs))
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return a is b or _same_bits(a, b)
     return False
 
 
-def _tensors_of(payload: SparsePayload) -> list[Tensor | None]:
-    return [payload.dense, *(tensor for _, rows in sorted(payload.rows.items()) for tensor in rows)]
+def _tensors_of(parts: Parts) -> list[Tensor]:
+    pairs = [part for _, part in sorted(parts.items())]
+    return [tensor for part in pairs for tensor in (part if isinstance(part, RowSet) else (part,))]
 
 
-def _same_bits(a: Tensor | None, b: Tensor | None) -> bool:
-    if a is None or b is None:
-        return a is b
+def _same_bits(a: Tensor, b: Tensor) -> bool:
     if a.shape != b.shape or not a.numel():  # an empty tensor may have strides that no view as bytes allows
         return a.shape == b.shape
     return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))

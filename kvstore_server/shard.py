@@ -12,7 +12,7 @@ socket, and no bit depends on the order of arrival or on the number of servers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import pairwise
 from operator import attrgetter
 from typing import Any, NamedTuple, cast
@@ -28,9 +28,17 @@ from kvstore_server.optimizer import Optimizer, State, States, apply_update, upd
 from kvstore_server.optimizer.apply import moves_only_rows, put_rows, takes_rows
 from kvstore_server.optimizer.base import Gradient
 from kvstore_server.optimizer.state import aligned_zeros
-from kvstore_server.plan import Plan, Slice, row_numel
-from kvstore_server.reduction import Chunk, Contribution, Present, Run, Sums, left_out_by_all
-from kvstore_server.rows import Encoded, RowSet, SparsePayload, cut_rows
+from kvstore_server.plan import Plan, Slice
+from kvstore_server.reduction import (
+    NO_KEYS,
+    Chunk,
+    Contribution,
+    Present,
+    Run,
+    Sums,
+    left_out_by_all,
+)
+from kvstore_server.rows import Parts, Payload, RowSet, cut_rows
 from kvstore_server.storage import Block, Home, Hypers, Leases, Rows, Storage, Undo, Unit
 
 __all__ = ["HeldSum", "Leases", "Partial", "Shard", "Unit", "Updater"]
@@ -83,30 +91,48 @@ class Shard:
         return unit
 
     def contribution(
-        self,
-        unit: Unit,
-        payloads: Mapping[int, Tensor | Encoded | SparsePayload],
-        scale: float,
-        absent: frozenset[int],
+        self, unit: Unit, payloads: Mapping[int, Payload], scale: float, absent: frozenset[int]
     ) -> Contribution:
         """What a rank gave to the slices of a unit, each by itself; `absent` are keys by their index in the plan."""
-        runs, found = [], dict[int, list[RowSet]]()
-        for index, payload in sorted(payloads.items()):
-            slot = unit.slots[index]
-            dense = payload.dense if isinstance(payload, SparsePayload) else payload
-            if isinstance(payload, SparsePayload):
-                for position, rows in payload.rows.items():
-                    segment = unit.plan.slices[index].segments[position]
-                    key, width = unit.first_key + segment.key, rows.values.shape[1]
-                    start = self.storage.slots[slot].start + segment.start
-                    first = (start - self.storage.homes[key].part.start) // max(width, 1)
-                    found.setdefault(key, []).append(RowSet(rows.ids + first, rows.values))
-            if dense is not None:
-                runs.append(Run(slot, slot + 1, dense))
-        rows_of = {key: parts[0] if len(parts) == 1 else _joined(parts) for key, parts in found.items()}
+        slots = [(unit.slots[index], payload) for index, payload in sorted(payloads.items())]
         if unit.first_key:
             absent = frozenset(unit.first_key + key for key in absent)
+        return self.contribution_of([Run(slot, slot + 1, payload) for slot, payload in slots], scale, absent)
+
+    def contribution_of(
+        self, given: Iterable[Run], scale: float, absent: frozenset[int] = NO_KEYS
+    ) -> Contribution:
+        """What a rank gave to neighbouring slices, in the order of their slots; some in parts.
+
+        Raises:
+            ProtocolError: records of one key name the same rows.
+        """
+        runs, found = [], dict[int, list[RowSet]]()
+        for run in given:
+            if isinstance(run.payload, Mapping):
+                dense = self._take_rows(run.first, run.payload, found)
+                runs += [] if dense is None else [Run(run.first, run.end, dense)]
+            else:
+                runs.append(run)
+        rows_of = {key: parts[0] if len(parts) == 1 else _joined(parts) for key, parts in found.items()}
         return Contribution(runs, scale, absent, rows_of)
+
+    def _take_rows(self, slot: int, parts: Parts, found: dict[int, list[RowSet]]) -> Tensor | None:
+        """Note the rows of a slice under their keys, as their blocks number them; returns its other numbers."""
+        one, dense = self.storage.slots[slot], None
+        for position, part in parts.items():
+            segment = one.piece.segments[position]
+            if isinstance(part, RowSet):
+                home = self.storage.homes[one.unit.first_key + segment.key]
+                first = (one.start + segment.start - home.part.start) // home.width
+                found.setdefault(home.key, []).append(
+                    part if not first else RowSet(part.ids + first, part.values)
+                )
+                continue
+            if dense is None:
+                dense = torch.zeros(one.piece.used, dtype=part.dtype)
+            dense[segment.start : segment.start + segment.numel] = part
+        return dense
 
     def runs_of(self, unit: Unit, arenas: Mapping[str, Tensor], without: Collection[int] = ()) -> list[Run]:
         """Numbers for the slices of a unit, laid out as a plan for one server says.
@@ -140,7 +166,7 @@ class Shard:
         Raises:
             ProtocolError: nothing of such a key is here, or no whole rows.
         """
-        if key not in unit.keys or not row_numel(unit.plan.specs[key]) or not unit.plan.takes_rows(key):
+        if key not in unit.keys or unit.server not in unit.plan.rows(key).blocks:
             raise ProtocolError(f"this server has no rows of a key {key}")
         return self.storage.rows(unit.first_key + key)
 
@@ -601,8 +627,13 @@ class Shard:
         """Say that all of some segments has changed."""
         first, present = chunk.segments.start, chunk.present
         for slot in self.storage.slots[chunk.spans[0].first : chunk.spans[-1].end]:
-            here = present[slot.first - first : slot.last - first].tolist() if present is not None else [True]
-            slot.unit.changes.note_segments(slot.piece.segments[0].key, here)
+            changes, stack = slot.unit.changes, slot.piece.segments[0].key
+            here = None if present is None else present[slot.first - first : slot.last - first]
+            if here is None or here.all():
+                changes.note(stack)
+                continue
+            for position in np.flatnonzero(here).tolist():
+                changes.note(stack, position)
 
     def _note_rows(self, key: int, ids: Tensor | None) -> None:
         """Say that some rows of a key have changed; None: all."""

@@ -55,7 +55,7 @@ class RowChanges:
     first time.
 
     Args:
-        stacks: The slices of the table here, by the first key.
+        stacks: The slices here of which workers hold copies, by the first key.
     """
 
     def __init__(self, stacks: Mapping[int, Sequence[Slice]]) -> None:
@@ -73,21 +73,12 @@ class RowChanges:
 
     def note(self, stack: int, position: int | None = None, ids: Tensor | None = None) -> None:
         """Some rows of a segment have changed, `ids` as in `Rows`; without a position all of the stack."""
-        if self._is_wanted:
+        if self._is_wanted and stack in self._rooms:
             before = self._pending.setdefault(stack, [])
             if position is None or before is None:
                 self._pending[stack] = None
             elif ids is None or len(ids):
                 before.append({position: ids})
-
-    def note_segments(self, stack: int, changed: Sequence[bool]) -> None:
-        """All of some segments has changed."""
-        if all(changed):
-            self.note(stack)
-            return
-        for position, is_changed in enumerate(changed):
-            if is_changed:
-                self.note(stack, position)
 
     def note_all(self) -> None:
         """All has changed."""
@@ -102,29 +93,25 @@ class RowChanges:
         if not self._is_wanted:
             self._is_wanted = True
             self._floors = dict.fromkeys(self._rooms, version)
-        self._stamp(version)
+        for changed, noted in self._pending.items():  # it has happened by now
+            entries = self._entries.setdefault(changed, deque())
+            if noted is None:
+                entries.clear()
+                self._kept[changed] = 0
+                self._floors[changed] = version
+            elif noted:
+                entries.append((version, _union(noted)))
+                self._kept[changed] = self._kept.get(changed, 0) + _count(entries[-1][1])
+                while self._kept[changed] > self._rooms[changed] or len(entries) > VERSIONS_KEPT:
+                    self._floors[changed], oldest = entries.popleft()
+                    self._kept[changed] -= _count(oldest)
+        self._pending.clear()
         if held == version:
             return {}
         if held < self._floors[stack]:
             return None
         newest_first = reversed(self._entries.get(stack, ()))
         return _union([rows for _, rows in itertools.takewhile(lambda entry: entry[0] > held, newest_first)])
-
-    def _stamp(self, version: int) -> None:
-        """What was noted since the last time has happened by now."""
-        for stack, noted in self._pending.items():
-            entries = self._entries.setdefault(stack, deque())
-            if noted is None:
-                entries.clear()
-                self._kept[stack] = 0
-                self._floors[stack] = version
-            elif noted:
-                entries.append((version, _union(noted)))
-                self._kept[stack] = self._kept.get(stack, 0) + _count(entries[-1][1])
-                while self._kept[stack] > self._rooms[stack] or len(entries) > VERSIONS_KEPT:
-                    self._floors[stack], oldest = entries.popleft()
-                    self._kept[stack] -= _count(oldest)
-        self._pending.clear()
 
 
 def _count(rows: Rows) -> int:
@@ -243,7 +230,7 @@ class Unit:
     slots: dict[int, int]
     """Slice → slot."""
     stacks: Mapping[int, Sequence[Slice]]
-    """First key → the slices that it has for itself, or one slice of several keys."""
+    """Of what workers hold copies: first key → the slices that it has for itself, or one slice of several keys."""
     keys: frozenset[int]
     """The keys (by index in the plan) of which there is something here."""
     changes: RowChanges
@@ -260,6 +247,8 @@ class Unit:
 class Home(NamedTuple):
     """Where a key lies: neighbouring segments of one block, in neighbouring slots."""
 
+    key: int
+    """As the Shard numbers keys."""
     unit: Unit
     slot: int
     end_slot: int
@@ -270,10 +259,6 @@ class Home(NamedTuple):
     """Its elements in the block."""
     width: int
     """Elements of a row, at least 1."""
-
-    @property
-    def key(self) -> int:
-        return self.block.keys[self.first]
 
     @property
     def spec(self) -> TensorSpec:
@@ -309,7 +294,7 @@ class Storage:
         slices, first_key = plan.slices_of(server), self.num_keys
         keys = frozenset(segment.key for piece in slices for segment in piece.segments)
         slots = {piece.index: len(self.slots) + at for at, piece in enumerate(slices)}
-        own = stacks(slices)
+        own = stacks(plan.resident_slices_of(server))
         unit = Unit(plan, server, len(self.slots), first_key, slices, slots, own, keys, RowChanges(own))
         blocks = self._blocks_for(slices, memory)
         for piece in slices:
@@ -354,6 +339,7 @@ class Storage:
             if home is not None:
                 begin = home.part.start
             self.homes[key] = Home(
+                key,
                 unit,
                 number if home is None else home.slot,
                 number + 1,

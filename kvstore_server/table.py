@@ -28,7 +28,7 @@ from kvstore_server.plan import SIZES, Plan, Slice, row_numel
 from kvstore_server.protocol import messages as m
 from kvstore_server.reduction import Contribution
 from kvstore_server.rounds import SYNCHRONOUS, Mode
-from kvstore_server.rows import RowSet, are_rows, encode_rows, rows_per_message
+from kvstore_server.rows import RowSet, are_rows, encode_rows
 from kvstore_server.shard import HeldSum, Partial, Shard, Updater
 from kvstore_server.storage import Rows
 
@@ -52,7 +52,7 @@ class Part(NamedTuple):
 class RowPart(NamedTuple):
     """What a worker is sent of one slice."""
 
-    slice: int
+    slot: int
     payload: Tensor
     kind: int
     """WHOLE, ROWS or VALUES."""
@@ -397,13 +397,13 @@ class Table:
         unit, shard, nothing = self.unit, self.shard, torch.empty(0, dtype=torch.uint8)
         parts = []
         for key, pieces in unit.stacks.items():
-            if not unit.plan.is_resident(pieces[0]):
-                continue
+            first = unit.slots[pieces[0].index]
             rows = shard.changed_since(unit, key, held, self.version)
             if rows is None or _bytes_of(unit.plan, pieces, rows) >= sum([piece.nbytes for piece in pieces]):
-                parts += [RowPart(one.index, shard.visible(unit, one.index), m.WHOLE) for one in pieces]
+                slots = range(first, first + len(pieces))
+                parts += [RowPart(slot, shard.storage.padded[slot], m.WHOLE) for slot in slots]
             elif not rows:
-                parts.append(RowPart(pieces[0].index, nothing, m.ROWS))
+                parts.append(RowPart(first, nothing, m.ROWS))
             else:
                 parts += self._pack(pieces, rows)
         return parts
@@ -415,7 +415,8 @@ class Table:
             ProtocolError: the key has no such rows here, or they are more than fit into a message.
         """
         rows = self.shard.rows_of(self.unit, pull.key)
-        if len(pull.ids) % 8 or len(pull.ids) // 8 > rows_per_message(self.plan.specs[pull.key]):
+        block = self.plan.rows(pull.key).blocks[self.unit.server]
+        if len(pull.ids) % 8 or len(pull.ids) // 8 > block.most:
             raise ProtocolError(f"a pull of rows of key {pull.key} brings {len(pull.ids)} bytes of ids")
         ids = np.frombuffer(pull.ids, "<i8")
         if not are_rows(ids, len(rows)):
@@ -440,12 +441,14 @@ class Table:
                 parts[position] = RowSet(ids, self.shard.rows_of(unit, segment.key)[ids])
         only = parts.get(0)
         if len(pieces) == 1 or not isinstance(only, RowSet):
-            return [RowPart(first.index, encode_rows(plan, first, parts), m.ROWS)]
+            return [RowPart(unit.slots[first.index], encode_rows(plan, first, parts), m.ROWS)]
         block, found = plan.rows(first.segments[0].key).blocks[unit.server], []
-        for at, end, part in block.cut(only.ids.numpy(), rows_per_message(plan.specs[first.segments[0].key])):
+        for at, end, part in block.cut(only.ids.numpy()):
             some = RowSet(only.ids[part] - int(block.starts[at]), only.values[part])
             piece = block.pieces[at]
-            found.append(RowPart(piece.index, encode_rows(plan, piece, {0: some}, end - at), m.ROWS))
+            found.append(
+                RowPart(unit.slots[piece.index], encode_rows(plan, piece, {0: some}, end - at), m.ROWS)
+            )
         return found
 
 

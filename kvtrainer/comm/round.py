@@ -24,7 +24,7 @@ from kvstore_server.plan import Slice, row_numel
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import SENT_ALONE, groups
 from kvstore_server.rounds import Ints
-from kvstore_server.rows import PACKED_ROWS, RowSet, decode_rows, num_slices, pack_rows, rows_per_message
+from kvstore_server.rows import PACKED_ROWS, RowSet, decode_rows, num_slices, pack_rows
 from kvtrainer.comm.session import Session
 from kvtrainer.comm.tables import RemoteTable, Tables
 
@@ -442,14 +442,13 @@ class Rounds:
             self.settle(table)
             spec = table.plan.specs[key]
             outs.append(torch.empty(len(ids), row_numel(spec), dtype=torch_dtype(spec.dtype)))
-            most = rows_per_message(spec)
             for block, where, own in table.plan.rows(key).by_server(ids.numpy()):
                 where = np.arange(len(ids))[where]
-                for at in range(0, len(own), most):
-                    some = own[at : at + most].astype("<i8").tobytes()
+                for at in range(0, len(own), block.most):
+                    some = own[at : at + block.most].astype("<i8").tobytes()
                     body = m.PullRows(table.numbers[block.server], key, some, timeout)
                     requests.append((block.server, body))
-                    places.append((table, outs[-1], where[at : at + most]))
+                    places.append((table, outs[-1], where[at : at + block.most]))
         answers = session.call_all(requests, timeout + session.options.dead_after)
         read: dict[tuple[int, int], int] = {}
         for (server, _), (table, out, where), answer in zip(requests, places, answers, strict=True):
@@ -491,7 +490,8 @@ class Rounds:
             plain = []
             forms: dict[bytes, list[tuple[int, Tensor]]] = {}
             for at in given:
-                found = _encoded(round_, leg, at)
+                of = int(layout.index[layout.table[at]])
+                found = round_.encoded.get(of, {}).get(layout.pieces[at].index)
                 if found is None:
                     plain.append(at)
                 else:
@@ -904,12 +904,6 @@ def _write_staged(table: RemoteTable, arenas: Arenas, piece: Slice, kind: int, r
         ids = block.in_key(values.ids.numpy(), first, first + slices)
         whole = arenas[piece.dtype][start : start + plan.specs[segment.key].numel]
         put_rows(whole.view(-1, values.values.shape[1]), torch.from_numpy(ids), values.values)
-
-
-def _encoded(round_: Round, leg: _Leg, at: int) -> _Encoded | None:
-    """A slice in the form in which it travels; None where that is as plain numbers."""
-    table = int(leg.layout.index[leg.layout.table[at]])
-    return round_.encoded.get(table, {}).get(leg.layout.pieces[at].index)
 
 
 def _encode(contribution: Contribution) -> dict[int, dict[int, _Encoded]]:

@@ -22,7 +22,7 @@ from kvstore_server.optimizer import Optimizer, create, register, registry
 from kvstore_server.optimizer.base import StateValue
 from kvstore_server.plan import TensorSpec, make_plan
 from kvstore_server.protocol import messages as m
-from kvstore_server.rows import RowSet, SparsePayload
+from kvstore_server.rows import RowSet
 from kvstore_server.shard import Shard
 from kvtrainer.comm.client import Client
 from kvtrainer.comm.round import Contribution
@@ -240,7 +240,7 @@ def test_a_round_that_is_taken_back_changes_everything_for_whoever_has_read_it()
     shard = Shard()
     unit = shard.add(plan)
     assert shard.changed_since(unit, 0, 0, 0) == {}
-    rows = SparsePayload({0: RowSet(torch.tensor([3]), torch.ones(1, 2))}, None)
+    rows = {0: RowSet(torch.tensor([3]), torch.ones(1, 2))}
     optimizer = create("fussy")
     shard.update([shard.contribution(unit, {0: rows}, 1.0, frozenset())], optimizer, [[optimizer.hyper]])
     assert shard.changed_since(unit, 0, 0, 1) == {0: torch.tensor([3])}

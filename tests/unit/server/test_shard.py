@@ -14,7 +14,7 @@ from kvstore_server.norms import Decision
 from kvstore_server.optimizer import Optimizer, create
 from kvstore_server.plan import Plan, TensorSpec, make_plan
 from kvstore_server.reduction import Contribution, Run
-from kvstore_server.rows import RowSet, SparsePayload, split_rows
+from kvstore_server.rows import RowSet, split_rows
 from kvstore_server.shard import Leases, Shard, Unit
 from tests.support.optimizer_slices import BUILT_IN, Curved, make
 
@@ -138,7 +138,7 @@ def test_rows_have_the_same_bits_on_any_number_of_servers(
                 parts = [
                     shard.contribution(
                         unit,
-                        {index: SparsePayload(one[index], None) for index in unit.slots},
+                        {index: one[index] for index in unit.slots},
                         0.3,
                         frozenset(),
                     )
