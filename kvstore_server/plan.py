@@ -308,6 +308,12 @@ class Plan:
         """The slices on one server, in arena order."""
         return self._by_server.get(server, ())
 
+    @cached_property
+    def keys_alone(self) -> frozenset[int]:
+        """Keys (by index) that share no slice with others."""
+        shared = {s.key for piece in self.slices if len(piece.segments) > 1 for s in piece.segments}
+        return frozenset(range(len(self.specs))) - shared
+
     def is_resident(self, piece: Slice) -> bool:
         """Whether workers hold a copy of a slice, because its keys are not row-sparse."""
         return not self.specs[piece.segments[0].key].row_sparse

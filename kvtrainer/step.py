@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -445,7 +445,14 @@ class StepPipeline:
         loses that before, because the threshold and what is held back are of the gradient itself.
         """
         memory, link = self.memory, self.link
-        memory.gather(fresh, link.exchange is None and not self.limits.is_needed and self.states.takes_lent)
+        lends: Collection[int] = ()
+        if self.limits.is_needed:
+            pass  # what is measured here is the arena
+        elif link.exchange is None:
+            lends = memory.arena.long if self.states.takes_lent else ()
+        elif factor == 1.0 and not memory.has_replicas:
+            lends = link.exchange.lendable
+        memory.gather(fresh, lends)
         if factor != 1.0 and link.is_lossy(memory.arena.grads):
             memory.scale(factor)
         else:

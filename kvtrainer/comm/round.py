@@ -58,6 +58,7 @@ class Contribution(NamedTuple):
         rows: (position of the table, key by index) → rows of it, of which this rank has only those; `values` do not
             count there.
         sources: Row-sparse key (by index) → its values, in the first round or with `assign`.
+        lent: Key (by index) → its values, flat, which are not in `values`; of the only table.
         veto: The values are not finite: they are not sent, and the round changes nothing for anybody.
         assign: The lowest rank's values replace the weights; every rank must say so.
         joined: This rank has no more data: it gives nothing, until all ranks have said so.
@@ -75,6 +76,7 @@ class Contribution(NamedTuple):
     absent: frozenset[int] = frozenset()
     rows: Mapping[tuple[int, int], RowSet] = {}
     sources: Mapping[int, Source] = {}
+    lent: Mapping[int, Tensor] = {}
     veto: bool = False
     assign: bool = False
     joined: bool = False
@@ -502,8 +504,7 @@ class Rounds:
                     batches.append((form, np.array(some, np.int64), data))
         small = [at for at in plain if layout.begin[at] >= 0]
         if small and contribution.values is not None:
-            values = [contribution.values[layout.at[layout.table[at]]] for at in small]
-            sources = [_part(of, layout.pieces[at]) for of, at in zip(values, small, strict=True)]
+            sources = [_given(contribution, layout, at) for at in small]
             torch._foreach_copy_([leg.memory.views[at] for at in small], sources)
         for where, runs in layout.whole if plain is layout.resident else layout.batches(plain):
             payloads = [leg.memory.raw[begin:end] for begin, end in runs]
@@ -869,18 +870,25 @@ def _part(arenas: Arenas, piece: Slice) -> Tensor:
     return flat if piece.used == flat.numel() else flat[piece.offset : piece.offset + piece.used]
 
 
-def _whole(contribution: Contribution, layout: _Layout, at: int) -> Tensor:
-    """A slice with its padding: out of the arena or, of a row-sparse key, from where its values are."""
-    piece, key = layout.pieces[at], layout.pieces[at].segments[0].key
+def _given(contribution: Contribution, layout: _Layout, at: int) -> Tensor:
+    """The numbers that this rank gives to a slice, where they are; of some keys that is not the arena."""
+    piece = layout.pieces[at]
+    key, _, start, numel = piece.segments[0]
     if key in contribution.sources:
-        found = contribution.sources[key](piece.segments[0].key_start, piece.segments[0].numel)
-    else:
-        assert contribution.values is not None
-        arenas = contribution.values[layout.at[layout.table[at]]]
-        found = arenas[piece.dtype][piece.offset : piece.offset + piece.length]
-    if len(found) == piece.length:
+        return contribution.sources[key](start, numel)
+    if key in contribution.lent:
+        return contribution.lent[key][start : start + numel]
+    assert contribution.values is not None
+    flat = contribution.values[layout.at[layout.table[at]]][piece.dtype]
+    return flat[piece.offset : piece.offset + (piece.used if layout.begin[at] >= 0 else piece.length)]
+
+
+def _whole(contribution: Contribution, layout: _Layout, at: int) -> Tensor:
+    """A slice with its padding, which the end of an arena may lack."""
+    length, found = layout.pieces[at].length, _given(contribution, layout, at)
+    if len(found) == length:
         return found
-    padded = torch.zeros(piece.length, dtype=found.dtype)
+    padded = torch.zeros(length, dtype=found.dtype)
     padded[: len(found)] = found
     return padded
 

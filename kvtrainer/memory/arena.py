@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import weakref
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cache, cached_property, partial
 from itertools import compress
 
@@ -81,11 +81,12 @@ class Arena:
         """What others than the Trainer do to the weights."""
         self._here = here
         self._addresses = [piece.data_ptr() for piece in pieces]
-        self._long = [
+        self.long = frozenset(
             key
             for key, spec in enumerate(plan.specs)
             if spec.nbytes >= LONG and not spec.nbytes % ALIGNMENT and spec.dtype in ("float32", "float64")
-        ]
+        )
+        """Keys (by index) with long gradients, of whole lines."""
         _note_placed(self._addresses, here)
 
     @cached_property
@@ -105,21 +106,21 @@ class Arena:
         ]
 
     @torch.no_grad()
-    def gather_grads(self, present: Sequence[bool], lends: bool = False) -> dict[int, Tensor]:
+    def gather_grads(self, present: Sequence[bool], lends: Collection[int] = ()) -> dict[int, Tensor]:
         """Copy `.grad` of the parameters that are `present` into `grads`, and zero the pieces of the others.
 
         A present parameter must have a dense gradient; any memory format will do.
 
         Args:
-            lends: whether long gradients of whole lines are left where they are. Returns those by key, flat; what is in
-                their pieces does not count.
+            lends: keys (by index) of which long gradients are left where they are. Returns those by key, flat; what is
+                in their pieces does not count.
         """
         pieces, zeros, lent = self._grad_pieces, self.zeros, dict[int, Tensor]()
         self.zeros = frozenset()
-        for key in self._long if lends else ():
+        for key in self.long.intersection(lends) if lends else ():
             grad = self._parameters[key].grad if present[key] else None
             if grad is not None and grad.is_cpu and grad.layout is torch.strided and grad.is_contiguous():
-                lent[key] = grad.view(-1)
+                lent[key] = grad.detach().view(-1)
         if lent:
             zeros = zeros | lent.keys()
             present = [is_in and key not in lent for key, is_in in enumerate(present)]

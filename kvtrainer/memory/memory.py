@@ -7,7 +7,7 @@ their own until `sum_replicas`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import chain
 
@@ -58,11 +58,11 @@ class DeviceMemory:
         self._sparse = set(tables)
         """Those that had a row-sparse gradient once, or live in a store: to look at every one would take time."""
 
-    def gather(self, present: Sequence[bool], lends: bool = False) -> None:
+    def gather(self, present: Sequence[bool], lends: Collection[int] = ()) -> None:
         """Copy the dense gradients of the parameters that are `present` into the arena, and the others to `rows`.
 
         Args:
-            lends: whether long dense ones stay where they are, and in `lent`.
+            lends: keys (by index) of which long dense ones stay where they are, and in `lent`.
 
         Raises:
             ParameterMovedError: the data of a parameter were replaced.
@@ -332,7 +332,7 @@ class Memory:
         for device in self.devices:
             device.tracker.close()
 
-    def gather(self, present: Sequence[bool], lends: bool = False) -> None:
+    def gather(self, present: Sequence[bool], lends: Collection[int] = ()) -> None:
         """Copy new gradients of the parameters that are `present` into the arenas, those by rows into `rows`.
 
         Args:

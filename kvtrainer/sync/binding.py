@@ -238,7 +238,7 @@ class Binding:
         changed = b"" if self._is_told else self._hyper
         # After a failed round nobody knows which servers took the change: it is sent again.
         self._is_told = False
-        gradients = Gradients(arena.grads, rows, scale, absent, changed, veto, guard)
+        gradients = Gradients(arena.grads, rows, scale, absent, changed, veto, guard, layout.devices[0].lent)
         try:
             outcome = self.exchange.run(gradients, arena.weights)
             if self.replicas is not None and not outcome.skipped:

@@ -57,6 +57,8 @@ class Gradients(NamedTuple):
     guard: Guard | None = None
     """All workers' sum is measured and decided about before it is used. Only for a store that updates in synchronous
     rounds; every worker must give one, of the same type of norm."""
+    lent: Mapping[int, Tensor] = {}
+    """Keys (by index) whose values lie elsewhere, flat, on the CPU; what is in `arenas` does not count."""
 
 
 class Outcome(NamedTuple):
@@ -95,6 +97,8 @@ class Exchange(ABC):
     """Whether a round takes one contribution of every worker."""
     is_ours: bool = True
     """Whether it knows which keys all workers left out, and workers without data that take part with nothing."""
+    lendable: frozenset[int] = frozenset()
+    """Keys (by index) whose gradients may stay where they are."""
     refuses_rows: str = ""
     """Why gradients may not be row-sparse here; empty where they may."""
 
@@ -149,6 +153,8 @@ class StoreExchange(Exchange):
         whole_keys = optimizer is not None and not optimizer.elementwise
         self._name = name
         [self._table] = client.register({name: plan.specs}, whole_keys)
+        if is_dist and self.updates_weights and codec is None:
+            self.lendable = plan.keys_alone
         if codec is not None:
             self._table.compressor = Compressor(codec, self._table.plan)
         if (
@@ -181,7 +187,7 @@ class StoreExchange(Exchange):
         self._has_rows = self._has_rows or bool(rows)
         contribution = Contribution(
             [self._table], None if grads.veto else [values], [out], grads.scale, grads.hyper, grads.absent | unsent,
-            rows, veto=grads.veto, is_kept=self.updates_weights and self._has_rows, guard=grads.guard,
+            rows, veto=grads.veto, is_kept=self.updates_weights and self._has_rows, guard=grads.guard, lent=grads.lent,
         )  # fmt: skip
         try:
             ticket = self._client.rounds.start(contribution)

@@ -60,6 +60,18 @@ def test_weights_are_the_same_to_the_bit_with_and_without_shared_memory(
     assert all(map(torch.equal, found["shm"], found["tcp"]))
 
 
+def test_a_long_gradient_may_be_part_of_a_graph_and_stays_as_it_is(
+    processes: Processes, members: Members
+) -> None:
+    store = members.join(processes.servers(1), 0, 1, new_name())
+    param = torch.nn.Parameter(torch.ones(17_000 * 16))  # alone in its slices, of which the last one is short
+    trainer = kvtrainer.Trainer([param], "sgd", {"learning_rate": 0.5}, kvstore=store)
+    (param**2).sum().backward(create_graph=True)
+    trainer.step(1)
+    assert param.grad is not None
+    assert (set(param.grad.tolist()), set(param.tolist())) == ({2.0}, {0.0})
+
+
 def test_a_worker_shares_memory_by_itself_with_the_servers_of_its_host(
     processes: Processes, members: Members, caplog: pytest.LogCaptureFixture
 ) -> None:
