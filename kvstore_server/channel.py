@@ -197,23 +197,35 @@ class Channel:
             ProtocolError: it has sent what cannot be understood.
         """
         while True:
+            fds: list[int] = []
             try:
-                data, fds = self._take()
+                if self._make is not None:  # no descriptors are taken from a worker
+                    size = self._end.recv_into(self._buffer)
+                else:
+                    size, ancillary, _, _ = self._end.recvmsg_into([self._buffer], socket.CMSG_SPACE(4))
+                    fds = [fd for _, _, data in ancillary for fd in struct.unpack(f"{len(data) // 4}i", data)]
             except BlockingIOError:
                 if self._is_returning or len(self._returned) > _MOST_GIVEN_BACK:
                     self._is_returning = self._is_returning and not self._put(_MESSAGE, (), ())
                 return None
+            if not size:
+                raise ConnectionResetError("the other end was closed")
+            data = self._buffer[:size]
             try:
-                if not data:
-                    raise ConnectionResetError("the other end was closed")
-                frames = self._read(data, fds)
-            except (struct.error, ValueError, IndexError, KeyError) as error:
+                kind, num_frames, num_returned, value = _HEAD.unpack_from(data)
+                numbers = struct.unpack_from(f"<{num_returned + 2 * num_frames}q", data, _HEAD.size)
+                for place in numbers[:num_returned]:
+                    if place >> _NUMBER == self._sends.number:
+                        self._places.give_back(place & ~(-1 << _NUMBER))
+                if kind != _MESSAGE:
+                    self._change_memory(kind, value, fds)
+                elif num_frames:
+                    return self._frames(numbers[num_returned:], data[_HEAD.size + 8 * len(numbers) :])
+            except (struct.error, ValueError, KeyError) as error:
                 raise ProtocolError(f"a message in shared memory cannot be read: {error!r}") from None
             finally:
                 for fd in fds:
                     os.close(fd)
-            if frames:
-                return frames
 
     def make_room(self, nbytes: int) -> bool:
         """Make room for so many bytes more, or ask the server for it; return whether there is some now."""
@@ -259,22 +271,8 @@ class Channel:
         del self._returned[: len(returned)]
         return True
 
-    def _take(self) -> tuple[memoryview, list[int]]:
-        """Return a datagram, and the descriptors that came with it; none are taken from a worker."""
-        if self._make is not None:
-            return self._buffer[: self._end.recv_into(self._buffer)], []
-        size, ancillary, _, _ = self._end.recvmsg_into([self._buffer], socket.CMSG_SPACE(4))
-        return self._buffer[:size], _descriptors(ancillary)
-
-    def _read(self, data: memoryview, fds: list[int]) -> list[Frame]:
-        """Return the frames of a datagram; do what another one says."""
-        kind, num_frames, num_returned, value = _HEAD.unpack_from(data)
-        numbers = struct.unpack_from(f"<{num_returned + 2 * num_frames}q", data, _HEAD.size)
-        for place in numbers[:num_returned]:
-            if place >> _NUMBER == self._sends.number:
-                self._places.give_back(place & ~(-1 << _NUMBER))
-        if kind == _MESSAGE:
-            return self._frames(numbers[num_returned:], data[_HEAD.size + 8 * len(numbers) :])
+    def _change_memory(self, kind: int, value: int, fds: list[int]) -> None:
+        """Do what the peer says about memory; descriptors that are used are taken out of `fds`."""
         if kind == _ROOM and self._make is not None:
             self._grant(value)
         elif kind == _REQUESTS and self._make is None:
@@ -286,7 +284,6 @@ class Channel:
             self._reads, self._lent_bytes = {value: Arena(fds.pop(), value)}, 0
         else:
             raise ValueError(f"a datagram of kind {kind}")
-        return []
 
     def _grant(self, nbytes: int) -> None:
         """Give a worker other memory for its requests, or tell it that there is none."""
@@ -414,7 +411,20 @@ class Listener:
             elif fd in self._strangers:
                 self._attach(fd)
             elif fd in self._peers:
-                yield from self._messages(fd)
+                peer, _ = self._peers[fd]
+                channel = self.channels[peer]
+                try:
+                    for _ in range(_BURST):
+                        frames = channel.receive()
+                        if frames is None:
+                            break
+                        yield peer, frames
+                        del frames  # it would keep the place in use
+                except (OSError, ProtocolError) as error:
+                    if isinstance(error, ProtocolError):
+                        _log.warning("ended a channel: %s", error)
+                    if self.channels.get(peer) is channel:
+                        self._drop(fd)
 
     def drop_ended(self) -> None:
         """Close the channels of sessions that have ended."""
@@ -430,21 +440,6 @@ class Listener:
         peer, _ = self._peers.pop(fd)
         self._ready.unregister(fd)
         self.channels.pop(peer).close()  # from now on its `receive` raises OSError
-
-    def _messages(self, fd: int) -> Iterator[tuple[bytes, list[Frame]]]:
-        peer, _ = self._peers[fd]
-        channel = self.channels[peer]
-        try:
-            for _ in range(_BURST):
-                frames = channel.receive()
-                if frames is None:
-                    break
-                yield peer, frames
-        except (OSError, ProtocolError) as error:
-            if isinstance(error, ProtocolError):
-                _log.warning("ended a channel: %s", error)
-            if self.channels.get(peer) is channel:
-                self._drop(fd)
 
     def _accept(self) -> None:
         with suppress(OSError):  # it is gone by now
@@ -509,12 +504,3 @@ def _check_user(end: socket.socket) -> None:
     _, user, _ = _CREDENTIALS.unpack(end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     if user != os.geteuid():
         raise PermissionError(f"the process at the other end belongs to user {user}")
-
-
-def _descriptors(ancillary: Sequence[tuple[int, int, bytes]]) -> list[int]:
-    return [
-        fd
-        for level, kind, data in ancillary
-        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS
-        for fd in struct.unpack(f"{len(data) // 4}i", data)
-    ]

@@ -183,11 +183,8 @@ class Server:
                     break
             timeout = (0.005 if self._budget > 0 else 0.0) if self._backlog else TICK
             self._budget = _PORTION
-            for ready, _ in self._poller.poll(int(timeout * 1000)):
-                if ready is self._socket:
-                    self._receive()
-                elif self._listener is not None:
-                    self._receive_shared(self._listener)
+            if self._poller.poll(int(timeout * 1000)):
+                self._receive()
             now = self._clock()
             if now - looked > STANDSTILL or (self._frames and now - self._incoming_since > STANDSTILL):
                 self.service.excuse_silence(now)
@@ -233,10 +230,12 @@ class Server:
         socket.setsockopt(zmq.BACKLOG, 512)
 
     def _receive(self) -> None:
-        """Take what has come, until there is no more or the turn is over.
+        """Take what has come through shared memory, of each worker a few; then from the socket, until the turn is over.
 
         Of a long message so many frames are taken at once that the others get their turn.
         """
+        for sender, shared in self._listener.receive() if self._listener is not None else ():
+            self._answer(sender, shared, None, self._clock(), is_shared=True)
         end = self._clock() + TURN
         while (now := self._clock()) < end:
             for _ in range(_BURST):
@@ -256,11 +255,6 @@ class Server:
                     break
                 if len(self._frames) == 1:
                     self._incoming_since = now
-
-    def _receive_shared(self, listener: Listener) -> None:
-        """Take what has come through shared memory, of each worker a few messages."""
-        for peer, frames in listener.receive():
-            self._answer(peer, frames, None, self._clock(), is_shared=True)
 
     def _answer(
         self,

@@ -169,7 +169,7 @@ class Connection:
                 if queue:
                     channel.make_room(sum(len(frame) for _, _, frames in queue for frame in frames))
                 is_waiting = bool(queue) and channel.is_full
-                self._poller.modify(channel, zmq.POLLIN | (zmq.POLLOUT if is_waiting else 0))
+                self._poller.modify(channel.fileno(), zmq.POLLIN | (zmq.POLLOUT if is_waiting else 0))
                 is_waiting = bool(queue) and len(queue[0][2]) > MOST_FRAMES
             self._poller.modify(self._sockets[server], zmq.POLLIN | (zmq.POLLOUT if is_waiting else 0))
             self._is_watching |= bool(queue)
@@ -197,7 +197,7 @@ class Connection:
             else:
                 self._channels[server] = channel
                 self._index[channel.fileno()] = server
-                self._poller.register(channel, zmq.POLLIN)
+                self._poller.register(channel.fileno(), zmq.POLLIN)
         places = [(address, own) for address, (_, own) in zip(self._addresses, self._ids, strict=True)]
         self._heartbeats = _Heartbeats(self._context, places, sessions)
 
@@ -216,7 +216,7 @@ class Connection:
         channel = self._channels.pop(server)
         _log.warning("messages to %s go over tcp from now on: %s", self.describe(server), error)
         del self._index[channel.fileno()]
-        self._poller.unregister(channel)
+        self._poller.unregister(channel.fileno())
         channel.close()
 
     def close(self) -> None:
