@@ -142,6 +142,7 @@ def test_so_they_do_with_rows_of_a_table_in_the_store(jobs: Servers, limit: str)
 
 def test_messages_that_get_lost_change_no_bit(jobs: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session, "REPEAT_AFTER", 0.1)
+    monkeypatch.setenv("KVSTORE_TRANSPORT", "tcp")
     case = ("norm", "sgd")
     proxies, name = [LossyProxy(one.address, 0.15, seed) for seed, one in enumerate(jobs.of(2))], new_name()
     try:
