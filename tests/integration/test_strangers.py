@@ -204,6 +204,7 @@ def test_training_ends_with_the_same_bits_although_connections_are_cut(
     servers: list[Process], members: Members, monkeypatch: pytest.MonkeyPatch, type: str
 ) -> None:
     monkeypatch.setattr(session, "REPEAT_AFTER", 0.1)
+    monkeypatch.setenv("KVSTORE_TRANSPORT", "tcp")
     proxies = [CuttingProxy(server.address) for server in servers]
     name, numel = new_name(), 200_000
     stores = [members.join([p.address for p in proxies], rank, 2, name, type=type) for rank in range(2)]
