@@ -140,7 +140,7 @@ class Channel:
         self.is_broken = False
         """Nothing can be sent any more; what the peer has sent can still be received."""
         self.is_full = False
-        """The socket took no more when it was last given something."""
+        """The message that could not be sent last had a place, but the socket took no more."""
         self._has_asked = False
         self._is_tight = False
         """There is no more memory."""
@@ -168,7 +168,7 @@ class Channel:
         inline: list[Frame] = []
         places, number = self._places, self._sends.number << _NUMBER
         taken: list[int] = []
-        is_sent = False
+        is_sent = self.is_full = False
         for frame in frames:
             nbytes, place = len(frame), -1
             if nbytes > _INLINE:
@@ -230,7 +230,7 @@ class Channel:
     def make_room(self, nbytes: int) -> bool:
         """Make room for so many bytes more, or ask the server for it; return whether there is some now."""
         wanted = max(2 * (self._places.used + nbytes), self._sends.nbytes)
-        if self._is_tight or self._has_asked:
+        if self._is_tight or self._has_asked or self.is_full:
             return False
         if self._make is None:
             self._has_asked = self._put(_ROOM, (), (), wanted)
@@ -288,6 +288,8 @@ class Channel:
     def _grant(self, nbytes: int) -> None:
         """Give a worker other memory for its requests, or tell it that there is none."""
         assert self._make is not None
+        if len(self._reads) > 1:
+            raise ValueError("a worker that asks for more memory and has not used what it got")
         fd, number = self._make(nbytes), max(self._reads) + 1
         if not self._put(_REQUESTS, (), (), number, fd):
             if fd is not None:

@@ -117,6 +117,32 @@ def test_a_sender_without_room_gets_more_memory_while_the_other_side_keeps_every
     assert [bytes(frame) for frame in kept] == [bytes([at]) * MIB for at in range(12)]
 
 
+def test_a_sender_whose_socket_is_full_waits_for_the_reader_and_takes_no_more_memory(ends: Pair) -> None:
+    made: list[int] = []
+    worker, server = ends(made.append)
+    for sender, receiver in ((worker, server), (server, worker)):
+        num_sent = 0
+        while sender.send([b"%d" % num_sent]):
+            num_sent += 1
+        assert sender.is_full
+        assert not sender.make_room(MIB)
+        assert [bytes_of(receiver.receive()) for _ in range(num_sent)] == [
+            [b"%d" % at] for at in range(num_sent)
+        ]
+        assert sender.send([b"more"])
+        assert not sender.is_full
+    assert made == []
+
+
+def test_a_worker_that_asks_for_memory_again_and_again_is_cut_off(ends: Pair) -> None:
+    worker, server = ends()
+    room = struct.pack("<HHIQ", 2, 0, 0, MIB)
+    for _ in range(2):
+        os.write(worker.fileno(), room)
+    with pytest.raises(ProtocolError):
+        server.receive()
+
+
 @pytest.mark.parametrize("is_workers", [True, False])
 def test_where_no_memory_can_be_had_frames_are_copied_and_their_places_used_again(
     ends: Pair, is_workers: bool
