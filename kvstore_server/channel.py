@@ -387,10 +387,14 @@ class Listener:
         self._strangers: dict[int, socket.socket] = {}
         """Those that have not said yet who they are."""
         self._end = _socket()
+        try:
+            self._end.setblocking(False)
+            self._end.bind(_name(run))
+            self._end.listen(_STRANGERS)
+        except OSError:
+            self._end.close()
+            raise
         self._ready = select.epoll()
-        self._end.setblocking(False)
-        self._end.bind(_name(run))
-        self._end.listen(_STRANGERS)
         self._ready.register(self._end, select.EPOLLIN)
 
     def fileno(self) -> int:

@@ -348,7 +348,7 @@ def _row_places(plan: Plan, key: int) -> RowPlaces:
     blocks, position = {}, max(positions, default=0)
     most = max(MAX_SLICE // (4 + width * SIZES[plan.specs[key].dtype]), 1)
     takes_rows = plan.takes_rows(key) and row_numel(plan.specs[key])
-    for server in np.unique(servers).tolist() if takes_rows else ():
+    for server in sorted(set(servers.tolist())) if takes_rows else ():
         mine = np.flatnonzero(servers == server)
         own = np.append(0, np.cumsum(counts[mine]))
         shifts[mine] = starts[mine] - own[:-1]
