@@ -6,12 +6,13 @@ ends.
 
 A frame of some size is copied into the sender's memory, and lies there until the receiver has told, with a message of
 its own, that nobody reads it any more. Where there is no place left, the server makes more memory, by itself or because
-the worker asks for it. A receiver that keeps half of the memory copies what comes then, so little memory is enough.
+the worker asks for it. A receiver that keeps half of the memory copies what comes then, so that the rest stays free.
 """
 
 from __future__ import annotations
 
 import bisect
+import errno
 import fcntl
 import logging
 import mmap
@@ -39,6 +40,7 @@ LEAST_MEMORY = 4 << 20
 _INLINE = 2048
 """Frames of up to so many bytes go through the socket."""
 _LINE = 64
+_POPULATE_WRITE = 23
 _HEAD = struct.Struct("<HHIQ")
 """Kind; numbers of frames and of places given back; another number."""
 _MESSAGE, _ATTACH, _ROOM, _REQUESTS, _REPLIES = range(5)
@@ -137,21 +139,25 @@ class Channel:
         self._sends, self._places = sends, Places(sends.nbytes)
         self._reads = {reads.number: reads}
         self._make = make
-        self.is_broken = False
-        """Nothing can be sent any more; what the peer has sent can still be received."""
+        self.is_usable = True
+        """There is, or will be, room for what is sent; if not, the peer may still have said something."""
         self.is_full = False
         """The message that could not be sent last had a place, but the socket took no more."""
         self._has_asked = False
-        self._is_tight = False
+        self.is_tight = False
         """There is no more memory."""
         self._lent: dict[int, weakref.ref[Bytes]] = {}
         """Place → the frame there that somebody still reads."""
         self._lent_bytes = 0
         """In the memory that is read now."""
-        self._returned: list[int] = []
-        """Places that nobody reads any more, which the peer has yet to be told."""
-        self._is_returning = False
-        """The peer may be waiting for them."""
+        self._returned: list[tuple[int, int]] = []
+        """Places that nobody reads any more, and their bytes, of which the peer has yet to be told."""
+        self._returned_bytes = 0
+        self._enough = LEAST_MEMORY // 8
+        """From so many bytes on the peer is told even if there is nothing else to say."""
+        self._wish = 0
+        """Bytes that a worker asked for when nothing could be sent to it."""
+        self._was_reset = False
         self._buffer = memoryview(bytearray(_DATAGRAM))
 
     def fileno(self) -> int:
@@ -160,6 +166,8 @@ class Channel:
     def close(self) -> None:
         """End the connection; frames that somebody has stay readable."""
         self._lent.clear()  # which refers to this channel, so that its memory would be kept
+        with suppress(OSError):  # the other end is gone
+            self._end.shutdown(socket.SHUT_RDWR)  # a forked child may have it open still
         self._end.close()
 
     def send(self, frames: Sequence[Frame]) -> bool:
@@ -205,9 +213,16 @@ class Channel:
                     size, ancillary, _, _ = self._end.recvmsg_into([self._buffer], socket.CMSG_SPACE(4))
                     fds = [fd for _, _, data in ancillary for fd in struct.unpack(f"{len(data) // 4}i", data)]
             except BlockingIOError:
-                if self._is_returning or len(self._returned) > _MOST_GIVEN_BACK:
-                    self._is_returning = self._is_returning and not self._put(_MESSAGE, (), ())
+                if self._returned_bytes >= self._enough:
+                    self.tell()
                 return None
+            except ConnectionResetError:
+                if self._was_reset:
+                    raise
+                self._was_reset = (
+                    True  # it left without reading all of ours; what it has said itself comes now
+                )
+                continue
             if not size:
                 raise ConnectionResetError("the other end was closed")
             data = self._buffer[:size]
@@ -227,33 +242,47 @@ class Channel:
                 for fd in fds:
                     os.close(fd)
 
+    def tell(self) -> None:
+        """Send what was left for later: places that nobody reads any more, and memory that was asked for."""
+        with suppress(OSError):  # found out by `receive`, after what the peer has said
+            if self._wish and select.select((), (self._end,), (), 0)[1]:
+                self._grant(self._wish)
+            if self._returned_bytes >= self._enough:
+                self._put(_MESSAGE, (), ())
+
     def make_room(self, nbytes: int) -> bool:
         """Make room for so many bytes more, or ask the server for it; return whether there is some now."""
         wanted = max(2 * (self._places.used + nbytes), self._sends.nbytes)
-        if self._is_tight or self._has_asked or self.is_full:
+        if self.is_tight or self._has_asked or self.is_full:
             return False
-        if self._make is None:
-            self._has_asked = self._put(_ROOM, (), (), wanted)
-            return False
-        fd = self._make(wanted)
-        if fd is None:
-            self._is_tight = True
-            return False
-        if not self._put(_REPLIES, (), (), self._sends.number + 1, fd):
-            os.close(fd)
-            return False
-        self._send_from(fd)
-        return True
+        with suppress(OSError):  # found out by `receive`
+            if self._make is None:
+                self._has_asked = self._put(_ROOM, (), (), wanted)
+                return False
+            arena, is_told = self._made(wanted, _REPLIES, self._sends.number + 1)
+            self.is_tight = arena is None
+            if arena is not None and is_told:
+                self._sends, self._places = arena, Places(arena.nbytes)
+                return True
+        return False
 
-    def _send_from(self, fd: int) -> None:
-        self._sends = Arena(fd, self._sends.number + 1)
-        self._places = Places(self._sends.nbytes)
+    def _made(self, nbytes: int, kind: int, number: int) -> tuple[Arena | None, bool]:
+        """Make memory, if there is some, and tell the worker; return it, and whether the socket took the message."""
+        assert self._make is not None
+        fd = self._make(nbytes)
+        if fd is None:
+            return None, kind == _REPLIES or self._put(kind, (), (), number)
+        try:
+            return Arena(os.dup(fd), number), self._put(kind, (), (), number, fd)
+        finally:
+            os.close(fd)
 
     def _put(
         self, kind: int, table: Sequence[int], inline: Sequence[Frame], value: int = 0, fd: int | None = None
     ) -> bool:
         """Send a datagram, with what the peer may use again; return whether the socket took it."""
-        returned = self._returned[:_MOST_GIVEN_BACK]
+        told = self._returned[:_MOST_GIVEN_BACK]
+        returned = [place for place, _ in told]
         head = _HEAD.pack(kind, len(table) // 2, len(returned), value)
         numbers = struct.pack(f"<{len(returned) + len(table)}q", *returned, *table)
         try:
@@ -265,38 +294,38 @@ class Channel:
             self.is_full = True
             return False
         except OSError:
-            self.is_broken = True
+            self.is_usable = False
             raise
         self.is_full = False
-        del self._returned[: len(returned)]
+        del self._returned[: len(told)]
+        self._returned_bytes -= sum([nbytes for _, nbytes in told])
         return True
 
     def _change_memory(self, kind: int, value: int, fds: list[int]) -> None:
         """Do what the peer says about memory; descriptors that are used are taken out of `fds`."""
         if kind == _ROOM and self._make is not None:
+            if len(self._reads) > 1:
+                raise ValueError("a worker that asks for more memory and has not used what it got")
             self._grant(value)
         elif kind == _REQUESTS and self._make is None:
             self._has_asked = False
-            self._is_tight = not fds
+            self.is_tight = not fds
+            self.is_usable &= bool(fds)
             if fds:
-                self._send_from(fds.pop())
+                self._sends = Arena(fds.pop(), value)
+                self._places = Places(self._sends.nbytes)
         elif kind == _REPLIES and self._make is None and fds:
             self._reads, self._lent_bytes = {value: Arena(fds.pop(), value)}, 0
         else:
             raise ValueError(f"a datagram of kind {kind}")
 
     def _grant(self, nbytes: int) -> None:
-        """Give a worker other memory for its requests, or tell it that there is none."""
-        assert self._make is not None
-        if len(self._reads) > 1:
-            raise ValueError("a worker that asks for more memory and has not used what it got")
-        fd, number = self._make(nbytes), max(self._reads) + 1
-        if not self._put(_REQUESTS, (), (), number, fd):
-            if fd is not None:
-                os.close(fd)
-            raise ValueError("a worker that asks for memory and does not read the answer")
-        if fd is not None:
-            self._reads[number] = Arena(fd, number)
+        """Give a worker other memory for its requests, or tell it that there is none; later, if it does not read."""
+        number = max(self._reads) + 1
+        arena, is_told = self._made(nbytes, _REQUESTS, number)
+        self._wish = 0 if is_told else nbytes
+        if arena is not None and is_told:
+            self._reads[number] = arena
 
     def _frames(self, table: Sequence[int], inline: memoryview) -> list[Frame]:
         frames: list[Frame] = []
@@ -328,13 +357,14 @@ class Channel:
             self._lent[place] = weakref.ref(found, partial(self._give_back, place, nbytes))
             self._lent_bytes += nbytes
             return found
-        self._returned.append(place)
-        self._is_returning |= may_lend
+        self._returned.append((place, nbytes))
+        self._returned_bytes += nbytes
         return bytearray(found)
 
     def _give_back(self, place: int, nbytes: int, _: weakref.ref[Bytes]) -> None:
         self._lent.pop(place, None)
-        self._returned.append(place)
+        self._returned.append((place, nbytes))
+        self._returned_bytes += nbytes
         if place >> _NUMBER in self._reads:
             self._lent_bytes -= nbytes
 
@@ -357,9 +387,13 @@ def connect(run: int, token: int, own: bytes) -> Channel:
         _check_user(end)
         end.sendmsg([_HEAD.pack(_ATTACH, 0, 0, token), own])
         _, fds, _, _ = socket.recv_fds(end, _HEAD.size, 2)
-        if len(fds) != 2:
-            raise ConnectionRefusedError("the server does not know this process")
-        return Channel(end, Arena(fds[0]), Arena(fds[1]))
+        try:
+            if len(fds) != 2:
+                raise ConnectionRefusedError("the server does not know this process")
+            return Channel(end, Arena(os.dup(fds[0])), Arena(os.dup(fds[1])))
+        finally:
+            for fd in fds:
+                os.close(fd)
     except OSError:
         end.close()
         raise
@@ -432,8 +466,11 @@ class Listener:
                     if self.channels.get(peer) is channel:
                         self._drop(fd)
 
-    def drop_ended(self) -> None:
-        """Close the channels of sessions that have ended."""
+    def look_after(self) -> None:
+        """Close the channels of sessions that have ended, and send what others could not take; from time to time."""
+        self._ready.modify(self._end, select.EPOLLIN)
+        for channel in self.channels.values():
+            channel.tell()
         for fd, (peer, token) in list(self._peers.items()):
             if not self._admits(peer, token):
                 self._drop(fd)
@@ -448,8 +485,13 @@ class Listener:
         self.channels.pop(peer).close()  # from now on its `receive` raises OSError
 
     def _accept(self) -> None:
-        with suppress(OSError):  # it is gone by now
+        try:
             end, _ = self._end.accept()
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                self._ready.modify(self._end, 0)  # until the next `look_after`
+            return
+        with suppress(OSError):  # it is gone by now
             end.setblocking(False)
             try:
                 _check_user(end)
@@ -473,25 +515,37 @@ class Listener:
                 raise ConnectionRefusedError("no session of ours")
             fds = [make_memory(LEAST_MEMORY), make_memory(LEAST_MEMORY)]
             socket.send_fds(end, [_HEAD.pack(_ATTACH, 0, 0, 0)], fds)
+            requests, replies = (Arena(os.dup(fd)) for fd in fds)
+        except BlockingIOError:  # another one's event, who had the same number
+            self._strangers[stranger] = end
+            return
         except (OSError, struct.error) as error:
             _log.info("refused a channel: %s", error)
             self._ready.unregister(end)
             end.close()
+            return
+        finally:
             for fd in fds:
                 os.close(fd)
-            return
-        requests, replies = map(Arena, fds)
         if peer in self.channels:
             self.drop(peer)
         self.channels[peer] = Channel(end, replies, requests, self._make)
         self._peers[end.fileno()] = peer, token
 
     def _make(self, nbytes: int) -> int | None:
-        """Make memory; half of it will be written."""
+        """Make memory, if there is twice as much as will be written: the first half, whose pages are taken now."""
         try:
-            return make_memory(nbytes) if nbytes < self._available() else None
+            if nbytes >= self._available():
+                return None
+            fd = make_memory(nbytes)
         except OSError:
             return None
+        with (
+            suppress(OSError),
+            mmap.mmap(fd, nbytes) as memory,
+        ):  # older systems take pages one by one, when written
+            memory.madvise(_POPULATE_WRITE, 0, nbytes // 2 // mmap.PAGESIZE * mmap.PAGESIZE)
+        return fd
 
 
 def _socket() -> socket.socket:

@@ -194,7 +194,7 @@ class Server:
                 self._send_all(self.service.tick(now))
                 next_tick = now + TICK
                 if self._listener is not None:
-                    self._listener.drop_ended()
+                    self._listener.look_after()
                 used, before = self.service.memory_used, used
                 if used < before:  # a job has ended
                     return_free_memory()
@@ -344,7 +344,12 @@ class Server:
             while waiting.replies and self._budget > 0:
                 sent = self._try_send(peer, *waiting.first())
                 if sent is _Sent.LATER:
-                    if peer in self._channels and self._channels[peer].make_room(waiting.nbytes):
+                    is_long = len(waiting.first()[1]) > MOST_FRAMES  # which goes over ZeroMQ
+                    if (
+                        peer in self._channels
+                        and not is_long
+                        and self._channels[peer].make_room(waiting.nbytes)
+                    ):
                         continue
                     break
                 if sent is _Sent.NEVER:

@@ -103,7 +103,7 @@ class Connection:
     def _pass_on(self, server: int, frames: list[Any]) -> bool:
         """Send a message to a server; return whether there was room for it."""
         channel = self._channels.get(server)
-        if channel is not None and not channel.is_broken and len(frames) <= MOST_FRAMES:
+        if channel is not None and channel.is_usable and len(frames) <= MOST_FRAMES:
             with suppress(OSError):  # what the server has said before it ended the channel has yet to be read
                 return channel.send(frames)
         if not isinstance(frames[0], zmq.Frame):
@@ -139,6 +139,8 @@ class Connection:
                 if event & ~zmq.POLLOUT:
                     self._ready.append(ready)
             if not self._ready and pause <= 0:
+                for channel in self._channels.values():
+                    channel.tell()
                 return None
 
     def _frames_of(self, server: int, ready: Any) -> list[Any] | None:
@@ -148,11 +150,15 @@ class Connection:
                 frames: list[Any] = ready.recv_multipart(zmq.NOBLOCK, copy=False)
                 return frames
             return None
+        channel = self._channels[server]
+        was_usable = channel.is_usable
         try:
-            found = self._channels[server].receive()
+            found = channel.receive()
         except (OSError, ProtocolError) as error:
             self._lose_channel(server, error)
             found = None
+        if was_usable and channel.is_tight:
+            _log.warning("requests to %s go over tcp: it has no memory to share", self.describe(server))
         if found is None:
             self._flush(server)  # the server may have given room
         else:
@@ -165,7 +171,7 @@ class Connection:
         for server, queue in enumerate(self._queues):
             channel = self._channels.get(server)
             is_waiting = bool(queue)
-            if channel is not None and not channel.is_broken:
+            if channel is not None and channel.is_usable:
                 if queue:
                     channel.make_room(sum(len(frame) for _, _, frames in queue for frame in frames))
                 is_waiting = bool(queue) and channel.is_full
@@ -238,13 +244,11 @@ class Connection:
         """Give what still queues for a server a moment to leave."""
         deadline = time.monotonic() + _LINGER_MS / 1000
         while self._queues[server] and time.monotonic() < deadline:
-            channel = self._channels.get(server)
-            poller = zmq.Poller()
-            poller.register(channel or self._sockets[server], zmq.POLLIN if channel else zmq.POLLOUT)
-            if poller.poll(100):
-                if channel is not None:
-                    self._frames_of(server, channel.fileno())
-                self._flush(server)
+            self._watch_queues()
+            for ready, event in self._poller.poll(50):
+                if event & ~zmq.POLLOUT and ready in self._index:
+                    self._frames_of(self._index[ready], ready)
+            self._flush(server)
 
 
 class _Heartbeats:

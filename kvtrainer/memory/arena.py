@@ -118,8 +118,11 @@ class Arena:
         pieces, zeros, lent = self._grad_pieces, self.zeros, dict[int, Tensor]()
         self.zeros = frozenset()
         for key in self.long.intersection(lends) if lends else ():
-            grad = self._parameters[key].grad if present[key] else None
-            if grad is not None and grad.is_cpu and grad.layout is torch.strided and grad.is_contiguous():
+            parameter = self._parameters[key]
+            grad = parameter.grad if present[key] else None
+            if grad is None or grad.dtype != parameter.dtype or grad.is_neg():
+                continue
+            if grad.is_cpu and grad.layout is torch.strided and grad.is_contiguous():
                 lent[key] = grad.detach().view(-1)
         if lent:
             zeros = zeros | lent.keys()

@@ -248,6 +248,7 @@ class Binding:
             layout.accept_writes(self.has_weights)
             raise
         finally:
+            layout.devices[0].lent = {}
             if self.replicas is not None:
                 self.replicas.forget()
         self._is_told = True

@@ -46,7 +46,8 @@ def trained(servers: Sequence[Process], steps: int = 3) -> list[torch.Tensor]:
 
 def channels_of(store: DistKVStore) -> Any:
     """The channels of a store's own client, by server."""
-    return store._client._session._transport._channels
+    transport: Any = store._client._session._transport
+    return transport._channels
 
 
 def test_weights_are_the_same_to_the_bit_with_and_without_shared_memory(
@@ -69,6 +70,18 @@ def test_a_long_gradient_may_be_part_of_a_graph_and_stays_as_it_is(
     (param.grad,) = torch.autograd.grad((param**2).sum(), [param], create_graph=True)
     trainer.step(1)
     assert (set(param.grad.tolist()), set(param.tolist())) == ({2.0}, {0.0})
+
+
+def test_a_long_gradient_of_another_type_counts_with_its_values(
+    processes: Processes, members: Members
+) -> None:
+    store = members.join(processes.servers(1), 0, 1, new_name())
+    param = torch.nn.Parameter(torch.ones(17_000 * 16))
+    param.grad_dtype = None
+    trainer = kvtrainer.Trainer([param], "sgd", {"learning_rate": 0.5}, kvstore=store)
+    param.grad = torch.full(param.shape, 2.0, dtype=torch.float64)
+    trainer.step(1)
+    assert set(param.tolist()) == {0.0}
 
 
 def test_a_worker_shares_memory_by_itself_with_the_servers_of_its_host(
@@ -94,9 +107,8 @@ def test_a_job_goes_on_over_tcp_when_its_channel_breaks(
 
 
 def test_a_server_without_memory_to_spare_serves_all_the_same(
-    processes: Processes, monkeypatch: pytest.MonkeyPatch
+    processes: Processes, members: Members, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setenv("KVSTORE_TRANSPORT", "shm")
     script = (
         "import sys\n"
         "from kvstore_server import cli, server\n"
@@ -105,6 +117,16 @@ def test_a_server_without_memory_to_spare_serves_all_the_same(
     )
     poor = processes.start([sys.executable, "-c", script, "--num-servers", "1", "--index", "0"])
     assert all(map(torch.equal, trained(processes.servers(1)), trained([poor])))
+    assert any("no memory" in record.getMessage() for record in caplog.records)
+    table = torch.nn.Embedding(50_000, 64, sparse=True)
+    trainer = kvtrainer.Trainer(
+        table.parameters(), "sgd", {"learning_rate": 0.5}, kvstore=members.join([poor], 0, 1, new_name())
+    )
+    before = table.weight.detach().clone()
+    for _ in range(4):
+        table(torch.arange(50_000)).sum().backward()
+        trainer.step(1)
+    torch.testing.assert_close(table.weight.detach(), before - 2.0)
 
 
 def test_the_memory_of_a_worker_that_was_killed_is_given_back(processes: Processes) -> None:

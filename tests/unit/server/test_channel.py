@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from kvstore_server import channel as channels
 from kvstore_server.channel import LEAST_MEMORY, Arena, Channel, Listener, Places, connect, make_memory
 from kvstore_server.errors import ProtocolError
 from kvstore_server.protocol.frames import MAX_FRAME
@@ -232,7 +231,7 @@ def test_an_end_that_was_closed_is_an_error_on_the_other_side_after_what_it_said
     server.close()
     with pytest.raises(BrokenPipeError):
         worker.send([b"hello"])
-    assert worker.is_broken
+    assert not worker.is_usable
     assert bytes_of(worker.receive()) == [b"farewell"]
     with pytest.raises(ConnectionError):
         worker.receive()
@@ -265,7 +264,7 @@ def test_who_has_no_session_gets_no_memory(listener: Listener, token: int, own: 
 
 def test_a_process_of_another_user_is_refused(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
     user = os.geteuid()
-    monkeypatch.setattr(channels.os, "geteuid", lambda: user + 1)
+    monkeypatch.setattr(os, "geteuid", lambda: user + 1)
     assert isinstance(answered(listener, lambda: connect(RUN, TOKEN, OWN)), OSError)
 
 
@@ -274,12 +273,68 @@ def test_without_a_server_of_that_run_on_this_host_there_is_no_channel() -> None
         connect(RUN + 1, TOKEN, OWN)
 
 
+def test_what_nobody_reads_is_told_where_there_is_nothing_else_to_say(ends: Pair) -> None:
+    worker, server = ends(lambda _: None)
+    for sender, receiver in ((worker, server), (server, worker)):
+        for at in range(20):  # five times what there is room for
+            payload = bytes([at]) * 1_000_000
+            while not sender.send([b"head", b"body", payload]):
+                sender.make_room(MIB)
+                assert receiver.receive() is None
+                assert sender.receive() is None
+            assert bytes_of(receiver.receive()) == [b"head", b"body", payload]
+
+
+@pytest.mark.parametrize("is_workers", [True, False])
+def test_the_last_words_of_an_end_that_leaves_without_reading_arrive(ends: Pair, is_workers: bool) -> None:
+    worker, server = ends()
+    leaves, stays = (worker, server) if is_workers else (server, worker)
+    stays.send([b"unread"])
+    leaves.send([b"farewell"])
+    leaves.close()
+    assert bytes_of(stays.receive()) == [b"farewell"]
+    with pytest.raises(ConnectionError):
+        stays.receive()
+
+
+def test_an_end_that_is_gone_is_found_out_by_receiving_not_by_asking_for_room(ends: Pair) -> None:
+    worker, server = ends()
+    worker.close()
+    assert not server.make_room(MIB)
+    assert not server.is_usable
+    with pytest.raises(ConnectionError):
+        server.receive()
+
+
+def test_a_forked_child_does_not_keep_a_closed_channel_open(ends: Pair) -> None:
+    worker, server = ends()
+    in_child = os.dup(worker.fileno())
+    worker.close()
+    with pytest.raises(ConnectionError):
+        server.receive()
+    os.close(in_child)
+
+
+def test_a_worker_that_asked_while_its_socket_was_full_gets_its_memory_later(ends: Pair) -> None:
+    worker, server = ends()
+    while server.send([b"small"]):
+        pass
+    assert not worker.make_room(8 * MIB)
+    assert server.receive() is None
+    while worker.receive() is not None:
+        pass
+    server.tell()
+    assert worker.receive() is None
+    assert worker.send([b"head", b"body", *[b"x" * MIB] * 3])
+    assert worker.send([b"head", b"body", *[b"x" * MIB] * 3])
+
+
 def test_a_session_that_has_ended_loses_its_channel() -> None:
     sessions = {OWN: TOKEN}
     listener = Listener(RUN + 2, lambda peer, token: sessions.get(peer) == token, lambda: 1 << 40)
     worker = answered(listener, lambda: connect(RUN + 2, TOKEN, OWN))
     sessions.clear()
-    listener.drop_ended()
+    listener.look_after()
     with pytest.raises(ConnectionError):
         worker.receive()
     assert listener.channels == {}
