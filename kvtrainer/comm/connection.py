@@ -167,18 +167,17 @@ class Connection:
 
     def _watch_queues(self) -> None:
         """Have the poll end when something that queues can go out; ask for room where that is what is missing."""
-        self._is_watching = False
+        self._is_watching = any(self._queues)
         for server, queue in enumerate(self._queues):
             channel = self._channels.get(server)
-            is_waiting = bool(queue)
-            if channel is not None and channel.is_usable:
-                if queue:
+            waits_for_socket = bool(queue)
+            if channel is not None:
+                if queue and channel.is_usable:
                     channel.make_room(sum(len(frame) for _, _, frames in queue for frame in frames))
-                is_waiting = bool(queue) and channel.is_full
-                self._poller.modify(channel.fileno(), zmq.POLLIN | (zmq.POLLOUT if is_waiting else 0))
-                is_waiting = bool(queue) and len(queue[0][2]) > MOST_FRAMES
-            self._poller.modify(self._sockets[server], zmq.POLLIN | (zmq.POLLOUT if is_waiting else 0))
-            self._is_watching |= bool(queue)
+                    waits_for_socket = len(queue[0][2]) > MOST_FRAMES
+                is_full = bool(queue) and channel.is_usable and channel.is_full
+                self._poller.modify(channel.fileno(), zmq.POLLIN | (zmq.POLLOUT if is_full else 0))
+            self._poller.modify(self._sockets[server], zmq.POLLIN | (zmq.POLLOUT if waits_for_socket else 0))
 
     def describe(self, server: int) -> str:
         return f"server {server} ({self._addresses[server]})"
@@ -226,6 +225,7 @@ class Connection:
         channel.close()
 
     def close(self) -> None:
+        """Send what is queued, for a short while, and give all sockets back; idempotent."""
         if self._is_closed or os.getpid() != self._pid:
             return
         self._is_closed = True
