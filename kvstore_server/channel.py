@@ -27,9 +27,11 @@ from functools import partial
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import Tensor
 
 from kvstore_server.errors import ProtocolError
-from kvstore_server.protocol.frames import MAX_FRAME, MOST_FRAMES, Frame
+from kvstore_server.protocol.frames import MAX_FRAME, MAX_PAYLOAD, MOST_FRAMES, Frame
 
 _log = logging.getLogger(__name__)
 
@@ -37,6 +39,8 @@ Bytes = npt.NDArray[np.uint8]
 
 LEAST_MEMORY = 4 << 20
 """Bytes of each direction at first. Pages take no memory before they are written."""
+_PORTION = 16 << 20
+"""Bytes of data in a message: so few that copying them delays nobody, so many that all else is little beside that."""
 _INLINE = 2048
 """Frames of up to so many bytes go through the socket."""
 _LINE = 64
@@ -71,6 +75,8 @@ class Arena:
             os.close(fd)
         self.number = number
         self.bytes: Bytes = np.frombuffer(self._map, np.uint8)
+        self.numbers = torch.from_numpy(self.bytes)
+        """The same memory."""
 
 
 def make_memory(nbytes: int) -> int:
@@ -170,29 +176,44 @@ class Channel:
             self._end.shutdown(socket.SHUT_RDWR)  # a forked child may have it open still
         self._end.close()
 
-    def send(self, frames: Sequence[Frame]) -> bool:
-        """Send a message, if there is room for it now; return whether there was. Raises OSError if the peer is gone."""
+    @property
+    def portion(self) -> int:
+        """Bytes of data that a message may bring."""
+        return max(self._sends.nbytes // 4, MAX_PAYLOAD) if self.is_tight else _PORTION
+
+    def send(self, frames: Sequence[Frame], payloads: Sequence[Tensor] | None = None) -> bool:
+        """Send a message, if there is room for it now; return whether there was.
+
+        Args:
+            payloads: Its last frame, in pieces.
+
+        Raises:
+            OSError: the peer is gone.
+        """
         table: list[int] = []
         inline: list[Frame] = []
-        places, number = self._places, self._sends.number << _NUMBER
         taken: list[int] = []
         is_sent = self.is_full = False
-        for frame in frames:
-            nbytes, place = len(frame), -1
-            if nbytes > _INLINE:
-                begin = places.take(nbytes)
-                if begin is None:
-                    break
-                taken.append(begin)
-                self._sends.bytes[begin : begin + nbytes] = np.frombuffer(frame, np.uint8)
-                place = begin | number
+        for frame in frames if payloads is None else (*frames, None):
+            pieces = payloads if frame is None and payloads is not None else ()
+            nbytes = sum([piece.nbytes for piece in pieces]) if frame is None else len(frame)
+            begin = -1 if nbytes <= _INLINE else self._places.take(nbytes)
+            if begin is None:
+                break
+            if begin < 0:
+                inline += [piece.view(torch.uint8).numpy() for piece in pieces] if frame is None else [frame]
+                table += nbytes, -1
+                continue
+            taken.append(begin)
+            table += nbytes, begin | self._sends.number << _NUMBER
+            if frame is None:
+                _join(pieces, self._sends.numbers[begin : begin + nbytes])
             else:
-                inline.append(frame)
-            table += nbytes, place
+                self._sends.bytes[begin : begin + nbytes] = np.frombuffer(frame, np.uint8)
         else:
             is_sent = self._put(_MESSAGE, table, inline)
         for begin in () if is_sent else taken:
-            places.give_back(begin)
+            self._places.give_back(begin)
         return is_sent
 
     def receive(self) -> list[Frame] | None:
@@ -332,15 +353,16 @@ class Channel:
         num_frames = len(table) // 2
         for at in range(num_frames):
             nbytes, place = table[2 * at : 2 * at + 2]
-            if not 0 <= nbytes <= (MAX_FRAME if place >= 0 else len(inline)):
+            # The last frame of data holds numbers alone. All others are checked first, and then used: by then
+            # the peer could have changed them.
+            is_numbers = at == num_frames - 1 >= 2
+            most = len(inline) if place < 0 else _PORTION + MAX_FRAME if is_numbers else MAX_FRAME
+            if not 0 <= nbytes <= most:
                 raise ValueError(f"a frame of {nbytes} bytes")
             if place < 0:
                 frames.append(memoryview(bytearray(inline[:nbytes])))
                 inline = inline[nbytes:]
             else:
-                # The last frame of data holds numbers alone. All others are checked first, and then used: by then
-                # the peer could have changed them.
-                is_numbers = at == num_frames - 1 >= 2
                 frames.append(self._take_place(nbytes, place, is_numbers))
         return frames
 
@@ -367,6 +389,15 @@ class Channel:
         self._returned_bytes += nbytes
         if place >> _NUMBER in self._reads:
             self._lent_bytes -= nbytes
+
+
+def _join(pieces: Sequence[Tensor], place: Tensor) -> None:
+    """Copy pieces of bytes to a place, one behind the other."""
+    dtypes = {piece.dtype for piece in pieces}
+    if len(dtypes) == 1:  # asking each of many small ones for its bytes would cost more than to copy them
+        torch.cat(list(pieces), out=place.view(dtypes.pop()))
+    else:
+        torch.cat([piece.view(torch.uint8) for piece in pieces], out=place)
 
 
 def connect(run: int, token: int, own: bytes) -> Channel:

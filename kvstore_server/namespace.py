@@ -340,7 +340,7 @@ class Namespace:
             if any(dtypes):
                 pairs = zip(slots.tolist(), which.tolist(), strict=True)
                 wrong = wrong or [
-                    at for at, (slot, n) in enumerate(pairs) if dtypes[n] is not self._dtypes[slot]
+                    at for at, (slot, n) in enumerate(pairs) if dtypes[n] not in (None, self._dtypes[slot])
                 ]
             for at in wrong[:1]:
                 self._refuse_slice(int(slots[at]), int(sizes[at]), dtypes[which[at]])

@@ -18,7 +18,7 @@ import numpy as np
 import zmq
 from torch import Tensor
 
-from kvstore_server.channel import Listener
+from kvstore_server.channel import Channel, Listener
 from kvstore_server.engine import Engine
 from kvstore_server.errors import ConfigurationError, KVStoreError, to_wire
 from kvstore_server.memory import available_memory, return_free_memory
@@ -27,13 +27,15 @@ from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import (
     KEYS_PER_MESSAGE,
     MAX_FRAME,
+    MAX_PAYLOAD,
     MOST_FRAMES,
     SENT_ALONE,
     Frame,
     LongMessage,
     decode_request,
+    divided,
     encode_reply,
-    groups,
+    encode_reply_parts,
 )
 from kvstore_server.shard import Leases
 from kvstore_server.tcp import prepare
@@ -279,7 +281,7 @@ class Server:
             self._send_all(self.service.handle(peer, request, now))
 
     def _send_all(self, replies: Iterable[m.Outgoing]) -> None:
-        for out in packed(self._news(replies) if self._backlog else replies):
+        for out in packed(self._news(replies) if self._backlog else replies, self._portion):
             self._send(out.peer, out.reply)
 
     def _news(self, replies: Iterable[m.Outgoing]) -> list[m.Outgoing]:
@@ -301,21 +303,34 @@ class Server:
         """Send a reply, or let it wait: for a slow peer, behind others, or because the turn has sent enough."""
         waiting = self._backlog.get(peer)
         if waiting is None:
-            if self._budget > 0 and self._try_send(peer, reply, encode_reply(reply)) is not _Sent.LATER:
+            if self._budget > 0 and self._try_send(peer, reply) is not _Sent.LATER:
                 return
             waiting = self._backlog[peer] = Backlog()
         for payload in _payloads_of(reply):
             self._leases.hold(payload)
         waiting.append(reply)
 
-    def _try_send(self, peer: bytes, reply: m.Reply, frames: Sequence[Any]) -> _Sent:
-        payloads = _payloads_of(reply)
+    def _channel_for(self, peer: bytes, reply: m.Reply) -> Channel | None:
+        """The channel through which a reply goes; None where it goes over ZeroMQ."""
+        return None if isinstance(reply.body, m.State) else self._channels.get(peer)
+
+    def _portion(self, peer: bytes) -> int:
+        """Bytes of data that a message to a worker may bring."""
         channel = self._channels.get(peer)
+        return MAX_PAYLOAD if channel is None else channel.portion
+
+    def _try_send(self, peer: bytes, reply: m.Reply, frames: Sequence[Any] | None = None) -> _Sent:
+        """Send a reply, whose frames may be known."""
+        payloads = _payloads_of(reply)
+        channel = self._channel_for(peer, reply)
         try:
-            if channel is not None and len(frames) <= MOST_FRAMES:
-                if not channel.send(frames):
+            if channel is not None:
+                if not channel.send(*encode_reply_parts(reply)):
                     return _Sent.LATER
-            elif len(payloads) == 1 and payloads[0].nbytes >= SENT_ALONE:
+                self._budget -= _LEAST + _OF_PART * len(payloads) + sum([one.nbytes for one in payloads])
+                return _Sent.NOW
+            frames = frames or encode_reply(reply)
+            if len(payloads) == 1 and payloads[0].nbytes >= SENT_ALONE:
                 head = [zmq.Frame(frame) for frame in (peer, *frames[:-1])]
                 last = zmq.Frame(frames[-1], track=True, copy=False)
                 self._socket.send_multipart([*head, last], zmq.NOBLOCK, copy=False)
@@ -342,14 +357,12 @@ class Server:
         for peer in list(self._backlog):
             waiting = self._backlog[peer]
             while waiting.replies and self._budget > 0:
-                sent = self._try_send(peer, *waiting.first())
+                waiting.divide(self._portion(peer))
+                reply = waiting.replies[0]
+                channel = self._channel_for(peer, reply)
+                sent = self._try_send(peer, reply, waiting.frames() if channel is None else None)
                 if sent is _Sent.LATER:
-                    is_long = len(waiting.first()[1]) > MOST_FRAMES  # which goes over ZeroMQ
-                    if (
-                        peer in self._channels
-                        and not is_long
-                        and self._channels[peer].make_room(waiting.nbytes)
-                    ):
+                    if channel is not None and channel.make_room(waiting.nbytes):
                         continue
                     break
                 if sent is _Sent.NEVER:
@@ -394,11 +407,21 @@ class Backlog:
         self.nbytes += _size_of(reply)
         self._coming.update(_keys(reply))
 
-    def first(self) -> tuple[m.Reply, Sequence[Any]]:
-        """Return the oldest reply and its frames."""
+    def divide(self, most: int) -> None:
+        """Divide the oldest reply into messages of at most so many bytes of data."""
+        first = self.replies[0]
+        bodies = divided(first.body, most)
+        if len(bodies) > 1:
+            self.replies.popleft()
+            self.replies.extendleft([m.Reply(first.number, body) for body in reversed(bodies)])
+            self.nbytes += _LEAST * (len(bodies) - 1)
+            self._frames = None
+
+    def frames(self) -> Sequence[Any]:
+        """Return the frames of the oldest reply."""
         if self._frames is None:
             self._frames = encode_reply(self.replies[0])
-        return self.replies[0], self._frames
+        return self._frames
 
     def popleft(self) -> m.Reply:
         reply, self._frames = self.replies.popleft(), None
@@ -431,8 +454,14 @@ def _keys(reply: m.Reply) -> list[tuple[int, int, int]]:
     return [(reply.number, slot, version) for slot, version in parts]
 
 
-def packed(replies: Iterable[m.Outgoing]) -> Iterable[m.Outgoing]:
-    """Join what goes to one request into messages of at most MAX_PAYLOAD bytes; order within a request is kept."""
+def packed(
+    replies: Iterable[m.Outgoing], portion: Callable[[bytes], int] = lambda _: MAX_PAYLOAD
+) -> Iterable[m.Outgoing]:
+    """Join what goes to one request into few messages; order within a request is kept.
+
+    Args:
+        portion: Bytes of data that a message to a peer may bring.
+    """
     weights: dict[tuple[bytes, int], list[m.Weights]] = {}
     done: dict[tuple[bytes, int], list[m.Matrix]] = {}
     others: list[m.Outgoing] = []
@@ -454,6 +483,5 @@ def packed(replies: Iterable[m.Outgoing]) -> Iterable[m.Outgoing]:
             yield m.Outgoing(peer, m.Reply(number, bodies[0]))
             continue
         parts = np.concatenate([body.parts for body in bodies])
-        payloads = [payload for body in bodies for payload in body.payloads]
-        for group in groups(parts[:, 3].tolist()):
-            yield m.Outgoing(peer, m.Reply(number, m.Weights(parts[group], tuple(payloads[group]))))
+        whole = m.Weights(parts, tuple([payload for body in bodies for payload in body.payloads]))
+        yield from [m.Outgoing(peer, m.Reply(number, body)) for body in divided(whole, portion(peer))]

@@ -19,8 +19,9 @@ from __future__ import annotations
 
 import math
 import struct
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
 import msgpack
@@ -52,11 +53,38 @@ _SKIPS, _CLIPS = 1, 2
 """Bits of a resolve's flags."""
 _HELD = struct.Struct("<qqq")
 _PARTIAL = np.dtype([("slice", "<i8"), ("value", "<f8")])
+_NO_COMMITS = m.matrix((), m.COMMIT_WORDS)
 _ALL_FLAGS = m.WANTS_WEIGHTS | m.VETOES | m.ASSIGNS | m.HAS_JOINED | m.WANTS_DELTA
 
 
 def encode_request(request: m.Request) -> list[Frame]:
     """Return the frames of a request; a payload that stands alone is passed through, not copied.
+
+    Raises:
+        ProtocolError: one of the frames would be too large.
+    """
+    frames, payloads = encode_parts(request)
+    return frames if payloads is None else [*frames, _joined(payloads)]
+
+
+def encode_reply(reply: m.Reply) -> list[Frame]:
+    """Return the frames of a reply; one that no frame can hold becomes the failure to send it."""
+    frames, payloads = encode_reply_parts(reply)
+    return frames if payloads is None else [*frames, _joined(payloads)]
+
+
+def encode_reply_parts(reply: m.Reply) -> tuple[list[Frame], Sequence[Tensor] | None]:
+    """Return the frames of a reply as `encode_reply`, in the form of `encode_parts`."""
+    body: Any = reply.body
+    try:
+        return encode_parts(m.Request(0, 0, reply.number, body))
+    except ProtocolError as error:
+        body = m.Failed(*to_wire(error))
+        return encode_parts(m.Request(0, 0, reply.number, body))
+
+
+def encode_parts(request: m.Request) -> tuple[list[Frame], Sequence[Tensor] | None]:
+    """Return the frames of a request, and apart from them what makes up the last one, if that is one of data.
 
     Raises:
         ProtocolError: one of the frames would be too large.
@@ -74,17 +102,7 @@ def encode_request(request: m.Request) -> list[Frame]:
                 "that one may have; use fewer keys, or shorter names, in one namespace"
             )
     head = _HEADER.pack(_MAGIC, PROTOCOL_VERSION, code, request.session, request.number, request.run)
-    return [head, *frames]
-
-
-def encode_reply(reply: m.Reply) -> list[Frame]:
-    """Return the frames of a reply; one that no frame can hold becomes the failure to send it."""
-    body: Any = reply.body
-    try:
-        return encode_request(m.Request(0, 0, reply.number, body))
-    except ProtocolError as error:
-        body = m.Failed(*to_wire(error))
-        return encode_request(m.Request(0, 0, reply.number, body))
+    return [head, *frames], body.payloads if isinstance(body, m.Contribute | m.Weights) else None
 
 
 def decode_request(frames: Sequence[Frame]) -> m.Request:
@@ -157,17 +175,58 @@ class LongMessage:
         )
 
 
-def groups(sizes: Sequence[int]) -> Iterator[slice]:
-    """Divide slices of so many bytes into messages, in order; a large one is alone, for then it is not copied."""
+def divided(body: Any, most: int = MAX_PAYLOAD) -> list[Any]:
+    """Divide slices, or new weights, into messages of at most so many bytes; commits go with the last one.
+
+    In messages of MAX_PAYLOAD a large slice is alone, for then it is not copied.
+    """
+    if not isinstance(body, m.Contribute | m.Weights):
+        return [body]
+    sizes = body.parts[:, 3] if isinstance(body, m.Weights) else body.pushes[:, 3]
+    if len(sizes) < 2:
+        return [body]
+    alone = SENT_ALONE if most == MAX_PAYLOAD else most
+    if len(sizes) <= KEYS_PER_MESSAGE and sizes.sum() <= most and sizes.max() < alone:
+        return [body]
+    cuts = list(_groups(sizes.tolist(), most, alone))
+    payloads: list[Sequence[Tensor]] = [body.payloads[cut] for cut in cuts]
+    if len(body.payloads) < len(sizes):
+        payloads = list(_cut(body.payloads, [int(sizes[cut].sum()) for cut in cuts]))
+    if isinstance(body, m.Weights):
+        return [m.Weights(body.parts[cut], tuple(own)) for cut, own in zip(cuts, payloads, strict=True)]
+    *others, last = [
+        m.Contribute(body.pushes[cut], tuple(own), _NO_COMMITS, body.form, timeout=body.timeout)
+        for cut, own in zip(cuts, payloads, strict=True)
+    ]
+    return [*others, replace(body, pushes=last.pushes, payloads=last.payloads)]
+
+
+def _groups(sizes: Sequence[int], most: int, alone: int) -> Iterator[slice]:
+    """Group slices of so many bytes, in order; those from `alone` on by themselves."""
     first, nbytes = 0, 0
     for at, size in enumerate(sizes):
-        is_full = nbytes + size > MAX_PAYLOAD or at - first == KEYS_PER_MESSAGE
-        if at > first and (is_full or size >= SENT_ALONE or sizes[at - 1] >= SENT_ALONE):
+        is_full = nbytes + size > most or at - first == KEYS_PER_MESSAGE
+        if at > first and (is_full or size >= alone or sizes[at - 1] >= alone):
             yield slice(first, at)
             first, nbytes = at, 0
         nbytes += size
-    if first < len(sizes):
-        yield slice(first, len(sizes))
+    yield slice(first, len(sizes))
+
+
+def _cut(payloads: Sequence[Tensor], sizes: Sequence[int]) -> Iterator[list[Tensor]]:
+    """Cut payloads into groups of so many bytes."""
+    left = deque(payloads)
+    for size in sizes:
+        own: list[Tensor] = []
+        while size:
+            first = left.popleft()
+            if first.nbytes > size:
+                raw = first.view(torch.uint8)
+                first = raw[:size]
+                left.appendleft(raw[size:])
+            own.append(first)
+            size -= first.nbytes
+        yield own
 
 
 # ---------------------------------------------------------------- control messages
@@ -316,11 +375,7 @@ def _encode_contribute(body: m.Contribute) -> list[Frame]:
     rescale = math.nan if body.rescale is None else body.rescale
     head = _CONTRIBUTE.pack(len(body.pushes), len(body.commits), rescale, body.timeout, body.hold)
     extra = pack_control([body.form, body.hyper, body.absent])
-    return [
-        b"".join((head, body.pushes.tobytes(), body.commits.tobytes())),
-        extra,
-        _joined(body.payloads),
-    ]
+    return [b"".join((head, body.pushes.tobytes(), body.commits.tobytes())), extra]
 
 
 def _decode_contribute(frames: Sequence[Frame]) -> m.Contribute:
@@ -390,7 +445,7 @@ def _decode_held(frames: Sequence[Frame]) -> m.Held:
 
 
 def _encode_weights(weights: m.Weights) -> list[Frame]:
-    return [weights.parts.tobytes(), _joined(weights.payloads)]
+    return [weights.parts.tobytes()]
 
 
 def _decode_weights(frames: Sequence[Frame]) -> m.Weights:
@@ -459,6 +514,7 @@ class _Kind(NamedTuple):
     num_frames: int
     """After the header; 0: one or more."""
     encode: Callable[[Any], list[Frame]]
+    """Without a frame of payloads."""
     decode: Callable[[Sequence[Frame]], Any]
 
 

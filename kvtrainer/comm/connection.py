@@ -25,9 +25,12 @@ from kvstore_server.errors import ConfigurationError, KVStoreError, ProtocolErro
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import (
     MAX_FRAME,
+    MAX_PAYLOAD,
     MOST_FRAMES,
     SENT_ALONE,
     decode_reply,
+    divided,
+    encode_parts,
     encode_request,
 )
 from kvstore_server.tcp import prepare, routing_id
@@ -68,8 +71,8 @@ class Connection:
         self._transport = transport
         self._channels: dict[int, Channel] = {}
         """Of the servers on this host."""
-        self._queues: list[list[tuple[int, int, list[Any]]]] = [[] for _ in addresses]
-        """For each server a heap of (-priority, number, frames) of what waits for its turn."""
+        self._queues: list[list[tuple[int, tuple[int, ...], m.Request]]] = [[] for _ in addresses]
+        """For each server a heap of (-priority, number, request) of what waits for its turn."""
         self._num_sent = 0
         self._index: dict[Any, int] = {socket: server for server, socket in enumerate(self._sockets)}
         """Socket, or a channel's descriptor → server."""
@@ -91,27 +94,44 @@ class Connection:
                 "must make its own"
             )
         self._num_sent += 1
-        heapq.heappush(self._queues[server], (-priority, self._num_sent, encode_request(request)))
+        heapq.heappush(self._queues[server], (-priority, (self._num_sent,), request))
         self._flush(server)
 
     def _flush(self, server: int) -> None:
         """Hand over what a server's channel or socket takes now, the most urgent messages first."""
         queue = self._queues[server]
-        while queue and self._pass_on(server, queue[0][2]):
-            heapq.heappop(queue)
+        while queue:
+            rank, number, request = queue[0]
+            channel = self._channel_for(server, request)
+            portions = divided(request.body, MAX_PAYLOAD if channel is None else channel.portion)
+            if len(portions) > 1:
+                heapq.heappop(queue)
+                for at, body in enumerate(portions):
+                    heapq.heappush(queue, (rank, (*number, at), request._replace(body=body)))
+            elif self._pass_on(server, request, channel):
+                heapq.heappop(queue)
+            else:
+                break
 
-    def _pass_on(self, server: int, frames: list[Any]) -> bool:
-        """Send a message to a server; return whether there was room for it."""
+    def _channel_for(self, server: int, request: m.Request) -> Channel | None:
+        """The channel through which a request goes; None where it goes over ZeroMQ."""
         channel = self._channels.get(server)
-        if channel is not None and channel.is_usable and len(frames) <= MOST_FRAMES:
+        if channel is None or not channel.is_usable or isinstance(request.body, m.State):
+            return None
+        return channel
+
+    def _pass_on(self, server: int, request: m.Request, channel: Channel | None) -> bool:
+        """Send a request to a server; return whether there was room for it."""
+        if channel is not None:
             with suppress(OSError):  # what the server has said before it ended the channel has yet to be read
-                return channel.send(frames)
-        if not isinstance(frames[0], zmq.Frame):
-            # A payload that stands alone is sent from where it is.
-            is_long = len(frames) == MOST_FRAMES and len(frames[-1]) >= SENT_ALONE
-            frames[:] = [zmq.Frame(f, copy=not is_long or f is not frames[-1]) for f in frames]
+                return channel.send(*encode_parts(request))
+            return False
+        frames = encode_request(request)
+        # A payload that stands alone is sent from where it is.
+        is_long = len(frames) == MOST_FRAMES and len(frames[-1]) >= SENT_ALONE
+        parts = [zmq.Frame(f, copy=not is_long or f is not frames[-1]) for f in frames]
         try:
-            self._sockets[server].send_multipart(frames, zmq.NOBLOCK, copy=False)
+            self._sockets[server].send_multipart(parts, zmq.NOBLOCK, copy=False)
         except zmq.Again:
             return False
         return True
@@ -172,9 +192,9 @@ class Connection:
             channel = self._channels.get(server)
             waits_for_socket = bool(queue)
             if channel is not None:
-                if queue and channel.is_usable:
-                    channel.make_room(sum(len(frame) for _, _, frames in queue for frame in frames))
-                    waits_for_socket = len(queue[0][2]) > MOST_FRAMES
+                if queue and self._channel_for(server, queue[0][2]) is channel:
+                    channel.make_room(sum([_room_for(request) for _, _, request in queue]))
+                    waits_for_socket = False
                 is_full = bool(queue) and channel.is_usable and channel.is_full
                 self._poller.modify(channel.fileno(), zmq.POLLIN | (zmq.POLLOUT if is_full else 0))
             self._poller.modify(self._sockets[server], zmq.POLLIN | (zmq.POLLOUT if waits_for_socket else 0))
@@ -249,6 +269,12 @@ class Connection:
                 if event & ~zmq.POLLOUT and ready in self._index:
                     self._frames_of(self._index[ready], ready)
             self._flush(server)
+
+
+def _room_for(request: m.Request) -> int:
+    """Bytes that a request takes in shared memory."""
+    frames, payloads = encode_parts(request)
+    return sum(map(len, frames)) + sum([payload.nbytes for payload in payloads or ()])
 
 
 class _Heartbeats:

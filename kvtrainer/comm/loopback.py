@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -11,6 +12,7 @@ from torch import Tensor
 from kvstore_server.engine import Engine
 from kvstore_server.namespace import EngineConfig
 from kvstore_server.protocol import messages as m
+from kvstore_server.protocol.frames import divided
 from kvstore_server.protocol.messages import SECRET_BYTES
 from kvtrainer.comm.client import Client
 from kvtrainer.comm.session import SessionOptions
@@ -36,9 +38,11 @@ class Loopback:
     def send(self, server: int, request: m.Request, priority: int = 0) -> None:
         self.is_busy = True
         try:
-            for out in self._engines[server].handle(self._peer, request, self._clock()):
-                if out.peer == self._peer:
-                    self._replies.append((server, out.reply))
+            for body in divided(request.body, sys.maxsize):
+                one = request._replace(body=body)
+                for out in self._engines[server].handle(self._peer, one, self._clock()):
+                    if out.peer == self._peer:
+                        self._replies.append((server, out.reply))
         finally:
             self.is_busy = False
 

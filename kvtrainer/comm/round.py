@@ -22,7 +22,7 @@ from kvstore_server.norms import Decision, Guard, Measured, combine
 from kvstore_server.optimizer.apply import put_rows
 from kvstore_server.plan import Slice, row_numel
 from kvstore_server.protocol import messages as m
-from kvstore_server.protocol.frames import SENT_ALONE, groups
+from kvstore_server.protocol.frames import SENT_ALONE
 from kvstore_server.rounds import Ints
 from kvstore_server.rows import PACKED_ROWS, RowSet, decode_rows, num_slices, pack_rows
 from kvtrainer.comm.session import Session
@@ -115,8 +115,12 @@ class _Encoded(NamedTuple):
     data: Tensor
 
 
-_Batch = tuple[Ints, list[tuple[int, int]]]
-"""Slices that go in one message, by position; and where in the layout's memory they lie, if all are gathered there."""
+class _Where(NamedTuple):
+    """A large slice, by position; or where in the layout's memory neighbouring ones are gathered."""
+
+    slice: int
+    begin: int = -1
+    end: int = -1
 
 
 class _Layout:
@@ -175,8 +179,8 @@ class _Layout:
         self.commits[:, 5] = m.WANTS_WEIGHTS * (self.num_resident > 0)
         self.spare: _Memory | None = None
         """Memory of a round that is over."""
-        self.whole = list(self.batches(self.resident))
-        """The messages where all slices are given."""
+        self.runs = self.runs_of(self.resident)
+        """Where all slices lie, if all are given."""
 
     @cached_property
     def _stack_ends(self) -> list[int]:
@@ -190,18 +194,18 @@ class _Layout:
         end = self._stack_ends[at]
         return min(at + num_slices(raw), end) if len(raw) else end
 
-    def batches(self, given: Sequence[int]) -> Iterator[_Batch]:
-        """Divide slices, by position, into messages."""
-        for group in groups([self.nbytes[at] for at in given]):
-            some = given[group]
-            runs: list[tuple[int, int]] = []
-            for at in some if all(self.begin[at] >= 0 for at in some) else ():
-                begin, end = self.begin[at], self.begin[at] + self.nbytes[at]
-                if runs and runs[-1][1] == begin:
-                    runs[-1] = runs[-1][0], end
-                else:
-                    runs.append((begin, end))
-            yield np.array(some, np.int64), runs
+    def runs_of(self, given: Sequence[int]) -> list[_Where]:
+        """List where slices, by position, lie, one behind the other."""
+        runs: list[_Where] = []
+        for at in given:
+            begin, end, before = self.begin[at], self.begin[at] + self.nbytes[at], runs[-1:]
+            if begin < 0:
+                runs.append(_Where(at))
+            elif before and before[0].end == begin:
+                runs[-1] = before[0]._replace(end=end)
+            else:
+                runs.append(_Where(-1, begin, end))
+        return runs
 
 
 class _Memory:
@@ -499,17 +503,24 @@ class Rounds:
                 else:
                     forms.setdefault(found.form, []).append((at, found.data))
             for form, encoded in forms.items():
-                for group in groups([data.nbytes for _, data in encoded]):
-                    some, data = zip(*encoded[group], strict=True)
-                    batches.append((form, np.array(some, np.int64), data))
+                some, data = zip(*encoded, strict=True)
+                batches.append((form, np.array(some, np.int64), data))
         small = [at for at in plain if layout.begin[at] >= 0]
         if small and contribution.values is not None:
             sources = [_given(contribution, layout, at) for at in small]
             torch._foreach_copy_([leg.memory.views[at] for at in small], sources)
-        for where, runs in layout.whole if plain is layout.resident else layout.batches(plain):
-            payloads = [leg.memory.raw[begin:end] for begin, end in runs]
-            payloads = payloads or [_whole(contribution, layout, at) for at in where.tolist()]
-            batches.append((b"", where, tuple(payloads)))
+        if plain:
+            runs = layout.runs if plain is layout.resident else layout.runs_of(plain)
+            payloads = [
+                _whole(contribution, layout, at) if at >= 0 else leg.memory.raw[begin:end]
+                for at, begin, end in runs
+            ]
+            batches.append((b"", np.array(plain, np.int64), tuple(payloads)))
+        if (
+            len(given) > 1
+            and sum([data.nbytes for _, _, payloads in batches for data in payloads]) > SENT_ALONE
+        ):
+            batches.append((b"", _NONE, ()))  # commits go when the slices are on their way to all servers
         last = len(batches) - 1
         for number, (form, where, data) in enumerate(batches or [(b"", _NONE, ())]):
             pushes = layout.pushes[where]

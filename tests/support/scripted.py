@@ -12,6 +12,7 @@ import torch
 from kvstore_server.codec import torch_dtype
 from kvstore_server.plan import Plan, TensorSpec, make_plan
 from kvstore_server.protocol import messages as m
+from kvstore_server.protocol.frames import divided
 from kvtrainer.comm.round import Contribution, Round, Rounds
 from kvtrainer.comm.session import Session, SessionOptions
 from kvtrainer.comm.tables import RemoteTable
@@ -56,7 +57,8 @@ class Scripted:
         return [r.body for to, r in self.sent if isinstance(r.body, kind) and server in (None, to)]
 
     def send(self, server: int, request: m.Request, priority: int = 0) -> None:
-        self.sent.append((server, request))
+        for body in divided(request.body):  # as a connection does
+            self.sent.append((server, request._replace(body=body)))
         answered = self.answer(server, request) if self.answer is not None else None
         for body in _default(server, request) if answered is None else answered:
             self.reply(server, request.number, body)
