@@ -112,8 +112,9 @@ class ParameterGroups:
                 names = [n for n in group if n not in _LISTS | NOTES and is_plain(plain(group[n]))]
             found = {n: group[n] if type(group[n]) in _AS_IT_IS else plain(group[n]) for n in names}
             options["groups"].append(found)
+        has_attributes = any(memory.devices[0].tracker.attributes)
         for name in ("lr_mult", "wd_mult"):
-            values = [getattr(p, name, None) for p in memory.parameters]
+            values = [getattr(p, name, None) for p in memory.parameters] if has_attributes else ()
             given = {i: value for i, value in enumerate(values) if value is not None and value != 1}
             options[name] = _checked_multipliers(name, given, memory.names) if given else given
         if options != self._checked:

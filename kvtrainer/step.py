@@ -474,7 +474,7 @@ class StepPipeline:
         """
         exchange, memory = self.link.exchange, self.memory
         assert exchange is not None
-        absent = frozenset(i for i, is_fresh in enumerate(fresh) if not is_fresh)
+        absent = frozenset([i for i, is_fresh in enumerate(fresh) if not is_fresh])
         own = Verdict()
         if exchange.updates_weights and not exchange.is_sync:
             # Every contribution is an update of its own.
@@ -501,7 +501,9 @@ class StepPipeline:
         verdict = Verdict(outcome.measured, outcome.decision) if exchange.is_sync else own
         # What is frozen here may not be so elsewhere, and weights must stay equal: the sum is what counts.
         candidates = [True] * len(fresh) if exchange.is_ours else memory.participating()
-        return [is_in and i not in outcome.left_out for i, is_in in enumerate(candidates)], verdict
+        if outcome.left_out:
+            candidates = [is_in and i not in outcome.left_out for i, is_in in enumerate(candidates)]
+        return candidates, verdict
 
     def _limit_own(self, decision: Decision, scale: float) -> float:
         """Limit the elements in the arena; return the scale that limits the norm."""

@@ -16,6 +16,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cache, cached_property, partial
 from itertools import compress
+from operator import attrgetter
 
 import numpy as np
 import torch
@@ -25,6 +26,7 @@ from torch.nn import Parameter
 from kvstore_server.optimizer.state import aligned_zeros
 from kvstore_server.plan import ALIGNMENT, Plan
 from kvtrainer.errors import ConfigurationError, ParameterMovedError
+from kvtrainer.memory.gradients import gradient_of
 
 LONG = 128 << 10
 """Bytes of a gradient from which on it may be used where it lies: to copy it takes longer than to look at it."""
@@ -35,6 +37,7 @@ _BLOCK = 8 << 10
 _SUMMED = 1 << 10
 """The bytes in one sum; behind the last whole row of blocks it is a line of 64."""
 _WORD = 8
+_version_of = attrgetter("_version")
 
 _placed: dict[int, weakref.ref[Parameter]] = {}
 """Address → the parameter that an arena has put there: the data of one may lie in the arena of another Trainer."""
@@ -129,8 +132,7 @@ class Arena:
             present = [is_in and key not in lent for key, is_in in enumerate(present)]
         if here := list(compress(pieces, present)):
             among = self._parameters if len(here) == len(pieces) else compress(self._parameters, present)
-            grads = [p.grad for p in among]
-            torch._foreach_copy_(here, grads)  # type: ignore[arg-type]
+            torch._foreach_copy_(here, list(map(gradient_of, among)))
         if len(here) < len(pieces):
             absent = [pieces[i] for i, is_in in enumerate(present) if not is_in and i not in zeros]
             if absent:
@@ -171,10 +173,11 @@ class Arena:
         Raises:
             ParameterMovedError: names every parameter whose data do not; nothing has come back then.
         """
-        rows = enumerate(zip(self._here, self._addresses, strict=True))
-        moved = [at for at, (p, address) in rows if p.data_ptr() != address or not p.is_contiguous()]
-        if not moved:
+        addresses = list(map(Tensor.data_ptr, self._here))
+        if addresses == self._addresses and all(map(Tensor.is_contiguous, self._here)):
             return
+        rows = enumerate(zip(self._here, addresses, self._addresses, strict=True))
+        moved = [at for at, (p, now, address) in rows if now != address or not p.is_contiguous()]
         keys = list(compress(range(len(self._names)), self._resident))
         lost = [self._names[keys[at]] for at in moved if not self._is_in_another(keys[at])]
         if lost:
@@ -243,7 +246,7 @@ class WriteWatch:
 
     def accept(self, is_in_store: bool) -> None:
         """From now on look for writes that come later; for unseen ones too if the weights are in a store as well."""
-        self._accepted = [p._version for p in self._parameters]
+        self._accepted = list(map(_version_of, self._parameters))
         self._total, self._own = sum(self._accepted), -1
         if not is_in_store:
             self._looked_at = {}
@@ -264,7 +267,7 @@ class WriteWatch:
             if not torch.equal(now, self._sums[dtype]):
                 found.update(self._keys_in(dtype, now != self._sums[dtype]))
         # Counters only rise, so the sum tells whether any has: on most steps none.
-        if sum([p._version for p in self._parameters]) != self._total + self._own * len(self._parameters):
+        if sum(map(_version_of, self._parameters)) != self._total + self._own * len(self._parameters):
             rows = zip(self._parameters, self._accepted, strict=True)
             found.update(i for i, (p, version) in enumerate(rows) if p._version != version + self._own)
         return sorted(found)

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from itertools import compress
+from operator import attrgetter
 from typing import Any, NoReturn
 
 import torch
@@ -27,6 +28,8 @@ from kvtrainer.errors import ConfigurationError
 
 GRAD_REQS = ("write", "add", "null")
 """What `parameter.grad_req` may be; without that attribute a parameter follows the default rule."""
+gradient_of = attrgetter("grad")
+_requires_grad = attrgetter("requires_grad")
 
 
 class GradientTracker:
@@ -47,6 +50,10 @@ class GradientTracker:
         self._parameters = list(parameters)
         self._names = list(names)
         count = len(self._parameters)
+        self.attributes: list[Mapping[str, Any]] = [
+            vars(p) if type(p) is Parameter else vars(type(p)) for p in self._parameters
+        ]
+        """What was set on each parameter, or its class if that is one of its own: of most models nothing at all."""
         # A parameter refers to its node only weakly: the node, and the hook on it, live while we hold them.
         self._nodes: list[Node | None] = [None] * count
         self._handles: list[RemovableHandle] = []
@@ -58,7 +65,7 @@ class GradientTracker:
         # with a gradient that is held, so torch's slower TensorWeakRef is not needed.
         self._used: list[weakref.ref[Tensor] | None] = [None] * count
         self._used_versions = [0] * count
-        self._to_drop: set[int] = set()
+        self._to_drop: Collection[int] = ()
         # One backward pass runs hooks in one thread per device.
         self._dropping = threading.Lock()
 
@@ -93,7 +100,7 @@ class GradientTracker:
         Args:
             with_zeros: Whether gradients count, too, that were set to zero since they were consumed.
         """
-        grads = [p.grad for p in self._parameters]
+        grads = map(gradient_of, self._parameters)
         rows = zip(among, grads, self._fired, self._used, strict=True)
         found = [
             asked and grad is not None and (fired or used is None or used() is not grad)
@@ -109,28 +116,31 @@ class GradientTracker:
         Raises:
             ConfigurationError: a parameter has an unknown `grad_req`.
         """
-        requires = [p.requires_grad for p in self._parameters]
+        requires = list(map(_requires_grad, self._parameters))
         if requires != self._required or self._forward_handle is not None:
             self._required = requires
             self.attach()
-        if not any([getattr(p, "grad_req", None) for p in self._parameters]):
+        if not any(self.attributes):
             return requires
         return [required and self._mode(i) != "null" for i, required in enumerate(requires)]
 
     def consume(self, used: Sequence[bool]) -> None:
         """Take the present gradients of these parameters as used up: not fresh, and due to be dropped."""
-        grads = [p.grad for p in compress(self._parameters, used)]
-        references = [None if grad is None else weakref.ref(grad) for grad in grads]
-        # torch counts writes in place, but not those of inference mode.
-        versions = [0 if grad is None or grad.is_inference() else grad._version for grad in grads]
-        if len(grads) == len(self._parameters):
-            self._fired, self._used, self._used_versions = [False] * len(used), references, versions
-            self._to_drop = set(range(len(used)))
+        parameters, references, versions = self._parameters, self._used, self._used_versions
+        keys: Sequence[int] = range(len(used)) if all(used) else list(compress(range(len(used)), used))
+        # Each reference takes the place of the former one at once. Thousands of new objects beside the former ones
+        # would have the garbage collector look through the whole process, which takes longer than all else here.
+        for i in keys:
+            grad = parameters[i].grad
+            references[i] = None if grad is None else weakref.ref(grad)
+            # torch counts writes in place, but not those of inference mode.
+            versions[i] = 0 if grad is None or grad.is_inference() else grad._version
+        if len(keys) == len(parameters):
+            self._fired, self._to_drop = [False] * len(keys), keys
             return
-        rows = zip(compress(range(len(used)), used), references, versions, strict=True)
-        for i, self._used[i], self._used_versions[i] in rows:
+        for i in keys:
             self._fired[i] = False
-            self._to_drop.add(i)
+        self._to_drop = {*self._to_drop, *keys}
 
     def close(self) -> None:
         """Remove the hooks. Gradients are left as they are; `attach` starts watching again."""
@@ -176,7 +186,7 @@ class GradientTracker:
                 if is_used and self._mode(i) in (None, "write") and not self._is_zeroed(i):
                     parameter.grad = None
             # Last: until then other threads must wait, or they would add to a gradient that is to be dropped.
-            self._to_drop.clear()
+            self._to_drop = ()
 
 
 def lazy_among(parameters: Sequence[Parameter]) -> list[Parameter]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -247,3 +248,39 @@ def test_optimizer_derived_from_one_that_takes_gradients_in_place_may_write_to_i
     Trainer([p], Halved(learning_rate=1.0), kvstore=None).step(1)
     assert torch.equal(p.detach(), torch.full((200_000,), -0.5))
     assert torch.equal(grad, torch.ones(200_000))
+
+
+@pytest.mark.parametrize("uok", STORES)
+def test_steps_of_many_parameters_give_the_garbage_collector_no_work(uok: bool | None) -> None:
+    parameters, runs = [zeros() for _ in range(2_000)], 0
+    trainer = trainer_of(parameters, uok)
+
+    def count(phase: str, info: dict[str, int]) -> None:
+        nonlocal runs
+        runs += phase == "start"
+
+    for at in range(3):
+        for p in parameters:
+            p.grad = torch.ones(2)
+        gc.collect()
+        gc.callbacks.append(count)
+        trainer.step(1)
+        gc.callbacks.remove(count)
+        if not at:
+            runs = 0  # the first step makes what stays
+    assert runs == 0
+
+
+class Untrained(Parameter):
+    """A parameter whose class says what its gradients are for."""
+
+    grad_req = "null"
+
+
+def test_class_of_a_parameter_may_say_what_is_asked_of_the_parameter() -> None:
+    kept, p = Untrained(torch.zeros(2)), zeros()
+    trainer = trainer_of([kept, p])
+    for one in (kept, p):
+        backward(one)
+    trainer.step(1)
+    assert [kept.tolist(), p.tolist()] == [[0, 0], [-1, -1]]
