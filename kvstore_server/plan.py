@@ -139,8 +139,8 @@ class RowBlock(NamedTuple):
     def in_key(self, ids: Ints, first: int, end: int) -> Ints:
         """Number (ascending) rows of some slices, which are counted from the first of these, as the key does."""
         ids = ids + self.starts[first]
-        counts = np.diff(np.searchsorted(ids, self.starts[first : end + 1]))
-        return np.asarray(ids + np.repeat(self.shifts[first:end], counts))
+        ends = ids.searchsorted(self.starts[first : end + 1])
+        return ids + self.shifts[first:end].repeat(ends[1:] - ends[:-1])
 
 
 class RowPlaces(NamedTuple):
@@ -170,10 +170,11 @@ class RowPlaces(NamedTuple):
             [block] = self.blocks.values()
             yield block, slice(None), ids
             return
-        counts = np.diff(np.searchsorted(ids, self.starts))
-        servers, in_block = np.repeat(self.servers, counts), ids - np.repeat(self.shifts, counts)
+        ends = ids.searchsorted(self.starts)
+        counts = ends[1:] - ends[:-1]
+        servers, in_block = self.servers.repeat(counts), ids - self.shifts.repeat(counts)
         for block in self.blocks.values():
-            mine = np.flatnonzero(servers == block.server)
+            [mine] = (servers == block.server).nonzero()
             yield block, mine, in_block[mine]
 
 

@@ -15,7 +15,7 @@ than a frame allows.
 
 from __future__ import annotations
 
-import itertools
+import struct
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -67,28 +67,25 @@ def encode_rows(plan: Plan, piece: Slice, parts: Parts, slices: int = 1) -> Tens
     body: list[np.ndarray[Any, Any]] = []
     for position, part in sorted(parts.items()):
         if isinstance(part, Tensor):
-            head += [position, len(part), _ALL, 0]
+            head += [position, part.numel(), _ALL, 0]
             body.append(_raw(part))
             continue
-        block, count = plan.rows(piece.segments[position].key).blocks[piece.server], len(part.ids)
-        first = block.order[piece.index]
+        block, ids = plan.rows(piece.segments[position].key).blocks[piece.server], part.ids.numpy()
+        first, count = block.order[piece.index], len(ids)
         num_rows = int(block.starts[first + slices] - block.starts[first])
         form = _BITS if 4 * count > num_rows // 8 else _IDS
         head += [position, count, form, 0]
-        ids = part.ids.numpy()
         if form == _BITS:
             present = np.zeros(num_rows, dtype=bool)
             present[ids] = True
             body.append(np.packbits(present, bitorder="little"))
         else:
-            body.append(ids.astype("<i4").view(np.uint8))
+            body.append(ids.astype("<i4"))
         body.append(_raw(part.values))
-    starts = list(itertools.accumulate((-(-len(part) // 8) * 8 for part in body), initial=4 * len(head)))
-    data = np.zeros(starts[-1], np.uint8)
-    data[: 4 * len(head)] = np.array(head, "<i4").view(np.uint8)
-    for start, raw in zip(starts, body, strict=False):
-        data[start : start + len(raw)] = raw
-    return torch.from_numpy(data)
+    pieces: list[Any] = [struct.pack(f"<{len(head)}i", *head)]
+    for raw in body:
+        pieces += [raw, bytes(-raw.nbytes % 8)]
+    return torch.frombuffer(bytearray().join(pieces), dtype=torch.uint8)
 
 
 def decode_rows(plan: Plan, piece: Slice, data: memoryview) -> tuple[Parts, int]:
@@ -100,13 +97,12 @@ def decode_rows(plan: Plan, piece: Slice, data: memoryview) -> tuple[Parts, int]
     Raises:
         ProtocolError: the bytes do not fit the slice.
     """
-    head, at = _take(data, 0, torch.int32, 2)
-    count, slices = head.tolist()
+    [(count, slices)], at = _take_head(data, 0, 2, 1)
     if not 0 < count <= len(piece.segments):
         raise ProtocolError(f"a slice of {len(piece.segments)} segments cannot have rows of {count}")
-    table, at = _take(data, at, torch.int32, 4 * count)
+    table, at = _take_head(data, at, 4, count)
     parts: dict[int, RowSet | Tensor] = {}
-    for position, size, form, _ in table.view(count, 4).tolist():
+    for position, size, form, _ in table:
         if not 0 <= position < len(piece.segments) or position in parts:
             raise ProtocolError(f"a row-sparse slice names segment {position} of {len(piece.segments)}")
         if form == _ALL:
@@ -182,14 +178,16 @@ def _num_rows(plan: Plan, piece: Slice, position: int, slices: int) -> int:
 
 def _take_ids(data: memoryview, at: int, count: int, num_rows: int, as_bits: bool) -> tuple[Tensor, int]:
     """Read ids of rows; returns also where what follows them begins."""
-    raw, at = _take(data, at, *((torch.uint8, -(-num_rows // 8)) if as_bits else (torch.int32, count)))
+    size = -(-num_rows // 8) if as_bits else 4 * count
+    end = _end_of(data, at, size)
     if as_bits:
-        ids = np.flatnonzero(np.unpackbits(raw.numpy(), count=num_rows, bitorder="little"))
+        bits = np.frombuffer(data, np.uint8, size, at)
+        [ids] = np.unpackbits(bits, count=num_rows, bitorder="little").nonzero()
     else:
-        ids = raw.numpy().astype(np.int64)
+        ids = np.frombuffer(data, "<i4", count, at).astype(np.int64)
     if len(ids) != count or not are_rows(ids, num_rows):
         raise ProtocolError(f"the {count} rows of a slice are not distinct, ascending and below {num_rows}")
-    return torch.from_numpy(ids), at
+    return torch.from_numpy(ids), end
 
 
 def are_rows(ids: Ints, num_rows: int) -> bool:
@@ -199,22 +197,29 @@ def are_rows(ids: Ints, num_rows: int) -> bool:
 
 def _take(data: memoryview, at: int, dtype: torch.dtype, count: int) -> tuple[Tensor, int]:
     """View the next so many numbers; returns also where what follows them begins."""
-    size = count * dtype.itemsize
-    if size > len(data) - at:
-        raise ProtocolError(f"a row-sparse slice of {len(data)} bytes ends too early")
+    end = _end_of(data, at, count * dtype.itemsize)
     if not count:
         return torch.empty(0, dtype=dtype), at
-    return torch.frombuffer(data, dtype=dtype, count=count, offset=at), at + -(-size // 8) * 8
+    return torch.frombuffer(data, dtype=dtype, count=count, offset=at), end
+
+
+def _take_head(data: memoryview, at: int, words: int, count: int) -> tuple[list[tuple[int, ...]], int]:
+    """Read so many tuples of int32; returns also where what follows them begins."""
+    end = _end_of(data, at, 4 * words * count)
+    return list(struct.iter_unpack(f"<{words}i", data[at : at + 4 * words * count])), end
+
+
+def _end_of(data: memoryview, at: int, size: int) -> int:
+    """Where what follows so many bytes begins. Raises ProtocolError if they are not there."""
+    if size > len(data) - at:
+        raise ProtocolError(f"a row-sparse slice of {len(data)} bytes ends too early")
+    return at + -(-size // 8) * 8
 
 
 def _raw(values: Tensor) -> np.ndarray[Any, Any]:
-    flat = values.reshape(-1)
-    if not len(flat):
-        return np.zeros(0, np.uint8)
-    if flat.stride() != (1,):  # one that `expand` made has strides that cannot be viewed as bytes
-        flat = torch.empty(len(flat), dtype=values.dtype).copy_(flat)
-    found: np.ndarray[Any, Any] = flat.view(torch.uint8).numpy()
-    return found
+    # numpy has no bfloat16.
+    plain = values.view(torch.int16) if values.dtype == torch.bfloat16 else values
+    return np.ascontiguousarray(plain.numpy())
 
 
 def cut_rows(rows: RowSet, starts: Sequence[int]) -> list[RowSet]:
@@ -255,14 +260,14 @@ def pack_rows(
     """
     found: dict[int, tuple[dict[int, RowSet | Tensor], int]] = {}
     for key, (ids, values) in rows.items():
-        places = plan.rows(key)
-        given = values.reshape(len(ids), places.width)
-        for block, where, own in places.by_server(ids.numpy()):
-            here = (
-                given[where] if isinstance(where, slice) else given.index_select(0, torch.from_numpy(where))
-            )
+        places, numbers = plan.rows(key), ids.numpy()
+        given = values.reshape(len(numbers), places.width)
+        for block, where, own in places.by_server(numbers):
+            here = given if isinstance(where, slice) else given.index_select(0, torch.from_numpy(where))
             for first, end, part in block.cut(own):
-                some = RowSet(torch.from_numpy(own[part] - block.starts[first]), here[part])
+                some = RowSet(torch.from_numpy(own), here)
+                if len(block.pieces) > end - first:
+                    some = RowSet(torch.from_numpy(own[part] - block.starts[first]), here[part])
                 found.setdefault(block.pieces[first].index, ({}, end - first))[0][block.position] = some
     packed = {}
     for index, (parts, slices) in found.items():

@@ -25,8 +25,9 @@ from kvstore_server.codec import compute_dtype, torch_dtype
 from kvstore_server.errors import ConfigurationError, OptimizerError, ProtocolError
 from kvstore_server.norms import UNCHANGED, Decision, apply_decision, only_segments, partial_of_slice
 from kvstore_server.optimizer import Optimizer, State, States, apply_update, update_rows
-from kvstore_server.optimizer.apply import moves_only_rows, put_rows, takes_rows
+from kvstore_server.optimizer.apply import moves_only_rows, takes_rows
 from kvstore_server.optimizer.base import Gradient
+from kvstore_server.optimizer.gathering import put_rows
 from kvstore_server.optimizer.state import aligned_zeros
 from kvstore_server.plan import Plan, Slice
 from kvstore_server.reduction import (

@@ -134,6 +134,8 @@ class Table:
         """Rank, or ALL → how the last of its rounds ended that was applied."""
         self._last_rank = ALL
         """Whose contribution was applied last, where ranks contribute by themselves."""
+        self._changed: tuple[tuple[int, int], list[RowPart]] | None = None
+        """What a worker was sent last: the version that it had and the one it got, and the parts."""
 
     def begin_round(self, whose: int) -> None:
         """A slice of the next round of a rank, or of all, has come: the last one is final."""
@@ -392,8 +394,15 @@ class Table:
     def changed_parts(self, held: int) -> list[RowPart]:
         """Return what a worker that holds version `held` of all its slices here must be sent.
 
-        A stack in which nothing has changed has an empty part of kind ROWS.
+        A stack in which nothing has changed has an empty part of kind ROWS. Most workers hold the same version, and
+        are sent the same.
         """
+        versions = held, self.version
+        if self._changed is None or self._changed[0] != versions:
+            self._changed = versions, self._changed_parts(held)
+        return self._changed[1]
+
+    def _changed_parts(self, held: int) -> list[RowPart]:
         unit, shard, nothing = self.unit, self.shard, torch.empty(0, dtype=torch.uint8)
         parts = []
         for key, pieces in unit.stacks.items():
@@ -438,13 +447,15 @@ class Table:
                 whole = self.shard.visible(unit, first.index)
                 parts[position] = whole[segment.start : segment.start + segment.numel]
             else:
-                parts[position] = RowSet(ids, self.shard.rows_of(unit, segment.key)[ids])
+                parts[position] = RowSet(ids, self.shard.rows_of(unit, segment.key).index_select(0, ids))
         only = parts.get(0)
         if len(pieces) == 1 or not isinstance(only, RowSet):
             return [RowPart(unit.slots[first.index], encode_rows(plan, first, parts), m.ROWS)]
         block, found = plan.rows(first.segments[0].key).blocks[unit.server], []
         for at, end, part in block.cut(only.ids.numpy()):
-            some = RowSet(only.ids[part] - int(block.starts[at]), only.values[part])
+            some = only
+            if end - at < len(block.pieces):
+                some = RowSet(only.ids[part] - int(block.starts[at]), only.values[part])
             piece = block.pieces[at]
             found.append(
                 RowPart(unit.slots[piece.index], encode_rows(plan, piece, {0: some}, end - at), m.ROWS)

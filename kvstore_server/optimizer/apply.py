@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeGuard, cast
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from kvstore_server.errors import OptimizerError, ShapeMismatchError
+from kvstore_server.errors import OptimizerError
 from kvstore_server.optimizer.base import CACHED, Gradient, Hyper, Optimizer, StateValue, Values
+from kvstore_server.optimizer.gathering import lengthened, put, taken
 from kvstore_server.optimizer.state import RESERVED, State, own
 from kvstore_server.optimizer.torch_family import TorchOptimizer
 from kvstore_server.plan import ALIGNMENT
@@ -139,12 +139,12 @@ def _update_in_blocks(
         part = slice(offset, offset + length)
         count = weight[part].numel()
         spare = 0 if optimizer.verified else -count % _UNIT
-        lent, lent_grad = _lengthened(weight[part], spare), _lengthened(grad[part], spare)
+        lent, lent_grad = lengthened(weight[part], spare), lengthened(grad[part], spare)
         lent_grad = lent_grad if scale == 1.0 else lent_grad * scale
         if bound is not None:
             lent_grad = lent_grad.clamp(-bound, bound)
         if state.step:
-            values = {n: _lengthened(v[part], spare) if _has_rows(v) else own(v) for n, v in former.items()}
+            values = {n: lengthened(v[part], spare) if _has_rows(v) else own(v) for n, v in former.items()}
         else:
             values = optimizer.create_state(lent)
         if optimizer.positioned:
@@ -163,11 +163,6 @@ def _update_in_blocks(
                 entry = whole
             result[name] = entry
     state.values = result
-
-
-def _lengthened(flat: Tensor, spare: int) -> Tensor:
-    """Append so many zeros; return the vector itself, not a copy, where there are none."""
-    return torch.nn.functional.pad(flat, (0, spare)) if spare else flat
 
 
 def _entry(
@@ -200,55 +195,6 @@ def _entry(
         memory = {other.untyped_storage().data_ptr() for other in dense}
         return value.clone() if value.untyped_storage().data_ptr() in memory else value
     return value
-
-
-def coalesce_rows(ids: Tensor, values: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Return the distinct ids in ascending order, and for each the sum of its values in the order given.
-
-    torch's own coalesce adds the values of one id in an order that it does not promise. Ids that are distinct
-    and ascending already are returned as they are, not copied.
-
-    Args:
-        ids: int64, one dimension, each from 0 up to `num_rows`.
-        values: one row for each id; half precision should have been converted, for it is summed as it is.
-
-    Raises:
-        ShapeMismatchError: the numbers of ids and of rows differ, or an id is outside the key.
-    """
-    if ids.dim() != 1 or values.dim() < 1 or len(ids) != len(values):
-        raise ShapeMismatchError(
-            f"a row-sparse gradient needs one row of values for each id, got ids of shape {tuple(ids.shape)} and "
-            f"values of shape {tuple(values.shape)}"
-        )
-    if not len(ids):
-        return ids, values
-    for end in map(int, torch.aminmax(ids)):
-        if not 0 <= end < num_rows:
-            raise ShapeMismatchError(f"a row-sparse gradient has row {end}, but its key has {num_rows} rows")
-    if bool((ids[1:] > ids[:-1]).all()):
-        return ids, values
-    ascending, order = _sorted(ids, num_rows)
-    is_first = torch.ones_like(ids, dtype=torch.bool)
-    torch.ne(ascending[1:], ascending[:-1], out=is_first[1:])
-    # A sum begins with 0, which turns -0.0 into 0.0.
-    total = values.index_select(0, order[is_first]).add_(0)
-    again = ~is_first
-    if bool(again.any()):
-        place = is_first.cumsum(0)[again].sub_(1)
-        total.index_add_(0, place, values.index_select(0, order[again]))
-    return ascending[is_first], total
-
-
-def _sorted(ids: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Return ids in ascending order, and the place that each had; equal ones keep their order."""
-    shift = len(ids).bit_length()
-    if ids.device.type != "cpu" or shift + num_rows.bit_length() > 62:
-        found = torch.sort(ids, stable=True)
-        return found.values, found.indices
-    # With the place behind it each id is another number, and numpy sorts plain numbers many times as fast.
-    packed = (ids.numpy() << shift) | np.arange(len(ids))
-    packed.sort()
-    return torch.from_numpy(packed >> shift), torch.from_numpy(packed & ((1 << shift) - 1))
 
 
 def update_rows(
@@ -341,11 +287,11 @@ def _update_lazily(
             at_once = max(CACHED // max(weight[0].numel(), 1), 1)
         for first in range(0, len(rows), at_once):
             part = slice(first, first + at_once)
-            _update_taken(optimizer, weight, rows[part], grad_rows[part], state, hyper, room)
+            _updatetaken(optimizer, weight, rows[part], grad_rows[part], state, hyper, room)
     state.step += 1
 
 
-def _update_taken(
+def _updatetaken(
     optimizer: Optimizer,
     weight: Tensor,
     rows: Tensor,
@@ -358,10 +304,10 @@ def _update_taken(
     kept, master = state.values, state.master
     count, unit = grad_rows.numel(), ALIGNMENT // weight.element_size()
     length = -(-count // unit) * unit if optimizer.elementwise else 0
-    grad = _lengthened(grad_rows.reshape(-1), length - count) if length else grad_rows
-    piece = _taken(weight, rows, length)
-    values = {name: _taken(v, rows, length) if _has_rows(v) else v for name, v in kept.items()}
-    part = State(values, state.step, None if master is None else _taken(master, rows, length))
+    grad = lengthened(grad_rows.reshape(-1), length - count) if length else grad_rows
+    piece = taken(weight, rows, length)
+    values = {name: taken(v, rows, length) if _has_rows(v) else v for name, v in kept.items()}
+    part = State(values, state.step, None if master is None else taken(master, rows, length))
     apply_update(optimizer, piece, grad, part, hyper, lambda: [slice(count, None)])
     changed = {name: value for name, value in part.values.items() if _has_rows(value)}
     for name, value in changed.items():
@@ -369,40 +315,11 @@ def _update_taken(
         if not _has_rows(entry):
             entry = _new_entry(optimizer, name, value, weight, len(rows), room)
         part.values[name] = entry
-        _put(entry, rows, value)
-    _put(weight, rows, piece)
+        put(entry, rows, value)
+    put(weight, rows, piece)
     if master is not None and part.master is not None:
-        _put(master, rows, part.master)
+        put(master, rows, part.master)
     state.values = part.values
-
-
-def _taken(whole: Tensor, rows: Tensor, length: int) -> Tensor:
-    """Copy some rows out; flat with zeros up to a length, unless that is 0."""
-    if not length:
-        return whole.index_select(0, rows)
-    flat, count = whole.new_empty(length), len(rows) * whole[0].numel()
-    flat[count:].zero_()
-    torch.index_select(whole, 0, rows, out=flat[:count].view(len(rows), *whole.shape[1:]))
-    return flat
-
-
-def _put(whole: Tensor, rows: Tensor, values: Tensor) -> None:
-    """Put back what `_taken` has copied out, in whichever dtype."""
-    own = values.view(-1)[: len(rows) * whole[0].numel()].view(len(rows), *whole.shape[1:])
-    put_rows(whole, rows, own.to(whole.dtype))
-
-
-def put_rows(whole: Tensor, ids: Tensor, rows: Tensor) -> None:
-    """Copy rows to the places that the (distinct) ids name, as `index_copy_`."""
-    if whole.device.type != "cpu" or not whole.is_contiguous():
-        whole.index_copy_(0, ids, rows)
-        return
-    if rows.numel():  # numpy copies rows in less than half the time, where each is one element to it
-        row = f"V{rows[0].numel() * rows.element_size()}"
-        flat, given = (
-            t.view(len(t), -1).view(torch.uint8).numpy().view(row) for t in (whole, rows.contiguous())
-        )
-        flat[ids.numpy(), 0] = given[:, 0]
 
 
 def _has_rows(value: object) -> TypeGuard[Tensor]:

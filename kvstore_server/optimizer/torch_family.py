@@ -20,6 +20,8 @@ from torch import Tensor, optim
 
 from kvstore_server.errors import ConfigurationError, OptimizerError
 from kvstore_server.optimizer.base import Hyper, Optimizer, StateValue, Values, canonical_options, plain_value
+from kvstore_server.optimizer.gathering import lengthened, put, put_rows, taken
+from kvstore_server.plan import ALIGNMENT
 
 TorchClass = type[optim.Optimizer]
 
@@ -195,6 +197,9 @@ class TorchOptimizer(Optimizer):
                 "use torch:Adam for it"
             )
         group = self._group(weight, grad, hyper)
+        if grad.is_sparse and self._changes_rows_alone(group):
+            self._update_rows(weight, grad, state, group, hyper["step"])
+            return
         kernel = self.cls.__new__(self.cls)
         kernel.__dict__.update(self._template.__dict__)
         kernel.param_groups = [dict(group)]
@@ -217,6 +222,31 @@ class TorchOptimizer(Optimizer):
         )
         if step is not None and self.is_foreign:
             state[OWN_COUNT] = step
+
+    def _changes_rows_alone(self, group: Mapping[str, Any]) -> bool:
+        """Whether a sparse gradient changes, of weights and state, nothing but the rows that it has."""
+        plain = self.cls is optim.Adagrad or (self.cls is optim.SGD and not group["momentum"])
+        return plain and not group["maximize"] and not isinstance(group["lr"], Tensor)
+
+    def _update_rows(
+        self, weight: Tensor, grad: Tensor, state: Values, group: Mapping[str, Any], number: int
+    ) -> None:
+        """Make the step of torch's SGD or Adagrad, to the bit, without what torch's sparse tensors cost."""
+        ids, rows, rate = grad._indices()[0], grad._values(), group["lr"]
+        if not rows.numel():
+            return
+        if self.cls is optim.Adagrad:
+            kept = state["sum"]
+            assert isinstance(kept, Tensor)
+            rate /= 1 + (number - 1) * group["lr_decay"]
+            total = kept.index_select(0, ids).add_(rows * rows)
+            put_rows(kept, ids, total)
+            rows = rows / total.sqrt_().add_(group["eps"])
+        # torch multiplies and adds at once in whole vectors, but not behind the last one.
+        count, unit = rows.numel(), ALIGNMENT // rows.element_size()
+        length = -(-count // unit) * unit
+        given = lengthened(rows.reshape(-1), length - count)
+        put(weight, ids, taken(weight, ids, length).add_(given, alpha=-rate))
 
     def _given(
         self,

@@ -19,7 +19,7 @@ from torch import Tensor
 from kvstore_server.codec import torch_dtype
 from kvstore_server.errors import KVStoreError, ProtocolError, RoundAbortedError, describe, from_wire
 from kvstore_server.norms import Decision, Guard, Measured, combine
-from kvstore_server.optimizer.apply import put_rows
+from kvstore_server.optimizer.gathering import put_rows
 from kvstore_server.plan import Slice, row_numel
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import SENT_ALONE
@@ -181,6 +181,8 @@ class _Layout:
         """Memory of a round that is over."""
         self.runs = self.runs_of(self.resident)
         """Where all slices lie, if all are given."""
+        self._plain: tuple[tuple[frozenset[object], ...], set[int]] | None = None
+        """What a rank left out last, and the slices, by position, that it gave all the same."""
 
     @cached_property
     def _stack_ends(self) -> list[int]:
@@ -188,6 +190,23 @@ class _Layout:
         where = [(of, piece.segments[0].key) for of, piece in zip(self.table, self.pieces, strict=True)]
         sizes = [len(list(own)) for _, own in itertools.groupby(where)]
         return np.repeat(np.cumsum(sizes), sizes).tolist()
+
+    @cached_property
+    def _place(self) -> dict[tuple[int, int], int]:
+        """Table (index) and slice → its position."""
+        index = self.index.tolist()
+        return {
+            (index[of], p.index): at for at, (of, p) in enumerate(zip(self.table, self.pieces, strict=True))
+        }
+
+    def given(self, contribution: Contribution, encoded: Mapping[int, Mapping[int, _Encoded]]) -> list[int]:
+        """The slices, by position, that a rank gives which leaves some out or has some encoded."""
+        of = contribution.absent, frozenset(contribution.rows), frozenset(contribution.sources)
+        if self._plain is None or self._plain[0] != of:
+            pairs = enumerate(zip(self.table, self.pieces, strict=True))
+            self._plain = of, {at for at, (n, piece) in pairs if contribution.gives(self.at[n], piece)}
+        places = [self._place.get((index, piece)) for index, pieces in encoded.items() for piece in pieces]
+        return sorted(self._plain[1].union([at for at in places if at is not None]))
 
     def end_of_rows(self, at: int, raw: Tensor) -> int:
         """Where the slices end that rows are of, which came back for one: without any, all of the key."""
@@ -237,12 +256,7 @@ class _Leg:
         if self.given is layout.resident and (
             contribution.absent or contribution.rows or contribution.sources
         ):
-            encoded = [round_.encoded.get(index, {}) for index in layout.index.tolist()]
-            self.given = [
-                at
-                for at, (of, piece) in enumerate(zip(layout.table, layout.pieces, strict=True))
-                if piece.index in encoded[of] or contribution.gives(layout.at[of], piece)
-            ]
+            self.given = layout.given(contribution, round_.encoded)
         wants = contribution.outs is not None
         self.is_coming = bytearray(layout.is_resident if wants else len(layout.pieces))
         """Whether the weights of each slice are still to come."""

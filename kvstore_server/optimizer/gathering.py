@@ -1,0 +1,116 @@
+"""Rows of tensors: put together by their ids, gathered, and put back where they were."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvstore_server.errors import ShapeMismatchError
+
+
+def coalesce_rows(ids: Tensor, values: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+    """Return the distinct ids in ascending order, and for each the sum of its values in the order given.
+
+    torch's own coalesce adds the values of one id in an order that it does not promise. Ids that are distinct
+    and ascending already are returned as they are, not copied.
+
+    Args:
+        ids: int64, one dimension, each from 0 up to `num_rows`.
+        values: one row for each id; half precision should have been converted, for it is summed as it is.
+
+    Raises:
+        ShapeMismatchError: the numbers of ids and of rows differ, or an id is outside the key.
+    """
+    if ids.dim() != 1 or values.dim() < 1 or len(ids) != len(values):
+        raise ShapeMismatchError(
+            f"a row-sparse gradient needs one row of values for each id, got ids of shape {tuple(ids.shape)} and "
+            f"values of shape {tuple(values.shape)}"
+        )
+    if not ids.numel():
+        return ids, values
+    if ids.device.type != "cpu":
+        return _coalesce_elsewhere(ids, values, num_rows)
+    given = ids.numpy()
+    _check_rows((int(given.min()), int(given.max())), num_rows)
+    if (given[1:] > given[:-1]).all():
+        return ids, values
+    shift = len(given).bit_length()
+    if shift + num_rows.bit_length() > 62:
+        order = given.argsort(kind="stable")
+        ascending = given[order]
+    else:
+        # With the place behind it each id is another number, and numpy sorts plain numbers many times as fast.
+        packed = (given << shift) | np.arange(len(given))
+        packed.sort()
+        ascending, order = packed >> shift, packed & ((1 << shift) - 1)
+    is_first = np.ones(len(given), bool)
+    np.not_equal(ascending[1:], ascending[:-1], out=is_first[1:])
+    [firsts] = is_first.nonzero()
+    # A sum begins with 0, which turns -0.0 into 0.0.
+    total = values.index_select(0, torch.from_numpy(order[firsts])).add_(0)
+    if len(firsts) < len(given):
+        [again] = np.logical_not(is_first).nonzero()
+        places = torch.from_numpy((is_first.cumsum() - 1)[again])
+        total.index_add_(0, places, values.index_select(0, torch.from_numpy(order[again])))
+    return torch.from_numpy(ascending[firsts]), total
+
+
+def _coalesce_elsewhere(ids: Tensor, values: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+    """Coalesce rows of which there are some, on another device than the CPU."""
+    low, high = torch.aminmax(ids)
+    _check_rows((int(low), int(high)), num_rows)
+    if bool((ids[1:] > ids[:-1]).all()):
+        return ids, values
+    ascending, order = torch.sort(ids, stable=True)
+    is_first = torch.ones_like(ids, dtype=torch.bool)
+    torch.ne(ascending[1:], ascending[:-1], out=is_first[1:])
+    total = values.index_select(0, order[is_first]).add_(0)
+    again = ~is_first
+    if bool(again.any()):
+        place = is_first.cumsum(0)[again].sub_(1)
+        total.index_add_(0, place, values.index_select(0, order[again]))
+    return ascending[is_first], total
+
+
+def _check_rows(ends: tuple[int, int], num_rows: int) -> None:
+    """Raise ShapeMismatchError if the least or the greatest id is outside the key."""
+    for end in ends:
+        if not 0 <= end < num_rows:
+            raise ShapeMismatchError(f"a row-sparse gradient has row {end}, but its key has {num_rows} rows")
+
+
+def taken(whole: Tensor, rows: Tensor, length: int) -> Tensor:
+    """Copy some rows out; flat with zeros up to a length, unless that is 0."""
+    if not length:
+        return whole.index_select(0, rows)
+    flat, shape = whole.new_empty(length), (rows.numel(), *whole.shape[1:])
+    count = math.prod(shape)
+    if count < length:
+        flat[count:].zero_()
+    torch.index_select(whole, 0, rows, out=flat[:count].view(shape))
+    return flat
+
+
+def put(whole: Tensor, rows: Tensor, values: Tensor) -> None:
+    """Put back what `taken` has copied out, in whichever dtype."""
+    shape = (rows.numel(), *whole.shape[1:])
+    put_rows(whole, rows, values.view(-1)[: math.prod(shape)].view(shape).to(whole.dtype))
+
+
+def put_rows(whole: Tensor, ids: Tensor, rows: Tensor) -> None:
+    """Copy rows to the places that the (distinct) ids name, as `index_copy_`."""
+    if whole.device.type != "cpu" or not whole.is_contiguous():
+        whole.index_copy_(0, ids, rows)
+        return
+    if count := rows.numel():  # numpy copies rows in less than half the time, where each is one element to it
+        row = f"V{count // ids.numel() * rows.element_size()}"
+        flat, given = (t.view(-1).view(torch.uint8).numpy().view(row) for t in (whole, rows.contiguous()))
+        flat[ids.numpy()] = given
+
+
+def lengthened(flat: Tensor, spare: int) -> Tensor:
+    """Append so many zeros; return the vector itself, not a copy, where there are none."""
+    return torch.nn.functional.pad(flat, (0, spare)) if spare else flat
