@@ -11,10 +11,13 @@ import functools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kvstore_server import check
@@ -26,9 +29,12 @@ from kvstore_server.errors import (
 )
 from kvstore_server.plan import ITEM_SIZE
 
-BLOCK = 131072
-"""Elements that are worked on at a time, so that intermediate results stay in the cache. A multiple of 8, so that
-every block but the last fills its bytes."""
+Numbers: TypeAlias = NDArray[Any]
+"""Flat, of a compute dtype."""
+Bytes: TypeAlias = NDArray[np.uint8]
+
+BLOCK = 1 << 16
+"""Elements that are worked on at a time, rounded up to whole units, so that intermediate results stay in the cache."""
 
 
 @functools.cache
@@ -52,14 +58,20 @@ class Codec(ABC):
 
     The numbers are those of one key or slice, float16, bfloat16, float32 or float64, on the CPU. Arithmetic is done in
     the gradient's compute dtype: float64 for float64, float32 for the others. A gradient may be encoded piece by piece:
-    where every piece but the last has a multiple of 8 elements, the pieces' bytes are the whole's. Callers give tensors
-    of the sizes and dtypes that are stated here; what peers send goes through `check_payload` first.
+    where every piece but the last has a multiple of `unit` elements, the pieces' bytes are the whole's. Callers give
+    tensors of the sizes and dtypes that are stated here; what peers send goes through `check_payload` first.
 
     Subclasses are frozen dataclasses whose fields are the options that `compression_params` may name.
     """
 
     name: ClassVar[str]
     """The `type` in compression_params."""
+    unit: ClassVar[int] = 8
+    """The number of elements that are encoded together."""
+    largest: ClassVar[float] = math.inf
+    """The largest number that can be sent; of a larger one the residual keeps the rest."""
+
+    _memory: dict[str, Numbers] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     def spec(self) -> dict[str, Any]:
         """The codec as plain numbers; `make_codec` rebuilds it from them. Equal specs mean equal codecs."""
@@ -84,33 +96,37 @@ class Codec(ABC):
 
     @torch.no_grad()
     def encode(
-        self, grad: Tensor, residual: Tensor | None, out: Tensor, next_residual: Tensor | None = None
+        self, grad: Tensor, residual: Tensor | None, out: Tensor, next_residual: Tensor | None
     ) -> None:
-        """Encode `residual + grad` into `out`, and keep what the bytes do not say as the new residual.
+        """Encode `residual + grad` into `out`, and keep what the bytes do not say as the next residual.
 
         Args:
             grad: flat; not changed.
-            residual: flat, as long as `grad`, of `residual_dtype`; None where that is None.
+            residual: flat, as long as `grad`, of `residual_dtype`; None where that is None. It stays as it is, so that
+                a push that was never applied can be taken back or made anew.
             out: uint8, `encoded_nbytes` long; overwritten. Unused bits of the last byte are zero.
-            next_residual: where the new residual goes; None: to `residual`. With another tensor `residual`
-                stays as it is, so that a push that was never applied can be taken back or made anew.
+            next_residual: like `residual`, in other memory; overwritten.
 
         Raises:
             NonFiniteGradientError: `residual + grad` is not finite somewhere. Few bits cannot say so and the
-                residual would stay poisoned for ever, so nothing is encoded and nothing has changed. Where
+                residual would stay poisoned for ever, so `out` and `next_residual` are not to be used. Where
                 `is_exact`, such values travel as they are instead.
         """
-        dtype = str(grad.dtype).removeprefix("torch.")
-        target = residual if next_residual is None else next_residual
-        if residual is None or target is None:
+        if residual is None or next_residual is None:
             out.copy_(grad.contiguous().view(torch.uint8))
             return
-        _check_finite(grad, residual)
-        for start, end in _blocks(grad.numel()):
-            first = self.encoded_nbytes(start, dtype)
-            codes = out[first : first + self.encoded_nbytes(end - start, dtype)]
-            total = torch.add(residual[start:end], grad[start:end], out=target[start:end])
-            self._quantise(total, codes)
+        kept, sums, given = residual.numpy(), next_residual.numpy(), grad.detach().to(residual.dtype).numpy()
+        blocks = self._blocks(out, str(grad.dtype).removeprefix("torch."), len(kept))
+        with self._spare(kept) as spare, np.errstate(over="ignore", invalid="ignore"):
+            for start, end, codes in blocks:
+                total = np.add(kept[start:end], given[start:end], sums[start:end])
+                if not self._quantise(total, codes, spare[: end - start]):
+                    np.add(kept[start:end], given[start:end], total)
+                    _check_finite(total, grad, start)
+                    bounded = np.clip(total, -self.largest, self.largest)
+                    beyond = total - bounded
+                    self._quantise(bounded, codes, spare[: end - start])
+                    np.add(bounded, beyond, total)
 
     @torch.no_grad()
     def decode(self, payload: Tensor, dtype: str, out: Tensor) -> None:
@@ -122,14 +138,24 @@ class Codec(ABC):
             out: flat, of `dtype` or of its compute dtype, which holds exactly what the sender took out of its
                 residual; half precision rounds that.
         """
-        for block, values in self._decoded(payload, dtype, out):
-            block.copy_(values)
+        if out.dtype != compute_dtype(dtype):
+            out.copy_(self._decoded(payload, dtype, len(out)))
+            return
+        numbers = out.numpy()
+        for start, end, codes in self._blocks(payload, dtype, len(numbers)):
+            self._dequantise(codes, dtype, numbers[start:end])
 
     @torch.no_grad()
     def decode_add(self, payload: Tensor, dtype: str, out: Tensor) -> None:
         """Add what `payload` says to `out`; otherwise as `decode`."""
-        for block, values in self._decoded(payload, dtype, out):
-            block.add_(values)
+        if out.dtype != compute_dtype(dtype):
+            out.add_(self._decoded(payload, dtype, len(out)))
+            return
+        numbers = out.numpy()
+        with self._spare(numbers) as spare:
+            for start, end, codes in self._blocks(payload, dtype, len(numbers)):
+                self._dequantise(codes, dtype, spare[: end - start])
+                numbers[start:end] += spare[: end - start]
 
     def check_payload(self, payload: Tensor, dtype: str, numel: int) -> None:
         """Raise ProtocolError unless `payload` is what some `encode` wrote for `numel` elements of `dtype`."""
@@ -141,36 +167,65 @@ class Codec(ABC):
             )
 
     @abstractmethod
-    def _quantise(self, total: Tensor, codes: Tensor) -> None:
-        """Write the bytes of one block to `codes`, and leave in `total` what they do not say."""
+    def _quantise(self, total: Numbers, codes: Bytes, spare: Numbers) -> bool:
+        """Write the bytes of one block to `codes`, and leave in `total` what they do not say.
+
+        `spare` is memory like that of `total`, to be overwritten. Returns False, whatever was written, if a number is
+        not finite or exceeds `largest`, and True if there is none; otherwise either.
+        """
 
     @abstractmethod
-    def _dequantise(self, codes: Tensor, dtype: str, numel: int) -> Tensor:
-        """The `numel` numbers of one block, of any dtype that holds them exactly."""
+    def _dequantise(self, codes: Bytes, dtype: str, values: Numbers) -> None:
+        """Overwrite `values`, of the compute dtype, with the numbers of one block of gradients of `dtype`."""
 
-    def _decoded(self, payload: Tensor, dtype: str, out: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        for start, end in _blocks(out.numel()):
+    def _decoded(self, payload: Tensor, dtype: str, numel: int) -> Tensor:
+        values = torch.empty(numel, dtype=compute_dtype(dtype))
+        self.decode(payload, dtype, values)
+        return values
+
+    def _blocks(self, payload: Tensor, dtype: str, numel: int) -> Iterator[tuple[int, int, Bytes]]:
+        """First element, end and bytes of each block."""
+        step, data = self._step(), payload.numpy()
+        for start in range(0, numel, step):
+            end = min(start + step, numel)
             first = self.encoded_nbytes(start, dtype)
-            codes = payload[first : first + self.encoded_nbytes(end - start, dtype)]
-            yield out[start:end], self._dequantise(codes, dtype, end - start)
+            yield start, end, data[first : first + self.encoded_nbytes(end - start, dtype)]
+
+    def _step(self) -> int:
+        """The number of elements of a block: BLOCK, in whole units."""
+        return -(-BLOCK // self.unit) * self.unit
+
+    @contextmanager
+    def _spare(self, like: Numbers) -> Iterator[Numbers]:
+        """Lend memory for one block, which is kept for the next call: fresh memory takes longer than what is done."""
+        size, kind = min(len(like), self._step()), like.dtype.char
+        spare = self._memory.pop(kind, None)  # so that no other thread takes it meanwhile
+        if spare is None or len(spare) < size:
+            spare = np.empty(size, kind)
+        yield spare
+        self._memory[kind] = spare
 
 
-def _blocks(numel: int) -> Iterator[tuple[int, int]]:
-    return ((start, min(start + BLOCK, numel)) for start in range(0, numel, BLOCK))
+def _check_finite(total: Numbers, grad: Tensor, start: int) -> None:
+    """Raise NonFiniteGradientError if the block of sums that begins at `start` has a wrong one."""
+    wrong = np.flatnonzero(~np.isfinite(total))
+    if len(wrong):
+        at = start + int(wrong[0])
+        raise NonFiniteGradientError(
+            f"a gradient cannot be compressed: with what was kept back it is {total[wrong[0]]} at element {at} of "
+            f"{len(grad)} (the gradient there is {grad[at].item()}). Lower the learning rate, clip gradients or "
+            "scale the loss down; without compression_params such values reach the weights"
+        )
 
 
-def _check_finite(grad: Tensor, residual: Tensor) -> None:
-    for start, end in _blocks(grad.numel()):
-        total = residual[start:end] + grad[start:end]
-        # A NaN anywhere is the minimum and the maximum.
-        if not all(math.isfinite(bound.item()) for bound in torch.aminmax(total)):
-            wrong = torch.nonzero(~torch.isfinite(total)).view(-1) + start
-            raise NonFiniteGradientError(
-                f"a gradient cannot be compressed: with what was kept back it is {total[wrong[0] - start].item()} "
-                f"at element {wrong[0].item()} of {grad.numel()} (the gradient there is "
-                f"{grad[wrong[0]].item()}). Lower the learning rate, clip gradients or scale the loss down; "
-                "without compression_params such values reach the weights"
-            )
+def _is_finite(left: Numbers) -> bool:
+    """Whether what is left of some numbers is finite: where their sum is, each of them is."""
+    return math.isfinite(torch.from_numpy(left).sum().item())
+
+
+def _wire(codes: Bytes, dtype: torch.dtype) -> Tensor:
+    """View bytes as numbers, at an odd address too."""
+    return torch.frombuffer(codes, dtype=dtype)
 
 
 @dataclass(frozen=True)
@@ -185,12 +240,11 @@ class NoCompression(Codec):
     def encoded_nbytes(self, numel: int, dtype: str) -> int:
         return numel * ITEM_SIZE[dtype]
 
-    def _quantise(self, total: Tensor, codes: Tensor) -> None:
+    def _quantise(self, total: Numbers, codes: Bytes, spare: Numbers) -> bool:
         raise AssertionError("an exact codec quantises nothing")
 
-    def _dequantise(self, codes: Tensor, dtype: str, numel: int) -> Tensor:
-        # A copy, because bytes that were received may begin at an odd address.
-        return codes.clone().view(getattr(torch, dtype))
+    def _dequantise(self, codes: Bytes, dtype: str, values: Numbers) -> None:
+        torch.from_numpy(values).copy_(_wire(codes, torch_dtype(dtype)))
 
 
 @dataclass(frozen=True)
@@ -205,20 +259,19 @@ class HalfPrecision(Codec):
     wire: ClassVar[torch.dtype]
 
     def is_exact(self, dtype: str) -> bool:
-        return getattr(torch, dtype) is self.wire
+        return torch_dtype(dtype) is self.wire
 
     def encoded_nbytes(self, numel: int, dtype: str) -> int:
         return 2 * numel
 
-    def _quantise(self, total: Tensor, codes: Tensor) -> None:
-        largest = torch.finfo(self.wire).max
-        rounded = total.clamp(-largest, largest).to(self.wire)
-        total.sub_(rounded)
-        codes.copy_(rounded.view(torch.uint8))
+    def _quantise(self, total: Numbers, codes: Bytes, spare: Numbers) -> bool:
+        rounded = _wire(codes, self.wire)
+        rounded.copy_(torch.from_numpy(total))
+        torch.from_numpy(spare).copy_(rounded)
+        return _is_finite(np.subtract(total, spare, total))
 
-    def _dequantise(self, codes: Tensor, dtype: str, numel: int) -> Tensor:
-        # A copy, because bytes that were received may begin at an odd address.
-        return codes.clone().view(self.wire)
+    def _dequantise(self, codes: Bytes, dtype: str, values: Numbers) -> None:
+        torch.from_numpy(values).copy_(_wire(codes, self.wire))
 
 
 @dataclass(frozen=True)
@@ -227,6 +280,7 @@ class Float16(HalfPrecision):
 
     name: ClassVar[str] = "fp16"
     wire: ClassVar[torch.dtype] = torch.float16
+    largest: ClassVar[float] = torch.finfo(torch.float16).max
 
 
 @dataclass(frozen=True)
@@ -235,12 +289,80 @@ class BFloat16(HalfPrecision):
 
     name: ClassVar[str] = "bf16"
     wire: ClassVar[torch.dtype] = torch.bfloat16
+    largest: ClassVar[float] = torch.finfo(torch.bfloat16).max
+
+
+@dataclass(frozen=True)
+class EightBit(Codec):
+    """Sends each element as a whole number from −127 to 127 times a scale that 1,024 elements share.
+
+    The scale is a 127th of the largest magnitude among them, so that one goes as ±127; others are rounded to nearest,
+    ties to even, and the residual keeps the rounding errors. 1,024 elements are their scale as float32, and a byte for
+    each. Where the largest magnitude is less than 2⁻¹¹⁹, the scale is 0 and all is kept back.
+    """
+
+    name: ClassVar[str] = "int8"
+    unit: ClassVar[int] = 1024
+    largest: ClassVar[float] = 2.0**127
+
+    def encoded_nbytes(self, numel: int, dtype: str) -> int:
+        return numel + 4 * -(-numel // self.unit)
+
+    def _quantise(self, total: Numbers, codes: Bytes, spare: Numbers) -> bool:
+        is_fine = True
+        for part, scales, numbers in self._rows(total, codes):
+            scale = (np.maximum(part.max(1), -part.min(1)) / 127).astype(np.float32)[:, None]
+            is_fine &= bool((scale <= self.largest / 127).all())
+            scale[scale < _FLOAT32.tiny] = 0.0
+            inverse = np.divide(1, scale, np.zeros_like(scale), where=scale > 0)
+            whole = spare[: part.size].reshape(part.shape)
+            _times(part, inverse, whole)
+            np.rint(whole, whole)
+            np.copyto(numbers, whole, "unsafe")
+            scales[:] = scale.view(np.uint8)
+            _times(whole, scale, whole)
+            np.subtract(part, whole, part)
+        return is_fine
+
+    def _dequantise(self, codes: Bytes, dtype: str, values: Numbers) -> None:
+        for part, scales, numbers in self._rows(values, codes):
+            part[:] = numbers
+            _times(part, _scale(scales), part)
+
+    def check_payload(self, payload: Tensor, dtype: str, numel: int) -> None:
+        super().check_payload(payload, dtype, numel)
+        for _, scales, numbers in self._rows(np.broadcast_to(np.float32(0), numel), payload.numpy()):
+            scale = _scale(scales)
+            if not ((scale >= 0) & (scale <= self.largest / 127)).all() or numbers.min() < -127:
+                raise ProtocolError(
+                    "a payload holds a scale or a number that 'int8' never sends; it was not written by an 'int8' "
+                    "codec, or was damaged on the way"
+                )
+
+    def _rows(self, values: Numbers, codes: Bytes) -> Iterator[tuple[Numbers, Bytes, NDArray[np.int8]]]:
+        """Of all whole units, then of what is left: the values by unit, the bytes of their scales, their numbers."""
+        whole = len(values) // self.unit
+        for start, count, size in ((0, whole, self.unit), (whole, 1, len(values) - whole * self.unit)):
+            if count and size:
+                first = start * (self.unit + 4)
+                rows = codes[first : first + count * (size + 4)].reshape(count, size + 4)
+                part = values[start * self.unit :][: count * size].reshape(count, size)
+                yield part, rows[:, :4], rows[:, 4:].view(np.int8)
+
+
+def _scale(scales: Bytes) -> NDArray[np.float32]:
+    return scales.copy().view("<f4")
+
+
+def _times(rows: Numbers, factors: Numbers, out: Numbers) -> None:
+    """Multiply each row by a factor of its own; numpy takes three times as long."""
+    torch.mul(torch.from_numpy(rows), torch.from_numpy(factors), out=torch.from_numpy(out))
 
 
 _FLOAT32 = torch.finfo(torch.float32)
 
-Tables = dict[torch.dtype, Tensor]
-"""Per compute dtype: one row for each of the 256 bytes, the numbers that the byte's elements decode to."""
+Tables = dict[str, NDArray[Any]]
+"""Compute dtype, as numpy's character → a row for each of the 256 bytes: the numbers that its elements decode to."""
 
 
 @dataclass(frozen=True)
@@ -266,17 +388,17 @@ class TwoBit(Codec):
     def encoded_nbytes(self, numel: int, dtype: str) -> int:
         return -(-numel // 4)
 
-    def _quantise(self, total: Tensor, codes: Tensor) -> None:
-        above, below = _zeros(total, 4), _zeros(total, 4)
-        torch.ge(total, self.threshold, out=above[: total.numel()])
-        torch.le(total, -self.threshold, out=below[: total.numel()])
-        total.sub_(above[: total.numel()], alpha=self.threshold)
-        total.add_(below[: total.numel()], alpha=self.threshold)
-        # 11 is one and a half times 10.
-        codes.copy_(_packed(below.add_(above, alpha=1.5), (128, 32, 8, 2)))
+    def _quantise(self, total: Numbers, codes: Bytes, spare: Numbers) -> bool:
+        above, below = np.zeros((2, 4 * len(codes)), np.bool_)
+        np.greater_equal(total, self.threshold, above[: len(total)])
+        np.less_equal(total, -self.threshold, below[: len(total)])
+        four = above.view(_FOUR) * _SIDE_BY_SIDE[3] + below.view(_FOUR) * _SIDE_BY_SIDE[2]
+        codes[:] = four >> 24
+        _look_up(self._tables[total.dtype.char], codes, spare)
+        return _is_finite(np.subtract(total, spare, total))
 
-    def _dequantise(self, codes: Tensor, dtype: str, numel: int) -> Tensor:
-        return _looked_up(self._tables[compute_dtype(dtype)], codes, numel)
+    def _dequantise(self, codes: Bytes, dtype: str, values: Numbers) -> None:
+        _look_up(self._tables[values.dtype.char], codes, values)
 
     def check_payload(self, payload: Tensor, dtype: str, numel: int) -> None:
         super().check_payload(payload, dtype, numel)
@@ -312,52 +434,137 @@ class OneBit(Codec):
     def encoded_nbytes(self, numel: int, dtype: str) -> int:
         return -(-numel // 8)
 
-    def _quantise(self, total: Tensor, codes: Tensor) -> None:
-        above = _zeros(total, 8)
-        fired = above[: total.numel()]
-        torch.gt(total, self.threshold, out=fired)
-        codes.copy_(_packed(above, (128, 64, 32, 16, 8, 4, 2, 1)))
-        total.sub_(fired.mul_(2).sub_(1))
+    def _quantise(self, total: Numbers, codes: Bytes, spare: Numbers) -> bool:
+        codes[:] = np.packbits(total > self.threshold)
+        _look_up(self._tables[total.dtype.char], codes, spare)
+        return _is_finite(np.subtract(total, spare, total))
 
-    def _dequantise(self, codes: Tensor, dtype: str, numel: int) -> Tensor:
-        return _looked_up(self._tables[compute_dtype(dtype)], codes, numel)
-
-
-def _zeros(total: Tensor, multiple: int) -> Tensor:
-    """Zeros for each element of `total` and on to the end of the last byte."""
-    return total.new_zeros(-(-total.numel() // multiple) * multiple)
-
-
-def _packed(flags: Tensor, weights: Sequence[int]) -> Tensor:
-    """Σ weight · flag over the elements of each byte: a whole number below 256, so exact in any float type."""
-    return torch.mv(flags.view(-1, len(weights)), flags.new_tensor(weights))
+    def _dequantise(self, codes: Bytes, dtype: str, values: Numbers) -> None:
+        _look_up(self._tables[values.dtype.char], codes, values)
 
 
 def _tables(values: Sequence[float]) -> Tables:
     """The numbers behind each byte, where a code of the fewest bits that hold it means `values[code]`."""
     width = (len(values) - 1).bit_length()
-    shifts = torch.arange(8 - width, -1, -width)
-    codes = torch.arange(256).view(-1, 1) >> shifts & len(values) - 1
-    return {dtype: torch.tensor(values, dtype=dtype)[codes] for dtype in (torch.float32, torch.float64)}
+    shifts = np.arange(8 - width, -1, -width)
+    codes = np.arange(256)[:, None] >> shifts & len(values) - 1
+    return {kind: np.array(values, kind)[codes] for kind in "fd"}
 
 
-def _looked_up(table: Tensor, codes: Tensor, numel: int) -> Tensor:
-    return table.index_select(0, codes.int()).view(-1)[:numel]
+_FOUR = np.dtype("<u4")
+_SIDE_BY_SIDE = {code: np.uint32(code * 0x40100401 % 2**32) for code in (2, 3)}
+"""Four bytes that are 0 or 1, as one number, times this: the highest byte has the code for each 1, side by side."""
 
 
-_CODECS = {cls.name: cls for cls in (NoCompression, OneBit, TwoBit, Float16, BFloat16)}
+def _look_up(table: NDArray[Any], codes: Bytes, values: Numbers) -> None:
+    width = table.shape[1]
+    whole = len(values) // width
+    np.take(table, codes[:whole], 0, values[: whole * width].reshape(whole, width), "clip")
+    if whole * width < len(values):
+        values[whole * width :] = table[codes[whole]][: len(values) - whole * width]
+
+
+@dataclass(frozen=True)
+class TopK(Codec):
+    """Sends the elements of largest magnitude as they are, and keeps the others back.
+
+    Of every 65,536 elements, and of what is left behind the last of them, a share of `ratio` is sent, rounded up; of
+    equal magnitudes those that come first. A share is its numbers in the compute dtype, in ascending order of their
+    positions, and those positions as uint16.
+
+    Raises:
+        ConfigurationError: the ratio is not a number from 1/65,536 to a quarter.
+    """
+
+    name: ClassVar[str] = "topk"
+    unit: ClassVar[int] = 1 << 16
+    ratio: float = 0.01
+
+    def __post_init__(self) -> None:
+        ratio = check.number("compression 'topk': ratio", self.ratio, 1 / self.unit, 0.25)
+        object.__setattr__(self, "ratio", ratio)
+
+    def encoded_nbytes(self, numel: int, dtype: str) -> int:
+        whole, left = divmod(numel, self.unit)
+        return (whole * self._count(self.unit) + self._count(left)) * (compute_dtype(dtype).itemsize + 2)
+
+    def _step(self) -> int:
+        return self.unit
+
+    def _count(self, numel: int) -> int:
+        """The number of elements that are sent of `numel` in one unit."""
+        return min(math.ceil(self.ratio * numel), numel)
+
+    def _quantise(self, total: Numbers, codes: Bytes, spare: Numbers) -> bool:
+        # Without the sign, a float's bits as a whole number are in the order of magnitudes, NaNs too.
+        whole = np.dtype(f"i{total.itemsize}")
+        magnitudes = np.bitwise_and(total.view(whole), np.iinfo(whole).max, spare.view(whole))
+        chosen = _largest(magnitudes, self._count(len(total)))
+        sent = total[chosen]
+        codes[: sent.nbytes] = sent.view(np.uint8)
+        codes[sent.nbytes :] = chosen.astype("<u2").view(np.uint8)
+        total[chosen] = 0.0
+        return bool(np.isfinite(sent).all())
+
+    def _dequantise(self, codes: Bytes, dtype: str, values: Numbers) -> None:
+        sent, positions = self._read(codes, compute_dtype(dtype))
+        values.fill(0)
+        values[positions] = sent
+
+    def check_payload(self, payload: Tensor, dtype: str, numel: int) -> None:
+        super().check_payload(payload, dtype, numel)
+        for start, end, codes in self._blocks(payload, dtype, numel):
+            sent, positions = self._read(codes, compute_dtype(dtype))
+            ascends = bool((positions[1:] > positions[:-1]).all())
+            if not ascends or positions[-1] >= end - start or not np.isfinite(sent).all():
+                raise ProtocolError(
+                    f"a payload does not name finite numbers at ascending positions below {end - start}, as 'topk' "
+                    "does; it was not written by a 'topk' codec, or was damaged on the way"
+                )
+
+    def _read(self, codes: Bytes, dtype: torch.dtype) -> tuple[Numbers, NDArray[np.uint16]]:
+        """The numbers of one unit and their positions."""
+        size = len(codes) // (dtype.itemsize + 2) * dtype.itemsize
+        return codes[:size].view(f"<f{dtype.itemsize}"), codes[size:].view("<u2")
+
+
+def _largest(magnitudes: NDArray[Any], count: int) -> NDArray[np.intp]:
+    """Positions of the `count` largest numbers, ascending; of equal ones those that come first."""
+    near = np.arange(0)
+    sample = magnitudes[::_SAMPLED]
+    # Nearly always there are enough numbers above this one of the sample, and few; otherwise all are looked at.
+    share = count / _SAMPLED
+    rank = len(sample) - math.ceil(share + 4 * math.sqrt(share) + 2)
+    if rank > 0:
+        near = np.flatnonzero(magnitudes > np.partition(sample, rank)[rank])
+    if len(near) < count:
+        near = np.arange(len(magnitudes))
+    among = magnitudes[near]
+    edge = np.partition(among, len(among) - count)[len(among) - count]
+    is_chosen = among > edge
+    ties = np.flatnonzero(among == edge)
+    is_chosen[ties[: count - np.count_nonzero(is_chosen)]] = True
+    chosen: NDArray[np.intp] = near[is_chosen]
+    return chosen
+
+
+_SAMPLED = 64
+"""One number of so many is looked at to find out which may be among the largest."""
+
+
+_CODECS = {cls.name: cls for cls in (NoCompression, OneBit, TwoBit, EightBit, Float16, BFloat16, TopK)}
 
 
 def make_codec(params: Mapping[str, Any] | None) -> Codec:
     """Return the codec that Gluon's `compression_params`, or a `Codec.spec`, describes.
 
     Args:
-        params: `type`: 'none', '1bit', '2bit', 'fp16' or 'bf16', in any case; `threshold` for the bits (0.5).
-            None: no compression.
+        params: `type`: 'none', '1bit', '2bit', 'int8', 'fp16', 'bf16' or 'topk', in any case; `threshold` for the
+            bits (0.5), `ratio` for 'topk' (0.01). None: no compression.
 
     Raises:
         UnknownNameError: there is no such type; lists the valid ones.
-        ConfigurationError: not a mapping, no type, an entry that the type does not know, or a bad threshold.
+        ConfigurationError: not a mapping, no type, an entry that the type does not know, or a bad number.
     """
     if params is None:
         return NoCompression()

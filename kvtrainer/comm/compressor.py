@@ -1,4 +1,4 @@
-"""Compression of one rank's contributions to one table, with error feedback.
+"""Compression with error feedback: of one rank's contributions to one table, and what is kept back of anything.
 
 What a compressed gradient does not say stays behind as a residual and is added to the next one. A residual moves
 only when the round was applied: of one that failed nothing was said.
@@ -6,7 +6,8 @@ only when the round was applied: of one that failed nothing was said.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,6 +15,42 @@ from torch import Tensor
 from kvstore_server.codec import Codec
 from kvstore_server.plan import Plan, Slice
 from kvstore_server.protocol.frames import pack_control
+
+Place = TypeVar("Place", bound=Hashable)
+
+
+class Residuals(Generic[Place]):
+    """What rounds left of gradients, each of which has a place, and what the present one leaves.
+
+    Memory is used again: to get fresh memory from the system takes longer than to encode into it.
+    """
+
+    def __init__(self, codec: Codec) -> None:
+        self.kept: dict[Place, Tensor] = {}
+        self.following: dict[Place, Tensor] = {}
+        """What takes their place if the round is applied."""
+        self._codec = codec
+        self._spare: dict[Place, Tensor] = {}
+
+    def pair(self, place: Place, numel: int, dtype: str) -> tuple[Tensor, Tensor] | tuple[None, None]:
+        """The residual of a gradient, zeros at first, and memory for the next one; None where nothing is ever lost."""
+        kind = self._codec.residual_dtype(dtype)
+        if kind is None:
+            return None, None
+        kept, spare = self.kept.get(place), self._spare.pop(place, None)
+        kept = torch.zeros(numel, dtype=kind) if kept is None else kept
+        return kept, torch.empty_like(kept) if spare is None else spare
+
+    def accept(self, place: Place) -> None:
+        """The round of a gradient was applied."""
+        if place in self.kept:
+            self._spare[place] = self.kept[place]
+        self.kept[place] = self.following.pop(place)
+
+    def forget(self) -> None:
+        """Drop what would follow: it did not count."""
+        self._spare |= self.following
+        self.following.clear()
 
 
 class Compressor:
@@ -28,32 +65,39 @@ class Compressor:
         self.codec = codec
         self.packed_codec = pack_control(codec.spec())
         self._plan = plan
-        self._residuals: dict[int, Tensor] = {}
-        self._next: dict[int, Tensor] = {}
+        self._residuals = Residuals[int](codec)
+        self._bytes: dict[int, Tensor] = {}
+        """What was encoded last."""
+        self._read: dict[int, Tensor] = {}
+        """What servers have read: memory for what is encoded next."""
 
     def encode(
         self, values: Mapping[str, Tensor], slices: Sequence[Slice], absent: frozenset[int]
     ) -> dict[int, Tensor]:
         """Compress some slices of flat arenas; residuals stay as they are until `accept`.
 
-        The residual of a key that is `absent` does not move at all.
+        The residual of a key that is `absent` does not move at all. The bytes may be overwritten once the round was
+        applied, and another one is encoded.
 
         Raises:
             NonFiniteGradientError: a gradient is infinite or not a number; nothing has changed.
         """
-        self._next = {}
-        return {piece.index: self._encode(values, piece, absent) for piece in slices}
+        self._residuals.forget()
+        self._bytes = {piece.index: self._encode(values, piece, absent) for piece in slices}
+        return dict(self._bytes)
 
     def accept(self) -> None:
         """The round was applied: what it did not say is left for the next one."""
-        self._residuals |= self._next
-        self._next = {}
+        for place in list(self._residuals.following):
+            self._residuals.accept(place)
+        self._read |= self._bytes
+        self._bytes = {}
 
     def residuals(self) -> dict[int, Tensor]:
         """The residual of every key (by index) that has one, in the key's shape; copies."""
         found: dict[int, Tensor] = {}
         for piece in self._plan.slices:
-            kept = self._residuals.get(piece.index)
+            kept = self._residuals.kept.get(piece.index)
             if kept is None:
                 continue
             for segment in piece.segments:
@@ -65,42 +109,31 @@ class Compressor:
 
     def set_residuals(self, residuals: Mapping[int, Tensor]) -> None:
         """Replace all residuals; a key without an entry starts at zero."""
-        self._residuals, self._next = {}, {}
+        fresh = Residuals[int](self.codec)
         for piece in self._plan.slices:
-            kept = self._residual_of(piece) if self._plan.is_resident(piece) else None
-            if kept is None:
+            kept, _ = fresh.pair(piece.index, piece.used, piece.dtype)
+            if kept is None or not self._plan.is_resident(piece):
                 continue
-            kept = kept.clone()
             for segment in piece.segments:
                 whole = residuals.get(segment.key)
                 if whole is not None:
                     part = whole.reshape(-1)[segment.key_start : segment.key_start + segment.numel]
                     kept[segment.start : segment.start + segment.numel] = part
-            self._residuals[piece.index] = kept
+            fresh.kept[piece.index] = kept
+        self._residuals = fresh
 
     def _encode(self, values: Mapping[str, Tensor], piece: Slice, absent: frozenset[int]) -> Tensor:
         grad = values[piece.dtype][piece.offset : piece.offset + piece.used]
-        out = torch.empty(self.codec.encoded_nbytes(piece.used, piece.dtype), dtype=torch.uint8)
-        residual = self._residual_of(piece)
-        if residual is None:
-            self.codec.encode(grad, None, out)
-            return out
-        following = torch.empty_like(residual)
+        out = self._read.pop(piece.index, None)
+        if out is None:
+            out = torch.empty(self.codec.encoded_nbytes(piece.used, piece.dtype), dtype=torch.uint8)
+        residual, following = self._residuals.pair(piece.index, piece.used, piece.dtype)
         self.codec.encode(grad, residual, out, following)
+        if residual is None or following is None:
+            return out
         for segment in piece.segments:
             if segment.key in absent:
                 part = slice(segment.start, segment.start + segment.numel)
                 following[part] = residual[part]
-        self._next[piece.index] = following
+        self._residuals.following[piece.index] = following
         return out
-
-    def _residual_of(self, piece: Slice) -> Tensor | None:
-        return residual_of(self.codec, self._residuals.get(piece.index), piece.used, piece.dtype)
-
-
-def residual_of(codec: Codec, kept: Tensor | None, numel: int, dtype: str) -> Tensor | None:
-    """Find what earlier rounds left of a gradient, zeros at first; None where nothing is ever lost."""
-    kind = codec.residual_dtype(dtype)
-    if kind is None:
-        return None
-    return torch.zeros(numel, dtype=kind) if kept is None else kept

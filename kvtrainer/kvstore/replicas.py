@@ -11,7 +11,7 @@ from kvstore_server.codec import Codec, compute_dtype, torch_dtype
 from kvstore_server.optimizer import coalesce_rows
 from kvstore_server.plan import TensorSpec, row_numel
 from kvstore_server.rows import RowSet
-from kvtrainer.comm.compressor import residual_of
+from kvtrainer.comm.compressor import Residuals
 from kvtrainer.kvstore.values import dtype_name, is_sparse
 from kvtrainer.parallel.reducers import AUTO, is_left_fold, make_reducer
 
@@ -90,9 +90,8 @@ class ReplicaCompressor:
 
     def __init__(self, codec: Codec) -> None:
         self._codec = codec
-        self._residuals: dict[tuple[str, int], Tensor] = {}
+        self._residuals = Residuals[tuple[str, int]](codec)
         """By key and position."""
-        self._next: dict[tuple[str, int], Tensor] = {}
 
     def merge(self, key: str, replicas: Sequence[Tensor | None]) -> Tensor:
         """Sum what the compressed replicas say, from left to right on the CPU; flat.
@@ -109,38 +108,40 @@ class ReplicaCompressor:
         total = torch.empty(numel, dtype=compute_dtype(dtype))
         said = torch.empty(self._codec.encoded_nbytes(numel, dtype), dtype=torch.uint8)
         for number, (place, replica) in enumerate(there):
-            residual = residual_of(self._codec, self._residuals.get(place), numel, dtype)
-            if residual is not None:
-                following[place] = torch.empty_like(residual)
-            self._codec.encode(replica.detach().to("cpu").reshape(-1), residual, said, following.get(place))
+            residual, after = self._residuals.pair(place, numel, dtype)
+            self._codec.encode(replica.detach().to("cpu").reshape(-1), residual, said, after)
+            if after is not None:
+                following[place] = after
             (self._codec.decode_add if number else self._codec.decode)(said, dtype, total)
-        self._next |= following
+        self._residuals.following |= following
         return total.to(first.dtype)
 
     def accept(self, keys: Iterable[str] | None = None) -> None:
         """Keep what these keys, or all, did not say for their next rounds: this one was applied."""
         applied = None if keys is None else set(keys)
-        for place in [place for place in self._next if applied is None or place[0] in applied]:
-            self._residuals[place] = self._next.pop(place)
+        for place in list(self._residuals.following):
+            if applied is None or place[0] in applied:
+                self._residuals.accept(place)
 
     def forget(self) -> None:
         """Drop what was merged since the last `accept`: it did not count."""
-        self._next.clear()
+        self._residuals.forget()
 
     def residuals(self, specs: Sequence[TensorSpec], num_replicas: int) -> list[dict[int, Tensor]]:
         """Copy what is held back: of every replica by index of the key, in its shape."""
         return [
             {
-                key: self._residuals[spec.key, at].clone().view(spec.shape)
+                key: self._residuals.kept[spec.key, at].clone().view(spec.shape)
                 for key, spec in enumerate(specs)
-                if (spec.key, at) in self._residuals
+                if (spec.key, at) in self._residuals.kept
             }
             for at in range(num_replicas)
         ]
 
     def set_residuals(self, specs: Sequence[TensorSpec], residuals: Sequence[Mapping[int, Tensor]]) -> None:
         """Replace all that is held back; in the form of `residuals`."""
-        self._residuals = {
+        self._residuals = Residuals(self._codec)
+        self._residuals.kept = {
             (specs[key].key, at): value.detach().reshape(-1).clone()
             for at, held in enumerate(residuals)
             for key, value in held.items()

@@ -298,8 +298,8 @@ class TableKVStore(KVStoreBase):
         compressed. A round that fails changes nothing of what is kept back.
 
         Args:
-            compression_params: {"type": "2bit", "threshold": 0.5}, or "1bit", "fp16", "bf16" or "none". Residuals of
-                an earlier compression are dropped.
+            compression_params: {"type": "2bit", "threshold": 0.5}, or "1bit" with its threshold, {"type": "topk",
+                "ratio": 0.01}, "int8", "fp16", "bf16" or "none". Residuals of an earlier compression are dropped.
 
         Raises:
             ConfigurationError: this store does not compress, or the parameters are wrong.

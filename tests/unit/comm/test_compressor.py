@@ -88,7 +88,7 @@ def test_a_gradient_that_is_not_finite_in_the_last_slice_changes_nothing() -> No
     assert distinct(one.residuals()) == before
 
 
-@pytest.mark.parametrize("kind", ["2bit", "1bit", "fp16", "bf16"])
+@pytest.mark.parametrize("kind", ["2bit", "1bit", "int8", "fp16", "bf16", "topk"])
 def test_residuals_carry_over_into_another_compressor(kind: str) -> None:
     generator = torch.Generator().manual_seed(5)
     grads = [

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,7 +23,7 @@ from kvstore_server.errors import (
 )
 from kvstore_server.plan import ALIGNMENT, ITEM_SIZE
 
-KINDS = ("none", "1bit", "2bit", "fp16", "bf16")
+KINDS = ("none", "1bit", "2bit", "int8", "fp16", "bf16", "topk")
 LOSSY = KINDS[1:]
 ROUNDING = [
     (kind, dtype) for kind in LOSSY for dtype in ITEM_SIZE if not make_codec({"type": kind}).is_exact(dtype)
@@ -42,6 +44,18 @@ def new_residual(codec: Codec, numel: int, dtype: str) -> Tensor | None:
     return None if kind is None else torch.zeros(numel, dtype=kind)
 
 
+def encoded(
+    codec: Codec, grad: Tensor, residual: Tensor | None = None, out: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """The bytes of a gradient, and the residual that follows one of zeros or another."""
+    dtype = str(grad.dtype).removeprefix("torch.")
+    residual = new_residual(codec, len(grad), dtype) if residual is None else residual
+    following = None if residual is None else torch.full_like(residual, 7)
+    payload = new_payload(codec, len(grad), dtype) if out is None else out
+    codec.encode(grad, residual, payload, following)
+    return payload, following
+
+
 def new_payload(codec: Codec, numel: int, dtype: str = "float32") -> Tensor:
     return torch.full((codec.encoded_nbytes(numel, dtype),), 0xAA, dtype=torch.uint8)
 
@@ -49,31 +63,28 @@ def new_payload(codec: Codec, numel: int, dtype: str = "float32") -> Tensor:
 @pytest.mark.parametrize("dtype", ITEM_SIZE)
 @pytest.mark.parametrize("kind", KINDS)
 def test_slice_by_slice_gives_the_bytes_and_the_residual_of_the_whole(kind: str, dtype: str) -> None:
-    codec, unit = codec_of(kind), ALIGNMENT // ITEM_SIZE[dtype]
+    codec = codec_of(kind)
+    unit = max(codec.unit, ALIGNMENT // ITEM_SIZE[dtype])
     cuts = [0, unit, 4 * unit, 5 * unit, 5 * unit + 11]
-    numel = cuts[-1]
-    whole, parts = new_residual(codec, numel, dtype), new_residual(codec, numel, dtype)
-    for seed in range(5):
-        grad, payload, pieces = random_grad(numel, dtype, seed), new_payload(codec, numel, dtype), []
-        codec.encode(grad, whole, payload)
+    whole = new_residual(codec, cuts[-1], dtype)
+    for seed in range(3):
+        grad, parts = random_grad(cuts[-1], dtype, seed), []
         for start, end in itertools.pairwise(cuts):
-            pieces.append(new_payload(codec, end - start, dtype))
-            codec.encode(grad[start:end], None if parts is None else parts[start:end], pieces[-1])
-        assert torch.equal(torch.cat(pieces), payload)
-        assert (whole is None and parts is None) or torch.equal(whole, parts)  # type: ignore[arg-type]
+            parts.append(encoded(codec, grad[start:end], None if whole is None else whole[start:end]))
+        payload, whole = encoded(codec, grad, whole)
+        assert torch.equal(torch.cat([part for part, _ in parts]), payload)
+        if whole is not None:
+            assert torch.equal(torch.cat([kept for _, kept in parts if kept is not None]), whole)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_block_more_or_less_changes_nothing(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    codec, grad, results = codec_of(kind), random_grad(200), []
-    for block in (8, 64, 200, 208):
+    codec, results = codec_of(kind), []
+    grad = random_grad(3 * codec.unit + 13)
+    for block in (codec.unit, 2 * codec.unit, 1 << 30):
         monkeypatch.setattr(codec_module, "BLOCK", block)
-        residual, payload, out = (
-            new_residual(codec, 200, "float32"),
-            new_payload(codec, 200),
-            torch.zeros(200),
-        )
-        codec.encode(grad, residual, payload)
+        out = torch.zeros(len(grad))
+        payload, residual = encoded(codec, grad)
         codec.decode(payload, "float32", out)
         results.append(torch.cat([payload.float(), out, out if residual is None else residual]))
     assert all(torch.equal(result, results[0]) for result in results)
@@ -84,16 +95,15 @@ def test_only_the_given_bytes_are_written(kind: str) -> None:
     codec = codec_of(kind)
     size = codec.encoded_nbytes(13, "float32")
     buffer = torch.full((size + 3,), 0x55, dtype=torch.uint8)
-    codec.encode(random_grad(13), new_residual(codec, 13, "float32"), buffer[1 : 1 + size])
+    encoded(codec, random_grad(13), out=buffer[1 : 1 + size])
     assert buffer[0].item() == 0x55
     assert buffer[1 + size :].tolist() == [0x55] * 2
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_bytes_may_begin_at_an_odd_address(kind: str) -> None:
-    codec, grad = codec_of(kind), random_grad(13)
-    payload, out, moved = new_payload(codec, 13), torch.zeros(13), torch.zeros(13)
-    codec.encode(grad, new_residual(codec, 13, "float32"), payload)
+    codec, out, moved = codec_of(kind), torch.zeros(13), torch.zeros(13)
+    payload, _ = encoded(codec, random_grad(13))
     codec.decode(payload, "float32", out)
     codec.decode(torch.cat([torch.zeros(1, dtype=torch.uint8), payload])[1:], "float32", moved)
     assert torch.equal(out, moved)
@@ -103,8 +113,7 @@ def test_bytes_may_begin_at_an_odd_address(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_adding_is_decoding_and_then_adding(kind: str, dtype: str) -> None:
     codec = codec_of(kind)
-    payload = new_payload(codec, 70, dtype)
-    codec.encode(random_grad(70, dtype), new_residual(codec, 70, dtype), payload)
+    payload, _ = encoded(codec, random_grad(70, dtype))
     out = torch.empty(70, dtype=codec_module.compute_dtype(dtype))
     codec.decode(payload, dtype, out)
     total = random_grad(70, dtype, seed=2).to(out.dtype)
@@ -115,36 +124,36 @@ def test_adding_is_decoding_and_then_adding(kind: str, dtype: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_gradient_is_not_changed(kind: str) -> None:
-    codec, grad = codec_of(kind), random_grad(33)
-    codec.encode(grad, new_residual(codec, 33, "float32"), new_payload(codec, 33))
+    grad, residual = random_grad(33), random_grad(33, seed=2)
+    encoded(codec_of(kind), grad, None if kind == "none" else residual)
     assert torch.equal(grad, random_grad(33))
+    assert torch.equal(residual, random_grad(33, seed=2))
 
 
 @pytest.mark.parametrize("kind", LOSSY)
-def test_the_residual_stays_where_the_next_one_goes_elsewhere(kind: str) -> None:
-    codec, residual, after = codec_of(kind), random_grad(33, seed=2), torch.empty(33)
-    payload, again = new_payload(codec, 33), new_payload(codec, 33)
-    codec.encode(random_grad(33), residual, payload, after)
-    assert torch.equal(residual, random_grad(33, seed=2))
-    codec.encode(random_grad(33), residual, again)
-    assert torch.equal(payload, again)
-    assert torch.equal(residual, after)
+def test_two_threads_may_encode_with_one_codec(kind: str) -> None:
+    codec, grads = codec_of(kind), [random_grad(100_000, seed=seed) for seed in range(2)] * 8
+    with ThreadPoolExecutor(2) as pool:
+        for grad, (payload, residual) in zip(grads, pool.map(partial(encoded, codec), grads), strict=True):
+            expected = encoded(codec_of(kind), grad)
+            assert torch.equal(payload, expected[0])
+            assert torch.equal(residual, expected[1])  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize(("kind", "dtype"), ROUNDING)
-def test_a_gradient_that_is_not_finite_raises_and_changes_nothing(
+def test_a_gradient_that_is_not_finite_raises_and_leaves_the_residual(
     kind: str, dtype: str, wrong: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(codec_module, "BLOCK", 16)
-    codec, grad = codec_of(kind), random_grad(40, dtype)
-    residual, payload = new_residual(codec, 40, dtype), new_payload(codec, 40, dtype)
-    grad[37] = wrong
-    with pytest.raises(NonFiniteGradientError, match=f"{wrong} at element 37 of 40"):
-        codec.encode(grad, residual, payload)
+    monkeypatch.setattr(codec_module, "BLOCK", 8)
+    codec = codec_of(kind)
+    at, numel = codec.unit + 37, codec.unit + 40
+    grad, residual = random_grad(numel, dtype), new_residual(codec, numel, dtype)
+    grad[at] = wrong
+    with pytest.raises(NonFiniteGradientError, match=f"{wrong} at element {at} of {numel}"):
+        encoded(codec, grad, residual)
     assert residual is not None
     assert not residual.any()
-    assert (payload == 0xAA).all()
 
 
 @pytest.mark.parametrize("kind", LOSSY)
@@ -152,7 +161,7 @@ def test_finite_gradients_whose_sum_overflows_raise(kind: str) -> None:
     grad = torch.tensor([3e38])
     residual = torch.tensor([3e38])
     with pytest.raises(NonFiniteGradientError, match=r"element 0 of 1.*3"):
-        codec_of(kind).encode(grad, residual, new_payload(codec_of(kind), 1))
+        encoded(codec_of(kind), grad, residual)
     assert torch.equal(residual, grad)
 
 
@@ -176,7 +185,7 @@ def test_a_dtype_that_no_store_holds_is_refused(kind: str) -> None:
         codec_of(kind).residual_dtype("int32")
 
 
-@pytest.mark.parametrize("kind", ["none", "1bit", "2bit", "fp16", "bf16"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_every_type_is_made_by_its_name_in_any_case(kind: str) -> None:
     assert make_codec({"type": kind.upper()}).spec()["type"] == kind
 
@@ -192,7 +201,13 @@ def test_the_threshold_is_a_half_unless_given(kind: str) -> None:
 
 @pytest.mark.parametrize(
     "params",
-    [None, {"type": "fp16"}, {"type": "2bit", "threshold": 0.1}, {"type": "1bit", "threshold": -3}],
+    [
+        None,
+        {"type": "fp16"},
+        {"type": "2bit", "threshold": 0.1},
+        {"type": "1bit", "threshold": -3},
+        {"type": "topk", "ratio": 0.25},
+    ],
 )
 def test_a_spec_survives_json_and_rebuilds_the_codec(params: dict[str, Any] | None) -> None:
     codec = make_codec(params)
@@ -211,7 +226,7 @@ def test_one_bit_takes_any_real_threshold(threshold: float) -> None:
 
 
 def test_an_unknown_type_lists_the_valid_ones() -> None:
-    with pytest.raises(UnknownNameError, match="'none', '1bit', '2bit', 'fp16', 'bf16', got '4bit'"):
+    with pytest.raises(UnknownNameError, match=", ".join(map(repr, KINDS)) + ", got '4bit'"):
         make_codec({"type": "4bit"})
 
 
@@ -221,13 +236,18 @@ BAD_PARAMS: list[tuple[Any, str]] = [
     ({"type": "2bit", "treshold": 0.5}, "'2bit' .*'treshold'.*type, threshold"),
     *(
         ({"type": kind, "threshold": 0.5}, f"'{kind}' .*'threshold'.*type")
-        for kind in ("none", "fp16", "bf16")
+        for kind in ("none", "int8", "fp16", "bf16", "topk")
     ),
     *(({"type": "2bit", "threshold": value}, f"threshold .*got {value}") for value in (0, 0.0, -0.5, 1e-50)),
     *(
         ({"type": kind, "threshold": value}, f"'{kind}': threshold .*finite")
         for kind in ("1bit", "2bit")
         for value in (None, "0.5", True, math.nan, math.inf, 1j)
+    ),
+    *(({"type": "topk", "ratio": value}, f"ratio .*got {value}") for value in (0, -0.5, 1e-9, 0.5)),
+    *(
+        ({"type": "topk", "ratio": value}, "'topk': ratio .*finite")
+        for value in (None, "0.5", True, math.nan)
     ),
     *(({"type": kind, "threshold": 1e300}, "threshold .*got 1e") for kind in ("1bit", "2bit")),
 ]

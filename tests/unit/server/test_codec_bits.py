@@ -61,7 +61,9 @@ class Sender:
         """Encode and decode one gradient, or one number for all elements; return what arrives."""
         if not isinstance(grad, Tensor):
             grad = torch.full(self.residual.shape, grad, dtype=getattr(torch, self.dtype))
-        self.codec.encode(grad, self.residual, self.payload)
+        following = torch.full_like(self.residual, 7)
+        self.codec.encode(grad, self.residual, self.payload, following)
+        self.residual = following
         self.codec.decode(self.payload, self.dtype, self.decoded)
         return self.decoded
 
@@ -117,7 +119,9 @@ def test_half_precision_gradients_arrive_in_half_precision_too() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize(("kind", "digits"), [("1bit", 6), ("2bit", 6), ("fp16", 16), ("bf16", 16)])
+@pytest.mark.parametrize(
+    ("kind", "digits"), [("1bit", 6), ("2bit", 6), ("fp16", 16), ("bf16", 16), ("topk", 6)]
+)
 def test_what_was_sent_and_what_is_kept_make_up_the_gradients(kind: str, digits: int, dtype: str) -> None:
     # Multiples of 2**-digits below 64: every sum is exact in float32, but has too many digits for half precision.
     generator = torch.Generator().manual_seed(3)
@@ -192,7 +196,7 @@ def test_gradients_that_need_no_rounding_travel_as_they_are_with_infinities_and_
     assert codec.residual_dtype(dtype) is None
     payload = torch.empty(grad.nbytes, dtype=torch.uint8)
     decoded = torch.empty(5, dtype=codec_module.compute_dtype(dtype))
-    codec.encode(grad, None, payload)
+    codec.encode(grad, None, payload, None)
     codec.decode(payload, dtype, decoded)
     assert torch.equal(payload, grad.view(torch.uint8))
     torch.testing.assert_close(decoded, grad.to(decoded.dtype), rtol=0, atol=0, equal_nan=True)
@@ -213,6 +217,133 @@ def test_what_float16_cannot_say_now_arrives_once_it_can(grads: list[float], tot
     arrived = sum(sender.push(grad).item() for grad in grads)
     assert arrived + sender.residual.item() == total
     assert sender.residual.item() <= 2.0**-25
+
+
+def unit_of_int8(numbers: list[float]) -> tuple[bytes, list[float]]:
+    """The bytes of elements whose largest is 127, so that the scale is 1, and what they say."""
+    assert max(map(abs, numbers)) == 127
+    whole = [round(number) for number in numbers]  # ties to even
+    return struct.pack(f"<f{len(whole)}b", 1.0, *whole), [float(number) for number in whole]
+
+
+@pytest.mark.parametrize("numel", [1, 5, 1023, 1024, 1025, 3000])
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+def test_int8_sends_whole_numbers_of_a_scale_for_each_1024_elements(numel: int, dtype: str) -> None:
+    seeded = random.Random(numel)
+    sender, kept = Sender(make_codec({"type": "int8"}), numel, dtype), [0.0] * numel
+    for _ in range(3):
+        # Quarters, a third of them halfway between two whole numbers; the largest of each unit makes up 127.
+        numbers = [seeded.choice((-3.5, 0.5, 1.5, 2.5, -0.25, 7, 0)) for _ in range(numel)]
+        for start in range(0, numel, 1024):
+            numbers[start] = seeded.choice((-127, 127)) - kept[start]
+        data, said = b"", list[float]()
+        totals = [g + r for g, r in zip(numbers, kept, strict=True)]
+        for start in range(0, numel, 1024):
+            one, values = unit_of_int8(totals[start : start + 1024])
+            data, said = data + one, said + values
+        kept = [total - value for total, value in zip(totals, said, strict=True)]
+        assert sender.push(torch.tensor(numbers, dtype=getattr(torch, dtype))).tolist() == said
+        assert bytes(sender.payload.tolist()) == data
+        assert sender.residual.tolist() == kept
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_int8_is_wrong_by_half_a_127th_of_the_largest_at_most_and_keeps_that(dtype: str) -> None:
+    grad = torch.randn(5000, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    grad = (grad * 2.0 ** torch.arange(-40, 10).repeat_interleave(100)).to(getattr(torch, dtype))
+    sender = Sender(make_codec({"type": "int8"}), 5000, dtype)
+    said = sender.push(grad).double()
+    for got, wanted, kept in zip(
+        said.split(1024), grad.split(1024), sender.residual.split(1024), strict=True
+    ):
+        largest = wanted.abs().max().item()
+        assert got.abs().max().item() == pytest.approx(largest, rel=2.0**-22)
+        assert kept.abs().max().item() <= largest / 254 * (1 + 2.0**-20)
+        assert torch.equal(got + kept.double(), wanted.double())
+
+
+def test_int8_keeps_back_what_no_scale_can_say() -> None:
+    sender = Sender(make_codec({"type": "int8"}), 2)
+    assert sender.push(torch.tensor([0.0, 2.0**-120])).tolist() == [0, 0]
+    assert sender.residual.tolist() == [0, 2.0**-120]
+    assert sender.push(torch.tensor([-3e38, 2e38])).tolist() == pytest.approx(
+        [-(2.0**127), 2.0**127], rel=0.01
+    )
+    assert torch.isfinite(sender.residual).all()
+
+
+def largest(numbers: list[float], ratio: float) -> list[int]:
+    """Positions of the largest share, ascending; of equal magnitudes the first."""
+    count = math.ceil(ratio * len(numbers))
+    return sorted(sorted(range(len(numbers)), key=lambda at: (-abs(numbers[at]), at))[:count])
+
+
+TOP_K_GRADIENTS: dict[str, Callable[[random.Random], float]] = {
+    "random": lambda seeded: seeded.gauss(0, 1),
+    "of few magnitudes": lambda seeded: seeded.choice((-2.0, -1.0, 0.5, 1.0)),
+    "mostly zero": lambda seeded: seeded.choice((0.0,) * 500 + (1.0, -3.0)),
+    "constant": lambda seeded: 0.25,
+}
+
+
+@pytest.mark.parametrize("kind", TOP_K_GRADIENTS)
+@pytest.mark.parametrize(
+    ("ratio", "dtype", "numel"),
+    [
+        (0.01, "float32", 2 * 65536 + 100),
+        (0.25, "float64", 1000),
+        (0.1, "bfloat16", 64),
+        (0.25, "float32", 1),
+    ],
+)
+def test_topk_sends_the_largest_of_each_65536_elements_and_keeps_the_others(
+    ratio: float, dtype: str, numel: int, kind: str
+) -> None:
+    seeded = random.Random(numel)
+    sender, kept = Sender(make_codec({"type": "topk", "ratio": ratio}), numel, dtype), torch.zeros(numel)
+    for _ in range(2):
+        grad = torch.tensor(
+            [TOP_K_GRADIENTS[kind](seeded) for _ in range(numel)], dtype=getattr(torch, dtype)
+        )
+        total = kept.to(sender.residual.dtype) + grad
+        data, said = b"", torch.zeros_like(total)
+        for start in range(0, numel, 65536):
+            unit = total[start : start + 65536].tolist()
+            chosen = largest(unit, ratio)
+            numbers = [unit[at] for at in chosen]
+            data += struct.pack(f"<{len(chosen)}{'d' if dtype == 'float64' else 'f'}", *numbers)
+            data += struct.pack(f"<{len(chosen)}H", *chosen)
+            said[[start + at for at in chosen]] = torch.tensor(numbers, dtype=said.dtype)
+        kept = total - said
+        assert torch.equal(sender.push(grad), said)
+        assert bytes(sender.payload.tolist()) == data
+        assert torch.equal(sender.residual, kept)
+
+
+HOSTILE = {
+    "a scale that is not a number": ("int8", struct.pack("<f3b", math.nan, 1, 2, 3)),
+    "an infinite scale": ("int8", struct.pack("<f3b", math.inf, 1, 2, 3)),
+    "a negative scale": ("int8", struct.pack("<f3b", -1.0, 1, 2, 3)),
+    "a scale whose multiples overflow": ("int8", struct.pack("<f3b", 3e38, 1, 2, 3)),
+    "the number -128": ("int8", struct.pack("<f3b", 1.0, 1, -128, 3)),
+    "a position behind the end": ("topk", struct.pack("<fH", 1.0, 3)),
+    "an infinite number": ("topk", struct.pack("<fH", math.inf, 1)),
+    "a number that is none": ("topk", struct.pack("<fH", math.nan, 1)),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_bytes_that_no_codec_writes_are_refused(name: str) -> None:
+    kind, data = HOSTILE[name]
+    with pytest.raises(ProtocolError, match=f"'{kind}'"):
+        make_codec({"type": kind}).check_payload(torch.tensor(list(data), dtype=torch.uint8), "float32", 3)
+
+
+@pytest.mark.parametrize("positions", [(5, 5), (5, 4)])
+def test_positions_that_do_not_ascend_are_refused(positions: tuple[int, int]) -> None:
+    data = torch.tensor(list(struct.pack("<2f2H", 1.0, 2.0, *positions)), dtype=torch.uint8)
+    with pytest.raises(ProtocolError, match="ascending"):
+        make_codec({"type": "topk", "ratio": 0.25}).check_payload(data, "float32", 8)
 
 
 def test_two_devices_that_push_less_than_the_threshold_move_every_other_step_or_so() -> None:

@@ -31,8 +31,9 @@ PLAN = make_plan(SPECS, 1)
 def encoded(kind: str, values: Tensor, piece: Slice = PIECE, **options: Any) -> Encoded:
     codec = make_codec({"type": kind, **options})
     data = torch.empty(codec.encoded_nbytes(piece.used, piece.dtype), dtype=torch.uint8)
-    kept = codec.residual_dtype(piece.dtype)
-    codec.encode(values, None if kept is None else torch.zeros(piece.used, dtype=kept), data)
+    kind = codec.residual_dtype(piece.dtype)
+    kept, following = (None, None) if kind is None else torch.zeros(2, piece.used, dtype=kind)
+    codec.encode(values, kept, data, following)
     return Encoded(codec, data)
 
 
