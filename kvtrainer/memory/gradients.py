@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from itertools import compress
 from operator import attrgetter
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeGuard
 
 import torch
 from torch import Tensor
@@ -28,8 +28,8 @@ from kvtrainer.errors import ConfigurationError
 
 GRAD_REQS = ("write", "add", "null")
 """What `parameter.grad_req` may be; without that attribute a parameter follows the default rule."""
-gradient_of = attrgetter("grad")
-_requires_grad = attrgetter("requires_grad")
+gradient_of, _requires_grad, _version_of = map(attrgetter, ("grad", "requires_grad", "_version"))
+_FEW = 512
 
 
 class GradientTracker:
@@ -108,7 +108,12 @@ class GradientTracker:
         ]
         if not with_zeros or found == among:
             return found
-        return [is_in or (among[i] and self._is_zeroed(i)) for i, is_in in enumerate(found)]
+        missing = [
+            i for i, (asked, is_in) in enumerate(zip(among, found, strict=True)) if asked and not is_in
+        ]
+        for i in missing:
+            found[i] = self._is_zeroed(self._parameters[i].grad, i)
+        return found
 
     def participating(self) -> list[bool]:
         """For each parameter, whether it requires a gradient and its `grad_req` is not 'null'; watches those.
@@ -126,20 +131,23 @@ class GradientTracker:
 
     def consume(self, used: Sequence[bool]) -> None:
         """Take the present gradients of these parameters as used up: not fresh, and due to be dropped."""
-        parameters, references, versions = self._parameters, self._used, self._used_versions
-        keys: Sequence[int] = range(len(used)) if all(used) else list(compress(range(len(used)), used))
-        # Each reference takes the place of the former one at once. Thousands of new objects beside the former ones
-        # would have the garbage collector look through the whole process, which takes longer than all else here.
-        for i in keys:
-            grad = parameters[i].grad
-            references[i] = None if grad is None else weakref.ref(grad)
-            # torch counts writes in place, but not those of inference mode.
-            versions[i] = 0 if grad is None or grad.is_inference() else grad._version
-        if len(keys) == len(parameters):
-            self._fired, self._to_drop = [False] * len(keys), keys
+        count, grads = len(self._parameters), list(map(gradient_of, compress(self._parameters, used)))
+        try:
+            versions, have_versions = list(map(_version_of, grads)), True
+        except (AttributeError, RuntimeError):
+            # None has no version, and torch counts no writes to what was made in inference mode.
+            versions = [0 if grad is None or grad.is_inference() else grad._version for grad in grads]
+            have_versions = False
+        if have_versions and len(grads) == count:
+            # Each few references take the place of as many. Thousands more of them, before the former ones go, would
+            # have the garbage collector look through the whole process, which takes longer than all else here.
+            for at in range(0, count, _FEW):
+                self._used[at : at + _FEW] = map(weakref.ref, grads[at : at + _FEW])
+            self._used_versions, self._fired, self._to_drop = versions, [False] * count, range(count)
             return
-        for i in keys:
-            self._fired[i] = False
+        keys = list(compress(range(count), used))
+        for i, grad, self._used_versions[i] in zip(keys, grads, versions, strict=True):
+            self._used[i], self._fired[i] = None if grad is None else weakref.ref(grad), False
         self._to_drop = {*self._to_drop, *keys}
 
     def close(self) -> None:
@@ -165,25 +173,25 @@ class GradientTracker:
             )
         return mode
 
-    def _is_used(self, i: int, grad: Tensor) -> bool:
+    def _is_used(self, grad: Tensor | None, i: int) -> TypeGuard[Tensor]:
         used = self._used[i]
-        return used is not None and used() is grad
+        return grad is not None and used is not None and used() is grad
 
-    def _is_zeroed(self, i: int) -> bool:
-        """Tell whether the gradient that was used up has been written to since, and is zero now."""
-        grad = self._parameters[i].grad
-        if grad is None or not self._is_used(i, grad) or grad.is_inference():
+    def _is_zeroed(self, grad: Tensor | None, i: int) -> bool:
+        """Tell whether this gradient was used up, has been written to since, and is zero now."""
+        if not self._is_used(grad, i) or grad.is_inference() or grad._version == self._used_versions[i]:
             return False
-        is_written = grad._version != self._used_versions[i]
-        return is_written and not (grad._values() if grad.is_sparse else grad).any()
+        return not (grad._values() if grad.is_sparse else grad).any()
 
     def _drop_used(self) -> None:
         with self._dropping:
+            has_modes = any(self.attributes)
             for i in self._to_drop:
                 parameter = self._parameters[i]
                 grad = parameter.grad
-                is_used = grad is not None and self._is_used(i, grad)
-                if is_used and self._mode(i) in (None, "write") and not self._is_zeroed(i):
+                if not self._is_used(grad, i) or (has_modes and self._mode(i) not in (None, "write")):
+                    continue
+                if not self._is_zeroed(grad, i):
                     parameter.grad = None
             # Last: until then other threads must wait, or they would add to a gradient that is to be dropped.
             self._to_drop = ()

@@ -136,6 +136,27 @@ def test_gradients_are_gathered_in_row_major_order_and_absent_pieces_are_zero() 
         assert arena.grads[dtype].data_ptr() % ALIGNMENT == 0
 
 
+@pytest.mark.parametrize("absent", [None, 0, 7, 29])
+def test_gradients_of_one_dimension_side_by_side_have_their_places_and_zeros_between(
+    absent: int | None,
+) -> None:
+    torch.manual_seed(3)
+    shapes = [*[(1 + at % 19,) for at in range(12)], (2, 3), (), (5,), (0,), *[(5_000,)] * 14]
+    dtypes = [torch.float64 if at in (4, 5) else torch.float32 for at in range(len(shapes))]
+    parameters = [
+        Parameter(torch.zeros(shape, dtype=dtype)) for shape, dtype in zip(shapes, dtypes, strict=True)
+    ]
+    for p in parameters:
+        p.grad = torch.randn_like(p)
+    parameters[3].grad = torch.randn(1).to(torch.float32).expand(4)
+    arena = arena_of(parameters)
+    for _ in range(2):
+        arena.gather_grads([at != absent for at in range(len(parameters))])
+        values = [torch.zeros_like(p) if at == absent else p.grad for at, p in enumerate(parameters)]
+        for dtype, flat in expected_arenas(plan_for(parameters), values).items():  # type: ignore[arg-type]
+            assert torch.equal(arena.grads[dtype], flat)
+
+
 def test_scatter_writes_back_in_place_where_present_and_makes_a_missing_gradient() -> None:
     parameters = [Parameter(torch.zeros(2)), Parameter(torch.zeros(2)), Parameter(torch.zeros(2))]
     arena = arena_of(parameters)
