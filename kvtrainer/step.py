@@ -186,6 +186,8 @@ class StepPipeline:
             self.is_bad = was_bad
             raise
         self._finish(fresh, updated, verdict)
+        if self.memory.tables.wanted:
+            self.link.prefetch(self.memory.tables.take_wanted())
         return self.last if closure is None else loss
 
     def allreduce_grads(self) -> None:

@@ -772,6 +772,27 @@ class Trainer(torch.optim.Optimizer):
             if not spec.row_sparse
         }
 
+    @by_one_thread
+    def prefetch(self, row_ids: Any) -> None:
+        """Have the next `step` ask for rows of row-sparse parameters that the next batch needs; returns at once.
+
+        The step asks for all of them together when its round is over, and does not wait for them: they travel while the
+        loop goes on, and `row_sparse_data` takes them. The numbers are those of a run without this call; where
+        contributions count one by one, those of the moment when the step ended. What is kept is one set of rows for
+        each parameter, until the next step; ids that were not named are fetched when they are needed.
+
+        Args:
+            row_ids: A dict of RowSparseParameters of this Trainer and the ids, as of `row_sparse_data`; or the ids, if
+                there is one such parameter alone. They replace those of an earlier call.
+
+        Raises:
+            ConfigurationError: this is no such parameter, or no whole numbers.
+            RowIdError: a table has no such rows.
+
+        Errors of the store are raised by `row_sparse_data`.
+        """
+        self._pipeline.memory.tables.want(row_ids)
+
     def row_sparse_pull(self, parameter: RowSparseParameter, ids: Tensor) -> Tensor:
         """Fetch rows of a row-sparse parameter; see `RowSparseParameter.row_sparse_data`."""
         pipeline = self._pipeline

@@ -25,7 +25,7 @@ from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import SENT_ALONE
 from kvstore_server.rounds import Ints
 from kvstore_server.rows import PACKED_ROWS, RowSet, decode_rows, num_slices, pack_rows
-from kvtrainer.comm.session import Session
+from kvtrainer.comm.session import Calls, Session
 from kvtrainer.comm.tables import RemoteTable, Tables
 
 _log = logging.getLogger(__name__)
@@ -105,6 +105,15 @@ class Contribution(NamedTuple):
 RowsWanted = tuple[RemoteTable, int, Tensor]
 """Some rows of one key: its table, its index in the plan, and ids (int64, distinct and ascending). Its slices hold
 whole rows."""
+
+
+class RowsAsked(NamedTuple):
+    """Rows of keys that servers were asked for."""
+
+    calls: Calls
+    places: list[tuple[RemoteTable, Tensor, Ints]]
+    """Of each request its table, and where its rows go."""
+    outs: list[Tensor]
 
 
 class _Encoded(NamedTuple):
@@ -453,11 +462,14 @@ class Rounds:
             KVStoreError: what a server answered.
             DeadlineError, ServerUnreachableError: a server did not answer in time.
         """
-        session, timeout = self._session, self._session.options.timeout
+        return self.take_rows(self.ask_rows(wanted))
+
+    def ask_rows(self, wanted: Sequence[RowsWanted]) -> RowsAsked:
+        """Ask for rows as `pull_rows` does, and return at once; then `take_rows`, or `drop_rows`."""
+        timeout = self._session.options.timeout
         outs: list[Tensor] = []
         requests: list[tuple[int, m.PullRows]] = []
-        places: list[tuple[RemoteTable, Tensor, Ints | slice]] = []
-        """Of each request its table, and where its rows go."""
+        places: list[tuple[RemoteTable, Tensor, Ints]] = []
         for table, key, ids in wanted:
             self.settle(table)
             spec = table.plan.specs[key]
@@ -469,17 +481,27 @@ class Rounds:
                     body = m.PullRows(table.numbers[block.server], key, some, timeout)
                     requests.append((block.server, body))
                     places.append((table, outs[-1], where[at : at + block.most]))
-        answers = session.call_all(requests, timeout + session.options.dead_after)
+        return RowsAsked(self._session.begin(requests), places, outs)
+
+    def drop_rows(self, asked: RowsAsked) -> None:
+        """Have no use for rows that were asked for."""
+        self._session.drop(asked.calls)
+
+    def take_rows(self, asked: RowsAsked) -> list[Tensor]:
+        """Block for rows that were asked for; result and errors as of `pull_rows`."""
+        options = self._session.options
+        answers = self._session.finish(asked.calls, options.timeout + options.dead_after)
         read: dict[tuple[int, int], int] = {}
-        for (server, _), (table, out, where), answer in zip(requests, places, answers, strict=True):
+        rows = zip(asked.calls.requests, asked.places, answers, strict=True)
+        for (server, _), (table, out, where), answer in rows:
             assert isinstance(answer, m.Weights)
             [(_, version, _, source, start, nbytes)] = _pieces(answer)
             values = source[start : start + nbytes].view(out.dtype)
-            out[where] = values.view(-1, out.shape[1])
+            put_rows(out, torch.from_numpy(where), values.view(-1, out.shape[1]))
             read[server, table.index] = min(version, read.get((server, table.index), version))
         for (server, index), version in read.items():
             self.tables.version[server, index] = version
-        return outs
+        return asked.outs
 
     # ---------------------------------------------------------------- sending
 

@@ -122,6 +122,23 @@ class _Call(NamedTuple):
     body: m.RequestBody
 
 
+class Calls:
+    """Control requests, (server, body) each, and what was answered so far."""
+
+    def __init__(self, requests: Sequence[tuple[int, m.RequestBody]]) -> None:
+        self.requests = requests
+        self.answers: list[m.ReplyBody | None] = [None] * len(requests)
+        self.numbers: list[int] = []
+        self.waiting: dict[int, _Call] = {}
+        """Those that are to be answered, by position."""
+
+    def take(self, at: int, _: int, reply: m.ReplyBody) -> None:
+        """Note what a server answered to one of them."""
+        if not isinstance(reply, m.Pending):
+            self.answers[at] = reply
+            self.waiting.pop(at, None)
+
+
 AskedT = TypeVar("AskedT", bound=Asked)
 
 
@@ -224,9 +241,30 @@ class Session:
             KVStoreError: what a server answered to the first request that failed.
             ServerUnreachableError, ConnectTimeoutError: a server did not answer.
         """
+        return self.finish(self.begin(requests), timeout)
+
+    def begin(self, requests: Sequence[tuple[int, m.RequestBody]]) -> Calls:
+        """Send control requests, (server, body) each, and return at once; then `finish` or `drop` them."""
+        calls = Calls(requests)
+        try:
+            for at, (server, body) in enumerate(requests):
+                calls.numbers.append(self.next_number(partial(calls.take, at)))
+                calls.waiting[at] = _Call(server, calls.numbers[at], body)
+                self._send_call(calls.waiting[at])
+        except BaseException:
+            self.drop(calls)
+            raise
+        return calls
+
+    def finish(self, calls: Calls, timeout: float | None = None) -> list[m.ReplyBody]:
+        """Block for all answers to requests that were begun. Times, from now on, and errors as of `call_all`."""
         limit = self.options.dead_after if timeout is None else timeout
+        try:
+            self.wait(calls.waiting.values(), self._send_call, self.clock(), limit)
+        finally:
+            self.drop(calls)
         found: list[m.ReplyBody] = []
-        for (server, body), answer in zip(requests, self._ask(requests, limit, True), strict=True):
+        for (server, body), answer in zip(calls.requests, calls.answers, strict=True):
             if answer is None:
                 raise self._no_answer(server, body, limit)
             if isinstance(answer, m.Failed):
@@ -242,39 +280,24 @@ class Session:
         Returns one answer per request, failures as they came, None where none came in time. Servers that were found
         to be unreachable are told, but not waited for. Does not raise.
         """
-        return self._ask(requests, timeout, False)
-
-    def _ask(
-        self, requests: Sequence[tuple[int, m.RequestBody]], timeout: float, is_needed: bool
-    ) -> list[m.ReplyBody | None]:
-        """Do what `call_all` and, where the answers are not needed, `ask_all` have in common."""
-        answers: list[m.ReplyBody | None] = [None] * len(requests)
-        waiting: dict[int, _Call] = {}
-        numbers: list[int] = []
-
-        def take(at: int, _: int, reply: m.ReplyBody) -> None:
-            if not isinstance(reply, m.Pending):
-                answers[at] = reply
-                waiting.pop(at, None)
-
-        def ask(call: _Call) -> None:
-            self.send(call.server, call.number, call.body)
-
-        started = self.clock()
+        calls = Calls(())
         try:
-            for at, (server, body) in enumerate(requests):
-                numbers.append(self.next_number(partial(take, at)))
-                waiting[at] = _Call(server, numbers[at], body)
-                ask(waiting[at])
-            self.wait(waiting.values(), ask, started, timeout, is_needed)
+            calls = self.begin(requests)
+            self.wait(calls.waiting.values(), self._send_call, self.clock(), timeout, is_needed=False)
         except KVStoreError as error:
-            if is_needed:
-                raise
-            _log.info("%d of %d requests were not answered: %s", answers.count(None), len(answers), error)
+            missing = len(requests) - len(calls.answers) + calls.answers.count(None)
+            _log.info("%d of %d requests were not answered: %s", missing, len(requests), error)
         finally:
-            for number in numbers:
-                self.forget(number)
-        return answers
+            self.drop(calls)
+        return calls.answers or [None] * len(requests)
+
+    def drop(self, calls: Calls) -> None:
+        """Have no use for answers that are still to come."""
+        for number in calls.numbers:
+            self.forget(number)
+
+    def _send_call(self, call: _Call) -> None:
+        self.send(call.server, call.number, call.body)
 
     def wait(
         self,

@@ -194,15 +194,19 @@ def read_ids(key: object, row_ids: Any, num_rows: int) -> Tensor:
     except (TypeError, ValueError, RuntimeError) as error:
         raise ConfigurationError(f"row_ids of key {key!r} must be whole numbers: {error}") from None
     flat = given.detach().reshape(-1).cpu()
-    ids: Tensor = torch.unique(flat.to(torch.int64))
+    # torch.unique takes several times as long for the rows of a batch.
+    ascending = np.sort(flat.to(torch.int64).numpy())
+    is_first = np.ones(len(ascending), bool)
+    np.not_equal(ascending[1:], ascending[:-1], out=is_first[1:])
+    ids = torch.from_numpy(ascending[is_first])
     is_whole = not flat.dtype.is_floating_point or bool((flat == flat.to(torch.int64)).all())
     if flat.dtype in (torch.bool, torch.complex64, torch.complex128) or not is_whole:
         raise ConfigurationError(
             f"row_ids of key {key!r} must be whole numbers, got {flat.dtype}{list(given.shape)}: "
             f"{flat[:_NAMED].tolist()}"
         )
-    wrong = ids[(ids < 0) | (ids >= num_rows)].tolist()
-    if wrong:
+    if len(ids) and not (ids[0] >= 0 and ids[-1] < num_rows):
+        wrong = ids[(ids < 0) | (ids >= num_rows)].tolist()
         named = ", ".join(map(str, wrong[:_NAMED])) + (", …" if len(wrong) > _NAMED else "")
         raise RowIdError(f"key {key!r} has rows 0 to {num_rows - 1}, but row_ids has {named}")
     return ids

@@ -281,6 +281,8 @@ class RowTables:
                     self._parameters.setdefault(key, []).append(parameter)
         self.given: dict[int, Tensor] = {}
         """Key → new values that the store has not got yet, flat."""
+        self.wanted: dict[int, Tensor] = {}
+        """Key → ids of the rows to be fetched after the next step."""
 
     def __contains__(self, key: int) -> bool:
         return key in self._parameters
@@ -291,6 +293,31 @@ class RowTables:
     def key_of(self, parameter: RowSparseParameter) -> int:
         """The key of which this is a replica."""
         return next(key for key, all in self._parameters.items() if any(one is parameter for one in all))
+
+    def want(self, rows: Any) -> None:
+        """Have rows fetched after the next step, and nothing else; see `Trainer.prefetch`."""
+        own = [one for all in self._parameters.values() for one in all]
+        if not isinstance(rows, Mapping):
+            if len(self._parameters) != 1:
+                raise ConfigurationError(
+                    f"this Trainer has {len(self._parameters)} row-sparse parameters; give prefetch() a dict of them "
+                    "and the ids that are wanted of each"
+                )
+            rows = {own[0]: rows}
+        for parameter in rows:
+            if not any(one is parameter for one in own):
+                raise ConfigurationError(
+                    f"prefetch() takes RowSparseParameters of this Trainer, got {parameter!r:.80}"
+                )
+        self.wanted = {
+            self.key_of(parameter): read_ids(parameter._name(), ids, parameter.shape[0])
+            for parameter, ids in rows.items()
+        }
+
+    def take_wanted(self) -> dict[int, Tensor]:
+        """The rows to be fetched, which are from now on no longer wanted."""
+        wanted, self.wanted = self.wanted, {}
+        return wanted
 
     def give(self, key: int, values: Tensor) -> None:
         """Values for `first` or `changed`."""

@@ -35,6 +35,7 @@ from kvtrainer.sync.exchange import (
     Shadowed,
     StoreExchange,
 )
+from kvtrainer.sync.prefetch import Prefetched
 from kvtrainer.sync.select import Selection, group_too_late
 
 _log = logging.getLogger(__name__)
@@ -108,6 +109,8 @@ class Binding:
         """The exchange of fewer parameters, until all workers are known to go over to the next one."""
         self._num_opened = 0
         self._earlier_updates = 0
+        self._prefetched: Prefetched | None = None
+        """Rows that were asked for after the last round."""
 
     @property
     def is_alone(self) -> bool:
@@ -225,6 +228,7 @@ class Binding:
         """
         assert self.exchange is not None
         self._check_written(layout)
+        self._drop_prefetched()
         arena, rows = layout.arena, layout.devices[0].rows
         if rows and self.exchange.refuses_rows:
             names = ", ".join(repr(layout.names[key]) for key in rows)
@@ -280,6 +284,7 @@ class Binding:
     def shadow(self, arena: Arena) -> Shadowed:
         """Run a round to which this worker gives nothing, because it has no more data."""
         assert self.exchange is not None
+        self._drop_prefetched()
         self._is_told = False  # what is in force now is another worker's
         shadowed = self.exchange.shadow(arena.weights, arena.grads)
         if self.exchange.updates_weights:
@@ -293,6 +298,7 @@ class Binding:
     def assign(self, layout: Memory) -> None:
         """Give every worker, and the store, rank 0's weights; collective, and nothing without a store."""
         if self.exchange is not None:
+            self._drop_prefetched()
             self.exchange.assign(layout.arena.weights, layout.tables.changed())
             layout.tables.are_placed()
             layout.arena.mark_updated(None)
@@ -300,7 +306,21 @@ class Binding:
     def pull_rows(self, key: int, ids: Tensor) -> Tensor:
         """Fetch rows (distinct, ascending ids) of a row-sparse key, on the CPU."""
         assert self.holder is not None
+        if self._prefetched is not None:
+            return self._prefetched.rows_of(key, ids)
         return self.holder.pull_rows(key, ids)
+
+    def prefetch(self, wanted: Mapping[int, Tensor]) -> None:
+        """Ask for rows (distinct, ascending ids) of row-sparse keys: `pull_rows` finds them until the next round."""
+        assert self.holder is not None
+        self._drop_prefetched()
+        self._prefetched = Prefetched(self.holder, wanted)
+
+    def _drop_prefetched(self) -> None:
+        """Forget rows that were asked for, because they change."""
+        if self._prefetched is not None:
+            self._prefetched.drop()
+            self._prefetched = None
 
     def residuals(self) -> Residuals | None:
         """Copy what compression holds back of this worker's gradients; None without compression."""

@@ -28,7 +28,7 @@ from kvstore_server.rows import RowSet
 from kvtrainer.comm.client import Client
 from kvtrainer.comm.compressor import Compressor
 from kvtrainer.comm.rank_group import RankGroup
-from kvtrainer.comm.round import Contribution
+from kvtrainer.comm.round import Contribution, RowsAsked
 from kvtrainer.errors import ConfigurationError, ProtocolError
 from kvtrainer.kvstore.base import KVStoreBase
 from kvtrainer.kvstore.replicas import sum_rows
@@ -254,6 +254,18 @@ class StoreExchange(Exchange):
         """Fetch rows (distinct, ascending ids) of a row-sparse key (by index), flat, on the CPU."""
         [rows] = self._client.rounds.pull_rows([(self._table, key, ids)])
         return rows
+
+    def ask_rows(self, wanted: Mapping[int, Tensor]) -> RowsAsked:
+        """Ask for rows (distinct, ascending ids) of row-sparse keys (by index), and return at once."""
+        return self._client.rounds.ask_rows([(self._table, key, ids) for key, ids in wanted.items()])
+
+    def take_rows(self, asked: RowsAsked) -> list[Tensor]:
+        """Wait for rows that were asked for."""
+        return self._client.rounds.take_rows(asked)
+
+    def drop_rows(self, asked: RowsAsked) -> None:
+        """Have no use for rows that were asked for."""
+        self._client.rounds.drop_rows(asked)
 
     def get_state(self, piece: Slice) -> States:
         return self._client.get_state(self._table, self._table.plan.slices[piece.index])

@@ -293,3 +293,26 @@ def test_workers_have_the_weights_of_one_process_and_all_the_same(
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
     for found, expected in zip(first, in_one_process(name), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("type", "workers", "servers"), [*((type, 1, 1) for type in STORES), ("dist_sync", 2, 3)]
+)
+def test_tables_with_prefetched_rows_train_to_the_same_bits(
+    jobs: Servers, type: str, workers: int, servers: int
+) -> None:
+    def train(prefetches: bool) -> list[Tensor]:
+        def body(kv: DistKVStore, rank: int) -> Tensor:
+            table = kvtrainer.RowSparseParameter(TABLE, 1.0)
+            trainer = kvtrainer.Trainer([table], "adam", {"lazy_update": True}, kv)
+            for step in range(2 * STEPS):
+                table.row_sparse_data(batch_of(rank, step)).square().sum().backward()
+                if prefetches:
+                    trainer.prefetch(batch_of(rank, step + 1))
+                trainer.step(1)
+            return table.row_sparse_data(torch.arange(TABLE[0])).detach()
+
+        return jobs.results(workers, servers, body, type=type)
+
+    for plain, prefetched in zip(train(False), train(True), strict=True):
+        assert torch.equal(plain, prefetched)
