@@ -36,7 +36,9 @@ SLOW_AFTER = "KVSTORE_SLOW_AFTER"
 """A wait for other workers that takes longer than this is logged, with their names."""
 
 TRANSPORT = "KVSTORE_TRANSPORT"
-"""How messages travel to servers of the same host."""
+"""How messages travel to servers of the same host, and numbers to ranks of it: one of TRANSPORTS."""
+TRANSPORTS = ("auto", "shm", "tcp")
+"""Through shared memory where that can be, always, or never."""
 
 DEFAULT_SECONDS = {TIMEOUT: 600.0, CONNECT_TIMEOUT: 30.0, DEAD_AFTER: 20.0, SLOW_AFTER: log_limit.SLOW_AFTER}
 
@@ -284,6 +286,14 @@ def host_towards(address: str) -> str:
 def text_of(environ: Mapping[str, str], name: str) -> str:
     """Return what a variable says; empty where it is not set."""
     return environ.get(name, "").strip() if name else ""
+
+
+def transport_of(environ: Mapping[str, str]) -> str:
+    """Return how messages travel, by KVSTORE_TRANSPORT, or "auto". Raises ConfigurationError for another word."""
+    found = text_of(environ, TRANSPORT) or "auto"
+    if found not in TRANSPORTS:
+        raise ConfigurationError(f"{TRANSPORT} is {found!r:.40}; it must be one of {', '.join(TRANSPORTS)}")
+    return found
 
 
 def as_int(value: object, what: str) -> int:

@@ -37,9 +37,6 @@ from kvstore_server.tcp import prepare, routing_id
 
 _log = logging.getLogger(__name__)
 
-TRANSPORTS = ("auto", "shm", "tcp")
-"""How messages travel: through shared memory where that can be, always, or never."""
-
 HEARTBEAT_INTERVAL = 1.0
 """Seconds between two signs of life to every server."""
 _LINGER_MS = 2000
@@ -54,7 +51,7 @@ class Connection:
         addresses: Of the servers.
         water_mark: How many messages for a server may be on their way; the others queue here, where one of higher
             priority overtakes those of lower ones. 0: all are handed to the network at once, in order.
-        transport: One of TRANSPORTS.
+        transport: One of `env.TRANSPORTS`.
     """
 
     def __init__(self, addresses: Sequence[str], water_mark: int = 0, transport: str = "auto") -> None:

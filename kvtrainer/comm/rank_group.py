@@ -1,15 +1,18 @@
 """The ranks of the torch.distributed job that this process is one of: the few collectives that stores need.
 
-All of them block, are called by every rank in the same order, and have the timeout of the process group.
+All of them block, are called by every rank in the same order, and have the timeout of the process group. Where all
+ranks are on one host, what they exchange on the CPU goes through memory, else by torch.distributed.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -27,12 +30,16 @@ from kvstore_server.errors import (
 from kvstore_server.plan import TensorSpec, check_same
 from kvstore_server.protocol.frames import pack_control, unpack_control
 from kvstore_server.rows import RowSet
+from kvtrainer.comm.rank_memory import RankMemory, open_memory
 
 BUCKET = 25 * 1024 * 1024
 """Bytes that are summed in one collective where nothing else is asked for."""
 _MB = 1024 * 1024
 _UNDER_WAY = 4
 """Buckets that are under way at a time; those that need memory of their own are bounded by it."""
+
+_memories: MutableMapping[dist.ProcessGroup, RankMemory | None] = WeakKeyDictionary()
+"""Process group → the memory of its ranks, None where they have none: as its own connections, for all that use it."""
 
 
 def current_group() -> RankGroup | None:
@@ -106,9 +113,13 @@ class RankGroup:
     def all_gather(self, mine: Tensor) -> list[Tensor]:
         """The tensors of all ranks, by rank, on the device of `mine`; all have its shape and dtype."""
         sent = mine.to(self._place(mine.device)).contiguous()
-        found = [torch.empty_like(sent) for _ in range(self.size)]
+        memory = self.memory_for(mine.device)
         with self._errors("exchange what they hold"):
-            dist.all_gather(found, sent)
+            if memory is not None:
+                found = memory.all_gather(sent)
+            else:
+                found = [torch.empty_like(sent) for _ in range(self.size)]
+                dist.all_gather(found, sent)
         return [one.to(mine.device) for one in found]
 
     def all_gather_bytes(self, mine: bytes) -> list[bytes]:
@@ -123,24 +134,72 @@ class RankGroup:
     def broadcast(self, flat: Tensor) -> None:
         """Replace the elements of a tensor by rank 0's."""
         sent = flat.to(self._place(flat.device)).contiguous()
+        memory = self.memory_for(flat.device)
         with self._errors("take rank 0's values"):
-            dist.broadcast(sent, 0)
+            if memory is not None:
+                memory.broadcast(sent)
+            else:
+                dist.broadcast(sent, 0)
         if sent is not flat:
             flat.copy_(sent)
 
     @torch.no_grad()
     def sum(
-        self, flat: Tensor, runs: Sequence[tuple[int, int]], before: float = 1.0, after: float = 1.0
+        self,
+        flat: Tensor,
+        runs: Sequence[tuple[int, int]],
+        before: float = 1.0,
+        after: float = 1.0,
+        lent: Mapping[int, Tensor] = MappingProxyType({}),
     ) -> None:
         """Replace some elements of a flat tensor by after · Σ over ranks of before · element.
 
-        Half precision is summed in float32. All ranks get the same bits.
+        Half precision is summed in float32. All ranks get the same bits; through memory those of a sum from left to
+        right.
 
         Args:
             flat: one dimension, contiguous.
             runs: from where to where, ascending.
+            lent: the elements of the runs that begin there, where they are not in `flat`; only with memory.
         """
         compute = torch.float32 if flat.dtype.itemsize < 4 else flat.dtype
+        memory = self.memory_for(flat.device)
+        if memory is not None:
+            targets = [(begin, flat[begin:end]) for begin, end in runs]
+            pieces = [(lent.get(begin, target), target) for begin, target in targets]
+            with self._errors("sum gradients"):
+                memory.sum(pieces, compute, before, after)
+        else:
+            self._sum_by_torch(flat, runs, compute, before, after)
+
+    def memory_for(self, device: torch.device) -> RankMemory | None:
+        """Return the memory through which tensors of a device are exchanged; None where torch.distributed does that.
+
+        Collective where nothing was exchanged before.
+
+        Raises:
+            ConfigurationError: KVSTORE_TRANSPORT says that there has to be one, and there cannot be; on every rank.
+        """
+        group = dist.group.WORLD
+        if group is None or self._place(device).type != "cpu":
+            return None
+        if group not in _memories:
+            _memories[group] = None  # while they agree
+            try:
+                _memories[group] = open_memory(self.rank, self.size, self.all_gather_bytes, _timeout)
+            except BaseException:
+                del _memories[group]
+                raise
+        return _memories[group]
+
+    def _sum_by_torch(
+        self,
+        flat: Tensor,
+        runs: Sequence[tuple[int, int]],
+        compute: torch.dtype,
+        before: float,
+        after: float,
+    ) -> None:
         place = self._place(flat.device)
         most = self.buckets.elements(compute.itemsize)
         pending: deque[tuple[Tensor, Tensor, Any]] = deque()
@@ -231,7 +290,7 @@ class RankGroup:
         """Turn torch's errors into this project's."""
         try:
             yield
-        except RuntimeError as error:
+        except (RuntimeError, OSError) as error:
             text = str(error)
             hint = (
                 "the process group cannot be used any more; end this job and start it again from a saved state, and if "
@@ -246,6 +305,14 @@ class RankGroup:
                 f"rank {self.rank} of {self.size} could not {what} with the other ranks, one of which is probably gone "
                 f"({text:.300}); {hint}"
             ) from error
+
+
+def _timeout() -> float:
+    """Return the seconds after which the process group gives up a wait."""
+    assert dist.group.WORLD is not None
+    backend: Any = dist.group.WORLD._get_backend(torch.device("cpu"))
+    seconds: float = backend.options._timeout.total_seconds()
+    return seconds
 
 
 def _check_same_call(first: Mapping[str, Any], other: Mapping[str, Any], rank: int) -> None:

@@ -17,7 +17,7 @@ from kvstore_server.optimizer.base import capability
 from kvstore_server.rounds import ASYNC, SSP, SYNCHRONOUS, Mode
 from kvtrainer import env
 from kvtrainer.comm.client import Client
-from kvtrainer.comm.connection import TRANSPORTS, Connection
+from kvtrainer.comm.connection import Connection
 from kvtrainer.comm.session import SessionOptions
 from kvtrainer.errors import ConfigurationError
 from kvtrainer.kvstore.base import ASYNC_NAMES, P3, SSP_NAMES, SYNC_NAMES, register
@@ -86,7 +86,7 @@ class DistKVStore(TableKVStore):
         self.mode = mode_of(type, staleness, scale_lr_by_staleness, os.environ)
         """When pushes count."""
         self._water_mark = water_mark_of(type, os.environ)
-        self._transport = transport_of(os.environ)
+        self._transport = env.transport_of(os.environ)
         topology = env.find_topology(
             os.environ,
             rank=rank,
@@ -183,16 +183,6 @@ def mode_of(
             "'dist_async' or 'dist_ssp'"
         )
     return SYNCHRONOUS
-
-
-def transport_of(environ: Mapping[str, str]) -> str:
-    """Return how messages travel, by KVSTORE_TRANSPORT, or "auto". Raises ConfigurationError for another word."""
-    found = env.text_of(environ, env.TRANSPORT) or "auto"
-    if found not in TRANSPORTS:
-        raise ConfigurationError(
-            f"{env.TRANSPORT} is {found!r:.40}; it must be one of {', '.join(TRANSPORTS)}"
-        )
-    return found
 
 
 def water_mark_of(type: str, environ: Mapping[str, str]) -> int:

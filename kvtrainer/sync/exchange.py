@@ -13,7 +13,7 @@ import hashlib
 import math
 import struct
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -367,6 +367,8 @@ class GroupExchange(Exchange):
         said = {"specs": specs, "optimizer": self._optimizer, "bucket_size_mb": buckets.size_mb}
         self._group.agree("Trainer", {**said, "coalesce": buckets.coalesce})
         self._group.is_agreed = True
+        if any([self._group.memory_for(flat.device) is not None for flat in weights.values()]):
+            self.lendable = frozenset(self._keys)
         self._broadcast(weights)
 
     def run(self, grads: Gradients, weights: Mapping[str, Tensor]) -> Outcome:
@@ -389,8 +391,10 @@ class GroupExchange(Exchange):
             ids, values = grads.rows[key]
             place = grads.arenas[spec.dtype][at : at + spec.numel].view(-1, row_numel(spec))
             place[ids] = values.to(place.dtype)  # it was zero
+        specs, offsets = self._plan.specs, self._plan.key_offsets
         for dtype, flat in grads.arenas.items():
-            self._group.sum(flat, self._runs(dtype, dense), before, after)
+            lent = {offsets[key]: addends for key, addends in grads.lent.items() if specs[key].dtype == dtype}
+            self._group.sum(flat, self._runs(dtype, dense, lent.keys()), before, after, lent)
         sparse = [key for key in range(len(self._plan.specs)) if key not in dense and key not in left_out]
         summed = {key: self._sum_rows(key, grads, headers, before, after) for key in sparse}
         return Outcome(left_out, skipped=False, rows=summed)
@@ -448,8 +452,11 @@ class GroupExchange(Exchange):
     def _keys(self) -> range:
         return range(len(self._plan.specs))
 
-    def _runs(self, dtype: str, keys: frozenset[int]) -> list[tuple[int, int]]:
-        """Find the parts of the arena with these keys; neighbours are one part, if they coalesce."""
+    def _runs(self, dtype: str, keys: frozenset[int], alone: Collection[int]) -> list[tuple[int, int]]:
+        """Find the parts of the arena with these keys; neighbours are one part, if they coalesce.
+
+        Those that begin at the offsets `alone` are parts of their own.
+        """
         specs, offsets = self._plan.specs, self._plan.key_offsets
         here = sorted((offsets[key], key) for key in self._keys if specs[key].dtype == dtype)
         ends = [*(at for at, _ in here[1:]), self._plan.arena_sizes[dtype]]
@@ -457,7 +464,8 @@ class GroupExchange(Exchange):
         for (at, key), end in zip(here, ends, strict=True):
             if key in keys and at < end:
                 is_next = self._group.buckets.coalesce and runs and runs[-1][1] == at
-                joined = runs.pop()[0] if is_next else at
+                is_apart = at in alone or (is_next and runs[-1][0] in alone)
+                joined = runs.pop()[0] if is_next and not is_apart else at
                 runs.append((joined, end))
         return runs
 
