@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch.nn import Linear, Module, Parameter, Sequential, Tanh
 
 from kvtrainer import DataParallel, Trainer, kvstore
+from kvtrainer.env import TRANSPORT
 from tests.support.jobs import Job, Results, error_of, run_job
 
 SHAPES = ((100,), (50, 3), (7,))
@@ -108,6 +110,7 @@ def over(name: str, in_store: bool) -> float:
 
 
 def run_all(rank: int, ranks: int) -> Results:
+    os.environ[TRANSPORT] = "tcp"  # in memory there are no buckets
     torch.set_num_threads(1)
     names = ("device", "dist_sync")
     errors = {f"{name} {in_store}": over(name, in_store) for name in names for in_store in (True, False)}

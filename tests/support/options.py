@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import re
 import sys
 import tempfile
@@ -20,6 +21,7 @@ from typing import Any
 
 import pytest
 
+from kvtrainer.env import TRANSPORT
 from kvtrainer.errors import KVStoreError
 from kvtrainer.kvstore import DistKVStore
 from tests.support.capabilities import SITES, SumStore
@@ -153,6 +155,7 @@ def _is_near(seen: Any, expected: Any) -> bool:
 def try_out_in_a_group(rank: int, ranks: int) -> Results:
     """On a rank of torch.distributed: the outcomes of the cases for stores of such jobs."""
     logging.disable(logging.WARNING)
+    os.environ[TRANSPORT] = "tcp"  # in memory there are no buckets
     outcomes = []
     for case in group_cases():
         outcomes.append(try_out(case))
