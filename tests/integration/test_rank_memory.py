@@ -199,6 +199,7 @@ def run(rank: int, ranks: int, place: str) -> Results:
     def again(transport: str) -> None:
         """Go on in another process group."""
         if dist.is_initialized():
+            dist.barrier()  # one that is ended while others still connect breaks theirs
             dist.destroy_process_group()
         os.environ[TRANSPORT] = transport
         meeting, limit = f"file://{place}/meeting{next(meetings)}", timedelta(seconds=LIMIT)
