@@ -31,7 +31,7 @@ from kvstore_server.errors import (
 )
 from kvstore_server.membership import Sessions, random_token
 from kvstore_server.memory import Budget
-from kvstore_server.namespace import EngineConfig, Namespace
+from kvstore_server.namespace import EngineConfig, Namespace, Together
 from kvstore_server.norms import Decision
 from kvstore_server.optimizer.state import pack_states, unpack_states
 from kvstore_server.plan import check_name
@@ -253,43 +253,50 @@ class Engine:
 
     def _contribute(self, sender: Sender, body: m.Contribute) -> list[m.Outgoing]:
         """Take slices, and commits; each round that they complete, or that has no hope any more, ends."""
-        space, tables = sender.space, body.commits[:, 0]
-        space.checked.get(space.check_tables, tables)
+        space, commits = sender.space, body.commits
+        some = space.together(commits[:, 0])
         if len(body.pushes):
             space.push(sender.rank, body)
         out: list[m.Outgoing] = []
-        for book, mine in space.rounds.books(sender.rank, tables, body.commits[:, 1]) if len(tables) else ():
-            out += self._commit(sender, book, body.commits[mine], body)
+        for book, mine in space.rounds.books(sender.rank, some.tables, commits[:, 1]) if len(commits) else ():
+            if mine is not None:
+                commits, some = body.commits[mine], space.together(body.commits[mine, 0])
+            out += self._commit(sender, book, commits, some, body)
         return out
 
-    def _commit(self, sender: Sender, book: Book, commits: m.Matrix, body: m.Contribute) -> list[m.Outgoing]:
+    def _commit(
+        self, sender: Sender, book: Book, commits: m.Matrix, some: Together, body: m.Contribute
+    ) -> list[m.Outgoing]:
         space, rank, now = sender.space, sender.rank, sender.now
         out: list[m.Outgoing] = []
-        named = [space.tables[number] for number in commits[:, 0].tolist()]
-        if self.is_stopping or body.hyper or any([table.conflict is not None for table in named]):
+        if self.is_stopping or body.hyper or any([table.conflict is not None for table in some.named]):
             rounds = commits[:, 1].tolist()
-            errors = [self._why_refused(book, *one, body.hyper) for one in zip(named, rounds, strict=True)]
-            for table, round_, error in zip(named, rounds, errors, strict=True):
+            errors = [
+                self._why_refused(book, *one, body.hyper) for one in zip(some.named, rounds, strict=True)
+            ]
+            for table, round_, error in zip(some.named, rounds, errors, strict=True):
                 if error is not None:
                     out.append(_failed(sender.waiter, error, table.number, round_))
             commits = commits[[error is None for error in errors]]
+            some = space.together(commits[:, 0])
         verdicts = book.commit(rank, commits, body, sender.waiter, now)
-        accepted = commits[:, 0]
         if np.count_nonzero(verdicts):
-            accepted = accepted[verdicts == Verdict.ACCEPTED]
+            some = space.together(some.tables[verdicts == Verdict.ACCEPTED])
             out += self._answer_others(sender, book, commits, verdicts, body)
-        for number in accepted.tolist() if body.absent or body.hyper else ():
-            left_out = frozenset(key for table, key in body.absent if table == number)
+        for table in some.named if body.absent or body.hyper else ():
+            left_out = frozenset(key for number, key in body.absent if number == table.number)
             if left_out:
-                space.absent[number, rank] = left_out
+                space.absent[table.number, rank] = left_out
             if body.hyper:
-                space.tables[number].hyper.set(rank, body.hyper)
-        is_complete = book.num_committed[accepted] == book.num_members
+                table.hyper.set(rank, body.hyper)
+        is_complete = book.num_committed[some.tables] == book.num_members
         num_complete = np.count_nonzero(is_complete)
         if num_complete:
-            out += self._finish(space, book, accepted[is_complete], now)
-        if book is space.rounds.shared and num_complete < len(accepted):
-            out += self._fail_late(space, accepted[~is_complete].tolist(), now)
+            all_here = num_complete == len(is_complete)
+            complete = some if all_here else space.together(some.tables[is_complete])
+            out += self._finish(space, book, complete, now)
+        if book is space.rounds.shared and num_complete < len(is_complete):
+            out += self._fail_late(space, some.tables[~is_complete].tolist(), now)
         return out
 
     def _why_refused(self, book: Book, table: Table, round_: int, hyper: bytes) -> KVStoreError | None:
@@ -342,7 +349,7 @@ class Engine:
         return out + _outcomes(space, whose, rank, waiter, again, (now, body.timeout))
 
     def _finish(
-        self, space: Namespace, book: Book, tables: Ints, now: float, decision: Decision | None = None
+        self, space: Namespace, book: Book, some: Together, now: float, decision: Decision | None = None
     ) -> list[m.Outgoing]:
         """All that some rounds need have committed: apply them and answer, or fail them for all members.
 
@@ -350,10 +357,11 @@ class Engine:
         """
         out: list[m.Outgoing] = []
         is_shared = book is space.rounds.shared
-        applied, others = (
-            self._change(space, book, tables, out) if is_shared and decision is None else ([], tables)
-        )
-        for number in others.tolist():
+        changed, others = None, some.numbers
+        if is_shared and decision is None:
+            changed, others = self._change(space, book, some, out)
+        applied: list[int] = []
+        for number in others:
             table = space.tables[number]
             try:
                 if self._apply(space, book, table, decision):
@@ -361,40 +369,55 @@ class Engine:
                 else:
                     for given in book.given.values():  # those that wait for a decision, and have data
                         waiter, said = given.waiters[number], given.said[number]
-                        if waiter is not None and said is not None and said.hold:
+                        if waiter is not None and said is not None and said.hold and table.held:
                             out += _held(table, book.number(number), waiter, table.held.sum.partials)
             except KVStoreError as error:
                 out += self._fail(space, book, table, error)
             except Exception as error:
                 _log.exception("round %d of table %r failed", book.number(number), table.name)
                 out += self._fail(space, book, table, self._fault(error))
-        ended = np.array(applied, np.int64)
-        answers: list[tuple[int, Waiter, list[Committed], float]] = []
-        rounds = book.numbers[ended].tolist()
+        ended, is_plain = changed, not applied
+        if ended is None or applied:
+            applied = applied if ended is None else ended.numbers + applied
+            ended = space.together(np.array(applied, np.int64))
+        answers: list[tuple[int, Waiter, list[Committed] | None, float]] = []
+        """Without commits: the weights of all, and nothing else."""
+        rounds: list[int] = []
         for rank, given in book.given.items():
-            versions, flags = given.version[ended].tolist(), given.flags[ended].tolist()
-            for waiter, at in given.waiting(applied).items():
-                said = given.said[applied[at[0]]]
-                assert said is not None
-                rows = [Committed(applied[i], rounds[i], versions[i], flags[i]) for i in at]
+            flags, waiting = given.flags[ended.tables].tolist(), given.waiting(ended.numbers)
+            if is_plain and len(waiting) == 1 and flags.count(m.WANTS_WEIGHTS) == len(flags):
+                [(waiter, at)] = waiting.items()
+                if len(at) == len(flags):
+                    answers.append((rank, waiter, None, 0.0))
+                    continue
+            rounds = rounds or book.numbers[ended.tables].tolist()
+            versions = given.version[ended.tables].tolist()
+            for waiter, at in waiting.items():
+                said = given.terms(ended.numbers[at[0]])
+                rows = [Committed(ended.numbers[i], rounds[i], versions[i], flags[i]) for i in at]
                 answers.append((rank, waiter, rows, said.timeout))
         if space.absent:
-            space.forget_absent(applied)
-        book.finish(ended)
-        for number, flag in zip(applied, flags, strict=True) if not is_shared else ():
+            space.forget_absent(ended.numbers)
+        book.finish(ended.tables)
+        for number, flag in zip(ended.numbers, flags, strict=True) if not is_shared else ():
             [rank] = book.given
             space.rounds.advance(rank, number)
             space.waits.contributed(number, rank, now)
             if flag & m.HAS_JOINED:
                 space.rounds.joined(number).add(rank)
-        for rank, waiter, rows, timeout in answers:
-            out += _outcomes(space, ALL if is_shared else rank, rank, waiter, rows, (now, timeout))
+        whole = [rank for rank, _, commits, _ in answers if commits is None]
+        weights = space.weights(ended, *whole) if whole else None
+        for rank, waiter, commits, timeout in answers:
+            if commits is None and weights is not None:
+                out += _reply(waiter, weights)
+            elif commits is not None:
+                out += _outcomes(space, ALL if is_shared else rank, rank, waiter, commits, (now, timeout))
         return out if space.mode.is_sync else out + self._release(space)
 
     def _change(
-        self, space: Namespace, book: Book, tables: Ints, out: list[m.Outgoing]
-    ) -> tuple[list[int], Ints]:
-        """Sum and update all tables together that are alike; returns those, and the others.
+        self, space: Namespace, book: Book, some: Together, out: list[m.Outgoing]
+    ) -> tuple[Together | None, list[int]]:
+        """Sum and update all tables together that are alike; returns those, if there are some, and the others.
 
         Args:
             out: Takes what is told of rounds that fail.
@@ -402,41 +425,45 @@ class Engine:
         try:
             optimizer = space.optimizer.agreed()
         except KVStoreError:
-            return [], tables
-        alike = space.alike(book, tables, optimizer)
-        if not np.count_nonzero(alike) or space.name in self.updaters:
-            return [], tables
+            return None, some.numbers
+        alike = space.alike(book, some, optimizer)
+        num_alike, others = np.count_nonzero(alike), list[int]()
+        if not num_alike or space.name in self.updaters:
+            return None, some.numbers
+        if num_alike < len(alike) or not some.is_ascending:
+            others = some.tables[~alike].tolist()
+            some = space.together(np.sort(some.tables[alike]))
         changed: dict[int, tuple[bytes, Sequence[Mapping[str, Any]]]] = {}
-        for number in sorted(tables[alike].tolist()):
+        for table in some.named:
             try:
-                table = space.tables[number]
                 hyper = table.hyper.common(book.given)
-                changed[number] = hyper, () if optimizer is None else table.hypers((), optimizer, hyper)
+                changed[table.number] = hyper, () if optimizer is None else table.hypers((), optimizer, hyper)
             except KVStoreError as error:
-                out += self._fail(space, book, space.tables[number], error)
+                out += self._fail(space, book, table, error)
         if not changed:
-            return [], tables[~alike]
-        together = [space.tables[number] for number in changed]
+            return None, others
+        if len(changed) < len(some.numbers):
+            some = space.together(np.array(list(changed)))
         scale = 1.0 if optimizer is None else optimizer.rescale_grad
         try:
-            given = space.contributions(book, np.array(list(changed)), scale)
+            given = space.contributions(book, some, scale)
             if optimizer is None:
-                together[0].shard.assign_sum(given)
+                space.shard.assign_sum(given)
             else:
-                units = [table.unit for table in together]
-                together[0].shard.update(given, optimizer, [hypers for _, hypers in changed.values()], units)
+                units = [table.unit for table in some.named]
+                space.shard.update(given, optimizer, [hypers for _, hypers in changed.values()], units)
         except KVStoreError as error:  # nothing has changed
-            for table in together:
+            for table in some.named:
                 out += self._fail(space, book, table, error)
-            return [], tables[~alike]
+            return None, others
         except Exception as error:
-            _log.exception("the update of %d tables failed", len(together))
-            for table in together:
+            _log.exception("the update of %d tables failed", len(some.named))
+            for table in some.named:
                 out += self._fail(space, book, table, table.break_off(error))
-            return [], tables[~alike]
-        for number, (hyper, _) in changed.items():
-            space.tables[number].changed(hyper)
-        return list(changed), tables[~alike]
+            return None, others
+        for table, (hyper, _) in zip(some.named, changed.values(), strict=True):
+            table.changed(hyper)
+        return some, others
 
     def _apply(self, space: Namespace, book: Book, table: Table, decision: Decision | None) -> bool:
         """Apply the open round of a table; returns False where it is held instead."""
@@ -517,23 +544,26 @@ class Engine:
                 f"rank {rank} decides about round {resolve.round} of {table.name!r}, which is not held: round "
                 f"{number} is open"
             )
-        return self._finish(space, shared, np.array([table.number]), sender.now, decision)
+        some = space.together(np.array([table.number]))
+        return self._finish(space, shared, some, sender.now, decision)
 
     # ---------------------------------------------------------------- reads
 
     def _pull(self, sender: Sender, pull: m.Pull) -> list[m.Outgoing]:
         """Answer with the weights of each table, as soon as the rank may read it."""
         space, rank = sender.space, sender.rank
-        space.checked.get(space.check_tables, np.array(pull.tables, np.int64))
-        for number in pull.tables:
-            _check_ready(space.tables[number])
+        some = space.together(np.array(pull.tables, np.int64))
+        for table in some.named:
+            _check_ready(table)
         behind = [number for number in pull.tables if space.rounds.behind(rank, number)]
-        at_once = [number for number in pull.tables if number not in behind]
-        out = _reply(sender.waiter, space.weights(rank, at_once)) if at_once else []
+        if behind:
+            at_once = [number for number in pull.tables if number not in behind]
+            some = space.together(np.array(at_once, np.int64))
+        out = _reply(sender.waiter, space.weights(some, rank)) if some.numbers else []
         for number in behind:
 
             def answer(number: int = number) -> list[m.Outgoing]:
-                return _reply(sender.waiter, space.weights(rank, [number]))
+                return _reply(sender.waiter, space.weights(space.together(np.array([number])), rank))
 
             out += _read_later(sender, number, pull.timeout, answer)
         return out
@@ -813,7 +843,7 @@ def _outcomes(
         out += _reply(waiter, m.Done(m.matrix(done, 3)))
     for weights in changed:
         out += _reply(waiter, weights)
-    return out + _reply(waiter, space.weights(rank, wanted)) if wanted else out
+    return out + _reply(waiter, space.weights(space.together(np.array(wanted)), rank)) if wanted else out
 
 
 def _rows(space: Namespace, table: Table, rank: int, pull: m.PullRows, waiter: Waiter) -> list[m.Outgoing]:

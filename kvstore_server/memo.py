@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sized
+from collections.abc import Callable, Hashable, Sized
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -17,21 +17,20 @@ class Memo(Generic[T]):
 
     def __init__(self, slots: Sized) -> None:
         self._slots = slots
-        self._known: dict[tuple[Any, ...], T] = {}
+        self._known: dict[Hashable, T] = {}
         self._size = 0
 
-    def get(self, make: Callable[..., T], *named: Any) -> T:
+    def get(self, key: Hashable, make: Callable[..., T], *named: Any) -> T:
         """Return `make(*named)`, made now or earlier; not to be changed.
 
         Args:
-            named: Arrays, or values that can be hashed.
+            key: All that the result follows from; of an array its bytes.
         """
-        key = tuple([one.tobytes() if isinstance(one, np.ndarray) else one for one in named])
         found = self._known.get(key)
         if found is None:
             found = make(*named)
             # A few tables can have very many slots, so what was made of them counts as well.
-            size = _count_numbers(named) + _count_numbers(found)
+            size = _count_numbers(key) + _count_numbers(found)
             if self._size + size > _REMEMBERED + _REMEMBERED_PER_SLOT * len(self._slots):
                 self._known.clear()
                 self._size = 0
@@ -42,6 +41,6 @@ class Memo(Generic[T]):
 
 def _count_numbers(value: Any) -> int:
     """Count, roughly, what something holds."""
-    if isinstance(value, np.ndarray):
-        return value.size
+    if isinstance(value, np.ndarray | bytes):
+        return value.size if isinstance(value, np.ndarray) else len(value) // 8
     return sum(map(_count_numbers, value)) if isinstance(value, tuple | list | frozenset) else 1

@@ -96,6 +96,25 @@ class Located(NamedTuple):
     """Each table, and how many bytes came for it."""
 
 
+class Together(NamedTuple):
+    """Some tables that are named together, and what follows from that alone."""
+
+    tables: Ints
+    numbers: list[int]
+    named: list[Table]
+    is_ascending: bool
+    slots: Ints
+    """Of all of them, in ascending order."""
+    parts: m.Matrix
+    """Those of a Weights of them, without their versions."""
+    owners: Ints
+    """The position of the table of each part."""
+    resident: list[int]
+    """The slot of each part."""
+    nbytes: list[int]
+    """The bytes of the parts of each table."""
+
+
 class Namespace:
     """Members, tables, optimizer and barrier of one name."""
 
@@ -132,11 +151,8 @@ class Namespace:
         self._is_next: list[bool] = []
         """Of each slot, whether its memory goes on with that of the one before."""
         self._next = np.zeros(0, np.bool_)
-        self.checked = Memo[int](self.rounds.slots)
-        """Of commits that were found right, how many tables they name."""
+        self._together = Memo[Together](self.rounds.slots)
         self._located = Memo[Located](self.rounds.slots)
-        self._sorted = Memo[Ints](self.rounds.slots)
-        self._read = Memo[tuple[m.Matrix, Ints, list[int]]](self.rounds.slots)
         self.shard = Shard(leases)
         """The numbers of all tables."""
         self._numbers: dict[str, int] = {}
@@ -263,15 +279,34 @@ class Namespace:
             raise ProtocolError(f"namespace {self.name!r} has no table {number}; register it first")
         return self.tables[number]
 
-    def check_tables(self, tables: Ints) -> int:
-        """Return how many tables are named.
+    def together(self, tables: Ints) -> Together:
+        """Return what follows from the names of some tables; not to be changed.
 
         Raises:
             ProtocolError: one of them does not exist or is named twice, or there are too many.
         """
+        return self._together.get(tables.tobytes(), self._put_together, tables)
+
+    def _put_together(self, tables: Ints) -> Together:
         numbers = tables.tolist()
         self.check_named("request", numbers)
-        return len([self.table(number) for number in numbers])
+        named = [self.table(number) for number in numbers]
+        of_all = self.rounds.slots.of(tables)
+        slots = of_all[[self._is_resident[slot] for slot in of_all.tolist()]]
+        nbytes, position = self.rounds.slots.nbytes[slots], np.zeros(len(self.tables), np.int64)
+        position[tables] = np.arange(len(tables))
+        owners, none = position[self.rounds.slots.table[slots]], np.zeros(len(slots), np.int64)
+        return Together(
+            tables.copy(),
+            numbers,
+            named,
+            numbers == sorted(numbers),
+            np.sort(of_all),
+            np.stack((slots, none, none + m.WHOLE, nbytes), axis=1),
+            owners,
+            slots.tolist(),
+            np.bincount(owners, nbytes, len(tables)).astype(np.int64).tolist(),
+        )
 
     def check_named(self, message: str, named: Collection[Hashable]) -> None:
         """Raise ProtocolError where a message names too much, or the same twice, which would be answered twice."""
@@ -320,10 +355,14 @@ class Namespace:
             ProtocolError: there is no such slice, or its round is not open yet; nothing was kept.
             ShapeMismatchError: one has another size or dtype.
         """
-        sources: list[Any] = [payload.view(torch.uint8) for payload in body.payloads]
+        dtypes = [None if one.dtype is torch.uint8 else one.dtype for one in body.payloads]
+        sources: list[Any] = list(body.payloads)
+        if any(dtypes):
+            sources = [payload.view(torch.uint8) for payload in body.payloads]
         slots, sizes = body.pushes[:, 0], body.pushes[:, 3]
-        lengths = np.array([source.numel() for source in sources])
-        tables, which, starts, wrong, received = self._located.get(self._locate, slots, sizes, lengths)
+        lengths = tuple([source.numel() for source in sources])
+        key = slots.tobytes(), sizes.tobytes(), lengths
+        tables, which, starts, wrong, received = self._located.get(key, self._locate, slots, sizes, lengths)
         if body.form:
             form = self.form(body.form)
             rows = zip(slots.tolist(), which.tolist(), starts.tolist(), sizes.tolist(), strict=True)
@@ -335,25 +374,28 @@ class Namespace:
                 for slot, at, start, size in rows
             ]
             which, starts = np.arange(len(slots)), np.zeros(len(slots), np.int64)
-        else:
-            dtypes = [None if one.dtype is torch.uint8 else one.dtype for one in body.payloads]
-            if any(dtypes):
-                pairs = zip(slots.tolist(), which.tolist(), strict=True)
-                wrong = wrong or [
-                    at for at, (slot, n) in enumerate(pairs) if dtypes[n] not in (None, self._dtypes[slot])
-                ]
+        elif any(dtypes) or wrong:
+            pairs = zip(slots.tolist(), which.tolist(), strict=True)
+            wrong = wrong or [
+                at for at, (slot, n) in enumerate(pairs) if dtypes[n] not in (None, self._dtypes[slot])
+            ]
             for at in wrong[:1]:
                 self._refuse_slice(int(slots[at]), int(sizes[at]), dtypes[which[at]])
         for number, nbytes in received:
             self.tables[number].bytes_in += nbytes
         for book, mine in self.rounds.books(rank, tables, body.pushes[:, 1]):
-            book.push(rank, body.pushes[mine], sources, which[mine], starts[mine])
+            pushes = body.pushes
+            if mine is None:
+                book.push(rank, pushes, sources, which, starts)
+            else:
+                pushes = pushes[mine]
+                book.push(rank, pushes, sources, which[mine], starts[mine])
             if self.shard.undos:
-                begun = tables[mine][body.pushes[mine, 1] == book.numbers[tables[mine]]]
-                for number in set(begun.tolist()):
+                of = self.rounds.slots.table[pushes[:, 0]]
+                for number in set(of[pushes[:, 1] == book.numbers[of]].tolist()):
                     self.tables[number].begin_round(ALL if book is self.rounds.shared else rank)
 
-    def _locate(self, slots: Ints, sizes: Ints, lengths: Ints) -> Located:
+    def _locate(self, slots: Ints, sizes: Ints, numels: Sequence[int]) -> Located:
         """Find slices in buffers of so many bytes.
 
         Raises:
@@ -363,6 +405,7 @@ class Namespace:
         unknown = slots[(slots < 0) | (slots >= len(self.rounds.slots.table))]
         if len(unknown):
             raise ProtocolError(f"slice {unknown[0]} of namespace {self.name!r} is not on this server")
+        lengths = np.array(numels, np.int64)
         ends, starts, total = np.cumsum(lengths), np.cumsum(sizes) - sizes, int(lengths.sum())
         which = np.minimum(np.searchsorted(ends, starts, side="right"), len(lengths) - 1)
         if (sizes < 0).any() or int(sizes.sum()) != total or (starts + sizes > ends[which]).any():
@@ -395,8 +438,7 @@ class Namespace:
     def given(self, rank: int, book: Book, number: int) -> Part | None:
         """What a rank has committed to the open round of a table; None of one that has joined."""
         given, table = book.of(rank), self.tables[number]
-        flags, said = int(given.flags[number]), given.said[number]
-        assert said is not None
+        flags, said = int(given.flags[number]), given.terms(number)
         if flags & m.HAS_JOINED:
             return None
         first, slices = int(self.rounds.slots.first[number]), {}
@@ -408,23 +450,22 @@ class Namespace:
         absent = self.absent.get((number, rank), frozenset())
         return Part(slices, flags, int(given.version[number]), said.rescale, said.hold, absent)
 
-    def alike(self, book: Book, tables: Ints, optimizer: Optimizer | None) -> Bools:
+    def alike(self, book: Book, some: Together, optimizer: Optimizer | None) -> Bools:
         """Of tables whose rounds are complete, which are changed by one call: by sums, and for all keys."""
         if not self.mode.is_sync or (optimizer is not None and optimizer.may_raise) or self.recording.active:
-            return np.zeros(len(tables), np.bool_)
-        found = book.numbers[tables] > 0
-        numbers = tables.tolist()
+            return np.zeros(len(some.numbers), np.bool_)
+        left = {number for number, _ in self.absent} if self.absent else ()
+        found = book.numbers[some.tables] > 0
+        found &= [one.is_initialised and one.held is None and one.number not in left for one in some.named]
         for given in book.given.values():
-            found &= (given.flags[tables] & _SPECIAL) == 0
-            said, first = [given.said[number] for number in numbers], given.said[numbers[0]]
-            if said.count(first) < len(said) or first is None or first.hold:
+            found &= (given.flags[some.tables] & _SPECIAL) == 0
+            said = [given.terms(number) for number in some.numbers]
+            first = said[0]
+            if first.hold or said.count(first) < len(said):
                 found &= [one.hold == 0 and one.rescale == first.rescale for one in said]
-        others = {number for number, _ in self.absent}
-        here = [self.tables[number] for number in numbers]
-        found &= [one.is_initialised and one.held is None and one.number not in others for one in here]
-        return np.asarray(found, np.bool_)
+        return found
 
-    def contributions(self, book: Book, tables: Ints, scale: float) -> list[Contribution]:
+    def contributions(self, book: Book, some: Together, scale: float) -> list[Contribution]:
         """What each rank gave to the rounds of tables that are alike, by neighbouring slices.
 
         Args:
@@ -432,44 +473,28 @@ class Namespace:
         """
         if len(self._next) < len(self._is_next):
             self._next = np.array(self._is_next, np.bool_)
-        slots = self._sorted.get(lambda tables: np.sort(self.rounds.slots.of(tables)), tables)
         found = []
         for given in book.given.values():
-            said = given.said[tables[0]]
-            assert said is not None
+            said = given.terms(some.numbers[0])
             runs = [
                 Run(first, end, part_of(source, begin, last).view(self._dtypes[first]))
                 if isinstance(source, Tensor)
                 else Run(first, end, source)
-                for first, end, source, begin, last in given.runs(slots, self._next)
+                for first, end, source, begin, last in given.runs(some.slots, self._next)
             ]
             own = scale if said.rescale is None else said.rescale
             found.append(self.shard.contribution_of(runs, own))
         return found
 
-    def weights(self, rank: int, tables: Sequence[int]) -> m.Weights:
-        """The present weights of some tables, except row-sparse ones, for a rank; not copies."""
-        parts, owners, nbytes = self._read.get(self._parts, np.array(tables, np.int64))
-        for number, size in zip(tables, nbytes, strict=True):
-            self.tables[number].bytes_out += size
-            if self.tables[number].notes_reads:
-                self.tables[number].note_read(rank)
-        parts = parts.copy()
-        parts[:, 1] = np.array([self.tables[number].version for number in tables])[owners]
-        padded = self.shard.storage.padded
-        return m.Weights(parts, tuple([padded[slot] for slot in parts[:, 0].tolist()]))
-
-    def _parts(self, tables: Ints) -> tuple[m.Matrix, Ints, list[int]]:
-        """The parts of a Weights of some tables, without their versions; whose each is; the bytes of each table."""
-        slots = self.rounds.slots.of(tables)
-        slots = slots[[self._is_resident[slot] for slot in slots.tolist()]]
-        nbytes, position = self.rounds.slots.nbytes[slots], np.zeros(len(self.tables), np.int64)
-        position[tables] = np.arange(len(tables))
-        owner = position[self.rounds.slots.table[slots]]
-        none = np.zeros(len(slots), np.int64)
-        parts = np.stack((slots, none, none + m.WHOLE, nbytes), axis=1)
-        sizes = np.bincount(owner, nbytes, len(tables)).astype(np.int64)
-        return parts, owner, sizes.tolist()
+    def weights(self, some: Together, *ranks: int) -> m.Weights:
+        """The present weights of some tables, except row-sparse ones, for some ranks; not copies."""
+        for table, size in zip(some.named, some.nbytes, strict=True):
+            table.bytes_out += size * len(ranks)
+            for rank in ranks if table.notes_reads else ():
+                table.note_read(rank)
+        parts, padded = some.parts.copy(), self.shard.storage.padded
+        parts[:, 1] = np.array([table.version for table in some.named])[some.owners]
+        return m.Weights(parts, tuple([padded[slot] for slot in some.resident]))
 
     def rows(self, rank: int, table: Table, found: Sequence[RowPart]) -> m.Weights:
         """Rows of a table for a rank, as a reply."""

@@ -91,6 +91,12 @@ class Span(NamedTuple):
     given: list[Source]
     sparse: Sequence[Home] = ()
     """The keys of which a rank gave rows that count as dense numbers."""
+    start: int = 0
+    """Where it begins in its chunk, in elements."""
+    used: int = 0
+    """Where the padding of its last slot begins there."""
+    stop: int = 0
+    """Where that ends."""
 
 
 class Chunk(NamedTuple):
@@ -184,7 +190,8 @@ class Sums:
             Outline(tuple([(run.first, run.end) for run in one.runs]), one.absent, frozenset(one.rows))
             for one in contributions
         ]
-        return self._chunks.get(self._divide, tuple(by_rows), whole_keys, are_whole, *outlines)
+        key = tuple(by_rows), whole_keys, are_whole, *outlines
+        return self._chunks.get(key, self._divide, *key)
 
     def _divide(
         self, by_rows: tuple[int, ...], whole_keys: bool, are_whole: bool, *outlines: Outline
@@ -202,8 +209,15 @@ class Sums:
                     ]
             place = slice(first.start, ends[spans[-1].end - 1])
             present = None if all(found) else np.array(found)
-            chunks.append(Chunk(spans, first.block, place, range(first.first, last.last), present))
+            placed = [self._placed(span, first.start) for span in spans]
+            chunks.append(Chunk(placed, first.block, place, range(first.first, last.last), present))
         return chunks
+
+    def _placed(self, span: Span, begin: int) -> Span:
+        """Note where a span lies in a chunk that begins there in its block."""
+        last, stop = self._storage.slots[span.end - 1], self._storage.ends[span.end - 1] - begin
+        start, used = self._storage.slots[span.first].start - begin, last.start + last.piece.used - begin
+        return span._replace(start=start, used=used, stop=stop)
 
     def _together(
         self, outlines: Sequence[Outline], by_rows: Collection[int], whole_keys: bool, are_whole: bool
@@ -278,19 +292,17 @@ class Sums:
         Equal scales, the usual case, are applied once to the sum: then the result has the same bits whether ranks or
         the replicas of one process were summed. The result is `out`, or scratch memory that the next call overwrites.
         """
-        place, slots = chunk.place, self._storage.slots
-        dtype, length = compute_dtype(chunk.block.dtype), place.stop - place.start
-        out = self._scratch(chunk.block.weights, dtype, length) if out is None else out
+        if out is None:
+            place, dtype = chunk.place, compute_dtype(chunk.block.dtype)
+            out = self._scratch(chunk.block.weights, dtype, place.stop - place.start)
         for span in chunk.spans:
-            last, end = slots[span.end - 1], self._storage.ends[span.end - 1] - place.start
-            start, used = slots[span.first].start - place.start, last.start + last.piece.used - place.start
-            if used < end:
-                out[used:end].zero_()
-            body, total = part_of(out, start, used), None
-            scale = contributions[span.given[0].number].scale
-            is_common = all(contributions[source.number].scale == scale for source in span.given)
-            for source in span.given:
-                one = contributions[source.number]
+            if span.used < span.stop:
+                out[span.used : span.stop].zero_()
+            body, total = part_of(out, span.start, span.used), None
+            given = [(contributions[source.number], source) for source in span.given]
+            scale = given[0][0].scale
+            is_common = all([one.scale == scale for one, _ in given])
+            for one, source in given:
                 values = self._numbers(body, span, one, source, total is not None)
                 values = values if is_common else values * one.scale
                 total = values if total is None else torch.add(total, values, out=body)
@@ -306,7 +318,7 @@ class Sums:
         if kept is None or kept.numel() < numel:
             kept = torch.empty(numel, dtype=dtype, device=like.device)
             self._memory[like.device, dtype, number] = kept
-        return kept[:numel]
+        return part_of(kept, 0, numel)
 
     def _numbers(
         self, body: Tensor, span: Span, one: Contribution, source: Source, is_further: bool

@@ -179,12 +179,21 @@ class Slots:
 
     def of(self, tables: Ints) -> Ints:
         """The slots of some tables, in their order; not to be changed."""
-        return self._known.get(self._of, tables)
+        return self._known.get(tables.tobytes(), self._of, tables)
 
     def _of(self, tables: Ints) -> Ints:
         counts = self.first[tables + 1] - self.first[tables]
         starts = np.cumsum(counts) - counts
         return np.asarray(np.repeat(self.first[tables] - starts, counts) + np.arange(counts.sum()), np.int64)
+
+    def divide(self, slots: Ints, places: Ints, is_next: Bools) -> list[tuple[int, int, int]]:
+        """Divide slots, which ascend, into runs: the first one, the end, and how many bytes; see `Given.runs`."""
+        ends = places + self.nbytes[slots]
+        is_cut = (np.diff(slots) != 1) | ~is_next[slots[1:]] | (places[1:] != ends[:-1])
+        first = np.flatnonzero(np.append(True, is_cut))[: len(slots)]
+        last = np.append(first[1:], len(slots))[: len(first)] - 1
+        rows = np.stack((slots[first], slots[last] + 1, ends[last] - places[first]), axis=1)
+        return list(map(tuple, rows.tolist()))
 
 
 class Given:
@@ -227,12 +236,21 @@ class Given:
     def keep(self, slots: Ints, marks: Ints, sources: Sequence[Any], which: Ints, starts: Ints) -> None:
         """Keep slices: those that are here in a lower generation are replaced."""
         tables = self._slots.table[slots]
-        np.add.at(self.sums, tables, marks - self.marks[slots])
+        if len(slots) == 1:
+            self.sums[tables] += marks - self.marks[slots]
+        else:
+            np.add.at(self.sums, tables, marks - self.marks[slots])
         self.marks[slots] = marks
         self._places[slots] = starts + (which + self._num_buffers) * _BUFFER
         self._num_buffers += len(sources)
         for slot, at in zip(slots.tolist(), which.tolist(), strict=True):
             self._buffers[slot] = sources[at]
+
+    def terms(self, table: int) -> Terms:
+        """What the rank said when it committed a table."""
+        said = self.said[table]
+        assert said is not None
+        return said
 
     def payload(self, slot: int) -> tuple[Any, int]:
         """The buffer of a slice that is here, and where in it its bytes begin."""
@@ -257,15 +275,8 @@ class Given:
         places = self._places[here]
         places = places - places[:1]  # so that it is the same in all rounds
 
-        def find(slots: Ints, places: Ints) -> list[tuple[int, int, int]]:
-            ends = places + self._slots.nbytes[slots]
-            is_cut = (np.diff(slots) != 1) | ~is_next[slots[1:]] | (places[1:] != ends[:-1])
-            first = np.flatnonzero(np.append(True, is_cut))[: len(slots)]
-            last = np.append(first[1:], len(slots))[: len(first)] - 1
-            rows = np.stack((slots[first], slots[last] + 1, ends[last] - places[first]), axis=1)
-            return list(map(tuple, rows.tolist()))
-
-        for first, end, nbytes in self._slots.runs.get(find, here, places):
+        key = here.tobytes(), places.tobytes()
+        for first, end, nbytes in self._slots.runs.get(key, self._slots.divide, here, places, is_next):
             buffer, begin = self.payload(first)
             yield first, end, buffer, begin, begin + nbytes
 
@@ -372,9 +383,9 @@ class Book:
     def commit(self, rank: int, commits: m.Matrix, said: m.Contribute, waiter: Waiter, now: float) -> Ints:
         """Make a rank's contributions to some rounds final; returns a Verdict for each."""
         given = self.of(rank)
-        tables, rounds = commits[:, 0], commits[:, 1]
+        tables, rounds, counts, generations, versions, flags = commits.T
         numbers = self.numbers[tables]
-        is_whole = given.sums[tables] == commits[:, 2] * _HERE + commits[:, 3]
+        is_whole = given.sums[tables] == counts * _HERE + generations
         is_new = (rounds == numbers) & is_whole & ~given.committed[tables]
         verdicts = np.zeros(len(commits), np.int64)
         fresh = waiting = tables
@@ -385,14 +396,14 @@ class Book:
             verdicts[(rounds < numbers) & (rounds >= self._failed[tables])] = Verdict.FAILED
             verdicts[rounds > numbers] = Verdict.AHEAD
             fresh, waiting = tables[is_new], tables[verdicts <= Verdict.REPEATED]
-            commits = commits[is_new]
+            versions, flags = versions[is_new], flags[is_new]
         for table in waiting.tolist():
             given.waiters[table] = waiter
         terms = Terms(said.rescale, said.timeout, said.hold, now)
         for table in fresh.tolist():
             given.said[table] = terms
         given.committed[fresh] = True
-        given.version[fresh], given.flags[fresh] = commits[:, 4], commits[:, 5]
+        given.version[fresh], given.flags[fresh] = versions, flags
         self.num_committed[fresh] += 1
         self._patience = min(self._patience, now + said.timeout)
         return verdicts
@@ -518,13 +529,13 @@ class Rounds:
         self.slots.add(sizes)
         self.shared.fit()
 
-    def books(self, rank: int, tables: Ints, rounds: Ints) -> list[tuple[Book, Any]]:
-        """The books of which a rank means those rounds of some tables, each with the positions of its own."""
+    def books(self, rank: int, tables: Ints, rounds: Ints) -> list[tuple[Book, Bools | None]]:
+        """The books of which a rank means those rounds of some tables, each with which are its own; None: all."""
         if self._is_sync:
-            return [(self.shared, slice(None))]
+            return [(self.shared, None)]
         # The first round of a table is always one of all ranks together.
         is_shared = (rounds == 0) | (self.shared.numbers[tables] == 0)
-        found: list[tuple[Book, Any]] = [(self.shared, is_shared)] if is_shared.any() else []
+        found: list[tuple[Book, Bools | None]] = [(self.shared, is_shared)] if is_shared.any() else []
         if not is_shared.all():
             found.append((self.lane(rank, tables[~is_shared], rounds[~is_shared]), ~is_shared))
         return found

@@ -38,6 +38,7 @@ from kvstore_server.reduction import (
     Run,
     Sums,
     left_out_by_all,
+    part_of,
 )
 from kvstore_server.rows import Parts, Payload, RowSet, cut_rows
 from kvstore_server.storage import Block, Home, Hypers, Leases, Rows, Storage, Undo, Unit
@@ -110,11 +111,15 @@ class Shard:
         """
         runs, found = [], dict[int, list[RowSet]]()
         for run in given:
-            if isinstance(run.payload, Mapping):
+            if isinstance(run.payload, Tensor):
+                runs.append(run)
+            elif isinstance(run.payload, Mapping):
                 dense = self._take_rows(run.first, run.payload, found)
                 runs += [] if dense is None else [Run(run.first, run.end, dense)]
             else:
                 runs.append(run)
+        if not found:
+            return Contribution(runs, scale, absent)
         rows_of = {key: parts[0] if len(parts) == 1 else _joined(parts) for key, parts in found.items()}
         return Contribution(runs, scale, absent, rows_of)
 
@@ -245,7 +250,8 @@ class Shard:
             if optimizer.may_raise:
                 self.undos[unit] = self._snapshot(unit)
         try:
-            self._update(contributions, optimizer, zip(units, hypers, strict=True), decision)
+            with torch.no_grad():
+                self._update(contributions, optimizer, zip(units, hypers, strict=True), decision)
         except Exception as error:
             if not optimizer.may_raise:
                 raise
@@ -261,11 +267,10 @@ class Shard:
                 first = unit.first_key
             end = unit.first_key + len(unit.plan.specs)
         self._counts[first:end] += 1
-        left_out = left_out_by_all(contributions) if any(given.absent for given in contributions) else ()
+        left_out = left_out_by_all(contributions) if any([given.absent for given in contributions]) else ()
         if left_out:
             self._counts[list(left_out)] -= 1
 
-    @torch.no_grad()
     def _update(
         self,
         contributions: Sequence[Contribution],
@@ -276,7 +281,7 @@ class Shard:
         for unit, own in hypers:
             if unit.hypers is not own:
                 self._set_hypers(unit, own)
-        has_rows = any(given.rows for given in contributions)
+        has_rows = any([given.rows for given in contributions])
         by_rows = self._updated_by_rows(contributions, optimizer) if has_rows else ()
         for key in by_rows:
             rows = self._sums.sum_of_rows(key, contributions)
@@ -321,7 +326,7 @@ class Shard:
                 name = self.storage.homes[block.keys[i]].spec.key
                 hyper = {**hyper, "key": name, "first": block.key_starts[i]}
             start, stop = states.segments[i][0] - place.start, block.ends[j - 1] - place.start
-            pieces: list[tuple[int, int, Gradient]] = [(i, j, grad[start:stop])]
+            pieces: list[tuple[int, int, Gradient]] = [(i, j, part_of(grad, start, stop))]
             if lent:
                 pieces = self._pieces(chunk, i, j, grad, lent)
                 if scale == 1.0 and hyper.get("clip_gradient") is None:
@@ -333,9 +338,9 @@ class Shard:
                     rows = zip(states.segments[first:end], block.ends[first:end], strict=True)
                     return [slice(at + numel - start, after - start) for (at, numel), after in rows]
 
-                part, own = slice(start, stop), slice(start - place.start, stop - place.start)
+                part, own = slice(start, stop), part_of(weight, start - place.start, stop - place.start)
                 state = states.view(first, part)
-                apply_update(optimizer, weight[own], piece, state, hyper, padding, scale)
+                apply_update(optimizer, own, piece, state, hyper, padding, scale)
                 states.keep(first, end, part, state)
 
     def _pieces(
