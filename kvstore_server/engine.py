@@ -280,7 +280,7 @@ class Engine:
             commits = commits[[error is None for error in errors]]
             some = space.together(commits[:, 0])
         verdicts = book.commit(rank, commits, body, sender.waiter, now)
-        if np.count_nonzero(verdicts):
+        if verdicts is not None:
             some = space.together(some.tables[verdicts == Verdict.ACCEPTED])
             out += self._answer_others(sender, book, commits, verdicts, body)
         for table in some.named if body.absent or body.hyper else ():
@@ -289,14 +289,18 @@ class Engine:
                 space.absent[table.number, rank] = left_out
             if body.hyper:
                 table.hyper.set(rank, body.hyper)
-        is_complete = book.num_committed[some.tables] == book.num_members
-        num_complete = np.count_nonzero(is_complete)
+        counts = book.num_committed[some.tables].tolist()
+        num_complete, complete, waiting = counts.count(book.num_members), some, list[int]()
+        if num_complete < len(counts):
+            rows = list(zip(some.numbers, counts, strict=True))
+            waiting = [number for number, count in rows if count < book.num_members]
+            complete = space.together(
+                np.array([n for n, count in rows if count == book.num_members], np.int64)
+            )
         if num_complete:
-            all_here = num_complete == len(is_complete)
-            complete = some if all_here else space.together(some.tables[is_complete])
             out += self._finish(space, book, complete, now)
-        if book is space.rounds.shared and num_complete < len(is_complete):
-            out += self._fail_late(space, some.tables[~is_complete].tolist(), now)
+        if book is space.rounds.shared and waiting:
+            out += self._fail_late(space, waiting, now)
         return out
 
     def _why_refused(self, book: Book, table: Table, round_: int, hyper: bytes) -> KVStoreError | None:
@@ -426,12 +430,11 @@ class Engine:
             optimizer = space.optimizer.agreed()
         except KVStoreError:
             return None, some.numbers
-        alike = space.alike(book, some, optimizer)
-        num_alike, others = np.count_nonzero(alike), list[int]()
-        if not num_alike or space.name in self.updaters:
+        alike, others = space.alike(book, some, optimizer), list[int]()
+        if True not in alike or space.name in self.updaters:
             return None, some.numbers
-        if num_alike < len(alike) or not some.is_ascending:
-            others = some.tables[~alike].tolist()
+        if False in alike or not some.is_ascending:
+            others = [n for n, is_alike in zip(some.numbers, alike, strict=True) if not is_alike]
             some = space.together(np.sort(some.tables[alike]))
         changed: dict[int, tuple[bytes, Sequence[Mapping[str, Any]]]] = {}
         for table in some.named:

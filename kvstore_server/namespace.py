@@ -31,7 +31,7 @@ from kvstore_server.plan import SIZES, TensorSpec, check_name, check_same, check
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import KEYS_PER_MESSAGE, unpack_control
 from kvstore_server.reduction import Contribution, Run, part_of
-from kvstore_server.rounds import Book, Bools, Ints, Mode, Rounds, Wait, Waits
+from kvstore_server.rounds import Book, Ints, Mode, Rounds, Wait, Waits
 from kvstore_server.rows import PACKED_ROWS, RowForm, read_payload, same_payload
 from kvstore_server.shard import Leases, Shard
 from kvstore_server.table import ALL, Part, RowPart, Table
@@ -40,8 +40,6 @@ from kvstore_server.tracing import Recording
 _log = logging.getLogger(__name__)
 
 _ROW_FORM = RowForm()
-_SPECIAL = np.int64(~(m.WANTS_WEIGHTS | m.WANTS_DELTA))
-"""The flags of a commit whose table is not changed together with others."""
 _CODECS_KEPT = 16
 """Descriptions of codecs that are remembered; a job has one."""
 
@@ -450,19 +448,18 @@ class Namespace:
         absent = self.absent.get((number, rank), frozenset())
         return Part(slices, flags, int(given.version[number]), said.rescale, said.hold, absent)
 
-    def alike(self, book: Book, some: Together, optimizer: Optimizer | None) -> Bools:
+    def alike(self, book: Book, some: Together, optimizer: Optimizer | None) -> list[bool]:
         """Of tables whose rounds are complete, which are changed by one call: by sums, and for all keys."""
         if not self.mode.is_sync or (optimizer is not None and optimizer.may_raise) or self.recording.active:
-            return np.zeros(len(some.numbers), np.bool_)
+            return [False] * len(some.numbers)
         left = {number for number, _ in self.absent} if self.absent else ()
-        found = book.numbers[some.tables] > 0
-        found &= [one.is_initialised and one.held is None and one.number not in left for one in some.named]
+        found = [one.is_initialised and one.held is None and one.number not in left for one in some.named]
         for given in book.given.values():
-            found &= (given.flags[some.tables] & _SPECIAL) == 0
-            said = [given.terms(number) for number in some.numbers]
+            said: list[Any] = [given.said[number] for number in some.numbers]
             first = said[0]
-            if first.hold or said.count(first) < len(said):
-                found &= [one.hold == 0 and one.rescale == first.rescale for one in said]
+            if not first.is_plain or said.count(first) < len(said):
+                same = [one.is_plain and one.rescale == first.rescale for one in said]
+                found = [a and b for a, b in zip(found, same, strict=True)]
         return found
 
     def contributions(self, book: Book, some: Together, scale: float) -> list[Contribution]:

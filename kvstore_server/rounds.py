@@ -51,10 +51,12 @@ Bools = npt.NDArray[np.bool_]
 _NEVER = np.iinfo(np.int64).max
 _FAILURES_KEPT = 16
 """Of how many failed rounds of a table in a row the reason is remembered."""
-_HERE = np.int64(1 << 40)
+_HERE = 1 << 40
 """Added to the generation of a slice that is here, so that one sum tells how many are, and of which generations."""
-_BUFFER = np.int64(1 << 40)
-"""Bytes that no buffer has: places in different ones are so far apart. They may wrap around, which changes nothing."""
+_BUFFER, _BUFFERS = 1 << 40, 1 << 22
+"""Bytes that no buffer has: places in different ones are so far apart; and how many of those are told apart."""
+_SPECIAL = ~(m.WANTS_WEIGHTS | m.WANTS_DELTA)
+"""The flags of a commit whose table is not changed together with others."""
 
 
 SYNC, ASYNC, SSP = "sync", "async", "ssp"
@@ -124,6 +126,8 @@ class Terms(NamedTuple):
     rescale: float | None
     timeout: float
     hold: float
+    is_plain: bool
+    """It wants the sum to be used, at once and for nothing but an update."""
     since: float
     """When it said so."""
 
@@ -233,18 +237,19 @@ class Given:
             self.waiters += [None] * (tables - len(self.waiters))
             self._buffers += [None] * (slots - len(self._buffers))
 
-    def keep(self, slots: Ints, marks: Ints, sources: Sequence[Any], which: Ints, starts: Ints) -> None:
-        """Keep slices: those that are here in a lower generation are replaced."""
-        tables = self._slots.table[slots]
-        if len(slots) == 1:
-            self.sums[tables] += marks - self.marks[slots]
+    def keep(self, slots: Any, marks: Any, sources: Sequence[Any], which: Any, starts: Any) -> None:
+        """Keep slices, or the one of these numbers: those that are here in a lower generation are replaced."""
+        tables, news = self._slots.table[slots], marks - self.marks[slots]
+        if isinstance(slots, int):
+            self.sums[tables] += news
+            self._buffers[slots] = sources[which]
         else:
-            np.add.at(self.sums, tables, marks - self.marks[slots])
+            np.add.at(self.sums, tables, news)
+            for slot, at in zip(slots.tolist(), which.tolist(), strict=True):
+                self._buffers[slot] = sources[at]
         self.marks[slots] = marks
         self._places[slots] = starts + (which + self._num_buffers) * _BUFFER
-        self._num_buffers += len(sources)
-        for slot, at in zip(slots.tolist(), which.tolist(), strict=True):
-            self._buffers[slot] = sources[at]
+        self._num_buffers = (self._num_buffers + len(sources)) % _BUFFERS
 
     def terms(self, table: int) -> Terms:
         """What the rank said when it committed a table."""
@@ -359,8 +364,18 @@ class Book:
         Raises:
             ProtocolError: a slice belongs to a round that is not open yet; nothing was taken.
         """
-        slots, rounds, generations = pushes[:, 0], pushes[:, 1], pushes[:, 2]
-        tables, given = self._slots.table[slots], self.of(rank)
+        given = self.of(rank)
+        if (
+            len(pushes) == 1
+        ):  # as a rule the first of its slot; plain numbers take a tenth of the time of arrays
+            slot, round_, generation, _ = pushes[0].tolist()
+            table = self._slots.table[slot]
+            is_awaited = round_ == self.numbers[table] and not given.committed[table]
+            if is_awaited and not generation and not given.marks[slot]:
+                given.keep(slot, _HERE, sources, int(which[0]), int(starts[0]))
+                return
+        slots, rounds, generations, _ = pushes.T
+        tables = self._slots.table[slots]
         numbers, here, marks = self.numbers[tables], given.marks[slots], generations + _HERE
         is_news = (rounds == numbers) & (here < marks) & ~given.committed[tables]
         if np.count_nonzero(is_news) < len(slots):
@@ -380,32 +395,44 @@ class Book:
         if len(slots):
             given.keep(slots, marks, sources, which, starts)
 
-    def commit(self, rank: int, commits: m.Matrix, said: m.Contribute, waiter: Waiter, now: float) -> Ints:
-        """Make a rank's contributions to some rounds final; returns a Verdict for each."""
-        given = self.of(rank)
-        tables, rounds, counts, generations, versions, flags = commits.T
-        numbers = self.numbers[tables]
+    def commit(
+        self, rank: int, commits: m.Matrix, said: m.Contribute, waiter: Waiter, now: float
+    ) -> Ints | None:
+        """Make a rank's contributions to some rounds final; returns a Verdict for each, or None if all are accepted."""
+        given, verdicts = self.of(rank), None
+        columns: Any = commits.T if len(commits) != 1 else commits[0].tolist()  # as in `push`
+        tables, rounds, counts, generations, versions, flags = columns
         is_whole = given.sums[tables] == counts * _HERE + generations
-        is_new = (rounds == numbers) & is_whole & ~given.committed[tables]
-        verdicts = np.zeros(len(commits), np.int64)
-        fresh = waiting = tables
+        is_new = (rounds == self.numbers[tables]) & is_whole & ~given.committed[tables]
+        fresh = waiting = commits[:, 0].tolist()
         if np.count_nonzero(is_new) < len(commits):
-            verdicts[~is_whole] = Verdict.REFUSED
-            verdicts[given.committed[tables]] = Verdict.REPEATED
-            verdicts[rounds < numbers] = Verdict.APPLIED
-            verdicts[(rounds < numbers) & (rounds >= self._failed[tables])] = Verdict.FAILED
-            verdicts[rounds > numbers] = Verdict.AHEAD
-            fresh, waiting = tables[is_new], tables[verdicts <= Verdict.REPEATED]
-            versions, flags = versions[is_new], flags[is_new]
-        for table in waiting.tolist():
+            verdicts = self._verdicts(given, commits)
+            of_each = verdicts.tolist()
+            fresh = [table for table, one in zip(waiting, of_each, strict=True) if one == Verdict.ACCEPTED]
+            waiting = [table for table, one in zip(waiting, of_each, strict=True) if one <= Verdict.REPEATED]
+            tables, _, _, _, versions, flags = commits[verdicts == Verdict.ACCEPTED].T
+        for table in waiting:
             given.waiters[table] = waiter
-        terms = Terms(said.rescale, said.timeout, said.hold, now)
-        for table in fresh.tolist():
+        special = flags & _SPECIAL
+        is_plain = not said.hold and not (special if isinstance(special, int) else special.any())
+        terms = Terms(said.rescale, said.timeout, said.hold, is_plain, now)
+        for table in fresh:
             given.said[table] = terms
-        given.committed[fresh] = True
-        given.version[fresh], given.flags[fresh] = versions, flags
-        self.num_committed[fresh] += 1
+        given.committed[tables] = True
+        given.version[tables], given.flags[tables] = versions, flags
+        self.num_committed[tables] += 1
         self._patience = min(self._patience, now + said.timeout)
+        return verdicts
+
+    def _verdicts(self, given: Given, commits: m.Matrix) -> Ints:
+        """What becomes of commits, by a Verdict for each."""
+        tables, rounds, counts, generations, _, _ = commits.T
+        numbers, verdicts = self.numbers[tables], np.zeros(len(commits), np.int64)
+        verdicts[given.sums[tables] != counts * _HERE + generations] = Verdict.REFUSED
+        verdicts[given.committed[tables]] = Verdict.REPEATED
+        verdicts[rounds < numbers] = Verdict.APPLIED
+        verdicts[(rounds < numbers) & (rounds >= self._failed[tables])] = Verdict.FAILED
+        verdicts[rounds > numbers] = Verdict.AHEAD
         return verdicts
 
     def times(self, table: int) -> tuple[float, float]:

@@ -301,7 +301,8 @@ def arrival_order_sum(real: Any, self: Any, rank: int, *args: Any) -> Any:
 def early_apply(real: Any, self: Any, rank: int, commits: m.Matrix, *args: Any) -> Any:
     """A round does not wait for the slowest worker."""
     verdicts = real(self, rank, commits, *args)
-    tables = commits[(verdicts == Verdict.ACCEPTED) & (commits[:, 1] > 0), 0]
+    is_accepted = True if verdicts is None else verdicts == Verdict.ACCEPTED
+    tables = commits[is_accepted & (commits[:, 1] > 0), 0]
     self.num_committed[tables[self.num_committed[tables] == self.num_members - 1]] += 1
     return verdicts
 
