@@ -33,8 +33,9 @@ Numbers: TypeAlias = NDArray[Any]
 """Flat, of a compute dtype."""
 Bytes: TypeAlias = NDArray[np.uint8]
 
-BLOCK = 1 << 16
-"""Elements that are worked on at a time, rounded up to whole units, so that intermediate results stay in the cache."""
+BLOCK = 1 << 18
+"""Elements that are worked on at a time, rounded up to whole units: a slice. Intermediate results of fewer would stay
+in a faster cache, but every call has its price, which is more than what that gains (benchmarks/compression.py)."""
 
 
 @functools.cache
@@ -223,11 +224,6 @@ def _is_finite(left: Numbers) -> bool:
     return math.isfinite(torch.from_numpy(left).sum().item())
 
 
-def _wire(codes: Bytes, dtype: torch.dtype) -> Tensor:
-    """View bytes as numbers, at an odd address too."""
-    return torch.frombuffer(codes, dtype=dtype)
-
-
 @dataclass(frozen=True)
 class NoCompression(Codec):
     """Gradients travel as they are, infinities and NaNs too."""
@@ -244,7 +240,7 @@ class NoCompression(Codec):
         raise AssertionError("an exact codec quantises nothing")
 
     def _dequantise(self, codes: Bytes, dtype: str, values: Numbers) -> None:
-        torch.from_numpy(values).copy_(_wire(codes, torch_dtype(dtype)))
+        torch.from_numpy(values).copy_(torch.frombuffer(codes, dtype=torch_dtype(dtype)))
 
 
 @dataclass(frozen=True)
@@ -265,13 +261,13 @@ class HalfPrecision(Codec):
         return 2 * numel
 
     def _quantise(self, total: Numbers, codes: Bytes, spare: Numbers) -> bool:
-        rounded = _wire(codes, self.wire)
+        rounded = torch.frombuffer(codes, dtype=self.wire)
         rounded.copy_(torch.from_numpy(total))
         torch.from_numpy(spare).copy_(rounded)
         return _is_finite(np.subtract(total, spare, total))
 
     def _dequantise(self, codes: Bytes, dtype: str, values: Numbers) -> None:
-        torch.from_numpy(values).copy_(_wire(codes, self.wire))
+        torch.from_numpy(values).copy_(torch.frombuffer(codes, dtype=self.wire))
 
 
 @dataclass(frozen=True)
@@ -389,7 +385,8 @@ class TwoBit(Codec):
         return -(-numel // 4)
 
     def _quantise(self, total: Numbers, codes: Bytes, spare: Numbers) -> bool:
-        above, below = np.zeros((2, 4 * len(codes)), np.bool_)
+        above, below = flags = np.empty((2, 4 * len(codes)), np.bool_)
+        flags[:, len(total) :] = False
         np.greater_equal(total, self.threshold, above[: len(total)])
         np.less_equal(total, -self.threshold, below[: len(total)])
         four = above.view(_FOUR) * _SIDE_BY_SIDE[3] + below.view(_FOUR) * _SIDE_BY_SIDE[2]

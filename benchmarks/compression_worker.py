@@ -1,0 +1,107 @@
+"""Encodes and decodes random gradients by one codec, checks that nothing was lost, and times both on one thread.
+
+Started by compression.py in a process of its own. Speed is counted in bytes of float32 gradients.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from kvstore_server.codec import make_codec
+from kvstore_server.plan import Plan, TensorSpec, make_plan
+from kvtrainer.comm.compressor import Compressor
+
+KEYS = 8
+COPY = "copy"
+"""Not a codec: plain copies, slice by slice, which are the limit."""
+Timed = tuple[list[float], list[float]]
+"""Seconds of the rounds: of encoding, of decoding and adding."""
+
+
+def main() -> None:
+    """Measure one kind and write {"encode": …, "decode and add": …} to OUT."""
+    options = _options()
+    torch.set_num_threads(1)
+    plan = make_plan([TensorSpec(f"w{at}", (options.floats // KEYS,), "float32") for at in range(KEYS)], 1)
+    run = _copy if options.kind == COPY else _compress
+    times = run(options.kind, plan, _gradients(plan), options.rounds)
+    amount = 4 * sum(piece.used for piece in plan.slices) / 1e9
+    measured = {
+        name: {"median": statistics.median(seconds), "rounds": seconds, "amount": amount}
+        for name, seconds in zip(("encode", "decode and add"), times, strict=True)
+    }
+    Path(options.out).write_text(json.dumps(measured))
+
+
+def _gradients(plan: Plan) -> Callable[[int], Tensor]:
+    """The gradients of a round: random, and others in each."""
+    length = max(piece.offset + piece.length for piece in plan.slices)
+    drawn = torch.randn(length + 1024 * 16, generator=torch.Generator().manual_seed(1))
+    return lambda number: drawn[number % 1024 * 16 :][:length]
+
+
+def _compress(kind: str, plan: Plan, gradients: Callable[[int], Tensor], rounds: int) -> Timed:
+    """Encode as a worker does, decode as a server does.
+
+    Raises:
+        AssertionError: what arrived and what is kept back is not the sum of the gradients.
+    """
+    codec = make_codec({"type": kind})
+    compressor = Compressor(codec, plan)
+    encoding, decoding = list[float](), list[float]()
+    space = torch.empty(max(piece.used for piece in plan.slices))
+    arrived, given = torch.zeros(2, len(gradients(0)))
+    for number in range(rounds + 2):
+        grads = gradients(number)
+        began = time.perf_counter()
+        data = compressor.encode({"float32": grads}, plan.slices, frozenset())
+        compressor.accept()
+        between = time.perf_counter()
+        for piece in plan.slices:
+            payload, values = data[piece.index], space[: piece.used]
+            codec.check_payload(payload, "float32", piece.used)
+            codec.decode(payload, "float32", values)
+            arrived[piece.offset : piece.offset + piece.used].add_(values)
+        ended = time.perf_counter()
+        given += grads
+        if number >= 2:
+            encoding.append(between - began)
+            decoding.append(ended - between)
+    for key, kept in compressor.residuals().items():
+        part = slice(plan.key_offsets[key], plan.key_offsets[key] + len(kept))
+        torch.testing.assert_close(arrived[part] + kept, given[part], rtol=1e-3, atol=1e-3)
+    return encoding, decoding
+
+
+def _copy(kind: str, plan: Plan, gradients: Callable[[int], Tensor], rounds: int) -> Timed:
+    """Copy the gradients, which is the limit of both."""
+    to = torch.zeros_like(gradients(0))
+    seconds = list[float]()
+    for number in range(rounds + 2):
+        grads, began = gradients(number), time.perf_counter()
+        for piece in plan.slices:
+            part = slice(piece.offset, piece.offset + piece.used)
+            to[part].copy_(grads[part])
+        seconds.append(time.perf_counter() - began)
+    return seconds[2:], seconds[2:]
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kind", required=True)
+    parser.add_argument("--floats", type=int, required=True)
+    parser.add_argument("--rounds", type=int, required=True)
+    parser.add_argument("--out", required=True)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
