@@ -31,7 +31,8 @@ import torch
 from torch import Tensor
 
 from kvstore_server.errors import ProtocolError
-from kvstore_server.protocol.frames import MAX_FRAME, MAX_PAYLOAD, MOST_FRAMES, Frame
+from kvstore_server.protocol.frames import MAX_FRAME, MAX_PAYLOAD, MOST_FRAMES, SENT_ALONE, Frame
+from kvstore_server.storage import Leases
 
 _log = logging.getLogger(__name__)
 
@@ -47,10 +48,14 @@ _LINE = 64
 _POPULATE_WRITE = 23
 _HEAD = struct.Struct("<HHIQ")
 """Kind; numbers of frames and of places given back; another number."""
-_MESSAGE, _ATTACH, _ROOM, _REQUESTS, _REPLIES = range(5)
-"""Frames; a worker's session; room for so many bytes is wanted; memory for requests from now on; for replies."""
+_MESSAGE, _ATTACH, _ROOM, _REQUESTS, _REPLIES, _WEIGHTS = range(6)
+"""Frames; a worker's session; room for so many bytes is wanted; memory for requests from now on; for replies; memory
+of weights."""
 _NUMBER = 40
 """A place is named by its offset and, from this bit on, the number of the memory in which it is."""
+_FIRST_WEIGHTS = 1 << 20
+"""The first number of memory that is not a channel's own, but holds weights."""
+_SEAL_FUTURE_WRITE = 0x10
 _MOST_GIVEN_BACK = 1024
 _DATAGRAM = 8 * _MOST_GIVEN_BACK + (MOST_FRAMES + 1) * (16 + _INLINE)
 _BURST = 64
@@ -64,13 +69,14 @@ class Arena:
     """Memory of a descriptor, which is closed; the mapping keeps the memory.
 
     Args:
-        number: Tells it from the memory that had the same purpose before.
+        number: Tells it from other memory.
+        is_ours: It may be written, and the other side sees that.
     """
 
-    def __init__(self, fd: int, number: int = 0) -> None:
+    def __init__(self, fd: int, number: int = 0, is_ours: bool = True) -> None:
         try:
             self.nbytes = os.fstat(fd).st_size
-            self._map = mmap.mmap(fd, self.nbytes)
+            self._map = mmap.mmap(fd, self.nbytes, mmap.MAP_SHARED if is_ours else mmap.MAP_PRIVATE)
         finally:
             os.close(fd)
         self.number = number
@@ -127,6 +133,64 @@ class Places:
         self._free.insert(at, (begin, end))
 
 
+class Shelf:
+    """Weights of a server, in memory that all its workers can read and none of them can change.
+
+    Args:
+        leases: Is told which weights somebody reads.
+    """
+
+    def __init__(self, leases: Leases) -> None:
+        self.leases = leases
+        self.fds: dict[int, int] = {}
+        """Number of a memory → its descriptor."""
+        self._places: dict[int, tuple[int, int]] = {}
+        """The number → its address and size."""
+        self._last = _FIRST_WEIGHTS
+
+    def make(self, nbytes: int) -> Tensor | None:
+        """Make memory for weights, zero, which is forgotten when nobody refers to it; None where that is impossible."""
+        try:
+            fd = os.memfd_create("kvstore-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        except OSError:
+            return None
+        try:
+            os.ftruncate(fd, nbytes)
+            arena = Arena(os.dup(fd))
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS,
+                        fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL)  # fmt: skip
+        except (OSError, ValueError):  # an older system, or not so much memory
+            os.close(fd)
+            return None
+        self._last += 1
+        self.fds[self._last] = fd
+        self._places[self._last] = arena.numbers.data_ptr(), nbytes
+        weakref.finalize(arena.bytes, self._forget, self._last).atexit = False
+        return arena.numbers
+
+    def find(self, pieces: Sequence[Tensor]) -> int | None:
+        """Return the place of pieces that lie here one behind the other; None where they do not."""
+        first = end = pieces[0].data_ptr()
+        for piece in pieces:
+            if piece.data_ptr() != end:
+                return None
+            end += piece.nbytes
+        for number, (address, nbytes) in self._places.items():
+            if address <= first and end <= address + nbytes:
+                return first - address | number << _NUMBER
+        return None
+
+    def close(self) -> None:
+        """Close the descriptors; the memory stays for those who have it."""
+        for number in list(self.fds):
+            self._forget(number)
+
+    def _forget(self, number: int) -> None:
+        if number in self.fds:
+            os.close(self.fds.pop(number))
+            del self._places[number]
+
+
 class Channel:
     """One end of the connection between a worker and a server. Never blocks; not thread-safe.
 
@@ -135,10 +199,16 @@ class Channel:
         sends: Memory for what this end sends.
         reads: Memory of what it gets.
         make: On the server, makes memory for so many bytes and returns its descriptor, or None where it has none.
+        shelf: On the server, weights that the worker may read where they lie.
     """
 
     def __init__(
-        self, end: socket.socket, sends: Arena, reads: Arena, make: Callable[[int], int | None] | None = None
+        self,
+        end: socket.socket,
+        sends: Arena,
+        reads: Arena,
+        make: Callable[[int], int | None] | None = None,
+        shelf: Shelf | None = None,
     ) -> None:
         end.setblocking(False)
         self._end = end
@@ -152,8 +222,16 @@ class Channel:
         self._has_asked = False
         self.is_tight = False
         """There is no more memory."""
+        self._shelf = shelf
+        self._weights: dict[int, Arena] = {}
+        """Memory of weights that the worker knows, by its number; empty on the server."""
+        self._shown: set[int] = set()
+        """The numbers that the server has told."""
+        self._read: dict[int, list[Sequence[Tensor]]] = {}
+        """Place → weights there that the worker reads, as often as it was sent them."""
+        self._num_lent = 0
         self._lent: dict[int, weakref.ref[Bytes]] = {}
-        """Place → the frame there that somebody still reads."""
+        """The frames that somebody still reads."""
         self._lent_bytes = 0
         """In the memory that is read now."""
         self._returned: list[tuple[int, int]] = []
@@ -171,6 +249,9 @@ class Channel:
 
     def close(self) -> None:
         """End the connection; frames that somebody has stay readable."""
+        for place in list(self._read):
+            while place in self._read:
+                self._take_back(place)
         self._lent.clear()  # which refers to this channel, so that its memory would be kept
         with suppress(OSError):  # the other end is gone
             self._end.shutdown(socket.SHUT_RDWR)  # a forked child may have it open still
@@ -181,15 +262,19 @@ class Channel:
         """Bytes of data that a message may bring."""
         return max(self._sends.nbytes // 4, MAX_PAYLOAD) if self.is_tight else _PORTION
 
-    def send(self, frames: Sequence[Frame], payloads: Sequence[Tensor] | None = None) -> bool:
+    def send(
+        self, frames: Sequence[Frame], payloads: Sequence[Tensor] | None = None, may_stay: bool = False
+    ) -> bool:
         """Send a message, if there is room for it now; return whether there was.
 
         Args:
             payloads: Its last frame, in pieces.
+            may_stay: They may be read where they lie; those of the shelf are, and held until that is over.
 
         Raises:
             OSError: the peer is gone.
         """
+        stays = self._place_of(payloads) if may_stay and payloads else None
         table: list[int] = []
         inline: list[Frame] = []
         taken: list[int] = []
@@ -197,6 +282,9 @@ class Channel:
         for frame in frames if payloads is None else (*frames, None):
             pieces = payloads if frame is None and payloads is not None else ()
             nbytes = sum([piece.nbytes for piece in pieces]) if frame is None else len(frame)
+            if frame is None and stays is not None:
+                table += nbytes, stays
+                continue
             begin = -1 if nbytes <= _INLINE else self._places.take(nbytes)
             if begin is None:
                 break
@@ -214,7 +302,34 @@ class Channel:
             is_sent = self._put(_MESSAGE, table, inline)
         for begin in () if is_sent else taken:
             self._places.give_back(begin)
+        if is_sent and stays is not None and payloads and self._shelf is not None:
+            self._read.setdefault(stays, []).append(payloads)
+            for piece in payloads:
+                self._shelf.leases.hold(piece)
         return is_sent
+
+    def _place_of(self, pieces: Sequence[Tensor]) -> int | None:
+        """Return where the worker can read weights that need not be copied; None where it cannot."""
+        if self._shelf is None or sum([piece.nbytes for piece in pieces]) < len(pieces) * SENT_ALONE:
+            return None
+        place = self._shelf.find(pieces)
+        if place is None:
+            return None
+        number = place >> _NUMBER
+        if number not in self._shown:
+            if not self._put(_WEIGHTS, (), (), number, self._shelf.fds[number]):
+                return None
+            self._shown.add(number)
+        return place
+
+    def _take_back(self, place: int) -> None:
+        """Note that the worker has read weights."""
+        found = self._read.pop(place, None)
+        if found is not None and self._shelf is not None:
+            for piece in found.pop():
+                self._shelf.leases.release(piece)
+            if found:
+                self._read[place] = found
 
     def receive(self) -> list[Frame] | None:
         """Return the frames of the next message; None where none has come.
@@ -253,6 +368,8 @@ class Channel:
                 for place in numbers[:num_returned]:
                     if place >> _NUMBER == self._sends.number:
                         self._places.give_back(place & ~(-1 << _NUMBER))
+                    elif place >> _NUMBER > _FIRST_WEIGHTS:
+                        self._take_back(place)
                 if kind != _MESSAGE:
                     self._change_memory(kind, value, fds)
                 elif num_frames:
@@ -337,6 +454,8 @@ class Channel:
                 self._places = Places(self._sends.nbytes)
         elif kind == _REPLIES and self._make is None and fds:
             self._reads, self._lent_bytes = {value: Arena(fds.pop(), value)}, 0
+        elif kind == _WEIGHTS and self._make is None and fds:
+            self._weights[value] = Arena(fds.pop(), value, is_ours=False)
         else:
             raise ValueError(f"a datagram of kind {kind}")
 
@@ -369,22 +488,26 @@ class Channel:
     def _take_place(self, nbytes: int, place: int, may_lend: bool) -> Frame:
         """Return the bytes of a place: a copy, or its memory, as long as somebody refers to it."""
         number, begin = place >> _NUMBER, place & ~(-1 << _NUMBER)
-        arena = self._reads[number]
+        weights = self._weights.get(number)
+        arena = self._reads[number] if weights is None else weights
         if begin + nbytes > arena.nbytes:
             raise ValueError(f"a frame of {nbytes} bytes at {begin} of {arena.nbytes}")
         if len(self._reads) > 1 and number == max(self._reads):
             self._reads, self._lent_bytes = {number: arena}, 0  # the peer will not use what it had before
         found = arena.bytes[begin : begin + nbytes]
-        if may_lend and self._lent_bytes + nbytes <= arena.nbytes // 2:
-            self._lent[place] = weakref.ref(found, partial(self._give_back, place, nbytes))
-            self._lent_bytes += nbytes
+        if may_lend and (weights is not None or self._lent_bytes + nbytes <= arena.nbytes // 2):
+            self._num_lent += 1
+            self._lent[self._num_lent] = weakref.ref(
+                found, partial(self._give_back, self._num_lent, place, nbytes)
+            )
+            self._lent_bytes += 0 if weights is not None else nbytes
             return found
         self._returned.append((place, nbytes))
         self._returned_bytes += nbytes
         return bytearray(found)
 
-    def _give_back(self, place: int, nbytes: int, _: weakref.ref[Bytes]) -> None:
-        self._lent.pop(place, None)
+    def _give_back(self, number: int, place: int, nbytes: int, _: weakref.ref[Bytes]) -> None:
+        self._lent.pop(number, None)
         self._returned.append((place, nbytes))
         self._returned_bytes += nbytes
         if place >> _NUMBER in self._reads:
@@ -437,14 +560,18 @@ class Listener:
         run: Of the server; a channel is found by it.
         admits: Whether a routing id belongs to the session of a token.
         available: Bytes of memory that the machine has to spare.
+        leases: Is told which weights are read; has new ones made where workers can read them.
 
     Raises:
         OSError: the system has no such sockets.
     """
 
-    def __init__(self, run: int, admits: Callable[[bytes, int], bool], available: Callable[[], int]) -> None:
+    def __init__(
+        self, run: int, admits: Callable[[bytes, int], bool], available: Callable[[], int], leases: Leases
+    ) -> None:
         self._admits = admits
         self._available = available
+        self._shelf = Shelf(leases)
         self.channels: dict[bytes, Channel] = {}
         """Routing id → the channel of its worker."""
         self._peers: dict[int, tuple[bytes, int]] = {}
@@ -461,6 +588,7 @@ class Listener:
             raise
         self._ready = select.epoll()
         self._ready.register(self._end, select.EPOLLIN)
+        leases.shared = self._shelf.make
 
     def fileno(self) -> int:
         """Return a descriptor that can be read where something has come."""
@@ -473,6 +601,7 @@ class Listener:
         for end in (*self._strangers.values(), self._end):
             end.close()
         self._ready.close()
+        self._shelf.close()
 
     def receive(self) -> Iterator[tuple[bytes, list[Frame]]]:
         """Yield messages that have come, of each worker a few, and the routing id of its sender."""
@@ -560,7 +689,7 @@ class Listener:
                 os.close(fd)
         if peer in self.channels:
             self.drop(peer)
-        self.channels[peer] = Channel(end, replies, requests, self._make)
+        self.channels[peer] = Channel(end, replies, requests, self._make, self._shelf)
         self._peers[end.fileno()] = peer, token
 
     def _make(self, nbytes: int) -> int | None:

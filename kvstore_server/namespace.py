@@ -491,7 +491,7 @@ class Namespace:
                 table.note_read(rank)
         parts, padded = some.parts.copy(), self.shard.storage.padded
         parts[:, 1] = np.array([table.version for table in some.named])[some.owners]
-        return m.Weights(parts, tuple([padded[slot] for slot in some.resident]))
+        return m.Weights(parts, tuple([padded[slot] for slot in some.resident]), self.mode.is_sync)
 
     def rows(self, rank: int, table: Table, found: Sequence[RowPart]) -> m.Weights:
         """Rows of a table for a rank, as a reply."""

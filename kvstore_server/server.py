@@ -97,7 +97,7 @@ def make_server(
     leases = Leases()
     engine = Engine(config, leases, clock)
     try:
-        listener = Listener(config.run, engine.is_session, available_memory)
+        listener = Listener(config.run, engine.is_session, available_memory, leases)
     except OSError as error:
         _log.warning("workers of this host cannot share memory with this server: %s", error)
         listener = None
@@ -325,7 +325,8 @@ class Server:
         channel = self._channel_for(peer, reply)
         try:
             if channel is not None:
-                if not channel.send(*encode_reply_parts(reply)):
+                may_stay = isinstance(reply.body, m.Weights) and reply.body.may_stay
+                if not channel.send(*encode_reply_parts(reply), may_stay):
                     return _Sent.LATER
                 self._budget -= _LEAST + _OF_PART * len(payloads) + sum([one.nbytes for one in payloads])
                 return _Sent.NOW
@@ -435,7 +436,7 @@ class Backlog:
             return reply
         news = [at for at, key in enumerate(_keys(reply)) if key not in self._coming]
         payloads = tuple([reply.body.payloads[at] for at in news])
-        return m.Reply(reply.number, m.Weights(reply.body.parts[news], payloads))
+        return m.Reply(reply.number, m.Weights(reply.body.parts[news], payloads, reply.body.may_stay))
 
 
 def _payloads_of(reply: m.Reply) -> Sequence[Tensor]:
@@ -483,5 +484,6 @@ def packed(
             yield m.Outgoing(peer, m.Reply(number, bodies[0]))
             continue
         parts = np.concatenate([body.parts for body in bodies])
-        whole = m.Weights(parts, tuple([payload for body in bodies for payload in body.payloads]))
+        payloads = tuple([payload for body in bodies for payload in body.payloads])
+        whole = m.Weights(parts, payloads, all([body.may_stay for body in bodies]))
         yield from [m.Outgoing(peer, m.Reply(number, body)) for body in divided(whole, portion(peer))]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -21,6 +21,7 @@ from kvstore_server.codec import torch_dtype
 from kvstore_server.optimizer import States
 from kvstore_server.optimizer.state import aligned_zeros
 from kvstore_server.plan import Plan, Slice, TensorSpec, row_numel
+from kvstore_server.protocol.frames import SENT_ALONE
 
 Hypers = Sequence[Mapping[str, Any]]
 """By index of the key: the optimizer's numbers, multipliers applied. Keys with equal numbers may share a mapping."""
@@ -140,23 +141,25 @@ class Tracker(Protocol):
 
 
 class Leases:
-    """Buffers that a socket or a queue still reads from, by address; weights are sent without a copy.
+    """Buffers that a socket, a queue or a peer still reads from, by address; weights are sent without a copy.
 
     Attributes:
-        held: How many messages with a buffer wait in a queue of ours.
+        held: How many messages with a buffer wait in a queue of ours, or are with a peer that reads it in its place.
         sent: The trackers of messages with a buffer that the socket has taken.
     """
 
     def __init__(self) -> None:
         self.held: dict[int, int] = {}
         self.sent: dict[int, list[Tracker]] = {}
+        self.shared: Callable[[int], Tensor | None] = lambda _: None
+        """Makes memory of so many bytes, zero, that peers can read in its place; None where there is none."""
 
     def hold(self, buffer: Tensor) -> None:
-        """Note that a message with this buffer waits in a queue; may be called several times."""
+        """Note that a message with this buffer waits, or is read; may be called several times."""
         self.held[buffer.data_ptr()] = self.held.get(buffer.data_ptr(), 0) + 1
 
     def release(self, buffer: Tensor) -> None:
-        """Note that one of the messages with this buffer has left its queue."""
+        """Note that one of the messages with this buffer has left its queue, or was read."""
         self.held[buffer.data_ptr()] -= 1
         if not self.held[buffer.data_ptr()]:
             del self.held[buffer.data_ptr()]
@@ -296,7 +299,7 @@ class Storage:
         slots = {piece.index: len(self.slots) + at for at, piece in enumerate(slices)}
         own = stacks(plan.resident_slices_of(server))
         unit = Unit(plan, server, len(self.slots), first_key, slices, slots, own, keys, RowChanges(own))
-        blocks = self._blocks_for(slices, memory)
+        blocks = self._blocks_for(slices, memory, not plan.has_row_sparse)
         for piece in slices:
             self._add_slot(unit, piece, blocks[piece.dtype])
         for block in blocks.values():
@@ -306,8 +309,14 @@ class Storage:
         self.num_keys += len(plan.specs)
         return unit
 
-    def _blocks_for(self, slices: Sequence[Slice], memory: Mapping[str, Tensor] | None) -> dict[str, Block]:
-        """The memory for some slices, by dtype: what is left of the last block, or a new one."""
+    def _blocks_for(
+        self, slices: Sequence[Slice], memory: Mapping[str, Tensor] | None, is_read: bool
+    ) -> dict[str, Block]:
+        """The memory for some slices, by dtype: what is left of the last block, or a new one.
+
+        Args:
+            is_read: All of it is what workers will read.
+        """
         sizes: dict[str, int] = {}
         for piece in slices:
             sizes[piece.dtype] = sizes.get(piece.dtype, 0) + piece.length
@@ -319,11 +328,20 @@ class Storage:
                     weights = memory[dtype]
                 else:
                     # Room for as much again, which takes no memory before it is written.
-                    weights = aligned_zeros(max(size, 2 * block.used if block else 0), torch_dtype(dtype))
+                    weights = self._zeros(
+                        max(size, 2 * block.used if block else 0), torch_dtype(dtype), is_read
+                    )
                 states = States(dtype, weights.numel(), device=weights.device)
                 block = self._blocks[dtype] = Block(dtype, weights, states)
             found[dtype] = block
         return found
+
+    def _zeros(self, numel: int, dtype: torch.dtype, is_read: bool) -> Tensor:
+        """Make memory for weights; where much is read, such as peers can read in its place."""
+        nbytes = numel * dtype.itemsize
+        is_shared = is_read and nbytes >= SENT_ALONE and self._leases is not None
+        shared = self._leases.shared(nbytes) if is_shared and self._leases is not None else None
+        return aligned_zeros(numel, dtype) if shared is None else shared.view(dtype)
 
     def _add_slot(self, unit: Unit, piece: Slice, block: Block) -> None:
         number, first = len(self.slots), len(block.keys)

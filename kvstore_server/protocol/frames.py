@@ -193,7 +193,8 @@ def divided(body: Any, most: int = MAX_PAYLOAD) -> list[Any]:
     if len(body.payloads) < len(sizes):
         payloads = list(_cut(body.payloads, [int(sizes[cut].sum()) for cut in cuts]))
     if isinstance(body, m.Weights):
-        return [m.Weights(body.parts[cut], tuple(own)) for cut, own in zip(cuts, payloads, strict=True)]
+        rows = zip(cuts, payloads, strict=True)
+        return [m.Weights(body.parts[cut], tuple(own), body.may_stay) for cut, own in rows]
     *others, last = [
         m.Contribute(body.pushes[cut], tuple(own), _NO_COMMITS, body.form, timeout=body.timeout)
         for cut, own in zip(cuts, payloads, strict=True)

@@ -325,6 +325,8 @@ class Weights:
     """(slot, version, kind, bytes) of each slice; the version is the number of updates that went into its table."""
     payloads: tuple[Tensor, ...]
     """Flat: the bytes of the parts in this order, each in one of them: whole slots where the kind is WHOLE."""
+    may_stay: bool = False
+    """Nothing of this changes before the worker contributes again, so that it may be read where it lies. Not sent."""
 
 
 @dataclass(slots=True, eq=False)

@@ -129,17 +129,31 @@ def test_a_server_without_memory_to_spare_serves_all_the_same(
     torch.testing.assert_close(table.weight.detach(), before - 2.0)
 
 
+def test_workers_read_the_weights_of_a_server_where_they_lie_until_the_job_ends(processes: Processes) -> None:
+    [server] = processes.servers(1)
+    mapped = [Path(f"/proc/{process}/maps") for process in (server.pid, "self")]
+    trained([server])
+    assert eventually(lambda: "memfd:kvstore-weights" not in mapped[0].read_text())
+    with Members() as members:
+        pair = members.pair([server])
+        together(*(lambda kv=kv: kv.init("w", torch.zeros(3_000_000)) for kv in pair))
+        outs = together(*(lambda kv=kv: round_of(kv, "w", torch.ones(3_000_000)) for kv in pair))
+        assert [set(out.tolist()) for out in outs] == [{2.0}] * 2
+        assert all("memfd:kvstore-weights" in maps.read_text() for maps in mapped)
+    assert eventually(lambda: "memfd:kvstore-weights" not in mapped[0].read_text())
+
+
 def test_the_memory_of_a_worker_that_was_killed_is_given_back(processes: Processes) -> None:
     [server] = processes.servers(1)
     mapped = Path(f"/proc/{server.pid}/maps")
-    assert mapped.read_text().count("memfd:kvstore") == 0
+    assert mapped.read_text().count("memfd:kvstore (") == 0
     worker = processes.worker(
         "kv.init('w', torch.zeros(3_000_000))\nat('ready')\n", [server], 0, 1, new_name()
     )
     assert worker.line() == "ready"
-    assert mapped.read_text().count("memfd:kvstore") >= 2
+    assert mapped.read_text().count("memfd:kvstore (") >= 2
     worker.signal(signal.SIGKILL)
-    assert eventually(lambda: mapped.read_text().count("memfd:kvstore") == 0)
+    assert eventually(lambda: mapped.read_text().count("memfd:kvstore (") == 0)
 
 
 @pytest.mark.parametrize(("transport", "is_refused"), [("auto", False), ("shm", True)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import random
 import socket
@@ -12,9 +13,19 @@ from typing import Any
 import pytest
 import torch
 
-from kvstore_server.channel import LEAST_MEMORY, Arena, Channel, Listener, Places, connect, make_memory
+from kvstore_server.channel import (
+    LEAST_MEMORY,
+    Arena,
+    Channel,
+    Listener,
+    Places,
+    Shelf,
+    connect,
+    make_memory,
+)
 from kvstore_server.errors import ProtocolError
 from kvstore_server.protocol.frames import MAX_FRAME
+from kvstore_server.storage import Leases
 from tests.support.processes import Call
 
 RUN, TOKEN, OWN = 77, 5, b"worker's socket!"
@@ -26,17 +37,19 @@ Pair = Callable[..., tuple[Channel, Channel]]
 
 @pytest.fixture
 def ends() -> Iterator[Pair]:
-    """Makes a worker's end and a server's; `make` gives the server's memory, `memory` is that of the requests."""
+    """Makes a worker's end and a server's; `make` gives the server's memory, `memory` is that of the requests, `shelf`
+    that of weights."""
     opened: list[Channel] = []
 
     def connected(
         make: Callable[[int], int | None] = lambda nbytes: make_memory(nbytes) if nbytes < GIB else None,
         memory: int | None = None,
+        shelf: Shelf | None = None,
     ) -> tuple[Channel, Channel]:
         a, b = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         requests, replies = make_memory(LEAST_MEMORY) if memory is None else memory, make_memory(LEAST_MEMORY)
         worker = Channel(a, Arena(os.dup(requests)), Arena(os.dup(replies)))
-        opened.extend([worker, Channel(b, Arena(replies), Arena(requests), make)])
+        opened.extend([worker, Channel(b, Arena(replies), Arena(requests), make, shelf)])
         return worker, opened[-1]
 
     yield connected
@@ -51,7 +64,7 @@ def bytes_of(frames: list[Any] | None) -> list[bytes] | None:
 @pytest.fixture
 def listener() -> Iterator[Listener]:
     """A server's side that knows one session."""
-    found = Listener(RUN, lambda peer, token: (peer, token) == (OWN, TOKEN), lambda: 1 << 40)
+    found = Listener(RUN, lambda peer, token: (peer, token) == (OWN, TOKEN), lambda: 1 << 40, Leases())
     yield found
     found.close()
 
@@ -331,7 +344,7 @@ def test_a_worker_that_asked_while_its_socket_was_full_gets_its_memory_later(end
 
 def test_a_session_that_has_ended_loses_its_channel() -> None:
     sessions = {OWN: TOKEN}
-    listener = Listener(RUN + 2, lambda peer, token: sessions.get(peer) == token, lambda: 1 << 40)
+    listener = Listener(RUN + 2, lambda peer, token: sessions.get(peer) == token, lambda: 1 << 40, Leases())
     worker = answered(listener, lambda: connect(RUN + 2, TOKEN, OWN))
     sessions.clear()
     listener.look_after()
@@ -340,3 +353,95 @@ def test_a_session_that_has_ended_loses_its_channel() -> None:
     assert listener.channels == {}
     worker.close()
     listener.close()
+
+
+@pytest.fixture
+def shelf() -> Iterator[Shelf]:
+    found = Shelf(Leases())
+    yield found
+    found.close()
+
+
+def weights_on(shelf: Shelf, *sizes: int) -> list[torch.Tensor]:
+    """Weights of so many floats each, one behind the other: 0, 1, 2, …"""
+    memory = shelf.make(4 * sum(sizes))
+    assert memory is not None
+    numbers = memory.view(torch.float32)
+    numbers.copy_(torch.arange(sum(sizes)))
+    return list(numbers.split(sizes))
+
+
+def test_weights_are_read_where_they_lie_and_held_until_the_reader_lets_them_go(
+    ends: Pair, shelf: Shelf
+) -> None:
+    worker, server = ends(shelf=shelf)
+    a, b = weights_on(shelf, 50_000, 30_000)
+    for _ in range(2):  # the second time the worker knows the memory
+        assert server.send([b"head", b"body"], [a, b], may_stay=True)
+        frames = worker.receive()
+        assert frames is not None
+        found = torch.frombuffer(frames.pop(), dtype=torch.float32)
+        assert torch.equal(found, torch.arange(80_000, dtype=torch.float32))
+        assert shelf.leases.is_busy(a)
+        assert shelf.leases.is_busy(b)
+        del found
+        assert worker.send([b"next"])
+        assert bytes_of(server.receive()) == [b"next"]
+        assert not shelf.leases.is_busy(a)
+        assert not shelf.leases.is_busy(b)
+
+
+def test_weights_that_were_sent_twice_are_held_until_both_were_read(ends: Pair, shelf: Shelf) -> None:
+    worker, server = ends(shelf=shelf)
+    [weights] = weights_on(shelf, 50_000)
+    received = []
+    for _ in range(2):
+        server.send([b"head", b"body"], [weights], may_stay=True)
+        received.append(worker.receive())
+    for is_busy in (True, False):
+        received.pop()
+        worker.send([b"next"])
+        assert bytes_of(server.receive()) == [b"next"]
+        assert shelf.leases.is_busy(weights) is is_busy
+
+
+def test_a_worker_cannot_change_the_weights_of_a_server(ends: Pair, shelf: Shelf) -> None:
+    worker, server = ends(shelf=shelf)
+    [weights] = weights_on(shelf, 50_000)
+    server.send([b"head", b"body"], [weights], may_stay=True)
+    frames = worker.receive()
+    assert frames is not None
+    frames[2][:] = 0
+    assert torch.equal(weights, torch.arange(50_000, dtype=torch.float32))
+    [fd] = shelf.fds.values()
+    with pytest.raises(PermissionError):
+        mmap.mmap(fd, 4096)
+
+
+def test_weights_are_not_held_for_a_worker_that_is_gone(ends: Pair, shelf: Shelf) -> None:
+    worker, server = ends(shelf=shelf)
+    [weights] = weights_on(shelf, 50_000)
+    server.send([b"head", b"body"], [weights], may_stay=True)
+    frames = worker.receive()
+    server.close()
+    assert not shelf.leases.is_busy(weights)
+    assert frames is not None
+    assert torch.equal(torch.frombuffer(frames[2], dtype=torch.float32), weights)
+
+
+def test_weights_that_lie_apart_may_change_or_are_small_are_copied(ends: Pair, shelf: Shelf) -> None:
+    worker, server = ends(shelf=shelf)
+    a, between, b, small = weights_on(shelf, 50_000, 16, 50_000, 1000)
+    for pieces, may_stay in (([a, b], True), ([a, between, b], False), ([small], True), ([a.clone()], True)):
+        assert server.send([b"head", b"body"], pieces, may_stay)
+        frames = worker.receive()
+        assert frames is not None
+        assert bytes(frames[2]) == b"".join(piece.numpy().tobytes() for piece in pieces)
+        assert not any(map(shelf.leases.is_busy, pieces))
+
+
+def test_memory_of_weights_that_are_gone_is_given_back(shelf: Shelf) -> None:
+    weights = weights_on(shelf, 50_000)
+    assert len(shelf.fds) == 1
+    del weights
+    assert not shelf.fds
