@@ -3,8 +3,9 @@
     python benchmarks/end_to_end.py --out benchmarks/results/end_to_end
 
 Whole training loops (zero_grad, forward, backward, step with torch's Adam) of small models: samples of all workers in a
-second. DistributedDataParallel runs over gloo, with gradients as bucket views, a static graph and the fused optimizer.
-The limit of both is as many processes that train at the same time, each by itself.
+second, over servers (`dist_sync`) and between ranks (`device`). DistributedDataParallel runs over gloo, with gradients as
+bucket views, a static graph and the fused optimizer. The limit of all is as many processes that train at the same time,
+each by itself.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ import torch
 
 HERE = Path(__file__).resolve().parent
 TITLE = "Training loops: kvtrainer, DistributedDataParallel and workers that do not communicate"
-DDP, ALONE, BEFORE = "DDP", "no communication", "before"
+DEVICE, DDP, ALONE, BEFORE = "kvtrainer device", "DDP", "no communication", "before"
 
 
 def main() -> int:
     """Run the comparison and write what is known after every repetition; return 0."""
     options = _options()
     torch.set_num_threads(1)
-    names = [suite.OURS, *[BEFORE] * bool(options.before), DDP, ALONE]
+    names = [suite.OURS, *[BEFORE] * bool(options.before), DEVICE, DDP, ALONE]
     systems = suite.choose(dict.fromkeys(names, ""), options.systems)
     question = suite.Question(TITLE, systems, unit="samples/s", bound=ALONE)
     jobs = list(suite.choose(dict.fromkeys(models.MODELS, ""), options.models))
@@ -40,7 +41,7 @@ def main() -> int:
 
 def _measure(system: str, name: str, options: argparse.Namespace) -> dict[harness.Case, suite.Values]:
     """Train a model on a system, and compare the weights with those of one process."""
-    kind = {DDP: "ddp", ALONE: "alone"}.get(system, "kvtrainer")
+    kind = {DEVICE: "device", DDP: "ddp", ALONE: "alone"}.get(system, "kvtrainer")
     with tempfile.TemporaryDirectory(prefix="kvtrainer-weights-") as folder:
         weights = f"{folder}/weights.npy"
         command = [sys.executable, str(HERE / "end_to_end_worker.py"), "--system", kind, "--model", name]

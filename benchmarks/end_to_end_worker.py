@@ -46,6 +46,16 @@ def start_kvtrainer(build: Build) -> Training:
     )
 
 
+def start_device(build: Build) -> Training:
+    """`Trainer.step` over `device`: gradients meet on the ranks, each of which has torch's Adam."""
+    dist.init_process_group("gloo")
+    kvtrainer = importlib.import_module("kvtrainer")
+    network = build(dist.get_rank())
+    trainer = kvtrainer.Trainer(network, torch.optim.Adam, {"lr": LEARNING_RATE}, kvstore="device")
+    size = dist.get_world_size()
+    return Training(dist.get_rank(), network, trainer.zero_grad, lambda: trainer.step(size), dist.barrier)
+
+
 def start_ddp(build: Build) -> Training:
     """DistributedDataParallel in its best configuration, and torch's fused Adam."""
     alone = start_alone(build)
@@ -63,7 +73,7 @@ def start_alone(build: Build) -> Training:
     return Training(dist.get_rank(), network, updater.zero_grad, updater.step, dist.barrier)
 
 
-START = {"kvtrainer": start_kvtrainer, "ddp": start_ddp, "alone": start_alone}
+START = {"kvtrainer": start_kvtrainer, "device": start_device, "ddp": start_ddp, "alone": start_alone}
 
 
 def main() -> None:

@@ -66,8 +66,16 @@ def run_kvtrainer_job(
 
 
 def run_torch_job(command: Sequence[str], workers: int, timeout: float) -> Measured:
-    """Run `command --out FILE` as every rank of a torch.distributed job; return what FILE holds then."""
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(workers)}
+    """Run `command --out FILE` as every rank of a torch.distributed job; return what FILE holds then.
+
+    kvtrainer is that of this file's folder.
+    """
+    common = {
+        "PYTHONPATH": str(Path(__file__).parents[1]),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(_free_port()),
+        "WORLD_SIZE": str(workers),
+    }
     common |= {"GLOO_SOCKET_IFNAME": "lo"}
     with _Processes() as job:
         for rank in range(workers):
