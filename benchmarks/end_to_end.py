@@ -3,9 +3,9 @@
     python benchmarks/end_to_end.py --out benchmarks/results/end_to_end
 
 Whole training loops (zero_grad, forward, backward, step with torch's Adam) of small models: samples of all workers in a
-second, over servers (`dist_sync`) and between ranks (`device`). DistributedDataParallel runs over gloo, with gradients as
-bucket views, a static graph and the fused optimizer. The limit of all is as many processes that train at the same time,
-each by itself.
+second, over servers (`dist_sync`) and between ranks (`device`). DistributedDataParallel runs over gloo, with gradients
+as bucket views, a static graph and the fused optimizer. The limit of all is as many processes that train at the same
+time, each by itself.
 """
 
 from __future__ import annotations

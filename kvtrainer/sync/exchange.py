@@ -355,6 +355,7 @@ class GroupExchange(Exchange):
             "begin_num_update": optimizer.begin_num_update,
         }
         self._hyper = b""
+        self._known_runs: dict[str, tuple[frozenset[int], frozenset[int], list[tuple[int, int]]]] = {}
 
     def init(self, weights: Mapping[str, Tensor], tables: Tables = NO_TABLES) -> None:
         """Give every rank rank 0's weights.
@@ -394,7 +395,7 @@ class GroupExchange(Exchange):
         specs, offsets = self._plan.specs, self._plan.key_offsets
         for dtype, flat in grads.arenas.items():
             lent = {offsets[key]: addends for key, addends in grads.lent.items() if specs[key].dtype == dtype}
-            self._group.sum(flat, self._runs(dtype, dense, lent.keys()), before, after, lent)
+            self._group.sum(flat, self._runs_of(dtype, dense, frozenset(lent)), before, after, lent)
         sparse = [key for key in range(len(self._plan.specs)) if key not in dense and key not in left_out]
         summed = {key: self._sum_rows(key, grads, headers, before, after) for key in sparse}
         return Outcome(left_out, skipped=False, rows=summed)
@@ -419,7 +420,9 @@ class GroupExchange(Exchange):
 
     def _headers(self, call: str, grads: Gradients | None) -> _Headers | None:
         """Exchange headers; None if a rank vetoed. What ranks must not disagree on is checked."""
-        states = [_ABSENT if grads is None or key in grads.absent else _DENSE for key in self._keys]
+        states = [_ABSENT if grads is None else _DENSE] * len(self._plan.specs)
+        for key in grads.absent if grads is not None else ():
+            states[key] = _ABSENT
         for key, (ids, _) in grads.rows.items() if grads is not None else ():
             states[key] = len(ids)
         scale, veto = (1.0, False) if grads is None else (grads.scale, grads.veto)
@@ -451,6 +454,13 @@ class GroupExchange(Exchange):
     @property
     def _keys(self) -> range:
         return range(len(self._plan.specs))
+
+    def _runs_of(self, dtype: str, keys: frozenset[int], alone: frozenset[int]) -> list[tuple[int, int]]:
+        """Return `_runs`, of the last step where they are the same: keys are looked at one by one."""
+        known = self._known_runs.get(dtype)
+        if known is None or known[:2] != (keys, alone):
+            self._known_runs[dtype] = known = keys, alone, self._runs(dtype, keys, alone)
+        return known[2]
 
     def _runs(self, dtype: str, keys: frozenset[int], alone: Collection[int]) -> list[tuple[int, int]]:
         """Find the parts of the arena with these keys; neighbours are one part, if they coalesce.
