@@ -397,7 +397,8 @@ class Engine:
             rounds = rounds or book.numbers[ended.tables].tolist()
             versions = given.version[ended.tables].tolist()
             for waiter, at in waiting.items():
-                said = given.terms(ended.numbers[at[0]])
+                said = given.said[ended.numbers[at[0]]]
+                assert said is not None
                 rows = [Committed(ended.numbers[i], rounds[i], versions[i], flags[i]) for i in at]
                 answers.append((rank, waiter, rows, said.timeout))
         if space.absent:

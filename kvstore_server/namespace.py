@@ -436,7 +436,8 @@ class Namespace:
     def given(self, rank: int, book: Book, number: int) -> Part | None:
         """What a rank has committed to the open round of a table; None of one that has joined."""
         given, table = book.of(rank), self.tables[number]
-        flags, said = int(given.flags[number]), given.terms(number)
+        flags, said = int(given.flags[number]), given.said[number]
+        assert said is not None
         if flags & m.HAS_JOINED:
             return None
         first, slices = int(self.rounds.slots.first[number]), {}
@@ -472,7 +473,8 @@ class Namespace:
             self._next = np.array(self._is_next, np.bool_)
         found = []
         for given in book.given.values():
-            said = given.terms(some.numbers[0])
+            said = given.said[some.numbers[0]]
+            assert said is not None
             runs = [
                 Run(first, end, part_of(source, begin, last).view(self._dtypes[first]))
                 if isinstance(source, Tensor)

@@ -251,12 +251,6 @@ class Given:
         self._places[slots] = starts + (which + self._num_buffers) * _BUFFER
         self._num_buffers = (self._num_buffers + len(sources)) % _BUFFERS
 
-    def terms(self, table: int) -> Terms:
-        """What the rank said when it committed a table."""
-        said = self.said[table]
-        assert said is not None
-        return said
-
     def payload(self, slot: int) -> tuple[Any, int]:
         """The buffer of a slice that is here, and where in it its bytes begin."""
         return self._buffers[slot], int(self._places[slot] % _BUFFER)
@@ -282,8 +276,8 @@ class Given:
 
         key = here.tobytes(), places.tobytes()
         for first, end, nbytes in self._slots.runs.get(key, self._slots.divide, here, places, is_next):
-            buffer, begin = self.payload(first)
-            yield first, end, buffer, begin, begin + nbytes
+            begin = int(self._places[first] % _BUFFER)
+            yield first, end, self._buffers[first], begin, begin + nbytes
 
     def waiting(self, tables: Sequence[int]) -> dict[Waiter, list[int]]:
         """The requests that wait for any of some tables, and for which of them, by position."""

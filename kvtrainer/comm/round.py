@@ -279,10 +279,11 @@ class _Leg:
         self.commits[:, 1] = self.rounds
         if self.given is not layout.resident:
             self.commits[:, 2] = np.bincount(layout.push_table[self.given], minlength=len(layout.tables))
-        self.commits[:, 4] = (book.held if contribution.is_kept else book.version)[self.server, layout.index]
+        self.commits[:, 4] = (book.held if contribution.is_kept else book.version)[self.server][layout.index]
         flags = m.VETOES * contribution.veto | m.ASSIGNS * contribution.assign
         flags |= m.HAS_JOINED * contribution.joined | m.WANTS_DELTA * contribution.is_kept
-        self.commits[:, 5] = (layout.commits[:, 5] if wants else 0) | flags
+        if flags or not wants:
+            self.commits[:, 5] = (layout.commits[:, 5] if wants else 0) | flags
         self.came = [-1] * len(layout.tables)
         """The version of the weights that came."""
         self.gathered: list[int] = []

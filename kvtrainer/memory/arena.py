@@ -302,7 +302,11 @@ class WriteWatch:
         """Sum the bits of what is looked at in this turn."""
         found = {}
         for dtype, turns in self._looked_at.items():
-            parts = [part.sum(-1).flatten() for part in turns[self._turn % len(turns)]]
+            # What has one word in each is copied: for a few kilobytes that takes a third of the time of a sum.
+            parts = [
+                part.sum(-1).flatten() if part.shape[-1] > 1 else part[..., 0].clone()
+                for part in turns[self._turn % len(turns)]
+            ]
             found[dtype] = parts[0] if len(parts) == 1 else torch.cat(parts)
         return found
 
@@ -328,9 +332,9 @@ def _turns(words: Tensor) -> list[list[Tensor]]:
     """For each turn, cut the blocks that are looked at in it, and the rest behind all blocks, into what is summed."""
     every = 1 if words.numel() * _WORD <= WHOLE else EVERY
     body = words.numel() // (every * _BLOCK // _WORD) * (every * _BLOCK // _WORD)
-    rest = words[body:].view(-1, ALIGNMENT // _WORD)
     if not body:
-        return [[rest]]
+        return [[words.view(-1, 1)]]
+    rest = words[body:].view(-1, ALIGNMENT // _WORD)
     blocks = words[:body].view(-1, every, _BLOCK // _SUMMED, _SUMMED // _WORD)
     return [[blocks[:, at], rest] for at in range(every)]
 
