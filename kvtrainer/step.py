@@ -476,7 +476,7 @@ class StepPipeline:
         """
         exchange, memory = self.link.exchange, self.memory
         assert exchange is not None
-        absent = frozenset([i for i, is_fresh in enumerate(fresh) if not is_fresh])
+        absent = frozenset([] if all(fresh) else [i for i, is_fresh in enumerate(fresh) if not is_fresh])
         own = Verdict()
         if exchange.updates_weights and not exchange.is_sync:
             # Every contribution is an update of its own.

@@ -40,7 +40,7 @@ _BLOCK = 8 << 10
 _SUMMED = 1 << 10
 """The bytes in one sum; behind the last whole row of blocks it is a line of 64."""
 _WORD = 8
-_version_of = attrgetter("_version")
+_version_of, _nbytes_of = attrgetter("_version"), attrgetter("nbytes")
 
 _placed: dict[int, weakref.ref[Parameter]] = {}
 """Address → the parameter that an arena has put there: the data of one may lie in the arena of another Trainer."""
@@ -87,11 +87,9 @@ class Arena:
         """What others than the Trainer do to the weights."""
         self._here = here
         self._addresses = [piece.data_ptr() for piece in pieces]
-        self.long = frozenset(
-            key
-            for key, spec in enumerate(plan.specs)
-            if spec.nbytes >= LONG and not spec.nbytes % ALIGNMENT and spec.dtype in ("float32", "float64")
-        )
+        sizes = enumerate(map(_nbytes_of, parameters))
+        whole = [key for key, nbytes in sizes if nbytes >= LONG and not nbytes % ALIGNMENT]
+        self.long = frozenset([key for key in whole if plan.specs[key].dtype in ("float32", "float64")])
         """Keys (by index) with long gradients, of whole lines."""
         _note_placed(self._addresses, here)
 
@@ -239,9 +237,10 @@ class Arena:
         pieces = []
         rows = zip(self._parameters, self._plan.specs, self._plan.key_offsets, strict=True)
         for parameter, spec, at in compress(rows, self._resident):
-            flat, alias = self.weights[spec.dtype], aliases[spec.dtype]
-            numel, size = parameter.numel(), flat.element_size()
-            piece = alias(count=numel, offset=at * size) if numel else flat.new_empty(0)
+            if numel := parameter.numel():
+                piece = aliases[spec.dtype](count=numel, offset=at * SIZES[spec.dtype])
+            else:
+                piece = self.weights[spec.dtype].new_empty(0)
             # To resize it costs less than a view.
             pieces.append(piece if len(spec.shape) == 1 else piece.resize_as_(parameter))
         return pieces
@@ -410,9 +409,9 @@ def _check_parameters(
     is_plain = (
         home.type in ("cpu", "cuda")
         and set(map(type, here)) <= {Parameter}
-        and {p.device for p in parameters} == {home}
-        and {p.layout for p in here} <= {torch.strided}
-        and all([p.is_contiguous() for p in here])
+        and set(map(attrgetter("device"), parameters)) == {home}
+        and set(map(attrgetter("layout"), here)) <= {torch.strided}
+        and all(map(Tensor.is_contiguous, here))
     )
     problems = []
     if not is_plain:
@@ -451,8 +450,8 @@ def _problem_with(parameter: Parameter) -> str | None:
 
 def _overlaps(parameters: Sequence[Parameter], names: Sequence[str]) -> Iterator[str]:
     """Name the parameters that share memory with one before them; all are dense and on one device."""
-    starts = np.array([p.data_ptr() for p in parameters], dtype=np.int64)
-    ends, order = starts + np.array([p.nbytes for p in parameters], dtype=np.int64), starts.argsort()
+    starts = np.array(list(map(Tensor.data_ptr, parameters)), dtype=np.int64)
+    ends, order = starts + np.array(list(map(_nbytes_of, parameters)), dtype=np.int64), starts.argsort()
     if not (ends[order][:-1] > starts[order][1:]).any():
         return
     last_end, last = 0, 0
