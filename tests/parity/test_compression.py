@@ -169,6 +169,25 @@ def test_several_replicas_on_a_worker_are_summed_before_they_are_compressed(jobs
     assert jobs.results(2, 2, body) == [[1.0] * 3] * 2
 
 
+def test_int8_and_topk_arrive_as_they_are_where_nothing_is_rounded(jobs: Servers) -> None:
+    whole = torch.arange(-127.0, 128.0)
+
+    def body(kv: DistKVStore, rank: int) -> list[list[float]]:
+        kv.init(["v", "w"], [torch.zeros(255), torch.zeros(8)])
+        seen, outs = [], [torch.empty(255), torch.empty(8)]
+        kv.set_gradient_compression({"type": "int8"})
+        kv.pushpull("v", whole, out=outs[0])
+        kv.set_gradient_compression({"type": "topk", "ratio": 0.25})
+        for _ in range(2):
+            kv.pushpull("w", torch.arange(8.0), out=outs[1])
+            seen.append(outs[1].tolist())
+        return [outs[0].tolist(), *seen]
+
+    # Of 0 to 7 the two largest are sent, and then of what is left with as much again: 0, 2, 4, 6, 8, 10, 6 and 7.
+    first, second = [0.0] * 6 + [12.0, 14.0], [0.0] * 4 + [16.0, 20.0, 0.0, 0.0]
+    assert jobs.results(2, 2, body) == [[(2 * whole).tolist(), first, second]] * 2
+
+
 def steps_of_trainer(kv: DistKVStore, gradients: list[float], in_store: bool, params: Any) -> list[float]:
     """The one distinct weight after each step of plain descent with rate 1; an error's class instead, if any."""
     weight = torch.nn.Parameter(torch.zeros(40, 500))

@@ -85,7 +85,15 @@ def test_a_replica_that_is_missing_for_once_keeps_its_residual() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    "params", [TWO_BIT, {"type": "1bit", "threshold": 0.25}, {"type": "fp16"}, {"type": "bf16"}]
+    "params",
+    [
+        TWO_BIT,
+        {"type": "1bit", "threshold": 0.25},
+        {"type": "int8"},
+        {"type": "fp16"},
+        {"type": "bf16"},
+        {"type": "topk", "ratio": 0.25},
+    ],
 )
 def test_every_dtype_follows_the_same_rule_with_a_residual_in_its_compute_dtype(
     dtype: torch.dtype, params: dict[str, Any]
@@ -115,6 +123,12 @@ def quantised(params: dict[str, Any], total: np.ndarray, dtype: torch.dtype) -> 
         return np.where(total >= t, t, np.where(total <= -t, -t, 0)).astype(total.dtype)
     if params["type"] == "1bit":
         return np.where(total > t, 1, -1).astype(total.dtype)
+    if params["type"] == "int8":
+        scale = np.float32(np.abs(total).max() / 127)
+        return np.rint(total * (np.float32(1) / scale)) * scale
+    if params["type"] == "topk":
+        is_sent = np.isin(np.arange(5), np.argsort(-np.abs(total), kind="stable")[:2])
+        return np.where(is_sent, total, 0).astype(total.dtype)
     wire = {"fp16": torch.float16, "bf16": torch.bfloat16}[params["type"]]
     exact = torch.from_numpy(total)
     rounded = exact if wire == dtype else exact.to(torch.float32).to(wire)
