@@ -22,6 +22,8 @@ Array = NDArray[np.float32]
 LEARNING_RATE = {"adam": 1e-3, "sgd": 2.0**-10}
 _SHIFT, _SHIFTS = 48, 1024
 _MARK_LIMIT = 60.0
+_PRIME = 7_368_787
+"""Neighbours in popularity lie apart."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,20 @@ class Gradients:
     def of(self, number: int) -> list[Array]:
         """The gradients of a round by key."""
         return list(self.flat(number).reshape(self._work.keys, self._work.floats))
+
+
+class Zipf:
+    """Ids of the rows of a table, of which few are frequent, as Zipf's law has it, and lie anywhere in the table."""
+
+    def __init__(self, rows: int, skew: float = 1.05) -> None:
+        shares = np.cumsum(np.arange(1, rows + 1, dtype=np.float64) ** -skew)
+        self._rows, self._below = rows, shares / shares[-1]
+
+    def draw(self, drawn: np.random.Generator, count: int) -> NDArray[np.int64]:
+        """So many ids, some of them again and again."""
+        popularity = np.minimum(np.searchsorted(self._below, drawn.random(count)), self._rows - 1)
+        result: NDArray[np.int64] = popularity * _PRIME % self._rows
+        return result
 
 
 class Store(Protocol):

@@ -13,12 +13,13 @@ from tests.support.limits import LIMIT
 FOLDER = Path(__file__).parent.parent / "benchmarks"
 QUESTIONS = (
     "compression",
+    "ctr",
     "dense_round",
     "dense_sync",
     "end_to_end",
     "key_scaling",
     "latency",
-    "sparse_round",
+    "sparse",
     "straggler",
     "trainer_step",
 )

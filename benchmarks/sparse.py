@@ -1,0 +1,109 @@
+"""How long does a step of a large table take of which a batch has some rows, beside torch's sparse optimizers?
+
+    python benchmarks/sparse.py --out benchmarks/results/sparse
+
+A table of 1 M rows of 64 floats, and 8,192 ids by Zipf's law on each of 2 workers: `Trainer.step` with 2 servers, until
+every worker has the new rows; the same in one process with kvstore='local', and torch's own optimizer for sparse
+gradients, each with the rows of both workers; and MXNet 1.9.1 with a row_sparse weight. "pull" is the time in which a
+worker has the rows of a batch: `row_sparse_data` of a table that lives on the servers, beside `index_select`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import sys
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+
+import harness
+import numpy as np
+import sparse_worker
+import suite
+import torch
+from sparse_steps import BATCHES, PULL, Table
+
+HERE = Path(__file__).resolve().parent
+TITLE = "A step by some rows of a large table: kvtrainer, torch's sparse optimizers and MXNet"
+OPTIMIZERS = ("adam", "sgd", "adagrad", PULL)
+BEFORE, MXNET = "before", "MXNet 1.9.1"
+SYSTEMS = {suite.OURS: "kvtrainer", BEFORE: "kvtrainer", f"{suite.OURS} local": "local", "torch": "torch"}
+
+
+def main() -> int:
+    """Run the comparison and write what is known after every repetition; return 0."""
+    options = _options()
+    torch.set_num_threads(1)
+    torch.sparse.check_sparse_tensor_invariants.disable()
+    systems = {name: "" for name in SYSTEMS if name != BEFORE or options.before}
+    systems[MXNET] = harness.why_missing(_mxnet(options), "mxnet")
+    question = suite.Question(TITLE, suite.choose(systems, options.systems))
+    jobs = list(suite.choose(dict.fromkeys(OPTIMIZERS, ""), options.optimizers))
+    versions = harness.installed_versions(sys.executable, ["kvtrainer", "torch", "pyzmq"])
+    return suite.run(question, jobs, functools.partial(_measure, options=options), versions, options)
+
+
+def _measure(system: str, optimizer: str, options: argparse.Namespace) -> dict[harness.Case, suite.Values]:
+    """Have a system make its steps, and compare the weights with those of one process."""
+    table = Table(options.rows, options.width, options.ids, rounds=options.rounds)
+    with tempfile.TemporaryDirectory(prefix="kvtrainer-weights-") as folder:
+        weights = f"{folder}/weights.npy"
+        command = ["--table", json.dumps(asdict(table)), "--optimizer", optimizer]
+        command += ["--workers", str(options.workers), "--weights", weights]
+        measured = _run(system, command, options)
+        found = torch.from_numpy(np.load(weights))
+        expected = _reference(table, optimizer, options.workers)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    topology = f"{options.workers} x {options.servers}"
+    return {harness.Case(table.name, topology, optimizer): measured[optimizer]}
+
+
+def _run(system: str, arguments: list[str], options: argparse.Namespace) -> harness.Measured:
+    limit = options.job_timeout
+    if system == MXNET:
+        command = [_mxnet(options), str(HERE / "mxnet_sparse_worker.py"), *arguments]
+        return harness.run_mxnet_job(command, options.workers, options.servers, limit)
+    kind = SYSTEMS[system]
+    command = [sys.executable, str(HERE / "sparse_worker.py"), "--system", kind, *arguments]
+    if kind != "kvtrainer":
+        return harness.run_torch_job(command, 1, limit)
+    checkout = options.before if system == BEFORE else ""
+    return harness.run_kvtrainer_job(command, options.workers, options.servers, limit, checkout)
+
+
+@functools.lru_cache(maxsize=4)
+def _reference(table: Table, optimizer: str, workers: int) -> torch.Tensor:
+    """The weights after all steps of torch's optimizer in this process."""
+    _, step, _, weights = sparse_worker.start_torch(table, optimizer)
+    grads = [sparse_worker.sparse_gradient(table, range(workers), number) for number in range(BATCHES)]
+    for number in range(table.warm_up + table.rounds):
+        step(grads[number % BATCHES].clone())
+    result: torch.Tensor = weights()
+    return result
+
+
+def _mxnet(options: argparse.Namespace) -> str:
+    return str(Path(options.mxnet_env).absolute() / "bin" / "python")
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = suite.add_options(parser, repetitions=2).add_argument
+    add("--optimizers", default="adam,sgd,adagrad,pull", help=f"of {', '.join(OPTIMIZERS)}")
+    add("--rows", type=suite.positive, default=1_000_000, help="of the table")
+    add("--width", type=suite.positive, default=64, help="floats of a row")
+    add("--ids", type=suite.positive, default=8_192, help="of a worker in a step")
+    add("--workers", type=suite.positive, default=2)
+    add("--servers", type=suite.positive, default=2)
+    add("--rounds", type=suite.positive, default=20, help="timed steps of a job")
+    add("--before", default="", metavar="DIR", help="another checkout, which takes turns with this one")
+    add("--mxnet-env", default=".venv-mxnet", help="environment made by benchmarks/mxnet_env.sh")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
