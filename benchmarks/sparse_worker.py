@@ -28,14 +28,15 @@ Note = Callable[[int], None]
 def start_kvtrainer(table: Table, optimizer: str, note: Note, kvstore: str = "dist_sync") -> Any:
     """`Trainer.step`, with the optimizer in the store, and the table in the worker, too, unless it is for "pull"."""
     kvtrainer = importlib.import_module("kvtrainer")
-    store = kvtrainer.kvstore.create(kvstore)
-    note(store.rank)
+    store: Any = kvtrainer.kvstore.create(kvstore) if kvstore == "dist_sync" else kvstore
+    rank = getattr(store, "rank", 0)
+    note(rank)
     shape, rate = (table.rows, table.width), {"learning_rate": LEARNING_RATE}
     barrier = getattr(store, "barrier", lambda: None)
     if optimizer == PULL:
         stored = kvtrainer.RowSparseParameter(shape, torch.from_numpy(table.first()))
         trainer = kvtrainer.Trainer([stored], "sgd", rate, kvstore=store)
-        return store.rank, lambda grad: _pulled(stored, grad, trainer), barrier, stored.detach
+        return rank, lambda grad: _pulled(stored, grad, trainer), barrier, stored.detach
     lazy = {} if optimizer == "adagrad" else {"lazy_update": True}
     parameter = Parameter(torch.from_numpy(table.first()))
     trainer = kvtrainer.Trainer([parameter], optimizer, {**rate, **lazy}, kvstore=store)
@@ -44,7 +45,7 @@ def start_kvtrainer(table: Table, optimizer: str, note: Note, kvstore: str = "di
         parameter.grad = grad
         trainer.step(1)
 
-    return store.rank, step, barrier, parameter.detach
+    return rank, step, barrier, parameter.detach
 
 
 def _pulled(stored: Any, grad: Tensor, trainer: Any) -> Tensor:

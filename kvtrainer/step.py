@@ -549,7 +549,7 @@ class StepPipeline:
             else:
                 lent, device.lent = device.lent, {}
                 update.apply(device.arena.grads, scale, own, numbers, device.rows, decision, lent)
-                if self.link.exchange is None:
+                if self.link.exchange is None or (self.link.holder and not self.memory.has_replicas):
                     device.arena.zeros = frozenset(device.rows)
             device.arena.mark_updated(own)
         if self.link.exchange is not None and self.memory.has_replicas:

@@ -65,6 +65,7 @@ class Contribution(NamedTuple):
         is_kept: `outs` still hold what the tables' last round with this mark left there: rows that have not changed
             since then need not come again.
         guard: The sum is measured, and decided about, before it is used; every rank must want that.
+        unread: Keys (by index) of which the new weights do not matter; slices that hold nothing else are not written.
         priority: Where messages have to queue, those of a higher one go first.
     """
 
@@ -82,6 +83,7 @@ class Contribution(NamedTuple):
     joined: bool = False
     is_kept: bool = False
     guard: Guard | None = None
+    unread: frozenset[int] = frozenset()
     priority: int = 0
 
     def gives(self, table: int, piece: Slice) -> bool:
@@ -795,10 +797,13 @@ class Rounds:
         Raises:
             ProtocolError: a part does not fit its slice.
         """
-        layout, outs = leg.layout, round_.contribution.outs
+        layout, outs, unread = leg.layout, round_.contribution.outs, round_.contribution.unread
         if outs is None:
             return
         kept = [layout.index[at] not in gone for at in layout.table] if gone else None
+        if unread:
+            pairs = zip(kept or [True] * len(layout.pieces), layout.pieces, strict=True)
+            kept = [is_kept and any(s.key not in unread for s in piece.segments) for is_kept, piece in pairs]
         ready = leg.gathered if kept is None else [at for at in leg.gathered if kept[at]]
         if ready:
             targets = [_part(outs[layout.at[layout.table[at]]], layout.pieces[at]) for at in ready]

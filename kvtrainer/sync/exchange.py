@@ -183,11 +183,13 @@ class StoreExchange(Exchange):
             for key, (ids, of_key) in (grads.rows.items() if self.updates_weights else ())
         }
         unsent = frozenset() if self.updates_weights else frozenset(grads.rows)
+        unread = unsent & self._table.plan.keys_alone
         # Only rows make it worth the servers' while to know what has changed.
         self._has_rows = self._has_rows or bool(rows)
         contribution = Contribution(
             [self._table], None if grads.veto else [values], [out], grads.scale, grads.hyper, grads.absent | unsent,
             rows, veto=grads.veto, is_kept=self.updates_weights and self._has_rows, guard=grads.guard, lent=grads.lent,
+            unread=unread,
         )  # fmt: skip
         try:
             ticket = self._client.rounds.start(contribution)
@@ -200,7 +202,7 @@ class StoreExchange(Exchange):
             return Outcome(frozenset(), True, None, measured, decision)
         if is_elsewhere:
             _copy_back(target, out)
-        for key in unsent:
+        for key in unsent - unread:
             # What came in place of them is the value of a key that was left out, not a sum.
             at = self._table.plan.key_offsets[key]
             grads.arenas[specs[key].dtype][at : at + specs[key].numel].zero_()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
 
 from kvtrainer import Trainer, kvstore
@@ -245,3 +246,19 @@ def test_a_stores_counters_have_its_own_keys_and_then_those_of_its_trainers_unti
     assert first.server_stats()[0]["tables"] == [stats["tables"][1]]
     first.close()
     assert rows() == [("w", 1, 0), ("parameters", 1, 1)]
+
+
+def test_gradients_by_rows_and_dense_ones_alternate_where_a_store_sums_and_the_trainer_updates() -> None:
+    """A table with slices of its own, and one that shares a slice."""
+    tables = [nn.Embedding(6_000, 9, sparse=True), nn.Embedding(4, 3, sparse=True)]
+    twins = copy.deepcopy(tables)
+    trainer = Trainer([t.weight for t in tables], "sgd", {"learning_rate": 0.1}, kvstore.create("local"))
+    oracle = torch.optim.SGD([t.weight for t in twins], lr=0.1)
+    for is_dense in (False, True, False, False, True, True, False):
+        for table in (*tables, *twins):
+            (table.weight.square() if is_dense else table(torch.tensor([3, 1, 3])).square()).sum().backward()
+        trainer.step(1)
+        oracle.step()
+        oracle.zero_grad()
+    for table, twin in zip(tables, twins, strict=True):
+        torch.testing.assert_close(table.weight, twin.weight)
