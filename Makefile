@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 SOURCES := kvtrainer kvstore_server tests benchmarks examples
 
-.PHONY: demo flights cnn gan test test-full test-mxnet test-mmengine lint types imports wheel bench clean
+.PHONY: demo flights cnn gan test test-transports test-full test-mxnet test-mmengine lint types imports wheel bench clean
 
 demo: $(READY)
 	$(BIN)/kvlaunch -n 2 -s 2 -- $(BIN)/python examples/digits.py
@@ -25,6 +25,12 @@ gan: $(READY)
 # Tests of a file, which share processes, stay together; files go in order, the slow ones first.
 test: $(READY)
 	$(BIN)/python -m pytest -m "not full" -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+
+# Each test of a job takes one of these ways; here all take all.
+test-transports: $(READY)
+	for way in auto ipc tcp; do \
+		KVSTORE_TRANSPORT=$$way $(BIN)/python -m pytest tests/integration -m "not full" -n auto --maxprocesses 4 --dist loadfile || exit 1; \
+	done
 
 # Some of these take many minutes; a dump of what threads do meanwhile can crash the interpreter that it looks at.
 test-full: $(READY)

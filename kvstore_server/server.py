@@ -10,6 +10,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import Any, Protocol
@@ -38,7 +39,7 @@ from kvstore_server.protocol.frames import (
     encode_reply_parts,
 )
 from kvstore_server.shard import Leases
-from kvstore_server.tcp import prepare
+from kvstore_server.tcp import ipc_address, prepare
 
 _log = logging.getLogger(__name__)
 
@@ -101,7 +102,7 @@ def make_server(
     except OSError as error:
         _log.warning("workers of this host cannot share memory with this server: %s", error)
         listener = None
-    return Server(engine, options, leases, clock, listener)
+    return Server(engine, options, leases, clock, listener, ipc_address(config.run))
 
 
 class Server:
@@ -110,6 +111,7 @@ class Server:
     Args:
         leases: Is told which buffers of the service are still being sent.
         listener: Finds workers of this host, which then send and get messages through shared memory.
+        local: An address for workers of this host that want neither memory nor TCP; none where it is taken.
 
     Raises:
         ConfigurationError: the address is taken, or not one of this machine.
@@ -122,6 +124,7 @@ class Server:
         leases: Leases | None = None,
         clock: Callable[[], float] = time.monotonic,
         listener: Listener | None = None,
+        local: str = "",
     ) -> None:
         self.service = service
         self._options = options
@@ -148,6 +151,9 @@ class Server:
         self._poller.register(self._socket, zmq.POLLIN)
         if listener is not None:
             self._poller.register(listener.fileno(), zmq.POLLIN)
+        if local:
+            with suppress(zmq.ZMQError):  # a system without such names
+                self._socket.bind(local)
         try:
             self._socket.bind(options.bind)
         except zmq.ZMQError as error:

@@ -37,8 +37,8 @@ SLOW_AFTER = "KVSTORE_SLOW_AFTER"
 
 TRANSPORT = "KVSTORE_TRANSPORT"
 """How messages travel to servers of the same host, and numbers to ranks of it: one of TRANSPORTS."""
-TRANSPORTS = ("auto", "shm", "tcp")
-"""Through shared memory where that can be, always, or never."""
+TRANSPORTS = ("auto", "shm", "ipc", "tcp")
+"""Through shared memory where that can be; always; not at all, and to servers through Unix sockets; not at all."""
 
 DEFAULT_SECONDS = {TIMEOUT: 600.0, CONNECT_TIMEOUT: 30.0, DEAD_AFTER: 20.0, SLOW_AFTER: log_limit.SLOW_AFTER}
 

@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import zmq
@@ -33,13 +34,14 @@ from kvstore_server.protocol.frames import (
     encode_parts,
     encode_request,
 )
-from kvstore_server.tcp import prepare, routing_id
+from kvstore_server.tcp import ipc_address, prepare, routing_id
 
 _log = logging.getLogger(__name__)
 
 HEARTBEAT_INTERVAL = 1.0
 """Seconds between two signs of life to every server."""
 _LINGER_MS = 2000
+_SOCKETS_HERE = Path("/proc/net/unix")
 
 
 class Connection:
@@ -209,9 +211,12 @@ class Connection:
         """Share memory with the servers of this host, and begin to send signs of life to all.
 
         Raises:
-            ConfigurationError: the transport is "shm", and some server is not on this host.
+            ConfigurationError: the transport is "shm" or "ipc", and some server is not on this host.
         """
         for server, (run, session) in enumerate(sessions if self._transport != "tcp" else ()):
+            if self._transport == "ipc":
+                self._change_address(server, ipc_address(run))
+                continue
             try:
                 channel = connect(run, session, self._ids[server][0])
             except OSError as error:
@@ -222,6 +227,18 @@ class Connection:
                 self._poller.register(channel.fileno(), zmq.POLLIN)
         places = [(address, own) for address, (_, own) in zip(self._addresses, self._ids, strict=True)]
         self._heartbeats = _Heartbeats(self._context, places, sessions)
+
+    def _change_address(self, server: int, address: str) -> None:
+        """Reach a server of this host by another address. Raises ConfigurationError if it is not there."""
+        name = address.removeprefix("ipc://")
+        if not _SOCKETS_HERE.exists() or name not in _SOCKETS_HERE.read_text():
+            raise ConfigurationError(
+                f"{self.describe(server)} has no Unix socket {name} that this process finds; is it on this host? "
+                "(KVSTORE_TRANSPORT=auto goes over tcp where it is not)"
+            )
+        own = self._sockets[server]
+        own.disconnect(own.getsockopt_string(zmq.LAST_ENDPOINT))
+        own.connect(address)
 
     def _go_without_memory(self, server: int, error: OSError) -> None:
         """Go on over TCP with a server that shares no memory, if that is allowed; say so where it is on this host."""

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import zlib
 from collections.abc import Iterator
 
 import pytest
 
+from kvtrainer.env import TRANSPORT
 from tests.support.processes import Members, Processes
+
+
+@pytest.fixture(autouse=True)
+def transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have each test use one way to servers, in every run the same one, unless the environment says which."""
+    if TRANSPORT not in os.environ:
+        ways = ("auto", "ipc", "auto", "tcp")
+        monkeypatch.setenv(TRANSPORT, ways[zlib.crc32(request.node.nodeid.encode()) % len(ways)])
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import zmq
 
 import kvtrainer
 from kvtrainer.comm import connection
@@ -55,10 +56,11 @@ def test_weights_are_the_same_to_the_bit_with_and_without_shared_memory(
 ) -> None:
     servers = processes.servers(2)
     found = {}
-    for transport in ("shm", "tcp"):
+    for transport in ("shm", "ipc", "tcp"):
         monkeypatch.setenv("KVSTORE_TRANSPORT", transport)
         found[transport] = trained(servers)
     assert all(map(torch.equal, found["shm"], found["tcp"]))
+    assert all(map(torch.equal, found["ipc"], found["tcp"]))
 
 
 def test_a_long_gradient_may_be_part_of_a_graph_and_stays_as_it_is(
@@ -179,6 +181,30 @@ def test_a_worker_that_cannot_share_memory_says_why(
             store.init("w", torch.ones(3))
             assert channels_of(store) == {}
             assert ["another user" in record.getMessage() for record in caplog.records] == [True]
+
+
+def test_messages_through_unix_sockets_need_neither_memory_nor_tcp(
+    processes: Processes, members: Members, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVSTORE_TRANSPORT", "ipc")
+    [server] = processes.servers(1)
+    store = members.join([server], 0, 1, new_name())
+    transport: Any = store._client._session._transport
+    assert [one.getsockopt_string(zmq.LAST_ENDPOINT)[:6] for one in transport._sockets] == ["ipc://"]
+    assert channels_of(store) == {}
+    store.init("w", torch.ones(300_000))
+    assert set(round_of(store, "w", torch.ones(300_000)).tolist()) == {1.0}
+
+
+def test_a_server_of_another_host_cannot_be_reached_through_unix_sockets(
+    processes: Processes, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    nothing = tmp_path / "unix"
+    nothing.write_text("")
+    monkeypatch.setattr(connection, "_SOCKETS_HERE", nothing)
+    monkeypatch.setenv("KVSTORE_TRANSPORT", "ipc")
+    with Members() as members, pytest.raises(ConfigurationError, match="kvstore-zmq-"):
+        members.join(processes.servers(1), 0, 1, new_name())
 
 
 def test_a_transport_that_there_is_not_is_refused_with_its_name(
