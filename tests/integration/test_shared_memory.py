@@ -24,6 +24,12 @@ SIZES = (3, 1000, 3_000_000)
 """The last one needs more memory than a channel has at first, on either of two servers."""
 
 
+@pytest.fixture(autouse=True)
+def transport(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have messages go as they go by themselves; a test may choose another way."""
+    monkeypatch.setenv("KVSTORE_TRANSPORT", "auto")
+
+
 def trained(servers: Sequence[Process], steps: int = 3) -> list[torch.Tensor]:
     """The weights after some steps of two workers, by which both were given the same."""
 
