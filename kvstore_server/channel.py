@@ -274,46 +274,44 @@ class Channel:
         Raises:
             OSError: the peer is gone.
         """
-        stays = self._place_of(payloads) if may_stay and payloads else None
+        pieces = payloads or ()
+        data = sum([piece.nbytes for piece in pieces])
+        stays = self._place_of(pieces) if may_stay and pieces and data >= len(pieces) * SENT_ALONE else None
         table: list[int] = []
         inline: list[Frame] = []
         taken: list[int] = []
         is_sent = self.is_full = False
         for frame in frames if payloads is None else (*frames, None):
-            pieces = payloads if frame is None and payloads is not None else ()
-            nbytes = sum([piece.nbytes for piece in pieces]) if frame is None else len(frame)
+            nbytes = data if frame is None else len(frame)
             if frame is None and stays is not None:
                 table += nbytes, stays
-                continue
-            begin = -1 if nbytes <= _INLINE else self._places.take(nbytes)
-            if begin is None:
-                break
-            if begin < 0:
+            elif nbytes <= _INLINE:
                 inline += [piece.view(torch.uint8).numpy() for piece in pieces] if frame is None else [frame]
                 table += nbytes, -1
-                continue
-            taken.append(begin)
-            table += nbytes, begin | self._sends.number << _NUMBER
-            if frame is None:
-                _join(pieces, self._sends.numbers[begin : begin + nbytes])
             else:
-                self._sends.bytes[begin : begin + nbytes] = np.frombuffer(frame, np.uint8)
+                begin = self._places.take(nbytes)
+                if begin is None:
+                    break
+                taken.append(begin)
+                table += nbytes, begin | self._sends.number << _NUMBER
+                if frame is None:
+                    _join(pieces, self._sends.numbers[begin : begin + nbytes])
+                else:
+                    self._sends.bytes[begin : begin + nbytes] = np.frombuffer(frame, np.uint8)
         else:
             is_sent = self._put(_MESSAGE, table, inline)
         for begin in () if is_sent else taken:
             self._places.give_back(begin)
-        if is_sent and stays is not None and payloads and self._shelf is not None:
-            self._read.setdefault(stays, []).append(payloads)
-            for piece in payloads:
+        if is_sent and stays is not None and self._shelf is not None:
+            self._read.setdefault(stays, []).append(pieces)
+            for piece in pieces:
                 self._shelf.leases.hold(piece)
         return is_sent
 
     def _place_of(self, pieces: Sequence[Tensor]) -> int | None:
         """Return where the worker can read weights that need not be copied; None where it cannot."""
-        if self._shelf is None or sum([piece.nbytes for piece in pieces]) < len(pieces) * SENT_ALONE:
-            return None
-        place = self._shelf.find(pieces)
-        if place is None:
+        place = None if self._shelf is None else self._shelf.find(pieces)
+        if self._shelf is None or place is None:
             return None
         number = place >> _NUMBER
         if number not in self._shown:
