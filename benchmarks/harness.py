@@ -28,7 +28,9 @@ import usage
 Measured = dict[str, dict[str, Any]]
 """Workload name → {"init": seconds, "rounds": [seconds …], "median": seconds}."""
 
-SETTINGS = "OMP_NUM_THREADS=1 in every process, TCP over the loopback device"
+SETTINGS = (
+    "OMP_NUM_THREADS=1 in every process; peers over TCP on loopback, kvtrainer as KVSTORE_TRANSPORT says"
+)
 _TAIL = 3000
 
 
