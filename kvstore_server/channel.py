@@ -353,10 +353,8 @@ class Channel:
             except ConnectionResetError:
                 if self._was_reset:
                     raise
-                self._was_reset = (
-                    True  # it left without reading all of ours; what it has said itself comes now
-                )
-                continue
+                self._was_reset = True
+                continue  # it left without reading all of ours; what it has said itself comes now
             if not size:
                 raise ConnectionResetError("the other end was closed")
             data = self._buffer[:size]
@@ -698,10 +696,8 @@ class Listener:
             fd = make_memory(nbytes)
         except OSError:
             return None
-        with (
-            suppress(OSError),
-            mmap.mmap(fd, nbytes) as memory,
-        ):  # older systems take pages one by one, when written
+        # Older systems take pages one by one, when written.
+        with suppress(OSError), mmap.mmap(fd, nbytes) as memory:
             memory.madvise(_POPULATE_WRITE, 0, nbytes // 2 // mmap.PAGESIZE * mmap.PAGESIZE)
         return fd
 
