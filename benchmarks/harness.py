@@ -93,8 +93,13 @@ def run_mpi_job(command: Sequence[str], workers: int, timeout: float) -> Measure
         return job.wait(timeout)
 
 
-def run_mxnet_job(command: Sequence[str], workers: int, servers: int, timeout: float) -> Measured:
-    """Run `command --out FILE` in every role of an MXNet job on the loopback device; return what FILE holds then."""
+def run_mxnet_job(
+    command: Sequence[str], workers: int, servers: int, timeout: float, is_ipc: bool = False
+) -> Measured:
+    """Run `command --out FILE` in every role of an MXNet job; return what FILE holds then.
+
+    They meet on the loopback device, or, if `is_ipc`, over Unix sockets.
+    """
     common = {
         "DMLC_PS_ROOT_URI": "127.0.0.1",
         "DMLC_PS_ROOT_PORT": str(_free_port()),
@@ -102,6 +107,7 @@ def run_mxnet_job(command: Sequence[str], workers: int, servers: int, timeout: f
         "DMLC_NODE_HOST": "127.0.0.1",
         "DMLC_NUM_WORKER": str(workers),
         "DMLC_NUM_SERVER": str(servers),
+        **({"DMLC_LOCAL": "1"} if is_ipc else {}),
     }
     with _Processes() as job:
         for role in ["scheduler", *["server"] * servers, *["worker"] * workers]:

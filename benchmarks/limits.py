@@ -3,7 +3,8 @@
     python benchmarks/limits.py
 
 Memory: bytes that are read and written in a second by `a += b` of 64 MiB on all cores, and payload bytes of a copy.
-Loopback: bytes that one TCP connection moves in a second between two processes, and the time of a byte and its answer.
+Loopback: bytes that one TCP connection moves in a second between two processes, and the time of a byte and its answer;
+and bytes that ZeroMQ moves over TCP and over a Unix socket, in frames of 1 MiB that are not copied to be handed over.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 
 import numpy as np
+import zmq
 
 _BYTES = 64 << 20
 _CHUNK = 1 << 20
@@ -37,10 +39,14 @@ class Limits:
     add: float
     loopback: float
     round_trip: float
+    zmq_tcp: float
+    zmq_ipc: float
 
     def __str__(self) -> str:
-        rates = f"copy {self.copy / 1e9:.1f}, add {self.add / 1e9:.1f}, TCP {self.loopback / 1e9:.1f} GB/s"
-        return f"{rates}, TCP round trip {self.round_trip * 1e6:.0f} µs"
+        rates = {"copy": self.copy, "add": self.add, "TCP": self.loopback}
+        rates |= {"ZeroMQ tcp": self.zmq_tcp, "ipc": self.zmq_ipc}
+        said = ", ".join(f"{name} {rate / 1e9:.1f}" for name, rate in rates.items())
+        return f"{said} GB/s, TCP round trip {self.round_trip * 1e6:.0f} µs"
 
 
 def measure_limits() -> Limits:
@@ -55,6 +61,11 @@ def measure_limits() -> Limits:
 
 
 def _measure() -> Limits:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    over_tcp, over_ipc = map(
+        _measure_zmq, (f"tcp://127.0.0.1:{port}", f"ipc://@kvtrainer-limits-{os.getpid()}")
+    )
     loopback, round_trip = _measure_loopback()
     a, b = np.ones((2, _BYTES // 4), np.float32)
     cores = len(os.sched_getaffinity(0))
@@ -62,7 +73,7 @@ def _measure() -> Limits:
     with ThreadPoolExecutor(cores) as pool:
         copy = _best(lambda: list(pool.map(lambda part: np.copyto(*part), parts)))
         add = _best(lambda: list(pool.map(lambda part: np.add(*part, out=part[0]), parts)))
-    return Limits(_BYTES / copy, 3 * _BYTES / add, loopback, round_trip)
+    return Limits(_BYTES / copy, 3 * _BYTES / add, loopback, round_trip, over_tcp, over_ipc)
 
 
 def _best(run: Callable[[], object]) -> float:
@@ -100,6 +111,29 @@ def _measure_loopback() -> tuple[float, float]:
             turns.append(time.perf_counter() - began)
     os.waitpid(child, 0)
     return max(rates), statistics.median(turns)
+
+
+def _measure_zmq(endpoint: str) -> float:
+    child = os.fork()
+    if not child:
+        with zmq.Context() as context, context.socket(zmq.PUSH) as sender:
+            sender.connect(endpoint)
+            chunk = bytearray(_CHUNK)
+            for _ in range(3 * (_SENT + 1)):
+                sender.send(chunk, copy=False)
+        os._exit(0)
+    rates = []
+    with zmq.Context() as context, context.socket(zmq.PULL) as receiver:
+        receiver.rcvtimeo = int(1e3 * _TIMEOUT)
+        receiver.bind(endpoint)
+        for _ in range(3):
+            receiver.recv(copy=False)
+            began = time.perf_counter()
+            for _ in range(_SENT):
+                receiver.recv(copy=False)
+            rates.append(_SENT * _CHUNK / (time.perf_counter() - began))
+    os.waitpid(child, 0)
+    return max(rates)
 
 
 def _echo(port: int) -> None:

@@ -1,6 +1,6 @@
 """Systems that make the same steps: how each is started, what is missing here, and the check of their weights.
 
-Used by the benchmarks of one step: `dense_sync.py`, `key_scaling.py` and `latency.py`.
+Used by the benchmarks of one step: `dense_sync.py`, `transport.py`, `scaling.py`, `key_scaling.py` and `latency.py`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ TORCH = {
     "gloo DDP": "buckets",
     "gloo per tensor": "tensors",
 }
-PUSHPULL, MPICH, MXNET = "pushpull", "mpich", "mxnet"
+PUSHPULL, MPICH, MXNET, MXNET_IPC = "pushpull", "mpich", "mxnet", "mxnet ipc"
 _STATES = {"adam": 6, "sgd": 2}
 """How often an optimizer reads or writes a weight or state, the gradient aside."""
 
@@ -43,10 +43,12 @@ class Job:
     servers: int
 
 
-def add_options(parser: argparse.ArgumentParser, repetitions: int = 3) -> argparse.Namespace:
+def add_options(
+    parser: argparse.ArgumentParser, repetitions: int = 3, transports: str = "auto"
+) -> argparse.Namespace:
     """Parse what these benchmarks take together with their own options."""
     add = suite.add_options(parser, repetitions).add_argument
-    add("--transports", default="auto", help="values of KVSTORE_TRANSPORT, commas between them")
+    add("--transports", default=transports, help="values of KVSTORE_TRANSPORT, commas between them")
     add("--before", default="", metavar="DIR", help="another checkout, which takes turns with this one")
     add("--mpi-env", default=".venv-mpi", help="environment made by benchmarks/mpi_env.sh")
     add("--mxnet-env", default=".venv-mxnet", help="environment made by benchmarks/mxnet_env.sh")
@@ -94,6 +96,9 @@ def measure(system: str, job: Job, options: argparse.Namespace) -> dict[harness.
     Raises:
         AssertionError: weights differ.
     """
+    if system in (MXNET, MXNET_IPC) and len(job.works) > 1:  # its Trainers number their keys from 0
+        alone = [replace(job, works=(work,)) for work in job.works]
+        return {case: found for one in alone for case, found in measure(system, one, options).items()}
     with tempfile.TemporaryDirectory(prefix="kvtrainer-weights-") as folder:
         stem = f"{folder}/weights"
         works = json.dumps([asdict(work) for work in job.works])
@@ -120,9 +125,9 @@ def _limits(system: str, job: Job, work: Work, found: Limits) -> dict[str, float
 
 def _run(system: str, job: Job, arguments: list[str], options: argparse.Namespace) -> harness.Measured:
     limit = options.job_timeout
-    if system == MXNET:
+    if system in (MXNET, MXNET_IPC):
         command = [_python(MXNET, options), str(HERE / "mxnet_step_worker.py"), *arguments]
-        return harness.run_mxnet_job(command, job.workers, job.servers, limit)
+        return harness.run_mxnet_job(command, job.workers, job.servers, limit, system == MXNET_IPC)
     python = _python(MPICH, options) if system == MPICH else sys.executable
     command = [python, str(HERE / "step_worker.py"), *arguments, "--store"]
     if system == MPICH:
@@ -152,7 +157,7 @@ def _reference(work: Work, workers: int) -> torch.Tensor:
 
 
 def _missing(system: str, options: argparse.Namespace) -> str:
-    if system not in (MPICH, MXNET):
+    if system not in (MPICH, MXNET, MXNET_IPC):
         return ""
     modules = "mpi4py.MPI, torch" if system == MPICH else "mxnet"
     return harness.why_missing(_python(system, options), modules)

@@ -37,22 +37,23 @@ class Marks:
     def serve(self) -> None:
         """Answer the questions that are there; what asked goes on then."""
         for path in self._out.parent.glob(f"{self._out.name}.*"):
+            if path.suffix == ".base":
+                _forget_peaks(self._pids)
             self._seen[path.name.removeprefix(f"{self._out.name}.")] = measure(self._pids)
             path.unlink()
 
     def add_to(self, measured: dict[str, dict[str, Any]]) -> None:
         """Add to each work its "usage", if it has asked.
 
-        "cpu" is seconds between begin and end, in a job of one work alone "peak_rss" and "pss" are bytes at the end,
-        and "grown" the proportional bytes since base.
+        "cpu" is seconds between begin and end, "peak_rss" bytes between base and end, "pss" bytes at the end, and
+        "grown", in a job of one work alone, the proportional bytes since base: others may leave memory behind.
         """
         for at, values in enumerate(measured.values()):
             base, begin, end = (self._seen.get(f"{at}.{name}") for name in ("base", "begin", "end"))
             if base is None or begin is None or end is None:
                 continue
-            values["usage"] = {"cpu": end.cpu - begin.cpu}
+            values["usage"] = {"cpu": end.cpu - begin.cpu, "peak_rss": end.peak_rss, "pss": end.pss}
             if len(measured) == 1:
-                values["usage"] |= {"peak_rss": end.peak_rss, "pss": end.pss}
                 values["usage"]["grown"] = None if end.pss is None or base.pss is None else end.pss - base.pss
 
 
@@ -63,6 +64,13 @@ def measure(pids: Sequence[int]) -> Usage:
         with contextlib.suppress(OSError):
             total += _measure_one(pid)
     return total
+
+
+def _forget_peaks(pids: Sequence[int]) -> None:
+    """Have peaks of processes and their descendants begin at what they occupy now."""
+    for pid in _with_descendants(pids):
+        with contextlib.suppress(OSError):
+            Path(f"/proc/{pid}/clear_refs").write_text("5")
 
 
 def _measure_one(pid: int) -> Usage:

@@ -19,9 +19,11 @@ QUESTIONS = (
     "end_to_end",
     "key_scaling",
     "latency",
+    "scaling",
     "sparse",
     "straggler",
     "trainer_step",
+    "transport",
 )
 HELP = """
 import contextlib, io, runpy, sys
