@@ -814,7 +814,8 @@ def _outcomes(
     """
     out: list[m.Outgoing] = []
     done: list[tuple[int, int, int]] = []
-    wanted: list[int] = []
+    wanted: dict[bool, list[int]] = {}
+    """Tables, by whether they may come as bfloat16."""
     changed: list[m.Weights] = []
     for one in commits:
         number, round_, version, flags = one
@@ -842,12 +843,14 @@ def _outcomes(
         if wants and flags & m.WANTS_DELTA:
             changed.append(space.rows(rank, table, table.changed_parts(version)))
         elif wants:
-            wanted.append(number)
+            wanted.setdefault(bool(flags & m.WANTS_HALF), []).append(number)
     if done:
         out += _reply(waiter, m.Done(m.matrix(done, 3)))
     for weights in changed:
         out += _reply(waiter, weights)
-    return out + _reply(waiter, space.weights(space.together(np.array(wanted)), rank)) if wanted else out
+    for half, numbers in wanted.items():
+        out += _reply(waiter, space.weights(space.together(np.array(numbers)), rank, half=half))
+    return out
 
 
 def _rows(space: Namespace, table: Table, rank: int, pull: m.PullRows, waiter: Waiter) -> list[m.Outgoing]:

@@ -485,15 +485,26 @@ class Namespace:
             found.append(self.shard.contribution_of(runs, own))
         return found
 
-    def weights(self, some: Together, *ranks: int) -> m.Weights:
-        """The present weights of some tables, except row-sparse ones, for some ranks; not copies."""
-        for table, size in zip(some.named, some.nbytes, strict=True):
+    def weights(self, some: Together, *ranks: int, half: bool = False) -> m.Weights:
+        """The present weights of some tables, except row-sparse ones, for some ranks; not copies.
+
+        With `half`, those wider than that are rounded to bfloat16.
+        """
+        parts, storage, sizes = some.parts.copy(), self.shard.storage, some.nbytes
+        parts[:, 1] = np.array([table.version for table in some.named])[some.owners]
+        payloads = [storage.padded[slot] for slot in some.resident]
+        if half:
+            payloads = [
+                storage.half(*where) for where in zip(some.resident, parts[:, 1].tolist(), strict=True)
+            ]
+            parts[:, 3] = [payload.nbytes for payload in payloads]
+            parts[parts[:, 3] < some.parts[:, 3], 2] = m.HALF
+            sizes = np.bincount(some.owners, parts[:, 3], len(some.named)).astype(np.int64).tolist()
+        for table, size in zip(some.named, sizes, strict=True):
             table.bytes_out += size * len(ranks)
             for rank in ranks if table.notes_reads else ():
                 table.note_read(rank)
-        parts, padded = some.parts.copy(), self.shard.storage.padded
-        parts[:, 1] = np.array([table.version for table in some.named])[some.owners]
-        return m.Weights(parts, tuple([padded[slot] for slot in some.resident]), self.mode.is_sync)
+        return m.Weights(parts, tuple(payloads), self.mode.is_sync)
 
     def rows(self, rank: int, table: Table, found: Sequence[RowPart]) -> m.Weights:
         """Rows of a table for a rank, as a reply."""

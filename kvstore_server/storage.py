@@ -290,6 +290,8 @@ class Storage:
         self._leases = leases
         self._moved: dict[int, Tensor] = {}
         """Slot → its weights, while those in the block are being sent."""
+        self._halves: dict[int, tuple[int, Tensor]] = {}
+        """Slot → a version of its weights, and these rounded."""
         self._blocks: dict[str, Block] = {}
 
     def add(self, plan: Plan, server: int, memory: Mapping[str, Tensor] | None) -> Unit:
@@ -438,3 +440,18 @@ class Storage:
                 own = (home if own is None else own).clone()
             self._moved[slot] = own
         self.padded[slot], self.visible[slot] = own, own[: one.piece.used]
+
+    def half(self, slot: int, version: int) -> Tensor:
+        """Round the weights of a slot to bfloat16, once for each version; those that are not wider stay as they are.
+
+        Nobody may read what was returned for an earlier version, but for those whom the leases know.
+        """
+        weights = self.padded[slot]
+        if not weights.is_floating_point() or weights.dtype.itemsize <= torch.bfloat16.itemsize:
+            return weights
+        known, half = self._halves.get(slot, (-1, None))
+        if half is None or known != version:
+            if half is None or (self._leases is not None and self._leases.is_busy(half)):
+                half = torch.empty_like(weights, dtype=torch.bfloat16)
+            self._halves[slot] = version, half.copy_(weights)
+        return half

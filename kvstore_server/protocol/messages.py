@@ -84,13 +84,14 @@ class Register:
     """The plan's; a server that has the table with this one needs no keys."""
 
 
-WANTS_WEIGHTS, VETOES, ASSIGNS, HAS_JOINED, WANTS_DELTA = 1, 2, 4, 8, 16
+WANTS_WEIGHTS, VETOES, ASSIGNS, HAS_JOINED, WANTS_DELTA, WANTS_HALF = 1, 2, 4, 8, 16, 32
 """Flags of a commit.
 
 WANTS_WEIGHTS: it is answered with the new weights. VETOES: this rank's gradients are not finite, so the round ends
 without an update, on every server and for every rank. ASSIGNS: the lowest rank's values replace the weights and no
 optimizer runs; every rank must say so. HAS_JOINED: this rank has no more data, and contributes nothing until all ranks
-have said so. WANTS_DELTA: of slices that changed by rows alone since its version, only those rows are wanted."""
+have said so. WANTS_DELTA: of slices that changed by rows alone since its version, only those rows are wanted.
+WANTS_HALF: new weights may come as bfloat16."""
 
 PUSH_WORDS, COMMIT_WORDS = 4, 6
 
@@ -312,9 +313,10 @@ class Registered:
     next_round: int
 
 
-WHOLE, ROWS, VALUES = range(3)
+WHOLE, ROWS, VALUES, HALF = range(4)
 """What the payload of a part is: the whole slice; rows that changed, as `rows` packs them, of as many slices as it says
-(empty where none changed in any slice that the key has there); or just the values of the rows that were asked for."""
+(empty where none changed in any slice that the key has there); just the values of the rows that were asked for; or the
+whole slice, of a wider type, rounded to bfloat16."""
 
 
 @dataclass(slots=True, eq=False)

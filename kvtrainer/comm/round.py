@@ -158,6 +158,8 @@ class _Layout:
         self.position = {number: at for at, number in enumerate(numbers[here].tolist())}
         """Number of the table on the server → its position here."""
         by_table = [table.plan.slices_of(server) for table in self.tables]
+        self.takes_half = any([table.takes_half for table in self.tables])
+        """As of the tables, which are alike in that."""
         self.pieces = [piece for pieces in by_table for piece in pieces]
         self.table = [at for at, pieces in enumerate(by_table) for _ in pieces]
         """The position of each slice's table."""
@@ -284,6 +286,7 @@ class _Leg:
         self.commits[:, 4] = (book.held if contribution.is_kept else book.version)[self.server][layout.index]
         flags = m.VETOES * contribution.veto | m.ASSIGNS * contribution.assign
         flags |= m.HAS_JOINED * contribution.joined | m.WANTS_DELTA * contribution.is_kept
+        flags |= m.WANTS_HALF * layout.takes_half
         if flags or not wants:
             self.commits[:, 5] = (layout.commits[:, 5] if wants else 0) | flags
         self.came = [-1] * len(layout.tables)
@@ -631,8 +634,12 @@ class Rounds:
                 continue
             if kind == m.WHOLE and nbytes != layout.nbytes[at]:
                 raise ProtocolError(f"a slice of {layout.nbytes[at]} bytes came back with {nbytes} bytes")
+            if kind == m.HALF and nbytes != layout.pieces[at].length * torch.bfloat16.itemsize:
+                raise ProtocolError(
+                    f"a slice of {layout.nbytes[at]} bytes came back rounded, with {nbytes} bytes"
+                )
             begin = layout.begin[at]
-            if kind != m.WHOLE or begin < 0:
+            if kind != m.WHOLE or begin < 0 or layout.takes_half:
                 leg.staged += [(at, kind, source[start : start + nbytes])] if nbytes else []
             else:
                 leg.gathered.append(at)
@@ -949,8 +956,9 @@ def _whole(contribution: Contribution, layout: _Layout, at: int) -> Tensor:
 def _write_staged(table: RemoteTable, arenas: Arenas, piece: Slice, kind: int, raw: Tensor) -> None:
     """Write one part of new weights: a slice, or rows of it and of its neighbours. Raises as `Rounds._write`."""
     plan, out = table.plan, _part(arenas, piece)
-    if kind == m.WHOLE:
-        out.copy_(raw.view(out.dtype)[: piece.used])
+    if kind in (m.WHOLE, m.HALF):
+        given = raw.view(out.dtype if kind == m.WHOLE else torch.bfloat16)[: piece.used]
+        out.copy_(_rounded(given) if table.takes_half else given)
         return
     if kind != m.ROWS:
         raise ProtocolError(f"slice {piece.index} of {table.name!r} came back as kind {kind}")
@@ -958,13 +966,21 @@ def _write_staged(table: RemoteTable, arenas: Arenas, piece: Slice, kind: int, r
     for position, values in parts.items():
         segment = piece.segments[position]
         if isinstance(values, Tensor):
+            values = _rounded(values) if table.takes_half else values
             out[segment.start : segment.start + segment.numel].copy_(values)
             continue
         block, start = plan.rows(segment.key).blocks[piece.server], plan.key_offsets[segment.key]
         first = block.order[piece.index]
         ids = block.in_key(values.ids.numpy(), first, first + slices)
         whole = arenas[piece.dtype][start : start + plan.specs[segment.key].numel]
-        put_rows(whole.view(-1, values.values.shape[1]), torch.from_numpy(ids), values.values)
+        rows = _rounded(values.values) if table.takes_half else values.values
+        put_rows(whole.view(-1, rows.shape[1]), torch.from_numpy(ids), rows)
+
+
+def _rounded(weights: Tensor) -> Tensor:
+    """Weights as `Storage.half` would have sent them, of their own dtype."""
+    is_wider = weights.dtype.itemsize > torch.bfloat16.itemsize
+    return weights.to(torch.bfloat16).to(weights.dtype) if is_wider else weights
 
 
 def _encode(contribution: Contribution) -> dict[int, dict[int, _Encoded]]:

@@ -21,6 +21,8 @@ class RemoteTable:
         self.index = index
         self.compressor: Compressor | None = None
         """How this rank's contributions are compressed; None: they are not."""
+        self.takes_half = False
+        """Whether the weights here are those of the servers, rounded to bfloat16."""
         self._tables = tables
         self._at: dict[int, int] | None = None
         """Slice → its position among those of its server, once somebody has asked."""

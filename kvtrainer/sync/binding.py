@@ -421,7 +421,9 @@ class Binding:
             is_dist = isinstance(self.store, DistKVStore)
             self._num_opened += 1
             name = TABLE if self._num_opened == 1 else f"{TABLE} ({self._num_opened})"
-            return StoreExchange(self._client, plan, there, self.selection.codec, is_dist, name)
+            return StoreExchange(
+                self._client, plan, there, self.selection.codec, is_dist, name, self.selection.takes_half
+            )
         if self._group is not None:
             return GroupExchange(self._group, plan, optimizer, self.describe().lower())
         return None if self.store is None else PluginExchange(self.store, plan)

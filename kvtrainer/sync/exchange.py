@@ -141,6 +141,7 @@ class StoreExchange(Exchange):
         codec: Codec | None = None,
         is_dist: bool = False,
         name: str = TABLE,
+        takes_half: bool = False,
     ) -> None:
         self._has_rows = False
         """Whether a gradient of this worker has been row-sparse."""
@@ -155,6 +156,7 @@ class StoreExchange(Exchange):
         [self._table] = client.register({name: plan.specs}, whole_keys)
         if is_dist and self.updates_weights and codec is None:
             self.lendable = plan.keys_alone
+        self._table.takes_half = takes_half
         if codec is not None:
             self._table.compressor = Compressor(codec, self._table.plan)
         if (

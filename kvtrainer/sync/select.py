@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
+from kvstore_server import check
 from kvstore_server.codec import Codec, make_codec
 from kvtrainer.comm.rank_group import current_group
 from kvtrainer.env import serve_role, workers_of_job
-from kvtrainer.errors import ArgumentTypeError, ConfigurationError
+from kvtrainer.errors import ArgumentTypeError, ConfigurationError, UnknownNameError
 from kvtrainer.kvstore.base import (
     ASYNCHRONOUS,
     COMPRESSION,
@@ -36,6 +37,8 @@ _log = logging.getLogger(__name__)
 
 UPDATE_ON_KVSTORE = "MXNET_UPDATE_ON_KVSTORE"
 """The environment variable with the default of `update_on_kvstore`: 0 or 1."""
+PULL = "pull"
+"""The entry of `compression_params` that says how new weights come back."""
 LARGE = 16 * 1024 * 1024
 """Elements. With a parameter that has more, 'local' leaves the update to the Trainer, as in MXNet."""
 _ALONE = (
@@ -93,6 +96,7 @@ class Selection:
         allows_halves: Whether `allreduce_grads` and `update` may be called.
         is_open: The first gradients decide whether the optimizer runs in the store: not with row-sparse ones.
         codec: How gradients are compressed on their way to the store; None means not at all.
+        takes_half: Whether new weights come back from it rounded to bfloat16.
         replica_codec: How replicas are compressed one by one before they are summed here; None means not at all.
         reducer: How replicas are summed here, out of reducers.REDUCERS.
         over_ranks: Whether gradients are summed over the ranks of torch.distributed.
@@ -108,6 +112,7 @@ class Selection:
     reducer: str = AUTO
     over_ranks: bool = False
     is_alone_by_name: bool = False
+    takes_half: bool = False
 
 
 def select_store(
@@ -146,7 +151,10 @@ def select_store(
     if has_row_sparse:
         _check_for_rows(store, update_on_kvstore)
         update_on_kvstore = True
+    compression_params, takes_half = _split(compression_params)
     codec = _codec_for(store, compression_params)
+    if takes_half:
+        _check_takes_half(store, update_on_kvstore)
     reducer = _reducer_for(kvstore, replicas, devices)
     if store is None and update_on_kvstore:
         raise ConfigurationError("update_on_kvstore=True needs a kvstore, but kvstore=None")
@@ -174,8 +182,10 @@ def select_store(
     if isinstance(kvstore, str) and store.is_on_servers:
         serve_role(os.environ)
     updates = _updates_weights(store, update_on_kvstore, aggregate_num, largest)
+    if takes_half:
+        _check_takes_half(store, updates)
     if not (store.is_in_process and len(devices) > 1):
-        return Selection(kvstore, updates, not updates, codec=codec, reducer=reducer)
+        return Selection(kvstore, updates, not updates, codec=codec, reducer=reducer, takes_half=takes_half)
     if codec is not None and not is_left_fold(reducer):
         raise ConfigurationError(
             f"reducer={reducer!r} would have no effect: replicas that are compressed are decoded and added from left "
@@ -218,6 +228,26 @@ def _check_for_rows(store: Traits | None, update_on_kvstore: bool | None) -> Non
     if SPARSE_WEIGHTS not in store.capabilities or store.over_ranks:
         way_out = " for several ranks; use a dist" if store.takes_ranks else "; use 'local' or a dist"
         raise ConfigurationError(f"kvstore {store.name!r} cannot hold row_sparse parameters{way_out} kvstore")
+
+
+def _split(params: Any) -> tuple[Any, bool]:
+    """Split `compression_params` into what is said of gradients, and whether new weights come back as bfloat16."""
+    if not isinstance(params, Mapping) or PULL not in params:
+        return params, False
+    asked = params[PULL].lower() if isinstance(params[PULL], str) else params[PULL]
+    kind = check.one_of(f"compression_params[{PULL!r}]", asked, ("none", "bf16"), error=UnknownNameError)
+    return {name: value for name, value in params.items() if name != PULL} or None, kind == "bf16"
+
+
+def _check_takes_half(store: Traits | None, updates_weights: bool | None) -> None:
+    """Raise ConfigurationError unless servers keep the weights whose rounding is to come back."""
+    if store is None or not store.is_on_servers or updates_weights is False:
+        where = "kvstore=None" if store is None else f"kvstore {store.name!r}"
+        where += ", update_on_kvstore=False" if updates_weights is False else ""
+        raise ConfigurationError(
+            f"{PULL!r} in compression_params rounds weights on their way back from servers that update and keep them; "
+            f"with {where} none come back. Leave it out, or use a dist kvstore with update_on_kvstore=True"
+        )
 
 
 def _codec_for(store: Traits | None, params: dict[str, Any] | None) -> Codec | None:

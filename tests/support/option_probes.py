@@ -390,6 +390,11 @@ PROBES = (
         steps((0.7,), (0.7,)), lambda: TWO_BIT, [-1.0, 0.0, 0.0],
     ),
     Probe(
+        "compression_params: pull", "two updates that bfloat16 rounds away one by one: 1 + 2⁻⁹ + 2⁻⁸, rounded",
+        steps((1.0,), (2.0**-9,), (2.0**-8,)), lambda: {"compression_params": {"pull": "bf16"}},
+        [-1.0 - 2.0**-7, 0.0, 0.0],
+    ),
+    Probe(
         "optimizer_params: lr_scheduler", "each update is half of the last one",
         steps(SAME, SAME, SAME),
         lambda: {"optimizer_params": {"lr_scheduler": factors()}}, [-1.75, 0.0, -1.75],

@@ -1,7 +1,7 @@
 """Weights that a worker keeps from round to round, of which only the changed rows come: always those of the store.
 
 Two workers and one to three engines, without sockets. After every round the arena of each worker is compared with
-weights that are fetched whole.
+weights that are fetched whole, or, where the second worker takes bfloat16, with their rounding.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def fussy() -> Iterator[None]:
 class Job:
     """Both workers, each with the arena that it keeps."""
 
-    def __init__(self, servers: int, optimizer: str) -> None:
+    def __init__(self, servers: int, optimizer: str, takes_half: bool = False) -> None:
         built = create(optimizer, learning_rate=0.1, **OPTIMIZERS[optimizer])
         engines = [Engine(EngineConfig(server=i, num_servers=servers)) for i in range(servers)]
         self.clients: list[Client] = connected(engines, 2)
@@ -84,6 +84,7 @@ class Job:
         for client in self.clients:
             client.set_optimizer(built.spec())
             self.tables += client.register({"t": SPECS}, whole_keys=not built.elementwise)
+        self.tables[1].takes_half = takes_half
         self.hyper = pack_hypers([dict(built.plain_hyper())], {}, {}, True)
         self.arenas = [self.empty(), self.empty()]
         gen = torch.Generator().manual_seed(0)
@@ -120,9 +121,11 @@ class Job:
         held = self.empty()
         self.clients[0].rounds.pull([self.tables[0]], [held])
         plan = self.tables[0].plan
-        for arena in self.arenas:
+        for arena, table in zip(self.arenas, self.tables, strict=True):
             for spec, at in zip(SPECS, plan.key_offsets, strict=True):
                 mine, theirs = arena[spec.dtype], held[spec.dtype]
+                if table.takes_half and spec.dtype == "float32":
+                    theirs = theirs.to(torch.bfloat16).float()
                 assert torch.equal(mine[at : at + spec.numel], theirs[at : at + spec.numel]), spec.key
 
 
@@ -162,9 +165,10 @@ def played(job: Job, rng: random.Random) -> str:
     return kind
 
 
+@pytest.mark.parametrize("takes_half", [False, True])
 @pytest.mark.parametrize(("optimizer", "servers"), [(name, 1 + i % 3) for i, name in enumerate(OPTIMIZERS)])
-def test_every_round_leaves_the_weights_of_the_store(optimizer: str, servers: int) -> None:
-    job, rng = Job(servers, optimizer), random.Random(servers)
+def test_every_round_leaves_the_weights_of_the_store(optimizer: str, servers: int, takes_half: bool) -> None:
+    job, rng = Job(servers, optimizer, takes_half), random.Random(servers)
     job.check()
     for _ in range(25):
         played(job, rng)
@@ -190,8 +194,9 @@ class Dropping:
         return got
 
 
-def test_lost_replies_are_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    job, rng = Job(2, "sgd"), random.Random(5)
+@pytest.mark.parametrize("takes_half", [False, True])
+def test_lost_replies_are_asked_for_again(monkeypatch: pytest.MonkeyPatch, takes_half: bool) -> None:
+    job, rng = Job(2, "sgd", takes_half), random.Random(5)
     for client in job.clients:
         session = client._session
         monkeypatch.setattr(session, "_transport", Dropping(session._transport, rng))

@@ -82,7 +82,10 @@ def test_a_reply_comes_out_as_it_went_in(body: Any) -> None:
 CONTRIBUTE = m.Contribute(
     m.matrix([(3, 7, 0, 64), (4, 7, 2, 0), (9, 8, 1, 16)], m.PUSH_WORDS),
     (torch.full((64,), 1, dtype=torch.uint8), torch.empty(0), torch.full((2,), 0.5, dtype=torch.float64)),
-    m.matrix([(1, 7, 2, 2, -1, m.WANTS_WEIGHTS), (2, 8, 1, 1, 5, m.VETOES | m.WANTS_DELTA)], m.COMMIT_WORDS),
+    m.matrix(
+        [(1, 7, 2, 2, -1, m.WANTS_WEIGHTS), (2, 8, 1, 1, 5, m.VETOES | m.WANTS_DELTA | m.WANTS_HALF)],
+        m.COMMIT_WORDS,
+    ),
     b"form",
     b"h",
     ((1, 4), (2, 0)),
@@ -303,7 +306,7 @@ def test_a_damaged_answer_of_partial_norms_is_a_protocol_error(size: int) -> Non
         (CONTRIBUTE, contribute(pushes=4, words=[0, 0, 0, 1 << 62] * 4), "payload has 0 bytes"),
         (CONTRIBUTE, contribute(timeout=-1.0), "timeout -1"),
         (CONTRIBUTE, contribute(rescale=math.inf), "rescale inf"),
-        (CONTRIBUTE, contribute(commits=1, words=[0, 0, 0, 0, 0, 32]), "unknown flags"),
+        (CONTRIBUTE, contribute(commits=1, words=[0, 0, 0, 0, 0, 64]), "unknown flags"),
         (CONTRIBUTE, contribute(hold=-1.0), "norm of type -1"),
         (CONTRIBUTE, contribute(hold=float("nan")), "norm of type nan"),
         (CONTRIBUTE, contribute(extra=[]), "must name"),

@@ -224,3 +224,35 @@ def test_compression_without_a_store_has_no_effect_and_says_so_once(
         trainer.step(1)
     assert p.item() == -6
     assert [record.message.startswith("compression_params") for record in caplog.records] == [True]
+
+
+@pytest.mark.parametrize(
+    "params", [{"pull": "bf16"}, {"type": "none", "pull": "BF16"}, {"type": "2bit", "pull": "bf16"}]
+)
+def test_weights_may_come_back_rounded_whether_gradients_are_compressed_or_not(
+    params: dict[str, Any],
+) -> None:
+    selection = select_store("dist_sync", None, params)
+    assert selection.takes_half
+    assert (selection.codec is not None) == (params.get("type") == "2bit")
+
+
+@pytest.mark.parametrize(
+    ("given", "site"),
+    [("no kvstore", None), ("one device", None), ("one device", True), ("local object", None), ("plugin by name", None),
+     ("dist_sync", False)],
+)  # fmt: skip
+def test_weights_cannot_come_back_rounded_where_no_server_keeps_them(given: str, site: bool | None) -> None:
+    with pytest.raises(ConfigurationError, match="'pull' in compression_params"):
+        select_store(GIVEN[given](), site, {"pull": "bf16"})
+
+
+def test_the_optimizer_that_aggregates_is_told_too_that_no_weights_come_back() -> None:
+    with pytest.raises(ConfigurationError, match="'pull' in compression_params"):
+        select_store("dist_sync", None, {"pull": "bf16"}, aggregate_num=4)
+
+
+@pytest.mark.parametrize("kind", ["fp16", "int8", 16, None])
+def test_weights_come_back_rounded_to_bfloat16_alone(kind: Any) -> None:
+    with pytest.raises(UnknownNameError):
+        select_store("dist_sync", None, {"type": "2bit", "pull": kind})
