@@ -332,6 +332,17 @@ class Round:
         self.aborted: set[str] = set()
         """Tables whose round was given up as soon as one server had failed it."""
         self.is_over = False
+        self.rows: dict[tuple[int, int], list[Tensor | None]] = {}
+        """(position of the table, first key of a slice) → ids of its rows that came, by server; None for a whole slice.
+        Only where workers keep what they have."""
+
+    def written(self) -> dict[tuple[int, int], Tensor | None]:
+        """Tell which rows of each key, or of the first key of each slice, came; None: all."""
+        found: dict[tuple[int, int], Tensor | None] = {}
+        for key, all_ids in self.rows.items():
+            some = [ids for ids in all_ids if ids is not None]
+            found[key] = torch.cat(some) if len(some) == len(all_ids) else None
+        return found
 
     def legs_of(self, table: RemoteTable) -> Iterator[tuple[_Leg, int]]:
         """The legs that a table has, and its position there."""
@@ -815,10 +826,15 @@ class Rounds:
         if ready:
             targets = [_part(outs[layout.at[layout.table[at]]], layout.pieces[at]) for at in ready]
             torch._foreach_copy_(targets, [leg.memory.views[at] for at in ready])
+        notes = round_.contribution.is_kept
+        for at in ready if notes else ():
+            round_.rows[layout.at[layout.table[at]], layout.pieces[at].segments[0].key] = [None]
         for at, kind, raw in leg.staged:
             if kept is None or kept[at]:
-                of = layout.table[at]
-                _write_staged(layout.tables[of], outs[layout.at[of]], layout.pieces[at], kind, raw)
+                of, piece = layout.table[at], layout.pieces[at]
+                ids = _write_staged(layout.tables[of], outs[layout.at[of]], piece, kind, raw)
+                if notes:
+                    round_.rows.setdefault((layout.at[of], piece.segments[0].key), []).append(ids)
         leg.staged.clear()
         came = np.array(leg.came)
         read = came >= 0
@@ -953,16 +969,20 @@ def _whole(contribution: Contribution, layout: _Layout, at: int) -> Tensor:
     return padded
 
 
-def _write_staged(table: RemoteTable, arenas: Arenas, piece: Slice, kind: int, raw: Tensor) -> None:
-    """Write one part of new weights: a slice, or rows of it and of its neighbours. Raises as `Rounds._write`."""
+def _write_staged(table: RemoteTable, arenas: Arenas, piece: Slice, kind: int, raw: Tensor) -> Tensor | None:
+    """Write one part of new weights: a slice, or rows of it and of its neighbours. Raises as `Rounds._write`.
+
+    Returns the ids of the rows of the only key that were written; None where it was something else.
+    """
     plan, out = table.plan, _part(arenas, piece)
     if kind in (m.WHOLE, m.HALF):
         given = raw.view(out.dtype if kind == m.WHOLE else torch.bfloat16)[: piece.used]
         out.copy_(_rounded(given) if table.takes_half else given)
-        return
+        return None
     if kind != m.ROWS:
         raise ProtocolError(f"slice {piece.index} of {table.name!r} came back as kind {kind}")
     parts, slices = decode_rows(plan, piece, raw.numpy().data)
+    ids: Tensor | None = None
     for position, values in parts.items():
         segment = piece.segments[position]
         if isinstance(values, Tensor):
@@ -971,10 +991,11 @@ def _write_staged(table: RemoteTable, arenas: Arenas, piece: Slice, kind: int, r
             continue
         block, start = plan.rows(segment.key).blocks[piece.server], plan.key_offsets[segment.key]
         first = block.order[piece.index]
-        ids = block.in_key(values.ids.numpy(), first, first + slices)
+        ids = torch.from_numpy(block.in_key(values.ids.numpy(), first, first + slices))
         whole = arenas[piece.dtype][start : start + plan.specs[segment.key].numel]
         rows = _rounded(values.values) if table.takes_half else values.values
-        put_rows(whole.view(-1, rows.shape[1]), torch.from_numpy(ids), rows)
+        put_rows(whole.view(-1, rows.shape[1]), ids, rows)
+    return ids if len(piece.segments) == 1 else None
 
 
 def _rounded(weights: Tensor) -> Tensor:

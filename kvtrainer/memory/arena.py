@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cache, cached_property, partial
 from itertools import compress
 from operator import attrgetter
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ from kvstore_server.optimizer.state import aligned_zeros
 from kvstore_server.plan import ALIGNMENT, SIZES, Plan
 from kvtrainer.errors import ConfigurationError, ParameterMovedError
 from kvtrainer.memory.gradients import gradient_of
+from kvtrainer.memory.kept_sums import KeptSums
 
 LONG = 128 << 10
 """Bytes of a gradient from which on it may be used where it lies: to copy it takes longer than to look at it."""
@@ -40,6 +42,7 @@ _BLOCK = 8 << 10
 _SUMMED = 1 << 10
 """The bytes in one sum; behind the last whole row of blocks it is a line of 64."""
 _WORD = 8
+NOTHING: Mapping[int, Tensor | None] = MappingProxyType({})
 _version_of, _nbytes_of = attrgetter("_version"), attrgetter("nbytes")
 
 _placed: dict[int, weakref.ref[Parameter]] = {}
@@ -250,7 +253,8 @@ class WriteWatch:
     """Compares the parameters with what the Trainer's own updates made of them.
 
     Counters cost a few dozen ns per parameter. Bits are summed only where a store has the weights too and will put its
-    own in the place of what is written; that takes two passes over what is looked at.
+    own in the place of what is written; that takes two passes over what is looked at. Of large tables of which rows
+    alone come from the store sums are kept.
 
     Args:
         parameters: in the order of `plan.specs`.
@@ -266,24 +270,60 @@ class WriteWatch:
         self._own = 0
         self._turn = 0
         self._sums: dict[str, Tensor] = {}
-        self._looked_at: dict[str, list[list[Tensor]]] = {}
-        """Dtype → for each turn, what is summed in it, if the weights are in a store as well."""
+        self._looked_at: dict[str, list[list[list[Tensor]]]] = {}
+        """Dtype → for each stretch and turn, what is summed in it, if the weights are in a store as well."""
+        self._tables: dict[int, KeptSums] = {}
+        """Key (by index) → its sums; it lies between the stretches."""
 
     def accept(self, is_in_store: bool) -> None:
         """From now on look for writes that come later; for unseen ones too if the weights are in a store as well."""
         self._accepted = list(map(_version_of, self._parameters))
         self._total, self._own = sum(self._accepted), -1
         if not is_in_store:
-            self._looked_at = {}
-        elif not self._looked_at:
-            self._looked_at = {name: _turns(flat.view(torch.int64)) for name, flat in self._weights.items()}
+            self._looked_at, self._tables = {}, {}
+        elif self._tables or not self._looked_at:
+            self._tables = {}
+            self._lay_out()
         self.count_own()
 
-    def count_own(self) -> None:
-        """Note that the Trainer has written to the weights, and raised each counter by one."""
+    def count_own(self, written: Mapping[int, Tensor | None] = NOTHING) -> None:
+        """Note that the Trainer has written to the weights, and raised each counter by one.
+
+        Args:
+            written: Long key (by index) → ids of the rows that it has written; None: all. No other rows of such keys.
+        """
         self._own += 1
         self._turn += 1
+        for key, ids in written.items() if self._looked_at else ():
+            if key in self._tables and ids is not None:
+                self._tables[key].note(ids)
+            elif key in self._tables:
+                del self._tables[key]
+                self._lay_out()
+            elif ids is not None and self._parameters[key].nbytes >= WHOLE:
+                begin, end = self._place_of(key)
+                words = self._weights[self._plan.specs[key].dtype].view(torch.int64)[begin:end]
+                self._tables[key] = KeptSums(words, self._parameters[key][0].nbytes)
+                self._lay_out()
         self._sums = self._sums_now()
+
+    def _place_of(self, key: int) -> tuple[int, int]:
+        """Where a key, which is alone on its lines, begins and ends among the words of its dtype."""
+        begin = self._plan.key_offsets[key] * SIZES[self._plan.specs[key].dtype]
+        end = begin + self._parameters[key].nbytes
+        return begin // _WORD, -(-end // ALIGNMENT) * ALIGNMENT // _WORD
+
+    def _lay_out(self) -> None:
+        """Cut what is looked at into turns."""
+        flats = self._weights.items()
+        self._looked_at = {dtype: self._stretches(dtype, flat.view(torch.int64)) for dtype, flat in flats}
+
+    def _stretches(self, dtype: str, words: Tensor) -> list[list[list[Tensor]]]:
+        """Cut the words of a dtype into what lies between tables, and that into turns."""
+        every = 1 if words.numel() * _WORD <= WHOLE else EVERY
+        tables = sorted([self._place_of(key) for key in self._tables if self._plan.specs[key].dtype == dtype])
+        begins, ends = [0, *(end for _, end in tables)], [*(begin for begin, _ in tables), words.numel()]
+        return [_turns(words[a:b], every) for a, b in zip(begins, ends, strict=True) if a < b]
 
     def by_others(self) -> list[int]:
         """List the positions of parameters that others have written to since `accept`, or that lie beside one."""
@@ -291,6 +331,7 @@ class WriteWatch:
         for dtype, now in self._sums_now().items():
             if not torch.equal(now, self._sums[dtype]):
                 found.update(self._keys_in(dtype, now != self._sums[dtype]))
+        found.update([key for key, sums in self._tables.items() if not sums.is_same(self._turn)])
         # Counters only rise, so the sum tells whether any has: on most steps none.
         if sum(map(_version_of, self._parameters)) != self._total + self._own * len(self._parameters):
             rows = zip(self._parameters, self._accepted, strict=True)
@@ -300,21 +341,23 @@ class WriteWatch:
     def _sums_now(self) -> dict[str, Tensor]:
         """Sum the bits of what is looked at in this turn."""
         found = {}
-        for dtype, turns in self._looked_at.items():
+        for dtype, stretches in self._looked_at.items():
             # What has one word in each is copied: for a few kilobytes that takes a third of the time of a sum.
             parts = [
                 part.sum(-1).flatten() if part.shape[-1] > 1 else part[..., 0].clone()
+                for turns in stretches
                 for part in turns[self._turn % len(turns)]
             ]
-            found[dtype] = parts[0] if len(parts) == 1 else torch.cat(parts)
+            if parts:
+                found[dtype] = parts[0] if len(parts) == 1 else torch.cat(parts)
         return found
 
     def _keys_in(self, dtype: str, differs: Tensor) -> list[int]:
         """Find the keys of a dtype that have bytes in the sums that differ."""
         flat, differs = self._weights[dtype], differs.cpu()
         size = flat.element_size()
-        turns = _turns(torch.arange(0, flat.numel() * size, _WORD))
-        parts = turns[self._turn % len(turns)]
+        stretches = self._stretches(dtype, torch.arange(0, flat.numel() * size, _WORD))
+        parts = [part for turns in stretches for part in turns[self._turn % len(turns)]]
         firsts = torch.cat([part[..., 0].flatten() for part in parts])[differs].tolist()
         ends = torch.cat([part[..., -1].flatten() for part in parts])[differs].add(_WORD).tolist()
         rows = zip(self._plan.specs, self._plan.key_offsets, strict=True)
@@ -323,13 +366,13 @@ class WriteWatch:
             for key, (spec, at) in enumerate(rows)
             if spec.dtype == dtype
             and not spec.row_sparse
+            and key not in self._tables
             and bisect_right(ends, at * size) < bisect_left(firsts, (at + spec.numel) * size)
         ]
 
 
-def _turns(words: Tensor) -> list[list[Tensor]]:
+def _turns(words: Tensor, every: int) -> list[list[Tensor]]:
     """For each turn, cut the blocks that are looked at in it, and the rest behind all blocks, into what is summed."""
-    every = 1 if words.numel() * _WORD <= WHOLE else EVERY
     body = words.numel() // (every * _BLOCK // _WORD) * (every * _BLOCK // _WORD)
     if not body:
         return [[words.view(-1, 1)]]

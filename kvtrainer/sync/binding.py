@@ -258,7 +258,7 @@ class Binding:
         self._is_told = True
         if self.exchange.updates_weights and not outcome.skipped:
             arena.mark_updated(None)
-            arena.writes.count_own()
+            arena.writes.count_own(outcome.written)
             if not layout.has_replicas:
                 arena.zeros = frozenset(rows)
         return outcome

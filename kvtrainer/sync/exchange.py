@@ -75,6 +75,9 @@ class Outcome(NamedTuple):
     """The gradient that the store updated with, where it was asked."""
     decision: Decision = Decision()
     """The decision about it."""
+    written: Mapping[int, Tensor | None] = {}
+    """Long key (by index) → ids of the rows that came from the store; None: all. No other rows of such keys came, once
+    one of its gradients has been row-sparse."""
 
 
 class Shadowed(NamedTuple):
@@ -209,7 +212,8 @@ class StoreExchange(Exchange):
             at = self._table.plan.key_offsets[key]
             grads.arenas[specs[key].dtype][at : at + specs[key].numel].zero_()
         left_out = frozenset(ticket.absent.get(self._name, ())) - unsent
-        return Outcome(left_out, False, None, measured, decision)
+        written = {key: ids for (_, key), ids in ticket.written().items()}
+        return Outcome(left_out, False, None, measured, decision, written)
 
     def shadow(self, weights: Mapping[str, Tensor], grads: Mapping[str, Tensor]) -> Shadowed:
         """Run one round to which this worker gives nothing; see `Exchange.shadow`."""

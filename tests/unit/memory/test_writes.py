@@ -15,6 +15,7 @@ from torch.optim.swa_utils import AveragedModel
 from kvtrainer import Trainer, amp, kvstore
 from kvtrainer.errors import WeightsWrittenError
 from kvtrainer.memory.arena import EVERY, WHOLE
+from kvtrainer.memory.kept_sums import TURNS
 from kvtrainer.sync.exchange import StoreExchange
 from tests.support.saved_training import same, weights
 
@@ -239,6 +240,78 @@ def test_of_many_weights_a_run_of_64_kib_that_is_written_once_is_found_at_once(a
         with pytest.raises(WeightsWrittenError, match=r"place: big\. Call"):
             step_of(trainer, big, small)
         trainer.set_data()
+
+
+def table_of(width: int) -> tuple[Trainer, Parameter, Parameter]:
+    """A table that is looked at in parts, and beside it a small parameter."""
+    table, small = Parameter(torch.zeros(WHOLE // (4 * width) + 5, width)), Parameter(torch.zeros(7))
+    store = kvstore.create("local")
+    named = {"small": small, "table": table}
+    rate = {"lr": 1.0, "lazy_update": True}
+    return Trainer(named, "sgd", rate, kvstore=store, update_on_kvstore=True), table, small
+
+
+def step_by_rows(trainer: Trainer, table: Parameter, small: Parameter, ids: Tensor) -> None:
+    values = torch.ones(len(ids), table.shape[1])
+    table.grad = torch.sparse_coo_tensor(ids[None], values, table.shape, check_invariants=False)
+    small.grad = torch.ones_like(small)
+    trainer.step(1)
+
+
+@pytest.mark.parametrize("width", [1, 3, 64, 65])
+def test_rows_that_the_store_sends_are_not_taken_for_writes(width: int, pulls: list[StoreExchange]) -> None:
+    trainer, table, small = table_of(width)
+    drawn = torch.Generator().manual_seed(width)
+    expected = torch.zeros(table.shape)
+    for number in range(TURNS + 2):
+        ids = torch.randint(len(table), (50,), generator=drawn).unique()
+        ids = torch.cat([ids, torch.tensor([len(table) - 1])]).unique()
+        expected[ids] -= 1
+        if number == 5:
+            table.grad, small.grad = torch.ones_like(table), torch.ones_like(small)
+            trainer.step(1)
+            expected -= 1
+        step_by_rows(trainer, table, small, ids)
+    assert pulls == []
+    assert torch.equal(table.detach(), expected)
+
+
+@pytest.mark.parametrize("row", [0, 12345, -1])
+def test_of_a_table_whose_rows_travel_a_number_that_is_written_once_is_found_in_time(row: int) -> None:
+    trainer, table, small = table_of(64)
+    ids = torch.tensor([3, 700])
+    for _ in range(2):
+        step_by_rows(trainer, table, small, ids)
+    table.data[row, 5] = 9.0
+
+    def train_on() -> None:
+        for _ in range(TURNS):
+            step_by_rows(trainer, table, small, ids)
+
+    with pytest.raises(WeightsWrittenError, match=r"place: table\. Call"):
+        train_on()
+
+
+@pytest.mark.parametrize("at", [0, 4096, -(2**14)])
+def test_of_a_table_whose_rows_travel_a_run_of_64_kib_is_found_at_once(at: int) -> None:
+    trainer, table, small = table_of(64)
+    ids = torch.tensor([3, 700])
+    for _ in range(3):
+        for _ in range(2):
+            step_by_rows(trainer, table, small, ids)
+        table.data.view(-1)[at:][: 2**14] += 1
+        with pytest.raises(WeightsWrittenError, match=r"place: table\. Call"):
+            step_by_rows(trainer, table, small, ids)
+        trainer.set_data()
+
+
+def test_beside_a_table_whose_rows_travel_a_write_to_another_parameter_is_found_at_once() -> None:
+    trainer, table, small = table_of(64)
+    for _ in range(2):
+        step_by_rows(trainer, table, small, torch.tensor([3]))
+    small.data[2] = 4.0
+    with pytest.raises(WeightsWrittenError, match=r"place: small\. Call"):
+        step_by_rows(trainer, table, small, torch.tensor([3]))
 
 
 def test_after_a_round_that_failed_training_goes_on_from_the_weights_that_are_here(
