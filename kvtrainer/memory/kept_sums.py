@@ -15,7 +15,8 @@ from kvstore_server.plan import ALIGNMENT
 TURNS = 64
 """Steps within which a write is found."""
 _WORD = 8
-_SUMMED = 256
+_SHIFT = 8
+_SUMMED = 1 << _SHIFT
 """The bytes in one sum; behind the last whole round of turns it is a line of 64."""
 _AT_ONCE = 4
 """Neighbouring sums that are compared in one turn."""
@@ -35,25 +36,27 @@ class KeptSums:
         self._row_nbytes = row_nbytes
         self._units = words[:size].view(-1, unit)
         self._rest = words[size:].view(-1, ALIGNMENT // _WORD)
-        self._blocks = words[:size].view(-1, TURNS, _AT_ONCE, unit)
+        self._blocks = words[:size].view(-1, TURNS, _AT_ONCE * unit)
         self._sums, self._rest_sums = self._units.sum(-1), self._rest.sum(-1)
         self._by_turn = self._sums.view(-1, TURNS, _AT_ONCE)
 
     def is_same(self, turn: int) -> bool:
         """Whether nobody has written to what is looked at in this turn: a part of 1 KiB in each 64, and the rest."""
         at = turn % TURNS
-        is_same = torch.equal(self._blocks[:, at].sum(-1), self._by_turn[:, at])
+        # A sum of all that is looked at in a block takes a third of the time that sums of its parts take.
+        kept = sum(self._by_turn[:, at].unbind(-1))
+        is_same = torch.equal(self._blocks[:, at].sum(-1), kept)
         return is_same and torch.equal(self._rest.sum(-1), self._rest_sums)
 
     def note(self, ids: Tensor) -> None:
         """The Trainer has written these rows."""
         begins = ids.numpy() * self._row_nbytes
-        first, last = begins // _SUMMED, (begins + (self._row_nbytes - 1)) // _SUMMED
+        first, last = begins >> _SHIFT, (begins + (self._row_nbytes - 1)) >> _SHIFT
         span = int((last - first).max(initial=0)) + 1
         if span > 1:
             first = np.minimum(first[:, None] + np.arange(span), last[:, None]).reshape(-1)
         if first.max(initial=0) >= len(self._units):
             first = first[first < len(self._units)]
             self._rest_sums = self._rest.sum(-1)
-        units = torch.from_numpy(first)
-        self._sums[units] = self._units.index_select(0, units).sum(-1)
+        sums = self._units.index_select(0, torch.from_numpy(first)).sum(-1)
+        self._sums.numpy()[first] = sums.numpy()
