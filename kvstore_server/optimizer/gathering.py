@@ -3,12 +3,64 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from kvstore_server.errors import ShapeMismatchError
+
+
+class Ordered(NamedTuple):
+    """Ids of rows in ascending order."""
+
+    ids: Tensor
+    """int64; the distinct ones."""
+    order: npt.NDArray[np.int64]
+    """Of each in ascending order, where it was given; equal ones in the order given."""
+    is_first: npt.NDArray[np.bool_]
+    """Whether the one before is another one."""
+
+    def places(self) -> Tensor:
+        """Of each id that was given its position among the distinct ones, int64."""
+        places = np.empty_like(self.order)
+        places[self.order] = self.is_first.cumsum() - 1
+        return torch.from_numpy(places)
+
+    def sums(self, values: Tensor) -> Tensor:
+        """Of each distinct id the sum of its values, of which there is a row for each id, in the order given.
+
+        Values of ids that are distinct and ascending already are returned as they are, not copied.
+        """
+        device, [firsts] = values.device, self.is_first.nonzero()
+        if len(firsts) == len(self.order) and (self.order[1:] > self.order[:-1]).all():
+            return values
+        # A sum begins with 0, which turns -0.0 into 0.0.
+        total = values.index_select(0, torch.from_numpy(self.order[firsts]).to(device)).add_(0)
+        if len(firsts) < len(self.order):
+            [again] = np.logical_not(self.is_first).nonzero()
+            places = torch.from_numpy((self.is_first.cumsum() - 1)[again]).to(device)
+            further = torch.from_numpy(self.order[again]).to(device)
+            total.index_add_(0, places, values.index_select(0, further))
+        return total
+
+
+def put_in_order(given: npt.NDArray[np.int64], num_rows: int) -> Ordered:
+    """Put ids of rows, each from 0 up to `num_rows`, in ascending order."""
+    shift = len(given).bit_length()
+    if shift + num_rows.bit_length() > 62:
+        order = given.argsort(kind="stable")
+        ascending = given[order]
+    else:
+        # With the place behind it each id is another number, and numpy sorts plain numbers many times as fast.
+        packed = (given << shift) | np.arange(len(given))
+        packed.sort()
+        ascending, order = packed >> shift, packed & ((1 << shift) - 1)
+    is_first = np.ones(len(given), bool)
+    np.not_equal(ascending[1:], ascending[:-1], out=is_first[1:])
+    return Ordered(torch.from_numpy(ascending[is_first]), order, is_first)
 
 
 def coalesce_rows(ids: Tensor, values: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
@@ -37,25 +89,8 @@ def coalesce_rows(ids: Tensor, values: Tensor, num_rows: int) -> tuple[Tensor, T
     _check_rows((int(given.min()), int(given.max())), num_rows)
     if (given[1:] > given[:-1]).all():
         return ids, values
-    shift = len(given).bit_length()
-    if shift + num_rows.bit_length() > 62:
-        order = given.argsort(kind="stable")
-        ascending = given[order]
-    else:
-        # With the place behind it each id is another number, and numpy sorts plain numbers many times as fast.
-        packed = (given << shift) | np.arange(len(given))
-        packed.sort()
-        ascending, order = packed >> shift, packed & ((1 << shift) - 1)
-    is_first = np.ones(len(given), bool)
-    np.not_equal(ascending[1:], ascending[:-1], out=is_first[1:])
-    [firsts] = is_first.nonzero()
-    # A sum begins with 0, which turns -0.0 into 0.0.
-    total = values.index_select(0, torch.from_numpy(order[firsts])).add_(0)
-    if len(firsts) < len(given):
-        [again] = np.logical_not(is_first).nonzero()
-        places = torch.from_numpy((is_first.cumsum() - 1)[again])
-        total.index_add_(0, places, values.index_select(0, torch.from_numpy(order[again])))
-    return torch.from_numpy(ascending[firsts]), total
+    ordered = put_in_order(given, num_rows)
+    return ordered.ids, ordered.sums(values)
 
 
 def _coalesce_elsewhere(ids: Tensor, values: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kvstore_server.codec import torch_dtype
 from kvstore_server.errors import ConfigurationError, KeyNotFoundError, ShapeMismatchError
+from kvstore_server.optimizer.gathering import Ordered, put_in_order
 from kvstore_server.plan import ITEM_SIZE, TensorSpec
 from kvtrainer.comm.tables import RemoteTable
 from kvtrainer.errors import RowIdError
@@ -181,7 +182,12 @@ def is_sparse(value: Tensor) -> bool:
 
 
 def read_ids(key: object, row_ids: Any, num_rows: int) -> Tensor:
-    """Read ids of rows: distinct, in ascending order, int64, on the CPU.
+    """Read ids of rows: distinct, in ascending order, int64, on the CPU. Arguments and errors as of `order_ids`."""
+    return order_ids(key, row_ids, num_rows)[0].ids
+
+
+def order_ids(key: object, row_ids: Any, num_rows: int) -> tuple[Ordered, torch.Size]:
+    """Read ids of rows and put them in order; returns also the shape in which they came.
 
     Any tensor, array or list of whole numbers will do.
 
@@ -194,22 +200,18 @@ def read_ids(key: object, row_ids: Any, num_rows: int) -> Tensor:
     except (TypeError, ValueError, RuntimeError) as error:
         raise ConfigurationError(f"row_ids of key {key!r} must be whole numbers: {error}") from None
     flat = given.detach().reshape(-1).cpu()
-    # torch.unique takes several times as long for the rows of a batch.
-    ascending = np.sort(flat.to(torch.int64).numpy())
-    is_first = np.ones(len(ascending), bool)
-    np.not_equal(ascending[1:], ascending[:-1], out=is_first[1:])
-    ids = torch.from_numpy(ascending[is_first])
     is_whole = not flat.dtype.is_floating_point or bool((flat == flat.to(torch.int64)).all())
     if flat.dtype in (torch.bool, torch.complex64, torch.complex128) or not is_whole:
         raise ConfigurationError(
             f"row_ids of key {key!r} must be whole numbers, got {flat.dtype}{list(given.shape)}: "
             f"{flat[:_NAMED].tolist()}"
         )
-    if len(ids) and not (ids[0] >= 0 and ids[-1] < num_rows):
-        wrong = ids[(ids < 0) | (ids >= num_rows)].tolist()
+    ids = flat.to(torch.int64).numpy()
+    if len(ids) and not (ids.min() >= 0 and ids.max() < num_rows):
+        wrong = np.unique(ids[(ids < 0) | (ids >= num_rows)]).tolist()
         named = ", ".join(map(str, wrong[:_NAMED])) + (", …" if len(wrong) > _NAMED else "")
         raise RowIdError(f"key {key!r} has rows 0 to {num_rows - 1}, but row_ids has {named}")
-    return ids
+    return put_in_order(ids, num_rows), given.shape
 
 
 def read_row_pulls(

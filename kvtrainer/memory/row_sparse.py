@@ -15,10 +15,10 @@ from torch.autograd.function import once_differentiable
 from torch.nn import Parameter
 
 from kvstore_server import check
-from kvstore_server.optimizer import coalesce_rows
+from kvstore_server.optimizer.gathering import Ordered
 from kvstore_server.plan import ITEM_SIZE
 from kvtrainer.errors import ConfigurationError, RowSparseError
-from kvtrainer.kvstore.values import read_ids
+from kvtrainer.kvstore.values import order_ids, read_ids
 from kvtrainer.parallel.policy import COPIES
 from kvtrainer.types import Group
 
@@ -123,13 +123,10 @@ class RowSparseParameter(Parameter):
                 f"cannot get row_sparse data for {self._name()} when no Trainer is created with it; build the Trainer "
                 "first, and keep it"
             )
-        ids = read_ids(self._name(), row_ids, self.shape[0])
-        wanted = torch.as_tensor(row_ids).detach().cpu().to(torch.int64)
-        rows = owner.row_sparse_pull(self, ids)
-        rows = rows.view(len(ids), *self.shape[1:]).to(self.device)
-        place = torch.searchsorted(ids, wanted)
-        gathered: Tensor = _Gather.apply(self, rows, ids, place)  # type: ignore[no-untyped-call]
-        return gathered
+        ordered, shape = order_ids(self._name(), row_ids, self.shape[0])
+        rows = owner.row_sparse_pull(self, ordered.ids).to(self.device)
+        gathered: Tensor = _Gather.apply(self, rows, ordered)  # type: ignore[no-untyped-call]
+        return gathered.view(*shape, *self.shape[1:])
 
     def detach(self) -> Tensor:
         """All values, as a new tensor, which takes the memory of the whole table; what `state_dict()` saves."""
@@ -373,21 +370,23 @@ class _Gather(torch.autograd.Function):
     """Distributes rows over their places; backwards, adds up what comes from the places of each row."""
 
     @staticmethod
-    def forward(ctx: Any, parameter: Tensor, rows: Tensor, ids: Tensor, place: Tensor) -> Tensor:
-        ctx.ids, ctx.place, ctx.shape = ids, place, tuple(parameter.shape)
-        return rows[place.to(rows.device)]
+    def forward(ctx: Any, parameter: Tensor, rows: Tensor, ordered: Ordered) -> Tensor:
+        ctx.ordered, ctx.shape = ordered, tuple(parameter.shape)
+        return rows.index_select(0, ordered.places().to(rows.device))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        flat = grad.reshape(ctx.place.numel(), *ctx.shape[1:])
-        summed = flat.float() if flat.dtype.itemsize < 4 else flat
-        place, values = coalesce_rows(ctx.place.reshape(-1).to(flat.device), summed, len(ctx.ids))
-        ids = ctx.ids.to(flat.device)[place]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        flat = grad.reshape(len(grad), *ctx.shape[1:])
+        values = ctx.ordered.sums(flat.float() if flat.dtype.itemsize < 4 else flat)
         sparse = torch.sparse_coo_tensor(
-            ids[None], values.to(grad.dtype), ctx.shape, is_coalesced=True, check_invariants=False
+            ctx.ordered.ids.to(flat.device)[None],
+            values.to(grad.dtype),
+            ctx.shape,
+            is_coalesced=True,
+            check_invariants=False,
         )
-        return sparse, None, None, None
+        return sparse, None, None
 
 
 def _checked_init(init: Any, shape: tuple[int, ...]) -> Init:
