@@ -6,6 +6,7 @@ Exit codes: 0 drained after SIGTERM or SIGINT, 1 a server-side failure, 2 wrong 
 from __future__ import annotations
 
 import argparse
+import atexit
 import fcntl
 import gc
 import importlib
@@ -16,8 +17,9 @@ import secrets
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -126,6 +128,19 @@ def main(argv: Sequence[str] | None = None, announce: Callable[[Server], None] |
             print(f"kvstore-server: {error}", file=sys.stderr)
             return 1
         return _serve(server, announce or (lambda server: _announce(server.endpoint, flags.ready_fd)))
+
+
+def run() -> NoReturn:
+    """Run one server as this process, and then end the process, as Python does but without taking its modules apart.
+
+    With torch among them that takes so long on a busy machine that the server would be killed for it.
+    """
+    code = main()
+    atexit._run_exitfuncs()
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
 
 
 def _serve(server: Server, announce: Callable[[Server], None]) -> int:

@@ -82,6 +82,8 @@ class Connection:
         """The poller looks whether something that queues can go out."""
         self._ready: deque[Any] = deque()
         self._answered: set[int] = set()
+        self._leaving: set[int] = set()
+        """Servers that have said something which nobody had asked: they end."""
         self._heartbeats: _Heartbeats | None = None
         self._is_closed = False
 
@@ -148,7 +150,10 @@ class Connection:
                 frames = None if server is None else self._frames_of(server, ready)
                 if server is not None and frames is not None:
                     self._answered.add(server)
-                    return server, decode_reply(frames)
+                    reply = decode_reply(frames)
+                    if not reply.number:
+                        self._leaving.add(server)
+                    return server, reply
             pause = deadline - time.monotonic()
             if self._is_watching or any(self._queues):
                 self._watch_queues()
@@ -253,7 +258,8 @@ class Connection:
     def _lose_channel(self, server: int, error: Exception) -> None:
         """Go on over TCP with a server; what was lost with the channel will be asked for again."""
         channel = self._channels.pop(server)
-        _log.warning("messages to %s go over tcp from now on: %s", self.describe(server), error)
+        level = logging.DEBUG if server in self._leaving else logging.WARNING
+        _log.log(level, "messages to %s go over tcp from now on: %s", self.describe(server), error)
         del self._index[channel.fileno()]
         self._poller.unregister(channel.fileno())
         channel.close()

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -101,6 +102,22 @@ def test_an_idle_server_ends_with_code_0_on_sigterm(processes: Processes, member
     server.signal(signal.SIGTERM)
     code, stderr = server.end()
     assert (code, stderr) == (0, "")
+
+
+def test_a_server_that_has_stopped_runs_exit_handlers_and_does_not_take_its_modules_apart(
+    processes: Processes, tmp_path: Path
+) -> None:
+    (tmp_path / "last_words.py").write_text(
+        "import atexit, os\n"
+        "kept = open(2, 'w', closefd=False)\n"
+        "kept.write('taken apart')\n"
+        "atexit.register(os.write, 2, b'farewell')\n"
+    )
+    flags = ("--num-servers", "1", "--index", "0", "--import", "last_words")
+    server = processes.start([sys.executable, "-B", "-m", "kvstore_server", *flags], cwd=tmp_path)
+    assert server.address
+    server.signal(signal.SIGTERM)
+    assert server.end() == (0, "farewell")
 
 
 def test_workers_learn_at_once_that_a_server_was_stopped_while_nobody_waited(

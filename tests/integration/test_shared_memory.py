@@ -16,7 +16,7 @@ import zmq
 
 import kvtrainer
 from kvtrainer.comm import connection
-from kvtrainer.errors import ConfigurationError
+from kvtrainer.errors import ConfigurationError, ServerStoppingError
 from kvtrainer.kvstore import DistKVStore
 from tests.support.processes import Members, Process, Processes, eventually, new_name, round_of, together
 
@@ -112,6 +112,20 @@ def test_a_job_goes_on_over_tcp_when_its_channel_breaks(
         assert [set(out.tolist()) for out in outs] == [{2.0}] * 2
     assert (len(channels_of(pair[0])), len(channels_of(pair[1]))) == (1, 2)
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
+
+
+def test_of_a_server_that_was_stopped_workers_do_not_say_that_they_go_on_over_tcp(
+    processes: Processes, members: Members, caplog: pytest.LogCaptureFixture
+) -> None:
+    servers = processes.servers(2)
+    store = members.join(servers, 0, 1, new_name())
+    store.init("w", torch.zeros(1_000_000))
+    servers[1].signal(signal.SIGTERM)
+    assert servers[1].end()[0] == 0
+    with pytest.raises(ServerStoppingError):
+        round_of(store, "w", torch.ones(1_000_000))
+    store._client._session._transport.receive(0.0)
+    assert (sorted(channels_of(store)), caplog.records) == ([0], [])
 
 
 def test_a_server_without_memory_to_spare_serves_all_the_same(
