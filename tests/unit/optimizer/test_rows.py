@@ -215,9 +215,13 @@ def test_an_entry_without_a_row_for_each_row_is_refused_with_its_name(cls: type[
     assert not key.weight.any()
 
 
-def test_values_of_one_row_are_added_in_the_order_given() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("width", [1, 3, 64, 257])
+def test_values_of_one_row_are_added_in_the_order_given(width: int, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
-    ids, values = torch.randint(0, 7, (501,), generator=generator), torch.randn(501, 3, generator=generator)
+    ids = torch.randint(0, 7, (501,), generator=generator)
+    values = torch.randn(501, width, generator=generator, dtype=dtype)
+    values *= 10.0 ** torch.randint(-20, 20, values.shape, generator=generator)
     sums: dict[int, Tensor] = {}
     for row, value in zip(ids.tolist(), values, strict=True):
         sums[row] = sums[row] + value if row in sums else value
