@@ -145,20 +145,41 @@ class Sums:
         at = bisect_right(given.runs, slot, key=lambda run: run.first) - 1
         return at >= 0 and slot < given.runs[at].end
 
-    def sum_of_rows(self, key: int, contributions: Sequence[Contribution]) -> RowSet:
-        """The sum of rows, in memory that may be overwritten; as dense sums, equal scales are applied once."""
-        home, parts = self._storage.homes[key], [one for one in contributions if key in one.rows]
+    def side_by_side(self, keys: Sequence[int], contributions: Sequence[Contribution]) -> list[list[Home]]:
+        """Join (ascending) keys whose rows lie one behind the other, as rows of one key would, from the same ranks."""
+        joined: list[list[Home]] = []
+        for home in map(self._storage.homes.__getitem__, keys):
+            before = joined[-1][-1] if joined else home
+            is_next = before.block is home.block and before.last == home.first
+            is_next = is_next and before.width == home.width and before.part.stop == home.part.start
+            if is_next and all((home.key in one.rows) == (before.key in one.rows) for one in contributions):
+                joined[-1].append(home)
+            else:
+                joined.append([home])
+        return joined
+
+    def sum_of_rows(self, homes: Sequence[Home], contributions: Sequence[Contribution]) -> RowSet:
+        """The sum of rows, in memory that may be overwritten; as dense sums, equal scales are applied once.
+
+        Args:
+            homes: Of one key, or of keys that are `side_by_side`: ids count from the first row of the first one.
+        """
+        home, parts = homes[0], [one for one in contributions if homes[0].key in one.rows]
         common = parts[0].scale if len({one.scale for one in parts}) == 1 else None
-        values = [one.rows[key].values.to(compute_dtype(home.block.dtype)) for one in parts]
+        of_keys = [one.rows[home.key] for one in parts]
+        if len(homes) > 1:
+            starts = [(one.part.start - home.part.start) // home.width for one in homes]
+            of_keys = [_joined([one.rows[here.key] for here in homes], starts) for one in parts]
+        values = [rows.values.to(compute_dtype(home.block.dtype)) for rows in of_keys]
         if common is None:
             values = [value * one.scale for value, one in zip(values, parts, strict=True)]
-        ids, total = parts[0].rows[key].ids, values[0]
+        ids, total = of_keys[0].ids, values[0]
         if len(parts) > 1:
-            ids, total = torch.cat([one.rows[key].ids for one in parts]), torch.cat(values)
-        ids, total = coalesce_rows(ids, total, (home.part.stop - home.part.start) // home.width)
+            ids, total = torch.cat([rows.ids for rows in of_keys]), torch.cat(values)
+        ids, total = coalesce_rows(ids, total, (homes[-1].part.stop - home.part.start) // home.width)
         if common not in (None, 1.0):
             total = total * common
-        is_given = total is parts[0].rows[key].values and not parts[0].is_scratch
+        is_given = len(homes) == 1 and total is of_keys[0].values and not parts[0].is_scratch
         return RowSet(ids, total.clone() if is_given else total)
 
     def by_slot(self, rows: Mapping[int, RowSet]) -> dict[int, dict[int, RowSet]]:
@@ -354,3 +375,9 @@ class Sums:
                 part = values[low - slot.start : high - slot.start].zero_()
                 part.view(-1, home.width)[ids] = rows.to(body.dtype)
         return values
+
+
+def _joined(parts: Sequence[RowSet], starts: Sequence[int]) -> RowSet:
+    """Put rows of several keys together, whose ids count from other starts."""
+    ids = [part.ids + start for part, start in zip(parts, starts, strict=True)]
+    return RowSet(torch.cat(ids), torch.cat([part.values for part in parts]))

@@ -208,8 +208,9 @@ class Shard:
                 )
         by_rows = self._sums.given_as_rows(contributions)
         for key in by_rows:
-            rows = self._sums.sum_of_rows(key, contributions)
-            with self.storage.lent_key(key) as weight:
+            home = self.storage.homes[key]
+            rows = self._sums.sum_of_rows([home], contributions)
+            with self.storage.lent_key(home) as weight:
                 put_rows(weight.view(-1, rows.values.shape[1]), rows.ids, rows.values.to(weight.dtype))
             self._note_rows(key, rows.ids)
         for chunk in self._sums.chunks(contributions, by_rows, False):
@@ -283,11 +284,12 @@ class Shard:
                 self._set_hypers(unit, own)
         has_rows = any([given.rows for given in contributions])
         by_rows = self._updated_by_rows(contributions, optimizer) if has_rows else ()
-        for key in by_rows:
-            rows = self._sums.sum_of_rows(key, contributions)
-            apply_decision(rows.values, decision)
-            self._update_rows(optimizer, key, rows)
         whole = not optimizer.elementwise
+        joined = self._sums.side_by_side(by_rows, contributions) if has_rows else ()
+        for homes in [[home] for some in joined for home in some] if whole else joined:
+            rows = self._sums.sum_of_rows(homes, contributions)
+            apply_decision(rows.values, decision)
+            self._update_rows(optimizer, homes, rows)
         is_plain = not whole and decision == UNCHANGED
         is_alone = len(contributions) == 1 and contributions[0].is_scratch
         lent = contributions[0].lent if is_alone else {}
@@ -402,15 +404,16 @@ class Shard:
             apply_update(optimizer, weight[own].view(spec.shape), grad[own].view(spec.shape), state, hyper)
             block.states.keep_key(home.first, home.last, home.part, state)
 
-    def _update_rows(self, optimizer: Optimizer, key: int, rows: RowSet) -> None:
-        """Update some rows of a key."""
-        home = self.storage.homes[key]
+    def _update_rows(self, optimizer: Optimizer, homes: Sequence[Home], rows: RowSet) -> None:
+        """Update some rows of a key, or of keys whose rows lie one behind the other."""
+        home, last = homes[0], homes[-1]
+        part = slice(home.part.start, last.part.stop)
+        home = home._replace(end_slot=last.end_slot, last=last.last, part=part)
         block, states, begin = home.block, home.block.states, home.part.start
-        hyper = {**block.hypers[home.first], "key": home.spec.key}
         keep, runs = states.keep_key, [(home.first, home.last)]
-        if optimizer.elementwise:  # one as well, unless state of another origin was loaded for some slices
+        if optimizer.elementwise:  # one as well, unless keys differ in numbers or slices in where state came from
             keep, runs = states.keep, self._runs(block, home.first, home.last, None, False)
-        with self.storage.lent_key(key) as weight:
+        with self.storage.lent_key(home) as weight:
             starts = [(states.segments[i][0] - begin) // home.width for i, _ in runs]
             for (i, j), own in zip(runs, cut_rows(rows, starts), strict=True):
                 part = slice(states.segments[i][0], sum(states.segments[j - 1]))
@@ -421,9 +424,13 @@ class Shard:
                     return states.cleared(name, like, part)
 
                 of_run = weight[part.start - begin : part.stop - begin].view(shape)
+                hyper = {**block.hypers[i], "key": home.spec.key}
                 update_rows(optimizer, of_run, *own, state, hyper, room)
                 keep(i, j, part, state)
-        self._note_rows(key, rows.ids if moves_only_rows(optimizer, hyper) else None)
+        starts = [(one.part.start - begin) // home.width for one in homes]
+        for one, (ids, _) in zip(homes, cut_rows(rows, starts), strict=True) if self._notes_changes else ():
+            is_all = not moves_only_rows(optimizer, block.hypers[one.first])
+            self._note_rows(one.key, None if is_all else ids)
 
     def _key_state(self, home: Home, optimizer: Optimizer, shape: Sequence[int]) -> State:
         """The state of a key in its shape."""
@@ -457,7 +464,8 @@ class Shard:
         if any(given.rows for given in contributions):
             by_rows = self._updated_by_rows(contributions, optimizer)
             given_as_rows = self._sums.given_as_rows(contributions)
-            rows = {key: self._sums.sum_of_rows(key, contributions) for key in given_as_rows}
+            homes = self.storage.homes
+            rows = {key: self._sums.sum_of_rows([homes[key]], contributions) for key in given_as_rows}
             measured = self._sums.by_slot(rows)
         runs, partials = [], dict[int, Partial]()
         for chunk in self._sums.chunks(contributions, by_rows, False):
@@ -511,7 +519,7 @@ class Shard:
                     empty = torch.empty(spec.shape, dtype=torch_dtype(spec.dtype))
                     updater(spec.key, empty, empty.clone())
                     continue
-                with self.storage.lent_key(key) as weight:
+                with self.storage.lent_key(self.storage.homes[key]) as weight:
                     merged = sums.get(key)
                     merged = torch.zeros_like(weight) if merged is None else merged
                     updater(spec.key, merged.view(spec.shape), weight.view(spec.shape))

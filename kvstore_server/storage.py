@@ -411,9 +411,8 @@ class Storage:
         return torch.cat(self.padded[first:end])
 
     @contextmanager
-    def lent_key(self, key: int) -> Iterator[Tensor]:
+    def lent_key(self, home: Home) -> Iterator[Tensor]:
         """Lend the weights of a key, flat, as `lent`."""
-        home = self.homes[key]
         start = self.slots[home.slot].start
         with self.lent(home.slot, home.end_slot) as weights:
             yield weights[home.part.start - start : home.part.stop - start]

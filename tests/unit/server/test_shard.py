@@ -152,6 +152,68 @@ def test_rows_have_the_same_bits_on_any_number_of_servers(
     assert ends[0].any()
 
 
+def tables_of(sizes: Sequence[int], name: str = "") -> Plan:
+    """Tables of rows of whole lines, so that each begins where the one before ends."""
+    specs = [TensorSpec(f"{name}{size}", (size, 16), "float32", row_sparse=True) for size in sizes]
+    return make_plan(specs, 1)
+
+
+def some_rows(size: int, seed: int) -> RowSet:
+    ids = torch.randperm(size, generator=torch.Generator().manual_seed(seed))[:31].sort().values
+    return RowSet(ids, filled(31, 16, seed=seed))
+
+
+@pytest.mark.parametrize(("name", "options"), LAZY)
+def test_tables_that_lie_side_by_side_have_the_bits_that_each_has_alone(
+    name: str, options: dict[str, Any]
+) -> None:
+    sizes, optimizer = (4001, 500, 90), create(name, **options)
+    together, plan = Shard(), tables_of(sizes)
+    unit = together.add(plan)
+    alone = [Shard() for _ in sizes]
+    own = [shard.add(tables_of([size])) for shard, size in zip(alone, sizes, strict=True)]
+    slow = {**optimizer.hyper, "lr": 0.03125}
+    for step, (absent, scales) in enumerate(
+        [((), (0.3, 0.3, 0.3)), ((1,), (0.3, 0.3, 0.7)), ((), (0.5, 1, 1))]
+    ):
+        hypers = [optimizer.hyper, slow if step else optimizer.hyper, optimizer.hyper]
+        parts, apart = [], [list[Contribution]() for _ in sizes]
+        for rank, scale in enumerate(scales):
+            here = [key for key in range(3) if rank < 2 or key not in absent]
+            rows = {key: some_rows(sizes[key], seed=100 * step + 10 * rank + key) for key in here}
+            payloads = split_rows(plan, rows)
+            parts.append(together.contribution(unit, payloads, scale, frozenset({0, 1, 2}.difference(here))))
+            for key in here:
+                payloads = split_rows(own[key].plan, {0: rows[key]})
+                apart[key].append(alone[key].contribution(own[key], payloads, scale, frozenset()))
+        together.update(parts, optimizer, [hypers])
+        for key, shard in enumerate(alone):
+            shard.update(apart[key], optimizer, [[hypers[key]]])
+    for key, (shard, other) in enumerate(zip(alone, own, strict=True)):
+        assert torch.equal(together.rows_of(unit, key), shard.rows_of(other, 0))
+        assert together.rows_of(unit, key).any()
+
+
+def test_one_kernel_call_updates_rows_of_tables_that_lie_side_by_side() -> None:
+    sizes: list[int] = []
+
+    class Counting(Optimizer):
+        verified = True
+
+        def updates_rows(self, hyper: Any) -> bool:
+            return True
+
+        def update(self, weight: Tensor, grad: Tensor, state: dict[str, Any], hyper: Any) -> None:
+            sizes.append(weight.numel())
+
+    shard, optimizer, plan = Shard(), Counting(), tables_of((4001, 500, 90))
+    unit = shard.add(plan)
+    payloads = split_rows(plan, {key: some_rows(plan.specs[key].shape[0], seed=key) for key in range(3)})
+    given = shard.contribution(unit, payloads, 1.0, frozenset())
+    shard.update([given], optimizer, [[optimizer.hyper] * 3])
+    assert sizes == [3 * 31 * 16]
+
+
 def test_weights_that_are_being_sent_are_left_alone_and_taken_back_later() -> None:
     leases, optimizer = Leases(), create("test", learning_rate=1.0)
     shard = Shard(leases)
