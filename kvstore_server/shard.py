@@ -411,7 +411,7 @@ class Shard:
         home = home._replace(end_slot=last.end_slot, last=last.last, part=part)
         block, states, begin = home.block, home.block.states, home.part.start
         keep, runs = states.keep_key, [(home.first, home.last)]
-        if optimizer.elementwise:  # one as well, unless keys differ in numbers or slices in where state came from
+        if optimizer.elementwise:  # one as well, unless numbers or state differ
             keep, runs = states.keep, self._runs(block, home.first, home.last, None, False)
         with self.storage.lent_key(home) as weight:
             starts = [(states.segments[i][0] - begin) // home.width for i, _ in runs]
