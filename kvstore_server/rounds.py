@@ -9,6 +9,7 @@ can never complete a round alone. Where a rank stands in the open round of a tab
     given              slice of the same or a lower generation      given (other bytes are counted as a mismatch)
     given              commit, slices lack                          given (refused, and the slices are named)
     given              commit, all slices are here                  committed
+    given              commit that begins anew                      given, without what is of generation 0
     given              another process stands for the rank          given nothing
     committed          slice, commit                                committed (repeated: without effect)
     committed          another process stands for the rank          committed, and nobody waits for the answer
@@ -55,7 +56,7 @@ _HERE = 1 << 40
 """Added to the generation of a slice that is here, so that one sum tells how many are, and of which generations."""
 _BUFFER, _BUFFERS = 1 << 40, 1 << 22
 """Bytes that no buffer has: places in different ones are so far apart; and how many of those are told apart."""
-_SPECIAL = ~(m.WANTS_WEIGHTS | m.WANTS_DELTA | m.WANTS_HALF)
+_SPECIAL = ~(m.WANTS_WEIGHTS | m.WANTS_DELTA | m.WANTS_HALF | m.ANEW)
 """The flags of a commit whose table is not changed together with others."""
 
 
@@ -288,6 +289,13 @@ class Given:
                 found.setdefault(waiter, []).append(at)
         return found
 
+    def begin_anew(self, table: int) -> None:
+        """Forget the slices of a table that are here in generation 0."""
+        first, end = self._slots.first[table : table + 2].tolist()
+        for slot in (first + np.flatnonzero(self.marks[first:end] == _HERE)).tolist():
+            self.sums[table] -= _HERE
+            self.marks[slot], self._buffers[slot] = 0, None
+
     def clear(self, tables: Ints, slots: Ints) -> None:
         """Forget what was given to rounds that are over, or by a process that is."""
         self.committed[tables] = False
@@ -396,6 +404,9 @@ class Book:
         given, verdicts = self.of(rank), None
         columns: Any = commits.T if len(commits) != 1 else commits[0].tolist()  # as in `push`
         tables, rounds, counts, generations, versions, flags = columns
+        anew = flags & m.ANEW
+        if anew if isinstance(anew, int) else anew.any():
+            self._begin_anew(given, commits)
         is_whole = given.sums[tables] == counts * _HERE + generations
         is_new = (rounds == self.numbers[tables]) & is_whole & ~given.committed[tables]
         fresh = waiting = commits[:, 0].tolist()
@@ -417,6 +428,12 @@ class Book:
         self.num_committed[tables] += 1
         self._patience = min(self._patience, now + said.timeout)
         return verdicts
+
+    def _begin_anew(self, given: Given, commits: m.Matrix) -> None:
+        """Forget what a rank pushed before it knew what it would give, of the open rounds that want that."""
+        for table, round_, *_, flags in commits.tolist():
+            if flags & m.ANEW and round_ == self.numbers[table] and not given.committed[table]:
+                given.begin_anew(table)
 
     def _verdicts(self, given: Given, commits: m.Matrix) -> Ints:
         """What becomes of commits, by a Verdict for each."""

@@ -81,6 +81,9 @@ class Trainer(torch.optim.Optimizer):
             "log" logs them as errors, "raise" raises.
         on_nonfinite: What happens when the loss or the reduced gradient is infinite or not a number: "raise", "skip"
             the step on every worker, or "ignore". None: "skip" where clip_grad or amp look at the gradient anyway.
+        overlap: Whether gradients go to the servers of "dist_sync" during the backward pass, as they become complete,
+            and not only in `step`. The results are the same to the bit. What the loop changes before `step`, by
+            clipping say, is sent a second time.
 
     The data of the parameters move into flat buffers; move the model to its device and dtype before. While the
     optimizer runs in the store, the weights live there: what the loop writes into a parameter after the first step
@@ -118,6 +121,7 @@ class Trainer(torch.optim.Optimizer):
         schedules: Sequence[Any] = (),
         detect_anomalous_params: bool | str = False,
         on_nonfinite: str | None = None,
+        overlap: bool = False,
     ) -> None:
         stages = StageOptions(clip_grad, amp, accumulate, schedules, detect_anomalous_params, on_nonfinite)
         options = {} if optimizer_params is None else optimizer_params
@@ -144,6 +148,7 @@ class Trainer(torch.optim.Optimizer):
             devices=devices_of(groups),
             replicas=policy_of(groups),
             is_joint=isinstance(built, TorchOptimizer) and built.is_joint,
+            overlap=overlap,
         )
         if selection.updates_weights and isinstance(built, TorchOptimizer):
             spec_for_store(built)  # raises if it cannot travel

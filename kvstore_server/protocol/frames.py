@@ -54,7 +54,7 @@ _SKIPS, _CLIPS = 1, 2
 _HELD = struct.Struct("<qqq")
 _PARTIAL = np.dtype([("slice", "<i8"), ("value", "<f8")])
 _NO_COMMITS = m.matrix((), m.COMMIT_WORDS)
-_ALL_FLAGS = m.WANTS_WEIGHTS | m.VETOES | m.ASSIGNS | m.HAS_JOINED | m.WANTS_DELTA | m.WANTS_HALF
+_ALL_FLAGS = m.WANTS_WEIGHTS | m.VETOES | m.ASSIGNS | m.HAS_JOINED | m.WANTS_DELTA | m.WANTS_HALF | m.ANEW
 
 
 def encode_request(request: m.Request) -> list[Frame]:

@@ -84,14 +84,15 @@ class Register:
     """The plan's; a server that has the table with this one needs no keys."""
 
 
-WANTS_WEIGHTS, VETOES, ASSIGNS, HAS_JOINED, WANTS_DELTA, WANTS_HALF = 1, 2, 4, 8, 16, 32
+WANTS_WEIGHTS, VETOES, ASSIGNS, HAS_JOINED, WANTS_DELTA, WANTS_HALF, ANEW = 1, 2, 4, 8, 16, 32, 64
 """Flags of a commit.
 
 WANTS_WEIGHTS: it is answered with the new weights. VETOES: this rank's gradients are not finite, so the round ends
 without an update, on every server and for every rank. ASSIGNS: the lowest rank's values replace the weights and no
 optimizer runs; every rank must say so. HAS_JOINED: this rank has no more data, and contributes nothing until all ranks
 have said so. WANTS_DELTA: of slices that changed by rows alone since its version, only those rows are wanted.
-WANTS_HALF: new weights may come as bfloat16."""
+WANTS_HALF: new weights may come as bfloat16. ANEW: slices of generation 0, which this rank pushed before it knew what
+it would give, do not count."""
 
 PUSH_WORDS, COMMIT_WORDS = 4, 6
 

@@ -6,7 +6,7 @@ only when the round was applied: of one that failed nothing was said.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import Generic, TypeVar
 
 import torch
@@ -47,10 +47,10 @@ class Residuals(Generic[Place]):
             self._spare[place] = self.kept[place]
         self.kept[place] = self.following.pop(place)
 
-    def forget(self) -> None:
-        """Drop what would follow: it did not count."""
-        self._spare |= self.following
-        self.following.clear()
+    def forget(self, kept: Collection[Place] = ()) -> None:
+        """Drop what would follow, except for some: it did not count."""
+        for place in self.following.keys() - kept:
+            self._spare[place] = self.following.pop(place)
 
 
 class Compressor:
@@ -72,19 +72,45 @@ class Compressor:
         """What servers have read: memory for what is encoded next."""
 
     def encode(
-        self, values: Mapping[str, Tensor], slices: Sequence[Slice], absent: frozenset[int]
+        self,
+        values: Mapping[str, Tensor],
+        slices: Sequence[Slice],
+        absent: frozenset[int],
+        kept: Collection[int] = (),
     ) -> dict[int, Tensor]:
         """Compress some slices of flat arenas; residuals stay as they are until `accept`.
 
         The residual of a key that is `absent` does not move at all. The bytes may be overwritten once the round was
         applied, and another one is encoded.
 
+        Args:
+            kept: Those (by index) that `encode_ahead` has compressed, and that are as they were then.
+
         Raises:
             NonFiniteGradientError: a gradient is infinite or not a number; nothing has changed.
         """
+        self._residuals.forget(kept)
+        found = {place: self._bytes[place] for place in kept}
+        for piece in slices:
+            if piece.index not in found:
+                grad = values[piece.dtype][piece.offset : piece.offset + piece.used]
+                found[piece.index] = self._encode(grad, piece, absent)
+        self._bytes = found
+        return dict(found)
+
+    def encode_ahead(self, grad: Tensor, piece: Slice) -> Tensor:
+        """Compress a slice that is complete before the others of its round. Raises as `encode`."""
+        self._bytes[piece.index] = self._encode(grad, piece, frozenset())
+        return self._bytes[piece.index]
+
+    def has_encoded(self, index: int) -> bool:
+        """Tell whether a slice (by index) was compressed since the last round, with the residual that it has now."""
+        return index in self._bytes
+
+    def begin(self) -> None:
+        """Begin a round: what was encoded for one that was not applied did not count."""
         self._residuals.forget()
-        self._bytes = {piece.index: self._encode(values, piece, absent) for piece in slices}
-        return dict(self._bytes)
+        self._bytes = {}
 
     def accept(self) -> None:
         """The round was applied: what it did not say is left for the next one."""
@@ -120,10 +146,9 @@ class Compressor:
                     part = whole.reshape(-1)[segment.key_start : segment.key_start + segment.numel]
                     kept[segment.start : segment.start + segment.numel] = part
             fresh.kept[piece.index] = kept
-        self._residuals = fresh
+        self._residuals, self._bytes = fresh, {}
 
-    def _encode(self, values: Mapping[str, Tensor], piece: Slice, absent: frozenset[int]) -> Tensor:
-        grad = values[piece.dtype][piece.offset : piece.offset + piece.used]
+    def _encode(self, grad: Tensor, piece: Slice, absent: frozenset[int]) -> Tensor:
         out = self._read.pop(piece.index, None)
         if out is None:
             out = torch.empty(self.codec.encoded_nbytes(piece.used, piece.dtype), dtype=torch.uint8)

@@ -25,6 +25,7 @@ from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import SENT_ALONE
 from kvstore_server.rounds import Ints
 from kvstore_server.rows import PACKED_ROWS, RowSet, decode_rows, num_slices, pack_rows
+from kvtrainer.comm.ahead import Ahead, same_bits
 from kvtrainer.comm.session import Calls, Session
 from kvtrainer.comm.tables import RemoteTable, Tables
 
@@ -266,6 +267,10 @@ class _Leg:
         layout.spare = None
         self.given: list[int] = [] if contribution.values is None else layout.resident
         """The slices that this rank gives."""
+        self.kept: frozenset[int] = frozenset()
+        """Those of them that were sent ahead, and have not changed since."""
+        self.generation = 0
+        """Of the others."""
         if self.given is layout.resident and (
             contribution.absent or contribution.rows or contribution.sources
         ):
@@ -306,6 +311,13 @@ class _Leg:
         self.complete: set[int] = set()
         """Tables of which all has come, except for what was measured."""
 
+    def follow(self, kept: Collection[int]) -> None:
+        """Come after slices of the only table that were sent ahead; with none (by index) of them, begin anew."""
+        self.kept = frozenset([at for at in self.given if self.layout.pieces[at].index in kept])
+        self.generation = 1
+        self.commits[:, 3] = len(self.given) - len(self.kept)
+        self.commits[:, 5] |= m.ANEW * (not kept)
+
 
 class Round:
     """A round under way, and how it ended."""
@@ -329,6 +341,8 @@ class Round:
         """Table → all that was measured, and what is made of it."""
         self.encoded: dict[int, dict[int, _Encoded]] = {}
         """Table (index) → its slices as they are sent, where that is not as plain numbers."""
+        self.kept: frozenset[int] | None = None
+        """The slices (by index) of the only table that were sent ahead and count as they are; None: nothing was."""
         self.aborted: set[str] = set()
         """Tables whose round was given up as soon as one server had failed it."""
         self.is_over = False
@@ -388,18 +402,26 @@ class Rounds:
         round_ = Round(contribution, session.clock(), is_read)
         self.open.update(dict.fromkeys([table.index for table in tables], round_))
         try:
+            ahead = tables[0].ahead if len(tables) == 1 and not is_read else None
+            if ahead is not None and (sent := ahead.sent(tables[0].round)):
+                round_.kept = _kept(contribution, sent)
+                if contribution.values is not None:
+                    ahead.end(round_.kept)
             if contribution.rows or any([table.compressor for table in tables]):
-                round_.encoded = _encode(contribution)
+                round_.encoded = _encode(contribution, round_.kept or ())
             key = tuple([table.index for table in tables])
             for layout in self._layouts.get(key) or self._lay_out(key, tables):
                 leg = _Leg(layout, round_, self.tables)
                 leg.number = session.next_number(partial(self._take, round_, leg))
+                if round_.kept is not None:
+                    leg.follow(round_.kept)
                 round_.legs.append(leg)
             round_.open = [leg for leg in round_.legs if leg.open]
             for first in range(0, len(round_.open), session.num_servers):
                 last = []
                 for leg in round_.open[first : first + session.num_servers]:
-                    *others, final = self._messages(round_, leg, leg.given)
+                    given = [at for at in leg.given if at not in leg.kept] if leg.kept else leg.given
+                    *others, final = self._messages(round_, leg, given)
                     for body in others:
                         session.send(leg.server, leg.number, body, contribution.priority)
                     last.append((leg, final))
@@ -410,6 +432,34 @@ class Rounds:
             self._end(round_, error)
             raise
         return round_
+
+    def send_ahead(self, table: RemoteTable, piece: Slice, parts: Sequence[Tensor]) -> None:
+        """Send a slice of the open round before its commit, without which it does not count; returns at once.
+
+        The round takes it as it was, if it still holds the same bits when the round is started. Nothing happens where
+        it was sent already.
+
+        Args:
+            parts: The numbers of each of its keys, flat; copied.
+
+        Raises:
+            KVStoreError: it cannot be sent, or not be compressed: it goes with the commit.
+        """
+        ahead = table.ahead = table.ahead or Ahead()
+        sent = ahead.sent(table.round)
+        if table.index in self.open or piece.index in sent:
+            return
+        numbers, form = ahead.copy(piece, parts), b""
+        if table.compressor is not None:
+            if not sent:
+                table.compressor.begin()
+            form = table.compressor.packed_codec
+            numbers = table.compressor.encode_ahead(numbers[: piece.used], piece)
+        # From here on it counts as sent: if it does not get there, the server will ask for it.
+        ahead.note(piece, table.round)
+        pushes = m.matrix([(table.slot_of(piece), table.round, 0, numbers.nbytes)], m.PUSH_WORDS)
+        body = m.Contribute(pushes, (numbers,), _NO_COMMITS, form, timeout=self._session.options.timeout)
+        self._session.send(piece.server, self._session.next_number(), body)
 
     def initialise(self, contribution: Contribution) -> None:
         """Give tables rank 0's values, on all ranks together; blocks.
@@ -578,6 +628,8 @@ class Rounds:
         for number, (form, where, data) in enumerate(batches or [(b"", _NONE, ())]):
             pushes = layout.pushes[where]
             pushes[:, 1] = leg.rounds[layout.push_table[where]]
+            if leg.generation:
+                pushes[:, 2] = [at not in leg.kept for at in where.tolist()]
             if form:
                 pushes[:, 3] = [one.nbytes for one in data]
             if number < last:
@@ -1004,10 +1056,38 @@ def _rounded(weights: Tensor) -> Tensor:
     return weights.to(torch.bfloat16).to(weights.dtype) if is_wider else weights
 
 
-def _encode(contribution: Contribution) -> dict[int, dict[int, _Encoded]]:
+def _kept(contribution: Contribution, sent: Mapping[int, Tensor]) -> frozenset[int]:
+    """Find the slices (by index) of the only table that are to be given as they were sent ahead.
+
+    None are, where one of those that were sent is not to be given at all.
+    """
+    [table] = contribution.tables
+    pieces = [table.plan.slices[index] for index in sent]
+    if (
+        contribution.assign
+        or contribution.values is None
+        or not all(contribution.gives(0, p) for p in pieces)
+    ):
+        return frozenset()
+    others = {*contribution.absent, *contribution.sources, *[key for _, key in contribution.rows]}
+    kept = set()
+    for piece in pieces:
+        key, _, start, numel = piece.segments[0]
+        if not others.isdisjoint([segment.key for segment in piece.segments]):
+            continue
+        lent = contribution.lent.get(key)
+        now = _part(contribution.values[0], piece) if lent is None else lent[start : start + numel]
+        is_valid = table.compressor is None or table.compressor.has_encoded(piece.index)
+        if is_valid and same_bits(now, sent[piece.index]):
+            kept.add(piece.index)
+    return frozenset(kept)
+
+
+def _encode(contribution: Contribution, kept: Collection[int]) -> dict[int, dict[int, _Encoded]]:
     """Encode row-sparse slices, and compress the others of tables that are compressed, by index of the table.
 
-    Initial values, and others that replace what the store holds, are neither.
+    Initial values, and others that replace what the store holds, are neither. Slices that are `kept` were compressed
+    when they were sent ahead.
 
     Raises:
         NonFiniteGradientError: a gradient that is to be compressed is infinite or not a number.
@@ -1025,7 +1105,7 @@ def _encode(contribution: Contribution) -> dict[int, dict[int, _Encoded]]:
         found = {index: _Encoded(PACKED_ROWS, data) for index, data in packed.items()}
         if table.compressor is not None:
             plain = [p for p in table.plan.slices if p.index not in found and contribution.gives(at, p)]
-            data = table.compressor.encode(values, plain, absent)
+            data = table.compressor.encode(values, plain, absent, kept)
             found |= {index: _Encoded(table.compressor.packed_codec, one) for index, one in data.items()}
         if found:
             encoded[table.index] = found

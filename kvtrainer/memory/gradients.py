@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from itertools import compress
 from operator import attrgetter
@@ -58,6 +58,7 @@ class GradientTracker:
         self._nodes: list[Node | None] = [None] * count
         self._handles: list[RemovableHandle] = []
         self._forward_handle: RemovableHandle | None = None
+        self._listener: Callable[[int], None] | None = None
         self._required: list[bool] = []
         """Those that required a gradient when they were looked at last."""
         self._fired = [False] * count
@@ -84,12 +85,22 @@ class GradientTracker:
         for i, node in zip(ready, _nodes_of([self._parameters[i] for i in ready]), strict=True):
             self._handles.append(node.register_prehook(partial(_before_accumulation, me, i)))
             self._nodes[i] = node
+            if self._listener is not None:
+                self._handles.append(node.register_hook(partial(_after_accumulation, me, i)))
         is_waiting = len(ready) < len(unwatched)
         if is_waiting and self._forward_handle is None:
             self._forward_handle = register_module_forward_hook(partial(_after_forward, me))
             weakref.finalize(self, self._forward_handle.remove)
         elif not is_waiting:
             self._stop_waiting()
+
+    def listen(self, listener: Callable[[int], None]) -> None:
+        """Call a function with the position of a parameter whenever a backward pass has added to its gradient."""
+        self._listener = listener
+        me = weakref.ref(self)
+        for i, node in enumerate(self._nodes):
+            if node is not None:
+                self._handles.append(node.register_hook(partial(_after_accumulation, me, i)))
 
     def fresh(self, among: Sequence[bool], with_zeros: bool = False) -> list[bool]:
         """For each parameter, whether it is `among` those asked for and has a gradient that no `consume` took yet.
@@ -151,7 +162,8 @@ class GradientTracker:
         self._to_drop = {*self._to_drop, *keys}
 
     def close(self) -> None:
-        """Remove the hooks. Gradients are left as they are; `attach` starts watching again."""
+        """Remove the hooks. Gradients are left as they are; `attach` starts watching again, for nobody who listens."""
+        self._listener = None
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -241,6 +253,15 @@ def _before_accumulation(
     parameter = tracker._parameters[i]
     if getattr(parameter, "grad_req", None) == "write":
         parameter.grad = None
+
+
+def _after_accumulation(
+    tracker_ref: weakref.ref[GradientTracker], i: int, _: object, grads: tuple[Tensor | None, ...]
+) -> None:
+    """Run in a backward pass, just after `grads[0]` was added to the gradient of parameter `i`."""
+    tracker = tracker_ref()
+    if tracker is not None and tracker._listener is not None and grads[0] is not None:
+        tracker._listener(i)
 
 
 def _after_forward(

@@ -35,6 +35,7 @@ from kvtrainer.sync.exchange import (
     Shadowed,
     StoreExchange,
 )
+from kvtrainer.sync.overlap import Overlap
 from kvtrainer.sync.prefetch import Prefetched
 from kvtrainer.sync.select import Selection, group_too_late
 
@@ -109,6 +110,8 @@ class Binding:
         """The exchange of fewer parameters, until all workers are known to go over to the next one."""
         self._num_opened = 0
         self._earlier_updates = 0
+        self._overlap: Overlap | None = None
+        """Sends gradients during the backward pass; None where they are sent by the step."""
         self._prefetched: Prefetched | None = None
         """Rows that were asked for after the last round."""
 
@@ -179,6 +182,8 @@ class Binding:
         self.is_started = True
         self.num_workers = 1 if self.exchange is None else self.exchange.num_workers
         self.holder = self.exchange if isinstance(self.exchange, StoreExchange) else None
+        if self.selection.overlaps and self.holder is not None:
+            self._overlap = Overlap(self.holder, layout.devices[0])
         if self._awaited is not None:
             self.take_residuals(self._awaited)
         return True
@@ -229,6 +234,8 @@ class Binding:
         assert self.exchange is not None
         self._check_written(layout)
         self._drop_prefetched()
+        if self._overlap is not None:
+            self._overlap.begin_round()
         arena, rows = layout.arena, layout.devices[0].rows
         if rows and self.exchange.refuses_rows:
             names = ", ".join(repr(layout.names[key]) for key in rows)

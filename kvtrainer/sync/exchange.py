@@ -215,6 +215,15 @@ class StoreExchange(Exchange):
         written = {key: ids for (_, key), ids in ticket.written().items()}
         return Outcome(left_out, False, None, measured, decision, written)
 
+    @property
+    def plan(self) -> Plan:
+        """The layout of the table, with its servers."""
+        return self._table.plan
+
+    def send_ahead(self, piece: Slice, parts: Sequence[Tensor]) -> None:
+        """Send a slice of gradients before the next `run`; see `Rounds.send_ahead`."""
+        self._client.rounds.send_ahead(self._table, piece, parts)
+
     def shadow(self, weights: Mapping[str, Tensor], grads: Mapping[str, Tensor]) -> Shadowed:
         """Run one round to which this worker gives nothing; see `Exchange.shadow`."""
         target = grads if not self.updates_weights else None if self.is_sync else weights

@@ -101,6 +101,7 @@ class Selection:
         reducer: How replicas are summed here, out of reducers.REDUCERS.
         over_ranks: Whether gradients are summed over the ranks of torch.distributed.
         is_alone_by_name: Whether there is no store only because the one that was named serves a single process.
+        overlaps: Whether gradients go to the store during the backward pass.
     """
 
     kvstore: str | KVStoreBase | None
@@ -113,6 +114,7 @@ class Selection:
     over_ranks: bool = False
     is_alone_by_name: bool = False
     takes_half: bool = False
+    overlaps: bool = False
 
 
 def select_store(
@@ -125,6 +127,7 @@ def select_store(
     devices: Sequence[torch.device] = (torch.device("cpu"),),
     replicas: ReplicaPolicy = LISTS,
     is_joint: bool = False,
+    overlap: bool = False,
 ) -> Selection:
     """Check the Trainer's arguments about its store and select one; opens nothing.
 
@@ -133,7 +136,7 @@ def select_store(
     always runs there, whatever the environment says.
 
     Args:
-        kvstore, update_on_kvstore, compression_params: as of the Trainer.
+        kvstore, update_on_kvstore, compression_params, overlap: as of the Trainer.
         aggregate_num: of the optimizer.
         largest: elements of the largest parameter.
         has_row_sparse: whether there are row-sparse parameters, which live in a store that updates them.
@@ -148,6 +151,8 @@ def select_store(
     """
     _check_arguments(kvstore, update_on_kvstore, aggregate_num)
     store = None if kvstore is None else traits_of(kvstore)
+    if check.boolean("overlap", overlap):
+        _check_overlap(store, devices)
     if has_row_sparse:
         _check_for_rows(store, update_on_kvstore)
         update_on_kvstore = True
@@ -185,7 +190,15 @@ def select_store(
     if takes_half:
         _check_takes_half(store, updates)
     if not (store.is_in_process and len(devices) > 1):
-        return Selection(kvstore, updates, not updates, codec=codec, reducer=reducer, takes_half=takes_half)
+        return Selection(
+            kvstore,
+            updates,
+            not updates,
+            codec=codec,
+            reducer=reducer,
+            takes_half=takes_half,
+            overlaps=overlap,
+        )
     if codec is not None and not is_left_fold(reducer):
         raise ConfigurationError(
             f"reducer={reducer!r} would have no effect: replicas that are compressed are decoded and added from left "
@@ -214,6 +227,18 @@ def _check_arguments(kvstore: Any, update_on_kvstore: Any, aggregate_num: float)
             f"cannot set update_on_kvstore=True when the optimizer's aggregate_num is above 1, got {aggregate_num}; "
             "leave one of the two out"
         )
+
+
+def _check_overlap(store: Traits | None, devices: Sequence[torch.device]) -> None:
+    """Raise ConfigurationError unless gradients can go to the store during the backward pass."""
+    if store is None or not store.is_on_servers or ASYNCHRONOUS in store.capabilities:
+        raise ConfigurationError(
+            f"overlap=True needs servers and synchronous rounds, as of 'dist_sync'; kvstore {store and store.name!r} "
+            "has nothing that could be sent during the backward pass and still be changed before step()"
+        )
+    if [device.type for device in devices] != ["cpu"]:
+        names = ", ".join(map(str, devices))
+        raise ConfigurationError(f"overlap=True needs all parameters on one CPU device, they are on {names}")
 
 
 def _check_for_rows(store: Traits | None, update_on_kvstore: bool | None) -> None:

@@ -26,13 +26,17 @@ def test_the_page_says_what_happens(outcomes: Outcomes) -> None:
     assert PAGE.read_text() == page(outcomes), "run: python -m tests.support.options > docs/options.md"
 
 
-def test_only_compression_and_reductions_of_ranks_depend_on_the_store(outcomes: Outcomes) -> None:
+def test_only_what_travels_to_others_depends_on_the_store(outcomes: Outcomes) -> None:
     elsewhere = {
         case.probe.option
         for case, outcome in outcomes.items()
         if outcome != WORKS and case.probe.expected is not None
     }
-    assert all("compression_params" in option or option.startswith("configure(") for option in elsewhere)
+    assert "overlap" in elsewhere
+    assert all(
+        "compression_params" in option or option.startswith("configure(")
+        for option in elsewhere - {"overlap"}
+    )
 
 
 def test_what_has_no_effect_says_so(outcomes: Outcomes) -> None:

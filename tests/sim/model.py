@@ -78,6 +78,10 @@ class Commit(NamedTuple):
     def wants_weights(self) -> bool:
         return bool(self.flags & m.WANTS_WEIGHTS)
 
+    def without_former(self, arrived: dict[int, int]) -> dict[int, int]:
+        """Of slices that have come, those that may count."""
+        return {slot: g for slot, g in arrived.items() if g or not self.flags & m.ANEW}
+
     def is_all_of(self, arrived: dict[int, int]) -> bool:
         """Whether a server that has these slices lacks none."""
         is_all = (self.count, self.generations) == (len(arrived), sum(arrived.values()))
@@ -254,10 +258,11 @@ class SyncModel(Model):
             self.waiting[rank] = commit.to
             held = [m.Held(self.table, self.open, self.partials[self.open], True)] if self.is_held else []
             return [(commit.to, held if held and commit.said.hold else [m.Pending(())])]
-        arrived = self.arrived.get(rank, {})
+        arrived = self.arrived[rank] = commit.without_former(self.arrived.get(rank, {}))
         if not commit.is_all_of(arrived):
             return self.missing(commit, arrived)
         self._seen["replaced generation"] += commit.generations > 0
+        self._seen["begun anew"] += bool(commit.flags & m.ANEW)
         self.committed[rank], self.waiting[rank] = Given(commit, dict(arrived)), commit.to
         if commit.said.hyper:
             self.beliefs[rank] = commit.said.hyper
@@ -603,6 +608,7 @@ class AsyncModel(Model):
         if commit.round < turn.open:
             self._seen["repeated"] += 1
             return self._answer(rank, commit, now)
+        turn.arrived = commit.without_former(turn.arrived)
         if not commit.is_all_of(turn.arrived):
             return self.missing(commit, turn.arrived)
         self._take(rank, turn, commit, now)

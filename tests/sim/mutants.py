@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 
 from kvstore_server import reduction
@@ -21,7 +22,7 @@ from kvstore_server.membership import Sessions
 from kvstore_server.norms import Decision
 from kvstore_server.protocol import messages as m
 from kvstore_server.reduction import Sums
-from kvstore_server.rounds import _HERE, Book, Rounds, Verdict, Waits
+from kvstore_server.rounds import _HERE, Book, Given, Rounds, Verdict, Waits
 from kvstore_server.shard import Shard
 from kvstore_server.table import ALL, Table
 from kvtrainer.comm.compressor import Compressor
@@ -272,6 +273,20 @@ def mixed_generation(real: Any, self: Any, rank: int, commits: m.Matrix, *args: 
     commits = commits.copy()
     commits[:, 3] = self.of(rank).sums[commits[:, 0]] - commits[:, 2] * _HERE
     return real(self, rank, commits, *args)
+
+
+@replaces(Given, "begin_anew")
+def left_out_and_summed(real: Any, self: Any, table: int) -> None:
+    """What a rank pushed, and then left out, counts all the same."""
+    marks, buffers = self.marks.copy(), [*self._buffers]
+    real(self, table)
+    self.marks, self._buffers = marks, buffers
+
+
+@replaces(Given, "begin_anew")
+def all_forgotten(real: Any, self: Any, table: int) -> None:
+    """A rank that begins anew has to push again what it pushed after that."""
+    self.clear(np.array([table]), self._slots.of(np.array([table])))
 
 
 @replaces(Book, "push")

@@ -176,9 +176,12 @@ class Schedule(ABC):
         elif dice < 0.87:
             process, lane = self._some_lane()
             process.act(lane, rng, goal=NEVER)
-        elif dice < 0.93:
+        elif dice < 0.92:
             process, lane = self._some_lane()
             process.push_again(lane, rng)
+        elif dice < 0.93:
+            process, lane = self._some_lane()
+            process.begin_anew(lane, rng)
         elif dice < 0.96 and self.replays:
             process_, server, request = rng.choice(self.replays)
             self._to_engine(process_, server, request)

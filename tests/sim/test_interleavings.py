@@ -38,6 +38,7 @@ EVERYTHING = {
     "repeated",
     "missing",
     "replaced generation",
+    "begun anew",
     "fenced",
     "hello again",
     "strangers",

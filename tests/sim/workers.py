@@ -345,6 +345,29 @@ class Worker:
             self._encode(lane)
             lane.to_push.append(place)
 
+    def begin_anew(self, lane: Lane, rng: random.Random) -> None:
+        """Leave out some slices that may have been pushed: the others count in a higher generation alone."""
+        if not lane.is_open or lane.given_up or lane.requests or not lane.round:
+            return
+        is_needed = bool(lane.flags & m.ASSIGNS) and not self.rank
+        lane.flags |= m.ANEW
+        if (
+            rng.random() < 0.2
+            and not lane.flags & (m.ASSIGNS | m.HAS_JOINED)
+            and not any(lane.generations.values())
+        ):
+            lane.flags |= m.VETOES
+            lane.generations.clear()
+        for place, generation in [*lane.generations.items()]:
+            if not generation and not is_needed and rng.random() < 0.3:
+                del lane.generations[place]
+        lane.to_push = [place for place in lane.to_push if place in lane.generations]
+        for place, generation in lane.generations.items():
+            if not generation:
+                lane.generations[place] = 1
+                lane.to_push += [place] if place not in lane.to_push else []
+        self._encode(lane)
+
     def give_up(self, lane: Lane) -> None:
         """Fail the round everywhere, as a worker does whose own code raised."""
         if lane.is_open and not lane.given_up:

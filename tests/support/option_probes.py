@@ -192,6 +192,21 @@ def accumulated(bench: Bench, options: Mapping[str, Any]) -> Any:
     return seen
 
 
+def overlapped(bench: Bench, options: Mapping[str, Any]) -> Any:
+    """How many bytes of gradients came before the second step, and in it; the first one makes the store."""
+
+    def received() -> int:
+        return sum(row["bytes_in"] for one in bench.trainer.server_stats() for row in one["tables"])
+
+    bench.build(**options)
+    bench.push(1.0)
+    before = received()
+    bench.trainer.backward(bench.losses(1.0))
+    ahead = received()
+    bench.trainer.step()
+    return [ahead > before, received() == ahead, *bench.weights()]
+
+
 def epochs(bench: Bench, options: Mapping[str, Any]) -> Any:
     bench.build(**options)
     for _ in range(2):
@@ -393,6 +408,10 @@ PROBES = (
         "compression_params: pull", "two updates that bfloat16 rounds away one by one: 1 + 2⁻⁹ + 2⁻⁸, rounded",
         steps((1.0,), (2.0**-9,), (2.0**-8,)), lambda: {"compression_params": {"pull": "bf16"}},
         [-1.0 - 2.0**-7, 0.0, 0.0],
+    ),
+    Probe(
+        "overlap", "the servers have all of a gradient before the step, which sends no more of it",
+        overlapped, lambda: {"overlap": True}, [True, True, -2.0, 0.0, 0.0],
     ),
     Probe(
         "optimizer_params: lr_scheduler", "each update is half of the last one",

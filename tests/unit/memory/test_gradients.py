@@ -49,6 +49,47 @@ def slopes(parameter: Parameter) -> list[float] | None:
     return None if parameter.grad is None else parameter.grad.tolist()
 
 
+def test_who_listens_is_called_when_a_backward_pass_has_added_to_a_gradient() -> None:
+    p, q, frozen = ones(), ones(), ones()
+    frozen.requires_grad_(False)
+    tracker = watch(p, q, frozen)
+    seen: list[tuple[int, list[float] | None]] = []
+    parameters = [p, q, frozen]
+    tracker.listen(lambda at: seen.append((at, slopes(parameters[at]))))
+    backward(p)
+    backward(p)
+    torch.autograd.grad((q * 2).sum(), q)
+    assert seen == [(0, [1, 1]), (0, [2, 2])]
+    frozen.requires_grad_()
+    tracker.participating()
+    backward(frozen)
+    assert seen[2:] == [(2, [1, 1])]
+    tracker.close()
+    backward(q)
+    tracker.attach()
+    backward(q)
+    assert len(seen) == 3
+
+
+def test_nobody_is_called_where_a_function_gives_no_gradient() -> None:
+    class Nothing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: object, *grads: Tensor) -> None:
+            return None
+
+    p, q = ones(), ones()
+    tracker = watch(p, q)
+    seen: list[int] = []
+    tracker.listen(seen.append)
+    made: Tensor = Nothing.apply(p)
+    (made + q).sum().backward()
+    assert seen == [1]
+
+
 def test_retained_graph_and_a_parameter_used_twice_accumulate_as_in_torch() -> None:
     p = ones()
     tracker = watch(p)

@@ -53,9 +53,10 @@ def commit(
     waiter: int = 1,
     now: float = 0.0,
     timeout: float = 60.0,
+    flags: int = 0,
 ) -> list[Verdict]:
     """Commit with (slices, sum of their generations); what became of it."""
-    rows = m.matrix([(table, round_, *given, -1, 0) for table in tables or (W,)], m.COMMIT_WORDS)
+    rows = m.matrix([(table, round_, *given, -1, flags) for table in tables or (W,)], m.COMMIT_WORDS)
     said = m.Contribute(m.matrix((), 4), (), rows, timeout=timeout)
     verdicts = book.commit(rank, rows, said, Waiter(b"%d" % rank, waiter), now)
     return [Verdict.ACCEPTED] * len(rows) if verdicts is None else [Verdict(one) for one in verdicts]
@@ -124,6 +125,42 @@ def test_after_the_commit_a_higher_generation_changes_nothing(book: Book) -> Non
     commit(book, 0, given=(1, 0))
     push(book, 0, "later", generation=1)
     assert given(book, 0) == [(1, "first")]
+
+
+def test_a_commit_that_begins_anew_counts_without_what_was_pushed_before(book: Book) -> None:
+    push(book, 0, "left out")
+    push(book, 0, "other table", slot=3)
+    push(book, 0, "newer", slot=2, generation=1)
+    assert commit(book, 0, given=(1, 1), flags=m.ANEW) == [Verdict.ACCEPTED]
+    assert given(book, 0) == [(2, "newer")]
+    assert given(book, 0, 2) == [(3, "other table")]
+
+
+def test_a_commit_of_several_tables_begins_each_of_them_anew(book: Book) -> None:
+    push(book, 0, "x", slot=0)
+    push(book, 0, "y", slot=3)
+    push(book, 0, "z")
+    assert commit(book, 0, 0, 2, flags=m.ANEW) == [Verdict.ACCEPTED] * 2
+    assert (given(book, 0, 0), given(book, 0, 2), given(book, 0)) == ([], [], [(1, "z")])
+
+
+def test_what_was_left_out_does_not_come_back_with_a_late_copy(book: Book) -> None:
+    push(book, 0, "left out")
+    assert commit(book, 0, given=(1, 1), flags=m.ANEW) == [Verdict.REFUSED]
+    push(book, 0, "left out")
+    push(book, 0, "newer", slot=2, generation=1)
+    assert commit(book, 0, given=(1, 1), flags=m.ANEW) == [Verdict.ACCEPTED]
+    assert commit(book, 0, given=(1, 1), flags=m.ANEW) == [Verdict.REPEATED]
+    assert given(book, 0) == [(2, "newer")]
+
+
+def test_of_a_round_that_is_over_nothing_begins_anew(book: Book) -> None:
+    for rank in range(2):
+        commit(book, rank)
+    finish(book)
+    push(book, 0, "x", round_=1)
+    assert commit(book, 0, round_=0, flags=m.ANEW) == [Verdict.APPLIED]
+    assert given(book, 0) == [(1, "x")]
 
 
 @pytest.mark.parametrize(("payload", "mismatches"), [("x", 0), ("y", 1)])

@@ -106,6 +106,41 @@ def test_without_synchronous_rounds_the_update_is_in_the_store_whatever_the_envi
         select_store(type, False)
 
 
+@pytest.mark.parametrize("given", ["dist_sync", "dist"])
+@pytest.mark.parametrize("asked", [None, False, True])
+def test_gradients_go_during_the_backward_pass_only_where_that_is_asked_for(
+    given: str, asked: bool | None
+) -> None:
+    assert select_store(GIVEN[given](), asked, overlap=True).overlaps
+    assert not select_store(GIVEN[given](), asked).overlaps
+
+
+@pytest.mark.parametrize(
+    "given", ["no kvstore", "one device", "local object", "device object", "plugin object"]
+)
+def test_overlap_needs_servers(given: str) -> None:
+    with pytest.raises(ConfigurationError, match="overlap=True needs servers"):
+        select_store(GIVEN[given](), overlap=True)
+
+
+@pytest.mark.parametrize("type", ["dist_async", "dist_ssp"])
+def test_overlap_needs_synchronous_rounds(type: str) -> None:
+    with pytest.raises(ConfigurationError, match="synchronous rounds"):
+        select_store(type, overlap=True)
+
+
+@pytest.mark.parametrize("devices", [("cuda:0",), ("cpu", "cpu")])
+def test_overlap_needs_one_cpu_device(devices: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigurationError, match="on one CPU device"):
+        select_store("dist_sync", overlap=True, devices=[torch.device(name) for name in devices])
+
+
+@pytest.mark.parametrize("overlap", [1, "yes", None])
+def test_overlap_is_true_or_false(overlap: Any) -> None:
+    with pytest.raises(ConfigurationError, match="overlap must be True or False"):
+        select_store("dist_sync", overlap=overlap)
+
+
 def test_environment_that_is_neither_0_nor_1_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MXNET_UPDATE_ON_KVSTORE", "maybe")
     with pytest.raises(ConfigurationError, match="MXNET_UPDATE_ON_KVSTORE must be 0 or 1, got 'maybe'"):

@@ -1,0 +1,77 @@
+"""Gradients that go to servers while the backward pass still computes others.
+
+A slice goes when all of its keys have their gradients: the last layers' first. Nothing of it counts before the commit
+of the step, which sends again what has changed since, and what was never complete: any slice may be left to the step.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+import torch
+
+from kvstore_server.plan import Slice
+from kvtrainer.errors import KVStoreError
+from kvtrainer.memory.memory import DeviceMemory
+from kvtrainer.sync.exchange import StoreExchange
+
+_log = logging.getLogger(__name__)
+
+
+class Overlap:
+    """Sends the slices of a Trainer's gradients as they become complete.
+
+    A key whose gradient came in several backward passes in the last step is complete after as many of them in this one.
+
+    Args:
+        exchange: synchronous rounds over servers.
+        memory: of the only device, a CPU.
+    """
+
+    def __init__(self, exchange: StoreExchange, memory: DeviceMemory) -> None:
+        plan = exchange.plan
+        self._exchange = exchange
+        self._parameters = memory.parameters
+        self._slices = [plan.slices_with(key) for key in range(len(plan.specs))]
+        self._num_keys = [len(piece.segments) for piece in plan.slices]
+        self._missing = list(self._num_keys)
+        """How many keys of each slice have yet to come."""
+        self._passes = [0] * len(plan.specs)
+        """In how many backward passes since the last step each key has come."""
+        self._needed = [1] * len(plan.specs)
+        """After how many it is complete."""
+        self._thread = threading.get_ident()
+        memory.tracker.listen(self._arrived)
+
+    def begin_round(self) -> None:
+        """A step sends what is left; the gradients that come from now on are those of the next one."""
+        self._needed = [now or before for now, before in zip(self._passes, self._needed, strict=True)]
+        self._passes, self._missing = [0] * len(self._passes), list(self._num_keys)
+        self._thread = threading.get_ident()
+
+    def _arrived(self, key: int) -> None:
+        """A backward pass has added to the gradient of a key (by index)."""
+        if getattr(self._parameters[key], "grad_req", None) == "null":
+            return
+        self._passes[key] += 1
+        # Sockets belong to the thread that makes the steps.
+        if self._passes[key] != self._needed[key] or threading.get_ident() != self._thread:
+            return
+        for piece in self._slices[key]:
+            self._missing[piece.index] -= 1
+            if not self._missing[piece.index]:
+                self._send(piece)
+
+    @torch.no_grad()
+    def _send(self, piece: Slice) -> None:
+        parts = []
+        for key, _, start, numel in piece.segments:
+            grad = self._parameters[key].grad
+            if grad is None or grad.layout is not torch.strided or not grad.is_contiguous() or grad.is_neg():
+                return
+            parts.append(grad.view(-1)[start : start + numel])
+        try:
+            self._exchange.send_ahead(piece, parts)
+        except KVStoreError as error:  # the step will raise it, if it still holds then
+            _log.debug("slice %d was not sent ahead: %s", piece.index, error)

@@ -1,0 +1,322 @@
+"""Slices that go before their commit: they count if they are to be given as they were sent, and only then.
+
+Without an optimizer the weights after a round are the sum of what was given, so what counted can be read there.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvstore_server.codec import make_codec
+from kvstore_server.engine import Engine
+from kvstore_server.namespace import EngineConfig
+from kvstore_server.plan import TensorSpec
+from kvstore_server.protocol import messages as m
+from kvstore_server.rows import RowSet
+from kvtrainer.comm.ahead import Ahead, same_bits
+from kvtrainer.comm.client import Client
+from kvtrainer.comm.compressor import Compressor
+from kvtrainer.comm.round import Contribution
+from kvtrainer.comm.tables import RemoteTable
+from kvtrainer.errors import KVStoreError, NonFiniteGradientError
+from tests.support.engines import filled, views
+from tests.support.switchboard import connected, play
+
+SPECS = [
+    TensorSpec("small", (3,), "float32"),
+    TensorSpec("few", (5, 2), "float32"),
+    TensorSpec("big", (600, 80), "float32"),
+]
+SERVERS = 2
+
+
+class Job:
+    """Two workers, of which the first one sends ahead; `sent` are the contributions of that one, in order."""
+
+    def __init__(self) -> None:
+        engines = [Engine(EngineConfig(server=i, num_servers=SERVERS)) for i in range(SERVERS)]
+        self.clients: list[Client] = connected(engines, 2)
+        self.tables: list[RemoteTable] = []
+        for client in self.clients:
+            self.tables += client.register({"t": SPECS})
+        self.table = self.tables[0]
+        self.outs = [self.filled(0.0) for _ in self.clients]
+        self.round(*[self.filled(0.0) for _ in self.clients])
+        self.sent: list[tuple[int, m.Contribute]] = []
+        self.loses: Callable[[m.Contribute], bool] = lambda _: False
+        transport: Any = self.clients[0]._session._transport
+        real = transport.send
+
+        def send(server: int, request: m.Request, priority: int = 0) -> None:
+            if isinstance(request.body, m.Contribute):
+                self.sent.append((server, request.body))
+                if self.loses(request.body):
+                    return
+            real(server, request, priority)
+
+        transport.send = send
+
+    def filled(self, *values: float) -> dict[str, Tensor]:
+        """Arenas with one number for each key, or for all; between keys there are zeros."""
+        of_each = values if len(values) == len(SPECS) else values * len(SPECS)
+        rows = zip(SPECS, of_each, strict=True)
+        return filled(self.tables[0].plan, {spec.key: torch.full(spec.shape, value) for spec, value in rows})
+
+    def send_ahead(self, values: dict[str, Tensor], *slices: int) -> None:
+        """Send slices (by index; all by default) out of arenas."""
+        for piece in self.table.plan.slices:
+            if not slices or piece.index in slices:
+                flat = values["float32"]
+                starts = [(piece.offset + one.start, one.numel) for one in piece.segments]
+                parts = [flat[start : start + numel] for start, numel in starts]
+                self.clients[0].rounds.send_ahead(self.table, piece, parts)
+
+    def round(
+        self, mine: dict[str, Tensor] | None, others: dict[str, Tensor], **said: Any
+    ) -> list[list[float]]:
+        """A round of both workers; the new weights."""
+        both = [
+            Contribution([self.tables[0]], None if mine is None else [mine], [self.outs[0]], 1.0, **said),
+            Contribution([self.tables[1]], [others], [self.outs[1]], 1.0, **said),
+        ]
+        play(self.clients, both)
+        return self.weights()
+
+    def weights(self) -> list[list[float]]:
+        """The distinct numbers of each key that the first worker has."""
+        return [key.unique().tolist() for key in views(self.table.plan, self.outs[0])]
+
+    def generations(self) -> list[tuple[int, ...]]:
+        """The generations, in order, in which each slice was sent."""
+        found: dict[tuple[int, int], list[int]] = {}
+        for server, body in self.sent:
+            for slot, _, generation, _ in body.pushes.tolist():
+                found.setdefault((server, slot), []).append(generation)
+        return [tuple(of) for of in found.values()]
+
+    @property
+    def num_slices(self) -> int:
+        return len(self.table.plan.slices)
+
+    def begins_anew(self) -> bool:
+        [found] = {bool(body.commits[0, 5] & m.ANEW) for _, body in self.sent if len(body.commits)}
+        return found
+
+
+@pytest.fixture
+def job() -> Job:
+    return Job()
+
+
+def test_what_has_not_changed_is_sent_once_and_counts(job: Job) -> None:
+    grads = job.filled(2.0)
+    job.send_ahead(grads)
+    assert job.round(grads, job.filled(1.0)) == [[3.0]] * 3
+    assert job.generations() == [(0,)] * job.num_slices
+    assert not job.begins_anew()
+
+
+def test_nothing_counts_before_the_commit(job: Job) -> None:
+    job.send_ahead(job.filled(2.0))
+    before = job.outs[1]["float32"].clone()
+    job.clients[1].rounds.pull([job.tables[1]], [job.outs[1]])
+    assert torch.equal(job.outs[1]["float32"], before)
+
+
+def test_what_has_changed_is_sent_again_and_counts_as_it_is_at_last(job: Job) -> None:
+    grads = job.filled(2.0)
+    job.send_ahead(grads)
+    at = job.table.plan.key_offsets[2]
+    grads["float32"][at + 5] = 7.0
+    assert job.round(grads, job.filled(1.0)) == [[3.0], [3.0], [3.0, 8.0]]
+    assert sorted(job.generations()) == [(0,)] * (job.num_slices - 1) + [(0, 1)]
+
+
+def test_what_was_not_complete_goes_with_the_commit(job: Job) -> None:
+    grads = job.filled(2.0)
+    job.send_ahead(grads, 0)
+    assert job.round(grads, job.filled(1.0)) == [[3.0]] * 3
+
+
+def test_a_slice_goes_ahead_once_in_a_round(job: Job) -> None:
+    grads = job.filled(2.0)
+    job.send_ahead(grads)
+    count = len(job.sent)
+    job.send_ahead(job.filled(4.0))
+    assert len(job.sent) == count
+    assert job.round(grads, job.filled(1.0)) == [[3.0]] * 3
+
+
+def test_what_was_sent_may_be_written_to_at_once(job: Job) -> None:
+    grads = job.filled(2.0)
+    job.send_ahead(grads)
+    grads["float32"].fill_(9.0)
+    assert job.round(job.filled(2.0), job.filled(1.0)) == [[3.0]] * 3
+
+
+def test_equal_numbers_of_other_bits_are_sent_again(job: Job) -> None:
+    job.send_ahead(job.filled(0.0))
+    job.round(job.filled(-0.0), job.filled(-0.0))
+    assert all(bool(torch.signbit(key).all()) for key in views(job.table.plan, job.outs[0]))
+
+
+@pytest.mark.parametrize(
+    ("is_vetoed", "absent", "weights"),
+    [
+        (True, frozenset(), [[0.0], [0.0], [0.0]]),
+        (False, frozenset({2}), [[3.0], [3.0], [1.0]]),
+        (False, frozenset({0, 1, 2}), [[1.0], [1.0], [1.0]]),
+    ],
+)
+def test_a_commit_that_leaves_out_slices_that_were_sent_begins_anew(
+    job: Job, is_vetoed: bool, absent: frozenset[int], weights: list[list[float]]
+) -> None:
+    grads = job.filled(2.0)
+    job.send_ahead(grads)
+    both = [
+        Contribution(
+            [job.tables[0]], None if is_vetoed else [grads], [job.outs[0]], 1.0, absent=absent, veto=is_vetoed
+        ),
+        Contribution([job.tables[1]], [job.filled(1.0)], [job.outs[1]], 1.0),
+    ]
+    play(job.clients, both)
+    assert job.begins_anew()
+    assert job.weights() == weights
+
+
+def test_values_that_replace_the_weights_are_not_taken_from_gradients(job: Job) -> None:
+    job.send_ahead(job.filled(2.0))
+    assert job.round(job.filled(2.0), job.filled(1.0), assign=True) == [[2.0]] * 3
+    job.send_ahead(job.filled(2.0))
+    assert job.round(job.filled(5.0), job.filled(1.0), assign=True) == [[5.0]] * 3
+
+
+def test_rows_take_the_place_of_a_gradient_that_was_sent_whole(job: Job) -> None:
+    job.send_ahead(job.filled(2.0))
+    rows = {(0, 2): RowSet(torch.tensor([1, 599]), torch.full((2, 80), 4.0))}
+    both = [
+        Contribution([job.tables[0]], [job.filled(2.0)], [job.outs[0]], 1.0, rows=rows),
+        Contribution([job.tables[1]], [job.filled(1.0)], [job.outs[1]], 1.0),
+    ]
+    play(job.clients, both)
+    assert job.weights() == [[3.0], [3.0], [1.0, 5.0]]
+
+
+def test_lent_gradients_are_compared_where_they_are(job: Job) -> None:
+    grads = job.filled(2.0)
+    job.send_ahead(grads)
+    wrong = job.filled(2.0, 2.0, 9.0)
+    lent = torch.full((SPECS[2].numel,), 2.0)
+    both = [
+        Contribution([job.tables[0]], [wrong], [job.outs[0]], 1.0, lent={2: lent}),
+        Contribution([job.tables[1]], [job.filled(1.0)], [job.outs[1]], 1.0),
+    ]
+    play(job.clients, both)
+    assert job.weights() == [[3.0]] * 3
+    assert job.generations() == [(0,)] * job.num_slices
+
+
+def test_what_is_lost_on_the_way_is_asked_for_and_counts_once(job: Job) -> None:
+    grads = job.filled(2.0)
+    job.loses = lambda body: not len(body.commits)
+    job.send_ahead(grads)
+    job.loses = lambda body: False
+    grads["float32"][0] = 8.0
+    assert job.round(grads, job.filled(1.0)) == [[3.0, 9.0], [3.0], [3.0]]
+
+
+def test_what_comes_late_does_not_take_the_place_of_what_counts(job: Job) -> None:
+    """The network holds a message back until its slice has been sent again, and after the round."""
+    late: list[m.Contribute] = []
+
+    def holds_back(body: m.Contribute) -> bool:
+        late.append(body)
+        return True
+
+    job.loses = holds_back
+    job.send_ahead(job.filled(2.0))
+    job.loses = lambda body: False
+    client = job.clients[0]
+    both = [
+        Contribution([job.tables[at]], [job.filled(4.0 - at)], [job.outs[at]], 1.0)
+        for at in range(len(job.tables))
+    ]
+    ticket = client.rounds.start(both[0])
+    for server, body in [sent for sent in job.sent if sent[1] in late]:
+        client._session.send(server, client._session.next_number(), body)
+    other = job.clients[1].rounds.start(both[1])
+    for server, body in [sent for sent in job.sent if sent[1] in late]:
+        client._session.send(server, client._session.next_number(), body)
+    client.rounds.wait(ticket)
+    job.clients[1].rounds.wait(other)
+    assert job.weights() == [[7.0]] * 3
+    assert job.round(job.filled(1.0), job.filled(1.0)) == [[2.0]] * 3
+
+
+def test_after_a_round_that_failed_nothing_of_it_counts(job: Job) -> None:
+    job.send_ahead(job.filled(2.0))
+    both = [
+        Contribution([job.tables[0]], [job.filled(2.0)], [job.outs[0]], 1.0),
+        Contribution([job.tables[1]], [job.filled(1.0)], [job.outs[1]], 1.0, assign=True),
+    ]
+    assert all(play(job.clients, both, KVStoreError))
+    job.send_ahead(job.filled(3.0), 0)
+    assert job.round(job.filled(3.0), job.filled(1.0)) == [[4.0]] * 3
+
+
+def test_compressed_slices_leave_one_residual_however_often_they_are_sent(job: Job) -> None:
+    """Of 0.75 and of 0.625 two bits say 0.5."""
+    compressors = [Compressor(make_codec({"type": "2bit", "threshold": 0.5}), t.plan) for t in job.tables]
+    for table, one in zip(job.tables, compressors, strict=True):
+        table.compressor = one
+    job.send_ahead(job.filled(0.75))
+    assert job.round(job.filled(0.625, 0.625, 0.75), job.filled(0.0)) == [[0.5]] * 3
+    residuals = compressors[0].residuals()
+    assert [residuals[key].unique().tolist() for key in range(3)] == [[0.125], [0.125], [0.25]]
+
+
+def test_residuals_that_were_loaded_count_for_what_was_sent_before(job: Job) -> None:
+    job.table.compressor = Compressor(make_codec({"type": "2bit", "threshold": 0.5}), job.table.plan)
+    job.send_ahead(job.filled(0.25))
+    job.table.compressor.set_residuals({key: torch.full(s.shape, 0.375) for key, s in enumerate(SPECS)})
+    assert job.round(job.filled(0.25), job.filled(0.0)) == [[0.5]] * 3
+
+
+def test_what_cannot_be_compressed_is_left_to_the_step(job: Job) -> None:
+    job.table.compressor = Compressor(make_codec({"type": "2bit", "threshold": 0.5}), job.table.plan)
+    grads = job.filled(0.75)
+    grads["float32"][0] = float("inf")
+    with pytest.raises(NonFiniteGradientError):
+        job.send_ahead(grads)
+    grads["float32"][0] = 0.75
+    assert job.round(grads, job.filled(0.0)) == [[0.5]] * 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_bits_are_compared_to_the_last_one(dtype: torch.dtype) -> None:
+    one = torch.tensor([1.0, float("nan"), 0.0, 2.0, 5.0], dtype=dtype)
+    other = one.clone()
+    assert same_bits(one, other)
+    assert same_bits(one[1:], other[1:])
+    other[4] = 6.0
+    assert not same_bits(one, other)
+    other[4], other[2] = 5.0, -0.0
+    assert not same_bits(one, other)
+    assert not same_bits(one, one[:4])
+
+
+@pytest.mark.parametrize(("steps", "lines"), [([0, 0], 0), ([0, 1, 0, 0], 0), ([0, 0, 0, 0, 0], 1)])
+def test_that_everything_is_sent_twice_is_said_once(
+    steps: list[int], lines: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    ahead = Ahead()
+    with caplog.at_level(logging.WARNING):
+        for kept in steps:
+            ahead.end(range(kept))
+    assert len(caplog.records) == lines
