@@ -57,13 +57,14 @@ imports: $(READY)
 wheel: $(READY)
 	$(BIN)/python -m build --wheel
 
-# A peer that cannot be installed here has a line in the tables that says so.
+# A peer that cannot be installed here has a line in the tables that says so. bandwidth.py needs root, and says so.
 bench: $(READY)
 	-benchmarks/mxnet_env.sh .venv-mxnet
 	-benchmarks/mpi_env.sh .venv-mpi $(VENV)
 	for name in dense_sync transport scaling key_scaling latency trainer_step sparse ctr end_to_end straggler compression; do \
 		$(BIN)/python benchmarks/$$name.py --out benchmarks/results/$$name || exit 1; \
 	done
+	-$(BIN)/python benchmarks/bandwidth.py --out benchmarks/results/bandwidth
 	$(BIN)/python benchmarks/dense_round.py --mxnet-env .venv-mxnet --out benchmarks/results/dense_round
 
 clean:

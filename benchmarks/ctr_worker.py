@@ -6,8 +6,6 @@ import argparse
 import functools
 import importlib
 import json
-import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from step_worker import import_what_steps_need
-from steps import Zipf, mark
+from steps import Zipf, mark, time_rounds
 from torch import Tensor, nn
 
 ROWS, WIDTH, DENSE, HIDDEN = (1_000_000, 250_000, 50_000), 16, 13, 64
@@ -146,26 +144,24 @@ def joined(all: Sequence[Batch]) -> Batch:
     return [torch.cat(own) for own in zip(*ids, strict=True)], torch.cat(dense), torch.cat(clicks)
 
 
-def train(training: Training, given: Sequence[Batch], rounds: int, out: str = "") -> list[float]:
-    """Train, and return the seconds of every step after the first WARM_UP; marks are files beside OUT."""
-    seconds = []
-    for number in range(WARM_UP + rounds):
+def train(training: Training, given: Sequence[Batch], rounds: int, marks: str = "") -> dict[str, Any]:
+    """Train, and measure the seconds of every step after the first WARM_UP."""
+
+    def prepare(number: int) -> tuple[Batch, Batch]:
         if number == WARM_UP:
-            if out:
-                mark(f"{out}.0.begin")
-            training.barrier()
-        (ids, dense, clicks), following = given[number % BATCHES], given[(number + 1) % BATCHES]
-        began = time.perf_counter()
+            training.barrier()  # steps wait for no other but by what they exchange
+        return given[number % BATCHES], given[(number + 1) % BATCHES]
+
+    def step(both: tuple[Batch, Batch]) -> None:
+        (ids, dense, clicks), following = both
         training.zero_grad()
         nn.functional.binary_cross_entropy_with_logits(training.network(ids, dense), clicks).backward()
         training.fetch(following[0])
         training.step()
-        if number >= WARM_UP:
-            seconds.append(time.perf_counter() - began)
+
+    measured = time_rounds(prepare, step, lambda: None, WARM_UP, rounds, marks)
     training.barrier()
-    if out:
-        mark(f"{out}.0.end")
-    return seconds
+    return measured
 
 
 def main() -> None:
@@ -180,11 +176,10 @@ def main() -> None:
     workers = options.workers
     ranks = range(workers) if options.system == "torch" else [training.rank]
     given = [joined(all) for all in zip(*[batches(rank, options.batch) for rank in ranks], strict=True)]
-    seconds = train(training, given, options.rounds, options.out if training.rank == 0 else "")
+    measured = train(training, given, options.rounds, "" if training.rank else f"{options.out}.0")
     if training.rank == 0:
         state = {name.removeprefix("module."): one for name, one in training.network.state_dict().items()}
         torch.save(list(state.values()), options.weights)
-        measured = {"rounds": seconds, "median": statistics.median(seconds)}
         Path(options.out).write_text(json.dumps({options.optimizer: measured}))
     training.barrier()
     if dist.is_initialized():

@@ -34,24 +34,26 @@ def main() -> int:
     names = [suite.OURS, *[BEFORE] * bool(options.before), DEVICE, DDP, ALONE]
     systems = suite.choose(dict.fromkeys(names, ""), options.systems)
     question = suite.Question(TITLE, systems, unit="samples/s", bound=ALONE)
-    jobs = list(suite.choose(dict.fromkeys(models.MODELS, ""), options.models))
+    jobs = [list(suite.choose(dict.fromkeys(models.MODELS, ""), options.models))]
     versions = harness.installed_versions(sys.executable, ["kvtrainer", "torch", "pyzmq"])
     return suite.run(question, jobs, functools.partial(_measure, options=options), versions, options)
 
 
-def _measure(system: str, name: str, options: argparse.Namespace) -> dict[harness.Case, suite.Values]:
-    """Train a model on a system, and compare the weights with those of one process."""
+def _measure(system: str, names: list[str], options: argparse.Namespace) -> dict[harness.Case, suite.Values]:
+    """Train models on a system, and compare the weights with those of one process."""
     kind = {DEVICE: "device", DDP: "ddp", ALONE: "alone"}.get(system, "kvtrainer")
     with tempfile.TemporaryDirectory(prefix="kvtrainer-weights-") as folder:
-        weights = f"{folder}/weights.npy"
-        command = [sys.executable, str(HERE / "end_to_end_worker.py"), "--system", kind, "--model", name]
-        command += ["--rounds", str(options.rounds), "--weights", weights]
+        command = [sys.executable, str(HERE / "end_to_end_worker.py"), "--system", kind]
+        command += ["--models", ",".join(names), "--rounds", str(options.rounds)]
+        command += ["--weights", f"{folder}/weights"]
         measured = _run(kind, command, options.before if system == BEFORE else "", options)
         workers = 1 if system == ALONE else options.workers
-        found = torch.from_numpy(np.load(weights))
-        models.check(name, workers, models.WARM_UP + options.rounds, found)
-    measured[name]["amount"] = models.MODELS[name].batch * options.workers
-    return {harness.Case(name, f"{options.workers} x {options.servers}", "adam"): measured[name]}
+        for at, name in enumerate(names):
+            found = torch.from_numpy(np.load(f"{folder}/weights.{at}.npy"))
+            models.check(name, workers, models.WARM_UP + options.rounds, found)
+            measured[name]["amount"] = models.MODELS[name].batch * options.workers
+    topology = f"{options.workers} x {options.servers}"
+    return {harness.Case(name, topology, "adam"): values for name, values in measured.items()}
 
 
 def _run(kind: str, command: list[str], checkout: str, options: argparse.Namespace) -> harness.Measured:

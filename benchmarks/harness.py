@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -31,6 +31,8 @@ Measured = dict[str, dict[str, Any]]
 SETTINGS = (
     "OMP_NUM_THREADS=1 in every process; peers over TCP on loopback, kvtrainer as KVSTORE_TRANSPORT says"
 )
+FOLDER = str(Path(__file__).resolve().parents[1])
+"""Where the packages of this checkout lie."""
 _TAIL = 3000
 
 
@@ -59,10 +61,10 @@ def run_kvtrainer_job(
 
     The job runs on the packages in the folder `checkout`, by default in that of this file.
     """
-    folder = os.path.abspath(checkout or Path(__file__).parents[1])
+    folder = os.path.abspath(checkout or FOLDER)
     launch = [sys.executable, "-m", "kvtrainer.launch", "-n", str(workers), "-s", str(servers), "--"]
     common = {**(environ or {}), "PYTHONPATH": folder}
-    with _Processes() as job:
+    with Processes() as job:
         job.start([*launch, *command, "--out", str(job.out)], common, folder)
         return job.wait(timeout)
 
@@ -73,13 +75,13 @@ def run_torch_job(command: Sequence[str], workers: int, timeout: float) -> Measu
     kvtrainer is that of this file's folder.
     """
     common = {
-        "PYTHONPATH": str(Path(__file__).parents[1]),
+        "PYTHONPATH": FOLDER,
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(_free_port()),
         "WORLD_SIZE": str(workers),
     }
     common |= {"GLOO_SOCKET_IFNAME": "lo"}
-    with _Processes() as job:
+    with Processes() as job:
         for rank in range(workers):
             job.start([*command, "--out", str(job.out)], {**common, "RANK": str(rank)})
         return job.wait(timeout)
@@ -88,7 +90,7 @@ def run_torch_job(command: Sequence[str], workers: int, timeout: float) -> Measu
 def run_mpi_job(command: Sequence[str], workers: int, timeout: float) -> Measured:
     """Run `command --out FILE` as every rank of an MPI job; its `mpiexec` lies beside the command's interpreter."""
     mpiexec = str(Path(command[0]).parent / "mpiexec")
-    with _Processes() as job:
+    with Processes() as job:
         job.start([mpiexec, "-n", str(workers), *command, "--out", str(job.out)], {})
         return job.wait(timeout)
 
@@ -109,7 +111,7 @@ def run_mxnet_job(
         "DMLC_NUM_SERVER": str(servers),
         **({"DMLC_LOCAL": "1"} if is_ipc else {}),
     }
-    with _Processes() as job:
+    with Processes() as job:
         for role in ["scheduler", *["server"] * servers, *["worker"] * workers]:
             job.start([*command, "--out", str(job.out)], {**common, "DMLC_ROLE": role})
         return job.wait(timeout)
@@ -144,17 +146,18 @@ def why_missing(python: str, modules: str) -> str:
     return "" if done.returncode == 0 else (done.stderr.strip().splitlines() or ["it cannot be imported"])[-1]
 
 
-class _Processes:
+class Processes:
     """Processes of one job, each in a group of its own, so that none is left behind."""
 
     def __init__(self) -> None:
         self._output = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed in __exit__
         self._folder = tempfile.TemporaryDirectory(prefix="kvtrainer-benchmark-")
         self._running: list[subprocess.Popen[str]] = []
+        self._serving: list[subprocess.Popen[str]] = []
         self.out = Path(self._folder.name) / "measured.json"
         """Where worker 0 writes what it has measured."""
 
-    def __enter__(self) -> _Processes:
+    def __enter__(self) -> Processes:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -165,8 +168,17 @@ class _Processes:
         self._output.close()
         self._folder.cleanup()
 
-    def start(self, command: Sequence[str], environ: Mapping[str, str], folder: str | None = None) -> None:
-        """Start one process in a folder; its output is kept for the case of a failure."""
+    def start(
+        self,
+        command: Sequence[str],
+        environ: Mapping[str, str],
+        folder: str | None = None,
+        serves: bool = False,
+    ) -> None:
+        """Start one process in a folder; its output is kept for the case of a failure.
+
+        One that `serves` is ended when all others have ended.
+        """
         process = subprocess.Popen(
             list(command),
             env={**os.environ, "OMP_NUM_THREADS": "1", **environ},
@@ -177,22 +189,26 @@ class _Processes:
             cwd=folder,
         )
         self._running.append(process)
+        if serves:
+            self._serving.append(process)
 
-    def wait(self, timeout: float) -> Measured:
+    def wait(self, timeout: float, prepare: Callable[[int], object] = lambda number: None) -> Measured:
         """Return what worker 0 wrote when all have ended well.
+
+        `prepare` is called with the number of each work before that.
 
         Raises:
             JobError: one failed, the time is over, or nothing was written.
         """
         deadline = time.monotonic() + timeout
-        marks = usage.Marks(self.out, [process.pid for process in self._running])
+        marks = usage.Marks(self.out, [process.pid for process in self._running], prepare)
         waiting = list(self._running)
-        while waiting:
+        while len(waiting) > len(self._serving):
             for process in list(waiting):
                 code = process.poll()
                 if code is None:
                     continue
-                if code != 0:
+                if code != 0 or process in self._serving:
                     raise JobError(f"{process.args!r} ended with code {code}:\n{self._tail()}")
                 waiting.remove(process)
             if time.monotonic() > deadline:

@@ -40,24 +40,27 @@ def main() -> int:
     systems = {name: "" for name in SYSTEMS if name != BEFORE or options.before}
     systems[MXNET] = harness.why_missing(_mxnet(options), "mxnet")
     question = suite.Question(TITLE, suite.choose(systems, options.systems))
-    jobs = list(suite.choose(dict.fromkeys(OPTIMIZERS, ""), options.optimizers))
+    jobs = [list(suite.choose(dict.fromkeys(OPTIMIZERS, ""), options.optimizers))]
     versions = harness.installed_versions(sys.executable, ["kvtrainer", "torch", "pyzmq"])
     return suite.run(question, jobs, functools.partial(_measure, options=options), versions, options)
 
 
-def _measure(system: str, optimizer: str, options: argparse.Namespace) -> dict[harness.Case, suite.Values]:
+def _measure(
+    system: str, optimizers: list[str], options: argparse.Namespace
+) -> dict[harness.Case, suite.Values]:
     """Have a system make its steps, and compare the weights with those of one process."""
     table = Table(options.rows, options.width, options.ids, rounds=options.rounds)
     with tempfile.TemporaryDirectory(prefix="kvtrainer-weights-") as folder:
-        weights = f"{folder}/weights.npy"
-        command = ["--table", json.dumps(asdict(table)), "--optimizer", optimizer]
+        weights = f"{folder}/weights"
+        command = ["--table", json.dumps(asdict(table)), "--optimizers", ",".join(optimizers)]
         command += ["--workers", str(options.workers), "--weights", weights]
         measured = _run(system, command, options)
-        found = torch.from_numpy(np.load(weights))
-        expected = _reference(table, optimizer, options.workers)
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+        for optimizer in optimizers:
+            found = torch.from_numpy(np.load(f"{weights}.{optimizer}.npy"))
+            expected = _reference(table, optimizer, options.workers)
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     topology = f"{options.workers} x {options.servers}"
-    return {harness.Case(table.name, topology, optimizer): measured[optimizer]}
+    return {harness.Case(table.name, topology, name): values for name, values in measured.items()}
 
 
 def _run(system: str, arguments: list[str], options: argparse.Namespace) -> harness.Measured:
@@ -76,12 +79,11 @@ def _run(system: str, arguments: list[str], options: argparse.Namespace) -> harn
 @functools.lru_cache(maxsize=4)
 def _reference(table: Table, optimizer: str, workers: int) -> torch.Tensor:
     """The weights after all steps of torch's optimizer in this process."""
-    _, step, _, weights = sparse_worker.start_torch(table, optimizer)
+    step, weights = sparse_worker.start_torch(table, optimizer)
     grads = [sparse_worker.sparse_gradient(table, range(workers), number) for number in range(BATCHES)]
     for number in range(table.warm_up + table.rounds):
         step(grads[number % BATCHES].clone())
-    result: torch.Tensor = weights()
-    return result
+    return weights()
 
 
 def _mxnet(options: argparse.Namespace) -> str:

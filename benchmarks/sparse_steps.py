@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
+import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from steps import Array, Zipf
+from steps import Array, Zipf, mark, time_rounds
 
 LEARNING_RATE = 2.0**-6
 PULL = "pull"
@@ -50,3 +54,34 @@ def gradient(table: Table, rank: int, number: int) -> tuple[NDArray[np.int64], A
     ids = _popular(table.rows).draw(drawn, table.ids)
     values: Any = drawn.integers(-8, 9, (table.ids, table.width), dtype=np.int16)
     return ids, values.astype(np.float32)
+
+
+def run(begin: Callable[[Table, str], Any], rank: int, barrier: Callable[[], object], options: Any) -> None:
+    """Measure all cases of `options`; rank 0 writes the seconds of every step, and weights to WEIGHTS.CASE.npy.
+
+    `begin` makes a table and what updates it by the named optimizer: a function that prepares the gradient of a round,
+    one that takes a step with that, and one that returns all weights.
+    """
+    table, measured = Table(**json.loads(options.table)), {}
+    for at, optimizer in enumerate(options.optimizers.split(",")):
+        marks = "" if rank else f"{options.out}.{at}"
+        if marks:
+            mark(f"{marks}.base")
+        prepare, step, weights = begin(table, optimizer)
+        measured[optimizer] = time_rounds(prepare, step, barrier, table.warm_up, table.rounds, marks)
+        if not rank:
+            np.save(f"{options.weights}.{optimizer}.npy", weights())
+        barrier()
+    if not rank:
+        Path(options.out).write_text(json.dumps(measured))
+    barrier()
+
+
+def worker_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add what every worker script takes."""
+    parser.add_argument("--table", required=True, help="JSON of the fields of Table")
+    parser.add_argument("--optimizers", required=True, help="commas between them")
+    parser.add_argument("--workers", type=int, required=True)
+    parser.add_argument("--out", required=True, help="file for the seconds measured by rank 0")
+    parser.add_argument("--weights", required=True, help="stem of the files for the weights of rank 0")
+    return parser

@@ -22,6 +22,10 @@ import torch
 from limits import Limits
 from steps import LEARNING_RATE, Gradients, Work
 
+from kvstore_server.codec import make_codec
+from kvstore_server.plan import Plan, TensorSpec, make_plan
+from kvtrainer.comm.compressor import Compressor
+
 HERE = Path(__file__).resolve().parent
 BEFORE = "before"
 TORCH = {
@@ -104,10 +108,22 @@ def measure(system: str, job: Job, options: argparse.Namespace) -> dict[harness.
         works = json.dumps([asdict(work) for work in job.works])
         measured = _run(system, job, ["--works", works, "--weights", stem], options)
         for at, work in enumerate(job.works):
-            found = torch.from_numpy(np.load(f"{stem}.{at}.npy"))
-            expected = _reference(work, job.workers)
-            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+            check(torch.from_numpy(np.load(f"{stem}.{at}.npy")), work, job.workers)
     return {_case(job, work): measured[work.name] for work in job.works}
+
+
+def check(found: torch.Tensor, work: Work, workers: int, codec: str = "none") -> None:
+    """Compare the weights after all rounds with those of torch in this process.
+
+    Args:
+        codec: How workers compress gradients; what that takes from one is left for the next. They know weights rounded
+            to bfloat16 then.
+
+    Raises:
+        AssertionError: they differ.
+    """
+    rounding = 1e-4 if codec == "none" else 2.0**-8
+    torch.testing.assert_close(found, _reference(work, workers, codec), rtol=rounding, atol=1e-5)
 
 
 def _limits(system: str, job: Job, work: Work, found: Limits) -> dict[str, float]:
@@ -144,16 +160,31 @@ def _run(system: str, job: Job, arguments: list[str], options: argparse.Namespac
 
 
 @functools.lru_cache(maxsize=8)
-def _reference(work: Work, workers: int) -> torch.Tensor:
+def _reference(work: Work, workers: int, codec: str) -> torch.Tensor:
     """The weights after all rounds of a work, computed by torch.optim in this process."""
     grads = [Gradients(work, rank) for rank in range(workers)]
     weights = torch.nn.Parameter(torch.zeros(work.keys * work.floats))
     kind = {"adam": torch.optim.Adam, "sgd": torch.optim.SGD}[work.optimizer]
     updater = kind([weights], lr=LEARNING_RATE[work.optimizer])
+    plan = make_plan([TensorSpec(str(at), (work.floats,), "float32") for at in range(work.keys)], 1)
+    compressors = [Compressor(make_codec({"type": codec}), plan) for _ in grads]
     for number in range(work.warm_up + work.rounds):
-        weights.grad = torch.from_numpy(sum(one.flat(number) for one in grads)) / workers
+        sent = [torch.from_numpy(one.flat(number)) for one in grads]
+        if codec != "none":
+            sent = [_as_sent(one, how, plan) for one, how in zip(sent, compressors, strict=True)]
+        weights.grad = sum(sent) / workers
         updater.step()
     return weights.detach()
+
+
+def _as_sent(grad: torch.Tensor, compressor: Compressor, plan: Plan) -> torch.Tensor:
+    """What arrives of a gradient."""
+    result = torch.zeros_like(grad)
+    for index, payload in compressor.encode({"float32": grad}, plan.slices, frozenset()).items():
+        piece = plan.slices[index]
+        compressor.codec.decode(payload, "float32", result[piece.offset : piece.offset + piece.used])
+    compressor.accept()
+    return result
 
 
 def _missing(system: str, options: argparse.Namespace) -> str:

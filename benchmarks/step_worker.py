@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
-from collections.abc import Callable
+import os
+import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -15,6 +18,8 @@ from torch.nn import Parameter
 
 _BUCKET = 25 << 20
 """Bytes of a bucket, DistributedDataParallel's default."""
+CODECS = {name: {"type": name, "pull": "bf16"} for name in ("bf16", "1bit", "topk")}
+"""What a Trainer is told of compression, by the name of a store."""
 
 
 def _updater(parameters: list[Parameter], optimizer: str) -> torch.optim.Optimizer:
@@ -63,8 +68,9 @@ class _Parameters:
 class TrainerStep(_Parameters):
     """`Trainer.step` over `dist_sync`, whose servers have the optimizer."""
 
-    def __init__(self) -> None:
+    def __init__(self, compression: Mapping[str, str] | None = None) -> None:
         super().__init__()
+        self._compression = compression
         self._kvtrainer = importlib.import_module("kvtrainer")
         self._kv = self._kvtrainer.kvstore.create("dist_sync")
         self.rank = self._kv.rank
@@ -73,7 +79,9 @@ class TrainerStep(_Parameters):
     def begin(self, work: Work) -> None:
         super().begin(work)
         options = {"learning_rate": LEARNING_RATE[work.optimizer]}
-        self._trainer = self._kvtrainer.Trainer(self.parameters, work.optimizer, options, kvstore=self._kv)
+        self._trainer = self._kvtrainer.Trainer(
+            self.parameters, work.optimizer, options, kvstore=self._kv, compression_params=self._compression
+        )
 
     def forward(self, grads: list[Array]) -> None:
         self._trainer.zero_grad()
@@ -89,10 +97,10 @@ class TrainerStep(_Parameters):
 class PushPull(_Parameters):
     """`pushpull` of all keys over `dist_sync`, with the optimizer on the servers."""
 
-    def __init__(self) -> None:
+    def __init__(self, kvstore: str = "dist_sync") -> None:
         super().__init__()
         self._kvtrainer = importlib.import_module("kvtrainer")
-        self._kv = self._kvtrainer.kvstore.create("dist_sync")
+        self._kv = self._kvtrainer.kvstore.create(kvstore)
         self.rank = self._kv.rank
         self._keys: range = range(0)
         self._grads: list[Tensor] = []
@@ -115,6 +123,28 @@ class PushPull(_Parameters):
 
     def barrier(self) -> None:
         self._kv.barrier()
+
+
+class Overlapped(PushPull):
+    """Keys that are pushed, the last one first, while it computes backwards, and pulled when it needs them forwards.
+
+    Sleeping stands for computing: a third of the seconds forwards, two thirds backwards, all keys alike.
+    """
+
+    def __init__(self, kvstore: str, seconds: float) -> None:
+        os.environ.setdefault("DMLC_PS_WATER_MARK", "2")  # of slices, which are long here
+        super().__init__(kvstore)
+        self._seconds = seconds
+
+    def step(self) -> None:
+        layers = list(zip(self._keys, self._grads, self.parameters, strict=True))
+        pause = self._seconds / 3 / len(layers)
+        for key, grad, _ in reversed(layers):
+            time.sleep(2 * pause)
+            self._kv.push(key, grad, priority=-key)
+        for key, _, parameter in layers:
+            self._kv.pull(key, out=parameter.detach(), priority=-key)
+            time.sleep(pause)
 
 
 class AllReduce(_Parameters):
@@ -228,6 +258,7 @@ class _Dots(torch.nn.Module):
 
 STORES: dict[str, Callable[[], Store]] = {
     "trainer": TrainerStep,
+    **{name: functools.partial(TrainerStep, params) for name, params in CODECS.items()},
     "pushpull": PushPull,
     "flat": lambda: Gloo(-1),
     "buckets": lambda: Gloo(_BUCKET),
@@ -236,12 +267,18 @@ STORES: dict[str, Callable[[], Store]] = {
     "mpi": Mpi,
 }
 
+OVERLAPPED = {"urgent first": "p3", "fifo": "dist_sync"}
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--store", choices=STORES, required=True)
+    parser.add_argument("--store", choices=(*STORES, *OVERLAPPED), required=True)
+    parser.add_argument("--compute", type=float, default=0.0, help="seconds of a step of an overlapped store")
     options = worker_options(parser).parse_args()
     torch.set_num_threads(1)
-    store = STORES[options.store]()
+    if options.store in OVERLAPPED:
+        store: Store = Overlapped(OVERLAPPED[options.store], options.compute)
+    else:
+        store = STORES[options.store]()
     run(store, options)
     if dist.is_initialized():
         dist.destroy_process_group()

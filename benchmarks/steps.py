@@ -10,6 +10,7 @@ import argparse
 import json
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -112,11 +113,10 @@ class Store(Protocol):
 
 def run(store: Store, options: argparse.Namespace) -> None:
     """Measure all work of `options`; rank 0 writes seconds to OUT, and weights to WEIGHTS.0.npy, WEIGHTS.1.npy ..."""
-    measured: dict[str, dict[str, Any]] = {}
+    measured = {}
     for at, fields in enumerate(json.loads(options.works)):
         work = Work(**fields)
-        seconds = _time_rounds(store, work, f"{options.out}.{at}" if store.rank == 0 else "")
-        measured[work.name] = {"rounds": seconds, "median": statistics.median(seconds)}
+        measured[work.name] = _measure(store, work, f"{options.out}.{at}" if store.rank == 0 else "")
         if store.rank == 0:
             np.save(f"{options.weights}.{at}.npy", store.weights())
     if store.rank == 0:
@@ -146,24 +146,50 @@ def worker_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     return parser
 
 
-def _time_rounds(store: Store, work: Work, marks: str) -> list[float]:
+def _measure(store: Store, work: Work, marks: str) -> dict[str, Any]:
     grads = Gradients(work, store.rank)
     if marks:
         mark(f"{marks}.base")
     store.begin(work)
-    seconds = []
-    for number in range(work.warm_up + work.rounds):
-        (store.forward if work.start == "backward" else store.assign)(grads.of(number))
-        if marks and number == work.warm_up:
-            mark(f"{marks}.begin")
-        store.barrier()
-        began = time.perf_counter()
-        if work.start == "backward":
+    from_backward = work.start == "backward"
+    prepare = store.forward if from_backward else store.assign
+
+    def step(_: None) -> None:
+        if from_backward:
             store.backward()
         store.step()
-        if number >= work.warm_up:
+
+    return time_rounds(
+        lambda number: prepare(grads.of(number)), step, store.barrier, work.warm_up, work.rounds, marks
+    )
+
+
+def time_rounds(
+    prepare: Callable[[int], Any],
+    step: Callable[[Any], object],
+    barrier: Callable[[], object],
+    warm_up: int,
+    rounds: int,
+    marks: str = "",
+) -> dict[str, Any]:
+    """Measure the seconds of steps after those that only warm up.
+
+    Args:
+        prepare: Called with the number of a round, outside of its time; the step is given what it returns.
+        barrier: Waits for all workers before each step.
+        marks: The stem of the files by which worker 0 asks the harness what the job has used.
+    """
+    seconds = []
+    for number in range(warm_up + rounds):
+        if marks and number == warm_up:
+            mark(f"{marks}.begin")
+        given = prepare(number)
+        barrier()
+        began = time.perf_counter()
+        step(given)
+        if number >= warm_up:
             seconds.append(time.perf_counter() - began)
-    store.barrier()
+    barrier()
     if marks:
         mark(f"{marks}.end")
-    return seconds
+    return {"rounds": seconds, "median": statistics.median(seconds)}

@@ -80,7 +80,8 @@ def run(
                 for case, values in measure(system, job).items():
                     report.samples.append(Sample(case, system, repetition, values))
                     seconds = values["median"] * 1e3
-                    print(f"{repetition} {system:24} {seconds:10.2f} ms  {case.workload}", flush=True)
+                    name = f"{case.workload}, {case.optimizer}"
+                    print(f"{repetition} {system:24} {seconds:10.2f} ms  {name}", flush=True)
         machine = harness.describe_machine(versions)
         if options.out:
             report.write(Path(options.out), machine)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,18 +28,23 @@ class Usage:
 
 
 class Marks:
-    """Files OUT.N.base, OUT.N.begin and OUT.N.end of a job: each is a question how much work N has used so far."""
+    """Files OUT.N.base, OUT.N.begin and OUT.N.end of a job: each is a question how much work N has used so far.
 
-    def __init__(self, out: Path, pids: Sequence[int]) -> None:
-        self._out, self._pids = out, pids
+    `prepare` is called with N before work N, which waits for it.
+    """
+
+    def __init__(self, out: Path, pids: Sequence[int], prepare: Callable[[int], object]) -> None:
+        self._out, self._pids, self._prepare = out, pids, prepare
         self._seen: dict[str, Usage] = {}
 
     def serve(self) -> None:
         """Answer the questions that are there; what asked goes on then."""
         for path in self._out.parent.glob(f"{self._out.name}.*"):
+            name = path.name.removeprefix(f"{self._out.name}.")
             if path.suffix == ".base":
+                self._prepare(int(name.partition(".")[0]))
                 _forget_peaks(self._pids)
-            self._seen[path.name.removeprefix(f"{self._out.name}.")] = measure(self._pids)
+            self._seen[name] = measure(self._pids)
             path.unlink()
 
     def add_to(self, measured: dict[str, dict[str, Any]]) -> None:

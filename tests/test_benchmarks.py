@@ -12,6 +12,7 @@ from tests.support.limits import LIMIT
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
 QUESTIONS = (
+    "bandwidth",
     "compression",
     "ctr",
     "dense_round",
