@@ -175,7 +175,7 @@ class Shelf:
             if piece.data_ptr() != end:
                 return None
             end += piece.nbytes
-        for number, (address, nbytes) in self._places.items():
+        for number, (address, nbytes) in self._places.copy().items():  # one may be forgotten meanwhile
             if address <= first and end <= address + nbytes:
                 return first - address | number << _NUMBER
         return None
@@ -437,7 +437,7 @@ class Channel:
 
     def _change_memory(self, kind: int, value: int, fds: list[int]) -> None:
         """Do what the peer says about memory; descriptors that are used are taken out of `fds`."""
-        if kind == _ROOM and self._make is not None:
+        if kind == _ROOM and self._make is not None and value:
             if len(self._reads) > 1:
                 raise ValueError("a worker that asks for more memory and has not used what it got")
             self._grant(value)
@@ -669,7 +669,8 @@ class Listener:
             peer = data[_HEAD.size :]
             if kind != _ATTACH or not self._admits(peer, token):
                 raise ConnectionRefusedError("no session of ours")
-            fds = [make_memory(LEAST_MEMORY), make_memory(LEAST_MEMORY)]
+            fds.append(make_memory(LEAST_MEMORY))
+            fds.append(make_memory(LEAST_MEMORY))
             socket.send_fds(end, [_HEAD.pack(_ATTACH, 0, 0, 0)], fds)
             requests, replies = (Arena(os.dup(fd)) for fd in fds)
         except BlockingIOError:  # another one's event, who had the same number

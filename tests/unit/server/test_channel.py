@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import random
@@ -13,7 +14,9 @@ from typing import Any
 import pytest
 import torch
 
+from kvstore_server import channel
 from kvstore_server.channel import (
+    _ROOM,
     LEAST_MEMORY,
     Arena,
     Channel,
@@ -281,6 +284,35 @@ def test_a_process_of_another_user_is_refused(listener: Listener, monkeypatch: p
     assert isinstance(answered(listener, lambda: connect(RUN, TOKEN, OWN)), OSError)
 
 
+def test_a_worker_that_asks_for_no_bytes_is_cut_off_before_a_descriptor_is_opened(
+    listener: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = answered(listener, lambda: connect(RUN, TOKEN, OWN))
+    made: list[int] = []
+    monkeypatch.setattr(channel, "make_memory", made.append)
+    worker._put(_ROOM, (), (), 0)
+    assert list(listener.receive()) == []
+    assert (listener.channels, made) == ({}, [])
+    worker.close()
+
+
+def test_a_server_that_has_memory_for_one_direction_only_leaves_no_descriptor(
+    listener: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[int] = []
+
+    def make_once(nbytes: int) -> int:
+        if made:
+            raise OSError(errno.EMFILE, "too many open files")
+        made.append(make_memory(nbytes))
+        return made[0]
+
+    monkeypatch.setattr(channel, "make_memory", make_once)
+    assert isinstance(answered(listener, lambda: connect(RUN, TOKEN, OWN)), ConnectionError)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(made[0])
+
+
 def test_without_a_server_of_that_run_on_this_host_there_is_no_channel() -> None:
     with pytest.raises(ConnectionRefusedError):
         connect(RUN + 1, TOKEN, OWN)
@@ -438,6 +470,20 @@ def test_weights_that_lie_apart_may_change_or_are_small_are_copied(ends: Pair, s
         assert frames is not None
         assert bytes(frames[2]) == b"".join(piece.numpy().tobytes() for piece in pieces)
         assert not any(map(shelf.leases.is_busy, pieces))
+
+
+def test_weights_are_found_while_others_are_forgotten(shelf: Shelf) -> None:
+    others, weights = weights_on(shelf, 100), weights_on(shelf, 100)
+
+    class Address(int):
+        def __le__(self, _: int) -> bool:
+            others.clear()
+            return False
+
+    number, (address, nbytes) = next(iter(shelf._places.items()))
+    shelf._places[number] = Address(address), nbytes
+    assert shelf.find(weights) is not None
+    assert len(shelf.fds) == 1
 
 
 def test_memory_of_weights_that_are_gone_is_given_back(shelf: Shelf) -> None:
