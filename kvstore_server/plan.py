@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import compress
+from itertools import accumulate, compress, pairwise
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -159,6 +159,10 @@ class RowPlaces(NamedTuple):
     """Server → its rows."""
     width: int
     """Elements of a row."""
+    keys: tuple[int, ...]
+    """Whose rows they are, one behind the other."""
+    bounds: list[int]
+    """The row with which each key begins."""
 
     def by_server(self, ids: Ints) -> Iterator[tuple[RowBlock, Ints | slice, Ints]]:
         """Distribute (ascending) rows over the servers.
@@ -274,6 +278,7 @@ class Plan:
     _by_server: dict[int, tuple[Slice, ...]] = field(init=False, repr=False, compare=False)
     _resident: dict[int, tuple[Slice, ...]] = field(init=False, repr=False, compare=False)
     _rows: dict[int, RowPlaces] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _joined: dict[int, RowPlaces] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         by_server: dict[int, list[Slice]] = {}
@@ -335,13 +340,48 @@ class Plan:
         """Say where the rows of a key (by index) lie: nowhere, if a slice has no whole ones. It is found out once."""
         found = self._rows.get(key)
         if found is None:
-            found = self._rows[key] = _row_places(self, key)
+            found = self._rows[key] = _row_places(self, (key,))
         return found
 
+    def joined_rows(self, key: int) -> RowPlaces:
+        """Say as `rows` where the rows of a key lie, and of all keys that follow side by side, as if they were one."""
+        found = self._joined.get(key)
+        if found is None:
+            keys = [key]
+            while keys[-1] in self._followers:
+                keys.append(self._followers[keys[-1]])
+            found = self._joined[key] = _row_places(self, tuple(keys))
+        return found
 
-def _row_places(plan: Plan, key: int) -> RowPlaces:
-    pieces, width = plan.slices_with(key), max(row_numel(plan.specs[key]), 1)
-    positions = [[segment.key for segment in piece.segments].index(key) for piece in pieces]
+    @cached_property
+    def _followers(self) -> dict[int, int]:
+        """Key → the one whose rows, as wide, begin in the arena where its own end; both are alone in their slices."""
+        takes = [key for key in self.keys_alone if self.takes_rows(key) and row_numel(self.specs[key])]
+        by_place = sorted(takes, key=lambda key: (self.specs[key].dtype, self.key_offsets[key]))
+        found = {}
+        for key, other in pairwise(by_place):
+            mine, theirs = self.specs[key], self.specs[other]
+            is_next = self.key_offsets[key] + mine.numel == self.key_offsets[other] and mine.numel > 0
+            is_like = mine.dtype == theirs.dtype and row_numel(mine) == row_numel(theirs)
+            if is_next and is_like and mine.row_sparse == theirs.row_sparse:
+                found[key] = other
+        return found
+
+    @cached_property
+    def run_of(self) -> dict[int, int]:
+        """Key → the first one of those side by side to which it belongs; of keys that are alone, none."""
+        first: dict[int, int] = {}
+        for key, other in sorted(self._followers.items(), key=lambda pair: self.key_offsets[pair[0]]):
+            first[other] = first.setdefault(key, key)
+        return first
+
+
+def _row_places(plan: Plan, keys: tuple[int, ...]) -> RowPlaces:
+    key, width = keys[0], max(row_numel(plan.specs[keys[0]]), 1)
+    pieces = tuple([piece for key in keys for piece in plan.slices_with(key)])
+    positions = [0] * len(pieces)
+    if len(keys) == 1:
+        positions = [[segment.key for segment in piece.segments].index(key) for piece in pieces]
     segments = [piece.segments[at] for piece, at in zip(pieces, positions, strict=True)]
     counts = np.array([segment.numel // width for segment in segments], np.int64)
     starts = np.append(0, np.cumsum(counts))
@@ -356,7 +396,8 @@ def _row_places(plan: Plan, key: int) -> RowPlaces:
         order = {pieces[at].index: number for number, at in enumerate(mine.tolist())}
         here = tuple([pieces[at] for at in mine.tolist()])
         blocks[server] = RowBlock(server, here, position, own, shifts[mine], order, most)
-    return RowPlaces(pieces, position, starts, servers, shifts, blocks, width)
+    bounds = list(accumulate([plan.specs[key].numel // width for key in keys[:-1]], initial=0))
+    return RowPlaces(pieces, position, starts, servers, shifts, blocks, width, keys, bounds)
 
 
 def make_plan(

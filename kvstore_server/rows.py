@@ -62,7 +62,10 @@ class RowForm:
 
 
 def encode_rows(plan: Plan, piece: Slice, parts: Parts, slices: int = 1) -> Tensor:
-    """Write some parts of a slice, or rows of a key in several slices from this one on, as one uint8 tensor."""
+    """Write some parts of a slice, or rows in several slices from this one on, as one uint8 tensor.
+
+    Slices are of one key, or of keys that lie side by side.
+    """
     head = [len(parts), slices]
     body: list[np.ndarray[Any, Any]] = []
     for position, part in sorted(parts.items()):
@@ -70,7 +73,7 @@ def encode_rows(plan: Plan, piece: Slice, parts: Parts, slices: int = 1) -> Tens
             head += [position, part.numel(), _ALL, 0]
             body.append(_raw(part))
             continue
-        block, ids = plan.rows(piece.segments[position].key).blocks[piece.server], part.ids.numpy()
+        block, ids = plan.joined_rows(piece.segments[position].key).blocks[piece.server], part.ids.numpy()
         first, count = block.order[piece.index], len(ids)
         num_rows = int(block.starts[first + slices] - block.starts[first])
         form = _BITS if 4 * count > num_rows // 8 else _IDS
@@ -88,8 +91,11 @@ def encode_rows(plan: Plan, piece: Slice, parts: Parts, slices: int = 1) -> Tens
     return torch.frombuffer(bytearray().join(pieces), dtype=torch.uint8)
 
 
-def decode_rows(plan: Plan, piece: Slice, data: memoryview) -> tuple[Parts, int]:
+def decode_rows(plan: Plan, piece: Slice, data: memoryview, is_joined: bool = False) -> tuple[Parts, int]:
     """Read what `encode_rows` has written; nothing large is copied.
+
+    Args:
+        is_joined: Rows may be of several keys that lie side by side.
 
     Returns:
         The parts, and the number of slices that they are of.
@@ -110,7 +116,7 @@ def decode_rows(plan: Plan, piece: Slice, data: memoryview) -> tuple[Parts, int]
                 raise ProtocolError(f"a row-sparse slice gives {size} numbers to segment {position}")
             parts[position], at = _take(data, at, torch_dtype(piece.dtype), size)
         elif form in (_IDS, _BITS):
-            num_rows = _num_rows(plan, piece, position, slices)
+            num_rows = _num_rows(plan, piece, position, slices, is_joined)
             width = plan.rows(piece.segments[position].key).width
             if not 0 <= size <= num_rows:
                 raise ProtocolError(
@@ -157,7 +163,7 @@ def payload_nbytes(payload: Payload) -> int:
     return payload.data.nbytes if isinstance(payload, Encoded) else payload.nbytes
 
 
-def _num_rows(plan: Plan, piece: Slice, position: int, slices: int) -> int:
+def _num_rows(plan: Plan, piece: Slice, position: int, slices: int, is_joined: bool) -> int:
     """The rows that a segment, and those of the key in the next slices on its server, have together.
 
     Raises:
@@ -165,7 +171,8 @@ def _num_rows(plan: Plan, piece: Slice, position: int, slices: int) -> int:
     """
     segment = piece.segments[position]
     spec = plan.specs[segment.key]
-    block = plan.rows(segment.key).blocks.get(piece.server)
+    places = plan.joined_rows(segment.key) if is_joined else plan.rows(segment.key)
+    block = places.blocks.get(piece.server)
     if block is None:
         raise ProtocolError(f"key {spec.key!r} of shape {list(spec.shape)} takes no rows")
     first = block.order[piece.index]

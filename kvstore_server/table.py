@@ -24,7 +24,7 @@ from kvstore_server.errors import (
 from kvstore_server.hyper import AgreedOptions
 from kvstore_server.norms import UNCHANGED, Decision, same_decision
 from kvstore_server.optimizer import Optimizer
-from kvstore_server.plan import SIZES, Plan, Slice, row_numel
+from kvstore_server.plan import SIZES, Plan, RowBlock, Slice, row_numel
 from kvstore_server.protocol import messages as m
 from kvstore_server.reduction import Contribution
 from kvstore_server.rounds import SYNCHRONOUS, Mode
@@ -32,6 +32,7 @@ from kvstore_server.rows import RowSet, are_rows, encode_rows
 from kvstore_server.shard import HeldSum, Partial, Shard, Updater
 from kvstore_server.storage import Rows
 
+_NO_IDS = torch.empty(0, dtype=torch.int64)
 ALL = -1
 """In place of a rank: all of them together."""
 
@@ -403,19 +404,36 @@ class Table:
         return self._changed[1]
 
     def _changed_parts(self, held: int) -> list[RowPart]:
-        unit, shard, nothing = self.unit, self.shard, torch.empty(0, dtype=torch.uint8)
-        parts = []
+        unit, parts, packed = self.unit, list[RowPart](), set[int]()
+        changed = {key: self._changed_rows(key, held) for key in unit.stacks}
         for key, pieces in unit.stacks.items():
-            first = unit.slots[pieces[0].index]
-            rows = shard.changed_since(unit, key, held, self.version)
-            if rows is None or _bytes_of(unit.plan, pieces, rows) >= sum([piece.nbytes for piece in pieces]):
+            first, rows = unit.slots[pieces[0].index], changed[key]
+            if key in packed:
+                continue
+            if len(keys := self._side_by_side(key, changed)) > 1:
+                packed.update(keys)
+                parts += self._pack_joined(keys, changed)
+            elif rows is None:
                 slots = range(first, first + len(pieces))
-                parts += [RowPart(slot, shard.storage.padded[slot], m.WHOLE) for slot in slots]
+                parts += [RowPart(slot, self.shard.storage.padded[slot], m.WHOLE) for slot in slots]
             elif not rows:
-                parts.append(RowPart(first, nothing, m.ROWS))
+                parts.append(RowPart(first, torch.empty(0, dtype=torch.uint8), m.ROWS))
             else:
                 parts += self._pack(pieces, rows)
         return parts
+
+    def _changed_rows(self, stack: int, held: int) -> Rows | None:
+        """Say which rows of a stack to send; None where the whole is not longer."""
+        pieces, rows = self.unit.stacks[stack], self.shard.changed_since(self.unit, stack, held, self.version)
+        if rows and _bytes_of(self.plan, pieces, rows) >= sum([piece.nbytes for piece in pieces]):
+            return None
+        return rows
+
+    def _side_by_side(self, key: int, changed: Mapping[int, Rows | None]) -> list[int]:
+        """Find the stacks from one on whose rows are sent as those of one key; that one alone where they are not."""
+        keys = [one for one in self.plan.joined_rows(key).keys if one in changed]
+        ids = [None if (rows := changed[one]) is None else rows.get(0, _NO_IDS) for one in keys]
+        return keys if all(one is not None for one in ids) and any(changed[one] for one in keys) else [key]
 
     def pulled_part(self, pull: m.PullRows) -> RowPart:
         """Return the values of the rows that were asked for, flat.
@@ -451,15 +469,28 @@ class Table:
         only = parts.get(0)
         if len(pieces) == 1 or not isinstance(only, RowSet):
             return [RowPart(unit.slots[first.index], encode_rows(plan, first, parts), m.ROWS)]
-        block, found = plan.rows(first.segments[0].key).blocks[unit.server], []
-        for at, end, part in block.cut(only.ids.numpy()):
-            some = only
+        return self._cut(plan.rows(first.segments[0].key).blocks[unit.server], only)
+
+    def _pack_joined(self, keys: Sequence[int], changed: Mapping[int, Rows | None]) -> list[RowPart]:
+        """Write rows of stacks that lie side by side, the last one of which ends their run, as `_pack`."""
+        unit, block = self.unit, self.plan.joined_rows(keys[0]).blocks[self.unit.server]
+        ids, values = list[Tensor](), list[Tensor]()
+        for key in keys:
+            own = (changed[key] or {}).get(0)
+            if own is not None:
+                ids.append(own + int(block.starts[block.order[unit.stacks[key][0].index]]))
+                values.append(self.shard.rows_of(unit, key).index_select(0, own))
+        return self._cut(block, RowSet(torch.cat(ids), torch.cat(values)))
+
+    def _cut(self, block: RowBlock, rows: RowSet) -> list[RowPart]:
+        """Write rows of a block in as few parts as have room for them."""
+        found = []
+        for at, end, part in block.cut(rows.ids.numpy()):
+            some, piece = rows, block.pieces[at]
             if end - at < len(block.pieces):
-                some = RowSet(only.ids[part] - int(block.starts[at]), only.values[part])
-            piece = block.pieces[at]
-            found.append(
-                RowPart(unit.slots[piece.index], encode_rows(plan, piece, {0: some}, end - at), m.ROWS)
-            )
+                some = RowSet(rows.ids[part] - int(block.starts[at]), rows.values[part])
+            data = encode_rows(self.plan, piece, {0: some}, end - at)
+            found.append(RowPart(self.unit.slots[piece.index], data, m.ROWS))
         return found
 
 

@@ -24,7 +24,7 @@ from kvstore_server.plan import Slice, row_numel
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import SENT_ALONE
 from kvstore_server.rounds import Ints
-from kvstore_server.rows import PACKED_ROWS, RowSet, decode_rows, num_slices, pack_rows
+from kvstore_server.rows import PACKED_ROWS, RowSet, cut_rows, decode_rows, num_slices, pack_rows
 from kvtrainer.comm.ahead import Ahead, same_bits
 from kvtrainer.comm.session import Calls, Session
 from kvtrainer.comm.tables import RemoteTable, Tables
@@ -202,8 +202,14 @@ class _Layout:
     def _stack_ends(self) -> list[int]:
         """Of each slice, where those end that its key has for itself; otherwise the next one."""
         where = [(of, piece.segments[0].key) for of, piece in zip(self.table, self.pieces, strict=True)]
-        sizes = [len(list(own)) for _, own in itertools.groupby(where)]
-        return np.repeat(np.cumsum(sizes), sizes).tolist()
+        return _ends(where)
+
+    @cached_property
+    def _run_ends(self) -> list[int]:
+        """The same, of keys that lie side by side together."""
+        runs = [table.plan.run_of for table in self.tables]
+        keys = [(of, piece.segments[0].key) for of, piece in zip(self.table, self.pieces, strict=True)]
+        return _ends([(of, runs[of].get(key, key)) for of, key in keys])
 
     @cached_property
     def _place(self) -> dict[tuple[int, int], int]:
@@ -224,8 +230,7 @@ class _Layout:
 
     def end_of_rows(self, at: int, raw: Tensor) -> int:
         """Where the slices end that rows are of, which came back for one: without any, all of the key."""
-        end = self._stack_ends[at]
-        return min(at + num_slices(raw), end) if len(raw) else end
+        return min(at + num_slices(raw), self._run_ends[at]) if len(raw) else self._stack_ends[at]
 
     def runs_of(self, given: Sequence[int]) -> list[_Where]:
         """List where slices, by position, lie, one behind the other."""
@@ -884,9 +889,9 @@ class Rounds:
         for at, kind, raw in leg.staged:
             if kept is None or kept[at]:
                 of, piece = layout.table[at], layout.pieces[at]
-                ids = _write_staged(layout.tables[of], outs[layout.at[of]], piece, kind, raw)
-                if notes:
-                    round_.rows.setdefault((layout.at[of], piece.segments[0].key), []).append(ids)
+                written = _write_staged(layout.tables[of], outs[layout.at[of]], piece, kind, raw)
+                for key, ids in written.items() if notes else ():
+                    round_.rows.setdefault((layout.at[of], key), []).append(ids)
         leg.staged.clear()
         came = np.array(leg.came)
         read = came >= 0
@@ -1021,33 +1026,45 @@ def _whole(contribution: Contribution, layout: _Layout, at: int) -> Tensor:
     return padded
 
 
-def _write_staged(table: RemoteTable, arenas: Arenas, piece: Slice, kind: int, raw: Tensor) -> Tensor | None:
+def _write_staged(
+    table: RemoteTable, arenas: Arenas, piece: Slice, kind: int, raw: Tensor
+) -> Mapping[int, Tensor | None]:
     """Write one part of new weights: a slice, or rows of it and of its neighbours. Raises as `Rounds._write`.
 
-    Returns the ids of the rows of the only key that were written; None where it was something else.
+    Returns which rows were written of each key, or of the first one; None where it was something else.
     """
-    plan, out = table.plan, _part(arenas, piece)
+    plan, out, key = table.plan, _part(arenas, piece), piece.segments[0].key
     if kind in (m.WHOLE, m.HALF):
         given = raw.view(out.dtype if kind == m.WHOLE else torch.bfloat16)[: piece.used]
         out.copy_(_rounded(given) if table.takes_half else given)
-        return None
+        return {key: None}
     if kind != m.ROWS:
         raise ProtocolError(f"slice {piece.index} of {table.name!r} came back as kind {kind}")
-    parts, slices = decode_rows(plan, piece, raw.numpy().data)
-    ids: Tensor | None = None
+    parts, slices = decode_rows(plan, piece, raw.numpy().data, is_joined=True)
+    written: Mapping[int, Tensor | None] = {key: None}
     for position, values in parts.items():
         segment = piece.segments[position]
         if isinstance(values, Tensor):
             values = _rounded(values) if table.takes_half else values
             out[segment.start : segment.start + segment.numel].copy_(values)
             continue
-        block, start = plan.rows(segment.key).blocks[piece.server], plan.key_offsets[segment.key]
+        places, start = plan.joined_rows(segment.key), plan.key_offsets[segment.key]
+        block = places.blocks[piece.server]
         first = block.order[piece.index]
         ids = torch.from_numpy(block.in_key(values.ids.numpy(), first, first + slices))
-        whole = arenas[piece.dtype][start : start + plan.specs[segment.key].numel]
         rows = _rounded(values.values) if table.takes_half else values.values
-        put_rows(whole.view(-1, rows.shape[1]), ids, rows)
-    return ids if len(piece.segments) == 1 else None
+        whole = arenas[piece.dtype][start : start + int(places.starts[-1]) * places.width]
+        put_rows(whole.view(-1, places.width), ids, rows)
+        if len(piece.segments) == 1:
+            own = cut_rows(RowSet(ids, rows), places.bounds)
+            written = {key: part.ids for key, part in zip(places.keys, own, strict=True)}
+    return written
+
+
+def _ends(where: Sequence[object]) -> list[int]:
+    """Of each item, where those end that are equal to it and beside it."""
+    sizes = [len(list(own)) for _, own in itertools.groupby(where)]
+    return np.repeat(np.cumsum(sizes), sizes).tolist()
 
 
 def _rounded(weights: Tensor) -> Tensor:

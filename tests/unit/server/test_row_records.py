@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from kvstore_server.namespace import EngineConfig
 from kvstore_server.optimizer import create
 from kvstore_server.plan import TensorSpec
 from kvstore_server.protocol import messages as m
-from kvstore_server.rows import PACKED_ROWS, RowSet, encode_rows
+from kvstore_server.rows import PACKED_ROWS, RowSet, decode_rows, encode_rows
 from kvtrainer.comm.client import Client
 from kvtrainer.comm.round import Contribution
 from kvtrainer.comm.tables import RemoteTable
@@ -157,3 +158,59 @@ def test_rows_that_take_several_messages_are_those_of_one(servers: int) -> None:
         assert torch.equal(held["float32"].view(-1, WIDTH), wanted)
     [found] = client.rounds.pull_rows([(table, 0, torch.arange(4 * NUM_ROWS))])
     assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("servers", [1, 2, 3])
+def test_rows_of_tables_that_lie_side_by_side_come_as_one_record(
+    servers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, sizes = client_of(servers), (NUM_ROWS, 40_000, 20_000)
+    client.set_optimizer(create("sgd", learning_rate=1.0, lazy_update=True).spec())
+    specs = [TensorSpec(f"w{rows}", (rows, WIDTH), "float32") for rows in sizes]
+    [table] = client.register({"t": [*specs, TensorSpec("bias", (3,), "float32")]})
+    assert table.plan.joined_rows(0).keys == (0, 1, 2)
+    flat = torch.zeros(table.plan.arena_sizes["float32"])
+    places = zip(table.plan.key_offsets, sizes, strict=False)
+    tables = [flat[at : at + rows * WIDTH].view(rows, WIDTH) for at, rows in places]
+    wanted, decoded = [torch.zeros(rows, WIDTH) for rows in sizes], list[bool]()
+    drawn = torch.Generator().manual_seed(0)
+
+    def counted(*args: Any, is_joined: bool = False) -> Any:
+        decoded.append(is_joined)
+        return decode_rows(*args, is_joined=is_joined)
+
+    def play(given: Sequence[int], dense: Sequence[int] = ()) -> dict[tuple[int, int], Tensor | None]:
+        rows, grads = {}, torch.zeros_like(flat)
+        for key in given:
+            ids = torch.randint(sizes[key], (50,), generator=drawn).unique()
+            rows[0, key] = RowSet(ids, torch.full((len(ids), WIDTH), 1.0 + key))
+            wanted[key][ids] -= 1.0 + key
+        for key in dense:
+            at = table.plan.key_offsets[key]
+            grads[at : at + sizes[key] * WIDTH] = 1.0
+            wanted[key] -= 1.0
+        absent = frozenset({0, 1, 2}.difference(given, dense))
+        part = Contribution(
+            [table], [{"float32": grads}], [{"float32": flat}], absent=absent, rows=rows, is_kept=True
+        )
+        round_ = client.rounds.start(part)
+        client.rounds.wait(round_)
+        for mine, expected in zip(tables, wanted, strict=True):
+            assert torch.equal(mine, expected)
+        written = round_.written()
+        for (_, key), of_key in rows.items():
+            came = written[0, key]
+            assert came is None or torch.equal(came.sort().values, of_key.ids)
+        return written
+
+    monkeypatch.setattr("kvtrainer.comm.round.decode_rows", counted)
+    client.rounds.wait(client.rounds.start(Contribution([table], [{"float32": flat}], [{"float32": flat}])))
+    play((0, 1, 2))
+    decoded.clear()
+    for given in ((0, 1, 2), (0, 2), (1,), (2,), (0,)):
+        play(given)
+        assert 0 < len(decoded) <= servers
+        assert all(decoded)
+        decoded.clear()
+    assert play((0, 2), (1,))[0, 1] is None
+    play((0, 1, 2))
