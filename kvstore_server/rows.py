@@ -9,8 +9,9 @@ Rows, in a contribution or as new values, are
 
 Of the other segments there is nothing. A key that has slices of its own gives the first of them what it has for several
 neighbours on a server, as many as the head says, so that rows of a key take one message where they fit into one. New
-values may be of several keys that lie side by side, whose rows then count as those of one. Each part begins at a multiple of 8 bytes. However many rows there are, the bytes exceed those of the dense slices by no more
-than a frame allows.
+values may be of several keys that lie side by side, whose rows then count as those of one. Each part begins at a
+multiple of 8 bytes. However many rows there are, the bytes exceed those of the dense slices by no more than a frame
+allows.
 """
 
 from __future__ import annotations
