@@ -19,7 +19,7 @@ from torch import Tensor
 from kvstore_server.codec import compute_dtype
 from kvstore_server.memo import Memo
 from kvstore_server.optimizer import coalesce_rows
-from kvstore_server.optimizer.base import CACHED
+from kvstore_server.optimizer.pieces import CACHED
 from kvstore_server.rows import Encoded, Payload, RowSet, cut_rows
 from kvstore_server.storage import Block, Home, Storage
 

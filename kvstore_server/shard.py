@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import pairwise
 from operator import attrgetter
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,7 +26,6 @@ from kvstore_server.errors import ConfigurationError, OptimizerError, ProtocolEr
 from kvstore_server.norms import UNCHANGED, Decision, apply_decision, only_segments, partial_of_slice
 from kvstore_server.optimizer import Optimizer, State, States, apply_update, update_rows
 from kvstore_server.optimizer.apply import moves_only_rows, takes_rows
-from kvstore_server.optimizer.base import Gradient
 from kvstore_server.optimizer.gathering import put_rows
 from kvstore_server.optimizer.state import aligned_zeros
 from kvstore_server.plan import Plan, Slice
@@ -327,44 +326,38 @@ class Shard:
             if optimizer.positioned:
                 name = self.storage.homes[block.keys[i]].spec.key
                 hyper = {**hyper, "key": name, "first": block.key_starts[i]}
-            start, stop = states.segments[i][0] - place.start, block.ends[j - 1] - place.start
-            pieces: list[tuple[int, int, Gradient]] = [(i, j, part_of(grad, start, stop))]
-            if lent:
-                pieces = self._pieces(chunk, i, j, grad, lent)
-                if scale == 1.0 and hyper.get("clip_gradient") is None:
-                    pieces = [(i, j, [cast(Tensor, piece) for _, _, piece in pieces])]
-            for first, end, piece in pieces:
-                start, stop = states.segments[first][0], block.ends[end - 1]
+            start, stop = states.segments[i][0], block.ends[j - 1]
 
-                def padding(first: int = first, end: int = end, start: int = start) -> list[slice]:
-                    rows = zip(states.segments[first:end], block.ends[first:end], strict=True)
-                    return [slice(at + numel - start, after - start) for (at, numel), after in rows]
+            def padding(i: int = i, j: int = j, start: int = start) -> list[slice]:
+                rows = zip(states.segments[i:j], block.ends[i:j], strict=True)
+                return [slice(at + numel - start, after - start) for (at, numel), after in rows]
 
-                part, own = slice(start, stop), part_of(weight, start - place.start, stop - place.start)
-                state = states.view(first, part)
-                apply_update(optimizer, own, piece, state, hyper, padding, scale)
-                states.keep(first, end, part, state)
+            part, where = slice(start, stop), (start - place.start, stop - place.start)
+            given = self._pieces(chunk, i, j, grad, lent) if lent else part_of(grad, *where)
+            state = states.view(i, part)
+            apply_update(optimizer, part_of(weight, *where), given, state, hyper, padding, scale)
+            states.keep(i, j, part, state)
 
     def _pieces(
         self, chunk: Chunk, first: int, end: int, grad: Tensor, lent: Mapping[int, Tensor]
-    ) -> list[tuple[int, int, Gradient]]:
-        """Cut segments where their gradient is lent and where not: (first one, the one behind the last, gradient)."""
+    ) -> list[Tensor]:
+        """Return the gradient of neighbouring segments in pieces, some of which are lent."""
         block, begin = chunk.block, chunk.place.start
         starts, ends = block.states.segments, block.ends
         homes = [home for key in lent if (home := self.storage.homes[key]).block is block]
-        found: list[tuple[int, int, Gradient]] = []
+        found: list[Tensor] = []
         at = first
         for home in sorted(homes, key=attrgetter("first")):
             low, high = max(home.first, first), min(home.last, end)
             if low >= high:
                 continue
             if at < low:
-                found.append((at, low, grad[starts[at][0] - begin : ends[low - 1] - begin]))
-            own = lent[home.key][starts[low][0] - home.part.start : ends[high - 1] - home.part.start]
-            found.append((low, high, own))
+                found.append(grad[starts[at][0] - begin : ends[low - 1] - begin])
+            own = lent[home.key]
+            found.append(own[starts[low][0] - home.part.start : ends[high - 1] - home.part.start])
             at = high
         if at < end:
-            found.append((at, end, grad[starts[at][0] - begin : ends[end - 1] - begin]))
+            found.append(grad[starts[at][0] - begin : ends[end - 1] - begin])
         return found
 
     def _runs(

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from kvstore_server.errors import OptimizerError
-from kvstore_server.optimizer.base import CACHED, Gradient, Hyper, Optimizer, StateValue, Values
+from kvstore_server.optimizer.base import Hyper, Optimizer, StateValue, Values
 from kvstore_server.optimizer.gathering import lengthened, put, taken
+from kvstore_server.optimizer.pieces import CACHED, Pieces
 from kvstore_server.optimizer.state import RESERVED, State, own
 from kvstore_server.optimizer.torch_family import TorchOptimizer
 from kvstore_server.plan import ALIGNMENT
@@ -52,7 +53,7 @@ def follow(master: Tensor, weight: Tensor) -> Tensor:
 def apply_update(
     optimizer: Optimizer,
     weight: Tensor,
-    grad: Gradient,
+    grad: Tensor | Sequence[Tensor],
     state: State,
     hyper: Hyper,
     padding: Callable[[], Iterable[slice]] = tuple,
@@ -66,7 +67,7 @@ def apply_update(
         grad: of the same shape, float64 for float64 weights, else float32; rescaled; its padding is zero. It may be
             overwritten, unless the optimizer `takes_pieces` and nothing is clipped. Where
             `optimizer.takes_sparse(hyper)`, it may be a coalesced sparse tensor of a key with one sparse dimension;
-            where it `takes_pieces`, pieces, if they are neither scaled nor clipped.
+            where it `takes_pieces`, flat ones, one after the other, which end where lines do.
         state: of these elements or this key, updated in place: numbers, and tensors with one number per element, or of
             any shape for a key.
         hyper: the optimizer's numbers with multipliers applied; no tensors. A key has its name as 'key'; an optimizer
@@ -86,14 +87,18 @@ def apply_update(
         bound = hyper.get("clip_gradient") if optimizer.clips else None
         numbers = {**hyper, "step": optimizer.begin_num_update + state.step + 1}
         is_plain = scale == 1.0 and bound is None
-        if is_flat and weight.device.type == "cpu" and not (optimizer.one_pass and is_plain):
+        is_here = is_flat and weight.device.type == "cpu"
+        if is_here and not (takes_pieces(optimizer) or (optimizer.one_pass and is_plain)):
             _update_in_blocks(optimizer, target, cast(Tensor, grad), state, numbers, scale, bound)
         else:
-            given = cast(Tensor, grad)  # pieces only go to an optimizer that takes them
-            if scale != 1.0:
-                given = given * scale
-            if bound is not None:
-                (given.values() if is_sparse else given).clamp_(-bound, bound)
+            given = cast(Tensor, grad)
+            if is_here and takes_pieces(optimizer):
+                tensors = [grad] if isinstance(grad, Tensor) else grad
+                given = cast(Tensor, Pieces(tensors, scale, bound))  # for those that take them
+            else:
+                given = given if scale == 1.0 else given * scale
+                if bound is not None:
+                    (given.values() if is_sparse else given).clamp_(-bound, bound)
             values = state.values if state.step else optimizer.create_state(target)
             optimizer.update(target, given, values, numbers)
             if not optimizer.verified:

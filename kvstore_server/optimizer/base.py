@@ -75,15 +75,11 @@ StateValue = Tensor | float
 """One entry of an optimizer's state: a flat tensor, a 0-d tensor or a number."""
 Values = dict[str, StateValue]
 """The entries of an optimizer's state by name."""
-Gradient = Tensor | list[Tensor]
-"""Flat; or flat pieces, one after the other, that end where lines of 64 bytes do."""
 Hyper = Mapping[str, Any]
 """The numbers of an update under torch's group keys, multipliers applied."""
 
 _COMMON: Mapping[str, Any] = {"lr": 0.01, "weight_decay": 0.0, "clip_gradient": None}
 MAX_COUNT = 2**63 - 1
-CACHED = 256 * 1024
-"""Elements that are worked on at a time where they are gone over more than once, so that they stay in the cache."""
 _OTHERS = ("rescale_grad", "multi_precision", "lr_scheduler", "begin_num_update", "aggregate_num")
 """The options that are no group keys."""
 
@@ -136,8 +132,8 @@ class Optimizer:
     one_pass: bool = False
     """Whether `update` goes over its tensors once, so that it need not be given them in parts that fit the cache."""
     takes_pieces: ClassVar[bool] = False
-    """Whether `update` never writes to the gradient, and takes it in pieces, one after the other, too. A subclass that
-    does not say so itself counts as one that does not."""
+    """Whether `update` never writes to the gradient, and takes it as `Pieces`, too. A subclass that does not say so
+    itself counts as one that does not."""
 
     hyper: dict[str, Any]
     """The live numbers under torch's group keys ('lr', 'weight_decay', 'momentum', ...); may be replaced."""

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -22,8 +21,9 @@ from torch import Tensor
 
 from kvstore_server import check
 from kvstore_server.errors import ConfigurationError
-from kvstore_server.optimizer.base import CACHED, MAX_COUNT, Gradient, Hyper, Optimizer, StateValue, Values
+from kvstore_server.optimizer.base import MAX_COUNT, Hyper, Optimizer, StateValue, Values
 from kvstore_server.optimizer.noise import normal
+from kvstore_server.optimizer.pieces import Gradient, beside
 
 _TINY = 1e-10
 """What Detectron divides by at least when it compares two rates."""
@@ -53,24 +53,21 @@ def fused_sgd(
     `w -= momentum * b + g`. The learning rate is inside the buffer, as in MXNet; in torch's kernel it is outside, so it
     goes into the gradient, some of it at a time that stays in the cache, and into the weight decay.
     """
-    kernel = partial(
-        torch._fused_sgd_,
-        momentum=momentum,
-        dampening=0.0,
-        nesterov=nesterov,
-        maximize=False,
-        is_first_step=False,
-    )
-    grads = [grad] if isinstance(grad, Tensor) else grad
-    if buffer is not None and weight.numel() > CACHED:
-        grads = [part for piece in grads for part in torch.split(piece, CACHED)]
-    flats, sizes = [weight, weight if buffer is None else buffer], list(map(len, grads))
-    weights, buffers = [[flat] if len(sizes) == 1 else torch.split(flat, sizes) for flat in flats]
-    if buffer is None:
-        kernel(weights, grads, [], weight_decay=wd, lr=lr)
-        return
-    for own, part, moved in zip(weights, grads, buffers, strict=True):
-        kernel([own], [part * lr], [moved], weight_decay=lr * wd, lr=1.0)
+    flats = [weight] if buffer is None else [weight, buffer]
+    factor, rate, decay = (1.0, lr, wd) if buffer is None else (lr, 1.0, lr * wd)
+    for grads, (weights, *buffers) in beside(grad, *flats, factor=factor):
+        torch._fused_sgd_(
+            weights,
+            grads,
+            *(buffers or [[]]),
+            weight_decay=decay,
+            momentum=momentum,
+            lr=rate,
+            dampening=0.0,
+            nesterov=nesterov,
+            maximize=False,
+            is_first_step=False,
+        )
 
 
 def fused_adam(
@@ -88,24 +85,23 @@ def fused_adam(
 ) -> None:
     """torch's Adam, or with `decoupled` its AdamW; `step` counts from 1, and math.inf corrects no bias."""
     kernel = torch._fused_adamw_ if decoupled else torch._fused_adam_
-    grads = [grad] if isinstance(grad, Tensor) else grad
-    flats, sizes = [weight, mean, square], list(map(len, grads))
-    weights, means, squares = [[flat] if len(sizes) == 1 else torch.split(flat, sizes) for flat in flats]
-    kernel(
-        weights,
-        grads,
-        means,
-        squares,
-        [],
-        [torch.scalar_tensor(step, device=weight.device)] * len(grads),
-        lr=lr,
-        beta1=betas[0],
-        beta2=betas[1],
-        weight_decay=wd,
-        eps=eps,
-        amsgrad=False,
-        maximize=False,
-    )
+    count = torch.scalar_tensor(step, device=weight.device)
+    for grads, (weights, means, squares) in beside(grad, weight, mean, square):
+        kernel(
+            weights,
+            grads,
+            means,
+            squares,
+            [],
+            [count] * len(grads),
+            lr=lr,
+            beta1=betas[0],
+            beta2=betas[1],
+            weight_decay=wd,
+            eps=eps,
+            amsgrad=False,
+            maximize=False,
+        )
 
 
 def fused_scaled(
@@ -535,20 +531,19 @@ class AdaGrad(_Elementwise):
 
     def update(self, weight: Tensor, grad: Gradient, state: Values, hyper: Hyper) -> None:
         """Apply one update; the class has the formula."""
-        grads = [grad] if isinstance(grad, Tensor) else grad
-        flats, sizes = [weight, state_tensor(state, "sum", weight)], list(map(len, grads))
-        weights, sums = [[flat] if len(sizes) == 1 else torch.split(flat, sizes) for flat in flats]
-        torch._fused_adagrad_(
-            weights,
-            grads,
-            sums,
-            [torch.scalar_tensor(1.0, device=weight.device)] * len(grads),
-            lr=hyper["lr"],
-            lr_decay=0.0,
-            weight_decay=hyper["weight_decay"],
-            eps=hyper["eps"],
-            maximize=False,
-        )
+        count = torch.scalar_tensor(1.0, device=weight.device)
+        for grads, (weights, sums) in beside(grad, weight, state_tensor(state, "sum", weight)):
+            torch._fused_adagrad_(
+                weights,
+                grads,
+                sums,
+                [count] * len(grads),
+                lr=hyper["lr"],
+                lr_decay=0.0,
+                weight_decay=hyper["weight_decay"],
+                eps=hyper["eps"],
+                maximize=False,
+            )
 
     def updates_rows(self, hyper: Hyper) -> bool:
         """Whether there is no weight decay; see `Optimizer.updates_rows`."""

@@ -1,0 +1,63 @@
+"""Gradients in pieces: multiplied and clipped block by block, with what lies beside them in flat memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvstore_server.optimizer.pieces import CACHED, Pieces, beside
+
+SIZES = {
+    "one": [48],
+    "small": [16, 32, 64],
+    "several together, several alone": [CACHED // 2, CACHED // 2, 16, CACHED - 16, CACHED, 16],
+    "longer than a block": [16, 2 * CACHED + 32, 16],
+}
+
+
+def random_pieces(sizes: list[int]) -> list[Tensor]:
+    gen = torch.Generator().manual_seed(len(sizes))
+    return [torch.randn(size, generator=gen) for size in sizes]
+
+
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+@pytest.mark.parametrize(
+    ("scale", "bound", "factor"),
+    [(1.0, None, 1.0), (1 / 3, None, 1.0), (1.0, 0.5, 1.0), (1 / 3, 0.2, 1.0), (1.0, None, 0.1), (1 / 3, 0.2, 0.1)],
+)  # fmt: skip
+def test_each_element_is_multiplied_clipped_and_multiplied_and_meets_what_lies_beside_it(
+    sizes: list[int], scale: float, bound: float | None, factor: float
+) -> None:
+    pieces = random_pieces(sizes)
+    given = torch.cat(pieces)
+    want = given * scale
+    want = (want if bound is None else want.clamp(-bound, bound)) * factor
+    flats = torch.arange(float(len(given))), torch.zeros(len(given))
+    for tensors, (places, outs) in beside(Pieces(pieces, scale, bound), *flats, factor=factor):
+        for tensor, place, out in zip(tensors, places, outs, strict=True):
+            assert out.tolist() == [0.0] * len(tensor)
+            assert place[0] == out.storage_offset()
+            out.copy_(tensor)
+    assert torch.equal(flats[1], want)
+    assert torch.equal(torch.cat(pieces), given)
+
+
+def test_what_is_used_as_it_lies_is_not_copied() -> None:
+    pieces = random_pieces(SIZES["longer than a block"])
+    [(tensors, _)] = beside(Pieces(pieces), torch.zeros(sum(map(len, pieces))))
+    assert [tensor.data_ptr() for tensor in tensors] == [piece.data_ptr() for piece in pieces]
+
+
+def test_a_whole_gradient_is_one_piece() -> None:
+    grad, flat = torch.ones(32), torch.zeros(32)
+    [([tensor], [[place]])] = beside(grad, flat)
+    assert (tensor is grad, place is flat) == (True, True)
+
+
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+def test_blocks_begin_on_lines_and_stay_in_the_cache(sizes: list[int]) -> None:
+    flat = torch.zeros(sum(sizes))
+    for [tensor], [[place]] in beside(Pieces(random_pieces(sizes), 0.5), flat):
+        assert 0 < len(tensor) <= CACHED
+        assert place.storage_offset() % 16 == 0
