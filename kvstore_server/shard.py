@@ -165,15 +165,21 @@ class Shard:
         """The weights of a slice without its padding, as they are sent; not a copy."""
         return self.storage.visible[unit.slots[index]]
 
-    def rows_of(self, unit: Unit, key: int) -> Tensor:
+    def rows_of(self, unit: Unit, key: int, is_joined: bool = False) -> Tensor:
         """Read the rows of a key (by index) that are here, one below the other; may be a copy.
+
+        Args:
+            is_joined: Those of keys that follow side by side are behind them, see `Plan.joined_rows`.
 
         Raises:
             ProtocolError: nothing of such a key is here, or no whole rows.
         """
         if key not in unit.keys or unit.server not in unit.plan.rows(key).blocks:
             raise ProtocolError(f"this server has no rows of a key {key}")
-        return self.storage.rows(unit.first_key + key)
+        last = key
+        if is_joined:
+            last = max([one for one in unit.plan.joined_rows(key).keys if one in unit.keys])
+        return self.storage.rows(unit.first_key + key, unit.first_key + last)
 
     def changed_since(self, unit: Unit, stack: int, held: int, version: int) -> Rows | None:
         """Which rows of a stack have changed; see `RowChanges.since`."""

@@ -417,11 +417,11 @@ class Storage:
         with self.lent(home.slot, home.end_slot) as weights:
             yield weights[home.part.start - start : home.part.stop - start]
 
-    def rows(self, key: int) -> Tensor:
-        """Read the rows of a key here, one below the other; may be a copy."""
-        home = self.homes[key]
+    def rows(self, key: int, last: int) -> Tensor:
+        """Read the rows here of a key, and of those up to the last one side by side, as one; may be a copy."""
+        home, end = self.homes[key], self.homes[last]
         start = self.slots[home.slot].start
-        weights = self._joined(home.slot, home.end_slot)[home.part.start - start : home.part.stop - start]
+        weights = self._joined(home.slot, end.end_slot)[home.part.start - start : end.part.stop - start]
         return weights.view(-1, home.width)
 
     def make_writable(self, slot: int) -> None:

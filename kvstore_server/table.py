@@ -441,8 +441,8 @@ class Table:
         Raises:
             ProtocolError: the key has no such rows here, or they are more than fit into a message.
         """
-        rows = self.shard.rows_of(self.unit, pull.key)
-        block = self.plan.rows(pull.key).blocks[self.unit.server]
+        rows = self.shard.rows_of(self.unit, pull.key, is_joined=True)
+        block = self.plan.joined_rows(pull.key).blocks[self.unit.server]
         if len(pull.ids) % 8 or len(pull.ids) // 8 > block.most:
             raise ProtocolError(f"a pull of rows of key {pull.key} brings {len(pull.ids)} bytes of ids")
         ids = np.frombuffer(pull.ids, "<i8")
@@ -451,9 +451,7 @@ class Table:
                 f"a pull names rows of key {pull.key} twice, not in ascending order, or beyond its {len(rows)} here"
             )
         found = rows.index_select(0, torch.from_numpy(ids.astype(np.int64)))
-        return RowPart(
-            self.plan.rows(pull.key).blocks[self.unit.server].pieces[0].index, found.view(-1), m.VALUES
-        )
+        return RowPart(block.pieces[0].index, found.view(-1), m.VALUES)
 
     def _pack(self, pieces: Sequence[Slice], rows: Rows) -> list[RowPart]:
         """Write rows of a stack that have changed, in as few parts as have room for them."""
@@ -474,13 +472,14 @@ class Table:
     def _pack_joined(self, keys: Sequence[int], changed: Mapping[int, Rows | None]) -> list[RowPart]:
         """Write rows of stacks that lie side by side, the last one of which ends their run, as `_pack`."""
         unit, block = self.unit, self.plan.joined_rows(keys[0]).blocks[self.unit.server]
-        ids, values = list[Tensor](), list[Tensor]()
+        of_keys = []
         for key in keys:
-            own = (changed[key] or {}).get(0)
-            if own is not None:
-                ids.append(own + int(block.starts[block.order[unit.stacks[key][0].index]]))
-                values.append(self.shard.rows_of(unit, key).index_select(0, own))
-        return self._cut(block, RowSet(torch.cat(ids), torch.cat(values)))
+            own = (changed[key] or {}).get(0, _NO_IDS)
+            assert own is not None
+            of_keys.append(own + int(block.starts[block.order[unit.stacks[key][0].index]]))
+        ids = torch.cat(of_keys)
+        rows = self.shard.rows_of(unit, keys[0], is_joined=True)
+        return self._cut(block, RowSet(ids, rows.index_select(0, ids)))
 
     def _cut(self, block: RowBlock, rows: RowSet) -> list[RowPart]:
         """Write rows of a block in as few parts as have room for them."""

@@ -174,7 +174,10 @@ class Pull:
 
 @dataclass(frozen=True, slots=True)
 class PullRows:
-    """Asks for some rows of one key, as many as fit into a message; answered by Weights, one part with their values."""
+    """Asks for some rows of a key, as many as fit into a message; answered by Weights, one part with their values.
+
+    Rows of keys that follow side by side count as those of the key.
+    """
 
     table: int
     key: int

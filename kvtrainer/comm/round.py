@@ -542,17 +542,25 @@ class Rounds:
         outs: list[Tensor] = []
         requests: list[tuple[int, m.PullRows]] = []
         places: list[tuple[RemoteTable, Tensor, Ints]] = []
-        for table, key, ids in wanted:
+        for table, keys, ids in _side_by_side(wanted):
             self.settle(table)
-            spec = table.plan.specs[key]
-            outs.append(torch.empty(len(ids), row_numel(spec), dtype=torch_dtype(spec.dtype)))
-            for block, where, own in table.plan.rows(key).by_server(ids.numpy()):
-                where = np.arange(len(ids))[where]
+            spec, lengths = table.plan.specs[keys[0]], list(map(len, ids))
+            rows = table.plan.rows(keys[0])
+            given = ids[0]
+            if len(keys) > 1:
+                rows = table.plan.joined_rows(keys[0])
+                starts = dict(zip(rows.keys, rows.bounds, strict=True))
+                given = torch.cat([own + starts[key] for key, own in zip(keys, ids, strict=True)])
+            out = torch.empty(sum(lengths), row_numel(spec), dtype=torch_dtype(spec.dtype))
+            outs += torch.split(out, lengths)
+            for block, where, own in rows.by_server(given.numpy()):
+                where = np.arange(len(given))[where]
                 for at in range(0, len(own), block.most):
                     some = own[at : at + block.most].astype("<i8").tobytes()
-                    body = m.PullRows(table.numbers[block.server], key, some, timeout)
+                    first = block.pieces[0].segments[block.position].key
+                    body = m.PullRows(table.numbers[block.server], first, some, timeout)
                     requests.append((block.server, body))
-                    places.append((table, outs[-1], where[at : at + block.most]))
+                    places.append((table, out, where[at : at + block.most]))
         return RowsAsked(self._session.begin(requests), places, outs)
 
     def drop_rows(self, asked: RowsAsked) -> None:
@@ -1024,6 +1032,22 @@ def _whole(contribution: Contribution, layout: _Layout, at: int) -> Tensor:
     padded = torch.zeros(length, dtype=found.dtype)
     padded[: len(found)] = found
     return padded
+
+
+def _side_by_side(
+    wanted: Sequence[RowsWanted],
+) -> Iterator[tuple[RemoteTable, list[int], list[Tensor]]]:
+    """Put neighbours together that want rows of keys of one table that lie side by side, in their order."""
+    at = 0
+    while at < len(wanted):
+        table, first, _ = wanted[at]
+        following, end = table.plan.joined_rows(first).keys, at + 1
+        while end < len(wanted) and wanted[end][0] is table and wanted[end][1] in following:
+            if wanted[end][1] <= wanted[end - 1][1]:
+                break
+            end += 1
+        yield table, [key for _, key, _ in wanted[at:end]], [ids for _, _, ids in wanted[at:end]]
+        at = end
 
 
 def _write_staged(

@@ -19,6 +19,7 @@ from kvstore_server.protocol import messages as m
 from kvstore_server.rows import PACKED_ROWS, RowSet, decode_rows, encode_rows
 from kvtrainer.comm.client import Client
 from kvtrainer.comm.round import Contribution
+from kvtrainer.comm.session import Calls
 from kvtrainer.comm.tables import RemoteTable
 from tests.support.engines import client_of
 from tests.support.messages import contribution
@@ -214,3 +215,47 @@ def test_rows_of_tables_that_lie_side_by_side_come_as_one_record(
         decoded.clear()
     assert play((0, 2), (1,))[0, 1] is None
     play((0, 1, 2))
+
+
+@pytest.mark.parametrize("servers", [1, 2, 3])
+@pytest.mark.parametrize("row_sparse", [False, True])
+def test_rows_of_tables_that_lie_side_by_side_are_asked_for_by_one_message(
+    servers: int, row_sparse: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, sizes = client_of(servers), (NUM_ROWS, 40_000, 20_000)
+    specs = [TensorSpec(f"w{rows}", (rows, WIDTH), "float32", row_sparse=row_sparse) for rows in sizes]
+    [table] = client.register(
+        {"t": [*specs, TensorSpec("narrow", (30_000, 4), "float32", row_sparse=row_sparse)]}
+    )
+    flat = torch.randn(table.plan.arena_sizes["float32"], generator=torch.Generator().manual_seed(1))
+    tables = [
+        flat[at : at + spec.numel].view(spec.shape)
+        for at, spec in zip(table.plan.key_offsets, table.plan.specs, strict=True)
+    ]
+    sources = {
+        key: lambda first, numel, one=one: one.reshape(-1)[first : first + numel]
+        for key, one in enumerate(tables)
+    }
+    given = Contribution([table], [{"float32": flat}], None, sources=sources if row_sparse else {})
+    client.rounds.wait(client.rounds.start(given))
+    asked: list[int] = []
+    begin = client._session.begin
+
+    def counted(requests: Sequence[tuple[int, m.RequestBody]]) -> Calls:
+        asked.extend(server for server, _ in requests)
+        return begin(requests)
+
+    monkeypatch.setattr(client._session, "begin", counted)
+    drawn = torch.Generator().manual_seed(servers)
+    for keys in ((0, 1, 2), (0, 2), (1, 2), (1,), (2, 0), (0, 0), (0, 1, 2, 3)):
+        ids = [torch.randint(len(tables[key]), (300,), generator=drawn).unique() for key in keys]
+        found = client.rounds.pull_rows([(table, key, own) for key, own in zip(keys, ids, strict=True)])
+        for key, own, rows in zip(keys, ids, found, strict=True):
+            assert torch.equal(rows, tables[key][own])
+        if keys == (0, 1, 2):
+            assert sorted(asked) == list(range(servers))
+        asked.clear()
+    none = torch.empty(0, dtype=torch.int64)
+    first, second = client.rounds.pull_rows([(table, 0, none), (table, 1, torch.tensor([5]))])
+    assert first.shape == (0, WIDTH)
+    assert torch.equal(second, tables[1][5:6])
