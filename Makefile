@@ -65,7 +65,6 @@ bench: $(READY)
 		$(BIN)/python benchmarks/$$name.py --out benchmarks/results/$$name || exit 1; \
 	done
 	-$(BIN)/python benchmarks/bandwidth.py --out benchmarks/results/bandwidth
-	$(BIN)/python benchmarks/dense_round.py --mxnet-env .venv-mxnet --out benchmarks/results/dense_round
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

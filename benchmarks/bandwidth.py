@@ -77,7 +77,7 @@ class Job:
         """The least seconds of each case: a worker sends its gradient while it receives weights."""
         return {
             harness.Case(f"{rate} Mb/s, {work.name}{self.name}", topology, work.optimizer): (
-                32 * work.keys * work.floats / (rate * 1e6)
+                8 * work.nbytes / (rate * 1e6)
             )
             for rate, work in zip(self.rates, self.works(), strict=True)
         }
@@ -113,7 +113,7 @@ def _measure(
             found = torch.from_numpy(np.load(f"{folder}/weights.{at}.npy"))
             step_jobs.check(found, work, workers, CODECS.get(store, {}).get("type", "none"))
     cases = job.limits(f"{workers} x {servers}")
-    return {case: measured[work.name] for case, work in zip(cases, works, strict=True)}
+    return dict(zip(cases, measured.values(), strict=True))
 
 
 def _options() -> argparse.Namespace:

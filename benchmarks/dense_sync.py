@@ -51,7 +51,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--servers", default="2")
     parser.add_argument("--optimizers", default="adam", help="of adam and sgd")
     parser.add_argument("--starts", default="step,backward", help="from where a step is timed")
-    parser.add_argument("--rounds", type=suite.positive, default=10, help="timed steps of a job")
+    parser.add_argument("--rounds", type=suite.positive, default=17, help="timed steps of a job, after 3")
     return step_jobs.add_options(parser, repetitions=2)
 
 

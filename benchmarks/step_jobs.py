@@ -20,7 +20,8 @@ import numpy as np
 import suite
 import torch
 from limits import Limits
-from steps import LEARNING_RATE, Gradients, Work
+from step_worker import make_updater
+from steps import Gradients, Work
 
 from kvstore_server.codec import make_codec
 from kvstore_server.plan import Plan, TensorSpec, make_plan
@@ -34,7 +35,7 @@ TORCH = {
     "gloo per tensor": "tensors",
 }
 PUSHPULL, MPICH, MXNET, MXNET_IPC = "pushpull", "mpich", "mxnet", "mxnet ipc"
-_STATES = {"adam": 6, "sgd": 2}
+STATES = {"adam": 6, "sgd": 2, "momentum": 4}
 """How often an optimizer reads or writes a weight or state, the gradient aside."""
 
 
@@ -109,7 +110,12 @@ def measure(system: str, job: Job, options: argparse.Namespace) -> dict[harness.
         measured = _run(system, job, ["--works", works, "--weights", stem], options)
         for at, work in enumerate(job.works):
             check(torch.from_numpy(np.load(f"{stem}.{at}.npy")), work, job.workers)
-    return {_case(job, work): measured[work.name] for work in job.works}
+    cases = {_case(job, work): values for work, values in zip(job.works, measured.values(), strict=True)}
+    for work, values in zip(job.works, cases.values(), strict=True):
+        grown = values["usage"].get("grown")
+        if grown is not None and work.nbytes >= 1 << 20:
+            values["usage"]["models"] = grown / work.nbytes
+    return cases
 
 
 def check(found: torch.Tensor, work: Work, workers: int, codec: str = "none") -> None:
@@ -132,10 +138,10 @@ def _limits(system: str, job: Job, work: Work, found: Limits) -> dict[str, float
     Memory: every gradient is read, and the weights are updated once. Loopback: servers take in each gradient and give
     out the weights; an all-reduce sends the gradients but one, twice.
     """
-    size = work.keys * work.floats * 4
+    size = work.nbytes
     reduces = system in TORCH or system == MPICH
     sent = 2 * (job.workers - reduces) * size
-    traffic = (job.workers + _STATES[work.optimizer]) * size
+    traffic = (job.workers + STATES[work.optimizer]) * size
     return {"memory": traffic / found.add, "loopback": sent / found.loopback}
 
 
@@ -159,14 +165,13 @@ def _run(system: str, job: Job, arguments: list[str], options: argparse.Namespac
     return harness.run_kvtrainer_job([*command, store], job.workers, job.servers, limit, checkout, environ)
 
 
-@functools.lru_cache(maxsize=8)
+@functools.lru_cache(maxsize=16)
 def _reference(work: Work, workers: int, codec: str) -> torch.Tensor:
     """The weights after all rounds of a work, computed by torch.optim in this process."""
     grads = [Gradients(work, rank) for rank in range(workers)]
-    weights = torch.nn.Parameter(torch.zeros(work.keys * work.floats))
-    kind = {"adam": torch.optim.Adam, "sgd": torch.optim.SGD}[work.optimizer]
-    updater = kind([weights], lr=LEARNING_RATE[work.optimizer])
-    plan = make_plan([TensorSpec(str(at), (work.floats,), "float32") for at in range(work.keys)], 1)
+    weights = torch.nn.Parameter(torch.zeros(sum(work.numels)))
+    updater = make_updater([weights], work.optimizer, fused=False)
+    plan = make_plan([TensorSpec(str(at), (one,), "float32") for at, one in enumerate(work.numels)], 1)
     compressors = [Compressor(make_codec({"type": codec}), plan) for _ in grads]
     for number in range(work.warm_up + work.rounds):
         sent = [torch.from_numpy(one.flat(number)) for one in grads]

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from steps import LEARNING_RATE, Array, Store, Work, run, worker_options
+from steps import LEARNING_RATE, MOMENTUM, Array, Store, Work, run, worker_options
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -22,15 +22,18 @@ CODECS = {name: {"type": name, "pull": "bf16"} for name in ("bf16", "1bit", "top
 """What a Trainer is told of compression, by the name of a store."""
 
 
-def _updater(parameters: list[Parameter], optimizer: str) -> torch.optim.Optimizer:
-    kind = {"adam": torch.optim.Adam, "sgd": torch.optim.SGD}[optimizer]
-    return kind(parameters, lr=LEARNING_RATE[optimizer], fused=True)
+def make_updater(parameters: list[Parameter], optimizer: str, fused: bool = True) -> torch.optim.Optimizer:
+    """torch's optimizer of a name."""
+    if optimizer == "adam":
+        return torch.optim.Adam(parameters, lr=LEARNING_RATE[optimizer], fused=fused)
+    momentum = MOMENTUM if optimizer == "momentum" else 0.0
+    return torch.optim.SGD(parameters, lr=LEARNING_RATE[optimizer], momentum=momentum, fused=fused)
 
 
 def import_what_steps_need() -> None:
     """Take a step in this process: torch imports a lot then, which is no memory of the model."""
     parameter = Parameter(torch.zeros(1))
-    updater = _updater([parameter], "adam")
+    updater = make_updater([parameter], "adam")
     parameter.sum().backward()
     updater.step()
     updater.zero_grad()
@@ -47,7 +50,7 @@ class _Parameters:
         import_what_steps_need()
 
     def begin(self, work: Work) -> None:
-        self.parameters = [Parameter(torch.zeros(work.floats)) for _ in range(work.keys)]
+        self.parameters = [Parameter(torch.zeros(numel)) for numel in work.numels]
 
     def assign(self, grads: list[Array]) -> None:
         for parameter, grad in zip(self.parameters, grads, strict=True):
@@ -66,21 +69,27 @@ class _Parameters:
 
 
 class TrainerStep(_Parameters):
-    """`Trainer.step` over `dist_sync`, whose servers have the optimizer."""
+    """`Trainer.step` over `dist_sync`, whose servers have the optimizer, or in this process alone."""
 
-    def __init__(self, compression: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, kvstore: str | None = "dist_sync", compression: Mapping[str, str] | None = None
+    ) -> None:
         super().__init__()
         self._compression = compression
         self._kvtrainer = importlib.import_module("kvtrainer")
-        self._kv = self._kvtrainer.kvstore.create("dist_sync")
-        self.rank = self._kv.rank
+        self._is_alone = kvstore != "dist_sync"
+        self._kv: Any = kvstore if self._is_alone else self._kvtrainer.kvstore.create(kvstore)
+        self.rank = 0 if self._is_alone else self._kv.rank
+        self._workers = 1 if self._is_alone else self._kv.num_workers
         self._trainer: Any = None
 
     def begin(self, work: Work) -> None:
         super().begin(work)
-        options = {"learning_rate": LEARNING_RATE[work.optimizer]}
+        options, name = {"learning_rate": LEARNING_RATE[work.optimizer]}, work.optimizer
+        if name == "momentum":
+            options, name = {**options, "momentum": MOMENTUM}, "sgd"
         self._trainer = self._kvtrainer.Trainer(
-            self.parameters, work.optimizer, options, kvstore=self._kv, compression_params=self._compression
+            self.parameters, name, options, kvstore=self._kv, compression_params=self._compression
         )
 
     def forward(self, grads: list[Array]) -> None:
@@ -88,10 +97,25 @@ class TrainerStep(_Parameters):
         super().forward(grads)
 
     def step(self) -> None:
-        self._trainer.step(self._kv.num_workers)
+        self._trainer.step(self._workers)
 
     def barrier(self) -> None:
-        self._kv.barrier()
+        if not self._is_alone:
+            self._kv.barrier()
+
+
+class Fused(_Parameters):
+    """torch's fused optimizer in one process."""
+
+    def begin(self, work: Work) -> None:
+        super().begin(work)
+        self._updater = make_updater(self.parameters, work.optimizer)
+
+    def step(self) -> None:
+        self._updater.step()
+
+    def barrier(self) -> None:
+        """Wait for nobody."""
 
 
 class PushPull(_Parameters):
@@ -166,7 +190,7 @@ class AllReduce(_Parameters):
         self._buckets = list(gradient.split(keys * work.floats))
         whole = Parameter(flat)
         whole.grad = gradient
-        self._updater = _updater([whole] if self._bucket < 0 else self.parameters, work.optimizer)
+        self._updater = make_updater([whole] if self._bucket < 0 else self.parameters, work.optimizer)
         for parameter, slot in zip(self.parameters, self._slots, strict=True):
             parameter.grad = slot
 
@@ -234,7 +258,7 @@ class Ddp(_Parameters):
         self._model = torch.nn.parallel.DistributedDataParallel(
             _Dots(self.parameters), gradient_as_bucket_view=True, static_graph=True
         )
-        self._updater = _updater(self.parameters, work.optimizer)
+        self._updater = make_updater(self.parameters, work.optimizer)
 
     def forward(self, grads: list[Array]) -> None:
         self._model.zero_grad()
@@ -258,7 +282,10 @@ class _Dots(torch.nn.Module):
 
 STORES: dict[str, Callable[[], Store]] = {
     "trainer": TrainerStep,
-    **{name: functools.partial(TrainerStep, params) for name, params in CODECS.items()},
+    **{name: functools.partial(TrainerStep, compression=params) for name, params in CODECS.items()},
+    "none": functools.partial(TrainerStep, None),
+    "local": functools.partial(TrainerStep, "local"),
+    "fused": Fused,
     "pushpull": PushPull,
     "flat": lambda: Gloo(-1),
     "buckets": lambda: Gloo(_BUCKET),
@@ -273,8 +300,9 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--store", choices=(*STORES, *OVERLAPPED), required=True)
     parser.add_argument("--compute", type=float, default=0.0, help="seconds of a step of an overlapped store")
+    parser.add_argument("--threads", type=int, default=1, help="of torch")
     options = worker_options(parser).parse_args()
-    torch.set_num_threads(1)
+    torch.set_num_threads(options.threads)
     if options.store in OVERLAPPED:
         store: Store = Overlapped(OVERLAPPED[options.store], options.compute)
     else:

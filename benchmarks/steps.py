@@ -10,7 +10,7 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,7 +20,9 @@ from numpy.typing import NDArray
 
 Array = NDArray[np.float32]
 
-LEARNING_RATE = {"adam": 1e-3, "sgd": 2.0**-10}
+LEARNING_RATE = {"adam": 1e-3, "sgd": 2.0**-10, "momentum": 2.0**-10}
+MOMENTUM = 0.9
+"""Of "momentum", which is SGD with it."""
 _SHIFT, _SHIFTS = 48, 1024
 _MARK_LIMIT = 60.0
 _PRIME = 7_368_787
@@ -29,7 +31,10 @@ _PRIME = 7_368_787
 
 @dataclass(frozen=True)
 class Work:
-    """Steps of `keys` float32 parameters of `floats` elements each, which begin as zeros."""
+    """Steps of `keys` float32 parameters of `floats` elements each, which begin as zeros.
+
+    Where `model` has a name, they are of `sizes` instead.
+    """
 
     keys: int
     floats: int
@@ -38,13 +43,25 @@ class Work:
     """Timed from the call of step, with gradients assigned before; or from "backward"."""
     warm_up: int = 3
     rounds: int = 10
+    model: str = ""
+    sizes: tuple[int, ...] = ()
+
+    @property
+    def numels(self) -> Sequence[int]:
+        """The elements of each parameter."""
+        return self.sizes or (self.floats,) * self.keys
+
+    @property
+    def nbytes(self) -> int:
+        """Of all parameters."""
+        return 4 * sum(self.numels)
 
     @property
     def name(self) -> str:
-        size = self.keys * self.floats * 4 / 2**20
+        size = self.nbytes / 2**20
         whole = f"{size:,.0f} MiB: " if size >= 1 else ""
         since = ", from backward" if self.start == "backward" else ""
-        return f"{whole}{self.keys:,} x {self.floats:,} floats{since}"
+        return f"{whole}{self.model or f'{self.keys:,} x {self.floats:,} floats'}{since}"
 
 
 class Gradients:
@@ -55,19 +72,20 @@ class Gradients:
     """
 
     def __init__(self, work: Work, rank: int) -> None:
-        self._work = work
-        count = work.keys * work.floats + _SHIFT * _SHIFTS
+        self._bounds = np.cumsum([0, *work.numels]).tolist()
+        count = self._bounds[-1] + _SHIFT * _SHIFTS
         drawn = np.random.Generator(np.random.PCG64(rank)).integers(-512, 512, count, dtype=np.int16)
         self._all: Array = drawn.astype(np.float32) / np.float32(256)
 
     def flat(self, number: int) -> Array:
         """The gradients of a round, one behind the other."""
         at = number % _SHIFTS * _SHIFT
-        return self._all[at : at + self._work.keys * self._work.floats]
+        return self._all[at : at + self._bounds[-1]]
 
     def of(self, number: int) -> list[Array]:
         """The gradients of a round by key."""
-        return list(self.flat(number).reshape(self._work.keys, self._work.floats))
+        flat = self.flat(number)
+        return [flat[start:end] for start, end in zip(self._bounds, self._bounds[1:])]  # noqa: B905
 
 
 class Zipf:
@@ -116,7 +134,7 @@ def run(store: Store, options: argparse.Namespace) -> None:
     measured = {}
     for at, fields in enumerate(json.loads(options.works)):
         work = Work(**fields)
-        measured[work.name] = _measure(store, work, f"{options.out}.{at}" if store.rank == 0 else "")
+        measured[str(at)] = _measure(store, work, f"{options.out}.{at}" if store.rank == 0 else "")
         if store.rank == 0:
             np.save(f"{options.weights}.{at}.npy", store.weights())
     if store.rank == 0:

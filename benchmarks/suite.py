@@ -22,7 +22,13 @@ from limits import Limits, measure_limits
 OURS = "kvtrainer"
 _MIB = 1 << 20
 _SCALES = {"ms": 1e3, "µs": 1e6}
-_COSTS = {"CPU ms": "cpu", "peak RSS MiB": "peak_rss", "PSS MiB": "pss", "PSS grown MiB": "grown"}
+_COSTS = {
+    "CPU ms": "cpu",
+    "peak RSS MiB": "peak_rss",
+    "PSS MiB": "pss",
+    "PSS grown MiB": "grown",
+    "in models": "models",
+}
 
 Job = TypeVar("Job")
 Values = dict[str, Any]
@@ -220,7 +226,8 @@ class Report:
 _LEGEND = """Median (min to max) over repetitions, each the median of its steps; p99 is of the steps of all.
 Ratios are taken within a repetition. A share of a limit is the least time that it allows, divided by the time. CPU is
 that of all processes for a step, with what lies between steps; memory that of all processes after the last step: the
-sum of their peaks (RSS) since before the model was made, their proportional share (PSS), and by how much that grew. """
+sum of their peaks (RSS) since before the model was made, their proportional share (PSS), and by how much that grew,
+also in models (as often as the weights). """
 
 
 def _title(case: harness.Case) -> str:
@@ -228,11 +235,11 @@ def _title(case: harness.Case) -> str:
 
 
 def _cost(values: Values, name: str) -> float | None:
-    """CPU milliseconds of a step, or MiB of memory; None if that was not measured."""
+    """CPU milliseconds of a step, MiB of memory, or how many times the weights; None if that was not measured."""
     found = values.get("usage", {}).get(_COSTS[name])
     if found is None:
         return None
-    return float(1e3 * found / len(values["rounds"]) if name == "CPU ms" else found / _MIB)
+    return float({"CPU ms": 1e3 / len(values["rounds"]), "in models": 1.0}.get(name, 1 / _MIB) * found)
 
 
 def _p99(seconds: Sequence[float]) -> float:

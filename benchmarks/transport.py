@@ -30,7 +30,7 @@ def main() -> int:
         Work(options.tensors, int(float(mib) * _MIB) // 4 // options.tensors, "sgd", rounds=options.rounds)
         for mib in options.mib.split(",")
     )
-    sent = {work.name: 2 * options.workers * 4 * work.keys * work.floats for work in works}
+    sent = {work.name: 2 * options.workers * work.nbytes for work in works}
 
     def limits(case: harness.Case, system: str, found: Limits) -> dict[str, float]:
         rates = {"memory copy": found.copy, "TCP stream": found.loopback}

@@ -15,7 +15,6 @@ QUESTIONS = (
     "bandwidth",
     "compression",
     "ctr",
-    "dense_round",
     "dense_sync",
     "end_to_end",
     "key_scaling",
