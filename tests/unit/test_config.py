@@ -99,7 +99,13 @@ def test_of_a_runner_its_length_is_read_and_the_rest_is_named(caplog: pytest.Log
 
 
 def test_arguments_of_a_trainer_are_passed_on_by_their_own_names() -> None:
-    own = {"kvstore": "dist_sync", "update_on_kvstore": False, "on_nonfinite": "skip", "accumulate": 2}
+    own = {
+        "kvstore": "dist_sync",
+        "update_on_kvstore": False,
+        "on_nonfinite": "skip",
+        "accumulate": 2,
+        "overlap": True,
+    }
     assert arguments(**own) == own
 
 

@@ -6,7 +6,9 @@ Without an optimizer the weights after a round are the sum of what was given, so
 from __future__ import annotations
 
 import logging
+import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -296,6 +298,53 @@ def test_what_cannot_be_compressed_is_left_to_the_step(job: Job) -> None:
         job.send_ahead(grads)
     grads["float32"][0] = 0.75
     assert job.round(grads, job.filled(0.0)) == [[0.5]] * 3
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_whatever_is_sent_lost_repeated_and_changed_the_round_has_what_was_given_at_last(seed: int) -> None:
+    """Rounds one after the other, of whole numbers; messages of both kinds get lost, and some come twice, or late."""
+    job, draw = Job(), random.Random(seed)
+    client, held_back = job.clients[0], list[tuple[int, m.Contribute]]()
+
+    def loses(body: m.Contribute) -> bool:
+        is_lost = not len(body.commits) and draw.random() < 0.3
+        if draw.random() < 0.3:
+            held_back.append(job.sent[-1])
+        return is_lost
+
+    def repeat() -> None:
+        """Let some of what was sent in this round, or an earlier one, come again."""
+        for server, body in draw.sample(held_back, min(len(held_back), 4)):
+            copies = tuple([payload.clone() for payload in body.payloads])
+            again = replace(body, payloads=copies, commits=m.matrix((), m.COMMIT_WORDS))
+            client._session.send(server, client._session.next_number(), again)
+
+    want = [0.0] * len(SPECS)
+    for _ in range(25):
+        mine = [float(draw.randrange(1, 100)) for _ in SPECS]
+        job.loses = loses
+        some = [piece.index for piece in job.table.plan.slices if draw.random() < 0.8]
+        if some:
+            job.send_ahead(job.filled(*mine), *some)
+        repeat()
+        mine = [float(draw.randrange(1, 100)) if draw.random() < 0.2 else one for one in mine]
+        absent = frozenset([key for key in range(len(SPECS)) if draw.random() < 0.1])
+        is_vetoed, is_assigned = draw.random() < 0.1, draw.random() < 0.1
+        absent = frozenset() if is_assigned else absent
+        given = [0.0 if key in absent else one for key, one in enumerate(mine)]
+        gives = None if is_vetoed and not is_assigned else [job.filled(*given)]
+        first = Contribution(
+            [job.table], gives, [job.outs[0]], 1.0, absent=absent, veto=gives is None, assign=is_assigned
+        )
+        second = Contribution([job.tables[1]], [job.filled(1.0)], [job.outs[1]], 1.0, assign=is_assigned)
+        ticket = client.rounds.start(first)
+        repeat()
+        other = job.clients[1].rounds.start(second)
+        client.rounds.wait(ticket)
+        job.clients[1].rounds.wait(other)
+        if gives is not None:
+            want = [one + (not is_assigned) for one in given]
+        assert job.weights() == [[one] for one in want]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
