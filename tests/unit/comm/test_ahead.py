@@ -210,6 +210,19 @@ def test_rows_take_the_place_of_a_gradient_that_was_sent_whole(job: Job) -> None
     assert job.weights() == [[3.0], [3.0], [1.0, 5.0]]
 
 
+def test_rows_count_though_the_numbers_beside_them_are_as_they_were_sent(job: Job) -> None:
+    """Where rows are, the arena has zeros."""
+    grads = job.filled(2.0, 0.0, 2.0)
+    job.send_ahead(grads)
+    rows = {(0, 1): RowSet(torch.tensor([3]), torch.full((1, 2), 4.0))}
+    both = [
+        Contribution([job.tables[0]], [grads], [job.outs[0]], 1.0, rows=rows),
+        Contribution([job.tables[1]], [job.filled(1.0)], [job.outs[1]], 1.0),
+    ]
+    play(job.clients, both)
+    assert job.weights() == [[3.0], [1.0, 5.0], [3.0]]
+
+
 def test_lent_gradients_are_compared_where_they_are(job: Job) -> None:
     grads = job.filled(2.0)
     job.send_ahead(grads)
@@ -281,6 +294,21 @@ def test_compressed_slices_leave_one_residual_however_often_they_are_sent(job: J
     assert job.round(job.filled(0.625, 0.625, 0.75), job.filled(0.0)) == [[0.5]] * 3
     residuals = compressors[0].residuals()
     assert [residuals[key].unique().tolist() for key in range(3)] == [[0.125], [0.125], [0.25]]
+
+
+def test_the_residual_of_a_key_that_is_left_out_stays_though_zeros_of_it_were_sent(job: Job) -> None:
+    """Of 1.25 two bits say 0.5; with a gradient of zeros they would say some of the rest."""
+    job.table.compressor = Compressor(make_codec({"type": "2bit", "threshold": 0.5}), job.table.plan)
+    job.round(job.filled(1.25), job.filled(0.0))
+    grads = job.filled(0.0, 1.25, 1.25)
+    job.send_ahead(grads)
+    both = [
+        Contribution([job.tables[0]], [grads], [job.outs[0]], 1.0, absent=frozenset({0})),
+        Contribution([job.tables[1]], [job.filled(0.0)], [job.outs[1]], 1.0),
+    ]
+    play(job.clients, both)
+    residuals = job.table.compressor.residuals()
+    assert [residuals[key].unique().tolist() for key in range(3)] == [[0.75], [1.5], [1.5]]
 
 
 def test_residuals_that_were_loaded_count_for_what_was_sent_before(job: Job) -> None:
