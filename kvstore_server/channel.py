@@ -379,10 +379,16 @@ class Channel:
     def tell(self) -> None:
         """Send what was left for later: places that nobody reads any more, and memory that was asked for."""
         with suppress(OSError):  # found out by `receive`, after what the peer has said
-            if self._wish and select.select((), (self._end,), (), 0)[1]:
+            if self._wish and self._takes_more():
                 self._grant(self._wish)
             if self._returned_bytes >= self._enough:
                 self._put(_MESSAGE, (), ())
+
+    def _takes_more(self) -> bool:
+        """Say whether the socket has room for a message."""
+        poll = select.poll()  # not `select`, which knows the first 1024 descriptors alone
+        poll.register(self._end, select.POLLOUT)
+        return any([event & select.POLLOUT for _, event in poll.poll(0)])
 
     def make_room(self, nbytes: int) -> bool:
         """Make room for so many bytes more, or ask the server for it; return whether there is some now."""

@@ -13,6 +13,7 @@ import importlib
 import logging
 import os
 import re
+import resource
 import secrets
 import signal
 import sys
@@ -112,6 +113,7 @@ def main(argv: Sequence[str] | None = None, announce: Callable[[Server], None] |
         stream=sys.stderr,
     )
     torch.set_num_threads(flags.threads)
+    _allow_descriptors()
     with limited_log():
         try:
             sys.path.insert(0, os.getcwd())
@@ -158,6 +160,13 @@ def _serve(server: Server, announce: Callable[[Server], None]) -> int:
     finally:
         server.close()
     return 0
+
+
+def _allow_descriptors() -> None:
+    """Have as many files open as this process may: each worker takes five, and by default 1024 are allowed."""
+    with suppress(ValueError, OSError):  # a system that says "any number" and has a limit all the same
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _check(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> None:

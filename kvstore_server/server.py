@@ -144,6 +144,7 @@ class Server:
         """The server has been asked to stop."""
         self._until: Callable[[float], bool] = lambda _now: False
         self._drain_until = float("inf")
+        zmq.Frame(b"", copy=False)  # makes pyzmq open what such frames need, while there are descriptors
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._set_options()

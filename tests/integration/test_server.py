@@ -120,6 +120,45 @@ def test_a_server_that_has_stopped_runs_exit_handlers_and_does_not_take_its_modu
     assert server.end() == (0, "farewell")
 
 
+def test_a_server_may_have_as_many_files_open_as_the_system_allows(processes: Processes) -> None:
+    script = (
+        "import resource, sys\n"
+        "from kvstore_server import cli\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (200, 300))\n"
+        "sys.exit(cli.main(sys.argv[1:]))\n"
+    )
+    server = processes.start([sys.executable, "-c", script, "--num-servers", "1", "--index", "0"])
+    assert server.address
+    limits = Path(f"/proc/{server.pid}/limits").read_text().splitlines()
+    [files] = [line.split()[3:5] for line in limits if line.startswith("Max open files")]
+    assert files == ["300", "300"]
+
+
+def test_a_server_that_can_open_no_more_files_sends_long_weights_all_the_same(
+    processes: Processes, members: Members, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVSTORE_TRANSPORT", "tcp")
+    script = (
+        "import os, resource, sys\n"
+        "from kvstore_server import cli\n"
+        "def announce(server):\n"
+        "    resource.setrlimit(resource.RLIMIT_NOFILE, (300, 300))\n"
+        "    taken = []\n"
+        "    try:\n"
+        "        while True:\n"
+        "            taken.append(os.open('/dev/null', os.O_RDONLY))\n"
+        "    except OSError:\n"
+        "        for one in taken[-3:]:\n"
+        "            os.close(one)\n"
+        "    print(server.endpoint, flush=True)\n"
+        "sys.exit(cli.main(sys.argv[1:], announce))\n"
+    )
+    server = processes.start([sys.executable, "-c", script, "--num-servers", "1", "--index", "0"])
+    store = members.join([server], 0, 1, new_name())
+    store.init("w", torch.zeros(300_000))
+    assert set(round_of(store, "w", torch.ones(300_000)).tolist()) == {1.0}
+
+
 def test_workers_learn_at_once_that_a_server_was_stopped_while_nobody_waited(
     processes: Processes, members: Members
 ) -> None:

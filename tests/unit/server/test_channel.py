@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import mmap
 import os
 import random
@@ -372,6 +373,17 @@ def test_a_worker_that_asked_while_its_socket_was_full_gets_its_memory_later(end
     assert worker.receive() is None
     assert worker.send([b"head", b"body", *[b"x" * MIB] * 3])
     assert worker.send([b"head", b"body", *[b"x" * MIB] * 3])
+
+
+def test_a_channel_under_a_high_number_gives_memory_later_as_any_other(ends: Pair) -> None:
+    worker, server = ends()
+    high = fcntl.fcntl(server.fileno(), fcntl.F_DUPFD, 1500)
+    server._end.close()
+    server._end = socket.socket(fileno=high)
+    server._wish = LEAST_MEMORY
+    server.tell()
+    assert server._wish == 0
+    assert worker.receive() is None
 
 
 def test_a_session_that_has_ended_loses_its_channel() -> None:
