@@ -30,7 +30,7 @@ class Prefetched:
         self._rows: dict[int, Tensor] = {}
 
     def rows_of(self, key: int, ids: Tensor) -> Tensor:
-        """The rows of a key with some (distinct, ascending) ids; those that were not asked for are fetched now.
+        """Copy the rows of a key with some (distinct, ascending) ids; those that were not asked for are fetched now.
 
         Raises:
             KVStoreError: the store did not answer what it was asked, or answered with an error; it is asked anew
@@ -45,7 +45,7 @@ class Prefetched:
             self._wanted = wanted
         have, rows = self._wanted[key], self._rows[key]
         if torch.equal(have, ids):
-            return rows
+            return rows.clone()
         place = torch.searchsorted(have, ids).clamp_(max=max(len(have) - 1, 0))
         is_here = have[place] == ids if len(have) else torch.zeros(len(ids), dtype=torch.bool)
         found = rows.new_empty(len(ids), rows.shape[1])

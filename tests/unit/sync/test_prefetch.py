@@ -92,6 +92,15 @@ def test_values_that_are_set_take_the_place_of_prefetched_ones() -> None:
     assert table.row_sparse_data([2]).item() == 7
 
 
+def test_all_values_of_a_table_whose_rows_were_prefetched_are_a_new_tensor() -> None:
+    table, trainer = alone(5.0)
+    (0 * table.row_sparse_data([2])).sum().backward()
+    trainer.prefetch([0, 1, 2, 3])
+    trainer.step(1)
+    table.detach().zero_()
+    assert column(table) == [5.0] * 4
+
+
 def test_rows_count_for_one_step_alone() -> None:
     table, trainer = alone(5.0)
     for number in range(3):
