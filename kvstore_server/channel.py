@@ -66,7 +66,7 @@ _CREDENTIALS = struct.Struct("iII")
 
 
 class Arena:
-    """Memory of a descriptor, which is closed; the mapping keeps the memory.
+    """Memory of a descriptor, which is closed where the memory is ours; the mapping keeps the memory.
 
     Args:
         number: Tells it from other memory.
@@ -74,11 +74,18 @@ class Arena:
     """
 
     def __init__(self, fd: int, number: int = 0, is_ours: bool = True) -> None:
+        self.fd = fd
+        """Open as long as this object is there, if the memory is not ours."""
         try:
             self.nbytes = os.fstat(fd).st_size
             self._map = mmap.mmap(fd, self.nbytes, mmap.MAP_SHARED if is_ours else mmap.MAP_PRIVATE)
-        finally:
+        except BaseException:
             os.close(fd)
+            raise
+        if is_ours:
+            os.close(fd)
+        else:
+            weakref.finalize(self, os.close, fd).atexit = False
         self.number = number
         self.bytes: Bytes = np.frombuffer(self._map, np.uint8)
         self.numbers = torch.from_numpy(self.bytes)
@@ -311,14 +318,21 @@ class Channel:
     def _place_of(self, pieces: Sequence[Tensor]) -> int | None:
         """Return where the worker can read weights that need not be copied; None where it cannot."""
         place = None if self._shelf is None else self._shelf.find(pieces)
-        if self._shelf is None or place is None:
-            return None
-        number = place >> _NUMBER
-        if number not in self._shown:
+        return place if place is not None and self.show(np.array([place])) else None
+
+    def show(self, places: npt.NDArray[np.int64]) -> bool:
+        """Give the worker the memories of the shelf in which places are; return whether it has them."""
+        assert self._shelf is not None
+        for number in set((places >> _NUMBER).tolist()) - self._shown:
             if not self._put(_WEIGHTS, (), (), number, self._shelf.fds[number]):
-                return None
+                return False
             self._shown.add(number)
-        return place
+        return True
+
+    def weights_at(self, place: int) -> tuple[Arena, int] | None:
+        """Find the server's memory in which a place is, and where it begins there; None where it was not shown."""
+        arena = self._weights.get(place >> _NUMBER)
+        return None if arena is None else (arena, place & ~(-1 << _NUMBER))
 
     def _take_back(self, place: int) -> None:
         """Note that the worker has read weights."""
@@ -591,6 +605,7 @@ class Listener:
         self._ready = select.epoll()
         self._ready.register(self._end, select.EPOLLIN)
         leases.shared = self._shelf.make
+        leases.place_of = lambda weights: self._shelf.find([weights])
 
     def fileno(self) -> int:
         """Return a descriptor that can be read where something has come."""

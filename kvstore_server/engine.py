@@ -384,15 +384,17 @@ class Engine:
         if ended is None or applied:
             applied = applied if ended is None else ended.numbers + applied
             ended = space.together(np.array(applied, np.int64))
-        answers: list[tuple[int, Waiter, list[Committed] | None, float]] = []
-        """Without commits: the weights of all, and nothing else."""
+        answers: list[tuple[int, Waiter, list[Committed] | bool, float]] = []
+        """Without commits: the weights of all, and nothing else; if true, for a worker that maps them."""
         rounds: list[int] = []
         for rank, given in book.given.items():
             flags, waiting = given.flags[ended.tables].tolist(), given.waiting(ended.numbers)
-            if is_plain and len(waiting) == 1 and flags.count(m.WANTS_WEIGHTS) == len(flags):
+            is_mapped = space.mode.is_sync and m.WANTS_WEIGHTS | m.MAPS_WEIGHTS in flags
+            wanted = m.WANTS_WEIGHTS | m.MAPS_WEIGHTS * is_mapped
+            if is_plain and len(waiting) == 1 and flags.count(wanted) == len(flags):
                 [(waiter, at)] = waiting.items()
                 if len(at) == len(flags):
-                    answers.append((rank, waiter, None, 0.0))
+                    answers.append((rank, waiter, is_mapped, 0.0))
                     continue
             rounds = rounds or book.numbers[ended.tables].tolist()
             versions = given.version[ended.tables].tolist()
@@ -410,12 +412,14 @@ class Engine:
             space.waits.contributed(number, rank, now)
             if flag & m.HAS_JOINED:
                 space.rounds.joined(number).add(rank)
-        whole = [rank for rank, _, commits, _ in answers if commits is None]
+        whole = [rank for rank, _, commits, _ in answers if commits is False]
         weights = space.weights(ended, *whole) if whole else None
         for rank, waiter, commits, timeout in answers:
-            if commits is None and weights is not None:
+            if commits is False and weights is not None:
                 out += _reply(waiter, weights)
-            elif commits is not None:
+            elif commits is True:
+                out += [one for body in space.shown(ended) for one in _reply(waiter, body)]
+            elif not isinstance(commits, bool):
                 out += _outcomes(space, ALL if is_shared else rank, rank, waiter, commits, (now, timeout))
         return out if space.mode.is_sync else out + self._release(space)
 
@@ -816,6 +820,7 @@ def _outcomes(
     done: list[tuple[int, int, int]] = []
     wanted: dict[bool, list[int]] = {}
     """Tables, by whether they may come as bfloat16."""
+    mapped: list[int] = []
     changed: list[m.Weights] = []
     for one in commits:
         number, round_, version, flags = one
@@ -840,17 +845,19 @@ def _outcomes(
             out += _reply(waiter, m.Vetoed(number, round_, end.vetoes))
         if not wants or not space.mode.is_sync:  # by the time that weights may be read they can be newer
             done.append((number, round_, end.version))
-        if wants and flags & m.WANTS_DELTA:
+        if wants and flags & m.MAPS_WEIGHTS and space.mode.is_sync:
+            mapped.append(number)
+        elif wants and flags & m.WANTS_DELTA:
             changed.append(space.rows(rank, table, table.changed_parts(version)))
         elif wants:
             wanted.setdefault(bool(flags & m.WANTS_HALF), []).append(number)
     if done:
         out += _reply(waiter, m.Done(m.matrix(done, 3)))
-    for weights in changed:
-        out += _reply(waiter, weights)
+    bodies: list[m.ReplyBody] = list(changed)
+    bodies += space.shown(space.together(np.array(mapped))) if mapped else ()
     for half, numbers in wanted.items():
-        out += _reply(waiter, space.weights(space.together(np.array(numbers)), rank, half=half))
-    return out
+        bodies.append(space.weights(space.together(np.array(numbers)), rank, half=half))
+    return out + [one for body in bodies for one in _reply(waiter, body)]
 
 
 def _rows(space: Namespace, table: Table, rank: int, pull: m.PullRows, waiter: Waiter) -> list[m.Outgoing]:

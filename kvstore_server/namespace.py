@@ -506,6 +506,22 @@ class Namespace:
                 table.note_read(rank)
         return m.Weights(parts, tuple(payloads), self.mode.is_sync)
 
+    def shown(self, some: Together) -> list[m.Shown | m.Weights]:
+        """The present weights of some tables for a worker that maps them: where they are, and those without a place."""
+        storage = self.shard.storage
+        places = np.array([storage.place(slot) for slot in some.resident], np.int64)
+        slots, versions = some.parts[:, 0], np.array([table.version for table in some.named])[some.owners]
+        found = np.stack((slots, versions, places), axis=1)[places >= 0]
+        if len(found) == len(places):
+            return [m.Shown(found)]
+        parts = some.parts[places < 0]
+        parts[:, 1] = versions[places < 0]
+        payloads = tuple([storage.padded[slot] for slot in parts[:, 0].tolist()])
+        for payload, owner in zip(payloads, some.owners[places < 0].tolist(), strict=True):
+            some.named[owner].bytes_out += payload.nbytes
+        weights = m.Weights(parts, payloads, self.mode.is_sync)
+        return [m.Shown(found), weights] if len(found) else [weights]
+
     def rows(self, rank: int, table: Table, found: Sequence[RowPart]) -> m.Weights:
         """Rows of a table for a rank, as a reply."""
         if table.notes_reads:

@@ -12,6 +12,7 @@ Nothing here touches a tensor, a socket or the clock.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 import operator
@@ -35,6 +36,11 @@ MAX_ROWS = (1 << 31) - 1
 """Rows that are told apart by 4 bytes."""
 SLICES_PER_TABLE = 8
 """A table is cut into about this many slices while they stay between MIN_SLICE and MAX_SLICE bytes."""
+
+PAGE = 4096
+"""Bytes of memory that are mapped together."""
+LONG = 64 * 1024
+"""Bytes of a slice from which on it is worth while to map it, instead of copying."""
 
 ITEM_SIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 """The dtypes that can be stored and updated, and their size in bytes."""
@@ -227,6 +233,19 @@ class _Arena:
         length = -(-used // self._unit) * self._unit
         self.slices.append(Slice(-1, self.dtype, self.end, length, used, tuple(segments), -1))
         self.end += length
+
+
+def _most_together(drafts: Sequence[Slice], pieces: Sequence[int], num_servers: int) -> int:
+    """The number of neighbouring slices of a key that go to one server.
+
+    Those that are mapped have to begin in their page where they do on workers. So as many stay together as fill whole
+    pages; or where these would be few, of every server's share all.
+    """
+    nbytes = drafts[pieces[0]].length * SIZES[drafts[pieces[0]].dtype]
+    fill = PAGE // math.gcd(nbytes, PAGE)
+    if nbytes < LONG or fill == 1:
+        return 1
+    return fill if len(pieces) >= 4 * fill * num_servers else -(-len(pieces) // num_servers)
 
 
 def _place(sizes: Sequence[int], units: Sequence[Sequence[int]], num_servers: int, seed: int) -> list[int]:
@@ -439,12 +458,17 @@ def make_plan(
         drafts.extend(layout.slices)
         arena_sizes[dtype] = layout.end
     units: list[list[int]] = []
-    for i, draft in enumerate(drafts):
-        # The pieces of a big key stay together; a bucket holds whole keys and stands alone.
-        if whole_keys and i and drafts[i - 1].segments[-1].key == draft.segments[0].key:
-            units[-1].append(i)
-        else:
-            units.append([i])
+    # A bucket holds whole keys and stands alone.
+    for key, own in itertools.groupby(range(len(drafts)), lambda i: drafts[i].segments[-1].key):
+        pieces = list(own)
+        most = (
+            len(pieces)
+            if whole_keys
+            else 1
+            if are_sparse[key]
+            else _most_together(drafts, pieces, num_servers)
+        )
+        units += [pieces[at : at + most] for at in range(0, len(pieces), most)]
     sizes = [draft.nbytes for draft in drafts]
     servers = _place(sizes, units, num_servers, zlib.crc32(specs[0].key.encode()))
     slices = tuple(replace(draft, index=i, server=servers[i]) for i, draft in enumerate(drafts))

@@ -332,6 +332,8 @@ class Server:
         channel = self._channel_for(peer, reply)
         try:
             if channel is not None:
+                if isinstance(reply.body, m.Shown) and not channel.show(reply.body.parts[:, 2]):
+                    return _Sent.LATER
                 may_stay = isinstance(reply.body, m.Weights) and reply.body.may_stay
                 if not channel.send(*encode_reply_parts(reply), may_stay):
                     return _Sent.LATER

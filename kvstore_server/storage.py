@@ -20,8 +20,7 @@ from torch import Tensor
 from kvstore_server.codec import torch_dtype
 from kvstore_server.optimizer import States
 from kvstore_server.optimizer.state import aligned_zeros
-from kvstore_server.plan import Plan, Slice, TensorSpec, row_numel
-from kvstore_server.protocol.frames import SENT_ALONE
+from kvstore_server.plan import LONG, PAGE, SIZES, Plan, Slice, TensorSpec, row_numel
 
 Hypers = Sequence[Mapping[str, Any]]
 """By index of the key: the optimizer's numbers, multipliers applied. Keys with equal numbers may share a mapping."""
@@ -31,6 +30,8 @@ Counts = np.ndarray[Any, np.dtype[np.int64]]
 Rows = Mapping[int, Tensor | None]
 """Position of a segment → ids of rows, from the first row of the key here, distinct and ascending; None: all."""
 
+MARK = 16
+"""Bytes of the marks of LONG bytes of weights that workers map."""
 VERSIONS_KEPT = 256
 """Changes of a stack that are remembered one by one."""
 
@@ -133,6 +134,12 @@ def _union(parts: Sequence[Rows]) -> Rows:
     return {at: None if some is None else torch.unique(torch.cat(some)) for at, some in found.items()}
 
 
+def marks_in(memory: Tensor) -> Counts:
+    """Return the marks behind weights in shared memory: how often writing of each LONG bytes was begun, and ended."""
+    lines = memory.nbytes // (LONG + MARK)
+    return memory.view(torch.uint8).numpy()[lines * LONG :].view(np.int64).reshape(2, lines)
+
+
 class Tracker(Protocol):
     """The state of one buffer that the socket reads from."""
 
@@ -153,6 +160,8 @@ class Leases:
         self.sent: dict[int, list[Tracker]] = {}
         self.shared: Callable[[int], Tensor | None] = lambda _: None
         """Makes memory of so many bytes, zero, that peers can read in its place; None where there is none."""
+        self.place_of: Callable[[Tensor], int | None] = lambda _: None
+        """Names the place of a buffer in such memory; None where it is not there."""
 
     def hold(self, buffer: Tensor) -> None:
         """Note that a message with this buffer waits, or is read; may be called several times."""
@@ -184,8 +193,10 @@ class Block:
     dtype: str
     weights: Tensor
     states: States
+    marks: Counts | None = None
+    """Of weights that peers can read in their place, how often writing was begun, and ended: (2, `marks_of` rows)."""
     used: int = 0
-    """Elements that are given to slots."""
+    """Elements that are given to slots, or lie between them."""
     ends: list[int] = field(default_factory=list)
     """Of each segment, where its padding ends."""
     keys: list[int] = field(default_factory=list)
@@ -287,6 +298,8 @@ class Storage:
         """Where each key lies."""
         self.num_keys = 0
         """Keys of all units, on whichever server they lie."""
+        self.places: list[int] = []
+        """Of each slot, where peers can map its weights; -1 where they cannot."""
         self._leases = leases
         self._moved: dict[int, Tensor] = {}
         """Slot → its weights, while those in the block are being sent."""
@@ -321,32 +334,40 @@ class Storage:
         """
         sizes: dict[str, int] = {}
         for piece in slices:
-            sizes[piece.dtype] = sizes.get(piece.dtype, 0) + piece.length
+            gap = PAGE // SIZES[piece.dtype] if is_read and piece.nbytes >= LONG else 0
+            sizes[piece.dtype] = sizes.get(piece.dtype, 0) + piece.length + gap
         found = {}
         for dtype, size in sizes.items():
             block = self._blocks.get(dtype) if memory is None else None
             if block is None or block.used + size > block.weights.numel():
+                # Room for as much again, which takes no memory before it is written.
+                numel = max(size, 2 * block.used if block else 0)
+                shared = self._shared_zeros(numel, torch_dtype(dtype)) if is_read and memory is None else None
                 if memory is not None:
                     weights = memory[dtype]
                 else:
-                    # Room for as much again, which takes no memory before it is written.
-                    weights = self._zeros(
-                        max(size, 2 * block.used if block else 0), torch_dtype(dtype), is_read
-                    )
+                    weights = aligned_zeros(numel, torch_dtype(dtype)) if shared is None else shared[0]
                 states = States(dtype, weights.numel(), device=weights.device)
-                block = self._blocks[dtype] = Block(dtype, weights, states)
+                marks = None if shared is None else shared[1]
+                block = self._blocks[dtype] = Block(dtype, weights, states, marks)
             found[dtype] = block
         return found
 
-    def _zeros(self, numel: int, dtype: torch.dtype, is_read: bool) -> Tensor:
-        """Make memory for weights; where much is read, such as peers can read in its place."""
-        nbytes = numel * dtype.itemsize
-        is_shared = is_read and nbytes >= SENT_ALONE and self._leases is not None
-        shared = self._leases.shared(nbytes) if is_shared and self._leases is not None else None
-        return aligned_zeros(numel, dtype) if shared is None else shared.view(dtype)
+    def _shared_zeros(self, numel: int, dtype: torch.dtype) -> tuple[Tensor, Counts] | None:
+        """Make memory for much that peers can read in its place, if that is possible; and its marks."""
+        nbytes = -(-numel * dtype.itemsize // LONG) * LONG
+        room = nbytes + nbytes // LONG * MARK
+        shared = self._leases.shared(room) if numel * dtype.itemsize >= LONG and self._leases else None
+        if shared is None:
+            return None
+        return shared[: numel * dtype.itemsize].view(dtype), marks_in(shared)
 
     def _add_slot(self, unit: Unit, piece: Slice, block: Block) -> None:
         number, first = len(self.slots), len(block.keys)
+        is_mapped = block.marks is not None and piece.nbytes >= LONG and not unit.plan.has_row_sparse
+        gap = (piece.offset - block.used) % (PAGE // SIZES[piece.dtype])
+        if is_mapped and unit.first_key + piece.segments[0].key not in self.homes:
+            block.used, gap = block.used + gap, 0  # now it begins in its page where it does on workers
         start = block.used
         block.states.add([(start + s.start, s.numel) for s in piece.segments])
         starts = [start + s.start for s in piece.segments]
@@ -374,6 +395,12 @@ class Storage:
         self.ends.append(block.used)
         self.visible.append(block.weights[start : start + piece.used])
         self.padded.append(block.weights[start : block.used])
+        place = self._leases.place_of(self.padded[-1]) if is_mapped and not gap and self._leases else None
+        self.places.append(-1 if place is None else place)
+
+    def place(self, slot: int) -> int:
+        """Where peers can map the present weights of a slot; -1 where they cannot."""
+        return -1 if slot in self._moved else self.places[slot]
 
     @property
     def blocks(self) -> list[Block]:
@@ -397,8 +424,14 @@ class Storage:
             slots if self._moved or (self._leases and (self._leases.sent or self._leases.held)) else ()
         ):
             self.make_writable(slot)
-        joined = self._joined(first, end)
+        joined, marks = self._joined(first, end), self.slots[first].block.marks
+        size = joined.element_size()
+        lines = slice(self.slots[first].start * size // LONG, -(-self.ends[end - 1] * size // LONG))
+        if marks is not None:
+            marks[0, lines] += 1
         yield joined
+        if marks is not None:
+            marks[1, lines] += 1
         if not self._moved.keys().isdisjoint(slots):
             own = self.padded[first:end]
             for target, source in zip(own, torch.split(joined, list(map(len, own))), strict=True):

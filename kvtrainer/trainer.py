@@ -84,11 +84,14 @@ class Trainer(torch.optim.Optimizer):
         overlap: Whether gradients go to the servers of "dist_sync" during the backward pass, as they become complete,
             and not only in `step`. The results are the same to the bit. What the loop changes before `step`, by
             clipping say, is sent a second time.
+        zero_copy: Whether parameters show the memory of servers on this host, in synchronous rounds, instead of copies.
+            If a server dies in a round they may then be of two rounds, which the error says. A forked process that
+            reads them sees them move.
 
     The data of the parameters move into flat buffers; move the model to its device and dtype before. While the
     optimizer runs in the store, the weights live there: what the loop writes into a parameter after the first step
     must be published by `set_data`. The next step raises WeightsWrittenError if it was not, also of writes through
-    `p.data` or NumPy; of more than 8 MiB those that are small may be found some steps later, or not if they are single.
+    `p.data` or NumPy; of more than 8 MiB that are not mapped, small ones may be found some steps later, or never.
     Several Trainers may have the same dense parameters. Not thread-safe. As a context manager it closes its store.
 
     Raises:
@@ -122,6 +125,7 @@ class Trainer(torch.optim.Optimizer):
         detect_anomalous_params: bool | str = False,
         on_nonfinite: str | None = None,
         overlap: bool = False,
+        zero_copy: bool = True,
     ) -> None:
         stages = StageOptions(clip_grad, amp, accumulate, schedules, detect_anomalous_params, on_nonfinite)
         options = {} if optimizer_params is None else optimizer_params
@@ -158,7 +162,7 @@ class Trainer(torch.optim.Optimizer):
         if instance is not None:
             # One list of groups for both, so that schedulers bound to the instance reach this optimizer.
             self._groups.live = instance.param_groups
-        self._pipeline = StepPipeline(self._groups, Binding(selection), stages)
+        self._pipeline = StepPipeline(self._groups, Binding(selection, zero_copy), stages)
         self._is_built = True
         self._take_options(stages, STAGES, stages.schedules)
         for name, parameter in row_sparse:

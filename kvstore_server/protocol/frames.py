@@ -54,7 +54,16 @@ _SKIPS, _CLIPS = 1, 2
 _HELD = struct.Struct("<qqq")
 _PARTIAL = np.dtype([("slice", "<i8"), ("value", "<f8")])
 _NO_COMMITS = m.matrix((), m.COMMIT_WORDS)
-_ALL_FLAGS = m.WANTS_WEIGHTS | m.VETOES | m.ASSIGNS | m.HAS_JOINED | m.WANTS_DELTA | m.WANTS_HALF | m.ANEW
+_ALL_FLAGS = (
+    m.WANTS_WEIGHTS
+    | m.VETOES
+    | m.ASSIGNS
+    | m.HAS_JOINED
+    | m.WANTS_DELTA
+    | m.WANTS_HALF
+    | m.ANEW
+    | m.MAPS_WEIGHTS
+)
 
 
 def encode_request(request: m.Request) -> list[Frame]:
@@ -454,6 +463,14 @@ def _decode_weights(frames: Sequence[Frame]) -> m.Weights:
     return m.Weights(parts, (_payload(frames[1], parts[:, 3]),))
 
 
+def _encode_shown(shown: m.Shown) -> list[Frame]:
+    return [shown.parts.tobytes()]
+
+
+def _decode_shown(frames: Sequence[Frame]) -> m.Shown:
+    return m.Shown(_matrix(frames[0], 3))
+
+
 def _encode_done(done: m.Done) -> list[Frame]:
     return [done.rounds.tobytes()]
 
@@ -525,6 +542,7 @@ _KINDS: dict[type[Any], _Kind] = {
     m.Done: _Kind(0x83, 1, _encode_done, _decode_done),
     m.State: _Kind(0x84, 0, _encode_state, _decode_state),
     m.Resolve: _Kind(0x85, 1, _encode_resolve, _decode_resolve),
+    m.Shown: _Kind(0x87, 1, _encode_shown, _decode_shown),
     m.Held: _Kind(0x86, 1, _encode_held, _decode_held),
 }
 _BY_CODE = {kind.code: kind for kind in _KINDS.values()}

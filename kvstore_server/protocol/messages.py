@@ -84,7 +84,9 @@ class Register:
     """The plan's; a server that has the table with this one needs no keys."""
 
 
-WANTS_WEIGHTS, VETOES, ASSIGNS, HAS_JOINED, WANTS_DELTA, WANTS_HALF, ANEW = 1, 2, 4, 8, 16, 32, 64
+WANTS_WEIGHTS, VETOES, ASSIGNS, HAS_JOINED, WANTS_DELTA, WANTS_HALF, ANEW, MAPS_WEIGHTS = (
+    1 << at for at in range(8)
+)
 """Flags of a commit.
 
 WANTS_WEIGHTS: it is answered with the new weights. VETOES: this rank's gradients are not finite, so the round ends
@@ -92,7 +94,8 @@ without an update, on every server and for every rank. ASSIGNS: the lowest rank'
 optimizer runs; every rank must say so. HAS_JOINED: this rank has no more data, and contributes nothing until all ranks
 have said so. WANTS_DELTA: of slices that changed by rows alone since its version, only those rows are wanted.
 WANTS_HALF: new weights may come as bfloat16. ANEW: slices of generation 0, which this rank pushed before it knew what
-it would give, do not count."""
+it would give, do not count. MAPS_WEIGHTS: of slices that this worker can map it only wants to know where they are; in
+synchronous rounds."""
 
 PUSH_WORDS, COMMIT_WORDS = 4, 6
 
@@ -336,6 +339,14 @@ class Weights:
 
 
 @dataclass(slots=True, eq=False)
+class Shown:
+    """Answers commits of a worker that maps weights, beside the Weights of slices that it cannot map."""
+
+    parts: Matrix
+    """(slot, version, place) of each slice; a place is where in which of the server's memories it begins."""
+
+
+@dataclass(slots=True, eq=False)
 class Done:
     """Answers commits of rounds that were applied: ahead of the weights, or alone where none were wanted."""
 
@@ -460,6 +471,7 @@ ReplyBody: TypeAlias = (
     Welcome
     | Registered
     | Weights
+    | Shown
     | Done
     | Held
     | Absent

@@ -37,6 +37,11 @@ class Client:
         return self._session.num_servers
 
     @property
+    def shares_memory(self) -> bool:
+        """Whether messages to some server go through memory that it shares."""
+        return any([self._session.shares_memory(server) for server in range(self.num_servers)])
+
+    @property
     def is_closed(self) -> bool:
         return self._session.is_closed
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import zmq
 
-from kvstore_server.channel import Channel, connect
+from kvstore_server.channel import Arena, Channel, connect
 from kvstore_server.errors import ConfigurationError, KVStoreError, ProtocolError
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import (
@@ -208,6 +208,13 @@ class Connection:
 
     def last_sign(self, server: int) -> float:
         return self._heartbeats.heard[server] if self._heartbeats is not None else 0.0
+
+    def shares_memory(self, server: int) -> bool:
+        return server in self._channels
+
+    def memory_at(self, server: int, place: int) -> tuple[Arena, int] | None:
+        channel = self._channels.get(server)
+        return None if channel is None else channel.weights_at(place)
 
     def sockets(self, server: int) -> tuple[bytes, ...]:
         return self._ids[server]

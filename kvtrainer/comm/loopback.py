@@ -58,6 +58,12 @@ class Loopback:
     def begin(self, sessions: Sequence[tuple[int, int]]) -> None:
         """Not needed: this process cannot outlive itself."""
 
+    def shares_memory(self, server: int) -> bool:
+        return False
+
+    def memory_at(self, server: int, place: int) -> None:
+        return None
+
     def last_sign(self, server: int) -> float:
         return self._clock()
 

@@ -26,6 +26,7 @@ from kvstore_server.protocol.frames import SENT_ALONE
 from kvstore_server.rounds import Ints
 from kvstore_server.rows import PACKED_ROWS, RowSet, cut_rows, decode_rows, num_slices, pack_rows
 from kvtrainer.comm.ahead import Ahead, same_bits
+from kvtrainer.comm.mapped import MappedWeights
 from kvtrainer.comm.session import Calls, Session
 from kvtrainer.comm.tables import RemoteTable, Tables
 
@@ -67,6 +68,7 @@ class Contribution(NamedTuple):
             since then need not come again.
         guard: The sum is measured, and decided about, before it is used; every rank must want that.
         unread: Keys (by index) of which the new weights do not matter; slices that hold nothing else are not written.
+        mapped: Maps `outs` of the only table, as far as servers show their memory.
         priority: Where messages have to queue, those of a higher one go first.
     """
 
@@ -85,6 +87,7 @@ class Contribution(NamedTuple):
     is_kept: bool = False
     guard: Guard | None = None
     unread: frozenset[int] = frozenset()
+    mapped: MappedWeights | None = None
     priority: int = 0
 
     def gives(self, table: int, piece: Slice) -> bool:
@@ -297,6 +300,12 @@ class _Leg:
         flags = m.VETOES * contribution.veto | m.ASSIGNS * contribution.assign
         flags |= m.HAS_JOINED * contribution.joined | m.WANTS_DELTA * contribution.is_kept
         flags |= m.WANTS_HALF * layout.takes_half
+        flags |= m.MAPS_WEIGHTS * (
+            wants
+            and contribution.mapped is not None
+            and contribution.mapped.is_on
+            and round_.shares_memory(self.server)
+        )
         if flags or not wants:
             self.commits[:, 5] = (layout.commits[:, 5] if wants else 0) | flags
         self.came = [-1] * len(layout.tables)
@@ -305,6 +314,8 @@ class _Leg:
         """Slices whose new weights are in memory."""
         self.staged: list[tuple[int, int, Tensor]] = []
         """(slice, kind, bytes) of other new weights, which wait for those of the other servers."""
+        self.shown: list[tuple[int, int]] = []
+        """(slice, place) of those that can be read in their place."""
         self.applied: dict[int, int] = {}
         """Table → the version right after this worker's contribution."""
         self.failed: dict[int, int] = {}
@@ -327,8 +338,16 @@ class _Leg:
 class Round:
     """A round under way, and how it ended."""
 
-    def __init__(self, contribution: Contribution, started: float, is_read: bool = False) -> None:
+    def __init__(
+        self,
+        contribution: Contribution,
+        started: float,
+        is_read: bool = False,
+        shares_memory: Callable[[int], bool] = lambda _: False,
+    ) -> None:
         self.contribution = contribution
+        self.shares_memory = shares_memory
+        """Whether a server may show its memory instead of sending new weights."""
         self.started = started
         self.is_read = is_read
         """Whether weights are only read."""
@@ -404,7 +423,7 @@ class Rounds:
             if table.index in self.open or self.tables.broken:
                 self.settle(table)
         session, tables = self._session, contribution.tables
-        round_ = Round(contribution, session.clock(), is_read)
+        round_ = Round(contribution, session.clock(), is_read, session.shares_memory)
         self.open.update(dict.fromkeys([table.index for table in tables], round_))
         try:
             ahead = tables[0].ahead if len(tables) == 1 and not is_read else None
@@ -667,6 +686,8 @@ class Rounds:
         position = leg.layout.position
         if isinstance(reply, m.Weights):
             self._take_weights(round_, leg, reply)
+        elif isinstance(reply, m.Shown):
+            self._take_places(round_, leg, reply)
         elif isinstance(reply, m.Done):
             known = [(position[n], version) for n, _, version in reply.rounds.tolist() if n in position]
             leg.applied.update(known)
@@ -732,6 +753,21 @@ class Rounds:
                 finished.append(table)
         for source, first, end, to in runs:
             leg.memory.raw[to : to + end - first].copy_(source[first:end])
+        self._finish(round_, leg, finished)
+
+    def _take_places(self, round_: Round, leg: _Leg, shown: m.Shown) -> None:
+        """Note where new weights are."""
+        finished = []
+        for slot, version, place in shown.parts.tolist():
+            at = leg.layout.slots.get(slot)
+            if at is not None and leg.is_coming[at]:
+                table = leg.layout.table[at]
+                leg.shown.append((at, place))
+                leg.is_coming[at] = 0
+                leg.came[table] = version
+                leg.coming[table] -= 1
+                if not leg.coming[table]:
+                    finished.append(table)
         self._finish(round_, leg, finished)
 
     def _finish(self, round_: Round, leg: _Leg, tables: Iterable[int]) -> None:
@@ -862,6 +898,8 @@ class Rounds:
                 if index not in gone and version >= 0 and before >= 0:
                     ages[index] = max(version - 1 - before, ages.get(index, version - 1 - before))
             self._write(round_, leg, gone)
+        if round_.contribution.mapped is not None and not gone:
+            round_.contribution.mapped.refresh()
         if ages:
             book.staleness[list(ages)] = list(ages.values())
         applied = np.array([table.index for table in tables if table.index not in gone], np.int64)
@@ -900,6 +938,8 @@ class Rounds:
                 written = _write_staged(layout.tables[of], outs[layout.at[of]], piece, kind, raw)
                 for key, ids in written.items() if notes else ():
                     round_.rows.setdefault((layout.at[of], key), []).append(ids)
+        if round_.contribution.mapped is not None:
+            self._map(round_.contribution.mapped, leg, gone)
         leg.staged.clear()
         came = np.array(leg.came)
         read = came >= 0
@@ -908,6 +948,22 @@ class Rounds:
         self.tables.version[leg.server, layout.index[read]] = came[read]
         if round_.contribution.is_kept:
             self.tables.held[leg.server, layout.index[read]] = came[read]
+
+    def _map(self, mapped: MappedWeights, leg: _Leg, gone: Collection[int]) -> None:
+        """Map what a server has shown, and note what came as bytes in its place."""
+        pieces = leg.layout.pieces
+        for at in (*leg.gathered, *[at for at, _, _ in leg.staged]):
+            mapped.leave(pieces[at])
+        for at, place in leg.shown if not gone else ():
+            if mapped.shows(pieces[at], leg.server, place):
+                continue
+            memory = self._session.memory_at(leg.server, place)
+            try:
+                if memory is None:
+                    raise OSError("the channel to its server was lost")
+                mapped.show(pieces[at], leg.server, place, *memory)
+            except OSError as error:
+                mapped.problem = error
 
     def _give_up(self, round_: Round, tables: Sequence[RemoteTable], reason: str) -> None:
         """Fail rounds for everybody; where one server has applied and another failed it, have it taken back."""

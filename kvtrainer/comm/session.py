@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
 
+from kvstore_server.channel import Arena
 from kvstore_server.errors import (
     ConnectTimeoutError,
     DeadlineError,
@@ -73,6 +74,12 @@ class Transport(Protocol):
 
     def last_sign(self, server: int) -> float:
         """When a server last answered such a message; on the clock of the session, 0 if it never did."""
+
+    def shares_memory(self, server: int) -> bool:
+        """Tell whether messages to a server go through memory that it shares."""
+
+    def memory_at(self, server: int, place: int) -> tuple[Arena, int] | None:
+        """Find a server's memory, and where in it a place is that a Shown names; None where it is not known here."""
 
     def close(self) -> None:
         """Send what is queued, for a short while, and give all resources back."""
@@ -202,6 +209,14 @@ class Session:
     def describe(self, server: int) -> str:
         """The server's name in error messages."""
         return self._transport.describe(server)
+
+    def shares_memory(self, server: int) -> bool:
+        """Tell whether messages to a server go through memory that it shares."""
+        return self._transport.shares_memory(server)
+
+    def memory_at(self, server: int, place: int) -> tuple[Arena, int] | None:
+        """Find the memory of a server that a Shown names; see `Transport.memory_at`."""
+        return self._transport.memory_at(server, place)
 
     def next_number(self, handler: Handler | None = None) -> int:
         """A new request number; its replies go to `handler` until `forget` is called."""

@@ -11,6 +11,7 @@ bits.
 
 from __future__ import annotations
 
+import mmap
 import weakref
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -77,7 +78,7 @@ class Arena:
         here = list(compress(self._parameters, self._resident))
         _check_parameters(parameters, names, here, self._resident)
         self.device = parameters[0].device
-        self.weights = self._allocate()
+        self.weights = self._allocate_weights()
         self.zeros: frozenset[int] = frozenset()
         """Gradients that nobody writes to until the next `gather_grads`, and that are zero there already."""
         pieces = self._own_pieces()
@@ -234,6 +235,14 @@ class Arena:
         return {dtype: aligned_zeros(size, getattr(torch, dtype), self.device) for dtype, size in sizes}
 
     @torch.inference_mode(False)
+    def _allocate_weights(self) -> dict[str, Tensor]:
+        """Make room for the weights; on the CPU in pages of their own, so that others can take their places."""
+        if self.device.type != "cpu":
+            return self._allocate()
+        sizes = self._plan.resident_sizes.items()
+        return {dtype: _paged_zeros(size, getattr(torch, dtype)) for dtype, size in sizes}
+
+    @torch.inference_mode(False)
     def _own_pieces(self) -> list[Tensor]:
         """Make the places of the resident keys: tensors of their shapes, with storage objects of their own sizes."""
         aliases = {dtype: _alias_of(flat) for dtype, flat in self.weights.items()}
@@ -274,6 +283,8 @@ class WriteWatch:
         """Dtype → for each stretch and turn, what is summed in it, if the weights are in a store as well."""
         self._tables: dict[int, KeptSums] = {}
         """Key (by index) → its sums; it lies between the stretches."""
+        self._parts: Mapping[str, Sequence[tuple[int, int]]] = {}
+        """Dtype → where to look, as (begin, end) in bytes; without an entry everywhere."""
 
     def accept(self, is_in_store: bool) -> None:
         """From now on look for writes that come later; for unseen ones too if the weights are in a store as well."""
@@ -285,6 +296,13 @@ class WriteWatch:
             self._tables = {}
             self._lay_out()
         self.count_own()
+
+    def look_at(self, parts: Mapping[str, Sequence[tuple[int, int]]]) -> None:
+        """From now on sum some parts alone, as (begin, end) in bytes, whole lines; of others somebody else tells."""
+        self._parts = parts
+        if self._looked_at:
+            self._looked_at = {}
+            self.accept(is_in_store=True)
 
     def count_own(self, written: Mapping[int, Tensor | None] = NOTHING) -> None:
         """Note that the Trainer has written to the weights, and raised each counter by one.
@@ -300,7 +318,7 @@ class WriteWatch:
             elif key in self._tables:
                 del self._tables[key]
                 self._lay_out()
-            elif ids is not None and self._parameters[key].nbytes >= WHOLE:
+            elif ids is not None and self._parameters[key].nbytes >= WHOLE and not self._parts:
                 begin, end = self._place_of(key)
                 words = self._weights[self._plan.specs[key].dtype].view(torch.int64)[begin:end]
                 self._tables[key] = KeptSums(words, self._parameters[key][0].nbytes)
@@ -319,11 +337,14 @@ class WriteWatch:
         self._looked_at = {dtype: self._stretches(dtype, flat.view(torch.int64)) for dtype, flat in flats}
 
     def _stretches(self, dtype: str, words: Tensor) -> list[list[list[Tensor]]]:
-        """Cut the words of a dtype into what lies between tables, and that into turns."""
+        """Cut the words of a dtype into what is looked at and lies between tables, and that into turns."""
         every = 1 if words.numel() * _WORD <= WHOLE else EVERY
         tables = sorted([self._place_of(key) for key in self._tables if self._plan.specs[key].dtype == dtype])
         begins, ends = [0, *(end for _, end in tables)], [*(begin for begin, _ in tables), words.numel()]
-        return [_turns(words[a:b], every) for a, b in zip(begins, ends, strict=True) if a < b]
+        parts = self._parts.get(dtype, ((0, words.numel() * _WORD),))
+        between = [(a, b) for a, b in zip(begins, ends, strict=True) if a < b]
+        cut = [(max(a, x // _WORD), min(b, y // _WORD)) for a, b in between for x, y in parts]
+        return [_turns(words[a:b], every) for a, b in cut if a < b]
 
     def by_others(self) -> list[int]:
         """List the positions of parameters that others have written to since `accept`, or that lie beside one."""
@@ -399,6 +420,13 @@ def _neighbours(plan: Plan) -> Iterator[slice]:
         first = first if is_next else key
     if len(specs) - first > 1:
         yield slice(first, len(specs))
+
+
+def _paged_zeros(numel: int, dtype: torch.dtype) -> Tensor:
+    """Make zeros in pages of their own, which a fork copies as they are written."""
+    nbytes = numel * dtype.itemsize
+    pages = mmap.mmap(-1, max(nbytes, 1), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.from_numpy(np.frombuffer(pages, np.uint8)[:nbytes]).view(dtype)
 
 
 class _CudaPiece:

@@ -14,6 +14,7 @@ from kvstore_server.hyper import pack_hypers
 from kvstore_server.optimizer import Optimizer
 from kvstore_server.plan import Plan
 from kvtrainer.comm.client import Client
+from kvtrainer.comm.mapped import MappedWeights
 from kvtrainer.comm.rank_group import Buckets, RankGroup, current_group
 from kvtrainer.errors import ConfigurationError, KVStoreError, WeightsWrittenError
 from kvtrainer.kvstore import KVStoreBase, create
@@ -68,10 +69,14 @@ class Binding:
     """A Trainer's tie to what synchronises it: the store, and the Trainer's one table in it.
 
     There may be no store; then there is no `exchange` either.
+
+    Args:
+        zero_copy: Weights are seen in the memory of servers where that is possible.
     """
 
-    def __init__(self, selection: Selection) -> None:
+    def __init__(self, selection: Selection, zero_copy: bool = True) -> None:
         self.selection = selection
+        self.zero_copy = zero_copy
         self.store: KVStoreBase | None = None
         """The store; None where there is none, or it was named and is not made yet."""
         if isinstance(selection.kvstore, KVStoreBase):
@@ -109,6 +114,8 @@ class Binding:
         self._left: tuple[Exchange, Memory] | None = None
         """The exchange of fewer parameters, until all workers are known to go over to the next one."""
         self._num_opened = 0
+        self._num_mapped = 0
+        """The changes of what is mapped of which the watch of writes has heard."""
         self._earlier_updates = 0
         self._overlap: Overlap | None = None
         """Sends gradients during the backward pass; None where they are sent by the step."""
@@ -174,6 +181,9 @@ class Binding:
             self._left = None
         if self.exchange is None:
             self.exchange = self._open_exchange(layout.plan, optimizer)
+        is_mappable = self.zero_copy and arena.device.type == "cpu" and not layout.has_replicas
+        if isinstance(self.exchange, StoreExchange) and is_mappable:
+            self.exchange.map(arena.weights)
         if self.exchange is not None:
             self.exchange.init(arena.weights, layout.tables.first())
             layout.tables.are_placed()
@@ -182,6 +192,8 @@ class Binding:
         self.is_started = True
         self.num_workers = 1 if self.exchange is None else self.exchange.num_workers
         self.holder = self.exchange if isinstance(self.exchange, StoreExchange) else None
+        if self.holder is not None and self.holder.mapped is not None:
+            self._watch(arena, self.holder.mapped)
         if self.selection.overlaps and self.holder is not None:
             self._overlap = Overlap(self.holder, layout.devices[0])
         if self._awaited is not None:
@@ -266,15 +278,26 @@ class Binding:
         if self.exchange.updates_weights and not outcome.skipped:
             arena.mark_updated(None)
             arena.writes.count_own(outcome.written)
+            if self.holder is not None and self.holder.mapped is not None:
+                self._watch(arena, self.holder.mapped)
             if not layout.has_replicas:
                 arena.zeros = frozenset(rows)
         return outcome
+
+    def _watch(self, arena: Arena, mapped: MappedWeights) -> None:
+        """Leave it to the system's page map to tell what is written to weights that are mapped."""
+        if mapped.changes != self._num_mapped:
+            self._num_mapped = mapped.changes
+            arena.writes.look_at(mapped.rest())
 
     def _check_written(self, layout: Memory) -> None:
         """Raise WeightsWrittenError if the loop has changed weights since the store gave them to it."""
         if not self.updates_weights or self.holder is None:
             return
         written = [one.arena.writes.by_others() for one in layout.devices]
+        if self.holder.mapped is not None:
+            found = self.holder.keys_of(self.holder.mapped.written())
+            written[0] += sorted(found.difference(written[0]))
         given = [layout.names[key] for key in layout.tables.changed()] if layout.plan.has_row_sparse else []
         if not any(written) and not given:
             return
@@ -393,6 +416,8 @@ class Binding:
     def close(self, error: BaseException | None) -> None:
         """Leave the store; other workers are told of the error. Idempotent."""
         self.is_closed = True
+        if self.holder is not None and self.holder.mapped is not None:
+            self.holder.mapped.release()
         if self._client is not None:
             self._client.close(error)
         if self.store is not None and self.store is not self.selection.kvstore:

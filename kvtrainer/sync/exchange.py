@@ -10,6 +10,7 @@ ranks' equally long):
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 import struct
 from abc import ABC, abstractmethod
@@ -23,16 +24,19 @@ from kvstore_server.codec import Codec, compute_dtype, torch_dtype
 from kvstore_server.hyper import AgreedOptions
 from kvstore_server.norms import Decision, Guard, Measured
 from kvstore_server.optimizer import Optimizer, States, spec_for_store
-from kvstore_server.plan import Plan, Slice, row_numel
+from kvstore_server.plan import LONG, Plan, Slice, row_numel
 from kvstore_server.rows import RowSet
 from kvtrainer.comm.client import Client
 from kvtrainer.comm.compressor import Compressor
+from kvtrainer.comm.mapped import MappedWeights
 from kvtrainer.comm.rank_group import RankGroup
 from kvtrainer.comm.round import Contribution, RowsAsked
-from kvtrainer.errors import ConfigurationError, ProtocolError
+from kvtrainer.errors import ConfigurationError, KVStoreError, ProtocolError
 from kvtrainer.kvstore.base import KVStoreBase
 from kvtrainer.kvstore.replicas import sum_rows
 from kvtrainer.memory.row_sparse import NO_TABLES, Tables
+
+_log = logging.getLogger(__name__)
 
 TABLE = "parameters"
 _DENSE, _ABSENT = -1, -2
@@ -162,6 +166,8 @@ class StoreExchange(Exchange):
         self._table.takes_half = takes_half
         if codec is not None:
             self._table.compressor = Compressor(codec, self._table.plan)
+        self.mapped: MappedWeights | None = None
+        """Maps the weights that are in the servers' memory."""
         if (
             optimizer is None and is_dist
         ):  # also with one worker: a script that works with one works with several
@@ -170,10 +176,50 @@ class StoreExchange(Exchange):
                 "here"
             )
 
+    def map(self, weights: Mapping[str, Tensor]) -> None:
+        """From now on see the weights in the servers' memory, as far as these are on this host; before `init`.
+
+        Args:
+            weights: Flat, laid out by the plan, in pages of their own.
+        """
+        is_whole = self.updates_weights and self.is_sync and not self._table.takes_half
+        is_long = any([piece.nbytes >= LONG for piece in self._table.plan.slices])
+        if not (is_whole and is_long and self._client.shares_memory):
+            return
+        try:
+            self.mapped = MappedWeights(weights)
+        except OSError as error:
+            _log.warning("weights are copied, not mapped: %s (zero_copy=False says so)", error)
+
     def init(self, weights: Mapping[str, Tensor], tables: Tables = NO_TABLES) -> None:
         mine = _on_cpu(weights)
         self._client.rounds.initialise(self._of_rank_0(mine, tables, mine))
+        if self.mapped is not None:
+            self._check_mapped(weights)
         _copy_back(weights, mine)
+
+    def _check_mapped(self, weights: Mapping[str, Tensor]) -> None:
+        """Copy weights from now on where servers show what could not be mapped."""
+        assert self.mapped is not None
+        if self.mapped.problem is not None:
+            _log.warning("weights are copied from now on, not mapped: %s", self.mapped.problem)
+            self.mapped.release()
+            self._client.rounds.pull([self._table], [weights])
+
+    def _tell_torn(self, error: BaseException) -> None:
+        """Have an error say of which parameters the weights here are no longer those of the last round."""
+        keys = self.keys_of(set() if self.mapped is None else self.mapped.torn())
+        if keys and isinstance(error, KVStoreError):
+            names = [self._table.plan.specs[key].key for key in sorted(keys)]
+            error.args = (
+                f"{error}. The weights here are of two rounds, for servers have begun to write those of {len(names)} "
+                f"parameters: {', '.join(names[:8])}{', …' if len(names) > 8 else ''}; go on from saved states, or "
+                "have weights that stay whole by zero_copy=False",
+            )
+
+    def keys_of(self, slices: Collection[int]) -> set[int]:
+        """List the keys (by index) that have a part in some slices (by index)."""
+        return {segment.key for at in slices for segment in self._table.plan.slices[at].segments}
 
     def run(self, grads: Gradients, weights: Mapping[str, Tensor]) -> Outcome:
         """Run one round over the client; see `Exchange.run`."""
@@ -194,14 +240,17 @@ class StoreExchange(Exchange):
         contribution = Contribution(
             [self._table], None if grads.veto else [values], [out], grads.scale, grads.hyper, grads.absent | unsent,
             rows, veto=grads.veto, is_kept=self.updates_weights and self._has_rows, guard=grads.guard, lent=grads.lent,
-            unread=unread,
+            unread=unread, mapped=self.mapped,
         )  # fmt: skip
         try:
             ticket = self._client.rounds.start(contribution)
             self._client.rounds.wait(ticket)
-        except BaseException:
+        except BaseException as error:
             self._table.forget_held()  # all weights have to come again
+            self._tell_torn(error)
             raise
+        if self.mapped is not None:
+            self._check_mapped(weights)
         measured, decision = ticket.decided.get(self._name, (None, Decision()))
         if self._name in ticket.vetoes:
             return Outcome(frozenset(), True, None, measured, decision)
@@ -251,6 +300,9 @@ class StoreExchange(Exchange):
             except BaseException:
                 self._table.forget_held()
                 raise
+            if self.mapped is not None:
+                self._check_mapped(weights)
+                self.mapped.attach()
         else:
             # Contributions count one by one: none may come between, and nobody may read before.
             self._client.barrier()
@@ -324,7 +376,9 @@ class StoreExchange(Exchange):
         given = {} if self.rank else {key: make() for key, make in tables.items()}
         is_kept = self.updates_weights and self._has_rows and out is not None
         values, outs = None if self.rank else [mine], None if out is None else [out]
-        return Contribution([self._table], values, outs, assign=assign, sources=given, is_kept=is_kept)
+        return Contribution(
+            [self._table], values, outs, assign=assign, sources=given, is_kept=is_kept, mapped=self.mapped
+        )
 
 
 def _on_cpu(arenas: Mapping[str, Tensor]) -> Mapping[str, Tensor]:

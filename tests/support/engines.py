@@ -15,6 +15,7 @@ from kvstore_server.namespace import EngineConfig
 from kvstore_server.plan import Plan, TensorSpec, make_plan
 from kvstore_server.protocol import messages as m
 from kvstore_server.rounds import Mode
+from kvstore_server.storage import Leases
 from kvtrainer.comm.client import Client
 from kvtrainer.comm.loopback import Loopback
 from kvtrainer.comm.session import SessionOptions
@@ -64,13 +65,22 @@ def step(
 
 
 class EngineJob:
-    """Ranks of a job with one table of 8 zeros, to which contributions are added; `told` keeps what was said to whom.
+    """Ranks of a job with one table of zeros, to which contributions are added; `told` keeps what was said to whom.
 
     Without `first` the ranks have registered the table, and nobody has given it values.
     """
 
-    def __init__(self, workers: int, mode: Mode, first: bool = True) -> None:
-        self.engine = Engine(EngineConfig())
+    def __init__(
+        self,
+        workers: int,
+        mode: Mode,
+        first: bool = True,
+        shape: tuple[int, ...] = (4, 2),
+        leases: Leases | None = None,
+    ) -> None:
+        self.engine = Engine(EngineConfig(), leases)
+        self.shape = shape
+        self.slices = make_plan([TensorSpec("k", shape, "float32")], 1).slices
         self.workers = workers
         self.mode = mode
         self.now = 0.0
@@ -94,7 +104,7 @@ class EngineJob:
         assert isinstance(welcome, m.Welcome)
         self.sessions[rank] = welcome.session
         self.ask(rank, m.SetOptimizer(packed(Adding.name)))
-        [registered] = self.ask(rank, m.Register("t", (("k", (4, 2), "float32", 0, False),), False))
+        [registered] = self.ask(rank, m.Register("t", (("k", self.shape, "float32", 0, False),), False))
         return registered
 
     def ask(self, rank: int, body: m.RequestBody, number: int | None = None) -> list[m.ReplyBody]:
@@ -105,9 +115,10 @@ class EngineJob:
         return told.get((rank, number), [])
 
     def push(self, rank: int, round_: int, value: float) -> list[m.ReplyBody]:
-        padded = torch.zeros(16)
-        padded[:8] = value
-        return self.ask(rank, contribution([(0, padded)], round_))
+        given = [(piece.index, torch.zeros(piece.length)) for piece in self.slices]
+        for piece, (_, numbers) in zip(self.slices, given, strict=True):
+            numbers[: piece.used] = value
+        return self.ask(rank, contribution(given, round_))
 
     def commit(
         self,
@@ -122,7 +133,7 @@ class EngineJob:
         """Commit a round, after pushing that value if there is one, unless it was pushed before."""
         if value is not None:
             self.push(rank, round_, value)
-        given = int(value is not None or pushed)
+        given = len(self.slices) * (value is not None or pushed)
         return self.ask(
             rank, contribution([], round_, 0, given, flags=flags, **{"timeout": 30.0, **said}), number
         )

@@ -80,6 +80,12 @@ class Scripted:
     def begin(self, sessions: Sequence[tuple[int, int]]) -> None:
         self.heartbeats = list(sessions)
 
+    def shares_memory(self, server: int) -> bool:
+        return False
+
+    def memory_at(self, server: int, place: int) -> None:
+        return None
+
     def last_sign(self, server: int) -> float:
         return self.signs.get(server, 0.0)
 
@@ -90,7 +96,7 @@ class Scripted:
 class Bench:
     """One table, "w", over scripted servers that answer a commit as `act` says; its number on server s is s + 5."""
 
-    def __init__(self, num_servers: int, act: Act, numel: int = 300_000, **options: float) -> None:
+    def __init__(self, num_servers: int, act: Act, numel: int = 1 << 18, **options: float) -> None:
         self.act = act
         self.servers = Scripted(num_servers)
         self.session = self.servers.session(**options)

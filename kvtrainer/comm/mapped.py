@@ -1,0 +1,270 @@
+"""Weights that a worker does not copy: its servers' memory, mapped privately in the place of its own.
+
+A clean page shows what the server writes. A page that the worker writes to becomes its own and shows that no more; the
+system's page map tells which these are. So what a loop writes is found before each round: pages that hold the server's
+bytes again are given back, all others are told. A slice begins in its page where it does on the server; the pages at
+its ends, which it may share with a slice of another server, are the worker's own and are copied.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvstore_server.channel import Arena
+from kvstore_server.plan import LONG, PAGE, SIZES, Slice
+from kvstore_server.storage import marks_in
+
+_PRIVATE_FIXED = mmap.MAP_PRIVATE | getattr(mmap, "MAP_FIXED", 0x10)
+_DONTNEED, _POPULATE_READ = 4, 22
+_FROM_FILE = 1 << 61
+_IS_THERE = 3 << 62
+"""In memory, or in swap."""
+_PAGE_MAP = "/proc/self/pagemap"
+_ENTRY = 8
+
+
+class _Mapped(NamedTuple):
+    """A slice that is mapped."""
+
+    piece: Slice
+    server: int
+    place: int
+    source: Tensor
+    """The server's bytes of it; all of them."""
+    memory: int
+    """The address of all its memory."""
+    lines: slice
+    """Its marks there."""
+    first: int
+    """Where its own pages begin, and end, in bytes of the arena of its dtype."""
+    end: int
+
+
+class MappedWeights:
+    """The weights of a table of which a worker maps what it can; not thread-safe.
+
+    Args:
+        flats: Dtype → where a worker reads its weights; pages of their own, which can be replaced.
+
+    Raises:
+        OSError: this system cannot do it, or does not tell which pages are this process's own.
+    """
+
+    def __init__(self, flats: Mapping[str, Tensor]) -> None:
+        if mmap.PAGESIZE != PAGE:
+            raise OSError(f"pages have {mmap.PAGESIZE} bytes here")
+        self._system = _System()
+        self._flats = {dtype: flat.view(torch.uint8) for dtype, flat in flats.items()}
+        self._slices: dict[int, _Mapped] = {}
+        self._edges: tuple[list[Tensor], list[Tensor]] | None = None
+        """What is copied, and from where."""
+        self._marks: dict[int, tuple[Any, Any]] = {}
+        """Address of a server's memory → its marks, and what they were after the last whole round."""
+        self._runs: list[tuple[str, int, int]] | None = None
+        """(dtype, begin, end) of the pages that are mapped, in bytes; neighbours together."""
+        self.is_on = True
+        """More may be mapped: not any more after `release`."""
+        self.problem: OSError | None = None
+        """Why some slice could not be mapped, so that its present weights are not here."""
+        self.changes = 0
+        """How often other slices than before became mapped."""
+
+    def shows(self, piece: Slice, server: int, place: int) -> bool:
+        """Tell whether a slice is mapped from there already."""
+        found = self._slices.get(piece.index)
+        return found is not None and found.place == place and found.server == server
+
+    def show(self, piece: Slice, server: int, place: int, memory: Arena, begin: int) -> None:
+        """Map a slice from where it begins in a server's memory. Raises OSError if the system refuses."""
+        size = SIZES[piece.dtype]
+        flat, at, nbytes = self._flats[piece.dtype], piece.offset * size, piece.used * size
+        first, end = -(-at // PAGE) * PAGE, (at + nbytes) // PAGE * PAGE
+        if (at - begin) % PAGE or begin + nbytes > memory.nbytes or at + nbytes > len(flat):
+            raise OSError(f"slice {piece.index} is at {begin} of {memory.nbytes} bytes")
+        self._system.map(flat.data_ptr() + first, end - first, memory.fd, begin + first - at)
+        source, base = memory.numbers[begin : begin + nbytes], memory.numbers.data_ptr()
+        lines = slice(begin // LONG, -(-(begin + nbytes) // LONG))
+        self._slices[piece.index] = _Mapped(piece, server, place, source, base, lines, first, end)
+        marks = marks_in(memory.numbers)
+        self._marks.setdefault(base, (marks, marks.copy()))
+        self._note_change()
+
+    def leave(self, piece: Slice) -> None:
+        """Note that a slice was written here, because its server's memory does not show it now."""
+        if self._slices.pop(piece.index, None) is not None:
+            self._note_change()
+
+    def refresh(self) -> None:
+        """A round has ended: copy what is shown and cannot be mapped."""
+        targets, sources = self._edges_now()
+        if targets:
+            torch._foreach_copy_(targets, sources)
+        self._marks = {base: (marks, marks.copy()) for base, (marks, _) in self._marks.items()}
+
+    def torn(self) -> set[int]:
+        """List the slices (by index) that servers have begun to write since the last round, unless all were written."""
+        changed, written = set[int](), set[int]()
+        for index, one in self._slices.items():
+            marks, before = self._marks[one.memory]
+            begun, ended = marks[:, one.lines]
+            if (begun != before[0, one.lines]).any():
+                changed.add(index)
+                written |= {index} if (begun == ended).all() else set()
+        return set() if len(written) == len(self._slices) else changed
+
+    def attach(self) -> None:
+        """Show the servers' bytes everywhere, whatever was written here."""
+        for dtype, begin, end in self._runs_now():
+            self._system.forget(self._flats[dtype].data_ptr() + begin, end - begin)
+        self.refresh()
+
+    def written(self) -> set[int]:
+        """List the slices (by index) that differ from what their servers show; give equal pages back to these."""
+        found: set[int] = set()
+        for dtype, begin, end in self._runs_now():
+            own = self._system.own_pages(self._flats[dtype].data_ptr() + begin, end - begin)
+            if len(own):
+                found |= self._differing(dtype, begin + own * PAGE)
+        targets, sources = self._edges_now()
+        if targets and not torch.equal(torch.cat(targets), torch.cat(sources)):
+            found.update(at for at, one in self._slices.items() if self._ends_differ(one))
+        return found
+
+    def rest(self) -> dict[str, list[tuple[int, int]]]:
+        """List what is not shown, as (begin, end) in bytes, whole lines, by dtype."""
+        found = {}
+        for dtype, flat in self._flats.items():
+            pieces = [one.piece for one in self._slices.values() if one.piece.dtype == dtype]
+            size = SIZES[dtype]
+            parts = sorted(
+                (one.offset * size, min((one.offset + one.length) * size, len(flat))) for one in pieces
+            )
+            begins, ends = [0, *(end for _, end in parts)], [*(begin for begin, _ in parts), len(flat)]
+            found[dtype] = [(a, b) for a, b in zip(begins, ends, strict=True) if a < b]
+        return found
+
+    def release(self) -> None:
+        """Make all weights this worker's own, as they are now."""
+        for one in self._slices.values():
+            address = self._flats[one.piece.dtype].data_ptr() + one.first
+            kept = self._flats[one.piece.dtype][one.first : one.end].clone()
+            self._system.map(address, one.end - one.first, -1, 0)
+            self._flats[one.piece.dtype][one.first : one.end].copy_(kept)
+        self._slices.clear()
+        self.is_on, self.problem = False, None
+        self._note_change()
+
+    def _note_change(self) -> None:
+        self._edges = self._runs = None
+        self.changes += 1
+
+    def _ends_of(self, one: _Mapped) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the bytes of a slice in front of its pages, and behind, here and at its server."""
+        at = one.piece.offset * SIZES[one.piece.dtype]
+        here = self._flats[one.piece.dtype][at : at + len(one.source)]
+        for part in (slice(0, one.first - at), slice(one.end - at, len(here))):
+            if len(here[part]):
+                yield here[part], one.source[part]
+
+    def _ends_differ(self, one: _Mapped) -> bool:
+        return not all(torch.equal(here, there) for here, there in self._ends_of(one))
+
+    def _edges_now(self) -> tuple[list[Tensor], list[Tensor]]:
+        if self._edges is None:
+            pairs = [pair for one in self._slices.values() for pair in self._ends_of(one)]
+            self._edges = [here for here, _ in pairs], [there for _, there in pairs]
+        return self._edges
+
+    def _runs_now(self) -> list[tuple[str, int, int]]:
+        if self._runs is None:
+            runs: list[tuple[str, int, int]] = []
+            for one in sorted(self._slices.values(), key=lambda one: (one.piece.dtype, one.first)):
+                if one.first >= one.end:
+                    continue
+                if runs and runs[-1][0] == one.piece.dtype and runs[-1][2] == one.first:
+                    runs[-1] = (one.piece.dtype, runs[-1][1], one.end)
+                else:
+                    runs.append((one.piece.dtype, one.first, one.end))
+            self._runs = runs
+        return self._runs
+
+    def _differing(self, dtype: str, pages: Any) -> set[int]:
+        """List the slices of which some pages here differ from those of their servers; the others are given back."""
+        found: set[int] = set()
+        flat = self._flats[dtype]
+        for one in self._slices.values():
+            mine = pages[(pages >= one.first) & (pages < one.end)] if one.piece.dtype == dtype else pages[:0]
+            at = one.piece.offset * SIZES[dtype]
+            cuts = np.flatnonzero(np.diff(mine) != PAGE) + 1
+            for some in np.split(mine, cuts) if len(mine) else ():
+                begin, end = int(some[0]), int(some[-1]) + PAGE
+                if torch.equal(flat[begin:end], one.source[begin - at : end - at]):
+                    self._system.forget(flat.data_ptr() + begin, end - begin)
+                else:
+                    found.add(one.piece.index)
+        return found
+
+
+class _System:
+    """Calls of the system that Python's own `mmap` does not make. Raises OSError where they do not work."""
+
+    def __init__(self) -> None:
+        library: Any = ctypes.CDLL(None, use_errno=True)
+        self._mmap: Callable[..., int | None] = library.mmap
+        library.mmap.restype = ctypes.c_void_p
+        library.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+        self._madvise: Callable[..., int] = library.madvise
+        library.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+        self._page_map = os.open(_PAGE_MAP, os.O_RDONLY)
+        weakref.finalize(self, os.close, self._page_map).atexit = False
+        self._check()
+
+    def map(self, address: int, nbytes: int, fd: int, offset: int) -> None:
+        """Put pages of a file, or with -1 empty ones, in the place of others."""
+        if nbytes <= 0:
+            return
+        flags = _PRIVATE_FIXED | (mmap.MAP_ANONYMOUS if fd < 0 else 0)
+        if self._mmap(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, offset) != address:
+            raise OSError(ctypes.get_errno(), f"{nbytes} bytes cannot be mapped")
+        if fd >= 0:
+            self._madvise(
+                address, nbytes, _POPULATE_READ
+            )  # reads later find them there; older systems do not know it
+
+    def forget(self, address: int, nbytes: int) -> None:
+        """Give pages that are this process's own up for those of the file."""
+        if self._madvise(address, nbytes, _DONTNEED):
+            raise OSError(ctypes.get_errno(), f"{nbytes} bytes cannot be given up")
+
+    def own_pages(self, address: int, nbytes: int) -> Any:
+        """List the pages, from an address on, that are not those of the file any more."""
+        data = os.pread(self._page_map, nbytes // PAGE * _ENTRY, address // PAGE * _ENTRY)
+        if len(data) != nbytes // PAGE * _ENTRY:
+            raise OSError(f"{_PAGE_MAP} has {len(data)} bytes for {nbytes // PAGE} pages")
+        entries = np.frombuffer(data, np.uint64)
+        return np.flatnonzero((entries & np.uint64(_IS_THERE) != 0) & (entries & np.uint64(_FROM_FILE) == 0))
+
+    def _check(self) -> None:
+        """Prove with two pages that what a process writes to is seen."""
+        fd = os.memfd_create("kvtrainer-probe", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(fd, 2 * PAGE)
+            with mmap.mmap(fd, 2 * PAGE, mmap.MAP_PRIVATE) as probe:
+                probe[PAGE] = 1
+                probe[0]
+                at = np.frombuffer(probe, np.uint8)
+                seen = self.own_pages(at.ctypes.data, 2 * PAGE).tolist()
+                del at
+        finally:
+            os.close(fd)
+        if seen != [1]:
+            raise OSError(f"{_PAGE_MAP} does not tell which pages were written")

@@ -1,0 +1,203 @@
+"""Workers that map the weights of servers of their host: equal results, and writes that are found."""
+
+from __future__ import annotations
+
+import logging
+import signal
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import Parameter
+
+import kvtrainer
+from kvtrainer.comm import mapped
+from kvtrainer.errors import ServerUnreachableError, WeightsWrittenError
+from kvtrainer.kvstore import DistKVStore
+from tests.support.processes import Members, Process, Processes, new_name, together
+
+SHAPES = ((700, 333), (333,), (5, 5), (90_001,), (64, 1024))
+"""Slices that fill their pages and others that do not, of several keys and of one."""
+
+DEAD_AFTER = 3.0
+
+
+@pytest.fixture(autouse=True)
+def transport(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have servers share memory whatever way the other tests take."""
+    monkeypatch.setenv("KVSTORE_TRANSPORT", "auto")
+
+
+class Worker:
+    """A worker with parameters of SHAPES, whose gradients are drawn by its rank."""
+
+    def __init__(self, store: DistKVStore, rank: int, optimizer: str = "adam", **options: Any) -> None:
+        drawn = torch.Generator().manual_seed(5)
+        self.parameters = [Parameter(torch.randn(shape, generator=drawn)) for shape in SHAPES]
+        names = {f"p{at}": parameter for at, parameter in enumerate(self.parameters)}
+        self.trainer = kvtrainer.Trainer(names, optimizer, {"learning_rate": 0.01}, kvstore=store, **options)
+        self._drawn = torch.Generator().manual_seed(rank)
+
+    def steps(self, number: int = 1) -> None:
+        for _ in range(number):
+            for parameter in self.parameters:
+                parameter.grad = torch.randn(parameter.shape, generator=self._drawn)
+            self.trainer.step(2)
+
+    def weights(self) -> list[torch.Tensor]:
+        return [parameter.detach().clone() for parameter in self.parameters]
+
+
+def is_mapped(parameter: Parameter) -> bool:
+    """Tell whether the middle of a parameter lies in memory of a server, by the system's list of mappings."""
+    address = parameter.data_ptr() + parameter.nbytes // 2
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        begin, end = (int(edge, 16) for edge in line.split()[0].split("-"))
+        if begin <= address < end:
+            return "memfd:kvstore-weights" in line
+    return False
+
+
+def on_two(
+    members: Members, servers: Sequence[Process], work: Callable[[Worker], Any], **options: Any
+) -> list[Any]:
+    """What two workers return that do the same work."""
+    pair = members.pair(servers)
+    return together(*(lambda kv=kv, r=r: work(Worker(kv, r, **options)) for r, kv in enumerate(pair)))
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam", "lamb"])
+def test_weights_are_the_same_to_the_bit_whether_they_are_mapped_or_copied(
+    processes: Processes, members: Members, optimizer: str
+) -> None:
+    servers = processes.servers(2)
+
+    def train(worker: Worker) -> tuple[list[torch.Tensor], bool]:
+        worker.steps(4)
+        return worker.weights(), is_mapped(worker.parameters[0])
+
+    found = on_two(members, servers, train, optimizer=optimizer)
+    found += on_two(members, servers, train, optimizer=optimizer, zero_copy=False)
+    assert [mapped for _, mapped in found] == [True, True, False, False]
+    assert all(all(map(torch.equal, weights, found[0][0])) for weights, _ in found)
+
+
+def test_one_worker_may_copy_what_the_other_one_maps(processes: Processes, members: Members) -> None:
+    pair = members.pair(processes.servers(2))
+    workers = [Worker(kv, rank, zero_copy=rank == 0) for rank, kv in enumerate(pair)]
+    together(*(lambda w=w: w.steps(4) for w in workers))
+    assert [is_mapped(worker.parameters[0]) for worker in workers] == [True, False]
+    assert all(map(torch.equal, workers[0].weights(), workers[1].weights()))
+
+
+def test_a_write_that_torch_does_not_see_is_found_before_anything_is_sent(
+    processes: Processes, members: Members
+) -> None:
+    def write(worker: Worker) -> tuple[str, bool]:
+        worker.steps(2)
+        worker.parameters[3].data[77_777] += 1.0
+        before = worker.weights()
+        with pytest.raises(WeightsWrittenError) as raised:
+            worker.steps()
+        return str(raised.value), all(map(torch.equal, before, worker.weights()))
+
+    for text, is_unchanged in on_two(members, processes.servers(2), write):
+        assert "p3" in text
+        assert "p0" not in text
+        assert is_unchanged
+
+
+def test_weights_that_are_published_are_mapped_again_on_every_worker(
+    processes: Processes, members: Members
+) -> None:
+    def publish(worker: Worker) -> list[list[torch.Tensor]]:
+        worker.steps(2)
+        with torch.no_grad():
+            for parameter in worker.parameters:
+                parameter.fill_(3.0)
+        worker.trainer.set_data()
+        published = worker.weights()
+        worker.steps(2)
+        return [published, worker.weights()]
+
+    (first, later), (second, after) = on_two(members, processes.servers(2), publish)
+    assert all((weight == 3.0).all() for weight in (*first, *second))
+    assert all(map(torch.equal, later, after))
+    assert not any((weight == 3.0).all() for weight in later)
+
+
+def test_averaged_weights_may_be_swapped_in_and_out_between_steps(
+    processes: Processes, members: Members
+) -> None:
+    def train(worker: Worker) -> list[torch.Tensor]:
+        for _ in range(3):
+            worker.steps()
+            kept = worker.weights()
+            for parameter, weight in zip(worker.parameters, kept, strict=True):
+                parameter.data.zero_()
+                parameter.data.copy_(weight)
+        return worker.weights()
+
+    servers = processes.servers(2)
+    swapped = on_two(members, servers, train)
+    plain = on_two(members, servers, lambda worker: (worker.steps(3), worker.weights())[1])
+    assert all(map(torch.equal, swapped[0], plain[0]))
+    assert all(map(torch.equal, swapped[1], plain[1]))
+
+
+def test_a_worker_whose_page_map_is_hidden_copies_and_says_so(
+    processes: Processes,
+    members: Members,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setattr(mapped, "_PAGE_MAP", str(tmp_path / "none"))
+    worker = Worker(members.join(processes.servers(1), 0, 1, new_name()), 0)
+    worker.steps(2)
+    assert not is_mapped(worker.parameters[0])
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+
+
+def test_weights_stay_and_are_the_workers_own_when_its_trainer_is_closed(
+    processes: Processes, members: Members
+) -> None:
+    worker = Worker(members.join(processes.servers(2), 0, 1, new_name()), 0)
+    worker.steps(2)
+    before = worker.weights()
+    worker.trainer.close()
+    assert not is_mapped(worker.parameters[0])
+    assert all(map(torch.equal, before, worker.weights()))
+
+
+def test_weights_can_be_read_after_their_server_was_killed(processes: Processes, members: Members) -> None:
+    servers = processes.servers(2)
+    worker = Worker(members.join(servers, 0, 1, new_name()), 0)
+    worker.steps(2)
+    before = worker.weights()
+    servers[1].signal(signal.SIGKILL)
+    servers[1].end()
+    assert all(map(torch.equal, before, worker.weights()))
+
+
+@pytest.mark.parametrize("zero_copy", [True, False])
+def test_a_server_that_dies_before_it_has_written_leaves_two_rounds_only_where_weights_are_mapped(
+    processes: Processes, members: Members, zero_copy: bool
+) -> None:
+    servers = processes.servers(2)
+    store = members.join(servers, 0, 1, new_name(), dead_after=DEAD_AFTER)
+    worker = Worker(store, 0, zero_copy=zero_copy)
+    worker.steps(2)
+    before = worker.weights()
+    servers[1].signal(signal.SIGKILL)
+    servers[1].end()
+    with pytest.raises(ServerUnreachableError) as raised:
+        worker.steps()
+    changed = [
+        f"p{at}" for at, (a, b) in enumerate(zip(before, worker.weights(), strict=True)) if (a != b).any()
+    ]
+    assert bool(changed) == zero_copy
+    assert all(name in str(raised.value) for name in changed)
+    assert ("two rounds" in str(raised.value)) == zero_copy

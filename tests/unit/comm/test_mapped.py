@@ -1,0 +1,243 @@
+"""Weights that are mapped show what a server writes, and tell what a worker has written instead."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from kvstore_server.channel import Arena, Shelf
+from kvstore_server.plan import PAGE, Plan, TensorSpec, make_plan
+from kvstore_server.storage import Leases, Storage
+from kvtrainer.comm import mapped
+from kvtrainer.comm.mapped import MappedWeights
+from kvtrainer.memory.arena import Arena as Parameters
+
+_NUMEL = 3 * 70_001
+"""Rows of no whole line, so that slices of servers meet within a page."""
+
+
+@dataclass
+class Job:
+    """Two servers' memory, filled with numbers from one on, and a worker that maps it."""
+
+    plan: Plan
+    servers: list[Storage]
+    weights: Parameters
+    mapped: MappedWeights
+    memories: list[Arena]
+    leases: list[Leases]
+
+    @property
+    def parameter(self) -> Tensor:
+        return self.weights._parameters[0]
+
+    def serve(self, values: Tensor) -> None:
+        """Have the servers write new weights in place."""
+        for storage in self.servers:
+            for slot, own in zip(storage.slots, storage.visible, strict=True):
+                own.copy_(values[slot.piece.offset : slot.piece.offset + slot.piece.used])
+
+    def show(self) -> None:
+        for server, (storage, memory) in enumerate(zip(self.servers, self.memories, strict=True)):
+            for at, slot in enumerate(storage.slots):
+                if (place := storage.place(at)) >= 0:
+                    self.mapped.show(slot.piece, server, place, memory, place & ((1 << 40) - 1))
+        self.mapped.refresh()
+
+
+def _server_memory(plan: Plan, server: int) -> tuple[Storage, Arena, Leases]:
+    leases = Leases()
+    shelf = Shelf(leases)
+    leases.shared, leases.place_of = shelf.make, lambda weights: shelf.find([weights])
+    storage = Storage(leases)
+    storage.add(plan, server, None)
+    [(number, fd)] = shelf.fds.items()
+    return storage, Arena(os.dup(fd), number, is_ours=False), leases
+
+
+@pytest.fixture
+def job() -> Job:
+    parameter = Parameter(torch.zeros(_NUMEL // 3, 3))
+    specs = [TensorSpec("w", tuple(parameter.shape), "float32")]
+    plan = make_plan(specs, 2)
+    servers, memories, leases = zip(*(_server_memory(plan, server) for server in range(2)), strict=True)
+    weights = Parameters([parameter], ["w"], make_plan(specs, 1))
+    made = Job(plan, list(servers), weights, MappedWeights(weights.weights), list(memories), list(leases))
+    made.serve(_numbers())
+    made.show()
+    return made
+
+
+def _numbers() -> Tensor:
+    return torch.arange(1, _NUMEL + 1, dtype=torch.float32)
+
+
+def test_a_worker_sees_all_that_the_servers_have(job: Job) -> None:
+    assert len(job.plan.slices) == 8
+    assert {piece.server for piece in job.plan.slices} == {0, 1}
+    assert not job.mapped.rest()["float32"]
+    assert torch.equal(job.parameter.detach().view(-1), _numbers())
+
+
+def test_a_worker_sees_what_servers_write_later(job: Job) -> None:
+    job.serve(-_numbers())
+    job.mapped.refresh()
+    assert torch.equal(job.parameter.detach().view(-1), -_numbers())
+
+
+@pytest.mark.parametrize("at", range(0, _NUMEL, 20_011))
+def test_what_a_worker_writes_is_found_wherever_it_is(job: Job, at: int) -> None:
+    job.parameter.data.view(-1)[at] = 0.5
+    [slice_] = job.mapped.written()
+    piece = job.plan.slices[slice_]
+    assert piece.offset <= at < piece.offset + piece.used
+
+
+def test_a_write_at_the_edge_of_a_slice_is_found(job: Job) -> None:
+    for piece in job.plan.slices:
+        job.parameter.data.view(-1)[piece.offset] += 0.5
+        job.parameter.data.view(-1)[piece.offset + piece.used - 1] += 0.5
+    assert job.mapped.written() == set(range(8))
+
+
+def test_nothing_is_found_where_nothing_was_written(job: Job) -> None:
+    assert not job.mapped.written()
+
+
+def test_pages_with_the_servers_bytes_again_show_the_servers_memory_again(job: Job) -> None:
+    before = job.parameter.detach().clone()
+    job.parameter.data.zero_()
+    job.parameter.data.copy_(before)
+    assert not job.mapped.written()
+    job.serve(2 * _numbers())
+    job.mapped.refresh()
+    assert torch.equal(job.parameter.detach().view(-1), 2 * _numbers())
+
+
+def test_pages_that_were_written_stay_until_the_servers_bytes_are_asked_for(job: Job) -> None:
+    job.parameter.data.zero_()
+    assert job.mapped.written() == set(range(8))
+    assert not job.parameter.any()
+    job.mapped.attach()
+    assert torch.equal(job.parameter.detach().view(-1), _numbers())
+    assert not job.mapped.written()
+
+
+def test_what_a_worker_writes_reaches_no_server(job: Job) -> None:
+    job.parameter.data.fill_(0.5)
+    assert not any((own == 0.5).any() for storage in job.servers for own in storage.visible)
+
+
+def test_a_slice_that_was_left_is_not_looked_at_and_can_be_mapped_again(job: Job) -> None:
+    piece = job.plan.slices[3]
+    job.mapped.leave(piece)
+    job.parameter.data.view(-1)[piece.offset : piece.offset + piece.used] = 0.0
+    assert not job.mapped.written()
+    assert job.mapped.rest()["float32"] == [(4 * piece.offset, 4 * (piece.offset + piece.length))]
+    job.show()
+    assert torch.equal(job.parameter.detach().view(-1), _numbers())
+
+
+def test_released_weights_stay_as_they_are(job: Job) -> None:
+    job.mapped.release()
+    job.serve(-_numbers())
+    assert torch.equal(job.parameter.detach().view(-1), _numbers())
+    job.parameter.data.zero_()
+    assert not job.mapped.written()
+
+
+@pytest.mark.parametrize("shift", [64, PAGE * 10**6])
+def test_a_place_that_does_not_fit_is_refused_and_nothing_is_mapped(job: Job, shift: int) -> None:
+    storage, piece = job.servers[0], job.servers[0].slots[0].piece
+    begin = storage.place(0) & ((1 << 40) - 1)
+    with pytest.raises(OSError, match="slice 0 is at"):
+        job.mapped.show(piece, 0, storage.place(0), job.memories[0], begin + shift)
+    assert torch.equal(job.parameter.detach().view(-1), _numbers())
+
+
+def test_slices_that_only_some_servers_have_written_are_told(job: Job) -> None:
+    told = [job.mapped.torn()]
+    for storage in job.servers:
+        for at in range(len(storage.slots)):
+            with storage.lent(at, at + 1) as weights:
+                weights.neg_()
+        told.append(job.mapped.torn())
+    assert told == [set(), {slot.piece.index for slot in job.servers[0].slots}, set()]
+
+
+def test_a_slice_whose_server_has_begun_to_write_it_and_not_ended_is_told(job: Job) -> None:
+    with ExitStack() as writing:
+        for storage in job.servers:
+            writing.enter_context(storage.lent(0, len(storage.slots)))
+        assert job.mapped.torn() == set(range(8))
+    assert not job.mapped.torn()
+    job.mapped.refresh()
+    assert not job.mapped.torn()
+
+
+def test_weights_that_somebody_reads_have_no_place_as_long_as_that_takes(job: Job) -> None:
+    [storage, _], leases = job.servers, job.leases[0]
+    read, place = storage.visible[0], storage.place(0)
+    leases.hold(read)
+    with storage.lent(0, 1) as weights:
+        weights.fill_(0.5)
+    assert storage.place(0) == -1
+    assert torch.equal(job.parameter.detach().view(-1), _numbers())
+    leases.release(read)
+    with storage.lent(0, 1) as weights:
+        weights.fill_(2.5)
+    job.mapped.refresh()
+    assert storage.place(0) == place
+    assert (job.parameter.detach().view(-1)[: storage.slots[0].piece.used] == 2.5).all()
+
+
+def test_a_fork_keeps_what_it_writes_to_itself(job: Job) -> None:
+    child = multiprocessing.get_context("fork").Process(target=job.parameter.data.zero_)
+    child.start()
+    child.join(60)
+    assert child.exitcode == 0
+    assert torch.equal(job.parameter.detach().view(-1), _numbers())
+    assert not job.mapped.written()
+
+
+def test_a_system_that_hides_its_page_map_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(mapped, "_PAGE_MAP", str(tmp_path / "none"))
+    with pytest.raises(FileNotFoundError):
+        MappedWeights({"float32": torch.zeros(16)})
+
+
+def test_a_page_map_that_does_not_tell_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mapped, "_PAGE_MAP", "/dev/zero")  # says that no page is there
+    with pytest.raises(OSError, match="does not tell"):
+        MappedWeights({"float32": torch.zeros(16)})
+
+
+def _shapes(seed: int) -> list[tuple[int, ...]]:
+    made = np.random.default_rng(seed)
+    widths = made.choice([1, 10, 33, 64, 300, 768, 1000, 1024], 6)
+    return [(int(made.integers(1, 300_000 // width + 2)), int(width)) for width in widths]
+
+
+@pytest.mark.parametrize("servers", [1, 2, 3])
+@pytest.mark.parametrize("whole_keys", [False, True])
+@pytest.mark.parametrize("seed", range(4))
+def test_long_slices_begin_in_their_page_where_they_do_on_workers(
+    seed: int, whole_keys: bool, servers: int
+) -> None:
+    specs = [TensorSpec(f"k{at}", shape, "float32") for at, shape in enumerate(_shapes(seed))]
+    plan = make_plan(specs, servers, whole_keys)
+    for server in plan.servers:
+        storage, _, _ = _server_memory(plan, server)
+        for at, slot in enumerate(storage.slots):
+            is_long = slot.piece.nbytes >= 64 << 10
+            assert (storage.place(at) >= 0) == is_long
+            assert not is_long or 4 * (slot.start - slot.piece.offset) % PAGE == 0

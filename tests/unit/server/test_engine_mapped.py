@@ -1,0 +1,75 @@
+"""Engines tell ranks that map weights where these are, and send them what has no place for the moment."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvstore_server.protocol import messages as m
+from kvstore_server.rounds import Mode
+from kvstore_server.storage import Leases
+from tests.support.engines import EngineJob as Job
+
+SHAPE = (140_000,)
+"""Eight slices of more than 64 KiB."""
+MAPS = m.WANTS_WEIGHTS | m.MAPS_WEIGHTS
+
+
+@pytest.fixture
+def leases() -> Leases:
+    """Those of a server that shares memory, whose places are addresses."""
+    made = Leases()
+    made.shared = lambda nbytes: torch.zeros(nbytes, dtype=torch.uint8)
+    made.place_of = torch.Tensor.data_ptr
+    return made
+
+
+def commit(job: Job, flags: int) -> list[list[m.ReplyBody]]:
+    """Have both ranks give ones to all slices; what each is told when the round is over."""
+    for rank in range(2):
+        job.commit(rank, 1, 1.0, flags, number=1000)
+    return [job.told[rank, 1000] for rank in range(2)]
+
+
+def test_a_rank_that_maps_weights_is_told_their_places_and_version(leases: Leases) -> None:
+    job = Job(2, Mode("sync"), shape=SHAPE, leases=leases)
+    for told in commit(job, MAPS):
+        [shown] = told
+        assert isinstance(shown, m.Shown)
+        assert shown.parts[:, 0].tolist() == list(range(8))
+        assert set(shown.parts[:, 1].tolist()) == {1}
+        assert len(set(shown.parts[:, 2].tolist())) == 8
+
+
+def test_slices_that_somebody_reads_come_as_bytes_beside_the_places_of_others(leases: Leases) -> None:
+    job = Job(2, Mode("sync"), shape=SHAPE, leases=leases)
+    [weights] = job.pull(0)
+    assert isinstance(weights, m.Weights)
+    leases.hold(weights.payloads[3])
+    for shown, sent in commit(job, MAPS):
+        assert isinstance(shown, m.Shown)
+        assert isinstance(sent, m.Weights)
+        assert shown.parts[:, 0].tolist() == [0, 1, 2, 4, 5, 6, 7]
+        assert sent.parts[:, 0].tolist() == [3]
+        assert set(sent.payloads[0].tolist()) == {2.0}
+    assert not weights.payloads[3].any()
+
+
+def test_ranks_that_do_not_map_weights_are_sent_them_beside_those_that_do(leases: Leases) -> None:
+    job = Job(2, Mode("sync"), shape=SHAPE, leases=leases)
+    [told, _] = commit(job, m.WANTS_WEIGHTS)
+    assert [type(body) for body in told] == [m.Weights]
+
+
+def test_ranks_whose_contributions_count_one_by_one_are_sent_weights_though_they_map_them(
+    leases: Leases,
+) -> None:
+    job = Job(1, Mode("async"), shape=SHAPE, leases=leases)
+    told = job.commit(0, 1, 1.0, flags=MAPS)
+    assert [type(body) for body in told] == [m.Done, m.Weights]
+
+
+def test_a_server_that_shares_no_memory_sends_weights() -> None:
+    job = Job(2, Mode("sync"), shape=SHAPE)
+    [told, _] = commit(job, MAPS)
+    assert [type(body) for body in told] == [m.Weights]
