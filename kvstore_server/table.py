@@ -410,7 +410,8 @@ class Table:
             first, rows = unit.slots[pieces[0].index], changed[key]
             if key in packed:
                 continue
-            if len(keys := self._side_by_side(key, changed)) > 1:
+            keys = self._side_by_side(key, changed) if key in self.plan.run_of else [key]
+            if len(keys) > 1:
                 packed.update(keys)
                 parts += self._pack_joined(keys, changed)
             elif rows is None:

@@ -261,7 +261,8 @@ class StoreExchange(Exchange):
             at = self._table.plan.key_offsets[key]
             grads.arenas[specs[key].dtype][at : at + specs[key].numel].zero_()
         left_out = frozenset(ticket.absent.get(self._name, ())) - unsent
-        written = {key: ids for (_, key), ids in ticket.written().items()}
+        came = ticket.written() if ticket.rows else {}
+        written = {key: ids for (_, key), ids in came.items()}
         return Outcome(left_out, False, None, measured, decision, written)
 
     @property
