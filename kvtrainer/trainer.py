@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NoReturn
 
@@ -781,6 +781,29 @@ class Trainer(torch.optim.Optimizer):
             for p, spec, at in rows
             if not spec.row_sparse
         }
+
+    @contextmanager
+    def snapshot(self) -> Iterator[dict[str, Tensor]]:
+        """Give copies of the weights by name, as the last step left them, for a thread or child process to read.
+
+        Parameters change while another thread is in `step`, and a forked process sees those move that are mapped; the
+        copies stay as they are until the block ends, and then are given back. Call it between steps. Parameters without
+        a shape are not among them, nor row-sparse ones, which live in the store.
+
+            with trainer.snapshot() as state:
+                pool.submit(evaluate, state).result()
+        """
+        state = self._copy_weights()
+        try:
+            yield state
+        finally:
+            state.clear()
+
+    @by_one_thread
+    def _copy_weights(self) -> dict[str, Tensor]:
+        memory = self._pipeline.memory
+        rows = zip(memory.names, memory.parameters, strict=True)
+        return {name: p.detach().clone() for name, p in rows if not (is_row_sparse(p) or is_lazy(p))}
 
     @by_one_thread
     def prefetch(self, row_ids: Any) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
+import os
 import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.nn import Parameter
@@ -16,12 +19,11 @@ import kvtrainer
 from kvtrainer.comm import mapped
 from kvtrainer.errors import ServerUnreachableError, WeightsWrittenError
 from kvtrainer.kvstore import DistKVStore
+from tests.support.limits import DEAD_AFTER, LIMIT
 from tests.support.processes import Members, Process, Processes, new_name, together
 
 SHAPES = ((700, 333), (333,), (5, 5), (90_001,), (64, 1024))
 """Slices that fill their pages and others that do not, of several keys and of one."""
-
-DEAD_AFTER = 3.0
 
 
 @pytest.fixture(autouse=True)
@@ -159,6 +161,31 @@ def test_a_worker_whose_page_map_is_hidden_copies_and_says_so(
     worker.steps(2)
     assert not is_mapped(worker.parameters[0])
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
+
+
+def test_a_forked_process_reads_a_snapshot_of_one_round_while_training_goes_on(
+    processes: Processes, members: Members
+) -> None:
+    worker = Worker(members.join(processes.servers(2), 0, 1, new_name()), 0)
+    worker.steps(2)
+    before = worker.weights()
+    fork = multiprocessing.get_context("fork")
+    goes_on = fork.Event()
+    with worker.trainer.snapshot() as state:
+        found = [state[f"p{at}"].numpy() for at in range(len(SHAPES))]
+        numbers = [weight.numpy() for weight in before]
+
+        def look() -> None:
+            goes_on.wait(LIMIT)
+            os._exit(0 if all(map(np.array_equal, found, numbers)) else 1)
+
+        child = fork.Process(target=look)
+        child.start()
+        worker.steps(2)
+        goes_on.set()
+        child.join(LIMIT)
+    assert child.exitcode == 0
+    assert not any(map(torch.equal, before, worker.weights()))
 
 
 def test_weights_stay_and_are_the_workers_own_when_its_trainer_is_closed(
