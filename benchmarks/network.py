@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 
 import harness
@@ -59,9 +60,9 @@ class Network:
 
     def __init__(self, hosts: int) -> None:
         self._hosts = hosts
-        _run(
-            "mount", "-t", "tmpfs", "tmpfs", "/run"
-        )  # where `ip` keeps names, of no concern to other programs
+        # Where `ip` keeps names and we keep files: of no concern to other programs, and gone with the namespaces.
+        _run("mount", "-t", "tmpfs", "tmpfs", "/run")
+        tempfile.tempdir = "/run"
         _run("ip", "link", "set", "lo", "up")
         _run("ip", "link", "add", "switch", "type", "bridge")
         _run("ip", "link", "set", "switch", "up")
