@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import multiprocessing
 import os
@@ -13,11 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 from torch.nn import Parameter
 
 import kvtrainer
 from kvtrainer.comm import mapped
-from kvtrainer.errors import ServerUnreachableError, WeightsWrittenError
+from kvtrainer.errors import ParameterMovedError, ServerUnreachableError, WeightsWrittenError
 from kvtrainer.kvstore import DistKVStore
 from tests.support.limits import DEAD_AFTER, LIMIT
 from tests.support.processes import Members, Process, Processes, new_name, together
@@ -53,8 +55,8 @@ class Worker:
 
 
 def is_mapped(parameter: Parameter) -> bool:
-    """Tell whether the middle of a parameter lies in memory of a server, by the system's list of mappings."""
-    address = parameter.data_ptr() + parameter.nbytes // 2
+    """Tell whether a place within a parameter lies in memory of a server, by the system's list of mappings."""
+    address = parameter.data_ptr() + parameter.nbytes // 3
     for line in Path("/proc/self/maps").read_text().splitlines():
         begin, end = (int(edge, 16) for edge in line.split()[0].split("-"))
         if begin <= address < end:
@@ -147,6 +149,37 @@ def test_averaged_weights_may_be_swapped_in_and_out_between_steps(
     plain = on_two(members, servers, lambda worker: (worker.steps(3), worker.weights())[1])
     assert all(map(torch.equal, swapped[0], plain[0]))
     assert all(map(torch.equal, swapped[1], plain[1]))
+
+
+def test_a_copy_of_a_model_has_weights_of_its_own(processes: Processes, members: Members) -> None:
+    worker = Worker(members.join(processes.servers(2), 0, 1, new_name()), 0)
+    worker.steps(2)
+    before, copies = worker.weights(), copy.deepcopy(worker.parameters)
+    worker.steps(1)
+    assert not is_mapped(copies[0])
+    assert all(map(torch.equal, copies, before))
+
+
+def test_weights_that_are_moved_to_memory_of_torch_are_refused(
+    processes: Processes, members: Members
+) -> None:
+    worker = Worker(members.join(processes.servers(1), 0, 1, new_name()), 0)
+    worker.steps(2)
+    worker.parameters[0].share_memory_()
+    with pytest.raises(ParameterMovedError, match="p0"):
+        worker.steps()
+
+
+def test_a_forward_pass_that_writes_weights_is_found(processes: Processes, members: Members) -> None:
+    store = members.join(processes.servers(2), 0, 1, new_name())
+    embedding = nn.Embedding(20_000, 16, max_norm=1.0)
+    trainer = kvtrainer.Trainer(embedding.named_parameters(), "sgd", {"learning_rate": 0.1}, kvstore=store)
+    embedding.weight.grad = torch.ones(20_000, 16)
+    trainer.step(1)
+    assert is_mapped(embedding.weight)
+    embedding(torch.arange(100)).sum().backward()  # rows of a norm above one become shorter
+    with pytest.raises(WeightsWrittenError, match="weight"):
+        trainer.step(1)
 
 
 def test_a_worker_whose_page_map_is_hidden_copies_and_says_so(
