@@ -124,7 +124,8 @@ def main() -> None:
     kv = kvtrainer.kvstore.create(options.kvstore)
     rows, late, held_out_rows, held_out_late = load(kv.rank, kv.num_workers, options.rows)
     net = Delays(options.table)
-    trainer = kvtrainer.Trainer(net, "adagrad", {"learning_rate": options.lr}, kvstore=kv)
+    # Weights are copied, as between hosts, so that what travels is counted.
+    trainer = kvtrainer.Trainer(net, "adagrad", {"learning_rate": options.lr}, kvstore=kv, zero_copy=False)
     share = options.batch // kv.num_workers
     # Workers have up to HELD_OUT flights more or less, but must all take the same number of steps.
     steps = (len(rows) - HELD_OUT) // share

@@ -306,7 +306,7 @@ def test_a_damaged_answer_of_partial_norms_is_a_protocol_error(size: int) -> Non
         (CONTRIBUTE, contribute(pushes=4, words=[0, 0, 0, 1 << 62] * 4), "payload has 0 bytes"),
         (CONTRIBUTE, contribute(timeout=-1.0), "timeout -1"),
         (CONTRIBUTE, contribute(rescale=math.inf), "rescale inf"),
-        (CONTRIBUTE, contribute(commits=1, words=[0, 0, 0, 0, 0, 128]), "unknown flags"),
+        (CONTRIBUTE, contribute(commits=1, words=[0, 0, 0, 0, 0, 1 << 62]), "unknown flags"),
         (CONTRIBUTE, contribute(hold=-1.0), "norm of type -1"),
         (CONTRIBUTE, contribute(hold=float("nan")), "norm of type nan"),
         (CONTRIBUTE, contribute(extra=[]), "must name"),
