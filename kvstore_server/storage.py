@@ -32,6 +32,8 @@ Rows = Mapping[int, Tensor | None]
 
 MARK = 16
 """Bytes of the marks of LONG bytes of weights that workers map."""
+_WORTH_A_GAP = 4 * LONG
+"""Bytes of a slice from which on a gap in front of it costs less, by one more call, than to copy it to workers."""
 VERSIONS_KEPT = 256
 """Changes of a stack that are remembered one by one."""
 
@@ -366,7 +368,8 @@ class Storage:
         number, first = len(self.slots), len(block.keys)
         is_mapped = block.marks is not None and piece.nbytes >= LONG and not unit.plan.has_row_sparse
         gap = (piece.offset - block.used) % (PAGE // SIZES[piece.dtype])
-        if is_mapped and unit.first_key + piece.segments[0].key not in self.homes:
+        may_part = piece.nbytes >= _WORTH_A_GAP and unit.first_key + piece.segments[0].key not in self.homes
+        if is_mapped and may_part:
             block.used, gap = block.used + gap, 0  # now it begins in its page where it does on workers
         start = block.used
         block.states.add([(start + s.start, s.numel) for s in piece.segments])

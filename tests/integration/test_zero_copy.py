@@ -24,7 +24,7 @@ from kvtrainer.kvstore import DistKVStore
 from tests.support.limits import DEAD_AFTER, LIMIT
 from tests.support.processes import Members, Process, Processes, new_name, together
 
-SHAPES = ((700, 333), (333,), (5, 5), (90_001,), (64, 1024))
+SHAPES = ((1200, 333), (333,), (5, 5), (120_001,), (64, 4096))
 """Slices that fill their pages and others that do not, of several keys and of one."""
 
 

@@ -21,7 +21,7 @@ from kvtrainer.comm import mapped
 from kvtrainer.comm.mapped import MappedWeights
 from kvtrainer.memory.arena import Arena as Parameters
 
-_NUMEL = 3 * 70_001
+_NUMEL = 3 * 200_063
 """Rows of no whole line, so that slices of servers meet within a page."""
 
 
@@ -94,7 +94,7 @@ def test_a_worker_sees_what_servers_write_later(job: Job) -> None:
     assert torch.equal(job.parameter.detach().view(-1), -_numbers())
 
 
-@pytest.mark.parametrize("at", range(0, _NUMEL, 20_011))
+@pytest.mark.parametrize("at", range(0, _NUMEL, 60_013))
 def test_what_a_worker_writes_is_found_wherever_it_is(job: Job, at: int) -> None:
     job.parameter.data.view(-1)[at] = 0.5
     [slice_] = job.mapped.written()
@@ -238,6 +238,6 @@ def test_long_slices_begin_in_their_page_where_they_do_on_workers(
     for server in plan.servers:
         storage, _, _ = _server_memory(plan, server)
         for at, slot in enumerate(storage.slots):
-            is_long = slot.piece.nbytes >= 64 << 10
-            assert (storage.place(at) >= 0) == is_long
-            assert not is_long or 4 * (slot.start - slot.piece.offset) % PAGE == 0
+            is_mapped, is_long = storage.place(at) >= 0, slot.piece.nbytes >= 256 << 10
+            assert is_mapped or not is_long
+            assert not is_mapped or 4 * (slot.start - slot.piece.offset) % PAGE == 0
