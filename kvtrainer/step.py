@@ -484,12 +484,14 @@ class StepPipeline:
             scale = self._limit_own(own.decision, scale)
         limits = self.limits
         veto = own.decision.skip or self.is_bad or (limits.checks_finite and not memory.is_finite())
-        # What workers must have alike, or they come to different numbers of rounds, or scales.
+        # What workers must have alike, or they come to different numbers of rounds, scales, or weights.
         stages: dict[str, Any] = {}
         if self.accumulation.counts > 1:
             stages["accumulate"] = self.accumulation.counts
         if self.loss_scaler is not None:
             stages["loss_scale"] = self.loss_scaler.loss_scale
+        if self.link.selection.takes_half:
+            stages["compression_params['pull']"] = "bf16"
         coming = fresh if self.link.num_workers == 1 else None  # other workers may add keys
         options = {**self.groups.options(memory, coming), "stages": stages}
         outcome = self.link.round(memory, options, scale, absent, veto, limits)

@@ -147,12 +147,8 @@ class Connection:
                 # One message of each that has some, in turn, so that no server is starved.
                 ready = self._ready.popleft()
                 server = self._index.get(ready)
-                frames = None if server is None else self._frames_of(server, ready)
-                if server is not None and frames is not None:
-                    self._answered.add(server)
-                    reply = decode_reply(frames)
-                    if not reply.number:
-                        self._leaving.add(server)
+                reply = None if server is None else self._reply_of(server, ready)
+                if server is not None and reply is not None:
                     return server, reply
             pause = deadline - time.monotonic()
             if self._is_watching or any(self._queues):
@@ -166,6 +162,17 @@ class Connection:
                 for channel in self._channels.values():
                     channel.tell()
                 return None
+
+    def _reply_of(self, server: int, ready: Any) -> m.Reply | None:
+        """Return a message that the socket, or the channel, of a server has for us."""
+        frames = self._frames_of(server, ready)
+        if frames is None:
+            return None
+        self._answered.add(server)
+        reply = decode_reply(frames)
+        if not reply.number:
+            self._leaving.add(server)
+        return reply
 
     def _frames_of(self, server: int, ready: Any) -> list[Any] | None:
         """Return the frames of a message that the socket, or the channel, of a server has for us."""
@@ -265,7 +272,8 @@ class Connection:
     def _lose_channel(self, server: int, error: Exception) -> None:
         """Go on over TCP with a server; what was lost with the channel will be asked for again."""
         channel = self._channels.pop(server)
-        level = logging.DEBUG if server in self._leaving else logging.WARNING
+        is_over = self._is_closed or server in self._leaving
+        level = logging.DEBUG if is_over else logging.WARNING
         _log.log(level, "messages to %s go over tcp from now on: %s", self.describe(server), error)
         del self._index[channel.fileno()]
         self._poller.unregister(channel.fileno())
@@ -281,8 +289,8 @@ class Connection:
         for server, socket in enumerate(self._sockets):
             if server in self._answered:
                 self._drain(server)
-            # What was meant for a server that never answered is not worth waiting for.
-            socket.close(linger=_LINGER_MS if server in self._answered else 0)
+            # What was meant for a server that never answered, or ends, is not worth waiting for.
+            socket.close(linger=_LINGER_MS if server in self._answered - self._leaving else 0)
         for channel in self._channels.values():
             channel.close()
         self._context.term()
@@ -290,11 +298,12 @@ class Connection:
     def _drain(self, server: int) -> None:
         """Give what still queues for a server a moment to leave."""
         deadline = time.monotonic() + _LINGER_MS / 1000
-        while self._queues[server] and time.monotonic() < deadline:
+        while self._queues[server] and server not in self._leaving and time.monotonic() < deadline:
             self._watch_queues()
             for ready, event in self._poller.poll(50):
                 if event & ~zmq.POLLOUT and ready in self._index:
-                    self._frames_of(self._index[ready], ready)
+                    with suppress(ProtocolError):
+                        self._reply_of(self._index[ready], ready)
             self._flush(server)
 
 

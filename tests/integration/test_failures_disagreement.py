@@ -176,6 +176,19 @@ def test_a_learning_rate_that_differs_between_trainers_fails_the_step_and_change
     assert [w.tolist() for w in weights] == [[-1.5] * 3] * 2
 
 
+def test_weights_that_come_back_rounded_on_one_rank_alone_are_refused_and_nothing_changes(pair: Pair) -> None:
+    weights = [torch.nn.Parameter(torch.zeros(3)) for _ in pair]
+    trainers = [
+        kvtrainer.Trainer({"w": w}, "sgd", kvstore=s, compression_params=params)
+        for w, s, params in zip(weights, pair, (None, {"pull": "bf16"}), strict=True)
+    ]
+    for weight in weights:
+        weight.sum().backward()
+    texts = raised(together(*(lambda t=t: t.step(1) for t in trainers)), PlanMismatchError)
+    assert all("['pull'] is None on rank 0 and bf16 on rank 1" in text for text in texts), texts
+    assert [w.tolist() for w in weights] == [[0.0] * 3] * 2
+
+
 def test_a_second_process_of_a_rank_shuts_the_older_one_out(members: Members, servers: list[Process]) -> None:
     name = new_name()
     older, other = members.join(servers, 0, 2, name), members.join(servers, 1, 2, name)

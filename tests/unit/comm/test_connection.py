@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,10 +10,14 @@ import pytest
 import torch
 import zmq
 
+from kvstore_server.channel import Listener
+from kvstore_server.errors import ServerStoppingError, to_wire
 from kvstore_server.protocol import messages as m
-from kvstore_server.protocol.frames import decode_request
+from kvstore_server.protocol.frames import decode_request, encode_reply
+from kvstore_server.storage import Leases
 from kvtrainer.comm.connection import Connection
 from tests.support.messages import contribution
+from tests.support.processes import Call, eventually
 
 
 @pytest.fixture
@@ -55,3 +60,28 @@ def test_an_urgent_push_overtakes_others_only_where_they_queue(
     assert [n for n in order if n < 98] == list(range(1, 41))
     assert order.index(98) + 1 == order.index(99)
     assert (order.index(98) < 20) == overtakes
+
+
+RUN, TOKEN = 0x5EED, 7
+
+
+@pytest.mark.parametrize("says_farewell", [True, False])
+def test_to_close_after_a_server_has_ended_warns_of_nothing(
+    listener: Any, caplog: pytest.LogCaptureFixture, says_farewell: bool
+) -> None:
+    connection = Connection([listener.getsockopt_string(zmq.LAST_ENDPOINT)])
+    memory = Listener(RUN, lambda _peer, token: token == TOKEN, lambda: 1 << 30, Leases())
+    beginning = Call(lambda: connection.begin([(RUN, TOKEN)]))
+    assert eventually(lambda: bool(list(memory.receive()) or memory.channels))
+    assert beginning.outcome() is None
+    [channel] = memory.channels.values()
+    assert channel.send(encode_reply(m.Reply(1, m.Info({}))))
+    assert connection.receive(1.0) is not None
+    if says_farewell:
+        farewell = m.Failed(*to_wire(ServerStoppingError("stopped")))
+        assert channel.send(encode_reply(m.Reply(0, farewell)))
+    memory.close()
+    caplog.set_level(logging.INFO)
+    connection.send(0, m.Request(RUN, TOKEN, 2, m.Leave("", True)))
+    connection.close()
+    assert not caplog.records
