@@ -22,6 +22,7 @@ from torch import Tensor
 from kvstore_server.channel import Arena
 from kvstore_server.plan import LONG, PAGE, SIZES, Slice
 from kvstore_server.storage import marks_in
+from kvtrainer.comm.written import WrittenPages
 
 _PRIVATE_FIXED = mmap.MAP_PRIVATE | getattr(mmap, "MAP_FIXED", 0x10)
 _DONTNEED, _POPULATE_READ = 4, 22
@@ -124,7 +125,9 @@ class MappedWeights:
     def attach(self) -> None:
         """Show the servers' bytes everywhere, whatever was written here."""
         for dtype, begin, end in self._runs_now():
-            self._system.forget(self._flats[dtype].data_ptr() + begin, end - begin)
+            address = self._flats[dtype].data_ptr() + begin
+            for some in _neighbours(self._system.own_pages(address, end - begin)):
+                self._system.forget(address + int(some[0]) * PAGE, len(some) * PAGE)
         self.refresh()
 
     def written(self) -> set[int]:
@@ -204,14 +207,18 @@ class MappedWeights:
         for one in self._slices.values():
             mine = pages[(pages >= one.first) & (pages < one.end)] if one.piece.dtype == dtype else pages[:0]
             at = one.piece.offset * SIZES[dtype]
-            cuts = np.flatnonzero(np.diff(mine) != PAGE) + 1
-            for some in np.split(mine, cuts) if len(mine) else ():
-                begin, end = int(some[0]), int(some[-1]) + PAGE
+            for some in _neighbours(mine // PAGE):
+                begin, end = int(some[0]) * PAGE, int(some[-1]) * PAGE + PAGE
                 if torch.equal(flat[begin:end], one.source[begin - at : end - at]):
                     self._system.forget(flat.data_ptr() + begin, end - begin)
                 else:
                     found.add(one.piece.index)
         return found
+
+
+def _neighbours(pages: Any) -> list[Any]:
+    """Put (ascending) pages together that lie side by side."""
+    return np.split(pages, np.flatnonzero(np.diff(pages) != 1) + 1) if len(pages) else []
 
 
 class _System:
@@ -226,7 +233,14 @@ class _System:
         library.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
         self._page_map = os.open(_PAGE_MAP, os.O_RDONLY)
         weakref.finalize(self, os.close, self._page_map).atexit = False
-        self._check()
+        self._written: WrittenPages | None = None
+        """Finds pages that were written in less time; None where the page map has to."""
+        try:
+            self._written = WrittenPages(self._page_map)
+            self._check()
+        except OSError:
+            self._written = None
+            self._check()
 
     def map(self, address: int, nbytes: int, fd: int, offset: int) -> None:
         """Put pages of a file, or with -1 empty ones, in the place of others."""
@@ -236,17 +250,27 @@ class _System:
         if self._mmap(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, offset) != address:
             raise OSError(ctypes.get_errno(), f"{nbytes} bytes cannot be mapped")
         if fd >= 0:
-            self._madvise(
-                address, nbytes, _POPULATE_READ
-            )  # reads later find them there; older systems do not know it
+            self._watch(address, nbytes)
+
+    def _watch(self, address: int, nbytes: int) -> None:
+        """Have pages that show a file there when they are read, and know from now on which are written."""
+        self._madvise(address, nbytes, _POPULATE_READ)  # older systems do not know it
+        try:
+            if self._written is not None:
+                self._written.watch(address, nbytes)
+        except OSError:  # no memory, or too many mappings
+            self._written = None
 
     def forget(self, address: int, nbytes: int) -> None:
         """Give pages that are this process's own up for those of the file."""
         if self._madvise(address, nbytes, _DONTNEED):
             raise OSError(ctypes.get_errno(), f"{nbytes} bytes cannot be given up")
+        self._watch(address, nbytes)
 
     def own_pages(self, address: int, nbytes: int) -> Any:
-        """List the pages, from an address on, that are not those of the file any more."""
+        """List the pages, from an address on, that may not be those of the file any more."""
+        if self._written is not None:
+            return self._written.among(address, nbytes)
         data = os.pread(self._page_map, nbytes // PAGE * _ENTRY, address // PAGE * _ENTRY)
         if len(data) != nbytes // PAGE * _ENTRY:
             raise OSError(f"{_PAGE_MAP} has {len(data)} bytes for {nbytes // PAGE} pages")
@@ -259,11 +283,11 @@ class _System:
         try:
             os.ftruncate(fd, 2 * PAGE)
             with mmap.mmap(fd, 2 * PAGE, mmap.MAP_PRIVATE) as probe:
+                address = np.frombuffer(probe, np.uint8).ctypes.data
+                self._watch(address, 2 * PAGE)
                 probe[PAGE] = 1
                 probe[0]
-                at = np.frombuffer(probe, np.uint8)
-                seen = self.own_pages(at.ctypes.data, 2 * PAGE).tolist()
-                del at
+                seen = self.own_pages(address, 2 * PAGE).tolist()
         finally:
             os.close(fd)
         if seen != [1]:

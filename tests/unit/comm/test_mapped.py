@@ -54,6 +54,11 @@ class Job:
         self.mapped.refresh()
 
 
+class _Refused:
+    def __init__(self, page_map: int) -> None:
+        raise PermissionError(page_map)
+
+
 def _server_memory(plan: Plan, server: int) -> tuple[Storage, Arena, Leases]:
     leases = Leases()
     shelf = Shelf(leases)
@@ -64,8 +69,11 @@ def _server_memory(plan: Plan, server: int) -> tuple[Storage, Arena, Leases]:
     return storage, Arena(os.dup(fd), number, is_ours=False), leases
 
 
-@pytest.fixture
-def job() -> Job:
+@pytest.fixture(params=["watched", "page map"])
+def job(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Job:
+    """The same, where the system notes what is written and where its page map alone tells."""
+    if request.param == "page map":
+        monkeypatch.setattr(mapped, "WrittenPages", _Refused)
     parameter = Parameter(torch.zeros(_NUMEL // 3, 3))
     specs = [TensorSpec("w", tuple(parameter.shape), "float32")]
     plan = make_plan(specs, 2)
