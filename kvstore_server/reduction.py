@@ -146,12 +146,16 @@ class Sums:
         return at >= 0 and slot < given.runs[at].end
 
     def side_by_side(self, keys: Sequence[int], contributions: Sequence[Contribution]) -> list[list[Home]]:
-        """Join (ascending) keys whose rows lie one behind the other, as rows of one key would, from the same ranks."""
+        """Join (ascending) keys whose rows lie one behind the other, as rows of one key would, from the same ranks.
+
+        Rows that no key has may lie between them.
+        """
         joined: list[list[Home]] = []
         for home in map(self._storage.homes.__getitem__, keys):
             before = joined[-1][-1] if joined else home
             is_next = before.block is home.block and before.last == home.first
-            is_next = is_next and before.width == home.width and before.part.stop == home.part.start
+            is_next = is_next and before.width == home.width
+            is_next = is_next and not (home.part.start - before.part.stop) % home.width
             if is_next and all((home.key in one.rows) == (before.key in one.rows) for one in contributions):
                 joined[-1].append(home)
             else:

@@ -13,7 +13,7 @@ socket, and no bit depends on the order of arrival or on the number of servers.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -165,21 +165,33 @@ class Shard:
         """The weights of a slice without its padding, as they are sent; not a copy."""
         return self.storage.visible[unit.slots[index]]
 
-    def rows_of(self, unit: Unit, key: int, is_joined: bool = False) -> Tensor:
+    def rows_of(self, unit: Unit, key: int) -> Tensor:
         """Read the rows of a key (by index) that are here, one below the other; may be a copy.
-
-        Args:
-            is_joined: Those of keys that follow side by side are behind them, see `Plan.joined_rows`.
 
         Raises:
             ProtocolError: nothing of such a key is here, or no whole rows.
         """
         if key not in unit.keys or unit.server not in unit.plan.rows(key).blocks:
             raise ProtocolError(f"this server has no rows of a key {key}")
-        last = key
-        if is_joined:
-            last = max([one for one in unit.plan.joined_rows(key).keys if one in unit.keys])
-        return self.storage.rows(unit.first_key + key, unit.first_key + last)
+        return self.storage.rows(unit.first_key + key, unit.first_key + key)
+
+    def take_rows(self, unit: Unit, key: int, ids: Tensor) -> Tensor:
+        """Copy rows (ascending ids) of a key, or of those that follow side by side, see `Plan.joined_rows`.
+
+        Raises as `rows_of`.
+        """
+        first = self.rows_of(unit, key)
+        keys = [one for one in unit.plan.joined_rows(key).keys if one in unit.keys]
+        homes = [self.storage.homes[unit.first_key + one] for one in keys]
+        if all([after.part.start == one.part.stop for one, after in pairwise(homes)]):
+            return self.storage.rows(homes[0].key, homes[-1].key).index_select(0, ids)
+        # Some begin in memory where their pages do on workers that map them.
+        starts = list(accumulate([(one.part.stop - one.part.start) // one.width for one in homes], initial=0))
+        parts = zip(keys, cut_rows(RowSet(ids, ids), starts[:-1]), strict=True)
+        rows = [
+            (first if one == key else self.rows_of(unit, one)).index_select(0, own) for one, (own, _) in parts
+        ]
+        return torch.cat(rows)
 
     def changed_since(self, unit: Unit, stack: int, held: int, version: int) -> Rows | None:
         """Which rows of a stack have changed; see `RowChanges.since`."""

@@ -442,16 +442,17 @@ class Table:
         Raises:
             ProtocolError: the key has no such rows here, or they are more than fit into a message.
         """
-        rows = self.shard.rows_of(self.unit, pull.key, is_joined=True)
+        self.shard.rows_of(self.unit, pull.key)
         block = self.plan.joined_rows(pull.key).blocks[self.unit.server]
+        num_rows = int(block.starts[-1])
         if len(pull.ids) % 8 or len(pull.ids) // 8 > block.most:
             raise ProtocolError(f"a pull of rows of key {pull.key} brings {len(pull.ids)} bytes of ids")
         ids = np.frombuffer(pull.ids, "<i8")
-        if not are_rows(ids, len(rows)):
+        if not are_rows(ids, num_rows):
             raise ProtocolError(
-                f"a pull names rows of key {pull.key} twice, not in ascending order, or beyond its {len(rows)} here"
+                f"a pull names rows of key {pull.key} twice, not in ascending order, or beyond its {num_rows} here"
             )
-        found = rows.index_select(0, torch.from_numpy(ids.astype(np.int64)))
+        found = self.shard.take_rows(self.unit, pull.key, torch.from_numpy(ids.astype(np.int64)))
         return RowPart(block.pieces[0].index, found.view(-1), m.VALUES)
 
     def _pack(self, pieces: Sequence[Slice], rows: Rows) -> list[RowPart]:
@@ -479,8 +480,7 @@ class Table:
             assert own is not None
             of_keys.append(own + int(block.starts[block.order[unit.stacks[key][0].index]]))
         ids = torch.cat(of_keys)
-        rows = self.shard.rows_of(unit, keys[0], is_joined=True)
-        return self._cut(block, RowSet(ids, rows.index_select(0, ids)))
+        return self._cut(block, RowSet(ids, self.shard.take_rows(unit, keys[0], ids)))
 
     def _cut(self, block: RowBlock, rows: RowSet) -> list[RowPart]:
         """Write rows of a block in as few parts as have room for them."""

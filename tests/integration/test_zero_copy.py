@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import logging
 import multiprocessing
 import os
@@ -94,6 +95,37 @@ def test_one_worker_may_copy_what_the_other_one_maps(processes: Processes, membe
     together(*(lambda w=w: w.steps(4) for w in workers))
     assert [is_mapped(worker.parameters[0]) for worker in workers] == [True, False]
     assert all(map(torch.equal, workers[0].weights(), workers[1].weights()))
+
+
+def test_rows_of_tables_between_which_pages_leave_gaps_come_to_their_places(
+    processes: Processes, members: Members
+) -> None:
+    sizes, steps = (300_000, 250_001, 50_000), 4  # 16 floats a row: no table ends where a page does
+
+    def gradient(rank: int, step: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        drawn = np.random.default_rng((rank, step, size))
+        ids, values = drawn.integers(0, size, 300), drawn.integers(-8, 9, (300, 16))
+        return torch.from_numpy(ids), torch.from_numpy(values).float()
+
+    def train(store: DistKVStore, rank: int) -> list[torch.Tensor]:
+        tables = [Parameter(torch.zeros(size, 16)) for size in sizes]
+        options = {"learning_rate": 1.0, "lazy_update": True}
+        trainer = kvtrainer.Trainer(tables, "sgd", options, kvstore=store, zero_copy=rank == 0)
+        for step in range(steps):
+            for table, size in zip(tables, sizes, strict=True):
+                ids, values = gradient(rank, step, size)
+                table.grad = torch.sparse_coo_tensor(ids[None], values, table.shape, check_invariants=False)
+            trainer.step(1)
+        return [table.detach().clone() for table in tables]
+
+    expected = [torch.zeros(size, 16) for size in sizes]
+    for rank, step in itertools.product(range(2), range(steps)):
+        for table, size in zip(expected, sizes, strict=True):
+            ids, values = gradient(rank, step, size)
+            table.index_add_(0, ids, -values)
+    pair = members.pair(processes.servers(2))
+    for found in together(*(lambda kv=kv, r=r: train(kv, r) for r, kv in enumerate(pair))):
+        assert all(map(torch.equal, found, expected))
 
 
 def test_a_write_that_torch_does_not_see_is_found_before_anything_is_sent(
