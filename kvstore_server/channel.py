@@ -324,7 +324,8 @@ class Channel:
         """Give the worker the memories of the shelf in which places are; return whether it has them."""
         assert self._shelf is not None
         for number in set((places >> _NUMBER).tolist()) - self._shown:
-            if not self._put(_WEIGHTS, (), (), number, self._shelf.fds[number]):
+            fd = self._shelf.fds.get(number)  # none where the table has ended since
+            if fd is not None and not self._put(_WEIGHTS, (), (), number, fd):
                 return False
             self._shown.add(number)
         return True

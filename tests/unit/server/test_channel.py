@@ -12,6 +12,7 @@ import struct
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -482,6 +483,17 @@ def test_weights_that_lie_apart_may_change_or_are_small_are_copied(ends: Pair, s
         assert frames is not None
         assert bytes(frames[2]) == b"".join(piece.numpy().tobytes() for piece in pieces)
         assert not any(map(shelf.leases.is_busy, pieces))
+
+
+def test_weights_that_are_gone_by_now_are_shown_without_their_memory(ends: Pair, shelf: Shelf) -> None:
+    worker, server = ends(shelf=shelf)
+    [weights] = weights_on(shelf, 50_000)
+    place = shelf.find([weights])
+    assert place is not None
+    del weights  # as a table that ends while an answer waits for its turn
+    assert server.show(np.array([place]))
+    assert worker.receive() is None
+    assert worker.weights_at(place) is None
 
 
 def test_weights_are_found_while_others_are_forgotten(shelf: Shelf) -> None:
