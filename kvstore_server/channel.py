@@ -323,7 +323,7 @@ class Channel:
     def show(self, places: npt.NDArray[np.int64]) -> bool:
         """Give the worker the memories of the shelf in which places are; return whether it has them."""
         assert self._shelf is not None
-        for number in set((places >> _NUMBER).tolist()) - self._shown:
+        for number in set((places[places >= 0] >> _NUMBER).tolist()) - self._shown:
             fd = self._shelf.fds.get(number)  # none where the table has ended since
             if fd is not None and not self._put(_WEIGHTS, (), (), number, fd):
                 return False

@@ -384,17 +384,17 @@ class Engine:
         if ended is None or applied:
             applied = applied if ended is None else ended.numbers + applied
             ended = space.together(np.array(applied, np.int64))
-        answers: list[tuple[int, Waiter, list[Committed] | bool, float]] = []
-        """Without commits: the weights of all, and nothing else; if true, for a worker that maps them."""
+        answers: list[tuple[int, Waiter, list[Committed] | int, float]] = []
+        """Without commits: the weights of all, and nothing else, by the flags of a worker that wants or maps them."""
         rounds: list[int] = []
         for rank, given in book.given.items():
             flags, waiting = given.flags[ended.tables].tolist(), given.waiting(ended.numbers)
-            is_mapped = space.mode.is_sync and m.WANTS_WEIGHTS | m.MAPS_WEIGHTS in flags
-            wanted = m.WANTS_WEIGHTS | m.MAPS_WEIGHTS * is_mapped
+            is_mapped = space.mode.is_sync and bool(flags and flags[0] & m.MAPS_WEIGHTS)
+            wanted = m.WANTS_WEIGHTS | (flags[0] & (m.MAPS_WEIGHTS | m.KNOWS_PLACES) if is_mapped else 0)
             if is_plain and len(waiting) == 1 and flags.count(wanted) == len(flags):
                 [(waiter, at)] = waiting.items()
                 if len(at) == len(flags):
-                    answers.append((rank, waiter, is_mapped, 0.0))
+                    answers.append((rank, waiter, wanted, 0.0))
                     continue
             rounds = rounds or book.numbers[ended.tables].tolist()
             versions = given.version[ended.tables].tolist()
@@ -412,14 +412,15 @@ class Engine:
             space.waits.contributed(number, rank, now)
             if flag & m.HAS_JOINED:
                 space.rounds.joined(number).add(rank)
-        whole = [rank for rank, _, commits, _ in answers if commits is False]
+        whole = [rank for rank, _, commits, _ in answers if commits == m.WANTS_WEIGHTS]
         weights = space.weights(ended, *whole) if whole else None
         for rank, waiter, commits, timeout in answers:
-            if commits is False and weights is not None:
+            if commits == m.WANTS_WEIGHTS and weights is not None:
                 out += _reply(waiter, weights)
-            elif commits is True:
-                out += [one for body in space.shown(ended) for one in _reply(waiter, body)]
-            elif not isinstance(commits, bool):
+            elif isinstance(commits, int):
+                shown = space.shown(ended, bool(commits & m.KNOWS_PLACES))
+                out += [one for body in shown for one in _reply(waiter, body)]
+            else:
                 out += _outcomes(space, ALL if is_shared else rank, rank, waiter, commits, (now, timeout))
         return out if space.mode.is_sync else out + self._release(space)
 
@@ -820,7 +821,8 @@ def _outcomes(
     done: list[tuple[int, int, int]] = []
     wanted: dict[bool, list[int]] = {}
     """Tables, by whether they may come as bfloat16."""
-    mapped: list[int] = []
+    mapped: dict[bool, list[int]] = {}
+    """Those whose weights the worker maps, by whether it knows their places."""
     changed: list[m.Weights] = []
     for one in commits:
         number, round_, version, flags = one
@@ -846,7 +848,7 @@ def _outcomes(
         if not wants or not space.mode.is_sync:  # by the time that weights may be read they can be newer
             done.append((number, round_, end.version))
         if wants and flags & m.MAPS_WEIGHTS and space.mode.is_sync:
-            mapped.append(number)
+            mapped.setdefault(bool(flags & m.KNOWS_PLACES), []).append(number)
         elif wants and flags & m.WANTS_DELTA:
             changed.append(space.rows(rank, table, table.changed_parts(version)))
         elif wants:
@@ -854,7 +856,8 @@ def _outcomes(
     if done:
         out += _reply(waiter, m.Done(m.matrix(done, 3)))
     bodies: list[m.ReplyBody] = list(changed)
-    bodies += space.shown(space.together(np.array(mapped))) if mapped else ()
+    for are_known, numbers in mapped.items():
+        bodies += space.shown(space.together(np.array(numbers)), are_known)
     for half, numbers in wanted.items():
         bodies.append(space.weights(space.together(np.array(numbers)), rank, half=half))
     return out + [one for body in bodies for one in _reply(waiter, body)]

@@ -111,6 +111,8 @@ class Together(NamedTuple):
     """The slot of each part."""
     nbytes: list[int]
     """The bytes of the parts of each table."""
+    places: Ints
+    """Of each part, where peers can map it while it has not moved; -1 where they never can."""
 
 
 class Namespace:
@@ -304,6 +306,7 @@ class Namespace:
             owners,
             slots.tolist(),
             np.bincount(owners, nbytes, len(tables)).astype(np.int64).tolist(),
+            np.array([self.shard.storage.places[slot] for slot in slots.tolist()], np.int64),
         )
 
     def check_named(self, message: str, named: Collection[Hashable]) -> None:
@@ -506,13 +509,23 @@ class Namespace:
                 table.note_read(rank)
         return m.Weights(parts, tuple(payloads), self.mode.is_sync)
 
-    def shown(self, some: Together) -> list[m.Shown | m.Weights]:
-        """The present weights of some tables for a worker that maps them: where they are, and those without a place."""
-        storage = self.shard.storage
-        places = np.array([storage.place(slot) for slot in some.resident], np.int64)
+    def shown(self, some: Together, are_known: bool) -> list[m.Shown | m.Weights]:
+        """The present weights of some tables for a worker that maps them: where they are, and those without a place.
+
+        Args:
+            are_known: It still maps all that ever have a place.
+        """
+        storage, places = self.shard.storage, some.places
+        if storage.has_moved:
+            places = np.array([storage.place(slot) for slot in some.resident], np.int64)
         slots, versions = some.parts[:, 0], np.array([table.version for table in some.named])[some.owners]
         found = np.stack((slots, versions, places), axis=1)[places >= 0]
-        if len(found) == len(places):
+        is_whole = len(found) == len(places)
+        if are_known and not storage.has_moved:
+            _, firsts = np.unique(some.owners[places >= 0], return_index=True)
+            found = found[firsts]
+            found[:, 2] = m.STILL
+        if is_whole:
             return [m.Shown(found)]
         parts = some.parts[places < 0]
         parts[:, 1] = versions[places < 0]

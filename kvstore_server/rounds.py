@@ -56,7 +56,7 @@ _HERE = 1 << 40
 """Added to the generation of a slice that is here, so that one sum tells how many are, and of which generations."""
 _BUFFER, _BUFFERS = 1 << 40, 1 << 22
 """Bytes that no buffer has: places in different ones are so far apart; and how many of those are told apart."""
-_SPECIAL = ~(m.WANTS_WEIGHTS | m.WANTS_DELTA | m.WANTS_HALF | m.ANEW | m.MAPS_WEIGHTS)
+_SPECIAL = ~(m.WANTS_WEIGHTS | m.WANTS_DELTA | m.WANTS_HALF | m.ANEW | m.MAPS_WEIGHTS | m.KNOWS_PLACES)
 """The flags of a commit whose table is not changed together with others."""
 
 

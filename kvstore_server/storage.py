@@ -406,6 +406,11 @@ class Storage:
         return -1 if slot in self._moved else self.places[slot]
 
     @property
+    def has_moved(self) -> bool:
+        """Whether some weights are elsewhere than in their block, because that is being sent."""
+        return bool(self._moved)
+
+    @property
     def blocks(self) -> list[Block]:
         """All blocks."""
         return list({id(slot.block): slot.block for slot in self.slots}.values())

@@ -63,6 +63,7 @@ _ALL_FLAGS = (
     | m.WANTS_HALF
     | m.ANEW
     | m.MAPS_WEIGHTS
+    | m.KNOWS_PLACES
 )
 
 

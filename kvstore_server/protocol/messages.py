@@ -84,8 +84,8 @@ class Register:
     """The plan's; a server that has the table with this one needs no keys."""
 
 
-WANTS_WEIGHTS, VETOES, ASSIGNS, HAS_JOINED, WANTS_DELTA, WANTS_HALF, ANEW, MAPS_WEIGHTS = (
-    1 << at for at in range(8)
+WANTS_WEIGHTS, VETOES, ASSIGNS, HAS_JOINED, WANTS_DELTA, WANTS_HALF, ANEW, MAPS_WEIGHTS, KNOWS_PLACES = (
+    1 << at for at in range(9)
 )
 """Flags of a commit.
 
@@ -95,9 +95,11 @@ optimizer runs; every rank must say so. HAS_JOINED: this rank has no more data, 
 have said so. WANTS_DELTA: of slices that changed by rows alone since its version, only those rows are wanted.
 WANTS_HALF: new weights may come as bfloat16. ANEW: slices of generation 0, which this rank pushed before it knew what
 it would give, do not count. MAPS_WEIGHTS: of slices that this worker can map it only wants to know where they are; in
-synchronous rounds."""
+synchronous rounds. KNOWS_PLACES: it still maps all slices that ever have a place, where these were."""
 
 PUSH_WORDS, COMMIT_WORDS = 4, 6
+STILL = -1
+"""The place of slices that are where they were."""
 
 
 def matrix(rows: Sequence[Sequence[int]], words: int) -> Matrix:
@@ -343,7 +345,9 @@ class Shown:
     """Answers commits of a worker that maps weights, beside the Weights of slices that it cannot map."""
 
     parts: Matrix
-    """(slot, version, place) of each slice; a place is where in which of the server's memories it begins."""
+    """(slot, version, place) of each slice; a place is where in which of the server's memories it begins.
+
+    For a worker that knows the places one slice of each table stands for all that have one, with the place STILL."""
 
 
 @dataclass(slots=True, eq=False)

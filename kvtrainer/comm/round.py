@@ -20,7 +20,7 @@ from kvstore_server.codec import torch_dtype
 from kvstore_server.errors import KVStoreError, ProtocolError, RoundAbortedError, describe, from_wire
 from kvstore_server.norms import Decision, Guard, Measured, combine
 from kvstore_server.optimizer.gathering import put_rows
-from kvstore_server.plan import Slice, row_numel
+from kvstore_server.plan import LONG, Slice, row_numel
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import SENT_ALONE
 from kvstore_server.rounds import Ints
@@ -196,6 +196,8 @@ class _Layout:
         self.commits[:, 5] = m.WANTS_WEIGHTS * (self.num_resident > 0)
         self.spare: _Memory | None = None
         """Memory of a round that is over."""
+        self.mapped: Ints | None = None
+        """The slices that are mapped: all that ever have a place on the server. None if some may be missing."""
         self.runs = self.runs_of(self.resident)
         """Where all slices lie, if all are given."""
         self._plain: tuple[tuple[frozenset[object], ...], set[int]] | None = None
@@ -300,12 +302,13 @@ class _Leg:
         flags = m.VETOES * contribution.veto | m.ASSIGNS * contribution.assign
         flags |= m.HAS_JOINED * contribution.joined | m.WANTS_DELTA * contribution.is_kept
         flags |= m.WANTS_HALF * layout.takes_half
-        flags |= m.MAPS_WEIGHTS * (
+        if (
             wants
             and contribution.mapped is not None
             and contribution.mapped.is_on
             and round_.shares_memory(self.server)
-        )
+        ):
+            flags |= m.MAPS_WEIGHTS | m.KNOWS_PLACES * (layout.mapped is not None)
         if flags or not wants:
             self.commits[:, 5] = (layout.commits[:, 5] if wants else 0) | flags
         self.came = [-1] * len(layout.tables)
@@ -760,7 +763,9 @@ class Rounds:
         finished = []
         for slot, version, place in shown.parts.tolist():
             at = leg.layout.slots.get(slot)
-            if at is not None and leg.is_coming[at]:
+            if at is not None and place == m.STILL and leg.layout.mapped is not None:
+                finished += self._take_still(leg, leg.layout.table[at], version)
+            elif at is not None and leg.is_coming[at]:
                 table = leg.layout.table[at]
                 leg.shown.append((at, place))
                 leg.is_coming[at] = 0
@@ -769,6 +774,14 @@ class Rounds:
                 if not leg.coming[table]:
                     finished.append(table)
         self._finish(round_, leg, finished)
+
+    def _take_still(self, leg: _Leg, table: int, version: int) -> list[int]:
+        """Note that new weights of the only table are where they were; returns it if they are all."""
+        coming, mapped = np.frombuffer(leg.is_coming, np.uint8), leg.layout.mapped
+        leg.came[table] = version
+        leg.coming[table] -= int(coming[mapped].sum())
+        coming[mapped] = 0
+        return [] if leg.coming[table] else [table]
 
     def _finish(self, round_: Round, leg: _Leg, tables: Iterable[int]) -> None:
         """All answers of a server to commits are here, unless what it measured is still to come."""
@@ -952,8 +965,11 @@ class Rounds:
     def _map(self, mapped: MappedWeights, leg: _Leg, gone: Collection[int]) -> None:
         """Map what a server has shown, and note what came as bytes in its place."""
         pieces = leg.layout.pieces
-        for at in (*leg.gathered, *[at for at, _, _ in leg.staged]):
+        copied = [*leg.gathered, *[at for at, _, _ in leg.staged]]
+        for at in copied:
             mapped.leave(pieces[at])
+        if leg.shown or any([pieces[at].nbytes >= LONG for at in copied]):
+            leg.layout.mapped = None
         for at, place in leg.shown if not gone else ():
             if mapped.shows(pieces[at], leg.server, place):
                 continue
@@ -964,6 +980,14 @@ class Rounds:
                 mapped.show(pieces[at], leg.server, place, *memory)
             except OSError as error:
                 mapped.problem = error
+        # A long slice that came as bytes may only have been read by somebody, and have a place the next time.
+        if (
+            leg.shown
+            and not gone
+            and mapped.problem is None
+            and all([pieces[at].nbytes < LONG for at in copied])
+        ):
+            leg.layout.mapped = np.array([at for at, _ in leg.shown])
 
     def _give_up(self, round_: Round, tables: Sequence[RemoteTable], reason: str) -> None:
         """Fail rounds for everybody; where one server has applied and another failed it, have it taken back."""

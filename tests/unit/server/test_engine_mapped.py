@@ -13,6 +13,7 @@ from tests.support.engines import EngineJob as Job
 SHAPE = (140_000,)
 """Eight slices of more than 64 KiB."""
 MAPS = m.WANTS_WEIGHTS | m.MAPS_WEIGHTS
+KNOWS = MAPS | m.KNOWS_PLACES
 
 
 @pytest.fixture
@@ -24,11 +25,11 @@ def leases() -> Leases:
     return made
 
 
-def commit(job: Job, flags: int) -> list[list[m.ReplyBody]]:
+def commit(job: Job, flags: int, round_: int = 1) -> list[list[m.ReplyBody]]:
     """Have both ranks give ones to all slices; what each is told when the round is over."""
     for rank in range(2):
-        job.commit(rank, 1, 1.0, flags, number=1000)
-    return [job.told[rank, 1000] for rank in range(2)]
+        job.commit(rank, round_, 1.0, flags, number=1000 * round_)
+    return [job.told[rank, 1000 * round_] for rank in range(2)]
 
 
 def test_a_rank_that_maps_weights_is_told_their_places_and_version(leases: Leases) -> None:
@@ -53,6 +54,29 @@ def test_slices_that_somebody_reads_come_as_bytes_beside_the_places_of_others(le
         assert sent.parts[:, 0].tolist() == [3]
         assert set(sent.payloads[0].tolist()) == {2.0}
     assert not weights.payloads[3].any()
+
+
+def test_a_rank_that_knows_all_places_is_told_of_one_slice_that_they_are_still_those(leases: Leases) -> None:
+    job = Job(2, Mode("sync"), shape=SHAPE, leases=leases)
+    commit(job, MAPS)
+    for round_, flags in ((2, KNOWS), (3, KNOWS | m.WANTS_DELTA)):
+        for told in commit(job, flags, round_):
+            [shown] = told
+            assert isinstance(shown, m.Shown)
+            assert shown.parts.tolist() == [[0, round_, m.STILL]]
+
+
+def test_a_rank_that_knows_all_places_is_told_every_one_where_a_slice_has_moved(leases: Leases) -> None:
+    job = Job(2, Mode("sync"), shape=SHAPE, leases=leases)
+    [weights] = job.pull(0)
+    assert isinstance(weights, m.Weights)
+    leases.hold(weights.payloads[3])
+    for shown, sent in commit(job, KNOWS):
+        assert isinstance(shown, m.Shown)
+        assert isinstance(sent, m.Weights)
+        assert shown.parts[:, 0].tolist() == [0, 1, 2, 4, 5, 6, 7]
+        assert (shown.parts[:, 2] > 0).all()
+        assert sent.parts[:, 0].tolist() == [3]
 
 
 def test_ranks_that_do_not_map_weights_are_sent_them_beside_those_that_do(leases: Leases) -> None:
