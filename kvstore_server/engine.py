@@ -8,6 +8,7 @@ another: whatever a request raises goes back as `Failed`, and the engine goes on
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -29,6 +30,7 @@ from kvstore_server.errors import (
     from_wire,
     to_wire,
 )
+from kvstore_server.facts import FRESH, MOST_JOBS, read_report
 from kvstore_server.membership import Sessions, random_token
 from kvstore_server.memory import Budget
 from kvstore_server.namespace import EngineConfig, Namespace, Together
@@ -113,6 +115,8 @@ class Engine:
         self.budget = Budget(config.max_memory, config.server)
         self.updaters: dict[str, Updater] = {}
         self.is_stopping = False
+        self._facts: tuple[float, Mapping[str, Any]] = (-math.inf, {})
+        """What was told last about this server, and when."""
         self._leases = leases
         self._sessions = Sessions(config.server, tokens)
         self._handlers: dict[type[Any], Callable[[Sender, Any], list[m.Outgoing]]] = {
@@ -121,7 +125,7 @@ class Engine:
             m.Abort: self._abort,
             m.Pull: self._pull,
             m.PullRows: self._pull_rows,
-            m.Heartbeat: lambda sender, _: _reply(sender.waiter, m.Pending(())),
+            m.Heartbeat: self._heartbeat,
             m.Gather: self._gather,
             m.Register: self._register,
             m.SetOptimizer: self._set_optimizer,
@@ -153,6 +157,8 @@ class Engine:
         try:
             if isinstance(body, m.Hello):
                 return _reply(waiter, self._hello(peer, body, now))
+            if isinstance(body, m.Look):
+                return _reply(waiter, m.Info(self._facts_at(now)))
             if request.run != self.config.run:
                 raise ServerLostState(
                     f"server {self.config.server} was restarted and no longer holds this job's weights; "
@@ -405,6 +411,8 @@ class Engine:
                 answers.append((rank, waiter, rows, said.timeout))
         if space.absent:
             space.forget_absent(ended.numbers)
+        if ended.numbers:
+            space.progress.end(book, ended.numbers[0], now)
         book.finish(ended.tables)
         for number, flag in zip(ended.numbers, flags, strict=True) if not is_shared else ():
             [rank] = book.given
@@ -501,6 +509,7 @@ class Engine:
     def _fail(self, space: Namespace, book: Book, table: Table, error: KVStoreError) -> list[m.Outgoing]:
         """Fail the open round of a table for its members, and tell those who wait for it."""
         number = book.number(table.number)
+        space.progress.fail(error)
         space.forget_absent([table.number])
         if book is space.rounds.shared:
             table.fail(ALL)
@@ -666,6 +675,29 @@ class Engine:
         )
 
     # ---------------------------------------------------------------- members and tables
+
+    def _heartbeat(self, sender: Sender, body: m.Heartbeat) -> list[m.Outgoing]:
+        if body.report:
+            sender.space.membership.members[sender.rank].report = read_report(body.report)
+        return _reply(sender.waiter, m.Pending(()))
+
+    def _facts_at(self, now: float) -> Mapping[str, Any]:
+        """Describe the server for people, anew only when the last description is old."""
+        if now - self._facts[0] >= FRESH:
+            spaces = list(self.namespaces.values())
+            self._facts = (
+                now,
+                {
+                    "server": self.config.server,
+                    "num_servers": self.config.num_servers,
+                    "memory": self.budget.used,
+                    "max_memory": self.config.max_memory,
+                    "is_stopping": self.is_stopping,
+                    "num_jobs": len(spaces),
+                    "jobs": [space.facts(self._pending(space), now) for space in spaces[:MOST_JOBS]],
+                },
+            )
+        return self._facts[1]
 
     def _register(self, sender: Sender, register: m.Register) -> list[m.Outgoing]:
         space, shared = sender.space, sender.space.rounds.shared

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import secrets
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 
 from kvstore_server.errors import ConfigurationError, FencedError, ProtocolError, WorkerLostError
 from kvstore_server.protocol.messages import Gather, Hello
@@ -34,6 +34,8 @@ class Session:
     peer: bytes
     """The socket that said hello: where it is told what it did not ask for."""
     last_heard: float
+    report: Mapping[str, float] = field(default_factory=dict)
+    """What the process has told about itself last; see `facts`."""
 
     @property
     def process(self) -> Hashable:

@@ -21,6 +21,7 @@ from kvstore_server.errors import (
     ProtocolError,
     ShapeMismatchError,
 )
+from kvstore_server.facts import Progress, waits_of, workers_of
 from kvstore_server.hyper import AgreedOptimizer
 from kvstore_server.log_limit import SLOW_AFTER, SlowReports
 from kvstore_server.membership import Membership
@@ -138,6 +139,7 @@ class Namespace:
         self.slow_reports = SlowReports(config.slow_after)
         self.next_look = 0.0
         """When the waits are to be looked at again."""
+        self.progress = Progress()
         self.messages_in = 0
         """Messages of its members so far, without their heartbeats."""
         self.tables: list[Table] = []
@@ -609,6 +611,35 @@ class Namespace:
             "num_dead": members.num_dead(now, self.config.dead_after),
             "messages_in": self.messages_in,
             "tables": [{"namespace": self.name, **self._counters(table)} for table in self.tables],
+        }
+
+    def facts(self, pending: Iterable[Any], now: float) -> Mapping[str, Any]:
+        """Describe the namespace for people.
+
+        Args:
+            pending: What its ranks wait for, each an engine's Pending.
+        """
+        has_clocks = bool(self.tables) and not self.mode.is_sync
+        clocks = dict(enumerate(self.rounds.clocks(0))) if has_clocks else {}
+        joined = self.rounds.joined(0) if self.tables else set()
+        progress = self.progress
+        return {
+            "name": self.name,
+            "mode": self.mode.name,
+            "staleness": self.mode.staleness,
+            "num_workers": self.membership.num_workers,
+            "rounds": progress.rounds,
+            "waited": progress.waited,
+            "updates": max([table.version for table in self.tables], default=0),
+            "tables": len(self.tables),
+            "keys": sum([len(table.unit.keys) for table in self.tables]),
+            "bytes_in": sum([table.bytes_in for table in self.tables]),
+            "bytes_out": sum([table.bytes_out for table in self.tables]),
+            "messages_in": self.messages_in,
+            "memory": self._claimed,
+            "workers": workers_of(self.membership, progress, clocks, joined, now),
+            "waits": waits_of(pending, now),
+            "errors": [{"rounds": at, "text": text} for at, text in progress.errors],
         }
 
     def _counters(self, table: Table) -> Mapping[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -260,7 +261,31 @@ class Trainer(torch.optim.Optimizer):
             batch_size, closure = None, batch_size
         # A plain torch.amp.GradScaler leaves what it wants in attributes.
         scaling = partial(plain_scaling, self) if {"found_inf", "grad_scale"} <= vars(self).keys() else None
-        return self._pipeline.step(batch_size, ignore_stale_grad, closure, scaling)
+        began = time.monotonic()
+        result = self._pipeline.step(batch_size, ignore_stale_grad, closure, scaling)
+        self._pipeline.link.report.count_step(time.monotonic() - began)
+        return result
+
+    def report(self, samples: int = 0, loss: float | None = None) -> None:
+        """Tell servers how this worker is doing, for `kvtop` and other views of the job; costs nothing by itself.
+
+        Steps and waits are counted anyway. What is told goes along with the next sign of life, within a second.
+
+        Args:
+            samples: How many more examples were trained on.
+            loss: The present loss.
+
+        Raises:
+            ConfigurationError: samples is no whole number of at least 0, or the loss is no number.
+        """
+        if type(samples) is not int or samples < 0 or not (loss is None or check.is_number(loss)):
+            raise ConfigurationError(
+                f"report() takes a number of samples and a loss as plain numbers, not {samples!r:.80}, {loss!r:.80}; "
+                "of a tensor that is loss.item()"
+            )
+        report = self._pipeline.link.report
+        report.samples += samples
+        report.loss = report.loss if loss is None else float(loss)
 
     def _step_voting(self, overflows: bool, carried: float, *args: Any, **kwargs: Any) -> StepResult:
         """Make a step for a GradScaler: all workers skip it if gradients overflow on any.

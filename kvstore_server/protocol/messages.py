@@ -236,6 +236,14 @@ class State:
 class Heartbeat:
     """Says that this rank is alive; the answer, Pending, says the same of the server."""
 
+    report: bytes = b""
+    """msgpack of what the process tells about itself, name → number; empty: what it told last still holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """Asks, in no session, for what a server does; answered by Info."""
+
 
 @dataclass(frozen=True, slots=True)
 class Leave:
@@ -463,6 +471,7 @@ RequestBody: TypeAlias = (
     | GetState
     | State
     | Heartbeat
+    | Look
     | Leave
     | Stats
     | Command

@@ -11,6 +11,7 @@ from kvstore_server.plan import Slice, TensorSpec, check_name, make_plan
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import KEYS_PER_MESSAGE, MAX_PAYLOAD, pack_control
 from kvstore_server.tracing import Event, Trace, events_of
+from kvtrainer.comm.report import Report
 from kvtrainer.comm.round import Rounds
 from kvtrainer.comm.session import Session, SessionOptions, SessionTrace, Transport
 from kvtrainer.comm.tables import RemoteTable
@@ -40,6 +41,10 @@ class Client:
     def shares_memory(self) -> bool:
         """Whether messages to some server go through memory that it shares."""
         return any([self._session.shares_memory(server) for server in range(self.num_servers)])
+
+    def tell(self, report: Report) -> None:
+        """Have signs of life say what a report says, and the report count how long this worker waits."""
+        self._session.report = report
 
     @property
     def is_closed(self) -> bool:

@@ -14,7 +14,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from typing import Any
 import zmq
 
 from kvstore_server.channel import Arena, Channel, connect
-from kvstore_server.errors import ConfigurationError, KVStoreError, ProtocolError
+from kvstore_server.errors import ConfigurationError, KVStoreError, ProtocolError, from_wire
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import (
     MAX_FRAME,
@@ -226,7 +226,7 @@ class Connection:
     def sockets(self, server: int) -> tuple[bytes, ...]:
         return self._ids[server]
 
-    def begin(self, sessions: Sequence[tuple[int, int]]) -> None:
+    def begin(self, sessions: Sequence[tuple[int, int]], report: Callable[[], bytes]) -> None:
         """Share memory with the servers of this host, and begin to send signs of life to all.
 
         Raises:
@@ -245,7 +245,7 @@ class Connection:
                 self._index[channel.fileno()] = server
                 self._poller.register(channel.fileno(), zmq.POLLIN)
         places = [(address, own) for address, (_, own) in zip(self._addresses, self._ids, strict=True)]
-        self._heartbeats = _Heartbeats(self._context, places, sessions)
+        self._heartbeats = _Heartbeats(self._context, places, sessions, report)
 
     def _change_address(self, server: int, address: str) -> None:
         """Reach a server of this host by another address. Raises ConfigurationError if it is not there."""
@@ -317,13 +317,16 @@ class _Heartbeats:
     """A thread with sockets of its own, because ZeroMQ sockets belong to one thread."""
 
     def __init__(
-        self, context: Any, places: Sequence[tuple[str, bytes]], sessions: Sequence[tuple[int, int]]
+        self,
+        context: Any,
+        places: Sequence[tuple[str, bytes]],
+        sessions: Sequence[tuple[int, int]],
+        report: Callable[[], bytes],
     ) -> None:
         self._context = context
         self._places = list(places)
-        self._frames = [
-            encode_request(m.Request(run, session, 0, m.Heartbeat())) for run, session in sessions
-        ]
+        self._sessions = list(sessions)
+        self._report = report
         self.heard = [0.0] * len(self._places)
         """When each server last answered, on the monotonic clock."""
         self._stop = threading.Event()
@@ -338,6 +341,7 @@ class _Heartbeats:
         sockets = [_dealer(self._context, *place, sent=2, received=2) for place in self._places]
         try:
             while not self._stop.wait(HEARTBEAT_INTERVAL):
+                sign = m.Heartbeat(self._report())
                 for server, socket in enumerate(sockets):
                     while socket.poll(
                         0
@@ -345,10 +349,39 @@ class _Heartbeats:
                         socket.recv_multipart()
                         self.heard[server] = time.monotonic()
                     with suppress(zmq.Again):  # the server is away; there is nothing to queue up for it
-                        socket.send_multipart(self._frames[server], zmq.NOBLOCK)
+                        socket.send_multipart(
+                            encode_request(m.Request(*self._sessions[server], 0, sign)), zmq.NOBLOCK
+                        )
         finally:
             for socket in sockets:
                 socket.close(linger=0)
+
+
+def look(addresses: Sequence[str], timeout: float) -> list[Mapping[str, Any] | None]:
+    """Ask servers what they do, in no session; blocks up to `timeout` seconds.
+
+    Returns for each what it says, as of `kvstore_server.facts`; None where it did not answer in time.
+
+    Raises:
+        KVStoreError: one answered that it cannot say, as one of another version does.
+    """
+    found: list[Mapping[str, Any] | None] = [None] * len(addresses)
+    deadline = time.monotonic() + timeout
+    with zmq.Context() as context:
+        sockets = [_dealer(context, address, routing_id()) for address in addresses]
+        try:
+            for number, socket in enumerate(sockets):
+                socket.send_multipart(encode_request(m.Request(0, 0, 1 + number, m.Look())), zmq.NOBLOCK)
+            for at, socket in enumerate(sockets):
+                if socket.poll(max(0, int(1000 * (deadline - time.monotonic())))):
+                    body = decode_reply(socket.recv_multipart(copy=False)).body
+                    if isinstance(body, m.Failed):
+                        raise from_wire(body.code, body.text)
+                    found[at] = body.values if isinstance(body, m.Info) else None
+        finally:
+            for socket in sockets:
+                socket.close(linger=0)
+    return found
 
 
 def _dealer(context: Any, address: str, own: bytes, sent: int = 0, received: int = 0) -> Any:

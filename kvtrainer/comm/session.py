@@ -29,6 +29,7 @@ from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.messages import SECRET_BYTES
 from kvstore_server.rounds import SYNCHRONOUS, Mode
 from kvstore_server.tracing import CALLS, ROUNDS, Event, Trace, payload_in, payload_out
+from kvtrainer.comm.report import Report
 
 _log = logging.getLogger(__name__)
 
@@ -65,11 +66,12 @@ class Transport(Protocol):
     def sockets(self, server: int) -> tuple[bytes, ...]:
         """Routing ids of all sockets from which a server hears this process."""
 
-    def begin(self, sessions: Sequence[tuple[int, int]]) -> None:
+    def begin(self, sessions: Sequence[tuple[int, int]], report: Callable[[], bytes]) -> None:
         """Begin what needs open sessions: every server is told from time to time that this process is alive.
 
         Args:
             sessions: (run, session) of each server.
+            report: What goes along, as of Heartbeat; called by another thread.
         """
 
     def last_sign(self, server: int) -> float:
@@ -159,6 +161,8 @@ class Session:
         self.is_closed = False
         self.trace: SessionTrace | None = None
         """Where to note what happens, while somebody wants to know."""
+        self.report = Report(clock)
+        """What servers are told about this worker."""
         self._transport = transport
         self._nonce = secrets.token_bytes(SECRET_BYTES)
         self._tokens = [_NO_SESSION] * transport.num_servers
@@ -194,7 +198,7 @@ class Session:
                 refusals.append(error)
         if refusals:
             raise refusals[0]
-        self._transport.begin(self._tokens)
+        self._transport.begin(self._tokens, lambda: self.report.pack())
 
     def _say_hello(self, server: int) -> None:
         o = self.options
@@ -373,6 +377,7 @@ class Session:
                         ask(one)
             if now - began >= self.options.slow_after:
                 self._report_slow(now - began, now)
+        self.report.wait_seconds += now - began
         if trace is not None:
             trace.waited(start)
         return True

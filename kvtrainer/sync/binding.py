@@ -16,6 +16,7 @@ from kvstore_server.plan import Plan
 from kvtrainer.comm.client import Client
 from kvtrainer.comm.mapped import MappedWeights
 from kvtrainer.comm.rank_group import Buckets, RankGroup, current_group
+from kvtrainer.comm.report import Report
 from kvtrainer.errors import ConfigurationError, KVStoreError, WeightsWrittenError
 from kvtrainer.kvstore import KVStoreBase, create
 from kvtrainer.kvstore.device import DeviceKVStore
@@ -92,6 +93,8 @@ class Binding:
         self.holder: StoreExchange | None = None
         """The exchange, once started, over an engine: that holds weights, and perhaps the optimizer's state."""
         self.num_workers = 1
+        self.report = Report()
+        """What servers are told about this worker, for those who look at the job."""
         self.replicas: ReplicaCompressor | None = None
         """Compresses replicas before they are summed; None where none are, or are not compressed one by one."""
         if selection.replica_codec is not None:
@@ -440,6 +443,7 @@ class Binding:
                 raise group_too_late("the Trainer was built")
         if self._group is None and self._client is None and isinstance(self.store, TableKVStore):
             self._client = self.store.open_client()
+            self._client.tell(self.report)
 
     def _open_exchange(self, plan: Plan, optimizer: Optimizer) -> Exchange | None:
         self._open_store()

@@ -1,0 +1,220 @@
+"""A job as it is now, made of what its servers say at two moments; pure functions, so that all views show the same.
+
+Counts become rates: what happened between the two moments, by the time between them. A worker speaks to every server,
+so what several servers say of it is put together: the worst state, the longest silence, the greatest delay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+Facts = Mapping[str, Any]
+"""What one server says; see `kvstore_server.facts`."""
+_WORST_FIRST = ("failed", "absent", "left", "here")
+
+
+class Look(NamedTuple):
+    """What all servers said at one moment; None for those that did not answer."""
+
+    at: float
+    """In seconds."""
+    facts: Sequence[Facts | None]
+
+
+class Server(NamedTuple):
+    """One server."""
+
+    address: str
+    is_there: bool
+    memory: int = 0
+    """Bytes that are promised to jobs."""
+    max_memory: int = 0
+    bytes_in: float = 0.0
+    """Of weights and gradients, a second."""
+    bytes_out: float = 0.0
+    is_stopping: bool = False
+
+
+class Worker(NamedTuple):
+    """One rank of a job; shares are parts of the time between two looks."""
+
+    rank: int
+    state: str
+    """"here", "absent" (it never came), "left" or "failed"."""
+    why: str
+    """It left."""
+    address: str
+    silence: float
+    """Seconds since its last sign; -1: it is not there."""
+    late: float
+    """The share in which the others' gradients were there and this one's not."""
+    waits: float
+    """The share in which it waited for servers and other workers."""
+    works: float
+    """The share between its steps: data, forward and backward."""
+    steps: float
+    """A second."""
+    samples: float
+    """A second; 0 where the script does not tell."""
+    loss: float | None
+    round: int
+    """Of its own, where rounds are not all ranks'; -1 otherwise."""
+    is_done: bool
+    """It has no more data."""
+
+
+class Wait(NamedTuple):
+    """Something that ranks wait for on some server."""
+
+    what: str
+    seconds: float
+    missing: list[int]
+
+
+class Job(NamedTuple):
+    """One group of workers on the servers."""
+
+    name: str
+    mode: str
+    num_workers: int
+    rounds: float
+    """A second; each contribution counts, where rounds are not all ranks'."""
+    updates: int
+    keys: int
+    workers: list[Worker]
+    waits: list[Wait]
+    errors: list[str]
+
+    @property
+    def slowest(self) -> Worker | None:
+        """The worker that the others waited for longest; None where nobody had to wait."""
+        late = [one for one in self.workers if one.late > 0]
+        return max(late, key=lambda one: one.late, default=None)
+
+    @property
+    def samples(self) -> float:
+        """Examples a second of all workers."""
+        return sum([one.samples for one in self.workers])
+
+    @property
+    def loss(self) -> float | None:
+        """The mean of what workers have told."""
+        told = [one.loss for one in self.workers if one.loss is not None]
+        return sum(told) / len(told) if told else None
+
+
+class View(NamedTuple):
+    """All servers and jobs at one moment."""
+
+    at: float
+    servers: list[Server]
+    jobs: list[Job]
+
+
+def view_of(before: Look, now: Look, addresses: Sequence[str]) -> View:
+    """Put together what servers, at `addresses`, have said at two moments."""
+    seconds = max(now.at - before.at, 1e-9)
+    pairs = list(zip(before.facts, now.facts, strict=True))
+    servers = [_server(*pair, seconds, where) for pair, where in zip(pairs, addresses, strict=True)]
+    names = dict.fromkeys(job["name"] for facts in now.facts if facts is not None for job in facts["jobs"])
+    jobs = [_job([(_named(a, name), _named(b, name)) for a, b in pairs], seconds) for name in names]
+    return View(now.at, servers, [job for job in jobs if job.keys or len(jobs) == 1])
+
+
+def as_values(view: View) -> dict[str, Any]:
+    """Return a view as plain values, for JSON."""
+    jobs = []
+    for job in view.jobs:
+        slowest = job.slowest
+        jobs.append(
+            {
+                **job._asdict(),
+                "workers": [worker._asdict() for worker in job.workers],
+                "waits": [wait._asdict() for wait in job.waits],
+                "slowest": None if slowest is None else slowest.rank,
+                "samples": job.samples,
+                "loss": job.loss,
+            }
+        )
+    return {"at": view.at, "servers": [server._asdict() for server in view.servers], "jobs": jobs}
+
+
+def _named(facts: Facts | None, name: str) -> Facts | None:
+    jobs = () if facts is None else facts["jobs"]
+    return next((job for job in jobs if job["name"] == name), None)
+
+
+def _server(before: Facts | None, now: Facts | None, seconds: float, address: str) -> Server:
+    if now is None:
+        return Server(address, is_there=False)
+    flows = [
+        sum([job[name] - (_named(before, job["name"]) or job)[name] for job in now["jobs"]]) / seconds
+        for name in ("bytes_in", "bytes_out")
+    ]
+    return Server(address, True, now["memory"], now["max_memory"], *flows, now["is_stopping"])
+
+
+def _job(pairs: Sequence[tuple[Facts | None, Facts | None]], seconds: float) -> Job:
+    """Put together what servers say of one job, before and now."""
+    known = [(before or now, now) for before, now in pairs if now is not None]
+    first = known[0][1]
+    told = [
+        [(_of_rank(before, rank), _of_rank(now, rank)) for before, now in known]
+        for rank in range(min(first["num_workers"], len(first["workers"])))
+    ]
+    return Job(
+        first["name"],
+        f"ssp({first['staleness']})" if first["mode"] == "ssp" else first["mode"],
+        first["num_workers"],
+        max([now["rounds"] - before["rounds"] for before, now in known]) / seconds,
+        max([now["updates"] for _, now in known]),
+        max([now["keys"] for _, now in known]),
+        [_worker(own, seconds) for own in told],
+        [Wait(**one) for _, now in known for one in now["waits"]],
+        list(dict.fromkeys(one["text"] for _, now in known for one in now["errors"])),
+    )
+
+
+def _of_rank(job: Facts, rank: int) -> Facts:
+    found: Facts = job["workers"][rank]
+    return found
+
+
+def _worker(told: Sequence[tuple[Facts, Facts]], seconds: float) -> Worker:
+    """Put together what servers say of one worker, before and now."""
+    nows = [now for _, now in told]
+    worst = min(nows, key=lambda one: _WORST_FIRST.index(one["state"]))
+    before, now = max(told, key=lambda pair: pair[1]["says"].get("seconds", -1.0))
+    says, said = now["says"], before["says"]
+    passed = says.get("seconds", 0.0) - said.get("seconds", 0.0)
+    if passed <= 0:  # no news since: what holds for all the time so far
+        said, passed = {}, says.get("seconds", 0.0)
+
+    def rate(name: str) -> float:
+        return max(says.get(name, 0.0) - said.get(name, 0.0), 0.0) / passed if passed > 0 else 0.0
+
+    return Worker(
+        rank=worst["rank"],
+        state=worst["state"],
+        why=worst["why"],
+        address=worst["address"],
+        silence=max([one["silence"] for one in nows]),
+        late=_share(max([b["late"] - a["late"] for a, b in told]) / seconds),
+        waits=_share(rate("wait_seconds")),
+        works=_share(1.0 - rate("step_seconds")) if says.get("steps") else 0.0,
+        steps=rate("steps"),
+        samples=rate("samples"),
+        loss=says.get("loss"),
+        round=max([one["round"] for one in nows]),
+        is_done=all(one["joined"] for one in nows),
+    )
+
+
+def _share(value: float) -> float:
+    return min(max(value, 0.0), 1.0)
+
+
+def missing_now(job: Job) -> Iterable[int]:
+    """The ranks that something waits for, in order."""
+    return sorted({rank for wait in job.waits for rank in wait.missing})

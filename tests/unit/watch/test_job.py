@@ -1,0 +1,115 @@
+"""A job as its servers tell of it at two moments."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from kvtrainer.watch.job import Look, View, as_values, view_of
+
+
+def worker(
+    rank: int, late: float = 0.0, says: dict[str, float] | None = None, **other: Any
+) -> dict[str, Any]:
+    return {
+        "rank": rank, "state": "here", "why": "", "address": f"host:{rank}", "silence": 0.5, "late": late,
+        "joined": False, "round": -1, "says": says or {}, **other,
+    }  # fmt: skip
+
+
+def job(workers: list[dict[str, Any]], name: str = "train", **other: Any) -> dict[str, Any]:
+    return {
+        "name": name, "mode": "sync", "staleness": 0, "num_workers": len(workers), "rounds": 0, "waited": 0.0,
+        "updates": 0, "tables": 1, "keys": 3, "bytes_in": 0, "bytes_out": 0, "messages_in": 0, "memory": 0,
+        "workers": workers, "waits": [], "errors": [], **other,
+    }  # fmt: skip
+
+
+def server(*jobs: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "server": 0, "num_servers": 1, "memory": 5, "max_memory": 9, "is_stopping": False, "num_jobs": 1,
+        "jobs": list(jobs),
+    }  # fmt: skip
+
+
+def seen(before: list[Any], now: list[Any], seconds: float = 2.0) -> View:
+    return view_of(Look(10.0, before), Look(10.0 + seconds, now), [f"tcp://s:{at}" for at in range(len(now))])
+
+
+def test_counts_become_rates() -> None:
+    before = server(job([worker(0)], rounds=4, bytes_in=100))
+    view = seen([before], [server(job([worker(0)], rounds=10, bytes_in=700, updates=9))])
+    assert (view.jobs[0].rounds, view.jobs[0].updates) == (3.0, 9)
+    assert view.servers[0].bytes_in == 300.0
+
+
+def test_the_slowest_worker_is_the_one_that_the_others_waited_for() -> None:
+    before = server(job([worker(0, 5.0), worker(1, 1.0)]))
+    view = seen([before], [server(job([worker(0, 5.5), worker(1, 2.5)]))])
+    assert [one.late for one in view.jobs[0].workers] == [0.25, 0.75]
+    assert view.jobs[0].slowest == view.jobs[0].workers[1]
+
+
+def test_nobody_is_slowest_where_nobody_waited() -> None:
+    assert seen([server(job([worker(0)]))], [server(job([worker(0)]))]).jobs[0].slowest is None
+
+
+def test_shares_of_a_worker_are_parts_of_its_own_time() -> None:
+    said = {"seconds": 10.0, "steps": 10, "step_seconds": 2.0, "wait_seconds": 1.0, "samples": 100}
+    says = {
+        "seconds": 14.0,
+        "steps": 18,
+        "step_seconds": 3.0,
+        "wait_seconds": 1.5,
+        "samples": 300,
+        "loss": 0.5,
+    }
+    [one] = seen([server(job([worker(0, 0.0, said)]))], [server(job([worker(0, 0.0, says)]))]).jobs[0].workers
+    assert (one.steps, one.samples, one.works, one.waits, one.loss) == (2.0, 50.0, 0.75, 0.125, 0.5)
+
+
+def test_a_worker_that_said_nothing_new_is_shown_as_it_was_so_far() -> None:
+    says = {"seconds": 10.0, "steps": 20, "step_seconds": 4.0, "wait_seconds": 1.0}
+    facts = server(job([worker(0, 0.0, says)]))
+    [one] = seen([facts], [facts]).jobs[0].workers
+    assert (one.steps, one.works, one.waits) == (2.0, 0.6, 0.1)
+
+
+def test_what_servers_say_of_a_worker_is_put_together_by_the_worst() -> None:
+    there, gone = worker(0, 1.0, silence=0.25), worker(0, 3.0, state="failed", why="killed", silence=-1.0)
+    before = [server(job([worker(0)])), server(job([worker(0)]))]
+    [one] = seen(before, [server(job([there])), server(job([gone]))], 4.0).jobs[0].workers
+    assert (one.state, one.why, one.late) == ("failed", "killed", 0.75)
+
+
+def test_a_server_that_does_not_answer_leaves_the_others_shown() -> None:
+    view = seen([server(job([worker(0)])), None], [server(job([worker(0)])), None])
+    assert [one.is_there for one in view.servers] == [True, False]
+    assert len(view.jobs) == 1
+
+
+def test_a_server_that_answers_again_is_shown_without_rates() -> None:
+    view = seen([None], [server(job([worker(0, 7.0)], rounds=50))])
+    assert view.jobs[0].rounds == 0.0
+    assert view.jobs[0].workers[0].late == 0.0
+
+
+def test_a_namespace_without_keys_is_shown_only_where_there_is_no_other() -> None:
+    empty, full = job([worker(0)], "store", keys=0), job([worker(0)], "store/trainer")
+    assert [one.name for one in seen([server(empty, full)], [server(empty, full)]).jobs] == ["store/trainer"]
+    assert [one.name for one in seen([server(empty)], [server(empty)]).jobs] == ["store"]
+
+
+def test_a_view_as_values_survives_json() -> None:
+    facts = server(job([worker(0, 2.0)], waits=[{"what": "w", "seconds": 1.0, "missing": [0]}]))
+    values = as_values(seen([facts], [facts]))
+    assert json.loads(json.dumps(values)) == values
+    assert values["jobs"][0]["waits"] == [{"what": "w", "seconds": 1.0, "missing": [0]}]
+
+
+@pytest.mark.parametrize(("mode", "shown"), [("sync", "sync"), ("ssp", "ssp(3)"), ("async", "async")])
+def test_the_mode_names_its_staleness(mode: str, shown: str) -> None:
+    facts = server(job([worker(0)], mode=mode, staleness=3 if mode == "ssp" else 0))
+    assert seen([facts], [facts]).jobs[0].mode == shown

@@ -1,0 +1,113 @@
+"""The page of a job, and its metrics, without a browser."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from threading import Event, Thread
+
+import pytest
+
+from kvstore_server.errors import ConfigurationError
+from kvtrainer.watch.job import View
+from kvtrainer.watch.page import HISTORY, Page, metrics
+from tests.support.limits import LIMIT
+from tests.unit.watch.test_job import job, seen, server, worker
+
+
+def view() -> View:
+    before = server(job([worker(0), worker(1)]))
+    now = server(job([worker(0), worker(1, 1.5, says={"seconds": 4.0, "steps": 8, "loss": 0.25})], rounds=6))
+    return seen([before], [now])
+
+
+@pytest.fixture
+def page() -> Iterator[Page]:
+    """A page that has seen one view, and goes on until the test is over."""
+    shown, over = Event(), Event()
+
+    def views() -> Iterator[View]:
+        yield view()
+        shown.set()
+        over.wait(LIMIT)
+
+    served = Page(views(), "127.0.0.1", 0)
+    thread = Thread(target=served.run)
+    thread.start()
+    assert shown.wait(LIMIT)
+    yield served
+    over.set()
+    thread.join(LIMIT)
+    assert not thread.is_alive()
+
+
+def fetch(url: str, **headers: str) -> bytes:
+    with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=LIMIT) as answer:
+        body: bytes = answer.read()
+        return body
+
+
+def test_views_come_as_json(page: Page) -> None:
+    [seen_now] = json.loads(fetch(f"{page.url}view.json"))
+    assert seen_now["jobs"][0]["slowest"] == 1
+    assert seen_now["jobs"][0]["rounds"] == 3.0
+
+
+def test_the_page_names_no_other_host(page: Page) -> None:
+    text = fetch(page.url).decode()
+    assert "<title>" in text
+    assert set(re.findall(r"(?:https?:)?//[\w.]+", text)) <= {"http://www.w3.org"}, "the name space of SVG"
+
+
+def test_a_request_under_the_name_of_another_host_is_refused(page: Page) -> None:
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        fetch(f"{page.url}view.json", Host="evil.example")
+    refused.value.close()
+    assert refused.value.code == 403
+
+
+@pytest.mark.parametrize("host", ["localhost:80", "127.0.0.1", "[::1]:9", "10.1.2.3:80"])
+def test_a_request_under_an_address_is_answered(page: Page, host: str) -> None:
+    assert page.answer("/view.json?x", host)[0] == 200
+
+
+def test_another_path_is_not_found(page: Page) -> None:
+    assert page.answer("/etc/passwd", "localhost")[0] == 404
+
+
+def test_a_port_that_is_taken_is_refused(page: Page) -> None:
+    port = int(page.url.rstrip("/").rpartition(":")[2])
+    with pytest.raises(ConfigurationError):
+        Page(iter(()), "127.0.0.1", port)
+
+
+def test_metrics_hold_what_the_view_holds() -> None:
+    pytest.importorskip("prometheus_client")
+    from prometheus_client.parser import text_string_to_metric_families
+
+    found = {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in text_string_to_metric_families(metrics(view()).decode())
+        for sample in family.samples
+    }
+    assert found["kvstore_worker_late", "train", "1"] == 0.75
+    assert found["kvstore_worker_loss", "train", "1"] == 0.25
+    assert ("kvstore_worker_loss", "train", "0") not in found
+    assert found["kvstore_job_rounds", "train"] == 3.0
+    assert found["kvstore_server_is_there", "tcp://s:0"] == 1.0
+
+
+def test_metrics_come_once_there_is_a_view() -> None:
+    page = Page(iter(()), "127.0.0.1", 0)
+    assert page.answer("/metrics", "localhost")[0] == 503
+    page.run()
+
+
+def test_old_views_are_dropped() -> None:
+    page = Page(itertools.repeat(view(), HISTORY + 5), "127.0.0.1", 0)
+    page.run()
+    assert len(json.loads(page.answer("/view.json", "localhost")[2])) == HISTORY

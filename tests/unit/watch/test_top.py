@@ -1,0 +1,91 @@
+"""kvtop's command line and its page, over servers that are played."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from kvtrainer.watch import top
+from tests.unit.watch.test_job import job, seen, server, worker
+
+
+def play(monkeypatch: pytest.MonkeyPatch, *answers: Any) -> list[float]:
+    """Have servers give these answers, one after the other; returns the timeouts that they were asked with."""
+    left, asked = list(answers), []
+
+    def look(addresses: Sequence[str], timeout: float) -> list[Any]:
+        asked.append(timeout)
+        return [left.pop(0)] * len(addresses)
+
+    monkeypatch.setattr(top, "look", look)
+    monkeypatch.setenv("KVSTORE_SERVERS", "")
+    return asked
+
+
+def shown(view: Any) -> str:
+    written = io.StringIO()
+    pytest.importorskip("rich.console").Console(file=written, width=120).print(top.render(view))
+    return written.getvalue()
+
+
+def test_json_is_one_view(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = play(monkeypatch, server(job([worker(0)])), server(job([worker(0)], updates=4)))
+    assert top.main(["--json", "--interval", "0.1", "127.0.0.1:9000"]) == 0
+    assert json.loads(capsys.readouterr().out)["jobs"][0]["updates"] == 4
+    assert asked == [0.1, 0.1]
+
+
+def test_servers_come_from_the_environment(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    play(monkeypatch, None, None)
+    monkeypatch.setenv("KVSTORE_SERVERS", "tcp://127.0.0.1:7000,tcp://127.0.0.1:7001")
+    assert top.main(["--json", "--interval", "0.1"]) == 1, "nobody answered"
+    told = json.loads(capsys.readouterr().out)
+    assert [one["address"] for one in told["servers"]] == ["tcp://127.0.0.1:7000", "tcp://127.0.0.1:7001"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["nowhere"],
+        ["--interval", "0", "127.0.0.1:9000"],
+        ["--http", "9000", "127.0.0.1:9000"],
+        ["--http", "0.0.0.0:0", "127.0.0.1:9000"],
+    ],
+)
+def test_wrong_usage_ends_with_2(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    play(monkeypatch)
+    monkeypatch.delenv("KVSTORE_ALLOW_PUBLIC_BIND", raising=False)
+    with pytest.raises(SystemExit) as ended:
+        top.main(arguments)
+    assert ended.value.code == 2
+
+
+def test_the_page_names_the_slow_worker() -> None:
+    text = shown(seen([server(job([worker(0), worker(1)]))], [server(job([worker(0), worker(1, 1.0)]))]))
+    assert "waits for rank 1 50%" in text
+
+
+def test_the_page_shows_waits_errors_and_servers_that_are_silent() -> None:
+    now = job(
+        [worker(0)],
+        waits=[{"what": "round 7 of 'w'", "seconds": 3.0, "missing": [2]}],
+        errors=[{"rounds": 6, "text": "WorkerLostError: gone"}],
+    )
+    text = shown(seen([server(now), None], [server(now), None]))
+    for part in ("round 7 of 'w'", "rank 2", "WorkerLostError: gone", "no answer"):
+        assert part in text
+
+
+def test_what_others_named_is_shown_as_it_is_and_commands_no_terminal() -> None:
+    facts = server(job([worker(0, address="[::1]:77"), worker(1, address="\x1b[2Jgone")], "[bold]job[/bold]"))
+    text = shown(seen([facts], [facts]))
+    assert "\x1b" not in text
+    assert "[::1]:77" in text
+    assert "[bold]job[/bold]" in text
