@@ -17,7 +17,7 @@ from tests.support.limits import LIMIT
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
-WITH_CODE = ("README.md", "docs/migrating_from_mxnet.md", "docs/training_systems.md")
+WITH_CODE = ("README.md", "docs/migrating_from_mxnet.md", "docs/training_systems.md", "docs/watching.md")
 BLOCKS = [
     (name, code)
     for name in WITH_CODE
