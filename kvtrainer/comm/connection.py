@@ -226,7 +226,7 @@ class Connection:
     def sockets(self, server: int) -> tuple[bytes, ...]:
         return self._ids[server]
 
-    def begin(self, sessions: Sequence[tuple[int, int]], report: Callable[[], bytes]) -> None:
+    def begin(self, sessions: Sequence[tuple[int, int]], report: Callable[[], bytes] = bytes) -> None:
         """Share memory with the servers of this host, and begin to send signs of life to all.
 
         Raises:

@@ -66,7 +66,7 @@ class Transport(Protocol):
     def sockets(self, server: int) -> tuple[bytes, ...]:
         """Routing ids of all sockets from which a server hears this process."""
 
-    def begin(self, sessions: Sequence[tuple[int, int]], report: Callable[[], bytes]) -> None:
+    def begin(self, sessions: Sequence[tuple[int, int]], report: Callable[[], bytes] = bytes) -> None:
         """Begin what needs open sessions: every server is told from time to time that this process is alive.
 
         Args:

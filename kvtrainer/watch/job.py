@@ -148,11 +148,10 @@ def _named(facts: Facts | None, name: str) -> Facts | None:
 def _server(before: Facts | None, now: Facts | None, seconds: float, address: str) -> Server:
     if now is None:
         return Server(address, is_there=False)
-    flows = [
-        sum([job[name] - (_named(before, job["name"]) or job)[name] for job in now["jobs"]]) / seconds
-        for name in ("bytes_in", "bytes_out")
-    ]
-    return Server(address, True, now["memory"], now["max_memory"], *flows, now["is_stopping"])
+    pairs = [(_named(before, job["name"]) or job, job) for job in now["jobs"]]
+    bytes_in = sum([new["bytes_in"] - old["bytes_in"] for old, new in pairs]) / seconds
+    bytes_out = sum([new["bytes_out"] - old["bytes_out"] for old, new in pairs]) / seconds
+    return Server(address, True, now["memory"], now["max_memory"], bytes_in, bytes_out, now["is_stopping"])
 
 
 def _job(pairs: Sequence[tuple[Facts | None, Facts | None]], seconds: float) -> Job:
