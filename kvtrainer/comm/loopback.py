@@ -55,7 +55,7 @@ class Loopback:
     def sockets(self, server: int) -> tuple[bytes, ...]:
         return (self._peer,)
 
-    def begin(self, sessions: Sequence[tuple[int, int]], report: Callable[[], bytes]) -> None:
+    def begin(self, sessions: Sequence[tuple[int, int]], report: Callable[[], bytes] = bytes) -> None:
         """Not needed: this process cannot outlive itself."""
 
     def shares_memory(self, server: int) -> bool:

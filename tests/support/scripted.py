@@ -77,7 +77,7 @@ class Scripted:
     def sockets(self, server: int) -> tuple[bytes, ...]:
         return (b"socket to %d" % server,)
 
-    def begin(self, sessions: Sequence[tuple[int, int]], report: Callable[[], bytes]) -> None:
+    def begin(self, sessions: Sequence[tuple[int, int]], report: Callable[[], bytes] = bytes) -> None:
         self.heartbeats = list(sessions)
 
     def shares_memory(self, server: int) -> bool:
