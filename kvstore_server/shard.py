@@ -542,12 +542,14 @@ class Shard:
         """Take the last update of a unit back; allowed while it is among the `undos`."""
         former = self.undos.pop(unit)
         unit.changes.note_all()
-        for slot, weight, state in zip(
-            range(unit.first, unit.end), former.weights, former.states, strict=True
-        ):
+        rows = zip(range(unit.first, unit.end), former.weights, former.states, former.marks, strict=True)
+        for slot, weight, state, before in rows:
             self.storage.make_writable(slot)
             self.storage.padded[slot].copy_(weight)
             self._replace_state(slot, state)
+            marks = self.storage.slots[slot].block.marks
+            if marks is not None and before is not None:
+                marks[:, self.storage.lines[slot]] = before  # who maps them sees the round before again
         self._counts[unit.first_key : unit.first_key + len(former.counts)] = former.counts
 
     def get_state(self, unit: Unit, index: int) -> States:
@@ -629,7 +631,9 @@ class Shard:
         slots = range(unit.first, unit.end)
         counts = self._counts[unit.first_key : unit.first_key + len(unit.plan.specs)]
         weights = [self.storage.padded[slot].clone() for slot in slots]
-        return Undo(weights, [self._copied_state(slot) for slot in slots], counts.copy())
+        lines = [(self.storage.slots[slot].block.marks, self.storage.lines[slot]) for slot in slots]
+        marks = [None if own is None else own[:, where].copy() for own, where in lines]
+        return Undo(weights, [self._copied_state(slot) for slot in slots], counts.copy(), marks)
 
     def _set_hypers(self, unit: Unit, hypers: Hypers) -> None:
         """Note the numbers of each segment."""

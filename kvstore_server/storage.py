@@ -230,6 +230,7 @@ class Undo(NamedTuple):
     weights: list[Tensor]
     states: list[States]
     counts: Counts
+    marks: list[Counts | None]
 
 
 @dataclass(eq=False)
@@ -292,6 +293,8 @@ class Storage:
         self.slots: list[Slot] = []
         self.ends: list[int] = []
         """Of each slot, where it ends in its block."""
+        self.lines: list[slice] = []
+        """Of each slot, its marks among those of its block."""
         self.padded: list[Tensor] = []
         """Of each slot, its weights with padding."""
         self.visible: list[Tensor] = []
@@ -396,6 +399,8 @@ class Storage:
         block.used += piece.length
         self.slots.append(Slot(piece, unit, block, start, first, len(block.keys)))
         self.ends.append(block.used)
+        size = SIZES[piece.dtype]
+        self.lines.append(slice(start * size // LONG, -(-block.used * size // LONG)))
         self.visible.append(block.weights[start : start + piece.used])
         self.padded.append(block.weights[start : block.used])
         place = self._leases.place_of(self.padded[-1]) if is_mapped and not gap and self._leases else None
@@ -433,8 +438,7 @@ class Storage:
         ):
             self.make_writable(slot)
         joined, marks = self._joined(first, end), self.slots[first].block.marks
-        size = joined.element_size()
-        lines = slice(self.slots[first].start * size // LONG, -(-self.ends[end - 1] * size // LONG))
+        lines = slice(self.lines[first].start, self.lines[end - 1].stop)
         if marks is not None:
             marks[0, lines] += 1
         yield joined

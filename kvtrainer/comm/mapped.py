@@ -106,10 +106,14 @@ class MappedWeights:
 
     def refresh(self) -> None:
         """A round has ended: copy what is shown and cannot be mapped."""
+        self.copy_ends()
+        self._marks = {base: (marks, marks.copy()) for base, (marks, _) in self._marks.items()}
+
+    def copy_ends(self) -> None:
+        """Copy the bytes at the ends of slices, which share a page with others, as their servers have them now."""
         targets, sources = self._edges_now()
         if targets:
             torch._foreach_copy_(targets, sources)
-        self._marks = {base: (marks, marks.copy()) for base, (marks, _) in self._marks.items()}
 
     def torn(self) -> set[int]:
         """List the slices (by index) that servers have begun to write since the last round, unless all were written."""

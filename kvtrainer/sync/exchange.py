@@ -208,7 +208,10 @@ class StoreExchange(Exchange):
 
     def _tell_torn(self, error: BaseException) -> None:
         """Have an error say of which parameters the weights here are no longer those of the last round."""
-        keys = self.keys_of(set() if self.mapped is None else self.mapped.torn())
+        if self.mapped is None:
+            return
+        self.mapped.copy_ends()  # or they would seem to have been written here
+        keys = self.keys_of(self.mapped.torn())
         if keys and isinstance(error, KVStoreError):
             names = [self._table.plan.specs[key].key for key in sorted(keys)]
             error.args = (

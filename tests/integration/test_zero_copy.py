@@ -20,8 +20,15 @@ from torch.nn import Parameter
 
 import kvtrainer
 from kvtrainer.comm import mapped
-from kvtrainer.errors import ParameterMovedError, ServerUnreachableError, WeightsWrittenError
+from kvtrainer.comm.session import Session
+from kvtrainer.errors import (
+    OptimizerError,
+    ParameterMovedError,
+    ServerUnreachableError,
+    WeightsWrittenError,
+)
 from kvtrainer.kvstore import DistKVStore
+from tests.integration.raising_optimizer import RaisesOnHugeMeans
 from tests.support.limits import DEAD_AFTER, LIMIT
 from tests.support.processes import Members, Process, Processes, new_name, together
 
@@ -293,3 +300,44 @@ def test_a_server_that_dies_before_it_has_written_leaves_two_rounds_only_where_w
     assert bool(changed) == zero_copy
     assert all(name in str(raised.value) for name in changed)
     assert ("two rounds" in str(raised.value)) == zero_copy
+
+
+def test_a_round_that_servers_take_back_leaves_whole_weights_and_the_error_says_nothing_else(
+    processes: Processes, members: Members
+) -> None:
+    servers = processes.servers(2, "--import", "tests.integration.raising_optimizer")
+
+    def work(worker: Worker) -> tuple[str, bool]:
+        worker.steps(2)
+        before = worker.weights()
+        for parameter in worker.parameters:
+            parameter.grad = torch.zeros_like(parameter)
+        worker.parameters[3].grad = torch.full_like(worker.parameters[3], 1000.0)
+        with pytest.raises(OptimizerError) as raised:
+            worker.trainer.step(2)
+        return str(raised.value), all(map(torch.equal, before, worker.weights()))
+
+    for text, is_unchanged in on_two(members, servers, work, optimizer=RaisesOnHugeMeans.name):
+        assert "nothing was applied" in text
+        assert "two rounds" not in text
+        assert is_unchanged
+
+
+def test_training_goes_on_after_a_step_that_was_interrupted_when_servers_had_made_it(
+    processes: Processes, members: Members, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = Worker(members.join(processes.servers(2), 0, 1, new_name()), 0)
+    worker.steps(2)
+    real, interrupted = Session.wait, list[bool]()
+
+    def wait(*args: Any, **options: Any) -> bool:
+        if not interrupted:
+            interrupted.append(True)
+            raise KeyboardInterrupt
+        return real(*args, **options)
+
+    monkeypatch.setattr(Session, "wait", wait)
+    with pytest.raises(KeyboardInterrupt):
+        worker.steps()
+    worker.steps()
+    assert is_mapped(worker.parameters[0])
