@@ -82,8 +82,9 @@ class Trainer(torch.optim.Optimizer):
             "log" logs them as errors, "raise" raises.
         on_nonfinite: What happens when the loss or the reduced gradient is infinite or not a number: "raise", "skip"
             the step on every worker, or "ignore". None: "skip" where clip_grad or amp look at the gradient anyway.
-        overlap: Whether gradients go to the servers of "dist_sync" during the backward pass, as they become complete,
-            and not only in `step`. The results are the same to the bit. What the loop changes before `step`, by
+        overlap: Whether gradients go to the servers of "dist_sync", or are summed over the ranks of torch.distributed,
+            during the backward pass, as they become complete, and not only in `step`. The results are the same to the
+            bit; of more than two ranks that share no memory, to rounding. What the loop changes before `step`, by
             clipping say, is sent a second time.
         zero_copy: Whether parameters show the memory of servers on this host, in synchronous rounds, instead of copies.
             If a server dies in a round they may then be of two rounds, which the error says. A forked process that

@@ -22,6 +22,24 @@ _IN_VAIN = 3
 """After so many rounds in a row in which all that was sent ahead had changed, the log says so."""
 
 
+class InVain:
+    """Notices that a loop changes all that goes ahead of its steps, and says so once."""
+
+    def __init__(self) -> None:
+        self._rounds = 0
+
+    def count(self, was_useful: bool) -> None:
+        """A round is committed, in which some of what was sent counts, or nothing."""
+        self._rounds = 0 if was_useful else self._rounds + 1
+        if self._rounds == _IN_VAIN:
+            _log.warning(
+                "overlap=True has sent every gradient twice in the last %d steps: they were changed between the "
+                "backward pass and step(). The options clip_grad and amp of the Trainer clip and unscale without that. "
+                "This is said once",
+                _IN_VAIN,
+            )
+
+
 class Ahead:
     """What a worker has sent ahead to the open round of one table."""
 
@@ -30,7 +48,7 @@ class Ahead:
         self._memory: dict[int, Tensor] = {}
         """Slice (by index) → its numbers, with padding."""
         self._sent: dict[int, Tensor] = {}
-        self._in_vain = 0
+        self._vain = InVain()
 
     def sent(self, round_: int) -> Mapping[int, Tensor]:
         """Slices (by index) that were sent to a round, and their numbers."""
@@ -54,14 +72,7 @@ class Ahead:
 
     def end(self, kept: Collection[int]) -> None:
         """The round is committed, with some of the slices that were sent."""
-        self._in_vain = 0 if kept else self._in_vain + 1
-        if self._in_vain == _IN_VAIN:
-            _log.warning(
-                "overlap=True has sent every gradient twice in the last %d steps: they were changed between the "
-                "backward pass and step(). The options clip_grad and amp of the Trainer clip and unscale without that. "
-                "This is said once",
-                _IN_VAIN,
-            )
+        self._vain.count(bool(kept))
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:

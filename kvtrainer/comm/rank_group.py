@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from types import MappingProxyType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -35,6 +36,7 @@ from kvtrainer.comm.rank_memory import RankMemory, open_memory
 BUCKET = 25 * 1024 * 1024
 """Bytes that are summed in one collective where nothing else is asked for."""
 _MB = 1024 * 1024
+_CPU = torch.device("cpu")
 _UNDER_WAY = 4
 """Buckets that are under way at a time; those that need memory of their own are bounded by it."""
 
@@ -110,11 +112,18 @@ class RankGroup:
         """Whether CUDA tensors are exchanged by NCCL."""
         return self._backends.get("cuda") == "nccl"
 
+    def can_overlap(self, device: torch.device) -> bool:
+        """Tell whether sums of tensors of a device may be under way beside exchanges on the CPU.
+
+        Not over one NCCL: kernels of two of its communicators may wait for each other.
+        """
+        return self._backends.get("cpu") == "gloo" and (device.type == "cpu" or self.has_nccl)
+
     def all_gather(self, mine: Tensor) -> list[Tensor]:
         """The tensors of all ranks, by rank, on the device of `mine`; all have its shape and dtype."""
         sent = mine.to(self._place(mine.device)).contiguous()
         memory = self.memory_for(mine.device)
-        with self._errors("exchange what they hold"):
+        with self.errors("exchange what they hold"):
             if memory is not None:
                 found = memory.all_gather(sent)
             else:
@@ -135,7 +144,7 @@ class RankGroup:
         """Replace the elements of a tensor by rank 0's."""
         sent = flat.to(self._place(flat.device)).contiguous()
         memory = self.memory_for(flat.device)
-        with self._errors("take rank 0's values"):
+        with self.errors("take rank 0's values"):
             if memory is not None:
                 memory.broadcast(sent)
             else:
@@ -167,7 +176,7 @@ class RankGroup:
         if memory is not None:
             targets = [(begin, flat[begin:end]) for begin, end in runs]
             pieces = [(lent.get(begin, target), target) for begin, target in targets]
-            with self._errors("sum gradients"):
+            with self.errors("sum gradients"):
                 memory.sum(pieces, compute, before, after)
         else:
             self._sum_by_torch(flat, runs, compute, before, after)
@@ -206,7 +215,7 @@ class RankGroup:
 
         def finish() -> None:
             target, part, work = pending.popleft()
-            with self._errors("sum gradients"):
+            with self.errors("sum gradients"):
                 work.wait()
             if after != 1.0:
                 part.mul_(after)
@@ -220,7 +229,7 @@ class RankGroup:
                 part = target.to(place, compute)
                 if before != 1.0:
                     part.mul_(before)
-                with self._errors("sum gradients"):
+                with self.errors("sum gradients"):
                     pending.append((target, part, dist.all_reduce(part, async_op=True)))
                 if len(pending) == _UNDER_WAY:
                     finish()
@@ -255,7 +264,8 @@ class RankGroup:
 
         Args:
             verb: what is called.
-            said: its "keys", "specs", "optimizer", "bucket_size_mb" and "coalesce", which have to be alike, and others.
+            said: its "keys", "specs", "optimizer", "overlap", "bucket_size_mb" and "coalesce", which have to be alike,
+                and others.
 
         Raises:
             RoundAbortedError: a rank has reported an error.
@@ -286,7 +296,7 @@ class RankGroup:
         return torch.device("cuda", torch.cuda.current_device())
 
     @contextmanager
-    def _errors(self, what: str) -> Iterator[None]:
+    def errors(self, what: str) -> Iterator[None]:
         """Turn torch's errors into this project's."""
         try:
             yield
@@ -307,10 +317,51 @@ class RankGroup:
             ) from error
 
 
-def _timeout() -> float:
-    """Return the seconds after which the process group gives up a wait."""
+class SumsUnderWay:
+    """Sums over the ranks of a group that do not block, beside whatever else they exchange.
+
+    They have connections of their own, which all ranks open at once. All ranks start sums of the same sizes in the same
+    order; two ranks may have started different numbers of them.
+
+    Args:
+        group: in which `can_overlap` holds for the device.
+        device: of what is summed.
+    """
+
+    def __init__(self, group: RankGroup, device: torch.device) -> None:
+        self._group = group
+        backend = "gloo" if device.type == "cpu" else "nccl"
+        self._own = dist.new_group(backend=backend, timeout=timedelta(seconds=_timeout(device)))
+        self._started: list[Any] = []
+
+    @property
+    def count(self) -> int:
+        """The number of sums that were started since `wait`."""
+        return len(self._started)
+
+    def start(self, flat: Tensor) -> None:
+        """Begin to replace the elements of a tensor by their sums over ranks; until `wait` nobody may use it."""
+        with self._group.errors("sum gradients"):
+            self._started.append(dist.all_reduce(flat, group=self._own, async_op=True))
+
+    def wait(self) -> None:
+        """Wait for all sums; all ranks must have started as many."""
+        with self._group.errors("sum gradients"):
+            for work in self._started:
+                work.wait()
+        self._started = []
+
+    def close(self) -> None:
+        """Close the connections. Sums that others never started would block that: they end with the process."""
+        with suppress(ValueError):  # the process group has ended
+            if not self._started:
+                dist.destroy_process_group(self._own)
+
+
+def _timeout(device: torch.device = _CPU) -> float:
+    """Return the seconds after which the process group gives up a wait of tensors of a device."""
     assert dist.group.WORLD is not None
-    backend: Any = dist.group.WORLD._get_backend(torch.device("cpu"))
+    backend: Any = dist.group.WORLD._get_backend(device)
     seconds: float = backend.options._timeout.total_seconds()
     return seconds
 
@@ -325,6 +376,11 @@ def _check_same_call(first: Mapping[str, Any], other: Mapping[str, Any], rank: i
     if "specs" in first:
         specs = [[TensorSpec(k, tuple(s), *rest) for k, s, *rest in said["specs"]] for said in (first, other)]
         check_same(specs[0], specs[1], "rank 0", f"rank {rank}")
+    if first.get("overlap") != other.get("overlap"):
+        raise PlanMismatchError(
+            f"overlap is {first['overlap']!r} on rank 0 and {other['overlap']!r} on rank {rank}; set the same on every "
+            "rank"
+        )
     for name in ("bucket_size_mb", "coalesce"):
         if first.get(name) != other.get(name):
             raise PlanMismatchError(

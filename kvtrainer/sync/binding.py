@@ -181,6 +181,8 @@ class Binding:
             # A round that fails on all workers unless all say the same: one that has not grown makes a step.
             exchange, former = self._left
             exchange.assign(former.arena.weights)
+            if isinstance(exchange, GroupExchange):
+                exchange.close()
             self._left = None
         if self.exchange is None:
             self.exchange = self._open_exchange(layout.plan, optimizer)
@@ -199,6 +201,8 @@ class Binding:
             self._watch(arena, self.holder.mapped)
         if self.selection.overlaps and self.holder is not None:
             self._overlap = Overlap(self.holder, layout.devices[0])
+        if isinstance(self.exchange, GroupExchange):
+            self.exchange.listen(layout.devices[0])
         if self._awaited is not None:
             self.take_residuals(self._awaited)
         return True
@@ -421,6 +425,8 @@ class Binding:
         self.is_closed = True
         if self.holder is not None and self.holder.mapped is not None:
             self.holder.mapped.release()
+        if isinstance(self.exchange, GroupExchange):
+            self.exchange.close()
         if self._client is not None:
             self._client.close(error)
         if self.store is not None and self.store is not self.selection.kvstore:
@@ -461,5 +467,6 @@ class Binding:
                 self._client, plan, there, self.selection.codec, is_dist, name, self.selection.takes_half
             )
         if self._group is not None:
-            return GroupExchange(self._group, plan, optimizer, self.describe().lower())
+            overlaps = self.selection.overlaps
+            return GroupExchange(self._group, plan, optimizer, self.describe().lower(), overlaps)
         return None if self.store is None else PluginExchange(self.store, plan)

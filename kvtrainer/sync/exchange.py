@@ -4,7 +4,8 @@ Over the ranks of torch.distributed sums are made in place, and every rank updat
 every rank, from which all of them conclude the same, and then collectives over the gradients. The header is (int64, all
 ranks' equally long):
 
-    what is called | digest of the hyper-parameters | scale, as bits | veto | for every key: rows, or DENSE, or ABSENT
+    what is called | digest of the hyper-parameters | scale, as bits | veto | for every key: rows, or DENSE, or ABSENT |
+    for every bucket that goes during the backward pass: what has become of it
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ from kvtrainer.comm.round import Contribution, RowsAsked
 from kvtrainer.errors import ConfigurationError, KVStoreError, ProtocolError
 from kvtrainer.kvstore.base import KVStoreBase
 from kvtrainer.kvstore.replicas import sum_rows
+from kvtrainer.memory.memory import DeviceMemory
 from kvtrainer.memory.row_sparse import NO_TABLES, Tables
+from kvtrainer.sync.buckets import BucketOverlap
 
 _log = logging.getLogger(__name__)
 
@@ -414,11 +417,16 @@ class GroupExchange(Exchange):
 
     Args:
         optimizer: which runs on every rank; ranks must have the same.
+        overlaps: whether gradients are summed during the backward pass, see `listen`.
     """
 
-    def __init__(self, group: RankGroup, plan: Plan, optimizer: Optimizer, name: str = "device") -> None:
+    def __init__(
+        self, group: RankGroup, plan: Plan, optimizer: Optimizer, name: str = "device", overlaps: bool = False
+    ) -> None:
         self.num_workers = group.size
         self._group, self._plan = group, plan
+        self._overlaps = overlaps
+        self._overlap: BucketOverlap | None = None
         if name == "nccl":
             self.refuses_rows = (
                 "but kvstore 'nccl' does not support sparse gradients; use kvstore='device', or build the module with "
@@ -440,12 +448,33 @@ class GroupExchange(Exchange):
         """
         specs = [[spec.key, list(spec.shape), spec.dtype, spec.group] for spec in self._plan.specs]
         buckets = self._group.buckets
-        said = {"specs": specs, "optimizer": self._optimizer, "bucket_size_mb": buckets.size_mb}
-        self._group.agree("Trainer", {**said, "coalesce": buckets.coalesce})
+        said = {"specs": specs, "optimizer": self._optimizer, "overlap": self._overlaps}
+        self._group.agree(
+            "Trainer", {**said, "bucket_size_mb": buckets.size_mb, "coalesce": buckets.coalesce}
+        )
         self._group.is_agreed = True
         if any([self._group.memory_for(flat.device) is not None for flat in weights.values()]):
             self.lendable = frozenset(self._keys)
         self._broadcast(weights)
+
+    def listen(self, memory: DeviceMemory) -> None:
+        """Sum gradients during the backward pass from now on, if that was asked for; collective, after `init`.
+
+        What goes through memory does so in the step: there is no network that could work while the process computes.
+        """
+        if not self._overlaps:
+            return
+        if self._group.memory_for(memory.arena.device) is None:
+            self._overlap = BucketOverlap(self._group, memory)
+        elif not self._group.rank:
+            _log.info(
+                "overlap=True: ranks of one host sum gradients in memory, in step(), which takes less time"
+            )
+
+    def close(self) -> None:
+        """Close what is beside the process group."""
+        if self._overlap is not None:
+            self._overlap.close()
 
     def run(self, grads: Gradients, weights: Mapping[str, Tensor]) -> Outcome:
         """Run one round; see Exchange.
@@ -454,10 +483,15 @@ class GroupExchange(Exchange):
             PlanMismatchError: ranks disagree on a hyper-parameter; on every rank, and nothing has changed.
         """
         self._hyper = grads.hyper or self._hyper
-        headers = self._headers("step", grads)
-        return Outcome(frozenset(), skipped=True) if headers is None else self._sum(grads, headers)
+        return self._sum(grads, self._headers("step", grads))
 
-    def _sum(self, grads: Gradients, headers: _Headers) -> Outcome:
+    def _sum(self, grads: Gradients, headers: _Headers | None) -> Outcome:
+        """Sum gradients of which the headers of all ranks are known, unless one vetoed; this ends the round."""
+        overlap = self._overlap
+        if headers is None or headers.is_over:
+            if overlap is not None:
+                overlap.end_round()
+            return Outcome(frozenset(), skipped=headers is None)
         left_out = _keys((headers.states == _ABSENT).all(0))
         dense = _keys((headers.states == _DENSE).any(0))  # if one rank has all rows, the sum has, too
         is_common = len(set(headers.scales)) == 1
@@ -467,12 +501,16 @@ class GroupExchange(Exchange):
             ids, values = grads.rows[key]
             place = grads.arenas[spec.dtype][at : at + spec.numel].view(-1, row_numel(spec))
             place[ids] = values.to(place.dtype)  # it was zero
-        specs, offsets = self._plan.specs, self._plan.key_offsets
+        specs, offsets, rest = self._plan.specs, self._plan.key_offsets, dense
+        if overlap is not None and is_common:
+            rest = dense - overlap.take(grads.arenas, after)
         for dtype, flat in grads.arenas.items():
             lent = {offsets[key]: addends for key, addends in grads.lent.items() if specs[key].dtype == dtype}
-            self._group.sum(flat, self._runs_of(dtype, dense, frozenset(lent)), before, after, lent)
+            self._group.sum(flat, self._runs_of(dtype, rest, frozenset(lent)), before, after, lent)
         sparse = [key for key in range(len(self._plan.specs)) if key not in dense and key not in left_out]
         summed = {key: self._sum_rows(key, grads, headers, before, after) for key in sparse}
+        if overlap is not None:
+            overlap.end_round(dense)
         return Outcome(left_out, skipped=False, rows=summed)
 
     def shadow(self, weights: Mapping[str, Tensor], grads: Mapping[str, Tensor]) -> Shadowed:
@@ -480,9 +518,9 @@ class GroupExchange(Exchange):
             flat.zero_()
         nothing = Gradients(grads, {}, 1.0, frozenset(self._keys))
         headers = self._headers("join", nothing)
+        outcome = self._sum(nothing, headers)
         if headers is None:
-            return Shadowed(Outcome(frozenset(), skipped=True), b"", is_over=False)
-        outcome = Outcome(frozenset(), False) if headers.is_over else self._sum(nothing, headers)
+            return Shadowed(outcome, b"", is_over=False)
         return Shadowed(outcome, headers.hyper, headers.is_over)
 
     def assign(self, weights: Mapping[str, Tensor], tables: Tables = NO_TABLES) -> None:
@@ -504,7 +542,7 @@ class GroupExchange(Exchange):
         [digest] = struct.unpack("<q", hashlib.blake2b(self._hyper, digest_size=8).digest())
         [bits] = struct.unpack("<q", struct.pack("<d", scale))
         mine = [_CALLS.index(call), digest if grads is not None else 0, bits, veto, *states]
-        found = torch.stack(self._group.all_gather(torch.tensor(mine, dtype=torch.int64)))
+        found = self._gather_headers(mine, grads)
         calls = [_CALLS[at] for at in found[:, _CALL].tolist()]
         active = [rank for rank, name in enumerate(calls) if name != "join"]
         if len({calls[rank] for rank in active}) > 1 or (active and set(calls) == {"set_data", "join"}):
@@ -525,6 +563,17 @@ class GroupExchange(Exchange):
             return None
         scales = [struct.unpack("<d", struct.pack("<q", bits))[0] for bits in found[active, _SCALE].tolist()]
         return _Headers(found[:, _FIRST_KEY:], scales, hyper, is_over=not active)
+
+    def _gather_headers(self, mine: list[int], grads: Gradients | None) -> Tensor:
+        """Exchange headers, and end what ranks have begun during the backward pass, whatever the headers say."""
+        num, overlap = len(mine), self._overlap
+        if overlap is not None:
+            given = Gradients({}, {}, 1.0, frozenset(self._keys)) if grads is None else grads
+            mine = mine + overlap.states(given.arenas, given.rows, given.absent)
+        found = torch.stack(self._group.all_gather(torch.tensor(mine, dtype=torch.int64)))
+        if overlap is not None:
+            overlap.settle(found[:, num:].tolist())
+        return found[:, :num]
 
     @property
     def _keys(self) -> range:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from kvstore_server import check
 from kvstore_server.codec import Codec, make_codec
@@ -167,7 +168,8 @@ def select_store(
         check_on_cuda(devices, "the Trainer's parameters")
     if store is not None and store.over_ranks:
         # Every rank updates; to ask for an update in the store only forbids the two halves of a step.
-        return Selection(kvstore, False, not update_on_kvstore, reducer=reducer, over_ranks=True)
+        halves = not update_on_kvstore
+        return Selection(kvstore, False, halves, reducer=reducer, over_ranks=True, overlaps=overlap)
     if store is not None and store.is_in_process:
         if (found := workers_of_job(os.environ)) is not None and found[
             0
@@ -231,10 +233,21 @@ def _check_arguments(kvstore: Any, update_on_kvstore: Any, aggregate_num: float)
 
 def _check_overlap(store: Traits | None, devices: Sequence[torch.device]) -> None:
     """Raise ConfigurationError unless gradients can go to the store during the backward pass."""
+    group = current_group() if store is not None and store.over_ranks else None
+    if group is not None:
+        if len(devices) > 1 or not group.can_overlap(devices[0]):
+            names = ", ".join(map(str, devices))
+            raise ConfigurationError(
+                "overlap=True needs all parameters on one device, and a process group with gloo for the CPU and, if "
+                "they are on CUDA, NCCL for that, as of init_process_group('cpu:gloo,cuda:nccl'); they are on "
+                f"{names}, and the group has {dist.get_backend_config()}"
+            )
+        return
     if store is None or not store.is_on_servers or ASYNCHRONOUS in store.capabilities:
         raise ConfigurationError(
-            f"overlap=True needs servers and synchronous rounds, as of 'dist_sync'; kvstore {store and store.name!r} "
-            "has nothing that could be sent during the backward pass and still be changed before step()"
+            "overlap=True needs servers and synchronous rounds, as of 'dist_sync', or several ranks of "
+            f"torch.distributed; kvstore {store and store.name!r} has nothing that could be sent during the backward "
+            "pass and still be changed before step()"
         )
     if [device.type for device in devices] != ["cpu"]:
         names = ", ".join(map(str, devices))
