@@ -92,7 +92,19 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"{sys.executable}",
             file=sys.stderr,
         )
-    return Launcher(command, options.workers, servers, environ, options.limits, options.remote).run()
+    if sys.stderr.isatty():
+        numbers = (
+            f"{options.servers} server{'s' * (options.servers != 1)}" if options.servers else "no servers"
+        )
+        print(
+            f"kvlaunch: starts {numbers}, then {options.workers} times: {shlex.join(command)}",
+            file=sys.stderr,
+        )
+    viewer: list[str] = []
+    if options.dashboard is not None:
+        viewer = [sys.executable, "-m", "kvtrainer.watch.top", "--http", options.dashboard]
+        viewer += ["--allow-public-bind"] if options.allow_public_bind else []
+    return Launcher(command, options.workers, servers, environ, options.limits, options.remote, viewer).run()
 
 
 def _another_python(command: str, environ: Mapping[str, str]) -> str | None:
@@ -161,6 +173,8 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
         parser.error("no command for the workers; it comes last, as in: kvlaunch -n 2 -s 1 python train.py")
     if command[0].endswith(".py") and options.hostfile is None and shutil.which(command[0]) is None:
         parser.error(f"{command[0]} is no program that can be started; say: python {command[0]}")
+    if options.dashboard is not None and not options.servers:
+        parser.error("--dashboard shows what servers say, and there are none with -s 0")
     try:
         linger = unheard = Limits.linger if options.linger is None else options.linger
         if options.linger is None and options.servers:
@@ -197,6 +211,11 @@ def _make_parser() -> argparse.ArgumentParser:
         "--env", action="append", default=[], metavar="NAME[=VALUE]",
         help="set a variable for all processes, or pass it on to other hosts; may be repeated",
     )  # fmt: skip
+    add(
+        "--dashboard", type=_address, metavar="[HOST:]PORT",
+        help="serve a page that shows the job, as kvtop --http does, to this host alone unless HOST says otherwise; "
+        "port 0 takes a free one",
+    )  # fmt: skip
     add = parser.add_argument_group("other hosts").add_argument
     add("-H", "--hostfile", metavar="FILE", help="start all processes over ssh on the hosts of this file")
     add("--ssh", default="ssh", metavar="COMMAND", help="the program to use (ssh), with its arguments")
@@ -226,6 +245,13 @@ def _at_least(least: int) -> Callable[[str], int]:
         return int(text)
 
     return parse
+
+
+def _address(text: str) -> str:
+    host, _, port = text.rpartition(":")
+    if not port.isdecimal() or int(port) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is not [HOST:]PORT")
+    return f"{host or '127.0.0.1'}:{port}"
 
 
 def _seconds(text: str) -> float:

@@ -50,6 +50,7 @@ class Launcher:
             Without any, KVSTORE_SERVERS stays unset.
         environ: The environment that all processes inherit.
         remote: The hosts on which they run; None means this one.
+        viewer: What shows the job, here, given the servers' addresses as further arguments; the job goes on without it.
     """
 
     def __init__(
@@ -60,7 +61,9 @@ class Launcher:
         environ: Mapping[str, str],
         limits: Limits,
         remote: Remote | None = None,
+        viewer: Sequence[str] = (),
     ) -> None:
+        self._viewer_command = viewer
         self._worker_command = worker_command
         self._num_workers = num_workers
         self._server_commands = server_commands
@@ -73,6 +76,7 @@ class Launcher:
         self._events = Events()
         self._servers: list[Child] = []
         self._workers: list[Child] = []
+        self._viewers: list[Child] = []
         self._addresses: dict[int, str] = {}
         """Where servers listen, as they report it when they are ready, by their index."""
         self._code: int | None = None
@@ -111,6 +115,9 @@ class Launcher:
             environ[SERVERS] = ",".join(self._addresses[index] for index in sorted(self._addresses))
         if self._remote is None:
             environ = environment(environ, "", self._num_workers)
+        if self._viewer_command:
+            shown = [*self._viewer_command, *environ[SERVERS].split(",")]
+            self._spawn(self._viewers, "view", shown, self._environ, self._events.output.put)
         for rank in range(self._num_workers):
             place = {**environ, RANK: str(rank)}
             self._spawn(self._workers, "worker", self._worker_command, place, self._events.output.put)
@@ -132,7 +139,7 @@ class Launcher:
         """Wait until the guardian has ended what children left behind; print what is still in the pipes."""
         patience = self._limits.grace + KILL_WAIT + 1.0
         self._wait(self._guardian.closed, patience, until=_never)
-        children = self._servers + self._workers
+        children = self._servers + self._workers + self._viewers
         self._wait(lambda: not any(c.streams for c in children), _LAST_OUTPUT_WAIT, until=_never)
         for child in children:
             for fd in list(child.streams):
@@ -152,7 +159,7 @@ class Launcher:
             return
         index = len(group)
         name, tag, kind = f"{role} {index}", f"{role[0]}{index}", Child
-        if self._remote is not None:
+        if self._remote is not None and group is not self._viewers:
             name, kind = f"{name} on {self._remote.host_of(role, index).name}", RemoteChild
             command = self._remote.command(role, index, command, environ)
         try:
@@ -261,7 +268,7 @@ class Launcher:
             child.signal(number)
 
     def _alive(self) -> list[Child]:
-        return [child for child in self._servers + self._workers if child.returncode is None]
+        return [child for child in self._servers + self._workers + self._viewers if child.returncode is None]
 
     def _no_child_left(self) -> bool:
         return not self._alive()

@@ -26,7 +26,7 @@ job = json.loads(sys.argv[1])
 command = [sys.executable, "-I", "-S", "-c", job["server"]]
 servers = [[*command, str(index)] for index in range(job["servers"])]
 limits = Limits(**job["limits"])
-sys.exit(Launcher(job["worker"], job["workers"], servers, os.environ, limits).run())
+sys.exit(Launcher(job["worker"], job["workers"], servers, os.environ, limits, None, job["viewer"]).run())
 """
 
 READY = """
@@ -60,9 +60,11 @@ class Jobs:
         server: str = SERVER,
         environ: dict[str, str] | None = None,
         prefix: Sequence[str] = (),
+        viewer: str = "",
         **limits: float,
     ) -> subprocess.Popen[bytes]:
         job = {"worker": ["sh", "-c", worker], "workers": workers, "servers": servers, "server": server}
+        job["viewer"] = ["sh", "-c", viewer, "viewer"] if viewer else []
         job["limits"] = {"start": LIMIT, "linger": 0.0, "linger_unheard": 0.0, "grace": LIMIT, **limits}
         inherited = {k: v for k, v in os.environ.items() if not k.startswith(("KVSTORE_", "OMP_"))}
         name, _, value = self.token.partition("=")

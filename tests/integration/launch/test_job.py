@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -43,7 +45,66 @@ def test_cores_are_divided_among_workers_as_threads_unless_the_user_has_said_how
     assert out.splitlines()[0][5:] == f"{given or max(1, len(os.sched_getaffinity(0)) // 2)} 1"
 
 
+# Views.
+
+
+def test_a_viewer_is_told_of_the_servers_and_ends_with_the_job(jobs: Jobs, tmp_path: Path) -> None:
+    seen = tmp_path / "seen"
+    code, out, _ = jobs.run(
+        f"until [ -e {seen} ]; do :; done",
+        servers=2,
+        viewer=f"echo $1 and $2; touch {seen}; exec sleep {FOREVER}",
+    )
+    assert code == 0
+    assert "[v0] tcp://127.0.0.1:5000 and tcp://127.0.0.1:5001" in out.splitlines()
+    assert eventually(lambda: jobs.alive() == [])
+
+
+def test_a_viewer_that_fails_leaves_the_job_alone(jobs: Jobs, tmp_path: Path) -> None:
+    seen = tmp_path / "seen"
+    viewer = f"trap 'touch {seen}' EXIT; echo no such port >&2; exit 1"
+    code, _, err = jobs.run(f"until [ -e {seen} ]; do :; done", servers=1, viewer=viewer)
+    assert (code, err) == (0, "[v0] no such port\n")
+
+
+def test_the_page_of_a_job_shows_its_workers(processes: Processes) -> None:
+    command = (
+        "import kvtrainer, signal; kv = kvtrainer.kvstore.create('dist_sync'); kv.barrier(); signal.pause()"
+    )
+    worker = [sys.executable, "-c", command]
+    flags = ["-n", "2", "-s", "1", "--dashboard", "0"]
+    job = processes.start([sys.executable, "-m", "kvtrainer.launch", *flags, "--", *worker])
+    said = ""
+    while "the page is at " not in said:
+        said = job.line()
+    assert said.startswith("[v0] ")
+    url = said.rpartition(" ")[2]
+
+    def workers() -> list[str]:
+        with urllib.request.urlopen(f"{url}view.json", timeout=LIMIT) as answer:
+            views = json.load(answer)
+        return [one["state"] for job in (views[-1]["jobs"] if views else ()) for one in job["workers"]]
+
+    assert eventually(lambda: workers() == ["here", "here"])
+    job.signal(signal.SIGTERM)
+    assert job.end()[0] == 128 + signal.SIGTERM
+
+
+def test_a_page_without_servers_is_wrong_usage() -> None:
+    with pytest.raises(SystemExit) as ended:
+        launch.main(["-n", "1", "-s", "0", "--dashboard", "0", "--", "true"])
+    assert ended.value.code == 2
+
+
 # Output.
+
+
+def test_a_terminal_is_told_at_once_what_is_started(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert launch.main(["-n", "2", "-s", "0", "--", "true", "a b"]) == 0
+    assert capfd.readouterr().err == "kvlaunch: starts no servers, then 2 times: true 'a b'\n"
 
 
 def test_streams_stay_apart_and_a_last_line_without_end_is_printed(jobs: Jobs) -> None:
