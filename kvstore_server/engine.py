@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from kvstore_server import slicewise
 from kvstore_server.commands import CommandContext, Commands
 from kvstore_server.errors import (
     ConfigurationError,
@@ -264,6 +265,12 @@ class Engine:
         if len(body.pushes):
             space.push(sender.rank, body)
         out: list[m.Outgoing] = []
+        if len(commits) and commits[0, 5] & m.ANNOUNCES:
+            if not (self.is_stopping or space.name in self.updaters):
+                out += slicewise.announce(space, sender.rank, body, sender.waiter)
+            return out
+        if space.rounds.begun and len(body.pushes):
+            out += slicewise.advance(space, body.pushes[:, 0].tolist())
         for book, mine in space.rounds.books(sender.rank, some.tables, commits[:, 1]) if len(commits) else ():
             if mine is not None:
                 commits, some = body.commits[mine], space.together(body.commits[mine, 0])
@@ -374,7 +381,9 @@ class Engine:
         for number in others:
             table = space.tables[number]
             try:
-                if self._apply(space, book, table, decision):
+                rest = slicewise.finish(space, table) if table.begun is not None else None
+                if rest is not None or self._apply(space, book, table, decision):
+                    out += rest or ()
                     applied.append(number)
                 else:
                     for given in book.given.values():  # those that wait for a decision, and have data
@@ -430,7 +439,7 @@ class Engine:
                 out += [one for body in shown for one in _reply(waiter, body)]
             else:
                 out += _outcomes(space, ALL if is_shared else rank, rank, waiter, commits, (now, timeout))
-        return out if space.mode.is_sync else out + self._release(space)
+        return out + self._release(space) if space.waits.all else out
 
     def _change(
         self, space: Namespace, book: Book, some: Together, out: list[m.Outgoing]
@@ -512,6 +521,7 @@ class Engine:
         space.progress.fail(error)
         space.forget_absent([table.number])
         if book is space.rounds.shared:
+            slicewise.take_back(space, table)
             table.fail(ALL)
         else:
             [rank] = book.given
@@ -719,6 +729,8 @@ class Engine:
         return _reply(sender.waiter, m.Registered(table.number, slot, following))
 
     def _set_optimizer(self, sender: Sender, body: m.SetOptimizer) -> list[m.Outgoing]:
+        for number in list(sender.space.rounds.begun):
+            slicewise.take_back(sender.space, sender.space.tables[number])
         try:
             sender.space.set_optimizer(sender.rank, body.spec)
         except UnknownNameError as error:
@@ -783,6 +795,7 @@ class Engine:
                 "give each its own namespace=…",
             )
         space.begin_process(hello.rank)
+        slicewise.take_back_broken(space)
         return m.Welcome(self.config.run, session.token)
 
     def _new_namespace(self, hello: m.Hello, mode: Mode) -> Namespace:
@@ -828,6 +841,7 @@ class Engine:
         self._shut_out(sender.session, "it has left")
         space.membership.leave(rank, leave.reason[:MAX_REASON], leave.is_clean)
         space.end_process(rank, leave.is_clean)
+        slicewise.take_back_broken(space)
         if space.membership.is_over():
             self._end(space)
             return []

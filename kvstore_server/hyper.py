@@ -129,15 +129,18 @@ class AgreedOptions:
         senders = [rank for rank in self._sent if rank not in without] or list(self._sent)
         return self._sent[min(senders)] if senders else b""
 
-    def common(self, ranks: Collection[int]) -> bytes:
+    def common(self, ranks: Collection[int], news: Mapping[int, bytes] = {}) -> bytes:
         """Return what these ranks sent, packed; empty when none of them has sent any.
+
+        Args:
+            news: What ranks are going to send.
 
         Raises:
             PlanMismatchError: two of them disagree on a number.
         """
-        if not self._sent:
+        if not self._sent and not news:
             return b""
-        sent = {rank: packed for rank, packed in self._sent.items() if rank in ranks}
+        sent = {rank: packed for rank, packed in (self._sent | dict(news)).items() if rank in ranks}
         if len(set(sent.values())) > 1:
             way_out = "change them in the same step on every worker"
             _check_equal(sent, _said_of_options, "disagree on hyper-parameters", way_out)

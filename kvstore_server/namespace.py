@@ -32,7 +32,7 @@ from kvstore_server.plan import SIZES, TensorSpec, check_name, check_same, check
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import KEYS_PER_MESSAGE, unpack_control
 from kvstore_server.reduction import Contribution, Run, part_of
-from kvstore_server.rounds import Book, Ints, Mode, Rounds, Wait, Waits
+from kvstore_server.rounds import Book, Given, Ints, Mode, Rounds, Wait, Waits
 from kvstore_server.rows import PACKED_ROWS, RowForm, read_payload, same_payload
 from kvstore_server.shard import Leases, Shard
 from kvstore_server.table import ALL, Part, RowPart, Table
@@ -459,7 +459,10 @@ class Namespace:
         if not self.mode.is_sync or (optimizer is not None and optimizer.may_raise) or self.recording.active:
             return [False] * len(some.numbers)
         left = {number for number, _ in self.absent} if self.absent else ()
-        found = [one.is_initialised and one.held is None and one.number not in left for one in some.named]
+        found = [
+            one.is_initialised and one.held is None and one.begun is None and one.number not in left
+            for one in some.named
+        ]
         for given in book.given.values():
             said: list[Any] = [given.said[number] for number in some.numbers]
             first = said[0]
@@ -474,21 +477,26 @@ class Namespace:
         Args:
             scale: The factor of ranks that named none.
         """
-        if len(self._next) < len(self._is_next):
-            self._next = np.array(self._is_next, np.bool_)
         found = []
         for given in book.given.values():
             said = given.said[some.numbers[0]]
             assert said is not None
-            runs = [
-                Run(first, end, part_of(source, begin, last).view(self._dtypes[first]))
-                if isinstance(source, Tensor)
-                else Run(first, end, source)
-                for first, end, source, begin, last in given.runs(some.slots, self._next)
-            ]
-            own = scale if said.rescale is None else said.rescale
-            found.append(self.shard.contribution_of(runs, own))
+            found.append(
+                self.contribution(given, some.slots, scale if said.rescale is None else said.rescale)
+            )
         return found
+
+    def contribution(self, given: Given, slots: Ints, scale: float) -> Contribution:
+        """What a rank gave to some slots, which ascend, by neighbouring slices."""
+        if len(self._next) < len(self._is_next):
+            self._next = np.array(self._is_next, np.bool_)
+        runs = [
+            Run(first, end, part_of(source, begin, last).view(self._dtypes[first]))
+            if isinstance(source, Tensor)
+            else Run(first, end, source)
+            for first, end, source, begin, last in given.runs(slots, self._next)
+        ]
+        return self.shard.contribution_of(runs, scale)
 
     def weights(self, some: Together, *ranks: int, half: bool = False) -> m.Weights:
         """The present weights of some tables, except row-sparse ones, for some ranks; not copies.
@@ -510,6 +518,18 @@ class Namespace:
             for rank in ranks if table.notes_reads else ():
                 table.note_read(rank)
         return m.Weights(parts, tuple(payloads), self.mode.is_sync)
+
+    def weights_of(self, table: Table, slots: Sequence[int], version: int, half: bool) -> m.Weights:
+        """The present weights of some slots of a table, which are going to be of that version; else as `weights`."""
+        storage, whole = self.shard.storage, self.rounds.slots.nbytes
+        payloads = [storage.half(slot, version) if half else storage.padded[slot] for slot in slots]
+        sizes = [payload.nbytes for payload in payloads]
+        table.bytes_out += sum(sizes)
+        parts = [
+            (slot, version, m.HALF if nbytes < whole[slot] else m.WHOLE, nbytes)
+            for slot, nbytes in zip(slots, sizes, strict=True)
+        ]
+        return m.Weights(m.matrix(parts, 4), tuple(payloads), self.mode.is_sync)
 
     def shown(self, some: Together, are_known: bool) -> list[m.Shown | m.Weights]:
         """The present weights of some tables for a worker that maps them: where they are, and those without a place.

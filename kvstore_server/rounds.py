@@ -133,6 +133,17 @@ class Terms(NamedTuple):
     """When it said so."""
 
 
+class Announced(NamedTuple):
+    """What a rank says of the open round of a table before it has given its slices."""
+
+    mark: int
+    """Of each of them; see `Given.marks`."""
+    flags: int
+    rescale: float | None
+    hyper: bytes
+    waiter: Waiter
+
+
 class Verdict(IntEnum):
     """What became of a commit."""
 
@@ -217,6 +228,8 @@ class Given:
         self.version, self.flags = np.zeros(0, np.int64), np.zeros(0, np.int64)
         self.said: list[Terms | None] = []
         self.waiters: list[Waiter | None] = []
+        self.announced: dict[int, Announced] = {}
+        """By table, what the rank is going to commit to the open round."""
         self.sums = np.zeros(0, np.int64)
         """Of each table, the sum of the marks of its slots."""
         self.marks = np.zeros(0, np.int64)
@@ -304,6 +317,8 @@ class Given:
             self._buffers[slot] = None
         for table in tables.tolist():
             self.said[table] = self.waiters[table] = None
+        for table in self.announced.keys() & set(tables.tolist()) if self.announced else ():
+            del self.announced[table]
 
 
 class Book:
@@ -429,6 +444,12 @@ class Book:
         self._patience = min(self._patience, now + said.timeout)
         return verdicts
 
+    def announce(self, rank: int, commit: Sequence[int], said: m.Contribute, waiter: Waiter) -> None:
+        """Note what a rank is going to commit to the open round of a table, which it has not committed."""
+        table, _, count, generations, _, flags = commit
+        mark = _HERE + generations // max(count, 1)
+        self.of(rank).announced[table] = Announced(mark, flags, said.rescale, said.hyper, waiter)
+
     def _begin_anew(self, given: Given, commits: m.Matrix) -> None:
         """Forget what a rank pushed before it knew what it would give, of the open rounds that want that."""
         for table, round_, *_, flags in commits.tolist():
@@ -553,6 +574,8 @@ class Rounds:
         self.shared = Book(num_workers, self.slots, same_payload)
         self.left: set[int] = set()
         """The ranks whose processes left because they were done."""
+        self.begun: set[int] = set()
+        """Tables of which some slices may be those of the open round already: until it is over nobody reads them."""
         self._is_sync = is_sync
         self._bound = bound
         self._same_payload = same_payload
@@ -630,6 +653,8 @@ class Rounds:
 
     def behind(self, rank: int, table: int) -> list[int]:
         """The ranks because of which this one may not read now."""
+        if table in self.begun:
+            return self.shared.missing_ranks(table)
         if self._bound is None or self._is_sync:
             return []
         clocks = self.clocks(table)

@@ -266,7 +266,7 @@ class Shard:
         for unit in units if optimizer.may_raise or self.undos else ():
             self.undos.pop(unit, None)
             if optimizer.may_raise:
-                self.undos[unit] = self._snapshot(unit)
+                self.undos[unit] = self.snapshot(unit)
         try:
             with torch.no_grad():
                 self._update(contributions, optimizer, zip(units, hypers, strict=True), decision)
@@ -278,6 +278,13 @@ class Shard:
             raise OptimizerError(
                 f"optimizer {optimizer.registered_name!r} raised {type(error).__name__}: {error}; nothing was applied"
             ) from error
+        self.count(units)
+        left_out = left_out_by_all(contributions) if any([given.absent for given in contributions]) else ()
+        if left_out:
+            self._counts[list(left_out)] -= 1
+
+    def count(self, units: Sequence[Unit]) -> None:
+        """Count an update of all keys of some units."""
         first = end = 0
         for unit in units:  # neighbours are counted together
             if unit.first_key != end:
@@ -285,9 +292,16 @@ class Shard:
                 first = unit.first_key
             end = unit.first_key + len(unit.plan.specs)
         self._counts[first:end] += 1
-        left_out = left_out_by_all(contributions) if any([given.absent for given in contributions]) else ()
-        if left_out:
-            self._counts[list(left_out)] -= 1
+
+    @torch.no_grad()
+    def update_some(
+        self, contributions: Sequence[Contribution], optimizer: Optimizer | None, hypers: Hypers, unit: Unit
+    ) -> None:
+        """Update only those slices of a unit that are given, without counting that; see `update` and `assign_sum`."""
+        if optimizer is None:
+            self.assign_sum(contributions)
+        else:
+            self._update(contributions, optimizer, [(unit, hypers)], UNCHANGED)
 
     def _update(
         self,
@@ -510,7 +524,7 @@ class Shard:
         Raises:
             OptimizerError: the function raised; the weights are as before.
         """
-        self.undos[unit] = self._snapshot(unit)
+        self.undos[unit] = self.snapshot(unit)
         unit.changes.note_all()
         left_out = left_out_by_all(contributions)
         sums: dict[int, Tensor] = {}
@@ -540,7 +554,10 @@ class Shard:
 
     def undo(self, unit: Unit) -> None:
         """Take the last update of a unit back; allowed while it is among the `undos`."""
-        former = self.undos.pop(unit)
+        self.restore(unit, self.undos.pop(unit))
+
+    def restore(self, unit: Unit, former: Undo) -> None:
+        """Bring weights and state of a unit back to a snapshot."""
         unit.changes.note_all()
         rows = zip(range(unit.first, unit.end), former.weights, former.states, former.marks, strict=True)
         for slot, weight, state, before in rows:
@@ -627,7 +644,8 @@ class Shard:
         one = self.storage.slots[slot]
         one.block.states.replace(one.first, slice(one.start, self.storage.ends[slot]), state)
 
-    def _snapshot(self, unit: Unit) -> Undo:
+    def snapshot(self, unit: Unit) -> Undo:
+        """Copy weights and state of a unit."""
         slots = range(unit.first, unit.end)
         counts = self._counts[unit.first_key : unit.first_key + len(unit.plan.specs)]
         weights = [self.storage.padded[slot].clone() for slot in slots]

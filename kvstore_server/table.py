@@ -27,10 +27,10 @@ from kvstore_server.optimizer import Optimizer
 from kvstore_server.plan import SIZES, Plan, RowBlock, Slice, row_numel
 from kvstore_server.protocol import messages as m
 from kvstore_server.reduction import Contribution
-from kvstore_server.rounds import SYNCHRONOUS, Mode
+from kvstore_server.rounds import SYNCHRONOUS, Announced, Mode
 from kvstore_server.rows import RowSet, are_rows, encode_rows
 from kvstore_server.shard import HeldSum, Partial, Shard, Updater
-from kvstore_server.storage import Rows
+from kvstore_server.storage import Rows, Undo
 
 _NO_IDS = torch.empty(0, dtype=torch.int64)
 ALL = -1
@@ -93,6 +93,20 @@ class HeldRound:
     sum: HeldSum
 
 
+@dataclass
+class Begun:
+    """The open round while it is applied slice by slice: all ranks have said what they will commit."""
+
+    optimizer: Optimizer | None
+    hyper: bytes
+    hypers: Sequence[Mapping[str, Any]]
+    said: Mapping[int, Announced]
+    left: list[range]
+    """Neighbouring slots that are applied together, as far as they have not been."""
+    undo: Undo | None = None
+    """How the table was before the first of them."""
+
+
 class Table:
     """The weights of a table on one server, with what its ranks believe and have read."""
 
@@ -119,6 +133,7 @@ class Table:
         self.conflict: KVStoreError | None = None
         """Why the table cannot be used any more: ranks declared different keys, or an update broke off."""
         self.held: HeldRound | None = None
+        self.begun: Begun | None = None
         self.is_initialised = False
         """Whether round 0 was applied."""
         self.version = -1

@@ -64,6 +64,7 @@ _ALL_FLAGS = (
     | m.ANEW
     | m.MAPS_WEIGHTS
     | m.KNOWS_PLACES
+    | m.ANNOUNCES
 )
 
 

@@ -7,6 +7,9 @@ A round of one table, seen from a worker:
     Weights or Done      withheld until every member has committed and the round was applied
     Failed               or: the round failed for every member, with one and the same error
 
+Where every member has announced its commit before it gave its slices, Weights of some slices come while others are
+still on their way; if what they come from is taken back, they come again, with a higher version.
+
 If the commits say so, the round is held between the two: what is summed is measured, and applied when that is decided.
 
     Held                 when every member has committed: partial norms of what lies on this server
@@ -84,9 +87,18 @@ class Register:
     """The plan's; a server that has the table with this one needs no keys."""
 
 
-WANTS_WEIGHTS, VETOES, ASSIGNS, HAS_JOINED, WANTS_DELTA, WANTS_HALF, ANEW, MAPS_WEIGHTS, KNOWS_PLACES = (
-    1 << at for at in range(9)
-)
+(
+    WANTS_WEIGHTS,
+    VETOES,
+    ASSIGNS,
+    HAS_JOINED,
+    WANTS_DELTA,
+    WANTS_HALF,
+    ANEW,
+    MAPS_WEIGHTS,
+    KNOWS_PLACES,
+    ANNOUNCES,
+) = (1 << at for at in range(10))
 """Flags of a commit.
 
 WANTS_WEIGHTS: it is answered with the new weights. VETOES: this rank's gradients are not finite, so the round ends
@@ -95,7 +107,9 @@ optimizer runs; every rank must say so. HAS_JOINED: this rank has no more data, 
 have said so. WANTS_DELTA: of slices that changed by rows alone since its version, only those rows are wanted.
 WANTS_HALF: new weights may come as bfloat16. ANEW: slices of generation 0, which this rank pushed before it knew what
 it would give, do not count. MAPS_WEIGHTS: of slices that this worker can map it only wants to know where they are; in
-synchronous rounds. KNOWS_PLACES: it still maps all slices that ever have a place, where these were."""
+synchronous rounds. KNOWS_PLACES: it still maps all slices that ever have a place, where these were. ANNOUNCES: this
+commits nothing; it says what the commit will say, and that slices of that generation will not be replaced. It is not
+answered by itself."""
 
 PUSH_WORDS, COMMIT_WORDS = 4, 6
 STILL = -1

@@ -330,12 +330,26 @@ class _Leg:
         self.complete: set[int] = set()
         """Tables of which all has come, except for what was measured."""
 
-    def follow(self, kept: Collection[int]) -> None:
-        """Come after slices of the only table that were sent ahead; with none (by index) of them, begin anew."""
+    def follow(self, kept: Collection[int], are_all: bool) -> None:
+        """Come after slices of the only table that were sent ahead; with none (by index) of them, begin anew.
+
+        Args:
+            are_all: All that were sent count as they are, so the others need no other generation.
+        """
         self.kept = frozenset([at for at in self.given if self.layout.pieces[at].index in kept])
-        self.generation = 1
-        self.commits[:, 3] = len(self.given) - len(self.kept)
+        self.generation = int(not are_all)
+        self.commits[:, 3] = self.generation * (len(self.given) - len(self.kept))
         self.commits[:, 5] |= m.ANEW * (not kept)
+
+    def drop_former(self, table: int) -> None:
+        """What has come of new weights of a table was taken back: they all come again."""
+        layout = self.layout
+        self.coming[table], self.came[table] = int(layout.num_resident[table]), -1
+        for at in layout.resident:
+            self.is_coming[at] |= layout.table[at] == table
+        self.gathered = [at for at in self.gathered if layout.table[at] != table]
+        self.staged = [one for one in self.staged if layout.table[one[0]] != table]
+        self.shown = [one for one in self.shown if layout.table[one[0]] != table]
 
 
 class Round:
@@ -441,9 +455,11 @@ class Rounds:
                 leg = _Leg(layout, round_, self.tables)
                 leg.number = session.next_number(partial(self._take, round_, leg))
                 if round_.kept is not None:
-                    leg.follow(round_.kept)
+                    leg.follow(round_.kept, len(round_.kept) == len(sent))
                 round_.legs.append(leg)
             round_.open = [leg for leg in round_.legs if leg.open]
+            if session.is_far and len(tables) == 1 and _is_plain(contribution):
+                self._announce(round_)
             for first in range(0, len(round_.open), session.num_servers):
                 last = []
                 for leg in round_.open[first : first + session.num_servers]:
@@ -682,6 +698,24 @@ class Rounds:
         for body in self._messages(round_, leg, given):
             self._session.send(leg.server, leg.number, body, round_.contribution.priority)
 
+    def _announce(self, round_: Round) -> None:
+        """Tell servers what the commits will say, before they get the slices that they can use one by one."""
+        contribution, timeout = round_.contribution, self._session.options.timeout
+        for leg in round_.open:
+            num_kept = len(leg.kept) if leg.generation else 0
+            if len(leg.given) == len(leg.layout.resident) > 1 and not num_kept:
+                commits = leg.commits.copy()
+                commits[:, 5] |= m.ANNOUNCES
+                body = m.Contribute(
+                    leg.layout.pushes[_NONE],
+                    (),
+                    commits,
+                    hyper=contribution.hyper,
+                    rescale=contribution.rescale,
+                    timeout=timeout,
+                )
+                self._session.send(leg.server, leg.number, body, contribution.priority)
+
     # ---------------------------------------------------------------- receiving
 
     def _take(self, round_: Round, leg: _Leg, _: int, reply: m.ReplyBody) -> None:
@@ -728,6 +762,8 @@ class Rounds:
             at = layout.slots.get(slot)
             if at is None:
                 continue
+            if -1 < leg.came[layout.table[at]] < version and layout.table[at] in leg.open:
+                leg.drop_former(layout.table[at])
             end = at + 1 if kind != m.ROWS else layout.end_of_rows(at, source[start : start + nbytes])
             news = leg.is_coming.count(1, at, end)
             if not news:
@@ -1083,6 +1119,13 @@ def _torn(table: RemoteTable, outcome: dict[str, bool | None], reason: str) -> K
 
 
 # ---------------------------------------------------------------- slices
+
+
+def _is_plain(one: Contribution) -> bool:
+    """Tell whether all that matters of a contribution to the only table is known before any slice is sent."""
+    is_given = one.values is not None and one.tables[0].is_initialised
+    is_special = one.absent or one.rows or one.veto or one.assign or one.joined or one.is_kept or one.guard
+    return is_given and not is_special
 
 
 def _part(arenas: Arenas, piece: Slice) -> Tensor:

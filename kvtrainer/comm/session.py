@@ -159,6 +159,8 @@ class Session:
         self.clock = clock
         self.num_servers = transport.num_servers
         self.is_closed = False
+        self.is_far = False
+        """There is a network between the workers of synchronous rounds and some of their servers."""
         self.trace: SessionTrace | None = None
         """Where to note what happens, while somebody wants to know."""
         self.report = Report(clock)
@@ -199,6 +201,8 @@ class Session:
         if refusals:
             raise refusals[0]
         self._transport.begin(self._tokens, lambda: self.report.pack())
+        is_shared = self.options.num_workers > 1 and self.options.mode.is_sync
+        self.is_far = is_shared and not all(map(self.shares_memory, range(self.num_servers)))
 
     def _say_hello(self, server: int) -> None:
         o = self.options

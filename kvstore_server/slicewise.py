@@ -1,0 +1,196 @@
+"""Rounds that are applied slice by slice, while other slices of them are still on their way.
+
+A rank may announce a commit before it gives its slices. When all ranks have announced what fits together, neighbouring
+slices that all of them have given are summed, applied and answered at once. So on a network new weights travel while
+gradients do, in the other direction. The last slices wait for the commits, with which the round ends as any other.
+
+Until then it may still fail, or the process of a rank may be replaced by one that gives something else: a copy of the
+table is kept, and what was changed is taken back. Weights that were sent by then are superseded by others of a higher
+version. Announcements have no other effect: a round of which one is lost, or does not fit, is applied when all have
+committed. So is one that is held, vetoed or assigned, or whose optimizer may raise or needs whole keys.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterable, Sequence
+
+import numpy as np
+
+from kvstore_server.errors import KVStoreError
+from kvstore_server.namespace import Namespace
+from kvstore_server.protocol import messages as m
+from kvstore_server.protocol.frames import SENT_ALONE
+from kvstore_server.rounds import Announced, Waiter
+from kvstore_server.table import Begun, Table
+
+_log = logging.getLogger(__name__)
+
+TOGETHER = SENT_ALONE
+"""Bytes of neighbouring slices that are applied together, where they are smaller than that by themselves."""
+_PLAIN = m.ANNOUNCES | m.WANTS_WEIGHTS | m.WANTS_HALF | m.ANEW | m.MAPS_WEIGHTS | m.KNOWS_PLACES
+"""Flags of commits to rounds that can be applied slice by slice."""
+
+
+def announce(space: Namespace, rank: int, body: m.Contribute, waiter: Waiter) -> list[m.Outgoing]:
+    """Note what a rank is going to commit; with the last rank's announcement, apply what has come already."""
+    out: list[m.Outgoing] = []
+    book = space.rounds.shared
+    is_plain = space.mode.is_sync and not body.hold and not body.absent
+    for commit in body.commits.tolist() if is_plain else ():
+        number, round_, *_, flags = commit
+        table = space.table(number)
+        is_open = round_ == book.number(number) and not book.has_committed(rank, number)
+        if is_open and table.begun is None and not flags & ~_PLAIN:
+            book.announce(rank, commit, body, waiter)
+            _begin(space, table)
+            if table.begun is not None:
+                out += _advance(space, table, table.begun.left)
+    return out
+
+
+def _begin(space: Namespace, table: Table) -> None:
+    """Let a round be applied slice by slice, if all ranks have announced it and it may be."""
+    book, number = space.rounds.shared, table.number
+    said = {r: given.announced[number] for r, given in book.given.items() if number in given.announced}
+    is_ready = table.is_initialised and table.conflict is None and space.recording.active is None
+    if len(said) < book.num_members or not is_ready:
+        return
+    news = {rank: one.hyper for rank, one in said.items() if one.hyper}
+    try:
+        for packed in set(news.values()):
+            table.hyper.check(packed)
+        optimizer = space.optimizer.agreed()
+        hyper = table.hyper.common(said, news)
+        hypers = () if optimizer is None else table.hypers((), optimizer, hyper)
+    except KVStoreError:
+        return  # the commits hear of it
+    left = _portions(table.unit.first, space.rounds.slots.nbytes[table.unit.first : table.unit.end].tolist())
+    if len(left) > 1 and (optimizer is None or (optimizer.elementwise and not optimizer.may_raise)):
+        table.begun = Begun(optimizer, hyper, hypers, said, left)
+        space.rounds.begun.add(number)
+
+
+def _portions(first: int, sizes: Sequence[int]) -> list[range]:
+    """Divide slots from one on, of so many bytes, into neighbours that are applied together."""
+    found, begin, nbytes = list[range](), first, 0
+    for slot, size in enumerate(sizes, first):
+        nbytes += size
+        if nbytes >= TOGETHER or slot == first + len(sizes) - 1:
+            found.append(range(begin, slot + 1))
+            begin, nbytes = slot + 1, 0
+    return found
+
+
+def advance(space: Namespace, slots: Collection[int]) -> list[m.Outgoing]:
+    """Some slices have come: apply and answer those that all ranks have given now."""
+    out: list[m.Outgoing] = []
+    for number in space.rounds.begun.intersection(space.rounds.slots.table[list(slots)].tolist()):
+        table = space.tables[number]
+        assert table.begun is not None
+        touched = [part for part in table.begun.left if any(slot in part for slot in slots)]
+        out += _advance(space, table, touched)
+    return out
+
+
+def _advance(space: Namespace, table: Table, touched: Sequence[range]) -> list[m.Outgoing]:
+    """Apply those portions that all ranks have given, but for the last one of all."""
+    begun, given = table.begun, space.rounds.shared.given
+    assert begun is not None
+    pairs = [(given[rank].marks, one.mark) for rank, one in begun.said.items()]
+    ready = [p for p in touched if all((marks[p.start : p.stop] == mark).all() for marks, mark in pairs)]
+    if len(ready) == len(begun.left):
+        ready.pop()
+    if not ready or not _apply(space, table, ready):
+        return []
+    return _weights(space, table, ready, begun.said.values())
+
+
+def _apply(space: Namespace, table: Table, portions: Sequence[range]) -> bool:
+    """Apply some portions; returns False where all of them are taken back, because that is not possible."""
+    begun = table.begun
+    assert begun is not None
+    slots = np.concatenate([np.arange(part.start, part.stop) for part in portions])
+    common = 1.0 if begun.optimizer is None else begun.optimizer.rescale_grad
+    try:
+        if begun.undo is None:
+            begun.undo = table.shard.snapshot(table.unit)
+        given = [
+            space.contribution(
+                space.rounds.shared.given[rank], slots, common if one.rescale is None else one.rescale
+            )
+            for rank, one in begun.said.items()
+        ]
+        table.shard.update_some(given, begun.optimizer, begun.hypers, table.unit)
+    except Exception:
+        _log.exception("a round of table %r is applied when all have committed", table.name)
+        take_back(space, table)
+        return False
+    begun.left = [part for part in begun.left if part not in portions]
+    return True
+
+
+def _weights(
+    space: Namespace, table: Table, portions: Sequence[range], ranks: Iterable[Announced]
+) -> list[m.Outgoing]:
+    """Send the weights of some portions to those of some ranks that want them as bytes."""
+    slots, out = [slot for part in portions for slot in part], list[m.Outgoing]()
+    for _, flags, _, _, waiter in filter(_wants_bytes, ranks):
+        body = space.weights_of(table, slots, table.version + 1, bool(flags & m.WANTS_HALF))
+        out.append(m.Outgoing(waiter.peer, m.Reply(waiter.number, body)))
+    return out
+
+
+def _wants_bytes(said: Announced) -> bool:
+    return said.flags & (m.WANTS_WEIGHTS | m.MAPS_WEIGHTS) == m.WANTS_WEIGHTS
+
+
+def finish(space: Namespace, table: Table) -> list[m.Outgoing] | None:
+    """All ranks have committed: apply what is left, and answer those that have had the rest of the weights.
+
+    None: nothing of the round is applied, because it is not as it was announced.
+    """
+    begun, book, number = table.begun, space.rounds.shared, table.number
+    assert begun is not None
+    is_as_said = begun.undo is not None and (number not in {of for of, _ in space.absent})
+    for rank, one in begun.said.items():
+        given = book.of(rank)
+        said, flags = given.said[number], int(given.flags[number]) | m.ANNOUNCES
+        is_as_said &= said is not None and said.is_plain and (said.rescale, flags) == (one.rescale, one.flags)
+    try:
+        is_as_said &= table.hyper.common(begun.said) == begun.hyper
+    except KVStoreError:
+        is_as_said = False
+    left = begun.left
+    if not is_as_said or not _apply(space, table, left):
+        take_back(space, table)
+        return None
+    told = []
+    for rank, one in begun.said.items():
+        waiters = book.of(rank).waiters
+        if _wants_bytes(one) and waiters[number] == one.waiter:
+            told.append(one)
+            waiters[number] = None
+    out = _weights(space, table, left, told)
+    table.begun = None
+    space.rounds.begun.discard(number)
+    table.shard.count([table.unit])
+    table.changed(begun.hyper)
+    return out
+
+
+def take_back(space: Namespace, table: Table) -> None:
+    """Undo what has been applied of the open round of a table, if anything has: it is applied as a whole, or fails."""
+    begun, table.begun = table.begun, None
+    space.rounds.begun.discard(table.number)
+    if begun is not None and begun.undo is not None:
+        table.shard.restore(table.unit, begun.undo)
+        table.version += 1  # also the way back is a change
+
+
+def take_back_broken(space: Namespace) -> None:
+    """Take back the rounds of which a rank has not committed what a former process of it has announced."""
+    given = space.rounds.shared.given.values()
+    for number in list(space.rounds.begun):
+        if not all(one.committed[number] or number in one.announced for one in given):
+            take_back(space, space.tables[number])
