@@ -90,7 +90,8 @@ def footprint(plan: Plan, server: int, num_workers: int, mode: Mode, optimizer: 
     """Return the bytes that a table needs on one server: weights, their sum, and state of the named optimizer.
 
     Of row-sparse keys and their sums, what is pushed counts as nothing. Contributions that wait for those of other
-    ranks come on top, up to one copy of the weights each; so do weights that are sent as bfloat16.
+    ranks come on top, up to one copy of the weights each; so do weights that are sent as bfloat16, and the copy of
+    weights and state that is kept while a round is applied slice by slice.
     """
     total = _TABLE + KEY * len(plan.specs) + _SLICE * len(plan.slices) + 8 * num_workers
     for piece in plan.slices_of(server):

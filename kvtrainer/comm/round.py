@@ -281,6 +281,8 @@ class _Leg:
         """Those of them that were sent ahead, and have not changed since."""
         self.generation = 0
         """Of the others."""
+        self.is_announced = False
+        """New weights may come before all slices are sent, so they must not come to where those are."""
         if self.given is layout.resident and (
             contribution.absent or contribution.rows or contribution.sources
         ):
@@ -704,6 +706,7 @@ class Rounds:
         for leg in round_.open:
             num_kept = len(leg.kept) if leg.generation else 0
             if len(leg.given) == len(leg.layout.resident) > 1 and not num_kept:
+                leg.is_announced = True
                 commits = leg.commits.copy()
                 commits[:, 5] |= m.ANNOUNCES
                 body = m.Contribute(
@@ -775,7 +778,7 @@ class Rounds:
                     f"a slice of {layout.nbytes[at]} bytes came back rounded, with {nbytes} bytes"
                 )
             begin = layout.begin[at]
-            if kind != m.WHOLE or begin < 0 or layout.takes_half:
+            if kind != m.WHOLE or begin < 0 or layout.takes_half or leg.is_announced:
                 leg.staged += [(at, kind, source[start : start + nbytes])] if nbytes else []
             else:
                 leg.gathered.append(at)

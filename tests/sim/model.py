@@ -39,6 +39,8 @@ class Weights(NamedTuple):
     """In place of m.Weights: those of the model."""
 
     table: int
+    early: tuple[list[int], int] | None = None
+    """Slots, and their version, of which a round was applied before the others; None: all, as they are."""
 
 
 @dataclass
@@ -128,6 +130,8 @@ class Model:
         self.version = -1
         self.counted = 0
         """Contributions that count one by one, those without data among them."""
+        self.early: list[int] = []
+        """The slots of which a round was applied that is not over."""
         self._server = server
         self._options = options
         self._may_raise = may_raise
@@ -138,6 +142,17 @@ class Model:
     def release(self) -> Told:
         """Answer who waits for nobody any more."""
         return []
+
+    def announce(self, rank: int, commit: Commit) -> Told:
+        """A rank says what it will commit."""
+        return []
+
+    def advance(self, slots: Sequence[int]) -> Told:
+        """Slices have come."""
+        return []
+
+    def take_back(self) -> None:
+        """Undo what was applied of a round that is not over."""
 
     def missing(self, commit: Commit, arrived: dict[int, int]) -> Told:
         """Refuse a commit of which slices have not arrived."""
@@ -223,6 +238,12 @@ class SyncModel(Model):
             slot: np.zeros(len(options.values(0, (server, slot), 0, 0)), np.float32) for slot in self.slots
         }
         self.stored = self.before = Stored(zeros, zeros)
+        self.announced: dict[int, Commit] = {}
+        """Rank → what it said that it will commit to the open round."""
+        self.begun: dict[int, Commit] | None = None
+        """The same of all ranks, while the open round may be applied slice by slice."""
+        self.results: dict[int, dict[int, Array]] = {}
+        """Round that was applied → the weights then."""
         self.is_changed = False
         """Whether the last round that was applied has changed the weights; `before` is what it has changed."""
         self.weights = zeros
@@ -235,6 +256,51 @@ class SyncModel(Model):
         self.waiting.pop(rank, None)
         if rank not in self.committed:
             self.arrived.pop(rank, None)
+            self.announced.pop(rank, None)
+            self.take_back()
+
+    def announce(self, rank: int, commit: Commit) -> Told:
+        is_news = commit.round == self.open and rank not in self.committed and self.begun is None
+        if not is_news:
+            return []
+        self.announced[rank] = commit
+        hypers = {c.said.hyper or self.beliefs.get(r, b"") for r, c in self.announced.items()}
+        may_begin = len(self.announced) == NUM_WORKERS and self.is_initialised and not self._may_raise
+        if not may_begin or len(self.slots) == 1 or len(hypers - {b""}) > 1:
+            return []
+        self._seen["begun"] += 1
+        self.begun = dict(sorted(self.announced.items()))
+        return self.advance(self.slots)
+
+    def advance(self, slots: Sequence[int]) -> Told:
+        if self.begun is None:
+            return []
+        ready = [s for s in self.slots if s not in self.early and s in slots and self._is_here(s)]
+        if len(ready) + len(self.early) == len(self.slots):
+            ready.pop()
+        if not ready:
+            return []
+        committed, beliefs = self.committed, self.beliefs
+        self.committed = {rank: Given(c, self.arrived[rank]) for rank, c in self.begun.items()}
+        self.beliefs = beliefs | {rank: c.said.hyper for rank, c in self.begun.items() if c.said.hyper}
+        updated = self._updated(UNCHANGED).weights
+        self.committed, self.beliefs = committed, beliefs
+        self.early += ready
+        self.weights = {**self.weights, **{slot: updated[slot] for slot in ready}}
+        told = Weights(self.table, (ready, self.version + 1))
+        return [(c.to, [told]) for c in self.begun.values() if c.wants_weights]
+
+    def _is_here(self, slot: int) -> bool:
+        """Whether all ranks have given a slice as they announced it."""
+        begun = (self.begun or {}).items()
+        return all(
+            self.arrived.get(r, {}).get(slot, -1) == c.generations // max(c.count, 1) for r, c in begun
+        )
+
+    def take_back(self) -> None:
+        self._seen["taken back"] += bool(self.early)
+        self.version += bool(self.early)
+        self.weights, self.begun, self.early = self.stored.weights, None, []
 
     def push(self, rank: int, round_: int, slot: int, generation: int, codec: bytes) -> None:
         if round_ == self.open:
@@ -336,6 +402,7 @@ class SyncModel(Model):
 
     def _hold(self) -> Told:
         """The open round waits for a decision."""
+        self.take_back()
         self._seen["held"] += 1
         self.is_held = True
         norm_type = next(iter(self.active().values())).hold
@@ -350,6 +417,9 @@ class SyncModel(Model):
     def _end(self, outcome: str, decision: Decision = UNCHANGED) -> Told:
         """End the open round; an applied one changes what is stored."""
         self._count(outcome)
+        begun, left = self.begun, [slot for slot in self.slots if slot not in self.early]
+        if outcome != APPLIED or not self.early:
+            self.take_back()
         active = self.active()
         assigns = self.open == 0 or (outcome == APPLIED and any(g.flags & m.ASSIGNS for g in active.values()))
         is_changed = bool(active) and outcome == APPLIED
@@ -368,12 +438,20 @@ class SyncModel(Model):
             self.is_initialised = True
             self.stored = self._assigned() if assigns else self._updated(decision)
             self.weights = self.stored.weights
+        self.results[self.open] = self.weights
         self.outcomes.append(outcome)
         self.open += 1
         waiting = [self.committed[rank].commit._replace(to=to) for rank, to in self.waiting.items()]
         self.arrived, self.committed, self.waiting, self.deadline = {}, {}, {}, float("inf")
         self.is_held = False
-        return [(commit.to, self._answer(commit)) for commit in waiting]
+        told = [(commit.to, self._answer(commit)) for commit in waiting]
+        if self.early and begun is not None:
+            self._seen["applied slice by slice"] += 1
+            rest = [Weights(self.table, (left, self.version))]
+            at_once = {c.to for c in begun.values() if c.wants_weights}
+            told = [(to, rest if to in at_once else bodies) for to, bodies in told]
+        self.announced, self.begun, self.early = {}, None, []
+        return told
 
     def _answer(self, commit: Commit, is_again: bool = False) -> list[m.ReplyBody]:
         """What is said to a commit of the last round that did not fail, or of one that did."""
@@ -433,7 +511,7 @@ class SyncModel(Model):
 
     def _updated(self, decision: Decision) -> Stored:
         """Each slice that anybody gave: m = m / 2 + sum; w = w - lr * m."""
-        weights, memory = dict(self.weights), dict(self.stored.memory)
+        weights, memory = dict(self.stored.weights), dict(self.stored.memory)
         residuals = dict(self.stored.residuals)
         rate = np.float32(RATES[self._options.hypers.index(hyper)] if (hyper := self.hyper()) else 1.0)
         for slot in self.slots:

@@ -15,7 +15,7 @@ from unittest import mock
 import numpy as np
 import torch
 
-from kvstore_server import reduction
+from kvstore_server import reduction, slicewise
 from kvstore_server.engine import Engine
 from kvstore_server.hyper import AgreedOptions
 from kvstore_server.membership import Sessions
@@ -437,6 +437,36 @@ def norm_of_one_rank(real: Any, self: Any, contributions: Any, *args: Any) -> An
 
 
 # ---------------------------------------------------------------- contributions one by one
+
+
+@replaces(slicewise, "take_back")
+def taken_back_in_silence(real: Any, space: Any, table: Any) -> None:
+    """Weights that were sent of a round that is taken back are not superseded."""
+    was_changed = table.begun is not None and table.begun.undo is not None
+    real(space, table)
+    table.version -= was_changed
+
+
+@replaces(slicewise, "take_back_broken")
+def begun_by_one_process_and_ended_by_another(real: Any, space: Any) -> None:
+    """Slices that were applied stay so when the process of a rank is replaced that has not committed."""
+
+
+@replaces(slicewise, "finish")
+def applied_again_with_the_commits(real: Any, space: Any, table: Any) -> Any:
+    """With the commits all of a round is applied, also what had been."""
+    if table.begun.undo is not None:
+        unit = table.unit
+        table.begun.left = [range(slot, slot + 1) for slot in range(unit.first, unit.end)]
+    return real(space, table)
+
+
+@replaces(Shard, "restore")
+def state_not_taken_back(real: Any, self: Any, unit: Any, former: Any) -> None:
+    """What is taken back leaves its traces in the optimizer's state."""
+    real(
+        self, unit, former._replace(states=[self._copied_state(slot) for slot in range(unit.first, unit.end)])
+    )
 
 
 @replaces(Table, "apply", ASYNC, of="applied_again")

@@ -119,6 +119,9 @@ class Referee:
             model = self.models[body.table]
             assert isinstance(model, SyncModel)
             return model.resolve(body)
+        if isinstance(body, m.SetOptimizer):
+            for one in self.models:
+                one.take_back()
         if isinstance(body, m.Abort):
             return self.models[body.table].abort(rank, to, body)
         if isinstance(body, m.Pull):
@@ -142,6 +145,9 @@ class Referee:
         for slot, round_, generation, _ in body.pushes.tolist():
             self._model_of[slot].push(sender.rank, round_, slot, generation, codec)
         told: Told = []
+        slots = body.pushes[:, 0].tolist()
+        for model in {self._model_of[slot].table: self._model_of[slot] for slot in slots}.values():
+            told += model.advance(slots)
         for table, round_, count, generations, _, flags in body.commits.tolist():
             model, lane = self.models[table], sender.lanes[table]
             meant = None
@@ -149,6 +155,9 @@ class Referee:
                 meant = {slot: g for (server, slot), g in lane.generations.items() if server == self.server}
             commit = Commit(to, round_, count, generations, flags, body, meant)
             counted = model.counted
+            if flags & m.ANNOUNCES:
+                told += model.announce(sender.rank, commit)
+                continue
             found = model.commit(sender.rank, commit, now)
             if found is None:
                 return None
@@ -181,7 +190,7 @@ class Referee:
     def _is_alike(self, to: To, got: Any, want: Any) -> bool:
         """Whether a reply says what the model says."""
         if isinstance(want, Weights):
-            return isinstance(got, m.Weights) and self._are_weights(to, got, want.table)
+            return isinstance(got, m.Weights) and self._are_weights(to, got, want)
         if type(got) is not type(want):
             return False
         if isinstance(want, m.Done):
@@ -201,16 +210,17 @@ class Referee:
             )
         return isinstance(want, m.Pending) or bool(got == want)
 
-    def _are_weights(self, to: To, got: m.Weights, table: int) -> bool:
+    def _are_weights(self, to: To, got: m.Weights, want: Weights) -> bool:
         """Whether these are the present weights of a table, which the one who reads them may have."""
-        model = self.models[table]
+        model = self.models[want.table]
+        slots, version = (model.slots, model.version) if want.early is None else want.early
         if isinstance(model, AsyncModel):
             self._check_bound(model, self._processes[to[0]].rank)
-        if got.parts[:, :3].tolist() != [[slot, model.version, m.WHOLE] for slot in model.slots]:
+        if got.parts[:, :3].tolist() != [[slot, version, m.WHOLE] for slot in slots]:
             return False
         return all(
             p.numpy().tobytes() == model.weights[s].tobytes()
-            for s, p in zip(model.slots, got.payloads, strict=True)
+            for s, p in zip(slots, got.payloads, strict=True)
         )
 
     def _check_bound(self, model: AsyncModel, rank: int) -> None:

@@ -10,6 +10,7 @@ import random
 from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -45,6 +46,8 @@ MAX_DRAIN = 100
 """Turns after which a schedule without loss must have come to its end."""
 HYPERS = tuple(pack_hypers([{"lr": rate}], {}, {}, True) for rate in RATES)
 TABLES = range(len(SPECS))
+CRASHES_HALFWAY = 0.05
+"""How often in a step a process ends while some slices of a round are applied and others are not."""
 
 
 @register
@@ -227,7 +230,7 @@ class Schedule(ABC):
         for process, reply in deliveries:
             # Nobody does anything about weights that were pulled: the referee has seen them.
             if self.processes[process].is_alive and self.processes[process].awaits(reply.number):
-                self.to_process[server, process].append(reply)
+                self.to_process[server, process].append(_sent(reply))
 
     def _deliver_reply(self, fate: float) -> None:
         full = [link for link, queue in self.to_process.items() if queue]
@@ -348,6 +351,7 @@ class SyncSchedule(Schedule):
         self.scales = rng.choice([(None, None, None), (1.0, 1.0, 1.0), (0.5, 0.5, 0.5), (1.0, 0.3, 0.7)])
         self.optimizer = (Remembering, Lazy, Cautious)[self.seed % 3]
         self.goal = 1 if rng.random() < 0.85 else 0
+        announces = rng.choice((0.0, 0.9, 1.0))
         return SimOptions(
             self.seed,
             packed(self.optimizer.name),
@@ -357,8 +361,9 @@ class SyncSchedule(Schedule):
             hyper_changes=rng.choice((1, 2, 3, NEVER)),
             joins=rng.choice(((), (), (), (2, 1, 3), (0, 1, 1))),
             by_rows=rng.random() < (0.9 if self.optimizer is Lazy else 0.5),
-            hold=rng.choice((0.0, 0.0, *NORM_TYPES)),
+            hold=0.0 if announces == 1.0 else rng.choice((0.0, 0.0, *NORM_TYPES)),
             differs=rng.choice((0.0, 0.0, 0.15)),
+            announces=announces,
         )
 
     def _referee(self, engine: Engine) -> Referee:
@@ -377,7 +382,11 @@ class SyncSchedule(Schedule):
         self._drain(self.goal)
         for step in range(1, self.STEPS + 1):
             self.step = step
-            self._chaos()
+            is_halfway = any(model.early for referee in self.servers for model in referee.models)
+            if is_halfway and self.rng.random() < CRASHES_HALFWAY:
+                self._crash(self.rng.choice(self._alive()))
+            else:
+                self._chaos()
         self._revive()
         self._drain(0)
         begun = [lane.round + lane.is_open for p in self._alive() for lane in p.lanes]
@@ -386,6 +395,14 @@ class SyncSchedule(Schedule):
         self._drain(max(*begun, *ended, self.options.assigns + 1) + 1)
         for table in TABLES:
             self._check_end(table)
+        for process in self.processes.values():
+            for server, table, round_, found in process.read:
+                model = self.servers[server].models[table]
+                assert isinstance(model, SyncModel)
+                if found != {slot: one.tobytes() for slot, one in model.results[round_].items()}:
+                    raise Violation(
+                        f"p{process.process} read other weights of round {round_} of table {table}"
+                    )
 
     def _check_end(self, table: int) -> None:
         """Where servers differ about a round, every worker that saw its end knows; else all saw the same."""
@@ -401,6 +418,14 @@ class SyncSchedule(Schedule):
             allowed = {"apart"} if is_apart else {"failed"} if ends[0] == FAILED else {"done", "kept"}
             if not seen <= allowed:
                 raise Violation(f"round {round_} of table {table} is {ends}, workers saw {seen}")
+
+
+def _sent(reply: m.Reply) -> m.Reply:
+    """A reply as it is on its way: the weights of a server change meanwhile."""
+    body = reply.body
+    if not isinstance(body, m.Weights):
+        return reply
+    return reply._replace(body=replace(body, payloads=tuple([one.clone() for one in body.payloads])))
 
 
 class AsyncSchedule(Schedule):

@@ -57,6 +57,9 @@ EVERYTHING = {
     "skipped",
     "resolved again",
     "given up while held",
+    "begun",
+    "applied slice by slice",
+    "taken back",
 }
 """What must happen in every block of schedules; otherwise they prove little."""
 ASYNC_EVERYTHING = {

@@ -7,7 +7,8 @@ for every server, and gives a round up everywhere when one server reports its fa
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from unittest import mock
@@ -17,6 +18,7 @@ import numpy.typing as npt
 import torch
 
 from kvstore_server import plan as plan_module
+from kvstore_server import slicewise
 from kvstore_server.codec import make_codec
 from kvstore_server.norms import Decision, combine
 from kvstore_server.plan import Plan, Slice, TensorSpec, make_plan
@@ -36,7 +38,8 @@ TIMEOUT = 30.0
 REPEAT = 0.3
 """How often a lane that waits asks again when it is its turn."""
 RAISES = 0.08
-"""How often a process gives up a round rather than to tell a server what it makes of its norm."""
+"""How often a process gives up a round rather than to tell a server what it makes of its norm, or to commit what it has
+announced."""
 TOGETHER = 0.3
 """How often a commit travels with the last slices."""
 NORM_TYPES = (2.0, 1.0, 3.0, float("inf"))
@@ -53,9 +56,11 @@ TWO_BIT = pack_control({"type": "2bit", "threshold": 0.5})
 HALF = pack_control({"type": "fp16"})
 
 
-def tiny_slices() -> mock._patch[int]:
-    """Cut tables into slices of 64 bytes while this lasts, so that tiny keys lie on both servers."""
-    return mock.patch.object(plan_module, "MIN_SLICE", 64)
+@contextmanager
+def tiny_slices() -> Iterator[None]:
+    """Cut tables into slices of 64 bytes, to be applied one by one, while this lasts: tiny keys lie on both servers."""
+    with mock.patch.object(plan_module, "MIN_SLICE", 64), mock.patch.object(slicewise, "TOGETHER", 64):
+        yield
 
 
 class Layout:
@@ -129,6 +134,8 @@ class SimOptions:
     """The type of norm that is wanted of every gradient; 0 for none."""
     differs: float = 0.0
     """How often a process wants another one."""
+    announces: float = 0.0
+    """How often a process announces to a server what it will commit."""
 
     def hyper(self, round_: int) -> bytes:
         """The hyper-parameters that everybody who has data believes in."""
@@ -181,8 +188,14 @@ class Lane:
     """Of the slices that are given to the open round."""
     to_push: list[Place] = field(default_factory=list)
     to_commit: list[int] = field(default_factory=list)
+    to_announce: list[int] = field(default_factory=list)
+    """Servers that are to be told what will be committed before they get slices."""
+    was_announced: bool = False
+    """Some server was told."""
+    came: dict[int, tuple[int, dict[int, bytes]]] = field(default_factory=dict)
+    """Server → version and slots of the new weights that have come."""
     requests: dict[int, int] = field(default_factory=dict)
-    """Server → the number of the commit sent there."""
+    """Server → the number of the commit, or announcement, sent there."""
     accepted: set[int] = field(default_factory=set)
     """Servers that said that the commit counts."""
     done: set[int] = field(default_factory=set)
@@ -279,6 +292,8 @@ class Worker:
         self._send_request = send
         self._last_number = 0
         self._pulls: set[int] = set()
+        self.read: list[tuple[int, int, int, dict[int, bytes]]] = []
+        """(server, table, round, weights by slot) of new weights that came whole."""
 
     @property
     def is_ready(self) -> bool:
@@ -314,8 +329,12 @@ class Worker:
         elif lane.given_up:
             for server in lane.aborts:
                 self._abort(lane, server)
+        elif lane.to_announce:
+            self._announce(lane, lane.to_announce.pop())
         elif lane.to_push:
             self._push_some(lane, rng)
+        elif lane.to_commit and lane.was_announced and rng.random() < RAISES:
+            self.give_up(lane)
         elif lane.to_commit:
             self._give(lane, lane.to_commit.pop(), [], is_last=True)
         elif lane.to_resolve and rng.random() < RAISES:
@@ -404,6 +423,9 @@ class Worker:
         lane.is_open, lane.given_up, lane.is_undoing, lane.was_vetoed = True, False, False, False
         lane.requests, lane.aborts, lane.held, lane.decision, lane.to_resolve = {}, {}, {}, None, []
         lane.accepted, lane.done, lane.kept, lane.vetoed, lane.overs = set(), set(), set(), set(), set()
+        lane.came, lane.to_announce, lane.was_announced = {}, [], False
+        if options.announces and lane.round and not lane.hold and not lane.flags & ~m.WANTS_WEIGHTS:
+            lane.to_announce = [s for s in range(NUM_SERVERS) if rng.random() < options.announces]
         self._encode(lane)
 
     def _push_some(self, lane: Lane, rng: random.Random) -> None:
@@ -461,7 +483,7 @@ class Worker:
         elif isinstance(body, m.InForce):
             lane.overs.update({server} if body.is_over else ())
         elif isinstance(body, m.Weights):
-            lane.done.add(server)
+            self._take_weights(lane, server, body)
         elif isinstance(body, m.Done):
             if not self.wants_weights or server in lane.vetoed:  # else weights follow
                 lane.done.add(server)
@@ -476,6 +498,19 @@ class Worker:
             self._given_up(lane)
         elif len(lane.done) == NUM_SERVERS and lane.is_known:
             self._end(lane, "done")
+
+    def _take_weights(self, lane: Lane, server: int, weights: m.Weights) -> None:
+        """Keep new weights; those of a higher version take the place of all that came before."""
+        version, came = lane.came.get(server, (-1, {}))
+        for (slot, newer, *_), payload in zip(weights.parts.tolist(), weights.payloads, strict=True):
+            if newer > version:
+                version, came = newer, {}
+            if newer == version:
+                came[slot] = payload.numpy().tobytes()
+        lane.came[server] = version, came
+        if server not in lane.done and len(came) == len(layout().slots[lane.table, server]):
+            lane.done.add(server)
+            self.read.append((server, lane.table, lane.round, came))
 
     def _given_up(self, lane: Lane) -> None:
         """Every server has answered: the round is over, or is to be taken back where it was applied."""
@@ -529,7 +564,13 @@ class Worker:
         part = {0: RowSet(ids, values.view(ROWS, -1)[ids])}
         return PACKED_ROWS, encode_rows(layout().plans[lane.table], layout().pieces[place], part)
 
-    def _give(self, lane: Lane, server: int, places: list[Place], is_last: bool) -> None:
+    def _announce(self, lane: Lane, server: int) -> None:
+        """Say what will be committed, unless slices differ in their generation; from then on they stay as they are."""
+        if len({generation for place, generation in lane.generations.items() if place[0] == server}) == 1:
+            self._give(lane, server, [], True, m.ANNOUNCES)
+            lane.was_announced = True
+
+    def _give(self, lane: Lane, server: int, places: list[Place], is_last: bool, more_flags: int = 0) -> None:
         """Send slices, those of one form in one buffer, and with the last of them the commit if it is time for that."""
         batches: dict[bytes, list[tuple[Place, torch.Tensor]]] = {}
         for place in places:
@@ -545,7 +586,7 @@ class Worker:
                 number = lane.requests.setdefault(server, number)
                 self.about[number] = (lane.table, lane.round)
                 given = [generation for place, generation in lane.generations.items() if place[0] == server]
-                commits = [(lane.table, lane.round, len(given), sum(given), -1, lane.flags)]
+                commits = [(lane.table, lane.round, len(given), sum(given), -1, lane.flags | more_flags)]
                 hyper = b"" if lane.flags & m.HAS_JOINED else self.options.hyper(lane.round)
             body = m.Contribute(
                 m.matrix(rows, m.PUSH_WORDS), buffer, m.matrix(commits, m.COMMIT_WORDS), form, hyper,

@@ -129,7 +129,12 @@ class Bench:
 
 def is_commit(body: m.RequestBody) -> bool:
     """Whether a message ends a contribution."""
-    return isinstance(body, m.Contribute) and len(body.commits) > 0
+    return isinstance(body, m.Contribute) and len(body.commits) > 0 and not is_announcement(body)
+
+
+def is_announcement(body: m.RequestBody) -> bool:
+    """Whether a message says what a commit is going to say."""
+    return isinstance(body, m.Contribute) and bool((body.commits[:, 5] & m.ANNOUNCES).any())
 
 
 def add_table(rounds: Rounds, name: str, plan: Plan, number: int, round_: int = 0) -> RemoteTable:

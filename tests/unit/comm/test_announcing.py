@@ -1,0 +1,128 @@
+"""Workers announce their commits where a network lies between, and take weights that come slice by slice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from kvstore_server.norms import Decision, Guard
+from kvstore_server.protocol import messages as m
+from kvtrainer.errors import RoundAbortedError
+from tests.support.scripted import Bench, Scripted, is_announcement
+
+
+def part(bench: Bench, server: int, slices: slice, value: float, version: int) -> m.Weights:
+    """New weights of some of a server's slices, all of one value."""
+    whole = bench.weights(server, value, version)
+    return m.Weights(whole.parts[slices], whole.payloads[slices])
+
+
+def announcements(bench: Bench) -> list[m.Contribute]:
+    found = bench.servers.bodies(m.Contribute)
+    return [body for body in found if isinstance(body, m.Contribute) and is_announcement(body)]
+
+
+def test_a_commit_is_announced_to_every_server_before_its_slices() -> None:
+    bench = Bench(2, lambda server, _: [bench.weights(server, 9.0)])
+    bench.rounds.wait(bench.rounds.start(bench.contribution(rescale=0.5, hyper=b"numbers")))
+    for server in range(2):
+        first, *others = [r.body for to, r in bench.servers.sent if to == server]
+        last = others[-1]
+        assert isinstance(first, m.Contribute)
+        assert isinstance(last, m.Contribute)
+        assert not len(first.pushes)
+        assert first.commits[:, :5].tolist() == last.commits[:, :5].tolist()
+        assert (first.commits[:, 5] ^ last.commits[:, 5]).tolist() == [m.ANNOUNCES]
+        assert (first.rescale, first.hyper) == (last.rescale, last.hyper) == (0.5, b"numbers")
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"veto": True},
+        {"assign": True},
+        {"joined": True},
+        {"is_kept": True},
+        {"absent": frozenset({0})},
+        {"guard": Guard(2.0, lambda _: Decision())},
+    ],
+)
+def test_what_needs_the_whole_round_is_not_announced(said: dict[str, Any]) -> None:
+    bench = Bench(1, lambda *_: [])
+    bench.rounds.start(bench.contribution(**said))
+    assert not announcements(bench)
+
+
+def test_nothing_is_announced_to_servers_that_all_share_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Scripted, "shares_memory", lambda *_: True)
+    bench = Bench(2, lambda server, _: [bench.weights(server, 9.0)])
+    bench.run()
+    assert not announcements(bench)
+
+
+def test_weights_that_come_in_parts_are_written_when_all_are_here() -> None:
+    bench = Bench(1, lambda *_: [])
+    ticket = bench.start()
+    number = ticket.legs[0].number
+    bench.servers.reply(0, number, part(bench, 0, slice(3, None), 4.0, 4))
+    bench.servers.reply(0, number, part(bench, 0, slice(3), 5.0, 4), after=1.0)
+    bench.session.wait(ticket.open, lambda _: None, 0.0, 100.5)
+    assert not bench.out.any()
+    bench.rounds.wait(ticket)
+    assert bench.out.unique().tolist() == [4.0, 5.0]
+
+
+def test_weights_of_a_higher_version_take_the_place_of_all_that_came_before() -> None:
+    bench = Bench(1, lambda *_: [])
+    ticket = bench.start()
+    number = ticket.legs[0].number
+    bench.servers.reply(0, number, part(bench, 0, slice(3), 4.0, 4))
+    bench.servers.reply(0, number, part(bench, 0, slice(2, None), 6.0, 5))
+    bench.servers.reply(0, number, part(bench, 0, slice(2), 6.0, 5))
+    bench.rounds.wait(ticket)
+    assert bench.out.unique().tolist() == [6.0]
+
+
+def test_a_round_that_fails_when_some_weights_are_here_leaves_those_of_the_worker_alone() -> None:
+    bench = Bench(1, lambda *_: [])
+    ticket = bench.start()
+    number = ticket.legs[0].number
+    bench.servers.reply(0, number, part(bench, 0, slice(3), 4.0, 4))
+    bench.servers.reply(0, number, bench.failed(0, "RoundAbortedError"))
+    with pytest.raises(RoundAbortedError):
+        bench.rounds.wait(ticket)
+    assert not bench.out.any()
+
+
+def test_slices_that_are_sent_again_do_not_change_weights_that_came_before() -> None:
+    bench = Bench(1, lambda *_: [], numel=1 << 15)
+    ticket = bench.start()
+    number = ticket.legs[0].number
+    bench.servers.reply(0, number, part(bench, 0, slice(1), 4.0, 4))
+    bench.servers.reply(0, number, m.Missing(5, 3, tuple(range(100, 108))))
+    bench.servers.reply(0, number, part(bench, 0, slice(1, None), 4.0, 4))
+    bench.rounds.wait(ticket)
+    assert bench.out.unique().tolist() == [4.0]
+
+
+def test_a_round_announces_no_gradient_that_another_one_replaces() -> None:
+    bench = Bench(1, lambda *_: [])
+    pieces = bench.plan.slices[:2]
+    for piece in pieces:
+        bench.rounds.send_ahead(bench.table, piece, [torch.ones(one.numel) for one in piece.segments])
+    changed = bench.contribution()
+    assert changed.values is not None
+    changed.values[0]["float32"][0] = 7.0
+    bench.rounds.start(changed)
+    assert not announcements(bench)
+
+
+def test_a_round_is_announced_of_which_some_slices_went_ahead_as_they_are() -> None:
+    bench = Bench(1, lambda *_: [])
+    piece = bench.plan.slices[1]
+    bench.rounds.send_ahead(bench.table, piece, [torch.ones(one.numel) for one in piece.segments])
+    bench.rounds.start(bench.contribution())
+    [said] = announcements(bench)
+    assert said.commits[:, 2:4].tolist() == [[len(bench.plan.slices), 0]]

@@ -1,0 +1,210 @@
+"""Engines apply and answer a round slice by slice when all ranks have announced it, and take that back if need be.
+
+Contributions are added to weights of zero, so the weights say what counts. The table has eight slices, each of which is
+applied by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+import torch
+
+from kvstore_server.protocol import messages as m
+from kvstore_server.rounds import Mode
+from tests.sim.schedule import CautiousAdding
+from tests.sim.workers import packed
+from tests.support.engines import EngineJob
+from tests.support.messages import contribution
+
+SHAPE = (140_000,)
+SLICES = range(8)
+SAYS = 500
+"""The number of a rank's announcement and commit."""
+
+
+class Job(EngineJob):
+    """Two ranks, of which each announces, gives and commits round 1 in whatever order."""
+
+    def __init__(self, mode: Mode | None = None) -> None:
+        super().__init__(2, mode or Mode("sync"), shape=SHAPE)
+
+    def say(self, rank: int, *, flags: int = m.WANTS_WEIGHTS | m.ANNOUNCES, **said: float) -> None:
+        """Announce, or with other flags commit, that all slices are given."""
+        self.ask(rank, contribution([], 1, 0, 8, flags=flags, **said), SAYS)
+
+    def commit_all(self, *ranks: int, **said: float) -> None:
+        for rank in ranks:
+            self.say(rank, flags=m.WANTS_WEIGHTS, **said)
+
+    def give(self, rank: int, slices: Iterable[int], value: float = 1.0, generation: int = 0) -> None:
+        rows = [(at, torch.full((self.slices[at].length,), value)) for at in slices]
+        self.ask(rank, contribution(rows, 1, generation=generation))
+
+    def came(self, rank: int) -> list[tuple[list[int], set[int], set[float]]]:
+        """The slots, versions and values of each message of weights that a rank was sent for its round."""
+        bodies = [body for body in self.told.get((rank, SAYS), []) if isinstance(body, m.Weights)]
+        return [
+            (
+                body.parts[:, 0].tolist(),
+                set(body.parts[:, 1].tolist()),
+                set(torch.cat([one[:8] for one in body.payloads]).tolist()),
+            )
+            for body in bodies
+        ]
+
+    def half(self, *ranks: int) -> None:
+        """Have these ranks announce the round and give ones to half of the slices."""
+        for rank in ranks:
+            self.say(rank)
+        for rank in ranks:
+            self.give(rank, SLICES[:4])
+
+    def weights(self, rank: int = 0) -> list[set[float]]:
+        """The values of each slice as a rank reads them."""
+        [body] = self.pull(rank)
+        assert isinstance(body, m.Weights)
+        return [set(one[:8].tolist()) for one in body.payloads]
+
+
+@pytest.fixture
+def job() -> Job:
+    return Job()
+
+
+def test_slices_that_all_ranks_have_given_are_answered_before_the_others_come(job: Job) -> None:
+    job.half(0, 1)
+    assert job.came(0) == job.came(1) == [([0, 1, 2, 3], {1}, {2.0})]
+
+
+def test_the_last_slices_come_with_the_commits_and_no_slice_comes_twice(job: Job) -> None:
+    job.half(0, 1)
+    job.give(0, SLICES[4:])
+    job.give(1, SLICES[4:])
+    assert job.came(0)[1:] == [([4, 5, 6], {1}, {2.0})]
+    job.commit_all(0, 1)
+    assert job.came(0)[2:] == job.came(1)[2:] == [([7], {1}, {2.0})]
+    assert job.weights() == [{2.0}] * 8
+
+
+def test_nothing_is_applied_before_all_ranks_have_announced(job: Job) -> None:
+    job.half(0)
+    job.give(1, SLICES)
+    assert not job.came(0)
+    job.say(1)
+    assert job.came(0) == [([0, 1, 2, 3], {1}, {2.0})]
+
+
+def test_a_round_of_which_one_rank_announces_nothing_is_applied_with_the_commits(job: Job) -> None:
+    job.say(0)
+    for rank in range(2):
+        job.give(rank, SLICES)
+    job.commit_all(0, 1)
+    assert job.came(0) == job.came(1) == [([*SLICES], {1}, {2.0})]
+
+
+def test_a_rank_that_wants_no_weights_is_only_told_that_the_round_is_over(job: Job) -> None:
+    job.say(0, flags=m.ANNOUNCES)
+    job.say(1)
+    for rank in range(2):
+        job.give(rank, SLICES)
+    job.say(0, flags=0)
+    job.commit_all(1)
+    assert [type(body) for body in job.told[0, SAYS]] == [m.Done]
+    assert job.weights() == [{2.0}] * 8
+
+
+def test_slices_of_a_generation_that_was_not_announced_do_not_count(job: Job) -> None:
+    job.half(0)
+    job.ask(1, contribution([], 1, 0, 8, 1, m.WANTS_WEIGHTS | m.ANNOUNCES), SAYS)
+    job.give(1, SLICES, 5.0)
+    assert not job.came(0)
+    job.give(1, SLICES[:2], 7.0, generation=1)
+    assert job.came(0) == [([0, 1], {1}, {8.0})]
+
+
+def test_the_round_of_a_process_that_was_replaced_goes_on_with_what_its_successor_gives(job: Job) -> None:
+    job.half(0, 1)
+    job.hello(1)
+    assert job.weights() == [{0.0}] * 8
+    job.give(0, SLICES[4:])
+    job.give(1, SLICES, 10.0)
+    job.commit_all(0, 1)
+    [(_, [early], _), (slots, [version], values)] = job.came(0)
+    assert (slots, values) == ([*SLICES], {11.0})
+    assert version > early
+
+
+def test_a_round_that_fails_leaves_no_trace(job: Job) -> None:
+    job.half(0, 1)
+    job.ask(1, m.Abort(0, 1, "it raised", undo=False))
+    assert job.weights() == [{0.0}] * 8
+    for rank in range(2):
+        job.commit(rank, 2, 3.0)
+    assert job.weights() == [{6.0}] * 8
+
+
+def test_a_round_ends_at_its_deadline_without_a_trace_and_its_reader_is_answered(job: Job) -> None:
+    job.half(0, 1)
+    job.give(0, SLICES[4:])
+    job.commit_all(0, timeout=5.0)
+    job.ask(1, m.Pull((0,), 60.0), 900)
+    job.tick(6.0, alive=[0, 1])
+    assert [type(body) for body in job.told[0, SAYS]] == [m.Weights, m.Failed]
+    job.tick()
+    assert isinstance(job.told[1, 900][-1], m.Weights)
+    assert job.weights() == [{0.0}] * 8
+
+
+def test_nobody_reads_a_table_of_which_some_slices_are_of_the_next_version(job: Job) -> None:
+    job.half(0, 1)
+    job.ask(1, m.Pull((0,), 30.0), 900)
+    assert [type(body) for body in job.told[1, 900]] == [m.Pending]
+    for rank in range(2):
+        job.give(rank, SLICES[4:])
+    job.commit_all(0, 1)
+    [_, read] = job.told[1, 900]
+    assert isinstance(read, m.Weights)
+    assert {one[0].item() for one in read.payloads} == {2.0}
+
+
+def test_a_commit_that_is_not_as_it_was_announced_counts_as_it_is(job: Job) -> None:
+    job.half(0, 1)
+    for rank in range(2):
+        job.give(rank, SLICES[4:])
+    job.commit_all(0, rescale=10.0)
+    job.commit_all(1)
+    assert job.came(0)[-1][0] == [*SLICES]
+    assert job.weights() == [{11.0}] * 8
+
+
+@pytest.mark.parametrize("said", [{"hold": 2.0}, {"flags": m.WANTS_WEIGHTS | m.ANNOUNCES | m.VETOES}])
+def test_what_is_decided_about_the_whole_of_a_round_is_not_begun(job: Job, said: dict[str, float]) -> None:
+    for rank in range(2):
+        job.say(rank, **said)  # type: ignore[arg-type]
+        job.give(rank, SLICES)
+    assert not job.came(0)
+
+
+def test_a_round_whose_optimizer_may_raise_is_not_begun(job: Job) -> None:
+    for rank in range(2):
+        job.ask(rank, m.SetOptimizer(packed(CautiousAdding.name)))
+    job.half(0, 1)
+    assert not job.came(0)
+
+
+def test_announcements_of_ranks_that_count_one_by_one_have_no_effect() -> None:
+    job = Job(Mode("async"))
+    job.half(0, 1)
+    assert not job.came(0)
+    job.give(0, SLICES[4:])
+    job.commit_all(0)
+    assert job.came(0) == [([*SLICES], {1}, {1.0})]
+
+
+def test_an_optimizer_that_is_set_meanwhile_is_used_for_the_whole_round(job: Job) -> None:
+    job.half(0, 1)
+    for rank in range(2):
+        job.ask(rank, m.SetOptimizer(packed(CautiousAdding.name)))
+    assert job.weights() == [{0.0}] * 8
