@@ -729,7 +729,7 @@ class Engine:
         return _reply(sender.waiter, m.Registered(table.number, slot, following))
 
     def _set_optimizer(self, sender: Sender, body: m.SetOptimizer) -> list[m.Outgoing]:
-        for number in list(sender.space.rounds.begun):
+        for number in () if sender.space.optimizer.is_known(body.spec) else list(sender.space.rounds.begun):
             slicewise.take_back(sender.space, sender.space.tables[number])
         try:
             sender.space.set_optimizer(sender.rank, body.spec)

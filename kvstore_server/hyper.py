@@ -62,6 +62,10 @@ class AgreedOptimizer:
             return None
         return before.registered_name
 
+    def is_known(self, spec: bytes) -> bool:
+        """Tell whether some rank has sent this optimizer."""
+        return spec in self._sent.values()
+
     def agreed(self) -> Optimizer | None:
         """The optimizer in force, with the lowest rank's numbers; None when no rank has set one.
 

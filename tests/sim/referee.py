@@ -119,9 +119,6 @@ class Referee:
             model = self.models[body.table]
             assert isinstance(model, SyncModel)
             return model.resolve(body)
-        if isinstance(body, m.SetOptimizer):
-            for one in self.models:
-                one.take_back()
         if isinstance(body, m.Abort):
             return self.models[body.table].abort(rank, to, body)
         if isinstance(body, m.Pull):
