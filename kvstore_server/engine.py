@@ -126,6 +126,7 @@ class Engine:
             m.Abort: self._abort,
             m.Pull: self._pull,
             m.PullRows: self._pull_rows,
+            m.ShowRows: self._show_rows,
             m.Heartbeat: self._heartbeat,
             m.Gather: self._gather,
             m.Register: self._register,
@@ -603,6 +604,9 @@ class Engine:
         if not sender.space.rounds.behind(sender.rank, table.number):
             return answer()
         return _read_later(sender, table.number, pull.timeout, answer)
+
+    def _show_rows(self, sender: Sender, show: m.ShowRows) -> list[m.Outgoing]:
+        return _reply(sender.waiter, sender.space.shown_rows(sender.space.table(show.table)))
 
     def _release(self, space: Namespace) -> list[m.Outgoing]:
         """Answer the requests that have waited for other ranks long enough."""

@@ -557,6 +557,16 @@ class Namespace:
         weights = m.Weights(parts, payloads, self.mode.is_sync)
         return [m.Shown(found), weights] if len(found) else [weights]
 
+    def shown_rows(self, table: Table) -> m.Shown:
+        """Where those slices of a table are, of which workers hold no copy and which they can map."""
+        unit, storage = table.unit, self.shard.storage
+        first = int(self.rounds.slots.first[table.number])
+        here = [at for at, piece in enumerate(unit.slices) if not table.plan.is_resident(piece)]
+        places = [
+            (first + at, table.version, storage.place(unit.slots[unit.slices[at].index])) for at in here
+        ]
+        return m.Shown(m.matrix([one for one in places if one[2] >= 0], 3))
+
     def rows(self, rank: int, table: Table, found: Sequence[RowPart]) -> m.Weights:
         """Rows of a table for a rank, as a reply."""
         if table.notes_reads:

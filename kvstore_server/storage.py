@@ -319,7 +319,7 @@ class Storage:
         slots = {piece.index: len(self.slots) + at for at, piece in enumerate(slices)}
         own = stacks(plan.resident_slices_of(server))
         unit = Unit(plan, server, len(self.slots), first_key, slices, slots, own, keys, RowChanges(own))
-        blocks = self._blocks_for(slices, memory, not plan.has_row_sparse)
+        blocks = self._blocks_for(plan, slices, memory)
         for piece in slices:
             self._add_slot(unit, piece, blocks[piece.dtype])
         for block in blocks.values():
@@ -330,16 +330,13 @@ class Storage:
         return unit
 
     def _blocks_for(
-        self, slices: Sequence[Slice], memory: Mapping[str, Tensor] | None, is_read: bool
+        self, plan: Plan, slices: Sequence[Slice], memory: Mapping[str, Tensor] | None
     ) -> dict[str, Block]:
-        """The memory for some slices, by dtype: what is left of the last block, or a new one.
-
-        Args:
-            is_read: All of it is what workers will read.
-        """
+        """The memory for some slices of a plan, by dtype: what is left of the last block, or a new one."""
         sizes: dict[str, int] = {}
         for piece in slices:
-            gap = PAGE // SIZES[piece.dtype] if is_read and piece.nbytes >= LONG else 0
+            may_part = piece.nbytes >= LONG or not plan.is_resident(piece)
+            gap = PAGE // SIZES[piece.dtype] if may_part else 0
             sizes[piece.dtype] = sizes.get(piece.dtype, 0) + piece.length + gap
         found = {}
         for dtype, size in sizes.items():
@@ -347,7 +344,7 @@ class Storage:
             if block is None or block.used + size > block.weights.numel():
                 # Room for as much again, which takes no memory before it is written.
                 numel = max(size, 2 * block.used if block else 0)
-                shared = self._shared_zeros(numel, torch_dtype(dtype)) if is_read and memory is None else None
+                shared = self._shared_zeros(numel, torch_dtype(dtype)) if memory is None else None
                 if memory is not None:
                     weights = memory[dtype]
                 else:
@@ -369,9 +366,13 @@ class Storage:
 
     def _add_slot(self, unit: Unit, piece: Slice, block: Block) -> None:
         number, first = len(self.slots), len(block.keys)
-        is_mapped = block.marks is not None and piece.nbytes >= LONG and not unit.plan.has_row_sparse
-        gap = (piece.offset - block.used) % (PAGE // SIZES[piece.dtype])
-        may_part = piece.nbytes >= _WORTH_A_GAP and unit.first_key + piece.segments[0].key not in self.homes
+        key, _, begin, _ = piece.segments[0]
+        nbytes = unit.plan.specs[key].nbytes
+        if unit.plan.is_resident(piece):  # else workers map all of a key apart from others
+            begin, nbytes = piece.offset, piece.nbytes
+        is_mapped = block.marks is not None and nbytes >= LONG
+        gap = (begin - block.used) % (PAGE // SIZES[piece.dtype])
+        may_part = nbytes >= _WORTH_A_GAP and unit.first_key + key not in self.homes
         if is_mapped and may_part:
             block.used, gap = block.used + gap, 0  # now it begins in its page where it does on workers
         start = block.used

@@ -864,6 +864,19 @@ class Trainer(torch.optim.Optimizer):
             return given.view(parameter.shape[0], -1)[ids]
         return pipeline.link.pull_rows(key, ids)
 
+    def row_sparse_read(self, parameter: RowSparseParameter, ids: Tensor) -> Tensor | None:
+        """Copy rows of a row-sparse parameter where its servers have them; None where they have to be fetched.
+
+        Args:
+            ids: int64, of rows that there are, in any order; a row comes for each.
+        """
+        pipeline = self._pipeline
+        pipeline.link.check_open()
+        pipeline.ready()
+        pipeline.prepare()
+        key = pipeline.memory.tables.key_of(parameter)
+        return None if key in pipeline.memory.tables.given else pipeline.link.read_rows(key, ids)
+
     def row_sparse_write(self, parameter: RowSparseParameter, values: Tensor) -> None:
         """Keep new values for a row-sparse parameter until `set_data`; see `RowSparseParameter.copy_`."""
         tables = self._pipeline.memory.tables

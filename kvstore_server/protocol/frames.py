@@ -271,6 +271,7 @@ _CONTROL: tuple[type[Any], ...] = (
     m.JoinJob,
     m.Listening,
     m.Look,
+    m.ShowRows,
 )
 _KIND_OF = {cls: kind for kind, cls in enumerate(_CONTROL)}
 _FIELDS = {cls: tuple(f.name for f in fields(cls)) for cls in _CONTROL}

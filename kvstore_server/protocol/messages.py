@@ -207,6 +207,13 @@ class PullRows:
 
 
 @dataclass(frozen=True, slots=True)
+class ShowRows:
+    """Asks where the slices of row-sparse keys of a table are; answered by Shown, of those that can be mapped."""
+
+    table: int
+
+
+@dataclass(frozen=True, slots=True)
 class SetOptimizer:
     """Names the optimizer of the namespace; all ranks that set one must set the same."""
 
@@ -364,7 +371,7 @@ class Weights:
 
 @dataclass(slots=True, eq=False)
 class Shown:
-    """Answers commits of a worker that maps weights, beside the Weights of slices that it cannot map."""
+    """Answers commits of a worker that maps weights, beside the Weights of slices that it cannot map; and ShowRows."""
 
     parts: Matrix
     """(slot, version, place) of each slice; a place is where in which of the server's memories it begins.
@@ -480,6 +487,7 @@ RequestBody: TypeAlias = (
     | Abort
     | Pull
     | PullRows
+    | ShowRows
     | SetOptimizer
     | Gather
     | GetState

@@ -225,14 +225,21 @@ def _neighbours(pages: Any) -> list[Any]:
     return np.split(pages, np.flatnonzero(np.diff(pages) != 1) + 1) if len(pages) else []
 
 
+def put_pages(address: int, nbytes: int, fd: int, offset: int, protection: int) -> None:
+    """Map pages of a file, or with -1 empty ones, privately in the place of others. Raises OSError if that fails."""
+    library: Any = ctypes.CDLL(None, use_errno=True)
+    library.mmap.restype = ctypes.c_void_p
+    library.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    flags = _PRIVATE_FIXED | (mmap.MAP_ANONYMOUS if fd < 0 else 0)
+    if library.mmap(address, nbytes, protection, flags, fd, offset) != address:
+        raise OSError(ctypes.get_errno(), f"{nbytes} bytes cannot be mapped")
+
+
 class _System:
     """Calls of the system that Python's own `mmap` does not make. Raises OSError where they do not work."""
 
     def __init__(self) -> None:
         library: Any = ctypes.CDLL(None, use_errno=True)
-        self._mmap: Callable[..., int | None] = library.mmap
-        library.mmap.restype = ctypes.c_void_p
-        library.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
         self._madvise: Callable[..., int] = library.madvise
         library.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
         self._page_map = os.open(_PAGE_MAP, os.O_RDONLY)
@@ -250,9 +257,7 @@ class _System:
         """Put pages of a file, or with -1 empty ones, in the place of others."""
         if nbytes <= 0:
             return
-        flags = _PRIVATE_FIXED | (mmap.MAP_ANONYMOUS if fd < 0 else 0)
-        if self._mmap(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, offset) != address:
-            raise OSError(ctypes.get_errno(), f"{nbytes} bytes cannot be mapped")
+        put_pages(address, nbytes, fd, offset, mmap.PROT_READ | mmap.PROT_WRITE)
         if fd >= 0:
             self._watch(address, nbytes)
 

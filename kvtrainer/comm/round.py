@@ -27,6 +27,7 @@ from kvstore_server.rounds import Ints
 from kvstore_server.rows import PACKED_ROWS, RowSet, cut_rows, decode_rows, num_slices, pack_rows
 from kvtrainer.comm.ahead import Ahead, same_bits
 from kvtrainer.comm.mapped import MappedWeights
+from kvtrainer.comm.mapped_rows import MappedRows, Shown
 from kvtrainer.comm.session import Calls, Session
 from kvtrainer.comm.tables import RemoteTable, Tables
 
@@ -430,6 +431,8 @@ class Rounds:
         """Tables (by index, in the order of a call) → their layouts, for the same calls come again and again."""
         self._several: list[tuple[int, ...]] = []
         """Those of several tables, oldest first."""
+        self._mapped_rows: dict[tuple[int, int], MappedRows | None] = {}
+        """Table and key (by index) → its rows in its servers' memory; None where they have to be asked for."""
 
     def start(self, contribution: Contribution, is_read: bool = False) -> Round:
         """Send one round of some tables and return at once; or, to have weights only read, ask for those.
@@ -602,6 +605,43 @@ class Rounds:
                     requests.append((block.server, body))
                     places.append((table, out, where[at : at + block.most]))
         return RowsAsked(self._session.begin(requests), places, outs)
+
+    def read_rows(self, table: RemoteTable, key: int, ids: Tensor) -> Tensor | None:
+        """Copy rows (any int64 ids that the key has) of a key out of its servers' memory, after this worker's rounds.
+
+        Only in synchronous rounds. None where they cannot be read there: then they have to be asked for.
+        """
+        self.settle(table)
+        where = table.index, key
+        if where not in self._mapped_rows:
+            self._mapped_rows[where] = self._map_rows(table, key)
+        mapped, servers = self._mapped_rows[where], list(table.plan.rows(key).blocks)
+        versions = self.tables.newest[servers, table.index]
+        rows = mapped.take(ids) if mapped is not None and (versions >= 0).all() else None
+        if rows is not None:
+            self.tables.version[servers, table.index] = versions
+        return rows
+
+    def _map_rows(self, table: RemoteTable, key: int) -> MappedRows | None:
+        """Map the slices of a key; None where that is impossible."""
+        session, servers, shown = self._session, list(table.plan.rows(key).blocks), dict[int, Shown]()
+        if not all(map(session.shares_memory, servers)):
+            return None
+        answers = session.call_all([(server, m.ShowRows(table.numbers[server])) for server in servers])
+        for server, answer in zip(servers, answers, strict=True):
+            assert isinstance(answer, m.Shown)
+            pieces = {
+                table.slot_of(piece): piece for piece in table.plan.slices_with(key) if piece.server == server
+            }
+            for slot, _, place in answer.parts.tolist():
+                memory = session.memory_at(server, place) if slot in pieces else None
+                if memory is not None:
+                    shown[pieces[slot].index] = Shown(*memory)
+        try:
+            return MappedRows(table.plan, key, shown)
+        except OSError as error:
+            _log.debug("rows of %s are asked for: %s", table.plan.specs[key].key, error)
+            return None
 
     def drop_rows(self, asked: RowsAsked) -> None:
         """Have no use for rows that were asked for."""
@@ -947,6 +987,8 @@ class Rounds:
             for at, version in leg.applied.items():
                 index = int(leg.layout.index[at])
                 before = int(book.version[leg.server, index])
+                if index not in gone:
+                    book.newest[leg.server, index] = version
                 if index not in gone and version >= 0 and before >= 0:
                     ages[index] = max(version - 1 - before, ages.get(index, version - 1 - before))
             self._write(round_, leg, gone)
@@ -998,6 +1040,7 @@ class Rounds:
         if gone:
             read &= ~np.isin(layout.index, list(gone))
         self.tables.version[leg.server, layout.index[read]] = came[read]
+        self.tables.newest[leg.server, layout.index[read]] = came[read]
         if round_.contribution.is_kept:
             self.tables.held[leg.server, layout.index[read]] = came[read]
 

@@ -100,6 +100,8 @@ class Tables:
         """The number of its first slice there."""
         self.version = np.zeros((num_servers, 0), np.int64)
         """Of the weights that came last; -1 for none."""
+        self.newest = np.zeros((num_servers, 0), np.int64)
+        """Of the weights right after this worker's last round, or of those that came since; -1 where nobody said."""
         self.held = np.zeros((num_servers, 0), np.int64)
         """Of the weights in the arena of items that are `kept`."""
         self.broken: dict[int, KVStoreError] = {}
@@ -115,8 +117,9 @@ class Tables:
             )
             self.is_initialised = np.append(self.is_initialised, np.zeros(more, np.bool_))
             none = np.full((len(self.number), more), -1)
-            self.number, self.slot, self.version, self.held = (
-                np.append(a, none, axis=1) for a in (self.number, self.slot, self.version, self.held)
+            self.number, self.slot, self.version, self.newest, self.held = (
+                np.append(a, none, axis=1)
+                for a in (self.number, self.slot, self.version, self.newest, self.held)
             )
         return table
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvstore_server.codec import torch_dtype
 from kvstore_server.errors import ConfigurationError, KeyNotFoundError, ShapeMismatchError
-from kvstore_server.optimizer.gathering import Ordered, put_in_order
+from kvstore_server.optimizer.gathering import put_in_order
 from kvstore_server.plan import ITEM_SIZE, TensorSpec
 from kvtrainer.comm.tables import RemoteTable
 from kvtrainer.errors import RowIdError
@@ -182,12 +182,12 @@ def is_sparse(value: Tensor) -> bool:
 
 
 def read_ids(key: object, row_ids: Any, num_rows: int) -> Tensor:
-    """Read ids of rows: distinct, in ascending order, int64, on the CPU. Arguments and errors as of `order_ids`."""
-    return order_ids(key, row_ids, num_rows)[0].ids
+    """Read ids of rows: distinct, in ascending order, int64, on the CPU. Arguments and errors as of `flat_ids`."""
+    return put_in_order(flat_ids(key, row_ids, num_rows)[0].numpy(), num_rows).ids
 
 
-def order_ids(key: object, row_ids: Any, num_rows: int) -> tuple[Ordered, torch.Size]:
-    """Read ids of rows and put them in order; returns also the shape in which they came.
+def flat_ids(key: object, row_ids: Any, num_rows: int) -> tuple[Tensor, torch.Size]:
+    """Read ids of rows, int64, flat, on the CPU, as they come; returns also the shape in which they came.
 
     Any tensor, array or list of whole numbers will do.
 
@@ -211,7 +211,7 @@ def order_ids(key: object, row_ids: Any, num_rows: int) -> tuple[Ordered, torch.
         wrong = np.unique(ids[(ids < 0) | (ids >= num_rows)]).tolist()
         named = ", ".join(map(str, wrong[:_NAMED])) + (", …" if len(wrong) > _NAMED else "")
         raise RowIdError(f"key {key!r} has rows 0 to {num_rows - 1}, but row_ids has {named}")
-    return put_in_order(ids, num_rows), given.shape
+    return torch.from_numpy(ids), given.shape
 
 
 def read_row_pulls(

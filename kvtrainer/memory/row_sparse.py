@@ -15,10 +15,10 @@ from torch.autograd.function import once_differentiable
 from torch.nn import Parameter
 
 from kvstore_server import check
-from kvstore_server.optimizer.gathering import Ordered
+from kvstore_server.optimizer.gathering import Ordered, put_in_order
 from kvstore_server.plan import ITEM_SIZE
 from kvtrainer.errors import ConfigurationError, RowSparseError
-from kvtrainer.kvstore.values import order_ids, read_ids
+from kvtrainer.kvstore.values import flat_ids, read_ids
 from kvtrainer.parallel.policy import COPIES
 from kvtrainer.types import Group
 
@@ -42,6 +42,9 @@ class Owner(Protocol):
 
     def row_sparse_pull(self, parameter: RowSparseParameter, ids: Tensor) -> Tensor:
         """The present values of rows (distinct, ascending ids): (number of ids, elements of a row), on the CPU."""
+
+    def row_sparse_read(self, parameter: RowSparseParameter, ids: Tensor) -> Tensor | None:
+        """The present values of rows (any ids that there are), where they can be read in their place, on the CPU."""
 
     def row_sparse_write(self, parameter: RowSparseParameter, values: Tensor) -> None:
         """Keep values, which the store shall have when they are published."""
@@ -123,9 +126,14 @@ class RowSparseParameter(Parameter):
                 f"cannot get row_sparse data for {self._name()} when no Trainer is created with it; build the Trainer "
                 "first, and keep it"
             )
-        ordered, shape = order_ids(self._name(), row_ids, self.shape[0])
-        rows = owner.row_sparse_pull(self, ordered.ids).to(self.device)
-        gathered: Tensor = _Gather.apply(self, rows, ordered)  # type: ignore[no-untyped-call]
+        ids, shape = flat_ids(self._name(), row_ids, self.shape[0])
+        rows = owner.row_sparse_read(self, ids)
+        if rows is None:
+            ordered = put_in_order(ids.numpy(), self.shape[0])
+            rows = owner.row_sparse_pull(self, ordered.ids)
+            gathered: Tensor = _Gather.apply(self, rows.to(self.device), ordered)  # type: ignore[no-untyped-call]
+        else:
+            gathered = _Gather.apply(self, rows.to(self.device), ids)  # type: ignore[no-untyped-call]
         return gathered.view(*shape, *self.shape[1:])
 
     def detach(self) -> Tensor:
@@ -367,20 +375,25 @@ def _source_of(flat: Tensor) -> Source:
 
 
 class _Gather(torch.autograd.Function):
-    """Distributes rows over their places; backwards, adds up what comes from the places of each row."""
+    """Distributes rows over their places, if there is not one for each already; backwards, adds up those of each."""
 
     @staticmethod
-    def forward(ctx: Any, parameter: Tensor, rows: Tensor, ordered: Ordered) -> Tensor:
-        ctx.ordered, ctx.shape = ordered, tuple(parameter.shape)
-        return rows.index_select(0, ordered.places().to(rows.device))
+    def forward(ctx: Any, parameter: Tensor, rows: Tensor, ids: Ordered | Tensor) -> Tensor:
+        ctx.ids, ctx.shape = ids, tuple(parameter.shape)
+        if isinstance(ids, Tensor):
+            ctx.ids = ids.clone()  # a loop may use their memory again
+            return rows
+        return rows.index_select(0, ids.places().to(rows.device))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        flat = grad.reshape(len(grad), *ctx.shape[1:])
-        values = ctx.ordered.sums(flat.float() if flat.dtype.itemsize < 4 else flat)
+        flat, ordered = grad.reshape(len(grad), *ctx.shape[1:]), ctx.ids
+        if isinstance(ordered, Tensor):
+            ordered = put_in_order(ordered.numpy(), ctx.shape[0])
+        values = ordered.sums(flat.float() if flat.dtype.itemsize < 4 else flat)
         sparse = torch.sparse_coo_tensor(
-            ctx.ordered.ids.to(flat.device)[None],
+            ordered.ids.to(flat.device)[None],
             values.to(grad.dtype),
             ctx.shape,
             is_coalesced=True,

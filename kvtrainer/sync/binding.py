@@ -347,11 +347,21 @@ class Binding:
             return self._prefetched.rows_of(key, ids)
         return self.holder.pull_rows(key, ids)
 
+    def read_rows(self, key: int, ids: Tensor) -> Tensor | None:
+        """Copy rows (any ids that it has) of a row-sparse key where servers have them; None where that cannot be."""
+        assert self.holder is not None
+        return self.holder.read_rows(key, ids)
+
     def prefetch(self, wanted: Mapping[int, Tensor]) -> None:
-        """Ask for rows (distinct, ascending ids) of row-sparse keys: `pull_rows` finds them until the next round."""
+        """Ask for rows (distinct, ascending ids) of row-sparse keys: `pull_rows` finds them until the next round.
+
+        Nothing is asked for that can be read where servers have it.
+        """
         assert self.holder is not None
         self._drop_prefetched()
-        self._prefetched = Prefetched(self.holder, wanted)
+        asked = {key: ids for key, ids in wanted.items() if self.read_rows(key, ids[:0]) is None}
+        if asked:
+            self._prefetched = Prefetched(self.holder, asked)
 
     def _drop_prefetched(self) -> None:
         """Forget rows that were asked for, because they change."""

@@ -169,6 +169,8 @@ class StoreExchange(Exchange):
         self._table.takes_half = takes_half
         if codec is not None:
             self._table.compressor = Compressor(codec, self._table.plan)
+        self._reads_rows = False
+        """Whether rows of row-sparse keys are read where servers of this host have them."""
         self.mapped: MappedWeights | None = None
         """Maps the weights that are in the servers' memory."""
         if (
@@ -185,6 +187,7 @@ class StoreExchange(Exchange):
         Args:
             weights: Flat, laid out by the plan, in pages of their own.
         """
+        self._reads_rows = self.is_sync and self._client.shares_memory
         is_whole = self.updates_weights and self.is_sync and not self._table.takes_half
         is_long = any([piece.nbytes >= LONG for piece in self._table.plan.slices])
         if not (is_whole and is_long and self._client.shares_memory):
@@ -330,6 +333,13 @@ class StoreExchange(Exchange):
         """Fetch rows (distinct, ascending ids) of a row-sparse key (by index), flat, on the CPU."""
         [rows] = self._client.rounds.pull_rows([(self._table, key, ids)])
         return rows
+
+    def read_rows(self, key: int, ids: Tensor) -> Tensor | None:
+        """Copy rows (any int64 ids that it has) of a row-sparse key (by index) out of the servers' memory.
+
+        None where they cannot be read there, but have to be asked for.
+        """
+        return self._client.rounds.read_rows(self._table, key, ids) if self._reads_rows else None
 
     def ask_rows(self, wanted: Mapping[int, Tensor]) -> RowsAsked:
         """Ask for rows (distinct, ascending ids) of row-sparse keys (by index), and return at once."""

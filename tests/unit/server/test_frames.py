@@ -29,6 +29,7 @@ REQUESTS: list[Any] = [
     m.Abort(1, 2, "because", True),
     m.Pull((0, 1, 5), 3.5),
     m.PullRows(0, 3, struct.pack("<2q", 0, 2), 3.5),
+    m.ShowRows(7),
     m.SetOptimizer(b"\x81"),
     m.Gather(4, 2.5),
     m.Gather(5, 2.5, b"mine", False),
