@@ -252,7 +252,10 @@ class StepPipeline:
         Raises:
             NotInitializedError: a parameter that takes part has no shape yet; names all of them.
             ConfigurationError: one got its shape too late for the store.
+            KVStoreError: the round of the last step, which had returned before it was over, has failed.
         """
+        if self.link.awaited is not None:
+            self.link.settle()
         if not self.memory.is_settled:
             self.memory.settle()
             self.states.make_places()
@@ -272,8 +275,10 @@ class StepPipeline:
 
         Raises:
             WeightsWrittenError: the loop has written weights that the store would replace.
+            KVStoreError: as `ready`.
         """
         self.refuse_in_join("add_param_group()")
+        self.link.settle()
         return self.link.check_growth(self.memory)
 
     def grow(self, names: list[list[str]]) -> None:

@@ -86,6 +86,9 @@ class Trainer(torch.optim.Optimizer):
             during the backward pass, as they become complete, and not only in `step`. The results are the same to the
             bit; of more than two ranks that share no memory, to rounding. What the loop changes before `step`, by
             clipping say, is sent a second time.
+        overlap_pull: Whether `step` returns when the gradients are on their way to the servers of "dist_sync", and each
+            parameter waits for its new values when it is first read, as by the next forward pass. The results are the
+            same to the bit; an error of the round is raised there. See `wait`.
         zero_copy: Whether parameters show the memory of servers on this host, in synchronous rounds, instead of copies.
             If a server dies in a round they may then be of two rounds, which the error says. A forked process that
             reads them sees them move.
@@ -127,6 +130,7 @@ class Trainer(torch.optim.Optimizer):
         detect_anomalous_params: bool | str = False,
         on_nonfinite: str | None = None,
         overlap: bool = False,
+        overlap_pull: bool = False,
         zero_copy: bool = True,
     ) -> None:
         stages = StageOptions(clip_grad, amp, accumulate, schedules, detect_anomalous_params, on_nonfinite)
@@ -155,6 +159,7 @@ class Trainer(torch.optim.Optimizer):
             replicas=policy_of(groups),
             is_joint=isinstance(built, TorchOptimizer) and built.is_joint,
             overlap=overlap,
+            overlap_pull=overlap_pull,
         )
         if selection.updates_weights and isinstance(built, TorchOptimizer):
             spec_for_store(built)  # raises if it cannot travel
@@ -256,7 +261,8 @@ class Trainer(torch.optim.Optimizer):
             WeightsWrittenError: the loop has written weights that the store would replace; see `set_data`.
             NonFiniteGradientError: a gradient is not finite on any worker, and `on_nonfinite` is "raise"; on every
                 worker, and nothing has changed.
-            KVStoreError: the round failed on every worker; weights and optimizer state are as before.
+            KVStoreError: the round failed on every worker; weights and optimizer state are as before. With
+                `overlap_pull` it may be that of the step before, and then nothing of this one was sent.
         """
         if callable(batch_size):
             batch_size, closure = None, batch_size
@@ -287,6 +293,20 @@ class Trainer(torch.optim.Optimizer):
         report = self._pipeline.link.report
         report.samples += samples
         report.loss = report.loss if loss is None else float(loss)
+
+    @by_one_thread
+    def wait(self) -> None:
+        """Block until the new weights of the last step are here, which `overlap_pull` lets come later.
+
+        Whatever reads parameters through torch waits by itself. Call this before a fork, and before code that does not
+        ask torch's dispatch: C++ extensions, and transforms of torch.func that take the parameters themselves. A module
+        that `torch.compile` returned waits for all of them; a function that was compiled, or a module by its method
+        `compile`, runs uncompiled while some are to come.
+
+        Raises:
+            KVStoreError: the round of the last step failed on every worker.
+        """
+        self._pipeline.link.settle()
 
     def _step_voting(self, overflows: bool, carried: float, *args: Any, **kwargs: Any) -> StepResult:
         """Make a step for a GradScaler: all workers skip it if gradients overflow on any.
@@ -919,7 +939,11 @@ class Trainer(torch.optim.Optimizer):
         return self._pipeline.link.stats()
 
     def close(self) -> None:
-        """End training and leave the store; idempotent. Other workers' rounds that need this one then fail."""
+        """End training and leave the store; idempotent. Other workers' rounds that need this one then fail.
+
+        Raises:
+            KVStoreError: the round of the last step, which had returned before it was over, has failed.
+        """
         self._leave(None)
 
     def __enter__(self) -> Trainer:
@@ -929,10 +953,17 @@ class Trainer(torch.optim.Optimizer):
         self._leave(error)
 
     def _leave(self, error: BaseException | None) -> None:
-        if error is None:
-            self._warn_of_what_had_no_effect()
-        self._pipeline.memory.close()
-        self._pipeline.link.close(error)
+        link = self._pipeline.link
+        try:
+            if error is None:
+                self._warn_of_what_had_no_effect()
+                link.settle()
+        except BaseException as found:
+            error = found
+            raise
+        finally:
+            self._pipeline.memory.close()
+            link.close(error)
 
     def _warn_of_what_had_no_effect(self) -> None:
         """Training ends: log what was asked for and never came to anything."""

@@ -210,6 +210,9 @@ class Connection:
                 self._poller.modify(channel.fileno(), zmq.POLLIN | (zmq.POLLOUT if is_full else 0))
             self._poller.modify(self._sockets[server], zmq.POLLIN | (zmq.POLLOUT if waits_for_socket else 0))
 
+    def is_queueing(self, server: int) -> bool:
+        return bool(self._queues[server])
+
     def describe(self, server: int) -> str:
         return f"server {server} ({self._addresses[server]})"
 

@@ -49,6 +49,9 @@ class Loopback:
     def receive(self, timeout: float) -> tuple[int, m.Reply] | None:
         return self._replies.popleft() if self._replies else None
 
+    def is_queueing(self, server: int) -> bool:
+        return False
+
     def describe(self, server: int) -> str:
         return f"in-process server {server}"
 

@@ -225,6 +225,10 @@ class _Layout:
             (index[of], p.index): at for at, (of, p) in enumerate(zip(self.table, self.pieces, strict=True))
         }
 
+    def place_of(self, table: RemoteTable, piece: Slice) -> int:
+        """Find the position of a slice of one of the tables."""
+        return self._place[table.index, piece.index]
+
     def given(self, contribution: Contribution, encoded: Mapping[int, Mapping[int, _Encoded]]) -> list[int]:
         """The slices, by position, that a rank gives which leaves some out or has some encoded."""
         of = contribution.absent, frozenset(contribution.rows), frozenset(contribution.sources)
@@ -390,6 +394,8 @@ class Round:
         self.aborted: set[str] = set()
         """Tables whose round was given up as soon as one server had failed it."""
         self.is_over = False
+        self.early: set[int] = set()
+        """Slices (by index) of the only table whose new weights were written before the round was over."""
         self.rows: dict[tuple[int, int], list[Tensor | None]] = {}
         """(position of the table, first key of a slice) → ids of its rows that came, by server; None for a whole slice.
         Only where workers keep what they have."""
@@ -413,6 +419,11 @@ class Round:
         """Say what servers have yet to do."""
         tables = sorted({leg.layout.tables[at].name for leg in self.open for at in leg.open})
         return f"finish with {', '.join(map(repr, tables[:3]))}{', …' if len(tables) > 3 else ''}"
+
+    def note(self, error: BaseException) -> None:
+        """Keep the error that has ended the round here, for those who ask later."""
+        if self.error is None and isinstance(error, KVStoreError):
+            self.error = error
 
     def is_lost(self, table: RemoteTable) -> bool:
         """Whether the round of a table, which is over, was not applied on every server, as far as is known here."""
@@ -524,8 +535,11 @@ class Rounds:
             read = contribution.of(known)
             self.pull(read.tables, read.outs or ())
 
-    def wait(self, round_: Round) -> None:
+    def wait(self, round_: Round, anew: bool = False) -> None:
         """Block until the round is over; new weights are then in `outs`.
+
+        Args:
+            anew: Servers have their time from now on, not since the start: nobody has listened to them meanwhile.
 
         Raises:
             KVStoreError: what the servers reported, the same on every worker of the round.
@@ -533,12 +547,15 @@ class Rounds:
         """
         if round_.is_over:
             return
+        if anew:
+            round_.started = self._session.clock()
         try:
             again = partial(self._send_again, round_, given=())
             if not self._session.wait(round_.open, again, round_.started):
                 raise self._session.late(round_.open, round_.describe_end())
         except BaseException as error:
             self._end(round_, error)
+            round_.note(error)
             raise
         self._end(round_, round_.error)
         if round_.error is not None:
@@ -546,6 +563,45 @@ class Rounds:
         for table in round_.contribution.tables if self.tables.broken else ():
             if table.broken is not None:
                 raise table.broken
+
+    def send_off(self, round_: Round) -> None:
+        """Block until all that this worker gives to a round has left its queues. Raises as `wait`."""
+        self._listen_while(round_, partial(_is_queueing, self._session))
+
+    def wait_for(self, round_: Round, keys: Collection[int]) -> None:
+        """Block until new weights of some keys (by index) of the only table are in `outs`; the round may go on.
+
+        Those of others that are here are written as well, although the round may still fail. For rounds of which all
+        weights come as whole slices to where they are copied.
+
+        Raises:
+            KVStoreError: as `wait`; the round is over then.
+        """
+        [table] = round_.contribution.tables
+        layouts = {leg.server: leg.layout for leg in round_.legs}
+        places: dict[int, list[int]] = {server: [] for server in layouts}
+        for piece in [piece for key in keys for piece in table.plan.slices_with(key)]:
+            places[piece.server].append(layouts[piece.server].place_of(table, piece))
+        self._listen_while(round_, partial(_lacks, places))
+        if round_.error is not None or not round_.open:
+            self.wait(round_)
+            return
+        for leg in round_.legs:
+            self._write_early(round_, leg)
+
+    def _listen_while(self, round_: Round, holds: Callable[[_Leg], bool]) -> None:
+        """Take answers to a round while something holds of a leg on which something is still to be said."""
+        if round_.is_over:
+            return
+        waiting = _Those(round_.open, holds)
+        try:
+            again = partial(self._send_again, round_, given=())
+            if not self._session.wait(waiting, again, self._session.clock()):
+                raise self._session.late(waiting, round_.describe_end())
+        except BaseException as error:
+            self._end(round_, error)
+            round_.note(error)
+            raise
 
     def settle(self, table: RemoteTable) -> None:
         """Wait for the round of a table that is under way, if there is one.
@@ -1044,6 +1100,20 @@ class Rounds:
         if round_.contribution.is_kept:
             self.tables.held[leg.server, layout.index[read]] = came[read]
 
+    def _write_early(self, round_: Round, leg: _Leg) -> None:
+        """Bring those new weights to their places that are here while the round goes on."""
+        layout, outs = leg.layout, round_.contribution.outs
+        assert outs is not None
+        for at in leg.gathered:
+            _part(outs[layout.at[layout.table[at]]], layout.pieces[at]).copy_(leg.memory.views[at])
+        for at, kind, raw in leg.staged:
+            of = layout.table[at]
+            _write_staged(layout.tables[of], outs[layout.at[of]], layout.pieces[at], kind, raw)
+        round_.early.update([layout.pieces[at].index for at in leg.gathered])
+        round_.early.update([layout.pieces[at].index for at, _, _ in leg.staged])
+        leg.gathered.clear()
+        leg.staged.clear()
+
     def _map(self, mapped: MappedWeights, leg: _Leg, gone: Collection[int]) -> None:
         """Map what a server has shown, and note what came as bytes in its place."""
         pieces = leg.layout.pieces
@@ -1110,6 +1180,31 @@ class Rounds:
             else isinstance(answer, m.Info) and bool(answer.values.get("applied"))
             for (table, server), answer in zip(rounds, answers, strict=True)
         }
+
+
+class _Those(Collection[_Leg]):
+    """Those of some legs, which may become fewer, of which something holds at the moment."""
+
+    def __init__(self, legs: Collection[_Leg], holds: Callable[[_Leg], bool]) -> None:
+        self._legs, self._holds = legs, holds
+
+    def __iter__(self) -> Iterator[_Leg]:
+        return filter(self._holds, self._legs)
+
+    def __len__(self) -> int:
+        return sum(map(self._holds, self._legs))
+
+    def __contains__(self, leg: object) -> bool:
+        return any(one is leg for one in self)
+
+
+def _is_queueing(session: Session, leg: _Leg) -> bool:
+    return session.is_queueing(leg.server)
+
+
+def _lacks(places: Mapping[int, Sequence[int]], leg: _Leg) -> bool:
+    """Tell whether new weights of some slices, by server and position there, are still to come."""
+    return any([leg.is_coming[at] for at in places[leg.server]])
 
 
 _NONE = np.zeros(0, np.int64)

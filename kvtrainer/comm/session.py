@@ -60,6 +60,9 @@ class Transport(Protocol):
     def receive(self, timeout: float) -> tuple[int, m.Reply] | None:
         """Wait up to `timeout` seconds for a reply of any server."""
 
+    def is_queueing(self, server: int) -> bool:
+        """Tell whether requests for a server still queue here; they leave while somebody receives."""
+
     def describe(self, server: int) -> str:
         """The server's name in error messages."""
 
@@ -217,6 +220,10 @@ class Session:
     def describe(self, server: int) -> str:
         """The server's name in error messages."""
         return self._transport.describe(server)
+
+    def is_queueing(self, server: int) -> bool:
+        """Tell whether requests for a server still queue in this process."""
+        return self._transport.is_queueing(server)
 
     def shares_memory(self, server: int) -> bool:
         """Tell whether messages to a server go through memory that it shares."""

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -38,6 +39,7 @@ from kvtrainer.sync.exchange import (
     StoreExchange,
 )
 from kvtrainer.sync.overlap import Overlap
+from kvtrainer.sync.overlap_pull import Awaited
 from kvtrainer.sync.prefetch import Prefetched
 from kvtrainer.sync.select import Selection, group_too_late
 
@@ -124,6 +126,8 @@ class Binding:
         """Sends gradients during the backward pass; None where they are sent by the step."""
         self._prefetched: Prefetched | None = None
         """Rows that were asked for after the last round."""
+        self.awaited: Awaited | None = None
+        """New weights of the last round that are still to come."""
 
     @property
     def is_alone(self) -> bool:
@@ -200,7 +204,10 @@ class Binding:
         if self.holder is not None and self.holder.mapped is not None:
             self._watch(arena, self.holder.mapped)
         if self.selection.overlaps and self.holder is not None:
-            self._overlap = Overlap(self.holder, layout.devices[0])
+            self._overlap = Overlap(self.holder, layout.devices[0], self.settle)
+        if self.selection.overlaps_pull and self.holder is not None:
+            # What is on its way when a step returns may be written to by the loop.
+            self.holder.lendable = frozenset()
         if isinstance(self.exchange, GroupExchange):
             self.exchange.listen(layout.devices[0])
         if self._awaited is not None:
@@ -237,7 +244,7 @@ class Binding:
         veto: bool,
         limits: Limits,
     ) -> Outcome:
-        """Run one round of the gradients that were gathered, scaled.
+        """Run one round of the gradients that were gathered, scaled; or begin it, where its outcome is known now.
 
         It raises before or after the round, never in the middle.
 
@@ -269,6 +276,8 @@ class Binding:
         # After a failed round nobody knows which servers took the change: it is sent again.
         self._is_told = False
         gradients = Gradients(arena.grads, rows, scale, absent, changed, veto, guard, layout.devices[0].lent)
+        if self.selection.overlaps_pull and guard is None and not (absent or rows or veto):
+            return self._begin(layout, gradients)
         try:
             outcome = self.exchange.run(gradients, arena.weights)
             if self.replicas is not None and not outcome.skipped:
@@ -290,6 +299,36 @@ class Binding:
             if not layout.has_replicas:
                 arena.zeros = frozenset(rows)
         return outcome
+
+    def _begin(self, layout: Memory, gradients: Gradients) -> Outcome:
+        """Begin a round of which nothing has to be known but the new weights; these are awaited."""
+        assert self.holder is not None
+        try:
+            round_ = self.holder.begin(gradients, layout.arena.weights)
+        except BaseException:
+            layout.accept_writes(self.has_weights)
+            raise
+        self.awaited = Awaited(self.holder, round_, layout.parameters, partial(self._take_awaited, layout))
+        return Outcome(frozenset(), False)
+
+    def _take_awaited(self, layout: Memory, came: set[int], error: BaseException | None) -> None:
+        """The round that was begun is over; some weights (by key) had come before."""
+        self.awaited = None
+        if error is not None:
+            layout.accept_writes(self.has_weights)
+            return
+        arena = layout.arena
+        self._is_told = True
+        arena.mark_updated([key not in came for key in range(len(layout.names))])
+        arena.writes.count_own()
+        arena.zeros = frozenset()
+        if self.holder is not None and self.holder.mapped is not None:
+            self._watch(arena, self.holder.mapped)
+
+    def settle(self) -> None:
+        """Wait for new weights that are still to come. Raises what has become of their round."""
+        if self.awaited is not None:
+            self.awaited.wait()
 
     def _watch(self, arena: Arena, mapped: MappedWeights) -> None:
         """Leave it to the system's page map to tell what is written to weights that are mapped."""
@@ -433,6 +472,8 @@ class Binding:
     def close(self, error: BaseException | None) -> None:
         """Leave the store; other workers are told of the error. Idempotent."""
         self.is_closed = True
+        if self.awaited is not None:
+            self.awaited.end(error or KVStoreError("this Trainer was closed"))
         if self.holder is not None and self.holder.mapped is not None:
             self.holder.mapped.release()
         if isinstance(self.exchange, GroupExchange):

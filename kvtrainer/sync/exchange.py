@@ -31,7 +31,7 @@ from kvtrainer.comm.client import Client
 from kvtrainer.comm.compressor import Compressor
 from kvtrainer.comm.mapped import MappedWeights
 from kvtrainer.comm.rank_group import RankGroup
-from kvtrainer.comm.round import Contribution, RowsAsked
+from kvtrainer.comm.round import Contribution, Round, RowsAsked
 from kvtrainer.errors import ConfigurationError, KVStoreError, ProtocolError
 from kvtrainer.kvstore.base import KVStoreBase
 from kvtrainer.kvstore.replicas import sum_rows
@@ -212,18 +212,28 @@ class StoreExchange(Exchange):
             self.mapped.release()
             self._client.rounds.pull([self._table], [weights])
 
-    def _tell_torn(self, error: BaseException) -> None:
-        """Have an error say of which parameters the weights here are no longer those of the last round."""
-        if self.mapped is None:
-            return
-        self.mapped.copy_ends()  # or they would seem to have been written here
-        keys = self.keys_of(self.mapped.torn())
+    def _tell_torn(self, error: BaseException, early: Collection[int] = ()) -> None:
+        """Have an error say of which parameters the weights here are no longer those of the last round.
+
+        Args:
+            early: Slices (by index) that were written although the round was not over.
+        """
+        torn = set(early)
+        if self.mapped is not None:
+            self.mapped.copy_ends()  # or they would seem to have been written here
+            torn |= self.mapped.torn()
+        keys = self.keys_of(torn)
         if keys and isinstance(error, KVStoreError):
             names = [self._table.plan.specs[key].key for key in sorted(keys)]
+            who, way_out = (
+                ("", "without overlap_pull")
+                if early
+                else ("servers have begun to write ", "by zero_copy=False")
+            )
             error.args = (
-                f"{error}. The weights here are of two rounds, for servers have begun to write those of {len(names)} "
-                f"parameters: {', '.join(names[:8])}{', …' if len(names) > 8 else ''}; go on from saved states, or "
-                "have weights that stay whole by zero_copy=False",
+                f"{error}. The weights here are of two rounds, for {who}those of {len(names)} parameters"
+                f"{' have come' if early else ''}: {', '.join(names[:8])}{', …' if len(names) > 8 else ''}; go on from "
+                f"saved states, or have weights that stay whole {way_out}",
             )
 
     def keys_of(self, slices: Collection[int]) -> set[int]:
@@ -273,6 +283,63 @@ class StoreExchange(Exchange):
         came = ticket.written() if ticket.rows else {}
         written = {key: ids for (_, key), ids in came.items()}
         return Outcome(left_out, False, None, measured, decision, written)
+
+    @property
+    def sends_rows(self) -> bool:
+        """Whether a gradient of this worker has been row-sparse."""
+        return self._has_rows
+
+    def begin(self, grads: Gradients, weights: Mapping[str, Tensor]) -> Round:
+        """Begin a round of dense gradients whose new weights go to `weights`; returns when all is on its way.
+
+        Then `end` it; the gradients must not change before.
+        """
+        rounds = self._client.rounds
+        contribution = Contribution(
+            [self._table], [grads.arenas], [weights], grads.scale, grads.hyper, mapped=self.mapped
+        )
+        try:
+            round_ = rounds.start(contribution)
+            rounds.send_off(round_)
+        except BaseException as error:
+            self._tell_torn(error)
+            raise
+        return round_
+
+    def wait_for(self, round_: Round, key: int) -> bool:
+        """Block until new weights of a key (by index) are here, and return whether the round is over. Raises as `end`.
+
+        Weights that are mapped do not come one by one, so it waits for all.
+        """
+        if self.mapped is not None and self.mapped.is_on:
+            self.end(round_)
+        try:
+            self._client.rounds.wait_for(round_, [key])
+        except BaseException as error:
+            self._tell_torn(error, round_.early)
+            raise
+        return round_.is_over
+
+    def end(self, round_: Round) -> None:
+        """Block until a round that was begun is over, and all new weights are here.
+
+        Raises:
+            KVStoreError: it failed; says of which parameters new weights are here all the same.
+        """
+        try:
+            self._client.rounds.wait(round_, anew=True)
+            if round_.error is not None:
+                raise round_.error
+            if self._name in round_.vetoes:
+                raise KVStoreError(
+                    f"another worker has skipped a step of {self._name!r} that this one has counted, because it alone "
+                    "looks at gradients; give all workers the same clip_grad, amp, on_nonfinite and GradScaler"
+                )
+        except BaseException as error:
+            self._tell_torn(error, round_.early)
+            raise
+        if self.mapped is not None and round_.contribution.outs is not None:
+            self._check_mapped(round_.contribution.outs[0])
 
     @property
     def plan(self) -> Plan:

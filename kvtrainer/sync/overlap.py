@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
 
 import torch
 
@@ -27,11 +28,12 @@ class Overlap:
     Args:
         exchange: synchronous rounds over servers.
         memory: of the only device, a CPU.
+        settle: ends the round before, if that is still under way.
     """
 
-    def __init__(self, exchange: StoreExchange, memory: DeviceMemory) -> None:
+    def __init__(self, exchange: StoreExchange, memory: DeviceMemory, settle: Callable[[], None]) -> None:
         plan = exchange.plan
-        self._exchange = exchange
+        self._exchange, self._settle = exchange, settle
         self._parameters = memory.parameters
         self._slices = [plan.slices_with(key) for key in range(len(plan.specs))]
         self._num_keys = [len(piece.segments) for piece in plan.slices]
@@ -58,6 +60,7 @@ class Overlap:
         # Sockets belong to the thread that makes the steps.
         if self._passes[key] != self._needed[key] or threading.get_ident() != self._thread:
             return
+        self._settle()
         for piece in self._slices[key]:
             self._missing[piece.index] -= 1
             if not self._missing[piece.index]:

@@ -103,6 +103,7 @@ class Selection:
         over_ranks: Whether gradients are summed over the ranks of torch.distributed.
         is_alone_by_name: Whether there is no store only because the one that was named serves a single process.
         overlaps: Whether gradients go to the store during the backward pass.
+        overlaps_pull: Whether new weights come back during the next forward pass.
     """
 
     kvstore: str | KVStoreBase | None
@@ -116,6 +117,7 @@ class Selection:
     is_alone_by_name: bool = False
     takes_half: bool = False
     overlaps: bool = False
+    overlaps_pull: bool = False
 
 
 def select_store(
@@ -129,6 +131,7 @@ def select_store(
     replicas: ReplicaPolicy = LISTS,
     is_joint: bool = False,
     overlap: bool = False,
+    overlap_pull: bool = False,
 ) -> Selection:
     """Check the Trainer's arguments about its store and select one; opens nothing.
 
@@ -137,7 +140,7 @@ def select_store(
     always runs there, whatever the environment says.
 
     Args:
-        kvstore, update_on_kvstore, compression_params, overlap: as of the Trainer.
+        kvstore, update_on_kvstore, compression_params, overlap, overlap_pull: as of the Trainer.
         aggregate_num: of the optimizer.
         largest: elements of the largest parameter.
         has_row_sparse: whether there are row-sparse parameters, which live in a store that updates them.
@@ -154,6 +157,8 @@ def select_store(
     store = None if kvstore is None else traits_of(kvstore)
     if check.boolean("overlap", overlap):
         _check_overlap(store, devices)
+    if check.boolean("overlap_pull", overlap_pull):
+        _check_overlap_pull(store, devices)
     if has_row_sparse:
         _check_for_rows(store, update_on_kvstore)
         update_on_kvstore = True
@@ -191,6 +196,11 @@ def select_store(
     updates = _updates_weights(store, update_on_kvstore, aggregate_num, largest)
     if takes_half:
         _check_takes_half(store, updates)
+    if overlap_pull and not updates:
+        raise ConfigurationError(
+            "overlap_pull=True needs an optimizer that runs on the servers, whose new weights come later; with "
+            "update_on_kvstore=False step() needs the sums to update"
+        )
     if not (store.is_in_process and len(devices) > 1):
         return Selection(
             kvstore,
@@ -200,6 +210,7 @@ def select_store(
             reducer=reducer,
             takes_half=takes_half,
             overlaps=overlap,
+            overlaps_pull=overlap_pull,
         )
     if codec is not None and not is_left_fold(reducer):
         raise ConfigurationError(
@@ -252,6 +263,20 @@ def _check_overlap(store: Traits | None, devices: Sequence[torch.device]) -> Non
     if [device.type for device in devices] != ["cpu"]:
         names = ", ".join(map(str, devices))
         raise ConfigurationError(f"overlap=True needs all parameters on one CPU device, they are on {names}")
+
+
+def _check_overlap_pull(store: Traits | None, devices: Sequence[torch.device]) -> None:
+    """Raise ConfigurationError unless new weights can come from the store during the forward pass."""
+    if store is None or not store.is_on_servers or ASYNCHRONOUS in store.capabilities:
+        raise ConfigurationError(
+            f"overlap_pull=True needs servers and synchronous rounds, as of 'dist_sync'; kvstore "
+            f"{store and store.name!r} has no new weights that could come while the next forward pass computes"
+        )
+    if [device.type for device in devices] != ["cpu"]:
+        names = ", ".join(map(str, devices))
+        raise ConfigurationError(
+            f"overlap_pull=True needs all parameters on one CPU device, they are on {names}"
+        )
 
 
 def _check_for_rows(store: Traits | None, update_on_kvstore: bool | None) -> None:
