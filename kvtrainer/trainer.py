@@ -39,6 +39,7 @@ from kvtrainer.states.convert import State
 from kvtrainer.states.file import SavedStates, read_state_file, write_state_file
 from kvtrainer.step import StepPipeline
 from kvtrainer.sync.binding import BUCKETS, Binding
+from kvtrainer.sync.overlap_pull import wait_before
 from kvtrainer.sync.select import select_store
 from kvtrainer.types import Group, StepResult
 
@@ -141,6 +142,7 @@ class Trainer(torch.optim.Optimizer):
             )
         built = create_optimizer(optimizer, **options)
         self._param_report: ParamReport | None = None
+        module = params
         if paramwise is not None:
             params, self._param_report = apply_paramwise(params, paramwise, options, built.hyper)
         groups = make_groups(params, built, optimizer)
@@ -174,6 +176,8 @@ class Trainer(torch.optim.Optimizer):
         self._take_options(stages, STAGES, stages.schedules)
         for name, parameter in row_sparse:
             parameter.claim(self, name)
+        if overlap_pull:
+            wait_before(module, self._pipeline.link.settle)
 
     @classmethod
     def from_config(cls, model: Any, cfg: Mapping[str, Any], **overrides: Any) -> Trainer:
@@ -299,9 +303,9 @@ class Trainer(torch.optim.Optimizer):
         """Block until the new weights of the last step are here, which `overlap_pull` lets come later.
 
         Whatever reads parameters through torch waits by itself. Call this before a fork, and before code that does not
-        ask torch's dispatch: C++ extensions, and transforms of torch.func that take the parameters themselves. A module
-        that `torch.compile` returned waits for all of them; a function that was compiled, or a module by its method
-        `compile`, runs uncompiled while some are to come.
+        ask torch's dispatch: C++ extensions, and transforms of torch.func that take the parameters themselves; and
+        before code that was compiled, which runs uncompiled while some are to come. A module that `torch.compile` made
+        waits by itself, if the Trainer was given it.
 
         Raises:
             KVStoreError: the round of the last step failed on every worker.

@@ -19,8 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
-from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.utils.hooks import RemovableHandle
 
 from kvtrainer.comm.round import Round
 from kvtrainer.errors import KVStoreError
@@ -73,9 +71,7 @@ class Awaited:
             if type(parameter) is Parameter:
                 vars(parameter)[_AWAITED] = self
                 parameter.__class__ = kind
-        me = weakref.ref(self)
-        self._handle = register_module_forward_pre_hook(partial(_before_module, me))
-        self._leaving = weakref.finalize(self, _leave, me, self._handle)
+        self._leaving = weakref.finalize(self, _leave, weakref.ref(self))
 
     def wait(self) -> None:
         """Block until all weights are here.
@@ -121,7 +117,6 @@ class Awaited:
         for parameter in self._parameters:
             _make_plain(parameter)
         self._leaving.detach()
-        self._handle.remove()
         self._ended(self._came, error)
 
     def _check_process(self) -> None:
@@ -227,19 +222,25 @@ def _make_plain(parameter: Parameter) -> None:
         parameter.__class__ = Parameter  # type: ignore[assignment]
 
 
-def _before_module(awaited_ref: weakref.ref[Awaited], module: Module, args: object) -> None:
-    """Wait for all weights before compiled code checks what it was compiled for, which these classes are not."""
-    compiled = getattr(sys.modules.get(_COMPILER), "OptimizedModule", ())
-    awaited = awaited_ref()
-    if awaited is None or not isinstance(module, compiled):
-        return
-    if any(vars(parameter).get(_AWAITED) is awaited for parameter in module.parameters()):
-        awaited.wait()
+def wait_before(module: object, settle: Callable[[], None]) -> None:
+    """Have a module that torch.compile made wait before each call: it looks at the classes of parameters first.
+
+    Args:
+        settle: a bound method, which waits; the module does not keep its object alive.
+    """
+    if isinstance(module, getattr(sys.modules.get(_COMPILER), "OptimizedModule", ())):
+        assert isinstance(module, Module)
+        module.register_forward_pre_hook(partial(_before_call, weakref.WeakMethod(settle)))
 
 
-def _leave(awaited_ref: weakref.ref[Awaited], handle: RemovableHandle) -> None:
-    """The process ends, or nobody can read the parameters any more: what was sent must have got there."""
-    handle.remove()
+def _before_call(settle: weakref.WeakMethod[Callable[[], None]], module: Module, args: object) -> None:
+    wait = settle()
+    if wait is not None:
+        wait()
+
+
+def _leave(awaited_ref: weakref.ref[Awaited]) -> None:
+    """The process ends: what was sent must have got there. One that dies of an error lets others know instead."""
     awaited = awaited_ref()
     if awaited is not None and getattr(sys, "last_value", None) is None:
         awaited.wait()

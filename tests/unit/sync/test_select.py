@@ -115,30 +115,51 @@ def test_gradients_go_during_the_backward_pass_only_where_that_is_asked_for(
     assert not select_store(GIVEN[given](), asked).overlaps
 
 
+def test_weights_come_during_the_forward_pass_only_where_that_is_asked_for() -> None:
+    assert select_store("dist_sync", overlap_pull=True).overlaps_pull
+    assert not select_store("dist_sync", overlap=True).overlaps_pull
+
+
+@pytest.mark.parametrize("by_environment", [False, True])
+def test_weights_come_later_only_from_servers_that_update_them(
+    monkeypatch: pytest.MonkeyPatch, by_environment: bool
+) -> None:
+    monkeypatch.setenv("MXNET_UPDATE_ON_KVSTORE", "0")
+    with pytest.raises(ConfigurationError, match="overlap_pull=True needs an optimizer that runs on"):
+        select_store("dist_sync", None if by_environment else False, overlap_pull=True)
+
+
+both = pytest.mark.parametrize("option", ["overlap", "overlap_pull"])
+
+
+@both
 @pytest.mark.parametrize(
     "given", ["no kvstore", "one device", "local object", "device object", "plugin object"]
 )
-def test_overlap_needs_servers(given: str) -> None:
-    with pytest.raises(ConfigurationError, match="overlap=True needs servers"):
-        select_store(GIVEN[given](), overlap=True)
+def test_overlap_needs_servers(given: str, option: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"{option}=True needs servers"):
+        select_store(GIVEN[given](), **{option: True})
 
 
+@both
 @pytest.mark.parametrize("type", ["dist_async", "dist_ssp"])
-def test_overlap_needs_synchronous_rounds(type: str) -> None:
+def test_overlap_needs_synchronous_rounds(type: str, option: str) -> None:
     with pytest.raises(ConfigurationError, match="synchronous rounds"):
-        select_store(type, overlap=True)
+        select_store(type, **{option: True})
 
 
+@both
 @pytest.mark.parametrize("devices", [("cuda:0",), ("cpu", "cpu")])
-def test_overlap_needs_one_cpu_device(devices: tuple[str, ...]) -> None:
+def test_overlap_needs_one_cpu_device(devices: tuple[str, ...], option: str) -> None:
     with pytest.raises(ConfigurationError, match="on one CPU device"):
-        select_store("dist_sync", overlap=True, devices=[torch.device(name) for name in devices])
+        select_store("dist_sync", devices=[torch.device(name) for name in devices], **{option: True})
 
 
-@pytest.mark.parametrize("overlap", [1, "yes", None])
-def test_overlap_is_true_or_false(overlap: Any) -> None:
-    with pytest.raises(ConfigurationError, match="overlap must be True or False"):
-        select_store("dist_sync", overlap=overlap)
+@both
+@pytest.mark.parametrize("given", [1, "yes", None])
+def test_overlap_is_true_or_false(given: Any, option: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"{option} must be True or False"):
+        select_store("dist_sync", **{option: given})
 
 
 def test_environment_that_is_neither_0_nor_1_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
