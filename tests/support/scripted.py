@@ -80,6 +80,9 @@ class Scripted:
     def begin(self, sessions: Sequence[tuple[int, int]], report: Callable[[], bytes] = bytes) -> None:
         self.heartbeats = list(sessions)
 
+    def is_queueing(self, server: int) -> bool:
+        return False
+
     def shares_memory(self, server: int) -> bool:
         return False
 
