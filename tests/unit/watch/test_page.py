@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import shutil
+import subprocess
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -111,3 +113,12 @@ def test_old_views_are_dropped() -> None:
     page = Page(itertools.repeat(view(), HISTORY + 5), "127.0.0.1", 0)
     page.run()
     assert len(json.loads(page.answer("/view.json", "localhost")[2])) == HISTORY
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="there is no chromium to open the page")
+def test_a_browser_shows_who_is_late(page: Page) -> None:
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=10000", "--dump-dom"]
+    shown = subprocess.run(["chromium", *flags, page.url], capture_output=True, text=True, timeout=LIMIT)
+    text = re.sub(r"<[^>]+>", " ", shown.stdout.partition("<body>")[2].partition("<script>")[0])
+    assert "The others wait for rank 1 (host:1) 75 % of the time." in text
+    assert "rounds a second: 3.0" in text
