@@ -421,8 +421,6 @@ class Engine:
                 answers.append((rank, waiter, rows, said.timeout))
         if space.absent:
             space.forget_absent(ended.numbers)
-        if ended.numbers:
-            space.progress.end(book, ended.numbers[0], now)
         book.finish(ended.tables)
         for number, flag in zip(ended.numbers, flags, strict=True) if not is_shared else ():
             [rank] = book.given
@@ -519,7 +517,7 @@ class Engine:
     def _fail(self, space: Namespace, book: Book, table: Table, error: KVStoreError) -> list[m.Outgoing]:
         """Fail the open round of a table for its members, and tell those who wait for it."""
         number = book.number(table.number)
-        space.progress.fail(error)
+        space.note_failure(error)
         space.forget_absent([table.number])
         if book is space.rounds.shared:
             slicewise.take_back(space, table)

@@ -7,53 +7,21 @@ plain values, bounded in size, and made at most a few times a second, so that lo
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Iterable, Mapping
 from itertools import islice
 from typing import Any
 
-from kvstore_server.errors import KVStoreError, ProtocolError, describe
+from kvstore_server.errors import ProtocolError
 from kvstore_server.membership import Membership, Session
 from kvstore_server.protocol.frames import unpack_control
-from kvstore_server.rounds import Book
 
 FRESH = 0.2
 """Seconds for which facts are told again as they were."""
 MOST_JOBS, MOST_WORKERS, MOST_WAITS = 16, 1024, 8
 """Of how many namespaces, workers of each and waits of each facts tell."""
-_ERRORS_KEPT, _ERROR_LENGTH = 8, 500
+ERRORS_KEPT, ERROR_LENGTH = 8, 500
+"""Of how many failed rounds the error is kept, and how many characters of that."""
 _REPORT_BYTES, _REPORT_NUMBERS = 1024, 16
-
-
-class Progress:
-    """What the rounds of a namespace have come to, and how long each rank had the others wait."""
-
-    def __init__(self) -> None:
-        self.rounds = 0
-        """How many have ended, those that end together as one."""
-        self.waited = 0.0
-        """Seconds between the first and the last commit of each, summed."""
-        self.late: dict[int, float] = {}
-        """Rank → seconds that it committed after the first one, summed."""
-        self.errors: deque[tuple[int, str]] = deque(maxlen=_ERRORS_KEPT)
-        """(rounds that had ended, text) of those that failed last."""
-
-    def end(self, book: Book, table: int, now: float) -> None:
-        """Count rounds that end together, of which one is that of this table, before the book forgets them."""
-        self.rounds += 1
-        since = {rank: said.since for rank, given in book.given.items() if (said := given.said[table])}
-        if len(since) < 2:
-            return
-        first = min(since.values())
-        self.waited += now - first
-        for rank, at in since.items():
-            self.late[rank] = self.late.get(rank, 0.0) + at - first
-
-    def fail(self, error: KVStoreError) -> None:
-        """Keep the error of a round that failed, once for all that fail alike."""
-        text = describe(error)[:_ERROR_LENGTH]
-        if not self.errors or self.errors[-1][1] != text:
-            self.errors.append((self.rounds, text))
 
 
 def read_report(packed: bytes) -> Mapping[str, float]:
@@ -76,11 +44,16 @@ def read_report(packed: bytes) -> Mapping[str, float]:
 
 
 def workers_of(
-    members: Membership, progress: Progress, rounds: Mapping[int, int], joined: Iterable[int], now: float
+    members: Membership,
+    late: Mapping[int, float],
+    rounds: Mapping[int, int],
+    joined: Iterable[int],
+    now: float,
 ) -> list[dict[str, Any]]:
     """Describe the first ranks of a namespace.
 
     Args:
+        late: rank → seconds that the others waited for it.
         rounds: rank → its round, where ranks have rounds of their own.
         joined: the ranks that have no more data.
     """
@@ -95,10 +68,10 @@ def workers_of(
             {
                 "rank": rank,
                 "state": state,
-                "why": members.departed.get(rank, "")[:_ERROR_LENGTH],
+                "why": members.departed.get(rank, "")[:ERROR_LENGTH],
                 "address": "" if member is None else member.hello.address,
                 "silence": -1.0 if member is None else now - member.last_heard,
-                "late": progress.late.get(rank, 0.0),
+                "late": late.get(rank, 0.0),
                 "joined": rank in resting,
                 "round": rounds.get(rank, -1),
                 "says": {} if member is None else dict(member.report),

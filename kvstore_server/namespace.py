@@ -6,6 +6,7 @@ Namespaces share a server without seeing each other: each has its own keys, roun
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
@@ -17,11 +18,13 @@ from torch import Tensor
 from kvstore_server.codec import Codec, make_codec, torch_dtype
 from kvstore_server.errors import (
     ConfigurationError,
+    KVStoreError,
     PlanMismatchError,
     ProtocolError,
     ShapeMismatchError,
+    describe,
 )
-from kvstore_server.facts import Progress, waits_of, workers_of
+from kvstore_server.facts import ERROR_LENGTH, ERRORS_KEPT, waits_of, workers_of
 from kvstore_server.hyper import AgreedOptimizer
 from kvstore_server.log_limit import SLOW_AFTER, SlowReports
 from kvstore_server.membership import Membership
@@ -139,7 +142,8 @@ class Namespace:
         self.slow_reports = SlowReports(config.slow_after)
         self.next_look = 0.0
         """When the waits are to be looked at again."""
-        self.progress = Progress()
+        self.failures: deque[tuple[int, str]] = deque(maxlen=ERRORS_KEPT)
+        """(rounds that had ended, text of the error) of the rounds that failed last."""
         self.messages_in = 0
         """Messages of its members so far, without their heartbeats."""
         self.tables: list[Table] = []
@@ -643,6 +647,12 @@ class Namespace:
             "tables": [{"namespace": self.name, **self._counters(table)} for table in self.tables],
         }
 
+    def note_failure(self, error: KVStoreError) -> None:
+        """Keep the error of a round that failed, once for all that fail alike."""
+        text = describe(error)[:ERROR_LENGTH]
+        if not self.failures or self.failures[-1][1] != text:
+            self.failures.append((self.rounds.num_ended, text))
+
     def facts(self, pending: Iterable[Any], now: float) -> Mapping[str, Any]:
         """Describe the namespace for people.
 
@@ -652,14 +662,13 @@ class Namespace:
         has_clocks = bool(self.tables) and not self.mode.is_sync
         clocks = dict(enumerate(self.rounds.clocks(0))) if has_clocks else {}
         joined = self.rounds.joined(0) if self.tables else set()
-        progress = self.progress
         return {
             "name": self.name,
             "mode": self.mode.name,
             "staleness": self.mode.staleness,
             "num_workers": self.membership.num_workers,
-            "rounds": progress.rounds,
-            "waited": progress.waited,
+            "rounds": self.rounds.num_ended,
+            "waited": self.rounds.shared.waited,
             "updates": max([table.version for table in self.tables], default=0),
             "tables": len(self.tables),
             "keys": sum([len(table.unit.keys) for table in self.tables]),
@@ -667,9 +676,9 @@ class Namespace:
             "bytes_out": sum([table.bytes_out for table in self.tables]),
             "messages_in": self.messages_in,
             "memory": self._claimed,
-            "workers": workers_of(self.membership, progress, clocks, joined, now),
+            "workers": workers_of(self.membership, self.rounds.shared.lateness, clocks, joined, now),
             "waits": waits_of(pending, now),
-            "errors": [{"rounds": at, "text": text} for at, text in progress.errors],
+            "errors": [{"rounds": at, "text": text} for at, text in self.failures],
         }
 
     def _counters(self, table: Table) -> Mapping[str, Any]:

@@ -328,6 +328,8 @@ class Book:
         given: Rank → what it has given to the open rounds, in rank order, in which contributions are summed.
         num_committed: How many members have committed the open round of each table.
         mismatches: Table → different payloads that arrived under an identity that had one already.
+        num_ended: How many rounds were applied, those that end together as one.
+        lateness: Rank → seconds that it committed them after the first one, summed; together, `waited`.
     """
 
     def __init__(
@@ -336,6 +338,8 @@ class Book:
         self.num_members = num_members
         self.given: dict[int, Given] = {}
         self.mismatches: dict[int, int] = {}
+        self.num_ended, self.waited = 0, 0.0
+        self.lateness: dict[int, float] = {}
         self._slots = slots
         self._same_payload = same_payload
         self.numbers, self.num_committed = np.zeros(0, np.int64), np.zeros(0, np.int64)
@@ -506,7 +510,14 @@ class Book:
         return given is not None and len(given.said) > table and bool(given.committed[table])
 
     def finish(self, tables: Ints) -> None:
-        """End the open rounds of some tables as applied."""
+        """End the open rounds of some tables as applied; of the first one it is noted who was late."""
+        given = [(rank, one.said[tables[0]]) for rank, one in self.given.items()] if len(tables) else []
+        since = {rank: said.since for rank, said in given if said is not None}
+        first = min(since.values(), default=0.0)
+        for rank, at in since.items():
+            self.lateness[rank] = self.lateness.get(rank, 0.0) + at - first
+        self.num_ended += bool(given)
+        self.waited += max(since.values(), default=0.0) - first
         for table in self._failures.keys() & set(tables.tolist()) if self._failures else ():
             del self._failures[table]
         self._failed[tables] = _NEVER
@@ -641,6 +652,11 @@ class Rounds:
         clocks = self.clocks(table)
         others = [clock for r, clock in enumerate(clocks) if r != rank and self._takes_part(r, table)]
         return 1 + max(clocks[rank], min(others, default=0))
+
+    @property
+    def num_ended(self) -> int:
+        """How many rounds were applied, those that end together as one."""
+        return self.shared.num_ended + sum([lane.num_ended for lane in self._lanes.values()])
 
     def mismatches(self, table: int) -> int:
         """Different payloads that arrived under an identity that had one already."""

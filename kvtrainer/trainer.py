@@ -274,7 +274,8 @@ class Trainer(torch.optim.Optimizer):
         scaling = partial(plain_scaling, self) if {"found_inf", "grad_scale"} <= vars(self).keys() else None
         began = time.monotonic()
         result = self._pipeline.step(batch_size, ignore_stale_grad, closure, scaling)
-        self._pipeline.link.report.count_step(time.monotonic() - began)
+        report = self._pipeline.link.report
+        report.steps, report.step_seconds = report.steps + 1, report.step_seconds + time.monotonic() - began
         return result
 
     def report(self, samples: int = 0, loss: float | None = None) -> None:

@@ -28,11 +28,6 @@ class Report:
         self.samples = 0
         self.loss = math.nan
 
-    def count_step(self, seconds: float) -> None:
-        """Note a step that took so long."""
-        self.steps += 1
-        self.step_seconds += seconds
-
     def pack(self) -> bytes:
         """Return the numbers as a Heartbeat takes them."""
         numbers = {

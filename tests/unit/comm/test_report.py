@@ -15,11 +15,10 @@ class Clock:
         return self.now
 
 
-def test_steps_and_their_time_are_summed() -> None:
+def test_steps_and_their_time_are_told_with_the_time_so_far() -> None:
     clock = Clock()
     report = Report(clock)
-    report.count_step(0.25)
-    report.count_step(0.5)
+    report.steps, report.step_seconds = 2, 0.75
     clock.now += 3.0
     assert read_report(report.pack()) == {
         "seconds": 3.0,
