@@ -29,6 +29,8 @@ _DONTNEED, _POPULATE_READ = 4, 22
 _FROM_FILE = 1 << 61
 _IS_THERE = 3 << 62
 """In memory, or in swap."""
+_FEW_PAGES = 16
+"""To look at so many takes less time than another call."""
 _PAGE_MAP = "/proc/self/pagemap"
 _ENTRY = 8
 
@@ -71,7 +73,9 @@ class MappedWeights:
         self._marks: dict[int, tuple[Any, Any]] = {}
         """Address of a server's memory → its marks, and what they were after the last whole round."""
         self._runs: list[tuple[str, int, int]] | None = None
-        """(dtype, begin, end) of the pages that are mapped, in bytes; neighbours together."""
+        """(dtype, begin, end) of pages that are mapped, in bytes; together where few others lie between them."""
+        self._is_shown: dict[str, Any] = {}
+        """Dtype → of each page of its arena, whether it is mapped."""
         self.is_on = True
         """More may be mapped: not any more after `release`."""
         self.problem: OSError | None = None
@@ -128,19 +132,17 @@ class MappedWeights:
 
     def attach(self) -> None:
         """Show the servers' bytes everywhere, whatever was written here."""
-        for dtype, begin, end in self._runs_now():
-            address = self._flats[dtype].data_ptr() + begin
-            for some in _neighbours(self._system.own_pages(address, end - begin)):
-                self._system.forget(address + int(some[0]) * PAGE, len(some) * PAGE)
+        for dtype, own in self._own_pages():
+            for some in _neighbours(own):
+                address = self._flats[dtype].data_ptr() + int(some[0]) * PAGE
+                self._system.forget(address, len(some) * PAGE)
         self.refresh()
 
     def written(self) -> set[int]:
         """List the slices (by index) that differ from what their servers show; give equal pages back to these."""
         found: set[int] = set()
-        for dtype, begin, end in self._runs_now():
-            own = self._system.own_pages(self._flats[dtype].data_ptr() + begin, end - begin)
-            if len(own):
-                found |= self._differing(dtype, begin + own * PAGE)
+        for dtype, own in self._own_pages():
+            found |= self._differing(dtype, own * PAGE)
         targets, sources = self._edges_now()
         if targets and not torch.equal(torch.cat(targets), torch.cat(sources)):
             found.update(at for at, one in self._slices.items() if self._ends_differ(one))
@@ -170,6 +172,14 @@ class MappedWeights:
         self.is_on, self.problem = False, None
         self._note_change()
 
+    def _own_pages(self) -> Iterator[tuple[str, Any]]:
+        """Yield the mapped pages of each arena that are this worker's own, where there are some."""
+        for dtype, begin, end in self._runs_now():
+            own = self._system.own_pages(self._flats[dtype].data_ptr() + begin, end - begin) + begin // PAGE
+            own = own[self._is_shown[dtype][own]]
+            if len(own):
+                yield dtype, own
+
     def _note_change(self) -> None:
         self._edges = self._runs = None
         self.changes += 1
@@ -194,10 +204,14 @@ class MappedWeights:
     def _runs_now(self) -> list[tuple[str, int, int]]:
         if self._runs is None:
             runs: list[tuple[str, int, int]] = []
+            self._is_shown = {
+                dtype: np.zeros(len(flat) // PAGE, np.bool_) for dtype, flat in self._flats.items()
+            }
             for one in sorted(self._slices.values(), key=lambda one: (one.piece.dtype, one.first)):
                 if one.first >= one.end:
                     continue
-                if runs and runs[-1][0] == one.piece.dtype and runs[-1][2] == one.first:
+                self._is_shown[one.piece.dtype][one.first // PAGE : one.end // PAGE] = True
+                if runs and runs[-1][0] == one.piece.dtype and one.first <= runs[-1][2] + _FEW_PAGES * PAGE:
                     runs[-1] = (one.piece.dtype, runs[-1][1], one.end)
                 else:
                     runs.append((one.piece.dtype, one.first, one.end))

@@ -71,9 +71,16 @@ class WrittenPages:
                 "12Q", 96, 0, at, end, 0, self._found.ctypes.data, _AT_ONCE, 0, 0, _WRITTEN, 0, _WRITTEN
             ))  # fmt: skip
             count = fcntl.ioctl(self._page_map, _SCAN, asked)
-            found += [np.arange(first, last, PAGE) for first, last, _ in self._found[:count].tolist()]
+            parts = (self._found[:count, :2].astype(np.int64) - address) // PAGE
+            found.append(_all_of(parts[:, 0], parts[:, 1] - parts[:, 0]))
             [at] = struct.unpack_from("Q", asked, 32)
-        return (np.concatenate(found) - address) // PAGE if found else np.zeros(0, np.int64)
+        return found[0] if len(found) == 1 else np.concatenate(found)
 
     def _call(self, what: int, form: str, *words: int) -> None:
         fcntl.ioctl(self._guard, what, bytearray(struct.pack(form, *words)))
+
+
+def _all_of(firsts: Any, counts: Any) -> Any:
+    """List so many numbers from each first one on."""
+    ends = np.cumsum(counts)
+    return np.repeat(firsts - (ends - counts), counts) + np.arange(ends[-1] if len(ends) else 0)
