@@ -37,6 +37,7 @@ from kvtrainer.kvstore.base import KVStoreBase
 from kvtrainer.kvstore.replicas import sum_rows
 from kvtrainer.memory.memory import DeviceMemory
 from kvtrainer.memory.row_sparse import NO_TABLES, Tables
+from kvtrainer.memory.staging import Arenas, SideStream, Staging
 from kvtrainer.sync.buckets import BucketOverlap
 
 _log = logging.getLogger(__name__)
@@ -171,6 +172,8 @@ class StoreExchange(Exchange):
             self._table.compressor = Compressor(codec, self._table.plan)
         self._reads_rows = False
         """Whether rows of row-sparse keys are read where servers of this host have them."""
+        self._staging: Staging | None = None
+        """The way between a CUDA device and the host, once it was needed."""
         self.mapped: MappedWeights | None = None
         """Maps the weights that are in the servers' memory."""
         if (
@@ -198,11 +201,11 @@ class StoreExchange(Exchange):
             _log.warning("weights are copied, not mapped: %s (zero_copy=False says so)", error)
 
     def init(self, weights: Mapping[str, Tensor], tables: Tables = NO_TABLES) -> None:
-        mine = _on_cpu(weights)
+        [mine] = self._down(weights)
         self._client.rounds.initialise(self._of_rank_0(mine, tables, mine))
         if self.mapped is not None:
             self._check_mapped(weights)
-        _copy_back(weights, mine)
+        self._up(weights, mine)
 
     def _check_mapped(self, weights: Mapping[str, Tensor]) -> None:
         """Copy weights from now on where servers show what could not be mapped."""
@@ -245,7 +248,7 @@ class StoreExchange(Exchange):
         values, target = grads.arenas, weights if self.updates_weights else grads.arenas
         out, is_elsewhere = target, any([not flat.is_cpu for flat in target.values()])
         if is_elsewhere:
-            values, out = _on_cpu(values), _on_cpu(target)
+            values, out = self._down(values, target)
         specs = self._table.plan.specs
         # Rows of a single worker are their own sum. The sum of replicas may have come in a wider dtype.
         rows = {
@@ -274,7 +277,7 @@ class StoreExchange(Exchange):
         if self._name in ticket.vetoes:
             return Outcome(frozenset(), True, None, measured, decision)
         if is_elsewhere:
-            _copy_back(target, out)
+            self._up(target, out)
         for key in unsent - unread:
             # What came in place of them is the value of a key that was left out, not a sum.
             at = self._table.plan.key_offsets[key]
@@ -353,23 +356,23 @@ class StoreExchange(Exchange):
     def shadow(self, weights: Mapping[str, Tensor], grads: Mapping[str, Tensor]) -> Shadowed:
         """Run one round to which this worker gives nothing; see `Exchange.shadow`."""
         target = grads if not self.updates_weights else None if self.is_sync else weights
-        out = None if target is None else _on_cpu(target)
+        out = None if target is None else self._down(target)[0]
         outs = None if out is None else [out]
         ticket = self._client.rounds.start(Contribution([self._table], None, outs, joined=True))
         self._client.rounds.wait(ticket)
         said = ticket.in_force[self._name]
         if target is not None and out is not None:
-            _copy_back(target, out)
+            self._up(target, out)
         if said.is_over and self.updates_weights and self.is_sync:
-            mine = _on_cpu(weights)
+            [mine] = self._down(weights)
             self._client.rounds.pull([self._table], [mine])
-            _copy_back(weights, mine)
+            self._up(weights, mine)
         outcome = Outcome(frozenset(ticket.absent.get(self._name, ())), self._name in ticket.vetoes)
         return Shadowed(outcome, said.hyper, said.is_over)
 
     def assign(self, weights: Mapping[str, Tensor], tables: Tables = NO_TABLES) -> None:
         """Give every worker and the store rank 0's weights; see `Exchange.assign`."""
-        mine = _on_cpu(weights)
+        [mine] = self._down(weights)
         rounds = self._client.rounds
         if self.is_sync:
             try:
@@ -387,7 +390,7 @@ class StoreExchange(Exchange):
                 rounds.wait(rounds.start(self._of_rank_0(mine, tables, None, assign=True)))
             self._client.barrier()
             rounds.pull([self._table], [mine])
-        _copy_back(weights, mine)
+        self._up(weights, mine)
 
     def pull(self) -> dict[str, Tensor]:
         """Fetch the weights that the store has now, laid out by the plan, on the CPU."""
@@ -449,6 +452,20 @@ class StoreExchange(Exchange):
     def stats(self) -> list[dict[str, Any]]:
         return self._client.stats()
 
+    def _down(self, *given: Arenas) -> list[Arenas]:
+        """Get to the host what is on a CUDA device; what is on the host is returned."""
+        device = next((flat.device for arenas in given for flat in arenas.values()), None)
+        if device is None or device.type == "cpu":
+            return list(given)
+        if self._staging is None:
+            self._staging = Staging(SideStream(device))
+        return self._staging.down(given)
+
+    def _up(self, arenas: Arenas, places: Arenas) -> None:
+        """Bring back what `_down` got, unless it was on the host."""
+        if self._staging is not None and places is not arenas:
+            self._staging.up(arenas, places)
+
     def _of_rank_0(
         self,
         mine: Mapping[str, Tensor],
@@ -463,17 +480,6 @@ class StoreExchange(Exchange):
         return Contribution(
             [self._table], values, outs, assign=assign, sources=given, is_kept=is_kept, mapped=self.mapped
         )
-
-
-def _on_cpu(arenas: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    return {dtype: flat.detach().to("cpu") for dtype, flat in arenas.items()}
-
-
-@torch.no_grad()
-def _copy_back(arenas: Mapping[str, Tensor], source: Mapping[str, Tensor]) -> None:
-    for dtype, flat in arenas.items():
-        if flat.device.type != "cpu":
-            flat.copy_(source[dtype])
 
 
 class _Headers(NamedTuple):

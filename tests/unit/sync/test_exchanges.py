@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -16,7 +16,9 @@ from kvstore_server.plan import Plan, TensorSpec, make_plan
 from kvtrainer.errors import ConfigurationError
 from kvtrainer.kvstore import LocalKVStore
 from kvtrainer.optimizer_states import ShardUpdate
+from kvtrainer.sync import exchange as exchanges
 from kvtrainer.sync.exchange import Gradients, StoreExchange
+from tests.support.device_streams import CURRENT, SCHEDULES, OnDevice, Streams
 
 PLAN = make_plan(
     [TensorSpec("a", (2,), "float32"), TensorSpec("b", (), "float64"), TensorSpec("c", (3,), "float32")], 1
@@ -120,3 +122,42 @@ def test_counters_of_the_store_tell_what_was_applied() -> None:
     exchange.run(Gradients(arenas(1, 1, 1), {}, 1.0, frozenset({2})), weights)
     [[table]] = [stats["tables"] for stats in exchange.stats()]
     assert (table["rounds_applied"], table["keys"], table["keys_applied"]) == (1, 3, 2)
+
+
+@SCHEDULES
+@pytest.mark.parametrize("in_store", [True, False])
+def test_what_a_device_computes_goes_to_the_store_and_comes_back_in_time(
+    eager: Sequence[str], in_store: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gradients are ready, and the old weights read, only when the device comes to it."""
+    streams, seen = Streams(eager), []
+    monkeypatch.setattr(exchanges, "SideStream", lambda device: streams)
+    exchange = over_store(create("test", learning_rate=1.0) if in_store else None)
+    weights, grads = on_device(arenas(10, 20, 30)), on_device(arenas(0, 0, 0))
+    target = weights if in_store else grads
+
+    def read() -> None:
+        seen.append([*target["float32"][[0, 16]].tolist(), *target["float64"][:1].tolist()])
+
+    exchange.init(weights)
+    for step in range(1, 4):
+        streams.compute(lambda step=step: fill(grads, arenas(step, 2, 3)))
+        exchange.run(Gradients(grads, {}, 0.5, frozenset()), weights)
+        streams.compute(read)
+    exchange.assign(weights)
+    streams.compute(read)
+    streams.run(CURRENT)
+    if in_store:
+        assert seen == [[9.5, 28.5, 19.0], [8.5, 27.0, 18.0], [7.0, 25.5, 17.0], [7.0, 25.5, 17.0]]
+    else:
+        assert seen == [[step / 2, 1.5, 1.0] for step in (1, 2, 3, 3)]
+    assert streams.num_places == 4
+
+
+def on_device(arenas: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {dtype: flat.as_subclass(OnDevice) for dtype, flat in arenas.items()}
+
+
+def fill(arenas: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+    for dtype, flat in arenas.items():
+        flat.copy_(values[dtype])

@@ -1,0 +1,62 @@
+"""Copies between a device, which is simulated, and the host see what they have to, whatever runs early or late."""
+
+from __future__ import annotations
+
+import torch
+
+from kvtrainer.memory.staging import Staging
+from tests.support.device_streams import CURRENT, SCHEDULES, Streams
+
+
+@SCHEDULES
+def test_the_host_reads_what_was_computed_before_it_asked(eager: tuple[str, ...]) -> None:
+    streams, grads = Streams(eager), {"float32": torch.zeros(4)}
+    staging = Staging(streams)
+    for step in range(1, 4):
+        streams.compute(lambda step=step: grads["float32"].fill_(step))
+        [places] = staging.down([grads])
+        assert places["float32"].tolist() == [step] * 4
+
+
+@SCHEDULES
+def test_the_device_computes_with_what_came_back_and_before_with_what_was_there(
+    eager: tuple[str, ...],
+) -> None:
+    streams, weights, seen = Streams(eager), {"float32": torch.zeros(2)}, []
+    staging = Staging(streams)
+    for step in range(1, 4):
+        [places] = staging.down([weights])
+        streams.compute(lambda: seen.append(weights["float32"].tolist()))
+        places["float32"].fill_(step)
+        staging.up(weights, places)
+        streams.compute(lambda: seen.append(weights["float32"].tolist()))
+    streams.run(CURRENT)
+    assert seen == [[0.0] * 2, [1.0] * 2, [1.0] * 2, [2.0] * 2, [2.0] * 2, [3.0] * 2]
+
+
+@SCHEDULES
+def test_a_place_is_not_written_before_what_it_held_is_on_the_device(eager: tuple[str, ...]) -> None:
+    """A round that fails after it has written leaves no trace: the next one begins with the device's weights."""
+    streams, weights = Streams(eager), {"float32": torch.zeros(2)}
+    staging = Staging(streams)
+    [places] = staging.down([weights])
+    places["float32"].fill_(5)
+    staging.up(weights, places)
+    [places] = staging.down([weights])
+    assert places["float32"].tolist() == [5.0] * 2
+    places["float32"].fill_(7)  # by the round that fails
+    [places] = staging.down([weights])
+    assert places["float32"].tolist() == [5.0] * 2
+
+
+def test_every_tensor_has_one_place_which_is_made_once() -> None:
+    streams = Streams(())
+    staging = Staging(streams)
+    grads = {"float32": torch.ones(4), "float64": torch.ones(4, dtype=torch.float64)}
+    weights = {"float32": torch.zeros(4)}
+    first = staging.down([grads, weights, grads])
+    again = staging.down([grads, weights])
+    assert streams.num_places == 3
+    for mine, theirs in zip([*first[:2], first[2]], [*again, again[0]], strict=True):
+        assert all(mine[dtype] is theirs[dtype] for dtype in mine)
+    assert len({id(place) for one in again for place in one.values()}) == 3
