@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -172,6 +173,8 @@ class Trainer(torch.optim.Optimizer):
             # One list of groups for both, so that schedulers bound to the instance reach this optimizer.
             self._groups.live = instance.param_groups
         self._pipeline = StepPipeline(self._groups, Binding(selection, zero_copy), stages)
+        self._writer: Any = None
+        """What takes numbers of each step."""
         self._is_built = True
         self._take_options(stages, STAGES, stages.schedules)
         for name, parameter in row_sparse:
@@ -276,6 +279,8 @@ class Trainer(torch.optim.Optimizer):
         result = self._pipeline.step(batch_size, ignore_stale_grad, closure, scaling)
         report = self._pipeline.link.report
         report.steps, report.step_seconds = report.steps + 1, report.step_seconds + time.monotonic() - began
+        if self._writer is not None:
+            self._write_scalars(self._writer, time.monotonic() - began)
         return result
 
     def report(self, samples: int = 0, loss: float | None = None) -> None:
@@ -298,6 +303,34 @@ class Trainer(torch.optim.Optimizer):
         report = self._pipeline.link.report
         report.samples += samples
         report.loss = report.loss if loss is None else float(loss)
+
+    def log_to(self, writer: Any) -> None:
+        """Have the worker of rank 0 write numbers of every step to TensorBoard, or whatever takes scalars alike.
+
+        Those are the learning rate, the loss that `report` was told, the norm of the gradient where it is measured, the
+        loss scale, and the seconds in the step. Makes the store as `rank` does; other workers write nothing.
+
+        Args:
+            writer: Has `add_scalar(tag, value, step)`, as torch.utils.tensorboard.SummaryWriter; None ends it.
+
+        Raises:
+            ArgumentTypeError: it has not.
+        """
+        if writer is not None and not callable(getattr(writer, "add_scalar", None)):
+            raise ArgumentTypeError(
+                f"log_to() takes a writer with add_scalar(tag, value, step), got {writer!r:.80}"
+            )
+        self._writer = writer if writer is not None and self.rank == 0 else None
+
+    def _write_scalars(self, writer: Any, seconds: float) -> None:
+        last, report = self.last, self._pipeline.link.report
+        assert last is not None
+        found = {"lr": last.lr, "grad_norm": last.grad_norm, "loss": report.loss, "step_seconds": seconds}
+        if self._pipeline.loss_scaler is not None:
+            found["loss_scale"] = last.loss_scale
+        for name, value in found.items():
+            if value is not None and not math.isnan(value):
+                writer.add_scalar(f"train/{name}", value, report.steps)
 
     @by_one_thread
     def wait(self) -> None:
@@ -388,6 +421,19 @@ class Trainer(torch.optim.Optimizer):
             KVStoreError: as `step`.
         """
         return join(self._pipeline)
+
+    @property
+    def rank(self) -> int:
+        """Which worker this is, from 0: with `num_workers`, what a DistributedSampler wants to know.
+
+        Makes the store if it is not there yet; blocks until its servers answer, and raises as `create` does.
+        """
+        return self._pipeline.link.worker()[0]
+
+    @property
+    def num_workers(self) -> int:
+        """How many workers train together; makes the store as `rank` does."""
+        return self._pipeline.link.worker()[1]
 
     @property
     def last(self) -> StepResult | None:

@@ -483,6 +483,11 @@ class Binding:
         if self.store is not None and self.store is not self.selection.kvstore:
             self.store.close()
 
+    def worker(self) -> tuple[int, int]:
+        """Return this worker's rank, and how many workers there are; makes the store as `_open_store` does."""
+        self._open_store()
+        return (0, 1) if self.store is None else (self.store.rank, self.store.num_workers)
+
     def _open_store(self) -> None:
         """Make the store and the connection if there are to be any; blocks until the servers answer. Idempotent.
 

@@ -15,6 +15,7 @@ from torch.nn import Parameter
 import kvtrainer
 from kvtrainer.comm.connection import look
 from kvtrainer.errors import ConfigurationError
+from kvtrainer.kvstore import DistKVStore
 from kvtrainer.watch import top
 from tests.support.limits import LIMIT
 from tests.support.processes import Members, Process, Processes, eventually, together
@@ -79,6 +80,30 @@ def test_what_a_worker_tells_of_itself_comes_with_its_signs_of_life(
     says = told()
     assert (says["steps"], says["loss"]) == (3, 0.25)
     assert says["step_seconds"] >= says["wait_seconds"] > 0
+
+
+def test_workers_know_their_rank_before_the_first_step_and_only_the_first_one_writes(
+    processes: Processes, members: Members
+) -> None:
+    class Writer:
+        def __init__(self) -> None:
+            self.steps: list[int] = []
+
+        def add_scalar(self, tag: str, value: float, step: int) -> None:
+            self.steps += [step] if tag == "train/lr" else []
+
+    def train(store: DistKVStore) -> tuple[int, int, list[int]]:
+        weights, writer = Parameter(torch.zeros(8)), Writer()
+        trainer = kvtrainer.Trainer([weights], "sgd", kvstore=store)
+        place = trainer.rank, trainer.num_workers
+        trainer.log_to(writer)
+        for _ in range(2):
+            weights.grad = torch.ones(8)
+            trainer.step(1)
+        return *place, writer.steps
+
+    pair = members.pair(processes.servers(1))
+    assert together(*(lambda kv=kv: train(kv) for kv in pair)) == [(0, 2, [1, 2]), (1, 2, [])]
 
 
 def test_servers_that_are_gone_or_stopped_do_not_hide_the_others(
