@@ -5,9 +5,10 @@
 4 workers and 4 servers, each on a host of its own: a network namespace behind a link of 1 Gb/s, 200 Mb/s or 100 Mb/s
 each way, by a token bucket. `Trainer.step` with SGD, also with compressed gradients and weights that come as bfloat16,
 beside gloo with one flat buffer. The limit is the time in which a link carries the model once. "overlapped" is a loop
-that computes for half of that time: it pushes layer by layer while it computes backwards, and computes each layer
-forwards as soon as that is there, urgent layers first (`p3`), or in the order of the pushes ("fifo"). Needs root, to
-make the network, which goes when the program does, however that ends.
+that computes for as long: it pushes layer by layer while it computes backwards, and computes each layer
+forwards as soon as that is there, urgent layers first (`p3`), or in the order of the pushes ("fifo"); or a Trainer with
+overlap=True, which computes forwards when its step has ended. Needs root, to make the network, which goes when the
+program does, however that ends.
 """
 
 from __future__ import annotations
@@ -33,11 +34,12 @@ from steps import Work
 TITLE = (
     "A synchronous step over slow links, 4 workers and 4 servers on hosts of their own: kvtrainer and gloo"
 )
-FIFO, GLOO = "kvtrainer fifo", "gloo flat"
+FIFO, OVERLAP, GLOO = "kvtrainer fifo", "kvtrainer overlap", "gloo flat"
 STEPS = {suite.OURS: "trainer", **{f"kvtrainer {one}": one for one in CODECS}, GLOO: "flat"}
-OVERLAPPED = {suite.OURS: "urgent first", FIFO: "fifo"}
+OVERLAPPED = {suite.OURS: "urgent first", FIFO: "fifo", OVERLAP: "overlap"}
 _LINE, _LONGER = 1024, 5
 _NOTES = "Where codecs compress, the link limit is that of plain float32, too."
+_SETTINGS = "OMP_NUM_THREADS=1 in every process; hosts are network namespaces that talk over TCP"
 
 
 def main() -> int:
@@ -47,10 +49,12 @@ def main() -> int:
     if code is not None:
         return code
     torch.set_num_threads(1)
-    systems = suite.choose(dict.fromkeys([*STEPS, FIFO], ""), options.systems)
+    systems = suite.choose(dict.fromkeys([*STEPS, FIFO, OVERLAP], ""), options.systems)
     jobs, topology = _jobs(options), f"{options.workers} x {options.servers}"
     limits = {case: {"link": least} for job in jobs for case, least in job.limits(topology).items()}
-    question = suite.Question(TITLE, systems, lambda case, system, found: limits[case], notes=_NOTES)
+    question = suite.Question(
+        TITLE, systems, lambda case, system, found: limits[case], notes=_NOTES, settings=_SETTINGS
+    )
     hosts = network.Network(options.workers + options.servers)
     measure = functools.partial(_measure, hosts=hosts, options=options)
     versions = harness.installed_versions(sys.executable, ["kvtrainer", "torch", "pyzmq"])
@@ -104,7 +108,7 @@ def _measure(
     with tempfile.TemporaryDirectory(prefix="kvtrainer-weights-") as folder:
         command = [sys.executable, str(Path(__file__).with_name("step_worker.py")), "--store", store]
         command += ["--works", json.dumps([asdict(work) for work in works]), "--weights", f"{folder}/weights"]
-        command += ["--compute", str(job.seconds / 2)]
+        command += ["--compute", str(job.seconds)]
         if system == GLOO:
             measured = hosts.run_torch_job(command, workers, job.rates, options.job_timeout)
         else:

@@ -72,10 +72,13 @@ class TrainerStep(_Parameters):
     """`Trainer.step` over `dist_sync`, whose servers have the optimizer, or in this process alone."""
 
     def __init__(
-        self, kvstore: str | None = "dist_sync", compression: Mapping[str, str] | None = None
+        self,
+        kvstore: str | None = "dist_sync",
+        compression: Mapping[str, str] | None = None,
+        overlap: bool = False,
     ) -> None:
         super().__init__()
-        self._compression = compression
+        self._options: dict[str, Any] = {"compression_params": compression, "overlap": overlap}
         self._kvtrainer = importlib.import_module("kvtrainer")
         self._is_alone = kvstore != "dist_sync"
         self._kv: Any = kvstore if self._is_alone else self._kvtrainer.kvstore.create(kvstore)
@@ -89,7 +92,7 @@ class TrainerStep(_Parameters):
         if name == "momentum":
             options, name = {**options, "momentum": MOMENTUM}, "sgd"
         self._trainer = self._kvtrainer.Trainer(
-            self.parameters, name, options, kvstore=self._kv, compression_params=self._compression
+            self.parameters, name, options, kvstore=self._kv, **self._options
         )
 
     def forward(self, grads: list[Array]) -> None:
@@ -169,6 +172,41 @@ class Overlapped(PushPull):
         for key, _, parameter in layers:
             self._kv.pull(key, out=parameter.detach(), priority=-key)
             time.sleep(pause)
+
+
+class OverlappedTrainer(TrainerStep):
+    """A Trainer with overlap=True, and a model of layers that sleep, as of `Overlapped`."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(overlap=True)
+        self._seconds = seconds
+        self._grads: list[Tensor] = []
+
+    def assign(self, grads: list[Array]) -> None:
+        self._grads = [torch.from_numpy(grad) for grad in grads]
+
+    def step(self) -> None:
+        x, pause = torch.zeros((), requires_grad=True), self._seconds / 3 / len(self.parameters)
+        for parameter, grad in zip(self.parameters, self._grads, strict=True):
+            x = _Layer.apply(x, parameter, grad, pause)
+        x.backward()
+        super().step()
+
+
+class _Layer(torch.autograd.Function):
+    """Sleeps forwards, and for twice as long backwards, where it has a given gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, parameter: Tensor, grad: Tensor, pause: float) -> Tensor:
+        ctx.given = grad, pause
+        time.sleep(pause)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *above: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        grad, pause = ctx.given
+        time.sleep(2 * pause)
+        return above[0], grad, None, None
 
 
 class AllReduce(_Parameters):
@@ -294,7 +332,11 @@ STORES: dict[str, Callable[[], Store]] = {
     "mpi": Mpi,
 }
 
-OVERLAPPED = {"urgent first": "p3", "fifo": "dist_sync"}
+OVERLAPPED: dict[str, Callable[[float], Store]] = {
+    "urgent first": functools.partial(Overlapped, "p3"),
+    "fifo": functools.partial(Overlapped, "dist_sync"),
+    "overlap": OverlappedTrainer,
+}
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
@@ -304,7 +346,7 @@ if __name__ == "__main__":
     options = worker_options(parser).parse_args()
     torch.set_num_threads(options.threads)
     if options.store in OVERLAPPED:
-        store: Store = Overlapped(OVERLAPPED[options.store], options.compute)
+        store: Store = OVERLAPPED[options.store](options.compute)
     else:
         store = STORES[options.store]()
     run(store, options)

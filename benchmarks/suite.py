@@ -63,6 +63,8 @@ class Question:
     notes: str = ""
     setting: str = "workers x servers"
     """What the topology of a case says."""
+    settings: str = harness.SETTINGS
+    """How the processes run."""
 
 
 def run(
@@ -88,7 +90,7 @@ def run(
                     seconds = values["median"] * 1e3
                     name = f"{case.workload}, {case.optimizer}"
                     print(f"{repetition} {system:24} {seconds:10.2f} ms  {name}", flush=True)
-        machine = harness.describe_machine(versions)
+        machine = harness.describe_machine(versions, question.settings)
         if options.out:
             report.write(Path(options.out), machine)
     print(report.markdown(machine))

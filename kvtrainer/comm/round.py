@@ -1263,8 +1263,8 @@ def _torn(table: RemoteTable, outcome: dict[str, bool | None], reason: str) -> K
 
 
 def _is_plain(one: Contribution) -> bool:
-    """Tell whether all that matters of a contribution to the only table is known before any slice is sent."""
-    is_given = one.values is not None and one.tables[0].is_initialised
+    """Tell whether new weights are wanted, and all else of a contribution is known before any slice is sent."""
+    is_given = one.values is not None and one.outs is not None and one.tables[0].is_initialised
     is_special = one.absent or one.rows or one.veto or one.assign or one.joined or one.is_kept or one.guard
     return is_given and not is_special
 

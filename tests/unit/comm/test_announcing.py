@@ -55,6 +55,12 @@ def test_what_needs_the_whole_round_is_not_announced(said: dict[str, Any]) -> No
     assert not announcements(bench)
 
 
+def test_a_worker_that_wants_no_weights_announces_nothing() -> None:
+    bench = Bench(1, lambda *_: [])
+    bench.rounds.start(bench.contribution()._replace(outs=None))
+    assert not announcements(bench)
+
+
 def test_nothing_is_announced_to_servers_that_all_share_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Scripted, "shares_memory", lambda *_: True)
     bench = Bench(2, lambda server, _: [bench.weights(server, 9.0)])
