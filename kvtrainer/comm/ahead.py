@@ -1,7 +1,7 @@
 """Slices that a worker sends ahead of its commit, while a backward pass still computes the others.
 
-They have generation 0. What is sent with the commit has generation 1 then: slices that were not complete before, and
-those that have changed since. If none of them is to be given as it was sent, or one not at all, the commit begins anew.
+They have generation 0. If any has changed since, what is sent with the commit has generation 1: those that have changed
+and slices that were not complete before. If none is to be given as it was sent, or one not at all, it begins anew.
 """
 
 from __future__ import annotations
