@@ -772,7 +772,7 @@ class Engine:
             if self.is_stopping:
                 raise ServerStoppingError(f"server {self.config.server} is stopping and takes no new workers")
             _check_hello(self.config, hello)
-            mode = Mode(hello.mode, hello.staleness, hello.slow_down)
+            mode = Mode(hello.mode, hello.staleness, hello.slow_down, hello.by_host)
             mode.check()
             if space is None:
                 space = self._new_namespace(hello, mode)

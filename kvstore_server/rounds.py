@@ -74,11 +74,14 @@ class Mode:
         staleness: For "ssp": how many contributions a rank that reads may be ahead of the slowest one.
         slow_down: Not for "sync": divide the learning rate of a contribution by its staleness, the number of updates
             since the weights that it was computed with (Zhang, Gupta, Lian, Liu: Staleness-aware Async-SGD, 2016).
+        by_host: For "sync": ranks of one host may sum what they have, so that one of them gives the sum and the others
+            nothing.
     """
 
     name: str = SYNC
     staleness: int = 0
     slow_down: bool = False
+    by_host: bool = False
 
     @functools.cached_property
     def is_sync(self) -> bool:
@@ -103,11 +106,16 @@ class Mode:
             raise ConfigurationError(
                 "synchronous contributions are never stale: slow_down does not go with 'sync'"
             )
+        if self.by_host and not self.is_sync:
+            raise ConfigurationError(
+                f"sums of hosts are of synchronous rounds: by_host does not go with {self.name!r}"
+            )
 
     def __str__(self) -> str:
         parts = [self.name]
         parts += [f"staleness={self.staleness}"] if self.name == SSP else []
         parts += ["slow_down"] if self.slow_down else []
+        parts += ["by_host"] if self.by_host else []
         return " ".join(parts)
 
 

@@ -61,7 +61,7 @@ _OF_HOOK = {
 """Options of the hooks, and what the Trainer calls them."""
 ARGUMENTS = (
     "kvstore", "compression_params", "update_on_kvstore", "paramwise", "clip_grad", "amp", "accumulate", "schedules",
-    "detect_anomalous_params", "on_nonfinite", "overlap", "overlap_pull", "bucket_size_mb", "coalesce",
+    "detect_anomalous_params", "on_nonfinite", "overlap", "overlap_pull", "hierarchy", "bucket_size_mb", "coalesce",
 )  # fmt: skip
 """Options of a Trainer that a configuration may have under their own names."""
 _AMP_WRAPPER = "AmpOptimWrapper"

@@ -91,6 +91,9 @@ class Trainer(torch.optim.Optimizer):
         overlap_pull: Whether `step` returns when the gradients are on their way to the servers of "dist_sync", and each
             parameter waits for its new values when it is first read, as by the next forward pass. The results are the
             same to the bit; an error of the round is raised there. See `wait`.
+        hierarchy: Whether workers of one host sum their gradients in memory, so that with "dist_sync" one gradient of
+            each host goes to the servers, and the new weights come once. Sums are then made within a host first, which
+            can change their last bits; all workers must say the same.
         zero_copy: Whether parameters show the memory of servers on this host, in synchronous rounds, instead of copies.
             If a server dies in a round they may then be of two rounds, which the error says. A forked process that
             reads them sees them move.
@@ -133,6 +136,7 @@ class Trainer(torch.optim.Optimizer):
         on_nonfinite: str | None = None,
         overlap: bool = False,
         overlap_pull: bool = False,
+        hierarchy: bool = False,
         zero_copy: bool = True,
     ) -> None:
         stages = StageOptions(clip_grad, amp, accumulate, schedules, detect_anomalous_params, on_nonfinite)
@@ -163,6 +167,7 @@ class Trainer(torch.optim.Optimizer):
             is_joint=isinstance(built, TorchOptimizer) and built.is_joint,
             overlap=overlap,
             overlap_pull=overlap_pull,
+            hierarchy=hierarchy,
         )
         if selection.updates_weights and isinstance(built, TorchOptimizer):
             spec_for_store(built)  # raises if it cannot travel

@@ -65,6 +65,8 @@ class Hello:
     """With "ssp": by how many updates a rank may be ahead of the slowest one."""
     slow_down: bool = False
     """Whether the learning rate of a contribution is divided by its staleness; not with "sync"."""
+    by_host: bool = False
+    """Whether a rank may give the sum of all ranks of its host, which then give nothing; only with "sync"."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,6 +47,11 @@ class Client:
         self._session.report = report
 
     @property
+    def shares_all_memory(self) -> bool:
+        """Whether messages to every server go through memory that it shares."""
+        return all([self._session.shares_memory(server) for server in range(self.num_servers)])
+
+    @property
     def is_closed(self) -> bool:
         return self._session.is_closed
 

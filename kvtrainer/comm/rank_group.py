@@ -195,7 +195,7 @@ class RankGroup:
         if group not in _memories:
             _memories[group] = None  # while they agree
             try:
-                _memories[group] = open_memory(self.rank, self.size, self.all_gather_bytes, _timeout)
+                _memories[group] = open_memory(self.rank, self.all_gather_bytes, _timeout)
             except BaseException:
                 del _memories[group]
                 raise

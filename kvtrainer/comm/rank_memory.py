@@ -1,7 +1,7 @@
 """Numbers between the ranks of one host, through memory that all of them map.
 
-Rank 0 makes the memory, whose size nobody can change, and gives its descriptor to the others over Unix sockets. It has
-no name in a file system, so nothing is left behind however a process ends.
+The lowest rank makes the memory, whose size nobody can change, and gives its descriptor to the others over Unix
+sockets. It has no name in a file system, so nothing is left behind however a process ends.
 
 The memory has three rooms, which are used in turn, and each of them a place for every rank. To exchange something, all
 ranks write to their places of a room and *meet*: everyone sends a message to everyone else and waits for theirs. Then
@@ -19,10 +19,10 @@ import struct
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,7 +44,7 @@ _MEETING = struct.Struct("<QQ")
 """Number of the meeting; what is exchanged there."""
 _GREETING = struct.Struct("<I")
 _CREDENTIALS = struct.Struct("iII")
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _GATHER, _BROADCAST, _SUM, _SUMMED = range(4)
 
 Piece = tuple[Tensor, Tensor]
@@ -62,24 +62,38 @@ class _Peer(NamedTuple):
 
 
 class RankMemory:
-    """Sums and exchanges between all ranks of a job, which are on this host. One thread of each rank may use it.
+    """Sums and exchanges between some ranks of a job, which are on this host. One thread of each rank may use it.
 
     Every rank makes the same calls in the same order. After an error it cannot be used any more.
 
     Args:
         rank: of this process.
-        peers: all other ranks.
+        peers: all others that share the memory, by rank.
         arena: the memory.
         seconds: tells how long a wait may take.
+        opened: what is closed with it.
     """
 
-    def __init__(self, rank: int, peers: Sequence[_Peer], arena: Arena, seconds: Callable[[], float]) -> None:
+    def __init__(
+        self, rank: int, peers: Sequence[_Peer], arena: Arena, seconds: Callable[[], float], opened: ExitStack
+    ) -> None:
         self._rank, self._size = rank, len(peers) + 1
+        self._at = sum([peer.rank < rank for peer in peers])
+        """The position of this rank among them."""
         self._peers = peers
         self._seconds = seconds
+        self._give_back = weakref.finalize(self, opened.close)
         self._num_meetings = 0
         places = torch.from_numpy(arena.bytes).view(_ROOMS, self._size, PLACE)
         self._rooms = [list(room) for room in places]
+
+    def close(self) -> None:
+        """Leave the others, which notice it if they wait for this rank; idempotent."""
+        if self._give_back.alive:
+            for peer in self._peers:
+                with suppress(OSError):  # a forked child may have the socket open still
+                    peer.end.shutdown(socket.SHUT_RDWR)
+        self._give_back()
 
     def all_gather(self, mine: Tensor) -> list[Tensor]:
         """Return the tensors of all ranks, by rank; contiguous ones on the CPU, of one shape and dtype."""
@@ -90,35 +104,42 @@ class RankMemory:
         return found
 
     def broadcast(self, flat: Tensor) -> None:
-        """Replace the elements of a contiguous tensor on the CPU by rank 0's."""
+        """Replace the elements of a contiguous tensor on the CPU by the lowest rank's."""
         for part in _cut(flat):
-            places = self._exchange(() if self._rank else [part], torch.uint8, part.numel(), _BROADCAST)
-            if self._rank:
+            places = self._exchange(() if self._at else [part], torch.uint8, part.numel(), _BROADCAST)
+            if self._at:
                 part.copy_(places[0])
 
     def sum(
-        self, pieces: Iterable[Piece], dtype: torch.dtype, before: float = 1.0, after: float = 1.0
+        self,
+        pieces: Iterable[Piece],
+        dtype: torch.dtype,
+        before: float = 1.0,
+        after: float = 1.0,
+        for_all: bool = True,
     ) -> None:
         """Write after · Σ over ranks of before · element to where the sums go, computed in `dtype` from left to right.
 
-        Pieces have the same sizes on all ranks.
+        Pieces have the same sizes on all ranks. With `for_all` false the lowest rank alone gets the sums.
         """
         last: tuple[Sequence[Tensor], Tensor] = (), torch.empty(0)
+        takes = for_all or not self._at
         for window in _windows(pieces, PLACE // dtype.itemsize):
             addends, targets = zip(*window, strict=True)
             numel = sum([one.numel() for one in addends])
             places = self._exchange(addends, dtype, numel, _SUM, before)
-            _take(*last)
+            if takes:
+                _take(*last)
             last = (), places[0]
             if self._size == 2 or numel * dtype.itemsize <= SMALL:
-                _fold_to(targets, places, after)
+                _fold_to(targets if takes else (), places, after)
             else:
                 last = targets, places[0]
-                share = slice(numel * self._rank // self._size, numel * (self._rank + 1) // self._size)
+                share = slice(numel * self._at // self._size, numel * (self._at + 1) // self._size)
                 _fold([place[share] for place in places], places[0][share], after)
         if last[0]:
             self._meet(_SUMMED)
-            _take(*last)
+            _take(*last if takes else ((), places[0]))
 
     def _exchange(
         self, given: Sequence[Tensor], dtype: torch.dtype, numel: int, what: int, factor: float = 1.0
@@ -127,7 +148,7 @@ class RankMemory:
         places = [
             place[: numel * dtype.itemsize].view(dtype) for place in self._rooms[self._num_meetings % _ROOMS]
         ]
-        own = places[self._rank]
+        own = places[self._at]
         at = 0
         for tensor in given:
             own[at : at + tensor.numel()].copy_(tensor)
@@ -148,7 +169,8 @@ class RankMemory:
         self._num_meetings += 1
         mine = _MEETING.pack(self._num_meetings, what)
         for peer in self._peers:
-            peer.end.send(mine)
+            with suppress(ConnectionError):  # it has ended; what it has said before says whether that matters
+                peer.end.send(mine)
         for peer in self._peers:
             if self._hear(peer) != mine:
                 raise ProtocolError(
@@ -165,8 +187,10 @@ class RankMemory:
                 has_ended = True
             except BlockingIOError:
                 pass
+            except ConnectionResetError:
+                continue  # the system says it once, and before what was said
             if has_ended:
-                raise ConnectionResetError(f"the process of rank {peer.rank} has ended")
+                raise ConnectionResetError(f"the process of rank {peer.rank} has ended, or left the job")
             now = time.monotonic()
             deadline = deadline or now + self._seconds()
             if now >= deadline:
@@ -175,8 +199,23 @@ class RankMemory:
             has_ended = any([fd == peer.process for fd, _ in peer.poll.poll(1000 * (deadline - now))])
 
 
+class Shared(NamedTuple):
+    """What came of it that ranks wanted to share memory."""
+
+    memory: RankMemory | None
+    ranks: Sequence[int]
+    """Those that wanted to share it with this one, itself among them."""
+    heard: Sequence[Mapping[str, Any]]
+    """What every rank has said."""
+    trouble: str
+    """Why there is none."""
+
+
+Heard = Sequence[Mapping[str, Any]]
+
+
 def open_memory(
-    rank: int, size: int, tell: Callable[[bytes], list[bytes]], seconds: Callable[[], float]
+    rank: int, tell: Callable[[bytes], list[bytes]], seconds: Callable[[], float]
 ) -> RankMemory | None:
     """Open the memory of all ranks, if they are on one host and none has KVSTORE_TRANSPORT=tcp; all get it, or none.
 
@@ -187,47 +226,84 @@ def open_memory(
     Raises:
         ConfigurationError: there is none, and a rank has KVSTORE_TRANSPORT=shm; or an unknown word. On every rank.
     """
-    with ExitStack() as opened:
-        listener, host, trouble = None, "", ""
-        address = b"\0kvtrainer-" + uuid.uuid4().hex.encode()
-        try:
-            host = _BOOT_ID.read_text()
-            listener = opened.enter_context(_socket())
-            listener.bind(address)
-            listener.listen(size)
-        except OSError as error:
-            trouble = f"rank {rank}: {error}"
-        transport = env.text_of(os.environ, env.TRANSPORT)
-        said = {"host": host, "address": address, "transport": transport, "trouble": trouble}
-        heard = [unpack_control(one) for one in tell(pack_control(said))]
-        transports = [env.transport_of({env.TRANSPORT: one["transport"]}) for one in heard]
-        is_one_host = len({one["host"] for one in heard}) == 1
-        if "tcp" in transports:
-            trouble = f"rank {transports.index('tcp')} has {env.TRANSPORT}=tcp"
-        elif not is_one_host:
-            trouble = "they are on several hosts"
-        else:
-            trouble = "; ".join(one["trouble"] for one in heard if one["trouble"])
-        memory = None
-        if listener is not None and not trouble:
-            try:
-                peers = _connect(listener, rank, [one["address"] for one in heard], opened)
-                memory = RankMemory(rank, peers, _share(rank, peers), seconds)
-            except (OSError, struct.error) as error:
-                trouble = f"rank {rank}: {error}"
-                opened.close()  # others that wait for this rank notice it
-            trouble = "; ".join(one.decode() for one in tell(trouble.encode()) if one)
-        if memory is not None and not trouble:
-            weakref.finalize(memory, opened.pop_all().close)
-            return memory
+    said = {"transport": env.text_of(os.environ, env.TRANSPORT)}
+    memory, _, heard, trouble = share_memory(rank, BOOT_ID.read_text, said, _all_of_one_host, tell, seconds)
+    if memory is not None:
+        return memory
+    transports = [one["transport"] for one in heard]
+    trouble = trouble or _why_apart(heard)
     if "shm" in transports:
         raise ConfigurationError(
             f"the ranks of torch.distributed cannot share memory: {trouble} ({env.TRANSPORT}=auto goes without it)"
         )
     if rank == 0:
-        level = logging.WARNING if is_one_host and "tcp" not in transports else logging.DEBUG
+        is_meant = "tcp" in transports or len({one["host"] for one in heard}) > 1
+        level = logging.DEBUG if is_meant else logging.WARNING
         _log.log(level, "ranks exchange numbers by torch.distributed, not through memory: %s", trouble)
     return None
+
+
+def _all_of_one_host(heard: Heard) -> list[Sequence[int]]:
+    """Put all ranks together, unless something keeps them apart."""
+    return [] if _why_apart(heard) else [range(len(heard))]
+
+
+def _why_apart(heard: Heard) -> str:
+    """Say why all ranks cannot share memory; empty where they can. Raises as `open_memory`."""
+    transports = [env.transport_of({env.TRANSPORT: one["transport"]}) for one in heard]
+    if "tcp" in transports:
+        return f"rank {transports.index('tcp')} has {env.TRANSPORT}=tcp"
+    if len({one["host"] for one in heard}) > 1:
+        return "they are on several hosts"
+    return "; ".join(one["trouble"] for one in heard if one["trouble"])
+
+
+def share_memory(
+    rank: int,
+    host: Callable[[], str],
+    said: Mapping[str, Any],
+    choose: Callable[[Heard], Sequence[Sequence[int]]],
+    tell: Callable[[bytes], list[bytes]],
+    seconds: Callable[[], float],
+) -> Shared:
+    """Open memory between ranks of one host; collective over all ranks of the job.
+
+    Args:
+        host: names the host, or raises OSError.
+        said: what every rank is to hear of this one, beside its "host", and its "trouble" if it cannot share memory.
+        choose: says which ranks, in ascending order, share memory with each other, by what all have said; a rank that
+            has trouble is not to be among them.
+        tell, seconds: as of `open_memory`.
+    """
+    with ExitStack() as opened:
+        listener, name, trouble = None, "", ""
+        address = b"\0kvtrainer-" + uuid.uuid4().hex.encode()
+        try:
+            name = host()
+            listener = opened.enter_context(_socket())
+            listener.bind(address)
+            listener.listen(socket.SOMAXCONN)
+        except OSError as error:
+            trouble = f"rank {rank}: {error}"
+        mine = {"host": name, "address": address, "trouble": trouble, **said}
+        heard = [unpack_control(one) for one in tell(pack_control(mine))]
+        groups = choose(heard)
+        ranks = next((group for group in groups if rank in group), [rank])
+        if not groups:
+            return Shared(None, ranks, heard, trouble)
+        peers, arena = list[_Peer](), None
+        if listener is not None and len(ranks) > 1:
+            try:
+                peers = _connect(listener, rank, {other: heard[other]["address"] for other in ranks}, opened)
+                arena = _share(rank, peers)
+            except (OSError, struct.error) as error:
+                trouble = f"rank {rank}: {error}"
+                opened.close()  # others that wait for this rank notice it
+        troubles = tell(trouble.encode())
+        trouble = "; ".join([troubles[other].decode() for other in ranks if troubles[other]])
+        if arena is None or trouble:
+            return Shared(None, ranks, heard, trouble)
+        return Shared(RankMemory(rank, peers, arena, seconds, opened.pop_all()), ranks, heard, "")
 
 
 def _socket() -> socket.socket:
@@ -240,15 +316,15 @@ def _socket() -> socket.socket:
 
 
 def _connect(
-    listener: socket.socket, rank: int, addresses: Sequence[bytes], opened: ExitStack
+    listener: socket.socket, rank: int, addresses: Mapping[int, bytes], opened: ExitStack
 ) -> list[_Peer]:
     """Connect to all other ranks, by rank. Raises OSError or struct.error where that fails or takes too long."""
     ends: dict[int, socket.socket] = {}
-    for other, address in enumerate(addresses[:rank]):
+    for other in [other for other in addresses if other < rank]:
         ends[other] = opened.enter_context(_socket())
-        ends[other].connect(address)
+        ends[other].connect(addresses[other])
         ends[other].send(_GREETING.pack(rank))
-    for _ in addresses[rank + 1 :]:
+    for _ in [other for other in addresses if other > rank]:
         end = opened.enter_context(listener.accept()[0])
         end.settimeout(_CONNECT_TIMEOUT)
         [other] = _GREETING.unpack(end.recv(_GREETING.size))
@@ -271,15 +347,18 @@ def _connect(
 
 
 def _share(rank: int, peers: Sequence[_Peer]) -> Arena:
-    """Make the memory and hand it over, on rank 0, or take it; sockets no longer block. Raises OSError without any."""
-    if rank == 0:
+    """Make the memory and hand it over, on the lowest rank, or take it; sockets no longer block.
+
+    Raises OSError without any.
+    """
+    if rank < peers[0].rank:
         fd = make_memory(_ROOMS * (len(peers) + 1) * PLACE)
         for peer in peers:
             socket.send_fds(peer.end, [_GREETING.pack(rank)], [fd])
     else:
         _, fds, _, _ = socket.recv_fds(peers[0].end, _GREETING.size, 1)
         if not fds:
-            raise ConnectionError("rank 0 has no memory for the others")
+            raise ConnectionError(f"rank {peers[0].rank} has no memory for the others")
         [fd] = fds
     for peer in peers:
         peer.end.setblocking(False)

@@ -212,6 +212,7 @@ class Session:
         hello = m.Hello(
             o.namespace, o.rank, o.num_workers, server, self.num_servers, o.capability, o.address, self._nonce,
             self._transport.sockets(server), o.mode.name, o.mode.staleness, o.mode.slow_down,
+            o.mode.by_host,
         )  # fmt: skip
         welcome = self.call(server, hello, o.connect_timeout)
         assert isinstance(welcome, m.Welcome)

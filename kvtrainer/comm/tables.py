@@ -80,6 +80,10 @@ class RemoteTable:
         self._tables.round[self.index] = round_
         self._tables.is_initialised[self.index] = is_initialised
 
+    def note_version(self, server: int, version: int) -> None:
+        """Note of which version the weights here are that did not come from the server itself."""
+        self._tables.version[server, self.index] = version
+
     def forget_held(self) -> None:
         """Nobody knows any more what is in the arena of items that are `kept`."""
         self._tables.held[:, self.index] = -1

@@ -123,8 +123,9 @@ class DistKVStore(TableKVStore):
         self._sides = 0
         super().__init__(type, self._connect(""))
 
-    def open_client(self) -> Client:
-        return self._lend(self._connect(f"/trainer{len(self._for_trainers) + 1}"))
+    def open_client(self, by_host: bool = False) -> Client:
+        name = f"/trainer{len(self._for_trainers) + 1}"
+        return self._lend(self._connect(name, replace(self.mode, by_host=by_host)))
 
     def open_side_client(self) -> Client:
         """Connect a client with synchronous rounds for what workers agree on beside training.

@@ -397,8 +397,12 @@ class TableKVStore(KVStoreBase):
                 mine["tables"] = [*mine["tables"], *theirs["tables"]]
         return stats
 
-    def open_client(self) -> Client:
-        """Connect a client with a namespace of its own, for a Trainer; blocks until the servers answer."""
+    def open_client(self, by_host: bool = False) -> Client:
+        """Connect a client with a namespace of its own, for a Trainer; blocks until the servers answer.
+
+        Args:
+            by_host: As of the mode, where there are servers; the same for all workers.
+        """
         assert self._engine is not None
         return self._lend(self._engine.open_client(f"trainer{len(self._for_trainers) + 1}"))
 

@@ -15,6 +15,7 @@ from kvstore_server.hyper import pack_hypers
 from kvstore_server.optimizer import Optimizer
 from kvstore_server.plan import Plan
 from kvtrainer.comm.client import Client
+from kvtrainer.comm.host_sum import HostSum, open_host_sum
 from kvtrainer.comm.mapped import MappedWeights
 from kvtrainer.comm.rank_group import Buckets, RankGroup, current_group
 from kvtrainer.comm.report import Report
@@ -122,6 +123,8 @@ class Binding:
         self._num_mapped = 0
         """The changes of what is mapped of which the watch of writes has heard."""
         self._earlier_updates = 0
+        self._host: HostSum | None = None
+        """Sums gradients with other workers of this host."""
         self._overlap: Overlap | None = None
         """Sends gradients during the backward pass; None where they are sent by the step."""
         self._prefetched: Prefetched | None = None
@@ -478,6 +481,8 @@ class Binding:
             self.holder.mapped.release()
         if isinstance(self.exchange, GroupExchange):
             self.exchange.close()
+        if self._host is not None:
+            self._host.close()
         if self._client is not None:
             self._client.close(error)
         if self.store is not None and self.store is not self.selection.kvstore:
@@ -504,7 +509,7 @@ class Binding:
             if self._group is not None and not self.selection.over_ranks:
                 raise group_too_late("the Trainer was built")
         if self._group is None and self._client is None and isinstance(self.store, TableKVStore):
-            self._client = self.store.open_client()
+            self._client = self.store.open_client(self.selection.sums_hosts)
             self._client.tell(self.report)
 
     def _open_exchange(self, plan: Plan, optimizer: Optimizer) -> Exchange | None:
@@ -517,11 +522,12 @@ class Binding:
                 # were that count one by one.
                 there = optimizer.without_scheduler() if is_sync else optimizer
             is_dist = isinstance(self.store, DistKVStore)
+            if self.selection.sums_hosts and not self._num_opened:
+                self._host = open_host_sum(self._client)
             self._num_opened += 1
             name = TABLE if self._num_opened == 1 else f"{TABLE} ({self._num_opened})"
-            return StoreExchange(
-                self._client, plan, there, self.selection.codec, is_dist, name, self.selection.takes_half
-            )
+            codec, takes_half = self.selection.codec, self.selection.takes_half
+            return StoreExchange(self._client, plan, there, codec, is_dist, name, takes_half, self._host)
         if self._group is not None:
             overlaps = self.selection.overlaps
             return GroupExchange(self._group, plan, optimizer, self.describe().lower(), overlaps)

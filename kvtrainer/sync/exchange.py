@@ -29,6 +29,7 @@ from kvstore_server.plan import LONG, Plan, Slice, row_numel
 from kvstore_server.rows import RowSet
 from kvtrainer.comm.client import Client
 from kvtrainer.comm.compressor import Compressor
+from kvtrainer.comm.host_sum import HostSum
 from kvtrainer.comm.mapped import MappedWeights
 from kvtrainer.comm.rank_group import RankGroup
 from kvtrainer.comm.round import Contribution, Round, RowsAsked
@@ -153,6 +154,7 @@ class StoreExchange(Exchange):
         is_dist: bool = False,
         name: str = TABLE,
         takes_half: bool = False,
+        host: HostSum | None = None,
     ) -> None:
         self._has_rows = False
         """Whether a gradient of this worker has been row-sparse."""
@@ -176,6 +178,10 @@ class StoreExchange(Exchange):
         """The way between a CUDA device and the host, once it was needed."""
         self.mapped: MappedWeights | None = None
         """Maps the weights that are in the servers' memory."""
+        self._host: HostSum | None = None
+        """Sums gradients with other workers of this host before one of them gives the sum."""
+        if host is not None and host.takes(plan):
+            self._host, self.lendable = host, frozenset()
         if (
             optimizer is None and is_dist
         ):  # also with one worker: a script that works with one works with several
@@ -193,7 +199,7 @@ class StoreExchange(Exchange):
         self._reads_rows = self.is_sync and self._client.shares_memory
         is_whole = self.updates_weights and self.is_sync and not self._table.takes_half
         is_long = any([piece.nbytes >= LONG for piece in self._table.plan.slices])
-        if not (is_whole and is_long and self._client.shares_memory):
+        if not (is_whole and is_long and self._client.shares_memory) or self._host is not None:
             return
         try:
             self.mapped = MappedWeights(weights)
@@ -265,8 +271,11 @@ class StoreExchange(Exchange):
             unread=unread, mapped=self.mapped,
         )  # fmt: skip
         try:
-            ticket = self._client.rounds.start(contribution)
+            given = contribution if self._host is None else self._host.before(contribution)
+            ticket = self._client.rounds.start(given)
             self._client.rounds.wait(ticket)
+            if self._host is not None:
+                self._host.after(contribution, ticket)
         except BaseException as error:
             self._table.forget_held()  # all weights have to come again
             self._tell_torn(error)
@@ -358,7 +367,10 @@ class StoreExchange(Exchange):
         target = grads if not self.updates_weights else None if self.is_sync else weights
         out = None if target is None else self._down(target)[0]
         outs = None if out is None else [out]
-        ticket = self._client.rounds.start(Contribution([self._table], None, outs, joined=True))
+        contribution = Contribution([self._table], None, outs, joined=True)
+        if self._host is not None:
+            self._host.before(contribution)  # the others are to know that this one gives nothing
+        ticket = self._client.rounds.start(contribution)
         self._client.rounds.wait(ticket)
         said = ticket.in_force[self._name]
         if target is not None and out is not None:
@@ -375,8 +387,13 @@ class StoreExchange(Exchange):
         [mine] = self._down(weights)
         rounds = self._client.rounds
         if self.is_sync:
+            contribution = self._of_rank_0(mine, tables, mine, assign=True)
             try:
-                rounds.wait(rounds.start(self._of_rank_0(mine, tables, mine, assign=True)))
+                if self._host is not None:
+                    self._host.before(
+                        contribution
+                    )  # as in `shadow`; a call that is not the others' fails on servers
+                rounds.wait(rounds.start(contribution))
             except BaseException:
                 self._table.forget_held()
                 raise

@@ -104,6 +104,7 @@ class Selection:
         is_alone_by_name: Whether there is no store only because the one that was named serves a single process.
         overlaps: Whether gradients go to the store during the backward pass.
         overlaps_pull: Whether new weights come back during the next forward pass.
+        sums_hosts: Whether workers of one host sum their gradients before one of them gives the sum to the store.
     """
 
     kvstore: str | KVStoreBase | None
@@ -118,6 +119,7 @@ class Selection:
     takes_half: bool = False
     overlaps: bool = False
     overlaps_pull: bool = False
+    sums_hosts: bool = False
 
 
 def select_store(
@@ -132,6 +134,7 @@ def select_store(
     is_joint: bool = False,
     overlap: bool = False,
     overlap_pull: bool = False,
+    hierarchy: bool = False,
 ) -> Selection:
     """Check the Trainer's arguments about its store and select one; opens nothing.
 
@@ -140,7 +143,7 @@ def select_store(
     always runs there, whatever the environment says.
 
     Args:
-        kvstore, update_on_kvstore, compression_params, overlap, overlap_pull: as of the Trainer.
+        kvstore, update_on_kvstore, compression_params, overlap, overlap_pull, hierarchy: as of the Trainer.
         aggregate_num: of the optimizer.
         largest: elements of the largest parameter.
         has_row_sparse: whether there are row-sparse parameters, which live in a store that updates them.
@@ -159,6 +162,8 @@ def select_store(
         _check_overlap(store, devices)
     if check.boolean("overlap_pull", overlap_pull):
         _check_overlap_pull(store, devices)
+    if check.boolean("hierarchy", hierarchy):
+        _check_hierarchy(store, overlap, overlap_pull)
     if has_row_sparse:
         _check_for_rows(store, update_on_kvstore)
         update_on_kvstore = True
@@ -211,6 +216,7 @@ def select_store(
             takes_half=takes_half,
             overlaps=overlap,
             overlaps_pull=overlap_pull,
+            sums_hosts=hierarchy,
         )
     if codec is not None and not is_left_fold(reducer):
         raise ConfigurationError(
@@ -276,6 +282,25 @@ def _check_overlap_pull(store: Traits | None, devices: Sequence[torch.device]) -
         names = ", ".join(map(str, devices))
         raise ConfigurationError(
             f"overlap_pull=True needs all parameters on one CPU device, they are on {names}"
+        )
+
+
+def _check_hierarchy(store: Traits | None, overlap: bool, overlap_pull: bool) -> None:
+    """Raise ConfigurationError unless workers of one host can give one gradient together."""
+    if store is None or not store.is_on_servers or ASYNCHRONOUS in store.capabilities:
+        raise ConfigurationError(
+            f"hierarchy=True needs servers and synchronous rounds, as of 'dist_sync'; kvstore {store and store.name!r} "
+            "has no round to which the workers of a host could give one gradient together"
+        )
+    if overlap:
+        raise ConfigurationError(
+            "overlap=True sends every worker's gradient before a step could sum it with those of its host; give "
+            "hierarchy=True or overlap=True"
+        )
+    if overlap_pull:
+        raise ConfigurationError(
+            "overlap_pull=True lets a step return before there are weights that it could hand on to the workers of its "
+            "host; give hierarchy=True or overlap_pull=True"
         )
 
 

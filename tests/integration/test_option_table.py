@@ -12,9 +12,18 @@ from tests.support.option_probes import PROBES
 from tests.support.options import NOTHING_TRAVELS, WORKS, Outcomes, all_outcomes, check_probes, page
 
 PAGE = Path(__file__).parents[2] / "docs" / "options.md"
-NOT_OPTIONS = {"self", "params", "optimizer", "optimizer_params", "kvstore", "update_on_kvstore", "zero_copy"}
+NOT_OPTIONS = {
+    "self",
+    "params",
+    "optimizer",
+    "optimizer_params",
+    "kvstore",
+    "update_on_kvstore",
+    "zero_copy",
+    "hierarchy",
+}
 """Arguments that say what is trained, how, and where: each probe is tried with all of those; zero_copy changes nothing
-in what comes out."""
+in what comes out, and hierarchy needs several workers to change the last bits of it."""
 
 
 @pytest.fixture(scope="module")

@@ -106,6 +106,7 @@ def test_arguments_of_a_trainer_are_passed_on_by_their_own_names() -> None:
         "accumulate": 2,
         "overlap": True,
         "overlap_pull": True,
+        "hierarchy": False,
     }
     assert arguments(**own) == own
 

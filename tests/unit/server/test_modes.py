@@ -9,7 +9,11 @@ from kvstore_server.rounds import SYNCHRONOUS, Mode
 
 
 @pytest.mark.parametrize(
-    "mode", [Mode(), Mode("async"), Mode("async", slow_down=True), Mode("ssp", 0), Mode("ssp", 7, slow_down=True)]
+    "mode",
+    [
+        Mode(), Mode(by_host=True), Mode("async"), Mode("async", slow_down=True), Mode("ssp", 0),
+        Mode("ssp", 7, slow_down=True),
+    ],
 )  # fmt: skip
 def test_parts_that_fit_together_are_accepted(mode: Mode) -> None:
     mode.check()
@@ -23,6 +27,8 @@ def test_parts_that_fit_together_are_accepted(mode: Mode) -> None:
         (Mode("async", 2), "staleness=2 does not go with mode 'async'"),
         (Mode("sync", 2), "staleness=2 does not go with mode 'sync'"),
         (Mode("sync", slow_down=True), "slow_down does not go with 'sync'"),
+        (Mode("async", by_host=True), "by_host does not go with 'async'"),
+        (Mode("ssp", 1, by_host=True), "by_host does not go with 'ssp'"),
     ],
 )
 def test_parts_that_do_not_are_named(mode: Mode, text: str) -> None:
@@ -35,4 +41,5 @@ def test_only_bounded_staleness_has_a_bound_which_may_be_0() -> None:
 
 
 def test_a_mode_reads_as_one_would_say_it() -> None:
-    assert [str(SYNCHRONOUS), str(Mode("ssp", 2, True))] == ["sync", "ssp staleness=2 slow_down"]
+    modes = [SYNCHRONOUS, Mode(by_host=True), Mode("ssp", 2, True)]
+    assert list(map(str, modes)) == ["sync", "sync by_host", "ssp staleness=2 slow_down"]

@@ -162,6 +162,38 @@ def test_overlap_is_true_or_false(given: Any, option: str) -> None:
         select_store("dist_sync", **{option: given})
 
 
+@pytest.mark.parametrize("given", ["dist_sync", "dist"])
+def test_hosts_are_summed_only_where_that_is_asked_for(given: str) -> None:
+    assert select_store(GIVEN[given](), hierarchy=True).sums_hosts
+    assert not select_store(GIVEN[given]()).sums_hosts
+
+
+@pytest.mark.parametrize(
+    "given", ["no kvstore", "one device", "local object", "device object", "plugin object"]
+)
+def test_sums_of_hosts_need_servers(given: str) -> None:
+    with pytest.raises(ConfigurationError, match="hierarchy=True needs servers"):
+        select_store(GIVEN[given](), hierarchy=True)
+
+
+@pytest.mark.parametrize("type", ["dist_async", "dist_ssp"])
+def test_sums_of_hosts_need_synchronous_rounds(type: str) -> None:
+    with pytest.raises(ConfigurationError, match="synchronous rounds"):
+        select_store(type, hierarchy=True)
+
+
+@pytest.mark.parametrize("other", ["overlap", "overlap_pull"])
+def test_sums_of_hosts_and_overlap_exclude_each_other(other: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"hierarchy=True or {other}=True"):
+        select_store("dist_sync", hierarchy=True, **{other: True})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("hierarchy", [1, "yes", None])
+def test_hierarchy_is_true_or_false(hierarchy: Any) -> None:
+    with pytest.raises(ConfigurationError, match="hierarchy must be True or False"):
+        select_store("dist_sync", hierarchy=hierarchy)
+
+
 def test_environment_that_is_neither_0_nor_1_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MXNET_UPDATE_ON_KVSTORE", "maybe")
     with pytest.raises(ConfigurationError, match="MXNET_UPDATE_ON_KVSTORE must be 0 or 1, got 'maybe'"):
