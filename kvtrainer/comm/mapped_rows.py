@@ -19,7 +19,7 @@ from torch import Tensor
 from kvstore_server.channel import Arena
 from kvstore_server.codec import torch_dtype
 from kvstore_server.plan import LONG, PAGE, SIZES, Plan
-from kvstore_server.storage import Counts, marks_in
+from kvstore_server.storage import marks_in
 from kvtrainer.comm.mapped import put_pages
 
 _NO_RESERVE = 0x4000
@@ -53,13 +53,17 @@ class MappedRows:
         """Of each memory, where the slices there begin, and end; they are neighbours."""
         for piece in pieces:
             at, nbytes = piece.segments[0].key_start * size, piece.nbytes
-            memory, begin = shown.get(piece.index, _NOWHERE)
+            memory, begin = shown.get(piece.index, (None, 0))
             if memory is None or at % PAGE or begin % PAGE or begin + nbytes > memory.nbytes:
                 raise OSError(f"slice {piece.index} of key {spec.key!r} cannot be mapped")
             put_pages(room.ctypes.data + at, -(-nbytes // PAGE) * PAGE, memory.fd, begin, mmap.PROT_READ)
             _, first, end = spans.get(id(memory), (memory, begin, 0))
             spans[id(memory)] = memory, min(first, begin), max(end, begin + nbytes)
-        self._memories = [(memory, first // LONG, -(-end // LONG)) for memory, first, end in spans.values()]
+        self._marks = [
+            marks_in(memory.numbers)[:, first // LONG : -(-end // LONG)]
+            for memory, first, end in spans.values()
+        ]
+        """Of each memory, how often writing of these slices was begun, and ended."""
         width = plan.rows(key).width
         self._rows = torch.from_numpy(room).view(torch_dtype(spec.dtype))[: spec.numel].view(-1, width)
         self._process = os.getpid()
@@ -68,14 +72,7 @@ class MappedRows:
         """Copy rows (int64 ids, each of the table), in this order; None where some may be being written."""
         if os.getpid() != self._process:
             return None
-        ended = [marks[1].copy() for marks in self._marks()]
+        ended = [marks[1].copy() for marks in self._marks]
         rows = self._rows.index_select(0, ids)
-        begun = [marks[0] for marks in self._marks()]
+        begun = [marks[0] for marks in self._marks]
         return rows if all(map(np.array_equal, begun, ended)) else None
-
-    def _marks(self) -> list[Counts]:
-        """How often writing of each part was begun, and ended."""
-        return [marks_in(memory.numbers)[:, first:end] for memory, first, end in self._memories]
-
-
-_NOWHERE = (None, 0)
