@@ -70,6 +70,13 @@ def two_passes(loop: Loop, at: int) -> None:
     loop.step()
 
 
+def one_behind(loop: Loop, at: int) -> None:
+    """A worker makes fewer passes than in its last step, and waits for more in vain, or more, and was too early."""
+    for _ in range(1 + loop.rank * (at % 2)):
+        loop.loss().backward()
+    loop.step()
+
+
 def window(loop: Loop, at: int) -> None:
     for _ in range(2):
         loop.trainer.update_params(loop.loss(), 16)
@@ -204,6 +211,7 @@ CASES: dict[str, tuple[Case, dict[str, Any]]] = {
         {"optimizer": "sgd", "optimizer_params": {"learning_rate": 0.1, "momentum": 0.9}},
     ),
     "two passes": (two_passes, {}),
+    "one behind": (one_behind, {}),
     "a window of two": (window, {"accumulate": 2}),
     "clip_grad": (plain, CLIP),
     "clip_grad, dropped": (dropped, CLIP),
