@@ -341,10 +341,10 @@ class Trainer(torch.optim.Optimizer):
     def wait(self) -> None:
         """Block until the new weights of the last step are here, which `overlap_pull` lets come later.
 
-        Whatever reads parameters through torch waits by itself. Call this before a fork, and before code that does not
-        ask torch's dispatch: C++ extensions, and transforms of torch.func that take the parameters themselves; and
-        before code that was compiled, which runs uncompiled while some are to come. A module that `torch.compile` made
-        waits by itself, if the Trainer was given it.
+        Whatever reads parameters through torch waits by itself. Call this before a fork; before code that does not ask
+        torch's dispatch: C++ extensions, modules of torch.jit, and transforms of torch.func that take the parameters
+        themselves; and before compiled code, which runs uncompiled while some are to come. A module that
+        `torch.compile` made waits by itself, if the Trainer was given it.
 
         Raises:
             KVStoreError: the round of the last step failed on every worker.

@@ -311,7 +311,8 @@ class Binding:
         except BaseException:
             layout.accept_writes(self.has_weights)
             raise
-        self.awaited = Awaited(self.holder, round_, layout.parameters, partial(self._take_awaited, layout))
+        ended = partial(self._take_awaited, layout)
+        self.awaited = Awaited(self.holder, round_, layout.parameters, layout.keys, ended)
         return Outcome(frozenset(), False)
 
     def _take_awaited(self, layout: Memory, came: set[int], error: BaseException | None) -> None:

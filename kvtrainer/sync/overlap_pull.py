@@ -47,7 +47,8 @@ class Awaited:
 
     Args:
         exchange: has begun the round.
-        parameters: in the order of the keys.
+        parameters: whose weights are to come.
+        keys: id of a parameter → its key (by index).
         ended: is called once, when the round is over, with the keys (by index) whose weights came before that, and
             with the error that has ended it.
     """
@@ -57,11 +58,11 @@ class Awaited:
         exchange: StoreExchange,
         round_: Round,
         parameters: Sequence[Parameter],
+        keys: Mapping[int, int],
         ended: Callable[[set[int], BaseException | None], None],
     ) -> None:
         self._exchange, self._round, self._ended = exchange, round_, ended
-        self._parameters = parameters
-        self._keys = {id(p): key for key, p in enumerate(parameters)}
+        self._parameters, self._keys = parameters, keys
         self._came: set[int] = set()
         self._lock = threading.RLock()
         self._pid = os.getpid()
@@ -73,6 +74,7 @@ class Awaited:
                 parameter.__class__ = kind
         self._leaving = weakref.finalize(self, _leave, weakref.ref(self))
 
+    @torch.inference_mode(False)
     def wait(self) -> None:
         """Block until all weights are here.
 
@@ -90,6 +92,7 @@ class Awaited:
                 raise
             self.end(None)
 
+    @torch.inference_mode(False)
     def wait_for(self, parameter: Parameter) -> None:
         """Block until the weights of one parameter are here; raises as `wait`."""
         self._check_process()

@@ -206,6 +206,7 @@ READS: dict[str, Callable[[nn.Module], Any]] = {
     "deepcopy": lambda net: copy.deepcopy(net).state_dict(),
     "pickle": lambda net: pickle.loads(pickle.dumps(net)).state_dict(),
     "numpy": lambda net: {k: torch.from_numpy(p.data.numpy().copy()) for k, p in net.named_parameters()},
+    "inference_mode": lambda net: inferred(net),
     "keep_vars": lambda net: {k: p * 1.0 for k, p in net.state_dict(keep_vars=True).items()},
     "foreach": lambda net: dict(
         zip(net.state_dict(keep_vars=True), torch._foreach_mul(list(net.parameters()), 1.0), strict=True)
@@ -214,6 +215,12 @@ READS: dict[str, Callable[[nn.Module], Any]] = {
         Dictionary(net), {f"net.{k}": p for k, p in net.named_parameters()}, ()
     ),
 }
+
+
+def inferred(net: nn.Module) -> dict[str, Tensor]:
+    """The parameters, each plus nothing."""
+    with torch.inference_mode():
+        return {name: p + 0.0 for name, p in net.named_parameters()}
 
 
 class Dictionary(nn.Module):
